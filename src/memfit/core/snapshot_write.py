@@ -1,0 +1,199 @@
+"""A trace as a file for PyTorch's own viewer (pytorch.org/memory_viz): a predicted job looks like a recorded one.
+
+    snapshot = snapshot_dict(trace, segments, placements)
+    save_snapshot(snapshot, "predicted.json")
+
+A trace says what was asked for and when; `segments` and `placements` say where a replay put it. The viewer shows
+the past by undoing the events one by one from the final state, so that state is not asked for but worked out here
+from the trace: what is live at its end lies in the segments, and all between is free.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+from memfit.core.events import Action, Trace
+from memfit.core.snapshot import FORMAT, Segment
+from memfit.errors import UsageError
+
+DriverEvent = tuple[int, Action, int, int, int]  # before which event of the trace; action, address, size, stream
+
+_SEGMENT_ACTIONS = {
+    Action.SEGMENT_ALLOC: "segment_alloc", Action.SEGMENT_FREE: "segment_free",
+    Action.SEGMENT_MAP: "segment_map", Action.SEGMENT_UNMAP: "segment_unmap",
+}  # fmt: skip
+
+
+def snapshot_dict(
+    trace: Trace,
+    segments: Iterable[Segment],
+    placements: Mapping[int, tuple[int, int]],
+    *,
+    device: int = 0,
+    driver: Iterable[DriverEvent] | None = None,
+    settings: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The trace in torch's snapshot format.
+
+    segments     what is reserved at the end; their blocks are worked out from the trace, not read
+    placements   block -> (address, block size); a block that has none was never placed and is left out
+    driver       what a replay had the driver do; without it, what the trace itself recorded
+    """
+    writer = _Writer(trace, placements, device)
+    writer.events_of(sorted(driver, key=lambda event: event[0]) if driver is not None else None)
+    final = [writer.segment(segment) for segment in sorted(segments, key=attrgetter("address"))]
+    writer.check_all_placed()
+    return {
+        "segments": final,
+        "device_traces": [[] for _ in range(device)] + [writer.events],
+        "allocator_settings": dict(settings or {}),
+        "external_annotations": writer.annotations,
+        "memfit": {"format": FORMAT, "origin": trace.origin, "device": device, "marks": writer.marks},
+    }
+
+
+def save_snapshot(snapshot: dict[str, Any], path: str | Path) -> None:
+    """As JSON or as pickle, by the name's ending; written beside and renamed."""
+    path = Path(path)
+    if path.suffix == ".json":
+        data = json.dumps(snapshot, separators=(",", ":"), allow_nan=False).encode()
+    elif path.suffix in (".pickle", ".pkl"):
+        data = pickle.dumps(snapshot, protocol=4)  # the newest that every version of the viewer reads
+    else:
+        raise UsageError(f"cannot tell the format of {str(path)!r}", hint="end its name in .json or .pickle")
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        beside.write_bytes(data)
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+class _Writer:
+    def __init__(self, trace: Trace, placements: Mapping[int, tuple[int, int]], device: int) -> None:
+        self.trace, self.placements, self.device = trace, placements, device
+        self.events: list[dict[str, Any]] = []
+        self.marks: list[dict[str, Any]] = []
+        self.annotations: list[dict[str, Any]] = []
+        self._stacks: dict[tuple[int, int], list[dict[str, Any]]] = {}
+        born = {block for action, block in trace.events() if action == Action.ALLOC}
+        self._live = {block: "active_allocated" for block in placements if block not in born}
+        self._layout: list[tuple[int, int, int]] = []  # what is live at the end: address, size, block
+        self._written: set[int] = set()
+
+    def events_of(self, driver: list[DriverEvent] | None) -> None:
+        queue = list(reversed(driver or []))
+        for i, (action, subject) in enumerate(self.trace.events()):
+            while queue and queue[-1][0] <= i:
+                self._driver(i, *queue.pop()[1:])
+            if action <= Action.FREE_COMPLETED:
+                if subject in self.placements:
+                    self._block(i, action, subject)
+            elif action == Action.MARK:
+                self._mark(i, subject)
+            elif action == Action.EMPTY_CACHE:
+                self.marks.append({"before": len(self.events)})
+            elif driver is None or action == Action.OOM:
+                ranges = self.trace.range_addresses, self.trace.range_sizes, self.trace.range_streams
+                self._driver(i, Action(action), *(column[subject] for column in ranges))
+        for event in reversed(queue):
+            self._driver(len(self.trace), *event[1:])
+        if self.annotations:
+            self.annotations.append({**self.annotations[-1], "stage": "END", "time_us": len(self.trace)})
+        self._layout = sorted((*self.placements[block], block) for block in self._live)
+        self._one_unknown()
+
+    def _one_unknown(self) -> None:
+        """The viewer fails on categories unless one of them is 'unknown'."""
+        categories = {event.get("category") for event in self.events} - {None}
+        if categories and "unknown" not in categories:
+            event = {"action": "snapshot", "addr": 0, "size": 0, "stream": 0, "time_us": len(self.trace)}
+            self.events.append({**event, "category": "unknown"})
+
+    def _block(self, i: int, action: int, block: int) -> None:
+        trace = self.trace
+        event: dict[str, Any] = {
+            "addr": self.placements[block][0], "size": trace.requested[block], "stream": trace.streams[block],
+            "time_us": i, "frames": self._frames(block),
+        }  # fmt: skip
+        if action == Action.ALLOC:
+            self._live[block] = "active_allocated"
+            self.events.append({"action": "alloc", **event, "category": trace.category(block) or "unknown"})
+            return
+        if action in (Action.FREE, Action.FREE_REQUESTED):
+            self._live[block] = "active_pending_free"
+            self.events.append({"action": "free_requested", **event})
+        if action in (Action.FREE, Action.FREE_COMPLETED):
+            self._live.pop(block, None)
+            self.events.append({"action": "free_completed", **event})
+
+    def _driver(self, i: int, action: Action, address: int, size: int, stream: int) -> None:
+        if action == Action.OOM:
+            event: dict[str, Any] = {"action": "oom", "device_free": address}
+        else:
+            event = {"action": _SEGMENT_ACTIONS[action], "addr": address}
+        self.events.append({**event, "size": size, "stream": stream, "time_us": i, "frames": []})
+
+    def _mark(self, i: int, number: int) -> None:
+        mark = self.trace.marks[number]
+        self.marks.append({"before": len(self.events), "phase": mark.phase, "step": mark.step})
+        if self.annotations:
+            self.annotations.append({**self.annotations[-1], "stage": "END", "time_us": i})
+        name = f"{mark.phase} {mark.step}" if mark.step else mark.phase
+        self.annotations.append({"name": name, "stage": "START", "device": self.device, "time_us": i})
+
+    def _frames(self, block: int) -> list[dict[str, Any]]:
+        """One made-up frame, which the viewer shows as the stack: the module as the file, the op as the function."""
+        key = self.trace.module_of[block], self.trace.op_of[block]
+        if key not in self._stacks:
+            module, op = self.trace.module(block), self.trace.op(block)
+            self._stacks[key] = [{"filename": module, "line": 0, "name": op}] if module or op else []
+        return self._stacks[key]
+
+    # -- the final state -----------------------------------------------------------------------------------------
+
+    def segment(self, segment: Segment) -> dict[str, Any]:
+        end = segment.address + segment.total_size
+        first, last = (bisect_left(self._layout, (edge, 0, 0)) for edge in (segment.address, end))
+        blocks: list[dict[str, Any]] = []
+        at = segment.address
+        for address, size, block in self._layout[first:last]:
+            if address < at or address + size > end:
+                raise ValueError(f"block {block} overlaps its neighbour or leaves its segment")
+            blocks += self._gap(at, address)
+            blocks.append(self._used(address, size, block))
+            self._written.add(block)
+            at = address + size
+        blocks += self._gap(at, end)
+        used = [block for block in blocks if block["state"] != "inactive"]
+        return {
+            "device": self.device, "address": segment.address, "total_size": segment.total_size,
+            "allocated_size": sum(block["size"] for block in used if block["state"] == "active_allocated"),
+            "active_size": sum(block["size"] for block in used),
+            "requested_size": sum(block["requested_size"] for block in used),
+            "stream": segment.stream, "segment_type": segment.segment_type, "segment_pool_id": segment.pool_id,
+            "is_expandable": segment.is_expandable, "frames": [], "blocks": blocks,
+        }  # fmt: skip
+
+    def _used(self, address: int, size: int, block: int) -> dict[str, Any]:
+        return {
+            "address": address, "size": size, "requested_size": self.trace.requested[block],
+            "state": self._live[block], "frames": self._frames(block),
+        }  # fmt: skip
+
+    def _gap(self, start: int, end: int) -> list[dict[str, Any]]:
+        if start == end:
+            return []
+        return [{"address": start, "size": end - start, "requested_size": 0, "state": "inactive", "frames": []}]
+
+    def check_all_placed(self) -> None:
+        lost = sorted(set(self._live) - self._written)
+        if lost:
+            raise ValueError(f"block {lost[0]} is live at the end but lies in no segment")

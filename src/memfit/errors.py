@@ -1,0 +1,43 @@
+"""What can go wrong because of what a person asked for, in their words.
+
+    MemfitError
+    ├── UsageError        a flag, a parameter or a key is wrong (also a ValueError)
+    │   └── UnknownName   a name that is not in a list; carries the nearest ones
+    ├── InputError        a file cannot be read or does not hold what it should (also a ValueError)
+    └── TraceError        the job's code cannot be traced: an op, a value or a device it asks for
+
+A traceback means a bug in memfit; these never print one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class MemfitError(Exception):
+    """A message for a person, and what to do next."""
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+
+class UsageError(MemfitError, ValueError):
+    pass
+
+
+class InputError(MemfitError, ValueError):
+    pass
+
+
+class TraceError(MemfitError):
+    pass
+
+
+class UnknownName(UsageError):
+    def __init__(self, what: str, name: str, known: Iterable[str], *, more: str = "") -> None:
+        self.nearest = get_close_matches(name.lower(), list(known), n=3, cutoff=0.6)
+        guess = f"did you mean {' or '.join(repr(n) for n in self.nearest)}?" if self.nearest else ""
+        super().__init__(f"no {what} called {name!r}", hint=" ".join(part for part in (guess, more) if part) or None)

@@ -1,0 +1,227 @@
+"""`--gpu`: a card by name or by size, as the numbers a plan needs.
+
+    find_gpu("RTX 4090")    # by name, without regard to case and punctuation
+    find_gpu("24GB")        # as cards are labelled: 24 GiB less what the driver keeps
+    find_gpu("24GiB")       # exactly that
+
+What a card is sold as, what `nvidia-smi` shows and what a program gets are three numbers. An RTX 4090 is sold as 24 GB,
+shows 24,564 MiB and gives torch 24,081 MiB: the driver keeps the rest. `capacity_bytes` is the last of them, torch's
+`total_memory`, for the allocator and the CUDA context together have to fit into that. It shrinks a little with newer
+drivers; `gpus.json` has the newest value found for Linux, with its source and whether it was measured, reported by
+others or estimated. On Windows a card gives nearly all that `nvidia-smi` shows.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from statistics import median
+from typing import Any
+
+from memfit.errors import UnknownName, UsageError
+from memfit.units import GiB, MiB, TiB, format_bytes, parse_bytes
+
+MAX_THREADS_PER_SM = {
+    (7, 0): 2048,
+    (7, 5): 1024,
+    (8, 0): 2048,
+    (8, 6): 1536,
+    (8, 9): 1536,
+    (9, 0): 2048,
+    (10, 0): 2048,
+    (10, 3): 2048,
+    (12, 0): 1536,
+    (12, 1): 1536,
+}
+"""CUDA C++ programming guide, technical specifications per compute capability."""
+
+# A context sets memory aside for every thread that the chip can hold. Bytes for each, from the three cards with a known
+# context: RTX 3090 2,131, RTX 6000 Ada 2,048, H200 2,400.
+CONTEXT_BYTES_PER_THREAD = 2100
+CONTEXT_BYTES_PER_THREAD_SINCE_HOPPER = 2400
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
+_SEVERAL = re.compile(r"\d+\s*[x*]\s*\S+", re.IGNORECASE)
+_LARGEST_LABEL = 1024
+_SMALLEST_BYTES, _LARGEST_BYTES = 64 * MiB, 1024 * TiB
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One card. `context_bytes` is what CUDA itself holds after a training step, the most that was seen."""
+
+    name: str
+    capacity_bytes: int
+    arch: tuple[int, int]
+    context_bytes: int
+    sm_count: int
+    max_threads_per_sm: int
+    notes: tuple[str, ...]
+    source: str
+    context_start_bytes: int
+
+    def context_after(self, *, training: bool, flash: bool) -> int:
+        """What CUDA holds once the job's kernels are loaded.
+
+        Kernels are loaded when first used, so the context grows: a backward pass and an optimizer bring more of them,
+        and so does attention by flash or cuDNN (16-bit sdpa; fp32 and eager attention do without).
+        """
+        return self.context_start_bytes + _growth(training=training, flash=flash)
+
+
+def find_gpu(text: str, *, flag: str = "--gpu") -> Gpu:
+    """The card that `text` names, or a card of the size that it gives. Ambiguous names are refused, never guessed."""
+    wanted = text.strip()
+    if not wanted:
+        raise UsageError(f"{flag} is empty", hint="give a card such as 'RTX 4090', or a size such as 24GB or 23.5GiB")
+    card = _by_key().get(_key(wanted))
+    if card is not None:
+        return _from_card(card)
+    if (choices := _several_sizes().get(_key(wanted))) is not None:
+        names = " or ".join(repr(name) for name in choices)
+        raise UsageError(f"{flag} {text!r} could be several cards", hint=f"say which: {names}")
+    if (match := _SIZE.fullmatch(wanted)) is not None:
+        return _of_size(wanted, float(match[1]), match[2].lower(), flag)
+    if _SEVERAL.fullmatch(wanted):
+        raise UsageError(f"{flag} {text!r} names several cards", hint="give one; --world-size says how many there are")
+    raise UnknownName("GPU", text, _names(), more="a size works too: 24GB as cards are labelled, 23.5GiB exactly")
+
+
+def list_gpus() -> tuple[Gpu, ...]:
+    """All cards of the catalogue, in its order: GeForce, workstation, data centre."""
+    return tuple(_from_card(card) for card in _document()["cards"])
+
+
+@cache
+def _document() -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads(files("memfit").joinpath("gpus.json").read_text(encoding="utf-8"))
+    return loaded
+
+
+def _key(name: str) -> str:
+    """A card's name without maker, case and punctuation; a size keeps one spelling: `A100 80G` is `a10080gb`."""
+    text = re.sub(r"\b(nvidia|geforce|gpu)\b", " ", name.casefold())
+    text = re.sub(r"(\d+)\s*g(?:i?b)?\b", r"\1gb", text)
+    return re.sub(r"[\W_]", "", text)
+
+
+@cache
+def _by_key() -> dict[str, dict[str, Any]]:
+    """Every spelling of every card: with and without `RTX` or `Tesla`, with and without its size."""
+    found: dict[str, dict[str, Any]] = {}
+    for card in _document()["cards"]:
+        for name in (card["name"], *card["aliases"]):
+            short = re.sub(r"^(geforce )?rtx |^tesla ", "", name, flags=re.IGNORECASE)
+            for spelling in (name, short):
+                found.setdefault(_key(spelling), card)
+                found.setdefault(_key(f"{spelling} {card['label_gb']}GB"), card)
+    return found
+
+
+@cache
+def _several_sizes() -> dict[str, list[str]]:
+    several: dict[str, list[str]] = _document()["several_sizes"]
+    without = {name.removeprefix("RTX "): cards for name, cards in several.items()}
+    return {_key(name): cards for name, cards in {**without, **several}.items()}
+
+
+def _names() -> list[str]:
+    """For suggestions, in lower case."""
+    return [name.lower() for card in _document()["cards"] for name in (card["name"], *card["aliases"])]
+
+
+def _from_card(card: dict[str, Any]) -> Gpu:
+    total, kind = card["total_mib"] * MiB, card["total"]
+    start, context_kind, context_source = _context(card)
+    notes = [f"the capacity of the {card['name']} is estimated: {card['source']}"] if kind == "estimated" else []
+    if context_kind == "estimated":
+        notes.append(f"what CUDA itself takes on the {card['name']} is estimated from the size of the chip")
+    source = f"capacity {kind}: {card['source']}; context {context_kind}: {context_source}"
+    return _gpu(card, card["name"], total, start, tuple(notes), source)
+
+
+def _gpu(card: dict[str, Any], name: str, capacity: int, start: int, notes: tuple[str, ...], source: str) -> Gpu:
+    arch = _arch(card)
+    return Gpu(
+        name=name,
+        capacity_bytes=capacity,
+        arch=arch,
+        context_bytes=start + _growth(training=True, flash=True),
+        sm_count=card["sm_count"],
+        max_threads_per_sm=MAX_THREADS_PER_SM[arch],
+        notes=notes,
+        source=source,
+        context_start_bytes=start,
+    )
+
+
+def _arch(card: dict[str, Any]) -> tuple[int, int]:
+    major, minor = card["arch"].split(".")
+    return int(major), int(minor)
+
+
+def _context(card: dict[str, Any]) -> tuple[int, str, str]:
+    if "context_bytes" in card:
+        return card["context_bytes"], card["context"], card["context_source"]
+    arch = _arch(card)
+    hopper_on = arch[0] >= 9 and MAX_THREADS_PER_SM[arch] == 2048
+    each = CONTEXT_BYTES_PER_THREAD_SINCE_HOPPER if hopper_on else CONTEXT_BYTES_PER_THREAD
+    threads = card["sm_count"] * MAX_THREADS_PER_SM[arch]
+    return threads * each, "estimated", f"{each:,} bytes for each of {threads:,} resident threads"
+
+
+def _growth(*, training: bool, flash: bool) -> int:
+    grown = _document()["context_growth_bytes"]
+    return int(grown[("training" if training else "inference") + ("_flash" if flash else "")])
+
+
+def _of_size(text: str, number: float, unit: str, flag: str) -> Gpu:
+    if unit in ("kib", "mib", "gib", "tib", "b") or (not unit and number >= GiB):
+        return _exact(text, parse_bytes(text, flag=flag), flag)
+    if unit not in ("gb", "g", ""):
+        hint = "sizes are 24GB as cards are labelled, or 24GiB or 24564MiB exactly"
+        raise UsageError(f"{flag} {text!r} is not a size", hint=hint)
+    if not 0 < number <= _LARGEST_LABEL:
+        hint = f"24GB is a card's label, {text}MiB or {text}GiB an exact size" if not unit else "24GB is a card's label"
+        raise UsageError(f"{flag} {text!r} is neither a card nor the size of one", hint=hint)
+    return _labelled(number)
+
+
+def _exact(text: str, size: int, flag: str) -> Gpu:
+    if size < _SMALLEST_BYTES:
+        digits = re.sub(r"[^\d.]", "", text)
+        raise UsageError(f"{flag} {text} is {size:,} bytes; did you mean {digits}GiB?")
+    if size > _LARGEST_BYTES:
+        raise UsageError(f"{flag} {text[:40]!r} is larger than any card", hint="sizes look like 24GB or 23.5GiB")
+    card = _typical(size / GiB)
+    start, _, _ = _context(card)
+    return _gpu(card, format_bytes(size), size, start, (_stand_in(card),), "capacity as given")
+
+
+def _labelled(label: float) -> Gpu:
+    """A card known by its label only: 24 GB cards give a program 22.0 to 23.6 GiB; the middle one of them is taken."""
+    cards = _document()["cards"]
+    alike = [card for card in cards if card["label_gb"] == label]
+    share = median(card["total_mib"] / (card["label_gb"] * 1024) for card in alike or cards)
+    capacity = int(label * 1024 * share) * MiB
+    card = _typical(label)
+    start, _, _ = _context(card)
+    known = f"the {len(alike)} known cards of that label" if alike else "all known cards, for none has that label"
+    why = f"{label:g} GB is read as cards are labelled, {label:g} GiB less what the driver keeps"
+    note = f"{why}: {format_bytes(capacity)}, by the middle one of {known}; {label:g}GiB would be exact"
+    return _gpu(card, f"{label:g} GB card", capacity, start, (note, _stand_in(card)), f"capacity estimated: {note}")
+
+
+def _typical(label: float) -> dict[str, Any]:
+    """The card that stands for a size: the usual one of that label, or of the next larger."""
+    typical = {float(known): name for known, name in _document()["typical_card_of_label"].items()}
+    nearest = min((known for known in typical if known >= label), default=max(typical))
+    return _by_key()[_key(typical[nearest])]
+
+
+def _stand_in(card: dict[str, Any]) -> str:
+    major, minor = _arch(card)
+    return f"kernels and context as on the {card['name']} (sm {major}.{minor}); name the card to have its own"

@@ -1,0 +1,345 @@
+"""`--model`: what a person typed, as a source; a source, as a `transformers` config; a config, as a module.
+
+    source = resolve("meta-llama/Llama-3.2-1B")          # no torch yet
+    with torch.device("meta"):                           # shapes without memory
+        model = build_model(source, dtype=torch.bfloat16, attention="sdpa")
+    parameter_count(model)                               # 1235814400
+
+Nothing is ever downloaded, and no code that comes with a model is run (`trust_remote_code` does not exist here). The
+one exception is asked for by name: `module:factory` imports and calls the user's own Python.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import MISSING, dataclass, fields
+from difflib import get_close_matches
+from functools import reduce
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from memfit.errors import InputError, UnknownName, UsageError
+from memfit.models.config_check import (
+    MAX_LAYERS,
+    MAX_WEIGHT_ELEMENTS,
+    Family,
+    check_config,
+    model_type_of,
+    one_line,
+    read_config,
+    show,
+)
+from memfit.models.presets import Preset, find_preset, presets
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from transformers import PretrainedConfig
+
+Kind = Literal["preset", "config", "folder", "hub", "factory"]
+Attention = Literal["sdpa", "eager"]
+
+_BARE_SIZE = re.compile(r"\d+(\.\d+)?b", re.IGNORECASE)
+_FACTORY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_HELP = "`memfit models` lists the presets; a folder with config.json works too"
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Where a model comes from. `name` is for reports, `origin` says in words how it was found."""
+
+    kind: Kind
+    name: str
+    origin: str
+    target: str
+    """What to open: the preset's name, the config's path, or `module:factory`."""
+
+
+def list_presets() -> tuple[Preset, ...]:
+    """The shipped models, for a listing."""
+    return presets()
+
+
+def resolve(name: str) -> ModelSource:
+    """Find what `name` means: a folder or file that exists, a preset, a bare size, a factory, or the Hub's local cache.
+
+    A folder that holds a config.json wins over a preset of the same name, as it does in transformers. What is merely
+    close to a known name is suggested in the error, never taken.
+    """
+    text = name.strip()
+    if not text:
+        raise UsageError("the model's name is empty", hint=_HELP)
+    found = _on_disk(text) or _shipped(text) or _factory(text) or _cached(text)
+    if found is None:
+        raise _unknown(text)
+    return found
+
+
+def _on_disk(text: str) -> ModelSource | None:
+    path = Path(text).expanduser()
+    config = path / "config.json"
+    try:
+        if config.is_file():
+            return ModelSource("folder", path.resolve().name or str(path), f"folder '{text}'", str(config))
+        exists, is_folder = path.exists(), path.is_dir()
+    except (OSError, ValueError):
+        exists = is_folder = False
+    if path.suffix.lower() == ".json":
+        if not exists or is_folder:
+            raise InputError(f"no file '{text}'", hint=_HELP)
+        name = path.parent.resolve().name if path.name == "config.json" else path.stem
+        return ModelSource("config", name, f"file '{text}'", str(path))
+    if is_folder and find_preset(text) is None:
+        raise _no_config(path, text)
+    if text.startswith(("./", "../", "/", "~")) or (exists and not is_folder):
+        what = f"'{text}' is not a config.json" if exists else f"no file or folder '{text}'"
+        raise InputError(what, hint="give a folder with config.json, a *.json file, or a preset's name")
+    return None
+
+
+def _no_config(folder: Path, text: str) -> InputError:
+    hint = "a model's folder holds config.json; `model.config.save_pretrained(folder)` writes it"
+    if (folder / "adapter_config.json").is_file():
+        hint = "it holds a LoRA adapter: give the base model it was trained on"
+    return InputError(f"folder '{text}' has no config.json", hint=hint)
+
+
+def _shipped(text: str) -> ModelSource | None:
+    """A preset by any of its names. A bare size is a Llama: `7b` is `llama-7b`."""
+    wanted = f"llama-{text}" if _BARE_SIZE.fullmatch(text) else text
+    preset = find_preset(wanted)
+    if preset is None:
+        if wanted != text:
+            sizes = [p.name for p in presets() if p.name.startswith("llama-")]
+            raise UnknownName("Llama", text, sizes, more=f"a bare size means a Llama: {', '.join(sizes)}")
+        return None
+    origin = "preset" if wanted == text else f"preset; '{text}' is read as {preset.name}, the Llama of that size"
+    return ModelSource("preset", preset.name, origin, preset.name)
+
+
+def _factory(text: str) -> ModelSource | None:
+    if not _FACTORY.fullmatch(text):
+        return None
+    return ModelSource("factory", text.partition(":")[2], f"factory '{text}'", text)
+
+
+def _cached(text: str) -> ModelSource | None:
+    """A model whose config.json some earlier download left in the local Hugging Face cache. No network."""
+    try:
+        from huggingface_hub import try_to_load_from_cache
+
+        path = try_to_load_from_cache(text, "config.json")
+    except (ImportError, ValueError, OSError):  # not installed, or not a possible id
+        return None
+    return ModelSource("hub", text, "local Hugging Face cache", path) if isinstance(path, str) else None
+
+
+def _unknown(text: str) -> UnknownName:
+    known = [preset.name for preset in presets()]
+    if not _HUB_ID.fullmatch(text):
+        return UnknownName("model", text, known, more=_HELP)
+    more = f"nor is it in the Hugging Face cache: `hf download {text} config.json` puts it there; or give a config.json"
+    error = UnknownName("model", text, known, more=more)
+    return error if error.nearest else UnknownName("model", text, [*known, *_hub_ids()], more=more)
+
+
+def _hub_ids() -> list[str]:
+    return [alias.lower() for preset in presets() for alias in preset.aliases if "/" in alias]
+
+
+def source_notes(source: ModelSource) -> tuple[str, ...]:
+    """What a reader of the plan should know: what of the file memfit leaves out."""
+    if source.kind == "factory":
+        return ()
+    preset = find_preset(source.target) if source.kind == "preset" else None
+    if preset is not None:
+        return (preset.note,) if preset.note else ()
+    data = read_config(Path(source.target))
+    notes = []
+    if data.get("quantization_config"):
+        notes.append("the file describes a quantised checkpoint; memfit plans its plain, unquantised weights")
+    if data.get("auto_map"):
+        notes.append("the code that comes with this model (auto_map) is not run; transformers' own class is used")
+    return tuple(notes)
+
+
+def load_config(source: ModelSource) -> PretrainedConfig:
+    """The source's checked settings as a fresh transformers config, free to be changed."""
+    if source.kind == "factory":
+        raise UsageError(f"'{source.target}' is a factory and has no config", hint="build_model() calls it")
+    if source.kind == "preset":
+        preset = find_preset(source.target)
+        assert preset is not None
+        data, where = dict(preset.config), f"preset {preset.name}"
+    else:
+        data, where = read_config(Path(source.target)), source.target
+    config_class = _config_class(data, where)
+    seen = check_config(data, _family(config_class, data), where)
+    try:
+        config: PretrainedConfig = config_class.from_dict(seen)
+    except Exception as error:
+        raise InputError(f"{where}: transformers cannot read these settings: {one_line(error)}") from error
+    return config
+
+
+def _config_class(data: dict[str, Any], where: str) -> Any:
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+
+    model_type = model_type_of(data, where)
+    if model_type not in CONFIG_MAPPING:
+        if data.get("auto_map"):
+            why = f"{where}: {show(model_type)} needs code that comes with the model (auto_map); memfit does not run it"
+            raise InputError(why, hint="load it in a function of your own and pass that: --model my_module:build")
+        near = get_close_matches(model_type, list(CONFIG_MAPPING), n=3)
+        guess = f"did you mean {' or '.join(repr(n) for n in near)}?" if near else None
+        raise InputError(f"{where}: transformers knows no model_type {show(model_type)}", hint=guess)
+    config_class = CONFIG_MAPPING[model_type]
+    if getattr(config_class, "sub_configs", None):
+        parts = ", ".join(config_class.sub_configs)
+        why = f"{where}: a '{model_type}' model has several parts ({parts}); only text models are planned"
+        raise InputError(why, hint="save its text_config as a config.json of its own")
+    if config_class not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise InputError(f"{where}: a '{model_type}' model is no causal language model; memfit plans only those")
+    return config_class
+
+
+def _family(config_class: Any, data: dict[str, Any]) -> Family:
+    defaults = {f.name: None if f.default is MISSING else f.default for f in fields(config_class)}
+    others = {name: getattr(config_class, name, None) for name in dir(config_class) if name not in defaults}
+    methods = frozenset(name for name, value in others.items() if callable(value))
+    constants = {name for name, value in others.items() if not isinstance(value, property)} - methods - {"model_type"}
+    model_type = str(data["model_type"])
+    known = any(preset.model_type == model_type for preset in presets())
+    return Family(model_type, defaults, config_class.attribute_map, known, methods, frozenset(constants))
+
+
+def build_model(
+    source: ModelSource,
+    *,
+    dtype: torch.dtype,
+    attention: Attention = "sdpa",
+    layers: int | None = None,
+    use_cache: bool = False,
+    init_weights: bool = False,
+) -> nn.Module:
+    """The model, in training mode. Call it under `torch.device("meta")` to get shapes without memory.
+
+    Weights are left as the memory was found, for their values do not matter to memory and random numbers take minutes;
+    `init_weights=True` fills them. `layers` keeps only the first so many blocks.
+    """
+    if source.kind == "factory":
+        if layers is not None:
+            raise UsageError(f"the number of layers of '{source.target}' is up to its own code")
+        return _call_factory(source.target, dtype)
+    import transformers
+
+    config = load_config(source)
+    config.use_cache = use_cache
+    if layers is not None:
+        _keep_layers(config, layers)
+    if attention == "sdpa" and not supports_sdpa(config):
+        raise UsageError(f"{source.name} has no sdpa attention in transformers", hint="--attention eager works")
+    try:
+        with nullcontext() if init_weights else _uninitialised():
+            auto: Any = transformers.AutoModelForCausalLM
+            model = auto.from_config(config, dtype=dtype, attn_implementation=attention)
+        if not init_weights:
+            model.tie_weights()
+    except Exception as error:
+        where = source.target if source.kind != "preset" else f"preset {source.name}"
+        why = f"{where}: transformers cannot build this model: {type(error).__name__}: {one_line(error)}"
+        raise InputError(why) from error
+    built: nn.Module = model
+    _check_built(built, source)
+    return built
+
+
+def _check_built(model: nn.Module, source: ModelSource) -> None:
+    for name, parameter in model.named_parameters():
+        if not 0 < parameter.numel() <= MAX_WEIGHT_ELEMENTS:
+            raise InputError(f"{source.target}: weight '{name}' would have {parameter.numel():,} elements")
+
+
+def supports_sdpa(config: PretrainedConfig) -> bool:
+    """Whether transformers has fused attention for this family; gpt-oss, for one, has eager attention only."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    return bool(getattr(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], "_supports_sdpa", False))
+
+
+def _keep_layers(config: PretrainedConfig, layers: int) -> None:
+    available = int(config.num_hidden_layers)
+    if not 1 <= layers <= min(available, MAX_LAYERS):
+        raise UsageError(f"{layers} layers are not between 1 and the model's {available}")
+    config.num_hidden_layers = layers
+    for name in ("layer_types", "mlp_layer_types"):
+        kinds = getattr(config, name, None)
+        if isinstance(kinds, list):
+            setattr(config, name, kinds[:layers])
+
+
+def _uninitialised() -> AbstractContextManager[None]:
+    """transformers' own switch against filling new weights. It also skips tying them, which the caller must then do."""
+    from transformers.initialization import no_init_weights
+
+    manager: AbstractContextManager[None] = no_init_weights()
+    return manager
+
+
+def _call_factory(target: str, dtype: torch.dtype) -> nn.Module:
+    from torch import nn
+
+    module_name, _, attribute = target.partition(":")
+    with _working_folder_importable(), _default_dtype(dtype):
+        try:
+            module = importlib.import_module(module_name)
+        except (Exception, SystemExit) as error:
+            hint = f"it is looked for in {os.getcwd()} and on PYTHONPATH"
+            why = f"cannot import '{module_name}': {type(error).__name__}: {one_line(error)}"
+            raise InputError(why, hint=hint) from error
+        try:
+            factory = reduce(getattr, attribute.split("."), module)
+        except AttributeError as error:
+            raise UnknownName(f"factory in '{module_name}'", attribute, vars(module)) from error
+        if not callable(factory):
+            raise InputError(f"'{target}' is a {type(factory).__name__}, not a function that returns a model")
+        try:
+            model = factory()
+        except (Exception, SystemExit) as error:
+            raise InputError(f"'{target}' raised {type(error).__name__}: {one_line(error)}") from error
+    if not isinstance(model, nn.Module):
+        raise InputError(f"'{target}' returned a {type(model).__name__}, not a torch.nn.Module")
+    return model
+
+
+@contextmanager
+def _working_folder_importable() -> Iterator[None]:
+    folder = os.getcwd()
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        sys.path.remove(folder)
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    import torch
+
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def parameter_count(model: nn.Module) -> int:
+    """Parameters, each counted once: a tied output head is the embedding and adds nothing."""
+    return sum(parameter.numel() for parameter in model.parameters())

@@ -1,0 +1,96 @@
+"""Values that the code asks of a tensor, answered by the place that asks.
+
+Code on a GPU may ask a tensor for its value: `if mask.all():`, `loss.item()`. Here there is no value, and what the
+code does next depends on it. Each place that is known to ask has its answer below, with what the answer means; at any
+other place the trace stops and names file and line. A blanket default would be silently wrong: True stops `generate`
+after one token and sends the Trainer into its NaN branch.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import FrameType
+
+import torch
+
+from memfit.errors import TraceError
+
+Value = bool | int | float
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A place in somebody's code: the end of its file's path, and the function."""
+
+    file: str
+    function: str
+
+
+KNOWN: dict[Site, tuple[Value, str]] = {
+    Site("transformers/masking_utils.py", "_ignore_causal_mask_sdpa"): (True, "no padding: the mask is all ones"),
+    Site("transformers/masking_utils.py", "_ignore_bidirectional_mask_sdpa"): (True, "no padding: the mask is all ones"),
+    Site("transformers/masking_utils.py", "find_packed_sequence_indices"): (True, "one sequence a row, not packed"),
+    Site("transformers/masking_utils.py", "_preprocess_mask_arguments"): (True, "one sequence a row, not packed"),
+}
+
+_OWN = ("memfit/tracing/", "torch/")
+
+
+class Answers:
+    """The table of known places, to which a job may add its own."""
+
+    def __init__(self, more: dict[Site, Value | Callable[[], Value]] | None = None) -> None:
+        self._more = more or {}
+        self.given: dict[str, Value] = {}
+
+    def value(self, tensor: torch.Tensor) -> Value:
+        frames = list(_callers())
+        for frame in frames:
+            site = _site(frame)
+            for known, answer in self._more.items():
+                if _same(known, site):
+                    return self._say(frame, answer() if callable(answer) else answer)
+            for known, (value, _) in KNOWN.items():
+                if _same(known, site):
+                    return self._say(frame, value)
+        raise TraceError(_question(tensor, frames), hint=_HINT)
+
+    def _say(self, frame: FrameType, value: Value) -> Value:
+        self.given[_place(frame)] = value
+        return value
+
+
+_HINT = (
+    "without data there is no answer, and a guess could be wrong: take the value outside the traced code, "
+    "or pass answers={Site(file, function): value}"
+)
+
+
+def _callers() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        path = frame.f_code.co_filename.replace("\\", "/")
+        if not any(f"/{part}" in path for part in _OWN):
+            yield frame
+        frame = frame.f_back
+
+
+def _site(frame: FrameType) -> Site:
+    return Site(frame.f_code.co_filename.replace("\\", "/"), frame.f_code.co_name)
+
+
+def _same(known: Site, site: Site) -> bool:
+    return known.function == site.function and site.file.endswith(known.file)
+
+
+def _place(frame: FrameType) -> str:
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _question(tensor: torch.Tensor, frames: list[FrameType]) -> str:
+    kind = f"{str(tensor.dtype).removeprefix('torch.')} tensor"
+    if not frames:
+        return f"the code asks a {kind} for its value"
+    return f"{_place(frames[0])}, in {frames[0].f_code.co_name}: the code asks a {kind} for its value"

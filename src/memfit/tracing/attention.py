@@ -1,0 +1,285 @@
+"""Scaled dot-product attention as CUDA would choose and run it.
+
+Which kernel runs depends on dtype, head size, mask, grouped heads and architecture; each keeps and allocates other
+things (facts with sources beside each function; every shape checked is in `tests/data/h200-ops.json`). The fused ops
+are torch's own, with torch's own backward formulas: what autograd keeps is therefore right by construction, and only
+their outputs and workspaces are made here.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from memfit.tracing.platform import Platform
+
+if TYPE_CHECKING:
+    from memfit.tracing.tracer import Tracer
+
+aten = torch.ops.aten
+HALF = (torch.float16, torch.bfloat16)
+Tensor = torch.Tensor
+
+
+# -- which kernel (native/transformers/cuda/sdp_utils.cpp) -----------------------------------------------------------
+
+
+def choose_backend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, causal: bool, gqa: bool, platform: Platform
+) -> str:
+    grouped = gqa and q.shape[-3] != k.shape[-3]
+    checks = {
+        "cudnn": lambda: platform.prefers_cudnn_attention and _cudnn_can(q, k, v, dropout, platform),
+        "flash": lambda: _flash_can(q, k, v, mask, dropout, causal, platform),
+        "efficient": lambda: _efficient_can(q, k, v, grouped, platform),
+    }
+    return next((name for name, can in checks.items() if q.dim() == 4 and can()), "math")
+
+
+def _cudnn_can(q: Tensor, k: Tensor, v: Tensor, dropout: float, platform: Platform) -> bool:
+    widest = 256 if platform.arch == (9, 0) and platform.cudnn >= 91000 else 128
+    sizes = (q.shape[-1], v.shape[-1])
+    drops = dropout > 0 and 91100 <= platform.cudnn < 91400
+    return q.dtype in HALF and all(d % 8 == 0 and d <= widest for d in sizes) and k.shape[-2] > 1 and not drops
+
+
+def _flash_can(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, causal: bool, platform: Platform
+) -> bool:
+    head = q.shape[-1]
+    trains = any(t.requires_grad for t in (q, k, v)) and torch.is_grad_enabled()
+    small_cards = platform.arch in {(8, 6), (8, 9), (12, 0)}
+    too_wide = small_cards and trains and (192 < head <= 224 or (head > 224 and dropout > 0))
+    square = not causal or q.shape[-2] == k.shape[-2]
+    shapes = head <= 256 and head == k.shape[-1] == v.shape[-1]
+    return q.dtype in HALF and mask is None and platform.arch >= (8, 0) and shapes and square and not too_wide
+
+
+def _efficient_can(q: Tensor, k: Tensor, v: Tensor, grouped: bool, platform: Platform) -> bool:
+    if q.dtype == torch.bfloat16 and platform.arch < (8, 0):
+        return False
+    step = 8 if q.dtype in HALF else 4
+    aligned = q.shape[-1] % step == 0 and v.shape[-1] % step == 0
+    last = all(t.stride(-1) == 1 for t in (q, k, v))
+    return q.dtype in (*HALF, torch.float32) and not grouped and aligned and last
+
+
+# -- the composite op (native/transformers/attention.cpp) ------------------------------------------------------------
+
+
+def attention(
+    platform: Platform, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, causal: bool,
+    scale: float | None, gqa: bool,
+) -> Tensor:  # fmt: skip
+    backend = choose_backend(q, k, v, mask, dropout, causal, gqa, platform)
+    if mask is not None and mask.dtype == torch.bool:
+        mask = _additive(mask, q.dtype)
+    if backend == "math":
+        return _math(q, k, v, mask, dropout, causal, scale, gqa)
+    needs_lse = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
+    if backend == "cudnn":
+        result = aten._scaled_dot_product_cudnn_attention(
+            q, k, v, mask, needs_lse, dropout, causal, False, scale=scale
+        )
+    elif backend == "efficient":
+        if mask is not None:
+            mask = _aligned_mask(mask, q, k)
+        result = aten._scaled_dot_product_efficient_attention(q, k, v, mask, needs_lse, dropout, causal, scale=scale)
+    else:
+        return _flash(q, k, v, dropout, causal, scale)
+    out: Tensor = result[0]
+    return out
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, dropout: float, causal: bool, scale: float | None) -> Tensor:
+    """The head is padded to a multiple of 8 outside the op, so that the padded copies are what autograd keeps."""
+    head = q.shape[-1]
+    scale = scale if scale is not None else 1 / math.sqrt(head)
+    if pad := -head % 8:
+        q, k, v = (torch.constant_pad_nd(t, [0, pad]) for t in (q, k, v))
+    out: Tensor = aten._scaled_dot_product_flash_attention(q, k, v, dropout, causal, False, scale=scale)[0]
+    return out[..., :head] if pad else out
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    zero = torch.scalar_tensor(0.0, dtype=dtype, device=mask.device)
+    never = torch.scalar_tensor(-math.inf, dtype=dtype, device=mask.device)
+    return torch.where(mask, zero, never)
+
+
+def _aligned_mask(mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """mem-efficient wants rows that start at multiples of 16 bytes: a ragged mask is padded to a multiple of 8."""
+    if pad := -mask.shape[-1] % 8:
+        mask = torch.constant_pad_nd(mask, [0, pad])[..., : mask.shape[-1]]
+    return mask.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+
+
+def _math(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, causal: bool, scale: float | None, gqa: bool
+) -> Tensor:
+    """torch's own composite, but for the mask, which CUDA adds in place and the composite under a trace does not."""
+    kind = q.dtype
+    if kind in HALF:
+        q, k, v = q.float(), k.float(), v.float()
+    root = math.sqrt(scale if scale is not None else 1 / math.sqrt(q.shape[-1]))
+    heads = q.shape[-3]
+    q = q * root
+    if causal:
+        mask = _additive(torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril(), q.dtype)
+    if gqa:
+        k, v = k.repeat_interleave(heads // k.shape[-3], -3), v.repeat_interleave(heads // v.shape[-3], -3)
+    scores = q.matmul(k.transpose(-2, -1) * root)
+    if mask is not None:
+        scores.add_(mask)
+    weights = torch._safe_softmax(scores, -1)
+    del scores
+    if dropout > 0:
+        weights = torch.dropout(weights, dropout, True)
+    return weights.matmul(v).to(kind)
+
+
+# -- what the fused ops allocate -------------------------------------------------------------------------------------
+
+
+def _like(t: Tensor, batch: int, heads: int, rows: int, width: int) -> Tensor:
+    """[B, H, S, D] laid out as `t` is: heads inside rows, as Hugging Face models have it, or rows inside heads."""
+    if t.stride(1) < t.stride(2):
+        return torch.empty(batch, rows, heads, width, dtype=t.dtype, device=t.device).transpose(1, 2)
+    return torch.empty(batch, heads, rows, width, dtype=t.dtype, device=t.device)
+
+
+def _empty(t: Tensor, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=t.device)
+
+
+def cudnn_forward(tracer: Tracer, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, lse: bool, *_: Any, **__: Any) -> Any:
+    """native/cudnn/MHA.cpp: seed, offset, output, statistics, then the graph's workspace for the length of the call."""
+    b, h, s, _d = q.shape
+    seed, offset = (_empty(q, dtype=torch.int64) for _ in range(2))
+    out = _like(q, b, h, s, v.shape[-1])
+    stats = _empty(q, b, h, s, 1) if lse else None
+    if workspace := _cudnn_workspace(q, k, tracer.platform):
+        tracer.temporary(workspace, "cudnn attention workspace")
+    nothing = torch.empty(0, device=q.device)
+    return out, stats if stats is not None else nothing, nothing, nothing, s, k.shape[2], seed, offset, nothing
+
+
+def _cudnn_workspace(q: Tensor, k: Tensor, platform: Platform) -> int:
+    """256 bytes, but for a single query, whose keys are split over the card: partial outputs with two row statistics."""
+    b, h, s, d = q.shape
+    if s > 1:
+        return 256
+    groups = b * k.shape[1]
+    splits = min(16, -(-k.shape[2] // 128), _power_of_two_below(2 * platform.sm_count // groups))
+    return 4 * b * h * splits * (d + 2) + 128 if splits > 1 else 0
+
+
+def _power_of_two_below(n: int) -> int:
+    return 1 << (max(n, 1).bit_length() - 1)
+
+
+def cudnn_backward(tracer: Tracer, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Any:
+    """Workspace, as measured for every head size, length and group: dq in fp32, a row sum, and with grouped heads dk
+    and dv once more for each query head."""
+    b, h, s, d = q.shape
+    grads = tuple(_like(t, *t.shape) for t in (q, k, v))
+    workspace = 4 * b * h * s * (d + 1) + 256
+    if h != k.shape[1]:
+        workspace += q.element_size() * b * h * k.shape[2] * (d + v.shape[-1])
+    tracer.temporary(workspace, "cudnn attention backward workspace")
+    return grads
+
+
+def flash_forward(tracer: Tracer, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Any:
+    """flash_attn/flash_api.cpp `mha_fwd`; few thread blocks split the keys and meet in fp32 buffers."""
+    b, h, s, d = q.shape
+    out = _like(q, b, h, s, d)
+    lse = _empty(q, b, h, s)
+    splits = _flash_splits(b, h, s, k.shape[2], d, tracer.platform.sm_count)
+    with tracer.temporaries() as hold:
+        if splits > 1:
+            hold(4 * splits * b * h * s, "flash attention split statistics")
+            hold(4 * splits * b * h * s * _rounded_head(d), "flash attention split output")
+        rng, unused = _empty(q, 2, dtype=torch.int64), _empty(q, dtype=torch.int64)
+    nothing = torch.empty(0, device=q.device)
+    return out, lse, nothing, nothing, s, k.shape[2], rng, unused, nothing
+
+
+def _flash_splits(b: int, h: int, rows: int, keys: int, d: int, sm_count: int) -> int:
+    """`num_splits_heuristic`: split keys until the card is filled, preferring the fewest splits near the best fill."""
+    block_n = 256 if d <= 64 else 128 if d <= 128 else 64
+    key_blocks, row_blocks = -(-keys // block_n), -(-rows // 64)
+    work, slots = b * h * row_blocks, sm_count * 2
+    if work >= 0.8 * slots:
+        return 1
+    most = min(128, slots, key_blocks)
+    eligible = [n for n in range(1, most + 1) if n == 1 or -(-key_blocks // n) != -(-key_blocks // (n - 1))]
+    fill = {n: (work * n / slots) / math.ceil(work * n / slots) for n in eligible}
+    best = max(fill.values())
+    return next(n for n in eligible if fill[n] >= 0.85 * best)
+
+
+def _rounded_head(d: int) -> int:
+    return -(-d // 32) * 32 if d <= 192 else 256
+
+
+def flash_backward(tracer: Tracer, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *_: Any, **__: Any) -> Any:
+    """`mha_bwd`: dq accumulates in fp32 over rows rounded to 128; with grouped heads dk and dv exist once more."""
+    b, h, s, d = q.shape
+    rows = -(-s // 128) * 128
+    with tracer.temporaries() as hold:
+        for t in (grad, out):
+            if not t.transpose(1, 2).is_contiguous():
+                hold(t.numel() * t.element_size(), "flash attention backward contiguous copy")
+        grads = tuple(_like(t, *t.shape) for t in (q, k, v))
+        hold(4 * b * h * rows, "flash attention backward row sums")
+        hold(4 * b * rows * h * _rounded_head(d), "flash attention backward dq accumulator")
+        if h != k.shape[1]:
+            hold(q.element_size() * b * h * k.shape[2] * d, "flash attention backward dk per query head")
+            hold(q.element_size() * b * h * k.shape[2] * d, "flash attention backward dv per query head")
+    return grads
+
+
+def efficient_forward(tracer: Tracer, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, lse: bool, *_: Any, **__: Any) -> Any:
+    """attention.cu: the output is always [B, S, H, D]; statistics rows rounded to 32; half types wider than the
+    registers accumulate in an fp32 copy of the output."""
+    b, h, s, _d = q.shape
+    width = v.shape[-1]
+    out = torch.empty(b, s, h, width, dtype=q.dtype, device=q.device).transpose(1, 2)
+    stats = _empty(q, b, h, -(-s // 32) * 32) if lse else torch.empty(0, device=q.device)
+    if q.dtype in HALF and width > 128:
+        tracer.temporary(4 * b * h * s * width, "mem-efficient attention accumulator")
+    state = torch.empty((), dtype=torch.int64)  # the generator's state stays on the host
+    return out, stats, state, torch.empty((), dtype=torch.int64)
+
+
+def efficient_backward(
+    tracer: Tracer, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *rest: Any, **__: Any
+) -> Any:
+    """attention_backward.cu: gradients, the row sums of grad x out, then tiles of dq with a 16-byte lock each."""
+    b, h, s, d = q.shape
+    wants = rest[5]
+    grads = [torch.empty(t.shape[0], t.shape[2], t.shape[1], t.shape[3], dtype=t.dtype, device=t.device).transpose(1, 2)
+             for t in (q, k, v)]  # fmt: skip
+    grad_bias = torch.empty_like(bias) if bias is not None and wants[3] else None
+    with tracer.temporaries() as hold:
+        with tracer.temporaries() as inner:
+            inner(4 * grad.numel(), "mem-efficient backward grad x out")
+            inner(4 * b * h * s, "mem-efficient backward row sums")
+            hold(4 * b * h * s, "mem-efficient backward delta")
+        tile = 64 if d <= 64 else 128
+        tiles = -(-s // tile) * -(-d // 64)
+        hold(b * h * tiles * (4 * tile * 64 + 16), "mem-efficient backward dq tiles")
+    return (*grads, grad_bias)
+
+
+RULES = {
+    aten._scaled_dot_product_cudnn_attention.default: cudnn_forward,
+    aten._scaled_dot_product_cudnn_attention_backward.default: cudnn_backward,
+    aten._scaled_dot_product_flash_attention.default: flash_forward,
+    aten._scaled_dot_product_flash_attention_backward.default: flash_backward,
+    aten._scaled_dot_product_efficient_attention.default: efficient_forward,
+    aten._scaled_dot_product_efficient_attention_backward.default: efficient_backward,
+}

@@ -1,0 +1,119 @@
+"""Ops that torch writes in terms of others, in another way on CUDA than elsewhere.
+
+`F.dropout` is one fused op on CUDA and three plain ones elsewhere; attention is one of four kernels; softmax of fp16
+into fp32 needs no fp32 copy of its input. These are put in place at autograd's level of the dispatcher, so that they
+hold inside checkpointed blocks run again by backward as well, where Python's own overriding modes are off. Inference
+mode skips that level: there the same replacements are made by name (`in_inference_mode`).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.library import Library
+
+from memfit.tracing.attention import attention
+from memfit.tracing.platform import Platform
+
+aten = torch.ops.aten
+Tensor = torch.Tensor
+
+
+def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
+    """native/Dropout.cpp: a fused kernel with a bool mask for 0 < p < 1; p = 1 multiplies by zeros."""
+    if not train or p == 0 or x.numel() == 0:
+        return x
+    if p == 1:
+        return x * torch.zeros((), dtype=x.dtype, device=x.device)
+    out: Tensor = aten.native_dropout(x, p, train)[0]
+    return out
+
+
+def _softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    """native/SoftMax.cpp: half to float inside the kernel, for fp16 only."""
+    if x.dtype == torch.float16 and dtype == torch.float32:
+        return aten._softmax(x, dim, True)  # type: ignore[no-any-return]
+    return aten._softmax(x if dtype is None else x.to(dtype), dim, False)  # type: ignore[no-any-return]
+
+
+def _log_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    if x.dtype == torch.float16 and dtype == torch.float32:
+        return aten._log_softmax(x, dim, True)  # type: ignore[no-any-return]
+    return aten._log_softmax(x if dtype is None else x.to(dtype), dim, False)  # type: ignore[no-any-return]
+
+
+class FusedRmsNorm(torch.autograd.Function):
+    """CUDA's fused op with its own backward; elsewhere torch has only the composite."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shape: list[int], weight: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        rstd = torch.empty(*x.shape[: -len(shape)], *(1 for _ in shape), dtype=torch.float32, device=x.device)
+        ctx.save_for_backward(x, weight, rstd)
+        ctx.shape = shape
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight, rstd = ctx.saved_tensors
+        wanted = [ctx.needs_input_grad[0], ctx.needs_input_grad[2]]
+        dx, dw = aten._fused_rms_norm_backward(grad, x, ctx.shape, rstd, weight, wanted)
+        return dx, None, dw
+
+
+def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    """native/layer_norm.cpp: fused where input and weight share a dtype."""
+    if weight is not None and weight.dtype == x.dtype:
+        return FusedRmsNorm.apply(x, shape, weight)  # type: ignore[no-any-return,no-untyped-call]
+    return aten.rms_norm.default.decompose(x, shape, weight, eps)  # type: ignore[no-any-return]
+
+
+def _replacements(platform: Platform) -> dict[str, Callable[..., Any]]:
+    def sdpa(
+        q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+        is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
+    ) -> Tensor:  # fmt: skip
+        return attention(platform, q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+
+    return {
+        "scaled_dot_product_attention": sdpa,
+        "dropout": _dropout,
+        "softmax.int": _softmax,
+        "log_softmax.int": _log_softmax,
+        "rms_norm": _rms_norm,
+    }
+
+
+def in_inference_mode(platform: Platform) -> dict[Any, Callable[..., Any]]:
+    """The replacements that matter without gradients, keyed by the functions that Python code calls."""
+    made = _replacements(platform)
+    functional = torch.nn.functional
+    return {
+        functional.scaled_dot_product_attention: made["scaled_dot_product_attention"],
+        torch.softmax: _softmax_call,
+        Tensor.softmax: _softmax_call,
+        functional.softmax: lambda x, dim, _stacklevel=3, dtype=None: _softmax(x, dim, dtype),
+        torch.rms_norm: made["rms_norm"],
+    }
+
+
+def _softmax_call(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    return _softmax(x, dim, dtype)
+
+
+@contextmanager
+def composites_of_cuda(platform: Platform, device: torch.device) -> Iterator[None]:
+    key = {"meta": "Meta", "cpu": "CPU"}[device.type]
+    library = Library("aten", "IMPL")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for name, function in _replacements(platform).items():
+                library.impl(name, function, f"Autograd{key}")
+        yield
+    finally:
+        library._destroy()

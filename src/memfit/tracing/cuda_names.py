@@ -1,0 +1,109 @@
+"""In traced code, "cuda" means the traced device.
+
+`torch.zeros(3, device="cuda")`, `x.to("cuda")` and `model.cuda()` work unchanged; a model built on meta before the
+trace is a model in host memory, and moving it to "cuda" allocates it there, module by module, as it would on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+from memfit.tracing.composites import in_inference_mode
+
+if TYPE_CHECKING:
+    from memfit.tracing.tracer import Tracer
+
+Tensor = torch.Tensor
+
+
+@contextmanager
+def cuda_names(tracer: Tracer) -> Iterator[None]:
+    with _optimizers_as_on_cuda(tracer.device.type), _calls_without_effect(tracer), CudaNames(tracer):
+        yield
+
+
+class CudaNames(TorchFunctionMode):
+    def __init__(self, tracer: Tracer) -> None:
+        super().__init__()
+        self.tracer = tracer
+        self._by_name = in_inference_mode(tracer.platform)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is Tensor.backward:
+            return self._backward(*args, **kwargs)
+        if func is Tensor.cuda:
+            return self._move(args[0])
+        if torch.is_inference_mode_enabled() and func in self._by_name and args[0].device.type == self.tracer.device.type:
+            return self._by_name[func](*args, **kwargs)
+        args, kwargs = self._renamed(args), self._renamed(kwargs)
+        if func is Tensor.to and self._is_host_copy_wanted(args, kwargs):
+            dtype = next((a for a in (*args[1:], *kwargs.values()) if isinstance(a, torch.dtype)), None)
+            return self._move(args[0], dtype)
+        return func(*args, **kwargs)
+
+    def _renamed(self, value: Any) -> Any:
+        def rename(leaf: Any) -> Any:
+            if isinstance(leaf, str) and (leaf == "cuda" or leaf.startswith("cuda:")):
+                return self.tracer.device
+            if isinstance(leaf, torch.device) and leaf.type == "cuda":
+                return self.tracer.device
+            return leaf
+
+        return tree_map(rename, value)
+
+    def _is_host_copy_wanted(self, args: Any, kwargs: Any) -> bool:
+        target = next((a for a in (*args[1:], *kwargs.values()) if isinstance(a, torch.device)), None)
+        on_device = args[0].device.type == self.tracer.device.type
+        return target is not None and target.type == self.tracer.device.type and on_device and not self.tracer.owns(args[0])
+
+    def _move(self, host: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """A tensor in host memory: real, or on the traced device's type but born outside the trace."""
+        if self.tracer.owns(host):
+            return host
+        if host.device.type != self.tracer.device.type:
+            return host.to(self.tracer.device, dtype)
+        return torch.empty_like(host, dtype=dtype or host.dtype, requires_grad=host.requires_grad)
+
+    def _backward(self, loss: Tensor, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None) -> None:
+        """Re-entered, so that the names hold in checkpointed blocks that backward runs again."""
+        with self, self.tracer.modules.backward():
+            torch.autograd.backward(loss, gradient, retain_graph, create_graph, inputs=inputs)
+
+
+@contextmanager
+def _optimizers_as_on_cuda(kind: str) -> Iterator[None]:
+    """torch.optim picks its foreach and fused paths by a list of device types."""
+    from importlib import import_module
+
+    names = ("torch.utils._foreach_utils", "torch.optim.optimizer", "torch.nn.utils.clip_grad")
+    _foreach_utils, optimizer, clip_grad = (import_module(name) for name in names)
+    with ExitStack() as stack:
+        for name in ("_get_foreach_kernels_supported_devices", "_get_fused_kernels_supported_devices"):
+            original: Callable[[], list[str]] | None = getattr(_foreach_utils, name, None)
+            if original is None:
+                continue
+            devices = [*original(), kind]
+            for module in (_foreach_utils, optimizer, clip_grad):
+                if hasattr(module, name):
+                    stack.enter_context(mock.patch.object(module, name, lambda devices=devices: devices))
+        yield
+
+
+@contextmanager
+def _calls_without_effect(tracer: Tracer) -> Iterator[None]:
+    def nothing() -> Callable[..., None]:
+        return lambda *_, **__: None  # one each: torch's compiler keeps a table by identity
+
+    with ExitStack() as stack:
+        for name in ("synchronize", "reset_peak_memory_stats", "set_device", "manual_seed", "manual_seed_all"):
+            stack.enter_context(mock.patch.object(torch.cuda, name, nothing()))
+        stack.enter_context(mock.patch.object(torch.cuda, "empty_cache", tracer.trace.empty_cache))
+        yield

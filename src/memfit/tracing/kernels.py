@@ -1,0 +1,216 @@
+"""What CUDA kernels allocate beyond their results.
+
+Two tables: ops whose hidden buffers come after their results (`HIDDEN`), and ops whose results and buffers
+interleave and which are therefore written out (`REPLACED`). Each rule names its source in ATen/native/cuda (2.11);
+all were measured on an H200, op by op (`tests/data/h200-ops.json`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from memfit.tracing.reductions import reduction_buffers
+from memfit.tracing.sorting import radix_sort_pairs_bytes, scan_bytes
+
+if TYPE_CHECKING:
+    from memfit.tracing.tracer import Tracer
+
+aten = torch.ops.aten
+Tensor = torch.Tensor
+Rule = Callable[..., Any]
+
+
+# -- reductions ------------------------------------------------------------------------------------------------------
+
+
+def _reduce(tracer: Tracer, x: Tensor, dims: Sequence[int] | None, accumulator: int | None = None, per_thread: int = 4) -> None:
+    if x.numel() == 0 or x.dim() == 0:
+        return
+    size = accumulator or max(4, x.element_size())
+    for buffers in reduction_buffers(x, dims, tracer.platform, accumulator=size, per_thread=per_thread):
+        with tracer.temporaries() as hold:
+            hold(buffers.values, "reduction across thread blocks")
+            hold(buffers.semaphores, "reduction semaphores")
+
+
+def _over_dims(tracer: Tracer, out: Any, x: Tensor, dims: Any = None, *_: Any, **__: Any) -> None:
+    _reduce(tracer, x, [dims] if isinstance(dims, int) else dims)
+
+
+def _over_all(tracer: Tracer, out: Any, x: Tensor, *_: Any, **__: Any) -> None:
+    _reduce(tracer, x, None)
+
+
+def _norm(tracer: Tracer, out: Any, x: Tensor, order: float = 2, dims: Any = None, *_: Any, **__: Any) -> None:
+    _reduce(tracer, x, dims)
+
+
+def _logical(tracer: Tracer, out: Any, x: Tensor, dims: Any = None, *_: Any, **__: Any) -> None:
+    _reduce(tracer, x, [dims] if isinstance(dims, int) else dims, accumulator=1)
+
+
+def _with_index(tracer: Tracer, out: Any, x: Tensor, dims: Any = None, *_: Any, **__: Any) -> None:
+    _reduce(tracer, x, None if dims is None else [dims], accumulator=16)
+
+
+def _moments(tracer: Tracer, out: Any, x: Tensor, dims: Any = None, *_: Any, **__: Any) -> None:
+    _reduce(tracer, x, dims, accumulator=16, per_thread=2)
+
+
+# -- normalisation and softmax ---------------------------------------------------------------------------------------
+
+
+def _softmax_backward(tracer: Tracer, out: Tensor, grad: Tensor, result: Tensor, *_: Any, **__: Any) -> None:
+    """SoftMax.cu: `grad * output` is made as a whole before the kernel."""
+    tracer.temporary(result.numel() * max(grad.element_size(), result.element_size()), "softmax backward grad x output")
+
+
+def _safe_softmax(tracer: Tracer, out: Tensor, x: Tensor, *_: Any, **__: Any) -> None:
+    """native/transformers/attention.cpp: rows that are masked entirely are looked for and set to zero."""
+    with tracer.temporaries() as hold:
+        hold(x.numel(), "masked positions")
+        hold(x.numel() // x.shape[-1], "masked rows")
+        hold(x.element_size(), "zero")
+
+
+# -- written out -----------------------------------------------------------------------------------------------------
+
+
+def _native_dropout(tracer: Tracer, x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
+    """Dropout.cu: the bool mask is made before the output."""
+    mask = torch.empty_like(x, dtype=torch.bool)
+    return torch.empty_like(x), mask
+
+
+def _embedding_backward(
+    tracer: Tracer, grad: Tensor, indices: Tensor, rows: int, padding: int, by_frequency: bool
+) -> Tensor:
+    """Embedding.cu and EmbeddingBackwardKernel.cu: few indices go straight into the table's gradient; more than 3,072
+    are sorted, and the rows of equal indices are summed in runs of ten into fp32."""
+    count, width = indices.numel(), grad.shape[-1]
+    if count <= 3072 and not by_frequency:
+        return grad.new_empty(rows, width)
+    index = indices.element_size()
+    runs = min(count, rows)
+    partial_runs = count // 10 + runs
+    with tracer.temporaries() as hold:
+        hold(count * index, "embedding backward sorted indices")
+        hold(count * index, "embedding backward original positions")
+        with tracer.temporaries() as inner:
+            inner(count * index, "embedding backward positions")
+            inner(radix_sort_pairs_bytes(count, index, index), "radix sort")
+        result = grad.new_empty(rows, width)
+        hold(count * index, "embedding backward runs")
+        hold(index, "embedding backward number of runs")
+        with tracer.temporaries() as inner:
+            inner(count * index, "embedding backward run keys")
+            inner(scan_bytes(0), "unique")
+        hold(runs * index, "embedding backward parts of runs")
+        hold(runs * index, "embedding backward offsets of runs")
+        tracer.temporary(scan_bytes(runs), "scan")
+        hold(index, "embedding backward number of parts")
+        hold(partial_runs * index, "embedding backward offsets of parts")
+        hold(partial_runs * width * max(4, grad.element_size()), "embedding backward partial sums")
+    return result
+
+
+def _summed_in_parts(tracer: Tracer, x: Tensor, width: int, gradients: list[Tensor | None]) -> list[Tensor | None]:
+    """layer_norm_kernel.cu: from 64 Ki rows on, a weight's gradient is summed over partial blocks, into a new tensor."""
+    rows, columns = x.numel() // width, -(-width // 32)
+    if rows <= 64 * 1024 or columns >= tracer.platform.sm_count // 2:
+        return gradients
+    parts = min(32 * 1024 // columns, -(-rows // 32))
+    partial = [torch.empty(parts, width, dtype=x.dtype, device=x.device) if g is not None else None for g in gradients]
+    for i, part in enumerate(partial):
+        if part is not None:
+            gradients[i] = part.sum(0)
+    return gradients
+
+
+def _layer_norm_backward(
+    tracer: Tracer, grad: Tensor, x: Tensor, shape: Sequence[int], mean: Tensor, rstd: Tensor, weight: Tensor | None,
+    bias: Tensor | None, wanted: Sequence[bool],
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    dx = torch.empty_like(x) if wanted[0] else None
+    gradients = [
+        torch.empty_like(weight) if wanted[1] and weight is not None else None,
+        torch.empty_like(bias) if wanted[2] and bias is not None else None,
+    ]
+    return dx, *_summed_in_parts(tracer, x, math.prod(shape), gradients)
+
+
+def _rms_norm_backward(
+    tracer: Tracer, grad: Tensor, x: Tensor, shape: Sequence[int], rstd: Tensor, weight: Tensor | None,
+    wanted: Sequence[bool],
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    dx = torch.empty_like(x) if wanted[0] else None
+    gradient = torch.empty_like(weight) if wanted[1] and weight is not None else None
+    return dx, *_summed_in_parts(tracer, x, math.prod(shape), [gradient])
+
+
+def _into_fresh_zeros(tracer: Tracer, x: Tensor, *_: Any, **__: Any) -> Tensor:
+    """Backward formulas scatter into zeros they have just made: in place on CUDA, out of place under a dispatch mode
+    (`areAnyTensorSubclassLike` in FunctionsManual.cpp). Elsewhere these ops do make a new tensor."""
+    return x if tracer.in_backward and not tracer.modules.depth_above_backward else torch.empty_like(x)
+
+
+def _index_put(
+    tracer: Tracer, x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False
+) -> Tensor:
+    result = _into_fresh_zeros(tracer, x)
+    _sort_of_indices(tracer, None, x, indices, values, accumulate)
+    return result
+
+
+def _foreach_norm(tracer: Tracer, tensors: list[Tensor], order: float = 2, dtype: torch.dtype | None = None) -> list[Tensor]:
+    """ForeachReduceOp.cu: one accumulator for each chunk of 65,536 elements of the largest tensor, for all tensors."""
+    chunks = max((-(-t.numel() // 65536) for t in tensors), default=0)
+    kind = dtype or tensors[0].dtype
+    width = max(4, kind.itemsize)
+    with tracer.temporaries() as hold:
+        hold(len(tensors) * chunks * width, "foreach norm partial norms")
+        return [t.new_empty((), dtype=kind) for t in tensors]
+
+
+def _sort_of_indices(
+    tracer: Tracer, out: Any, x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False, *_: Any
+) -> None:
+    """Indexing.cu: accumulation sorts linear indices so that equal ones are added in order."""
+    if not accumulate:
+        return
+    count = max((i.numel() for i in indices if i is not None and i.dtype != torch.bool), default=0)
+    with tracer.temporaries() as hold:
+        with tracer.temporaries() as inner:
+            inner(count * 8, "index_put index")
+            hold(count * 8, "index_put linear index")
+        for label in ("sorted indices", "original positions", "positions"):
+            hold(count * 8, f"index_put {label}")
+        hold(radix_sort_pairs_bytes(count, 8, 8), "radix sort")
+
+
+HIDDEN: dict[Any, Rule] = {
+    **dict.fromkeys((aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default), _over_dims),
+    **dict.fromkeys((aten.sum.default, aten.mean.default, aten.max.default, aten.min.default, aten.prod.default), _over_all),
+    aten.linalg_vector_norm.default: _norm,
+    **dict.fromkeys((aten.all.default, aten.any.default, aten.all.dim, aten.any.dim, aten.all.dims, aten.any.dims), _logical),
+    **dict.fromkeys((aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim), _with_index),
+    **dict.fromkeys((aten.var.correction, aten.std.correction, aten.var_mean.correction), _moments),
+    aten._softmax_backward_data.default: _softmax_backward,
+    aten._safe_softmax.default: _safe_softmax,
+    aten.index_put_.default: _sort_of_indices,
+    aten._index_put_impl_.default: _sort_of_indices,
+}
+
+REPLACED: dict[Any, Rule] = {
+    aten.native_dropout.default: _native_dropout,
+    aten.embedding_dense_backward.default: _embedding_backward,
+    aten.native_layer_norm_backward.default: _layer_norm_backward,
+    aten._fused_rms_norm_backward.default: _rms_norm_backward,
+    **dict.fromkeys((aten.scatter_add.default, aten.scatter.src, aten.scatter.value, aten.index_add.default), _into_fresh_zeros),
+    aten.index_put.default: _index_put,
+    aten._foreach_norm.Scalar: _foreach_norm,
+}

@@ -1,0 +1,245 @@
+"""Run a callable on a device without memory, and write down when each storage is born and dies.
+
+Storages, not tensors: views and in-place ops then need no care. A storage dies when its last reference does, exactly
+as on the GPU, because the code that holds the references is the same. What CUDA does beyond what this device shows
+comes from tables of rules: attention, hidden buffers, workspaces.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from memfit.core.events import Trace
+from memfit.errors import TraceError
+from memfit.tracing import attention, kernels
+from memfit.tracing.answers import Answers
+from memfit.tracing.platform import H200, Platform
+from memfit.tracing.workspaces import PRODUCTS, Workspaces
+
+aten = torch.ops.aten
+REPLACED: dict[Any, Callable[..., Any]] = {**attention.RULES, **kernels.REPLACED}
+
+
+class Tracer(TorchDispatchMode):
+    def __init__(self, device: torch.device, platform: Platform, answers: Answers) -> None:
+        super().__init__()
+        self.device = device
+        self.platform = platform
+        self.answers = answers
+        self.trace = Trace(facts={"device": str(device), "torch": torch.__version__, "arch": list(platform.arch)})
+        self.modules = ModuleStack()
+        self.workspaces = Workspaces(platform)
+        self.default_category = ""
+        self._blocks: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+
+    # -- what the traced code and the rules see ----------------------------------------------------------------
+
+    @property
+    def in_backward(self) -> bool:
+        return torch._C._current_autograd_node() is not None
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        return tensor.device.type == self.device.type and tensor.untyped_storage()._cdata in self._blocks
+
+    def block_of(self, tensor: torch.Tensor) -> int | None:
+        entry = self._blocks.get(tensor.untyped_storage()._cdata)
+        return entry[1] if entry else None
+
+    def temporary(self, nbytes: int, label: str) -> None:
+        """A buffer that lives for the length of one kernel."""
+        block = self._alloc(nbytes, label)
+        self.trace.free(block)
+
+    @contextmanager
+    def temporaries(self) -> Iterator[Callable[[int, str], None]]:
+        held: list[int] = []
+        yield lambda nbytes, label: held.append(self._alloc(nbytes, label)) if nbytes else None
+        for block in reversed(held):
+            self.trace.free(block)
+
+    def track(self, tensor: torch.Tensor, op: str) -> None:
+        """Begin the life of a storage not seen before."""
+        if tensor.device.type != self.device.type:
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._blocks:
+            return
+        nbytes = storage.nbytes()
+        if not nbytes:
+            return
+        block = self._alloc(nbytes, op)
+
+        def died(_: object, blocks: dict[int, Any] = self._blocks, trace: Trace = self.trace) -> None:
+            del blocks[key]
+            trace.free(block)
+
+        self._blocks[key] = (weakref.ref(storage, died), block)
+
+    def forget(self) -> None:
+        """Stop following storages: what dies after the trace has ended is no event of it."""
+        self._blocks.clear()
+
+    def _alloc(self, nbytes: int, op: str) -> int:
+        node = torch._C._current_autograd_node()
+        module, category = self.modules.current, self.default_category
+        if node is not None:
+            if self.modules.depth_above_backward:
+                category = "activations"  # a checkpointed block being run again
+            else:
+                module = self.modules.of_node(node)
+        return self.trace.alloc(nbytes, op=op, module=module, category=category)
+
+    # -- the mode ------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is aten._local_scalar_dense.default and args[0].device.type == self.device.type:
+            return self.answers.value(args[0])
+        replaced = REPLACED.get(func)
+        if replaced is not None and self._is_traced(args):
+            with self:
+                return replaced(self, *args, **kwargs)
+        try:
+            out = func(*args, **kwargs)
+        except NotImplementedError as error:
+            raise TraceError(
+                f"cannot trace {func}: torch has no shape-only kernel for it",
+                hint="what it returns depends on data, or its author wrote none (torch.library.register_fake)",
+            ) from error
+        name = str(func)
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                self.track(tensor, name)
+        if func in PRODUCTS:
+            if self._is_traced(args):
+                self.workspaces.after_product(self, func, args)
+        else:
+            hidden = kernels.HIDDEN.get(func)
+            if hidden is not None and self._is_traced(args):
+                hidden(self, out, *args, **kwargs)
+        if func is aten.detach.default and self.in_backward:
+            self._note_gradient(out)
+        return out
+
+    def _is_traced(self, args: Any) -> bool:
+        first = next((t for t in tree_leaves(args) if isinstance(t, torch.Tensor)), None)
+        return first is not None and first.device.type == self.device.type
+
+    def _note_gradient(self, tensor: torch.Tensor) -> None:
+        node = torch._C._current_autograd_node()
+        block = self.block_of(tensor)
+        if block is not None and node is not None and node.name() == "torch::autograd::AccumulateGrad":
+            self.trace.set_category(block, "gradients")
+
+
+class ModuleStack:
+    """Which module runs now, and which one made a given node of the autograd graph.
+
+    Nodes are numbered in the order of their making, so the numbers at which modules were entered and left are enough.
+    """
+
+    def __init__(self) -> None:
+        self._names: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
+        self._stack: list[str] = []
+        self._bounds: list[int] = []
+        self._owners: list[str] = []
+        self._base: list[int] = []
+
+    @property
+    def current(self) -> str:
+        return self._stack[-1] if self._stack else ""
+
+    @property
+    def depth_above_backward(self) -> int:
+        """How many modules were entered since backward began."""
+        return len(self._stack) - (self._base[-1] if self._base else 0)
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        self._base.append(len(self._stack))
+        try:
+            yield
+        finally:
+            del self._stack[self._base.pop() :]
+
+    def of_node(self, node: Any) -> str:
+        at = bisect_right(self._bounds, node._sequence_nr()) - 1
+        return self._owners[at] if at >= 0 else ""
+
+    def _bound(self) -> None:
+        self._bounds.append(torch._C._autograd._get_sequence_nr())
+        self._owners.append(self.current)
+
+    def _enter(self, module: torch.nn.Module, _: Any) -> None:
+        if module not in self._names:
+            root = "" if not self._stack else self.current
+            for name, child in module.named_modules():
+                self._names.setdefault(child, ".".join(part for part in (root, name) if part))
+        self._stack.append(self._names[module])
+        self._bound()
+
+    def _leave(self, *_: Any) -> None:
+        if self._stack:
+            self._stack.pop()
+        self._bound()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+        handles = [
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+@contextmanager
+def collector_off() -> Iterator[None]:
+    """A collection in the middle of a step would free storages where no GPU run does."""
+    was_on = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def trace(
+    fn: Callable[[Tracer], object],
+    *,
+    device: str | torch.device = "meta",
+    platform: Platform = H200,
+    answers: Answers | None = None,
+) -> Trace:
+    """What `fn` would allocate. It is given the tracer: its `device`, and `mark` for phases."""
+    from memfit.tracing.composites import composites_of_cuda
+    from memfit.tracing.cuda_names import cuda_names
+
+    tracer = Tracer(torch.device(device), platform, answers or Answers())
+    with ExitStack() as stack:
+        stack.enter_context(collector_off())
+        stack.enter_context(composites_of_cuda(platform, tracer.device))
+        stack.enter_context(tracer.modules.watching())
+        stack.enter_context(cuda_names(tracer))
+        stack.enter_context(tracer)
+        result = fn(tracer)
+        tracer.forget()
+    del result
+    return tracer.trace
