@@ -11,9 +11,10 @@ request, and in the large pool perhaps a tail of up to 1 MiB that was too small 
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 from memfit.core.alloc_config import SMALL_SEGMENT_SIZE, SMALL_SIZE, AllocatorConfig
 from memfit.core.blocks import ALLOCATED, FREE, PENDING, STATE_NAMES, BlockRecord, SegmentRecord
@@ -89,6 +90,8 @@ class _Past:
             state = ALLOCATED if action == Action.FREE else PENDING
             self.live[self.trace.addresses[subject]] = _Live(0, self.trace.requested[subject], state, event)
         elif action == Action.FREE_REQUESTED:
+            if self.trace.addresses[subject] not in self.live:
+                raise InputError(f"event {event} frees what is not in the snapshot's final state")
             self.live[self.trace.addresses[subject]].state = ALLOCATED
         elif action in (Action.SEGMENT_ALLOC, Action.SEGMENT_MAP):
             self._take_away(event, self.trace.range_addresses[subject], self.trace.range_sizes[subject])
@@ -150,11 +153,15 @@ class _Past:
 
     def _next_start(self, least: int, before: int, *, default: int) -> int:
         """Where a block was placed right behind, while the one in question lived: the free block there began so."""
-        if not hasattr(self, "_placed"):
-            events = enumerate(self.trace.events())
-            self._placed = sorted(
-                (self.trace.addresses[b], event) for event, (action, b) in events if action == Action.ALLOC
-            )
-        first = bisect_left(self._placed, (least, 0))
-        last = bisect_right(self._placed, (least + SMALL_SIZE, before))
-        return next((address for address, event in self._placed[first:last] if event < before), default)
+        placed = self._placements[bisect_left(self._placements, (least, 0)) :]
+        for address, event in placed:
+            if address > least + SMALL_SIZE:
+                break
+            if event < before:
+                return address
+        return default
+
+    @cached_property
+    def _placements(self) -> list[tuple[int, int]]:
+        events = enumerate(self.trace.events())
+        return sorted((self.trace.addresses[b], event) for event, (action, b) in events if action == Action.ALLOC)

@@ -216,7 +216,7 @@ def _check_heads(data: Mapping[str, Any], family: Family, where: str) -> None:
 def _divisors_hint(hidden: int, heads: int) -> str:
     """`4096 works with 16, 32 or 64 heads`: what divides, nearest to what was asked."""
     fits = [n for n in range(1, min(hidden, 4 * heads, 4096) + 1) if hidden % n == 0]
-    nearest = sorted(sorted(fits, key=lambda n: abs(n - heads))[:3])
+    nearest = sorted(sorted(fits, key=lambda n: max(n / heads, heads / n))[:3])
     *most, last = [str(n) for n in nearest]
     return f"{hidden} works with {', '.join(most) + ' or ' if most else ''}{last} heads"
 

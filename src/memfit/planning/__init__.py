@@ -1,0 +1,1 @@
+"""A job's own steps, traced, replayed and reported."""

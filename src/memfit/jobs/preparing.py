@@ -1,0 +1,122 @@
+"""What happens in host memory before a job starts: build the model, add adapters, choose what is trained.
+
+Run under `torch.device("meta")` this takes no memory, and on the CPU it makes the real thing; the job that follows
+cannot tell the difference until it moves the model to its device.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from memfit.errors import UsageError
+from memfit.jobs.workload import Workload
+from memfit.models.registry import build_model, parameter_count, resolve, source_notes
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    workload: Workload
+    model: nn.Module
+    name: str
+    vocab_size: int
+    parameters: int
+    notes: tuple[str, ...] = ()
+
+    @property
+    def trainable(self) -> list[nn.Parameter]:
+        return [p for p in self.model.parameters() if p.requires_grad]
+
+
+def prepare(workload: Workload) -> Prepared:
+    source = resolve(workload.model)
+    model = build_model(source, dtype=DTYPES[workload.precision], attention=workload.attention)
+    _check_positions(model, workload)
+    parameters = parameter_count(model)
+    if workload.kind == "lora":
+        model = _with_adapters(model, workload)
+    if workload.trains:
+        model.train()
+        if workload.grad_checkpointing:
+            _checkpoint_blocks(model, adapters=workload.kind == "lora")
+    else:
+        model.eval()
+    return Prepared(
+        workload=workload, model=model, name=source.name, vocab_size=_vocab_size(model), parameters=parameters,
+        notes=source_notes(source),
+    )  # fmt: skip
+
+
+def _with_adapters(model: nn.Module, workload: Workload) -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(
+        r=workload.rank,
+        lora_alpha=2 * workload.rank,
+        target_modules=list(workload.target_modules or linear_layers_of_blocks(model)),
+        lora_dropout=workload.lora_dropout,
+        task_type="CAUSAL_LM" if hasattr(model, "prepare_inputs_for_generation") else None,
+    )
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="fan_in_fan_out")  # peft sets it right for GPT-2's Conv1D itself
+            return get_peft_model(model, config, autocast_adapter_dtype=workload.adapter_dtype == "fp32")
+    except ValueError as error:
+        names = ", ".join(linear_layers_of_blocks(model)) or "none"
+        raise UsageError(f"--target-modules: {str(error).splitlines()[0]}", hint=f"linear layers of a block: {names}") from error
+
+
+def linear_layers_of_blocks(model: nn.Module) -> list[str]:
+    """The last part of the names of all linear layers but the output head."""
+    from transformers.pytorch_utils import Conv1D
+
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    names = {
+        name.rpartition(".")[2]: None
+        for name, module in model.named_modules()
+        if isinstance(module, (nn.Linear, Conv1D)) and module is not head
+    }
+    return list(names)
+
+
+def _checkpoint_blocks(model: Any, *, adapters: bool) -> None:
+    if not hasattr(model, "gradient_checkpointing_enable"):
+        raise UsageError("--grad-checkpointing needs a transformers model", hint="checkpoint inside your own factory")
+    if adapters:
+        model.enable_input_require_grads()  # the embedding is frozen: without this nothing inside a block has gradients
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def _vocab_size(model: nn.Module) -> int:
+    config = getattr(model, "config", None)
+    if isinstance(getattr(config, "vocab_size", None), int):
+        return int(config.vocab_size)  # type: ignore[union-attr]
+    tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
+    if not tables:
+        raise UsageError("the factory's model has neither config.vocab_size nor an embedding to tell its vocabulary")
+    return max(tables)
+
+
+def _check_positions(model: nn.Module, workload: Workload) -> None:
+    """Learned positions are a table: a longer sequence fails on the GPU with an index error."""
+    config = getattr(model, "config", None)
+    longest = getattr(config, "max_position_embeddings", None)
+    vocabulary = getattr(config, "vocab_size", None)
+    if not isinstance(longest, int) or workload.seq_len <= longest:
+        return
+    tables = [m for m in model.modules() if isinstance(m, nn.Embedding) and m.num_embeddings != vocabulary]
+    if any(longest <= table.num_embeddings <= longest + 16 for table in tables):
+        raise UsageError(f"--seq-len {workload.seq_len} is more than the {longest} positions that {workload.model} has")
+
+
+def takes_labels(model: nn.Module) -> bool:
+    """transformers' models compute their own loss; any other module is expected to return logits."""
+    base = getattr(model, "get_base_model", lambda: model)()
+    return "labels" in inspect.signature(base.forward).parameters

@@ -1,0 +1,124 @@
+"""A job's settings, every one checked, with the defaults that the plan shows back.
+
+A line of `plan batch`, the flags of `plan`, and the arguments of `memfit.predict` are all one of these.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from memfit.errors import UnknownName, UsageError
+
+Kind = Literal["forward", "train", "lora"]
+Precision = Literal["fp32", "bf16", "fp16"]
+Attention = Literal["sdpa", "eager"]
+Optimizer = Literal["adamw", "adamw-fused", "adamw-single", "sgd"]
+AdapterDtype = Literal["fp32", "same"]
+
+KINDS: tuple[str, ...] = get_args(Kind)
+MAX_BATCH, MAX_SEQ_LEN, MAX_ACCUM, MAX_RANK = 1 << 20, 1 << 24, 1 << 16, 1 << 16
+MAX_TOKENS = 1 << 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    kind: Kind
+    model: str
+    batch_size: int = 1
+    seq_len: int = 2048
+    precision: Precision = "bf16"
+    attention: Attention = "sdpa"
+    optimizer: Optimizer = "adamw"
+    grad_checkpointing: bool = False
+    grad_accum: int = 1
+    clip_grad: bool = False
+    rank: int = 16
+    target_modules: tuple[str, ...] | None = None
+    """None means all linear layers of a block."""
+    lora_dropout: float = 0.0
+    adapter_dtype: AdapterDtype = "fp32"
+    """fp32, as peft does whatever the base model has; same as the base model otherwise."""
+    alloc_conf: str = ""
+
+    def __post_init__(self) -> None:
+        for name, literal in _CHOICES.items():
+            _one_of(name, getattr(self, name), get_args(literal))
+        if not isinstance(self.model, str) or not self.model:
+            raise UsageError("model must be a name, a hub id, a folder, a config.json or module:factory")
+        _whole("batch_size", self.batch_size, MAX_BATCH)
+        _whole("seq_len", self.seq_len, MAX_SEQ_LEN)
+        _whole("grad_accum", self.grad_accum, MAX_ACCUM)
+        _whole("rank", self.rank, MAX_RANK)
+        if self.batch_size * self.seq_len > MAX_TOKENS:
+            raise UsageError(f"{self.batch_size} x {self.seq_len} tokens are more than any GPU holds")
+        for name in ("grad_checkpointing", "clip_grad"):
+            if not isinstance(getattr(self, name), bool):
+                raise UsageError(f"{flag(name)} is yes or no, not {getattr(self, name)!r}")
+        _share("lora_dropout", self.lora_dropout)
+        _names(self.target_modules)
+        if not isinstance(self.alloc_conf, str):
+            raise UsageError(f"{flag('alloc_conf')} must be text, not {self.alloc_conf!r}")
+
+    @property
+    def trains(self) -> bool:
+        return self.kind != "forward"
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> Workload:
+        """From a line of JSON: unknown names are errors with a suggestion, never ignored."""
+        known = [f.name for f in dataclasses.fields(cls)]
+        for name in values:
+            if name not in known:
+                raise UnknownName("setting", str(name), known, more=f"settings: {', '.join(known)}")
+        if "kind" not in values or "model" not in values:
+            raise UsageError("a workload needs at least 'kind' and 'model'")
+        made = dict(values)
+        if isinstance(made.get("target_modules"), list):
+            made["target_modules"] = tuple(made["target_modules"])
+        clip = made.get("clip_grad")
+        if isinstance(clip, (int, float)) and not isinstance(clip, bool):
+            made["clip_grad"] = clip > 0  # a norm to clip at: what it is does not change the memory
+        return cls(**made)
+
+    def settings(self) -> dict[str, Any]:
+        """As JSON: only what this kind of job reads."""
+        skip = _TRAINING_ONLY if not self.trains else () if self.kind == "lora" else _LORA_ONLY
+        made = {k: v for k, v in dataclasses.asdict(self).items() if k not in skip}
+        if isinstance(made.get("target_modules"), tuple):
+            made["target_modules"] = list(made["target_modules"])
+        return made
+
+
+_CHOICES: dict[str, Any] = {
+    "kind": Kind, "precision": Precision, "attention": Attention, "optimizer": Optimizer, "adapter_dtype": AdapterDtype,
+}  # fmt: skip
+_LORA_ONLY = ("rank", "target_modules", "lora_dropout", "adapter_dtype")
+_TRAINING_ONLY = (*_LORA_ONLY, "optimizer", "grad_checkpointing", "grad_accum", "clip_grad")
+
+
+def flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise UsageError(f"{flag(name)} {value!r} is not one of {', '.join(allowed)}")
+
+
+def _whole(name: str, value: object, most: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+        raise UsageError(f"{flag(name)} {value!r} is not a whole number between 1 and {most:,}")
+
+
+def _share(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
+        raise UsageError(f"{flag(name)} {value!r} is not a share between 0 and 1")
+
+
+def _names(value: object) -> None:
+    fine = value is None or (isinstance(value, tuple) and value and all(isinstance(n, str) and n for n in value))
+    if not fine:
+        raise UsageError(f"{flag('target_modules')} {value!r} is not a list of module names")

@@ -1,0 +1,147 @@
+"""The shipped models: every one builds, counts what was published, and has names of its own."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from memfit.models.presets import Preset, find_preset, name_key, presets
+from memfit.models.registry import build_model, load_config, parameter_count, resolve, supports_sdpa
+
+# The models that memfit's accuracy is measured on, written out from the measuring scripts:
+# vocabulary, hidden, intermediate, layers, heads, key/value heads, head width, tied head.
+MEASURED = {
+    "llama3.2-1b": (128256, 2048, 8192, 16, 32, 8, 64, True),
+    "llama3.2-3b": (128256, 3072, 8192, 28, 24, 8, 128, True),
+    "llama2-7b": (32000, 4096, 11008, 32, 32, 32, 128, False),
+    "llama2-13b": (32000, 5120, 13824, 40, 40, 40, 128, False),
+    "smollm2-135m": (49152, 576, 1536, 30, 9, 3, 64, True),
+    "tinyllama-1.1b": (32000, 2048, 5632, 22, 32, 4, 64, False),
+    "qwen2.5-0.5b": (151936, 896, 4864, 24, 14, 2, 64, True),
+    "qwen2.5-1.5b": (151936, 1536, 8960, 28, 12, 2, 128, True),
+    "qwen2.5-7b": (152064, 3584, 18944, 28, 28, 4, 128, False),
+    "gpt2": (50257, 768, None, 12, 12, None, 64, True),
+    "gpt2-xl": (50257, 1600, None, 48, 25, None, 64, True),
+    "opt-125m": (50272, 768, None, 12, 12, None, 64, True),
+    "opt-1.3b": (50272, 2048, None, 24, 32, None, 64, True),
+    "pythia-1b": (50304, 2048, 8192, 16, 8, None, 256, False),
+    "gemma2-2b": (256000, 2304, 9216, 26, 8, 4, 256, True),
+    "phi3-mini": (32064, 3072, 8192, 32, 32, 32, 96, False),
+    "mistral-7b": (32000, 4096, 14336, 32, 32, 8, 128, False),
+    "qwen3-0.6b": (151936, 1024, 3072, 28, 16, 8, 128, True),
+}
+
+
+def built(preset: Preset) -> torch.nn.Module:
+    source = resolve(preset.name)
+    attention: Any = "sdpa" if supports_sdpa(load_config(source)) else "eager"
+    with torch.device("meta"):
+        return build_model(source, dtype=torch.bfloat16, attention=attention)
+
+
+@pytest.mark.parametrize("preset", presets(), ids=lambda preset: preset.name)
+def test_every_preset_builds_without_memory_and_has_its_published_parameter_count(preset: Preset) -> None:
+    model = built(preset)
+
+    assert parameter_count(model) == preset.parameters
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_the_counts_of_well_known_models_are_the_published_ones() -> None:
+    counts = {preset.name: preset.parameters for preset in presets()}
+
+    assert counts["gpt2"] == 124_439_808
+    assert counts["llama-7b"] == counts["llama-2-7b"] == 6_738_415_616
+    assert counts["llama-3.2-1b"] == 1_235_814_400
+    assert counts["qwen2.5-7b"] == 7_615_616_512
+    assert counts["llama-3.1-405b"] == 405_853_388_800
+
+
+def test_there_are_seventy_published_configs_and_three_base_models_derived_from_them() -> None:
+    derived = [preset.name for preset in presets() if preset.source.startswith("derived: smollm2")]
+
+    assert len(presets()) == 73
+    assert sorted(derived) == ["smollm2-1.7b", "smollm2-135m", "smollm2-360m"]
+
+
+def test_no_two_presets_answer_to_the_same_name() -> None:
+    owners = {(name_key(name), preset.name) for preset in presets() for name in (preset.name, *preset.aliases)}
+    keys = Counter(key for key, _ in owners)
+
+    assert [key for key, count in keys.items() if count > 1] == []
+
+
+def test_every_preset_says_where_its_numbers_come_from() -> None:
+    assert all(preset.source for preset in presets())
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_a_measured_model_has_the_sizes_that_were_measured(name: str) -> None:
+    config = load_config(resolve(name))
+    own_width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    found = (
+        config.vocab_size,
+        config.hidden_size,
+        getattr(config, "intermediate_size", None),
+        config.num_hidden_layers,
+        config.num_attention_heads,
+        getattr(config, "num_key_value_heads", None),
+        own_width,
+        config.tie_word_embeddings,
+    )
+
+    assert found == MEASURED[name]
+
+
+@pytest.mark.parametrize(("name", "expected"), [("gpt2", (0.1, 0.1, 0.1)), ("gpt2-xl", (0.1, 0.1, 0.1))])
+def test_gpt2_drops_out_a_tenth_at_three_places(name: str, expected: tuple[float, ...]) -> None:
+    config = load_config(resolve(name))
+
+    assert (config.attn_pdrop, config.embd_pdrop, config.resid_pdrop) == expected
+
+
+def test_opt_drops_out_a_tenth_of_the_residual_and_pads_with_token_one() -> None:
+    config = load_config(resolve("opt-1.3b"))
+
+    assert (config.dropout, config.attention_dropout, config.pad_token_id) == (0.1, 0.0, 1)
+    assert (config.ffn_dim, config.word_embed_proj_dim) == (8192, 2048)
+
+
+@pytest.mark.parametrize("name", ["llama-3.2-1b", "llama-2-7b", "smollm2-135m", "qwen2.5-7b", "tinyllama-1.1b"])
+def test_these_models_have_no_padding_token_so_their_embedding_has_no_padding_row(name: str) -> None:
+    assert load_config(resolve(name)).pad_token_id is None
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "mistral", "gemma2", "phi3", "gpt_neox"])
+def test_only_gpt2_opt_and_phi2_have_dropout_by_default(family: str) -> None:
+    configs = [preset.config for preset in presets() if preset.model_type == family]
+    rates = {value for config in configs for key, value in config.items() if "drop" in key}
+
+    assert rates <= {0.0}
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("Llama-3.2-1B", "llama3.2 1b"),
+        ("LLAMA_3_2_1B", "llama-3.2-1b"),
+        ("llama3.2:1b", "llama-3.2-1b"),
+        ("Qwen 2.5 7B", "qwen2.5-7b"),
+        ("gemma2-2b", "gemma-2-2b"),
+        ("GPT2 XL", "gpt2-xl"),
+    ],
+)
+def test_case_and_punctuation_do_not_part_names(one: str, other: str) -> None:
+    assert name_key(one) == name_key(other)
+
+
+@pytest.mark.parametrize(("one", "other"), [("opt-1.3b", "opt-13b"), ("pythia-1.4b", "pythia-14m"), ("1-3b", "13b")])
+def test_what_stands_between_two_digits_parts_names(one: str, other: str) -> None:
+    assert name_key(one) != name_key(other)
+
+
+@pytest.mark.parametrize("name", ["opt-125", "llama-4-9b", "bert", ""])
+def test_a_name_that_is_only_close_is_not_found(name: str) -> None:
+    assert find_preset(name) is None
