@@ -9,6 +9,7 @@ from importlib.resources import files
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from memfit.errors import MemfitError, UnknownName, UsageError
 from memfit.gpus import MAX_THREADS_PER_SM, find_gpu, list_gpus
 from memfit.units import GiB, MiB
@@ -65,6 +66,14 @@ def test_the_h200_is_as_measured() -> None:
     assert h200.context_start_bytes == 648_871_936
     assert h200.context_bytes == 804_061_184
     assert h200.notes == ()
+
+
+def test_the_estimate_of_a_context_comes_near_the_three_that_are_known() -> None:
+    for card, gpu in zip(CARDS, list_gpus(), strict=True):
+        if "context_bytes" in card:
+            each = 2307 if gpu.arch == (9, 0) else 1934
+            estimate = 24 * MiB + gpu.sm_count * gpu.max_threads_per_sm * each
+            assert estimate == pytest.approx(gpu.context_start_bytes, rel=0.01), gpu.name
 
 
 @pytest.mark.parametrize(
@@ -171,7 +180,7 @@ def test_every_card_is_possible_and_has_its_sources() -> None:
     for card, gpu in zip(CARDS, list_gpus(), strict=True):
         assert 0.85 < gpu.capacity_bytes / (card["label_gb"] * GiB) <= 1, card["name"]
         assert gpu.arch in MAX_THREADS_PER_SM and 10 <= gpu.sm_count <= 200
-        assert 64 * MiB < gpu.context_start_bytes < gpu.context_bytes < 1 * GiB
+        assert 48 * MiB < gpu.context_start_bytes < gpu.context_bytes < 1 * GiB
         assert card["total"] in ("measured", "reported", "estimated") and card["source"] in gpu.source
         assert ("estimated" in gpu.source) == bool(gpu.notes)
 

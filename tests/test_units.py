@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from memfit.errors import UsageError
 from memfit.units import GiB, KiB, MiB, TiB, format_bytes, gib, parse_bytes
 
@@ -52,7 +53,7 @@ def test_binary_units_are_binary_and_decimal_units_decimal(text: str, count: int
 
 @pytest.mark.parametrize("text", ["", "GiB", "24 apples", "-1GiB", "1e9", "0x10", "1.GiB", "1,000", "24GiBs"])
 def test_what_is_no_size_is_refused_under_the_flag_it_came_from(text: str) -> None:
-    with pytest.raises(UsageError, match="--capacity .* is not a size"):
+    with pytest.raises(UsageError, match=r"--capacity .* is not a size"):
         parse_bytes(text, flag="--capacity")
 
 

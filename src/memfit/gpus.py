@@ -38,10 +38,12 @@ MAX_THREADS_PER_SM = {
 }
 """CUDA C++ programming guide, technical specifications per compute capability."""
 
-# A context sets memory aside for every thread that the chip can hold. Bytes for each, from the three cards with a known
-# context: RTX 3090 2,131, RTX 6000 Ada 2,048, H200 2,400.
-CONTEXT_BYTES_PER_THREAD = 2100
-CONTEXT_BYTES_PER_THREAD_SINCE_HOPPER = 2400
+# A context sets memory aside for every thread that the chip can hold, beside a fixed part. Two cards give the line: RTX
+# 3090 (125,952 threads, 256 MiB) and RTX 6000 Ada (218,112 threads, 426 MiB); the H200 (270,336 threads, 619 MiB) lies
+# above it, with the same fixed part.
+CONTEXT_FIXED_BYTES = 24 * MiB
+CONTEXT_BYTES_PER_THREAD = 1934
+CONTEXT_BYTES_PER_THREAD_SINCE_HOPPER = 2307
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
 _SEVERAL = re.compile(r"\d+\s*[x*]\s*\S+", re.IGNORECASE)
@@ -170,7 +172,8 @@ def _context(card: dict[str, Any]) -> tuple[int, str, str]:
     hopper_on = arch[0] >= 9 and MAX_THREADS_PER_SM[arch] == 2048
     each = CONTEXT_BYTES_PER_THREAD_SINCE_HOPPER if hopper_on else CONTEXT_BYTES_PER_THREAD
     threads = card["sm_count"] * MAX_THREADS_PER_SM[arch]
-    return threads * each, "estimated", f"{each:,} bytes for each of {threads:,} resident threads"
+    how = f"{format_bytes(CONTEXT_FIXED_BYTES)} and {each:,} bytes for each of {threads:,} resident threads"
+    return CONTEXT_FIXED_BYTES + threads * each, "estimated", how
 
 
 def _growth(*, training: bool, flash: bool) -> int:

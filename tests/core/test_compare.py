@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from memfit.core.align import Budget, align
 from memfit.core.compare import Counts, Hunk, Lifetime, compare, format_comparison
 from memfit.core.events import Action, Trace
@@ -20,7 +21,8 @@ DATA = Path(__file__).parents[1] / "data"
 
 def trace_of(text: str, **more: int) -> Trace:
     """`a100 b200 -a |forward c300@7` is: two allocations by name, a free, a mark, an allocation on stream 7."""
-    trace, blocks = Trace(), {}
+    trace = Trace()
+    blocks: dict[str, int] = {}
     for word in text.split():
         if word.startswith("|"):
             trace.mark(word[1:], step=more.get("step", 1))
@@ -176,9 +178,8 @@ def test_a_free_that_comes_later_is_a_difference_of_lifetime() -> None:
     (lifetime,) = found.lifetimes
     assert (lifetime.earlier, lifetime.apart, lifetime.count, lifetime.nbytes) == ("a", 1, 1, 10)
     assert [place.event for place in (lifetime.freed_a, lifetime.freed_b)] == [2, 3]
-    after, before = lifetime.freed_b.after, lifetime.freed_b.before
-    assert after is not None and after.op == "op.c"
-    assert before is not None and before.op == "op.d"
+    around = lifetime.freed_b.after, lifetime.freed_b.before
+    assert [item and item.op for item in around] == ["op.c", "op.d"]
     assert (found.peak_a, found.peak_b) == (55, 60)
 
 
@@ -322,7 +323,7 @@ def test_what_is_aligned_is_equal_in_order_and_for_short_sequences_the_most_ther
 
     i = j = 0
     for at_a, at_b, n in runs:
-        assert n > 0 and at_a >= i and at_b >= j
+        assert (n > 0, at_a >= i, at_b >= j) == (True, True, True)
         assert a[at_a : at_a + n] == b[at_b : at_b + n]
         i, j = at_a + n, at_b + n
     assert sum(n for _, _, n in runs) == longest(a, b)
@@ -339,7 +340,7 @@ def test_sequences_with_any_rate_of_differences_are_aligned_soundly(
 
     i = j = 0
     for at_a, at_b, n in align(np.array(a, dtype=np.int64), np.array(b, dtype=np.int64), Budget()):
-        assert n > 0 and at_a >= i and at_b >= j
+        assert (n > 0, at_a >= i, at_b >= j) == (True, True, True)
         assert a[at_a : at_a + n] == b[at_b : at_b + n]
         i, j = at_a + n, at_b + n
 

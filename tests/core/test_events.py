@@ -7,7 +7,6 @@ import json
 import time
 import zipfile
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from memfit.core.events import Action, Mark, Trace
 from memfit.errors import InputError
 
@@ -262,15 +262,6 @@ def outcome(path: Path) -> None:
         return
     for block in range(len(trace.requested)):
         trace.op(block), trace.module(block), trace.category(block)
-
-
-@cache
-def saved() -> bytes:
-    out = io.BytesIO()
-    trace = example()
-    columns = {name: np.array(getattr(trace, name)) for name in ("actions", "subjects", "requested")}
-    np.savez(out, **columns)
-    return out.getvalue()
 
 
 @FUZZ

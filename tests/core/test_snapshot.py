@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from memfit.core.events import Action, Trace
 from memfit.core.snapshot import Block, Segment, Snapshot, read_snapshot
 from memfit.core.snapshot_write import save_snapshot, snapshot_dict
@@ -76,7 +77,7 @@ def test_a_real_out_of_memory_history_ends_in_the_request_that_failed() -> None:
     counts = Counter(Action(action).name for action in trace.actions)
     assert counts == {"ALLOC": 98, "FREE": 98, "SEGMENT_FREE": 55, "SEGMENT_ALLOC": 27, "OOM": 1}
     assert counts.total() + counts["FREE"] == 377
-    at = [subject for action, subject in trace.events() if action == Action.OOM][0]
+    at = next(subject for action, subject in trace.events() if action == Action.OOM)
     assert trace.range_sizes[at] == 48 * MiB  # "Tried to allocate 48.00 MiB"
     assert trace.range_addresses[at] == 142926282752  # "133.11 GiB is free"
 

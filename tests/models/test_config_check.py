@@ -1,4 +1,4 @@
-"""A config.json from anywhere builds, or is refused in one line that names the file and the key; nothing else happens."""
+"""A config.json from anywhere builds, or is refused in one line that names the file and the key."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from memfit.errors import InputError, MemfitError
 from memfit.models.config_check import MAX_FILE_BYTES, Family, check_config, one_line, read_config
 from memfit.models.presets import presets
@@ -48,9 +49,9 @@ def small_configs() -> dict[str, dict[str, Any]]:
     """One tiny model of every family that has a preset, with all the settings of a real one."""
     found: dict[str, dict[str, Any]] = {}
     for preset in presets():
-        config = {key: SMALL.get(key, value) if value is not None else None for key, value in preset.config.items()}
+        config = {key: value if value is None else SMALL.get(key, value) for key, value in preset.config.items()}
         if "layer_types" in config:
-            config["layer_types"] = config["layer_types"][:2]
+            config["layer_types"] = preset.config["layer_types"][:2]
         found.setdefault(preset.model_type, config)
     return found
 

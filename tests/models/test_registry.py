@@ -1,4 +1,4 @@
-"""`--model`: what each kind of text leads to, and what is said when it leads nowhere. No test here may reach the network."""
+"""`--model`: what each kind of text leads to, and what is said when it leads nowhere. No test may use the network."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from memfit.errors import InputError, MemfitError, UnknownName, UsageError
 from memfit.models.registry import (
     ModelSource,
@@ -285,7 +286,9 @@ def test_gpt_oss_has_no_fused_attention_and_says_which_to_use() -> None:
 
 
 def test_notes_say_what_is_left_out(folder: Path) -> None:
-    (folder / "config.json").write_text(json.dumps({**TINY, "quantization_config": {"bits": 4}, "auto_map": {"A": "b"}}))
+    (folder / "config.json").write_text(
+        json.dumps({**TINY, "quantization_config": {"bits": 4}, "auto_map": {"A": "b"}})
+    )
 
     quantised, code = source_notes(resolve(str(folder)))
 

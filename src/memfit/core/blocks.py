@@ -159,14 +159,16 @@ class SegmentRecord:
 
 
 def records(segment: Segment) -> Iterator[SegmentRecord]:
-    """What a snapshot would show of a segment."""
+    """What a snapshot would show of a segment (less the stale request that torch leaves in a free block)."""
     run: list[Block] = []
     for block in [*segment, None]:
         if block is not None and block.state != UNMAPPED:
             run.append(block)
         elif run:
-            yield SegmentRecord(
-                run[0].address, sum(b.size for b in run), segment.shelf.stream, segment.shelf.pool.small,
-                segment.expandable, tuple(BlockRecord(b.address, b.size, STATE_NAMES[b.state], b.requested) for b in run),
-            )  # fmt: skip
+            shelf = segment.shelf
+            blocks = tuple(
+                BlockRecord(b.address, b.size, STATE_NAMES[b.state], 0 if b.state == FREE else b.requested) for b in run
+            )
+            size = sum(block.size for block in run)
+            yield SegmentRecord(run[0].address, size, shelf.stream, shelf.pool.small, segment.expandable, blocks)
             run = []

@@ -47,7 +47,7 @@ class Driver:
 
     def __init__(self, capacity: int | None = None, addresses: AddressSource | None = None) -> None:
         self.capacity = capacity
-        self.next_address = addresses or rising_addresses()
+        self.next_address = addresses or falling_addresses()
         self.stats = AllocatorStats()
         self.smallest_refusal: int | None = None
         """The least capacity that would have changed the course of events so far; None: no capacity would."""

@@ -101,8 +101,9 @@ class _RecordedDriver(Driver):
         return self.recorded[len(self.made)] if len(self.made) < len(self.recorded) else None
 
     def _recorded_address(self, size: int, small: bool) -> int:
-        coming = self._coming()
-        return self._elsewhere(size, small) if coming is None else coming.address
+        """An expandable segment reserves its addresses before it is refused memory: look past the releases."""
+        coming = (call.address for call in self.recorded[len(self.made) :] if call.action not in RELEASES)
+        return next(coming, None) or self._elsewhere(size, small)
 
 
 class _Checker:

@@ -95,7 +95,7 @@ def _parse(raw: bytes, where: str) -> dict[str, Any]:
 
 
 def _constant(name: str) -> float:
-    """transformers itself writes Infinity for the open end of a range (Mamba's `time_step_limit`); NaN means nothing."""
+    """transformers itself writes Infinity for the open end of a range, as in Mamba's `time_step_limit`."""
     if name == "NaN":
         raise ValueError("NaN is not a number")
     return float(name)

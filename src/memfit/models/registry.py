@@ -82,7 +82,7 @@ def resolve(name: str) -> ModelSource:
 
 
 def _on_disk(text: str) -> ModelSource | None:
-    path = Path(text).expanduser()
+    path = Path(os.path.expanduser(text))  # unlike Path.expanduser, it leaves an unknown ~user alone
     config = path / "config.json"
     try:
         if config.is_file():

@@ -61,6 +61,15 @@ def _moments(tracer: Tracer, out: Any, x: Tensor, dims: Any = None, *_: Any, **_
     _reduce(tracer, x, dims, accumulator=16, per_thread=2)
 
 
+def _scan(tracer: Tracer, out: Tensor, x: Tensor, dim: int, *_: Any, **__: Any) -> None:
+    """ScanKernels.cpp and ScanUtils.cuh: another dtype is converted first; a single row goes through cub."""
+    with tracer.temporaries() as hold:
+        if x.dtype != out.dtype:
+            hold(out.numel() * out.element_size(), "scan input in the output's dtype")
+        if x.dim() and x.numel() == x.shape[dim]:
+            hold(scan_bytes(x.numel()), "scan")
+
+
 # -- normalisation and softmax ---------------------------------------------------------------------------------------
 
 
@@ -199,6 +208,7 @@ HIDDEN: dict[Any, Rule] = {
     **dict.fromkeys((aten.all.default, aten.any.default, aten.all.dim, aten.any.dim, aten.all.dims, aten.any.dims), _logical),
     **dict.fromkeys((aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim), _with_index),
     **dict.fromkeys((aten.var.correction, aten.std.correction, aten.var_mean.correction), _moments),
+    **dict.fromkeys((aten.cumsum.default, aten.cumprod.default), _scan),
     aten._softmax_backward_data.default: _softmax_backward,
     aten._safe_softmax.default: _safe_softmax,
     aten.index_put_.default: _sort_of_indices,

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from memfit.core.events import Trace
 from memfit.errors import TraceError
 from memfit.tracing import attention, kernels
+from memfit.tracing.accumulation import EngineSums
 from memfit.tracing.answers import Answers
 from memfit.tracing.platform import H200, Platform
 from memfit.tracing.workspaces import PRODUCTS, Workspaces
@@ -39,6 +40,7 @@ class Tracer(TorchDispatchMode):
         self.modules = ModuleStack()
         self.workspaces = Workspaces(platform)
         self.default_category = ""
+        self._engine_sums = EngineSums(device)
         self._blocks: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
 
     # -- what the traced code and the rules see ----------------------------------------------------------------
@@ -105,6 +107,8 @@ class Tracer(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is aten._local_scalar_dense.default and args[0].device.type == self.device.type:
             return self.answers.value(args[0])
+        if func is aten.add.Tensor and self.in_backward and self._engine_sums.in_place(args, kwargs):
+            return args[0]
         replaced = REPLACED.get(func)
         if replaced is not None and self._is_traced(args):
             with self:
