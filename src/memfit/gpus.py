@@ -199,9 +199,13 @@ def _exact(text: str, size: int, flag: str) -> Gpu:
         raise UsageError(f"{flag} {text} is {size:,} bytes; did you mean {digits}GiB?")
     if size > _LARGEST_BYTES:
         raise UsageError(f"{flag} {text[:40]!r} is larger than any card", hint="sizes look like 24GB or 23.5GiB")
-    card = _typical(size / GiB)
+    card = _by_key()[_key(REFERENCE)]
     start, _, _ = _context(card)
     return _gpu(card, format_bytes(size), size, start, (_stand_in(card),), "capacity as given")
+
+
+REFERENCE = "H200"
+"""The card on which memfit's rules were measured: it stands behind a size that says nothing of the card."""
 
 
 def _labelled(label: float) -> Gpu:

@@ -75,7 +75,7 @@ class CachingAllocator:
         self.small_pool, self.large_pool = Pool(small=True), Pool(small=False)
         self.segment_at: dict[int, Segment] = {}
         self.pending: dict[Block, None] = {}  # freed, but another stream may still use them; in order
-        self._expandable = ExpandableMemory(self.driver, self.segment_at, config.large_segment_size, capacity)
+        self.expandable = ExpandableMemory(self.driver, self.segment_at, config.large_segment_size, capacity)
 
         self._max_split = config.max_split_size or NO_LIMIT
         self._max_excess = config.max_non_split_rounding or config.large_segment_size
@@ -121,13 +121,20 @@ class CachingAllocator:
         for block in list(self.pending):
             self.complete_free(block)
         for pool in (self.large_pool, self.small_pool):
-            shelves = pool.in_order()
-            for shelf in shelves:
-                for block in shelf.blocks[:]:
-                    if not (block.segment.expandable or block.is_split):
-                        self._release(block)
-            for shelf in shelves:
-                self._expandable.release(shelf)
+            for block in self.idle_segments(pool):
+                self._release(block)
+            for shelf in pool.in_order():
+                self.expandable.release(shelf)
+
+    def idle_segments(self, *pools: Pool) -> list[Block]:
+        """Plain segments that are one free block, in the order in which torch would return them to the driver."""
+        return [
+            block
+            for pool in pools or (self.large_pool, self.small_pool)
+            for shelf in pool.in_order()
+            for block in shelf.blocks
+            if not (block.segment.expandable or block.is_split)
+        ]
 
     # -- serving a request -----------------------------------------------------------------------------------
 
@@ -213,7 +220,7 @@ class CachingAllocator:
         if self.limit is not None and self.stats.reserved + alloc_size > self.limit:
             return None
         if self.config.expandable_segments:
-            return self._expandable.take(shelf, size)
+            return self.expandable.take(shelf, size)
         if not self.driver.has_room_for(alloc_size):
             return None
         address = self.driver.next_address(alloc_size, shelf.pool.small)
@@ -339,7 +346,7 @@ class CachingAllocator:
         self.stats.driver_gave(record.size)
         if record.expandable:
             self._first_fit_is_best = False
-            block = self._expandable.adopt(shelf, record.address, record.size)
+            block = self.expandable.adopt(shelf, record.address, record.size)
         else:
             block = self._add_segment(shelf, record.address, record.size).head
         for piece in record.blocks:

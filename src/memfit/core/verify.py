@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 from memfit.core.alloc_config import AllocatorConfig
 from memfit.core.allocator import CachingAllocator, OutOfMemory
-from memfit.core.blocks import BlockRecord, SegmentRecord
-from memfit.core.driver import Driver, falling_addresses
+from memfit.core.blocks import BlockRecord, Segment, SegmentRecord
+from memfit.core.driver import Driver, rising_addresses
 from memfit.core.events import Action, Trace
 from memfit.core.replay import DEFAULTS, Player
 
@@ -79,7 +79,8 @@ class _RecordedDriver(Driver):
         self.recorded: list[_Call] = []
         self.made: list[_Call] = []
         self.ran_out = False
-        self._elsewhere = falling_addresses()  # for what the recording does not show: it will be reported anyway
+        self.segment_at: dict[int, Segment] = {}
+        self._elsewhere = rising_addresses(1 << 56)  # for what the recording does not show
         self.next_address = self._recorded_address
 
     def expect(self, calls: list[_Call], *, ran_out: bool = False) -> None:
@@ -101,9 +102,12 @@ class _RecordedDriver(Driver):
         return self.recorded[len(self.made)] if len(self.made) < len(self.recorded) else None
 
     def _recorded_address(self, size: int, small: bool) -> int:
-        """An expandable segment reserves its addresses before it is refused memory: look past the releases."""
-        coming = (call.address for call in self.recorded[len(self.made) :] if call.action not in RELEASES)
-        return next(coming, None) or self._elsewhere(size, small)
+        """An expandable segment reserves addresses before it is refused memory, so look past the releases. What comes
+        then may lie in an older reservation: the new one is above it, for the lowest room is taken."""
+        coming = next((call.address for call in self.recorded[len(self.made) :] if call.action not in RELEASES), None)
+        if coming is None or any(s.address <= coming < s.address + s.size for s in self.segment_at.values()):
+            return self._elsewhere(size, small)
+        return coming
 
 
 class _Checker:
@@ -113,38 +117,43 @@ class _Checker:
         self.trace = trace
         self.driver = _RecordedDriver()
         self.allocator = CachingAllocator.from_segments(start, config, limit=limit, driver=self.driver)
+        self.driver.segment_at = self.allocator.segment_at
         self.player = Player(trace, self.allocator)
         self.player.place_what_was_there()
         self.calls: list[_Call] = []  # seen of the driver since the last call of the program
-        self.emptied = False
+        self.completed: list[int] = []  # blocks whose frees were seen to complete since then
+        self.emptied = self.ran_out = False
 
     def step(self, event: int, action: int, subject: int) -> Mismatch | None:
         if action in DRIVER_ACTIONS:
             address, size = self.trace.range_addresses[subject], self.trace.range_sizes[subject]
             self.calls.append(_Call(Action(action), address, size))
             return None
-        if action == Action.MARK:
-            return None
         if action == Action.ALLOC:
-            return self._alloc(event, subject)
+            requested, stream = self.trace.requested[subject], self.trace.streams[subject]
+            return self._explain_releases(event, requested, stream) or self._alloc(event, subject, requested, stream)
         if action == Action.OOM:
-            return self._oom(event, self.trace.range_sizes[subject], self.trace.range_streams[subject])
+            rounded, stream = self.trace.range_sizes[subject], self.trace.range_streams[subject]
+            self.ran_out = True
+            return self._explain_releases(event, rounded, stream) or self._oom(event, rounded, stream)
+        if action == Action.FREE_COMPLETED and not self.calls:
+            self.completed.append(subject)
+            return None
         mismatch = self.finish(event)
         if action == Action.EMPTY_CACHE:
             self.emptied = True
-        else:
+        elif action != Action.MARK:
             self.player.do(action, subject)
         return mismatch
 
     def finish(self, event: int) -> Mismatch | None:
         """Nothing else explains what the driver was seen to do but a call of `empty_cache`."""
+        self._complete()
         return self._empty_cache(event) if self.calls or self.emptied else None
 
-    def _alloc(self, event: int, block: int) -> Mismatch | None:
-        requested, stream = self.trace.requested[block], self.trace.streams[block]
-        mismatch = self._explain_releases(event, requested, stream)
-        if mismatch is not None or not requested:
-            return mismatch
+    def _alloc(self, event: int, block: int, requested: int, stream: int) -> Mismatch | None:
+        if not requested:
+            return None
         self._expect(self.calls)
         try:
             held = self.allocator.malloc(requested, stream)
@@ -152,23 +161,21 @@ class _Checker:
             return self._mismatch(event, "an allocation", "a block", "out of memory", requested, stream)
         assert held is not None
         self.player.live[block] = held
+        self._settle()
         if self.driver.made != self.driver.recorded:
             return self._mismatch(event, "driver calls", *self._both(), requested, stream)
         recorded = self.trace.addresses[block]
         if held.address != recorded:
-            return self._mismatch(
-                event, f"the place of {requested} bytes", f"{recorded:#x}", f"{held.address:#x}", requested, stream
-            )
+            what = f"the place of {requested} bytes"
+            return self._mismatch(event, what, f"{recorded:#x}", f"{held.address:#x}", requested, stream)
         return None
 
     def _oom(self, event: int, rounded: int, stream: int) -> Mismatch | None:
-        mismatch = self._explain_releases(event, rounded, stream)
-        if mismatch is not None:
-            return mismatch
-        self._expect(self.calls, ran_out=True)
+        self._expect(self.calls)
         try:
             self.allocator.malloc(rounded, stream)
         except OutOfMemory as error:
+            self._settle()
             if error.rounded != rounded:
                 return self._mismatch(event, "a failed request", str(rounded), str(error.rounded), rounded, stream)
             if self.driver.made != self.driver.recorded:
@@ -176,26 +183,55 @@ class _Checker:
             return None
         return self._mismatch(event, f"a request of {rounded} bytes", "out of memory", "served", rounded, stream)
 
+    def _settle(self) -> None:
+        self._complete()
+        self.allocator.expandable.forget_empty()  # the recording does not say where they lie
+
+    def _complete(self) -> None:
+        for block in self.completed:
+            self.player.do(Action.FREE_COMPLETED, block)
+        self.completed.clear()
+
     def _explain_releases(self, event: int, requested: int, stream: int) -> Mismatch | None:
-        """Segments went back before a request that the cache could serve: not on its behalf, but by `empty_cache`."""
+        """Before a request, frees were seen to complete and segments to go back: on its behalf, or by `empty_cache`?"""
         releases = bool(self.calls) and self.calls[0].action in RELEASES
-        if self.emptied or (releases and requested and self.allocator.peek(requested, stream) is not None):
+        missed = self.ran_out or (bool(self.calls) and self.calls[-1].action not in RELEASES)
+        if not (missed and self._would_hit_once_completed(requested, stream)):
+            self._complete()  # else they completed after the search, when the allocator waited for all streams
+        cached = bool(requested) and self.allocator.peek(requested, stream) is not None
+        if self.emptied or (releases and (not missed or cached or self._released_everything())):
+            self._complete()
             return self._empty_cache(event)
         return None
+
+    def _would_hit_once_completed(self, requested: int, stream: int) -> bool:
+        if not self.completed or len(self.completed) < len(self.allocator.pending):
+            return False  # a wait completes them all
+        trial = CachingAllocator.from_segments(self.allocator.layout(), self.allocator.config)
+        for block in list(trial.pending):
+            trial.complete_free(block)
+        return trial.peek(requested, stream) is not None
+
+    def _released_everything(self) -> bool:
+        """With max_split_size a request would have released oversize blocks first, in another order."""
+        if self.allocator.config.max_split_size is None or self.allocator.pending:
+            return False
+        idle = [block.address for block in self.allocator.idle_segments()]
+        return idle == [call.address for call in self.calls if call.action == Action.SEGMENT_FREE]
 
     def _empty_cache(self, event: int) -> Mismatch | None:
         count = next((i for i, call in enumerate(self.calls) if call.action not in RELEASES), len(self.calls))
         released, rest = self.calls[:count], self.calls[count:]
-        self._expect(released)
+        self.driver.expect(released)
         self.calls, self.emptied = rest, False
         self.allocator.empty_cache()
         if self.driver.made != released:
             return self._mismatch(event, "released by empty_cache", *self._both(), 0, 0)
         return None
 
-    def _expect(self, calls: list[_Call], *, ran_out: bool = False) -> None:
-        self.driver.expect(calls, ran_out=ran_out)
-        self.calls = []
+    def _expect(self, calls: list[_Call]) -> None:
+        self.driver.expect(calls, ran_out=self.ran_out)
+        self.calls, self.ran_out = [], False
 
     def _both(self) -> tuple[str, str]:
         return _listed(self.driver.recorded, self.driver.made), _listed(self.driver.made, self.driver.recorded)

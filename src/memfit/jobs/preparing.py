@@ -6,6 +6,7 @@ cannot tell the difference until it moves the model to its device.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import warnings
 from dataclasses import dataclass
@@ -41,6 +42,8 @@ def prepare(workload: Workload) -> Prepared:
     _check_positions(model, workload)
     parameters = parameter_count(model)
     if workload.kind == "lora":
+        targets = workload.target_modules or tuple(linear_layers_of_blocks(model))
+        workload = dataclasses.replace(workload, target_modules=targets)
         model = _with_adapters(model, workload)
     if workload.trains:
         model.train()
@@ -60,7 +63,7 @@ def _with_adapters(model: nn.Module, workload: Workload) -> nn.Module:
     config = LoraConfig(
         r=workload.rank,
         lora_alpha=2 * workload.rank,
-        target_modules=list(workload.target_modules or linear_layers_of_blocks(model)),
+        target_modules=list(workload.target_modules or ()),
         lora_dropout=workload.lora_dropout,
         task_type="CAUSAL_LM" if hasattr(model, "prepare_inputs_for_generation") else None,
     )

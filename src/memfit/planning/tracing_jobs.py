@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from memfit.core.events import Trace
+from memfit.gpus import Gpu
 from memfit.jobs.preparing import Prepared, prepare
 from memfit.jobs.running import run_job
 from memfit.jobs.workload import Workload
@@ -18,6 +19,13 @@ STEPS = 3
 """The optimizer's state is there from the second step on, and the pools have settled by the third."""
 
 
+def platform_of(gpu: Gpu | None) -> Platform:
+    """The card's own kernels; without a card, those of the reference machine."""
+    if gpu is None:
+        return H200
+    return Platform(arch=gpu.arch, sm_count=gpu.sm_count, max_threads_per_sm=gpu.max_threads_per_sm)
+
+
 def prepare_without_memory(workload: Workload) -> Prepared:
     with torch.device("meta"):
         return prepare(workload)
@@ -25,22 +33,27 @@ def prepare_without_memory(workload: Workload) -> Prepared:
 
 def trace_job(job: Prepared, platform: Platform = H200, *, steps: int = STEPS) -> Trace:
     def run(tracer: Tracer) -> None:
-        run_job(job, tracer.device, marking(tracer), steps=steps)
+        run_job(job, tracer.device, MarkedPhases(tracer, job), steps=steps)
 
     return trace(run, platform=platform)
 
 
-class marking:
-    """Phases of a traced job become marks; what is moved while loading are the weights."""
+class MarkedPhases:
+    """Phases of a traced job become marks; what is moved while loading are the weights, under their own names."""
 
-    def __init__(self, tracer: Tracer) -> None:
+    def __init__(self, tracer: Tracer, job: Prepared) -> None:
         self.tracer = tracer
+        self.model = job.model
 
     @contextmanager
     def __call__(self, name: str, step: int = 0) -> Iterator[None]:
-        self.tracer.trace.mark(name, step)
-        before, self.tracer.default_category = self.tracer.default_category, "weights" if name == "load" else ""
+        tracer = self.tracer
+        tracer.trace.mark(name, step)
+        before, tracer.default_category = tracer.default_category, "weights" if name == "load" else ""
         try:
             yield
         finally:
-            self.tracer.default_category = before
+            tracer.default_category = before
+        if name == "load":
+            for path, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
+                tracer.name(tensor, path)

@@ -74,8 +74,10 @@ class CudaNames(TorchFunctionMode):
 
     def _backward(self, loss: Tensor, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None) -> None:
         """Re-entered, so that the names hold in checkpointed blocks that backward runs again."""
+        self.tracer.on_backward(True)
         with self, self.tracer.modules.backward():
             torch.autograd.backward(loss, gradient, retain_graph, create_graph, inputs=inputs)
+        self.tracer.on_backward(False)
 
 
 @contextmanager

@@ -40,6 +40,7 @@ class Tracer(TorchDispatchMode):
         self.modules = ModuleStack()
         self.workspaces = Workspaces(platform)
         self.default_category = ""
+        self.on_backward: Callable[[bool], None] = lambda begins: None
         self._engine_sums = EngineSums(device)
         self._blocks: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
 
@@ -86,6 +87,12 @@ class Tracer(TorchDispatchMode):
             trace.free(block)
 
         self._blocks[key] = (weakref.ref(storage, died), block)
+
+    def name(self, tensor: torch.Tensor, module: str) -> None:
+        """Say whose a tensor is, where that is known better than by the module that ran when it was made."""
+        block = self.block_of(tensor)
+        if block is not None:
+            self.trace.module_of[block] = self.trace.name_id(module)
 
     def forget(self) -> None:
         """Stop following storages: what dies after the trace has ended is no event of it."""
@@ -158,6 +165,9 @@ class ModuleStack:
         self._bounds: list[int] = []
         self._owners: list[str] = []
         self._base: list[int] = []
+
+    def name_of(self, module: torch.nn.Module) -> str:
+        return self._names.get(module, "")
 
     @property
     def current(self) -> str:

@@ -1,0 +1,119 @@
+"""`memfit.trace`: the memory of a person's own code, on their own module, without a GPU.
+
+    def step():
+        model = MyModel().cuda()
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(2):
+            loss = model(torch.randn(8, 128, device="cuda")).sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    print(memfit.trace(step, gpu="RTX 4090"))
+
+The code runs as it is, but for the device: "cuda" there is a device without memory. Phases are told from what runs:
+forward until `backward()`, the optimizer's `step()`, and so on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from memfit.core.alloc_config import AllocatorConfig
+from memfit.core.events import Action
+from memfit.errors import TraceError
+from memfit.gpus import Gpu, find_gpu
+from memfit.planning.predict import Plan, assess
+
+
+def trace_own_code(
+    fn: Callable[[], object], *, gpu: str | Gpu | None = None, alloc_conf: str = "", name: str | None = None,
+    answers: Mapping[tuple[str, str], bool | int | float] | None = None,
+) -> Plan:  # fmt: skip
+    """Trace `fn` and report as `memfit plan` does. `answers` gives the values of tensors that the code asks for, by
+    the end of the file's path and the function that asks."""
+    import torch
+
+    from memfit.planning import categories
+    from memfit.planning.tracing_jobs import platform_of
+    from memfit.tracing.answers import Answers, Site
+    from memfit.tracing.tracer import Tracer, trace
+
+    started = time.perf_counter()
+    card = find_gpu(gpu) if isinstance(gpu, str) else gpu
+    config = AllocatorConfig.parse(alloc_conf)
+    parameters: dict[str, int] = {"all": 0, "trainable": 0}
+
+    def run(tracer: Tracer) -> None:
+        with _phases_by_what_runs(tracer), _parameters_named(tracer, parameters):
+            fn()
+
+    table = Answers({Site(*place): value for place, value in (answers or {}).items()})
+    made = trace(run, platform=platform_of(card), answers=table)
+    if Action.ALLOC not in made.actions:
+        raise TraceError(
+            "the traced code put nothing on the GPU",
+            hint='move the model and its inputs to "cuda" inside it: model.cuda(), torch.randn(8, 128, device="cuda")',
+        )
+    categories.label(made)
+    trains = any(mark.phase == "backward" for mark in made.marks)
+    context = (card or find_gpu("H200")).context_after(training=trains, flash=True)
+    notes = (f"predicted, not measured: traced with torch {torch.__version__}, kernels of 2.11", *(card.notes if card else ()))
+    return assess(
+        made, config, card, context, started=started, notes=notes, model=name or getattr(fn, "__name__", "function"),
+        parameters=parameters["all"], trainable_parameters=parameters["trainable"],
+        workload={"kind": "own-code", "function": getattr(fn, "__qualname__", repr(fn)), "alloc_conf": alloc_conf},
+    )  # fmt: skip
+
+
+@contextmanager
+def _phases_by_what_runs(tracer: Any) -> Iterator[None]:
+    """forward, but inside `backward()` and an optimizer's `step()`; a step ends when the optimizer has stepped."""
+    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+    mark, step = tracer.trace.mark, 1
+
+    def stepping(*_: Any) -> None:
+        mark("step", step)
+
+    def stepped(*_: Any) -> None:
+        nonlocal step
+        step += 1
+        mark("forward", step)
+
+    mark("forward", step)
+    tracer.on_backward = lambda begins: mark("backward" if begins else "forward", step)
+    with ExitStack() as stack:
+        stack.callback(register_optimizer_step_pre_hook(stepping).remove)
+        stack.callback(register_optimizer_step_post_hook(stepped).remove)
+        yield
+
+
+@contextmanager
+def _parameters_named(tracer: Any, counts: dict[str, int]) -> Iterator[None]:
+    """Weights are known when their module first runs."""
+    from torch.nn.modules.module import register_module_forward_pre_hook
+
+    seen: set[int] = set()
+
+    def note(module: Any, _: Any) -> None:
+        for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+            block = tracer.block_of(tensor)
+            if block is None or block in seen:
+                continue
+            seen.add(block)
+            tracer.trace.set_category(block, "weights")
+            path = tracer.modules.name_of(module)
+            tracer.name(tensor, f"{path}.{name}" if path else name)
+            if hasattr(tensor, "requires_grad_") and name in module._parameters:
+                counts["all"] += tensor.numel()
+                counts["trainable"] += tensor.numel() * tensor.requires_grad
+
+    handle = register_module_forward_pre_hook(note)
+    try:
+        yield
+    finally:
+        handle.remove()

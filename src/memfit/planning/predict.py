@@ -1,0 +1,163 @@
+"""A workload in, a plan out: trace the job, replay it, ask whether it fits.
+
+    >>> plan = predict(kind="lora", model="qwen2.5-7b", batch_size=1, seq_len=1536, rank=128,
+    ...                grad_checkpointing=True, gpu="24GiB")           # doctest: +SKIP
+    >>> plan.peak.device_bytes, plan.verdict                           # doctest: +SKIP
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from memfit.core.alloc_config import AllocatorConfig
+from memfit.core.events import Trace
+from memfit.core.replay import Timeline, replay, smallest_capacity
+from memfit.core.report import Report, make_report
+from memfit.gpus import Gpu, find_gpu
+from memfit.jobs.workload import Workload
+
+SCHEMA = "memfit.plan/1"
+SAFE_SHARE = 0.9
+Verdict = Literal["safe", "tight", "fails"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peak:
+    """allocated = live blocks; reserved = held from the driver; device = reserved + context, what must fit."""
+
+    allocated_bytes: int
+    reserved_bytes: int
+    context_bytes: int
+    device_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """What a replay with the card's capacity came to."""
+
+    verdict: Verdict
+    headroom_bytes: int
+    device_bytes: int
+    retries: int
+    failed_at: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    workload: dict[str, Any]
+    model: str
+    parameters: int
+    trainable_parameters: int
+    gpu: Gpu | None
+    peak: Peak
+    report: Report
+    fit: Fit | None
+    smallest_gpu_bytes: int
+    notes: tuple[str, ...]
+    seconds: float
+    trace: Trace
+    timeline: Timeline
+    id: object = None
+
+    @property
+    def verdict(self) -> Verdict | None:
+        return self.fit.verdict if self.fit else None
+
+    def to_json(self) -> dict[str, Any]:
+        """The contract that other tools read (memfit.plan/1)."""
+        at = self.report.at_peak
+        return {
+            "schema": SCHEMA,
+            "id": self.id,
+            "workload": self.workload,
+            "model": {
+                "name": self.model, "parameters": self.parameters, "trainable_parameters": self.trainable_parameters,
+            },
+            "gpu": None if self.gpu is None else {"name": self.gpu.name, "capacity_bytes": self.gpu.capacity_bytes},
+            "peak": asdict(self.peak),
+            "at_peak": {"phase": at.phase, "step": at.step, "module": at.module, "op": at.op},
+            "breakdown": self.report.breakdown,
+            "phases": [asdict(phase) for phase in self.report.phases],
+            "verdict": self.verdict,
+            "headroom_bytes": self.fit.headroom_bytes if self.fit else None,
+            "smallest_gpu_bytes": self.smallest_gpu_bytes,
+            "largest": [asdict(group) for group in self.report.largest],
+            "notes": list(self.notes),
+            "seconds": round(self.seconds, 3),
+        }  # fmt: skip
+
+
+def predict(workload: Workload | None = None, *, gpu: str | Gpu | None = None, id: object = None, **settings: Any) -> Plan:
+    """Predict a job's memory without a GPU. Settings are those of `memfit plan`, with underscores."""
+    started = time.perf_counter()
+    work = workload or Workload.from_mapping(settings)
+    card = find_gpu(gpu) if isinstance(gpu, str) else gpu
+    config = AllocatorConfig.parse(work.alloc_conf)
+
+    from memfit.planning import categories, tracing_jobs
+
+    job = tracing_jobs.prepare_without_memory(work)
+    loss_modules = categories.loss_modules_of(job.model)
+    trainable = sum(p.numel() for p in job.trainable) if work.trains else 0
+    trace = tracing_jobs.trace_job(job, tracing_jobs.platform_of(card))
+    categories.label(trace, loss_modules)
+    fused = work.attention == "sdpa" and work.precision != "fp32"
+    context = (card or find_gpu("H200")).context_after(training=work.trains, flash=fused)
+    return assess(
+        trace, config, card, context, workload=job.workload.settings() | {"gpu": gpu if isinstance(gpu, str) else None},
+        model=job.name, parameters=job.parameters, trainable_parameters=trainable,
+        notes=(*_assumptions(work, card), *job.notes), started=started, id=id,
+    )  # fmt: skip
+
+
+def assess(trace: Trace, config: AllocatorConfig, gpu: Gpu | None, context: int, *, started: float, notes: tuple[str, ...], **rest: Any) -> Plan:
+    """Replay a labelled trace, with room and with the card's capacity."""
+    timeline = replay(trace, config)
+    smallest = smallest_capacity(trace, config) + context
+    fit = None if gpu is None else _fit(trace, config, gpu, context, timeline, smallest)
+    if fit and fit.retries:
+        notes = (f"fits only because torch gives cached memory back {fit.retries} times: each is a pause", *notes)
+    reserved = timeline.peak_reserved
+    return Plan(
+        gpu=gpu,
+        peak=Peak(
+            allocated_bytes=timeline.peak_allocated, reserved_bytes=reserved, context_bytes=context,
+            device_bytes=reserved + context,
+        ),
+        report=make_report(trace, timeline), fit=fit, smallest_gpu_bytes=smallest, notes=notes,
+        seconds=time.perf_counter() - started, trace=trace, timeline=timeline, **rest,
+    )  # fmt: skip
+
+
+def _fit(trace: Trace, config: AllocatorConfig, gpu: Gpu, context: int, roomy: Timeline, smallest: int) -> Fit:
+    """With room for the unlimited run the limited one goes the same way, and need not be replayed."""
+    room = gpu.capacity_bytes - context
+    limited = roomy if roomy.peak_reserved <= room else replay(trace, config, capacity=max(room, 0))
+    device = limited.peak_reserved + context
+    if limited.oom is not None:
+        block = limited.oom.block
+        where = f"{trace.module(block)} {trace.op(block)}".strip()
+        return Fit(
+            verdict="fails", headroom_bytes=gpu.capacity_bytes - smallest, device_bytes=device, retries=limited.retries,
+            failed_at=where,
+        )  # fmt: skip
+    verdict: Verdict = "safe" if device <= SAFE_SHARE * gpu.capacity_bytes else "tight"
+    return Fit(
+        verdict=verdict, headroom_bytes=gpu.capacity_bytes - device, device_bytes=device, retries=limited.retries,
+        failed_at=None,
+    )  # fmt: skip
+
+
+def _assumptions(work: Workload, gpu: Gpu | None) -> tuple[str, ...]:
+    notes = ["predicted, not measured: torch 2.11, CUDA 13.0, no other process on the card"]
+    if gpu is None:
+        notes.append("no --gpu given: kernels and context as on the H200")
+    else:
+        notes.extend(gpu.notes)
+    if work.trains:
+        notes.append("three optimizer steps of full batches without padding; data loading and checkpoints left out")
+    if work.kind == "lora":
+        notes.append("adapters as peft makes them; the base model is frozen")
+    return tuple(notes)
