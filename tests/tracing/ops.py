@@ -13,31 +13,68 @@ import torch
 import torch.nn.functional as F
 
 from memfit.core.events import Action, Trace
+from memfit.errors import TraceError
+from memfit.tracing.answers import Answers, Site
 from memfit.tracing.tracer import trace
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 DEVICE = "cuda"
 
 
-def traced_events(run: Callable[[], Any]) -> str:
-    """Events of the second run: the first one makes the workspaces, as it did when the file was recorded."""
-    start = 0
+WARMED = {"adamw_first_foreach": 0, "adamw_first_fused": 0, "adamw_first_single": 0}
+"""Runs before the recorded one: one, which makes the workspaces, but for what only a first run does."""
+
+
+def traced_events(builds: list[tuple[str, list[Any]]]) -> list[str]:
+    """Events of each op, all traced in one job; what cannot be traced gives its error in place of events."""
+    spans: list[tuple[int, str]] = []
 
     def job(tracer: Any) -> None:
-        nonlocal start
-        make = run()
-        make()
-        start = len(tracer.trace)
-        make()
-        tracer.trace.mark("end")
+        for kind, spec in builds:
+            try:
+                run = BUILDERS[kind](*spec)
+                for _ in range(WARMED.get(kind, 1)):
+                    run()
+                spans.append((len(tracer.trace), ""))
+                run()
+            except TraceError as error:
+                spans.append((0, str(error)))
+            tracer.trace.mark("end")
 
-    return as_text(trace(job), start)
+    made = trace(job, answers=Answers({Site("tests/tracing/ops.py", "ask_for_value"): 4.0}))
+    return [error or as_text(made, start) for start, error in spans]
+
+
+def workspace_events() -> dict[str, str]:
+    """The first products of a thread, in the order in which they were recorded: each finds what the others left."""
+    starts: dict[str, int] = {}
+
+    def job(tracer: Any) -> None:
+        a = torch.randn(256, 256, device=DEVICE, requires_grad=True)
+        linear = torch.nn.Linear(256, 256, device=DEVICE)
+        half = torch.nn.Linear(256, 256, device=DEVICE, dtype=torch.bfloat16)
+        tokens = torch.randn(4, 64, 256, device=DEVICE, dtype=torch.bfloat16)
+        runs: dict[str, Callable[[], Any]] = {
+            "ws_first_mm": lambda: a @ a,
+            "ws_first_biased": lambda: linear(a),
+            "ws_first_backward": lambda: linear(a).sum().backward(),
+            "ws_second_backward": lambda: linear(a).sum().backward(),
+            "ws_biased_bf16": lambda: half(tokens),
+        }
+        for name, run in runs.items():
+            starts[name] = len(tracer.trace)
+            run()
+            tracer.trace.mark("end")
+
+    made = trace(job)
+    return {name: as_text(made, start) for name, start in starts.items()}
 
 
 def as_text(trace: Trace, start: int) -> str:
     numbers: dict[int, int] = {}
     words = []
-    for action, subject in list(trace.events())[start:]:
+    for at in range(start, len(trace)):
+        action, subject = trace.actions[at], trace.subjects[at]
         if action == Action.ALLOC:
             numbers[subject] = len(numbers)
             words.append(f"+{trace.requested[subject]}")
@@ -124,10 +161,10 @@ def _plain(f: Callable[[torch.Tensor], Any]) -> Callable[..., Callable[[], None]
     return build
 
 
-def _loss(reduction: str = "mean", smoothing: float = 0.0) -> Callable[..., Callable[[], None]]:
+def _loss(f: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Callable[..., Callable[[], None]]:
     def build(t: int, v: int, dt: str) -> Callable[[], None]:
         x, y = leaf(t, v, dt=dt), torch.randint(0, v, (t,), device=DEVICE)
-        return forward_backward(lambda: F.cross_entropy(x, y, reduction=reduction), x)
+        return forward_backward(lambda: f(x, y), x)
 
     return build
 
@@ -162,6 +199,11 @@ def _heads(kind: str) -> Callable[..., Callable[[], None]]:
             return forward_backward(lambda: q @ k.transpose(-1, -2), q, k)
         if kind == "bmm_qk_t":
             return forward_backward(lambda: t @ t.transpose(-1, -2), t)
+        if kind == "baddbmm":
+            return forward_backward(lambda: torch.baddbmm(
+                torch.zeros(1, device=DEVICE, dtype=DTYPES[dt]).expand(16, 512, 512),
+                q.view(16, 512, 64), k.view(16, 512, 64).transpose(1, 2), beta=1, alpha=0.1,
+            ), q, k)  # fmt: skip
         return forward_backward(lambda: torch.einsum("bhqd,bhkd->bhqk", q, k), q, k)
 
     return build
@@ -192,6 +234,10 @@ def _clip(count: int, size: int, dt: str) -> Callable[[], None]:
     return run
 
 
+def _adamw(**variant: bool) -> Callable[..., Callable[[], None]]:
+    return _optimizer(lambda parameters: torch.optim.AdamW(parameters, lr=1e-4, **variant))
+
+
 def _optimizer(make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]) -> Callable[..., Callable[[], None]]:
     def build(count: int, size: int, dt: str) -> Callable[[], None]:
         optimizer = make(_parameters(count, size, dt))
@@ -213,6 +259,47 @@ def _small(f: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
     return build
 
 
+def _square(f: Callable[[torch.Tensor], Any]) -> Callable[..., Callable[[], None]]:
+    def build(n: int) -> Callable[[], None]:
+        x = torch.eye(n, device=DEVICE) * 2
+
+        def run() -> None:
+            f(x)
+
+        return run
+
+    return build
+
+
+def _fixed(f: Callable[[torch.Tensor], Any]) -> Callable[..., Callable[[], None]]:
+    """No arguments; what it is given is a bool mask of 2 x 2,048."""
+
+    def build() -> Callable[[], None]:
+        mask = torch.rand(2, 2048, device=DEVICE) > 0.1
+
+        def run() -> None:
+            f(mask)
+
+        return run
+
+    return build
+
+
+def ask_for_value(_: torch.Tensor) -> None:
+    torch.ones(4, device=DEVICE).sum().item()
+
+
+def _grouped_mm() -> Callable[[], None]:
+    x = torch.randn(4096, 512, device=DEVICE, dtype=torch.bfloat16)
+    experts = torch.randn(8, 512, 256, device=DEVICE, dtype=torch.bfloat16)
+    offsets = torch.tensor([512 * (i + 1) for i in range(8)], device=DEVICE, dtype=torch.int32)
+
+    def run() -> None:
+        torch._grouped_mm(x, experts, offs=offsets)
+
+    return run
+
+
 BUILDERS: dict[str, Callable[..., Callable[[], None]]] = {
     "sdpa": sdpa,
     "layer_norm": _norm(F.layer_norm, bias=True),
@@ -228,19 +315,20 @@ BUILDERS: dict[str, Callable[..., Callable[[], None]]] = {
     "argmax": _plain(lambda x: x.argmax(-1)),
     "amax-1": _plain(lambda x: x.amax(-1)),
     "sum-1": _plain(lambda x: x.sum(-1)),
-    "cross_entropy": _loss(),
-    "cross_entropy_sum": _loss("sum"),
+    "cross_entropy": _loss(F.cross_entropy),
+    "cross_entropy_sum": _loss(lambda x, y: F.cross_entropy(x, y, reduction="sum")),
+    "cross_entropy_ls": _loss(lambda x, y: F.cross_entropy(x.float(), y, label_smoothing=0.1)),
     "softmax32": _shaped(lambda x: F.softmax(x, dim=-1, dtype=torch.float32)),
     "softmax": _shaped(lambda x: F.softmax(x, dim=-1)),
     "dropout": _shaped(lambda x: F.dropout(x, 0.1)),
     "log_softmax": _shaped(lambda x: F.log_softmax(x, dim=-1)),
     **{kind: _product(kind) for kind in ("linear_bias", "linear", "conv1d", "matmul")},
-    **{kind: _heads(kind) for kind in ("bmm_qk", "bmm_qk_t", "einsum_qk")},
+    **{kind: _heads(kind) for kind in ("bmm_qk", "bmm_qk_t", "einsum_qk", "baddbmm")},
     "foreach_norm": _foreach_norm,
     "clip": _clip,
-    "adamw_foreach": _optimizer(lambda p: torch.optim.AdamW(p, lr=1e-4, foreach=True)),
-    "adamw_fused": _optimizer(lambda p: torch.optim.AdamW(p, lr=1e-4, fused=True)),
-    "adamw_single": _optimizer(lambda p: torch.optim.AdamW(p, lr=1e-4, foreach=False)),
+    **dict.fromkeys(("adamw_foreach", "adamw_first_foreach"), _adamw(foreach=True)),
+    **dict.fromkeys(("adamw_fused", "adamw_first_fused"), _adamw(fused=True)),
+    **dict.fromkeys(("adamw_single", "adamw_first_single"), _adamw(foreach=False)),
     "sgd": _optimizer(lambda p: torch.optim.SGD(p, lr=1e-4)),
     "sgd_mom": _optimizer(lambda p: torch.optim.SGD(p, lr=1e-4, momentum=0.9)),
     "gather": _small(lambda x, wide, rows: x.gather(1, wide)),
@@ -254,4 +342,22 @@ BUILDERS: dict[str, Callable[..., Callable[[], None]]] = {
     "repeat_interleave": _small(lambda x, wide, rows: x.repeat_interleave(4, 0)),
     "cat": _small(lambda x, wide, rows: torch.cat((x, x), -1)),
     "tanh": _small(lambda x, wide, rows: x.tanh()),
+    "sort": _plain(lambda x: x.sort(-1)),
+    "argsort": _plain(lambda x: x.argsort(-1)),
+    "topk50": _plain(lambda x: x.topk(50, -1)),
+    "topk_half": _plain(lambda x: x.topk(x.shape[-1] // 2, -1)),
+    "kth": _plain(lambda x: x.kthvalue(x.shape[-1] // 2, -1)),
+    "multinomial": _plain(lambda x: torch.multinomial(x.float().softmax(-1), 1)),
+    "cumsum_f": _plain(lambda x: x.cumsum(-1)),
+    "cholesky": _square(torch.linalg.cholesky),
+    "chol_upper": _square(lambda x: torch.linalg.cholesky(x, upper=True)),
+    "cholesky_inverse": _square(torch.cholesky_inverse),
+    "nonzero": _fixed(lambda mask: mask.nonzero()),
+    "masked_fill": _fixed(lambda mask: mask.masked_fill(mask, 0)),
+    "triu": _fixed(lambda _: torch.ones(512, 512, device=DEVICE).triu(1)),
+    "arange_cmp": _fixed(lambda _: torch.arange(512, device=DEVICE)[:, None] >= torch.arange(512, device=DEVICE)[None]),
+    "randint": _fixed(lambda _: torch.randint(0, 100, (4, 512), device=DEVICE)),
+    "cumsum_i64": _fixed(lambda _: torch.ones(4, 512, device=DEVICE, dtype=torch.long).cumsum(-1)),
+    "item": _fixed(ask_for_value),
+    "grouped_mm": _grouped_mm,
 }

@@ -177,7 +177,7 @@ class Player:
             if block is not None:
                 self._free(action, subject, block)
             elif self.trace.requested[subject]:
-                raise InputError(f"event {len(self.allocated)} frees block {subject}, which is not allocated")
+                raise InputError(f"the trace frees block {subject} while it is not allocated")
 
     def _free(self, action: int, subject: int, block: Block) -> None:
         waits = self.allocator.stats.num_sync_all_streams

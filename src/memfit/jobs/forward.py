@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import torch
 
+from memfit.jobs.batches import autocast, model_inputs, token_ids
 from memfit.jobs.phases import Phases
 from memfit.jobs.preparing import Prepared, takes_labels
 
 
 def run_forward(job: Prepared, device: torch.device | str, phases: Phases, *, steps: int = 3) -> None:
-    model, work = job.model, job.workload
+    model = job.model
     with phases("load"):
         model.to(device)
     named = takes_labels(model)
     for step in range(1, steps + 1):
         with phases("data", step):
-            ids = torch.randint(0, job.vocab_size, (work.batch_size, work.seq_len), device=device)
-        with torch.no_grad(), phases("forward", step):
-            output = model(input_ids=ids) if named else model(ids)
+            ids = token_ids(job, device)
+        with torch.no_grad(), autocast(job, device), phases("forward", step):
+            output = model(**model_inputs(job, ids)) if named else model(ids)
         del output

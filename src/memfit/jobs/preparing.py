@@ -38,7 +38,9 @@ class Prepared:
 
 def prepare(workload: Workload) -> Prepared:
     source = resolve(workload.model)
-    model = build_model(source, dtype=DTYPES[workload.precision], attention=workload.attention)
+    model = build_model(
+        source, dtype=DTYPES[workload.weight_precision], attention=workload.attention, use_cache=workload.kind == "generate"
+    )
     _check_positions(model, workload)
     parameters = parameter_count(model)
     if workload.kind == "lora":
@@ -48,7 +50,7 @@ def prepare(workload: Workload) -> Prepared:
     if workload.trains:
         model.train()
         if workload.grad_checkpointing:
-            _checkpoint_blocks(model, adapters=workload.kind == "lora")
+            _checkpoint_blocks(model, workload)
     else:
         model.eval()
     return Prepared(
@@ -89,12 +91,14 @@ def linear_layers_of_blocks(model: nn.Module) -> list[str]:
     return list(names)
 
 
-def _checkpoint_blocks(model: Any, *, adapters: bool) -> None:
+def _checkpoint_blocks(model: Any, workload: Workload) -> None:
+    """The Trainer switches checkpointing on by itself, but does not know of the frozen embedding."""
     if not hasattr(model, "gradient_checkpointing_enable"):
         raise UsageError("--grad-checkpointing needs a transformers model", hint="checkpoint inside your own factory")
-    if adapters:
+    if workload.kind == "lora":
         model.enable_input_require_grads()  # the embedding is frozen: without this nothing inside a block has gradients
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if workload.loop == "plain":
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
 def _vocab_size(model: nn.Module) -> int:

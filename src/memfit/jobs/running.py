@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import torch
 
-from memfit.jobs.forward import run_forward
 from memfit.jobs.phases import Phases
 from memfit.jobs.preparing import Prepared
-from memfit.jobs.training.plain import run_training
 
 
 def run_job(job: Prepared, device: torch.device | str, phases: Phases, *, steps: int = 3) -> None:
     if job.workload.kind == "forward":
+        from memfit.jobs.forward import run_forward
+
         run_forward(job, device, phases, steps=steps)
+    elif job.workload.kind == "generate":
+        from memfit.jobs.generate import run_generate
+
+        run_generate(job, device, phases)
+    elif job.workload.loop == "trainer":
+        from memfit.jobs.training.trainer import run_trainer
+
+        run_trainer(job, device, phases, steps=steps)
     else:
+        from memfit.jobs.training.plain import run_training
+
         run_training(job, device, phases, steps=steps)

@@ -12,10 +12,15 @@ from typing import Any, Literal, get_args
 
 from memfit.errors import UnknownName, UsageError
 
-Kind = Literal["forward", "train", "lora"]
-Precision = Literal["fp32", "bf16", "fp16"]
+Kind = Literal["forward", "train", "lora", "generate"]
+Precision = Literal["fp32", "bf16", "fp16", "amp-bf16", "amp-fp16"]
+"""amp: fp32 weights under autocast, and for fp16 a gradient scaler."""
 Attention = Literal["sdpa", "eager"]
-Optimizer = Literal["adamw", "adamw-fused", "adamw-single", "sgd"]
+Optimizer = Literal["adamw", "adamw-fused", "adamw-single", "sgd", "adafactor", "adamw-8bit"]
+Loop = Literal["plain", "trainer"]
+Loss = Literal["full"]
+Cache = Literal["dynamic", "static"]
+Decoding = Literal["greedy", "sample", "beam"]
 AdapterDtype = Literal["fp32", "same"]
 
 KINDS: tuple[str, ...] = get_args(Kind)
@@ -31,19 +36,30 @@ class Workload:
     seq_len: int = 2048
     precision: Precision = "bf16"
     attention: Attention = "sdpa"
-    optimizer: Optimizer = "adamw"
+    padding: bool = False
+    """Whether rows of a batch differ in length: a mask then forces other attention kernels."""
+    loop: Loop = "plain"
+    loss: Loss = "full"
+    optimizer: Optimizer | None = None
+    """None is what the loop takes by itself: torch's foreach AdamW, or the Trainer's fused one."""
     grad_checkpointing: bool = False
     grad_accum: int = 1
-    clip_grad: bool = False
+    clip_grad: bool | None = None
+    """None is what the loop does by itself: the Trainer clips."""
     rank: int = 16
     target_modules: tuple[str, ...] | None = None
     """None means all linear layers of a block."""
     lora_dropout: float = 0.0
     adapter_dtype: AdapterDtype = "fp32"
     """fp32, as peft does whatever the base model has; same as the base model otherwise."""
+    new_tokens: int = 128
+    decoding: Decoding = "greedy"
+    num_beams: int = 4
+    cache: Cache = "dynamic"
     alloc_conf: str = ""
 
     def __post_init__(self) -> None:
+        self._resolve()
         for name, literal in _CHOICES.items():
             _one_of(name, getattr(self, name), get_args(literal))
         if not isinstance(self.model, str) or not self.model:
@@ -54,7 +70,9 @@ class Workload:
         _whole("rank", self.rank, MAX_RANK)
         if self.batch_size * self.seq_len > MAX_TOKENS:
             raise UsageError(f"{self.batch_size} x {self.seq_len} tokens are more than any GPU holds")
-        for name in ("grad_checkpointing", "clip_grad"):
+        _whole("new_tokens", self.new_tokens, MAX_SEQ_LEN)
+        _whole("num_beams", self.num_beams, 1 << 10)
+        for name in ("grad_checkpointing", "clip_grad", "padding"):
             if not isinstance(getattr(self, name), bool):
                 raise UsageError(f"{flag(name)} is yes or no, not {getattr(self, name)!r}")
         _share("lora_dropout", self.lora_dropout)
@@ -62,9 +80,25 @@ class Workload:
         if not isinstance(self.alloc_conf, str):
             raise UsageError(f"{flag('alloc_conf')} must be text, not {self.alloc_conf!r}")
 
+    def _resolve(self) -> None:
+        by_trainer = self.loop == "trainer"
+        if self.optimizer is None:
+            object.__setattr__(self, "optimizer", "adamw-fused" if by_trainer else "adamw")
+        if self.clip_grad is None:
+            object.__setattr__(self, "clip_grad", by_trainer)
+
     @property
     def trains(self) -> bool:
-        return self.kind != "forward"
+        return self.kind in ("train", "lora")
+
+    @property
+    def autocast(self) -> str | None:
+        """The dtype of the autocast region, if there is one."""
+        return self.precision.removeprefix("amp-") if self.precision.startswith("amp-") else None
+
+    @property
+    def weight_precision(self) -> str:
+        return "fp32" if self.autocast else self.precision
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> Workload:
@@ -85,18 +119,24 @@ class Workload:
 
     def settings(self) -> dict[str, Any]:
         """As JSON: only what this kind of job reads."""
-        skip = _TRAINING_ONLY if not self.trains else () if self.kind == "lora" else _LORA_ONLY
-        made = {k: v for k, v in dataclasses.asdict(self).items() if k not in skip}
+        unread = {name for name, kinds in _READ_BY.items() if self.kind not in kinds}
+        if self.decoding != "beam":
+            unread.add("num_beams")
+        made = {k: v for k, v in dataclasses.asdict(self).items() if k not in unread}
         if isinstance(made.get("target_modules"), tuple):
             made["target_modules"] = list(made["target_modules"])
         return made
 
 
 _CHOICES: dict[str, Any] = {
-    "kind": Kind, "precision": Precision, "attention": Attention, "optimizer": Optimizer, "adapter_dtype": AdapterDtype,
+    "kind": Kind, "precision": Precision, "attention": Attention, "optimizer": Optimizer,
+    "adapter_dtype": AdapterDtype, "loop": Loop, "loss": Loss, "cache": Cache, "decoding": Decoding,
 }  # fmt: skip
-_LORA_ONLY = ("rank", "target_modules", "lora_dropout", "adapter_dtype")
-_TRAINING_ONLY = (*_LORA_ONLY, "optimizer", "grad_checkpointing", "grad_accum", "clip_grad")
+_READ_BY: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("optimizer", "grad_checkpointing", "grad_accum", "clip_grad", "loop", "loss"), ("train", "lora")),
+    **dict.fromkeys(("rank", "target_modules", "lora_dropout", "adapter_dtype"), ("lora",)),
+    **dict.fromkeys(("new_tokens", "decoding", "num_beams", "cache"), ("generate",)),
+}
 
 
 def flag(name: str) -> str:

@@ -15,6 +15,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
+from memfit.tracing.autocast import Autocast
 from memfit.tracing.composites import in_inference_mode
 
 if TYPE_CHECKING:
@@ -25,7 +26,13 @@ Tensor = torch.Tensor
 
 @contextmanager
 def cuda_names(tracer: Tracer) -> Iterator[None]:
-    with _optimizers_as_on_cuda(tracer.device.type), _calls_without_effect(tracer), CudaNames(tracer):
+    names = CudaNames(tracer)
+    with (
+        _optimizers_as_on_cuda(tracer.device.type),
+        _calls_without_effect(tracer),
+        names.autocast.answering(),
+        names,
+    ):
         yield
 
 
@@ -33,6 +40,7 @@ class CudaNames(TorchFunctionMode):
     def __init__(self, tracer: Tracer) -> None:
         super().__init__()
         self.tracer = tracer
+        self.autocast = Autocast(tracer.device)
         self._by_name = in_inference_mode(tracer.platform)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -47,6 +55,8 @@ class CudaNames(TorchFunctionMode):
         if func is Tensor.to and self._is_host_copy_wanted(args, kwargs):
             dtype = next((a for a in (*args[1:], *kwargs.values()) if isinstance(a, torch.dtype)), None)
             return self._move(args[0], dtype)
+        if self.autocast.enabled:
+            return self.autocast.call(func, args, kwargs)
         return func(*args, **kwargs)
 
     def _renamed(self, value: Any) -> Any:

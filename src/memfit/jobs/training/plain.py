@@ -8,8 +8,10 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from memfit.jobs.batches import autocast, model_inputs, token_ids
 from memfit.jobs.phases import Phases
 from memfit.jobs.preparing import Prepared, takes_labels
+from memfit.jobs.training.optimizers import make_optimizer
 
 
 def run_training(job: Prepared, device: torch.device | str, phases: Phases, *, steps: int = 3) -> None:
@@ -17,39 +19,33 @@ def run_training(job: Prepared, device: torch.device | str, phases: Phases, *, s
     with phases("load"):
         model.to(device)
     parameters = job.trainable
-    optimizer = make_optimizer(work.optimizer, parameters)
+    optimizer = make_optimizer(str(work.optimizer), parameters)
+    scaler = torch.amp.GradScaler(torch.device(device).type, enabled=work.precision == "amp-fp16")
     for step in range(1, steps + 1):
         for _ in range(work.grad_accum):
             with phases("data", step):
-                ids = torch.randint(0, job.vocab_size, (work.batch_size, work.seq_len), device=device)
+                ids = token_ids(job, device)
             with phases("forward", step):
-                loss = loss_of(model, ids)
+                loss = loss_of(job, ids)
             with phases("backward", step):
-                loss.backward()
+                scaler.scale(loss).backward()
             del loss
         if work.clip_grad:
             with phases("clip", step):
+                scaler.unscale_(optimizer)
                 nn.utils.clip_grad_norm_(parameters, 1.0)
         with phases("step", step):
-            optimizer.step()
+            scaler.step(optimizer)
+            scaler.update()
         with phases("zero", step):
             optimizer.zero_grad(set_to_none=True)
 
 
-def loss_of(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
-    if takes_labels(model):
-        loss: torch.Tensor = model(input_ids=ids, labels=ids).loss
-        return loss
-    logits = model(ids)
-    return cross_entropy(logits.flatten(0, 1).float(), ids.flatten())
-
-
-def make_optimizer(name: str, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    variants: dict[str, dict[str, Any]] = {
-        "adamw": {"foreach": True},
-        "adamw-fused": {"fused": True},
-        "adamw-single": {"foreach": False},
-    }
-    if name == "sgd":
-        return torch.optim.SGD(parameters, lr=1e-4)
-    return torch.optim.AdamW(parameters, lr=1e-4, **variants[name])
+def loss_of(job: Prepared, ids: torch.Tensor) -> torch.Tensor:
+    model: Any = job.model
+    with autocast(job, ids.device):
+        if takes_labels(model):
+            loss: torch.Tensor = model(**model_inputs(job, ids), labels=ids).loss
+            return loss
+        logits = model(ids)
+        return cross_entropy(logits.flatten(0, 1).float(), ids.flatten())

@@ -1,0 +1,32 @@
+"""Batches of random tokens on the device, and the regions a forward pass runs in."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+import torch
+
+from memfit.jobs.preparing import DTYPES, Prepared
+
+
+def token_ids(job: Prepared, device: torch.device | str) -> torch.Tensor:
+    work = job.workload
+    return torch.randint(0, job.vocab_size, (work.batch_size, work.seq_len), device=device)
+
+
+def model_inputs(job: Prepared, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """With padding, the second half of the last row is not there."""
+    if not job.workload.padding:
+        return {"input_ids": ids}
+    mask = torch.ones_like(ids)
+    mask[-1, ids.shape[1] // 2 :] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def autocast(job: Prepared, device: torch.device | str) -> AbstractContextManager[None]:
+    kind = torch.device(device).type
+    wanted = job.workload.autocast
+    region: AbstractContextManager[None] = torch.autocast(
+        kind, dtype=DTYPES[wanted] if wanted else None, enabled=wanted is not None
+    )
+    return region

@@ -1,0 +1,66 @@
+"""The Hugging Face Trainer itself, on random tokens: nothing of its loop is written here."""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+from memfit.jobs.phases import Phases
+from memfit.jobs.preparing import Prepared
+from memfit.jobs.training.optimizers import trainer_name
+
+
+class RandomTokens(Dataset[dict[str, torch.Tensor]]):
+    def __init__(self, vocab_size: int, seq_len: int, rows: int, padding: bool) -> None:
+        self.vocab_size, self.seq_len, self.rows, self.padding = vocab_size, seq_len, rows, padding
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        ids = torch.randint(0, self.vocab_size, (self.seq_len,))
+        mask = torch.ones_like(ids)
+        if self.padding:
+            mask[self.seq_len // 2 :] = 0
+        return {"input_ids": ids, "attention_mask": mask, "labels": ids}
+
+
+def run_trainer(job: Prepared, device: torch.device | str, phases: Phases, *, steps: int = 3) -> None:
+    from transformers import Trainer
+
+    model, work = job.model, job.workload
+    with phases("load"):
+        model.to(device)
+    rows = work.batch_size * work.grad_accum * (steps + 1)
+    data = RandomTokens(job.vocab_size, work.seq_len, rows, work.padding)
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*pin_memory.*")
+        trainer = Trainer(model=model, args=arguments(job, folder, steps, use_cpu=torch.device(device).type == "cpu"), train_dataset=data)
+        with phases("trainer", 1):
+            trainer.train()
+
+
+def arguments(job: Prepared, folder: str, steps: int, *, use_cpu: bool = False) -> Any:
+    from transformers import TrainingArguments
+
+    work = job.workload
+    return TrainingArguments(
+        output_dir=folder,
+        per_device_train_batch_size=work.batch_size,
+        gradient_accumulation_steps=work.grad_accum,
+        max_steps=steps,
+        max_grad_norm=1.0 if work.clip_grad else 0.0,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        bf16=work.autocast == "bf16",
+        fp16=work.autocast == "fp16",
+        gradient_checkpointing=work.grad_checkpointing,
+        optim=trainer_name(str(work.optimizer)),
+        disable_tqdm=True,
+        use_cpu=use_cpu,
+    )
