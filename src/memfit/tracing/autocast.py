@@ -56,8 +56,9 @@ class Autocast:
                 kwargs = {**kwargs, "dtype": torch.float32}
             return func(*args, **kwargs)
         target = self.dtype if name in LOWER else torch.float32 if name in FP32 else self._widest(args)
-        cast = lambda value: self._cast_all(value, target)  # noqa: E731
-        return func(*map(cast, args), **{key: cast(value) for key, value in kwargs.items()})
+        named = {key: self._cast_all(value, target) for key, value in reversed(kwargs.items())}
+        placed = [self._cast_all(value, target) for value in reversed(args)]  # the order in which gcc evaluates them
+        return func(*reversed(placed), **named)
 
     def clear(self) -> None:
         self._cache.clear()
