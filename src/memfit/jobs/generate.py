@@ -25,6 +25,6 @@ def run_generate(job: Prepared, device: torch.device | str, phases: Phases) -> N
     if work.decoding == "beam":
         options["num_beams"] = work.num_beams
     if work.cache == "static":
-        options["cache_implementation"] = "static"
+        options |= {"cache_implementation": "static", "disable_compile": True}
     with torch.no_grad(), autocast(job, device), phases("generate", 1):
         model.generate(**inputs, **options)  # type: ignore[operator]

@@ -19,13 +19,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 from memfit.core.alloc_config import AllocatorConfig
 from memfit.core.events import Action
 from memfit.errors import TraceError
 from memfit.gpus import Gpu, find_gpu
+from memfit.planning.phases_by_what_runs import phases_by_what_runs
 from memfit.planning.predict import Plan, assess
 
 
@@ -48,7 +49,7 @@ def trace_own_code(
     parameters: dict[str, int] = {"all": 0, "trainable": 0}
 
     def run(tracer: Tracer) -> None:
-        with _phases_by_what_runs(tracer), _parameters_named(tracer, parameters):
+        with phases_by_what_runs(tracer), _parameters_named(tracer, parameters):
             fn()
 
     table = Answers({Site(*place): value for place, value in (answers or {}).items()})
@@ -67,29 +68,6 @@ def trace_own_code(
         parameters=parameters["all"], trainable_parameters=parameters["trainable"],
         workload={"kind": "own-code", "function": getattr(fn, "__qualname__", repr(fn)), "alloc_conf": alloc_conf},
     )  # fmt: skip
-
-
-@contextmanager
-def _phases_by_what_runs(tracer: Any) -> Iterator[None]:
-    """forward, but inside `backward()` and an optimizer's `step()`; a step ends when the optimizer has stepped."""
-    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-
-    mark, step = tracer.trace.mark, 1
-
-    def stepping(*_: Any) -> None:
-        mark("step", step)
-
-    def stepped(*_: Any) -> None:
-        nonlocal step
-        step += 1
-        mark("forward", step)
-
-    mark("forward", step)
-    tracer.on_backward = lambda begins: mark("backward" if begins else "forward", step)
-    with ExitStack() as stack:
-        stack.callback(register_optimizer_step_pre_hook(stepping).remove)
-        stack.callback(register_optimizer_step_post_hook(stepped).remove)
-        yield
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 
@@ -12,6 +12,8 @@ from memfit.gpus import Gpu
 from memfit.jobs.preparing import Prepared, prepare
 from memfit.jobs.running import run_job
 from memfit.jobs.workload import Workload
+from memfit.planning.phases_by_what_runs import phases_by_what_runs
+from memfit.tracing.answers import Answers
 from memfit.tracing.platform import H200, Platform
 from memfit.tracing.tracer import Tracer, trace
 
@@ -35,6 +37,16 @@ def trace_job(job: Prepared, platform: Platform = H200, *, steps: int = STEPS) -
     def run(tracer: Tracer) -> None:
         run_job(job, tracer.device, MarkedPhases(tracer, job), steps=steps)
 
+    work = job.workload
+    if work.kind == "generate":
+        from memfit.planning.generate_on_trace import generate_answers
+
+        return trace(run, platform=platform, answers=Answers(generate_answers(work)))
+    if work.trains and work.loop == "trainer":
+        from memfit.planning.trainer_on_trace import TRAINER_ANSWERS, trainer_on
+
+        with trainer_on("meta"):
+            return trace(run, platform=platform, answers=Answers(TRAINER_ANSWERS))
     return trace(run, platform=platform)
 
 
@@ -51,7 +63,8 @@ class MarkedPhases:
         tracer.trace.mark(name, step)
         before, tracer.default_category = tracer.default_category, "weights" if name == "load" else ""
         try:
-            yield
+            with phases_by_what_runs(tracer) if name == "trainer" else nullcontext():
+                yield
         finally:
             tracer.default_category = before
         if name == "load":

@@ -9,7 +9,7 @@ after one token and sends the Trainer into its NaN branch.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import FrameType
 
@@ -41,7 +41,7 @@ _OWN = ("memfit/tracing/", "torch/")
 class Answers:
     """The table of known places, to which a job may add its own."""
 
-    def __init__(self, more: dict[Site, Value | Callable[[], Value]] | None = None) -> None:
+    def __init__(self, more: Mapping[Site, Value | Callable[[], Value]] | None = None) -> None:
         self._more = more or {}
         self.given: dict[str, Value] = {}
 

@@ -174,6 +174,10 @@ class ModuleStack:
         return self._stack[-1] if self._stack else ""
 
     @property
+    def depth(self) -> int:
+        return len(self._stack)
+
+    @property
     def depth_above_backward(self) -> int:
         """How many modules were entered since backward began."""
         return len(self._stack) - (self._base[-1] if self._base else 0)

@@ -30,7 +30,7 @@ class RandomTokens(Dataset[dict[str, torch.Tensor]]):
 
 
 def run_trainer(job: Prepared, device: torch.device | str, phases: Phases, *, steps: int = 3) -> None:
-    from transformers import Trainer
+    from transformers import PrinterCallback, Trainer
 
     model, work = job.model, job.workload
     with phases("load"):
@@ -40,6 +40,7 @@ def run_trainer(job: Prepared, device: torch.device | str, phases: Phases, *, st
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*pin_memory.*")
         trainer = Trainer(model=model, args=arguments(job, folder, steps, use_cpu=torch.device(device).type == "cpu"), train_dataset=data)
+        trainer.remove_callback(PrinterCallback)
         with phases("trainer", 1):
             trainer.train()
 

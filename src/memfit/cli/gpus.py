@@ -1,0 +1,40 @@
+"""`memfit gpus`: the cards that --gpu knows by name."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from memfit.cli import output
+
+SCHEMA = "memfit.gpus/1"
+
+
+def gpus(
+    json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout instead of the table.")] = False,
+) -> None:
+    """List the cards that --gpu knows by name, with what each gives a program and what CUDA itself takes of it."""
+    from memfit.gpus import list_gpus
+
+    document = {
+        "schema": SCHEMA,
+        "gpus": [
+            {
+                "name": card.name,
+                "capacity_bytes": card.capacity_bytes,
+                "context_bytes": card.context_bytes,
+                "compute_capability": ".".join(map(str, card.arch)),
+                "sm_count": card.sm_count,
+                "notes": list(card.notes),
+                "source": card.source,
+            }
+            for card in list_gpus()
+        ],
+    }
+    if json:
+        output.print_json(document)
+    else:
+        from memfit.render.catalogues import show_gpus
+
+        show_gpus(document, output.console())

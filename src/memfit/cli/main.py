@@ -1,0 +1,98 @@
+"""`memfit`: the commands, and the one place where what went wrong becomes an exit code.
+
+    0  fine            1  does not fit, or a check failed       2  wrong usage or input
+    70 a bug in memfit 130 interrupted                          141 nobody reads the output any more (`| head`)
+
+Nothing here imports torch: `memfit --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Annotated
+
+import typer
+
+import memfit
+from memfit.cli import output
+from memfit.cli.gpus import gpus
+from memfit.cli.models import models
+from memfit.cli.plan import plan
+from memfit.errors import MemfitError
+
+BUG, INTERRUPTED, NOBODY_READS = 70, 130, 141
+
+
+def _underscores_too(token: str) -> str:
+    return token.replace("_", "-")
+
+
+app = typer.Typer(
+    name="memfit",
+    help="GPU memory of transformer jobs, known before they run.",
+    epilog=output.example("memfit plan train --model gpt2 --batch-size 8 --seq-len 1024 --gpu 'RTX 4090'"),
+    context_settings={"token_normalize_func": _underscores_too, "help_option_names": ["-h", "--help"]},
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+app.add_typer(plan, name="plan")
+app.command(epilog=output.example("memfit models --json"))(models)
+app.command(epilog=output.example("memfit gpus"))(gpus)
+
+
+def _say_version(wanted: bool) -> None:
+    if wanted:
+        output.say(f"memfit {memfit.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Show the version and leave.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line. Every way in which it can end is a number here."""
+    try:
+        code = app(list(sys.argv[1:] if argv is None else argv), prog_name="memfit", standalone_mode=False)
+        sys.stdout.flush()
+        return code if isinstance(code, int) else 0
+    except MemfitError as error:
+        output.complain(error.message, error.hint)
+        return 2
+    except typer.TyperException as error:
+        output.complain_of_usage(error)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        return _nobody_reads()
+    except SystemExit as stop:
+        if isinstance(stop.__context__, BrokenPipeError):  # typer leaves with 1 then, which here means "does not fit"
+            return _nobody_reads()
+        return stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 2
+    except Exception:
+        traceback.print_exc()
+        output.complain("this is a bug in memfit, not in what you asked for", "please report it with the text above")
+        return BUG
+
+
+def _nobody_reads() -> int:
+    """What is still in the buffer goes nowhere, or Python would complain about it on its way out."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    return NOBODY_READS
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,40 @@
+"""`memfit models`: the shipped models."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from memfit.cli import output
+
+SCHEMA = "memfit.models/1"
+
+
+def models(
+    json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout instead of the table.")] = False,
+) -> None:
+    """List the models that --model knows by name: hyper-parameters only, nothing is downloaded."""
+    from memfit.models.presets import presets
+
+    document = {
+        "schema": SCHEMA,
+        "models": [
+            {
+                "name": preset.name,
+                "type": preset.model_type,
+                "parameters": preset.parameters,
+                "hub_ids": [alias for alias in preset.aliases if "/" in alias],
+                "aliases": [alias for alias in preset.aliases if "/" not in alias],
+                "source": preset.source,
+                "note": preset.note,
+            }
+            for preset in presets()
+        ],
+    }
+    if json:
+        output.print_json(document)
+    else:
+        from memfit.render.catalogues import show_models
+
+        show_models(document, output.console())

@@ -1,0 +1,140 @@
+"""The flags of `memfit plan`, made from the fields of `Workload`: there is no second list to keep.
+
+A field is an option of the kinds of job that read it. Its type gives the choices, its default the default; only the
+sentence of help, and the guides' other spellings, are written here. Values are checked by `Workload` alone, so a wrong
+one is told in the same words on the command line, in a line of `plan batch` and in Python.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping
+from functools import cache
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import typer
+
+from memfit.errors import UsageError
+from memfit.jobs.workload import Workload
+
+ALIASES = {"seq_len": ("seqlen", "context_length")}
+"""Other names that people know a setting by, on the command line and in a line of `plan batch`."""
+
+HELP = {
+    "model": "Preset (`memfit models`), hub id, folder, config.json or module:factory.",
+    "batch_size": "Sequences in one forward pass.",
+    "seq_len": "Tokens in a sequence.",
+    "precision": "Type of the weights; amp is fp32 weights under autocast.",
+    "attention": "Fused kernels, or the plain formula.",
+    "padding": "Rows of a batch differ in length: the mask forces other attention kernels.",
+    "loop": "A bare PyTorch loop, or the Hugging Face Trainer.",
+    "loss": "How logits become a loss.",
+    "optimizer": "adamw is torch's foreach. Default: what the loop takes by itself.",
+    "grad_checkpointing": "Recompute a block's activations in the backward pass.",
+    "grad_accum": "Forward and backward passes before one optimizer step.",
+    "clip_grad": "Clip the norm of the gradients. Default: what the loop does by itself.",
+    "rank": "Rank of the LoRA adapters.",
+    "target_modules": "Modules with adapters: a,b or the flag repeated. Default: all linear layers of a block.",
+    "lora_dropout": "Dropout in front of the adapters.",
+    "adapter_dtype": "Type of the adapters' weights; fp32 is what peft makes.",
+    "new_tokens": "Tokens to generate.",
+    "decoding": "How the next token is chosen.",
+    "num_beams": "Beams, when decoding by beam.",
+    "cache": "How the key-value cache grows.",
+    "alloc_conf": "What PYTORCH_CUDA_ALLOC_CONF would hold, such as expandable_segments:True.",
+}
+METAVARS = {int: "N", float: "X", str: "TEXT"}
+NUMBERS = {int: "a whole number", float: "a number"}
+
+
+def settings_of(kind: str) -> tuple[str, ...]:
+    """The settings that a kind of job reads, but for the kind itself."""
+    made = Workload(kind=kind, model="-").settings()  # type: ignore[arg-type]
+    return tuple(name for name in made if name != "kind")
+
+
+def with_options_of(kind: str, run: Callable[..., int], extra: Mapping[str, tuple[Any, Any]]) -> Callable[..., int]:
+    """`run(**settings)` as a command: typer reads the options from the signature it is given here."""
+    names = settings_of(kind)
+    options = {name: _option(name) for name in names}
+    parameters = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
+        for name, (annotation, default) in {**options, **extra}.items()
+    ]
+
+    def command(**given: Any) -> int:
+        return run(**{name: _value(name, value) if name in names else value for name, value in given.items()})
+
+    command.__signature__ = inspect.Signature(parameters, return_annotation=int)  # type: ignore[attr-defined]
+    command.__annotations__ = {p.name: p.annotation for p in parameters} | {"return": int}
+    return command
+
+
+def flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def plain_name(name: str) -> str:
+    """A setting by whatever spelling: `context-length` is `seq_len`."""
+    name = name.replace("-", "_")
+    return next((field for field, aliases in ALIASES.items() if name in aliases), name)
+
+
+def plain_value(name: str, value: Any) -> Any:
+    """Names out of a list may have underscores; names of modules may be one text with commas."""
+    if name in _types() and isinstance(value, str):
+        if get_origin(_types()[name]) is Literal:
+            return value.replace("_", "-")
+        if get_origin(_types()[name]) is tuple:
+            return split_names([value])
+    return value
+
+
+def split_names(values: list[str]) -> list[str]:
+    """`a,b` and a repeated flag are the same list."""
+    return [name.strip() for value in values for name in value.split(",") if name.strip()]
+
+
+@cache
+def _types() -> dict[str, Any]:
+    """What each setting is when it is given: `None` stands only for its absence."""
+    return {name: _without_none(annotation) for name, annotation in get_type_hints(Workload).items()}
+
+
+def _without_none(annotation: Any) -> Any:
+    if get_origin(annotation) in (Union, UnionType):
+        (inner,) = (arg for arg in get_args(annotation) if arg is not type(None))
+        return inner
+    return annotation
+
+
+def _option(name: str) -> tuple[Any, Any]:
+    """A field as typer wants it: an annotation that holds the flag, and a default."""
+    kind, default = _types()[name], {f.name: f.default for f in dataclasses.fields(Workload)}[name]
+    names = [flag(each) for each in (name, *ALIASES.get(name, ()))]
+    if kind is bool and default is not False:  # off has to be sayable too
+        names = [f"{each}/--no-{each.removeprefix('--')}" for each in names]
+    metavar = "|".join(get_args(kind)) if get_origin(kind) is Literal else METAVARS.get(kind, "NAMES")
+    show = isinstance(default, (int, float, str)) and default is not False and default != ""
+    info = typer.Option(*names, help=HELP.get(name), metavar=None if kind is bool else metavar, show_default=show)
+    given: Any = bool if kind is bool else list[str] if get_origin(kind) is tuple else str
+    if default is dataclasses.MISSING:
+        return Annotated[given, info], inspect.Parameter.empty
+    if default is None:
+        return Annotated[given | None, info], None
+    return Annotated[given, info], default if kind is bool else str(default)
+
+
+def _value(name: str, given: Any) -> Any:
+    """What was typed, as the type that the field has; whether it is a sensible value is for `Workload` to say."""
+    kind = _types()[name]
+    if get_origin(kind) is tuple:
+        return split_names(given) if given else None
+    if kind in NUMBERS and given is not None:
+        try:
+            return kind(given)
+        except ValueError as error:
+            raise UsageError(f"{flag(name)} {given!r} is not {NUMBERS[kind]}") from error
+    return plain_value(name, given)

@@ -1,0 +1,82 @@
+"""What the commands write and where: results on stdout, everything else on stderr."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import typer
+    from rich.console import Console
+
+PIPED_WIDTH = 100
+"""Columns when stdout is no terminal: a log or a README, not whatever the shell's window is."""
+
+
+def example(command: str) -> str:
+    """The last line of a help text."""
+    return f"Example:\n\n\b\n  {command}"
+
+
+def say(text: str) -> None:
+    print(text)
+
+
+def complain(message: str, hint: str | None = None) -> None:
+    """`error: ...` and what to do about it, by plain print: rich would wrap it and take `[..]` for markup."""
+    print(f"error: {_printable(message)}", file=sys.stderr)
+    for line in (hint or "").splitlines():
+        print(f"  {_printable(line)}", file=sys.stderr)
+
+
+def complain_of_usage(error: typer.TyperException) -> None:
+    """What the option parser found, in the same form as every other error."""
+    text = error.format_message().strip()
+    context = getattr(error, "ctx", None)
+    if not text:  # no arguments at all: the help has been shown
+        return
+    first, *rest = text.splitlines()
+    message = " ".join([first[:1].lower() + first[1:], *(line.strip() for line in rest)]).rstrip(".")
+    complain(message, f"`{context.command_path} --help` lists the options" if context else None)
+
+
+def print_json(document: Mapping[str, Any], *, indent: int | None = 1) -> None:
+    print(json.dumps(document, indent=indent, allow_nan=False), flush=True)
+
+
+def console() -> Console:
+    """For results. Colour only on a terminal, and not if NO_COLOR is set: rich sees to that."""
+    from rich.console import Console
+
+    made = Console(highlight=False, markup=False, emoji=False, soft_wrap=False)
+    if not made.is_terminal:
+        made.width = PIPED_WIDTH
+    return made
+
+
+def errors_console() -> Console:
+    from rich.console import Console
+
+    return Console(stderr=True, highlight=False, markup=False, emoji=False)
+
+
+@contextmanager
+def working(what: str) -> Iterator[None]:
+    """A spinner while something without a known length runs, and only where a person looks on. What the job's own code
+    prints meanwhile goes to stderr: stdout is for the result."""
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    err = errors_console()
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
+        progress.add_task(what, total=None)
+        with redirect_stdout(sys.stderr):
+            yield
+
+
+def _printable(text: str) -> str:
+    """No control characters: a file's name must not move the cursor."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)

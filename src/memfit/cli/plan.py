@@ -1,0 +1,101 @@
+"""`memfit plan forward|train|lora|...`: predict a job's memory without a GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from memfit.cli import output
+from memfit.cli.batch import batch
+from memfit.cli.options import with_options_of
+from memfit.errors import InputError
+from memfit.jobs.workload import KINDS
+
+if TYPE_CHECKING:
+    from memfit.core.events import Trace
+
+FAILS = 1
+
+WHAT = {
+    "forward": "Predict a forward pass without gradients.",
+    "train": "Predict training of all weights.",
+    "lora": "Predict LoRA fine-tuning: adapters are trained, the base model is frozen.",
+    "generate": "Predict token-by-token generation.",
+}
+EXAMPLES = {
+    "forward": "memfit plan forward --model llama-3.1-8b --batch-size 4 --seq-len 4096 --gpu 24GB",
+    "train": "memfit plan train --model gpt2 --batch-size 8 --seq-len 1024 --precision fp32 --gpu 'RTX 4090'",
+    "lora": "memfit plan lora --model qwen2.5-7b --seq-len 1536 --rank 128 --grad-checkpointing --gpu 24GiB",
+    "generate": "memfit plan generate --model llama-3.1-8b --batch-size 8 --new-tokens 512 --gpu 24GB",
+}
+
+GPU_FLAG = typer.Option("--gpu", help="A card (`memfit gpus`), its label as 24GB, or exactly 23.5GiB: gives a verdict.")
+JSON_FLAG = typer.Option("--json", help="One JSON document on stdout instead of the report.")
+SAVE_FLAG = typer.Option("--save-trace", help="Keep the allocation events in this file.", dir_okay=False)
+FORCE_FLAG = typer.Option("--force", "-f", help="Overwrite that file if it is there.")
+
+EXTRA: dict[str, tuple[Any, Any]] = {
+    "gpu": (Annotated[str | None, GPU_FLAG], None),
+    "json": (Annotated[bool, JSON_FLAG], False),
+    "save_trace": (Annotated[Path | None, SAVE_FLAG], None),
+    "force": (Annotated[bool, FORCE_FLAG], False),
+}
+
+plan = typer.Typer(
+    help="Predict a job's peak memory, without a GPU: allocated, reserved, device; what is alive; whether it fits.",
+    epilog=output.example(EXAMPLES["lora"]),
+    no_args_is_help=True,
+)
+
+
+def _plan(
+    *, kind: str, gpu: str | None, json: bool, save_trace: Path | None, force: bool, **settings: Any
+) -> int:  # fmt: skip
+    from memfit.gpus import find_gpu
+
+    if gpu is not None:
+        find_gpu(gpu)  # a wrong name is told before torch is loaded
+    if save_trace is not None:
+        _check_free(save_trace, force)
+    with output.working(f"tracing {settings['model']}"):
+        from memfit.planning.predict import predict
+
+        made = predict(kind=kind, gpu=gpu, **settings)
+    if save_trace is not None:
+        _save(made.trace, save_trace)
+    if json:
+        output.print_json(made.to_json())
+    else:
+        from memfit.render.terminal import show_plan
+
+        show_plan(made.to_json(), output.console())
+    return FAILS if made.verdict == "fails" else 0
+
+
+def _check_free(path: Path, force: bool) -> None:
+    if not path.parent.is_dir():
+        raise InputError(f"--save-trace {str(path)!r}: there is no folder {str(path.parent)!r}")
+    if path.exists() and not force:
+        raise InputError(f"--save-trace {str(path)!r} already exists", hint="--force overwrites it")
+
+
+def _save(trace: Trace, path: Path) -> None:
+    try:
+        trace.save(path)
+    except OSError as error:
+        raise InputError(f"--save-trace {str(path)!r} cannot be written: {error.strerror}") from error
+
+
+def _register(kind: str) -> None:
+    def run(**given: Any) -> int:
+        return _plan(kind=kind, **given)
+
+    epilog = output.example(EXAMPLES.get(kind, f"memfit plan {kind} --model gpt2"))
+    plan.command(name=kind, help=WHAT.get(kind), epilog=epilog)(with_options_of(kind, run, EXTRA))
+
+
+for _kind in KINDS:
+    _register(_kind)
+plan.command(epilog=output.example("memfit plan batch examples/sweep.jsonl --gpu 24GB | jq -c '[.id, .verdict]'"))(batch)
