@@ -14,7 +14,10 @@ SCHEMA = "memfit.gpus/1"
 def gpus(
     json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout instead of the table.")] = False,
 ) -> None:
-    """List the cards that --gpu knows by name, with what each gives a program and what CUDA itself takes of it."""
+    """List the cards that --gpu knows by name.
+
+    Memory is what a card gives to a program, which is less than its label; context is what CUDA itself takes of that.
+    """
     from memfit.gpus import list_gpus
 
     document = {

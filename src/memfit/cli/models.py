@@ -14,7 +14,10 @@ SCHEMA = "memfit.models/1"
 def models(
     json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout instead of the table.")] = False,
 ) -> None:
-    """List the models that --model knows by name: hyper-parameters only, nothing is downloaded."""
+    """List the models that --model knows by name.
+
+    They are hyper-parameters only: nothing is downloaded, for memory does not depend on the values of weights.
+    """
     from memfit.models.presets import presets
 
     document = {

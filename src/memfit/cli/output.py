@@ -36,7 +36,8 @@ def complain_of_usage(error: typer.TyperException) -> None:
     """What the option parser found, in the same form as every other error."""
     text = error.format_message().strip()
     context = getattr(error, "ctx", None)
-    if not text:  # no arguments at all: the help has been shown
+    if type(error).__name__ == "NoArgsIsHelpError":  # the message is the help itself
+        print(text, file=sys.stderr)
         return
     first, *rest = text.splitlines()
     message = " ".join([first[:1].lower() + first[1:], *(line.strip() for line in rest)]).rstrip(".")

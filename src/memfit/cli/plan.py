@@ -11,7 +11,7 @@ from memfit.cli import output
 from memfit.cli.batch import batch
 from memfit.cli.options import with_options_of
 from memfit.errors import InputError
-from memfit.jobs.workload import KINDS
+from memfit.jobs.workload import KINDS, Workload
 
 if TYPE_CHECKING:
     from memfit.core.events import Trace
@@ -31,9 +31,11 @@ EXAMPLES = {
     "generate": "memfit plan generate --model llama-3.1-8b --batch-size 8 --new-tokens 512 --gpu 24GB",
 }
 
-GPU_FLAG = typer.Option("--gpu", help="A card (`memfit gpus`), its label as 24GB, or exactly 23.5GiB: gives a verdict.")
+GPU_FLAG = typer.Option(
+    "--gpu", metavar="NAME|SIZE", help="A card (`memfit gpus`), its label as 24GB, or exactly 23.5GiB: gives a verdict."
+)
 JSON_FLAG = typer.Option("--json", help="One JSON document on stdout instead of the report.")
-SAVE_FLAG = typer.Option("--save-trace", help="Keep the allocation events in this file.", dir_okay=False)
+SAVE_FLAG = typer.Option("--save-trace", metavar="FILE", help="Keep the allocation events in this file.")
 FORCE_FLAG = typer.Option("--force", "-f", help="Overwrite that file if it is there.")
 
 EXTRA: dict[str, tuple[Any, Any]] = {
@@ -45,24 +47,20 @@ EXTRA: dict[str, tuple[Any, Any]] = {
 
 plan = typer.Typer(
     help="Predict a job's peak memory, without a GPU: allocated, reserved, device; what is alive; whether it fits.",
+    short_help="Predict a job's peak memory, without a GPU.",
     epilog=output.example(EXAMPLES["lora"]),
     no_args_is_help=True,
 )
 
 
-def _plan(
-    *, kind: str, gpu: str | None, json: bool, save_trace: Path | None, force: bool, **settings: Any
-) -> int:  # fmt: skip
-    from memfit.gpus import find_gpu
-
-    if gpu is not None:
-        find_gpu(gpu)  # a wrong name is told before torch is loaded
+def _plan(workload: Workload, *, gpu: str | None, json: bool, save_trace: Path | None, force: bool) -> int:
+    _check_names(workload.model, gpu)
     if save_trace is not None:
         _check_free(save_trace, force)
-    with output.working(f"tracing {settings['model']}"):
+    with output.working(f"tracing {workload.model}"):
         from memfit.planning.predict import predict
 
-        made = predict(kind=kind, gpu=gpu, **settings)
+        made = predict(workload, gpu=gpu)
     if save_trace is not None:
         _save(made.trace, save_trace)
     if json:
@@ -72,6 +70,16 @@ def _plan(
 
         show_plan(made.to_json(), output.console())
     return FAILS if made.verdict == "fails" else 0
+
+
+def _check_names(model: str, gpu: str | None) -> None:
+    """What is wrong with a name is told before torch is loaded."""
+    from memfit.gpus import find_gpu
+    from memfit.models.registry import resolve
+
+    if gpu is not None:
+        find_gpu(gpu)
+    resolve(model)
 
 
 def _check_free(path: Path, force: bool) -> None:
@@ -89,8 +97,9 @@ def _save(trace: Trace, path: Path) -> None:
 
 
 def _register(kind: str) -> None:
-    def run(**given: Any) -> int:
-        return _plan(kind=kind, **given)
+    def run(gpu: str | None, json: bool, save_trace: Path | None, force: bool, **settings: Any) -> int:
+        workload = Workload.from_mapping({"kind": kind, **settings})
+        return _plan(workload, gpu=gpu, json=json, save_trace=save_trace, force=force)
 
     epilog = output.example(EXAMPLES.get(kind, f"memfit plan {kind} --model gpt2"))
     plan.command(name=kind, help=WHAT.get(kind), epilog=epilog)(with_options_of(kind, run, EXTRA))

@@ -1,0 +1,164 @@
+"""The Transformer of Stanford's CS336 course, which the profiling guide measures: pre-norm, RoPE, SwiGLU, untied head.
+
+Written from the assignment's specification, nothing fused: attention makes its score matrix several times over, which
+is what its students are asked to find in the memory timeline.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True, kw_only=True)
+class BasicsConfig:
+    d_model: int
+    d_ff: int
+    num_layers: int
+    num_heads: int
+    vocab_size: int = 10_000
+    context_length: int = 2048
+    rope_theta: float = 10_000.0
+
+
+SIZES = {
+    "small": BasicsConfig(d_model=768, d_ff=3072, num_layers=12, num_heads=12),
+    "medium": BasicsConfig(d_model=1024, d_ff=4096, num_layers=24, num_heads=16),
+    "large": BasicsConfig(d_model=1280, d_ff=5120, num_layers=36, num_heads=20),
+    "xl": BasicsConfig(d_model=1600, d_ff=6400, num_layers=48, num_heads=25),
+    "2.7B": BasicsConfig(d_model=2560, d_ff=10240, num_layers=32, num_heads=32),
+}
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, width: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kind = x.dtype
+        x = x.to(torch.float32)
+        rms = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+        return (self.weight * (x * rms)).to(kind)
+
+
+class Linear(nn.Module):
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        std = math.sqrt(2 / (inputs + outputs))
+        self.weight = nn.Parameter(nn.init.trunc_normal_(torch.empty(outputs, inputs), std=std, a=-3 * std, b=3 * std))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.einsum("...i,oi->...o", x, self.weight)
+
+
+class RotaryPositions(nn.Module):
+    """Pairs of neighbouring features are rotated and the halves put one after the other."""
+
+    tables: torch.Tensor
+
+    def __init__(self, width: int, context_length: int, theta: float) -> None:
+        super().__init__()
+        frequencies = theta ** -(torch.arange(0, width, 2) / width)
+        angles = torch.outer(torch.arange(context_length).float(), frequencies)
+        self.register_buffer("tables", torch.stack((angles.cos(), angles.sin())), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
+        cos, sin = self.tables[:, : x.shape[-2]]
+        return torch.cat((cos * first - sin * second, sin * first + cos * second), -1)
+
+
+def softmax(x: torch.Tensor) -> torch.Tensor:
+    exponentials = torch.exp(x - x.max(-1, keepdim=True).values)
+    return exponentials / exponentials.sum(-1, keepdim=True)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: BasicsConfig, positions: RotaryPositions) -> None:
+        super().__init__()
+        self.heads = config.num_heads
+        self.q_proj, self.k_proj, self.v_proj, self.output_proj = (
+            Linear(config.d_model, config.d_model) for _ in range(4)
+        )
+        self.positions = positions
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        length = x.shape[-2]
+        q, k, v = (p(x).unflatten(-1, (self.heads, -1)).transpose(-2, -3) for p in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = self.positions(q), self.positions(k)
+        scores = torch.einsum("...qd,...kd->...qk", q, k) / math.sqrt(q.shape[-1])
+        causal = torch.ones(length, length, dtype=torch.bool, device=x.device).tril()
+        weights = softmax(torch.where(causal, scores, float("-inf")))
+        mixed = torch.einsum("...qk,...kd->...qd", weights, v)
+        return self.output_proj(mixed.transpose(-2, -3).flatten(-2))  # type: ignore[no-any-return]
+
+
+class SwiGLU(nn.Module):
+    def __init__(self, config: BasicsConfig) -> None:
+        super().__init__()
+        self.w1, self.w3 = Linear(config.d_model, config.d_ff), Linear(config.d_model, config.d_ff)
+        self.w2 = Linear(config.d_ff, config.d_model)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate = self.w1(x)
+        return self.w2(gate * torch.sigmoid(gate) * self.w3(x))  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    def __init__(self, config: BasicsConfig, positions: RotaryPositions) -> None:
+        super().__init__()
+        self.ln1, self.ln2 = RMSNorm(config.d_model), RMSNorm(config.d_model)
+        self.attn, self.ffn = Attention(config, positions), SwiGLU(config)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attn(self.ln1(x))
+        return x + self.ffn(self.ln2(x))  # type: ignore[no-any-return]
+
+
+class BasicsTransformer(nn.Module):
+    def __init__(self, config: BasicsConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.token_embeddings = nn.Embedding(config.vocab_size, config.d_model)
+        positions = RotaryPositions(config.d_model // config.num_heads, config.context_length, config.rope_theta)
+        self.layers = nn.ModuleList(Block(config, positions) for _ in range(config.num_layers))
+        self.ln_final = RMSNorm(config.d_model)
+        self.lm_head = Linear(config.d_model, config.vocab_size)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.token_embeddings(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.lm_head(self.ln_final(x))  # type: ignore[no-any-return]
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+
+def build(size: str) -> BasicsTransformer:
+    return BasicsTransformer(SIZES[size])
+
+
+def small() -> BasicsTransformer:
+    return build("small")
+
+
+def medium() -> BasicsTransformer:
+    return build("medium")
+
+
+def large() -> BasicsTransformer:
+    return build("large")
+
+
+def xl() -> BasicsTransformer:
+    return build("xl")
+
+
+def two_point_seven_b() -> BasicsTransformer:
+    return build("2.7B")

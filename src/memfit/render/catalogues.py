@@ -1,0 +1,37 @@
+"""The lists of models and cards, from the documents that `memfit models --json` and `memfit gpus --json` print."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from memfit.render.words import clean, count
+from memfit.units import gib
+
+
+def show_models(document: Mapping[str, Any], console: Console) -> None:
+    table = _table("name", "type", ("parameters", "right"), "hub ids")
+    for model in document["models"]:
+        ids = Text(", ".join(clean(name) for name in model["hub_ids"]), "dim")
+        table.add_row(clean(model["name"]), clean(model["type"]), count(model["parameters"]), ids)
+    console.print(table)
+
+
+def show_gpus(document: Mapping[str, Any], console: Console) -> None:
+    table = _table("name", ("memory", "right"), ("context", "right"), ("compute capability", "right"))
+    for card in document["gpus"]:
+        sizes = gib(card["capacity_bytes"]), gib(card["context_bytes"])
+        table.add_row(clean(card["name"]), *sizes, clean(card["compute_capability"]))
+    console.print(table)
+
+
+def _table(*columns: str | tuple[str, str]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for column in columns:
+        name, justify = column if isinstance(column, tuple) else (column, "left")
+        table.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
+    return table

@@ -1,0 +1,21 @@
+"""The same reports as plain text, for logs and for `print`."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+
+from memfit.render.terminal import show_plan
+
+WIDTH = 100
+
+
+def plan_text(plan: Mapping[str, Any], *, width: int = WIDTH) -> str:
+    """A memfit.plan/1 document without colour."""
+    out = io.StringIO()
+    console = Console(file=out, width=width, color_system=None, force_terminal=False, highlight=False, markup=False)
+    show_plan(plan, console)
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())

@@ -1,0 +1,30 @@
+"""Small words that every report uses: counts, shares, names from elsewhere."""
+
+from __future__ import annotations
+
+
+def count(number: int) -> str:
+    """`7.62 billion`, `135 million`, `12,345`."""
+    for size, name in ((10**12, "trillion"), (10**9, "billion"), (10**6, "million")):
+        if number >= size:
+            return f"{number / size:.3g} {name}"
+    return f"{number:,}"
+
+
+def percent(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.1f} %" if whole else "n/a"
+
+
+def clean(text: object) -> str:
+    """Names of modules and files come from elsewhere: no control character of theirs reaches a terminal."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in str(text))
+
+
+def short_op(op: str) -> str:
+    """`aten._log_softmax.default` is `_log_softmax` to people."""
+    return op.removeprefix("aten.").removesuffix(".default")
+
+
+def tail(text: str, width: int) -> str:
+    """The end of a long path says more than its beginning."""
+    return text if len(text) <= width else "…" + text[len(text) - width + 1 :]
