@@ -110,8 +110,12 @@ def forward_backward(f: Callable[[], torch.Tensor], *inputs: torch.Tensor) -> Ca
     return run
 
 
-def sdpa(b: int, h: int, hkv: int, sq: int, sk: int, d: int, dv: int | None, dt: str, mask: str | None, causal: bool,
-         drop: float, grad: bool, layout: str) -> Callable[[], None]:  # fmt: skip
+def attention(
+    b: int, h: int, hkv: int, sq: int, sk: int, d: int, dv: int | None, dt: str, mask: str | None, causal: bool,
+    drop: float, grad: bool, layout: str,
+) -> tuple[Callable[[], torch.Tensor], tuple[torch.Tensor, ...]]:  # fmt: skip
+    """The call, and those of its inputs that ask for gradients."""
+
     def make(heads: int, rows: int, width: int) -> torch.Tensor:
         shape = (b, rows, heads, width) if layout == "bshd" else (b, heads, rows, width)
         x = torch.randn(*shape, device=DEVICE, dtype=DTYPES[dt])
@@ -129,10 +133,16 @@ def sdpa(b: int, h: int, hkv: int, sq: int, sk: int, d: int, dv: int | None, dt:
             q, k, v, attn_mask=m, is_causal=causal and m is None, dropout_p=drop, enable_gqa=h != hkv
         )
 
+    return call, (q, k, v) if grad else ()
+
+
+def sdpa(*spec: Any) -> Callable[[], None]:
+    call, inputs = attention(*spec)
+
     def forward() -> None:
         call()
 
-    return forward_backward(call, q, k, v) if grad else forward
+    return forward_backward(call, *inputs) if inputs else forward
 
 
 def _norm(f: Callable[..., torch.Tensor], bias: bool) -> Callable[..., Callable[[], None]]:

@@ -5,8 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from memfit.core.events import Action, Trace
 from memfit.tracing.tracer import Tracer, trace
+
+
+def cases(argument: str, **named: Any) -> pytest.MarkDecorator:
+    """Parametrise by name, where a value does not tell its own."""
+    return pytest.mark.parametrize(argument, named.values(), ids=list(named))
 
 
 def story(job: Callable[[Tracer], object], **options: Any) -> str:

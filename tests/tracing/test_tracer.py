@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from importlib import import_module
 from typing import Any
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ops import canonical
-from reading import as_story, born_in, by_op, sizes_in, story
+from reading import as_story, born_in, by_op, cases, sizes_in, story
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -40,20 +40,18 @@ def test_a_tensor_is_allocated_with_the_bytes_it_asks_for_and_freed_when_it_dies
     assert story(job) == "+60 -0"
 
 
-@pytest.mark.parametrize(
+@cases(
     "view",
-    [
-        lambda x: x.view(-1),
-        lambda x: x.t(),
-        lambda x: x[1:, ::2],
-        lambda x: x.unsqueeze(0).expand(9, -1, -1),
-        lambda x: x.chunk(2),
-        lambda x: x.detach(),
-        lambda x: x.reshape(4, 2),
-        lambda x: x.contiguous(),
-        lambda x: x.to(torch.float32),
-        lambda x: x.view(torch.int32),
-    ],
+    flat=lambda x: x.view(-1),
+    transposed=lambda x: x.t(),
+    slice=lambda x: x[1:, ::2],
+    expanded=lambda x: x.unsqueeze(0).expand(9, -1, -1),
+    chunks=lambda x: x.chunk(2),
+    detached=lambda x: x.detach(),
+    reshaped=lambda x: x.reshape(4, 2),
+    contiguous=lambda x: x.contiguous(),
+    same_dtype=lambda x: x.to(torch.float32),
+    other_dtype=lambda x: x.view(torch.int32),
 )
 def test_a_view_allocates_nothing(view: Callable[[torch.Tensor], object]) -> None:
     def job(_: Tracer) -> None:
@@ -63,17 +61,15 @@ def test_a_view_allocates_nothing(view: Callable[[torch.Tensor], object]) -> Non
     assert story(job) == "+32 -0"
 
 
-@pytest.mark.parametrize(
+@cases(
     "change",
-    [
-        lambda x: x.add_(1),
-        lambda x: x.relu_(),
-        lambda x: x.zero_(),
-        lambda x: x.copy_(torch.empty(2, 4)),
-        lambda x: x.__setitem__(0, 3.0),
-        lambda x: torch.exp(x, out=x),
-        lambda x: x.normal_(),
-    ],
+    add=lambda x: x.add_(1),
+    relu=lambda x: x.relu_(),
+    zero=lambda x: x.zero_(),
+    copy=lambda x: x.copy_(torch.empty(2, 4)),
+    item=lambda x: x.__setitem__(0, torch.ones(4)),
+    out=lambda x: torch.exp(x, out=x),
+    normal=lambda x: x.normal_(),
 )
 def test_an_op_in_place_allocates_nothing(change: Callable[[torch.Tensor], object]) -> None:
     def job(_: Tracer) -> None:
@@ -121,7 +117,11 @@ def test_a_result_that_is_returned_is_not_freed_in_the_trace() -> None:
 
 
 def test_a_tensor_without_elements_allocates_nothing() -> None:
-    assert story(lambda _: (torch.empty(0, device=CUDA), torch.empty(4, 0, device=CUDA), torch.ones(3, device=CUDA)[3:])) == "+12"
+    def job(_: Tracer) -> None:
+        torch.empty(0, device=CUDA)
+        torch.ones(3, device=CUDA)[3:] * torch.empty(4, 0, device=CUDA)
+
+    assert story(job) == "+12 -0"
 
 
 def test_tensors_of_the_host_are_not_counted() -> None:
@@ -153,38 +153,44 @@ def test_the_allocator_s_cache_is_emptied_where_the_code_says_so() -> None:
 # -- "cuda" ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@cases(
     "make",
-    [
-        lambda: torch.zeros(6, device="cuda"),
-        lambda: torch.zeros(6, device="cuda:0"),
-        lambda: torch.zeros(6, device=torch.device("cuda")),
-        lambda: torch.zeros(6, device=torch.device("cuda", 0)),
-        lambda: torch.randn(6, device=CUDA),
-        lambda: torch.full((6,), 1.0, device=CUDA),
-        lambda: torch.arange(6, device=CUDA, dtype=torch.float32),
-        lambda: torch.ones(6).cuda(),
-        lambda: torch.ones(6).cuda(0),
-        lambda: torch.ones(6).to("cuda"),
-        lambda: torch.ones(6).to(torch.device("cuda")),
-        lambda: torch.ones(6, dtype=torch.float64).to("cuda", torch.float32),
-        lambda: torch.ones(6, dtype=torch.float64).to(device="cuda", dtype=torch.float32),
-        lambda: torch.ones(6).to("cuda", non_blocking=True),
-        lambda: torch.as_tensor(torch.ones(6), device=CUDA),
-        lambda: nn.Parameter(torch.ones(6)).cuda(),
-    ],
+    name=lambda: torch.zeros(6, device="cuda"),
+    name_and_number=lambda: torch.zeros(6, device="cuda:0"),
+    device=lambda: torch.zeros(6, device=torch.device("cuda")),
+    randn=lambda: torch.randn(6, device=CUDA),
+    full=lambda: torch.full((6,), 1.0, device=CUDA),
+    arange=lambda: torch.arange(6, device=CUDA, dtype=torch.float32),
+    cuda_method=lambda: torch.ones(6).cuda(),
+    cuda_method_with_number=lambda: torch.ones(6).cuda(0),
+    to=lambda: torch.ones(6).to("cuda"),
+    to_device=lambda: torch.ones(6).to(torch.device("cuda")),
+    to_with_dtype=lambda: torch.ones(6, dtype=torch.float64).to("cuda", torch.float32),
+    to_by_keywords=lambda: torch.ones(6, dtype=torch.float64).to(device="cuda", dtype=torch.float32),
+    to_non_blocking=lambda: torch.ones(6).to("cuda", non_blocking=True),
+    as_tensor=lambda: torch.as_tensor(torch.ones(6), device=CUDA),
+    parameter=lambda: nn.Parameter(torch.ones(6)).cuda(),
 )
 def test_cuda_means_the_traced_device(make: Callable[[], torch.Tensor]) -> None:
     assert story(lambda _: make()) == "+24"
 
 
-@pytest.mark.parametrize(
+@pytest.mark.xfail(reason="its two arguments are taken for those of a factory function", strict=True, raises=TypeError)
+def test_a_cuda_device_may_be_made_with_its_number() -> None:
+    assert story(lambda _: torch.zeros(6, device=torch.device("cuda", 0))) == "+24"
+
+
+@pytest.mark.xfail(reason="a number as device is not taken for a GPU's", strict=True, raises=RuntimeError)
+@cases("make", factory=lambda: torch.zeros(6, device=0), to=lambda: torch.ones(6).to(0))
+def test_a_number_is_the_gpu_of_that_number(make: Callable[[], torch.Tensor]) -> None:
+    assert story(lambda _: make()) == "+24"
+
+
+@cases(
     "make",
-    [
-        lambda: torch.tensor([1.0, 2.0, 3.0], device=CUDA),
-        lambda: torch.as_tensor([1.0, 2.0, 3.0], device=CUDA),
-        lambda: torch.asarray([1.0, 2.0, 3.0], device=CUDA),
-    ],
+    tensor=lambda: torch.tensor([1.0, 2.0, 3.0], device=CUDA),
+    as_tensor=lambda: torch.as_tensor([1.0, 2.0, 3.0], device=CUDA),
+    asarray=lambda: torch.asarray([1.0, 2.0, 3.0], device=CUDA),
 )
 @pytest.mark.xfail(reason="torch makes it below the mode that watches", strict=True)
 def test_a_tensor_of_python_numbers_is_allocated(make: Callable[[], torch.Tensor]) -> None:
@@ -236,13 +242,10 @@ def model_on_meta() -> nn.Module:
         return nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 16, bias=False))
 
 
-def test_a_model_built_on_meta_before_the_trace_is_host_memory() -> None:
-    model = model_on_meta()
-    assert story(lambda _: model[0].weight.t()) == ""
-
-
-@pytest.mark.parametrize("move", [lambda m: m.to("cuda"), lambda m: m.cuda(), lambda m: m.to(torch.device("cuda:0"))])
-def test_moving_a_model_allocates_its_parameters_in_module_order(move: Callable[[nn.Module], nn.Module]) -> None:
+@cases("move", to=lambda m: m.to("cuda"), cuda=lambda m: m.cuda(), to_device=lambda m: m.to(torch.device("cuda:0")))
+def test_a_model_built_on_meta_before_the_trace_is_allocated_when_moved_in_module_order(
+    move: Callable[[nn.Module], nn.Module],
+) -> None:
     model = model_on_meta()
     assert story(lambda _: move(model)) == "+128 +32 +32 +32 +512"
 
@@ -263,16 +266,37 @@ def test_buffers_are_moved_after_the_parameters_of_their_module() -> None:
     assert story(lambda _: norm.to("cuda")) == "+40 +40 +40 +40 +8"
 
 
-def test_tied_weights_are_allocated_once() -> None:
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 10, bias=False))
+def tied_model() -> nn.Module:
+    model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 10, bias=False))
     model[1].weight = model[0].weight
+    return model
+
+
+def test_tied_weights_are_allocated_once_and_stay_tied() -> None:
+    with torch.device("meta"):
+        model = tied_model()
 
     def job(_: Tracer) -> None:
         model.to("cuda")
         assert model[0].weight is model[1].weight
 
     assert story(job) == "+160"
+
+
+@pytest.mark.xfail(
+    reason="each module gets a parameter of its own, as the types of device are too different", strict=True
+)
+def test_tied_weights_of_a_real_model_are_allocated_once() -> None:
+    assert story(lambda _: tied_model().to("cuda")) == "+160"
+
+
+@pytest.mark.xfail(reason="moving makes new parameters, as the types of device are too different", strict=True)
+def test_a_parameter_of_a_real_model_is_the_same_object_after_moving() -> None:
+    """So that an optimizer made before the move steps the moved weights, as it does on a GPU."""
+    model = nn.Linear(2, 2)
+    before = list(model.parameters())
+    trace(lambda _: model.to("cuda"))
+    assert all(old is new for old, new in zip(before, model.parameters(), strict=True))
 
 
 def test_a_moved_parameter_still_asks_for_its_gradient() -> None:
@@ -434,11 +458,11 @@ def test_the_workspace_of_cublaslt_is_its_own_from_2_9_to_2_11(torch_version: tu
 
 
 def block(x: torch.Tensor) -> torch.Tensor:
-    """Attention over 64 rows of 2 heads of 32, then dropout: no S x S matrix, a mask of one byte an element."""
+    """Attention over 96 rows of 2 heads of 32, then dropout: no S x S matrix, a mask of one byte an element."""
     return F.dropout(F.scaled_dot_product_attention(x.sin(), x, x, is_causal=True), 0.1)
 
 
-ROWS, HEADS, HEAD = 64, 2, 32
+ROWS, HEADS, HEAD = 96, 2, 32
 ACTIVATION, MASK, SCORES = 2 * ROWS * HEADS * HEAD, ROWS * HEADS * HEAD, ROWS * ROWS * HEADS
 
 
@@ -507,18 +531,23 @@ def test_a_checkpointed_block_is_run_again_by_the_same_rules(reentrant: bool) ->
     assert not {SCORES, 2 * SCORES, 4 * SCORES} & set(again)
 
 
-def test_products_of_a_block_run_again_belong_to_the_autograd_thread() -> None:
-    layer = nn.Linear(8, 8, bias=True)
+def traced_with_checkpoint() -> Trace:
+    """The last of its modules keeps its input, so that all before it are run again."""
+    layers = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8), nn.GELU())
 
     def job(tracer: Tracer) -> None:
-        layer.to("cuda")
+        layers.to("cuda")
         x = torch.ones(4, 8, device=CUDA, requires_grad=True)
         tracer.trace.mark("forward")
-        loss = checkpoint(layer, x, use_reentrant=False).exp().sum()
+        loss = checkpoint(layers, x, use_reentrant=False).sum()
         tracer.trace.mark("backward")
         loss.backward()
 
-    assert [name for name, _ in workspaces(trace(job))] == [
+    return trace(job)
+
+
+def test_products_of_a_block_run_again_belong_to_the_autograd_thread() -> None:
+    assert [name for name, _ in workspaces(traced_with_checkpoint())] == [
         "cublas workspace (main thread)",
         "cublaslt workspace (main thread)",
         "cublas workspace (autograd thread)",
@@ -527,25 +556,17 @@ def test_products_of_a_block_run_again_belong_to_the_autograd_thread() -> None:
 
 
 def test_what_a_block_run_again_makes_is_an_activation() -> None:
-    layer = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
-
-    def job(tracer: Tracer) -> None:
-        layer.to("cuda")
-        x = torch.ones(4, 8, device=CUDA, requires_grad=True)
-        tracer.trace.mark("forward")
-        loss = checkpoint(layer, x, use_reentrant=False).exp().sum()
-        tracer.trace.mark("backward")
-        loss.backward()
-
-    made = trace(job)
-    again = [b for b in born_in(made, "backward") if made.op(b).startswith(("aten.addmm", "aten.gelu.")) ]
+    made = traced_with_checkpoint()
+    again = [b for b in born_in(made, "backward") if made.op(b).startswith(("aten.addmm", "aten.gelu."))]
     assert [(made.module(b), made.category(b)) for b in again] == [
         ("0", "activations"), ("1", "activations"), ("2", "activations"),
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_attention_and_softmax_are_cuda_s_own_without_gradients_too(mode: Callable[[], AbstractContextManager[None]]) -> None:
+def test_attention_and_softmax_are_cuda_s_own_without_gradients_too(
+    mode: Callable[[], AbstractContextManager[None]],
+) -> None:
     def job(tracer: Tracer) -> None:
         x = torch.ones(1, HEADS, ROWS, HEAD, device=CUDA, dtype=torch.float16)
         with mode():
@@ -648,15 +669,17 @@ def test_a_module_that_raises_leaves_the_names_right() -> None:
 @pytest.mark.parametrize(
     ("ask", "op"),
     [
-        (lambda x: x.nonzero(), "aten.nonzero"),
-        (lambda x: x[x > 0], "aten.index.Tensor"),
-        (lambda x: x.unique(), "unique"),
-        (lambda x: torch.equal(x, x), "aten.equal"),
-        (lambda x: x.cpu(), "aten._to_copy"),
-        (lambda x: x.tolist(), "aten._to_copy"),
+        pytest.param(lambda x: x.nonzero(), "aten.nonzero", id="nonzero"),
+        pytest.param(lambda x: x[x > 0], "aten.index.Tensor", id="mask as index"),
+        pytest.param(lambda x: x.unique(), "unique", id="unique"),
+        pytest.param(lambda x: torch.equal(x, x), "aten.equal", id="equal"),
+        pytest.param(lambda x: x.cpu(), "aten._to_copy", id="to the host"),
+        pytest.param(lambda x: x.tolist(), "aten._to_copy", id="to a list"),
     ],
 )
-def test_an_op_whose_result_depends_on_data_is_an_error_that_names_it(ask: Callable[[torch.Tensor], Any], op: str) -> None:
+def test_an_op_whose_result_depends_on_data_is_an_error_that_names_it(
+    ask: Callable[[torch.Tensor], Any], op: str
+) -> None:
     with pytest.raises(TraceError, match=op) as caught:
         trace(lambda _: ask(torch.ones(8, device=CUDA)))
     assert caught.value.hint
@@ -698,7 +721,9 @@ def do_a_little(_: Tracer) -> None:
 
 @ENDINGS
 @pytest.mark.parametrize("enabled", [True, False])
-def test_the_garbage_collector_is_off_in_the_trace_and_as_before_afterwards(run: Callable[[Job], None], enabled: bool) -> None:
+def test_the_garbage_collector_is_off_in_the_trace_and_as_before_afterwards(
+    run: Callable[[Job], None], enabled: bool
+) -> None:
     seen: list[bool] = []
     before = gc.isenabled()
     try:
@@ -740,9 +765,15 @@ def test_attention_is_torch_s_own_again_afterwards(run: Callable[[Job], None]) -
 
 def patched_names() -> dict[str, Any]:
     cuda = {name: getattr(torch.cuda, name) for name in dir(torch.cuda) if callable(getattr(torch.cuda, name))}
-    modules = ("torch.utils._foreach_utils", "torch.optim.optimizer", "torch.nn.utils.clip_grad", "torch.nn.functional")
+    modules = (
+        "torch",
+        "torch.utils._foreach_utils",
+        "torch.optim.optimizer",
+        "torch.nn.utils.clip_grad",
+        "torch.nn.functional",
+    )
     found = {f"{m}.{n}": v for m in modules for n, v in vars(import_module(m)).items() if callable(v)}
-    return {**cuda, **found, "Tensor": dict(vars(torch.Tensor)), "torch": {k: v for k, v in vars(torch).items() if callable(v)}}
+    return {**cuda, **found, **{f"Tensor.{name}": value for name, value in vars(torch.Tensor).items()}}
 
 
 @ENDINGS
@@ -775,8 +806,8 @@ def test_no_mode_and_no_hook_stays_behind(run: Callable[[Job], None]) -> None:
     from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
     def state() -> list[Any]:
-        hooks = [v for k, v in sorted(vars(module).items()) if k.startswith("_global_") and "hook" in k]
-        return [_len_torch_function_stack(), _len_torch_dispatch_stack(), [len(h) for h in hooks if isinstance(h, dict)]]
+        hooks = [h for k, h in sorted(vars(module).items()) if k.startswith("_global_") and isinstance(h, dict)]
+        return [_len_torch_function_stack(), _len_torch_dispatch_stack(), [len(h) for h in hooks]]
 
     before = state()
     run(do_a_little)
@@ -793,10 +824,21 @@ def test_a_trace_after_another_is_as_if_it_were_the_first(run: Callable[[Job], N
     assert story(job) == first
 
 
-def test_a_trace_within_a_trace_leaves_the_outer_one_right_or_is_refused() -> None:
-    pytest.xfail("what the inner trace makes is counted in the outer one")
+@pytest.mark.xfail(reason="what the inner trace makes is counted in the outer one", strict=True)
+def test_a_trace_within_a_trace_is_refused_or_leaves_the_outer_one_right() -> None:
+    def job(tracer: Tracer, inner: Callable[[], object]) -> None:
+        x = torch.ones(8, device=CUDA, requires_grad=True)
+        inner()
+        tracer.trace.mark("after")
+        F.dropout(x, 0.5).sum().backward()
+
+    alone = story(lambda tracer: job(tracer, lambda: None))
+    try:
+        around = story(lambda tracer: job(tracer, lambda: trace(do_a_little)))
+    except TraceError:
+        return
+    assert around == alone
 
 
 def test_two_traces_of_the_same_job_are_the_same() -> None:
-    with nullcontext():
-        assert as_story(traced_net()) == as_story(traced_net())
+    assert as_story(traced_net()) == as_story(traced_net())

@@ -12,7 +12,7 @@ import math
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, NoReturn
 
@@ -116,14 +116,18 @@ def _settings(values: dict[str, Any]) -> tuple[dict[str, Any], str | None]:
 
 @contextmanager
 def _opened(file: str) -> Iterator[BinaryIO]:
-    """Only opening and reading is guarded: what goes wrong in the work is none of the file's."""
-    try:
-        stream = nullcontext(sys.stdin.buffer) if file == "-" else Path(file).open("rb")
-    except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or str(error)
-        raise InputError(f"cannot read {file!r}: {why}", hint="give a file with one workload a line, or -") from error
-    with stream as opened:
-        yield opened
+    if file == "-":
+        yield sys.stdin.buffer
+        return
+    with ExitStack() as stack:
+        try:
+            stream = stack.enter_context(Path(file).open("rb"))
+        except (OSError, ValueError) as error:
+            why = getattr(error, "strerror", None) or str(error)
+            raise InputError(
+                f"cannot read {file!r}: {why}", hint="give a file with one workload a line, or -"
+            ) from error
+        yield stream
 
 
 @contextmanager
@@ -135,8 +139,16 @@ def _progress(file: str) -> Iterator[Any]:
         return
     from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    total = None if file == "-" else sum(1 for line in Path(file).open("rb") if line.strip())
+    total = None if file == "-" else _count(Path(file))
     columns = (SpinnerColumn(), TextColumn("workloads"), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=err, transient=True, redirect_stdout=False) as progress:
         task = progress.add_task("workloads", total=total)
         yield lambda: progress.advance(task)
+
+
+def _count(path: Path) -> int | None:
+    """Lines to do; unknown for a pipe, which can be read only once."""
+    if not path.is_file():
+        return None
+    with path.open("rb") as stream:
+        return sum(1 for _ in read_lines(stream))

@@ -40,4 +40,4 @@ def gpus(
     else:
         from memfit.render.catalogues import show_gpus
 
-        show_gpus(document, output.console())
+        output.show(show_gpus, document)

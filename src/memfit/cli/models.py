@@ -40,4 +40,4 @@ def models(
     else:
         from memfit.render.catalogues import show_models
 
-        show_models(document, output.console())
+        output.show(show_models, document)

@@ -50,9 +50,14 @@ NUMBERS = {int: "a whole number", float: "a number"}
 
 
 def settings_of(kind: str) -> tuple[str, ...]:
-    """The settings that a kind of job reads, but for the kind itself."""
-    made = Workload(kind=kind, model="-").settings()  # type: ignore[arg-type]
-    return tuple(name for name in made if name != "kind")
+    """The settings that a kind of job reads, some of them only beside another one: beams when decoding by beam."""
+    plain = Workload(kind=kind, model="-")  # type: ignore[arg-type]
+    read = set(plain.settings())
+    for name in list(read - {"kind"}):
+        if get_origin(_types()[name]) is Literal:
+            for value in get_args(_types()[name]):
+                read.update(dataclasses.replace(plain, **{name: value}).settings())
+    return tuple(f.name for f in dataclasses.fields(Workload) if f.name in read and f.name != "kind")
 
 
 def with_options_of(kind: str, run: Callable[..., int], extra: Mapping[str, tuple[Any, Any]]) -> Callable[..., int]:

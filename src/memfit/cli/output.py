@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import typer
     from rich.console import Console
-
-PIPED_WIDTH = 100
-"""Columns when stdout is no terminal: a log or a README, not whatever the shell's window is."""
 
 
 def example(command: str) -> str:
@@ -48,14 +45,17 @@ def print_json(document: Mapping[str, Any], *, indent: int | None = 1) -> None:
     print(json.dumps(document, indent=indent, allow_nan=False), flush=True)
 
 
-def console() -> Console:
-    """For results. Colour only on a terminal, and not if NO_COLOR is set: rich sees to that."""
+def show(render: Callable[[Mapping[str, Any], Console], None], document: Mapping[str, Any]) -> None:
+    """A report on stdout. Colour only on a terminal, and not if NO_COLOR is set: rich sees to that."""
     from rich.console import Console
 
-    made = Console(highlight=False, markup=False, emoji=False, soft_wrap=False)
-    if not made.is_terminal:
-        made.width = PIPED_WIDTH
-    return made
+    from memfit.render.text import as_text
+
+    console = Console(highlight=False, markup=False, emoji=False)
+    if console.is_terminal:
+        render(document, console)
+    else:
+        print(as_text(render, document))
 
 
 def errors_console() -> Console:

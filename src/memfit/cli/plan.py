@@ -68,7 +68,7 @@ def _plan(workload: Workload, *, gpu: str | None, json: bool, save_trace: Path |
     else:
         from memfit.render.terminal import show_plan
 
-        show_plan(made.to_json(), output.console())
+        output.show(show_plan, made.to_json())
     return FAILS if made.verdict == "fails" else 0
 
 
@@ -107,4 +107,6 @@ def _register(kind: str) -> None:
 
 for _kind in KINDS:
     _register(_kind)
-plan.command(epilog=output.example("memfit plan batch examples/sweep.jsonl --gpu 24GB | jq -c '[.id, .verdict]'"))(batch)
+plan.command(epilog=output.example("memfit plan batch examples/sweep.jsonl --gpu 24GB | jq -c '[.id, .verdict]'"))(
+    batch
+)

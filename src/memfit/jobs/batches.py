@@ -15,11 +15,14 @@ def token_ids(job: Prepared, device: torch.device | str) -> torch.Tensor:
 
 
 def model_inputs(job: Prepared, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """With padding, the second half of the last row is not there."""
+    """With padding, half of the last row is not there: its end, or its beginning where text is to be continued."""
     if not job.workload.padding:
         return {"input_ids": ids}
-    mask = torch.ones_like(ids)
-    mask[-1, ids.shape[1] // 2 :] = 0
+    mask, half = torch.ones_like(ids), ids.shape[1] // 2
+    if job.workload.kind == "generate":
+        mask[-1, :half] = 0
+    else:
+        mask[-1, half:] = 0
     return {"input_ids": ids, "attention_mask": mask}
 
 

@@ -72,10 +72,15 @@ def _with_adapters(model: nn.Module, workload: Workload) -> nn.Module:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="fan_in_fan_out")  # peft sets it right for GPT-2's Conv1D itself
-            return get_peft_model(model, config, autocast_adapter_dtype=workload.adapter_dtype == "fp32")
+            adapted = get_peft_model(model, config, autocast_adapter_dtype=workload.adapter_dtype == "fp32")
     except ValueError as error:
         names = ", ".join(linear_layers_of_blocks(model)) or "none"
         raise UsageError(f"--target-modules: {str(error).splitlines()[0]}", hint=f"linear layers of a block: {names}") from error
+    if workload.adapter_dtype == "same":
+        for parameter in adapted.parameters():  # peft does this itself, but not for a model on meta
+            if parameter.requires_grad:
+                parameter.data = parameter.data.to(DTYPES[workload.weight_precision])
+    return adapted
 
 
 def linear_layers_of_blocks(model: nn.Module) -> list[str]:

@@ -4,34 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+
 from memfit.jobs.workload import Workload
-from memfit.tracing.answers import Site, Value
+from memfit.tracing.answers import Answer, Site, Value
 
 UTILS = "transformers/generation/utils.py"
 LOGITS = "transformers/generation/logits_process.py"
 
 
-def generate_answers(work: Workload) -> dict[Site, Value | Callable[[], Value]]:
+def generate_answers(work: Workload) -> dict[Site, Answer]:
     return {
         Site(UTILS, "_prepare_special_tokens"): False,  # the padding token is no end token; end tokens are not negative
-        Site(UTILS, "generate"): work.padding,  # right padding?
+        Site(UTILS, "generate"): False,  # is there padding on the right?
         Site(UTILS, "__call__"): true_at(work.new_tokens),  # StopCheck: has every row ended?
-        Site(UTILS, "_beam_search_has_unfinished_sequences"): true_until(work.new_tokens),
+        Site(UTILS, "_beam_search"): beam_search(work.new_tokens),
         Site(LOGITS, "__init__"): False,  # end tokens are not negative
     }
 
 
-def true_at(count: int) -> Callable[[], bool]:
+def beam_search(count: int) -> Callable[[torch.Tensor], Value]:
+    """It asks for the padding token, a number, and whether some beam goes on, yes or no."""
+    ended = true_at(count)
+    return lambda tensor: not ended(tensor) if tensor.dtype == torch.bool else 0
+
+
+def true_at(count: int) -> Callable[[torch.Tensor], bool]:
     asked = 0
 
-    def answer() -> bool:
+    def answer(_: torch.Tensor) -> bool:
         nonlocal asked
         asked += 1
         return asked >= count
 
     return answer
-
-
-def true_until(count: int) -> Callable[[], bool]:
-    ended = true_at(count)
-    return lambda: not ended()

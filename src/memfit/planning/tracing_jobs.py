@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
 from memfit.core.events import Trace
+from memfit.errors import MemfitError, TraceError
 from memfit.gpus import Gpu
 from memfit.jobs.preparing import Prepared, prepare
 from memfit.jobs.running import run_job
 from memfit.jobs.workload import Workload
 from memfit.planning.phases_by_what_runs import phases_by_what_runs
-from memfit.tracing.answers import Answers
+from memfit.tracing.answers import Answer, Answers, Site
 from memfit.tracing.platform import H200, Platform
 from memfit.tracing.tracer import Tracer, trace
 
@@ -38,16 +40,56 @@ def trace_job(job: Prepared, platform: Platform = H200, *, steps: int = STEPS) -
         run_job(job, tracer.device, MarkedPhases(tracer, job), steps=steps)
 
     work = job.workload
+    table = padding_answers(work.padding) | rope_answers(job)
     if work.kind == "generate":
         from memfit.planning.generate_on_trace import generate_answers
 
-        return trace(run, platform=platform, answers=Answers(generate_answers(work)))
+        table |= generate_answers(work)
+    around: AbstractContextManager[None] = nullcontext()
     if work.trains and work.loop == "trainer":
-        from memfit.planning.trainer_on_trace import TRAINER_ANSWERS, trainer_on
+        from memfit.planning.trainer_on_trace import TRAINER_ANSWERS, trainer_on_cuda
 
-        with trainer_on("meta"):
-            return trace(run, platform=platform, answers=Answers(TRAINER_ANSWERS))
-    return trace(run, platform=platform)
+        table |= TRAINER_ANSWERS
+        around = trainer_on_cuda()
+    with around, failures_of_the_job():
+        return trace(run, platform=platform, answers=Answers(table))
+
+
+def padding_answers(padded: bool) -> dict[Site, Answer]:
+    """Is the attention mask all ones? If so, transformers drops it, and the kernels without a mask run."""
+    masks = "transformers/masking_utils.py"
+    asking = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa", "sdpa_mask", "flash_attention_mask")
+    return {Site(masks, function): not padded for function in asking}
+
+
+def rope_answers(job: Prepared) -> dict[Site, Answer]:
+    """Is the sequence longer than the positions that the model was first trained on?"""
+    config = getattr(job.model, "config", None)
+    longest = getattr(config, "max_position_embeddings", None) or 0
+    original = getattr(config, "original_max_position_embeddings", None) or longest
+    rope, length = "transformers/modeling_rope_utils.py", job.workload.seq_len
+    return {
+        Site(rope, "longrope_frequency_update"): length > original,
+        Site(rope, "dynamic_frequency_update"): length > longest,
+    }
+
+
+@contextmanager
+def failures_of_the_job() -> Iterator[None]:
+    """What the job's own code raises is the job's failure, said in one line; what memfit raises is memfit's bug."""
+    try:
+        yield
+    except MemfitError:
+        raise
+    except Exception as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        if "/memfit/" in place.filename.replace("\\", "/"):
+            raise
+        said = str(error).strip().splitlines()[0] if str(error).strip() else ""
+        raise TraceError(
+            f"the job itself fails: {type(error).__name__}: {said[:300]}",
+            hint=f"raised at {place.filename}:{place.lineno}, in {place.name}; it may well fail on a GPU too",
+        ) from error
 
 
 class MarkedPhases:

@@ -1,1 +1,1 @@
-"""Reports as text. They are made from the JSON documents that memfit prints, so a saved one can be shown without torch."""
+"""Reports as text, made from the JSON documents that memfit prints: a saved one can be shown without torch."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
@@ -29,9 +29,12 @@ def show_gpus(document: Mapping[str, Any], console: Console) -> None:
     console.print(table)
 
 
-def _table(*columns: str | tuple[str, str]) -> Table:
+def _table(*columns: str | tuple[str, JustifyMethod]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for column in columns:
-        name, justify = column if isinstance(column, tuple) else (column, "left")
-        table.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
+        name, justify = column if isinstance(column, tuple) else (column, _LEFT)
+        table.add_column(name, justify=justify, overflow="fold")
     return table
+
+
+_LEFT: JustifyMethod = "left"

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, Group, JustifyMethod, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -74,53 +74,62 @@ def _section(title: str, body: RenderableType) -> RenderableType:
 
 
 def _verdict(plan: Plan) -> Text:
-    peak, verdict = plan["peak"], plan["verdict"]
+    verdict, spare = plan["verdict"], plan["headroom_bytes"]
     if verdict is None:
-        return Text.assemble(("no verdict", "bold"), f": {gib(peak['device_bytes'])} on the device at the peak; no card was named")
-    capacity, spare = plan["gpu"]["capacity_bytes"], plan["headroom_bytes"]
-    word = Text(verdict, style=VERDICT_STYLES[verdict])
+        return Text.assemble(
+            ("no verdict", "bold"), f": {gib(plan['peak']['device_bytes'])} at the peak, no card named"
+        )
+    capacity = plan["gpu"]["capacity_bytes"]
     if verdict == "fails":
-        return word.append(f": needs {gib(plan['smallest_gpu_bytes'])}, has {gib(capacity)}: {gib(-spare)} too little", "default")
-    return word.append(f": {gib(capacity - spare)} of {gib(capacity)}, {gib(spare)} to spare", "default")
+        rest = f"needs {gib(plan['smallest_gpu_bytes'])}, has {gib(capacity)}: {gib(-spare)} too little"
+    else:
+        rest = f"{gib(capacity - spare)} of {gib(capacity)}, {gib(spare)} to spare"
+    return Text.assemble((verdict, VERDICT_STYLES[verdict]), f": {rest}")
 
 
 def _why(plan: Plan) -> Text:
     peak, at = plan["peak"], plan["at_peak"]
     name, most = max(plan["breakdown"].items(), key=lambda item: item[1])
+    where = clean(at["phase"]) or "the traced code"
     step = f" of step {at['step']}" if at["step"] else ""
-    text = (
-        f"tensors take most in {clean(at['phase']) or 'the traced code'}{step}, {gib(peak['allocated_bytes'])}, of which "
-        f"{percent(most, peak['allocated_bytes'])} {_category(name)}; torch reserves up to {gib(peak['reserved_bytes'])}, "
-        f"and CUDA itself takes {gib(peak['context_bytes'])}"
+    return Text(
+        f"most is held in {where}{step}: {gib(peak['allocated_bytes'])} of "
+        f"tensors ({percent(most, peak['allocated_bytes'])} {_category(name)}); torch reserves up to "
+        f"{gib(peak['reserved_bytes'])}, CUDA itself takes {gib(peak['context_bytes'])}"
     )
-    return Text(text)
 
 
 def _memory(plan: Plan, glyphs: _Glyphs, width: int) -> RenderableType:
     """One bar for the card: tensors, what the allocator holds beyond them, CUDA's own, and what is left."""
-    peak = plan["peak"]
-    device, allocated = peak["device_bytes"], peak["allocated_bytes"]
-    capacity = plan["gpu"]["capacity_bytes"] if plan["gpu"] else device
-    parts = [
-        (glyphs.used, "blue", "allocated", allocated, "live tensors at their peak"),
-        (glyphs.idle, "cyan", "reserved", peak["reserved_bytes"], "held by torch's allocator at its peak"),
-        (glyphs.context, "magenta", "context", peak["context_bytes"], "CUDA itself"),
-    ]
-    lengths = [allocated, peak["reserved_bytes"] - allocated, peak["context_bytes"], max(capacity - device, 0)]
-    cells = _shares(lengths, max(width - 4, 10))
-    bar = Text(no_wrap=True)
-    for (glyph, style, *_), cell in zip([*parts, (glyphs.free, "bright_black")], cells, strict=True):
-        bar.append(glyph * cell, style)
-    table = Table.grid(padding=(0, 2))
-    table.add_column()
-    table.add_column()
-    table.add_column(justify="right")
-    table.add_column()
-    for glyph, style, name, size, meaning in parts:
-        table.add_row(Text(glyph, style), name, gib(size), Text(meaning, "dim"))
-    table.add_row("", Text("device", "bold"), Text(gib(device), "bold"), Text("reserved and context: what must fit", "dim"))
-    if plan["gpu"]:
-        table.add_row(Text(glyphs.free, "bright_black"), "card", gib(capacity), Text(clean(plan["gpu"]["name"]), "dim"))
+    peak, card = plan["peak"], plan["gpu"]
+    allocated, reserved, context, device = (
+        peak[f"{name}_bytes"] for name in ("allocated", "reserved", "context", "device")
+    )
+    spare = max(card["capacity_bytes"] - device, 0) if card else 0
+    smallest = plan["smallest_gpu_bytes"]
+    gives_back = "; there torch gives back what is idle" if smallest < device else ""
+    parts = zip(
+        (glyphs.used, glyphs.idle, glyphs.context, glyphs.free),
+        ("blue", "cyan", "magenta", "bright_black"),
+        _shares([allocated, reserved - allocated, context, spare], max(width - 2, 10)),
+        strict=True,
+    )
+    bar = Text.assemble(*((glyph * cells, style) for glyph, style, cells in parts), no_wrap=True)
+    rows = [
+        (glyphs.used, "allocated", allocated, "tensors that are alive, at their peak"),
+        (glyphs.idle, "reserved", reserved, "what torch's allocator holds for them, at its peak"),
+        (glyphs.context, "context", context, "CUDA itself"),
+        ("", "device", device, "reserved and context: what nvidia-smi shows"),
+        ("", "at least", smallest, "the smallest card it runs on" + gives_back),
+    ]  # fmt: skip
+    if card:
+        named = clean(card["name"])
+        rows.append(
+            (glyphs.free, "card", card["capacity_bytes"], "as given" if named == gib(card["capacity_bytes"]) else named)
+        )
+    table = _grid("left", "left", "right", "left")
+    for glyph, name, size, meaning in rows:
+        table.add_row(glyph, name, gib(size), Text(meaning, "dim"))
     return Group(bar, table)
 
 
@@ -135,8 +144,8 @@ def _shares(sizes: Sequence[int], width: int) -> list[int]:
 
 def _alive_title(plan: Plan) -> str:
     at = plan["at_peak"]
-    where = ", ".join(clean(part) for part in (short_op(at["op"]), at["module"]) if part)
-    return f"alive at the peak: {gib(plan['peak']['allocated_bytes'])}" + (f", when this is made: {where}" if where else "")
+    made = " in ".join(clean(part) for part in (short_op(at["op"]), at["module"]) if part)
+    return f"alive at the peak: {gib(plan['peak']['allocated_bytes'])}" + (f" (just made: {made})" if made else "")
 
 
 def _category(name: str) -> str:
@@ -146,31 +155,40 @@ def _category(name: str) -> str:
 def _alive(breakdown: Mapping[str, int], glyphs: _Glyphs, width: int) -> Table:
     total = sum(breakdown.values())
     cells = max(min(width - 44, 60), 10)
-    table = Table.grid(padding=(0, 2))
-    for justify in ("left", "left", "right", "right"):
-        table.add_column(justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    table = _grid("left", "left", "right", "right")
     for name, size in sorted(breakdown.items(), key=lambda item: -item[1]):
         if size:
             bar = glyphs.bar(size, total, cells).ljust(cells)
-            table.add_row(_category(name), Text(bar, CATEGORY_STYLES.get(name, "")), gib(size), percent(size, total))
+            table.add_row(_category(name), Text(bar, CATEGORY_STYLES.get(name, "")), _small(size), percent(size, total))
+    return table
+
+
+def _small(size: int) -> str:
+    """Something is never shown as nothing."""
+    return "< 0.01 GiB" if gib(size) == gib(0) else gib(size)
+
+
+def _grid(*columns: JustifyMethod) -> Table:
+    """Only the last column may wrap: figures are never cut."""
+    table = Table.grid(padding=(0, 2))
+    for number, justify in enumerate(columns, 1):
+        table.add_column(justify=justify, no_wrap=number < len(columns))
     return table
 
 
 def _phases(plan: Plan, glyphs: _Glyphs) -> Table:
-    table = Table.grid(padding=(0, 2))
-    for justify in ("left", "left", "right", "right", "left"):
-        table.add_column(justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    table = _grid("left", "left", "right", "right", "left")
     table.add_row("", "", Text("allocated", "dim"), Text("reserved", "dim"), "")
     at = (plan["at_peak"]["phase"], plan["at_peak"]["step"])
     for steps, phases in _steps(plan["phases"], at[1]):
-        label = _steps_label(steps) if steps else "left out"
+        label = _steps_label(steps)
         for phase in phases:
             peaks = phase["name"] == at[0] and at[1] in steps
             sizes = (gib(phase["allocated_bytes"]), gib(phase["reserved_bytes"]))
             table.add_row(label, clean(phase["name"]), *sizes, Text(glyphs.peak, "bold") if peaks else "")
             label = ""
         if not phases:
-            table.add_row("…", "", "", "", "")
+            table.add_row(label, "", "", "", "")
     return table
 
 
@@ -195,25 +213,33 @@ def _figures(phase: Mapping[str, Any]) -> tuple[str, int, int]:
 
 
 def _steps_label(steps: Sequence[int]) -> str:
+    if not steps:
+        return "..."
     if steps == [0]:
         return "start"
     return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]}-{steps[-1]}"
 
 
 def _largest(plan: Plan, width: int) -> Table:
-    shown, total = plan["largest"][:LARGEST], plan["peak"]["allocated_bytes"]
-    ops = max((min(len(short_op(group["op"])), 28) for group in shown), default=0)
-    room = max(width - 2 - 11 - 9 - 8 - 13 - ops - 2, 16)
-    table = Table.grid(padding=(0, 2))
-    for justify in ("right", "right", "right", "left", "left", "left"):
-        table.add_column(justify=justify, no_wrap=True)  # type: ignore[arg-type]
-    for group in shown:
-        table.add_row(
-            gib(group["allocated_bytes"]), percent(group["allocated_bytes"], total), f"{group['count']:,} x",
-            Text(_category(group["category"]), CATEGORY_STYLES.get(group["category"], "")),
-            Text(tail(clean(group["module"]), room)), Text(tail(clean(short_op(group["op"])), 28), "dim"),
-        )  # fmt: skip
+    total, shown = plan["peak"]["allocated_bytes"], plan["largest"][:LARGEST]
+    figures = [
+        (_small(group["allocated_bytes"]), percent(group["allocated_bytes"], total), f"{group['count']:,} x")
+        for group in shown
+    ]
+    labels = [_category(group["category"]) for group in shown]
+    taken = 2 + sum(max(map(len, column)) + 2 for column in (*zip(*figures, strict=True), labels))
+    table = _grid("right", "right", "right", "left", "left")
+    for group, row, label in zip(shown, figures, labels, strict=True):
+        style = CATEGORY_STYLES.get(group["category"], "")
+        table.add_row(*row, Text(label, style), _made_where(group, max(width - taken, 24)))
     return table
+
+
+def _made_where(group: Mapping[str, Any], room: int) -> Text:
+    """The module and the op; weights are made by being loaded, which says nothing about them."""
+    op = "" if group["category"] == "weights" else tail(clean(short_op(group["op"])), room)
+    module = tail(clean(group["module"]), room - len(op) - 2) if room - len(op) > 6 else ""
+    return Text.assemble(module, "  " if module and op else "", (op, "dim"))
 
 
 def _job(plan: Plan) -> RenderableType:
@@ -242,22 +268,31 @@ def _bullets(notes: Iterable[str]) -> RenderableType:
 
 
 def _next_step(plan: Plan) -> str:
-    """What can be done now; savings are not guessed at, for a second plan computes them."""
+    """What can be done now. Savings are not guessed at: a second plan computes them."""
     smallest, verdict = gib(plan["smallest_gpu_bytes"]), plan["verdict"]
     if verdict is None:
-        return f"it runs on {smallest} or more; `--gpu 24GB` or `--gpu 'RTX 4090'` asks about a card, `memfit gpus` lists them"
-    if verdict == "fails":
-        return f"a card with {smallest} or more{_or_try(plan['workload'])}"
-    if verdict == "tight":
-        return f"keep everything else off the card; it runs on {smallest} or more{_or_try(plan['workload'])}"
-    return f"nothing to change; {smallest} would do"
+        return "add --gpu 24GB or --gpu 'RTX 4090' to ask about a card; `memfit gpus` lists them"
+    if verdict == "safe":
+        return "nothing to change"
+    first = "keep other programs off the card" if verdict == "tight" else f"a card with {smallest} or more"
+    return ", or ".join([first, *_levers(plan)])
 
 
-def _or_try(work: Mapping[str, Any]) -> str:
-    levers = []
-    if work.get("grad_checkpointing") is False:
-        levers.append("--grad-checkpointing")
-    levers += [f"a smaller --{name.replace('_', '-')}" for name in ("batch_size", "seq_len") if work.get(name, 1) > 1]
-    if not work.get("alloc_conf") and work.get("kind"):
-        levers.append("--alloc-conf expandable_segments:True")
-    return f"; or plan again with {' or '.join(levers)}" if levers else ""
+def _levers(plan: Plan) -> Iterator[str]:
+    """Settings of this job that could help; none that cannot."""
+    work, peak, alive = plan["workload"], plan["peak"], plan["breakdown"]
+    room = plan["gpu"]["capacity_bytes"] - peak["context_bytes"]
+    if alive["weights"] > room:
+        yield f"a smaller model: the weights alone take {gib(alive['weights'])}"
+        return
+    tried = []
+    if work.get("grad_checkpointing") is False and alive["activations"]:
+        tried.append("--grad-checkpointing")
+    tried += [f"a smaller {flag}" for name, flag in _SHRINK.items() if work.get(name, 1) > 1]
+    if work.get("alloc_conf") == "" and peak["allocated_bytes"] <= room:
+        tried.append("--alloc-conf expandable_segments:True")
+    if tried and "model" in work:
+        yield f"plan again with {' or '.join(tried)}"
+
+
+_SHRINK = {"batch_size": "--batch-size", "seq_len": "--seq-len"}

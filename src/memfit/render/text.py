@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rich.console import Console
@@ -15,7 +15,14 @@ WIDTH = 100
 
 def plan_text(plan: Mapping[str, Any], *, width: int = WIDTH) -> str:
     """A memfit.plan/1 document without colour."""
+    return as_text(show_plan, plan, width=width)
+
+
+def as_text(
+    show: Callable[[Mapping[str, Any], Console], None], document: Mapping[str, Any], *, width: int = WIDTH
+) -> str:
+    """What `show` writes, without the blanks that rich pads lines with."""
     out = io.StringIO()
     console = Console(file=out, width=width, color_system=None, force_terminal=False, highlight=False, markup=False)
-    show_plan(plan, console)
+    show(document, console)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())

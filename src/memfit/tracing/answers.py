@@ -12,12 +12,14 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import FrameType
+from typing import Union
 
 import torch
 
 from memfit.errors import TraceError
 
 Value = bool | int | float
+Answer = Union[Value, Callable[[torch.Tensor], Value]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,31 +33,33 @@ class Site:
 KNOWN: dict[Site, tuple[Value, str]] = {
     Site("transformers/masking_utils.py", "_ignore_causal_mask_sdpa"): (True, "no padding: the mask is all ones"),
     Site("transformers/masking_utils.py", "_ignore_bidirectional_mask_sdpa"): (True, "no padding: the mask is all ones"),
+    Site("transformers/masking_utils.py", "sdpa_mask"): (True, "no padding: the mask is all ones"),
     Site("transformers/masking_utils.py", "find_packed_sequence_indices"): (True, "one sequence a row, not packed"),
-    Site("transformers/masking_utils.py", "_preprocess_mask_arguments"): (True, "one sequence a row, not packed"),
+    Site("torch/amp/grad_scaler.py", "_maybe_opt_step"): (0.0, "no gradient overflowed"),
 }
-
-_OWN = ("memfit/tracing/", "torch/")
 
 
 class Answers:
     """The table of known places, to which a job may add its own."""
 
-    def __init__(self, more: Mapping[Site, Value | Callable[[], Value]] | None = None) -> None:
+    def __init__(self, more: Mapping[Site, Answer] | None = None) -> None:
         self._more = more or {}
         self.given: dict[str, Value] = {}
 
     def value(self, tensor: torch.Tensor) -> Value:
-        frames = list(_callers())
-        for frame in frames:
-            site = _site(frame)
+        """Asked by the innermost code outside torch, or by torch itself on the way there; nobody further out counts."""
+        asker = None
+        for frame in _callers():
+            asker, site = frame, _site(frame)
             for known, answer in self._more.items():
                 if _same(known, site):
-                    return self._say(frame, answer() if callable(answer) else answer)
+                    return self._say(frame, answer(tensor) if callable(answer) else answer)
             for known, (value, _) in KNOWN.items():
                 if _same(known, site):
                     return self._say(frame, value)
-        raise TraceError(_question(tensor, frames), hint=_HINT)
+            if not _is_torch(frame):
+                break
+        raise TraceError(_question(tensor, asker), hint=_HINT)
 
     def _say(self, frame: FrameType, value: Value) -> Value:
         self.given[_place(frame)] = value
@@ -71,10 +75,13 @@ _HINT = (
 def _callers() -> Iterator[FrameType]:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
-        path = frame.f_code.co_filename.replace("\\", "/")
-        if not any(f"/{part}" in path for part in _OWN):
+        if "/memfit/tracing/" not in _site(frame).file:
             yield frame
         frame = frame.f_back
+
+
+def _is_torch(frame: FrameType) -> bool:
+    return "/torch/" in _site(frame).file
 
 
 def _site(frame: FrameType) -> Site:
@@ -89,8 +96,8 @@ def _place(frame: FrameType) -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-def _question(tensor: torch.Tensor, frames: list[FrameType]) -> str:
+def _question(tensor: torch.Tensor, asker: FrameType | None) -> str:
     kind = f"{str(tensor.dtype).removeprefix('torch.')} tensor"
-    if not frames:
+    if asker is None:
         return f"the code asks a {kind} for its value"
-    return f"{_place(frames[0])}, in {frames[0].f_code.co_name}: the code asks a {kind} for its value"
+    return f"{_place(asker)}, in {asker.f_code.co_name}: the code asks a {kind} for its value"

@@ -31,6 +31,7 @@ def cuda_names(tracer: Tracer) -> Iterator[None]:
         _optimizers_as_on_cuda(tracer.device.type),
         _calls_without_effect(tracer),
         names.autocast.answering(),
+        _backward_keeps(names),
         names,
     ):
         yield
@@ -45,8 +46,6 @@ class CudaNames(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is Tensor.backward:
-            return self._backward(*args, **kwargs)
         if func is Tensor.cuda:
             return self._move(args[0])
         if torch.is_inference_mode_enabled() and func in self._by_name and args[0].device.type == self.tracer.device.type:
@@ -82,12 +81,22 @@ class CudaNames(TorchFunctionMode):
             return host.to(self.tracer.device, dtype)
         return torch.empty_like(host, dtype=dtype or host.dtype, requires_grad=host.requires_grad)
 
-    def _backward(self, loss: Tensor, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None) -> None:
-        """Re-entered, so that the names hold in checkpointed blocks that backward runs again."""
-        self.tracer.on_backward(True)
-        with self, self.tracer.modules.backward():
-            torch.autograd.backward(loss, gradient, retain_graph, create_graph, inputs=inputs)
-        self.tracer.on_backward(False)
+
+@contextmanager
+def _backward_keeps(names: CudaNames) -> Iterator[None]:
+    """torch takes a mode off while it handles `backward()`. It is put on again at the door of the engine, so that the
+    names, and autocast, hold in checkpointed blocks that backward runs again."""
+    tracer, run = names.tracer, torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+
+    def run_backward(*args: Any, **kwargs: Any) -> Any:
+        tracer.on_backward(True)
+        with names, tracer.modules.backward():
+            result = run(*args, **kwargs)
+        tracer.on_backward(False)
+        return result
+
+    with mock.patch.object(torch.autograd, "_engine_run_backward", run_backward):
+        yield
 
 
 @contextmanager

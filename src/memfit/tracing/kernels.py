@@ -38,11 +38,18 @@ def _reduce(tracer: Tracer, x: Tensor, dims: Sequence[int] | None, accumulator: 
 
 
 def _over_dims(tracer: Tracer, out: Any, x: Tensor, dims: Any = None, *_: Any, **__: Any) -> None:
-    _reduce(tracer, x, [dims] if isinstance(dims, int) else dims)
+    """ReduceOpsUtils.h, make_reduction: another dtype is converted as a whole first, but for half to float."""
+    dims = [dims] if isinstance(dims, int) else dims
+    if x.dtype == out.dtype or (x.dtype.is_floating_point and x.element_size() == 2 and out.dtype == torch.float32):
+        _reduce(tracer, x, dims)
+        return
+    with tracer.temporaries() as hold:
+        hold(x.numel() * out.element_size(), "reduction input in the output's dtype")
+        _reduce(tracer, torch.empty_like(x, dtype=out.dtype), dims)
 
 
 def _over_all(tracer: Tracer, out: Any, x: Tensor, *_: Any, **__: Any) -> None:
-    _reduce(tracer, x, None)
+    _over_dims(tracer, out, x)
 
 
 def _norm(tracer: Tracer, out: Any, x: Tensor, order: float = 2, dims: Any = None, *_: Any, **__: Any) -> None:

@@ -1,0 +1,104 @@
+"""How a command ends: 0 fine, 1 does not fit, 2 wrong input, 70 a bug, 130 interrupted, 141 nobody reads."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Memfit = Callable[..., Any]
+
+FORWARD = ("plan", "forward", "--seq-len", 16)
+
+
+def test_a_job_that_fits_ends_with_0(memfit: Memfit, tiny: str) -> None:
+    ended = memfit(*FORWARD, "--model", tiny, "--gpu", "24GiB", "--json")
+    assert (ended.code, ended.json["verdict"]) == (0, "safe")
+
+
+def test_a_job_without_a_card_has_no_verdict_and_ends_with_0(memfit: Memfit, tiny: str) -> None:
+    ended = memfit(*FORWARD, "--model", tiny, "--json")
+    assert (ended.code, ended.json["verdict"], ended.json["headroom_bytes"]) == (0, None, None)
+
+
+def test_a_job_that_does_not_fit_ends_with_1_and_still_prints_its_document(memfit: Memfit, tiny: str) -> None:
+    ended = memfit(*FORWARD, "--model", tiny, "--gpu", "600MiB", "--json")
+    assert (ended.code, ended.json["verdict"]) == (1, "fails")
+    assert ended.json["headroom_bytes"] < 0
+
+
+def test_the_report_for_people_ends_with_the_same_codes(memfit: Memfit, tiny: str) -> None:
+    fits = memfit(*FORWARD, "--model", tiny, "--gpu", "24GiB")
+    fails = memfit(*FORWARD, "--model", tiny, "--gpu", "600MiB")
+    assert (fits.code, fails.code) == (0, 1)
+    assert fits.out.startswith("safe: ")
+    assert fails.out.startswith("fails: needs ")
+
+
+def test_a_bug_prints_its_traceback_and_ends_with_70(
+    memfit: Memfit, tiny: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("wires crossed")
+
+    monkeypatch.setattr("memfit.planning.predict.predict", broken)
+    ended = memfit(*FORWARD, "--model", tiny)
+    assert (ended.code, ended.out) == (70, "")
+    assert "Traceback" in ended.err
+    assert "RuntimeError: wires crossed" in ended.err
+    assert "error: this is a bug in memfit" in ended.err
+
+
+def test_a_program_that_leaves_by_itself_is_not_mistaken_for_a_verdict(
+    memfit: Memfit, tiny: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def leaves(*_: object, **__: object) -> None:
+        raise SystemExit("enough")
+
+    monkeypatch.setattr("memfit.planning.predict.predict", leaves)
+    assert memfit(*FORWARD, "--model", tiny).code == 2
+
+
+def test_control_c_ends_with_130_and_what_was_answered_before_is_out(tiny: str) -> None:
+    line = json.dumps({"kind": "forward", "model": tiny, "seq_len": 16, "id": 1})
+    command = [sys.executable, "-m", "memfit", "plan", "batch", "-"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdin.write(line.encode() + b"\n")
+        process.stdin.flush()
+        answer = json.loads(process.stdout.readline())  # out before the input ends: flushed as it goes
+        process.send_signal(signal.SIGINT)  # now it waits for the next line
+        code = process.wait(timeout=30)
+        assert (answer["id"], answer["schema"]) == (1, "memfit.plan/1")
+        assert code == 130
+        assert b"Traceback" not in process.stderr.read()
+
+
+def test_a_reader_that_goes_away_is_neither_a_verdict_nor_a_traceback() -> None:
+    command = [sys.executable, "-m", "memfit", "models", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.wait(timeout=30) == 141
+        assert process.stderr.read() == b""
+
+
+def test_python_m_memfit_is_memfit() -> None:
+    done = subprocess.run([sys.executable, "-m", "memfit", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("memfit 0.")
+
+
+def test_the_command_is_installed_beside_python() -> None:
+    command = Path(sys.executable).with_name("memfit")
+    done = subprocess.run([command, "plan", "train", "--model", "gtp2"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: no model called 'gtp2'\n  did you mean 'gpt2'?")

@@ -1,0 +1,67 @@
+"""Models of two blocks, as folders with a config.json, and a module of one's own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama", "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "tie_word_embeddings": True,
+}  # fmt: skip
+GPT2: dict[str, Any] = {
+    "model_type": "gpt2", "vocab_size": 128, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 32,
+}  # fmt: skip
+OPT: dict[str, Any] = {
+    "model_type": "opt", "vocab_size": 128, "hidden_size": 64, "word_embed_proj_dim": 64, "ffn_dim": 96,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 32,
+}  # fmt: skip
+CONFIGS = {"llama": LLAMA, "gpt2": GPT2, "opt": OPT}
+
+
+def model_folder(parent: Path, name: str, **changes: Any) -> str:
+    folder = parent / name
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(CONFIGS[name] | changes))
+    return str(folder)
+
+
+class Bigram(nn.Module):
+    """Token in, logits of the next token out: an embedding, one hidden layer, a head. No config, no labels."""
+
+    def __init__(self, vocabulary: int = 50, width: int = 16) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.hidden = nn.Linear(width, 4 * width)
+        self.head = nn.Linear(4 * width, vocabulary)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.nn.functional.gelu(self.hidden(self.embedding(ids))))
+
+
+def bigram() -> nn.Module:
+    return Bigram()
+
+
+def without_a_vocabulary() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4))
+
+
+def asks_for_data() -> nn.Module:
+    class Asks(Bigram):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return super().forward(ids) * float(ids.max())
+
+    return Asks()
+
+
+def picks_by_data() -> nn.Module:
+    class Picks(Bigram):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return super().forward(ids)[ids.nonzero()[:, 0]]
+
+    return Picks()

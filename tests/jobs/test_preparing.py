@@ -1,0 +1,187 @@
+"""What happens in host memory before a job starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_models import LLAMA, model_folder
+
+from memfit.errors import MemfitError, UsageError
+from memfit.jobs.preparing import Prepared, linear_layers_of_blocks, prepare, takes_labels
+from memfit.jobs.workload import Workload
+
+
+def on_meta(model: str, kind: str = "train", **settings: Any) -> Prepared:
+    with torch.device("meta"):
+        return prepare(Workload.from_mapping({"kind": kind, "model": model, "seq_len": 16, **settings}))
+
+
+def dtypes(job: Prepared, *, trained: bool) -> set[torch.dtype]:
+    return {p.dtype for p in job.model.parameters() if p.requires_grad is trained}
+
+
+# -- full models -------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_prepared_on_meta_has_no_memory(tmp_path: Path) -> None:
+    job = on_meta(model_folder(tmp_path, "llama"))
+    assert {p.device.type for p in job.model.parameters()} == {"meta"}
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"),
+    [
+        ("fp32", torch.float32),
+        ("bf16", torch.bfloat16),
+        ("fp16", torch.float16),
+        ("amp-bf16", torch.float32),
+        ("amp-fp16", torch.float32),
+    ],
+)
+def test_weights_have_the_precision_asked_for_and_fp32_under_autocast(
+    tmp_path: Path, precision: str, dtype: torch.dtype
+) -> None:
+    assert dtypes(on_meta(model_folder(tmp_path, "llama"), precision=precision), trained=True) == {dtype}
+
+
+def test_parameters_are_counted_once_when_tied(tmp_path: Path) -> None:
+    v, h, m, kv = (LLAMA[k] for k in ("vocab_size", "hidden_size", "intermediate_size", "num_key_value_heads"))
+    narrow = h // LLAMA["num_attention_heads"] * kv
+    block = 2 * h * h + 2 * h * narrow + 3 * h * m + 2 * h
+    assert on_meta(model_folder(tmp_path, "llama")).parameters == v * h + 2 * block + h
+
+
+@pytest.mark.parametrize(("kind", "training"), [("forward", False), ("train", True), ("lora", True)])
+def test_a_model_is_in_training_mode_only_where_it_is_trained(tmp_path: Path, kind: str, training: bool) -> None:
+    assert on_meta(model_folder(tmp_path, "llama"), kind).model.training is training
+
+
+def test_the_vocabulary_is_the_config_s(tmp_path: Path) -> None:
+    assert on_meta(model_folder(tmp_path, "llama")).vocab_size == 128
+
+
+@pytest.mark.parametrize("checkpointed", [True, False])
+def test_blocks_are_checkpointed_where_asked(tmp_path: Path, checkpointed: bool) -> None:
+    job = on_meta(model_folder(tmp_path, "llama"), grad_checkpointing=checkpointed)
+    assert job.model.is_gradient_checkpointing is checkpointed
+
+
+# -- positions ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt"])
+def test_learned_positions_are_a_limit(tmp_path: Path, family: str) -> None:
+    folder = model_folder(tmp_path, family)
+    on_meta(folder, seq_len=32)
+    with pytest.raises(UsageError, match="--seq-len 33 is more than the 32 positions"):
+        on_meta(folder, seq_len=33)
+
+
+def test_rotary_positions_are_no_limit(tmp_path: Path) -> None:
+    on_meta(model_folder(tmp_path, "llama"), seq_len=640)
+
+
+# -- adapters ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "linear"),
+    [
+        ("llama", ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]),
+        ("gpt2", ["c_attn", "c_proj", "c_fc"]),
+        ("opt", ["k_proj", "v_proj", "q_proj", "out_proj", "fc1", "fc2"]),
+    ],
+)
+def test_adapters_go_to_all_linear_layers_of_a_block_and_not_to_the_head(
+    tmp_path: Path, family: str, linear: list[str]
+) -> None:
+    job = on_meta(model_folder(tmp_path, family), "lora")
+    assert sorted(job.workload.target_modules or ()) == sorted(linear)
+    adapted = {
+        name.split(".lora_A")[0].rpartition(".")[2] for name, _ in job.model.named_parameters() if ".lora_A" in name
+    }
+    assert adapted == set(linear)
+
+
+def test_the_head_is_not_a_layer_of_a_block_even_when_untied(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path, "llama", tie_word_embeddings=False)
+    assert "lm_head" not in (on_meta(folder, "lora").workload.target_modules or ())
+
+
+def test_rank_and_targets_decide_how_much_is_trained(tmp_path: Path) -> None:
+    job = on_meta(model_folder(tmp_path, "llama"), "lora", rank=4, target_modules=["q_proj", "v_proj"])
+    per_block = 4 * (64 + 64) + 4 * (64 + 32)  # q: 64 in, 64 out; v: 64 in, 2 heads of 16 out
+    assert sum(p.numel() for p in job.trainable) == 2 * per_block
+    assert job.parameters == on_meta(model_folder(tmp_path, "llama")).parameters
+
+
+ADAPTER_DTYPES = pytest.mark.parametrize(
+    ("adapter_dtype", "dtype"), [("fp32", torch.float32), ("same", torch.bfloat16)]
+)
+
+
+@ADAPTER_DTYPES
+def test_adapters_are_fp32_unless_they_shall_be_as_the_base(
+    tmp_path: Path, adapter_dtype: str, dtype: torch.dtype
+) -> None:
+    settings = {"kind": "lora", "model": model_folder(tmp_path, "llama"), "seq_len": 16, "precision": "bf16"}
+    job = prepare(Workload.from_mapping(settings | {"adapter_dtype": adapter_dtype}))
+    assert dtypes(job, trained=True) == {dtype}
+    assert dtypes(job, trained=False) == {torch.bfloat16}
+
+
+@ADAPTER_DTYPES
+def test_adapters_on_meta_have_the_dtype_that_they_have_in_memory(
+    tmp_path: Path, adapter_dtype: str, dtype: torch.dtype, request: pytest.FixtureRequest
+) -> None:
+    if adapter_dtype == "same":
+        request.applymarker(pytest.mark.xfail(reason="peft leaves adapters on meta in fp32", strict=True))
+    job = on_meta(model_folder(tmp_path, "llama"), "lora", precision="bf16", adapter_dtype=adapter_dtype)
+    assert dtypes(job, trained=True) == {dtype}
+
+
+def test_adapters_on_meta_take_no_memory(tmp_path: Path) -> None:
+    job = on_meta(model_folder(tmp_path, "llama"), "lora")
+    assert {p.device.type for p in job.model.parameters()} == {"meta"}
+
+
+def test_the_input_of_checkpointed_blocks_asks_for_gradients_although_the_embedding_is_frozen(tmp_path: Path) -> None:
+    job = on_meta(model_folder(tmp_path, "llama"), "lora", grad_checkpointing=True)
+    embedding = job.model.get_input_embeddings()  # type: ignore[operator]
+    assert embedding(torch.zeros(1, 4, dtype=torch.int64, device="meta")).requires_grad
+
+
+def test_an_unknown_target_is_an_error_that_lists_the_layers(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--target-modules") as caught:
+        on_meta(model_folder(tmp_path, "llama"), "lora", target_modules=["query"])
+    assert "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj" in str(caught.value.hint)
+
+
+# -- one's own module --------------------------------------------------------------------------------------------------
+
+
+def test_a_factory_s_module_is_taken_as_it_is() -> None:
+    job = on_meta("small_models:bigram", precision="bf16")
+    assert type(job.model).__name__ == "Bigram"
+    assert (job.vocab_size, job.parameters) == (50, 50 * 16 + 16 * 64 + 64 + 64 * 50 + 50)
+    assert dtypes(job, trained=True) == {torch.bfloat16}
+    assert not takes_labels(job.model)
+
+
+def test_adapters_go_to_a_factory_s_linear_layers_too() -> None:
+    assert linear_layers_of_blocks(on_meta("small_models:bigram").model) == ["hidden", "head"]
+    assert on_meta("small_models:bigram", "lora", rank=2).trainable
+
+
+def test_a_module_without_a_vocabulary_is_an_error() -> None:
+    with pytest.raises(MemfitError, match="vocabulary"):
+        on_meta("small_models:without_a_vocabulary")
+
+
+def test_a_module_that_cannot_checkpoint_says_where_to_do_it() -> None:
+    with pytest.raises(UsageError, match="--grad-checkpointing") as caught:
+        on_meta("small_models:bigram", grad_checkpointing=True)
+    assert "factory" in str(caught.value.hint)

@@ -1,0 +1,92 @@
+"""The runs of `tests/data/measured.jsonl`: what was measured on an H200, as workloads to be predicted."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from memfit.core.report import PhasePeak
+from memfit.jobs.workload import Workload
+from memfit.planning.predict import Plan, predict
+
+MEASURED = Path(__file__).parents[1] / "data" / "measured.jsonl"
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+KINDS = {"forward": "forward", "full": "train", "lora": "lora"}
+
+Pair = tuple[int, int]
+"""Allocated and reserved bytes."""
+
+
+@dataclass(frozen=True)
+class Run:
+    id: str
+    spec: dict[str, Any]
+
+    @property
+    def peak(self) -> Pair:
+        return self.spec["peak_allocated"], self.spec["peak_reserved"]
+
+    @property
+    def loaded(self) -> Pair:
+        allocated, reserved = self.spec["loaded"]
+        return allocated, reserved
+
+    @property
+    def is_plain(self) -> bool:
+        """A plain loop without autocast."""
+        return (
+            self.spec["kind"] in KINDS and not self.spec["precision"].startswith("amp") and not self.spec.get("trainer")
+        )
+
+    def phases(self) -> dict[tuple[str, int], Pair]:
+        """By name and step; micro-batches of a step are one phase."""
+        found: dict[tuple[str, int], Pair] = {}
+        for name, peaks in self.spec["phases"].items():
+            each = len(peaks) // 3  # three steps were run
+            for i, (allocated, reserved) in enumerate(peaks):
+                before = found.get((name, i // each + 1), (0, 0))
+                found[name, i // each + 1] = (max(before[0], allocated), max(before[1], reserved))
+        return found
+
+    def workload(self) -> Workload:
+        spec = self.spec
+        settings: dict[str, Any] = {
+            "kind": KINDS[spec["kind"]], "model": spec["model"], "batch_size": spec["batch"], "seq_len": spec["seq"],
+            "precision": spec["precision"], "attention": spec.get("attn", "sdpa"),
+            "alloc_conf": spec.get("alloc_conf", ""),
+        }  # fmt: skip
+        if spec["kind"] != "forward":
+            settings |= {
+                "optimizer": spec.get("optim", "adamw").replace("_", "-"), "clip_grad": bool(spec.get("clip")),
+                "grad_checkpointing": bool(spec.get("ckpt")), "grad_accum": spec.get("accum", 1),
+            }  # fmt: skip
+        if spec["kind"] == "lora":
+            settings |= {"rank": spec["rank"], "target_modules": tuple(spec.get("targets", TARGETS))}
+        return Workload(**settings)
+
+
+@cache
+def runs() -> dict[str, Run]:
+    lines = [json.loads(line) for line in MEASURED.read_text().splitlines()]
+    return {line["id"]: Run(line["id"], line) for line in lines}
+
+
+@cache
+def plan_of(run_id: str) -> Plan:
+    """Once a run: several tests look at it."""
+    return predict(runs()[run_id].workload(), gpu="H200")
+
+
+def peak(plan: Plan) -> Pair:
+    return plan.peak.allocated_bytes, plan.peak.reserved_bytes
+
+
+def pair(phase: PhasePeak) -> Pair:
+    return phase.allocated_bytes, phase.reserved_bytes
+
+
+def error(predicted: int, measured: int) -> float:
+    return abs(predicted / measured - 1)

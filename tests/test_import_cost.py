@@ -1,0 +1,50 @@
+"""`memfit --help` is instant, and everything that needs no prediction answers without torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+
+HEAVY = ["torch", "transformers", "peft", "accelerate", "numpy"]
+
+SCRIPT = """
+import contextlib, io, json, sys
+from memfit.cli.main import main
+
+heavy, lines = json.loads(sys.argv[1])
+loaded = {}
+for line in lines:
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        code = main(line.split())
+    loaded[line] = [code, [name for name in heavy if name in sys.modules]]
+print(json.dumps(loaded))
+"""
+
+ANSWERS = {
+    "--help": 0,
+    "--version": 0,
+    "plan --help": 0,
+    "plan lora --help": 0,
+    "plan batch --help": 0,
+    "models": 0,
+    "models --json": 0,
+    "gpus": 0,
+    "plan train --model gtp2": 2,
+    "plan train --model gpt2 --gpu nonsense": 2,
+    "plan train --model gpt2 --batch-size 0": 2,
+}
+
+
+def test_nothing_heavy_is_imported_before_a_prediction_starts() -> None:
+    command = [sys.executable, "-c", SCRIPT, json.dumps([HEAVY, list(ANSWERS)])]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert json.loads(done.stdout) == {line: [code, []] for line, code in ANSWERS.items()}
+
+
+def test_help_answers_within_two_seconds() -> None:
+    """About 0.15 s on an idle machine; torch alone would take more than the limit."""
+    started = time.perf_counter()
+    subprocess.run([sys.executable, "-m", "memfit", "--help"], capture_output=True, check=True, timeout=60)
+    assert time.perf_counter() - started < 2

@@ -1,0 +1,98 @@
+"""Imports go down only: read off the syntax tree, so that one inside a function counts too."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "src" / "memfit"
+
+WORDS = {"errors", "units", "gpus"}
+ROOMS: dict[str, set[str]] = {
+    "errors": set(),
+    "units": {"errors"},
+    "gpus": {"errors", "units"},
+    "core": WORDS,
+    "tracing": WORDS | {"core"},
+    "models": WORDS | {"core"},
+    "recording": WORDS | {"core"},
+    "jobs": WORDS | {"core", "models", "recording"},
+    "render": WORDS | {"core"},
+    "planning": WORDS | {"core", "tracing", "models", "recording", "jobs", "render"},
+    "advice": WORDS | {"core", "tracing", "models", "recording", "jobs", "render", "planning"},
+    "web": WORDS | {"core", "tracing", "models", "recording", "jobs", "render", "planning", "advice"},
+    "cli": WORDS | {"core", "tracing", "models", "recording", "jobs", "render", "planning", "advice", "web", "memfit"},
+}
+"""What each room may import of memfit, itself aside. render knows only core, so that planning may print itself."""
+
+TORCH = {"torch", "transformers", "peft", "accelerate"}
+THIRD_PARTY: dict[str, set[str]] = {
+    "errors": set(),
+    "units": set(),
+    "gpus": set(),
+    "core": {"numpy"},
+    "tracing": {"torch"},
+    "models": {"torch", "transformers", "huggingface_hub"},
+    "render": {"rich", "jinja2"},
+    "planning": {"torch", "transformers", "accelerate"},
+    "cli": {"typer", "rich"},
+}
+"""Other packages that a room may import, where that is limited."""
+
+FILES = sorted(path for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE or path.stem in ROOMS)
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            assert node.module is not None
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def own(path: Path) -> set[str]:
+    """Rooms of memfit that a file imports; `memfit` itself is the public package."""
+    names = [name.split(".") for name in imports(path) if name.split(".")[0] == "memfit"]
+    return {parts[1] if len(parts) > 1 and parts[1] in ROOMS else "memfit" for parts in names}
+
+
+def others(path: Path) -> set[str]:
+    return {name.split(".")[0] for name in imports(path)} - {"memfit"} - set(sys.stdlib_module_names)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_a_file_imports_only_rooms_below_its_own(path: Path) -> None:
+    room = room_of(path)
+    assert own(path) <= ROOMS[room] | {room}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_a_file_imports_only_the_packages_that_its_room_may(path: Path) -> None:
+    allowed = THIRD_PARTY.get(room_of(path))
+    assert allowed is None or others(path) <= allowed
+
+
+def test_core_and_render_have_no_torch() -> None:
+    for room in ("core", "render", "errors", "units", "gpus"):
+        assert not THIRD_PARTY[room] & TORCH
+
+
+def test_every_folder_is_a_room_of_the_table() -> None:
+    folders = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert folders <= set(ROOMS)
+
+
+def test_the_table_itself_has_no_circle() -> None:
+    order = list(ROOMS)
+    for room, below in ROOMS.items():
+        assert all(order.index(each) < order.index(room) for each in below if each in ROOMS)

@@ -1,0 +1,91 @@
+"""What others may rely on: names of the package, flags of the commands. A new one is a deliberate line here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import typer.main
+
+import memfit
+from memfit.cli.main import app
+from memfit.cli.options import HELP, settings_of
+from memfit.jobs.workload import KINDS
+
+COMMON = [
+    "--model", "--batch-size", "--seq-len", "--seqlen", "--context-length", "--precision", "--attention", "--padding",
+]  # fmt: skip
+TRAINING = [
+    "--loop", "--loss", "--optimizer", "--grad-checkpointing", "--grad-accum", "--clip-grad", "--no-clip-grad",
+]  # fmt: skip
+LORA = ["--rank", "--target-modules", "--lora-dropout", "--adapter-dtype"]
+GENERATION = ["--new-tokens", "--decoding", "--num-beams", "--cache"]
+LAST = ["--alloc-conf", "--gpu", "--json", "--save-trace", "--force", "-f"]
+
+FLAGS = {
+    "": ["--version"],
+    "models": ["--json"],
+    "gpus": ["--json"],
+    "plan": [],
+    "plan forward": [*COMMON, *LAST],
+    "plan train": [*COMMON, *TRAINING, *LAST],
+    "plan lora": [*COMMON, *TRAINING, *LORA, *LAST],
+    "plan generate": [*COMMON, *GENERATION, *LAST],
+    "plan batch": ["--gpu"],
+}
+
+
+def commands(command: Any, path: str = "") -> dict[str, Any]:
+    found = {path: command}
+    for name, inner in getattr(command, "commands", {}).items():
+        found.update(commands(inner, f"{path} {name}".strip()))
+    return found
+
+
+COMMANDS = commands(typer.main.get_command(app))
+
+
+def options(command: Any) -> list[Any]:
+    return [p for p in command.params if p.param_type_name == "option" and p.name != "help"]
+
+
+def test_the_public_names_are_sorted_and_all_there() -> None:
+    assert memfit.__all__ == sorted(memfit.__all__)
+    for name in memfit.__all__:
+        assert getattr(memfit, name) is not None
+
+
+def test_no_other_public_name_has_crept_in() -> None:
+    visible = {name for name in vars(memfit) if not name.startswith("_")}
+    submodules = {"cli", "core", "errors", "gpus", "jobs", "models", "planning", "render", "tracing", "units"}
+    assert visible - submodules - {"annotations", "TYPE_CHECKING", "Any"} <= set(memfit.__all__)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'predikt'"):
+        memfit.predikt  # noqa: B018
+
+
+def test_there_are_these_commands_and_no_others() -> None:
+    assert set(COMMANDS) == set(FLAGS)
+
+
+@pytest.mark.parametrize("path", FLAGS)
+def test_a_command_has_these_flags_and_no_others(path: str) -> None:
+    flags = [flag for option in options(COMMANDS[path]) for flag in (*option.opts, *option.secondary_opts)]
+    assert sorted(flags) == sorted(FLAGS[path])
+
+
+@pytest.mark.parametrize("path", FLAGS)
+def test_every_flag_has_a_sentence_of_help(path: str) -> None:
+    assert [option.name for option in options(COMMANDS[path]) if not option.help] == []
+
+
+@pytest.mark.parametrize("path", FLAGS)
+def test_every_help_text_ends_with_one_example_that_names_the_command(path: str) -> None:
+    *_, last = COMMANDS[path].epilog.splitlines()
+    assert last.strip().startswith(f"memfit {path}".strip())
+
+
+def test_no_help_is_written_for_a_setting_that_does_not_exist() -> None:
+    assert set(HELP) == {name for kind in KINDS for name in settings_of(kind)}

@@ -1,0 +1,104 @@
+"""The README's commands print what it says, its Python runs, every link leads somewhere, every example works.
+
+python tests/test_readme.py      # writes the present output of the commands into the README
+"""
+
+from __future__ import annotations
+
+import doctest
+import os
+import re
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+CONSOLE = re.compile(r"```console\n(.*?)```", re.DOTALL)
+LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
+
+
+def commands() -> list[tuple[str, str]]:
+    """(command, what it is said to print)"""
+    blocks = "\n".join(CONSOLE.findall(README.read_text(encoding="utf-8")))
+    _, *parts = re.split(r"^\$ ", blocks, flags=re.MULTILINE)
+    return [(part.partition("\n")[0], part.partition("\n")[2].strip("\n")) for part in parts]
+
+
+def run(command: str) -> str:
+    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "NO_COLOR": "1"}
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    assert done.stderr == ""
+    return done.stdout.strip("\n")
+
+
+@pytest.mark.parametrize(("command", "said"), commands(), ids=[command[:40] for command, _ in commands()])
+def test_a_command_of_the_readme_prints_what_it_says(command: str, said: str) -> None:
+    assert run(command) == said, "if the change is meant: python tests/test_readme.py"
+
+
+@pytest.mark.parametrize("page", [README, ROOT / "docs" / "concepts.md"], ids=lambda page: page.name)
+def test_the_python_of_a_page_gives_what_it_says(page: Path) -> None:
+    failed, tried = doctest.testfile(str(page), module_relative=False)
+    assert tried > 0
+    assert failed == 0
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_relative_link_leads_to_a_file(page: Path) -> None:
+    missing = [link for link in LINK.findall(page.read_text(encoding="utf-8")) if not (page.parent / link).exists()]
+    assert missing == []
+
+
+def test_the_file_tour_names_only_what_is_there() -> None:
+    tour = README.read_text(encoding="utf-8").partition("## File tour")[2]
+    paths = re.findall(r"`([\w/]+/)`", tour)
+    assert len(paths) > 8
+    assert [path for path in paths if not (ROOT / path).is_dir()] == []
+
+
+def test_the_readme_lists_every_kind_of_job() -> None:
+    from memfit.jobs.workload import KINDS
+
+    covered = README.read_text(encoding="utf-8").partition("## What it covers")[2].partition("## ")[0]
+    assert re.findall(r"^\| `(\w+)`", covered, flags=re.MULTILINE) == list(KINDS)
+
+
+def test_the_picture_of_the_context_has_the_catalogues_figures() -> None:
+    from memfit.gpus import find_gpu
+    from memfit.units import MiB
+
+    words = re.findall(r">([^<>]+)</text>", (ROOT / "docs" / "context.svg").read_text(encoding="utf-8"))
+    drawn = {card: figure for card, figure in pairwise(words) if figure.endswith(" MiB")}
+    assert len(drawn) == 4
+    for card, figure in drawn.items():
+        assert f"{find_gpu(card).context_bytes // MiB} MiB" == figure
+
+
+def test_the_makefile_says_what_each_target_does() -> None:
+    done = subprocess.run(["make"], cwd=ROOT, capture_output=True, text=True, check=True)
+    targets = {line.split()[1] for line in done.stdout.splitlines()}
+    assert targets == {"help", "setup", "demo", "test", "check", "bench", "accuracy"}
+
+
+def test_a_step_of_ones_own_is_reported() -> None:
+    done = subprocess.run(
+        [sys.executable, "examples/own_step.py"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=120
+    )
+    assert done.stdout.startswith("safe: ")
+
+
+def rewrite() -> None:
+    text = README.read_text(encoding="utf-8")
+    for block in CONSOLE.findall(text):
+        asked = [line for line in block.splitlines() if line.startswith("$ ")]
+        text = text.replace(block, "".join(f"{line}\n{run(line[2:])}\n" for line in asked))
+    README.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    rewrite()
