@@ -9,13 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny import TINY
 
 from memfit.cli.main import main
-
-TINY = {
-    "model_type": "llama", "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)

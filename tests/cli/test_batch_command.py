@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny import TINY
 
 from memfit.cli import batch as batch_command
 from memfit.cli.batch import MAX_LINE_BYTES, answer, read_lines
@@ -271,8 +272,6 @@ SMALL = st.fixed_dictionaries(
 @settings(max_examples=12, deadline=None)
 @given(work=SMALL)
 def test_any_sensible_workload_has_a_plan_whose_parts_add_up(work: dict[str, Any], tmp_path_factory: Any) -> None:
-    from conftest import TINY
-
     folder = tmp_path_factory.mktemp("model")
     (folder / "config.json").write_text(json.dumps(TINY))
     plan, code = answer(json.dumps({**work, "model": str(folder)}).encode(), 1)

@@ -135,10 +135,8 @@ def test_adapters_are_fp32_unless_they_shall_be_as_the_base(
 
 @ADAPTER_DTYPES
 def test_adapters_on_meta_have_the_dtype_that_they_have_in_memory(
-    tmp_path: Path, adapter_dtype: str, dtype: torch.dtype, request: pytest.FixtureRequest
+    tmp_path: Path, adapter_dtype: str, dtype: torch.dtype
 ) -> None:
-    if adapter_dtype == "same":
-        request.applymarker(pytest.mark.xfail(reason="peft leaves adapters on meta in fp32", strict=True))
     job = on_meta(model_folder(tmp_path, "llama"), "lora", precision="bf16", adapter_dtype=adapter_dtype)
     assert dtypes(job, trained=True) == {dtype}
 

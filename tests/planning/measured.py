@@ -14,7 +14,7 @@ from memfit.planning.predict import Plan, predict
 
 MEASURED = Path(__file__).parents[1] / "data" / "measured.jsonl"
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-KINDS = {"forward": "forward", "full": "train", "lora": "lora"}
+KINDS = {"forward": "forward", "full": "train", "lora": "lora", "generate": "generate"}
 
 Pair = tuple[int, int]
 """Allocated and reserved bytes."""
@@ -35,11 +35,14 @@ class Run:
         return allocated, reserved
 
     @property
-    def is_plain(self) -> bool:
-        """A plain loop without autocast."""
-        return (
-            self.spec["kind"] in KINDS and not self.spec["precision"].startswith("amp") and not self.spec.get("trainer")
-        )
+    def is_planned(self) -> bool:
+        """Of a kind that memfit plans."""
+        return self.spec["kind"] in KINDS
+
+    @property
+    def has_steps(self) -> bool:
+        """Measured phase by phase over three steps, not as a whole."""
+        return self.spec["kind"] != "generate" and not self.spec.get("trainer")
 
     def phases(self) -> dict[tuple[str, int], Pair]:
         """By name and step; micro-batches of a step are one phase."""
@@ -58,11 +61,15 @@ class Run:
             "precision": spec["precision"], "attention": spec.get("attn", "sdpa"),
             "alloc_conf": spec.get("alloc_conf", ""),
         }  # fmt: skip
-        if spec["kind"] != "forward":
-            settings |= {
-                "optimizer": spec.get("optim", "adamw").replace("_", "-"), "clip_grad": bool(spec.get("clip")),
-                "grad_checkpointing": bool(spec.get("ckpt")), "grad_accum": spec.get("accum", 1),
-            }  # fmt: skip
+        if spec["kind"] == "generate":
+            settings["new_tokens"] = spec["new"]
+        if spec["kind"] in ("full", "lora"):
+            settings |= {"grad_checkpointing": bool(spec.get("ckpt")), "grad_accum": spec.get("accum", 1)}
+            if spec.get("trainer"):
+                settings["loop"] = "trainer"
+            else:
+                settings["optimizer"] = spec.get("optim", "adamw").replace("_", "-")
+                settings["clip_grad"] = bool(spec.get("clip"))
         if spec["kind"] == "lora":
             settings |= {"rank": spec["rank"], "target_modules": tuple(spec.get("targets", TARGETS))}
         return Workload(**settings)

@@ -35,7 +35,6 @@ def radix_select(spec: list[Any]) -> bool:
 NOT_MODELLED = {
     "ws_first_backward": Gap("a product copies an operand that is an expanded scalar (prepare_matrix_for_cublas)"),
     "ws_second_backward": Gap("a product copies an operand that is an expanded scalar (prepare_matrix_for_cublas)"),
-    "cross_entropy_ls": Gap("a sum of bools first makes an int64 copy of them"),
     "sort": Gap("buffers of the sort"),
     "argsort": Gap("buffers of the sort"),
     "topk50": Gap("buffers of the radix select", radix_select),

@@ -189,6 +189,7 @@ def _foreach_norm(tracer: Tracer, tensors: list[Tensor], order: float = 2, dtype
     width = max(4, kind.itemsize)
     with tracer.temporaries() as hold:
         hold(len(tensors) * chunks * width, "foreach norm partial norms")
+        tracer.counts(tensors)
         return [t.new_empty((), dtype=kind) for t in tensors]
 
 

@@ -27,6 +27,7 @@ from memfit.tracing.platform import H200, Platform
 from memfit.tracing.workspaces import PRODUCTS, Workspaces
 
 aten = torch.ops.aten
+ACCUMULATE_GRAD = "torch::autograd::AccumulateGrad"
 REPLACED: dict[Any, Callable[..., Any]] = {**attention.RULES, **kernels.REPLACED}
 
 
@@ -62,6 +63,12 @@ class Tracer(TorchDispatchMode):
         block = self._alloc(nbytes, label)
         self.trace.free(block)
 
+    def counts(self, tensors: list[torch.Tensor]) -> None:
+        """The block made last has an entry for each of these tensors, so it grows with the number of layers."""
+        if not tensors:
+            return
+        self.trace.facts.setdefault("lists", {})[str(len(self.trace.requested) - 1)] = [self.block_of(t) for t in tensors]
+
     @contextmanager
     def temporaries(self) -> Iterator[Callable[[int, str], None]]:
         held: list[int] = []
@@ -69,8 +76,9 @@ class Tracer(TorchDispatchMode):
         for block in reversed(held):
             self.trace.free(block)
 
-    def track(self, tensor: torch.Tensor, op: str) -> None:
-        """Begin the life of a storage not seen before."""
+    def track(self, tensor: torch.Tensor, op: str, source: torch.Tensor | None = None) -> None:
+        """Begin the life of a storage not seen before. Outside all modules it belongs to the module of its source: a
+        parameter's optimizer state is that parameter's."""
         if tensor.device.type != self.device.type:
             return
         storage = tensor.untyped_storage()
@@ -80,7 +88,7 @@ class Tracer(TorchDispatchMode):
         nbytes = storage.nbytes()
         if not nbytes:
             return
-        block = self._alloc(nbytes, op)
+        block = self._alloc(nbytes, op, source)
 
         def died(_: object, blocks: dict[int, Any] = self._blocks, trace: Trace = self.trace) -> None:
             del blocks[key]
@@ -98,14 +106,20 @@ class Tracer(TorchDispatchMode):
         """Stop following storages: what dies after the trace has ended is no event of it."""
         self._blocks.clear()
 
-    def _alloc(self, nbytes: int, op: str) -> int:
+    def _alloc(self, nbytes: int, op: str, source: torch.Tensor | None = None) -> int:
         node = torch._C._current_autograd_node()
         module, category = self.modules.current, self.default_category
+        outside = self.modules.depth == 0
         if node is not None:
             if self.modules.depth_above_backward:
                 category = "activations"  # a checkpointed block being run again
+            elif node.name() == ACCUMULATE_GRAD:
+                outside = True
             else:
-                module = self.modules.of_node(node)
+                module, outside = self.modules.of_node(node), False
+        if outside and source is not None:
+            block = self.block_of(source)
+            module = self.trace.module(block) if block is not None else module
         return self.trace.alloc(nbytes, op=op, module=module, category=category)
 
     # -- the mode ------------------------------------------------------------------------------------------------
@@ -127,10 +141,7 @@ class Tracer(TorchDispatchMode):
                 f"cannot trace {func}: torch has no shape-only kernel for it",
                 hint="what it returns depends on data, or its author wrote none (torch.library.register_fake)",
             ) from error
-        name = str(func)
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor):
-                self.track(tensor, name)
+        self._track_results(out, str(func), args)
         if func in PRODUCTS:
             if self._is_traced(args):
                 self.workspaces.after_product(self, func, args)
@@ -142,6 +153,18 @@ class Tracer(TorchDispatchMode):
             self._note_gradient(out)
         return out
 
+    def _track_results(self, out: Any, name: str, args: Any) -> None:
+        if isinstance(out, torch.Tensor):
+            source = args[0] if args and isinstance(args[0], torch.Tensor) else None
+            self.track(out, name, source)
+            if self.modules.depth == 0 and args and isinstance(args[0], (list, tuple)) and self.owns(out):
+                self.counts([t for t in args[0] if isinstance(t, torch.Tensor)])
+            return
+        results = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
+        sources = args[0] if args and isinstance(args[0], (list, tuple)) and len(args[0]) == len(results) else None
+        for i, tensor in enumerate(results):
+            self.track(tensor, name, sources[i] if sources else None)
+
     def _is_traced(self, args: Any) -> bool:
         first = next((t for t in tree_leaves(args) if isinstance(t, torch.Tensor)), None)
         return first is not None and first.device.type == self.device.type
@@ -149,7 +172,7 @@ class Tracer(TorchDispatchMode):
     def _note_gradient(self, tensor: torch.Tensor) -> None:
         node = torch._C._current_autograd_node()
         block = self.block_of(tensor)
-        if block is not None and node is not None and node.name() == "torch::autograd::AccumulateGrad":
+        if block is not None and node is not None and node.name() == ACCUMULATE_GRAD:
             self.trace.set_category(block, "gradients")
 
 
