@@ -49,19 +49,3 @@ def bigram() -> nn.Module:
 
 def without_a_vocabulary() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 4))
-
-
-def asks_for_data() -> nn.Module:
-    class Asks(Bigram):
-        def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            return super().forward(ids) * float(ids.max())
-
-    return Asks()
-
-
-def picks_by_data() -> nn.Module:
-    class Picks(Bigram):
-        def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            return super().forward(ids)[ids.nonzero()[:, 0]]
-
-    return Picks()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 from functools import cache
 from pathlib import Path
+from shutil import rmtree
 from tempfile import mkdtemp
 from typing import Any
 
@@ -21,7 +23,9 @@ LLAMA: dict[str, Any] = {
 
 @cache
 def small_llama() -> str:
-    folder = Path(mkdtemp(prefix="memfit-test-")) / "small-llama"
+    parent = mkdtemp(prefix="memfit-test-")
+    atexit.register(rmtree, parent)
+    folder = Path(parent) / "small-llama"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(LLAMA))
     return str(folder)

@@ -131,6 +131,10 @@ class Trace:
     def set_category(self, block: int, category: str) -> None:
         self.category_of[block] = self.name_id(category)
 
+    def truncate(self, length: int) -> None:
+        """Forget the events from `length` on."""
+        del self.actions[length:], self.subjects[length:]
+
     def name_id(self, name: str) -> int:
         found = self._name_ids.get(name)
         if found is None:

@@ -35,7 +35,8 @@ class NotRepeating(Exception):
 
 
 def extend(trace: Trace, blocks: str, *, period: int, units: int) -> Trace:
-    """The trace of `units` units, from one of four. `blocks` is the path of the list of blocks: `model.layers`."""
+    """The trace of `units` units, from one of four. `blocks` is the path of the list of blocks: `model.layers`. Blocks
+    left over when the pattern does not come out even belong to the last unit."""
     if units < UNITS:
         raise NotRepeating(f"fewer than {UNITS} units")
     unit_of = _units_of_blocks(trace, blocks, period)
@@ -47,9 +48,7 @@ def extend(trace: Trace, blocks: str, *, period: int, units: int) -> Trace:
 
 def _units_of_blocks(trace: Trace, blocks: str, period: int) -> list[int]:
     pattern = re.compile(re.escape(blocks) + r"\.(\d+)(?:\.|$)")
-    by_name = [int(m[1]) // period if (m := pattern.match(name)) else NONE for name in trace.names]
-    if max(by_name) >= UNITS:
-        raise NotRepeating("more units than expected")
+    by_name = [min(int(m[1]) // period, LAST) if (m := pattern.match(name)) else NONE for name in trace.names]
     return [by_name[module] for module in trace.module_of]
 
 

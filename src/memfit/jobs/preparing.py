@@ -36,10 +36,12 @@ class Prepared:
         return [p for p in self.model.parameters() if p.requires_grad]
 
 
-def prepare(workload: Workload) -> Prepared:
+def prepare(workload: Workload, *, layers: int | None = None) -> Prepared:
+    """`layers` keeps only the first so many blocks of the model."""
     source = resolve(workload.model)
     model = build_model(
-        source, dtype=DTYPES[workload.weight_precision], attention=workload.attention, use_cache=workload.kind == "generate"
+        source, dtype=DTYPES[workload.weight_precision], attention=workload.attention, layers=layers,
+        use_cache=workload.kind == "generate",
     )
     _check_positions(model, workload)
     parameters = parameter_count(model)

@@ -96,19 +96,17 @@ def predict(workload: Workload | None = None, *, gpu: str | Gpu | None = None, i
     card = find_gpu(gpu) if isinstance(gpu, str) else gpu
     config = AllocatorConfig.parse(work.alloc_conf)
 
-    from memfit.planning import categories, tracing_jobs
+    from memfit.planning.traced import trace_workload
+    from memfit.planning.tracing_jobs import platform_of
 
-    job = tracing_jobs.prepare_without_memory(work)
-    loss_modules = categories.loss_modules_of(job.model)
-    trainable = sum(p.numel() for p in job.trainable) if work.trains else 0
-    trace = tracing_jobs.trace_job(job, tracing_jobs.platform_of(card))
-    categories.label(trace, loss_modules)
+    traced = trace_workload(work, platform_of(card))
+    work = traced.workload
     fused = work.attention == "sdpa" and work.precision != "fp32"
     context = (card or find_gpu("H200")).context_after(training=work.trains, flash=fused)
     return assess(
-        trace, config, card, context, workload=job.workload.settings() | {"gpu": gpu if isinstance(gpu, str) else None},
-        model=job.name, parameters=job.parameters, trainable_parameters=trainable,
-        notes=(*_assumptions(work, card), *job.notes), started=started, id=id,
+        traced.trace, config, card, context, workload=work.settings() | {"gpu": gpu if isinstance(gpu, str) else None},
+        model=traced.model, parameters=traced.parameters, trainable_parameters=traced.trainable_parameters,
+        notes=(*_assumptions(work, card), *traced.notes), started=started, id=id,
     )  # fmt: skip
 
 

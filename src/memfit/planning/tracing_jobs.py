@@ -30,14 +30,19 @@ def platform_of(gpu: Gpu | None) -> Platform:
     return Platform(arch=gpu.arch, sm_count=gpu.sm_count, max_threads_per_sm=gpu.max_threads_per_sm)
 
 
-def prepare_without_memory(workload: Workload) -> Prepared:
+def prepare_without_memory(workload: Workload, *, layers: int | None = None) -> Prepared:
     with torch.device("meta"):
-        return prepare(workload)
+        return prepare(workload, layers=layers)
 
 
 def trace_job(job: Prepared, platform: Platform = H200, *, steps: int = STEPS) -> Trace:
+    ends = 0
+
     def run(tracer: Tracer) -> None:
-        run_job(job, tracer.device, MarkedPhases(tracer, job), steps=steps)
+        nonlocal ends
+        phases = MarkedPhases(tracer, job)
+        run_job(job, tracer.device, phases, steps=steps)
+        ends = phases.ends
 
     work = job.workload
     table = padding_answers(work.padding) | rope_answers(job)
@@ -52,7 +57,9 @@ def trace_job(job: Prepared, platform: Platform = H200, *, steps: int = STEPS) -
         table |= TRAINER_ANSWERS
         around = trainer_on_cuda()
     with around, failures_of_the_job():
-        return trace(run, platform=platform, answers=Answers(table))
+        made = trace(run, platform=platform, answers=Answers(table))
+    made.truncate(ends)  # what dies with the job's own variables dies after it
+    return made
 
 
 def padding_answers(padded: bool) -> dict[Site, Answer]:
@@ -98,6 +105,7 @@ class MarkedPhases:
     def __init__(self, tracer: Tracer, job: Prepared) -> None:
         self.tracer = tracer
         self.model = job.model
+        self.ends = 0
 
     @contextmanager
     def __call__(self, name: str, step: int = 0) -> Iterator[None]:
@@ -112,3 +120,4 @@ class MarkedPhases:
         if name == "load":
             for path, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
                 tracer.name(tensor, path)
+        self.ends = len(tracer.trace)
