@@ -26,7 +26,11 @@ ACTIONS = {
 
 
 class MeasuredPhases:
-    def __init__(self) -> None:
+    """Peaks by phase. Weights get random values once they are on the GPU: what was in memory before may be NaN, and an
+    optimizer behind a gradient scaler then never steps."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
         self.peaks: dict[str, list[list[int]]] = {}
         self.loaded: list[int] | None = None
         self.marks: list[tuple[int, str]] = []
@@ -42,6 +46,10 @@ class MeasuredPhases:
         torch.cuda.synchronize()
         self.peaks.setdefault(name, []).append([torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()])
         if name == "load":
+            with torch.no_grad():
+                for parameter in self.model.parameters():
+                    parameter.normal_(0, 0.02)
+            torch.cuda.synchronize()
             self.loaded = [torch.cuda.memory_allocated(), torch.cuda.memory_reserved()]
 
 
@@ -55,7 +63,7 @@ def measure(spec: dict[str, Any], events: Path | None) -> dict[str, Any]:
     from memfit.jobs.running import run_job
     from memfit.jobs.workload import Workload
 
-    cuda, result, phases = torch.cuda, dict(spec), MeasuredPhases()
+    cuda, result = torch.cuda, dict(spec)
     cuda.init()
     if events:
         cuda.memory._record_memory_history(max_entries=3_000_000, context="alloc", stacks="python")
@@ -67,6 +75,7 @@ def measure(spec: dict[str, Any], events: Path | None) -> dict[str, Any]:
     if spec.get("cap_bytes"):
         cuda.set_per_process_memory_fraction(spec["cap_bytes"] / cuda.get_device_properties(0).total_memory)
     job = prepare(Workload.from_mapping(settings))
+    phases = MeasuredPhases(job.model)
     try:
         run_job(job, "cuda", phases)
     except torch.OutOfMemoryError as error:

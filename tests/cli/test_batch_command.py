@@ -110,6 +110,7 @@ def test_standard_input_is_a_dash(memfit: Memfit, tiny: str, monkeypatch: pytest
         ('{"kind": "train", "model": "gpt2", "batch_size": 1.5}', "--batch-size 1.5 is not a whole number"),
         ('{"kind": "train", "model": "gpt2", "batch_size": true}', "--batch-size True"),
         ('{"kind": "train", "model": "gpt2", "gpu": 24}', "gpu 24 is not text"),
+        ('{"kind": "train", "model": "gpt2", "gpu": ""}', "--gpu is empty"),
         ('{"kind": "cook", "model": "gpt2"}', "'cook' is not one of forward"),
         ('{"kind": "lora", "model": "gpt2", "target_modules": [1]}', "--target-modules"),
         ('{"kind": "train", "model": "gpt2", "precision": ["bf16"]}', "--precision"),

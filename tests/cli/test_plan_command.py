@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from memfit.cli.main import main
 from memfit.core.events import Trace
 from memfit.jobs.workload import KINDS
 
@@ -116,6 +118,13 @@ def test_the_report_names_the_verdict_first_and_the_next_step_last(memfit: Memfi
 
 def test_a_plan_has_no_colour_where_it_is_not_a_terminal(memfit: Memfit, tiny: str) -> None:
     assert "\x1b" not in memfit("plan", "forward", "--model", tiny, "--seq-len", 16).out
+
+
+def test_an_output_that_is_not_unicode_gets_what_it_can_show(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    assert main(["plan", "forward", "--model", tiny, "--seq-len", "16"]) == 0
+    assert b"##" in raw.getvalue()
 
 
 def test_models_are_listed_with_type_parameters_and_ids(memfit: Memfit) -> None:

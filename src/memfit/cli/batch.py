@@ -55,7 +55,7 @@ def answer(line: bytes | None, number: int, gpu: str | None = None) -> tuple[dic
         with redirect_stdout(sys.stderr):  # stdout is for answers, whatever the model's own code prints
             from memfit.planning.predict import predict
 
-            return predict(gpu=card or gpu, id=values.get("id"), **settings).to_json(), 0
+            return predict(gpu=gpu if card is None else card, id=values.get("id"), **settings).to_json(), 0
     except MemfitError as error:
         message, hint, code = error.message, error.hint, BAD_LINES
     except Exception as error:

@@ -66,6 +66,7 @@ def _root(
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line. Every way in which it can end is a number here."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its remarks on configs are none of the user's business
+    output.print_anything()
     try:
         code = app(list(sys.argv[1:] if argv is None else argv), prog_name="memfit", standalone_mode=False)
         sys.stdout.flush()

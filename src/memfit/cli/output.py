@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -20,6 +21,13 @@ def example(command: str) -> str:
 
 def say(text: str) -> None:
     print(text)
+
+
+def print_anything() -> None:
+    """A character that the output cannot encode is written as its number, not as a traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def complain(message: str, hint: str | None = None) -> None:
@@ -55,7 +63,7 @@ def show(render: Callable[[Mapping[str, Any], Console], None], document: Mapping
     if console.is_terminal:
         render(document, console)
     else:
-        print(as_text(render, document))
+        print(as_text(render, document, encoding=console.encoding))
 
 
 def errors_console() -> Console:

@@ -86,18 +86,22 @@ def replay(
     )  # fmt: skip
 
 
-def smallest_capacity(trace: Trace, config: AllocatorConfig = DEFAULTS, *, start: Sequence[SegmentRecord] = ()) -> int:
-    """The least capacity, in steps of 2 MiB, with which the trace runs to its end (perhaps with retries).
+def smallest_capacity(
+    trace: Trace, config: AllocatorConfig = DEFAULTS, *, start: Sequence[SegmentRecord] = (), ample: int | None = None,
+    within: int = 0,
+) -> int:  # fmt: skip
+    """The least capacity, in steps of 2 MiB, with which the trace runs to its end (perhaps with retries); or one that
+    is at most `within` bytes more. `ample` is the reserved peak of a replay without limit, if one was made.
 
     A bisection with few replays, for each one settles a whole range: with any capacity from the peak it reached up to
     the smallest sum it was refused, everything would have gone the same way. More capacity can in theory turn a fit
     into a failure, so the answer is also tried with a margin of 1/64, and raised if that fails.
     """
-    ample = _course(trace, config, None, start).reserved_peak
+    ample = ample or _course(trace, config, None, start).reserved_peak
     low, high = max(_live_peak(trace, config), sum(segment.size for segment in start)), ample
     while True:
         probe = low
-        while low < high:
+        while high - low > within:
             course = _course(trace, config, probe, start)
             if course.fits:
                 high = course.reserved_peak

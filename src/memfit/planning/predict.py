@@ -20,6 +20,8 @@ from memfit.jobs.workload import Workload
 
 SCHEMA = "memfit.plan/1"
 SAFE_SHARE = 0.9
+SMALLEST_PRECISION = 1024
+"""The smallest card is found to one part in so many: each step of the search replays the whole job."""
 Verdict = Literal["safe", "tight", "fails"]
 
 
@@ -113,7 +115,8 @@ def predict(workload: Workload | None = None, *, gpu: str | Gpu | None = None, i
 def assess(trace: Trace, config: AllocatorConfig, gpu: Gpu | None, context: int, *, started: float, notes: tuple[str, ...], **rest: Any) -> Plan:
     """Replay a labelled trace, with room and with the card's capacity."""
     timeline = replay(trace, config)
-    smallest = smallest_capacity(trace, config) + context
+    ample = timeline.peak_reserved
+    smallest = smallest_capacity(trace, config, ample=ample, within=ample // SMALLEST_PRECISION) + context
     fit = None if gpu is None else _fit(trace, config, gpu, context, timeline, smallest)
     if fit and fit.retries:
         notes = (f"fits only because torch gives cached memory back {fit.retries} times: each is a pause", *notes)

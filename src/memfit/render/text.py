@@ -19,10 +19,12 @@ def plan_text(plan: Mapping[str, Any], *, width: int = WIDTH) -> str:
 
 
 def as_text(
-    show: Callable[[Mapping[str, Any], Console], None], document: Mapping[str, Any], *, width: int = WIDTH
-) -> str:
-    """What `show` writes, without the blanks that rich pads lines with."""
-    out = io.StringIO()
+    show: Callable[[Mapping[str, Any], Console], None], document: Mapping[str, Any], *, width: int = WIDTH,
+    encoding: str = "utf-8",
+) -> str:  # fmt: skip
+    """What `show` writes to an output of that encoding, without the blanks that rich pads lines with."""
+    out = io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors="replace")
     console = Console(file=out, width=width, color_system=None, force_terminal=False, highlight=False, markup=False)
     show(document, console)
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+    out.seek(0)
+    return "\n".join(line.rstrip() for line in out.read().splitlines())

@@ -13,7 +13,6 @@ from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
 
 from memfit.tracing.autocast import Autocast
 from memfit.tracing.composites import in_inference_mode
@@ -50,7 +49,9 @@ class CudaNames(TorchFunctionMode):
             return self._move(args[0])
         if torch.is_inference_mode_enabled() and func in self._by_name and args[0].device.type == self.tracer.device.type:
             return self._by_name[func](*args, **kwargs)
-        args, kwargs = self._renamed(args), self._renamed(kwargs)
+        args = tuple([self._device(value) for value in args])
+        if kwargs:
+            kwargs = {name: self._device(value) for name, value in kwargs.items()}
         if func is Tensor.to and self._is_host_copy_wanted(args, kwargs):
             dtype = next((a for a in (*args[1:], *kwargs.values()) if isinstance(a, torch.dtype)), None)
             return self._move(args[0], dtype)
@@ -58,15 +59,12 @@ class CudaNames(TorchFunctionMode):
             return self.autocast.call(func, args, kwargs)
         return func(*args, **kwargs)
 
-    def _renamed(self, value: Any) -> Any:
-        def rename(leaf: Any) -> Any:
-            if isinstance(leaf, str) and (leaf == "cuda" or leaf.startswith("cuda:")):
-                return self.tracer.device
-            if isinstance(leaf, torch.device) and leaf.type == "cuda":
-                return self.tracer.device
-            return leaf
-
-        return tree_map(rename, value)
+    def _device(self, value: Any) -> Any:
+        if type(value) is str:
+            return self.tracer.device if value == "cuda" or value.startswith("cuda:") else value
+        if type(value) is torch.device and value.type == "cuda":
+            return self.tracer.device
+        return value
 
     def _is_host_copy_wanted(self, args: Any, kwargs: Any) -> bool:
         target = next((a for a in (*args[1:], *kwargs.values()) if isinstance(a, torch.device)), None)

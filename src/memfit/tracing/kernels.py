@@ -209,6 +209,31 @@ def _sort_of_indices(
         hold(radix_sort_pairs_bytes(count, 8, 8), "radix sort")
 
 
+def _multinomial(tracer: Tracer, out: Tensor, x: Tensor, count: int, replacement: bool = False, **__: Any) -> None:
+    """Distributions.cpp: one draw, or draws without replacement, divide by exponential noise of the input's size."""
+    if count == 1 or not replacement:
+        tracer.temporary(x.numel() * x.element_size(), "multinomial noise")
+
+
+def _sort(tracer: Tracer, out: Any, x: Tensor, *rest: Any, **named: Any) -> None:
+    """Sort.cu: up to 4,096 in a row sort in place; longer rows go through cub with 64-bit positions."""
+    dim = named.get("dim", rest[-2] if len(rest) > 1 else -1)
+    if x.dim() == 0 or x.numel() == 0:
+        return
+    row = x.shape[dim]
+    count, size, rows = x.numel(), x.element_size(), x.numel() // row
+    with tracer.temporaries() as hold:
+        if row <= 4096:
+            hold(rows * 8, "sort counters")
+        elif rows == 1 or rows >= 128:
+            hold(count * 8, "sort positions")
+            hold(count * (size + 8), "segmented sort")
+        else:
+            for label, each in (("positions", 8), ("segment ids", 8), ("keys", size)):
+                hold(count * each, f"sort {label}")
+            hold(count * (size + 8), "radix sort")
+
+
 HIDDEN: dict[Any, Rule] = {
     **dict.fromkeys((aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default), _over_dims),
     **dict.fromkeys((aten.sum.default, aten.mean.default, aten.max.default, aten.min.default, aten.prod.default), _over_all),
@@ -219,6 +244,8 @@ HIDDEN: dict[Any, Rule] = {
     **dict.fromkeys((aten.cumsum.default, aten.cumprod.default), _scan),
     aten._softmax_backward_data.default: _softmax_backward,
     aten._safe_softmax.default: _safe_softmax,
+    aten.multinomial.default: _multinomial,
+    **dict.fromkeys((aten.sort.default, aten.sort.stable), _sort),
     aten.index_put_.default: _sort_of_indices,
     aten._index_put_impl_.default: _sort_of_indices,
 }

@@ -124,6 +124,11 @@ class Tracer(TorchDispatchMode):
 
     # -- the mode ------------------------------------------------------------------------------------------------
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """torch would wrap every call for the sake of its compiler, at half the cost of a trace."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is aten._local_scalar_dense.default and args[0].device.type == self.device.type:
@@ -253,7 +258,6 @@ class ModuleStack:
 def collector_off() -> Iterator[None]:
     """A collection in the middle of a step would free storages where no GPU run does."""
     was_on = gc.isenabled()
-    gc.collect()
     gc.disable()
     try:
         yield
