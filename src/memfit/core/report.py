@@ -76,7 +76,7 @@ def make_report(trace: Trace, timeline: Timeline, *, largest: int = 12) -> Repor
         breakdown=breakdown,
         largest=_largest(trace, live, sizes, largest),
         phases=tuple(_phases(trace, timeline)),
-        idle_at_reserved_peak=timeline.reserved[at] - timeline.allocated[at] if len(trace) else 0,
+        idle_at_reserved_peak=timeline.reserved[at] - timeline.allocated[at] if at >= 0 else 0,
     )
 
 
@@ -102,7 +102,7 @@ def moment(trace: Trace, event: int) -> Moment:
     for action, subject in zip(trace.actions[: event + 1], trace.subjects[: event + 1], strict=True):
         if action == Action.MARK:
             mark = trace.marks[subject]
-    allocates = len(trace) > event and trace.actions[event] == Action.ALLOC
+    allocates = 0 <= event < len(trace) and trace.actions[event] == Action.ALLOC
     block = trace.subjects[event] if allocates else None
     module, op = ("", "") if block is None else (trace.module(block), trace.op(block))
     return Moment(event, mark.phase, mark.step, module, op)
@@ -125,7 +125,7 @@ def _phases(trace: Trace, timeline: Timeline) -> Iterator[PhasePeak]:
     """Micro-batches of one step are one phase; the peak counts from what is allocated when it begins."""
     starts = [i for i, action in enumerate(trace.actions) if action == Action.MARK]
     peaks: dict[Mark, tuple[int, int]] = {}
-    for start, end in zip(starts, [*starts[1:], len(trace)], strict=True):
+    for start, end in zip(starts, [*starts[1:], len(trace)][: len(starts)], strict=True):
         mark = trace.marks[trace.subjects[start]]
         if mark.phase in QUIET_PHASES:
             continue

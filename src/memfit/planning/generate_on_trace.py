@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
 
 import torch
 
@@ -21,6 +24,30 @@ def generate_answers(work: Workload) -> dict[Site, Answer]:
         Site(UTILS, "_beam_search"): beam_search(work.new_tokens),
         Site(LOGITS, "__init__"): False,  # end tokens are not negative
     }
+
+
+@contextmanager
+def cache_labelled(tracer: Any) -> Iterator[None]:
+    """What a layer of the key-value cache makes while it is updated is the cache."""
+    from transformers import cache_utils
+
+    def labelled(update: Callable[..., Any]) -> Callable[..., Any]:
+        def update_labelled(*args: Any, **kwargs: Any) -> Any:
+            before, tracer.default_category = tracer.default_category, "kv_cache"
+            try:
+                return update(*args, **kwargs)
+            finally:
+                tracer.default_category = before
+
+        return update_labelled
+
+    layers = [c for c in vars(cache_utils).values() if isinstance(c, type) and issubclass(c, cache_utils.CacheLayerMixin)]
+    with ExitStack() as stack:
+        for layer in layers:
+            for name in ("update", "lazy_initialization"):
+                if name in vars(layer):
+                    stack.enter_context(mock.patch.object(layer, name, labelled(vars(layer)[name])))
+        yield
 
 
 def beam_search(count: int) -> Callable[[torch.Tensor], Value]:

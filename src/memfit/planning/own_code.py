@@ -21,11 +21,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 from memfit.core.alloc_config import AllocatorConfig
 from memfit.core.events import Action
 from memfit.errors import TraceError
 from memfit.gpus import Gpu, find_gpu
+from memfit.planning.failures import failures_of_the_job
 from memfit.planning.phases_by_what_runs import phases_by_what_runs
 from memfit.planning.predict import Plan, assess
 
@@ -49,11 +51,12 @@ def trace_own_code(
     parameters: dict[str, int] = {"all": 0, "trainable": 0}
 
     def run(tracer: Tracer) -> None:
-        with phases_by_what_runs(tracer), _parameters_named(tracer, parameters):
+        with _a_card_is_there(), phases_by_what_runs(tracer), _parameters_named(tracer, parameters):
             fn()
 
     table = Answers({Site(*place): value for place, value in (answers or {}).items()})
-    made = trace(run, platform=platform_of(card), answers=table)
+    with failures_of_the_job():
+        made = trace(run, platform=platform_of(card), answers=table)
     if Action.ALLOC not in made.actions:
         raise TraceError(
             "the traced code put nothing on the GPU",
@@ -68,6 +71,19 @@ def trace_own_code(
         parameters=parameters["all"], trainable_parameters=parameters["trainable"],
         workload={"kind": "own-code", "function": getattr(fn, "__qualname__", repr(fn)), "alloc_conf": alloc_conf},
     )  # fmt: skip
+
+
+@contextmanager
+def _a_card_is_there() -> Iterator[None]:
+    """`"cuda" if torch.cuda.is_available() else "cpu"` must not end on the CPU."""
+    import torch
+
+    with (
+        mock.patch.object(torch.cuda, "is_available", lambda: True),
+        mock.patch.object(torch.cuda, "device_count", lambda: 1),
+        mock.patch.object(torch.cuda, "current_device", lambda: 0),
+    ):
+        yield
 
 
 @contextmanager

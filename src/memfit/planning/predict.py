@@ -67,6 +67,11 @@ class Plan:
     def verdict(self) -> Verdict | None:
         return self.fit.verdict if self.fit else None
 
+    def __str__(self) -> str:
+        from memfit.render.text import plan_text
+
+        return plan_text(self.to_json())
+
     def to_json(self) -> dict[str, Any]:
         """The contract that other tools read (memfit.plan/1)."""
         at = self.report.at_peak
@@ -84,6 +89,8 @@ class Plan:
             "phases": [asdict(phase) for phase in self.report.phases],
             "verdict": self.verdict,
             "headroom_bytes": self.fit.headroom_bytes if self.fit else None,
+            "retries": self.fit.retries if self.fit else None,
+            "failed_at": self.fit.failed_at if self.fit else None,
             "smallest_gpu_bytes": self.smallest_gpu_bytes,
             "largest": [asdict(group) for group in self.report.largest],
             "notes": list(self.notes),
@@ -118,8 +125,9 @@ def assess(trace: Trace, config: AllocatorConfig, gpu: Gpu | None, context: int,
     ample = timeline.peak_reserved
     smallest = smallest_capacity(trace, config, ample=ample, within=ample // SMALLEST_PRECISION) + context
     fit = None if gpu is None else _fit(trace, config, gpu, context, timeline, smallest)
-    if fit and fit.retries:
-        notes = (f"fits only because torch gives cached memory back {fit.retries} times: each is a pause", *notes)
+    if fit and fit.retries and fit.verdict != "fails":
+        times = "once" if fit.retries == 1 else f"{fit.retries} times"
+        notes = (f"fits only because torch gives cached memory back {times}: each is a pause", *notes)
     reserved = timeline.peak_reserved
     return Plan(
         gpu=gpu,
@@ -158,7 +166,8 @@ def _assumptions(work: Workload, gpu: Gpu | None) -> tuple[str, ...]:
     else:
         notes.extend(gpu.notes)
     if work.trains:
-        notes.append("three optimizer steps of full batches without padding; data loading and checkpoints left out")
+        rows = "rows of unequal length" if work.padding else "no padding"
+        notes.append(f"three optimizer steps of full batches, {rows}; data loading and checkpoints are left out")
     if work.kind == "lora":
         notes.append("adapters as peft makes them; the base model is frozen")
     return tuple(notes)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
 from memfit.core.events import Trace
-from memfit.errors import MemfitError, TraceError
 from memfit.gpus import Gpu
 from memfit.jobs.preparing import Prepared, prepare
 from memfit.jobs.running import run_job
 from memfit.jobs.workload import Workload
+from memfit.planning.failures import failures_of_the_job
 from memfit.planning.phases_by_what_runs import phases_by_what_runs
 from memfit.tracing.answers import Answer, Answers, Site
 from memfit.tracing.platform import H200, Platform
@@ -81,24 +80,6 @@ def rope_answers(job: Prepared) -> dict[Site, Answer]:
     }
 
 
-@contextmanager
-def failures_of_the_job() -> Iterator[None]:
-    """What the job's own code raises is the job's failure, said in one line; what memfit raises is memfit's bug."""
-    try:
-        yield
-    except MemfitError:
-        raise
-    except Exception as error:
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        if "/memfit/" in place.filename.replace("\\", "/"):
-            raise
-        said = str(error).strip().splitlines()[0] if str(error).strip() else ""
-        raise TraceError(
-            f"the job itself fails: {type(error).__name__}: {said[:300]}",
-            hint=f"raised at {place.filename}:{place.lineno}, in {place.name}; it may well fail on a GPU too",
-        ) from error
-
-
 class MarkedPhases:
     """Phases of a traced job become marks; what is moved while loading are the weights, under their own names."""
 
@@ -113,7 +94,7 @@ class MarkedPhases:
         tracer.trace.mark(name, step)
         before, tracer.default_category = tracer.default_category, "weights" if name == "load" else ""
         try:
-            with phases_by_what_runs(tracer) if name == "trainer" else nullcontext():
+            with self._inside(name):
                 yield
         finally:
             tracer.default_category = before
@@ -121,3 +102,12 @@ class MarkedPhases:
             for path, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
                 tracer.name(tensor, path)
         self.ends = len(tracer.trace)
+
+    def _inside(self, name: str) -> AbstractContextManager[None]:
+        if name == "trainer":
+            return phases_by_what_runs(self.tracer)
+        if name == "generate":
+            from memfit.planning.generate_on_trace import cache_labelled
+
+            return cache_labelled(self.tracer)
+        return nullcontext()

@@ -34,12 +34,14 @@ def trainer_on_cuda() -> Iterator[None]:
         with mock.patch.object(Accelerator, "device", property(lambda _: cuda)):
             initialise(self, *args, **kwargs)
 
-    for state in states:
-        state._reset_state()
+    def forget() -> None:
+        for state in states:
+            state._reset_state()
+
+    forget()
     with ExitStack() as stack:
+        stack.callback(forget)
         stack.enter_context(mock.patch.dict(os.environ, {"ACCELERATE_TORCH_DEVICE": "cuda"}))
         stack.enter_context(mock.patch.object(training_args, "is_torch_bf16_gpu_available", lambda: True))
         stack.enter_context(mock.patch.object(Accelerator, "__init__", initialise_for_cuda))
         yield
-    for state in states:
-        state._reset_state()

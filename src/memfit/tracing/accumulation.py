@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 aten = torch.ops.aten
-Holders = tuple[int, int]
+Holders = tuple[int, int, int]
 
 
 class EngineSums:
@@ -31,7 +31,9 @@ class EngineSums:
         first, second = args
         if not isinstance(second, torch.Tensor) or first.shape != second.shape or first.dtype != second.dtype:
             return False
-        return called_by_engine() and _is_dense(first) and _holders(first) <= self._alone
+        if not called_by_engine() or not _is_dense(first):
+            return False
+        return all(found <= alone for found, alone in zip(_holders(first), self._alone, strict=True))
 
 
 def called_by_engine() -> bool:
@@ -43,7 +45,9 @@ def called_by_engine() -> bool:
 
 
 def _holders(tensor: torch.Tensor) -> Holders:
-    return tensor._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # type: ignore[attr-defined]
+    """Of the tensor and of its storage in C++, and of the tensor in Python."""
+    storage = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # type: ignore[attr-defined]
+    return tensor._use_count(), storage, sys.getrefcount(tensor)  # type: ignore[attr-defined]
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
@@ -63,7 +67,8 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is aten.add.Tensor and torch._C._current_autograd_node() is not None:
-            self.seen.append(_holders(args[0]))
+            first, _ = args
+            self.seen.append(_holders(first))
         return func(*args, **(kwargs or {}))
 
 

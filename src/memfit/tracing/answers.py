@@ -8,6 +8,7 @@ after one token and sends the Trainer into its NaN branch.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ class Site:
     file: str
     function: str
 
+
+_TORCH = os.path.dirname(torch.__file__).replace("\\", "/") + "/"
 
 KNOWN: dict[Site, tuple[Value, str]] = {
     Site("transformers/masking_utils.py", "_ignore_causal_mask_sdpa"): (True, "no padding: the mask is all ones"),
@@ -81,7 +84,7 @@ def _callers() -> Iterator[FrameType]:
 
 
 def _is_torch(frame: FrameType) -> bool:
-    return "/torch/" in _site(frame).file
+    return _site(frame).file.startswith(_TORCH)
 
 
 def _site(frame: FrameType) -> Site:

@@ -41,7 +41,7 @@ def choose_backend(
 def _cudnn_can(q: Tensor, k: Tensor, v: Tensor, dropout: float, platform: Platform) -> bool:
     widest = 256 if platform.arch == (9, 0) and platform.cudnn >= 91000 else 128
     sizes = (q.shape[-1], v.shape[-1])
-    drops = dropout > 0 and 91100 <= platform.cudnn < 91400
+    drops = (dropout > 0 and 91100 <= platform.cudnn < 91400) or torch.are_deterministic_algorithms_enabled()
     return q.dtype in HALF and all(d % 8 == 0 and d <= widest for d in sizes) and k.shape[-2] > 1 and not drops
 
 

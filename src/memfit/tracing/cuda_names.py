@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from memfit.tracing.tracer import Tracer
 
 Tensor = torch.Tensor
+FROM_HOST = (torch.tensor, torch.as_tensor, torch.asarray)
+"""They copy Python data to the device without an op that a mode would see."""
 
 
 @contextmanager
@@ -28,6 +30,7 @@ def cuda_names(tracer: Tracer) -> Iterator[None]:
     names = CudaNames(tracer)
     with (
         _optimizers_as_on_cuda(tracer.device.type),
+        _parameters_stay_themselves(),
         _calls_without_effect(tracer),
         names.autocast.answering(),
         _backward_keeps(names),
@@ -45,6 +48,8 @@ class CudaNames(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is torch.device:
+            return self._made_device(*args, **kwargs)
         if func is Tensor.cuda:
             return self._move(args[0])
         if torch.is_inference_mode_enabled() and func in self._by_name and args[0].device.type == self.tracer.device.type:
@@ -52,12 +57,24 @@ class CudaNames(TorchFunctionMode):
         args = tuple([self._device(value) for value in args])
         if kwargs:
             kwargs = {name: self._device(value) for name, value in kwargs.items()}
+            if type(kwargs.get("device")) is int:
+                kwargs["device"] = self.tracer.device
+        if func is Tensor.to and len(args) > 1 and type(args[1]) is int:
+            args = (args[0], self.tracer.device, *args[2:])
         if func is Tensor.to and self._is_host_copy_wanted(args, kwargs):
             dtype = next((a for a in (*args[1:], *kwargs.values()) if isinstance(a, torch.dtype)), None)
             return self._move(args[0], dtype)
         if self.autocast.enabled:
             return self.autocast.call(func, args, kwargs)
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if func in FROM_HOST and isinstance(result, Tensor):
+            self.tracer.track(result, f"torch.{func.__name__}")
+        return result
+
+    def _made_device(self, *args: Any, **kwargs: Any) -> torch.device:
+        kind = kwargs.get("type", args[0] if args else None)
+        named = isinstance(kind, str) and kind.split(":")[0] == "cuda"
+        return self.tracer.device if named or isinstance(kind, int) else torch.device(*args, **kwargs)
 
     def _device(self, value: Any) -> Any:
         if type(value) is str:
@@ -95,6 +112,19 @@ def _backward_keeps(names: CudaNames) -> Iterator[None]:
 
     with mock.patch.object(torch.autograd, "_engine_run_backward", run_backward):
         yield
+
+
+@contextmanager
+def _parameters_stay_themselves() -> Iterator[None]:
+    """`model.cuda()` keeps parameter objects on a GPU. From the host's memory to a device without any, torch would make
+    new ones, and tied weights and optimizers would come apart, unless it swaps what is inside."""
+    future = torch.__future__
+    before = future.get_swap_module_params_on_conversion()
+    future.set_swap_module_params_on_conversion(True)
+    try:
+        yield
+    finally:
+        future.set_swap_module_params_on_conversion(before)
 
 
 @contextmanager

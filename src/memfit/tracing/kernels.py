@@ -74,7 +74,7 @@ def _scan(tracer: Tracer, out: Tensor, x: Tensor, dim: int, *_: Any, **__: Any) 
         if x.dtype != out.dtype:
             hold(out.numel() * out.element_size(), "scan input in the output's dtype")
         if x.dim() and x.numel() == x.shape[dim]:
-            hold(scan_bytes(x.numel()), "scan")
+            hold(scan_bytes(x.numel(), out.element_size()), "scan")
 
 
 # -- normalisation and softmax ---------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ ALIGN = 256
 TILE_ITEMS = 4608  # onesweep radix sort, 8-byte keys and values, sm90
 SINGLE_TILE_ITEMS = 3072
 RADIX_DIGITS = 256
-SCAN_TILE_ITEMS = 896
+SCAN_TILES = {2: (8, 3520), 4: (8, 1920), 8: (16, 896)}  # by item: bytes of a look-back state, items of a tile
 
 
 def _aligned(n: int) -> int:
@@ -24,7 +24,7 @@ def radix_sort_pairs_bytes(count: int, key: int, value: int) -> int:
     return _aligned(count * key) + _aligned(count * value) + histograms + ALIGN + 4 * RADIX_DIGITS * tiles + ALIGN - 1
 
 
-def scan_bytes(count: int) -> int:
-    """Look-back states of 16 bytes, one a tile and 32 before them."""
-    tiles = -(-count // SCAN_TILE_ITEMS)
-    return max(_aligned(16 * (32 + tiles)), 768) + 511
+def scan_bytes(count: int, item: int = 8) -> int:
+    """Look-back states, one a tile and 32 before them."""
+    state, items = SCAN_TILES.get(item, SCAN_TILES[8])
+    return max(_aligned(state * (32 + -(-count // items))), 768) + 511

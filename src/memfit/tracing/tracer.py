@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
 from memfit.core.events import Trace
@@ -277,6 +277,8 @@ def trace(
     from memfit.tracing.composites import composites_of_cuda
     from memfit.tracing.cuda_names import cuda_names
 
+    if any(isinstance(mode, Tracer) for mode in _get_current_dispatch_mode_stack()):
+        raise TraceError("a trace inside a trace", hint="trace the whole, and mark its parts")
     tracer = Tracer(torch.device(device), platform, answers or Answers())
     with ExitStack() as stack:
         stack.enter_context(collector_off())
