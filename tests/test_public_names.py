@@ -20,7 +20,7 @@ TRAINING = [
 ]  # fmt: skip
 LORA = ["--rank", "--target-modules", "--lora-dropout", "--adapter-dtype"]
 GENERATION = ["--new-tokens", "--decoding", "--num-beams", "--cache"]
-LAST = ["--alloc-conf", "--gpu", "--json", "--save-trace", "--force", "-f"]
+LAST = ["--alloc-conf", "--gpu", "--json", "--save-trace", "--force", "-f", "--no-trace-cache"]
 
 FLAGS = {
     "": ["--version"],

@@ -36,6 +36,7 @@ GPU_FLAG = typer.Option(
 )
 JSON_FLAG = typer.Option("--json", help="One JSON document on stdout instead of the report.")
 SAVE_FLAG = typer.Option("--save-trace", metavar="FILE", help="Keep the allocation events in this file.")
+NO_CACHE_FLAG = typer.Option("--no-trace-cache", help="Trace anew, and keep nothing for the next time.")
 FORCE_FLAG = typer.Option("--force", "-f", help="Overwrite that file if it is there.")
 
 EXTRA: dict[str, tuple[Any, Any]] = {
@@ -43,6 +44,7 @@ EXTRA: dict[str, tuple[Any, Any]] = {
     "json": (Annotated[bool, JSON_FLAG], False),
     "save_trace": (Annotated[Path | None, SAVE_FLAG], None),
     "force": (Annotated[bool, FORCE_FLAG], False),
+    "no_trace_cache": (Annotated[bool, NO_CACHE_FLAG], False),
 }
 
 plan = typer.Typer(
@@ -53,14 +55,16 @@ plan = typer.Typer(
 )
 
 
-def _plan(workload: Workload, *, gpu: str | None, json: bool, save_trace: Path | None, force: bool) -> int:
+def _plan(
+    workload: Workload, *, gpu: str | None, json: bool, save_trace: Path | None, force: bool, no_trace_cache: bool
+) -> int:
     _check_names(workload.model, gpu)
     if save_trace is not None:
         _check_free(save_trace, force)
     with output.working(f"tracing {workload.model}"):
         from memfit.planning.predict import predict
 
-        made = predict(workload, gpu=gpu)
+        made = predict(workload, gpu=gpu, trace_cache=not no_trace_cache)
     if save_trace is not None:
         _save(made.trace, save_trace)
     if json:
@@ -97,9 +101,9 @@ def _save(trace: Trace, path: Path) -> None:
 
 
 def _register(kind: str) -> None:
-    def run(gpu: str | None, json: bool, save_trace: Path | None, force: bool, **settings: Any) -> int:
-        workload = Workload.from_mapping({"kind": kind, **settings})
-        return _plan(workload, gpu=gpu, json=json, save_trace=save_trace, force=force)
+    def run(**given: Any) -> int:
+        extra = {name: given.pop(name) for name in EXTRA}
+        return _plan(Workload.from_mapping({"kind": kind, **given}), **extra)
 
     epilog = output.example(EXAMPLES.get(kind, f"memfit plan {kind} --model gpt2"))
     plan.command(name=kind, help=WHAT.get(kind), epilog=epilog)(with_options_of(kind, run, EXTRA))

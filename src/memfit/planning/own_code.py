@@ -41,7 +41,7 @@ def trace_own_code(
     import torch
 
     from memfit.planning import categories
-    from memfit.planning.tracing_jobs import platform_of
+    from memfit.planning.platforms import platform_of
     from memfit.tracing.answers import Answers, Site
     from memfit.tracing.tracer import Tracer, trace
 

@@ -98,17 +98,21 @@ class Plan:
         }  # fmt: skip
 
 
-def predict(workload: Workload | None = None, *, gpu: str | Gpu | None = None, id: object = None, **settings: Any) -> Plan:
-    """Predict a job's memory without a GPU. Settings are those of `memfit plan`, with underscores."""
+def predict(
+    workload: Workload | None = None, *, gpu: str | Gpu | None = None, id: object = None, trace_cache: bool = True,
+    **settings: Any,
+) -> Plan:  # fmt: skip
+    """Predict a job's memory without a GPU. Settings are those of `memfit plan`, with underscores. `trace_cache=False`
+    neither reads nor keeps a trace (`planning/cache.py`)."""
     started = time.perf_counter()
     work = workload or Workload.from_mapping(settings)
     card = find_gpu(gpu) if isinstance(gpu, str) else gpu
     config = AllocatorConfig.parse(work.alloc_conf)
 
+    from memfit.planning.platforms import platform_of
     from memfit.planning.traced import trace_workload
-    from memfit.planning.tracing_jobs import platform_of
 
-    traced = trace_workload(work, platform_of(card))
+    traced = trace_workload(work, platform_of(card), cached=trace_cache)
     work = traced.workload
     fused = work.attention == "sdpa" and work.precision != "fp32"
     context = (card or find_gpu("H200")).context_after(training=work.trains, flash=fused)

@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 
 from memfit.core.events import Trace
-from memfit.gpus import Gpu
 from memfit.jobs.preparing import Prepared, prepare
 from memfit.jobs.running import run_job
 from memfit.jobs.workload import Workload
@@ -20,13 +19,6 @@ from memfit.tracing.tracer import Tracer, trace
 
 STEPS = 3
 """The optimizer's state is there from the second step on, and the pools have settled by the third."""
-
-
-def platform_of(gpu: Gpu | None) -> Platform:
-    """The card's own kernels; without a card, those of the reference machine."""
-    if gpu is None:
-        return H200
-    return Platform(arch=gpu.arch, sm_count=gpu.sm_count, max_threads_per_sm=gpu.max_threads_per_sm)
 
 
 def prepare_without_memory(workload: Workload, *, layers: int | None = None) -> Prepared:

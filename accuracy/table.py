@@ -1,0 +1,203 @@
+"""Predict every measured job again and write docs/accuracy.md: predicted, measured, error.
+
+    python -m accuracy.table            # rewrites docs/accuracy.md
+    python -m accuracy.table --check    # only says whether the bounds hold
+
+The measured side is in accuracy/measured/: `given.jsonl` came with the project, `own.jsonl` was measured with
+`accuracy.run` on an H200, `verdicts.jsonl` are jobs run under a memory cap around the predicted smallest size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from memfit.planning.predict import Plan, predict
+from memfit.units import GiB
+
+HERE = Path(__file__).parent
+TARGET = HERE.parent / "docs" / "accuracy.md"
+MEASURED = (
+    "group", "id", "loaded", "phases", "peak_allocated", "peak_reserved", "context_bytes", "device_used_end",
+    "reserved_end", "retries", "cap_bytes", "expect", "oom",
+)  # fmt: skip
+GROUPS = {
+    "given": "Given with the project",
+    "hunted": "Measured here, and their recorded events used to find what was missing",
+    "first": "Measured here, predicted by rules that existed before",
+    "unseen": "Measured last, after the last rule",
+}
+EXPLAINED = {
+    "d19": "order of segment addresses: the driver put some new segments above older ones, so another of several equal"
+    " free blocks was taken and an unsplit tail of 0.5 MiB differs",
+    "n10": "as d19",
+    "n11": "as d19",
+    "u01": "as d19",
+    "u16": "order of segment addresses; max_split_size makes more segments and so more ties",
+    "p13": "transformers 5.17 fills Gemma 3's rotary tables in the order of a Python set, which changes from process to"
+    " process",
+    "b51": "as d19",
+    "g05": "the sliding-window cache of Gemma 2: two masks of 0.6 MiB live one decoding step longer here",
+    "t02": "as d19: the 10 MiB are one small-pool tail and one 8 MiB hole",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    group: str
+    id: str
+    job: str
+    plan: Plan
+    allocated: int
+    reserved: int
+    device: int | None
+
+    @property
+    def allocated_error(self) -> float:
+        return self.plan.peak.allocated_bytes / self.allocated - 1
+
+    @property
+    def reserved_error(self) -> float:
+        return self.plan.peak.reserved_bytes / self.reserved - 1
+
+    @property
+    def device_error(self) -> float | None:
+        """Of reserved at the end plus context: the counter of the whole device is read when the job is done."""
+        if self.device is None:
+            return None
+        end = self.plan.timeline.reserved[-1] + self.plan.peak.context_bytes
+        return end / self.device - 1
+
+
+def rows(name: str) -> Iterator[Row]:
+    for line in (HERE / "measured" / name).read_text().splitlines():
+        measured = json.loads(line)
+        settings = {k: v for k, v in measured.items() if k not in MEASURED}
+        alone = measured["group"] == "given" or None
+        yield Row(
+            measured["group"], measured["id"], describe(settings), predict(**settings), measured["peak_allocated"],
+            measured["peak_reserved"], measured.get("device_used_end") if alone else None,
+        )  # fmt: skip
+
+
+def describe(settings: dict[str, Any]) -> str:
+    parts = [
+        settings["kind"], Path(str(settings["model"])).stem if "/" in settings["model"] else settings["model"],
+        f"{settings['batch_size']}x{settings['seq_len']}", settings.get("precision", "bf16"),
+    ]  # fmt: skip
+    flags = {
+        "grad_checkpointing": "ckpt", "clip_grad": "clip", "padding": "padded",
+    }  # fmt: skip
+    parts += [word for key, word in flags.items() if settings.get(key)]
+    if settings.get("attention") == "eager":
+        parts.append("eager")
+    for key in ("optimizer", "alloc_conf", "decoding", "cache"):
+        if settings.get(key):
+            parts.append(str(settings[key]))
+    if settings.get("loop") == "trainer":
+        parts.append("Trainer")
+    for key, word in (("rank", "r"), ("grad_accum", "accum "), ("new_tokens", "+")):
+        if settings.get(key, 1) != 1:
+            parts.append(f"{word}{settings[key]}")
+    return " ".join(parts)
+
+
+def summary(found: list[Row]) -> list[str]:
+    lines = [
+        "| runs | | exact to the byte (both) | allocated: median, 9 in 10, worst | reserved: median, 9 in 10, worst |",
+        "|---|---|---|---|---|",
+    ]
+    for group, title in [*GROUPS.items(), ("", "All")]:
+        some = [row for row in found if row.group == group or not group]
+        if not some:
+            continue
+        exact = sum(row.allocated_error == 0 and row.reserved_error == 0 for row in some)
+        allocated, reserved = (
+            [abs(getattr(row, name)) for row in some] for name in ("allocated_error", "reserved_error")
+        )
+        lines.append(f"| {title} | {len(some)} | {exact} | {spread(allocated)} | {spread(reserved)} |")
+    return lines
+
+
+def spread(errors: list[float]) -> str:
+    ninth = sorted(errors)[int(0.9 * (len(errors) - 1))]
+    return ", ".join(f"{value:.4%}" for value in (statistics.median(errors), ninth, max(errors)))
+
+
+def table(found: list[Row]) -> Iterator[str]:
+    yield "| id | job | allocated, GiB: predicted | measured | error | reserved, GiB: predicted | measured | error | |"
+    yield "|---|---|---|---|---|---|---|---|---|"
+    for row in found:
+        peak = row.plan.peak
+        explained = EXPLAINED.get(row.id, "")
+        if max(abs(row.allocated_error), abs(row.reserved_error)) > 0.0005 and not explained:
+            explained = "not explained yet"
+        yield (
+            f"| {row.id} | {row.job} | {peak.allocated_bytes / GiB:.4f} | {row.allocated / GiB:.4f} |"
+            f" {row.allocated_error:+.4%} | {peak.reserved_bytes / GiB:.4f} | {row.reserved / GiB:.4f} |"
+            f" {row.reserved_error:+.4%} | {explained} |"
+        )
+
+
+def verdicts() -> Iterator[str]:
+    yield "| job | cap, GiB | 2 % below the smallest size | cap, GiB | 2 % above |"
+    yield "|---|---|---|---|---|"
+    found = [json.loads(line) for line in (HERE / "measured" / "verdicts.jsonl").read_text().splitlines()]
+    for above, below in zip(found[::2], found[1::2], strict=True):
+        job = describe({k: v for k, v in below.items() if k not in MEASURED})
+        said = ["out of memory" if each["oom"] else "ran" for each in (below, above)]
+        yield f"| {job} | {below['cap_bytes'] / GiB:.2f} | {said[0]} | {above['cap_bytes'] / GiB:.2f} | {said[1]} |"
+
+
+def document(found: list[Row]) -> str:
+    devices = [abs(e) for row in found if (e := row.device_error) is not None]
+    parts = [
+        "# How right memfit is",
+        "",
+        "Written by `make accuracy`; do not edit. Each job below ran on one NVIDIA H200 (driver 580.159, torch"
+        " 2.11.0+cu130, cuDNN 9.19, transformers 5.17) in a process of its own, with random weights of the real shapes."
+        " Predictions are made on a machine without a GPU (torch 2.13.0+cpu). No constant was fitted to a run: a rule of"
+        " `src/memfit/tracing/` names the code in PyTorch that it follows.",
+        "",
+        *summary(found),
+        "",
+        f"What `nvidia-smi` would show at the end of the given runs (reserved + context): {spread(devices)} off.",
+        "",
+        "## Does it fit?",
+        "",
+        "The smallest size was predicted first; then each job ran twice, capped with"
+        " `torch.cuda.set_per_process_memory_fraction`.",
+        "",
+        *verdicts(),
+        "",
+        "## Every run",
+        "",
+        "An error above 0.05 % is explained in the last column.",
+    ]
+    for group, title in GROUPS.items():
+        some = sorted((row for row in found if row.group == group), key=lambda row: row.id)
+        if some:
+            parts += ["", f"### {title}", "", *table(some)]
+    return "\n".join(parts) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    options = parser.parse_args()
+    found = [*rows("given.jsonl"), *rows("own.jsonl")]
+    print("\n".join(summary(found)))
+    if not options.check:
+        TARGET.write_text(document(found))
+        print(f"wrote {TARGET}")
+    worst = max(abs(row.allocated_error) for row in found), max(abs(row.reserved_error) for row in found)
+    return 0 if worst[0] <= 0.01 and worst[1] <= 0.04 else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,271 @@
+"""Traces that were made before, on disk: a plan that differs only in what comes after the trace needs no torch.
+
+A trace is found again by everything it depends on:
+
+    settings    of the workload, all but the card and `alloc_conf`: those two matter only to the replay
+    model       the content of its config, wherever that lies and however it was spelled; a factory's is never kept
+    platform    the class of the card: architecture, multiprocessors, threads on each, torch and cuDNN. The number of
+                multiprocessors differs between cards of one architecture, and sizes the buffers of reductions: cards
+                share traces only where it is the same (H100 SXM and H200; a size such as 24GiB and the H200)
+    software    python, torch, transformers and the like by version, memfit itself by the content of its source files
+
+Entries lie in `$MEMFIT_CACHE`, or else in `memfit/traces` below `$XDG_CACHE_HOME` or `~/.cache`; `MEMFIT_CACHE=off`
+does without. The folder is a convenience and never a reason to fail: what cannot be written is not kept, and what is
+damaged, too large, someone else's, a link, or about another job is not read. An entry holds numbers and JSON (see
+`Trace.load`), is written aside and renamed, so that any number of processes may share the folder, and carries the whole
+of its key. When the folder is full, those that were not used for longest go first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import re
+import stat
+import sys
+import time
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+from memfit.core.events import Trace
+from memfit.jobs.workload import Workload
+from memfit.models.config_check import MAX_FILE_BYTES
+from memfit.models.presets import find_preset
+from memfit.models.registry import resolve
+from memfit.tracing.platform import Platform
+from memfit.units import MiB
+
+FORMAT = "memfit.cached-trace/1"
+VARIABLE = "MEMFIT_CACHE"
+OFF = ("off", "0")
+
+MAX_TOTAL_BYTES = 512 * MiB
+MAX_ENTRY_BYTES = 32 * MiB
+MAX_INFLATED_BYTES = 256 * MiB
+LOOK_EVERY_BYTES = MAX_TOTAL_BYTES // 64
+"""A process looks at the size of the folder with its first entry, and again when it has written so much more."""
+ABANDONED_SECONDS = 3600
+
+PACKAGES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes")
+ROOMS = ("core", "jobs", "models", "planning", "tracing")
+"""The parts of memfit that have a say in a trace."""
+
+ENTRY = re.compile(r"[0-9a-f]{64}\.npz")
+WRITING = ".writing-"
+
+T = TypeVar("T")
+
+
+# -- what a trace depends on -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Key:
+    text: str
+    """Canonical JSON of all that the trace depends on."""
+
+    @property
+    def file_name(self) -> str:
+        return f"{hashlib.sha256(self.text.encode()).hexdigest()}.npz"
+
+
+def key_of(work: Workload, platform: Platform) -> Key | None:
+    """None where nothing is to be kept: the cache is off, or what the trace depends on cannot be told."""
+    if folder() is None:
+        return None
+    model, own_code = _identity(work.model), _own_code()
+    if model is None or own_code is None:
+        return None
+    settings = {name: value for name, value in work.settings().items() if name not in ("model", "gpu", "alloc_conf")}
+    document = {
+        "format": FORMAT, "settings": settings, "model": model, "platform": dataclasses.asdict(platform),
+        "versions": _versions(), "memfit": own_code,
+    }  # fmt: skip
+    return Key(json.dumps(document, sort_keys=True))
+
+
+def _identity(model: str) -> dict[str, Any] | None:
+    source = resolve(model)
+    if source.kind == "factory":
+        return None
+    if source.kind == "preset":
+        preset = find_preset(source.target)
+        return None if preset is None else {"config": dict(preset.config), "note": preset.note}
+    try:
+        if not os.path.isfile(source.target):
+            return None
+        with open(source.target, "rb") as stream:
+            content = stream.read(MAX_FILE_BYTES + 1)
+    except OSError:
+        return None  # the tracing will say what is wrong with it
+    return {"sha256": hashlib.sha256(content).hexdigest()} if len(content) <= MAX_FILE_BYTES else None
+
+
+@cache
+def _versions() -> dict[str, str | None]:
+    """Read off the installed packages, for to import them is what the cache saves."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    found: dict[str, str | None] = {"python": f"{sys.version_info.major}.{sys.version_info.minor}"}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def _own_code() -> str | None:
+    """A digest of memfit's source, so that a changed rule never meets an old trace. None if the files have changed
+    since this process first looked: what runs here is then no longer what they say."""
+    try:
+        digest, seen = _first_look()
+        return digest if seen == _look() else None
+    except OSError:
+        return None
+
+
+@cache
+def _first_look() -> tuple[str, tuple[Any, ...]]:
+    """The version of memfit stands in its `__init__.py`."""
+    seen, digest = _look(), hashlib.sha256()
+    for name, _, _ in seen:
+        digest.update(f"{name}\n".encode())
+        digest.update(hashlib.sha256((_package() / name).read_bytes()).digest())
+    return digest.hexdigest(), seen
+
+
+def _look() -> tuple[tuple[str, int, int], ...]:
+    """Every source file with its size and time."""
+    root = _package()
+    files = [root / "__init__.py", *(found for room in ROOMS for found in _sources(root / room))]
+    facts = ((path.relative_to(root).as_posix(), path.stat()) for path in files)
+    return tuple(sorted((name, stats.st_size, stats.st_mtime_ns) for name, stats in facts))
+
+
+def _sources(folder: Path) -> Iterator[Path]:
+    for entry in os.scandir(folder):
+        if entry.name.endswith(".py"):
+            yield Path(entry.path)
+        elif entry.is_dir() and entry.name != "__pycache__":
+            yield from _sources(Path(entry.path))
+
+
+def _package() -> Path:
+    return Path(__file__).parents[1]
+
+
+# -- reading and writing -----------------------------------------------------------------------------------------------
+
+
+def folder() -> Path | None:
+    """Where traces are kept; None if nowhere. It need not exist yet."""
+    said = os.environ.get(VARIABLE, "")
+    if said:
+        return None if said.lower() in OFF else Path(os.path.abspath(os.path.expanduser(said)))
+    caches = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(caches):  # as the XDG specification has it: a relative path is to be ignored
+        home = os.path.expanduser("~")
+        if not os.path.isdir(home):
+            return None
+        caches = os.path.join(home, ".cache")
+    return Path(caches, "memfit", "traces")
+
+
+def load(key: Key, read: Callable[[Trace, Mapping[str, Any]], T]) -> T | None:
+    """What `read` makes of the trace and the facts under a key; None if there is no good entry. Anything that is wrong
+    with an entry, also what `read` raises, means only that the job is traced again."""
+    where = folder()
+    path = None if where is None else where / key.file_name
+    try:
+        if path is None or not _is_mine(path.lstat()):
+            return None
+        with zipfile.ZipFile(path) as archive:
+            if sum(member.file_size for member in archive.infolist()) > MAX_INFLATED_BYTES:
+                return None
+        trace = Trace.load(path)
+        kept = trace.facts.pop("cached")
+        made = read(trace, kept["facts"]) if kept["key"] == key.text else None
+    except Exception:
+        return None
+    with suppress(OSError):
+        os.utime(path)  # used now: it goes last
+    return made
+
+
+def store(key: Key, trace: Trace, facts: Mapping[str, Any]) -> None:
+    """Keep a trace and JSON facts. Where that cannot be done, it is not done."""
+    where = folder()
+    if where is None:
+        return
+    from tempfile import TemporaryDirectory
+
+    kept = dataclasses.replace(trace, facts={**trace.facts, "cached": {"key": key.text, "facts": dict(facts)}})
+    with suppress(OSError):
+        _make(where)
+        if where.stat().st_mode & stat.S_IWOTH:
+            return  # anyone could put things there
+        with TemporaryDirectory(prefix=WRITING, dir=where) as aside:
+            written = Path(aside, "trace.npz")
+            kept.save(written)
+            size = written.stat().st_size
+            if size <= MAX_ENTRY_BYTES:
+                written.replace(where / key.file_name)  # a link of that name is replaced, not followed
+        _count(size, where)
+
+
+def _make(folder: Path) -> None:
+    """For the user alone, as are the folders on the way to it."""
+    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    for each in reversed(missing):
+        each.mkdir(mode=0o700, exist_ok=True)
+
+
+def _is_mine(stats: os.stat_result) -> bool:
+    own = not hasattr(os, "geteuid") or stats.st_uid == os.geteuid()
+    return own and stat.S_ISREG(stats.st_mode) and stats.st_size <= MAX_ENTRY_BYTES
+
+
+# -- bounds ------------------------------------------------------------------------------------------------------------
+
+_written_since_look = LOOK_EVERY_BYTES
+
+
+def _count(size: int, folder: Path) -> None:
+    global _written_since_look
+    _written_since_look += size
+    if _written_since_look >= LOOK_EVERY_BYTES:
+        _written_since_look = 0
+        tidy(folder)
+
+
+def tidy(folder: Path) -> None:
+    """Delete what was not used for longest, and what a killed process left behind. Other processes may do the same at
+    the same time: a file that is already gone is as good as deleted. Files of other names are left alone."""
+    import shutil
+
+    entries: list[tuple[float, int, str]] = []
+    for found in os.scandir(folder):
+        with suppress(OSError):
+            stats = found.stat(follow_symlinks=False)
+            if ENTRY.fullmatch(found.name):
+                entries.append((stats.st_mtime, stats.st_size, found.path))
+            elif found.name.startswith(WRITING) and time.time() - stats.st_mtime > ABANDONED_SECONDS:
+                shutil.rmtree(found.path, ignore_errors=True)
+    excess = sum(size for _, size, _ in entries) - MAX_TOTAL_BYTES
+    if excess <= 0:
+        return
+    excess += MAX_TOTAL_BYTES // 8  # so that the next entries find room
+    for _, size, path in sorted(entries):
+        if excess <= 0:
+            return
+        with suppress(OSError):
+            os.unlink(path)
+        excess -= size

@@ -1,0 +1,68 @@
+"""Trace as few blocks of a model as tell the rest; all of them where they are not alike."""
+
+from __future__ import annotations
+
+from memfit.core.events import Trace
+from memfit.core.repeat import BEFORE, UNITS, NotRepeating
+from memfit.jobs.preparing import Prepared
+from memfit.jobs.workload import Workload
+from memfit.planning import categories
+from memfit.planning.blocks import Blocks, blocks_of
+from memfit.planning.recipe import Recipe, settings_found
+from memfit.planning.tracing_jobs import prepare_without_memory, trace_job
+from memfit.tracing.platform import Platform
+
+
+def trace_few_blocks(work: Workload, platform: Platform) -> tuple[Recipe, Trace]:
+    """What was traced, and the whole of the job made from it."""
+    notes: tuple[str, ...] = ()
+    if ":" not in work.model:  # a factory's model is as large as its own code makes it
+        blocks, parameters = blocks_of(work.model, work.attention)
+        if blocks is not None and blocks.worthwhile:
+            recipe = _of_few(work, platform, blocks, parameters)
+            try:
+                return recipe, recipe.whole()
+            except NotRepeating as why:
+                notes = (f"all {blocks.count} blocks were traced one by one: {why}",)
+    recipe = _of_all(work, platform, notes)
+    return recipe, recipe.trace
+
+
+def _of_few(work: Workload, platform: Platform, blocks: Blocks, parameters: int) -> Recipe:
+    job = prepare_without_memory(work, layers=blocks.traced)
+    inside = _inside_wrapper(job, blocks)
+    return Recipe(
+        trace=_labelled(job, platform), blocks=inside.path, period=blocks.period, units=blocks.units,
+        parameters=parameters, trainable_parameters=_trainable(job, inside) if work.trains else 0,
+        settings=settings_found(job.workload), notes=job.notes,
+    )  # fmt: skip
+
+
+def _of_all(work: Workload, platform: Platform, notes: tuple[str, ...]) -> Recipe:
+    job = prepare_without_memory(work)
+    return Recipe(
+        trace=_labelled(job, platform), parameters=job.parameters,
+        trainable_parameters=sum(p.numel() for p in job.trainable) if work.trains else 0,
+        settings=settings_found(job.workload), notes=(*notes, *job.notes),
+    )  # fmt: skip
+
+
+def _labelled(job: Prepared, platform: Platform) -> Trace:
+    trace = trace_job(job, platform)
+    categories.label(trace, categories.loss_modules_of(job.model))
+    return trace
+
+
+def _inside_wrapper(job: Prepared, blocks: Blocks) -> Blocks:
+    """peft puts the model inside another, so its blocks have a longer path."""
+    path = next(
+        name for name, _ in job.model.named_modules() if name == blocks.path or name.endswith(f".{blocks.path}")
+    )
+    return Blocks(path, blocks.count, blocks.period)
+
+
+def _trainable(job: Prepared, blocks: Blocks) -> int:
+    inner = tuple(f"{blocks.path}.{BEFORE * blocks.period + i}." for i in range(blocks.period))
+    counts = {name: p.numel() for name, p in job.model.named_parameters() if p.requires_grad}
+    in_unit = sum(count for name, count in counts.items() if name.startswith(inner))
+    return sum(counts.values()) + (blocks.units - UNITS) * in_unit
