@@ -61,7 +61,6 @@ def test_a_loop_written_by_hand_comes_to_the_peak_of_the_planned_job(by_hand: Pl
     assert (by_hand.verdict, by_hand.fit) == (by_flags.verdict, by_flags.fit)
 
 
-@pytest.mark.xfail(reason="tied weights part when a real model is moved", strict=True)
 def test_a_model_with_real_weights_comes_to_the_same(by_hand: Plan) -> None:
     assert memfit.trace(lambda: train(small_model()), gpu="H200").peak == by_hand.peak
 
@@ -174,11 +173,6 @@ def test_an_op_that_torch_cannot_run_without_memory_is_named() -> None:
     assert "register_fake" in str(caught.value.hint)
 
 
-@pytest.mark.xfail(
-    reason="torch's own RuntimeError: this kind of op says otherwise that it has no fake",
-    strict=True,
-    raises=RuntimeError,
-)
 def test_a_custom_op_without_shapes_is_named() -> None:
     with pytest.raises(TraceError, match="custom_without_shapes"):
         memfit.trace(lambda: custom_without_shapes(torch.ones(3, device="cuda")))
@@ -221,7 +215,6 @@ def test_a_card_and_settings_are_checked_before_anything_runs() -> None:
     assert ran == []
 
 
-@pytest.mark.xfail(reason="torch says that there is no GPU, and the code takes the CPU", strict=True, raises=TraceError)
 def test_code_that_takes_the_gpu_if_there_is_one_takes_it() -> None:
     def step() -> None:
         device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -372,7 +372,6 @@ def test_a_factory_s_module_is_planned() -> None:
     assert made.report.breakdown["weights"] == sum(rounded(n, 4) for n in (50 * 16, 16 * 64, 64, 64 * 50, 50))
 
 
-@pytest.mark.xfail(reason="the note is the same with padding", strict=True)
 def test_padding_is_not_denied_where_it_was_asked_for() -> None:
     assert not any("without padding" in note for note in plan("train", padding=True).notes)
     assert any("without padding" in note for note in usual_plan("train").notes)

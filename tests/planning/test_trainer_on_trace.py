@@ -28,9 +28,6 @@ class Stop(Exception):
     pass
 
 
-@pytest.mark.xfail(
-    reason="accelerate's state is reset only where nothing was raised", strict=True, raises=AssertionError
-)
 def test_accelerate_s_device_is_its_own_again_after_an_exception(monkeypatch: pytest.MonkeyPatch) -> None:
     from accelerate.state import AcceleratorState, GradientState, PartialState
     from transformers import Trainer

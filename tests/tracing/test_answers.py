@@ -133,7 +133,6 @@ def test_an_answer_is_not_for_what_its_function_calls() -> None:
         trace(lambda _: calls_another(), answers=Answers({Site(HERE, "calls_another"): 0}))
 
 
-@pytest.mark.xfail(reason="any folder called torch is taken for torch's own", strict=True)
 def test_a_person_s_folder_may_be_called_torch() -> None:
     names: dict[str, Any] = {"torch": torch}
     exec(compile("def ask():\n    torch.zeros(1, device='cuda').item()\n", "/home/me/torch/train.py", "exec"), names)

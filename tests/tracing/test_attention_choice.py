@@ -148,7 +148,6 @@ def test_older_cudnn_takes_heads_of_128_at_most() -> None:
     assert chosen(Platform(torch=(2, 9), cudnn=90900), head=160) == "flash"
 
 
-@pytest.mark.xfail(reason="torch.use_deterministic_algorithms is not asked", strict=True)
 def test_cudnn_is_not_for_deterministic_work() -> None:
     torch.use_deterministic_algorithms(True)
     try:

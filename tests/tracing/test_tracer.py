@@ -175,12 +175,10 @@ def test_cuda_means_the_traced_device(make: Callable[[], torch.Tensor]) -> None:
     assert story(lambda _: make()) == "+24"
 
 
-@pytest.mark.xfail(reason="its two arguments are taken for those of a factory function", strict=True, raises=TypeError)
 def test_a_cuda_device_may_be_made_with_its_number() -> None:
     assert story(lambda _: torch.zeros(6, device=torch.device("cuda", 0))) == "+24"
 
 
-@pytest.mark.xfail(reason="a number as device is not taken for a GPU's", strict=True, raises=RuntimeError)
 @cases("make", factory=lambda: torch.zeros(6, device=0), to=lambda: torch.ones(6).to(0))
 def test_a_number_is_the_gpu_of_that_number(make: Callable[[], torch.Tensor]) -> None:
     assert story(lambda _: make()) == "+24"
@@ -192,7 +190,6 @@ def test_a_number_is_the_gpu_of_that_number(make: Callable[[], torch.Tensor]) ->
     as_tensor=lambda: torch.as_tensor([1.0, 2.0, 3.0], device=CUDA),
     asarray=lambda: torch.asarray([1.0, 2.0, 3.0], device=CUDA),
 )
-@pytest.mark.xfail(reason="torch makes it below the mode that watches", strict=True)
 def test_a_tensor_of_python_numbers_is_allocated(make: Callable[[], torch.Tensor]) -> None:
     assert story(lambda _: make()) == "+12"
 
@@ -283,14 +280,10 @@ def test_tied_weights_are_allocated_once_and_stay_tied() -> None:
     assert story(job) == "+160"
 
 
-@pytest.mark.xfail(
-    reason="each module gets a parameter of its own, as the types of device are too different", strict=True
-)
 def test_tied_weights_of_a_real_model_are_allocated_once() -> None:
     assert story(lambda _: tied_model().to("cuda")) == "+160"
 
 
-@pytest.mark.xfail(reason="moving makes new parameters, as the types of device are too different", strict=True)
 def test_a_parameter_of_a_real_model_is_the_same_object_after_moving() -> None:
     """So that an optimizer made before the move steps the moved weights, as it does on a GPU."""
     model = nn.Linear(2, 2)
@@ -341,7 +334,6 @@ def test_a_gradient_that_was_handed_to_backward_is_not_written_to() -> None:
     assert sizes_in(trace(job), "backward") == [4000, 4000, 4000]  # of tanh, the sum, of x
 
 
-@pytest.mark.xfail(reason="a reference that only Python holds is not counted", strict=True)
 def test_a_gradient_that_a_hook_keeps_is_not_written_to() -> None:
     kept: list[torch.Tensor] = []
 
@@ -685,7 +677,6 @@ def test_an_op_whose_result_depends_on_data_is_an_error_that_names_it(
     assert caught.value.hint
 
 
-@pytest.mark.xfail(reason="torch's own error, for the question is asked below the mode that watches", strict=True)
 def test_a_question_asked_inside_an_op_is_an_error_of_the_trace() -> None:
     with pytest.raises(TraceError):
         trace(lambda _: torch.allclose(torch.ones(3, device=CUDA), torch.ones(3, device=CUDA)))
@@ -824,7 +815,6 @@ def test_a_trace_after_another_is_as_if_it_were_the_first(run: Callable[[Job], N
     assert story(job) == first
 
 
-@pytest.mark.xfail(reason="what the inner trace makes is counted in the outer one", strict=True)
 def test_a_trace_within_a_trace_is_refused_or_leaves_the_outer_one_right() -> None:
     def job(tracer: Tracer, inner: Callable[[], object]) -> None:
         x = torch.ones(8, device=CUDA, requires_grad=True)

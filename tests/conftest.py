@@ -1,0 +1,7 @@
+"""Tests look at what is traced, so nothing is taken from a cache, least of all from the user's own."""
+
+from __future__ import annotations
+
+import os
+
+os.environ["MEMFIT_CACHE"] = "off"  # here and not in a fixture: what runs at collection, and subprocesses, see it too
