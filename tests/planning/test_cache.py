@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -235,24 +235,24 @@ def test_another_content_of_the_config_is_another_entry(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def own_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def own_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A source of memfit's that can be changed."""
     package = tmp_path / "package"
     for room in cache.ROOMS:
         (package / room / "inner").mkdir(parents=True)
     (package / "__init__.py").write_text('__version__ = "1"')
+    (package / "models" / "presets.json").write_text("{}")
     (package / "tracing" / "inner" / "rules.py").write_text("ROUND = 512")
     monkeypatch.setattr(cache, "_package", lambda: package)
     cache._first_look.cache_clear()
-    monkeypatch.setattr(cache, "_first_look", cache._first_look)
     yield package
     cache._first_look.cache_clear()
 
 
-@pytest.mark.parametrize("changed", ["__init__.py", "tracing/inner/rules.py", "core/new.py"])
+@pytest.mark.parametrize("changed", ["__init__.py", "models/presets.json", "tracing/inner/rules.py", "core/new.py"])
 def test_a_changed_source_file_is_another_entry(own_source: Path, changed: str) -> None:
     before = cache.key_of(job(), H200)
-    (own_source / changed).write_text("ROUND = 256")
+    (own_source / changed).write_text("something else")
     cache._first_look.cache_clear()  # as in a new process
 
     after = cache.key_of(job(), H200)
@@ -306,6 +306,11 @@ def as_an_array(payload: bytes, path: Path) -> None:
     np.savez(path, actions=np.array([Payload(payload.decode())], dtype=object), allow_pickle=True)
 
 
+def behind_a_link(entry: Path, elsewhere: Path) -> None:
+    entry.rename(elsewhere)
+    entry.symlink_to(elsewhere)
+
+
 BAD: dict[str, Callable[[Path, Path], object]] = {
     "empty": lambda entry, _: entry.write_bytes(b""),
     "text": lambda entry, _: entry.write_text("not a trace"),
@@ -317,7 +322,7 @@ BAD: dict[str, Callable[[Path, Path], object]] = {
     "too large": lambda entry, _: os.truncate(entry, cache.MAX_ENTRY_BYTES + 1),
     "a folder": lambda entry, _: (entry.unlink(), entry.mkdir()),
     "a pipe": lambda entry, _: (entry.unlink(), os.mkfifo(entry)),
-    "a link": lambda entry, marker: (entry.rename(marker.with_suffix(".npz")), entry.symlink_to(marker.with_suffix(".npz"))),
+    "a link": lambda entry, marker: behind_a_link(entry, marker.with_name("elsewhere")),
     "a link to nowhere": lambda entry, marker: (entry.unlink(), entry.symlink_to(marker)),
 }  # fmt: skip
 

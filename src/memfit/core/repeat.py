@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 from array import array
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,6 +45,18 @@ def extend(trace: Trace, blocks: str, *, period: int, units: int) -> Trace:
     for each in passes:
         each.claim(trace, unit_of)
     return _Extension(trace, unit_of, blocks, period, units).write(passes)
+
+
+def extend_in_time(trace: Trace, starts: list[int], *, units: int) -> Trace:
+    """The trace of `units` steps, from one of four that begin at the events `starts`: each step does what the one
+    before did, with tensors that have grown by the same number of bytes."""
+    if units < UNITS or len(starts) != UNITS:
+        raise NotRepeating(f"fewer than {UNITS} steps")
+    unit_of = [NONE] * len(trace.requested)
+    for event in range(starts[0], len(trace)):
+        if trace.actions[event] == Action.ALLOC:
+            unit_of[trace.subjects[event]] = bisect_right(starts, event) - 1
+    return _Extension(trace, unit_of, "", 1, units, grows=True).write([_Pass(0, len(trace), starts)])
 
 
 def _units_of_blocks(trace: Trace, blocks: str, period: int) -> list[int]:
@@ -140,8 +153,10 @@ def _made(run: list[tuple[int, int]], start: int, end: int) -> _Pass:
 class _Extension:
     """New numbers for blocks: those of no unit, those of the first unit, of each inner one, of the last."""
 
-    def __init__(self, trace: Trace, unit_of: list[int], blocks: str, period: int, units: int) -> None:
-        self.trace, self.unit_of, self.units = trace, unit_of, units
+    def __init__(
+        self, trace: Trace, unit_of: list[int], blocks: str, period: int, units: int, *, grows: bool = False
+    ) -> None:
+        self.trace, self.unit_of, self.units, self.grows = trace, unit_of, units, grows
         self.path, self.period = blocks, period
         self.members: list[list[int]] = [[], [], [], []]
         self.free_standing: list[int] = []
@@ -229,7 +244,7 @@ class _Extension:
         distance = self.unit_of[x] - own[0]
         if NONE in (self.unit_of[x], self.unit_of[y]) or distance != self.unit_of[y] - own[1] or abs(distance) > 1:
             raise NotRepeating("an inner unit frees what is not its own nor its neighbour's")
-        if trace.requested[x] != trace.requested[y] or trace.op_of[x] != trace.op_of[y]:
+        if trace.op_of[x] != trace.op_of[y] or (trace.requested[x] != trace.requested[y] and not self.grows):
             raise NotRepeating("tensors of inner units differ")
         inner = [block for block in (x, y) if self.unit_of[block] in (BEFORE, AFTER)]
         if not inner or len({self.rank[block] for block in inner}) > 1:
@@ -245,8 +260,22 @@ class _Extension:
             ("op_of", np.int32), ("module_of", np.int32),
         ):  # fmt: skip
             _fill(getattr(out, name), np.frombuffer(getattr(self.trace, name), dtype=kind)[chosen], kind)
-        self._rename(out)
-        self._count_tensors(out)
+        if self.grows:
+            self._grow(out)
+        else:
+            self._rename(out)
+            self._count_tensors(out)
+
+    def _grow(self, out: Trace) -> None:
+        """Each tensor of a step is larger than that of the step before by the same bytes, traced twice."""
+        sizes = [np.array([self.trace.requested[b] for b in members], dtype=np.int64) for members in self.members]
+        step = sizes[AFTER] - sizes[BEFORE]
+        alike = min(len(sizes[AFTER]), len(sizes[LAST]))
+        requested = np.frombuffer(out.requested, dtype=np.int64).copy()
+        inner = requested[self.base_inner : self.base_last].reshape(self.units - 2, self.each)
+        inner += np.arange(self.units - 2)[:, None] * step[None, :]
+        requested[self.base_last : self.base_last + alike] += (self.units - UNITS) * step[:alike]
+        out.requested = array("q", requested.tobytes())
 
     def _rename(self, out: Trace) -> None:
         """`layers.1.mlp` of the unit that stands for all inner ones becomes `layers.17.mlp`."""

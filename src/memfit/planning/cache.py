@@ -3,11 +3,12 @@
 A trace is found again by everything it depends on:
 
     settings    of the workload, all but the card and `alloc_conf`: those two matter only to the replay
-    model       the content of its config, wherever that lies and however it was spelled; a factory's is never kept
+    model       a preset, or the content of a config, wherever that lies; a factory's is never kept
     platform    the class of the card: architecture, multiprocessors, threads on each, torch and cuDNN. The number of
                 multiprocessors differs between cards of one architecture, and sizes the buffers of reductions: cards
                 share traces only where it is the same (H100 SXM and H200; a size such as 24GiB and the H200)
     software    python, torch, transformers and the like by version, memfit itself by the content of its source files
+                and presets
 
 Entries lie in `$MEMFIT_CACHE`, or else in `memfit/traces` below `$XDG_CACHE_HOME` or `~/.cache`; `MEMFIT_CACHE=off`
 does without. The folder is a convenience and never a reason to fail: what cannot be written is not kept, and what is
@@ -37,7 +38,6 @@ from typing import Any, TypeVar
 from memfit.core.events import Trace
 from memfit.jobs.workload import Workload
 from memfit.models.config_check import MAX_FILE_BYTES
-from memfit.models.presets import find_preset
 from memfit.models.registry import resolve
 from memfit.tracing.platform import Platform
 from memfit.units import MiB
@@ -55,7 +55,8 @@ ABANDONED_SECONDS = 3600
 
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes")
 ROOMS = ("core", "jobs", "models", "planning", "tracing")
-"""The parts of memfit that have a say in a trace."""
+OTHER_FILES = ("__init__.py", "models/presets.json")
+"""The parts of memfit that have a say in a trace; its version stands in the first of these files."""
 
 ENTRY = re.compile(r"[0-9a-f]{64}\.npz")
 WRITING = ".writing-"
@@ -96,8 +97,7 @@ def _identity(model: str) -> dict[str, Any] | None:
     if source.kind == "factory":
         return None
     if source.kind == "preset":
-        preset = find_preset(source.target)
-        return None if preset is None else {"config": dict(preset.config), "note": preset.note}
+        return {"preset": source.target}
     try:
         if not os.path.isfile(source.target):
             return None
@@ -134,7 +134,6 @@ def _own_code() -> str | None:
 
 @cache
 def _first_look() -> tuple[str, tuple[Any, ...]]:
-    """The version of memfit stands in its `__init__.py`."""
     seen, digest = _look(), hashlib.sha256()
     for name, _, _ in seen:
         digest.update(f"{name}\n".encode())
@@ -145,7 +144,7 @@ def _first_look() -> tuple[str, tuple[Any, ...]]:
 def _look() -> tuple[tuple[str, int, int], ...]:
     """Every source file with its size and time."""
     root = _package()
-    files = [root / "__init__.py", *(found for room in ROOMS for found in _sources(root / room))]
+    files = [*(root / name for name in OTHER_FILES), *(found for room in ROOMS for found in _sources(root / room))]
     facts = ((path.relative_to(root).as_posix(), path.stat()) for path in files)
     return tuple(sorted((name, stats.st_size, stats.st_mtime_ns) for name, stats in facts))
 
@@ -205,19 +204,23 @@ def store(key: Key, trace: Trace, facts: Mapping[str, Any]) -> None:
     where = folder()
     if where is None:
         return
-    from tempfile import TemporaryDirectory
+    from shutil import rmtree
+    from tempfile import mkdtemp
 
     kept = dataclasses.replace(trace, facts={**trace.facts, "cached": {"key": key.text, "facts": dict(facts)}})
     with suppress(OSError):
         _make(where)
         if where.stat().st_mode & stat.S_IWOTH:
             return  # anyone could put things there
-        with TemporaryDirectory(prefix=WRITING, dir=where) as aside:
-            written = Path(aside, "trace.npz")
+        aside = Path(mkdtemp(prefix=WRITING, dir=where))
+        try:
+            written = aside / "trace.npz"
             kept.save(written)
             size = written.stat().st_size
             if size <= MAX_ENTRY_BYTES:
                 written.replace(where / key.file_name)  # a link of that name is replaced, not followed
+        finally:
+            rmtree(aside, ignore_errors=True)
         _count(size, where)
 
 

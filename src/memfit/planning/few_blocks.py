@@ -8,6 +8,7 @@ from memfit.jobs.preparing import Prepared
 from memfit.jobs.workload import Workload
 from memfit.planning import categories
 from memfit.planning.blocks import Blocks, blocks_of
+from memfit.planning.few_tokens import trace_generation
 from memfit.planning.recipe import Recipe, settings_found
 from memfit.planning.tracing_jobs import prepare_without_memory, trace_job
 from memfit.tracing.platform import Platform
@@ -48,7 +49,7 @@ def _of_all(work: Workload, platform: Platform, notes: tuple[str, ...]) -> Recip
 
 
 def _labelled(job: Prepared, platform: Platform) -> Trace:
-    trace = trace_job(job, platform)
+    trace = trace_generation(job, platform) if job.workload.kind == "generate" else trace_job(job, platform)
     categories.label(trace, categories.loss_modules_of(job.model))
     return trace
 

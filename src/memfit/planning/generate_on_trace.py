@@ -9,19 +9,19 @@ from unittest import mock
 
 import torch
 
-from memfit.jobs.workload import Workload
 from memfit.tracing.answers import Answer, Site, Value
 
 UTILS = "transformers/generation/utils.py"
 LOGITS = "transformers/generation/logits_process.py"
 
 
-def generate_answers(work: Workload) -> dict[Site, Answer]:
+def generate_answers(tokens: int, on_token: Callable[[], None]) -> dict[Site, Answer]:
+    """`on_token` is called after each of them, when it is asked whether to go on."""
     return {
         Site(UTILS, "_prepare_special_tokens"): False,  # the padding token is no end token; end tokens are not negative
         Site(UTILS, "generate"): False,  # is there padding on the right?
-        Site(UTILS, "__call__"): true_at(work.new_tokens),  # StopCheck: has every row ended?
-        Site(UTILS, "_beam_search"): beam_search(work.new_tokens),
+        Site(UTILS, "__call__"): true_at(tokens, on_token),  # StopCheck: has every row ended?
+        Site(UTILS, "_beam_search"): beam_search(tokens, on_token),
         Site(LOGITS, "__init__"): False,  # end tokens are not negative
     }
 
@@ -50,18 +50,19 @@ def cache_labelled(tracer: Any) -> Iterator[None]:
         yield
 
 
-def beam_search(count: int) -> Callable[[torch.Tensor], Value]:
+def beam_search(count: int, on_token: Callable[[], None]) -> Callable[[torch.Tensor], Value]:
     """It asks for the padding token, a number, and whether some beam goes on, yes or no."""
-    ended = true_at(count)
+    ended = true_at(count, on_token)
     return lambda tensor: not ended(tensor) if tensor.dtype == torch.bool else 0
 
 
-def true_at(count: int) -> Callable[[torch.Tensor], bool]:
+def true_at(count: int, on_token: Callable[[], None]) -> Callable[[torch.Tensor], bool]:
     asked = 0
 
     def answer(_: torch.Tensor) -> bool:
         nonlocal asked
         asked += 1
+        on_token()
         return asked >= count
 
     return answer

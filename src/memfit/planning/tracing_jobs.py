@@ -26,11 +26,16 @@ def prepare_without_memory(workload: Workload, *, layers: int | None = None) -> 
         return prepare(workload, layers=layers)
 
 
-def trace_job(job: Prepared, platform: Platform = H200, *, steps: int = STEPS) -> Trace:
-    ends = 0
+def trace_job(
+    job: Prepared, platform: Platform = H200, *, steps: int = STEPS, tokens: int | None = None
+) -> Trace:
+    """`tokens` ends a generation early; the events at which tokens were done are in `facts`."""
+    ends, here = 0, Trace()
+    done: list[int] = []
 
     def run(tracer: Tracer) -> None:
-        nonlocal ends
+        nonlocal ends, here
+        here = tracer.trace
         phases = MarkedPhases(tracer, job)
         run_job(job, tracer.device, phases, steps=steps)
         ends = phases.ends
@@ -40,7 +45,7 @@ def trace_job(job: Prepared, platform: Platform = H200, *, steps: int = STEPS) -
     if work.kind == "generate":
         from memfit.planning.generate_on_trace import generate_answers
 
-        table |= generate_answers(work)
+        table |= generate_answers(tokens or work.new_tokens, lambda: done.append(len(here)))
     around: AbstractContextManager[None] = nullcontext()
     if work.trains and work.loop == "trainer":
         from memfit.planning.trainer_on_trace import TRAINER_ANSWERS, trainer_on_cuda
@@ -50,6 +55,8 @@ def trace_job(job: Prepared, platform: Platform = H200, *, steps: int = STEPS) -
     with around, failures_of_the_job():
         made = trace(run, platform=platform, answers=Answers(table))
     made.truncate(ends)  # what dies with the job's own variables dies after it
+    if done:
+        made.facts["tokens"] = done
     return made
 
 

@@ -1,0 +1,185 @@
+"""A few traced blocks tell all of them: the extended stream is the full stream, event by event.
+
+Every family of presets is planned in miniature, its preset's settings with small sizes, twice: as memfit plans it, from
+four units of blocks, and from a trace of every block.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from memfit.core.compare import compare, format_comparison
+from memfit.core.events import Action, Trace
+from memfit.core.replay import replay
+from memfit.jobs.preparing import Prepared
+from memfit.jobs.workload import Workload
+from memfit.models.presets import presets
+from memfit.planning import categories
+from memfit.planning.blocks import blocks_of
+from memfit.planning.predict import predict
+from memfit.planning.traced import Traced, trace_workload
+from memfit.planning.tracing_jobs import prepare_without_memory, trace_job
+from memfit.tracing.platform import H200
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 96, "hidden_size": 64, "n_embd": 64, "word_embed_proj_dim": 64, "intermediate_size": 96, "ffn_dim": 96,
+    "moe_intermediate_size": 48, "num_attention_heads": 4, "n_head": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "query_pre_attn_scalar": 16, "num_local_experts": 4, "num_experts": 4, "n_routed_experts": 4, "n_shared_experts": 1,
+    "num_experts_per_tok": 2, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
+    "sliding_window": 16, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
+}  # fmt: skip
+ALL_HEADS = ("phi", "phi3", "deepseek_v2")  # keys and values for every head
+PERIODS = {"gemma2": 2, "gpt_oss": 2, "gemma3_text": 6}
+FAMILIES = sorted({preset.model_type for preset in presets()})
+
+
+def shrunk(family: str, layers: int) -> dict[str, Any]:
+    """The first preset of the family, each size that it states made small."""
+    config = dict(next(preset.config for preset in presets() if preset.model_type == family))
+    config |= {name: size for name, size in SMALL.items() if config.get(name) is not None}
+    config["n_layer" if "n_layer" in config else "num_hidden_layers"] = layers
+    if "max_window_layers" in config:
+        config["max_window_layers"] = layers
+    if "layer_types" in config:
+        config["layer_types"] = [config["layer_types"][i % PERIODS[family]] for i in range(layers)]
+    if family in ALL_HEADS:
+        config["num_key_value_heads"] = config["num_attention_heads"]
+    return config
+
+
+def layers_of(family: str) -> int:
+    """Five units and one block left over; with blocks that are all alike, seven."""
+    period = PERIODS.get(family, 1)
+    return 7 if period == 1 else 5 * period + 1
+
+
+@pytest.fixture(autouse=True)
+def _nothing_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEMFIT_CACHE", "off")
+
+
+@dataclass(frozen=True)
+class Miniatures:
+    parent: Path
+
+    def folder(self, family: str, layers: int | None = None, **changes: Any) -> str:
+        config = shrunk(family, layers or layers_of(family)) | changes
+        folder = self.parent / f"{family}-{layers or layers_of(family)}-{len(changes)}"
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(config))
+        return str(folder)
+
+    def work(self, family: str, layers: int | None = None, **settings: Any) -> Workload:
+        eager = {"attention": "eager"} if family == "gpt_oss" else {}
+        usual = {"kind": "train", "batch_size": 2, "seq_len": 24, **eager}
+        return Workload(model=self.folder(family, layers), **{**usual, **settings})
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Miniatures:
+    return Miniatures(tmp_path_factory.mktemp("families"))
+
+
+def all_blocks(work: Workload) -> tuple[Trace, Prepared]:
+    job = prepare_without_memory(work)
+    trace = trace_job(job, H200)
+    categories.label(trace, categories.loss_modules_of(job.model))
+    return trace, job
+
+
+def rows(trace: Trace) -> list[tuple[Any, ...]]:
+    """Every event with all that is known of it; a block is known by how many were born before it."""
+    births: dict[int, int] = {}
+    made: list[tuple[Any, ...]] = []
+    for action, subject in trace.events():
+        if action == Action.MARK:
+            made.append(("mark", trace.marks[subject].phase, trace.marks[subject].step))
+        elif action == Action.ALLOC:
+            births[subject] = len(births)
+            labels = trace.op(subject), trace.module(subject), trace.category(subject)
+            made.append(("alloc", births[subject], trace.requested[subject], trace.streams[subject], *labels))
+        else:
+            made.append((Action(action).name, births.get(subject)))
+    return made
+
+
+def check(work: Workload) -> tuple[Traced, Trace]:
+    made = trace_workload(work, H200)
+    full, job = all_blocks(work)
+    difference = compare(made.trace, full)
+    assert difference.same, format_comparison(difference, limit=4)
+    assert rows(made.trace) == rows(full)
+    a, b = replay(made.trace), replay(full)
+    assert (a.peak_allocated, a.peak_reserved) == (b.peak_allocated, b.peak_reserved)
+    assert made.parameters == job.parameters
+    assert made.trainable_parameters == (sum(p.numel() for p in job.trainable) if work.trains else 0)
+    return made, full
+
+
+def check_extended(work: Workload) -> None:
+    """And it was extended, not traced in full."""
+    blocks, _ = blocks_of(work.model, work.attention)
+    assert blocks is not None and blocks.worthwhile
+    made, _ = check(work)
+    assert not any("one by one" in note for note in made.notes)
+
+
+# -- families and kinds of jobs ----------------------------------------------------------------------------------------
+
+KINDS: dict[str, dict[str, Any]] = {
+    "forward": {"kind": "forward"},
+    "train": {"kind": "train"},
+    "checkpointed": {"kind": "train", "grad_checkpointing": True, "clip_grad": True, "grad_accum": 2},
+    "amp": {"kind": "train", "precision": "amp-bf16"},
+    "lora": {"kind": "lora", "lora_dropout": 0.1, "grad_checkpointing": True, "rank": 4},
+    "trainer": {"kind": "train", "loop": "trainer", "precision": "amp-bf16"},
+    "generate": {"kind": "generate", "new_tokens": 3},
+    "amp checkpointed": {"kind": "train", "precision": "amp-bf16", "grad_checkpointing": True},
+    "amp fp16": {"kind": "train", "precision": "amp-fp16", "clip_grad": True},
+    "amp forward": {"kind": "forward", "precision": "amp-bf16"},
+    "lora amp trainer": {"kind": "lora", "loop": "trainer", "precision": "amp-bf16", "grad_checkpointing": True},
+    "padded": {"kind": "train", "padding": True, "batch_size": 3},
+    "batch of 1": {"kind": "train", "batch_size": 1, "optimizer": "sgd"},
+    "single": {"kind": "train", "optimizer": "adamw-single", "precision": "fp32"},
+    "fused": {"kind": "train", "optimizer": "adamw-fused", "clip_grad": True},
+    "beam": {"kind": "generate", "new_tokens": 3, "decoding": "beam", "num_beams": 2},
+    "static cache": {"kind": "generate", "new_tokens": 3, "cache": "static"},
+    "eager": {"kind": "train", "attention": "eager"},
+}
+EVERY_KIND = ("checkpointed", "amp", "lora", "trainer", "generate")
+SAMPLES = [
+    ("llama", "lora amp trainer"), ("llama", "amp checkpointed"), ("llama", "padded"), ("llama", "static cache"),
+    ("gpt2", "single"), ("gpt2", "beam"), ("qwen2", "lora"), ("qwen2", "batch of 1"), ("qwen3", "fused"),
+    ("qwen3_moe", "generate"), ("mistral", "amp forward"), ("mistral", "generate"), ("mixtral", "checkpointed"),
+    ("gemma2", "lora"), ("gemma2", "generate"), ("phi", "amp fp16"), ("phi3", "trainer"), ("opt", "amp checkpointed"),
+    ("gpt_neox", "eager"), ("gpt_neox", "lora"), ("deepseek_v2", "generate"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_forward_pass_of_every_family_repeats(small: Miniatures, family: str) -> None:
+    check_extended(small.work(family, kind="forward"))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_training_of_every_family_repeats(small: Miniatures, family: str) -> None:
+    check_extended(small.work(family, kind="train"))
+
+
+@pytest.mark.parametrize("kind", EVERY_KIND)
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_every_kind_of_job_repeats(small: Miniatures, family: str, kind: str) -> None:
+    check_extended(small.work(family, **KINDS[kind]))
+
+
+@pytest.mark.parametrize(("family", "kind"), SAMPLES)
+def test_kinds_of_jobs_of_other_families_repeat(small: Miniatures, family: str, kind: str) -> None:
+    check_extended(small.work(family, **KINDS[kind]))
