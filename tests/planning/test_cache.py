@@ -144,6 +144,12 @@ def test_the_model_is_shown_as_this_one_asked_for_it(tmp_path: Path, model: str,
     assert (plan["workload"]["model"], plan["model"]["name"]) == (copy, "copy")
 
 
+def test_a_preset_is_found_again_in_the_process_that_traced_it(tracings: list[Workload]) -> None:
+    """transformers writes into the rope settings that it is given."""
+    assert document(forward("llama-3.2-1b")) == document(forward("llama-3.2-1b"))
+    assert len(tracings) == 1
+
+
 # -- without torch -----------------------------------------------------------------------------------------------------
 
 WITHOUT_TORCH = """

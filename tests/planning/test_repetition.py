@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -183,3 +182,141 @@ def test_every_kind_of_job_repeats(small: Miniatures, family: str, kind: str) ->
 @pytest.mark.parametrize(("family", "kind"), SAMPLES)
 def test_kinds_of_jobs_of_other_families_repeat(small: Miniatures, family: str, kind: str) -> None:
     check_extended(small.work(family, **KINDS[kind]))
+
+
+# -- numbers of blocks -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layers", [5, 6, 12])
+def test_any_number_of_blocks_from_five_on_is_made_from_four(small: Miniatures, layers: int) -> None:
+    check_extended(small.work("llama", layers, kind="forward"))
+
+
+@pytest.mark.parametrize("layers", [10, 11, 12, 13])
+def test_blocks_left_over_by_the_pattern_come_last(small: Miniatures, layers: int) -> None:
+    work = small.work("gemma2", layers, kind="forward", batch_size=1)
+    blocks, _ = blocks_of(work.model, work.attention)
+    assert blocks is not None
+    assert (blocks.period, blocks.units, blocks.traced) == (2, layers // 2, 8 + layers % 2)
+    check_extended(work)
+
+
+@pytest.mark.parametrize(("family", "layers"), [("llama", 4), ("llama", 1), ("gemma2", 9), ("gpt2", 2)])
+def test_fewer_than_five_units_are_all_traced(small: Miniatures, family: str, layers: int) -> None:
+    work = small.work(family, layers, kind="forward")
+    blocks, _ = blocks_of(work.model, work.attention)
+    assert blocks is None or not blocks.worthwhile
+    made, _ = check(work)
+    assert made.notes == ()
+
+
+# -- blocks that are not alike -----------------------------------------------------------------------------------------
+
+NOT_ALIKE: dict[str, tuple[str, dict[str, Any]]] = {
+    "a dense block among experts": ("qwen3_moe", {"mlp_only_layers": [3]}),
+    "three dense blocks first": ("deepseek_v2", {"first_k_dense_replace": 3}),
+    "a pattern that breaks": ("gemma2", {"layer_types": ["full_attention", *10 * ["sliding_attention"]] * 2}),
+}
+
+
+def not_alike(small: Miniatures, which: str) -> Workload:
+    family, changes = NOT_ALIKE[which]
+    layers = len(changes.get("layer_types", range(7)))
+    return Workload(kind="forward", model=small.folder(family, layers, **changes), batch_size=2, seq_len=24)
+
+
+@pytest.mark.parametrize("which", NOT_ALIKE)
+def test_blocks_that_are_not_alike_are_all_traced(small: Miniatures, which: str) -> None:
+    work = not_alike(small, which)
+    assert blocks_of(work.model, work.attention)[0] is None
+    check(work)
+
+
+@pytest.mark.parametrize("which", NOT_ALIKE)
+def test_a_plan_says_that_all_blocks_were_traced_because_they_are_not_alike(small: Miniatures, which: str) -> None:
+    made = trace_workload(not_alike(small, which), H200)
+    assert any("one by one" in note for note in made.notes)
+
+
+@pytest.fixture
+def an_odd_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One block that is built like the others and does something else."""
+    from transformers.models.llama.modeling_llama import LlamaAttention
+
+    usual = LlamaAttention.forward
+
+    def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self.layer_idx == 2:
+            hidden_states = hidden_states * 2
+        return usual(self, hidden_states, *args, **kwargs)
+
+    monkeypatch.setattr(LlamaAttention, "forward", forward)
+
+
+@pytest.mark.usefixtures("an_odd_block")
+def test_blocks_that_only_look_alike_are_all_traced_and_the_plan_says_so(small: Miniatures) -> None:
+    made, _ = check(small.work("llama", kind="train"))
+    assert any(note.startswith("all 7 blocks were traced one by one: inner units") for note in made.notes)
+
+
+@pytest.mark.usefixtures("an_odd_block")
+def test_the_note_reaches_the_plan(small: Miniatures) -> None:
+    plan = predict(small.work("llama", kind="forward"))
+    assert any("one by one" in note for note in plan.to_json()["notes"])
+
+
+# -- what an extended trace holds --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("family", "layers"), [("llama", 12), ("gpt2", 12), ("gemma2", 13)])
+def test_every_weight_of_every_block_is_there_once_under_its_name(small: Miniatures, family: str, layers: int) -> None:
+    work = small.work(family, layers, kind="forward")
+    trace = trace_workload(work, H200).trace
+    job = prepare_without_memory(work)
+    named = [name for name, _ in (*job.model.named_parameters(), *job.model.named_buffers())]
+    loaded = Counter(trace.module(b) for b in range(len(trace.requested)) if trace.category(b) == "weights")
+    assert sum(".7." in name for name in loaded) == sum(".7." in name for name in named) > 0
+    assert loaded == Counter(named)
+
+
+def test_what_each_block_keeps_for_backward_is_under_its_own_name(small: Miniatures) -> None:
+    trace = trace_workload(small.work("llama", 12), H200).trace
+    kept = Counter(
+        tuple(trace.module(b).split(".")[2:3]) for b in range(len(trace.requested))
+        if trace.category(b) == "activations" and trace.module(b).startswith("model.layers.")
+    )  # fmt: skip
+    assert len(kept) == 12
+    assert len({count for layer, count in kept.items() if layer not in (("0",), ("11",))}) == 1
+
+
+@pytest.mark.parametrize("layers", [5, 12])
+def test_the_norms_that_clipping_stacks_are_one_for_each_gradient(small: Miniatures, layers: int) -> None:
+    work = small.work("gpt2", layers, clip_grad=True, precision="fp32")
+    trace = trace_workload(work, H200).trace
+    weights = len(list(prepare_without_memory(work).model.parameters()))
+    stacked = {trace.requested[b] for b in range(len(trace.requested)) if "stack" in trace.op(b)}
+    assert stacked == {4 * weights}
+
+
+def test_the_buffer_of_the_fused_norms_grows_with_the_gradients(small: Miniatures) -> None:
+    """One partial sum a tensor (each is smaller than a chunk), and the result of each."""
+    sizes = {}
+    for layers in (5, 12):
+        work = small.work("gpt2", layers, clip_grad=True, precision="fp32")
+        trace = trace_workload(work, H200).trace
+        weights = len(list(prepare_without_memory(work).model.parameters()))
+        foreach = [
+            b for b in range(len(trace.requested)) if "norm" in trace.op(b) and trace.requested[b] == 4 * weights
+        ]
+        sizes[layers] = len(foreach)
+    assert sizes[5] == sizes[12] > 0
+
+
+def test_a_plan_from_a_few_blocks_is_the_plan_from_all_of_them(
+    small: Miniatures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = small.work("llama", 12, clip_grad=True)
+    short = predict(work, gpu="24GiB").to_json()
+    monkeypatch.setattr("memfit.planning.blocks.Blocks.worthwhile", property(lambda _: False))
+    full = predict(work, gpu="24GiB").to_json()
+    assert {**short, "seconds": 0} == {**full, "seconds": 0}

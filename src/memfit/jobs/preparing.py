@@ -44,6 +44,8 @@ def prepare(workload: Workload, *, layers: int | None = None) -> Prepared:
         use_cache=workload.kind == "generate",
     )
     _check_positions(model, workload)
+    if workload.kind == "generate" and not _generates(model):
+        raise UsageError(f"{workload.model} does not generate text", hint="memfit plan forward fits an encoder")
     parameters = parameter_count(model)
     if workload.kind == "lora":
         targets = workload.target_modules or tuple(linear_layers_of_blocks(model))
@@ -69,7 +71,7 @@ def _with_adapters(model: nn.Module, workload: Workload) -> nn.Module:
         lora_alpha=2 * workload.rank,
         target_modules=list(workload.target_modules or ()),
         lora_dropout=workload.lora_dropout,
-        task_type="CAUSAL_LM" if hasattr(model, "prepare_inputs_for_generation") else None,
+        task_type="CAUSAL_LM" if _generates(model) else None,
     )
     try:
         with warnings.catch_warnings():
@@ -83,6 +85,10 @@ def _with_adapters(model: nn.Module, workload: Workload) -> nn.Module:
             if parameter.requires_grad:
                 parameter.data = parameter.data.to(DTYPES[workload.weight_precision])
     return adapted
+
+
+def _generates(model: nn.Module) -> bool:
+    return bool(getattr(model, "can_generate", lambda: False)())
 
 
 def linear_layers_of_blocks(model: nn.Module) -> list[str]:

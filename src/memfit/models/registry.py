@@ -189,7 +189,7 @@ def load_config(source: ModelSource) -> PretrainedConfig:
 
 
 def _config_class(data: dict[str, Any], where: str) -> Any:
-    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
 
     model_type = model_type_of(data, where)
     if model_type not in CONFIG_MAPPING:
@@ -204,8 +204,8 @@ def _config_class(data: dict[str, Any], where: str) -> Any:
         parts = ", ".join(config_class.sub_configs)
         why = f"{where}: a '{model_type}' model has several parts ({parts}); only text models are planned"
         raise InputError(why, hint="save its text_config as a config.json of its own")
-    if config_class not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise InputError(f"{where}: a '{model_type}' model is no causal language model; memfit plans only those")
+    if config_class not in MODEL_FOR_CAUSAL_LM_MAPPING and config_class not in MODEL_FOR_MASKED_LM_MAPPING:
+        raise InputError(f"{where}: a '{model_type}' model is no language model, causal or masked; memfit plans only those")
     return config_class
 
 
@@ -247,7 +247,7 @@ def build_model(
         raise UsageError(f"{source.name} has no sdpa attention in transformers", hint="--attention eager works")
     try:
         with nullcontext() if init_weights else _uninitialised():
-            auto: Any = transformers.AutoModelForCausalLM
+            auto: Any = transformers.AutoModelForMaskedLM if is_encoder(config) else transformers.AutoModelForCausalLM
             model = auto.from_config(config, dtype=dtype, attn_implementation=attention)
         if not init_weights:
             model.tie_weights()
@@ -266,11 +266,19 @@ def _check_built(model: nn.Module, source: ModelSource) -> None:
             raise InputError(f"{source.target}: weight '{name}' would have {parameter.numel():,} elements")
 
 
+def is_encoder(config: PretrainedConfig) -> bool:
+    """A model that fills in masked words, as BERT does, unless its config says that it is used as a decoder."""
+    from transformers import MODEL_FOR_MASKED_LM_MAPPING
+
+    return type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False)
+
+
 def supports_sdpa(config: PretrainedConfig) -> bool:
     """Whether transformers has fused attention for this family; gpt-oss, for one, has eager attention only."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
 
-    return bool(getattr(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], "_supports_sdpa", False))
+    known: Any = MODEL_FOR_MASKED_LM_MAPPING if is_encoder(config) else MODEL_FOR_CAUSAL_LM_MAPPING
+    return bool(getattr(known[type(config)], "_supports_sdpa", False))
 
 
 def _keep_layers(config: PretrainedConfig, layers: int) -> None:

@@ -31,7 +31,7 @@ class EngineSums:
         first, second = args
         if not isinstance(second, torch.Tensor) or first.shape != second.shape or first.dtype != second.dtype:
             return False
-        if not called_by_engine() or not _is_dense(first):
+        if not called_by_engine() or not is_dense(first):
             return False
         return all(found <= alone for found, alone in zip(_holders(first), self._alone, strict=True))
 
@@ -50,7 +50,7 @@ def _holders(tensor: torch.Tensor) -> Holders:
     return tensor._use_count(), storage, sys.getrefcount(tensor)  # type: ignore[attr-defined]
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
+def is_dense(tensor: torch.Tensor) -> bool:
     """No gaps, no overlaps: some order of its dimensions is contiguous."""
     size = 1
     for length, stride in sorted(((n, s) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n != 1), key=lambda p: p[1]):

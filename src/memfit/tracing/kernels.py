@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memfit.tracing.reductions import reduction_buffers
-from memfit.tracing.sorting import radix_sort_pairs_bytes, scan_bytes
+from memfit.tracing.accumulation import is_dense
+from memfit.tracing.reductions import INT32_MAX, reduction_buffers
+from memfit.tracing.sorting import radix_sort_bytes, scan_bytes, segmented_sort_bytes
 
 if TYPE_CHECKING:
     from memfit.tracing.tracer import Tracer
@@ -22,6 +23,13 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 Tensor = torch.Tensor
 Rule = Callable[..., Any]
+
+SMALL_SORT = 4096
+"""Sort.h, should_use_small_sort."""
+SHARED_ROWS = ((20, 20_000), (40, 10_000), (80, 8_000), (199, 5_000), (799, 3_000), (4_000, 800), (2**32, 400))
+"""TensorTopK.cu, should_use_multiblock: up to so many rows, if they are at least so long."""
+SELECT_BLOCKS_PER_SM = 6
+"""TensorTopK.cu, get_items_per_thread: 65,536 registers, 40 for each of 256 threads."""
 
 
 # -- reductions ------------------------------------------------------------------------------------------------------
@@ -118,7 +126,7 @@ def _embedding_backward(
         hold(count * index, "embedding backward original positions")
         with tracer.temporaries() as inner:
             inner(count * index, "embedding backward positions")
-            inner(radix_sort_pairs_bytes(count, index, index), "radix sort")
+            inner(radix_sort_bytes(count, index, index), "radix sort")
         result = grad.new_empty(rows, width)
         hold(count * index, "embedding backward runs")
         hold(index, "embedding backward number of runs")
@@ -196,42 +204,122 @@ def _foreach_norm(tracer: Tracer, tensors: list[Tensor], order: float = 2, dtype
 def _sort_of_indices(
     tracer: Tracer, out: Any, x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False, *_: Any
 ) -> None:
-    """Indexing.cu: accumulation sorts linear indices so that equal ones are added in order."""
+    """Indexing.cu: accumulation sorts linear indices so that equal ones are added in order, by as many bits as the
+    highest of them has."""
     if not accumulate:
         return
     count = max((i.numel() for i in indices if i is not None and i.dtype != torch.bool), default=0)
+    last = max((at for at, index in enumerate(indices) if index is not None), default=0)
+    highest = max(x.numel() - 1, 0) // max(math.prod(x.shape[last + 1 :]), 1)
     with tracer.temporaries() as hold:
         with tracer.temporaries() as inner:
             inner(count * 8, "index_put index")
             hold(count * 8, "index_put linear index")
         for label in ("sorted indices", "original positions", "positions"):
             hold(count * 8, f"index_put {label}")
-        hold(radix_sort_pairs_bytes(count, 8, 8), "radix sort")
+        hold(radix_sort_bytes(count, 8, 8, bits=max(1, highest.bit_length())), "radix sort")
 
 
-def _multinomial(tracer: Tracer, out: Tensor, x: Tensor, count: int, replacement: bool = False, **__: Any) -> None:
-    """Distributions.cpp: one draw, or draws without replacement, divide by exponential noise of the input's size."""
-    if count == 1 or not replacement:
-        tracer.temporary(x.numel() * x.element_size(), "multinomial noise")
+# -- sorting and drawing ---------------------------------------------------------------------------------------------
 
 
 def _sort(tracer: Tracer, out: Any, x: Tensor, *rest: Any, **named: Any) -> None:
-    """Sort.cu: up to 4,096 in a row sort in place; longer rows go through cub with 64-bit positions."""
+    """Sort.cpp: up to 4,096 in a row are sorted in place, beside one row of positions; longer rows must lie one after
+    the other, and are copied where they do not."""
     dim = named.get("dim", rest[-2] if len(rest) > 1 else -1)
     if x.dim() == 0 or x.numel() == 0:
         return
-    row = x.shape[dim]
-    count, size, rows = x.numel(), x.element_size(), x.numel() // row
     with tracer.temporaries() as hold:
-        if row <= 4096:
-            hold(rows * 8, "sort counters")
-        elif rows == 1 or rows >= 128:
-            hold(count * 8, "sort positions")
-            hold(count * (size + 8), "segmented sort")
-        else:
-            for label, each in (("positions", 8), ("segment ids", 8), ("keys", size)):
-                hold(count * each, f"sort {label}")
-            hold(count * (size + 8), "radix sort")
+        if x.shape[dim] <= SMALL_SORT:
+            hold(x.shape[dim] * 8, "sort positions")
+            return
+        in_place = x.stride(dim) == 1
+        if not in_place or not is_dense(x):
+            hold(x.numel() * x.element_size(), "sort input, row by row")
+        if not in_place:
+            hold(x.numel() * x.element_size(), "sort values, row by row")
+            hold(x.numel() * 8, "sort indices, row by row")
+        _sort_rows(tracer, x.numel() // x.shape[dim], x.shape[dim], x.element_size())
+
+
+def _sort_rows(tracer: Tracer, rows: int, row: int, size: int) -> None:
+    """SortStable.cu: one row or very long ones go one by one, fewer than 128 all at once and then by their row, more
+    through a segmented sort; in batches below 2^31 elements."""
+    batch = max(INT32_MAX // row, 1)
+    for some in (min(batch, rows - start) for start in range(0, rows, batch)):
+        count = some * row
+        with tracer.temporaries() as hold:
+            if some == 1 or row >= 1_000_000:
+                hold(row * 8, "sort positions")
+                for _ in range(some):
+                    tracer.temporary(radix_sort_bytes(row, size, 8), "radix sort")
+            elif some < 128:
+                hold(count * 8, "sort positions and rows")
+                hold(count * 8, "sort positions and rows, by value")
+                with tracer.temporaries() as inner:
+                    inner(count * size, "sort keys")
+                    inner(radix_sort_bytes(count, size, 8), "radix sort")
+                tracer.temporary(radix_sort_bytes(count, 8, 0, bits=max(1, (some - 1).bit_length())), "radix sort")
+            else:
+                hold(count * 8, "sort positions")
+                hold(segmented_sort_bytes(count, size, 8), "segmented sort")
+
+
+def _topk(tracer: Tracer, out: Any, x: Tensor, k: int, dim: int = -1, largest: bool = True, ordered: bool = True) -> None:
+    """TensorTopK.cu: several thread blocks share a row if rows are long for their number; then the k are sorted."""
+    if x.dim() == 0 or x.numel() == 0 or k == 0:
+        return
+    row, size = x.shape[dim], x.element_size()
+    rows = x.numel() // row
+    if row >= next((least for most, least in SHARED_ROWS if rows <= most), math.inf):
+        threads = 256
+        each = -(-x.numel() // (tracer.platform.sm_count * SELECT_BLOCKS_PER_SM * threads))
+        blocks = rows * -(-row // (threads * min(max(each, 4), 64)))
+        with tracer.temporaries() as hold:
+            for label, nbytes in (
+                ("k-th values", rows * size),
+                ("ranks", rows * 2 * 4),
+                ("digits", rows * 2 * max(4, size)),
+                ("counts", blocks * 256 * 2),
+                ("sums of counts", rows * 256 * 4),
+                ("counts within k", blocks * 4),
+                ("counts of the k-th", blocks * 4),
+            ):
+                hold(nbytes, f"topk {label}")
+            for _ in range(2):
+                tracer.temporary(scan_bytes(0), "scan by row")
+    if ordered and k > SMALL_SORT:
+        with tracer.temporaries() as hold:
+            hold(rows * k * 8, "topk sorted indices")
+            hold(rows * k * size, "topk sorted values")
+            _sort_rows(tracer, rows, k, size)
+            hold(rows * k * 8, "topk indices in order")
+
+
+def _multinomial(tracer: Tracer, x: Tensor, count: int, replacement: bool = False, **_: Any) -> Tensor:
+    """Distributions.cpp: one draw, or draws without replacement, check the distribution, divide it by exponential
+    noise of its size, and take the largest."""
+    drawn = x.new_empty((*x.shape[:-1], count), dtype=torch.int64)
+    if count > 1 and replacement:
+        return drawn
+    largest = x.max()
+    finite = largest < math.inf
+    smallest = x.min()
+    positive = smallest >= 0
+    valid = finite & positive
+    del largest, finite, smallest, positive
+    sums = x.sum(-1)
+    empty = sums == 0
+    empty = empty.any() if x.dim() > 1 else empty
+    del sums
+    empty.logical_not()
+    noise = torch.empty_like(x)
+    if count == 1:
+        _with_index(tracer, None, noise, -1)
+    else:
+        torch.topk(noise, count)
+    del noise, empty, valid
+    return drawn
 
 
 HIDDEN: dict[Any, Rule] = {
@@ -244,7 +332,7 @@ HIDDEN: dict[Any, Rule] = {
     **dict.fromkeys((aten.cumsum.default, aten.cumprod.default), _scan),
     aten._softmax_backward_data.default: _softmax_backward,
     aten._safe_softmax.default: _safe_softmax,
-    aten.multinomial.default: _multinomial,
+    aten.topk.default: _topk,
     **dict.fromkeys((aten.sort.default, aten.sort.stable), _sort),
     aten.index_put_.default: _sort_of_indices,
     aten._index_put_impl_.default: _sort_of_indices,
@@ -252,6 +340,7 @@ HIDDEN: dict[Any, Rule] = {
 
 REPLACED: dict[Any, Rule] = {
     aten.native_dropout.default: _native_dropout,
+    aten.multinomial.default: _multinomial,
     aten.embedding_dense_backward.default: _embedding_backward,
     aten.native_layer_norm_backward.default: _layer_norm_backward,
     aten._fused_rms_norm_backward.default: _rms_norm_backward,

@@ -141,7 +141,9 @@ class Tracer(TorchDispatchMode):
                 return replaced(self, *args, **kwargs)
         try:
             out = func(*args, **kwargs)
-        except NotImplementedError as error:
+        except RuntimeError as error:
+            if not _lacks_shapes(error):
+                raise
             raise TraceError(
                 f"cannot trace {func}: torch has no shape-only kernel for it",
                 hint="what it returns depends on data, or its author wrote none (torch.library.register_fake)",
@@ -179,6 +181,15 @@ class Tracer(TorchDispatchMode):
         block = self.block_of(tensor)
         if block is not None and node is not None and node.name() == ACCUMULATE_GRAD:
             self.trace.set_category(block, "gradients")
+
+
+def _lacks_shapes(error: RuntimeError) -> bool:
+    """How torch says that an op cannot run without data: by type, or in these words (2.11 to 2.13)."""
+    said = str(error)
+    return isinstance(error, NotImplementedError) or any(words in said for words in _WITHOUT_DATA)
+
+
+_WITHOUT_DATA = ("cannot be called on meta tensors", "no fake impl registered")
 
 
 class ModuleStack:
