@@ -100,15 +100,24 @@ def test_a_label_is_24_gib_less_what_the_driver_keeps(text: str) -> None:
 
 
 @pytest.mark.parametrize(("label", "arch"), [("12GB", (8, 6)), ("24GB", (8, 9)), ("40GB", (8, 0)), ("80GB", (9, 0))])
-def test_a_size_has_the_kernels_of_the_usual_card_of_that_label(label: str, arch: tuple[int, int]) -> None:
+def test_a_label_has_the_kernels_of_the_usual_card_of_that_label(label: str, arch: tuple[int, int]) -> None:
     gpu = find_gpu(label)
 
     assert gpu.arch == arch
     assert f"sm {arch[0]}.{arch[1]}" in gpu.notes[-1]
 
 
-def test_a_size_between_two_labels_has_the_kernels_of_the_larger() -> None:
-    assert find_gpu("44GiB").arch == find_gpu("48GB").arch
+def test_a_label_between_two_labels_has_the_kernels_of_the_larger() -> None:
+    assert find_gpu("44GB").arch == find_gpu("48GB").arch
+
+
+@pytest.mark.parametrize("size", ["20GiB", "24GiB", "80GiB", "24564MiB"])
+def test_an_exact_size_says_nothing_of_the_card_so_kernels_and_context_are_those_of_the_reference(size: str) -> None:
+    gpu, h200 = find_gpu(size), find_gpu("H200")
+
+    assert (gpu.arch, gpu.sm_count, gpu.max_threads_per_sm) == ((9, 0), 132, 2048)
+    assert gpu.context_start_bytes == h200.context_start_bytes
+    assert "as on the H200 (sm 9.0)" in gpu.notes[-1]
 
 
 def test_a_label_no_card_has_says_so() -> None:

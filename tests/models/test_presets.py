@@ -35,6 +35,13 @@ MEASURED = {
 }
 
 
+PHI3 = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "resid_pdrop", "embd_pdrop", "attention_dropout", "max_position_embeddings", "sliding_window",
+    "tie_word_embeddings", "pad_token_id",
+)  # fmt: skip
+
+
 def built(preset: Preset) -> torch.nn.Module:
     source = resolve(preset.name)
     attention: Any = "sdpa" if supports_sdpa(load_config(source)) else "eager"
@@ -60,11 +67,23 @@ def test_the_counts_of_well_known_models_are_the_published_ones() -> None:
     assert counts["llama-3.1-405b"] == 405_853_388_800
 
 
-def test_there_are_seventy_published_configs_and_three_base_models_derived_from_them() -> None:
+def test_there_are_seventy_published_configs_three_base_models_and_one_of_class_defaults() -> None:
     derived = [preset.name for preset in presets() if preset.source.startswith("derived: smollm2")]
+    defaults = [preset.name for preset in presets() if "defaults of" in preset.source]
 
-    assert len(presets()) == 73
+    assert len(presets()) == 70 + 3 + 1
     assert sorted(derived) == ["smollm2-1.7b", "smollm2-135m", "smollm2-360m"]
+    assert defaults == ["phi-3-mini"]
+
+
+def test_phi_3_mini_is_what_its_class_makes_by_itself_and_the_published_one_has_a_window() -> None:
+    from transformers import Phi3Config
+
+    plain, published = (load_config(resolve(name)) for name in ("phi-3-mini", "phi-3-mini-4k"))
+    own = Phi3Config()
+
+    assert {key: getattr(plain, key) for key in PHI3} == {key: getattr(own, key) for key in PHI3}
+    assert (plain.sliding_window, published.sliding_window) == (None, 2047)
 
 
 def test_no_two_presets_answer_to_the_same_name() -> None:

@@ -197,13 +197,34 @@ def test_a_question_is_an_error_unless_the_caller_answers_it() -> None:
     assert 400 in made.trace.requested
 
 
-def test_an_exception_of_the_traced_code_is_the_caller_s_own() -> None:
-    def fails() -> None:
-        torch.zeros(3, device="cuda")
-        raise KeyError("mine")
+def fails() -> None:
+    torch.zeros(3, device="cuda")
+    raise KeyError("mine")
 
-    with pytest.raises(KeyError, match="mine"):
+
+def test_what_the_traced_code_raises_is_told_in_one_line_with_its_place_and_the_exception_behind_it() -> None:
+    with pytest.raises(TraceError, match="the job itself fails: KeyError: 'mine'") as caught:
         memfit.trace(fails)
+    assert f"{__file__}:{fails.__code__.co_firstlineno + 2}, in fails" in str(caught.value.hint)
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+def adds_what_does_not_match() -> None:
+    torch.ones(3, device="cuda") + torch.ones(4, device="cuda")
+
+
+def test_an_error_of_torch_is_told_with_the_line_of_the_traced_code_that_met_it() -> None:
+    with pytest.raises(TraceError, match="the job itself fails: RuntimeError") as caught:
+        memfit.trace(adds_what_does_not_match)
+    line = adds_what_does_not_match.__code__.co_firstlineno + 1
+    assert f"{__file__}:{line}, in adds_what_does_not_match" in str(caught.value.hint)
+
+
+def test_a_person_s_folder_may_be_called_memfit() -> None:
+    names: dict[str, Any] = {}
+    exec(compile("def step():\n    raise ValueError('mine')\n", "/home/me/memfit/train.py", "exec"), names)
+    with pytest.raises(TraceError, match="ValueError: mine"):
+        memfit.trace(names["step"])
 
 
 def test_a_card_and_settings_are_checked_before_anything_runs() -> None:

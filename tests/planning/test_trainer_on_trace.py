@@ -38,7 +38,7 @@ def test_accelerate_s_device_is_its_own_again_after_an_exception(monkeypatch: py
     monkeypatch.setattr(Trainer, "training_step", stop)
     try:
         with pytest.raises((Stop, MemfitError)):
-            plan("train", loop="trainer")
+            plan("train", loop="trainer", trace_cache=False)
         assert devices() == [None, None]
     finally:
         for state in (AcceleratorState, GradientState, PartialState):

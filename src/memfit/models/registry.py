@@ -11,6 +11,7 @@ one exception is asked for by name: `module:factory` imports and calls the user'
 
 from __future__ import annotations
 
+import copy
 import importlib
 import os
 import re
@@ -176,7 +177,7 @@ def load_config(source: ModelSource) -> PretrainedConfig:
     if source.kind == "preset":
         preset = find_preset(source.target)
         assert preset is not None
-        data, where = dict(preset.config), f"preset {preset.name}"
+        data, where = copy.deepcopy(dict(preset.config)), f"preset {preset.name}"
     else:
         data, where = read_config(Path(source.target)), source.target
     config_class = _config_class(data, where)

@@ -20,7 +20,7 @@ from memfit.jobs.workload import Workload
 
 SCHEMA = "memfit.plan/1"
 SAFE_SHARE = 0.9
-SMALLEST_PRECISION = 1024
+SMALLEST_PRECISION = 512
 """The smallest card is found to one part in so many: each step of the search replays the whole job."""
 Verdict = Literal["safe", "tight", "fails"]
 
