@@ -75,7 +75,7 @@ def rows(name: str) -> Iterator[Row]:
         settings = {k: v for k, v in measured.items() if k not in MEASURED}
         alone = measured["group"] == "given" or None
         yield Row(
-            measured["group"], measured["id"], describe(settings), predict(**settings), measured["peak_allocated"],
+            measured["group"], measured["id"], describe(settings), predict(**settings, trace_cache=False), measured["peak_allocated"],
             measured["peak_reserved"], measured.get("device_used_end") if alone else None,
         )  # fmt: skip
 

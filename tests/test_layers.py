@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -29,7 +29,8 @@ ROOMS: dict[str, set[str]] = {
 }
 """What each room may import of memfit, itself aside. render knows only core, so that planning may print itself."""
 
-TORCH = {"torch", "transformers", "peft", "accelerate"}
+LATE = {"transformers", "peft", "accelerate"}
+TORCH = {"torch", *LATE}
 THIRD_PARTY: dict[str, set[str]] = {
     "errors": set(),
     "units": set(),
@@ -37,11 +38,15 @@ THIRD_PARTY: dict[str, set[str]] = {
     "core": {"numpy"},
     "tracing": {"torch"},
     "models": {"torch", "transformers", "huggingface_hub"},
+    "recording": {"torch", "pynvml", "psutil"},
+    "jobs": {*TORCH, "safetensors", "bitsandbytes"},
     "render": {"rich", "jinja2"},
-    "planning": {"torch", "transformers", "accelerate"},
+    "planning": TORCH,
+    "advice": TORCH,
+    "web": {"fastapi", "uvicorn", "jinja2"},
     "cli": {"typer", "rich"},
 }
-"""Other packages that a room may import, where that is limited."""
+"""Other packages that a room may import. planning has those with which it runs the Trainer on the traced device."""
 
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE or path.stem in ROOMS)
 
@@ -51,7 +56,16 @@ def room_of(path: Path) -> str:
 
 
 def imports(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    yield from named(ast.walk(ast.parse(path.read_text(encoding="utf-8"))), path)
+
+
+def imports_at_once(path: Path) -> Iterator[str]:
+    """Those of the file itself: neither inside a function nor for the type checker only."""
+    yield from named(ast.parse(path.read_text(encoding="utf-8")).body, path)
+
+
+def named(nodes: Iterable[ast.AST], path: Path) -> Iterator[str]:
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -78,8 +92,16 @@ def test_a_file_imports_only_rooms_below_its_own(path: Path) -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_a_file_imports_only_the_packages_that_its_room_may(path: Path) -> None:
-    allowed = THIRD_PARTY.get(room_of(path))
-    assert allowed is None or others(path) <= allowed
+    assert others(path) <= THIRD_PARTY[room_of(path)]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_what_is_slow_to_import_is_imported_where_it_is_used(path: Path) -> None:
+    assert not {name.split(".")[0] for name in imports_at_once(path)} & LATE
+
+
+def test_every_room_says_which_packages_it_may_import() -> None:
+    assert list(THIRD_PARTY) == list(ROOMS)
 
 
 def test_core_and_render_have_no_torch() -> None:

@@ -1,9 +1,9 @@
 """memfit: GPU memory of transformer work, known before it runs.
 
-    >>> import memfit
-    >>> plan = memfit.predict(kind="train", model="gpt2", batch_size=8, seq_len=1024, gpu="24GB")    # doctest: +SKIP
-    >>> plan.verdict                                                                                 # doctest: +SKIP
-    'safe'
+>>> import memfit
+>>> plan = memfit.predict(kind="train", model="gpt2", batch_size=8, seq_len=1024, gpu="24GB")    # doctest: +SKIP
+>>> plan.verdict                                                                                 # doctest: +SKIP
+'safe'
 """
 
 from __future__ import annotations
@@ -18,7 +18,17 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = ["InputError", "MemfitError", "Plan", "TraceError", "UnknownName", "UsageError", "__version__", "predict", "trace"]
+__all__ = [
+    "InputError",
+    "MemfitError",
+    "Plan",
+    "TraceError",
+    "UnknownName",
+    "UsageError",
+    "__version__",
+    "predict",
+    "trace",
+]
 
 _LATE = {
     "Plan": ("memfit.planning.predict", "Plan"),

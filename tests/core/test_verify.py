@@ -1,4 +1,4 @@
-"""Recordings made by the model itself, with a fault put in: `verify` must find each, and `rewind` must find the start."""
+"""Recordings made by the model itself, with a fault put in: `verify` must find each, and `rewind` the start."""
 
 from __future__ import annotations
 
@@ -331,7 +331,7 @@ def test_events_that_contradict_the_final_state_are_refused() -> None:
         else:
             trace.alloc(512, address=BASE)
             trace.actions[0] = action
-        with pytest.raises(InputError, match="event 0 .* not in the snapshot's final state"):
+        with pytest.raises(InputError, match=r"event 0 .* not in the snapshot's final state"):
             rewind(trace, (), AllocatorConfig())
 
 

@@ -292,7 +292,9 @@ def test_headroom_is_what_is_left_or_what_is_missing(job: Plan) -> None:
 
 
 def test_a_plan_that_fails_says_where_and_one_that_fits_does_not(job: Plan) -> None:
-    fails, fits = (on(job, capacity).to_json() for capacity in (job.smallest_gpu_bytes // 2, 2 * job.smallest_gpu_bytes))
+    fails, fits = (
+        on(job, capacity).to_json() for capacity in (job.smallest_gpu_bytes // 2, 2 * job.smallest_gpu_bytes)
+    )
     assert "aten." in fails["failed_at"]
     assert (fits["failed_at"], fits["retries"]) == (None, 0)
 

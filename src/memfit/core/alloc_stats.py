@@ -1,6 +1,6 @@
 """What the allocator counts: the figures of `torch.cuda.memory_stats()`, for all pools together."""
 
-# ruff: noqa: PLR1730  (`if` instead of max(): seven calls of max() for each event would cost a tenth of a replay)
+# `if` and not max(): seven calls of max() for each event would cost a tenth of a replay.
 
 from __future__ import annotations
 

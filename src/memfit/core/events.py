@@ -202,7 +202,9 @@ class Trace:
         except FileNotFoundError as error:
             raise InputError(f"no file {str(path)!r}") from error
         except Exception as error:
-            raise InputError(f"cannot read trace {str(path)!r}: {error}", hint="memfit writes these; was it cut off?") from error
+            raise InputError(
+                f"cannot read trace {str(path)!r}: {error}", hint="memfit writes these; was it cut off?"
+            ) from error
         return trace
 
     def _check(self) -> None:

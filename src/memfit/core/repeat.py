@@ -97,7 +97,9 @@ def _passes(trace: Trace, unit_of: list[int]) -> Iterator[_Pass]:
 
 def _stretches(trace: Trace, unit_of: list[int]) -> Iterator[tuple[int, int, bool]]:
     """Cut at marks, and around runs of frees that go over three units or more: those are passes of their own."""
-    begin, run, seen = 0, None, set()
+    begin = 0
+    run: int | None = None
+    seen: set[int] = set()
     for i in range(len(trace) + 1):
         action = trace.actions[i] if i < len(trace) else None
         if action in FREES:

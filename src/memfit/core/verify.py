@@ -73,7 +73,7 @@ class _Call:
 
 
 class _RecordedDriver(Driver):
-    """Gives what the recording shows that the driver gave, and refuses where it shows that memory had to be released."""
+    """Gives what the recording shows that the driver gave; refuses where it shows that memory had to be released."""
 
     def __init__(self) -> None:
         super().__init__()

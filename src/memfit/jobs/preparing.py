@@ -40,7 +40,10 @@ def prepare(workload: Workload, *, layers: int | None = None) -> Prepared:
     """`layers` keeps only the first so many blocks of the model."""
     source = resolve(workload.model)
     model = build_model(
-        source, dtype=DTYPES[workload.weight_precision], attention=workload.attention, layers=layers,
+        source,
+        dtype=DTYPES[workload.weight_precision],
+        attention=workload.attention,
+        layers=layers,
         use_cache=workload.kind == "generate",
     )
     _check_positions(model, workload)
@@ -79,7 +82,9 @@ def _with_adapters(model: nn.Module, workload: Workload) -> nn.Module:
             adapted = get_peft_model(model, config, autocast_adapter_dtype=workload.adapter_dtype == "fp32")
     except ValueError as error:
         names = ", ".join(linear_layers_of_blocks(model)) or "none"
-        raise UsageError(f"--target-modules: {str(error).splitlines()[0]}", hint=f"linear layers of a block: {names}") from error
+        raise UsageError(
+            f"--target-modules: {str(error).splitlines()[0]}", hint=f"linear layers of a block: {names}"
+        ) from error
     if workload.adapter_dtype == "same":
         for parameter in adapted.parameters():  # peft does this itself, but not for a model on meta
             if parameter.requires_grad:
@@ -95,7 +100,7 @@ def linear_layers_of_blocks(model: nn.Module) -> list[str]:
     """The last part of the names of all linear layers but the output head."""
     from transformers.pytorch_utils import Conv1D
 
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    head = getattr(model, "get_output_embeddings", lambda: None)()
     names = {
         name.rpartition(".")[2]: None
         for name, module in model.named_modules()
@@ -133,7 +138,10 @@ def _check_positions(model: nn.Module, workload: Workload) -> None:
         return
     tables = [m for m in model.modules() if isinstance(m, nn.Embedding) and m.num_embeddings != vocabulary]
     if any(longest <= table.num_embeddings <= longest + 16 for table in tables):
-        raise UsageError(f"--seq-len {workload.seq_len} is more than the {longest} positions that {workload.model} has")
+        raise UsageError(
+            f"--seq-len {workload.seq_len} is more than the {longest} positions that {workload.model} has",
+            hint=f"--seq-len {longest} is the longest it takes",
+        )
 
 
 def takes_labels(model: nn.Module) -> bool:

@@ -89,7 +89,9 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         length = x.shape[-2]
-        q, k, v = (p(x).unflatten(-1, (self.heads, -1)).transpose(-2, -3) for p in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (
+            p(x).unflatten(-1, (self.heads, -1)).transpose(-2, -3) for p in (self.q_proj, self.k_proj, self.v_proj)
+        )
         q, k = self.positions(q), self.positions(k)
         scores = torch.einsum("...qd,...kd->...qk", q, k) / math.sqrt(q.shape[-1])
         causal = torch.ones(length, length, dtype=torch.bool, device=x.device).tril()

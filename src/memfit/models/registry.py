@@ -206,7 +206,9 @@ def _config_class(data: dict[str, Any], where: str) -> Any:
         why = f"{where}: a '{model_type}' model has several parts ({parts}); only text models are planned"
         raise InputError(why, hint="save its text_config as a config.json of its own")
     if config_class not in MODEL_FOR_CAUSAL_LM_MAPPING and config_class not in MODEL_FOR_MASKED_LM_MAPPING:
-        raise InputError(f"{where}: a '{model_type}' model is no language model, causal or masked; memfit plans only those")
+        raise InputError(
+            f"{where}: a '{model_type}' model is no language model, causal or masked; memfit plans only those"
+        )
     return config_class
 
 

@@ -41,7 +41,9 @@ def cache_labelled(tracer: Any) -> Iterator[None]:
 
         return update_labelled
 
-    layers = [c for c in vars(cache_utils).values() if isinstance(c, type) and issubclass(c, cache_utils.CacheLayerMixin)]
+    layers = [
+        c for c in vars(cache_utils).values() if isinstance(c, type) and issubclass(c, cache_utils.CacheLayerMixin)
+    ]
     with ExitStack() as stack:
         for layer in layers:
             for name in ("update", "lazy_initialization"):

@@ -65,7 +65,10 @@ def trace_own_code(
     categories.label(made)
     trains = any(mark.phase == "backward" for mark in made.marks)
     context = (card or find_gpu("H200")).context_after(training=trains, flash=True)
-    notes = (f"predicted, not measured: traced with torch {torch.__version__}, kernels of 2.11", *(card.notes if card else ()))
+    notes = (
+        f"predicted, not measured: traced with torch {torch.__version__}, kernels of 2.11",
+        *(card.notes if card else ()),
+    )
     return assess(
         made, config, card, context, started=started, notes=notes, model=name or getattr(fn, "__name__", "function"),
         parameters=parameters["all"], trainable_parameters=parameters["trainable"],

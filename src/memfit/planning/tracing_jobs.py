@@ -26,9 +26,7 @@ def prepare_without_memory(workload: Workload, *, layers: int | None = None) -> 
         return prepare(workload, layers=layers)
 
 
-def trace_job(
-    job: Prepared, platform: Platform = H200, *, steps: int = STEPS, tokens: int | None = None
-) -> Trace:
+def trace_job(job: Prepared, platform: Platform = H200, *, steps: int = STEPS, tokens: int | None = None) -> Trace:
     """`tokens` ends a generation early; the events at which tokens were done are in `facts`."""
     ends, here = 0, Trace()
     done: list[int] = []

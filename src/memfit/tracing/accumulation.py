@@ -39,21 +39,25 @@ class EngineSums:
 def called_by_engine() -> bool:
     """No Python lies between the engine and this op: neither a custom function nor a block run again."""
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None and ("/torch/_" in frame.f_code.co_filename or "/memfit/tracing/" in frame.f_code.co_filename):
+    while frame is not None and (
+        "/torch/_" in frame.f_code.co_filename or "/memfit/tracing/" in frame.f_code.co_filename
+    ):
         frame = frame.f_back
     return frame is not None and frame.f_code.co_name == "_engine_run_backward"
 
 
 def _holders(tensor: torch.Tensor) -> Holders:
     """Of the tensor and of its storage in C++, and of the tensor in Python."""
-    storage = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # type: ignore[attr-defined]
-    return tensor._use_count(), storage, sys.getrefcount(tensor)  # type: ignore[attr-defined]
+    storage = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # type: ignore[attr-defined,unused-ignore]
+    return tensor._use_count(), storage, sys.getrefcount(tensor)  # type: ignore[attr-defined,unused-ignore]
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
     """No gaps, no overlaps: some order of its dimensions is contiguous."""
     size = 1
-    for length, stride in sorted(((n, s) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n != 1), key=lambda p: p[1]):
+    for length, stride in sorted(
+        ((n, s) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n != 1), key=lambda p: p[1]
+    ):
         if stride != size:
             return False
         size *= length
@@ -74,7 +78,8 @@ class _Watch(TorchDispatchMode):
 
 def _holders_when_alone(device: torch.device) -> Holders:
     x = torch.empty(2, device=device, requires_grad=True)
-    with _Watch() as watch:
+    watch = _Watch()
+    with watch:
         h = x * 2
         loss = (h * 3).sum() + (h * 4).sum()
         torch.autograd.backward(loss)

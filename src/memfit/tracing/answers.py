@@ -13,14 +13,13 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import FrameType
-from typing import Union
 
 import torch
 
 from memfit.errors import TraceError
 
 Value = bool | int | float
-Answer = Union[Value, Callable[[torch.Tensor], Value]]
+Answer = Value | Callable[[torch.Tensor], Value]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +34,10 @@ _TORCH = os.path.dirname(torch.__file__).replace("\\", "/") + "/"
 
 KNOWN: dict[Site, tuple[Value, str]] = {
     Site("transformers/masking_utils.py", "_ignore_causal_mask_sdpa"): (True, "no padding: the mask is all ones"),
-    Site("transformers/masking_utils.py", "_ignore_bidirectional_mask_sdpa"): (True, "no padding: the mask is all ones"),
+    Site("transformers/masking_utils.py", "_ignore_bidirectional_mask_sdpa"): (
+        True,
+        "no padding: the mask is all ones",
+    ),
     Site("transformers/masking_utils.py", "sdpa_mask"): (True, "no padding: the mask is all ones"),
     Site("transformers/masking_utils.py", "find_packed_sequence_indices"): (True, "one sequence a row, not packed"),
     Site("torch/amp/grad_scaler.py", "_maybe_opt_step"): (0.0, "no gradient overflowed"),

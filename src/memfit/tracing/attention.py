@@ -9,6 +9,7 @@ their outputs and workspaces are made here.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -80,9 +81,7 @@ def attention(
         return _math(q, k, v, mask, dropout, causal, scale, gqa)
     needs_lse = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
     if backend == "cudnn":
-        result = aten._scaled_dot_product_cudnn_attention(
-            q, k, v, mask, needs_lse, dropout, causal, False, scale=scale
-        )
+        result = aten._scaled_dot_product_cudnn_attention(q, k, v, mask, needs_lse, dropout, causal, False, scale=scale)
     elif backend == "efficient":
         if mask is not None:
             mask = _aligned_mask(mask, q, k)
@@ -154,7 +153,9 @@ def _empty(t: Tensor, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor
     return torch.empty(shape, dtype=dtype, device=t.device)
 
 
-def cudnn_forward(tracer: Tracer, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, lse: bool, *_: Any, **__: Any) -> Any:
+def cudnn_forward(
+    tracer: Tracer, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, lse: bool, *_: Any, **__: Any
+) -> Any:
     """native/cudnn/MHA.cpp: seed, offset, output, statistics, then the graph's workspace for the length of the call."""
     b, h, s, _d = q.shape
     seed, offset = (_empty(q, dtype=torch.int64) for _ in range(2))
@@ -167,7 +168,7 @@ def cudnn_forward(tracer: Tracer, q: Tensor, k: Tensor, v: Tensor, bias: Tensor 
 
 
 def _cudnn_workspace(q: Tensor, k: Tensor, platform: Platform) -> int:
-    """256 bytes, but for a single query, whose keys are split over the card: partial outputs with two row statistics."""
+    """256 bytes, but for a single query, whose keys are split over the card: partial outputs, two statistics a row."""
     b, h, s, d = q.shape
     if s > 1:
         return 256
@@ -225,7 +226,9 @@ def _rounded_head(d: int) -> int:
     return -(-d // 32) * 32 if d <= 192 else 256
 
 
-def flash_backward(tracer: Tracer, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *_: Any, **__: Any) -> Any:
+def flash_backward(
+    tracer: Tracer, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *_: Any, **__: Any
+) -> Any:
     """`mha_bwd`: dq accumulates in fp32 over rows rounded to 128; with grouped heads dk and dv exist once more."""
     b, h, s, d = q.shape
     rows = -(-s // 128) * 128
@@ -242,7 +245,9 @@ def flash_backward(tracer: Tracer, grad: Tensor, q: Tensor, k: Tensor, v: Tensor
     return grads
 
 
-def efficient_forward(tracer: Tracer, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, lse: bool, *_: Any, **__: Any) -> Any:
+def efficient_forward(
+    tracer: Tracer, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, lse: bool, *_: Any, **__: Any
+) -> Any:
     """attention.cu: the output is always [B, S, H, D]; statistics rows rounded to 32; half types wider than the
     registers accumulate in an fp32 copy of the output."""
     b, h, s, _d = q.shape
@@ -275,7 +280,7 @@ def efficient_backward(
     return (*grads, grad_bias)
 
 
-RULES = {
+RULES: dict[Any, Callable[..., Any]] = {
     aten._scaled_dot_product_cudnn_attention.default: cudnn_forward,
     aten._scaled_dot_product_cudnn_attention_backward.default: cudnn_backward,
     aten._scaled_dot_product_flash_attention.default: flash_forward,

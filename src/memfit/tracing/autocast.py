@@ -18,20 +18,25 @@ from torch.amp import autocast_mode
 
 Tensor = torch.Tensor
 
-LOWER = frozenset(
-    "conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d convolution prelu addmm addmv addr"
-    " matmul __matmul__ __rmatmul__ einsum mm mv linear addbmm baddbmm bmm chain_matmul multi_dot vecdot"
-    " scaled_dot_product_attention".split()
+
+def _names(*lines: str) -> frozenset[str]:
+    return frozenset(name for line in lines for name in line.split())
+
+
+LOWER = _names(
+    "conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d convolution prelu addmm addmv",
+    "addr matmul __matmul__ __rmatmul__ einsum mm mv linear addbmm baddbmm bmm chain_matmul multi_dot vecdot",
+    "scaled_dot_product_attention",
 )
-FP32 = frozenset(
-    "acos __rpow__ asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow __pow__ softplus"
-    " layer_norm rms_norm group_norm frobenius_norm nuclear_norm cosine_similarity poisson_nll_loss"
-    " cosine_embedding_loss nll_loss hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss"
-    " margin_ranking_loss multilabel_margin_loss soft_margin_loss triplet_margin_loss multi_margin_loss"
-    " binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp".split()
+FP32 = _names(
+    "acos __rpow__ asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow __pow__ softplus",
+    "layer_norm rms_norm group_norm frobenius_norm nuclear_norm cosine_similarity poisson_nll_loss",
+    "cosine_embedding_loss nll_loss hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss",
+    "margin_ranking_loss multilabel_margin_loss soft_margin_loss triplet_margin_loss multi_margin_loss",
+    "binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp",
 )
-FP32_BY_DTYPE = frozenset("prod softmax log_softmax cumprod cumsum vector_norm matrix_norm sum".split())
-WIDEST = frozenset("addcdiv addcmul atan2 bilinear cross dot grid_sample index_put tensordot scatter_add vdot".split())
+FP32_BY_DTYPE = _names("prod softmax log_softmax cumprod cumsum vector_norm matrix_norm sum")
+WIDEST = _names("addcdiv addcmul atan2 bilinear cross dot grid_sample index_put tensordot scatter_add vdot")
 KNOWN = LOWER | FP32 | FP32_BY_DTYPE | WIDEST | {"cross_entropy"}
 
 
@@ -70,7 +75,9 @@ class Autocast:
         if logits.dtype == torch.float32 or not plain:
             return func(*args, **kwargs)
         kwargs = {key: value for key, value in kwargs.items() if key != "label_smoothing"}
-        return torch.nn.functional.nll_loss(torch.log_softmax(logits, 1, dtype=logits.dtype).float(), *args[1:], **kwargs)
+        return torch.nn.functional.nll_loss(
+            torch.log_softmax(logits, 1, dtype=logits.dtype).float(), *args[1:], **kwargs
+        )
 
     def _eligible(self, value: Any) -> bool:
         return (

@@ -68,7 +68,7 @@ class FusedRmsNorm(torch.autograd.Function):
 def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
     """native/layer_norm.cpp: fused where input and weight share a dtype."""
     if weight is not None and weight.dtype == x.dtype:
-        return FusedRmsNorm.apply(x, shape, weight)  # type: ignore[no-any-return,no-untyped-call]
+        return FusedRmsNorm.apply(x, shape, weight)  # type: ignore[no-any-return]
     return aten.rms_norm.default.decompose(x, shape, weight, eps)  # type: ignore[no-any-return]
 
 

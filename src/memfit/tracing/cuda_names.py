@@ -52,7 +52,11 @@ class CudaNames(TorchFunctionMode):
             return self._made_device(*args, **kwargs)
         if func is Tensor.cuda:
             return self._move(args[0])
-        if torch.is_inference_mode_enabled() and func in self._by_name and args[0].device.type == self.tracer.device.type:
+        if (
+            torch.is_inference_mode_enabled()
+            and func in self._by_name
+            and args[0].device.type == self.tracer.device.type
+        ):
             return self._by_name[func](*args, **kwargs)
         args = tuple([self._device(value) for value in args])
         if kwargs:
@@ -86,7 +90,12 @@ class CudaNames(TorchFunctionMode):
     def _is_host_copy_wanted(self, args: Any, kwargs: Any) -> bool:
         target = next((a for a in (*args[1:], *kwargs.values()) if isinstance(a, torch.device)), None)
         on_device = args[0].device.type == self.tracer.device.type
-        return target is not None and target.type == self.tracer.device.type and on_device and not self.tracer.owns(args[0])
+        return (
+            target is not None
+            and target.type == self.tracer.device.type
+            and on_device
+            and not self.tracer.owns(args[0])
+        )
 
     def _move(self, host: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """A tensor in host memory: real, or on the traced device's type but born outside the trace."""

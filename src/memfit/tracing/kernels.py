@@ -35,7 +35,9 @@ SELECT_BLOCKS_PER_SM = 6
 # -- reductions ------------------------------------------------------------------------------------------------------
 
 
-def _reduce(tracer: Tracer, x: Tensor, dims: Sequence[int] | None, accumulator: int | None = None, per_thread: int = 4) -> None:
+def _reduce(
+    tracer: Tracer, x: Tensor, dims: Sequence[int] | None, accumulator: int | None = None, per_thread: int = 4
+) -> None:
     if x.numel() == 0 or x.dim() == 0:
         return
     size = accumulator or max(4, x.element_size())
@@ -143,7 +145,7 @@ def _embedding_backward(
 
 
 def _summed_in_parts(tracer: Tracer, x: Tensor, width: int, gradients: list[Tensor | None]) -> list[Tensor | None]:
-    """layer_norm_kernel.cu: from 64 Ki rows on, a weight's gradient is summed over partial blocks, into a new tensor."""
+    """layer_norm_kernel.cu: beyond 64 Ki rows a weight's gradient is summed over partial blocks, into a new tensor."""
     rows, columns = x.numel() // width, -(-width // 32)
     if rows <= 64 * 1024 or columns >= tracer.platform.sm_count // 2:
         return gradients
@@ -190,7 +192,9 @@ def _index_put(
     return result
 
 
-def _foreach_norm(tracer: Tracer, tensors: list[Tensor], order: float = 2, dtype: torch.dtype | None = None) -> list[Tensor]:
+def _foreach_norm(
+    tracer: Tracer, tensors: list[Tensor], order: float = 2, dtype: torch.dtype | None = None
+) -> list[Tensor]:
     """ForeachReduceOp.cu: one accumulator for each chunk of 65,536 elements of the largest tensor, for all tensors."""
     chunks = max((-(-t.numel() // 65536) for t in tensors), default=0)
     kind = dtype or tensors[0].dtype
@@ -202,7 +206,13 @@ def _foreach_norm(tracer: Tracer, tensors: list[Tensor], order: float = 2, dtype
 
 
 def _sort_of_indices(
-    tracer: Tracer, out: Any, x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False, *_: Any
+    tracer: Tracer,
+    out: Any,
+    x: Tensor,
+    indices: Sequence[Tensor | None],
+    values: Tensor,
+    accumulate: bool = False,
+    *_: Any,
 ) -> None:
     """Indexing.cu: accumulation sorts linear indices so that equal ones are added in order, by as many bits as the
     highest of them has."""
@@ -265,7 +275,9 @@ def _sort_rows(tracer: Tracer, rows: int, row: int, size: int) -> None:
                 hold(segmented_sort_bytes(count, size, 8), "segmented sort")
 
 
-def _topk(tracer: Tracer, out: Any, x: Tensor, k: int, dim: int = -1, largest: bool = True, ordered: bool = True) -> None:
+def _topk(
+    tracer: Tracer, out: Any, x: Tensor, k: int, dim: int = -1, largest: bool = True, ordered: bool = True
+) -> None:
     """TensorTopK.cu: several thread blocks share a row if rows are long for their number; then the k are sorted."""
     if x.dim() == 0 or x.numel() == 0 or k == 0:
         return
@@ -324,9 +336,13 @@ def _multinomial(tracer: Tracer, x: Tensor, count: int, replacement: bool = Fals
 
 HIDDEN: dict[Any, Rule] = {
     **dict.fromkeys((aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default), _over_dims),
-    **dict.fromkeys((aten.sum.default, aten.mean.default, aten.max.default, aten.min.default, aten.prod.default), _over_all),
+    **dict.fromkeys(
+        (aten.sum.default, aten.mean.default, aten.max.default, aten.min.default, aten.prod.default), _over_all
+    ),
     aten.linalg_vector_norm.default: _norm,
-    **dict.fromkeys((aten.all.default, aten.any.default, aten.all.dim, aten.any.dim, aten.all.dims, aten.any.dims), _logical),
+    **dict.fromkeys(
+        (aten.all.default, aten.any.default, aten.all.dim, aten.any.dim, aten.all.dims, aten.any.dims), _logical
+    ),
     **dict.fromkeys((aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim), _with_index),
     **dict.fromkeys((aten.var.correction, aten.std.correction, aten.var_mean.correction), _moments),
     **dict.fromkeys((aten.cumsum.default, aten.cumprod.default), _scan),
@@ -344,7 +360,9 @@ REPLACED: dict[Any, Rule] = {
     aten.embedding_dense_backward.default: _embedding_backward,
     aten.native_layer_norm_backward.default: _layer_norm_backward,
     aten._fused_rms_norm_backward.default: _rms_norm_backward,
-    **dict.fromkeys((aten.scatter_add.default, aten.scatter.src, aten.scatter.value, aten.index_add.default), _into_fresh_zeros),
+    **dict.fromkeys(
+        (aten.scatter_add.default, aten.scatter.src, aten.scatter.value, aten.index_add.default), _into_fresh_zeros
+    ),
     aten.index_put.default: _index_put,
     aten._foreach_norm.Scalar: _foreach_norm,
 }

@@ -38,7 +38,7 @@ def reduction_buffers(
     return [
         buffers
         for r, k in _pieces_within_32_bits(reduced, kept, item)
-        if (buffers := _buffers(r, k, item, tensor.storage_offset(), platform, accumulator, per_thread))
+        if (buffers := _buffers(r, k, item, int(tensor.storage_offset()), platform, accumulator, per_thread))
     ]
 
 

@@ -67,7 +67,9 @@ class Tracer(TorchDispatchMode):
         """The block made last has an entry for each of these tensors, so it grows with the number of layers."""
         if not tensors:
             return
-        self.trace.facts.setdefault("lists", {})[str(len(self.trace.requested) - 1)] = [self.block_of(t) for t in tensors]
+        self.trace.facts.setdefault("lists", {})[str(len(self.trace.requested) - 1)] = [
+            self.block_of(t) for t in tensors
+        ]
 
     @contextmanager
     def temporaries(self) -> Iterator[Callable[[int, str], None]]:

@@ -57,7 +57,7 @@ class Workspaces:
 
 
 def _bias_is_fused(args: tuple[object, ...]) -> bool:
-    """`addmm` with a contiguous 1-D bias goes through cuBLASLt unless a matrix has a side of 1 (Blas.cpp, addmm_out)."""
+    """`addmm` with a contiguous 1-D bias goes to cuBLASLt unless a matrix has a side of 1 (Blas.cpp, addmm_out)."""
     bias, left, right = args[:3]
     assert isinstance(bias, torch.Tensor) and isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor)
     columns = right.shape[1]

@@ -39,7 +39,11 @@ def run_trainer(job: Prepared, device: torch.device | str, phases: Phases, *, st
     data = RandomTokens(job.vocab_size, work.seq_len, rows, work.padding)
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*pin_memory.*")
-        trainer = Trainer(model=model, args=arguments(job, folder, steps, use_cpu=torch.device(device).type == "cpu"), train_dataset=data)
+        trainer = Trainer(
+            model=model,
+            args=arguments(job, folder, steps, use_cpu=torch.device(device).type == "cpu"),
+            train_dataset=data,
+        )
         trainer.remove_callback(PrinterCallback)
         with phases("trainer", 1):
             trainer.train()
