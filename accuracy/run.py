@@ -35,7 +35,13 @@ class Card:
 
 
 def run_one(spec: dict[str, Any], events: Path | None) -> dict[str, Any]:
-    command = [sys.executable, "-m", "accuracy.measure", json.dumps(spec), *(["--events", str(events)] if events else [])]
+    command = [
+        sys.executable,
+        "-m",
+        "accuracy.measure",
+        json.dumps(spec),
+        *(["--events", str(events)] if events else []),
+    ]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     except subprocess.TimeoutExpired:

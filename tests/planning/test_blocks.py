@@ -72,7 +72,6 @@ def test_a_list_of_one_is_no_list_of_blocks() -> None:
     assert find_blocks(Model(Block(0))) is None
 
 
-@pytest.mark.xfail(reason="the longest list is taken, wherever it is", strict=True)
 def test_a_longer_list_inside_a_block_is_not_the_list_of_blocks() -> None:
     """Experts, or a norm for each head."""
     model = Model(*(Block(i, experts=nn.ModuleList(nn.Linear(4, 4) for _ in range(16))) for i in range(6)))

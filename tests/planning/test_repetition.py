@@ -232,7 +232,6 @@ def test_blocks_that_are_not_alike_are_all_traced(small: Miniatures, which: str)
     check(work)
 
 
-@pytest.mark.xfail(reason="only what turns out while extending is said", strict=True)
 @pytest.mark.parametrize("which", NOT_ALIKE)
 def test_a_plan_says_that_all_blocks_were_traced_because_they_are_not_alike(small: Miniatures, which: str) -> None:
     made = trace_workload(not_alike(small, which), H200)
@@ -254,10 +253,7 @@ TWO_LISTS: dict[str, Any] = {
 
 @pytest.mark.parametrize(
     "config",
-    [
-        pytest.param(STABLELM, marks=pytest.mark.xfail(reason="the heads are taken for the blocks", strict=True)),
-        pytest.param(TWO_LISTS, marks=pytest.mark.xfail(reason="only one of the lists is made longer", strict=True)),
-    ],
+    [STABLELM, TWO_LISTS],
     ids=["more norms for heads than blocks", "two lists of blocks"],
 )
 def test_lists_that_are_not_the_only_blocks_do_no_harm(tmp_path: Path, config: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ pattern, whether or not it would change memory.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -28,6 +28,8 @@ class Blocks:
     path: str
     count: int
     period: int
+    unit_parameters: int = field(default=0, compare=False)
+    """Parameters of one period of blocks."""
 
     @property
     def units(self) -> int:
@@ -44,14 +46,18 @@ class Blocks:
 
 
 def find_blocks(model: nn.Module) -> Blocks | None:
-    """The longest list of modules, if it has a period."""
-    lists = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > 1]
-    if not lists:
+    """The longest list of modules that is in no other list, if it has a period."""
+    lists = {name: m for name, m in model.named_modules() if isinstance(m, nn.ModuleList)}
+    outer = [(n, m) for n, m in lists.items() if len(m) > 1 and not any(n.startswith(f"{o}.") for o in lists)]
+    if not outer:
         return None
-    path, blocks = max(lists, key=lambda found: len(found[1]))
+    path, blocks = max(outer, key=lambda found: len(found[1]))
     kinds = [_kind(block) for block in blocks]
     period = next((p for p in range(1, MAX_PERIOD + 1) if kinds[1 + p :] == kinds[1:-p]), None)
-    return Blocks(path, len(blocks), period) if period else None
+    if period is None:
+        return None
+    unit = sum(p.numel() for block in list(blocks)[period : 2 * period] for p in block.parameters())
+    return Blocks(path, len(blocks), period, unit)
 
 
 def _kind(block: nn.Module) -> tuple[Any, ...]:

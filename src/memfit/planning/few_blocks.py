@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from memfit.core.events import Trace
 from memfit.core.repeat import BEFORE, UNITS, NotRepeating
 from memfit.jobs.preparing import Prepared
 from memfit.jobs.workload import Workload
+from memfit.models.registry import load_config, resolve
 from memfit.planning import categories
 from memfit.planning.blocks import Blocks, blocks_of
 from memfit.planning.few_tokens import trace_generation
@@ -20,17 +23,21 @@ def trace_few_blocks(work: Workload, platform: Platform) -> tuple[Recipe, Trace]
     if ":" not in work.model:  # a factory's model is as large as its own code makes it
         blocks, parameters = blocks_of(work.model, work.attention)
         if blocks is not None and blocks.worthwhile:
-            recipe = _of_few(work, platform, blocks, parameters)
             try:
+                recipe = _of_few(work, platform, blocks, parameters)
                 return recipe, recipe.whole()
             except NotRepeating as why:
                 notes = (f"all {blocks.count} blocks were traced one by one: {why}",)
+        elif blocks is None and getattr(load_config(resolve(work.model)), "num_hidden_layers", 0) > UNITS:
+            notes = ("all blocks were traced one by one: they are not alike",)
     recipe = _of_all(work, platform, notes)
     return recipe, recipe.trace
 
 
 def _of_few(work: Workload, platform: Platform, blocks: Blocks, parameters: int) -> Recipe:
     job = prepare_without_memory(work, layers=blocks.traced)
+    if job.parameters + (blocks.units - UNITS) * blocks.unit_parameters != parameters:
+        raise NotRepeating("they are not all that grows with the number of layers")
     inside = _inside_wrapper(job, blocks)
     return Recipe(
         trace=_labelled(job, platform), blocks=inside.path, period=blocks.period, units=blocks.units,
@@ -59,7 +66,7 @@ def _inside_wrapper(job: Prepared, blocks: Blocks) -> Blocks:
     path = next(
         name for name, _ in job.model.named_modules() if name == blocks.path or name.endswith(f".{blocks.path}")
     )
-    return Blocks(path, blocks.count, blocks.period)
+    return dataclasses.replace(blocks, path=path)
 
 
 def _trainable(job: Prepared, blocks: Blocks) -> int:

@@ -1,8 +1,8 @@
 """A workload in, a plan out: trace the job, replay it, ask whether it fits.
 
-    >>> plan = predict(kind="lora", model="qwen2.5-7b", batch_size=1, seq_len=1536, rank=128,
-    ...                grad_checkpointing=True, gpu="24GiB")           # doctest: +SKIP
-    >>> plan.peak.device_bytes, plan.verdict                           # doctest: +SKIP
+>>> plan = predict(kind="lora", model="qwen2.5-7b", batch_size=1, seq_len=1536, rank=128,
+...                grad_checkpointing=True, gpu="24GiB")           # doctest: +SKIP
+>>> plan.peak.device_bytes, plan.verdict                           # doctest: +SKIP
 """
 
 from __future__ import annotations
@@ -123,7 +123,16 @@ def predict(
     )  # fmt: skip
 
 
-def assess(trace: Trace, config: AllocatorConfig, gpu: Gpu | None, context: int, *, started: float, notes: tuple[str, ...], **rest: Any) -> Plan:
+def assess(
+    trace: Trace,
+    config: AllocatorConfig,
+    gpu: Gpu | None,
+    context: int,
+    *,
+    started: float,
+    notes: tuple[str, ...],
+    **rest: Any,
+) -> Plan:
     """Replay a labelled trace, with room and with the card's capacity."""
     timeline = replay(trace, config)
     ample = timeline.peak_reserved

@@ -51,13 +51,14 @@ class Autocast:
 
     def call(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """What `func` comes to inside a region."""
-        name = getattr(func, "__name__", "")
+        name = getattr(func, "__name__", "").removeprefix("linalg_")
         if name not in KNOWN:
             return func(*args, **kwargs)
         if name == "cross_entropy":
             return self._cross_entropy(func, args, kwargs)
         if name in FP32_BY_DTYPE:
-            if args and self._eligible(args[0]) and kwargs.get("dtype") is None and not _positional_dtype(args):
+            first = args[0] if args else kwargs.get("input")
+            if self._eligible(first) and kwargs.get("dtype") is None and not _positional_dtype(args):
                 kwargs = {**kwargs, "dtype": torch.float32}
             return func(*args, **kwargs)
         target = self.dtype if name in LOWER else torch.float32 if name in FP32 else self._widest(args)
@@ -154,6 +155,7 @@ class Autocast:
             for owner, name, replacement in (
                 (torch, "is_autocast_enabled", is_enabled),
                 (torch, "get_autocast_dtype", get_dtype),
+                (torch, "get_autocast_gpu_dtype", lambda: self.dtype),
                 (torch, "set_autocast_enabled", enable),
                 (torch, "set_autocast_dtype", use_dtype),
                 (torch, "clear_autocast_cache", clear_all),

@@ -233,10 +233,9 @@ def _sort_of_indices(
 # -- sorting and drawing ---------------------------------------------------------------------------------------------
 
 
-def _sort(tracer: Tracer, out: Any, x: Tensor, *rest: Any, **named: Any) -> None:
+def _sort(tracer: Tracer, out: Any, x: Tensor, dim: int = -1, *_: Any, **__: Any) -> None:
     """Sort.cpp: up to 4,096 in a row are sorted in place, beside one row of positions; longer rows must lie one after
     the other, and are copied where they do not."""
-    dim = named.get("dim", rest[-2] if len(rest) > 1 else -1)
     if x.dim() == 0 or x.numel() == 0:
         return
     with tracer.temporaries() as hold:
@@ -283,29 +282,33 @@ def _topk(
         return
     row, size = x.shape[dim], x.element_size()
     rows = x.numel() // row
-    if row >= next((least for most, least in SHARED_ROWS if rows <= most), math.inf):
-        threads = 256
-        each = -(-x.numel() // (tracer.platform.sm_count * SELECT_BLOCKS_PER_SM * threads))
-        blocks = rows * -(-row // (threads * min(max(each, 4), 64)))
-        with tracer.temporaries() as hold:
-            for label, nbytes in (
-                ("k-th values", rows * size),
-                ("ranks", rows * 2 * 4),
-                ("digits", rows * 2 * max(4, size)),
-                ("counts", blocks * 256 * 2),
-                ("sums of counts", rows * 256 * 4),
-                ("counts within k", blocks * 4),
-                ("counts of the k-th", blocks * 4),
-            ):
-                hold(nbytes, f"topk {label}")
-            for _ in range(2):
-                tracer.temporary(scan_bytes(0), "scan by row")
+    with tracer.temporaries() as hold:
+        hold(0 if x.is_contiguous() else x.numel() * size, "topk input, contiguous")
+        if row >= next((least for most, least in SHARED_ROWS if rows <= most), math.inf):
+            _radix_select(tracer, rows, row, size)
     if ordered and k > SMALL_SORT:
         with tracer.temporaries() as hold:
             hold(rows * k * 8, "topk sorted indices")
             hold(rows * k * size, "topk sorted values")
             _sort_rows(tracer, rows, k, size)
             hold(rows * k * 8, "topk indices in order")
+
+
+def _radix_select(tracer: Tracer, rows: int, row: int, size: int) -> None:
+    """TensorTopK.cu, mbtopk::launch: digits are counted for each of the blocks that share a row."""
+    threads = 256
+    each = -(-rows * row // (tracer.platform.sm_count * SELECT_BLOCKS_PER_SM * threads))
+    blocks = rows * -(-row // (threads * min(max(each, 4), 64)))
+    with tracer.temporaries() as hold:
+        hold(rows * size, "topk k-th values")
+        hold(rows * 2 * 4, "topk ranks")
+        hold(rows * 2 * max(4, size), "topk digits")
+        hold(blocks * 256 * 2, "topk counts")
+        hold(rows * 256 * 4, "topk sums of counts")
+        hold(blocks * 4, "topk counts within k")
+        hold(blocks * 4, "topk counts of the k-th")
+        for _ in range(2):
+            tracer.temporary(scan_bytes(0), "scan by row")
 
 
 def _multinomial(tracer: Tracer, x: Tensor, count: int, replacement: bool = False, **_: Any) -> Tensor:

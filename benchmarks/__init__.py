@@ -1,0 +1,1 @@
+"""How long predictions take: `make bench`, or `python -m benchmarks --help`."""

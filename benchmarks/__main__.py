@@ -1,0 +1,156 @@
+"""Times of predictions, in a table or as JSON.
+
+    python -m benchmarks                 # a few minutes: every case three times after a first call
+    python -m benchmarks --only 8b       # the cases whose model or kind has this in its name
+    python -m benchmarks --full          # all 1,000 lines of the batch instead of 40 and a calculation
+    python -m benchmarks --json > times.json
+
+Wall-clock times of one machine: other processes on it lengthen them, so the table says how many cores there are and how
+busy they were. `floor` is a bare Python loop over the events, measured in the same process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import platform
+import sys
+from typing import Any
+
+from benchmarks import plans, shell
+from benchmarks.plans import Timed
+
+HEADINGS = ("job", "model", "best s", "median s", "first s", "limit s", "events", "replay ev/s", "floor ms", "host MiB")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Time memfit's predictions.")
+    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    parser.add_argument("--full", action="store_true", help="run all 1,000 lines of the batch")
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help="only plans whose model or kind has this in its name"
+    )
+    asked = parser.parse_args(argv)
+    chosen = [case for case in plans.cases() if asked.only in f"{case.name} {case.model}"]
+    if not chosen:
+        parser.error(f"no case has {asked.only!r} in its name")
+
+    before = _machine()
+    _say(_machine_line(before))
+    _warm_up()
+    timed = []
+    for case in chosen:
+        _say(f"{case.name} of {case.model} ...")
+        timed.append(plans.measured(case))
+    made: dict[str, Any] = {
+        "schema": "memfit.bench/1", "machine": before, "plans": [dataclasses.asdict(each) for each in timed],
+        "ratio_70b_to_8b": plans.ratios(timed), "batch": None, "shell": None,
+    }  # fmt: skip
+    if not asked.only:
+        _say("one plan from the shell ...")
+        made["shell"] = shell.one_plan()
+        _say("plan batch ...")
+        made["batch"] = shell.batch(shell.ALL_LINES if asked.full else shell.BATCH_LINES)
+    made["machine"]["load_after"] = os.getloadavg()[0]
+    print(json.dumps(made, indent=1) if asked.json else text(made, timed))
+    return 0
+
+
+def _warm_up() -> None:
+    """Imports, and what torch and transformers do on first use, are no part of a plan's time."""
+    from memfit.planning.predict import predict
+
+    predict(kind="lora", model="gpt2", seq_len=64, grad_checkpointing=True, trace_cache=False)
+
+
+def _machine() -> dict[str, Any]:
+    from importlib.metadata import version
+
+    return {
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "processor": platform.processor() or platform.machine(), "python": platform.python_version(),
+        "torch": version("torch"), "transformers": version("transformers"), "load_before": os.getloadavg()[0],
+    }  # fmt: skip
+
+
+def _machine_line(machine: dict[str, Any]) -> str:
+    return (
+        f"{machine['cores']} cores ({machine['processor']}), Python {machine['python']}, torch {machine['torch']}, "
+        f"transformers {machine['transformers']}; load {machine['load_before']:.1f} before"
+    )
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+# -- text --------------------------------------------------------------------------------------------------------------
+
+
+def text(made: dict[str, Any], timed: list[Timed]) -> str:
+    machine = made["machine"]
+    parts = [
+        f"{_machine_line(machine)}, {machine['load_after']:.1f} after (1.0 is this benchmark itself)",
+        f"plans in one warm process, no trace cache: best and median of {plans.ROUNDS} after a first call",
+        "",
+        aligned([HEADINGS, *(_row(each) for each in timed)]),
+    ]
+    if made["ratio_70b_to_8b"]:
+        ratios = ", ".join(f"{name} {ratio:.2f}" for name, ratio in made["ratio_70b_to_8b"].items())
+        parts += ["", f"llama 70B over 8B (limit 1.5): {ratios}"]
+    if made["batch"]:
+        parts += ["", *_batch_lines(made["batch"])]
+    if made["shell"]:
+        parts += ["", *_shell_lines(made["shell"])]
+    return "\n".join(parts)
+
+
+def _row(each: Timed) -> tuple[str, ...]:
+    limit = each.limit_seconds
+    over = " !" if limit is not None and each.best_seconds > limit else "  "
+    return (
+        each.name, each.model, f"{each.best_seconds:.2f}{over}", f"{each.median_seconds:.2f}",
+        f"{each.first_seconds:.2f}", "n/a" if limit is None else f"{limit:.1f}", f"{each.events:,}",
+        f"{each.replay_events_per_second:,.0f}", f"{1000 * each.floor_seconds:.1f}", f"{each.host_peak_bytes >> 20:,}",
+    )  # fmt: skip
+
+
+def _batch_lines(batch: dict[str, Any]) -> list[str]:
+    how = "measured" if batch["measured"] else "calculated from the mean line"
+    peak = "n/a" if batch["host_peak_bytes"] is None else f"{batch['host_peak_bytes'] >> 20:,} MiB"
+    return [
+        "plan batch, lora of llama-3.2-1b, every batch size and sequence length different, empty trace cache:",
+        f"  {batch['lines']} lines {batch['seconds']:.1f} s; first {batch['first_line_seconds']:.2f} s, then "
+        f"{batch['seconds_a_line']:.3f} s a line ({batch['seconds_a_line_in_second_half']:.3f} in the second half)",
+        f"  1,000 lines {batch['seconds_for_1000']:.0f} s, {how} (limit {shell.BATCH_LIMIT_SECONDS:.0f}); "
+        f"host peak {peak}",
+    ]
+
+
+def _shell_lines(times: dict[str, float]) -> list[str]:
+    return [
+        f"from the shell: memfit {' '.join(shell.PLAN)}",
+        f"  nothing cached {times['cold_seconds']:.2f} s, cached {times['cached_seconds']:.2f} s "
+        f"(limit {shell.CACHED_LIMIT_SECONDS}), cached, with {' '.join(shell.SAME_CLASS)} "
+        f"{times['cached_other_card_seconds']:.2f} s",
+        f"  memfit --help {times['help_seconds']:.2f} s, python -c pass {times['python_seconds']:.2f} s",
+    ]
+
+
+def aligned(rows: list[tuple[str, ...]]) -> str:
+    """Names to the left, numbers to the right."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(width) if i < 2 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
