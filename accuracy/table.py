@@ -75,9 +75,14 @@ def rows(name: str) -> Iterator[Row]:
         settings = {k: v for k, v in measured.items() if k not in MEASURED}
         alone = measured["group"] == "given" or None
         yield Row(
-            measured["group"], measured["id"], describe(settings), predict(**settings, trace_cache=False), measured["peak_allocated"],
-            measured["peak_reserved"], measured.get("device_used_end") if alone else None,
-        )  # fmt: skip
+            group=measured["group"],
+            id=measured["id"],
+            job=describe(settings),
+            plan=predict(**settings, trace_cache=False),
+            allocated=measured["peak_allocated"],
+            reserved=measured["peak_reserved"],
+            device=measured.get("device_used_end") if alone else None,
+        )
 
 
 def describe(settings: dict[str, Any]) -> str:
