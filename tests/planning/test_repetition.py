@@ -155,11 +155,11 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 EVERY_KIND = ("checkpointed", "amp", "lora", "trainer", "generate")
 SAMPLES = [
-    ("llama", "lora amp trainer"), ("llama", "amp checkpointed"), ("llama", "padded"), ("llama", "static cache"),
+    ("llama", "lora amp trainer"), ("llama", "padded"), ("llama", "static cache"),
     ("gpt2", "single"), ("gpt2", "beam"), ("qwen2", "lora"), ("qwen2", "batch of 1"), ("qwen3", "fused"),
     ("qwen3_moe", "generate"), ("mistral", "amp forward"), ("mistral", "generate"), ("mixtral", "checkpointed"),
     ("gemma2", "lora"), ("gemma2", "generate"), ("phi", "amp fp16"), ("phi3", "trainer"), ("opt", "amp checkpointed"),
-    ("gpt_neox", "eager"), ("gpt_neox", "lora"), ("deepseek_v2", "generate"),
+    ("gpt_neox", "eager"), ("deepseek_v2", "generate"),
 ]  # fmt: skip
 
 
@@ -187,12 +187,12 @@ def test_kinds_of_jobs_of_other_families_repeat(small: Miniatures, family: str, 
 # -- numbers of blocks -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layers", [5, 6, 12])
+@pytest.mark.parametrize("layers", [5, 12])
 def test_any_number_of_blocks_from_five_on_is_made_from_four(small: Miniatures, layers: int) -> None:
     check_extended(small.work("llama", layers, kind="forward"))
 
 
-@pytest.mark.parametrize("layers", [10, 11, 12, 13])
+@pytest.mark.parametrize("layers", [10, 13])
 def test_blocks_left_over_by_the_pattern_come_last(small: Miniatures, layers: int) -> None:
     work = small.work("gemma2", layers, kind="forward", batch_size=1)
     blocks, _ = blocks_of(work.model, work.attention)
@@ -226,15 +226,10 @@ def not_alike(small: Miniatures, which: str) -> Workload:
 
 
 @pytest.mark.parametrize("which", NOT_ALIKE)
-def test_blocks_that_are_not_alike_are_all_traced(small: Miniatures, which: str) -> None:
+def test_blocks_that_are_not_alike_are_all_traced_and_the_plan_says_so(small: Miniatures, which: str) -> None:
     work = not_alike(small, which)
     assert blocks_of(work.model, work.attention)[0] is None
-    check(work)
-
-
-@pytest.mark.parametrize("which", NOT_ALIKE)
-def test_a_plan_says_that_all_blocks_were_traced_because_they_are_not_alike(small: Miniatures, which: str) -> None:
-    made = trace_workload(not_alike(small, which), H200)
+    made, _ = check(work)
     assert any("one by one" in note for note in made.notes)
 
 
@@ -314,26 +309,15 @@ def test_what_each_block_keeps_for_backward_is_under_its_own_name(small: Miniatu
 
 
 @pytest.mark.parametrize("layers", [5, 12])
-def test_the_norms_that_clipping_stacks_are_one_for_each_gradient(small: Miniatures, layers: int) -> None:
+def test_buffers_with_an_entry_for_each_gradient_grow_with_the_blocks(small: Miniatures, layers: int) -> None:
+    """Clipping makes partial sums for all gradients in one buffer (one each, as all are small), and stacks their norms."""
     work = small.work("gpt2", layers, clip_grad=True, precision="fp32")
     trace = trace_workload(work, H200).trace
     weights = len(list(prepare_without_memory(work).model.parameters()))
+    large = Counter(trace.op(b) for b in range(len(trace.requested)) if trace.requested[b] == 4 * weights)
     stacked = {trace.requested[b] for b in range(len(trace.requested)) if "stack" in trace.op(b)}
     assert stacked == {4 * weights}
-
-
-def test_the_buffer_of_the_fused_norms_grows_with_the_gradients(small: Miniatures) -> None:
-    """One partial sum a tensor (each is smaller than a chunk), and the result of each."""
-    sizes = {}
-    for layers in (5, 12):
-        work = small.work("gpt2", layers, clip_grad=True, precision="fp32")
-        trace = trace_workload(work, H200).trace
-        weights = len(list(prepare_without_memory(work).model.parameters()))
-        foreach = [
-            b for b in range(len(trace.requested)) if "norm" in trace.op(b) and trace.requested[b] == 4 * weights
-        ]
-        sizes[layers] = len(foreach)
-    assert sizes[5] == sizes[12] > 0
+    assert [count for op, count in large.items() if "norm" in op] == [3]  # once a step
 
 
 def test_a_plan_from_a_few_blocks_is_the_plan_from_all_of_them(
