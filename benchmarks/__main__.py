@@ -1,6 +1,6 @@
 """Times of predictions, in a table or as JSON.
 
-    python -m benchmarks                 # a few minutes: every case three times after a first call
+    python -m benchmarks                 # a few minutes: every case three times after a first call, slow ones once
     python -m benchmarks --only 8b       # the cases whose model or kind has this in its name
     python -m benchmarks --full          # all 1,000 lines of the batch instead of 40 and a calculation
     python -m benchmarks --json > times.json
@@ -93,7 +93,8 @@ def text(made: dict[str, Any], timed: list[Timed]) -> str:
     machine = made["machine"]
     parts = [
         f"{_machine_line(machine)}, {machine['load_after']:.1f} after (1.0 is this benchmark itself)",
-        f"plans in one warm process, no trace cache: best and median of {plans.ROUNDS} after a first call",
+        f"plans in one warm process, no trace cache: best and median of {plans.ROUNDS} after a first call, "
+        f"or of 1 where that call takes over {plans.SLOW_SECONDS:.0f} s",
         "",
         aligned([HEADINGS, *(_row(each) for each in timed)]),
     ]

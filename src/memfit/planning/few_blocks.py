@@ -22,6 +22,8 @@ def trace_few_blocks(work: Workload, platform: Platform) -> tuple[Recipe, Trace]
     notes: tuple[str, ...] = ()
     if ":" not in work.model:  # a factory's model is as large as its own code makes it
         blocks, parameters = blocks_of(work.model, work.attention)
+        if blocks is not None and getattr(load_config(resolve(work.model)), "rescale_every", 0):
+            blocks = None  # RWKV: what a block does depends on its number, which its modules do not show
         if blocks is not None and blocks.worthwhile:
             try:
                 recipe = _of_few(work, platform, blocks, parameters)
