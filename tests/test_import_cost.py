@@ -8,6 +8,7 @@ import sys
 import time
 
 HEAVY = ["torch", "transformers", "peft", "accelerate", "numpy"]
+NOT_FOR_TEXT = ["pydantic", "rich.progress", "memfit.cli.prune"]
 
 SCRIPT = """
 import contextlib, io, json, sys
@@ -28,12 +29,19 @@ ANSWERS = {
     "plan --help": 0,
     "plan lora --help": 0,
     "plan batch --help": 0,
+    "prune --help": 0,
+    "train --help": 0,
+    "train --config smollm2-lora-demo --set rnak=3": 2,
+    "report --help": 0,
+    "diff --help": 0,
+    "export --help": 0,
     "models": 0,
     "models --json": 0,
     "gpus": 0,
     "plan train --model gtp2": 2,
     "plan train --model gpt2 --gpu nonsense": 2,
     "plan train --model gpt2 --batch-size 0": 2,
+    "prune --model ./nowhere --sparsity_ratio 2": 2,
 }
 
 
@@ -41,6 +49,13 @@ def test_nothing_heavy_is_imported_before_a_prediction_starts() -> None:
     command = [sys.executable, "-c", SCRIPT, json.dumps([HEAVY, list(ANSWERS)])]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     assert json.loads(done.stdout) == {line: [code, []] for line, code in ANSWERS.items()}
+
+
+def test_a_plan_imports_neither_what_converts_text_nor_other_commands() -> None:
+    lines = [line for line in ANSWERS if line.startswith("plan") and "gtp2" not in line]
+    command = [sys.executable, "-c", SCRIPT, json.dumps([NOT_FOR_TEXT, lines])]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert json.loads(done.stdout) == {line: [ANSWERS[line], []] for line in lines}
 
 
 def test_help_answers_within_two_seconds() -> None:

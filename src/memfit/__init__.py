@@ -15,25 +15,41 @@ from memfit.errors import InputError, MemfitError, TraceError, UnknownName, Usag
 if TYPE_CHECKING:
     from memfit.planning.own_code import trace_own_code as trace
     from memfit.planning.predict import Plan, predict
+    from memfit.recording.callbacks import lightning_memory, trainer_memory
+    from memfit.recording.memory_log import MemoryLog, print_gpu_memory_summary
+    from memfit.recording.recorder import record
+    from memfit.recording.sampler import Sampler
 
 __version__ = "0.1.0"
 
 __all__ = [
     "InputError",
     "MemfitError",
+    "MemoryLog",
     "Plan",
+    "Sampler",
     "TraceError",
     "UnknownName",
     "UsageError",
     "__version__",
+    "lightning_memory",
     "predict",
+    "print_gpu_memory_summary",
+    "record",
     "trace",
+    "trainer_memory",
 ]
 
 _LATE = {
+    "MemoryLog": ("memfit.recording.memory_log", "MemoryLog"),
     "Plan": ("memfit.planning.predict", "Plan"),
+    "Sampler": ("memfit.recording.sampler", "Sampler"),
+    "lightning_memory": ("memfit.recording.callbacks", "lightning_memory"),
     "predict": ("memfit.planning.predict", "predict"),
+    "print_gpu_memory_summary": ("memfit.recording.memory_log", "print_gpu_memory_summary"),
+    "record": ("memfit.recording.recorder", "record"),
     "trace": ("memfit.planning.own_code", "trace_own_code"),
+    "trainer_memory": ("memfit.recording.callbacks", "trainer_memory"),
 }
 
 

@@ -97,6 +97,7 @@ def test_options_that_no_size_depends_on_are_accepted_and_ignored(text: str) -> 
         ("max_split_size_mb:21,large_segment_size_mb:30", "max_split_size_mb 21 is too small"),
         ("max_non_split_rounding_mb:1", "max_non_split_rounding_mb 1 is too small"),
         ("large_segment_size_mb:10", "large_segment_size_mb must be a whole number above 10"),
+        ("large_segment_size_mb:9999999999999", "large_segment_size_mb 1e+13 is more than any GPU has"),
         ("garbage_collection_threshold:0", "garbage_collection_threshold 0 is not between 0 and 1"),
         ("garbage_collection_threshold:1.0", "garbage_collection_threshold 1 is not between 0 and 1"),
         ("garbage_collection_threshold:-0.5", "garbage_collection_threshold -0.5 is not between 0 and 1"),

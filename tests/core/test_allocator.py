@@ -9,10 +9,11 @@ import pytest
 
 from memfit.core.alloc_config import AllocatorConfig
 from memfit.core.allocator import CachingAllocator, OutOfMemory
-from memfit.core.blocks import Block, BlockRecord, SegmentRecord
+from memfit.core.blocks import Block
 from memfit.core.driver import AddressSource, Driver, falling_addresses, rising_addresses
 from memfit.core.events import Action
 from memfit.core.invariants import InvariantError
+from memfit.core.layout import BlockRecord, SegmentRecord
 from memfit.units import GiB, MiB
 
 KB512 = MiB // 2

@@ -160,6 +160,28 @@ def test_a_layout_is_all_that_the_future_depends_on(
         assert one.allocator.layout() == two.allocator.layout()
 
 
+@given(st.sampled_from(PLAIN + COLLECTING + EXPANDABLE), bounds, bounds, calls, calls)
+@EXAMPLES
+def test_a_twin_goes_on_as_the_one_it_was_made_of(
+    conf: str, capacity: int | None, limit: int | None, past: list[Call], future: list[Call]
+) -> None:
+    one = program(conf, capacity, limit)
+    for call in past:
+        one.make(call)
+    one.allocator.driver.next_address = rising_addresses(1 << 52)
+    twin, stands_for = one.allocator.twin(capacity)
+    twin.driver.next_address = rising_addresses(1 << 52)
+    two = Program(twin, [stands_for[block] for block in one.held])
+    twin.check()
+    for call in future:
+        one.make(call)
+        two.make(call)
+        twin.check()
+        assert one.failed == two.failed
+        assert one.allocator.layout() == twin.layout()
+        assert one.allocator.stats == twin.stats
+
+
 # -- a second opinion ------------------------------------------------------------------------------------------
 
 

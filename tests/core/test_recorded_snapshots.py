@@ -16,9 +16,9 @@ import pytest
 
 from memfit.core.alloc_config import AllocatorConfig
 from memfit.core.allocator import CachingAllocator
-from memfit.core.blocks import SegmentRecord
 from memfit.core.driver import AddressSource, falling_addresses, rising_addresses
 from memfit.core.events import Action, Trace
+from memfit.core.layout import SegmentRecord
 from memfit.core.replay import Player, replay
 from memfit.core.rewind import final_layout, rewind
 from memfit.core.snapshot import read_snapshot
@@ -67,6 +67,13 @@ def test_the_cap_is_6_gib_or_one_byte_less() -> None:
 def test_a_training_step_is_reproduced_block_by_block() -> None:
     run = recording("snap-train")
     assert sum(action == Action.ALLOC for action in run.trace.actions) == 1283
+    assert verify(run.trace, run.config, start=run.start, end=run.end) == []
+
+
+def test_expandable_segments_are_reproduced_map_by_map() -> None:
+    run = recording("snap-expandable")
+    assert run.config.expandable_segments
+    assert len(set(run.trace.streams)) == 2
     assert verify(run.trace, run.config, start=run.start, end=run.end) == []
 
 

@@ -143,6 +143,14 @@ def test_what_no_unit_made_inside_an_inner_unit_is_that_unit_s() -> None:
     assert made == "|step 0.m8 x4 1.m8 x4 2.m8 x4 3.m8 x4 4.m8 x4 5.m8 x4"
 
 
+def test_what_no_unit_made_is_freed_by_the_unit_that_comes_next() -> None:
+    """A variable of the optimizer's loop, that is, which lives until it is given another value."""
+    made = extended("|step 0.m8 x4 1.m8 -x x4 2.m8 -x x4 3.m8 -x x4 -x", units=5)
+    assert made == "|step 0.m8 x4 1.m8 -x x4 2.m8 -x x4 3.m8 -x x4 4.m8 -x x4 -x"
+    made = extended("|step 3.m8 x4 2.m8 -x x4 1.m8 -x x4 0.m8 -x x4 -x", units=5)
+    assert made == "|step 4.m8 x4 3.m8 -x x4 2.m8 -x x4 1.m8 -x x4 0.m8 -x x4 -x"
+
+
 # -- passes of frees alone ---------------------------------------------------------------------------------------------
 
 BUILT = "0.a8 1.a8 2.a8 3.a8"
@@ -285,6 +293,16 @@ def with_list(members: list[int | None], entry: int = 4) -> Trace:
 def test_a_buffer_with_an_entry_a_tensor_grows_with_the_inner_units(members: list[int | None], entries: int) -> None:
     made = extend(with_list(members), "layers", period=1, units=8)
     assert text_of(made).endswith(f"|clip norms{4 * entries}")
+
+
+def test_a_buffer_that_is_made_while_the_first_unit_works_grows_as_well() -> None:
+    trace = trace_of("|backward 3.g8 2.g8 1.g8 0.g8 |clip 0.n4")
+    block = trace.alloc(16, op="norms")
+    for unit in (1, 2, 3):
+        trace.alloc(4, op="n", module=f"layers.{unit}.n")
+    trace.facts["lists"] = {str(block): [0, 1, 2, 3]}
+    made = extend(trace, "layers", period=1, units=6)
+    assert text_of(made).endswith("|clip 0.n4 norms24 1.n4 2.n4 3.n4 4.n4 5.n4")
 
 
 def test_the_lists_are_of_no_use_in_the_extended_trace() -> None:

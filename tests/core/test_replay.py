@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memfit.core.alloc_config import AllocatorConfig
-from memfit.core.blocks import BlockRecord, SegmentRecord
 from memfit.core.driver import rising_addresses
 from memfit.core.events import Action, Trace
-from memfit.core.replay import BEFORE, replay, smallest_capacity
+from memfit.core.layout import BlockRecord, SegmentRecord
+from memfit.core.replay import BEFORE, Replays, replay, smallest_capacity
 from memfit.errors import InputError
 from memfit.units import GiB, MiB
 
@@ -315,6 +315,59 @@ def test_allocated_never_passes_reserved_nor_reserved_capacity(
     assert all(a <= r for a, r in zip(timeline.allocated, timeline.reserved, strict=True))
     assert bytes_there is None or max(timeline.reserved, default=0) <= bytes_there
     assert timeline.peak_allocated == timeline.stats.allocated_peak
+
+
+# -- many replays of one trace ---------------------------------------------------------------------------------
+
+
+@given(jobs, configs, st.lists(st.integers(0, 1200), min_size=1, max_size=6), st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_an_outcome_is_that_of_a_replay_of_its_own_whatever_was_played_before(
+    rows: list[tuple[int, int, int]], conf: str, capacities: list[int], searches: bool
+) -> None:
+    trace, config = job(rows), AllocatorConfig.parse(conf)
+    replays = Replays(trace, config)
+    if searches:
+        replays.smallest_capacity()
+    for capacity in (each * MiB for each in capacities):
+        alone = replay(trace, config, capacity=capacity)
+        if alone.peak_reserved < replays.ample.peak_reserved or not config.expandable_segments:
+            outcome = replays.outcome(capacity)
+            assert (outcome.oom, outcome.reserved_peak, outcome.retries) == (
+                alone.oom, alone.peak_reserved, alone.retries,
+            )  # fmt: skip
+
+
+def test_with_room_for_all_that_is_asked_for_nothing_is_played_again() -> None:
+    trace = Trace()
+    trace.free(trace.alloc(30 * MiB))
+    replays = Replays(trace)
+    assert replays.ample.peak_reserved == 30 * MiB
+    assert replays.outcome(30 * MiB) is replays.outcome(999 * MiB)
+
+
+def test_a_trace_that_allocates_a_block_twice_is_refused() -> None:
+    trace = Trace()
+    block = trace.alloc(512)
+    trace.actions.append(Action.ALLOC)
+    trace.subjects.append(block)
+    with pytest.raises(InputError, match="allocates block 0 twice"):
+        replay(trace)
+
+
+def test_more_than_can_be_counted_is_refused() -> None:
+    trace = Trace()
+    for _ in range(3):
+        trace.alloc(1 << 59)
+    with pytest.raises(InputError, match="more than 2\\^60 bytes at once"):
+        replay(trace)
+
+
+def test_much_in_all_is_no_matter_if_it_is_not_there_at_once() -> None:
+    trace = Trace()
+    for _ in range(20):
+        trace.free(trace.alloc(1 << 59))
+    assert replay(trace).peak_allocated == 1 << 59
 
 
 # -- speed -----------------------------------------------------------------------------------------------------

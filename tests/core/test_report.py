@@ -159,6 +159,15 @@ def test_what_every_block_of_the_model_holds_is_one_group_largest_first() -> Non
     )
 
 
+def test_groups_of_the_same_size_come_in_the_order_of_their_names() -> None:
+    trace = forward()
+    for category, module, op in (("loss", "b", "x"), ("loss", "a", "y"), ("loss", "a", "x"), ("gradients", "c", "z")):
+        trace.alloc(1024, category=category, module=module, op=op)
+    assert [(group.category, group.module, group.op) for group in report(trace).largest] == [
+        ("gradients", "c", "z"), ("loss", "a", "x"), ("loss", "a", "y"), ("loss", "b", "x"),
+    ]  # fmt: skip
+
+
 def test_only_so_many_groups_are_kept() -> None:
     trace = forward()
     for i in range(5):

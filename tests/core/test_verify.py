@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 
 from memfit.core.alloc_config import AllocatorConfig
 from memfit.core.allocator import CachingAllocator, OutOfMemory
-from memfit.core.blocks import Block, BlockRecord, SegmentRecord
-from memfit.core.driver import Driver
+from memfit.core.blocks import Block
+from memfit.core.driver import Driver, rising_addresses
 from memfit.core.events import Action, Trace
+from memfit.core.layout import BlockRecord, SegmentRecord
 from memfit.core.rewind import rewind
 from memfit.core.verify import verify
 from memfit.errors import InputError
-from memfit.units import MiB
+from memfit.units import GiB, MiB
 
 BASE = 0x1000_0000
 
@@ -110,6 +111,17 @@ def segment(size: int, *blocks: tuple[int, str, int], address: int = BASE, small
     return SegmentRecord(address, size, 0, small, False, tuple(records))
 
 
+def on_a_device_of(gib: int, stream: int = 0) -> Recorder:
+    """Expandable segments of both pools and two streams, each reserved just above the one before."""
+    run = Recorder("expandable_segments:True")
+    run.next_address = rising_addresses()
+    run.allocator.expandable.device_total = gib * GiB
+    for size in (1000, 30 * MiB, 12 * MiB):
+        for each in (0, stream):
+            run.malloc(size, each)
+    return run
+
+
 # -- verify finds what is wrong --------------------------------------------------------------------------------
 
 
@@ -121,6 +133,32 @@ def test_a_recording_of_the_model_agrees_with_the_model() -> None:
     run.free(first)
     run.malloc(3 * MiB)
     assert verify(run.trace, end=run.end()) == []
+
+
+@pytest.mark.parametrize("stream", [0, 7])
+def test_a_recording_on_a_small_device_agrees_though_its_reservations_lie_closer_together(stream: int) -> None:
+    run = on_a_device_of(16, stream)
+    assert verify(run.trace, run.config, end=run.end()) == []
+
+
+def test_so_does_one_that_began_when_they_were_there_already() -> None:
+    run = on_a_device_of(16)
+    late = Recorder("expandable_segments:True", start=run.end())
+    late.next_address = run.next_address
+    late.malloc(100 * MiB)
+    late.malloc(1000)
+    late.empty_cache()
+    start = rewind(late.trace, late.end(), late.config)
+    assert verify(late.trace, late.config, start=start, end=late.end()) == []
+
+
+def test_addresses_that_no_gpu_has_are_refused() -> None:
+    trace = Trace(origin="measured")
+    trace.driver(Action.SEGMENT_ALLOC, address=(1 << 64) - 512, size=2 * MiB)
+    with pytest.raises(InputError, match="names an address beyond"):
+        verify(trace)
+    with pytest.raises(InputError, match="a segment lies beyond"):
+        verify(Trace(), start=[segment(2 * MiB, (2 * MiB, "inactive", 0), address=1 << 63)])
 
 
 def test_a_block_at_another_place_is_reported_with_the_free_blocks_nearby() -> None:

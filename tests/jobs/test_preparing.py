@@ -158,6 +158,30 @@ def test_an_unknown_target_is_an_error_that_lists_the_layers(tmp_path: Path) -> 
     assert "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj" in str(caught.value.hint)
 
 
+EXPERTS = ["gate_proj", "up_proj", "down_proj"]
+
+
+def test_adapters_of_experts_are_noted_and_peft_s_untrue_warnings_are_not(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    job = on_meta(model_folder(tmp_path, "deepseek"), "lora", rank=4)
+    assert job.notes == (f"peft adapts every expert by {', '.join(EXPERTS)}, and no other layer of these names",)
+    assert not [w for w in recwarn if "pattern keys" in str(w.message)]
+    fused = next(p for name, p in job.model.named_parameters() if "experts.base_layer.lora_A" in name)
+    assert fused.shape[0] == 2 * 4 * 4  # gate and up as one, with twice the rank, for each of four experts
+
+
+def test_dropout_in_front_of_experts_is_an_error_that_says_what_can_be_done(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"--lora-dropout 0\.1: peft has no dropout for experts") as caught:
+        on_meta(model_folder(tmp_path, "deepseek"), "lora", lora_dropout=0.1)
+    assert "--target-modules q_proj,kv_a_proj_with_mqa,kv_b_proj,o_proj" in str(caught.value.hint)
+
+
+def test_dropout_in_front_of_the_other_layers_of_such_a_model_is_planned(tmp_path: Path) -> None:
+    job = on_meta(model_folder(tmp_path, "deepseek"), "lora", lora_dropout=0.1, target_modules=["q_proj", "o_proj"])
+    assert job.notes == ()
+
+
 # -- one's own module --------------------------------------------------------------------------------------------------
 
 

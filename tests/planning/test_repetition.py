@@ -17,11 +17,11 @@ import torch
 
 from memfit.core.compare import compare, format_comparison
 from memfit.core.events import Action, Trace
-from memfit.core.replay import replay
 from memfit.jobs.preparing import Prepared
+from memfit.jobs.training import plain
 from memfit.jobs.workload import Workload
 from memfit.models.presets import presets
-from memfit.planning import categories
+from memfit.planning import categories, tracing_jobs
 from memfit.planning.blocks import blocks_of
 from memfit.planning.predict import predict
 from memfit.planning.traced import Traced, trace_workload
@@ -55,8 +55,8 @@ def shrunk(family: str, layers: int) -> dict[str, Any]:
 
 
 def layers_of(family: str) -> int:
-    """One unit more than can be told from, or two where units are small; of gemma2 a block is left over."""
-    return {"gemma2": 11, "gpt_oss": 10, "gemma3_text": 30}.get(family, 6)
+    """One unit more than can be told from, or two where units are small; the last of a pattern may be cut short."""
+    return {"gemma2": 11, "gpt_oss": 10, "gemma3_text": 26}.get(family, 6)
 
 
 @pytest.fixture(autouse=True)
@@ -109,14 +109,18 @@ def rows(trace: Trace) -> list[tuple[Any, ...]]:
     return made
 
 
+def first_difference(made: Trace, full: Trace) -> str:
+    difference = compare(made, full)
+    if not difference.same:
+        return format_comparison(difference, limit=4)
+    return str(next((a, b) for a, b in zip(rows(made), rows(full), strict=True) if a != b))
+
+
 def check(work: Workload) -> tuple[Traced, Trace]:
     made = trace_workload(work, H200)
     full, job = all_blocks(work)
-    difference = compare(made.trace, full)
-    assert difference.same, format_comparison(difference, limit=4)
-    assert rows(made.trace) == rows(full)
-    a, b = replay(made.trace), replay(full)
-    assert (a.peak_allocated, a.peak_reserved) == (b.peak_allocated, b.peak_reserved)
+    if rows(made.trace) != rows(full):
+        pytest.fail(f"not as a full trace: {first_difference(made.trace, full)}")
     assert made.parameters == job.parameters
     assert made.trainable_parameters == (sum(p.numel() for p in job.trainable) if work.trains else 0)
     return made, full
@@ -151,10 +155,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "beam": {"kind": "generate", "new_tokens": 3, "decoding": "beam", "num_beams": 2},
     "static cache": {"kind": "generate", "new_tokens": 3, "cache": "static"},
     "eager": {"kind": "train", "attention": "eager"},
+    "adafactor": {"kind": "lora", "optimizer": "adafactor", "rank": 4},
 }
 EVERY_KIND = ("checkpointed", "amp", "lora", "trainer", "generate")
 SAMPLES = [
-    ("llama", "lora amp trainer"), ("llama", "padded"), ("llama", "static cache"),
+    ("llama", "lora amp trainer"), ("llama", "padded"), ("llama", "static cache"), ("llama", "adafactor"),
     ("gpt2", "single"), ("gpt2", "beam"), ("qwen2", "batch of 1"), ("qwen3", "fused"),
     ("qwen3_moe", "generate"), ("mistral", "amp forward"), ("mistral", "generate"), ("mixtral", "fused"),
     ("gemma2", "amp"), ("gemma2", "generate"), ("phi", "amp fp16"), ("phi3", "trainer"), ("opt", "amp checkpointed"),
@@ -196,17 +201,52 @@ def test_blocks_left_over_by_the_pattern_come_last(small: Miniatures, layers: in
     work = small.work("gemma2", layers, kind="forward", batch_size=1)
     blocks, _ = blocks_of(work.model, work.attention)
     assert blocks is not None
-    assert (blocks.period, blocks.units, blocks.traced) == (2, layers // 2, 8 + layers % 2)
+    assert (blocks.period, blocks.units, blocks.traced) == (2, -(-layers // 2), 8 - layers % 2)
     check_extended(work)
 
 
-@pytest.mark.parametrize(("family", "layers"), [("llama", 4), ("llama", 1), ("gemma2", 9), ("gpt2", 2)])
+@pytest.mark.parametrize(("family", "layers"), [("llama", 4), ("llama", 1), ("gemma2", 7), ("gpt2", 2)])
 def test_fewer_than_five_units_are_all_traced(small: Miniatures, family: str, layers: int) -> None:
     work = small.work(family, layers, kind="forward")
     blocks, _ = blocks_of(work.model, work.attention)
     assert blocks is None or not blocks.worthwhile
     made, _ = check(work)
     assert made.notes == ()
+
+
+# -- steps -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loop", ["plain", "trainer"])
+def test_the_last_step_of_a_training_is_not_traced(
+    small: Miniatures, monkeypatch: pytest.MonkeyPatch, loop: str
+) -> None:
+    asked: list[int] = []
+    usual = tracing_jobs.run_job
+
+    def run_job(*args: Any, steps: int) -> None:
+        asked.append(steps)
+        usual(*args, steps=steps)
+
+    monkeypatch.setattr(tracing_jobs, "run_job", run_job)
+    trace = trace_workload(small.work("llama", loop=loop), H200).trace
+    assert asked == [2]
+    assert {mark.step for mark in trace.marks if mark.phase == "step"} == {1, 2, 3}
+
+
+class Hoarder(torch.optim.SGD):
+    """Keeps something of every step."""
+
+    def step(self, closure: Any = None) -> None:
+        self.kept = [*getattr(self, "kept", ()), torch.zeros_like(self.param_groups[0]["params"][0])]
+        super().step(closure)
+
+
+def test_steps_that_do_not_repeat_are_all_traced(small: Miniatures, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plain, "make_optimizer", lambda _, parameters: Hoarder(parameters, lr=1e-4))
+    _, full = check(small.work("gpt2"))
+    kept = [b for b in range(len(full.requested)) if "zeros_like" in full.op(b) and full.category(b) == "optimizer"]
+    assert len(kept) == 3
 
 
 # -- blocks that are not alike -----------------------------------------------------------------------------------------
@@ -257,6 +297,24 @@ def test_lists_that_are_not_the_only_blocks_do_no_harm(tmp_path: Path, config: d
     pytest.importorskip(f"transformers.models.{config['model_type']}")
     (tmp_path / "config.json").write_text(json.dumps(config))
     check(Workload(kind="forward", model=str(tmp_path), batch_size=2, seq_len=24))
+
+
+RECURRENT: dict[str, dict[str, Any]] = {
+    "mamba": {"intermediate_size": 128, "state_size": 8},
+    "bamba": {
+        "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "mamba_n_heads": 8,
+        "mamba_d_head": 16, "mamba_d_state": 8,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["forward", "train"])
+@pytest.mark.parametrize("family", RECURRENT)
+def test_a_config_that_derives_the_kinds_of_its_blocks_is_shortened(tmp_path: Path, family: str, kind: Any) -> None:
+    pytest.importorskip(f"transformers.models.{family}")
+    shared = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 6, "bos_token_id": 0, "eos_token_id": 1}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family, **shared, **RECURRENT[family]}))
+    check_extended(Workload(kind=kind, model=str(tmp_path), batch_size=2, seq_len=24, attention="eager"))
 
 
 @pytest.fixture

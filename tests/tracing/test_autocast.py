@@ -15,6 +15,7 @@ from torch.amp import autocast_mode
 from torch.utils.checkpoint import checkpoint
 
 from memfit.core.events import Action, Trace
+from memfit.tracing.platform import Platform
 from memfit.tracing.tracer import Tracer, trace
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -83,7 +84,6 @@ def test_products_and_attention_run_in_the_lower_precision(op: Callable[[], Tens
     "op",
     layer_norm=lambda: F.layer_norm(narrow(2, 8), (8,), wide(8), wide(8)),
     layer_norm_module=lambda: nn.LayerNorm(8, device="cuda")(narrow(2, 8)),
-    rms_norm=lambda: F.rms_norm(narrow(2, 8), (8,), wide(8)),
     group_norm=lambda: F.group_norm(narrow(2, 8), 2),
     exp=lambda: narrow(2, 8).exp(),
     log=lambda: torch.log(narrow(2, 8)),
@@ -101,6 +101,20 @@ def test_products_and_attention_run_in_the_lower_precision(op: Callable[[], Tens
 )
 def test_norms_losses_and_powers_run_in_fp32(op: Callable[[], Tensor]) -> None:
     assert dtype_of(op) == FP32
+
+
+@pytest.mark.parametrize(("version", "dtype"), [((2, 11), BF16), ((2, 12), FP32)])
+def test_rms_norm_is_on_the_list_from_torch_2_12_on(version: tuple[int, int], dtype: torch.dtype) -> None:
+    def job(_: Tracer) -> None:
+        with region():
+            assert F.rms_norm(narrow(2, 8), (8,), narrow(8)).dtype == dtype
+
+    trace(job, platform=Platform(torch=version))
+
+
+def test_a_loss_that_is_unsafe_in_half_precision_is_refused_as_on_a_gpu() -> None:
+    with pytest.raises(RuntimeError, match="unsafe to autocast"):
+        dtype_of(lambda: F.binary_cross_entropy(narrow(2, 8), narrow(2, 8)))
 
 
 @cases(
@@ -205,24 +219,17 @@ def test_cross_entropy_has_its_log_softmax_in_the_lower_precision_and_a_copy_in_
     assert sizes_in(trace(job), "loss")[:2] == [800, 1600]
 
 
-def known_gap(reason: str, op: Callable[[], Tensor], dtype: torch.dtype) -> Any:
-    return pytest.param(op, dtype, marks=pytest.mark.xfail(reason=reason, strict=True))
-
-
-PYTHON = "a function that torch writes in Python is taken as a whole, and what it calls is not seen"
-
-
 @pytest.mark.parametrize(
     ("op", "dtype"),
     [
         (lambda: torch.linalg.vector_norm(narrow(2, 8)), FP32),
         (lambda: torch.linalg.vecdot(wide(2, 8), wide(2, 8)), BF16),
         (lambda: torch.linalg.multi_dot([wide(4, 4)] * 3), BF16),
-        known_gap(PYTHON, lambda: narrow(2, 8).norm(), FP32),
-        known_gap(PYTHON, lambda: F.normalize(narrow(2, 8)), FP32),
-        known_gap(PYTHON, lambda: 1 / narrow(8), FP32),
-        known_gap(PYTHON, lambda: F.cross_entropy(narrow(2, 8), classes(2), label_smoothing=0.1), FP32),
-        known_gap(PYTHON, lambda: nn.MultiheadAttention(8, 2, device="cuda")(*[wide(3, 1, 8)] * 3)[0], BF16),
+        (lambda: narrow(2, 8).norm(), FP32),
+        (lambda: F.normalize(narrow(2, 8)), FP32),
+        (lambda: 1 / narrow(8), FP32),
+        (lambda: F.cross_entropy(narrow(2, 8), classes(2), label_smoothing=0.1), FP32),
+        (lambda: nn.MultiheadAttention(8, 2, device="cuda")(*[wide(3, 1, 8)] * 3)[0], BF16),
         (lambda: torch.softmax(input=narrow(2, 8), dim=-1), FP32),
     ],
     ids=["vector_norm", "vecdot", "multi_dot", "norm", "normalize", "1/x", "smoothed", "attention", "softmax"],
@@ -372,6 +379,16 @@ def test_where_the_input_wants_no_gradient_the_cast_dies_with_the_region() -> No
         loss.backward()
 
     assert casts_of(job)[0] == (64, "forward", "exit")
+
+
+def test_attention_in_inference_mode_is_cast_before_its_kernel_is_chosen() -> None:
+    def job(_: Tracer) -> None:
+        with torch.inference_mode(), region():
+            assert attention(*[wide(1, 2, 8, 64)] * 3).dtype == BF16
+            assert wide(2, 8).softmax(-1).dtype == FP32
+
+    made = trace(job)
+    assert any("cudnn" in made.op(block) for block in range(len(made.requested)))
 
 
 # -- regions in regions ------------------------------------------------------------------------------------------------

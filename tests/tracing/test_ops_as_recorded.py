@@ -18,13 +18,10 @@ RECORDED = Path(__file__).parents[1] / "data" / "h200-ops.json"
 
 
 NOT_MODELLED = {
-    "ws_first_backward": "a product copies an operand that is an expanded scalar (prepare_matrix_for_cublas)",
-    "ws_second_backward": "a product copies an operand that is an expanded scalar (prepare_matrix_for_cublas)",
-    "cholesky": "workspace of cusolver, and the look at its result",
-    "chol_upper": "workspace of cusolver, and the look at its result",
-    "cholesky_inverse": "copy of the input, and the look at the result",
-    "nonzero": "the size of its result depends on the data: an error by design",
-    "grouped_mm": "offsets and workspace of the grouped product",
+    "inv": "workspace of an LU factorisation, known to cusolver alone",
+    "solve": "workspace of an LU factorisation, known to cusolver alone",
+    "depthwise_in_cudnn": "workspace of cuDNN for the gradient of a weight in fp16",
+    "amp_logits_loss": "in backward torch computes in place, and out of place while a dispatch mode is watching",
 }
 """What the trace does not yet do as the GPU does."""
 

@@ -661,8 +661,8 @@ def test_a_module_that_raises_leaves_the_names_right() -> None:
 @pytest.mark.parametrize(
     ("ask", "op"),
     [
-        pytest.param(lambda x: x.nonzero(), "aten.nonzero", id="nonzero"),
-        pytest.param(lambda x: x[x > 0], "aten.index.Tensor", id="mask as index"),
+        pytest.param(lambda x: x.nonzero(), "selects by a float32 tensor", id="nonzero"),
+        pytest.param(lambda x: x[x > 0], "selects by a bool tensor", id="mask as index"),
         pytest.param(lambda x: x.unique(), "unique", id="unique"),
         pytest.param(lambda x: torch.equal(x, x), "aten.equal", id="equal"),
         pytest.param(lambda x: torch.allclose(x, x), "aten.allclose", id="a question asked inside an op"),

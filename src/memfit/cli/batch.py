@@ -7,12 +7,13 @@ wrong. There is one line out for each line in that is not blank, in the same ord
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, NoReturn
 
@@ -24,6 +25,7 @@ from memfit.errors import InputError, MemfitError, UsageError
 
 ERROR_SCHEMA = "memfit.error/1"
 MAX_LINE_BYTES = 1 << 20
+MOST_LINES_AHEAD = 1 << 15
 BAD_LINES, BUG = 2, 70
 
 
@@ -37,6 +39,7 @@ def batch(
     if gpu is not None:
         find_gpu(gpu)
     code = 0
+    _look_ahead(file, gpu)
     with _opened(file) as stream, _progress(file) as advance:
         for number, line in read_lines(stream):
             document, failed = answer(line, number, gpu)
@@ -44,6 +47,27 @@ def batch(
             code = max(code, failed)
             advance()
     return code
+
+
+def _look_ahead(file: str, gpu: str | None) -> None:
+    """Jobs that will be asked for at many batch sizes and lengths are worth a few traces more, which tell the rest. A
+    pipe can be read only once; what is wrong with a line is said when its turn comes."""
+    if file == "-" or not Path(file).is_file():
+        return
+    from memfit.gpus import find_gpu
+    from memfit.jobs.workload import Workload
+    from memfit.planning.families import family_of, point_of
+    from memfit.planning.platforms import platform_of
+
+    with suppress(OSError), Path(file).open("rb") as stream:
+        for _, line in itertools.islice(read_lines(stream), MOST_LINES_AHEAD):
+            with suppress(MemfitError, OSError):
+                settings, card = _settings(_parse(line))
+                name = gpu if card is None else card
+                work = Workload.from_mapping(settings)
+                family = family_of(work, platform_of(find_gpu(name) if name is not None else None))
+                if family is not None:
+                    family.corners.expected.add(point_of(work))
 
 
 def answer(line: bytes | None, number: int, gpu: str | None = None) -> tuple[dict[str, Any], int]:

@@ -11,41 +11,39 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import Annotated
+from importlib import import_module
+from typing import Annotated, NoReturn
 
 import typer
 
 import memfit
-from memfit.cli import output
-from memfit.cli.gpus import gpus
-from memfit.cli.models import models
-from memfit.cli.plan import plan
+from memfit.cli import late_conversion, output
+from memfit.cli.grouped import Grouped
 from memfit.errors import MemfitError
 
 BUG, INTERRUPTED, NOBODY_READS = 70, 130, 141
 
+COMMANDS: dict[str, str | None] = {
+    "plan": None,
+    "prune": (
+        "memfit prune --model ./llama-3.2-1b --prune-method wanda --sparsity-ratio 0.5 --save out/wanda --log-memory"
+    ),
+    "train": "memfit train --config smollm2-lora-demo --output-dir outputs/demo",
+    "profile": None,
+    "diff": "memfit diff predicted.npz snapshot.pickle --step-a 2 --step-b 1",
+    "export": "memfit export predicted.npz --to memory-viz",
+    "report": "memfit report snapshot.pickle --html report.html",
+    "watch": "memfit watch --interval 2 --csv memory.csv",
+    "models": "memfit models --json",
+    "gpus": "memfit gpus",
+}
+"""In the order of the help, with an example; a group has its own. Each is what its module in `memfit.cli` is called."""
+
 
 def _underscores_too(token: str) -> str:
     return token.replace("_", "-")
-
-
-app = typer.Typer(
-    name="memfit",
-    help="GPU memory of transformer jobs, known before they run.",
-    epilog=output.example("memfit plan train --model gpt2 --batch-size 8 --seq-len 1024 --gpu 'RTX 4090'"),
-    context_settings={
-        "token_normalize_func": _underscores_too, "help_option_names": ["-h", "--help"], "max_content_width": 100,
-    },
-    add_completion=False,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # plain help: rich's boxes cut long flags short
-)  # fmt: skip
-app.add_typer(plan, name="plan")
-app.command(epilog=output.example("memfit models --json"))(models)
-app.command(epilog=output.example("memfit gpus"))(gpus)
 
 
 def _say_version(wanted: bool) -> None:
@@ -54,7 +52,6 @@ def _say_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def _root(
     version: Annotated[
         bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Show the version and leave.")
@@ -63,12 +60,40 @@ def _root(
     pass
 
 
+def app_of(names: Iterable[str] = tuple(COMMANDS)) -> typer.Typer:
+    """The command line with these commands only: what is not asked for is not imported."""
+    app = typer.Typer(
+        name="memfit",
+        cls=late_conversion.Group,
+        help="GPU memory of transformer jobs, known before they run.",
+        epilog=output.example("memfit plan train --model gpt2 --batch-size 8 --seq-len 1024 --gpu 'RTX 4090'"),
+        context_settings={
+            "token_normalize_func": _underscores_too, "help_option_names": ["-h", "--help"], "max_content_width": 100,
+        },
+        add_completion=False,
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,  # plain help: rich's boxes cut long flags short
+    )  # fmt: skip
+    app.callback()(_root)
+    for name in names:
+        module = import_module(f"memfit.cli.{name}")
+        command, example = getattr(module, name), COMMANDS[name]
+        if example is None:
+            app.add_typer(command, name=name)
+        else:
+            app.command(cls=Grouped, epilog=output.example(example))(command)
+    return app
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line. Every way in which it can end is a number here."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its remarks on configs are none of the user's business
     output.print_anything()
     try:
-        code = app(list(sys.argv[1:] if argv is None else argv), prog_name="memfit", standalone_mode=False)
+        typed = list(sys.argv[1:] if argv is None else argv)
+        app = app_of(typed[:1]) if typed and typed[0] in COMMANDS else app_of()
+        code = app(typed, prog_name="memfit", standalone_mode=False)
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except MemfitError as error:
@@ -98,5 +123,17 @@ def _nobody_reads() -> int:
     return NOBODY_READS
 
 
+def run() -> NoReturn:
+    """As the shell calls it. Where torch was not needed nothing has to be taken down, so nobody waits for Python to
+    do so: a tenth of a plan whose trace is known."""
+    code = main()
+    if "torch" in sys.modules:
+        sys.exit(code)
+    with suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

@@ -19,7 +19,7 @@ import typer
 from memfit.errors import UsageError
 from memfit.jobs.workload import Workload
 
-ALIASES = {"seq_len": ("seqlen", "context_length")}
+ALIASES = {"seq_len": ("seqlen", "context_length"), "method": ("prune_method",), "sparsity": ("sparsity_ratio",)}
 """Other names that people know a setting by, on the command line and in a line of `plan batch`."""
 
 HELP = {
@@ -43,6 +43,12 @@ HELP = {
     "decoding": "How the next token is chosen.",
     "num_beams": "Beams, when decoding by beam.",
     "cache": "How the key-value cache grows.",
+    "method": "How weights are chosen that go.",
+    "sparsity": "Share of the weights that goes. Default: a half, or what the type says.",
+    "sparsity_type": "unstructured, or N:M: N of each M consecutive weights go.",
+    "nsamples": "Windows of text to calibrate on.",
+    "dataset": "Text to calibrate on; it does not change the memory.",
+    "max_gpu_memory": "What may be used of the card, as 16GiB. Default: all of it.",
     "alloc_conf": "What PYTORCH_CUDA_ALLOC_CONF would hold, such as expandable_segments:True.",
 }
 METAVARS = {int: "N", float: "X", str: "TEXT"}

@@ -7,7 +7,10 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from memfit.errors import InputError
 
 if TYPE_CHECKING:
     import typer
@@ -49,6 +52,26 @@ def complain_of_usage(error: typer.TyperException) -> None:
     complain(message, f"`{context.command_path} --help` lists the options" if context else None)
 
 
+def note(text: str) -> None:
+    """Something beside the result: where a file was written."""
+    print(_printable(text), file=sys.stderr)
+
+
+def note_lines(text: str) -> None:
+    """What would be on stdout if a document were not: lines as they are."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def check_free(path: Path, flag: str, force: bool) -> None:
+    """Nothing is overwritten unasked; and what cannot be written is told before the work is done."""
+    if path.is_dir():
+        raise InputError(f"{flag} {str(path)!r} is a folder", hint="name the file that should be written")
+    if not path.parent.is_dir():
+        raise InputError(f"{flag} {str(path)!r}: there is no folder {str(path.parent)!r}")
+    if path.exists() and not force:
+        raise InputError(f"{flag} {str(path)!r} already exists", hint="--force overwrites it")
+
+
 def print_json(document: Mapping[str, Any], *, indent: int | None = 1) -> None:
     print(json.dumps(document, indent=indent, allow_nan=False), flush=True)
 
@@ -76,6 +99,10 @@ def errors_console() -> Console:
 def working(what: str) -> Iterator[None]:
     """A spinner while something without a known length runs, and only where a person looks on. What the job's own code
     prints meanwhile goes to stderr: stdout is for the result."""
+    if not sys.stderr.isatty():
+        with redirect_stdout(sys.stderr):
+            yield
+        return
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     err = errors_console()

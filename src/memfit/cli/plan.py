@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from memfit.cli import output
+from memfit.cli import late_conversion, output
 from memfit.cli.batch import batch
 from memfit.cli.options import with_options_of
 from memfit.errors import InputError
@@ -23,12 +23,14 @@ WHAT = {
     "train": "Predict training of all weights.",
     "lora": "Predict LoRA fine-tuning: adapters are trained, the base model is frozen.",
     "generate": "Predict token-by-token generation.",
+    "prune": "Predict one-shot pruning, one block of the model on the GPU at a time.",
 }
 EXAMPLES = {
     "forward": "memfit plan forward --model llama-3.1-8b --batch-size 4 --seq-len 4096 --gpu 24GB",
     "train": "memfit plan train --model gpt2 --batch-size 8 --seq-len 1024 --precision fp32 --gpu 'RTX 4090'",
     "lora": "memfit plan lora --model qwen2.5-7b --seq-len 1536 --rank 128 --grad-checkpointing --gpu 24GiB",
     "generate": "memfit plan generate --model llama-3.1-8b --batch-size 8 --new-tokens 512 --gpu 24GB",
+    "prune": "memfit plan prune --model llama-3.3-70b --gpu 16GiB",
 }
 
 GPU_FLAG = typer.Option(
@@ -48,6 +50,7 @@ EXTRA: dict[str, tuple[Any, Any]] = {
 }
 
 plan = typer.Typer(
+    cls=late_conversion.Group,
     help="Predict a job's peak memory, without a GPU: allocated, reserved, device; what is alive; whether it fits.",
     short_help="Predict a job's peak memory, without a GPU.",
     epilog=output.example(EXAMPLES["lora"]),
@@ -106,11 +109,13 @@ def _register(kind: str) -> None:
         return _plan(Workload.from_mapping({"kind": kind, **given}), **extra)
 
     epilog = output.example(EXAMPLES.get(kind, f"memfit plan {kind} --model gpt2"))
-    plan.command(name=kind, help=WHAT.get(kind), epilog=epilog)(with_options_of(kind, run, EXTRA))
+    register = plan.command(name=kind, cls=late_conversion.Command, help=WHAT.get(kind), epilog=epilog)
+    register(with_options_of(kind, run, EXTRA))
 
 
 for _kind in KINDS:
     _register(_kind)
-plan.command(epilog=output.example("memfit plan batch examples/sweep.jsonl --gpu 24GB | jq -c '[.id, .verdict]'"))(
-    batch
-)
+plan.command(
+    cls=late_conversion.Command,
+    epilog=output.example("memfit plan batch examples/sweep.jsonl --gpu 24GB | jq -c '[.id, .verdict]'"),
+)(batch)

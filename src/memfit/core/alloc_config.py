@@ -29,6 +29,7 @@ SMALL_SEGMENT_SIZE = 2 * MiB
 MIN_LARGE_ALLOC = 10 * MiB
 LARGE_SEGMENT_SIZE = 20 * MiB
 ROUND_LARGE = 2 * MiB
+MAX_SEGMENT_SIZE = 1 << 50  # memfit's own bound
 MAX_REQUEST = 1 << 60  # c10/cuda/CUDACachingAllocator.cpp, allocate(): "more than 1EB"
 
 # kRoundUpPowerOfTwoIntervals in c10/core/AllocatorConfig.cpp: one entry for each power of two from 1 MiB to 32 GiB
@@ -77,6 +78,8 @@ class AllocatorConfig:
         least = self.large_segment_size
         if least <= MIN_LARGE_ALLOC or least % MiB:
             raise UsageError(f"large_segment_size_mb must be a whole number above 10, not {least / MiB:g}")
+        if least > MAX_SEGMENT_SIZE:
+            raise UsageError(f"large_segment_size_mb {least / MiB:g} is more than any GPU has")
         for name in ("max_split_size", "max_non_split_rounding"):
             size = getattr(self, name)
             if size is not None and size < least:

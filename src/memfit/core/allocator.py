@@ -21,26 +21,24 @@ Left out: private pools (CUDA graphs, MemPool) and the free-memory callbacks of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
 
 from memfit.core.alloc_config import MAX_REQUEST, MIN_BLOCK_SIZE, SMALL_SIZE, AllocatorConfig
-from memfit.core.blocks import (
-    ALLOCATED,
-    FREE,
-    PENDING,
-    STATE_NAMES,
-    Block,
-    Pool,
-    Segment,
-    SegmentRecord,
-    Shelf,
-    records,
-)
+from memfit.core.alloc_stats import AllocatorStats
+from memfit.core.blocks import ALLOCATED, FREE, PENDING, STATE_NAMES, Block, Pool, Segment, Shelf, records
 from memfit.core.driver import AddressSource, Driver
 from memfit.core.events import Action
 from memfit.core.expandable import ExpandableMemory, reach
+from memfit.core.layout import SegmentRecord
+from memfit.errors import InputError
 
-NO_LIMIT = 1 << 62
+if TYPE_CHECKING:
+    from mypy_extensions import i64
+
+NO_LIMIT: Final = 1 << 62
+MAX_ADDRESS: Final = 1 << 60
 
 
 class OutOfMemory(Exception):
@@ -70,30 +68,35 @@ class CachingAllocator:
     ) -> None:  # fmt: skip
         self.config = config = config or AllocatorConfig()
         self.driver = driver or Driver(capacity, addresses)
-        self.stats = self.driver.stats
+        self.stats: AllocatorStats = self.driver.stats
         self.limit = limit
         self.small_pool, self.large_pool = Pool(small=True), Pool(small=False)
         self.segment_at: dict[int, Segment] = {}
         self.pending: dict[Block, None] = {}  # freed, but another stream may still use them; in order
         self.expandable = ExpandableMemory(self.driver, self.segment_at, config.large_segment_size, capacity)
 
-        self._max_split = config.max_split_size or NO_LIMIT
-        self._max_excess = config.max_non_split_rounding or config.large_segment_size
+        self._max_split: i64 = min(config.max_split_size or NO_LIMIT, NO_LIMIT)
+        self._max_excess: i64 = min(config.max_non_split_rounding or config.large_segment_size, NO_LIMIT)
+        self._small_size: i64 = SMALL_SIZE
+        self._least_rest: i64 = MIN_BLOCK_SIZE
         self._rounds_to_512 = max(config.roundup_power2_divisions) <= 1
         self._collects = limit is not None and config.garbage_collection_threshold > 0
+        self._grows_segments: bool = config.expandable_segments
         self._first_fit_is_best = not config.expandable_segments and config.max_split_size is None
 
     # -- what a program calls --------------------------------------------------------------------------------
 
-    def malloc(self, requested: int, stream: int = 0) -> Block | None:
+    def malloc(self, requested: i64, stream: int = 0) -> Block | None:
         """The block that serves a request; None for 0 bytes. Raises OutOfMemory."""
         if requested <= 0:
             if requested < 0:
                 raise ValueError(f"cannot allocate {requested} bytes")
             return None
-        size = (requested + 511) & ~511 if self._rounds_to_512 else self.config.rounded(requested)
+        size: i64 = (requested + 511) & ~511 if self._rounds_to_512 else self.config.rounded(requested)
         shelf = self.shelf_for(size, stream)
-        block = self._cached(shelf, size) or self._new_memory(shelf, requested, size)
+        block = self._cached(shelf, size)
+        if block is None:
+            block = self._new_memory(shelf, requested, size)
         self._split(block, size, shelf)
         block.state = ALLOCATED
         block.requested = requested
@@ -138,33 +141,35 @@ class CachingAllocator:
 
     # -- serving a request -----------------------------------------------------------------------------------
 
-    def peek(self, requested: int, stream: int = 0) -> Block | None:
+    def peek(self, requested: i64, stream: int = 0) -> Block | None:
         """The free block that a request would be cut from; None if it would need new memory."""
-        size = self.config.rounded(requested)
+        size: i64 = self.config.rounded(requested)
         shelf = self.shelf_for(size, stream)
         at = self._search(shelf, size)
         return None if at < 0 else shelf.blocks[at]
 
-    def shelf_for(self, size: int, stream: int) -> Shelf:
-        return (self.small_pool if size <= SMALL_SIZE else self.large_pool).shelf(stream)
+    def shelf_for(self, size: i64, stream: int) -> Shelf:
+        pool = self.small_pool if size <= self._small_size else self.large_pool
+        return pool.shelf(stream)
 
-    def _cached(self, shelf: Shelf, size: int) -> Block | None:
+    def _cached(self, shelf: Shelf, size: i64) -> Block | None:
         if self._collects:
             shelf.pool.searches += 1
         at = self._search(shelf, size)
-        return None if at < 0 else shelf.take(at)
+        return None if at < 0 else shelf.blocks.pop(at)
 
-    def _search(self, shelf: Shelf, size: int) -> int:
+    def _search(self, shelf: Shelf, size: i64) -> i64:
         at = shelf.first_of(size)
         if at == len(shelf.blocks):
             return -1
         return at if self._first_fit_is_best else self._acceptable(shelf, at, size)
 
-    def _acceptable(self, shelf: Shelf, at: int, size: int) -> int:
+    def _acceptable(self, shelf: Shelf, at: i64, size: i64) -> i64:
         """Where the search ends under expandable segments and max_split_size; -1 for nowhere."""
-        blocks, last = shelf.blocks, len(shelf.blocks) - 1
+        blocks = shelf.blocks
+        last: i64 = len(blocks) - 1
         if blocks[at].segment.expandable:
-            if self.config.expandable_segments:
+            if self._grows_segments:
                 while at < last and blocks[at].segment.expandable and reach(blocks[at + 1]) < reach(blocks[at]):
                     at += 1
             else:
@@ -179,13 +184,14 @@ class CachingAllocator:
             return -1
         return at
 
-    def _split(self, block: Block, size: int, shelf: Shelf) -> None:
+    def _split(self, block: Block, size: i64, shelf: Shelf) -> None:
         """Shelve what the request does not need, unless too little is left or the block is oversize."""
-        rest, was_split = block.size - size, block.prev is not None or block.next is not None
-        if shelf.pool.small or self.config.expandable_segments:
-            splits = rest >= MIN_BLOCK_SIZE
+        rest = block.size - size
+        was_split = block.prev is not None or block.next is not None
+        if shelf.pool.small or self._grows_segments:
+            splits = rest >= self._least_rest
         else:
-            splits = rest > SMALL_SIZE and size < self._max_split
+            splits = rest > self._small_size and size < self._max_split
         if splits:
             shelf.add(block.split(size, FREE))
         if block.segment.expandable:
@@ -195,8 +201,8 @@ class CachingAllocator:
         elif splits:
             self.stats.pieces_changed(rest, 1)
 
-    def _new_memory(self, shelf: Shelf, requested: int, size: int) -> Block:
-        alloc_size = self.config.segment_size(size)
+    def _new_memory(self, shelf: Shelf, requested: i64, size: i64) -> Block:
+        alloc_size: i64 = self.config.segment_size(size)
         if size < MAX_REQUEST:
             if self._collects:
                 self._collect_garbage()
@@ -215,11 +221,11 @@ class CachingAllocator:
             reserved=self.stats.reserved, capacity=self.driver.capacity, limit=self.limit,
         )  # fmt: skip
 
-    def _attempt(self, shelf: Shelf, size: int, alloc_size: int) -> Block | None:
+    def _attempt(self, shelf: Shelf, size: i64, alloc_size: i64) -> Block | None:
         """The limit is compared with a whole segment even where expandable segments would map less."""
         if self.limit is not None and self.stats.reserved + alloc_size > self.limit:
             return None
-        if self.config.expandable_segments:
+        if self._grows_segments:
             return self.expandable.take(shelf, size)
         if not self.driver.has_room_for(alloc_size):
             return None
@@ -227,7 +233,7 @@ class CachingAllocator:
         self.driver.gave(Action.SEGMENT_ALLOC, address, alloc_size, shelf.stream)
         return self._add_segment(shelf, address, alloc_size).head
 
-    def _add_segment(self, shelf: Shelf, address: int, size: int) -> Segment:
+    def _add_segment(self, shelf: Shelf, address: i64, size: i64) -> Segment:
         segment = self.segment_at[address] = Segment(shelf, address, size)
         self.stats.segment_came(oversize=size >= self._max_split)
         return segment
@@ -252,12 +258,15 @@ class CachingAllocator:
         """Merge with free neighbours, the one before first, and shelve the result."""
         self.stats.became_free(block.size, block.requested)
         shelf = block.segment.shelf
-        swallowed = swallowed_blocks = 0
-        before, following = block.prev, block.next
+        swallowed: i64 = 0
+        swallowed_blocks: i64 = 0
+        before = block.prev
+        following = block.next
         block.state = FREE
         if before is not None and before.state == FREE:
             shelf.remove(before)
-            swallowed, swallowed_blocks = before.size, 1
+            swallowed = before.size
+            swallowed_blocks = 1
             before.absorb_next()
             block = before
         if following is not None and following.state == FREE:
@@ -267,8 +276,10 @@ class CachingAllocator:
             block.absorb_next()
         shelf.add(block)
         if not block.segment.expandable:
-            split = block.prev is not None or block.next is not None
-            self.stats.pieces_changed((block.size if split else 0) - swallowed, split - swallowed_blocks)
+            if block.prev is not None or block.next is not None:
+                self.stats.pieces_changed(block.size - swallowed, 1 - swallowed_blocks)
+            else:
+                self.stats.pieces_changed(-swallowed, -swallowed_blocks)
 
     def _release(self, block: Block) -> None:
         """cudaFree of a segment that is one free block."""
@@ -278,7 +289,7 @@ class CachingAllocator:
         self.stats.segment_went(oversize=segment.size >= self._max_split)
         self.driver.took_back(Action.SEGMENT_FREE, segment.address, segment.size, shelf.stream)
 
-    def _release_oversize(self, shelf: Shelf, size: int) -> bool:
+    def _release_oversize(self, shelf: Shelf, size: i64) -> bool:
         """One free block that is large enough, or else from the largest downwards until enough is released."""
         if self._max_split == NO_LIMIT:
             return False
@@ -303,11 +314,12 @@ class CachingAllocator:
         blocks = [block for shelf in self.large_pool.in_order() for block in shelf.blocks if not block.is_split]
         reclaimed, released_some = 0, True
         while reclaimed < target and released_some and blocks:
-            mean = sum(self.large_pool.searches - block.age_base for block in blocks) / len(blocks)
+            ages: list[int] = [self.large_pool.searches - block.age_base for block in blocks]
+            mean = sum(ages) / len(ages)
             young = []
-            for block in blocks:
+            for block, age in zip(blocks, ages, strict=True):
                 # Unsplit expandable blocks count in the mean although they are never released.
-                if self.large_pool.searches - block.age_base < mean or block.segment.expandable:
+                if age < mean or block.segment.expandable:
                     young.append(block)
                 else:
                     reclaimed += block.size
@@ -328,10 +340,12 @@ class CachingAllocator:
 
     @classmethod
     def from_segments(
-        cls, segments: Iterable[SegmentRecord], config: AllocatorConfig | None = None, *, capacity: int | None = None,
+        cls, segments: Sequence[SegmentRecord], config: AllocatorConfig | None = None, *, capacity: int | None = None,
         limit: int | None = None, addresses: AddressSource | None = None, driver: Driver | None = None,
     ) -> CachingAllocator:  # fmt: skip
         """An allocator that already holds these segments and blocks, as if it had got there by itself."""
+        if max((record.address + record.size for record in segments), default=0) > MAX_ADDRESS:
+            raise InputError(f"a segment lies beyond {MAX_ADDRESS:#x}, where no GPU has memory")
         allocator = cls(config, capacity=capacity, limit=limit, addresses=addresses, driver=driver)
         for record in sorted(segments, key=lambda record: record.address):
             allocator._install(record)
@@ -340,6 +354,38 @@ class CachingAllocator:
         ]
         allocator.stats.pieces_changed(sum(free_pieces), len(free_pieces))
         return allocator
+
+    def twin(self, capacity: int | None) -> tuple[CachingAllocator, dict[Block, Block]]:
+        """Another in the same state, with its own capacity; and which of its blocks stands for which of these."""
+        driver = Driver(capacity, self.driver.next_address)
+        driver.stats = replace(self.stats)
+        other = CachingAllocator(self.config, capacity=capacity, limit=self.limit, driver=driver)
+        other._first_fit_is_best = self._first_fit_is_best
+        twins: dict[Block, Block] = {}
+        for segment in self.segment_at.values():
+            shelf = other._like(segment.shelf)
+            copied = Segment(shelf, segment.address, segment.size, expandable=segment.expandable)
+            other.segment_at[segment.address] = copied
+            twin = copied.head
+            for block in segment:
+                rest = twin.split(block.size, FREE) if block.size < twin.size else twin
+                twin.state = block.state
+                twin.requested = block.requested
+                twin.age_base = block.age_base
+                twins[block] = twin
+                twin = rest
+        for pool in (self.small_pool, self.large_pool):
+            for shelf in pool.shelves.values():
+                its = other._like(shelf)
+                its.pool.searches = pool.searches
+                its.blocks = [twins[block] for block in shelf.blocks]
+                its.unmapped = [twins[block] for block in shelf.unmapped]
+        other.pending = {twins[block]: None for block in self.pending}
+        return other, twins
+
+    def _like(self, shelf: Shelf) -> Shelf:
+        pool = self.small_pool if shelf.pool.small else self.large_pool
+        return pool.shelf(shelf.stream)
 
     def _install(self, record: SegmentRecord) -> None:
         shelf = (self.small_pool if record.small else self.large_pool).shelf(record.stream)

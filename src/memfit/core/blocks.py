@@ -10,26 +10,32 @@ Of two blocks that merge the lower one stays, so the object at the start of a se
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
 
-ADDRESS_BITS = 64
+from memfit.core.layout import BlockRecord, SegmentRecord
 
-FREE, ALLOCATED, PENDING, UNMAPPED = range(4)
-STATE_NAMES = ("inactive", "active_allocated", "active_pending_free", "unmapped")  # the first three are torch's words
+if TYPE_CHECKING:
+    from mypy_extensions import i64
+
+FREE: Final = 0
+ALLOCATED: Final = 1
+PENDING: Final = 2
+UNMAPPED: Final = 3
+STATE_NAMES: Final = ("inactive", "active_allocated", "active_pending_free", "unmapped")
+"""The first three are torch's words."""
 
 
 class Block:
     __slots__ = ("address", "age_base", "next", "prev", "requested", "segment", "size", "state")
 
-    def __init__(self, segment: Segment, address: int, size: int, state: int = FREE, requested: int = 0) -> None:
+    def __init__(self, segment: Segment, address: i64, size: i64, state: i64) -> None:
         self.segment = segment
-        self.address = address
-        self.size = size
-        self.state = state
-        self.requested = requested
-        self.age_base = 0
+        self.address: i64 = address
+        self.size: i64 = size
+        self.state: i64 = state
+        self.requested: i64 = 0
+        self.age_base: i64 = 0
         self.prev: Block | None = None
         self.next: Block | None = None
 
@@ -44,12 +50,14 @@ class Block:
     def is_split(self) -> bool:
         return self.prev is not None or self.next is not None
 
-    def split(self, size: int, state: int) -> Block:
+    def split(self, size: i64, state: i64) -> Block:
         """Keep the first `size` bytes; return the rest as a new block."""
         rest = Block(self.segment, self.address + size, self.size - size, state)
-        rest.prev, rest.next = self, self.next
-        if self.next is not None:
-            self.next.prev = rest
+        following = self.next
+        rest.prev = self
+        rest.next = following
+        if following is not None:
+            following.prev = rest
         self.next = rest
         self.size = size
         return rest
@@ -58,18 +66,19 @@ class Block:
         following = self.next
         assert following is not None
         self.size += following.size
-        self.next = following.next
-        if following.next is not None:
-            following.next.prev = self
+        beyond = following.next
+        self.next = beyond
+        if beyond is not None:
+            beyond.prev = self
 
 
 class Segment:
     __slots__ = ("address", "expandable", "head", "shelf", "size")
 
-    def __init__(self, shelf: Shelf, address: int, size: int, *, expandable: bool = False) -> None:
+    def __init__(self, shelf: Shelf, address: i64, size: i64, *, expandable: bool = False) -> None:
         self.shelf = shelf
-        self.address = address
-        self.size = size
+        self.address: i64 = address
+        self.size: i64 = size
         self.expandable = expandable
         self.head = Block(self, address, size, UNMAPPED if expandable else FREE)
 
@@ -81,81 +90,72 @@ class Segment:
 
 
 class Shelf:
-    """Free blocks sorted by one integer each, size * 2^64 + address: twice as fast to search as tuples."""
-
-    __slots__ = ("blocks", "keys", "pool", "stream", "unmapped")
+    __slots__ = ("blocks", "pool", "stream", "unmapped")
 
     def __init__(self, pool: Pool, stream: int) -> None:
         self.pool = pool
         self.stream = stream
-        self.keys: list[int] = []
         self.blocks: list[Block] = []
         self.unmapped: list[Block] = []  # by address; parts of expandable segments that hold no memory
 
-    def first_of(self, size: int) -> int:
+    def place(self, size: i64, address: i64) -> i64:
+        """Index of the first block that is not smaller, nor of the same size and at a lower address; the number of
+        blocks if there is none."""
+        blocks = self.blocks
+        low: i64 = 0
+        high: i64 = len(blocks)
+        while low < high:
+            middle = (low + high) >> 1
+            block = blocks[middle]
+            if block.size < size or (block.size == size and block.address < address):
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    def first_of(self, size: i64) -> i64:
         """Index of the smallest block of at least `size` bytes; the number of blocks if there is none."""
-        return bisect_left(self.keys, size << ADDRESS_BITS)
+        return self.place(size, LOWEST_ADDRESS)
 
     def add(self, block: Block) -> None:
-        key = block.size << ADDRESS_BITS | block.address
-        at = bisect_left(self.keys, key)
-        self.keys.insert(at, key)
-        self.blocks.insert(at, block)
+        self.blocks.insert(self.place(block.size, block.address), block)
         block.age_base = self.pool.searches
 
     def remove(self, block: Block) -> None:
-        at = bisect_left(self.keys, block.size << ADDRESS_BITS | block.address)
-        del self.keys[at], self.blocks[at]
-
-    def take(self, at: int) -> Block:
-        del self.keys[at]
-        return self.blocks.pop(at)
+        self.blocks.pop(self.place(block.size, block.address))
 
     def add_unmapped(self, block: Block) -> None:
-        self.unmapped.insert(bisect_left(self.unmapped, block.address, key=lambda each: each.address), block)
+        at = 0
+        while at < len(self.unmapped) and self.unmapped[at].address < block.address:
+            at += 1
+        self.unmapped.insert(at, block)
 
 
-@dataclass(slots=True)
+LOWEST_ADDRESS: Final = -(1 << 62)
+
+
 class Pool:
-    small: bool
-    searches: int = 0
-    shelves: dict[int, Shelf] = field(default_factory=dict)
+    __slots__ = ("_latest", "searches", "shelves", "small")
+
+    def __init__(self, *, small: bool) -> None:
+        self.small = small
+        self.searches: i64 = 0
+        self.shelves: dict[int, Shelf] = {}
+        self._latest: Shelf | None = None
 
     def shelf(self, stream: int) -> Shelf:
+        latest = self._latest
+        if latest is not None and latest.stream == stream:
+            return latest
         found = self.shelves.get(stream)
         if found is None:
             found = self.shelves[stream] = Shelf(self, stream)
+        self._latest = found
         return found
 
     def in_order(self) -> list[Shelf]:
         """By stream, as torch's one set for all streams is ordered: a stream is a pointer there, hence unsigned."""
         return [self.shelves[stream] for stream in sorted(self.shelves, key=lambda stream: stream % (1 << 64))]
-
-
-@dataclass(frozen=True, slots=True)
-class BlockRecord:
-    """A block as plain data, in the words of torch's snapshots."""
-
-    address: int
-    size: int
-    state: str
-    requested: int
-
-
-@dataclass(frozen=True, slots=True)
-class SegmentRecord:
-    """A segment as plain data; an expandable one appears once for each contiguous range that holds memory."""
-
-    address: int
-    size: int
-    stream: int
-    small: bool
-    expandable: bool
-    blocks: tuple[BlockRecord, ...]
-
-    @property
-    def allocated(self) -> int:
-        return sum(block.size for block in self.blocks if block.state == "active_allocated")
 
 
 def records(segment: Segment) -> Iterator[SegmentRecord]:

@@ -14,8 +14,8 @@ Marks that both have are met exactly; between them, `align` does the work.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
@@ -105,6 +105,9 @@ class Counts:
     moved: int = 0  # frees in both, at different places
 
 
+_NONE: tuple[Ints, Ints] = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
+
+
 @dataclass(frozen=True, slots=True)
 class Comparison:
     allocs: Counts
@@ -115,6 +118,7 @@ class Comparison:
     peak_a: int  # of requested bytes
     peak_b: int
     left_out: int = 0  # places beyond `detail`: counted above, not listed
+    pairs: tuple[Ints, Ints] = field(default=_NONE, repr=False, compare=False)  # blocks that are one another's partner
 
     @property
     def same(self) -> bool:
@@ -133,7 +137,7 @@ class Comparison:
 class _View:
     """The blocks of a trace in order of birth, with where each begins and ends."""
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: Trace, marks: Sequence[tuple[int, Mark]] | None = None) -> None:
         self.trace = trace
         actions = np.frombuffer(trace.actions, dtype=np.uint8)
         subjects = np.frombuffer(trace.subjects, dtype=np.int64)
@@ -144,12 +148,17 @@ class _View:
         birth[subjects[allocs[::-1]]] = allocs[::-1]
         death = np.full(blocks, len(trace), dtype=np.int64)
         death[subjects[frees[::-1]]] = frees[::-1]  # backwards, so that the first of several stays
-        self.order: Ints = np.argsort(birth, kind="stable")
+        size = np.frombuffer(trace.requested, dtype=np.int64)
+        # in what order things came that were there before is not known: by size they can still be compared
+        self.order: Ints = np.lexsort((np.where(birth < 0, size, 0), birth))
         self.birth: Ints = birth[self.order]
         self.death: Ints = death[self.order]
-        self.size: Ints = np.frombuffer(trace.requested, dtype=np.int64)[self.order]
+        self.size: Ints = size[self.order]
         self.keys = self._keys()
-        self.mark_events = np.flatnonzero(actions == Action.MARK)
+        if marks is None:
+            marks = [(event, trace.marks[subjects[event]]) for event in np.flatnonzero(actions == Action.MARK).tolist()]
+        self.mark_events = np.array([event for event, _ in marks], dtype=np.int64)
+        self.marks = [mark for _, mark in marks]
 
     def _keys(self) -> Ints:
         """Bytes and stream in one number. Side streams are named by pointers, which differ: count them instead."""
@@ -163,14 +172,11 @@ class _View:
         )
         return keys
 
-    def marks(self) -> list[Mark]:
-        return [self.trace.marks[self.trace.subjects[event]] for event in self.mark_events.tolist()]
-
     def phase(self, event: int) -> str:
         at = int(np.searchsorted(self.mark_events, event, side="right")) - 1
         if at < 0:
             return ""
-        mark = self.trace.marks[self.trace.subjects[int(self.mark_events[at])]]
+        mark = self.marks[at]
         return clean(f"{mark.phase} {mark.step}" if mark.step else mark.phase)
 
     def item(self, place: int) -> Item:
@@ -203,9 +209,13 @@ class _View:
 # -- comparing -------------------------------------------------------------------------------------------------
 
 
-def compare(a: Trace, b: Trace, *, detail: int = 10_000) -> Comparison:
-    """How two traces differ. At most `detail` allocations are listed in hunks; all are counted."""
-    left, right = _View(a), _View(b)
+def compare(
+    a: Trace, b: Trace, *, detail: int = 10_000, marks_a: Sequence[tuple[int, Mark]] | None = None,
+    marks_b: Sequence[tuple[int, Mark]] | None = None,
+) -> Comparison:  # fmt: skip
+    """How two traces differ. At most `detail` allocations are listed in hunks; all are counted. Where phases begin is
+    read off the traces' own marks, unless `marks_a` or `marks_b` say it: (event, mark), in order."""
+    left, right = _View(a, marks_a), _View(b, marks_b)
     runs = list(_runs(left, right))
     pair_a = np.concatenate([np.arange(i, i + n) for i, _, n in runs] or [np.empty(0, dtype=np.int64)])
     pair_b = np.concatenate([np.arange(j, j + n) for _, j, n in runs] or [np.empty(0, dtype=np.int64)])
@@ -222,13 +232,14 @@ def compare(a: Trace, b: Trace, *, detail: int = 10_000) -> Comparison:
         peak_a=left.peak(),
         peak_b=right.peak(),
         left_out=hunks_left_out + lifetimes_left_out,
+        pairs=(left.order[pair_a], right.order[pair_b]),
     )
 
 
 def _runs(a: _View, b: _View) -> Iterator[Run]:
     """Stretches of equal allocations, section by section between the marks that both have."""
     names: dict[Mark, int] = {}
-    marks = [np.array([names.setdefault(mark, len(names)) for mark in view.marks()], dtype=np.int64) for view in (a, b)]
+    marks = [np.array([names.setdefault(mark, len(names)) for mark in view.marks], dtype=np.int64) for view in (a, b)]
     edges = [(0, 0), (int((a.birth < 0).sum()), int((b.birth < 0).sum()))]
     for i, j, n in align(marks[0], marks[1], Budget()):
         at_a = np.searchsorted(a.birth, a.mark_events[i : i + n]).tolist()

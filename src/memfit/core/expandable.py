@@ -9,10 +9,15 @@ unmap_block; the same in 2.1, 2.4 and 2.11.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from memfit.core.alloc_config import SMALL_SEGMENT_SIZE
 from memfit.core.blocks import FREE, UNMAPPED, Block, Segment, Shelf
 from memfit.core.driver import Driver
 from memfit.core.events import Action
+
+if TYPE_CHECKING:
+    from mypy_extensions import i64
 
 ASSUMED_DEVICE = 1 << 40  # where no capacity is known: more than any GPU has
 
@@ -23,13 +28,14 @@ class ExpandableMemory:
     ) -> None:
         self.driver = driver
         self.segments = segments
-        self.large_handle = large_handle
-        self.device_total = device_total or ASSUMED_DEVICE
+        self.large_handle: i64 = large_handle
+        self.small_handle: i64 = SMALL_SEGMENT_SIZE
+        self.device_total: i64 = device_total or ASSUMED_DEVICE
 
-    def handle_size(self, shelf: Shelf) -> int:
-        return SMALL_SEGMENT_SIZE if shelf.pool.small else self.large_handle
+    def handle_size(self, shelf: Shelf) -> i64:
+        return self.small_handle if shelf.pool.small else self.large_handle
 
-    def take(self, shelf: Shelf, size: int) -> Block | None:
+    def take(self, shelf: Shelf, size: i64) -> Block | None:
         """Map what is missing for a block of `size` bytes and take it; None if the driver refuses (what was mapped
         until then stays, as free blocks)."""
         block: Block | None = _lowest_room(shelf, size) or self._reserve(shelf)
@@ -59,7 +65,7 @@ class ExpandableMemory:
             segment.shelf.unmapped.remove(segment.head)
             del self.segments[segment.address]
 
-    def adopt(self, shelf: Shelf, address: int, size: int) -> Block:
+    def adopt(self, shelf: Shelf, address: i64, size: i64) -> Block:
         """A range that already holds memory. One below all reservations becomes the start of a new one."""
         for block in shelf.unmapped:
             if block.address <= address and address + size <= block.address + block.size:
@@ -83,7 +89,7 @@ class ExpandableMemory:
         shelf.add_unmapped(segment.head)
         return segment.head
 
-    def _map(self, block: Block, size: int) -> Block | None:
+    def _map(self, block: Block, size: i64) -> Block | None:
         """Back the first `size` bytes (rounded up to handles) of an unmapped block; return the free block it joins."""
         shelf = block.segment.shelf
         handle = self.handle_size(shelf)
@@ -131,19 +137,22 @@ class ExpandableMemory:
         self.driver.took_back(Action.SEGMENT_UNMAP, begin, end - begin, shelf.stream)
 
 
-def reach(block: Block) -> int:
+def reach(block: Block) -> i64:
     """What a free block could grow to without moving: best fit compares this, not its present size."""
     following = block.next
-    return block.size + (following.size if following is not None and following.state == UNMAPPED else 0)
+    if following is not None and following.state == UNMAPPED:
+        return block.size + following.size
+    return block.size
 
 
-def _lowest_room(shelf: Shelf, size: int) -> Block | None:
+def _lowest_room(shelf: Shelf, size: i64) -> Block | None:
     """The lowest free or unmapped block from which `size` bytes follow that are free or unmapped."""
     for unmapped in shelf.unmapped:
         before = unmapped.prev
         start = before if before is not None and before.state == FREE else unmapped
-        room, block = 0, start
-        while room < size and block.state in (FREE, UNMAPPED):
+        room: i64 = 0
+        block = start
+        while room < size and (block.state == FREE or block.state == UNMAPPED):
             room += block.size
             if block.next is None:
                 break

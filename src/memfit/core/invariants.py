@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from memfit.core.alloc_config import MIN_BLOCK_SIZE
 from memfit.core.allocator import CachingAllocator
-from memfit.core.blocks import ADDRESS_BITS, ALLOCATED, FREE, PENDING, UNMAPPED, Block, Pool, Segment, Shelf
+from memfit.core.blocks import ALLOCATED, FREE, PENDING, UNMAPPED, Block, Pool, Segment, Shelf
 
 
 class InvariantError(AssertionError):
@@ -49,8 +49,8 @@ def _segment_is_tiled(segment: Segment) -> None:
 
 def _shelves_hold_exactly_the_free_blocks(pool: Pool, blocks: list[Block]) -> None:
     for shelf in pool.shelves.values():
-        _require(shelf.keys == sorted(shelf.keys), "a shelf is sorted")
-        _require(shelf.keys == [b.size << ADDRESS_BITS | b.address for b in shelf.blocks], "keys match their blocks")
+        places = [(block.size, block.address) for block in shelf.blocks]
+        _require(places == sorted(places), "a shelf is sorted")
         _require(_at_home(shelf, shelf.blocks, blocks, FREE), "a shelf holds the free blocks of its stream")
         _require(_at_home(shelf, shelf.unmapped, blocks, UNMAPPED), "and the ranges without memory")
         order = [block.address for block in shelf.unmapped]

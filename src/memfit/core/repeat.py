@@ -8,15 +8,19 @@ How: the stream is cut into passes over the units, upwards as in forward or down
 two inner units must be the same, event for event: same sizes and ops, frees of tensors of the same unit, of the one
 before or the one after. That is the proof, made anew for each trace; where it fails there is no extension, and the
 caller traces the whole model. The first and the last unit are as they were traced.
+
+What is written does not depend on sizes, but for those that must be the same. So an `Extension` is found once, and
+gives the sizes of the whole from those of the few blocks, as often as there are other batches and lengths.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from array import array
-from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -26,7 +30,6 @@ from memfit.core.events import Action, Trace
 
 UNITS = 4
 FIRST, BEFORE, AFTER, LAST = range(UNITS)  # the traced units; BEFORE and AFTER are the inner ones
-FREES = (Action.FREE, Action.FREE_REQUESTED, Action.FREE_COMPLETED)
 NONE = -1
 Ints = npt.NDArray[np.int64]
 
@@ -38,34 +41,114 @@ class NotRepeating(Exception):
 def extend(trace: Trace, blocks: str, *, period: int, units: int) -> Trace:
     """The trace of `units` units, from one of four. `blocks` is the path of the list of blocks: `model.layers`. Blocks
     left over when the pattern does not come out even belong to the last unit."""
+    return extension(trace, blocks, period=period, units=units).of(trace)
+
+
+def extension(trace: Trace, blocks: str, *, period: int, units: int) -> Extension:
+    """As `extend`, for all traces that differ from this one in sizes alone."""
     if units < UNITS:
         raise NotRepeating(f"fewer than {UNITS} units")
     unit_of = _units_of_blocks(trace, blocks, period)
-    passes = list(_passes(trace, unit_of))
+    events = _Events.of(trace)
+    passes = list(_passes(events, unit_of))
+    counting = np.array([int(block) for block in trace.facts.get("lists", {})], dtype=np.int64)
     for each in passes:
-        each.claim(trace, unit_of)
-    return _Extension(trace, unit_of, blocks, period, units).write(passes)
+        each.claim(events, unit_of, counting)
+    return _Extension(trace, events, unit_of, blocks, period, units).write(passes)
 
 
 def extend_in_time(trace: Trace, starts: list[int], *, units: int) -> Trace:
     """The trace of `units` steps, from one of four that begin at the events `starts`: each step does what the one
     before did, with tensors that have grown by the same number of bytes."""
+    return extension_in_time(trace, starts, units=units).of(trace)
+
+
+def extension_in_time(trace: Trace, starts: list[int], *, units: int) -> Extension:
     if units < UNITS or len(starts) != UNITS:
         raise NotRepeating(f"fewer than {UNITS} steps")
-    unit_of = [NONE] * len(trace.requested)
-    for event in range(starts[0], len(trace)):
-        if trace.actions[event] == Action.ALLOC:
-            unit_of[trace.subjects[event]] = bisect_right(starts, event) - 1
-    return _Extension(trace, unit_of, "", 1, units, grows=True).write([_Pass(0, len(trace), starts)])
+    events = _Events.of(trace)
+    unit_of = np.full(len(trace.module_of), NONE, dtype=np.int64)
+    born = np.flatnonzero(events.actions == Action.ALLOC)
+    unit_of[events.subjects[born]] = np.searchsorted(starts, born, side="right") - 1
+    return _Extension(trace, events, unit_of, "", 1, units, grows=True).write([_Pass(0, len(trace), starts)])
 
 
-def _units_of_blocks(trace: Trace, blocks: str, period: int) -> list[int]:
+def _units_of_blocks(trace: Trace, blocks: str, period: int) -> Ints:
     pattern = re.compile(re.escape(blocks) + r"\.(\d+)(?:\.|$)")
     by_name = [min(int(m[1]) // period, LAST) if (m := pattern.match(name)) else NONE for name in trace.names]
-    return [by_name[module] for module in trace.module_of]
+    found: Ints = np.array(by_name, dtype=np.int64)[np.frombuffer(trace.module_of, dtype=np.int32)]
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extension:
+    frame: Trace
+    """The whole, but for its sizes."""
+    chosen: Ints
+    """Of each block of the whole: the traced one whose size it has."""
+    alike: Ints
+    """Pairs of traced blocks that stand in for each other."""
+    counted: tuple[tuple[int, int, int], ...]
+    """Blocks with an entry for each tensor of a list: the block, how many were traced, how many there are."""
+    growth: tuple[Ints, Ints, Ints] | None = None
+    """How many times each block of the whole has grown, by the difference of which two traced ones."""
+
+    def of(self, trace: Trace) -> Trace:
+        return with_sizes(self.frame, self.sizes(sizes_of(trace)))
+
+    def sizes(self, traced: Ints) -> Ints:
+        if (traced[self.alike[:, 0]] != traced[self.alike[:, 1]]).any():
+            raise NotRepeating("tensors of inner units differ")
+        sizes = traced[self.chosen]
+        if self.growth is not None:
+            times, later, earlier = self.growth
+            sizes += times * (traced[later] - traced[earlier])
+        for block, traced_entries, entries in self.counted:
+            sizes[block] = sizes[block] // traced_entries * entries
+        return sizes
+
+
+def sizes_of(trace: Trace) -> Ints:
+    return np.frombuffer(trace.requested, dtype=np.int64)
+
+
+def with_sizes(frame: Trace, sizes: Ints) -> Trace:
+    """Shares all else with the frame."""
+    return dataclasses.replace(frame, requested=array("q", np.ascontiguousarray(sizes, dtype=np.int64).tobytes()))
+
+
+def births(trace: Trace, start: int = 0) -> Ints:
+    """The blocks that are made from an event on, in that order."""
+    made = np.frombuffer(trace.actions, dtype=np.uint8)[start:] == Action.ALLOC
+    found: Ints = np.frombuffer(trace.subjects, dtype=np.int64)[start:][made]
+    return found
 
 
 # -- passes ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Events:
+    actions: npt.NDArray[np.uint8]
+    subjects: Ints
+
+    @classmethod
+    def of(cls, trace: Trace) -> _Events:
+        return cls(np.frombuffer(trace.actions, dtype=np.uint8), np.frombuffer(trace.subjects, dtype=np.int64))
+
+    @property
+    def frees(self) -> npt.NDArray[np.bool_]:
+        return (self.actions >= Action.FREE) & (self.actions <= Action.FREE_COMPLETED)
+
+    @property
+    def about_blocks(self) -> npt.NDArray[np.bool_]:
+        return self.actions <= Action.FREE_COMPLETED
+
+    def units(self, unit_of: Ints, which: npt.NDArray[np.bool_]) -> Ints:
+        """Of the blocks that the events are about, NONE for the other events."""
+        found = np.full(len(self.actions), NONE, dtype=np.int64)
+        found[which] = unit_of[self.subjects[which]]
+        return found
 
 
 @dataclass(slots=True)
@@ -81,51 +164,46 @@ class _Pass:
     def inner(self) -> list[tuple[int, int]]:
         return [(self.bounds[1], self.bounds[2]), (self.bounds[2], self.bounds[3])]
 
-    def claim(self, trace: Trace, unit_of: list[int]) -> None:
-        """What is made inside an inner unit and names no unit (an optimizer's counter) is that unit's."""
-        for i, (start, end) in enumerate(self.inner if self.bounds else ()):
-            owner = i + 1 if self.upwards else UNITS - 2 - i
-            for event in range(start, end):
-                if trace.actions[event] == Action.ALLOC and unit_of[trace.subjects[event]] == NONE:
-                    unit_of[trace.subjects[event]] = owner
+    def claim(self, events: _Events, unit_of: Ints, counting: Ints) -> None:
+        """What is made inside a unit and names none (an optimizer's counter) is that unit's. Of the units at the ends
+        only the one that comes first, and not what counts tensors: the rest may as well be about all units."""
+        order = range(UNITS) if self.upwards else range(LAST, FIRST - 1, -1)
+        for unit, start, end in zip(order, self.bounds, self.bounds[1:], strict=False):
+            made = events.subjects[start:end][events.actions[start:end] == Action.ALLOC]
+            if unit in (FIRST, LAST):
+                made = np.setdiff1d(made, counting)
+            unit_of[made[unit_of[made] == NONE]] = unit
 
 
-def _passes(trace: Trace, unit_of: list[int]) -> Iterator[_Pass]:
-    for start, end, only_frees in _stretches(trace, unit_of):
-        yield from _split(trace, unit_of, start, end, only_frees)
+def _passes(events: _Events, unit_of: Ints) -> Iterator[_Pass]:
+    made = events.units(unit_of, events.actions == Action.ALLOC)
+    freed = events.units(unit_of, events.frees)
+    for start, end, only_frees in _stretches(events, freed):
+        yield from _split(freed if only_frees else made, start, end)
 
 
-def _stretches(trace: Trace, unit_of: list[int]) -> Iterator[tuple[int, int, bool]]:
+def _stretches(events: _Events, freed: Ints) -> Iterator[tuple[int, int, bool]]:
     """Cut at marks, and around runs of frees that go over three units or more: those are passes of their own."""
-    begin = 0
-    run: int | None = None
-    seen: set[int] = set()
-    for i in range(len(trace) + 1):
-        action = trace.actions[i] if i < len(trace) else None
-        if action in FREES:
-            if run is None:
-                run, seen = i, set()
-            seen.add(unit_of[trace.subjects[i]])
-            continue
-        if run is not None and len(seen - {NONE}) > 2:
-            yield begin, run, False
-            yield run, i, True
-            begin = i
-        run = None
-        if action in (Action.MARK, Action.EMPTY_CACHE, None):
-            yield begin, i, False
-            begin = i
+    edges = np.diff(events.frees.astype(np.int8), prepend=0, append=0)
+    starts, ends = np.flatnonzero(edges > 0), np.flatnonzero(edges < 0)
+    seen = np.zeros((UNITS, len(events.actions) + 1), dtype=np.int64)
+    for unit in range(UNITS):
+        np.cumsum(freed == unit, out=seen[unit, 1:])
+    wide = ((seen[:, ends] - seen[:, starts]) > 0).sum(axis=0) > 2
+    alone = set(starts[wide].tolist())
+    marks = np.flatnonzero((events.actions == Action.MARK) | (events.actions == Action.EMPTY_CACHE))
+    cuts = sorted({0, len(events.actions), *marks.tolist(), *alone, *ends[wide].tolist()})
+    yield from ((start, end, start in alone) for start, end in pairwise(cuts))
 
 
-def _split(trace: Trace, unit_of: list[int], start: int, end: int, only_frees: bool) -> Iterator[_Pass]:
+def _split(units: Ints, start: int, end: int) -> Iterator[_Pass]:
     """Into runs of units that go up, or down, by one."""
-    kinds = FREES if only_frees else (Action.ALLOC,)
+    events = start + np.flatnonzero(units[start:end] != NONE)
+    named = units[events]
+    changes = np.diff(named, prepend=NONE) != 0
     firsts: list[tuple[int, int]] = []
     runs: list[list[tuple[int, int]]] = [firsts]
-    for event in range(start, end):
-        unit = unit_of[trace.subjects[event]] if trace.actions[event] in kinds else NONE
-        if unit == NONE or (firsts and firsts[-1][1] == unit):
-            continue
+    for event, unit in zip(events[changes].tolist(), named[changes].tolist(), strict=True):
         if firsts and not _continues(firsts, unit):
             firsts = []
             runs.append(firsts)
@@ -156,17 +234,14 @@ class _Extension:
     """New numbers for blocks: those of no unit, those of the first unit, of each inner one, of the last."""
 
     def __init__(
-        self, trace: Trace, unit_of: list[int], blocks: str, period: int, units: int, *, grows: bool = False
+        self, trace: Trace, events: _Events, unit_of: Ints, blocks: str, period: int, units: int, *, grows: bool = False
     ) -> None:
-        self.trace, self.unit_of, self.units, self.grows = trace, unit_of, units, grows
+        self.trace, self.events, self.unit_of, self.units, self.grows = trace, events, unit_of, units, grows
         self.path, self.period = blocks, period
-        self.members: list[list[int]] = [[], [], [], []]
-        self.free_standing: list[int] = []
-        self.rank: list[int] = [0] * len(unit_of)
-        for block, unit in enumerate(unit_of):
-            mine = self.free_standing if unit == NONE else self.members[unit]
-            self.rank[block] = len(mine)
-            mine.append(block)
+        self.free_standing, *self.members = (np.flatnonzero(unit_of == unit) for unit in range(NONE, UNITS))
+        self.rank = np.zeros(len(unit_of), dtype=np.int64)
+        for mine in (self.free_standing, *self.members):
+            self.rank[mine] = np.arange(len(mine))
         self.each = len(self.members[BEFORE])
         if self.each != len(self.members[AFTER]):
             raise NotRepeating("inner units hold different numbers of tensors")
@@ -174,56 +249,59 @@ class _Extension:
         self.base_inner = self.base_first + len(self.members[FIRST])
         self.base_last = self.base_inner + (units - 2) * self.each
         self.total = self.base_last + len(self.members[LAST])
+        self.alike: list[Ints] = []
 
-    def write(self, passes: list[_Pass]) -> Trace:
+    def write(self, passes: list[_Pass]) -> Extension:
         actions, subjects = [], []
+        numbers = {low: self._numbers(low) for low in (True, False)}
         for each in passes:
-            for some_actions, some_subjects in self._written(each):
+            for some_actions, some_subjects in self._written(each, numbers):
                 actions.append(some_actions)
                 subjects.append(some_subjects)
-        out = Trace(origin=self.trace.origin, facts=dict(self.trace.facts))
+        facts = {name: fact for name, fact in self.trace.facts.items() if name != "lists"}  # they name traced blocks
+        out = Trace(origin=self.trace.origin, facts=facts)
         out.marks, out.names = list(self.trace.marks), list(self.trace.names)
         out._name_ids = {name: i for i, name in enumerate(out.names)}
         _fill(out.actions, np.concatenate(actions), np.uint8)
         _fill(out.subjects, np.concatenate(subjects), np.int64)
-        self._write_blocks(out)
-        return out
+        chosen = self._write_blocks(out)
+        return Extension(
+            frame=out, chosen=chosen, alike=self._pairs(), counted=self._counted(),
+            growth=self._growth() if self.grows else None,
+        )  # fmt: skip
 
-    def _written(self, each: _Pass) -> Iterator[tuple[Any, Ints]]:
+    def _written(self, each: _Pass, numbers: dict[bool, Ints]) -> Iterator[tuple[Any, Ints]]:
         if not each.bounds:
             yield self._literal(each.start, each.end, None)
             return
-        (first, second), trace = each.inner, self.trace
-        kinds = np.frombuffer(trace.actions, dtype=np.uint8)[first[0] : first[1]]
+        first, second = each.inner
         middle = self._middle(first, second, upwards=each.upwards)
-        how_many = max(self.units - 4, 0)
-        yield self._literal(each.start, first[1], each.upwards)
+        how_many = max(self.units - UNITS, 0)
+        yield self._literal(each.start, first[1], numbers[each.upwards])
         if how_many:
             units = np.arange(2, self.units - 2) if each.upwards else np.arange(self.units - 3, 1, -1)
-            shift = np.where(kinds == Action.MARK, 0, self.each)
-            yield np.tile(kinds, how_many), (middle[None, :] + units[:, None] * shift[None, :]).ravel()
-        yield self._literal(second[0], each.end, not each.upwards)
+            kinds = self.events.actions[slice(*first)]
+            yield np.tile(kinds, how_many), (middle[None, :] + units[:, None] * self.each).ravel()
+        yield self._literal(second[0], each.end, numbers[not each.upwards])
 
-    def _literal(self, start: int, end: int, low: bool | None) -> tuple[Any, Ints]:
-        kinds = np.frombuffer(self.trace.actions, dtype=np.uint8)[start:end]
-        made = [
-            self._number(subject, low) if kind <= Action.FREE_COMPLETED else subject
-            for kind, subject in zip(kinds.tolist(), self.trace.subjects[start:end], strict=True)
-        ]
-        return kinds, np.array(made, dtype=np.int64)
-
-    def _number(self, block: int, low: bool | None) -> int:
-        """Seen from the first units the inner ones are the second and third; from the last, the two before it."""
-        unit, rank = self.unit_of[block], self.rank[block]
-        if unit == NONE:
-            return rank
-        if unit == FIRST:
-            return self.base_first + rank
-        if unit == LAST:
-            return self.base_last + rank
-        if low is None:
+    def _literal(self, start: int, end: int, numbers: Ints | None) -> tuple[Any, Ints]:
+        """`numbers` of blocks as seen from one end of a pass; there are none for inner units outside of passes."""
+        kinds, made = self.events.actions[start:end], self.events.subjects[start:end].copy()
+        about_blocks = kinds <= Action.FREE_COMPLETED
+        blocks = made[about_blocks]
+        if numbers is None and np.isin(self.unit_of[blocks], (BEFORE, AFTER)).any():
             raise NotRepeating("inner units are named outside of a pass over all of them")
-        return self._inner(unit if low else self.units - UNITS + unit, rank)
+        made[about_blocks] = (self._numbers(True) if numbers is None else numbers)[blocks]
+        return kinds, made
+
+    def _numbers(self, low: bool) -> Ints:
+        """Seen from the first units the inner ones are the second and third; from the last, the two before it."""
+        numbers = self.rank.copy()
+        numbers[self.members[FIRST]] += self.base_first
+        numbers[self.members[LAST]] += self.base_last
+        for unit in (BEFORE, AFTER):
+            numbers[self.members[unit]] += self._inner(unit if low else self.units - UNITS + unit, 0)
+        return numbers
 
     def _inner(self, unit: int, rank: int) -> int:
         return self.base_inner + (unit - 1) * self.each + rank
@@ -232,85 +310,89 @@ class _Extension:
         """What an inner unit's events name, as an offset to which `unit * each` is added."""
         if first[1] - first[0] != second[1] - second[0]:
             raise NotRepeating("inner units have different numbers of events")
-        own = (BEFORE, AFTER) if upwards else (AFTER, BEFORE)
-        return np.array(
-            [self._named(a, b, own) for a, b in zip(range(*first), range(*second), strict=True)], dtype=np.int64
-        )
-
-    def _named(self, a: int, b: int, own: tuple[int, int]) -> int:
-        trace = self.trace
-        kind = trace.actions[a]
-        if kind != trace.actions[b] or kind > Action.FREE_COMPLETED:
+        kinds = self.events.actions[slice(*first)]
+        if (kinds != self.events.actions[slice(*second)]).any() or (kinds > Action.FREE_COMPLETED).any():
             raise NotRepeating("inner units do different things")
-        x, y = trace.subjects[a], trace.subjects[b]
-        distance = self.unit_of[x] - own[0]
-        if NONE in (self.unit_of[x], self.unit_of[y]) or distance != self.unit_of[y] - own[1] or abs(distance) > 1:
+        x, y = (self.events.subjects[slice(*unit)] for unit in (first, second))
+        own = (BEFORE, AFTER) if upwards else (AFTER, BEFORE)
+        unit_x, unit_y = self.unit_of[x], self.unit_of[y]
+        distance = unit_x - own[0]
+        foreign = (unit_x == NONE) | (unit_y == NONE) | (distance != unit_y - own[1]) | (abs(distance) > 1)
+        if foreign.any():
             raise NotRepeating("an inner unit frees what is not its own nor its neighbour's")
-        if trace.op_of[x] != trace.op_of[y] or (trace.requested[x] != trace.requested[y] and not self.grows):
+        ops = np.frombuffer(self.trace.op_of, dtype=np.int32)
+        if (ops[x] != ops[y]).any():
             raise NotRepeating("tensors of inner units differ")
-        inner = [block for block in (x, y) if self.unit_of[block] in (BEFORE, AFTER)]
-        if not inner or len({self.rank[block] for block in inner}) > 1:
+        if not self.grows:
+            self.alike.append(np.stack((x, y), axis=1))
+        is_inner_x, is_inner_y = (np.isin(unit, (BEFORE, AFTER)) for unit in (unit_x, unit_y))
+        rank_x, rank_y = self.rank[x], self.rank[y]
+        if (~is_inner_x & ~is_inner_y).any() or (is_inner_x & is_inner_y & (rank_x != rank_y)).any():
             raise NotRepeating("tensors of inner units come in different orders")
-        return self._inner(distance, self.rank[inner[0]])
+        offsets: Ints = self._inner(0, 0) + distance * self.each + np.where(is_inner_x, rank_x, rank_y)
+        return offsets
 
-    def _write_blocks(self, out: Trace) -> None:
+    def _pairs(self) -> Ints:
+        pairs = np.concatenate((np.zeros((0, 2), dtype=np.int64), *self.alike))
+        count = max(len(self.unit_of), 1)
+        return np.stack(np.divmod(np.unique(pairs[:, 0] * count + pairs[:, 1]), count), axis=1)
+
+    def _write_blocks(self, out: Trace) -> Ints:
         count = self.units - 2
-        order = self.free_standing + self.members[FIRST] + self.members[BEFORE] * count + self.members[LAST]
-        chosen = np.array(order, dtype=np.int64)
+        first, before, _, last = self.members
+        chosen: Ints = np.concatenate((self.free_standing, first, np.tile(before, count), last))
         for name, kind in (
-            ("requested", np.int64), ("streams", np.int64), ("addresses", np.uint64), ("category_of", np.int32),
-            ("op_of", np.int32), ("module_of", np.int32),
+            ("streams", np.int64), ("addresses", np.uint64), ("category_of", np.int32), ("op_of", np.int32),
+            ("module_of", np.int32),
         ):  # fmt: skip
             _fill(getattr(out, name), np.frombuffer(getattr(self.trace, name), dtype=kind)[chosen], kind)
-        if self.grows:
-            self._grow(out)
-        else:
+        if not self.grows:
             self._rename(out)
-            self._count_tensors(out)
+        return chosen
 
-    def _grow(self, out: Trace) -> None:
+    def _growth(self) -> tuple[Ints, Ints, Ints]:
         """Each tensor of a step is larger than that of the step before by the same bytes, traced twice."""
-        sizes = [np.array([self.trace.requested[b] for b in members], dtype=np.int64) for members in self.members]
-        step = sizes[AFTER] - sizes[BEFORE]
-        alike = min(len(sizes[AFTER]), len(sizes[LAST]))
-        requested = np.frombuffer(out.requested, dtype=np.int64).copy()
-        inner = requested[self.base_inner : self.base_last].reshape(self.units - 2, self.each)
-        inner += np.arange(self.units - 2)[:, None] * step[None, :]
-        requested[self.base_last : self.base_last + alike] += (self.units - UNITS) * step[:alike]
-        out.requested = array("q", requested.tobytes())
+        times, later, earlier = (np.zeros(self.total, dtype=np.int64) for _ in range(3))
+        before, after = self.members[BEFORE], self.members[AFTER]
+        count, inner = self.units - 2, slice(self.base_inner, self.base_last)
+        times[inner] = np.repeat(np.arange(count), self.each)
+        later[inner], earlier[inner] = np.tile(after, count), np.tile(before, count)
+        alike = min(self.each, len(self.members[LAST]))
+        last = slice(self.base_last, self.base_last + alike)
+        times[last] = self.units - UNITS
+        later[last], earlier[last] = after[:alike], before[:alike]
+        return times, later, earlier
 
     def _rename(self, out: Trace) -> None:
         """`layers.1.mlp` of the unit that stands for all inner ones becomes `layers.17.mlp`."""
-        pattern = re.compile(re.escape(self.path) + r"\.(\d+)(?=\.|$)")
-
-        def renamed(module: int, unit: int, traced: int) -> int:
-            def number(match: re.Match[str]) -> str:
-                return f"{self.path}.{int(match[1]) + (unit - traced) * self.period}"
-
-            return out.name_id(pattern.sub(number, out.names[module], count=1))
-
+        pattern = re.compile(rf"({re.escape(self.path)}\.)(\d+)(?=\.|$)")
         modules = np.frombuffer(out.module_of, dtype=np.int32).copy()
-        for unit in range(1, self.units):
-            last = unit == self.units - 1
-            start, end = (self.base_last, self.total) if last else (self._inner(unit, 0), self._inner(unit + 1, 0))
-            known: dict[int, int] = {}
-            for at in range(start, end):
-                module = int(modules[at])
-                if module not in known:
-                    known[module] = renamed(module, unit, LAST if last else BEFORE)
-                modules[at] = known[module]
+        ends = {LAST: slice(self.base_last, self.total), BEFORE: slice(self.base_inner, self.base_last)}
+        for traced, where in ends.items():
+            units = [self.units - 1] if traced == LAST else range(1, self.units - 1)
+            found, which = np.unique(modules[where].reshape(len(units), -1)[0], return_inverse=True)
+            parts = [(name, pattern.search(name)) for name in (out.names[module] for module in found.tolist())]
+            table = [
+                [
+                    out.name_id(name if m is None else f"{name[: m.end(1)]}{int(m[2]) + shift}{name[m.end(2) :]}")
+                    for name, m in parts
+                ]
+                for shift in ((unit - traced) * self.period for unit in units)
+            ]
+            modules[where] = np.array(table, dtype=np.int32).reshape(len(units), -1)[:, which].ravel()
         out.module_of = array("i", modules.tobytes())
 
-    def _count_tensors(self, out: Trace) -> None:
+    def _counted(self) -> tuple[tuple[int, int, int], ...]:
         """Buffers with an entry for each tensor of a list grow with the number of blocks."""
         lists: dict[str, list[int | None]] = self.trace.facts.get("lists", {})
+        made = []
         for block, members in ((int(b), found) for b, found in lists.items()):
-            if self.unit_of[block] != NONE:
+            if self.unit_of[block] != NONE or self.grows:
                 continue
             inner = sum(1 for member in members if member is not None and self.unit_of[member] == BEFORE)
             wanted = len(members) + (self.units - UNITS) * inner
-            out.requested[self._number(block, None)] = self.trace.requested[block] // len(members) * wanted
-        out.facts.pop("lists", None)
+            made.append((int(self.rank[block]), len(members), wanted))
+        return tuple(made)
 
 
 def _fill(column: array[int], values: Any, kind: Any) -> None:

@@ -17,20 +17,27 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
+import numpy.typing as npt
 
 from memfit.core.alloc_config import ROUND_LARGE, AllocatorConfig
 from memfit.core.alloc_stats import AllocatorStats
 from memfit.core.allocator import CachingAllocator, OutOfMemory
-from memfit.core.blocks import ALLOCATED, PENDING, Block, SegmentRecord
+from memfit.core.blocks import ALLOCATED, PENDING, Block
 from memfit.core.driver import AddressSource
 from memfit.core.events import Action, Trace
+from memfit.core.layout import SegmentRecord
+from memfit.core.playing import Calls, Progress, play
 from memfit.errors import InputError
+from memfit.units import MiB
 
 BEFORE = -1  # in place of an event: what was there before the first one
 DEFAULTS = AllocatorConfig()
+MAX_LIVE_MIB = 1 << 40
+Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +51,7 @@ class OutOfMemoryEvent:
     reserved: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Timeline:
     """Columns have one entry for each event of the trace. Where memory ran out, the replay stops: `oom` says where,
     and from there on the columns repeat what was held then."""
@@ -59,7 +66,12 @@ class Timeline:
     retries: int  # waits for the whole device in order to release cached memory: each costs time
     oom: OutOfMemoryEvent | None
     stats: AllocatorStats
-    segments: tuple[SegmentRecord, ...]  # as they are at the end
+    allocator: CachingAllocator = field(repr=False, compare=False)
+
+    @cached_property
+    def segments(self) -> tuple[SegmentRecord, ...]:
+        """As they are at the end."""
+        return self.allocator.layout()
 
 
 def replay(
@@ -67,76 +79,183 @@ def replay(
     start: Sequence[SegmentRecord] = (), addresses: AddressSource | None = None,
 ) -> Timeline:  # fmt: skip
     """Blocks of the trace without an ALLOC event were there before: where `start` has them, or else allocated first."""
-    player = Player(
-        trace, CachingAllocator.from_segments(start, config, capacity=capacity, limit=limit, addresses=addresses)
-    )
-    stats = player.allocator.stats
-    oom = player.place_what_was_there()
-    first_allocated, first_reserved = stats.allocated, stats.reserved
-    oom = oom or player.play()
-    for column, last in ((player.allocated, stats.allocated), (player.reserved, stats.reserved)):
-        column.extend([last] * (len(trace) - len(column)))
-    peak_allocated, peak_allocated_event = _peak(player.allocated, first_allocated)
-    _, peak_reserved_event = _peak(player.reserved, first_reserved)
-    return Timeline(
-        allocated=player.allocated, reserved=player.reserved, block_size=array("q", player.sizes),
-        peak_allocated=peak_allocated, peak_allocated_event=peak_allocated_event,
-        peak_reserved=stats.reserved_peak, peak_reserved_event=peak_reserved_event,
-        retries=stats.num_alloc_retries, oom=oom, stats=stats, segments=player.allocator.layout(),
-    )  # fmt: skip
+    return Replays(trace, config, start=start).timeline(capacity=capacity, limit=limit, addresses=addresses)
 
 
 def smallest_capacity(
-    trace: Trace, config: AllocatorConfig = DEFAULTS, *, start: Sequence[SegmentRecord] = (), ample: int | None = None,
-    within: int = 0,
-) -> int:  # fmt: skip
+    trace: Trace, config: AllocatorConfig = DEFAULTS, *, start: Sequence[SegmentRecord] = (), within: int = 0
+) -> int:
     """The least capacity, in steps of 2 MiB, with which the trace runs to its end (perhaps with retries); or one that
-    is at most `within` bytes more. `ample` is the reserved peak of a replay without limit, if one was made.
-
-    A bisection with few replays, for each one settles a whole range: with any capacity from the peak it reached up to
-    the smallest sum it was refused, everything would have gone the same way. More capacity can in theory turn a fit
-    into a failure, so the answer is also tried with a margin of 1/64, and raised if that fails.
-    """
-    ample = ample or _course(trace, config, None, start).reserved_peak
-    low, high = max(_live_peak(trace, config), sum(segment.size for segment in start)), ample
-    while True:
-        probe = low
-        while high - low > within:
-            course = _course(trace, config, probe, start)
-            if course.fits:
-                high = course.reserved_peak
-            else:
-                low = course.smallest_refusal
-            probe = (low + high) // 2
-        answer = -(-high // ROUND_LARGE) * ROUND_LARGE
-        margin = answer + max(answer // 64 // ROUND_LARGE, 1) * ROUND_LARGE
-        doubtful = [_course(trace, config, each, start) for each in {answer, margin} if high < each < ample]
-        refusals = [course.smallest_refusal for course in doubtful if not course.fits]
-        if not refusals:
-            return answer
-        low, high = max(refusals), ample
+    is at most `within` bytes more."""
+    return Replays(trace, config, start=start).smallest_capacity(within=within)
 
 
-# -- how it is done --------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a replay with some capacity came to. With any capacity from the peak it reached up to the smallest sum it
+    was refused, everything would have gone the same way (in plain segments)."""
+
+    reserved_peak: int
+    smallest_refusal: int | None
+    retries: int
+    oom: OutOfMemoryEvent | None
+
+    @property
+    def fits(self) -> bool:
+        return self.oom is None
+
+    def is_also_that_of(self, capacity: int) -> bool:
+        return self.reserved_peak <= capacity and (self.smallest_refusal is None or capacity < self.smallest_refusal)
+
+
+class Replays:
+    """All replays of one trace with the same settings. What they have in common is done once."""
+
+    def __init__(
+        self, trace: Trace, config: AllocatorConfig = DEFAULTS, *, start: Sequence[SegmentRecord] = ()
+    ) -> None:
+        self.trace = trace
+        self.config = config
+        self.start = start
+        _check_bytes(trace)
+        self._calls = _calls(trace)
+        self._outcomes: list[Outcome] = []
+        # Expandable segments reserve addresses in proportion to the capacity, so each capacity has its own course.
+        self._settles_ranges = not config.expandable_segments and not any(segment.expandable for segment in start)
+
+    @cached_property
+    def ample(self) -> Timeline:
+        """With all the memory that is asked for."""
+        made = self.timeline()
+        self._outcomes.append(Outcome(made.peak_reserved, None, made.retries, made.oom))
+        return made
+
+    def timeline(
+        self, *, capacity: int | None = None, limit: int | None = None, addresses: AddressSource | None = None
+    ) -> Timeline:
+        player = self._player(capacity, limit, addresses, notes_sizes=True)
+        oom = player.place_what_was_there()
+        stats, progress = player.allocator.stats, player.progress
+        first_allocated, first_reserved = stats.allocated, stats.reserved
+        oom = oom or player.play()
+        sizes = np.array(progress.sizes, dtype=np.int64)
+        changes = _changes(self.trace, sizes)
+        changes[progress.event :] = 0
+        allocated = first_allocated + changes.cumsum()
+        reserved = _after_each(progress, first_reserved, len(self.trace))
+        reserved[progress.event :] = stats.reserved  # a failed request has released what it could
+        peak_allocated, peak_allocated_event = _peak(allocated, first_allocated)
+        _, peak_reserved_event = _peak(reserved, first_reserved)
+        return Timeline(
+            allocated=_column(allocated), reserved=_column(reserved), block_size=_column(sizes),
+            peak_allocated=peak_allocated, peak_allocated_event=peak_allocated_event,
+            peak_reserved=stats.reserved_peak, peak_reserved_event=peak_reserved_event,
+            retries=stats.num_alloc_retries, oom=oom, stats=stats, allocator=player.allocator,
+        )  # fmt: skip
+
+    def outcome(self, capacity: int) -> Outcome:
+        """As `timeline` with this capacity, without its columns."""
+        for known in self._outcomes:
+            if known.is_also_that_of(capacity):
+                return known
+        made = self._played(capacity)
+        if self._settles_ranges:
+            self._outcomes.append(made)
+        return made
+
+    def smallest_capacity(self, *, within: int = 0) -> int:
+        """The least capacity, in steps of 2 MiB, with which the trace runs to its end (perhaps with retries); or one
+        that is at most `within` bytes more.
+
+        A bisection with few replays, for each one settles a whole range. More capacity can in theory turn a fit into a
+        failure, so the answer is also tried with a margin of 1/64, and raised if that fails.
+        """
+        ample = self.ample.peak_reserved
+        low, high = self._least, ample
+        while True:
+            probe = low
+            while high - low > within:
+                outcome = self.outcome(probe)
+                if outcome.fits:
+                    high = outcome.reserved_peak
+                else:
+                    low = outcome.smallest_refusal or 0
+                probe = (low + high) // 2
+            answer = -(-high // ROUND_LARGE) * ROUND_LARGE
+            margin = answer + max(answer // 64 // ROUND_LARGE, 1) * ROUND_LARGE
+            doubtful = [self.outcome(each) for each in {answer, margin} if high < each < ample]
+            refusals = [outcome.smallest_refusal or 0 for outcome in doubtful if not outcome.fits]
+            if not refusals:
+                return answer
+            low, high = max(refusals), ample
+
+    # -- how it is done ----------------------------------------------------------------------------------------
+
+    def _player(
+        self, capacity: int | None, limit: int | None = None, addresses: AddressSource | None = None, *,
+        notes_sizes: bool = False,
+    ) -> Player:  # fmt: skip
+        allocator = CachingAllocator.from_segments(
+            self.start, self.config, capacity=capacity, limit=limit, addresses=addresses
+        )
+        return Player(self.trace, allocator, calls=self._calls, notes_sizes=notes_sizes)
+
+    def _played(self, capacity: int) -> Outcome:
+        oom: OutOfMemoryEvent | None = None
+        if self._beginning is not None and self._beginning.allocator.stats.reserved_peak <= capacity:
+            player = self._beginning.twin(capacity)
+        else:
+            player = self._player(capacity)
+            oom = player.place_what_was_there()
+        oom = oom or player.play()
+        stats = player.allocator.stats
+        return Outcome(stats.reserved_peak, player.allocator.driver.smallest_refusal, stats.num_alloc_retries, oom)
+
+    @cached_property
+    def _least(self) -> int:
+        """No capacity below this can do."""
+        return max(_live_peak(self.trace, self.config), sum(segment.size for segment in self.start))
+
+    @cached_property
+    def _beginning(self) -> Player | None:
+        """As far as all go the same way that have at least the least capacity."""
+        if not self._settles_ranges:
+            return None
+        above = np.frombuffer(self.ample.reserved, dtype=np.int64) > self._least
+        player = self._player(None)
+        player.place_what_was_there()
+        player.play(until=int(above.argmax()) if above.any() else len(self.trace))
+        return player
 
 
 class Player:
     """Binds the blocks of a trace to those of an allocator."""
 
-    def __init__(self, trace: Trace, allocator: CachingAllocator) -> None:
+    def __init__(
+        self, trace: Trace, allocator: CachingAllocator, *, calls: Calls | None = None, notes_sizes: bool = False
+    ) -> None:
         self.trace = trace
         self.allocator = allocator
-        self.live: list[Block | None] = [None] * len(trace.requested)
-        self.sizes = [0] * len(trace.requested)
-        self.allocated = array("q")
-        self.reserved = array("q")
+        self.calls = calls or _calls(trace)
+        blocks = len(trace.requested)
+        self.progress = Progress([None] * blocks, [0] * blocks if notes_sizes else None)
         self._waits_at: dict[int, int] = {}
 
+    @property
+    def live(self) -> list[Block | None]:
+        return self.progress.live
+
+    def twin(self, capacity: int) -> Player:
+        """Another, as far as this one, that goes on with this capacity."""
+        allocator, twins = self.allocator.twin(capacity)
+        other = Player(self.trace, allocator, calls=self.calls)
+        other.progress = self.progress.twin(twins)
+        other._waits_at = dict(self._waits_at)
+        return other
+
     def place_what_was_there(self) -> OutOfMemoryEvent | None:
-        actions = np.frombuffer(self.trace.actions, dtype=np.uint8)
-        born = np.frombuffer(self.trace.subjects, dtype=np.int64)[actions == Action.ALLOC]
         there = {b.address: b for b in self.allocator.blocks() if b.state in (ALLOCATED, PENDING)}
-        for block in np.setdiff1d(np.arange(len(self.live)), born).tolist():
+        for block in _there_before(self.trace):
             held = there.get(self.trace.addresses[block])
             if held is None:
                 try:
@@ -146,30 +265,17 @@ class Player:
             elif held.state == PENDING:
                 self._waits_at[block] = self.allocator.stats.num_sync_all_streams
             self.live[block] = held
-            self.sizes[block] = held.size if held is not None else 0
+            if self.progress.sizes is not None and held is not None:
+                self.progress.sizes[block] = held.size
         return None
 
-    def play(self) -> OutOfMemoryEvent | None:
-        malloc, free, stats = self.allocator.malloc, self.allocator.free, self.allocator.stats
-        requested, streams = self.trace.requested.tolist(), self.trace.streams.tolist()
-        live, sizes = self.live, self.sizes
-        allocated, reserved = self.allocated.append, self.reserved.append
-        alloc_action, free_action = int(Action.ALLOC), int(Action.FREE)
+    def play(self, until: int | None = None) -> OutOfMemoryEvent | None:
+        """All events, or those before `until`."""
+        progress = self.progress
         try:
-            for action, subject in self.trace.events():
-                if action == alloc_action:
-                    block = live[subject] = malloc(requested[subject], streams[subject])
-                    if block is not None:
-                        sizes[subject] = block.size
-                elif action == free_action and (block := live[subject]) is not None:
-                    live[subject] = None
-                    free(block)
-                else:
-                    self.do(action, subject)
-                allocated(stats.allocated)
-                reserved(stats.reserved)
+            play(self.allocator, self.calls, progress, len(self.trace) if until is None else until, self.do)
         except OutOfMemory as error:
-            return _oom_event(error, len(self.allocated), subject)
+            return _oom_event(error, progress.event, self.trace.subjects[progress.event])
         return None
 
     def do(self, action: int, subject: int) -> None:
@@ -196,19 +302,42 @@ class Player:
             self.allocator.complete_free(block)
 
 
-@dataclass(frozen=True, slots=True)
-class _Course:
-    """What a replay at some capacity showed."""
+def _check_bytes(trace: Trace) -> None:
+    """What is counted must fit into 64 bits, with room to spare."""
+    requested = np.frombuffer(trace.requested, dtype=np.int64)
+    if int(requested.max(initial=0)) * len(requested) <= MAX_LIVE_MIB * MiB:
+        return
+    if _changes(trace, requested // MiB).cumsum().max(initial=0) > MAX_LIVE_MIB:
+        raise InputError("the job holds more than 2^60 bytes at once", hint="no GPU has even a millionth of that")
 
-    fits: bool
-    reserved_peak: int
-    smallest_refusal: int
+
+def _calls(trace: Trace) -> Calls:
+    return Calls(trace.actions.tobytes(), trace.subjects.tolist(), trace.requested.tolist(), trace.streams.tolist())
 
 
-def _course(trace: Trace, config: AllocatorConfig, capacity: int | None, start: Sequence[SegmentRecord]) -> _Course:
-    player = Player(trace, CachingAllocator.from_segments(start, config, capacity=capacity))
-    oom = player.place_what_was_there() or player.play()
-    return _Course(oom is None, player.allocator.stats.reserved_peak, player.allocator.driver.smallest_refusal or 0)
+def _there_before(trace: Trace) -> list[int]:
+    """Blocks without an ALLOC event."""
+    births = np.frombuffer(trace.subjects, dtype=np.int64)[np.frombuffer(trace.actions, np.uint8) == Action.ALLOC]
+    count = np.bincount(births, minlength=len(trace.requested))
+    if len(count) and count.max() > 1:
+        raise InputError(f"the trace allocates block {count.argmax()} twice")
+    return [int(block) for block in np.flatnonzero(count == 0)]
+
+
+def _changes(trace: Trace, sizes: Ints) -> Ints:
+    """What each event adds to the bytes that are allocated."""
+    actions, subjects = np.frombuffer(trace.actions, np.uint8), np.frombuffer(trace.subjects, np.int64)
+    changes = np.zeros(len(actions), dtype=np.int64)
+    for action, sign in ((Action.ALLOC, 1), (Action.FREE, -1), (Action.FREE_REQUESTED, -1)):
+        at = np.flatnonzero(actions == action)
+        changes[at] = sign * sizes[subjects[at]]
+    return changes
+
+
+def _after_each(progress: Progress, first: int, events: int) -> Ints:
+    """What was reserved after each event."""
+    starts = np.array([0, *progress.risen], dtype=np.int64)
+    return np.repeat(np.array([first, *progress.levels], dtype=np.int64), np.diff(starts, append=events))
 
 
 def _live_peak(trace: Trace, config: AllocatorConfig) -> int:
@@ -217,20 +346,19 @@ def _live_peak(trace: Trace, config: AllocatorConfig) -> int:
         sizes = -(-np.frombuffer(trace.requested, dtype=np.int64) // 512) * 512
     else:
         sizes = np.array([config.rounded(size) if size else 0 for size in trace.requested], dtype=np.int64)
-    actions = np.frombuffer(trace.actions, dtype=np.uint8)
-    subjects = np.frombuffer(trace.subjects, dtype=np.int64)
-    change = np.zeros(len(actions), dtype=np.int64)
-    for action, sign in ((Action.ALLOC, 1), (Action.FREE, -1), (Action.FREE_REQUESTED, -1)):
-        at = actions == action
-        change[at] = sign * sizes[subjects[at]]
-    before = int(sizes.sum() - change[actions == Action.ALLOC].sum())
-    peak = before + int(change.cumsum().max(initial=0))
+    changes = _changes(trace, sizes)
+    before = int(sizes.sum() - changes[np.frombuffer(trace.actions, np.uint8) == Action.ALLOC].sum())
+    peak = before + int(changes.cumsum().max(initial=0))
     return -(-peak // ROUND_LARGE) * ROUND_LARGE
 
 
-def _peak(column: array[int], before: int) -> tuple[int, int]:
-    peak = max(column, default=before)
-    return (peak, column.index(peak)) if peak > before else (before, BEFORE)
+def _peak(column: Ints, before: int) -> tuple[int, int]:
+    at = int(column.argmax()) if len(column) else BEFORE
+    return (int(column[at]), at) if at >= 0 and column[at] > before else (before, BEFORE)
+
+
+def _column(values: Ints) -> array[int]:
+    return array("q", values.tobytes())
 
 
 def _oom_event(error: OutOfMemory, event: int, block: int) -> OutOfMemoryEvent:

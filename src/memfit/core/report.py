@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import re
-from array import array
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
 
 from memfit.core.events import CATEGORIES, Action, Mark, Trace
 from memfit.core.replay import Timeline
 
 QUIET_PHASES = ("data", "zero", "")
 """Between the phases people think in: batches are made and gradients dropped there."""
+MODULES_REMEMBERED = 1 << 16
+Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +65,10 @@ class Report:
 
 def make_report(trace: Trace, timeline: Timeline, *, largest: int = 12) -> Report:
     peak = timeline.peak_allocated_event
-    live = live_blocks(trace, peak)
-    sizes = timeline.block_size
-    breakdown = dict.fromkeys(CATEGORIES, 0)
-    for block in live:
-        breakdown[category_of(trace, block)] += sizes[block]
+    live = _live_at(trace, peak)
+    sizes = np.frombuffer(timeline.block_size, dtype=np.int64)[live]
+    categories = _categories(trace)[np.frombuffer(trace.category_of, dtype=np.int32)[live]]
+    breakdown = {name: int(sizes[categories == i].sum()) for i, name in enumerate(CATEGORIES)}
     assert sum(breakdown.values()) == timeline.peak_allocated, "the parts do not add up to the peak"
     at = timeline.peak_reserved_event
     return Report(
@@ -74,48 +77,61 @@ def make_report(trace: Trace, timeline: Timeline, *, largest: int = 12) -> Repor
         peak_reserved=timeline.peak_reserved,
         at_peak=moment(trace, peak),
         breakdown=breakdown,
-        largest=_largest(trace, live, sizes, largest),
+        largest=_largest(trace, live, sizes, categories, largest),
         phases=tuple(_phases(trace, timeline)),
         idle_at_reserved_peak=timeline.reserved[at] - timeline.allocated[at] if at >= 0 else 0,
     )
 
 
-def category_of(trace: Trace, block: int) -> str:
-    name = trace.category(block)
-    return name if name in CATEGORIES else "other"
+def _categories(trace: Trace) -> Ints:
+    """For each name of the trace, the number of the category that it is."""
+    number = {name: i for i, name in enumerate(CATEGORIES)}
+    return np.array([number.get(name, number["other"]) for name in trace.names], dtype=np.int64)
 
 
 def live_blocks(trace: Trace, event: int) -> list[int]:
     """Blocks allocated at or before an event and not freed by then."""
-    born = {s for a, s in trace.events() if a == Action.ALLOC}
-    live = {block for block in range(len(trace.requested)) if block not in born and trace.requested[block]}
-    for action, subject in zip(trace.actions[: event + 1], trace.subjects[: event + 1], strict=True):
-        if action == Action.ALLOC:
-            live.add(subject)
-        elif action in (Action.FREE, Action.FREE_REQUESTED):
-            live.discard(subject)
-    return sorted(live)
+    return [int(block) for block in _live_at(trace, event)]
+
+
+def _live_at(trace: Trace, event: int) -> Ints:
+    actions, subjects = np.frombuffer(trace.actions, np.uint8), np.frombuffer(trace.subjects, np.int64)
+    alive = np.frombuffer(trace.requested, dtype=np.int64) > 0
+    alive[subjects[actions == Action.ALLOC]] = False  # the others were there before
+    actions, subjects = actions[: event + 1], subjects[: event + 1]
+    told = np.isin(actions, (Action.ALLOC, Action.FREE, Action.FREE_REQUESTED))
+    alive[subjects[told]] = actions[told] == Action.ALLOC
+    return np.flatnonzero(alive)
 
 
 def moment(trace: Trace, event: int) -> Moment:
-    mark = Mark("", 0)
-    for action, subject in zip(trace.actions[: event + 1], trace.subjects[: event + 1], strict=True):
-        if action == Action.MARK:
-            mark = trace.marks[subject]
+    marks = np.flatnonzero(np.frombuffer(trace.actions, np.uint8)[: event + 1] == Action.MARK)
+    mark = trace.marks[trace.subjects[marks[-1]]] if len(marks) else Mark("", 0)
     allocates = 0 <= event < len(trace) and trace.actions[event] == Action.ALLOC
     block = trace.subjects[event] if allocates else None
     module, op = ("", "") if block is None else (trace.module(block), trace.op(block))
     return Moment(event, mark.phase, mark.step, module, op)
 
 
-def _largest(trace: Trace, live: list[int], sizes: array[int], count: int) -> tuple[LiveGroup, ...]:
-    groups: dict[tuple[str, str, str], list[int]] = defaultdict(list)
-    for block in live:
-        groups[category_of(trace, block), any_layer(trace.module(block)), trace.op(block)].append(sizes[block])
-    made = [LiveGroup(*key, len(found), sum(found)) for key, found in groups.items()]
-    return tuple(sorted(made, key=lambda group: -group.allocated_bytes)[:count])
+def _largest(trace: Trace, live: Ints, sizes: Ints, categories: Ints, count: int) -> tuple[LiveGroup, ...]:
+    """By size; of the same size, in the order of their names."""
+    names = len(trace.names)
+    modules, ops = (np.frombuffer(column, dtype=np.int32)[live] for column in (trace.module_of, trace.op_of))
+    alike, which = np.unique((categories * names + modules) * names + ops, return_inverse=True)
+    totals, blocks = np.zeros(len(alike), dtype=np.int64), np.bincount(which, minlength=len(alike))
+    np.add.at(totals, which, sizes)
+    groups: dict[tuple[str, str, str], tuple[int, int]] = {}
+    for place, number, total in zip(alike.tolist(), blocks.tolist(), totals.tolist(), strict=True):
+        rest, op = divmod(place, names)
+        category, module = divmod(rest, names)
+        key = CATEGORIES[category], any_layer(trace.names[module]), trace.names[op]
+        others, bytes_of_others = groups.get(key, (0, 0))
+        groups[key] = others + number, bytes_of_others + total
+    in_order = sorted(groups.items(), key=lambda group: (-group[1][1], group[0]))
+    return tuple(LiveGroup(*key, *figures) for key, figures in in_order[:count])
 
 
+@lru_cache(maxsize=MODULES_REMEMBERED)
 def any_layer(module: str) -> str:
     """`model.layers.7.mlp` is `model.layers.*.mlp`: what repeats in every block is one thing."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", module)
@@ -123,7 +139,8 @@ def any_layer(module: str) -> str:
 
 def _phases(trace: Trace, timeline: Timeline) -> Iterator[PhasePeak]:
     """Micro-batches of one step are one phase; the peak counts from what is allocated when it begins."""
-    starts = [i for i, action in enumerate(trace.actions) if action == Action.MARK]
+    starts = np.flatnonzero(np.frombuffer(trace.actions, np.uint8) == Action.MARK).tolist()
+    held, kept = (np.frombuffer(column, dtype=np.int64) for column in (timeline.allocated, timeline.reserved))
     peaks: dict[Mark, tuple[int, int]] = {}
     for start, end in zip(starts, [*starts[1:], len(trace)][: len(starts)], strict=True):
         mark = trace.marks[trace.subjects[start]]
@@ -131,8 +148,8 @@ def _phases(trace: Trace, timeline: Timeline) -> Iterator[PhasePeak]:
             continue
         allocated, reserved = peaks.get(mark, (0, 0))
         peaks[mark] = (
-            max(allocated, max(timeline.allocated[start:end])),
-            max(reserved, max(timeline.reserved[start:end])),
+            max(allocated, int(held[start:end].max())),
+            max(reserved, int(kept[start:end].max())),
         )
     for mark, (allocated, reserved) in peaks.items():
         yield PhasePeak(mark.phase, mark.step, allocated, reserved)

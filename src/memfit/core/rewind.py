@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from memfit.core.alloc_config import SMALL_SEGMENT_SIZE, SMALL_SIZE, AllocatorConfig
-from memfit.core.blocks import ALLOCATED, FREE, PENDING, STATE_NAMES, BlockRecord, SegmentRecord
+from memfit.core.blocks import ALLOCATED, FREE, PENDING, STATE_NAMES
 from memfit.core.events import Action, Trace
+from memfit.core.layout import BlockRecord, SegmentRecord
 from memfit.core.snapshot import Snapshot
 from memfit.errors import InputError
 

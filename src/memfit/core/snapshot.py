@@ -24,8 +24,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from memfit.core.collector import no_collector
 from memfit.core.events import Trace
-from memfit.core.snapshot_file import MAX_BYTES, load_plain, no_collector
+from memfit.core.snapshot_file import MAX_BYTES, load_plain
 from memfit.core.snapshot_schema import (
     MAX_DEVICES,
     Frame,
@@ -75,6 +76,17 @@ class Segment:
     pool_id: tuple[int, int] = (0, 0)  # other than (0, 0): a private pool, such as that of a CUDA graph
 
 
+class Remark(str):
+    """A sentence to be said before the numbers, and which kind of trouble it tells of."""
+
+    kind: str
+
+    def __new__(cls, kind: str, text: str) -> Remark:
+        made = super().__new__(cls, text)
+        made.kind = kind
+        return made
+
+
 @dataclass(frozen=True, slots=True)
 class Annotation:
     """Where a `record_function` scope begins or ends: before event `event` of its device's trace."""
@@ -92,11 +104,12 @@ class Snapshot:
     traces: tuple[Trace, ...] = field(repr=False)  # one a device, by its index
     settings: dict[str, Any]
     annotations: tuple[Annotation, ...]
-    warnings: tuple[str, ...]
+    warnings: tuple[Remark, ...]
     times: tuple[array[int], ...] = field(repr=False)  # of each event of each trace, in microseconds; 0 = unknown
     stack_of: tuple[array[int], ...] = field(repr=False)  # of each block of each trace, an index into stacks
     stacks: tuple[tuple[int, ...], ...] = field(repr=False)  # each a tuple of indices into frame_table
     frame_table: tuple[Frame, ...] = field(repr=False)
+    range_stack_of: tuple[array[int], ...] = field(repr=False, default=())  # of each driver range of each trace
 
     def frames(self, device: int, block: int) -> tuple[Frame, ...]:
         """Where the block was asked for, innermost first; empty if no stack was recorded."""
@@ -110,8 +123,7 @@ def read_snapshot(path: str | Path, *, max_bytes: int = MAX_BYTES) -> Snapshot:
     """
     raw = load_plain(path, max_bytes=max_bytes)
     try:
-        with no_collector():
-            return _snapshot(raw)
+        return snapshot_of(raw)
     except Malformed as error:
         raise InputError(
             f"cannot read snapshot {str(path)!r}: {error}",
@@ -119,6 +131,12 @@ def read_snapshot(path: str | Path, *, max_bytes: int = MAX_BYTES) -> Snapshot:
         ) from None
     except MemoryError:
         raise InputError(f"cannot read snapshot {str(path)!r}: it needs more memory than there is") from None
+
+
+def snapshot_of(raw: Any) -> Snapshot:
+    """The same from what `torch.cuda.memory._snapshot()` returns. Raises `Malformed`, a `ValueError`."""
+    with no_collector():
+        return _snapshot(raw)
 
 
 def _snapshot(raw: Any) -> Snapshot:
@@ -133,6 +151,8 @@ def _snapshot(raw: Any) -> Snapshot:
     devices = max([len(traces), *(found.segment.device + 1 for found in segments)])
     origin, between = _memfit_part(top, devices)
     histories = [History(stacks, device, between.get(device, ())) for device in range(devices)]
+    for device in between:
+        histories[device].known_before = _known_before(top["memfit"])
     for device, events in enumerate(traces):
         histories[device].read(events)
     for found in segments:
@@ -151,6 +171,7 @@ def _snapshot(raw: Any) -> Snapshot:
         stack_of=tuple(history.stack_of for history in histories),
         stacks=tuple(stacks.stacks),
         frame_table=tuple(stacks.frames),
+        range_stack_of=tuple(history.range_stack_of for history in histories),
     )
 
 
@@ -268,44 +289,65 @@ def _memfit_part(top: dict[str, Any], devices: int) -> tuple[str, dict[int, Sequ
             raise Malformed(f"{where} has a 'phase' that is not text")
         at = integer(mark, "before", where, 0, MAX_SIZE)
         marks.append((at, phase and clean(phase), integer(mark, "step", where, 0, MAX_SIZE, default=0)))
-    return origin, {device: sorted(marks, key=lambda mark: mark[0])}
+    return origin, {device: sorted(marks, key=lambda mark: mark[0])} if devices else {}
+
+
+def _known_before(part: dict[str, Any]) -> dict[int, tuple[str, str, str]]:
+    """What a block is that has no beginning in the history; by address, for at its start an address holds one block."""
+    known: dict[int, tuple[str, str, str]] = {}
+    for i, entry in enumerate(records(part.get("before", []), "memfit.before", 1 << 24)):
+        words = [entry.get(key, "") for key in ("category", "op", "module")]
+        if {type(word) for word in words} != {str}:
+            raise Malformed(f"memfit.before[{i}] has a name that is not text")
+        category, op, module = map(clean, words)
+        known[integer(entry, "address", f"memfit.before[{i}]", 0, (1 << 64) - 1)] = category, op, module
+    return known
 
 
 # -- what changes the meaning of the numbers -------------------------------------------------------------------
 
 
-def _warnings(histories: Sequence[History], settings: dict[str, Any], has_settings: bool) -> Iterator[str]:
+def _warnings(histories: Sequence[History], settings: dict[str, Any], has_settings: bool) -> Iterator[Remark]:
     if not any(len(history.trace) for history in histories):
-        yield (
+        yield Remark(
+            "empty",
             "no history in it: only what was live at the end is known; "
-            "record with torch.cuda.memory._record_memory_history(max_entries=100000)"
+            "record with torch.cuda.memory._record_memory_history(max_entries=100000)",
         )
     for history in histories:
         if len(history.trace):
             yield from _history_warnings(history, settings)
     if not has_settings:
-        yield "no allocator settings in it: PyTorch's defaults are assumed"
+        yield Remark("settings", "no allocator settings in it: PyTorch's defaults are assumed")
 
 
-def _history_warnings(history: History, settings: dict[str, Any]) -> Iterator[str]:
+def _history_warnings(history: History, settings: dict[str, Any]) -> Iterator[Remark]:
     gpu, before = f"GPU {history.device}", history.live_before
     if _overflowed(history, settings):
-        yield (
+        yield Remark(
+            "overflowed",
             f"{gpu}: the history is full at {history.recorded:,} events, so older ones were dropped; "
-            f"{before:,} blocks have no beginning in it (record with a larger max_entries)"
+            f"{before:,} blocks have no beginning in it (record with a larger max_entries)",
         )
     elif before:
-        yield (
+        yield Remark(
+            "late",
             f"{gpu}: recording began after memory was in use: {before:,} blocks "
-            "have no beginning in the history and count as live from its start"
+            "have no beginning in the history and count as live from its start",
         )
     if history.unknown:
         names = ", ".join(sorted(history.unknown))
-        yield f"{gpu}: {history.unknown_count:,} events of a kind that memfit does not know were left out: {names}"
+        counted = f"{history.unknown_count:,} events"
+        yield Remark("unknown", f"{gpu}: {counted} of a kind that memfit does not know were left out: {names}")
     if history.lost_frees:
-        yield f"{gpu}: {history.lost_frees:,} frees are missing from the history (their memory was handed out again)"
+        lost = f"{history.lost_frees:,} frees"
+        yield Remark("gaps", f"{gpu}: {lost} are missing from the history (their memory was handed out again)")
     if history.vanished:
-        yield f"{gpu}: {history.vanished:,} blocks are live in the history but free in the final state"
+        yield Remark(
+            "truncated",
+            f"{gpu}: the history ends before the snapshot was taken: {history.vanished:,} blocks are live in the "
+            "history but free in the final state",
+        )
 
 
 def _overflowed(history: History, settings: dict[str, Any]) -> bool:

@@ -16,7 +16,6 @@ a few hundred bytes that unfold to 2^40 nodes (`l = [l, l]`), or nest two millio
 
 from __future__ import annotations
 
-import gc
 import io
 import json
 import os
@@ -26,10 +25,10 @@ import re
 import stat
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
+from memfit.core.collector import no_collector
 from memfit.errors import InputError
 from memfit.units import format_bytes
 
@@ -237,15 +236,3 @@ def _printable(raw: bytes) -> str:
 
 def _short(error: BaseException) -> str:
     return _printable(str(error).encode("utf-8", "replace")) or type(error).__name__
-
-
-@contextmanager
-def no_collector() -> Iterator[None]:
-    """Loading makes only live objects; the collector would look at a million of them again and again."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
-from typing import Any
+from itertools import islice, repeat
+from operator import contains, itemgetter
+from typing import Any, NoReturn
 
 import numpy as np
+import numpy.typing as npt
 
 from memfit.core.events import Action, Trace
+from memfit.core.snapshot_pairing import ALLOC, COMPLETED, REQUESTED, Ints, paired
 
 MAX_DEVICES = 256
 MAX_EVENTS = 20_000_000
@@ -125,6 +128,8 @@ class Stacks:
         self._visited = 0
 
     def stack(self, raw: Any, where: str) -> int:
+        if raw == [] and type(raw) is list:
+            return 0
         found = self._of_list.get(id(raw))  # alive as long as the file's content is, so an id is an identity
         return self._new_stack(raw, where) if found is None else found
 
@@ -168,9 +173,9 @@ class Stacks:
 
 # -- one device's history --------------------------------------------------------------------------------------
 
-_ALLOC, _REQUESTED, _COMPLETED, _SKIP, _UNKNOWN = 100, 101, 102, 103, 104
+_SKIP, _UNKNOWN = 103, 104
 _CODES: dict[str, int] = {
-    "alloc": _ALLOC, "free_requested": _REQUESTED, "free_completed": _COMPLETED,
+    "alloc": ALLOC, "free_requested": REQUESTED, "free_completed": COMPLETED,
     "segment_alloc": Action.SEGMENT_ALLOC, "segment_free": Action.SEGMENT_FREE,
     "segment_map": Action.SEGMENT_MAP, "segment_unmap": Action.SEGMENT_UNMAP, "oom": Action.OOM,
     "snapshot": _SKIP, "annotate": _SKIP,
@@ -185,6 +190,7 @@ class History:
         self.trace = Trace()
         self.times: array[int] = array("q")
         self.stack_of: array[int] = array("i")
+        self.range_stack_of: array[int] = array("i")  # of what the driver did, and of errors
         self.recorded = 0  # entries of the ring buffer, of whatever kind
         self.orphans = 0  # blocks freed in the history but not allocated in it
         self.live_before = 0  # those, and what was live all through
@@ -194,16 +200,21 @@ class History:
         self.unknown_count = 0
         self._stacks = stacks
         self._marks = marks
-        self._names: dict[int, tuple[int, int]] = {}  # of a stack: op and module, as names of the trace
+        self._names: dict[tuple[int, str], tuple[int, int]] = {}  # of a stack and a label: op and module of the trace
         self._live: dict[int, int] = {}  # address -> block
         self._leaving: dict[int, int] = {}  # the same, between the two halves of a free
         self._before: list[tuple[int, int, int, int]] = []  # requested, stream, address, stack
+        self.known_before: dict[int, tuple[str, str, str]] = {}  # address -> category, op, module: memfit's own files
 
     def read(self, events: list[Any]) -> None:
         where = f"device_traces[{self.device}]"
         records(events, where, MAX_EVENTS)
         self.recorded = len(events)
-        columns = _Columns(events, where, with_categories=self._stacks.ours)
+        columns = _Columns(events, where)
+        self.unknown = {clean(name)[:40] for name in islice(columns.unknown, 5)}
+        self.unknown_count = columns.unknown_count
+        if not self._marks and self._read_at_once(columns, where):
+            return
         rows = columns.rows()
         at = 0
         for before, phase, step in self._marks:
@@ -215,31 +226,75 @@ class History:
                 self.trace.mark(phase, step)
             self._stamp()
         self._play(rows, where)
-        self.unknown = {clean(name)[:40] for name in islice(columns.unknown, 5)}
-        self.unknown_count = columns.unknown_count
 
-    def _play(self, rows: Iterable[tuple[int, int, int, int, int, Any, str]], where: str) -> None:
+    def _read_at_once(self, columns: _Columns, where: str) -> bool:
+        """The quick way, for a history without contradictions: the same as `_play`, column by column."""
+        codes = np.array(columns.codes, dtype=np.uint8)
+        known = np.flatnonzero(codes < _SKIP)
+        codes = codes[known]
+        addresses = columns.addresses[known]
+        found = paired(codes, addresses)
+        if found is None:
+            return False
+        sizes, streams, times = (column[known] for column in (columns.sizes, columns.streams, columns.times))
+        trace = self.trace
+        trace.actions = array("B", found.actions.tobytes())
+        trace.subjects = array("q", found.subjects.tobytes())
+        self.times = array("q", times[found.source].tobytes())
+        trace.requested, trace.streams = (array("q", column[found.allocs].tobytes()) for column in (sizes, streams))
+        trace.addresses = array("Q", addresses[found.allocs].tobytes())
+        trace.range_sizes, trace.range_streams = (array("q", c[found.ranges].tobytes()) for c in (sizes, streams))
+        trace.range_addresses = array("Q", addresses[found.ranges].tobytes())
+        self._describe_all(columns, known[found.allocs].tolist(), where)
+        stack, frames = self._stacks.stack, columns.frames
+        self.range_stack_of.extend(stack(frames[place], where) for place in known[found.ranges].tolist())
+        orphans = zip(*(column[found.orphans].tolist() for column in (sizes, streams, addresses)), strict=True)
+        for size, stream, address in orphans:
+            self._orphan(address, size, stream)
+        self._live, self._leaving = found.live, found.leaving
+        return True
+
+    def _describe_all(self, columns: _Columns, places: list[int], where: str) -> None:
+        stack, frames, words = self._stacks.stack, columns.frames, (columns.categories, columns.labels)
+        found = [stack(frames[place], where) for place in places]
+        if words == (None, None):
+            for number in set(found):
+                self._names_of(number, "")
+            table = np.zeros((len(self._stacks.stacks), 2), dtype=np.int32)
+            for (number, _), names in self._names.items():
+                table[number] = names
+            self.stack_of = array("i", found)
+            self.trace.category_of = array("i", bytes(4 * len(found)))
+            self.trace.op_of, self.trace.module_of = (array("i", table[found, i].tobytes()) for i in (0, 1))
+            return
+        categories, labels = (column or [""] * len(frames) for column in words)
+        for number, place in zip(found, places, strict=True):
+            self._describe(number, categories[place], labels[place])
+
+    def _play(self, rows: Iterable[tuple[int, int, int, int, int, Any, str, str]], where: str) -> None:
         requested = -1  # the address whose free_requested was the last event
-        for code, address, size, stream, time, frames, category in rows:
-            if code == _ALLOC:
-                self._alloc(address, size, stream, self._stacks.stack(frames, where), category)
+        for code, address, size, stream, time, frames, category, label in rows:
+            if code == ALLOC:
+                self._alloc(address, size, stream)
+                self._describe(self._stacks.stack(frames, where), category, label)
                 requested = -1
-            elif code == _REQUESTED:
+            elif code == REQUESTED:
                 requested = address if self._request(address, size, stream) else -1
-            elif code == _COMPLETED:
+            elif code == COMPLETED:
                 if address == requested:
                     del self._leaving[address]
                     self.trace.actions[-1] = Action.FREE
                 else:
                     self._complete(address, size, stream)
                 requested = -1
-            elif code < _ALLOC:
+            elif code < ALLOC:
                 self.trace.driver(Action(code), address=address, size=size, stream=stream)
+                self.range_stack_of.append(self._stacks.stack(frames, where))
                 requested = -1
             while len(self.times) < len(self.trace.actions):
                 self.times.append(time)
 
-    def _alloc(self, address: int, size: int, stream: int, stack: int, category: str) -> None:
+    def _alloc(self, address: int, size: int, stream: int) -> None:
         trace = self.trace
         if address in self._leaving:
             trace.free_completed(self._leaving.pop(address))
@@ -250,16 +305,24 @@ class History:
         trace.requested.append(size)
         trace.streams.append(stream)
         trace.addresses.append(address)
-        trace.category_of.append(trace.name_id(category) if category else 0)
-        names = self._names.get(stack)
-        if names is None:
-            op, module = self._stacks.labels[stack]
-            names = self._names[stack] = trace.name_id(op), trace.name_id(module)
-        trace.op_of.append(names[0])
-        trace.module_of.append(names[1])
         trace.actions.append(Action.ALLOC)
         trace.subjects.append(block)
+
+    def _describe(self, stack: int, category: str, label: str) -> None:
+        """The columns of a block that say what it is; a label of the program's own stands where a module would."""
+        trace = self.trace
+        op, module = self._names_of(stack, label)
+        trace.category_of.append(trace.name_id(category) if category else 0)
+        trace.op_of.append(op)
+        trace.module_of.append(module)
         self.stack_of.append(stack)
+
+    def _names_of(self, stack: int, label: str) -> tuple[int, int]:
+        names = self._names.get((stack, label))
+        if names is None:
+            op, module = self._stacks.labels[stack]
+            names = self._names[stack, label] = self.trace.name_id(op), self.trace.name_id(module or label)
+        return names
 
     def _request(self, address: int, size: int, stream: int) -> bool:
         if address in self._leaving:  # asked for twice: no allocator does that
@@ -303,13 +366,13 @@ class History:
         trace, before = self.trace, self._before
         self.vanished = len(self._live) if len(trace) else 0
         self.live_before = len(before)
-        labels = [self._stacks.labels[row[3]] for row in before]
+        labels = [self.known_before.get(row[2]) or ("", *self._stacks.labels[row[3]]) for row in before]
         trace.requested = array("q", [row[0] for row in before]) + trace.requested
         trace.streams = array("q", [row[1] for row in before]) + trace.streams
         trace.addresses = array("Q", [row[2] for row in before]) + trace.addresses
-        trace.category_of = array("i", [0] * len(before)) + trace.category_of
-        trace.op_of = array("i", [trace.name_id(op) for op, _ in labels]) + trace.op_of
-        trace.module_of = array("i", [trace.name_id(module) for _, module in labels]) + trace.module_of
+        for which, column in enumerate(("category_of", "op_of", "module_of")):
+            names = array("i", [trace.name_id(label[which]) for label in labels])
+            setattr(trace, column, names + getattr(trace, column))
         self.stack_of = array("i", [row[3] for row in before]) + self.stack_of
         if len(trace):
             subjects = np.frombuffer(trace.subjects, dtype=np.int64).copy()
@@ -325,54 +388,75 @@ class History:
 class _Columns:
     """The known fields of all events, each checked as a whole column: set, min and max run at C speed."""
 
-    def __init__(self, events: list[dict[Any, Any]], where: str, *, with_categories: bool) -> None:
+    def __init__(self, events: list[dict[Any, Any]], where: str) -> None:
         self._events, self._where = events, where
         actions = self._required("action")
         if set(map(type, actions)) - {str}:
             self._blame("action", actions, lambda value: type(value) is str, "text")
         known = _CODES
-        self.codes = [known.get(action, _UNKNOWN) for action in actions]
+        self.codes = list(map(known.get, actions, repeat(_UNKNOWN)))
         self.unknown = {action for action in set(actions) if action not in known}
         self.unknown_count = self.codes.count(_UNKNOWN) if self.unknown else 0
-        self.sizes = self._ints("size", self._required("size"), 0, (1 << 60) - 1)
-        self.streams = self._ints("stream", [e.get("stream", 0) for e in events], -(1 << 63), (1 << 63) - 1)
-        self.times = self._ints("time_us", [e.get("time_us", 0) for e in events], 0, (1 << 63) - 1)
-        self.addresses = self._ints("addr", self._addresses(), 0, (1 << 64) - 1)
-        self.frames = [e.get("frames") for e in events]
-        self.categories = self._categories() if with_categories else [""] * len(events)
+        self.sizes: Ints = self._ints("size", self._required("size"), 0, (1 << 60) - 1)
+        self.streams: Ints = self._ints("stream", self._column("stream", 0), -(1 << 63), (1 << 63) - 1)
+        self.times: Ints = self._ints("time_us", self._column("time_us", 0), 0, (1 << 63) - 1)
+        self.addresses = self._ints("addr", self._addresses(), 0, (1 << 64) - 1, np.uint64)
+        self.frames = self._column("frames", None)
+        self.categories = self._texts("category", {"unknown": ""})
+        self.labels = self._texts("user_metadata", {})
 
     def rows(self) -> Any:
+        nothing = [""] * len(self.codes)
         return zip(
-            self.codes, self.addresses, self.sizes, self.streams, self.times, self.frames, self.categories, strict=True
-        )
+            self.codes, self.addresses.tolist(), self.sizes.tolist(), self.streams.tolist(), self.times.tolist(),
+            self.frames, self.categories or nothing, self.labels or nothing, strict=True,
+        )  # fmt: skip
+
+    def _column(self, key: str, default: Any) -> list[Any]:
+        try:
+            return list(map(itemgetter(key), self._events))
+        except KeyError:
+            return [e.get(key, default) for e in self._events]
 
     def _required(self, key: str) -> list[Any]:
         try:
-            return [e[key] for e in self._events]
+            return list(map(itemgetter(key), self._events))
         except KeyError:
             i = next(i for i, e in enumerate(self._events) if key not in e)
             raise Malformed(f"{self._where}[{i}] has no {key!r}") from None
 
     def _addresses(self) -> list[Any]:
-        values = [e.get("addr") for e in self._events]
+        values = self._column("addr", None)
         for i in [i for i, value in enumerate(values) if value is None] if None in values else ():
-            if self.codes[i] in (_ALLOC, _REQUESTED, _COMPLETED):
+            if self.codes[i] in (ALLOC, REQUESTED, COMPLETED):
                 raise Malformed(f"{self._where}[{i}] has no 'addr'")
             values[i] = self._events[i].get("device_free", 0)  # an oom; others need none
         return values
 
-    def _categories(self) -> list[str]:
-        values = [e.get("category", "") for e in self._events]
+    def _texts(self, key: str, known: dict[str, str]) -> list[str] | None:
+        """Words that some events have: a category that a recorder noted, or what the program said of itself."""
+        if not any(map(contains, self._events, repeat(key))):
+            return None
+        values = self._column(key, "")
         if set(map(type, values)) - {str}:
-            self._blame("category", values, lambda value: type(value) is str, "text")
-        cleaned = {value: clean(value) for value in set(values)} | {"unknown": ""}
-        return [cleaned[value] for value in values]
+            values = [value if type(value) is str else "" for value in values]
+        cleaned = {value: clean(value) for value in set(values)} | known
+        return [cleaned[value] for value in values] if set(cleaned) - {"", *known} else None
 
-    def _ints(self, key: str, values: list[Any], low: int, high: int) -> list[int]:
-        if set(map(type, values)) - {int} or (values and (min(values) < low or max(values) > high)):
-            self._blame(key, values, lambda value: type(value) is int and low <= value <= high, "a number in range")
-        return values
+    def _ints(self, key: str, values: list[Any], low: int, high: int, kind: type = np.int64) -> npt.NDArray[Any]:
+        def fine(value: Any) -> bool:
+            return type(value) is int and low <= value <= high
 
-    def _blame(self, key: str, values: list[Any], fine: Any, what: str) -> None:
+        if set(map(type, values)) - {int}:
+            self._blame(key, values, fine, "a number in range")
+        try:
+            column: npt.NDArray[Any] = np.array(values, dtype=kind)
+        except OverflowError:
+            self._blame(key, values, fine, "a number in range")
+        if len(column) and (column.min() < low or column.max() > high):
+            self._blame(key, values, fine, "a number in range")
+        return column
+
+    def _blame(self, key: str, values: list[Any], fine: Callable[[Any], bool], what: str) -> NoReturn:
         i = next(i for i, value in enumerate(values) if not fine(value))
         raise Malformed(f"{self._where}[{i}] has {key!r} = {show(values[i])}, not {what}")

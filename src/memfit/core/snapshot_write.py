@@ -55,7 +55,13 @@ def snapshot_dict(
         "device_traces": [[] for _ in range(device)] + [writer.events],
         "allocator_settings": dict(settings or {}),
         "external_annotations": writer.annotations,
-        "memfit": {"format": FORMAT, "origin": trace.origin, "device": device, "marks": writer.marks},
+        "memfit": {
+            "format": FORMAT,
+            "origin": trace.origin,
+            "device": device,
+            "marks": writer.marks,
+            "before": writer.before,
+        },
     }
 
 
@@ -85,6 +91,7 @@ class _Writer:
         self._stacks: dict[tuple[int, int], list[dict[str, Any]]] = {}
         born = {block for action, block in trace.events() if action == Action.ALLOC}
         self._live = {block: "active_allocated" for block in placements if block not in born}
+        self.before = [self._what(block) for block in self._live]
         self._layout: list[tuple[int, int, int]] = []  # what is live at the end: address, size, block
         self._written: set[int] = set()
 
@@ -148,6 +155,11 @@ class _Writer:
             self.annotations.append({**self.annotations[-1], "stage": "END", "time_us": i})
         name = f"{mark.phase} {mark.step}" if mark.step else mark.phase
         self.annotations.append({"name": name, "stage": "START", "device": self.device, "time_us": i})
+
+    def _what(self, block: int) -> dict[str, Any]:
+        """What no event of the file says of a block that was there before the first one."""
+        names = {"category": self.trace.category(block), "op": self.trace.op(block), "module": self.trace.module(block)}
+        return {"address": self.placements[block][0], **names}
 
     def _frames(self, block: int) -> list[dict[str, Any]]:
         """One made-up frame, which the viewer shows as the stack: the module as the file, the op as the function."""

@@ -18,11 +18,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from memfit.core.alloc_config import AllocatorConfig
-from memfit.core.allocator import CachingAllocator, OutOfMemory
-from memfit.core.blocks import BlockRecord, Segment, SegmentRecord
+from memfit.core.allocator import MAX_ADDRESS, CachingAllocator, OutOfMemory
+from memfit.core.blocks import Segment
 from memfit.core.driver import Driver, rising_addresses
 from memfit.core.events import Action, Trace
+from memfit.core.layout import BlockRecord, SegmentRecord
 from memfit.core.replay import DEFAULTS, Player
+from memfit.errors import InputError
 
 RELEASES = (Action.SEGMENT_FREE, Action.SEGMENT_UNMAP)
 DRIVER_ACTIONS = (Action.SEGMENT_ALLOC, Action.SEGMENT_FREE, Action.SEGMENT_MAP, Action.SEGMENT_UNMAP)
@@ -80,12 +82,13 @@ class _RecordedDriver(Driver):
         self.recorded: list[_Call] = []
         self.made: list[_Call] = []
         self.ran_out = False
+        self.stream = 0
         self.segment_at: dict[int, Segment] = {}
         self._elsewhere = rising_addresses(1 << 56)  # for what the recording does not show
         self.next_address = self._recorded_address
 
-    def expect(self, calls: list[_Call], *, ran_out: bool = False) -> None:
-        self.recorded, self.made, self.ran_out = calls, [], ran_out
+    def expect(self, calls: list[_Call], *, ran_out: bool = False, stream: int = 0) -> None:
+        self.recorded, self.made, self.ran_out, self.stream = calls, [], ran_out, stream
 
     def has_room_for(self, size: int) -> bool:
         coming = self._coming()
@@ -104,9 +107,13 @@ class _RecordedDriver(Driver):
 
     def _recorded_address(self, size: int, small: bool) -> int:
         """An expandable segment reserves addresses before it is refused memory, so look past the releases. What comes
-        then may lie in an older reservation: the new one is above it, for the lowest room is taken."""
+        then may lie in an older reservation: the new one is above it, for the lowest room is taken.
+
+        How far a reservation reaches is not recorded, and the model's may be larger than the device's. They overlap
+        then with those of the other pool and of other streams, which does no harm: they have nothing in common."""
         coming = next((call.address for call in self.recorded[len(self.made) :] if call.action not in RELEASES), None)
-        if coming is None or any(s.address <= coming < s.address + s.size for s in self.segment_at.values()):
+        alike = (s for s in self.segment_at.values() if (s.shelf.pool.small, s.shelf.stream) == (small, self.stream))
+        if coming is None or any(s.address <= coming < s.address + s.size for s in alike):
             return self._elsewhere(size, small)
         return coming
 
@@ -115,6 +122,8 @@ class _Checker:
     def __init__(
         self, trace: Trace, config: AllocatorConfig, limit: int | None, start: Sequence[SegmentRecord]
     ) -> None:
+        if max(trace.range_addresses, default=0) > MAX_ADDRESS:
+            raise InputError(f"the recording names an address beyond {MAX_ADDRESS:#x}, where no GPU has memory")
         self.trace = trace
         self.driver = _RecordedDriver()
         self.allocator = CachingAllocator.from_segments(start, config, limit=limit, driver=self.driver)
@@ -157,7 +166,7 @@ class _Checker:
     def _alloc(self, event: int, block: int, requested: int, stream: int) -> Mismatch | None:
         if not requested:
             return None
-        self._expect(self.calls)
+        self._expect(self.calls, stream)
         try:
             held = self.allocator.malloc(requested, stream)
         except OutOfMemory:
@@ -174,7 +183,7 @@ class _Checker:
         return None
 
     def _oom(self, event: int, rounded: int, stream: int) -> Mismatch | None:
-        self._expect(self.calls)
+        self._expect(self.calls, stream)
         try:
             self.allocator.malloc(rounded, stream)
         except OutOfMemory as error:
@@ -232,8 +241,8 @@ class _Checker:
             return self._mismatch(event, "released by empty_cache", *self._both(), 0, 0)
         return None
 
-    def _expect(self, calls: list[_Call]) -> None:
-        self.driver.expect(calls, ran_out=self.ran_out)
+    def _expect(self, calls: list[_Call], stream: int) -> None:
+        self.driver.expect(calls, ran_out=self.ran_out, stream=stream)
         self.calls, self.ran_out = [], False
 
     def _both(self) -> tuple[str, str]:

@@ -50,10 +50,12 @@ def prepare(workload: Workload, *, layers: int | None = None) -> Prepared:
     if workload.kind == "generate" and not _generates(model):
         raise UsageError(f"{workload.model} does not generate text", hint="memfit plan forward fits an encoder")
     parameters = parameter_count(model)
+    notes = source_notes(source)
     if workload.kind == "lora":
         targets = workload.target_modules or tuple(linear_layers_of_blocks(model))
         workload = dataclasses.replace(workload, target_modules=targets)
-        model = _with_adapters(model, workload)
+        model, more = _with_adapters(model, workload)
+        notes = (*notes, *more)
     if workload.trains:
         model.train()
         if workload.grad_checkpointing:
@@ -62,34 +64,60 @@ def prepare(workload: Workload, *, layers: int | None = None) -> Prepared:
         model.eval()
     return Prepared(
         workload=workload, model=model, name=source.name, vocab_size=_vocab_size(model), parameters=parameters,
-        notes=source_notes(source),
+        notes=notes,
     )  # fmt: skip
 
 
-def _with_adapters(model: nn.Module, workload: Workload) -> nn.Module:
+def _with_adapters(model: nn.Module, workload: Workload) -> tuple[nn.Module, list[str]]:
+    """And what is to be known of them."""
     from peft import LoraConfig, get_peft_model
 
+    targets = list(workload.target_modules or ())
     config = LoraConfig(
         r=workload.rank,
         lora_alpha=2 * workload.rank,
-        target_modules=list(workload.target_modules or ()),
+        target_modules=targets,
         lora_dropout=workload.lora_dropout,
         task_type="CAUSAL_LM" if _generates(model) else None,
     )
+    names = linear_layers_of_blocks(model)
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="fan_in_fan_out")  # peft sets it right for GPT-2's Conv1D itself
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
             adapted = get_peft_model(model, config, autocast_adapter_dtype=workload.adapter_dtype == "fp32")
     except ValueError as error:
-        names = ", ".join(linear_layers_of_blocks(model)) or "none"
-        raise UsageError(
-            f"--target-modules: {str(error).splitlines()[0]}", hint=f"linear layers of a block: {names}"
-        ) from error
+        raise _refusal(error, workload, names, _targets_of_experts(config, targets)) from error
     if workload.adapter_dtype == "same":
         for parameter in adapted.parameters():  # peft does this itself, but not for a model on meta
             if parameter.requires_grad:
                 parameter.data = parameter.data.to(DTYPES[workload.weight_precision])
-    return adapted
+    notes = [f"peft: {text}" for w in said if not (text := str(w.message).splitlines()[0]).startswith(_NOT_TRUE)]
+    if of_experts := _targets_of_experts(config, targets):
+        notes.append(f"peft adapts every expert by {', '.join(of_experts)}, and no other layer of these names")
+    return adapted, notes
+
+
+_NOT_TRUE = ("fan_in_fan_out", "The following rank_pattern keys", "The following alpha_pattern keys")
+"""peft sets the first right for GPT-2's Conv1D itself; patterns do match experts, which it looks for among modules."""
+
+
+def _targets_of_experts(config: Any, targets: list[str]) -> list[str]:
+    """peft replaces names that older versions of transformers had for experts by those of their 3-D parameters."""
+    return [name for name in targets if name not in config.target_modules] if config.target_parameters else []
+
+
+def _refusal(error: ValueError, workload: Workload, names: list[str], of_experts: list[str]) -> UsageError:
+    if of_experts and workload.lora_dropout:
+        others = ",".join(name for name in names if name not in of_experts)
+        return UsageError(
+            f"--lora-dropout {workload.lora_dropout}: peft has no dropout for experts, and {', '.join(of_experts)} are"
+            f" theirs in {workload.model}",
+            hint=f"--lora-dropout 0, or adapt other layers: --target-modules {others}",
+        )
+    return UsageError(
+        f"--target-modules: {str(error).splitlines()[0]}",
+        hint=f"linear layers of a block: {', '.join(names) or 'none'}",
+    )
 
 
 def _generates(model: nn.Module) -> bool:

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from memfit.errors import UnknownName, UsageError
+from memfit.jobs.pruning.settings import Method, PruneSettings, Sparsity
+from memfit.units import parse_bytes
 
-Kind = Literal["forward", "train", "lora", "generate"]
+Kind = Literal["forward", "train", "lora", "generate", "prune"]
 Precision = Literal["fp32", "bf16", "fp16", "amp-bf16", "amp-fp16"]
 """amp: fp32 weights under autocast, and for fp16 a gradient scaler."""
 Attention = Literal["sdpa", "eager"]
@@ -56,6 +58,15 @@ class Workload:
     decoding: Decoding = "greedy"
     num_beams: int = 4
     cache: Cache = "dynamic"
+    method: Method = "wanda"
+    sparsity: float | None = None
+    """None is a half, or what the type says."""
+    sparsity_type: str = "unstructured"
+    nsamples: int = 128
+    dataset: str = "wikitext2"
+    """Which text it is does not change the memory."""
+    max_gpu_memory: str | None = None
+    """What pruning may use of the device; None is the whole card."""
     alloc_conf: str = ""
 
     def __post_init__(self) -> None:
@@ -76,6 +87,8 @@ class Workload:
             if not isinstance(getattr(self, name), bool):
                 raise UsageError(f"{flag(name)} is yes or no, not {getattr(self, name)!r}")
         _share("lora_dropout", self.lora_dropout)
+        if self.kind == "prune":
+            self._check_pruning()
         _names(self.target_modules)
         if not isinstance(self.alloc_conf, str):
             raise UsageError(f"{flag('alloc_conf')} must be text, not {self.alloc_conf!r}")
@@ -86,6 +99,21 @@ class Workload:
             object.__setattr__(self, "optimizer", "adamw-fused" if by_trainer else "adamw")
         if self.clip_grad is None:
             object.__setattr__(self, "clip_grad", by_trainer)
+
+    def _check_pruning(self) -> None:
+        if self.precision.startswith("amp-"):
+            raise UsageError(
+                f"{flag('precision')} {self.precision}: pruning has no autocast", hint="fp32, bf16 or fp16"
+            )
+        asked = Sparsity.parse(self.sparsity_type, self.sparsity)
+        object.__setattr__(self, "sparsity", asked.ratio)
+        size = self.max_gpu_memory
+        if size is not None:
+            object.__setattr__(self, "max_gpu_memory", str(parse_bytes(str(size), flag=flag("max_gpu_memory"))))
+        PruneSettings(
+            model=self.model, method=self.method, sparsity=asked, nsamples=self.nsamples, seqlen=self.seq_len,
+            dataset=self.dataset,
+        )  # fmt: skip
 
     @property
     def trains(self) -> bool:
@@ -130,12 +158,14 @@ class Workload:
 
 _CHOICES: dict[str, Any] = {
     "kind": Kind, "precision": Precision, "attention": Attention, "optimizer": Optimizer,
-    "adapter_dtype": AdapterDtype, "loop": Loop, "loss": Loss, "cache": Cache, "decoding": Decoding,
+    "adapter_dtype": AdapterDtype, "loop": Loop, "loss": Loss, "cache": Cache, "decoding": Decoding, "method": Method,
 }  # fmt: skip
 _READ_BY: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("optimizer", "grad_checkpointing", "grad_accum", "clip_grad", "loop", "loss"), ("train", "lora")),
     **dict.fromkeys(("rank", "target_modules", "lora_dropout", "adapter_dtype"), ("lora",)),
     **dict.fromkeys(("new_tokens", "decoding", "num_beams", "cache"), ("generate",)),
+    **dict.fromkeys(("batch_size", "padding"), ("forward", "train", "lora", "generate")),
+    **dict.fromkeys(("method", "sparsity", "sparsity_type", "nsamples", "dataset", "max_gpu_memory"), ("prune",)),
 }
 
 

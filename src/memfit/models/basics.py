@@ -7,30 +7,11 @@ is what its students are asked to find in the memory timeline.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-
-@dataclass(frozen=True, kw_only=True)
-class BasicsConfig:
-    d_model: int
-    d_ff: int
-    num_layers: int
-    num_heads: int
-    vocab_size: int = 10_000
-    context_length: int = 2048
-    rope_theta: float = 10_000.0
-
-
-SIZES = {
-    "small": BasicsConfig(d_model=768, d_ff=3072, num_layers=12, num_heads=12),
-    "medium": BasicsConfig(d_model=1024, d_ff=4096, num_layers=24, num_heads=16),
-    "large": BasicsConfig(d_model=1280, d_ff=5120, num_layers=36, num_heads=20),
-    "xl": BasicsConfig(d_model=1600, d_ff=6400, num_layers=48, num_heads=25),
-    "2.7B": BasicsConfig(d_model=2560, d_ff=10240, num_layers=32, num_heads=32),
-}
+from memfit.models.basics_sizes import SIZES, BasicsConfig
 
 
 class RMSNorm(nn.Module):

@@ -288,11 +288,15 @@ def _keep_layers(config: PretrainedConfig, layers: int) -> None:
     available = int(config.num_hidden_layers)
     if not 1 <= layers <= min(available, MAX_LAYERS):
         raise UsageError(f"{layers} layers are not between 1 and the model's {available}")
+    lists = {name: getattr(config, name, None) for name in ("layer_types", "mlp_layer_types")}
     config.num_hidden_layers = layers
-    for name in ("layer_types", "mlp_layer_types"):
-        kinds = getattr(config, name, None)
-        if isinstance(kinds, list):
+    for name, kinds in lists.items():
+        if not isinstance(kinds, list):
+            continue
+        if not isinstance(getattr(type(config), config.attribute_map.get(name, name), None), property):
             setattr(config, name, kinds[:layers])
+        elif getattr(config, name) != kinds[:layers]:  # made from the number of layers, and not by leaving out the last
+            raise UsageError(f"the kinds of a {config.model_type}'s layers depend on how many there are")
 
 
 def _uninitialised() -> AbstractContextManager[None]:

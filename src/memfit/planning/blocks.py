@@ -33,12 +33,13 @@ class Blocks:
 
     @property
     def units(self) -> int:
-        return self.count // self.period
+        """Periods; the last of them may be cut short."""
+        return -(-self.count // self.period)
 
     @property
     def traced(self) -> int:
-        """How many blocks to trace: four periods, and what is left over at the end."""
-        return UNITS * self.period + self.count % self.period
+        """How many blocks to trace: three periods, and the last one as it is."""
+        return self.count - (self.units - UNITS) * self.period
 
     @property
     def worthwhile(self) -> bool:
@@ -82,4 +83,6 @@ def blocks_of(model: str, attention: str) -> tuple[Blocks | None, int]:
 def _blocks_of(source: ModelSource, attention: Any, changed: int) -> tuple[Blocks | None, int]:
     with torch.device("meta"):
         built = build_model(source, dtype=torch.bfloat16, attention=attention)
+    if getattr(getattr(built, "config", None), "rescale_every", None):
+        return None, parameter_count(built)  # RWKV: what a block does depends on its number, which no module shows
     return find_blocks(built), parameter_count(built)

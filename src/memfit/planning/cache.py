@@ -54,6 +54,8 @@ LOOK_EVERY_BYTES = MAX_TOTAL_BYTES // 64
 ABANDONED_SECONDS = 3600
 
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes")
+SELDOM_THERE = ("bitsandbytes",)
+DIST_INFO = ".dist-info"
 ROOMS = ("core", "jobs", "models", "planning", "tracing")
 OTHER_FILES = ("__init__.py", "models/presets.json")
 """The parts of memfit that have a say in a trace; its version stands in the first of these files."""
@@ -81,7 +83,7 @@ def key_of(work: Workload, platform: Platform) -> Key | None:
     """None where nothing is to be kept: the cache is off, or what the trace depends on cannot be told."""
     if folder() is None:
         return None
-    model, own_code = _identity(work.model), _own_code()
+    model, own_code = identity(work.model), _own_code()
     if model is None or own_code is None:
         return None
     settings = {name: value for name, value in work.settings().items() if name not in ("model", "gpu", "alloc_conf")}
@@ -92,7 +94,8 @@ def key_of(work: Workload, platform: Platform) -> Key | None:
     return Key(json.dumps(document, sort_keys=True))
 
 
-def _identity(model: str) -> dict[str, Any] | None:
+def identity(model: str) -> dict[str, Any] | None:
+    """What a model is, whatever it is called; None if that cannot be told."""
     source = resolve(model)
     if source.kind == "factory":
         return None
@@ -110,16 +113,35 @@ def _identity(model: str) -> dict[str, Any] | None:
 
 @cache
 def _versions() -> dict[str, str | None]:
-    """Read off the installed packages, for to import them is what the cache saves."""
+    """To import the packages is what the cache saves."""
+    found: dict[str, str | None] = {"python": f"{sys.version_info.major}.{sys.version_info.minor}"}
+    by_folder = _versions_by_folder()
+    for name in PACKAGES:
+        found[name] = by_folder.get(name) or (None if name in SELDOM_THERE else _recorded_version(name))
+    return found
+
+
+def _versions_by_folder() -> dict[str, str]:
+    """Read off `torch-2.11.0.dist-info`: `importlib.metadata` takes longer to import than all the rest of the key."""
+    found: dict[str, str] = {}
+    for place in sys.path:
+        here: dict[str, list[str]] = {}
+        with suppress(OSError):
+            for entry in os.listdir(place or os.curdir):
+                name, _, version = entry.removesuffix(DIST_INFO).partition("-")
+                if version and entry.endswith(DIST_INFO) and name in PACKAGES:
+                    here.setdefault(name, []).append(version)
+        found = {name: ",".join(sorted(versions)) for name, versions in here.items()} | found
+    return found
+
+
+def _recorded_version(name: str) -> str | None:
     from importlib.metadata import PackageNotFoundError, version
 
-    found: dict[str, str | None] = {"python": f"{sys.version_info.major}.{sys.version_info.minor}"}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = None
-    return found
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
 
 
 def _own_code() -> str | None:
@@ -144,17 +166,18 @@ def _first_look() -> tuple[str, tuple[Any, ...]]:
 def _look() -> tuple[tuple[str, int, int], ...]:
     """Every source file with its size and time."""
     root = _package()
-    files = [*(root / name for name in OTHER_FILES), *(found for room in ROOMS for found in _sources(root / room))]
-    facts = ((path.relative_to(root).as_posix(), path.stat()) for path in files)
+    facts = [(name, (root / name).stat()) for name in OTHER_FILES]
+    for room in ROOMS:
+        facts.extend(_sources(str(root / room), room))
     return tuple(sorted((name, stats.st_size, stats.st_mtime_ns) for name, stats in facts))
 
 
-def _sources(folder: Path) -> Iterator[Path]:
+def _sources(folder: str, name: str) -> Iterator[tuple[str, os.stat_result]]:
     for entry in os.scandir(folder):
         if entry.name.endswith(".py"):
-            yield Path(entry.path)
+            yield f"{name}/{entry.name}", entry.stat()
         elif entry.is_dir() and entry.name != "__pycache__":
-            yield from _sources(Path(entry.path))
+            yield from _sources(entry.path, f"{name}/{entry.name}")
 
 
 def _package() -> Path:

@@ -6,6 +6,7 @@ import dataclasses
 
 from memfit.core.events import Trace
 from memfit.core.repeat import BEFORE, UNITS, NotRepeating
+from memfit.errors import InputError, UsageError
 from memfit.jobs.preparing import Prepared
 from memfit.jobs.workload import Workload
 from memfit.models.registry import load_config, resolve
@@ -13,17 +14,19 @@ from memfit.planning import categories
 from memfit.planning.blocks import Blocks, blocks_of
 from memfit.planning.few_tokens import trace_generation
 from memfit.planning.recipe import Recipe, settings_found
-from memfit.planning.tracing_jobs import prepare_without_memory, trace_job
+from memfit.planning.tracing_jobs import prepare_without_memory, trace_job, trace_steps
 from memfit.tracing.platform import Platform
 
 
 def trace_few_blocks(work: Workload, platform: Platform) -> tuple[Recipe, Trace]:
     """What was traced, and the whole of the job made from it."""
+    if work.kind == "prune":
+        from memfit.planning.pruning import trace_pruning
+
+        return trace_pruning(work, platform)
     notes: tuple[str, ...] = ()
     if ":" not in work.model:  # a factory's model is as large as its own code makes it
         blocks, parameters = blocks_of(work.model, work.attention)
-        if blocks is not None and getattr(load_config(resolve(work.model)), "rescale_every", 0):
-            blocks = None  # RWKV: what a block does depends on its number, which its modules do not show
         if blocks is not None and blocks.worthwhile:
             try:
                 recipe = _of_few(work, platform, blocks, parameters)
@@ -37,12 +40,15 @@ def trace_few_blocks(work: Workload, platform: Platform) -> tuple[Recipe, Trace]
 
 
 def _of_few(work: Workload, platform: Platform, blocks: Blocks, parameters: int) -> Recipe:
-    job = prepare_without_memory(work, layers=blocks.traced)
+    try:
+        job = prepare_without_memory(work, layers=blocks.traced)
+    except (InputError, UsageError) as why:  # if it is not about the number of blocks, all of them will say so too
+        raise NotRepeating(f"the model cannot be built with {blocks.traced} of them: {why}") from why
     if job.parameters + (blocks.units - UNITS) * blocks.unit_parameters != parameters:
         raise NotRepeating("they are not all that grows with the number of layers")
     inside = _inside_wrapper(job, blocks)
     return Recipe(
-        trace=_labelled(job, platform), blocks=inside.path, period=blocks.period, units=blocks.units,
+        trace=_labelled(job, platform, blocks.traced), blocks=inside.path, period=blocks.period, units=blocks.units,
         parameters=parameters, trainable_parameters=_trainable(job, inside) if work.trains else 0,
         settings=settings_found(job.workload), notes=job.notes,
     )  # fmt: skip
@@ -57,10 +63,17 @@ def _of_all(work: Workload, platform: Platform, notes: tuple[str, ...]) -> Recip
     )  # fmt: skip
 
 
-def _labelled(job: Prepared, platform: Platform) -> Trace:
-    trace = trace_generation(job, platform) if job.workload.kind == "generate" else trace_job(job, platform)
+def _labelled(job: Prepared, platform: Platform, layers: int | None = None) -> Trace:
+    trace = trace_generation(job, platform) if job.workload.kind == "generate" else _all_steps(job, platform, layers)
     categories.label(trace, categories.loss_modules_of(job.model))
     return trace
+
+
+def _all_steps(job: Prepared, platform: Platform, layers: int | None) -> Trace:
+    try:
+        return trace_steps(job, platform)
+    except NotRepeating:
+        return trace_job(prepare_without_memory(job.workload, layers=layers), platform)
 
 
 def _inside_wrapper(job: Prepared, blocks: Blocks) -> Blocks:

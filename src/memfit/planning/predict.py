@@ -7,13 +7,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from memfit.core.alloc_config import AllocatorConfig
+from memfit.core.collector import no_collector
 from memfit.core.events import Trace
-from memfit.core.replay import Timeline, replay, smallest_capacity
+from memfit.core.replay import Replays, Timeline
 from memfit.core.report import Report, make_report
 from memfit.gpus import Gpu, find_gpu
 from memfit.jobs.workload import Workload
@@ -75,6 +77,7 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """The contract that other tools read (memfit.plan/1)."""
         at = self.report.at_peak
+        pruning = {} if self.workload.get("kind") != "prune" else self._of_pruning()
         return {
             "schema": SCHEMA,
             "id": self.id,
@@ -93,9 +96,20 @@ class Plan:
             "failed_at": self.fit.failed_at if self.fit else None,
             "smallest_gpu_bytes": self.smallest_gpu_bytes,
             "largest": [asdict(group) for group in self.report.largest],
+            **pruning,
             "notes": list(self.notes),
             "seconds": round(self.seconds, 3),
         }  # fmt: skip
+
+    def _of_pruning(self) -> dict[str, Any]:
+        """What is in host memory, and what the guides' formulas would have said of the device."""
+        from memfit.planning.guides import pruning_guides
+
+        return {
+            "host": self.trace.facts.get("host"),
+            "placement": self.trace.facts.get("placement"),
+            "guides": pruning_guides(self.workload, self.parameters, self.trace.facts.get("hidden_size", 0)),
+        }
 
 
 def predict(
@@ -112,6 +126,8 @@ def predict(
     from memfit.planning.platforms import platform_of
     from memfit.planning.traced import trace_workload
 
+    if work.kind == "prune":
+        work = _within(work, card)
     traced = trace_workload(work, platform_of(card), cached=trace_cache)
     work = traced.workload
     fused = work.attention == "sdpa" and work.precision != "fp32"
@@ -121,6 +137,14 @@ def predict(
         model=traced.model, parameters=traced.parameters, trainable_parameters=traced.trainable_parameters,
         notes=(*_assumptions(work, card), *traced.notes), started=started, id=id,
     )  # fmt: skip
+
+
+def _within(work: Workload, card: Gpu | None) -> Workload:
+    """Pruning goes by what is free, which on an idle card is all but the context."""
+    if card is None or work.max_gpu_memory is not None:
+        return work
+    context = card.context_after(training=False, flash=work.precision != "fp32")
+    return dataclasses.replace(work, max_gpu_memory=str(max(card.capacity_bytes - context, 1)))
 
 
 def assess(
@@ -134,10 +158,11 @@ def assess(
     **rest: Any,
 ) -> Plan:
     """Replay a labelled trace, with room and with the card's capacity."""
-    timeline = replay(trace, config)
-    ample = timeline.peak_reserved
-    smallest = smallest_capacity(trace, config, ample=ample, within=ample // SMALLEST_PRECISION) + context
-    fit = None if gpu is None else _fit(trace, config, gpu, context, timeline, smallest)
+    replays = Replays(trace, config)
+    with no_collector():  # thousands of blocks that refer to each other, all of which go at once
+        timeline = replays.ample
+        smallest = replays.smallest_capacity(within=timeline.peak_reserved // SMALLEST_PRECISION) + context
+        fit = None if gpu is None else _fit(replays, gpu, context, smallest)
     if fit and fit.retries and fit.verdict != "fails":
         times = "once" if fit.retries == 1 else f"{fit.retries} times"
         notes = (f"fits only because torch gives cached memory back {times}: each is a pause", *notes)
@@ -153,13 +178,11 @@ def assess(
     )  # fmt: skip
 
 
-def _fit(trace: Trace, config: AllocatorConfig, gpu: Gpu, context: int, roomy: Timeline, smallest: int) -> Fit:
-    """With room for the unlimited run the limited one goes the same way, and need not be replayed."""
-    room = gpu.capacity_bytes - context
-    limited = roomy if roomy.peak_reserved <= room else replay(trace, config, capacity=max(room, 0))
-    device = limited.peak_reserved + context
+def _fit(replays: Replays, gpu: Gpu, context: int, smallest: int) -> Fit:
+    limited = replays.outcome(max(gpu.capacity_bytes - context, 0))
+    device = limited.reserved_peak + context
     if limited.oom is not None:
-        block = limited.oom.block
+        trace, block = replays.trace, limited.oom.block
         where = f"{trace.module(block)} {trace.op(block)}".strip()
         return Fit(
             verdict="fails", headroom_bytes=gpu.capacity_bytes - smallest, device_bytes=device, retries=limited.retries,
@@ -183,4 +206,6 @@ def _assumptions(work: Workload, gpu: Gpu | None) -> tuple[str, ...]:
         notes.append(f"three optimizer steps of full batches, {rows}; data loading and checkpoints are left out")
     if work.kind == "lora":
         notes.append("adapters as peft makes them; the base model is frozen")
+    if work.kind == "prune":
+        notes.append("pruning alone: evaluation and zero-shot tasks are left out")
     return tuple(notes)

@@ -6,6 +6,7 @@ for another card of its class, or with other settings of the allocator, without 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +15,11 @@ from memfit.core.events import Trace
 from memfit.jobs.workload import Workload
 from memfit.models.registry import resolve
 from memfit.planning import cache
+from memfit.planning.families import Family, Told, family_of
 from memfit.planning.recipe import Recipe
 from memfit.tracing.platform import Platform
+
+UNLIKE = "traced by itself, not told from other batch sizes and lengths"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,11 +33,26 @@ class Traced:
 
 
 def trace_workload(work: Workload, platform: Platform, *, cached: bool = True) -> Traced:
-    key = cache.key_of(work, platform) if cached else None
+    """In this order: told from other batch sizes and lengths of the job, found on disk, told after some more of those
+    were traced, or traced now."""
+    if not cached:
+        return _traced_now(work, platform, None, None)
+    family = family_of(work, platform)
+    told = family.told(work) if family else None
+    if told is not None:
+        return _told(work, told)
+    key = cache.key_of(work, platform)
     found = cache.load(key, lambda trace, facts: _kept(work, trace, facts)) if key else None
-    if found is None:
-        found = _traced_now(work, platform, key)
-    return found
+    if found is not None:
+        return found
+    told = family.told_after_more(work) if family else None
+    return _told(work, told) if told is not None else _traced_now(work, platform, key, family)
+
+
+def _told(work: Workload, told: Told) -> Traced:
+    here = {"batch_size": work.batch_size, "seq_len": work.seq_len}
+    recipe = dataclasses.replace(told.recipe, settings={**told.recipe.settings, **here})
+    return _result(work, recipe, told.trace)
 
 
 def _kept(work: Workload, trace: Trace, facts: Mapping[str, Any]) -> Traced:
@@ -41,13 +60,20 @@ def _kept(work: Workload, trace: Trace, facts: Mapping[str, Any]) -> Traced:
     return _result(work, recipe, recipe.whole())
 
 
-def _traced_now(work: Workload, platform: Platform, key: cache.Key | None) -> Traced:
+def _traced_now(work: Workload, platform: Platform, key: cache.Key | None, family: Family | None) -> Traced:
     from memfit.planning.few_blocks import trace_few_blocks
+    from memfit.planning.noted import noting
 
-    recipe, whole = trace_few_blocks(work, platform)
+    with noting() as heard:
+        recipe, whole = trace_few_blocks(work, platform)
     if key is not None and key == cache.key_of(work, platform):  # else a file has changed meanwhile
         cache.store(key, recipe.trace, recipe.facts())
-    return _result(work, recipe, whole)
+    made = _result(work, recipe, whole)
+    if family is None:
+        return made
+    family.learn(work, recipe, heard)
+    why = family.given_up
+    return dataclasses.replace(made, notes=(*made.notes, f"{UNLIKE}: {why}")) if why else made
 
 
 def _result(work: Workload, recipe: Recipe, whole: Trace) -> Traced:

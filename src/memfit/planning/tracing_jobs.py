@@ -8,10 +8,13 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 
 from memfit.core.events import Trace
+from memfit.core.holes import Call
+from memfit.core.last_step import last_step
 from memfit.jobs.preparing import Prepared, prepare
 from memfit.jobs.running import run_job
 from memfit.jobs.workload import Workload
 from memfit.planning.failures import failures_of_the_job
+from memfit.planning.noted import note
 from memfit.planning.phases_by_what_runs import phases_by_what_runs
 from memfit.tracing.answers import Answer, Answers, Site
 from memfit.tracing.platform import H200, Platform
@@ -26,14 +29,25 @@ def prepare_without_memory(workload: Workload, *, layers: int | None = None) -> 
         return prepare(workload, layers=layers)
 
 
+def trace_steps(job: Prepared, platform: Platform = H200) -> Trace:
+    """As `trace_job`, but the last step of a training is told by the one before it. Raises NotRepeating where it is
+    not; the job has then run, and must be prepared anew."""
+    if not job.workload.trains:
+        return trace_job(job, platform)
+    traced = trace_job(job, platform, steps=STEPS - 1)
+    missing = last_step(traced, STEPS)
+    return missing.of(traced) if missing else traced
+
+
 def trace_job(job: Prepared, platform: Platform = H200, *, steps: int = STEPS, tokens: int | None = None) -> Trace:
     """`tokens` ends a generation early; the events at which tokens were done are in `facts`."""
     ends, here = 0, Trace()
     done: list[int] = []
+    calls: list[Call] = []
 
     def run(tracer: Tracer) -> None:
-        nonlocal ends, here
-        here = tracer.trace
+        nonlocal ends, here, calls
+        here, calls = tracer.trace, tracer.rule_calls.made
         phases = MarkedPhases(tracer, job)
         run_job(job, tracer.device, phases, steps=steps)
         ends = phases.ends
@@ -55,13 +69,17 @@ def trace_job(job: Prepared, platform: Platform = H200, *, steps: int = STEPS, t
     made.truncate(ends)  # what dies with the job's own variables dies after it
     if done:
         made.facts["tokens"] = done
+    note(made, calls, job.model, tokens, work.seq_len)
     return made
 
 
 def padding_answers(padded: bool) -> dict[Site, Answer]:
     """Is the attention mask all ones? If so, transformers drops it, and the kernels without a mask run."""
     masks = "transformers/masking_utils.py"
-    asking = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa", "sdpa_mask", "flash_attention_mask")
+    asking = (
+        "_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa", "sdpa_mask", "flash_attention_mask",
+        "create_recurrent_attention_mask",
+    )  # fmt: skip
     return {Site(masks, function): not padded for function in asking}
 
 

@@ -8,28 +8,33 @@ a word or a glyph says already.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rich.console import Console, Group, JustifyMethod, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from memfit.render.pieces import (
+    CATEGORY_STYLES,
+    MAX_WIDTH,
+    Glyphs,
+    alive_bars,
+    bullets,
+    category_word,
+    grid,
+    section,
+    small,
+)
+from memfit.render.steps_table import steps_table
 from memfit.render.words import clean, count, percent, short_op, tail
 from memfit.units import gib
 
 Plan = Mapping[str, Any]
 
 VERDICT_STYLES = {"safe": "bold green", "tight": "bold yellow", "fails": "bold red"}
-CATEGORY_STYLES = {
-    "weights": "blue", "gradients": "green", "optimizer": "magenta", "activations": "yellow", "loss": "red",
-    "calibration": "cyan", "kv_cache": "cyan", "temporaries": "bright_black", "workspaces": "bright_black",
-}  # fmt: skip
-MAX_WIDTH = 120
 LARGEST = 10
-EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
 def show_plan(plan: Plan, console: Console) -> None:
@@ -39,38 +44,20 @@ def show_plan(plan: Plan, console: Console) -> None:
 
 
 def _parts(plan: Plan, console: Console) -> Iterator[RenderableType]:
-    glyphs = _Glyphs(console.encoding)
+    glyphs = Glyphs(console.encoding)
     yield _verdict(plan)
     yield Padding(_why(plan), (0, 0, 0, 2))
-    yield _section("memory", _memory(plan, glyphs, console.width))
-    yield _section(_alive_title(plan), _alive(plan["breakdown"], glyphs, console.width))
+    yield section("memory", _memory(plan, glyphs, console.width))
+    yield section(_alive_title(plan), alive_bars(plan["breakdown"], glyphs, console.width))
     if plan["phases"]:
-        yield _section("phases", _phases(plan, glyphs))
+        peak = plan["at_peak"]["phase"], plan["at_peak"]["step"]
+        yield section("phases", steps_table(plan["phases"], peak, glyphs.peak))
     if plan.get("largest"):
-        yield _section("largest at the peak, by module and op", _largest(plan, console.width))
-    yield _section("the job", _job(plan))
-    yield _section("assumed", _bullets(plan["notes"]))
+        yield section("largest at the peak, by module and op", _largest(plan, console.width))
+    yield section("the job", _job(plan))
+    yield section("assumed", bullets(plan["notes"]))
     yield Text()
     yield Text.assemble(("next: ", "bold"), clean(_next_step(plan)))
-
-
-class _Glyphs:
-    """Blocks where the output can show them, plain characters where it cannot."""
-
-    def __init__(self, encoding: str) -> None:
-        self.blocks = encoding.lower().startswith("utf")
-        self.used, self.idle, self.context, self.free = "█▓▒·" if self.blocks else "#=+."
-        self.peak = "◀ peak" if self.blocks else "< peak"
-
-    def bar(self, part: int, whole: int, width: int) -> str:
-        eighths = round(8 * width * part / whole) if whole else 0
-        if not self.blocks:
-            return "#" * max(round(eighths / 8), 1 if part else 0)
-        return "█" * (eighths // 8) + EIGHTHS[max(eighths % 8, 1 if part and not eighths else 0)].strip()
-
-
-def _section(title: str, body: RenderableType) -> RenderableType:
-    return Group(Text(), Text(title, style="bold"), Padding(body, (0, 0, 0, 2)))
 
 
 def _verdict(plan: Plan) -> Text:
@@ -94,12 +81,12 @@ def _why(plan: Plan) -> Text:
     step = f" of step {at['step']}" if at["step"] else ""
     return Text(
         f"most is held in {where}{step}: {gib(peak['allocated_bytes'])} of "
-        f"tensors ({percent(most, peak['allocated_bytes'])} {_category(name)}); torch reserves up to "
+        f"tensors ({percent(most, peak['allocated_bytes'])} {category_word(name)}); torch reserves up to "
         f"{gib(peak['reserved_bytes'])}, CUDA itself takes {gib(peak['context_bytes'])}"
     )
 
 
-def _memory(plan: Plan, glyphs: _Glyphs, width: int) -> RenderableType:
+def _memory(plan: Plan, glyphs: Glyphs, width: int) -> RenderableType:
     """One bar for the card: tensors, what the allocator holds beyond them, CUDA's own, and what is left."""
     peak, card = plan["peak"], plan["gpu"]
     allocated, reserved, context, device = (
@@ -127,7 +114,7 @@ def _memory(plan: Plan, glyphs: _Glyphs, width: int) -> RenderableType:
         rows.append(
             (glyphs.free, "card", card["capacity_bytes"], "as given" if named == gib(card["capacity_bytes"]) else named)
         )
-    table = _grid("left", "left", "right", "left")
+    table = grid("left", "left", "right", "left")
     for glyph, name, size, meaning in rows:
         table.add_row(glyph, name, gib(size), Text(meaning, "dim"))
     return Group(bar, table)
@@ -148,87 +135,15 @@ def _alive_title(plan: Plan) -> str:
     return f"alive at the peak: {gib(plan['peak']['allocated_bytes'])}" + (f" (just made: {made})" if made else "")
 
 
-def _category(name: str) -> str:
-    return clean(name).replace("_", " ")
-
-
-def _alive(breakdown: Mapping[str, int], glyphs: _Glyphs, width: int) -> Table:
-    total = sum(breakdown.values())
-    cells = max(min(width - 44, 60), 10)
-    table = _grid("left", "left", "right", "right")
-    for name, size in sorted(breakdown.items(), key=lambda item: -item[1]):
-        if size:
-            bar = glyphs.bar(size, total, cells).ljust(cells)
-            table.add_row(_category(name), Text(bar, CATEGORY_STYLES.get(name, "")), _small(size), percent(size, total))
-    return table
-
-
-def _small(size: int) -> str:
-    """Something is never shown as nothing."""
-    return "< 0.01 GiB" if gib(size) == gib(0) else gib(size)
-
-
-def _grid(*columns: JustifyMethod) -> Table:
-    """Only the last column may wrap: figures are never cut."""
-    table = Table.grid(padding=(0, 2))
-    for number, justify in enumerate(columns, 1):
-        table.add_column(justify=justify, no_wrap=number < len(columns))
-    return table
-
-
-def _phases(plan: Plan, glyphs: _Glyphs) -> Table:
-    table = _grid("left", "left", "right", "right", "left")
-    table.add_row("", "", Text("allocated", "dim"), Text("reserved", "dim"), "")
-    at = (plan["at_peak"]["phase"], plan["at_peak"]["step"])
-    for steps, phases in _steps(plan["phases"], at[1]):
-        label = _steps_label(steps)
-        for phase in phases:
-            peaks = phase["name"] == at[0] and at[1] in steps
-            sizes = (gib(phase["allocated_bytes"]), gib(phase["reserved_bytes"]))
-            table.add_row(label, clean(phase["name"]), *sizes, Text(glyphs.peak, "bold") if peaks else "")
-            label = ""
-        if not phases:
-            table.add_row(label, "", "", "", "")
-    return table
-
-
-def _steps(phases: Sequence[Mapping[str, Any]], peak: int) -> Iterator[tuple[list[int], list[Mapping[str, Any]]]]:
-    """Steps that are alike are one; of many different ones, the first, the last and the peak's are shown."""
-    merged: list[tuple[list[int], list[Mapping[str, Any]]]] = []
-    for step, found in groupby(phases, key=lambda phase: phase["step"]):
-        rows = list(found)
-        if merged and [_figures(row) for row in merged[-1][1]] == [_figures(row) for row in rows]:
-            merged[-1][0].append(step)
-        else:
-            merged.append(([step], rows))
-    kept = [i for i, (steps, _) in enumerate(merged) if i < 4 or i == len(merged) - 1 or peak in steps]
-    for before, i in zip([-1, *kept], kept, strict=False):
-        if i > before + 1:
-            yield [], []
-        yield merged[i]
-
-
-def _figures(phase: Mapping[str, Any]) -> tuple[str, int, int]:
-    return phase["name"], phase["allocated_bytes"], phase["reserved_bytes"]
-
-
-def _steps_label(steps: Sequence[int]) -> str:
-    if not steps:
-        return "..."
-    if steps == [0]:
-        return "start"
-    return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]}-{steps[-1]}"
-
-
 def _largest(plan: Plan, width: int) -> Table:
     total, shown = plan["peak"]["allocated_bytes"], plan["largest"][:LARGEST]
     figures = [
-        (_small(group["allocated_bytes"]), percent(group["allocated_bytes"], total), f"{group['count']:,} x")
+        (small(group["allocated_bytes"]), percent(group["allocated_bytes"], total), f"{group['count']:,} x")
         for group in shown
     ]
-    labels = [_category(group["category"]) for group in shown]
+    labels = [category_word(group["category"]) for group in shown]
     taken = 2 + sum(max(map(len, column)) + 2 for column in (*zip(*figures, strict=True), labels))
-    table = _grid("right", "right", "right", "left", "left")
+    table = grid("right", "right", "right", "left", "left")
     for group, row, label in zip(shown, figures, labels, strict=True):
         style = CATEGORY_STYLES.get(group["category"], "")
         table.add_row(*row, Text(label, style), _made_where(group, max(width - taken, 24)))
@@ -258,13 +173,6 @@ def _setting(name: str, value: object) -> str:
     if value is True:
         return word
     return f"{word} {clean(' '.join(map(str, value)) if isinstance(value, (list, tuple)) else value)}"
-
-
-def _bullets(notes: Iterable[str]) -> RenderableType:
-    table = Table.grid(padding=(0, 1))
-    for note in notes:
-        table.add_row("-", Text(clean(note)))
-    return table
 
 
 def _next_step(plan: Plan) -> str:

@@ -52,6 +52,13 @@ class Answers:
         self.given: dict[str, Value] = {}
 
     def value(self, tensor: torch.Tensor) -> Value:
+        return self._answer(tensor, f"the code asks {_kind(tensor)} for its value")
+
+    def count(self, tensor: torch.Tensor) -> int:
+        """How many elements of a mask are true."""
+        return int(self._answer(tensor, f"the code selects by {_kind(tensor)}, and how much depends on its values"))
+
+    def _answer(self, tensor: torch.Tensor, question: str) -> Value:
         """Asked by the innermost code outside torch, or by torch itself on the way there; nobody further out counts."""
         asker = None
         for frame in _callers():
@@ -64,7 +71,7 @@ class Answers:
                     return self._say(frame, value)
             if not _is_torch(frame):
                 break
-        raise TraceError(_question(tensor, asker), hint=_HINT)
+        raise TraceError(_at(asker) + question, hint=_HINT)
 
     def _say(self, frame: FrameType, value: Value) -> Value:
         self.given[_place(frame)] = value
@@ -78,7 +85,7 @@ _HINT = (
 
 
 def _callers() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(3)
     while frame is not None:
         if "/memfit/tracing/" not in _site(frame).file:
             yield frame
@@ -101,8 +108,10 @@ def _place(frame: FrameType) -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-def _question(tensor: torch.Tensor, asker: FrameType | None) -> str:
-    kind = f"{str(tensor.dtype).removeprefix('torch.')} tensor"
-    if asker is None:
-        return f"the code asks a {kind} for its value"
-    return f"{_place(asker)}, in {asker.f_code.co_name}: the code asks a {kind} for its value"
+def _kind(tensor: torch.Tensor) -> str:
+    name = str(tensor.dtype).removeprefix("torch.")
+    return f"{'an' if name[0] in 'iu' else 'a'} {name} tensor"
+
+
+def _at(asker: FrameType | None) -> str:
+    return "" if asker is None else f"{_place(asker)}, in {asker.f_code.co_name}: "

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from memfit.tracing.accumulation import is_dense
 from memfit.tracing.platform import Platform
 
 if TYPE_CHECKING:
@@ -24,26 +25,52 @@ HALF = (torch.float16, torch.bfloat16)
 Tensor = torch.Tensor
 
 
+ENABLED: dict[str, Callable[[], bool]] = {
+    "cudnn": torch.backends.cuda.cudnn_sdp_enabled,
+    "flash": torch.backends.cuda.flash_sdp_enabled,
+    "efficient": torch.backends.cuda.mem_efficient_sdp_enabled,
+}
+"""What `torch.nn.attention.sdpa_kernel` switches."""
+
+
 # -- which kernel (native/transformers/cuda/sdp_utils.cpp) -----------------------------------------------------------
 
 
 def choose_backend(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, causal: bool, gqa: bool, platform: Platform
 ) -> str:
-    grouped = gqa and q.shape[-3] != k.shape[-3]
+    if q.dim() != 4 or not _fusable(q, k, v, mask, gqa):
+        return "math"
+    grouped = gqa and q.shape[1] != k.shape[1]
     checks = {
-        "cudnn": lambda: platform.prefers_cudnn_attention and _cudnn_can(q, k, v, dropout, platform),
+        "cudnn": lambda: platform.prefers_cudnn_attention and _cudnn_can(q, k, v, mask, dropout, platform),
         "flash": lambda: _flash_can(q, k, v, mask, dropout, causal, platform),
         "efficient": lambda: _efficient_can(q, k, v, grouped, platform),
     }
-    return next((name for name, can in checks.items() if q.dim() == 4 and can()), "math")
+    return next((name for name, can in checks.items() if ENABLED[name]() and can()), "math")
 
 
-def _cudnn_can(q: Tensor, k: Tensor, v: Tensor, dropout: float, platform: Platform) -> bool:
+def _fusable(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, gqa: bool) -> bool:
+    """sdp_utils_cpp.h, what all fused kernels ask: the last dimension in steps of 1, of the mask too, and nothing to be
+    repeated but heads."""
+    in_steps = all(t.stride(-1) == 1 or t.shape[-1] == 1 for t in (q, k, v)) and (mask is None or mask.stride(-1) == 1)
+    same_batch = q.shape[0] == k.shape[0] == v.shape[0]
+    return in_steps and same_batch and (gqa or q.shape[1] == k.shape[1] == v.shape[1])
+
+
+def _cudnn_can(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, platform: Platform) -> bool:
+    if mask is not None and not _cudnn_takes_mask(mask, (*q.shape[:3], k.shape[2])):
+        return False
     widest = 256 if platform.arch == (9, 0) and platform.cudnn >= 91000 else 128
     sizes = (q.shape[-1], v.shape[-1])
     drops = (dropout > 0 and 91100 <= platform.cudnn < 91400) or torch.are_deterministic_algorithms_enabled()
     return q.dtype in HALF and all(d % 8 == 0 and d <= widest for d in sizes) and k.shape[-2] > 1 and not drops
+
+
+def _cudnn_takes_mask(mask: Tensor, scores: tuple[int, ...]) -> bool:
+    """sdp_utils_cpp.h, `check_attn_mask_shape`: no gradient, 2 or 4 dimensions, each whole or to be repeated."""
+    fits = all(n in (1, whole) for n, whole in zip(mask.shape, scores[-mask.dim() :], strict=True))
+    return not mask.requires_grad and mask.dim() in (2, 4) and fits
 
 
 def _flash_can(
@@ -120,33 +147,39 @@ def _math(
 ) -> Tensor:
     """torch's own composite, but for the mask, which CUDA adds in place and the composite under a trace does not."""
     kind = q.dtype
-    if kind in HALF:
-        q, k, v = q.float(), k.float(), v.float()
+    wide = [t.float() if kind in HALF else t for t in (q, k, v)]  # held to the end, as the variables of a C++ function
     root = math.sqrt(scale if scale is not None else 1 / math.sqrt(q.shape[-1]))
-    heads = q.shape[-3]
-    q = q * root
+    query, key, value = wide[0] * root, wide[1], wide[2]
     if causal:
-        mask = _additive(torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril(), q.dtype)
+        mask = _additive(torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril(), query.dtype)
     if gqa:
-        k, v = k.repeat_interleave(heads // k.shape[-3], -3), v.repeat_interleave(heads // v.shape[-3], -3)
-    scores = q.matmul(k.transpose(-2, -1) * root)
+        groups = q.shape[-3] // k.shape[-3]
+        key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
+    scores = query.matmul(key.transpose(-2, -1) * root)
     if mask is not None:
         scores.add_(mask)
     weights = torch._safe_softmax(scores, -1)
     del scores
     if dropout > 0:
         weights = torch.dropout(weights, dropout, True)
-    return weights.matmul(v).to(kind)
+    second = weights.to(kind)  # a second result, made first and taken by nobody
+    result = weights.matmul(value).to(kind)
+    del second
+    return result
 
 
 # -- what the fused ops allocate -------------------------------------------------------------------------------------
 
 
-def _like(t: Tensor, batch: int, heads: int, rows: int, width: int) -> Tensor:
-    """[B, H, S, D] laid out as `t` is: heads inside rows, as Hugging Face models have it, or rows inside heads."""
-    if t.stride(1) < t.stride(2):
-        return torch.empty(batch, rows, heads, width, dtype=t.dtype, device=t.device).transpose(1, 2)
-    return torch.empty(batch, heads, rows, width, dtype=t.dtype, device=t.device)
+def _like(t: Tensor, *shape: int) -> Tensor:
+    """Laid out as `t` is, whichever of heads, rows and batch lies inside the others (native/cudnn/MHA.cpp,
+    `alloc_with_matching_layout`)."""
+    if t.shape == shape and is_dense(t):
+        return torch.empty_strided(shape, t.stride(), dtype=t.dtype, device=t.device)
+    strides, step = [0] * len(shape), 1
+    for dim in sorted(range(len(shape)), key=t.stride().__getitem__):
+        strides[dim], step = step, step * shape[dim]
+    return torch.empty_strided(shape, strides, dtype=t.dtype, device=t.device)
 
 
 def _empty(t: Tensor, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -172,9 +205,20 @@ def _cudnn_workspace(q: Tensor, k: Tensor, platform: Platform) -> int:
     b, h, s, d = q.shape
     if s > 1:
         return 256
-    groups = b * k.shape[1]
-    splits = min(16, -(-k.shape[2] // 128), _power_of_two_below(2 * platform.sm_count // groups))
-    return 4 * b * h * splits * (d + 2) + 128 if splits > 1 else 0
+    rows = 4 * b * h * _cudnn_splits(k.shape[2], b * k.shape[1], platform)
+    return _aligned(rows * d) + 2 * _aligned(rows) + 128 if rows > 4 * b * h else 0
+
+
+def _cudnn_splits(keys: int, groups: int, platform: Platform) -> int:
+    """As measured: a power of two up to 64, of parts with 128 keys or more, while there are fewer than two blocks for
+    each multiprocessor; not where one part each would keep more than half of them busy, nor for 512 keys or fewer."""
+    if keys <= 512 or 2 * groups > platform.sm_count:
+        return 1
+    return min(64, _power_of_two_below((keys - 1) // 127), _power_of_two_below((2 * platform.sm_count - 1) // groups))
+
+
+def _aligned(n: int) -> int:
+    return -(-n // 128) * 128
 
 
 def _power_of_two_below(n: int) -> int:
@@ -193,17 +237,20 @@ def cudnn_backward(tracer: Tracer, grad: Tensor, q: Tensor, k: Tensor, v: Tensor
     return grads
 
 
-def flash_forward(tracer: Tracer, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Any:
-    """flash_attn/flash_api.cpp `mha_fwd`; few thread blocks split the keys and meet in fp32 buffers."""
+def flash_forward(tracer: Tracer, q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, *_: Any, **__: Any) -> Any:
+    """flash_attn/flash_api.cpp `mha_fwd`; few thread blocks split the keys and meet in fp32 buffers. Dropout does not
+    split, and makes its random state anew."""
     b, h, s, d = q.shape
     out = _like(q, b, h, s, d)
     lse = _empty(q, b, h, s)
-    splits = _flash_splits(b, h, s, k.shape[2], d, tracer.platform.sm_count)
+    splits = _flash_splits(b, h, s, k.shape[2], d, tracer.platform.sm_count) if dropout == 0 else 1
     with tracer.temporaries() as hold:
         if splits > 1:
             hold(4 * splits * b * h * s, "flash attention split statistics")
             hold(4 * splits * b * h * s * _rounded_head(d), "flash attention split output")
         rng, unused = _empty(q, 2, dtype=torch.int64), _empty(q, dtype=torch.int64)
+    if dropout > 0:
+        rng = _empty(q, 2, dtype=torch.int64)
     nothing = torch.empty(0, device=q.device)
     return out, lse, nothing, nothing, s, k.shape[2], rng, unused, nothing
 
@@ -254,7 +301,7 @@ def efficient_forward(
     width = v.shape[-1]
     out = torch.empty(b, s, h, width, dtype=q.dtype, device=q.device).transpose(1, 2)
     stats = _empty(q, b, h, -(-s // 32) * 32) if lse else torch.empty(0, device=q.device)
-    if q.dtype in HALF and width > 128:
+    if q.dtype in HALF and max(q.shape[-1], width) > 128:
         tracer.temporary(4 * b * h * s * width, "mem-efficient attention accumulator")
     state = torch.empty((), dtype=torch.int64)  # the generator's state stays on the host
     return out, stats, state, torch.empty((), dtype=torch.int64)
@@ -266,18 +313,34 @@ def efficient_backward(
     """attention_backward.cu: gradients, the row sums of grad x out, then tiles of dq with a 16-byte lock each."""
     b, h, s, d = q.shape
     wants = rest[5]
+    half = q.dtype in HALF
     grads = [torch.empty(t.shape[0], t.shape[2], t.shape[1], t.shape[3], dtype=t.dtype, device=t.device).transpose(1, 2)
              for t in (q, k, v)]  # fmt: skip
-    grad_bias = torch.empty_like(bias) if bias is not None and wants[3] else None
+    grad_bias = None
+    if bias is not None and wants[3]:
+        whole = torch.empty(*bias.shape[:-1], -(-bias.shape[-1] // 16) * 16, dtype=bias.dtype, device=bias.device)
+        grad_bias = whole[..., : bias.shape[-1]]
     with tracer.temporaries() as hold:
-        with tracer.temporaries() as inner:
-            inner(4 * grad.numel(), "mem-efficient backward grad x out")
-            inner(4 * b * h * s, "mem-efficient backward row sums")
+        if not half:  # else the kernel itself computes them
+            with tracer.temporaries() as inner:
+                inner(4 * grad.numel(), "mem-efficient backward grad x out")
+                inner(4 * b * h * s, "mem-efficient backward row sums")
+                hold(4 * b * h * s, "mem-efficient backward delta")
+        else:
             hold(4 * b * h * s, "mem-efficient backward delta")
-        tile = 64 if d <= 64 else 128
-        tiles = -(-s // tile) * -(-d // 64)
-        hold(b * h * tiles * (4 * tile * 64 + 16), "mem-efficient backward dq tiles")
+        hold(b * h * _efficient_workspace(s, k.shape[2], d, v.shape[-1], half), "mem-efficient backward workspace")
     return (*grads, grad_bias)
+
+
+def _efficient_workspace(rows: int, keys: int, d: int, width: int, half: bool) -> int:
+    """mem_eff_attention/kernel_backward.h: tiles of dq in fp32 with a 16-byte lock each; half types whose head is wider
+    than the registers also accumulate dk and dv there."""
+    widest = max(d, width)
+    tile_rows = 64 if widest <= 64 else 128
+    tile_columns = 128 if half and 64 < widest <= 128 else 64
+    tiles = -(-rows // tile_rows) * -(-d // tile_columns)
+    accumulated = -(-keys // 64) * 64 * (-(-d // 128) + -(-width // 128)) * 128 if half and widest > 128 else 0
+    return tiles * (4 * tile_rows * tile_columns + 16) + 4 * accumulated
 
 
 RULES: dict[Any, Callable[..., Any]] = {

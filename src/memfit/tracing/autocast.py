@@ -1,86 +1,95 @@
 """Autocast as CUDA does it, on a device for which torch has none.
 
-Three lists decide what a function's floating-point inputs are cast to (ATen/autocast_mode.h, 2.13): the lower
-precision, fp32, or the widest of them. A cast of an fp32 parameter is kept and used again until the outermost region
-of the thread ends; `no_grad` does not change that, inference mode does (pytorch#165068). torch's own context managers
-stay as they are: what they set and ask is kept here.
+Four lists decide what happens to an op's floating-point inputs (ATen/autocast_mode.h, 2.11): they are cast to the lower
+precision, to fp32, or to the widest of them, or the op is told to compute in fp32. A cast of an fp32 parameter is kept
+and used again until the outermost region of the thread ends; `no_grad` does not change that, inference mode does
+(pytorch#165068).
+
+On CUDA this is a layer of the dispatcher above autograd, so it also sees what functions written in Python, and ops
+made of other ops, call inside. The dispatcher has such a layer for devices of other makers, and no tensor here is on
+one: the lists are written there, and a region switches the layer on for its thread. torch's own context managers stay
+as they are: what they set and ask is kept here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import Any
 from unittest import mock
 
 import torch
 from torch.amp import autocast_mode
+from torch.library import Library, fallthrough_kernel
 
 Tensor = torch.Tensor
+Kernel = Callable[..., Any]
+
+LAYER = "AutocastPrivateUse1"
+_LAYER_KEYS = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, LAYER))
 
 
-def _names(*lines: str) -> frozenset[str]:
-    return frozenset(name for line in lines for name in line.split())
+def _names(*lines: str) -> tuple[str, ...]:
+    return tuple(name for line in lines for name in line.split())
 
 
 LOWER = _names(
-    "conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d convolution prelu addmm addmv",
-    "addr matmul __matmul__ __rmatmul__ einsum mm mv linear addbmm baddbmm bmm chain_matmul multi_dot vecdot",
-    "scaled_dot_product_attention",
+    "_convolution _convolution.deprecated conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input",
+    "conv_transpose3d.input convolution prelu addmm addmv addr matmul einsum mm mv linalg_vecdot linear addbmm baddbmm",
+    "bmm chain_matmul linalg_multi_dot _thnn_fused_lstm_cell _thnn_fused_gru_cell lstm_cell gru_cell rnn_tanh_cell",
+    "rnn_relu_cell _scaled_dot_product_flash_attention scaled_dot_product_attention",
 )
 FP32 = _names(
-    "acos __rpow__ asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow __pow__ softplus",
-    "layer_norm rms_norm group_norm frobenius_norm nuclear_norm cosine_similarity poisson_nll_loss",
-    "cosine_embedding_loss nll_loss hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss",
-    "margin_ranking_loss multilabel_margin_loss soft_margin_loss triplet_margin_loss multi_margin_loss",
-    "binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp",
+    "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar",
+    "pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm.dim",
+    "nuclear_norm nuclear_norm.dim cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d",
+    "hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss",
+    "multilabel_margin_loss soft_margin_loss triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits",
+    "dist pdist cdist renorm logsumexp upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d",
+    "_upsample_nearest_exact2d upsample_nearest3d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d",
+    "_upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa",
 )
-FP32_BY_DTYPE = _names("prod softmax log_softmax cumprod cumsum vector_norm matrix_norm sum")
-WIDEST = _names("addcdiv addcmul atan2 bilinear cross dot grid_sample index_put tensordot scatter_add vdot")
-KNOWN = LOWER | FP32 | FP32_BY_DTYPE | WIDEST | {"cross_entropy"}
+TOLD_FP32 = _names(
+    "prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm",
+    "linalg_matrix_norm.str_ord sum sum.dim_IntList",
+)
+TOLD_FP32_BY_OVERLOAD = {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype"}
+WIDEST = _names("addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add")
+REFUSED = _names("binary_cross_entropy")
+SINCE = {"rms_norm": (2, 12)}
+"""The torch from which on an op is on its list, if that is later than 2.11 (pytorch#174824)."""
+
+
+def _op(name: str) -> Any:
+    base, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, base), overload or "default")
 
 
 class Autocast:
     """The state of a thread's autocast for the traced device, and the casts it makes."""
 
-    def __init__(self, device: torch.device) -> None:
+    running: Autocast | None = None
+    """The one whose regions the layer belongs to: traces do not nest."""
+
+    def __init__(self, device: torch.device, version: tuple[int, int]) -> None:
         self.device = device
+        self.version = version
         self.enabled = False
         self.dtype = torch.float16
         self._cache: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def call(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """What `func` comes to inside a region."""
-        name = getattr(func, "__name__", "").removeprefix("linalg_")
-        if name not in KNOWN:
-            return func(*args, **kwargs)
-        if name == "cross_entropy":
-            return self._cross_entropy(func, args, kwargs)
-        if name in FP32_BY_DTYPE:
-            first = args[0] if args else kwargs.get("input")
-            if self._eligible(first) and kwargs.get("dtype") is None and not _positional_dtype(args):
-                kwargs = {**kwargs, "dtype": torch.float32}
-            return func(*args, **kwargs)
-        target = self.dtype if name in LOWER else torch.float32 if name in FP32 else self._widest(args)
-        named = {key: self._cast_all(value, target) for key, value in reversed(kwargs.items())}
-        placed = [self._cast_all(value, target) for value in reversed(args)]  # the order in which gcc evaluates them
-        return func(*reversed(placed), **named)
+    def switch(self, enabled: bool) -> None:
+        self.enabled = enabled
+        if enabled:
+            _lists_in_place()
+        torch._C._dispatch_tls_set_dispatch_key_included(LAYER, enabled)
+        torch._C._dispatch_tls_set_dispatch_key_excluded(LAYER, not enabled)
 
     def clear(self) -> None:
         self._cache.clear()
 
-    def _cross_entropy(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """A composite of log-softmax, which is told its dtype, and of nll_loss, which is on the fp32 list."""
-        logits = args[0]
-        plain = not kwargs.get("label_smoothing") and not args[1].is_floating_point()
-        if logits.dtype == torch.float32 or not plain:
-            return func(*args, **kwargs)
-        kwargs = {key: value for key, value in kwargs.items() if key != "label_smoothing"}
-        return torch.nn.functional.nll_loss(
-            torch.log_softmax(logits, 1, dtype=logits.dtype).float(), *args[1:], **kwargs
-        )
-
-    def _eligible(self, value: Any) -> bool:
+    def eligible(self, value: Any) -> bool:
         return (
             isinstance(value, Tensor)
             and value.is_floating_point()
@@ -88,14 +97,20 @@ class Autocast:
             and value.device.type == self.device.type
         )
 
-    def _widest(self, args: Any) -> torch.dtype:
-        kinds = {t.dtype for t in args if self._eligible(t)}
+    def widest(self, args: Any) -> torch.dtype:
+        kinds = {t.dtype for t in args if self.eligible(t)}
         return torch.float32 if torch.float32 in kinds or len(kinds) > 1 else next(iter(kinds), torch.float32)
 
-    def _cast_all(self, value: Any, target: torch.dtype) -> Any:
+    def cast_all(self, args: Any, kwargs: Any, target: torch.dtype) -> tuple[Any, Any]:
+        """From the last to the first: the order in which gcc evaluates them."""
+        named = {key: self._cast(value, target) for key, value in reversed(kwargs.items())}
+        placed = [self._cast(value, target) for value in reversed(args)]
+        return placed[::-1], named
+
+    def _cast(self, value: Any, target: torch.dtype) -> Any:
         if isinstance(value, (list, tuple)) and any(isinstance(v, Tensor) for v in value):
-            return type(value)(self._cast_all(v, target) for v in value)
-        if not self._eligible(value) or value.dtype == target:
+            return [self._cast(v, target) for v in value]
+        if not self.eligible(value) or value.dtype == target:
             return value
         return self._cached(value, target)
 
@@ -132,9 +147,9 @@ class Autocast:
 
         def enable(device_type: Any, enabled: bool | None = None) -> None:
             if enabled is None:
-                self.enabled = bool(device_type)
+                self.switch(bool(device_type))
             elif device_type in names:
-                self.enabled = enabled
+                self.switch(enabled)
             else:
                 set_enabled(device_type, enabled)
 
@@ -166,11 +181,85 @@ class Autocast:
             ):
                 stack.enter_context(mock.patch.object(owner, name, replacement))
             stack.enter_context(_transformers_regions())
+            stack.enter_context(mock.patch.object(Autocast, "running", self))
+            stack.callback(self.switch, False)
             yield
 
 
-def _positional_dtype(args: Any) -> bool:
-    return any(isinstance(value, torch.dtype) for value in args)
+@cache
+def _lists_in_place() -> tuple[Library, Library]:
+    """Once a process, at the first region: nothing runs them unless a region has switched the layer on."""
+    rest = Library("_", "IMPL", LAYER)
+    rest.fallback(fallthrough_kernel)
+    lists = Library("aten", "IMPL")
+    for names, kernel in ((LOWER, _lowered), (FP32, _in_fp32), (TOLD_FP32, _told_fp32), (WIDEST, _widened)):
+        for name in names:
+            lists.impl(name, kernel(_op(name)) if name not in SINCE else _since(SINCE[name], _op(name), kernel), LAYER)
+    for name, with_dtype in TOLD_FP32_BY_OVERLOAD.items():
+        lists.impl(name, _told_fp32_by_overload(_op(with_dtype)), LAYER)
+    for name in REFUSED:
+        lists.impl(name, _refused, LAYER)
+    return rest, lists
+
+
+def _with_casts(op: Any, target: Callable[[Autocast, Any], torch.dtype]) -> Kernel:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(_LAYER_KEYS):
+            if state := Autocast.running:
+                args, kwargs = state.cast_all(args, kwargs, target(state, args))
+            return op(*args, **kwargs)
+
+    return kernel
+
+
+def _lowered(op: Any) -> Kernel:
+    return _with_casts(op, lambda state, _: state.dtype)
+
+
+def _in_fp32(op: Any) -> Kernel:
+    return _with_casts(op, lambda _, __: torch.float32)
+
+
+def _widened(op: Any) -> Kernel:
+    return _with_casts(op, lambda state, args: state.widest(args))
+
+
+def _since(version: tuple[int, int], op: Any, listed: Callable[[Any], Kernel]) -> Kernel:
+    later = listed(op)
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        if (state := Autocast.running) and state.version >= version:
+            return later(*args, **kwargs)
+        with torch._C._ExcludeDispatchKeyGuard(_LAYER_KEYS):
+            return op(*args, **kwargs)
+
+    return kernel
+
+
+def _told_fp32(op: Any) -> Kernel:
+    place = next(i for i, argument in enumerate(op._schema.arguments) if argument.name == "dtype")
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        told = (args[place] if place < len(args) else kwargs.get("dtype")) is not None
+        if not told and (state := Autocast.running) and state.eligible(args[0]):
+            args, kwargs = args[:place], {**kwargs, "dtype": torch.float32}
+        with torch._C._ExcludeDispatchKeyGuard(_LAYER_KEYS):
+            return op(*args, **kwargs)
+
+    return kernel
+
+
+def _told_fp32_by_overload(op: Any) -> Kernel:
+    def kernel(x: Tensor, *args: Any) -> Any:
+        state = Autocast.running
+        with torch._C._ExcludeDispatchKeyGuard(_LAYER_KEYS):
+            return op(x, *args, dtype=torch.float32 if state and state.eligible(x) else x.dtype)
+
+    return kernel
+
+
+def _refused(*_: Any, **__: Any) -> Any:
+    raise RuntimeError("torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast")
 
 
 def _region(device_type, dtype=None, enabled=True, cache_enabled=None):  # type: ignore[no-untyped-def]

@@ -3,7 +3,7 @@
 `F.dropout` is one fused op on CUDA and three plain ones elsewhere; attention is one of four kernels; softmax of fp16
 into fp32 needs no fp32 copy of its input. These are put in place at autograd's level of the dispatcher, so that they
 hold inside checkpointed blocks run again by backward as well, where Python's own overriding modes are off. Inference
-mode skips that level: there the same replacements are made by name (`in_inference_mode`).
+mode skips that level: there the tracer makes the same replacements (`IN_INFERENCE_MODE`).
 """
 
 from __future__ import annotations
@@ -11,13 +11,16 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.library import Library
 
 from memfit.tracing.attention import attention
 from memfit.tracing.platform import Platform
+
+if TYPE_CHECKING:
+    from memfit.tracing.tracer import Tracer
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
@@ -72,37 +75,46 @@ def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: fl
     return aten.rms_norm.default.decompose(x, shape, weight, eps)  # type: ignore[no-any-return]
 
 
-def _replacements(platform: Platform) -> dict[str, Callable[..., Any]]:
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """native/Linear.cpp: where rows do not lie one after the other, the bias is added in place; a dispatch mode makes
+    torch add it out of place."""
+    if bias is None or x.dim() < 3 or x.is_contiguous():
+        return aten.linear.default.decompose(x, weight, bias)  # type: ignore[no-any-return]
+    return torch.matmul(x, weight.t()).add_(bias)
+
+
+def _sdpa(platform: Platform) -> Callable[..., Tensor]:
     def sdpa(
         q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
         is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
     ) -> Tensor:  # fmt: skip
         return attention(platform, q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
+    return sdpa
+
+
+def _replacements(platform: Platform) -> dict[str, Callable[..., Any]]:
     return {
-        "scaled_dot_product_attention": sdpa,
+        "scaled_dot_product_attention": _sdpa(platform),
         "dropout": _dropout,
         "softmax.int": _softmax,
         "log_softmax.int": _log_softmax,
         "rms_norm": _rms_norm,
+        "linear": _linear,
     }
 
 
-def in_inference_mode(platform: Platform) -> dict[Any, Callable[..., Any]]:
-    """The replacements that matter without gradients, keyed by the functions that Python code calls."""
-    made = _replacements(platform)
-    functional = torch.nn.functional
-    return {
-        functional.scaled_dot_product_attention: made["scaled_dot_product_attention"],
-        torch.softmax: _softmax_call,
-        Tensor.softmax: _softmax_call,
-        functional.softmax: lambda x, dim, _stacklevel=3, dtype=None: _softmax(x, dim, dtype),
-        torch.rms_norm: made["rms_norm"],
-    }
+def _sdpa_in_inference_mode(tracer: Tracer, *args: Any, **kwargs: Any) -> Any:
+    return _sdpa(tracer.platform)(*args, **kwargs)
 
 
-def _softmax_call(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-    return _softmax(x, dim, dtype)
+IN_INFERENCE_MODE: dict[Any, Callable[..., Any]] = {
+    aten.scaled_dot_product_attention.default: _sdpa_in_inference_mode,
+    aten.softmax.int: lambda _, *args, **kwargs: _softmax(*args, **kwargs),
+    aten.log_softmax.int: lambda _, *args, **kwargs: _log_softmax(*args, **kwargs),
+    aten.rms_norm.default: lambda _, *args, **kwargs: _rms_norm(*args, **kwargs),
+}
+"""Inference mode leaves autograd's level out, and the dispatch mode is shown the composites themselves."""
 
 
 @contextmanager

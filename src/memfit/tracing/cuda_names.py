@@ -15,7 +15,6 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from memfit.tracing.autocast import Autocast
-from memfit.tracing.composites import in_inference_mode
 
 if TYPE_CHECKING:
     from memfit.tracing.tracer import Tracer
@@ -23,6 +22,8 @@ if TYPE_CHECKING:
 Tensor = torch.Tensor
 FROM_HOST = (torch.tensor, torch.as_tensor, torch.asarray)
 """They copy Python data to the device without an op that a mode would see."""
+NUMBERS = (bool, int, float)
+"""As a value to assign, a number stays in host memory on CUDA (torch/csrc/autograd/python_variable_indexing.cpp)."""
 
 
 @contextmanager
@@ -43,8 +44,7 @@ class CudaNames(TorchFunctionMode):
     def __init__(self, tracer: Tracer) -> None:
         super().__init__()
         self.tracer = tracer
-        self.autocast = Autocast(tracer.device)
-        self._by_name = in_inference_mode(tracer.platform)
+        self.autocast = Autocast(tracer.device, tracer.platform.torch)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -52,12 +52,8 @@ class CudaNames(TorchFunctionMode):
             return self._made_device(*args, **kwargs)
         if func is Tensor.cuda:
             return self._move(args[0])
-        if (
-            torch.is_inference_mode_enabled()
-            and func in self._by_name
-            and args[0].device.type == self.tracer.device.type
-        ):
-            return self._by_name[func](*args, **kwargs)
+        if func is Tensor.__setitem__ and type(args[2]) in NUMBERS and args[0].device.type == self.tracer.device.type:
+            args = (*args[:2], torch.scalar_tensor(args[2], dtype=args[0].dtype, device="cpu"))
         args = tuple([self._device(value) for value in args])
         if kwargs:
             kwargs = {name: self._device(value) for name, value in kwargs.items()}
@@ -68,8 +64,6 @@ class CudaNames(TorchFunctionMode):
         if func is Tensor.to and self._is_host_copy_wanted(args, kwargs):
             dtype = next((a for a in (*args[1:], *kwargs.values()) if isinstance(a, torch.dtype)), None)
             return self._move(args[0], dtype)
-        if self.autocast.enabled:
-            return self.autocast.call(func, args, kwargs)
         result = func(*args, **kwargs)
         if func in FROM_HOST and isinstance(result, Tensor):
             self.tracer.track(result, f"torch.{func.__name__}")

@@ -12,8 +12,11 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
+from memfit.tracing import linalg
 from memfit.tracing.accumulation import is_dense
+from memfit.tracing.masks import positions_held, target_of
 from memfit.tracing.reductions import INT32_MAX, reduction_buffers
 from memfit.tracing.sorting import radix_sort_bytes, scan_bytes, segmented_sort_bytes
 
@@ -85,6 +88,46 @@ def _scan(tracer: Tracer, out: Tensor, x: Tensor, dim: int, *_: Any, **__: Any) 
             hold(out.numel() * out.element_size(), "scan input in the output's dtype")
         if x.dim() and x.numel() == x.shape[dim]:
             hold(scan_bytes(x.numel(), out.element_size()), "scan")
+
+
+def _histogram(tracer: Tracer, out: Tensor, x: Tensor, bins: int = 100, low: float = 0, high: float = 0) -> None:
+    """SummaryOps.cu: without bounds, the smallest and the largest value are looked for."""
+    for _ in range(2 if low == high else 0):
+        with tracer.temporaries() as hold:
+            hold(x.element_size(), "bound of a histogram")
+            _reduce(tracer, x, None)
+
+
+def _isinf(tracer: Tracer, x: Tensor) -> Tensor:
+    """native/TensorCompare.cpp."""
+    return x.abs() == math.inf if x.is_floating_point() else torch.zeros_like(x, dtype=torch.bool)
+
+
+def _logsumexp(tracer: Tracer, x: Tensor, dims: list[int], keepdim: bool = False) -> Any:
+    """native/ReduceOps.cpp, `logsumexp_out_impl`: the largest is taken out first, unless it is infinite."""
+    if x.numel() == 0 or not x.is_floating_point():
+        return NotImplemented
+    largest = x.amax(dims, keepdim=True)
+    largest.masked_fill_(largest.abs() == math.inf, 0)
+    return (x - largest).exp_().sum(dims, keepdim)
+
+
+def _log_sigmoid(tracer: Tracer, x: Tensor) -> tuple[Tensor, Tensor]:
+    """native/cuda/Activation.cpp: the buffer is for the CPU alone."""
+    return torch.empty_like(x), x.new_empty(0)
+
+
+def _softplus_backward(tracer: Tracer, grad: Tensor, x: Tensor, *_: Any) -> Tensor:
+    """Laid out as any result of the two; torch's shape-only kernel says contiguous."""
+    with _disable_current_modes():
+        like = grad * x
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+
+
+def _power_of_number(tracer: Tracer, out: Tensor, base: float, exponent: Tensor) -> None:
+    """native/Pow.cpp: the number is put on the device in 64 bits."""
+    if base != 1:
+        tracer.temporary(8, "base of a power")
 
 
 # -- normalisation and softmax ---------------------------------------------------------------------------------------
@@ -216,9 +259,13 @@ def _sort_of_indices(
 ) -> None:
     """Indexing.cu: accumulation sorts linear indices so that equal ones are added in order, by as many bits as the
     highest of them has."""
-    if not accumulate:
-        return
-    count = max((i.numel() for i in indices if i is not None and i.dtype != torch.bool), default=0)
+    target = target_of(tracer, x, indices, values, accumulate)
+    with positions_held(tracer, target):
+        if accumulate:
+            _sort_of_positions(tracer, x, indices, target.positions)
+
+
+def _sort_of_positions(tracer: Tracer, x: Tensor, indices: Sequence[Tensor | None], count: int) -> None:
     last = max((at for at, index in enumerate(indices) if index is not None), default=0)
     highest = max(x.numel() - 1, 0) // max(math.prod(x.shape[last + 1 :]), 1)
     with tracer.temporaries() as hold:
@@ -311,6 +358,22 @@ def _radix_select(tracer: Tracer, rows: int, row: int, size: int) -> None:
             tracer.temporary(scan_bytes(0), "scan by row")
 
 
+def _isin(tracer: Tracer, elements: Tensor, test: Tensor, *, assume_unique: bool = False, invert: bool = False) -> Any:
+    """native/TensorCompare.cpp and cuda/TensorCompare.cu: each is compared with each, unless there are many."""
+    if test.numel() >= 10 * elements.numel() ** 0.145:
+        return NotImplemented
+    found = torch.empty_like(elements, dtype=torch.bool)
+    same = elements.unsqueeze(-1) == test.view(*[1] * elements.dim(), -1)
+    same.any(-1)
+    return found
+
+
+def _median(tracer: Tracer, x: Tensor) -> Tensor:
+    """native/cuda/Sorting.cpp, `median_impl`: everything is sorted, and NaN is looked for at the end."""
+    ordered = x.flatten().sort()[0]
+    return torch.where(ordered[-1].isnan(), ordered[-1], ordered[(x.numel() - 1) // 2])
+
+
 def _multinomial(tracer: Tracer, x: Tensor, count: int, replacement: bool = False, **_: Any) -> Tensor:
     """Distributions.cpp: one draw, or draws without replacement, check the distribution, divide it by exponential
     noise of its size, and take the largest."""
@@ -355,6 +418,9 @@ HIDDEN: dict[Any, Rule] = {
     **dict.fromkeys((aten.sort.default, aten.sort.stable), _sort),
     aten.index_put_.default: _sort_of_indices,
     aten._index_put_impl_.default: _sort_of_indices,
+    aten.histc.default: _histogram,
+    aten.pow.Scalar: _power_of_number,
+    **linalg.HIDDEN,
 }
 
 REPLACED: dict[Any, Rule] = {
@@ -368,4 +434,11 @@ REPLACED: dict[Any, Rule] = {
     ),
     aten.index_put.default: _index_put,
     aten._foreach_norm.Scalar: _foreach_norm,
+    aten.median.default: _median,
+    aten.isinf.default: _isinf,
+    aten.isin.Tensor_Tensor: _isin,
+    aten.logsumexp.default: _logsumexp,
+    aten.log_sigmoid_forward.default: _log_sigmoid,
+    aten.softplus_backward.default: _softplus_backward,
+    **linalg.REPLACED,
 }

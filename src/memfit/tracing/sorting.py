@@ -22,6 +22,9 @@ ONESWEEP_TILES = {
 }
 SINGLE_TILE = (256, 19)
 SCAN_TILES = {2: (8, 3520), 4: (8, 1920), 8: (16, 896)}  # by item: bytes of a look-back state, items of a tile
+REDUCE_TILE = 256 * 16
+REDUCE_BLOCKS_PER_SM = 8 * 5
+SELECT_TILE = 384 * 11
 
 
 def _aligned(n: int) -> int:
@@ -62,4 +65,15 @@ def segmented_sort_bytes(count: int, key: int, value: int) -> int:
 def scan_bytes(count: int, item: int = 8) -> int:
     """Look-back states, one a tile and 32 before them."""
     state, items = SCAN_TILES.get(item, SCAN_TILES[8])
-    return max(_aligned(state * (32 + -(-count // items))), 768) + 511
+    return _aligned(state * (32 + max(1, -(-count // items)))) + 511
+
+
+def reduce_bytes(count: int, item: int, sm_count: int) -> int:
+    """Partial results of as many blocks as the card can hold, five times over; a single tile needs none
+    (dispatch_reduce.cuh)."""
+    return 1 if count <= REDUCE_TILE else _laid_out(item * sm_count * REDUCE_BLOCKS_PER_SM)
+
+
+def select_bytes(count: int) -> int:
+    """Look-back states, one a tile and 32 before them (dispatch_select_if.cuh)."""
+    return _aligned(8 * (32 + -(-count // SELECT_TILE))) + 511

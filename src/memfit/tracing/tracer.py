@@ -10,25 +10,36 @@ from __future__ import annotations
 import gc
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)  # fmt: skip
 from torch.utils._pytree import tree_leaves
 
 from memfit.core.events import Trace
 from memfit.errors import TraceError
-from memfit.tracing import attention, kernels
+from memfit.tracing import attention, composites, convolutions, grouped, kernels, masks
 from memfit.tracing.accumulation import EngineSums
 from memfit.tracing.answers import Answers
 from memfit.tracing.platform import H200, Platform
+from memfit.tracing.remembered import Gives, Remembered, what_is_given
+from memfit.tracing.rule_calls import RuleCalls
 from memfit.tracing.workspaces import PRODUCTS, Workspaces
 
 aten = torch.ops.aten
 ACCUMULATE_GRAD = "torch::autograd::AccumulateGrad"
-REPLACED: dict[Any, Callable[..., Any]] = {**attention.RULES, **kernels.REPLACED}
+REPLACED: dict[Any, Callable[..., Any]] = {
+    **attention.RULES, **composites.IN_INFERENCE_MODE, **grouped.RULES, **kernels.REPLACED,
+    **masks.REPLACED, **convolutions.REPLACED,
+}  # fmt: skip
 
 
 class Tracer(TorchDispatchMode):
@@ -40,10 +51,13 @@ class Tracer(TorchDispatchMode):
         self.trace = Trace(facts={"device": str(device), "torch": torch.__version__, "arch": list(platform.arch)})
         self.modules = ModuleStack()
         self.workspaces = Workspaces(platform)
+        self.rule_calls = RuleCalls()
         self.default_category = ""
         self.on_backward: Callable[[bool], None] = lambda begins: None
         self._engine_sums = EngineSums(device)
-        self._blocks: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self._remembered = Remembered(device) if device.type == "meta" else None
+        self._blocks: dict[int, tuple[weakref.ref[torch.UntypedStorage], int | None]] = {}
+        """Every storage that is known, with its block; host memory has none."""
 
     # -- what the traced code and the rules see ----------------------------------------------------------------
 
@@ -67,6 +81,7 @@ class Tracer(TorchDispatchMode):
         """The block made last has an entry for each of these tensors, so it grows with the number of layers."""
         if not tensors:
             return
+        self.rule_calls.as_traced()
         self.trace.facts.setdefault("lists", {})[str(len(self.trace.requested) - 1)] = [
             self.block_of(t) for t in tensors
         ]
@@ -81,11 +96,9 @@ class Tracer(TorchDispatchMode):
     def track(self, tensor: torch.Tensor, op: str, source: torch.Tensor | None = None) -> None:
         """Begin the life of a storage not seen before. Outside all modules it belongs to the module of its source: a
         parameter's optimizer state is that parameter's."""
-        if tensor.device.type != self.device.type:
-            return
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self._blocks:
+        if key in self._blocks or tensor.device.type != self.device.type:
             return
         nbytes = storage.nbytes()
         if not nbytes:
@@ -98,6 +111,19 @@ class Tracer(TorchDispatchMode):
 
         self._blocks[key] = (weakref.ref(storage, died), block)
 
+    def host_empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A buffer in host memory, without data as all else here, to copy from and to: no block of the device."""
+        with _disable_current_modes():
+            tensor = torch.empty(tuple(shape), dtype=dtype, device=self.device)
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+
+        def died(_: object, blocks: dict[int, Any] = self._blocks) -> None:
+            blocks.pop(key, None)
+
+        self._blocks[key] = (weakref.ref(storage, died), None)
+        return tensor
+
     def name(self, tensor: torch.Tensor, module: str) -> None:
         """Say whose a tensor is, where that is known better than by the module that ran when it was made."""
         block = self.block_of(tensor)
@@ -109,6 +135,14 @@ class Tracer(TorchDispatchMode):
         self._blocks.clear()
 
     def _alloc(self, nbytes: int, op: str, source: torch.Tensor | None = None) -> int:
+        module, category, outside = self.surroundings()
+        if outside and source is not None:
+            block = self.block_of(source)
+            module = self.trace.module(block) if block is not None else module
+        return self.trace.alloc(nbytes, op=op, module=module, category=category)
+
+    def surroundings(self) -> tuple[str, str, bool]:
+        """Module and category of what is made now, and whether that is outside all modules."""
         node = torch._C._current_autograd_node()
         module, category = self.modules.current, self.default_category
         outside = self.modules.depth == 0
@@ -119,10 +153,7 @@ class Tracer(TorchDispatchMode):
                 outside = True
             else:
                 module, outside = self.modules.of_node(node), False
-        if outside and source is not None:
-            block = self.block_of(source)
-            module = self.trace.module(block) if block is not None else module
-        return self.trace.alloc(nbytes, op=op, module=module, category=category)
+        return module, category, outside
 
     # -- the mode ------------------------------------------------------------------------------------------------
 
@@ -132,50 +163,60 @@ class Tracer(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is aten._local_scalar_dense.default and args[0].device.type == self.device.type:
+        with torch._C.DisableTorchFunction():  # else every look at a shape in backward goes through `CudaNames`
+            return self._run(_known_op(func), func, args, kwargs or {})
+
+    def _run(self, op: KnownOp, func: Any, args: Any, kwargs: Any) -> Any:
+        if op.asks_value and args[0].device.type == self.device.type:
             return self.answers.value(args[0])
-        if func is aten.add.Tensor and self.in_backward and self._engine_sums.in_place(args, kwargs):
+        if op.adds and self.in_backward and self._engine_sums.in_place(args, kwargs):
             return args[0]
-        replaced = REPLACED.get(func)
-        if replaced is not None and self._is_traced(args):
-            with self:
-                return replaced(self, *args, **kwargs)
+        if op.replaced is not None and self._is_traced(args):
+            with self, self.rule_calls.noted(self, func, False, args, kwargs):
+                replaced = op.replaced(self, *args, **kwargs)
+            if replaced is not NotImplemented:
+                return replaced
         try:
-            out = func(*args, **kwargs)
+            if op.gives is Gives.OTHER or self._remembered is None:
+                out = func(*args, **kwargs)
+            else:
+                out = self._remembered.call(func, op.gives, args, kwargs)
         except RuntimeError as error:
             if not _lacks_shapes(error):
                 raise
+            if rule := masks.DATA_DEPENDENT.get(func):
+                with self:
+                    return rule(self, *args, **kwargs)
             raise TraceError(
                 f"cannot trace {func}: torch has no shape-only kernel for it",
                 hint="what it returns depends on data, or its author wrote none (torch.library.register_fake)",
             ) from error
-        self._track_results(out, str(func), args)
-        if func in PRODUCTS:
+        if out is not None:
+            self._track_results(out, op.name, args)
+        if op.multiplies:
             if self._is_traced(args):
                 self.workspaces.after_product(self, func, args)
-        else:
-            hidden = kernels.HIDDEN.get(func)
-            if hidden is not None and self._is_traced(args):
-                hidden(self, out, *args, **kwargs)
-        if func is aten.detach.default and self.in_backward:
+        elif op.hidden is not None and self._is_traced(args):
+            with self.rule_calls.noted(self, func, True, (out, *args), kwargs):
+                op.hidden(self, out, *args, **kwargs)
+        if op.detaches and self.in_backward:
             self._note_gradient(out)
         return out
 
     def _track_results(self, out: Any, name: str, args: Any) -> None:
+        first = args[0] if args else None
         if isinstance(out, torch.Tensor):
-            source = args[0] if args and isinstance(args[0], torch.Tensor) else None
-            self.track(out, name, source)
-            if self.modules.depth == 0 and args and isinstance(args[0], (list, tuple)) and self.owns(out):
-                self.counts([t for t in args[0] if isinstance(t, torch.Tensor)])
+            self.track(out, name, first if isinstance(first, torch.Tensor) else None)
+            if self.modules.depth == 0 and isinstance(first, (list, tuple)) and self.owns(out):
+                self.counts([t for t in first if isinstance(t, torch.Tensor)])
             return
         results = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
-        sources = args[0] if args and isinstance(args[0], (list, tuple)) and len(args[0]) == len(results) else None
+        sources = first if isinstance(first, (list, tuple)) and len(first) == len(results) else None
         for i, tensor in enumerate(results):
             self.track(tensor, name, sources[i] if sources else None)
 
     def _is_traced(self, args: Any) -> bool:
-        first = next((t for t in tree_leaves(args) if isinstance(t, torch.Tensor)), None)
+        first = _first_tensor(args)
         return first is not None and first.device.type == self.device.type
 
     def _note_gradient(self, tensor: torch.Tensor) -> None:
@@ -183,6 +224,38 @@ class Tracer(TorchDispatchMode):
         block = self.block_of(tensor)
         if block is not None and node is not None and node.name() == ACCUMULATE_GRAD:
             self.trace.set_category(block, "gradients")
+
+
+@dataclass(frozen=True, slots=True)
+class KnownOp:
+    """What the tracer has to know of an op, looked up once."""
+
+    name: str
+    gives: Gives
+    replaced: Callable[..., Any] | None
+    hidden: Callable[..., Any] | None
+    multiplies: bool
+    adds: bool
+    asks_value: bool
+    detaches: bool
+
+
+@cache
+def _known_op(func: Any) -> KnownOp:
+    return KnownOp(
+        name=str(func), gives=what_is_given(func), replaced=REPLACED.get(func), hidden=kernels.HIDDEN.get(func),
+        multiplies=func in PRODUCTS, adds=func is aten.add.Tensor, asks_value=func is aten._local_scalar_dense.default,
+        detaches=func is aten.detach.default,
+    )  # fmt: skip
+
+
+def _first_tensor(values: Any) -> torch.Tensor | None:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            return value
+        if isinstance(value, (list, tuple)) and (found := _first_tensor(value)) is not None:
+            return found
+    return None
 
 
 def _lacks_shapes(error: RuntimeError) -> bool:
@@ -206,6 +279,11 @@ class ModuleStack:
         self._bounds: list[int] = []
         self._owners: list[str] = []
         self._base: list[int] = []
+
+    def know(self, module: torch.nn.Module, path: str) -> None:
+        """Names of a module and those in it, where it is not entered by way of the one that holds it."""
+        for name, child in module.named_modules():
+            self._names[child] = ".".join(part for part in (path, name) if part)
 
     def name_of(self, module: torch.nn.Module) -> str:
         return self._names.get(module, "")
@@ -269,12 +347,17 @@ class ModuleStack:
 
 @contextmanager
 def collector_off() -> Iterator[None]:
-    """A collection in the middle of a step would free storages where no GPU run does."""
-    was_on = gc.isenabled()
+    """A collection in the middle of a step would free storages where no GPU run does. One that the traced code asks for
+    looks only at what was made since: everything else in the process takes longer than the trace."""
+    was_on, freezes = gc.isenabled(), not gc.get_freeze_count()
     gc.disable()
+    if freezes:
+        gc.freeze()
     try:
         yield
     finally:
+        if freezes:
+            gc.unfreeze()
         if was_on:
             gc.enable()
 
@@ -286,8 +369,7 @@ def trace(
     platform: Platform = H200,
     answers: Answers | None = None,
 ) -> Trace:
-    """What `fn` would allocate. It is given the tracer: its `device`, and `mark` for phases."""
-    from memfit.tracing.composites import composites_of_cuda
+    """What `fn` would allocate. It is given the tracer: its `device`, `mark` for phases, `rule_calls`."""
     from memfit.tracing.cuda_names import cuda_names
 
     if any(isinstance(mode, Tracer) for mode in _get_current_dispatch_mode_stack()):
@@ -295,7 +377,7 @@ def trace(
     tracer = Tracer(torch.device(device), platform, answers or Answers())
     with ExitStack() as stack:
         stack.enter_context(collector_off())
-        stack.enter_context(composites_of_cuda(platform, tracer.device))
+        stack.enter_context(composites.composites_of_cuda(platform, tracer.device))
         stack.enter_context(tracer.modules.watching())
         stack.enter_context(cuda_names(tracer))
         stack.enter_context(tracer)

@@ -1,0 +1,44 @@
+"""`memfit export FILE --to FORMAT`: a run for other tools."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from memfit.cli import output
+from memfit.errors import InputError
+
+
+def export(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A snapshot (pickle or JSON) or a trace.")],
+    to: Annotated[
+        str, typer.Option("--to", metavar="memory-viz|json|perfetto|speedscope|csv", help="The format to write.")
+    ],
+    out: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Default: the file's name, in this folder.")
+    ] = None,
+    device: Annotated[
+        int | None, typer.Option("--device", metavar="N", help="The GPU to export. Default: that which needed most.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", "-f", help="Overwrite the output if it is there.")] = False,
+) -> None:
+    """Write a snapshot or a trace for another tool: torch's viewer, Perfetto, speedscope, a spreadsheet.
+
+    A predicted trace becomes a snapshot that pytorch.org/memory_viz opens like a recorded one.
+    """
+    from memfit.core.export import find_format, write_export
+    from memfit.core.run import open_run
+
+    format_ = find_format(to)
+    target = out or Path(file.name.removesuffix(file.suffix) + format_.ending)
+    output.check_free(target, "--output", force)
+    with output.working(f"reading {file.name}"):
+        run = open_run(file, device=device)
+        try:
+            write_export(run, format_, target)
+        except OSError as error:
+            raise InputError(f"--output {str(target)!r} cannot be written: {error.strerror}") from error
+    output.say(str(target))
+    output.note(f"for {format_.opens_in}")

@@ -1,0 +1,50 @@
+"""Commands that convert what was typed only where there is something to convert.
+
+typer gives every value to pydantic, also an option that was not given, and text that is to stay text. To import that
+costs a third of what a plan takes whose trace is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from typer.core import TyperCommand, TyperGroup
+
+
+class _Late:
+    """In place of the method that makes an option's converter, and of the converter."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self.make = make
+
+    def __call__(self) -> _Late:
+        return self
+
+    def coerce(self, value: Any, *, param: Any, ctx: Any) -> Any:
+        many, annotation = param.multiple or param.nargs == -1, param.type_descriptor.annotation
+        if value is None:
+            return () if many else None
+        if annotation is str and isinstance(value, str):
+            return value
+        if annotation == list[str] and many and all(isinstance(each, str) for each in value):
+            return list(value)
+        return self.make().coerce(value, param=param, ctx=ctx)
+
+
+def _late(parameters: list[Any]) -> list[Any]:
+    for each in parameters:
+        make = getattr(each, "get_runtime_param", None)
+        if make is not None and not isinstance(make, _Late):
+            each.get_runtime_param = _Late(make)
+    return parameters
+
+
+class Command(TyperCommand):
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _late(super().get_params(ctx))
+
+
+class Group(TyperGroup):
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _late(super().get_params(ctx))

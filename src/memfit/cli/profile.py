@@ -1,0 +1,159 @@
+"""`memfit profile`: a snapshot of a forward pass or a training step, measured on a GPU or predicted without one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from memfit.cli import output
+from memfit.errors import InputError, UsageError
+
+SCHEMA = "memfit.profile/1"
+PREDICT = "predict"
+RESULTS = Path("results") / "memory_profiling"
+
+profile = typer.Typer(
+    help="Snapshot the memory of a forward pass or a training step, on a GPU or predicted.",
+    epilog=output.example(
+        "memfit profile --model-size 2.7B --profile-type training --device predict --output x.pickle"
+    ),
+    invoke_without_command=True,
+    rich_markup_mode=None,
+)
+
+Size = Annotated[str | None, typer.Option("--model-size", metavar="small|medium|large|xl|2.7B", help="A CS336 size.")]
+Model = Annotated[str | None, typer.Option("--model", help="Or any model that `memfit plan` takes.")]
+Batch = Annotated[int, typer.Option("--batch-size", metavar="N", help="Sequences in one forward pass.")]
+Warmup = Annotated[int, typer.Option("--warmup-steps", metavar="N", help="Steps before the recording starts.")]
+Measure = Annotated[int, typer.Option("--measure-steps", metavar="N", help="Steps that are recorded.")]
+Device = Annotated[str, typer.Option("--device", help="cuda, cuda:1, or predict: no GPU is needed then.")]
+Card = Annotated[str | None, typer.Option("--gpu", help="With --device predict: whose kernels to assume.")]
+Force = Annotated[bool, typer.Option("--force", "-f", help="Overwrite what is there.")]
+
+
+@profile.callback()
+def _profile(
+    context: typer.Context,
+    model_size: Size = None,
+    model: Model = None,
+    context_length: Annotated[
+        int, typer.Option("--context-length", "--seq-len", "--seqlen", metavar="N", help="Tokens in a sequence.")
+    ] = 512,
+    batch_size: Batch = 4,
+    warmup_steps: Warmup = 5,
+    measure_steps: Measure = 10,
+    profile_type: Annotated[
+        str, typer.Option("--profile-type", metavar="forward|training", help="What a step is.")
+    ] = "forward",
+    use_mixed_precision: Annotated[
+        bool, typer.Option("--use-mixed-precision", help="Run under autocast; the weights stay fp32.")
+    ] = False,
+    dtype: Annotated[str, typer.Option("--dtype", metavar="bf16|fp16", help="Of the autocast region.")] = "bf16",
+    output_file: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="The snapshot, .pickle or .json.")
+    ] = None,
+    device: Device = "cuda",
+    gpu: Card = None,
+    force: Force = False,
+    json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout instead of the table.")] = False,
+) -> int:
+    """Snapshot the memory of a forward pass or a training step, on a GPU or predicted."""
+    if context.invoked_subcommand is not None:
+        return 0
+    from memfit.jobs.profile import ProfileSettings, course_size
+
+    if (model_size is None) == (model is None):
+        raise UsageError("give --model-size or --model", hint="--model-size 2.7B is the profiling guide's")
+    if dtype not in ("bf16", "fp16"):
+        raise UsageError(f"--dtype {dtype!r} is not one of bf16, fp16")
+    settings = ProfileSettings(
+        model=course_size(model_size) if model_size else str(model), profile_type=profile_type,  # type: ignore[arg-type]
+        context_length=context_length, batch_size=batch_size, warmup_steps=warmup_steps, measure_steps=measure_steps,
+        dtype=dtype if use_mixed_precision else None,  # type: ignore[arg-type]
+    )  # fmt: skip
+    path = output_file or RESULTS / settings.file_name
+    _check_output(path, force, made=output_file is None)
+    profiler = _profiler(device, gpu)
+    with output.working(f"profiling {settings.model}"):
+        found = profiler(settings)
+    from memfit.core.snapshot_write import save_snapshot
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_snapshot(found.snapshot, path)
+    document = {
+        "schema": SCHEMA, "origin": found.origin, "gpu": found.gpu, "workload": settings.workload().settings(),
+        "peak": {"allocated_bytes": found.peak_allocated_bytes, "reserved_bytes": found.peak_reserved_bytes},
+        "phases": [{"name": name, "allocated_bytes": size} for name, size in found.phases.items()],
+        "snapshot": str(path), "notes": list(found.notes),
+    }  # fmt: skip
+    if json:
+        output.print_json(document)
+    else:
+        from memfit.render.profile_terminal import show_profile
+
+        output.show(show_profile, document)
+    return 0
+
+
+@profile.command(epilog=output.example("memfit profile suite --device predict --output-dir results/memory_profiling"))
+def suite(
+    part: Annotated[
+        list[str] | None, typer.Option("--part", metavar="a|b|c|d|e", help="Only these parts; may be repeated.")
+    ] = None,
+    model_size: Annotated[
+        str, typer.Option("--model-size", metavar="small|medium|large|xl|2.7B", help="A CS336 size.")
+    ] = "2.7B",
+    batch_size: Batch = 4,
+    warmup_steps: Warmup = 5,
+    measure_steps: Measure = 1,
+    device: Device = "cuda",
+    gpu: Card = None,
+    output_dir: Annotated[Path, typer.Option("--output-dir", metavar="FOLDER", help="Where all files go.")] = RESULTS,
+    force: Force = False,
+) -> int:
+    """Make every file of the profiling guide and answer its parts (a) to (e), in words and numbers."""
+    from memfit.jobs.profile import ProfileSettings, course_size
+    from memfit.planning.profile_suite import PARTS, Suite
+
+    wanted = [each.strip().lower() for given in part or PARTS for each in given.split(",")]
+    if unknown := [each for each in wanted if each not in PARTS]:
+        raise UsageError(f"--part {unknown[0]!r} is not one of {', '.join(PARTS)}")
+    if output_dir.exists() and not output_dir.is_dir():
+        raise InputError(f"--output-dir {str(output_dir)!r} is a file")
+    if output_dir.is_dir() and any(output_dir.iterdir()) and not force:
+        raise InputError(f"--output-dir {str(output_dir)!r} is not empty", hint="--force overwrites files there")
+    base = ProfileSettings(
+        model=course_size(model_size), batch_size=batch_size, warmup_steps=warmup_steps, measure_steps=measure_steps
+    )
+    whole = Suite(base, _profiler(device, gpu), output_dir)
+    with output.working(f"profiling {base.model}"):
+        text = whole.run(wanted)
+    output.say(text)
+    for path in whole.written:
+        output.say(f"wrote {path}")
+    return 0
+
+
+def _profiler(device: str, gpu: str | None) -> Callable[[Any], Any]:
+    if device == PREDICT:
+        from memfit.planning.profiled import predict_profile
+
+        return lambda settings: predict_profile(settings, gpu)
+    if gpu is not None:
+        raise UsageError("--gpu is for --device predict", hint="on a GPU, that GPU is profiled")
+    from memfit.jobs.profile import check_gpu, profile_on_gpu
+
+    check_gpu(device)
+    return lambda settings: profile_on_gpu(settings, device)
+
+
+def _check_output(path: Path, force: bool, *, made: bool) -> None:
+    if path.suffix not in (".pickle", ".pkl", ".json"):
+        raise UsageError(f"--output {str(path)!r} has no known ending", hint="end its name in .pickle or .json")
+    if not made and not path.parent.is_dir():
+        raise InputError(f"--output {str(path)!r}: there is no folder {str(path.parent)!r}")
+    if path.exists() and not force:
+        raise InputError(f"{str(path)!r} already exists", hint="--force overwrites it")

@@ -1,0 +1,56 @@
+"""`memfit report FILE`: what a recording, a prediction or a memory log says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from memfit.cli import output
+from memfit.errors import InputError
+
+
+def report(
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="A snapshot, a trace, a memory log or the folder of a run.")
+    ],
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Also write the report as one self-contained page.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout instead of the report.")] = False,
+    device: Annotated[
+        int | None, typer.Option("--device", metavar="N", help="The GPU to report on. Default: that which needed most.")
+    ] = None,
+    alloc_conf: Annotated[
+        str | None,
+        typer.Option("--alloc-conf", metavar="TEXT", help="Replay a trace with this PYTORCH_CUDA_ALLOC_CONF."),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", "-f", help="Overwrite the page if it is there.")] = False,
+) -> None:
+    """Report on a memory snapshot, a trace, a memory log or a run's folder.
+
+    The peak and what is alive at it, by category, module and line of code; the largest allocations with their stacks;
+    phases, idle memory, temporaries, growth; and, if memory ran out, what was asked for and what stood in the way.
+    """
+    if html is not None:
+        output.check_free(html, "--html", force)
+    with output.working(f"reading {file.name}"):
+        from memfit.core.report_file import report_file
+
+        reported = report_file(file, device=device, alloc_conf=alloc_conf)
+        if html is not None:
+            from memfit.render.html import write_page
+
+            try:
+                write_page(reported, html)
+            except OSError as error:
+                raise InputError(f"--html {str(html)!r} cannot be written: {error.strerror}") from error
+    if json:
+        output.print_json(reported.document)
+    else:
+        from memfit.render.report_terminal import show_report
+
+        output.show(show_report, reported.document)
+    if html is not None:
+        output.note(f"the page is {html}")

@@ -1,0 +1,210 @@
+"""`memfit train`: LoRA or pre-training from one YAML file, planned first, alone or under torchrun."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from memfit.cli import output
+from memfit.errors import MemfitError, UsageError
+from memfit.units import gib
+
+if TYPE_CHECKING:
+    from memfit.jobs.training.config import TrainConfig
+    from memfit.jobs.training.events import TrainEvent
+    from memfit.jobs.training.preparation import TrainJob
+
+SCHEMA = "memfit.train/1"
+DOES_NOT_FIT, WRONG_INPUT = 1, 2
+PLANNER = "memfit.planning.train_plan"
+ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
+
+
+def train(
+    config: Annotated[str, typer.Option("--config", metavar="FILE|NAME", show_default=False, help=(
+        "YAML file, or a config that comes with memfit: smollm2-lora-demo, qwen2.5-7b-lora-24gb, gsa-512m."
+    ))],
+    output_dir: Annotated[str | None, typer.Option("--output-dir", metavar="FOLDER", show_default=False,
+        help="Where checkpoints and the log go. Default: outputs/ and the config's name.")] = None,
+    resume_from: Annotated[str | None, typer.Option("--resume-from", metavar="FOLDER|latest", show_default=False,
+        help="Continue from this checkpoint, step_N or checkpoint-N.")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", show_default=False,
+        help="Replace a setting of the config; may be given several times.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run",
+        help="Check the config, read the data, show the plan, and train nothing.")] = False,
+    force: Annotated[bool, typer.Option("--force", "-f",
+        help="Train even if the plan says that it does not fit.")] = False,
+    json: Annotated[bool, typer.Option("--json",
+        help="The result as one document on stdout, everything else on stderr.")] = False,
+) -> int:  # fmt: skip
+    """Train a model from a YAML file: LoRA or all of its weights.
+
+    The job is planned before it starts, and its global batch stays the same on any number of GPUs:
+    `torchrun --nproc_per_node=N -m memfit train ...`.
+    """
+    from memfit.jobs.training.config_file import load_config
+
+    sets = list(set_ or ())
+    for key, value in (("saving.output_dir", output_dir), ("saving.resume_from", resume_from)):
+        if value is not None:
+            sets.append(f"{key}={_quoted(value)}")
+    with _only_the_first_complains():
+        settings = load_config(config, sets=sets)
+        note = _apply_allocator_settings(settings)
+        with output.working(f"preparing {settings.name}"):
+            from memfit.jobs.training.preparation import prepare_job
+
+            job = prepare_job(settings, say=output.note if _is_first() else None)
+    say = _nothing if not _is_first() else output.note_lines if json else output.say
+    notes = (*job.notes, *((note,) if note else ()))
+    said = [*job.in_lines(), *(f"note: {each}" for each in notes)]
+    for line in said:
+        say(line)
+    job, plan = _planned(job, say)
+    fits = plan is None or plan.verdict != "fails"
+    if dry_run or not (fits or force):
+        if not fits and not dry_run:
+            output.complain(
+                "the plan says that this does not fit", "--force trains all the same; memory: auto looks for what fits"
+            )
+        if json and _is_first():
+            output.print_json(_document(job, plan, None, trained=False))
+        return 0 if fits else DOES_NOT_FIT
+    return _run(job, plan, said, json=json, say=say)
+
+
+def _run(job: TrainJob, plan: Any, said: list[str], *, json: bool, say: Callable[[str], None]) -> int:
+    from memfit.jobs.training.config_file import dump
+    from memfit.jobs.training.out_of_memory import RanOut
+    from memfit.jobs.training.run_log import RunLog
+
+    runner: Any = import_module("memfit.jobs.training.runner")
+    log = RunLog(job.output_dir) if _is_first() else None
+    if log is not None:
+        log.write("\n".join(said + ([] if plan is None else plan.in_lines())))
+        if job.resume_from is None:
+            (job.output_dir / "config.yaml").write_text(dump(job.config), encoding="utf-8")
+    try:
+        with _progress(log, shown=_is_first()) as on_event, redirect_stdout(sys.stderr):
+            result = runner.train(job, on_event=on_event, plan=plan)
+    except RanOut as error:
+        output.complain(error.message, error.hint)
+        if log is not None:
+            log.write(f"error: {error.message}")
+        return DOES_NOT_FIT
+    finally:
+        if log is not None:
+            log.close()
+    if json and _is_first():
+        output.print_json(_document(job, plan, result, trained=True))
+    else:
+        for line in result.in_lines():
+            say(line)
+    return 0
+
+
+def _document(job: TrainJob, plan: Any, result: Any, *, trained: bool) -> dict[str, Any]:
+    return {
+        "schema": SCHEMA, "trained": trained, "job": job.to_json(), "plan": None if plan is None else plan.to_json(),
+        "result": None if result is None else result.to_json(),
+    }  # fmt: skip
+
+
+def _planned(job: TrainJob, say: Callable[[str], None]) -> tuple[TrainJob, Any]:
+    """The job as the plan leaves it (`memory: auto` chooses another micro-batch), and the plan itself."""
+    if find_spec(PLANNER) is None:
+        return job, None
+    with output.working("planning"):
+        plan = import_module(PLANNER).plan_training(job)
+    for line in plan.in_lines():
+        say(line)
+    return plan.job, plan
+
+
+# -- one of many processes ---------------------------------------------------------------------------------------------
+
+
+def _is_first() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _nothing(_: str) -> None:
+    pass
+
+
+@contextmanager
+def _only_the_first_complains() -> Iterator[None]:
+    """All processes of a machine find the same mistake: one of them says it."""
+    try:
+        yield
+    except MemfitError:
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            raise SystemExit(WRONG_INPUT) from None
+        raise
+
+
+# -- settings ----------------------------------------------------------------------------------------------------------
+
+
+def _apply_allocator_settings(config: TrainConfig) -> str | None:
+    """They count only if they stand in the environment before CUDA starts. What the user exported wins."""
+    wanted = config.memory.alloc_conf
+    there = os.environ.get(ALLOCATOR)
+    if not wanted:
+        return None
+    if there is None:
+        os.environ[ALLOCATOR] = wanted
+        return None
+    return None if there == wanted else f"{ALLOCATOR}={there} is exported and wins over memory.alloc_conf {wanted}"
+
+
+def _quoted(value: str) -> str:
+    if not value.strip() or not value.isprintable():
+        raise UsageError(f"{value!r} is not the name of a folder")
+    return "'" + value.replace("'", "''") + "'"
+
+
+# -- while it runs -----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _progress(log: Any, *, shown: bool) -> Iterator[Callable[[TrainEvent], None]]:
+    """Steps done, loss, memory and time left, on stderr and only where a person looks on; lines for everything else."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from memfit.jobs.training.run_log import in_a_line
+
+    err = output.errors_console()
+    columns = (
+        TextColumn("steps"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[state]}"),
+        TimeRemainingColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=err, transient=True, disable=not (shown and err.is_terminal)) as bar:
+        task: Any = None
+
+        def show(event: TrainEvent) -> None:
+            nonlocal task
+            if log is not None:
+                log(event)
+            if not shown:
+                return
+            if event.kind != "step":
+                err.print(in_a_line(event), soft_wrap=True)
+            elif not err.is_terminal and event.loss is not None:
+                output.note(in_a_line(event))
+            if event.step is not None and event.total_steps is not None:
+                if task is None:
+                    task = bar.add_task("", total=event.total_steps, state="")
+                bar.update(task, completed=event.step)
+                if event.loss is not None:
+                    peak = "" if event.gpu_peak_bytes is None else f", GPU peak {gib(event.gpu_peak_bytes)}"
+                    bar.update(task, state=f"loss {event.loss:.4f}{peak}")
+
+        yield show

@@ -1,0 +1,98 @@
+"""`memfit watch`: GPUs, processes and running memfit jobs, live in a terminal; over ssh, and without a GPU too."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from memfit.cli import output
+from memfit.errors import InputError, UsageError
+
+
+def watch(
+    interval: Annotated[float, typer.Option("--interval", metavar="SECONDS", help="Time between two looks.")] = 1.0,
+    csv_file: Annotated[
+        Path | None, typer.Option("--csv", metavar="FILE", help="Append a line for each GPU at each look.")
+    ] = None,
+    prometheus: Annotated[
+        Path | None, typer.Option("--prometheus", metavar="FILE", help="Rewrite this file for Prometheus at each look.")
+    ] = None,
+    count: Annotated[int | None, typer.Option("--count", metavar="N", help="Stop after so many looks.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="A JSON document a line at each look, on stdout.")] = False,
+) -> None:
+    """Watch the memory of this machine's GPUs, who holds it, and where running memfit jobs are. Ctrl-C ends it."""
+    if not 0.05 <= interval <= 86400:
+        raise UsageError(f"--interval {interval} is not between 0.05 and 86400 seconds")
+    if count is not None and count < 1:
+        raise UsageError(f"--count {count} is less than one look")
+    from memfit.recording.machine import csv_rows, look, prometheus_text
+
+    with _csv(csv_file) as rows, _view(json) as show:
+        done = 0
+        while True:
+            seen = look()
+            rows(list(csv_rows(seen)))
+            if prometheus is not None:
+                _replace(prometheus, prometheus_text(seen))
+            show(seen)
+            done += 1
+            if count is not None and done >= count:
+                return
+            time.sleep(interval)
+
+
+@contextmanager
+def _view(json: bool) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """In a terminal the view is redrawn in place; elsewhere each look is printed below the last."""
+    from rich.console import Console
+
+    from memfit.render.watch_terminal import show_watch, watch_view
+
+    console = Console(highlight=False, markup=False, emoji=False)
+    if json:
+        yield lambda seen: output.print_json(seen, indent=None)
+    elif not console.is_terminal:
+        yield lambda seen: output.show(show_watch, seen)
+    else:
+        from rich.live import Live
+
+        with contextlib.suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False, screen=False) as live:
+            yield lambda seen: live.update(watch_view(seen, console.width, console.encoding), refresh=True)
+
+
+@contextmanager
+def _csv(path: Path | None) -> Iterator[Callable[[list[list[Any]]], None]]:
+    if path is None:
+        yield lambda rows: None
+        return
+    from memfit.recording.machine import CSV_COLUMNS
+
+    try:
+        with path.open("a", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            if file.tell() == 0:
+                writer.writerow(CSV_COLUMNS)
+
+            def write(rows: list[list[Any]]) -> None:
+                writer.writerows(rows)
+                file.flush()
+
+            yield write
+    except OSError as error:
+        raise InputError(f"--csv {str(path)!r} cannot be written: {error.strerror}") from error
+
+
+def _replace(path: Path, text: str) -> None:
+    try:
+        beside = path.with_name(f".{path.name}.new")
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(path)
+    except OSError as error:
+        raise InputError(f"--prometheus {str(path)!r} cannot be written: {error.strerror}") from error

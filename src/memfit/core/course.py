@@ -1,0 +1,163 @@
+"""What became of a trace: where each block lay, how large it was, what was allocated and reserved after each event.
+
+A recording is taken at its word (`observed`): each block lies where it was seen. A prediction is placed by the model of
+the allocator (`placed`). What reads a `Course` need not know which it was.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from memfit.core.alloc_config import AllocatorConfig
+from memfit.core.allocator import CachingAllocator
+from memfit.core.driver import Driver
+from memfit.core.events import Action, Trace
+from memfit.core.lifetimes import BEFORE, Ints, Lifetimes, lifetimes
+from memfit.core.ranges import Range, Ranges
+from memfit.errors import InputError
+
+MOST = 2.0**62
+DriverEvent = tuple[int, int, int, int]  # at which event of the trace; action, address, size
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    trace: Trace
+    lives: Lifetimes
+    size: Ints  # of each block, as the allocator counts it
+    address: npt.NDArray[np.uint64]
+    allocated: Ints  # after each event
+    reserved: Ints | None  # the same; None where it is not known
+    allocated_before: int
+    reserved_before: int
+    start: tuple[Range, ...]  # what was held from the driver before the first event
+    driver: tuple[DriverEvent, ...]
+    doubts: int = 0  # events that contradict what lies in memory
+
+    @property
+    def peak_event(self) -> int:
+        """The first event at which most is allocated; BEFORE if that is how it began."""
+        return _first_peak(self.allocated, self.allocated_before)
+
+    @property
+    def reserved_peak_event(self) -> int | None:
+        return None if self.reserved is None else _first_peak(self.reserved, self.reserved_before)
+
+    def allocated_at(self, event: int) -> int:
+        return self.allocated_before if event < 0 else int(self.allocated[event])
+
+    def reserved_at(self, event: int) -> int | None:
+        if self.reserved is None:
+            return None
+        return self.reserved_before if event < 0 else int(self.reserved[event])
+
+    def ranges_at(self, event: int) -> Ranges:
+        held = Ranges(self.start)
+        for at, action, address, size in self.driver:
+            if at > event:
+                break
+            held.do(action, address, size)
+        return held
+
+
+def columns(trace: Trace, lives: Lifetimes, size: Ints) -> tuple[Ints, int]:
+    """Bytes allocated after each event, and before the first."""
+    check_total(size)
+    change = np.zeros(len(trace) + 1, dtype=np.int64)
+    born, died = lives.birth >= 0, (lives.death >= 0) & (lives.death < len(trace))
+    change[lives.birth[born]] += size[born]
+    change[lives.death[died]] -= size[died]
+    before = int(size[~born & (lives.death != BEFORE)].sum())
+    return before + np.cumsum(change[:-1]), before
+
+
+def check_total(sizes: npt.NDArray[Any]) -> None:
+    """Sums are made of 64-bit numbers; no machine fills them, but a file can say so."""
+    if float(sizes.sum(dtype=np.float64)) >= MOST:
+        raise InputError("its sizes add up to more than 4 EiB, which no run allocates", hint="is the file damaged?")
+
+
+def reserved_column(trace: Trace, driver: tuple[DriverEvent, ...], before: int) -> Ints:
+    check_total(np.array([before, *(size for _, _, _, size in driver)], dtype=np.float64))
+    change = np.zeros(len(trace), dtype=np.int64)
+    for event, action, _, size in driver:
+        change[event] += size if action in (Action.SEGMENT_ALLOC, Action.SEGMENT_MAP) else -size
+    return before + np.cumsum(change)
+
+
+def _first_peak(column: Ints, before: int) -> int:
+    if not len(column):
+        return BEFORE
+    at = int(column.argmax())
+    return at if column[at] > before else BEFORE
+
+
+# -- placed by the model -----------------------------------------------------------------------------------------
+
+
+class _NotingDriver(Driver):
+    event = BEFORE
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[DriverEvent] = []
+
+    def gave(self, action: Action, address: int, size: int, stream: int) -> None:
+        super().gave(action, address, size, stream)
+        self.calls.append((self.event, action, address, size))
+
+    def took_back(self, action: Action, address: int, size: int, stream: int) -> None:
+        super().took_back(action, address, size, stream)
+        self.calls.append((self.event, action, address, size))
+
+
+def placed(trace: Trace, config: AllocatorConfig) -> Course:
+    """A trace without addresses, given some by the model of the allocator; there is always memory enough."""
+    lives = lifetimes(trace)
+    driver = _NotingDriver()
+    allocator = CachingAllocator(config, driver=driver)
+    requested, streams = trace.requested.tolist(), trace.streams.tolist()
+    size, address = [0] * len(requested), [0] * len(requested)
+    live = [None] * len(requested)
+
+    def put(block: int) -> None:
+        held = live[block] = allocator.malloc(requested[block], streams[block])  # type: ignore[assignment]
+        if held is not None:
+            size[block], address[block] = held.size, held.address
+
+    for block in np.flatnonzero((lives.birth == BEFORE) & (lives.death != BEFORE)).tolist():
+        put(block)
+    start, calls = Ranges(), len(driver.calls)
+    for _, action, where, nbytes in driver.calls:
+        start.do(action, where, nbytes)
+    waits: dict[int, int] = {}
+    for event, (action, subject) in enumerate(trace.events()):
+        if action == Action.ALLOC:
+            driver.event = event
+            put(subject)
+        elif action == Action.FREE:
+            if (held := live[subject]) is not None:
+                allocator.free(held)
+        elif action == Action.FREE_REQUESTED:
+            if (held := live[subject]) is not None:
+                allocator.request_free(held)
+                waits[subject] = allocator.stats.num_sync_all_streams
+        elif action == Action.FREE_COMPLETED:
+            # a wait for all streams has completed it already if there was one since
+            if (held := live[subject]) is not None and waits.get(subject) == allocator.stats.num_sync_all_streams:
+                allocator.complete_free(held)
+        elif action == Action.EMPTY_CACHE:
+            driver.event = event
+            allocator.empty_cache()
+    sizes = np.array(size, dtype=np.int64)
+    allocated, before = columns(trace, lives, sizes)
+    made = tuple(driver.calls[calls:])
+    return Course(
+        trace=trace, lives=lives, size=sizes, address=np.array(address, dtype=np.uint64), allocated=allocated,
+        reserved=reserved_column(trace, made, start.total), allocated_before=before, reserved_before=start.total,
+        start=tuple(start), driver=made,
+    )  # fmt: skip

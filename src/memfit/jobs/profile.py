@@ -1,0 +1,194 @@
+"""Profile the memory of a model's forward pass or training step on a GPU: warm up, record, take the snapshot.
+
+The steps are the jobs' own (`forward.py`, `training/plain.py`), so that what is profiled here and what is predicted
+(`planning/profiled.py`) cannot be two things.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from memfit.core.snapshot import FORMAT
+from memfit.errors import MemfitError, UnknownName, UsageError
+from memfit.jobs.workload import Workload
+
+ProfileType = Literal["forward", "training"]
+MODEL_SIZES = {
+    "small": "memfit.models.basics:small", "medium": "memfit.models.basics:medium",
+    "large": "memfit.models.basics:large", "xl": "memfit.models.basics:xl",
+    "2.7B": "memfit.models.basics:two_point_seven_b",
+}  # fmt: skip
+MAX_STEPS = 10_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileSettings:
+    model: str
+    """One of the course's sizes, or anything that `memfit plan --model` takes."""
+    profile_type: ProfileType = "forward"
+    context_length: int = 512
+    batch_size: int = 4
+    warmup_steps: int = 5
+    measure_steps: int = 10
+    dtype: Literal["bf16", "fp16"] | None = None
+    """Of the autocast region; None: no mixed precision."""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Of the weights."""
+    attention: Literal["sdpa", "eager"] = "sdpa"
+    alloc_conf: str = ""
+
+    def __post_init__(self) -> None:
+        if self.profile_type not in get_args(ProfileType):
+            raise UsageError(f"--profile-type {self.profile_type!r} is not one of forward, training")
+        for name, least in (("warmup_steps", 0), ("measure_steps", 1)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or not least <= value <= MAX_STEPS:
+                flag = f"--{name.replace('_', '-')}"
+                raise UsageError(f"{flag} {value!r} is not a whole number between {least} and {MAX_STEPS:,}")
+        if self.dtype is not None and self.precision != "fp32":
+            raise UsageError("--use-mixed-precision is for fp32 weights", hint="leave --precision away")
+
+    @property
+    def steps(self) -> int:
+        return self.warmup_steps + self.measure_steps
+
+    def workload(self) -> Workload:
+        return Workload(
+            kind="train" if self.profile_type == "training" else "forward", model=model_of(self.model),
+            batch_size=self.batch_size, seq_len=self.context_length, attention=self.attention,
+            precision=f"amp-{self.dtype}" if self.dtype else self.precision,  # type: ignore[arg-type]
+            alloc_conf=self.alloc_conf,
+        )  # fmt: skip
+
+    @property
+    def file_name(self) -> str:
+        """As the profiling guide names its files."""
+        model = "".join(c if c.isalnum() or c in "._-" else "-" for c in self.model)
+        return f"{model}_ctx{self.context_length}_{self.profile_type}_snapshot.pickle"
+
+
+class DoesNotFit(MemfitError):
+    """The profiled job ran out of memory."""
+
+
+def model_of(size: str) -> str:
+    known = {name.lower(): factory for name, factory in MODEL_SIZES.items()}
+    return known.get(size.lower(), size)
+
+
+def course_size(size: str) -> str:
+    """A size of the course by whatever spelling."""
+    for name in MODEL_SIZES:
+        if name.lower() == size.lower():
+            return name
+    raise UnknownName("model size", size, list(MODEL_SIZES), more=f"sizes: {', '.join(MODEL_SIZES)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profiled:
+    """What a profile gave, measured or predicted."""
+
+    origin: Literal["measured", "predicted"]
+    gpu: str
+    snapshot: dict[str, Any]
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    phases: dict[str, int]
+    """The peak of each phase over all measured steps, in the order in which they first come."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def peak_phase(self) -> str:
+        return max(self.phases, key=lambda name: self.phases[name])
+
+    def allocations(self) -> list[dict[str, Any]]:
+        """The allocation events of the measured steps."""
+        traces = self.snapshot["device_traces"]
+        return [event for events in traces for event in events if event["action"] == "alloc"]
+
+
+def check_gpu(device: str) -> None:
+    import torch
+
+    if not device.startswith("cuda") or not torch.cuda.is_available():
+        raise UsageError(
+            f"--device {device}: there is no such GPU for this torch ({torch.__version__})",
+            hint="--device predict needs none: it predicts the same snapshot",
+        )
+
+
+def profile_on_gpu(settings: ProfileSettings, device: str, on_step: Callable[[int], None] = lambda _: None) -> Profiled:
+    """Peaks are those of the measured steps; the warm-up has made the optimizer's state and filled the pools."""
+    import torch
+
+    from memfit.jobs.preparing import prepare
+    from memfit.jobs.running import run_job
+    from memfit.recording.recorder import stop_history
+
+    where = torch.device(device)
+    settings, notes = _with_what_the_card_can(settings)
+    job = prepare(settings.workload())
+    phases = _MeasuredPhases(settings, where, on_step)
+    try:
+        run_job(job, where, phases, steps=settings.steps)
+        torch.cuda.synchronize(where)
+        snapshot = torch.cuda.memory._snapshot(where)
+    except torch.OutOfMemoryError as error:
+        raise DoesNotFit(f"{settings.profile_type} at context {settings.context_length} ran out of memory") from error
+    finally:
+        stop_history()
+    phases.write_marks(snapshot, where.index or 0)
+    return Profiled(
+        origin="measured", gpu=torch.cuda.get_device_name(where), snapshot=snapshot,
+        peak_allocated_bytes=max(phases.peaks.values()), peak_reserved_bytes=phases.reserved, phases=phases.peaks,
+        notes=notes,
+    )  # fmt: skip
+
+
+def _with_what_the_card_can(settings: ProfileSettings) -> tuple[ProfileSettings, tuple[str, ...]]:
+    import torch
+
+    if settings.dtype != "bf16" or torch.cuda.is_bf16_supported(including_emulation=False):
+        return settings, ()
+    return dataclasses.replace(settings, dtype="fp16"), ("this card has no bf16: fp16 was used instead",)
+
+
+class _MeasuredPhases:
+    """Starts the history when the warm-up is over, and notes when each phase began."""
+
+    def __init__(self, settings: ProfileSettings, device: Any, on_step: Callable[[int], None]) -> None:
+        self.first, self.device, self.on_step = settings.warmup_steps + 1, device, on_step
+        self.began: list[tuple[int, str, int]] = []
+        self.recording = False
+        self.peaks: dict[str, int] = {}
+        self.reserved = 0
+
+    @contextmanager
+    def __call__(self, name: str, step: int = 0) -> Iterator[None]:
+        import torch
+
+        if step == self.first and not self.recording:
+            from memfit.recording.recorder import start_history
+
+            torch.cuda.synchronize(self.device)
+            start_history()
+            self.recording = True
+        if self.recording:
+            torch.cuda.reset_peak_memory_stats(self.device)
+            self.began.append((time.time_ns() // 1000, name, step))
+        yield
+        if self.recording:
+            self.peaks[name] = max(self.peaks.get(name, 0), torch.cuda.max_memory_allocated(self.device))
+            self.reserved = max(self.reserved, torch.cuda.max_memory_reserved(self.device))
+        self.on_step(step)
+
+    def write_marks(self, snapshot: dict[str, Any], device: int) -> None:
+        times = [event["time_us"] for event in snapshot["device_traces"][device]]
+        marks = [{"before": bisect_left(times, at), "phase": name, "step": step} for at, name, step in self.began]
+        snapshot["memfit"] = {"format": FORMAT, "origin": "measured", "device": device, "marks": marks}

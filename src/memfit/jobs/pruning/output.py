@@ -1,0 +1,491 @@
+"""The folder that `--save` asks for: written beside, one block at a time, and renamed when it is whole.
+
+    NAME.partial/         config, tokenizer, and files of safetensors at their full size, filled block by block
+    NAME.partial.jsonl    the journal: what the run is, then a line for each block that is safely on disk
+
+The files are those of the source, with the same names and the same tensors in the same order, so tied weights stay tied
+and nothing is renamed. A block's line is written only after its bytes are on disk; whatever kills the run, the journal
+says what can be relied on, and `--resume` does the rest again.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from memfit.errors import InputError
+from memfit.jobs.pruning.decoder import Decoder
+from memfit.jobs.pruning.layout import TORCH_DTYPES, Piece
+from memfit.jobs.pruning.matrices import find_matrices
+from memfit.jobs.pruning.memory import as_bytes
+from memfit.jobs.pruning.streaming import Parts
+from memfit.models.checkpoint import INDEX, Stored, WeightStore
+from memfit.units import format_bytes
+
+FORMAT = "memfit.prune-journal/1"
+ALONG = (
+    "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*",
+    "merges.txt", "*.model", "*.tiktoken", "chat_template*", "LICENSE*", "NOTICE*",
+)  # fmt: skip
+"""What goes along with the weights; a model card that describes the dense model does not."""
+MAX_ALONG_BYTES = 1 << 28
+COPY_BYTES = 32 << 20
+SAFETENSORS_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where a tensor goes in the new files, and as what."""
+
+    stored: Stored
+    dtype: str
+    file: int
+    start: int
+    nbytes: int
+
+
+class OutputFolder:
+    def __init__(self, save: Path, decoder: Decoder, journal: Journal) -> None:
+        self.save = save
+        self.working = partial_of(save)
+        self.journal = journal
+        self._decoder = decoder
+        self._targets, self._headers, self._sizes = _plan(decoder)
+        self._written = _pruned_names(decoder)
+        self._files: list[int] = []
+        self._beside = ThreadPoolExecutor(1, "memfit-copy")
+        self._syncing = ThreadPoolExecutor(1, "memfit-sync")
+        self._synced: list[Future[None]] = []
+
+    @classmethod
+    def create(
+        cls, save: str | Path, decoder: Decoder, run_key: Mapping[str, Any], *, resume: bool = False
+    ) -> OutputFolder:
+        """Everything that can be wrong with `--save` is found here, before any work."""
+        path = Path(os.path.abspath(os.path.expanduser(save)))
+        working, beside = partial_of(path), journal_of(path)
+        key = {**run_key, "source": _identity(decoder)}
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            what = "is complete already" if resume and not beside.exists() else "already exists"
+            raise InputError(f"--save '{save}' {what}", hint="choose another folder, or move this one away")
+        if beside.exists() and not resume:
+            raise InputError(
+                f"--save '{save}': an earlier run was not finished ({working.name})",
+                hint=f"--resume continues it; to begin anew, delete {working} and {beside}",
+            )
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if beside.exists():
+                made = cls(path, decoder, Journal.read(beside, key, save=str(save)))
+                made._continue()
+            else:
+                if working.exists():
+                    raise InputError(f"'{working}' is in the way", hint="move it away")
+                made = cls(path, decoder, Journal(beside, key))
+                made._begin()
+        except OSError as error:
+            raise _cannot_write(save, error) from error
+        return made
+
+    # -- what the engine asks and tells ----------------------------------------------------------------------------
+
+    @property
+    def finished_blocks(self) -> int:
+        """So many blocks, from the first on, are safely there."""
+        return len(self.journal.blocks)
+
+    def facts(self, block: int) -> Mapping[str, Any]:
+        """What was told about a finished block."""
+        facts: Mapping[str, Any] = self.journal.blocks[block]["facts"]
+        return facts
+
+    def recall(self, name: str) -> Any:
+        return self.journal.settings.get(name)
+
+    def remember(self, name: str, value: Any) -> None:
+        self.journal.remember(name, value)
+
+    def weights(self) -> WeightStore:
+        """The new files as a source, for blocks that are finished."""
+        return WeightStore.open(self.working)
+
+    def write(self, block: int, parts: Parts, facts: Mapping[str, Any]) -> None:
+        """A block's pruned tensors. Its line in the journal follows once they are on disk, while others are written."""
+        for done in self._synced:
+            if done.done():
+                done.result()
+        total, files = 0, set()
+        try:
+            for piece in self._pruned_pieces(block):
+                target = self._targets[piece.stored.name]
+                files.add(target.file)
+                for start, part in parts(piece):
+                    at, data = self._outgoing(piece, start, part)
+                    _pwrite(self._files[target.file], data, target.start + at)
+                    total = _checksum(data, total)
+        except OSError as error:
+            raise _cannot_write(self.save, error) from error
+        self._synced.append(self._syncing.submit(self._settle, block, sorted(files), total, dict(facts)))
+
+    def settle(self) -> None:
+        """Until all that was written is on disk and in the journal."""
+        for done in self._synced:
+            done.result()
+        self._synced.clear()
+
+    def checking(self, block: int) -> Check:
+        """To be shown what is read back of a finished block."""
+        return Check(self, block, {piece.stored.name for piece in self._pruned_pieces(block)})
+
+    def copy_rest(self) -> Future[None]:
+        """Everything that is not pruned, from the source as it is; in the background."""
+        return self._beside.submit(self._copy_rest)
+
+    def finish(self) -> Path:
+        """All on disk, under its own name."""
+        try:
+            self.settle()
+            self._sync(range(len(self._files)))
+            self.close()
+            _sync_folder(self.working)
+            if self.save.is_dir():
+                self.save.rmdir()
+            self.working.rename(self.save)
+            _sync_folder(self.save.parent)
+            self.journal.delete()
+        except OSError as error:
+            raise _cannot_write(self.save, error) from error
+        return self.save
+
+    def close(self) -> None:
+        """Leave it as it is, for --resume."""
+        self._beside.shutdown(wait=True)
+        self._syncing.shutdown(wait=True)
+        while self._files:
+            os.close(self._files.pop())
+        self.journal.close()
+
+    abandon = close
+
+    # -- files -----------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        free = shutil.disk_usage(self.save.parent).free
+        if free < sum(self._sizes):
+            raise InputError(
+                f"--save '{self.save}' needs {format_bytes(sum(self._sizes))}; its disk has {format_bytes(free)} free"
+            )
+        self.working.mkdir()
+        names = [file.path.name for file in self._source.files]
+        for name, header, size in zip(names, self._headers, self._sizes, strict=True):
+            descriptor = os.open(self.working / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | _CLOEXEC, 0o666)
+            self._files.append(descriptor)
+            _reserve(descriptor, size)
+            _pwrite(descriptor, memoryview(header), 0)
+        if len(names) > 1:
+            index = {
+                "metadata": {"total_size": sum(t.nbytes for t in self._targets.values())},
+                "weight_map": {name: names[target.file] for name, target in sorted(self._targets.items())},
+            }
+            (self.working / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        self._copy_along()
+        self._sync(range(len(names)))
+        _sync_folder(self.working)
+        self.journal.begin()
+
+    def _continue(self) -> None:
+        for file, size in zip(self._source.files, self._sizes, strict=True):
+            path = self.working / file.path.name
+            if not path.is_file() or path.stat().st_size != size:
+                raise InputError(
+                    f"'{path}' is not as the run left it", hint=f"delete {self.working} and {self.journal.path}"
+                )
+            self._files.append(os.open(path, os.O_RDWR | _CLOEXEC))
+
+    @property
+    def _source(self) -> WeightStore:
+        assert isinstance(self._decoder.weights, WeightStore)
+        return self._decoder.weights
+
+    def _copy_along(self) -> None:
+        assert self._decoder.folder is not None
+        for path in sorted({found for pattern in ALONG for found in self._decoder.folder.glob(pattern)}):
+            if path.is_file() and path.stat().st_size <= MAX_ALONG_BYTES:
+                shutil.copyfile(path, self.working / path.name)
+        if self._decoder.converts:
+            path = self.working / "config.json"
+            config = json.loads(path.read_bytes())
+            config.pop("torch_dtype", None)
+            config["dtype"] = str(self._decoder.dtype).removeprefix("torch.")
+            path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+    def _pruned_pieces(self, block: int) -> list[Piece]:
+        return [p for p in self._decoder.layouts[block].pieces if p.stored.name in self._written]
+
+    def _settle(self, block: int, files: list[int], checksum: int, facts: Mapping[str, Any]) -> None:
+        try:
+            self._sync(files)
+            self.journal.add_block(block, checksum, facts)
+        except OSError as error:
+            raise _cannot_write(self.save, error) from error
+
+    def _outgoing(self, piece: Piece, start: int, part: memoryview) -> tuple[int, memoryview]:
+        """A part in the type of its file, and where in the tensor it begins there."""
+        dtype = TORCH_DTYPES[self._targets[piece.stored.name].dtype]
+        if dtype == piece.slot.dtype:
+            return start, part
+        converted = torch.frombuffer(part, dtype=piece.slot.dtype).to(dtype)
+        return start // piece.slot.dtype.itemsize * dtype.itemsize, as_bytes(converted)
+
+    def _copy_rest(self) -> None:
+        if self.journal.settings.get("rest"):
+            return
+        try:
+            for name, target in self._targets.items():
+                if name not in self._written:
+                    self._copy(target)
+            self._sync(range(len(self._files)))
+        except OSError as error:
+            raise _cannot_write(self.save, error) from error
+        self.journal.remember("rest", True)
+
+    def _copy(self, target: Target) -> None:
+        stored, descriptor = target.stored, self._files[target.file]
+        if target.dtype != stored.dtype:
+            raw = torch.empty(stored.nbytes, dtype=torch.uint8)
+            self._source.read_into(stored.name, as_bytes(raw))
+            converted = raw.view(TORCH_DTYPES[stored.dtype]).to(TORCH_DTYPES[target.dtype])
+            _pwrite(descriptor, as_bytes(converted), target.start)
+            return
+        buffer = memoryview(bytearray(min(COPY_BYTES, stored.nbytes)))
+        for start in range(0, stored.nbytes, COPY_BYTES):
+            part = buffer[: min(COPY_BYTES, stored.nbytes - start)]
+            self._source.read_into(stored.name, part, start)
+            _pwrite(descriptor, part, target.start + start)
+
+    def _sync(self, files: Iterable[int]) -> None:
+        for file in files:
+            os.fdatasync(self._files[file])
+
+
+@dataclass
+class Check:
+    """Is what is read back of a finished block what was written?"""
+
+    output: OutputFolder
+    block: int
+    names: set[str]
+    total: int = 0
+
+    def seen(self, name: str, data: memoryview) -> None:
+        if name in self.names:
+            self.total = _checksum(data, self.total)
+
+    def end(self) -> None:
+        if self.total != self.output.journal.blocks[self.block]["checksum"]:
+            raise InputError(
+                f"block {self.block} in '{self.output.working}' is not as it was written: is the disk failing?",
+                hint=f"to begin anew, delete {self.output.working} and {self.output.journal.path}",
+            )
+
+
+# -- the plan of the new files -----------------------------------------------------------------------------------------
+
+
+def _plan(decoder: Decoder) -> tuple[dict[str, Target], list[bytes], list[int]]:
+    assert isinstance(decoder.weights, WeightStore)
+    targets: dict[str, Target] = {}
+    headers, sizes = [], []
+    for number, file in enumerate(decoder.weights.files):
+        table: dict[str, Any] = {"__metadata__": {**file.metadata, "format": "pt"}}
+        at = 0
+        placed = []
+        for stored in file.tensors:
+            dtype = stored.dtype
+            if decoder.converts and stored.dtype in TORCH_DTYPES:
+                dtype = SAFETENSORS_NAMES[decoder.dtype]
+            nbytes = stored.nbytes if dtype == stored.dtype else math.prod(stored.shape) * decoder.dtype.itemsize
+            table[stored.name] = {"dtype": dtype, "shape": list(stored.shape), "data_offsets": [at, at + nbytes]}
+            placed.append((stored, dtype, at, nbytes))
+            at += nbytes
+        text = json.dumps(table, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        header = len(text).to_bytes(8, "little") + text
+        for stored, dtype, start, nbytes in placed:
+            targets[stored.name] = Target(stored, dtype, number, len(header) + start, nbytes)
+        headers.append(header)
+        sizes.append(len(header) + at)
+    return targets, headers, sizes
+
+
+def _pruned_names(decoder: Decoder) -> set[str]:
+    """Stored tensors that hold weights which are pruned."""
+    names: set[str] = set()
+    for block, layout in zip(decoder.blocks, decoder.layouts, strict=True):
+        pruned = {matrix.slot for matrix in find_matrices(block)}
+        names.update(piece.stored.name for piece in layout.pieces if piece.slot.name in pruned)
+    return names
+
+
+def _identity(decoder: Decoder) -> str:
+    """The source as its files look from outside: a source that changes under a run is another source."""
+    assert isinstance(decoder.weights, WeightStore)
+    seen = hashlib.sha256()
+    for file in decoder.weights.files:
+        stats = file.path.stat()
+        seen.update(f"{file.path.name} {stats.st_size} {stats.st_mtime_ns}\n".encode())
+        for tensor in file.tensors:
+            seen.update(f"{tensor.name} {tensor.dtype} {tensor.shape} {tensor.start}\n".encode())
+    return seen.hexdigest()
+
+
+def partial_of(save: Path) -> Path:
+    return save.with_name(f"{save.name}.partial")
+
+
+def journal_of(save: Path) -> Path:
+    return save.with_name(f"{save.name}.partial.jsonl")
+
+
+# -- the journal -------------------------------------------------------------------------------------------------------
+
+
+class Journal:
+    def __init__(self, path: Path, key: Mapping[str, Any]) -> None:
+        self.path = path
+        self.key = dict(key)
+        self.settings: dict[str, Any] = {}
+        self.blocks: list[dict[str, Any]] = []
+        self._file: int | None = None
+
+    def begin(self) -> None:
+        self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | _CLOEXEC, 0o666)
+        self._append({"format": FORMAT, "run": self.key})
+        _sync_folder(self.path.parent)
+
+    @classmethod
+    def read(cls, path: Path, key: Mapping[str, Any], *, save: str) -> Journal:
+        """Up to the first line that is not whole: a run may be killed in the middle of one."""
+        made, end = cls(path, key), 0
+        for line, at in _lines(path):
+            if end == 0:
+                made._check(line, save)
+            elif "set" in line:
+                made.settings.update(line["set"])
+            elif line.get("block") == len(made.blocks):
+                made.blocks.append(line)
+            end = at
+        if end == 0:
+            raise InputError(f"the journal '{path}' is damaged", hint=f"delete it and {path.with_suffix('')}")
+        made._file = os.open(path, os.O_WRONLY | os.O_APPEND | _CLOEXEC)
+        os.ftruncate(made._file, end)
+        return made
+
+    def remember(self, name: str, value: Any) -> None:
+        self.settings[name] = value
+        self._append({"set": {name: value}})
+
+    def add_block(self, block: int, checksum: int, facts: Mapping[str, Any]) -> None:
+        line = {"block": block, "checksum": checksum, "facts": dict(facts)}
+        self._append(line)
+        self.blocks.append(line)
+
+    def close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def delete(self) -> None:
+        self.close()
+        self.path.unlink(missing_ok=True)
+
+    def _check(self, line: dict[str, Any], save: str) -> None:
+        if line.get("format") != FORMAT:
+            raise InputError(f"the journal '{self.path}' is of another version of memfit")
+        before = line.get("run", {})
+        other = sorted(name for name in {*before, *self.key} if before.get(name) != self.key.get(name))
+        if other:
+            was = ", ".join(f"{name} {before.get(name)!r}" for name in other if name != "source")
+            raise InputError(
+                f"--resume: '{save}' was begun with other settings: {was or 'the model has changed since'}",
+                hint="use the same command, or another --save",
+            )
+
+    def _append(self, line: Mapping[str, Any]) -> None:
+        assert self._file is not None
+        _write_all(self._file, memoryview((json.dumps(line) + "\n").encode()))
+        os.fsync(self._file)
+
+
+def _lines(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
+    """Whole lines, each with the place where it ends."""
+    end = 0
+    with path.open("rb") as stream:
+        for raw in stream:
+            end += len(raw)
+            try:
+                line = json.loads(raw) if raw.endswith(b"\n") else None
+            except ValueError:
+                line = None
+            if not isinstance(line, dict):
+                return
+            yield line, end
+
+
+# -- bytes -------------------------------------------------------------------------------------------------------------
+
+_CLOEXEC = getattr(os, "O_CLOEXEC", 0)
+
+
+def _checksum(data: memoryview, total: int) -> int:
+    """The sum of all 8-byte words, at the speed of memory: enough to tell a page that never reached the disk. By numpy,
+    in this thread: torch would start others here, beside those that compute."""
+    whole = len(data) // 8 * 8
+    words = int(torch.frombuffer(data, dtype=torch.int64, count=whole // 8).numpy().sum()) if whole else 0
+    return (total + words + int.from_bytes(data[whole:], "little")) % (1 << 64)
+
+
+def _pwrite(descriptor: int, data: memoryview, at: int) -> None:
+    done = 0
+    while done < len(data):
+        done += os.pwrite(descriptor, data[done : done + COPY_BYTES], at + done)
+
+
+def _write_all(descriptor: int, data: memoryview) -> None:
+    done = 0
+    while done < len(data):
+        done += os.write(descriptor, data[done:])
+
+
+def _reserve(descriptor: int, size: int) -> None:
+    """Take the room now, so that a full disk is found before the work and not at its end."""
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+            raise
+        os.ftruncate(descriptor, size)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | _CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _cannot_write(save: object, error: OSError) -> InputError:
+    hint = "make room and run the same command with --resume" if error.errno in (errno.ENOSPC, errno.EDQUOT) else None
+    return InputError(f"--save '{save}' cannot be written: {error.strerror}", hint=hint)

@@ -1,0 +1,185 @@
+"""`result.json`: everything a run was asked, found and reached; and `log_{method}.txt`, two lines that scripts read."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from memfit.jobs.pruning.report import BlockReport
+from memfit.jobs.pruning.settings import PruneSettings
+from memfit.recording.log_text import Checkpoint, Part
+
+if TYPE_CHECKING:
+    from memfit.jobs.pruning.calibration import Fingerprint
+
+SCHEMA = "memfit.prune/1"
+FILE = "result.json"
+PACKAGES = ("memfit", "torch", "transformers", "tokenizers", "safetensors", "numpy")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Perplexity:
+    data: Fingerprint
+    dense: float | None
+    pruned: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What a plan of this very run said; made by whoever starts the run."""
+
+    gpu_allocated_bytes: int | None = None
+    gpu_reserved_bytes: int | None = None
+    host_bytes: int | None = None
+
+
+@dataclass(kw_only=True)
+class Result:
+    settings: PruneSettings
+    seqlen: int
+    """As taken: not more than the model's positions."""
+    model: dict[str, Any]
+    device: dict[str, Any]
+    data: Fingerprint | None = None
+    blocks: Sequence[BlockReport] = ()
+    ratios: Sequence[float] = ()
+    placement: dict[str, Any] = field(default_factory=dict)
+    perplexity: Perplexity | None = None
+    zero_shot: dict[str, Any] | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+    peak_gpu_bytes: int | None = None
+    peak_host_bytes: int | None = None
+    predicted: Prediction | None = None
+    points: Sequence[Checkpoint] = ()
+    parts: Sequence[Part] = ()
+    notes: list[str] = field(default_factory=list)
+    saved: str | None = None
+
+    @property
+    def sparsity(self) -> float:
+        """Zeros among the weights of the blocks' matrices; embedding, head and norms do not count."""
+        return sum(block.zeros for block in self.blocks) / max(1, sum(block.weights for block in self.blocks))
+
+    def in_a_line(self) -> str:
+        """For a person, at the end."""
+        parts = [f"{self.settings.method}: {100 * self.sparsity:.2f} % of the blocks' weights are zero"]
+        if self.perplexity is not None:
+            dense, pruned = (_number(value) for value in (self.perplexity.dense, self.perplexity.pruned))
+            data = self.perplexity.data
+            parts.append(
+                f"perplexity {dense} before and {pruned} after ({data.dataset}, {data.windows} x {data.seqlen})"
+            )
+        parts.append(f"{self.seconds.get('total', 0):.1f} s")
+        return "; ".join(parts) + (f"; saved to {self.saved}" if self.saved else "; not saved")
+
+    def to_json(self) -> dict[str, Any]:
+        ppl = self.perplexity
+        return {
+            "schema": SCHEMA,
+            "model": self.settings.model,
+            "method": self.settings.method,
+            "sparsity": self.sparsity,
+            "perplexity_dense": None if ppl is None else ppl.dense,
+            "perplexity_pruned": None if ppl is None else ppl.pruned,
+            "saved": self.saved,
+            "settings": {**self.settings.to_json(), "seqlen": self.seqlen, "seqlen_asked": self.settings.seqlen},
+            "source": self.model,
+            "device": self.device,
+            "data": None if self.data is None else self.data.to_json(),
+            "evaluation": None if ppl is None else ppl.data.to_json(),
+            "zero_shot": self.zero_shot,
+            "placement": self.placement,
+            "versions": versions(),
+            "seconds": {name: round(value, 3) for name, value in self.seconds.items()},
+            "peaks": self._peaks(),
+            "layers": [_layer(block, ratio) for block, ratio in zip(self.blocks, self.ratios, strict=True)],
+            "checkpoints": [_checkpoint(point) for point in self.points],
+            "notes": self.notes,
+        }  # fmt: skip
+
+    def _peaks(self) -> dict[str, Any]:
+        """Measured in this process; null where it could not be."""
+        return {
+            "gpu_allocated_bytes": self.peak_gpu_bytes,
+            "host_bytes": self.peak_host_bytes,
+            "predicted": None if self.predicted is None else asdict(self.predicted),
+            "parts": [_part(part) for part in self.parts],
+        }
+
+
+def versions() -> dict[str, str | None]:
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    torch = sys.modules.get("torch")
+    found["cuda"] = None if torch is None else torch.version.cuda
+    return found
+
+
+def write_result(folder: Path, result: Result) -> None:
+    """Both files, each put in its place when it is whole."""
+    _put(folder / FILE, json.dumps(result.to_json(), indent=1, allow_nan=False) + "\n")
+    ppl = None if result.perplexity is None else result.perplexity.pruned
+    _put(folder / f"log_{result.settings.method}.txt", log_lines(result.settings.method, result.sparsity, ppl))
+
+
+def log_lines(method: str, sparsity: float, ppl: float | None) -> str:
+    measured = "n/a" if ppl is None else f"{ppl:.4f}"
+    return f"method\tactual_sparsity\tppl_test\n{method}\t{sparsity:.4f}\t{measured}\n"
+
+
+def is_result(folder: Path) -> bool:
+    """Whether a folder is what an earlier run of memfit has written."""
+    try:
+        return bool(json.loads((folder / FILE).read_text(encoding="utf-8"))["schema"] == SCHEMA)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return False
+
+
+def _number(value: float | None) -> str:
+    return "n/a" if value is None else f"{value:.4f}"
+
+
+def _put(path: Path, text: str) -> None:
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.write_text(text, encoding="utf-8")
+    beside.replace(path)
+
+
+def _layer(block: BlockReport, asked: float) -> dict[str, Any]:
+    matrices: list[Mapping[str, Any]] = [
+        {**asdict(matrix), "sparsity": round(matrix.sparsity, 6)} for matrix in block.matrices
+    ]
+    return {
+        "index": block.index, "asked": asked, "sparsity": round(block.sparsity, 6), "zeros": block.zeros,
+        "weights": block.weights, "seconds": round(block.seconds, 3), "resumed": block.resumed, "matrices": matrices,
+    }  # fmt: skip
+
+
+def _checkpoint(point: Checkpoint) -> dict[str, Any]:
+    gpu = point.gpu
+    return {
+        "name": point.name, "time": point.at.isoformat(timespec="seconds"), "failed": point.failed,
+        "gpu_allocated_bytes": None if gpu is None else gpu.allocated_bytes,
+        "gpu_reserved_bytes": None if gpu is None else gpu.reserved_bytes,
+        "gpu_peak_bytes": None if gpu is None else gpu.peak_bytes,
+        "gpu_peak_since_last_bytes": point.stretch_peak_bytes, "host_used_bytes": point.host.used_bytes,
+    }  # fmt: skip
+
+
+def _part(part: Part) -> dict[str, Any]:
+    gpu = part.gpu
+    return {
+        "stage": part.stage, "name": part.name, "seconds": round(part.seconds, 3),
+        "gpu_peak_bytes": None if gpu is None else gpu.stretch_peak_bytes, "host_used_bytes": part.host.used_bytes,
+    }  # fmt: skip

@@ -1,0 +1,389 @@
+"""`memfit prune`, whole: check everything, prune block by block, evaluate, save; with a memory log of nine checkpoints.
+
+Whatever can be wrong with what was asked is found before the first block: the model, its tokenizer, the text, the
+folder to save to and the room on its disk, weights that are not numbers. After that only the machine can fail, and then
+what is done is on disk for `--resume`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from memfit.errors import InputError, UsageError
+from memfit.jobs.pruning import out_of_memory, place_to_save, zero_shot
+from memfit.jobs.pruning.calibration import Windows, calibration_windows
+from memfit.jobs.pruning.decoder import Decoder
+from memfit.jobs.pruning.devices import described, device_of
+from memfit.jobs.pruning.distributed import Team
+from memfit.jobs.pruning.engine import Engine
+from memfit.jobs.pruning.finite import check_files
+from memfit.jobs.pruning.output import OutputFolder
+from memfit.jobs.pruning.perplexity import evaluation_windows, perplexity_of_model, perplexity_of_states
+from memfit.jobs.pruning.report import BlockReport, Outcome
+from memfit.jobs.pruning.result import Perplexity, Prediction, Result, write_result
+from memfit.jobs.pruning.settings import PruneSettings
+from memfit.jobs.source import Source, find_source, load_tokenizer
+from memfit.models.checkpoint import WeightStore
+from memfit.recording.gpu_memory import CudaMemory, GpuReading
+from memfit.recording.log_text import predicted_and_measured
+from memfit.recording.memory_log import MemoryLog
+from memfit.recording.status import publish, published
+
+LOG_FILE = "memory_log.csv"
+STARS = "*" * 30
+Predict = Callable[[PruneSettings, int], Prediction | None]
+"""What a plan says of a run, from its settings and the length of its windows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """What surrounds the pruning itself and leaves the weights alone."""
+
+    must_evaluate: bool = False
+    """It is an error if there is no text to evaluate on; else there is just no perplexity."""
+    eval_dataset: str | None = None
+    """By default WikiText-2, or the part of the built-in text that is not calibrated on."""
+    eval_windows: int | None = None
+    eval_seqlen: int | None = None
+    """By default as long as the windows for calibration."""
+    eval_dense: bool = True
+    """Perplexity before pruning too."""
+    zero_shot: bool = False
+    cache_dir: str | None = None
+    force: bool = False
+    results_also_in: str | None = None
+    """A second folder for the results without the model."""
+
+    def __post_init__(self) -> None:
+        for flag, value, least in (("windows", self.eval_windows, 1), ("seqlen", self.eval_seqlen, 2)):
+            if value is not None and value < least:
+                raise UsageError(f"--eval-{flag} {value} is not {least} or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    what: str
+    done: int
+    total: int
+    gpu_peak_bytes: int | None
+    host_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listener:
+    """Who is told: `say` the lines that scripts look for and the memory log, `remark` what only a person reads."""
+
+    say: Callable[[str], None] = lambda _: None
+    remark: Callable[[str], None] = lambda _: None
+    progress: Callable[[Progress], None] = lambda _: None
+
+
+def run(
+    settings: PruneSettings, options: RunOptions | None = None, listener: Listener | None = None,
+    predict: Predict | None = None,
+) -> Result:  # fmt: skip
+    """Everything. Raises `out_of_memory.RanOut` with what helps where memory did not suffice."""
+    return _Run(settings, options or RunOptions(), listener or Listener(), predict).whole()
+
+
+class _Run:
+    def __init__(
+        self, settings: PruneSettings, options: RunOptions, listener: Listener, predict: Predict | None
+    ) -> None:
+        self.settings, self.options, self.predict = settings, options, predict
+        self.device = device_of(settings.device)
+        self.team = Team.from_environment(self.device)
+        self.listener = listener if self.team.leads else Listener()
+        self.notes: list[str] = []
+        self.seconds: dict[str, float] = {}
+        self.budget: int | None = None
+
+    def whole(self) -> Result:
+        settings = self.settings
+        if self.team.leads:
+            place_to_save.check(settings, force=self.options.force)
+            place_to_save.check_results(self.options.results_also_in, replace=self.options.force or settings.resume)
+        if settings.resume and self.team.size > 1:
+            raise UsageError(
+                "--resume works in one process", hint="without torchrun; the result is the same, to the byte"
+            )
+        if self.options.zero_shot:
+            zero_shot.check(settings.save)
+        gpu = CudaMemory(self.device.index) if self.device.type == "cuda" else None
+        quiet = not (settings.log_memory and self.team.leads)
+        began = time.perf_counter()
+        log = MemoryLog(quiet=quiet, say=self.listener.say, gpu=gpu)
+        try:
+            with published(f"memfit prune --model {settings.model}"), log:
+                result = self._stages(log, began)
+        except Exception as error:
+            if out_of_memory.is_out_of_memory(error):
+                raise out_of_memory.RanOut(log.points[-1].name, settings, error, self.budget) from error
+            raise
+        finally:
+            self.team.leave()
+        return result
+
+    def _stages(self, log: MemoryLog, began: float) -> Result:
+        say = self.listener.say
+        log.checkpoint("01_start")
+        say(f"loading llm model {self.settings.model}")
+        with self._timed("load"), log.until("02_model_loaded"):
+            source = find_source(self.settings.model, cache_dir=self.options.cache_dir, say=self.listener.remark)
+            decoder = Decoder.open(source.folder, dtype=self.settings.dtype)
+            seqlen = self._length(decoder, "--seqlen", self.settings.seqlen)
+            engine = self._engine(decoder)
+        say(f"use device  {self.device}")
+        with engine:
+            result = self._work(log, source, engine, seqlen)
+        log.checkpoint("09_end")
+        self.seconds["total"] = time.perf_counter() - began
+        self._fill(result, log)
+        if result.saved is not None and self.team.leads:
+            write_result(Path(result.saved), result)
+            place_to_save.copy_results(Path(result.saved), self.options.results_also_in)
+        return result
+
+    def _work(self, log: MemoryLog, source: Source, engine: Engine, seqlen: int) -> Result:
+        settings, say = self.settings, self.listener.say
+        say("pruning starts")
+        with self._timed("data"), log.until("03_before_pruning"):
+            windows, evaluated = self._text(source, engine.decoder, seqlen)
+            self._check_weights(engine)
+            output = self._output(engine, windows, seqlen)
+            self._begin_file(log, output)
+        result = Result(
+            settings=settings, seqlen=seqlen, device=described(self.device),
+            model=self._model(source, engine), data=None if windows is None else windows.fingerprint,
+        )  # fmt: skip
+        try:
+            with self._timed("prune"), log.until("04_after_pruning"):
+                outcome = self._prune(log, engine, windows, output, evaluated)
+            self._tell_sparsity(result, outcome)
+            if evaluated is not None:
+                log.checkpoint("05_before_eval")
+                with self._timed("evaluate"), log.until("06_after_eval"):
+                    result.perplexity = self._evaluate(engine, evaluated, outcome, output)
+            if output is not None:
+                self._save(log, result, output)
+        finally:
+            if output is not None:
+                place_to_save.leave(output)
+        if self.options.zero_shot and result.saved is not None and self.team.leads:
+            with self._timed("zero_shot"):
+                result.zero_shot = zero_shot.evaluate(Path(result.saved), self.device)
+        return result
+
+    # -- before any work -------------------------------------------------------------------------------------------
+
+    def _length(self, decoder: Decoder, flag: str, asked: int) -> int:
+        longest = decoder.max_positions
+        if longest is None or asked <= longest:
+            return asked
+        self._note(f"{flag} {asked} is more than the model's {longest} positions: {longest} is taken")
+        return longest
+
+    def _engine(self, decoder: Decoder) -> Engine:
+        budget = self.settings.max_gpu_memory
+        if budget is not None and self.device.type != "cuda":
+            self._note("--max-gpu-memory has no effect without a GPU")
+            budget = None
+        engine = Engine(decoder, device=self.device, budget=budget, team=self.team)
+        self.budget = engine.budget
+        self._check_groups(engine)
+        return engine
+
+    def _check_groups(self, engine: Engine) -> None:
+        sparsity = self.settings.sparsity
+        for matrix in (matrix for found in engine.matrices for matrix in found):
+            if sparsity.group is not None and matrix.columns % sparsity.group:
+                raise InputError(
+                    f"--sparsity-type {sparsity.kind}: {matrix.name} has {matrix.columns:,} columns, "
+                    f"which cannot be cut into groups of {sparsity.group}"
+                )
+
+    def _text(self, source: Source, decoder: Decoder, seqlen: int) -> tuple[Windows | None, Windows | None]:
+        """Windows to calibrate on and to evaluate on."""
+        settings, say = self.settings, self.listener.say
+        tokenizer = load_tokenizer(source.folder) if settings.needs_data or settings.eval else None
+        windows = None
+        if settings.needs_data:
+            say("loading calibdation data")
+            windows = calibration_windows(settings.dataset, tokenizer, settings.nsamples, seqlen, settings.seed)
+            self._look_at(windows, decoder)
+            say("dataset loading complete")
+        return windows, self._evaluated(tokenizer, decoder, seqlen) if settings.eval else None
+
+    def _evaluated(self, tokenizer: Any, decoder: Decoder, seqlen: int) -> Windows | None:
+        """Where nobody insists on perplexity and there is no text for it, there is none."""
+        options = self.options
+        builtin = self.settings.dataset.strip().lower() == "builtin"
+        name = options.eval_dataset or ("builtin" if builtin else "wikitext2")
+        length = seqlen if options.eval_seqlen is None else self._length(decoder, "--eval-seqlen", options.eval_seqlen)
+        try:
+            evaluated = evaluation_windows(name, tokenizer, length, options.eval_windows)
+        except InputError as error:
+            if options.must_evaluate or options.eval_dataset is not None:
+                raise
+            self._note(f"no perplexity: {error.message}; --eval-dataset builtin needs nothing")
+            return None
+        self._look_at(evaluated, decoder)
+        return evaluated
+
+    def _look_at(self, windows: Windows, decoder: Decoder) -> None:
+        for note in windows.notes:
+            self._note(note)
+        largest = int(windows.ids.max())
+        if largest >= decoder.vocab_size:
+            raise InputError(
+                f"the tokenizer gives token {largest:,}, but the model has only {decoder.vocab_size:,}",
+                hint="the tokenizer in the model's folder is another model's",
+            )
+
+    def _check_weights(self, engine: Engine) -> None:
+        weights = engine.decoder.weights
+        if isinstance(weights, WeightStore) and self.team.leads:
+            check_files(weights)
+
+    def _output(self, engine: Engine, windows: Windows | None, seqlen: int) -> OutputFolder | None:
+        settings = self.settings
+        if settings.save is None or not self.team.leads:
+            return None
+        asked = settings.to_json()
+        names = (
+            "method", "sparsity_ratio", "sparsity_type", "seed", "use_variant", "allocation", "reconstruct", "dtype",
+        )  # fmt: skip
+        key = {name: asked[name] for name in names} | {"device": self.device.type}
+        if windows is not None:
+            key |= {"nsamples": settings.nsamples, "seqlen": seqlen, "data": windows.fingerprint.sha256}
+        return OutputFolder.create(settings.save, engine.decoder, key, resume=settings.resume)
+
+    def _begin_file(self, log: MemoryLog, output: OutputFolder | None) -> None:
+        if output is not None and self.settings.log_memory:
+            log.write_to(output.working / LOG_FILE, append=self.settings.resume)
+
+    # -- the work --------------------------------------------------------------------------------------------------
+
+    def _prune(
+        self, log: MemoryLog, engine: Engine, windows: Windows | None, output: OutputFolder | None,
+        evaluated: Windows | None,
+    ) -> Outcome:  # fmt: skip
+        total = len(engine.decoder.blocks)
+        done = 0
+
+        def on_block(report: BlockReport) -> None:
+            nonlocal done
+            done += 1
+            for matrix in report.matrices:
+                self.listener.say(f"pruning layer {report.index} name {matrix.name}")
+            part = log.part(f"block {report.index}")
+            peak = None if part.gpu is None else part.gpu.stretch_peak_bytes
+            self._publish(f"block {report.index}", part.gpu, done, total)
+            self.listener.progress(
+                Progress(what="block", done=done, total=total, gpu_peak_bytes=peak, host_bytes=part.host.used_bytes)
+            )
+
+        # What is not saved is gone when its block goes, and other processes do not see the folder: then the windows
+        # for perplexity go along with the pruning.
+        along = evaluated.ids if evaluated is not None and (output is None or self.team.size > 1) else None
+        self.listener.progress(
+            Progress(what="block", done=0, total=total, gpu_peak_bytes=None, host_bytes=log.peak_host_bytes)
+        )
+        return engine.prune(
+            self.settings, None if windows is None else windows.ids, output=output, on_block=on_block, pruned=along
+        )
+
+    def _tell_sparsity(self, result: Result, outcome: Outcome) -> None:
+        say = self.listener.say
+        result.blocks, result.ratios = outcome.blocks, outcome.ratios
+        result.placement = {
+            "micro_batch": outcome.micro_batch, "hidden_states_on": outcome.hidden_on, "processes": self.team.size,
+            "host_buffers_peak_bytes": outcome.host_peak_bytes,
+        }  # fmt: skip
+        for note in outcome.notes:
+            self._note(note)
+        say(STARS)
+        for block in outcome.blocks:
+            say(f"layer {block.index} sparsity {block.sparsity:.6f}")
+        say(f"sparsity sanity check {outcome.sparsity:.4f}")
+        say(STARS)
+
+    def _evaluate(
+        self, engine: Engine, evaluated: Windows, outcome: Outcome, output: OutputFolder | None
+    ) -> Perplexity:
+        say, ids, data = self.listener.say, evaluated.ids, evaluated.fingerprint
+        name = {"wikitext2": "wikitext"}.get(data.dataset, data.dataset)
+        say(f"evaluating on {data.dataset}")
+        say(f"nsamples {len(ids)}")
+        if outcome.pruned_states is not None:
+            pruned = perplexity_of_states(engine, outcome.pruned_states, ids, self._on_window)
+        else:
+            pruned = perplexity_of_model(engine, ids, self._on_window, output)
+        say(f"{name} perplexity {pruned}")
+        dense = None
+        if self.options.eval_dense:
+            dense = perplexity_of_model(engine, ids)
+            say(f"perplexity on {data.dataset} before pruning {dense}")
+        return Perplexity(data=data, dense=dense, pruned=pruned)
+
+    def _on_window(self, number: int) -> None:
+        self.listener.say(f"sample {number}")
+
+    def _save(self, log: MemoryLog, result: Result, output: OutputFolder) -> None:
+        log.checkpoint("07_before_save_model")
+        with self._timed("save"), log.until("08_after_save_model"):
+            self._fill(result, log)
+            write_result(output.working, result)
+            saved = output.finish()
+            log.moved_to(saved / LOG_FILE)
+            result.saved = str(saved)
+
+    # -- what came of it -------------------------------------------------------------------------------------------
+
+    def _fill(self, result: Result, log: MemoryLog) -> None:
+        result.seconds = dict(self.seconds)
+        result.peak_gpu_bytes, result.peak_host_bytes = log.peak_gpu_bytes, log.peak_host_bytes
+        result.points, result.parts = list(log.points), list(log.parts)
+        result.notes = list(dict.fromkeys(self.notes))
+        if self.predict is not None and "total" in self.seconds:
+            result.predicted = self.predict(self.settings, result.seqlen)
+            if result.predicted is not None and self.settings.log_memory:
+                rows = (
+                    ("GPU allocated", result.predicted.gpu_allocated_bytes, result.peak_gpu_bytes),
+                    ("host", result.predicted.host_bytes, result.peak_host_bytes),
+                )
+                self.listener.say(f"\n{predicted_and_measured(rows)}")
+
+    def _model(self, source: Source, engine: Engine) -> dict[str, Any]:
+        decoder = engine.decoder
+        weights = sum(matrix.rows * matrix.columns for found in engine.matrices for matrix in found)
+        return {
+            **source.describe(), "type": decoder.config.model_type, "blocks": len(decoder.blocks),
+            "prunable_weights": weights, "dtype": str(decoder.dtype).removeprefix("torch."),
+            "attention": getattr(decoder.config, "_attn_implementation", None),
+        }  # fmt: skip
+
+    def _publish(self, at: str, gpu: GpuReading | None, done: int, total: int) -> None:
+        """For `memfit watch` in another terminal."""
+        numbers = {"done": done, "total": total}
+        if gpu is not None:
+            numbers |= {"allocated_bytes": gpu.allocated_bytes, "peak_bytes": gpu.peak_bytes}
+            numbers["capacity_bytes"] = gpu.total_bytes
+        publish(f"memfit prune --model {self.settings.model}", at, **numbers)
+
+    def _note(self, text: str) -> None:
+        self.notes.append(text)
+        self.listener.remark(f"note: {text}")
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = time.perf_counter() - began

@@ -1,0 +1,131 @@
+"""What the inputs of a matrix are like: norms of their columns, and products of columns.
+
+Both are gathered while the blocks run, from inputs as they are: a 16-bit input is never copied to fp32 on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from memfit.errors import InputError
+from memfit.units import MiB
+
+UPCAST_BYTES = 32 * MiB
+LONGEST_STRETCH = 128
+"""Tokens whose squares are summed by one thread block of a GPU."""
+PANEL = 2048
+"""Columns of X^T X computed at a time: 16 x 8 tiles of 128 x 256 fill a large GPU once."""
+
+
+class ColumnNorms:
+    """The squared norm of each column over the tokens of each sequence, one row a sequence.
+
+    Rows instead of a running sum: processes that hold different sequences exchange rows, and all come to the same bits.
+    """
+
+    def __init__(self, samples: int, columns: int, device: torch.device | str) -> None:
+        self.rows = torch.zeros(samples, columns, dtype=torch.float32, device=device)
+
+    def add(self, x: Tensor, first_sample: int) -> None:
+        """x is [sequences, tokens, columns]. Stretches of a sequence first: over all of its tokens at once a GPU shares
+        the sum between thread blocks, in a buffer that can be larger than x."""
+        stretch = _divisor(x.shape[1], LONGEST_STRETCH)
+        norms = torch.linalg.vector_norm(x.view(len(x), -1, stretch, x.shape[2]), dim=2, dtype=torch.float32)
+        torch.sum(norms.square_(), 1, out=self.rows[first_sample : first_sample + len(x)])
+
+    def add_tokens(self, x: Tensor, sequence_of_token: Tensor) -> None:
+        """x is [tokens, columns], the tokens of any sequences in any order (an expert's). Summed by a product with
+        zeros and ones: scattering into rows would add in an order that changes from run to run."""
+        samples = torch.arange(len(self.rows), device=x.device).unsqueeze(1)
+        step = max(1, UPCAST_BYTES // (4 * (x.shape[1] + len(self.rows))))
+        for part, sequence in zip(x.split(step), sequence_of_token.split(step), strict=True):
+            self.rows.addmm_((sequence == samples).float(), part.to(torch.float32, copy=True).square_())
+
+    def mean(self, samples: int | None = None) -> Tensor:
+        """Over `samples` sequences (all by default), summed in fp64 and rounded once."""
+        return (self.rows.sum(0, dtype=torch.float64) / (samples or len(self.rows))).float()
+
+
+@cache
+def _divisor(tokens: int, most: int) -> int:
+    """The largest divisor up to `most`; a number that has only small ones is left whole."""
+    largest = next(size for size in range(min(tokens, most), 0, -1) if tokens % size == 0)
+    return largest if largest >= 16 else tokens
+
+
+class Gram:
+    """X^T X in fp32: exact products of 16-bit inputs, summed by tensor cores (to some 2e-5 of the whole on an H200).
+
+    The result is symmetric, so what lies below the panels' diagonal blocks is mirrored once, at the end.
+    """
+
+    def __init__(self, columns: int, device: torch.device | str) -> None:
+        self.matrix = torch.zeros(columns, columns, dtype=torch.float32, device=device)
+
+    def add(self, x: Tensor, first_sample: int = 0) -> None:
+        """x is [..., columns]; of which sequences does not matter."""
+        tokens = x.reshape(-1, x.shape[-1])
+        if len(tokens) == 0:
+            return
+        if tokens.dtype == torch.float32 or tokens.device.type == "cpu":
+            self._add_in_fp32(tokens)
+            return
+        for panel, left, right in self._products(tokens):
+            if panel.device.type == "meta":  # without data dtypes need not agree, and torch 2.11 lacks the form below
+                torch.addmm(panel, left, right, out=panel)
+            else:
+                torch.addmm(panel, left, right, out_dtype=torch.float32, out=panel)
+
+    def add_tokens(self, x: Tensor, sequence_of_token: Tensor) -> None:
+        self.add(x)
+
+    def _add_in_fp32(self, tokens: Tensor) -> None:
+        for part in tokens.split(max(1, UPCAST_BYTES // (4 * tokens.shape[1]))):
+            for panel, left, right in self._products(part.float()):
+                panel.addmm_(left, right)
+
+    def _products(self, tokens: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        for start, end in self._panels():
+            yield self.matrix[:end, start:end], tokens[:, :end].mT, tokens[:, start:end]
+
+    def _panels(self) -> Iterator[tuple[int, int]]:
+        columns = len(self.matrix)
+        for start in range(0, columns, PANEL):
+            yield start, min(start + PANEL, columns)
+
+    def finish(self, samples: int) -> Tensor:
+        """The whole matrix times 2/samples, as SparseGPT scales it, in place of the sum."""
+        self.matrix.mul_(2 / samples)
+        for start, end in self._panels():
+            self.matrix[end:, start:end].copy_(self.matrix[start:end, end:].mT)
+        return self.matrix
+
+
+def check_finite(tensors: Mapping[str, Tensor]) -> None:
+    """An InputError that names the first of these that holds NaN or infinity. Asks the device once for all."""
+    some = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
+    if not some:
+        return
+    finite = torch.stack([_is_finite(tensor) for tensor in some.values()])
+    if _all_true(finite):
+        return
+    name = next(name for name, is_finite in zip(some, finite.tolist(), strict=True) if not is_finite)
+    raise InputError(
+        f"{name}: NaN or infinite values",
+        hint="a damaged weight, or values beyond fp16's 65,504 on the way there; --dtype bf16 or fp32 holds those",
+    )
+
+
+def _is_finite(tensor: Tensor) -> Tensor:
+    """From the extremes: one pass and no copy, also for a transposed view. NaN is an extreme."""
+    low, high = torch.aminmax(tensor.mT if tensor.dim() == 2 and tensor.mT.is_contiguous() else tensor)
+    return torch.isfinite(low) & torch.isfinite(high)
+
+
+def _all_true(flags: Tensor) -> bool:
+    """The only question that this module asks of the device."""
+    return bool(flags.all())

@@ -1,0 +1,394 @@
+"""Prune a model, block by block.
+
+    embed           the calibration windows: the hidden states are the only thing carried from block to block
+    for each block:
+        load        its weights, read ahead and copied in by a thread
+        statistics  pass 1: the dense block over all micro-batches, up to the input of its last matrix
+        select      scores, masks, updates: in place
+        store       copied out and written by a thread while pass 2 runs
+        propagate   pass 2: the pruned block over all micro-batches, each written over its input
+
+The last block's pass 2 is for nobody and left out. Windows to evaluate go along: through the dense block before it is
+pruned, through the pruned one after. Blocks that an earlier run has finished are only run forward.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from memfit.errors import UsageError
+from memfit.jobs.pruning import fusing
+from memfit.jobs.pruning.allocation import outlier_percentage, owl, owl_groups
+from memfit.jobs.pruning.engine import Engine
+from memfit.jobs.pruning.matrices import Matrix
+from memfit.jobs.pruning.memory import finished, numbers
+from memfit.jobs.pruning.methods import ByNorms, Method, method_of
+from memfit.jobs.pruning.observation import Group, Statistic
+from memfit.jobs.pruning.output import OutputFolder
+from memfit.jobs.pruning.placement import HiddenStates, Placement
+from memfit.jobs.pruning.reconstruction import reconstruct_
+from memfit.jobs.pruning.report import BlockReport, MatrixReport, Outcome
+from memfit.jobs.pruning.scores import Wanda
+from memfit.jobs.pruning.selection import check_groups
+from memfit.jobs.pruning.settings import PruneSettings, Sparsity
+from memfit.jobs.pruning.statistics import check_finite
+from memfit.jobs.pruning.streaming import BlockReader, BlockWriter, Downloads, Load, Sink
+from memfit.units import MiB
+
+COUNTED_AT_ONCE = 2 * MiB
+FEW_TOKENS = 1 / 16
+"""An expert that saw less than this part of its even share of the tokens is named."""
+NAMED = 8
+
+
+class Sweep:
+    def __init__(
+        self, engine: Engine, settings: PruneSettings, windows: Tensor | None, output: OutputFolder | None,
+        sink: Sink | None, dense: Tensor | None, pruned: Tensor | None,
+    ) -> None:  # fmt: skip
+        self.engine, self.settings, self.output = engine, settings, output
+        self.sink = (sink or output) if engine.team.leads else None
+        self.method = method_of(settings)
+        self.blocks = len(engine.decoder.blocks)
+        if windows is None and settings.needs_data:
+            raise UsageError(f"--prune-method {settings.method} needs calibration windows")
+        if settings.reconstruct and engine.team.size > 1:
+            raise UsageError("--reconstruct works in one process only", hint="leave it out under torchrun")
+        self.ids = windows if settings.needs_data else None
+        self.evaluated = {n: ids for n, ids in (("dense", dense), ("pruned", pruned)) if ids is not None}
+        if settings.sparsity.group is not None:
+            for matrix in (m for found in engine.matrices for m in found):
+                check_groups(matrix.columns, settings.sparsity.group)
+        self.placement = self._settled_placement()
+
+    def run(self, on_block: Callable[[BlockReport], None]) -> Outcome:
+        engine, reports = self.engine, list[BlockReport]()
+        sparsities = self._sparsities()
+        states = None if self.ids is None else engine.embed(self.ids, self.placement)
+        riders = {name: engine.embed(ids, self.placement) for name, ids in self.evaluated.items()}
+        done = engine.team.tell(self.output.finished_blocks if self.output is not None else 0)
+        with ExitStack() as stack:
+            stack.enter_context(self._kernels())
+            loads = self._loads(done, states, riders)
+            reader = stack.enter_context(engine.reading(loads, self.output, self.placement.blocks))
+            writer = stack.enter_context(self._writing())
+            for index in range(self.blocks):
+                started = time.perf_counter()
+                if index < done:
+                    report = self._replay(index, reader, states, riders)
+                else:
+                    report = self._prune(index, reader, writer, states, riders, sparsities[index])
+                reports.append(dataclasses.replace(report, seconds=time.perf_counter() - started))
+                on_block(reports[-1])
+        for each in (states, *riders.values()):
+            if each is not None:
+                each.settle()
+        if states is not None:
+            states.release()
+        return Outcome(
+            blocks=tuple(reports), ratios=tuple(s.ratio for s in sparsities), micro_batch=self.placement.micro_batch,
+            hidden_on=self.placement.where, host_peak_bytes=engine.host.peak_bytes,
+            notes=tuple(dict.fromkeys(note for report in reports for note in report.notes)),
+            dense_states=riders.get("dense"), pruned_states=riders.get("pruned"),
+        )  # fmt: skip
+
+    # -- what is settled beforehand --------------------------------------------------------------------------------
+
+    def _settled_placement(self) -> Placement:
+        """On --resume the micro-batches are those of the first run, whatever memory is free now."""
+        windows = [ids for ids in (self.ids, *self.evaluated.values()) if ids is not None]
+        if not windows:
+            return Placement(micro_batch=1, where="device")
+        made = self.engine.placement(windows[0], self.settings, sum(len(ids) for ids in windows[1:]))
+        before = self.output.recall("micro_batch") if self.output is not None else None
+        size: int = self.engine.team.tell(before or made.micro_batch)
+        if self.ids is not None and -(-len(self.ids) // size) < self.engine.team.size:
+            raise UsageError(
+                f"{len(self.ids)} windows are {-(-len(self.ids) // size)} micro-batches of {size}, too few for "
+                f"{self.engine.team.size} processes",
+                hint="fewer processes, or more --nsamples",
+            )
+        if self.output is not None and self.engine.team.leads and before is None:
+            self.output.remember("micro_batch", size)
+        return dataclasses.replace(made, micro_batch=size)
+
+    def _sparsities(self) -> list[Sparsity]:
+        """How much of each block goes."""
+        asked = self.settings.sparsity
+        if self.settings.allocation == "uniform":
+            return [asked] * self.blocks
+        before = self.output.recall("outliers") if self.output is not None else None
+        outliers: list[float] = self.engine.team.tell(before) or self._outliers()
+        if self.output is not None and self.engine.team.leads and before is None:
+            self.output.remember("outliers", outliers)
+        if asked.group is not None and asked.removed is not None:
+            return [asked.with_removed(removed) for removed in owl_groups(outliers, asked.removed, asked.group)]
+        return [asked.with_ratio(ratio) for ratio in owl(outliers, asked.ratio)]
+
+    def _outliers(self) -> list[float]:
+        """The dense model's percentage of outliers, block by block: one forward through it."""
+        assert self.ids is not None
+        engine, wanda = self.engine, ByNorms("wanda")
+        states, found = engine.embed(self.ids, self.placement), []
+        loads = [Load(index) for index in range(self.blocks)]
+        with engine.reading(loads, None, self.placement.blocks) as reader:
+            for load in loads:
+                with engine.phases("load", load.block):
+                    engine.load(reader, load)
+                with engine.phases("outliers", load.block):
+                    make = self._statistic(wanda)
+                    groups = engine.observe(load.block, states, make, into=states).groups
+                    slots = engine.weights(load.block)
+                    scored = [
+                        (matrix.weight(slots), Wanda(group.statistic.summary()))
+                        for group in groups
+                        for matrix in group.matrices
+                    ]
+                    found.append(outlier_percentage(scored))
+                    del groups, scored
+                engine.leave(reader)
+        states.release()
+        shares = torch.stack(found)
+        return [0.0] * self.blocks if shares.is_meta else shares.tolist()
+
+    def _loads(self, done: int, states: HiddenStates | None, riders: Mapping[str, HiddenStates]) -> list[Load]:
+        loads = []
+        for index in range(self.blocks):
+            if index >= done or "dense" in riders:
+                loads.append(Load(index))
+            if index < done and (states is not None or "pruned" in riders):
+                loads.append(self._finished(index))
+        return loads
+
+    def _finished(self, index: int) -> Load:
+        """Only the first process has the folder; the others put what it sends over the source's weights."""
+        return Load(index, "output" if self.engine.team.leads else "source")
+
+    # -- one block -------------------------------------------------------------------------------------------------
+
+    def _prune(
+        self, index: int, reader: BlockReader, writer: BlockWriter | None, states: HiddenStates | None,
+        riders: Mapping[str, HiddenStates], sparsity: Sparsity,
+    ) -> BlockReport:  # fmt: skip
+        engine, phases = self.engine, self.engine.phases
+        started = time.perf_counter()
+        with phases("load", index):
+            engine.load(reader, Load(index))
+        if "dense" in riders:
+            with phases("evaluate", index):
+                engine.propagate(index, riders["dense"])
+        groups, targets, notes = self._groups(index, states)
+        with phases("select", index):
+            notes += self._select(index, groups, sparsity)
+        if targets is not None and states is not None:
+            with phases("reconstruct", index):
+                self._reconstruct(index, states, targets)
+            targets.release()
+        with phases("store", index):
+            counted = self._count(index, groups)
+            written = None
+            if writer is not None:
+                ready, facts = engine.lanes[0].now(), lambda: self._report(index, counted(), notes, started).to_json()
+                written = writer.put(index, engine.flat, ready, facts)
+        del groups
+        with phases("propagate", index):
+            if states is not None and index + 1 < self.blocks:
+                engine.propagate(index, states)
+            if "pruned" in riders:
+                engine.propagate(index, riders["pruned"])
+        engine.leave(reader, written)
+        return self._report(index, counted(), notes, started)
+
+    def _groups(
+        self, index: int, states: HiddenStates | None
+    ) -> tuple[list[Group], HiddenStates | None, tuple[str, ...]]:
+        """The block's matrices by input, with statistics; and the dense block's outputs, where they are wanted."""
+        engine, targets = self.engine, None
+        if not self.method.needs_data and not self.settings.reconstruct:
+            return [Group([matrix], _NOTHING) for matrix in engine.matrices[index]], None, ()
+        assert states is not None
+        if self.settings.reconstruct:
+            with engine.phases("calibration"):
+                targets = states.another()
+        with engine.phases("statistics", index):
+            observer = engine.observe(index, states, self._statistic(self.method), into=targets)
+        unused = [f"{engine.decoder.path}.{index}.{matrix.name}" for matrix in observer.unseen]
+        notes = (f"{', '.join(unused)}: not used by the model, left as it is",) if unused else ()
+        return observer.groups, targets, notes
+
+    def _statistic(self, method: Method) -> Callable[[int], Statistic]:
+        samples, device = 0 if self.ids is None else len(self.ids), self.engine.device
+        return lambda columns: method.statistic(samples, columns, device)
+
+    def _select(self, index: int, groups: Sequence[Group], sparsity: Sparsity) -> tuple[str, ...]:
+        engine, notes = self.engine, list[str]()
+        slots = engine.weights(index)
+        path = f"{engine.decoder.path}.{index}"
+        check_finite(dict(self._looked_at(path, groups, slots)))
+        self._ask_tokens(groups)
+        for number, group in enumerate(groups):
+            owner = engine.team.owner(number)
+            if owner == engine.team.rank:
+                notes += self.method.prune([matrix.weight(slots) for matrix in group.matrices], group, sparsity)
+            for matrix in group.matrices:
+                engine.team.send(slots[matrix.slot] if matrix.transposed else matrix.weight(slots), owner)
+            group.statistic = _NOTHING  # its memory is the next one's
+        return (*(f"{path}: {note}" for note in notes), *_few_tokens(path, groups))
+
+    def _looked_at(
+        self, path: str, groups: Sequence[Group], slots: Mapping[str, Tensor]
+    ) -> Iterator[tuple[str, Tensor]]:
+        for name in dict.fromkeys(matrix.slot for group in groups for matrix in group.matrices):
+            yield f"{path}.{name}", slots[name]
+        for group in groups:
+            if group.statistic is not _NOTHING:
+                yield f"inputs of {path}.{group.matrices[0].name}", group.statistic.summary()
+
+    def _ask_tokens(self, groups: Sequence[Group]) -> None:
+        counted = [group for group in groups if group.tokens is not None]
+        if counted:
+            together = torch.stack([group.tokens for group in counted if group.tokens is not None])
+            if not together.is_meta:
+                for group, seen in zip(counted, together.tolist(), strict=True):
+                    group.seen = seen
+
+    def _count(self, index: int, groups: Sequence[Group]) -> Callable[[], list[MatrixReport]]:
+        """Zeros of each matrix: counted on the device now, asked for later so that nothing waits."""
+        engine, slots = self.engine, self.engine.weights(index)
+        matrices = [(matrix, group.seen) for group in groups for matrix in group.matrices]
+        zeros = torch.stack([_zeros(matrix.weight(slots)) for matrix, _ in matrices])
+        there = engine.host.empty(zeros.shape, zeros.dtype)
+        arrived = engine.lanes[1].copy(there, zeros, after=engine.lanes[1].now())
+        engine.host.release(there)
+
+        @cache
+        def ask() -> list[MatrixReport]:
+            finished(arrived)
+            counts, _ = numbers(there), zeros
+            return [
+                MatrixReport(name=matrix.name, rows=matrix.rows, columns=matrix.columns, zeros=count, tokens=seen)
+                for (matrix, seen), count in zip(matrices, counts, strict=True)
+            ]
+
+        return ask
+
+    def _report(self, index: int, found: list[MatrixReport], notes: tuple[str, ...], started: float) -> BlockReport:
+        return BlockReport(index=index, matrices=tuple(found), seconds=time.perf_counter() - started, notes=notes)
+
+    def _reconstruct(self, index: int, states: HiddenStates, targets: HiddenStates) -> None:
+        engine = self.engine
+        block, slots = engine.decoder.blocks[index], engine.weights(index)
+        tuned = {name: slots[name] for name in dict.fromkeys(matrix.slot for matrix in engine.matrices[index])}
+
+        def batches() -> Iterator[tuple[Tensor, Tensor]]:
+            for (_, hidden), (_, target) in zip(states.batches(), targets.batches(), strict=True):
+                yield hidden, target
+
+        def forward(weights: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
+            call = states.calls[len(hidden)][index]
+            out = torch.func.functional_call(block, dict(weights), (hidden, *call.args), call.kwargs)
+            made: Tensor = out[0] if isinstance(out, tuple) else out
+            return made
+
+        masks = {name: weight == 0 for name, weight in tuned.items()}
+        reconstruct_(tuned, masks, forward, batches, states.steps)
+
+    # -- blocks that are finished ----------------------------------------------------------------------------------
+
+    def _replay(
+        self, index: int, reader: BlockReader, states: HiddenStates | None, riders: Mapping[str, HiddenStates]
+    ) -> BlockReport:
+        engine = self.engine
+        if "dense" in riders:
+            with engine.phases("load", index):
+                engine.load(reader, Load(index))
+            with engine.phases("evaluate", index):
+                engine.propagate(index, riders["dense"])
+            engine.leave(reader)
+        if states is not None or "pruned" in riders:
+            with engine.phases("load", index):
+                engine.load(reader, self._finished(index))
+                engine.team.send(engine.flat, 0)
+            with engine.phases("propagate", index):
+                if states is not None and index + 1 < self.blocks:
+                    engine.propagate(index, states)
+                if "pruned" in riders:
+                    engine.propagate(index, riders["pruned"])
+            engine.leave(reader)
+        facts = self.output.facts(index) if self.output is not None else None
+        return BlockReport.from_json(engine.team.tell(facts))
+
+    def _kernels(self) -> AbstractContextManager[None]:
+        decoder = self.engine.decoder
+        windows = [ids for ids in (self.ids, *self.evaluated.values()) if ids is not None]
+        tokens = sum(ids.numel() for ids in windows) // self.engine.team.size
+        return fusing.compiled(decoder.blocks, decoder.config, self.engine.device, tokens * self.engine.whole)
+
+    @contextmanager
+    def _writing(self) -> Iterator[BlockWriter | None]:
+        """Blocks go out while this is open; what else the folder needs is copied beside."""
+        if self.sink is None:
+            yield None
+            return
+        rest = self.sink.copy_rest() if isinstance(self.sink, OutputFolder) else None
+        downloads = Downloads(self.engine.device, self.engine.host)
+        writer = BlockWriter(self.sink, downloads)
+        try:
+            yield writer
+            writer.wait()
+            if rest is not None:
+                rest.result()
+            if isinstance(self.sink, OutputFolder):
+                self.sink.settle()
+        finally:
+            writer.close()
+            downloads.release()
+
+
+class _Nothing:
+    """The statistic of a method that looks at no inputs."""
+
+    def add(self, x: Tensor, first_sample: int) -> None: ...
+
+    def add_tokens(self, x: Tensor, sequence_of_token: Tensor) -> None: ...
+
+    def summary(self) -> Tensor:
+        raise AssertionError("there is none")
+
+
+_NOTHING = _Nothing()
+
+
+def _zeros(weight: Tensor) -> Tensor:
+    """On the device, in parts, so that no mask of a whole large matrix is made."""
+    flat = weight.mT.reshape(-1) if not weight.is_contiguous() else weight.view(-1)
+    return torch.stack([part.eq(0).sum() for part in flat.split(COUNTED_AT_ONCE)]).sum()
+
+
+def _few_tokens(path: str, groups: Iterable[Group]) -> tuple[str, ...]:
+    """Experts whose statistics say little."""
+    seen = {_expert(group.matrices[0]): group.seen for group in groups if group.seen is not None}
+    if not seen:
+        return ()
+    even = sum(seen.values()) / len(seen)
+    notes = []
+    for what, few in (
+        ("saw no token, so their weights went by magnitude", [n for n, count in seen.items() if count == 0]),
+        (f"saw fewer than {even * FEW_TOKENS:.0f} tokens (an even share is {even:.0f})",
+         [n for n, count in seen.items() if 0 < count < even * FEW_TOKENS]),
+    ):  # fmt: skip
+        if few:
+            named = ", ".join(few[:NAMED]) + (f" and {len(few) - NAMED} more" if len(few) > NAMED else "")
+            notes.append(f"{path}: experts {named} {what}")
+    return tuple(notes)
+
+
+def _expert(matrix: Matrix) -> str:
+    return matrix.name.rpartition(".")[0]

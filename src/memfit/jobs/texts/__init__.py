@@ -1,0 +1,1 @@
+"""Text to calibrate on and to learn from: files, and what comes with Python."""

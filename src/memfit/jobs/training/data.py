@@ -1,0 +1,246 @@
+"""The data of a training job: samples of tokens with their labels, cut or packed to length, and what became of them.
+
+    data = read_training_data(config.data, tokenizer)
+    data.summary.truncated_samples, data.longest      # how many were cut, and which sample needs the most memory
+
+All tokens lie in one tensor: worker processes share it, and no Python object of it grows while they read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from memfit.errors import InputError
+from memfit.jobs.training.config import DataConfig
+from memfit.jobs.training.examples import Examples, read_examples
+from memfit.jobs.training.tokenising import Tokens, tokenise
+
+IGNORED = -100
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lengths:
+    """Tokens in a sample."""
+
+    shortest: int
+    median: int
+    mean: float
+    percentile_95: int
+    longest: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSummary:
+    source: str
+    origin: str
+    format: str
+    """text or instruction."""
+    packed: bool
+    rows: int
+    """Read, without the empty ones."""
+    empty_rows: int
+    samples: int
+    tokens: int
+    learned_tokens: int
+    truncated_samples: int
+    """Cut at max_seq_len, or in pieces."""
+    dropped_samples: int
+    """Too long, or with nothing of the answer left."""
+    tokens_left_out: int
+    max_seq_len: int
+    lengths: Lengths
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def in_lines(self) -> list[str]:
+        how = "packed" if self.packed else "padded to the longest of a batch"
+        lines = [
+            f"data: {self.samples:,} samples of {self.rows:,} rows from {self.origin} ({self.format}, {how})",
+            f"tokens: {self.tokens:,}, of which {self.learned_tokens:,} are learned",
+        ]
+        if not self.packed:
+            each = self.lengths
+            lines.append(
+                f"lengths: {each.shortest:,} to {each.longest:,}, median {each.median:,}, mean {each.mean:,.1f}, "
+                f"95 % up to {each.percentile_95:,}"
+            )
+        if self.truncated_samples or self.dropped_samples:
+            lines.append(
+                f"max_seq_len {self.max_seq_len:,}: {self.truncated_samples:,} rows cut, {self.dropped_samples:,} "
+                f"dropped, {self.tokens_left_out:,} tokens left out"
+            )
+        elif self.tokens_left_out:
+            lines.append(f"left out: {self.tokens_left_out:,} tokens at the end, too few for a full sample")
+        if self.empty_rows:
+            lines.append(f"left out: {self.empty_rows:,} empty rows")
+        return lines
+
+
+class TrainingData(Dataset[dict[str, Tensor]]):
+    def __init__(self, ids: Tensor, learned: Tensor, starts: Tensor, *, packed: bool, summary: DataSummary) -> None:
+        self._ids, self._learned, self._starts = ids, learned, starts
+        self.packed, self.summary = packed, summary
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """`input_ids` and `labels`; a label is the token at the same place, or -100."""
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        piece = slice(int(self._starts[index]), int(self._starts[index + 1]))
+        ids = self._ids[piece].long()
+        return {"input_ids": ids, "labels": ids.masked_fill(~self._learned[piece], IGNORED)}
+
+    @property
+    def lengths(self) -> Tensor:
+        return self._starts.diff()
+
+    @property
+    def longest(self) -> int:
+        """The sample that needs the most memory; of several, the first."""
+        return int(self.longest_first()[0])
+
+    def longest_first(self) -> Tensor:
+        return self.lengths.argsort(descending=True, stable=True)
+
+    @property
+    def highest_id(self) -> int:
+        return int(self._ids.max())
+
+    @property
+    def fingerprint(self) -> str:
+        """Two runs with the same one have learned from the same samples."""
+        digest = hashlib.sha256()
+        for tensor in (self._ids, self._learned, self._starts):
+            digest.update(tensor.contiguous().numpy().tobytes())
+        return digest.hexdigest()
+
+
+def read_training_data(config: DataConfig, tokenizer: Any) -> TrainingData:
+    examples = read_examples(config)
+    packed = not examples.instruction if config.packing is None else config.packing
+    tokens = list(tokenise(examples, config, tokenizer))
+    cut = _pack(tokens, config, examples) if packed else _cut(tokens, config, examples)
+    ids, learned, starts = _flat(cut.samples)
+    if packed:
+        full = len(ids) - cut.left_out
+        ids, learned, starts = ids[:full], learned[:full], torch.arange(0, full + 1, config.max_seq_len)
+        if not learned.any():
+            raise _nothing_learned(tokens, config.max_seq_len, examples)
+    summary = _summary(config, examples, cut, learned, starts, packed)
+    return TrainingData(ids, learned, starts, packed=packed, summary=summary)
+
+
+# -- to length ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True)
+class _Cut:
+    samples: list[Tokens]
+    truncated: int = 0
+    dropped: int = 0
+    left_out: int = 0
+
+
+def _cut(tokens: list[Tokens], config: DataConfig, examples: Examples) -> _Cut:
+    """One row a sample; what is longer than max_seq_len is cut, dropped or split."""
+    longest, made = config.max_seq_len, _Cut(samples=[])
+    if config.too_long != "split" and all(len(each.ids) > longest for each in tokens):
+        raise _all_too_long(tokens, longest, examples)
+    for each in tokens:
+        pieces = list(_pieces(each, config))
+        if len(each.ids) > longest and pieces:
+            made.truncated += 1
+        if not pieces:
+            made.dropped += 1
+        made.left_out += len(each.ids) - sum(len(piece.ids) for piece in pieces)
+        made.samples += pieces
+    if not made.samples:
+        raise _nothing_learned(tokens, longest, examples)
+    return made
+
+
+def _pieces(tokens: Tokens, config: DataConfig) -> Iterator[Tokens]:
+    longest = config.max_seq_len
+    if len(tokens.ids) <= longest:
+        whole = [tokens]
+    elif config.too_long == "drop":
+        whole = []
+    elif config.too_long == "truncate":
+        whole = [Tokens(tokens.ids[:longest], min(tokens.unlearned, longest))]
+    else:
+        whole = [
+            Tokens(tokens.ids[start : start + longest], min(longest, max(0, tokens.unlearned - start)))
+            for start in range(0, len(tokens.ids), longest)
+        ]
+    # The first token has nothing before it from which it could be learned.
+    yield from (piece for piece in whole if len(piece.ids) > max(1, piece.unlearned))
+
+
+def _nothing_learned(tokens: list[Tokens], longest: int, examples: Examples) -> InputError:
+    shortest = min(each.unlearned for each in tokens)
+    return InputError(
+        f"{examples.origin}: nothing to learn is left of its {len(tokens):,} samples at max_seq_len {longest:,}",
+        hint=f"the shortest prompt alone has {shortest:,} tokens" if shortest else None,
+    )
+
+
+def _all_too_long(tokens: list[Tokens], longest: int, examples: Examples) -> InputError:
+    lengths = sorted(len(each.ids) for each in tokens)
+    what = f"all {len(tokens):,} samples are" if len(tokens) > 1 else "its one sample is"
+    span = f"{lengths[0]:,} to {lengths[-1]:,} tokens" if len(tokens) > 1 else f"{lengths[0]:,} tokens"
+    return InputError(
+        f"{examples.origin}: {what} longer than max_seq_len {longest:,} ({span})",
+        hint="packing: true or too_long: split uses all of the text; or a larger max_seq_len",
+    )
+
+
+def _pack(tokens: list[Tokens], config: DataConfig, examples: Examples) -> _Cut:
+    """All of the text as one, cut to full length. Rows that share a sample can see one another, as usual in packing."""
+    count = sum(len(each.ids) for each in tokens)
+    if count < config.max_seq_len:
+        raise InputError(
+            f"{examples.origin}: {count:,} tokens are too few for one sample of max_seq_len {config.max_seq_len:,}",
+            hint=f"max_seq_len: {max(2, count // 2)}, or packing: false, or more text",
+        )
+    return _Cut(samples=tokens, left_out=count % config.max_seq_len)
+
+
+def _flat(samples: list[Tokens]) -> tuple[Tensor, Tensor, Tensor]:
+    ids = torch.tensor([token for each in samples for token in each.ids], dtype=torch.int32)
+    lengths = torch.tensor([0, *(len(each.ids) for each in samples)])
+    starts = lengths.cumsum(0)
+    learned = torch.ones(len(ids), dtype=torch.bool)
+    for start, each in zip(starts.tolist(), samples, strict=False):
+        learned[start : start + each.unlearned] = False
+    return ids, learned, starts
+
+
+def _summary(
+    config: DataConfig, examples: Examples, cut: _Cut, learned: Tensor, starts: Tensor, packed: bool
+) -> DataSummary:
+    lengths = starts.diff().sort().values
+    return DataSummary(
+        source=config.source, origin=examples.origin, format="instruction" if examples.instruction else "text",
+        packed=packed, rows=len(examples.rows), empty_rows=examples.empty, samples=len(lengths),
+        tokens=int(lengths.sum()), learned_tokens=int(learned.sum()), truncated_samples=cut.truncated,
+        dropped_samples=cut.dropped, tokens_left_out=cut.left_out, max_seq_len=config.max_seq_len,
+        lengths=_lengths(lengths),
+    )  # fmt: skip
+
+
+def _lengths(ordered: Tensor) -> Lengths:
+    last = len(ordered) - 1
+    return Lengths(
+        shortest=int(ordered[0]), median=int(ordered[last // 2]), mean=float(ordered.double().mean()),
+        percentile_95=int(ordered[last * 95 // 100]), longest=int(ordered[-1]),
+    )  # fmt: skip

@@ -1,0 +1,171 @@
+"""What is learned, before it is tokens: running text, or prompts with the answers to them.
+
+Rows with `text` are running text. Rows with `instruction`, `input` and `output` (as Alpaca has them), or with `prompt`
+and `completion`, are prompts with answers. A plain file is one long text.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from memfit.errors import InputError
+from memfit.jobs.texts.builtin import builtin_documents, builtin_origin
+from memfit.jobs.texts.files import KINDS, is_text_file, read_rows
+from memfit.jobs.training.config import DataConfig
+
+BUILTIN = "builtin"
+PAIRS = (("instruction", "output"), ("prompt", "completion"), ("prompt", "response"))
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example:
+    text: str
+    prompt: str | None = None
+    """What stands before the text and is not itself learned; None in running text."""
+    context: str = ""
+    """Alpaca's `input`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Examples:
+    origin: str
+    instruction: bool
+    rows: tuple[Example, ...]
+    raw_prompt: bool = False
+    """The prompts are used as they stand, without a template."""
+    empty: int = 0
+    """Rows without text, which are left out."""
+
+
+def read_examples(config: DataConfig) -> Examples:
+    origin, rows = _rows(config)
+    rows = rows[: config.max_samples]
+    if not rows:
+        raise InputError(f"data.source {config.source!r} is empty ({origin})")
+    columns = _columns(config, rows, origin)
+    made = [_example(row, columns, f"{origin}, row {i}") for i, row in enumerate(rows, start=1)]
+    kept = tuple(each for each in made if each.text.strip())
+    if not kept:
+        raise InputError(f"data.source {config.source!r}: none of its {len(rows):,} rows holds any text ({origin})")
+    return Examples(
+        origin=origin, instruction=len(columns) == 2, rows=kept, raw_prompt=columns[0] == "prompt",
+        empty=len(made) - len(kept),
+    )  # fmt: skip
+
+
+# -- where the rows come from ------------------------------------------------------------------------------------------
+
+
+def _rows(config: DataConfig) -> tuple[str, list[Any]]:
+    said = config.source.strip()
+    if said.lower() == BUILTIN:
+        return builtin_origin(), list(builtin_documents())
+    path = Path(os.path.expanduser(said))
+    if path.is_dir():
+        files = sorted(each for each in path.rglob("*") if each.is_file() and is_text_file(each))
+        if not files:
+            raise InputError(f"data.source '{said}': no text, .jsonl, .json or .parquet file in that folder")
+        return f"'{said}'", [row for each in files for row in read_rows(each)]
+    if path.exists():
+        return f"'{said}'", read_rows(path)
+    if path.suffix.lower() in (*KINDS, ".gz") or path.is_absolute() or said.startswith(".") or said.count("/") > 1:
+        raise InputError(f"data.source: no file '{said}'", hint=_near(path))
+    if not _HUB_NAME.fullmatch(said):
+        raise InputError(f"data.source '{said}' is no file and no name of a data set")
+    return f"the Hugging Face Hub ({said}, {config.split})", _from_hub(config, said)
+
+
+def _near(path: Path) -> str:
+    try:
+        there = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
+    except OSError:
+        there = []
+    near = get_close_matches(path.name, there, n=2)
+    if near:
+        return f"in that folder there is {' and '.join(repr(each) for each in near)}"
+    return f"looked for in {path.parent.resolve()}"
+
+
+def _from_hub(config: DataConfig, name: str) -> list[Any]:
+    hint = "give the path of a .txt, .jsonl, .json or .parquet file, or `builtin`"
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise InputError(
+            f"data.source '{name}' is no file here, and the package `datasets`, which reads the Hub, is not installed",
+            hint=f"pip install datasets; or {hint}",
+        ) from error
+    try:
+        found = load_dataset(name, config.subset, split=config.split)
+        return list(found if config.max_samples is None else found.take(config.max_samples))
+    except Exception as error:  # what it raises offline depends on its version
+        said = str(error).strip().splitlines()
+        why = f"data.source '{name}': the Hub does not give it ({type(error).__name__}: {said[0] if said else ''})"
+        raise InputError(why[:400], hint=hint) from error
+
+
+# -- what is in them ---------------------------------------------------------------------------------------------------
+
+
+def _columns(config: DataConfig, rows: list[Any], origin: str) -> tuple[str, ...]:
+    """The column of text, or those of prompt and answer; by the first row, and the others are held to it."""
+    first = rows[0]
+    if isinstance(first, str):
+        if config.format == "instruction":
+            raise InputError(f"data.format instruction: {origin} is running text without prompts")
+        return (config.text_column,)
+    if not isinstance(first, Mapping):
+        raise InputError(f"{origin}, row 1: neither text nor columns")
+    pair = next((pair for pair in PAIRS if all(name in first for name in pair)), None)
+    if (
+        config.format != "text"
+        and pair is not None
+        and (config.format == "instruction" or config.text_column not in first)
+    ):
+        return pair
+    if config.format != "instruction" and config.text_column in first:
+        return (config.text_column,)
+    if config.format == "instruction":
+        wanted = "no 'instruction' and 'output', nor 'prompt' and 'completion'"
+    else:
+        wanted = f"no column {config.text_column!r}"
+    raise InputError(f"{origin}: {wanted}; it has {_named(first)}", hint=_column_hint(config, first))
+
+
+def _column_hint(config: DataConfig, row: Mapping[str, Any]) -> str:
+    texts = [str(name) for name, value in row.items() if isinstance(value, str)]
+    near = get_close_matches(config.text_column, texts, n=1) or texts[:1]
+    return f"data.text_column: {near[0]} reads that column" if near else "no column of it holds text"
+
+
+def _example(row: Any, columns: tuple[str, ...], where: str) -> Example:
+    if isinstance(row, str):
+        return Example(text=row)
+    if len(columns) == 1:
+        return Example(text=_text(row, columns[0], where))
+    prompt, answer = (_text(row, name, where) for name in columns)
+    context = row.get("input") or ""
+    if not isinstance(context, str):
+        raise InputError(f"{where}: 'input' is not text")
+    return Example(text=answer, prompt=prompt, context=context)
+
+
+def _text(row: Any, column: str, where: str) -> str:
+    value = row.get(column) if isinstance(row, Mapping) else None
+    if value is None and isinstance(row, Mapping) and column in row:
+        return ""
+    if not isinstance(value, str):
+        has = f"; it has {_named(row)}" if isinstance(row, Mapping) else ""
+        raise InputError(f"{where}: no text in {column!r}{has}")
+    return value
+
+
+def _named(row: Mapping[str, Any]) -> str:
+    return ", ".join(repr(str(name)) for name in list(row)[:8])

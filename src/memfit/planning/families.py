@@ -1,0 +1,302 @@
+"""One job at many batch sizes and lengths: after a few traces the others are told from those, to the byte.
+
+A family is a workload without its batch size and length. What was traced of it falls into pieces (`core/pieces.py`),
+and a point that a piece surrounds needs no trace. Points are traced as they are asked for, at first; when enough have
+been asked, or are known to come, it pays to trace corners around them (`planning/corners.py`).
+
+Where there is no proof, each point is traced as if there were no family.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from bisect import bisect_left, bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from memfit.core.events import Trace
+from memfit.core.holes import Answer, NotHoled, stream_of
+from memfit.core.pieces import Outlines, Piece, TooFewPoints, Unproven
+from memfit.core.polynomials import Point
+from memfit.core.repeat import NotRepeating
+from memfit.jobs.workload import Workload
+from memfit.planning import cache
+from memfit.planning.corners import BATCH, LENGTH, Corners
+from memfit.planning.recipe import Recipe
+from memfit.tracing.platform import Platform
+
+if TYPE_CHECKING:
+    from memfit.planning.noted import Noted, Part
+    from memfit.planning.wholes import Whole
+
+MOST_FAMILIES = 64
+MOST_EVENTS_KEPT = 4_000_000
+"""Of whole jobs, each kept for other batches and lengths at which rules answer the same way."""
+TRACED_AS_ASKED = 2
+MOST_LINES = 12
+FAILURES, POINTS_WITHOUT_FIT = 3, 9
+"""After so many the family is given up."""
+THRESHOLDS = ("window", "position", "chunk", "length", "block", "max")
+"""Parts of the names under which a config keeps numbers that lengths are compared with."""
+
+
+@dataclass(frozen=True)
+class Told:
+    recipe: Recipe
+    """Of a point that was traced: its trace, batch size and length are not those of this one."""
+    trace: Trace
+    """Of the whole job."""
+
+
+class Family:
+    def __init__(self, work: Workload, platform: Platform) -> None:
+        self.work, self.platform = work, platform
+        self.corners = Corners()
+        self.given_up: str | None = None
+        self._traced: dict[Point, dict[Part, _KnownPiece]] = {}
+        """What was done there; nothing where the job failed, or cannot be learned from."""
+        self._pieces: dict[Part, dict[Hashable, _KnownPiece]] = {"all": {}, "near": {}, "far": {}}
+        self._numbers: dict[tuple[str, ...], list[int]] = {}
+
+    # -- what is known ------------------------------------------------------------------------------------------------
+
+    def told(self, work: Workload) -> Told | None:
+        """From what is known; nothing is traced."""
+        point = point_of(work)
+        self.corners.asked.add(point)
+        if self.given_up or len(self._traced) < TRACED_AS_ASKED:
+            return None
+        try:
+            return self._told(point)
+        except (Unproven, NotRepeating):
+            return None
+
+    def _told(self, point: Point) -> Told:
+        """As `trace_generation` does it: by the first tokens and the last ones, or else by all."""
+        if self._pieces["near"]:
+            try:
+                return self._joined([self._piece("near", point), self._piece("far", point)], point)
+            except NotRepeating:
+                pass
+        return self._joined([self._piece("all", point)], point)
+
+    def _piece(self, part: Part, point: Point) -> _KnownPiece:
+        around = [known for known in self._pieces[part].values() if known.piece.surrounds(point)]
+        if len(around) != 1 or around[0].contradicted or not self._is_among(point[LENGTH], around[0]):
+            raise TooFewPoints("no piece around it")
+        return around[0]
+
+    def _is_among(self, length: int, known: _KnownPiece) -> bool:
+        """Whether the piece has a point on the same side of every number in the model's config: a job could do other
+        things between two of them, or just at one, and the same again beyond."""
+        numbers = self._config_numbers()
+        place = _place(length, numbers)
+        return any(_place(point[LENGTH], numbers) == place for point in known.piece.points)
+
+    def _joined(self, pieces: list[_KnownPiece], point: Point) -> Told:
+        first = pieces[0]
+        if any(each.key != first.key for each in pieces):
+            raise Unproven("its parts are of different kinds")
+        made = [each.piece.at(point, self._ask) for each in pieces]
+        outlines = [outlines for outlines, _ in made]
+        whole = _whole((*pieces, *outlines), lambda: self._new_whole(pieces, outlines))
+        return Told(first.recipe, whole.trace([pool for _, pool in made]))
+
+    def _new_whole(self, pieces: list[_KnownPiece], outlines: list[Outlines]) -> Whole:
+        from memfit.planning.wholes import Whole
+
+        filled = [known.piece.filled(each) for known, each in zip(pieces, outlines, strict=True)]
+        return Whole(filled, pieces[0].recipe, pieces[0].loss_modules, self.work.new_tokens)
+
+    def _ask(self, form: Hashable, numbers: tuple[int, ...]) -> Answer:
+        try:
+            return _answer(self.platform, form, numbers)
+        except Exception as why:
+            raise Unproven("a rule cannot be asked again") from why
+
+    # -- learning -----------------------------------------------------------------------------------------------------
+
+    def told_after_more(self, work: Workload) -> Told | None:
+        """Corners around the point are traced, if they pay."""
+        point, told = point_of(work), None
+        for _ in range(MOST_LINES):
+            if self.given_up or len(self._traced) < TRACED_AS_ASKED:
+                return None
+            corners = self.corners.around(point)
+            missing = [corner for corner in corners if corner not in self._traced]
+            if missing and not self.corners.pay(corners, len(missing), self._unasked()):
+                return None
+            for corner in missing:
+                self._trace(corner)
+            told = self.told(work)
+            if told is not None or not self.corners.draw_line(point, self._done_at, self._likely(), self._trace):
+                break
+        return told
+
+    def learn(self, work: Workload, recipe: Recipe, heard: list[Noted]) -> None:
+        """From a trace that was made of one of the points."""
+        from memfit.planning.noted import parts_of
+
+        point = point_of(work)
+        if self.given_up or point in self._traced:
+            return
+        self._traced[point] = {}
+        try:
+            for part, noted in parts_of(heard, work.seq_len).items():
+                self._traced[point][part] = self._add(part, point, recipe, noted)
+        except NotHoled as why:
+            self._traced[point] = {}
+            if sum(not parts for parts in self._traced.values()) >= FAILURES:
+                self.given_up = str(why)
+
+    def _add(self, part: Part, point: Point, recipe: Recipe, noted: Noted) -> _KnownPiece:
+        traced = stream_of(noted.trace, noted.calls)
+        key = _constants(recipe)
+        pieces = self._pieces[part]
+        if (traced.stream, key) not in pieces:
+            without_trace = dataclasses.replace(recipe, trace=Trace())
+            pieces[traced.stream, key] = _KnownPiece(Piece(traced.stream), key, without_trace, noted.loss_modules)
+        found = pieces[traced.stream, key]
+        found.piece.add(point, traced)
+        for known in pieces.values():
+            others = (other for each in pieces.values() if each is not known for other in each.piece.points)
+            known.contradicted = any(known.piece.surrounds(other) for other in others)
+        self._see_whether_it_fits(found.piece)
+        return found
+
+    def _see_whether_it_fits(self, piece: Piece) -> None:
+        if len(piece.points) < POINTS_WITHOUT_FIT:
+            return
+        try:
+            piece.fit(self._ask)
+        except TooFewPoints:
+            pass
+        except Unproven as why:
+            self.given_up = str(why)
+
+    def _trace(self, point: Point) -> None:
+        """A point that nobody has asked for: whoever asks for one like it is told what is wrong with it."""
+        from memfit.planning.few_blocks import trace_few_blocks
+        from memfit.planning.noted import noting
+
+        if point in self._traced:
+            return
+        try:
+            work = dataclasses.replace(self.work, batch_size=point[BATCH], seq_len=point[LENGTH])
+            with noting() as heard:
+                recipe, _ = trace_few_blocks(work, self.platform)
+        except Exception:
+            self._traced[point] = {}
+            self.corners.is_out_of_reach(point)
+        else:
+            self.learn(work, recipe, heard)
+
+    def _unasked(self) -> int:
+        return sum(point not in self.corners.asked for point in self._traced)
+
+    def _done_at(self, point: Point) -> object:
+        parts = self._traced.get(point, {})
+        return tuple(id(known) for part, known in parts.items() if part != "all" or len(parts) == 1) or None
+
+    def _likely(self) -> list[int]:
+        """Lengths at which the job may begin to do something else: a number, or the next one."""
+        return [line for number in self._config_numbers(THRESHOLDS) for line in (number - 1, number, number + 1)]
+
+    def _config_numbers(self, names: tuple[str, ...] = ("",)) -> list[int]:
+        if names not in self._numbers:
+            from memfit.models.registry import load_config, resolve
+
+            found = set(_numbers_in(load_config(resolve(self.work.model)).to_dict(), names))
+            if self.work.kind == "generate":
+                found |= {number - self.work.new_tokens for number in found}
+            self._numbers[names] = sorted(number for number in found if number > 1)
+        return self._numbers[names]
+
+
+@dataclass(eq=False)
+class _KnownPiece:
+    """A piece, and what it needs to become a plan."""
+
+    piece: Piece
+    key: str
+    recipe: Recipe
+    loss_modules: frozenset[str]
+    contradicted: bool = False
+    """The job did something else at a point inside: comparisons and powers of two do not tell it all."""
+
+
+def point_of(work: Workload) -> Point:
+    return work.batch_size, work.seq_len
+
+
+def _constants(recipe: Recipe) -> str:
+    facts = recipe.facts()
+    facts["settings"] = {k: v for k, v in facts["settings"].items() if k not in ("batch_size", "seq_len")}
+    return json.dumps(facts, sort_keys=True)
+
+
+def _numbers_in(config: Any, names: tuple[str, ...], name: str = "") -> Iterator[int]:
+    if isinstance(config, dict):
+        for key, value in config.items():
+            yield from _numbers_in(value, names, str(key))
+    elif type(config) is int and any(word in name for word in names):
+        yield config
+
+
+def _place(number: int, among: list[int]) -> tuple[int, int]:
+    return bisect_left(among, number), bisect_right(among, number)
+
+
+# -- all that this process knows ---------------------------------------------------------------------------------------
+
+_families: OrderedDict[str, Family] = OrderedDict()
+_wholes: OrderedDict[Hashable, Whole] = OrderedDict()
+
+
+def family_of(work: Workload, platform: Platform) -> Family | None:
+    """None where a model's own code could do anything, and for pruning, whose micro-batches follow the length."""
+    model = cache.identity(work.model)
+    if model is None or work.kind == "prune":
+        return None
+    apart = ("model", "alloc_conf", "batch_size", "seq_len")
+    settings = {name: value for name, value in work.settings().items() if name not in apart}
+    key = json.dumps([settings, model, dataclasses.asdict(platform)], sort_keys=True)
+    found = _families.get(key)
+    if found is None:
+        found = _families[key] = Family(work, platform)
+    _families.move_to_end(key)
+    if len(_families) > MOST_FAMILIES:
+        _families.popitem(last=False)
+    return found
+
+
+def forget() -> None:
+    _families.clear()
+    _wholes.clear()
+
+
+def _whole(key: Hashable, make: Callable[[], Whole]) -> Whole:
+    found = _wholes.get(key)
+    if found is None:
+        found = _wholes[key] = make()
+        while len(_wholes) > 1 and sum(each.events for each in _wholes.values()) > MOST_EVENTS_KEPT:
+            _wholes.popitem(last=False)
+    _wholes.move_to_end(key)
+    return found
+
+
+@lru_cache(maxsize=4)
+def _rules(platform: Platform) -> Any:
+    from memfit.tracing.rule_answers import RuleAnswers
+
+    return RuleAnswers(platform)
+
+
+@lru_cache(maxsize=4096)
+def _answer(platform: Platform, form: Hashable, numbers: tuple[int, ...]) -> Answer:
+    answer: Answer = _rules(platform).of(form, numbers)
+    return answer

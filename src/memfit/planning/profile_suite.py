@@ -1,0 +1,240 @@
+"""Every file of the profiling guide, and its questions (a) to (e) answered from what was measured or predicted.
+
+    results/memory_profiling/
+        2.7B_ctx{128,256,512}_{forward,training}_snapshot.pickle
+        2.7B_ctx512_{forward,training}_{fp32,bf16}_snapshot.pickle
+        peak_memory_summary.txt, mixed_precision_memory_summary.txt, activation_size_analysis.txt, answers.md
+
+"MB" in the summaries is 2^20 bytes, as in the guide and in the course's hand-out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from memfit.core.snapshot_write import save_snapshot
+from memfit.jobs.profile import DoesNotFit, Profiled, ProfileSettings
+from memfit.models.basics_sizes import SIZES
+from memfit.units import MiB, gib
+
+PARTS = ("a", "b", "c", "d", "e")
+CONTEXTS = (128, 256, 512)
+LONGEST = CONTEXTS[-1]
+KINDS = ("forward", "training")
+LARGEST = 4
+PLACES = 6
+Profiler = Callable[[ProfileSettings], Profiled]
+
+
+class Suite:
+    """Runs each distinct profile once, whichever parts ask for it."""
+
+    def __init__(self, base: ProfileSettings, profiler: Profiler, folder: Path) -> None:
+        self.base, self.profiler, self.folder = base, profiler, folder
+        self.written: list[Path] = []
+        self._runs: dict[tuple[str, int, str | None], Profiled | str] = {}
+
+    def run(self, parts: Iterable[str]) -> str:
+        """Write the files of these parts; the answers come back as text, and lie in answers.md."""
+        wanted = [part for part in PARTS if part in set(parts)]
+        answers = [getattr(self, f"part_{part}")() for part in wanted]
+        text = "\n\n".join([self._heading(), *answers]) + "\n"
+        self._write("answers.md", text)
+        return text
+
+    # -- the parts -----------------------------------------------------------------------------------------------
+
+    def part_a(self) -> str:
+        lines = ["## (a) What the timelines show"]
+        for kind in KINDS:
+            found = self._profile(kind, LONGEST)
+            if isinstance(found, str):
+                lines.append(f"- {kind}: {found}")
+                continue
+            self._save(found, f"{self.base.model}_ctx{LONGEST}_{kind}_snapshot.pickle")
+            phases = ", ".join(f"{name} {gib(size)}" for name, size in found.phases.items())
+            lines.append(f"- {kind}: peak {gib(found.peak_allocated_bytes)} in {found.peak_phase} ({phases}).")
+        lines.append(
+            "\nForward alone is a comb: each block's activations rise and fall on top of the weights, for nothing is "
+            "kept. In a training step they pile up block by block until the loss, fall as backward consumes them while "
+            "gradients rise, and the optimizer's own temporaries make the last hill."
+        )
+        return "\n".join(lines)
+
+    def part_b(self) -> str:
+        rows = []
+        for context in CONTEXTS:
+            found = {kind: self._profile(kind, context) for kind in KINDS}
+            for kind, profiled in found.items():
+                if isinstance(profiled, Profiled):
+                    self._save(profiled, f"{self.base.model}_ctx{context}_{kind}_snapshot.pickle")
+            rows.append((str(context), *(_mib(found[kind]) for kind in KINDS)))
+        table = _table(("Context Length", "Forward Pass (MB)", "Full Training Step (MB)"), rows)
+        self._write("peak_memory_summary.txt", f"{self._title('Peak memory')}\n{table}\n")
+        return f"## (b) Peak memory by context length\n\n{table}\n\n{self._why_it_grows()}"
+
+    def part_c(self) -> str:
+        rows = []
+        for kind in KINDS:
+            plain = self._profile(kind, LONGEST)
+            for dtype in (None, "bf16"):
+                found = self._profile(kind, LONGEST, dtype)
+                if isinstance(found, Profiled):
+                    self._save(found, f"{self.base.model}_ctx{LONGEST}_{kind}_{dtype or 'fp32'}_snapshot.pickle")
+                name = f"{(dtype or 'fp32').upper()} {kind.capitalize()}"
+                rows.append((name, _mib(found), "baseline" if dtype is None else _saving(plain, found)))
+        table = _table(("Configuration", "Peak Memory (MB)", "Memory Savings vs FP32"), rows)
+        self._write("mixed_precision_memory_summary.txt", f"{self._title('Mixed precision')}\n{table}\n")
+        weights = self._parameters() * 2
+        return (
+            f"## (c) Mixed precision\n\n{table}\n\n"
+            f"Autocast keeps the weights in fp32 and, until its region ends, a bf16 copy of every weight it has used: "
+            f"up to {gib(weights)} here. A forward pass alone therefore needs more, not less. In training, weights, "
+            f"gradients and AdamW's two moments stay fp32 ({gib(self._parameters() * 16)}); only activations shrink, "
+            f"so little is saved."
+        )
+
+    def part_d(self) -> str:
+        size = SIZES[self.base.model]
+        batch, context = self.base.batch_size, LONGEST
+        nbytes = batch * context * size.d_model * 4
+        text = (
+            f"One residual-stream activation has batch x context x d_model elements of 4 bytes:\n"
+            f"{batch} x {context} x {size.d_model} x 4 B = {nbytes:,} B = {nbytes / MiB:.2f} MB (2^20 bytes)."
+        )
+        others = "\n".join(f"  {name:50} {count:>8.2f} MB" for name, count in _named_sizes(self.base, context).items())
+        self._write(
+            "activation_size_analysis.txt", f"Computed from the model's shape ({size}).\n\n{text}\n\n{others}\n"
+        )
+        return f"## (d) One activation of the residual stream\n\n{text}"
+
+    def part_e(self) -> str:
+        lines = ["## (e) The largest allocations"]
+        for kind in KINDS:
+            found = self._profile(kind, LONGEST)
+            if isinstance(found, str):
+                lines.append(f"- {kind}: {found}")
+                continue
+            lines.append(f"\n{kind}, in the measured steps:\n")
+            lines += [f"- {line}" for line in self._largest(found)]
+        return "\n".join(lines)
+
+    # -- what they are made of -----------------------------------------------------------------------------------
+
+    def _profile(self, kind: str, context: int, dtype: str | None = None) -> Profiled | str:
+        key = kind, context, dtype
+        if key not in self._runs:
+            changed: dict[str, Any] = {"profile_type": kind, "context_length": context, "dtype": dtype}
+            settings = dataclasses.replace(self.base, **changed)
+            try:
+                self._runs[key] = self.profiler(settings)
+            except DoesNotFit as error:
+                self._runs[key] = f"does not fit: {error.message}"
+        return self._runs[key]
+
+    def _largest(self, found: Profiled) -> list[str]:
+        names = {round(size * MiB): name for name, size in _named_sizes(self.base, LONGEST).items()}
+        origins: dict[int, Counter[str]] = defaultdict(Counter)
+        for event in found.allocations():
+            origins[event["size"]][_origin_of(event)] += 1
+        lines = []
+        for size in sorted(origins, reverse=True)[:LARGEST]:
+            what = f" ({names[size]})" if size in names else ""
+            made = [f"{origin} {count} times" for origin, count in origins[size].most_common(PLACES)]
+            more = len(origins[size]) - PLACES
+            others = f" and {more} more places" if more > 0 else ""
+            lines.append(f"{size / MiB:.2f} MB{what}: made by {', '.join(made)}{others}")
+        return lines
+
+    def _why_it_grows(self) -> str:
+        size, batch = SIZES[self.base.model], self.base.batch_size
+        scores = batch * size.num_heads * LONGEST**2 * 4
+        return (
+            f"Weights take {gib(self._parameters() * 4)} whatever the context. A training step has at least four times "
+            f"that (weights, gradients, two moments), and torch's foreach AdamW a fifth list of the same size while it "
+            f"steps; at short contexts that is the peak, so it hardly moves. Attention scores grow with the square of "
+            f"the context ({gib(scores)} for one such tensor at {LONGEST}), until backward becomes the peak."
+        )
+
+    def _parameters(self) -> int:
+        return SIZES[self.base.model].parameters
+
+    def _heading(self) -> str:
+        return f"# Memory profile of {self.base.model}\n\n{self._title('All figures')}"
+
+    def _title(self, what: str) -> str:
+        runs = [run for run in self._runs.values() if isinstance(run, Profiled)]
+        origin = f"{runs[0].origin} ({runs[0].gpu})" if runs else "computed from the model's shape"
+        base = self.base
+        return f"{what}: {origin}; {base.model}, batch {base.batch_size}. MB are 2^20 bytes.\n"
+
+    def _save(self, found: Profiled, name: str) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        save_snapshot(found.snapshot, self.folder / name)
+        self._note(self.folder / name)
+
+    def _write(self, name: str, text: str) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / name
+        beside = path.with_name(f".{name}.{os.getpid()}")
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(path)
+        self._note(path)
+
+    def _note(self, path: Path) -> None:
+        if path not in self.written:
+            self.written.append(path)
+
+
+def _named_sizes(base: ProfileSettings, context: int) -> dict[str, float]:
+    """Tensors of the model by name, in MB of 2^20 bytes, fp32."""
+    size, batch = SIZES[base.model], base.batch_size
+    elements = {
+        "attention scores [batch, heads, context, context]": batch * size.num_heads * context**2,
+        "feed-forward activation [batch, context, d_ff]": batch * context * size.d_ff,
+        "residual stream [batch, context, d_model]": batch * context * size.d_model,
+        "logits [batch, context, vocabulary]": batch * context * size.vocab_size,
+        "a feed-forward weight or its gradient": size.d_model * size.d_ff,
+        "an attention weight or its gradient": size.d_model**2,
+        "the embedding or its gradient": size.vocab_size * size.d_model,
+    }
+    return {name: count * 4 / MiB for name, count in elements.items()}
+
+
+def _origin_of(event: dict[str, object]) -> str:
+    """The innermost frame that is not torch's own; a prediction has the module and the op there."""
+    frames = event.get("frames") or []
+    assert isinstance(frames, list)
+    if not frames:
+        return "the backward pass (autograd's own thread has no Python stack)"
+    for frame in frames:
+        if "/torch/" not in frame["filename"]:
+            line = f":{frame['line']}" if frame["line"] else ""
+            return f"{_any_block(frame['filename'])}{line} {frame['name']}".strip()
+    return f"{frames[0]['filename']}:{frames[0]['line']} {frames[0]['name']}"
+
+
+def _any_block(path: str) -> str:
+    """`layers.7.attn` is the same place as `layers.8.attn`."""
+    return ".".join("*" if part.isdigit() else part for part in path.split(".")) if "/" not in path else path
+
+
+def _mib(found: Profiled | str) -> str:
+    return "does not fit" if isinstance(found, str) else f"{found.peak_allocated_bytes / MiB:.2f}"
+
+
+def _saving(plain: Profiled | str, found: Profiled | str) -> str:
+    if isinstance(plain, str) or isinstance(found, str):
+        return "n/a"
+    return f"{100 * (1 - found.peak_allocated_bytes / plain.peak_allocated_bytes):+.1f}%"
+
+
+def _table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+    lines = [" | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in [header, *rows]]
+    return "\n".join([lines[0], "-|-".join("-" * width for width in widths), *lines[1:]])

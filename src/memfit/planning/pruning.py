@@ -1,0 +1,286 @@
+"""`plan prune`: the pruning engine itself, traced.
+
+Blocks are pruned one after the other in the same memory, and micro-batches run one after the other, so few of each tell
+all: four units of blocks (a unit is one block, or one period of a pattern) and a handful of micro-batches are traced.
+That the others repeat them is proved on the trace: the two inner units have the same events, and so have two inner
+micro-batches of every pass, with nothing that outlives them. What is done again and again from the same state takes the
+same memory again and again. Where the proof fails, all is traced.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from memfit.core.events import Action, Trace
+from memfit.core.repeat import AFTER, BEFORE, LAST, NotRepeating
+from memfit.errors import InputError, UsageError
+from memfit.jobs.preparing import DTYPES
+from memfit.jobs.pruning.decoder import Decoder
+from memfit.jobs.pruning.engine import Engine
+from memfit.jobs.pruning.memory import HostMemory
+from memfit.jobs.pruning.placement import MicroBatch
+from memfit.jobs.pruning.report import Outcome
+from memfit.jobs.pruning.settings import PruneSettings, Sparsity
+from memfit.jobs.workload import Workload
+from memfit.models.registry import build_model, is_encoder, load_config, resolve, source_notes
+from memfit.planning.blocks import Blocks, blocks_of
+from memfit.planning.failures import failures_of_the_job
+from memfit.planning.recipe import Recipe, settings_found
+from memfit.tracing.answers import Answer, Answers, Site
+from memfit.tracing.platform import Platform
+from memfit.tracing.tracer import Tracer, trace
+from memfit.units import format_bytes
+
+FEW = 4
+ROOM = "memfit/jobs/pruning"
+ANSWERS: dict[Site, Answer] = {
+    Site(f"{ROOM}/statistics.py", "_all_true"): True,  # no weight and no input is NaN or infinite
+    Site(f"{ROOM}/selection.py", "_number"): 0,
+    Site(f"{ROOM}/sparsegpt.py", "_succeeded"): 0,  # X^T X is positive definite
+}
+PASSES = ("embed", "statistics", "propagate", "evaluate", "outliers")
+
+
+def trace_pruning(work: Workload, platform: Platform) -> tuple[Recipe, Trace]:
+    source = resolve(work.model)
+    if source.kind == "factory":
+        raise UsageError(f"{work.model}: a factory's model is not pruned", hint="give a preset, a folder or a hub id")
+    if is_encoder(load_config(source)):
+        raise InputError(f"{source.name} is an encoder; only decoders that predict the next token are pruned")
+    blocks, parameters = blocks_of(work.model, work.attention)
+    notes: tuple[str, ...] = ()
+    work, shortened = _shortened(work)
+    if blocks is not None and blocks.worthwhile:
+        try:
+            made = _traced(work, platform, blocks)
+            _check_units(made.trace, blocks)
+        except NotRepeating as why:
+            notes = (f"all {blocks.count} blocks were traced one by one: {why}",)
+            made = _traced(work, platform, None)
+        else:
+            notes = (f"{blocks.traced} of {blocks.count} blocks were traced; the others repeat them",)
+    else:
+        made = _traced(work, platform, None)
+    recipe = Recipe(
+        trace=made.trace, parameters=parameters, trainable_parameters=0, settings=settings_found(work),
+        notes=(*shortened, *made.notes(), *notes, *source_notes(source)),
+    )  # fmt: skip
+    return recipe, made.trace
+
+
+def _shortened(work: Workload) -> tuple[Workload, tuple[str, ...]]:
+    """As a run does: windows are never longer than what the model can take."""
+    longest = getattr(load_config(resolve(work.model)), "max_position_embeddings", None)
+    if not isinstance(longest, int) or work.seq_len <= longest:
+        return work, ()
+    note = f"--seqlen {work.seq_len} is more than the model's {longest} positions: {longest} is taken"
+    return dataclasses.replace(work, seq_len=longest), (note,)
+
+
+@dataclass
+class _Traced:
+    trace: Trace
+    outcome: Outcome
+    where: str
+    micro_batches: int
+    looked_at: int
+
+    def notes(self) -> tuple[str, ...]:
+        host: dict[str, int] = self.trace.facts["host"]
+        lies = "on the device" if self.where == "device" else "in pinned host memory"
+        few = f"; {self.looked_at} of {self.micro_batches} were traced" if self.looked_at < self.micro_batches else ""
+        return (
+            f"{self.micro_batches} micro-batches of {self.outcome.micro_batch} windows{few}; hidden states {lies}",
+            f"host memory for buffers: {format_bytes(host['peak_bytes'])}",
+        )
+
+
+class _PlannedHost(HostMemory):
+    """Pinned memory of a run, counted and not taken."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        super().__init__(tracer.device)
+        self.pinned = True
+        self._tracer = tracer
+
+    def _made(self, shape: Any, dtype: torch.dtype) -> torch.Tensor:
+        return self._tracer.host_empty(shape, dtype)
+
+
+@dataclass
+class _Batches:
+    """A few micro-batches of many, and the events at which each began, pass by pass."""
+
+    trace: Trace
+    few: int | None
+    passes: list[list[int]] = field(default_factory=list)
+
+    def some(self, batches: list[MicroBatch]) -> list[MicroBatch]:
+        chosen = batches
+        if self.few is not None and len(batches) > self.few + 1:
+            odd = [batches[-1]] if batches[-1].count != batches[0].count else []
+            chosen = [*batches[: self.few], *odd]
+        return _Watched(chosen, self)
+
+
+class _Watched(list[MicroBatch]):
+    def __init__(self, batches: list[MicroBatch], watch: _Batches) -> None:
+        super().__init__(batches)
+        self._watch = watch
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        starts: list[int] = []
+        self._watch.passes.append(starts)
+        for batch in super().__iter__():
+            starts.append(len(self._watch.trace))
+            yield batch
+
+
+def _traced(work: Workload, platform: Platform, blocks: Blocks | None) -> _Traced:
+    few = FEW
+    made, watch = _run(work, platform, blocks, few)
+    try:
+        _check_passes(made.trace, watch.passes)
+    except NotRepeating:
+        made, _ = _run(work, platform, blocks, None)
+    return made
+
+
+def _run(work: Workload, platform: Platform, blocks: Blocks | None, few: int | None) -> tuple[_Traced, _Batches]:
+    with torch.device("meta"):
+        model = build_model(
+            resolve(work.model), dtype=DTYPES[work.precision], attention=work.attention,
+            layers=None if blocks is None else blocks.traced,
+        )  # fmt: skip
+    decoder = Decoder(model, None)
+    settings = PruneSettings(
+        model=work.model, method=work.method, sparsity=Sparsity.parse(work.sparsity_type, work.sparsity),
+        nsamples=work.nsamples, seqlen=work.seq_len, dataset=work.dataset,
+    )  # fmt: skip
+    ids = torch.zeros(work.nsamples, work.seq_len, dtype=torch.int64)
+    done: list[tuple[Outcome, HostMemory, _Batches]] = []
+
+    def job(tracer: Tracer) -> None:
+        tracer.modules.know(model, "")
+        for index, block in enumerate(decoder.blocks):
+            tracer.modules.know(block, f"{decoder.path}.{index}")
+        host, watch = _PlannedHost(tracer), _Batches(tracer.trace, few)
+        with Engine(
+            decoder, device=tracer.device, budget=int(work.max_gpu_memory) if work.max_gpu_memory else None,
+            phases=_Phases(tracer), host=host, whole=None if blocks is None else blocks.count, some=watch.some,
+        ) as engine:  # fmt: skip
+            done.append((engine.prune(settings, ids), host, watch))
+
+    with failures_of_the_job():
+        made = trace(job, platform=platform, answers=Answers(ANSWERS))
+    ((outcome, host, watch),) = done
+    _label(made)
+    hidden = 0
+    if outcome.hidden_on == "host":
+        hidden = work.nsamples * work.seq_len * decoder.hidden_size * decoder.dtype.itemsize
+    made.facts["host"] = {
+        "peak_bytes": host.peak_bytes, "hidden_states_bytes": hidden, "buffers_bytes": host.peak_bytes - hidden,
+    }  # fmt: skip
+    made.facts["hidden_size"] = decoder.hidden_size
+    made.facts["placement"] = {"micro_batch": outcome.micro_batch, "hidden_states_on": outcome.hidden_on}
+    every = -(-work.nsamples // outcome.micro_batch)
+    looked = max((len(starts) for starts in watch.passes), default=0)
+    return _Traced(made, outcome, outcome.hidden_on, every, looked), watch
+
+
+class _Phases:
+    def __init__(self, tracer: Tracer) -> None:
+        self.tracer = tracer
+
+    @contextmanager
+    def __call__(self, name: str, step: int = 0) -> Iterator[None]:
+        tracer = self.tracer
+        tracer.trace.mark(name, step)
+        named = name if name in ("weights", "calibration") else ""
+        before, tracer.default_category = tracer.default_category, named
+        try:
+            yield
+        finally:
+            tracer.default_category = before
+
+
+def _label(made: Trace) -> None:
+    """What survives its pass are statistics; what modules make in a pass are activations, but for the weights that a
+    module outside the blocks is given when it is first called; the rest is gone at once."""
+    phase, born, died, number = "", dict[int, tuple[str, int]](), dict[int, int](), 0
+    for action, subject in made.events():
+        if action == Action.MARK:
+            phase, number = made.marks[subject].phase, number + 1
+        elif action == Action.ALLOC:
+            born[subject] = (phase, number)
+        elif action in (Action.FREE, Action.FREE_REQUESTED):
+            died[subject] = number
+    for block, (phase, number) in born.items():
+        if made.category(block):
+            continue
+        survives, module = died.get(block) != number, made.module(block)
+        if phase == "embed" and module and made.op(block).startswith("aten.empty."):
+            category = "weights"
+        elif survives:
+            category = "calibration" if phase in (*PASSES, "select") else "other"
+        else:
+            category = "activations" if module and phase in PASSES else "temporaries"
+        made.set_category(block, category)
+
+
+# -- proofs ------------------------------------------------------------------------------------------------------------
+
+
+def _check_passes(made: Trace, passes: list[list[int]]) -> None:
+    """In every pass over the micro-batches the second and the third do the same, and leave nothing behind."""
+    for starts in passes:
+        if len(starts) >= FEW:
+            _check_alike(made, (starts[1], starts[2]), (starts[2], starts[3]))
+
+
+def _check_units(made: Trace, blocks: Blocks) -> None:
+    """The inner units do the same, and leave nothing behind."""
+    starts = _starts(made)
+    bounds = [starts[unit * blocks.period] for unit in (BEFORE, AFTER, LAST)]
+    _check_alike(made, (bounds[0], bounds[1]), (bounds[1], bounds[2]))
+
+
+def _starts(made: Trace) -> dict[int, int]:
+    """The events at which the blocks' last loads begin: an allocation of shares goes over all blocks before."""
+    found: dict[int, int] = {}
+    for event, (action, subject) in enumerate(made.events()):
+        if action == Action.MARK and made.marks[subject].phase == "load":
+            found[made.marks[subject].step] = event
+    return found
+
+
+def _check_alike(made: Trace, one: tuple[int, int], other: tuple[int, int]) -> None:
+    if _shape(made, *one) != _shape(made, *other):
+        raise NotRepeating("they do not take the same memory")
+
+
+def _shape(made: Trace, start: int, end: int) -> list[tuple[Any, ...]]:
+    """Events by what they do: sizes and ops of what is made, and which of these goes when."""
+    shape: list[tuple[Any, ...]] = []
+    mine: dict[int, int] = {}
+    for event in range(start, end):
+        action, subject = made.actions[event], made.subjects[event]
+        if action == Action.ALLOC:
+            mine[subject] = len(mine)
+            shape.append((action, made.requested[subject], made.op_of[subject]))
+        elif action == Action.MARK:
+            shape.append((action, made.marks[subject].phase))
+        elif subject in mine:
+            shape.append((action, mine[subject]))
+        else:
+            raise NotRepeating("what one makes another frees")
+    freed = sum(1 for entry in shape if entry[0] == Action.FREE)
+    if freed != len(mine):
+        raise NotRepeating("they leave something behind")
+    return shape

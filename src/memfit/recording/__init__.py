@@ -1,0 +1,1 @@
+"""What a running program does with memory: read, logged and recorded."""

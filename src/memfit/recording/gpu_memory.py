@@ -1,0 +1,67 @@
+"""What torch's allocator says of one GPU, and peaks between two readings.
+
+torch keeps one peak, since it was last reset. To know the peak of each stretch of a run the counter has to be reset at
+every reading, and then the peak of the whole run is gone; so the source remembers that one itself. Where another
+program depends on torch's own counter, `reset=False` leaves it alone, and a stretch's peak is known only if it rose.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuReading:
+    allocated_bytes: int
+    reserved_bytes: int
+    peak_bytes: int
+    """The most that was allocated since the source was made."""
+    stretch_peak_bytes: int | None
+    """The most that was allocated since the reading before this one; None if torch's counter does not tell."""
+    total_bytes: int
+
+    @property
+    def free_bytes(self) -> int:
+        """What this process's tensors leave of the card. Not what the driver has free: other processes count not."""
+        return self.total_bytes - self.allocated_bytes
+
+
+class GpuSource(Protocol):
+    def read(self) -> GpuReading: ...
+
+
+class CudaMemory:
+    """The counters of `cuda:index`. Reading them takes microseconds and waits for no stream."""
+
+    def __init__(self, index: int | None = None, *, reset: bool = True) -> None:
+        import torch
+
+        self.index = torch.cuda.current_device() if index is None else index
+        self.reset = reset
+        self._total = int(torch.cuda.get_device_properties(self.index).total_memory)
+        self._peak = 0
+
+    def read(self) -> GpuReading:
+        import torch
+
+        counts: dict[str, Any] = torch.cuda.memory_stats(self.index)
+        peak = int(counts.get("allocated_bytes.all.peak", 0))
+        rose = peak > self._peak
+        self._peak = max(self._peak, peak)
+        if self.reset:
+            torch.cuda.reset_peak_memory_stats(self.index)
+        return GpuReading(
+            allocated_bytes=int(counts.get("allocated_bytes.all.current", 0)),
+            reserved_bytes=int(counts.get("reserved_bytes.all.current", 0)),
+            peak_bytes=self._peak, stretch_peak_bytes=peak if self.reset or rose else None, total_bytes=self._total,
+        )  # fmt: skip
+
+
+def find_gpu(*, reset: bool = True) -> CudaMemory | None:
+    """The GPU that torch would use; None where there is none, or no torch."""
+    try:
+        import torch
+    except ImportError:
+        return None
+    return CudaMemory(reset=reset) if torch.cuda.is_available() else None

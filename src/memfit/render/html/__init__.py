@@ -1,0 +1,75 @@
+"""A report as one self-contained page: it opens from disk, loads nothing, and works in the dark and in the light.
+
+    write_page(report_file("snapshot.pickle"), "report.html")
+
+Texts of the file that is reported on reach the page as JSON in a block that no browser runs, with `<`, `>` and `&`
+escaped, and are put into it by `textContent` alone. A content security policy names the page's own script and style by
+their hashes; nothing else can run or be fetched.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import re
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+
+from memfit.core.page_data import page_data
+from memfit.core.report_file import Reported
+
+SCRIPTS = ("words.js", "dom.js", "data.js", "chart.js", "timeline.js", "flame.js", "table.js", "sections.js", "main.js")
+
+
+def page(reported: Reported) -> str:
+    script, style = _script(), _asset("style.css")
+    title = Path(str(reported.document["source"]["path"])).name or "report"
+    data = page_data(reported)
+    data["title"] = title
+    parts = {
+        "POLICY": (
+            f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; img-src data:; "
+            "base-uri 'none'; form-action 'none'"
+        ),
+        "STYLE": style,
+        "DATA": _as_json(data),
+        "SCRIPT": script,
+    }
+    pieces = re.split(r"\{\{([A-Z]+)\}\}", _asset("page.html"))  # once: no text of the data is taken for a place
+    return "".join(parts[piece] if i % 2 else piece for i, piece in enumerate(pieces))
+
+
+def write_page(reported: Reported, path: str | Path) -> None:
+    """Written beside and renamed, so that a browser never sees half of it."""
+    path = Path(path)
+    text = page(reported).encode("utf-8", "backslashreplace")
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        beside.write_bytes(text)
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+@cache
+def _asset(name: str) -> str:
+    return files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+
+@cache
+def _script() -> str:
+    """All files as one function: nothing of them is global."""
+    return '(() => {\n"use strict";\n' + "\n".join(_asset(name) for name in SCRIPTS) + "\n})();"
+
+
+def _hash(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode("utf-8")).digest()).decode("ascii")
+
+
+def _as_json(data: object) -> str:
+    """Inside a page: no character that could end the block, and none that an old script parser takes for a line."""
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False, ensure_ascii=True)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -1,0 +1,228 @@
+// The parts of the page that do not move: first what changes the meaning of the numbers, then the peak, then the rest.
+
+function topBar(data) {
+  const { report, title } = data;
+  const links = [["timeline", "Timeline"], ["flame", "Flame graph"], ["allocations", "Allocations"], ["details", "Details"]];
+  const known = links.filter(([id]) => id === "details" || data.timeline);
+  const device = report.device === null || report.device === undefined ? "" : `, GPU ${report.device}`;
+  return make("header", { class: "bar" },
+    make("span", { class: "brand", text: "memfit" }), make("span", { class: "file", text: title, title: report.source.path }),
+    make("span", { class: `badge ${report.origin === "predicted" ? "predicted" : ""}`, text: `${report.origin}${device}` }),
+    make("nav", { "aria-label": "Sections" }, known.map(([id, text]) => make("a", { href: `#${id}`, text }))),
+    themeButton());
+}
+
+function messages(report) {
+  if (!report.messages.length) return null;
+  return make("div", { class: "message", role: "note" }, make("b", { text: "Before you read on" }), make("div", {}, report.messages.map((each) => make("p", { text: each.text }))));
+}
+
+function hero(report, run) {
+  const peak = report.peak.allocated_bytes;
+  const [figure, unit] = peak === null ? ["n/a", ""] : sizeParts(peak);
+  const tile = (label, value) => make("div", { class: "tile" }, make("div", { class: "label", text: label }), make("div", { class: "value", text: value }));
+  const idle = report.idle && report.idle.reserved_peak;
+  const tiles = [tile("reserved, at its peak", size(report.peak.reserved_bytes))];
+  if (idle) tiles.push(tile("of that idle", `${size(idle.idle_bytes)}`));
+  if (report.events) tiles.push(tile("allocations", number(report.events.allocations)));
+  const lasted = report.log ? report.log.seconds : report.seconds;
+  if (lasted !== null && lasted !== undefined) tiles.push(tile("time", duration(lasted)));
+  const left = make("div", {}, make("div", { class: "label", text: "peak of allocated memory" }),
+    make("div", { class: "figure" }, figure, make("small", { text: unit })), make("p", { class: "why", text: why(report) }), make("div", { class: "tiles" }, tiles));
+  const right = report.breakdown ? breakdown(report) : null;
+  return make("section", { class: "card hero", id: "peak" }, left, right);
+}
+
+function why(report) {
+  const at = report.at_peak;
+  if (!at || !report.peak.allocated_bytes) return "Nothing was allocated on a GPU.";
+  if (!report.breakdown) return `Reached ${at.phase}.`;
+  const parts = [];
+  if (at.phase) parts.push(`in ${at.phase === "step" ? "the optimizer" : at.phase}${at.step ? ` of step ${at.step}` : ""}`);
+  parts.push(at.event < 0 ? "before the first event" : at.seconds === null ? `at event ${number(at.event)}` : `after ${duration(at.seconds)}`);
+  const made = at.code_line || [shortOp(at.op), at.module].filter(Boolean).join(" in ");
+  const [most, bytes] = Object.entries(report.breakdown).sort((a, b) => b[1] - a[1])[0];
+  const share = percent(bytes, report.peak.allocated_bytes);
+  const before = report.there_before.allocated_bytes;
+  const tells = most !== "unknown" ? `${share} of it ${most.replace("_", " ")}.` : before ? `${percent(before, report.peak.allocated_bytes)} of it was there before the recording began.` : "Categories are not known.";
+  return `Reached ${parts.join(", ")}${made ? `, when ${made} asked for memory` : ""}. ${tells[0].toUpperCase()}${tells.slice(1)}`;
+}
+
+function breakdown(report) {
+  const total = report.peak.allocated_bytes;
+  const before = report.there_before.allocated_bytes;
+  const rows = Object.entries(report.breakdown).filter(([, bytes]) => bytes > 0).map(([name, bytes]) => [name, bytes]);
+  const unknown = rows.find(([name]) => name === "unknown");
+  if (unknown && before && report.origin === "measured") {
+    const old = Math.min(before, unknown[1]);
+    unknown[1] -= old;
+    rows.push(["before", old]);
+  }
+  const shown = rows.filter(([, bytes]) => bytes > 0).sort((a, b) => b[1] - a[1]);
+  const inUnit = sizesIn(total);
+  const label = (name) => (name === "before" ? "before the recording" : name.replace("_", " "));
+  const bar = make("div", { class: "split", role: "img", "aria-label": "What is alive at the peak, by category" },
+    shown.map(([name, bytes]) => make("i", { title: `${label(name)} ${size(bytes)}`, css: { background: `var(--c-${cssKey(name)})`, width: `${(100 * bytes) / total}%` } })));
+  const table = make("table", { class: "legend" }, make("tbody", {}, shown.map(([name, bytes]) => make("tr", {},
+    make("td", {}, swatch(`var(--c-${cssKey(name)})`), label(name)), make("td", { class: "num", text: inUnit(bytes) }), make("td", { class: "num muted", text: percent(bytes, total) })))));
+  const derived = { derived: "derived from stacks and lifetimes", both: "labelled, the rest derived", labels: "", none: "not known" }[report.category_source];
+  return make("div", {}, make("div", { class: "label", text: `alive at the peak, by category${derived ? ` (${derived})` : ""}` }), bar, table);
+}
+
+function outOfMemory(report) {
+  const oom = report.ooms && report.ooms[report.ooms.length - 1];
+  if (!oom) return null;
+  const facts = [
+    ["asked for", size(oom.requested_bytes), ""], ["allocated then", size(oom.allocated_bytes), "in live blocks"],
+    ["cached", size(oom.cached_bytes), oom.largest_hole_bytes === null ? "" : `free inside the allocator, in pieces of at most ${size(oom.largest_hole_bytes)}`],
+    ["reserved", size(oom.reserved_bytes), "both together"], ["free on the device", size(oom.device_free_bytes), "a limit of the process may be lower"],
+  ];
+  const section = make("section", { class: "card oom", id: "oom" }, make("h2", { text: `Out of memory: a request of ${size(oom.requested_bytes)} failed` }),
+    oom.code_line ? make("p", { class: "sub mono", text: oom.code_line }) : null);
+  const lines = oom.by_code_line.filter((share) => share.name).slice(0, 6);
+  section.append(make("div", { class: "pair" },
+    make("div", {}, dataTable([["", ""], ["", "num"], ["", "wide"]], facts.map(([name, value, meaning]) => [name, value, make("span", { class: "muted", text: meaning })])),
+      lines.length ? dataTable([["alive then", "num"], ["", "where"]], lines.map((share) => [size(share.allocated_bytes), share.name])) : null),
+    stackList(oom.stack, oom.code_line)));
+  return section;
+}
+
+function shares(report, key, title) {
+  const rows = report[key] || [];
+  if (!rows.some((row) => row.name)) return null;
+  const total = report.peak.allocated_bytes, inUnit = sizesIn(total);
+  const known = report.category_source !== "none";
+  const columns = [["bytes", "num"], ["share", "num"], ["times", "num"], known && ["category", ""], ["", "where"]].filter(Boolean);
+  return card(null, title, "alive at the peak", dataTable(columns, rows.slice(0, 14).map((row) => [
+    inUnit(row.allocated_bytes), percent(row.allocated_bytes, total), number(row.count), known && category(row.category), shortOp(row.name) || "(no name)",
+  ].filter((cell) => cell !== false))));
+}
+
+function phases(report) {
+  if (!report.phases || !report.phases.length) return null;
+  const at = report.at_peak, many = report.phases.length > 24;
+  const rows = many ? report.phases.filter((each, i) => i < 12 || i >= report.phases.length - 9 || (each.step === at.step && each.name === at.phase)) : report.phases;
+  const isPeak = (each) => each.name === at.phase && each.step === at.step;
+  return card(null, "Phases", report.phase_source === "derived" ? "told from the stacks; the peak in each" : "the peak in each",
+    dataTable([["step", ""], ["phase", ""], ["allocated", "num"], ["reserved", "num"]],
+      rows.map((each) => [each.step ? String(each.step) : "start", each.name, size(each.allocated_bytes), size(each.reserved_bytes)]),
+      { rowClass: (i) => (isPeak(rows[i]) ? "peak" : "") }),
+    many ? make("p", { class: "sub", text: `${number(report.phases.length - rows.length)} in the middle are left out here` }) : null);
+}
+
+function idleMemory(report) {
+  const idle = report.idle;
+  if (!idle || !(idle.reserved_peak || idle.end)) return null;
+  const rows = [["when most was reserved", idle.reserved_peak], ["at the end", idle.end]].filter(([, each]) => each);
+  const table = dataTable([["", ""], ["reserved", "num"], ["idle", "num"], ["largest hole", "num"], ["could go back", "num"], ["rounding", "num"]],
+    rows.map(([name, each]) => [name, ...[each.reserved_bytes, each.idle_bytes, each.largest_hole_bytes, each.releasable_bytes, each.rounding_bytes].map(size)]));
+  const groups = report.segments && report.segments.length > 1 ? dataTable([["pool at the end", ""], ["stream", ""], ["segments", "num"], ["reserved", "num"], ["used", "num"]],
+    report.segments.map((each) => [`${each.kind}${each.expandable ? ", expandable" : ""}${each.pool.join("") === "00" ? "" : `, private ${each.pool.join(":")}`}`, String(each.stream), number(each.segments), size(each.reserved_bytes), size(each.used_bytes)])) : null;
+  return card(null, "Held but idle", "memory that torch keeps from the driver without a live tensor in it", table, groups);
+}
+
+function temporaries(report) {
+  if (!report.temporaries || !report.temporaries.length) return null;
+  return card(null, "Temporaries", report.phases.length ? "made and gone within one phase: the most that one place needs at once" : "made and freed again: the most that one place needs at once",
+    dataTable([["at once", "num"], ["largest", "num"], ["times", "num"], ["", "where"]],
+      report.temporaries.map((each) => [size(each.at_once_bytes), size(each.largest_bytes), number(each.count), shortOp(each.name) || "(no name)"])));
+}
+
+function growthOfSteps(report) {
+  const growth = report.growth;
+  if (!growth || growth.steps.length < 2) return null;
+  const top = Math.max(...growth.steps.map((step) => step.left_bytes), 1);
+  const steps = growth.steps.length > 120 ? growth.steps.slice(-120) : growth.steps;
+  const bars = make("div", { class: "steps", role: "img", "aria-label": "What each step leaves behind" },
+    steps.map((step) => make("i", { title: `step ${step.step}: ${size(step.left_bytes)} left, peak ${size(step.peak_bytes)}`, css: { height: `${(100 * step.left_bytes) / top}%` } })));
+  const said = growth.grows === null ? "Too few steps to tell whether it grows." : growth.grows ? `Every step leaves ${size(growth.per_step_bytes)} more behind.` : "It does not grow from step to step.";
+  const survivors = growth.survivors.length ? dataTable([["left behind", "num"], ["times", "num"], ["", "where"]], growth.survivors.map((each) => [size(each.allocated_bytes), number(each.count), each.name || "(no name)"])) : null;
+  return card(null, "Growth between steps", `what is still allocated when a step ends; ${growth.steps.length} steps`, bars, make("p", { text: said }), survivors);
+}
+
+function programScopes(report) {
+  if (!report.annotations || !report.annotations.length) return null;
+  const rows = [...report.annotations].sort((a, b) => b.allocated_bytes - a.allocated_bytes).slice(0, 12);
+  return card(null, "Named by the program", "scopes of record_function, with the peak in each",
+    dataTable([["peak", "num"], ["from", "num"], ["to", "num"], ["", "where"]], rows.map((each) => [size(each.allocated_bytes), duration(each.begin_seconds), duration(each.end_seconds), each.name])));
+}
+
+function checkpoints(log) {
+  if (!log || !log.checkpoints.length) return null;
+  const columns = [["checkpoint", ""], ["allocated", "num"], ["reserved", "num"], ["peak", "num"], ["host", "num"], ["", ""]];
+  const row = (each) => [each.name, size(each.allocated_bytes), size(each.reserved_bytes), size(each.peak_bytes), size(each.cpu_used_bytes), each.failed ? "the run broke here" : ""];
+  const highest = [...log.parts].sort((a, b) => (b.peak_bytes || 0) - (a.peak_bytes || 0)).slice(0, 10);
+  return make("section", { class: "card", id: "log" }, make("h2", { text: "Checkpoints" }), make("p", { class: "sub", text: "what the run's memory log says; its figures have three decimals of GiB" }),
+    logChart(log.checkpoints), dataTable(columns, log.checkpoints.slice(0, 200).map(row)),
+    highest.length ? make("div", {}, make("h2", { text: "Parts with the highest peaks" }), dataTable(columns, highest.map(row))) : null);
+}
+
+function logChart(points) {
+  const known = points.filter((each) => each.allocated_bytes !== null);
+  if (known.length < 2) return null;
+  const wide = 1200, high = 260, left = 74, bottom = 30, top = 12;
+  const most = Math.max(...known.map((each) => Math.max(each.peak_bytes || 0, each.reserved_bytes || 0, each.allocated_bytes))) * 1.08 || 1;
+  const timed = known.every((each) => each.seconds !== null) && known[known.length - 1].seconds > known[0].seconds;
+  const span = timed ? known[known.length - 1].seconds - known[0].seconds : known.length - 1;
+  const x = (each, i) => left + ((timed ? each.seconds - known[0].seconds : i) / span) * (wide - left - 20);
+  const y = (bytes) => high - bottom - (bytes / most) * (high - bottom - top);
+  const line = (name, color, dash) => {
+    const path = known.map((each, i) => (each[name] === null ? "" : `${i ? "L" : "M"}${x(each, i).toFixed(1)},${y(each[name]).toFixed(1)}`)).join("");
+    return svg("path", { d: path.replace(/^L/, "M"), fill: "none", stroke: `var(${color})`, "stroke-width": 2, "stroke-dasharray": dash });
+  };
+  const grid = sizeTicks(0, most, 4).map(([value, label]) => {
+    const text = svg("text", { x: left - 10, y: y(value) + 4, "text-anchor": "end" });
+    text.textContent = label;
+    return [svg("line", { x1: left, x2: wide - 20, y1: y(value), y2: y(value), stroke: "var(--line)" }), text];
+  });
+  const dots = known.map((each, i) => {
+    const dot = svg("circle", { cx: x(each, i), cy: y(each.allocated_bytes), r: 4, fill: "var(--s0)" });
+    const title = svg("title");
+    title.textContent = `${each.name}: ${size(each.allocated_bytes)}`;
+    dot.append(title);
+    return dot;
+  });
+  let free = 0;
+  const names = known.flatMap((each, i) => {
+    const at = x(each, i);
+    if (at < free) return [];
+    free = at + 9 * Math.min(each.name.length, 18) + 14;
+    const text = svg("text", { x: Math.min(at, wide - 20), y: high - 10, "text-anchor": i ? (at > wide - 120 ? "end" : "middle") : "start" });
+    text.textContent = each.name.length > 18 ? `${each.name.slice(0, 17)}…` : each.name;
+    return [text];
+  });
+  const key = make("div", { class: "key" }, [["--s0", "allocated"], ["--s1", "reserved"], ["--s4", "peak so far"]].map(([color, text]) => make("span", {}, swatch(`var(${color})`), text)));
+  return make("figure", {}, svg("svg", { class: "log", viewBox: `0 0 ${wide} ${high}`, role: "img" }, ...grid, line("reserved_bytes", "--s1", "6 4"), line("peak_bytes", "--s4", "2 4"), line("allocated_bytes", "--s0", ""), ...dots, ...names), key);
+}
+
+function recordings(report) {
+  const { files, reported } = report.source;
+  if (!files || !files.length) return null;
+  return card(null, "Recordings in the folder", "the one that needed most is shown", dataTable([["", "where"], ["", ""], ["allocated", "num"], ["reserved", "num"]],
+    files.map((each) => [each.name, each.origin, size(each.allocated_bytes), size(each.reserved_bytes)]), { rowClass: (i) => (files[i].name === reported ? "peak" : "") }));
+}
+
+function nextSteps(report) {
+  if (!report.next.length) return null;
+  return make("section", { class: "card next", id: "next" }, make("h2", { text: "What next" }), report.next.map((each) => make("p", { text: `${each[0].toUpperCase()}${each.slice(1)}.` })));
+}
+
+function notes(report) {
+  const settings = Object.entries(report.settings || {}).filter(([, value]) => typeof value !== "object" && value !== "" && value !== null);
+  const result = Object.entries(report.result || {});
+  return card("details", "How to read it", null, make("ul", { class: "notes" }, report.notes.map((note) => make("li", { text: note }))),
+    settings.length ? dataTable([["allocator setting", "where"], ["", ""]], settings.map(([name, value]) => [name, String(value)])) : null,
+    result.length ? dataTable([["result", "where"], ["", ""]], result.map(([name, value]) => [name, String(value)])) : null);
+}
+
+function themeButton() {
+  const picture = svg("svg", { viewBox: "0 0 16 16", "aria-hidden": "true" }, svg("circle", { cx: 8, cy: 8, r: 5.5 }), svg("path", { d: "M8 2.5 A5.5 5.5 0 0 1 8 13.5 Z", fill: "currentColor", stroke: "none" }));
+  const button = make("button", { class: "plain icon theme", type: "button", id: "theme", "aria-label": "Dark or light", title: "Dark or light" }, picture);
+  button.addEventListener("click", () => {
+    const dark = matchMedia("(prefers-color-scheme: dark)").matches;
+    const now = document.documentElement.dataset.theme || (dark ? "dark" : "light");
+    document.documentElement.dataset.theme = now === "dark" ? "light" : "dark";
+    document.dispatchEvent(new Event("themechange"));
+  });
+  return button;
+}

@@ -1,0 +1,128 @@
+"""Two processes come to the masks of one, and the first of them writes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from memfit.errors import UsageError
+from memfit.jobs.pruning.decoder import Decoder
+from memfit.jobs.pruning.distributed import Team
+from memfit.jobs.pruning.engine import Engine
+from memfit.jobs.pruning.output import OutputFolder, journal_of, partial_of
+from memfit.jobs.pruning.placement import deal
+from memfit.jobs.pruning.settings import PruneSettings
+from memfit.models.checkpoint import WeightStore
+from tests.pruning.tiny_models import tiny_folder, tiny_windows
+
+CASES = {"wanda": "llama", "sparsegpt": "gpt2", "ria": "mixtral"}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def prune(folder: Path, save: Path, method: str, team: Team, *, stop_at: int | None = None) -> None:
+    decoder = Decoder.open(folder)
+    output = OutputFolder.create(save, decoder, {}, resume=True) if team.leads else None
+
+    def on_block(report: object) -> None:
+        if stop_at is not None and getattr(report, "index", None) == stop_at:
+            raise KeyboardInterrupt
+
+    with Engine(decoder, device="cpu", micro_batch=2, team=team) as engine:
+        settings = PruneSettings(model="-", method=method)  # type: ignore[arg-type]
+        outcome = engine.prune(settings, tiny_windows(), output=output, pruned=tiny_windows(), on_block=on_block)
+        assert outcome.sparsity == 0.5
+    if output is not None:
+        output.finish()
+
+
+WORKER = """
+import sys, torch
+from pathlib import Path
+torch.set_num_threads(1)
+from memfit.jobs.pruning.distributed import Team
+from tests.pruning.test_distributed import CASES, prune
+team = Team.from_environment(torch.device("cpu"))
+assert team.size == 2
+for method, family in CASES.items():
+    prune(Path(sys.argv[1]) / family, Path(sys.argv[1]) / f"two-{method}", method, team)
+prune(Path(sys.argv[1]) / "llama", Path(sys.argv[1]) / "resumed", "wanda", team)
+team.leave()
+"""
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every case in one process and in two; and a run that one process began and two have finished."""
+    where = tmp_path_factory.mktemp("runs")
+    for method, family in CASES.items():
+        prune(tiny_folder(where, family), where / f"one-{method}", method, Team())
+    with pytest.raises(KeyboardInterrupt):
+        prune(where / "llama", where / "resumed", "wanda", Team(), stop_at=1)
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{root / 'src'}", "OMP_NUM_THREADS": "1"}
+    script = where / "worker.py"
+    script.write_text(WORKER)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29617"]
+    done = subprocess.run(
+        [*command, str(script), str(where)], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return where
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return {name: t for file in WeightStore.open(folder).files for name, t in load_file(file.path).items()}
+
+
+@pytest.mark.parametrize("method", ["wanda", "ria"])
+def test_masks_from_norms_are_those_of_one_process_to_the_bit(method: str, runs: Path) -> None:
+    one, two = weights(runs / f"one-{method}"), weights(runs / f"two-{method}")
+    assert [name for name in one if not torch.equal(one[name], two[name])] == []
+
+
+def test_sparsegpt_differs_by_the_order_of_sums_only(runs: Path) -> None:
+    one, two = weights(runs / "one-sparsegpt"), weights(runs / "two-sparsegpt")
+    first = {name: weight for name, weight in one.items() if ".h.0." in name}
+    for name, weight in first.items():
+        torch.testing.assert_close(two[name], weight, rtol=1e-3, atol=1e-4)
+
+
+def test_two_processes_finish_what_one_began(runs: Path) -> None:
+    one, two = weights(runs / "one-wanda"), weights(runs / "resumed")
+    assert [name for name in one if not torch.equal(one[name], two[name])] == []
+    assert not partial_of(runs / "resumed").exists() and not journal_of(runs / "resumed").exists()
+
+
+def test_micro_batches_are_the_same_whoever_runs_them() -> None:
+    alone = {(batch.first, batch.count) for batch in deal(11, 2)}
+    shared = [{(batch.first, batch.count) for batch in deal(11, 2, rank, 3)} for rank in range(3)]
+    assert set.union(*shared) == alone
+    assert sum(len(some) for some in shared) == len(alone)
+    assert [batch.row for batch in deal(11, 2, 1, 3)] == [0, 2]
+
+
+def test_more_processes_than_micro_batches_are_refused(tmp_path: Path) -> None:
+    class Many(Team):
+        def tell(self, value: object) -> object:
+            return value
+
+    with (
+        Engine(Decoder.open(tiny_folder(tmp_path, "llama")), device="cpu", micro_batch=2, team=Many(0, 4)) as engine,
+        pytest.raises(UsageError, match="5 windows are 3 micro-batches of 2, too few for 4 processes"),
+    ):
+        engine.prune(PruneSettings(model="-"), tiny_windows())
