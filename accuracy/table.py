@@ -3,9 +3,9 @@
     python -m accuracy.table            # rewrites docs/accuracy.md
     python -m accuracy.table --check    # only says whether the bounds hold
 
-The measured side is in accuracy/measured/: `given.jsonl` came with the project, `own.jsonl` and `experts.jsonl` were
-measured with `accuracy.run` on an H200, `verdicts.jsonl` are jobs run under a memory cap around the predicted smallest
-size.
+The measured side is in accuracy/measured/: `given.jsonl` came with the project, `own.jsonl`, `experts.jsonl` and
+`profiles.jsonl` were measured with `accuracy.run` on an H200, `verdicts.jsonl` are jobs run under a memory cap around
+the predicted smallest size.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ GROUPS = {
     "hunted": "First round here; their recorded events were compared with the traced ones to find what was missing",
     "first": "Second round: new kinds of jobs; where one was off, the allocation that explains it was looked for",
     "unseen": "Last round, when the rules stood",
+    "profiles": "The CS336 sizes at contexts 128, 256 and 512, predicted as they were before they were measured",
     "experts": "Mixtures of experts in fp32, fp16 and autocast, predicted before they were measured",
     "learned": "Learned attention masks, short convolutions and long prompts; where one was off, the allocation that"
     " explains it was looked for",
@@ -198,7 +199,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args()
-    found = [row for name in ("given.jsonl", "own.jsonl", "experts.jsonl") for row in rows(name)]
+    found = [row for name in ("given.jsonl", "own.jsonl", "experts.jsonl", "profiles.jsonl") for row in rows(name)]
     print("\n".join(summary(found)))
     if not options.check:
         TARGET.write_text(document(found))

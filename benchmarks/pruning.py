@@ -91,6 +91,7 @@ class Measured:
     sparsity: float
     micro_batch: int
     hidden_on: str
+    predicted_bytes: int | None = None
     move_seconds: float | None = None
     compute_seconds: float | None = None
     limit_seconds: float | None = None
@@ -214,6 +215,20 @@ def alone(case: Case, device: torch.device, dtype: torch.dtype, rate: float, pro
         sparsity=outcome.sparsity, micro_batch=outcome.micro_batch, hidden_on=outcome.hidden_on,
         limit_seconds=case.limit_seconds, limit_gib=case.limit_gib,
     )  # fmt: skip
+
+
+def predicted(case: Case, dtype: torch.dtype, device: torch.device) -> int | None:
+    """What `memfit plan prune` says of the same job."""
+    if device.type != "cuda" or case.model == "tiny":
+        return None
+    from memfit.planning.predict import predict
+
+    names = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+    plan = predict(
+        kind="prune", model=case.model, method=case.method, sparsity_type=case.kind, nsamples=case.samples,
+        seq_len=case.length, precision=names[dtype], max_gpu_memory=case.cap, gpu="H200", trace_cache=False,
+    )  # fmt: skip
+    return plan.peak.allocated_bytes
 
 
 def with_files(case: Case, device: torch.device, dtype: torch.dtype, rate: float, folder: Path) -> Measured:
@@ -435,16 +450,17 @@ def profiled(wanted: bool, device: torch.device) -> Iterator[None]:
 def table(rows: list[Measured], rate: float) -> str:
     lines = [
         f"matrix products of random numbers: {rate / 1e12:.0f} TFLOP/s",
-        f"{'case':30} {'first s':>8} {'again s':>8} {'floor s':>8} {'limit s':>8} {'peak GiB':>9} {'limit':>6} "
+        f"{'case':30} {'first s':>8} {'again s':>8} {'floor s':>8} {'limit s':>8} {'peak GiB':>9} {'plan GiB':>9} {'limit':>6} "
         f"{'reserved':>9} {'host GiB':>9} {'q':>3} {'hidden':>7} {'zeros':>7}",
     ]
     for row in rows:
         again = "n/a" if row.again_seconds is None else f"{row.again_seconds:.2f}"
         limit = "n/a" if row.limit_seconds is None else f"{row.limit_seconds:.1f}"
+        plan = "n/a" if row.predicted_bytes is None else f"{row.predicted_bytes / GiB:.3f}"
         most = "n/a" if row.limit_gib is None else f"{row.limit_gib:.1f}"
         lines.append(
             f"{row.name:30} {row.first_seconds:8.2f} {again:>8} {row.floor_seconds:8.2f} {limit:>8} "
-            f"{row.peak_bytes / GiB:9.3f} {most:>6} {row.reserved_bytes / GiB:9.3f} {row.host_bytes / GiB:9.3f} "
+            f"{row.peak_bytes / GiB:9.3f} {plan:>9} {most:>6} {row.reserved_bytes / GiB:9.3f} {row.host_bytes / GiB:9.3f} "
             f"{row.micro_batch:3} {row.hidden_on:>7} {row.sparsity:7.4f}"
         )
         if row.move_seconds is not None and row.compute_seconds is not None:
@@ -462,6 +478,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="float16", choices=["float16", "bfloat16", "float32"])
     parser.add_argument("--profile", action="store_true", help="print where the device's time goes")
+    parser.add_argument("--no-plan", action="store_true", help="leave the predictions out, which take seconds each")
     parser.add_argument("--json", metavar="FILE", help="also write the figures there")
     asked = parser.parse_args(argv)
     device, dtype = torch.device(asked.device), getattr(torch, asked.dtype)
@@ -479,6 +496,8 @@ def main(argv: list[str] | None = None) -> int:
                     rows.append(with_files(case, device, dtype, rate, Path(folder)))
             else:
                 rows.append(alone(case, device, dtype, rate, asked.profile))
+            if not asked.no_plan:
+                rows[-1].predicted_bytes = predicted(case, dtype, device)
             print(json.dumps(asdict(rows[-1])), flush=True)
         except Exception as error:  # one case that fails leaves the others
             import traceback

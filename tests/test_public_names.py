@@ -19,6 +19,10 @@ TRAINING = [
     "--loop", "--loss", "--optimizer", "--grad-checkpointing", "--grad-accum", "--clip-grad", "--no-clip-grad",
 ]  # fmt: skip
 LORA = ["--rank", "--target-modules", "--lora-dropout", "--adapter-dtype"]
+PRUNING = [
+    "--method", "--prune-method", "--sparsity", "--sparsity-ratio", "--sparsity-type", "--nsamples", "--dataset",
+    "--max-gpu-memory",
+]  # fmt: skip
 GENERATION = ["--new-tokens", "--decoding", "--num-beams", "--cache"]
 LAST = ["--alloc-conf", "--gpu", "--json", "--save-trace", "--force", "-f", "--no-trace-cache"]
 
@@ -67,6 +71,7 @@ FLAGS = {
     "plan train": [*COMMON, *TRAINING, *LAST],
     "plan lora": [*COMMON, *TRAINING, *LORA, *LAST],
     "plan generate": [*COMMON, *GENERATION, *LAST],
+    "plan prune": [*(flag for flag in COMMON if flag not in ("--batch-size", "--padding")), *PRUNING, *LAST],
     "plan batch": ["--gpu"],
     "profile": [
         "--model-size",

@@ -5,6 +5,9 @@ from __future__ import annotations
 import io
 import json
 import math
+import random
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -279,6 +282,42 @@ def test_any_sensible_workload_has_a_plan_whose_parts_add_up(work: dict[str, Any
     assert (code, plan["schema"]) == (0, "memfit.plan/1")
     assert sum(plan["breakdown"].values()) == plan["peak"]["allocated_bytes"] <= plan["peak"]["reserved_bytes"]
     assert plan["smallest_gpu_bytes"] <= plan["peak"]["device_bytes"] + (2 << 20)
+
+
+def sweep(model: str, count: int) -> list[dict[str, Any]]:
+    points = random.Random(0)
+    work = {"kind": "forward", "model": model, "gpu": "24GB"}
+    return [{**work, "batch_size": points.randint(2, 32), "seq_len": points.randint(300, 500)} for _ in range(count)]
+
+
+def test_a_file_is_looked_through_for_jobs_that_differ_in_batch_and_length(
+    memfit: Memfit, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from memfit.planning import families, few_blocks
+
+    traced = []
+    original = few_blocks.trace_few_blocks
+    monkeypatch.setenv("MEMFIT_CACHE", "off")
+    monkeypatch.setattr(few_blocks, "trace_few_blocks", lambda *args: traced.append(args) or original(*args))
+    families.forget()
+    wanted = sweep(tiny, 24)
+    ended = memfit("plan", "batch", write(tmp_path / "x.jsonl", "not JSON", *wanted, {"kind": "forward"}))
+    assert len(traced) <= 9
+    plans = ended.lines[1:-1]
+    families.forget()
+    alone = [answer(json.dumps(line).encode(), 1)[0] for line in wanted[-2:]]
+    assert [plan | {"seconds": 0} for plan in plans[-2:]] == [plan | {"seconds": 0} for plan in alone]
+
+
+def test_a_line_is_answered_before_the_next_one_is_written(tiny: str) -> None:
+    command = [sys.executable, "-m", "memfit", "plan", "batch", "-"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        assert process.stdin is not None and process.stdout is not None
+        for line in sweep(tiny, 2):
+            process.stdin.write(json.dumps(line).encode() + b"\n")
+            process.stdin.flush()
+            assert json.loads(process.stdout.readline())["workload"]["seq_len"] == line["seq_len"]
+        process.stdin.close()
 
 
 def test_progress_is_silent_where_nobody_looks_on(capfd: pytest.CaptureFixture[str]) -> None:

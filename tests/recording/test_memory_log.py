@@ -220,11 +220,9 @@ class FakeCuda:
             self.allocated = size
             self.peak = max(self.peak, size)
 
-    def memory_stats(self, index: int) -> dict[str, int]:
-        return {
-            "allocated_bytes.all.current": self.allocated, "allocated_bytes.all.peak": self.peak,
-            "reserved_bytes.all.current": self.allocated,
-        }  # fmt: skip
+    def memory_stats(self, index: int) -> dict[str, dict[str, dict[str, int]]]:
+        allocated = {"current": self.allocated, "peak": self.peak}
+        return {"allocated_bytes": {"all": allocated}, "reserved_bytes": {"all": {"current": self.allocated}}}
 
     def reset_peak_memory_stats(self, index: int) -> None:
         self.peak = self.allocated
@@ -234,7 +232,7 @@ class FakeCuda:
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     fake = FakeCuda()
-    monkeypatch.setattr("torch.cuda.memory_stats", fake.memory_stats)
+    monkeypatch.setattr("torch.cuda.memory_stats_as_nested_dict", fake.memory_stats)
     monkeypatch.setattr("torch.cuda.reset_peak_memory_stats", fake.reset_peak_memory_stats)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: type("P", (), {"total_memory": 1000})())
     return fake

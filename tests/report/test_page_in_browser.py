@@ -57,6 +57,17 @@ class Opened:
         found: dict[str, str] = self.page.eval_on_selector("canvas.main", "(canvas) => ({...canvas.dataset})")
         return {name: float(value) for name, value in found.items()}
 
+    def wheel(self, x: float, y: float, by: float, changes: str) -> dict[str, float]:
+        """Wheel events arrive when the browser likes: wait for what they change."""
+        before = self.drawing()[changes]
+        self.page.mouse.move(x, y)
+        self.page.mouse.wheel(0, by)
+        self.page.wait_for_function(
+            "([name, before]) => Number(document.querySelector('canvas.main').dataset[name]) !== before",
+            arg=[changes, before],
+        )
+        return self.drawing()
+
     def press(self, *keys: str) -> dict[str, float]:
         self.page.focus("canvas.main")
         for key in keys:
@@ -164,9 +175,7 @@ def test_keys_zoom_pan_and_go_back(train: Opened) -> None:
 def test_the_wheel_zooms_around_the_pointer_and_a_drag_pans(train: Opened) -> None:
     train.press("0")
     x, y = train.place(0.75, 0.5)
-    train.page.mouse.move(x, y)
-    train.page.mouse.wheel(0, -400)
-    zoomed = train.drawing()
+    zoomed = train.wheel(x, y, -400, changes="from")
     middle = (zoomed["from"] + zoomed["to"]) / 2 / zoomed["end"]
     assert zoomed["to"] - zoomed["from"] < zoomed["end"]
     assert middle > 0.52
@@ -187,11 +196,9 @@ def test_sizes_can_be_zoomed_too_so_that_small_blocks_are_seen(train: Opened) ->
     assert near["high"] < whole["high"]
     assert near["low"] > 0.4 * whole["high"]
     x, y = train.place(0.3, 0.5)
-    train.page.mouse.move(x, y)
     train.page.keyboard.down("Alt")
-    train.page.mouse.wheel(0, -300)
+    nearer = train.wheel(x, y, -300, changes="low")
     train.page.keyboard.up("Alt")
-    nearer = train.drawing()
     assert nearer["high"] - nearer["low"] < near["high"] - near["low"]
     assert train.press("0")["low"] == 0
 

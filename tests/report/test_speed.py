@@ -34,7 +34,7 @@ def test_a_hundred_thousand_events_take_a_second_or_so(tmp_path: Path) -> None:
 
     seconds, memory = measured(path)
 
-    assert seconds < 3  # 0.7 s on an idle machine
+    assert seconds < 6  # 0.7 s on an idle machine; a busy one counts more
     assert memory < 300
 
 

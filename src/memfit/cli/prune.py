@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from memfit.cli import output
-from memfit.errors import UsageError
+from memfit.errors import MemfitError, UsageError
 from memfit.jobs.pruning.settings import PruneSettings, Sparsity
 from memfit.units import gib, parse_bytes
 
 if TYPE_CHECKING:
-    from memfit.jobs.pruning.run import Progress
+    from memfit.jobs.pruning.result import Prediction
+    from memfit.jobs.pruning.run import Planned, Progress
 
 DOES_NOT_FIT = 1
 PRUNING, DATA, EVALUATION, OUTPUT, MACHINE = (
@@ -106,7 +107,8 @@ def prune(
     say = output.note_lines if json else output.say
     try:
         with _bar() as progress:
-            result = run(settings, options, Listener(say=say, remark=output.note, progress=progress))
+            listener = Listener(say=say, remark=output.note, progress=progress)
+            result = run(settings, options, listener, predict=_predicted if log_memory else None)
     except RanOut as error:
         output.complain(error.message, error.hint)
         return DOES_NOT_FIT
@@ -117,6 +119,31 @@ def prune(
     else:
         output.say(result.in_a_line())
     return 0
+
+
+def _predicted(planned: Planned) -> Prediction | None:
+    """What `memfit plan prune` says of this run, on this card and with the memory that was free."""
+    from memfit.gpus import find_gpu
+    from memfit.jobs.pruning.result import Prediction
+    from memfit.planning.predict import predict
+
+    settings = planned.settings
+    if settings.use_variant or settings.reconstruct or settings.allocation != "uniform":
+        return None  # not planned yet
+    try:
+        gpu = find_gpu(planned.gpu.removeprefix("NVIDIA ")).name
+        plan = predict(
+            kind="prune", model=str(planned.folder), gpu=gpu, method=settings.method, precision=planned.dtype,
+            sparsity=settings.sparsity.ratio, sparsity_type=settings.sparsity.kind, nsamples=settings.nsamples,
+            seq_len=planned.seqlen, max_gpu_memory=None if planned.budget is None else str(planned.budget),
+        )  # fmt: skip
+    except MemfitError as error:
+        output.note(f"note: no prediction beside the measurement: {error.message}")
+        return None
+    return Prediction(
+        gpu_allocated_bytes=plan.peak.allocated_bytes, gpu_reserved_bytes=plan.peak.reserved_bytes,
+        host_bytes=plan.trace.facts["host"]["peak_bytes"],
+    )  # fmt: skip
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from importlib import import_module
@@ -25,6 +26,7 @@ SCHEMA = "memfit.train/1"
 DOES_NOT_FIT, WRONG_INPUT = 1, 2
 PLANNER = "memfit.planning.train_plan"
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
+PATIENCE_SECONDS = 3.0
 
 
 def train(
@@ -141,11 +143,12 @@ def _nothing(_: str) -> None:
 
 @contextmanager
 def _only_the_first_complains() -> Iterator[None]:
-    """All processes of a machine find the same mistake: one of them says it."""
+    """All processes of a machine find the same mistake: one of them says it, and torchrun must not stop it before."""
     try:
         yield
     except MemfitError:
         if os.environ.get("LOCAL_RANK", "0") != "0":
+            time.sleep(PATIENCE_SECONDS)
             raise SystemExit(WRONG_INPUT) from None
         raise
 

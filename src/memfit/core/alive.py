@@ -84,13 +84,15 @@ def largest(course: Course, blocks: Ints, count: int) -> Ints:
 def largest_kinds(course: Course, labels: Labels, blocks: Ints, count: int) -> list[Ints]:
     """The largest blocks, those of one size and from one place together: twelve equal layers are one line to read."""
     kinds: dict[tuple[int, int, str, int, int], list[int]] = {}
+    smallest = 0
     for block in largest(course, blocks, len(blocks)).tolist():
-        place = labels.line[block], any_layer(labels.modules[labels.module[block]]), labels.op[block]
-        key = int(course.size[block]), int(place[0]), place[1], int(place[2]), int(labels.category[block])
+        size = int(course.size[block])
+        if len(kinds) == count and size < smallest:
+            break
+        module = any_layer(labels.modules[labels.module[block]])
+        key = size, int(labels.line[block]), module, int(labels.op[block]), int(labels.category[block])
         if key in kinds:
             kinds[key].append(block)
         elif len(kinds) < count:
-            kinds[key] = [block]
-        elif course.size[block] < min(kind[0] for kind in kinds):
-            break
+            kinds[key], smallest = [block], size
     return [np.array(found, dtype=np.int64) for found in kinds.values()]

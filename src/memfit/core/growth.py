@@ -53,7 +53,7 @@ def _steps(course: Course, phases: tuple[Phase, ...]) -> list[Step]:
         if phase.step > 0:
             begin, _ = found.get(phase.step, (phase.begin, 0))
             found[phase.step] = begin, phase.end
-    complete = [phase.step for phase in phases if phase.name in ("step", "backward")]
+    complete = {phase.step for phase in phases if phase.name in ("step", "backward")}
     return [
         Step(step, begin, end, int(course.allocated[begin:end].max()), course.allocated_at(end - 1))
         for step, (begin, end) in found.items()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable
+from functools import cached_property
 
 import numpy as np
 
@@ -24,7 +25,7 @@ from memfit.core.ranges import DRIVER_ACTIONS, Range, Ranges
 from memfit.core.snapshot import Snapshot
 
 NEVER_SPLIT = 1 << 62
-MAX_SEARCHED = 10_000_000
+MAX_SEARCHED = 5_000_000  # steps of a search that an honest recording needs a few of
 
 
 def observed(snapshot: Snapshot, device: int, config: AllocatorConfig) -> Course:
@@ -94,7 +95,7 @@ class _Memory:
 
     def place_what_was_there(self, at_end: dict[int, int]) -> None:
         addresses = self.trace.addresses
-        there = np.flatnonzero((self.lives.birth == BEFORE) & (self.rounded_array() > 0)).tolist()
+        there = np.flatnonzero((self.lives.birth == BEFORE) & (np.array(self.rounded) > 0)).tolist()
         there.sort(key=lambda block: addresses[block])
         starts = [addresses[block] for block in there]
         stays = self.lives.gone == len(self.trace)
@@ -119,9 +120,6 @@ class _Memory:
             if self.held.holding(address) is None:
                 self._doubt(block)
 
-    def rounded_array(self) -> Ints:
-        return np.array(self.rounded, dtype=np.int64)
-
     def _tail(self, block: int, address: int, ceiling: int, expandable: bool) -> int:
         """Of a block that was freed during the recording: up to the next live one, if what lies between is so little
         that no free piece of the large pool is as small; or up to where a later block was seen to begin."""
@@ -131,31 +129,23 @@ class _Memory:
             return int(rounded)
         if gap <= slack:
             return ceiling - address
-        least, before = address + rounded, int(self.lives.death[block])
-        at = int(np.searchsorted(self._placed_at, least))
-        while at < len(self._placed_at) and self._placed_at[at] <= least + SMALL_SIZE:
-            if self._placed_when[at] < before:
-                return int(self._placed_at[at]) - address
+        least, before = address + rounded, int(self.lives.gone[block])
+        places, births = self._placements
+        at = bisect_left(places, least)
+        while at < len(places) and places[at] <= least + SMALL_SIZE and self.searched < MAX_SEARCHED:
+            if births[at] < before:
+                return places[at] - address
             at += 1
+            self.searched += 1
         return int(rounded)
 
-    @property
-    def _placed_at(self) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
-        self._sort_placements()
-        return self._at
-
-    @property
-    def _placed_when(self) -> Ints:
-        self._sort_placements()
-        return self._when
-
-    def _sort_placements(self) -> None:
-        if hasattr(self, "_at"):
-            return
+    @cached_property
+    def _placements(self) -> tuple[list[int], list[int]]:
+        """Where and when blocks were placed, by address."""
         born = np.flatnonzero(self.lives.birth != BEFORE)
         addresses = np.frombuffer(self.trace.addresses, dtype=np.uint64)[born]
         order = np.lexsort((self.lives.birth[born], addresses))
-        self._at, self._when = addresses[order], self.lives.birth[born][order]
+        return addresses[order].tolist(), self.lives.birth[born][order].tolist()
 
     def _free(self, start: int, end: int) -> None:
         if start < end:
@@ -180,7 +170,7 @@ class _Memory:
                     end_of[address + need], start_of[end] = end, address + need
                 elif rest >= 0:
                     size[subject] = need + rest
-                    del start_of[end]
+                    start_of.pop(end, None)
                 elif need:
                     if end >= 0:
                         end_of[address] = end
@@ -220,14 +210,14 @@ class _Memory:
             self.doubts += 1
             return
         right = self.end_of.pop(left)
-        del self.start_of[right]
+        self.start_of.pop(right, None)
         self._free(left, start)
         self._free(end, right)
 
     def _piece_around(self, address: int) -> int | None:
         """A search from end to end: it happens where expandable memory shrinks, and only so often."""
         self.searched += len(self.end_of)
-        if self.searched > MAX_SEARCHED:
+        if self.searched >= MAX_SEARCHED:
             return None
         return next((start for start, end in self.end_of.items() if start < address < end), None)
 

@@ -19,6 +19,7 @@ from memfit.core.events import Action
 COMES = {Action.SEGMENT_ALLOC: False, Action.SEGMENT_MAP: True}  # whether the segment is expandable
 GOES = {Action.SEGMENT_FREE: False, Action.SEGMENT_UNMAP: True}
 DRIVER_ACTIONS = (*COMES, *GOES)
+MAX_HELD = 50_000  # ranges at once; of 2 MiB each that is more than any GPU has
 Range = tuple[int, int, bool]  # start, end, part of an expandable segment
 
 
@@ -56,6 +57,8 @@ class Ranges:
         at = bisect_right(self._starts, start)
         following = self._starts[at] if at < len(self._starts) else None
         if size <= 0 or self.holding(start) is not None or (following is not None and following < end):
+            return False
+        if len(self._starts) >= MAX_HELD:
             return False
         if expandable:
             before = self.holding(start - 1) if start else None

@@ -101,10 +101,6 @@ class Workload:
             object.__setattr__(self, "clip_grad", by_trainer)
 
     def _check_pruning(self) -> None:
-        if self.precision.startswith("amp-"):
-            raise UsageError(
-                f"{flag('precision')} {self.precision}: pruning has no autocast", hint="fp32, bf16 or fp16"
-            )
         asked = Sparsity.parse(self.sparsity_type, self.sparsity)
         object.__setattr__(self, "sparsity", asked.ratio)
         size = self.max_gpu_memory

@@ -22,8 +22,8 @@ def pruning_guides(workload: Mapping[str, Any], parameters: int, hidden: int) ->
             "formula": "params * 2 / 2^30 + nsamples * seqlen * hidden * 2 / 2^30 + 1",
             "gib": round(parameters * BYTES / GiB + buffer + 1, 3),
             "off": (
-                "the public code it is about keeps two such buffers, and its sort takes 49 bytes for each weight of the "
-                "largest matrix; memfit keeps one buffer, one block in use and one on its way, and sorts nothing"
+                "the public code it is about keeps two such buffers, and its sort takes 49 bytes for each weight of "
+                "the largest matrix; memfit keeps one buffer, one block in use and one on its way, and sorts nothing"
             ),
         },
         {
@@ -31,8 +31,8 @@ def pruning_guides(workload: Mapping[str, Any], parameters: int, hidden: int) ->
             "formula": "2 * billions + 2 * billions * seqlen / 2048 + 1",
             "gib": round((billions * 2 + billions * 2 * length / 2048 + 1) * 1e9 / GiB, 3),
             "off": (
-                "activations do not grow with the parameters: one block's of a few windows are there at a time, whatever "
-                "the depth, and the hidden states that are there go by nsamples, which it leaves out"
+                "activations do not grow with the parameters: one block's, of a few windows, are there at a time, "
+                "whatever the depth; and the hidden states go by nsamples, which it leaves out"
             ),
         },
     ]

@@ -21,8 +21,8 @@ Part = Literal["all", "near", "far"]
 class Noted:
     trace: Trace
     calls: list[Call]
-    model: int
-    """Which built model ran: traces of the same one belong together."""
+    model: object
+    """The built model that ran: traces of the same one belong together."""
     loss_modules: frozenset[str]
     tokens: int | None
     """After how many the generation was ended early."""
@@ -47,14 +47,14 @@ def note(trace: Trace, calls: list[Call], model: object, tokens: int | None, seq
     """As it is now: labels are put on later, and in place."""
     if _listeners:
         kept = dataclasses.replace(trace, category_of=array("i", trace.category_of), facts=dict(trace.facts))
-        _listeners[-1].append(Noted(kept, calls, id(model), categories.loss_modules_of(model), tokens, seq_len))
+        _listeners[-1].append(Noted(kept, calls, model, categories.loss_modules_of(model), tokens, seq_len))
 
 
 def parts_of(heard: list[Noted], seq_len: int) -> dict[Part, Noted]:
     """Those that the result rests on. The traces of few blocks do not count where all blocks were traced after them."""
     parts: dict[Part, Noted] = {}
     for noted in heard:
-        if noted.model == heard[-1].model:
+        if noted.model is heard[-1].model:
             part: Part = "near" if noted.tokens is not None else "all" if noted.seq_len == seq_len else "far"
             parts[part] = noted
     return parts

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from memfit.core.alloc_config import AllocatorConfig
 from memfit.core.collector import no_collector
@@ -19,6 +19,9 @@ from memfit.core.replay import Replays, Timeline
 from memfit.core.report import Report, make_report
 from memfit.gpus import Gpu, find_gpu
 from memfit.jobs.workload import Workload
+
+if TYPE_CHECKING:
+    from memfit.planning.traced import Traced
 
 SCHEMA = "memfit.plan/1"
 SAFE_SHARE = 0.9
@@ -135,8 +138,19 @@ def predict(
     return assess(
         traced.trace, config, card, context, workload=work.settings() | {"gpu": gpu if isinstance(gpu, str) else None},
         model=traced.model, parameters=traced.parameters, trainable_parameters=traced.trainable_parameters,
-        notes=(*_assumptions(work, card), *traced.notes), started=started, id=id,
+        notes=(*_assumptions(work, card), *traced.notes, *_guides(traced)), started=started, id=id,
     )  # fmt: skip
+
+
+def _guides(traced: Traced) -> tuple[str, ...]:
+    """Beside the prediction, what the guides' formulas would have said."""
+    if traced.workload.kind != "prune":
+        return ()
+    from memfit.planning.guides import pruning_guides
+
+    hidden = traced.trace.facts.get("hidden_size", 0)
+    told = pruning_guides(traced.workload.settings(), traced.parameters, hidden)
+    return tuple(f"the {each['guide']}'s formula says {each['gib']:.2f} GiB: {each['off']}" for each in told)
 
 
 def _within(work: Workload, card: Gpu | None) -> Workload:

@@ -10,7 +10,7 @@ same memory again and again. Where the proof fails, all is traced.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +27,7 @@ from memfit.jobs.pruning.memory import HostMemory
 from memfit.jobs.pruning.placement import MicroBatch
 from memfit.jobs.pruning.report import Outcome
 from memfit.jobs.pruning.settings import PruneSettings, Sparsity
+from memfit.jobs.pruning.streaming import Parts
 from memfit.jobs.workload import Workload
 from memfit.models.registry import build_model, is_encoder, load_config, resolve, source_notes
 from memfit.planning.blocks import Blocks, blocks_of
@@ -51,6 +52,8 @@ def trace_pruning(work: Workload, platform: Platform) -> tuple[Recipe, Trace]:
     source = resolve(work.model)
     if source.kind == "factory":
         raise UsageError(f"{work.model}: a factory's model is not pruned", hint="give a preset, a folder or a hub id")
+    if work.autocast:
+        raise UsageError(f"--precision {work.precision}: pruning has no autocast", hint="fp32, bf16 or fp16")
     if is_encoder(load_config(source)):
         raise InputError(f"{source.name} is an encoder; only decoders that predict the next token are pruned")
     blocks, parameters = blocks_of(work.model, work.attention)
@@ -111,6 +114,13 @@ class _PlannedHost(HostMemory):
 
     def _made(self, shape: Any, dtype: torch.dtype) -> torch.Tensor:
         return self._tracer.host_empty(shape, dtype)
+
+
+class _Nowhere:
+    """Blocks leave the device and need not arrive."""
+
+    def write(self, block: int, parts: Parts, facts: Mapping[str, Any]) -> None:
+        return
 
 
 @dataclass
@@ -175,7 +185,7 @@ def _run(work: Workload, platform: Platform, blocks: Blocks | None, few: int | N
             decoder, device=tracer.device, budget=int(work.max_gpu_memory) if work.max_gpu_memory else None,
             phases=_Phases(tracer), host=host, whole=None if blocks is None else blocks.count, some=watch.some,
         ) as engine:  # fmt: skip
-            done.append((engine.prune(settings, ids), host, watch))
+            done.append((engine.prune(settings, ids, sink=_Nowhere()), host, watch))
 
     with failures_of_the_job():
         made = trace(job, platform=platform, answers=Answers(ANSWERS))

@@ -104,9 +104,12 @@ class Decoder:
     def block_bytes(self) -> int:
         return max(layout.nbytes for layout in self.layouts)
 
-    def calls(self) -> list[Call]:
-        """What the blocks were given in the last `front`."""
-        return [stand_in.call for stand_in in self._stand_ins]
+    def take_calls(self) -> list[Call]:
+        """What the blocks were given in the last `front`; it is kept here no longer."""
+        calls = [stand_in.call for stand_in in self._stand_ins]
+        for stand_in in self._stand_ins:
+            stand_in.call = Call()
+        return calls
 
     def front(self, ids: Tensor) -> Tensor:
         """Embed ids [q, L] with the model's own code, up to the first block. The weights used must be there."""

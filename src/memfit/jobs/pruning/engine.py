@@ -128,11 +128,12 @@ class Engine:
         with self.phases("embed"), decoder.outer_weights(self._load_outer):
             for number, batch in enumerate(self._some(batches)):
                 hidden = decoder.front(ids[batch.first : batch.first + batch.count].to(self.device))
-                known = calls.setdefault(batch.count, decoder.calls())
-                if number == 1 and batch.count == batches[0].count:
-                    _check_same(known, decoder.calls())
+                given = decoder.take_calls()
+                known = calls.setdefault(batch.count, given)
+                if number == 1 and known is not given:
+                    _check_same(known, given)
                 states.put(batch, hidden)
-                del hidden
+                del hidden, given
         states.calls = calls
         return states
 
@@ -189,7 +190,7 @@ class Engine:
         with self.phases("weights"):
             for _ in range(places):
                 self._flats.append(torch.empty(self.decoder.block_bytes, dtype=torch.uint8, device=self.device))
-                self._free.append(None)
+                self._free.append(self.lanes[0].now())  # until then the memory may be in use for what it was before
         written = output.weights() if output is not None and any(load.origin == "output" for load in loads) else None
         reader = BlockReader(loads, places, lambda load, place: self._fetch(load, place, output, written))
         try:

@@ -107,7 +107,7 @@ def _tried_gated(kind: Any, act: Any) -> bool:
 def compiled(blocks: list[nn.Module], config: Any, device: torch.device, tokens: int) -> Iterator[None]:
     """Rotary embeddings and gated products by kernels of our own, where that pays for so many tokens, counted once for
     each block that they go through."""
-    if not _pays(config, device, tokens):
+    if not _pays(config, device, tokens) or not _work(blocks, config, device):
         yield
         return
     home = _module_of_rotary(blocks)
@@ -130,8 +130,27 @@ def _pays(config: Any, device: torch.device, tokens: int) -> bool:
     heads = getattr(config, "num_attention_heads", 0)
     if device.type == "cpu" or (device.type == "cuda" and find_spec("triton") is None) or not heads:
         return False
-    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+    both = heads + (getattr(config, "num_key_value_heads", None) or heads)
+    width = both * (getattr(config, "head_dim", None) or config.hidden_size // heads)
     return bool(2 * tokens * width * 2 * STEPS_OF_ROTARY > PAYS_FROM_BYTES)
+
+
+def _work(blocks: list[nn.Module], config: Any, device: torch.device) -> bool:
+    """Whether the kernels can be compiled here and say what the formulas say; without them a run is slower, not wrong."""
+    if device.type != "cuda":
+        return True
+    dtype = next(p.dtype for p in blocks[0].parameters())
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    try:
+        with torch.no_grad():
+            q = torch.linspace(-1, 1, 24 * head, device=device, dtype=dtype).view(1, 3, 8, head).transpose(1, 2)
+            table = torch.linspace(-1, 1, 3 * head, device=device, dtype=dtype).view(1, 3, head)
+            gate, up = q.reshape(-1).clone(), q.reshape(-1).flip(0)
+            plain = (*_rotated(q, q + 1, table, table.flip(1)), plain_silu(gate) * up)
+            made = (*rotate_(q.clone(), q + 1, table, table.flip(1).contiguous()), silu_times_(gate, up))
+            return all(bool(torch.allclose(x, y, atol=1e-2)) for x, y in zip(made, plain, strict=True))
+    except Exception:  # no compiler, another version of Triton: whatever it is, torch's own kernels are there
+        return False
 
 
 def _module_of_rotary(blocks: list[nn.Module]) -> Any:

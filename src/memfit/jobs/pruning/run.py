@@ -36,8 +36,22 @@ from memfit.recording.status import publish, published
 
 LOG_FILE = "memory_log.csv"
 STARS = "*" * 30
-Predict = Callable[[PruneSettings, int], Prediction | None]
-"""What a plan says of a run, from its settings and the length of its windows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """All that a plan of this very run needs to know."""
+
+    settings: PruneSettings
+    seqlen: int
+    folder: Path
+    dtype: str
+    budget: int | None
+    gpu: str
+
+
+Predict = Callable[[Planned], Prediction | None]
+"""What a plan says of a run. A job does not know how to plan: whoever starts it does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +158,7 @@ class _Run:
         log.checkpoint("09_end")
         self.seconds["total"] = time.perf_counter() - began
         self._fill(result, log)
+        self._compare(result, log, source, decoder)
         if result.saved is not None and self.team.leads:
             write_result(Path(result.saved), result)
             place_to_save.copy_results(Path(result.saved), self.options.results_also_in)
@@ -350,14 +365,31 @@ class _Run:
         result.peak_gpu_bytes, result.peak_host_bytes = log.peak_gpu_bytes, log.peak_host_bytes
         result.points, result.parts = list(log.points), list(log.parts)
         result.notes = list(dict.fromkeys(self.notes))
-        if self.predict is not None and "total" in self.seconds:
-            result.predicted = self.predict(self.settings, result.seqlen)
-            if result.predicted is not None and self.settings.log_memory:
-                rows = (
-                    ("GPU allocated", result.predicted.gpu_allocated_bytes, result.peak_gpu_bytes),
-                    ("host", result.predicted.host_bytes, result.peak_host_bytes),
-                )
-                self.listener.say(f"\n{predicted_and_measured(rows)}")
+
+    def _compare(self, result: Result, log: MemoryLog, source: Source, decoder: Decoder) -> None:
+        """Predicted beside measured, where there is a GPU to measure. A plan knows of pruning alone: not of windows
+        that go along for perplexity."""
+        alone = result.perplexity is None or self.settings.save is not None
+        if self.predict is None or self.device.type != "cuda" or self.team.size > 1 or not alone:
+            return
+        dtype = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}[str(decoder.dtype).removeprefix("torch.")]
+        result.predicted = self.predict(
+            Planned(
+                settings=self.settings,
+                seqlen=result.seqlen,
+                folder=source.folder,
+                dtype=dtype,
+                budget=self.budget,
+                gpu=str(result.device["name"]),
+            )  # fmt: skip
+        )
+        if result.predicted is not None:
+            pruned = next(point for point in log.points if point.name == "04_after_pruning")
+            rows = (
+                ("GPU allocated while pruning", result.predicted.gpu_allocated_bytes, pruned.stretch_peak_bytes),
+                ("host buffers", result.predicted.host_bytes, result.placement["host_buffers_peak_bytes"]),
+            )
+            self.listener.say(f"\n{predicted_and_measured(rows)}")
 
     def _model(self, source: Source, engine: Engine) -> dict[str, Any]:
         decoder = engine.decoder

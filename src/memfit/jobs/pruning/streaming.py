@@ -37,9 +37,12 @@ class Load:
 class Uploads:
     """Bytes to the device, in order."""
 
-    def __init__(self, device: torch.device, host: HostMemory) -> None:
+    def __init__(self, device: torch.device, host: HostMemory, chunk: int | None = None) -> None:
+        """The CPU's memory is read into directly, unless a size of chunks is given."""
         self._lane = Lane(device)
-        self._buffers = [host.empty((CHUNK,), torch.uint8) for _ in range(2)] if device.type != "cpu" else []
+        self._chunk = chunk or CHUNK
+        wanted = 2 if chunk or device.type != "cpu" else 0
+        self._buffers = [host.empty((self._chunk,), torch.uint8) for _ in range(wanted)]
         self._copied: list[Event] = [None, None]
         self._host = host
 
@@ -50,8 +53,8 @@ class Uploads:
         if not self._buffers:
             read(as_bytes(target), 0)
             return
-        for number, start in enumerate(range(0, len(target), CHUNK)):
-            part = target[start : start + CHUNK]
+        for number, start in enumerate(range(0, len(target), self._chunk)):
+            part = target[start : start + self._chunk]
             room = self._buffers[number % 2][: len(part)]
             finished(self._copied[number % 2])
             read(as_bytes(room), start)
@@ -75,9 +78,11 @@ class Uploads:
 class Downloads:
     """Bytes from the device, in order."""
 
-    def __init__(self, device: torch.device, host: HostMemory) -> None:
+    def __init__(self, device: torch.device, host: HostMemory, chunk: int | None = None) -> None:
         self._lane = Lane(device)
-        self._buffers = [host.empty((CHUNK,), torch.uint8) for _ in range(2)] if device.type != "cpu" else []
+        self._chunk = chunk or CHUNK
+        wanted = 2 if chunk or device.type != "cpu" else 0
+        self._buffers = [host.empty((self._chunk,), torch.uint8) for _ in range(wanted)]
         self._host = host
 
     def after(self, event: Event) -> None:
@@ -91,7 +96,7 @@ class Downloads:
         if not self._buffers:
             yield 0, as_bytes(source)
             return
-        starts = range(0, len(source), CHUNK)
+        starts = range(0, len(source), self._chunk)
         coming = self._begin(source, 0)
         for number, start in enumerate(starts):
             part, arrived = coming
@@ -106,7 +111,7 @@ class Downloads:
         self._buffers = []
 
     def _begin(self, source: Tensor, number: int) -> tuple[Tensor, Event]:
-        part = source[number * CHUNK : (number + 1) * CHUNK]
+        part = source[number * self._chunk : (number + 1) * self._chunk]
         room = self._buffers[number % 2][: len(part)]
         return room, self._lane.copy(room, part)
 

@@ -56,10 +56,9 @@ class BatchSizes:
         return {**asdict(self), "global_batch_size": self.global_batch_size}
 
     def in_words(self) -> str:
-        return (
-            f"{self.micro_batch_size} rows x {self.gradient_accumulation_steps} accumulation steps"
-            f" x {self.world_size} process{'' if self.world_size == 1 else 'es'} = {self.global_batch_size}"
-        )
+        rows = f"{self.micro_batch_size} row{'' if self.micro_batch_size == 1 else 's'}"
+        processes = f"{self.world_size} process{'' if self.world_size == 1 else 'es'}"
+        return f"{rows} x {self.gradient_accumulation_steps} accumulation x {processes} = {self.global_batch_size}"
 
 
 def resolve_batch(config: BatchConfig, world_size: int = 1) -> BatchSizes:

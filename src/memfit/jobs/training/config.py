@@ -99,7 +99,8 @@ class MethodConfig:
         _number("method.alpha", self.alpha, none=True, above=0)
         _number("method.dropout", self.dropout, least=0, below=1)
         names = self.target_modules
-        if names is not None and not (names and all(isinstance(name, str) and name for name in names)):
+        listed = isinstance(names, tuple) and names and all(isinstance(name, str) and name for name in names)
+        if names is not None and not listed:
             raise UsageError(
                 f"method.target_modules {names!r} is not a list of module names", hint="all-linear is the default"
             )
@@ -227,6 +228,8 @@ class MemoryConfig:
             _yes_or_no(f"memory.{name}", getattr(self, name))
         if not isinstance(self.alloc_conf, str):
             raise UsageError(f"memory.alloc_conf {self.alloc_conf!r} is not text")
+        if not isinstance(self.offload, tuple):
+            raise UsageError(f"memory.offload {self.offload!r} is not a list", hint="such as [optimizer, activations]")
         for each in self.offload:
             _one_of("memory.offload", each, Offload)
 

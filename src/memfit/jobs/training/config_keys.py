@@ -36,10 +36,13 @@ Found = Iterator[tuple[str, Any, str]]
 """(memfit's key, value, key as written)."""
 
 
+_KINDS: dict[str, Any] = get_type_hints(TrainConfig)
+
+
 def _fields() -> dict[str, list[str]]:
     """Sections and what they hold, read off the dataclasses; the keys without a section stand under ''."""
     made: dict[str, list[str]] = {"": []}
-    for name, hint in get_type_hints(TrainConfig).items():
+    for name, hint in _KINDS.items():
         if dataclasses.is_dataclass(hint):
             made[name] = [inner.name for inner in dataclasses.fields(hint)]
         elif name != "remarks":
@@ -215,8 +218,7 @@ def _build(given: Mapping[str, Given], remarks: tuple[str, ...]) -> TrainConfig:
             continue  # `key:` with nothing after it is the default
         section, _, leaf = path.rpartition(".")
         (parts[section] if section else whole)[leaf] = each.value
-    hints = get_type_hints(TrainConfig)
     made: dict[str, Any] = {
-        section: hints[section](**values) for section, values in parts.items() if section != "model"
+        section: _KINDS[section](**values) for section, values in parts.items() if section != "model"
     }
     return TrainConfig(model=ModelConfig(**parts["model"], settings=settings), remarks=remarks, **made, **whole)

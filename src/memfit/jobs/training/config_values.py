@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from typing import Any, get_args, get_type_hints
 
 from memfit.errors import UsageError
@@ -20,6 +21,7 @@ def converted(path: str, value: Any, key: str) -> Made:
         yield path, _value(path, value)
 
 
+@cache
 def type_of(path: str) -> Any:
     section, _, leaf = path.rpartition(".")
     owner: Any = get_type_hints(TrainConfig)[section] if section else TrainConfig

@@ -9,6 +9,7 @@ All tokens lie in one tensor: worker processes share it, and no Python object of
 from __future__ import annotations
 
 import hashlib
+from array import array
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -216,7 +217,10 @@ def _pack(tokens: list[Tokens], config: DataConfig, examples: Examples) -> _Cut:
 
 
 def _flat(samples: list[Tokens]) -> tuple[Tensor, Tensor, Tensor]:
-    ids = torch.tensor([token for each in samples for token in each.ids], dtype=torch.int32)
+    whole = array("i")
+    for each in samples:
+        whole.extend(each.ids)
+    ids = torch.frombuffer(whole, dtype=torch.int32)
     lengths = torch.tensor([0, *(len(each.ids) for each in samples)])
     starts = lengths.cumsum(0)
     learned = torch.ones(len(ids), dtype=torch.bool)

@@ -95,6 +95,8 @@ def prepare_job(
     if len(data) < batch.global_batch_size:
         few = f"{len(data):,} samples are fewer than one global batch of {batch.global_batch_size:,}"
         notes.append(f"{few}: each step sees some of them more than once")
+    if is_gsa(config.model.name) and not data.packed:
+        notes.append("GSA takes padding for text when it counts keys: packing: true leaves none")
     job = TrainJob(
         config=config, batch=batch, data=data, tokenizer=tokenizer, pad_id=pad_id_of(tokenizer), source=source,
         shape=shape, output_dir=output_dir, resume_from=resume_from,

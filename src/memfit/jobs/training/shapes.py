@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -37,6 +38,7 @@ def gsa_config(model: ModelConfig) -> Any:
     name = model.name.strip().lower()
     if name not in ("gsa", "gsa-512m"):
         raise UnknownName("GSA model", model.name, ("gsa", "gsa-512m"))
+    _check_kinds(model, {key: each.default for key, each in inspect.signature(GsaConfig.__init__).parameters.items()})
     try:
         return GsaConfig(**{**(GSA_512M if name == "gsa-512m" else {}), **model.settings})
     except (TypeError, ValueError) as error:
@@ -53,6 +55,7 @@ def basics_config(model: ModelConfig) -> BasicsConfig:
             raise UnknownName("setting of the model", key, known, more=f"settings of basics: {', '.join(known)}")
     if size and size not in sizes:
         raise UnknownName("model", model.name, [f"{BASICS}-{each}" for each in sizes])
+    _check_kinds(model, dataclasses.asdict(SIZES["small"]))
     start = dataclasses.asdict(sizes[size]) if size else {}
     try:
         return BasicsConfig(**{**start, **model.settings})
@@ -70,8 +73,22 @@ def transformers_config(model: ModelConfig) -> Any:
     for key, value in model.settings.items():
         if not hasattr(config, key):
             raise UnknownName("setting of the model", f"model.{key}", [f"model.{each}" for each in config.to_dict()])
-        setattr(config, key, value)
+        try:
+            setattr(config, key, value)
+        except Exception as error:  # a config of transformers checks itself in its own ways
+            raise UsageError(f"model.{key} {value!r}: {type(error).__name__}") from error
     return config
+
+
+def _check_kinds(model: ModelConfig, like: Mapping[str, Any]) -> None:
+    """A setting is of the kind that its default is of, and a count is at least one."""
+    for key, value in model.settings.items():
+        usual = like[key]
+        kinds = (int, float) if isinstance(usual, float) else (type(usual),)
+        if not isinstance(value, kinds) or isinstance(value, bool) != isinstance(usual, bool):
+            raise UsageError(f"model.{key} {value!r} is not of the kind of {usual!r}")
+        if not isinstance(value, (bool, str)) and not value > 0:
+            raise UsageError(f"model.{key} {value!r} is not above 0")
 
 
 def shape_of(model: ModelConfig, source: Source | None) -> dict[str, Any] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +26,8 @@ WITHOUT_CONTEXT = (
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    ids: list[int]
+    ids: array[int]
+    """32-bit integers: as Python's own, a large text would take ten times the memory."""
     unlearned: int
     """So many at the beginning are the prompt."""
 
@@ -38,7 +40,7 @@ def tokenise(examples: Examples, config: DataConfig, tokenizer: Any) -> Iterator
             yield from _answers(examples, some, config, tokenizer)
         else:
             for ids in _ids(tokenizer, [each.text for each in some], special=True):
-                yield Tokens(_ended(ids, tokenizer), 0)
+                yield Tokens(array("i", _ended(ids, tokenizer)), 0)
 
 
 def _answers(examples: Examples, some: tuple[Example, ...], config: DataConfig, tokenizer: Any) -> Iterator[Tokens]:
@@ -49,7 +51,8 @@ def _answers(examples: Examples, some: tuple[Example, ...], config: DataConfig, 
     for prompt, answer in zip(before, after, strict=True):
         if prompt and prompt[-1] == tokenizer.eos_token_id and not chat:  # some tokenizers end every text
             prompt = prompt[:-1]
-        yield Tokens([*prompt, *_ended(answer, tokenizer)], len(prompt) if config.mask_prompt else 0)
+        ids = array("i", [*prompt, *_ended(answer, tokenizer)])
+        yield Tokens(ids, len(prompt) if config.mask_prompt else 0)
 
 
 def _prompt(example: Example, examples: Examples, config: DataConfig, tokenizer: Any) -> str:

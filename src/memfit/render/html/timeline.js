@@ -102,6 +102,7 @@ class Timeline {
   moveHeight(low, high) {
     const span = Math.max(high - low, 64);
     this.heights = low <= 0 && high >= this.top ? null : [Math.max(low, 0), Math.max(low, 0) + span];
+    [this.low, this.high] = this.heights || [0, this.top]; // at once: the next key may come before the next frame
     this.schedule();
   }
 

@@ -1,0 +1,213 @@
+"""A setting is read under every name that people use for it, and a key that nobody reads is refused."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from memfit.errors import MemfitError, UsageError
+from memfit.jobs.training.config import TrainConfig
+from memfit.jobs.training.config_keys import ALONE, SECTIONS, config_from
+from memfit.jobs.training.config_names import (
+    ALIASES,
+    FIXED,
+    IGNORED,
+    IN_SECTION,
+    LOOSE,
+    SECTION_ALIASES,
+    SETTINGS,
+    SHORTHAND,
+)
+from memfit.jobs.training.config_values import SEVERAL, type_of
+
+LORA_GUIDE: dict[str, Any] = {
+    "model_name": "Qwen/Qwen2.5-7B-Instruct",
+    "max_seq_length": 1536,
+    "lora_config": {
+        "r": 128, "lora_alpha": 256, "lora_dropout": 0.05, "target_modules": ["q_proj", "v_proj"], "bias": "none",
+    },
+    "training_config": {
+        "learning_rate": 2e-4, "num_train_epochs": 15, "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": 16, "warmup_steps": 100, "weight_decay": 0.01, "max_grad_norm": 1.0,
+        "logging_steps": 10, "save_steps": 200, "save_total_limit": 5, "fp16": False, "bf16": True,
+        "optim": "adamw_torch", "lr_scheduler_type": "cosine", "seed": 42, "load_best_model_at_end": True,
+        "gradient_checkpointing": True,
+    },
+}  # fmt: skip
+GSA_GUIDE: dict[str, Any] = {
+    "model": {
+        "d_model": 512, "n_layers": 6, "n_heads": 8, "n_kv_heads": 2, "d_ffn": 1024, "vocab_size": 151936,
+        "max_position_embeddings": 8192,
+        "gsa": {
+            "d_indexer": 64, "n_indexer_heads": 4, "k_base": 256, "k_min": 64, "k_max": 512, "use_value_gate": True,
+            "use_output_gate": True, "use_adaptive_k": True,
+        },
+    },
+    "training": {
+        "optimizer": "adamw", "learning_rate": 3.0e-4, "min_learning_rate": 3.0e-5, "beta1": 0.9, "beta2": 0.95,
+        "lr_scheduler": "cosine", "max_steps": 100000, "micro_batch_size": 2, "gradient_accumulation_steps": 32,
+        "global_batch_size": 256, "max_seq_len": 1024, "precision": "bf16", "gradient_checkpointing": True,
+        "grad_clip": 1.0, "indexer_lr_multiplier": 10.0,
+    },
+    "data": {
+        "dataset": "cerebras/SlimPajama-627B", "tokenizer": "Qwen/Qwen2.5-7B", "num_workers": 4, "use_packing": True,
+    },
+    "logging": {"project": "gsa-pretrain", "log_interval": 10, "eval_interval": 1000, "save_interval": 5000},
+}  # fmt: skip
+
+
+def made(**document: Any) -> TrainConfig:
+    return config_from({"model": "gpt2", **document})
+
+
+def test_the_lora_guide_s_own_keys_are_read() -> None:
+    config = config_from(LORA_GUIDE)
+    assert (config.model.name, config.data.max_seq_len) == ("Qwen/Qwen2.5-7B-Instruct", 1536)
+    assert (config.method.kind, config.method.rank, config.method.alpha) == ("lora", 128, 256)
+    assert config.method.target_modules == ("q_proj", "v_proj")
+    assert (config.batch.micro_batch_size, config.batch.gradient_accumulation_steps) == (1, 16)
+    assert (config.schedule.epochs, config.optimizer.name, config.precision) == (15, "adamw", "bf16")
+    assert config.memory.gradient_checkpointing == "full"
+    assert (config.saving.save_steps, config.saving.save_total_limit, config.seed) == (200, 5, 42)
+    assert "load_best_model_at_end is of no effect" in " ".join(config.notes())
+
+
+def test_the_pre_training_guide_s_own_keys_are_read() -> None:
+    config = config_from(GSA_GUIDE)
+    assert config.model.name == "gsa"
+    assert config.model.starts_from_scratch
+    assert {"n_layers": 6, "d_ffn": 1024, "k_base": 256, "k_max": 512}.items() <= config.model.settings.items()
+    assert {"indexer_dim": 64, "indexer_heads": 4, "adaptive_k": True}.items() <= config.model.settings.items()
+    assert (config.batch.micro_batch_size, config.batch.global_batch_size) == (2, 256)
+    assert (config.saving.save_steps, config.logging.logging_steps, config.data.num_workers) == (5000, 10, 4)
+    assert (config.schedule.min_learning_rate, config.schedule.max_grad_norm) == (3e-5, 1.0)
+    assert (config.data.source, config.model.tokenizer) == ("cerebras/SlimPajama-627B", "Qwen/Qwen2.5-7B")
+
+
+def test_every_other_name_leads_to_a_setting_that_exists() -> None:
+    for path in {*ALIASES.values(), *IN_SECTION.values(), *SHORTHAND.values(), *ALONE.values()}:
+        if not path.startswith(f"{SETTINGS}."):
+            assert type_of(path) is not None
+
+
+def test_a_key_may_stand_alone_or_in_its_section_or_dotted() -> None:
+    alone, nested, dotted = made(max_seq_len=64), made(data={"max_seq_len": 64}), made(**{"data.max_seq_len": 64})
+    assert alone == nested == dotted
+
+
+def test_a_name_alone_is_enough_where_a_section_has_one_main_setting() -> None:
+    config = made(method="lora", data="builtin", memory="auto", optimizer="adamw", loss="chunked", parallel="fsdp2")
+    assert (config.method.kind, config.data.source, config.memory.auto) == ("lora", "builtin", True)
+    assert (config.optimizer.name, config.loss.kind, config.parallel.kind) == ("adamw", "chunked", "fsdp2")
+
+
+@pytest.mark.parametrize(("document", "said", "hint"), [
+    ({"max_seq_lenght": 3}, "unknown key 'max_seq_lenght'", "did you mean 'max_seq_length'"),
+    ({"data": {"sorce": "x"}}, "unknown key 'data.sorce'", "did you mean 'source'"),
+    ({"training": {"batchsize": 1}}, "unknown key 'training.batchsize'", "did you mean 'batch_size'"),
+    ({"lora": {"rnak": 1}}, "unknown key 'lora.rnak'", "did you mean 'rank'"),
+    ({"nonsense": 1}, "unknown key 'nonsense'", "sections: model, method, data"),
+    ({"max_memory": {0: "20GB"}}, "unknown key 'max_memory'", "memory.offload"),
+    ({"device_map": "auto"}, "device_map can only be empty", "memory.offload"),
+])  # fmt: skip
+def test_an_unknown_key_is_refused_with_a_suggestion(document: dict[str, Any], said: str, hint: str) -> None:
+    with pytest.raises(UsageError, match=said) as found:
+        made(**document)
+    assert hint in str(found.value.hint)
+
+
+def test_an_unknown_setting_of_gsa_is_refused_with_a_suggestion() -> None:
+    with pytest.raises(UsageError, match="k_bse") as found:
+        config_from({"model": "gsa", "gsa": {"k_bse": 3}})
+    assert "'k_base'" in str(found.value.hint)
+
+
+def test_a_value_given_twice_must_agree() -> None:
+    assert made(max_seq_len=64, max_seq_length=64).data.max_seq_len == 64
+    with pytest.raises(UsageError, match=r"max_seq_len is 64 and max_seq_length is 65, and both mean"):
+        made(max_seq_len=64, max_seq_length=65)
+
+
+def test_what_is_set_on_the_command_line_replaces_what_the_file_says_under_any_name() -> None:
+    config = config_from({"model": "gpt2", "max_seq_length": 2048}, over={"max_seq_len": 64})
+    assert config.data.max_seq_len == 64
+
+
+@pytest.mark.parametrize(("document", "precision"), [
+    ({"bf16": True}, "amp-bf16"), ({"fp16": True}, "amp-fp16"), ({"bf16": True, "method": "lora"}, "bf16"),
+    ({"bf16": True, "torch_dtype": "bfloat16"}, "bf16"), ({"bf16": True, "torch_dtype": "float32"}, "amp-bf16"),
+    ({"torch_dtype": "torch.bfloat16"}, "bf16"), ({"mixed_precision": "bf16"}, "amp-bf16"), ({"bf16": False}, "bf16"),
+])  # fmt: skip
+def test_precision_under_hugging_face_s_names(document: dict[str, Any], precision: str) -> None:
+    assert made(**document).precision == precision
+
+
+def test_precisions_that_contradict_each_other_are_refused() -> None:
+    with pytest.raises(UsageError, match="do not agree"):
+        made(bf16=True, torch_dtype="float16")
+
+
+def test_numbers_that_yaml_takes_for_text_are_numbers() -> None:
+    assert made(learning_rate="3e-4").schedule.learning_rate == 3e-4
+
+
+def test_a_key_without_a_value_is_the_default() -> None:
+    assert made(num_workers=None, max_steps=None) == made()
+
+
+def test_max_steps_of_minus_one_means_by_epochs() -> None:
+    assert made(max_steps=-1, num_train_epochs=2).schedule.epochs == 2
+
+
+@pytest.mark.parametrize(("document", "said"), [
+    ({"max_seq_len": "long"}, "data.max_seq_len 'long' is not a whole number"),
+    ({"max_seq_len": True}, "is not a whole number"),
+    ({"learning_rate": -1}, "schedule.learning_rate -1 is not above 0"),
+    ({"learning_rate": float("nan")}, "is not a number"),
+    ({"precision": "bf15"}, "precision 'bf15' is not one of"),
+    ({"precision": "fp16"}, "cannot train weights that are themselves fp16"),
+    ({"offload": ["weights"]}, "only frozen layers can lie on the host"),
+    ({"offload": ["gradients"]}, "memory.offload 'gradients' is not one of"),
+    ({"packing": "maybe"}, "data.packing is yes or no"),
+    ({"epochs": 1, "max_steps": 2}, "both say how long"),
+    ({"target_modules": []}, "not a list of module names"),
+    ({"model": {"name": "gpt2", "n_layers": 3}}, "fit its own shape only"),
+    ({"model": {"settings": 3}}, "not a mapping"),
+    ({"model": ""}, "no model is named"),
+    ({"min_learning_rate": 1.0}, "is above learning_rate"),
+    ({"betas": [0.9]}, "not a list of two numbers"),
+    ({"report_to": "carrier pigeon"}, "not one of tensorboard"),
+])  # fmt: skip
+def test_a_value_that_cannot_be_is_refused(document: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        made(**document)
+
+
+ODD = [None, [], {}, "x", "", -1, 0, 1.5, True, [1], ["a"], {"a": 1}, {1: 2}, float("inf"), 10**30, [[1]], [None]]
+EVERY_KEY = [*ALIASES, *ALONE, *SECTIONS, *SEVERAL, *IGNORED, *FIXED, *LOOSE, *SECTION_ALIASES, "a.b.c", ".", "model."]
+
+
+@pytest.mark.parametrize("model", ["gpt2", "gsa"])
+def test_no_value_of_any_key_is_more_than_an_error_for_a_person(model: str) -> None:
+    for key in EVERY_KEY:
+        for value in ODD:
+            with suppress(MemfitError):
+                config_from({"model": model, key: value})
+
+
+def test_the_sections_are_those_of_the_dataclass() -> None:
+    assert SECTIONS == (
+        "model", "method", "data", "batch", "schedule", "memory", "optimizer", "loss", "parallel", "logging", "saving",
+    )  # fmt: skip
+
+
+def test_gsa_s_settings_are_those_of_its_config() -> None:
+    import inspect
+
+    from memfit.models.gsa import GsaConfig
+    from memfit.models.gsa_names import GSA_SETTINGS
+
+    taken = [name for name in inspect.signature(GsaConfig.__init__).parameters if name not in ("self", "rest")]
+    assert list(GSA_SETTINGS) == taken
