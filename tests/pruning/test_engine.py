@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import in_memory
 import pytest
 import torch
+from tiny_models import FAMILIES, tiny_folder, tiny_model, tiny_windows
 from torch import Tensor
 
 from memfit.errors import InputError, UsageError
@@ -16,8 +18,6 @@ from memfit.jobs.pruning.engine import Engine
 from memfit.jobs.pruning.output import OutputFolder
 from memfit.jobs.pruning.report import Outcome
 from memfit.jobs.pruning.settings import PruneSettings, Sparsity
-from tests.pruning import in_memory
-from tests.pruning.tiny_models import FAMILIES, tiny_folder, tiny_model, tiny_windows
 
 SIZE = 2
 """Windows in a micro-batch; five windows make two whole ones and a half."""

@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import in_memory
 import pytest
 import torch
+from tiny_models import tiny_folder, tiny_model, tiny_windows
 from torch import Tensor
 from torch.nn.functional import linear
 
@@ -18,8 +20,6 @@ from memfit.jobs.pruning.engine import Engine
 from memfit.jobs.pruning.matrices import find_matrices
 from memfit.jobs.pruning.output import OutputFolder
 from memfit.jobs.pruning.settings import PruneSettings
-from tests.pruning import in_memory
-from tests.pruning.tiny_models import tiny_folder, tiny_model, tiny_windows
 
 SIZE, LENGTH = 2, 16
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_models import tiny_model
 
 from memfit.jobs.pruning import fusing
-from tests.pruning.tiny_models import tiny_model
 
 GPU = torch.device("meta")
 """Any device but the CPU."""
@@ -45,7 +45,7 @@ def test_on_the_cpu_nothing_is_replaced() -> None:
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_fused_modules_say_what_the_models_own_say(family: str) -> None:
     block = tiny_model(family).model.layers[0]
-    plain: Any = {name: m for name, m in tiny_model(family).model.layers[0].named_modules()}
+    plain: Any = dict(tiny_model(family).model.layers[0].named_modules())
     fusing.fuse([block], GPU)
     x = torch.randn(2, 5, 32)
     with torch.no_grad():

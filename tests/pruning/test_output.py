@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_models import tiny_folder, tiny_model, tiny_windows
 
 from memfit.errors import InputError
 from memfit.jobs.pruning.decoder import Decoder
@@ -22,7 +23,6 @@ from memfit.jobs.pruning.output import OutputFolder, journal_of, partial_of
 from memfit.jobs.pruning.report import BlockReport
 from memfit.jobs.pruning.settings import PruneSettings
 from memfit.models.checkpoint import WeightStore
-from tests.pruning.tiny_models import tiny_folder, tiny_model, tiny_windows
 
 BLOCKS = 3
 
@@ -184,7 +184,7 @@ KILLED = """
 import os, signal, sys, torch
 torch.set_num_threads(1)
 from pathlib import Path
-from tests.pruning.test_output import run
+from test_output import run
 at = int(sys.argv[3])
 def die(report):
     if report.index == at:
@@ -198,8 +198,8 @@ def test_a_run_that_was_killed_ends_with_the_same_bytes(
     block: int, source: Path, undisturbed: dict[str, bytes], tmp_path: Path
 ) -> None:
     save = tmp_path / "out"
-    root = Path(__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{root / 'src'}", "OMP_NUM_THREADS": "1"}
+    here = Path(__file__).parent
+    environment = {**os.environ, "PYTHONPATH": f"{here}{os.pathsep}{here.parents[1] / 'src'}", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", KILLED, str(source), str(save), str(block)]
     killed = subprocess.run(command, env=environment, capture_output=True, check=False)
     assert killed.returncode == -signal.SIGKILL, killed.stderr

@@ -8,7 +8,15 @@ import torch
 from memfit.errors import InputError
 from memfit.jobs.pruning.memory import HostMemory, Lane
 from memfit.jobs.pruning.placement import (
-    SELECTION, WORKSPACES, HiddenStates, Needs, Placement, Where, choose, deal, usual_micro_batch,
+    SELECTION,
+    WORKSPACES,
+    HiddenStates,
+    Needs,
+    Placement,
+    Where,
+    choose,
+    deal,
+    usual_micro_batch,
 )  # fmt: skip
 
 CPU = torch.device("cpu")

@@ -232,6 +232,7 @@ class FakeCuda:
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     fake = FakeCuda()
+    monkeypatch.setattr("memfit.recording.gpu_memory._wiped", {})
     monkeypatch.setattr("torch.cuda.memory_stats_as_nested_dict", fake.memory_stats)
     monkeypatch.setattr("torch.cuda.reset_peak_memory_stats", fake.reset_peak_memory_stats)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: type("P", (), {"total_memory": 1000})())
@@ -256,6 +257,13 @@ def test_torchs_peak_can_be_left_alone_and_then_a_stretch_is_known_only_if_it_ro
     hidden = source.read()
     assert (risen.stretch_peak_bytes, hidden.stretch_peak_bytes) == (900, None)
     assert (hidden.peak_bytes, cuda.peak, cuda.resets) == (900, 900, 0)
+
+
+def test_who_only_looks_still_sees_a_peak_that_a_log_has_reset(cuda: FakeCuda) -> None:
+    cuda.use(900, 200)
+    CudaMemory(0).read()
+    assert cuda.peak == 200
+    assert CudaMemory(0, reset=False).read().peak_bytes == 900
 
 
 # -- a run that breaks -------------------------------------------------------------------------------------------------

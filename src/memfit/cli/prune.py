@@ -12,12 +12,13 @@ import typer
 
 from memfit.cli import output
 from memfit.errors import MemfitError, UsageError
+from memfit.jobs.pruning.options import Listener, RunOptions
 from memfit.jobs.pruning.settings import PruneSettings, Sparsity
 from memfit.units import gib, parse_bytes
 
 if TYPE_CHECKING:
+    from memfit.jobs.pruning.options import Planned, Progress
     from memfit.jobs.pruning.result import Prediction
-    from memfit.jobs.pruning.run import Planned, Progress
 
 DOES_NOT_FIT = 1
 PRUNING, DATA, EVALUATION, OUTPUT, MACHINE = (
@@ -96,14 +97,14 @@ def prune(
     )  # fmt: skip
     if evaluate is False and (eval_dataset, eval_windows, eval_seqlen) != (None, None, None):
         raise UsageError("--no-eval leaves nothing to do for --eval-dataset, --eval-windows and --eval-seqlen")
-    with output.working(f"loading {model}"):
-        from memfit.jobs.pruning.out_of_memory import RanOut
-        from memfit.jobs.pruning.run import Listener, RunOptions, run
     options = RunOptions(
         must_evaluate=evaluate is True, eval_dataset=eval_dataset, eval_windows=eval_windows,
         eval_seqlen=eval_seqlen, zero_shot=eval_zero_shot, cache_dir=cache_dir, force=force,
         results_also_in=save if save_model is not None and save != save_model else None,
     )  # fmt: skip
+    with output.working(f"loading {model}"):
+        from memfit.jobs.pruning.out_of_memory import RanOut
+        from memfit.jobs.pruning.run import run
     say = output.note_lines if json else output.say
     try:
         with _bar() as progress:

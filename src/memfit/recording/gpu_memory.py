@@ -16,7 +16,7 @@ class GpuReading:
     allocated_bytes: int
     reserved_bytes: int
     peak_bytes: int
-    """The most that was allocated since the source was made."""
+    """The most that was allocated in this process: since it began, or since an earlier source was last read."""
     stretch_peak_bytes: int | None
     """The most that was allocated since the reading before this one; None if torch's counter does not tell."""
     total_bytes: int
@@ -29,6 +29,10 @@ class GpuReading:
 
 class GpuSource(Protocol):
     def read(self) -> GpuReading: ...
+
+
+_wiped: dict[int, int] = {}
+"""The highest peak of each GPU that a reset took from torch's counter: who only looks is told of it."""
 
 
 class CudaMemory:
@@ -53,6 +57,9 @@ class CudaMemory:
         self._peak = max(self._peak, peak)
         if self.reset:
             torch.cuda.reset_peak_memory_stats(self.index)
+            _wiped[self.index] = max(_wiped.get(self.index, 0), peak)
+        else:
+            self._peak = max(self._peak, _wiped.get(self.index, 0))
         return GpuReading(
             allocated_bytes=int(allocated.get("current", 0)),
             reserved_bytes=int(reserved.get("current", 0)),

@@ -4,11 +4,13 @@ are.
 RMSNorm     transformers takes six element-wise steps through fp32; torch has one kernel, which rounds once at the end
             where transformers rounds before it multiplies by the weight: in 16 bits the last bit may differ
 gated MLP   the product of the two halves is written over the first one: the same numbers in less memory
-rotary      ten passes over queries and keys, many of them slow for their strides, become one, in place: same numbers
-silu        one pass with that product instead of two; exp may differ in its last fp32 bit before it is rounded
+rotary      ten passes over queries and keys, many of them slow for their strides, become one, in place; rounded once
+            where transformers rounds three times: in 16 bits the last bit may differ
+silu        one pass with that product instead of two; likewise
 
-The last two are Triton kernels. They are compiled on first use (then kept on disk by Triton), so they are used only
-where what they save is well above what compiling takes. Whether a module is what it is taken for is tried on numbers.
+The last two are Triton kernels. They are compiled on first use (two seconds, then kept on disk by Triton), so they are
+used only where they save about as much in one run. Whether a module is what it is taken for, and whether a kernel says
+what the formula says, is tried on numbers.
 """
 
 from __future__ import annotations
@@ -136,7 +138,7 @@ def _pays(config: Any, device: torch.device, tokens: int) -> bool:
 
 
 def _work(blocks: list[nn.Module], config: Any, device: torch.device) -> bool:
-    """Whether the kernels can be compiled here and say what the formulas say; without them a run is slower, not wrong."""
+    """Whether the kernels can be compiled here and say what the formulas say; without them a run is only slower."""
     if device.type != "cuda":
         return True
     dtype = next(p.dtype for p in blocks[0].parameters())

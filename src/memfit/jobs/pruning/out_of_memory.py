@@ -33,6 +33,7 @@ class RanOut(MemfitError):
     def __init__(self, stage: str, settings: PruneSettings, error: BaseException, budget: int | None) -> None:
         where = "host memory" if on_the_host(error) else "GPU memory"
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        first = first.partition(" If reserved but unallocated")[0]  # torch's own advice, which seldom fits
         helps = "\n".join(fixes(stage, settings, error, budget))
         super().__init__(f"{where} ran out before {stage}: {first}", hint=helps)
 
@@ -49,7 +50,8 @@ def fixes(stage: str, settings: PruneSettings, error: BaseException, budget: int
 
 
 def _less(budget: int | None) -> str:
-    room = "8GiB" if budget is None else format_bytes(budget * 3 // 4).replace(" ", "").replace(",", "")
+    room = "8GiB" if budget is None else format_bytes(budget * 3 // 4).translate({32: None, 44: None})
+    room = room.replace(".00", "")
     return f"--max-gpu-memory {room}: hidden states move to the host and fewer windows run at a time"
 
 

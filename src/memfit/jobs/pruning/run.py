@@ -8,9 +8,8 @@ what is done is on disk for `--resume`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +21,11 @@ from memfit.jobs.pruning.devices import described, device_of
 from memfit.jobs.pruning.distributed import Team
 from memfit.jobs.pruning.engine import Engine
 from memfit.jobs.pruning.finite import check_files
+from memfit.jobs.pruning.options import Listener, Planned, Predict, Progress, RunOptions
 from memfit.jobs.pruning.output import OutputFolder
 from memfit.jobs.pruning.perplexity import evaluation_windows, perplexity_of_model, perplexity_of_states
 from memfit.jobs.pruning.report import BlockReport, Outcome
-from memfit.jobs.pruning.result import Perplexity, Prediction, Result, write_result
+from memfit.jobs.pruning.result import Perplexity, Result, write_result
 from memfit.jobs.pruning.settings import PruneSettings
 from memfit.jobs.source import Source, find_source, load_tokenizer
 from memfit.models.checkpoint import WeightStore
@@ -36,65 +36,6 @@ from memfit.recording.status import publish, published
 
 LOG_FILE = "memory_log.csv"
 STARS = "*" * 30
-
-
-@dataclass(frozen=True, kw_only=True)
-class Planned:
-    """All that a plan of this very run needs to know."""
-
-    settings: PruneSettings
-    seqlen: int
-    folder: Path
-    dtype: str
-    budget: int | None
-    gpu: str
-
-
-Predict = Callable[[Planned], Prediction | None]
-"""What a plan says of a run. A job does not know how to plan: whoever starts it does."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunOptions:
-    """What surrounds the pruning itself and leaves the weights alone."""
-
-    must_evaluate: bool = False
-    """It is an error if there is no text to evaluate on; else there is just no perplexity."""
-    eval_dataset: str | None = None
-    """By default WikiText-2, or the part of the built-in text that is not calibrated on."""
-    eval_windows: int | None = None
-    eval_seqlen: int | None = None
-    """By default as long as the windows for calibration."""
-    eval_dense: bool = True
-    """Perplexity before pruning too."""
-    zero_shot: bool = False
-    cache_dir: str | None = None
-    force: bool = False
-    results_also_in: str | None = None
-    """A second folder for the results without the model."""
-
-    def __post_init__(self) -> None:
-        for flag, value, least in (("windows", self.eval_windows, 1), ("seqlen", self.eval_seqlen, 2)):
-            if value is not None and value < least:
-                raise UsageError(f"--eval-{flag} {value} is not {least} or more")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Progress:
-    what: str
-    done: int
-    total: int
-    gpu_peak_bytes: int | None
-    host_bytes: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Listener:
-    """Who is told: `say` the lines that scripts look for and the memory log, `remark` what only a person reads."""
-
-    say: Callable[[str], None] = lambda _: None
-    remark: Callable[[str], None] = lambda _: None
-    progress: Callable[[Progress], None] = lambda _: None
 
 
 def run(
@@ -373,16 +314,11 @@ class _Run:
         if self.predict is None or self.device.type != "cuda" or self.team.size > 1 or not alone:
             return
         dtype = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}[str(decoder.dtype).removeprefix("torch.")]
-        result.predicted = self.predict(
-            Planned(
-                settings=self.settings,
-                seqlen=result.seqlen,
-                folder=source.folder,
-                dtype=dtype,
-                budget=self.budget,
-                gpu=str(result.device["name"]),
-            )  # fmt: skip
-        )
+        planned = Planned(
+            settings=self.settings, seqlen=result.seqlen, folder=source.folder, dtype=dtype, budget=self.budget,
+            gpu=str(result.device["name"]),
+        )  # fmt: skip
+        result.predicted = self.predict(planned)
         if result.predicted is not None:
             pruned = next(point for point in log.points if point.name == "04_after_pruning")
             rows = (

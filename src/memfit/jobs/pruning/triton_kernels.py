@@ -1,4 +1,4 @@
-"""Two element-wise kernels for GPUs. Each step is rounded as torch rounds it, so the results are torch's."""
+"""Two element-wise kernels for GPUs, computed in fp32. The compiler may leave out the roundings in between."""
 
 # mypy: ignore-errors
 # Triton gives its functions' names a meaning of its own, which no type checker knows.

@@ -1,0 +1,149 @@
+"""A generation from its first tokens, held against its last ones.
+
+Each decoding step does what the one before did; only the cache, the masks and the ids are longer. So the stream of the
+first steps is extended in time (`core/repeat.py`), and with it the numbers that rules are asked about: what a kernel
+takes for itself is then asked for each step, and may change from one to the next. The last steps were traced too, from
+a prompt that ends where the generation does: all that the first ones foretell of them must be so.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+import numpy as np
+
+from memfit.core.events import Action, Trace
+from memfit.core.holes import Call, Outline, Sized, Stream, filled, stream_of
+from memfit.core.repeat import UNITS, Ints, NotRepeating, extension_in_time, with_sizes
+
+PAIR = 2
+"""Some tensors live for two steps, so steps are taken in pairs."""
+MARKER = "\0hole "
+
+
+def traced_tokens(new: int) -> int:
+    return 1 + _skipped(new) + PAIR * UNITS
+
+
+def _skipped(new: int) -> int:
+    """The first steps still free what the prefill left."""
+    return 3 + (new - 1 - 3) % PAIR
+
+
+class InTime:
+    """From the streams of the first and the last tokens to that of all `new` ones, whatever their sizes."""
+
+    def __init__(self, near: Stream, far: Stream, new: int) -> None:
+        self._marked, self._hole_of = _marked(near)
+        frame = self._marked.frame
+        done: list[int] = frame.facts.pop("tokens")
+        skipped = _skipped(new)
+        self._extension = extension_in_time(frame, done[skipped:-1:PAIR], units=(new - 1 - skipped) // PAIR)
+        self.stream, self._blocks, markers = self._told_stream(near)
+        assert self._extension.growth is not None
+        times, later, earlier = self._extension.growth
+        self._of_hole = list(
+            zip(
+                self._hole_of[self._extension.chosen[markers]].tolist(), times[markers].tolist(),
+                self._hole_of[later[markers]].tolist(), self._hole_of[earlier[markers]].tolist(), strict=True,
+            )
+        )  # fmt: skip
+        self._compare_with(far, skipped)
+
+    def _told_stream(self, near: Stream) -> tuple[Stream, Ints, Ints]:
+        """With the extension's blocks that are in it, and those that mark its holes."""
+        frame = _in_order_of_birth(self._extension.frame)
+        is_marker = np.array([name.startswith(MARKER) for name in frame.names])[np.frombuffer(frame.op_of, np.int32)]
+        born = np.flatnonzero(np.frombuffer(frame.actions, np.uint8) == Action.ALLOC)
+        before = np.frombuffer(frame.requested, np.int64)
+        calls = []
+        for event, block in zip(born[is_marker].tolist(), before[is_marker].tolist(), strict=True):
+            hole = near.holes[self._hole_of[self._extension.chosen[block]]]
+            end = event + 2 + len(hole.kept)
+            calls.append(Call(hole.form, (), event, end, hole.module, hole.category, hole.argument_modules))
+        told = stream_of(frame, calls)
+        return told.stream, told.sizes, before[is_marker]
+
+    def _compare_with(self, far: Stream, skipped: int) -> None:
+        """What is done in the last steps; sizes and numbers are compared for each point."""
+        events, holes = far.tokens[skipped]
+        self._far_holes = range(holes, len(far.holes))
+        born = int((np.frombuffer(far.actions, np.uint8)[:events] == Action.ALLOC).sum())
+        self._far_blocks = slice(born + sum(len(hole.kept) for hole in far.holes[:holes]), far.blocks)
+        last = len(self.stream.holes) - len(self._far_holes)
+        actions = far.actions[events:]
+        if self.stream.actions[-len(actions) :] != actions or last < 0:
+            raise NotRepeating("the last tokens are not as the first ones foretell")
+        self._last_holes = range(last, len(self.stream.holes))
+        pairs = zip(self.stream.holes[last:], far.holes[holes:], strict=True)
+        if any((a.form, a.module, len(a.kept)) != (b.form, b.module, len(b.kept)) for a, b in pairs):
+            raise NotRepeating("the last tokens are not as the first ones foretell")
+        kept = np.ones(far.blocks, dtype=bool)
+        kept[[block for hole in far.holes for block in hole.kept]] = False
+        self._own = kept[self._far_blocks]
+
+    def of(self, near: Sized, far: Sized) -> Sized:
+        """Raises NotRepeating if what the first tokens foretell of the last ones is not so."""
+        sizes = self._sizes(near)
+        count = self._far_blocks.stop - self._far_blocks.start
+        if (sizes[len(sizes) - count :][self._own] != far.sizes[self._far_blocks][self._own]).any():
+            raise NotRepeating("the last tokens are not as the first ones foretell")
+        calls: dict[Any, int] = {}
+        which = []
+        numbers = [near.calls[call][1] for call in near.which]
+        for hole, (first, times, later, earlier) in zip(self.stream.holes, self._of_hole, strict=True):
+            asked = numbers[first]
+            if times and numbers[later] != numbers[earlier]:
+                steps = zip(asked, numbers[later], numbers[earlier], strict=True)
+                asked = tuple([n + times * (b - a) for n, b, a in steps])
+            which.append(calls.setdefault((near.calls[near.which[first]][0], asked), len(calls)))
+        told = Sized(self.stream, sizes, list(calls), which)
+        if [told.numbers(hole) for hole in self._last_holes] != [far.numbers(hole) for hole in self._far_holes]:
+            raise NotRepeating("the last tokens are not as the first ones foretell")
+        return told
+
+    def _sizes(self, near: Sized) -> Ints:
+        own = len(near.sizes)
+        of_blocks = np.where(self._marked.source < own, near.sizes[np.minimum(self._marked.source, own - 1)], 0)
+        sizes: Ints = self._extension.sizes(of_blocks)[self._blocks]
+        return sizes
+
+
+def _marked(stream: Stream) -> tuple[Any, Ints]:
+    """Each hole as a block that is made and freed, before the results of its rule; and the hole of each such block."""
+    forms: dict[Any, int] = {}
+    outlines: dict[Outline, int] = {}
+    which = []
+    for hole in stream.holes:
+        results = len(hole.kept)
+        form = forms.setdefault((hole.form, results), len(forms))
+        outline = Outline(
+            actions=(Action.ALLOC, Action.FREE, *(Action.ALLOC,) * results),
+            subjects=(0, 0, *range(1, results + 1)),
+            ops=(f"{MARKER}{form}", *("",) * results),
+            modules=(-1,) * (results + 1),
+        )
+        which.append(outlines.setdefault(outline, len(outlines)))
+    made = filled(stream, list(outlines), which)
+    names = np.array([name.startswith(MARKER) for name in made.frame.names])
+    markers = np.flatnonzero(names[np.frombuffer(made.frame.op_of, np.int32)])
+    hole_of = np.full(len(made.source), -1, dtype=np.int64)
+    hole_of[markers] = np.arange(len(markers))
+    return made, hole_of
+
+
+def _in_order_of_birth(frame: Trace) -> Trace:
+    """Blocks get new numbers; their old ones stand in place of sizes."""
+    actions, subjects = np.frombuffer(frame.actions, np.uint8), np.frombuffer(frame.subjects, np.int64)
+    births = subjects[actions == Action.ALLOC]
+    number = np.zeros(len(frame.op_of), dtype=np.int64)
+    number[births] = np.arange(len(births))
+    about_blocks = actions <= Action.FREE_COMPLETED
+    out = Trace(facts=dict(frame.facts), marks=list(frame.marks), names=list(frame.names), actions=frame.actions)
+    out._name_ids = {name: i for i, name in enumerate(out.names)}
+    out.subjects = array("q", np.where(about_blocks, number[np.where(about_blocks, subjects, 0)], subjects).tobytes())
+    columns = {"streams": np.int64, "addresses": np.uint64, "category_of": np.int32, "op_of": np.int32, "module_of": np.int32}
+    for name, kind in columns.items():
+        getattr(out, name).frombytes(np.frombuffer(getattr(frame, name), dtype=kind)[births].tobytes())
+    return with_sizes(out, births)
