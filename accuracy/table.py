@@ -32,7 +32,7 @@ GROUPS = {
     "hunted": "First round here; their recorded events were compared with the traced ones to find what was missing",
     "first": "Second round: new kinds of jobs; where one was off, the allocation that explains it was looked for",
     "unseen": "Last round, when the rules stood",
-    "profiles": "The CS336 sizes at contexts 128, 256 and 512, predicted as they were before they were measured",
+    "profiles": "The CS336 sizes at contexts 128, 256 and 512, predicted by the rules as they stood before",
     "experts": "Mixtures of experts in fp32, fp16 and autocast, predicted before they were measured",
     "learned": "Learned attention masks, short convolutions and long prompts; where one was off, the allocation that"
     " explains it was looked for",

@@ -429,6 +429,18 @@ def test_perplexity_may_be_of_another_length_than_calibration(memfit: Memfit, or
     assert document["perplexity_dense"] == pytest.approx(same["perplexity_dense"], rel=1e-6)
 
 
+def test_a_perplexity_that_is_no_number_does_not_lose_the_run(
+    memfit: Memfit, original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("memfit.jobs.pruning.run.perplexity_of_model", lambda *_: float("nan"))
+    out = tmp_path / "out"
+    ended = memfit("prune", "--model", original, "--dataset", "builtin", "--save", out, "--json", *SMALL)
+    document = json.loads(ended.out)
+    assert (ended.code, document["perplexity_pruned"], document["saved"]) == (0, None, str(out))
+    assert "the pruned model's perplexity is not a number" in ended.err
+    assert (out / "log_wanda.txt").read_text().splitlines()[1] == "wanda\t0.5000\tn/a"
+
+
 def test_zero_shot_needs_a_saved_model(memfit: Memfit, original: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("memfit.jobs.pruning.zero_shot.find_spec", lambda _: object())
     ended = memfit("prune", "--model", original, "--dataset", "builtin", "--eval_zero_shot")

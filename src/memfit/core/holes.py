@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 from array import array
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -101,14 +101,35 @@ class Stream(NamedTuple):
         return len(self.streams) // 8
 
 
+class Sized(NamedTuple):
+    """A stream with all that its holes are filled from."""
+
+    stream: Stream
+    sizes: Ints
+    """Of the blocks of the stream; of those that are results of rules, anything."""
+    calls: Sequence[tuple[Hashable, tuple[int, ...]]]
+    """What is asked of rules: forms and numbers, each once."""
+    which: Sequence[int]
+    """Of these calls each hole is."""
+
+    def numbers(self, hole: int) -> tuple[int, ...]:
+        return self.calls[self.which[hole]][1]
+
+
 class Holed(NamedTuple):
     stream: Stream
     sizes: Ints
-    """Of the blocks of the stream; those that rules have made too."""
     numbers: tuple[tuple[int, ...], ...]
     """What each rule looked at."""
     fingerprint: str
     """Of the trace with the answers in it."""
+
+    @property
+    def sized(self) -> Sized:
+        calls: dict[tuple[Hashable, tuple[int, ...]], int] = {}
+        pairs = zip(self.stream.holes, self.numbers, strict=True)
+        which = [calls.setdefault((hole.form, numbers), len(calls)) for hole, numbers in pairs]
+        return Sized(self.stream, self.sizes, list(calls), which)
 
 
 # -- taking out ------------------------------------------------------------------------------------------------------
@@ -223,6 +244,17 @@ class Filled:
         return with_sizes(self.frame, pool[self.source])
 
 
+Ask = Callable[[Hashable, tuple[int, ...]], Answer]
+"""What a rule answers: its form, and numbers."""
+
+
+def answered(sized: Sized, ask: Ask) -> tuple[tuple[Outline, ...], Ints]:
+    """How the holes are filled, and the sizes that this way of filling them chooses from."""
+    answers = [ask(form, numbers) for form, numbers in sized.calls]
+    of_rules = np.array([size for answer in answers for size in answer.sizes], dtype=np.int64)
+    return tuple([answer.outline for answer in answers]), np.concatenate([sized.sizes, of_rules])
+
+
 def filled(stream: Stream, answers: Sequence[Outline], which: Sequence[int]) -> Filled:
     """`which` of the answers fills each hole. Raises NotHoled if an answer has other results than the stream."""
     return _Filling(stream, answers, which).made()
@@ -255,14 +287,14 @@ class _Filling:
         source, labels = np.empty(self.ids, dtype=np.int64), np.zeros((self.ids, 3), dtype=np.int32)
         source[: self.own] = np.arange(self.own)
         labels[: self.own] = np.frombuffer(stream.labels, np.int32).reshape(-1, 3)
-        for number, answer in enumerate(self.answers):
-            calls = np.flatnonzero(self.which == number)
+        for answer, numbers in self._alike().items():
+            calls = np.flatnonzero(np.isin(self.which, numbers))
             ids = self._ids(calls, answer)
             at = start[calls][:, None] + np.arange(len(answer.actions))[None, :]
             from_stream[at] = False
             out_actions[at] = np.array(answer.actions, dtype=np.uint8)[None, :]
             out_ids[at] = ids[:, np.array(answer.subjects, dtype=np.int64)]
-            source[ids] = self.first_size[number] + np.arange(len(answer.ops))[None, :]
+            source[ids] = self.first_size[self.which[calls]][:, None] + np.arange(len(answer.ops))[None, :]
             self._label(labels, ids, calls, answer)
         out_actions[from_stream], out_ids[from_stream] = actions, subjects
 
@@ -273,6 +305,13 @@ class _Filling:
         out_subjects = np.where(about_blocks, number_of[np.where(about_blocks, out_ids, 0)] if self.ids else 0, out_ids)
         frame = self._frame(out_actions, out_subjects, births, labels, number_of, start)
         return Filled(frame, source[births])
+
+    def _alike(self) -> dict[Outline, list[int]]:
+        """Answers that differ in sizes alone, by their numbers."""
+        alike: dict[Outline, list[int]] = {}
+        for number, answer in enumerate(self.answers):
+            alike.setdefault(answer, []).append(number)
+        return alike
 
     def _ids(self, calls: Any, answer: Outline) -> Any:
         ids = self.first_id[calls][:, None] + np.arange(len(answer.ops))[None, :]

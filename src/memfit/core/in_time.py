@@ -92,7 +92,7 @@ class InTime:
         calls: dict[Any, int] = {}
         which = []
         numbers = [near.calls[call][1] for call in near.which]
-        for hole, (first, times, later, earlier) in zip(self.stream.holes, self._of_hole, strict=True):
+        for first, times, later, earlier in self._of_hole:
             asked = numbers[first]
             if times and numbers[later] != numbers[earlier]:
                 steps = zip(asked, numbers[later], numbers[earlier], strict=True)
@@ -143,7 +143,13 @@ def _in_order_of_birth(frame: Trace) -> Trace:
     out = Trace(facts=dict(frame.facts), marks=list(frame.marks), names=list(frame.names), actions=frame.actions)
     out._name_ids = {name: i for i, name in enumerate(out.names)}
     out.subjects = array("q", np.where(about_blocks, number[np.where(about_blocks, subjects, 0)], subjects).tobytes())
-    columns = {"streams": np.int64, "addresses": np.uint64, "category_of": np.int32, "op_of": np.int32, "module_of": np.int32}
+    columns = {
+        "streams": np.int64,
+        "addresses": np.uint64,
+        "category_of": np.int32,
+        "op_of": np.int32,
+        "module_of": np.int32,
+    }
     for name, kind in columns.items():
         getattr(out, name).frombytes(np.frombuffer(getattr(frame, name), dtype=kind)[births].tobytes())
     return with_sizes(out, births)

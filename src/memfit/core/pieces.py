@@ -15,17 +15,12 @@ divisibility by other numbers than powers of two.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Hashable, Iterable
 
 import numpy as np
 
-from memfit.core.holes import Answer, Filled, Holed, NotHoled, Outline, Stream, filled, fingerprint
+from memfit.core.holes import Ask, Filled, Holed, NotHoled, Outline, Sized, Stream, answered, filled, fingerprint
 from memfit.core.polynomials import ZERO, Coefficients, Fits, Point, evaluate
-from memfit.core.repeat import Ints
-
-Ask = Callable[[Hashable, tuple[int, ...]], Answer]
-"""What a rule answers: its form, and numbers."""
-Outlines = tuple[Outline, ...]
 
 LEAST_POINTS = {0: 1, 1: 4, 2: 5}
 """By how many of batch size and length vary."""
@@ -75,17 +70,12 @@ class Piece:
     def surrounds(self, point: Point) -> bool:
         return surrounds(self.points, point)
 
-    def at(self, point: Point, ask: Ask) -> tuple[Outlines, Ints]:
-        """How the holes are filled there, and the sizes to choose from. Raises Unproven where that cannot be told."""
+    def at(self, point: Point, ask: Ask) -> Sized:
+        """Raises Unproven where that cannot be told."""
         fitted = self.fit(ask)
         if not self.surrounds(point):
             raise TooFewPoints("no traced points all around")
-        return fitted.at(point, ask)
-
-    def filled(self, outlines: Outlines) -> Filled:
-        """Raises Unproven if a kernel has other results there than at the traced points."""
-        assert self._fitted is not None
-        return self._fitted.filled(outlines)
+        return fitted.at(point)
 
     def fit(self, ask: Ask) -> _Fitted:
         """Find the polynomials, or see that those found before hold for the points that have been added."""
@@ -128,7 +118,7 @@ class _Fitted:
         self._size_of = self._size_of.reshape(-1)
         self._sizes = [self._polynomial(values) for values in different.tolist()]
         self._calls: dict[tuple[Hashable, tuple[int, ...]], int] = {}
-        self.which = [
+        self._which = [
             self._call(hole.form, [each.numbers[i] for each in traced]) for i, hole in enumerate(stream.holes)
         ]
 
@@ -142,24 +132,25 @@ class _Fitted:
         polynomials = tuple(self._polynomial(list(values)) for values in zip(*numbers, strict=True))
         return self._calls.setdefault((form, polynomials), len(self._calls))
 
-    def at(self, point: Point, ask: Ask) -> tuple[Outlines, Ints]:
+    def at(self, point: Point) -> Sized:
         values = [evaluate(coefficients, *point) for coefficients in self._polynomials]
         sizes = [values[polynomial] for polynomial in self._sizes]
         if min(sizes, default=0) < 0 or max(sizes, default=0) >= LARGEST_SIZE:
             raise Unproven("a size out of range")
-        answers = [ask(form, tuple([values[p] for p in polynomials])) for form, polynomials in self._calls]
-        of_rules = [size for answer in answers for size in answer.sizes]
-        own = np.array(sizes, dtype=np.int64)[self._size_of]
-        return tuple(answer.outline for answer in answers), np.concatenate([own, np.array(of_rules, dtype=np.int64)])
-
-    def filled(self, outlines: Outlines) -> Filled:
-        try:
-            return filled(self.stream, outlines, self.which)
-        except NotHoled as why:
-            raise Unproven(str(why)) from why
+        calls = [(form, tuple([values[p] for p in polynomials])) for form, polynomials in self._calls]
+        return Sized(self.stream, np.array(sizes, dtype=np.int64)[self._size_of], calls, self._which)
 
     def check(self, point: Point, traced: Holed, ask: Ask) -> None:
         """What is told of a traced point is what was traced there."""
-        outlines, pool = self.at(point, ask)
-        if fingerprint(self.filled(outlines).trace(pool)) != traced.fingerprint:
+        sized = self.at(point)
+        outlines, pool = answered(sized, ask)
+        if fingerprint(filling(sized, outlines).trace(pool)) != traced.fingerprint:
             raise Unproven(f"batch size {point[0]}, length {point[1]} is not told as it was traced")
+
+
+def filling(sized: Sized, outlines: tuple[Outline, ...]) -> Filled:
+    """Raises Unproven if a kernel has other results there than at the traced points."""
+    try:
+        return filled(sized.stream, outlines, sized.which)
+    except NotHoled as why:
+        raise Unproven(str(why)) from why

@@ -94,6 +94,9 @@ class Workload:
             raise UsageError(f"{flag('alloc_conf')} must be text, not {self.alloc_conf!r}")
 
     def _resolve(self) -> None:
+        if self.kind == "prune":  # it has micro-batches of its own, of whole windows
+            object.__setattr__(self, "batch_size", 1)
+            object.__setattr__(self, "padding", False)
         by_trainer = self.loop == "trainer"
         if self.optimizer is None:
             object.__setattr__(self, "optimizer", "adamw-fused" if by_trainer else "adamw")

@@ -14,13 +14,14 @@ import json
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from memfit.core.events import Trace
-from memfit.core.holes import Answer, NotHoled, stream_of
-from memfit.core.pieces import Outlines, Piece, TooFewPoints, Unproven
+from memfit.core.holes import Answer, Ask, NotHoled, Sized, answered, stream_of
+from memfit.core.in_time import InTime
+from memfit.core.pieces import Piece, TooFewPoints, Unproven, filling
 from memfit.core.polynomials import Point
 from memfit.core.repeat import NotRepeating
 from memfit.jobs.workload import Workload
@@ -60,6 +61,7 @@ class Family:
         self._traced: dict[Point, dict[Part, _KnownPiece]] = {}
         """What was done there; nothing where the job failed, or cannot be learned from."""
         self._pieces: dict[Part, dict[Hashable, _KnownPiece]] = {"all": {}, "near": {}, "far": {}}
+        self._generations: dict[tuple[_KnownPiece, _KnownPiece], InTime] = {}
         self._numbers: dict[tuple[str, ...], list[int]] = {}
 
     # -- what is known ------------------------------------------------------------------------------------------------
@@ -78,11 +80,29 @@ class Family:
     def _told(self, point: Point) -> Told:
         """As `trace_generation` does it: by the first tokens and the last ones, or else by all."""
         if self._pieces["near"]:
-            try:
-                return self._joined([self._piece("near", point), self._piece("far", point)], point)
-            except NotRepeating:
-                pass
-        return self._joined([self._piece("all", point)], point)
+            near, far = self._piece("near", point), self._piece("far", point)
+            if near.key != far.key:
+                raise Unproven("its parts are of different kinds")
+            with suppress(NotRepeating):
+                in_time = self._in_time(near, far)
+                return self._whole_of(near, in_time.of(self._at(near, point), self._at(far, point)), in_time)
+        known = self._piece("all", point)
+        return self._whole_of(known, self._at(known, point), known.piece)
+
+    def _at(self, known: _KnownPiece, point: Point) -> Sized:
+        return known.piece.at(point, self._ask)
+
+    def _in_time(self, near: _KnownPiece, far: _KnownPiece) -> InTime:
+        if (near, far) not in self._generations:
+            self._generations[near, far] = InTime(near.piece.stream, far.piece.stream, self.work.new_tokens)
+        return self._generations[near, far]
+
+    def _whole_of(self, known: _KnownPiece, sized: Sized, told_by: object) -> Told:
+        from memfit.planning.wholes import Whole
+
+        outlines, pool = answered(sized, self._ask)
+        whole = _kept((told_by, outlines), lambda: Whole(filling(sized, outlines), known.recipe, known.loss_modules))
+        return Told(known.recipe, whole.trace(pool))
 
     def _piece(self, part: Part, point: Point) -> _KnownPiece:
         around = [known for known in self._pieces[part].values() if known.piece.surrounds(point)]
@@ -97,24 +117,9 @@ class Family:
         place = _place(length, numbers)
         return any(_place(point[LENGTH], numbers) == place for point in known.piece.points)
 
-    def _joined(self, pieces: list[_KnownPiece], point: Point) -> Told:
-        first = pieces[0]
-        if any(each.key != first.key for each in pieces):
-            raise Unproven("its parts are of different kinds")
-        made = [each.piece.at(point, self._ask) for each in pieces]
-        outlines = [outlines for outlines, _ in made]
-        whole = _whole((*pieces, *outlines), lambda: self._new_whole(pieces, outlines))
-        return Told(first.recipe, whole.trace([pool for _, pool in made]))
-
-    def _new_whole(self, pieces: list[_KnownPiece], outlines: list[Outlines]) -> Whole:
-        from memfit.planning.wholes import Whole
-
-        filled = [known.piece.filled(each) for known, each in zip(pieces, outlines, strict=True)]
-        return Whole(filled, pieces[0].recipe, pieces[0].loss_modules, self.work.new_tokens)
-
     def _ask(self, form: Hashable, numbers: tuple[int, ...]) -> Answer:
         try:
-            return _answer(self.platform, form, numbers)
+            return _answers_on(self.platform)(form, numbers)
         except Exception as why:
             raise Unproven("a rule cannot be asked again") from why
 
@@ -279,7 +284,7 @@ def forget() -> None:
     _wholes.clear()
 
 
-def _whole(key: Hashable, make: Callable[[], Whole]) -> Whole:
+def _kept(key: Hashable, make: Callable[[], Whole]) -> Whole:
     found = _wholes.get(key)
     if found is None:
         found = _wholes[key] = make()
@@ -289,14 +294,7 @@ def _whole(key: Hashable, make: Callable[[], Whole]) -> Whole:
     return found
 
 
-@lru_cache(maxsize=4)
-def _rules(platform: Platform) -> Any:
-    from memfit.tracing.rule_answers import RuleAnswers
+def _answers_on(platform: Platform) -> Ask:
+    from memfit.tracing.rule_answers import answers_on
 
-    return RuleAnswers(platform)
-
-
-@lru_cache(maxsize=4096)
-def _answer(platform: Platform, form: Hashable, numbers: tuple[int, ...]) -> Answer:
-    answer: Answer = _rules(platform).of(form, numbers)
-    return answer
+    return answers_on(platform)

@@ -47,7 +47,9 @@ def note(trace: Trace, calls: list[Call], model: object, tokens: int | None, seq
     """As it is now: labels are put on later, and in place."""
     if _listeners:
         kept = dataclasses.replace(trace, category_of=array("i", trace.category_of), facts=dict(trace.facts))
-        _listeners[-1].append(Noted(kept, calls, model, categories.loss_modules_of(model), tokens, seq_len))
+        noted = Noted(kept, calls, model, categories.loss_modules_of(model), tokens, seq_len)
+        for heard in _listeners:
+            heard.append(noted)
 
 
 def parts_of(heard: list[Noted], seq_len: int) -> dict[Part, Noted]:

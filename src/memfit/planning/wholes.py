@@ -1,4 +1,4 @@
-"""From the traces of a few blocks and a few tokens, filled for some batch size and length, to that of the whole job."""
+"""From the trace of a few blocks, filled for some batch size and length, to that of the whole job."""
 
 from __future__ import annotations
 
@@ -7,22 +7,18 @@ from memfit.core.holes import Filled
 from memfit.core.last_step import last_step
 from memfit.core.repeat import Extension, Ints, extension, with_sizes
 from memfit.planning import categories
-from memfit.planning.few_tokens import Foretold
 from memfit.planning.recipe import Recipe
 from memfit.planning.tracing_jobs import STEPS
 
 
 class Whole:
     """The way from one to the other, for all traces that differ in sizes alone: the way that a fresh trace goes, on
-    which NotRepeating is raised as it is there. Two traces are a generation's first tokens and its last ones."""
+    which NotRepeating is raised as it is there."""
 
-    def __init__(self, parts: list[Filled], recipe: Recipe, loss_modules: frozenset[str], new_tokens: int) -> None:
-        self._sources = [part.source for part in parts]
-        frames = [part.frame for part in parts]
-        self._foretold = Foretold.from_few(frames[0], frames[1], new_tokens) if len(frames) == 2 else None
+    def __init__(self, short: Filled, recipe: Recipe, loss_modules: frozenset[str]) -> None:
+        self._source = short.source
         self._extensions: list[Extension] = []
-        frame = frames[0] if self._foretold is None else self._foretold.extension.frame
-        frame = self._after(last_step(frame, STEPS), frame)
+        frame = self._after(last_step(short.frame, STEPS), short.frame)
         categories.label(frame, loss_modules)
         if recipe.blocks is not None:
             all_blocks = extension(frame, recipe.blocks, period=recipe.period, units=recipe.units)
@@ -39,9 +35,8 @@ class Whole:
     def events(self) -> int:
         return len(self._frame)
 
-    def trace(self, pools: list[Ints]) -> Trace:
-        parts = [pool[source] for pool, source in zip(pools, self._sources, strict=True)]
-        sizes = parts[0] if self._foretold is None else self._foretold.sizes(parts[0], parts[1])
+    def trace(self, pool: Ints) -> Trace:
+        sizes: Ints = pool[self._source]
         for added in self._extensions:
             sizes = added.sizes(sizes)
         return with_sizes(self._frame, sizes)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 import torch
 
 from memfit.core.events import Trace
-from memfit.core.holes import CALLER, Answer, Outline
+from memfit.core.holes import CALLER, Answer, Ask, Outline
 from memfit.tracing import kernels
 from memfit.tracing.answers import Answers
 from memfit.tracing.platform import Platform
@@ -18,6 +19,13 @@ from memfit.tracing.workspaces import Workspaces
 
 _CALLER = "caller"
 _ARGUMENT = "argument "
+
+
+@lru_cache(maxsize=4)
+def answers_on(platform: Platform) -> Ask:
+    """What rules answer on a platform, remembered; raises whatever a rule raises."""
+    rules = RuleAnswers(platform)
+    return lru_cache(maxsize=8192)(rules.of)
 
 
 class RuleAnswers(Tracer):

@@ -7,6 +7,7 @@ what is done is on disk for `--resume`.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -285,7 +286,14 @@ class _Run:
         if self.options.eval_dense:
             dense = perplexity_of_model(engine, ids)
             say(f"perplexity on {data.dataset} before pruning {dense}")
-        return Perplexity(data=data, dense=dense, pruned=pruned)
+        return Perplexity(data=data, dense=self._a_number(dense, "dense"), pruned=self._a_number(pruned, "pruned"))
+
+    def _a_number(self, perplexity: float | None, which: str) -> float | None:
+        """A model whose logits overflow has no perplexity; that is no reason to lose the run."""
+        if perplexity is None or math.isfinite(perplexity):
+            return perplexity
+        self._note(f"the {which} model's perplexity is not a number: values overflow on the way; --dtype bf16 or fp32 holds more")
+        return None
 
     def _on_window(self, number: int) -> None:
         self.listener.say(f"sample {number}")

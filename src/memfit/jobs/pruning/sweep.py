@@ -266,12 +266,14 @@ class Sweep:
         zeros = torch.stack([_zeros(matrix.weight(slots)) for matrix, _ in matrices])
         there = engine.host.empty(zeros.shape, zeros.dtype)
         arrived = engine.lanes[1].copy(there, zeros, after=engine.lanes[1].now())
+        copied_from = zeros if arrived is not None else None
+        del zeros
         engine.host.release(there)
 
         @cache
         def ask() -> list[MatrixReport]:
             finished(arrived)
-            counts, _ = numbers(there), zeros
+            counts, _ = numbers(there), copied_from
             return [
                 MatrixReport(name=matrix.name, rows=matrix.rows, columns=matrix.columns, zeros=count, tokens=seen)
                 for (matrix, seen), count in zip(matrices, counts, strict=True)

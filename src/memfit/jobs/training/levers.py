@@ -1,0 +1,90 @@
+"""What the engine cannot do is refused before the run, with one sentence: a setting is never ignored."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from memfit.errors import UsageError
+from memfit.jobs.training.config import FACTORY, TrainConfig
+from memfit.jobs.training.shapes import is_basics
+from memfit.models.gsa_names import is_gsa
+
+NEEDS_BITSANDBYTES = ("adamw-8bit", "paged-adamw", "paged-adamw-8bit")
+FIRST_GPU_WITH_BF16 = (8, 0)
+
+
+def check_levers(config: TrainConfig, *, world_size: int) -> tuple[str, ...]:
+    """Notes on what is of no effect here."""
+    _check_memory(config)
+    _check_packages(config)
+    _check_model(config)
+    _check_device(config)
+    return _check_parallel(config, world_size)
+
+
+def _check_memory(config: TrainConfig) -> None:
+    if config.memory.offload:
+        raise UsageError(
+            f"memory.offload {', '.join(config.memory.offload)} is not there yet",
+            hint="gradient_checkpointing: full, loss: chunked and a smaller micro_batch_size save memory too",
+        )
+    if config.memory.gradient_checkpointing == "selective":
+        raise UsageError("memory.gradient_checkpointing selective is not there yet", hint="full and none are")
+
+
+def _check_packages(config: TrainConfig) -> None:
+    name = config.optimizer.name
+    if name in NEEDS_BITSANDBYTES and find_spec("bitsandbytes") is None:
+        raise UsageError(f"optimizer {name} needs bitsandbytes", hint="pip install bitsandbytes, or adamw-fused")
+    if config.logging.wandb and find_spec("wandb") is None:
+        raise UsageError("logging.wandb needs W&B", hint="pip install wandb")
+    if config.logging.tensorboard and not has_tensorboard():
+        raise UsageError("logging.tensorboard needs TensorBoard", hint="pip install tensorboard")
+    if config.model.attention == "flash_attention_2" and find_spec("flash_attn") is None:
+        raise UsageError(
+            "model.attention flash_attention_2 needs flash-attn", hint="sdpa has flash kernels of its own"
+        )
+
+
+def has_tensorboard() -> bool:
+    return find_spec("tensorboard") is not None or find_spec("tensorboardX") is not None
+
+
+def _check_model(config: TrainConfig) -> None:
+    name = config.model.name
+    gsa, plain = is_gsa(name), is_basics(name) or bool(FACTORY.fullmatch(name))
+    if (gsa or plain) and config.model.attention != "sdpa":
+        raise UsageError(f"model.attention {config.model.attention}: the attention of {name} is its own")
+    if plain and not is_transformers_factory(name):
+        if config.memory.gradient_checkpointing != "none":
+            raise UsageError(f"memory.gradient_checkpointing: {name} has none", hint="it needs a transformers model")
+        if config.loss.kind == "chunked":
+            raise UsageError(f"loss chunked: {name} is no transformers model", hint="loss: full works")
+        if config.method.kind == "lora" and is_basics(name):
+            raise UsageError(f"method lora: the linear layers of {name} are its own, and peft knows none of them")
+
+
+def is_transformers_factory(name: str) -> bool:
+    """Only its own code can tell what a factory makes; what it lacks is then said when the model is built."""
+    return bool(FACTORY.fullmatch(name))
+
+
+def _check_device(config: TrainConfig) -> None:
+    import torch
+
+    on_gpu = config.device != "cpu" and torch.cuda.is_available()
+    if config.precision == "amp-fp16" and not on_gpu:
+        raise UsageError("precision amp-fp16 needs a GPU", hint="amp-bf16 and fp32 work on the CPU")
+    if config.optimizer.name in NEEDS_BITSANDBYTES and not on_gpu:
+        raise UsageError(f"optimizer {config.optimizer.name} needs a GPU")
+
+
+def _check_parallel(config: TrainConfig, world_size: int) -> tuple[str, ...]:
+    if config.parallel.kind != "fsdp2":
+        return ()
+    if world_size == 1:
+        return ("parallel: fsdp2 is of no effect in a single process",)
+    if config.memory.oom_recovery:
+        # Each layer's weights are gathered by all processes together: where one of them stops, all the others wait.
+        return ("with fsdp2 a process that runs out of memory ends the run; its checkpoints stay",)
+    return ()

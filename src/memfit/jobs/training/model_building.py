@@ -1,0 +1,107 @@
+"""The model of a training job, on the host: built or read, adapters added, checkpointing and the loss switched on."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+
+from memfit.errors import InputError, UsageError
+from memfit.jobs.preparing import DTYPES, linear_layers_of_blocks
+from memfit.jobs.training.config import FACTORY, MethodConfig
+from memfit.jobs.training.preparation import TrainJob
+from memfit.jobs.training.shapes import basics_config, gsa_config, is_basics, transformers_config
+from memfit.models.gsa_names import is_gsa
+
+NOT_TRUE = "fan_in_fan_out"
+"""Of peft's warnings: it sets this right for GPT-2's Conv1D itself."""
+
+
+def build_for_training(job: TrainJob) -> nn.Module:
+    """The same weights in every process, by the seed alone."""
+    config = job.config
+    torch.manual_seed(config.seed)
+    dtype = DTYPES.get(config.precision, torch.float32)
+    model = _built(job, dtype)
+    if config.method.kind == "lora":
+        model = _with_adapters(model, config.method, dtype)
+    if config.loss.kind == "chunked":
+        from memfit.jobs.training.chunked_loss import use_chunked_loss
+
+        use_chunked_loss(model, chunk=config.loss.chunk)
+    if config.memory.gradient_checkpointing == "full":
+        _checkpoint_blocks(model, frozen=config.method.kind == "lora")
+    model.train()
+    return model
+
+
+def _built(job: TrainJob, dtype: torch.dtype) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    model = job.config.model
+    if FACTORY.fullmatch(model.name):
+        from memfit.models.registry import build_model, resolve
+
+        return build_model(resolve(model.name), dtype=dtype)
+    if is_gsa(model.name):
+        from memfit.models.gsa import GsaForCausalLM
+
+        made: nn.Module = GsaForCausalLM(gsa_config(model))
+        return made.to(dtype)
+    if is_basics(model.name):
+        from memfit.models.basics import BasicsTransformer
+
+        return BasicsTransformer(basics_config(model)).to(dtype)
+    try:
+        if job.source is None:
+            built: nn.Module = AutoModelForCausalLM.from_config(
+                transformers_config(model), dtype=dtype, attn_implementation=model.attention
+            )
+        else:
+            built = AutoModelForCausalLM.from_pretrained(
+                str(job.source.folder), dtype=dtype, attn_implementation=model.attention, trust_remote_code=False,
+                local_files_only=True,
+            )  # fmt: skip
+    except (ValueError, ImportError, OSError) as error:
+        first = (str(error).strip().splitlines() or [""])[0]
+        raise InputError(f"transformers cannot build {model.name}: {first}"[:400]) from error
+    return built
+
+
+def _with_adapters(model: nn.Module, method: MethodConfig, dtype: torch.dtype) -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    names = linear_layers_of_blocks(model)
+    alpha = method.scaling_alpha
+    config = LoraConfig(
+        r=method.rank, lora_alpha=int(alpha) if float(alpha).is_integer() else alpha,
+        target_modules=list(method.target_modules or names), lora_dropout=method.dropout,
+        task_type="CAUSAL_LM" if getattr(model, "can_generate", lambda: False)() else None,
+    )  # fmt: skip
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=f".*{NOT_TRUE}.*")
+            adapted: nn.Module = get_peft_model(model, config, autocast_adapter_dtype=method.adapter_dtype == "fp32")  # type: ignore[arg-type,unused-ignore]
+    except ValueError as error:
+        raise UsageError(
+            f"method.target_modules: {str(error).splitlines()[0]}",
+            hint=f"linear layers of a block: {', '.join(names) or 'none'}",
+        ) from error
+    if method.adapter_dtype == "same":
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.to(dtype)
+    return adapted
+
+
+def _checkpoint_blocks(model: Any, *, frozen: bool) -> None:
+    if not hasattr(model, "gradient_checkpointing_enable"):
+        raise UsageError("memory.gradient_checkpointing: the model has none", hint="it needs a transformers model")
+    if frozen:
+        model.enable_input_require_grads()  # the embedding is frozen: without this no block would have gradients
+    try:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    except ValueError as error:
+        raise UsageError(f"memory.gradient_checkpointing: {str(error).splitlines()[0]}") from error

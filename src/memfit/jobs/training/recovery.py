@@ -1,0 +1,126 @@
+"""A step that runs out of memory is run again, the whole of it, with half the rows at a time.
+
+The rows of a step stay on the host until the step is done. When memory runs out in any process, all of them throw away
+what they have of the step, set their random numbers back to its start, and run the very same global batch with a
+smaller micro-batch: no sample is lost or seen twice, and the optimizer has not noticed. The smaller size stays.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memfit.jobs.pruning.out_of_memory import is_out_of_memory
+from memfit.jobs.training.batch_sizes import BatchSizes
+from memfit.jobs.training.out_of_memory import RanOut
+from memfit.jobs.training.random_state import RandomState
+from memfit.jobs.training.together import Together
+
+Rows = list[dict[str, Tensor]]
+MAX_CAUSE = 300
+
+
+@dataclass(frozen=True, kw_only=True)
+class Halved:
+    """One time that memory ran out, and what was done."""
+
+    step: int
+    micro_step: int
+    """Of the step, the first being 1."""
+    longest_row: int
+    rows_before: int
+    rows_after: int
+    cause: str
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def in_words(self) -> str:
+        return (
+            f"memory ran out in micro-step {self.micro_step} of step {self.step}: {self.cause}; the step is run again "
+            f"with micro_batch_size {self.rows_after} instead of {self.rows_before}, at the same global batch"
+        )
+
+
+class Recovery:
+    def __init__(
+        self, batch: BatchSizes, together: Together, *, enabled: bool, on_halved: Callable[[Halved], None]
+    ) -> None:
+        self.batch, self.enabled = batch, enabled
+        self._together, self._on_halved = together, on_halved
+
+    def run_step(
+        self, step: int, rows: Rows, micro_step: Callable[[Rows, int, bool], Tensor], start_again: Callable[[], None]
+    ) -> Tensor:
+        """The sum of the micro-steps' losses. `micro_step` gets its rows, its number and whether it is the last."""
+        begun = RandomState.capture()
+        while True:
+            loss, failed = self._try(rows, micro_step)
+            if failed is None:
+                assert loss is not None
+                return loss
+            number, cause = failed
+            start_again()
+            _free()
+            begun.restore()
+            self._halve(step, number, cause, rows)
+
+    def _try(self, rows: Rows, micro_step: Callable[[Rows, int, bool], Tensor]) -> tuple[Tensor | None, Any]:
+        size, total = self.batch.micro_batch_size, None
+        count = -(-len(rows) // size)
+        for number in range(count):
+            loss, cause = self._attempt(micro_step, rows[number * size : (number + 1) * size], number, count)
+            # Asked after every micro-step, so that nobody waits for a process that has given up.
+            if not self._together.all_well(cause is None):
+                return None, (number, cause)
+            assert loss is not None
+            total = loss if total is None else total + loss
+        return total, None
+
+    def _attempt(
+        self, micro_step: Callable[[Rows, int, bool], Tensor], rows: Rows, number: int, count: int
+    ) -> tuple[Tensor | None, str | None]:
+        """The error itself must not leave this function: its traceback holds every tensor of the failed pass."""
+        try:
+            return micro_step(rows, number, number == count - 1), None
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error) and not isinstance(error, torch.OutOfMemoryError):
+                raise
+            cause = cause_of(error)
+            if not self.enabled:
+                raise RanOut(f"memory ran out: {cause}", hint="memory.oom_recovery is off") from None
+            return None, cause
+
+    def _halve(self, step: int, number: int, cause: str | None, rows: Rows) -> None:
+        before, smaller = self.batch, self.batch.smaller()
+        longest = max(len(each["input_ids"]) for each in rows)
+        cause = self._together.first_of(cause or "") or "no reason was given"
+        if smaller is None:
+            raise RanOut(
+                f"memory ran out with a single row at a time, {longest:,} tokens long: {cause}",
+                hint="checkpoints are as they were; gradient_checkpointing: full, loss: chunked or a shorter max_seq_len"
+                " make a row smaller",
+            )
+        self.batch = smaller
+        self._on_halved(
+            Halved(
+                step=step, micro_step=number + 1, longest_row=longest, rows_before=before.micro_batch_size,
+                rows_after=smaller.micro_batch_size, cause=cause,
+            )
+        )  # fmt: skip
+
+
+def cause_of(error: BaseException) -> str:
+    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return first.partition(" If reserved but unallocated")[0][:MAX_CAUSE]  # torch's own advice, which seldom fits
+
+
+def _free() -> None:
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
