@@ -117,7 +117,8 @@ def _measure(case: Case, asked: argparse.Namespace, *, dense: bool) -> None:
         "case": vars(case), "model": asked.model, "windows": asked.eval_windows, "dense": result.perplexity.dense,
         "pruned": result.perplexity.pruned, "sparsity": result.sparsity, "seconds": time.perf_counter() - began,
         "prune_seconds": result.seconds["prune"], "device": result.device, "versions": result.to_json()["versions"],
-        "evaluation": result.perplexity.data.to_json(), "notes": result.notes,
+        "evaluation": result.perplexity.data.to_json(), "split": None if result.data is None else result.data.split,
+        "notes": [note for note in result.notes if "'" not in note],
     }  # fmt: skip
     with asked.data.open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
@@ -170,7 +171,9 @@ def _tables(lines: list[dict[str, Any]]) -> str:
             text += [f"\n{title}:\n", f"\n| {heading} | perplexity | pruning, s |\n|---|---|---|\n"]
             text += [f"| {case.label} | {line['pruned']:.3f} | {line['prune_seconds']:.1f} |\n" for case, line in rows]
     notes = dict.fromkeys(note for line in lines for note in line["notes"])
-    text += ["\n", *(f"- {note.replace(chr(39), '`')}\n" for note in notes)]
+    if any(line["split"] == "valid" for line in lines):
+        notes["`wikitext2` to calibrate is its validation split: the train split was not at hand"] = None
+    text += ["\n", *(f"- {note}\n" for note in notes)]
     return "".join(text)
 
 

@@ -270,6 +270,19 @@ def test_too_little_room_is_said_at_the_start(source: Path, tmp_path: Path, monk
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_disk_that_fills_up_while_room_is_taken_leaves_nothing(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "posix_fallocate", full)
+        with pytest.raises(InputError, match="cannot be written: No space left on device"):
+            run(source, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_bytes_that_changed_under_a_stopped_run_are_noticed(source: Path, tmp_path: Path) -> None:
     save = tmp_path / "out"
     with pytest.raises(Stopped):

@@ -112,8 +112,8 @@ class Sized(NamedTuple):
     which: Sequence[int]
     """Of these calls each hole is."""
 
-    def numbers(self, hole: int) -> tuple[int, ...]:
-        return self.calls[self.which[hole]][1]
+    def call(self, hole: int) -> tuple[Hashable, tuple[int, ...]]:
+        return self.calls[self.which[hole]]
 
 
 class Holed(NamedTuple):

@@ -85,7 +85,7 @@ class Family:
                 raise Unproven("its parts are of different kinds")
             with suppress(NotRepeating):
                 in_time = self._in_time(near, far)
-                return self._whole_of(near, in_time.of(self._at(near, point), self._at(far, point)), in_time)
+                return self._whole_of(near, in_time.of(self._at(near, point), self._at(far, point), self._ask), in_time)
         known = self._piece("all", point)
         return self._whole_of(known, self._at(known, point), known.piece)
 

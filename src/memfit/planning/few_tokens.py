@@ -35,8 +35,9 @@ def _from_few(job: Prepared, platform: Platform, new: int) -> Trace:
     near = _noted(job, platform, traced)
     later = dataclasses.replace(job.workload, seq_len=job.workload.seq_len + new - traced, new_tokens=traced)
     far = _noted(dataclasses.replace(job, workload=later), platform, None)
-    told = InTime(near.stream, far.stream, new).of(near.sized, far.sized)
-    outlines, pool = answered(told, answers_on(platform))
+    ask = answers_on(platform)
+    told = InTime(near.stream, far.stream, new).of(near.sized, far.sized, ask)
+    outlines, pool = answered(told, ask)
     return filled(told.stream, outlines, told.which).trace(pool)
 
 

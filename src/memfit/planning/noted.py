@@ -40,7 +40,7 @@ def noting() -> Iterator[list[Noted]]:
     try:
         yield heard
     finally:
-        _listeners.remove(heard)
+        _listeners.pop()
 
 
 def note(trace: Trace, calls: list[Call], model: object, tokens: int | None, seq_len: int) -> None:

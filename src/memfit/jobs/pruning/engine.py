@@ -75,6 +75,7 @@ class Engine:
         self._free: list[Event] = []
         """When the last work with what a place held was done."""
         self._here = 0
+        self._places = 2
         self._uploads: Uploads | None = None
         self._placed: dict[tuple[int, tuple[Slot, ...]], dict[str, nn.Parameter]] = {}
         self._patterns: dict[tuple[str, ...], Pattern] = {}
@@ -159,6 +160,7 @@ class Engine:
         size = asked or usual_micro_batch(count, length)
         budget = self.budget if where is None else None
         chosen = choose(self._needs(length, count, settings), here, size, budget, smaller=asked is None)
+        self._places = chosen.blocks
         return dataclasses.replace(chosen, where=where or chosen.where)
 
     def _needs(self, length: int, samples: int, settings: PruneSettings | None) -> Needs:
@@ -183,16 +185,14 @@ class Engine:
     # -- a block comes and goes ------------------------------------------------------------------------------------
 
     @contextmanager
-    def reading(
-        self, loads: Sequence[Load], output: OutputFolder | None = None, places: int = 2
-    ) -> Iterator[BlockReader]:
+    def reading(self, loads: Sequence[Load], output: OutputFolder | None = None) -> Iterator[BlockReader]:
         """The blocks to be loaded, in this order."""
         with self.phases("weights"):
-            for _ in range(places):
+            for _ in range(self._places):
                 self._flats.append(torch.empty(self.decoder.block_bytes, dtype=torch.uint8, device=self.device))
                 self._free.append(self.lanes[0].now())  # until then the memory may be in use for what it was before
         written = output.weights() if output is not None and any(load.origin == "output" for load in loads) else None
-        reader = BlockReader(loads, places, lambda load, place: self._fetch(load, place, output, written))
+        reader = BlockReader(loads, self._places, lambda load, place: self._fetch(load, place, output, written))
         try:
             yield reader
         finally:

@@ -93,7 +93,12 @@ class OutputFolder:
                 if working.exists():
                     raise InputError(f"'{working}' is in the way", hint="move it away")
                 made = cls(path, decoder, Journal(beside, key))
-                made._begin()
+                try:
+                    made._begin()
+                except BaseException:
+                    made.close()
+                    shutil.rmtree(working, ignore_errors=True)
+                    raise
         except OSError as error:
             raise _cannot_write(save, error) from error
         return made
@@ -276,7 +281,7 @@ class OutputFolder:
 
     def _sync(self, files: Iterable[int]) -> None:
         for file in files:
-            os.fdatasync(self._files[file])
+            _to_disk(self._files[file])
 
 
 @dataclass
@@ -448,6 +453,11 @@ def _lines(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
 _CLOEXEC = getattr(os, "O_CLOEXEC", 0)
 
 
+def _to_disk(descriptor: int) -> None:
+    """The data and what is needed to find it; not every system can leave out the rest."""
+    getattr(os, "fdatasync", os.fsync)(descriptor)
+
+
 def _checksum(data: memoryview, total: int) -> int:
     """The sum of all 8-byte words, at the speed of memory: enough to tell a page that never reached the disk. By numpy,
     in this thread: torch would start others here, beside those that compute."""
@@ -471,11 +481,13 @@ def _write_all(descriptor: int, data: memoryview) -> None:
 def _reserve(descriptor: int, size: int) -> None:
     """Take the room now, so that a full disk is found before the work and not at its end."""
     try:
-        os.posix_fallocate(descriptor, 0, size)
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(descriptor, 0, size)
+            return
     except OSError as error:
         if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
             raise
-        os.ftruncate(descriptor, size)
+    os.ftruncate(descriptor, size)
 
 
 def _sync_folder(folder: Path) -> None:

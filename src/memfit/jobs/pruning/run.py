@@ -292,7 +292,7 @@ class _Run:
         """A model whose logits overflow has no perplexity; that is no reason to lose the run."""
         if perplexity is None or math.isfinite(perplexity):
             return perplexity
-        self._note(f"the {which} model's perplexity is not a number: values overflow on the way; --dtype bf16 or fp32 holds more")
+        self._note(f"the {which} model's perplexity is not a number: values overflow; --dtype bf16 or fp32 holds more")
         return None
 
     def _on_window(self, number: int) -> None:

@@ -77,7 +77,7 @@ class Sweep:
         with ExitStack() as stack:
             stack.enter_context(self._kernels())
             loads = self._loads(done, states, riders)
-            reader = stack.enter_context(engine.reading(loads, self.output, self.placement.blocks))
+            reader = stack.enter_context(engine.reading(loads, self.output))
             writer = stack.enter_context(self._writing())
             for index in range(self.blocks):
                 started = time.perf_counter()
@@ -138,7 +138,7 @@ class Sweep:
         engine, wanda = self.engine, ByNorms("wanda")
         states, found = engine.embed(self.ids, self.placement), []
         loads = [Load(index) for index in range(self.blocks)]
-        with engine.reading(loads, None, self.placement.blocks) as reader:
+        with engine.reading(loads) as reader:
             for load in loads:
                 with engine.phases("load", load.block):
                     engine.load(reader, load)

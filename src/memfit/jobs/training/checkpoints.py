@@ -55,6 +55,12 @@ def find_checkpoint(said: str, output_dir: Path) -> Path:
     return folder
 
 
+def steps_done(folder: Path) -> int:
+    """By its state, which the Trainer reads; a folder may have been renamed."""
+    done = (_read(folder / STATE) or {}).get("global_step", step_of(folder))
+    return done if isinstance(done, int) else 0
+
+
 def identity_of(job: TrainJob) -> dict[str, Any]:
     """What must be the same for a checkpoint to be continued, and what must be for the run to be the same."""
     config = job.config

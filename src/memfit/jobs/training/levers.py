@@ -10,7 +10,6 @@ from memfit.jobs.training.shapes import is_basics
 from memfit.models.gsa_names import is_gsa
 
 NEEDS_BITSANDBYTES = ("adamw-8bit", "paged-adamw", "paged-adamw-8bit")
-FIRST_GPU_WITH_BF16 = (8, 0)
 
 
 def check_levers(config: TrainConfig, *, world_size: int) -> tuple[str, ...]:
@@ -51,22 +50,18 @@ def has_tensorboard() -> bool:
 
 
 def _check_model(config: TrainConfig) -> None:
+    """What a factory makes only its own code can tell: what it lacks is said when it is called."""
     name = config.model.name
-    gsa, plain = is_gsa(name), is_basics(name) or bool(FACTORY.fullmatch(name))
-    if (gsa or plain) and config.model.attention != "sdpa":
+    if (is_gsa(name) or is_basics(name) or FACTORY.fullmatch(name)) and config.model.attention != "sdpa":
         raise UsageError(f"model.attention {config.model.attention}: the attention of {name} is its own")
-    if plain and not is_transformers_factory(name):
-        if config.memory.gradient_checkpointing != "none":
-            raise UsageError(f"memory.gradient_checkpointing: {name} has none", hint="it needs a transformers model")
-        if config.loss.kind == "chunked":
-            raise UsageError(f"loss chunked: {name} is no transformers model", hint="loss: full works")
-        if config.method.kind == "lora" and is_basics(name):
-            raise UsageError(f"method lora: the linear layers of {name} are its own, and peft knows none of them")
-
-
-def is_transformers_factory(name: str) -> bool:
-    """Only its own code can tell what a factory makes; what it lacks is then said when the model is built."""
-    return bool(FACTORY.fullmatch(name))
+    if not is_basics(name):
+        return
+    if config.memory.gradient_checkpointing != "none":
+        raise UsageError(f"memory.gradient_checkpointing: {name} has none", hint="it needs a transformers model")
+    if config.loss.kind == "chunked":
+        raise UsageError(f"loss chunked: {name} is no transformers model", hint="loss: full works")
+    if config.method.kind == "lora":
+        raise UsageError(f"method lora: the linear layers of {name} are its own, and peft knows none of them")
 
 
 def _check_device(config: TrainConfig) -> None:

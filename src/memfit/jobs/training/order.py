@@ -7,6 +7,7 @@ step, and neither the number of processes nor the micro-batch changes what a ste
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch import Tensor
 from memfit.jobs.training.config import ScheduleConfig
 
 
+@lru_cache(maxsize=2)  # step after step asks for the same one
 def epoch_order(samples: int, *, seed: int, epoch: int, shuffle: bool = True) -> Tensor:
     """Every sample once."""
     if not shuffle:

@@ -13,10 +13,11 @@ from typing import Any
 from memfit.errors import InputError, UsageError
 from memfit.jobs.source import Source, find_source, load_tokenizer
 from memfit.jobs.training.batch_sizes import BatchSizes, resolve_batch
-from memfit.jobs.training.checkpoints import check_checkpoint, find_checkpoint, find_checkpoints
+from memfit.jobs.training.checkpoints import check_checkpoint, find_checkpoint, find_checkpoints, steps_done
 from memfit.jobs.training.collating import Collator
 from memfit.jobs.training.config import TrainConfig
 from memfit.jobs.training.data import TrainingData, read_training_data
+from memfit.jobs.training.levers import check_levers
 from memfit.jobs.training.order import total_steps
 from memfit.jobs.training.shapes import POSITIONS, VOCABULARY, is_basics, number_in, shape_of
 from memfit.jobs.training.tokenizers import pad_id_of, tokenizer_named, tokenizer_of_shape
@@ -86,12 +87,13 @@ def prepare_job(
     resume_from = None if config.saving.resume_from is None else find_checkpoint(config.saving.resume_from, output_dir)
     check_output(output_dir, resuming=resume_from is not None)
     _check_device(config)
+    of_levers = check_levers(config, world_size=batch.world_size)
     source, tokenizer = _model(config, say)
     shape = shape_of(config.model, source)
     _check_positions(config, shape)
     data = read_training_data(config.data, tokenizer)
     _check_vocabulary(config, data, shape)
-    notes = list(config.notes())
+    notes = [*config.notes(), *of_levers]
     if len(data) < batch.global_batch_size:
         few = f"{len(data):,} samples are fewer than one global batch of {batch.global_batch_size:,}"
         notes.append(f"{few}: each step sees some of them more than once")
@@ -103,6 +105,11 @@ def prepare_job(
     )  # fmt: skip
     if resume_from is not None:
         notes += check_checkpoint(resume_from, job)
+        if (done := steps_done(resume_from)) >= job.total_steps:
+            raise UsageError(
+                f"'{resume_from}' has {done:,} steps, and this config ends at step {job.total_steps:,}",
+                hint="a larger max_steps or epochs goes on from there",
+            )
     return dataclasses.replace(job, notes=tuple(notes))
 
 

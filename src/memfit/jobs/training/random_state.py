@@ -6,25 +6,22 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 
 @dataclass(frozen=True)
 class RandomState:
     python: Any
-    numpy: Any
     cpu: torch.Tensor
     gpu: torch.Tensor | None
 
     @classmethod
     def capture(cls) -> RandomState:
         gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-        return cls(random.getstate(), np.random.get_state(), torch.get_rng_state(), gpu)
+        return cls(random.getstate(), torch.get_rng_state(), gpu)
 
     def restore(self) -> None:
         random.setstate(self.python)
-        np.random.set_state(self.numpy)
         torch.set_rng_state(self.cpu)
         if self.gpu is not None:
             torch.cuda.set_rng_state(self.gpu)

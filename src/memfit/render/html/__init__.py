@@ -21,7 +21,10 @@ from pathlib import Path
 from memfit.core.page_data import page_data
 from memfit.core.report_file import Reported
 
-SCRIPTS = ("words.js", "dom.js", "data.js", "chart.js", "timeline.js", "flame.js", "table.js", "sections.js", "main.js")
+SCRIPTS = (
+    "words.js", "dom.js", "data.js", "chart.js", "timeline_drawing.js", "timeline.js", "flame.js", "table.js",
+    "sections.js", "main.js",
+)  # fmt: skip
 
 
 def page(reported: Reported) -> str:

@@ -1,0 +1,126 @@
+"""A training job, run: `train(prepare_job(config), on_event=print)`.
+
+The engine is transformers' Trainer on accelerate, alone or under torchrun; `trainer_engine` says what is memfit's of it.
+In the output folder: `step_N` (checkpoints), `result.json`, and `tensorboard/` where TensorBoard is installed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from memfit.jobs.pruning.out_of_memory import is_out_of_memory
+from memfit.jobs.training.events import TrainEvent
+from memfit.jobs.training.following import Following, follow
+from memfit.jobs.training.model_building import build_for_training
+from memfit.jobs.training.out_of_memory import RanOut
+from memfit.jobs.training.preparation import TrainJob
+from memfit.jobs.training.recovery import Halved, cause_of
+from memfit.jobs.training.result import TrainResult
+from memfit.jobs.training.trainer_arguments import on_gpu, trainer_arguments
+from memfit.recording.status import published
+
+
+def train(job: TrainJob, *, on_event: Callable[[TrainEvent], None], plan: Any = None) -> TrainResult:
+    """Every process of a run calls this; only the first one writes and tells. Raises RanOut where no row fits."""
+    first = os.environ.get("RANK", "0") == "0"
+    following = Following(job, on_event, gpu=on_gpu(job), first=first)
+    with _quiet_libraries(), published(following.command):
+        try:
+            trainer, seconds = _run(job, following)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise RanOut(
+                f"memory ran out outside the micro-steps: {cause_of(error)}",
+                hint="weights and optimizer are too much: method: lora, a smaller optimizer, or parallel: fsdp2",
+            ) from None
+        result = _result(job, trainer, following, seconds, plan)
+    if first:
+        result.write(job.output_dir)
+    following.say(kind="end", step=result.steps, text="; ".join(result.in_lines()[:1]))
+    _end_together(trainer)
+    return result
+
+
+def _run(job: TrainJob, following: Following) -> tuple[Any, float]:
+    from transformers import PrinterCallback
+
+    from memfit.jobs.training.trainer_engine import MemfitTrainer
+
+    args = trainer_arguments(job)  # first of all, for it makes the process group
+    model = build_for_training(job)
+
+    def halved(event: Halved) -> None:
+        following.say(kind="out-of-memory", step=event.step, text=event.in_words(), details=event.to_json())
+
+    def probed(longest: int) -> None:
+        following.watch.sample(0, tokens=longest, longest=longest)
+        peak = following.watch.peak_bytes
+        text = f"the longest rows, {longest:,} tokens, went through two steps of the optimizer"
+        following.say(kind="probe", text=text, gpu_peak_bytes=peak)
+        following.watch.forget()
+
+    trainer = MemfitTrainer(job, model, args, on_halved=halved, on_probed=probed)
+    trainer.remove_callback(PrinterCallback)
+    callback = follow(following)
+    callback.trainer = trainer
+    trainer.add_callback(callback)
+    trainer.train(resume_from_checkpoint=None if job.resume_from is None else str(job.resume_from))
+    trainer.drain_losses()
+    return trainer, time.perf_counter() - following.began
+
+
+def _result(job: TrainJob, trainer: Any, following: Following, seconds: float, plan: Any) -> TrainResult:
+    model, watch = trainer.model, following.watch
+    sizes = trainer.recovery.batch
+    return TrainResult(
+        steps=int(trainer.state.global_step), first_step=trainer.first_step, losses=dict(trainer.progress.losses),
+        seconds=seconds, tokens=following.tokens,
+        data_wait_share=min(1.0, trainer.data_wait_seconds / max(seconds, 1e-9)),
+        micro_batch_size=sizes.micro_batch_size, gradient_accumulation_steps=sizes.gradient_accumulation_steps,
+        world_size=sizes.world_size, parameters=sum(each.numel() for each in model.parameters()),
+        trained_parameters=sum(each.numel() for each in model.parameters() if each.requires_grad),
+        gpu_peak_bytes=watch.peak_bytes, gpu_reserved_bytes=watch.reserved_bytes, host_peak_bytes=watch.host_peak_bytes,
+        checkpoint=job.output_dir / f"step_{trainer.state.global_step}",
+        out_of_memory=tuple(trainer.progress.halved), growth=watch.verdict().to_json(), predicted=_predicted(plan),
+    )  # fmt: skip
+
+
+def _predicted(plan: Any) -> dict[str, Any]:
+    """A plan says what it expects under these names; one that does not know, does not."""
+    names = ("peak_bytes", "reserved_bytes")
+    return {name: value for name in names if isinstance(value := getattr(plan, name, None), int)}
+
+
+def _end_together(trainer: Any) -> None:
+    if trainer.together.many:
+        trainer.together.wait()
+        torch.distributed.destroy_process_group()
+
+
+@contextmanager
+def _quiet_libraries() -> Iterator[None]:
+    """What they would print is said by events, or is of no use to the reader."""
+    from transformers.utils import logging as of_transformers
+
+    before = of_transformers.get_verbosity()
+    of_transformers.set_verbosity_error()
+    of_transformers.disable_progress_bar()
+    of_accelerate = logging.getLogger("accelerate")
+    level = of_accelerate.level
+    of_accelerate.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*pin_memory.*")
+            yield
+    finally:
+        of_transformers.set_verbosity(before)
+        of_accelerate.setLevel(level)

@@ -1,0 +1,268 @@
+"""transformers' Trainer with memfit's steps: micro-batches that shrink when memory runs out, exact resume, whole
+checkpoints.
+
+The Trainer keeps what it is trusted for: DDP and FSDP through accelerate, mixed precision, clipping, schedules, logging.
+It is told that a step is one batch; what that batch is cut into, and run again with, is decided here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from transformers import Trainer
+
+from memfit.jobs.training import checkpointing
+from memfit.jobs.training.checkpointing import Progress
+from memfit.jobs.training.checkpoints import steps_done, write_identity
+from memfit.jobs.training.choosing_optimizer import choose_optimizer
+from memfit.jobs.training.data import IGNORED
+from memfit.jobs.training.preparation import TrainJob
+from memfit.jobs.training.random_state import RandomState
+from memfit.jobs.training.recovery import Halved, Recovery, Rows
+from memfit.jobs.training.step_rows import learned_tokens, step_loader
+from memfit.jobs.training.together import Together
+from memfit.jobs.training.trainer_arguments import find_unused_parameters
+
+PROBE_STEPS = 2
+"""The first makes the optimizer's state, the second runs with it."""
+
+
+class MemfitTrainer(Trainer):  # type: ignore[misc,unused-ignore]
+    def __init__(
+        self, job: TrainJob, model: torch.nn.Module, args: Any, *, on_halved: Callable[[Halved], None],
+        on_probed: Callable[[int], None],
+    ) -> None:  # fmt: skip
+        self.job = job
+        super().__init__(model=model, args=args, train_dataset=job.data, data_collator=job.collate)
+        self.together = Together(args.device)
+        self.first_step = 0 if job.resume_from is None else steps_done(job.resume_from)
+        self.progress = Progress(micro_batch_size=job.batch.micro_batch_size)
+        self.recovery = Recovery(
+            job.batch, self.together, enabled=job.config.memory.oom_recovery and not self._sharded,
+            on_halved=self._halved,
+        )  # fmt: skip
+        self._on_halved, self._on_probed = on_halved, on_probed
+        self._new_losses: dict[int, Tensor] = {}
+        self._place = (0, 0)
+        self.current_gradient_accumulation_steps = 1
+        self.data_wait_seconds = 0.0
+        self.tokens_of_step, self.longest_of_step = 0, 0
+        if job.resume_from is not None:
+            self._go_on_from(job.resume_from)
+
+    @property
+    def _sharded(self) -> bool:
+        return bool(self.is_fsdp_enabled)
+
+    @property
+    def _own_reduction(self) -> bool:
+        """Gradients are averaged once, when all processes have come through the step: inside a backward pass nobody
+        could tell the others that it has run out of memory."""
+        return self.together.many and self.recovery.enabled
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        from accelerate.utils import DistributedDataParallelKwargs
+
+        built: dict[str, Any] = super()._build_accelerator_args(**kwargs)
+        parallel = self.job.config.parallel
+        built["kwargs_handlers"] = [
+            DistributedDataParallelKwargs(
+                find_unused_parameters=find_unused_parameters(self.job) and not self.job.config.memory.oom_recovery,
+                gradient_as_bucket_view=parallel.gradient_as_bucket_view, broadcast_buffers=False,
+            )
+        ]  # fmt: skip
+        return built
+
+    # -- what is trained, and from which data
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        if self.optimizer is None:
+            trained = self.model if model is None else model
+            decayed = set(self.get_decay_parameter_names(trained))
+            self.optimizer = choose_optimizer(self.job.config, trained, decayed)
+        return self.optimizer
+
+    def get_train_dataloader(self) -> Any:
+        pin = bool(self.args.dataloader_pin_memory)
+        return step_loader(self.job, rank=self.together.rank, first_step=self.first_step, pin=pin)
+
+    def get_batch_samples(self, epoch_iterator: Iterator[Rows], num_batches: int, device: Any) -> Any:
+        began = time.perf_counter()
+        rows = next(epoch_iterator)
+        self.data_wait_seconds += time.perf_counter() - began
+        return [rows], self._items(rows)
+
+    def _items(self, rows: Rows) -> Tensor:
+        """Tokens to be learned in the whole global batch: what the loss is divided by, however the batch is cut up."""
+        self.tokens_of_step = sum(len(each["input_ids"]) for each in rows)
+        self.longest_of_step = max(len(each["input_ids"]) for each in rows)
+        items = torch.tensor(learned_tokens(rows), device=self.args.device)
+        return self.together.sum(items).clamp(min=1)
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        return 0  # it expects a dictionary of tensors; the number is for a report that memfit does not make
+
+    # -- one step
+
+    def training_step(self, model: Any, inputs: Rows, num_items_in_batch: Any = None) -> Tensor:
+        step = int(self.state.global_step) + 1
+        loss = self._run(model, step, inputs, num_items_in_batch)
+        self._new_losses[step] = self.together.sum(loss.clone()) / self.together.world_size
+        return loss
+
+    def _run(self, model: Any, step: int, rows: Rows, items: Any) -> Tensor:
+        own = self._own_reduction
+
+        def micro_step(part: Rows, number: int, last: bool) -> Tensor:
+            batch = self.data_collator(part)
+            quiet = own or not last
+            with self.accelerator.no_sync(model) if quiet and self.together.many else nullcontext():
+                self._place = (step, number)
+                self.reached("forward", step, number)
+                loss: Tensor = super(MemfitTrainer, self).training_step(model, batch, items)
+                self.reached("end", step, number)
+            return loss
+
+        loss = self.recovery.run_step(step, rows, micro_step, start_again=model.zero_grad)
+        if own:
+            self.together.mean_of_gradients(model.parameters())
+        return loss
+
+    def reached(self, phase: str, step: int, micro_step: int) -> None:
+        """Called in every micro-step before `forward`, before `backward` and at its `end`."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        if self.model_accepts_loss_kwargs and not return_outputs:
+            loss = super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+        else:
+            loss = self._loss_of_logits(model, inputs, num_items_in_batch)
+        self.reached("backward", *self._place)
+        return loss
+
+    def _loss_of_logits(self, model: Any, inputs: Any, items: Any) -> Tensor:
+        """Of a model that leaves its loss to others, or that would not divide it by the whole batch's tokens."""
+        made = model(inputs["input_ids"])
+        logits: Tensor = made if isinstance(made, Tensor) else made.logits
+        scores, wanted = logits[:, :-1].flatten(0, 1).float(), inputs["labels"][:, 1:].flatten()
+        total = cross_entropy(scores, wanted, ignore_index=IGNORED, reduction="sum")
+        # Processes' gradients are averaged, and each has only its own share of the sum.
+        return total / items * self.together.world_size
+
+    def _halved(self, halved: Halved) -> None:
+        self.progress.micro_batch_size = halved.rows_after
+        self.progress.halved.append(halved.to_json())
+        self._on_halved(halved)
+
+    def drain_losses(self) -> dict[int, float]:
+        """Read only now and then: each reading waits for the GPU."""
+        new = {step: float(loss) for step, loss in self._new_losses.items()}
+        self._new_losses.clear()
+        self.progress.losses.update(new)
+        return new
+
+    # -- before the first step
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+        made = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        if self.together.many:
+            torch.manual_seed(self.job.config.seed + self.together.rank)  # dropout that differs between processes
+        if self.job.config.memory.probe:
+            self._probe(made[0], resume_from_checkpoint)
+        return made
+
+    def _probe(self, model: Any, resume_from: Any) -> None:
+        """The longest rows first, through two steps of the optimizer at a learning rate of 0, and nothing of it stays:
+        0 times an update leaves every weight as it was, and the optimizer's state is made anew or read again."""
+        begun, step = RandomState.capture(), int(self.state.global_step)
+        sizes = self.job.batch
+        longest = self.job.data.longest_first().tolist()
+        count = sizes.micro_batch_size * min(2, sizes.gradient_accumulation_steps)
+        rows = [self.job.data[longest[number % len(longest)]] for number in range(count)]
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        scaler = self.accelerator.scaler
+        scaling = None if scaler is None else scaler.state_dict()
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.0
+        for _ in range(PROBE_STEPS):
+            self._run(model, step, rows, self._items(rows))
+            norm = self._clip_grad_norm(model) if self.args.max_grad_norm > 0 else self._get_grad_norm(model)
+            if not torch.isfinite(torch.as_tensor(norm)):
+                for parameter in model.parameters():  # 0 times infinity would not leave a weight as it was
+                    if parameter.grad is not None:
+                        parameter.grad.zero_()
+            self.optimizer.step()
+            model.zero_grad()
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        self.optimizer.optimizer.state.clear()
+        if scaler is not None:
+            scaler.load_state_dict(scaling)
+        if resume_from is not None:
+            self._load_optimizer_and_scheduler(resume_from)
+        begun.restore()
+        self._on_probed(self.longest_of_step)
+
+    # -- checkpoints
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        step, first = int(self.state.global_step), self.together.rank == 0
+        self.drain_losses()
+        beside = self.job.output_dir / f"step_{step}{checkpointing.WRITING}"
+        if first:
+            checkpointing.begin(self.job.output_dir, step)
+        self.together.wait()
+        self.save_model(str(beside), _internal_call=True)
+        self._save_optimizer_and_scheduler(str(beside))
+        self._save_scaler(str(beside))
+        self._save_rng_state(str(beside))
+        if first:
+            write_identity(beside, self.job)
+            self.progress.write(beside)
+            if hasattr(self.job.tokenizer, "save_pretrained"):
+                self.job.tokenizer.save_pretrained(str(beside))
+            self.state.save_to_json(str(beside / "trainer_state.json"))
+        self.together.wait()
+        if first:
+            checkpointing.finish(beside)
+            checkpointing.keep_last(self.job.output_dir, self.job.config.saving.save_total_limit)
+        self.together.wait()
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        assert output_dir is not None
+        if self.job.config.method.kind == "lora":
+            model = self.accelerator.unwrap_model(self.model)
+            # Else peft asks the Hub whether the embedding has been changed.
+            model.save_pretrained(output_dir, state_dict=state_dict, save_embedding_layers=False)
+        else:
+            super()._save(output_dir, state_dict=state_dict)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        adapters = Path(resume_from_checkpoint) / "adapter_model.safetensors"
+        if self.job.config.method.kind != "lora" or self._sharded or not adapters.is_file():
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            return
+        from peft import set_peft_model_state_dict
+        from safetensors.torch import load_file
+
+        # The Trainer's own way makes fp32 of adapters whatever they were.
+        set_peft_model_state_dict(self.model, load_file(adapters))
+
+    def _go_on_from(self, folder: Path) -> None:
+        before = Progress.read(folder)
+        if before is None:
+            return
+        self.progress = before
+        rows = min(before.micro_batch_size, self.job.batch.micro_batch_size)
+        if before.halved and rows in self.job.batch.rungs:
+            self.recovery.batch = self.job.batch.with_micro_batch(rows)
+        self.progress.micro_batch_size = self.recovery.batch.micro_batch_size
+

@@ -1,0 +1,251 @@
+"""Memory that grows while a job trains: which kind of growth, and when it ends.
+
+    watch = GrowthWatch()
+    for step, batch in enumerate(batches):
+        ...                                    # forward, backward, optimizer step, zero_grad
+        watch.sample(step, tokens=batch.numel(), longest=batch.shape[1])
+    print(watch.verdict().text)                # "leak: what stays allocated after a step rises by 2.00 MiB a step ..."
+
+    Trainer(..., callbacks=[trainer_growth()])  # in anyone's transformers Trainer
+
+Four kinds look alike in a graph of used memory and have different cures. A leak raises the floor, what is allocated
+between two steps. Long batches raise only the peak, and it follows their length. Fragmentation raises what is reserved
+beyond the peak. On the host it is the process that grows. Trends are Theil and Sen's: a few odd steps do not move them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from statistics import correlation, median
+from typing import Any, Literal
+
+from memfit.recording.host_memory import HostSource, ProcessMemory
+from memfit.units import format_bytes
+
+Kind = Literal["none", "leak", "long-batches", "fragmentation", "host-growth"]
+
+WARM_UP = 3
+"""Steps left out: the first makes the optimizer's state, and the allocator's first round of blocks comes with it."""
+FEWEST, MOST = 20, 200
+"""Steps that a verdict needs, and that it looks at, spread over all."""
+MIB = 1 << 20
+LEAST_FLOOR, LEAST_RESERVED, LEAST_HOST = 4 * MIB, 64 * MIB, 64 * MIB
+STEADY = 0.5
+"""Kendall's tau of a trend: 1 where every later step is higher."""
+FOLLOWS, VARIES = 0.7, 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMemory:
+    """Read at one moment of each step, after the gradients are gone; None where there is no GPU."""
+
+    step: int
+    host_bytes: int
+    allocated_bytes: int | None = None
+    reserved_bytes: int | None = None
+    peak_bytes: int | None = None
+    """The most that was allocated since the reading before."""
+    retries: int = 0
+    """Times that the allocator had to give back its cache to find room."""
+    tokens: int = 0
+    longest: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Growth:
+    kind: Kind
+    text: str
+    bytes_per_step: float = 0.0
+    runs_out_at_step: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class GrowthWatch:
+    """Samples of one process. It resets torch's peak counter at each reading; `peak_bytes` is that of all of them."""
+
+    def __init__(self, *, gpu: bool | None = None, host: HostSource | None = None) -> None:
+        import torch
+
+        self._gpu = torch.cuda.is_available() if gpu is None else gpu
+        self._host = host or ProcessMemory()
+        self.samples: list[StepMemory] = []
+        self.peak_bytes: int | None = None
+        self.reserved_bytes: int | None = None
+        self.host_peak_bytes = self._host.read().used_bytes
+        self.host_total_bytes = self._host.read().total_bytes
+        self.capacity_bytes: int | None = None
+
+    def sample(self, step: int, *, tokens: int = 0, longest: int = 0) -> StepMemory:
+        host = self._host.read()
+        self.host_peak_bytes = max(self.host_peak_bytes, host.used_bytes)
+        made = StepMemory(step=step, host_bytes=host.used_bytes, tokens=tokens, longest=longest, **self._read_gpu())
+        self.samples.append(made)
+        return made
+
+    def forget(self) -> None:
+        """What was sampled before the run began says nothing of its growth."""
+        self.samples.clear()
+
+    def verdict(self) -> Growth:
+        return growth_of(self.samples, capacity_bytes=self.capacity_bytes, host_bytes=self.host_total_bytes)
+
+    def _read_gpu(self) -> dict[str, int]:
+        if not self._gpu:
+            return {}
+        import torch
+
+        counts: dict[str, Any] = torch.cuda.memory_stats_as_nested_dict()
+        torch.cuda.reset_peak_memory_stats()
+        if self.capacity_bytes is None:
+            self.capacity_bytes = int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
+        allocated, reserved = (counts.get(name, {}).get("all", {}) for name in ("allocated_bytes", "reserved_bytes"))
+        self.peak_bytes = max(self.peak_bytes or 0, int(allocated.get("peak", 0)))
+        self.reserved_bytes = max(self.reserved_bytes or 0, int(reserved.get("peak", 0)))
+        return {
+            "allocated_bytes": int(allocated.get("current", 0)), "reserved_bytes": int(reserved.get("current", 0)),
+            "peak_bytes": int(allocated.get("peak", 0)), "retries": int(counts.get("num_alloc_retries", 0)),
+        }  # fmt: skip
+
+
+def growth_of(samples: Sequence[StepMemory], *, capacity_bytes: int | None, host_bytes: int) -> Growth:
+    """The most pressing kind: what ends a run comes before what only looks like it."""
+    seen = _spread(samples[WARM_UP:])
+    if len(seen) < FEWEST:
+        return Growth(kind="none", text=f"{len(samples)} steps are too few to tell growth from chance")
+    gpu = all(each.allocated_bytes is not None for each in seen)
+    found = (_leak(seen, capacity_bytes) or _fragmentation(seen, capacity_bytes)) if gpu else None
+    return (
+        found or _host_growth(seen, host_bytes) or (_long_batches(seen) if gpu else None)
+        or Growth(kind="none", text=f"memory does not grow over {len(samples)} steps")
+    )  # fmt: skip
+
+
+def _leak(seen: Sequence[StepMemory], capacity: int | None) -> Growth | None:
+    slope = rising(seen, [each.allocated_bytes or 0 for each in seen], least=LEAST_FLOOR)
+    if slope is None:
+        return None
+    highest = max(each.peak_bytes or 0 for each in seen)
+    end = _ends(seen[-1].step, slope, None if capacity is None else capacity - highest)
+    return Growth(
+        kind="leak", bytes_per_step=slope, runs_out_at_step=end,
+        text=f"leak: what stays allocated after a step rises by {_size(slope)} a step{_until(end)}; something keeps "
+        "tensors, such as a list of losses that still have their graphs (use .item() or .detach())",
+    )  # fmt: skip
+
+
+def _fragmentation(seen: Sequence[StepMemory], capacity: int | None) -> Growth | None:
+    """What is reserved beyond the highest peak so far: long batches alone do not raise that."""
+    highest, gaps = 0, []
+    for each in seen:
+        highest = max(highest, each.peak_bytes or 0)
+        gaps.append((each.reserved_bytes or 0) - highest)
+    slope = rising(seen, gaps, least=LEAST_RESERVED)
+    if slope is None:
+        return None
+    end = _ends(seen[-1].step, slope, None if capacity is None else capacity - (seen[-1].reserved_bytes or 0))
+    retries = seen[-1].retries - seen[0].retries
+    also = f", and the allocator gave its cache back {retries} times" if retries else ""
+    return Growth(
+        kind="fragmentation", bytes_per_step=slope, runs_out_at_step=end,
+        text=f"fragmentation: reserved memory rises by {_size(slope)} a step while what is used does not{also}"
+        f"{_until(end)}; memory.alloc_conf: expandable_segments:True helps, or fewer different lengths",
+    )  # fmt: skip
+
+
+def _host_growth(seen: Sequence[StepMemory], host_bytes: int) -> Growth | None:
+    slope = rising(seen, [each.host_bytes for each in seen], least=LEAST_HOST)
+    if slope is None:
+        return None
+    end = _ends(seen[-1].step, slope, host_bytes - seen[-1].host_bytes)
+    return Growth(
+        kind="host-growth", bytes_per_step=slope, runs_out_at_step=end,
+        text=f"host growth: this process's memory rises by {_size(slope)} a step{_until(end)}; look at the data "
+        "loader's workers and at lists of Python objects that grow",
+    )  # fmt: skip
+
+
+def _long_batches(seen: Sequence[StepMemory]) -> Growth | None:
+    peaks = [each.peak_bytes or 0 for each in seen]
+    lengths = [each.longest or each.tokens for each in seen]
+    if max(peaks) - min(peaks) < VARIES * median(peaks) or len(set(lengths)) < 2:
+        return None
+    if correlation(lengths, peaks) < FOLLOWS:
+        return None
+    top = max(range(len(seen)), key=lambda place: peaks[place])
+    return Growth(
+        kind="long-batches",
+        text=f"long batches: the peak follows the length of the batch, {format_bytes(peaks[top])} at "
+        f"{lengths[top]:,} tokens; nothing grows, and the longest batch decides",
+    )
+
+
+def rising(seen: Sequence[StepMemory], values: Sequence[int], *, least: int) -> float | None:
+    """Bytes a step, where they rise steadily and by more than `least` over all; None otherwise."""
+    steps = [each.step for each in seen]
+    slopes = [
+        (values[later] - values[earlier]) / (steps[later] - steps[earlier])
+        for earlier in range(len(steps))
+        for later in range(earlier + 1, len(steps))
+        if steps[later] > steps[earlier]
+    ]
+    if not slopes:
+        return None
+    slope = median(slopes)
+    tau = (sum(each > 0 for each in slopes) - sum(each < 0 for each in slopes)) / len(slopes)
+    steady = tau > STEADY and slope * (steps[-1] - steps[0]) > least
+    return slope if steady and _still(values) else None
+
+
+def _still(values: Sequence[int]) -> bool:
+    """A cache that has filled up is no growth: the later half must rise too."""
+    half = len(values) // 2
+    later = values[half:]
+    quarter = max(1, len(later) // 4)
+    return median(later[-quarter:]) > median(later[:quarter])
+
+
+def _spread(samples: Sequence[StepMemory]) -> list[StepMemory]:
+    if len(samples) <= MOST:
+        return list(samples)
+    return [samples[place * (len(samples) - 1) // (MOST - 1)] for place in range(MOST)]
+
+
+def _ends(step: int, slope: float, room: int | None) -> int | None:
+    return None if room is None else step + int(max(0, room) / slope)
+
+
+def _until(end: int | None) -> str:
+    return "" if end is None else f" and runs out at about step {end:,}"
+
+
+def _size(slope: float) -> str:
+    return format_bytes(round(slope))
+
+
+def trainer_growth(on_growth: Callable[[Growth], None] | None = None, *, every: int = 50) -> Any:
+    """A callback for `transformers.Trainer`; without `on_growth`, each new verdict is logged as a warning."""
+    import logging
+
+    from transformers import TrainerCallback
+
+    watch = GrowthWatch()
+    tell = on_growth or (lambda growth: logging.getLogger("memfit").warning("%s", growth.text))
+
+    class TrainerGrowth(TrainerCallback):  # type: ignore[misc,unused-ignore]
+        said: Kind = "none"
+
+        def __init__(self) -> None:
+            self.watch = watch
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            watch.sample(state.global_step)
+            if state.global_step % every == 0:
+                verdict = watch.verdict()
+                if verdict.kind not in ("none", self.said):
+                    self.said = verdict.kind
+                    tell(verdict)
+
+    return TrainerGrowth()
