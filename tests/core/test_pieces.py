@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from memfit.core.events import Action, Trace
-from memfit.core.holes import CALLER, Answer, Call, Outline, fingerprint, stream_of
-from memfit.core.pieces import Piece, TooFewPoints, Unproven, surrounds
+from memfit.core.holes import CALLER, Answer, Call, Outline, answered, fingerprint, stream_of
+from memfit.core.pieces import Piece, TooFewPoints, Unproven, filling, surrounds
 
 CORNERS = [(2, 17), (2, 256), (64, 17), (64, 256)]
 POINTS = [*CORNERS, (5, 100), (7, 33)]
@@ -98,8 +98,9 @@ def piece_of(work: Job, points: list[tuple[int, int]]) -> Piece:
 
 
 def told(piece: Piece, point: tuple[int, int]) -> str:
-    outlines, pool = piece.at(point, rule)
-    return fingerprint(piece.filled(outlines).trace(pool))
+    sized = piece.at(point, rule)
+    outlines, pool = answered(sized, rule)
+    return fingerprint(filling(sized, outlines).trace(pool))
 
 
 @pytest.mark.parametrize("point", [(3, 50), (40, 70), (48, 64), (49, 63), (64, 255), (2, 17)])

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sys
+import types
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
@@ -405,7 +408,7 @@ def test_a_text_that_is_too_short_says_how_many_tokens_it_has(memfit: Memfit, or
 def test_where_there_is_no_text_for_perplexity_there_is_none_unless_it_was_asked_for(
     memfit: Memfit, original: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "datasets", None)
+    monkeypatch.setitem(sys.modules, "datasets", None)
     asked = ("prune", "--model", original, "--dataset", text, "--nsamples", 2, "--seqlen", 32)
     ended = memfit(*asked)
     assert (ended.code, "note: no perplexity: no text for --dataset wikitext2" in ended.err) == (0, True)
@@ -445,6 +448,33 @@ def test_zero_shot_needs_a_saved_model(memfit: Memfit, original: Path, monkeypat
     monkeypatch.setattr("memfit.jobs.pruning.zero_shot.find_spec", lambda _: object())
     ended = memfit("prune", "--model", original, "--dataset", "builtin", "--eval_zero_shot")
     assert (ended.code, "--eval-zero-shot needs --save" in ended.err) == (2, True)
+
+
+def test_zero_shot_accuracies_are_lm_evals_of_the_saved_folder(
+    memfit: Memfit, original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[str] = []
+    package, models = types.ModuleType("lm_eval"), types.ModuleType("lm_eval.models.huggingface")
+    package.__spec__ = ModuleSpec("lm_eval", None)
+    package.simple_evaluate = lambda model, tasks: {"results": {t: {"acc,none": 0.5} for t in tasks}}  # type: ignore[attr-defined]
+    models.HFLM = lambda pretrained, device: loaded.append(pretrained)  # type: ignore[attr-defined]
+    for name, module in (("lm_eval", package), ("lm_eval.models.huggingface", models)):
+        monkeypatch.setitem(sys.modules, name, module)
+    out = tmp_path / "out"
+    asked = ("prune", "--model", original, "--prune-method", "magnitude", "--no-eval", "--save", out, "--json")
+    document = json.loads(memfit(*asked, "--eval_zero_shot").out)
+    assert loaded == [str(out)]
+    assert document["zero_shot"]["boolq"] == 0.5
+    assert len(document["zero_shot"]) == 7
+
+
+def test_another_runs_results_are_not_overwritten(memfit: Memfit, original: Path, tmp_path: Path) -> None:
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "result.json").write_text("{}")
+    asked = ("prune", "--model", original, "--prune-method", "magnitude", "--no-eval", "--save", tmp_path / "results")
+    ended = memfit(*asked, "--save-model", tmp_path / "pruned")
+    assert (ended.code, "has results already" in ended.err) == (2, True)
+    assert not (tmp_path / "pruned").exists()
 
 
 def test_help_is_grouped_and_ends_with_an_example(memfit: Memfit) -> None:

@@ -111,6 +111,8 @@ class Sized(NamedTuple):
     """What is asked of rules: forms and numbers, each once."""
     which: Sequence[int]
     """Of these calls each hole is."""
+    chains: Sequence[Sequence[int]] = ()
+    """Calls that differ by the same numbers from one to the next."""
 
     def call(self, hole: int) -> tuple[Hashable, tuple[int, ...]]:
         return self.calls[self.which[hole]]
@@ -250,9 +252,36 @@ Ask = Callable[[Hashable, tuple[int, ...]], Answer]
 
 def answered(sized: Sized, ask: Ask) -> tuple[tuple[Outline, ...], Ints]:
     """How the holes are filled, and the sizes that this way of filling them chooses from."""
-    answers = [ask(form, numbers) for form, numbers in sized.calls]
+    answers = _answers(sized, ask)
     of_rules = np.array([size for answer in answers for size in answer.sizes], dtype=np.int64)
     return tuple([answer.outline for answer in answers]), np.concatenate([sized.sizes, of_rules])
+
+
+AT_EACH_END = 4
+"""Steps at an end of a chain that must say the same."""
+
+
+def _answers(sized: Sized, ask: Ask) -> list[Answer]:
+    """Along a chain, where the same is answered at both ends, four times each, it is in between: as numbers grow they
+    pass a threshold once, and four steps show what divisibility by 2, 4 or 8 does."""
+    known: dict[int, Answer] = {}
+
+    def answer(call: int) -> Answer:
+        if call not in known:
+            known[call] = ask(*sized.calls[call])
+        return known[call]
+
+    left = list(sized.chains)
+    while left:
+        chain = left.pop()
+        ends = (*chain[:AT_EACH_END], *chain[-AT_EACH_END:])
+        if len(chain) <= len(ends):
+            continue
+        if len({answer(call) for call in ends}) == 1:
+            known.update(dict.fromkeys(chain, answer(chain[0])))
+        else:
+            left += chain[: len(chain) // 2], chain[len(chain) // 2 :]
+    return [answer(call) for call in range(len(sized.calls))]
 
 
 def filled(stream: Stream, answers: Sequence[Outline], which: Sequence[int]) -> Filled:

@@ -93,20 +93,37 @@ class InTime:
         differences = sizes[len(sizes) - count :] - far.sizes[self._far_blocks]
         if (abs(differences[self._own]) > TOLERATED_BYTES).any():
             raise NotRepeating("the last tokens are not as the first ones foretell")
-        calls: dict[Any, int] = {}
-        which = []
-        numbers = [near.calls[call][1] for call in near.which]
-        for first, times, later, earlier in self._of_hole:
-            asked = numbers[first]
-            if times and numbers[later] != numbers[earlier]:
-                steps = zip(asked, numbers[later], numbers[earlier], strict=True)
-                asked = tuple([n + times * (b - a) for n, b, a in steps])
-            which.append(calls.setdefault((near.calls[near.which[first]][0], asked), len(calls)))
-        told = Sized(self.stream, sizes, list(calls), which)
+        calls, which, chains = self._asked(near)
+        told = Sized(self.stream, sizes, calls, which, chains)
         asked_last = {(told.call(a), far.call(b)) for a, b in zip(self._last_holes, self._far_holes, strict=True)}
         if not all(told == traced or _alike(ask(*told), ask(*traced)) for told, traced in asked_last):
             raise NotRepeating("the last tokens are not as the first ones foretell")
         return told
+
+    def _asked(self, near: Sized) -> tuple[list[Any], list[int], list[list[int]]]:
+        """What is asked at every step: numbers grow by the same from one to the next."""
+        found: dict[tuple[int, int, int, int], int] = {}
+        calls: dict[Any, int] = {}
+        chains: dict[tuple[int, int, int], list[int]] = {}
+        which = []
+        of = near.which
+        for first, times, later, earlier in self._of_hole:
+            key = of[first], times, of[later] if times else 0, of[earlier] if times else 0
+            call = found.get(key)
+            if call is None:
+                form, numbers = near.calls[of[first]]
+                steps = (
+                    [b - a for b, a in zip(near.calls[key[2]][1], near.calls[key[3]][1], strict=True)] if times else ()
+                )
+                grown = (
+                    tuple([n + times * step for n, step in zip(numbers, steps, strict=True)]) if any(steps) else numbers
+                )
+                before = len(calls)
+                call = found[key] = calls.setdefault((form, grown), before)
+                if call == before and any(steps):
+                    chains.setdefault((key[0], key[2], key[3]), []).append(call)
+            which.append(call)
+        return list(calls), which, list(chains.values())
 
     def _sizes(self, near: Sized) -> Ints:
         own = len(near.sizes)

@@ -225,8 +225,8 @@ def _from_hub(hub_id: str, cache_dir: Path | None) -> Path:
                 return found
         return Path(snapshot_download(hub_id, cache_dir=cache_dir, allow_patterns=list(WEIGHTS)))
     except Exception as error:
-        said = str(error).strip().splitlines()
+        said = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         raise InputError(
-            f"'{hub_id}' is not in the Hugging Face cache and cannot be fetched: {said[0] if said else type(error).__name__}"[:300],
+            f"'{hub_id}' is not in the Hugging Face cache and cannot be fetched: {said}",
             hint=f"`hf download {hub_id}` where there is a network (`hf auth login` first if it is gated), or a folder",
         ) from error

@@ -16,7 +16,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ import torch
 
 from memfit.errors import InputError
 from memfit.jobs.pruning.decoder import Decoder
+from memfit.jobs.pruning.journal import Journal, sync_folder
 from memfit.jobs.pruning.layout import TORCH_DTYPES, Piece
 from memfit.jobs.pruning.matrices import find_matrices
 from memfit.jobs.pruning.memory import as_bytes
@@ -33,7 +34,6 @@ from memfit.jobs.pruning.streaming import Parts
 from memfit.models.checkpoint import INDEX, Stored, WeightStore
 from memfit.units import format_bytes
 
-FORMAT = "memfit.prune-journal/1"
 ALONG = (
     "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*",
     "merges.txt", "*.model", "*.tiktoken", "chat_template*", "LICENSE*", "NOTICE*",
@@ -163,11 +163,11 @@ class OutputFolder:
             self.settle()
             self._sync(range(len(self._files)))
             self.close()
-            _sync_folder(self.working)
+            sync_folder(self.working)
             if self.save.is_dir():
                 self.save.rmdir()
             self.working.rename(self.save)
-            _sync_folder(self.save.parent)
+            sync_folder(self.save.parent)
             self.journal.delete()
         except OSError as error:
             raise _cannot_write(self.save, error) from error
@@ -206,7 +206,7 @@ class OutputFolder:
             (self.working / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
         self._copy_along()
         self._sync(range(len(names)))
-        _sync_folder(self.working)
+        sync_folder(self.working)
         self.journal.begin()
 
     def _continue(self) -> None:
@@ -363,91 +363,6 @@ def journal_of(save: Path) -> Path:
     return save.with_name(f"{save.name}.partial.jsonl")
 
 
-# -- the journal -------------------------------------------------------------------------------------------------------
-
-
-class Journal:
-    def __init__(self, path: Path, key: Mapping[str, Any]) -> None:
-        self.path = path
-        self.key = dict(key)
-        self.settings: dict[str, Any] = {}
-        self.blocks: list[dict[str, Any]] = []
-        self._file: int | None = None
-
-    def begin(self) -> None:
-        self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | _CLOEXEC, 0o666)
-        self._append({"format": FORMAT, "run": self.key})
-        _sync_folder(self.path.parent)
-
-    @classmethod
-    def read(cls, path: Path, key: Mapping[str, Any], *, save: str) -> Journal:
-        """Up to the first line that is not whole: a run may be killed in the middle of one."""
-        made, end = cls(path, key), 0
-        for line, at in _lines(path):
-            if end == 0:
-                made._check(line, save)
-            elif "set" in line:
-                made.settings.update(line["set"])
-            elif line.get("block") == len(made.blocks):
-                made.blocks.append(line)
-            end = at
-        if end == 0:
-            raise InputError(f"the journal '{path}' is damaged", hint=f"delete it and {path.with_suffix('')}")
-        made._file = os.open(path, os.O_WRONLY | os.O_APPEND | _CLOEXEC)
-        os.ftruncate(made._file, end)
-        return made
-
-    def remember(self, name: str, value: Any) -> None:
-        self.settings[name] = value
-        self._append({"set": {name: value}})
-
-    def add_block(self, block: int, checksum: int, facts: Mapping[str, Any]) -> None:
-        line = {"block": block, "checksum": checksum, "facts": dict(facts)}
-        self._append(line)
-        self.blocks.append(line)
-
-    def close(self) -> None:
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
-
-    def delete(self) -> None:
-        self.close()
-        self.path.unlink(missing_ok=True)
-
-    def _check(self, line: dict[str, Any], save: str) -> None:
-        if line.get("format") != FORMAT:
-            raise InputError(f"the journal '{self.path}' is of another version of memfit")
-        before = line.get("run", {})
-        other = sorted(name for name in {*before, *self.key} if before.get(name) != self.key.get(name))
-        if other:
-            was = ", ".join(f"{name} {before.get(name)!r}" for name in other if name != "source")
-            raise InputError(
-                f"--resume: '{save}' was begun with other settings: {was or 'the model has changed since'}",
-                hint="use the same command, or another --save",
-            )
-
-    def _append(self, line: Mapping[str, Any]) -> None:
-        assert self._file is not None
-        _write_all(self._file, memoryview((json.dumps(line) + "\n").encode()))
-        os.fsync(self._file)
-
-
-def _lines(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
-    """Whole lines, each with the place where it ends."""
-    end = 0
-    with path.open("rb") as stream:
-        for raw in stream:
-            end += len(raw)
-            try:
-                line = json.loads(raw) if raw.endswith(b"\n") else None
-            except ValueError:
-                line = None
-            if not isinstance(line, dict):
-                return
-            yield line, end
-
-
 # -- bytes -------------------------------------------------------------------------------------------------------------
 
 _CLOEXEC = getattr(os, "O_CLOEXEC", 0)
@@ -472,12 +387,6 @@ def _pwrite(descriptor: int, data: memoryview, at: int) -> None:
         done += os.pwrite(descriptor, data[done : done + COPY_BYTES], at + done)
 
 
-def _write_all(descriptor: int, data: memoryview) -> None:
-    done = 0
-    while done < len(data):
-        done += os.write(descriptor, data[done:])
-
-
 def _reserve(descriptor: int, size: int) -> None:
     """Take the room now, so that a full disk is found before the work and not at its end."""
     try:
@@ -488,14 +397,6 @@ def _reserve(descriptor: int, size: int) -> None:
         if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
             raise
     os.ftruncate(descriptor, size)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | _CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _cannot_write(save: object, error: OSError) -> InputError:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
 
 import torch
@@ -26,6 +26,7 @@ from torch import Tensor
 from memfit.errors import UsageError
 from memfit.jobs.pruning import fusing
 from memfit.jobs.pruning.allocation import outlier_percentage, owl, owl_groups
+from memfit.jobs.pruning.attention_kernels import attention_kernels
 from memfit.jobs.pruning.engine import Engine
 from memfit.jobs.pruning.matrices import Matrix
 from memfit.jobs.pruning.memory import finished, numbers
@@ -327,11 +328,17 @@ class Sweep:
         facts = self.output.facts(index) if self.output is not None else None
         return BlockReport.from_json(engine.team.tell(facts))
 
-    def _kernels(self) -> AbstractContextManager[None]:
-        decoder = self.engine.decoder
+    @contextmanager
+    def _kernels(self) -> Iterator[None]:
+        decoder, device = self.engine.decoder, self.engine.device
         windows = [ids for ids in (self.ids, *self.evaluated.values()) if ids is not None]
-        tokens = sum(ids.numel() for ids in windows) // self.engine.team.size
-        return fusing.compiled(decoder.blocks, decoder.config, self.engine.device, tokens * self.engine.whole)
+        tokens = sum(ids.numel() for ids in windows) // self.engine.team.size * self.engine.whole
+        length = max((ids.shape[1] for ids in windows), default=0)
+        with (
+            fusing.compiled(decoder.blocks, decoder.config, device, tokens),
+            attention_kernels(decoder.config, device, tokens, length),
+        ):
+            yield
 
     @contextmanager
     def _writing(self) -> Iterator[BlockWriter | None]:

@@ -256,6 +256,14 @@ class MemfitTrainer(Trainer):  # type: ignore[misc,unused-ignore]
         # The Trainer's own way makes fp32 of adapters whatever they were.
         set_peft_model_state_dict(self.model, load_file(adapters))
 
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if self._sharded or checkpoint is None or not (Path(checkpoint) / "optimizer.pt").is_file():
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        # On the host first: the Trainer's own way needs room for it twice on each GPU, and fails for many CPUs.
+        for name, part in (("optimizer.pt", self.optimizer), ("scheduler.pt", self.lr_scheduler)):
+            part.load_state_dict(torch.load(Path(checkpoint) / name, map_location="cpu", weights_only=True))
+
     def _go_on_from(self, folder: Path) -> None:
         before = Progress.read(folder)
         if before is None:

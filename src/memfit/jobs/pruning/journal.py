@@ -1,0 +1,114 @@
+"""The journal of a run: what it is, what it settled, and a line for each block that is safely on disk.
+
+One JSON object a line, each on disk before the next step is taken. A run may be killed in the middle of a line; what
+comes after the last whole line is not believed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from memfit.errors import InputError
+
+FORMAT = "memfit.prune-journal/1"
+_CLOEXEC = getattr(os, "O_CLOEXEC", 0)
+
+
+class Journal:
+    def __init__(self, path: Path, key: Mapping[str, Any]) -> None:
+        self.path = path
+        self.key = dict(key)
+        self.settings: dict[str, Any] = {}
+        self.blocks: list[dict[str, Any]] = []
+        self._file: int | None = None
+
+    def begin(self) -> None:
+        self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | _CLOEXEC, 0o666)
+        self._append({"format": FORMAT, "run": self.key})
+        sync_folder(self.path.parent)
+
+    @classmethod
+    def read(cls, path: Path, key: Mapping[str, Any], *, save: str) -> Journal:
+        """Up to the first line that is not whole: a run may be killed in the middle of one."""
+        made, end = cls(path, key), 0
+        for line, at in _lines(path):
+            if end == 0:
+                made._check(line, save)
+            elif "set" in line:
+                made.settings.update(line["set"])
+            elif line.get("block") == len(made.blocks):
+                made.blocks.append(line)
+            end = at
+        if end == 0:
+            raise InputError(f"the journal '{path}' is damaged", hint=f"delete it and {path.with_suffix('')}")
+        made._file = os.open(path, os.O_WRONLY | os.O_APPEND | _CLOEXEC)
+        os.ftruncate(made._file, end)
+        return made
+
+    def remember(self, name: str, value: Any) -> None:
+        self.settings[name] = value
+        self._append({"set": {name: value}})
+
+    def add_block(self, block: int, checksum: int, facts: Mapping[str, Any]) -> None:
+        line = {"block": block, "checksum": checksum, "facts": dict(facts)}
+        self._append(line)
+        self.blocks.append(line)
+
+    def close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def delete(self) -> None:
+        self.close()
+        self.path.unlink(missing_ok=True)
+
+    def _check(self, line: dict[str, Any], save: str) -> None:
+        if line.get("format") != FORMAT:
+            raise InputError(f"the journal '{self.path}' is of another version of memfit")
+        before = line.get("run", {})
+        other = sorted(name for name in {*before, *self.key} if before.get(name) != self.key.get(name))
+        if other:
+            was = ", ".join(f"{name} {before.get(name)!r}" for name in other if name != "source")
+            raise InputError(
+                f"--resume: '{save}' was begun with other settings: {was or 'the model has changed since'}",
+                hint="use the same command, or another --save",
+            )
+
+    def _append(self, line: Mapping[str, Any]) -> None:
+        assert self._file is not None
+        _write_all(self._file, memoryview((json.dumps(line) + "\n").encode()))
+        os.fsync(self._file)
+
+
+def _lines(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
+    """Whole lines, each with the place where it ends."""
+    end = 0
+    with path.open("rb") as stream:
+        for raw in stream:
+            end += len(raw)
+            try:
+                line = json.loads(raw) if raw.endswith(b"\n") else None
+            except ValueError:
+                line = None
+            if not isinstance(line, dict):
+                return
+            yield line, end
+
+
+def _write_all(descriptor: int, data: memoryview) -> None:
+    done = 0
+    while done < len(data):
+        done += os.write(descriptor, data[done:])
+
+
+def sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | _CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
