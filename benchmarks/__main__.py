@@ -2,7 +2,8 @@
 
     python -m benchmarks                 # a few minutes: every case three times after a first call, slow ones once
     python -m benchmarks --only 8b       # the cases whose model or kind has this in its name
-    python -m benchmarks --full          # all 1,000 lines of the batch instead of 40 and a calculation
+    python -m benchmarks --full          # all 1,000 lines of each batch instead of 100 and a calculation
+    python -m benchmarks --batches       # the batches alone
     python -m benchmarks --json > times.json
 
 Wall-clock times of one machine: other processes on it lengthen them, so the table says how many cores there are and how
@@ -30,13 +31,14 @@ HEADINGS = (
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Time memfit's predictions.")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
-    parser.add_argument("--full", action="store_true", help="run all 1,000 lines of the batch")
+    parser.add_argument("--full", action="store_true", help="run all 1,000 lines of each batch")
+    parser.add_argument("--batches", action="store_true", help="only the batches")
     parser.add_argument(
         "--only", default="", metavar="TEXT", help="only plans whose model or kind has this in its name"
     )
     asked = parser.parse_args(argv)
-    chosen = [case for case in plans.cases() if asked.only in f"{case.name} {case.model}"]
-    if not chosen:
+    chosen = [case for case in plans.cases() if asked.only in f"{case.name} {case.model}" and not asked.batches]
+    if not chosen and not asked.batches:
         parser.error(f"no case has {asked.only!r} in its name")
 
     before = _machine()
@@ -48,13 +50,15 @@ def main(argv: list[str] | None = None) -> int:
         timed.append(plans.measured(case))
     made: dict[str, Any] = {
         "schema": "memfit.bench/1", "machine": before, "plans": [dataclasses.asdict(each) for each in timed],
-        "ratio_70b_to_8b": plans.ratios(timed), "batch": None, "shell": None,
+        "ratio_70b_to_8b": plans.ratios(timed), "batches": {}, "shell": None,
     }  # fmt: skip
     if not asked.only:
-        _say("one plan from the shell ...")
-        made["shell"] = shell.one_plan()
-        _say("plan batch ...")
-        made["batch"] = shell.batch(shell.ALL_LINES if asked.full else shell.BATCH_LINES)
+        if not asked.batches:
+            _say("one plan from the shell ...")
+            made["shell"] = shell.one_plan()
+        for name, workload in shell.BATCHES.items():
+            _say(f"plan batch: {name} ...")
+            made["batches"][name] = shell.batch(workload, shell.ALL_LINES if asked.full else shell.BATCH_LINES)
     made["machine"]["load_after"] = os.getloadavg()[0]
     print(json.dumps(made, indent=1) if asked.json else text(made, timed))
     return 0
@@ -102,13 +106,13 @@ def text(made: dict[str, Any], timed: list[Timed]) -> str:
         f"plans in one warm process, no trace cache: best and median of {plans.ROUNDS} after a first call, "
         f"or of 1 where that call takes over {plans.SLOW_SECONDS:.0f} s",
         "",
-        aligned([HEADINGS, *(_row(each) for each in timed)]),
+        *([aligned([HEADINGS, *(_row(each) for each in timed)])] if timed else ()),
     ]
     if made["ratio_70b_to_8b"]:
         ratios = ", ".join(f"{name} {ratio:.2f}" for name, ratio in made["ratio_70b_to_8b"].items())
         parts += ["", f"llama 70B over 8B (limit 1.5): {ratios}"]
-    if made["batch"]:
-        parts += ["", *_batch_lines(made["batch"])]
+    if made["batches"]:
+        parts += ["", *_batch_lines(made["batches"])]
     if made["shell"]:
         parts += ["", *_shell_lines(made["shell"])]
     return "\n".join(parts)
@@ -125,15 +129,22 @@ def _row(each: Timed) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def _batch_lines(batch: dict[str, Any]) -> list[str]:
-    how = "measured" if batch["measured"] else "calculated from the mean line"
-    peak = "n/a" if batch["host_peak_bytes"] is None else f"{batch['host_peak_bytes'] >> 20:,} MiB"
+def _batch_lines(batches: dict[str, dict[str, Any]]) -> list[str]:
+    rows = [("plan batch", "model", "lines", "s", "processor s", "first s", "ms a line", "1,000 lines s", "host MiB")]
+    for name, batch in batches.items():
+        peak = batch["host_peak_bytes"]
+        over = " !" if batch["seconds_for_1000"] > shell.BATCH_LIMIT_SECONDS else "  "
+        rows.append((
+            name, batch["workload"]["model"], str(batch["lines"]), f"{batch['seconds']:.1f}",
+            f"{batch['processor_seconds']:.1f}", f"{batch['first_line_seconds']:.2f}",
+            f"{1000 * batch['seconds_a_line_in_second_half']:.0f}", f"{batch['seconds_for_1000']:.0f}{over}",
+            "n/a" if peak is None else f"{peak >> 20:,}",
+        ))  # fmt: skip
     return [
-        "plan batch, lora of llama-3.2-1b, every batch size and sequence length different, empty trace cache:",
-        f"  {batch['lines']} lines {batch['seconds']:.1f} s; first {batch['first_line_seconds']:.2f} s, then "
-        f"{batch['seconds_a_line']:.3f} s a line ({batch['seconds_a_line_in_second_half']:.3f} in the second half)",
-        f"  1,000 lines {batch['seconds_for_1000']:.0f} s, {how} (limit {shell.BATCH_LIMIT_SECONDS:.0f}); "
-        f"host peak {peak}",
+        f"every batch size and sequence length different, empty trace cache; limit {shell.BATCH_LIMIT_SECONDS:.0f} s "
+        "for 1,000 lines, calculated from the second half where fewer were run",
+        "",
+        aligned(rows),
     ]
 
 

@@ -12,7 +12,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-BATCH_LINES, ALL_LINES = 40, 1000
+BATCH_LINES, ALL_LINES = 100, 1000
+BATCHES: dict[str, dict[str, Any]] = {
+    "lora, checkpointed": {"kind": "lora", "model": "llama-3.2-1b", "grad_checkpointing": True},
+    "lora of 7B, checkpointed": {"kind": "lora", "model": "qwen2.5-7b", "grad_checkpointing": True},
+    "train": {"kind": "train", "model": "llama-3.2-1b"},
+    "forward, two windows": {"kind": "forward", "model": "gemma-2-9b"},
+    "generate 64": {"kind": "generate", "model": "llama-3.2-1b", "new_tokens": 64},
+}
+"""One job each, asked at as many batch sizes and lengths as there are lines."""
 BATCH_LIMIT_SECONDS = 120.0
 CACHED_LIMIT_SECONDS = 0.4
 PLAN = (
@@ -55,13 +63,15 @@ def one_plan(rounds: int = 3) -> dict[str, float]:
     }  # fmt: skip
 
 
-def batch(lines: int) -> dict[str, Any]:
-    """`plan batch` over one model, no batch size and no sequence length twice; the trace cache starts empty."""
+def batch(workload: dict[str, Any], lines: int) -> dict[str, Any]:
+    """`plan batch` over one job, no batch size and no sequence length twice; the trace cache starts empty. Processor
+    time counts, because other processes do not lengthen it."""
     with TemporaryDirectory() as folder:
         peak: int | None = None
+        before = _processor_seconds()
         arrived, started = [], time.perf_counter()
         process = subprocess.Popen(
-            [sys.executable, "-m", "memfit", "plan", "batch", _file(lines, folder)], stdout=subprocess.PIPE,
+            [sys.executable, "-m", "memfit", "plan", "batch", _file(workload, lines, folder)], stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL, env=_env(str(Path(folder, "cache"))), text=True,
         )  # fmt: skip
         assert process.stdout is not None
@@ -73,14 +83,20 @@ def batch(lines: int) -> dict[str, Any]:
         if process.wait() or len(arrived) != lines:
             raise RuntimeError(f"plan batch ended with {process.returncode} after {len(arrived)} of {lines} lines")
         total = time.perf_counter() - started
-    a_line = (arrived[-1] - arrived[0]) / (lines - 1)
     later = arrived[lines // 2 - 1 :]
+    a_line = (later[-1] - later[0]) / (len(later) - 1)
     return {
-        "lines": lines, "seconds": total, "first_line_seconds": arrived[0], "seconds_a_line": a_line,
-        "seconds_a_line_in_second_half": (later[-1] - later[0]) / (len(later) - 1),
+        "workload": workload, "lines": lines, "seconds": total, "processor_seconds": _processor_seconds() - before,
+        "first_line_seconds": arrived[0], "seconds_a_line_in_second_half": a_line,
         "seconds_for_1000": total if lines == ALL_LINES else total + (ALL_LINES - lines) * a_line,
         "measured": lines == ALL_LINES, "host_peak_bytes": peak,
     }  # fmt: skip
+
+
+def _processor_seconds() -> float:
+    """Of all processes that were started from here and have ended."""
+    spent = os.times()
+    return spent.children_user + spent.children_system
 
 
 def _host_peak(pid: int) -> int | None:
@@ -93,15 +109,14 @@ def _host_peak(pid: int) -> int | None:
     return None if peak is None else int(peak) * 1024
 
 
-def _file(lines: int, folder: str) -> str:
+def _file(workload: dict[str, Any], lines: int, folder: str) -> str:
     order = random.Random(0)
     batches, lengths = list(range(1, lines + 1)), [128 + 8 * i for i in range(lines)]
     order.shuffle(batches)
     order.shuffle(lengths)
     path = Path(folder, "lines.jsonl")
-    workloads = [
-        {"kind": "lora", "model": "llama-3.2-1b", "batch_size": size, "seq_len": length, "grad_checkpointing": True}
-        for size, length in zip(batches, lengths, strict=True)
-    ]
-    path.write_text("".join(json.dumps(workload) + "\n" for workload in workloads))
+    pairs = zip(batches, lengths, strict=True)
+    path.write_text(
+        "".join(json.dumps({**workload, "batch_size": size, "seq_len": length}) + "\n" for size, length in pairs)
+    )
     return str(path)

@@ -25,8 +25,8 @@ def byte_level() -> dict[str, Any]:
 
     tokens = ["<unk>", "<s>", "</s>", *sorted(ByteLevel.alphabet()), "th", "in"]
     return {
-        "model": "gpt2", "tokens": tokens, "types": [CONTROL] * 3 + [NORMAL] * (len(tokens) - 3), "merges": ["t h", "i n"],
-        "scores": None,
+        "model": "gpt2", "tokens": tokens, "types": [CONTROL] * 3 + [NORMAL] * (len(tokens) - 3), "scores": None,
+        "merges": ["t h", "i n"],
     }  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,14 +12,14 @@ from typing import Any
 
 import pytest
 import yaml
-from tiny_run import close, document, same
+from tiny_run import close, document, run, same
 
 SCRIPT = str(Path(__file__).parent / "disturbed_run.py")
 SIZES = {"global_batch_size": 8, "micro_batch_size": 2, "max_steps": 4}
 
 
 def launch(folder: Path, name: str, *, processes: int = 2, resume: bool = False, env: dict[str, str] | None = None,
-           **changes: Any) -> "subprocess.CompletedProcess[str]":  # fmt: skip
+           **changes: Any) -> subprocess.CompletedProcess[str]:  # fmt: skip
     config = folder / f"{name}.yaml"
     config.write_text(yaml.safe_dump(document(folder, output_dir=str(folder / name), **(SIZES | changes))))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
@@ -36,41 +37,61 @@ def losses(folder: Path, name: str) -> dict[str, float]:
     return found
 
 
-def test_two_processes_are_one_at_the_same_global_batch_and_an_oom_in_one_is_everyone_s(tmp_path: Path) -> None:
-    alone = launch(tmp_path, "alone", processes=1)
-    assert alone.returncode == 0, alone.stderr
-    both = launch(tmp_path, "both")
-    assert both.returncode == 0, both.stderr
-    assert losses(tmp_path, "both") == pytest.approx(losses(tmp_path, "alone"), rel=1e-5)
-    assert close(tmp_path / "alone" / "step_4", tmp_path / "both" / "step_4")
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of an undisturbed run of two processes."""
+    folder = tmp_path_factory.mktemp("two")
+    done = launch(folder, "both")
+    assert done.returncode == 0, done.stderr
+    return folder
 
+
+def test_two_processes_are_one_at_the_same_global_batch(tmp_path: Path, both: Path) -> None:
+    run(tmp_path, output_dir=str(tmp_path / "alone"), **SIZES)
+    assert losses(both, "both") == pytest.approx(losses(tmp_path, "alone"), rel=1e-5)
+    assert close(tmp_path / "alone" / "step_4", both / "both" / "step_4")
+
+
+def test_an_oom_in_one_process_makes_all_of_them_smaller_and_changes_nothing_else(tmp_path: Path, both: Path) -> None:
     halved = launch(tmp_path, "halved", env={"MEMFIT_TEST_OOM": "1:2:2"})
     assert halved.returncode == 0, halved.stderr
-    assert losses(tmp_path, "halved") == pytest.approx(losses(tmp_path, "alone"), rel=1e-5)
-    assert close(tmp_path / "alone" / "step_4", tmp_path / "halved" / "step_4")
+    assert losses(tmp_path, "halved") == pytest.approx(losses(both, "both"), rel=1e-5)
+    assert close(both / "both" / "step_4", tmp_path / "halved" / "step_4")
     result = json.loads((tmp_path / "halved" / "result.json").read_text())
     assert (result["micro_batch_size"], result["world_size"]) == (1, 2)
     assert "Tried to allocate 2.00 GiB" in (tmp_path / "halved" / "train.log").read_text()
 
 
-def test_after_kill_9_of_one_of_two_processes_the_resumed_run_ends_with_the_same_weights(tmp_path: Path) -> None:
-    whole = launch(tmp_path, "whole")
-    assert whole.returncode == 0, whole.stderr
+def test_after_kill_9_of_one_of_two_processes_the_resumed_run_ends_with_the_same_weights(
+    tmp_path: Path, both: Path
+) -> None:
     killed = launch(tmp_path, "killed", env={"MEMFIT_TEST_KILL": "1:3"})
     assert killed.returncode != 0
     assert [each.name for each in (tmp_path / "killed").glob("step_*")] == ["step_2"]
     again = launch(tmp_path, "killed", resume=True)
     assert again.returncode == 0, again.stderr
-    assert losses(tmp_path, "killed") == losses(tmp_path, "whole")
-    assert same(tmp_path / "whole" / "step_4", tmp_path / "killed" / "step_4")
+    assert losses(tmp_path, "killed") == losses(both, "both")
+    assert same(both / "both" / "step_4", tmp_path / "killed" / "step_4")
 
 
 def test_after_kill_9_of_the_run_the_resumed_one_ends_with_the_same_weights(tmp_path: Path) -> None:
-    whole = launch(tmp_path, "whole", processes=1)
-    assert whole.returncode == 0, whole.stderr
+    run(tmp_path, output_dir=str(tmp_path / "whole"), **SIZES)
     killed = launch(tmp_path, "killed", processes=1, env={"MEMFIT_TEST_KILL": "0:4"})
     assert killed.returncode == -9
     again = launch(tmp_path, "killed", processes=1, resume=True)
     assert again.returncode == 0, again.stderr
     assert losses(tmp_path, "killed") == losses(tmp_path, "whole")
     assert same(tmp_path / "whole" / "step_4", tmp_path / "killed" / "step_4")
+
+
+@pytest.mark.slow
+def test_sharded_over_two_processes_the_run_is_the_same_and_resumes_exactly(tmp_path: Path, both: Path) -> None:
+    shard = {"MEMFIT_TEST_SHARD": "1"}
+    whole = launch(tmp_path, "whole", env=shard, parallel="fsdp2")
+    assert whole.returncode == 0, whole.stderr
+    assert losses(tmp_path, "whole") == pytest.approx(losses(both, "both"), rel=1e-5)
+    shutil.copytree(tmp_path / "whole", tmp_path / "again")
+    shutil.rmtree(tmp_path / "again" / "step_4")
+    again = launch(tmp_path, "again", env=shard, parallel="fsdp2", resume=True)
+    assert again.returncode == 0, again.stderr
+    assert same(tmp_path / "whole" / "step_4", tmp_path / "again" / "step_4")

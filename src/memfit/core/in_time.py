@@ -69,28 +69,26 @@ class InTime:
         return told.stream, told.sizes, before[is_marker]
 
     def _compare_with(self, far: Stream, skipped: int) -> None:
-        """What is done in the last steps; sizes and numbers are compared for each point."""
+        """What is done in the last steps, and by whom; sizes and numbers are compared for each point."""
         events, holes = far.tokens[skipped]
-        self._far_holes = range(holes, len(far.holes))
         born = int((np.frombuffer(far.actions, np.uint8)[:events] == Action.ALLOC).sum())
-        self._far_blocks = slice(born + sum(len(hole.kept) for hole in far.holes[:holes]), far.blocks)
-        last = len(self.stream.holes) - len(self._far_holes)
+        first = born + sum(len(hole.kept) for hole in far.holes[:holes])
+        self._far_blocks, self._far_holes = range(first, far.blocks), range(holes, len(far.holes))
+        self._last_blocks = range(self.stream.blocks - len(self._far_blocks), self.stream.blocks)
+        self._last_holes = range(len(self.stream.holes) - len(self._far_holes), len(self.stream.holes))
         actions = far.actions[events:]
-        if self.stream.actions[-len(actions) :] != actions or last < 0:
+        if self.stream.actions[-len(actions) :] != actions or _done(
+            self.stream, self._last_blocks, self._last_holes
+        ) != _done(far, self._far_blocks, self._far_holes):
             raise NotRepeating("the last tokens are not as the first ones foretell")
-        self._last_holes = range(last, len(self.stream.holes))
-        pairs = zip(self.stream.holes[last:], far.holes[holes:], strict=True)
-        if any((a.form, a.module, len(a.kept)) != (b.form, b.module, len(b.kept)) for a, b in pairs):
-            raise NotRepeating("the last tokens are not as the first ones foretell")
-        kept = np.ones(far.blocks, dtype=bool)
-        kept[[block for hole in far.holes for block in hole.kept]] = False
-        self._own = kept[self._far_blocks]
+        is_own = np.ones(far.blocks, dtype=bool)
+        is_own[[block for hole in far.holes for block in hole.kept]] = False
+        self._own = is_own[first:]
 
     def of(self, near: Sized, far: Sized, ask: Ask) -> Sized:
         """Raises NotRepeating if what the first tokens foretell of the last ones is not so."""
         sizes = self._sizes(near)
-        count = self._far_blocks.stop - self._far_blocks.start
-        differences = sizes[len(sizes) - count :] - far.sizes[self._far_blocks]
+        differences = sizes[self._last_blocks.start :] - far.sizes[self._far_blocks.start :]
         if (abs(differences[self._own]) > TOLERATED_BYTES).any():
             raise NotRepeating("the last tokens are not as the first ones foretell")
         calls, which, chains = self._asked(near)
@@ -130,6 +128,14 @@ class InTime:
         of_blocks = np.where(self._marked.source < own, near.sizes[np.minimum(self._marked.source, own - 1)], 0)
         sizes: Ints = self._extension.sizes(of_blocks)[self._blocks]
         return sizes
+
+
+def _done(stream: Stream, blocks: range, holes: range) -> tuple[Any, ...]:
+    """What was made in that order, by which op of which module, and what was asked of which rules."""
+    labels = np.frombuffer(stream.labels, np.int32).reshape(-1, 3)[max(blocks.start, 0) : blocks.stop]
+    made = [tuple([stream.names[name] for name in block]) for block in labels.tolist()]
+    asked = [(each.form, each.module, len(each.kept)) for each in (stream.holes[hole] for hole in holes)]
+    return made, asked
 
 
 def _alike(told: Answer, traced: Answer) -> bool:

@@ -18,7 +18,7 @@ from memfit.errors import InputError, UsageError
 from memfit.jobs.pruning import out_of_memory, place_to_save, zero_shot
 from memfit.jobs.pruning.calibration import Windows, calibration_windows
 from memfit.jobs.pruning.decoder import Decoder
-from memfit.jobs.pruning.devices import described, device_of
+from memfit.jobs.pruning.devices import described, device_of, give_back_freed_memory
 from memfit.jobs.pruning.distributed import Team
 from memfit.jobs.pruning.engine import Engine
 from memfit.jobs.pruning.finite import check_files
@@ -238,6 +238,8 @@ class _Run:
             done += 1
             for matrix in report.matrices:
                 self.listener.say(f"pruning layer {report.index} name {matrix.name}")
+            if self.device.type == "cpu":
+                give_back_freed_memory()
             part = log.part(f"block {report.index}")
             peak = None if part.gpu is None else part.gpu.stretch_peak_bytes
             self._publish(f"block {report.index}", part.gpu, done, total)

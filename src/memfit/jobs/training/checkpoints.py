@@ -57,7 +57,7 @@ def find_checkpoint(said: str, output_dir: Path) -> Path:
 
 def steps_done(folder: Path) -> int:
     """By its state, which the Trainer reads; a folder may have been renamed."""
-    done = (_read(folder / STATE) or {}).get("global_step", step_of(folder))
+    done = (_read(folder / STATE) or {}).get("global_step", 0)
     return done if isinstance(done, int) else 0
 
 

@@ -40,9 +40,7 @@ def _check_packages(config: TrainConfig) -> None:
     if config.logging.tensorboard and not has_tensorboard():
         raise UsageError("logging.tensorboard needs TensorBoard", hint="pip install tensorboard")
     if config.model.attention == "flash_attention_2" and find_spec("flash_attn") is None:
-        raise UsageError(
-            "model.attention flash_attention_2 needs flash-attn", hint="sdpa has flash kernels of its own"
-        )
+        raise UsageError("model.attention flash_attention_2 needs flash-attn", hint="sdpa has flash kernels of its own")
 
 
 def has_tensorboard() -> bool:
@@ -65,13 +63,17 @@ def _check_model(config: TrainConfig) -> None:
 
 
 def _check_device(config: TrainConfig) -> None:
-    import torch
-
-    on_gpu = config.device != "cpu" and torch.cuda.is_available()
+    on_gpu = _on_gpu(config)
     if config.precision == "amp-fp16" and not on_gpu:
         raise UsageError("precision amp-fp16 needs a GPU", hint="amp-bf16 and fp32 work on the CPU")
     if config.optimizer.name in NEEDS_BITSANDBYTES and not on_gpu:
         raise UsageError(f"optimizer {config.optimizer.name} needs a GPU")
+
+
+def _on_gpu(config: TrainConfig) -> bool:
+    import torch
+
+    return config.device != "cpu" and torch.cuda.is_available()
 
 
 def _check_parallel(config: TrainConfig, world_size: int) -> tuple[str, ...]:
@@ -79,6 +81,8 @@ def _check_parallel(config: TrainConfig, world_size: int) -> tuple[str, ...]:
         return ()
     if world_size == 1:
         return ("parallel: fsdp2 is of no effect in a single process",)
+    if not _on_gpu(config):
+        raise UsageError("parallel fsdp2 needs GPUs: accelerate shards nothing on CPUs", hint="parallel: ddp")
     if config.memory.oom_recovery:
         # Each layer's weights are gathered by all processes together: where one of them stops, all the others wait.
         return ("with fsdp2 a process that runs out of memory ends the run; its checkpoints stay",)

@@ -53,7 +53,10 @@ def _built(job: TrainJob, dtype: torch.dtype) -> nn.Module:
     if is_basics(model.name):
         from memfit.models.basics import BasicsTransformer
 
-        return BasicsTransformer(basics_config(model)).to(dtype)
+        basics: Any = BasicsTransformer(basics_config(model)).to(dtype)
+        basics.config = None  # the Trainer would write into it, and it is no config of transformers
+        plain: nn.Module = basics
+        return plain
     try:
         if job.source is None:
             built: nn.Module = AutoModelForCausalLM.from_config(
@@ -74,7 +77,7 @@ def _with_adapters(model: nn.Module, method: MethodConfig, dtype: torch.dtype) -
     from peft import LoraConfig, get_peft_model
 
     names = linear_layers_of_blocks(model)
-    alpha = method.scaling_alpha
+    alpha: Any = method.scaling_alpha
     config = LoraConfig(
         r=method.rank, lora_alpha=int(alpha) if float(alpha).is_integer() else alpha,
         target_modules=list(method.target_modules or names), lora_dropout=method.dropout,

@@ -103,8 +103,8 @@ class Recovery:
         if smaller is None:
             raise RanOut(
                 f"memory ran out with a single row at a time, {longest:,} tokens long: {cause}",
-                hint="checkpoints are as they were; gradient_checkpointing: full, loss: chunked or a shorter max_seq_len"
-                " make a row smaller",
+                hint="gradient_checkpointing: full, loss: chunked or a shorter max_seq_len make a row smaller;"
+                " checkpoints are as they were",
             )
         self.batch = smaller
         self._on_halved(

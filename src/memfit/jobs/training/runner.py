@@ -1,7 +1,7 @@
 """A training job, run: `train(prepare_job(config), on_event=print)`.
 
-The engine is transformers' Trainer on accelerate, alone or under torchrun; `trainer_engine` says what is memfit's of it.
-In the output folder: `step_N` (checkpoints), `result.json`, and `tensorboard/` where TensorBoard is installed.
+The engine is transformers' Trainer on accelerate, alone or under torchrun; `trainer_engine` says what of it is
+memfit's. In the output folder: `step_N` (checkpoints), `result.json`, and `tensorboard/` where that is installed.
 """
 
 from __future__ import annotations
@@ -120,6 +120,8 @@ def _quiet_libraries() -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*pin_memory.*")
+            # Newer torch has another word for it, which accelerate does not know yet.
+            warnings.filterwarnings("ignore", message=".*broadcast_buffers.*", category=FutureWarning)
             yield
     finally:
         of_transformers.set_verbosity(before)

@@ -1,8 +1,8 @@
 """transformers' Trainer with memfit's steps: micro-batches that shrink when memory runs out, exact resume, whole
 checkpoints.
 
-The Trainer keeps what it is trusted for: DDP and FSDP through accelerate, mixed precision, clipping, schedules, logging.
-It is told that a step is one batch; what that batch is cut into, and run again with, is decided here.
+The Trainer keeps what it is trusted for: DDP and FSDP by accelerate, mixed precision, clipping, schedules, logging. It
+is told that a step is one batch; what that batch is cut into, and run again with, is decided here.
 """
 
 from __future__ import annotations
@@ -72,6 +72,8 @@ class MemfitTrainer(Trainer):  # type: ignore[misc,unused-ignore]
 
         built: dict[str, Any] = super()._build_accelerator_args(**kwargs)
         parallel = self.job.config.parallel
+        # Buffers are the same everywhere from the start. Sent around in a forward pass that one process does not
+        # finish, they would leave the others waiting.
         built["kwargs_handlers"] = [
             DistributedDataParallelKwargs(
                 find_unused_parameters=find_unused_parameters(self.job) and not self.job.config.memory.oom_recovery,
@@ -84,7 +86,7 @@ class MemfitTrainer(Trainer):  # type: ignore[misc,unused-ignore]
 
     def create_optimizer(self, model: Any = None) -> Any:
         if self.optimizer is None:
-            trained = self.model if model is None else model
+            trained: Any = self.model if model is None else model
             decayed = set(self.get_decay_parameter_names(trained))
             self.optimizer = choose_optimizer(self.job.config, trained, decayed)
         return self.optimizer
@@ -111,7 +113,7 @@ class MemfitTrainer(Trainer):  # type: ignore[misc,unused-ignore]
 
     # -- one step
 
-    def training_step(self, model: Any, inputs: Rows, num_items_in_batch: Any = None) -> Tensor:
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         step = int(self.state.global_step) + 1
         loss = self._run(model, step, inputs, num_items_in_batch)
         self._new_losses[step] = self.together.sum(loss.clone()) / self.together.world_size
@@ -155,7 +157,8 @@ class MemfitTrainer(Trainer):  # type: ignore[misc,unused-ignore]
         scores, wanted = logits[:, :-1].flatten(0, 1).float(), inputs["labels"][:, 1:].flatten()
         total = cross_entropy(scores, wanted, ignore_index=IGNORED, reduction="sum")
         # Processes' gradients are averaged, and each has only its own share of the sum.
-        return total / items * self.together.world_size
+        share: Tensor = total / items * self.together.world_size
+        return share
 
     def _halved(self, halved: Halved) -> None:
         self.progress.micro_batch_size = halved.rows_after
@@ -187,10 +190,11 @@ class MemfitTrainer(Trainer):  # type: ignore[misc,unused-ignore]
         longest = self.job.data.longest_first().tolist()
         count = sizes.micro_batch_size * min(2, sizes.gradient_accumulation_steps)
         rows = [self.job.data[longest[number % len(longest)]] for number in range(count)]
-        rates = [group["lr"] for group in self.optimizer.param_groups]
+        optimizer: Any = self.optimizer
+        rates = [group["lr"] for group in optimizer.param_groups]
         scaler = self.accelerator.scaler
         scaling = None if scaler is None else scaler.state_dict()
-        for group in self.optimizer.param_groups:
+        for group in optimizer.param_groups:
             group["lr"] = 0.0
         for _ in range(PROBE_STEPS):
             self._run(model, step, rows, self._items(rows))
@@ -199,11 +203,11 @@ class MemfitTrainer(Trainer):  # type: ignore[misc,unused-ignore]
                 for parameter in model.parameters():  # 0 times infinity would not leave a weight as it was
                     if parameter.grad is not None:
                         parameter.grad.zero_()
-            self.optimizer.step()
+            optimizer.step()
             model.zero_grad()
-        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
-        self.optimizer.optimizer.state.clear()
+        optimizer.optimizer.state.clear()
         if scaler is not None:
             scaler.load_state_dict(scaling)
         if resume_from is not None:
@@ -261,6 +265,7 @@ class MemfitTrainer(Trainer):  # type: ignore[misc,unused-ignore]
             super()._load_optimizer_and_scheduler(checkpoint)
             return
         # On the host first: the Trainer's own way needs room for it twice on each GPU, and fails for many CPUs.
+        part: Any
         for name, part in (("optimizer.pt", self.optimizer), ("scheduler.pt", self.lr_scheduler)):
             part.load_state_dict(torch.load(Path(checkpoint) / name, map_location="cpu", weights_only=True))
 
@@ -273,4 +278,3 @@ class MemfitTrainer(Trainer):  # type: ignore[misc,unused-ignore]
         if before.halved and rows in self.job.batch.rungs:
             self.recovery.batch = self.job.batch.with_micro_batch(rows)
         self.progress.micro_batch_size = self.recovery.batch.micro_batch_size
-
