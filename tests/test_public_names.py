@@ -49,6 +49,7 @@ FLAGS = {
         "--no-eval",
         "--eval-dataset",
         "--eval-windows",
+        "--eval-seqlen",
         "--eval-zero-shot",
         "--save",
         "--save-model",

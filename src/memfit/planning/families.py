@@ -19,12 +19,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from memfit.core.events import Trace
-from memfit.core.holes import Answer, Ask, NotHoled, Sized, answered, stream_of
+from memfit.core.holes import Answer, Ask, Holed, NotHoled, Sized, answered, stream_of
 from memfit.core.in_time import InTime
 from memfit.core.pieces import Piece, TooFewPoints, Unproven, filling
 from memfit.core.polynomials import Point
 from memfit.core.repeat import NotRepeating
 from memfit.jobs.workload import Workload
+from memfit.models.registry import load_config, resolve
 from memfit.planning import cache
 from memfit.planning.corners import BATCH, LENGTH, Corners
 from memfit.planning.recipe import Recipe
@@ -38,7 +39,11 @@ MOST_FAMILIES = 64
 MOST_EVENTS_KEPT = 4_000_000
 """Of whole jobs, each kept for other batches and lengths at which rules answer the same way."""
 TRACED_AS_ASKED = 2
+UNASKED = 12
+"""Points that nobody asked for are traced up to so many; more if others have been told by them."""
 MOST_LINES = 12
+POINTS_BEFORE_DIVIDING = 6
+"""Where so many of one stream do not fit, those on one side of a window are taken apart from the others."""
 FAILURES, POINTS_WITHOUT_FIT = 3, 9
 """After so many the family is given up."""
 THRESHOLDS = ("window", "position", "chunk", "length", "block", "max")
@@ -63,6 +68,8 @@ class Family:
         self._pieces: dict[Part, dict[Hashable, _KnownPiece]] = {"all": {}, "near": {}, "far": {}}
         self._generations: dict[tuple[_KnownPiece, _KnownPiece], InTime] = {}
         self._numbers: dict[tuple[str, ...], list[int]] = {}
+        self._divided = False
+        self._told_points: set[Point] = set()
 
     # -- what is known ------------------------------------------------------------------------------------------------
 
@@ -73,15 +80,17 @@ class Family:
         if self.given_up or len(self._traced) < TRACED_AS_ASKED:
             return None
         try:
-            return self._told(point)
+            told = self._told(point)
         except (Unproven, NotRepeating):
             return None
+        self._told_points.add(point)
+        return told
 
     def _told(self, point: Point) -> Told:
         """As `trace_generation` does it: by the first tokens and the last ones, or else by all."""
         if self._pieces["near"]:
             near, far = self._piece("near", point), self._piece("far", point)
-            if near.key != far.key:
+            if near.context.key != far.context.key:
                 raise Unproven("its parts are of different kinds")
             with suppress(NotRepeating):
                 in_time = self._in_time(near, far)
@@ -100,9 +109,12 @@ class Family:
     def _whole_of(self, known: _KnownPiece, sized: Sized, told_by: object) -> Told:
         from memfit.planning.wholes import Whole
 
+        context = known.context
         outlines, pool = answered(sized, self._ask)
-        whole = _kept((told_by, outlines), lambda: Whole(filling(sized, outlines), known.recipe, known.loss_modules))
-        return Told(known.recipe, whole.trace(pool))
+        whole = _kept(
+            (told_by, outlines), lambda: Whole(filling(sized, outlines), context.recipe, context.loss_modules)
+        )
+        return Told(context.recipe, whole.trace(pool))
 
     def _piece(self, part: Part, point: Point) -> _KnownPiece:
         around = [known for known in self._pieces[part].values() if known.piece.surrounds(point)]
@@ -133,7 +145,7 @@ class Family:
                 return None
             corners = self.corners.around(point)
             missing = [corner for corner in corners if corner not in self._traced]
-            if missing and not self.corners.pay(corners, len(missing), self._unasked()):
+            if missing and not self._pay(corners, len(missing)):
                 return None
             for corner in missing:
                 self._trace(corner)
@@ -152,36 +164,48 @@ class Family:
         self._traced[point] = {}
         try:
             for part, noted in parts_of(heard, work.seq_len).items():
-                self._traced[point][part] = self._add(part, point, recipe, noted)
+                traced = stream_of(noted.trace, noted.calls)
+                self._add(part, point, traced, _Context.of(recipe, noted.loss_modules))
         except NotHoled as why:
             self._traced[point] = {}
             if sum(not parts for parts in self._traced.values()) >= FAILURES:
                 self.given_up = str(why)
 
-    def _add(self, part: Part, point: Point, recipe: Recipe, noted: Noted) -> _KnownPiece:
-        traced = stream_of(noted.trace, noted.calls)
-        key = _constants(recipe)
+    def _add(self, part: Part, point: Point, traced: Holed, context: _Context) -> None:
         pieces = self._pieces[part]
-        if (traced.stream, key) not in pieces:
-            without_trace = dataclasses.replace(recipe, trace=Trace())
-            pieces[traced.stream, key] = _KnownPiece(Piece(traced.stream), key, without_trace, noted.loss_modules)
-        found = pieces[traced.stream, key]
+        numbers = self._config_numbers(THRESHOLDS) if self._divided else []
+        key = traced.stream, context.key, _place(point[LENGTH], numbers)
+        if key not in pieces:
+            pieces[key] = _KnownPiece(Piece(traced.stream), context)
+        found = self._traced[point][part] = pieces[key]
         found.piece.add(point, traced)
         for known in pieces.values():
             others = (other for each in pieces.values() if each is not known for other in each.piece.points)
             known.contradicted = any(known.piece.surrounds(other) for other in others)
         self._see_whether_it_fits(found.piece)
-        return found
 
     def _see_whether_it_fits(self, piece: Piece) -> None:
-        if len(piece.points) < POINTS_WITHOUT_FIT:
+        """A job may do the same on both sides of a window, with sizes that grow on one side only."""
+        count = len(piece.points)
+        if count < (POINTS_WITHOUT_FIT if self._divided else POINTS_BEFORE_DIVIDING):
             return
         try:
             piece.fit(self._ask)
         except TooFewPoints:
             pass
         except Unproven as why:
-            self.given_up = str(why)
+            if self._divided or not self._config_numbers(THRESHOLDS):
+                self.given_up = str(why) if count >= POINTS_WITHOUT_FIT else None
+            else:
+                self._divide()
+
+    def _divide(self) -> None:
+        self._divided = True
+        known = [(part, point, found) for point, parts in self._traced.items() for part, found in parts.items()]
+        for pieces in self._pieces.values():
+            pieces.clear()
+        for part, point, found in known:
+            self._add(part, point, found.piece.points[point], found.context)
 
     def _trace(self, point: Point) -> None:
         """A point that nobody has asked for: whoever asks for one like it is told what is wrong with it."""
@@ -200,8 +224,10 @@ class Family:
         else:
             self.learn(work, recipe, heard)
 
-    def _unasked(self) -> int:
-        return sum(point not in self.corners.asked for point in self._traced)
+    def _pay(self, corners: list[Point], new: int) -> bool:
+        """Not for ever, if they tell nothing."""
+        unasked = sum(point not in self.corners.asked for point in self._traced)
+        return unasked + new <= UNASKED + len(self._told_points) and self.corners.pay(corners, new, unasked)
 
     def _done_at(self, point: Point) -> object:
         parts = self._traced.get(point, {})
@@ -213,35 +239,39 @@ class Family:
 
     def _config_numbers(self, names: tuple[str, ...] = ("",)) -> list[int]:
         if names not in self._numbers:
-            from memfit.models.registry import load_config, resolve
-
-            found = set(_numbers_in(load_config(resolve(self.work.model)).to_dict(), names))
+            source = resolve(self.work.model)
+            found = set() if source.kind == "factory" else set(_numbers_in(load_config(source).to_dict(), names))
             if self.work.kind == "generate":
                 found |= {number - self.work.new_tokens for number in found}
             self._numbers[names] = sorted(number for number in found if number > 1)
         return self._numbers[names]
 
 
-@dataclass(eq=False)
-class _KnownPiece:
-    """A piece, and what it needs to become a plan."""
+@dataclass(frozen=True)
+class _Context:
+    """What a piece needs to become a plan, and a key that is the same where that is."""
 
-    piece: Piece
     key: str
     recipe: Recipe
     loss_modules: frozenset[str]
+
+    @classmethod
+    def of(cls, recipe: Recipe, loss_modules: frozenset[str]) -> _Context:
+        facts = recipe.facts()
+        facts["settings"] = {k: v for k, v in facts["settings"].items() if k not in ("batch_size", "seq_len")}
+        return cls(json.dumps(facts, sort_keys=True), dataclasses.replace(recipe, trace=Trace()), loss_modules)
+
+
+@dataclass(eq=False)
+class _KnownPiece:
+    piece: Piece
+    context: _Context
     contradicted: bool = False
     """The job did something else at a point inside: comparisons and powers of two do not tell it all."""
 
 
 def point_of(work: Workload) -> Point:
     return work.batch_size, work.seq_len
-
-
-def _constants(recipe: Recipe) -> str:
-    facts = recipe.facts()
-    facts["settings"] = {k: v for k, v in facts["settings"].items() if k not in ("batch_size", "seq_len")}
-    return json.dumps(facts, sort_keys=True)
 
 
 def _numbers_in(config: Any, names: tuple[str, ...], name: str = "") -> Iterator[int]:
@@ -264,7 +294,7 @@ _wholes: OrderedDict[Hashable, Whole] = OrderedDict()
 
 def family_of(work: Workload, platform: Platform) -> Family | None:
     """None where a model's own code could do anything, and for pruning, whose micro-batches follow the length."""
-    model = cache.identity(work.model)
+    model = cache.identity(work.model) or _own_factory(work.model)
     if model is None or work.kind == "prune":
         return None
     apart = ("model", "alloc_conf", "batch_size", "seq_len")
@@ -277,6 +307,12 @@ def family_of(work: Workload, platform: Platform) -> Family | None:
     if len(_families) > MOST_FAMILIES:
         _families.popitem(last=False)
     return found
+
+
+def _own_factory(model: str) -> dict[str, str] | None:
+    """The models that come with memfit as code."""
+    source = resolve(model)
+    return {"factory": source.target} if source.kind == "factory" and source.target.startswith("memfit.") else None
 
 
 def forget() -> None:
