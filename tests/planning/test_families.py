@@ -262,3 +262,14 @@ def test_without_the_cache_every_point_is_traced(models: Models, traced_points: 
     for point in (*sweep(6), *sweep(6)):
         trace_workload(at(work, point), H200, cached=False)
     assert traced_points == sweep(6) * 2
+
+
+def test_whoever_changes_a_trace_changes_no_other(models: Models) -> None:
+    work = models.work(kind="forward")
+    family = knowing(work, CORNERS + INSIDE)
+    first, again = (family.told(at(work, (7, 222))) for _ in range(2))
+    assert first is not None and again is not None
+    before = rows(again.trace)
+    first.trace.set_category(0, "other")
+    first.trace.truncate(3)
+    assert rows(again.trace) == before

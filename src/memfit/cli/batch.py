@@ -61,7 +61,7 @@ def _look_ahead(file: str, gpu: str | None) -> None:
 
     with suppress(OSError), Path(file).open("rb") as stream:
         for _, line in itertools.islice(read_lines(stream), MOST_LINES_AHEAD):
-            with suppress(MemfitError, OSError):
+            with suppress(Exception):
                 settings, card = _settings(_parse(line))
                 name = gpu if card is None else card
                 work = Workload.from_mapping(settings)

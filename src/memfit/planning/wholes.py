@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from memfit.core.events import Trace
 from memfit.core.holes import Filled
 from memfit.core.last_step import last_step
@@ -9,6 +11,9 @@ from memfit.core.repeat import Extension, Ints, extension, with_sizes
 from memfit.planning import categories
 from memfit.planning.recipe import Recipe
 from memfit.planning.tracing_jobs import STEPS
+
+
+COLUMNS = ("actions", "subjects", "streams", "addresses", "category_of", "op_of", "module_of")
 
 
 class Whole:
@@ -36,7 +41,12 @@ class Whole:
         return len(self._frame)
 
     def trace(self, pool: Ints) -> Trace:
+        """One of its own, for whoever gets it may change it."""
         sizes: Ints = pool[self._source]
         for added in self._extensions:
             sizes = added.sizes(sizes)
-        return with_sizes(self._frame, sizes)
+        return dataclasses.replace(
+            with_sizes(self._frame, sizes), facts=dict(self._frame.facts), marks=list(self._frame.marks),
+            names=list(self._frame.names), _name_ids=dict(self._frame._name_ids),
+            **{name: getattr(self._frame, name)[:] for name in COLUMNS},
+        )  # fmt: skip
