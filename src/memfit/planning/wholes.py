@@ -12,7 +12,6 @@ from memfit.planning import categories
 from memfit.planning.recipe import Recipe
 from memfit.planning.tracing_jobs import STEPS
 
-
 COLUMNS = ("actions", "subjects", "streams", "addresses", "category_of", "op_of", "module_of")
 
 
