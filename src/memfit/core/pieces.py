@@ -9,8 +9,9 @@ by comparisons, `length > window`, `batch * length <= 3072`, `batch < length`, a
 A comparison whose sides grow or fall with batch and with length is the same for a point as for four others that lie
 around it, one in each direction, if it is the same for those four. Divisibility by powers of two is the same for a
 point as for two others of which one is divisible by no more, the other by no less of them, if it is the same for those
-two. So a piece `surrounds` a point if it has such points. What escapes this: equality with one number in between, and
-divisibility by other numbers than powers of two.
+two. So a piece `surrounds` a point if it has such points. What escapes this: what begins at one number and ends at
+another in between (families see to it for the numbers of a model's config), and divisibility by other numbers than
+powers of two.
 """
 
 from __future__ import annotations
