@@ -169,9 +169,9 @@ def _tables(lines: list[dict[str, Any]]) -> str:
         rows = [
             (case, found[_key(vars(case))]) for case in cases() if case.group == group and _key(vars(case)) in found
         ]
-        if rows:
-            text += [f"\n{title}:\n", f"\n| {heading} | perplexity | pruning, s |\n|---|---|---|\n"]
-            text += [f"| {case.label} | {line['pruned']:.3f} | {line['prune_seconds']:.1f} |\n" for case, line in rows]
+        if len(rows) > 1:
+            text += [f"\n{title}:\n", f"\n| {heading} | perplexity |\n|---|---|\n"]
+            text += [f"| {case.label} | {line['pruned']:.3f} |\n" for case, line in rows]
     notes = dict.fromkeys(note for line in lines for note in line["notes"])
     if any(line["split"] == "valid" for line in lines):
         notes["`wikitext2` to calibrate is its validation split: the train split was not at hand"] = None
