@@ -132,7 +132,7 @@ def test_the_public_names_are_sorted_and_all_there() -> None:
 
 def test_no_other_public_name_has_crept_in() -> None:
     visible = {name for name in vars(memfit) if not name.startswith("_")}
-    rooms = {"cli", "core", "jobs", "models", "planning", "recording", "render", "tracing"}
+    rooms = {"advice", "cli", "core", "jobs", "models", "planning", "recording", "render", "tracing"}
     submodules = rooms | {"errors", "gpus", "units"}
     assert visible - submodules - {"annotations", "TYPE_CHECKING", "Any"} <= set(memfit.__all__)
 
