@@ -4,6 +4,10 @@ const data = JSON.parse(document.getElementById("data").textContent);
 const report = data.report;
 document.title = `${data.title} · memfit`;
 
+const system = matchMedia("(prefers-color-scheme: dark)");
+const followSystem = () => { document.documentElement.dataset.theme = system.matches ? "dark" : "light"; };
+followSystem();
+
 const run = data.timeline ? new Run(data.timeline) : null;
 const main = make("main");
 document.getElementById("page").append(topBar(data), main);
@@ -82,7 +86,10 @@ const recolor = () => {
   Theme.forget();
   redraw();
 };
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", recolor);
+system.addEventListener("change", () => {
+  followSystem();
+  recolor();
+});
 document.addEventListener("themechange", recolor);
 redraw();
 document.documentElement.dataset.ready = "yes";

@@ -219,9 +219,8 @@ function themeButton() {
   const picture = svg("svg", { viewBox: "0 0 16 16", "aria-hidden": "true" }, svg("circle", { cx: 8, cy: 8, r: 5.5 }), svg("path", { d: "M8 2.5 A5.5 5.5 0 0 1 8 13.5 Z", fill: "currentColor", stroke: "none" }));
   const button = make("button", { class: "plain icon theme", type: "button", id: "theme", "aria-label": "Dark or light", title: "Dark or light" }, picture);
   button.addEventListener("click", () => {
-    const dark = matchMedia("(prefers-color-scheme: dark)").matches;
-    const now = document.documentElement.dataset.theme || (dark ? "dark" : "light");
-    document.documentElement.dataset.theme = now === "dark" ? "light" : "dark";
+    const root = document.documentElement.dataset;
+    root.theme = root.theme === "dark" ? "light" : "dark";
     document.dispatchEvent(new Event("themechange"));
   });
   return button;
