@@ -16,7 +16,9 @@ COMMON = [
     "--model", "--batch-size", "--seq-len", "--seqlen", "--context-length", "--precision", "--attention", "--padding",
 ]  # fmt: skip
 TRAINING = [
-    "--loop", "--loss", "--optimizer", "--grad-checkpointing", "--grad-accum", "--clip-grad", "--no-clip-grad",
+    "--loop", "--loss", "--loss-chunk", "--optimizer", "--grad-checkpointing", "--selective-checkpointing", "--offload",
+    "--world-size", "--parallel", "--gradient-as-bucket-view", "--no-gradient-as-bucket-view",
+    "--grad-accum", "--clip-grad", "--no-clip-grad",
 ]  # fmt: skip
 LORA = ["--rank", "--target-modules", "--lora-dropout", "--adapter-dtype"]
 PRUNING = [

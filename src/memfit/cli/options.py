@@ -29,10 +29,16 @@ HELP = {
     "precision": "Type of the weights; amp is fp32 weights under autocast.",
     "attention": "Fused kernels, or the plain formula.",
     "padding": "Rows of a batch differ in length: the mask forces other attention kernels.",
-    "loop": "A bare PyTorch loop, or the Hugging Face Trainer.",
-    "loss": "How logits become a loss.",
+    "loop": "A bare PyTorch loop, the Hugging Face Trainer, or `memfit train`.",
+    "loss": "How logits become a loss; chunked is the same loss, some tokens at a time.",
+    "loss_chunk": "Tokens at a time, for --loss chunked.",
     "optimizer": "adamw is torch's foreach. Default: what the loop takes by itself.",
     "grad_checkpointing": "Recompute a block's activations in the backward pass.",
+    "selective_checkpointing": "Recompute only what is cheap: matrix products and attention are kept.",
+    "offload": "What lies in host memory: optimizer, activations, weights (frozen ones).",
+    "world_size": "GPUs that train together; the plan is of one of them.",
+    "parallel": "How: DDP has all on each, FSDP2 shards.",
+    "gradient_as_bucket_view": "Gradients lie in DDP's buckets. Default: what the loop does by itself.",
     "grad_accum": "Forward and backward passes before one optimizer step.",
     "clip_grad": "Clip the norm of the gradients. Default: what the loop does by itself.",
     "rank": "Rank of the LoRA adapters.",
@@ -57,7 +63,7 @@ NUMBERS = {int: "a whole number", float: "a number"}
 
 def settings_of(kind: str) -> tuple[str, ...]:
     """The settings that a kind of job reads, some of them only beside another one: beams when decoding by beam."""
-    plain = Workload(kind=kind, model="-")  # type: ignore[arg-type]
+    plain = Workload(kind=kind, model="-", world_size=2)  # type: ignore[arg-type]
     read = set(plain.settings())
     for name in list(read - {"kind"}):
         if get_origin(_types()[name]) is Literal:

@@ -38,6 +38,7 @@ class Prepared:
 
 def prepare(workload: Workload, *, layers: int | None = None) -> Prepared:
     """`layers` keeps only the first so many blocks of the model."""
+    _not_built(workload)
     source = resolve(workload.model)
     model = build_model(
         source,
@@ -58,6 +59,10 @@ def prepare(workload: Workload, *, layers: int | None = None) -> Prepared:
         notes = (*notes, *more)
     if workload.trains:
         model.train()
+        if workload.loss == "chunked":
+            from memfit.jobs.training.chunked_loss import use_chunked_loss
+
+            use_chunked_loss(model, chunk=workload.loss_chunk)
         if workload.grad_checkpointing:
             _checkpoint_blocks(model, workload)
     else:
@@ -66,6 +71,18 @@ def prepare(workload: Workload, *, layers: int | None = None) -> Prepared:
         workload=workload, model=model, name=source.name, vocab_size=_vocab_size(model), parameters=parameters,
         notes=notes,
     )  # fmt: skip
+
+
+def _not_built(workload: Workload) -> None:
+    """Each goes from here when it is built."""
+    if workload.trains and workload.offload:
+        raise UsageError(f"--offload {','.join(workload.offload)} cannot be planned yet")
+    if workload.trains and workload.selective_checkpointing:
+        raise UsageError("--selective-checkpointing cannot be planned yet")
+    if workload.trains and workload.world_size > 1:
+        raise UsageError(f"--world-size {workload.world_size} cannot be planned yet")
+    if workload.trains and workload.loop == "memfit":
+        raise UsageError("--loop memfit cannot be planned yet")
 
 
 def _with_adapters(model: nn.Module, workload: Workload) -> tuple[nn.Module, list[str]]:

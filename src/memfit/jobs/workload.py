@@ -19,15 +19,18 @@ Precision = Literal["fp32", "bf16", "fp16", "amp-bf16", "amp-fp16"]
 """amp: fp32 weights under autocast, and for fp16 a gradient scaler."""
 Attention = Literal["sdpa", "eager"]
 Optimizer = Literal["adamw", "adamw-fused", "adamw-single", "sgd", "adafactor", "adamw-8bit"]
-Loop = Literal["plain", "trainer"]
-Loss = Literal["full"]
+Loop = Literal["plain", "trainer", "memfit"]
+"""A bare loop, the Hugging Face Trainer, or `memfit train`."""
+Loss = Literal["full", "chunked"]
+Offload = Literal["optimizer", "activations", "weights"]
+Parallel = Literal["ddp", "fsdp2"]
 Cache = Literal["dynamic", "static"]
 Decoding = Literal["greedy", "sample", "beam"]
 AdapterDtype = Literal["fp32", "same"]
 
 KINDS: tuple[str, ...] = get_args(Kind)
 MAX_BATCH, MAX_SEQ_LEN, MAX_ACCUM, MAX_RANK = 1 << 20, 1 << 24, 1 << 16, 1 << 16
-MAX_TOKENS = 1 << 32
+MAX_TOKENS, MAX_WORLD = 1 << 32, 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,12 +45,24 @@ class Workload:
     """Whether rows of a batch differ in length: a mask then forces other attention kernels."""
     loop: Loop = "plain"
     loss: Loss = "full"
+    """chunked: the same loss and gradients, the logits never whole."""
+    loss_chunk: int = 256
+    """Tokens at a time."""
     optimizer: Optimizer | None = None
     """None is what the loop takes by itself: torch's foreach AdamW, or the Trainer's fused one."""
     grad_checkpointing: bool = False
+    selective_checkpointing: bool = False
+    """Of a block, keep what is dear to compute (matrix products, attention) and compute the rest again."""
+    offload: tuple[Offload, ...] | None = None
+    """What lies on the host; weights are the frozen ones of LoRA."""
     grad_accum: int = 1
     clip_grad: bool | None = None
     """None is what the loop does by itself: the Trainer clips."""
+    world_size: int = 1
+    """Processes that train together, one a GPU; the plan is of one of them, and batch_size is its own."""
+    parallel: Parallel = "ddp"
+    gradient_as_bucket_view: bool | None = None
+    """Of DDP: gradients lie in its buckets. None is what the loop does by itself: only `memfit train` does it."""
     rank: int = 16
     target_modules: tuple[str, ...] | None = None
     """None means all linear layers of a block."""
@@ -78,15 +93,20 @@ class Workload:
         _whole("batch_size", self.batch_size, MAX_BATCH)
         _whole("seq_len", self.seq_len, MAX_SEQ_LEN)
         _whole("grad_accum", self.grad_accum, MAX_ACCUM)
+        _whole("loss_chunk", self.loss_chunk, MAX_SEQ_LEN)
+        _whole("world_size", self.world_size, MAX_WORLD)
         _whole("rank", self.rank, MAX_RANK)
         if self.batch_size * self.seq_len > MAX_TOKENS:
             raise UsageError(f"{self.batch_size} x {self.seq_len} tokens are more than any GPU holds")
         _whole("new_tokens", self.new_tokens, MAX_SEQ_LEN)
         _whole("num_beams", self.num_beams, 1 << 10)
-        for name in ("grad_checkpointing", "clip_grad", "padding"):
+        for name in _YES_OR_NO:
             if not isinstance(getattr(self, name), bool):
                 raise UsageError(f"{flag(name)} is yes or no, not {getattr(self, name)!r}")
         _share("lora_dropout", self.lora_dropout)
+        self._check_offload()
+        if self.selective_checkpointing and self.grad_checkpointing:
+            raise UsageError("--grad-checkpointing and --selective-checkpointing both say what is computed again")
         if self.kind == "prune":
             self._check_pruning()
         _names(self.target_modules)
@@ -97,11 +117,24 @@ class Workload:
         if self.kind == "prune":  # it has micro-batches of its own, of whole windows
             object.__setattr__(self, "batch_size", 1)
             object.__setattr__(self, "padding", False)
-        by_trainer = self.loop == "trainer"
+        by_trainer = self.loop != "plain"
         if self.optimizer is None:
             object.__setattr__(self, "optimizer", "adamw-fused" if by_trainer else "adamw")
         if self.clip_grad is None:
             object.__setattr__(self, "clip_grad", by_trainer)
+        if self.gradient_as_bucket_view is None:
+            object.__setattr__(self, "gradient_as_bucket_view", self.loop == "memfit")
+        if self.offload is None:
+            object.__setattr__(self, "offload", ())
+
+    def _check_offload(self) -> None:
+        if not isinstance(self.offload, tuple):
+            raise UsageError(f"{flag('offload')} {self.offload!r} is not a list", hint="such as optimizer,activations")
+        for each in self.offload:
+            _one_of("offload", each, get_args(Offload))
+        object.__setattr__(self, "offload", tuple(name for name in get_args(Offload) if name in self.offload))
+        if "weights" in self.offload and self.kind == "train":
+            raise UsageError("--offload weights is for frozen weights: all of them are trained here", hint="plan lora")
 
     def _check_pruning(self) -> None:
         asked = Sparsity.parse(self.sparsity_type, self.sparsity)
@@ -137,8 +170,9 @@ class Workload:
         if "kind" not in values or "model" not in values:
             raise UsageError("a workload needs at least 'kind' and 'model'")
         made = dict(values)
-        if isinstance(made.get("target_modules"), list):
-            made["target_modules"] = tuple(made["target_modules"])
+        for name in ("target_modules", "offload"):
+            if isinstance(made.get(name), list):
+                made[name] = tuple(made[name])
         clip = made.get("clip_grad")
         if isinstance(clip, (int, float)) and not isinstance(clip, bool):
             made["clip_grad"] = clip > 0  # a norm to clip at: what it is does not change the memory
@@ -149,18 +183,28 @@ class Workload:
         unread = {name for name, kinds in _READ_BY.items() if self.kind not in kinds}
         if self.decoding != "beam":
             unread.add("num_beams")
+        if self.loss != "chunked":
+            unread.add("loss_chunk")
+        if self.world_size == 1 or self.parallel != "ddp":
+            unread.add("gradient_as_bucket_view")
         made = {k: v for k, v in dataclasses.asdict(self).items() if k not in unread}
-        if isinstance(made.get("target_modules"), tuple):
-            made["target_modules"] = list(made["target_modules"])
+        for name in ("target_modules", "offload"):
+            if isinstance(made.get(name), tuple):
+                made[name] = list(made[name])
         return made
 
 
 _CHOICES: dict[str, Any] = {
-    "kind": Kind, "precision": Precision, "attention": Attention, "optimizer": Optimizer,
+    "kind": Kind, "precision": Precision, "attention": Attention, "optimizer": Optimizer, "parallel": Parallel,
     "adapter_dtype": AdapterDtype, "loop": Loop, "loss": Loss, "cache": Cache, "decoding": Decoding, "method": Method,
 }  # fmt: skip
+_YES_OR_NO = ("grad_checkpointing", "selective_checkpointing", "clip_grad", "padding", "gradient_as_bucket_view")
+_OF_TRAINING = (
+    "optimizer", "grad_checkpointing", "selective_checkpointing", "offload", "grad_accum", "clip_grad", "loop", "loss",
+    "loss_chunk", "world_size", "parallel", "gradient_as_bucket_view",
+)  # fmt: skip
 _READ_BY: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("optimizer", "grad_checkpointing", "grad_accum", "clip_grad", "loop", "loss"), ("train", "lora")),
+    **dict.fromkeys(_OF_TRAINING, ("train", "lora")),
     **dict.fromkeys(("rank", "target_modules", "lora_dropout", "adapter_dtype"), ("lora",)),
     **dict.fromkeys(("new_tokens", "decoding", "num_beams", "cache"), ("generate",)),
     **dict.fromkeys(("batch_size", "padding"), ("forward", "train", "lora", "generate")),

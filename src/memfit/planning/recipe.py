@@ -40,8 +40,9 @@ class Recipe:
         """The workload with what the tracing found out, such as the names of the linear layers."""
         names = {field.name for field in dataclasses.fields(Workload)} - set(ASKED_ANEW)
         known: dict[str, Any] = {name: self.settings[name] for name in names & set(self.settings)}
-        if isinstance(known.get("target_modules"), list):
-            known["target_modules"] = tuple(known["target_modules"])
+        for name in ("target_modules", "offload"):
+            if isinstance(known.get(name), list):
+                known[name] = tuple(known[name])
         return dataclasses.replace(work, **known)
 
     def facts(self) -> dict[str, Any]:
