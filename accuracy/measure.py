@@ -27,10 +27,11 @@ ACTIONS = {
 
 class MeasuredPhases:
     """Peaks by phase. Weights get random values once they are on the GPU: what was in memory before may be NaN, and an
-    optimizer behind a gradient scaler then never steps."""
+    optimizer behind a gradient scaler then never steps. What was sharded before it had memory gets its buffers too."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, work: Any) -> None:
         self.model = model
+        self.work = work
         self.peaks: dict[str, list[list[int]]] = {}
         self.loaded: list[int] | None = None
         self.marks: list[tuple[int, str]] = []
@@ -38,6 +39,8 @@ class MeasuredPhases:
     @contextmanager
     def __call__(self, name: str, step: int = 0) -> Iterator[None]:
         import torch
+
+        from memfit.jobs.training.parallel import is_made_without_memory
 
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -47,8 +50,10 @@ class MeasuredPhases:
         self.peaks.setdefault(name, []).append([torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()])
         if name == "load":
             with torch.no_grad():
-                for parameter in self.model.parameters():
-                    parameter.normal_(0, 0.02)
+                for parameter in self.model.parameters() if next(self.model.parameters()).is_cuda else ():
+                    getattr(parameter, "_local_tensor", parameter).normal_(0, 0.02)
+                for buffer in self.model.buffers() if is_made_without_memory(self.work) else ():
+                    buffer.fill_(0.1)
             torch.cuda.synchronize()
             self.loaded = [torch.cuda.memory_allocated(), torch.cuda.memory_reserved()]
 
@@ -76,7 +81,7 @@ def measure(spec: dict[str, Any], events: Path | None) -> dict[str, Any]:
         cuda.set_per_process_memory_fraction(spec["cap_bytes"] / cuda.get_device_properties(0).total_memory)
     with weights_left_alone():
         job = prepare(Workload.from_mapping(settings))
-    phases = MeasuredPhases(job.model)
+    phases = MeasuredPhases(job.model, job.workload)
     try:
         run_job(job, "cuda", phases)
     except torch.OutOfMemoryError as error:
@@ -112,17 +117,18 @@ def save_events(path: Path, marks: list[tuple[int, str]]) -> None:
     import torch
 
     names: dict[str, int] = {"": 0}
-    rows: list[tuple[int, int, int, int]] = []
+    rows: list[tuple[int, int, int, int, int]] = []
     waiting = list(marks)
     for event in torch.cuda.memory._snapshot()["device_traces"][0]:
         while waiting and event["time_us"] >= waiting[0][0]:
-            rows.append((5, 0, names.setdefault("@" + waiting.pop(0)[1], len(names)), 0))
+            rows.append((5, 0, names.setdefault("@" + waiting.pop(0)[1], len(names)), 0, 0))
         action = ACTIONS[event["action"]]
         label = names.setdefault(_place(event.get("frames")), len(names)) if action == 0 else 0
-        rows.append((action, event.get("addr", 0), event["size"], label))
-    action, address, size, name = (np.array(column, dtype=np.uint64) for column in zip(*rows, strict=True))
+        rows.append((action, event.get("addr", 0), event["size"], label, event.get("stream", 0)))
+    action, address, size, name, stream = (np.array(column, dtype=np.uint64) for column in zip(*rows, strict=True))
     text = np.frombuffer(json.dumps(list(names)).encode(), np.uint8)
-    np.savez_compressed(path, a=action.astype(np.uint8), p=address, z=size.astype(np.int64), n=name, names=text)
+    columns = {"a": action.astype(np.uint8), "p": address, "z": size.astype(np.int64), "n": name, "s": stream}
+    np.savez_compressed(path, names=text, **columns)
 
 
 def _place(frames: list[dict[str, Any]] | None) -> str:

@@ -97,8 +97,9 @@ def test_a_file_imports_only_the_packages_that_its_room_may(path: Path) -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_what_is_slow_to_import_is_imported_where_it_is_used(path: Path) -> None:
-    # A model of transformers itself, and its Trainer's subclass: imported only where one is built.
-    if path not in (PACKAGE / "models" / "gsa.py", PACKAGE / "jobs" / "training" / "trainer_engine.py"):
+    # Models and settings of transformers' own kind, and its Trainer's subclass: imported only where one is built.
+    own = ("models/gsa.py", "models/basics_settings.py", "jobs/training/trainer_engine.py")
+    if path not in [PACKAGE / name for name in own]:
         assert not {name.split(".")[0] for name in imports_at_once(path)} & LATE
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from memfit.errors import InputError, MemfitError, TraceError, UnknownName, UsageError
 
 if TYPE_CHECKING:
+    from memfit.advice.preflight.checking import Checked, check
     from memfit.planning.own_code import trace_own_code as trace
     from memfit.planning.predict import Plan, predict
     from memfit.recording.callbacks import lightning_memory, trainer_memory
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Checked",
     "InputError",
     "MemfitError",
     "MemoryLog",
@@ -32,6 +34,7 @@ __all__ = [
     "UnknownName",
     "UsageError",
     "__version__",
+    "check",
     "lightning_memory",
     "predict",
     "print_gpu_memory_summary",
@@ -41,9 +44,11 @@ __all__ = [
 ]
 
 _LATE = {
+    "Checked": ("memfit.advice.preflight.checking", "Checked"),
     "MemoryLog": ("memfit.recording.memory_log", "MemoryLog"),
     "Plan": ("memfit.planning.predict", "Plan"),
     "Sampler": ("memfit.recording.sampler", "Sampler"),
+    "check": ("memfit.advice.preflight.checking", "check"),
     "lightning_memory": ("memfit.recording.callbacks", "lightning_memory"),
     "predict": ("memfit.planning.predict", "predict"),
     "print_gpu_memory_summary": ("memfit.recording.memory_log", "print_gpu_memory_summary"),

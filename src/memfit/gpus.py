@@ -64,6 +64,14 @@ class Gpu:
     notes: tuple[str, ...]
     source: str
     context_start_bytes: int
+    bandwidth: float | None = None
+    """Bytes a second of its memory, as the maker gives them; None where unknown, as with the three that follow."""
+    flops_16bit: float | None = None
+    """Dense products a second in bf16 or fp16 with sums in fp32, by tensor cores."""
+    flops_fp32: float | None = None
+    """Without tensor cores: torch keeps fp32 products exact unless told otherwise."""
+    link_bandwidth: float | None = None
+    """Bytes a second to or from the host."""
 
     def context_after(self, *, training: bool, flash: bool) -> int:
         """What CUDA holds once the job's kernels are loaded.
@@ -157,7 +165,16 @@ def _gpu(card: dict[str, Any], name: str, capacity: int, start: int, notes: tupl
         notes=notes,
         source=source,
         context_start_bytes=start,
+        **_speeds(card),
     )
+
+
+def _speeds(card: dict[str, Any]) -> dict[str, float | None]:
+    """What a size stands for says nothing of speed, but the card that stands for it has one."""
+    known: dict[str, float] = card.get("speed", {})
+    giga, tera = 1e9, 1e12
+    units = {"bandwidth": giga, "flops_16bit": tera, "flops_fp32": tera, "link_bandwidth": giga}
+    return {name: known[name] * unit if name in known else None for name, unit in units.items()}
 
 
 def _arch(card: dict[str, Any]) -> tuple[int, int]:

@@ -58,6 +58,10 @@ def small_configs() -> dict[str, dict[str, Any]]:
 
 CONFIGS = small_configs()
 LLAMA = CONFIGS["llama"]
+OWN_NAMES = {
+    "hidden_size": ("n_embd", "d_model"), "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
+    "num_attention_heads": ("n_head", "n_heads", "num_heads"),
+}  # fmt: skip
 
 
 def build(path: Path, config: object) -> torch.nn.Module:
@@ -88,8 +92,7 @@ def test_a_small_model_of_every_family_builds(path: Path, family: str) -> None:
 @pytest.mark.parametrize("family", CONFIGS)
 @pytest.mark.parametrize("key", ["hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"])
 def test_a_size_that_is_missing_is_never_filled_in(path: Path, family: str, key: str) -> None:
-    own = {"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}.get(key, key)
-    name = own if own in CONFIGS[family] else key
+    name = next(name for name in (*OWN_NAMES.get(key, ()), key) if name in CONFIGS[family])
 
     error = refusal(path, {k: v for k, v in CONFIGS[family].items() if k != name})
 
@@ -108,6 +111,9 @@ def test_a_size_that_is_missing_is_never_filled_in(path: Path, family: str, key:
         ("mixtral", "num_local_experts"),
         ("qwen3_moe", "moe_intermediate_size"),
         ("deepseek_v2", "kv_lora_rank"),
+        ("gsa", "n_kv_heads"),
+        ("gsa", "d_ffn"),
+        ("basics", "d_ff"),
     ],
 )
 def test_a_size_for_which_the_class_has_a_default_must_be_stated_too(path: Path, family: str, key: str) -> None:

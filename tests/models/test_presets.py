@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from memfit.models.own_models import OWN_TYPES
 from memfit.models.presets import Preset, find_preset, name_key, presets
 from memfit.models.registry import build_model, load_config, parameter_count, resolve, supports_sdpa
 
@@ -61,17 +62,26 @@ def test_the_counts_of_well_known_models_are_the_published_ones() -> None:
     counts = {preset.name: preset.parameters for preset in presets()}
 
     assert counts["gpt2"] == 124_439_808
+    assert counts["basics-2.7b"] == 3_406_809_600
+    assert counts["basics-10b"] == 12_832_823_808
+    assert counts["gsa-512m"] == 183_662_144
     assert counts["llama-7b"] == counts["llama-2-7b"] == 6_738_415_616
     assert counts["llama-3.2-1b"] == 1_235_814_400
     assert counts["qwen2.5-7b"] == 7_615_616_512
     assert counts["llama-3.1-405b"] == 405_853_388_800
 
 
-def test_there_are_seventy_published_configs_three_base_models_and_one_of_class_defaults() -> None:
+def test_there_are_seventy_published_configs_three_base_models_one_of_class_defaults_and_memfit_s_own() -> None:
     derived = [preset.name for preset in presets() if preset.source.startswith("derived: smollm2")]
     defaults = [preset.name for preset in presets() if "defaults of" in preset.source]
 
-    assert len(presets()) == 70 + 3 + 1
+    own = [preset.name for preset in presets() if preset.model_type in OWN_TYPES]
+
+    assert len(presets()) == 70 + 3 + 1 + len(own)
+    assert sorted(own) == [
+        "basics-10b", "basics-2.7b", "basics-large", "basics-medium", "basics-small", "basics-xl", "gsa", "gsa-1b",
+        "gsa-1b-gather", "gsa-512m", "gsa-512m-copy1", "gsa-512m-copy1-gather", "gsa-512m-gather", "gsa-gather",
+    ]  # fmt: skip
     assert sorted(derived) == ["smollm2-1.7b", "smollm2-135m", "smollm2-360m"]
     assert defaults == ["phi-3-mini"]
 

@@ -153,7 +153,8 @@ FAMILIES = {preset.model_type: preset for preset in presets()}
 def test_the_blocks_of_every_family_have_their_period(family: str) -> None:
     preset = FAMILIES[family]
     blocks, parameters = blocks_of(preset.name, "eager" if family == "gpt_oss" else "sdpa")
-    layers = preset.config.get("num_hidden_layers", preset.config.get("n_layer"))
+    names = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+    layers = next(preset.config[name] for name in names if name in preset.config)
     assert blocks is not None
     assert (blocks.count, blocks.period) == (layers, PERIODS.get(family, 1))
     assert parameters == preset.parameters

@@ -34,6 +34,8 @@ SMALL: dict[str, Any] = {
     "head_dim": 16, "query_pre_attn_scalar": 16, "num_local_experts": 4, "num_experts": 4, "n_routed_experts": 4,
     "n_shared_experts": 1, "num_experts_per_tok": 2, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
     "v_head_dim": 16, "sliding_window": 16, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
+    "d_model": 64, "n_heads": 4, "n_kv_heads": 2, "num_heads": 4, "d_ffn": 96, "d_ff": 96, "k_base": 8, "k_min": 2,
+    "k_max": 16,
 }  # fmt: skip
 ALL_HEADS = ("phi", "phi3", "deepseek_v2")  # keys and values for every head
 PERIODS = {"gemma2": 2, "gpt_oss": 2, "gemma3_text": 6}
@@ -44,7 +46,8 @@ def shrunk(family: str, layers: int) -> dict[str, Any]:
     """The first preset of the family, each size that it states made small."""
     config = dict(next(preset.config for preset in presets() if preset.model_type == family))
     config |= {name: size for name, size in SMALL.items() if config.get(name) is not None}
-    config["n_layer" if "n_layer" in config else "num_hidden_layers"] = layers
+    names = ("n_layer", "n_layers", "num_layers", "num_hidden_layers")
+    config[next(name for name in names if name in config)] = layers
     if "max_window_layers" in config:
         config["max_window_layers"] = layers
     if "layer_types" in config:

@@ -45,8 +45,9 @@ def test_the_gsa_config_has_a_global_batch_of_256_on_any_number_of_gpus(gpus: in
 
 def test_the_gsa_config_has_the_parameters_that_it_says() -> None:
     from memfit.jobs.training.shapes import gsa_config
+    from memfit.models.gsa_sizes import parameters_of
 
-    assert gsa_config(load_config("gsa-512m").model).parameters == 183_662_144
+    assert parameters_of(gsa_config(load_config("gsa-512m").model).to_dict()) == 183_662_144
 
 
 def test_settings_of_the_command_line_are_yaml(tmp_path: Path) -> None:

@@ -1,27 +1,35 @@
 """An out-of-memory message out of any text: which form it has, and every number in it.
 
-    found = find_oom(text)            # a log of megabytes, a pasted traceback, one line
-    found.requested, found.capacity, found.allocated
+    found = find_ooms(text)           # a log of megabytes, a pasted traceback, one line
+    found.last.oom.requested, found.last.oom.capacity, found.last.line
 
 The forms of all torch releases from 1.0 on are known, those of other backends, and errors of libraries that mean the
-same without saying it. Texts come wrapped by terminals, prefixed by loggers and escaped by JSON, so the text is made
-into one line before it is matched. A size is an interval, for it was printed with two decimals.
+same without saying it. One tolerant pattern a clause, in any order, each of which may be missing: releases differ by
+clauses. A size is an interval, for it was printed with two decimals.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, fields
+from typing import Any
 
-MAX_TEXT = 64 << 20
+from memfit.advice.disguises import DISGUISES, Certainty, Where
+from memfit.advice.pasted_text import Passage, may_break_words, passages
+
 MAX_MESSAGE = 4000
-"""No message is longer, whatever follows it."""
+"""No message is longer, whatever follows it. One of an eight-GPU node with forty processes has 2,600 characters."""
+MAX_FOUND = 2000
 NOT_AVAILABLE = 1 << 60
 """Sizes from here on are a driver's way to say that it does not know: WSL prints 2^64 bytes."""
 
-UNITS = {"bytes": 1, "byte": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
-SIZE = r"(\d{1,20}(?:\.\d{1,6})?)\s{0,4}(bytes|byte|[KMGT]iB|B)\b"
+UNITS = {
+    "bytes": 1, "byte": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40,
+    "kb": 1 << 10, "mb": 1 << 20, "gb": 1 << 30, "tb": 1 << 40,
+}  # fmt: skip
+"""Those without an i too: older MPS messages have them, and mean powers of two all the same."""
+SIZE = r"(\d{1,20}(?:\.\d{1,6})?)\s?(bytes|byte|[KMGT]i?B|B)\b"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +44,10 @@ class Size:
     def middle(self) -> int:
         return (self.low + self.high) // 2
 
+    @property
+    def tolerance(self) -> int:
+        return (self.high - self.low + 1) // 2
+
     def may_be(self, nbytes: int) -> bool:
         return self.low <= nbytes <= self.high
 
@@ -45,6 +57,7 @@ class ProcessUse:
     pid: int | None
     """None for the process that failed, where the message knows it."""
     used: Size | None
+    """None where the driver did not know: the message then has 2^64 or 0 bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,36 +74,94 @@ class Oom:
     reserved: Size | None = None
     unallocated: Size | None = None
     private_pools: Size | None = None
+    other_allocations: Size | None = None
+    """Of MPS: what the process has on the GPU beside torch's allocator."""
     processes: tuple[ProcessUse, ...] = ()
     requests_exactly: bool = False
     """Whether `requested` is the tensor's own size and not that of a segment."""
-    certainty: str = "certain"
-    """certain, likely or possible: a library's error may have another cause."""
+    over_an_exabyte: bool = False
+    certainty: Certainty = "certain"
+    """A library's error may have another cause."""
+    where: Where = "gpu"
     says: str = ""
     """What a disguised one means."""
+    remedy: str = ""
     message: str = ""
+    unknown: dict[str, str] = field(default_factory=dict)
+    """Of each size that is not known, why."""
+
+    def sizes(self) -> dict[str, Size | None]:
+        return {name: getattr(self, name) for name in SIZES}
+
+    @property
+    def known(self) -> int:
+        """How many numbers it gives."""
+        return sum(size is not None for size in self.sizes().values()) + len(self.processes)
+
+
+SIZES = tuple(each.name for each in fields(Oom) if each.type == "Size | None")
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    oom: Oom
+    passage: Passage
+    offset: int
+    """In the passage's one line."""
+
+    @property
+    def line(self) -> int:
+        """In the text, the first being 1."""
+        return self.passage.line_at(self.offset)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    ooms: tuple[Located, ...]
+    """In the order of the text. Disguised ones are in it only if there is no other."""
+
+    @property
+    def first(self) -> Located:
+        return self.ooms[0]
+
+    @property
+    def last(self) -> Located:
+        return self.ooms[-1]
+
+    def __bool__(self) -> bool:
+        return bool(self.ooms)
 
 
 def find_oom(text: str) -> Oom | None:
     """The last message in the text, for what came before it was survived. A plain one goes before a disguised one."""
-    line = one_line(text[-MAX_TEXT:])
-    plain = [oom for reader in (_native, _async, _mps, _cpu) for oom in reader(line)]
-    if plain:
-        return max(plain, key=lambda found: found[0])[1]
-    return next(_disguised(line), None)
+    found = find_ooms(text)
+    return found.last.oom if found else None
 
 
-def one_line(text: str) -> str:
-    """Line breaks, logger prefixes and escapes away: a message may be broken at any place by all of them."""
-    text = text.replace("\\\\n", " ").replace("\\n", " ").replace('\\"', '"').replace("\u00a0", " ")
-    lines = (_PREFIX.sub("", line.strip()) for line in text.splitlines())
-    return re.sub(r"\s+", " ", " ".join(lines))
+def find_ooms(text: str) -> Found:
+    """All messages, each read as the text's line breaks make most sense."""
+    by_blanks = _find(passages(text))
+    if not may_break_words(text):
+        return by_blanks
+    by_width = _find(passages(text, breaks_words=True))
+    return max(by_blanks, by_width, key=lambda found: sum(each.oom.known + 1 for each in found.ooms if _plain(each)))
 
 
-_PREFIX = re.compile(
-    r"^(?:\[(?:rank|default)\s?\d+\]:?\s?|\d{1,4}:\s(?=\S)|>\s|\|\s|\d{4}-\d\d-\d\d[T ][\d:.,]+(?:Z|[+-]\d\d:?\d\d)?\s+"
-    r"|(?:ERROR|WARNING|INFO|CRITICAL)[:\s]\s?|\([\w.-]+ pid=\d+(?:, ip=[\d.]+)?\)\s)+"
-)
+def _plain(located: Located) -> bool:
+    return located.oom.form != "disguised"
+
+
+def _find(all_passages: Iterable[Passage]) -> Found:
+    plain: list[Located] = []
+    disguised: list[Located] = []
+    for passage in all_passages:
+        here = [(at, oom) for reader in (_native, _async, _mps, _cpu) for at, oom in reader(passage.flat)]
+        here.sort(key=lambda each: each[0])
+        plain += [Located(oom, passage, at) for at, oom in here]
+        if not plain:
+            disguised += [Located(oom, passage, at) for at, oom in _disguised(passage)]
+    found = plain or disguised
+    return Found(tuple(found if len(found) <= MAX_FOUND else [*found[: MAX_FOUND // 2], *found[-MAX_FOUND // 2 :]]))
 
 
 def parse_size(number: str, unit: str) -> Size | None:
@@ -105,125 +176,191 @@ def parse_size(number: str, unit: str) -> Size | None:
 
 # -- the native allocators of CUDA, HIP and XPU ------------------------------------------------------------------
 
-_START = re.compile(r"(?:\b(CUDA|HIP|XPU) )?[Oo]ut of memory\. ?Tried to allocate (?:" + SIZE + r"|more than 1EB)")
+_START = re.compile(r"[Oo]ut of memory\b(?:\. ?Tried to allocate (?:" + SIZE + r"|(more than 1EB))?)?")
+_NAMED = re.compile(r"\b(CUDA|HIP|XPU) $")
+_CLAUSES = {
+    name: tuple(re.compile(pattern) for pattern in patterns)
+    for name, patterns in {
+        "capacity": (r"total capaci?ty of " + SIZE, SIZE + r" total capacity"),
+        "free": (r"of which " + SIZE + r" is free", SIZE + r" free;"),
+        "allowed": (SIZE + r" allowed;",),
+        "allocated": (SIZE + r" is allocated by PyTorch", SIZE + r" already allocated"),
+        "reserved": (SIZE + r" reserved in total by PyTorch", SIZE + r" cached\)"),
+        "unallocated": (SIZE + r" is reserved by PyTorch but unallocated",),
+        "private_pools": (r"with " + SIZE + r" allocated in private pools",),
+    }.items()
+}
+_DEVICE = re.compile(r"GPU (\d{1,3})\b")
+_OWN = re.compile(r"this process has " + SIZE + r" memory in use")
+_OTHER = re.compile(r"Process (\d{1,10}) has " + SIZE + r" memory in use")
+_END = re.compile(r"but unallocated\.?|reserved in total by PyTorch\)|cached\)|memory in use\.|is free\.|allowed;")
 
 
 def _native(line: str) -> Iterator[tuple[int, Oom]]:
-    for start in _START.finditer(line):
-        rest = line[start.end() : start.end() + MAX_MESSAGE]
-        rest = rest[: next((m.start() for m in _START.finditer(rest)), len(rest))]
-        form = (start[1] or "cuda").lower()
-        if start[2] is None:
-            says = "a size of 2^60 bytes or more: a corrupt or negative size, never a real need"
-            yield start.start(), Oom(form=form, says=says, message=start[0])
-            continue
-        yield start.start(), Oom(
-            form=form, device=_device(rest), requested=parse_size(start[2], start[3]),
-            capacity=_first(rest, r"total capac(?:i)?ty of " + SIZE, SIZE + r" total capacity"),
-            free=_first(rest, r"of which " + SIZE + r" is free", SIZE + r" free\b"),
-            allowed=_first(rest, SIZE + r" allowed;"),
-            allocated=_first(rest, SIZE + r" is allocated by PyTorch", SIZE + r" already allocated"),
-            reserved=_first(rest, SIZE + r" reserved in total by PyTorch", SIZE + r" cached\)"),
-            unallocated=_first(rest, SIZE + r" is reserved by PyTorch but unallocated"),
-            private_pools=_first(rest, r"with " + SIZE + r" allocated in private pools"),
-            processes=tuple(_processes(rest)), message=_message(start[0], rest),
-        )  # fmt: skip
+    starts = [each for each in _START.finditer(line) if _is_message(line, each)]
+    for start, following in zip(starts, [*starts[1:], None], strict=False):
+        end = min(start.end() + MAX_MESSAGE, len(line) if following is None else following.start())
+        named = _NAMED.search(line, max(start.start() - 6, 0), start.start())
+        at = named.start() if named else start.start()
+        yield at, _read_native(line[at : start.end()], start, line[start.end() : end], named)
 
 
-def _device(rest: str) -> int | None:
-    found = re.search(r"GPU (\d{1,3})\b", rest)
-    return int(found[1]) if found else None
+def _is_message(line: str, start: re.Match[str]) -> bool:
+    """`Tried to allocate` makes it one, and so does the device's name before it. In MPS messages and in library errors
+    the words stand after others."""
+    before = line[max(start.start() - 12, 0) : start.start()]
+    return not before.endswith("backend ") and ("Tried" in start[0] or _NAMED.search(before) is not None)
 
 
-def _first(text: str, *patterns: str) -> Size | None:
+def _read_native(head: str, start: re.Match[str], rest: str, named: re.Match[str] | None) -> Oom:
+    form = (named[1] if named else "cuda").lower()
+    if start[3] is not None:
+        says = "a size of 2^60 bytes or more: a corrupt or negative size, never a real need"
+        unknown = dict.fromkeys(SIZES, "this message gives no numbers")
+        return Oom(form=form, says=says, message=head, over_an_exabyte=True, unknown=unknown)
+    sizes: dict[str, Any] = {"requested": parse_size(start[1], start[2]) if start[1] else None}
+    unknown = {} if sizes["requested"] else {"requested": "the message is cut off before it"}
+    for name, patterns in _CLAUSES.items():
+        sizes[name], why = _clause(rest, patterns)
+        if sizes[name] is None:
+            unknown[name] = why or _why_missing(name, rest)
+    unknown["other_allocations"] = "only MPS prints it"
+    device = _DEVICE.search(rest)
+    return Oom(
+        form=form, device=int(device[1]) if device else None, processes=tuple(_processes(rest)),
+        message=head + rest[: max((m.end() for m in _END.finditer(rest)), default=0)], unknown=unknown, **sizes,
+    )  # fmt: skip
+
+
+def _clause(text: str, patterns: Iterable[re.Pattern[str]]) -> tuple[Size | None, str | None]:
+    """The size, or why a clause that is there has none."""
     for pattern in patterns:
-        found = re.search(pattern, text)
+        found = pattern.search(text)
         if found:
-            return parse_size(found[1], found[2])
-    return None
+            size = parse_size(found[1], found[2])
+            return size, None if size else f"{found[1]} {found[2]} means that the driver did not know"
+    return None, None
+
+
+def _why_missing(name: str, rest: str) -> str:
+    if name == "private_pools":
+        return "printed only where private pools hold something"
+    if name == "allowed":
+        return "printed only where a memory fraction is set, and by torch 2.1 to 2.4 not even then"
+    old = "total capacity;" in rest
+    if (name == "unallocated" and old) or (name == "reserved" and "total capac" in rest and not old):
+        return "this form of the message does not have it"
+    return "the message is cut off before it, or does not have it"
 
 
 def _processes(rest: str) -> Iterator[ProcessUse]:
-    own = re.search(r"this process has " + SIZE + r" memory in use", rest)
+    own = _OWN.search(rest)
     if own:
-        yield ProcessUse(None, parse_size(own[1], own[2]))
-    for other in re.finditer(r"Process (\d{1,10}) has " + SIZE + r" memory in use", rest):
-        yield ProcessUse(int(other[1]), parse_size(other[2], other[3]))
+        yield ProcessUse(None, _use(own[1], own[2]))
+    for other in _OTHER.finditer(rest):
+        yield ProcessUse(int(other[1]), _use(other[2], other[3]))
 
 
-_END = re.compile(
-    r"max_split_size_mb|PYTORCH_(?:CUDA_)?ALLOC_CONF|but unallocated|reserved in total by PyTorch\)|cached\)|is free\."
-)
-
-
-def _message(start: str, rest: str) -> str:
-    last = max((m.end() for m in _END.finditer(rest)), default=0)
-    return start + rest[:last]
+def _use(number: str, unit: str) -> Size | None:
+    """A process that holds nothing is not listed: 0 bytes is a driver that does not know, as 2^64 is."""
+    size = parse_size(number, unit)
+    return size if size is not None and size.high > 0 else None
 
 
 # -- other backends ------------------------------------------------------------------------------------------------
 
+_ASYNC = re.compile(r"Allocation on device (\d{1,3}) would exceed allowed memory\.?(?: \(out of memory\))?")
+_ASYNC_CLAUSES = {
+    "requested": re.compile(r"Requested ?: ?" + SIZE),
+    "allocated": re.compile(r"Currently allocated ?: ?" + SIZE),
+    "capacity": re.compile(r"Device limit ?: ?" + SIZE),
+    "free": re.compile(r"Free \(according to CUDA\) ?: ?" + SIZE),
+    "allowed": re.compile(r"memory fraction\) ?: ?" + SIZE),
+}
+_MPS = re.compile(r"MPS backend out of memory \(MPS allocated: " + SIZE)
+_MPS_CLAUSES = {
+    "requested": re.compile(r"Tried to allocate " + SIZE),
+    "allocated": re.compile(r"MPS allocated: " + SIZE),
+    "allowed": re.compile(r"max allowed: " + SIZE),
+    "other_allocations": re.compile(r"other allocations: " + SIZE),
+}
+_CPU = re.compile(
+    r"DefaultCPUAllocator: (?:can't allocate memory|not enough memory): you tried to allocate (\d{1,20}) bytes"
+    r"\.?(?: Error code \d+ \([\w ]{1,60}\))?"
+)
+
 
 def _async(line: str) -> Iterator[tuple[int, Oom]]:
-    for start in re.finditer(r"Allocation on device (\d{1,3}) would exceed allowed memory", line):
+    for start in _ASYNC.finditer(line):
         rest = line[start.end() : start.end() + 1000]
+        sizes, unknown = _sizes(rest, _ASYNC_CLAUSES)
         yield start.start(), Oom(
-            form="cuda-async", device=int(start[1]), requested=_first(rest, r"Requested ?: ?" + SIZE),
-            allocated=_first(rest, r"Currently allocated ?: ?" + SIZE),
-            capacity=_first(rest, r"Device limit ?: ?" + SIZE),
-            free=_first(rest, r"Free \(according to CUDA\) ?: ?" + SIZE),
-            allowed=_first(rest, r"memory fraction\) ?: ?" + SIZE), requests_exactly=True, message=start[0],
+            form="cuda-async", device=int(start[1]), requests_exactly=True, message=start[0], unknown=unknown, **sizes
         )  # fmt: skip
 
 
 def _mps(line: str) -> Iterator[tuple[int, Oom]]:
-    for start in re.finditer(r"MPS backend out of memory \(MPS allocated: " + SIZE, line):
+    for start in _MPS.finditer(line):
         rest = line[start.start() : start.start() + 600]
-        yield start.start(), Oom(
-            form="mps", allocated=parse_size(start[1], start[2]), allowed=_first(rest, r"max allowed: " + SIZE),
-            requested=_first(rest, r"Tried to allocate " + SIZE), requests_exactly=True, message=rest[:200],
-        )  # fmt: skip
+        end = re.search(r"(?:shared|private) pool\.", rest)
+        sizes, unknown = _sizes(rest, _MPS_CLAUSES)
+        message = rest[: end.end()] if end else start[0]
+        yield start.start(), Oom(form="mps", requests_exactly=True, message=message, unknown=unknown, **sizes)
 
 
 def _cpu(line: str) -> Iterator[tuple[int, Oom]]:
-    pattern = (
-        r"DefaultCPUAllocator: (?:can't allocate memory|not enough memory): you tried to allocate (\d{1,20}) bytes"
-    )
-    for start in re.finditer(pattern, line):
+    for start in _CPU.finditer(line):
+        unknown = dict.fromkeys((name for name in SIZES if name != "requested"), "host memory: no GPU is in it")
         yield start.start(), Oom(
-            form="cpu", requested=parse_size(start[1], "bytes"), requests_exactly=True, message=start[0],
-            says="host memory ran out, not the GPU's",
+            form="cpu", requested=parse_size(start[1], "bytes"), requests_exactly=True, message=start[0], where="host",
+            says="host memory ran out, not the GPU's", unknown=unknown,
         )  # fmt: skip
+
+
+def _sizes(text: str, clauses: dict[str, re.Pattern[str]]) -> tuple[dict[str, Any], dict[str, str]]:
+    sizes: dict[str, Any] = {}
+    unknown = dict.fromkeys(SIZES, "this backend does not print it")
+    for name, pattern in clauses.items():
+        sizes[name], why = _clause(text, (pattern,))
+        if sizes[name] is None:
+            unknown[name] = why or "the message is cut off before it, or does not have it"
+        else:
+            unknown.pop(name)
+    return sizes, unknown
 
 
 # -- out of memory in disguise --------------------------------------------------------------------------------------
 
-_DISGUISES: tuple[tuple[str, str, str], ...] = (
-    (r"NCCL WARN (?:Cuda failure 'out of memory'|Failed to CUDA calloc \d+ bytes)", "certain",
-     "NCCL found no room for its buffers, which lie outside torch's allocator"),
-    (r"OOM trying to allocate workspace for cublaslt", "certain", "cuBLAS found no room for its workspace"),
-    (r"CUBLAS_STATUS_ALLOC_FAILED", "certain", "cuBLAS found no room for its context"),
-    (r"CUDA driver error: out of memory", "certain", "the driver refused memory to an expandable segment"),
-    (r"CUDA error: out of memory", "certain",
-     "memory was refused outside torch's allocator: a context, a library, or pinned host memory"),
-    (r"Error out of memory at line \d+ in file \S*(?:pythonInterface\.c|ops\.cu)", "certain",
-     "bitsandbytes found no room, perhaps on the host"),
-    (r"CUBLAS_STATUS_NOT_INITIALIZED", "likely",
-     "cuBLAS could not start: mostly no room for its context, else a broken installation"),
-    (r"CUDNN_STATUS_(?:NOT_INITIALIZED|ALLOC_FAILED|INTERNAL_ERROR)", "likely",
-     "cuDNN found no room for its workspace"),
-    (r"cusolver error:.{0,80}cusolverDnCreate", "likely", "the solver's handle found no room"),
-    (r"CUDNN_STATUS_NOT_SUPPORTED", "possible", "no room for a workspace, or a shape that cuDNN does not support"),
-    (r"NCCL error.{0,200}(?:unhandled cuda error|internal error)", "possible",
-     "NCCL failed, perhaps for lack of memory: its own warning above says so or not"),
-    (r"(?:oom-kill|Out of memory: Killed process|OOMKilled)", "certain", "the system killed the process: host memory"),
-    (r"(?:exit code:? 137|exitcode ?: ?-9|Signal 9 \(SIGKILL\)|\bKilled\b)", "likely",
-     "the process was killed from outside, most often for lack of host memory"),
-)  # fmt: skip
+
+def _disguised(passage: Passage) -> list[tuple[int, Oom]]:
+    """The surest kind, first and last of it; of equally sure ones that which says most, which stands first in the
+    table."""
+    lines = "\n".join(passage.lines)
+    for disguise in DISGUISES:
+        text = lines if disguise.by_line else passage.flat
+        places = [(each.start(), each[0]) for each in disguise.pattern.finditer(text)]
+        if not places:
+            continue
+        oom = Oom(
+            form="disguised", certainty=disguise.certainty, where=disguise.where, says=disguise.says,
+            remedy=disguise.remedy, message=places[-1][1].strip(),
+            unknown=dict.fromkeys(SIZES, "this message gives no numbers"),
+        )  # fmt: skip
+        offsets = [at for at, _ in places]
+        if disguise.by_line:
+            offsets = [passage.offset_of(text.count("\n", 0, at)) for at in offsets]
+        return [(at, oom) for at in offsets]
+    return _bare(passage)
 
 
-def _disguised(line: str) -> Iterator[Oom]:
-    for pattern, certainty, says in _DISGUISES:
-        found = re.search(pattern, line)
-        if found:
-            yield Oom(form="disguised", certainty=certainty, says=says, message=found[0])
+_BARE = re.compile(r"\b(?:torch\.cuda\.|torch\.)?OutOfMemoryError\b|\bCUDA OOM\b|\bCUDA_ERROR_OUT_OF_MEMORY\b")
+
+
+def _bare(passage: Passage) -> list[tuple[int, Oom]]:
+    says = "the name of the error without its message"
+    unknown = dict.fromkeys(SIZES, "the text has only the name of the error")
+    return [
+        (each.start(), Oom(form="disguised", says=says, message=each[0], unknown=unknown,
+                           remedy="the whole message, which follows this name, has the numbers"))
+        for each in _BARE.finditer(passage.flat)
+    ]  # fmt: skip

@@ -31,6 +31,7 @@ COMMANDS: dict[str, str | None] = {
         "memfit prune --model ./llama-3.2-1b --prune-method wanda --sparsity-ratio 0.5 --save out/wanda --log-memory"
     ),
     "train": "memfit train --config smollm2-lora-demo --output-dir outputs/demo",
+    "check": None,
     "profile": None,
     "diff": "memfit diff predicted.npz snapshot.pickle --step-a 2 --step-b 1",
     "export": "memfit export predicted.npz --to memory-viz",

@@ -123,8 +123,11 @@ def _planned(job: TrainJob, say: Callable[[str], None]) -> tuple[TrainJob, Any]:
     """The job as the plan leaves it (`memory: auto` chooses another micro-batch), and the plan itself."""
     if find_spec(PLANNER) is None:
         return job, None
+    planner: Any = import_module(PLANNER)
+    if not _is_first() and not planner.decides(job):  # then one of them plans, for all to read
+        return job, None
     with output.working("planning"):
-        plan = import_module(PLANNER).plan_training(job)
+        plan = planner.plan_training(job)
     for line in plan.in_lines():
         say(line)
     return plan.job, plan

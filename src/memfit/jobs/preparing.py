@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import warnings
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 
 from memfit.errors import UsageError
+from memfit.jobs.training.parallel import is_made_without_memory
 from memfit.jobs.workload import Workload
 from memfit.models.registry import build_model, parameter_count, resolve, source_notes
 
@@ -37,8 +39,13 @@ class Prepared:
 
 
 def prepare(workload: Workload, *, layers: int | None = None) -> Prepared:
-    """`layers` keeps only the first so many blocks of the model."""
-    _not_built(workload)
+    """`layers` keeps only the first so many blocks of the model. One to be sharded gets memory shard by shard."""
+    with torch.device("meta") if is_made_without_memory(workload) else nullcontext():
+        return _prepared(workload, layers)
+
+
+def _prepared(workload: Workload, layers: int | None) -> Prepared:
+    _check_offload(workload)
     source = resolve(workload.model)
     model = build_model(
         source,
@@ -63,8 +70,7 @@ def prepare(workload: Workload, *, layers: int | None = None) -> Prepared:
             from memfit.jobs.training.chunked_loss import use_chunked_loss
 
             use_chunked_loss(model, chunk=workload.loss_chunk)
-        if workload.grad_checkpointing:
-            _checkpoint_blocks(model, workload)
+        _use_block_levers(model, workload)
     else:
         model.eval()
     return Prepared(
@@ -73,16 +79,15 @@ def prepare(workload: Workload, *, layers: int | None = None) -> Prepared:
     )  # fmt: skip
 
 
-def _not_built(workload: Workload) -> None:
-    """Each goes from here when it is built."""
-    if workload.trains and workload.offload:
-        raise UsageError(f"--offload {','.join(workload.offload)} cannot be planned yet")
-    if workload.trains and workload.selective_checkpointing:
-        raise UsageError("--selective-checkpointing cannot be planned yet")
-    if workload.trains and workload.world_size > 1:
-        raise UsageError(f"--world-size {workload.world_size} cannot be planned yet")
-    if workload.trains and workload.loop == "memfit":
-        raise UsageError("--loop memfit cannot be planned yet")
+def _check_offload(workload: Workload) -> None:
+    from memfit.jobs.training.offload.refusals import check_offload
+
+    if workload.trains:
+        check_offload(
+            workload.offload or (), setting="--offload", optimizer=str(workload.optimizer),
+            sharded=workload.world_size > 1 and workload.parallel == "fsdp2",
+            checkpointing=workload.checkpointing != "none",
+        )  # fmt: skip
 
 
 def _with_adapters(model: nn.Module, workload: Workload) -> tuple[nn.Module, list[str]]:
@@ -154,14 +159,25 @@ def linear_layers_of_blocks(model: nn.Module) -> list[str]:
     return list(names)
 
 
-def _checkpoint_blocks(model: Any, workload: Workload) -> None:
-    """The Trainer switches checkpointing on by itself, but does not know of the frozen embedding."""
-    if not hasattr(model, "gradient_checkpointing_enable"):
-        raise UsageError("--grad-checkpointing needs a transformers model", hint="checkpoint inside your own factory")
-    if workload.kind == "lora":
-        model.enable_input_require_grads()  # the embedding is frozen: without this nothing inside a block has gradients
-    if workload.loop == "plain":
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+def _use_block_levers(model: Any, workload: Workload) -> None:
+    from memfit.jobs.training.offload.switching import use_block_levers
+
+    setting = "--selective-checkpointing" if workload.selective_checkpointing else "--grad-checkpointing"
+    left_to_trainer = trainer_checkpoints(workload)
+    if left_to_trainer and not hasattr(model, "gradient_checkpointing_enable"):
+        raise UsageError(f"{setting} needs a transformers model", hint="checkpoint inside your own factory")
+    if left_to_trainer and workload.kind == "lora":
+        model.enable_input_require_grads()  # the Trainer does not know that the embedding is frozen
+    use_block_levers(
+        model, checkpointing="none" if left_to_trainer else workload.checkpointing, offload=workload.offload or (),
+        adapters=workload.kind == "lora", setting=setting,
+    )  # fmt: skip
+
+
+def trainer_checkpoints(workload: Workload) -> bool:
+    """Whether it is the Hugging Face Trainer itself that switches checkpointing on."""
+    on_host = "activations" in (workload.offload or ())
+    return workload.loop == "trainer" and workload.grad_checkpointing and not on_host
 
 
 def _vocab_size(model: nn.Module) -> int:

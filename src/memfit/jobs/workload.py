@@ -152,6 +152,10 @@ class Workload:
         return self.kind in ("train", "lora")
 
     @property
+    def checkpointing(self) -> Literal["none", "full", "selective"]:
+        return "full" if self.grad_checkpointing else "selective" if self.selective_checkpointing else "none"
+
+    @property
     def autocast(self) -> str | None:
         """The dtype of the autocast region, if there is one."""
         return self.precision.removeprefix("amp-") if self.precision.startswith("amp-") else None

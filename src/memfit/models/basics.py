@@ -31,7 +31,8 @@ class Linear(nn.Module):
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
         std = math.sqrt(2 / (inputs + outputs))
-        self.weight = nn.Parameter(nn.init.trunc_normal_(torch.empty(outputs, inputs), std=std, a=-3 * std, b=3 * std))
+        self.weight = nn.Parameter(torch.empty(outputs, inputs))
+        nn.init.trunc_normal_(self.weight, std=std, a=-3 * std, b=3 * std)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.einsum("...i,oi->...o", x, self.weight)
@@ -46,7 +47,8 @@ class RotaryPositions(nn.Module):
         super().__init__()
         frequencies = theta ** -(torch.arange(0, width, 2) / width)
         angles = torch.outer(torch.arange(context_length).float(), frequencies)
-        self.register_buffer("tables", torch.stack((angles.cos(), angles.sin())), persistent=False)
+        tables = torch.stack((angles.cos(), angles.sin())).to(torch.get_default_dtype())  # as the weights are
+        self.register_buffer("tables", tables, persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         first, second = x.unflatten(-1, (-1, 2)).unbind(-1)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+BASICS = "basics"
+"""`model_type` in a config.json, and how the names of its sizes begin."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class BasicsConfig:
@@ -28,3 +31,5 @@ SIZES = {
     "xl": BasicsConfig(d_model=1600, d_ff=6400, num_layers=48, num_heads=25),
     "2.7B": BasicsConfig(d_model=2560, d_ff=10240, num_layers=32, num_heads=32),
 }
+LATER_SIZES = {"10B": BasicsConfig(d_model=4608, d_ff=12288, num_layers=50, num_heads=36)}
+"""Of the hand-out of 2026, whose xl is the 2.7B of 2025."""

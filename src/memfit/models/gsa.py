@@ -16,59 +16,55 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 from transformers import GradientCheckpointingLayer, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from memfit.models.gsa_sizes import GSA
+
 PATHS = ("gather", "masked")
 
 
 class GsaConfig(PreTrainedConfig):  # type: ignore[misc,unused-ignore]
-    """The published defaults. `pretrain_512m` of the pre-training guide is `GsaConfig(**GSA_512M)`."""
+    """As published, where nothing else is said; `models/gsa_sizes.py` has the files of the pre-training guide."""
 
     model_type = "gsa"
+    attribute_map = {  # noqa: RUF012
+        "hidden_size": "d_model", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads",
+        "num_key_value_heads": "n_kv_heads", "intermediate_size": "d_ffn",
+    }  # fmt: skip
 
-    def __init__(
-        self, d_model: int = 4096, n_layers: int = 32, n_heads: int = 32, n_kv_heads: int = 8, d_ffn: int = 11008,
-        vocab_size: int = 128256, max_position_embeddings: int = 131072, rope_theta: float = 10000.0,
-        norm_eps: float = 1e-5, k_base: int = 2048, k_min: int = 256, k_max: int = 4096, temperature: float = 1.0,
-        adaptive_k: bool = True, indexer_heads: int = 4, indexer_dim: int = 64, path: str = "masked",
-        tie_word_embeddings: bool = False, initializer_range: float = 0.02, **rest: Any,
-    ) -> None:  # fmt: skip
-        if d_model % n_heads or n_heads % n_kv_heads:
-            raise ValueError(f"{n_heads} heads do not divide {d_model}, or {n_kv_heads} do not divide {n_heads}")
-        if not 0 < k_min <= k_base <= k_max:
-            raise ValueError(f"k_min {k_min}, k_base {k_base} and k_max {k_max} are not in order")
-        if path not in PATHS:
-            raise ValueError(f"path {path!r} is not one of {', '.join(PATHS)}")
-        self.d_model, self.n_layers, self.n_heads, self.n_kv_heads = d_model, n_layers, n_heads, n_kv_heads
-        self.d_ffn, self.vocab_size, self.max_position_embeddings = d_ffn, vocab_size, max_position_embeddings
-        self.rope_theta, self.norm_eps, self.initializer_range = rope_theta, norm_eps, initializer_range
-        self.k_base, self.k_min, self.k_max, self.temperature = k_base, k_min, k_max, temperature
-        self.adaptive_k = adaptive_k
-        self.indexer_heads, self.indexer_dim, self.path = indexer_heads, indexer_dim, path
-        super().__init__(tie_word_embeddings=tie_word_embeddings, **rest)  # type: ignore[call-arg,unused-ignore]
+    d_model: int = GSA["d_model"]
+    n_layers: int = GSA["n_layers"]
+    n_heads: int = GSA["n_heads"]
+    n_kv_heads: int = GSA["n_kv_heads"]
+    d_ffn: int = GSA["d_ffn"]
+    vocab_size: int = GSA["vocab_size"]
+    max_position_embeddings: int = GSA["max_position_embeddings"]
+    k_base: int = GSA["k_base"]
+    k_min: int = GSA["k_min"]
+    k_max: int = GSA["k_max"]
+    indexer_heads: int = GSA["indexer_heads"]
+    indexer_dim: int = GSA["indexer_dim"]
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-5
+    temperature: float = 1.0
+    adaptive_k: bool = True
+    path: str = "masked"
+    tie_word_embeddings: bool = False
+    initializer_range: float = 0.02
+
+    def __post_init__(self, **rest: Any) -> None:
+        super().__post_init__(**rest)
+        if self.d_model % self.n_heads or self.n_heads % self.n_kv_heads:
+            heads = f"{self.n_heads} heads do not divide {self.d_model}"
+            raise ValueError(f"{heads}, or {self.n_kv_heads} do not divide {self.n_heads}")
+        if self.head_dim % 2:
+            raise ValueError(f"heads of width {self.head_dim} cannot be rotated; rotary positions need an even width")
+        if not 0 < self.k_min <= self.k_base <= self.k_max:
+            raise ValueError(f"k_min {self.k_min}, k_base {self.k_base} and k_max {self.k_max} are not in order")
+        if self.path not in PATHS:
+            raise ValueError(f"path {self.path!r} is not one of {', '.join(PATHS)}")
 
     @property
     def head_dim(self) -> int:
         return self.d_model // self.n_heads
-
-    @property
-    def hidden_size(self) -> int:
-        return self.d_model
-
-    @property
-    def num_hidden_layers(self) -> int:
-        return self.n_layers
-
-    @property
-    def parameters(self) -> int:
-        d, wide, narrow = self.d_model, self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
-        indexer = d * self.indexer_heads * self.indexer_dim + d * self.indexer_dim + (d + 2) * self.indexer_heads
-        layer = 2 * d * wide + 2 * d * narrow + (d + 1) * (wide + narrow) + indexer + 2 * d + 3 * d * self.d_ffn
-        return self.n_layers * layer + (1 if self.tie_word_embeddings else 2) * self.vocab_size * d + d
-
-
-GSA_512M: dict[str, Any] = {
-    "d_model": 512, "n_layers": 8, "n_heads": 8, "n_kv_heads": 2, "d_ffn": 1536, "vocab_size": 151936,
-    "max_position_embeddings": 8192, "k_base": 512, "k_min": 64, "k_max": 1024,
-}  # fmt: skip
 
 
 class RMSNorm(nn.Module):
@@ -89,8 +85,8 @@ class RotaryPositions(nn.Module):
     def __init__(self, width: int, longest: int, theta: float) -> None:
         super().__init__()
         self.width, self.longest, self.theta = width, longest, theta
-        self.register_buffer("cos", torch.empty(longest, width), persistent=False)
-        self.register_buffer("sin", torch.empty(longest, width), persistent=False)
+        self.register_buffer("cos", torch.empty(longest, width, dtype=torch.float32), persistent=False)
+        self.register_buffer("sin", torch.empty(longest, width, dtype=torch.float32), persistent=False)
         self.fill()
 
     def fill(self) -> None:
@@ -137,7 +133,7 @@ class Indexer(nn.Module):
 
 
 class SparseAttention(nn.Module):
-    def __init__(self, config: GsaConfig) -> None:
+    def __init__(self, config: GsaConfig, positions: RotaryPositions) -> None:
         super().__init__()
         self.config = config
         wide, narrow = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
@@ -148,7 +144,7 @@ class SparseAttention(nn.Module):
         self.value_gate = nn.Linear(config.d_model, narrow)
         self.output_gate = nn.Linear(config.d_model, wide)
         self.indexer = Indexer(config)
-        self.positions = RotaryPositions(config.head_dim, config.max_position_embeddings, config.rope_theta)
+        self.positions = positions
 
     def forward(self, x: Tensor) -> Tensor:
         heads, kv_heads, width = self.config.n_heads, self.config.n_kv_heads, self.config.head_dim
@@ -178,7 +174,7 @@ def keys_wanted(scores: Tensor, config: GsaConfig) -> Tensor:
     valid = torch.arange(1, length + 1, device=scores.device)
     if not config.adaptive_k:
         return valid.clamp(max=config.k_base).expand(scores.shape[:2])
-    spread = scores.masked_fill(scores == float("-inf"), 0.0).var(-1)
+    spread = scores.masked_fill(scores == float("-inf"), 0.0).var(-1, correction=min(1, length - 1))
     relative = spread / (spread.mean() + 1e-8)
     wanted = config.k_base * (0.5 + 1.0 / (1.0 + relative * config.temperature))
     return torch.minimum(wanted.clamp(config.k_min, config.k_max), valid).long()
@@ -216,10 +212,10 @@ class FeedForward(nn.Module):
 
 
 class Block(GradientCheckpointingLayer):  # type: ignore[misc,unused-ignore]
-    def __init__(self, config: GsaConfig) -> None:
+    def __init__(self, config: GsaConfig, positions: RotaryPositions) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(config.d_model, config.norm_eps)
-        self.attention = SparseAttention(config)
+        self.attention = SparseAttention(config, positions)
         self.ffn_norm = RMSNorm(config.d_model, config.norm_eps)
         self.ffn = FeedForward(config)
 
@@ -232,6 +228,7 @@ class GsaForCausalLM(PreTrainedModel):  # type: ignore[misc,unused-ignore]
     config_class = GsaConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
+    _supports_sdpa = True
     _no_split_modules = ["Block"]  # noqa: RUF012
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
 
@@ -278,7 +275,9 @@ class GsaDecoder(nn.Module):
     def __init__(self, config: GsaConfig) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.d_model)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layers))
+        # One pair of tables for all layers: the published code has one for each, 4 GiB of them at its class defaults.
+        positions = RotaryPositions(config.head_dim, config.max_position_embeddings, config.rope_theta)
+        self.layers = nn.ModuleList(Block(config, positions) for _ in range(config.n_layers))
         self.norm = RMSNorm(config.d_model, config.norm_eps)
 
     def forward(self, ids: Tensor) -> Tensor:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+GSA_TYPE = "gsa"
+"""`model_type` in a config.json."""
+
 GSA_SETTINGS = (
     "d_model", "n_layers", "n_heads", "n_kv_heads", "d_ffn", "vocab_size", "max_position_embeddings", "rope_theta",
     "norm_eps", "k_base", "k_min", "k_max", "temperature", "adaptive_k", "indexer_heads", "indexer_dim", "path",
@@ -11,4 +14,4 @@ GSA_SETTINGS = (
 
 def is_gsa(model: str) -> bool:
     name = model.strip().lower()
-    return name == "gsa" or name.startswith("gsa-")
+    return name == GSA_TYPE or name.startswith(f"{GSA_TYPE}-")

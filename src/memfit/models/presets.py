@@ -1,18 +1,23 @@
 """The shipped models: hyper-parameters only, for memory does not depend on the values of weights.
 
-`presets.json` holds, for each model, the fields of its `config.json` that change shapes, dropout, masks or token ids,
-the exact parameter count (a test builds every one of them), and where the numbers come from.
+`presets.json` holds, for each published model, the fields of its `config.json` that change shapes, dropout, masks or
+token ids, the exact parameter count (a test builds every one of them), and where the numbers come from. The models that
+memfit has as code (`own_models.py`) have their sizes beside it.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.resources import files
 from typing import Any
+
+from memfit.models.basics_sizes import BASICS, LATER_SIZES, SIZES
+from memfit.models.gsa_names import GSA_TYPE
+from memfit.models.gsa_sizes import GSA_SIZES, parameters_of
 
 
 @dataclass(frozen=True)
@@ -35,7 +40,25 @@ class Preset:
 def presets() -> tuple[Preset, ...]:
     """All presets, grouped by family and growing in size."""
     document = json.loads(files(__package__).joinpath("presets.json").read_text(encoding="utf-8"))
-    return tuple(Preset(**{**entry, "aliases": tuple(entry["aliases"])}) for entry in document["presets"])
+    published = (Preset(**{**entry, "aliases": tuple(entry["aliases"])}) for entry in document["presets"])
+    return (*published, *_basics(), *_gsa())
+
+
+def _basics() -> Iterator[Preset]:
+    for name, size in {**SIZES, **LATER_SIZES}.items():
+        year = 2026 if name in LATER_SIZES else 2025
+        yield Preset(
+            f"{BASICS}-{name.lower()}", (), size.parameters, {"model_type": BASICS, **asdict(size)},
+            f"hand-out of Stanford's CS336, assignment 2, {year}",
+        )  # fmt: skip
+
+
+def _gsa() -> Iterator[Preset]:
+    for name, size in sorted(GSA_SIZES.items(), key=lambda each: parameters_of(each[1])):
+        yield Preset(
+            name, (), parameters_of(size), {"model_type": GSA_TYPE, **size},
+            "github alfredcs/Gated-Sparse-Attention@b23ccad, and arXiv 2601.15305",
+        )  # fmt: skip
 
 
 def name_key(name: str) -> str:

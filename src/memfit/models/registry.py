@@ -192,6 +192,9 @@ def load_config(source: ModelSource) -> PretrainedConfig:
 def _config_class(data: dict[str, Any], where: str) -> Any:
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
 
+    from memfit.models.own_models import make_known
+
+    make_known()
     model_type = model_type_of(data, where)
     if model_type not in CONFIG_MAPPING:
         if data.get("auto_map"):
@@ -246,13 +249,12 @@ def build_model(
     config.use_cache = use_cache
     if layers is not None:
         _keep_layers(config, layers)
-    if attention == "sdpa" and not supports_sdpa(config):
-        raise UsageError(f"{source.name} has no sdpa attention in transformers", hint="--attention eager works")
+    _check_attention(config, attention, source)
     try:
         with nullcontext() if init_weights else _uninitialised():
             auto: Any = transformers.AutoModelForMaskedLM if is_encoder(config) else transformers.AutoModelForCausalLM
-            model = auto.from_config(config, dtype=dtype, attn_implementation=attention)
-        if not init_weights:
+            model = _build_plain(config, dtype) or auto.from_config(config, dtype=dtype, attn_implementation=attention)
+        if not init_weights and hasattr(model, "tie_weights"):
             model.tie_weights()
     except Exception as error:
         where = source.target if source.kind != "preset" else f"preset {source.name}"
@@ -261,6 +263,26 @@ def build_model(
     built: nn.Module = model
     _check_built(built, source)
     return built
+
+
+def _build_plain(config: PretrainedConfig, dtype: torch.dtype) -> Any:
+    from memfit.models.own_models import build_plain
+
+    with _default_dtype(dtype):
+        return build_plain(config)
+
+
+def _check_attention(config: PretrainedConfig, attention: Attention, source: ModelSource) -> None:
+    if attention == "sdpa" and not supports_sdpa(config):
+        raise UsageError(f"{source.name} has no sdpa attention in transformers", hint="--attention eager works")
+    if attention != "sdpa" and _attention_is_its_own(config):
+        raise UsageError(f"--attention {attention}: the attention of {source.name} is its own")
+
+
+def _attention_is_its_own(config: PretrainedConfig) -> bool:
+    from memfit.models.own_models import OWN_TYPES
+
+    return config.model_type in OWN_TYPES
 
 
 def _check_built(model: nn.Module, source: ModelSource) -> None:
@@ -281,7 +303,7 @@ def supports_sdpa(config: PretrainedConfig) -> bool:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
 
     known: Any = MODEL_FOR_MASKED_LM_MAPPING if is_encoder(config) else MODEL_FOR_CAUSAL_LM_MAPPING
-    return bool(getattr(known[type(config)], "_supports_sdpa", False))
+    return bool(getattr(known[type(config)], "_supports_sdpa", False)) or _attention_is_its_own(config)
 
 
 def _keep_layers(config: PretrainedConfig, layers: int) -> None:

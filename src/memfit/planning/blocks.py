@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from memfit.core.repeat import UNITS
+from memfit.models.block_list import block_list
 from memfit.models.registry import ModelSource, build_model, parameter_count, resolve
 
 MAX_PERIOD = 8
@@ -47,12 +48,11 @@ class Blocks:
 
 
 def find_blocks(model: nn.Module) -> Blocks | None:
-    """The longest list of modules that is in no other list, if it has a period."""
-    lists = {name: m for name, m in model.named_modules() if isinstance(m, nn.ModuleList)}
-    outer = [(n, m) for n, m in lists.items() if len(m) > 1 and not any(n.startswith(f"{o}.") for o in lists)]
-    if not outer:
+    """The list of blocks, if it has a period."""
+    found = block_list(model)
+    if found is None:
         return None
-    path, blocks = max(outer, key=lambda found: len(found[1]))
+    path, blocks = found
     kinds = [_kind(block) for block in blocks]
     period = next((p for p in range(1, MAX_PERIOD + 1) if kinds[1 + p :] == kinds[1:-p]), None)
     if period is None:

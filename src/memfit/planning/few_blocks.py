@@ -8,11 +8,13 @@ from memfit.core.events import Trace
 from memfit.core.repeat import BEFORE, UNITS, NotRepeating
 from memfit.errors import InputError, UsageError
 from memfit.jobs.preparing import Prepared
+from memfit.jobs.training.parallel import is_replicated
 from memfit.jobs.workload import Workload
 from memfit.models.registry import load_config, resolve
 from memfit.planning import categories
 from memfit.planning.blocks import Blocks, blocks_of
 from memfit.planning.few_tokens import trace_generation
+from memfit.planning.host_facts import scaled
 from memfit.planning.recipe import Recipe, settings_found
 from memfit.planning.tracing_jobs import prepare_without_memory, trace_job, trace_steps
 from memfit.tracing.platform import Platform
@@ -25,7 +27,9 @@ def trace_few_blocks(work: Workload, platform: Platform) -> tuple[Recipe, Trace]
 
         return trace_pruning(work, platform)
     notes: tuple[str, ...] = ()
-    if ":" not in work.model:  # a factory's model is as large as its own code makes it
+    if is_replicated(work):
+        notes = ("all blocks were traced one by one: DDP's buckets run across them",)
+    elif ":" not in work.model:  # a factory's model is as large as its own code makes it
         blocks, parameters = blocks_of(work.model, work.attention)
         if blocks is not None and blocks.worthwhile:
             try:
@@ -47,9 +51,13 @@ def _of_few(work: Workload, platform: Platform, blocks: Blocks, parameters: int)
     if job.parameters + (blocks.units - UNITS) * blocks.unit_parameters != parameters:
         raise NotRepeating("they are not all that grows with the number of layers")
     inside = _inside_wrapper(job, blocks)
+    trace = _labelled(job, platform, blocks.traced)
+    trainable = _trainable(job, inside) if work.trains else 0
+    more, of_all = blocks.count / blocks.traced, trainable / max(1, sum(p.numel() for p in job.trainable))
+    trace.facts = scaled(trace.facts, weights=more, activations=more, optimizer=of_all)
     return Recipe(
-        trace=_labelled(job, platform, blocks.traced), blocks=inside.path, period=blocks.period, units=blocks.units,
-        parameters=parameters, trainable_parameters=_trainable(job, inside) if work.trains else 0,
+        trace=trace, blocks=inside.path, period=blocks.period, units=blocks.units, parameters=parameters,
+        trainable_parameters=trainable,
         settings=settings_found(job.workload), notes=job.notes,
     )  # fmt: skip
 

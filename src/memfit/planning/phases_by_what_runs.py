@@ -12,15 +12,20 @@ from typing import Any
 def phases_by_what_runs(tracer: Any) -> Iterator[None]:
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-    mark, step = tracer.trace.mark, 1
+    mark, step, depth = tracer.trace.mark, 1, 0
 
     def stepping(*_: Any) -> None:
-        mark("step", step)
+        nonlocal depth
+        depth += 1
+        if depth == 1:  # an optimizer may have another one inside
+            mark("step", step)
 
     def stepped(*_: Any) -> None:
-        nonlocal step
-        mark("zero", step)
-        step += 1
+        nonlocal step, depth
+        depth -= 1
+        if depth == 0:
+            mark("zero", step)
+            step += 1
 
     def around_backward(begins: bool) -> None:
         mark("backward" if begins else "data", step)

@@ -126,6 +126,7 @@ def predict(
     card = find_gpu(gpu) if isinstance(gpu, str) else gpu
     config = AllocatorConfig.parse(work.alloc_conf)
 
+    from memfit.planning.host_facts import host_notes
     from memfit.planning.platforms import platform_of
     from memfit.planning.traced import trace_workload
 
@@ -138,7 +139,8 @@ def predict(
     return assess(
         traced.trace, config, card, context, workload=work.settings() | {"gpu": gpu if isinstance(gpu, str) else None},
         model=traced.model, parameters=traced.parameters, trainable_parameters=traced.trainable_parameters,
-        notes=(*_assumptions(work, card), *traced.notes, *_guides(traced)), started=started, id=id,
+        notes=(*_assumptions(work, card), *host_notes(work, traced.trace.facts), *traced.notes, *_guides(traced)),
+        started=started, id=id,
     )  # fmt: skip
 
 
@@ -217,7 +219,8 @@ def _assumptions(work: Workload, gpu: Gpu | None) -> tuple[str, ...]:
         notes.extend(gpu.notes)
     if work.trains:
         rows = "rows of unequal length" if work.padding else "no padding"
-        notes.append(f"three optimizer steps of full batches, {rows}; data loading and checkpoints are left out")
+        probe = "the probe and " if work.loop == "memfit" else ""
+        notes.append(f"{probe}three optimizer steps of full batches, {rows}; data loading and checkpoints are left out")
     if work.kind == "lora":
         notes.append("adapters as peft makes them; the base model is frozen")
     if work.kind == "prune":

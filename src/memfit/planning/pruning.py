@@ -10,8 +10,8 @@ same memory again and again. Where the proof fails, all is traced.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +32,7 @@ from memfit.jobs.workload import Workload
 from memfit.models.registry import build_model, is_encoder, load_config, resolve, source_notes
 from memfit.planning.blocks import Blocks, blocks_of
 from memfit.planning.failures import failures_of_the_job
+from memfit.planning.planned_host import PlannedHost
 from memfit.planning.recipe import Recipe, settings_found
 from memfit.tracing.answers import Answer, Answers, Site
 from memfit.tracing.platform import Platform
@@ -93,6 +94,7 @@ class _Traced:
     where: str
     micro_batches: int
     looked_at: int
+    block_bytes: int
 
     def notes(self) -> tuple[str, ...]:
         host: dict[str, int] = self.trace.facts["host"]
@@ -102,18 +104,6 @@ class _Traced:
             f"{self.micro_batches} micro-batches of {self.outcome.micro_batch} windows{few}; hidden states {lies}",
             f"host memory for buffers: {format_bytes(host['peak_bytes'])}",
         )
-
-
-class _PlannedHost(HostMemory):
-    """Pinned memory of a run, counted and not taken."""
-
-    def __init__(self, tracer: Tracer) -> None:
-        super().__init__(tracer.device)
-        self.pinned = True
-        self._tracer = tracer
-
-    def _made(self, shape: Any, dtype: torch.dtype) -> torch.Tensor:
-        return self._tracer.host_empty(shape, dtype)
 
 
 class _Nowhere:
@@ -162,11 +152,15 @@ def _traced(work: Workload, platform: Platform, blocks: Blocks | None) -> _Trace
     return made
 
 
-def _run(work: Workload, platform: Platform, blocks: Blocks | None, few: int | None) -> tuple[_Traced, _Batches]:
+def _run(
+    work: Workload, platform: Platform, blocks: Blocks | None, few: int | None, *, layers: int | None = None,
+    beside: Callable[[Tracer], AbstractContextManager[object]] = nullcontext,
+) -> tuple[_Traced, _Batches]:  # fmt: skip
+    """With so many `layers`, the few that tell the rest by default. What `beside` makes is entered around the job."""
     with torch.device("meta"):
         model = build_model(
             resolve(work.model), dtype=DTYPES[work.precision], attention=work.attention,
-            layers=None if blocks is None else blocks.traced,
+            layers=layers or (None if blocks is None else blocks.traced),
         )  # fmt: skip
     decoder = Decoder(model, None)
     settings = PruneSettings(
@@ -180,17 +174,17 @@ def _run(work: Workload, platform: Platform, blocks: Blocks | None, few: int | N
         tracer.modules.know(model, "")
         for index, block in enumerate(decoder.blocks):
             tracer.modules.know(block, f"{decoder.path}.{index}")
-        host, watch = _PlannedHost(tracer), _Batches(tracer.trace, few)
-        with Engine(
+        host, watch = PlannedHost(tracer), _Batches(tracer.trace, few)
+        with beside(tracer), Engine(
             decoder, device=tracer.device, budget=int(work.max_gpu_memory) if work.max_gpu_memory else None,
-            phases=_Phases(tracer), host=host, whole=None if blocks is None else blocks.count, some=watch.some,
+            phases=PruningPhases(tracer), host=host, whole=None if blocks is None else blocks.count, some=watch.some,
         ) as engine:  # fmt: skip
             done.append((engine.prune(settings, ids, sink=_Nowhere()), host, watch))
 
     with failures_of_the_job():
         made = trace(job, platform=platform, answers=Answers(ANSWERS))
     ((outcome, host, watch),) = done
-    _label(made)
+    label(made)
     hidden = 0
     if outcome.hidden_on == "host":
         hidden = work.nsamples * work.seq_len * decoder.hidden_size * decoder.dtype.itemsize
@@ -201,10 +195,21 @@ def _run(work: Workload, platform: Platform, blocks: Blocks | None, few: int | N
     made.facts["placement"] = {"micro_batch": outcome.micro_batch, "hidden_states_on": outcome.hidden_on}
     every = -(-work.nsamples // outcome.micro_batch)
     looked = max((len(starts) for starts in watch.passes), default=0)
-    return _Traced(made, outcome, outcome.hidden_on, every, looked), watch
+    return _Traced(made, outcome, outcome.hidden_on, every, looked, decoder.block_bytes), watch
 
 
-class _Phases:
+def traced_with(
+    work: Workload, platform: Platform, blocks: Blocks | None, *, layers: int | None, few: int | None,
+    beside: Callable[[Tracer], AbstractContextManager[object]],
+) -> tuple[Trace, int, int]:  # fmt: skip
+    """Of so many layers and `few` micro-batches (and a last one that is smaller): the trace, the windows of a
+    micro-batch, and the bytes of a block."""
+    work, _ = _shortened(work)
+    made, _ = _run(work, platform, blocks, few, layers=layers, beside=beside)
+    return made.trace, made.outcome.micro_batch, made.block_bytes
+
+
+class PruningPhases:
     def __init__(self, tracer: Tracer) -> None:
         self.tracer = tracer
 
@@ -220,7 +225,7 @@ class _Phases:
             tracer.default_category = before
 
 
-def _label(made: Trace) -> None:
+def label(made: Trace) -> None:
     """What survives its pass are statistics; what modules make in a pass are activations, but for the weights that a
     module outside the blocks is given when it is first called; the rest is gone at once."""
     phase, born, died, number = "", dict[int, tuple[str, int]](), dict[int, int](), 0

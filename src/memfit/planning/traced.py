@@ -16,6 +16,7 @@ from memfit.jobs.workload import Workload
 from memfit.models.registry import resolve
 from memfit.planning import cache
 from memfit.planning.families import Family, Told, family_of
+from memfit.planning.host_facts import HOST, scaled
 from memfit.planning.recipe import Recipe
 from memfit.tracing.platform import Platform
 
@@ -52,6 +53,9 @@ def trace_workload(work: Workload, platform: Platform, *, cached: bool = True) -
 def _told(work: Workload, told: Told) -> Traced:
     here = {"batch_size": work.batch_size, "seq_len": work.seq_len}
     recipe = dataclasses.replace(told.recipe, settings={**told.recipe.settings, **here})
+    traced = told.recipe.settings["batch_size"] * told.recipe.settings["seq_len"]
+    tokens = work.batch_size * work.seq_len / traced
+    told.trace.facts |= scaled({HOST: told.recipe.trace.facts.get(HOST, {})}, activations=tokens)
     return _result(work, recipe, told.trace)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -12,16 +12,27 @@ from memfit.core.holes import Call
 from memfit.core.last_step import last_step
 from memfit.jobs.preparing import Prepared, prepare
 from memfit.jobs.running import run_job
+from memfit.jobs.training.parallel import is_replicated, is_sharded
 from memfit.jobs.workload import Workload
 from memfit.planning.failures import failures_of_the_job
 from memfit.planning.noted import note
 from memfit.planning.phases_by_what_runs import phases_by_what_runs
+from memfit.planning.planned_host import levers_counted
 from memfit.tracing.answers import Answer, Answers, Site
+from memfit.tracing.fully_sharded import fully_shard_traced
 from memfit.tracing.platform import H200, Platform
+from memfit.tracing.replicated import ddp_traced
 from memfit.tracing.tracer import Tracer, trace
 
 STEPS = 3
 """The optimizer's state is there from the second step on, and the pools have settled by the third."""
+
+
+def steps_of(loop: str) -> int:
+    """Of the optimizer, those of the probe included."""
+    from memfit.jobs.training.trainer_engine import PROBE_STEPS
+
+    return STEPS + PROBE_STEPS if loop == "memfit" else STEPS
 
 
 def prepare_without_memory(workload: Workload, *, layers: int | None = None) -> Prepared:
@@ -32,15 +43,19 @@ def prepare_without_memory(workload: Workload, *, layers: int | None = None) -> 
 def trace_steps(job: Prepared, platform: Platform = H200) -> Trace:
     """As `trace_job`, but the last step of a training is told by the one before it. Raises NotRepeating where it is
     not; the job has then run, and must be prepared anew."""
-    if not job.workload.trains:
+    if not job.workload.trains or is_replicated(job.workload):  # DDP makes its buckets anew in the second step
         return trace_job(job, platform)
     traced = trace_job(job, platform, steps=STEPS - 1)
-    missing = last_step(traced, STEPS)
+    missing = last_step(traced, steps_of(job.workload.loop))
     return missing.of(traced) if missing else traced
 
 
-def trace_job(job: Prepared, platform: Platform = H200, *, steps: int = STEPS, tokens: int | None = None) -> Trace:
-    """`tokens` ends a generation early; the events at which tokens were done are in `facts`."""
+def trace_job(
+    job: Prepared, platform: Platform = H200, *, steps: int = STEPS, tokens: int | None = None,
+    beside: Callable[[Tracer], AbstractContextManager[object]] = nullcontext,
+) -> Trace:  # fmt: skip
+    """`tokens` ends a generation early; the events at which tokens were done are in `facts`. What `beside` makes is
+    entered inside the trace, around the job."""
     ends, here = 0, Trace()
     done: list[int] = []
     calls: list[Call] = []
@@ -49,17 +64,18 @@ def trace_job(job: Prepared, platform: Platform = H200, *, steps: int = STEPS, t
         nonlocal ends, here, calls
         here, calls = tracer.trace, tracer.rule_calls.made
         phases = MarkedPhases(tracer, job)
-        run_job(job, tracer.device, phases, steps=steps)
+        with beside(tracer), _in_parallel(tracer, job.workload), levers_counted(tracer):
+            run_job(job, tracer.device, phases, steps=steps)
         ends = phases.ends
 
     work = job.workload
-    table = padding_answers(work.padding) | rope_answers(job)
+    table = padding_answers(_is_padded(work)) | rope_answers(job)
     if work.kind == "generate":
         from memfit.planning.generate_on_trace import generate_answers
 
         table |= generate_answers(tokens or work.new_tokens, lambda: done.append(len(here)))
     around: AbstractContextManager[None] = nullcontext()
-    if work.trains and work.loop == "trainer":
+    if work.trains and work.loop != "plain":
         from memfit.planning.trainer_on_trace import TRAINER_ANSWERS, trainer_on_cuda
 
         table |= TRAINER_ANSWERS
@@ -71,6 +87,20 @@ def trace_job(job: Prepared, platform: Platform = H200, *, steps: int = STEPS, t
         made.facts["tokens"] = done
     note(made, calls, job.model, tokens, work.seq_len)
     return made
+
+
+def _in_parallel(tracer: Tracer, work: Workload) -> AbstractContextManager[None]:
+    if is_sharded(work):
+        return fully_shard_traced(tracer, from_host=work.loop != "plain")
+    return ddp_traced(tracer) if is_replicated(work) else nullcontext()
+
+
+def _is_padded(work: Workload) -> bool:
+    if not work.trains or work.loop != "memfit":
+        return work.padding
+    from memfit.jobs.training.memfit_loop import pads
+
+    return pads(work)
 
 
 def padding_answers(padded: bool) -> dict[Site, Answer]:
@@ -101,6 +131,7 @@ class MarkedPhases:
     def __init__(self, tracer: Tracer, job: Prepared) -> None:
         self.tracer = tracer
         self.model = job.model
+        tracer.modules.know(job.model, "")  # whatever else will hold it
         self.ends = 0
 
     @contextmanager
@@ -115,7 +146,8 @@ class MarkedPhases:
             tracer.default_category = before
         if name == "load":
             for path, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
-                tracer.name(tensor, path)
+                if tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size():
+                    tracer.name(tensor, path)  # room that many share, in turns, is nobody's
         self.ends = len(tracer.trace)
 
     def _inside(self, name: str) -> AbstractContextManager[None]:

@@ -14,6 +14,10 @@ TRAINER_ANSWERS: dict[Site, Value] = {
     Site("transformers/trainer.py", "_run_epoch"): False,  # is the loss NaN or infinite?
     Site("transformers/trainer.py", "_maybe_log_save_evaluate"): 1.0,  # the loss and the gradients' norm, to be logged
     Site("transformers/trainer.py", "_finalize_training"): 1.0,  # the mean loss, to be returned
+    Site("transformers/trainer.py", "store_flos"): 1.0,  # the work of all processes, to be logged
+    Site("memfit/jobs/training/trainer_engine.py", "_probe"): True,  # is the gradients' norm finite?
+    Site("memfit/jobs/training/trainer_engine.py", "drain_losses"): 1.0,  # the losses of steps, to be reported
+    Site("memfit/jobs/training/trainer_engine.py", "<dictcomp>"): 1.0,  # the same, as Python before 3.12 calls it
 }
 
 
@@ -22,17 +26,22 @@ def trainer_on_cuda() -> Iterator[None]:
     """accelerate is told that there is a CUDA device: in traced code that is the traced device."""
     import torch
     from accelerate import Accelerator
-    from accelerate.state import AcceleratorState, GradientState, PartialState
+    from accelerate.state import AcceleratorState, DistributedType, GradientState, PartialState
     from transformers import training_args
 
     states = (AcceleratorState, GradientState, PartialState)
     cuda = torch.device("cuda")
-    initialise = Accelerator.__init__
+    initialise, prepare_backend = Accelerator.__init__, PartialState._prepare_backend
 
     def initialise_for_cuda(self: Any, *args: Any, **kwargs: Any) -> None:
         """It refuses fp16 on devices that it does not know."""
         with mock.patch.object(Accelerator, "device", property(lambda _: cuda)):
             initialise(self, *args, **kwargs)
+
+    def backend_for_cuda(self: Any, *args: Any, **kwargs: Any) -> tuple[str, DistributedType]:
+        """It looks for a card before it takes several processes for what they are."""
+        many = torch.distributed.is_initialized()
+        return ("nccl", DistributedType.MULTI_GPU) if many else prepare_backend(self, *args, **kwargs)
 
     def forget() -> None:
         for state in states:
@@ -44,4 +53,7 @@ def trainer_on_cuda() -> Iterator[None]:
         stack.enter_context(mock.patch.dict(os.environ, {"ACCELERATE_TORCH_DEVICE": "cuda"}))
         stack.enter_context(mock.patch.object(training_args, "is_torch_bf16_gpu_available", lambda: True))
         stack.enter_context(mock.patch.object(Accelerator, "__init__", initialise_for_cuda))
+        stack.enter_context(mock.patch.object(PartialState, "_prepare_backend", backend_for_cuda))
+        for name in ("get_rng_state", "set_rng_state"):  # kept on the host, and nothing here is random
+            stack.enter_context(mock.patch.object(torch.cuda, name, lambda *_, **__: torch.empty(0)))
         yield

@@ -10,7 +10,7 @@ from memfit.core.last_step import last_step
 from memfit.core.repeat import Extension, Ints, extension, with_sizes
 from memfit.planning import categories
 from memfit.planning.recipe import Recipe
-from memfit.planning.tracing_jobs import STEPS
+from memfit.planning.tracing_jobs import steps_of
 
 COLUMNS = ("actions", "subjects", "streams", "addresses", "category_of", "op_of", "module_of")
 
@@ -22,7 +22,7 @@ class Whole:
     def __init__(self, short: Filled, recipe: Recipe, loss_modules: frozenset[str]) -> None:
         self._source = short.source
         self._extensions: list[Extension] = []
-        frame = self._after(last_step(short.frame, STEPS), short.frame)
+        frame = self._after(last_step(short.frame, steps_of(recipe.settings.get("loop", "plain"))), short.frame)
         categories.label(frame, loss_modules)
         if recipe.blocks is not None:
             all_blocks = extension(frame, recipe.blocks, period=recipe.period, units=recipe.units)

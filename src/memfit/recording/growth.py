@@ -77,6 +77,7 @@ class GrowthWatch:
         self.host_peak_bytes = self._host.read().used_bytes
         self.host_total_bytes = self._host.read().total_bytes
         self.capacity_bytes: int | None = None
+        self._read_elsewhere = (0, 0)
 
     def sample(self, step: int, *, tokens: int = 0, longest: int = 0) -> StepMemory:
         host = self._host.read()
@@ -88,6 +89,11 @@ class GrowthWatch:
     def forget(self) -> None:
         """What was sampled before the run began says nothing of its growth."""
         self.samples.clear()
+
+    def counter_was_read(self, peak_bytes: int, reserved_bytes: int) -> None:
+        """By someone who set torch's counter back: the next sample is told of it here."""
+        peak, reserved = self._read_elsewhere
+        self._read_elsewhere = max(peak, peak_bytes), max(reserved, reserved_bytes)
 
     def verdict(self) -> Growth:
         return growth_of(self.samples, capacity_bytes=self.capacity_bytes, host_bytes=self.host_total_bytes)
@@ -102,11 +108,16 @@ class GrowthWatch:
         if self.capacity_bytes is None:
             self.capacity_bytes = int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
         allocated, reserved = (counts.get(name, {}).get("all", {}) for name in ("allocated_bytes", "reserved_bytes"))
-        self.peak_bytes = max(self.peak_bytes or 0, int(allocated.get("peak", 0)))
-        self.reserved_bytes = max(self.reserved_bytes or 0, int(reserved.get("peak", 0)))
+        peak, most_reserved = (
+            max(elsewhere, int(here.get("peak", 0)))
+            for elsewhere, here in zip(self._read_elsewhere, (allocated, reserved), strict=True)
+        )
+        self._read_elsewhere = (0, 0)
+        self.peak_bytes = max(self.peak_bytes or 0, peak)
+        self.reserved_bytes = max(self.reserved_bytes or 0, most_reserved)
         return {
             "allocated_bytes": int(allocated.get("current", 0)), "reserved_bytes": int(reserved.get("current", 0)),
-            "peak_bytes": int(allocated.get("peak", 0)), "retries": int(counts.get("num_alloc_retries", 0)),
+            "peak_bytes": peak, "retries": int(counts.get("num_alloc_retries", 0)),
         }  # fmt: skip
 
 

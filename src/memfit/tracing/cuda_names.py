@@ -15,6 +15,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from memfit.tracing.autocast import Autocast
+from memfit.tracing.streams import streams_of_cuda
 
 if TYPE_CHECKING:
     from memfit.tracing.tracer import Tracer
@@ -33,6 +34,8 @@ def cuda_names(tracer: Tracer) -> Iterator[None]:
         _optimizers_as_on_cuda(tracer.device.type),
         _parameters_stay_themselves(),
         _calls_without_effect(tracer),
+        streams_of_cuda(tracer),
+        _storages_resized(tracer),
         names.autocast.answering(),
         _backward_keeps(names),
         names,
@@ -71,7 +74,7 @@ class CudaNames(TorchFunctionMode):
 
     def _made_device(self, *args: Any, **kwargs: Any) -> torch.device:
         kind = kwargs.get("type", args[0] if args else None)
-        named = isinstance(kind, str) and kind.split(":")[0] == "cuda"
+        named = isinstance(kind, str) and kind.split(":")[0] in ("cuda", self.tracer.device.type)
         return self.tracer.device if named or isinstance(kind, int) else torch.device(*args, **kwargs)
 
     def _device(self, value: Any) -> Any:
@@ -158,4 +161,18 @@ def _calls_without_effect(tracer: Tracer) -> Iterator[None]:
         for name in ("synchronize", "reset_peak_memory_stats", "set_device", "manual_seed", "manual_seed_all"):
             stack.enter_context(mock.patch.object(torch.cuda, name, nothing()))
         stack.enter_context(mock.patch.object(torch.cuda, "empty_cache", tracer.trace.empty_cache))
+        yield
+
+
+@contextmanager
+def _storages_resized(tracer: Tracer) -> Iterator[None]:
+    """No op that a mode would see."""
+    resize = torch.UntypedStorage.resize_
+
+    def resize_(storage: torch.UntypedStorage, nbytes: int) -> None:
+        resize(storage, nbytes)
+        if storage.device.type == tracer.device.type:
+            tracer.resized(storage, nbytes)
+
+    with mock.patch.object(torch.UntypedStorage, "resize_", resize_):
         yield

@@ -22,19 +22,22 @@ from torch.utils._python_dispatch import (
     _disable_current_modes,
     _get_current_dispatch_mode_stack,
 )  # fmt: skip
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 from memfit.core.events import Trace
 from memfit.errors import TraceError
-from memfit.tracing import attention, composites, convolutions, grouped, kernels, masks
+from memfit.tracing import attention, composites, convolutions, fully_sharded, grouped, kernels, masks
 from memfit.tracing.accumulation import EngineSums
 from memfit.tracing.answers import Answers
 from memfit.tracing.platform import H200, Platform
 from memfit.tracing.remembered import Gives, Remembered, what_is_given
 from memfit.tracing.rule_calls import RuleCalls
+from memfit.tracing.streams import Streams
 from memfit.tracing.workspaces import PRODUCTS, Workspaces
 
 aten = torch.ops.aten
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
 ACCUMULATE_GRAD = "torch::autograd::AccumulateGrad"
 REPLACED: dict[Any, Callable[..., Any]] = {
     **attention.RULES, **composites.IN_INFERENCE_MODE, **grouped.RULES, **kernels.REPLACED,
@@ -52,6 +55,7 @@ class Tracer(TorchDispatchMode):
         self.modules = ModuleStack()
         self.workspaces = Workspaces(platform)
         self.rule_calls = RuleCalls()
+        self.streams = Streams()
         self.default_category = ""
         self.on_backward: Callable[[bool], None] = lambda begins: None
         self._engine_sums = EngineSums(device)
@@ -93,6 +97,15 @@ class Tracer(TorchDispatchMode):
         for block in reversed(held):
             self.trace.free(block)
 
+    def resized(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        """Resize.cuda: the new block is there before the old one goes."""
+        known = self._blocks.get(storage._cdata)
+        self._blocks.pop(storage._cdata, None)
+        if nbytes:
+            self._follow(storage, self._alloc(nbytes, "resize"))
+        if known is not None and known[1] is not None:
+            self.trace.free(known[1])
+
     def track(self, tensor: torch.Tensor, op: str, source: torch.Tensor | None = None) -> None:
         """Begin the life of a storage not seen before. Outside all modules it belongs to the module of its source: a
         parameter's optimizer state is that parameter's."""
@@ -103,7 +116,10 @@ class Tracer(TorchDispatchMode):
         nbytes = storage.nbytes()
         if not nbytes:
             return
-        block = self._alloc(nbytes, op, source)
+        self._follow(storage, self._alloc(nbytes, op, source))
+
+    def _follow(self, storage: torch.UntypedStorage, block: int) -> None:
+        key = storage._cdata
 
         def died(_: object, blocks: dict[int, Any] = self._blocks, trace: Trace = self.trace) -> None:
             del blocks[key]
@@ -124,9 +140,16 @@ class Tracer(TorchDispatchMode):
         self._blocks[key] = (weakref.ref(storage, died), None)
         return tensor
 
+    @contextmanager
+    def host_computes(self) -> Iterator[None]:
+        """What is made inside from such buffers is the host's, too."""
+        with _disable_current_modes():
+            yield
+
     def name(self, tensor: torch.Tensor, module: str) -> None:
-        """Say whose a tensor is, where that is known better than by the module that ran when it was made."""
-        block = self.block_of(tensor)
+        """Say whose a tensor is, where that is known better than by the module that ran when it was made. Of a shard it
+        is what lies here."""
+        block = self.block_of(getattr(tensor, "_local_tensor", tensor))
         if block is not None:
             self.trace.module_of[block] = self.trace.name_id(module)
 
@@ -139,7 +162,9 @@ class Tracer(TorchDispatchMode):
         if outside and source is not None:
             block = self.block_of(source)
             module = self.trace.module(block) if block is not None else module
-        return self.trace.alloc(nbytes, op=op, module=module, category=category)
+        return self.trace.alloc(
+            nbytes, stream=self.streams.current.stream_id, op=op, module=module, category=category
+        )  # fmt: skip
 
     def surroundings(self) -> tuple[str, str, bool]:
         """Module and category of what is made now, and whether that is outside all modules."""
@@ -163,6 +188,10 @@ class Tracer(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(_is_made_of_others(kind) for kind in types):
+            return NotImplemented  # and what it is made of comes here next
+        if torch._C._get_dispatch_mode(_FAKE) is not None:
+            return func(*args, **(kwargs or {}))  # torch asks itself for shapes
         with torch._C.DisableTorchFunction():  # else every look at a shape in backward goes through `CudaNames`
             return self._run(_known_op(func), func, args, kwargs or {})
 
@@ -243,10 +272,16 @@ class KnownOp:
 @cache
 def _known_op(func: Any) -> KnownOp:
     return KnownOp(
-        name=str(func), gives=what_is_given(func), replaced=REPLACED.get(func), hidden=kernels.HIDDEN.get(func),
+        name=str(func), gives=what_is_given(func), replaced=REPLACED.get(func), hidden=kernels.HIDDEN.get(func) or fully_sharded.HIDDEN.get(str(func)),
         multiplies=func in PRODUCTS, adds=func is aten.add.Tensor, asks_value=func is aten._local_scalar_dense.default,
         detaches=func is aten.detach.default,
     )  # fmt: skip
+
+
+@cache
+def _is_made_of_others(kind: type) -> bool:
+    """A tensor that wraps others and takes ops apart itself, such as FSDP's shards (DTensor)."""
+    return hasattr(kind, "__tensor_flatten__") and kind is not FakeTensor
 
 
 def _first_tensor(values: Any) -> torch.Tensor | None:

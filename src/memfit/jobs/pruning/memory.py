@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import traceback
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -34,6 +35,10 @@ class HostMemory:
     def taken(self, nbytes: int) -> int:
         """torch rounds pinned memory up to a power of two."""
         return 1 << (nbytes - 1).bit_length() if self.pinned and nbytes > 1 else nbytes
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Around what the host computes with this memory."""
+        return nullcontext()
 
     def _made(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=self.pinned, device="cpu")

@@ -9,7 +9,7 @@ from torch import nn
 
 from memfit.errors import UsageError
 from memfit.jobs.training.config import TrainConfig
-from memfit.jobs.training.optimizers import ADAMW
+from memfit.jobs.training.optimizers import ADAMW, adamw
 
 BITSANDBYTES = {"adamw-8bit": "AdamW8bit", "paged-adamw": "PagedAdamW", "paged-adamw-8bit": "PagedAdamW8bit"}
 
@@ -32,7 +32,9 @@ def choose_optimizer(config: TrainConfig, model: nn.Module, decayed: set[str]) -
             raise UsageError(f"optimizer {said.name} needs bitsandbytes", hint="pip install bitsandbytes") from error
         small: torch.optim.Optimizer = getattr(bnb, BITSANDBYTES[said.name])(groups, lr=rate, betas=betas, eps=said.eps)
         return small
-    return torch.optim.AdamW(groups, lr=rate, betas=betas, eps=said.eps, **ADAMW[said.name])
+    kind: Any = adamw(on_host="optimizer" in config.memory.offload)
+    chosen: torch.optim.Optimizer = kind(groups, lr=rate, betas=betas, eps=said.eps, **ADAMW[said.name])
+    return chosen
 
 
 def _groups(model: nn.Module, decayed: set[str], decay: float) -> list[dict[str, Any]]:

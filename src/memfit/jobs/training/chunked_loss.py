@@ -2,7 +2,8 @@
 
 The logits of 2,048 tokens over 152,064 words are 0.6 GiB in 16 bit, and with the fp32 copies that the loss and its
 backward pass make of them several times that: often the peak of the whole step. Here each chunk of tokens goes through
-the head, its loss and its gradients at once, and its logits are dropped before the next. Nothing is computed twice.
+the head, its loss and its gradients at once, and its logits are dropped before the next. Where the head itself is
+trained, its gradient is made a chunk of words at a time; there, and only there, logits are computed twice.
 
     use_chunked_loss(model)                       # a transformers causal LM, with or without adapters
     loss = model(input_ids=ids, labels=ids).loss  # as before; `logits` holds nothing while training
@@ -10,7 +11,9 @@ the head, its loss and its gradients at once, and its logits are dropped before 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +24,11 @@ from memfit.errors import UsageError
 
 CHUNK = 256
 IGNORED = -100
+ALL = slice(None)
+ALIGNED = 128
+"""Words of a chunk are a multiple of this, for the sake of matrix products."""
+FP16_TOKENS = 1024
+"""A sum of so many gradients, each of size 1, stays far from the largest fp16 number."""
 SCALES = ("logit_scale", "logits_scaling", "output_multiplier_scale", "lm_head_multiplier")
 """Configs of models that change the logits after the head in ways that this file does not follow."""
 
@@ -29,8 +37,16 @@ def use_chunked_loss(model: nn.Module, *, chunk: int = CHUNK) -> None:
     """From now on the model's own `forward(..., labels=...)` computes its loss in chunks while it trains."""
     base: Any = getattr(model, "get_base_model", lambda: model)()
     head = getattr(base, "get_output_embeddings", lambda: None)()
-    if head is None or not hasattr(type(base), "loss_function"):
-        raise UsageError(f"--loss chunked needs a transformers language model, not {type(base).__name__}")
+    if head is None or not _asks_for_its_loss(base):
+        raise UsageError(
+            f"--loss chunked needs a causal language model of transformers, not {type(base).__name__}",
+            hint="--loss full works",
+        )
+    if not isinstance(head, nn.Linear):
+        raise UsageError(
+            f"--loss chunked: the output head is a {type(head).__name__}, with weights that it does not know of",
+            hint="no adapter on the output head, or --loss full",
+        )
     config = base.config
     changed = [name for name in SCALES if getattr(config, name, 1.0) not in (None, 1, 1.0)]
     if changed:
@@ -49,6 +65,12 @@ def use_chunked_loss(model: nn.Module, *, chunk: int = CHUNK) -> None:
 
     head.forward = forward
     base.loss_function = _loss_function(head, chunk, cap)
+
+
+def _asks_for_its_loss(model: Any) -> bool:
+    """Models that fill in masked words compute theirs in their own code, where nothing can be put in its place."""
+    forward: Any = inspect.unwrap(type(model).forward)
+    return hasattr(type(model), "loss_function") and "loss_function" in forward.__code__.co_names
 
 
 def _loss_function(head: Any, chunk: int, cap: float | None) -> Callable[..., Tensor]:
@@ -84,56 +106,136 @@ def chunked_cross_entropy(
 
 
 class _Chunked(torch.autograd.Function):
-    """The gradients are made in the forward pass, while a chunk's logits are there; backward only scales them."""
+    """The gradients are made in the forward pass, while logits are there; backward only scales them."""
 
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, chunk: int, cap: float | None,
         ignored: int, items: Any,
     ) -> Tensor:  # fmt: skip
-        counted = labels != ignored
-        parts = counted.sum() if items is None else items
-        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
-        grad_hidden = torch.empty_like(hidden) if need_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
-        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if need_bias and bias is not None else None
-        for start in range(0, hidden.shape[0], chunk):
-            rows = slice(start, start + chunk)
-            logits = linear(hidden[rows], weight, bias)
-            scores = logits.float()
-            if cap is not None:
-                scores = torch.tanh(scores / cap) * cap
-            wanted = labels[rows].clamp(min=0)[:, None]
-            normaliser = scores.logsumexp(-1, keepdim=True)
-            total += ((normaliser - scores.gather(-1, wanted)).squeeze(-1) * counted[rows]).sum()
-            if not any((need_hidden, need_weight, need_bias)):
-                continue
-            share = counted[rows, None] / parts
-            slope = (1 - (scores / cap) ** 2) * share if cap is not None else share
-            if scores is logits:
-                scores = scores.clone()
-            change = scores.sub_(normaliser).exp_()
-            change.scatter_add_(-1, wanted, torch.full_like(wanted, -1, dtype=change.dtype))
-            narrow = change.mul_(slope).to(logits.dtype)
-            del scores, change, logits
-            if grad_hidden is not None:
-                grad_hidden[rows] = (narrow @ weight.to(narrow.dtype)).to(hidden.dtype)
-            if grad_weight is not None:
-                grad_weight += narrow.t() @ hidden[rows].to(narrow.dtype)
-            if grad_bias is not None:
-                grad_bias += narrow.float().sum(0)
-        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
-        ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
-        return total / parts
+        device, (of_hidden, of_weight, of_bias) = hidden.device.type, ctx.needs_input_grad[:3]
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+        with torch.autocast(device, enabled=False):  # each is cast once, not for every chunk
+            head = _Head(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype), cap)
+            counted = labels != ignored
+            parts = counted.sum() if items is None else items
+            # An fp16 gradient of one word of one token over a whole batch is 0; the loss scale comes too late for it.
+            step = min(1.0, FP16_TOKENS / max(1, len(labels))) if dtype == torch.float16 else 1 / parts
+            task = _Task(labels.clamp(min=0)[:, None], counted[:, None] * step)
+            grad_hidden = torch.empty_like(hidden) if of_hidden else None
+            loss, learned = _by_tokens(head, task, counted, chunk, grad_hidden)
+            grad_weight = torch.empty_like(weight) if of_weight else None
+            grad_bias = torch.empty_like(bias) if of_bias and bias is not None else None
+            if grad_weight is not None or grad_bias is not None:
+                _by_words(head, task, learned, chunk, grad_weight, grad_bias)
+        ctx.grads = grad_hidden, grad_weight, grad_bias
+        ctx.still = 1 / (parts * step) if dtype == torch.float16 else 1.0
+        return loss / parts
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        grad_hidden, grad_weight, grad_bias = ctx.saved_tensors
-        weight_dtype, bias_dtype = ctx.dtypes
-        return (
-            None if grad_hidden is None else grad_hidden * grad.to(grad_hidden.dtype),
-            None if grad_weight is None else (grad_weight * grad).to(weight_dtype),
-            None if grad_bias is None else (grad_bias * grad).to(bias_dtype),
-            None, None, None, None, None,
-        )  # fmt: skip
+        if ctx.grads is None:
+            raise RuntimeError("the gradients of a chunked loss are there for one backward pass only")
+        grads, ctx.grads = ctx.grads, None  # else a weight's gradient would be copied, not taken
+        scale = grad * ctx.still
+        return (*(None if each is None else each.mul_(scale) for each in grads), None, None, None, None, None)
+
+
+@dataclass(frozen=True)
+class _Head:
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    cap: float | None
+
+    def scores(self, tokens: slice = ALL, words: slice = ALL) -> Tensor:
+        logits = linear(self.hidden[tokens], self.weight[words], None if self.bias is None else self.bias[words])
+        return logits if self.cap is None else logits.float().div_(self.cap).tanh_().mul_(self.cap)
+
+    def slope(self, scores: Tensor) -> Tensor | None:
+        """How a score follows its logit, where that is capped."""
+        return None if self.cap is None else 1 - (scores / self.cap) ** 2
+
+    def shifted(self, scores: Tensor, by: Tensor) -> Tensor:
+        """In fp32, in place where the scores are needed no more."""
+        return scores.sub_(by) if scores.dtype == torch.float32 and self.cap is None else scores - by
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What is to be learned: the words, and what each token counts for; both are [tokens, 1]."""
+
+    words: Tensor
+    shares: Tensor
+
+
+@dataclass(frozen=True)
+class _Learned:
+    """Of each token, [tokens, 1]: the logarithm of the sum over all words, and the gradient at its own word."""
+
+    normalisers: Tensor
+    at_words: Tensor
+
+
+def _by_tokens(
+    head: _Head, task: _Task, counted: Tensor, chunk: int, grad_hidden: Tensor | None
+) -> tuple[Tensor, _Learned]:
+    """The sum of the losses, and what hidden states get: some tokens and all words at a time."""
+    total = torch.zeros((), dtype=torch.float32, device=counted.device)
+    normalisers, at_words = torch.empty_like(task.shares), torch.empty_like(task.shares)
+    for start in range(0, len(counted), chunk):
+        tokens = slice(start, start + chunk)
+        word, share = task.words[tokens], task.shares[tokens]
+        scores = head.scores(tokens)
+        own, largest, slope = scores.gather(-1, word).float(), scores.amax(-1, keepdim=True).float(), head.slope(scores)
+        powers = head.shifted(scores, largest).exp_()
+        del scores
+        sums = powers.sum(-1, keepdim=True)
+        normalisers[tokens] = normaliser = largest + sums.log()
+        total += ((normaliser - own).squeeze(-1) * counted[tokens]).sum()
+        at_words[tokens] = at_word = ((own - normaliser).exp() - 1) * share
+        if grad_hidden is None:
+            continue
+        if slope is not None:
+            powers, at_word = powers.mul_(slope), at_word * slope.gather(-1, word)
+        change = _times(powers, share / sums, head.weight.dtype).scatter_(-1, word, at_word.to(head.weight.dtype))
+        del powers, slope
+        grad_hidden[tokens] = change @ head.weight
+    return total, _Learned(normalisers, at_words)
+
+
+def _by_words(
+    head: _Head, task: _Task, learned: _Learned, chunk: int, grad_weight: Tensor | None, grad_bias: Tensor | None
+) -> None:
+    """What the head gets: all tokens and some words at a time, so that each row of its gradient is made in one product.
+
+    Summed up over chunks of tokens it would need a copy in fp32, which for a wide head is more than the logits are; the
+    price is that logits are computed a second time.
+    """
+    tokens, count = head.hidden.shape[0], head.weight.shape[0]
+    width = -(-chunk * count // max(1, tokens) // ALIGNED) * ALIGNED or ALIGNED
+    offsets = learned.normalisers - task.shares.log()
+    for start in range(0, count, width):
+        words = slice(start, min(start + width, count))
+        scores = head.scores(words=words)
+        slope = head.slope(scores)
+        change = _exp(head.shifted(scores, offsets), head.weight.dtype)
+        del scores
+        word = (task.words - start).clamp(0, words.stop - start - 1)
+        here = (task.words >= start) & (task.words < words.stop)
+        change.scatter_(-1, word, torch.where(here, learned.at_words.to(change.dtype), change.gather(-1, word)))
+        if slope is not None:
+            change = change.mul_(slope)
+        if grad_weight is not None:
+            grad_weight[words] = change.t() @ head.hidden
+        if grad_bias is not None:
+            grad_bias[words] = change.sum(0, dtype=torch.float32)
+
+
+def _times(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rounded as it is written: no copy in between."""
+    return x.mul_(factor) if x.dtype == dtype else torch.mul(x, factor, out=torch.empty_like(x, dtype=dtype))
+
+
+def _exp(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.exp_() if x.dtype == dtype else torch.exp(x, out=torch.empty_like(x, dtype=dtype))

@@ -25,7 +25,7 @@ ENDINGS = (".yaml", ".yml")
 
 def load_config(path_or_name: str, *, sets: Iterable[str] = ()) -> TrainConfig:
     """The settings of a run; `sets` are `key=value` and replace what the file says."""
-    name, text, where = _find(path_or_name)
+    name, text, where = find_config(path_or_name)
     document = parse_yaml(text, where)
     over = dict(_assignment(each) for each in sets)
     try:
@@ -50,7 +50,7 @@ def dump(config: TrainConfig) -> str:
     return str(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
 
 
-def _find(said: str) -> tuple[str, str, str]:
+def find_config(said: str) -> tuple[str, str, str]:
     """(name, text, where it was found)."""
     path = Path(os.path.expanduser(said))
     if not path.exists() and said.removesuffix(".yaml") in shipped_configs():

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from memfit.jobs.training.events import TrainEvent
+from memfit.jobs.training.phase_peaks import STEPS, PhasePeaks
 from memfit.jobs.training.preparation import TrainJob
 from memfit.recording.growth import GrowthWatch
 from memfit.recording.status import publish
@@ -18,6 +19,7 @@ class Following:
     def __init__(self, job: TrainJob, on_event: Callable[[TrainEvent], None], *, gpu: bool, first: bool) -> None:
         self.job, self._tell, self.first = job, on_event, first
         self.watch = GrowthWatch(gpu=gpu)
+        self.phases = PhasePeaks(gpu=gpu, tell=self.watch.counter_was_read)
         self.tokens = 0
         self.began = self._logged_at = time.perf_counter()
         self._waited = 0.0
@@ -35,6 +37,8 @@ class Following:
         self.say(kind="start", step=step)
 
     def stepped(self, trainer: Any, step: int) -> None:
+        if step - trainer.first_step == STEPS:
+            self.phases.end()
         self.tokens += trainer.tokens_of_step * trainer.together.world_size
         self.watch.sample(step, tokens=trainer.tokens_of_step, longest=trainer.longest_of_step)
         last = self.watch.samples[-1]

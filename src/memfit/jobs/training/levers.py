@@ -6,6 +6,7 @@ from importlib.util import find_spec
 
 from memfit.errors import UsageError
 from memfit.jobs.training.config import FACTORY, TrainConfig
+from memfit.jobs.training.offload.refusals import check_offload
 from memfit.jobs.training.shapes import is_basics
 from memfit.models.gsa_names import is_gsa
 
@@ -14,21 +15,19 @@ NEEDS_BITSANDBYTES = ("adamw-8bit", "paged-adamw", "paged-adamw-8bit")
 
 def check_levers(config: TrainConfig, *, world_size: int) -> tuple[str, ...]:
     """Notes on what is of no effect here."""
-    _check_memory(config)
+    _check_memory(config, world_size)
     _check_packages(config)
     _check_model(config)
     _check_device(config)
     return _check_parallel(config, world_size)
 
 
-def _check_memory(config: TrainConfig) -> None:
-    if config.memory.offload:
-        raise UsageError(
-            f"memory.offload {', '.join(config.memory.offload)} is not there yet",
-            hint="gradient_checkpointing: full, loss: chunked and a smaller micro_batch_size save memory too",
-        )
-    if config.memory.gradient_checkpointing == "selective":
-        raise UsageError("memory.gradient_checkpointing selective is not there yet", hint="full and none are")
+def _check_memory(config: TrainConfig, world_size: int) -> None:
+    check_offload(
+        config.memory.offload, setting="memory.offload", optimizer=config.optimizer.name,
+        sharded=config.parallel.kind == "fsdp2" and world_size > 1,
+        checkpointing=config.memory.gradient_checkpointing != "none",
+    )  # fmt: skip
 
 
 def _check_packages(config: TrainConfig) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 from memfit.errors import InputError, UsageError
 from memfit.jobs.preparing import DTYPES, linear_layers_of_blocks
 from memfit.jobs.training.config import FACTORY, MethodConfig
+from memfit.jobs.training.offload.switching import use_block_levers
 from memfit.jobs.training.preparation import TrainJob
 from memfit.jobs.training.shapes import basics_config, gsa_config, is_basics, transformers_config
 from memfit.models.gsa_names import is_gsa
@@ -31,8 +32,10 @@ def build_for_training(job: TrainJob) -> nn.Module:
         from memfit.jobs.training.chunked_loss import use_chunked_loss
 
         use_chunked_loss(model, chunk=config.loss.chunk)
-    if config.memory.gradient_checkpointing == "full":
-        _checkpoint_blocks(model, frozen=config.method.kind == "lora")
+    use_block_levers(
+        model, checkpointing=config.memory.gradient_checkpointing, offload=config.memory.offload,
+        adapters=config.method.kind == "lora", setting="memory.gradient_checkpointing",
+    )  # fmt: skip
     model.train()
     return model
 
@@ -48,8 +51,8 @@ def _built(job: TrainJob, dtype: torch.dtype) -> nn.Module:
     if is_gsa(model.name):
         from memfit.models.gsa import GsaForCausalLM
 
-        made: nn.Module = GsaForCausalLM(gsa_config(model))
-        return made.to(dtype)
+        made: nn.Module = GsaForCausalLM._from_config(gsa_config(model), dtype=dtype)  # its tables stay fp32
+        return made
     if is_basics(model.name):
         from memfit.models.basics import BasicsTransformer
 
@@ -97,14 +100,3 @@ def _with_adapters(model: nn.Module, method: MethodConfig, dtype: torch.dtype) -
             if parameter.requires_grad:
                 parameter.data = parameter.data.to(dtype)
     return adapted
-
-
-def _checkpoint_blocks(model: Any, *, frozen: bool) -> None:
-    if not hasattr(model, "gradient_checkpointing_enable"):
-        raise UsageError("memory.gradient_checkpointing: the model has none", hint="it needs a transformers model")
-    if frozen:
-        model.enable_input_require_grads()  # the embedding is frozen: without this no block would have gradients
-    try:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    except ValueError as error:
-        raise UsageError(f"memory.gradient_checkpointing: {str(error).splitlines()[0]}") from error

@@ -24,7 +24,7 @@ TRAINER_NAMES = {
 }
 
 
-def make_optimizer(name: str, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+def make_optimizer(name: str, parameters: list[nn.Parameter], *, on_host: bool = False) -> torch.optim.Optimizer:
     if name == "sgd":
         return torch.optim.SGD(parameters, lr=1e-4)
     if name == "adafactor":
@@ -39,7 +39,15 @@ def make_optimizer(name: str, parameters: list[nn.Parameter]) -> torch.optim.Opt
             raise UsageError("--optimizer adamw-8bit needs bitsandbytes", hint="pip install bitsandbytes") from error
         eight: torch.optim.Optimizer = AdamW8bit(parameters, lr=1e-4)
         return eight
-    return torch.optim.AdamW(parameters, lr=1e-4, **ADAMW[name])
+    return adamw(on_host)(parameters, lr=1e-4, **ADAMW[name])
+
+
+def adamw(on_host: bool) -> type[torch.optim.Optimizer]:
+    if not on_host:
+        return torch.optim.AdamW
+    from memfit.jobs.training.offload.optimizer import AdamWOnHost
+
+    return AdamWOnHost
 
 
 def trainer_name(name: str) -> str:

@@ -12,23 +12,25 @@ from memfit.jobs.batches import autocast, model_inputs, token_ids
 from memfit.jobs.phases import Phases
 from memfit.jobs.preparing import Prepared, takes_labels
 from memfit.jobs.training.optimizers import make_optimizer
+from memfit.jobs.training.parallel import to_device, without_reduction
 
 
 def run_training(job: Prepared, device: torch.device | str, phases: Phases, *, steps: int = 3) -> None:
     model, work = job.model, job.workload
     with phases("load"):
-        model.to(device)
+        called = to_device(model, device, work)
     parameters = job.trainable
-    optimizer = make_optimizer(str(work.optimizer), parameters)
+    optimizer = make_optimizer(str(work.optimizer), parameters, on_host="optimizer" in (work.offload or ()))
     scaler = torch.amp.GradScaler(torch.device(device).type, enabled=work.precision == "amp-fp16")
     for step in range(1, steps + 1):
-        for _ in range(work.grad_accum):
+        for micro_step in range(1, work.grad_accum + 1):
             with phases("data", step):
                 ids = token_ids(job, device)
-            with phases("forward", step):
-                loss = loss_of(job, ids)
-            with phases("backward", step):
-                scaler.scale(loss).backward()
+            with without_reduction(called, work, last=micro_step == work.grad_accum):
+                with phases("forward", step):
+                    loss = loss_of(job, ids, called)
+                with phases("backward", step):
+                    scaler.scale(loss).backward()
             del loss
         if work.clip_grad:
             with phases("clip", step):
@@ -41,10 +43,11 @@ def run_training(job: Prepared, device: torch.device | str, phases: Phases, *, s
             optimizer.zero_grad(set_to_none=True)
 
 
-def loss_of(job: Prepared, ids: torch.Tensor) -> torch.Tensor:
-    model: Any = job.model
+def loss_of(job: Prepared, ids: torch.Tensor, called: nn.Module | None = None) -> torch.Tensor:
+    """`called` is the model, or what holds it."""
+    model: Any = called or job.model
     with autocast(job, ids.device):
-        if takes_labels(model):
+        if takes_labels(job.model):
             loss: torch.Tensor = model(**model_inputs(job, ids), labels=ids).loss
             return loss
         logits = model(ids)

@@ -19,6 +19,7 @@ from memfit.jobs.training.config import TrainConfig
 from memfit.jobs.training.data import TrainingData, read_training_data
 from memfit.jobs.training.levers import check_levers
 from memfit.jobs.training.order import total_steps
+from memfit.jobs.training.processes import processes
 from memfit.jobs.training.shapes import POSITIONS, VOCABULARY, is_basics, number_in, shape_of
 from memfit.jobs.training.tokenizers import pad_id_of, tokenizer_named, tokenizer_of_shape
 from memfit.models.gsa_names import is_gsa
@@ -111,13 +112,6 @@ def prepare_job(
                 hint="a larger max_steps or epochs goes on from there",
             )
     return dataclasses.replace(job, notes=tuple(notes))
-
-
-def processes() -> int:
-    said = os.environ.get("WORLD_SIZE", "1")
-    if not said.isdigit() or int(said) < 1:
-        raise UsageError(f"WORLD_SIZE is {said!r}, which is no number of processes")
-    return int(said)
 
 
 def check_output(folder: Path, *, resuming: bool) -> None:

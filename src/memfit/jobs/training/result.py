@@ -38,6 +38,8 @@ class TrainResult:
     growth: dict[str, Any] | None = None
     predicted: dict[str, Any] = field(default_factory=dict)
     """By the plan: peak_bytes and reserved_bytes, where there was one."""
+    phases: tuple[dict[str, Any], ...] = ()
+    """Load, forward, backward and step: what the plan said of each beside what the first steps took."""
 
     @property
     def seconds_per_step(self) -> float:
@@ -62,6 +64,7 @@ class TrainResult:
             "gpu_peak_bytes": self.gpu_peak_bytes, "gpu_reserved_bytes": self.gpu_reserved_bytes,
             "host_peak_bytes": self.host_peak_bytes, "checkpoint": str(self.checkpoint),
             "out_of_memory": list(self.out_of_memory), "growth": self.growth, "predicted": self.predicted,
+            "phases": list(self.phases),
         }  # fmt: skip
 
     def in_lines(self) -> list[str]:
@@ -97,7 +100,20 @@ class TrainResult:
                 continue
             beside = f", predicted {gib(said)} ({(said - measured) / measured:+.1%})" if said and measured else ""
             lines.append(f"GPU {name}: measured {gib(measured)}{beside}")
-        return [*lines, f"host: {gib(self.host_peak_bytes)} at most"]
+        return [*lines, *self._by_phase(), f"host: {gib(self.host_peak_bytes)} at most"]
+
+    def _by_phase(self) -> list[str]:
+        rows = [each for each in self.phases if each["measured_allocated_bytes"] is not None]
+        if not rows:
+            return []
+        names = ("predicted_allocated", "measured_allocated", "predicted_reserved", "measured_reserved")
+        lines = ["by phase    allocated: predicted    measured   reserved: predicted    measured"]
+        for each in rows:
+            sizes = [gib(each[f"{name}_bytes"]) for name in names]
+            lines.append("  {:<10} {:>20} {:>11} {:>21} {:>11}".format(each["phase"], *sizes))
+        if self.out_of_memory:
+            lines.append("  the plan was for the micro-batch that ran out of memory")
+        return lines
 
     def write(self, folder: Path) -> None:
         beside = folder / f".{FILE}"

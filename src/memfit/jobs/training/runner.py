@@ -21,9 +21,11 @@ from memfit.jobs.training.events import TrainEvent
 from memfit.jobs.training.following import Following, follow
 from memfit.jobs.training.model_building import build_for_training
 from memfit.jobs.training.out_of_memory import RanOut
+from memfit.jobs.training.phase_peaks import beside
 from memfit.jobs.training.preparation import TrainJob
 from memfit.jobs.training.recovery import Halved, cause_of
 from memfit.jobs.training.result import TrainResult
+from memfit.jobs.training.together import Together
 from memfit.jobs.training.trainer_arguments import on_gpu, trainer_arguments
 from memfit.recording.status import published
 
@@ -42,6 +44,8 @@ def train(job: TrainJob, *, on_event: Callable[[TrainEvent], None], plan: Any = 
                 f"memory ran out outside the micro-steps: {cause_of(error)}",
                 hint="weights and optimizer are too much: method: lora, a smaller optimizer, or parallel: fsdp2",
             ) from None
+        finally:
+            following.phases.end()
         result = _result(job, trainer, following, seconds, plan)
     if first:
         result.write(job.output_dir)
@@ -56,6 +60,8 @@ def _run(job: TrainJob, following: Following) -> tuple[Any, float]:
     from memfit.jobs.training.trainer_engine import MemfitTrainer
 
     args = trainer_arguments(job)  # first of all, for it makes the process group
+    # Cards that differ may have been planned for differently.
+    job = job.with_micro_batch(Together(args.device).smallest(job.batch.micro_batch_size))
     model = build_for_training(job)
 
     def halved(event: Halved) -> None:
@@ -68,7 +74,9 @@ def _run(job: TrainJob, following: Following) -> tuple[Any, float]:
         following.say(kind="probe", text=text, gpu_peak_bytes=peak)
         following.watch.forget()
 
-    trainer = MemfitTrainer(job, model, args, on_halved=halved, on_probed=probed)
+    following.phases.begin()
+    trainer = MemfitTrainer(job, model, args, on_halved=halved, on_probed=probed, on_reached=following.phases.reached)
+    following.phases.reached("end")
     trainer.remove_callback(PrinterCallback)
     callback = follow(following)
     callback.trainer = trainer
@@ -91,6 +99,7 @@ def _result(job: TrainJob, trainer: Any, following: Following, seconds: float, p
         gpu_peak_bytes=watch.peak_bytes, gpu_reserved_bytes=watch.reserved_bytes, host_peak_bytes=watch.host_peak_bytes,
         checkpoint=job.output_dir / f"step_{trainer.state.global_step}",
         out_of_memory=tuple(trainer.progress.halved), growth=watch.verdict().to_json(), predicted=_predicted(plan),
+        phases=tuple(beside(getattr(plan, "phases", None) or {}, following.phases.peaks)),
     )  # fmt: skip
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import inspect
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,10 +12,10 @@ from typing import Any
 from memfit.errors import InputError, UnknownName, UsageError
 from memfit.jobs.source import Source
 from memfit.jobs.training.config import FACTORY, ModelConfig
-from memfit.models.basics_sizes import SIZES, BasicsConfig
+from memfit.models.basics_sizes import BASICS, LATER_SIZES, SIZES, BasicsConfig
 from memfit.models.gsa_names import is_gsa
+from memfit.models.gsa_sizes import GSA_SIZES
 
-BASICS = "basics"
 VOCABULARY = ("vocab_size",)
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "context_length")
 NOT_SHAPE = (
@@ -32,15 +31,15 @@ def is_basics(name: str) -> bool:
 
 
 def gsa_config(model: ModelConfig) -> Any:
-    """A GsaConfig: the published defaults, or those of `gsa-512m`, with the config's changes."""
-    from memfit.models.gsa import GSA_512M, GsaConfig
+    """A GsaConfig: the published one of that name, with the config's changes."""
+    from memfit.models.gsa import GsaConfig
 
     name = model.name.strip().lower()
-    if name not in ("gsa", "gsa-512m"):
-        raise UnknownName("GSA model", model.name, ("gsa", "gsa-512m"))
-    _check_kinds(model, {key: each.default for key, each in inspect.signature(GsaConfig.__init__).parameters.items()})
+    if name not in GSA_SIZES:
+        raise UnknownName("GSA model", model.name, GSA_SIZES)
+    _check_kinds(model, {each.name: each.default for each in dataclasses.fields(GsaConfig)})
     try:
-        return GsaConfig(**{**(GSA_512M if name == "gsa-512m" else {}), **model.settings})
+        return GsaConfig(**{**GSA_SIZES[name], **model.settings})
     except (TypeError, ValueError) as error:
         raise UsageError(f"model {model.name}: {error}") from error
 
@@ -48,7 +47,7 @@ def gsa_config(model: ModelConfig) -> Any:
 def basics_config(model: ModelConfig) -> BasicsConfig:
     """`basics-small` and so on, as the CS336 hand-out has them, or `basics` with all of its settings given."""
     size = model.name.lower().removeprefix(BASICS).removeprefix("-")
-    sizes = {name.lower(): each for name, each in SIZES.items()}
+    sizes = {name.lower(): each for name, each in {**SIZES, **LATER_SIZES}.items()}
     known = [each.name for each in dataclasses.fields(BasicsConfig)]
     for key in model.settings:
         if key not in known:

@@ -30,6 +30,14 @@ class Together:
             dist.all_reduce(number)
         return number
 
+    def smallest(self, number: int) -> int:
+        """Of the processes' numbers."""
+        if not self.many:
+            return number
+        found = torch.tensor(number, device=self._flag.device)
+        dist.all_reduce(found, op=dist.ReduceOp.MIN)
+        return int(found)
+
     def mean_of_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """In place and one by one: a buffer for all of them would be memory at the worst moment."""
         if not self.many:

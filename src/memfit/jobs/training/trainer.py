@@ -10,8 +10,15 @@ import torch
 from torch.utils.data import Dataset
 
 from memfit.jobs.phases import Phases
-from memfit.jobs.preparing import Prepared
-from memfit.jobs.training.optimizers import trainer_name
+from memfit.jobs.preparing import Prepared, trainer_checkpoints
+from memfit.jobs.training.optimizers import ADAMW, adamw, trainer_name
+from memfit.jobs.training.parallel import is_sharded
+
+SHARDED: dict[str, Any] = {
+    "fsdp": True,
+    "fsdp_config": {"version": 2, "reshard_after_forward": True, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"},
+}
+"""FSDP2 as accelerate does it: blocks, embedding, and norm and head are each a group."""
 
 
 class RandomTokens(Dataset[dict[str, torch.Tensor]]):
@@ -34,17 +41,19 @@ def run_trainer(job: Prepared, device: torch.device | str, phases: Phases, *, st
 
     model, work = job.model, job.workload
     with phases("load"):
-        model.to(device)
-    rows = work.batch_size * work.grad_accum * (steps + 1)
+        if not is_sharded(work):
+            model.to(device)
+    rows = work.batch_size * work.grad_accum * (steps + 1) * work.world_size
     data = RandomTokens(job.vocab_size, work.seq_len, rows, work.padding)
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*pin_memory.*")
+        args = arguments(job, folder, steps, use_cpu=torch.device(device).type == "cpu")
         trainer = Trainer(
-            model=model,
-            args=arguments(job, folder, steps, use_cpu=torch.device(device).type == "cpu"),
-            train_dataset=data,
+            model=model, args=args, train_dataset=data, optimizer_cls_and_kwargs=_optimizer_on_host(job, args)
         )
         trainer.remove_callback(PrinterCallback)
+        if trainer.accelerator.ddp_handler is not None:
+            trainer.accelerator.ddp_handler.gradient_as_bucket_view = bool(work.gradient_as_bucket_view)
         with phases("trainer", 1):
             trainer.train()
 
@@ -64,8 +73,18 @@ def arguments(job: Prepared, folder: str, steps: int, *, use_cpu: bool = False) 
         report_to=[],
         bf16=work.autocast == "bf16",
         fp16=work.autocast == "fp16",
-        gradient_checkpointing=work.grad_checkpointing,
+        gradient_checkpointing=trainer_checkpoints(work),
         optim=trainer_name(str(work.optimizer)),
         disable_tqdm=True,
         use_cpu=use_cpu,
+        **(SHARDED if is_sharded(work) else {}),
     )
+
+
+def _optimizer_on_host(job: Prepared, args: Any) -> tuple[type[torch.optim.Optimizer], dict[str, Any]] | None:
+    """None leaves it to the Trainer."""
+    work = job.workload
+    if "optimizer" not in (work.offload or ()):
+        return None
+    settings = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+    return adamw(on_host=True), settings | ADAMW[str(work.optimizer)]

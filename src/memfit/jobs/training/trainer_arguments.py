@@ -16,11 +16,12 @@ def on_gpu(job: TrainJob) -> bool:
     return job.config.device != "cpu" and torch.cuda.is_available()
 
 
-def trainer_arguments(job: TrainJob) -> Any:
+def trainer_arguments(job: TrainJob, *, gpu: bool | None = None) -> Any:
     """One batch of the Trainer is all that a process has of a step: how it is cut up is up to `recovery`."""
     from transformers import TrainingArguments
 
-    config, schedule, gpu = job.config, job.config.schedule, on_gpu(job)
+    config, schedule = job.config, job.config.schedule
+    gpu = on_gpu(job) if gpu is None else gpu
     scheduler: dict[str, Any] = {"lr_scheduler_type": schedule.lr_scheduler}
     if schedule.min_learning_rate:
         scheduler = {

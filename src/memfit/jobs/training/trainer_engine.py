@@ -37,7 +37,7 @@ PROBE_STEPS = 2
 class MemfitTrainer(Trainer):  # type: ignore[misc,unused-ignore]
     def __init__(
         self, job: TrainJob, model: torch.nn.Module, args: Any, *, on_halved: Callable[[Halved], None],
-        on_probed: Callable[[int], None],
+        on_probed: Callable[[int], None], on_reached: Callable[[str, int, int], None] | None = None,
     ) -> None:  # fmt: skip
         self.job = job
         super().__init__(model=model, args=args, train_dataset=job.data, data_collator=job.collate)
@@ -48,7 +48,7 @@ class MemfitTrainer(Trainer):  # type: ignore[misc,unused-ignore]
             job.batch, self.together, enabled=job.config.memory.oom_recovery and not self._sharded,
             on_halved=self._halved,
         )  # fmt: skip
-        self._on_halved, self._on_probed = on_halved, on_probed
+        self._on_halved, self._on_probed, self._on_reached = on_halved, on_probed, on_reached
         self._new_losses: dict[int, Tensor] = {}
         self._place = (0, 0)
         self.current_gradient_accumulation_steps = 1
@@ -139,6 +139,8 @@ class MemfitTrainer(Trainer):  # type: ignore[misc,unused-ignore]
 
     def reached(self, phase: str, step: int, micro_step: int) -> None:
         """Called in every micro-step before `forward`, before `backward` and at its `end`."""
+        if self._on_reached is not None:
+            self._on_reached(phase, step, micro_step)
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None

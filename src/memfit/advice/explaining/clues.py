@@ -1,0 +1,210 @@
+"""What a log says of the job beside the error: which model, how many rows and tokens, what kind of job, which settings.
+
+Read, not guessed: each clue keeps the words it was read from. Only what stands near the error or at the very beginning
+of the text is looked at, so a log of 64 MB costs no more than one of 300 KB.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from memfit.advice.explaining.place import Place
+from memfit.advice.oom_message import Located
+from memfit.advice.pasted_text import passages
+from memfit.models.presets import Preset, find_preset, presets
+
+BEGINNING, NEAR = 64 << 10, 256 << 10
+MAX_CANDIDATES = 4000
+
+_VALUE = r"[\"']?\s{0,2}(?:[:=]|\s)\s{0,2}[\"']?"
+_NUMBERS = {
+    "batch_size": r"per_device_train_batch_size|per_device_batch_size|train_micro_batch_size_per_gpu|micro_batch_size|"
+    r"micro_batch|train_batch_size|batch[_-]size|Instantaneous batch size per device",
+    "seq_len": r"max_seq_length|max_seq_len|max_sequence_length|cutoff_len|sequence_len|sequence_length|seq[_-]len|"
+    r"seqlen|block_size|context[_-]length|model_max_length|max_length",
+    "rank": r"lora_rank|lora_r|lora\.r|rank",
+    "nsamples": r"nsamples|n_samples|num_calibration_samples",
+    "grad_accum": r"gradient_accumulation_steps|grad_accum|accumulate_grad_batches",
+}
+_NUMBER_PATTERNS = {
+    name: re.compile(rf"(?<![\w.])(?:{names}){_VALUE}(\d{{1,7}})(?![\d.eE])") for name, names in _NUMBERS.items()
+}
+_MOST = {"batch_size": 1 << 16, "seq_len": 1 << 22, "rank": 1 << 14, "nsamples": 1 << 20, "grad_accum": 1 << 16}
+_LORA_R = re.compile(r"LoraConfig\([^)]{0,400}?\br\s?=\s?(\d{1,5})\b")
+
+_PRECISION = (
+    ("bf16", re.compile(r"(?<!\w)bf16[\"']?\s?[=:]\s?(?:True|true|1)\b|(?:torch_dtype|dtype)[\"']?\s?[=:]\s?[\"']?(?:torch\.)?bfloat16")),
+    ("fp16", re.compile(r"(?<!\w)fp16[\"']?\s?[=:]\s?(?:True|true|1)\b|(?:torch_dtype|dtype)[\"']?\s?[=:]\s?[\"']?(?:torch\.)?float16")),
+    ("fp32", re.compile(r"(?:torch_dtype|dtype)[\"']?\s?[=:]\s?[\"']?(?:torch\.)?float32")),
+)  # fmt: skip
+_FLAGS = {
+    "grad_checkpointing": re.compile(
+        r"gradient[_-]checkpointing[\"']?\s?(?:[=:]|\s)\s?[\"']?(?:True|true|1|full|unsloth)\b|"
+        r"gradient_checkpointing_enable\(|--gradient[_-]checkpointing\b(?!\s+[Ff]alse)"
+    ),
+    "eager": re.compile(r"attn_implementation[\"']?\s?[=:]\s?[\"']?eager|--attention[= ]eager"),
+}
+_EXPANDABLE = re.compile(
+    r"(?<!setting )(?:PYTORCH_(?:CUDA_|HIP_)?ALLOC_CONF|alloc_conf)[\"']?\s?\]?\s?[=:]\s?[\"']?[\w:.,]{0,60}?"
+    r"expandable_segments:\s?[Tt]rue(?! to avoid fragmentation)"
+)
+_SPLIT_SIZE = re.compile(
+    r"(?<!setting )PYTORCH_(?:CUDA_)?ALLOC_CONF[\"']?\s?\]?\s?[=:]\s?[\"']?[\w:.,]{0,60}?max_split_size_mb:\s?\d"
+)
+_WINDOWS = re.compile(
+    r"[A-Z]:\\\\?(?:Users|Program|Windows|Python|[\w. -]{1,40}\\)|site-packages\\|/mnt/wslg|microsoft-standard-WSL"
+)
+_NCCL_TIMEOUT = re.compile(
+    r"Watchdog caught collective operation timeout|NCCL (?:operation )?time(?:d )?out|ProcessGroupNCCL.{0,60}time(?:d )?out|"
+    r"Timeout\(ms\)=\d+\) ran for"
+)
+_HANDLED = re.compile(
+    r"the step is run again with micro_batch_size|[Rr]etrying with (?:a )?(?:smaller |reduced )?batch|"
+    r"[Dd]ecreas(?:ing|ed) batch[ _]size|[Rr]educ(?:ing|ed) batch size|[Ss]kipping (?:this )?batch|recovered from OOM"
+)
+
+_KINDS = (
+    ("prune", re.compile(r"--?prune[_-]method|prune_wanda|prune_sparsegpt|sparsity_ratio|prepare_calibration_input")),
+    ("lora", re.compile(r"LoraConfig|peft[/\\]|get_peft_model|lora_rank|lora_r\b|lora_alpha|PeftModel|plan lora|QLoRA")),
+    ("train", re.compile(r"training_step|TrainingArguments|\.backward\(|optimizer\.step\(|trainer\.train\(|train_micro")),
+    ("generate", re.compile(r"\.generate\(|generation[/\\]utils\.py")),
+)  # fmt: skip
+
+_MODEL_KEY = re.compile(
+    r"(?<![\w.-])(?:--model(?:[_-]name(?:[_-]or[_-]path)?|[_-]path|[_-]id)?|model_name_or_path|pretrained_model_name_or_path|"
+    r"_name_or_path|base_model(?:_name_or_path)?|model_name|model_id|from_pretrained\()[\"']?\s{0,2}[:=\s(]?\s{0,2}[\"']?"
+    r"([\w~][\w./~-]{2,120}|\.{1,2}/[\w./-]{2,120})"
+)
+_HUB_ID = re.compile(r"(?<![\w./-])([A-Za-z][\w.-]{1,60}/[A-Za-z][\w.-]{1,80})(?![\w/])")
+_BARE = re.compile(r"(?<![\w./\\-])([A-Za-z][A-Za-z]{2,15}-?\d[\w.-]{1,40})(?![\w/\\])")
+_MODELING = re.compile(
+    r"transformers[/\\]models[/\\](\w{2,40})[/\\](?:modeling|modular)_\w{2,40}\.py|\bmodeling_(\w{2,40})\.py"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Clue:
+    value: object
+    said: str
+    """The words that it was read from."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clues:
+    numbers: dict[str, Clue] = field(default_factory=dict)
+    model: Clue | None = None
+    """The name of a preset, or of a folder."""
+    family: str | None = None
+    """A model_type of transformers, where the model itself is not known."""
+    kind: Clue | None = None
+    precision: Clue | None = None
+    grad_checkpointing: bool = False
+    eager: bool = False
+    expandable: bool = False
+    split_size: bool = False
+    windows: bool = False
+    after_nccl_timeout: bool = False
+    handled: bool = False
+
+    def number(self, name: str) -> int | None:
+        clue = self.numbers.get(name)
+        return clue.value if clue is not None and isinstance(clue.value, int) else None
+
+
+def clues_in(text: str, located: Located | None, place: Place) -> Clues:
+    near, after, before = _near(text, located)
+    kind = _kind(near, place)
+    model = _model(near)
+    return Clues(
+        numbers=dict(_numbers(near, kind)), model=model, family=None if model else _family(near, place), kind=kind,
+        precision=_precision(near), grad_checkpointing=bool(_FLAGS["grad_checkpointing"].search(near)),
+        eager=bool(_FLAGS["eager"].search(near)), expandable=bool(_EXPANDABLE.search(near)),
+        split_size=bool(_SPLIT_SIZE.search(near)), windows=bool(_WINDOWS.search(near)),
+        after_nccl_timeout=bool(_NCCL_TIMEOUT.search(before)), handled=bool(_HANDLED.search(after)),
+    )  # fmt: skip
+
+
+def _near(text: str, located: Located | None) -> tuple[str, str, str]:
+    """The beginning of the text with what is around the message; what comes after it; what comes before it."""
+    start = next(iter(passages(text[:BEGINNING]))).flat
+    if located is None:
+        return start, "", start
+    flat = located.passage.flat
+    before = flat[max(located.offset - NEAR, 0) : located.offset]
+    after = flat[located.offset : located.offset + NEAR]
+    near = f"{before} {after}"
+    return (near if len(text) <= NEAR else f"{start} {near}"), after, before
+
+
+def _numbers(text: str, kind: Clue | None) -> Iterator[tuple[str, Clue]]:
+    for name, pattern in _NUMBER_PATTERNS.items():
+        if name == "rank" and (kind is None or kind.value != "lora"):
+            continue  # elsewhere it is the number of a process
+        found = [each for each in pattern.finditer(text) if 0 < int(each[1]) <= _MOST[name]]
+        if found:
+            yield name, Clue(int(found[-1][1]), _words(found[-1][0]))
+    lora = _LORA_R.search(text)
+    if lora:
+        yield "rank", Clue(int(lora[1]), f"LoraConfig(r={lora[1]})")
+
+
+def _kind(text: str, place: Place) -> Clue | None:
+    frames = " ".join(f"{frame.path} {frame.function} {frame.code}" for frame in place.frames)
+    whole = f"{text} {frames}"
+    for name, pattern in _KINDS:
+        found = pattern.search(whole)
+        if found:
+            return Clue(name, _words(found[0]))
+    return None
+
+
+def _precision(text: str) -> Clue | None:
+    for name, pattern in _PRECISION:
+        found = pattern.search(text)
+        if found:
+            return Clue(name, _words(found[0]))
+    return None
+
+
+def _words(text: str) -> str:
+    return " ".join(text.split())[:80]
+
+
+# -- the model -----------------------------------------------------------------------------------------------------
+
+
+def _model(text: str) -> Clue | None:
+    """By a setting that names it; else by the one name of a model that occurs. Two different names are none."""
+    for each in _MODEL_KEY.finditer(text):
+        preset = _preset(each[1])
+        if preset is not None:
+            return Clue(preset.name, _words(each[0]))
+    for pattern in (_HUB_ID, _BARE):
+        found: dict[str, str] = {}
+        for number, each in enumerate(pattern.finditer(text)):
+            preset = _preset(each[1]) if number < MAX_CANDIDATES else None
+            if preset is not None:
+                found.setdefault(preset.name, each[1])
+        if len(found) == 1:
+            return Clue(*next(iter(found.items())))
+        if found:
+            return None
+    return None
+
+
+def _preset(name: str) -> Preset | None:
+    """By its whole name or by the last part of a path; a dot at the end belongs to the sentence."""
+    name = name.rstrip("./,")
+    return find_preset(name) or find_preset(name.rpartition("/")[2])
+
+
+def _family(text: str, place: Place) -> str | None:
+    known = {preset.model_type for preset in presets()}
+    for frame in reversed(place.frames):
+        found = _MODELING.search(frame.path)
+        if found and (name := found[1] or found[2]) in known:
+            return name
+    named = {each[1] or each[2] for each in _MODELING.finditer(text)} & known
+    return named.pop() if len(named) == 1 else None

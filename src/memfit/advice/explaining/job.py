@@ -1,0 +1,139 @@
+"""The job that ran out of memory: what was given, what a config says, what the log tells, and what is missing of it.
+
+What a person gives wins over a config, and a config over the log. A workload is made only if nothing that decides its
+size is left to a default: a prediction of another job would be worse than none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from memfit.advice.explaining.accounting import Account
+from memfit.advice.explaining.clues import Clues
+from memfit.advice.explaining.place import Place
+from memfit.advice.model_dimensions import Dimensions, dimensions_of_model, known_dimensions
+from memfit.advice.oom_message import Oom
+from memfit.errors import MemfitError
+from memfit.gpus import Gpu, find_gpu, list_gpus
+from memfit.jobs.workload import Workload
+from memfit.units import MiB
+
+NEEDED = {"train": ("batch_size", "seq_len"), "lora": ("batch_size", "seq_len", "rank"), "forward": ("batch_size", "seq_len"),
+          "generate": ("batch_size", "seq_len"), "prune": ()}  # fmt: skip
+"""Settings that decide the size of each kind of job."""
+MOST_MICRO_STEPS = 2
+"""Every micro-step from the second on finds what the second finds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    workload: Workload | None = None
+    models: tuple[Dimensions, ...] = ()
+    """One if the model is known, several if only its family is, none otherwise."""
+    settings: Mapping[str, object]
+    """What is known of it, whether or not it is enough."""
+    read: Mapping[str, str]
+    """Of settings that were read in the text: the words they were read from."""
+    missing: tuple[str, ...] = ()
+    """Settings without which nothing is predicted."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def kind(self) -> str | None:
+        value = self.settings.get("kind")
+        return value if isinstance(value, str) else None
+
+    def number(self, name: str) -> int | None:
+        value = self.settings.get(name)
+        return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def job_of(given: Mapping[str, Any], configured: Workload | None, clues: Clues, place: Place) -> Job:
+    """Raises UsageError where what was given is wrong; what was read may be wrong and is then only not used."""
+    read = {name: clue.said for name, clue in _clues(clues).items()}
+    if configured is not None:
+        workload = dataclasses.replace(configured, **given)
+        return Job(workload=_few_steps(workload), models=_dimensions(workload.model), settings=workload.settings(), read={})
+    found: dict[str, Any] = {name: clue.value for name, clue in _clues(clues).items()}
+    settings = {**found, **given}
+    read = {name: said for name, said in read.items() if name not in given}
+    models = _dimensions(str(settings["model"])) if "model" in settings else _family(clues)
+    kind = settings.get("kind")
+    needed = ("kind", "model", *NEEDED.get(str(kind), ("batch_size", "seq_len")))
+    missing = tuple(name for name in needed if name not in settings)
+    if missing:
+        if "model" in given and "kind" in given:
+            Workload.from_mapping(settings)  # a wrong value is told all the same
+        return Job(models=models, settings=settings, read=read, missing=missing)
+    if clues.grad_checkpointing and kind in ("train", "lora"):
+        settings.setdefault("grad_checkpointing", True)
+    if _by_trainer(place) and kind in ("train", "lora"):
+        settings.setdefault("loop", "trainer")
+    if clues.eager:
+        settings.setdefault("attention", "eager")
+    return Job(workload=_few_steps(_workload(settings, given)), models=models, settings=settings, read=read)
+
+
+def _clues(clues: Clues) -> dict[str, Any]:
+    found: dict[str, Any] = dict(clues.numbers)
+    for name in ("model", "kind", "precision"):
+        clue = getattr(clues, name)
+        if clue is not None:
+            found[name] = clue
+    return found
+
+
+def _workload(settings: dict[str, Any], given: Mapping[str, Any]) -> Workload:
+    """Only what its kind reads: a batch size in the log of a pruning run is not a mistake."""
+    kind = settings["kind"]
+    plain = Workload(kind=kind, model="-").settings()
+    return Workload.from_mapping({name: value for name, value in settings.items() if name in plain or name in given})
+
+
+def _few_steps(workload: Workload) -> Workload:
+    if not workload.trains:
+        return workload
+    return dataclasses.replace(workload, grad_accum=min(workload.grad_accum, MOST_MICRO_STEPS))
+
+
+def _by_trainer(place: Place) -> bool:
+    return any("transformers/trainer.py" in frame.path.replace("\\", "/") for frame in place.frames)
+
+
+def _dimensions(model: str) -> tuple[Dimensions, ...]:
+    found = dimensions_of_model(model)
+    return (found,) if found else ()
+
+
+def _family(clues: Clues) -> tuple[Dimensions, ...]:
+    return known_dimensions(clues.family) if clues.family else ()
+
+
+# -- the card ------------------------------------------------------------------------------------------------------
+
+
+def card_of(oom: Oom | None, account: Account | None, gpu: str | None) -> Gpu | None:
+    """The card asked for, or the one in the message: with what this process could have had of it."""
+    if gpu is not None:
+        return find_gpu(gpu)
+    if oom is None or account is None or oom.capacity is None:
+        return None
+    alike = [card for card in list_gpus() if oom.capacity.may_be(card.capacity_bytes)]
+    card = alike[0] if len(alike) == 1 else _of_size(oom.capacity.middle)
+    if card is None:
+        return None
+    room = account.reachable_bytes if account.others_bytes else None
+    usable = min(oom.capacity.middle, room or oom.capacity.middle)
+    if oom.allowed is not None:
+        usable = min(usable, oom.allowed.middle + card.context_bytes)
+    return dataclasses.replace(card, capacity_bytes=usable)
+
+
+def _of_size(nbytes: int) -> Gpu | None:
+    try:
+        return find_gpu(f"{nbytes // MiB}MiB")
+    except MemfitError:
+        return None

@@ -1,0 +1,161 @@
+"""Advice that people get for this error and that cannot help here, each with the reason.
+
+Every line is decided by this message's numbers, this job and this moment; what could help is not in the list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from memfit.advice.explaining.accounting import Account
+from memfit.advice.explaining.cause import SIGNIFICANT, Cause
+from memfit.advice.explaining.clues import Clues
+from memfit.advice.explaining.place import Place, checkpointed
+from memfit.advice.oom_message import Oom
+from memfit.advice.tensor_names import Readings
+from memfit.units import format_bytes
+
+INFERENCE = ("evaluation", "generation", "calibration")
+FUSED = ("sdpa_attention", "flash_attn", "flash_attention", "scaled_dot_product_attention", "xformers")
+
+
+@dataclass(frozen=True, slots=True)
+class Withheld:
+    advice: str
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Situation:
+    """All that the table looks at."""
+
+    oom: Oom
+    account: Account
+    cause: Cause
+    clues: Clues
+    place: Place
+    readings: Readings
+    kind: str | None = None
+    """Of the job: forward, train, lora, generate or prune."""
+    batch_size: int | None = None
+    precision: str | None = None
+    grad_checkpointing: bool = False
+    at_peak: str | None = None
+    """The category that most of the predicted peak is, where the job is known."""
+    growth: str | None = None
+    """Which kind of growth a run's record shows; `none` where it shows none."""
+
+
+def withheld(case: Situation) -> list[Withheld]:
+    if case.cause.kind in ("none", "host-memory"):
+        return list(_of_the_host(case)) if case.cause.kind == "host-memory" else []
+    made = (
+        _empty_cache, _expandable, _split_size, _smaller_batch, _checkpointing, _small_optimizer, _autocast,
+        _other_processes, _leak, _flash,
+    )  # fmt: skip
+    return [found for each in made for found in each(case)]
+
+
+def _of_the_host(case: Situation) -> Iterator[Withheld]:
+    yield Withheld("anything about the GPU", "the GPU's memory is not what ran out")
+
+
+def _empty_cache(case: Situation) -> Iterator[Withheld]:
+    if case.cause.kind == "library":
+        return  # there it gives memory to the library
+    yield Withheld("torch.cuda.empty_cache()", "torch has already given back all that it could before it raised this error")
+
+
+def _expandable(case: Situation) -> Iterator[Withheld]:
+    name, fragmentation = "expandable_segments:True", case.cause.fragmentation
+    if case.clues.expandable:
+        yield Withheld(name, "it is on already; the message suggests it regardless")
+    elif case.clues.windows:
+        yield Withheld(name, "it does not exist on Windows and WSL")
+    elif case.cause.kind in ("impossible-request", "corrupt-size"):
+        yield Withheld(name, "no arrangement of memory makes room for a request of that size")
+    elif fragmentation is not None and fragmentation.verdict == "no":
+        yield Withheld(name, f"fragmentation is not the cause: {fragmentation.why}")
+    elif case.clues.split_size:
+        yield Withheld(name, "not beside max_split_size_mb, which keeps its free memory from being used again: drop that")
+
+
+def _split_size(case: Situation) -> Iterator[Withheld]:
+    fragmentation = case.cause.fragmentation
+    if fragmentation is None or fragmentation.verdict == "yes":
+        return
+    why = "it is for large blocks in pieces" if fragmentation.verdict == "no" else "that memory is in pieces is not shown"
+    yield Withheld("max_split_size_mb", f"{why}, and it can raise what is reserved")
+
+
+def _smaller_batch(case: Situation) -> Iterator[Withheld]:
+    if case.place.phase == "loading":
+        yield Withheld("a smaller batch", "it failed while loading: no batch was there yet")
+    elif case.batch_size == 1 and case.kind != "prune":
+        yield Withheld("a smaller batch", "it is 1 already; what can shrink is the sequence")
+    elif case.place.phase == "optimizer step":
+        yield Withheld("a smaller batch", "it failed in the optimizer step, which is as large as the weights")
+
+
+def _checkpointing(case: Situation) -> Iterator[Withheld]:
+    name = "gradient checkpointing"
+    likeliest = case.readings.likeliest
+    if case.kind in ("forward", "generate", "prune") or case.place.phase in INFERENCE:
+        yield Withheld(name, "nothing is kept for a backward pass here")
+    elif case.grad_checkpointing or checkpointed(case.place):
+        yield Withheld(name, "it is on already")
+    elif case.place.phase in ("loading", "optimizer step", "saving"):
+        yield Withheld(name, f"it failed in {_the(case.place.phase)}, where no activations are made")
+    elif likeliest is not None and likeliest.kind == "logits" and case.at_peak in (None, "loss"):
+        yield Withheld(f"{name} alone", "the tensor that failed is made of logits, which it does not touch")
+
+
+def _the(phase: str | None) -> str:
+    return {"loading": "loading", "saving": "saving"}.get(phase or "", f"the {phase}")
+
+
+def _small_optimizer(case: Situation) -> Iterator[Withheld]:
+    name = "an 8-bit or paged optimizer"
+    if case.kind in ("forward", "generate", "prune") or case.place.phase in INFERENCE:
+        yield Withheld(name, "there is no optimizer here")
+    elif case.kind == "lora":
+        yield Withheld(name, "with LoRA only the adapters have optimizer states, and those are small")
+    elif case.at_peak in ("activations", "loss", "temporaries"):
+        yield Withheld(name, f"the peak is {case.at_peak}, not optimizer states")
+
+
+def _autocast(case: Situation) -> Iterator[Withheld]:
+    if (case.kind in ("forward", "generate") or case.place.phase in INFERENCE) and case.precision in ("fp32", "amp-bf16"):
+        yield Withheld("bf16 autocast", "in inference with fp32 weights it adds a 16-bit copy of them; load them as bf16")
+
+
+def _other_processes(case: Situation) -> Iterator[Withheld]:
+    name = "ending other processes"
+    others = case.account.others_bytes
+    if case.oom.form not in ("cuda", "hip") or not case.oom.processes or case.cause.kind == "limit":
+        if case.cause.kind == "limit":
+            yield Withheld(name, "the limit is this process's own")
+        return
+    if not case.account.other_pids:
+        yield Withheld(name, "the message lists none")
+    elif 0 < others < SIGNIFICANT:
+        yield Withheld(name, f"they hold {format_bytes(others)} in all, a display or a bare context")
+
+
+def _leak(case: Situation) -> Iterator[Withheld]:
+    if case.growth == "none":
+        yield Withheld("looking for a memory leak", "the run's own record shows no growth between steps")
+    elif case.growth == "long-batches":
+        yield Withheld("looking for a memory leak", "the peak follows the length of the batch; nothing else grows")
+
+
+def _flash(case: Situation) -> Iterator[Withheld]:
+    likeliest, name = case.readings.likeliest, "flash attention"
+    frames = " ".join(f"{frame.path} {frame.function} {frame.code}" for frame in case.place.frames)
+    if any(word in frames for word in FUSED) and not case.clues.eager:
+        yield Withheld(name, "attention is fused already, as the traceback shows")
+    elif case.precision == "fp32":
+        yield Withheld(name, "it takes 16-bit inputs only, and this job is fp32")
+    elif likeliest is not None and likeliest.kind != "attention" and case.place.phase in ("loading", "optimizer step", "loss"):
+        yield Withheld(name, f"it failed in {_the(case.place.phase)}, not in attention")

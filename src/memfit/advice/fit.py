@@ -1,0 +1,360 @@
+"""`memfit fit`: the smallest set of changes with which a job fits a card.
+
+    fitted = fit(kind="lora", model="qwen2.5-7b", rank=128, seq_len=2048, global_batch=16, gpu="24GiB")
+    [change.lever.name for change in fitted.changes]
+
+Savings are never added up: every figure here is a prediction of the job with exactly those changes. What is cheap comes
+first (`advice/levers.py`), and the global batch stays what it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from memfit.advice.forecast import Forecast, Forecasts
+from memfit.advice.global_batch import global_batch_of, with_global_batch
+from memfit.advice.lever import Lever
+from memfit.advice.levers import apply, checked_setting, levers_for
+from memfit.advice.search import Found, Search, Set, dearness
+from memfit.advice.set_aside import SetAside, set_aside
+from memfit.advice.step_times import StepTime, step_time
+from memfit.advice.whole_model import WholeModel, whole_model
+from memfit.errors import MemfitError, UsageError
+from memfit.gpus import Gpu, find_gpu
+from memfit.jobs.workload import Workload
+
+if TYPE_CHECKING:
+    from memfit.planning.predict import Plan
+
+SCHEMA = "memfit.fit/1"
+ALTERNATIVES = 2
+ENOUGH_PREDICTIONS = 12
+"""After so many a second alternative is not looked for."""
+CLEAR = 0.02
+"""What fails by more than this share of the card fails with every number of micro-steps."""
+SMALLER_MODELS = 3
+Answer = Literal["fits already", "fits", "nothing fits"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """A single lever, predicted on this job."""
+
+    lever: Lever
+    before: Plan
+    after: Plan
+
+    @property
+    def saved_bytes(self) -> int:
+        return self.before.peak.device_bytes - self.after.peak.device_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """A lever of the answer, on top of those before it."""
+
+    lever: Lever
+    before: Forecast
+    after: Forecast
+    without: Forecast
+    """The answer less this change alone."""
+    time_before: StepTime | None
+    time_after: StepTime | None
+
+    def to_json(self) -> dict[str, Any]:
+        lever = self.lever
+        return {
+            "name": lever.name, "cost": lever.cost, "settings": _plain(lever.settings), "says": lever.says,
+            "price": lever.price, "risk": lever.risk, "how": dict(lever.how),
+            "before_bytes": self.before.device_bytes, "after_bytes": self.after.device_bytes,
+            "saved_bytes": self.before.device_bytes - self.after.device_bytes,
+            "step_before": None if self.time_before is None else self.time_before.to_json(),
+            "step_after": None if self.time_after is None else self.time_after.to_json(),
+            "without": {"verdict": self.without.verdict, "device_bytes": self.without.device_bytes},
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alternative:
+    """Another set that fits, without one of the answer's changes."""
+
+    levers: Set
+    forecast: Forecast
+    instead_of: str
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "instead_of": self.instead_of,
+            "changes": [{"name": lever.name, "cost": lever.cost} for lever in self.levers],
+            "settings": _plain(_settings(self.levers)), "verdict": self.forecast.verdict,
+            "device_bytes": self.forecast.device_bytes,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fitted:
+    answer: Answer
+    workload: Workload
+    """As asked, with its global batch."""
+    fitted: Workload
+    """With the changes; where nothing fits, the nearest."""
+    gpu: Gpu
+    margin: float
+    keep: tuple[str, ...]
+    before: Forecast
+    after: Forecast
+    changes: tuple[Change, ...]
+    without_last: Forecast | None
+    """The proof that the last change is needed."""
+    alternatives: tuple[Alternative, ...]
+    set_aside: tuple[SetAside, ...]
+    smallest_gpu_bytes: int | None
+    """Where nothing fits: the least card on which the nearest set runs."""
+    smaller_model: tuple[str, Forecast] | None
+    whole_model: WholeModel | None
+    notes: tuple[str, ...]
+    predictions: int
+    seconds: float
+
+    @property
+    def fits(self) -> bool:
+        return self.answer != "nothing fits"
+
+    def __str__(self) -> str:
+        from memfit.render.fit_terminal import show_fit
+        from memfit.render.text import as_text
+
+        return as_text(show_fit, self.to_json())
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "schema": SCHEMA,
+            "answer": self.answer,
+            "workload": self.workload.settings(),
+            "model": {
+                "name": self.workload.model, "parameters": self.before.parameters,
+                "trainable_parameters": self.before.trainable_parameters,
+            },
+            "gpu": {"name": self.gpu.name, "capacity_bytes": self.gpu.capacity_bytes},
+            "margin": self.margin,
+            "keep": list(self.keep),
+            "global_batch": global_batch_of(self.workload),
+            "before": self.before.to_json(),
+            "changes": [change.to_json() for change in self.changes],
+            "after": self.after.to_json(),
+            "fitted_workload": self.fitted.settings(),
+            "without_last": self._proof(),
+            "alternatives": [each.to_json() for each in self.alternatives],
+            "set_aside": [each.to_json() for each in self.set_aside],
+            "smallest_gpu_bytes": self.smallest_gpu_bytes,
+            "smaller_model": self._smaller_model(),
+            "whole_model": None if self.whole_model is None else self.whole_model.to_json(),
+            "notes": list(self.notes),
+            "predictions": self.predictions,
+            "seconds": round(self.seconds, 3),
+        }  # fmt: skip
+
+    def _proof(self) -> dict[str, Any] | None:
+        if self.without_last is None:
+            return None
+        return {
+            "change": self.changes[-1].lever.name, "verdict": self.without_last.verdict,
+            "device_bytes": self.without_last.device_bytes, "workload": self.without_last.workload.settings(),
+        }  # fmt: skip
+
+    def _smaller_model(self) -> dict[str, Any] | None:
+        if self.smaller_model is None:
+            return None
+        name, forecast = self.smaller_model
+        return {"name": name, "verdict": forecast.verdict, "device_bytes": forecast.device_bytes}
+
+
+def fit(
+    workload: Workload | None = None, *, gpu: Gpu | str, global_batch: int | None = None, keep: Sequence[str] = (),
+    margin: float = 0.1, **settings: Any,
+) -> Fitted:  # fmt: skip
+    """The smallest set of changes with which the job leaves the margin, a share of the card, free.
+
+    `keep` names settings that must stay as they are; other settings are those of `memfit.predict`."""
+    started = time.perf_counter()
+    card = find_gpu(gpu) if isinstance(gpu, str) else gpu
+    check_margin(margin)
+    work = with_global_batch(workload or Workload.from_mapping(settings), global_batch)
+    work = _within(work, card, margin)
+    return _Fitting(work, card, margin, tuple(checked_setting(name) for name in keep)).fitted(started)
+
+
+def options(workload: Workload, *, gpu: Gpu | str | None, keep: Sequence[str] = ()) -> list[Option]:
+    """Every single lever that can be planned, predicted on this job; the best saving first."""
+    from memfit.planning.predict import predict
+
+    before, found = predict(workload, gpu=gpu), []
+    for lever in levers_for(workload, keep=keep):
+        if lever.missing is None:
+            try:
+                after = predict(apply(workload, [lever]), gpu=gpu)
+            except MemfitError:
+                continue
+            found.append(Option(lever=lever, before=before, after=after))
+    return sorted(found, key=lambda option: -option.saved_bytes)
+
+
+def check_margin(margin: float) -> None:
+    if isinstance(margin, bool) or not isinstance(margin, (int, float)) or not 0 <= margin < 1:
+        raise UsageError(f"--margin {margin!r} is not a share between 0 and 1", hint="0.1 leaves a tenth of the card")
+
+
+class _Fitting:
+    def __init__(self, work: Workload, card: Gpu, margin: float, keep: tuple[str, ...]) -> None:
+        self.work, self.card, self.margin, self.keep = work, card, margin, keep
+        self.levers = levers_for(work, keep=keep)
+        self.forecasts = Forecasts(card, margin)
+        self.search = Search(work, self.levers, self.forecasts)
+
+    def fitted(self, started: float) -> Fitted:
+        before = self.search.forecast(())
+        found, answer = self._found(before)
+        chosen, fits = found.levers, answer == "fits"
+        return Fitted(
+            answer=answer, workload=self.work, fitted=apply(self.work, chosen), gpu=self.card, margin=self.margin,
+            keep=self.keep, before=before, after=found.forecast, changes=tuple(self._changes(chosen)),
+            without_last=self._without_last(chosen) if fits else None,
+            alternatives=tuple(self._alternatives(chosen)) if fits else (),
+            set_aside=() if answer == "fits already" else set_aside(self.levers, chosen, before, found.forecast,
+                                                                    self.search.refused),
+            smallest_gpu_bytes=self._smallest_card(chosen) if answer == "nothing fits" else None,
+            smaller_model=self._smaller_model(chosen) if answer == "nothing fits" else None,
+            whole_model=whole_model(self.work, self.forecasts), notes=self._notes(chosen),
+            predictions=self.forecasts.made, seconds=time.perf_counter() - started,
+        )  # fmt: skip
+
+    def _found(self, before: Forecast) -> tuple[Found, Answer]:
+        if before.fits:
+            whole = self.forecasts.of(self.work, whole=True)
+            if whole.fits:
+                return Found((), whole), "fits already"
+        found = self.search.smallest()
+        if found is None:
+            return self._nearest(), "nothing fits"
+        whole = self.forecasts.of(found.forecast.workload, whole=True)
+        if whole.fits:
+            return Found(found.levers, whole), "fits"
+        self._look_at_every_micro_step()
+        found = self.search.smallest()
+        return (found, "fits") if found is not None else (self._nearest(), "nothing fits")
+
+    def _look_at_every_micro_step(self) -> None:
+        """Fragmentation may grow with them: then the few that a search looks at do not tell all."""
+        made, seconds = self.forecasts.made, self.forecasts.seconds
+        self.forecasts = Forecasts(self.card, self.margin, micro_steps=self.work.grad_accum * self.work.batch_size)
+        self.forecasts.made, self.forecasts.seconds = made, seconds
+        self.search = Search(self.work, self.levers, self.forecasts)
+
+    def _nearest(self) -> Found:
+        """All that lowers the peak, less what does not."""
+        grown = self.search.grown()
+        kept = grown.levers
+        for lever in reversed(grown.levers):
+            fewer = tuple(each for each in kept if each is not lever)
+            if self._bytes(fewer) <= grown.forecast.device_bytes:
+                kept = fewer
+        return Found(kept, self.search.forecast(kept))
+
+    def _bytes(self, levers: Set) -> float:
+        try:
+            return self.search.forecast(levers).device_bytes
+        except MemfitError:
+            return float("inf")
+
+    def _changes(self, chosen: Set) -> Iterator[Change]:
+        before, time_before = self.search.forecast(()), step_time(self.work, self.card) if chosen else None
+        for number, lever in enumerate(chosen):
+            so_far = chosen[: number + 1]
+            after = self.search.forecast(so_far)
+            time_after = step_time(after.workload, self.card) if lever.cost != "free" else time_before
+            yield Change(
+                lever=lever, before=before, after=after, without=self._without(chosen, number),
+                time_before=time_before if lever.cost != "free" else None,
+                time_after=time_after if lever.cost != "free" else None,
+            )  # fmt: skip
+            before, time_before = after, time_after
+
+    def _without(self, chosen: Set, number: int) -> Forecast:
+        left_out = chosen[number]
+        return self.search.forecast(lever for lever in chosen if lever is not left_out)
+
+    def _without_last(self, chosen: Set) -> Forecast:
+        few = self._without(chosen, -1)
+        clear = few.device_bytes > (1 + CLEAR) * self.card.capacity_bytes
+        return few if clear else self.forecasts.of(few.workload, whole=True)
+
+    def _alternatives(self, chosen: Set) -> Iterator[Alternative]:
+        """The answer without its dearest change, and without the one before that."""
+        found: list[Alternative] = []
+        for lever in reversed(chosen):
+            if len(found) == ALTERNATIVES or (found and self.forecasts.made > ENOUGH_PREDICTIONS):
+                break
+            other = self.search.smallest(without=[lever.group])
+            if other is not None and all(other.levers != each.levers for each in found):
+                found.append(Alternative(levers=other.levers, forecast=other.forecast, instead_of=lever.name))
+        yield from sorted(found, key=lambda each: dearness(each.levers))
+
+    def _smallest_card(self, chosen: Set) -> int:
+        from memfit.planning.predict import predict
+
+        return predict(apply(self.work, chosen), gpu=self.card).smallest_gpu_bytes
+
+    def _smaller_model(self, chosen: Set) -> tuple[str, Forecast] | None:
+        """The largest of the same kind that fits with the changes that leave the experiment alone."""
+        from memfit.models.presets import find_preset, presets
+
+        here = find_preset(self.work.model)
+        if here is None or "model" in self.keep:
+            return None
+        alike = [each for each in presets() if each.model_type == here.model_type]
+        smaller = sorted((each for each in alike if each.parameters < here.parameters), key=lambda p: -p.parameters)
+        mild = [lever for lever in chosen if lever.cost != "experiment"]
+        for preset in smaller[:SMALLER_MODELS]:
+            other = dataclasses.replace(apply(self.work, mild), model=preset.name, target_modules=None)
+            try:
+                forecast = self.forecasts.of(other)
+            except MemfitError:
+                continue
+            if forecast.fits:
+                return preset.name, forecast
+        return None
+
+    def _notes(self, chosen: Set) -> tuple[str, ...]:
+        notes = ["predicted, not measured; every set by itself, for savings do not add up", *self.card.notes]
+        fitted = apply(self.work, chosen)
+        if fitted.trains and fitted.grad_accum > self.forecasts.micro_steps:
+            notes.append(
+                f"looked at with {self.forecasts.micro_steps} of {fitted.grad_accum} micro-steps, the others are like "
+                "the last of them; the answer with all"
+            )
+        return tuple(notes)
+
+
+def _within(work: Workload, card: Gpu, margin: float) -> Workload:
+    """Pruning makes do with what it may use: the margin is left free from the start."""
+    if work.kind != "prune" or work.max_gpu_memory is not None:
+        return work
+    context = card.context_after(training=False, flash=work.precision != "fp32")
+    return dataclasses.replace(work, max_gpu_memory=str(max(int(card.capacity_bytes * (1 - margin)) - context, 1)))
+
+
+def _settings(levers: Set) -> dict[str, object]:
+    made: dict[str, object] = {}
+    for lever in levers:
+        for name, value in lever.settings.items():
+            before = made.get(name, ())
+            made[name] = (*before, *value) if isinstance(value, tuple) and isinstance(before, tuple) else value
+    return made
+
+
+def _plain(settings: Any) -> dict[str, Any]:
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}

@@ -1,0 +1,146 @@
+"""Whether a job fits, asked many times: as `predict`, but only what a search has to know, and nothing asked twice.
+
+With accumulation the second micro-step finds the gradients of the first, and those after it are like the second. So a
+search looks at two of them; what it finds is then predicted with all (`whole=True`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from memfit.core.alloc_config import AllocatorConfig
+from memfit.core.collector import no_collector
+from memfit.core.replay import Replays
+from memfit.core.report import make_report
+from memfit.errors import MemfitError
+from memfit.gpus import Gpu
+from memfit.jobs.workload import Workload
+
+if TYPE_CHECKING:
+    from memfit.planning.traced import Traced
+
+MICRO_STEPS = 2
+TRACES_KEPT = 3
+"""Settings of the allocator do not change a trace: the next question is often about the same one."""
+Verdict = Literal["safe", "tight", "fails"]
+"""safe: with the margin asked for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    workload: Workload
+    """As asked; whether it was looked at with all of its micro-steps `whole` says."""
+    whole: bool
+    verdict: Verdict
+    device_bytes: int
+    """With all the memory that it asks for: reserved and context."""
+    allocated_bytes: int
+    reserved_bytes: int
+    context_bytes: int
+    phase: str
+    step: int
+    breakdown: dict[str, int] = field(hash=False)
+    parameters: int
+    trainable_parameters: int
+
+    @property
+    def fits(self) -> bool:
+        """With the margin."""
+        return self.verdict == "safe"
+
+    @property
+    def runs(self) -> bool:
+        return self.verdict != "fails"
+
+    @property
+    def cached_bytes(self) -> int:
+        """Held by the allocator beyond what is alive."""
+        return self.reserved_bytes - self.allocated_bytes
+
+    def to_json(self) -> dict[str, object]:
+        return {
+            "verdict": self.verdict, "device_bytes": self.device_bytes, "allocated_bytes": self.allocated_bytes,
+            "reserved_bytes": self.reserved_bytes, "context_bytes": self.context_bytes,
+            "at_peak": {"phase": self.phase, "step": self.step}, "breakdown": dict(self.breakdown),
+        }  # fmt: skip
+
+
+class Forecasts:
+    """All that is asked about one card with one margin."""
+
+    def __init__(self, gpu: Gpu, margin: float, *, micro_steps: int = MICRO_STEPS) -> None:
+        self.gpu, self.margin, self.micro_steps = gpu, margin, micro_steps
+        self.made = 0
+        """Predictions, not counting what was asked again."""
+        self.seconds = 0.0
+        self._known: dict[Workload, Forecast | MemfitError] = {}
+        self._traces: OrderedDict[Workload, Traced] = OrderedDict()
+
+    def of(self, work: Workload, *, whole: bool = False) -> Forecast:
+        """Raises what `predict` would: a setting that cannot be planned, or not together with another."""
+        asked = work if whole else self._few(work)
+        if asked not in self._known:
+            started = time.perf_counter()
+            try:
+                self._known[asked] = self._predicted(asked)
+            except MemfitError as refusal:
+                self._known[asked] = refusal
+            self.made += 1
+            self.seconds += time.perf_counter() - started
+        found = self._known[asked]
+        if isinstance(found, MemfitError):
+            raise found
+        return dataclasses.replace(found, workload=work, whole=asked.grad_accum == work.grad_accum)
+
+    def refusal(self, work: Workload) -> MemfitError | None:
+        try:
+            self.of(work)
+        except MemfitError as refusal:
+            return refusal
+        return None
+
+    def _few(self, work: Workload) -> Workload:
+        return dataclasses.replace(work, grad_accum=min(work.grad_accum, self.micro_steps)) if work.trains else work
+
+    def _predicted(self, work: Workload) -> Forecast:
+        traced = self._traced(work)
+        context = self._context(traced.workload)
+        replays = Replays(traced.trace, AllocatorConfig.parse(work.alloc_conf))
+        with no_collector():
+            ample = replays.ample
+            verdict = self._verdict(replays, context)
+            report = make_report(traced.trace, ample)
+        return Forecast(
+            workload=work, whole=True, verdict=verdict, device_bytes=ample.peak_reserved + context,
+            allocated_bytes=ample.peak_allocated, reserved_bytes=ample.peak_reserved, context_bytes=context,
+            phase=report.at_peak.phase, step=report.at_peak.step, breakdown=dict(report.breakdown),
+            parameters=traced.parameters, trainable_parameters=traced.trainable_parameters,
+        )  # fmt: skip
+
+    def _verdict(self, replays: Replays, context: int) -> Verdict:
+        """As a plan's: by a replay with the card's capacity, in which cached memory is given back before it fails."""
+        limited = replays.outcome(max(self.gpu.capacity_bytes - context, 0))
+        if not limited.fits:
+            return "fails"
+        room = (1 - self.margin) * self.gpu.capacity_bytes
+        return "safe" if limited.reserved_peak + context <= room else "tight"
+
+    def _context(self, work: Workload) -> int:
+        fused = work.attention == "sdpa" and work.precision != "fp32"
+        return self.gpu.context_after(training=work.trains, flash=fused)
+
+    def _traced(self, work: Workload) -> Traced:
+        from memfit.planning.platforms import platform_of
+        from memfit.planning.traced import trace_workload
+
+        plain = dataclasses.replace(work, alloc_conf="")
+        if plain not in self._traces:
+            self._traces[plain] = trace_workload(plain, platform_of(self.gpu))
+            while len(self._traces) > TRACES_KEPT:
+                self._traces.popitem(last=False)
+        self._traces.move_to_end(plain)
+        return self._traces[plain]

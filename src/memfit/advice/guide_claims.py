@@ -1,0 +1,104 @@
+"""What two guides on pruning with Wanda say, to be held against what is computed.
+
+Their GB are 10^9 bytes (2 x 6.74 billion is their 14 GB for a 7B), and all of it is about the public code, which has
+the whole model on the GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+DEBUGGING, REQUIREMENTS = "memory debugging guide", "requirements guide"
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuickReference:
+    """A row of the quick-reference table; sizes in GB, from and to."""
+
+    model: str
+    said: str
+    weights: float
+    activations: tuple[float, float]
+    total: tuple[float, float]
+    smallest: str
+    recommended: str
+
+
+QUICK_REFERENCE = (
+    QuickReference(
+        model="1b", said="LLaMA 1B", weights=2.5, activations=(2, 3), total=(5, 6), smallest="8 GB",
+        recommended="12-16 GB",
+    ),
+    QuickReference(
+        model="3b", said="LLaMA 3B", weights=6.5, activations=(4, 5), total=(11, 12), smallest="16 GB",
+        recommended="24 GB",
+    ),
+    QuickReference(
+        model="7b", said="LLaMA 7B", weights=14, activations=(6, 8), total=(20, 22), smallest="24 GB",
+        recommended="40 GB",
+    ),
+    QuickReference(
+        model="13b", said="LLaMA 13B", weights=26, activations=(8, 10), total=(34, 36), smallest="40 GB",
+        recommended="48 GB",
+    ),
+    QuickReference(
+        model="30b", said="LLaMA 30B", weights=60, activations=(12, 15), total=(72, 75), smallest="80 GB",
+        recommended="Multi-GPU",
+    ),
+    QuickReference(
+        model="70b", said="LLaMA 70B", weights=140, activations=(20, 25), total=(160, 165), smallest="2x80GB",
+        recommended="Multi-GPU",
+    ),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """A job that a guide names, with what it says of it. `total` in GB, from and to; None where it gives none."""
+
+    guide: str
+    said: str
+    model: str
+    gpu: str
+    seq_len: int = 2048
+    nsamples: int = 128
+    total: tuple[float, float] | None = None
+    verdict: Literal["fits", "tight", "fails"] = "fits"
+    settings: str = field(default="")
+
+
+DECISIONS = (
+    Claim(guide=REQUIREMENTS, said="8-12 GB GPU: LLaMA 1B with --seqlen 1024", model="1b", gpu="8GB", seq_len=1024),
+    Claim(guide=REQUIREMENTS, said="16 GB GPU: LLaMA 1B-3B with default settings", model="3b", gpu="16GB"),
+    Claim(guide=REQUIREMENTS, said="24 GB GPU: LLaMA 7B with --seqlen 1024", model="7b", gpu="24GB", seq_len=1024),
+    Claim(guide=REQUIREMENTS, said="40-48 GB GPU: LLaMA 13B with default settings", model="13b", gpu="40GB"),
+    Claim(
+        guide=REQUIREMENTS, said="80 GB GPU: LLaMA 30B with optimization", model="30b", gpu="80GB", seq_len=1024,
+        nsamples=64, settings="read as in its 7B example: --seqlen 1024 --nsamples 64",
+    ),
+    Claim(guide=REQUIREMENTS, said="Multi-GPU: LLaMA 70B", model="70b", gpu="80GB", verdict="fails"),
+)  # fmt: skip
+"""Its decision matrix: what to run on which card."""
+
+EXAMPLES = (
+    Claim(guide=DEBUGGING, said="LLaMA 1B by its formula: 4.31 GB", model="1b", gpu="16GB", total=(4.31, 4.31)),
+    Claim(guide=DEBUGGING, said="LLaMA 1B expected: ~5-6 GB, safe for 16 GB", model="1b", gpu="16GB", total=(5, 6)),
+    Claim(guide=REQUIREMENTS, said="LLaMA 1B on 16 GB: ~5.9 GB, safe", model="1b", gpu="16GB", total=(5.9, 5.9)),
+    Claim(
+        guide=REQUIREMENTS, said="LLaMA 7B on 24 GB: ~22.2 GB, tight", model="7b", gpu="24GB", total=(22.2, 22.2),
+        verdict="tight",
+    ),
+    Claim(
+        guide=REQUIREMENTS, said="LLaMA 7B on 24 GB with --nsamples 64 --seqlen 1024: ~18.5 GB, safe", model="7b",
+        gpu="24GB", seq_len=1024, nsamples=64, total=(18.5, 18.5),
+    ),
+    Claim(guide=REQUIREMENTS, said="LLaMA 13B on 16 GB: fails", model="13b", gpu="16GB", verdict="fails"),
+    Claim(guide=REQUIREMENTS, said="RTX 3060 is the minimum for LLaMA 1B-3B", model="3b", gpu="RTX 3060"),
+    Claim(guide=REQUIREMENTS, said="RTX A6000 is the minimum for LLaMA 7B-13B", model="13b", gpu="RTX A6000"),
+    Claim(
+        guide=REQUIREMENTS, said="LLaMA 30B-70B require several A100 80GB", model="30b", gpu="A100 80GB",
+        verdict="fails",
+    ),
+)  # fmt: skip
+"""Its worked examples and hardware recommendations."""

@@ -1,0 +1,213 @@
+"""Text as people have it: wrapped by terminals, prefixed by loggers, escaped by JSON, coloured, or megabytes long.
+
+    for passage in passages(text):
+        passage.flat                    # one line, as the program wrote it
+        passage.line_at(offset)         # the number of the line in the text that this place of `flat` comes from
+
+A message may be broken at any place by any of these. A terminal that wraps breaks words, a person who wraps breaks at
+blanks: both ways of joining are offered, and the reader takes the one in which it finds more.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+MAX_TEXT = 64 << 20
+SMALL_TEXT = 4 << 20
+"""Texts up to here are read whole; of longer ones what lies around the words that all messages have."""
+BEFORE, AFTER = 200 << 10, 16 << 10
+"""Around such a word: a traceback comes before its message."""
+MAX_ANCHORS = 24
+"""Of each word: so many from the beginning of a text, and so many from its end."""
+MAX_READ = 12 << 20
+"""Of a long text: half from its beginning, half from its end."""
+
+ANCHORS = (
+    "out of memory", "Out of memory", "Tried to allocate", "OutOfMemory", "MemoryError", "DefaultCPUAllocator",
+    "would exceed allowed memory", "CUBLAS_STATUS", "CUDNN_STATUS", "cusolver error", "cublaslt", "NCCL WARN",
+    "NCCL error", "oom-kill", "OOMKilled", "exit code: 137", "exit code 137", "exitcode: -9", "SIGKILL", "Killed",
+    "annot allocate memory",
+)  # fmt: skip
+
+_LEVEL = r"(?:ERROR|WARNING|WARN|INFO|CRITICAL|DEBUG)"
+_PREFIX = re.compile(
+    r"(?:\[(?:rank|default)\s?\d{1,5}\]:?\s?"
+    r"|\[\d{1,4},\d{1,4}\]<std(?:err|out)>:\s?"
+    r"|\d{1,4}:\s(?=\S)"
+    r"|[>|│]\s?"
+    r"|E {3}"
+    r"|\[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d[\d:.,]{0,16}(?:Z|[+-]\d\d:?\d\d)?\]?\s{0,4}(?:- )?"
+    r"|\[?\d\d:\d\d:\d\d[\d.,]{0,8}\]\s?"
+    r"|\[?[EWIF]\d{4} [\d:.]{8,16}\s{1,8}\d{1,9} [\w./-]{1,80}:\d{1,6}\]\s?"
+    r"|\[[\w./-]{1,60}:\d{1,6}\]\s?"
+    r"|[\w.-]{1,40}-\d{1,3}\s{1,12}\|\s"
+    r"|(?:[\w.]{1,60} - )?\[?" + _LEVEL + r"\]?(?:\s{1,4}[-|]\s|[:\s]\s?)"
+    r"|\([\w.=, -]{1,60}pid=\d{1,9}(?:, ip=[\d.]{1,20})?\)\s)+"
+)
+_RANK = re.compile(r"\[(?:rank|default)\s?(\d{1,5})\]|^\[\d{1,4},(\d{1,4})\]<std|^(\d{1,4}):\s")
+_COLOUR = re.compile(r"\x1b\[[0-9;?]{0,16}[A-Za-z]")
+_UNICODE_ESCAPE = re.compile(r"\\u00([0-9a-fA-F]{2})")
+_RAW_DEVICE = re.compile(r"GPU (?:([\x00-\x08\x0e-\x1b])|\\x([0-9a-fA-F]{2})|\^([@A-Z])) has a total")
+_NARROWEST, _FEW_LINES = 40, 200
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A stretch of a text, as lines without prefixes and as one line."""
+
+    lines: tuple[str, ...]
+    ranks: tuple[str | None, ...]
+    first_line: int
+    """The number of its first line in the whole text, the first being 1."""
+    breaks_words: bool
+    """Lines as long as the terminal is wide continue in the next one without a blank."""
+
+    @cached_property
+    def _joined(self) -> tuple[str, list[int]]:
+        width = _width(self.lines) if self.breaks_words else 0
+        parts: list[str] = []
+        starts: list[int] = []
+        at = 0
+        for number, line in enumerate(self.lines):
+            starts.append(at)
+            whole = width and len(line) == width and number + 1 < len(self.lines)
+            part = line if whole else " ".join(line.split()) + " "
+            parts.append(part)
+            at += len(part)
+        return "".join(parts), starts
+
+    @property
+    def flat(self) -> str:
+        return self._joined[0]
+
+    def index_at(self, offset: int) -> int:
+        return max(bisect_right(self._joined[1], offset) - 1, 0)
+
+    def offset_of(self, index: int) -> int:
+        """Where a line of the passage begins in `flat`."""
+        return self._joined[1][index]
+
+    def line_at(self, offset: int) -> int:
+        return self.first_line + self.index_at(offset)
+
+
+def passages(text: str, *, breaks_words: bool = False) -> Iterator[Passage]:
+    """All of a short text, or what matters of a long one, in order. Linear in the length of the text."""
+    text = text[-MAX_TEXT:]
+    for begin, end in _windows(text):
+        first = text.count("\n", 0, begin) + 1
+        yield _passage(text[begin:end], first, breaks_words)
+
+
+def may_break_words(text: str) -> bool:
+    """Whether the text has lines of one width, as a terminal that wraps makes them."""
+    return any(_width(_raw_lines(text[begin:end])) for begin, end in _windows(text[-MAX_TEXT:]))
+
+
+def _passage(text: str, first_line: int, breaks_words: bool) -> Passage:
+    raw = _raw_lines(text)
+    if breaks_words:
+        return Passage(raw, (None,) * len(raw), first_line, True)
+    ranks = tuple(_rank(line) for line in raw)
+    return Passage(tuple(_without_prefix(line) for line in raw), ranks, first_line, False)
+
+
+def _raw_lines(text: str) -> tuple[str, ...]:
+    return tuple(line.rstrip() for line in _unescaped(text).split("\n"))
+
+
+def _unescaped(text: str) -> str:
+    if "\x1b" in text:
+        text = _COLOUR.sub("", text)
+    text = _RAW_DEVICE.sub(_device_number, text)
+    text = text.replace("\r\n", "\n").replace("\r", "\n").replace("\0", " ")
+    if "\\" in text:
+        text = text.replace("\\\\n", "\n").replace("\\n", "\n").replace('\\"', '"').replace("\\t", " ")
+        text = _UNICODE_ESCAPE.sub(lambda found: chr(int(found[1], 16)), text)
+        text = _COLOUR.sub("", text)
+    return text.replace("\u00a0", " ")
+
+
+def _device_number(found: re.Match[str]) -> str:
+    """torch 2.3 prints the number of the device as a byte (pytorch#126766)."""
+    raw, escaped, caret = found.groups()
+    number = ord(raw) if raw else int(escaped, 16) if escaped else ord(caret) - ord("@")
+    return f"GPU {number} has a total"
+
+
+def _without_prefix(line: str) -> str:
+    line = line.lstrip().removesuffix("│").rstrip()
+    found = _PREFIX.match(line)
+    return line[found.end() :] if found else line
+
+
+def _rank(line: str) -> str | None:
+    found = _RANK.search(line[:80])
+    return next((group for group in found.groups() if group is not None), None) if found else None
+
+
+def _width(lines: Sequence[str]) -> int:
+    """The longest line, if it can be a full one: several have that very length, or there are few lines."""
+    counts = Counter(map(len, lines))
+    longest = max(counts, default=0)
+    return longest if longest >= _NARROWEST and (counts[longest] > 1 or len(lines) < _FEW_LINES) else 0
+
+
+def _windows(text: str) -> list[tuple[int, int]]:
+    if len(text) <= SMALL_TEXT:
+        return [(0, len(text))]
+    found = _merged([(max(at - BEFORE, 0), at + AFTER) for at in _anchors(text)])
+    if not found:
+        return [(len(text) - SMALL_TEXT, len(text))]
+    if sum(end - begin for begin, end in found) <= MAX_READ:
+        return found
+    return _merged([*_first(found), *_mirrored(_first(_mirrored(found)))])
+
+
+def _first(windows: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """As many of them as may be read from one end."""
+    kept, room = [], MAX_READ // 2
+    for begin, end in windows:
+        if room <= 0:
+            break
+        kept.append((begin, min(end, begin + room)))
+        room -= end - begin
+    return kept
+
+
+def _mirrored(windows: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    return [(-end, -begin) for begin, end in reversed(windows)]
+
+
+def _anchors(text: str) -> list[int]:
+    """Where the words stand, as many as can matter: the first ones and the last ones of each."""
+    places: set[int] = set()
+    for word in ANCHORS:
+        at = -1
+        for _ in range(MAX_ANCHORS):
+            at = text.find(word, at + 1)
+            if at < 0:
+                break
+            places.add(at)
+        at = len(text)
+        for _ in range(MAX_ANCHORS):
+            at = text.rfind(word, 0, max(at, 0))
+            if at < 0:
+                break
+            places.add(at)
+    return sorted(places)
+
+
+def _merged(windows: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    made: list[tuple[int, int]] = []
+    for begin, end in windows:
+        if made and begin <= made[-1][1]:
+            made[-1] = made[-1][0], max(end, made[-1][1])
+        else:
+            made.append((begin, end))
+    return made

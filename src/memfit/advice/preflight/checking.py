@@ -1,0 +1,198 @@
+"""`memfit.check`: all checks that concern what was asked for, in order, each as one or more lines.
+
+checked = memfit.check(config="qwen2.5-7b-lora-24gb", gpu="24GB")
+checked.failed, checked.to_json()       # memfit.check/1
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from memfit.advice.preflight import (
+    allocator_settings,
+    batch,
+    config_keys,
+    data,
+    disk,
+    environment,
+    fits,
+    gpu_present,
+    gpu_software,
+    gradient_flow,
+    host,
+    loading,
+    packages,
+    parallel,
+    peaks,
+    precision,
+    resuming,
+    trained_weights,
+)
+from memfit.advice.preflight.finding import Finding, Line, Status, guarded
+from memfit.advice.preflight.gradient_flow import Flow
+from memfit.advice.preflight.situation import Asked, Situation
+from memfit.errors import UsageError
+from memfit.gpus import find_gpu
+from memfit.jobs.training.config_file import find_config, parse_yaml
+from memfit.jobs.training.processes import processes
+from memfit.jobs.workload import Workload
+
+SCHEMA = "memfit.check/1"
+STATUSES: tuple[Status, ...] = ("ok", "warning", "failed", "skipped")
+Look = Callable[[Situation], Iterator[Finding]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checked:
+    asked: dict[str, Any]
+    findings: tuple[Finding, ...]
+    seconds: float
+
+    @property
+    def failed(self) -> tuple[Finding, ...]:
+        return tuple(each for each in self.findings if each.status == "failed")
+
+    @property
+    def verdict(self) -> Status:
+        found = {each.status for each in self.findings}
+        return "failed" if "failed" in found else "warning" if "warning" in found else "ok"
+
+    def __str__(self) -> str:
+        from memfit.render.check_terminal import show_check
+        from memfit.render.text import as_text
+
+        return as_text(show_check, self.to_json())
+
+    def to_json(self) -> dict[str, Any]:
+        counts = {status: sum(each.status == status for each in self.findings) for status in STATUSES}
+        return {
+            "schema": SCHEMA, "asked": self.asked, "verdict": self.verdict, "counts": counts,
+            "checks": [each.to_json() for each in self.findings], "seconds": round(self.seconds, 3),
+        }  # fmt: skip
+
+
+def check(
+    workload: Workload | None = None, *, config: str | None = None, sets: Iterable[str] = (), gpu: str | None = None,
+    world_size: int | None = None, load: bool = False, on_progress: Callable[[str], None] | None = None,
+    **settings: Any,
+) -> Checked:  # fmt: skip
+    """Look at this machine, and at a training config (`config`, a file or a name) or a workload (`kind`, `model` and
+    the other settings of `memfit plan`)."""
+    began = time.perf_counter()
+    work = Workload.from_mapping(settings) if settings else workload
+    if work is not None and config is not None:
+        raise UsageError("a config and a workload are two jobs", hint="check one, then the other")
+    if gpu is not None:
+        find_gpu(gpu)
+    asked, wrong = _asked(work, config, tuple(sets), gpu, world_size, load)
+    situation, found = Situation(asked), [] if wrong is None else [wrong]
+    for name, look, line in _checks(asked):
+        if on_progress is not None:
+            on_progress(name)
+        found.extend(guarded(line, partial(look, situation)))
+    return Checked(
+        asked={
+            "config": config, "workload": None if work is None else work.settings(), "gpu": gpu,
+            "world_size": asked.world_size, "load": load,
+        },
+        findings=tuple(sorted(found, key=_place)), seconds=time.perf_counter() - began,
+    )  # fmt: skip
+
+
+SUBJECTS = ("machine", "settings", "config", "model", "plan")
+
+
+def _place(finding: Finding) -> int:
+    return SUBJECTS.index(finding.subject)
+
+
+def _asked(
+    work: Workload | None, config: str | None, sets: tuple[str, ...], gpu: str | None, world_size: int | None,
+    load: bool,
+) -> tuple[Asked, Finding | None]:  # fmt: skip
+    """And what is wrong with the config, if its settings cannot be. A file that is not there, or no YAML, is an
+    error."""
+    if work is not None:
+        return _of_workload(work, gpu, load)
+    count = world_size or processes()
+    if config is None:
+        return Asked(gpu=gpu, world_size=count, load=load), None
+    _, text, where = find_config(config)
+    parse_yaml(text, where)
+    try:
+        read, keys = config_keys.load(config, sets)
+    except UsageError as error:
+        if error.message.startswith("--set"):
+            raise
+        wrong = config_keys.KEYS.failed(error.message, error.hint)
+        return Asked(gpu=gpu, world_size=count), wrong
+    return Asked(config=read, keys=keys, gpu=gpu, world_size=count, load=load), None
+
+
+def _of_workload(work: Workload, gpu: str | None, load: bool) -> tuple[Asked, Finding | None]:
+    asked = partial(Asked, workload=work, gpu=gpu, world_size=work.world_size, load=load)
+    if not work.trains:
+        return asked(), None
+    try:
+        from memfit.jobs.training.memfit_loop import training_config
+
+        return asked(config=training_config(work, steps=1)), None
+    except UsageError as error:
+        return asked(), Line("config", "settings").failed(error.message, error.hint)
+    except ImportError:  # of torch: the line on packages says so
+        return asked(), None
+
+
+def _checks(asked: Asked) -> Iterator[tuple[str, Look, Line]]:
+    """(what to tell while it runs, the check, the line that an error of it stands on)."""
+    training, from_file = asked.config is not None, asked.config is not None and asked.workload is None
+    of_job = training or asked.workload is not None
+    yield "looking for GPUs", gpu_present.present, gpu_present.PRESENT
+    yield "asking who holds them", gpu_present.free, gpu_present.FREE
+    yield "driver and torch", gpu_software.build, gpu_software.BUILD
+    yield "what the card can do", gpu_software.abilities, gpu_software.ABILITIES
+    yield "settings of the allocator", allocator_settings.settings, allocator_settings.SETTINGS
+    yield "environment", environment.variables, environment.VARIABLES
+    yield "packages", packages.version_set, packages.SET
+    yield "bitsandbytes", packages.bitsandbytes, packages.LOADS
+    if from_file:
+        yield "keys of the config", config_keys.keys, config_keys.KEYS
+    if of_job:
+        yield "precision", precision.precision, precision.PRECISION
+        yield "attention", precision.attention, precision.ATTENTION
+    if training:
+        yield from _of_training(asked, from_file)
+    yield "host memory", host.memory, host.MEMORY
+    yield "shared memory", host.shared, host.SHARED
+    if asked.world_size > 1 or (asked.config is not None and asked.config.memory.offload):
+        yield "locked memory", host.locked, host.LOCKED
+    if of_job and asked.load:
+        yield "loading the model", loading.loaded, loading.LOADED
+    if of_job:
+        yield "planning", fits.fits, fits.FITS
+
+
+def _of_training(asked: Asked, from_file: bool) -> Iterator[tuple[str, Look, Line]]:
+    followed: list[Flow] = []
+    yield "batch sizes", batch.global_batch, batch.BATCH
+    if from_file:
+        yield "looking for the weights", disk.weights, disk.WEIGHTS
+        yield "reading data", data.readable, data.READABLE
+        yield "cutting data into tokens", data.lengths, data.LENGTHS
+        yield "padding", data.padding, data.PADDING
+        yield "labels", data.labels, data.LABELS
+        yield "checkpoint", resuming.resume, resuming.RESUME
+    yield "the model's shapes", trained_weights.trained_weights, trained_weights.TRAINED
+    yield "positions", data.positions, data.POSITIONS
+    yield "two steps of the first blocks", partial(gradient_flow.gradients, followed=followed), gradient_flow.GRADIENTS
+    if asked.world_size > 1:
+        yield "reductions", parallel.reductions, parallel.REDUCED
+        yield "unused parameters", partial(parallel.unused_parameters, followed=followed), parallel.UNUSED
+    yield "peaks beside the step", peaks.evaluation, peaks.EVALUATION
+    yield "peaks beside the step", peaks.saving, peaks.SAVING
+    if from_file:
+        yield "disk", disk.checkpoints, disk.CHECKPOINTS

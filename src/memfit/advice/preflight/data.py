@@ -1,0 +1,159 @@
+"""The data: readable, how long its samples are, how much of a batch is padding, and what of it is learned."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from memfit.advice.preflight.finding import Finding, Line
+from memfit.advice.preflight.situation import MOST_ROWS, Situation
+
+if TYPE_CHECKING:
+    from memfit.jobs.training.data import TrainingData
+
+READABLE, LENGTHS = Line("config", "data"), Line("config", "lengths")
+PADDING, LABELS, POSITIONS = Line("config", "padding"), Line("config", "labels"), Line("config", "positions")
+MUCH = 0.5
+"""The share of cut samples, or of padding in a batch, from which on it is worth a warning."""
+STRAY_SHARE = 0.01
+"""Of the learned tokens, that may be padding inside the data before it is worth a word."""
+
+
+def readable(situation: Situation) -> Iterator[Finding]:
+    from memfit.jobs.training.examples import read_examples
+
+    data = situation.config.data
+    examples = read_examples(dataclasses.replace(data, max_samples=min(data.max_samples or MOST_ROWS, MOST_ROWS)))
+    kind = "prompts with answers" if examples.instruction else "text"
+    count = len(examples.rows)
+    first = f"the first {count:,} rows" if count >= MOST_ROWS else f"{count:,} rows"
+    empty = f", {examples.empty:,} empty ones left out" if examples.empty else ""
+    yield READABLE.ok(f"{first} of {kind} from {examples.origin}{empty}", rows=count, empty_rows=examples.empty)
+
+
+def lengths(situation: Situation) -> Iterator[Finding]:
+    data, config = situation.data.get(), situation.config.data
+    summary, each = data.summary, data.summary.lengths
+    details: dict[str, Any] = {
+        **dataclasses.asdict(each),
+        "truncated_share": _share(summary.truncated_samples, summary.rows),
+    }
+    if data.packed:
+        yield LENGTHS.ok(
+            f"packed: {len(data):,} samples of {config.max_seq_len:,} tokens each, whatever the rows' lengths",
+            **details,
+        )
+        return
+    found = (
+        f"{each.shortest:,} to {each.longest:,} tokens, median {each.median:,}, 95 % up to {each.percentile_95:,};"
+        f" max_seq_len {config.max_seq_len:,} cuts {summary.truncated_samples:,} of {summary.rows:,} rows"
+    )
+    lost = summary.truncated_samples + summary.dropped_samples
+    if summary.dropped_samples:
+        found += f" and drops {summary.dropped_samples:,} with nothing left to learn"
+    if lost > MUCH * summary.rows:
+        yield LENGTHS.warning(found, "a larger max_seq_len, too_long: split, or packing: true", **details)
+    else:
+        yield LENGTHS.ok(found, **details)
+
+
+def positions(situation: Situation) -> Iterator[Finding]:
+    """A sequence longer than the model's positions fails, or is read as nonsense."""
+    from memfit.jobs.training.shapes import POSITIONS as NAMES
+    from memfit.jobs.training.shapes import number_in
+
+    wanted = situation.config.data.max_seq_len if situation.asked.workload is None else situation.asked.workload.seq_len
+    most = number_in(_shape(situation), NAMES)
+    if most is None:
+        yield POSITIONS.skipped("this model does not say how many positions it has")
+    elif wanted > most:
+        yield POSITIONS.failed(
+            f"{wanted:,} tokens a sample, and {situation.config.model.name} has {most:,} positions",
+            f"max_seq_len: {most}", positions=most,
+        )  # fmt: skip
+    else:
+        yield POSITIONS.ok(f"{wanted:,} tokens a sample, of {most:,} positions that the model has", positions=most)
+
+
+def _shape(situation: Situation) -> dict[str, object] | None:
+    settings: Any = getattr(situation.shapes.needed(), "config", None)
+    return settings.to_dict() if hasattr(settings, "to_dict") else None
+
+
+def padding(situation: Situation) -> Iterator[Finding]:
+    data, config = situation.data.needed(), situation.config
+    if data.packed:
+        yield PADDING.ok("none: samples are packed to full length")
+        return
+    rows = situation.batch.needed().micro_batch_size
+    wasted = padding_share(data, rows, seed=config.seed, shuffle=config.data.shuffle)
+    to_the_limit = 1 - data.summary.lengths.mean / config.data.max_seq_len
+    found = (
+        f"{wasted:.0%} of a batch, for rows are padded to the longest of their micro-batch;"
+        f" padded to max_seq_len it would be {to_the_limit:.0%}"
+    )
+    details: dict[str, Any] = {"padding_share": wasted, "padding_share_at_max_length": to_the_limit}
+    if wasted > MUCH:
+        yield PADDING.warning(found, "packing: true, or a smaller micro_batch_size", **details)
+    else:
+        yield PADDING.ok(found, **details)
+
+
+def padding_share(data: TrainingData, rows: int, *, seed: int, shuffle: bool) -> float:
+    """Of the first epoch, in the order in which it will be seen."""
+    from memfit.jobs.training.order import epoch_order
+
+    lengths = data.lengths[epoch_order(len(data), seed=seed, epoch=0, shuffle=shuffle)]
+    full = lengths[: len(lengths) // rows * rows].reshape(-1, rows) if len(lengths) >= rows else lengths[None]
+    computed = int(full.max(dim=1).values.sum()) * full.shape[1]
+    return 1 - int(full.sum()) / computed
+
+
+def labels(situation: Situation) -> Iterator[Finding]:
+    """Padding is masked in a real batch, every sample has something to learn, and what is learned is not padding."""
+    from memfit.jobs.training.collating import Collator
+    from memfit.jobs.training.data import IGNORED
+    from memfit.jobs.training.tokenizers import pad_id_of
+
+    data, tokenizer = situation.data.needed(), situation.tokenizer.needed()
+    pad, summary = pad_id_of(tokenizer), data.summary
+    order = data.longest_first()
+    samples = [data[int(order[0])], data[int(order[-1])]]
+    batch = Collator(pad, mask=not data.packed)(samples)
+    filled = len(samples[1]["input_ids"])
+    if bool((batch["labels"][1, filled:] != IGNORED).any()):
+        yield LABELS.failed("padding is learned: its labels are not masked", "labels of padding must be -100")
+        return
+    stray = stray_padding(data, pad)
+    details: dict[str, Any] = {
+        "learned_tokens": summary.learned_tokens, "tokens": summary.tokens, "padding_in_the_data": stray,
+        "dropped_samples": summary.dropped_samples,
+    }  # fmt: skip
+    if stray > STRAY_SHARE * summary.learned_tokens:
+        token = f"{pad}" if not hasattr(tokenizer, "decode") else f"{pad} ({tokenizer.decode([pad])!r})"
+        yield LABELS.failed(
+            f"{_share(stray, summary.learned_tokens):.0%} of what is learned is padding inside the data: token {token}"
+            f" {stray:,} times",
+            "take the padding out of the file: memfit pads by itself, and masks it", **details,
+        )  # fmt: skip
+        return
+    share = f"{summary.learned_tokens:,} of {summary.tokens:,} tokens are learned, at least one in each sample"
+    if summary.format == "instruction" and not situation.config.data.mask_prompt:
+        yield LABELS.warning(f"{share}; the prompts too", "mask_prompt: true learns the answers alone", **details)
+        return
+    masked = "prompts and padding are masked" if summary.format == "instruction" else "padding is masked"
+    yield LABELS.ok(f"{share}; {masked}", **details)
+
+
+def stray_padding(data: TrainingData, pad: int) -> int:
+    """Learned tokens that fill up rather than end a text: a repetition of the padding token."""
+    count = 0
+    for index in range(len(data)):
+        learned = data[index]["labels"]
+        count += int(((learned[1:] == pad) & (learned[:-1] == pad)).sum())
+    return count
+
+
+def _share(part: int, whole: int) -> float:
+    return part / whole if whole else 0.0

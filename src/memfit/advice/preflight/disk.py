@@ -1,0 +1,62 @@
+"""Room on disk for the checkpoints, and for a model that is still to be downloaded."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from memfit.advice.preflight.finding import Finding, Line
+from memfit.advice.preflight.situation import Situation, output_folder
+from memfit.advice.preflight.sizes import checkpoint_bytes
+from memfit.models.local_files import NotHere, cache_folder
+from memfit.units import gib
+
+CHECKPOINTS, WEIGHTS = Line("machine", "disk for checkpoints"), Line("model", "weights")
+PUBLISHED_BYTES = 2
+"""Of a weight: models are published in 16 bit."""
+
+
+def checkpoints(situation: Situation) -> Iterator[Finding]:
+    from memfit.jobs.training.preparation import check_output
+
+    config, folder = situation.config, output_folder(situation.config)
+    check_output(folder, resuming=config.saving.resume_from is not None)
+    each = checkpoint_bytes(situation.shapes.needed(), config)
+    count = config.saving.save_total_limit + 1  # a new one is whole before the oldest goes
+    unused = free_on_disk(folder)
+    found = f"{gib(unused)} free at {folder}; {count} checkpoints of {gib(each)} at once"
+    details: dict[str, Any] = {
+        "free_bytes": unused,
+        "checkpoint_bytes": each,
+        "checkpoints": count,
+        "folder": str(folder),
+    }
+    if count * each > unused:
+        fit = max(unused // max(each, 1) - 1, 0)
+        advice = f"save_total_limit: {fit}" if fit else "another --output_dir"
+        yield CHECKPOINTS.failed(f"{found} are {gib(count * each)}", f"{advice}, or room on that disk", **details)
+        return
+    yield CHECKPOINTS.ok(f"{found} take {gib(count * each)}", **details)
+
+
+def weights(situation: Situation) -> Iterator[Finding]:
+    """Whether they are here; if they are not, whether there is room for them."""
+    try:
+        yield WEIGHTS.ok(f"in {situation.folder.get()}")
+    except NotHere as error:
+        unused = free_on_disk(cache_folder(situation.config.model.cache_dir))
+        model = situation.shapes.needed()
+        size = PUBLISHED_BYTES * sum(w.numel() for name, w in model.named_parameters() if "lora_" not in name)
+        details: dict[str, Any] = {"download_bytes": size, "free_bytes": unused}
+        found = f"{error.message}: about {gib(size)} to download, {gib(unused)} free for them"
+        if size > unused:
+            yield WEIGHTS.failed(found, "model.cache_dir (or HF_HOME) on a larger disk", **details)
+        else:
+            yield WEIGHTS.warning(found, error.hint, **details)
+
+
+def free_on_disk(folder: Path) -> int:
+    there = next(each for each in (folder, *folder.parents) if each.exists())
+    return shutil.disk_usage(there).free

@@ -1,0 +1,66 @@
+"""Which GPUs are here, how much of them is free, and who holds the rest."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from memfit.advice.preflight.finding import Finding, Line
+from memfit.advice.preflight.situation import Situation
+from memfit.recording.nvml import GpuProcess, GpuState
+from memfit.units import gib
+
+PRESENT, FREE = Line("machine", "GPU"), Line("machine", "GPU memory")
+IDLE_SHARE = 0.02
+"""What the driver keeps for itself on a card that nobody uses is less than this."""
+SHOWN = 4
+
+
+def present(situation: Situation) -> Iterator[Finding]:
+    gpus, wanted = situation.gpus.get(), situation.asked.world_size
+    if not gpus:
+        yield PRESENT.failed("the driver finds no GPU", "nvidia-smi -L lists those that it sees", gpus=0)
+        return
+    names = ", ".join(f"{gpu.name} ({gib(gpu.total_bytes)})" for gpu in gpus)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    count = len(gpus) if visible is None else len([each for each in visible.split(",") if each.strip()])
+    found = f"{len(gpus)}: {names}" + ("" if visible is None else f"; CUDA_VISIBLE_DEVICES={visible} shows {count}")
+    if count < wanted:
+        yield PRESENT.failed(
+            f"{found}, and {wanted} processes are to train", f"torchrun --nproc_per_node={max(count, 1)}", gpus=count
+        )
+        return
+    yield PRESENT.ok(found, gpus=count)
+
+
+def free(situation: Situation) -> Iterator[Finding]:
+    for gpu in situation.gpus.get():
+        yield of_gpu(gpu)
+
+
+def of_gpu(gpu: GpuState) -> Finding:
+    found = f"GPU {gpu.index}: {gib(gpu.free_bytes)} of {gib(gpu.total_bytes)} free"
+    details: dict[str, Any] = {
+        "gpu": gpu.index, "free_bytes": gpu.free_bytes, "total_bytes": gpu.total_bytes,
+        "processes": [asdict(process) for process in gpu.processes],
+    }  # fmt: skip
+    if gpu.used_bytes <= IDLE_SHARE * gpu.total_bytes:
+        return FREE.ok(f"{found}, nobody holds any", **details)
+    if not gpu.processes:
+        return FREE.warning(
+            f"{found}; the driver does not say who holds the rest, as it does inside a container",
+            "nvidia-smi on the host names the processes", **details,
+        )  # fmt: skip
+    holders = "; ".join(_holder(process) for process in gpu.processes[:SHOWN])
+    more = f"; and {len(gpu.processes) - SHOWN} more" if len(gpu.processes) > SHOWN else ""
+    pids = " ".join(str(process.pid) for process in gpu.processes[:SHOWN] if process.name is not None)
+    advice = f"if they are yours and not needed: kill {pids}; " if pids else ""
+    return FREE.warning(f"{found}; held by {holders}{more}", f"{advice}another GPU: CUDA_VISIBLE_DEVICES=N", **details)
+
+
+def _holder(process: GpuProcess) -> str:
+    size = "an unknown size" if process.used_bytes is None else gib(process.used_bytes)
+    name = "of another container, or ended" if process.name is None else process.name[:60]
+    return f"process {process.pid} ({name}): {size}"

@@ -1,0 +1,169 @@
+"""Whether every trained tensor really gets a gradient: the model's first blocks, run on the CPU through two steps.
+
+The model is built as `memfit train` builds it, adapters, checkpointing and loss included; only its weights are random
+and its text is short. LoRA's B begins at zero, so that A has no gradient in the first step: the second one counts.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from memfit.advice.preflight.finding import Finding, Line
+from memfit.advice.preflight.situation import Situation
+from memfit.advice.preflight.small_model import few_blocks
+from memfit.advice.preflight.trained_weights import ADAPTER
+from memfit.jobs.training.config import FACTORY
+from memfit.recording.machine import host_memory
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+GRADIENTS, LOSS = Line("model", "gradient flow"), Line("model", "loss")
+STEPS = 2
+RATE = 1e-2
+SHARE_OF_HOST = 0.5
+"""Of the free memory of the host, that a look may take."""
+SHOWN = 3
+NO_GRADIENT = "does not require grad"
+"""How torch says that nothing in the loss leads back to a trained weight."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flow:
+    blocks: int
+    tensors: int
+    loss: float | None
+    without: tuple[str, ...] = ()
+    """Trained tensors that got no gradient, or one of zeros."""
+    not_finite: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+
+def follow(situation: Situation) -> Flow:
+    """Raises CannotTell where the model is too large for this machine, and RuntimeError as the model's own code."""
+    import torch
+
+    config = situation.config
+    host = host_memory()
+    most = int(SHARE_OF_HOST * (host["total_bytes"] - host["used_bytes"]))
+    began = time.perf_counter()
+    situation.shapes.needed()
+    model, job, blocks = few_blocks(config, situation.model_name, most_bytes=most)
+    batch = _within_vocabulary(model, job.collate([job.data[0]]))
+    amp: AbstractContextManager[Any] = nullcontext()
+    if config.precision.startswith("amp-"):
+        amp = torch.autocast("cpu", torch.bfloat16)
+    trained = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
+    optimizer = torch.optim.SGD([each for _, each in trained], lr=RATE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of checkpointing, on inputs without gradients: that is what is looked for
+        for step in range(1, STEPS + 1):
+            optimizer.zero_grad()
+            with amp:
+                loss = _loss(model, batch)
+            torch.autograd.backward(loss)
+            if step < STEPS:
+                optimizer.step()
+    found = float(loss.detach())
+    return Flow(
+        blocks=blocks, tensors=len(trained), loss=found,
+        without=tuple(name for name, each in trained if each.grad is None or not each.grad.count_nonzero()),
+        not_finite=tuple(name for name, each in trained if each.grad is not None and not each.grad.isfinite().all()),
+        seconds=time.perf_counter() - began,
+    )  # fmt: skip
+
+
+def _loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    from torch.nn.functional import cross_entropy
+
+    from memfit.jobs.preparing import takes_labels
+
+    if takes_labels(model):
+        loss: Tensor = model(**batch).loss
+        return loss
+    made: Any = model(batch["input_ids"])
+    logits = made.logits if hasattr(made, "logits") else made
+    return cross_entropy(logits[:, :-1].flatten(0, 1).float(), batch["labels"][:, 1:].flatten())
+
+
+def _within_vocabulary(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A factory's model may know fewer words than there are bytes."""
+    from torch import nn
+
+    tables = [each.num_embeddings for each in model.modules() if isinstance(each, nn.Embedding)]
+    words = max(tables, default=1 << 31)
+    return {name: each.where(each < words, each % words) for name, each in batch.items()}
+
+
+def gradients(situation: Situation, followed: list[Flow]) -> Iterator[Finding]:
+    """What it finds is also put into `followed`, for the checks that come after."""
+    try:
+        flow = follow(situation)
+    except RuntimeError as error:
+        yield _stopped(error)
+        return
+    followed.append(flow)
+    yield _of_loss(flow)
+    what = _what(situation, flow)
+    details: dict[str, Any] = {
+        "tensors": flow.tensors, "without_gradient": list(flow.without), "not_finite": list(flow.not_finite),
+        "blocks": flow.blocks, "seconds": round(flow.seconds, 1),
+    }  # fmt: skip
+    if flow.not_finite:
+        yield GRADIENTS.failed(f"{_some(flow.not_finite)} not finite in {what}", "bf16 or fp32", **details)
+        return
+    adapters = [name for name in flow.without if ADAPTER in name]
+    if adapters or len(flow.without) == flow.tensors:
+        yield GRADIENTS.failed(
+            f"no gradient reaches {len(flow.without)} of {flow.tensors} trained tensors in {what}:"
+            f" {_some(flow.without)}",
+            "with checkpointing over a frozen embedding: model.enable_input_require_grads(), or use_reentrant=False",
+            **details,
+        )
+        return
+    if flow.without:
+        yield GRADIENTS.warning(
+            f"no gradient reaches {len(flow.without)} of {flow.tensors} trained tensors, which stay as they are:"
+            f" {_some(flow.without)}",
+            "freeze them, or find out why nothing depends on them", **details,
+        )  # fmt: skip
+        return
+    yield GRADIENTS.ok(f"all {flow.tensors} trained tensors get finite gradients other than zero in {what}", **details)
+
+
+def _what(situation: Situation, flow: Flow) -> str:
+    steps = "two steps on the CPU"
+    if FACTORY.fullmatch(situation.model_name):
+        return steps
+    return f"the first {flow.blocks} block{'s' if flow.blocks > 1 else ''}, {steps}"
+
+
+def _of_loss(flow: Flow) -> Finding:
+    import math
+
+    loss = flow.loss
+    if loss is None or not math.isfinite(loss):
+        return LOSS.failed(
+            f"the loss is {loss} after one step with random weights", "bf16 or fp32: fp16 ends at 65,504", loss=None
+        )
+    return LOSS.ok(f"finite ({loss:.2f} with random weights)", loss=loss)
+
+
+def _stopped(error: RuntimeError) -> Finding:
+    first = (str(error).strip().splitlines() or ["RuntimeError"])[0][:200]
+    if NO_GRADIENT in first:
+        return GRADIENTS.failed(
+            f"no gradient reaches any trained weight: '{first}'",
+            "with checkpointing over a frozen embedding: model.enable_input_require_grads(), or use_reentrant=False",
+        )
+    return GRADIENTS.failed(f"a training step stops on the CPU: {first}", "the same step would stop on the GPU")
+
+
+def _some(names: tuple[str, ...]) -> str:
+    more = f", and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more

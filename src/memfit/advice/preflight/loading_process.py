@@ -1,0 +1,101 @@
+"""Load a model, say in one line of JSON what it took, delete it. Run by `loading`; the order comes on stdin.
+
+{"model": FOLDER, "random": false, "precision": "bf16", "attention": "sdpa", "settings": {}, "device": "cuda"}
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import time
+from contextlib import redirect_stdout
+from typing import Any
+
+from memfit.errors import MemfitError
+
+
+def load(order: dict[str, Any]) -> dict[str, Any]:
+    import torch
+
+    from memfit.recording.host_memory import ProcessMemory
+
+    host = ProcessMemory()
+    before = host.read().used_bytes
+    device = torch.device(order["device"])
+    began = time.perf_counter()
+    model = model_of(order).to(device)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - began
+    reading = host.read()
+    took: dict[str, Any] = {
+        "device": "GPU" if device.type == "cuda" else "CPU", "seconds": seconds,
+        "weights_bytes": sum(each.numel() * each.element_size() for each in model.parameters()),
+        "host_bytes": reading.used_bytes - before, "host_peak_bytes": reading.high_water_bytes or reading.used_bytes,
+        **(_of_gpu() if device.type == "cuda" else {}),
+    }  # fmt: skip
+    del model
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        took["left_bytes"] = torch.cuda.memory_allocated()
+    return took
+
+
+def model_of(order: dict[str, Any]) -> Any:
+    """Read from its files, or built with random weights."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from memfit.jobs.preparing import DTYPES
+
+    dtype = DTYPES.get(order["precision"], torch.float32)
+    if order["random"]:
+        return _built(order, dtype)
+    return AutoModelForCausalLM.from_pretrained(
+        order["model"], dtype=dtype, attn_implementation=order["attention"], trust_remote_code=False,
+        local_files_only=True,
+    )  # fmt: skip
+
+
+def _built(order: dict[str, Any], dtype: Any) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    from memfit.jobs.training.config import ModelConfig
+    from memfit.jobs.training.shapes import transformers_config
+    from memfit.models.registry import build_model, resolve
+
+    if not order["settings"]:
+        return build_model(resolve(order["model"]), dtype=dtype, init_weights=True)
+    changed = ModelConfig(name=order["model"], from_scratch=True, settings=order["settings"])
+    auto: Any = AutoModelForCausalLM
+    return auto.from_config(transformers_config(changed), dtype=dtype)
+
+
+def _of_gpu() -> dict[str, Any]:
+    """This process's, and the whole device's use: others may be on it."""
+    import torch
+
+    free, total = torch.cuda.mem_get_info()
+    return {
+        "allocated_bytes": torch.cuda.memory_allocated(), "reserved_bytes": torch.cuda.memory_reserved(),
+        "device_bytes": total - free,
+    }  # fmt: skip
+
+
+def main() -> int:
+    order = json.loads(sys.stdin.read())
+    with redirect_stdout(sys.stderr):
+        try:
+            took = load(order)
+        except (MemfitError, RuntimeError, ValueError, OSError, ImportError) as error:
+            took = {"error": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:300]}
+    sys.stdout.write(json.dumps(took) + "\n")
+    sys.stdout.flush()
+    os._exit(0)  # nothing is left to take down
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""The packages that a run uses: there, new enough for one another, and loadable."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.util import find_spec
+
+from memfit.advice.preflight.finding import CannotTell, Finding, Line
+from memfit.advice.preflight.situation import Situation
+from memfit.advice.preflight.versions import Requirement, requirements
+from memfit.jobs.training.levers import NEEDS_BITSANDBYTES
+
+SET, LOADS = Line("settings", "packages"), Line("settings", "bitsandbytes")
+PACKAGES = ("torch", "transformers", "peft", "accelerate", "safetensors", "huggingface-hub")
+TRAINING_EXTRA = "torch"
+"""Under which transformers says what its Trainer needs."""
+PATIENCE_SECONDS = 60.0
+LOADING = "import bitsandbytes; print(bitsandbytes.__version__)"
+
+
+def version_set(situation: Situation) -> Iterator[Finding]:
+    there = {name: found for name in PACKAGES if (found := installed(name)) is not None}
+    missing = [name for name in PACKAGES if name not in there]
+    listed = ", ".join(f"{name} {found}" for name, found in there.items())
+    if missing:
+        yield SET.failed(f"{', '.join(missing)} not installed", f"pip install {' '.join(missing)}", packages=there)
+    unmet = list(conflicts(there))
+    for who, wants, has in unmet:
+        yield SET.failed(
+            f"{wants.package} {has} is not what {who} needs ({wants}): options may be missing or renamed",
+            f"pip install '{str(wants).replace(' ', '')}'", packages=there,
+        )  # fmt: skip
+    if not missing and not unmet:
+        yield SET.ok(f"{listed}: each as the others need it", packages=there)
+
+
+def conflicts(there: Mapping[str, str]) -> Iterator[tuple[str, Requirement, str]]:
+    """(who needs something, what it needs, which version there is)."""
+    for who in ("memfit", *there):
+        try:
+            lines = requires(who) or []
+        except PackageNotFoundError:
+            continue
+        for each in requirements(lines):
+            counts = not each.conditional and each.extra in (None, TRAINING_EXTRA if who == "transformers" else None)
+            if counts and each.package in there and each.unmet_by(there[each.package]):
+                yield who, each, there[each.package]
+
+
+def installed(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def bitsandbytes(situation: Situation) -> Iterator[Finding]:
+    """In a process of its own: built for another CUDA it may take the process down, and peft imports it unasked."""
+    config = situation.asked.config
+    needed = config is not None and config.optimizer.name in NEEDS_BITSANDBYTES
+    if find_spec("bitsandbytes") is None:
+        if needed:
+            yield LOADS.failed("not installed, and the optimizer needs it", "pip install bitsandbytes")
+            return
+        raise CannotTell("not installed, and nothing here needs it")
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", LOADING], capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        yield LOADS.failed(f"does not load within {PATIENCE_SECONDS:g} seconds", "pip uninstall bitsandbytes")
+        return
+    if done.returncode == 0:
+        yield LOADS.ok(f"{done.stdout.strip().splitlines()[-1][:40]} loads")
+        return
+    how = f"ends the process with signal {-done.returncode}" if done.returncode < 0 else "does not load"
+    last = (done.stderr.strip().splitlines() or ["it says nothing"])[-1][:200]
+    yield LOADS.failed(
+        f"{how}: {last}; peft imports it even where nothing uses it",
+        "pip uninstall bitsandbytes, or the build for this CUDA: pip install -U bitsandbytes",
+    )

@@ -1,0 +1,200 @@
+"""What is to be checked, and what several checks need of it: each part is looked for once, and only if it is asked for.
+
+Nothing here fetches anything from the Hub, and nothing starts CUDA in this process: a look must not cost what a run
+costs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from memfit.advice.preflight.finding import CannotTell
+from memfit.advice.preflight.once import Once
+from memfit.errors import MemfitError
+from memfit.gpus import Gpu, find_gpu
+from memfit.jobs.training.batch_sizes import BatchSizes, resolve_batch
+from memfit.jobs.training.config import FACTORY, TrainConfig
+from memfit.jobs.workload import Workload
+from memfit.recording.gpu_driver import Driver, read_driver
+from memfit.recording.nvml import GpuState, NoNvml, read_gpus
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from memfit.advice.preflight.config_keys import Read
+    from memfit.jobs.training.data import TrainingData
+    from memfit.jobs.training.preparation import TrainJob
+
+NO_CARD = "no GPU is here and none is named: --gpu 24GB checks against one"
+MOST_ROWS = 20_000
+"""Rows of data that are looked at: what is wrong with them is most often wrong from the start."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """A training config, or a workload as `memfit plan` takes it, or neither: then only the machine is looked at."""
+
+    config: TrainConfig | None = None
+    keys: tuple[Read, ...] = ()
+    """Of the config's file."""
+    workload: Workload | None = None
+    gpu: str | None = None
+    world_size: int = 1
+    load: bool = False
+
+    @property
+    def trains(self) -> bool:
+        return self.config is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Here:
+    """The first GPU of this machine that torch would use, as a card to plan for."""
+
+    card: Gpu
+    state: GpuState
+
+    @property
+    def with_what_is_free(self) -> Gpu:
+        """What others hold is not there for this job."""
+        return dataclasses.replace(self.card, capacity_bytes=min(self.card.capacity_bytes, self.state.free_bytes))
+
+
+class Situation:
+    def __init__(self, asked: Asked) -> None:
+        self.asked = asked
+        self.gpus = Once(_gpus, without="no GPU is here")
+        self.driver = Once(_driver, without="no GPU is here")
+        self.batch = Once(self._batch, without="the batch sizes are wrong")
+        self.folder = Once(self._folder, without="the model's files are not on this machine")
+        self.tokenizer = Once(self._tokenizer, without="the tokenizer is not on this machine")
+        self.data = Once(self._data, without="the data cannot be read as samples")
+        self.shapes = Once(self._shapes, without="the model cannot be built")
+        self.job = Once(self._job, without="the job cannot be prepared")
+
+    @property
+    def config(self) -> TrainConfig:
+        if self.asked.config is None:
+            raise CannotTell("nothing is trained")
+        return self.asked.config
+
+    # -- the card
+
+    @cached_property
+    def here(self) -> Here | None:
+        try:
+            gpus, driver = self.gpus.get(), self.driver.get()
+        except CannotTell:
+            return None
+        if not gpus:
+            return None
+        state, arch = gpus[0], driver.capabilities[0]
+        return Here(card=_card_of(state, arch), state=state)
+
+    @cached_property
+    def named(self) -> Gpu | None:
+        """`--gpu`, or memory.gpu of the config."""
+        said = self.asked.gpu or (self.asked.config.memory.gpu if self.asked.config else None)
+        return None if said is None else find_gpu(said, flag="--gpu" if self.asked.gpu else "memory.gpu")
+
+    @property
+    def card(self) -> Gpu:
+        """The one to check settings against."""
+        found = self.named or (None if self.here is None else self.here.card)
+        if found is None:
+            raise CannotTell(NO_CARD)
+        return found
+
+    # -- parts of a training job
+
+    @property
+    def model_name(self) -> str:
+        """As the registry knows it: a GGUF file by the folder that was made of it."""
+        config = self.config
+        if config.model.starts_from_scratch or FACTORY.fullmatch(config.model.name):
+            return config.model.name
+        try:
+            return str(self.folder.get())
+        except (MemfitError, CannotTell):
+            return config.model.name
+
+    def _batch(self) -> BatchSizes:
+        return resolve_batch(self.config.batch, self.asked.world_size)
+
+    def _folder(self) -> Path:
+        from memfit.models.local_files import find_here
+
+        model = self.config.model
+        if model.starts_from_scratch:
+            raise CannotTell("it is trained from scratch: there are no weights to read")
+        return find_here(model.name, cache_dir=model.cache_dir)
+
+    def _tokenizer(self) -> Any:
+        from memfit.jobs.source import load_tokenizer
+        from memfit.jobs.training.tokenizers import BYTES, ByteTokenizer
+        from memfit.models.local_files import find_tokenizer_here
+
+        model = self.config.model
+        if model.tokenizer is not None and model.tokenizer.strip().lower() == BYTES:
+            return ByteTokenizer()
+        return load_tokenizer(find_tokenizer_here(model.tokenizer or model.name, cache_dir=model.cache_dir))
+
+    def _data(self) -> TrainingData:
+        """All of it where a checkpoint is to be continued, for that must know the very samples."""
+        from memfit.jobs.training.data import read_training_data
+
+        data = self.config.data
+        if self.config.saving.resume_from is None:
+            data = dataclasses.replace(data, max_samples=min(data.max_samples or MOST_ROWS, MOST_ROWS))
+        return read_training_data(data, self.tokenizer.needed())
+
+    def _shapes(self) -> nn.Module:
+        from memfit.advice.preflight.small_model import shapes_only
+
+        return shapes_only(self.config, self.model_name)
+
+    def _job(self) -> TrainJob:
+        from memfit.jobs.source import Source
+        from memfit.jobs.training.checkpoints import find_checkpoint
+        from memfit.jobs.training.preparation import TrainJob
+        from memfit.jobs.training.shapes import shape_of
+        from memfit.jobs.training.tokenizers import pad_id_of
+
+        config, output_dir = self.config, output_folder(self.config)
+        said, tokenizer = config.saving.resume_from, self.tokenizer.needed()
+        source = None if config.model.starts_from_scratch else Source(folder=self.folder.needed())
+        return TrainJob(
+            config=config, batch=self.batch.needed(), data=self.data.needed(), tokenizer=tokenizer,
+            pad_id=pad_id_of(tokenizer), source=source, shape=shape_of(config.model, source), output_dir=output_dir,
+            resume_from=None if said is None else find_checkpoint(said, output_dir),
+        )  # fmt: skip
+
+
+def output_folder(config: TrainConfig) -> Path:
+    return Path(config.output_dir).expanduser().absolute()
+
+
+def _gpus() -> tuple[GpuState, ...]:
+    try:
+        return read_gpus()
+    except NoNvml as why:
+        raise CannotTell(str(why)) from why
+
+
+def _driver() -> Driver:
+    try:
+        return read_driver()
+    except NoNvml as why:
+        raise CannotTell(str(why)) from why
+
+
+def _card_of(state: GpuState, arch: tuple[int, int]) -> Gpu:
+    """By its name; a card that is not in the catalogue by its size."""
+    try:
+        return find_gpu(state.name)
+    except MemfitError:
+        return dataclasses.replace(find_gpu(f"{state.total_bytes}B"), name=state.name, arch=arch)

@@ -1,0 +1,147 @@
+"""The smallest set of levers with which a job fits, found with few predictions.
+
+Grow: where the job does not fit, its peak says what has to become smaller, and the cheapest lever that lowers any of
+that is added; so on until it fits. A lever that cannot lower the peak as it is now cannot make it fit, whatever else
+is added, so nothing cheap is passed over for good.
+
+Shrink: then each lever is left out again, or made weaker, the dearest first, wherever the others do without it. What is
+left has no change too many: take one away and the job no longer fits. That is predicted too, not concluded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from memfit.advice.forecast import Forecast, Forecasts
+from memfit.advice.lever import CACHED, COSTS, Lever
+from memfit.advice.levers import apply
+from memfit.errors import MemfitError
+from memfit.jobs.workload import Workload
+from memfit.units import MiB
+
+Set = tuple[Lever, ...]
+"""Of one group at most one; the cheapest first."""
+
+NOTHING_TO_LOWER = 16 * MiB
+"""Less than this of a category at the peak is not worth a change."""
+STRONGEST_FIRST = ("micro-batch", "sequence", "rank", "beams", "new tokens", "windows")
+"""Groups with many steps: whether the last one is enough is asked first, then how few will do."""
+
+
+@dataclass(frozen=True)
+class Found:
+    levers: Set
+    forecast: Forecast
+    """Of the job with all of them."""
+
+
+class Search:
+    def __init__(self, workload: Workload, levers: Sequence[Lever], forecasts: Forecasts) -> None:
+        self.workload, self.forecasts = workload, forecasts
+        self.levers = [lever for lever in levers if lever.missing is None]
+        self.groups: dict[str, list[Lever]] = {}
+        for lever in self.levers:
+            self.groups.setdefault(lever.group, []).append(lever)
+        self.refused: dict[str, str] = {}
+        """Levers that cannot be planned, and why: by name."""
+
+    def forecast(self, levers: Iterable[Lever]) -> Forecast:
+        return self.forecasts.of(apply(self.workload, levers))
+
+    def fits(self, levers: Iterable[Lever]) -> bool:
+        try:
+            return self.forecast(levers).fits
+        except MemfitError:  # a change that does not go without another
+            return False
+
+    def smallest(self, *, without: Iterable[str] = ()) -> Found | None:
+        """With no lever of the groups in `without`; None where all levers together are not enough."""
+        grown = self.grown(without=without)
+        return self.shrunk(grown) if grown.forecast.fits else None
+
+    # -- growing -------------------------------------------------------------------------------------------------------
+
+    def grown(self, *, without: Iterable[str] = ()) -> Found:
+        """Until it fits, or nothing is left that could lower the peak."""
+        banned, found = set(without), Found((), self.forecast(()))
+        useless: set[str] = set()
+        while not found.forecast.fits:
+            lever = self._next(found, banned, useless)
+            if lever is None:
+                break
+            larger = self._with(found.levers, lever)
+            try:
+                forecast = self.forecast(larger)
+            except MemfitError as refusal:
+                self.refused[lever.name] = refusal.message
+                useless.add(lever.name)
+                continue
+            if forecast.device_bytes < found.forecast.device_bytes:
+                found, useless = Found(larger, forecast), set(self.refused)
+            else:
+                useless.add(lever.name)
+        return found
+
+    def _next(self, found: Found, banned: set[str], useless: set[str]) -> Lever | None:
+        """The cheapest that is stronger than what the set has, and that could lower the peak."""
+        for lever in self.levers:
+            group = self.groups[lever.group]
+            if lever.group in banned or lever.name in useless or not self._is_stronger(lever, found.levers):
+                continue
+            if lever.group in STRONGEST_FIRST and lever is not group[-1] and group[-1].name not in useless:
+                continue
+            if can_lower(lever, found.forecast):
+                return lever
+        return None
+
+    def _is_stronger(self, lever: Lever, chosen: Set) -> bool:
+        group = self.groups[lever.group]
+        return all(each.group != lever.group or group.index(each) < group.index(lever) for each in chosen)
+
+    def _with(self, chosen: Set, lever: Lever) -> Set:
+        return self.ordered([each for each in chosen if each.group != lever.group] + [lever])
+
+    def ordered(self, levers: Iterable[Lever]) -> Set:
+        """The cheapest first."""
+        return tuple(sorted(levers, key=self.levers.index))
+
+    # -- shrinking -----------------------------------------------------------------------------------------------------
+
+    def shrunk(self, found: Found) -> Found:
+        chosen = found.levers
+        while True:
+            smaller = chosen
+            for lever in reversed(chosen):
+                smaller = self._as_little_as_will_do(smaller, lever)
+            if smaller == chosen:
+                return Found(chosen, self.forecast(chosen))
+            chosen = smaller
+
+    def _as_little_as_will_do(self, chosen: Set, lever: Lever) -> Set:
+        """The lever left out; else the weakest of its group that will do."""
+        others = tuple(each for each in chosen if each is not lever)
+        weaker = self.groups[lever.group][: self.groups[lever.group].index(lever)]
+        choices: list[Set] = [others, *(self._with(others, each) for each in weaker if each.name not in self.refused)]
+        low, high = 0, len(choices)
+        while low < high:
+            middle = (low + high) // 2
+            if self.fits(choices[middle]):
+                high = middle
+            else:
+                low = middle + 1
+        return choices[low] if low < len(choices) else chosen
+
+
+def can_lower(lever: Lever, forecast: Forecast) -> bool:
+    """Whether the peak has any of what the lever lowers."""
+    if lever.only_in is not None and lever.only_in != forecast.phase:
+        return False
+    alive = {**forecast.breakdown, CACHED: forecast.cached_bytes}
+    return any(alive.get(name, 0) >= NOTHING_TO_LOWER for name in lever.lowers)
+
+
+def dearness(levers: Iterable[Lever]) -> tuple[int, ...]:
+    """For sorting: how many changes of the dearest kind, then of the next one, and so on."""
+    kinds = [lever.cost for lever in levers]
+    return tuple(kinds.count(cost) for cost in reversed(COSTS))

@@ -1,0 +1,215 @@
+"""What one step of a job costs, and how long a card needs for it at the least.
+
+    cost = step_cost(Workload(kind="lora", model="qwen2.5-7b", grad_checkpointing=True, grad_accum=16))
+    cost.flops, cost.bytes_moved, cost.host_bytes
+    seconds(cost, find_gpu("RTX 4090"))
+
+Nothing is a formula of the model: the job's own step runs without memory while its ops are counted
+(`tracing/op_costs.py`), so what checkpointing computes again and what a chunked loss reads again is there by itself.
+Blocks are alike, so two models of few blocks give the line for any number of them, and a micro-step in the middle of an
+accumulation stands for the others.
+
+The time is a roofline, kernel by kernel: each takes the longer of its arithmetic at the card's peak and its bytes at
+the card's bandwidth, and one runs after the other; a phase takes as long as its kernels, or as its bytes over the link
+to the host where that is longer. No kernel reaches its peak, so this is a bound from below. What it is good for is the
+ratio of two of them: how much longer a step takes with a lever on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from memfit.gpus import Gpu
+from memfit.jobs.workload import Workload
+
+if TYPE_CHECKING:
+    from memfit.core.events import Trace
+    from memfit.planning.blocks import Blocks
+    from memfit.tracing.op_costs import OpCost, OpCosts
+
+COUNTED_STEP = 2
+"""The first one also makes the optimizer's state."""
+MICRO_STEPS = 3
+"""The first finds no gradients, the last is followed by the optimizer; the one between stands for all others."""
+UNITS = 2
+"""Periods of blocks in the smaller of the two models that give the line: the first block may be unlike the others."""
+
+Ops = Mapping["OpCost", int]
+"""How often each cost occurs. Where a line was drawn a number may be negative: an op over a list of all weights grows
+with the number of blocks, and is taken away at one size and added at another."""
+
+
+@dataclass(frozen=True)
+class PhaseCost:
+    phase: str
+    ops: Ops
+
+    @property
+    def flops(self) -> int:
+        return sum(times * op.flops for op, times in self.ops.items())
+
+    @property
+    def bytes_moved(self) -> int:
+        return sum(times * op.moved for op, times in self.ops.items())
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(times * op.over_link for op, times in self.ops.items())
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Of one optimizer step on one GPU with all its micro-steps; of one forward pass, generation or pruning."""
+
+    phases: tuple[PhaseCost, ...]
+
+    @property
+    def flops(self) -> int:
+        return sum(phase.flops for phase in self.phases)
+
+    @property
+    def bytes_moved(self) -> int:
+        """Read from and written to GPU memory."""
+        return sum(phase.bytes_moved for phase in self.phases)
+
+    @property
+    def host_bytes(self) -> int:
+        """Between GPU and host, both ways."""
+        return sum(phase.host_bytes for phase in self.phases)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "flops": self.flops, "bytes_moved": self.bytes_moved, "host_bytes": self.host_bytes,
+            "phases": [
+                {"name": p.phase, "flops": p.flops, "bytes_moved": p.bytes_moved, "host_bytes": p.host_bytes}
+                for p in self.phases
+            ],
+        }  # fmt: skip
+
+
+def step_cost(workload: Workload) -> StepCost:
+    """Traced once for each job in a process: settings of the allocator do not count."""
+    return _step_cost(dataclasses.replace(workload, alloc_conf=""))
+
+
+def seconds(cost: StepCost, gpu: Gpu) -> float | None:
+    """At the least; None where the card's figures are unknown."""
+    if gpu.bandwidth is None or gpu.flops_16bit is None or gpu.flops_fp32 is None:
+        return None
+    if cost.host_bytes and gpu.link_bandwidth is None:
+        return None
+    return sum(_phase_seconds(phase, gpu) for phase in cost.phases)
+
+
+def _phase_seconds(phase: PhaseCost, gpu: Gpu) -> float:
+    assert gpu.bandwidth is not None and gpu.flops_16bit is not None and gpu.flops_fp32 is not None
+    on_gpu = 0.0
+    for op, times in phase.ops.items():
+        peak = gpu.flops_fp32 if op.wide else gpu.flops_16bit
+        on_gpu += times * max(op.flops / peak, op.moved / gpu.bandwidth)
+    return max(on_gpu, phase.host_bytes / gpu.link_bandwidth if gpu.link_bandwidth else 0.0)
+
+
+@lru_cache(maxsize=256)
+def _step_cost(work: Workload) -> StepCost:
+    blocks = _blocks(work)
+    if blocks is None:
+        return _costed(_counted(work, None))
+    few = blocks.count - (blocks.units - UNITS) * blocks.period
+    return _costed(on_line(_counted(work, few), _counted(work, few + blocks.period), blocks.units - UNITS))
+
+
+def _costed(counted: Mapping[str, Ops]) -> StepCost:
+    return StepCost(tuple(PhaseCost(phase, ops) for phase, ops in counted.items()))
+
+
+def _blocks(work: Workload) -> Blocks | None:
+    """Those that repeat, if there are more of them than two models of few blocks would have."""
+    if ":" in work.model:
+        return None
+    from memfit.planning.blocks import blocks_of
+
+    blocks, _ = blocks_of(work.model, work.attention)
+    return blocks if blocks is not None and blocks.units > 2 * UNITS else None
+
+
+def on_line(less: Mapping[str, Ops], more: Mapping[str, Ops], units: int) -> dict[str, Ops]:
+    """Phase by phase, what was counted with so many `units` more, where `more` has one more than `less`."""
+    return {phase: combined([(less[phase], 1 - units), (more[phase], units)]) for phase in less}
+
+
+def by_mark(made: Trace, counter: OpCosts) -> list[Marked]:
+    return [Marked(mark.phase, mark.step, counter.by_mark.get(at, {})) for at, mark in enumerate(made.marks)]
+
+
+def combined(parts: Iterable[tuple[Ops, int]]) -> Ops:
+    """Each so many times, together."""
+    total: Counter[OpCost] = Counter()
+    for ops, times in parts:
+        for op, count in ops.items():
+            total[op] += times * count
+    return {op: count for op, count in total.items() if count}
+
+
+# -- counting ----------------------------------------------------------------------------------------------------------
+
+
+def _counted(work: Workload, layers: int | None) -> dict[str, Ops]:
+    """By phase."""
+    if work.kind == "generate":
+        from memfit.advice.generation_cost import generation_cost
+
+        return generation_cost(work, layers)
+    if work.kind == "prune":
+        from memfit.advice.pruning_cost import pruning_cost
+
+        return pruning_cost(work, layers)
+    few = dataclasses.replace(work, grad_accum=min(work.grad_accum, MICRO_STEPS)) if work.trains else work
+    marks = [mark for mark in counted_marks(few, layers) if mark.step == COUNTED_STEP]
+    return summed(_with_all_micro_steps(marks, work.grad_accum) if work.trains else marks)
+
+
+@dataclass(frozen=True)
+class Marked:
+    """What was counted from one mark of a phase to the next."""
+
+    phase: str
+    step: int
+    ops: Ops
+
+
+def counted_marks(work: Workload, layers: int | None, *, tokens: int | None = None) -> list[Marked]:
+    from memfit.planning.tracing_jobs import prepare_without_memory, trace_job
+    from memfit.tracing.op_costs import OpCosts
+    from memfit.tracing.tracer import Tracer
+
+    counters: list[OpCosts] = []
+
+    def counting(tracer: Tracer) -> OpCosts:
+        counters.append(OpCosts(tracer))
+        return counters[-1]
+
+    job = prepare_without_memory(work, layers=layers)
+    made = trace_job(job, steps=COUNTED_STEP, tokens=tokens, beside=counting)
+    return by_mark(made, counters[-1])
+
+
+def _with_all_micro_steps(marks: list[Marked], micro_steps: int) -> Iterator[Marked]:
+    forwards = [number for number, mark in enumerate(marks) if mark.phase == "forward"]
+    yield from marks
+    if micro_steps > MICRO_STEPS:
+        middle = marks[forwards[1] : forwards[2]]
+        for mark in middle:
+            yield dataclasses.replace(mark, ops=combined([(mark.ops, micro_steps - MICRO_STEPS)]))
+
+
+def summed(marks: Iterable[Marked]) -> dict[str, Ops]:
+    by_phase: dict[str, list[tuple[Ops, int]]] = {}
+    for mark in marks:
+        by_phase.setdefault(mark.phase, []).append((mark.ops, 1))
+    return {phase: combined(parts) for phase, parts in by_phase.items()}

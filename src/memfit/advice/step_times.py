@@ -1,0 +1,38 @@
+"""What a change does to one step: FLOPs, bytes, and by a roofline the least time on the card."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from memfit.errors import MemfitError
+from memfit.gpus import Gpu
+from memfit.jobs.workload import Workload
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    flops: int
+    bytes_moved: int
+    host_bytes: int
+    seconds: float | None
+    """At the least; None where the card's figures are unknown."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "flops": self.flops, "bytes_moved": self.bytes_moved, "host_bytes": self.host_bytes,
+            "seconds": None if self.seconds is None else round(self.seconds, 6),
+        }  # fmt: skip
+
+
+def step_time(work: Workload, gpu: Gpu) -> StepTime | None:
+    """None where the job's ops cannot be counted."""
+    from memfit.advice.step_cost import seconds, step_cost
+
+    try:
+        cost = step_cost(work)
+    except MemfitError:
+        return None
+    return StepTime(
+        flops=cost.flops, bytes_moved=cost.bytes_moved, host_bytes=cost.host_bytes, seconds=seconds(cost, gpu)
+    )

@@ -1,0 +1,119 @@
+"""`memfit check`: the pre-flight of machine, settings, config, model and plan, before hours are spent."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from memfit.cli import late_conversion, output
+from memfit.cli.options import with_options_of
+from memfit.errors import UsageError
+from memfit.jobs.workload import KINDS, Workload
+
+if TYPE_CHECKING:
+    from memfit.advice.preflight.checking import Checked
+
+FAILED = 1
+
+WHAT = {
+    "forward": "Check a forward pass without gradients, with the flags of `memfit plan forward`.",
+    "train": "Check training of all weights, with the flags of `memfit plan train`.",
+    "lora": "Check LoRA fine-tuning, with the flags of `memfit plan lora`.",
+    "generate": "Check generation, with the flags of `memfit plan generate`.",
+    "prune": "Check one-shot pruning, with the flags of `memfit plan prune`.",
+}
+GPU = typer.Option("--gpu", metavar="NAME|SIZE", help="The card to check against. Default: the one that is here.")
+LOAD = typer.Option("--load", help="Really load the model, in a process of its own, and say what it took.")
+JSON = typer.Option("--json", help="One JSON document on stdout instead of the report.")
+EXTRA: dict[str, tuple[Any, Any]] = {
+    "gpu": (Annotated[str | None, GPU], None),
+    "load": (Annotated[bool, LOAD], False),
+    "json": (Annotated[bool, JSON], False),
+}
+
+check = typer.Typer(
+    cls=late_conversion.Group,
+    help="Check machine, settings, config, model and plan before a run: each line says what to do next.",
+    short_help="Check machine, settings and job before a run.",
+    epilog=output.example("memfit check --config qwen2.5-7b-lora-24gb --gpu 24GB"),
+    invoke_without_command=True,
+    rich_markup_mode=None,
+)
+
+
+@check.callback()
+def _check(
+    context: typer.Context,
+    config: Annotated[str | None, typer.Option("--config", metavar="FILE|NAME", show_default=False,
+        help="A training config, as `memfit train` takes it. Without one, only the machine is looked at.")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", show_default=False,
+        help="Replace a setting of the config; may be given several times.")] = None,
+    world_size: Annotated[int | None, typer.Option("--world-size", metavar="N", show_default=False,
+        help="Processes that would train. Default: what torchrun says, or 1.")] = None,
+    gpu: Annotated[str | None, GPU] = None,
+    load: Annotated[bool, LOAD] = False,
+    json: Annotated[bool, JSON] = False,
+) -> int:  # fmt: skip
+    """Check machine, settings, config, model and plan before a run: each line says what to do next."""
+    given = {
+        "--config": config,
+        "--set": set_,
+        "--world-size": world_size,
+        "--gpu": gpu,
+        "--load": load,
+        "--json": json,
+    }
+    if context.invoked_subcommand is not None:
+        if said := [flag for flag, value in given.items() if value]:
+            raise UsageError(f"{said[0]} stands before {context.invoked_subcommand}", hint="write flags after the kind")
+        return 0
+    if set_ and config is None:
+        raise UsageError("--set changes a config, and no --config is given")
+    if world_size is not None and world_size < 1:
+        raise UsageError(f"--world-size {world_size} is no number of processes")
+    return _run(config=config, sets=tuple(set_ or ()), world_size=world_size, gpu=gpu, load=load, json=json)
+
+
+def _run(*, json: bool, **asked: Any) -> int:
+    with _telling() as tell:
+        from memfit.advice.preflight.checking import check as look
+
+        checked: Checked = look(on_progress=tell, **asked)
+    if json:
+        output.print_json(checked.to_json())
+    else:
+        from memfit.render.check_terminal import show_check
+
+        output.show(show_check, checked.to_json())
+    return FAILED if checked.failed else 0
+
+
+@contextmanager
+def _telling() -> Iterator[Callable[[str], None]]:
+    """A spinner that names what is looked at, where a person looks on. What libraries print goes to stderr."""
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    err = output.errors_console()
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
+        task = progress.add_task("")
+        with redirect_stdout(sys.stderr):
+            yield lambda what: progress.update(task, description=what)
+
+
+def _register(kind: str) -> None:
+    def run(**given: Any) -> int:
+        extra = {name: given.pop(name) for name in EXTRA}
+        return _run(workload=Workload.from_mapping({"kind": kind, **given}), **extra)
+
+    example = f"memfit check {kind} --model qwen2.5-7b --gpu 24GB"
+    register = check.command(name=kind, cls=late_conversion.Command, help=WHAT[kind], epilog=output.example(example))
+    register(with_options_of(kind, run, EXTRA))
+
+
+for _kind in KINDS:
+    _register(_kind)

@@ -1,0 +1,64 @@
+"""Pinned memory of the host, cut into pieces, and who makes it: a plan counts what a run takes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from memfit.jobs.pruning.memory import HostMemory
+from memfit.units import MiB
+
+SLAB = 256 * MiB
+ALIGNED = 512
+MakeHost = Callable[[torch.device, str], HostMemory]
+
+
+def _of_this_machine(device: torch.device, lever: str) -> HostMemory:
+    return HostMemory(device)
+
+
+_makers: list[MakeHost] = [_of_this_machine]
+
+
+@contextmanager
+def host_memory_by(make: MakeHost) -> Iterator[None]:
+    """What is taken inside for a device and a lever is made by this."""
+    _makers.append(make)
+    try:
+        yield
+    finally:
+        _makers.remove(make)
+
+
+class HostPieces:
+    """torch rounds each piece of pinned memory up to a power of two, so small ones are cut from slabs of one."""
+
+    def __init__(self, device: torch.device, lever: str) -> None:
+        self.memory = _makers[-1](device, lever)
+        self._slab: Tensor | None = None
+        self._used = 0
+        self._idle: dict[int, list[Tensor]] = {}
+
+    def bytes(self, count: int) -> Tensor:
+        """So many bytes, which may have been given back before."""
+        idle = self._idle.get(count)
+        return idle.pop() if idle else self._cut(count)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return self.bytes(math.prod(shape) * dtype.itemsize).view(dtype).view(tuple(shape))
+
+    def give_back(self, piece: Tensor) -> None:
+        self._idle.setdefault(len(piece), []).append(piece)
+
+    def _cut(self, count: int) -> Tensor:
+        if not self.memory.pinned or count > SLAB:
+            return self.memory.empty((count,), torch.uint8)
+        if self._slab is None or self._used + count > SLAB:
+            self._slab, self._used = self.memory.empty((SLAB,), torch.uint8), 0
+        piece = self._slab[self._used : self._used + count]
+        self._used += -(-count // ALIGNED) * ALIGNED
+        return piece

@@ -1,0 +1,84 @@
+"""The budget of a training job as the guides draw it up: a row for each thing that takes memory, and their sum.
+
+The rows are what is alive when most is allocated. What the allocator holds beyond that, and what CUDA itself takes, are
+the last row, so that the total is what the card must have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from memfit.core.events import Trace
+from memfit.core.report import live_blocks
+from memfit.planning.predict import Plan
+from memfit.units import gib
+
+OF_ADAPTERS = "lora_"
+"""In the names of the weights that peft adds."""
+ACTIVATIONS, LOSS = ("activations", "temporaries"), ("loss",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    base_bytes: int
+    adapter_bytes: int
+    activation_bytes: int
+    loss_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    overhead_bytes: int
+    """Workspaces of the libraries, what the allocator holds beyond the peak, and CUDA's context."""
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(value for name, value in vars(self).items() if name.endswith("_bytes"))
+
+
+def budget_of(plan: Plan) -> Budget:
+    parts = plan.report.breakdown
+    adapters = _of_adapters(plan.trace, plan)
+    named = {
+        "base_bytes": parts["weights"] - adapters, "adapter_bytes": adapters,
+        "activation_bytes": sum(parts[name] for name in ACTIVATIONS), "loss_bytes": sum(parts[name] for name in LOSS),
+        "gradient_bytes": parts["gradients"], "optimizer_bytes": parts["optimizer"],
+    }  # fmt: skip
+    return Budget(**named, overhead_bytes=plan.peak.device_bytes - sum(named.values()))
+
+
+def _of_adapters(trace: Trace, plan: Plan) -> int:
+    sizes = plan.timeline.block_size
+    return sum(
+        sizes[block]
+        for block in live_blocks(trace, plan.timeline.peak_allocated_event)
+        if trace.category(block) == "weights" and OF_ADAPTERS in trace.module(block)
+    )
+
+
+def table(columns: dict[str, Plan]) -> Iterator[str]:
+    """As lines of text, a column for each plan."""
+    budgets = [budget_of(plan) for plan in columns.values()]
+    last = list(columns.values())[-1]
+    rows = [(label, [getattr(each, f"{name}_bytes") for each in budgets]) for name, label in _labels(last)]
+    width = max(len(label) for label, _ in rows)
+    wide = [max(len(title), 11) for title in columns]
+    yield "  " + " " * width + "".join(f"  {title:>{each}}" for title, each in zip(columns, wide, strict=True))
+    for label, values in rows:
+        yield f"  {label:<{width}}" + "".join(f"  {gib(v):>{each}}" for v, each in zip(values, wide, strict=True))
+
+
+def _labels(plan: Plan) -> list[tuple[str, str]]:
+    work = plan.workload
+    rows = [("base", f"Base model ({work['precision'].replace('amp-bf16', 'fp32').replace('amp-fp16', 'fp32')})")]
+    if work["kind"] == "lora":
+        dtype = "fp32" if work["adapter_dtype"] == "fp32" else work["precision"]
+        rows.append(("adapter", f"LoRA adapters (rank {work['rank']}, {dtype})"))
+    return [
+        *rows,
+        ("activation", f"Activations ({work['batch_size']} x {work['seq_len']:,} tokens)"),
+        ("loss", "Logits and loss"),
+        ("gradient", "Gradients"),
+        ("optimizer", f"Optimizer states ({work['optimizer']})"),
+        ("overhead", "Buffer/overhead (allocator, workspaces, CUDA)"),
+        ("total", "Total"),
+    ]

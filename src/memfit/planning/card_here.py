@@ -1,0 +1,62 @@
+"""The GPU of this process, as a card that a plan can be made for."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any
+
+from memfit.errors import UsageError
+from memfit.gpus import Gpu, find_gpu
+from memfit.units import MiB, gib
+
+NOTICEABLE = 256 * MiB
+"""What others hold is told from what CUDA itself takes only to about so much."""
+
+
+def card_here() -> Gpu | None:
+    """With what is left of it: less what other processes hold, and no more than this process may have. None where
+    there is no GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    index = _index(torch.cuda.device_count())
+    card = _known(torch.cuda.get_device_properties(index))
+    free, total = torch.cuda.mem_get_info(index)
+    own = torch.cuda.memory_reserved(index) + card.context_start_bytes
+    others = total - free - own
+    if others > NOTICEABLE:
+        note = f"other processes hold {gib(others)} of the card"
+        card = dataclasses.replace(card, capacity_bytes=card.capacity_bytes - others, notes=(*card.notes, note))
+    return _within_share(card, total, index)
+
+
+def _index(count: int) -> int:
+    """torchrun gives each process of a machine its own."""
+    said = os.environ.get("LOCAL_RANK", "0")
+    return int(said) if said.isdigit() and int(said) < count else 0
+
+
+def _known(found: Any) -> Gpu:
+    """Its own numbers, where the driver tells them; the context is that of the catalogue."""
+    try:
+        like = find_gpu(str(found.name))
+    except UsageError:  # a card that is not in the catalogue, or that comes in several sizes
+        like = find_gpu(f"{found.total_memory}B")
+    return dataclasses.replace(
+        like, name=str(found.name), capacity_bytes=int(found.total_memory), arch=(int(found.major), int(found.minor)),
+        sm_count=int(found.multi_processor_count), max_threads_per_sm=int(found.max_threads_per_multi_processor),
+    )  # fmt: skip
+
+
+def _within_share(card: Gpu, total: int, index: int) -> Gpu:
+    """`torch.cuda.set_per_process_memory_fraction` limits what is reserved; the context comes on top."""
+    import torch
+
+    read = getattr(torch.cuda, "get_per_process_memory_fraction", None)
+    allowed = int(read(index) * total) + card.context_bytes if read is not None else card.capacity_bytes
+    if allowed >= card.capacity_bytes:
+        return card
+    note = f"this process may reserve {gib(allowed - card.context_bytes)} of the card"
+    return dataclasses.replace(card, capacity_bytes=allowed, notes=(*card.notes, note))

@@ -1,0 +1,234 @@
+"""A training job, predicted before it starts: the guide's budget table, whether it fits, and `memory: auto`.
+
+    plan = plan_training(prepare_job(load_config("qwen2.5-7b-lora-24gb")))
+    print("\\n".join(plan.in_lines()))
+    plan.job, plan.verdict          # the job to run, at the micro-batch that `memory: auto` chose
+
+What is predicted is `memfit train` itself, on the longest rows of the data (`jobs/training/memfit_loop.py`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from memfit.errors import MemfitError
+from memfit.gpus import Gpu, find_gpu
+from memfit.jobs.training.preparation import TrainJob
+from memfit.jobs.workload import Workload
+from memfit.planning.budget import budget_of, table
+from memfit.planning.card_here import card_here
+from memfit.planning.predict import Plan, Verdict, predict
+from memfit.planning.train_workload import workload_of, workload_of_config
+from memfit.units import gib
+
+__all__ = ["TrainPlan", "decides", "plan_training", "workload_of", "workload_of_config"]
+
+SCHEMA = "memfit.train-plan/1"
+PHASES = ("load", "forward", "backward", "step")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainPlan:
+    job: TrainJob
+    """The job to run."""
+    gpu: Gpu | None = None
+    plan: Plan | None = None
+    """None where the job cannot be predicted; `said` tells why."""
+    before: Plan | None = None
+    """The same job without its memory levers; None where it has none."""
+    levers: tuple[str, ...] = ()
+    rungs: tuple[tuple[int, Plan], ...] = ()
+    """Micro-batches that `memory: auto` has looked at, the smallest first."""
+    said: tuple[str, ...] = ()
+
+    @property
+    def verdict(self) -> Verdict | None:
+        if self.plan is None or self.plan.fit is None or self.gpu is None:
+            return None
+        if self.plan.fit.verdict == "fails":
+            return "fails"
+        return "safe" if _has_margin(self.plan, self.job.config.memory.margin) else "tight"
+
+    @property
+    def peak_bytes(self) -> int | None:
+        return None if self.plan is None else self.plan.peak.allocated_bytes
+
+    @property
+    def reserved_bytes(self) -> int | None:
+        return None if self.plan is None else self.plan.peak.reserved_bytes
+
+    @property
+    def phases(self) -> dict[str, tuple[int, int]]:
+        """The most that is allocated and reserved in each, over all steps."""
+        made: dict[str, tuple[int, int]] = {}
+        for each in self.plan.report.phases if self.plan else ():
+            if each.name in PHASES:
+                allocated, reserved = made.get(each.name, (0, 0))
+                made[each.name] = max(allocated, each.allocated_bytes), max(reserved, each.reserved_bytes)
+        return made
+
+    def to_json(self) -> dict[str, Any]:
+        def budget(plan: Plan | None) -> dict[str, int] | None:
+            if plan is None:
+                return None
+            made = budget_of(plan)
+            return {**dataclasses.asdict(made), "total_bytes": made.total_bytes}
+
+        return {
+            "schema": SCHEMA,
+            "gpu": None if self.gpu is None else {"name": self.gpu.name, "capacity_bytes": self.gpu.capacity_bytes},
+            "verdict": self.verdict, "margin": self.job.config.memory.margin, "batch": self.job.batch.to_json(),
+            "peak_bytes": self.peak_bytes, "reserved_bytes": self.reserved_bytes, "levers": list(self.levers),
+            "budget": {"before": budget(self.before), "after": budget(self.plan)},
+            "phases": {
+                name: {"allocated_bytes": allocated, "reserved_bytes": reserved}
+                for name, (allocated, reserved) in self.phases.items()
+            },
+            "rungs": [
+                {"micro_batch_size": rows, "device_bytes": plan.peak.device_bytes, "verdict": plan.verdict}
+                for rows, plan in self.rungs
+            ],
+            "plan": None if self.plan is None else self.plan.to_json(),
+            "notes": [*self.said, *(self.plan.notes if self.plan else ())],
+        }  # fmt: skip
+
+    def in_lines(self) -> list[str]:
+        if self.plan is None:
+            return list(self.said)
+        return [*self._heading(), *table(self._columns()), *self.said, self._judgement()]
+
+    def _heading(self) -> Iterator[str]:
+        if self.gpu is not None:
+            yield from (f"note: {note}" for note in self.gpu.notes)
+            yield f"plan: predicted for {_named(self.gpu)}"
+        else:
+            yield "plan: predicted with the H200's kernels; no GPU is here and memory.gpu names none, so no verdict"
+        if self.before is not None:
+            yield f"before: the same job without {' and '.join(self.levers)}"
+
+    def _columns(self) -> dict[str, Plan]:
+        assert self.plan is not None
+        if self.before is None:
+            return {"predicted": self.plan}
+        return {"before": self.before, "after": self.plan}
+
+    def _judgement(self) -> str:
+        assert self.plan is not None
+        if self.gpu is None or self.plan.fit is None:
+            return f"plan: takes {gib(self.plan.peak.device_bytes)} of a GPU; {self._smallest()}"
+        device, capacity, margin = self.plan.fit.device_bytes, self.gpu.capacity_bytes, self.job.config.memory.margin
+        if self.verdict == "fails":
+            return f"plan: does not fit into {gib(capacity)}; {self._smallest()}"
+        free = f"{gib(device)} of {gib(capacity)}, {gib(capacity - device)} ({1 - device / capacity:.0%}) stay free"
+        if self.verdict == "safe":
+            return f"plan: fits, {free}"
+        return f"plan: fits, but tightly: {free}, less than the margin of {margin:.0%}"
+
+    def _smallest(self) -> str:
+        assert self.plan is not None
+        return f"the smallest card that takes it has {gib(self.plan.smallest_gpu_bytes)}"
+
+
+def decides(job: TrainJob) -> bool:
+    """Whether a plan could change the job, or stop it: every process of a run must then make it."""
+    return job.config.memory.gpu is not None or card_here() is not None
+
+
+def plan_training(job: TrainJob) -> TrainPlan:
+    """For `memory.gpu`, or the GPU that is there, or none. A job that cannot be predicted is no reason not to train."""
+    memory = job.config.memory
+    card = card_here() if memory.gpu is None else find_gpu(memory.gpu, flag="memory.gpu")
+    try:
+        chosen, rungs, said = _chosen(job, card) if memory.auto else (job, (), ())
+        work = workload_of(chosen)
+        plan = dict(rungs).get(work.batch_size) or predict(work, gpu=card)
+        plain, levers = _without_levers(workload_of(job))
+        return TrainPlan(
+            job=chosen, gpu=card, plan=plan, before=predict(plain, gpu=card) if levers else None, levers=levers,
+            rungs=rungs, said=(*said, *_what_to_try(work, chosen, plan)),
+        )  # fmt: skip
+    except MemfitError as error:
+        return TrainPlan(job=job, gpu=card, said=(f"plan: none, for this job cannot be predicted: {error.message}",))
+
+
+def _named(card: Gpu) -> str:
+    size = gib(card.capacity_bytes)
+    return f"a card of {size}" if card.name == size else f"{card.name}, {size}"
+
+
+# -- the levers of a job -----------------------------------------------------------------------------------------------
+
+
+def _without_levers(work: Workload) -> tuple[Workload, tuple[str, ...]]:
+    """The same job as most people would start it, and what of memfit's it then lacks."""
+    on: dict[str, tuple[bool, dict[str, Any]]] = {
+        "gradient checkpointing": (work.grad_checkpointing, {"grad_checkpointing": False}),
+        "selective checkpointing": (work.selective_checkpointing, {"selective_checkpointing": False}),
+        "chunked loss": (work.loss == "chunked", {"loss": "full"}),
+        "offload": (bool(work.offload), {"offload": ()}),
+    }
+    names = tuple(name for name, (is_on, _) in on.items() if is_on)
+    off = {key: value for is_on, change in on.values() if is_on for key, value in change.items()}
+    return dataclasses.replace(work, **off), names
+
+
+def _what_to_try(work: Workload, job: TrainJob, plan: Plan) -> tuple[str, ...]:
+    if plan.verdict != "fails":
+        return ()
+    lora = f" --rank {work.rank}" if work.kind == "lora" else ""
+    gpu = job.config.memory.gpu or f"{plan.gpu.capacity_bytes if plan.gpu else 0}B"
+    return (
+        f"to try: memfit fit {work.kind} --model {work.model}{lora} --seq-len {work.seq_len} --precision "
+        f"{work.precision} --global-batch {job.batch.global_batch_size} --gpu '{gpu}'",
+    )
+
+
+# -- memory: auto ------------------------------------------------------------------------------------------------------
+
+
+def _chosen(job: TrainJob, card: Gpu | None) -> tuple[TrainJob, tuple[tuple[int, Plan], ...], tuple[str, ...]]:
+    """The largest micro-batch that fits with the margin. From the smallest up, for the first that does not ends it."""
+    if card is None:
+        return job, (), ("memory: auto: no GPU here and no memory.gpu: micro_batch_size stays as it is",)
+    margin = job.config.memory.margin
+    tried: list[tuple[int, Plan]] = []
+    best: int | None = None
+    for rows in job.batch.rungs:
+        plan = predict(workload_of(job.with_micro_batch(rows)), gpu=card)
+        tried.append((rows, plan))
+        if not _has_margin(plan, margin):
+            break
+        best = rows
+    rows = best or tried[0][0]
+    return job.with_micro_batch(rows), tuple(tried), (_why(best, tried, job, card),)
+
+
+def _why(best: int | None, tried: list[tuple[int, Plan]], job: TrainJob, card: Gpu) -> str:
+    margin, capacity = job.config.memory.margin, gib(card.capacity_bytes)
+    last_rows, last = tried[-1]
+    if best is None:
+        one = f"{gib(_device(last))} of {capacity}"
+        return f"memory: auto: not even a single row fits with a margin of {margin:.0%}: {one}"
+    chosen = job.batch.with_micro_batch(best)
+    said = f"memory: auto: {chosen.in_words()}, {gib(_device(dict(tried)[best]))} of {capacity}"
+    if last_rows == best:
+        return f"{said}: all rows of a step at once"
+    next_rung = f"the next rung, {last_rows} rows, takes {gib(_device(last))}"
+    return f"{said}; {next_rung}, more than a margin of {margin:.0%} leaves"
+
+
+def _device(plan: Plan) -> int:
+    """With all the room that it wants."""
+    return plan.peak.device_bytes
+
+
+def _has_margin(plan: Plan, margin: float) -> bool:
+    """Without torch having to give back what it keeps, which is a pause each time."""
+    fit, gpu = plan.fit, plan.gpu
+    return (
+        fit is not None and gpu is not None and fit.verdict != "fails" and not fit.retries
+        and fit.device_bytes <= (1 - margin) * gpu.capacity_bytes
+    )  # fmt: skip
