@@ -26,6 +26,7 @@ PRUNING = [
     "--max-gpu-memory",
 ]  # fmt: skip
 GENERATION = ["--new-tokens", "--decoding", "--num-beams", "--cache"]
+OF_FIT = ["--alloc-conf", "--gpu", "--keep", "--margin", "--emit", "--json"]
 LAST = ["--alloc-conf", "--gpu", "--json", "--save-trace", "--force", "-f", "--no-trace-cache"]
 
 FLAGS = {
@@ -69,6 +70,18 @@ FLAGS = {
     "report": ["--html", "--json", "--device", "--alloc-conf", "--force", "-f"],
     "diff": ["--json", "--step-a", "--step-b", "--device"],
     "export": ["--to", "--output", "-o", "--device", "--force", "-f"],
+    "check": ["--config", "--set", "--world-size", "--gpu", "--load", "--json"],
+    **{f"check {kind}": [*flags, "--alloc-conf", "--gpu", "--load", "--json"] for kind, flags in {
+        "forward": COMMON, "train": [*COMMON, *TRAINING], "lora": [*COMMON, *TRAINING, *LORA],
+        "generate": [*COMMON, *GENERATION],
+        "prune": [*(flag for flag in COMMON if flag not in ("--batch-size", "--padding")), *PRUNING],
+    }.items()},
+    "fit": [],
+    "fit forward": [*COMMON, *OF_FIT],
+    "fit train": [*COMMON, *TRAINING, *OF_FIT, "--global-batch", "--ladder"],
+    "fit lora": [*COMMON, *TRAINING, *LORA, *OF_FIT, "--global-batch", "--ladder"],
+    "fit generate": [*COMMON, *GENERATION, *OF_FIT],
+    "fit prune": [*(flag for flag in COMMON if flag not in ("--batch-size", "--padding")), *PRUNING, *OF_FIT],
     "plan": [],
     "plan forward": [*COMMON, *LAST],
     "plan train": [*COMMON, *TRAINING, *LAST],
@@ -107,6 +120,10 @@ FLAGS = {
         "--output-dir",
         "--force",
         "-f",
+    ],
+    "table": [
+        "--models", "--workloads", "--gpus", "--seq-len", "--seqlen", "--context-length", "--nsamples", "--guides",
+        "--no-guides", "--format", "--json",
     ],
     "watch": ["--interval", "--csv", "--prometheus", "--count", "--json"],
 }

@@ -13,7 +13,11 @@ from typing import TYPE_CHECKING, Any
 from memfit.errors import InputError, MemfitError, TraceError, UnknownName, UsageError
 
 if TYPE_CHECKING:
+    from memfit.advice.estimate_memory import estimate_memory
+    from memfit.advice.fit import Fitted, fit
+    from memfit.advice.ladder import Ladder, ladder
     from memfit.advice.preflight.checking import Checked, check
+    from memfit.advice.table import make_table
     from memfit.planning.own_code import trace_own_code as trace
     from memfit.planning.predict import Plan, predict
     from memfit.recording.callbacks import lightning_memory, trainer_memory
@@ -25,7 +29,9 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Checked",
+    "Fitted",
     "InputError",
+    "Ladder",
     "MemfitError",
     "MemoryLog",
     "Plan",
@@ -35,7 +41,11 @@ __all__ = [
     "UsageError",
     "__version__",
     "check",
+    "estimate_memory",
+    "fit",
+    "ladder",
     "lightning_memory",
+    "make_table",
     "predict",
     "print_gpu_memory_summary",
     "record",
@@ -45,11 +55,17 @@ __all__ = [
 
 _LATE = {
     "Checked": ("memfit.advice.preflight.checking", "Checked"),
+    "Fitted": ("memfit.advice.fit", "Fitted"),
+    "Ladder": ("memfit.advice.ladder", "Ladder"),
     "MemoryLog": ("memfit.recording.memory_log", "MemoryLog"),
     "Plan": ("memfit.planning.predict", "Plan"),
     "Sampler": ("memfit.recording.sampler", "Sampler"),
     "check": ("memfit.advice.preflight.checking", "check"),
+    "estimate_memory": ("memfit.advice.estimate_memory", "estimate_memory"),
+    "fit": ("memfit.advice.fit", "fit"),
+    "ladder": ("memfit.advice.ladder", "ladder"),
     "lightning_memory": ("memfit.recording.callbacks", "lightning_memory"),
+    "make_table": ("memfit.advice.table", "make_table"),
     "predict": ("memfit.planning.predict", "predict"),
     "print_gpu_memory_summary": ("memfit.recording.memory_log", "print_gpu_memory_summary"),
     "record": ("memfit.recording.recorder", "record"),

@@ -100,9 +100,20 @@ def find_gpu(text: str, *, flag: str = "--gpu") -> Gpu:
     raise UnknownName("GPU", text, _names(), more="a size works too: 24GB as cards are labelled, 23.5GiB exactly")
 
 
+def is_size(text: str) -> bool:
+    """`24GB` and `23.5GiB` name no card: another one's kernels stand in for theirs."""
+    wanted = text.strip()
+    return _key(wanted) not in _by_key() and _SIZE.fullmatch(wanted) is not None
+
+
 def list_gpus() -> tuple[Gpu, ...]:
     """All cards of the catalogue, in its order: GeForce, workstation, data centre."""
     return tuple(_from_card(card) for card in _document()["cards"])
+
+
+def list_labels() -> tuple[float, ...]:
+    """The sizes in GB that cards are sold with, growing."""
+    return tuple(sorted({float(card["label_gb"]) for card in _document()["cards"]}))
 
 
 @cache

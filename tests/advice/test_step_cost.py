@@ -10,11 +10,11 @@ import pytest
 from memfit.advice import pruning_cost
 from memfit.advice.generation_cost import PHASE, _after
 from memfit.advice.step_cost import (
-    COUNTED_STEP,
     Ops,
     PhaseCost,
     StepCost,
     counted_marks,
+    last_step,
     seconds,
     step_cost,
     summed,
@@ -112,17 +112,18 @@ def test_a_fused_optimizer_moves_less_and_computes_the_same() -> None:
 def test_two_small_models_give_the_line_that_all_blocks_lie_on(kind: str) -> None:
     work = workload(kind=kind, clip_grad=True)
 
-    marks = [mark for mark in counted_marks(work, None) if mark.step == COUNTED_STEP]
-
-    assert totals(step_cost(work)) == totals_of(summed(marks))
+    assert totals(step_cost(work)) == totals_of(summed(last_step(counted_marks(work, None))))
 
 
 def test_micro_steps_in_the_middle_are_alike() -> None:
     work = workload(grad_accum=6, seq_len=64)
 
-    marks = [mark for mark in counted_marks(work, None) if mark.step == COUNTED_STEP]
+    assert totals(step_cost(work)) == totals_of(summed(last_step(counted_marks(work, None))))
 
-    assert totals(step_cost(work)) == totals_of(summed(marks))
+
+@pytest.mark.parametrize("loop", ["trainer", "memfit"])
+def test_other_loops_compute_what_a_plain_one_does(loop: str) -> None:
+    assert step_cost(workload(loop=loop, grad_accum=5)).flops == step_cost(workload(grad_accum=5)).flops
 
 
 def test_the_optimizer_steps_once_however_many_micro_steps_there_are() -> None:

@@ -18,6 +18,7 @@ from memfit.jobs.running import run_job
 from memfit.jobs.training.trainer_engine import PROBE_STEPS, MemfitTrainer
 from memfit.jobs.workload import Workload
 from memfit.planning.tracing_jobs import STEPS
+from memfit.planning.train_workload import MICRO_STEPS
 
 LORA: dict[str, Any] = {
     "kind": "lora", "rank": 4, "lora_dropout": 0.1, "grad_checkpointing": True, "loss": "chunked", "grad_accum": 2,
@@ -43,17 +44,17 @@ def test_a_few_blocks_and_steps_tell_all_of_them(tmp_path: Path, settings: dict[
 
 
 def test_other_batches_and_lengths_are_told_from_a_few(tmp_path: Path) -> None:
-    work = Workload(model=Miniatures(tmp_path).folder("llama", 5), loop="memfit", **LORA)
+    work = Workload(model=Miniatures(tmp_path).folder("llama", 5), loop="memfit", **{**LORA, "loss": "full"})
     told = knowing(work, CORNERS + INSIDE).told(at(work, (7, 333)))
     assert told is not None
     assert rows(told.trace) == rows(fresh(at(work, (7, 333))))
 
 
 @pytest.mark.parametrize("settings", [LORA, MIXED])
-def test_more_micro_steps_than_two_take_no_more_memory(settings: dict[str, Any]) -> None:
-    two, six = (plan(**{**settings, "loop": "memfit", "grad_accum": count}) for count in (2, 6))
-    assert two.peak == six.peak
-    assert two.smallest_gpu_bytes == six.smallest_gpu_bytes
+def test_more_micro_steps_than_three_take_no_more_memory(settings: dict[str, Any]) -> None:
+    few, many = (plan(**{**settings, "loop": "memfit", "grad_accum": count}) for count in (MICRO_STEPS, 7))
+    assert few.peak == many.peak
+    assert few.smallest_gpu_bytes == many.smallest_gpu_bytes
 
 
 def test_it_takes_more_than_a_plain_loop_only_by_what_it_does() -> None:
@@ -87,6 +88,6 @@ def test_out_of_memory_is_not_recovered_from_when_it_is_to_be_measured(monkeypat
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
 
     monkeypatch.setattr(MemfitTrainer, "reached", reached)
-    job = prepare(Workload(kind="train", model=small_llama(), seq_len=16, batch_size=2, precision="fp32", loop="memfit"))
+    job = prepare(Workload(kind="train", model=small_llama(), seq_len=16, precision="fp32", loop="memfit"))
     with pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate 1\.00 GiB"):
         run_job(job, "cpu", no_phases, steps=1)

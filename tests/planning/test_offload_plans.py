@@ -87,7 +87,7 @@ def _alive_before(trace: Trace, phase: str, step: int) -> int:
 
 
 def test_of_the_blocks_inputs_one_is_left_on_the_gpu(small: Miniatures) -> None:
-    work: dict[str, Any] = {"kind": "lora", "model": small.folder("llama", BLOCKS, **LLAMA), "batch_size": 2,
+    work: dict[str, Any] = {"kind": "train", "model": small.folder("llama", BLOCKS, **LLAMA), "batch_size": 2,
                             "seq_len": TOKENS // 2, "grad_checkpointing": True, "loss": "chunked"}  # fmt: skip
     plain, on_host = at_end_of_forward(Workload(**work)), at_end_of_forward(Workload(**work, offload=("activations",)))
     assert plain - on_host == (BLOCKS - 1) * SAVED

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from memfit.tracing.platform import H200, Platform
-from memfit.tracing.reductions import ReductionBuffers, reduction_buffers
+from memfit.tracing.reductions import ReductionBuffers, accumulated_bytes, reduction_buffers
 from memfit.units import MiB
 
 B200_LIKE = Platform(sm_count=264)
@@ -110,3 +110,15 @@ def test_the_widest_stretch_is_the_one_that_is_halved() -> None:
     whole = buffers(empty(1 << 17, 1 << 15), [0])
     piece = buffers(empty(1 << 14, 1 << 15), [0])
     assert whole == piece * 8
+
+
+@pytest.mark.parametrize(("batch", "dtype", "expected"), [
+    (4, torch.bfloat16, 4 * 4 * 1024 * 512),  # 4 GiB: beyond 32-bit offsets
+    (2, torch.bfloat16, 0),  # 2 GiB: the last offset just fits
+    (4, torch.float32, 0),  # sums of fp32 meet in the result itself
+])  # fmt: skip
+def test_16_bit_sums_beyond_32_bit_offsets_meet_in_fp32(batch: int, dtype: torch.dtype, expected: int) -> None:
+    """As recorded on an H200: the gradient of values that GSA's published path expands over all queries."""
+    x = torch.empty(batch, 1024, 1024, 512, dtype=dtype, device="meta")
+
+    assert accumulated_bytes(x, [1], x.sum(1)) == expected

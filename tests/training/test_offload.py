@@ -106,7 +106,7 @@ def test_the_optimizer_s_state_goes_from_the_host_to_the_device_and_back(tmp_pat
     """It is saved as AdamW saves it, so a run may go on without the lever, or with it."""
     changes = {"optimizer": "adamw-fused", "weight_decay": 0.1}
     on_host = {**changes, "memory.offload": ["optimizer"]}
-    plain, _ = run(tmp_path, output_dir=str(tmp_path / "plain"), **changes)
+    run(tmp_path, output_dir=str(tmp_path / "plain"), **changes)
     run(tmp_path, output_dir=str(tmp_path / "host"), **on_host)
     for name, source, levers in (("there", "plain", on_host), ("back", "host", changes)):
         run(tmp_path, output_dir=str(tmp_path / name), resume_from=str(tmp_path / source / "step_2"), **levers)

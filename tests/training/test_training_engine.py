@@ -153,8 +153,6 @@ def test_predicted_stands_beside_measured() -> None:
 
 
 @pytest.mark.parametrize(("changes", "said"), [
-    ({"memory.offload": ["optimizer"]}, "memory.offload optimizer is not there yet"),
-    ({"memory.gradient_checkpointing": "selective"}, "selective is not there yet"),
     ({"optimizer": "adamw-8bit"}, "adamw-8bit needs"),
     ({"model.attention": "flash_attention_2"}, "flash_attention_2 needs flash-attn"),
     ({"precision": "amp-fp16"}, "amp-fp16 needs a GPU"),

@@ -32,7 +32,8 @@ _HOST = "less host memory: fewer data loader workers, no second copy of the weig
 DISGUISES: tuple[Disguise, ...] = tuple(
     Disguise(re.compile(pattern, re.MULTILINE), certainty, where, says, remedy, pattern.startswith("^"))
     for pattern, certainty, where, says, remedy in (
-        (r"NCCL WARN (?:.{0,40}Cuda failure (?:\d+ )?'out of memory'|.{0,40}Failed to CUDA (?:host )?[cm]alloc \d+ bytes)",
+        (r"NCCL WARN (?:.{0,40}Cuda failure (?:\d+ )?'out of memory'|"
+         r".{0,40}Failed to CUDA (?:host )?[cm]alloc \d+ bytes)",
          "certain", "gpu", "NCCL found no room for its buffers, which lie outside torch's allocator",
          f"{_ROOM}; start the communicators (one small all-reduce) before the model is made"),
         (r"OOM trying to allocate workspace for cublaslt", "certain", "gpu", "cuBLASLt found no room for its workspace",
@@ -43,7 +44,7 @@ DISGUISES: tuple[Disguise, ...] = tuple(
         (r"CUDA error: out of memory", "certain", "either",
          "memory was refused outside torch's allocator: to a context, a library, or pinned host memory",
          f"{_ROOM}; if it is pinned host memory (pin_memory, offload), less of that"),
-        (r"Error out of memory at line \d+ in file \S*(?:pythonInterface\.cp{0,2}|ops\.cu)", "certain", "either",
+        (r"Error out of memory at line \d+ in file \S{0,300}(?:pythonInterface\.cp{0,2}|ops\.cu)", "certain", "either",
          "bitsandbytes found no room, on the GPU or, for its paged memory, on the host",
          f"{_ROOM}; with a paged optimizer look at host memory first"),
         (r"CUBLAS_STATUS_NOT_INITIALIZED", "likely", "gpu",
@@ -65,7 +66,8 @@ DISGUISES: tuple[Disguise, ...] = tuple(
         (r"DataLoader worker \(pid(?:\(s\))? [\d, ]{1,60}\) (?:is killed by signal: Killed|exited unexpectedly)",
          "likely", "host", "a data loader's worker was killed, most often for lack of host memory", _HOST),
         (r"insufficient shared memory \(shm\)", "certain", "host",
-         "the shared memory between data loader workers ran out", "a larger /dev/shm (docker --shm-size), or fewer workers"),
+         "the shared memory between data loader workers ran out",
+         "a larger /dev/shm (docker --shm-size), or fewer workers"),
         (r"(?:OSError: \[Errno 12\] Cannot allocate memory|\bMemoryError\b)", "certain", "host",
          "host memory ran out, not the GPU's", _HOST),
         (r"(?:exit (?:code|status):? 137|exitcode ?: ?-9|Signal 9 \(SIGKILL\)|returned non-zero exit status 137)",

@@ -4,26 +4,31 @@
     told.cause.sentence, told.readings.likeliest, told.fixes, told.withheld
     explain("train.log", kind="lora", model="qwen2.5-7b", batch_size=1, seq_len=2048, rank=128)    # savings predicted
 
-What happened, by how much, which tensor, in which phase, what to do about it and what will not help. Where the text does
-not tell, that is the answer.
+What happened, by how much, which tensor, in which phase, what to do about it and what will not help. Where the text
+does not tell, that is the answer.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from memfit.advice.explaining.accounting import Account, Trap, account_of
-from memfit.advice.explaining.cause import Cause, Recorded, cause_of
+from memfit.advice.explaining.accounting import Account, account_of
+from memfit.advice.explaining.cause import Cause, cause_of
 from memfit.advice.explaining.clues import Clues, clues_in
-from memfit.advice.explaining.fixes import Fix, fixes_in_words, predicted_fixes
+from memfit.advice.explaining.fix import Fix
+from memfit.advice.explaining.fixes import fixes_in_words
+from memfit.advice.explaining.fragmented import Recorded
 from memfit.advice.explaining.inputs import Input, read_input
 from memfit.advice.explaining.job import Job, card_of, job_of
-from memfit.advice.explaining.place import Place, frames_of_stack, place_from, place_of
+from memfit.advice.explaining.next_steps import next_steps
+from memfit.advice.explaining.place import Place, frame_text, frames_of_stack, place_from, place_of
+from memfit.advice.explaining.predicted import predicted_fixes, streamed_pruning
 from memfit.advice.explaining.recorded import cause_of_log, growth_of_log, holders_of, oom_of_record, record_of
+from memfit.advice.explaining.traps import Trap, traps_of
 from memfit.advice.explaining.withheld import Situation, Withheld, withheld
 from memfit.advice.oom_message import Found, Located, Oom, Size, find_ooms
 from memfit.advice.tensor_names import Readings, RunClues, exact_interval, readings, request_intervals
@@ -93,6 +98,7 @@ class Explanation:
             "fixes": [{**asdict(fix), "how": dict(fix.how)} for fix in self.fixes],
             "withheld": [asdict(each) for each in self.withheld],
             "notes": list(self.notes),
+            "next": next_steps(self.cause, self.account, self.job, self.plan, self.fixes),
             "seconds": round(self.seconds, 3),
         }  # fmt: skip
 
@@ -206,15 +212,15 @@ def _explained(
     card = card_of(case.oom, account, gpu)
     cause = case.cause or (
         Cause(kind="none", sentence=NOTHING) if case.oom is None
-        else cause_of(case.oom, account, case.clues, case.recorded)
+        else cause_of(case.oom, account, case.clues, case.recorded, card_bytes=card.capacity_bytes if card else None)
     )  # fmt: skip
     read = _readings(case, job)
     plan, fixes = _predicted(job, card, notes) if predict and cause.kind != "none" else (None, [])
     told: list[Withheld] = []
     if case.oom is not None:
         situation = Situation(
-            oom=case.oom, account=account, cause=cause, clues=case.clues, place=case.place, readings=read, kind=job.kind,
-            batch_size=job.number("batch_size"), precision=_text(job.settings.get("precision")),
+            oom=case.oom, account=account, cause=cause, clues=case.clues, place=case.place, readings=read,
+            kind=job.kind, batch_size=job.number("batch_size"), precision=_text(job.settings.get("precision")),
             grad_checkpointing=bool(job.settings.get("grad_checkpointing")) or case.clues.grad_checkpointing,
             at_peak=_at_peak(plan), growth=None if case.growth is None else str(case.growth.get("kind")),
         )  # fmt: skip
@@ -223,7 +229,7 @@ def _explained(
     return Explanation(
         source=source, cause=cause, oom=case.oom, found=case.found, account=account, place=case.place, readings=read,
         clues=case.clues, job=job, gpu=card, plan=plan, fixes=tuple(fixes), withheld=tuple(told), holders=case.holders,
-        growth=case.growth, traps=(*account.traps, *_traps_of_text(case)), notes=tuple(notes),
+        growth=case.growth, traps=tuple(traps_of(case.oom, account, case.clues)) if case.oom else (), notes=tuple(notes),
         seconds=time.perf_counter() - started,
     )  # fmt: skip
 
@@ -237,7 +243,7 @@ def _configured(source: Input, config: str | None, notes: list[str]) -> Workload
     if config is not None:
         return workload_of_config(config)
     try:
-        return workload_of_config(str(source.config))
+        return workload_of_config(str(source.config), source.text)
     except MemfitError as error:
         notes.append(f"its config.yaml cannot be planned: {error.message}")
         return None
@@ -246,9 +252,10 @@ def _configured(source: Input, config: str | None, notes: list[str]) -> Workload
 def _readings(case: _Case, job: Job) -> Readings:
     if case.oom is None:
         return Readings((), (), "")
+    hints = case.place.hints or (frozenset({"calibration"}) if job.kind == "prune" else frozenset())
     run = RunClues(
         batch_size=job.number("batch_size"), seq_len=job.number("seq_len"), rank=job.number("rank"),
-        nsamples=job.number("nsamples"), phase=case.place.phase, hints=case.place.hints,
+        nsamples=job.number("nsamples"), phase=case.place.phase, hints=hints,
     )  # fmt: skip
     intervals = request_intervals(case.oom)
     if case.recorded is not None:
@@ -260,10 +267,19 @@ def _predicted(job: Job, card: Gpu | None, notes: list[str]) -> tuple[Plan | Non
     if job.workload is None:
         return None, []
     try:
-        return predicted_fixes(job.workload, card)
+        plan, fixes = predicted_fixes(job.workload, card)
     except MemfitError as error:
         notes.append(f"the job cannot be predicted: {error.message}")
         return None, []
+    if plan is not None and plan.verdict in ("safe", "tight"):
+        if job.kind == "prune":
+            return plan, [streamed_pruning(job.workload, plan)]
+        notes.append(
+            "as given, the job is predicted to fit: its settings are not those of the run that failed, or "
+            "something else "
+            "is on the card"
+        )
+    return plan, fixes
 
 
 def _at_peak(plan: Plan | None) -> str | None:
@@ -274,14 +290,6 @@ def _at_peak(plan: Plan | None) -> str | None:
 
 def _text(value: object) -> str | None:
     return value if isinstance(value, str) else None
-
-
-def _traps_of_text(case: _Case) -> Iterable[Trap]:
-    if case.clues.after_nccl_timeout:
-        yield Trap("after-nccl-timeout", "an NCCL timeout comes before it: this may be a consequence; the rank that failed "
-                   "first tells more")  # fmt: skip
-    if case.clues.handled:
-        yield Trap("handled", "the program went on after it, with a smaller batch or without this one")
 
 
 # -- as a document -------------------------------------------------------------------------------------------------
@@ -315,7 +323,7 @@ def _located(located: Located) -> dict[str, Any]:
 
 def _account(account: Account) -> dict[str, Any]:
     return {
-        "rows": [{"name": row.name, "bytes": row.nbytes, "says": row.says} for row in account.rows],
+        "rows": [{"name": row.name, "bytes": row.nbytes, "says": row.says} for row in account.rows()],
         "capacity_bytes": account.whole_bytes, "rest_bytes": account.rest_bytes,
         "tolerance_bytes": account.tolerance_bytes,
     }  # fmt: skip
@@ -324,8 +332,8 @@ def _account(account: Account) -> dict[str, Any]:
 def _phase(place: Place) -> dict[str, Any]:
     shown = place.shown
     return {
-        "name": place.phase, "detail": place.detail, "code_line": shown.said if shown else None,
-        "code": shown.code if shown else None, "because": place.because.said if place.because else None,
+        "name": place.phase, "detail": place.detail, "code_line": frame_text(shown) if shown else None,
+        "code": shown.code if shown else None, "because": frame_text(place.because) if place.because else None,
     }  # fmt: skip
 
 
@@ -352,6 +360,6 @@ def _job(job: Job, gpu: Gpu | None, plan: Plan | None) -> dict[str, Any]:
         "gpu": None if gpu is None else {"name": gpu.name, "capacity_bytes": gpu.capacity_bytes},
         "predicted": None if plan is None else {
             "peak": asdict(plan.peak), "breakdown": dict(plan.report.breakdown), "verdict": plan.verdict,
-            "phase": plan.report.at_peak.phase,
+            "phase": plan.report.at_peak.phase, "failed_at": plan.fit.failed_at if plan.fit else None,
         },
     }  # fmt: skip

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 SCHEMA = "memfit.fit/1"
 ALTERNATIVES = 2
-ENOUGH_PREDICTIONS = 12
+ENOUGH_PREDICTIONS = 10
 """After so many a second alternative is not looked for."""
 CLEAR = 0.02
 """What fails by more than this share of the card fails with every number of micro-steps."""
@@ -110,6 +110,8 @@ class Fitted:
     changes: tuple[Change, ...]
     without_last: Forecast | None
     """The proof that the last change is needed."""
+    one_step_back: tuple[Lever, Forecast] | None
+    """And that no weaker one of its kind will do: the next weaker lever, and the job with it instead."""
     alternatives: tuple[Alternative, ...]
     set_aside: tuple[SetAside, ...]
     smallest_gpu_bytes: int | None
@@ -148,6 +150,7 @@ class Fitted:
             "after": self.after.to_json(),
             "fitted_workload": self.fitted.settings(),
             "without_last": self._proof(),
+            "one_step_back": self._weaker(),
             "alternatives": [each.to_json() for each in self.alternatives],
             "set_aside": [each.to_json() for each in self.set_aside],
             "smallest_gpu_bytes": self.smallest_gpu_bytes,
@@ -164,6 +167,15 @@ class Fitted:
         return {
             "change": self.changes[-1].lever.name, "verdict": self.without_last.verdict,
             "device_bytes": self.without_last.device_bytes, "workload": self.without_last.workload.settings(),
+        }  # fmt: skip
+
+    def _weaker(self) -> dict[str, Any] | None:
+        if self.one_step_back is None:
+            return None
+        lever, forecast = self.one_step_back
+        return {
+            "change": lever.name, "verdict": forecast.verdict, "device_bytes": forecast.device_bytes,
+            "workload": forecast.workload.settings(),
         }  # fmt: skip
 
     def _smaller_model(self) -> dict[str, Any] | None:
@@ -223,6 +235,7 @@ class _Fitting:
             answer=answer, workload=self.work, fitted=apply(self.work, chosen), gpu=self.card, margin=self.margin,
             keep=self.keep, before=before, after=found.forecast, changes=tuple(self._changes(chosen)),
             without_last=self._without_last(chosen) if fits else None,
+            one_step_back=self._one_step_back(chosen) if fits else None,
             alternatives=tuple(self._alternatives(chosen)) if fits else (),
             set_aside=() if answer == "fits already" else set_aside(self.levers, chosen, before, found.forecast,
                                                                     self.search.refused),
@@ -292,13 +305,21 @@ class _Fitting:
         clear = few.device_bytes > (1 + CLEAR) * self.card.capacity_bytes
         return few if clear else self.forecasts.of(few.workload, whole=True)
 
+    def _one_step_back(self, chosen: Set) -> tuple[Lever, Forecast] | None:
+        found = self.search.one_step_back(chosen)
+        try:
+            return None if found is None else (found[0], self.search.forecast(found[1]))
+        except MemfitError:
+            return None
+
     def _alternatives(self, chosen: Set) -> Iterator[Alternative]:
         """The answer without its dearest change, and without the one before that."""
         found: list[Alternative] = []
         for lever in reversed(chosen):
             if len(found) == ALTERNATIVES or (found and self.forecasts.made > ENOUGH_PREDICTIONS):
                 break
-            other = self.search.smallest(without=[lever.group])
+            others = tuple(each for each in chosen if each is not lever)
+            other = self.search.smallest(start=others, without=[lever.group])
             if other is not None and all(other.levers != each.levers for each in found):
                 found.append(Alternative(levers=other.levers, forecast=other.forecast, instead_of=lever.name))
         yield from sorted(found, key=lambda each: dearness(each.levers))
@@ -316,7 +337,9 @@ class _Fitting:
         if here is None or "model" in self.keep:
             return None
         alike = [each for each in presets() if each.model_type == here.model_type]
-        smaller = sorted((each for each in alike if each.parameters < here.parameters), key=lambda p: -p.parameters)
+        smaller = sorted(
+            (each for each in alike if each.parameters < here.parameters), key=lambda p: (-p.parameters, p.name)
+        )
         mild = [lever for lever in chosen if lever.cost != "experiment"]
         for preset in smaller[:SMALLER_MODELS]:
             other = dataclasses.replace(apply(self.work, mild), model=preset.name, target_modules=None)

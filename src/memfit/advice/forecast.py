@@ -38,6 +38,8 @@ class Forecast:
     verdict: Verdict
     device_bytes: int
     """With all the memory that it asks for: reserved and context."""
+    use_bytes: int | None
+    """On this card, where torch gives cached memory back before it fails; None where it does fail."""
     allocated_bytes: int
     reserved_bytes: int
     context_bytes: int
@@ -63,9 +65,10 @@ class Forecast:
 
     def to_json(self) -> dict[str, object]:
         return {
-            "verdict": self.verdict, "device_bytes": self.device_bytes, "allocated_bytes": self.allocated_bytes,
-            "reserved_bytes": self.reserved_bytes, "context_bytes": self.context_bytes,
-            "at_peak": {"phase": self.phase, "step": self.step}, "breakdown": dict(self.breakdown),
+            "verdict": self.verdict, "use_bytes": self.use_bytes, "device_bytes": self.device_bytes,
+            "allocated_bytes": self.allocated_bytes, "reserved_bytes": self.reserved_bytes,
+            "context_bytes": self.context_bytes, "at_peak": {"phase": self.phase, "step": self.step},
+            "breakdown": dict(self.breakdown),
         }  # fmt: skip
 
 
@@ -112,22 +115,25 @@ class Forecasts:
         replays = Replays(traced.trace, AllocatorConfig.parse(work.alloc_conf))
         with no_collector():
             ample = replays.ample
-            verdict = self._verdict(replays, context)
+            use = self._use(replays, context)
             report = make_report(traced.trace, ample)
         return Forecast(
-            workload=work, whole=True, verdict=verdict, device_bytes=ample.peak_reserved + context,
-            allocated_bytes=ample.peak_allocated, reserved_bytes=ample.peak_reserved, context_bytes=context,
+            workload=work, whole=True, verdict=self._verdict(use), use_bytes=use,
+            device_bytes=ample.peak_reserved + context, allocated_bytes=ample.peak_allocated,
+            reserved_bytes=ample.peak_reserved, context_bytes=context,
             phase=report.at_peak.phase, step=report.at_peak.step, breakdown=dict(report.breakdown),
             parameters=traced.parameters, trainable_parameters=traced.trainable_parameters,
         )  # fmt: skip
 
-    def _verdict(self, replays: Replays, context: int) -> Verdict:
-        """As a plan's: by a replay with the card's capacity, in which cached memory is given back before it fails."""
+    def _use(self, replays: Replays, context: int) -> int | None:
         limited = replays.outcome(max(self.gpu.capacity_bytes - context, 0))
-        if not limited.fits:
+        return limited.reserved_peak + context if limited.fits else None
+
+    def _verdict(self, use: int | None) -> Verdict:
+        """As a plan's, with this margin."""
+        if use is None:
             return "fails"
-        room = (1 - self.margin) * self.gpu.capacity_bytes
-        return "safe" if limited.reserved_peak + context <= room else "tight"
+        return "safe" if use <= (1 - self.margin) * self.gpu.capacity_bytes else "tight"
 
     def _context(self, work: Workload) -> int:
         fused = work.attention == "sdpa" and work.precision != "fp32"

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from memfit.advice.lever import CACHED, Lever
 from memfit.jobs.training.batch_sizes import BatchSizes, divisors
 from memfit.jobs.workload import Workload, flag
+from memfit.models.gsa_names import GATHER, is_gsa
 
 EXPANDABLE = "expandable_segments:True"
 MADE_BY_TOKENS = ("activations", "loss", "kv_cache")
@@ -26,6 +27,7 @@ def catalogue(work: Workload) -> Iterator[Lever]:
 
 def _training(work: Workload) -> Iterator[Lever]:
     yield from _attention(work)
+    yield from _masked_path(work)
     yield from _fused_optimizer(work)
     yield from _chunked_loss(work)
     yield from _bucket_view(work)
@@ -43,6 +45,7 @@ def _training(work: Workload) -> Iterator[Lever]:
 
 def _inference(work: Workload) -> Iterator[Lever]:
     yield from _attention(work)
+    yield from _masked_path(work)
     yield from _cache(work)
     yield from _allocator(work)
     yield from _smaller_batches(work)
@@ -71,6 +74,18 @@ def _attention(work: Workload) -> Iterator[Lever]:
             says="the scores of all pairs of tokens are never whole", price="none: it is faster",
             lowers=("activations", "temporaries"),
             how={"memfit": "--attention sdpa (model.attention: sdpa)", "trainer": way, "accelerate": way},
+        )  # fmt: skip
+
+
+def _masked_path(work: Workload) -> Iterator[Lever]:
+    if is_gsa(work.model) and work.model.endswith(GATHER):
+        name = work.model.removesuffix(GATHER)
+        way = 'GsaConfig(path="masked")'
+        yield Lever(
+            name="masked attention", cost="free", group="gsa path", settings={"model": name},
+            says="the chosen keys and values are masked in place, not copied out for every query",
+            price="none: it is faster", lowers=("activations", "temporaries", "other"),
+            how={"memfit": f"--model {name} (gsa.path: masked)", "trainer": way, "accelerate": way},
         )  # fmt: skip
 
 

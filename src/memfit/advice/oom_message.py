@@ -353,14 +353,14 @@ def _disguised(passage: Passage) -> list[tuple[int, Oom]]:
     return _bare(passage)
 
 
+NAME_ONLY = "the name of the error without its message"
 _BARE = re.compile(r"\b(?:torch\.cuda\.|torch\.)?OutOfMemoryError\b|\bCUDA OOM\b|\bCUDA_ERROR_OUT_OF_MEMORY\b")
 
 
 def _bare(passage: Passage) -> list[tuple[int, Oom]]:
-    says = "the name of the error without its message"
     unknown = dict.fromkeys(SIZES, "the text has only the name of the error")
     return [
-        (each.start(), Oom(form="disguised", says=says, message=each[0], unknown=unknown,
+        (each.start(), Oom(form="disguised", says=NAME_ONLY, message=each[0], unknown=unknown,
                            remedy="the whole message, which follows this name, has the numbers"))
         for each in _BARE.finditer(passage.flat)
     ]  # fmt: skip

@@ -52,7 +52,7 @@ _PREFIX = re.compile(
 _RANK = re.compile(r"\[(?:rank|default)\s?(\d{1,5})\]|^\[\d{1,4},(\d{1,4})\]<std|^(\d{1,4}):\s")
 _COLOUR = re.compile(r"\x1b\[[0-9;?]{0,16}[A-Za-z]")
 _UNICODE_ESCAPE = re.compile(r"\\u00([0-9a-fA-F]{2})")
-_RAW_DEVICE = re.compile(r"GPU (?:([\x00-\x08\x0e-\x1b])|\\x([0-9a-fA-F]{2})|\^([@A-Z])) has a total")
+_RAW_DEVICE = re.compile(r"GPU (?:([\x00-\x08\x0e-\x1b])|\\(?:x|u00)([0-9a-fA-F]{2})|\^([@A-Z])) has a total")
 _NARROWEST, _FEW_LINES = 40, 200
 
 

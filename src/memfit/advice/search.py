@@ -55,16 +55,17 @@ class Search:
         except MemfitError:  # a change that does not go without another
             return False
 
-    def smallest(self, *, without: Iterable[str] = ()) -> Found | None:
-        """With no lever of the groups in `without`; None where all levers together are not enough."""
-        grown = self.grown(without=without)
+    def smallest(self, *, start: Set = (), without: Iterable[str] = ()) -> Found | None:
+        """With no lever of the groups in `without`; None where all levers together are not enough. A set to `start`
+        from is one that is known to be of use."""
+        grown = self.grown(start=start, without=without)
         return self.shrunk(grown) if grown.forecast.fits else None
 
     # -- growing -------------------------------------------------------------------------------------------------------
 
-    def grown(self, *, without: Iterable[str] = ()) -> Found:
+    def grown(self, *, start: Set = (), without: Iterable[str] = ()) -> Found:
         """Until it fits, or nothing is left that could lower the peak."""
-        banned, found = set(without), Found((), self.forecast(()))
+        banned, found = set(without), Found(start, self.forecast(start))
         useless: set[str] = set()
         while not found.forecast.fits:
             lever = self._next(found, banned, useless)
@@ -117,6 +118,13 @@ class Search:
             if smaller == chosen:
                 return Found(chosen, self.forecast(chosen))
             chosen = smaller
+
+    def one_step_back(self, chosen: Set) -> tuple[Lever, Set] | None:
+        """The set with the next weaker lever in place of its last one; None where there is none."""
+        last = chosen[-1]
+        group = self.groups[last.group]
+        weaker = [each for each in group[: group.index(last)] if each.name not in self.refused]
+        return (weaker[-1], self._with(chosen[:-1], weaker[-1])) if weaker else None
 
     def _as_little_as_will_do(self, chosen: Set, lever: Lever) -> Set:
         """The lever left out; else the weakest of its group that will do."""

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from memfit.planning.blocks import Blocks
     from memfit.tracing.op_costs import OpCost, OpCosts
 
-COUNTED_STEP = 2
-"""The first one also makes the optimizer's state."""
+STEPS = 2
+"""The last one is counted: the first also makes the optimizer's state."""
 MICRO_STEPS = 3
 """The first finds no gradients, the last is followed by the optimizer; the one between stands for all others."""
 UNITS = 2
@@ -170,7 +170,7 @@ def _counted(work: Workload, layers: int | None) -> dict[str, Ops]:
 
         return pruning_cost(work, layers)
     few = dataclasses.replace(work, grad_accum=min(work.grad_accum, MICRO_STEPS)) if work.trains else work
-    marks = [mark for mark in counted_marks(few, layers) if mark.step == COUNTED_STEP]
+    marks = last_step(counted_marks(few, layers))
     return summed(_with_all_micro_steps(marks, work.grad_accum) if work.trains else marks)
 
 
@@ -195,8 +195,13 @@ def counted_marks(work: Workload, layers: int | None, *, tokens: int | None = No
         return counters[-1]
 
     job = prepare_without_memory(work, layers=layers)
-    made = trace_job(job, steps=COUNTED_STEP, tokens=tokens, beside=counting)
+    made = trace_job(job, steps=STEPS, tokens=tokens, beside=counting)
     return by_mark(made, counters[-1])
+
+
+def last_step(marks: list[Marked]) -> list[Marked]:
+    last = max(mark.step for mark in marks if mark.phase == "forward")
+    return [mark for mark in marks if mark.step == last]
 
 
 def _with_all_micro_steps(marks: list[Marked], micro_steps: int) -> Iterator[Marked]:

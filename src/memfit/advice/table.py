@@ -38,15 +38,16 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "forward": {},
     "generate": {"new_tokens": 128},
 }
-"""What each workload is planned with, beside one sequence of --seq-len tokens in bf16."""
-STREAMED, WHOLE = "streamed", "whole model"
+"""What each workload is planned with, beside one sequence of --seq-len tokens in bf16; a generation ends there."""
+STREAMED, WHOLE = "streamed", "whole"
 FAR = 1.25
 """Cards choose among kernels whose needs differ by less than this."""
 FLASH = (8, 0)
 """From here on every card has fused attention; an older one may need more than a smaller newer one."""
 GB = 10**9
 
-OnRow = Callable[[str], None]
+OnStep = Callable[[str, int, int], None]
+"""What is planned next, and how many of how many steps are done."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +144,7 @@ class Table:
         }  # fmt: skip
 
     def notes(self) -> Iterator[str]:
-        yield "predicted, not measured; total is what nvidia-smi shows at the peak, as on the H200 where no card is named"
+        yield "predicted, not measured; total is what nvidia-smi shows at the peak, kernels and context as on the H200"
         yield "activations are all that is alive at the peak beside weights"
         yield "smallest: the first card on which the job fits; recommended: the first with a tenth to spare"
         if any(row.guide for row in self.rows):
@@ -167,21 +168,22 @@ class Table:
 
 def make_table(
     models: Sequence[str] = MODELS, workloads: Sequence[str] = WORKLOADS, gpus: Sequence[str] = GPUS, *,
-    seq_len: int = 2048, nsamples: int = 128, guides: bool = True, on_row: OnRow = lambda name: None,
+    seq_len: int = 2048, nsamples: int = 128, guides: bool = True, on_step: OnStep = lambda what, done, total: None,
 ) -> Table:  # fmt: skip
     """Raises UsageError for what is wrong with a name before anything is planned."""
     started = time.perf_counter()
     cards = _cards(gpus)
     jobs = jobs_of(models, workloads, seq_len=seq_len, nsamples=nsamples)
+    pruned = {resolve(work.model).name for work, _ in jobs if work.kind == "prune"}
+    claims = [claim for claim in (*DECISIONS, *EXAMPLES) if guides and resolve(claim.model).name in pruned]
+    steps = len(jobs) + len(claims)
     rows: list[Row] = []
     for work, way in jobs:
-        on_row(f"{work.kind} of {work.model}")
+        on_step(f"{work.kind} of {work.model}", len(rows), steps)
         rows.append(_row(work, way, cards))
-    shown = {row.plan.model for row in rows if row.workload.kind == "prune"}
-    claims = [claim for claim in (*DECISIONS, *EXAMPLES) if guides and resolve(claim.model).name in shown]
-    checked = {}
+    checked: dict[Claim, Checked] = {}
     for claim in claims:
-        on_row(claim.said)
+        on_step(claim.said, len(rows) + len(checked), steps)
         checked[claim] = _checked(claim)
     return Table(
         seq_len=seq_len, nsamples=nsamples, cards=cards, rows=tuple(rows),
@@ -208,6 +210,8 @@ def jobs_of(
             settings = {**SETTINGS[kind], "kind": kind, "model": model, "seq_len": seq_len}
             if kind == "prune":
                 settings["nsamples"] = nsamples
+            elif kind == "generate":
+                settings["seq_len"] = max(seq_len - settings["new_tokens"], 1)
             work = Workload.from_mapping(settings)
             jobs += [(work, STREAMED), (work, WHOLE)] if kind == "prune" else [(work, None)]
     return jobs

@@ -43,7 +43,8 @@ class RunClues:
     nsamples: int | None = None
     phase: str | None = None
     hints: frozenset[str] = frozenset()
-    """What the failing lines of code work on: logits, attention, mlp, calibration, weights, kv-cache, hessian, sort."""
+    """What the failing lines of code work on: logits, attention, attention-output, mlp, calibration, weights,
+    kv-cache, hessian, sort."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,8 +172,8 @@ def _fingerprints(of: Dimensions) -> Iterator[_Fingerprint]:
     if intermediate:
         yield _Fingerprint("mlp", "MLP activation", intermediate, (2, 4), "tokens", _TRAINING)
     if of.heads and of.head_dim:
-        wide = (Factor(symbol="heads x head dim", value=of.heads * of.head_dim),)
-        yield _Fingerprint("attention", "queries or output of attention", wide, (2, 4), "tokens", _TRAINING, -1)
+        wide = (Factor(symbol="in all heads", value=of.heads * of.head_dim),)
+        yield _Fingerprint("attention-output", "queries or output of attention", wide, (2, 4), "tokens", _TRAINING, -1)
     if hidden:
         yield _Fingerprint("hidden", "hidden states", hidden, (2, 4), "tokens", _TRAINING, -1)
         calibration = frozenset({"forward", "calibration", "evaluation", "data"})
@@ -349,12 +350,12 @@ def _samples(
         least, most = -(-low // samples), high // samples
         for length in sorted({*positions, *({run.seq_len} if run.seq_len else set())}):
             if least <= length <= most:
-                weight = 6 if run.nsamples else 5 if samples == CALIBRATION_SAMPLES[0] else 3
+                weight = 6 if run.nsamples else 5 if samples == CALIBRATION_SAMPLES[0] else 2
                 yield (Factor(symbol="samples", value=samples), Factor(symbol="tokens", value=length)), weight
                 return
         found = _roundest(least, most) if "calibration" in run.hints else None
         if found and found >= MIN_TOKENS and _is_round(found):
-            yield (Factor(symbol="samples", value=samples), Factor(symbol="tokens", value=found)), _roundness(found) - 1
+            yield (Factor(symbol="samples", value=samples), Factor(symbol="tokens", value=found)), _roundness(found) - 2
             return
 
 

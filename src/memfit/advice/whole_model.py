@@ -9,6 +9,7 @@ from memfit.advice.forecast import Forecast, Forecasts
 from memfit.errors import MemfitError
 from memfit.jobs.workload import Workload
 from memfit.models.registry import load_config, resolve
+from memfit.planning.guides import pruning_guides
 
 BYTES = 2
 BUFFERS = 2
@@ -21,11 +22,14 @@ class WholeModel:
     """Of the whole model on the card and one window through it: the least that this way takes."""
     buffers_bytes: int
     """Calculated: what it keeps of the calibration text, on top of that."""
+    guides: tuple[dict[str, Any], ...]
+    """What the guides' own formulas say of it."""
 
     def to_json(self) -> dict[str, Any]:
         return {
             "verdict": self.forecast.verdict, "device_bytes": self.forecast.device_bytes,
-            "buffers_bytes": self.buffers_bytes, "workload": self.forecast.workload.settings(),
+            "buffers_bytes": self.buffers_bytes, "guides": list(self.guides),
+            "workload": self.forecast.workload.settings(),
         }  # fmt: skip
 
 
@@ -41,4 +45,5 @@ def whole_model(work: Workload, forecasts: Forecasts) -> WholeModel | None:
     except MemfitError:
         return None
     buffers = BUFFERS * work.nsamples * work.seq_len * hidden * BYTES
-    return WholeModel(forecast=forecast, buffers_bytes=buffers)
+    guides = pruning_guides(work.settings(), forecast.parameters, hidden)
+    return WholeModel(forecast=forecast, buffers_bytes=buffers, guides=tuple(guides))

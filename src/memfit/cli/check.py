@@ -59,16 +59,9 @@ def _check(
     json: Annotated[bool, JSON] = False,
 ) -> int:  # fmt: skip
     """Check machine, settings, config, model and plan before a run: each line says what to do next."""
-    given = {
-        "--config": config,
-        "--set": set_,
-        "--world-size": world_size,
-        "--gpu": gpu,
-        "--load": load,
-        "--json": json,
-    }
     if context.invoked_subcommand is not None:
-        if said := [flag for flag, value in given.items() if value]:
+        given = {"--config": config, "--set": set_, "--world-size": world_size, "--gpu": gpu, "--load": load}
+        if said := [flag for flag, value in {**given, "--json": json}.items() if value]:
             raise UsageError(f"{said[0]} stands before {context.invoked_subcommand}", hint="write flags after the kind")
         return 0
     if set_ and config is None:

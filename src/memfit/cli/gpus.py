@@ -29,6 +29,10 @@ def gpus(
                 "context_bytes": card.context_bytes,
                 "compute_capability": ".".join(map(str, card.arch)),
                 "sm_count": card.sm_count,
+                "bandwidth_bytes_per_second": card.bandwidth,
+                "flops_16bit": card.flops_16bit,
+                "flops_fp32": card.flops_fp32,
+                "link_bytes_per_second": card.link_bandwidth,
                 "notes": list(card.notes),
                 "source": card.source,
             }

@@ -27,14 +27,17 @@ BUG, INTERRUPTED, NOBODY_READS = 70, 130, 141
 
 COMMANDS: dict[str, str | None] = {
     "plan": None,
+    "fit": None,
     "prune": (
         "memfit prune --model ./llama-3.2-1b --prune-method wanda --sparsity-ratio 0.5 --save out/wanda --log-memory"
     ),
     "train": "memfit train --config smollm2-lora-demo --output-dir outputs/demo",
     "check": None,
+    "explain": "memfit explain train.log --kind lora --model qwen2.5-7b --batch-size 1 --seq-len 2048 --rank 128",
     "profile": None,
     "diff": "memfit diff predicted.npz snapshot.pickle --step-a 2 --step-b 1",
     "export": "memfit export predicted.npz --to memory-viz",
+    "table": "memfit table --models 7b,13b --workloads prune,lora --gpus 16GB,24GB --format markdown",
     "report": "memfit report snapshot.pickle --html report.html",
     "watch": "memfit watch --interval 2 --csv memory.csv",
     "models": "memfit models --json",

@@ -75,10 +75,27 @@ def settings_of(kind: str) -> tuple[str, ...]:
 def with_options_of(kind: str, run: Callable[..., int], extra: Mapping[str, tuple[Any, Any]]) -> Callable[..., int]:
     """`run(**settings)` as a command: typer reads the options from the signature it is given here."""
     names = settings_of(kind)
-    options = {name: _option(name) for name in names}
+    return _command(names, {**{name: _option(name) for name in names}, **extra}, run)
+
+
+def with_any_option(run: Callable[..., int], extra: Mapping[str, tuple[Any, Any]]) -> Callable[..., int]:
+    """The same with the settings of every kind of job, none of them required: None is one that was not given."""
+    names = tuple(field.name for field in dataclasses.fields(Workload) if field.name != "kind")
+    return _command(names, {**extra, **{name: _unset(*_option(name)) for name in names}}, run)
+
+
+def _unset(annotation: Any, _: Any) -> tuple[Any, None]:
+    kind, info = get_args(annotation)
+    info.show_default, info.rich_help_panel = False, "The job"
+    return Annotated[_without_none(kind) | None, info], None
+
+
+def _command(
+    names: tuple[str, ...], options: Mapping[str, tuple[Any, Any]], run: Callable[..., int]
+) -> Callable[..., int]:  # fmt: skip
     parameters = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
-        for name, (annotation, default) in {**options, **extra}.items()
+        for name, (annotation, default) in options.items()
     ]
 
     def command(**given: Any) -> int:

@@ -61,7 +61,7 @@ plan = typer.Typer(
 def _plan(
     workload: Workload, *, gpu: str | None, json: bool, save_trace: Path | None, force: bool, no_trace_cache: bool
 ) -> int:
-    _check_names(workload.model, gpu)
+    check_names(workload.model, gpu)
     if save_trace is not None:
         _check_free(save_trace, force)
     with output.working(f"tracing {workload.model}"):
@@ -79,7 +79,7 @@ def _plan(
     return FAILS if made.verdict == "fails" else 0
 
 
-def _check_names(model: str, gpu: str | None) -> None:
+def check_names(model: str, gpu: str | None) -> None:
     """What is wrong with a name is told before torch is loaded."""
     from memfit.gpus import find_gpu
     from memfit.models.registry import resolve

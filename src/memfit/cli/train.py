@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 SCHEMA = "memfit.train/1"
 DOES_NOT_FIT, WRONG_INPUT = 1, 2
-PLANNER = "memfit.planning.train_plan"
+PLANNER, EXPLAINER = "memfit.planning.train_plan", "memfit.advice.explain"
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 PATIENCE_SECONDS = 3.0
 
@@ -100,6 +100,8 @@ def _run(job: TrainJob, plan: Any, said: list[str], *, json: bool, say: Callable
         output.complain(error.message, error.hint)
         if log is not None:
             log.write(f"error: {error.message}")
+            for line in _explained(error.message, job):
+                output.note(line)
         return DOES_NOT_FIT
     finally:
         if log is not None:
@@ -110,6 +112,19 @@ def _run(job: TrainJob, plan: Any, said: list[str], *, json: bool, say: Callable
         for line in result.in_lines():
             say(line)
     return 0
+
+
+def _explained(message: str, job: TrainJob) -> list[str]:
+    """What `memfit explain` says of the error, with this job's own settings."""
+    settings: dict[str, Any] = {}
+    try:
+        if find_spec(PLANNER) is not None:
+            settings = import_module(PLANNER).workload_of(job).settings()
+        with output.working("explaining"):
+            told = import_module(EXPLAINER).explain(message, gpu=job.config.memory.gpu, **settings)
+    except MemfitError:  # the error has been told; what goes wrong here must not hide it
+        return []
+    return str(told).splitlines() if told.known else []
 
 
 def _document(job: TrainJob, plan: Any, result: Any, *, trained: bool) -> dict[str, Any]:

@@ -183,13 +183,13 @@ def _passes(events: _Events, unit_of: Ints) -> Iterator[_Pass]:
 
 
 def _stretches(events: _Events, freed: Ints) -> Iterator[tuple[int, int, bool]]:
-    """Cut at marks, and around runs of frees that go over three units or more: those are passes of their own."""
+    """Cut at marks, and around runs of frees that go over all units: those are passes of their own."""
     edges = np.diff(events.frees.astype(np.int8), prepend=0, append=0)
     starts, ends = np.flatnonzero(edges > 0), np.flatnonzero(edges < 0)
     seen = np.zeros((UNITS, len(events.actions) + 1), dtype=np.int64)
     for unit in range(UNITS):
         np.cumsum(freed == unit, out=seen[unit, 1:])
-    wide = ((seen[:, ends] - seen[:, starts]) > 0).sum(axis=0) > 2
+    wide = ((seen[:, ends] - seen[:, starts]) > 0).all(axis=0)
     alone = set(starts[wide].tolist())
     marks = np.flatnonzero((events.actions == Action.MARK) | (events.actions == Action.EMPTY_CACHE))
     cuts = sorted({0, len(events.actions), *marks.tolist(), *alone, *ends[wide].tolist()})

@@ -61,10 +61,17 @@ def _prepared(workload: Workload, layers: int | None) -> Prepared:
     notes = source_notes(source)
     if workload.kind == "lora":
         targets = workload.target_modules or tuple(linear_layers_of_blocks(model))
+        if not targets:
+            raise UsageError(f"{workload.model} has no linear layer that peft could adapt")
         workload = dataclasses.replace(workload, target_modules=targets)
         model, more = _with_adapters(model, workload)
         notes = (*notes, *more)
     if workload.trains:
+        if workload.loop == "trainer" and not takes_labels(model):
+            raise UsageError(
+                f"--loop trainer: {workload.model} computes no loss of its own, which the Trainer expects of it",
+                hint="--loop plain works",
+            )
         model.train()
         if workload.loss == "chunked":
             from memfit.jobs.training.chunked_loss import use_chunked_loss
@@ -193,12 +200,13 @@ def _vocab_size(model: nn.Module) -> int:
 def _check_positions(model: nn.Module, workload: Workload) -> None:
     """Learned positions are a table: a longer sequence fails on the GPU with an index error."""
     config = getattr(model, "config", None)
-    longest = getattr(config, "max_position_embeddings", None)
+    own = getattr(model, "longest_sequence", None)  # of memfit's own models, whose rotations are tables too
+    longest = own or getattr(config, "max_position_embeddings", None)
     vocabulary = getattr(config, "vocab_size", None)
     if not isinstance(longest, int) or workload.seq_len <= longest:
         return
     tables = [m for m in model.modules() if isinstance(m, nn.Embedding) and m.num_embeddings != vocabulary]
-    if any(longest <= table.num_embeddings <= longest + 16 for table in tables):
+    if own or any(longest <= table.num_embeddings <= longest + 16 for table in tables):
         raise UsageError(
             f"--seq-len {workload.seq_len} is more than the {longest} positions that {workload.model} has",
             hint=f"--seq-len {longest} is the longest it takes",

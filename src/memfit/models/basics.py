@@ -39,8 +39,6 @@ class Linear(nn.Module):
 
 
 class RotaryPositions(nn.Module):
-    """Pairs of neighbouring features are rotated and the halves put one after the other."""
-
     tables: torch.Tensor
 
     def __init__(self, width: int, context_length: int, theta: float) -> None:
@@ -50,10 +48,15 @@ class RotaryPositions(nn.Module):
         tables = torch.stack((angles.cos(), angles.sin())).to(torch.get_default_dtype())  # as the weights are
         self.register_buffer("tables", tables, persistent=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
-        cos, sin = self.tables[:, : x.shape[-2]]
-        return torch.cat((cos * first - sin * second, sin * first + cos * second), -1)
+    def forward(self, length: int) -> torch.Tensor:
+        return self.tables[:, :length]
+
+
+def rotated(x: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
+    """Pairs of neighbouring features are rotated and the halves put one after the other."""
+    first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = tables
+    return torch.cat((cos * first - sin * second, sin * first + cos * second), -1)
 
 
 def softmax(x: torch.Tensor) -> torch.Tensor:
@@ -62,20 +65,19 @@ def softmax(x: torch.Tensor) -> torch.Tensor:
 
 
 class Attention(nn.Module):
-    def __init__(self, config: BasicsConfig, positions: RotaryPositions) -> None:
+    def __init__(self, config: BasicsConfig) -> None:
         super().__init__()
         self.heads = config.num_heads
         self.q_proj, self.k_proj, self.v_proj, self.output_proj = (
             Linear(config.d_model, config.d_model) for _ in range(4)
         )
-        self.positions = positions
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
         length = x.shape[-2]
         q, k, v = (
             p(x).unflatten(-1, (self.heads, -1)).transpose(-2, -3) for p in (self.q_proj, self.k_proj, self.v_proj)
         )
-        q, k = self.positions(q), self.positions(k)
+        q, k = rotated(q, tables), rotated(k, tables)
         scores = torch.einsum("...qd,...kd->...qk", q, k) / math.sqrt(q.shape[-1])
         causal = torch.ones(length, length, dtype=torch.bool, device=x.device).tril()
         weights = softmax(torch.where(causal, scores, float("-inf")))
@@ -95,13 +97,13 @@ class SwiGLU(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, config: BasicsConfig, positions: RotaryPositions) -> None:
+    def __init__(self, config: BasicsConfig) -> None:
         super().__init__()
         self.ln1, self.ln2 = RMSNorm(config.d_model), RMSNorm(config.d_model)
-        self.attn, self.ffn = Attention(config, positions), SwiGLU(config)
+        self.attn, self.ffn = Attention(config), SwiGLU(config)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.attn(self.ln1(x))
+    def forward(self, x: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
+        x = x + self.attn(self.ln1(x), tables)
         return x + self.ffn(self.ln2(x))  # type: ignore[no-any-return]
 
 
@@ -110,16 +112,21 @@ class BasicsTransformer(nn.Module):
         super().__init__()
         self.config = config
         self.token_embeddings = nn.Embedding(config.vocab_size, config.d_model)
-        positions = RotaryPositions(config.d_model // config.num_heads, config.context_length, config.rope_theta)
-        self.layers = nn.ModuleList(Block(config, positions) for _ in range(config.num_layers))
+        self.positions = RotaryPositions(config.d_model // config.num_heads, config.context_length, config.rope_theta)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.ln_final = RMSNorm(config.d_model)
         self.lm_head = Linear(config.d_model, config.vocab_size)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.token_embeddings(ids)
+        tables = self.positions(ids.shape[-1])
         for layer in self.layers:
-            x = layer(x)
+            x = layer(x, tables)
         return self.lm_head(self.ln_final(x))  # type: ignore[no-any-return]
+
+    @property
+    def longest_sequence(self) -> int:
+        return self.config.context_length
 
     def get_output_embeddings(self) -> nn.Module:
         return self.lm_head

@@ -71,11 +71,13 @@ class RMSNorm(nn.Module):
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
+        self.variance_epsilon = eps  # as transformers calls it
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
-        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)).to(
+            x.dtype
+        )
 
 
 class RotaryPositions(nn.Module):
@@ -97,12 +99,15 @@ class RotaryPositions(nn.Module):
         self.cos.copy_(angles.cos())
         self.sin.copy_(angles.sin())
 
-    def forward(self, x: Tensor) -> Tensor:
-        """On [batch, length, heads, width]; the tables are fp32, and so is what comes out."""
-        length = x.shape[1]
-        first, second = x.chunk(2, dim=-1)
-        turned = torch.cat((-second, first), dim=-1)
-        return x * self.cos[:length, None, :] + turned * self.sin[:length, None, :]
+    def forward(self, length: int) -> tuple[Tensor, Tensor]:
+        return self.cos[:length, None, :], self.sin[:length, None, :]
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """On [batch, length, heads, width]; the tables are fp32, and so is what comes out."""
+    first, second = x.chunk(2, dim=-1)
+    turned = torch.cat((-second, first), dim=-1)
+    return x * cos + turned * sin
 
 
 class Indexer(nn.Module):
@@ -133,7 +138,7 @@ class Indexer(nn.Module):
 
 
 class SparseAttention(nn.Module):
-    def __init__(self, config: GsaConfig, positions: RotaryPositions) -> None:
+    def __init__(self, config: GsaConfig) -> None:
         super().__init__()
         self.config = config
         wide, narrow = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
@@ -144,12 +149,11 @@ class SparseAttention(nn.Module):
         self.value_gate = nn.Linear(config.d_model, narrow)
         self.output_gate = nn.Linear(config.d_model, wide)
         self.indexer = Indexer(config)
-        self.positions = positions
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         heads, kv_heads, width = self.config.n_heads, self.config.n_kv_heads, self.config.head_dim
-        q = self.positions(self.q_proj(x).unflatten(-1, (heads, width)))
-        k = self.positions(self.k_proj(x).unflatten(-1, (kv_heads, width)))
+        q = rotated(self.q_proj(x).unflatten(-1, (heads, width)), cos, sin)
+        k = rotated(self.k_proj(x).unflatten(-1, (kv_heads, width)), cos, sin)
         v = (self.v_proj(x) * torch.sigmoid(self.value_gate(x))).unflatten(-1, (kv_heads, width))
         with torch.no_grad():
             chosen, valid = select(self.indexer(x), self.config)
@@ -212,15 +216,15 @@ class FeedForward(nn.Module):
 
 
 class Block(GradientCheckpointingLayer):  # type: ignore[misc,unused-ignore]
-    def __init__(self, config: GsaConfig, positions: RotaryPositions) -> None:
+    def __init__(self, config: GsaConfig) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(config.d_model, config.norm_eps)
-        self.attention = SparseAttention(config, positions)
+        self.attention = SparseAttention(config)
         self.ffn_norm = RMSNorm(config.d_model, config.norm_eps)
         self.ffn = FeedForward(config)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x))
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cos, sin)
         return x + self.ffn(self.ffn_norm(x))  # type: ignore[no-any-return]
 
 
@@ -244,6 +248,10 @@ class GsaForCausalLM(PreTrainedModel):  # type: ignore[misc,unused-ignore]
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **rest)
         return CausalLMOutputWithPast(loss=loss, logits=logits)
+
+    @property
+    def longest_sequence(self) -> int:
+        return int(self.config.max_position_embeddings)
 
     def get_input_embeddings(self) -> nn.Module:
         return self.model.embed_tokens  # type: ignore[no-any-return,unused-ignore]
@@ -276,12 +284,13 @@ class GsaDecoder(nn.Module):
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.d_model)
         # One pair of tables for all layers: the published code has one for each, 4 GiB of them at its class defaults.
-        positions = RotaryPositions(config.head_dim, config.max_position_embeddings, config.rope_theta)
-        self.layers = nn.ModuleList(Block(config, positions) for _ in range(config.n_layers))
+        self.positions = RotaryPositions(config.head_dim, config.max_position_embeddings, config.rope_theta)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layers))
         self.norm = RMSNorm(config.d_model, config.norm_eps)
 
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed_tokens(ids)
+    def forward(self, input_ids: Tensor, **_: Any) -> Tensor:
+        x = self.embed_tokens(input_ids)
+        cos, sin = self.positions(input_ids.shape[1])
         for layer in self.layers:
-            x = layer(x)
+            x = layer(x, cos, sin)
         return self.norm(x)  # type: ignore[no-any-return]

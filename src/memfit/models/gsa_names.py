@@ -12,6 +12,10 @@ GSA_SETTINGS = (
 )  # fmt: skip
 
 
+GATHER = "-gather"
+"""At the end of a name: the path of the published code."""
+
+
 def is_gsa(model: str) -> bool:
     name = model.strip().lower()
     return name == GSA_TYPE or name.startswith(f"{GSA_TYPE}-")

@@ -1,4 +1,4 @@
-"""The GPU of this process, as a card that a plan can be made for."""
+"""The card that a training job is planned for: the one that is asked for, or the GPU of this process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from memfit.errors import UsageError
-from memfit.gpus import Gpu, find_gpu
+from memfit.gpus import Gpu, find_gpu, is_size
 from memfit.units import MiB, gib
 
 NOTICEABLE = 256 * MiB
@@ -30,6 +30,20 @@ def card_here() -> Gpu | None:
         note = f"other processes hold {gib(others)} of the card"
         card = dataclasses.replace(card, capacity_bytes=card.capacity_bytes - others, notes=(*card.notes, note))
     return _within_share(card, total, index)
+
+
+def card_for(asked: str | None) -> Gpu | None:
+    """`memory.gpu`. A size says nothing of kernels, so they are those of the GPU that is here, if one is."""
+    here = card_here()
+    if asked is None:
+        return here
+    card = find_gpu(asked, flag="memory.gpu")
+    if here is None or not is_size(asked):
+        return card
+    return dataclasses.replace(
+        card, arch=here.arch, sm_count=here.sm_count, max_threads_per_sm=here.max_threads_per_sm,
+        notes=(*card.notes[:-1], f"kernels as on the {here.name} that is here"),
+    )  # fmt: skip
 
 
 def _index(count: int) -> int:

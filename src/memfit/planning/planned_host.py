@@ -15,11 +15,19 @@ from memfit.tracing.tracer import Tracer
 
 
 class PlannedHost(HostMemory):
-    def __init__(self, tracer: Tracer, *, pinned: bool = True) -> None:
-        """Pinned memory is rounded up as torch does it."""
+    def __init__(self, tracer: Tracer, *, pinned: bool = True, category: str = "") -> None:
+        """Pinned memory is rounded up as torch does it. `category`: of what has its place here, while it is on the
+        device."""
         super().__init__(tracer.device)
         self.pinned = pinned
-        self._tracer = tracer
+        self._tracer, self._category = tracer, category
+
+    def copied(self, on_device: torch.Tensor, name: str = "") -> None:
+        if name:
+            self._tracer.name(on_device, name)
+        block = self._tracer.block_of(on_device)
+        if block is not None and self._category:
+            self._tracer.trace.set_category(block, self._category)
 
     def computing(self) -> AbstractContextManager[None]:
         return self._tracer.host_computes()
@@ -34,7 +42,7 @@ def levers_counted(tracer: Tracer) -> Iterator[None]:
     hosts: dict[str, PlannedHost] = {}
 
     def make(device: torch.device, lever: str) -> HostMemory:
-        return hosts.setdefault(lever, PlannedHost(tracer, pinned=False))
+        return hosts.setdefault(lever, PlannedHost(tracer, pinned=False, category=lever))
 
     with host_memory_by(make):
         yield

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -80,7 +81,7 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """The contract that other tools read (memfit.plan/1)."""
         at = self.report.at_peak
-        pruning = {} if self.workload.get("kind") != "prune" else self._of_pruning()
+        beside = self._of_pruning() if self.workload.get("kind") == "prune" else self._on_host()
         return {
             "schema": SCHEMA,
             "id": self.id,
@@ -99,10 +100,14 @@ class Plan:
             "failed_at": self.fit.failed_at if self.fit else None,
             "smallest_gpu_bytes": self.smallest_gpu_bytes,
             "largest": [asdict(group) for group in self.report.largest],
-            **pruning,
+            **beside,
             "notes": list(self.notes),
             "seconds": round(self.seconds, 3),
         }  # fmt: skip
+
+    def _on_host(self) -> dict[str, Any]:
+        """Bytes of the host's memory by lever, where a training has any there."""
+        return {"host": self.trace.facts["host"]} if self.trace.facts.get("host") else {}
 
     def _of_pruning(self) -> dict[str, Any]:
         """What is in host memory, and what the guides' formulas would have said of the device."""
@@ -211,6 +216,23 @@ def _fit(replays: Replays, gpu: Gpu, context: int, smallest: int) -> Fit:
     )  # fmt: skip
 
 
+def _of_processes(work: Workload) -> Iterator[str]:
+    if work.world_size == 1:
+        if work.parallel == "fsdp2":
+            yield "--parallel fsdp2 has no effect in a single process"
+        return
+    yield f"one process of {work.world_size}, the first; what NCCL keeps for itself is not counted"
+    if work.parallel == "ddp":
+        reduced = "before the last micro-step no gradients are reduced (no_sync); " if work.grad_accum > 1 else ""
+        yield f"{reduced}DDP makes its buckets anew before the second step"
+        return
+    policy = "; fp32 shards, bf16 weights gathered, gradients reduced in fp32" if work.autocast == "bf16" else ""
+    how = (
+        "as accelerate shards a model" if work.loop != "plain" else "each block and then the whole are sharded" + policy
+    )
+    yield f"FSDP2: {how}; gathered weights go after each forward, gradients are reduced in every micro-step"
+
+
 def _assumptions(work: Workload, gpu: Gpu | None) -> tuple[str, ...]:
     notes = ["predicted, not measured: torch 2.11, CUDA 13.0, no other process on the card"]
     if gpu is None:
@@ -221,6 +243,7 @@ def _assumptions(work: Workload, gpu: Gpu | None) -> tuple[str, ...]:
         rows = "rows of unequal length" if work.padding else "no padding"
         probe = "the probe and " if work.loop == "memfit" else ""
         notes.append(f"{probe}three optimizer steps of full batches, {rows}; data loading and checkpoints are left out")
+        notes.extend(_of_processes(work))
     if work.kind == "lora":
         notes.append("adapters as peft makes them; the base model is frozen")
     if work.kind == "prune":

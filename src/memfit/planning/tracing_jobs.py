@@ -90,8 +90,10 @@ def trace_job(
 
 
 def _in_parallel(tracer: Tracer, work: Workload) -> AbstractContextManager[None]:
+    from memfit.planning.trainer_on_trace import fully_shard_by_accelerate
+
     if is_sharded(work):
-        return fully_shard_traced(tracer, from_host=work.loop != "plain")
+        return fully_shard_traced(tracer) if work.loop == "plain" else fully_shard_by_accelerate(tracer)
     return ddp_traced(tracer) if is_replicated(work) else nullcontext()
 
 

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from memfit.errors import MemfitError
-from memfit.gpus import Gpu, find_gpu
+from memfit.gpus import Gpu
 from memfit.jobs.training.preparation import TrainJob
 from memfit.jobs.workload import Workload
 from memfit.planning.budget import budget_of, table
-from memfit.planning.card_here import card_here
+from memfit.planning.card_here import card_for
 from memfit.planning.predict import Plan, Verdict, predict
 from memfit.planning.train_workload import workload_of, workload_of_config
 from memfit.units import gib
@@ -98,7 +98,7 @@ class TrainPlan:
     def in_lines(self) -> list[str]:
         if self.plan is None:
             return list(self.said)
-        return [*self._heading(), *table(self._columns()), *self.said, self._judgement()]
+        return [*self._heading(), *table(self._columns()), *self._on_host(), *self.said, self._judgement()]
 
     def _heading(self) -> Iterator[str]:
         if self.gpu is not None:
@@ -107,7 +107,13 @@ class TrainPlan:
         else:
             yield "plan: predicted with the H200's kernels; no GPU is here and memory.gpu names none, so no verdict"
         if self.before is not None:
-            yield f"before: the same job without {' and '.join(self.levers)}"
+            *first, last = self.levers
+            yield f"before: the same job without {', '.join(first)}{' and ' if first else ''}{last}"
+
+    def _on_host(self) -> Iterator[str]:
+        for note in self.plan.notes if self.plan else ():
+            if note.startswith("host memory"):
+                yield f"plan: {note}"
 
     def _columns(self) -> dict[str, Plan]:
         assert self.plan is not None
@@ -134,13 +140,13 @@ class TrainPlan:
 
 def decides(job: TrainJob) -> bool:
     """Whether a plan could change the job, or stop it: every process of a run must then make it."""
-    return job.config.memory.gpu is not None or card_here() is not None
+    return card_for(job.config.memory.gpu) is not None
 
 
 def plan_training(job: TrainJob) -> TrainPlan:
     """For `memory.gpu`, or the GPU that is there, or none. A job that cannot be predicted is no reason not to train."""
     memory = job.config.memory
-    card = card_here() if memory.gpu is None else find_gpu(memory.gpu, flag="memory.gpu")
+    card = card_for(memory.gpu)
     try:
         chosen, rungs, said = _chosen(job, card) if memory.auto else (job, (), ())
         work = workload_of(chosen)

@@ -13,13 +13,14 @@ from memfit.jobs.training.config import ModelConfig, TrainConfig
 from memfit.jobs.training.preparation import TrainJob
 from memfit.jobs.training.shapes import basics_config, gsa_config, is_basics, transformers_config
 from memfit.jobs.workload import Optimizer, Workload
+from memfit.models.basics_sizes import BASICS
 from memfit.models.gsa_names import is_gsa
 from memfit.planning.shape_folder import shape_folder
 
 OPTIMIZERS: tuple[Optimizer, ...] = get_args(Optimizer)
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
-MICRO_STEPS = 2
-"""Every micro-step from the second on does what the second does: it finds gradients and adds to them."""
+MICRO_STEPS = 3
+"""Every later micro-step does what the third does: it finds gradients to add to, and the sum of losses before."""
 
 
 def workload_of(job: TrainJob) -> Workload:
@@ -80,13 +81,8 @@ def _model(model: ModelConfig, name: str) -> str:
 
 def _settings(model: ModelConfig) -> dict[str, Any]:
     """As a config.json has them, with the changes that the job makes."""
-    if is_gsa(model.name):
-        config = gsa_config(model)
-    elif is_basics(model.name):
-        from memfit.models.basics import BasicsSettings
-
-        config = BasicsSettings(**dataclasses.asdict(basics_config(model)))
-    else:
-        config = transformers_config(model)
+    if is_basics(model.name):
+        return {"model_type": BASICS, **dataclasses.asdict(basics_config(model))}
+    config = gsa_config(model) if is_gsa(model.name) else transformers_config(model)
     made: dict[str, Any] = json.loads(config.to_json_string())
     return made

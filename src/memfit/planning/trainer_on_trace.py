@@ -5,16 +5,20 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from memfit.tracing.answers import Site, Value
+
+if TYPE_CHECKING:
+    from memfit.tracing.tracer import Tracer
 
 TRAINER_ANSWERS: dict[Site, Value] = {
     Site("transformers/trainer.py", "_run_epoch"): False,  # is the loss NaN or infinite?
     Site("transformers/trainer.py", "_maybe_log_save_evaluate"): 1.0,  # the loss and the gradients' norm, to be logged
     Site("transformers/trainer.py", "_finalize_training"): 1.0,  # the mean loss, to be returned
     Site("transformers/trainer.py", "store_flos"): 1.0,  # the work of all processes, to be logged
+    Site("memfit/jobs/training/together.py", "all_well"): 0,  # the number of processes that ran out of memory
     Site("memfit/jobs/training/trainer_engine.py", "_probe"): True,  # is the gradients' norm finite?
     Site("memfit/jobs/training/trainer_engine.py", "drain_losses"): 1.0,  # the losses of steps, to be reported
     Site("memfit/jobs/training/trainer_engine.py", "<dictcomp>"): 1.0,  # the same, as Python before 3.12 calls it
@@ -56,4 +60,21 @@ def trainer_on_cuda() -> Iterator[None]:
         stack.enter_context(mock.patch.object(PartialState, "_prepare_backend", backend_for_cuda))
         for name in ("get_rng_state", "set_rng_state"):  # kept on the host, and nothing here is random
             stack.enter_context(mock.patch.object(torch.cuda, name, lambda *_, **__: torch.empty(0)))
+        yield
+
+
+@contextmanager
+def fully_shard_by_accelerate(tracer: Tracer) -> Iterator[None]:
+    """accelerate takes a model in host memory."""
+    from accelerate import Accelerator
+
+    from memfit.tracing.fully_sharded import OnHost, fully_shard_traced
+
+    prepare = Accelerator._prepare_fsdp2
+
+    def prepare_from_host(self: Any, *args: Any) -> Any:
+        with OnHost(tracer):
+            return prepare(self, *args)
+
+    with fully_shard_traced(tracer), mock.patch.object(Accelerator, "_prepare_fsdp2", prepare_from_host):
         yield

@@ -94,7 +94,8 @@ def _prune(decoder: Decoder, work: Workload, device: torch.device, phases: Pruni
 
 
 class _Kept:
-    """Variables of a loop live on until the next round assigns them: a sort's result while the next matrix is sorted."""
+    """Variables of a loop live on until the next round assigns them: one matrix is sorted while the last one's result
+    is there."""
 
     def __init__(self) -> None:
         self.scores: Any = None

@@ -65,6 +65,10 @@ class MemoryLog:
         """Read, print and write down the memory of this moment."""
         return self._reached(name)
 
+    def failed(self, name: str) -> Checkpoint:
+        """The run broke on its way here: the memory of that moment."""
+        return self._reached(name, failed=True)
+
     @contextmanager
     def until(self, name: str) -> Iterator[None]:
         """The stretch of work that ends at this checkpoint. If it breaks, the checkpoint is marked as an error; what

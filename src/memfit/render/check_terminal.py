@@ -14,7 +14,6 @@ from memfit.render.words import clean
 
 STYLES = {"ok": "green", "warning": "yellow", "failed": "bold red", "skipped": "dim"}
 ORDER = ("failed", "warning", "ok", "skipped")
-COUNTED = {"failed": "failed", "warning": "warnings", "ok": "ok", "skipped": "skipped"}
 
 
 def show_check(document: Mapping[str, Any], console: Console) -> None:
@@ -57,7 +56,8 @@ def _lines(checks: list[Mapping[str, Any]]) -> RenderableType:
 
 def _summary(document: Mapping[str, Any]) -> Text:
     counts = document["counts"]
-    said = ", ".join(f"{counts[status]} {COUNTED[status]}" for status in ORDER if counts[status])
+    named = {"warning": "warning" if counts["warning"] == 1 else "warnings"}
+    said = ", ".join(f"{counts[status]} {named.get(status, status)}" for status in ORDER if counts[status])
     words = {"failed": "not ready", "warning": "ready, with warnings", "ok": "ready"}
     verdict = document["verdict"]
     return Text.assemble((words[verdict], STYLES[verdict]), f": {said} ({document['seconds']:.1f} s)")

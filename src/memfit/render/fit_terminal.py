@@ -21,6 +21,13 @@ Fitted = Mapping[str, Any]
 
 STYLES = {"fits already": "bold green", "fits": "bold green", "nothing fits": "bold red"}
 COST_STYLES = {"free": "green", "time": "yellow", "precision": "magenta", "experiment": "red"}
+COSTS_ONE = {
+    "free": "costs nothing", "time": "costs time", "precision": "costs precision",
+    "experiment": "changes the experiment",
+}  # fmt: skip
+COSTS_SEVERAL = {
+    "free": "cost nothing", "time": "cost time", "precision": "cost precision", "experiment": "change the experiment",
+}  # fmt: skip
 WHERE = (("memfit", "memfit"), ("trainer", "HF Trainer"), ("accelerate", "accelerate"))
 PETA, GIGA = 10**15, 10**9
 
@@ -54,13 +61,13 @@ def _parts(fitted: Fitted) -> Iterator[RenderableType]:
 
 def _headline(fitted: Fitted) -> Text:
     after, capacity = fitted["after"], fitted["gpu"]["capacity_bytes"]
-    use = f"{gib(after['device_bytes'])} of {gib(capacity)} ({percent(after['device_bytes'], capacity)})"
+    taken = after["use_bytes"] or after["device_bytes"]
+    use = f"{gib(taken)} of {gib(capacity)} ({percent(taken, capacity)})"
     answer = fitted["answer"]
     if answer == "fits already":
         rest = f"{use}, nothing to change"
     elif answer == "fits":
-        number = len(fitted["changes"])
-        rest = f"{use} with {number} change{'' if number == 1 else 's'}, {_kinds(fitted['changes'])}"
+        rest = f"{use} with {_kinds(fitted['changes'])}"
     else:
         runs = "it runs, with less room than that" if after["verdict"] == "tight" else f"it needs {_least(fitted)}"
         rest = f"no set of changes leaves {_share(fitted['margin'])} of {gib(capacity)} free; with the nearest {runs}"
@@ -68,20 +75,11 @@ def _headline(fitted: Fitted) -> Text:
 
 
 def _kinds(changes: Sequence[Mapping[str, Any]]) -> str:
-    dearest = changes[-1]["cost"]
-    words = {
-        "free": "none of which costs anything", "time": "which cost time",
-        "precision": "which cost precision", "experiment": "which change the experiment",
-    }  # fmt: skip
-    return (
-        words[dearest]
-        if len(changes) > 1
-        else words[dearest]
-        .replace("none of which costs", "which costs no")
-        .replace("no anything", "nothing")
-        .replace("which cost ", "which costs ")
-        .replace("which change ", "which changes ")
-    )
+    """By the dearest of them."""
+    number, dearest = len(changes), changes[-1]["cost"]
+    if number == 1:
+        return f"1 change that {COSTS_ONE[dearest]}"
+    return f"{number} changes that {COSTS_SEVERAL[dearest]}"
 
 
 def _before(fitted: Fitted) -> Text:
@@ -138,26 +136,33 @@ def _how(changes: Sequence[Mapping[str, Any]]) -> Table:
     table = grid("left", "left", "left")
     for change in changes:
         for number, (key, name) in enumerate(WHERE):
-            table.add_row(clean(change["name"]) if number == 0 else "", name, Text(clean(change["how"][key])))
+            way = Text(clean(change["how"][key]), overflow="fold")
+            table.add_row(clean(change["name"]) if number == 0 else "", name, way)
     return table
 
 
 def _proof(fitted: Fitted) -> str:
-    proof, capacity = fitted["without_last"], fitted["gpu"]["capacity_bytes"]
-    less = f"without {clean(proof['change'])} it takes {gib(proof['device_bytes'])}"
+    proof, weaker = fitted["without_last"], fitted["one_step_back"]
+    said = f"without {clean(proof['change'])} it takes {gib(proof['device_bytes'])}, {_too_much(proof, fitted)}"
+    if weaker is None:
+        return said
+    return f"{said}; with {clean(weaker['change'])} {gib(weaker['device_bytes'])}, {_too_much(weaker, fitted)}"
+
+
+def _too_much(proof: Mapping[str, Any], fitted: Fitted) -> str:
     if proof["verdict"] == "fails":
-        return f"{less}: it does not run on {gib(capacity)}"
-    room = gib(int(capacity * (1 - fitted["margin"])))
-    return f"{less}: it runs, but not within {room}, which leaves {_share(fitted['margin'])} free"
+        return "which does not run"
+    return f"which runs, but leaves less than {_share(fitted['margin'])} free"
 
 
 def _whole_model(fitted: Fitted) -> str:
     whole, capacity = fitted["whole_model"], fitted["gpu"]["capacity_bytes"]
-    fails = whole["device_bytes"] > capacity
+    fails, said = whole["device_bytes"] > capacity, " and ".join(f"{each['gib']:.1f} GiB" for each in whole["guides"])
     verdict = f"more than the {gib(capacity)} of the card" if fails else f"of {gib(capacity)}"
     return (
         f"all weights and one window through them take {gib(whole['device_bytes'])}, {verdict}, and the calibration "
-        f"buffers of that way {gib(whole['buffers_bytes'])} on top; memfit prune brings one block at a time"
+        f"buffers of that way {gib(whole['buffers_bytes'])} on top (the guides' own formulas say {said}); memfit prune "
+        "brings one block at a time"
     )
 
 
@@ -172,9 +177,12 @@ def _alternatives(alternatives: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _set_aside(levers: Sequence[Mapping[str, Any]]) -> Table:
-    table = grid("left", "left", "left")
+    table = grid("left", "left")
     for lever in levers:
-        table.add_row(clean(lever["name"]), Text(lever["why"], "dim"), Text(clean(lever["reason"]), "dim"))
+        if lever["why"] != "not needed":
+            table.add_row(clean(lever["name"]), Text(f"{lever['why']}: {clean(lever['reason'])}"))
+    if others := [clean(lever["name"]) for lever in levers if lever["why"] == "not needed"]:
+        table.add_row("the others", Text(f"not needed: {', '.join(others)}"))
     return table
 
 
@@ -190,8 +198,8 @@ def _next(fitted: Fitted) -> str:
         return ", or ".join(steps)
     if fitted["workload"]["kind"] == "prune":
         return f"memfit prune --model {fitted['workload']['model']} --save out/pruned"
-    if fitted["global_batch"] is None:
-        return "run it with these settings"
+    if fitted["global_batch"] is None or fitted["answer"] == "fits already":
+        return "run it with these settings" if fitted["changes"] else "run it as it is"
     return (
         "--emit yaml writes a config for `memfit train`, --emit python one for the HF Trainer; --ladder shows more room"
     )

@@ -108,14 +108,25 @@ def attention(
         return _math(q, k, v, mask, dropout, causal, scale, gqa)
     needs_lse = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
     if backend == "cudnn":
-        result = aten._scaled_dot_product_cudnn_attention(q, k, v, mask, needs_lse, dropout, causal, False, scale=scale)
+        made = aten._scaled_dot_product_cudnn_attention(q, k, v, mask, needs_lse, dropout, causal, False, scale=scale)
     elif backend == "efficient":
         if mask is not None:
             mask = _aligned_mask(mask, q, k)
-        result = aten._scaled_dot_product_efficient_attention(q, k, v, mask, needs_lse, dropout, causal, scale=scale)
+        made = aten._scaled_dot_product_efficient_attention(q, k, v, mask, needs_lse, dropout, causal, scale=scale)
     else:
         return _flash(q, k, v, dropout, causal, scale)
-    out: Tensor = result[0]
+    results = list(made)
+    del made
+    return _first(results)
+
+
+def _first(results: list[Any]) -> Tensor:
+    """The others go in their order, as out of a C++ tuple: a Python one lets go of its last member first."""
+    out: Tensor
+    out, *_ = results
+    del _
+    while results:
+        del results[0]
     return out
 
 
@@ -125,14 +136,16 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, dropout: float, causal: bool, scale:
     scale = scale if scale is not None else 1 / math.sqrt(head)
     if pad := -head % 8:
         q, k, v = (torch.constant_pad_nd(t, [0, pad]) for t in (q, k, v))
-    out: Tensor = aten._scaled_dot_product_flash_attention(q, k, v, dropout, causal, False, scale=scale)[0]
+    out = _first(list(aten._scaled_dot_product_flash_attention(q, k, v, dropout, causal, False, scale=scale)))
     return out[..., :head] if pad else out
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     zero = torch.scalar_tensor(0.0, dtype=dtype, device=mask.device)
     never = torch.scalar_tensor(-math.inf, dtype=dtype, device=mask.device)
-    return torch.where(mask, zero, never)
+    added = torch.where(mask, zero, never)
+    del never, zero  # before the mask, which the caller made first
+    return added
 
 
 def _aligned_mask(mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -164,7 +177,7 @@ def _math(
         weights = torch.dropout(weights, dropout, True)
     second = weights.to(kind)  # a second result, made first and taken by nobody
     result = weights.matmul(value).to(kind)
-    del second
+    del second, weights, key, value, query, wide, mask  # the variables of a C++ function go last made first
     return result
 
 

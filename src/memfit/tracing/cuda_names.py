@@ -70,6 +70,8 @@ class CudaNames(TorchFunctionMode):
         result = func(*args, **kwargs)
         if func in FROM_HOST and isinstance(result, Tensor):
             self.tracer.track(result, f"torch.{func.__name__}")
+            if self.tracer.sent is not None and isinstance(args[0], (bool, int, list)):
+                self.tracer.sent.put(result, func(args[0], dtype=result.dtype, device="cpu"))
         return result
 
     def _made_device(self, *args: Any, **kwargs: Any) -> torch.device:

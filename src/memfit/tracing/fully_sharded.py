@@ -21,23 +21,20 @@ if TYPE_CHECKING:
     from memfit.tracing.tracer import Tracer
 
 Tensor = torch.Tensor
-CUDA = torch.device("cuda")
+CUDA, HOST = torch.device("cuda"), torch.device("cpu")
 TILE_BYTES = 128 * 16
 """TensorShape.cu: threads of a thread block, and what each copies at once."""
 INDEX_BYTES = 8
 
 
 @contextmanager
-def fully_shard_traced(tracer: Tracer, *, from_host: bool = False) -> Iterator[None]:
-    """`from_host`: the model to be sharded lies in host memory, so that FSDP2 moves it; else it has no memory yet."""
-    from torch.distributed.fsdp._fully_shard import _fsdp_init
+def fully_shard_traced(tracer: Tracer) -> Iterator[None]:
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
     shard, reset = FSDPParam.__init__, FSDPParam.reset_sharded_param
-    move = _fsdp_init._move_states_to_device
 
-    def shard_where_it_lies(self: Any, param: Tensor, *args: Any, **kwargs: Any) -> None:
+    def shard_where_it_lies(self: Any, param: nn.Parameter, *args: Any, **kwargs: Any) -> None:
         """Of a tensor without memory the shard has none either."""
         if not tracer.owns(param):
             with _disable_current_modes():
@@ -46,20 +43,26 @@ def fully_shard_traced(tracer: Tracer, *, from_host: bool = False) -> Iterator[N
         shard(self, param, *args, **kwargs)
         _name_shard(tracer, self)
 
+    def making(category: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        """What a group of weights makes is its own, also at the end of backward, when no module is named."""
+
+        def run(group: Any, *args: Any, **kwargs: Any) -> Any:
+            with tracer.making(category, tracer.modules.name_of(group.modules[0])):
+                return method(group, *args, **kwargs)
+
+        return run
+
     def reset_with_memory(self: Any) -> None:
         with _HasMemory(tracer):
             reset(self)
 
-    def move_to_device(params: list[nn.Parameter], buffers: list[Tensor], device: torch.device) -> None:
-        for tensor in (*params, *buffers):
-            if not tracer.owns(tensor):
-                tensor.data = tensor.to("cuda")
-
     replaced: list[tuple[Any, str, Callable[..., Any]]] = [
         (FSDPParam, "__init__", shard_where_it_lies),
         (FSDPParam, "reset_sharded_param", reset_with_memory),
+        (FSDPParamGroup, "unshard", making("weights", FSDPParamGroup.unshard)),
+        (FSDPParamGroup, "wait_for_unshard", making("weights", FSDPParamGroup.wait_for_unshard)),
+        (FSDPParamGroup, "post_backward", making("gradients", FSDPParamGroup.post_backward)),
         (FSDPParamGroup, "_validate_no_meta_params", lambda _: None),
-        (_fsdp_init, "_move_states_to_device", move_to_device if from_host else move),
         (torch._C, "_get_accelerator", lambda *_: CUDA),
         (torch.UntypedStorage, "data_ptr", lambda storage: storage._cdata),
         (Tensor, "data_ptr", lambda tensor: tensor.untyped_storage()._cdata + tensor.storage_offset()),
@@ -87,6 +90,20 @@ class _HasMemory(TorchFunctionMode):
         if func == Tensor.is_meta.__get__ and self.tracer.owns(args[0]):  # type: ignore[attr-defined]
             return False
         return func(*args, **(kwargs or {}))
+
+
+class OnHost(TorchFunctionMode):
+    """What was made before the trace says that it lies in host memory, so that FSDP2 moves it before it shards it."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        super().__init__()
+        self.tracer = tracer
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func == Tensor.device.__get__ and result == self.tracer.device and not self.tracer.owns(args[0]):
+            return HOST
+        return result
 
 
 # -- kernels -----------------------------------------------------------------------------------------------------------

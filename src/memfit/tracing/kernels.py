@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from memfit.tracing import linalg
 from memfit.tracing.accumulation import is_dense
 from memfit.tracing.masks import positions_held, target_of
-from memfit.tracing.reductions import INT32_MAX, reduction_buffers
+from memfit.tracing.reductions import INT32_MAX, accumulated_bytes, reduction_buffers
 from memfit.tracing.sorting import radix_sort_bytes, scan_bytes, segmented_sort_bytes
 
 if TYPE_CHECKING:
@@ -54,7 +54,10 @@ def _over_dims(tracer: Tracer, out: Any, x: Tensor, dims: Any = None, *_: Any, *
     """ReduceOpsUtils.h, make_reduction: another dtype is converted as a whole first, but for half to float."""
     dims = [dims] if isinstance(dims, int) else dims
     if x.dtype == out.dtype or (x.dtype.is_floating_point and x.element_size() == 2 and out.dtype == torch.float32):
-        _reduce(tracer, x, dims)
+        with tracer.temporaries() as hold:
+            if in_pieces := accumulated_bytes(x, dims, out):
+                hold(in_pieces, "sum of pieces")
+            _reduce(tracer, x, dims)
         return
     with tracer.temporaries() as hold:
         hold(x.numel() * out.element_size(), "reduction input in the output's dtype")
@@ -67,6 +70,11 @@ def _over_all(tracer: Tracer, out: Any, x: Tensor, *_: Any, **__: Any) -> None:
 
 def _norm(tracer: Tracer, out: Any, x: Tensor, order: float = 2, dims: Any = None, *_: Any, **__: Any) -> None:
     _reduce(tracer, x, dims)
+
+
+def _largest(tracer: Tracer, out: Any, x: Tensor, dims: Any = None, *_: Any, **__: Any) -> None:
+    """ReduceMaxValuesKernel.cu: the largest so far is kept in the tensor's own type, unlike a sum."""
+    _reduce(tracer, x, [dims] if isinstance(dims, int) else dims, accumulator=x.element_size())
 
 
 def _logical(tracer: Tracer, out: Any, x: Tensor, dims: Any = None, *_: Any, **__: Any) -> None:
@@ -401,10 +409,9 @@ def _multinomial(tracer: Tracer, x: Tensor, count: int, replacement: bool = Fals
 
 
 HIDDEN: dict[Any, Rule] = {
-    **dict.fromkeys((aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default), _over_dims),
-    **dict.fromkeys(
-        (aten.sum.default, aten.mean.default, aten.max.default, aten.min.default, aten.prod.default), _over_all
-    ),
+    **dict.fromkeys((aten.sum.dim_IntList, aten.mean.dim), _over_dims),
+    **dict.fromkeys((aten.sum.default, aten.mean.default, aten.prod.default), _over_all),
+    **dict.fromkeys((aten.amax.default, aten.amin.default, aten.max.default, aten.min.default), _largest),
     aten.linalg_vector_norm.default: _norm,
     **dict.fromkeys(
         (aten.all.default, aten.any.default, aten.all.dim, aten.any.dim, aten.all.dims, aten.any.dims), _logical

@@ -42,6 +42,13 @@ def reduction_buffers(
     ]
 
 
+def accumulated_bytes(tensor: torch.Tensor, dims: Sequence[int] | None, out: torch.Tensor) -> int:
+    """`gpu_reduce_kernel`: where 16-bit numbers are summed in pieces, the pieces meet in fp32 and not in the result."""
+    half = all(t.is_floating_point() and t.element_size() == 2 for t in (tensor, out))
+    in_pieces = half and len(_pieces_within_32_bits(*_ordered_dims(tensor, dims), tensor.element_size())) > 1
+    return 4 * out.numel() if in_pieces else 0
+
+
 Dims = list[tuple[int, int]]  # (length, stride in elements), fastest first
 
 

@@ -11,18 +11,18 @@ import gc
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
     _get_current_dispatch_mode_stack,
 )  # fmt: skip
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 from memfit.core.events import Trace
@@ -32,6 +32,7 @@ from memfit.tracing.accumulation import EngineSums
 from memfit.tracing.answers import Answers
 from memfit.tracing.platform import H200, Platform
 from memfit.tracing.remembered import Gives, Remembered, what_is_given
+from memfit.tracing.replicated import Sent
 from memfit.tracing.rule_calls import RuleCalls
 from memfit.tracing.streams import Streams
 from memfit.tracing.workspaces import PRODUCTS, Workspaces
@@ -56,6 +57,9 @@ class Tracer(TorchDispatchMode):
         self.workspaces = Workspaces(platform)
         self.rule_calls = RuleCalls()
         self.streams = Streams()
+        self._gpu_is_awake = False
+        self.sent: Sent | None = None
+        """What DDP sends to other processes and reads back."""
         self.default_category = ""
         self.on_backward: Callable[[bool], None] = lambda begins: None
         self._engine_sums = EngineSums(device)
@@ -114,7 +118,7 @@ class Tracer(TorchDispatchMode):
         if key in self._blocks or tensor.device.type != self.device.type:
             return
         nbytes = storage.nbytes()
-        if not nbytes:
+        if not nbytes or (source is not None and source.untyped_storage() is storage):  # a view of what was here before
             return
         self._follow(storage, self._alloc(nbytes, op, source))
 
@@ -153,6 +157,18 @@ class Tracer(TorchDispatchMode):
         if block is not None:
             self.trace.module_of[block] = self.trace.name_id(module)
 
+    @contextmanager
+    def making(self, category: str, module: str | None = None) -> Iterator[None]:
+        """What is made here is of this category; and of this module, where neither a module nor a node of the autograd
+        graph says whose it is."""
+        before, self.default_category = self.default_category, category
+        named = module is not None and torch._C._current_autograd_node() is None
+        try:
+            with self.modules.inside(module or "") if named else nullcontext():
+                yield
+        finally:
+            self.default_category = before
+
     def forget(self) -> None:
         """Stop following storages: what dies after the trace has ended is no event of it."""
         self._blocks.clear()
@@ -189,15 +205,25 @@ class Tracer(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(_is_made_of_others(kind) for kind in types):
+            self._wake_gpu()
             return NotImplemented  # and what it is made of comes here next
         if torch._C._get_dispatch_mode(_FAKE) is not None:
             return func(*args, **(kwargs or {}))  # torch asks itself for shapes
         with torch._C.DisableTorchFunction():  # else every look at a shape in backward goes through `CudaNames`
             return self._run(_known_op(func), func, args, kwargs or {})
 
+    def _wake_gpu(self) -> None:
+        """fake_tensor.py, init_gpu_context: one element, the first time that a shard asks for its shapes."""
+        if not self._gpu_is_awake:
+            self._gpu_is_awake = True
+            self.temporary(4, "torch's first look at the GPU")
+
     def _run(self, op: KnownOp, func: Any, args: Any, kwargs: Any) -> Any:
         if op.asks_value and args[0].device.type == self.device.type:
-            return self.answers.value(args[0])
+            sent = None if self.sent is None else self.sent.number(args[0])
+            return self.answers.value(args[0]) if sent is None else sent
+        if self.sent is not None and (known := self.sent.read_back(func, args, kwargs)) is not None:
+            return known
         if op.adds and self.in_backward and self._engine_sums.in_place(args, kwargs):
             return args[0]
         if op.replaced is not None and self._is_traced(args):
@@ -222,6 +248,8 @@ class Tracer(TorchDispatchMode):
             ) from error
         if out is not None:
             self._track_results(out, op.name, args)
+        if self.sent is not None:
+            self.sent.keep(func, args, out)
         if op.multiplies:
             if self._is_traced(args):
                 self.workspaces.after_product(self, func, args)
@@ -236,13 +264,22 @@ class Tracer(TorchDispatchMode):
         first = args[0] if args else None
         if isinstance(out, torch.Tensor):
             self.track(out, name, first if isinstance(first, torch.Tensor) else None)
-            if self.modules.depth == 0 and isinstance(first, (list, tuple)) and self.owns(out):
-                self.counts([t for t in first if isinstance(t, torch.Tensor)])
+            if self.modules.depth == 0 and self.owns(out):
+                self._count(out, first)
             return
         results = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
         sources = first if isinstance(first, (list, tuple)) and len(first) == len(results) else None
         for i, tensor in enumerate(results):
             self.track(tensor, name, sources[i] if sources else None)
+
+    def _count(self, out: torch.Tensor, first: Any) -> None:
+        """An entry for each tensor of a list, or for each entry of such a one."""
+        if isinstance(first, (list, tuple)):
+            self.counts([t for t in first if isinstance(t, torch.Tensor)])
+        elif isinstance(first, torch.Tensor) and out.dim() == 1 and out.shape == first.shape:
+            lists, made = self.trace.facts.get("lists", {}), self.block_of(out)
+            if made != self.block_of(first) and (members := lists.get(str(self.block_of(first)))) is not None:
+                lists[str(made)] = members
 
     def _is_traced(self, args: Any) -> bool:
         first = _first_tensor(args)
@@ -272,10 +309,14 @@ class KnownOp:
 @cache
 def _known_op(func: Any) -> KnownOp:
     return KnownOp(
-        name=str(func), gives=what_is_given(func), replaced=REPLACED.get(func), hidden=kernels.HIDDEN.get(func) or fully_sharded.HIDDEN.get(str(func)),
+        name=str(func), gives=what_is_given(func), replaced=REPLACED.get(func), hidden=_hidden(func),
         multiplies=func in PRODUCTS, adds=func is aten.add.Tensor, asks_value=func is aten._local_scalar_dense.default,
         detaches=func is aten.detach.default,
     )  # fmt: skip
+
+
+def _hidden(func: Any) -> Callable[..., Any] | None:
+    return kernels.HIDDEN.get(func) or fully_sharded.HIDDEN.get(str(func))
 
 
 @cache
@@ -343,6 +384,15 @@ class ModuleStack:
             yield
         finally:
             del self._stack[self._base.pop() :]
+
+    @contextmanager
+    def inside(self, name: str) -> Iterator[None]:
+        """As if the module were running."""
+        self._stack.append(name)
+        try:
+            yield
+        finally:
+            self._stack.pop()
 
     def of_node(self, node: Any) -> str:
         at = bisect_right(self._bounds, node._sequence_nr()) - 1

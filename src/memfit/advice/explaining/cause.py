@@ -1,34 +1,28 @@
-"""What happened, in one sentence, decided by the numbers alone; and whether fragmentation had a part in it.
+"""What happened, in one sentence, decided by the numbers alone.
 
-Fragmentation is claimed only with evidence: enough was cached, expandable segments were off, and a snapshot shows that
-the largest free piece was too small. The text of a message never has that evidence.
+Each rule looks at one thing and speaks up or stays silent; the first that speaks is the answer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 from memfit.advice.explaining.accounting import Account, size_text
 from memfit.advice.explaining.clues import Clues
-from memfit.advice.oom_message import Oom
-from memfit.advice.tensor_names import request_intervals
+from memfit.advice.explaining.fragmented import Fragmentation, Recorded, fragmentation_of
+from memfit.advice.oom_message import NAME_ONLY, Oom, Size
 from memfit.units import GiB, format_bytes
 
 Kind = Literal[
     "shortage", "limit", "other-processes", "impossible-request", "corrupt-size", "private-pools", "fragmentation",
     "refused", "host-memory", "library", "no-numbers", "none",
 ]  # fmt: skip
-Answer = Literal["yes", "no", "cannot tell"]
 
 SIGNIFICANT = GiB // 2
 """Less than this of other processes is a desktop or a bare context, and not the cause."""
-
-
-@dataclass(frozen=True, slots=True)
-class Fragmentation:
-    verdict: Answer
-    why: str
+SURENESS = {"certain": "", "likely": ", which is likely, not certain", "possible": ", which is only one possibility"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,151 +35,186 @@ class Cause:
     fragmentation: Fragmentation | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recorded:
-    """What a snapshot shows of the failed request."""
-
-    requested_bytes: int
-    cached_bytes: int | None
-    largest_hole_bytes: int | None
-    expandable: bool
-
-
-def cause_of(oom: Oom, account: Account, clues: Clues, recorded: Recorded | None = None) -> Cause:
+def cause_of(
+    oom: Oom, account: Account, clues: Clues, recorded: Recorded | None = None, *, card_bytes: int | None = None
+) -> Cause:
+    """`card_bytes`: what the card has, where the message does not say it."""
     if oom.form == "cpu":
-        asked = size_text(oom.requested)
-        return Cause(kind="host-memory", sentence=f"Host memory ran out, not the GPU's: {asked} was asked for at once.")
+        said = f"Host memory ran out, not the GPU's: {size_text(oom.requested)} was asked for at once."
+        return Cause(kind="host-memory", sentence=said)
     if oom.form == "disguised":
         return _disguised(oom)
     if oom.over_an_exabyte:
-        after = " After an NCCL timeout it is a consequence: look for the rank that failed first." if (
-            clues.after_nccl_timeout) else ""  # fmt: skip
-        said = "More than 2^60 bytes were asked for: a corrupt or negative size, never a real need."
-        return Cause(kind="corrupt-size", sentence=said + after)
-    fragmentation = fragmentation_of(oom, account, clues, recorded)
+        return _corrupt(clues)
+    fragmentation = fragmentation_of(oom, account, recorded, expandable=clues.expandable)
     if fragmentation.verdict == "yes":
-        said = f"Memory was there, but in pieces: {fragmentation.why}."
+        said = f"Memory was there, but in pieces: {fragmentation.why}{_why_no_more(oom)}."
         return Cause(kind="fragmentation", sentence=said, fragmentation=fragmentation)
     if oom.requested is None:
-        said = "The GPU ran out of memory; the text has no numbers, so neither what was asked for nor who holds it is known."
+        said = "The GPU ran out of memory; neither what was asked for nor who holds the rest is in the text."
         return Cause(kind="no-numbers", sentence=said, fragmentation=fragmentation)
-    return _by_numbers(oom, account, fragmentation)
+    case = _Case(oom, oom.requested, account, fragmentation, card_bytes)
+    return next(found for rule in RULES if (found := rule(case)) is not None)
 
 
 def _disguised(oom: Oom) -> Cause:
-    said = oom.says[:1].upper() + oom.says[1:]
-    sure = {"certain": "", "likely": " That is likely, not certain.", "possible": " That is only one possibility."}
-    kind: Kind = "host-memory" if oom.where == "host" else "library"
-    if not oom.remedy or oom.says.startswith("the name of the error"):
-        kind, said = "no-numbers", "An out-of-memory error is named, but its message is missing"
-    return Cause(kind=kind, sentence=f"{said}.{sure[oom.certainty]}", certainty=oom.certainty)
+    if oom.says == NAME_ONLY:
+        return Cause(kind="no-numbers", sentence="An out-of-memory error is named, but its message is missing.")
+    said = f"{oom.says[:1].upper()}{oom.says[1:]}{SURENESS[oom.certainty]}."
+    return Cause(kind="host-memory" if oom.where == "host" else "library", sentence=said, certainty=oom.certainty)
 
 
-def _by_numbers(oom: Oom, account: Account, fragmentation: Fragmentation) -> Cause:
-    assert oom.requested is not None
-    asked, requested = oom.requested.text, oom.requested.middle
-    whole = account.whole_bytes
-    if whole is not None and oom.requested.low > whole:
-        return Cause(kind="impossible-request", fragmentation=fragmentation, short_bytes=requested - whole, sentence=(
-            f"{asked} was asked for at once, more than the whole card has ({size_text(oom.capacity)}): no setting of the "
-            "allocator helps, the shape has to change."))  # fmt: skip
-    if oom.allowed is not None:
-        limited = _limited(oom, account, fragmentation)
-        if limited is not None:
-            return limited
-    if oom.form == "mps":
-        return _mps(oom, account, fragmentation)
-    if account.free_bytes is None:
-        return Cause(kind="shortage", sentence=f"The GPU was full: {asked} was asked for; how much was free is not in the "
-                     f"text.{_holds(oom, account)}", fragmentation=fragmentation)  # fmt: skip
-    short = requested - account.free_bytes
-    if short <= 0:
-        return Cause(kind="refused", certainty="likely", fragmentation=fragmentation, sentence=(
-            f"{asked} was refused although {size_text(oom.free)} was free: a memory fraction that the message does not print "
-            "(torch 2.1 to 2.4), or a limit of Windows, the driver or host memory. Which one cannot be told from it."))  # fmt: skip
-    if account.others_bytes >= max(short, SIGNIFICANT):
-        return Cause(kind="other-processes", short_bytes=short, fragmentation=fragmentation, sentence=(
-            f"Other processes hold {format_bytes(account.others_bytes)} of the card: {asked} was asked for, "
-            f"{size_text(oom.free)} was free, and without them it would have fitted.{_holds(oom, account)}"))  # fmt: skip
-    if oom.private_pools is not None and oom.private_pools.low >= short:
-        return Cause(kind="private-pools", short_bytes=short, fragmentation=fragmentation, sentence=(
-            f"{asked} was asked for and {size_text(oom.free)} was free, {format_bytes(short)} too little, while "
-            f"{oom.private_pools.text} lies free in private pools, which only their CUDA graphs may use."))  # fmt: skip
-    return Cause(kind="shortage", short_bytes=short, fragmentation=fragmentation, sentence=(
-        f"The GPU was full: {asked} was asked for and {size_text(oom.free)} was free, {format_bytes(short)} too "
-        f"little.{_holds(oom, account)}"))  # fmt: skip
+def _corrupt(clues: Clues) -> Cause:
+    said = "More than 2^60 bytes were asked for: a corrupt or negative size, never a real need"
+    after = "; after an NCCL timeout it is a consequence, and the rank that failed first has the cause"
+    return Cause(kind="corrupt-size", sentence=f"{said}{after if clues.after_nccl_timeout else ''}.")
 
 
-def _limited(oom: Oom, account: Account, fragmentation: Fragmentation) -> Cause | None:
-    """By a memory fraction: what torch may hold is less than the card has."""
-    assert oom.allowed is not None and oom.requested is not None
-    held, requested = account.held_bytes, oom.requested.middle
-    if held is None:
-        held = account.allocated_bytes
-    if oom.form == "mps":
+def _why_no_more(oom: Oom) -> str:
+    """Beside fragmentation: why the driver gave nothing new."""
+    if oom.free is None or oom.requested is None:
+        return ""
+    if oom.free.low < oom.requested.low:
+        return f"; of the card only {oom.free.text} was free"
+    limit = f"may hold {oom.allowed.text}" if oom.allowed else "has a limit of its own, a memory fraction"
+    return f"; new memory was refused although {oom.free.text} of the card was free, so the process {limit}"
+
+
+# -- by numbers ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    oom: Oom
+    requested: Size
+    account: Account
+    fragmentation: Fragmentation
+    card_bytes: int | None
+
+    @property
+    def asked(self) -> str:
+        return f"{self.requested.text} was asked for"
+
+    @property
+    def free(self) -> str:
+        return f"{size_text(self.oom.free)} was free"
+
+    @property
+    def short_bytes(self) -> int:
+        """Of what the driver had: torch has given back all that it could before it raised the error."""
+        return max(self.requested.middle - (self.account.free_bytes or 0), 0)
+
+    def cause(self, kind: Kind, said: str, *, short: int | None = None, certainty: str = "certain") -> Cause:
+        return Cause(
+            kind=kind, sentence=f"{said}.", short_bytes=short, certainty=certainty, fragmentation=self.fragmentation
+        )
+
+
+def _impossible(case: _Case) -> Cause | None:
+    whole = case.account.whole_bytes or case.card_bytes
+    if whole is None or case.requested.low <= whole:
         return None
-    if oom.requested.low > oom.allowed.high:
-        return Cause(kind="impossible-request", fragmentation=fragmentation, short_bytes=requested - oom.allowed.middle,
-                     sentence=f"{oom.requested.text} was asked for at once, more than this process may hold in all "
-                     f"({oom.allowed.text}, by a memory fraction): no setting of the allocator helps.")  # fmt: skip
-    if held is None or held + requested + account.tolerance_bytes < oom.allowed.middle:
+    has = case.oom.capacity.text if case.oom.capacity else format_bytes(whole)
+    said = f"{case.asked} at once, more than the whole card has ({has})"
+    return case.cause(
+        "impossible-request", f"{said}: no setting of the allocator helps, the shape has to change",
+        short=case.requested.middle - whole,
+    )  # fmt: skip
+
+
+def _beyond_the_limit(case: _Case) -> Cause | None:
+    allowed = case.oom.allowed
+    if allowed is None or case.requested.low <= allowed.high:
         return None
-    if account.free_bytes is not None and account.free_bytes < oom.requested.low:
-        return None  # the card was full before the limit was
-    short = held + requested - oom.allowed.middle
-    free = f"; {oom.free.text} of the card was free" if oom.free else ""
-    return Cause(kind="limit", short_bytes=max(short, 0), fragmentation=fragmentation, sentence=(
-        f"The process's own limit was reached, not the card's: it may hold {oom.allowed.text} (a memory fraction is set), "
-        f"held {format_bytes(held)}, and {oom.requested.text} more was asked for{free}."))  # fmt: skip
-
-
-def _mps(oom: Oom, account: Account, fragmentation: Fragmentation) -> Cause:
-    others = f" and {oom.other_allocations.text} beside it" if oom.other_allocations else ""
-    limit = f"; {oom.allowed.text} is allowed" if oom.allowed else ""
-    return Cause(kind="limit" if oom.allowed else "shortage", fragmentation=fragmentation, sentence=(
-        f"{size_text(oom.requested)} was asked for with {size_text(oom.allocated)} allocated by torch{others}{limit}: "
-        "the share of the machine's memory that MPS may use is spent."))  # fmt: skip
-
-
-def _holds(oom: Oom, account: Account) -> str:
-    if account.own_bytes is None:
-        if oom.allocated is None:
-            return ""
-        return f" {oom.allocated.text} is in live tensors of this process."
-    inside = f", {oom.allocated.text} of it in live tensors" if oom.allocated else ""
-    of = f" of {oom.capacity.text}" if oom.capacity else ""
-    return f" This process holds {format_bytes(account.own_bytes)}{of}{inside}."
-
-
-# -- fragmentation -------------------------------------------------------------------------------------------------
-
-
-def fragmentation_of(oom: Oom, account: Account, clues: Clues, recorded: Recorded | None) -> Fragmentation:
-    if recorded is not None and recorded.cached_bytes is not None:
-        return _by_record(recorded)
-    cached = account.cached_bytes
-    asked = request_intervals(oom)
-    if cached is None or not asked:
-        return Fragmentation("cannot tell", "what was cached, or what was asked for, is not in the text")
-    if cached + account.tolerance_bytes < asked[0][0]:
-        return Fragmentation("no", f"only {format_bytes(cached)} was cached, less than was asked for")
-    if clues.expandable:
-        return Fragmentation("no", "expandable segments are on, which do not leave memory in pieces")
-    return Fragmentation(
-        "cannot tell",
-        f"{format_bytes(cached)} was cached, enough in sum; how large its largest piece was only a snapshot shows",
+    said = f"{case.asked} at once, more than this process may hold in all ({allowed.text})"
+    return case.cause(
+        "impossible-request", f"{said}: no setting of the allocator helps", short=case.requested.middle - allowed.middle
     )
 
 
-def _by_record(recorded: Recorded) -> Fragmentation:
-    cached, hole, asked = recorded.cached_bytes or 0, recorded.largest_hole_bytes, recorded.requested_bytes
-    if cached < asked:
-        return Fragmentation("no", f"only {format_bytes(cached)} was cached, less than the {format_bytes(asked)} asked for")
-    if hole is None:
-        return Fragmentation("cannot tell", "the snapshot does not show the free pieces")
-    pieces = f"{format_bytes(cached)} was cached, but its largest piece had {format_bytes(hole)}"
-    if hole >= asked:
-        return Fragmentation("no", f"a free piece of {format_bytes(hole)} was there, in another pool or stream")
-    if recorded.expandable:
-        return Fragmentation("no", f"{pieces}; but expandable segments were on already")
-    return Fragmentation("yes", f"{pieces}, and {format_bytes(asked)} was asked for")
+def _limited(case: _Case) -> Cause | None:
+    """By a memory fraction: what torch may hold is less than the card has."""
+    allowed, account = case.oom.allowed, case.account
+    held = account.allocated_bytes if account.held_bytes is None else account.held_bytes
+    if allowed is None or held is None or case.oom.form == "mps":
+        return None
+    if held + case.requested.high + account.tolerance_bytes < allowed.low:
+        return None
+    if account.free_bytes is not None and account.free_bytes < case.requested.low:
+        return None  # the card was full before the limit was reached
+    said = f"The process's own limit was reached, not the card's: it may hold {allowed.text} (a memory fraction is set)"
+    free = f"; {case.oom.free.text} of the card was free" if case.oom.free else ""
+    return case.cause(
+        "limit", f"{said}, held {format_bytes(held)}, and {case.requested.text} more was asked for{free}",
+        short=max(held + case.requested.middle - allowed.middle, 0),
+    )  # fmt: skip
+
+
+def _mps(case: _Case) -> Cause | None:
+    oom = case.oom
+    if oom.form != "mps":
+        return None
+    others = f" and {oom.other_allocations.text} beside it" if oom.other_allocations else ""
+    limit = f" of {oom.allowed.text} allowed" if oom.allowed else ""
+    said = f"MPS has used up its share of the machine's memory: {case.asked} with {size_text(oom.allocated)}"
+    return case.cause("limit" if oom.allowed else "shortage", f"{said} allocated by torch{others}{limit}")
+
+
+def _free_unknown(case: _Case) -> Cause | None:
+    if case.account.free_bytes is not None:
+        return None
+    return case.cause("shortage", f"The GPU was full: {case.asked}; how much was free is not in the text{_holds(case)}")
+
+
+def _refused(case: _Case) -> Cause | None:
+    free = case.oom.free
+    if free is None or free.low < case.requested.high:
+        return None
+    said = (
+        f"{case.requested.text} was refused although {free.text} was free: a memory fraction that the message does not"
+    )
+    return case.cause(
+        "refused", f"{said} print (torch 2.1 to 2.4), or a limit of Windows, of the driver or of host memory; which one "
+        "cannot be told from it", certainty="likely",
+    )  # fmt: skip
+
+
+def _others(case: _Case) -> Cause | None:
+    held = case.account.others_bytes
+    if held < max(case.short_bytes, SIGNIFICANT):
+        return None
+    said = f"Other processes hold {format_bytes(held)} of the card: {case.asked} and {case.free}"
+    return case.cause(
+        "other-processes", f"{said}, so without them it would have fitted{_holds(case)}", short=case.short_bytes
+    )
+
+
+def _private_pools(case: _Case) -> Cause | None:
+    pools = case.oom.private_pools
+    if pools is None or pools.low < case.short_bytes:
+        return None
+    said = f"{case.asked} and {case.free}, {format_bytes(case.short_bytes)} too little, while {pools.text} lies free in"
+    return case.cause(
+        "private-pools", f"{said} private pools, which only their CUDA graphs may use", short=case.short_bytes
+    )
+
+
+def _shortage(case: _Case) -> Cause:
+    little = f"{format_bytes(case.short_bytes)} too little" if case.short_bytes else "just too little"
+    return case.cause(
+        "shortage", f"The GPU was full: {case.asked} and {case.free}, {little}{_holds(case)}", short=case.short_bytes
+    )
+
+
+RULES: tuple[Callable[[_Case], Cause | None], ...] = (
+    _impossible, _beyond_the_limit, _limited, _mps, _free_unknown, _refused, _others, _private_pools, _shortage,
+)  # fmt: skip
+
+
+def _holds(case: _Case) -> str:
+    allocated, own = case.oom.allocated, case.account.own_bytes
+    if own is None:
+        return f"; {allocated.text} is in live tensors of this process" if allocated else ""
+    inside = f", {allocated.text} of it in live tensors" if allocated else ""
+    of = f" of {case.oom.capacity.text}" if case.oom.capacity else ""
+    return f"; this process holds {format_bytes(own)}{of}{inside}"

@@ -34,11 +34,11 @@ _NUMBER_PATTERNS = {
 _MOST = {"batch_size": 1 << 16, "seq_len": 1 << 22, "rank": 1 << 14, "nsamples": 1 << 20, "grad_accum": 1 << 16}
 _LORA_R = re.compile(r"LoraConfig\([^)]{0,400}?\br\s?=\s?(\d{1,5})\b")
 
-_PRECISION = (
-    ("bf16", re.compile(r"(?<!\w)bf16[\"']?\s?[=:]\s?(?:True|true|1)\b|(?:torch_dtype|dtype)[\"']?\s?[=:]\s?[\"']?(?:torch\.)?bfloat16")),
-    ("fp16", re.compile(r"(?<!\w)fp16[\"']?\s?[=:]\s?(?:True|true|1)\b|(?:torch_dtype|dtype)[\"']?\s?[=:]\s?[\"']?(?:torch\.)?float16")),
-    ("fp32", re.compile(r"(?:torch_dtype|dtype)[\"']?\s?[=:]\s?[\"']?(?:torch\.)?float32")),
-)  # fmt: skip
+_IS = r"[\"']?\s?[=:]\s?[\"']?"
+_PRECISION = tuple(
+    (name, re.compile(rf"(?<!\w)(?:{name}{_IS}(?:True|true|1)\b|(?:torch_)?dtype{_IS}(?:torch\.)?{dtype}\b)"))
+    for name, dtype in (("bf16", "bfloat16"), ("fp16", "float16"), ("fp32", "float32"))
+)
 _FLAGS = {
     "grad_checkpointing": re.compile(
         r"gradient[_-]checkpointing[\"']?\s?(?:[=:]|\s)\s?[\"']?(?:True|true|1|full|unsloth)\b|"
@@ -57,24 +57,28 @@ _WINDOWS = re.compile(
     r"[A-Z]:\\\\?(?:Users|Program|Windows|Python|[\w. -]{1,40}\\)|site-packages\\|/mnt/wslg|microsoft-standard-WSL"
 )
 _NCCL_TIMEOUT = re.compile(
-    r"Watchdog caught collective operation timeout|NCCL (?:operation )?time(?:d )?out|ProcessGroupNCCL.{0,60}time(?:d )?out|"
-    r"Timeout\(ms\)=\d+\) ran for"
+    r"Watchdog caught collective operation timeout|NCCL (?:operation )?time(?:d )?out|"
+    r"ProcessGroupNCCL.{0,60}time(?:d )?out|Timeout\(ms\)=\d+\) ran for"
 )
 _HANDLED = re.compile(
     r"the step is run again with micro_batch_size|[Rr]etrying with (?:a )?(?:smaller |reduced )?batch|"
     r"[Dd]ecreas(?:ing|ed) batch[ _]size|[Rr]educ(?:ing|ed) batch size|[Ss]kipping (?:this )?batch|recovered from OOM"
 )
 
-_KINDS = (
-    ("prune", re.compile(r"--?prune[_-]method|prune_wanda|prune_sparsegpt|sparsity_ratio|prepare_calibration_input")),
-    ("lora", re.compile(r"LoraConfig|peft[/\\]|get_peft_model|lora_rank|lora_r\b|lora_alpha|PeftModel|plan lora|QLoRA")),
-    ("train", re.compile(r"training_step|TrainingArguments|\.backward\(|optimizer\.step\(|trainer\.train\(|train_micro")),
-    ("generate", re.compile(r"\.generate\(|generation[/\\]utils\.py")),
-)  # fmt: skip
+_KINDS = tuple(
+    (name, re.compile("|".join(map(re.escape, words.split()))))
+    for name, words in (
+        ("prune", "prune_method prune-method prune_wanda prune_sparsegpt sparsity_ratio prepare_calibration_input"),
+        ("lora", "LoraConfig peft/ peft\\ get_peft_model lora_rank lora_r= lora_alpha PeftModel QLoRA"),
+        ("train", "training_step TrainingArguments .backward( optimizer.step( trainer.train( train_micro_batch"),
+        ("generate", ".generate( generation/utils.py"),
+    )
+)
+"""The first that has a word in the text."""
 
 _MODEL_KEY = re.compile(
-    r"(?<![\w.-])(?:--model(?:[_-]name(?:[_-]or[_-]path)?|[_-]path|[_-]id)?|model_name_or_path|pretrained_model_name_or_path|"
-    r"_name_or_path|base_model(?:_name_or_path)?|model_name|model_id|from_pretrained\()[\"']?\s{0,2}[:=\s(]?\s{0,2}[\"']?"
+    r"(?<![\w.-])(?:--model(?:[_-](?:name|path|id|name[_-]or[_-]path))?|(?:pretrained_)?model_name_or_path|model_name|"
+    r"_name_or_path|base_model(?:_name_or_path)?|model_id|from_pretrained\()[\"']?\s{0,2}[:=\s(]?\s{0,2}[\"']?"
     r"([\w~][\w./~-]{2,120}|\.{1,2}/[\w./-]{2,120})"
 )
 _HUB_ID = re.compile(r"(?<![\w./-])([A-Za-z][\w.-]{1,60}/[A-Za-z][\w.-]{1,80})(?![\w/])")

@@ -1,5 +1,23 @@
-"""The workload of a config of `memfit train`: at its longest rows, without reading its data."""
+"""The workload of a config of `memfit train`, with rows as long as it allows, and without reading its data."""
 
 from __future__ import annotations
 
+import dataclasses
+import re
+
 from memfit.jobs.workload import Workload
+
+_SMALLER = re.compile(r"with micro_batch_size (\d{1,6}) instead of \d{1,6}")
+
+
+def workload_of_config(name: str, log: str = "") -> Workload:
+    """Of a file or a shipped config. Where the log tells that the micro-batch was halved, the last size counts."""
+    from memfit.jobs.training.batch_sizes import resolve_batch
+    from memfit.jobs.training.config_file import load_config
+    from memfit.planning.train_workload import workload_of_config as workload_of
+
+    config = load_config(name)
+    made = workload_of(config, resolve_batch(config.batch, 1), config.model.name, config.data.max_seq_len)
+    made = dataclasses.replace(made, alloc_conf=config.memory.alloc_conf)  # not what is exported on this machine
+    rows = [int(each[1]) for each in _SMALLER.finditer(log)]
+    return dataclasses.replace(made, batch_size=max(rows[-1], 1)) if rows else made

@@ -1,162 +1,145 @@
-"""What to do, best first: predicted on this very job where it is known, otherwise what the numbers allow, in words.
+"""What to do where the job is not known: what the message's numbers, the tensor and the phase allow, in words.
 
-A saving is quoted only if it was predicted. What follows from the message alone (a process that holds so much, a tensor
-that is smaller at another length) is arithmetic on its numbers, and called that.
+No saving is quoted here. What follows from the message alone (a process that holds so much, a tensor that is smaller at
+another length) is a fact or arithmetic on its numbers, and called that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Iterator
 
+from memfit.advice.explaining.fix import Basis, Fix
+from memfit.advice.explaining.place import checkpointed
 from memfit.advice.explaining.withheld import INFERENCE, Situation
 from memfit.advice.tensor_names import Reading
-from memfit.gpus import Gpu
-from memfit.jobs.workload import Workload
-from memfit.units import MiB, format_bytes
+from memfit.units import format_bytes
 
-if TYPE_CHECKING:
-    from memfit.planning.predict import Plan
-
-Basis = Literal["predicted", "message", "arithmetic", "words"]
-WORTH = 16 * MiB
-"""Levers that save less are left out."""
-MOST_OF_A_GROUP = 1
 USUAL_LENGTH = 2048
-
-
-@dataclass(frozen=True, kw_only=True)
-class Fix:
-    name: str
-    says: str
-    basis: Basis
-    cost: str | None = None
-    price: str | None = None
-    saved_bytes: int | None = None
-    after_bytes: int | None = None
-    """What the device would hold at the peak."""
-    verdict: str | None = None
-    """Whether the job then fits on this card."""
-    how: Mapping[str, str] = field(default_factory=dict)
-
-
-# -- predicted -----------------------------------------------------------------------------------------------------
-
-
-def predicted_fixes(workload: Workload, gpu: Gpu | None) -> tuple[Plan | None, list[Fix]]:
-    """The job as it is, and every lever on it: the best saving first, of levers that replace each other the best."""
-    from memfit.advice.fit import options
-    from memfit.planning.predict import predict
-
-    found = options(workload, gpu=gpu)
-    before = found[0].before if found else predict(workload, gpu=gpu)
-    made: list[Fix] = []
-    seen: dict[str, int] = {}
-    for option in found:
-        lever = option.lever
-        if option.saved_bytes < WORTH or seen.get(lever.group, 0) >= MOST_OF_A_GROUP:
-            continue
-        seen[lever.group] = seen.get(lever.group, 0) + 1
-        made.append(
-            Fix(name=lever.name, says=lever.says, basis="predicted", cost=lever.cost, price=lever.price,
-                saved_bytes=option.saved_bytes, after_bytes=option.after.peak.device_bytes,
-                verdict=option.after.verdict, how=dict(lever.how))
-        )  # fmt: skip
-    return before, made
-
-
-# -- from the message ----------------------------------------------------------------------------------------------
+MOST_PIDS = 6
+OF_THE_GPU = ("shortage", "other-processes", "limit", "impossible-request", "no-numbers")
+"""Causes for which a smaller job is a cure."""
 
 
 def fixes_in_words(case: Situation, *, predicted: bool) -> list[Fix]:
     """`predicted`: levers of the job are told elsewhere, with figures."""
     made = list(_of_the_cause(case))
-    if not predicted and case.cause.kind in ("shortage", "other-processes", "limit", "impossible-request", "no-numbers"):
-        made += _of_the_moment(case)
+    if predicted and case.cause.kind == "impossible-request":
+        made += _of_the_tensor(case)
+    if not predicted and case.cause.kind in OF_THE_GPU:
+        made += _of_the_phase(case)
     return made
 
 
+def _fix(name: str, says: str, *, basis: Basis = "words", **how: str) -> Fix:
+    return Fix(name=name, says=says, basis=basis, how=how)
+
+
+# -- by cause ------------------------------------------------------------------------------------------------------
+
+
 def _of_the_cause(case: Situation) -> Iterator[Fix]:
-    oom, account = case.oom, case.account
-    match case.cause.kind:
-        case "other-processes":
-            pids = ", ".join(map(str, account.other_pids[:6])) + (" ..." if len(account.other_pids) > 6 else "")
-            yield Fix(name="free the card of the others", basis="message", how={"shell": f"ps -p {pids.split(' ')[0].strip(',')}"},
-                      says=f"processes {pids} hold {format_bytes(account.others_bytes)}: end them, or take another GPU "
-                      "with CUDA_VISIBLE_DEVICES")  # fmt: skip
-        case "limit" if oom.form == "mps":
-            yield Fix(name="close other programs", basis="words",
-                      says="MPS shares the machine's memory with everything else that runs")  # fmt: skip
-        case "limit":
-            allowed = oom.allowed.text if oom.allowed else "n/a"
-            yield Fix(name="raise the memory fraction", basis="message",
-                      says=f"torch.cuda.set_per_process_memory_fraction allows {allowed}, and the card has more")  # fmt: skip
-        case "fragmentation":
-            yield Fix(name="expandable segments", basis="message", says="pieces that lie apart can then serve one request",
-                      how={"shell": "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, set before Python starts"})  # fmt: skip
-        case "private-pools":
-            yield Fix(name="fewer CUDA graphs", basis="words",
-                      says="capture fewer shapes, or let graphs share one pool (torch.cuda.graph(..., pool=...))")  # fmt: skip
-        case "refused":
-            yield Fix(name="look for a limit", basis="words", says="torch.cuda.get_per_process_memory_fraction(); on "
-                      "Windows the page file, which has to be as large as the memory; `free -g` on the host")  # fmt: skip
-        case "corrupt-size":
-            yield Fix(name="look at the shape", basis="words",
-                      says="print the sizes that go into the failing line: one is negative or was never set")  # fmt: skip
-        case "host-memory" | "library" | "no-numbers" if oom.remedy:
-            yield Fix(name="leave room" if case.cause.kind == "library" else "what to do", basis="words", says=oom.remedy)
-        case "host-memory":
-            yield Fix(name="less on the host", basis="words", says="fewer data loader workers, memory-mapped data, weights "
-                      "loaded straight to the GPU (device_map, safetensors)")  # fmt: skip
+    oom, kind = case.oom, case.cause.kind
+    if kind == "other-processes":
+        yield _others(case)
+    elif kind == "fragmentation":
+        yield from _of_fragmentation(case)
+    elif kind == "limit" and oom.form == "mps":
+        yield _fix("close other programs", "MPS shares the machine's memory with everything else that runs")
+    elif kind == "limit" and oom.allowed is not None:
+        said = f"torch.cuda.set_per_process_memory_fraction allows {oom.allowed.text}, and the card has more"
+        yield _fix("raise the memory fraction", said, basis="message")
+    elif kind == "private-pools":
+        yield _fix(
+            "fewer CUDA graphs", "capture fewer shapes, or let graphs share a pool: torch.cuda.graph(g, pool=...)"
+        )
+    elif kind == "refused":
+        said = (
+            "torch.cuda.get_per_process_memory_fraction(); on Windows the size of the page file; on the host `free -g`"
+        )
+        yield _fix("look for a limit", said)
+    elif kind == "corrupt-size":
+        yield _fix(
+            "look at the shape", "print the sizes that go into the failing line: one is negative or was never set"
+        )
+    elif oom.remedy:
+        yield _fix("leave room" if kind == "library" else "what to do", oom.remedy)
+    elif kind == "host-memory":
+        said = "fewer data loader workers, memory-mapped data, weights loaded straight to the GPU (device_map)"
+        yield _fix("less on the host", said)
 
 
-def _of_the_moment(case: Situation) -> Iterator[Fix]:
-    reading = case.readings.likeliest or (case.readings.candidates[0] if case.readings.candidates else None)
-    kinds = {each.kind for each in case.readings.candidates[:2]}
+def _others(case: Situation) -> Fix:
+    pids = case.account.other_pids
+    named = ", ".join(map(str, pids[:MOST_PIDS])) + (" ..." if len(pids) > MOST_PIDS else "")
+    said = f"{'process' if len(pids) == 1 else 'processes'} {named} hold {format_bytes(case.account.others_bytes)}"
+    return _fix("free the card of the others", f"{said}: end them, or choose another GPU by CUDA_VISIBLE_DEVICES",
+                basis="message")  # fmt: skip
+
+
+def _of_fragmentation(case: Situation) -> Iterator[Fix]:
+    cached, held = case.account.cached_bytes or 0, case.account.held_bytes or 0
+    said = "pieces that lie apart can then serve one request"
+    if held > 4 * cached:
+        said += f"; but only {format_bytes(cached)} of {format_bytes(held)} is in pieces, the rest is in use"
+    yield _fix("expandable segments", said, basis="message",
+               shell="PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, set before Python starts")  # fmt: skip
+    free, requested = case.oom.free, case.oom.requested
+    if free is not None and requested is not None and free.low >= requested.high:
+        said = f"{free.text} of the card was free: torch.cuda.set_per_process_memory_fraction is in the way"
+        yield _fix("raise the memory fraction", said, basis="message")
+
+
+# -- by phase and tensor -------------------------------------------------------------------------------------------
+
+
+def _of_the_phase(case: Situation) -> Iterator[Fix]:
     phase = case.place.phase
     if phase == "loading":
-        yield Fix(name="smaller weights", basis="words", says="load them as bf16 (dtype=torch.bfloat16), or in parts: "
-                  "device_map='auto', FSDP2, a streaming engine such as `memfit prune`")  # fmt: skip
+        said = "load them as bf16 (dtype=torch.bfloat16), or in parts: device_map='auto', FSDP2, or block by block"
+        yield _fix("smaller weights", said)
         return
     if phase == "optimizer step":
-        yield Fix(name="smaller optimizer states", basis="words", says="a fused or 8-bit optimizer, LoRA, or states on "
-                  "the host or sharded (FSDP2)")  # fmt: skip
+        said = "a fused or 8-bit optimizer, LoRA, or states on the host or sharded (FSDP2)"
+        yield _fix("smaller optimizer states", said)
         return
-    if reading is not None:
-        yield from _of_the_tensor(case, reading, kinds)
+    yield from _of_the_tensor(case)
     if phase == "evaluation":
-        yield Fix(name="evaluate in smaller pieces", basis="words", says="per_device_eval_batch_size 1, "
-                  "eval_accumulation_steps 1, prediction_loss_only=True where only the loss is wanted")  # fmt: skip
-    training = phase in ("forward", "loss", "backward") and case.kind not in ("forward", "generate", "prune")
-    if training and not case.grad_checkpointing and phase != "loss" and not _on(case):
-        yield Fix(name="gradient checkpointing", basis="words",
-                  says="keeps a block's input only and computes the rest again, about a third more time")  # fmt: skip
-    if case.batch_size != 1 and phase not in ("loading", "saving"):
-        yield Fix(name="fewer rows at a time", basis="words", says="half the micro-batch and twice the accumulation: the "
-                  "global batch stays" if phase not in INFERENCE else "a smaller batch")  # fmt: skip
-    yield Fix(name="shorter sequences", basis="words", says="fewer tokens in a row: this changes the experiment")
+        said = "per_device_eval_batch_size 1, eval_accumulation_steps 1, prediction_loss_only=True if that is enough"
+        yield _fix("evaluate in smaller pieces", said)
+    if _could_checkpoint(case):
+        yield _fix("gradient checkpointing", "keeps a block's input only and computes the rest again, which takes time")
+    if case.batch_size != 1 and phase in INFERENCE:
+        yield _fix("a smaller batch", "fewer rows at a time")
+    elif case.batch_size != 1 and phase != "saving":
+        yield _fix("fewer rows at a time", "half the micro-batch and twice the accumulation: the global batch stays")
+    yield _fix("shorter sequences", "fewer tokens in a row: this changes the experiment")
 
 
-def _on(case: Situation) -> bool:
-    from memfit.advice.explaining.place import checkpointed
+def _could_checkpoint(case: Situation) -> bool:
+    trains = case.place.phase in ("forward", "backward") and case.kind not in ("forward", "generate", "prune")
+    return trains and not case.grad_checkpointing and not checkpointed(case.place)
 
-    return checkpointed(case.place)
 
-
-def _of_the_tensor(case: Situation, reading: Reading, kinds: set[str]) -> Iterator[Fix]:
+def _of_the_tensor(case: Situation) -> Iterator[Fix]:
+    """By what the tensor most likely is; where two are as likely, both count."""
+    found = case.readings.candidates[:2]
+    kinds = {reading.kind for reading in found}
     if "logits" in kinds and case.place.phase == "generation":
-        yield Fix(name="logits of the last token only", basis="words", says="logits_to_keep=1: the prompt's are not needed")
+        yield _fix("logits of the last token only", "logits_to_keep=1: the prompt's are not needed")
     elif "logits" in kinds:
-        yield Fix(name="the loss in chunks", basis="words", says="the same loss and gradients, the logits never whole",
-                  how={"memfit": "loss: chunked", "trainer": "use_liger_kernel=True"})  # fmt: skip
-    if reading.kind == "attention" and reading.tensor.startswith("attention scores"):
-        yield Fix(name="fused attention", basis="words", says="no scores of length x length are made",
-                  how={"transformers": 'attn_implementation="sdpa"'})  # fmt: skip
-    if reading.kind == "calibration":
-        length = next((factor.value for factor in reading.factors if factor.symbol == "tokens"), 0)
-        if length > USUAL_LENGTH:
-            after = reading.nbytes // length * USUAL_LENGTH
-            yield Fix(name=f"cap the length at {USUAL_LENGTH:,}", basis="arithmetic", says=f"this tensor then has "
-                      f"{format_bytes(after)}; {length:,} is the model's largest position, not a length to calibrate at",
-                      how={"memfit": f"memfit prune --seqlen {USUAL_LENGTH}"})  # fmt: skip
+        yield _fix("the loss in chunks", "the same loss and gradients, the logits never whole",
+                   memfit="loss: chunked", trainer="use_liger_kernel=True")  # fmt: skip
+    if found and found[0].tensor == "attention scores":
+        yield _fix("fused attention", "no scores of length x length are made",
+                   transformers='attn_implementation="sdpa"')  # fmt: skip
+    if found and found[0].kind == "calibration":
+        yield from _cap(found[0])
+
+
+def _cap(reading: Reading) -> Iterator[Fix]:
+    length = next((factor.value for factor in reading.factors if factor.symbol == "tokens"), 0)
+    if length <= USUAL_LENGTH:
+        return
+    after = format_bytes(reading.nbytes // length * USUAL_LENGTH)
+    said = f"this tensor then has {after}; {length:,} is a model's largest position, not a length to calibrate at"
+    yield _fix(f"cap the length at {USUAL_LENGTH:,}", said, basis="arithmetic", memfit=f"--seqlen {USUAL_LENGTH}")

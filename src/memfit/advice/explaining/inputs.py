@@ -1,4 +1,4 @@
-"""What was handed to `memfit explain`, told from its content: text, a snapshot, a memory log, or the folder of a run."""
+"""What was handed to `memfit explain`, told from its content: text, a snapshot, a memory log or a run's folder."""
 
 from __future__ import annotations
 

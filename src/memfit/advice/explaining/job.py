@@ -21,8 +21,8 @@ from memfit.gpus import Gpu, find_gpu, list_gpus
 from memfit.jobs.workload import Workload
 from memfit.units import MiB
 
-NEEDED = {"train": ("batch_size", "seq_len"), "lora": ("batch_size", "seq_len", "rank"), "forward": ("batch_size", "seq_len"),
-          "generate": ("batch_size", "seq_len"), "prune": ()}  # fmt: skip
+_ROWS = ("batch_size", "seq_len")
+NEEDED = {"train": _ROWS, "lora": (*_ROWS, "rank"), "forward": _ROWS, "generate": _ROWS, "prune": ()}
 """Settings that decide the size of each kind of job."""
 MOST_MICRO_STEPS = 2
 """Every micro-step from the second on finds what the second finds."""
@@ -56,13 +56,15 @@ def job_of(given: Mapping[str, Any], configured: Workload | None, clues: Clues, 
     read = {name: clue.said for name, clue in _clues(clues).items()}
     if configured is not None:
         workload = dataclasses.replace(configured, **given)
-        return Job(workload=_few_steps(workload), models=_dimensions(workload.model), settings=workload.settings(), read={})
+        return Job(
+            workload=_few_steps(workload), models=_dimensions(workload.model), settings=workload.settings(), read={}
+        )
     found: dict[str, Any] = {name: clue.value for name, clue in _clues(clues).items()}
     settings = {**found, **given}
     read = {name: said for name, said in read.items() if name not in given}
     models = _dimensions(str(settings["model"])) if "model" in settings else _family(clues)
     kind = settings.get("kind")
-    needed = ("kind", "model", *NEEDED.get(str(kind), ("batch_size", "seq_len")))
+    needed = ("kind", "model", *NEEDED.get(str(kind), _ROWS))
     missing = tuple(name for name in needed if name not in settings)
     if missing:
         if "model" in given and "kind" in given:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from memfit.advice.explaining.cause import Cause, Recorded
+from memfit.advice.explaining.cause import Cause
+from memfit.advice.explaining.fragmented import Recorded
 from memfit.advice.oom_message import SIZES, Oom, Size
 from memfit.units import format_bytes, gib
 
@@ -16,7 +17,8 @@ def oom_of_record(event: Mapping[str, Any]) -> Oom:
     """In the form of a message, each number to the byte."""
     known = {
         "requested": event["requested_bytes"], "free": event["device_free_bytes"],
-        "allocated": event["allocated_bytes"], "reserved": event["reserved_bytes"], "unallocated": event["cached_bytes"],
+        "allocated": event["allocated_bytes"], "reserved": event["reserved_bytes"],
+        "unallocated": event["cached_bytes"],
     }  # fmt: skip
     sizes: dict[str, Any] = {name: None if value is None else _exact(value) for name, value in known.items()}
     unknown = {name: "a snapshot does not record it" for name in SIZES if sizes.get(name) is None}
@@ -50,7 +52,9 @@ def cause_of_log(log: Mapping[str, Any]) -> Cause:
     """A log has no message: that the run broke it knows, and how high memory stood."""
     failed = next((point for point in log["checkpoints"] if point["failed"]), None)
     peak = log["peak_bytes"]
-    stood = "no GPU figures are in it" if peak is None else f"the peak until then was {gib(peak)}, {log['peak_between']}"
+    stood = (
+        "no GPU figures are in it" if peak is None else f"the peak until then was {gib(peak)}, {log['peak_between']}"
+    )
     if failed is None:
         said = f"No out-of-memory error is in this log: no checkpoint failed; {stood.replace(' until then', '')}."
         return Cause(kind="none", sentence=said)

@@ -64,7 +64,9 @@ def _of_the_host(case: Situation) -> Iterator[Withheld]:
 def _empty_cache(case: Situation) -> Iterator[Withheld]:
     if case.cause.kind == "library":
         return  # there it gives memory to the library
-    yield Withheld("torch.cuda.empty_cache()", "torch has already given back all that it could before it raised this error")
+    yield Withheld(
+        "torch.cuda.empty_cache()", "torch has already given back all that it could before it raised this error"
+    )
 
 
 def _expandable(case: Situation) -> Iterator[Withheld]:
@@ -78,14 +80,18 @@ def _expandable(case: Situation) -> Iterator[Withheld]:
     elif fragmentation is not None and fragmentation.verdict == "no":
         yield Withheld(name, f"fragmentation is not the cause: {fragmentation.why}")
     elif case.clues.split_size:
-        yield Withheld(name, "not beside max_split_size_mb, which keeps its free memory from being used again: drop that")
+        yield Withheld(
+            name, "not beside max_split_size_mb, which keeps its free memory from being used again: drop that"
+        )
 
 
 def _split_size(case: Situation) -> Iterator[Withheld]:
     fragmentation = case.cause.fragmentation
     if fragmentation is None or fragmentation.verdict == "yes":
         return
-    why = "it is for large blocks in pieces" if fragmentation.verdict == "no" else "that memory is in pieces is not shown"
+    why = (
+        "it is for large blocks in pieces" if fragmentation.verdict == "no" else "that memory is in pieces is not shown"
+    )
     yield Withheld("max_split_size_mb", f"{why}, and it can raise what is reserved")
 
 
@@ -126,8 +132,13 @@ def _small_optimizer(case: Situation) -> Iterator[Withheld]:
 
 
 def _autocast(case: Situation) -> Iterator[Withheld]:
-    if (case.kind in ("forward", "generate") or case.place.phase in INFERENCE) and case.precision in ("fp32", "amp-bf16"):
-        yield Withheld("bf16 autocast", "in inference with fp32 weights it adds a 16-bit copy of them; load them as bf16")
+    if (case.kind in ("forward", "generate") or case.place.phase in INFERENCE) and case.precision in (
+        "fp32",
+        "amp-bf16",
+    ):
+        yield Withheld(
+            "bf16 autocast", "in inference with fp32 weights it adds a 16-bit copy of them; load them as bf16"
+        )
 
 
 def _other_processes(case: Situation) -> Iterator[Withheld]:
@@ -157,5 +168,9 @@ def _flash(case: Situation) -> Iterator[Withheld]:
         yield Withheld(name, "attention is fused already, as the traceback shows")
     elif case.precision == "fp32":
         yield Withheld(name, "it takes 16-bit inputs only, and this job is fp32")
-    elif likeliest is not None and likeliest.kind != "attention" and case.place.phase in ("loading", "optimizer step", "loss"):
+    elif (
+        likeliest is not None
+        and likeliest.kind != "attention"
+        and case.place.phase in ("loading", "optimizer step", "loss")
+    ):
         yield Withheld(name, f"it failed in {_the(case.place.phase)}, not in attention")

@@ -16,6 +16,9 @@ def global_batch(situation: Situation) -> Iterator[Finding]:
     sizes, config = situation.batch.get(), situation.config.batch
     rungs = ", ".join(str(rows) for rows in sizes.rungs[:SHOWN]) + (", ..." if len(sizes.rungs) > SHOWN else "")
     details: dict[str, Any] = {**sizes.to_json(), "rungs": list(sizes.rungs)}
+    if situation.asked.workload is not None:
+        yield BATCH.ok(f"{sizes.in_words()}; micro-batches that keep it: {rungs}", **details)
+        return
     if config.global_batch_size is None:
         yield BATCH.ok(
             f"{sizes.in_words()}; not stated, so it changes with the number of GPUs",

@@ -1,7 +1,9 @@
 """`memfit.check`: all checks that concern what was asked for, in order, each as one or more lines.
 
-checked = memfit.check(config="qwen2.5-7b-lora-24gb", gpu="24GB")
-checked.failed, checked.to_json()       # memfit.check/1
+    checked = memfit.check(config="qwen2.5-7b-lora-24gb", gpu="24GB")
+    checked.failed, checked.to_json()       # memfit.check/1
+
+A check that cannot be made is skipped with the reason; one that stops with an error has failed.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from memfit.advice.preflight import (
     peaks,
     precision,
     resuming,
+    served,
     trained_weights,
 )
 from memfit.advice.preflight.finding import Finding, Line, Status, guarded
@@ -40,6 +43,7 @@ from memfit.gpus import find_gpu
 from memfit.jobs.training.config_file import find_config, parse_yaml
 from memfit.jobs.training.processes import processes
 from memfit.jobs.workload import Workload
+from memfit.models.registry import resolve
 
 SCHEMA = "memfit.check/1"
 STATUSES: tuple[Status, ...] = ("ok", "warning", "failed", "skipped")
@@ -88,6 +92,8 @@ def check(
         raise UsageError("a config and a workload are two jobs", hint="check one, then the other")
     if gpu is not None:
         find_gpu(gpu)
+    if work is not None:
+        resolve(work.model)
     asked, wrong = _asked(work, config, tuple(sets), gpu, world_size, load)
     situation, found = Situation(asked), [] if wrong is None else [wrong]
     for name, look, line in _checks(asked):
@@ -180,6 +186,7 @@ def _of_training(asked: Asked, from_file: bool) -> Iterator[tuple[str, Look, Lin
     followed: list[Flow] = []
     yield "batch sizes", batch.global_batch, batch.BATCH
     if from_file:
+        yield "settings of the engine", served.served, served.SERVED
         yield "looking for the weights", disk.weights, disk.WEIGHTS
         yield "reading data", data.readable, data.READABLE
         yield "cutting data into tokens", data.lengths, data.LENGTHS
@@ -188,6 +195,8 @@ def _of_training(asked: Asked, from_file: bool) -> Iterator[tuple[str, Look, Lin
         yield "checkpoint", resuming.resume, resuming.RESUME
     yield "the model's shapes", trained_weights.trained_weights, trained_weights.TRAINED
     yield "positions", data.positions, data.POSITIONS
+    if from_file:
+        yield "vocabulary", data.vocabulary, data.VOCABULARY
     yield "two steps of the first blocks", partial(gradient_flow.gradients, followed=followed), gradient_flow.GRADIENTS
     if asked.world_size > 1:
         yield "reductions", parallel.reductions, parallel.REDUCED

@@ -13,9 +13,11 @@ if TYPE_CHECKING:
     from memfit.jobs.training.data import TrainingData
 
 READABLE, LENGTHS = Line("config", "data"), Line("config", "lengths")
-PADDING, LABELS, POSITIONS = Line("config", "padding"), Line("config", "labels"), Line("config", "positions")
+PADDING, LABELS = Line("config", "padding"), Line("config", "labels")
+POSITIONS, VOCABULARY = Line("config", "positions"), Line("config", "vocabulary")
 MUCH = 0.5
 """The share of cut samples, or of padding in a batch, from which on it is worth a warning."""
+MEASURED_ROWS = 2_000
 STRAY_SHARE = 0.01
 """Of the learned tokens, that may be padding inside the data before it is worth a word."""
 
@@ -34,28 +36,40 @@ def readable(situation: Situation) -> Iterator[Finding]:
 
 def lengths(situation: Situation) -> Iterator[Finding]:
     data, config = situation.data.get(), situation.config.data
-    summary, each = data.summary, data.summary.lengths
+    summary, rows = data.summary, row_lengths(situation)
     details: dict[str, Any] = {
-        **dataclasses.asdict(each),
+        **rows, "samples": len(data), "longest_sample": summary.lengths.longest,
         "truncated_share": _share(summary.truncated_samples, summary.rows),
-    }
-    if data.packed:
-        yield LENGTHS.ok(
-            f"packed: {len(data):,} samples of {config.max_seq_len:,} tokens each, whatever the rows' lengths",
-            **details,
-        )
-        return
-    found = (
-        f"{each.shortest:,} to {each.longest:,} tokens, median {each.median:,}, 95 % up to {each.percentile_95:,};"
-        f" max_seq_len {config.max_seq_len:,} cuts {summary.truncated_samples:,} of {summary.rows:,} rows"
+    }  # fmt: skip
+    spread = (
+        f"rows of {rows['shortest']:,} to {rows['longest']:,} tokens, median {rows['median']:,}, 95 % up to"
+        f" {rows['percentile_95']:,}"
     )
-    lost = summary.truncated_samples + summary.dropped_samples
+    if data.packed:
+        yield LENGTHS.ok(f"{spread}; packed to {len(data):,} samples of {config.max_seq_len:,}", **details)
+        return
+    found = f"{spread}; max_seq_len {config.max_seq_len:,} cuts {summary.truncated_samples:,} of {summary.rows:,} rows"
     if summary.dropped_samples:
         found += f" and drops {summary.dropped_samples:,} with nothing left to learn"
-    if lost > MUCH * summary.rows:
-        yield LENGTHS.warning(found, "a larger max_seq_len, too_long: split, or packing: true", **details)
+    if summary.truncated_samples + summary.dropped_samples > MUCH * summary.rows:
+        keeps = f"max_seq_len: {rows['percentile_95']} keeps 95 % of them whole"
+        yield LENGTHS.warning(found, f"{keeps}; or too_long: split, or packing: true", **details)
     else:
         yield LENGTHS.ok(found, **details)
+
+
+def row_lengths(situation: Situation) -> dict[str, int]:
+    """Of the rows as they are, before anything is cut or packed."""
+    from memfit.jobs.training.examples import read_examples
+    from memfit.jobs.training.tokenising import tokenise
+
+    config = situation.config.data
+    few = dataclasses.replace(config, max_samples=min(config.max_samples or MEASURED_ROWS, MEASURED_ROWS))
+    found = sorted(len(each.ids) for each in tokenise(read_examples(few), few, situation.tokenizer.needed()))
+    last = len(found) - 1
+    return {
+        "shortest": found[0], "median": found[last // 2], "percentile_95": found[last * 95 // 100], "longest": found[-1]
+    }  # fmt: skip
 
 
 def positions(situation: Situation) -> Iterator[Finding]:
@@ -74,6 +88,23 @@ def positions(situation: Situation) -> Iterator[Finding]:
         )  # fmt: skip
     else:
         yield POSITIONS.ok(f"{wanted:,} tokens a sample, of {most:,} positions that the model has", positions=most)
+
+
+def vocabulary(situation: Situation) -> Iterator[Finding]:
+    """A token that the model has no row for stops a run on the GPU with an assertion that names nothing."""
+    from memfit.jobs.training.shapes import VOCABULARY as NAMES
+    from memfit.jobs.training.shapes import number_in
+
+    words, highest = number_in(_shape(situation), NAMES), situation.data.needed().highest_id
+    if words is None:
+        yield VOCABULARY.skipped("this model does not say how many tokens it knows")
+    elif highest >= words:
+        yield VOCABULARY.failed(
+            f"token {highest:,} is in the data, and the model knows {words:,} tokens",
+            "model.tokenizer is not the one of this model", highest=highest, words=words,
+        )  # fmt: skip
+    else:
+        yield VOCABULARY.ok(f"tokens up to {highest:,} in the data, of {words:,} that the model knows")
 
 
 def _shape(situation: Situation) -> dict[str, object] | None:

@@ -36,7 +36,8 @@ def checkpoints(situation: Situation) -> Iterator[Finding]:
     if count * each > unused:
         fit = max(unused // max(each, 1) - 1, 0)
         advice = f"save_total_limit: {fit}" if fit else "another --output_dir"
-        yield CHECKPOINTS.failed(f"{found} are {gib(count * each)}", f"{advice}, or room on that disk", **details)
+        status = CHECKPOINTS.failed if situation.runs_here else CHECKPOINTS.warning
+        yield status(f"{found} are {gib(count * each)}", f"{advice}, or room on that disk", **details)
         return
     yield CHECKPOINTS.ok(f"{found} take {gib(count * each)}", **details)
 

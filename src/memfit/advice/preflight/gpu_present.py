@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from memfit.advice.preflight.finding import Finding, Line
-from memfit.advice.preflight.situation import Situation
+from memfit.advice.preflight.situation import VISIBLE, Situation
 from memfit.recording.nvml import GpuProcess, GpuState
 from memfit.units import gib
 
@@ -20,23 +20,23 @@ SHOWN = 4
 
 def present(situation: Situation) -> Iterator[Finding]:
     gpus, wanted = situation.gpus.get(), situation.asked.world_size
+    shown = os.environ.get(VISIBLE)
+    by = "" if shown is None else f" ({VISIBLE}={shown})"
     if not gpus:
-        yield PRESENT.failed("the driver finds no GPU", "nvidia-smi -L lists those that it sees", gpus=0)
+        yield PRESENT.failed(f"torch would see no GPU{by}", "nvidia-smi -L lists those that the driver sees", gpus=0)
         return
     names = ", ".join(f"{gpu.name} ({gib(gpu.total_bytes)})" for gpu in gpus)
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    count = len(gpus) if visible is None else len([each for each in visible.split(",") if each.strip()])
-    found = f"{len(gpus)}: {names}" + ("" if visible is None else f"; CUDA_VISIBLE_DEVICES={visible} shows {count}")
-    if count < wanted:
+    found = f"{len(gpus)}: {names}{by}"
+    if len(gpus) < wanted:
         yield PRESENT.failed(
-            f"{found}, and {wanted} processes are to train", f"torchrun --nproc_per_node={max(count, 1)}", gpus=count
+            f"{found}, and {wanted} processes are to train", f"torchrun --nproc_per_node={len(gpus)}", gpus=len(gpus)
         )
         return
-    yield PRESENT.ok(found, gpus=count)
+    yield PRESENT.ok(found, gpus=len(gpus))
 
 
 def free(situation: Situation) -> Iterator[Finding]:
-    for gpu in situation.gpus.get():
+    for gpu in situation.gpus_here():
         yield of_gpu(gpu)
 
 

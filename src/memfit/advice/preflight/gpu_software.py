@@ -18,6 +18,7 @@ _ARCH = re.compile(r"(sm|compute)_(\d+)(\d)[a-z]?")
 
 
 def build(situation: Situation) -> Iterator[Finding]:
+    situation.gpus_here()
     driver = situation.driver.get()
     try:
         said = version("torch")

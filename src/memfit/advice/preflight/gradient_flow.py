@@ -6,19 +6,19 @@ and its text is short. LoRA's B begins at zero, so that A has no gradient in the
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from memfit.advice.preflight.finding import Finding, Line
+from memfit.advice.preflight.finding import CannotTell, Finding, Line
 from memfit.advice.preflight.situation import Situation
 from memfit.advice.preflight.small_model import few_blocks
 from memfit.advice.preflight.trained_weights import ADAPTER
-from memfit.jobs.training.config import FACTORY
+from memfit.jobs.training.config import FACTORY, TrainConfig
 from memfit.recording.machine import host_memory
+from memfit.units import GiB
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -27,8 +27,11 @@ GRADIENTS, LOSS = Line("model", "gradient flow"), Line("model", "loss")
 STEPS = 2
 RATE = 1e-2
 SHARE_OF_HOST = 0.5
-"""Of the free memory of the host, that a look may take."""
+MOST_BYTES = 4 * GiB
+"""Of the host's free memory, what a look may take: to fill more than this with random numbers takes minutes."""
 SHOWN = 3
+INPUT_GRADS = "checkpointing over a frozen embedding: model.enable_input_require_grads(), or use_reentrant=False"
+UNREACHED = f"leave layers that nothing depends on out of target_modules; or {INPUT_GRADS}"
 NO_GRADIENT = "does not require grad"
 """How torch says that nothing in the loss leads back to a trained weight."""
 
@@ -37,45 +40,49 @@ NO_GRADIENT = "does not require grad"
 class Flow:
     blocks: int
     tensors: int
-    loss: float | None
+    loss: float
     without: tuple[str, ...] = ()
     """Trained tensors that got no gradient, or one of zeros."""
     not_finite: tuple[str, ...] = ()
-    seconds: float = 0.0
 
 
 def follow(situation: Situation) -> Flow:
     """Raises CannotTell where the model is too large for this machine, and RuntimeError as the model's own code."""
     import torch
 
-    config = situation.config
-    host = host_memory()
-    most = int(SHARE_OF_HOST * (host["total_bytes"] - host["used_bytes"]))
-    began = time.perf_counter()
     situation.shapes.needed()
-    model, job, blocks = few_blocks(config, situation.model_name, most_bytes=most)
-    batch = _within_vocabulary(model, job.collate([job.data[0]]))
-    amp: AbstractContextManager[Any] = nullcontext()
-    if config.precision.startswith("amp-"):
-        amp = torch.autocast("cpu", torch.bfloat16)
-    trained = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
-    optimizer = torch.optim.SGD([each for _, each in trained], lr=RATE)
-    with warnings.catch_warnings():
+    host = host_memory()
+    most = min(int(SHARE_OF_HOST * (host["total_bytes"] - host["used_bytes"])), MOST_BYTES)
+    with torch.random.fork_rng(devices=()), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of checkpointing, on inputs without gradients: that is what is looked for
-        for step in range(1, STEPS + 1):
-            optimizer.zero_grad()
-            with amp:
-                loss = _loss(model, batch)
-            torch.autograd.backward(loss)
-            if step < STEPS:
-                optimizer.step()
-    found = float(loss.detach())
+        torch.manual_seed(situation.config.seed)
+        model, job, blocks = few_blocks(situation.config, situation.model_name, most_bytes=most)
+        trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+        if not trained:
+            raise CannotTell("no weight is trained")
+        loss = _steps(model, _within_vocabulary(model, job.collate([job.data[0]])), list(trained.values()), job.config)
+    gradients = {name: each.grad for name, each in trained.items()}
     return Flow(
-        blocks=blocks, tensors=len(trained), loss=found,
-        without=tuple(name for name, each in trained if each.grad is None or not each.grad.count_nonzero()),
-        not_finite=tuple(name for name, each in trained if each.grad is not None and not each.grad.isfinite().all()),
-        seconds=time.perf_counter() - began,
+        blocks=blocks, tensors=len(trained), loss=loss,
+        without=tuple(name for name, each in gradients.items() if each is None or not each.count_nonzero()),
+        not_finite=tuple(name for name, each in gradients.items() if each is not None and not each.isfinite().all()),
     )  # fmt: skip
+
+
+def _steps(model: nn.Module, batch: dict[str, Tensor], trained: list[nn.Parameter], config: TrainConfig) -> float:
+    """The last step's loss; its gradients stay."""
+    import torch
+
+    amp = config.precision.startswith("amp-")
+    optimizer = torch.optim.SGD(trained, lr=RATE)
+    for step in range(1, STEPS + 1):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16) if amp else nullcontext():
+            loss = _loss(model, batch)
+        torch.autograd.backward(loss)
+        if step < STEPS:
+            optimizer.step()
+    return float(loss.detach())
 
 
 def _loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -112,7 +119,7 @@ def gradients(situation: Situation, followed: list[Flow]) -> Iterator[Finding]:
     what = _what(situation, flow)
     details: dict[str, Any] = {
         "tensors": flow.tensors, "without_gradient": list(flow.without), "not_finite": list(flow.not_finite),
-        "blocks": flow.blocks, "seconds": round(flow.seconds, 1),
+        "blocks": flow.blocks,
     }  # fmt: skip
     if flow.not_finite:
         yield GRADIENTS.failed(f"{_some(flow.not_finite)} not finite in {what}", "bf16 or fp32", **details)
@@ -122,7 +129,7 @@ def gradients(situation: Situation, followed: list[Flow]) -> Iterator[Finding]:
         yield GRADIENTS.failed(
             f"no gradient reaches {len(flow.without)} of {flow.tensors} trained tensors in {what}:"
             f" {_some(flow.without)}",
-            "with checkpointing over a frozen embedding: model.enable_input_require_grads(), or use_reentrant=False",
+            INPUT_GRADS if len(flow.without) == flow.tensors else UNREACHED,
             **details,
         )
         return
@@ -147,7 +154,7 @@ def _of_loss(flow: Flow) -> Finding:
     import math
 
     loss = flow.loss
-    if loss is None or not math.isfinite(loss):
+    if not math.isfinite(loss):
         return LOSS.failed(
             f"the loss is {loss} after one step with random weights", "bf16 or fp32: fp16 ends at 65,504", loss=None
         )
@@ -157,10 +164,7 @@ def _of_loss(flow: Flow) -> Finding:
 def _stopped(error: RuntimeError) -> Finding:
     first = (str(error).strip().splitlines() or ["RuntimeError"])[0][:200]
     if NO_GRADIENT in first:
-        return GRADIENTS.failed(
-            f"no gradient reaches any trained weight: '{first}'",
-            "with checkpointing over a frozen embedding: model.enable_input_require_grads(), or use_reentrant=False",
-        )
+        return GRADIENTS.failed(f"no gradient reaches any trained weight: '{first}'", INPUT_GRADS)
     return GRADIENTS.failed(f"a training step stops on the CPU: {first}", "the same step would stop on the GPU")
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 from memfit.advice.preflight.finding import CannotTell, Finding, Line
 from memfit.advice.preflight.situation import Situation
-from memfit.advice.preflight.sizes import loading_bytes, offload_bytes
+from memfit.advice.preflight.sizes import loading_bytes, state_bytes
+from memfit.planning.host_facts import HOST
 from memfit.recording.machine import host_memory
 from memfit.units import MiB, format_bytes, gib
 
@@ -37,7 +38,8 @@ def memory(situation: Situation) -> Iterator[Finding]:
     if wanted > unused:
         offloads = situation.config.memory.offload
         advice = "offload less" if offloads else "close other programs; a machine with more memory"
-        yield MEMORY.failed(f"{found}, and the job takes {gib(wanted)}: {said}", advice, **details)
+        short = f"{found}, and the job takes {gib(wanted)}: {said}"
+        yield (MEMORY.failed if situation.runs_here else MEMORY.warning)(short, advice, **details)
         return
     yield MEMORY.ok(f"{found}; the job takes {said}", **details)
 
@@ -47,9 +49,10 @@ def _needs(situation: Situation) -> dict[str, int]:
     processes = situation.asked.world_size
     needs = {"weights while they load": loading_bytes(model) * processes}
     if config.memory.offload:
-        tokens = situation.batch.needed().micro_batch_size * config.data.max_seq_len
-        for what, size in offload_bytes(model, config, tokens).items():
-            needs[f"offloaded {what}"] = size * processes
+        host: dict[str, int] = situation.plans.needed()[0].plan.trace.facts.get(HOST, {})
+        needs |= {f"offloaded {what}": size * processes for what, size in host.items()}
+        if "optimizer" in config.memory.offload:
+            needs["the optimizer's state"] = state_bytes(model, config.optimizer.name) * processes
     return needs
 
 

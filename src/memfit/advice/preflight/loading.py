@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -96,7 +97,7 @@ def run(order: dict[str, Any]) -> dict[str, Any]:
     if done.returncode < 0:
         return {
             "error": f"the process was ended by signal {-done.returncode}"
-            + (" (memory?)" if done.returncode == -9 else "")
+            + (" (out of host memory?)" if done.returncode == -signal.SIGKILL else "")
         }
     return {"error": (done.stderr.strip().splitlines() or ["it says nothing"])[-1][:300]}
 

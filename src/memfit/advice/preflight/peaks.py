@@ -45,4 +45,4 @@ def saving(situation: Situation) -> Iterator[Finding]:
             "host memory for it, or fewer checkpoints", gathered_bytes=whole,
         )  # fmt: skip
         return
-    yield SAVING.ok(f"{gib(written)} go from the GPU to the disk tensor by tensor: no copy on the GPU", bytes=written)
+    yield SAVING.ok(f"{gib(written)} are copied to the host and written from there: no copy on the GPU", bytes=written)

@@ -7,6 +7,7 @@ costs.
 from __future__ import annotations
 
 import dataclasses
+import os
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -26,10 +27,12 @@ if TYPE_CHECKING:
     from torch import nn
 
     from memfit.advice.preflight.config_keys import Read
+    from memfit.advice.preflight.planned import Planned
     from memfit.jobs.training.data import TrainingData
     from memfit.jobs.training.preparation import TrainJob
 
 NO_CARD = "no GPU is here and none is named: --gpu 24GB checks against one"
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 MOST_ROWS = 20_000
 """Rows of data that are looked at: what is wrong with them is most often wrong from the start."""
 
@@ -53,7 +56,7 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True)
 class Here:
-    """The first GPU of this machine that torch would use, as a card to plan for."""
+    """A GPU of this machine, as a card to plan for: of those that would train, the one with the least free memory."""
 
     card: Gpu
     state: GpuState
@@ -74,6 +77,7 @@ class Situation:
         self.tokenizer = Once(self._tokenizer, without="the tokenizer is not on this machine")
         self.data = Once(self._data, without="the data cannot be read as samples")
         self.shapes = Once(self._shapes, without="the model cannot be built")
+        self.plans = Once(self._plans, without="the job cannot be predicted")
         self.job = Once(self._job, without="the job cannot be prepared")
 
     @property
@@ -84,6 +88,12 @@ class Situation:
 
     # -- the card
 
+    def gpus_here(self) -> tuple[GpuState, ...]:
+        """At least one. The line on GPUs says why there is none, the others only that."""
+        if self.here is None:
+            raise CannotTell("no GPU is here")
+        return self.gpus.get()
+
     @cached_property
     def here(self) -> Here | None:
         try:
@@ -92,8 +102,8 @@ class Situation:
             return None
         if not gpus:
             return None
-        state, arch = gpus[0], driver.capabilities[0]
-        return Here(card=_card_of(state, arch), state=state)
+        fullest = min(gpus[: self.asked.world_size], key=lambda gpu: gpu.free_bytes)
+        return Here(card=_card_of(fullest, driver.capabilities[fullest.index]), state=fullest)
 
     @cached_property
     def named(self) -> Gpu | None:
@@ -108,6 +118,11 @@ class Situation:
         if found is None:
             raise CannotTell(NO_CARD)
         return found
+
+    @property
+    def runs_here(self) -> bool:
+        """Whether this machine is the one that is meant: without a GPU, and with a card named, it is another."""
+        return self.here is not None or self.named is None
 
     # -- parts of a training job
 
@@ -173,16 +188,27 @@ class Situation:
             resume_from=None if said is None else find_checkpoint(said, output_dir),
         )  # fmt: skip
 
+    def _plans(self) -> list[Planned]:
+        from memfit.advice.preflight.planned import planned
+
+        return planned(self)
+
 
 def output_folder(config: TrainConfig) -> Path:
     return Path(config.output_dir).expanduser().absolute()
 
 
 def _gpus() -> tuple[GpuState, ...]:
+    """Those that torch would see, in its order."""
     try:
-        return read_gpus()
+        found = read_gpus()
     except NoNvml as why:
         raise CannotTell(str(why)) from why
+    shown = os.environ.get(VISIBLE)
+    if shown is None:
+        return found
+    names = [each.strip() for each in shown.split(",") if each.strip()]
+    return tuple(gpu for name in names for gpu in found if name == str(gpu.index) or gpu.uuid.startswith(name))
 
 
 def _driver() -> Driver:

@@ -1,4 +1,4 @@
-"""Bytes that follow from a model's shapes: what is loaded, what a checkpoint holds, what offload puts on the host."""
+"""Bytes that follow from a model's shapes: what is loaded, what the optimizer keeps, what a checkpoint holds."""
 
 from __future__ import annotations
 
@@ -39,26 +39,3 @@ def checkpoint_bytes(model: nn.Module, config: TrainConfig) -> int:
     """The weights that are trained (LoRA saves its adapters alone), and the optimizer's state."""
     weights = trained(model) if config.method.kind == "lora" else list(model.parameters())
     return sum(each.numel() * each.element_size() for each in weights) + state_bytes(model, config.optimizer.name)
-
-
-def offload_bytes(model: nn.Module, config: TrainConfig, tokens: int) -> dict[str, int]:
-    """On the host, by what is offloaded; activations are the inputs of the blocks."""
-    made: dict[str, int] = {}
-    for what in config.memory.offload:
-        if what == "weights":
-            made[what] = sum(
-                each.numel() * each.element_size() for each in model.parameters() if not each.requires_grad
-            )
-        elif what == "optimizer":
-            made[what] = state_bytes(model, config.optimizer.name)
-        else:
-            made[what] = _between_blocks(model, tokens)
-    return made
-
-
-def _between_blocks(model: nn.Module, tokens: int) -> int:
-    settings = getattr(model, "config", None)
-    blocks, width = (getattr(settings, name, None) for name in ("num_hidden_layers", "hidden_size"))
-    if not isinstance(blocks, int) or not isinstance(width, int):
-        return 0
-    return tokens * width * blocks * next(model.parameters()).element_size()

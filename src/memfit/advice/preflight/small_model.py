@@ -4,23 +4,12 @@ first blocks with random weights."""
 from __future__ import annotations
 
 import dataclasses
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memfit.advice.preflight.finding import CannotTell
-from memfit.jobs.training.config import (
-    FACTORY,
-    BatchConfig,
-    DataConfig,
-    LoggingConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    SavingConfig,
-    ScheduleConfig,
-    TrainConfig,
-)
+from memfit.jobs.training.config import FACTORY, TrainConfig
+from memfit.jobs.workload import Workload
 from memfit.models.gsa_names import is_gsa
 
 if TYPE_CHECKING:
@@ -30,31 +19,26 @@ if TYPE_CHECKING:
 
 TOKENS = 16
 WORDS = 512
-"""Of the vocabulary, enough for tokens of bytes: how many words there are changes no path of a gradient."""
+"""Of the vocabulary: how many words there are changes no path of a gradient."""
 OF_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "unk_token_id")
 
 
-@contextmanager
-def small_job(config: TrainConfig, model_name: str, settings: dict[str, Any]) -> Iterator[TrainJob]:
-    """The job on the CPU, with short text as bytes, and with these settings of the model. All that decides which code
-    runs (method, precision, checkpointing, loss) is as it was; flash attention, which no CPU has, is sdpa here."""
-    from memfit.jobs.training.preparation import prepare_job
+def small_job(config: TrainConfig, model_name: str, settings: dict[str, Any]) -> TrainJob:
+    """The job on the CPU, with short rows of random tokens, and with these settings of the model. All that decides
+    which code runs (method, precision, checkpointing, loss) is as it was; flash attention, which no CPU has, is sdpa
+    here, and nothing is offloaded."""
+    from memfit.jobs.training.memfit_loop import training_job
 
     model = dataclasses.replace(
-        config.model, name=model_name, from_scratch=True, tokenizer="bytes",
-        settings={**config.model.settings, **settings},
+        config.model, name=model_name, from_scratch=True, settings={**config.model.settings, **settings},
         attention="sdpa" if config.model.attention == "flash_attention_2" else config.model.attention,
     )  # fmt: skip
-    with tempfile.TemporaryDirectory(prefix="memfit-check-") as folder:
-        small = dataclasses.replace(
-            config, model=model, data=DataConfig(max_seq_len=TOKENS, max_samples=1, packing=True),
-            batch=BatchConfig(micro_batch_size=1, gradient_accumulation_steps=1), schedule=ScheduleConfig(max_steps=1),
-            precision="fp32" if config.precision == "amp-fp16" else config.precision,  # fp32 weights, as there
-            memory=dataclasses.replace(config.memory, auto=False, gpu=None, offload=()),
-            optimizer=OptimizerConfig(), parallel=ParallelConfig(), logging=LoggingConfig(), device="cpu",
-            saving=SavingConfig(output_dir=folder),
-        )  # fmt: skip
-        yield prepare_job(small, world_size=1)
+    small = dataclasses.replace(
+        config, model=model, memory=dataclasses.replace(config.memory, auto=False, offload=()), device="cpu"
+    )
+    rows = Workload(kind="train", model=model_name, seq_len=TOKENS)
+    job = training_job(rows, WORDS, steps=1, folder=Path())
+    return dataclasses.replace(job, config=small)
 
 
 def shapes_only(config: TrainConfig, model_name: str, *, layers: int | None = None) -> nn.Module:
@@ -64,7 +48,8 @@ def shapes_only(config: TrainConfig, model_name: str, *, layers: int | None = No
     from memfit.jobs.training.model_building import build_for_training
 
     settings = {} if layers is None else cut_to(config, model_name, layers)
-    with small_job(config, model_name, settings) as job, torch.device("meta"):
+    job = small_job(config, model_name, settings)
+    with torch.random.fork_rng(devices=()), torch.device("meta"):
         return build_for_training(job)
 
 
@@ -93,8 +78,8 @@ def few_blocks(config: TrainConfig, model_name: str, *, most_bytes: int) -> tupl
 
     for layers in (2, 1):
         if bytes_to_train(shapes_only(config, model_name, layers=layers)) <= most_bytes:
-            with small_job(config, model_name, cut_to(config, model_name, layers)) as job:
-                return build_for_training(job), job, layers
+            job = small_job(config, model_name, cut_to(config, model_name, layers))
+            return build_for_training(job), job, layers
     raise CannotTell("one block of this model is more than this machine's free memory")
 
 

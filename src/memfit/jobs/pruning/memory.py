@@ -36,6 +36,9 @@ class HostMemory:
         """torch rounds pinned memory up to a power of two."""
         return 1 << (nbytes - 1).bit_length() if self.pinned and nbytes > 1 else nbytes
 
+    def copied(self, on_device: Tensor, name: str = "") -> None:
+        """Called with what is on the device for a while and has its place here."""
+
     def computing(self) -> AbstractContextManager[None]:
         """Around what the host computes with this memory."""
         return nullcontext()

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.nn.functional import linear, log_softmax
 
 from memfit.errors import UsageError
 
@@ -63,7 +63,7 @@ def use_chunked_loss(model: nn.Module, *, chunk: int = CHUNK) -> None:
         logits: Tensor = as_built(hidden)
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
-    head.forward = forward
+    head.forward = forward  # type: ignore[method-assign,assignment]
     base.loss_function = _loss_function(head, chunk, cap)
 
 
@@ -117,28 +117,30 @@ class _Chunked(torch.autograd.Function):
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
         with torch.autocast(device, enabled=False):  # each is cast once, not for every chunk
             head = _Head(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype), cap)
-            counted = labels != ignored
-            parts = counted.sum() if items is None else items
-            # An fp16 gradient of one word of one token over a whole batch is 0; the loss scale comes too late for it.
-            step = min(1.0, FP16_TOKENS / max(1, len(labels))) if dtype == torch.float16 else 1 / parts
-            task = _Task(labels.clamp(min=0)[:, None], counted[:, None] * step)
+            counted = (labels != ignored)[:, None]
+            words = labels.clamp(min=0)[:, None]
             grad_hidden = torch.empty_like(hidden) if of_hidden else None
-            loss, learned = _by_tokens(head, task, counted, chunk, grad_hidden)
+            loss, learned = _by_tokens(head, words, counted, chunk, grad_hidden)
             grad_weight = torch.empty_like(weight) if of_weight else None
             grad_bias = torch.empty_like(bias) if of_bias and bias is not None else None
+            shrunk = min(1.0, FP16_TOKENS / max(1, len(labels))) if dtype == torch.float16 else 1.0
             if grad_weight is not None or grad_bias is not None:
-                _by_words(head, task, learned, chunk, grad_weight, grad_bias)
+                _by_words(head, words, learned, chunk, counted * shrunk, grad_weight, grad_bias)
+            parts = counted.sum() if items is None else items
         ctx.grads = grad_hidden, grad_weight, grad_bias
-        ctx.still = 1 / (parts * step) if dtype == torch.float16 else 1.0
+        ctx.scales = 1 / parts, 1 / (parts * shrunk), 1 / (parts * shrunk)
         return loss / parts
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Only here are they divided: in fp16 a word's share of a whole batch would be 0 before it is scaled up."""
         if ctx.grads is None:
             raise RuntimeError("the gradients of a chunked loss are there for one backward pass only")
         grads, ctx.grads = ctx.grads, None  # else a weight's gradient would be copied, not taken
-        scale = grad * ctx.still
-        return (*(None if each is None else each.mul_(scale) for each in grads), None, None, None, None, None)
+        scaled = (
+            None if each is None else each.mul_(grad * scale) for each, scale in zip(grads, ctx.scales, strict=True)
+        )
+        return (*scaled, None, None, None, None, None)
 
 
 @dataclass(frozen=True)
@@ -156,86 +158,74 @@ class _Head:
         """How a score follows its logit, where that is capped."""
         return None if self.cap is None else 1 - (scores / self.cap) ** 2
 
-    def shifted(self, scores: Tensor, by: Tensor) -> Tensor:
-        """In fp32, in place where the scores are needed no more."""
-        return scores.sub_(by) if scores.dtype == torch.float32 and self.cap is None else scores - by
-
-
-@dataclass(frozen=True)
-class _Task:
-    """What is to be learned: the words, and what each token counts for; both are [tokens, 1]."""
-
-    words: Tensor
-    shares: Tensor
+    def change(self, probabilities: Tensor, slope: Tensor | None, word: Tensor, at_word: Tensor) -> Tensor:
+        """What a logit should fall by: its probability, less 1 at the right word, where that is made without rounding
+        the probability first."""
+        made = probabilities.to(self.weight.dtype).scatter_(-1, word, at_word.to(self.weight.dtype))
+        return made if slope is None else made.mul_(slope)
 
 
 @dataclass(frozen=True)
 class _Learned:
-    """Of each token, [tokens, 1]: the logarithm of the sum over all words, and the gradient at its own word."""
+    """Of each token, [tokens, 1]: the logarithm of the sum over all words, and what the logit of its own falls by."""
 
     normalisers: Tensor
     at_words: Tensor
 
 
 def _by_tokens(
-    head: _Head, task: _Task, counted: Tensor, chunk: int, grad_hidden: Tensor | None
+    head: _Head, words: Tensor, counted: Tensor, chunk: int, grad_hidden: Tensor | None
 ) -> tuple[Tensor, _Learned]:
     """The sum of the losses, and what hidden states get: some tokens and all words at a time."""
     total = torch.zeros((), dtype=torch.float32, device=counted.device)
-    normalisers, at_words = torch.empty_like(task.shares), torch.empty_like(task.shares)
+    learned = _Learned(*(torch.empty(counted.shape, dtype=torch.float32, device=counted.device) for _ in range(2)))
     for start in range(0, len(counted), chunk):
         tokens = slice(start, start + chunk)
-        word, share = task.words[tokens], task.shares[tokens]
+        word = words[tokens]
         scores = head.scores(tokens)
-        own, largest, slope = scores.gather(-1, word).float(), scores.amax(-1, keepdim=True).float(), head.slope(scores)
-        powers = head.shifted(scores, largest).exp_()
+        own, slope = scores.gather(-1, word).float(), head.slope(scores)
+        wide = scores.float()
         del scores
-        sums = powers.sum(-1, keepdim=True)
-        normalisers[tokens] = normaliser = largest + sums.log()
-        total += ((normaliser - own).squeeze(-1) * counted[tokens]).sum()
-        at_words[tokens] = at_word = ((own - normaliser).exp() - 1) * share
-        if grad_hidden is None:
-            continue
-        if slope is not None:
-            powers, at_word = powers.mul_(slope), at_word * slope.gather(-1, word)
-        change = _times(powers, share / sums, head.weight.dtype).scatter_(-1, word, at_word.to(head.weight.dtype))
-        del powers, slope
-        grad_hidden[tokens] = change @ head.weight
-    return total, _Learned(normalisers, at_words)
+        logarithms = log_softmax(wide, -1)
+        del wide
+        at_word = logarithms.gather(-1, word)
+        total -= (at_word * counted[tokens]).sum()
+        learned.normalisers[tokens] = own - at_word
+        learned.at_words[tokens] = at_word = at_word.exp() - 1
+        if grad_hidden is not None:
+            change = head.change(logarithms.exp_(), slope, word, at_word)
+            del logarithms, slope
+            grad_hidden[tokens] = (change @ head.weight) * counted[tokens]
+            del change
+    return total, learned
 
 
 def _by_words(
-    head: _Head, task: _Task, learned: _Learned, chunk: int, grad_weight: Tensor | None, grad_bias: Tensor | None
-) -> None:
+    head: _Head, words: Tensor, learned: _Learned, chunk: int, shares: Tensor, grad_weight: Tensor | None,
+    grad_bias: Tensor | None,
+) -> None:  # fmt: skip
     """What the head gets: all tokens and some words at a time, so that each row of its gradient is made in one product.
 
     Summed up over chunks of tokens it would need a copy in fp32, which for a wide head is more than the logits are; the
     price is that logits are computed a second time.
     """
-    tokens, count = head.hidden.shape[0], head.weight.shape[0]
+    tokens, count, dtype = head.hidden.shape[0], head.weight.shape[0], head.weight.dtype
     width = -(-chunk * count // max(1, tokens) // ALIGNED) * ALIGNED or ALIGNED
-    offsets = learned.normalisers - task.shares.log()
+    shares = shares.to(dtype)
+    hidden = head.hidden * shares
     for start in range(0, count, width):
-        words = slice(start, min(start + width, count))
-        scores = head.scores(words=words)
+        some = slice(start, min(start + width, count))
+        scores = head.scores(words=some)
         slope = head.slope(scores)
-        change = _exp(head.shifted(scores, offsets), head.weight.dtype)
+        probabilities = (scores - learned.normalisers).exp_()
         del scores
-        word = (task.words - start).clamp(0, words.stop - start - 1)
-        here = (task.words >= start) & (task.words < words.stop)
-        change.scatter_(-1, word, torch.where(here, learned.at_words.to(change.dtype), change.gather(-1, word)))
-        if slope is not None:
-            change = change.mul_(slope)
+        word = (words - start).clamp(0, some.stop - start - 1)
+        here = (words >= start) & (words < some.stop)
+        at_word = torch.where(here, learned.at_words, probabilities.gather(-1, word))
+        change = head.change(probabilities, slope, word, at_word)
+        del probabilities, slope
         if grad_weight is not None:
-            grad_weight[words] = change.t() @ head.hidden
+            grad_weight[some] = change.t() @ hidden
         if grad_bias is not None:
-            grad_bias[words] = change.sum(0, dtype=torch.float32)
-
-
-def _times(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rounded as it is written: no copy in between."""
-    return x.mul_(factor) if x.dtype == dtype else torch.mul(x, factor, out=torch.empty_like(x, dtype=dtype))
-
-
-def _exp(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x.exp_() if x.dtype == dtype else torch.exp(x, out=torch.empty_like(x, dtype=dtype))
+            grad_bias[some] = change.t() @ shares[:, 0]
+        del change

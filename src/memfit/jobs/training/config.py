@@ -283,9 +283,13 @@ class LoggingConfig:
     tensorboard: bool | None = None
     wandb: bool | None = None
     """None: tensorboard where it is installed, W&B never by itself."""
+    memory_log: bool | str = False
+    """A CSV file with the memory at every logging step: yes is memory_log.csv in output_dir, or a path."""
 
     def __post_init__(self) -> None:
         _whole("logging.logging_steps", self.logging_steps)
+        if not isinstance(self.memory_log, bool):
+            _text("logging.memory_log", self.memory_log)
         _yes_or_no("logging.tensorboard", self.tensorboard, none=True)
         _yes_or_no("logging.wandb", self.wandb, none=True)
 

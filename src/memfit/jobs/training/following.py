@@ -7,9 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 from memfit.jobs.training.events import TrainEvent
+from memfit.jobs.training.out_of_memory import Place
 from memfit.jobs.training.phase_peaks import STEPS, PhasePeaks
 from memfit.jobs.training.preparation import TrainJob
 from memfit.recording.growth import GrowthWatch
+from memfit.recording.memory_log import MemoryLog
 from memfit.recording.status import publish
 
 
@@ -20,6 +22,10 @@ class Following:
         self.job, self._tell, self.first = job, on_event, first
         self.watch = GrowthWatch(gpu=gpu)
         self.phases = PhasePeaks(gpu=gpu, tell=self.watch.counter_was_read)
+        self.memory: MemoryLog | None = None
+        self.place: Place = "loading"
+        self.probing = False
+        self.trained_bytes = 0
         self.tokens = 0
         self.began = self._logged_at = time.perf_counter()
         self._waited = 0.0
@@ -31,12 +37,23 @@ class Following:
         if self.first:
             self._tell(TrainEvent(total_steps=self.job.total_steps, **event))
 
+    def mark(self, moment: str, *, failed: bool = False) -> None:
+        """A row of the memory log, where there is one."""
+        if self.memory is not None:
+            (self.memory.failed if failed else self.memory.checkpoint)(moment)
+
+    def reached(self, phase: str, step: int, micro_step: int) -> None:
+        """As `MemfitTrainer.reached` says it. What follows the end of the last micro-step is the optimizer's."""
+        self.place = "optimizer" if phase == "end" else "micro-step"
+        self.phases.reached(phase, step, micro_step)
+
     def start(self, step: int) -> None:
         self.began = self._logged_at = time.perf_counter()
         self._logged_step = step
         self.say(kind="start", step=step)
 
     def stepped(self, trainer: Any, step: int) -> None:
+        self.place = "between"
         if step - trainer.first_step == STEPS:
             self.phases.end()
         self.tokens += trainer.tokens_of_step * trainer.together.world_size
@@ -59,6 +76,7 @@ class Following:
             seconds_per_step=seconds / max(1, steps), data_wait_share=min(1.0, waited / max(seconds, 1e-9)),
             gpu_peak_bytes=self.watch.peak_bytes, host_bytes=self.watch.samples[-1].host_bytes,
         )  # fmt: skip
+        self.mark(f"step_{step}")
         verdict = self.watch.verdict()
         if verdict.kind not in ("none", self._said_of_growth):
             self._said_of_growth = verdict.kind

@@ -32,6 +32,7 @@ from memfit.jobs.training.config import (
     TrainConfig,
 )
 from memfit.jobs.training.data import DataSummary, Lengths, TrainingData
+from memfit.jobs.training.parallel import is_sharded
 from memfit.jobs.training.preparation import TrainJob
 from memfit.jobs.training.recovery import Halved
 from memfit.jobs.workload import Workload
@@ -39,18 +40,22 @@ from memfit.jobs.workload import Workload
 
 def run_memfit(job: Prepared, device: torch.device | str, phases: Phases, *, steps: int = 3) -> None:
     """Out of memory is out of memory here: no smaller micro-batch is tried."""
-    from transformers import PrinterCallback
+    from transformers import PreTrainedConfig, PrinterCallback
 
     from memfit.jobs.training.trainer_arguments import trainer_arguments
     from memfit.jobs.training.trainer_engine import MemfitTrainer
 
+    model: Any = job.model
+    if not isinstance(getattr(model, "config", None), PreTrainedConfig):
+        model.config = None  # the Trainer would write into it
     with phases("load"):
-        job.model.to(device)
+        if not is_sharded(job.workload):
+            model.to(device)
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(), phases("trainer", 1):
         warnings.filterwarnings("ignore", message=".*pin_memory.*")
         training = training_job(job.workload, job.vocab_size, steps=steps, folder=Path(folder))
         args = trainer_arguments(training, gpu=torch.device(device).type != "cpu")
-        trainer = MemfitTrainer(training, job.model, args, on_halved=_fail, on_probed=lambda longest: None)
+        trainer = MemfitTrainer(training, model, args, on_halved=_fail, on_probed=lambda longest: None)
         trainer.remove_callback(PrinterCallback)
         trainer.add_callback(_reading_losses(trainer))
         trainer.train()

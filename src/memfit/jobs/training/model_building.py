@@ -43,6 +43,9 @@ def build_for_training(job: TrainJob) -> nn.Module:
 def _built(job: TrainJob, dtype: torch.dtype) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
+    from memfit.models.own_models import make_known
+
+    make_known()  # a folder may hold one of memfit's own models
     model = job.config.model
     if FACTORY.fullmatch(model.name):
         from memfit.models.registry import build_model, resolve

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
+from warnings import catch_warnings, filterwarnings
 
 import torch
 from torch import nn
@@ -23,6 +24,7 @@ from torch import nn
 from memfit.errors import UsageError
 from memfit.jobs.workload import Workload
 from memfit.models.block_list import block_list
+from memfit.models.gsa_names import is_gsa
 
 
 @contextmanager
@@ -41,7 +43,8 @@ def one_process_of(world_size: int) -> Iterator[None]:
         )
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     try:
-        with mock.patch.dict(os.environ, _as_torchrun_says(world_size)), _buckets_come_back():
+        with mock.patch.dict(os.environ, _as_torchrun_says(world_size)), _buckets_come_back(), catch_warnings():
+            filterwarnings("ignore", message=".*(torch.distributed|broadcast_buffers).*deprecated", category=FutureWarning)  # accelerate
             yield
     finally:
         dist.destroy_process_group()
@@ -98,7 +101,10 @@ def to_device(model: nn.Module, device: torch.device | str, work: Workload) -> n
         return model
     from torch.nn.parallel import DistributedDataParallel
 
-    return DistributedDataParallel(model, gradient_as_bucket_view=bool(work.gradient_as_bucket_view))
+    return DistributedDataParallel(
+        model, gradient_as_bucket_view=bool(work.gradient_as_bucket_view),
+        find_unused_parameters=is_gsa(work.model),  # no gradient reaches its indexer
+    )  # fmt: skip
 
 
 def shard_blocks(model: nn.Module, work: Workload) -> None:
@@ -107,15 +113,12 @@ def shard_blocks(model: nn.Module, work: Workload) -> None:
 
     mesh = init_device_mesh("cuda", (work.world_size,))
     policy = MixedPrecisionPolicy()
-    if work.autocast:
-        policy = MixedPrecisionPolicy(param_dtype=getattr(torch, DTYPE_NAMES[work.autocast]), reduce_dtype=torch.float32)
+    if work.autocast == "bf16":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     found = block_list(model)
     for block in found[1] if found else ():
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-
-
-DTYPE_NAMES = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 def without_reduction(model: Any, work: Workload, *, last: bool) -> AbstractContextManager[Any]:

@@ -22,7 +22,7 @@ from memfit.jobs.training.random_state import RandomState
 from memfit.jobs.training.together import Together
 
 Rows = list[dict[str, Tensor]]
-MAX_CAUSE = 300
+MAX_CAUSE = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +41,9 @@ class Halved:
         return asdict(self)
 
     def in_words(self) -> str:
+        where = f"step {self.step}" if self.step else "the probe"
         return (
-            f"memory ran out in micro-step {self.micro_step} of step {self.step}: {self.cause}; the step is run again "
+            f"memory ran out in micro-step {self.micro_step} of {where}: {self.cause}; the step is run again "
             f"with micro_batch_size {self.rows_after} instead of {self.rows_before}, at the same global batch"
         )
 

@@ -82,7 +82,8 @@ class TrainResult:
             lines.append(f"{self.data_wait_share:.0%} of the time went by waiting for data: a larger num_workers helps")
         for each in self.out_of_memory:
             rows = f"micro_batch_size {each['rows_before']} became {each['rows_after']}"
-            lines.append(f"memory ran out in step {each['step']}: {rows}, at the same global batch")
+            where = f"step {each['step']}" if each["step"] else "the probe"
+            lines.append(f"memory ran out in {where}: {rows}, at the same global batch")
         if self.growth is not None and self.growth["kind"] != "none":
             lines.append(f"growth: {self.growth['text']}")
         lines.append(f"checkpoint: {self.checkpoint}")

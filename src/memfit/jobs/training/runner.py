@@ -1,7 +1,8 @@
 """A training job, run: `train(prepare_job(config), on_event=print)`.
 
 The engine is transformers' Trainer on accelerate, alone or under torchrun; `trainer_engine` says what of it is
-memfit's. In the output folder: `step_N` (checkpoints), `result.json`, and `tensorboard/` where that is installed.
+memfit's. In the output folder: `step_N` (checkpoints), `result.json`, `memory_log.csv` if wanted, and `tensorboard/`
+where that is installed.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,30 +22,37 @@ from memfit.jobs.pruning.out_of_memory import is_out_of_memory
 from memfit.jobs.training.events import TrainEvent
 from memfit.jobs.training.following import Following, follow
 from memfit.jobs.training.model_building import build_for_training
-from memfit.jobs.training.out_of_memory import RanOut
+from memfit.jobs.training.out_of_memory import RanOut, ran_out
 from memfit.jobs.training.phase_peaks import beside
 from memfit.jobs.training.preparation import TrainJob
 from memfit.jobs.training.recovery import Halved, cause_of
 from memfit.jobs.training.result import TrainResult
+from memfit.jobs.training.run_memory_log import open_memory_log
 from memfit.jobs.training.together import Together
 from memfit.jobs.training.trainer_arguments import on_gpu, trainer_arguments
 from memfit.recording.status import published
+
+TENSORBOARD_FOLDER = "TENSORBOARD_LOGGING_DIR"
 
 
 def train(job: TrainJob, *, on_event: Callable[[TrainEvent], None], plan: Any = None) -> TrainResult:
     """Every process of a run calls this; only the first one writes and tells. Raises RanOut where no row fits."""
     first = os.environ.get("RANK", "0") == "0"
     following = Following(job, on_event, gpu=on_gpu(job), first=first)
-    with _quiet_libraries(), published(following.command):
+    with _quiet_libraries(), _tensorboard_in(job.output_dir / "tensorboard"), published(following.command):
         try:
             trainer, seconds = _run(job, following)
+        except RanOut:
+            following.mark("out_of_memory", failed=True)
+            raise
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            raise RanOut(
-                f"memory ran out outside the micro-steps: {cause_of(error)}",
-                hint="weights and optimizer are too much: method: lora, a smaller optimizer, or parallel: fsdp2",
-            ) from None
+            following.mark("out_of_memory", failed=True)
+            raise ran_out(
+                following.place, cause_of(error), job.config, trained_bytes=following.trained_bytes,
+                probing=following.probing,
+            ) from None  # fmt: skip
         finally:
             following.phases.end()
         result = _result(job, trainer, following, seconds, plan)
@@ -60,9 +69,15 @@ def _run(job: TrainJob, following: Following) -> tuple[Any, float]:
     from memfit.jobs.training.trainer_engine import MemfitTrainer
 
     args = trainer_arguments(job)  # first of all, for it makes the process group
+    if following.first:
+        following.memory = open_memory_log(job, following.watch, gpu=on_gpu(job))
+    following.mark("01_start")
     # Cards that differ may have been planned for differently.
     job = job.with_micro_batch(Together(args.device).smallest(job.batch.micro_batch_size))
     model = build_for_training(job)
+    following.mark("02_model_built")
+    following.trained_bytes = sum(each.nbytes for each in model.parameters() if each.requires_grad)
+    following.probing = job.config.memory.probe
 
     def halved(event: Halved) -> None:
         following.say(kind="out-of-memory", step=event.step, text=event.in_words(), details=event.to_json())
@@ -72,17 +87,21 @@ def _run(job: TrainJob, following: Following) -> tuple[Any, float]:
         peak = following.watch.peak_bytes
         text = f"the longest rows, {longest:,} tokens, went through two steps of the optimizer"
         following.say(kind="probe", text=text, gpu_peak_bytes=peak)
+        following.mark("04_probed")
         following.watch.forget()
+        following.probing = False
 
     following.phases.begin()
-    trainer = MemfitTrainer(job, model, args, on_halved=halved, on_probed=probed, on_reached=following.phases.reached)
+    trainer = MemfitTrainer(job, model, args, on_halved=halved, on_probed=probed, on_reached=following.reached)
     following.phases.reached("end")
+    following.mark("03_model_loaded")
     trainer.remove_callback(PrinterCallback)
     callback = follow(following)
     callback.trainer = trainer
     trainer.add_callback(callback)
     trainer.train(resume_from_checkpoint=None if job.resume_from is None else str(job.resume_from))
     trainer.drain_losses()
+    following.mark("end")
     return trainer, time.perf_counter() - following.began
 
 
@@ -113,6 +132,19 @@ def _end_together(trainer: Any) -> None:
     if trainer.together.many:
         trainer.together.wait()
         torch.distributed.destroy_process_group()
+
+
+@contextmanager
+def _tensorboard_in(folder: Path) -> Iterator[None]:
+    """The Trainer takes the place of its event files from here only, and would use it for the next run as well."""
+    if TENSORBOARD_FOLDER in os.environ:
+        yield
+        return
+    os.environ[TENSORBOARD_FOLDER] = str(folder)
+    try:
+        yield
+    finally:
+        os.environ.pop(TENSORBOARD_FOLDER, None)
 
 
 @contextmanager

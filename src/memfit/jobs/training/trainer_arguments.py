@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
 
 from memfit.jobs.training.levers import has_tensorboard
 from memfit.jobs.training.preparation import TrainJob
-from memfit.models.gsa_names import is_gsa
+from memfit.models.gsa_names import GSA_TYPE
 
 
 def on_gpu(job: TrainJob) -> bool:
@@ -59,16 +58,20 @@ def trainer_arguments(job: TrainJob, *, gpu: bool | None = None) -> Any:
     return args
 
 
+def _is_gsa(job: TrainJob) -> bool:
+    """By name, or by what a folder holds."""
+    return job.shape is not None and job.shape.get("model_type") == GSA_TYPE
+
+
 def find_unused_parameters(job: TrainJob) -> bool:
     said = job.config.parallel.find_unused_parameters
-    return is_gsa(job.config.model.name) if said is None else said  # no gradient reaches GSA's indexer
+    return _is_gsa(job) if said is None else said  # no gradient reaches GSA's indexer
 
 
 def _report_to(job: TrainJob) -> list[str]:
     logging = job.config.logging
     wanted = []
     if logging.tensorboard or (logging.tensorboard is None and has_tensorboard()):
-        os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(job.output_dir / "tensorboard"))
         wanted.append("tensorboard")
     if logging.wandb:
         wanted.append("wandb")

@@ -133,6 +133,7 @@ class _Carrier:
         self.let_go()
         kept = _Kept(self, self.pieces.bytes(storage.nbytes()), version, self._last)
         kept.here = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
+        self.pieces.memory.copied(kept.here)
         kept.moved = self._lane.copy(kept.piece, kept.here, after=self._lane.now())
         self._leaving, self._last = kept, weakref.ref(kept)
         key = storage._cdata
@@ -153,6 +154,7 @@ class _Carrier:
     def _come(self, kept: _Kept) -> Tensor:
         if kept.here is None:
             kept.here = torch.empty(len(kept.piece), dtype=torch.uint8, device=self.device)
+            self.pieces.memory.copied(kept.here)
             kept.moved = self._lane.copy(kept.here, kept.piece, after=self._lane.now())
         return kept.here
 

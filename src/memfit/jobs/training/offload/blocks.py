@@ -1,16 +1,15 @@
-"""The blocks of a model: the longest list of modules that is in no other list."""
+"""The blocks of a model, for levers that go block by block."""
 
 from __future__ import annotations
 
 from torch import nn
 
 from memfit.errors import UsageError
+from memfit.models.block_list import block_list
 
 
 def blocks_of(model: nn.Module, *, lever: str) -> list[nn.Module]:
-    lists = {name: each for name, each in model.named_modules() if isinstance(each, nn.ModuleList)}
-    outer = [each for name, each in lists.items() if not any(name.startswith(f"{other}.") for other in lists)]
-    found = max(outer, key=len, default=None)
-    if found is None or not len(found):
+    found = block_list(model)
+    if found is None:
         raise UsageError(f"{lever}: a {type(model).__name__} has no list of blocks")
-    return list(found)
+    return list(found[1])

@@ -47,7 +47,8 @@ class FrozenWeightsOnHost:
             device = function(torch.empty(0, device="cpu")).device
             if device != self.device:
                 self.lie_beside(device)
-            apply(function, recurse)
+            rooms = {room.untyped_storage()._cdata for room in self._rooms}
+            apply(lambda each: each if each.untyped_storage()._cdata in rooms else function(each), recurse)
             found = mine()
             assert found is not None
             return found
@@ -65,6 +66,8 @@ class FrozenWeightsOnHost:
             block.to_host(pieces)
         largest = max(block.nbytes for block in self._blocks)
         self._rooms = [torch.empty(largest, dtype=torch.uint8, device=device) for _ in range(PLACES)]
+        for room in self._rooms:
+            pieces.memory.copied(room, "frozen weights of one block at a time")
         self._holds, self._arrived = [None] * PLACES, [None] * PLACES
         for index, block in enumerate(self._blocks):
             block.lie_in(self._rooms[index % PLACES])

@@ -1,0 +1,142 @@
+"""`--emit`: the fitted job as something to run.
+
+    yaml     a config for `memfit train --config`
+    args     flags for a script of the Hugging Face Trainer, or for `memfit prune`
+    python   a file that trains with the Hugging Face Trainer, or runs the model
+
+A change for which there is no switch is refused with the form that has one: nothing of the answer is lost on the way.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from memfit.advice.emit_python import python_of
+from memfit.advice.fit import Fitted
+from memfit.advice.forms import FORMS
+from memfit.advice.global_batch import global_batch_of
+from memfit.advice.trainer_words import environment, refuse_what_has_no_switch, trainer_settings
+from memfit.errors import MemfitError, UsageError
+from memfit.gpus import Gpu, find_gpu
+from memfit.jobs.workload import Workload, flag
+from memfit.units import gib
+
+CLIP_NORM = 1.0
+
+
+def emit(fitted: Fitted, form: str) -> str:
+    if form not in FORMS:
+        raise UsageError(f"--emit {form!r} is not one of {', '.join(FORMS)}")
+    if not fitted.fits:
+        raise UsageError("nothing fits, so there is nothing to write", hint="without --emit the nearest set is shown")
+    if form == "yaml":
+        return yaml_of(fitted)
+    if form == "python":
+        return python_of(fitted.fitted, headline(fitted))
+    return args_of(fitted)
+
+
+def headline(fitted: Fitted) -> str:
+    """What the file is, in one line."""
+    use = f"predicted {gib(fitted.after.use_bytes)} of {gib(fitted.gpu.capacity_bytes)}"
+    names = ", ".join(change.lever.name for change in fitted.changes) or "nothing had to be changed"
+    return f"{fitted.workload.kind} of {fitted.workload.model} on {fitted.gpu.name}: {use}; {names}"
+
+
+def yaml_of(fitted: Fitted) -> str:
+    import yaml
+
+    from memfit.jobs.training.config_keys import config_from
+
+    if not fitted.fitted.trains:
+        raise UsageError(f"--emit yaml: a config is for training, not for {fitted.workload.kind}", hint="--emit args")
+    document = config_document(fitted)
+    config_from(document, name="fitted")  # what the engine does not take is said now, not when the file is read
+    text = yaml.safe_dump(document, sort_keys=False, allow_unicode=True)
+    return f"# {headline(fitted)}.\n# memfit train --config THIS.yaml --set data.source=my.jsonl\n{text}"
+
+
+def config_document(fitted: Fitted) -> dict[str, Any]:
+    work = fitted.fitted
+    checkpointing = "full" if work.grad_checkpointing else "selective" if work.selective_checkpointing else "none"
+    document: dict[str, Any] = {
+        "model": {"name": work.model, "attention": work.attention},
+        "method": _method(work),
+        "data": {"source": "builtin", "max_seq_len": work.seq_len},
+        "batch": {"micro_batch_size": work.batch_size, "global_batch_size": global_batch_of(work)},
+        "schedule": {"max_grad_norm": CLIP_NORM if work.clip_grad else 0.0},
+        "precision": work.precision,
+        "memory": {
+            "gpu": _card(fitted.gpu), "margin": fitted.margin, "gradient_checkpointing": checkpointing,
+            "offload": list(work.offload or ()), "alloc_conf": work.alloc_conf,
+        },
+        "optimizer": {"name": work.optimizer},
+        "loss": {"kind": work.loss, "chunk": work.loss_chunk},
+    }  # fmt: skip
+    if work.world_size > 1:
+        view = {"gradient_as_bucket_view": work.gradient_as_bucket_view} if work.parallel == "ddp" else {}
+        document["parallel"] = {"kind": work.parallel, **view}
+    return document
+
+
+def _card(gpu: Gpu) -> str:
+    """As `--gpu` reads it."""
+    try:
+        known = find_gpu(gpu.name).capacity_bytes == gpu.capacity_bytes
+    except MemfitError:
+        known = False
+    return gpu.name if known else f"{gpu.capacity_bytes}B"
+
+
+def _method(work: Workload) -> dict[str, Any]:
+    if work.kind != "lora":
+        return {"kind": "full"}
+    made: dict[str, Any] = {
+        "kind": "lora", "rank": work.rank, "dropout": work.lora_dropout, "adapter_dtype": work.adapter_dtype
+    }  # fmt: skip
+    if work.target_modules is not None:
+        made["target_modules"] = list(work.target_modules)
+    return made
+
+
+def args_of(fitted: Fitted) -> str:
+    work = fitted.fitted
+    if work.trains:
+        refuse_what_has_no_switch(work, "args")
+        launcher = f"torchrun --nproc_per_node={work.world_size} train.py" if work.world_size > 1 else "python train.py"
+        return _command(fitted, launcher, _trainer_flags(work))
+    launcher = "memfit prune" if work.kind == "prune" else f"memfit plan {work.kind}"
+    return _command(fitted, launcher, _own_flags(work))
+
+
+def _command(fitted: Fitted, launcher: str, flags: Iterator[tuple[str, str]]) -> str:
+    before = "".join(f"{name}={shlex.quote(value)} " for name, value in environment(fitted.fitted).items())
+    lines = [f"{before}{launcher}", *(f"    {name} {shlex.quote(value)}".rstrip() for name, value in flags)]
+    return f"# {headline(fitted)}\n" + " \\\n".join(lines) + "\n"
+
+
+def _trainer_flags(work: Workload) -> Iterator[tuple[str, str]]:
+    """As HfArgumentParser reads the fields of TrainingArguments."""
+    settings: Mapping[str, Any] = {**trainer_settings(work), **_in_place_of_own_code(work)}
+    for name, value in settings.items():
+        yield f"--{name}", json.dumps(value) if isinstance(value, dict) else str(value)
+
+
+def _in_place_of_own_code(work: Workload) -> dict[str, Any]:
+    return {"use_liger_kernel": True} if work.loss == "chunked" else {}
+
+
+def _own_flags(work: Workload) -> Iterator[tuple[str, str]]:
+    for name, value in work.settings().items():
+        if name in ("kind", "alloc_conf", "attention", "precision") and work.kind == "prune":
+            continue
+        if name == "kind" or value in (None, False, "", []):
+            continue
+        yield flag({"seq_len": "seqlen"}.get(name, name) if work.kind == "prune" else name), _text(value)
+
+
+def _text(value: Any) -> str:
+    return "" if value is True else ",".join(value) if isinstance(value, list) else str(value)

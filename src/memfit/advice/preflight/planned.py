@@ -1,0 +1,90 @@
+"""The job's plan: on the card that it is meant for, and on what is free of the one that is here."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from memfit.advice.preflight.finding import CannotTell
+from memfit.advice.preflight.situation import Situation, output_folder
+from memfit.errors import MemfitError
+from memfit.gpus import Gpu
+from memfit.jobs.workload import Workload
+
+if TYPE_CHECKING:
+    from memfit.jobs.training.preparation import TrainJob
+    from memfit.planning.predict import Plan
+
+WORDS = 2
+"""Of a vocabulary of which only the length of rows is looked at."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    workload: Workload
+    plan: Plan
+    where: str | None
+    """The card, in words; None where there is none."""
+
+
+def planned(situation: Situation) -> list[Planned]:
+    from memfit.planning.predict import predict
+
+    cards: list[tuple[Gpu | None, str | None]] = [*_cards(situation)] or [(None, None)]
+    try:
+        workload = workload_of(situation)
+        return [Planned(workload, predict(workload, gpu=card), where) for card, where in cards]
+    except MemfitError as error:
+        raise CannotTell(f"cannot be predicted: {error.message}") from error
+
+
+def workload_of(situation: Situation) -> Workload:
+    """The job as the predictor takes it, with the longest rows that the data have, or may have."""
+    if situation.asked.workload is not None:
+        return situation.asked.workload
+    from memfit.planning.train_workload import workload_of as of_job
+
+    try:
+        job = situation.job.needed()
+    except CannotTell:
+        job = _with_full_rows(situation)
+    return of_job(_as_chosen(job, situation))
+
+
+def _as_chosen(job: TrainJob, situation: Situation) -> TrainJob:
+    """With the micro-batch that `memory: auto` would take."""
+    cards = [card for card, _ in _cards(situation)]
+    if not job.config.memory.auto or not cards:
+        return job
+    from memfit.planning.train_plan import plan_training
+
+    memory = dataclasses.replace(job.config.memory, gpu=f"{cards[0].capacity_bytes}B")
+    chosen = plan_training(dataclasses.replace(job, config=dataclasses.replace(job.config, memory=memory)))
+    return dataclasses.replace(job, batch=chosen.job.batch)
+
+
+def _with_full_rows(situation: Situation) -> TrainJob:
+    """Where the data cannot be read here: every row as long as they may be."""
+    from memfit.jobs.source import Source
+    from memfit.jobs.training.memfit_loop import training_job
+
+    config, folder = situation.config, output_folder(situation.config)
+    rows = Workload(
+        kind="train", model=config.model.name, seq_len=config.data.max_seq_len, padding=config.data.packing is False
+    )
+    try:
+        source = Source(folder=situation.folder.needed())
+    except CannotTell:
+        source = None
+    job = training_job(rows, WORDS, steps=1, folder=folder)
+    return dataclasses.replace(job, config=config, batch=situation.batch.needed(), source=source)
+
+
+def _cards(situation: Situation) -> Iterator[tuple[Gpu, str]]:
+    if situation.named is not None:
+        yield situation.named, situation.named.name
+    if situation.here is not None:
+        free = situation.here.with_what_is_free
+        yield free, f"what is free of the {free.name} here"

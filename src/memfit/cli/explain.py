@@ -1,0 +1,93 @@
+"""`memfit explain FILE|-`: an out-of-memory error, from a message, a log, a snapshot or a run's folder."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from memfit.cli import output
+from memfit.cli.options import with_any_option
+from memfit.errors import InputError, UsageError
+from memfit.jobs.workload import KINDS
+
+NOTHING_FOUND = 1
+PANEL = "The job"
+
+FILE = typer.Argument(
+    metavar="[FILE|-]", show_default=False,
+    help="A log, a snapshot, a memory log or the folder of a run; `-` or nothing is a text on stdin.",
+)  # fmt: skip
+KIND_FLAG = typer.Option(
+    "--kind", metavar="|".join(KINDS), show_default=False, rich_help_panel=PANEL, help="What kind of job it was."
+)
+CONFIG_FLAG = typer.Option(
+    "--config", metavar="FILE|NAME", show_default=False, rich_help_panel=PANEL,
+    help="The job as a config of `memfit train`, instead of flags.",
+)  # fmt: skip
+GPU_FLAG = typer.Option(
+    "--gpu", metavar="NAME|SIZE", show_default=False, help="The card to predict for. Default: the one in the message."
+)
+JSON_FLAG = typer.Option("--json", help="One JSON document on stdout instead of the report.")
+
+EXTRA: dict[str, tuple[Any, Any]] = {
+    "file": (Annotated[str | None, FILE], None),
+    "kind": (Annotated[str | None, KIND_FLAG], None),
+    "config": (Annotated[str | None, CONFIG_FLAG], None),
+    "gpu": (Annotated[str | None, GPU_FLAG], None),
+    "json": (Annotated[bool, JSON_FLAG], False),
+}
+
+
+def _explain(
+    *, file: str | None, kind: str | None, config: str | None, gpu: str | None, json: bool, **given: Any
+) -> int:
+    if kind is not None and kind not in KINDS:
+        raise UsageError(f"--kind {kind!r} is not one of {', '.join(KINDS)}")
+    source = _stdin() if file in (None, "-") else _path(str(file))
+    settings: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in given.items()
+    }
+    with output.working("explaining"):
+        from memfit.advice.explain import explain as explain_it
+
+        told = explain_it(source, gpu=gpu, config=config, kind=kind, **settings)
+    if json:
+        output.print_json(told.to_json())
+    else:
+        from memfit.render.explain_terminal import show_explanation
+
+        output.show(show_explanation, told.to_json())
+    return 0 if told.known else NOTHING_FOUND
+
+
+def _path(file: str) -> Any:
+    from pathlib import Path
+
+    return Path(file)
+
+
+def _stdin() -> bytes:
+    from memfit.advice.pasted_text import MAX_TEXT
+
+    if sys.stdin.isatty():
+        raise UsageError(
+            "no FILE, and nothing is piped in", hint="memfit explain train.log, or memfit explain < oom.txt"
+        )
+    raw = sys.stdin.buffer.read(MAX_TEXT)
+    if raw[:1] == b"\x80":
+        raise InputError("a snapshot cannot be piped in", hint="give the name of its file: memfit explain oom.pickle")
+    return raw
+
+
+explain = with_any_option(_explain, EXTRA)
+explain.__name__ = "explain"
+explain.__doc__ = """Explain an out-of-memory error: what happened, which tensor, what helps, what does not.
+
+Takes a pasted message, a log with one or several in it, a snapshot, a memory log or a run's folder. Without
+the job the answer is in words; with it (flags, a config, or what the log tells) every fix is predicted on
+that very job.
+
+Exit code 1: there is no out-of-memory error in it.
+"""

@@ -1,0 +1,163 @@
+"""`memfit fit forward|train|lora|generate|prune`: the smallest set of changes with which a job fits a card."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from memfit.cli import late_conversion, output
+from memfit.cli.options import plain_name, split_names, with_options_of
+from memfit.cli.plan import FAILS, check_names
+from memfit.errors import UsageError
+from memfit.jobs.workload import KINDS, Workload
+
+if TYPE_CHECKING:
+    from memfit.advice.fit import Fitted
+
+WHAT = {
+    "forward": "Make a forward pass fit.",
+    "train": "Make training of all weights fit, at the same global batch.",
+    "lora": "Make LoRA fine-tuning fit, at the same global batch.",
+    "generate": "Make generation fit.",
+    "prune": "Make pruning fit, beside what the whole model on the card would take.",
+}
+EXAMPLES = {
+    "forward": "memfit fit forward --model llama-3.1-8b --batch-size 32 --gpu 24GB",
+    "train": "memfit fit train --model llama-3.1-8b --global-batch 8 --gpu 80GiB",
+    "lora": "memfit fit lora --model qwen2.5-7b --rank 128 --seq-len 2048 --global-batch 16 --gpu 24GiB",
+    "generate": "memfit fit generate --model llama-3.1-8b --batch-size 64 --new-tokens 512 --gpu 24GB",
+    "prune": "memfit fit prune --model llama-2-13b --gpu 16GiB",
+}
+
+GPU_FLAG = typer.Option(
+    "--gpu", metavar="NAME|SIZE", show_default=False, help="The card (`memfit gpus`), as 24GB, or exactly 23.5GiB."
+)
+KEEP_FLAG = typer.Option(
+    "--keep", metavar="NAMES", show_default=False, help="Settings that stay as they are: seq-len,rank,precision."
+)
+MARGIN_FLAG = typer.Option("--margin", metavar="SHARE", help="Share of the card that stays free.")
+GLOBAL_FLAG = typer.Option(
+    "--global-batch", metavar="N", show_default=False,
+    help="Rows of one optimizer step over all GPUs; never changed. Default: what the other flags make.",
+)  # fmt: skip
+LADDER_FLAG = typer.Option("--ladder", help="Show how far the micro-batch can go, from safe to all of the card.")
+EMIT_FLAG = typer.Option(
+    "--emit", metavar="yaml|args|python", show_default=False, help="Write the fitted job to stdout in this form."
+)
+JSON_FLAG = typer.Option("--json", help="One JSON document on stdout instead of the report.")
+
+EXTRA: dict[str, tuple[Any, Any]] = {
+    "gpu": (Annotated[str, GPU_FLAG], inspect.Parameter.empty),
+    "keep": (Annotated[list[str] | None, KEEP_FLAG], None),
+    "margin": (Annotated[str, MARGIN_FLAG], "0.1"),
+    "emit": (Annotated[str | None, EMIT_FLAG], None),
+    "json": (Annotated[bool, JSON_FLAG], False),
+}
+OF_TRAINING: dict[str, tuple[Any, Any]] = {
+    "global_batch": (Annotated[str | None, GLOBAL_FLAG], None),
+    "ladder": (Annotated[bool, LADDER_FLAG], False),
+}
+
+fit = typer.Typer(
+    cls=late_conversion.Group,
+    help="Find the smallest set of changes with which a job fits a card: each set predicted, the cheapest first.",
+    short_help="Find the smallest change that makes a job fit.",
+    epilog=output.example(EXAMPLES["lora"]),
+    no_args_is_help=True,
+)
+
+
+def _fit(
+    workload: Workload, *, gpu: str, keep: list[str] | None, margin: str, emit: str | None, json: bool,
+    global_batch: str | None = None, ladder: bool = False,
+) -> int:  # fmt: skip
+    check_names(workload.model, gpu)
+    _check_together(emit, json, ladder)
+    asked: dict[str, Any] = {
+        "gpu": gpu, "keep": [plain_name(name) for name in split_names(keep or [])], "margin": _share(margin),
+        "global_batch": _rows(global_batch),
+    }  # fmt: skip
+    if ladder:
+        return _ladder(workload, json=json, **asked)
+    with output.working(f"fitting {workload.model}"):
+        from memfit.advice.fit import fit as fit_job
+
+        fitted = fit_job(workload, **asked)
+    if emit is not None:
+        return _emit(fitted, emit)
+    if json:
+        output.print_json(fitted.to_json())
+    else:
+        from memfit.render.fit_terminal import show_fit
+
+        output.show(show_fit, fitted.to_json())
+    return 0 if fitted.fits else FAILS
+
+
+def _ladder(workload: Workload, *, json: bool, **asked: Any) -> int:
+    with output.working(f"climbing with {workload.model}"):
+        from memfit.advice.ladder import ladder as ladder_of
+
+        made = ladder_of(workload, **asked)
+    if json:
+        output.print_json(made.to_json())
+    else:
+        from memfit.render.ladder_terminal import show_ladder
+
+        output.show(show_ladder, made.to_json())
+    return 0 if made.rungs else FAILS
+
+
+def _emit(fitted: Fitted, form: str) -> int:
+    from memfit.advice.emit import emit, headline
+
+    if not fitted.fits:
+        output.complain("nothing fits, so nothing was written", "without --emit the nearest set is shown")
+        return FAILS
+    text = emit(fitted, form)
+    output.note(headline(fitted))
+    output.say(text.rstrip("\n"))
+    return 0
+
+
+def _check_together(emit: str | None, json: bool, ladder: bool) -> None:
+    from memfit.advice.forms import FORMS
+
+    if emit is not None and emit not in FORMS:
+        raise UsageError(f"--emit {emit!r} is not one of {', '.join(FORMS)}")
+    if emit is not None and (json or ladder):
+        raise UsageError(f"--emit and {'--json' if json else '--ladder'} both say what is printed", hint="give one")
+
+
+def _share(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError as error:
+        raise UsageError(f"--margin {text!r} is not a share between 0 and 1", hint="such as 0.1") from error
+
+
+def _rows(text: str | None) -> int | None:
+    if text is None:
+        return None
+    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= 1 << 24:
+        raise UsageError(f"--global-batch {text!r} is not a whole number of rows", hint="such as 256")
+    return int(text)
+
+
+def _register(kind: str) -> None:
+    extra = {**EXTRA, **(OF_TRAINING if kind in ("train", "lora") else {})}
+
+    def run(**given: Any) -> int:
+        asked = {name: given.pop(name) for name in extra}
+        return _fit(Workload.from_mapping({"kind": kind, **given}), **asked)
+
+    register = fit.command(
+        name=kind, cls=late_conversion.Command, help=WHAT[kind], epilog=output.example(EXAMPLES[kind])
+    )
+    register(with_options_of(kind, run, extra))
+
+
+for _kind in KINDS:
+    _register(_kind)

@@ -1,0 +1,91 @@
+"""`memfit table`: models against workloads against cards."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from memfit.cli import output
+from memfit.cli.options import split_names
+from memfit.errors import UsageError
+
+if TYPE_CHECKING:
+    from memfit.advice.table import OnStep
+
+FORMATS = ("terminal", "markdown", "csv", "json")
+
+
+def table(
+    models: Annotated[
+        list[str] | None,
+        typer.Option("--models", metavar="NAMES", help="a,b or the flag repeated. Default: 1b,3b,7b,13b,30b,70b."),
+    ] = None,
+    workloads: Annotated[
+        list[str] | None,
+        typer.Option("--workloads", metavar="NAMES", help="Default: prune,lora,train,forward,generate."),
+    ] = None,
+    gpus: Annotated[
+        list[str] | None,
+        typer.Option("--gpus", metavar="NAMES", help="Cards or sizes. Default: 8GB,12GB,16GB,24GB,40GB,80GB."),
+    ] = None,
+    seq_len: Annotated[
+        int, typer.Option("--seq-len", "--seqlen", "--context-length", metavar="N", help="Tokens in a sequence.")
+    ] = 2048,
+    nsamples: Annotated[
+        int, typer.Option("--nsamples", metavar="N", help="Windows of text to calibrate on, for pruning.")
+    ] = 128,
+    guides: Annotated[
+        bool, typer.Option("--guides/--no-guides", help="Beside it, what people's guides say, checked.")
+    ] = True,
+    form: Annotated[
+        str, typer.Option("--format", metavar="|".join(FORMATS), help="What to write on stdout.")
+    ] = "terminal",
+    json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
+) -> None:
+    """Show what each of many models takes for each of many workloads, and on which card it fits.
+
+    The quick-reference table and the decision matrix of the guides on pruning, computed: weights, activations and total
+    of each job, the smallest card and the one to take, with the guides' own numbers beside them.
+    """
+    if form not in FORMATS:
+        raise UsageError(f"--format {form!r} is not one of {', '.join(FORMATS)}")
+    from memfit.advice import table as tables
+
+    with _progress() as on_step, redirect_stdout(sys.stderr):
+        made = tables.make_table(
+            split_names(models or []) or tables.MODELS, split_names(workloads or []) or tables.WORKLOADS,
+            split_names(gpus or []) or tables.GPUS, seq_len=seq_len, nsamples=nsamples, guides=guides, on_step=on_step,
+        )  # fmt: skip
+    _write(made.to_json(), "json" if json else form)
+
+
+def _write(document: dict[str, object], form: str) -> None:
+    if form == "json":
+        output.print_json(document)
+    elif form == "terminal":
+        from memfit.render.table_terminal import show_table
+
+        output.show(show_table, document)
+    else:
+        from memfit.render.table_text import as_csv, as_markdown
+
+        output.say((as_csv if form == "csv" else as_markdown)(document))
+
+
+@contextmanager
+def _progress() -> Iterator[OnStep]:
+    """A bar on stderr, and only where a person looks on."""
+    err = output.errors_console()
+    if not err.is_terminal:
+        yield lambda what, done, total: None
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
+    with Progress(*columns, console=err, transient=True, redirect_stdout=False) as progress:
+        task = progress.add_task("", total=None)
+        yield lambda what, done, total: progress.update(task, description=what, completed=done, total=total)

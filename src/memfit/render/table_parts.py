@@ -1,0 +1,146 @@
+"""`memfit table` as plain tables of words, from its document (memfit.table/1): what Markdown and terminal both show."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from memfit.render.words import clean
+from memfit.units import GiB
+
+Document = Mapping[str, Any]
+NOTHING = "n/a"
+NONE_OF_THEM = "none"
+
+
+@dataclass(frozen=True)
+class Part:
+    title: str
+    headers: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    words: int
+    """So many columns at the left are words; the others are figures and verdicts."""
+
+
+def parts(document: Document) -> Iterator[Part]:
+    yield _quick_reference(document)
+    yield _matrix(document)
+    beside = [row for row in document["rows"] if row["guide"]]
+    if beside:
+        yield _guide_rows(beside)
+    for name, title in (
+        ("guide_matrix", "The guide's decision matrix, checked"),
+        ("guide_examples", "The guides' examples and recommendations, checked"),
+    ):
+        if document[name]:
+            yield _claims(title, document[name])
+
+
+def _quick_reference(document: Document) -> Part:
+    """On cards below the smallest the job fails, from the recommended one on it is safe, between them it is tight."""
+    headers = ("workload", "model", "parameters", "weights", "activations", "total", "smallest", "recommended")
+    rows = [
+        (
+            clean(_workload(row)), clean(row["model"]), _billions(row["parameters"]), _gib(row["weights_bytes"]),
+            _gib(row["activations_bytes"]), _gib(row["total_bytes"]), clean(row["smallest_gpu"] or NONE_OF_THEM),
+            clean(row["recommended_gpu"] or NONE_OF_THEM),
+        )
+        for row in document["rows"]
+    ]  # fmt: skip
+    return Part("Quick reference: what each job takes in GiB, and the cards it fits on", headers, rows, 2)
+
+
+def _matrix(document: Document) -> Part:
+    names = list(document["matrix"][0]["largest"]) if document["matrix"] else []
+    rows = [
+        (clean(line["gpu"]), *(clean(line["largest"][name] or NONE_OF_THEM) for name in names))
+        for line in document["matrix"]
+    ]
+    return Part("Decision matrix: the largest of these models that is safe on a card", ("card", *names), rows, 99)
+
+
+def _guide_rows(rows: Sequence[Document]) -> Part:
+    headers = ("model", "weights", "activations", "total", "difference", "smallest", "recommended")
+    made = [
+        (
+            clean(row["model"]), _both(_gb(row["guide"]["weights_bytes"]), _gb(row["weights_bytes"])),
+            _both(_range(row["guide"]["activations_bytes"]), _gb(row["activations_bytes"])),
+            _both(_range(row["guide"]["total_bytes"]), _gb(row["total_bytes"])),
+            _signed(row["guide"]["difference_bytes"]),
+            _both(row["guide"]["smallest_gpu"], clean(row["smallest_gpu"] or NONE_OF_THEM)),
+            _both(row["guide"]["recommended_gpu"], clean(row["recommended_gpu"] or NONE_OF_THEM)),
+        )
+        for row in rows
+    ]  # fmt: skip
+    return Part(
+        "The guide's table in GB, and the whole model on a card as predicted: guide / predicted", headers, made, 1
+    )
+
+
+def _claims(title: str, claims: Sequence[Document]) -> Part:
+    headers = ("the guide says", "card", "its way", "its way, defaults", "memfit prune", "difference GB")
+    rows = [
+        (
+            clean(claim["said"] + (f" ({claim['note']})" if claim["note"] else "")), clean(claim["gpu"]),
+            _with_verdict(claim, "whole"), _with_verdict(claim, "whole_by_default"), _with_verdict(claim, "streamed"),
+            _signed(claim["difference_bytes"]),
+        )
+        for claim in claims
+    ]  # fmt: skip
+    return Part(f"{title} (GiB on that card)", headers, rows, 2)
+
+
+def settings_in_words(document: Document) -> Iterator[str]:
+    """What each workload was planned with, once for all models."""
+    told = set()
+    for row in document["rows"]:
+        kind = row["workload"]
+        if kind not in told:
+            told.add(kind)
+            chosen = {name: row["settings"][name] for name in _SHOWN if name in row["settings"]}
+            yield f"{kind}: " + ", ".join(_setting(name, value) for name, value in chosen.items() if value is not False)
+
+
+_SHOWN = (
+    "method", "sparsity", "nsamples", "batch_size", "seq_len", "new_tokens", "precision", "rank", "optimizer",
+    "grad_checkpointing",
+)  # fmt: skip
+
+
+def _setting(name: str, value: object) -> str:
+    word = name.replace("_", "-")
+    return word if value is True else f"{word} {value}"
+
+
+def _workload(row: Document) -> str:
+    return str(row["workload"]) if row["way"] is None else f"{row['workload']}, {row['way']}"
+
+
+def _both(said: str, predicted: str) -> str:
+    return f"{said} / {predicted}"
+
+
+def _with_verdict(claim: Document, way: str) -> str:
+    return f"{_gib(claim[f'{way}_bytes'])} {claim[f'{way}_verdict']}"
+
+
+def _billions(count: int) -> str:
+    return f"{count / 1e9:.2f} B"
+
+
+def _gib(size: int | None) -> str:
+    return NOTHING if size is None else f"{size / GiB:.2f}"
+
+
+def _gb(size: int) -> str:
+    return f"{size / 1e9:.1f}"
+
+
+def _range(ends: Sequence[int]) -> str:
+    least, most = (f"{end / 1e9:g}" for end in ends)
+    return least if least == most else f"{least}-{most}"
+
+
+def _signed(size: int | None) -> str:
+    return NOTHING if size is None else "within" if size == 0 else f"{size / 1e9:+.1f}"

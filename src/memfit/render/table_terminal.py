@@ -1,0 +1,41 @@
+"""`memfit table` in a terminal, from its document (memfit.table/1)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from memfit.render.pieces import bullets, section
+from memfit.render.table_parts import Part, parts, settings_in_words
+
+STYLES = {"safe": "green", "tight": "yellow", "fails": "red"}
+"""Colour repeats what the word says."""
+NAME = 32
+"""What is longer in the first column is a sentence, and may be wrapped."""
+
+
+def show_table(document: Mapping[str, Any], console: Console) -> None:
+    for part in parts(document):
+        console.print(section(part.title, _table(part)))
+    console.print(section("planned with", bullets(list(settings_in_words(document)))))
+    console.print(section("how to read it", bullets(document["notes"])))
+
+
+def _table(part: Part) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    sentences = any(len(row[0]) > NAME for row in part.rows)
+    for at, header in enumerate(part.headers):
+        wraps = at == 0 and sentences
+        table.add_column(header, justify="left" if at < part.words else "right", overflow="fold", no_wrap=not wraps)
+    for row in part.rows:
+        table.add_row(*(_cell(cell) if at else Text(cell) for at, cell in enumerate(row)))
+    return table
+
+
+def _cell(text: str) -> Text:
+    """A verdict is its last word, if it has one."""
+    return Text(text, STYLES.get(text.rpartition(" ")[2], ""))

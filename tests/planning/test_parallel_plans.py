@@ -1,0 +1,223 @@
+"""One process of several that train together: DDP's buckets, FSDP2's shards, streams and gathered weights."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from measured import Pair, pair, runs
+from plans import LLAMA, plan, small_llama
+from test_repetition import Miniatures, check, check_extended
+
+from memfit.core.events import Action, Trace
+from memfit.errors import UsageError
+from memfit.jobs.training.parallel import one_process_of
+from memfit.jobs.workload import Workload
+from memfit.planning.predict import Plan, predict
+from memfit.planning.tracing_jobs import prepare_without_memory, trace_job
+
+
+@pytest.fixture(autouse=True)
+def _nothing_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEMFIT_CACHE", "off")
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Miniatures:
+    return Miniatures(tmp_path_factory.mktemp("parallel"))
+
+
+# -- measured on an H200, with a process group that sends nothing ------------------------------------------------------
+
+
+@cache
+def sharded(run_id: str) -> Plan:
+    spec = runs()[run_id].spec
+    return predict(
+        kind="train", model=spec["model"], batch_size=spec["batch"], seq_len=spec["seq"], precision="amp-bf16",
+        optimizer="adamw-fused", grad_checkpointing=bool(spec.get("ckpt")), world_size=spec["world"], parallel="fsdp2",
+        gpu="H200",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("run_id", ["d25", "d26"])
+def test_each_phase_of_fsdp2_peaks_where_it_was_measured(run_id: str) -> None:
+    predicted: dict[tuple[str, int], Pair] = {
+        (phase.name, phase.step): pair(phase) for phase in sharded(run_id).report.phases if phase.name != "load"
+    }
+    assert predicted == runs()[run_id].phases()
+
+
+@pytest.mark.parametrize("run_id", ["d25", "d26"])
+def test_shards_lie_in_the_segments_that_were_measured(run_id: str) -> None:
+    load = next(phase for phase in sharded(run_id).report.phases if phase.name == "load")
+    assert load.reserved_bytes == runs()[run_id].loaded[1]
+
+
+# -- what a process holds ----------------------------------------------------------------------------------------------
+
+
+def at(made: Plan, phase: str, step: int) -> int:
+    return next(p.allocated_bytes for p in made.report.phases if (p.name, p.step) == (phase, step))
+
+
+def requested(trace: Trace, category: str) -> int:
+    return sum(size for block, size in enumerate(trace.requested) if trace.category(block) == category)
+
+
+def trace_of(**settings: Any) -> Trace:
+    usual = {"kind": "train", "model": small_llama(), "batch_size": 4, "seq_len": 128}
+    return trace_job(prepare_without_memory(Workload(**{**usual, **settings})))
+
+
+@cache
+def weights_of_a_process(world_size: int, parallel: str = "fsdp2", kind: str = "train") -> int:
+    """After loading."""
+    trace, alive = trace_of(kind=kind, world_size=world_size, parallel=parallel), 0
+    for action, subject in trace.events():
+        if action == Action.MARK and trace.marks[subject].phase == "data":
+            break
+        if action in (Action.ALLOC, Action.FREE) and trace.category(subject) == "weights":
+            alive += trace.requested[subject] if action == Action.ALLOC else -trace.requested[subject]
+    return alive
+
+
+def test_shards_are_the_weights_divided() -> None:
+    whole = weights_of_a_process(1)
+    buffers = 2 * 16 * 4  # rotary frequencies, which every process has
+    assert [weights_of_a_process(n) - buffers for n in (2, 4, 8)] == [(whole - buffers) // n for n in (2, 4, 8)]
+
+
+def test_a_shard_that_does_not_divide_evenly_is_rounded_up() -> None:
+    """Of 512 rows each of three processes gathers 171."""
+    assert weights_of_a_process(3) > weights_of_a_process(1) // 3
+    table = -(-LLAMA["vocab_size"] // 3) * LLAMA["hidden_size"] * 2
+    assert table in trace_of(world_size=3, parallel="fsdp2").requested
+
+
+def test_frozen_weights_are_sharded_too() -> None:
+    assert weights_of_a_process(8, kind="lora") < weights_of_a_process(1, kind="lora") / 7
+
+
+def test_ddp_keeps_the_whole_model_in_each_process() -> None:
+    assert weights_of_a_process(4, "ddp") == weights_of_a_process(1)
+
+
+def test_buckets_hold_every_gradient_once_more() -> None:
+    """Without bucket views the step finds both; with them only the buckets."""
+    alone, copied, viewed = (
+        plan(optimizer="adamw-fused", world_size=n, gradient_as_bucket_view=view)
+        for n, view in ((1, None), (4, False), (4, True))
+    )
+    gradients = 2 * alone.parameters
+    assert at(copied, "step", 3) - at(viewed, "step", 3) == pytest.approx(gradients, rel=0.02)
+    assert at(viewed, "step", 3) == pytest.approx(at(alone, "step", 3), rel=0.02)
+    assert at(copied, "forward", 3) - at(alone, "forward", 3) == pytest.approx(gradients, rel=0.02)
+
+
+def test_ddp_makes_its_buckets_anew_in_the_second_step_and_never_again() -> None:
+    trace, made = trace_of(world_size=4), {1: 0, 2: 0, 3: 0}
+    step = 0
+    for action, subject in trace.events():
+        if action == Action.MARK:
+            step = trace.marks[subject].step if trace.marks[subject].phase == "forward" else 0
+        elif action == Action.ALLOC and step and trace.category(subject) == "gradients":
+            made[step] += trace.requested[subject] > 4096  # but for the rotary tables, sent around in each forward
+    assert made[1] == made[3] == 0 < made[2]
+
+
+def test_gradients_of_lora_are_all_that_buckets_hold() -> None:
+    alone, four = (plan("lora", world_size=n, optimizer="adamw-fused", rank=8) for n in (1, 4))
+    assert 0 < at(four, "forward", 3) - at(alone, "forward", 3) < 4.2 * four.trainable_parameters
+
+
+def test_accumulated_gradients_of_fsdp2_are_shards() -> None:
+    """They are reduced in every micro-step, and so each process keeps only its own."""
+    once, twice = (plan(world_size=4, parallel="fsdp2", grad_accum=n, optimizer="sgd") for n in (1, 2))
+    assert at(twice, "forward", 2) - at(once, "forward", 2) < 1.1 * 2 * once.parameters / 4
+
+
+def test_fsdp2_allocates_on_streams_of_its_own() -> None:
+    """Gathered weights on one, reduced gradients on another; all else on the default one."""
+    trace = trace_of(world_size=4, parallel="fsdp2")
+    assert len(set(trace.streams)) == 3
+    shards = {trace.streams[b] for b in range(len(trace.requested)) if trace.category(b) in ("weights", "optimizer")}
+    assert shards == {0}
+
+
+# -- the Trainer and memfit's own loop ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loop", ["trainer", "memfit"])
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
+def test_every_loop_is_planned_in_parallel(loop: str, parallel: str) -> None:
+    made = plan(loop=loop, parallel=parallel, world_size=4, grad_accum=2, precision="amp-bf16")
+    state = made.report.breakdown["optimizer"]
+    whole = 8 * made.parameters
+    assert state == pytest.approx(whole / (4 if parallel == "fsdp2" else 1), rel=0.05)
+
+
+# -- a few blocks tell all ---------------------------------------------------------------------------------------------
+
+REPEATING: dict[str, dict[str, Any]] = {
+    "train": {"kind": "train"},
+    "amp": {"kind": "train", "precision": "amp-bf16", "clip_grad": True, "optimizer": "adamw-fused"},
+    "checkpointed": {"kind": "train", "grad_checkpointing": True, "grad_accum": 2},
+    "lora": {"kind": "lora", "grad_checkpointing": True, "rank": 4},
+    "trainer": {"kind": "train", "loop": "trainer", "precision": "amp-bf16"},
+}
+
+
+@pytest.mark.parametrize("kind", REPEATING)
+def test_sharded_blocks_repeat(small: Miniatures, kind: str) -> None:
+    check_extended(small.work("llama", **REPEATING[kind], world_size=4, parallel="fsdp2"))
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gemma2"])
+def test_so_do_those_of_other_families(small: Miniatures, family: str) -> None:
+    check_extended(small.work(family, **REPEATING["amp"], world_size=4, parallel="fsdp2"))
+
+
+def test_where_they_do_not_all_are_traced(small: Miniatures) -> None:
+    check(small.work("llama", kind="lora", rank=4, world_size=4, parallel="fsdp2"))
+    check(small.work("llama", kind="train", world_size=3, parallel="fsdp2"))
+
+
+# -- around it ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_single_process_is_not_parallel_and_the_plan_says_so() -> None:
+    alone, one = plan(), plan(parallel="fsdp2")
+    assert one.peak == alone.peak
+    assert "--parallel fsdp2 has no effect in a single process" in one.notes
+
+
+def test_the_plan_says_what_is_not_counted() -> None:
+    assert any("NCCL" in note for note in plan(world_size=2).notes)
+    assert not any("NCCL" in note for note in plan().notes)
+
+
+def test_nothing_of_the_processes_is_left_behind() -> None:
+    from torch.nn.parallel import DistributedDataParallel
+
+    before = dict(os.environ), DistributedDataParallel.__init__, torch.cuda.Stream, torch.UntypedStorage.resize_
+    for parallel in ("ddp", "fsdp2"):
+        plan(world_size=2, parallel=parallel)
+    assert not torch.distributed.is_initialized()
+    after = dict(os.environ), DistributedDataParallel.__init__, torch.cuda.Stream, torch.UntypedStorage.resize_
+    assert after == before
+
+
+def test_a_process_that_trains_with_others_does_not_plan_for_others() -> None:
+    with one_process_of(2), pytest.raises(UsageError, match="trains with others"):
+        plan(world_size=4)
+
+
+def test_a_plan_in_parallel_is_kept_and_found_again(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path))
+    first, again = (plan(world_size=4, parallel="fsdp2") for _ in range(2))
+    assert again.peak == first.peak
+    assert plan(world_size=8, parallel="fsdp2").peak != first.peak

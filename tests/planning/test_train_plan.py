@@ -1,0 +1,154 @@
+"""A training job is predicted before it starts: the guide's budget, the verdict, and `memory: auto`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from plans import small_llama
+
+from memfit.jobs.training.config_file import load_config
+from memfit.jobs.training.config_keys import config_from
+from memfit.jobs.training.model_building import build_for_training
+from memfit.jobs.training.preparation import TrainJob, prepare_job
+from memfit.planning.budget import budget_of
+from memfit.planning.predict import predict
+from memfit.planning.train_plan import decides, plan_training, workload_of
+from memfit.units import GiB
+
+WITHOUT_FILES = ("model.from_scratch=true", "model.tokenizer=bytes")
+SHIPPED: dict[str, tuple[str, ...]] = {
+    "qwen2.5-7b-lora-24gb": WITHOUT_FILES,
+    "gsa-512m": ("model.tokenizer=bytes", "memory.gpu=44GB"),
+    "smollm2-lora-demo": ("model.name=smollm2-135m", *WITHOUT_FILES, "memory.gpu=8GB"),
+}
+
+
+def shipped(name: str, folder: Path, *sets: str) -> TrainJob:
+    return prepare_job(load_config(name, sets=[*SHIPPED[name], f"saving.output_dir={folder}", *sets]))
+
+
+def small_job(folder: Path, **changes: Any) -> TrainJob:
+    (folder / "play.txt").write_text("to be or not to be. " * 400)
+    document = {
+        "model": {"name": small_llama(), "tokenizer": "bytes", "from_scratch": True}, "max_seq_len": 128,
+        "data.source": str(folder / "play.txt"), "output_dir": str(folder / "out"), "max_steps": 4, "device": "cpu",
+        "precision": "fp32", "global_batch_size": 32, "micro_batch_size": 2,
+    }  # fmt: skip
+    return prepare_job(config_from(document, name="small", over=changes))
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_each_shipped_config_fits_the_card_that_it_is_for(name: str, tmp_path: Path) -> None:
+    plan = plan_training(shipped(name, tmp_path / "out"))
+    assert plan.verdict in ("safe", "tight")
+    assert plan.plan is not None and plan.before is not None
+    assert plan.before.peak.device_bytes > plan.plan.peak.device_bytes
+    assert list(plan.phases) == ["load", "forward", "backward", "step"]
+    assert max(allocated for allocated, _ in plan.phases.values()) <= (plan.peak_bytes or 0)
+    json.dumps(plan.to_json())
+
+
+def test_the_guide_s_lora_job_keeps_sequence_and_rank_and_leaves_room(tmp_path: Path) -> None:
+    plan = plan_training(shipped("qwen2.5-7b-lora-24gb", tmp_path / "out"))
+    assert (plan.reserved_bytes or 0) < 22 * GiB
+    lines = "\n".join(plan.in_lines())
+    assert "before: the same job without gradient checkpointing and chunked loss" in lines
+    for row in ("Base model (bf16)", "LoRA adapters (rank 128, fp32)", "Activations (1 x 2,048 tokens)", "Total"):
+        assert row in lines
+
+
+def test_the_guide_s_pre_training_stays_below_6_gib(tmp_path: Path) -> None:
+    plan = plan_training(shipped("gsa-512m", tmp_path / "out"))
+    assert (plan.reserved_bytes or 0) < 6 * GiB
+
+
+def test_the_budget_adds_up_to_what_the_card_must_have(tmp_path: Path) -> None:
+    made = plan_training(small_job(tmp_path, **{"method": "lora", "memory.gpu": "24GB"})).plan
+    assert made is not None
+    budget = budget_of(made)
+    assert budget.total_bytes == made.peak.device_bytes
+    rank, hidden, wide, layers = 16, 128, 256, 3
+    adapted = layers * rank * (4 * 2 * hidden + 3 * (hidden + wide))
+    assert 4 * adapted <= budget.adapter_bytes <= 4 * adapted + 512 * 2 * 7 * layers
+    assert min(dataclasses.astuple(budget)) >= 0
+
+
+def test_auto_takes_the_largest_micro_batch_that_leaves_the_margin(tmp_path: Path) -> None:
+    job = small_job(tmp_path)
+    devices = {rows: predict(workload_of(job.with_micro_batch(rows))).peak.device_bytes for rows in job.batch.rungs}
+    card = int(devices[8] / 0.9) + (1 << 20)
+    plan = plan_training(small_job(tmp_path, **{"memory.auto": True, "memory.gpu": f"{card}B"}))
+    assert plan.job.batch.micro_batch_size == 8
+    assert plan.job.batch.global_batch_size == job.batch.global_batch_size == 32
+    assert plan.verdict == "safe"
+    assert [rows for rows, _ in plan.rungs] == [1, 2, 4, 8, 16]
+    why = next(line for line in plan.in_lines() if line.startswith("memory: auto"))
+    assert "8 rows x 4 accumulation x 1 process = 32" in why
+    assert f"the next rung, 16 rows, takes {devices[16] / GiB:.2f} GiB" in why
+
+
+def test_auto_on_a_large_card_takes_all_rows_at_once(tmp_path: Path) -> None:
+    plan = plan_training(small_job(tmp_path, **{"memory.auto": True, "memory.gpu": "H200"}))
+    assert (plan.job.batch.micro_batch_size, plan.job.batch.gradient_accumulation_steps) == (32, 1)
+
+
+def test_where_not_even_a_row_fits_the_plan_says_what_to_try(tmp_path: Path) -> None:
+    plan = plan_training(small_job(tmp_path, **{"memory.auto": True, "memory.gpu": "700MiB"}))
+    assert plan.verdict == "fails"
+    assert plan.job.batch.micro_batch_size == 1
+    said = "\n".join(plan.in_lines())
+    assert "not even a single row fits" in said
+    assert "memfit fit train --model" in said and "--global-batch 32" in said
+
+
+def test_without_a_gpu_there_is_a_prediction_and_no_verdict(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    job = small_job(tmp_path, **{"memory.auto": True})
+    plan = plan_training(job)
+    assert plan.verdict is None
+    assert plan.peak_bytes
+    assert not decides(job)
+    assert "no verdict" in plan.in_lines()[0]
+    assert plan.job.batch == job.batch
+
+
+def test_a_job_that_cannot_be_predicted_can_still_be_trained(tmp_path: Path) -> None:
+    job = small_job(tmp_path)
+    optimizer = dataclasses.replace(job.config.optimizer, name="paged-adamw")
+    job = dataclasses.replace(job, config=dataclasses.replace(job.config, optimizer=optimizer))
+    plan = plan_training(job)
+    assert (plan.verdict, plan.peak_bytes, plan.job) == (None, None, job)
+    assert "paged-adamw cannot be planned" in plan.in_lines()[0]
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"model.num_hidden_layers": 2, "model.vocab_size": 300},
+    "gsa": {"model": {"name": "gsa-512m", "tokenizer": "bytes", "n_layers": 2, "d_model": 64}},
+    "basics": {"model": {"name": "basics-small", "tokenizer": "bytes", "num_layers": 2, "d_model": 96}},
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_changed_shape_is_planned_as_it_is_trained(name: str, tmp_path: Path) -> None:
+    job = small_job(tmp_path, **MODELS[name])
+    with torch.device("meta"):
+        wanted = sum(each.numel() for each in build_for_training(job).parameters())
+    plan = plan_training(job)
+    assert plan.plan is not None, plan.said
+    assert plan.plan.parameters == wanted
+
+
+def test_rows_of_different_lengths_are_planned_with_padding(tmp_path: Path) -> None:
+    rows = [{"instruction": "Add.", "output": "3" * length} for length in (5, 50, 90)]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    of_rows = {"data.source": str(tmp_path / "rows.json"), "global_batch_size": 2, "max_seq_len": 512}
+    padded = workload_of(small_job(tmp_path, **of_rows))
+    alone = workload_of(small_job(tmp_path, **of_rows, micro_batch_size=1))
+    assert (padded.padding, alone.padding) == (True, False)
+    assert padded.seq_len == alone.seq_len < 512
