@@ -7,7 +7,7 @@ BROWSER := .venv/.browser
 WORKERS ?= 4
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench accuracy
+.PHONY: help setup demo test check bench accuracy levers
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -51,3 +51,6 @@ bench: setup  ## time the predictions
 
 accuracy: setup  ## compare predictions with measured runs: writes docs/accuracy.md
 	$(BIN)/python -m accuracy.table
+
+levers: setup  ## predict every memory lever on three jobs: writes docs/levers.md
+	$(BIN)/python -m accuracy.levers

@@ -3,9 +3,9 @@
     python -m accuracy.table            # rewrites docs/accuracy.md
     python -m accuracy.table --check    # only says whether the bounds hold
 
-The measured side is in accuracy/measured/: `given.jsonl` came with the project, `own.jsonl`, `experts.jsonl` and
-`profiles.jsonl` were measured with `accuracy.run` on an H200, `verdicts.jsonl` are jobs run under a memory cap around
-the predicted smallest size.
+The measured side is in accuracy/measured/: `given.jsonl` came with the project, `own.jsonl`, `experts.jsonl`,
+`profiles.jsonl` and `parallel.jsonl` were measured with `accuracy.run` on an H200, `verdicts.jsonl` are jobs run under
+a memory cap around the predicted smallest size.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ MEASURED = (
     "group", "id", "loaded", "phases", "peak_allocated", "peak_reserved", "context_bytes", "device_used_end",
     "reserved_end", "retries", "cap_bytes", "expect", "oom",
 )  # fmt: skip
+FILES = ("given.jsonl", "own.jsonl", "experts.jsonl", "profiles.jsonl", "parallel.jsonl", "memfit_train.jsonl")
 GROUPS = {
     "given": "Given with the project",
     "hunted": "First round here; their recorded events were compared with the traced ones to find what was missing",
@@ -36,13 +37,18 @@ GROUPS = {
     "experts": "Mixtures of experts in fp32, fp16 and autocast, predicted before they were measured",
     "learned": "Learned attention masks, short convolutions and long prompts; where one was off, the allocation that"
     " explains it was looked for",
+    "parallel": "One process of several: DDP and FSDP2, plain, in the Trainer and in `memfit train`, with torch's fake"
+    " process group; predicted before they were measured",
+    "training": "`memfit train`: by the command itself, on text, with the probe and all micro-steps (f01, f07 to f11),"
+    " and its loop on random tokens; predicted before they were measured",
 }
 ADDRESSES = (
     "the traced events are the recorded ones; replayed at the recorded addresses they are exact. The driver put some"
     " new segments above older ones, so another of several equal free blocks was taken"
 )
 OTHER_ADDRESSES = (
-    "d19", "n10", "n11", "b51", "c03", "c04", "g01", "g05", "k11", "l04", "l07", "t02", "t04", "t05", "u01", "u16"
+    "d19", "n10", "n11", "b51", "c03", "c04", "g01", "g05", "k11", "l04", "l07", "t02", "t04", "t05", "u01", "u16",
+    "v07", "w04", "x13", "x19",
 )  # fmt: skip
 EXPLAINED = dict.fromkeys(OTHER_ADDRESSES, ADDRESSES) | {
     "p13": "transformers 5.17 makes Gemma 3's rotary tables in the order of a Python set, which changes from process"
@@ -99,16 +105,24 @@ def describe(settings: dict[str, Any]) -> str:
         f"{settings['batch_size']}x{settings['seq_len']}", settings.get("precision", "bf16"),
     ]  # fmt: skip
     flags = {
-        "grad_checkpointing": "ckpt", "clip_grad": "clip", "padding": "padded",
+        "grad_checkpointing": "ckpt", "selective_checkpointing": "selective ckpt", "clip_grad": "clip",
+        "padding": "padded",
     }  # fmt: skip
     parts += [word for key, word in flags.items() if settings.get(key)]
     if settings.get("attention") == "eager":
         parts.append("eager")
+    if settings.get("loss") == "chunked":
+        parts.append("chunked loss")
     for key in ("optimizer", "alloc_conf", "decoding", "cache"):
         if settings.get(key):
             parts.append(str(settings[key]))
-    if settings.get("loop") == "trainer":
-        parts.append("Trainer")
+    if settings.get("loop", "plain") != "plain":
+        parts.append({"trainer": "Trainer", "memfit": "memfit train"}[settings["loop"]])
+    if settings.get("world_size", 1) > 1:
+        view = ", bucket view" if settings.get("gradient_as_bucket_view") else ""
+        parts.append(f"{settings['parallel']} of {settings['world_size']}{view}")
+    if settings.get("offload"):
+        parts.append(f"offload {','.join(settings['offload'])}")
     for key, word in (("rank", "r"), ("grad_accum", "accum "), ("new_tokens", "+")):
         if settings.get(key, 1) != 1:
             parts.append(f"{word}{settings[key]}")
@@ -199,7 +213,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args()
-    found = [row for name in ("given.jsonl", "own.jsonl", "experts.jsonl", "profiles.jsonl") for row in rows(name)]
+    found = [row for name in FILES for row in rows(name)]
     print("\n".join(summary(found)))
     if not options.check:
         TARGET.write_text(document(found))

@@ -110,7 +110,7 @@ HEADINGS = (
 # -- the loss alone ----------------------------------------------------------------------------------------------------
 
 
-def alone(case: Alone, device: torch.device) -> Measured:
+def alone(case: Alone, device: torch.device, rounds: int) -> Measured:
     torch.manual_seed(0)
     hidden = torch.randn(case.tokens, case.width, device=device).to(case.dtype).requires_grad_()
     weight = (torch.randn(case.words, case.width, device=device) * 0.02).to(case.dtype).requires_grad_(case.trained)
@@ -136,7 +136,7 @@ def alone(case: Alone, device: torch.device) -> Measured:
     made.floor_flops = 2 * products * case.tokens * case.words * case.width
     with torch.no_grad():
         floor = _floor(hidden, weight, case)
-        made.seconds = _in_turns({**runs, "floor": floor}, device)
+        made.seconds = _in_turns({**runs, "floor": floor}, device, rounds)
     made.floor_seconds = statistics.median(made.seconds.pop("floor"))
     return made
 
@@ -186,7 +186,7 @@ def _apart(one: list[Tensor], other: list[Tensor]) -> float:
 # -- a whole step ------------------------------------------------------------------------------------------------------
 
 
-def step(case: Step, device: torch.device) -> Measured:
+def step(case: Step, device: torch.device, rounds: int) -> Measured:
     made = Measured(name=case.name)
     for loss in LOSSES:
         run = _job(case, loss, device)
@@ -196,7 +196,7 @@ def step(case: Step, device: torch.device) -> Measured:
             made.reserved_bytes[loss] = torch.cuda.max_memory_reserved()
         del run
         _emptied(device)
-    made.seconds = _in_turns({loss: _job(case, loss, device) for loss in LOSSES}, device, rounds=ROUNDS // 2)
+    made.seconds = _in_turns({loss: _job(case, loss, device) for loss in LOSSES}, device, max(1, rounds // 2))
     _emptied(device)
     return made
 
@@ -236,7 +236,7 @@ def _peak_of(run: Callable[[], Any], device: torch.device, *, all_of_it: bool = 
     return torch.cuda.max_memory_allocated() - before, made
 
 
-def _in_turns(runs: dict[str, Callable[[], Any]], device: torch.device, rounds: int = ROUNDS) -> dict[str, list[float]]:
+def _in_turns(runs: dict[str, Callable[[], Any]], device: torch.device, rounds: int) -> dict[str, list[float]]:
     """One after the other, so that a card that slows down slows down all of them."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(WARM_UP + rounds):
@@ -268,6 +268,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", metavar="TEXT", help="only cases with this in their name")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="times that each is timed; steps half as often")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     asked = parser.parse_args()
     device = torch.device(asked.device)
@@ -277,7 +278,8 @@ def main() -> int:
     made = []
     for case in chosen:
         print(f"{case.name} ...", file=sys.stderr, flush=True)
-        made.append(alone(case, device) if isinstance(case, Alone) else step(case, device))
+        rounds = asked.rounds
+        made.append(alone(case, device, rounds) if isinstance(case, Alone) else step(case, device, rounds))
         _emptied(device)
     if asked.json:
         print(json.dumps([dataclasses.asdict(each) for each in made], indent=1))

@@ -194,6 +194,25 @@ def test_every_card_is_possible_and_has_its_sources() -> None:
         assert ("estimated" in gpu.source) == bool(gpu.notes)
 
 
+def test_speeds_are_possible_and_where_there_is_one_there_are_all_four() -> None:
+    for card in list_gpus():
+        speeds = (card.bandwidth, card.flops_16bit, card.flops_fp32, card.link_bandwidth)
+        if card.bandwidth is None:
+            assert speeds == (None,) * 4, card.name
+            continue
+        assert card.flops_16bit and card.flops_fp32 and card.link_bandwidth
+        assert 1e11 < card.bandwidth < 1e13, card.name
+        assert 1.9 < card.flops_16bit / card.flops_fp32 < 31, card.name  # tensor cores, GeForce to Blackwell
+        assert card.link_bandwidth < card.bandwidth, card.name
+
+
+def test_the_h200_and_the_4090_have_the_figures_of_their_data_sheets() -> None:
+    h200, geforce = find_gpu("H200"), find_gpu("RTX 4090")
+
+    assert (h200.bandwidth, h200.flops_16bit, h200.flops_fp32) == pytest.approx((4.8e12, 989.4e12, 66.9e12))
+    assert (geforce.bandwidth, geforce.flops_16bit, geforce.link_bandwidth) == pytest.approx((1.008e12, 165.2e12, 32e9))
+
+
 def test_every_name_and_alias_leads_to_its_own_card() -> None:
     for card in CARDS:
         for name in (card["name"], *card["aliases"]):

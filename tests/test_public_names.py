@@ -70,6 +70,9 @@ FLAGS = {
     "report": ["--html", "--json", "--device", "--alloc-conf", "--force", "-f"],
     "diff": ["--json", "--step-a", "--step-b", "--device"],
     "export": ["--to", "--output", "-o", "--device", "--force", "-f"],
+    "explain": [
+        "--kind", "--config", "--gpu", "--json", *COMMON, *TRAINING, *LORA, *GENERATION, *PRUNING, "--alloc-conf",
+    ],
     "check": ["--config", "--set", "--world-size", "--gpu", "--load", "--json"],
     **{f"check {kind}": [*flags, "--alloc-conf", "--gpu", "--load", "--json"] for kind, flags in {
         "forward": COMMON, "train": [*COMMON, *TRAINING], "lora": [*COMMON, *TRAINING, *LORA],

@@ -14,6 +14,7 @@ from memfit.errors import InputError, MemfitError, TraceError, UnknownName, Usag
 
 if TYPE_CHECKING:
     from memfit.advice.estimate_memory import estimate_memory
+    from memfit.advice.explain import Explanation, explain
     from memfit.advice.fit import Fitted, fit
     from memfit.advice.ladder import Ladder, ladder
     from memfit.advice.preflight.checking import Checked, check
@@ -29,6 +30,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Checked",
+    "Explanation",
     "Fitted",
     "InputError",
     "Ladder",
@@ -42,6 +44,7 @@ __all__ = [
     "__version__",
     "check",
     "estimate_memory",
+    "explain",
     "fit",
     "ladder",
     "lightning_memory",
@@ -55,6 +58,7 @@ __all__ = [
 
 _LATE = {
     "Checked": ("memfit.advice.preflight.checking", "Checked"),
+    "Explanation": ("memfit.advice.explain", "Explanation"),
     "Fitted": ("memfit.advice.fit", "Fitted"),
     "Ladder": ("memfit.advice.ladder", "Ladder"),
     "MemoryLog": ("memfit.recording.memory_log", "MemoryLog"),
@@ -62,6 +66,7 @@ _LATE = {
     "Sampler": ("memfit.recording.sampler", "Sampler"),
     "check": ("memfit.advice.preflight.checking", "check"),
     "estimate_memory": ("memfit.advice.estimate_memory", "estimate_memory"),
+    "explain": ("memfit.advice.explain", "explain"),
     "fit": ("memfit.advice.fit", "fit"),
     "ladder": ("memfit.advice.ladder", "ladder"),
     "lightning_memory": ("memfit.recording.callbacks", "lightning_memory"),

@@ -140,6 +140,11 @@ def test_a_model_whose_files_are_not_here_is_checked_by_its_shape(tmp_path: Path
     assert by_name["gradient flow"].status == "ok"
 
 
+def test_a_card_that_does_not_exist_is_one_failure_and_not_six(tmp_path: Path) -> None:
+    found = memfit.check(config=config_file(tmp_path, **{"memory.gpu": "RTX 9999"}))
+    assert [(each.name, "no GPU called 'RTX 9999'" in each.found) for each in found.failed] == [("keys", True)]
+
+
 def test_the_micro_batch_that_memory_auto_would_choose_is_planned(tmp_path: Path) -> None:
     path = config_file(tmp_path, memory="auto", micro_batch_size=1)
     found = memfit.check(config=path, gpu="8GB")

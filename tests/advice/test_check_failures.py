@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -448,6 +449,27 @@ def test_data_that_are_all_longer_than_the_config_says_are_found(tmp_path: Path)
     assert "all 3 samples are longer than max_seq_len 100 (4,101 to 4,101 tokens)" in finding.found
 
 
+def test_a_folder_without_a_tokenizer_is_found(tmp_path: Path) -> None:
+    model = {**document(tmp_path)["model"], "tokenizer": str(tmp_path)}
+    (finding,) = guarded(data.LENGTHS, partial(data.lengths, situation(tmp_path, model=model)))
+    assert (finding.status, "has no tokenizer" in finding.found) == ("failed", True)
+
+
+def test_a_factory_that_makes_no_model_is_found(tmp_path: Path) -> None:
+    where = situation(tmp_path, model={"name": "os:getcwd", "tokenizer": "bytes"})
+    (finding,) = guarded(trained_weights.TRAINED, partial(trained_weights.trained_weights, where))
+    assert (finding.status, "returned a str" in finding.found) == ("failed", True)
+
+
+def test_a_data_set_on_the_hub_is_not_fetched_and_a_missing_file_is_a_failure(tmp_path: Path) -> None:
+    where = situation(tmp_path, **{"data.source": "tatsu-lab/alpaca"})
+    for line, check_it in ((data.READABLE, data.readable), (data.LENGTHS, data.lengths), (data.LABELS, data.labels)):
+        (finding,) = guarded(line, partial(check_it, where))
+        assert (finding.status, "which a look does not fetch" in finding.found) == ("skipped", True)
+    (missing,) = guarded(data.READABLE, partial(data.readable, situation(tmp_path, **{"data.source": "nowhere.jsonl"})))
+    assert (missing.status, "no file 'nowhere.jsonl'" in missing.found) == ("failed", True)
+
+
 def test_data_that_are_mostly_cut_are_found_with_their_distribution(tmp_path: Path) -> None:
     rows = [{"text": "x" * 9}, *[{"text": "x" * 200}] * 3]
     where = situation(tmp_path, **{"data.source": rows_file(tmp_path, rows), "packing": False, "max_seq_len": 100})
@@ -460,7 +482,7 @@ def test_data_that_are_mostly_cut_are_found_with_their_distribution(tmp_path: Pa
 def test_a_tokenizer_of_another_model_is_found(tmp_path: Path) -> None:
     model = {**document(tmp_path)["model"], "settings": {"vocab_size": 100}}
     finding = only(data.vocabulary, situation(tmp_path, model=model))
-    assert (finding.status, finding.details["highest"]) == ("failed", 256)  # the end of a text
+    assert (finding.status, finding.details["highest"]) == ("failed", ord("t"))
     assert only(data.vocabulary, situation(tmp_path)).status == "ok"
 
 

@@ -241,3 +241,18 @@ def test_a_job_is_planned_on_what_others_leave_free(three_gpus: pytest.MonkeyPat
     finding = only(fits.fits, Situation(Asked(workload=work)))
     assert (finding.status, finding.details["card"]["capacity_bytes"]) == ("failed", 5 * GiB)
     assert "what is free of the H200 here" in finding.found
+
+
+def test_large_weights_repeat_their_first_rows_and_small_ones_are_drawn_whole() -> None:
+    import torch
+
+    from memfit.advice.preflight.repeated_weights import DRAWN, RepeatedWeights
+
+    with RepeatedWeights():
+        large, small = torch.nn.Linear(1 << 10, 3000), torch.nn.Linear(8, 8)
+    rows = DRAWN >> 10
+    assert torch.equal(large.weight[rows : 2 * rows], large.weight[:rows])
+    assert torch.equal(large.weight[2 * rows :], large.weight[: 3000 - 2 * rows])
+    assert len(large.weight[:rows].unique(dim=0)) == rows
+    assert large.weight.abs().max() <= (1 << 10) ** -0.5
+    assert len(small.weight.unique(dim=0)) == 8

@@ -114,6 +114,19 @@ def test_progress_counts_up_to_the_number_of_steps() -> None:
     assert steps == [(0, 3), (1, 3), (2, 3)]
 
 
+def test_a_job_that_cannot_be_planned_is_left_out_with_the_reason() -> None:
+    made = make_table(["gpt2", "smollm2-135m"], ["forward"], ["8GB"])
+
+    assert [row.plan.model for row in made.rows] == ["smollm2-135m"]
+    assert made.left_out == ("forward of gpt2: --seq-len 2048 is more than the 1024 positions that gpt2 has",)
+    assert f"left out: {made.left_out[0]}" in made.to_json()["notes"]
+
+
+def test_where_nothing_can_be_planned_the_first_reason_is_the_error() -> None:
+    with pytest.raises(UsageError, match="more than the 1024 positions"):
+        make_table(["gpt2"], ["forward"], ["8GB"])
+
+
 @pytest.mark.parametrize(
     ("models", "workloads", "gpus", "error"),
     [

@@ -166,6 +166,15 @@ def test_adapters_in_fp32_are_products_in_fp32() -> None:
     assert wide(step_cost(workload(kind="lora", rank=8, adapter_dtype="same"))) == Llama().rotary
 
 
+def test_sums_in_fp32_of_products_in_16_bits_are_products_in_16_bits() -> None:
+    """SparseGPT's X^T X."""
+    cost = step_cost(workload(kind="prune", method="sparsegpt", nsamples=8, seq_len=128))
+    statistics = next(phase for phase in cost.phases if phase.phase == "statistics")
+
+    assert statistics.flops > 0
+    assert not any(op.wide for op in statistics.ops)
+
+
 def test_settings_of_the_allocator_do_not_change_the_cost() -> None:
     assert step_cost(workload(alloc_conf="expandable_segments:True")) is step_cost(workload())
 

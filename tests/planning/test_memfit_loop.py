@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ from memfit.jobs.preparing import prepare
 from memfit.jobs.running import run_job
 from memfit.jobs.training.trainer_engine import PROBE_STEPS, MemfitTrainer
 from memfit.jobs.workload import Workload
+from memfit.planning.predict import predict
 from memfit.planning.tracing_jobs import STEPS
 from memfit.planning.train_workload import MICRO_STEPS
 
@@ -91,3 +93,20 @@ def test_out_of_memory_is_not_recovered_from_when_it_is_to_be_measured(monkeypat
     job = prepare(Workload(kind="train", model=small_llama(), seq_len=16, precision="fp32", loop="memfit"))
     with pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate 1\.00 GiB"):
         run_job(job, "cpu", no_phases, steps=1)
+
+
+# -- held against the GPU ----------------------------------------------------------------------------------------------
+
+MEASURED = Path(__file__).parents[2] / "accuracy" / "measured" / "memfit_train.jsonl"
+RUNS = [json.loads(line) for line in MEASURED.read_text(encoding="utf-8").splitlines()]
+ADDRESSES_DECIDE = {"f04"}
+"""Its allocations are the recorded ones, one for one; which of several free blocks is taken is up to the driver."""
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run["id"])
+def test_what_an_h200_measured_is_what_is_predicted(run: dict[str, Any]) -> None:
+    settings = {name: run[name] for name in Workload.__dataclass_fields__ if name in run}
+    peak = predict(**settings, gpu="H200").peak
+    assert peak.reserved_bytes == run["peak_reserved"]
+    off = abs(peak.allocated_bytes / run["peak_allocated"] - 1)
+    assert off <= (2e-4 if run["id"] in ADDRESSES_DECIDE else 0)

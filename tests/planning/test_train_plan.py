@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from plans import small_llama
 
+from memfit.cli.main import main
 from memfit.jobs.training.config_file import load_config
 from memfit.jobs.training.config_keys import config_from
 from memfit.jobs.training.model_building import build_for_training
@@ -101,9 +103,11 @@ def test_where_not_even_a_row_fits_the_plan_says_what_to_try(tmp_path: Path) -> 
     plan = plan_training(small_job(tmp_path, **{"memory.auto": True, "memory.gpu": "700MiB"}))
     assert plan.verdict == "fails"
     assert plan.job.batch.micro_batch_size == 1
-    said = "\n".join(plan.in_lines())
-    assert "not even a single row fits" in said
-    assert "memfit fit train --model" in said and "--global-batch 32" in said
+    said = plan.in_lines()
+    assert any("not even a single row fits" in line for line in said)
+    command = shlex.split(next(line for line in said if line.startswith("to try: ")).removeprefix("to try: "))
+    assert command[:3] == ["memfit", "fit", "train"] and command[-4:] == ["--global-batch", "32", "--gpu", "700MiB"]
+    assert main(["plan", *command[2:-4], "--gpu", "700MiB"]) == 1
 
 
 def test_without_a_gpu_there_is_a_prediction_and_no_verdict(tmp_path: Path) -> None:

@@ -281,6 +281,14 @@ def test_a_model_that_does_not_train_has_its_logits_and_its_loss_as_before(kind:
     assert after.loss.item() == pytest.approx(before.loss.item(), rel=1e-6)
 
 
+def test_a_softcap_is_still_in_the_config_that_is_saved() -> None:
+    model = gemma().train()
+    use_chunked_loss(model, chunk=16)
+    learned(model)
+
+    assert model.config.to_dict()["final_logit_softcapping"] == 2.0
+
+
 def test_an_adapter_on_the_head_is_refused() -> None:
     with pytest.raises(UsageError, match="the output head is a Linear") as found:
         use_chunked_loss(with_adapters(llama(), "q_proj", "lm_head"))

@@ -204,3 +204,12 @@ def test_only_what_can_help_is_advised(settings: dict[str, Any], advised: str, n
 
     assert advised in hint
     assert not_advised not in hint
+
+
+def test_the_losses_that_are_told_are_means_of_several_steps(tmp_path: Path) -> None:
+    result, _ = run(tmp_path, max_steps=8, logging_steps=8, save_steps=8)
+
+    one_by_one = [result.losses[step] for step in range(1, 9)]
+    assert result.first_loss == pytest.approx(sum(one_by_one[:2]) / 2)
+    assert result.final_loss == pytest.approx(sum(one_by_one[-2:]) / 2)
+    assert f"loss: {result.first_loss:.4f} at first, {result.final_loss:.4f} at the end" in result.in_lines()

@@ -35,7 +35,7 @@ def document(folder: Path, **changes: Any) -> dict[str, Any]:
         "model": {"name": llama_folder(folder), "tokenizer": "bytes", "from_scratch": True},
         "data.source": text_file(folder), "max_seq_len": 32, "output_dir": str(folder / "out"), "max_steps": 4,
         "precision": "fp32", "global_batch_size": 4, "micro_batch_size": 2, "learning_rate": 1e-2, "save_steps": 2,
-        "logging_steps": 1, "device": "cpu", "memory.probe": False,
+        "logging_steps": 1, "logging.tensorboard": False, "device": "cpu", "memory.probe": False,
     } | changes  # fmt: skip
 
 

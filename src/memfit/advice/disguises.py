@@ -25,9 +25,9 @@ class Disguise:
     """Looked for in lines, where a word alone on its line means something else than in a sentence."""
 
 
-_ROOM = "leave room outside torch: torch.cuda.set_per_process_memory_fraction(0.9) before the first tensor"
-_HANDLE = f"{_ROOM}, and create the handle early with one small matrix product"
-_HOST = "less host memory: fewer data loader workers, no second copy of the weights, streamed loading"
+_ROOM = "torch.cuda.set_per_process_memory_fraction(0.9) before the first tensor keeps room outside torch"
+_HANDLE = f"{_ROOM}; one small matrix product early on creates the handle while there is room"
+_HOST = "fewer data loader workers, no second copy of the weights, streamed loading"
 
 DISGUISES: tuple[Disguise, ...] = tuple(
     Disguise(re.compile(pattern, re.MULTILINE), certainty, where, says, remedy, pattern.startswith("^"))

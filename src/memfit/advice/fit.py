@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from memfit.advice.forecast import Forecast, Forecasts
+from memfit.advice.forecast import MOST_MICRO_STEPS, Forecast, Forecasts, few_micro_steps
 from memfit.advice.global_batch import global_batch_of, with_global_batch
 from memfit.advice.lever import Lever
 from memfit.advice.levers import apply, checked_setting, levers_for
@@ -241,7 +241,7 @@ class _Fitting:
                                                                     self.search.refused),
             smallest_gpu_bytes=self._smallest_card(chosen) if answer == "nothing fits" else None,
             smaller_model=self._smaller_model(chosen) if answer == "nothing fits" else None,
-            whole_model=whole_model(self.work, self.forecasts), notes=self._notes(chosen),
+            whole_model=whole_model(self.work, self.card), notes=self._notes(chosen),
             predictions=self.forecasts.made, seconds=time.perf_counter() - started,
         )  # fmt: skip
 
@@ -263,7 +263,7 @@ class _Fitting:
     def _look_at_every_micro_step(self) -> None:
         """Fragmentation may grow with them: then the few that a search looks at do not tell all."""
         made, seconds = self.forecasts.made, self.forecasts.seconds
-        self.forecasts = Forecasts(self.card, self.margin, micro_steps=self.work.grad_accum * self.work.batch_size)
+        self.forecasts = Forecasts(self.card, self.margin, micro_steps=MOST_MICRO_STEPS)
         self.forecasts.made, self.forecasts.seconds = made, seconds
         self.search = Search(self.work, self.levers, self.forecasts)
 
@@ -327,7 +327,7 @@ class _Fitting:
     def _smallest_card(self, chosen: Set) -> int:
         from memfit.planning.predict import predict
 
-        return predict(apply(self.work, chosen), gpu=self.card).smallest_gpu_bytes
+        return predict(few_micro_steps(apply(self.work, chosen), MOST_MICRO_STEPS), gpu=self.card).smallest_gpu_bytes
 
     def _smaller_model(self, chosen: Set) -> tuple[str, Forecast] | None:
         """The largest of the same kind that fits with the changes that leave the experiment alone."""
@@ -357,7 +357,7 @@ class _Fitting:
         if fitted.trains and fitted.grad_accum > self.forecasts.micro_steps:
             notes.append(
                 f"looked at with {self.forecasts.micro_steps} of {fitted.grad_accum} micro-steps, the others are like "
-                "the last of them; the answer with all"
+                f"the last of them; the answer with {min(fitted.grad_accum, MOST_MICRO_STEPS)}"
             )
         return tuple(notes)
 

@@ -1,7 +1,7 @@
 """Whether a job fits, asked many times: as `predict`, but only what a search has to know, and nothing asked twice.
 
 With accumulation the second micro-step finds the gradients of the first, and those after it are like the second. So a
-search looks at two of them; what it finds is then predicted with all (`whole=True`).
+search looks at two of them; what it finds is then predicted with all (`whole=True`), or with the first 32.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from memfit.planning.traced import Traced
 
 MICRO_STEPS = 2
-TRACES_KEPT = 3
+MOST_MICRO_STEPS = 32
+"""Of thousands, no more than these are traced even for the answer."""
+TRACES_KEPT = 8
 """Settings of the allocator do not change a trace: the next question is often about the same one."""
 Verdict = Literal["safe", "tight", "fails"]
 """safe: with the margin asked for."""
@@ -85,7 +87,7 @@ class Forecasts:
 
     def of(self, work: Workload, *, whole: bool = False) -> Forecast:
         """Raises what `predict` would: a setting that cannot be planned, or not together with another."""
-        asked = work if whole else self._few(work)
+        asked = few_micro_steps(work, MOST_MICRO_STEPS if whole else self.micro_steps)
         if asked not in self._known:
             started = time.perf_counter()
             try:
@@ -105,9 +107,6 @@ class Forecasts:
         except MemfitError as refusal:
             return refusal
         return None
-
-    def _few(self, work: Workload) -> Workload:
-        return dataclasses.replace(work, grad_accum=min(work.grad_accum, self.micro_steps)) if work.trains else work
 
     def _predicted(self, work: Workload) -> Forecast:
         traced = self._traced(work)
@@ -150,3 +149,7 @@ class Forecasts:
                 self._traces.popitem(last=False)
         self._traces.move_to_end(plain)
         return self._traces[plain]
+
+
+def few_micro_steps(work: Workload, most: int) -> Workload:
+    return dataclasses.replace(work, grad_accum=min(work.grad_accum, most)) if work.trains else work

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -57,6 +58,26 @@ def _first(config: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
         if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 1 << 40:
             return value
     return None
+
+
+_IN_TEXT = {
+    name: re.compile(rf"(?<![\w.])[\"']?(?:{'|'.join(names)})[\"']?\s?[:=]\s?(\d{{1,9}})(?![\d.])")
+    for name, names in _SPELLINGS.items()
+}
+_NAMING = ("vocabulary", "hidden")
+
+
+def dimensions_in_text(text: str) -> Dimensions | None:
+    """Of a config that a program has printed into its log. A number that is given twice, differently, is none."""
+    found: dict[str, int] = {}
+    for name, pattern in _IN_TEXT.items():
+        values = {int(each[1]) for each in pattern.finditer(text)} - {0}
+        if len(values) == 1:
+            found[name] = values.pop()
+    if any(name not in found for name in _NAMING):
+        return None
+    config = {_SPELLINGS[name][0]: value for name, value in found.items()}
+    return dimensions_of(config, model="the model whose settings are in the text")
 
 
 def dimensions_of_model(name: str) -> Dimensions | None:

@@ -11,8 +11,10 @@ clauses. A size is an interval, for it was printed with two decimals.
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
+from itertools import accumulate
 from typing import Any
 
 from memfit.advice.disguises import DISGUISES, Certainty, Where
@@ -160,8 +162,12 @@ def _find(all_passages: Iterable[Passage]) -> Found:
         plain += [Located(oom, passage, at) for at, oom in here]
         if not plain:
             disguised += [Located(oom, passage, at) for at, oom in _disguised(passage)]
-    found = plain or disguised
-    return Found(tuple(found if len(found) <= MAX_FOUND else [*found[: MAX_FOUND // 2], *found[-MAX_FOUND // 2 :]]))
+    return Found(tuple(_ends(plain or disguised)))
+
+
+def _ends(found: list[Any]) -> list[Any]:
+    """Of very many the first ones and the last ones."""
+    return found if len(found) <= MAX_FOUND else [*found[: MAX_FOUND // 2], *found[-MAX_FOUND // 2 :]]
 
 
 def parse_size(number: str, unit: str) -> Size | None:
@@ -197,7 +203,7 @@ _END = re.compile(r"but unallocated\.?|reserved in total by PyTorch\)|cached\)|m
 
 
 def _native(line: str) -> Iterator[tuple[int, Oom]]:
-    starts = [each for each in _START.finditer(line) if _is_message(line, each)]
+    starts = _ends([each for each in _START.finditer(line) if _is_message(line, each)])
     for start, following in zip(starts, [*starts[1:], None], strict=False):
         end = min(start.end() + MAX_MESSAGE, len(line) if following is None else following.start())
         named = _NAMED.search(line, max(start.start() - 6, 0), start.start())
@@ -338,7 +344,7 @@ def _disguised(passage: Passage) -> list[tuple[int, Oom]]:
     lines = "\n".join(passage.lines)
     for disguise in DISGUISES:
         text = lines if disguise.by_line else passage.flat
-        places = [(each.start(), each[0]) for each in disguise.pattern.finditer(text)]
+        places = _ends([(each.start(), each[0]) for each in disguise.pattern.finditer(text)])
         if not places:
             continue
         oom = Oom(
@@ -346,10 +352,8 @@ def _disguised(passage: Passage) -> list[tuple[int, Oom]]:
             remedy=disguise.remedy, message=places[-1][1].strip(),
             unknown=dict.fromkeys(SIZES, "this message gives no numbers"),
         )  # fmt: skip
-        offsets = [at for at, _ in places]
-        if disguise.by_line:
-            offsets = [passage.offset_of(text.count("\n", 0, at)) for at in offsets]
-        return [(at, oom) for at in offsets]
+        begins = list(accumulate((len(line) + 1 for line in passage.lines), initial=0)) if disguise.by_line else []
+        return [(passage.offset_of(bisect_right(begins, at) - 1) if begins else at, oom) for at, _ in places]
     return _bare(passage)
 
 

@@ -4,8 +4,9 @@ Grow: where the job does not fit, its peak says what has to become smaller, and 
 that is added; so on until it fits. A lever that cannot lower the peak as it is now cannot make it fit, whatever else
 is added, so nothing cheap is passed over for good.
 
-Shrink: then each lever is left out again, or made weaker, the dearest first, wherever the others do without it. What is
-left has no change too many: take one away and the job no longer fits. That is predicted too, not concluded.
+Shrink: with all that is cheaper than the dearest of them added, each lever is left out again, or made weaker, the
+dearest first, wherever the others do without it. What is left has no change too many: take one away and the job no
+longer fits. That is predicted too, not concluded.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Search:
         """With no lever of the groups in `without`; None where all levers together are not enough. A set to `start`
         from is one that is known to be of use."""
         grown = self.grown(start=start, without=without)
-        return self.shrunk(grown) if grown.forecast.fits else None
+        return self.shrunk(self._with_all_that_is_cheaper(grown, set(without))) if grown.forecast.fits else None
 
     # -- growing -------------------------------------------------------------------------------------------------------
 
@@ -108,6 +109,19 @@ class Search:
         return tuple(sorted(levers, key=self.levers.index))
 
     # -- shrinking -----------------------------------------------------------------------------------------------------
+
+    def _with_all_that_is_cheaper(self, found: Found, banned: set[str]) -> Found:
+        """What did not lower the peak by itself may still spare a dearer change: shrinking tells."""
+        dearest = max(self.levers.index(lever) for lever in found.levers)
+        groups = {lever.group for lever in found.levers} | banned
+        more = found.levers
+        for name, group in self.groups.items():
+            cheaper = [
+                lever for lever in group if self.levers.index(lever) < dearest and lever.name not in self.refused
+            ]
+            if name not in groups and cheaper:
+                more = self._with(more, cheaper[-1])
+        return Found(more, found.forecast) if more != found.levers and self.fits(more) else found
 
     def shrunk(self, found: Found) -> Found:
         chosen = found.levers

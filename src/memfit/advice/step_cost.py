@@ -12,7 +12,8 @@ accumulation stands for the others.
 The time is a roofline, kernel by kernel: each takes the longer of its arithmetic at the card's peak and its bytes at
 the card's bandwidth, and one runs after the other; a phase takes as long as its kernels, or as its bytes over the link
 to the host where that is longer. No kernel reaches its peak, so this is a bound from below. What it is good for is the
-ratio of two of them: how much longer a step takes with a lever on.
+ratio of two of them: how much longer a step takes with a lever on. A small model's kernels are shorter than the host
+takes to launch them; there both time and ratio say little, and `kernels` tells how many there are.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from memfit.errors import MemfitError
 from memfit.gpus import Gpu
 from memfit.jobs.workload import Workload
 
@@ -82,9 +84,15 @@ class StepCost:
         """Between GPU and host, both ways."""
         return sum(phase.host_bytes for phase in self.phases)
 
+    @property
+    def kernels(self) -> int:
+        """Calls of ops, each of which the host has to launch."""
+        return sum(sum(phase.ops.values()) for phase in self.phases)
+
     def to_json(self) -> dict[str, Any]:
         return {
             "flops": self.flops, "bytes_moved": self.bytes_moved, "host_bytes": self.host_bytes,
+            "kernels": self.kernels,
             "phases": [
                 {"name": p.phase, "flops": p.flops, "bytes_moved": p.bytes_moved, "host_bytes": p.host_bytes}
                 for p in self.phases
@@ -120,7 +128,7 @@ def _step_cost(work: Workload) -> StepCost:
     blocks = _blocks(work)
     if blocks is None:
         return _costed(_counted(work, None))
-    few = blocks.count - (blocks.units - UNITS) * blocks.period
+    few = _few(blocks)
     return _costed(on_line(_counted(work, few), _counted(work, few + blocks.period), blocks.units - UNITS))
 
 
@@ -129,13 +137,31 @@ def _costed(counted: Mapping[str, Ops]) -> StepCost:
 
 
 def _blocks(work: Workload) -> Blocks | None:
-    """Those that repeat, if there are more of them than two models of few blocks would have."""
+    """Those that repeat, if there are more of them than two models of few blocks have, and nothing else grows with
+    their number."""
     if ":" in work.model:
         return None
+    import torch
+
+    from memfit.models.registry import build_model, parameter_count, resolve
     from memfit.planning.blocks import blocks_of
 
-    blocks, _ = blocks_of(work.model, work.attention)
-    return blocks if blocks is not None and blocks.units > 2 * UNITS else None
+    blocks, parameters = blocks_of(work.model, work.attention)
+    if blocks is None or blocks.units <= 2 * UNITS:
+        return None
+    try:
+        with torch.device("meta"):
+            small = build_model(
+                resolve(work.model), dtype=torch.bfloat16, attention=work.attention, layers=_few(blocks)
+            )
+    except MemfitError:
+        return None
+    grown = parameter_count(small) + (blocks.units - UNITS) * blocks.unit_parameters
+    return blocks if grown == parameters else None
+
+
+def _few(blocks: Blocks) -> int:
+    return blocks.count - (blocks.units - UNITS) * blocks.period
 
 
 def on_line(less: Mapping[str, Ops], more: Mapping[str, Ops], units: int) -> dict[str, Ops]:

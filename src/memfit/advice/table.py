@@ -18,7 +18,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from memfit.advice.guide_claims import DECISIONS, EXAMPLES, QUICK_REFERENCE, Claim, QuickReference
-from memfit.errors import UnknownName, UsageError
+from memfit.errors import MemfitError, UnknownName, UsageError
 from memfit.gpus import Gpu, find_gpu
 from memfit.jobs.workload import KINDS, Workload
 from memfit.models.registry import resolve
@@ -126,6 +126,8 @@ class Table:
     rows: tuple[Row, ...]
     decisions: tuple[Checked, ...]
     examples: tuple[Checked, ...]
+    left_out: tuple[str, ...]
+    """Jobs that cannot be planned, and why."""
     seconds: float
 
     def to_json(self) -> dict[str, Any]:
@@ -149,6 +151,7 @@ class Table:
         yield "smallest: the first card on which the job fits; recommended: the first with a tenth to spare"
         if any(row.guide for row in self.rows):
             yield "the guide's GB are 10^9 bytes, and are about the whole model on the card"
+        yield from (f"left out: {why}" for why in self.left_out)
 
     def _decision(self, label: str) -> dict[str, Any]:
         """The largest model that is safe on a card, for each workload and way."""
@@ -178,17 +181,25 @@ def make_table(
     claims = [claim for claim in (*DECISIONS, *EXAMPLES) if guides and resolve(claim.model).name in pruned]
     steps = len(jobs) + len(claims)
     rows: list[Row] = []
+    refused: list[tuple[str, MemfitError]] = []
     for work, way in jobs:
-        on_step(f"{work.kind} of {work.model}", len(rows), steps)
-        rows.append(_row(work, way, cards))
+        name = f"{work.kind} of {work.model}"
+        on_step(name, len(rows) + len(refused), steps)
+        try:
+            rows.append(_row(work, way, cards))
+        except MemfitError as error:
+            refused.append((name, error))
+    if refused and not rows:
+        raise refused[0][1]
     checked: dict[Claim, Checked] = {}
     for claim in claims:
-        on_step(claim.said, len(rows) + len(checked), steps)
+        on_step(claim.said, len(jobs) + len(checked), steps)
         checked[claim] = _checked(claim)
     return Table(
         seq_len=seq_len, nsamples=nsamples, cards=cards, rows=tuple(rows),
         decisions=tuple(checked[claim] for claim in DECISIONS if claim in checked),
         examples=tuple(checked[claim] for claim in EXAMPLES if claim in checked),
+        left_out=tuple(dict.fromkeys(f"{name}: {error.message}" for name, error in refused)),
         seconds=time.perf_counter() - started,
     )  # fmt: skip
 

@@ -3,47 +3,39 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from memfit.advice.forecast import Forecast, Forecasts
 from memfit.errors import MemfitError
+from memfit.gpus import Gpu
 from memfit.jobs.workload import Workload
 from memfit.models.registry import load_config, resolve
-from memfit.planning.guides import pruning_guides
 
-BYTES = 2
-BUFFERS = 2
-"""The public code keeps the inputs of a block and its outputs, for all windows."""
+if TYPE_CHECKING:
+    from memfit.planning.predict import Plan
 
 
 @dataclass(frozen=True, kw_only=True)
 class WholeModel:
-    forecast: Forecast
-    """Of the whole model on the card and one window through it: the least that this way takes."""
-    buffers_bytes: int
-    """Calculated: what it keeps of the calibration text, on top of that."""
+    plan: Plan
     guides: tuple[dict[str, Any], ...]
     """What the guides' own formulas say of it."""
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "verdict": self.forecast.verdict, "device_bytes": self.forecast.device_bytes,
-            "buffers_bytes": self.buffers_bytes, "guides": list(self.guides),
-            "workload": self.forecast.workload.settings(),
+            "verdict": self.plan.verdict, "device_bytes": self.plan.peak.device_bytes,
+            "smallest_gpu_bytes": self.plan.smallest_gpu_bytes, "guides": list(self.guides),
         }  # fmt: skip
 
 
-def whole_model(work: Workload, forecasts: Forecasts) -> WholeModel | None:
+def whole_model(work: Workload, gpu: Gpu) -> WholeModel | None:
     if work.kind != "prune":
         return None
-    whole = Workload(
-        kind="forward", model=work.model, seq_len=work.seq_len, precision=work.precision, attention=work.attention
-    )
-    hidden = getattr(load_config(resolve(work.model)), "hidden_size", 0)
+    from memfit.planning.guides import pruning_guides
+    from memfit.planning.whole_model_pruning import predict_whole_model_pruning
+
     try:
-        forecast = forecasts.of(whole)
-    except MemfitError:
+        plan = predict_whole_model_pruning(work, gpu)
+    except MemfitError:  # a method that the public code does not have
         return None
-    buffers = BUFFERS * work.nsamples * work.seq_len * hidden * BYTES
-    guides = pruning_guides(work.settings(), forecast.parameters, hidden)
-    return WholeModel(forecast=forecast, buffers_bytes=buffers, guides=tuple(guides))
+    hidden = getattr(load_config(resolve(work.model)), "hidden_size", 0)
+    return WholeModel(plan=plan, guides=tuple(pruning_guides(work.settings(), plan.parameters, hidden)))

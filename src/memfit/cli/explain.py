@@ -16,7 +16,7 @@ NOTHING_FOUND = 1
 PANEL = "The job"
 
 FILE = typer.Argument(
-    metavar="[FILE|-]", show_default=False,
+    metavar="FILE|-", show_default=False,
     help="A log, a snapshot, a memory log or the folder of a run; `-` or nothing is a text on stdin.",
 )  # fmt: skip
 KIND_FLAG = typer.Option(
@@ -83,9 +83,9 @@ def _stdin() -> bytes:
 
 explain = with_any_option(_explain, EXTRA)
 explain.__name__ = "explain"
-explain.__doc__ = """Explain an out-of-memory error: what happened, which tensor, what helps, what does not.
+explain.__doc__ = """Explain an out-of-memory error and what to do about it.
 
-Takes a pasted message, a log with one or several in it, a snapshot, a memory log or a run's folder. Without
+Says what happened and by how much, which tensor failed, in which phase, what helps and what does not. Takes a pasted message, a log with one or several in it, a snapshot, a memory log or a run's folder. Without
 the job the answer is in words; with it (flags, a config, or what the log tells) every fix is predicted on
 that very job.
 

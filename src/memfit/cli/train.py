@@ -143,7 +143,8 @@ def _planned(job: TrainJob, say: Callable[[str], None]) -> tuple[TrainJob, Any]:
         return job, None
     with output.working("planning"):
         plan = planner.plan_training(job)
-    for line in plan.in_lines():
+        lines = plan.in_lines() if _is_first() else []
+    for line in lines:
         say(line)
     return plan.job, plan
 

@@ -22,7 +22,8 @@ GSA_SIZES: dict[str, dict[str, Any]] = {
     "gsa-512m-copy1": {**_PRETRAINED, "d_model": 768, "n_layers": 12, "d_ffn": 2048},
     "gsa-1b": {**_PRETRAINED, "d_model": 896, "n_layers": 14, "d_ffn": 2304},
 }
-GSA_SIZES |= {f"{name}-gather": {**sizes, "path": "gather"} for name, sizes in GSA_SIZES.items()}
+GATHER = "-gather"
+GSA_SIZES |= {f"{name}{GATHER}": {**sizes, "path": "gather"} for name, sizes in GSA_SIZES.items()}
 """Each again on the path of the published code, which copies the chosen keys and values out for every query."""
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from memfit.models.basics_sizes import BASICS, LATER_SIZES, SIZES
 from memfit.models.gsa_names import GSA_TYPE
-from memfit.models.gsa_sizes import GSA_SIZES, parameters_of
+from memfit.models.gsa_sizes import GATHER, GSA_SIZES, parameters_of
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,15 @@ def _gsa() -> Iterator[Preset]:
     for name, size in sorted(GSA_SIZES.items(), key=lambda each: parameters_of(each[1])):
         yield Preset(
             name, (), parameters_of(size), {"model_type": GSA_TYPE, **size},
-            "github alfredcs/Gated-Sparse-Attention@b23ccad, and arXiv 2601.15305",
+            "github alfredcs/Gated-Sparse-Attention@b23ccad, and arXiv 2601.15305", _paths(name),
         )  # fmt: skip
+
+
+def _paths(name: str) -> str:
+    base = name.removesuffix(GATHER)
+    if base != name:
+        return f"as published: keys and values are copied out for every query; {base} computes the same without"
+    return f"the keys that a query chose are a mask over fused attention; {name}{GATHER} is the published way"
 
 
 def name_key(name: str) -> str:

@@ -10,16 +10,22 @@ What is predicted is `memfit train` itself, on the longest rows of the data (`jo
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from memfit.errors import MemfitError
 from memfit.gpus import Gpu
+from memfit.jobs.training.phase_peaks import PHASES
 from memfit.jobs.training.preparation import TrainJob
-from memfit.jobs.workload import Workload
+from memfit.jobs.training.shapes import gsa_config
+from memfit.jobs.workload import Workload, flag
+from memfit.models.gsa_names import is_gsa
 from memfit.planning.budget import budget_of, table
 from memfit.planning.card_here import card_for
+from memfit.planning.micro_batch import Rung, has_margin, largest_that_fits
 from memfit.planning.predict import Plan, Verdict, predict
 from memfit.planning.train_workload import workload_of, workload_of_config
 from memfit.units import gib
@@ -27,7 +33,12 @@ from memfit.units import gib
 __all__ = ["TrainPlan", "decides", "plan_training", "workload_of", "workload_of_config"]
 
 SCHEMA = "memfit.train-plan/1"
-PHASES = ("load", "forward", "backward", "step")
+SHOWN = (
+    "batch_size", "seq_len", "precision", "attention", "padding", "rank", "lora_dropout", "adapter_dtype",
+    "target_modules", "loss", "loss_chunk", "optimizer", "grad_checkpointing", "selective_checkpointing",
+    "offload", "world_size", "parallel", "alloc_conf",
+)  # fmt: skip
+"""Settings that a command for the same job has to say, where they are not what the loop does by itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,12 +48,22 @@ class TrainPlan:
     gpu: Gpu | None = None
     plan: Plan | None = None
     """None where the job cannot be predicted; `said` tells why."""
-    before: Plan | None = None
-    """The same job without its memory levers; None where it has none."""
+    plain: Workload | None = None
+    """The same job without its memory levers."""
     levers: tuple[str, ...] = ()
-    rungs: tuple[tuple[int, Plan], ...] = ()
+    rungs: tuple[Rung, ...] = ()
     """Micro-batches that `memory: auto` has looked at, the smallest first."""
     said: tuple[str, ...] = ()
+
+    @cached_property
+    def before(self) -> Plan | None:
+        """Of the job without its levers, predicted when somebody wants to see it; None where it has none."""
+        if self.plain is None or not self.levers:
+            return None
+        try:
+            return predict(self.plain, gpu=self.gpu)
+        except MemfitError:
+            return None
 
     @property
     def verdict(self) -> Verdict | None:
@@ -50,7 +71,7 @@ class TrainPlan:
             return None
         if self.plan.fit.verdict == "fails":
             return "fails"
-        return "safe" if _has_margin(self.plan, self.job.config.memory.margin) else "tight"
+        return "safe" if has_margin(self.plan, self.job.config.memory.margin) else "tight"
 
     @property
     def peak_bytes(self) -> int | None:
@@ -105,7 +126,7 @@ class TrainPlan:
             yield from (f"note: {note}" for note in self.gpu.notes)
             yield f"plan: predicted for {_named(self.gpu)}"
         else:
-            yield "plan: predicted with the H200's kernels; no GPU is here and memory.gpu names none, so no verdict"
+            yield "plan: predicted with the H200's kernels; no GPU is used and memory.gpu names none, so no verdict"
         if self.before is not None:
             *first, last = self.levers
             yield f"before: the same job without {', '.join(first)}{' and ' if first else ''}{last}"
@@ -140,24 +161,28 @@ class TrainPlan:
 
 def decides(job: TrainJob) -> bool:
     """Whether a plan could change the job, or stop it: every process of a run must then make it."""
-    return card_for(job.config.memory.gpu) is not None
+    return _card(job) is not None
 
 
 def plan_training(job: TrainJob) -> TrainPlan:
     """For `memory.gpu`, or the GPU that is there, or none. A job that cannot be predicted is no reason not to train."""
-    memory = job.config.memory
-    card = card_for(memory.gpu)
+    memory, card = job.config.memory, _card(job)
     try:
-        chosen, rungs, said = _chosen(job, card) if memory.auto else (job, (), ())
+        chosen, rungs, said = largest_that_fits(job, card) if memory.auto else (job, (), ())
         work = workload_of(chosen)
         plan = dict(rungs).get(work.batch_size) or predict(work, gpu=card)
-        plain, levers = _without_levers(workload_of(job))
+        plain, levers = _without_levers(job)
         return TrainPlan(
-            job=chosen, gpu=card, plan=plan, before=predict(plain, gpu=card) if levers else None, levers=levers,
-            rungs=rungs, said=(*said, *_what_to_try(work, chosen, plan)),
+            job=chosen, gpu=card, plan=plan, plain=plain, levers=levers, rungs=rungs,
+            said=(*said, *_what_to_try(work, chosen, plan)),
         )  # fmt: skip
     except MemfitError as error:
         return TrainPlan(job=job, gpu=card, said=(f"plan: none, for this job cannot be predicted: {error.message}",))
+
+
+def _card(job: TrainJob) -> Gpu | None:
+    asked = job.config.memory.gpu
+    return None if asked is None and job.config.device == "cpu" else card_for(asked)
 
 
 def _named(card: Gpu) -> str:
@@ -168,8 +193,10 @@ def _named(card: Gpu) -> str:
 # -- the levers of a job -----------------------------------------------------------------------------------------------
 
 
-def _without_levers(work: Workload) -> tuple[Workload, tuple[str, ...]]:
+def _without_levers(job: TrainJob) -> tuple[Workload, tuple[str, ...]]:
     """The same job as most people would start it, and what of memfit's it then lacks."""
+    gathering = _as_published(job)
+    work = workload_of(gathering or job)
     on: dict[str, tuple[bool, dict[str, Any]]] = {
         "gradient checkpointing": (work.grad_checkpointing, {"grad_checkpointing": False}),
         "selective checkpointing": (work.selective_checkpointing, {"selective_checkpointing": False}),
@@ -178,63 +205,35 @@ def _without_levers(work: Workload) -> tuple[Workload, tuple[str, ...]]:
     }
     names = tuple(name for name, (is_on, _) in on.items() if is_on)
     off = {key: value for is_on, change in on.values() if is_on for key, value in change.items()}
-    return dataclasses.replace(work, **off), names
+    return dataclasses.replace(work, **off), names if gathering is None else (*names, "masked attention")
+
+
+def _as_published(job: TrainJob) -> TrainJob | None:
+    """GSA on the path of its published code, which copies keys and values out for every query; None where nothing
+    changes."""
+    model = job.config.model
+    if not is_gsa(model.name) or gsa_config(model).path != "masked":
+        return None
+    gathering = dataclasses.replace(model, settings={**model.settings, "path": "gather"})
+    return dataclasses.replace(job, config=dataclasses.replace(job.config, model=gathering))
 
 
 def _what_to_try(work: Workload, job: TrainJob, plan: Plan) -> tuple[str, ...]:
     if plan.verdict != "fails":
         return ()
-    lora = f" --rank {work.rank}" if work.kind == "lora" else ""
     gpu = job.config.memory.gpu or f"{plan.gpu.capacity_bytes if plan.gpu else 0}B"
-    return (
-        f"to try: memfit fit {work.kind} --model {work.model}{lora} --seq-len {work.seq_len} --precision "
-        f"{work.precision} --global-batch {job.batch.global_batch_size} --gpu '{gpu}'",
-    )
+    words = ["memfit", "fit", work.kind, "--model", work.model, *_flags(work)]
+    words += ["--global-batch", str(job.batch.global_batch_size), "--gpu", gpu]
+    return (f"to try: {shlex.join(words)}",)
 
 
-# -- memory: auto ------------------------------------------------------------------------------------------------------
-
-
-def _chosen(job: TrainJob, card: Gpu | None) -> tuple[TrainJob, tuple[tuple[int, Plan], ...], tuple[str, ...]]:
-    """The largest micro-batch that fits with the margin. From the smallest up, for the first that does not ends it."""
-    if card is None:
-        return job, (), ("memory: auto: no GPU here and no memory.gpu: micro_batch_size stays as it is",)
-    margin = job.config.memory.margin
-    tried: list[tuple[int, Plan]] = []
-    best: int | None = None
-    for rows in job.batch.rungs:
-        plan = predict(workload_of(job.with_micro_batch(rows)), gpu=card)
-        tried.append((rows, plan))
-        if not _has_margin(plan, margin):
-            break
-        best = rows
-    rows = best or tried[0][0]
-    return job.with_micro_batch(rows), tuple(tried), (_why(best, tried, job, card),)
-
-
-def _why(best: int | None, tried: list[tuple[int, Plan]], job: TrainJob, card: Gpu) -> str:
-    margin, capacity = job.config.memory.margin, gib(card.capacity_bytes)
-    last_rows, last = tried[-1]
-    if best is None:
-        one = f"{gib(_device(last))} of {capacity}"
-        return f"memory: auto: not even a single row fits with a margin of {margin:.0%}: {one}"
-    chosen = job.batch.with_micro_batch(best)
-    said = f"memory: auto: {chosen.in_words()}, {gib(_device(dict(tried)[best]))} of {capacity}"
-    if last_rows == best:
-        return f"{said}: all rows of a step at once"
-    next_rung = f"the next rung, {last_rows} rows, takes {gib(_device(last))}"
-    return f"{said}; {next_rung}, more than a margin of {margin:.0%} leaves"
-
-
-def _device(plan: Plan) -> int:
-    """With all the room that it wants."""
-    return plan.peak.device_bytes
-
-
-def _has_margin(plan: Plan, margin: float) -> bool:
-    """Without torch having to give back what it keeps, which is a pause each time."""
-    fit, gpu = plan.fit, plan.gpu
-    return (
-        fit is not None and gpu is not None and fit.verdict != "fails" and not fit.retries
-        and fit.device_bytes <= (1 - margin) * gpu.capacity_bytes
-    )  # fmt: skip
+def _flags(work: Workload) -> Iterator[str]:
+    yield from (flag("loop"), work.loop)
+    usual = Workload(kind=work.kind, model=work.model, loop=work.loop)
+    for name in SHOWN:
+        value = getattr(work, name)
+        if value == getattr(usual, name):
+            continue
+        yield flag(name)
+        if not isinstance(value, bool):
+            yield ",".join(value) if isinstance(value, tuple) else str(value)

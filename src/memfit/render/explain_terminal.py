@@ -21,9 +21,9 @@ Document = Mapping[str, Any]
 BAR = 60
 STYLES = {
     "allocated": "blue", "private pools": "magenta", "cached": "cyan", "outside torch": "yellow",
-    "other processes": "red", "free": "green", "rest": "bright_black",
+    "other processes": "red", "not told apart": "yellow", "free": "green", "rest": "bright_black",
 }  # fmt: skip
-READINGS, FIXES, HOLDERS, MODELS = 4, 8, 5, 3
+READINGS, FIXES, HOLDERS, MODELS = 3, 8, 5, 3
 
 
 def show_explanation(document: Document, console: Console) -> None:
@@ -40,11 +40,12 @@ def _parts(document: Document, console: Console) -> Iterator[RenderableType]:
     if document["account"]["rows"]:
         yield section(_heading(document["account"]), _account(document["account"], glyphs, width))
     for trap in document["traps"]:
-        yield Text.assemble(("  note: ", "yellow"), clean(trap["text"]))
+        yield Padding(Text.assemble(("note: ", "yellow"), clean(trap["text"])), (0, 0, 0, 2))
     fragmentation = document["cause"]["fragmentation"]
     cached = any(row["name"] == "cached" for row in document["account"]["rows"])
     if fragmentation and fragmentation["verdict"] == "cannot tell" and cached:
-        yield Text.assemble("  fragmentation: ", ("cannot tell", "bold"), f"; {clean(fragmentation['why'])}")
+        said = Text.assemble("fragmentation: ", ("cannot tell", "bold"), f"; {clean(fragmentation['why'])}")
+        yield Padding(said, (0, 0, 0, 2))
     if document["holders"]:
         yield section("who held the memory then", _holders(document["holders"], document["account"], width))
     if document["tensor"]["readings"]:

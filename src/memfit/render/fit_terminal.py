@@ -157,12 +157,13 @@ def _too_much(proof: Mapping[str, Any], fitted: Fitted) -> str:
 
 def _whole_model(fitted: Fitted) -> str:
     whole, capacity = fitted["whole_model"], fitted["gpu"]["capacity_bytes"]
-    fails, said = whole["device_bytes"] > capacity, " and ".join(f"{each['gib']:.1f} GiB" for each in whole["guides"])
-    verdict = f"more than the {gib(capacity)} of the card" if fails else f"of {gib(capacity)}"
+    fails = whole["verdict"] == "fails"
+    verdict = f"does not run on {gib(capacity)}" if fails else f"runs on {gib(capacity)} as well"
+    formulas = " and ".join(f"{each['gib']:.1f} GiB" for each in whole["guides"])
     return (
-        f"all weights and one window through them take {gib(whole['device_bytes'])}, {verdict}, and the calibration "
-        f"buffers of that way {gib(whole['buffers_bytes'])} on top (the guides' own formulas say {said}); memfit prune "
-        "brings one block at a time"
+        f"the public Wanda code keeps all weights and two buffers of hidden states there: predicted "
+        f"{gib(whole['device_bytes'])}, {verdict}; it needs {gib(whole['smallest_gpu_bytes'])} (by the guides' own "
+        f"formulas {formulas}). memfit prune brings one block at a time"
     )
 
 
@@ -187,7 +188,8 @@ def _set_aside(levers: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _search(fitted: Fitted) -> str:
-    return f"{fitted['predictions']} predictions in {fitted['seconds']:.1f} s"
+    number = fitted["predictions"]
+    return f"{number} prediction{'' if number == 1 else 's'} in {fitted['seconds']:.1f} s"
 
 
 def _next(fitted: Fitted) -> str:

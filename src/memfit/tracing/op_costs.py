@@ -28,6 +28,8 @@ COSTS_NOTHING = ("empty", "new_empty", "_unsafe_view", "_local_scalar_dense", "_
 ONLY_WRITES = {"copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "_foreach_zero_", "_foreach_copy_"}
 READS_ROWS = {"embedding", "index_select", "gather", "index"}
 """Of their first argument only what they give back."""
+FACTORS = ("mat2", "batch2", "query", "weight", "self")
+"""Arguments of products that are multiplied, by the names in their schemas."""
 WRITES_ROWS = {"index_put_", "index_copy_", "index_add_", "scatter_", "scatter_add_"}
 """Into their first argument as much as their largest other one has."""
 
@@ -71,9 +73,7 @@ class OpCosts(TorchDispatchMode):
         if not here:
             return None  # the host's own work
         there = sum(size for tensor, size in touched if tensor.dim() and self.tracer.block_of(tensor) is None)
-        first = next(_tensors(args), None)
-        wide = op.formula is not None and first is not None and first.dtype in (torch.float32, torch.float64)
-        return OpCost(_flops(op, args, kwargs, out), wide, here, there)
+        return OpCost(_flops(op, args, kwargs, out), _is_wide(op, args, kwargs), here, there)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +137,15 @@ def _flops(op: _Op, args: Any, kwargs: Any, out: Any) -> int:
     rows, keys = int(named["query"].shape[-2]), int(named["key"].shape[-2])
     pairs = sum(min(row + 1, keys) for row in range(rows))
     return flops * pairs // (rows * keys)
+
+
+def _is_wide(op: _Op, args: Any, kwargs: Any) -> bool:
+    """By what is multiplied: 16-bit products may be summed into an fp32 matrix."""
+    if op.formula is None:
+        return False
+    named = op.named(args, kwargs)
+    factor = next((named[name] for name in FACTORS if isinstance(named.get(name), Tensor)), None)
+    return factor is not None and factor.dtype in (torch.float32, torch.float64)
 
 
 def _grouped(a: Tensor, b: Tensor, *_: Any, out_val: Any = None, **__: Any) -> int:

@@ -205,7 +205,8 @@ class Tracer(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(_is_made_of_others(kind) for kind in types):
-            self._wake_gpu()
+            if func is aten.empty_like.default and kwargs and kwargs.get("device") is not None:
+                self._wake_gpu()
             return NotImplemented  # and what it is made of comes here next
         if torch._C._get_dispatch_mode(_FAKE) is not None:
             return func(*args, **(kwargs or {}))  # torch asks itself for shapes
@@ -213,10 +214,11 @@ class Tracer(TorchDispatchMode):
             return self._run(_known_op(func), func, args, kwargs or {})
 
     def _wake_gpu(self) -> None:
-        """fake_tensor.py, init_gpu_context: one element, the first time that a shard asks for its shapes."""
-        if not self._gpu_is_awake:
-            self._gpu_is_awake = True
+        """fake_tensor.py, init_gpu_context: shards that are given memory ask for their shapes on "cuda", and then on
+        "cuda:0"; the first time, one element is made on each."""
+        for _ in range(0 if self._gpu_is_awake else 2):
             self.temporary(4, "torch's first look at the GPU")
+        self._gpu_is_awake = True
 
     def _run(self, op: KnownOp, func: Any, args: Any, kwargs: Any) -> Any:
         if op.asks_value and args[0].device.type == self.device.type:

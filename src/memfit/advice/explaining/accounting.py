@@ -69,10 +69,11 @@ class Account:
 
     @property
     def not_told_apart_bytes(self) -> int | None:
-        """Where the message does not tell what this process holds: context, libraries and processes not listed."""
+        """Where the message does not tell what this process holds: all that it does not name."""
         if self.own_bytes is not None:
             return None
-        return _sum(self.whole_bytes, _minus(self.free_bytes), _minus(self.held_bytes), -self.others_bytes)
+        named = self.others_bytes + (self.cached_bytes or 0)
+        return _sum(self.whole_bytes, _minus(self.free_bytes), _minus(self.allocated_bytes), -named)
 
     @property
     def reachable_bytes(self) -> int | None:
@@ -87,12 +88,14 @@ class Account:
         if self.cached_bytes is not None:
             yield Row("cached", self.cached_bytes, "held by torch, in pieces between live tensors")
         if self.outside_bytes is not None:
-            yield Row("outside torch", self.outside_bytes, "of this process: CUDA context, libraries, NCCL")
+            said = "of this process: CUDA context, libraries, NCCL"
+            yield Row("outside torch", self.outside_bytes, said if self.beside_bytes is None else "of this process")
         if self.others_bytes:
             yield Row("other processes", self.others_bytes, "on the same GPU")
         if self.not_told_apart_bytes is not None:
             said = "CUDA context, libraries, and processes that are not listed"
-            yield Row("outside torch", self.not_told_apart_bytes, said)
+            cached = "" if self.cached_bytes is not None else "cached memory, "
+            yield Row("not told apart" if cached else "outside torch", self.not_told_apart_bytes, cached + said)
         if self.free_bytes is not None:
             yield Row("free", self.free_bytes, "what the driver had left")
         if self.rest_bytes is not None:

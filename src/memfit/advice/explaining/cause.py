@@ -22,7 +22,7 @@ Kind = Literal[
 
 SIGNIFICANT = GiB // 2
 """Less than this of other processes is a desktop or a bare context, and not the cause."""
-SURENESS = {"certain": "", "likely": ", which is likely, not certain", "possible": ", which is only one possibility"}
+SURENESS = {"certain": "", "likely": " (likely, not certain)", "possible": " (one possibility of several)"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,19 +170,19 @@ def _refused(case: _Case) -> Cause | None:
     free = case.oom.free
     if free is None or free.low < case.requested.high:
         return None
-    said = (
-        f"{case.requested.text} was refused although {free.text} was free: a memory fraction that the message does not"
-    )
+    said = f"{case.requested.text} was refused although {free.text} was free: by a memory fraction that is not printed"
     return case.cause(
-        "refused", f"{said} print (torch 2.1 to 2.4), or a limit of Windows, of the driver or of host memory; which one "
-        "cannot be told from it", certainty="likely",
+        "refused", f"{said} (torch 2.1 to 2.4), or by a limit of Windows, of the driver or of host memory; which one "
+        "cannot be told from the message", certainty="likely",
     )  # fmt: skip
 
 
 def _others(case: _Case) -> Cause | None:
-    held = case.account.others_bytes
+    held, rest = case.account.others_bytes, case.account.rest_bytes
     if held < max(case.short_bytes, SIGNIFICANT):
         return None
+    if rest is not None and rest < -case.account.tolerance_bytes:
+        return None  # somebody is counted twice: how much the others really hold is not known
     said = f"Other processes hold {format_bytes(held)} of the card: {case.asked} and {case.free}"
     return case.cause(
         "other-processes", f"{said}, so without them it would have fitted{_holds(case)}", short=case.short_bytes

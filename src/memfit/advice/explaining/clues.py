@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from memfit.advice.explaining.place import Place
+from memfit.advice.model_dimensions import Dimensions, dimensions_in_text
 from memfit.advice.oom_message import Located
 from memfit.advice.pasted_text import passages
 from memfit.models.presets import Preset, find_preset, presets
@@ -26,7 +27,7 @@ _NUMBERS = {
     r"seqlen|block_size|context[_-]length|model_max_length|max_length",
     "rank": r"lora_rank|lora_r|lora\.r|rank",
     "nsamples": r"nsamples|n_samples|num_calibration_samples",
-    "grad_accum": r"gradient_accumulation_steps|grad_accum|accumulate_grad_batches",
+    "grad_accum": r"gradient_accumulation_steps|Gradient Accumulation steps|grad_accum|accumulate_grad_batches",
 }
 _NUMBER_PATTERNS = {
     name: re.compile(rf"(?<![\w.])(?:{names}){_VALUE}(\d{{1,7}})(?![\d.eE])") for name, names in _NUMBERS.items()
@@ -102,6 +103,8 @@ class Clues:
     """The name of a preset, or of a folder."""
     family: str | None = None
     """A model_type of transformers, where the model itself is not known."""
+    dimensions: Dimensions | None = None
+    """Of a config that was printed into the log, where the model has no name."""
     kind: Clue | None = None
     precision: Clue | None = None
     grad_checkpointing: bool = False
@@ -122,6 +125,7 @@ def clues_in(text: str, located: Located | None, place: Place) -> Clues:
     kind = _kind(near, place)
     model = _model(near)
     return Clues(
+        dimensions=None if model else dimensions_in_text(near),
         numbers=dict(_numbers(near, kind)), model=model, family=None if model else _family(near, place), kind=kind,
         precision=_precision(near), grad_checkpointing=bool(_FLAGS["grad_checkpointing"].search(near)),
         eager=bool(_FLAGS["eager"].search(near)), expandable=bool(_EXPANDABLE.search(near)),

@@ -17,7 +17,20 @@ def workload_of_config(name: str, log: str = "") -> Workload:
     from memfit.planning.train_workload import workload_of_config as workload_of
 
     config = load_config(name)
-    made = workload_of(config, resolve_batch(config.batch, 1), config.model.name, config.data.max_seq_len)
+    model = _model(config.model.name, config.model.cache_dir)
+    made = workload_of(config, resolve_batch(config.batch, 1), model, config.data.max_seq_len)
     made = dataclasses.replace(made, alloc_conf=config.memory.alloc_conf)  # not what is exported on this machine
     rows = [int(each[1]) for each in _SMALLER.finditer(log)]
     return dataclasses.replace(made, batch_size=max(rows[-1], 1)) if rows else made
+
+
+def _model(name: str, cache_dir: str | None) -> str:
+    """A name that the registry knows: a GGUF file is known by the folder that training has made of it."""
+    from memfit.jobs.source import find_source
+    from memfit.models.gguf import gguf_file
+    from memfit.models.registry import resolve
+
+    if gguf_file(name) is not None:
+        return str(find_source(name, cache_dir=cache_dir).folder)
+    resolve(name)
+    return name

@@ -62,7 +62,9 @@ def _of_the_cause(case: Situation) -> Iterator[Fix]:
             "look at the shape", "print the sizes that go into the failing line: one is negative or was never set"
         )
     elif oom.remedy:
-        yield _fix("leave room" if kind == "library" else "what to do", oom.remedy)
+        yield _fix(
+            {"library": "leave room", "host-memory": "less on the host"}.get(kind, "find the message"), oom.remedy
+        )
     elif kind == "host-memory":
         said = "fewer data loader workers, memory-mapped data, weights loaded straight to the GPU (device_map)"
         yield _fix("less on the host", said)

@@ -11,7 +11,7 @@ from typing import Literal
 
 from memfit.advice.explaining.accounting import Account
 from memfit.advice.oom_message import Oom
-from memfit.advice.tensor_names import request_intervals
+from memfit.advice.request_size import request_intervals
 from memfit.units import format_bytes
 
 Answer = Literal["yes", "no", "cannot tell"]

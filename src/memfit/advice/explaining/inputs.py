@@ -42,7 +42,7 @@ def read_input(source: str | bytes | os.PathLike[str]) -> Input:
     """A path if there is such a file, else the text itself."""
     if isinstance(source, bytes):
         return Input(kind="text", text=decoded(source))
-    if isinstance(source, str) and not _names_a_file(source):
+    if isinstance(source, str) and not _names_a_file(source) and not _means_a_file(source):
         return Input(kind="text", text=source)
     path = Path(source)
     if not path.exists():
@@ -57,6 +57,14 @@ def _names_a_file(text: str) -> bool:
         return Path(text).exists()
     except (OSError, ValueError):
         return False
+
+
+def _means_a_file(text: str) -> bool:
+    """A name with a typing mistake is no message."""
+    plain = text.isprintable() and " " not in text and len(text) <= LONGEST_PATH
+    return plain and (
+        text.endswith((*TEXT_ENDINGS, *RECORDINGS, ".csv", ".json")) or text.startswith(("/", "./", "~/"))
+    )
 
 
 def decoded(raw: bytes) -> str:

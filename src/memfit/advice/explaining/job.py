@@ -39,7 +39,6 @@ class Job:
     """Of settings that were read in the text: the words they were read from."""
     missing: tuple[str, ...] = ()
     """Settings without which nothing is predicted."""
-    notes: tuple[str, ...] = ()
 
     @property
     def kind(self) -> str | None:
@@ -53,6 +52,8 @@ class Job:
 
 def job_of(given: Mapping[str, Any], configured: Workload | None, clues: Clues, place: Place) -> Job:
     """Raises UsageError where what was given is wrong; what was read may be wrong and is then only not used."""
+    if given:
+        Workload.from_mapping({"kind": "lora" if "offload" in given else "train", "model": "-", **given})
     read = {name: clue.said for name, clue in _clues(clues).items()}
     if configured is not None:
         workload = dataclasses.replace(configured, **given)
@@ -67,8 +68,6 @@ def job_of(given: Mapping[str, Any], configured: Workload | None, clues: Clues, 
     needed = ("kind", "model", *NEEDED.get(str(kind), _ROWS))
     missing = tuple(name for name in needed if name not in settings)
     if missing:
-        if "model" in given and "kind" in given:
-            Workload.from_mapping(settings)  # a wrong value is told all the same
         return Job(models=models, settings=settings, read=read, missing=missing)
     if clues.grad_checkpointing and kind in ("train", "lora"):
         settings.setdefault("grad_checkpointing", True)
@@ -111,6 +110,8 @@ def _dimensions(model: str) -> tuple[Dimensions, ...]:
 
 
 def _family(clues: Clues) -> tuple[Dimensions, ...]:
+    if clues.dimensions is not None:
+        return (clues.dimensions,)
     return known_dimensions(clues.family) if clues.family else ()
 
 

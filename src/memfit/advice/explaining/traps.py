@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from memfit.advice.explaining.accounting import Account
 from memfit.advice.explaining.clues import Clues
 from memfit.advice.oom_message import Oom
-from memfit.advice.tensor_names import request_intervals
+from memfit.advice.request_size import request_intervals
 from memfit.units import MiB, format_bytes
 
 BARE_CONTEXT = (150 * MiB, 2560 * MiB)

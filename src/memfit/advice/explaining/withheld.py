@@ -16,6 +16,13 @@ from memfit.advice.oom_message import Oom
 from memfit.advice.tensor_names import Readings
 from memfit.units import format_bytes
 
+LEVERS = {
+    "expandable_segments:True": "expandable segments", "a smaller batch": "micro-batch",
+    "bf16 autocast": "bf16 autocast",
+    "gradient checkpointing": "checkpointing", "gradient checkpointing alone": "checkpointing",
+    "an 8-bit or paged optimizer": "8-bit AdamW", "flash attention": "fused attention",
+}  # fmt: skip
+"""What the same advice is called as a lever: where a prediction says that it saves something, that is believed."""
 INFERENCE = ("evaluation", "generation", "calibration")
 FUSED = ("sdpa_attention", "flash_attn", "flash_attention", "scaled_dot_product_attention", "xformers")
 
@@ -45,20 +52,21 @@ class Situation:
     """The category that most of the predicted peak is, where the job is known."""
     growth: str | None = None
     """Which kind of growth a run's record shows; `none` where it shows none."""
+    predicted: tuple[str, ...] = ()
+    """Levers that are predicted to save something on this job."""
 
 
 def withheld(case: Situation) -> list[Withheld]:
-    if case.cause.kind in ("none", "host-memory"):
-        return list(_of_the_host(case)) if case.cause.kind == "host-memory" else []
+    if case.cause.kind == "host-memory":
+        return [Withheld("anything about the GPU", "the GPU's memory is not what ran out")]
+    if case.cause.kind == "none" or case.oom.form == "mps":
+        return []
     made = (
         _empty_cache, _expandable, _split_size, _smaller_batch, _checkpointing, _small_optimizer, _autocast,
         _other_processes, _leak, _flash,
     )  # fmt: skip
-    return [found for each in made for found in each(case)]
-
-
-def _of_the_host(case: Situation) -> Iterator[Withheld]:
-    yield Withheld("anything about the GPU", "the GPU's memory is not what ran out")
+    rows = [found for each in made for found in each(case)]
+    return [row for row in rows if not any(name.startswith(LEVERS.get(row.advice, "?")) for name in case.predicted)]
 
 
 def _empty_cache(case: Situation) -> Iterator[Withheld]:

@@ -8,6 +8,7 @@ A check that cannot be made is skipped with the reason; one that stops with an e
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -134,9 +135,15 @@ def _asked(
     except UsageError as error:
         if error.message.startswith("--set"):
             raise
-        wrong = config_keys.KEYS.failed(error.message, error.hint)
-        return Asked(gpu=gpu, world_size=count), wrong
-    return Asked(config=read, keys=keys, gpu=gpu, world_size=count, load=load), None
+        return Asked(gpu=gpu, world_size=count), config_keys.KEYS.failed(error.message, error.hint)
+    wrong: Finding | None = None
+    try:
+        if read.memory.gpu is not None:
+            find_gpu(read.memory.gpu, flag="memory.gpu")
+    except UsageError as error:
+        wrong = config_keys.KEYS.failed(f"memory.gpu: {error.message}", error.hint)
+        read = dataclasses.replace(read, memory=dataclasses.replace(read.memory, gpu=None))
+    return Asked(config=read, keys=keys, gpu=gpu, world_size=count, load=load), wrong
 
 
 def _of_workload(work: Workload, gpu: str | None, load: bool) -> tuple[Asked, Finding | None]:

@@ -23,13 +23,10 @@ STRAY_SHARE = 0.01
 
 
 def readable(situation: Situation) -> Iterator[Finding]:
-    from memfit.jobs.training.examples import read_examples
-
-    data = situation.config.data
-    examples = read_examples(dataclasses.replace(data, max_samples=min(data.max_samples or MOST_ROWS, MOST_ROWS)))
+    examples = situation.examples.get()
     kind = "prompts with answers" if examples.instruction else "text"
     count = len(examples.rows)
-    first = f"the first {count:,} rows" if count >= MOST_ROWS else f"{count:,} rows"
+    first = f"the first {count:,} rows" if count == MOST_ROWS else f"{count:,} rows"
     empty = f", {examples.empty:,} empty ones left out" if examples.empty else ""
     yield READABLE.ok(f"{first} of {kind} from {examples.origin}{empty}", rows=count, empty_rows=examples.empty)
 
@@ -60,12 +57,11 @@ def lengths(situation: Situation) -> Iterator[Finding]:
 
 def row_lengths(situation: Situation) -> dict[str, int]:
     """Of the rows as they are, before anything is cut or packed."""
-    from memfit.jobs.training.examples import read_examples
     from memfit.jobs.training.tokenising import tokenise
 
-    config = situation.config.data
-    few = dataclasses.replace(config, max_samples=min(config.max_samples or MEASURED_ROWS, MEASURED_ROWS))
-    found = sorted(len(each.ids) for each in tokenise(read_examples(few), few, situation.tokenizer.needed()))
+    examples, tokenizer = situation.examples.needed(), situation.tokenizer.needed()
+    few = dataclasses.replace(examples, rows=examples.rows[:MEASURED_ROWS])
+    found = sorted(len(each.ids) for each in tokenise(few, situation.config.data, tokenizer))
     last = len(found) - 1
     return {
         "shortest": found[0], "median": found[last // 2], "percentile_95": found[last * 95 // 100], "longest": found[-1]

@@ -62,8 +62,6 @@ def of_plan(plan: Plan, where: str | None, search: str | None) -> Finding:
             **details,
         )
     left = f"{found}: {plan.verdict} on {room}, {gib(plan.fit.headroom_bytes)} left"
-    return (
-        FITS.warning(left, f"what leaves more: {search}", **details)
-        if plan.verdict == "tight"
-        else FITS.ok(left, **details)
-    )
+    if plan.verdict == "tight":
+        return FITS.warning(left, f"what leaves more: {search}", **details)
+    return FITS.ok(left, **details)

@@ -6,6 +6,7 @@ and its text is short. LoRA's B begins at zero, so that A has no gradient in the
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -16,6 +17,7 @@ from memfit.advice.preflight.finding import CannotTell, Finding, Line
 from memfit.advice.preflight.situation import Situation
 from memfit.advice.preflight.small_model import few_blocks
 from memfit.advice.preflight.trained_weights import ADAPTER
+from memfit.errors import MemfitError
 from memfit.jobs.training.config import FACTORY, TrainConfig
 from memfit.recording.machine import host_memory
 from memfit.units import GiB
@@ -47,7 +49,7 @@ class Flow:
 
 
 def follow(situation: Situation) -> Flow:
-    """Raises CannotTell where the model is too large for this machine, and RuntimeError as the model's own code."""
+    """Raises CannotTell where the model is too large for this machine, and whatever the model's own code raises."""
     import torch
 
     situation.shapes.needed()
@@ -99,7 +101,7 @@ def _loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def _within_vocabulary(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A factory's model may know fewer words than there are bytes."""
+    """A factory's model may know fewer words than the rows have."""
     from torch import nn
 
     tables = [each.num_embeddings for each in model.modules() if isinstance(each, nn.Embedding)]
@@ -111,7 +113,9 @@ def gradients(situation: Situation, followed: list[Flow]) -> Iterator[Finding]:
     """What it finds is also put into `followed`, for the checks that come after."""
     try:
         flow = follow(situation)
-    except RuntimeError as error:
+    except (MemfitError, CannotTell, ImportError):
+        raise
+    except Exception as error:  # the model may be somebody's own code, which raises what it likes
         yield _stopped(error)
         return
     followed.append(flow)
@@ -151,18 +155,16 @@ def _what(situation: Situation, flow: Flow) -> str:
 
 
 def _of_loss(flow: Flow) -> Finding:
-    import math
-
     loss = flow.loss
     if not math.isfinite(loss):
         return LOSS.failed(
-            f"the loss is {loss} after one step with random weights", "bf16 or fp32: fp16 ends at 65,504", loss=None
+            f"the loss is {loss} in the second step with random weights", "bf16 or fp32: fp16 ends at 65,504", loss=None
         )
     return LOSS.ok(f"finite ({loss:.2f} with random weights)", loss=loss)
 
 
-def _stopped(error: RuntimeError) -> Finding:
-    first = (str(error).strip().splitlines() or ["RuntimeError"])[0][:200]
+def _stopped(error: Exception) -> Finding:
+    first = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
     if NO_GRADIENT in first:
         return GRADIENTS.failed(f"no gradient reaches any trained weight: '{first}'", INPUT_GRADS)
     return GRADIENTS.failed(f"a training step stops on the CPU: {first}", "the same step would stop on the GPU")

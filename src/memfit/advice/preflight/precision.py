@@ -51,6 +51,9 @@ def attention(situation: Situation) -> Iterator[Finding]:
         else:
             yield ATTENTION.ok(f"sdpa; {older}: its memory-efficient kernel runs, not flash")
         return
+    if _precision(situation) == "fp32":
+        yield ATTENTION.ok(f"{said}; in fp32 its memory-efficient kernel runs, for flash takes 16 bit only")
+        return
     yield ATTENTION.ok(f"{said}, with flash kernels on {card.name}")
 
 

@@ -16,6 +16,7 @@ SERVED = Line("config", "settings")
 def served(situation: Situation) -> Iterator[Finding]:
     config, processes = situation.config, situation.asked.world_size
     here = config if situation.runs_here else without_gpu(config)
+    here = dataclasses.replace(here, model=dataclasses.replace(here.model, attention="sdpa"))  # it has its own line
     notes = [*config.notes(), *check_levers(here, world_size=processes)]
     told = [note for note in notes if note not in config.remarks]  # those stand on the line of keys
     for note in told:

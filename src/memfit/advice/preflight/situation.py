@@ -18,7 +18,7 @@ from memfit.advice.preflight.once import Once
 from memfit.errors import MemfitError
 from memfit.gpus import Gpu, find_gpu
 from memfit.jobs.training.batch_sizes import BatchSizes, resolve_batch
-from memfit.jobs.training.config import FACTORY, TrainConfig
+from memfit.jobs.training.config import FACTORY, DataConfig, TrainConfig
 from memfit.jobs.workload import Workload
 from memfit.recording.gpu_driver import Driver, read_driver
 from memfit.recording.nvml import GpuState, NoNvml, read_gpus
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from memfit.advice.preflight.config_keys import Read
     from memfit.advice.preflight.planned import Planned
     from memfit.jobs.training.data import TrainingData
+    from memfit.jobs.training.examples import Examples
     from memfit.jobs.training.preparation import TrainJob
 
 NO_CARD = "no GPU is here and none is named: --gpu 24GB checks against one"
@@ -74,7 +75,8 @@ class Situation:
         self.driver = Once(_driver, without="no GPU is here")
         self.batch = Once(self._batch, without="the batch sizes are wrong")
         self.folder = Once(self._folder, without="the model's files are not on this machine")
-        self.tokenizer = Once(self._tokenizer, without="the tokenizer is not on this machine")
+        self.tokenizer = Once(self._tokenizer, without="the tokenizer cannot be loaded")
+        self.examples = Once(self._examples, without="the data cannot be read")
         self.data = Once(self._data, without="the data cannot be read as samples")
         self.shapes = Once(self._shapes, without="the model cannot be built")
         self.plans = Once(self._plans, without="the job cannot be predicted")
@@ -151,26 +153,48 @@ class Situation:
     def _tokenizer(self) -> Any:
         from memfit.jobs.source import load_tokenizer
         from memfit.jobs.training.tokenizers import BYTES, ByteTokenizer
-        from memfit.models.local_files import find_tokenizer_here
+        from memfit.models.local_files import NotHere, find_tokenizer_here
 
         model = self.config.model
         if model.tokenizer is not None and model.tokenizer.strip().lower() == BYTES:
             return ByteTokenizer()
-        return load_tokenizer(find_tokenizer_here(model.tokenizer or model.name, cache_dir=model.cache_dir))
+        try:
+            found = find_tokenizer_here(model.tokenizer or model.name, cache_dir=model.cache_dir)
+        except NotHere as error:
+            raise CannotTell("the tokenizer is not on this machine") from error
+        return load_tokenizer(found)
+
+    @property
+    def data_config(self) -> DataConfig:
+        """All of the data where a checkpoint is to be continued, for that must know the very samples."""
+        data = self.config.data
+        if self.config.saving.resume_from is not None:
+            return data
+        return dataclasses.replace(data, max_samples=min(data.max_samples or MOST_ROWS, MOST_ROWS))
+
+    def _examples(self) -> Examples:
+        from memfit.jobs.training.examples import is_on_hub, read_examples
+
+        source = self.config.data.source
+        if is_on_hub(source):
+            raise CannotTell(f"{source} is a data set on the Hub, which a look does not fetch")
+        return read_examples(self.data_config)
 
     def _data(self) -> TrainingData:
-        """All of it where a checkpoint is to be continued, for that must know the very samples."""
         from memfit.jobs.training.data import read_training_data
 
-        data = self.config.data
-        if self.config.saving.resume_from is None:
-            data = dataclasses.replace(data, max_samples=min(data.max_samples or MOST_ROWS, MOST_ROWS))
-        return read_training_data(data, self.tokenizer.needed())
+        self.examples.needed()
+        return read_training_data(self.data_config, self.tokenizer.get())
 
     def _shapes(self) -> nn.Module:
         from memfit.advice.preflight.small_model import shapes_only
 
-        return shapes_only(self.config, self.model_name)
+        try:
+            return shapes_only(self.config, self.model_name)
+        except MemfitError as error:
+            if error.message.startswith(f"'{self.model_name}' raised"):  # a factory; with memory it may well work
+                raise CannotTell(f"without memory the model cannot be built: {error.message}") from error
+            raise
 
     def _job(self) -> TrainJob:
         from memfit.jobs.source import Source

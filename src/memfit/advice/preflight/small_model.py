@@ -65,7 +65,7 @@ def cut_to(config: TrainConfig, model_name: str, layers: int) -> dict[str, Any]:
 
     known: Any = load_config(resolve(model_name))
     kinds = getattr(known, "layer_types", None)
-    made: dict[str, Any] = {"num_hidden_layers": layers, "vocab_size": WORDS}
+    made: dict[str, Any] = {"num_hidden_layers": min(layers, known.num_hidden_layers), "vocab_size": WORDS}
     if isinstance(kinds, list) and not isinstance(getattr(type(known), "layer_types", None), property):
         made["layer_types"] = kinds[:layers]
     made |= {name: None for name in OF_TOKENS if isinstance(getattr(known, name, None), int)}
@@ -74,12 +74,14 @@ def cut_to(config: TrainConfig, model_name: str, layers: int) -> dict[str, Any]:
 
 def few_blocks(config: TrainConfig, model_name: str, *, most_bytes: int) -> tuple[nn.Module, TrainJob, int]:
     """Its first two blocks in host memory, or only the first where two are too much."""
+    from memfit.advice.preflight.repeated_weights import RepeatedWeights
     from memfit.jobs.training.model_building import build_for_training
 
     for layers in (2, 1):
         if bytes_to_train(shapes_only(config, model_name, layers=layers)) <= most_bytes:
             job = small_job(config, model_name, cut_to(config, model_name, layers))
-            return build_for_training(job), job, layers
+            with RepeatedWeights():
+                return build_for_training(job), job, layers
     raise CannotTell("one block of this model is more than this machine's free memory")
 
 

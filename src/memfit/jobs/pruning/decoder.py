@@ -221,7 +221,7 @@ def _find_blocks(model: nn.Module) -> tuple[str, list[nn.Module]]:
     """The list of as many modules as the config says there are layers, in no other list."""
     if not hasattr(model.config, "num_hidden_layers"):
         raise InputError(f"a {type(model).__name__} is no model of transformers; only those are pruned")
-    count = int(model.config.num_hidden_layers)  # type: ignore[union-attr, arg-type]
+    count = int(model.config.num_hidden_layers)  # type: ignore[arg-type]
     lists = {name: m for name, m in model.named_modules() if isinstance(m, nn.ModuleList)}
     for name, found in lists.items():
         if len(found) == count and not any(name.startswith(f"{other}.") for other in lists):

@@ -14,6 +14,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from memfit.errors import UsageError
 
 CHUNK = 256
 IGNORED = -100
+CAP = "final_logit_softcapping"
 ALL = slice(None)
 ALIGNED = 128
 """Words of a chunk are a multiple of this, for the sake of matrix products."""
@@ -51,20 +53,36 @@ def use_chunked_loss(model: nn.Module, *, chunk: int = CHUNK) -> None:
     changed = [name for name in SCALES if getattr(config, name, 1.0) not in (None, 1, 1.0)]
     if changed:
         raise UsageError(f"--loss chunked does not know this model's {changed[0]}", hint="--loss full works")
-    cap = getattr(config, "final_logit_softcapping", None)
+    cap = getattr(config, CAP, None)
     if cap is not None:
-        config.final_logit_softcapping = None  # done below, where there are logits
+        _cap_nothing_while_training(base, head)  # but the scores, below
     as_built = head.forward
 
     def forward(hidden: Tensor) -> Tensor:
         """While training, hidden states go through to the loss; otherwise this is still a head."""
-        if head.training:
-            return hidden
-        logits: Tensor = as_built(hidden)
-        return logits if cap is None else torch.tanh(logits / cap) * cap
+        return hidden if head.training else as_built(hidden)
 
     head.forward = forward  # type: ignore[method-assign,assignment]
     base.loss_function = _loss_function(head, chunk, cap)
+
+
+def _cap_nothing_while_training(base: Any, head: nn.Module) -> None:
+    """The model caps what its head returns, if its config says so. The config itself is saved with the weights, so it
+    says so again when the pass is over."""
+    as_built = base.forward
+
+    @wraps(as_built)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if not head.training:
+            return as_built(*args, **kwargs)
+        cap = getattr(base.config, CAP)
+        setattr(base.config, CAP, None)
+        try:
+            return as_built(*args, **kwargs)
+        finally:
+            setattr(base.config, CAP, cap)
+
+    base.forward = forward
 
 
 def _asks_for_its_loss(model: Any) -> bool:

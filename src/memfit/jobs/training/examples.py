@@ -75,11 +75,24 @@ def _rows(config: DataConfig) -> tuple[str, list[Any]]:
         return f"'{said}'", [row for each in files for row in read_rows(each)]
     if path.exists():
         return f"'{said}'", read_rows(path)
-    if path.suffix.lower() in (*KINDS, ".gz") or path.is_absolute() or said.startswith(".") or said.count("/") > 1:
+    if _looks_like_a_file(path, said):
         raise InputError(f"data.source: no file '{said}'", hint=_near(path))
     if not _HUB_NAME.fullmatch(said):
         raise InputError(f"data.source '{said}' is no file and no name of a data set")
     return f"the Hugging Face Hub ({said}, {config.split})", _from_hub(config, said)
+
+
+def is_on_hub(source: str) -> bool:
+    """Whether it is neither on this disk nor looks as if it should be."""
+    said = source.strip()
+    path = Path(os.path.expanduser(said))
+    here = said.lower() == BUILTIN or path.exists() or _looks_like_a_file(path, said)
+    return not here and _HUB_NAME.fullmatch(said) is not None
+
+
+def _looks_like_a_file(path: Path, said: str) -> bool:
+    kind = path.suffix.lower() in (*KINDS, ".gz")
+    return kind or path.is_absolute() or said.startswith(".") or said.count("/") > 1
 
 
 def _near(path: Path) -> str:

@@ -39,7 +39,9 @@ def make_optimizer(name: str, parameters: list[nn.Parameter], *, on_host: bool =
             raise UsageError("--optimizer adamw-8bit needs bitsandbytes", hint="pip install bitsandbytes") from error
         eight: torch.optim.Optimizer = AdamW8bit(parameters, lr=1e-4)
         return eight
-    return adamw(on_host)(parameters, lr=1e-4, **ADAMW[name])
+    kind: Any = adamw(on_host)
+    chosen: torch.optim.Optimizer = kind(parameters, lr=1e-4, **ADAMW[name])
+    return chosen
 
 
 def adamw(on_host: bool) -> type[torch.optim.Optimizer]:

@@ -27,6 +27,10 @@ from memfit.models.block_list import block_list
 from memfit.models.gsa_names import is_gsa
 
 
+ACCELERATES_OWN = ".*(torch.distributed|broadcast_buffers).*deprecated"
+"""It calls torch by names that torch is about to change."""
+
+
 @contextmanager
 def one_process_of(world_size: int) -> Iterator[None]:
     """The first: where weights do not divide evenly, its shards are the largest."""
@@ -34,6 +38,9 @@ def one_process_of(world_size: int) -> Iterator[None]:
         yield
         return
     import torch.distributed as dist
+
+    if not dist.is_available():
+        raise UsageError(f"--world-size {world_size}: this torch was built without torch.distributed")
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():
@@ -44,7 +51,7 @@ def one_process_of(world_size: int) -> Iterator[None]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     try:
         with mock.patch.dict(os.environ, _as_torchrun_says(world_size)), _buckets_come_back(), catch_warnings():
-            filterwarnings("ignore", message=".*(torch.distributed|broadcast_buffers).*deprecated", category=FutureWarning)  # accelerate
+            filterwarnings("ignore", message=ACCELERATES_OWN, category=FutureWarning)
             yield
     finally:
         dist.destroy_process_group()

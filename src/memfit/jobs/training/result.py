@@ -46,12 +46,20 @@ class TrainResult:
         return self.seconds / max(1, self.steps - self.first_step)
 
     @property
+    def first_loss(self) -> float | None:
+        return self._mean_loss(of_the_first=True)
+
+    @property
     def final_loss(self) -> float | None:
-        """The mean of the last tenth of the steps, ten at most: a single step's is mostly chance."""
+        return self._mean_loss(of_the_first=False)
+
+    def _mean_loss(self, *, of_the_first: bool) -> float | None:
+        """Of a quarter of the steps, ten at most: a single step's is mostly chance."""
         if not self.losses:
             return None
-        last = [self.losses[step] for step in sorted(self.losses)][-max(1, min(FEW, len(self.losses) // 10)) :]
-        return sum(last) / len(last)
+        count = max(1, min(FEW, len(self.losses) // 4))
+        found = [self.losses[step] for step in sorted(self.losses, reverse=not of_the_first)][:count]
+        return sum(found) / len(found)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -69,14 +77,13 @@ class TrainResult:
 
     def in_lines(self) -> list[str]:
         done = self.steps - self.first_step
-        first = self.losses[min(self.losses)] if self.losses else None
         lines = [
             f"trained {done:,} steps in {self.seconds:,.1f} s, {self.seconds_per_step:.2f} s a step, "
             f"{self.tokens / max(self.seconds, 1e-9):,.0f} tokens a second",
             f"trained parameters: {self.trained_parameters:,} of {self.parameters:,}",
         ]
-        if first is not None and self.final_loss is not None:
-            lines.append(f"loss: {first:.4f} at first, {self.final_loss:.4f} at the end")
+        if self.first_loss is not None and self.final_loss is not None:
+            lines.append(f"loss: {self.first_loss:.4f} at first, {self.final_loss:.4f} at the end")
         lines += self._memory()
         if self.data_wait_share > MUCH_WAITING:
             lines.append(f"{self.data_wait_share:.0%} of the time went by waiting for data: a larger num_workers helps")

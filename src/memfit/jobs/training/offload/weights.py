@@ -38,9 +38,11 @@ class FrozenWeightsOnHost:
         self._rooms: list[Tensor] = []
         self._holds: list[int | None] = [None] * PLACES
         self._arrived: list[Event] = [None] * PLACES
+        self._backward_of: int | None = None
         self._follow(model)
 
     def _follow(self, model: nn.Module) -> None:
+        """Wherever the model goes, and whenever a block begins."""
         apply, mine = model._apply, weakref.ref(model)
 
         def apply_to_the_rest(function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
@@ -73,14 +75,18 @@ class FrozenWeightsOnHost:
             block.lie_in(self._rooms[index % PLACES])
 
     def _begins(self, index: int, block: nn.Module, _: Any) -> None:
-        # Inside backward a block runs again, and the one below it comes next.
-        self._bring(index, -1 if torch._C._current_autograd_node() is not None else 1)
+        runs_again, self._backward_of = self._backward_of == index, None
+        self._bring(index, -1 if runs_again else 1)
 
     def _ends(self, index: int, block: nn.Module, _: Any, output: Any) -> None:
-        """Its backward begins when the gradient of what it gave is known."""
+        """Its backward begins when the gradient of what it gave is known; a checkpointed block then runs again."""
         hidden = output[0] if isinstance(output, tuple) else output
-        if isinstance(hidden, Tensor) and hidden.requires_grad and torch._C._current_autograd_node() is None:
-            hidden.register_hook(lambda gradient: self._bring(index, -1))
+        if isinstance(hidden, Tensor) and hidden.requires_grad:
+            hidden.register_hook(lambda gradient: self._goes_back(index))
+
+    def _goes_back(self, index: int) -> None:
+        self._backward_of = index
+        self._bring(index, -1)
 
     def _bring(self, index: int, way: int) -> None:
         if self.device is None:

@@ -1,0 +1,79 @@
+"""The ladder: every rung exact in global batch, and what lies above it does not run."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+import memfit
+from memfit.advice.ladder import LEAVES, Ladder
+from memfit.errors import UsageError
+from memfit.render.ladder_terminal import show_ladder
+from memfit.render.text import as_text
+
+GPU = "6GiB"
+
+
+@cache
+def climbed() -> Ladder:
+    return memfit.ladder(kind="train", model="gpt2", seq_len=256, global_batch=24, gpu=GPU)
+
+
+def test_every_rung_has_exactly_the_global_batch() -> None:
+    for rung in climbed().rungs:
+        assert rung.workload.batch_size * rung.workload.grad_accum == 24
+
+
+def test_each_of_the_four_has_its_rung_and_they_climb() -> None:
+    names = [name for rung in climbed().rungs for name in rung.names]
+    sizes = [rung.workload.batch_size for rung in climbed().rungs]
+
+    assert names == [name for name in LEAVES if name in names]
+    assert "Maximum" in names
+    assert sizes == sorted(set(sizes))
+
+
+def test_a_rung_leaves_what_its_name_says_and_the_next_one_does_not() -> None:
+    capacity = climbed().gpu.capacity_bytes
+    rungs = {name: rung for rung in climbed().rungs for name in rung.names}
+
+    for name, share in LEAVES.items():
+        if name in rungs and share:
+            assert rungs[name].forecast.device_bytes <= (1 - share) * capacity
+
+
+def test_the_top_runs_and_the_rung_above_it_does_not() -> None:
+    top, above = climbed().rungs[-1], climbed().above
+
+    assert above is not None
+    assert memfit.predict(top.workload, gpu=GPU).verdict != "fails"
+    assert memfit.predict(above.workload, gpu=GPU).verdict == "fails"
+
+
+def test_the_longest_rows_of_a_rung_run() -> None:
+    import dataclasses
+
+    top = climbed().rungs[-1]
+
+    assert top.longest is not None
+    longest = dataclasses.replace(top.workload, seq_len=top.longest)
+    assert memfit.predict(longest, gpu=GPU).verdict != "fails"
+
+
+def test_the_guides_ladder_is_shown_for_its_own_job_only_and_252_is_called_wrong() -> None:
+    made = memfit.ladder(
+        kind="train", model="gsa-512m", seq_len=1024, precision="amp-bf16", world_size=4, global_batch=256,
+        loss="chunked", grad_checkpointing=True, gpu="44GB",
+    )  # fmt: skip
+
+    medium = next(rung for rung in made.guide if rung.name == "Medium")
+    assert medium.wrong == ("252 rows a step are not 256",)
+    assert all(rung.workload.batch_size * rung.workload.grad_accum * 4 == 256 for rung in made.rungs)
+    assert "not to be followed" in as_text(show_ladder, made.to_json())
+    assert climbed().guide == ()
+
+
+def test_a_ladder_is_for_training() -> None:
+    with pytest.raises(UsageError, match="for training"):
+        memfit.ladder(kind="forward", model="gpt2", gpu=GPU)
