@@ -68,6 +68,7 @@ CASES: tuple[Alone | Step, ...] = (
     Alone("alone, frozen head", 2048, 152_064, 3584, trained=False),
     Alone("alone, trained head", 2048, 152_064, 3584, trained=True),
     Alone("alone, trained, amp", 2048, 151_936, 512, trained=True, dtype=torch.float32, amp=True),
+    Alone("alone, trained, fp32", 2048, 152_064, 512, trained=True, dtype=torch.float32),
     Alone("tiny alone", 64, 500, 32, trained=True, dtype=torch.float32),
     Step("step, qwen2.5-7b lora 128", QWEN),
     Step("step, gsa-512m", GSA),

@@ -97,7 +97,9 @@ def test_a_request_above_the_card_is_impossible_and_no_allocator_setting_helps()
 def test_free_memory_that_is_refused_is_said_and_not_explained_away() -> None:
     found = told(message(free="6.00 GiB", own="16.00 GiB", allocated="15.00 GiB"))
     assert found.cause.kind == "refused" and "free-but-refused" in traps(found)
-    assert "cannot be told" in found.cause.sentence
+    assert "cannot be told" in found.cause.sentence and "do not print" in found.cause.sentence
+    cut = told(message(free="6.00 GiB", own="16.00 GiB", allocated="15.00 GiB").partition("Of the")[0])
+    assert cut.cause.kind == "refused" and "part of the message that is missing" in cut.cause.sentence
 
 
 def test_private_pools_are_the_cause_if_they_hold_what_is_missing() -> None:
@@ -248,13 +250,26 @@ def test_the_model_and_the_run_are_read_in_the_text_and_name_the_tensor() -> Non
     assert (found.job.settings["seq_len"], found.job.settings["batch_size"]) == (2048, 1)
     assert found.readings.likeliest is not None
     assert found.readings.likeliest.product == "1 row x 2,048 tokens x 152,064 vocabulary x 4 bytes"
-    assert "max_seq_length 2048" in found.job.read["seq_len"]
+    assert found.job.read["seq_len"] == "max_seq_length 2048"
+    assert found.job.read["model"] == "--model_name_or_path Qwen/Qwen2.5-7B"
 
 
 def test_a_file_of_the_model_gives_its_family_only() -> None:
     found = told(traceback(*PHASES["loss"]))
     assert "model" not in found.job.settings and {each.family for each in found.job.models} == {"qwen2"}
     assert found.readings.likeliest is None and len(found.readings.candidates) > 1
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "--model Qwen/Qwen2.5-7B", "model_name_or_path: Qwen/Qwen2.5-7B-Instruct", 'base_model = "unsloth/Qwen2.5-7B"',
+        '"_name_or_path": "Qwen/Qwen2.5-7B",', 'AutoModelForCausalLM.from_pretrained("Qwen/Qwen2.5-7B")',
+        "--model_path /data/models/Qwen2.5-7B-Instruct", "loading Qwen2.5-7B on 1 GPU",
+    ],
+)  # fmt: skip
+def test_a_model_is_recognised_however_it_is_named(said: str) -> None:
+    assert told(f"{said}\n{message()}").job.settings["model"] == "qwen2.5-7b"
 
 
 def test_two_models_in_a_log_are_none() -> None:

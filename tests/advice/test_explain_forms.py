@@ -199,6 +199,42 @@ def test_every_number_of_this_form_is_read(name: str) -> None:
     assert not invented and ("others" in expected or not found["others"])
 
 
+def hard_wrapped(text: str, width: int) -> str:
+    """As a terminal does it, in the middle of words and numbers."""
+    return "\n".join(line[i : i + width] for line in text.splitlines() for i in range(0, len(line), width))
+
+
+@pytest.mark.parametrize("name", ["1.0", "2.1, capacty", "2.11, really printed on an H200", "XPU", "MPS", "CPU"])
+def test_at_whatever_width_a_terminal_breaks_the_message_no_number_changes(name: str) -> None:
+    text = f'Traceback (most recent call last):\n  File "x.py", line 1, in <module>\n{FORMS[name][0]}'
+    whole = find_oom(text)
+    assert whole is not None
+    for width in range(40, 141):
+        for margin in ("", "    "):
+            broken = find_oom(textwrap.indent(hard_wrapped(text, width), margin))
+            assert broken is not None and numbers(broken) == numbers(whole), width
+
+
+PREFIXES = [
+    "[rank1]: ", " [default0]:", "> ", "│ ", "E   ", "3: ", "[1,3]<stderr>: ", "ERROR:root:", "root - ERROR - ",
+    "[10:22:01] ", "10:22:01 INFO  ", "2025-11-14 10:22:01,123 - ERROR - ", "2025-11-14T10:22:01.123Z ",
+    "[2025-11-14 10:22:01,123][ERROR] ", "  | 2024-11-28T07:42:15.533Z | ", "trainer-1  | ", "rdma-worker-1: ",
+    "2025-11-14 10:22:01 | ERROR    | mod:fn:12 - ", "Nov 14 10:22:01 host python[123]: ", "(TrainWorker pid=4711) ",
+    "E1114 10:22:01.123456 4711 worker.py:77] ",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+def test_a_loggers_prefix_before_every_line_of_a_wrapped_message_changes_no_number(prefix: str) -> None:
+    for name in ("1.13", "2.5, allowed", "fifteen processes", "XPU", "MPS"):
+        whole = find_oom(FORMS[name][0])
+        assert whole is not None
+        for width in (35, 60, 80, 120):
+            lines = textwrap.wrap(FORMS[name][0], width)
+            broken = find_oom("\n".join(prefix + line for line in lines))
+            assert broken is not None and numbers(broken) == numbers(whole), (name, width)
+
+
 def test_there_are_at_least_forty_forms() -> None:
     assert len(FORMS) >= 40
 
@@ -262,6 +298,11 @@ def test_an_error_in_disguise_says_how_sure_it_is_and_what_to_do(text: str, cert
     )
     assert told.fixes and told.fixes[0].says == told.oom.remedy
     assert told.cause.kind == ("host-memory" if where == "host" else "library")
+
+
+def test_of_two_errors_in_disguise_the_surer_one_is_explained() -> None:
+    oom = find_oom("RuntimeError: cuDNN error: CUDNN_STATUS_NOT_SUPPORTED\nPod train-0: Reason: OOMKilled\n")
+    assert oom is not None and oom.where == "host"
 
 
 def test_a_word_in_a_sentence_is_no_kill() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from memfit.advice.explain import explain
 from memfit.advice.model_dimensions import Dimensions, dimensions_in_text, dimensions_of_model, preset_dimensions
 from memfit.advice.oom_message import parse_size
 from memfit.advice.request_size import exact_interval, segment_intervals
@@ -66,6 +67,11 @@ def test_17_37_gib_is_fp32_logits_of_30688_tokens() -> None:
 def test_a_calibration_buffer_at_the_largest_position_is_recognised(printed: str, model: str, product: str) -> None:
     assert likeliest(of(printed, model, **CALIBRATION)).product == product
     assert product in products(of(printed, model))
+
+
+def test_in_an_fp32_job_nothing_has_two_bytes() -> None:
+    found = of("96.00 MiB", "smollm2-135m", batch_size=2, seq_len=512, precision="fp32")
+    assert likeliest(found).product == "512 tokens x 49,152 vocabulary x 4 bytes"
 
 
 def test_7_45_gib_of_no_model_is_a_thousand_cubed() -> None:
@@ -169,3 +175,36 @@ def test_a_lora_matrix_is_recognised_by_its_rank() -> None:
     run = RunClues(rank=512, phase="optimizer step", hints=frozenset({"weights"}))
     found = readings(exact_interval(512 * 18_944 * 4), [model], run)
     assert products(found)[0] == "512 rank x 18,944 wide x 4 bytes"
+
+
+# -- really failed on an H200 under a cap, torch 2.11: LoRA of Qwen2.5-7B, rank 128 ------------------------------------
+
+JOB = {"kind": "lora", "model": "qwen2.5-7b", "batch_size": 1, "seq_len": 2048, "rank": 128}
+
+
+def test_a_real_failure_in_the_mlp_of_a_lora_job_is_named() -> None:
+    """fp32 adapters make fp32 activations."""
+    text = (
+        "CUDA out of memory. Tried to allocate 148.00 MiB. GPU 0 has a total capacity of 139.80 GiB of which "
+        "75.73 GiB is "
+        "free. Including non-PyTorch memory, this process has 23.88 GiB memory in use. Process 444 has 680.00 "
+        "MiB memory "
+        "in use. Process 438 has 16.24 GiB memory in use. Process 435 has 5.36 GiB m"
+    )
+    found = explain(text, predict=False, **JOB).readings  # type: ignore[arg-type]
+    assert likeliest(found).product == "1 row x 2,048 tokens x 18,944 intermediate x 4 bytes"
+    assert likeliest(found).nbytes == 148 * MiB
+
+
+def test_a_real_failure_while_loading_is_the_output_head() -> None:
+    text = (
+        'Traceback (most recent call last):\n  File "accuracy/measure.py", line 7, in load\n    model.to("cuda")\n'
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.02 GiB. GPU 0 has a total capacity of "
+        "139.80 GiB of "
+        "which 76.00 GiB is free. Process 440 has 14.97 GiB memory in use. Including non-PyTorch memory, this "
+        "process has "
+        "15.16 GiB memory in use. Process 444 has 680.00 MiB memory in use. Process 438 has 13.73 GiB me"
+    )
+    told = explain(text, predict=False, **JOB)  # type: ignore[arg-type]
+    assert told.place.phase == "loading"
+    assert likeliest(told.readings).product == "152,064 vocabulary x 3,584 hidden x 2 bytes"

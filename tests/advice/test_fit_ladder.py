@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import cache
 
 import pytest
 
 import memfit
+from memfit.advice.forecast import Forecasts
+from memfit.advice.guide_ladder import GuideRung, guide_ladder
 from memfit.advice.ladder import LEAVES, Ladder
 from memfit.errors import UsageError
+from memfit.gpus import find_gpu
+from memfit.jobs.workload import Workload
 from memfit.render.ladder_terminal import show_ladder
 from memfit.render.text import as_text
 
@@ -52,8 +57,6 @@ def test_the_top_runs_and_the_rung_above_it_does_not() -> None:
 
 
 def test_the_longest_rows_of_a_rung_run() -> None:
-    import dataclasses
-
     top = climbed().rungs[-1]
 
     assert top.longest is not None
@@ -61,17 +64,27 @@ def test_the_longest_rows_of_a_rung_run() -> None:
     assert memfit.predict(longest, gpu=GPU).verdict != "fails"
 
 
-def test_the_guides_ladder_is_shown_for_its_own_job_only_and_252_is_called_wrong() -> None:
-    made = memfit.ladder(
-        kind="train", model="gsa-512m", seq_len=1024, precision="amp-bf16", world_size=4, global_batch=256,
-        loss="chunked", grad_checkpointing=True, gpu="44GB",
-    )  # fmt: skip
+@cache
+def guide() -> tuple[GuideRung, ...]:
+    asked = Workload(kind="train", model="gsa-512m", seq_len=1024, batch_size=2, grad_accum=32, world_size=4)
+    return guide_ladder(asked, Forecasts(find_gpu("44GB"), 0.0))
 
-    medium = next(rung for rung in made.guide if rung.name == "Medium")
-    assert medium.wrong == ("252 rows a step are not 256",)
-    assert all(rung.workload.batch_size * rung.workload.grad_accum * 4 == 256 for rung in made.rungs)
-    assert "not to be followed" in as_text(show_ladder, made.to_json())
+
+def test_the_guides_252_rows_are_called_wrong_and_its_256_are_not() -> None:
+    wrong = {rung.name: rung.wrong for rung in guide()}
+
+    assert wrong["Medium"] == ("252 rows a step are not 256",)
+    assert wrong["Safe"] == wrong["Aggressive"] == ()
+    assert wrong["Maximum"] == ("1536 tokens are another experiment than 1024",)
+
+
+def test_the_guides_ladder_is_shown_as_what_not_to_do_and_only_for_its_own_job() -> None:
+    shown = as_text(show_ladder, dataclasses.replace(climbed(), guide=guide()).to_json())
+
+    assert "not to be followed" in shown
+    assert "252 rows a step are not 256" in " ".join(shown.split())
     assert climbed().guide == ()
+    assert "guide" not in str(climbed())
 
 
 def test_a_ladder_is_for_training() -> None:

@@ -17,7 +17,7 @@ from test_repetition import Miniatures, check_extended
 
 from memfit.core.events import Action, Trace
 from memfit.errors import UsageError
-from memfit.jobs.training.parallel import one_process_of
+from memfit.jobs.training.one_process import one_process_of
 from memfit.jobs.workload import Workload
 from memfit.planning.predict import Plan, predict
 from memfit.planning.tracing_jobs import prepare_without_memory, trace_job

@@ -648,3 +648,17 @@ def test_a_region_that_transformers_switches_off_is_off() -> None:
             assert (wide(2, 4) @ wide(4, 3)).dtype == BF16
 
     trace(job)
+
+
+def test_casts_of_einsum_s_operands_end_in_the_order_of_the_operands() -> None:
+    """As recorded on an H200: torch keeps them in a vector, which lets go of the first one first."""
+
+    def job(_: Tracer) -> None:
+        first, second = wide(3, 1024), wide(1024, 7)
+        with region():
+            torch.einsum("ik,kj->ij", first, second)
+
+    made = trace(job)
+
+    casts = [made.requested.index(size) for size in (2 * 3 * 1024, 2 * 1024 * 7)]
+    assert [block for action, block in made.events() if action == Action.FREE and block in casts] == casts

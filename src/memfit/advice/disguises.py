@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Certainty = Literal["certain", "likely", "possible"]
+SUREST_FIRST: tuple[Certainty, ...] = ("certain", "likely", "possible")
 Where = Literal["gpu", "host", "either"]
 
 

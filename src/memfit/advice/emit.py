@@ -9,6 +9,7 @@ A change for which there is no switch is refused with the form that has one: not
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shlex
 from collections.abc import Iterator, Mapping
@@ -16,6 +17,7 @@ from typing import Any
 
 from memfit.advice.emit_python import python_of
 from memfit.advice.fit import Fitted
+from memfit.advice.forecast import Forecasts
 from memfit.advice.forms import FORMS
 from memfit.advice.global_batch import global_batch_of
 from memfit.advice.trainer_words import environment, refuse_what_has_no_switch, trainer_settings
@@ -47,16 +49,26 @@ def headline(fitted: Fitted) -> str:
 
 
 def yaml_of(fitted: Fitted) -> str:
-    import yaml
-
+    from memfit.jobs.training.config_file import as_yaml
     from memfit.jobs.training.config_keys import config_from
 
     if not fitted.fitted.trains:
         raise UsageError(f"--emit yaml: a config is for training, not for {fitted.workload.kind}", hint="--emit args")
     document = config_document(fitted)
     config_from(document, name="fitted")  # what the engine does not take is said now, not when the file is read
-    text = yaml.safe_dump(document, sort_keys=False, allow_unicode=True)
-    return f"# {headline(fitted)}.\n# memfit train --config THIS.yaml --set data.source=my.jsonl\n{text}"
+    how = "# memfit train --config THIS.yaml --set data.source=my.jsonl\n"
+    return f"# {headline(fitted)}.\n{_in_own_loop(fitted)}{how}{as_yaml(document)}"
+
+
+def _in_own_loop(fitted: Fitted) -> str:
+    """The engine behind the config is not the loop that was asked about, so it is predicted too."""
+    if fitted.fitted.loop == "memfit":
+        return ""
+    try:
+        own = Forecasts(fitted.gpu, fitted.margin).of(dataclasses.replace(fitted.fitted, loop="memfit"))
+    except MemfitError:
+        return ""
+    return f"# That is a {fitted.fitted.loop} loop; memfit train: predicted {gib(own.device_bytes)}, {own.verdict}.\n"
 
 
 def config_document(fitted: Fitted) -> dict[str, Any]:
@@ -115,7 +127,19 @@ def args_of(fitted: Fitted) -> str:
 def _command(fitted: Fitted, launcher: str, flags: Iterator[tuple[str, str]]) -> str:
     before = "".join(f"{name}={shlex.quote(value)} " for name, value in environment(fitted.fitted).items())
     lines = [f"{before}{launcher}", *(f"    {name} {shlex.quote(value)}".rstrip() for name, value in flags)]
-    return f"# {headline(fitted)}\n" + " \\\n".join(lines) + "\n"
+    return "".join(f"# {said}\n" for said in (headline(fitted), *_left_to_the_script(fitted.fitted))) + (
+        " \\\n".join(lines) + "\n"
+    )
+
+
+def _left_to_the_script(work: Workload) -> Iterator[str]:
+    """What is no field of TrainingArguments."""
+    if not work.trains:
+        return
+    model = f"dtype {work.weight_precision}, attn_implementation {work.attention}, rows of {work.seq_len} tokens"
+    targets = ",".join(work.target_modules) if work.target_modules else "all-linear"
+    adapters = f"; LoRA of rank {work.rank} on {targets}, autocast_adapter_dtype={work.adapter_dtype == 'fp32'}"
+    yield f"train.py itself sets: {model}{adapters if work.kind == 'lora' else ''}"
 
 
 def _trainer_flags(work: Workload) -> Iterator[tuple[str, str]]:

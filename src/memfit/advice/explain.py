@@ -150,7 +150,8 @@ def _readings(case: Case, job: Job) -> Readings:
     hints = case.place.hints or (frozenset({"calibration"}) if job.kind == "prune" else frozenset())
     run = RunClues(
         batch_size=job.number("batch_size"), seq_len=job.number("seq_len"), rank=job.number("rank"),
-        nsamples=job.number("nsamples"), phase=case.place.phase, hints=hints,
+        nsamples=job.number("nsamples"), precision=_text(job.settings.get("precision")), phase=case.place.phase,
+        hints=hints,
     )  # fmt: skip
     intervals = request_intervals(case.oom)
     if case.recorded is not None:
@@ -161,6 +162,8 @@ def _readings(case: Case, job: Job) -> Readings:
 def _predicted(job: Job, card: Gpu | None, notes: list[str]) -> tuple[Plan | None, list[Fix]]:
     if job.workload is None:
         return None, []
+    if job.assumed is not None:
+        notes.append(f"predicted with settings that the text does not tell at their defaults: {job.assumed}")
     try:
         plan, fixes = predicted_fixes(job.workload, card)
     except MemfitError as error:

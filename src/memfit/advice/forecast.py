@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+import warnings
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
@@ -91,7 +92,9 @@ class Forecasts:
         if asked not in self._known:
             started = time.perf_counter()
             try:
-                self._known[asked] = self._predicted(asked)
+                with warnings.catch_warnings():  # of the job's own code: a plan tells them, a search would twenty times
+                    warnings.simplefilter("ignore")
+                    self._known[asked] = self._predicted(asked)
             except MemfitError as refusal:
                 self._known[asked] = refusal
             self.made += 1

@@ -145,22 +145,23 @@ class _Climb:
         self.sizes = batch_sizes(work).rungs
 
     def rungs(self) -> tuple[tuple[Rung, ...], Forecast | None]:
-        """More rows never take less, so each of the four is found by bisection."""
-        ends = {name: self._last(partial(self._leaves, share)) for name, share in LEAVES.items()}
+        """More rows never take less."""
+        ends = {name: self._last(self.sizes, partial(self._leaves, share)) for name, share in LEAVES.items()}
         found = [self._rung(rows, tuple(name for name, end in ends.items() if end == rows)) for rows in _distinct(ends)]
         top = ends["Maximum"]
         higher = [rows for rows in self.sizes if top is None or rows > top]
         return tuple(found), self._of(higher[0]) if higher else None
 
-    def _last(self, holds: Callable[[int], bool]) -> int | None:
-        low, high = 0, len(self.sizes)
+    def _last(self, numbers: Sequence[int], holds: Callable[[int], bool]) -> int | None:
+        """By bisection: it holds up to some number, and not beyond."""
+        low, high = 0, len(numbers)
         while low < high:
             middle = (low + high) // 2
-            if holds(self.sizes[middle]):
+            if holds(numbers[middle]):
                 low = middle + 1
             else:
                 high = middle
-        return self.sizes[low - 1] if low else None
+        return numbers[low - 1] if low else None
 
     def _of(self, rows: int) -> Forecast:
         return self.forecasts.of(_with_micro_batch(self.work, rows))
@@ -178,17 +179,15 @@ class _Climb:
         )  # fmt: skip
 
     def _longest(self, work: Workload) -> int | None:
-        """Of the lengths in LONGER, the last that runs; they are tried upwards, and most rungs end early."""
-        longest = work.seq_len
-        for factor in LONGER:
-            longer = dataclasses.replace(work, seq_len=int(work.seq_len * factor))
-            try:
-                if not self.forecasts.of(longer).runs:
-                    return longest
-            except MemfitError:  # more than the model has positions
-                return None
-            longest = longer.seq_len
-        return longest
+        """Of the lengths in LONGER, the last that runs."""
+        lengths = (work.seq_len, *(int(work.seq_len * factor) for factor in LONGER))
+        try:
+            return self._last(lengths, lambda length: self._of_length(work, length).runs)
+        except MemfitError:  # more than the model has positions
+            return None
+
+    def _of_length(self, work: Workload, length: int) -> Forecast:
+        return self.forecasts.of(dataclasses.replace(work, seq_len=length))
 
 
 def _distinct(ends: dict[str, int | None]) -> list[int]:

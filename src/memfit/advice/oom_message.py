@@ -15,10 +15,12 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
-from memfit.advice.disguises import DISGUISES, Certainty, Where
+from memfit.advice.disguises import DISGUISES, SUREST_FIRST, Certainty, Disguise, Where
 from memfit.advice.pasted_text import Passage, may_break_words, passages
+
+T = TypeVar("T")
 
 MAX_MESSAGE = 4000
 """No message is longer, whatever follows it. One of an eight-GPU node with forty processes has 2,600 characters."""
@@ -31,7 +33,8 @@ UNITS = {
     "kb": 1 << 10, "mb": 1 << 20, "gb": 1 << 30, "tb": 1 << 40,
 }  # fmt: skip
 """Those without an i too: older MPS messages have them, and mean powers of two all the same."""
-SIZE = r"(\d{1,20}(?:\.\d{1,6})?)\s?(bytes|byte|[KMGT]i?B|B)\b"
+SIZE = r"(?<![\d.])(?<!\d )(?<!\d\. )(\d{1,20}(?:\.\d{1,6})?)\s?(bytes|byte|[KMGT]i?B|B)\b"
+"""Not what is left of a number that a line break has cut in two: no message has a digit and a blank before a size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +101,7 @@ class Oom:
     @property
     def known(self) -> int:
         """How many numbers it gives."""
-        return sum(size is not None for size in self.sizes().values()) + len(self.processes)
+        return sum(size is not None for size in (*self.sizes().values(), self.device)) + len(self.processes)
 
 
 SIZES = tuple(each.name for each in fields(Oom) if each.type == "Size | None")
@@ -165,7 +168,7 @@ def _find(all_passages: Iterable[Passage]) -> Found:
     return Found(tuple(_ends(plain or disguised)))
 
 
-def _ends(found: list[Any]) -> list[Any]:
+def _ends(found: list[T]) -> list[T]:
     """Of very many the first ones and the last ones."""
     return found if len(found) <= MAX_FOUND else [*found[: MAX_FOUND // 2], *found[-MAX_FOUND // 2 :]]
 
@@ -339,22 +342,23 @@ def _sizes(text: str, clauses: dict[str, re.Pattern[str]]) -> tuple[dict[str, An
 
 
 def _disguised(passage: Passage) -> list[tuple[int, Oom]]:
-    """The surest kind, first and last of it; of equally sure ones that which says most, which stands first in the
-    table."""
+    """All places of the surest kind; of equally sure ones that which says most, which stands first in the table."""
     lines = "\n".join(passage.lines)
-    for disguise in DISGUISES:
+    for disguise in sorted(DISGUISES, key=lambda each: SUREST_FIRST.index(each.certainty)):
         text = lines if disguise.by_line else passage.flat
         places = _ends([(each.start(), each[0]) for each in disguise.pattern.finditer(text)])
-        if not places:
-            continue
-        oom = Oom(
-            form="disguised", certainty=disguise.certainty, where=disguise.where, says=disguise.says,
-            remedy=disguise.remedy, message=places[-1][1].strip(),
-            unknown=dict.fromkeys(SIZES, "this message gives no numbers"),
-        )  # fmt: skip
-        begins = list(accumulate((len(line) + 1 for line in passage.lines), initial=0)) if disguise.by_line else []
-        return [(passage.offset_of(bisect_right(begins, at) - 1) if begins else at, oom) for at, _ in places]
+        if places:
+            oom = _in_disguise(disguise, places[-1][1].strip())
+            begins = list(accumulate((len(line) + 1 for line in passage.lines), initial=0)) if disguise.by_line else []
+            return [(passage.offset_of(bisect_right(begins, at) - 1) if begins else at, oom) for at, _ in places]
     return _bare(passage)
+
+
+def _in_disguise(disguise: Disguise, message: str) -> Oom:
+    return Oom(
+        form="disguised", certainty=disguise.certainty, where=disguise.where, says=disguise.says,
+        remedy=disguise.remedy, message=message, unknown=dict.fromkeys(SIZES, "this message gives no numbers"),
+    )  # fmt: skip
 
 
 NAME_ONLY = "the name of the error without its message"

@@ -42,11 +42,14 @@ _PREFIX = re.compile(
     r"|[>|│]\s?"
     r"|E {3}"
     r"|\[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d[\d:.,]{0,16}(?:Z|[+-]\d\d:?\d\d)?\]?\s{0,4}(?:- )?"
-    r"|\[?\d\d:\d\d:\d\d[\d.,]{0,8}\]\s?"
+    r"|\[?\d\d:\d\d:\d\d[\d.,]{0,8}(?:\]\s?|\s)"
+    r"|[A-Z][a-z]{2} {1,2}\d{1,2} \d\d:\d\d:\d\d [\w.-]{1,60} [\w./-]{1,40}(?:\[\d{1,9}\])?:\s"  # syslog
+    r"|[\w.<>]{1,60}:[\w.<>]{1,60}:\d{1,6} - "  # loguru
+    r"|[a-z][\w.]{0,40}[-\d][\w.-]{0,40}:\s(?=\S)"  # a host of several
     r"|\[?[EWIF]\d{4} [\d:.]{8,16}\s{1,8}\d{1,9} [\w./-]{1,80}:\d{1,6}\]\s?"
     r"|\[[\w./-]{1,60}:\d{1,6}\]\s?"
     r"|[\w.-]{1,40}-\d{1,3}\s{1,12}\|\s"
-    r"|(?:[\w.]{1,60} - )?\[?" + _LEVEL + r"\]?(?:\s{1,4}[-|]\s|[:\s]\s?)"
+    r"|(?:[\w.]{1,60} - )?\[?" + _LEVEL + r"\]?(?:\s{1,4}[-|]\s|:[\w.]{1,60}:|[:\s]\s{0,2})"
     r"|\([\w.=, -]{1,60}pid=\d{1,9}(?:, ip=[\d.]{1,20})?\)\s)+"
 )
 _RANK = re.compile(r"\[(?:rank|default)\s?(\d{1,5})\]|^\[\d{1,4},(\d{1,4})\]<std|^(\d{1,4}):\s")
@@ -76,7 +79,8 @@ class Passage:
         for number, line in enumerate(self.lines):
             starts.append(at)
             whole = width and len(line) == width and number + 1 < len(self.lines)
-            part = line if whole else " ".join(line.split()) + " "
+            blank = " " if width and line[:1].isspace() else ""  # the one at which the terminal broke
+            part = line if whole else f"{blank}{' '.join(line.split())} "
             parts.append(part)
             at += len(part)
         return "".join(parts), starts
@@ -112,9 +116,15 @@ def may_break_words(text: str) -> bool:
 def _passage(text: str, first_line: int, breaks_words: bool) -> Passage:
     raw = _raw_lines(text)
     if breaks_words:
-        return Passage(raw, (None,) * len(raw), first_line, True)
+        return Passage(_without_margin(raw), (None,) * len(raw), first_line, True)
     ranks = tuple(_rank(line) for line in raw)
     return Passage(tuple(_without_prefix(line) for line in raw), ranks, first_line, False)
+
+
+def _without_margin(lines: tuple[str, ...]) -> tuple[str, ...]:
+    """What a quotation is indented by is not part of it."""
+    margin = min((len(line) - len(line.lstrip()) for line in lines if line), default=0)
+    return tuple(line[margin:] for line in lines) if margin else lines
 
 
 def _raw_lines(text: str) -> tuple[str, ...]:

@@ -27,6 +27,8 @@ a usual number; an unusual one; any that fits. A length that was searched for ha
 SEARCHED_MODEL = 4
 RIGHT_LINE, OTHER_LINE, RIGHT_PHASE, WRONG_PHASE = 5, -2, 1, -3
 """Points of the moment: the failing line works on such a tensor, or on another; it is made in this phase, or not."""
+WRONG_TYPE = -3
+"""Two bytes an element where everything is fp32."""
 MOST_USUAL_ROWS = 64
 MAX_ROWS, MIN_TOKENS, MAX_TOKENS = 1 << 12, 64, 1 << 18
 CALIBRATION_SAMPLES = (128, 256, 512, 64, 32, 1024)
@@ -40,6 +42,7 @@ class RunClues:
     seq_len: int | None = None
     rank: int | None = None
     nsamples: int | None = None
+    precision: str | None = None
     phase: str | None = None
     hints: frozenset[str] = frozenset()
     """What the failing lines of code work on: logits, attention, attention-output, mlp, calibration, weights,
@@ -140,6 +143,7 @@ def _matches(
         positions = {model.positions for model in models if model.positions}
         for free, weight in _free(print_, -(-low // each), high // each, run, positions, sure):
             points = weight + print_.prior + _by_moment(print_, run) - (not sure)
+            points += WRONG_TYPE if run.precision == "fp32" and itemsize == 2 else 0
             if points > 0 or (sure and points > -AHEAD):
                 yield Reading(
                     kind=print_.kind, tensor=print_.tensor, factors=(*free, *print_.fixed), itemsize=itemsize,

@@ -85,9 +85,9 @@ explain = with_any_option(_explain, EXTRA)
 explain.__name__ = "explain"
 explain.__doc__ = """Explain an out-of-memory error and what to do about it.
 
-Says what happened and by how much, which tensor failed, in which phase, what helps and what does not. Takes a pasted message, a log with one or several in it, a snapshot, a memory log or a run's folder. Without
-the job the answer is in words; with it (flags, a config, or what the log tells) every fix is predicted on
-that very job.
+Says what happened and by how much, which tensor failed, in which phase, what helps and what does not. Takes a pasted
+message, a log with one or several in it, a snapshot, a memory log or a run's folder. Without the job the answer is in
+words; with it (flags, a config, or what the log tells) every fix is predicted on that very job.
 
 Exit code 1: there is no out-of-memory error in it.
 """

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from importlib import import_module
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -28,22 +28,29 @@ BUG, INTERRUPTED, NOBODY_READS = 70, 130, 141
 COMMANDS: dict[str, str | None] = {
     "plan": None,
     "fit": None,
+    "table": "memfit table --models 7b,13b --workloads prune,lora --gpus 16GB,24GB --format markdown",
+    "check": None,
     "prune": (
         "memfit prune --model ./llama-3.2-1b --prune-method wanda --sparsity-ratio 0.5 --save out/wanda --log-memory"
     ),
     "train": "memfit train --config smollm2-lora-demo --output-dir outputs/demo",
-    "check": None,
-    "explain": "memfit explain train.log --kind lora --model qwen2.5-7b --batch-size 1 --seq-len 2048 --rank 128",
     "profile": None,
+    "explain": "memfit explain train.log --kind lora --model qwen2.5-7b --batch-size 1 --seq-len 2048 --rank 128",
+    "watch": "memfit watch --interval 2 --csv memory.csv",
+    "report": "memfit report snapshot.pickle --html report.html",
     "diff": "memfit diff predicted.npz snapshot.pickle --step-a 2 --step-b 1",
     "export": "memfit export predicted.npz --to memory-viz",
-    "table": "memfit table --models 7b,13b --workloads prune,lora --gpus 16GB,24GB --format markdown",
-    "report": "memfit report snapshot.pickle --html report.html",
-    "watch": "memfit watch --interval 2 --csv memory.csv",
     "models": "memfit models --json",
     "gpus": "memfit gpus",
 }
 """In the order of the help, with an example; a group has its own. Each is what its module in `memfit.cli` is called."""
+
+
+class _InOrder(late_conversion.Group):
+    """typer would list groups of commands after all others."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [name for name in COMMANDS if name in self.commands]
 
 
 def _underscores_too(token: str) -> str:
@@ -68,7 +75,7 @@ def app_of(names: Iterable[str] = tuple(COMMANDS)) -> typer.Typer:
     """The command line with these commands only: what is not asked for is not imported."""
     app = typer.Typer(
         name="memfit",
-        cls=late_conversion.Group,
+        cls=_InOrder,
         help="GPU memory of transformer jobs, known before they run.",
         epilog=output.example("memfit plan train --model gpt2 --batch-size 8 --seq-len 1024 --gpu 'RTX 4090'"),
         context_settings={

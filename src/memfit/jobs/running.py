@@ -6,7 +6,7 @@ import torch
 
 from memfit.jobs.phases import Phases
 from memfit.jobs.preparing import Prepared
-from memfit.jobs.training.parallel import one_process_of
+from memfit.jobs.training.one_process import one_process_of
 
 
 def run_job(job: Prepared, device: torch.device | str, phases: Phases, *, steps: int = 3) -> None:

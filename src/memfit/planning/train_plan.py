@@ -171,7 +171,7 @@ def plan_training(job: TrainJob) -> TrainPlan:
         chosen, rungs, said = largest_that_fits(job, card) if memory.auto else (job, (), ())
         work = workload_of(chosen)
         plan = dict(rungs).get(work.batch_size) or predict(work, gpu=card)
-        plain, levers = _without_levers(job)
+        plain, levers = _without_levers(chosen)
         return TrainPlan(
             job=chosen, gpu=card, plan=plan, plain=plain, levers=levers, rungs=rungs,
             said=(*said, *_what_to_try(work, chosen, plan)),

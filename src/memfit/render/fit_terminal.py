@@ -121,7 +121,7 @@ def _step(change: Mapping[str, Any]) -> str:
     said = []
     if after["flops"] != before["flops"]:
         said.append(f"{_more(before['flops'], after['flops'])} FLOPs ({after['flops'] / PETA:.3g} PFLOP a step)")
-    if after["host_bytes"] != before["host_bytes"]:
+    if after["host_bytes"] - before["host_bytes"] > GIGA / 10:
         said.append(f"{(after['host_bytes'] - before['host_bytes']) / GIGA:,.1f} GB a step over PCIe")
     if before["seconds"] and after["seconds"]:
         said.append(f"at the least {_more(before['seconds'], after['seconds'])} time a step")

@@ -58,27 +58,33 @@ def _headline(ladder: Ladder) -> Text:
 
 def _rungs(rungs: Sequence[Mapping[str, Any]]) -> Table:
     table = grid("left", "right", "right", "right", "right", "right")
-    heads = ("", "micro-batch x accumulation", "rows a step", "device", "of the card", "step time")
+    heads = ("", "micro-batch x steps", "rows", "device", "of the card", "step time")
     table.add_row(*(Text(head, "dim") for head in heads))
     for rung in rungs:
         relative = "n/a" if rung["relative_step_time"] is None else f"{100 * rung['relative_step_time']:.0f} %"
         table.add_row(
-            Text(" = ".join(rung["names"]), STYLES[rung["names"][0]]), f"{rung['micro_batch']} x {rung['grad_accum']}",
+            Text(_names(rung), STYLES[rung["names"][-1]]), f"{rung['micro_batch']} x {rung['grad_accum']}",
             str(rung["global_batch"]), gib(rung["device_bytes"]), f"{100 * rung['use']:.0f} %", relative,
         )  # fmt: skip
     return table
 
 
+def _names(rung: Mapping[str, Any]) -> str:
+    """There may be no micro-batch between two of the four."""
+    first, last = rung["names"][0], rung["names"][-1]
+    return clean(first) if first == last else f"{clean(first)} to {clean(last)}"
+
+
 def _risks(rungs: Sequence[Mapping[str, Any]]) -> Table:
     table = grid("left", "left")
     for rung in rungs:
-        table.add_row(" = ".join(rung["names"]), Text("; ".join(clean(risk) for risk in rung["risks"])))
+        table.add_row(_names(rung), Text("; ".join(clean(risk) for risk in rung["risks"])))
     return table
 
 
 def _guide(guide: Sequence[Mapping[str, Any]]) -> Table:
     table = grid("left", "right", "right", "right", "right", "left")
-    heads = ("", "rows x accumulation", "tokens", "rows a step", "predicted", "it says")
+    heads = ("", "micro-batch x steps", "tokens", "rows", "predicted", "it says")
     table.add_row(*(Text(head, "dim") for head in heads))
     for rung in guide:
         wrong = f"; but {'; '.join(clean(each) for each in rung['wrong'])}" if rung["wrong"] else ""

@@ -207,7 +207,11 @@ def _with_casts(op: Any, target: Callable[[Autocast, Any], torch.dtype]) -> Kern
         with torch._C._ExcludeDispatchKeyGuard(_LAYER_KEYS):
             if state := Autocast.running:
                 args, kwargs = state.cast_all(args, kwargs, target(state, args))
-            return op(*args, **kwargs)
+            made = op(*args, **kwargs)
+            for value in args:
+                if isinstance(value, list):  # Python lets go of the last one first, a C++ vector of the first
+                    value.reverse()
+            return made
 
     return kernel
 

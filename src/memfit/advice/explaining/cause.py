@@ -170,10 +170,12 @@ def _refused(case: _Case) -> Cause | None:
     free = case.oom.free
     if free is None or free.low < case.requested.high:
         return None
-    said = f"{case.requested.text} was refused although {free.text} was free: by a memory fraction that is not printed"
+    cut = case.oom.allocated is None or case.account.cached_bytes is None
+    where = "may stand in the part of the message that is missing" if cut else "torch 2.1 to 2.4 do not print"
+    said = f"{case.requested.text} was refused although {free.text} was free: by a memory fraction, which {where}"
     return case.cause(
-        "refused", f"{said} (torch 2.1 to 2.4), or by a limit of Windows, of the driver or of host memory; which one "
-        "cannot be told from the message", certainty="likely",
+        "refused", f"{said}, or by a limit of Windows, of the driver or of host memory; which one cannot be told",
+        certainty="likely",
     )  # fmt: skip
 
 

@@ -78,9 +78,9 @@ _KINDS = tuple(
 """The first that has a word in the text."""
 
 _MODEL_KEY = re.compile(
-    r"(?<![\w.-])(?:--model(?:[_-](?:name|path|id|name[_-]or[_-]path))?|(?:pretrained_)?model_name_or_path|model_name|"
+    r"(?<![\w.-])(?:--model(?:[_-](?:name[_-]or[_-]path|name|path|id))?|(?:pretrained_)?model_name_or_path|model_name|"
     r"_name_or_path|base_model(?:_name_or_path)?|model_id|from_pretrained\()[\"']?\s{0,2}[:=\s(]?\s{0,2}[\"']?"
-    r"([\w~][\w./~-]{2,120}|\.{1,2}/[\w./-]{2,120})"
+    r"([\w~/][\w./~-]{2,120}|\.{1,2}/[\w./-]{2,120})"
 )
 _HUB_ID = re.compile(r"(?<![\w./-])([A-Za-z][\w.-]{1,60}/[A-Za-z][\w.-]{1,80})(?![\w/])")
 _BARE = re.compile(r"(?<![\w./\\-])([A-Za-z][A-Za-z]{2,15}-?\d[\w.-]{1,40})(?![\w/\\])")

@@ -79,6 +79,8 @@ def decoded(raw: bytes) -> str:
 
 
 def _file(path: Path) -> Input:
+    if not path.is_file():  # a pipe, as the shell's <(...) is one
+        return Input(kind="text", path=str(path), text=decoded(_read(path, MAX_TEXT)))
     head = _read(path, 4096)
     if path.name.endswith(RECORDINGS) or _may_be_snapshot(head):
         try:

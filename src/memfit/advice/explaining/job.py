@@ -24,6 +24,7 @@ from memfit.units import MiB
 _ROWS = ("batch_size", "seq_len")
 NEEDED = {"train": _ROWS, "lora": (*_ROWS, "rank"), "forward": _ROWS, "generate": _ROWS, "prune": ()}
 """Settings that decide the size of each kind of job."""
+ASSUMED = ("precision", "attention", "loop", "optimizer", "grad_checkpointing")
 MOST_MICRO_STEPS = 2
 """Every micro-step from the second on finds what the second finds."""
 
@@ -44,6 +45,17 @@ class Job:
     def kind(self) -> str | None:
         value = self.settings.get("kind")
         return value if isinstance(value, str) else None
+
+    @property
+    def assumed(self) -> str | None:
+        """Of a job that was read in a text: what stands at its default because the text does not tell it."""
+        if self.workload is None or not self.read:
+            return None
+        made = self.workload.settings()
+        left = [
+            f"{name.replace('_', '-')} {made[name]}" for name in ASSUMED if name in made and name not in self.settings
+        ]
+        return ", ".join(left) or None
 
     def number(self, name: str) -> int | None:
         value = self.settings.get(name)

@@ -84,7 +84,7 @@ def _with_full_rows(situation: Situation) -> TrainJob:
 
 def _cards(situation: Situation) -> Iterator[tuple[Gpu, str]]:
     if situation.named is not None:
-        yield situation.named, situation.named.name
+        yield situation.named, f"the {situation.named.name}"
     if situation.here is not None:
         free = situation.here.with_what_is_free
         yield free, f"what is free of the {free.name} here"

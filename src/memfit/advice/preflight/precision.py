@@ -25,11 +25,11 @@ def precision(situation: Situation) -> Iterator[Finding]:
     major, minor = card.arch
     if "bf16" in said and card.arch < BF16_SINCE:
         yield PRECISION.warning(
-            f"{said} on {card.name} (compute capability {major}.{minor}): only by emulation, many times slower",
+            f"{said} on the {card.name} (compute capability {major}.{minor}): only by emulation, many times slower",
             "precision: amp-fp16, which this card computes itself and which scales the gradients",
         )
         return
-    yield PRECISION.ok(f"{said}, which {card.name} computes itself")
+    yield PRECISION.ok(f"{said}, which the {card.name} computes itself")
 
 
 def attention(situation: Situation) -> Iterator[Finding]:
@@ -45,7 +45,7 @@ def attention(situation: Situation) -> Iterator[Finding]:
         return
     card = situation.card
     if card.arch < FLASH_SINCE:
-        older = f"{card.name} (compute capability {card.arch[0]}.{card.arch[1]}) is older than Ampere"
+        older = f"the {card.name} (compute capability {card.arch[0]}.{card.arch[1]}) is older than Ampere"
         if said == FLASH:
             yield ATTENTION.failed(f"{FLASH}: {older}, and it stops there", "attention: sdpa")
         else:
@@ -54,7 +54,7 @@ def attention(situation: Situation) -> Iterator[Finding]:
     if _precision(situation) == "fp32":
         yield ATTENTION.ok(f"{said}; in fp32 its memory-efficient kernel runs, for flash takes 16 bit only")
         return
-    yield ATTENTION.ok(f"{said}, with flash kernels on {card.name}")
+    yield ATTENTION.ok(f"{said}, with flash kernels on the {card.name}")
 
 
 def _precision(situation: Situation) -> str:

@@ -43,11 +43,15 @@ def shipped_configs() -> tuple[str, ...]:
 
 def dump(config: TrainConfig) -> str:
     """The config with every setting, as YAML that reads back as the same config."""
-    import yaml
-
     settings = config.to_json()
     del settings["name"]
-    return str(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
+    return as_yaml(settings)
+
+
+def as_yaml(document: Mapping[str, Any]) -> str:
+    import yaml
+
+    return str(yaml.safe_dump(dict(document), sort_keys=False, allow_unicode=True))
 
 
 def find_config(said: str) -> tuple[str, str, str]:

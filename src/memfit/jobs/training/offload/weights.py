@@ -64,14 +64,13 @@ class FrozenWeightsOnHost:
         """Weights to the host's memory, room for two blocks on the device."""
         self.device, self._lane = device, Lane(device)
         pieces = HostPieces(device, "weights")
-        for block in self._blocks:
-            block.to_host(pieces)
         largest = max(block.nbytes for block in self._blocks)
         self._rooms = [torch.empty(largest, dtype=torch.uint8, device=device) for _ in range(PLACES)]
         for room in self._rooms:
             pieces.memory.copied(room, "frozen weights of one block at a time")
         self._holds, self._arrived = [None] * PLACES, [None] * PLACES
-        for index, block in enumerate(self._blocks):
+        for index, block in enumerate(self._blocks):  # one by one: the host need not hold all of them twice
+            block.to_host(pieces)
             block.lie_in(self._rooms[index % PLACES])
 
     def _begins(self, index: int, block: nn.Module, _: Any) -> None:
