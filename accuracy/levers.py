@@ -219,6 +219,7 @@ def _head() -> Iterator[str]:
     yield "Savings do not add up. The peak moves from the blocks to the loss and to the optimizer's step as levers come"
     yield "on, so each is predicted alone and once more on top of checkpointing; 0.00 there means that the peak is"
     yield "elsewhere. n/a: it replaces checkpointing, or cannot be planned here. safe: a tenth of the card is left."
+    yield "A peak above the card that is tight, not failing, fits because torch gives back what it only caches."
     yield ""
     yield "Step time is the ratio of two rooflines: kernel by kernel the longer of arithmetic and memory at the card's"
     yield "peak, transfers to the host beside them. It is a bound of what must be done: without launches, without what"
@@ -313,16 +314,22 @@ def _measured_lines(timed: list[Timed]) -> Iterator[str]:
     yield ""
     if bound_by_gpu:
         middle, most = statistics.median(bound_by_gpu), max(bound_by_gpu)
+        reached = [each.bound / each.measured for each in timed]
         yield f"Of {len(bound_by_gpu)} that are not marked: off by {middle:.0%} at the median, {most:.0%} at the most."
+        yield f"The steps took {1 / max(reached):.2f} to {1 / min(reached):.0f} times their roofline."
 
 
 def _words(settings: dict[str, Any]) -> str:
     said = [
-        name.replace("_", "-") if value is True else f"{name.replace('_', '-')} {value}"
+        name.replace("_", "-") if value is True else f"{name.replace('_', '-')} {_plain(value)}"
         for name, value in settings.items()
         if name not in ("kind", "model", "seq_len")
     ]
     return f"{settings['kind']} {settings['model']}: {', '.join(said)}"
+
+
+def _plain(value: object) -> str:
+    return ",".join(value) if isinstance(value, list) else str(value)
 
 
 def main() -> int:

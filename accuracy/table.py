@@ -27,7 +27,10 @@ MEASURED = (
     "group", "id", "loaded", "phases", "peak_allocated", "peak_reserved", "context_bytes", "device_used_end",
     "reserved_end", "retries", "cap_bytes", "expect", "oom",
 )  # fmt: skip
-FILES = ("given.jsonl", "own.jsonl", "experts.jsonl", "profiles.jsonl", "parallel.jsonl", "memfit_train.jsonl")
+FILES = (
+    "given.jsonl", "own.jsonl", "experts.jsonl", "profiles.jsonl", "parallel.jsonl", "memfit_train.jsonl",
+    "own_models.jsonl",
+)  # fmt: skip
 GROUPS = {
     "given": "Given with the project",
     "hunted": "First round here; their recorded events were compared with the traced ones to find what was missing",
@@ -41,6 +44,8 @@ GROUPS = {
     " process group; predicted before they were measured",
     "training": "`memfit train`: by the command itself, on text, with the probe and all micro-steps (f01, f07 to f11),"
     " and its loop on random tokens; predicted before they were measured",
+    "sparse": "GSA on both of its paths, the CS336 sizes by name, and the loss in chunks; where one was off, the"
+    " allocation that explains it was looked for",
 }
 ADDRESSES = (
     "the traced events are the recorded ones; replayed at the recorded addresses they are exact. The driver put some"
@@ -48,7 +53,7 @@ ADDRESSES = (
 )
 OTHER_ADDRESSES = (
     "d19", "n10", "n11", "b51", "c03", "c04", "g01", "g05", "k11", "l04", "l07", "t02", "t04", "t05", "u01", "u16",
-    "v07", "w04", "x13", "x19",
+    "v07", "w04", "x13", "x19", "r05", "s01", "s06", "s07",
 )  # fmt: skip
 EXPLAINED = dict.fromkeys(OTHER_ADDRESSES, ADDRESSES) | {
     "p13": "transformers 5.17 makes Gemma 3's rotary tables in the order of a Python set, which changes from process"

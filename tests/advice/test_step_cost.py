@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -233,3 +235,19 @@ def test_checkpointing_costs_time_on_every_card() -> None:
 
     assert plain is not None and again is not None
     assert 1.05 < again / plain < 4 / 3
+
+
+def test_a_roofline_is_a_bound_and_its_ratios_are_those_of_measured_steps() -> None:
+    """On an H200, a 1B model at 4 x 2048 tokens: kernels there are long enough for the GPU to set the pace."""
+    lines = (Path(__file__).parents[2] / "accuracy" / "measured" / "step_times.jsonl").read_text().splitlines()
+    measured = [row for row in map(json.loads, lines) if row["group"] == "1B all weights" and row["batch_size"] == 4]
+    names = {"group", "step_seconds", "phases", "gpu"}
+    bounds = []
+    for row in measured:
+        work = Workload.from_mapping({name: value for name, value in row.items() if name not in names})
+        bounds.append(seconds(step_cost(work), find_gpu("H200")) or 0.0)
+
+    assert len(measured) == 5
+    for row, bound in zip(measured, bounds, strict=True):
+        assert bound < row["step_seconds"] < 2 * bound
+        assert bound / bounds[0] == pytest.approx(row["step_seconds"] / measured[0]["step_seconds"], rel=0.1)

@@ -85,12 +85,16 @@ def test_the_same_code_really_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(torch.isfinite(parameter).all() for parameter in job.trainable)
 
 
-def test_out_of_memory_is_not_recovered_from_when_it_is_to_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rows", [1, 2])
+def test_out_of_memory_is_not_recovered_from_when_it_is_to_be_measured(
+    monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
     def reached(self: MemfitTrainer, *_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
 
     monkeypatch.setattr(MemfitTrainer, "reached", reached)
-    job = prepare(Workload(kind="train", model=small_llama(), seq_len=16, precision="fp32", loop="memfit"))
+    work = Workload(kind="train", model=small_llama(), batch_size=rows, seq_len=16, precision="fp32", loop="memfit")
+    job = prepare(work)
     with pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate 1\.00 GiB"):
         run_job(job, "cpu", no_phases, steps=1)
 

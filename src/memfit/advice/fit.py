@@ -269,7 +269,7 @@ class _Fitting:
 
     def _nearest(self) -> Found:
         """All that lowers the peak, less what does not."""
-        grown = self.search.grown()
+        grown = self.search.nearest()
         kept = grown.levers
         for lever in reversed(grown.levers):
             fewer = tuple(each for each in kept if each is not lever)

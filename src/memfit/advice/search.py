@@ -35,6 +35,8 @@ class Found:
     levers: Set
     forecast: Forecast
     """Of the job with all of them."""
+    refused: tuple[Lever, ...] = ()
+    """That could have helped, and only do not go together with these."""
 
 
 class Search:
@@ -45,7 +47,7 @@ class Search:
         for lever in self.levers:
             self.groups.setdefault(lever.group, []).append(lever)
         self.refused: dict[str, str] = {}
-        """Levers that cannot be planned, and why: by name."""
+        """Levers that cannot be planned even alone, and why: by name."""
 
     def forecast(self, levers: Iterable[Lever]) -> Forecast:
         return self.forecasts.of(apply(self.workload, levers))
@@ -59,8 +61,27 @@ class Search:
     def smallest(self, *, start: Set = (), without: Iterable[str] = ()) -> Found | None:
         """With no lever of the groups in `without`; None where all levers together are not enough. A set to `start`
         from is one that is known to be of use."""
-        grown = self.grown(start=start, without=without)
-        return self.shrunk(self._with_all_that_is_cheaper(grown, set(without))) if grown.forecast.fits else None
+        banned = set(without)
+        grown = self.nearest(start=start, without=banned)
+        return self.shrunk(self._with_all_that_is_cheaper(grown, banned)) if grown.forecast.fits else None
+
+    def nearest(self, *, start: Set = (), without: Iterable[str] = ()) -> Found:
+        """What fits, or comes nearest to it. Where two levers do not go together the dearer may be the one to take, so
+        it is tried again without the other."""
+        banned = set(without)
+        found = self.grown(start=start, without=banned)
+        in_the_way = None if found.forecast.fits else self._in_the_way(found)
+        if in_the_way is None:
+            return found
+        other = self.grown(without={*banned, in_the_way.group})
+        return min(found, other, key=lambda each: each.forecast.device_bytes)
+
+    def _in_the_way(self, found: Found) -> Lever | None:
+        """The dearest that costs time and does not go with one that was refused."""
+        chosen = [lever for lever in reversed(found.levers) if lever.cost == "time"]
+        pairs = ((lever, other) for lever in chosen for other in found.refused)
+        refused = (lever for lever, other in pairs if self.forecasts.refusal(apply(self.workload, [lever, other])))
+        return next(refused, None)
 
     # -- growing -------------------------------------------------------------------------------------------------------
 
@@ -68,28 +89,36 @@ class Search:
         """Until it fits, or nothing is left that could lower the peak."""
         banned, found = set(without), Found(start, self.forecast(start))
         useless: set[str] = set()
+        refused: dict[str, Lever] = {}
         while not found.forecast.fits:
-            lever = self._next(found, banned, useless)
+            lever = self._next(found, banned, useless | set(refused))
             if lever is None:
                 break
             larger = self._with(found.levers, lever)
             try:
                 forecast = self.forecast(larger)
-            except MemfitError as refusal:
-                self.refused[lever.name] = refusal.message
-                useless.add(lever.name)
+            except MemfitError:
+                refused[lever.name] = lever
+                self._see_whether_it_goes_alone(lever)
                 continue
             if forecast.device_bytes < found.forecast.device_bytes:
-                found, useless = Found(larger, forecast), set(self.refused)
+                found, useless = Found(larger, forecast), set()
             else:
                 useless.add(lever.name)
-        return found
+        together = tuple(lever for lever in refused.values() if lever.name not in self.refused)
+        return Found(found.levers, found.forecast, together)
+
+    def _see_whether_it_goes_alone(self, lever: Lever) -> None:
+        refusal = self.forecasts.refusal(apply(self.workload, [lever]))
+        if refusal is not None:
+            self.refused[lever.name] = refusal.message
 
     def _next(self, found: Found, banned: set[str], useless: set[str]) -> Lever | None:
         """The cheapest that is stronger than what the set has, and that could lower the peak."""
         for lever in self.levers:
             group = self.groups[lever.group]
-            if lever.group in banned or lever.name in useless or not self._is_stronger(lever, found.levers):
+            passed_over = lever.group in banned or lever.name in useless or lever.name in self.refused
+            if passed_over or not self._is_stronger(lever, found.levers):
                 continue
             if lever.group in STRONGEST_FIRST and lever is not group[-1] and group[-1].name not in useless:
                 continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +31,9 @@ def step_time(work: Workload, gpu: Gpu) -> StepTime | None:
     from memfit.advice.step_cost import seconds, step_cost
 
     try:
-        cost = step_cost(work)
+        with warnings.catch_warnings():  # of the job's own code: a plan tells them
+            warnings.simplefilter("ignore")
+            cost = step_cost(work)
     except MemfitError:
         return None
     return StepTime(

@@ -78,6 +78,8 @@ class GrowthWatch:
         self.host_total_bytes = self._host.read().total_bytes
         self.capacity_bytes: int | None = None
         self._read_elsewhere = (0, 0)
+        if self._gpu and torch.cuda.is_initialized():  # type: ignore[no-untyped-call,unused-ignore]
+            torch.cuda.reset_peak_memory_stats()  # what went before in this process is not of this run
 
     def sample(self, step: int, *, tokens: int = 0, longest: int = 0) -> StepMemory:
         host = self._host.read()

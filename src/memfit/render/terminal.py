@@ -161,14 +161,15 @@ def _job(plan: Plan) -> RenderableType:
     model, work = plan["model"], plan["workload"]
     trained = f", {count(model['trainable_parameters'])} trained" if model["trainable_parameters"] else ""
     head = f"{clean(work.get('kind', ''))} of {clean(model['name'])}: {count(model['parameters'])} parameters{trained}"
-    settings = (_setting(name, value) for name, value in work.items() if name not in ("kind", "model", "gpu"))
+    unsaid = ("kind", "model", "gpu", *(("world_size", "parallel") if work.get("world_size") == 1 else ()))
+    settings = (_setting(name, value) for name, value in work.items() if name not in unsaid)
     return Group(Text(head), Text(", ".join(said for said in settings if said), "dim"))
 
 
 def _setting(name: str, value: object) -> str:
     """`batch-size 4`, `grad-checkpointing`; what is off or empty goes without saying."""
     word = clean(name).replace("_", "-")
-    if value is None or value is False or value == "":
+    if value is None or value is False or value in ("", []):
         return ""
     if value is True:
         return word
@@ -176,7 +177,7 @@ def _setting(name: str, value: object) -> str:
 
 
 def _next_step(plan: Plan) -> str:
-    """What can be done now. Savings are not guessed at: a second plan computes them."""
+    """What can be done now. Savings are not guessed at: `memfit fit` computes them on this very job."""
     smallest, verdict = gib(plan["smallest_gpu_bytes"]), plan["verdict"]
     if verdict is None:
         return "add --gpu 24GB or --gpu 'RTX 4090' to ask about a card; `memfit gpus` lists them"
@@ -187,20 +188,10 @@ def _next_step(plan: Plan) -> str:
 
 
 def _levers(plan: Plan) -> Iterator[str]:
-    """Settings of this job that could help; none that cannot."""
+    """Where no setting can help, none is looked for."""
     work, peak, alive = plan["workload"], plan["peak"], plan["breakdown"]
     room = plan["gpu"]["capacity_bytes"] - peak["context_bytes"]
-    if alive["weights"] > room:
+    if alive["weights"] > room and work.get("kind") != "lora":
         yield f"a smaller model: the weights alone take {gib(alive['weights'])}"
-        return
-    tried = []
-    if work.get("grad_checkpointing") is False and alive["activations"]:
-        tried.append("--grad-checkpointing")
-    tried += [f"a smaller {flag}" for name, flag in _SHRINK.items() if work.get(name, 1) > 1]
-    if work.get("alloc_conf") == "" and peak["allocated_bytes"] <= room:
-        tried.append("--alloc-conf expandable_segments:True")
-    if tried and "model" in work:
-        yield f"plan again with {' or '.join(tried)}"
-
-
-_SHRINK = {"batch_size": "--batch-size", "seq_len": "--seq-len"}
+    elif "model" in work:
+        yield f"`memfit fit {clean(work.get('kind', ''))}` with these flags: the smallest change that makes it fit"

@@ -32,6 +32,7 @@ from memfit.jobs.training.config import (
     TrainConfig,
 )
 from memfit.jobs.training.data import DataSummary, Lengths, TrainingData
+from memfit.jobs.training.out_of_memory import RanOut
 from memfit.jobs.training.parallel import is_sharded
 from memfit.jobs.training.preparation import TrainJob
 from memfit.jobs.training.recovery import Halved
@@ -58,7 +59,10 @@ def run_memfit(job: Prepared, device: torch.device | str, phases: Phases, *, ste
         trainer = MemfitTrainer(training, model, args, on_halved=_fail, on_probed=lambda longest: None)
         trainer.remove_callback(PrinterCallback)
         trainer.add_callback(_reading_losses(trainer))
-        trainer.train()
+        try:
+            trainer.train()
+        except RanOut as error:
+            raise torch.OutOfMemoryError(error.message) from None
 
 
 def training_job(work: Workload, vocab_size: int, *, steps: int, folder: Path) -> TrainJob:
