@@ -424,6 +424,16 @@ def test_another_job_on_the_card_is_found_with_its_name_and_size() -> None:
     assert "kill 4711;" in str(finding.next)
 
 
+@pytest.mark.parametrize(("used", "held", "status"), [(0.6, 0.0, "ok"), (1.9, 1.3, "warning"), (0.9, 0.1, "ok")])
+def test_a_small_process_on_a_large_card_is_found_and_the_driver_s_own_share_is_not(
+    used: float, held: float, status: str
+) -> None:
+    holder = GpuProcess(pid=7, used_bytes=int(held * GiB), name="python") if held else None
+    state = GpuState(index=0, uuid="GPU-x", name="NVIDIA H200", total_bytes=140 * GiB, used_bytes=int(used * GiB),
+                     busy_percent=None, processes=(holder,) if holder else ())  # fmt: skip
+    assert gpu_present.of_gpu(state).status == status
+
+
 def test_a_card_that_is_held_by_nobody_that_can_be_seen_is_said() -> None:
     state = GpuState(index=0, uuid="GPU-x", name="NVIDIA H200", total_bytes=140 * GiB, used_bytes=21 * GiB,
                      busy_percent=None, processes=())  # fmt: skip

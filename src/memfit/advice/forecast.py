@@ -11,7 +11,7 @@ import time
 import warnings
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from memfit.core.alloc_config import AllocatorConfig
 from memfit.core.collector import no_collector
@@ -20,6 +20,7 @@ from memfit.core.report import make_report
 from memfit.errors import MemfitError
 from memfit.gpus import Gpu
 from memfit.jobs.workload import Workload
+from memfit.planning.predict import Verdict, context_of
 
 if TYPE_CHECKING:
     from memfit.planning.traced import Traced
@@ -29,8 +30,6 @@ MOST_MICRO_STEPS = 32
 """Of thousands, no more than these are traced even for the answer."""
 TRACES_KEPT = 8
 """Settings of the allocator do not change a trace: the next question is often about the same one."""
-Verdict = Literal["safe", "tight", "fails"]
-"""safe: with the margin asked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +38,7 @@ class Forecast:
     """As asked; whether it was looked at with all of its micro-steps `whole` says."""
     whole: bool
     verdict: Verdict
+    """safe: with the margin asked for."""
     device_bytes: int
     """With all the memory that it asks for: reserved and context."""
     use_bytes: int | None
@@ -113,7 +113,7 @@ class Forecasts:
 
     def _predicted(self, work: Workload) -> Forecast:
         traced = self._traced(work)
-        context = self._context(traced.workload)
+        context = context_of(traced.workload, self.gpu)
         replays = Replays(traced.trace, AllocatorConfig.parse(work.alloc_conf))
         with no_collector():
             ample = replays.ample
@@ -136,10 +136,6 @@ class Forecasts:
         if use is None:
             return "fails"
         return "safe" if use <= (1 - self.margin) * self.gpu.capacity_bytes else "tight"
-
-    def _context(self, work: Workload) -> int:
-        fused = work.attention == "sdpa" and work.precision != "fp32"
-        return self.gpu.context_after(training=work.trains, flash=fused)
 
     def _traced(self, work: Workload) -> Traced:
         from memfit.planning.platforms import platform_of

@@ -7,24 +7,15 @@ from typing import Any
 from memfit.errors import UsageError
 from memfit.jobs.workload import Workload
 
-OPTIMIZERS = {
-    "adamw": "adamw_torch", "adamw-fused": "adamw_torch_fused", "sgd": "sgd", "adafactor": "adafactor",
-    "adamw-8bit": "adamw_bnb_8bit",
-}  # fmt: skip
-"""The Trainer's adamw_torch is torch's own choice, which on a GPU is foreach."""
-
 
 def trainer_settings(work: Workload) -> dict[str, Any]:
     """What TrainingArguments has a field for."""
-    if work.optimizer not in OPTIMIZERS:
-        raise UsageError(
-            f"--optimizer {work.optimizer}: the HF Trainer has none of that name",
-            hint=f"it has {', '.join(OPTIMIZERS)}",
-        )
+    from memfit.jobs.training.optimizers import trainer_name
+
     made: dict[str, Any] = {
         "per_device_train_batch_size": work.batch_size,
         "gradient_accumulation_steps": work.grad_accum,
-        "optim": OPTIMIZERS[work.optimizer],
+        "optim": trainer_name(str(work.optimizer)),
         "max_grad_norm": 1.0 if work.clip_grad else 0.0,
         "bf16": work.precision == "amp-bf16",
         "fp16": work.precision == "amp-fp16",

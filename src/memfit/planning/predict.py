@@ -139,14 +139,19 @@ def predict(
         work = _within(work, card)
     traced = trace_workload(work, platform_of(card), cached=trace_cache)
     work = traced.workload
-    fused = work.attention == "sdpa" and work.precision != "fp32"
-    context = (card or find_gpu("H200")).context_after(training=work.trains, flash=fused)
+    context = context_of(work, card)
     return assess(
         traced.trace, config, card, context, workload=work.settings() | {"gpu": gpu if isinstance(gpu, str) else None},
         model=traced.model, parameters=traced.parameters, trainable_parameters=traced.trainable_parameters,
         notes=(*_assumptions(work, card), *host_notes(work, traced.trace.facts), *traced.notes, *_guides(traced)),
         started=started, id=id,
     )  # fmt: skip
+
+
+def context_of(work: Workload, card: Gpu | None) -> int:
+    """What CUDA itself takes once the job has run; as on the H200 where no card is named."""
+    fused = work.attention == "sdpa" and work.precision != "fp32"
+    return (card or find_gpu("H200")).context_after(training=work.trains, flash=fused)
 
 
 def _guides(traced: Traced) -> tuple[str, ...]:

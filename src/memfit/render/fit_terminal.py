@@ -21,12 +21,9 @@ Fitted = Mapping[str, Any]
 
 STYLES = {"fits already": "bold green", "fits": "bold green", "nothing fits": "bold red"}
 COST_STYLES = {"free": "green", "time": "yellow", "precision": "magenta", "experiment": "red"}
-COSTS_ONE = {
+COST_WORDS = {
     "free": "costs nothing", "time": "costs time", "precision": "costs precision",
     "experiment": "changes the experiment",
-}  # fmt: skip
-COSTS_SEVERAL = {
-    "free": "cost nothing", "time": "cost time", "precision": "cost precision", "experiment": "change the experiment",
 }  # fmt: skip
 WHERE = (("memfit", "memfit"), ("trainer", "HF Trainer"), ("accelerate", "accelerate"))
 PETA, GIGA = 10**15, 10**9
@@ -77,9 +74,10 @@ def _headline(fitted: Fitted) -> Text:
 def _kinds(changes: Sequence[Mapping[str, Any]]) -> str:
     """By the dearest of them."""
     number, dearest = len(changes), changes[-1]["cost"]
-    if number == 1:
-        return f"1 change that {COSTS_ONE[dearest]}"
-    return f"{number} changes that {COSTS_SEVERAL[dearest]}"
+    if dearest == "free" and number > 1:
+        return f"{number} changes that cost nothing"
+    some = "1 change that" if number == 1 else f"{number} changes, the dearest of which"
+    return f"{some} {COST_WORDS[dearest]}"
 
 
 def _before(fitted: Fitted) -> Text:

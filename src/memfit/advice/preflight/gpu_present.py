@@ -9,12 +9,13 @@ from typing import Any
 
 from memfit.advice.preflight.finding import Finding, Line
 from memfit.advice.preflight.situation import VISIBLE, Situation
+from memfit.planning.card_here import NOTICEABLE
 from memfit.recording.nvml import GpuProcess, GpuState
-from memfit.units import gib
+from memfit.units import GiB, gib
 
 PRESENT, FREE = Line("machine", "GPU"), Line("machine", "GPU memory")
-IDLE_SHARE = 0.02
-"""What the driver keeps for itself on a card that nobody uses is less than this."""
+KEPT_BY_DRIVER = 1 * GiB
+"""Of a card that nobody uses the driver keeps less than this for itself: 0.60 GiB of an H200."""
 SHOWN = 4
 
 
@@ -46,7 +47,9 @@ def of_gpu(gpu: GpuState) -> Finding:
         "gpu": gpu.index, "free_bytes": gpu.free_bytes, "total_bytes": gpu.total_bytes,
         "processes": [asdict(process) for process in gpu.processes],
     }  # fmt: skip
-    if gpu.used_bytes <= IDLE_SHARE * gpu.total_bytes:
+    known = sum(process.used_bytes or 0 for process in gpu.processes)
+    unknown = any(process.used_bytes is None for process in gpu.processes)
+    if known < NOTICEABLE and not unknown and gpu.used_bytes <= KEPT_BY_DRIVER:
         return FREE.ok(f"{found}, nobody holds any", **details)
     if not gpu.processes:
         return FREE.warning(
