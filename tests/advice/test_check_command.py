@@ -72,6 +72,11 @@ def test_the_command_of_the_next_step_is_of_the_very_same_job(line: str) -> None
     assert (again, said[-2:], workload_of(again, said[:-2])) == (kind, ["--gpu", gpu], work)
 
 
+def test_accumulation_is_left_to_follow_from_the_global_batch() -> None:
+    work = Workload(kind="lora", model="gpt2", grad_accum=3)
+    assert fit_command(work, "8GB", global_batch=16) == "memfit fit lora --model gpt2 --global-batch 16 --gpu 8GB"
+
+
 def workload_of(kind: str, flags: list[str]) -> Workload:
     """As the command line reads it."""
     app = typer.Typer()

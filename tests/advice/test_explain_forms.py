@@ -90,6 +90,18 @@ FORMS: dict[str, tuple[str, dict[str, object]]] = {
         f"torch.OutOfMemoryError: {REAL_H200}",
         {"requested": "48.00 MiB", "capacity": "139.80 GiB", "free": "133.11 GiB", "allowed": "6.00 GiB",
          "allocated": "5.76 GiB", "unallocated": "198.88 MiB", "own": "6.68 GiB", "device": 0}),
+    "2.11, really printed by a training run under a cap": (
+        "error: memory ran out with a single row at a time, 512 tokens long: CUDA out of memory. Tried to allocate "
+        "96.00 MiB. GPU 0 has a total capacity of 139.80 GiB of which 113.89 GiB is free. Process 987 has 7.87 "
+        "GiB memory "
+        "in use. Process 1926 has 8.65 GiB memory in use. Process 1946 has 6.45 GiB memory in use. Including "
+        "non-PyTorch "
+        "memory, this process has 2.89 GiB memory in use. 2.20 GiB allowed; Of the allocated memory 2.07 GiB is "
+        "allocated "
+        "by PyTorch, and 96.84 MiB is reserved by PyTorch but unallocated.",
+        {"requested": "96.00 MiB", "capacity": "139.80 GiB", "free": "113.89 GiB", "allowed": "2.20 GiB",
+         "allocated": "2.07 GiB", "unallocated": "96.84 MiB", "own": "2.89 GiB", "device": 0,
+         "others": {987: "7.87 GiB", 1926: "8.65 GiB", 1946: "6.45 GiB"}}),
     "1EB": ("RuntimeError: CUDA out of memory. Tried to allocate more than 1EB memory.",
             {"form": "cuda", "requested": None, "over_an_exabyte": True}),
     # -- processes
@@ -121,6 +133,14 @@ FORMS: dict[str, tuple[str, dict[str, object]]] = {
     "generic header": (MODERN.replace("CUDA out", "Out"), {**M, "form": "cuda"}),
     "cudaMallocAsync": (ASYNC, {"form": "cuda-async", "device": 1, "allocated": "77.10 GiB", "requested": "3.50 GiB",
                                 "capacity": "79.15 GiB", "free": "17.75 MiB", "allowed": None}),
+    "cudaMallocAsync, really printed on an H200": (
+        "torch.OutOfMemoryError: Allocation on device 0 would exceed allowed memory. (out of memory)\n"
+        "Currently allocated     : 2.00 GiB\nRequested               : 1024.00 MiB\nDevice limit            : "
+        "139.80 GiB\n"
+        "Free (according to CUDA): 114.39 GiB\nPyTorch limit (set by user-supplied memory fraction)\n"
+        "                        : 2.80 GiB\n",
+        {"form": "cuda-async", "device": 0, "allocated": "2.00 GiB", "requested": "1024.00 MiB",
+         "capacity": "139.80 GiB", "free": "114.39 GiB", "allowed": "2.80 GiB"}),
     "MPS": ("RuntimeError: MPS backend out of memory (MPS allocated: 8.87 GiB, other allocations: 1.20 GiB, max "
             "allowed: "
             "18.13 GiB). Tried to allocate 9.50 GiB on private pool. Use PYTORCH_MPS_HIGH_WATERMARK_RATIO=0.0 to "

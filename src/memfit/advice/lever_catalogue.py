@@ -29,9 +29,10 @@ def _training(work: Workload) -> Iterator[Lever]:
     yield from _attention(work)
     yield from _masked_path(work)
     yield from _fused_optimizer(work)
-    yield from _chunked_loss(work)
+    yield from (lever for lever in _chunked_loss(work) if lever.cost == "free")
     yield from _bucket_view(work)
     yield from _allocator(work)
+    yield from (lever for lever in _chunked_loss(work) if lever.cost == "time")
     yield from _micro_batches(work)
     yield from _checkpointing(work)
     yield from _sharding(work)
@@ -105,10 +106,11 @@ def _fused_optimizer(work: Workload) -> Iterator[Lever]:
 def _chunked_loss(work: Workload) -> Iterator[Lever]:
     if work.loss == "full":
         way = "memfit.jobs.training.chunked_loss.use_chunked_loss(model)"
+        twice = " and, where the head is trained, computes them twice" if work.kind == "train" else ""
         yield Lever(
-            name="chunked loss", cost="free", group="chunked loss", settings={"loss": "chunked"},
+            name="chunked loss", cost="time" if twice else "free", group="chunked loss", settings={"loss": "chunked"},
             says=f"logits and their gradients {work.loss_chunk} tokens at a time, never whole",
-            price="the model returns no logits while it trains", lowers=("loss",),
+            price=f"the model returns no logits while it trains{twice}", lowers=("loss",),
             how={
                 "memfit": "--loss chunked (loss: chunked)", "trainer": f"{way}, or use_liger_kernel=True",
                 "accelerate": way,

@@ -31,7 +31,7 @@ def root_below(number: int, power: int) -> int:
     """The largest whole number whose power is not above it."""
     if number < 1:
         return 0
-    root = round(float(number) ** (1 / power))
+    root: int = round(float(number) ** (1 / power))
     while root**power > number:
         root -= 1
     while (root + 1) ** power <= number:

@@ -121,6 +121,7 @@ def _explained(message: str, job: TrainJob) -> list[str]:
     try:
         if find_spec(PLANNER) is not None:
             settings = import_module(PLANNER).workload_of(job).settings()
+            settings["batch_size"] = 1  # it was halved down to that
         with output.working("explaining"):
             told = import_module(EXPLAINER).explain(message, gpu=job.config.memory.gpu, **settings)
     except MemfitError:  # the error has been told; what goes wrong here must not hide it

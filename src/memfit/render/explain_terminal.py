@@ -141,7 +141,7 @@ def _holders(holders: Sequence[Mapping[str, Any]], account: Document, width: int
 def _asked(tensor: Document) -> str:
     low, high = tensor["request_bytes"][0]["low"], tensor["request_bytes"][0]["high"]
     size = format_bytes(high)
-    if format_bytes(low) != size and high - low > 1 << 12:
+    if format_bytes(low) != size and high - low > high // 1000:
         size = f"{format_bytes(low)} to {size}"
     sure = any(each["likeliest"] for each in tensor["readings"])
     return f"the tensor that failed, {size}: {'most likely' if sure else 'could be'}"

@@ -9,10 +9,10 @@ from memfit.jobs.workload import Workload, flag
 
 
 def fit_command(work: Workload, gpu: str, *, global_batch: int | None = None) -> str:
-    """Only what is not as it would be without being said."""
+    """Only what is not as it would be without being said; accumulation follows from the global batch."""
     plain = Workload(kind=work.kind, model=work.model, loop=work.loop)
     parts = ["memfit", "fit", work.kind, "--model", work.model]
-    read = work.settings()
+    read = {name for name in work.settings() if global_batch is None or name != "grad_accum"}
     for each in dataclasses.fields(Workload):
         value = getattr(work, each.name)
         if each.name == "loop" and work.trains and value != each.default:

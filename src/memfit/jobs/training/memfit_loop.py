@@ -54,6 +54,7 @@ def run_memfit(job: Prepared, device: torch.device | str, phases: Phases, *, ste
             model.to(device)
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(), phases("trainer", 1):
         warnings.filterwarnings("ignore", message=".*pin_memory.*")
+        warnings.filterwarnings("ignore", message=".*returned a view tensor.*")  # which nothing changes in place
         training = training_job(job.workload, job.vocab_size, steps=steps, folder=Path(folder))
         args = trainer_arguments(training, gpu=torch.device(device).type != "cpu")
         trainer = MemfitTrainer(training, model, args, on_halved=_fail, on_probed=lambda longest: None)
