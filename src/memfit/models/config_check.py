@@ -178,7 +178,7 @@ def _get(data: Mapping[str, Any], family: Family, name: str) -> tuple[str, Any] 
 def _check_value(key: str, value: Any, family: Family, where: str) -> None:
     if value is None:
         return
-    if key in POSITIVE and (family.known or not isinstance(value, list)):  # Gemma 3n has a size per layer
+    if _is_size(key, family) and (family.known or not isinstance(value, list)):  # Gemma 3n has a size per layer
         if isinstance(value, bool) or not isinstance(value, int):
             raise InputError(f"{where}: '{key}' is {show(value)}, not a whole number")
         if value < 1 and (family.known or key != "sliding_window"):  # some write 0 for no window
@@ -189,6 +189,11 @@ def _check_value(key: str, value: Any, family: Family, where: str) -> None:
         raise InputError(f"{where}: '{key}' is {value:,}; memfit builds {MAX_EXPERTS:,} experts at most")
     if ("dropout" in key or "pdrop" in key) and (isinstance(value, bool) or not _is_share(value)):
         raise InputError(f"{where}: '{key}' is {show(value)}, not a number from 0 to 1")
+
+
+def _is_size(key: str, family: Family) -> bool:
+    """By its generic name, or by the family's own name for that."""
+    return key in POSITIVE or any(own == key for name, own in family.renamed.items() if name in POSITIVE)
 
 
 def _is_share(value: object) -> bool:
