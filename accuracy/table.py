@@ -29,7 +29,7 @@ MEASURED = (
 )  # fmt: skip
 FILES = (
     "given.jsonl", "own.jsonl", "experts.jsonl", "profiles.jsonl", "parallel.jsonl", "memfit_train.jsonl",
-    "own_models.jsonl",
+    "own_models.jsonl", "levers.jsonl",
 )  # fmt: skip
 GROUPS = {
     "given": "Given with the project",
@@ -44,6 +44,8 @@ GROUPS = {
     " process group; predicted before they were measured",
     "training": "`memfit train`: by the command itself, on text, with the probe and all micro-steps (f01, f07 to f11),"
     " and its loop on random tokens; predicted before they were measured",
+    "levers": "Offloading to the host, selective checkpointing and the loss in chunks, alone, together and under DDP and"
+    " FSDP2, in all three loops; predicted before they were measured",
     "sparse": "GSA on both of its paths, the CS336 sizes by name, and the loss in chunks; where one was off, the"
     " allocation that explains it was looked for",
 }
@@ -125,7 +127,7 @@ def describe(settings: dict[str, Any]) -> str:
         parts.append({"trainer": "Trainer", "memfit": "memfit train"}[settings["loop"]])
     if settings.get("world_size", 1) > 1:
         view = ", bucket view" if settings.get("gradient_as_bucket_view") else ""
-        parts.append(f"{settings['parallel']} of {settings['world_size']}{view}")
+        parts.append(f"{settings.get('parallel', 'ddp')} of {settings['world_size']}{view}")
     if settings.get("offload"):
         parts.append(f"offload {','.join(settings['offload'])}")
     for key, word in (("rank", "r"), ("grad_accum", "accum "), ("new_tokens", "+")):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -239,3 +240,10 @@ def test_a_plan_in_parallel_is_kept_and_found_again(tmp_path: Any, monkeypatch: 
     first, again = (plan(world_size=4, parallel="fsdp2") for _ in range(2))
     assert again.peak == first.peak
     assert plan(world_size=8, parallel="fsdp2").peak != first.peak
+
+
+def test_a_plan_leaves_the_way_errors_are_shown_as_it_was() -> None:
+    before = sys.excepthook
+    with one_process_of(2):
+        pass
+    assert sys.excepthook is before

@@ -7,6 +7,7 @@ but for the buffers of the network library (NCCL), which lie outside torch's all
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -38,6 +39,7 @@ def one_process_of(world_size: int) -> Iterator[None]:
             f"--world-size {world_size} cannot be planned by a process that trains with others",
             hint="plan in a process of its own",
         )
+    as_before = sys.excepthook  # torch puts one of its own in front of it, and never takes it away
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     try:
         with mock.patch.dict(os.environ, _as_torchrun_says(world_size)), _buckets_come_back(), catch_warnings():
@@ -45,6 +47,7 @@ def one_process_of(world_size: int) -> Iterator[None]:
             yield
     finally:
         dist.destroy_process_group()
+        sys.excepthook = as_before
 
 
 def _as_torchrun_says(world_size: int) -> dict[str, str]:
