@@ -44,8 +44,8 @@ GROUPS = {
     " process group; predicted before they were measured",
     "training": "`memfit train`: by the command itself, on text, with the probe and all micro-steps (f01, f07 to f11),"
     " and its loop on random tokens; predicted before they were measured",
-    "levers": "Offloading to the host, selective checkpointing and the loss in chunks, alone, together and under DDP and"
-    " FSDP2, in all three loops; predicted before they were measured",
+    "levers": "Offloading to the host, selective checkpointing and the loss in chunks, alone, together and under DDP"
+    " and FSDP2, in all three loops",
     "sparse": "GSA on both of its paths, the CS336 sizes by name, and the loss in chunks; where one was off, the"
     " allocation that explains it was looked for",
 }
@@ -57,7 +57,13 @@ OTHER_ADDRESSES = (
     "d19", "n10", "n11", "b51", "c03", "c04", "g01", "g05", "k11", "l04", "l07", "t02", "t04", "t05", "u01", "u16",
     "v07", "w04", "x13", "x19", "r05", "s01", "s06", "s07",
 )  # fmt: skip
+SAME_EVENTS = (
+    "the traced events are the recorded ones one for one, frees included; what is left is where the driver put segments"
+)
+CAST_WEIGHTS = "autocast drops its cast weights in the order of a hash table of addresses"
 EXPLAINED = dict.fromkeys(OTHER_ADDRESSES, ADDRESSES) | {
+    **dict.fromkeys(("y17", "y18", "y20"), SAME_EVENTS),
+    **dict.fromkeys(("y07", "y13"), CAST_WEIGHTS),
     "p13": "transformers 5.17 makes Gemma 3's rotary tables in the order of a Python set, which changes from process"
     " to process",
 }

@@ -44,6 +44,7 @@ def one_process_of(world_size: int) -> Iterator[None]:
     try:
         with mock.patch.dict(os.environ, _as_torchrun_says(world_size)), _buckets_come_back(), catch_warnings():
             filterwarnings("ignore", message=ACCELERATES_OWN, category=FutureWarning)
+            filterwarnings("ignore", message=".*returned a view tensor.*", category=UserWarning)
             yield
     finally:
         dist.destroy_process_group()
