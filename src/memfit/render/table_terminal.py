@@ -29,7 +29,7 @@ def _table(part: Part) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     sentences = any(len(row[0]) > NAME for row in part.rows)
     for at, header in enumerate(part.headers):
-        wraps = at == 0 and sentences
+        wraps = at > 0 or sentences  # where a terminal is too narrow nothing is cut off
         table.add_column(header, justify="left" if at < part.words else "right", overflow="fold", no_wrap=not wraps)
     for row in part.rows:
         table.add_row(*(_cell(cell) if at else Text(cell) for at, cell in enumerate(row)))
