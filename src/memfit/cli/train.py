@@ -226,7 +226,7 @@ def _progress(log: Any, *, shown: bool) -> Iterator[Callable[[TrainEvent], None]
                 log(event)
             if not shown:
                 return
-            if event.kind != "step":
+            if event.kind not in ("step", "end"):  # the end is told by the result
                 err.print(in_a_line(event), soft_wrap=True)
             elif not err.is_terminal and event.loss is not None:
                 output.note(in_a_line(event))

@@ -78,8 +78,8 @@ class TrainResult:
     def in_lines(self) -> list[str]:
         done = self.steps - self.first_step
         lines = [
-            f"trained {done:,} steps in {self.seconds:,.1f} s, {self.seconds_per_step:.2f} s a step, "
-            f"{self.tokens / max(self.seconds, 1e-9):,.0f} tokens a second",
+            f"trained {done:,} step{'' if done == 1 else 's'} in {self.seconds:,.1f} s, "
+            f"{self.seconds_per_step:.2f} s a step, {self.tokens / max(self.seconds, 1e-9):,.0f} tokens a second",
             f"trained parameters: {self.trained_parameters:,} of {self.parameters:,}",
         ]
         if self.first_loss is not None and self.final_loss is not None:
