@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 from torch import nn
 
 from memfit.errors import UsageError
+from memfit.jobs.adapters import Adapters, Refused
 from memfit.jobs.training.parallel import is_made_without_memory
 from memfit.jobs.workload import Workload
 from memfit.models.registry import build_model, parameter_count, resolve, source_notes
@@ -99,40 +99,16 @@ def _check_offload(workload: Workload) -> None:
 
 def _with_adapters(model: nn.Module, workload: Workload) -> tuple[nn.Module, list[str]]:
     """And what is to be known of them."""
-    from peft import LoraConfig, get_peft_model
-
-    targets = list(workload.target_modules or ())
-    config = LoraConfig(
-        r=workload.rank,
-        lora_alpha=2 * workload.rank,
-        target_modules=targets,
-        lora_dropout=workload.lora_dropout,
-        task_type="CAUSAL_LM" if _generates(model) else None,
-    )
+    adapters = Adapters(
+        rank=workload.rank, alpha=2 * workload.rank, dropout=workload.lora_dropout,
+        targets=workload.target_modules or (),
+        dtype=DTYPES[workload.weight_precision] if workload.adapter_dtype == "same" else None,
+    )  # fmt: skip
     names = linear_layers_of_blocks(model)
     try:
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            adapted = get_peft_model(model, config, autocast_adapter_dtype=workload.adapter_dtype == "fp32")
-    except ValueError as error:
-        raise _refusal(error, workload, names, _targets_of_experts(config, targets)) from error
-    if workload.adapter_dtype == "same":
-        for parameter in adapted.parameters():  # peft does this itself, but not for a model on meta
-            if parameter.requires_grad:
-                parameter.data = parameter.data.to(DTYPES[workload.weight_precision])
-    notes = [f"peft: {text}" for w in said if not (text := str(w.message).splitlines()[0]).startswith(_NOT_TRUE)]
-    if of_experts := _targets_of_experts(config, targets):
-        notes.append(f"peft adapts every expert by {', '.join(of_experts)}, and no other layer of these names")
-    return adapted, notes
-
-
-_NOT_TRUE = ("fan_in_fan_out", "The following rank_pattern keys", "The following alpha_pattern keys")
-"""peft sets the first right for GPT-2's Conv1D itself; patterns do match experts, which it looks for among modules."""
-
-
-def _targets_of_experts(config: Any, targets: list[str]) -> list[str]:
-    """peft replaces names that older versions of transformers had for experts by those of their 3-D parameters."""
-    return [name for name in targets if name not in config.target_modules] if config.target_parameters else []
+        return adapters.on(model)
+    except Refused as error:
+        raise _refusal(error, workload, names, error.of_experts) from error
 
 
 def _refusal(error: ValueError, workload: Workload, names: list[str], of_experts: list[str]) -> UsageError:
@@ -144,7 +120,7 @@ def _refusal(error: ValueError, workload: Workload, names: list[str], of_experts
             hint=f"--lora-dropout 0, or adapt other layers: --target-modules {others}",
         )
     return UsageError(
-        f"--target-modules: {str(error).splitlines()[0]}",
+        f"--target-modules: {error}",
         hint=f"linear layers of a block: {', '.join(names) or 'none'}",
     )
 

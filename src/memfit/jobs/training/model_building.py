@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
 from torch import nn
 
 from memfit.errors import InputError, UsageError
+from memfit.jobs.adapters import Adapters, Refused
 from memfit.jobs.preparing import DTYPES, linear_layers_of_blocks
 from memfit.jobs.training.config import FACTORY, MethodConfig
 from memfit.jobs.training.offload.switching import use_block_levers
 from memfit.jobs.training.preparation import TrainJob
 from memfit.jobs.training.shapes import basics_config, gsa_config, is_basics, transformers_config
 from memfit.models.gsa_names import is_gsa
-
-NOT_TRUE = "fan_in_fan_out"
-"""Of peft's warnings: it sets this right for GPT-2's Conv1D itself."""
 
 
 def build_for_training(job: TrainJob) -> nn.Module:
@@ -80,26 +77,14 @@ def _built(job: TrainJob, dtype: torch.dtype) -> nn.Module:
 
 
 def _with_adapters(model: nn.Module, method: MethodConfig, dtype: torch.dtype) -> nn.Module:
-    from peft import LoraConfig, get_peft_model
-
     names = linear_layers_of_blocks(model)
-    alpha: Any = method.scaling_alpha
-    config = LoraConfig(
-        r=method.rank, lora_alpha=int(alpha) if float(alpha).is_integer() else alpha,
-        target_modules=list(method.target_modules or names), lora_dropout=method.dropout,
-        task_type="CAUSAL_LM" if getattr(model, "can_generate", lambda: False)() else None,
+    adapters = Adapters(
+        rank=method.rank, alpha=method.scaling_alpha, dropout=method.dropout, targets=method.target_modules or names,
+        dtype=dtype if method.adapter_dtype == "same" else None,
     )  # fmt: skip
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=f".*{NOT_TRUE}.*")
-            adapted: nn.Module = get_peft_model(model, config, autocast_adapter_dtype=method.adapter_dtype == "fp32")  # type: ignore[arg-type,unused-ignore]
-    except ValueError as error:
+        return adapters.on(model)[0]
+    except Refused as error:
         raise UsageError(
-            f"method.target_modules: {str(error).splitlines()[0]}",
-            hint=f"linear layers of a block: {', '.join(names) or 'none'}",
+            f"method.target_modules: {error}", hint=f"linear layers of a block: {', '.join(names) or 'none'}"
         ) from error
-    if method.adapter_dtype == "same":
-        for parameter in adapted.parameters():
-            if parameter.requires_grad:
-                parameter.data = parameter.data.to(dtype)
-    return adapted
