@@ -1,6 +1,7 @@
 """Measure many jobs, each in a process of its own, several at once where they fit together on the card.
 
     python -m accuracy.run SPECS.jsonl RESULTS.jsonl [--events FOLDER] [--seconds 500] [--at-once 4] [--card 130]
+        [--by accuracy.capped]
 
 A spec is a workload with an `id`; `gb` says roughly what it needs, so that they do not push each other out.
 """
@@ -34,14 +35,8 @@ class Card:
             self.changed.notify_all()
 
 
-def run_one(spec: dict[str, Any], events: Path | None) -> dict[str, Any]:
-    command = [
-        sys.executable,
-        "-m",
-        "accuracy.measure",
-        json.dumps(spec),
-        *(["--events", str(events)] if events else []),
-    ]
+def run_one(spec: dict[str, Any], events: Path | None, by: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", by, json.dumps(spec), *(["--events", str(events)] if events else [])]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     except subprocess.TimeoutExpired:
@@ -59,6 +54,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=500)
     parser.add_argument("--at-once", type=int, default=4)
     parser.add_argument("--card", type=float, default=130, help="GB of the card that jobs may share")
+    parser.add_argument("--by", default="accuracy.measure", help="the module that runs one job")
     options = parser.parse_args()
     waiting: queue.Queue[dict[str, Any]] = queue.Queue()
     for line in options.specs.read_text().splitlines():
@@ -77,7 +73,7 @@ def main() -> None:
             need = spec.get("gb", 30)
             card.take(need)
             late = time.time() > deadline
-            result = {**spec, "error": "no time left"} if late else run_one(spec, options.events)
+            result = {**spec, "error": "no time left"} if late else run_one(spec, options.events, options.by)
             card.give(need)
             with lock, options.results.open("a") as out:
                 out.write(json.dumps(result) + "\n")
@@ -92,7 +88,7 @@ def main() -> None:
 
 def _line(result: dict[str, Any]) -> str:
     allocated, reserved = ((result.get(k) or 0) >> 20 for k in ("peak_allocated", "peak_reserved"))
-    trouble = (result.get("oom") or result.get("error") or "").replace("\n", " ")[-160:]
+    trouble = str(result.get("oom") or result.get("error") or "").replace("\n", " ")[-160:]
     return f"{result['id']} {allocated} {reserved} {result.get('wall_s')} s {trouble}"
 
 

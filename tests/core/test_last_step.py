@@ -7,8 +7,8 @@ import re
 import pytest
 
 from memfit.core.events import Action, Trace
-from memfit.core.last_step import last_step
 from memfit.core.repeat import NotRepeating
+from memfit.core.steps import last_step
 
 ALLOC = re.compile(r"([a-z]+)(\d+)")
 

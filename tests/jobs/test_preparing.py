@@ -31,6 +31,13 @@ def test_a_model_prepared_on_meta_has_no_memory(tmp_path: Path) -> None:
     assert {p.device.type for p in job.model.parameters()} == {"meta"}
 
 
+def test_nor_have_weights_that_torch_draws_on_the_host_whatever_the_device(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path, "llama", model_type="diffllama", architectures=["DiffLlamaForCausalLM"])
+    parameters = dict(on_meta(folder).model.named_parameters())
+    assert {p.device.type for p in parameters.values()} == {"meta"}
+    assert "model.layers.0.self_attn.lambda_q1" in parameters
+
+
 @pytest.mark.parametrize(
     ("precision", "dtype"),
     [

@@ -66,6 +66,21 @@ def test_the_error_says_what_was_asked_and_what_to_do() -> None:
     assert "answers={Site(file, function): value}" in str(caught.value.hint)
 
 
+def as_list() -> None:
+    zeros(3, dtype=torch.int64).tolist()
+
+
+def on_the_host() -> None:
+    zeros(3).cpu()
+
+
+@pytest.mark.parametrize("ask", [as_list, on_the_host])
+def test_code_that_takes_all_values_to_the_host_is_named(ask: Callable[[], None]) -> None:
+    with pytest.raises(TraceError, match="for all its values") as caught:
+        trace(lambda _: ask())
+    assert f"{HERE}:{ask.__code__.co_firstlineno + 1}, in {ask.__name__}:" in caught.value.message
+
+
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.bfloat16, torch.float32, torch.float64])
 def test_no_dtype_has_a_default(dtype: torch.dtype) -> None:
     with pytest.raises(TraceError):

@@ -30,14 +30,12 @@ from memfit.jobs.workload import Workload
 if TYPE_CHECKING:
     from memfit.planning.predict import Plan
 
-SCHEMA = "memfit.fit/1"
 ALTERNATIVES = 2
 ENOUGH_PREDICTIONS = 10
 """After so many a second alternative is not looked for."""
 CLEAR = 0.02
 """What fails by more than this share of the card fails with every number of micro-steps."""
 SMALLER_MODELS = 3
-Answer = Literal["fits already", "fits", "nothing fits"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,138 +49,6 @@ class Option:
     @property
     def saved_bytes(self) -> int:
         return self.before.peak.device_bytes - self.after.peak.device_bytes
-
-
-@dataclass(frozen=True, kw_only=True)
-class Change:
-    """A lever of the answer, on top of those before it."""
-
-    lever: Lever
-    before: Forecast
-    after: Forecast
-    without: Forecast
-    """The answer less this change alone."""
-    time_before: StepTime | None
-    time_after: StepTime | None
-
-    def to_json(self) -> dict[str, Any]:
-        lever = self.lever
-        return {
-            "name": lever.name, "cost": lever.cost, "settings": _plain(lever.settings), "says": lever.says,
-            "price": lever.price, "risk": lever.risk, "how": dict(lever.how),
-            "before_bytes": self.before.device_bytes, "after_bytes": self.after.device_bytes,
-            "saved_bytes": self.before.device_bytes - self.after.device_bytes,
-            "step_before": None if self.time_before is None else self.time_before.to_json(),
-            "step_after": None if self.time_after is None else self.time_after.to_json(),
-            "without": {"verdict": self.without.verdict, "device_bytes": self.without.device_bytes},
-        }  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True)
-class Alternative:
-    """Another set that fits, without one of the answer's changes."""
-
-    levers: Set
-    forecast: Forecast
-    instead_of: str
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "instead_of": self.instead_of,
-            "changes": [{"name": lever.name, "cost": lever.cost} for lever in self.levers],
-            "settings": _plain(_settings(self.levers)), "verdict": self.forecast.verdict,
-            "device_bytes": self.forecast.device_bytes,
-        }  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True)
-class Fitted:
-    answer: Answer
-    workload: Workload
-    """As asked, with its global batch."""
-    fitted: Workload
-    """With the changes; where nothing fits, the nearest."""
-    gpu: Gpu
-    margin: float
-    keep: tuple[str, ...]
-    before: Forecast
-    after: Forecast
-    changes: tuple[Change, ...]
-    without_last: Forecast | None
-    """The proof that the last change is needed."""
-    one_step_back: tuple[Lever, Forecast] | None
-    """And that no weaker one of its kind will do: the next weaker lever, and the job with it instead."""
-    alternatives: tuple[Alternative, ...]
-    set_aside: tuple[SetAside, ...]
-    smallest_gpu_bytes: int | None
-    """Where nothing fits: the least card on which the nearest set runs."""
-    smaller_model: tuple[str, Forecast] | None
-    whole_model: WholeModel | None
-    notes: tuple[str, ...]
-    predictions: int
-    seconds: float
-
-    @property
-    def fits(self) -> bool:
-        return self.answer != "nothing fits"
-
-    def __str__(self) -> str:
-        from memfit.render.fit_terminal import show_fit
-        from memfit.render.text import as_text
-
-        return as_text(show_fit, self.to_json())
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "schema": SCHEMA,
-            "answer": self.answer,
-            "workload": self.workload.settings(),
-            "model": {
-                "name": self.workload.model, "parameters": self.before.parameters,
-                "trainable_parameters": self.before.trainable_parameters,
-            },
-            "gpu": {"name": self.gpu.name, "capacity_bytes": self.gpu.capacity_bytes},
-            "margin": self.margin,
-            "keep": list(self.keep),
-            "global_batch": global_batch_of(self.workload),
-            "before": self.before.to_json(),
-            "changes": [change.to_json() for change in self.changes],
-            "after": self.after.to_json(),
-            "fitted_workload": self.fitted.settings(),
-            "without_last": self._proof(),
-            "one_step_back": self._weaker(),
-            "alternatives": [each.to_json() for each in self.alternatives],
-            "set_aside": [each.to_json() for each in self.set_aside],
-            "smallest_gpu_bytes": self.smallest_gpu_bytes,
-            "smaller_model": self._smaller_model(),
-            "whole_model": None if self.whole_model is None else self.whole_model.to_json(),
-            "notes": list(self.notes),
-            "predictions": self.predictions,
-            "seconds": round(self.seconds, 3),
-        }  # fmt: skip
-
-    def _proof(self) -> dict[str, Any] | None:
-        if self.without_last is None:
-            return None
-        return {
-            "change": self.changes[-1].lever.name, "verdict": self.without_last.verdict,
-            "device_bytes": self.without_last.device_bytes, "workload": self.without_last.workload.settings(),
-        }  # fmt: skip
-
-    def _weaker(self) -> dict[str, Any] | None:
-        if self.one_step_back is None:
-            return None
-        lever, forecast = self.one_step_back
-        return {
-            "change": lever.name, "verdict": forecast.verdict, "device_bytes": forecast.device_bytes,
-            "workload": forecast.workload.settings(),
-        }  # fmt: skip
-
-    def _smaller_model(self) -> dict[str, Any] | None:
-        if self.smaller_model is None:
-            return None
-        name, forecast = self.smaller_model
-        return {"name": name, "verdict": forecast.verdict, "device_bytes": forecast.device_bytes}
 
 
 def fit(
@@ -368,16 +234,3 @@ def _within(work: Workload, card: Gpu, margin: float) -> Workload:
         return work
     context = card.context_after(training=False, flash=work.precision != "fp32")
     return dataclasses.replace(work, max_gpu_memory=str(max(int(card.capacity_bytes * (1 - margin)) - context, 1)))
-
-
-def _settings(levers: Set) -> dict[str, object]:
-    made: dict[str, object] = {}
-    for lever in levers:
-        for name, value in lever.settings.items():
-            before = made.get(name, ())
-            made[name] = (*before, *value) if isinstance(value, tuple) and isinstance(before, tuple) else value
-    return made
-
-
-def _plain(settings: Any) -> dict[str, Any]:
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}

@@ -25,6 +25,8 @@ T = TypeVar("T")
 MAX_MESSAGE = 4000
 """No message is longer, whatever follows it. One of an eight-GPU node with forty processes has 2,600 characters."""
 MAX_FOUND = 2000
+BEFORE_ALLOCATED = 600
+"""So much of a message may stand before what is allocated, without its processes."""
 NOT_AVAILABLE = 1 << 60
 """Sizes from here on are a driver's way to say that it does not know: WSL prints 2^64 bytes."""
 
@@ -68,7 +70,7 @@ class ProcessUse:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Oom:
     form: str
-    """The message's family: cuda, hip, xpu, mps, cpu, cuda-async, or `disguised`."""
+    """The message's family: cuda, hip, xpu, npu, musa, mlu, mps, cpu, cuda-async, or `disguised`."""
     device: int | None = None
     requested: Size | None = None
     """What was asked of the driver: for CUDA the new segment, not the tensor."""
@@ -91,6 +93,8 @@ class Oom:
     says: str = ""
     """What a disguised one means."""
     remedy: str = ""
+    cure: str = ""
+    """What the remedy does, in two or three words."""
     message: str = ""
     unknown: dict[str, str] = field(default_factory=dict)
     """Of each size that is not known, why."""
@@ -164,7 +168,8 @@ def _find(all_passages: Iterable[Passage]) -> Found:
         here.sort(key=lambda each: each[0])
         plain += [Located(oom, passage, at) for at, oom in here]
         if not plain:
-            disguised += [Located(oom, passage, at) for at, oom in _disguised(passage)]
+            beheaded = [Located(oom, passage, at) for at, oom in _headless(passage.flat)]
+            disguised += beheaded or [Located(oom, passage, at) for at, oom in _disguised(passage)]
     return Found(tuple(_ends(plain or disguised)))
 
 
@@ -183,10 +188,11 @@ def parse_size(number: str, unit: str) -> Size | None:
     return Size(f"{number} {unit}", max(int(value - half) + (half > 0), 0), int(value + half))
 
 
-# -- the native allocators of CUDA, HIP and XPU ------------------------------------------------------------------
+# -- the native allocators of CUDA, HIP, XPU and their likes -----------------------------------------------------
 
 _START = re.compile(r"[Oo]ut of memory\b(?:\. ?Tried to allocate (?:" + SIZE + r"|(more than 1EB))?)?")
-_NAMED = re.compile(r"\b(CUDA|HIP|XPU) $")
+_NAMED = re.compile(r"\b(CUDA|HIP|XPU|NPU|MUSA|MLU) $")
+_OF_TORCH_0 = re.compile(r"cuda runtime error \(2\) ?: $")
 _CLAUSES = {
     name: tuple(re.compile(pattern) for pattern in patterns)
     for name, patterns in {
@@ -199,7 +205,7 @@ _CLAUSES = {
         "private_pools": (r"with " + SIZE + r" allocated in private pools",),
     }.items()
 }
-_DEVICE = re.compile(r"GPU (\d{1,3})\b")
+_DEVICE = re.compile(r"(?:GPU|XPU|NPU|MUSA|MLU) {1,2}(\d{1,3})\b")
 _OWN = re.compile(r"this process has " + SIZE + r" memory in use")
 _OTHER = re.compile(r"Process (\d{1,10}) has " + SIZE + r" memory in use")
 _END = re.compile(r"but unallocated\.?|reserved in total by PyTorch\)|cached\)|memory in use\.|is free\.|allowed;")
@@ -209,16 +215,17 @@ def _native(line: str) -> Iterator[tuple[int, Oom]]:
     starts = _ends([each for each in _START.finditer(line) if _is_message(line, each)])
     for start, following in zip(starts, [*starts[1:], None], strict=False):
         end = min(start.end() + MAX_MESSAGE, len(line) if following is None else following.start())
-        named = _NAMED.search(line, max(start.start() - 6, 0), start.start())
-        at = named.start() if named else start.start()
+        named = _NAMED.search(line[max(start.start() - 6, 0) : start.start()])
+        at = start.start() - (len(named[0]) if named else 0)
         yield at, _read_native(line[at : start.end()], start, line[start.end() : end], named)
 
 
 def _is_message(line: str, start: re.Match[str]) -> bool:
     """`Tried to allocate` makes it one, and so does the device's name before it. In MPS messages and in library errors
     the words stand after others."""
-    before = line[max(start.start() - 12, 0) : start.start()]
-    return not before.endswith("backend ") and ("Tried" in start[0] or _NAMED.search(before) is not None)
+    before = line[max(start.start() - 30, 0) : start.start()]
+    named = _NAMED.search(before) or _OF_TORCH_0.search(before)
+    return not before.endswith("backend ") and ("Tried" in start[0] or named is not None)
 
 
 def _read_native(head: str, start: re.Match[str], rest: str, named: re.Match[str] | None) -> Oom:
@@ -227,8 +234,20 @@ def _read_native(head: str, start: re.Match[str], rest: str, named: re.Match[str
         says = "a size of 2^60 bytes or more: a corrupt or negative size, never a real need"
         unknown = dict.fromkeys(SIZES, "this message gives no numbers")
         return Oom(form=form, says=says, message=head, over_an_exabyte=True, unknown=unknown)
-    sizes: dict[str, Any] = {"requested": parse_size(start[1], start[2]) if start[1] else None}
-    unknown = {} if sizes["requested"] else {"requested": "the message is cut off before it"}
+    return _by_clauses(form, head, parse_size(start[1], start[2]) if start[1] else None, rest)
+
+
+def _headless(line: str) -> Iterator[tuple[int, Oom]]:
+    """A message whose beginning is lost. The text may begin inside a number: its first word does not count."""
+    found = next((each for pattern in _CLAUSES["allocated"] if (each := pattern.search(line, line.find(" ")))), None)
+    if found:
+        at = max(found.start() - BEFORE_ALLOCATED, line.find(" ") + 1)
+        yield at, _by_clauses("cuda", "", None, line[at : at + MAX_MESSAGE])
+
+
+def _by_clauses(form: str, head: str, requested: Size | None, rest: str) -> Oom:
+    sizes: dict[str, Any] = {"requested": requested}
+    unknown = {} if requested else {"requested": "the message is cut off before it"}
     for name, patterns in _CLAUSES.items():
         sizes[name], why = _clause(rest, patterns)
         if sizes[name] is None:
@@ -278,7 +297,10 @@ def _use(number: str, unit: str) -> Size | None:
 
 # -- other backends ------------------------------------------------------------------------------------------------
 
-_ASYNC = re.compile(r"Allocation on device (\d{1,3}) would exceed allowed memory\.?(?: \(out of memory\))?")
+_ASYNC = re.compile(
+    r"Allocation on device (\d{1,3}) would exceed allowed memory\.?(?: \(out of memory\))?"
+    r"|(?<=OutOfMemoryError: )Allocation on device\b(?! \d)"  # as ComfyUI shows it
+)
 _ASYNC_CLAUSES = {
     "requested": re.compile(r"Requested ?: ?" + SIZE),
     "allocated": re.compile(r"Currently allocated ?: ?" + SIZE),
@@ -304,7 +326,8 @@ def _async(line: str) -> Iterator[tuple[int, Oom]]:
         rest = line[start.end() : start.end() + 1000]
         sizes, unknown = _sizes(rest, _ASYNC_CLAUSES)
         yield start.start(), Oom(
-            form="cuda-async", device=int(start[1]), requests_exactly=True, message=start[0], unknown=unknown, **sizes
+            form="cuda-async", device=int(start[1]) if start[1] else None, requests_exactly=True, message=start[0],
+            unknown=unknown, **sizes,
         )  # fmt: skip
 
 
@@ -357,7 +380,8 @@ def _disguised(passage: Passage) -> list[tuple[int, Oom]]:
 def _in_disguise(disguise: Disguise, message: str) -> Oom:
     return Oom(
         form="disguised", certainty=disguise.certainty, where=disguise.where, says=disguise.says,
-        remedy=disguise.remedy, message=message, unknown=dict.fromkeys(SIZES, "this message gives no numbers"),
+        remedy=disguise.remedy, cure=disguise.cure, message=message,
+        unknown=dict.fromkeys(SIZES, "this message gives no numbers"),
     )  # fmt: skip
 
 
@@ -369,6 +393,7 @@ def _bare(passage: Passage) -> list[tuple[int, Oom]]:
     unknown = dict.fromkeys(SIZES, "the text has only the name of the error")
     return [
         (each.start(), Oom(form="disguised", says=NAME_ONLY, message=each[0], unknown=unknown,
+                           cure="find the message",
                            remedy="the whole message, which follows this name, has the numbers"))
         for each in _BARE.finditer(passage.flat)
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Text as people have it: wrapped by terminals, prefixed by loggers, escaped by JSON, coloured, or megabytes long.
+"""Text as people have it: wrapped by terminals, prefixed by loggers, escaped by JSON or HTML, coloured, megabytes long.
 
     for passage in passages(text):
         passage.flat                    # one line, as the program wrote it
@@ -10,6 +10,7 @@ blanks: both ways of joining are offered, and the reader takes the one in which 
 
 from __future__ import annotations
 
+import html
 import re
 from bisect import bisect_right
 from collections import Counter
@@ -31,7 +32,9 @@ ANCHORS = (
     "out of memory", "Out of memory", "Tried to allocate", "OutOfMemory", "MemoryError", "DefaultCPUAllocator",
     "would exceed allowed memory", "CUBLAS_STATUS", "CUDNN_STATUS", "cusolver error", "cublaslt", "NCCL WARN",
     "NCCL error", "oom-kill", "OOMKilled", "exit code: 137", "exit code 137", "exitcode: -9", "SIGKILL", "Killed",
-    "annot allocate memory",
+    "annot allocate memory", "oom_kill", "OOM Killed", "Out Of Memory", "executable batch size", "cache blocks",
+    "KV cache memory", "desired GPU memory", "RESOURCE_EXHAUSTED", "OOM when allocating", "ERROR_OUT_OF_",
+    "Insufficient Memory", "Invalid buffer size", "larger than 4GB", "of resource: shared", "allocated by PyTorch",
 )  # fmt: skip
 
 _LEVEL = r"(?:ERROR|WARNING|WARN|INFO|CRITICAL|DEBUG)"
@@ -42,7 +45,8 @@ _PREFIX = re.compile(
     r"|[>|│]\s?"
     r"|E {3}"
     r"|\[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d[\d:.,]{0,16}(?:Z|[+-]\d\d:?\d\d)?\]?\s{0,4}(?:- )?"
-    r"|\[?\d\d:\d\d:\d\d[\d.,]{0,8}(?:\]\s?|\s)"
+    r"|\[?(?:\d\d-\d\d )?\d\d:\d\d:\d\d[\d.,]{0,8}(?:\]\s?|\s)"
+    r"|std(?:err|out) \| "
     r"|[A-Z][a-z]{2} {1,2}\d{1,2} \d\d:\d\d:\d\d [\w.-]{1,60} [\w./-]{1,40}(?:\[\d{1,9}\])?:\s"  # syslog
     r"|[\w.<>]{1,60}:[\w.<>]{1,60}:\d{1,6} - "  # loguru
     r"|[a-z][\w.]{0,40}[-\d][\w.-]{0,40}:\s(?=\S)"  # a host of several
@@ -54,6 +58,8 @@ _PREFIX = re.compile(
 )
 _RANK = re.compile(r"\[(?:rank|default)\s?(\d{1,5})\]|^\[\d{1,4},(\d{1,4})\]<std|^(\d{1,4}):\s")
 _COLOUR = re.compile(r"\x1b\[[0-9;?]{0,16}[A-Za-z]")
+_ENTITY = re.compile(r"&(?:quot|nbsp|amp|lt|gt|apos|#x27|#\d{2,3});")
+_TAG = re.compile(r"</?(?:a|b|br|code|div|em|i|li|p|pre|samp|span|strong|td|tr|u)(?:\s[^<>]{0,200})?/?>", re.IGNORECASE)
 _UNICODE_ESCAPE = re.compile(r"\\u00([0-9a-fA-F]{2})")
 _RAW_DEVICE = re.compile(r"GPU (?:([\x00-\x08\x0e-\x1b])|\\(?:x|u00)([0-9a-fA-F]{2})|\^([@A-Z])) has a total")
 _NARROWEST, _FEW_LINES = 40, 200
@@ -140,7 +146,14 @@ def _unescaped(text: str) -> str:
         text = text.replace("\\\\n", "\n").replace("\\n", "\n").replace('\\"', '"').replace("\\t", " ")
         text = _UNICODE_ESCAPE.sub(lambda found: chr(int(found[1], 16)), text)
         text = _COLOUR.sub("", text)
-    return text.replace("\u00a0", " ")
+    return _without_html(text).replace("\u00a0", " ")
+
+
+def _without_html(text: str) -> str:
+    """`<module>` and `<ipython-input-3>` are Python's own and stay."""
+    if "</" in text or "<br" in text:
+        text = _TAG.sub(lambda found: "\n" if found[0][1:3].lower() == "br" else "", text)
+    return _ENTITY.sub(lambda found: html.unescape(found[0]), text) if "&" in text else text
 
 
 def _device_number(found: re.Match[str]) -> str:

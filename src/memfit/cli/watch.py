@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from memfit.cli import output
+from memfit.core.whole_file import written_whole
 from memfit.errors import InputError, UsageError
 
 
@@ -91,8 +92,7 @@ def _csv(path: Path | None) -> Iterator[Callable[[list[list[Any]]], None]]:
 
 def _replace(path: Path, text: str) -> None:
     try:
-        beside = path.with_name(f".{path.name}.new")
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(path)
+        with written_whole(path) as beside:
+            beside.write_text(text, encoding="utf-8")
     except OSError as error:
         raise InputError(f"--prometheus {str(path)!r} cannot be written: {error.strerror}") from error

@@ -19,7 +19,6 @@ no consumer asks which. It is columnar, because a large job has a million events
 from __future__ import annotations
 
 import json
-import os
 import zipfile
 from array import array
 from collections.abc import Iterator
@@ -29,7 +28,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
+from memfit.core.whole_file import written_whole
 from memfit.errors import InputError
 
 FORMAT = "memfit.trace/1"
@@ -39,6 +40,9 @@ CATEGORIES = (
     "weights", "gradients", "optimizer", "activations", "loss",
     "calibration", "kv_cache", "temporaries", "workspaces", "other",
 )  # fmt: skip
+
+BLOCK_COLUMNS = ("streams", "addresses", "category_of", "op_of", "module_of")
+"""What is known of each block beside its size."""
 
 
 class Action(IntEnum):
@@ -157,24 +161,32 @@ class Trace:
     def module(self, block: int) -> str:
         return self.names[self.module_of[block]]
 
+    # -- from one trace to another ---------------------------------------------------------------------------
+
+    def emptied(self) -> Trace:
+        """The same origin, facts, marks and names; no events and no blocks."""
+        return Trace(
+            origin=self.origin, facts=dict(self.facts), marks=list(self.marks), names=list(self.names),
+            _name_ids=dict(self._name_ids),
+        )  # fmt: skip
+
+    def take_blocks(self, source: Trace, chosen: npt.NDArray[np.int64]) -> None:
+        """Blocks of a trace with the same names, all but their sizes."""
+        for name in BLOCK_COLUMNS:
+            column = getattr(source, name)
+            getattr(self, name).frombytes(np.frombuffer(column, dtype=column.typecode)[chosen].tobytes())
+
     # -- to disk and back ------------------------------------------------------------------------------------
 
     def save(self, path: str | Path) -> None:
-        """Written beside and renamed, so that a reader never sees half of it."""
-        path = Path(path)
         header = {
             "format": FORMAT, "origin": self.origin, "facts": self.facts, "names": self.names,
             "marks": [[mark.phase, mark.step] for mark in self.marks],
         }  # fmt: skip
         columns = {name: np.frombuffer(getattr(self, name), dtype=kind) for name, kind in _COLUMNS.items()}
         columns["header"] = np.frombuffer(json.dumps(header).encode(), dtype=np.uint8)
-        beside = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            with beside.open("wb") as out:
-                np.savez_compressed(out, allow_pickle=False, **columns)
-            beside.replace(path)
-        finally:
-            beside.unlink(missing_ok=True)
+        with written_whole(path) as beside, beside.open("wb") as out:
+            np.savez_compressed(out, allow_pickle=False, **columns)
 
     @classmethod
     def load(cls, path: str | Path) -> Trace:
@@ -210,7 +222,7 @@ class Trace:
     def _check(self) -> None:
         """Every index in range, so that no consumer has to ask."""
         blocks, ranges = len(self.requested), len(self.range_sizes)
-        same = {len(getattr(self, name)) for name in ("streams", "addresses", "category_of", "op_of", "module_of")}
+        same = {len(getattr(self, name)) for name in BLOCK_COLUMNS}
         if same - {blocks} or {len(self.range_addresses), len(self.range_streams)} - {ranges}:
             raise ValueError("columns of unequal length")
         if len(self.actions) != len(self.subjects):

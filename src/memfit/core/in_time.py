@@ -8,12 +8,12 @@ a prompt that ends where the generation does: all that the first ones foretell o
 
 from __future__ import annotations
 
-from array import array
 from typing import Any
 
 import numpy as np
 
-from memfit.core.events import Action, Trace
+from memfit.core.birth_order import in_birth_order
+from memfit.core.events import Action
 from memfit.core.holes import Answer, Ask, Call, Outline, Sized, Stream, filled, stream_of
 from memfit.core.repeat import UNITS, Ints, NotRepeating, extension_in_time, with_sizes
 from memfit.units import MiB
@@ -56,16 +56,15 @@ class InTime:
 
     def _told_stream(self, near: Stream) -> tuple[Stream, Ints, Ints]:
         """With the extension's blocks that are in it, and those that mark its holes."""
-        frame = _in_order_of_birth(self._extension.frame)
+        frame, before = in_birth_order(self._extension.frame)
         is_marker = np.array([name.startswith(MARKER) for name in frame.names])[np.frombuffer(frame.op_of, np.int32)]
         born = np.flatnonzero(np.frombuffer(frame.actions, np.uint8) == Action.ALLOC)
-        before = np.frombuffer(frame.requested, np.int64)
         calls = []
         for event, block in zip(born[is_marker].tolist(), before[is_marker].tolist(), strict=True):
             hole = near.holes[self._hole_of[self._extension.chosen[block]]]
             end = event + 2 + len(hole.kept)
             calls.append(Call(hole.form, (), event, end, hole.module, hole.category, hole.argument_modules))
-        told = stream_of(frame, calls)
+        told = stream_of(with_sizes(frame, before), calls)
         return told.stream, told.sizes, before[is_marker]
 
     def _compare_with(self, far: Stream, skipped: int) -> None:
@@ -164,25 +163,3 @@ def _marked(stream: Stream) -> tuple[Any, Ints]:
     hole_of = np.full(len(made.source), -1, dtype=np.int64)
     hole_of[markers] = np.arange(len(markers))
     return made, hole_of
-
-
-def _in_order_of_birth(frame: Trace) -> Trace:
-    """Blocks get new numbers; their old ones stand in place of sizes."""
-    actions, subjects = np.frombuffer(frame.actions, np.uint8), np.frombuffer(frame.subjects, np.int64)
-    births = subjects[actions == Action.ALLOC]
-    number = np.zeros(len(frame.op_of), dtype=np.int64)
-    number[births] = np.arange(len(births))
-    about_blocks = actions <= Action.FREE_COMPLETED
-    out = Trace(facts=dict(frame.facts), marks=list(frame.marks), names=list(frame.names), actions=frame.actions)
-    out._name_ids = {name: i for i, name in enumerate(out.names)}
-    out.subjects = array("q", np.where(about_blocks, number[np.where(about_blocks, subjects, 0)], subjects).tobytes())
-    columns = {
-        "streams": np.int64,
-        "addresses": np.uint64,
-        "category_of": np.int32,
-        "op_of": np.int32,
-        "module_of": np.int32,
-    }
-    for name, kind in columns.items():
-        getattr(out, name).frombytes(np.frombuffer(getattr(frame, name), dtype=kind)[births].tobytes())
-    return with_sizes(out, births)

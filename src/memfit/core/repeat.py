@@ -57,13 +57,9 @@ def extension(trace: Trace, blocks: str, *, period: int, units: int) -> Extensio
     return _Extension(trace, events, unit_of, blocks, period, units).write(passes)
 
 
-def extend_in_time(trace: Trace, starts: list[int], *, units: int) -> Trace:
-    """The trace of `units` steps, from one of four that begin at the events `starts`: each step does what the one
-    before did, with tensors that have grown by the same number of bytes."""
-    return extension_in_time(trace, starts, units=units).of(trace)
-
-
 def extension_in_time(trace: Trace, starts: list[int], *, units: int) -> Extension:
+    """For the trace of `units` steps, from one of four that begin at the events `starts`: each step does what the one
+    before did, with tensors that have grown by the same number of bytes."""
     if units < UNITS or len(starts) != UNITS:
         raise NotRepeating(f"fewer than {UNITS} steps")
     events = _Events.of(trace)
@@ -115,13 +111,6 @@ def sizes_of(trace: Trace) -> Ints:
 def with_sizes(frame: Trace, sizes: Ints) -> Trace:
     """Shares all else with the frame."""
     return dataclasses.replace(frame, requested=array("q", np.ascontiguousarray(sizes, dtype=np.int64).tobytes()))
-
-
-def births(trace: Trace, start: int = 0) -> Ints:
-    """The blocks that are made from an event on, in that order."""
-    made = np.frombuffer(trace.actions, dtype=np.uint8)[start:] == Action.ALLOC
-    found: Ints = np.frombuffer(trace.subjects, dtype=np.int64)[start:][made]
-    return found
 
 
 # -- passes ------------------------------------------------------------------------------------------------------
@@ -258,12 +247,10 @@ class _Extension:
             for some_actions, some_subjects in self._written(each, numbers):
                 actions.append(some_actions)
                 subjects.append(some_subjects)
-        facts = {name: fact for name, fact in self.trace.facts.items() if name != "lists"}  # they name traced blocks
-        out = Trace(origin=self.trace.origin, facts=facts)
-        out.marks, out.names = list(self.trace.marks), list(self.trace.names)
-        out._name_ids = {name: i for i, name in enumerate(out.names)}
-        _fill(out.actions, np.concatenate(actions), np.uint8)
-        _fill(out.subjects, np.concatenate(subjects), np.int64)
+        out = self.trace.emptied()
+        out.facts.pop("lists", None)  # they name traced blocks
+        out.actions.frombytes(np.concatenate(actions).tobytes())
+        out.subjects.frombytes(np.concatenate(subjects).tobytes())
         chosen = self._write_blocks(out)
         return Extension(
             frame=out, chosen=chosen, alike=self._pairs(), counted=self._counted(),
@@ -341,11 +328,7 @@ class _Extension:
         count = self.units - 2
         first, before, _, last = self.members
         chosen: Ints = np.concatenate((self.free_standing, first, np.tile(before, count), last))
-        for name, kind in (
-            ("streams", np.int64), ("addresses", np.uint64), ("category_of", np.int32), ("op_of", np.int32),
-            ("module_of", np.int32),
-        ):  # fmt: skip
-            _fill(getattr(out, name), np.frombuffer(getattr(self.trace, name), dtype=kind)[chosen], kind)
+        out.take_blocks(self.trace, chosen)
         if not self.grows:
             self._rename(out)
         return chosen
@@ -393,7 +376,3 @@ class _Extension:
             wanted = len(members) + (self.units - UNITS) * inner
             made.append((int(self.rank[block]), len(members), wanted))
         return tuple(made)
-
-
-def _fill(column: array[int], values: Any, kind: Any) -> None:
-    column.frombytes(np.ascontiguousarray(values, dtype=kind).tobytes())

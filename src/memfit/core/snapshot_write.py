@@ -11,7 +11,6 @@ from the trace: what is live at its end lies in the segments, and all between is
 from __future__ import annotations
 
 import json
-import os
 import pickle
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
@@ -21,6 +20,7 @@ from typing import Any
 
 from memfit.core.events import Action, Trace
 from memfit.core.snapshot import FORMAT, Segment
+from memfit.core.whole_file import written_whole
 from memfit.errors import UsageError
 
 DriverEvent = tuple[int, Action, int, int, int]  # before which event of the trace; action, address, size, stream
@@ -66,7 +66,7 @@ def snapshot_dict(
 
 
 def save_snapshot(snapshot: dict[str, Any], path: str | Path) -> None:
-    """As JSON or as pickle, by the name's ending; written beside and renamed."""
+    """As JSON or as pickle, by the name's ending."""
     path = Path(path)
     if path.suffix == ".json":
         data = json.dumps(snapshot, separators=(",", ":"), allow_nan=False).encode()
@@ -74,12 +74,8 @@ def save_snapshot(snapshot: dict[str, Any], path: str | Path) -> None:
         data = pickle.dumps(snapshot, protocol=4)  # the newest that every version of the viewer reads
     else:
         raise UsageError(f"cannot tell the format of {str(path)!r}", hint="end its name in .json or .pickle")
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
+    with written_whole(path) as beside:
         beside.write_bytes(data)
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
 
 
 class _Writer:

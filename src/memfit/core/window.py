@@ -16,10 +16,6 @@ import numpy as np
 from memfit.core.events import Action, Trace
 
 FREES = (Action.FREE, Action.FREE_COMPLETED)
-BLOCK_COLUMNS = {
-    "requested": np.int64, "streams": np.int64, "addresses": np.uint64, "category_of": np.int32, "op_of": np.int32,
-    "module_of": np.int32,
-}  # fmt: skip
 
 
 def between(trace: Trace, start: int, end: int) -> Trace:
@@ -32,12 +28,11 @@ def between(trace: Trace, start: int, end: int) -> Trace:
     subjects = np.frombuffer(trace.subjects, dtype=np.int64)[start:end].copy()
     of_blocks = actions <= Action.FREE_COMPLETED
     subjects[of_blocks] = new_number[subjects[of_blocks]]
-    out = Trace(origin=trace.origin, facts=dict(trace.facts), marks=list(trace.marks), names=list(trace.names))
-    out._name_ids.update({name: i for i, name in enumerate(out.names)})
+    out = trace.emptied()
     out.actions.frombytes(actions.tobytes())
     out.subjects.frombytes(subjects.tobytes())
-    for name, kind in BLOCK_COLUMNS.items():
-        getattr(out, name).frombytes(np.frombuffer(getattr(trace, name), dtype=kind)[kept].tobytes())
+    out.requested.frombytes(np.frombuffer(trace.requested, dtype=np.int64)[kept].tobytes())
+    out.take_blocks(trace, kept)
     for name in ("range_addresses", "range_sizes", "range_streams"):
         getattr(out, name).extend(getattr(trace, name))
     return out

@@ -54,6 +54,7 @@ def _prepared(workload: Workload, layers: int | None) -> Prepared:
         layers=layers,
         use_cache=workload.kind == "generate",
     )
+    model.to(torch.get_default_device())  # `torch.normal`, for one, does not ask which that is
     _check_positions(model, workload)
     if workload.kind == "generate" and not _generates(model):
         raise UsageError(f"{workload.model} does not generate text", hint="memfit plan forward fits an encoder")

@@ -13,6 +13,7 @@ from memfit.tracing.answers import Answer, Site, Value
 
 UTILS = "transformers/generation/utils.py"
 LOGITS = "transformers/generation/logits_process.py"
+CACHE = "transformers/cache_utils.py"
 
 
 def generate_answers(tokens: int, on_token: Callable[[], None]) -> dict[Site, Answer]:
@@ -23,6 +24,7 @@ def generate_answers(tokens: int, on_token: Callable[[], None]) -> dict[Site, An
         Site(UTILS, "__call__"): true_at(tokens, on_token),  # StopCheck: has every row ended?
         Site(UTILS, "_beam_search"): beam_search(tokens, on_token),
         Site(LOGITS, "__init__"): False,  # end tokens are not negative
+        Site(CACHE, "reorder_cache"): True,  # there is something in a static cache when beams change places
     }
 
 

@@ -11,13 +11,13 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from memfit.core.snapshot_write import save_snapshot
+from memfit.core.whole_file import written_whole
 from memfit.jobs.profile import DoesNotFit, Profiled, ProfileSettings
 from memfit.models.basics_sizes import SIZES
 from memfit.units import MiB, gib
@@ -181,9 +181,8 @@ class Suite:
     def _write(self, name: str, text: str) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / name
-        beside = path.with_name(f".{name}.{os.getpid()}")
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(path)
+        with written_whole(path) as beside:
+            beside.write_text(text, encoding="utf-8")
         self._note(path)
 
     def _note(self, path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import hashlib
 import json
-import os
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
@@ -14,6 +13,7 @@ from pathlib import Path
 from shutil import rmtree
 from typing import Any
 
+from memfit.core.whole_file import written_whole
 from memfit.planning.cache import folder as folder_of_traces
 
 
@@ -33,9 +33,8 @@ def _written(folder: Path, text: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     config = folder / "config.json"
     if not config.is_file() or config.read_text(encoding="utf-8") != text:
-        beside = folder / f".config-{os.getpid()}"
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(config)
+        with written_whole(config) as beside:
+            beside.write_text(text, encoding="utf-8")
     return folder
 
 

@@ -9,7 +9,7 @@ import torch
 
 from memfit.core.events import Trace
 from memfit.core.holes import Call
-from memfit.core.last_step import last_step
+from memfit.core.steps import last_step
 from memfit.jobs.preparing import Prepared, prepare
 from memfit.jobs.running import run_job
 from memfit.jobs.training.parallel import is_replicated, is_sharded

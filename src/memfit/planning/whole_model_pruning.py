@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from memfit.core.alloc_config import AllocatorConfig
 from memfit.core.events import Trace
 from memfit.gpus import Gpu, find_gpu
+from memfit.jobs.phases import Phases
 from memfit.jobs.preparing import DTYPES
 from memfit.jobs.pruning.decoder import Call, Decoder
 from memfit.jobs.workload import Workload
@@ -55,7 +56,7 @@ def _traced(work: Workload, platform: Platform) -> tuple[Trace, int]:
         for index, block in enumerate(decoder.blocks):
             tracer.modules.know(block, f"{decoder.path}.{index}")
         with torch.no_grad():
-            _prune(decoder, work, tracer.device, PruningPhases(tracer))
+            prune_whole(decoder, work, tracer.device, PruningPhases(tracer))
 
     with failures_of_the_job():
         made = trace(job, platform=platform, answers=Answers(ANSWERS))
@@ -63,7 +64,8 @@ def _traced(work: Workload, platform: Platform) -> tuple[Trace, int]:
     return made, parameters
 
 
-def _prune(decoder: Decoder, work: Workload, device: torch.device, phases: PruningPhases) -> None:
+def prune_whole(decoder: Decoder, work: Workload, device: torch.device, phases: Phases) -> None:
+    """A few windows through the first blocks; what is removed is nobody's to keep."""
     with phases("weights"):
         for module in (decoder.model, *decoder.blocks):
             module.to(device)

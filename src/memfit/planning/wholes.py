@@ -6,8 +6,8 @@ import dataclasses
 
 from memfit.core.events import Trace
 from memfit.core.holes import Filled
-from memfit.core.last_step import last_step
 from memfit.core.repeat import Extension, Ints, extension, with_sizes
+from memfit.core.steps import last_step
 from memfit.planning import categories
 from memfit.planning.recipe import Recipe
 from memfit.planning.tracing_jobs import steps_of

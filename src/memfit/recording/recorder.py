@@ -17,7 +17,6 @@ With `model` and `optimizer` the categories of weights, gradients, optimizer sta
 from __future__ import annotations
 
 import functools
-import os
 import pickle
 import time
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
 from memfit.core.events import Trace
+from memfit.core.whole_file import written_whole
 from memfit.errors import InputError, MemfitError
 
 MAX_ENTRIES = 1_000_000
@@ -110,14 +110,8 @@ class record:
         """As a pickle of protocol 4, the newest that every version of torch's viewer reads."""
         if self.snapshot is None:
             raise MemfitError("nothing has been recorded yet", hint="save after the `with` block")
-        path = Path(path)
-        beside = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            with beside.open("wb") as file:
-                pickle.dump(self.snapshot, file, protocol=4)
-            beside.replace(path)
-        finally:
-            beside.unlink(missing_ok=True)
+        with written_whole(path) as beside, beside.open("wb") as file:
+            pickle.dump(self.snapshot, file, protocol=4)
 
     @property
     def trace(self) -> Trace:

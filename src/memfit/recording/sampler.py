@@ -10,7 +10,6 @@ A sample costs some 50 microseconds in a thread of its own and never touches a s
 from __future__ import annotations
 
 import csv
-import os
 import sys
 import threading
 import time
@@ -20,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from memfit.core.whole_file import written_whole
 from memfit.recording.nvml import NoNvml, gpu_of_torch_device, nvml
 
 
@@ -74,13 +74,10 @@ class Sampler:
         return max(self.samples, key=key, default=None)
 
     def save_csv(self, path: str | Path) -> None:
-        path = Path(path)
-        beside = path.with_name(f".{path.name}.{os.getpid()}")
-        with beside.open("w", newline="") as file:
+        with written_whole(path) as beside, beside.open("w", newline="") as file:
             writer = csv.writer(file)
             writer.writerow(field.name for field in fields(Sample))
             writer.writerows(["" if value is None else value for value in astuple(each)] for each in self.samples)
-        beside.replace(path)
 
     def _run(self) -> None:
         import psutil

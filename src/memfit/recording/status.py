@@ -15,6 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from memfit.core.whole_file import written_whole
+
 MAX_BYTES = 64 << 10
 MAX_TEXT = 200
 
@@ -53,9 +55,8 @@ def publish(command: str, at: str, **numbers: int | None) -> None:
         place.mkdir(mode=0o700, exist_ok=True)
         if place.stat().st_uid != os.getuid():
             return
-        beside = place / f".{status.pid}"
-        beside.write_text(json.dumps(asdict(status)))
-        beside.replace(place / f"{status.pid}.json")
+        with written_whole(place / f"{status.pid}.json") as beside:
+            beside.write_text(json.dumps(asdict(status)))
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from memfit.render.pieces import CATEGORY_STYLES, MAX_WIDTH, bullets, category_word, grid, phase_words, section
+from memfit.render.pieces import CATEGORY_STYLES, bullets, category_word, grid, phase_words, print_parts, section
 from memfit.render.words import clean, short_op, tail
 from memfit.units import format_bytes, gib
 
@@ -23,12 +23,11 @@ PLACES = 6
 
 
 def show_diff(diff: Diff, console: Console) -> None:
-    console.width = min(console.width, MAX_WIDTH)
-    for part in _parts(diff, console.width):
-        console.print(part)
+    print_parts(_parts(diff, console), console)
 
 
-def _parts(diff: Diff, width: int) -> Iterator[RenderableType]:
+def _parts(diff: Diff, console: Console) -> Iterator[RenderableType]:
+    width = console.width
     for message in diff["messages"]:
         yield Text.assemble((f"note on {message['side']}: ", "bold yellow"), clean(message["text"]))
     if diff["messages"]:

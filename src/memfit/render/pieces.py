@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from rich.console import Group, JustifyMethod, RenderableType
+from rich.console import Console, Group, JustifyMethod, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -33,6 +33,13 @@ class Glyphs:
         if not self.blocks:
             return "#" * max(round(eighths / 8), 1 if part else 0)
         return "█" * (eighths // 8) + EIGHTHS[max(eighths % 8, 1 if part and not eighths else 0)].strip()
+
+
+def print_parts(parts: Iterable[RenderableType], console: Console) -> None:
+    """The width is set before the first part is made: parts may ask for it."""
+    console.width = min(console.width, MAX_WIDTH)
+    for part in parts:
+        console.print(part)
 
 
 def section(title: str, body: RenderableType) -> RenderableType:

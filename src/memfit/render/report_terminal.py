@@ -15,13 +15,13 @@ from rich.text import Text
 
 from memfit.render.pieces import (
     CATEGORY_STYLES,
-    MAX_WIDTH,
     Glyphs,
     alive_bars,
     bullets,
     category_word,
     grid,
     phase_words,
+    print_parts,
     section,
     small,
 )
@@ -35,9 +35,7 @@ STACK_LINES = 3
 
 
 def show_report(report: Report, console: Console) -> None:
-    console.width = min(console.width, MAX_WIDTH)
-    for part in _parts(report, console):
-        console.print(part)
+    print_parts(_parts(report, console), console)
 
 
 def _parts(report: Report, console: Console) -> Iterator[RenderableType]:

@@ -18,12 +18,12 @@ from rich.text import Text
 
 from memfit.render.pieces import (
     CATEGORY_STYLES,
-    MAX_WIDTH,
     Glyphs,
     alive_bars,
     bullets,
     category_word,
     grid,
+    print_parts,
     section,
     small,
 )
@@ -38,9 +38,7 @@ LARGEST = 10
 
 
 def show_plan(plan: Plan, console: Console) -> None:
-    console.width = min(console.width, MAX_WIDTH)
-    for part in _parts(plan, console):
-        console.print(part)
+    print_parts(_parts(plan, console), console)
 
 
 def _parts(plan: Plan, console: Console) -> Iterator[RenderableType]:

@@ -58,6 +58,15 @@ class Answers:
         """How many elements of a mask are true."""
         return int(self._answer(tensor, f"the code selects by {_kind(tensor)}, and how much depends on its values"))
 
+    def refusal(self, tensor: torch.Tensor) -> TraceError:
+        """For code that takes all of a tensor to the host, where no single value would be an answer."""
+        asker = next((frame for frame in _callers() if not _is_torch(frame)), None)
+        return TraceError(
+            f"{_at(asker)}the code asks {_kind(tensor)} for all its values",
+            hint="without data there are none, and what follows from them cannot be planned: take them outside the"
+            " traced code",
+        )
+
     def _answer(self, tensor: torch.Tensor, question: str) -> Value:
         """Asked by the innermost code outside torch, or by torch itself on the way there; nobody further out counts."""
         asker = None

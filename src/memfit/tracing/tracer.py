@@ -244,6 +244,8 @@ class Tracer(TorchDispatchMode):
             if rule := masks.DATA_DEPENDENT.get(func):
                 with self:
                     return rule(self, *args, **kwargs)
+            if _NO_DATA in str(error):
+                raise self.answers.refusal(args[0]) from error
             raise TraceError(
                 f"cannot trace {func}: torch has no shape-only kernel for it",
                 hint="what it returns depends on data, or its author wrote none (torch.library.register_fake)",
@@ -343,6 +345,7 @@ def _lacks_shapes(error: RuntimeError) -> bool:
 
 
 _WITHOUT_DATA = ("cannot be called on meta tensors", "no fake impl registered")
+_NO_DATA = "Cannot copy out of meta tensor"
 
 
 class ModuleStack:

@@ -51,8 +51,7 @@ def cause_of(
         said = f"Memory was there, but in pieces: {fragmentation.why}{_why_no_more(oom)}."
         return Cause(kind="fragmentation", sentence=said, fragmentation=fragmentation)
     if oom.requested is None:
-        said = "The GPU ran out of memory; neither what was asked for nor who holds the rest is in the text."
-        return Cause(kind="no-numbers", sentence=said, fragmentation=fragmentation)
+        return Cause(kind="no-numbers", sentence=_nothing_asked(oom, account), fragmentation=fragmentation)
     case = _Case(oom, oom.requested, account, fragmentation, card_bytes)
     return next(found for rule in RULES if (found := rule(case)) is not None)
 
@@ -62,6 +61,12 @@ def _disguised(oom: Oom) -> Cause:
         return Cause(kind="no-numbers", sentence="An out-of-memory error is named, but its message is missing.")
     said = f"{oom.says[:1].upper()}{oom.says[1:]}{SURENESS[oom.certainty]}."
     return Cause(kind="host-memory" if oom.where == "host" else "library", sentence=said, certainty=oom.certainty)
+
+
+def _nothing_asked(oom: Oom, account: Account) -> str:
+    if account.allocated_bytes is None and account.own_bytes is None:
+        return "The GPU ran out of memory; neither what was asked for nor who holds the rest is in the text."
+    return f"The GPU ran out of memory; what was asked for is not in the text{_holds(oom, account)}."
 
 
 def _corrupt(clues: Clues) -> Cause:
@@ -112,7 +117,7 @@ class _Case:
 
 def _impossible(case: _Case) -> Cause | None:
     whole = case.account.whole_bytes or case.card_bytes
-    if whole is None or case.requested.low <= whole:
+    if whole is None or case.requested.low <= whole or (case.account.free_bytes or 0) > whole:
         return None
     has = case.oom.capacity.text if case.oom.capacity else format_bytes(whole)
     said = f"{case.asked} at once, more than the whole card has ({has})"
@@ -163,7 +168,8 @@ def _mps(case: _Case) -> Cause | None:
 def _free_unknown(case: _Case) -> Cause | None:
     if case.account.free_bytes is not None:
         return None
-    return case.cause("shortage", f"The GPU was full: {case.asked}; how much was free is not in the text{_holds(case)}")
+    said = f"The GPU had no room for {case.requested.text}; how much was free is not in the text"
+    return case.cause("shortage", f"{said}{_holds(case.oom, case.account)}")
 
 
 def _refused(case: _Case) -> Cause | None:
@@ -187,7 +193,7 @@ def _others(case: _Case) -> Cause | None:
         return None  # somebody is counted twice: how much the others really hold is not known
     said = f"Other processes hold {format_bytes(held)} of the card: {case.asked} and {case.free}"
     return case.cause(
-        "other-processes", f"{said}, so without them it would have fitted{_holds(case)}", short=case.short_bytes
+        "other-processes", f"{said}, so without them it would have fitted{_holds(case.oom, case.account)}", short=case.short_bytes
     )
 
 
@@ -204,8 +210,9 @@ def _private_pools(case: _Case) -> Cause | None:
 def _shortage(case: _Case) -> Cause:
     little = f"{format_bytes(case.short_bytes)} too little" if case.short_bytes else "just too little"
     return case.cause(
-        "shortage", f"The GPU was full: {case.asked} and {case.free}, {little}{_holds(case)}", short=case.short_bytes
-    )
+        "shortage", f"The GPU was full: {case.asked} and {case.free}, {little}{_holds(case.oom, case.account)}",
+        short=case.short_bytes,
+    )  # fmt: skip
 
 
 RULES: tuple[Callable[[_Case], Cause | None], ...] = (
@@ -213,10 +220,10 @@ RULES: tuple[Callable[[_Case], Cause | None], ...] = (
 )  # fmt: skip
 
 
-def _holds(case: _Case) -> str:
-    allocated, own = case.oom.allocated, case.account.own_bytes
+def _holds(oom: Oom, account: Account) -> str:
+    allocated, own = oom.allocated, account.own_bytes
     if own is None:
         return f"; {allocated.text} is in live tensors of this process" if allocated else ""
     inside = f", {allocated.text} of it in live tensors" if allocated else ""
-    of = f" of {case.oom.capacity.text}" if case.oom.capacity else ""
+    of = f" of {oom.capacity.text}" if oom.capacity else ""
     return f"; this process holds {format_bytes(own)}{of}{inside}"

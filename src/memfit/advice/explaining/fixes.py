@@ -16,7 +16,7 @@ from memfit.units import format_bytes
 
 USUAL_LENGTH = 2048
 MOST_PIDS = 6
-OF_THE_GPU = ("shortage", "other-processes", "limit", "impossible-request", "no-numbers")
+OF_THE_GPU = ("shortage", "other-processes", "limit", "refused", "impossible-request", "no-numbers")
 """Causes for which a smaller job is a cure."""
 
 
@@ -62,9 +62,7 @@ def _of_the_cause(case: Situation) -> Iterator[Fix]:
             "look at the shape", "print the sizes that go into the failing line: one is negative or was never set"
         )
     elif oom.remedy:
-        yield _fix(
-            {"library": "leave room", "host-memory": "less on the host"}.get(kind, "find the message"), oom.remedy
-        )
+        yield _fix(oom.cure, oom.remedy)
     elif kind == "host-memory":
         said = "fewer data loader workers, memory-mapped data, weights loaded straight to the GPU (device_map)"
         yield _fix("less on the host", said)
@@ -73,8 +71,9 @@ def _of_the_cause(case: Situation) -> Iterator[Fix]:
 def _others(case: Situation) -> Fix:
     pids = case.account.other_pids
     named = ", ".join(map(str, pids[:MOST_PIDS])) + (" ..." if len(pids) > MOST_PIDS else "")
-    said = f"{'process' if len(pids) == 1 else 'processes'} {named} hold {format_bytes(case.account.others_bytes)}"
-    return _fix("free the card of the others", f"{said}: end them, or choose another GPU by CUDA_VISIBLE_DEVICES",
+    who, end = (f"process {named} holds", "it") if len(pids) == 1 else (f"processes {named} hold", "them")
+    said = f"{who} {format_bytes(case.account.others_bytes)}: end {end}"
+    return _fix("free the card of the others", f"{said}, or choose another GPU by CUDA_VISIBLE_DEVICES",
                 basis="message")  # fmt: skip
 
 

@@ -12,14 +12,17 @@ from memfit.core.stack_reading import short_path
 
 MAX_LINES_BACK = 3000
 MAX_FRAMES = 400
-MAX_CODE = 160
+MAX_CODE, MAX_AROUND = 160, 2000
 
 _TRACEBACK = "Traceback (most recent call last)"
 _FRAME = re.compile(
     r'File "([^"]{1,400})", line (\d{1,7}), in (<?[\w.]{1,120}>?)'  # CPython
-    r"|File ([^\s:\"]{1,400}\.py):(\d{1,7}), in ([\w.<>]{1,120})"  # IPython
+    r"|File \[?([^\s:\"\[\]]{1,400}\.py):(\d{1,7})(?:\]\(\S{1,400}\))?, in ([\w.<>]{1,120})"  # IPython
     r"|(?<![~/\w.-])([~/\w.-]{1,400}\.py):(\d{1,7}) in (<?[\w.]{1,120}>?)"  # rich
+    r"|(?<![~/\w.-])([~/\w.-]{1,400}\.py|<ipython-input-[\w-]{1,60}>)() in (<?[\w.: ]{1,120}>?)\("  # notebooks
 )
+_ARROW = re.compile(r"(?:-{2,}>|❱) ?(\d{1,7})\b[ │]*(.*)")
+"""The failing line among its neighbours, each with its number."""
 _MARKS = re.compile(r"[~^]{2,}|\.\.\.<\d+ lines>\.\.\.")
 _ERROR = re.compile(r"\b[\w.]{1,80}(?:Error|Exception)\b(?::|$)")
 
@@ -72,15 +75,18 @@ def _end_of_frames(text: str, located: Located) -> int:
 def _frames(text: str) -> Iterator[CodeFrame]:
     found = list(_FRAME.finditer(text))[-MAX_FRAMES:]
     for each, following in zip(found, [*found[1:], None], strict=False):
-        path, line, function = next(each.groups()[i : i + 3] for i in (0, 3, 6) if each.group(i + 1))
-        code = text[each.end() : following.start() if following else each.end() + 2 * MAX_CODE]
-        yield CodeFrame(path, int(line), function, _code(code))
+        path, line, function = next(each.groups()[i : i + 3] for i in (0, 3, 6, 9) if each.group(i + 1))
+        code = text[each.end() : following.start() if following else len(text)][:MAX_AROUND]
+        arrow = _ARROW.search(code)
+        if arrow:
+            line, code = arrow[1], arrow[2].partition(f" {int(arrow[1]) + 1} ")[0]
+        yield CodeFrame(path, int(line or 0), function, _code(code))
 
 
 def _code(text: str) -> str:
     text = " ".join(_MARKS.sub(" ", text).split())
     error = _ERROR.search(text)
-    return (text[: error.start()] if error else text)[:MAX_CODE].strip()
+    return (text[: error.start()] if error else text)[:MAX_CODE].strip(" │")
 
 
 def frames_of_stack(lines: Sequence[str]) -> tuple[CodeFrame, ...]:

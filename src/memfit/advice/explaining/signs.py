@@ -48,7 +48,7 @@ PHASES = (
         "loading",
         paths="/core_model_loading.py /model_loader/ /safetensors/torch.py",
         functions="from_pretrained _load_pretrained_model _load_state_dict_into* load_state_dict load_checkpoint* "
-        "dispatch_model set_module_tensor_to_device caching_allocator_warmup load_model get_llm",
+        "dispatch_model set_module_tensor_to_device caching_allocator_warmup load_model get_llm flatten_tensors",
         code="from_pretrained( | model.to( | model.cuda(",
     ),
     _sign(
@@ -59,7 +59,7 @@ PHASES = (
     ),
     _sign(
         "generation",
-        paths="/generation/utils.py /vllm/",
+        paths="/generation/utils.py /vllm/ /sglang/ /comfy/ /diffusers/pipelines/",
         functions="generate _sample _beam_search _greedy_search _prefill",
         code=".generate(",
     ),
@@ -87,7 +87,11 @@ PHASES = (
         code="cross_entropy( | loss_function( | lm_head( | logits.float() | loss_fct( | log_softmax(",
     ),
     _sign("data", paths="/torch/utils/data/ /datasets/", functions="pin_memory collate* default_collate"),
-    _sign("forward", functions="forward _call_impl _wrapped_call_impl training_step compute_loss"),
+    _sign(
+        "forward",
+        paths="/transformers/models/",
+        functions="forward _call_impl _wrapped_call_impl training_step compute_loss *attention_forward",
+    ),
 )
 """In this order: what a stack has anywhere of the first ones decides, for a forward pass is in all of them."""
 
@@ -101,7 +105,7 @@ HINTS = (
     _sign(
         "attention",
         functions="eager_attention_forward _attn attention_forward",
-        code="attn_weights | attention_scores | softmax(attn | torch.matmul(quer",
+        code="attn_weights | attention_scores | softmax(attn | torch.matmul(quer | scaled_dot_product_attention(",
     ),
     _sign(
         "attention-output",
@@ -121,8 +125,8 @@ HINTS = (
     _sign(
         "kv-cache",
         paths="/cache_utils.py",
-        functions="_update_cache early_initialization lazy_initialization",
-        code="past_key_values.update | past_key_value.update | key_cache | StaticCache",
+        functions="_update_cache early_initialization lazy_initialization *kv_cache*",
+        code="kv_cache | past_key_values.update | past_key_value.update | key_cache | StaticCache",
     ),
     _sign(
         "weights",
@@ -133,6 +137,8 @@ HINTS = (
 )
 """What the failing line works on."""
 
+ENGINES = _sign("engines", paths="/vllm/ /sglang/ /comfy/ /diffusers/")
+"""Programs that arrange memory their own way: what memfit predicts is not what they do."""
 RECOMPUTING = _sign("recomputing", paths="/torch/utils/checkpoint.py gradient_checkpointing")
 LIBRARIES = _sign(
     "libraries", paths="/torch/ /accelerate/ /lightning/ /pytorch_lightning/ /deepspeed/ /peft/tuners/ /torch_xla/"
@@ -156,7 +162,8 @@ def phase_of(inner: Sequence[CodeFrame]) -> tuple[str | None, CodeFrame | None]:
 
 
 def _has_a_pass(within: Iterable[CodeFrame]) -> bool:
-    return any(frame.function in ("forward", "backward", "_engine_run_backward") for frame in within)
+    passes = [sign for sign in PHASES if sign.meaning in ("backward", "loss", "forward")]
+    return any(sign.at(frame) for frame in within for sign in passes)
 
 
 def pass_within(inner: Sequence[CodeFrame]) -> str | None:

@@ -9,11 +9,12 @@ from memfit.advice.explaining.accounting import Account
 from memfit.advice.explaining.clues import Clues
 from memfit.advice.oom_message import Oom
 from memfit.advice.request_size import request_intervals
-from memfit.units import MiB, format_bytes
+from memfit.units import GiB, MiB, format_bytes
 
 BARE_CONTEXT = (150 * MiB, 2560 * MiB)
 """A process that has only started CUDA and perhaps NCCL."""
 ALIKE, SEVERAL = 0.15, 3
+ONE_BLOCK_OF_INTEL = 4 * GiB
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,7 @@ class Trap:
 
 
 def traps_of(oom: Oom, account: Account, clues: Clues) -> list[Trap]:
-    found = (*_of_processes(oom, account), *_of_sums(account), *_of_the_request(oom), *_of_the_text(clues))
+    found = (*_of_processes(oom, account), *_of_sums(account), *_of_the_card(oom), *_of_the_request(oom), *_of_the_text(clues))
     return [Trap(kind, text) for kind, text in found]
 
 
@@ -64,6 +65,14 @@ def _of_sums(account: Account) -> Iterator[tuple[str, str]]:
         yield "does-not-add-up", f"{said}: a process is counted twice, or memory came free while the message was made"
     if outside is not None and outside < -slack:
         yield "does-not-add-up", "this process holds less than torch has reserved: part of it is not on the card"
+
+
+def _of_the_card(oom: Oom) -> Iterator[tuple[str, str]]:
+    if oom.capacity is not None and oom.free is not None and oom.free.low > oom.capacity.high:
+        said = f"{oom.free.text} was free on a card of {oom.capacity.text}"
+        yield "shared-memory", f"{said}: a GPU that shares the machine's memory, counted in two ways by its driver"
+    if oom.form == "xpu" and oom.requested is not None and oom.requested.high >= ONE_BLOCK_OF_INTEL:
+        yield "block-limit", f"many Intel GPUs give no single block of {format_bytes(ONE_BLOCK_OF_INTEL)} or more"
 
 
 def _of_the_request(oom: Oom) -> Iterator[tuple[str, str]]:

@@ -10,7 +10,6 @@ csv          one row an allocation
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from memfit.core.export.rows import csv_text
 from memfit.core.export.speedscope import speedscope_profile
 from memfit.core.export.viewer import viewer_json, viewer_pickle
 from memfit.core.run import Run
+from memfit.core.whole_file import written_whole
 from memfit.errors import UnknownName
 
 
@@ -59,12 +59,6 @@ def find_format(name: str) -> Format:
 
 
 def write_export(run: Run, format_: Format, path: str | Path) -> None:
-    """Written beside and renamed."""
-    path = Path(path)
     data = format_.write(run)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
+    with written_whole(path) as beside:
         beside.write_bytes(data)
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)

@@ -147,6 +147,18 @@ class HiddenStates:
 # -- the budget --------------------------------------------------------------------------------------------------------
 
 
+class NoRoom(InputError):
+    """Not even one window at a time, with one block on the device."""
+
+    def __init__(self, least: int, budget: int) -> None:
+        super().__init__(
+            f"a block of this model needs about {format_bytes(least)}; there are {format_bytes(budget)}",
+            hint="a smaller --seqlen or a larger --max-gpu-memory; `memfit plan prune` has the exact figure",
+        )
+        self.least = least
+        """Bytes, from above."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Placement:
     micro_batch: int
@@ -195,10 +207,7 @@ def choose(needs: Needs, windows: int, size: int, budget: int | None, *, smaller
                     return placement
         if size == 1 or not smaller:
             least = needs.total(windows, Placement(micro_batch=size, where="host", blocks=1))
-            raise InputError(
-                f"a block of this model needs about {format_bytes(least)}; there are {format_bytes(budget)}",
-                hint="a smaller --seqlen or a larger --max-gpu-memory; `memfit plan prune` has the exact figure",
-            )
+            raise NoRoom(least, budget)
         size //= 2
 
 

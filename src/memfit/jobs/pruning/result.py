@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import sys
 from collections.abc import Mapping, Sequence
@@ -12,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from memfit.core.whole_file import written_whole
 from memfit.jobs.pruning.report import BlockReport
 from memfit.jobs.pruning.settings import PruneSettings
 from memfit.recording.log_text import Checkpoint, Part
@@ -151,9 +151,8 @@ def _number(value: float | None) -> str:
 
 
 def _put(path: Path, text: str) -> None:
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(text, encoding="utf-8")
-    beside.replace(path)
+    with written_whole(path) as beside:
+        beside.write_text(text, encoding="utf-8")
 
 
 def _layer(block: BlockReport, asked: float) -> dict[str, Any]:

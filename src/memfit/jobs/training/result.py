@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from memfit.core.whole_file import written_whole
 from memfit.units import gib
 
 SCHEMA = "memfit.train-result/1"
@@ -124,6 +125,5 @@ class TrainResult:
         return lines
 
     def write(self, folder: Path) -> None:
-        beside = folder / f".{FILE}"
-        beside.write_text(json.dumps(self.to_json(), indent=1), encoding="utf-8")
-        beside.replace(folder / FILE)
+        with written_whole(folder / FILE) as beside:
+            beside.write_text(json.dumps(self.to_json(), indent=1), encoding="utf-8")

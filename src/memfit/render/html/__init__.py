@@ -12,7 +12,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import os
 import re
 from functools import cache
 from importlib.resources import files
@@ -20,6 +19,7 @@ from pathlib import Path
 
 from memfit.core.page_data import page_data
 from memfit.core.report_file import Reported
+from memfit.core.whole_file import written_whole
 
 SCRIPTS = (
     "words.js", "dom.js", "data.js", "chart.js", "timeline_drawing.js", "timeline.js", "flame.js", "table.js",
@@ -46,15 +46,9 @@ def page(reported: Reported) -> str:
 
 
 def write_page(reported: Reported, path: str | Path) -> None:
-    """Written beside and renamed, so that a browser never sees half of it."""
-    path = Path(path)
     text = page(reported).encode("utf-8", "backslashreplace")
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
+    with written_whole(path) as beside:
         beside.write_bytes(text)
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
 
 
 @cache
