@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accuracy.measure import save_events
+from accuracy.measure import save_events, weights_left_alone
 
 WEIGHTS_IN_MEMORY = 1 << 28
 """Bytes of random weights; each tensor is read from them, from the start again where they end."""
@@ -86,6 +86,12 @@ def _run(work: Any, spec: Mapping[str, Any], peaks: Peaks) -> None:
     from memfit.jobs.preparing import prepare
     from memfit.jobs.running import run_job
 
+    if "weights" in work.offload:  # they stay where they are made
+        with weights_left_alone():
+            job = prepare(work)
+        peaks.model = job.model
+        run_job(job, "cuda", peaks)
+        return
     with torch.device("meta"):
         job = prepare(work)
     peaks.model = job.model

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from accuracy import guide_advice
 from memfit.advice.forecast import Forecast, Forecasts
 from memfit.advice.levers import Lever, apply, levers_for
 from memfit.advice.step_cost import StepCost, seconds, step_cost
@@ -207,7 +208,8 @@ def document() -> str:
         lines += _job_lines(looked, host_pace(timed))
         for each in looked.effects:
             known.setdefault(each.lever.name, each.lever)
-    lines += [*_how(known.values()), *_reported(), *_measured_lines(timed)]
+    print("the guides' advice ...", file=sys.stderr, flush=True)
+    lines += [*_how(known.values()), *guide_advice.lines(), *_reported(), *_measured_lines(timed)]
     return "\n".join(lines).rstrip() + "\n"
 
 

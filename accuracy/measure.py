@@ -86,7 +86,7 @@ def measure(spec: dict[str, Any], events: Path | None) -> dict[str, Any]:
         run_job(job, "cuda", phases)
     except torch.OutOfMemoryError as error:
         result["oom"] = str(error)[:300]
-    peaks = [peak for name, found in phases.peaks.items() if name != "load" for peak in found]
+    peaks = [peak for found in phases.peaks.values() for peak in found]
     free, total = cuda.mem_get_info()
     result |= {
         "loaded": phases.loaded, "phases": phases.peaks,

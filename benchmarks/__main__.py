@@ -21,6 +21,7 @@ import sys
 from typing import Any
 
 from benchmarks import plans, shell
+from benchmarks.aligned import aligned
 from benchmarks.plans import Timed
 
 HEADINGS = (
@@ -156,19 +157,6 @@ def _shell_lines(times: dict[str, float]) -> list[str]:
         f"{times['cached_other_card_seconds']:.2f} s",
         f"  memfit --help {times['help_seconds']:.2f} s, python -c pass {times['python_seconds']:.2f} s",
     ]
-
-
-def aligned(rows: list[tuple[str, ...]]) -> str:
-    """Names to the left, numbers to the right."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.ljust(width) if i < 2 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

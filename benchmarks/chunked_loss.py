@@ -25,15 +25,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from benchmarks.__main__ import aligned
+from benchmarks.aligned import aligned
+from benchmarks.device import reset, synchronize
 from memfit.jobs.batches import token_ids
 from memfit.jobs.preparing import prepare
 from memfit.jobs.training.chunked_loss import chunked_cross_entropy
 from memfit.jobs.training.optimizers import make_optimizer
 from memfit.jobs.training.plain import loss_of
 from memfit.jobs.workload import Workload
+from memfit.units import GiB
 
-GiB = 1 << 30
 ROUNDS, WARM_UP = 20, 3
 LOSSES = ("full", "chunked")
 
@@ -83,7 +84,6 @@ class Measured:
     reserved_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
     seconds: dict[str, list[float]] = dataclasses.field(default_factory=dict)
     floor_seconds: float | None = None
-    floor_flops: int | None = None
     gradients_apart: dict[str, float] = dataclasses.field(default_factory=dict)
     """The largest difference over the largest gradient: between the losses, and from the full loss in fp32."""
 
@@ -133,8 +133,6 @@ def alone(case: Alone, device: torch.device, rounds: int) -> Measured:
             made.gradients_apart[f"{loss}-fp32"] = _apart(grads[loss], truth)
         del exact, truth
     del grads
-    products = 3 if case.trained else 2
-    made.floor_flops = 2 * products * case.tokens * case.words * case.width
     with torch.no_grad():
         floor = _floor(hidden, weight, case)
         made.seconds = _in_turns({**runs, "floor": floor}, device, rounds)
@@ -196,9 +194,9 @@ def step(case: Step, device: torch.device, rounds: int) -> Measured:
         if device.type == "cuda":
             made.reserved_bytes[loss] = torch.cuda.max_memory_reserved()
         del run
-        _emptied(device)
+        reset(device)
     made.seconds = _in_turns({loss: _job(case, loss, device) for loss in LOSSES}, device, max(1, rounds // 2))
-    _emptied(device)
+    reset(device)
     return made
 
 
@@ -242,27 +240,13 @@ def _in_turns(runs: dict[str, Callable[[], Any]], device: torch.device, rounds: 
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(WARM_UP + rounds):
         for name, run in runs.items():
-            _wait(device)
+            synchronize(device)
             began = time.perf_counter()
             run()
-            _wait(device)
+            synchronize(device)
             if number >= WARM_UP:
                 seconds[name].append(time.perf_counter() - began)
     return seconds
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def _emptied(device: torch.device) -> None:
-    import gc
-
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
 
 
 def main() -> int:
@@ -281,7 +265,7 @@ def main() -> int:
         print(f"{case.name} ...", file=sys.stderr, flush=True)
         rounds = asked.rounds
         made.append(alone(case, device, rounds) if isinstance(case, Alone) else step(case, device, rounds))
-        _emptied(device)
+        reset(device)
     if asked.json:
         print(json.dumps([dataclasses.asdict(each) for each in made], indent=1))
     else:

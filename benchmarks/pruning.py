@@ -1,8 +1,8 @@
 """Times and peaks of pruning on a GPU, with random weights of real shapes, beside the floor of the arithmetic.
 
-    PYTHONPATH=src python3 benchmarks/pruning.py                   # all cases that fit the card
-    PYTHONPATH=src python3 benchmarks/pruning.py --only wanda --profile
-    PYTHONPATH=src python3 benchmarks/pruning.py --device cpu --only tiny
+    PYTHONPATH=src python3 -m benchmarks.pruning                   # all cases that fit the card
+    PYTHONPATH=src python3 -m benchmarks.pruning --only wanda --profile
+    PYTHONPATH=src python3 -m benchmarks.pruning --device cpu --only tiny
 
 Two times. *alone*: from weights in host memory to pruned weights in host memory. *files*: from a folder of safetensors
 to another one, beside the longer of that computing and of moving the same bytes without it. The first run in a process
@@ -17,28 +17,24 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
-
 import torch
 from torch import Tensor, nn
 
+from benchmarks.device import capped, left_behind, peak, profiled, reset, synchronize
+from benchmarks.pruning_kernels import check_kernels
+from benchmarks.random_weights import Back, MemoryWeights, write_folder
 from memfit.jobs.pruning.decoder import Decoder
 from memfit.jobs.pruning.engine import Engine
 from memfit.jobs.pruning.output import OutputFolder
 from memfit.jobs.pruning.settings import PruneSettings, Sparsity
-from memfit.models.checkpoint import Stored
 from memfit.models.registry import build_model, resolve
+from memfit.units import GiB
 
-GiB = 1 << 30
-NAMES = {torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32"}
 TINY = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "vocab_size": 512,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096,
@@ -98,75 +94,17 @@ class Measured:
     limit_gib: float | None = None
 
 
-# -- weights in memory -------------------------------------------------------------------------------------------------
-
-
-class MemoryWeights:
-    """A model's weights as they lie in host memory, random; and the place that pruned blocks come back to."""
-
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self.stored: dict[str, Stored] = {}
-        self.tensors: dict[str, Tensor] = {}
-        generator = torch.Generator(device).manual_seed(0)
-        for name, parameter in model.named_parameters():
-            made = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-            if parameter.dim() == 1:
-                made.fill_(1)
-            else:
-                made.normal_(0, 0.02, generator=generator)
-            self.tensors[name] = made.cpu()
-            nbytes = made.numel() * made.element_size()
-            self.stored[name] = Stored(name, NAMES[made.dtype], tuple(made.shape), 0, 0, nbytes)
-        self.pool = ThreadPoolExecutor(4)
-
-    def read_into(self, name: str, out: memoryview, start: int = 0) -> None:
-        self._copy([(name, out, start)])
-
-    def _copy(self, wanted: list[tuple[str, memoryview, int]]) -> None:
-        step, jobs = 8 << 20, []
-        for name, out, start in wanted:
-            source = self.tensors[name].view(-1).view(torch.uint8)[start : start + len(out)]
-            target = torch.frombuffer(out, dtype=torch.uint8)
-            jobs += [
-                self.pool.submit(target[a : a + step].copy_, source[a : a + step]) for a in range(0, len(out), step)
-            ]
-        for job in jobs:
-            job.result()
-
-
-@dataclass
-class Back:
-    """Pruned blocks go back to where the weights came from."""
-
-    decoder: Decoder
-    weights: MemoryWeights
-
-    def write(self, block: int, parts: Any, facts: Any) -> None:
-        step = 8 << 20
-        for piece in self.decoder.layouts[block].pieces:
-            target = self.weights.tensors[piece.stored.name].view(-1).view(torch.uint8)
-            for start, part in parts(piece):
-                source = torch.frombuffer(part, dtype=torch.uint8)
-                jobs = [
-                    self.weights.pool.submit(
-                        target[start + a : start + a + len(source[a : a + step])].copy_, source[a : a + step]
-                    )
-                    for a in range(0, len(source), step)
-                ]
-                for job in jobs:
-                    job.result()
-
-
 # -- measuring ---------------------------------------------------------------------------------------------------------
 
 
 def decoder_of(case: Case, device: torch.device, dtype: torch.dtype) -> tuple[Decoder, MemoryWeights]:
+    weights = MemoryWeights(model_of(case, dtype), device)
+    return Decoder(model_of(case, dtype), weights), weights
+
+
+def model_of(case: Case, dtype: torch.dtype) -> nn.Module:
     with torch.device("meta"):
-        model = build_model(source_of(case.model), dtype=dtype, layers=case.layers)
-    weights = MemoryWeights(model, device)
-    with torch.device("meta"):
-        model = build_model(source_of(case.model), dtype=dtype, layers=case.layers)
-    return Decoder(model, weights), weights
+        return build_model(source_of(case.model), dtype=dtype, layers=case.layers)
 
 
 def source_of(model: str) -> Any:
@@ -192,9 +130,7 @@ def alone(case: Case, device: torch.device, dtype: torch.dtype, rate: float, pro
     decoder, weights = decoder_of(case, device, dtype)
     times, outcome, peaks = [], None, (0, 0)
     for number in range(case.rounds + profile):
-        with torch.device("meta"):
-            model = build_model(source_of(case.model), dtype=dtype, layers=case.layers)
-        decoder = Decoder(model, weights)
+        decoder = Decoder(model_of(case, dtype), weights)
         with capped(case.cap, device), profiled(number == case.rounds, device):
             reset(device)
             started = time.perf_counter()
@@ -235,7 +171,7 @@ def with_files(case: Case, device: torch.device, dtype: torch.dtype, rate: float
     """The source is dropped from the page cache where the system lets us."""
     computing = alone(case, device, dtype, rate, False)
     source = folder / "source"
-    write_folder(case, source, device, dtype)
+    write_folder(model_of(case, dtype), source, device)
     decoder = Decoder.open(source)
     drop_caches()
     started = time.perf_counter()
@@ -259,31 +195,6 @@ def with_files(case: Case, device: torch.device, dtype: torch.dtype, rate: float
         sparsity=outcome.sparsity, micro_batch=outcome.micro_batch, hidden_on=outcome.hidden_on, move_seconds=moving,
         compute_seconds=computing.first_seconds,
     )  # fmt: skip
-
-
-def write_folder(case: Case, folder: Path, device: torch.device, dtype: torch.dtype) -> None:
-    """As transformers would: safetensors of at most 5 GB each, an index, a config."""
-    from safetensors.torch import save_file
-
-    folder.mkdir(parents=True)
-    with torch.device("meta"):
-        model: Any = build_model(source_of(case.model), dtype=dtype, layers=case.layers)
-    tensors = MemoryWeights(model, device).tensors
-    shards, size = [dict[str, Tensor]()], 0
-    for name, tensor in tensors.items():
-        if size + tensor.numel() * tensor.element_size() > 5_000_000_000:
-            shards.append({})
-            size = 0
-        shards[-1][name] = tensor
-        size += tensor.numel() * tensor.element_size()
-    names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
-    names = ["model.safetensors"] if len(shards) == 1 else names
-    for name, shard in zip(names, shards, strict=True):
-        save_file(shard, folder / name, metadata={"format": "pt"})
-    if len(shards) > 1:
-        table = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": table}))
-    model.config.save_pretrained(folder)
 
 
 def move(source: Path, target: Path) -> None:
@@ -355,95 +266,6 @@ def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
     return 2 * size**3 * rounds / (time.perf_counter() - started)
 
 
-# -- the device --------------------------------------------------------------------------------------------------------
-
-
-def left_behind(name: str, device: torch.device) -> None:
-    """What a run should have let go of, said if there is any; then Python's collector is asked to help."""
-    import gc
-
-    held = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-    if held > 256 << 20:
-        print(f"{name}: {held / GiB:.3f} GiB still allocated after the run", flush=True)
-        found = [t for t in gc.get_objects() if isinstance(t, Tensor) and t.is_cuda]
-        for tensor in sorted(found, key=lambda t: -t.untyped_storage().nbytes())[:6]:
-            who = [f"{type(r).__name__}{list(r)[:5] if isinstance(r, dict) else ''}" for r in gc.get_referrers(tensor)]
-            print(f"    {tuple(tensor.shape)} {tensor.untyped_storage().nbytes() >> 20} MiB <- {who[:6]}", flush=True)
-    gc.collect()
-
-
-def check_kernels(device: torch.device) -> None:
-    """The compiled kernels against the plain formulas, with the time of their first call."""
-    from memfit.jobs.pruning import fusing
-
-    for dtype in (torch.float16, torch.bfloat16):
-        q = torch.randn(2, 512, 32, 128, device=device).to(dtype).transpose(1, 2)
-        k = torch.randn(2, 512, 8, 128, device=device).to(dtype).transpose(1, 2)
-        angle = torch.rand(1, 512, 128, device=device)
-        cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
-        gate, up = (torch.randn(4096, 11008, device=device).to(dtype) for _ in range(2))
-        plain = (*fusing._rotated(q, k, cos, sin), torch.nn.functional.silu(gate) * up)
-        started = time.perf_counter()
-        made = fusing.rotate_(q, k, cos, sin)
-        synchronize(device)
-        turned = time.perf_counter() - started
-        started = time.perf_counter()
-        product = fusing.silu_times_(gate, up)
-        synchronize(device)
-        multiplied = time.perf_counter() - started
-        same = [bool(torch.equal(x, y)) for x, y in zip((*made, product), plain, strict=True)]
-        apart = max(float((x - y).abs().max()) for x, y in zip((*made, product), plain, strict=True))
-        print(f"kernels in {dtype}: equal {same}, apart {apart:.2g}; first calls {turned:.2f} s, {multiplied:.2f} s")
-    started = time.perf_counter()
-    torch.empty(256 << 20, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    print(f"256 MiB of pinned memory: {time.perf_counter() - started:.3f} s")
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def reset(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-
-
-def peak(device: torch.device) -> tuple[int, int]:
-    if device.type != "cuda":
-        return 0, 0
-    return torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
-
-
-@contextmanager
-def capped(cap: int | None, device: torch.device) -> Iterator[None]:
-    if cap is None or device.type != "cuda":
-        yield
-        return
-    torch.cuda.empty_cache()
-    torch.cuda.set_per_process_memory_fraction(cap / torch.cuda.get_device_properties(device).total_memory)
-    try:
-        yield
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
-
-
-@contextmanager
-def profiled(wanted: bool, device: torch.device) -> Iterator[None]:
-    if not wanted:
-        yield
-        return
-    from torch.profiler import ProfilerActivity, profile
-
-    activities = [ProfilerActivity.CUDA] if device.type == "cuda" else [ProfilerActivity.CPU]
-    with profile(activities=activities) as made:
-        yield
-    sort = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
-    print(made.key_averages().table(sort_by=sort, row_limit=32, max_name_column_width=90))
-
-
 # -- the table ---------------------------------------------------------------------------------------------------------
 
 
@@ -473,7 +295,7 @@ def table(rows: list[Measured], rate: float) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="benchmarks/pruning.py", description="Time memfit's pruning.")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.pruning", description="Time memfit's pruning.")
     parser.add_argument("--only", default="", help="cases that have one of these words (a,b) in their name")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="float16", choices=["float16", "bfloat16", "float32"])

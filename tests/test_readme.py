@@ -41,7 +41,9 @@ def test_a_command_of_the_readme_prints_what_it_says(command: str, said: str) ->
     assert run(command) == said, "if the change is meant: python tests/test_readme.py"
 
 
-@pytest.mark.parametrize("page", [README, ROOT / "docs" / "concepts.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [README, *(ROOT / "docs" / name for name in ("concepts.md", "python.md", "table.md"))], ids=lambda p: p.name
+)
 def test_the_python_of_a_page_gives_what_it_says(page: Path) -> None:
     failed, tried = doctest.testfile(str(page), module_relative=False)
     assert tried > 0

@@ -4,6 +4,15 @@
 >>> plan = memfit.predict(kind="train", model="gpt2", batch_size=8, seq_len=1024, gpu="24GB")    # doctest: +SKIP
 >>> plan.verdict                                                                                 # doctest: +SKIP
 'safe'
+
+    predict, trace                  what a job, or code of your own, will take
+    fit, ladder, table              what makes it fit; settings for a card; models against cards
+    explain, check                  an out-of-memory error; a machine and a job before it starts
+    record, MemoryLog, Sampler      what a running program does take; trainer_memory, lightning_memory as callbacks
+    estimate_memory                 the pruning guide's function, predicted
+
+Settings are the flags of the commands with underscores. `print` shows a result as the command does; `to_json()` is the
+document of `--json`. What is wrong with a question is a `MemfitError` with a `hint`.
 """
 
 from __future__ import annotations
@@ -18,7 +27,9 @@ if TYPE_CHECKING:
     from memfit.advice.fit import Fitted, fit
     from memfit.advice.ladder import Ladder, ladder
     from memfit.advice.preflight.checking import Checked, check
-    from memfit.advice.table import make_table
+    from memfit.advice.table import Table
+    from memfit.advice.table import make_table as table
+    from memfit.jobs.workload import Workload
     from memfit.planning.own_code import trace_own_code as trace
     from memfit.planning.predict import Plan, predict
     from memfit.recording.callbacks import lightning_memory, trainer_memory
@@ -38,9 +49,11 @@ __all__ = [
     "MemoryLog",
     "Plan",
     "Sampler",
+    "Table",
     "TraceError",
     "UnknownName",
     "UsageError",
+    "Workload",
     "__version__",
     "check",
     "estimate_memory",
@@ -48,10 +61,10 @@ __all__ = [
     "fit",
     "ladder",
     "lightning_memory",
-    "make_table",
     "predict",
     "print_gpu_memory_summary",
     "record",
+    "table",
     "trace",
     "trainer_memory",
 ]
@@ -64,26 +77,35 @@ _LATE = {
     "MemoryLog": ("memfit.recording.memory_log", "MemoryLog"),
     "Plan": ("memfit.planning.predict", "Plan"),
     "Sampler": ("memfit.recording.sampler", "Sampler"),
+    "Table": ("memfit.advice.table", "Table"),
+    "Workload": ("memfit.jobs.workload", "Workload"),
     "check": ("memfit.advice.preflight.checking", "check"),
     "estimate_memory": ("memfit.advice.estimate_memory", "estimate_memory"),
     "explain": ("memfit.advice.explain", "explain"),
     "fit": ("memfit.advice.fit", "fit"),
     "ladder": ("memfit.advice.ladder", "ladder"),
     "lightning_memory": ("memfit.recording.callbacks", "lightning_memory"),
-    "make_table": ("memfit.advice.table", "make_table"),
     "predict": ("memfit.planning.predict", "predict"),
     "print_gpu_memory_summary": ("memfit.recording.memory_log", "print_gpu_memory_summary"),
     "record": ("memfit.recording.recorder", "record"),
+    "table": ("memfit.advice.table", "make_table"),
     "trace": ("memfit.planning.own_code", "trace_own_code"),
     "trainer_memory": ("memfit.recording.callbacks", "trainer_memory"),
 }
 
 
-def __getattr__(name: str) -> Any:
-    """`import memfit` costs nothing: torch is imported by the first prediction."""
-    if name not in _LATE:
-        raise AttributeError(f"module 'memfit' has no attribute {name!r}")
-    from importlib import import_module
+if not TYPE_CHECKING:  # a type checker knows the names, and tells those that are not there
 
-    module, attribute = _LATE[name]
-    return getattr(import_module(module), attribute)
+    def __getattr__(name: str) -> Any:
+        """`import memfit` costs nothing: torch is imported by the first prediction."""
+        if name not in _LATE:
+            raise AttributeError(f"module 'memfit' has no attribute {name!r}")
+        from importlib import import_module
+
+        module, attribute = _LATE[name]
+        return getattr(import_module(module), attribute)
+
+
+def __dir__() -> list[str]:
+    """What Tab offers."""
+    return __all__

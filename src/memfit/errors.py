@@ -22,6 +22,8 @@ class MemfitError(Exception):
         super().__init__(message)
         self.message = message
         self.hint = hint
+        if hint is not None:
+            self.__notes__ = [hint]  # a traceback shows it below the message, from Python 3.11 on
 
 
 class UsageError(MemfitError, ValueError):

@@ -96,7 +96,8 @@ def find_gpu(text: str, *, flag: str = "--gpu") -> Gpu:
     if (match := _SIZE.fullmatch(wanted)) is not None:
         return _of_size(wanted, float(match[1]), match[2].lower(), flag)
     if _SEVERAL.fullmatch(wanted):
-        raise UsageError(f"{flag} {text!r} names several cards", hint="give one; --world-size says how many there are")
+        several = "; --world-size says how many there are" if flag == "--gpu" else ""
+        raise UsageError(f"{flag} {text!r} names several cards", hint=f"give one{several}")
     raise UnknownName("GPU", text, _names(), more="a size works too: 24GB as cards are labelled, 23.5GiB exactly")
 
 

@@ -122,11 +122,12 @@ def test_without_a_job_only_the_machine_is_looked_at(capsys: Any) -> None:
 def test_jobs_without_training_are_planned_and_no_more(capsys: Any) -> None:
     assert main(["check", "forward", "--model", "gpt2", "--seq-len", "128", "--gpu", "8GB", "--json"]) == 0
     names = [each["name"] for each in json_of(capsys)["checks"] if each["subject"] in ("config", "model", "plan")]
-    assert names == ["precision", "attention", "fits"]
+    assert names == ["precision", "positions", "attention", "fits"]
 
 
 def test_weights_that_cannot_be_trained_in_fp16_are_told_for_a_workload_too(capsys: Any) -> None:
-    assert main(["check", "train", "--model", "gpt2", "--precision", "fp16", "--gpu", "80GB", "--json"]) == 1
+    line = ["check", "train", "--model", "gpt2", "--seq-len", "512", "--precision", "fp16", "--gpu", "80GB", "--json"]
+    assert main(line) == 1
     (wrong,) = (each for each in json_of(capsys)["checks"] if each["status"] == "failed")
     assert "AdamW cannot train weights that are themselves fp16" in wrong["found"]
 

@@ -15,6 +15,7 @@ import pytest
 from check_jobs import document, factory_situation, only, rows_file, situation, text_file, words_tokenizer
 
 from memfit.advice.preflight import (
+    attention,
     batch,
     config_keys,
     data,
@@ -25,8 +26,8 @@ from memfit.advice.preflight import (
     packages,
     parallel,
     peaks,
+    positions,
     precision,
-    resuming,
     served,
     trained_weights,
 )
@@ -35,7 +36,6 @@ from memfit.advice.preflight.checking import check
 from memfit.advice.preflight.finding import Finding, guarded
 from memfit.advice.preflight.gradient_flow import Flow
 from memfit.advice.preflight.situation import Asked, Situation
-from memfit.jobs.training.checkpoints import STATE, write_identity
 from memfit.jobs.workload import Workload
 from memfit.recording.nvml import GpuProcess, GpuState
 from memfit.units import GiB
@@ -145,7 +145,9 @@ def test_expandable_segments_on_torch_2_0_1_are_found() -> None:
 
 def test_settings_that_cancel_are_found() -> None:
     (finding,) = look({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128,expandable_segments:True"}, "2.11.0")
-    assert (finding.status, finding.next) == ("warning", "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True")
+    assert (finding.status, finding.next) == (
+        "warning", "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+    )  # fmt: skip
     assert "of 128 MiB and more are never given to smaller requests" in finding.found
 
 
@@ -181,13 +183,13 @@ def test_a_loss_that_is_not_finite_is_found(
 @pytest.mark.parametrize(("changes", "line", "status"), [
     ({"precision": "bf16"}, precision.precision, "warning"),
     ({"precision": "amp-fp16"}, precision.precision, "ok"),
-    ({"model.attention": "flash_attention_2"}, precision.attention, "failed"),
-    ({}, precision.attention, "ok"),
+    ({"model.attention": "flash_attention_2"}, attention.attention, "failed"),
+    ({}, attention.attention, "ok"),
 ])  # fmt: skip
 def test_what_a_turing_card_lacks_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], line: Any, status: str
 ) -> None:
-    monkeypatch.setattr(precision, "find_spec", lambda name: object())  # as if flash-attn were installed
+    monkeypatch.setattr(attention, "find_spec", lambda name: object())  # as if flash-attn were installed
     finding = only(line, situation(tmp_path, gpu="T4", **changes))
     assert finding.status == status
     assert "7.5" in finding.found or status == "ok"
@@ -345,42 +347,6 @@ def test_an_all_reduce_in_every_micro_step_is_found(loop: Any, status: str) -> N
     assert ("32 all-reduces" in finding.found) == (loop == "plain")
 
 
-# -- checkpoints -------------------------------------------------------------------------------------------------------
-
-
-def checkpoint(folder: Path, where: Situation, steps: int = 2) -> Path:
-    place = folder / "out" / f"step_{steps}"
-    place.mkdir(parents=True)
-    (place / STATE).write_text(json.dumps({"global_step": steps}))
-    write_identity(place, where.job.get())
-    return place
-
-
-def test_a_checkpoint_of_another_model_is_found(tmp_path: Path) -> None:
-    place = checkpoint(tmp_path, situation(tmp_path))
-    other = {"name": document(tmp_path)["model"]["name"], "tokenizer": "bytes", "settings": {"hidden_size": 32}}
-    where = situation(tmp_path, resume_from=str(place), model={**other, "from_scratch": True})
-    (finding,) = guarded(resuming.RESUME, lambda: resuming.resume(where))
-    assert finding.status == "failed"
-    assert "hidden_size 16 there and 32 here" in finding.found
-
-
-def test_data_that_begin_anew_are_said(tmp_path: Path) -> None:
-    place = checkpoint(tmp_path, situation(tmp_path))
-    text_file(tmp_path, "another text. " * 300)
-    config = document(tmp_path, resume_from=str(place))
-    (tmp_path / "other.txt").write_text("another text. " * 300)
-    finding = only(resuming.resume, situation(tmp_path, **config | {"data.source": str(tmp_path / "other.txt")}))
-    assert (finding.status, "resumed with another data" in finding.found) == ("warning", True)
-
-
-def test_a_checkpoint_of_the_same_job_goes_on(tmp_path: Path) -> None:
-    place = checkpoint(tmp_path, situation(tmp_path))
-    finding = only(resuming.resume, situation(tmp_path, resume_from=str(place)))
-    assert (finding.status, finding.details["steps_done"]) == ("ok", 2)
-    assert "to the host first" in finding.found
-
-
 # -- peaks beside the step ---------------------------------------------------------------------------------------------
 
 
@@ -459,12 +425,6 @@ def test_data_that_are_all_longer_than_the_config_says_are_found(tmp_path: Path)
     assert "all 3 samples are longer than max_seq_len 100 (4,101 to 4,101 tokens)" in finding.found
 
 
-def test_a_folder_without_a_tokenizer_is_found(tmp_path: Path) -> None:
-    model = {**document(tmp_path)["model"], "tokenizer": str(tmp_path)}
-    (finding,) = guarded(data.LENGTHS, partial(data.lengths, situation(tmp_path, model=model)))
-    assert (finding.status, "has no tokenizer" in finding.found) == ("failed", True)
-
-
 def test_a_factory_that_makes_no_model_is_found(tmp_path: Path) -> None:
     where = situation(tmp_path, model={"name": "os:getcwd", "tokenizer": "bytes"})
     (finding,) = guarded(trained_weights.TRAINED, partial(trained_weights.trained_weights, where))
@@ -516,5 +476,5 @@ def test_weights_in_bf16_that_are_all_trained_are_said(tmp_path: Path) -> None:
 
 
 def test_a_sequence_longer_than_the_model_s_positions_is_found(tmp_path: Path) -> None:
-    finding = only(data.positions, situation(tmp_path, max_seq_len=1024))
+    finding = only(positions.positions, situation(tmp_path, max_seq_len=1024))
     assert (finding.status, finding.next) == ("failed", "max_seq_len: 512")

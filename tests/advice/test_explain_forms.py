@@ -6,6 +6,7 @@ import json
 import random
 import textwrap
 import time
+from pathlib import Path
 
 import pytest
 
@@ -406,7 +407,8 @@ def mutated(text: str, rng: random.Random) -> str:
                 text = text[at:] + text[:at]
             case 6:
                 text = text.replace(
-                    rng.choice(("GiB", "MiB", " ", ".", "memory")), rng.choice(("", "TiB", "\n", "bytes"))
+                    rng.choice(("GiB", "MiB", " ", ".", "memory")),
+                    rng.choice(("", "TiB", "\n", "bytes", "&nbsp;", "<br>")),
                 )
             case _:
                 text = text[:at] * 2
@@ -419,6 +421,9 @@ TEXTS.append(
     "self.lm_head(h)\n"
     f"--model Qwen/Qwen2.5-7B --max_seq_length 2048 per_device_train_batch_size=1\n{MODERN}"
 )
+
+
+TEXTS += [path.read_text() for path in sorted((Path(__file__).parents[1] / "data" / "ooms").glob("*.txt"))]
 
 
 def test_ten_thousand_mutated_texts_are_explained_or_refused_without_a_crash() -> None:

@@ -11,6 +11,7 @@ import torch
 
 import memfit
 from memfit.advice.explain import Explanation, explain
+from memfit.advice.explaining.next_steps import next_steps
 from memfit.errors import InputError, UsageError
 from memfit.jobs.training.config_file import dump, load_config
 from memfit.jobs.training.events import TrainEvent
@@ -211,6 +212,12 @@ def test_every_fix_of_a_known_job_is_the_difference_of_two_predictions(known: Ex
 def test_fixes_are_ranked_by_what_they_save(known: Explanation) -> None:
     saved = [fix.saved_bytes or 0 for fix in known.fixes if fix.basis == "predicted"]
     assert saved and saved == sorted(saved, reverse=True) and saved[-1] > 0
+
+
+def test_the_command_to_go_on_with_repeats_the_settings_of_the_job(known: Explanation) -> None:
+    (step, *_) = next_steps(known.cause, known.account, known.job, known.gpu, known.plan, ())
+    for words in ("memfit fit train", "--batch-size 4", "--seq-len 512", "--precision fp32", "--gpu 1024MiB"):
+        assert words in step
 
 
 def test_the_tensor_of_a_known_job_is_named(known: Explanation) -> None:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import csv
 import io
 import json
+from dataclasses import replace
+from typing import Literal
 
 import pytest
 
-from memfit.advice import table as tables
-from memfit.advice.guide_claims import DECISIONS, EXAMPLES, QUICK_REFERENCE
-from memfit.advice.table import Table, make_table
+import memfit
+from memfit.advice.guide_claims import DECISIONS, EXAMPLES, QUICK_REFERENCE, SAVINGS, Claim
+from memfit.advice.guide_verdicts import check_claim, check_saving, difference
+from memfit.advice.pruning_ways import STREAMED, WHOLE, Plans
+from memfit.advice.table import GPUS, Table, jobs_of, make_table
 from memfit.errors import UnknownName, UsageError
 from memfit.gpus import find_gpu
 from memfit.jobs.workload import Workload
@@ -30,7 +34,7 @@ def made() -> Table:
 
 def test_totals_are_those_of_plan(made: Table) -> None:
     for row in made.rows:
-        if row.way != tables.WHOLE:
+        if row.way != WHOLE:
             plan = predict(row.workload)
             line = row.to_json()
             assert line["total_bytes"] == plan.peak.device_bytes
@@ -41,7 +45,7 @@ def test_every_verdict_is_that_of_plan_on_that_card_also_where_it_follows_from_a
     for row in made.rows:
         for label, cell in row.cells.items():
             card = find_gpu(label)
-            whole = row.way == tables.WHOLE
+            whole = row.way == WHOLE
             plan = predict_whole_model_pruning(row.workload, card) if whole else predict(row.workload, gpu=card)
             assert cell.verdict == plan.verdict, (row.workload, row.way, label)
 
@@ -57,7 +61,7 @@ def test_cards_go_from_small_to_large_and_the_smallest_is_the_first_that_does_no
 def test_the_decision_matrix_names_the_largest_model_that_is_safe(made: Table) -> None:
     for line in made.to_json()["matrix"]:
         for row in made.rows:
-            if row.way == tables.STREAMED and row.cells[line["gpu"]].verdict == "safe":
+            if row.way == STREAMED and row.cells[line["gpu"]].verdict == "safe":
                 best = next(other for other in made.rows if other.plan.model == line["largest"]["prune"])
                 assert best.plan.parameters >= row.plan.parameters
 
@@ -74,11 +78,11 @@ def test_the_whole_model_way_takes_what_the_public_code_was_measured_to_take(mod
 def test_streaming_takes_less_than_the_whole_model(made: Table) -> None:
     ways = {row.way: row.plan.peak.device_bytes for row in made.rows if row.plan.model == "llama-3.2-1b" and row.way}
 
-    assert ways[tables.STREAMED] < ways[tables.WHOLE] / 2
+    assert ways[STREAMED] < ways[WHOLE] / 2
 
 
 def test_the_guides_rows_and_claims_stand_beside_the_models_that_they_are_about(made: Table) -> None:
-    rows = {row.plan.model: row.guide for row in made.rows if row.way == tables.WHOLE}
+    rows = {row.plan.model: row.guide for row in made.rows if row.way == WHOLE}
 
     assert rows["smollm2-135m"] is None
     assert rows["llama-3.2-1b"] == QUICK_REFERENCE[0]
@@ -87,16 +91,78 @@ def test_the_guides_rows_and_claims_stand_beside_the_models_that_they_are_about(
 
 
 def test_a_difference_is_counted_from_the_nearer_end_of_the_guides_range() -> None:
-    assert tables._difference(6_500_000_000, (5, 6)) == 500_000_000
-    assert tables._difference(5_500_000_000, (5, 6)) == 0
-    assert tables._difference(4_000_000_000, (5, 6)) == -1_000_000_000
-    assert tables._difference(4_000_000_000, None) is None
+    assert difference(650, (500, 600)) == 50
+    assert difference(550, (500, 600)) == 0
+    assert difference(400, (500, 600)) == -100
+    assert difference(400, None) is None
+
+
+def test_each_guides_gb_are_what_it_counts_in() -> None:
+    """One divides by 1024**3, the other calls 2 x 1.24 billion bytes 2.5 GB."""
+    by_formula, _, _, by_example, *_ = EXAMPLES
+
+    assert by_formula.total_bytes == (round(4.31 * 2**30),) * 2
+    assert by_example.total_bytes == (5_900_000_000,) * 2
+
+
+def claim(said: str) -> Claim:
+    return next(each for each in (*DECISIONS, *EXAMPLES) if each.said.startswith(said))
+
+
+@pytest.mark.parametrize(
+    ("said", "answer"),
+    [
+        ("8-12 GB GPU: LLaMA 1B", "not needed: it fits as it is"),
+        ("LLaMA 1B on 16 GB: ~5.9 GB", "right"),
+        ("LLaMA 1B-3B on 16 GB", "right that it fits, its figure is too low"),
+        ("RTX A6000 is the minimum", "too careful: 40GB is enough"),
+        ("RTX 3060 is the minimum", "right, but it is tight"),
+    ],
+)
+def test_a_claim_is_answered_in_words(said: str, answer: str) -> None:
+    checked = check_claim(claim(said), Plans())
+
+    assert checked.answer == answer
+    assert (checked.streamed_gpu, checked.streamed.verdict) == ("8GB", "safe")
+
+
+@pytest.mark.parametrize(
+    ("said", "found", "by_default", "answer"),
+    [
+        ("fails", "fails", "fails", "right"),
+        ("fails", "tight", "tight", "wrong: it fits tightly"),
+        ("fits", "fails", "fails", "wrong: it fails"),
+        ("tight", "safe", "safe", "too careful: it is safe"),
+        ("fits", "tight", "fails", "right, but it is tight"),
+    ],
+)
+def test_a_claim_is_right_or_wrong_by_what_is_predicted(
+    said: Literal["fits", "tight", "fails"], found: str, by_default: str, answer: str
+) -> None:
+    """Of a 1B, on cards on which its two plans come out so."""
+    cards = {"safe": "80GB", "tight": "5.9GiB", "fails": "2GiB"}
+    about = Claim(guide="", said="", model="1b", gpu=cards[found], verdict=said)
+    if by_default != found:
+        about = replace(about, gpu="4.9GiB", nsamples=64)
+
+    checked = check_claim(about, Plans())
+
+    assert (checked.whole.verdict, checked.whole_by_default.verdict) == (found, by_default)
+    assert checked.answer == answer
+
+
+def test_half_the_length_saves_less_than_the_half_that_the_guide_says() -> None:
+    """Two buffers of hidden states are halved; what sorting the scores of the largest matrix takes is not."""
+    half, quarter, *_ = (check_saving(replace(saving, model="1b"), Plans()).to_json() for saving in SAVINGS[:2])
+
+    assert 0.3 < half["share"] < half["guide_share"]
+    assert half["share"] < quarter["share"] < quarter["guide_share"]
 
 
 def test_every_model_and_card_that_the_guides_name_is_known() -> None:
-    for claim in (*DECISIONS, *EXAMPLES):
-        find_gpu(claim.gpu)
-        tables.jobs_of([claim.model], ["prune"], seq_len=claim.seq_len, nsamples=claim.nsamples)
+    for each in (*DECISIONS, *EXAMPLES):
+        find_gpu(each.gpu)
+        jobs_of([each.model], ["prune"], seq_len=each.seq_len, nsamples=each.nsamples)
 
 
 def test_the_guides_can_be_left_out() -> None:
@@ -112,6 +178,26 @@ def test_progress_counts_up_to_the_number_of_steps() -> None:
     )
 
     assert steps == [(0, 3), (1, 3), (2, 3)]
+
+
+def test_names_may_be_written_as_on_the_command_line() -> None:
+    made = memfit.table("smollm2-135m, gpt2", "forward", "8GB,24GB", seq_len=512)
+
+    assert [row.plan.model for row in made.rows] == ["smollm2-135m", "gpt2"]
+    assert list(made.cards) == ["8GB", "24GB"]
+
+
+def test_a_table_shows_itself_and_is_short_as_an_expression(made: Table) -> None:
+    assert repr(made) == "<Table: 8 jobs on 2GiB, 6GiB, 24GB>"
+    assert str(made).strip().startswith("Quick reference")
+    assert made.to_markdown() == as_markdown(made.to_json())
+    assert made.to_csv() == as_csv(made.to_json())
+
+
+def test_the_cards_of_the_guides_table_are_among_the_default_ones() -> None:
+    said = {row.smallest.replace(" ", "") for row in QUICK_REFERENCE if "x" not in row.smallest}
+
+    assert said | {"24GB", "48GB"} <= set(GPUS)
 
 
 def test_a_job_that_cannot_be_planned_is_left_out_with_the_reason() -> None:
@@ -178,5 +264,12 @@ def test_the_terminal_shows_every_row_once(made: Table) -> None:
     text = as_text(show_table, document)
     first = text.split("Decision matrix")[0]
 
-    assert len(first.strip().splitlines()) == 2 + len(document["rows"])
+    groups = {(row["workload"], row["way"]) for row in document["rows"]}
+    assert len(first.strip().splitlines()) == 2 + len(groups) + len(document["rows"])
     assert "The guide's table" in text
+
+
+def test_the_quick_reference_is_not_folded_in_a_terminal_of_80_columns(made: Table) -> None:
+    head = as_text(show_table, made.to_json(), width=80).splitlines()[2]
+
+    assert head.split() == ["model", "params", "weights", "activations", "total", "smallest", "recommended"]

@@ -135,10 +135,10 @@ def test_a_trace_is_not_written_over_another_file(memfit: Memfit, tiny: str, tmp
 
 
 def test_a_trace_that_cannot_be_written_is_told(memfit: Memfit, tiny: str, tmp_path: Path) -> None:
-    target = tmp_path / "folder"
-    target.mkdir()
-    ended = memfit("plan", "forward", "--model", tiny, "--seq-len", 16, "--save-trace", target, "--force")
-    refused(ended, "cannot be written")
+    asked = ("plan", "forward", "--model", tiny, "--seq-len", 16, "--force", "--save-trace")
+    refused(memfit(*asked, tmp_path), "is a folder")
+    refused(memfit(*asked, tmp_path / ("x" * 300)), "cannot be written: File name too long")
+    refused(memfit(*asked, tmp_path / ("x" * 255)), "cannot be written: File name too long")  # while it is written
 
 
 def test_errors_do_not_depend_on_json(memfit: Memfit) -> None:

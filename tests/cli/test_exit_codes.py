@@ -65,10 +65,16 @@ def test_a_program_that_leaves_by_itself_is_not_mistaken_for_a_verdict(
     assert memfit(*FORWARD, "--model", tiny).code == 2
 
 
+def _heeds_control_c() -> None:
+    """A shell lets what it starts in the background ignore it, and all that is started from there."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_control_c_ends_with_130_and_what_was_answered_before_is_out(tiny: str) -> None:
     line = json.dumps({"kind": "forward", "model": tiny, "seq_len": 16, "id": 1})
     command = [sys.executable, "-m", "memfit", "plan", "batch", "-"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, preexec_fn=_heeds_control_c) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stderr is not None

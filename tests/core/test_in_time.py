@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from asked_rules import written_call
 
 from memfit.core.events import Action, Trace
 from memfit.core.holes import CALLER, Answer, Call, Outline, answered, filled, fingerprint, stream_of
@@ -35,14 +36,7 @@ def generation(
         longer = trace.alloc(4 * min(length, window), op="cat")
         trace.free(cache)
         cache = longer
-        start, answer = len(trace), rule("attention", (length,))
-        blocks: dict[int, int] = {}
-        for action, subject in zip(answer.outline.actions, answer.outline.subjects, strict=True):
-            if action == Action.ALLOC:
-                blocks[subject] = trace.alloc(answer.sizes[subject], op=answer.outline.ops[subject])
-            else:
-                trace.free(blocks[subject])
-        calls.append(Call("attention", (length,), start, len(trace), "", "", ()))
+        calls.append(written_call(trace, "attention", (length,), rule("attention", (length,))))
         if length == at_the_end:
             trace.free(trace.alloc(7, op="copy"))
         done.append(len(trace))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from asked_rules import written_call
 
 from memfit.core.events import Action, Trace
 from memfit.core.holes import CALLER, Answer, Call, Outline, answered, fingerprint, stream_of
@@ -71,15 +72,8 @@ def job(batch: int, length: int, *, size: int | None = None, more: bool = False)
     x = trace.alloc(4 * batch * length if size is None else size, op="mm")
     if more:
         trace.free(trace.alloc(3, op="copy"))
-    start = len(trace)
-    answer = rule("sort", (batch * length,))
-    blocks: dict[int, int] = {}
-    for action, subject in zip(answer.outline.actions, answer.outline.subjects, strict=True):
-        if action == Action.ALLOC:
-            blocks[subject] = trace.alloc(answer.sizes[subject], op=answer.outline.ops[subject])
-        else:
-            trace.free(blocks[subject])
-    calls = [Call("sort", (batch * length,), start, len(trace), "", "", ())]
+    asked = batch * length
+    calls = [written_call(trace, "sort", (asked,), rule("sort", (asked,)))]
     trace.free(x)
     return trace, calls
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
+from bigram import Bigram
 from torch import nn
 
 LLAMA: dict[str, Any] = {
@@ -35,19 +35,6 @@ def model_folder(parent: Path, name: str, **changes: Any) -> str:
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(CONFIGS[name] | changes))
     return str(folder)
-
-
-class Bigram(nn.Module):
-    """Token in, logits of the next token out: an embedding, one hidden layer, a head. No config, no labels."""
-
-    def __init__(self, vocabulary: int = 50, width: int = 16) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(vocabulary, width)
-        self.hidden = nn.Linear(width, 4 * width)
-        self.head = nn.Linear(4 * width, vocabulary)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.head(torch.nn.functional.gelu(self.hidden(self.embedding(ids))))
 
 
 def bigram() -> nn.Module:

@@ -87,8 +87,26 @@ def test_learned_positions_are_a_limit(tmp_path: Path, family: str) -> None:
         on_meta(folder, seq_len=33)
 
 
+def test_what_is_generated_needs_positions_too(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path, "gpt2")
+    on_meta(folder, "generate", seq_len=20, new_tokens=13)
+    with pytest.raises(UsageError, match="--seq-len 20 and --new-tokens 14 is more than the 32 positions") as caught:
+        on_meta(folder, "generate", seq_len=20, new_tokens=14)
+    assert caught.value.hint == "together at most 33"
+
+
+def test_a_table_of_sines_is_a_limit_unless_it_grows(tmp_path: Path) -> None:
+    gptj = model_folder(tmp_path, "gpt2", model_type="gptj", rotary_dim=8)
+    with pytest.raises(UsageError, match="--seq-len 33 is more than the 32 positions"):
+        on_meta(gptj, seq_len=33, attention="eager")
+    xglm = {"model_type": "xglm", "d_model": 64, "ffn_dim": 96, "num_layers": 2, "attention_heads": 4}
+    grows = model_folder(tmp_path, "opt", **xglm)
+    assert on_meta(grows, seq_len=33, attention="eager").parameters
+
+
 def test_rotary_positions_are_no_limit(tmp_path: Path) -> None:
-    on_meta(model_folder(tmp_path, "llama"), seq_len=640)
+    job = on_meta(model_folder(tmp_path, "llama"), seq_len=640)
+    assert job.workload.seq_len > job.model.config.max_position_embeddings
 
 
 # -- adapters ----------------------------------------------------------------------------------------------------------

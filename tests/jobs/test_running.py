@@ -107,7 +107,9 @@ def test_a_forward_pass_runs(tmp_path: Path) -> None:
 
 
 def test_a_forward_pass_of_one_s_own_module_runs() -> None:
-    run_job(on_the_cpu("small_models:bigram", "forward"), "cpu", Noted(), steps=1)
+    phases = Noted()
+    run_job(on_the_cpu("small_models:bigram", "forward"), "cpu", phases, steps=1)
+    assert phases.seen == [("load", 0), ("data", 1), ("forward", 1)]
 
 
 def test_training_announces_its_phases_in_order(tmp_path: Path) -> None:

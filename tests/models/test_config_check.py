@@ -179,6 +179,24 @@ def test_heads_that_do_not_divide_come_with_heads_that_do(path: Path) -> None:
     assert error.hint == "4096 works with 16, 32 or 64 heads"
 
 
+MPT = {
+    "model_type": "mpt", "vocab_size": 64, "d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 64,
+    "attn_config": {"attn_type": "multihead_attention", "alibi": True, "attn_pdrop": 0},
+}  # fmt: skip
+
+
+def test_a_group_of_settings_is_not_a_part(path: Path) -> None:
+    path.write_text(json.dumps(MPT))
+
+    assert load_config(resolve(str(path))).attn_config.alibi
+
+
+def test_numbers_in_a_group_of_settings_are_bounded_too(path: Path) -> None:
+    error = refusal(path, {**MPT, "attn_config": {"num_experts": 10**6}})
+
+    assert error.message == f"{path}: 'num_experts' is 1,000,000; memfit builds 32,768 experts at most"
+
+
 def test_an_unknown_family_is_answered_with_the_nearest(path: Path) -> None:
     assert "'llama'" in str(refusal(path, {**LLAMA, "model_type": "lama"}).hint)
 

@@ -11,7 +11,7 @@ from tempfile import mkdtemp
 from typing import Any
 
 import torch
-from torch import nn
+from bigram import Bigram
 
 from memfit.planning.predict import Plan, predict
 
@@ -39,19 +39,6 @@ def plan(kind: str = "train", **settings: Any) -> Plan:
 def usual_plan(kind: str) -> Plan:
     """One of each kind, on a large card, made once."""
     return plan(kind, gpu="H200", **({"new_tokens": 4} if kind == "generate" else {}))
-
-
-class Bigram(nn.Module):
-    """Token in, logits of the next token out. No config, no labels."""
-
-    def __init__(self, vocabulary: int = 50, width: int = 16) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(vocabulary, width)
-        self.hidden = nn.Linear(width, 4 * width)
-        self.head = nn.Linear(4 * width, vocabulary)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.head(torch.nn.functional.gelu(self.hidden(self.embedding(ids))))
 
 
 class AsksForData(Bigram):

@@ -538,6 +538,7 @@ def test_a_disk_that_refuses_is_done_without(folder: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(os, call, refuse)
     cache.store(KEY, small_trace(), FACTS)
+    assert (loaded() is not None) is (call == "scandir")  # which is asked for when the entry is there
 
 
 def test_what_lies_in_a_read_only_folder_is_read(entry: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,8 +29,7 @@ INSIDE = [(5, 300)]
 
 
 @pytest.fixture(autouse=True)
-def _nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MEMFIT_CACHE", "off")
+def _nothing_known() -> None:
     families.forget()
 
 

@@ -30,8 +30,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Miniatures:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_kept_and_nothing_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MEMFIT_CACHE", "off")
+def _nothing_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(activations, "LEAST", 1)
 
 

@@ -24,11 +24,6 @@ from memfit.planning.predict import Plan, predict
 from memfit.planning.tracing_jobs import prepare_without_memory, trace_job
 
 
-@pytest.fixture(autouse=True)
-def _nothing_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MEMFIT_CACHE", "off")
-
-
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Miniatures:
     return Miniatures(tmp_path_factory.mktemp("parallel"))

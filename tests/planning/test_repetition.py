@@ -62,11 +62,6 @@ def layers_of(family: str) -> int:
     return {"gemma2": 11, "gpt_oss": 10, "gemma3_text": 26}.get(family, 6)
 
 
-@pytest.fixture(autouse=True)
-def _nothing_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MEMFIT_CACHE", "off")
-
-
 @dataclass(frozen=True)
 class Miniatures:
     parent: Path

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import reference
@@ -11,15 +9,6 @@ import torch
 
 from memfit.jobs.pruning.allocation import outlier_percentage, owl, owl_groups, uniform
 from memfit.jobs.pruning.scores import Magnitude, Wanda
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Several would wait for each other longer than they work."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def test_uniform_is_the_same_everywhere() -> None:

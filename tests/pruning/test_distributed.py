@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,14 +21,6 @@ from memfit.jobs.pruning.settings import PruneSettings
 from memfit.models.checkpoint import WeightStore
 
 CASES = {"wanda": "llama", "sparsegpt": "gpt2", "ria": "mixtral"}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def prune(folder: Path, save: Path, method: str, team: Team, *, stop_at: int | None = None) -> None:

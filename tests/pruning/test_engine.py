@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +21,6 @@ from memfit.jobs.pruning.settings import PruneSettings, Sparsity
 SIZE = 2
 """Windows in a micro-batch; five windows make two whole ones and a half."""
 DENSE = [name for name in FAMILIES if name not in ("mixtral", "qwen3_moe")]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def pruned(folder: Path, save: Path, **changes: Any) -> tuple[Any, Outcome]:

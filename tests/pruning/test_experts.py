@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +21,6 @@ from memfit.jobs.pruning.output import OutputFolder
 from memfit.jobs.pruning.settings import PruneSettings
 
 SIZE, LENGTH = 2, 16
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def prune_experts_in_memory(model: Any, windows: Tensor) -> None:

@@ -93,3 +93,17 @@ def test_without_a_gpu_the_replacements_are_the_plain_formulas() -> None:
         gate, up = torch.randn(5, 6), torch.randn(5, 6)
         expected = torch.nn.functional.silu(gate) * up
         assert torch.equal(fusing.silu_times_(gate, up), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_kernel_that_rounds_less_often_is_the_same_formula_in_every_dtype(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    for _ in range(50):
+        q, k = (torch.empty(1, 8, 3, 64).uniform_(-1, 2).to(dtype) for _ in range(2))
+        cos, sin = (torch.empty(1, 3, 64).uniform_(-1, 1).to(dtype) for _ in range(2))
+        often = fusing._rotated(q, k, cos, sin)
+        once = [each.to(dtype) for each in fusing._rotated(q.float(), k.float(), cos.float(), sin.float())]
+        turned_back = fusing._rotated(q, k, cos, -sin)
+
+        assert all(map(fusing._same_but_for_rounding, once, often))
+        assert not any(map(fusing._same_but_for_rounding, turned_back, often))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -27,15 +27,6 @@ ANSWERS = {
     Site("memfit/jobs/pruning/selection.py", "_number"): 0,
     Site("memfit/jobs/pruning/sparsegpt.py", "_succeeded"): 0,
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Several would wait for each other longer than they work."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def traced(job: Callable[[], object]) -> Trace:

@@ -5,10 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-import signal
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +22,6 @@ from memfit.jobs.pruning.settings import PruneSettings
 from memfit.models.checkpoint import WeightStore
 
 BLOCKS = 3
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -178,33 +167,6 @@ def test_a_run_that_was_stopped_at_any_block_ends_with_the_same_bytes(
     assert contents(save) == undisturbed
     assert found == list(range(len(found)))
     assert not partial_of(save).exists() and not journal_of(save).exists()
-
-
-KILLED = """
-import os, signal, sys, torch
-torch.set_num_threads(1)
-from pathlib import Path
-from test_output import run
-at = int(sys.argv[3])
-def die(report):
-    if report.index == at:
-        os.kill(os.getpid(), signal.SIGKILL)
-run(Path(sys.argv[1]), Path(sys.argv[2]), on_block=die)
-"""
-
-
-@pytest.mark.parametrize("block", [1])
-def test_a_run_that_was_killed_ends_with_the_same_bytes(
-    block: int, source: Path, undisturbed: dict[str, bytes], tmp_path: Path
-) -> None:
-    save = tmp_path / "out"
-    here = Path(__file__).parent
-    environment = {**os.environ, "PYTHONPATH": f"{here}{os.pathsep}{here.parents[1] / 'src'}", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", KILLED, str(source), str(save), str(block)]
-    killed = subprocess.run(command, env=environment, capture_output=True, check=False)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    run(source, save, resume=True)
-    assert contents(save) == undisturbed
 
 
 def test_a_line_of_the_journal_that_was_cut_off_is_done_again(

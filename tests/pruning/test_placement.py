@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from memfit.errors import InputError
-from memfit.jobs.pruning.memory import HostMemory, Lane
+from memfit.jobs.host_memory import HostMemory
+from memfit.jobs.lanes import Lane
 from memfit.jobs.pruning.placement import (
     SELECTION,
     WORKSPACES,

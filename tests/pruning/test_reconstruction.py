@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 
 import pytest
 import torch
@@ -12,15 +12,6 @@ from memfit.errors import InputError
 from memfit.jobs.pruning.reconstruction import Reconstruction, Tuning, reconstruct_
 
 STEPS = 6
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Several would wait for each other longer than they work."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def block(dtype: torch.dtype = torch.float32) -> nn.Sequential:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -36,15 +36,6 @@ FILLS: dict[str, Fill] = {
     "all equal": lambda generator, shape: torch.full(shape, -0.5),
     "zeros of both signs": lambda generator, shape: torch.zeros(shape) * torch.randn(shape, generator=generator),
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Several would wait for each other longer than they work."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def plain(matrix: Tensor) -> Tensor:

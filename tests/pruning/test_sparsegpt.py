@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import reference
@@ -13,15 +11,6 @@ from torch import Tensor
 from memfit.errors import InputError, UsageError
 from memfit.jobs.pruning.sparsegpt import Sweeps, prune_with_updates_
 from memfit.jobs.pruning.statistics import Gram
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Several would wait for each other longer than they work."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import reference
@@ -14,15 +12,6 @@ from memfit.jobs.pruning import statistics
 from memfit.jobs.pruning.statistics import ColumnNorms, Gram, check_finite
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Several would wait for each other longer than they work."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def inputs(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

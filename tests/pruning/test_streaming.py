@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from memfit.errors import InputError
-from memfit.jobs.pruning.memory import HostMemory, as_bytes
+from memfit.jobs.host_memory import HostMemory, as_bytes
 from memfit.jobs.pruning.streaming import BlockReader, BlockWriter, Downloads, Load, Parts, Uploads
 
 CPU = torch.device("cpu")

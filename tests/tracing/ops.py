@@ -205,6 +205,65 @@ def _shaped(f: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Callable
     return build
 
 
+def _norm_of_parts(f: Callable[..., torch.Tensor], bias: bool) -> Callable[..., Callable[[], None]]:
+    """Of one of three tensors that lie in turns, as the queries of a fused projection do."""
+
+    def build(b: int, s: int, h: int, d: int, dt: str) -> Callable[[], None]:
+        x, w, c = leaf(b, s, h, 3, d, dt=dt), leaf(d, dt=dt), leaf(d, dt=dt)
+        inputs = (x, w, c) if bias else (x, w)
+        return forward_backward(lambda: f(x[..., 0, :], (d,), *inputs[1:]), *inputs)
+
+    return build
+
+
+def _norm_then_turned(f: Callable[..., torch.Tensor]) -> Callable[..., Callable[[], None]]:
+    """Its gradient comes back in another order."""
+
+    def build(b: int, s: int, h: int, d: int, dt: str) -> Callable[[], None]:
+        x, w = leaf(b, s, h, d, dt=dt), leaf(d, dt=dt)
+        return forward_backward(lambda: f(x, (d,), w).transpose(1, 2).contiguous(), x, w)
+
+    return build
+
+
+def _embedding_of_columns(b: int, t: int, h: int, v: int, dt: str) -> Callable[[], None]:
+    w, index = leaf(v, h, dt=dt), torch.randint(2, v, (b, t + 1), device=DEVICE)
+    return forward_backward(lambda: F.embedding(index[:, :-1], w), w)
+
+
+def _loss_by_position(b: int, t: int, v: int, dt: str) -> Callable[[], None]:
+    """As loops written by hand have it: words in the second dimension."""
+    x, y = leaf(b, t, v, dt=dt), torch.randint(0, v, (b, t + 1), device=DEVICE)
+    return forward_backward(lambda: F.cross_entropy(x.transpose(1, 2), y[:, 1:]), x)
+
+
+OF_PARTS: dict[str, Callable[..., Callable[[], None]]] = {
+    "layer_norm_of_parts": _norm_of_parts(F.layer_norm, bias=True),
+    "rms_norm_of_parts": _norm_of_parts(F.rms_norm, bias=False),
+    "layer_norm_then_turned": _norm_then_turned(F.layer_norm),
+    "rms_norm_then_turned": _norm_then_turned(F.rms_norm),
+    "embedding_of_columns": _embedding_of_columns,
+    "loss_by_position": _loss_by_position,
+    "softmax_of_turned": _shaped(lambda x: F.softmax(x.transpose(1, 2), dim=-1)),
+    "softmax32_of_turned": _shaped(lambda x: F.softmax(x.transpose(1, 2), dim=-1, dtype=torch.float32)),
+    "softmax_then_turned": _shaped(lambda x: F.softmax(x, dim=-1).transpose(1, 2).contiguous()),
+    "softmax_of_columns": _shaped(lambda x: F.softmax(x, dim=1)),
+    "log_softmax_of_turned": _shaped(lambda x: F.log_softmax(x.transpose(1, 2), dim=-1)),
+    "log_softmax_then_turned": _shaped(lambda x: F.log_softmax(x, dim=-1).transpose(1, 2).contiguous()),
+    "cumsum_of_turned": _shaped(lambda x: x.transpose(1, 2).cumsum(-1)),
+    "gelu_of_parts": _shaped(lambda x: F.gelu(x[..., ::2])),
+    "gate_of_halves": _shaped(lambda x: F.silu(x.chunk(2, dim=-1)[0]) * x.chunk(2, dim=-1)[1]),
+    "dropout_of_parts": _shaped(lambda x: F.dropout(x[..., ::2], 0.1)),
+    "glu": _shaped(lambda x: F.glu(x)),
+    "group_norm": _shaped(lambda x: F.group_norm(x.transpose(1, 2), 4)),
+    "argmax_of_turned": _shaped(lambda x: x.transpose(1, 2).max(-1)[0]),
+    "sum_of_parts": _shaped(lambda x: x[..., ::2].sum((0, 1))),
+    "product_of_turned": _shaped(lambda x: x.transpose(1, 2) @ x.transpose(1, 2).transpose(-1, -2)),
+    "padded_and_rolled": _shaped(lambda x: F.pad(x, (1, 0)).roll(1, 1)),
+}
+"""Kernels whose input does not lie row by row."""
+
+
 def _product(kind: str) -> Callable[..., Callable[[], None]]:
     def build(m: int, k: int, n: int, dt: str) -> Callable[[], None]:
         x, w, b, c = leaf(2, m, k, dt=dt), leaf(n, k, dt=dt), leaf(n, dt=dt), leaf(k, n, dt=dt)
@@ -735,6 +794,7 @@ BUILDERS: dict[str, Callable[..., Callable[[], None]]] = {
     "log_sigmoid": _shaped(F.logsigmoid),
     "sdpa_by": _with_kernel,
     "learned_mask": _learned_mask,
+    **OF_PARTS,
     **PRUNING,
     **AUTOCAST,
 }

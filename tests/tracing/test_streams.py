@@ -28,7 +28,7 @@ def test_a_current_stream_can_be_set_and_asked_for() -> None:
     def run(tracer: Tracer) -> torch.Tensor:
         side = torch.cuda.Stream()
         torch.cuda.set_stream(side)
-        assert torch.cuda.current_stream() is side
+        assert torch.cuda.current_stream() is torch.accelerator.current_stream() is side
         assert torch.cuda.default_stream() is not side
         return torch.empty(128, device="cuda")
 

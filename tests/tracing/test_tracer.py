@@ -666,8 +666,8 @@ def test_a_module_that_raises_leaves_the_names_right() -> None:
         pytest.param(lambda x: x.unique(), "unique", id="unique"),
         pytest.param(lambda x: torch.equal(x, x), "aten.equal", id="equal"),
         pytest.param(lambda x: torch.allclose(x, x), "aten.allclose", id="a question asked inside an op"),
-        pytest.param(lambda x: x.cpu(), "aten._to_copy", id="to the host"),
-        pytest.param(lambda x: x.tolist(), "aten._to_copy", id="to a list"),
+        pytest.param(lambda x: x.cpu(), "asks a float32 tensor for all its values", id="to the host"),
+        pytest.param(lambda x: x.tolist(), "asks a float32 tensor for all its values", id="to a list"),
     ],
 )
 def test_an_op_whose_result_depends_on_data_is_an_error_that_names_it(
@@ -676,6 +676,15 @@ def test_an_op_whose_result_depends_on_data_is_an_error_that_names_it(
     with pytest.raises(TraceError, match=op) as caught:
         trace(lambda _: ask(torch.ones(8, device=CUDA)))
     assert caught.value.hint
+
+
+def test_a_copy_by_index_into_another_dtype_is_refused_as_on_cuda() -> None:
+    def copy(_: Tracer) -> None:
+        cache, index = torch.zeros(2, 8, 4, device=CUDA), torch.arange(3, device=CUDA)
+        cache.index_copy_(1, index, torch.ones(2, 3, 4, device=CUDA, dtype=torch.bfloat16))
+
+    with pytest.raises(TraceError, match=r"index_copy_\(\) of torch.bfloat16 into torch.float32"):
+        trace(copy)
 
 
 def test_an_error_of_torch_that_has_nothing_to_do_with_data_stays_torch_s_own() -> None:
@@ -816,19 +825,18 @@ def test_a_trace_after_another_is_as_if_it_were_the_first(run: Callable[[Job], N
     assert story(job) == first
 
 
-def test_a_trace_within_a_trace_is_refused_or_leaves_the_outer_one_right() -> None:
+def test_a_trace_within_a_trace_is_refused_and_leaves_the_outer_one_right() -> None:
+    def refused() -> None:
+        with pytest.raises(TraceError, match="a trace inside a trace"):
+            trace(do_a_little)
+
     def job(tracer: Tracer, inner: Callable[[], object]) -> None:
         x = torch.ones(8, device=CUDA, requires_grad=True)
         inner()
         tracer.trace.mark("after")
         F.dropout(x, 0.5).sum().backward()
 
-    alone = story(lambda tracer: job(tracer, lambda: None))
-    try:
-        around = story(lambda tracer: job(tracer, lambda: trace(do_a_little)))
-    except TraceError:
-        return
-    assert around == alone
+    assert story(lambda tracer: job(tracer, refused)) == story(lambda tracer: job(tracer, lambda: None))
 
 
 def test_two_traces_of_the_same_job_are_the_same() -> None:

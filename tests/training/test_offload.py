@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from late_lane import LateLane
 from tiny_run import LLAMA, run, same, tiny_job
 
 from memfit.errors import UsageError
 from memfit.jobs.preparing import Prepared, prepare
 from memfit.jobs.running import run_job
-from memfit.jobs.training.offload import activations
+from memfit.jobs.training.offload import activations, optimizer, weights
 from memfit.jobs.training.offload.weights import PLACES, FrozenWeightsOnHost
 from memfit.jobs.workload import Workload
 
@@ -70,6 +71,38 @@ def test_lora_learns_the_same_whatever_lies_on_the_host(tmp_path: Path, loop: st
     assert any(each.abs().sum() for name, each in whole.items() if "lora_B" in name)
     for offload in (("activations",), ("weights",), ("optimizer",), tuple(ALL)):
         assert equal(trained(tmp_path, offload=offload, **settings), whole), offload
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("checkpointing", ["none", "grad_checkpointing", "selective_checkpointing"])
+def test_copies_that_come_as_late_as_they_may_change_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpointing: str, attention: str
+) -> None:
+    settings = {"grad_accum": 2, "attention": attention} | ({} if checkpointing == "none" else {checkpointing: True})
+    whole = trained(tmp_path, **settings)
+    late = []
+    for module in (activations, weights, optimizer):
+        monkeypatch.setattr(module, "Lane", lambda device: late.append(LateLane(device)) or late[-1])
+    for offload in (("activations",), ("weights",), ("optimizer",), tuple(ALL)):
+        late.clear()
+        assert equal(trained(tmp_path, offload=offload, **settings), whole), offload
+        assert len(late) >= len(offload)
+
+
+def test_what_is_saved_for_backward_comes_back_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    came: list[int] = []
+    come = activations._Carrier._come
+
+    def counted(carrier: activations._Carrier, kept: activations._Kept) -> torch.Tensor:
+        if kept.here is None:
+            came.append(kept.uses)
+        return come(carrier, kept)
+
+    monkeypatch.setattr(activations._Carrier, "_come", counted)
+    trained(tmp_path, offload=("activations",))
+
+    assert came
+    assert min(came) > 0, "something that nobody needs any more was brought back"
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw-fused", "adamw-single"])

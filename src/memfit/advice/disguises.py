@@ -34,9 +34,7 @@ _HOST = "fewer data loader workers, no second copy of the weights, streamed load
 _NEED_LESS = "a smaller model, batch or context"
 
 
-def _row(
-    pattern: str, certainty: Certainty, where: Where, says: str, remedy: str, cure: str | None = None
-) -> Disguise:
+def _row(pattern: str, certainty: Certainty, where: Where, says: str, remedy: str, cure: str | None = None) -> Disguise:
     cure = cure or ("less on the host" if where == "host" else "leave room")
     found = re.compile(pattern, re.MULTILINE)
     return Disguise(found, certainty, where, says, remedy, cure, pattern.startswith("^"))
@@ -45,19 +43,19 @@ def _row(
 DISGUISES = (
     # -- engines and searches that keep their own accounts
     _row(r"No available memory for the cache blocks", "certain", "gpu",
-     "vLLM had no room left for its KV cache beside the weights and a trial pass",
+     "no room was left for vLLM's KV cache beside the weights and a trial pass",
      "a higher gpu_memory_utilization where the card has more, smaller weights, a smaller max_num_batched_tokens, or "
      "more cards (tensor_parallel_size)", "make room for the cache"),
     _row(r"KV cache is needed, which is larger than the available KV cache memory", "certain", "gpu",
-     "vLLM's KV cache is too small for a single sequence of max_model_len",
+     "the KV cache of vLLM is too small for a single sequence of max_model_len",
      "max_model_len as the message estimates it, kv_cache_dtype='fp8', or a higher gpu_memory_utilization",
      "a shorter context"),
     _row(r"Free memory on device .{0,60}is less than desired GPU memory utilization", "certain", "gpu",
-     "vLLM takes a share of the whole card, and less than that is free: something else is on it",
+     "less is free than the share of the whole card that vLLM takes: something else is on it",
      "end what `nvidia-smi` lists there, or set gpu_memory_utilization below what is free of the whole",
      "ask for less of the card"),
     _row(r"No executable batch size found, reached zero", "likely", "gpu",
-     "accelerate's search ran out of memory at every batch size, 1 included, and kept the messages to itself",
+     "a search for a batch size ran out of memory at every size, 1 included, and kept the messages to itself",
      "a run with a fixed batch size of 1 shows the message; then memfit explain on that", "see the message"),
     # -- other backends
     _row(r"(?:UR|ZE)_RESULT_ERROR_OUT_OF_(?:DEVICE|HOST)_MEMORY", "certain", "either",

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from memfit.advice.emit_python import python_of
@@ -20,6 +20,7 @@ from memfit.advice.fit import Fitted
 from memfit.advice.forecast import Forecasts
 from memfit.advice.forms import FORMS
 from memfit.advice.global_batch import global_batch_of
+from memfit.advice.pruning_command import pruning_flags
 from memfit.advice.trainer_words import environment, refuse_what_has_no_switch, trainer_settings
 from memfit.errors import MemfitError, UsageError
 from memfit.gpus import Gpu, find_gpu
@@ -120,11 +121,12 @@ def args_of(fitted: Fitted) -> str:
         refuse_what_has_no_switch(work, "args")
         launcher = f"torchrun --nproc_per_node={work.world_size} train.py" if work.world_size > 1 else "python train.py"
         return _command(fitted, launcher, _trainer_flags(work))
-    launcher = "memfit prune" if work.kind == "prune" else f"memfit plan {work.kind}"
-    return _command(fitted, launcher, _own_flags(work))
+    if work.kind == "prune":
+        return _command(fitted, "memfit prune", pruning_flags(work).items())
+    return _command(fitted, f"memfit plan {work.kind}", _own_flags(work))
 
 
-def _command(fitted: Fitted, launcher: str, flags: Iterator[tuple[str, str]]) -> str:
+def _command(fitted: Fitted, launcher: str, flags: Iterable[tuple[str, str]]) -> str:
     before = "".join(f"{name}={shlex.quote(value)} " for name, value in environment(fitted.fitted).items())
     lines = [f"{before}{launcher}", *(f"    {name} {shlex.quote(value)}".rstrip() for name, value in flags)]
     return "".join(f"# {said}\n" for said in (headline(fitted), *_left_to_the_script(fitted.fitted))) + (
@@ -155,11 +157,8 @@ def _in_place_of_own_code(work: Workload) -> dict[str, Any]:
 
 def _own_flags(work: Workload) -> Iterator[tuple[str, str]]:
     for name, value in work.settings().items():
-        if name in ("kind", "alloc_conf", "attention", "precision") and work.kind == "prune":
-            continue
-        if name == "kind" or value in (None, False, "", []):
-            continue
-        yield flag({"seq_len": "seqlen"}.get(name, name) if work.kind == "prune" else name), _text(value)
+        if name != "kind" and value not in (None, False, "", []):
+            yield flag(name), _text(value)
 
 
 def _text(value: Any) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+from memfit.advice.pruning_command import pruning_flags
 from memfit.advice.trainer_words import environment, refuse_what_has_no_switch, trainer_settings
 from memfit.jobs.workload import Workload
 from memfit.models.presets import find_preset
@@ -18,7 +20,7 @@ def python_of(work: Workload, headline: str) -> str:
         refuse_what_has_no_switch(work, "python")
     parts = [f'"""{_safe(headline)}."""\n', *_environment(work), *_imports(work), "", "", *_model(work), "", ""]
     if work.kind == "prune":
-        return "\n".join([parts[0], *_prune(work)]) + "\n"
+        return "\n".join([parts[0], *_environment(work), *_prune(work)]) + "\n"
     body = _training(work) if work.trains else _generation(work) if work.kind == "generate" else _forward(work)
     return "\n".join([*parts, *body]) + "\n"
 
@@ -54,6 +56,8 @@ def _imports(work: Workload) -> Iterator[str]:
 def _hub_id(model: str) -> str | None:
     """Where transformers finds the weights: a hub id or a folder; None for what memfit itself has as code."""
     preset = find_preset(model)
+    if preset is None and model.endswith("config.json"):
+        return str(Path(model).parent)
     if preset is None:
         return None if ":" in model else model
     return next((alias for alias in preset.aliases if "/" in alias), None)
@@ -138,11 +142,7 @@ def _prune(work: Workload) -> Iterator[str]:
     yield ""
     yield "subprocess.run("
     yield "    ["
-    for each in (
-        "memfit", "prune", "--model", work.model, "--prune-method", work.method, "--sparsity-type", work.sparsity_type,
-        "--nsamples", str(work.nsamples), "--seqlen", str(work.seq_len), "--dataset", work.dataset,
-        "--max-gpu-memory", str(work.max_gpu_memory), "--save", "out/pruned",
-    ):  # fmt: skip
+    for each in ("memfit", "prune", *(word for pair in pruning_flags(work).items() for word in pair)):
         yield f"{INDENT}{each!r},"
     yield "    ],"
     yield "    check=True,"

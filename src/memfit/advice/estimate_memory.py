@@ -3,17 +3,40 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TypedDict
 
 from memfit.errors import UsageError
 from memfit.gpus import find_gpu, list_labels
 from memfit.jobs.workload import Workload
+from memfit.planning.predict import SAFE_SHARE
 
 GB = 1e9
-SAFE_SHARE = 0.9
 
 
-def estimate_memory(model_params_billions: float, seqlen: int = 2048, nsamples: int = 128) -> dict[str, Any]:
+class GuideEstimate(TypedDict):
+    """What the guide's function returns."""
+
+    model: float
+    activations: float
+    overhead: float
+    total: float
+    recommended_gpu: float
+
+
+class Estimate(TypedDict):
+    """Its keys and three more."""
+
+    model: float
+    activations: float
+    overhead: float
+    total: float
+    recommended_gpu: float | None
+    streamed: float
+    shape: str
+    guide: GuideEstimate
+
+
+def estimate_memory(model_params_billions: float, seqlen: int = 2048, nsamples: int = 128) -> Estimate:
     """GPU memory for pruning a Llama of so many billion parameters with Wanda, the whole model on the GPU, in GB of
     10^9 bytes, as the guide counts.
 
@@ -51,7 +74,7 @@ def estimate_memory(model_params_billions: float, seqlen: int = 2048, nsamples: 
     }
 
 
-def guide_estimate(model_params_billions: float, seqlen: int = 2048) -> dict[str, float]:
+def guide_estimate(model_params_billions: float, seqlen: int = 2048) -> GuideEstimate:
     """The guide's arithmetic, as it stands there."""
     model = model_params_billions * 2
     activations = model_params_billions * 2 * (seqlen / 2048)

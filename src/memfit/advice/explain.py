@@ -25,7 +25,7 @@ from memfit.advice.explaining.fix import Fix
 from memfit.advice.explaining.fixes import fixes_in_words
 from memfit.advice.explaining.inputs import Input, read_input
 from memfit.advice.explaining.job import Job, card_of, job_of
-from memfit.advice.explaining.place import Place
+from memfit.advice.explaining.place import Place, collects
 from memfit.advice.explaining.predicted import predicted_fixes, streamed_pruning
 from memfit.advice.explaining.traps import Trap, traps_of
 from memfit.advice.explaining.withheld import Situation, Withheld, withheld
@@ -68,6 +68,14 @@ class Explanation:
         """Whether there was an out-of-memory error to explain."""
         return self.cause.kind != "none"
 
+    @property
+    def answer(self) -> str:
+        """What happened, in one sentence."""
+        return self.cause.sentence
+
+    def __repr__(self) -> str:
+        return f"<Explanation: {self.answer}>"
+
     def __str__(self) -> str:
         from memfit.render.explain_terminal import show_explanation
         from memfit.render.text import as_text
@@ -102,6 +110,7 @@ def _explained(
 ) -> Explanation:  # fmt: skip
     notes = [*source.notes, *case.notes]
     job = job_of(given, _configured(source, config, notes), case.clues, case.place)
+    notes += [job.beyond] if job.beyond else []
     account = account_of(case.oom) if case.oom else Account()
     card = card_of(case.oom, account, gpu)
     cause = case.cause or (
@@ -149,9 +158,10 @@ def _readings(case: Case, job: Job) -> Readings:
         return Readings((), (), "")
     hints = case.place.hints or (frozenset({"calibration"}) if job.kind == "prune" else frozenset())
     run = RunClues(
-        batch_size=job.number("batch_size"), seq_len=job.number("seq_len"), rank=job.number("rank"),
-        nsamples=job.number("nsamples"), precision=_text(job.settings.get("precision")), phase=case.place.phase,
-        hints=hints,
+        batch_size=None if collects(case.place) else job.number("batch_size"), seq_len=job.number("seq_len"),
+        rank=job.number("rank"), nsamples=job.number("nsamples"), precision=_text(job.settings.get("precision")),
+        phase=case.place.phase, hints=hints, written=case.place.written,
+        card_bytes=case.oom.capacity.high if case.oom.capacity else None,
     )  # fmt: skip
     intervals = request_intervals(case.oom)
     if case.recorded is not None:

@@ -10,25 +10,31 @@ first (`advice/levers.py`), and the global batch stays what it is.
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from memfit.advice.forecast import MOST_MICRO_STEPS, Forecast, Forecasts, few_micro_steps
-from memfit.advice.global_batch import global_batch_of, with_global_batch
+from memfit.advice.fitted import Alternative, Answer, Change, Fitted
+from memfit.advice.forecast import MOST_MICRO_STEPS, Forecast, Forecasts
+from memfit.advice.global_batch import with_global_batch
 from memfit.advice.lever import Lever
 from memfit.advice.levers import apply, checked_setting, levers_for
+from memfit.advice.pruning_room import with_room, within
 from memfit.advice.search import Found, Search, Set, dearness
-from memfit.advice.set_aside import SetAside, set_aside
-from memfit.advice.step_times import StepTime, step_time
-from memfit.advice.whole_model import WholeModel, whole_model
+from memfit.advice.set_aside import set_aside
+from memfit.advice.step_times import step_time
+from memfit.advice.whole_model import whole_model
 from memfit.errors import MemfitError, UsageError
 from memfit.gpus import Gpu, find_gpu
 from memfit.jobs.workload import Workload
+from memfit.units import GiB, gib
 
 if TYPE_CHECKING:
     from memfit.planning.predict import Plan
+
+__all__ = ["Fitted", "Option", "check_margin", "fit", "options"]
 
 ALTERNATIVES = 2
 ENOUGH_PREDICTIONS = 10
@@ -61,8 +67,8 @@ def fit(
     started = time.perf_counter()
     card = find_gpu(gpu) if isinstance(gpu, str) else gpu
     check_margin(margin)
-    work = with_global_batch(workload or Workload.from_mapping(settings), global_batch)
-    work = _within(work, card, margin)
+    work = with_global_batch(Workload.asked(workload, settings), global_batch)
+    work = within(work, card, margin)
     return _Fitting(work, card, margin, tuple(checked_setting(name) for name in keep)).fitted(started)
 
 
@@ -96,35 +102,44 @@ class _Fitting:
     def fitted(self, started: float) -> Fitted:
         before = self.search.forecast(())
         found, answer = self._found(before)
-        chosen, fits = found.levers, answer == "fits"
+        chosen, fits, fails = found.levers, answer == "fits", answer == "nothing fits"
         return Fitted(
-            answer=answer, workload=self.work, fitted=apply(self.work, chosen), gpu=self.card, margin=self.margin,
-            keep=self.keep, before=before, after=found.forecast, changes=tuple(self._changes(chosen)),
+            answer=answer, workload=self.work, fitted=found.forecast.workload, gpu=self.card, margin=self.margin,
+            keep=self.keep, before=before, after=found.forecast, changes=tuple(self._changes(found, proven=fits)),
             without_last=self._without_last(chosen) if fits else None,
             one_step_back=self._one_step_back(chosen) if fits else None,
             alternatives=tuple(self._alternatives(chosen)) if fits else (),
-            set_aside=() if answer == "fits already" else set_aside(self.levers, chosen, before, found.forecast,
-                                                                    self.search.refused),
-            smallest_gpu_bytes=self._smallest_card(chosen) if answer == "nothing fits" else None,
-            smaller_model=self._smaller_model(chosen) if answer == "nothing fits" else None,
-            whole_model=whole_model(self.work, self.card), notes=self._notes(chosen),
+            set_aside=() if answer == "fits already" else set_aside(self.levers, found, before, self.search.refused),
+            smallest_gpu_bytes=self._smallest_card(found.forecast) if fails else None,
+            enough_gpu_bytes=self._enough_of_a_card(found.forecast) if fails else None,
+            margin_left=self._margin_left(found.forecast) if fails else None,
+            smaller_model=self._smaller_model(chosen) if fails else None,
+            whole_model=whole_model(self.work, self.card), notes=self._notes(found.forecast),
             predictions=self.forecasts.made, seconds=time.perf_counter() - started,
         )  # fmt: skip
 
     def _found(self, before: Forecast) -> tuple[Found, Answer]:
-        if before.fits:
-            whole = self.forecasts.of(self.work, whole=True)
-            if whole.fits:
-                return Found((), whole), "fits already"
-        found = self.search.smallest()
+        found = Found((), before) if before.fits else self._smallest()
         if found is None:
             return self._nearest(), "nothing fits"
         whole = self.forecasts.of(found.forecast.workload, whole=True)
         if whole.fits:
-            return Found(found.levers, whole), "fits"
+            return Found(found.levers, whole), "fits" if found.levers else "fits already"
         self._look_at_every_micro_step()
-        found = self.search.smallest()
+        found = self._smallest()
         return (found, "fits") if found is not None else (self._nearest(), "nothing fits")
+
+    def _smallest(self) -> Found | None:
+        """Of two changes that cost time one may do, if it goes further; not where that takes longer."""
+        found = self.search.smallest()
+        fewer = self.search.fewer(found) if found is not None else None
+        while found is not None and fewer is not None and not self._is_slower(fewer, found):
+            found, fewer = fewer, self.search.fewer(fewer)
+        return found
+
+    def _is_slower(self, one: Found, other: Found) -> bool:
+        this, that = (step_time(each.forecast.workload, self.card) for each in (one, other))
+        return this is None or that is None or not this.seconds or not that.seconds or this.seconds > that.seconds
 
     def _look_at_every_micro_step(self) -> None:
         """Fragmentation may grow with them: then the few that a search looks at do not tell all."""
@@ -134,40 +149,51 @@ class _Fitting:
         self.search = Search(self.work, self.levers, self.forecasts)
 
     def _nearest(self) -> Found:
-        """All that lowers the peak, less what does not."""
+        """All that lowers the peak; of what runs, less what does not."""
         grown = self.search.nearest()
-        kept = grown.levers
-        for lever in reversed(grown.levers):
+        kept, peak = grown.levers, grown.forecast.device_bytes
+        for lever in reversed(grown.levers) if grown.forecast.runs else ():
             fewer = tuple(each for each in kept if each is not lever)
-            if self._bytes(fewer) <= grown.forecast.device_bytes:
+            if self._bytes(fewer, peak) <= peak:
                 kept = fewer
-        return Found(kept, self.search.forecast(kept))
+        nearest = self.search.forecast(kept)
+        if nearest.asks_for_bytes is not None:  # what may be used of the card is not enough to begin with
+            nearest = dataclasses.replace(nearest, workload=with_room(nearest.workload, nearest.asks_for_bytes))
+        return Found(kept, nearest, grown.refused)
 
-    def _bytes(self, levers: Set) -> float:
+    def _bytes(self, levers: Set, most: int) -> float:
+        """More than `most` is as good as any number."""
+        work = apply(self.work, levers)
         try:
-            return self.search.forecast(levers).device_bytes
+            return float("inf") if self.forecasts.bound(work, most) else self.forecasts.of(work).device_bytes
         except MemfitError:
             return float("inf")
 
-    def _changes(self, chosen: Set) -> Iterator[Change]:
-        before, time_before = self.search.forecast(()), step_time(self.work, self.card) if chosen else None
+    def _changes(self, found: Found, *, proven: bool) -> Iterator[Change]:
+        """`proven`: each is needed. What does not run has no time."""
+        chosen, timed = found.levers, found.forecast.runs
+        before, time_before = self.search.forecast(()), step_time(self.work, self.card) if chosen and timed else None
         for number, lever in enumerate(chosen):
-            so_far = chosen[: number + 1]
-            after = self.search.forecast(so_far)
-            time_after = step_time(after.workload, self.card) if lever.cost != "free" else time_before
+            last = number == len(chosen) - 1
+            after = found.forecast if last else self.search.forecast(chosen[: number + 1])
+            costs_time = lever.cost != "free" and timed
+            time_after = step_time(after.workload, self.card) if costs_time else time_before
             yield Change(
-                lever=lever, before=before, after=after, without=self._without(chosen, number),
-                time_before=time_before if lever.cost != "free" else None,
-                time_after=time_after if lever.cost != "free" else None,
+                lever=lever, before=before, after=after, without=self._without(chosen, lever) if proven else None,
+                time_before=time_before if costs_time else None, time_after=time_after if costs_time else None,
             )  # fmt: skip
             before, time_before = after, time_after
 
-    def _without(self, chosen: Set, number: int) -> Forecast:
-        left_out = chosen[number]
-        return self.search.forecast(lever for lever in chosen if lever is not left_out)
+    def _without(self, chosen: Set, left_out: Lever) -> Forecast | MemfitError:
+        try:
+            return self.search.forecast(lever for lever in chosen if lever is not left_out)
+        except MemfitError as refusal:  # another change does not go without it
+            return refusal
 
-    def _without_last(self, chosen: Set) -> Forecast:
-        few = self._without(chosen, -1)
+    def _without_last(self, chosen: Set) -> Forecast | None:
+        few = self._without(chosen, chosen[-1])
+        if isinstance(few, MemfitError):
+            return None
         clear = few.device_bytes > (1 + CLEAR) * self.card.capacity_bytes
         return few if clear else self.forecasts.of(few.workload, whole=True)
 
@@ -185,15 +211,27 @@ class _Fitting:
             if len(found) == ALTERNATIVES or (found and self.forecasts.made > ENOUGH_PREDICTIONS):
                 break
             others = tuple(each for each in chosen if each is not lever)
+            if isinstance(self._without(chosen, lever), MemfitError):
+                continue
             other = self.search.smallest(start=others, without=[lever.group])
             if other is not None and all(other.levers != each.levers for each in found):
                 found.append(Alternative(levers=other.levers, forecast=other.forecast, instead_of=lever.name))
         yield from sorted(found, key=lambda each: dearness(each.levers))
 
-    def _smallest_card(self, chosen: Set) -> int:
-        from memfit.planning.predict import predict
+    def _smallest_card(self, nearest: Forecast) -> int:
+        """On which it runs at all."""
+        return nearest.wanted_bytes or self.forecasts.smallest_card(nearest.workload)
 
-        return predict(few_micro_steps(apply(self.work, chosen), MOST_MICRO_STEPS), gpu=self.card).smallest_gpu_bytes
+    def _enough_of_a_card(self, nearest: Forecast) -> int:
+        """That leaves the margin, rounded up as it is shown."""
+        taken = max(nearest.device_bytes, nearest.wanted_bytes)
+        return math.ceil(taken / (1 - self.margin) / GiB * 100) * GiB // 100
+
+    def _margin_left(self, nearest: Forecast) -> float | None:
+        if nearest.use_bytes is None:
+            return None
+        taken = max(nearest.use_bytes, nearest.wanted_bytes)
+        return math.floor(100 * (1 - taken / self.card.capacity_bytes)) / 100
 
     def _smaller_model(self, chosen: Set) -> tuple[str, Forecast] | None:
         """The largest of the same kind that fits with the changes that leave the experiment alone."""
@@ -210,27 +248,23 @@ class _Fitting:
         for preset in smaller[:SMALLER_MODELS]:
             other = dataclasses.replace(apply(self.work, mild), model=preset.name, target_modules=None)
             try:
-                forecast = self.forecasts.of(other)
+                forecast = self.forecasts.glance(other)
             except MemfitError:
                 continue
             if forecast.fits:
                 return preset.name, forecast
         return None
 
-    def _notes(self, chosen: Set) -> tuple[str, ...]:
+    def _notes(self, after: Forecast) -> tuple[str, ...]:
         notes = ["predicted, not measured; every set by itself, for savings do not add up", *self.card.notes]
-        fitted = apply(self.work, chosen)
+        fitted = after.workload
         if fitted.trains and fitted.grad_accum > self.forecasts.micro_steps:
+            few = f"looked at with {self.forecasts.micro_steps} of {fitted.grad_accum} micro-steps"
+            last = f"; the answer with {min(fitted.grad_accum, MOST_MICRO_STEPS)}" if after.fits else ""
+            notes.append(f"{few}, the others are like the last of them{last}")
+        if after.asks_for_bytes is not None:
             notes.append(
-                f"looked at with {self.forecasts.micro_steps} of {fitted.grad_accum} micro-steps, the others are like "
-                f"the last of them; the answer with {min(fitted.grad_accum, MOST_MICRO_STEPS)}"
+                f"pruning begins only with room for a block and a window as estimated from above, "
+                f"{gib(after.wanted_bytes)} with CUDA's own; then it takes less"
             )
         return tuple(notes)
-
-
-def _within(work: Workload, card: Gpu, margin: float) -> Workload:
-    """Pruning makes do with what it may use: the margin is left free from the start."""
-    if work.kind != "prune" or work.max_gpu_memory is not None:
-        return work
-    context = card.context_after(training=False, flash=work.precision != "fp32")
-    return dataclasses.replace(work, max_gpu_memory=str(max(int(card.capacity_bytes * (1 - margin)) - context, 1)))

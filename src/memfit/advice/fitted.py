@@ -16,6 +16,7 @@ from memfit.advice.whole_model import WholeModel
 from memfit.errors import MemfitError
 from memfit.gpus import Gpu
 from memfit.jobs.workload import Workload
+from memfit.units import gib
 
 SCHEMA = "memfit.fit/1"
 Answer = Literal["fits already", "fits", "nothing fits"]
@@ -92,6 +93,10 @@ class Fitted:
     set_aside: tuple[SetAside, ...]
     smallest_gpu_bytes: int | None
     """Where nothing fits: the least card on which the nearest set runs."""
+    enough_gpu_bytes: int | None
+    """And one on which it leaves the margin."""
+    margin_left: float | None
+    """Where it runs on this card all the same: the share that it leaves, in whole percent."""
     smaller_model: tuple[str, Forecast] | None
     whole_model: WholeModel | None
     notes: tuple[str, ...]
@@ -101,6 +106,11 @@ class Fitted:
     @property
     def fits(self) -> bool:
         return self.answer != "nothing fits"
+
+    def __repr__(self) -> str:
+        changes = ", ".join(change.lever.name for change in self.changes) or "no changes"
+        use = f"{gib(self.after.device_bytes)} of {gib(self.gpu.capacity_bytes)}"
+        return f"<Fitted: {self.workload.kind} of {self.workload.model}: {self.answer}: {changes}; {use}>"
 
     def __str__(self) -> str:
         from memfit.render.fit_terminal import show_fit
@@ -130,6 +140,8 @@ class Fitted:
             "alternatives": [each.to_json() for each in self.alternatives],
             "set_aside": [each.to_json() for each in self.set_aside],
             "smallest_gpu_bytes": self.smallest_gpu_bytes,
+            "enough_gpu_bytes": self.enough_gpu_bytes,
+            "margin_left": self.margin_left,
             "smaller_model": self._smaller_model(),
             "whole_model": None if self.whole_model is None else self.whole_model.to_json(),
             "notes": list(self.notes),

@@ -13,6 +13,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from memfit.advice.pruning_room import room_for_pruning, with_room
 from memfit.core.alloc_config import AllocatorConfig
 from memfit.core.collector import no_collector
 from memfit.core.replay import Replays
@@ -20,7 +21,8 @@ from memfit.core.report import make_report
 from memfit.errors import MemfitError
 from memfit.gpus import Gpu
 from memfit.jobs.workload import Workload
-from memfit.planning.predict import Verdict, context_of
+from memfit.planning.predict import SMALLEST_PRECISION, Verdict, context_of
+from memfit.units import MiB
 
 if TYPE_CHECKING:
     from memfit.planning.traced import Traced
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 MICRO_STEPS = 2
 MOST_MICRO_STEPS = 32
 """Of thousands, no more than these are traced even for the answer."""
+ROUNDING = 16 * MiB
+"""Gradients in a bucket are not rounded up to 512 bytes each: no more than this for 32,000 of them."""
 TRACES_KEPT = 8
 """Settings of the allocator do not change a trace: the next question is often about the same one."""
 
@@ -51,6 +55,11 @@ class Forecast:
     breakdown: dict[str, int] = field(hash=False)
     parameters: int
     trainable_parameters: int
+    asks_for_bytes: int | None = None
+    """Of pruning that does not begin, for it has no room for a block: what it wants to have. The figures are those of
+    a card with that."""
+    is_bound: bool = False
+    """It takes at least this, and that does not fit."""
 
     @property
     def fits(self) -> bool:
@@ -65,6 +74,11 @@ class Forecast:
     def cached_bytes(self) -> int:
         """Held by the allocator beyond what is alive."""
         return self.reserved_bytes - self.allocated_bytes
+
+    @property
+    def wanted_bytes(self) -> int:
+        """With the context; 0 where pruning begins, and for other jobs."""
+        return 0 if self.asks_for_bytes is None else self.asks_for_bytes + self.context_bytes
 
     def to_json(self) -> dict[str, object]:
         return {
@@ -104,15 +118,57 @@ class Forecasts:
             raise found
         return dataclasses.replace(found, workload=work, whole=asked.grad_accum == work.grad_accum)
 
+    def glance(self, work: Workload) -> Forecast:
+        """As `of`, but where a bound from below already does not leave the margin, only that."""
+        return self.bound(work, (1 - self.margin) * self.gpu.capacity_bytes) or self.of(work)
+
+    def bound(self, work: Workload, most: float) -> Forecast | None:
+        """A process of DDP has all that one alone has, which is traced sooner, and its buckets besides. What one alone
+        takes, where it is for certain more than `most` bytes of the card."""
+        alone = _alone(work)
+        if alone is work:
+            return None
+        less = self.of(alone)
+        if less.allocated_bytes - ROUNDING + less.context_bytes <= most:
+            return None
+        return dataclasses.replace(less, workload=work, is_bound=True)
+
     def refusal(self, work: Workload) -> MemfitError | None:
+        """Of a process of DDP: what one alone would not do either."""
         try:
-            self.of(work)
+            self.of(_alone(work))
         except MemfitError as refusal:
             return refusal
         return None
 
+    def smallest_card(self, work: Workload) -> int:
+        """On which it runs, perhaps with cached memory given back; as closely as a plan tells it."""
+        traced = self._traced(few_micro_steps(work, self.micro_steps))
+        replays = Replays(traced.trace, AllocatorConfig.parse(work.alloc_conf))
+        with no_collector():
+            within = replays.ample.peak_reserved // SMALLEST_PRECISION
+            return replays.smallest_capacity(within=within) + context_of(traced.workload, self.gpu)
+
     def _predicted(self, work: Workload) -> Forecast:
-        traced = self._traced(work)
+        from memfit.jobs.pruning.placement import NoRoom
+
+        try:
+            return self._replayed(work, self._traced(work))
+        except NoRoom as refusal:
+            if int(work.max_gpu_memory or 0) < room_for_pruning(work, self.gpu, self.margin):
+                raise  # it is not the card that has too little
+            return self._with_room(work, refusal.least)
+
+    def _with_room(self, work: Workload, least: int) -> Forecast:
+        """It never has the margin: the engine has refused what that leaves."""
+        enough = self._replayed(work, self._traced(with_room(work, least)))
+        runs = enough.runs and least <= self.gpu.capacity_bytes - enough.context_bytes
+        return dataclasses.replace(
+            enough, asks_for_bytes=least, verdict="tight" if runs else "fails",
+            use_bytes=enough.use_bytes if runs else None,
+        )  # fmt: skip
+
+    def _replayed(self, work: Workload, traced: Traced) -> Forecast:
         context = context_of(traced.workload, self.gpu)
         replays = Replays(traced.trace, AllocatorConfig.parse(work.alloc_conf))
         with no_collector():
@@ -148,6 +204,13 @@ class Forecasts:
                 self._traces.popitem(last=False)
         self._traces.move_to_end(plain)
         return self._traces[plain]
+
+
+def _alone(work: Workload) -> Workload:
+    """In place of a process of DDP, one that has no others."""
+    if not work.trains or work.world_size == 1 or work.parallel != "ddp":
+        return work
+    return dataclasses.replace(work, world_size=1, gradient_as_bucket_view=False)
 
 
 def few_micro_steps(work: Workload, most: int) -> Workload:

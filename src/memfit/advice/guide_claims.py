@@ -1,15 +1,19 @@
 """What two guides on pruning with Wanda say, to be held against what is computed.
 
-Their GB are 10^9 bytes (2 x 6.74 billion is their 14 GB for a 7B), and all of it is about the public code, which has
-the whole model on the GPU.
+All of it is about the public code, which has the whole model on the GPU. GB is 10^9 bytes in the requirements guide
+(2 x 6.74 billion is its 14 GB for a 7B) and 2^30 in the debugging guide, whose formula divides by 1024**3.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
+from memfit.units import GiB
+
 DEBUGGING, REQUIREMENTS = "memory debugging guide", "requirements guide"
+GB = 10**9
+Range = tuple[float, float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,10 +23,22 @@ class QuickReference:
     model: str
     said: str
     weights: float
-    activations: tuple[float, float]
-    total: tuple[float, float]
+    activations: Range
+    total: Range
     smallest: str
     recommended: str
+
+    @property
+    def total_bytes(self) -> tuple[int, int]:
+        return in_bytes(self.total, GB)
+
+    @property
+    def activations_bytes(self) -> tuple[int, int]:
+        return in_bytes(self.activations, GB)
+
+
+def in_bytes(said: Range, gb: int) -> tuple[int, int]:
+    return round(said[0] * gb), round(said[1] * gb)
 
 
 QUICK_REFERENCE = (
@@ -55,7 +71,7 @@ QUICK_REFERENCE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """A job that a guide names, with what it says of it. `total` in GB, from and to; None where it gives none."""
+    """A job that a guide names, with what it says of it. `total` in its GB, from and to; None where it gives none."""
 
     guide: str
     said: str
@@ -63,9 +79,15 @@ class Claim:
     gpu: str
     seq_len: int = 2048
     nsamples: int = 128
-    total: tuple[float, float] | None = None
+    total: Range | None = None
     verdict: Literal["fits", "tight", "fails"] = "fits"
-    settings: str = field(default="")
+    note: str = ""
+    smaller: str | None = None
+    """Where it calls the card the least that will do: the next smaller one."""
+
+    @property
+    def total_bytes(self) -> tuple[int, int] | None:
+        return None if self.total is None else in_bytes(self.total, GiB if self.guide == DEBUGGING else GB)
 
 
 DECISIONS = (
@@ -75,15 +97,22 @@ DECISIONS = (
     Claim(guide=REQUIREMENTS, said="40-48 GB GPU: LLaMA 13B with default settings", model="13b", gpu="40GB"),
     Claim(
         guide=REQUIREMENTS, said="80 GB GPU: LLaMA 30B with optimization", model="30b", gpu="80GB", seq_len=1024,
-        nsamples=64, settings="read as in its 7B example: --seqlen 1024 --nsamples 64",
+        nsamples=64, note="read as in its 7B example: --seqlen 1024 --nsamples 64",
     ),
     Claim(guide=REQUIREMENTS, said="Multi-GPU: LLaMA 70B", model="70b", gpu="80GB", verdict="fails"),
 )  # fmt: skip
 """Its decision matrix: what to run on which card."""
 
 EXAMPLES = (
-    Claim(guide=DEBUGGING, said="LLaMA 1B by its formula: 4.31 GB", model="1b", gpu="16GB", total=(4.31, 4.31)),
-    Claim(guide=DEBUGGING, said="LLaMA 1B expected: ~5-6 GB, safe for 16 GB", model="1b", gpu="16GB", total=(5, 6)),
+    Claim(
+        guide=DEBUGGING, said="LLaMA 1B by its formula: 4.31 GB", model="1b", gpu="16GB", total=(4.31, 4.31),
+        note="the formula itself gives 4.24",
+    ),
+    Claim(guide=DEBUGGING, said="LLaMA 1B on 16 GB: ~5-6 GB, safe", model="1b", gpu="16GB", total=(5, 6)),
+    Claim(
+        guide=DEBUGGING, said="LLaMA 1B-3B on 16 GB: ~5-6 GB, safe", model="3b", gpu="16GB", total=(5, 6),
+        note="taken for the 3B",
+    ),
     Claim(guide=REQUIREMENTS, said="LLaMA 1B on 16 GB: ~5.9 GB, safe", model="1b", gpu="16GB", total=(5.9, 5.9)),
     Claim(
         guide=REQUIREMENTS, said="LLaMA 7B on 24 GB: ~22.2 GB, tight", model="7b", gpu="24GB", total=(22.2, 22.2),
@@ -94,11 +123,38 @@ EXAMPLES = (
         gpu="24GB", seq_len=1024, nsamples=64, total=(18.5, 18.5),
     ),
     Claim(guide=REQUIREMENTS, said="LLaMA 13B on 16 GB: fails", model="13b", gpu="16GB", verdict="fails"),
-    Claim(guide=REQUIREMENTS, said="RTX 3060 is the minimum for LLaMA 1B-3B", model="3b", gpu="RTX 3060"),
-    Claim(guide=REQUIREMENTS, said="RTX A6000 is the minimum for LLaMA 7B-13B", model="13b", gpu="RTX A6000"),
+    Claim(
+        guide=REQUIREMENTS, said="RTX 3060 is the minimum for LLaMA 1B-3B", model="3b", gpu="RTX 3060", smaller="8GB",
+    ),
+    Claim(
+        guide=REQUIREMENTS, said="RTX A6000 is the minimum for LLaMA 7B-13B", model="13b", gpu="RTX A6000",
+        smaller="40GB",
+    ),
     Claim(
         guide=REQUIREMENTS, said="LLaMA 30B-70B require several A100 80GB", model="30b", gpu="A100 80GB",
         verdict="fails",
     ),
 )  # fmt: skip
 """Its worked examples and hardware recommendations."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saving:
+    """What a guide says that a flag takes off the activations; None where it gives no share."""
+
+    said: str
+    share: float | None
+    seq_len: int = 2048
+    nsamples: int = 128
+    guide: str = REQUIREMENTS
+    model: str = "7b"
+    """Of its worked example."""
+
+
+SAVINGS = (
+    Saving(said="--seqlen 1024 cuts activation memory by ~50%", share=0.5, seq_len=1024),
+    Saving(said="--seqlen 512 cuts activation memory by ~75%", share=0.75, seq_len=512),
+    Saving(said="--nsamples 64 reduces calibration memory", share=None, nsamples=64),
+    Saving(said="--nsamples 32: further reduction", share=None, nsamples=32),
+    Saving(said="--nsamples 64 --seqlen 1024: 7 GB become 3.5 GB", share=0.5, seq_len=1024, nsamples=64),
+)

@@ -72,6 +72,10 @@ class Ladder:
     predictions: int
     seconds: float
 
+    def __repr__(self) -> str:
+        rows = ", ".join(str(rung.workload.batch_size) for rung in self.rungs)
+        return f"<Ladder: {self.workload.kind} of {self.workload.model} on {self.gpu.name}: micro-batch {rows}>"
+
     def __str__(self) -> str:
         from memfit.render.ladder_terminal import show_ladder
         from memfit.render.text import as_text
@@ -110,7 +114,7 @@ def ladder(
     started = time.perf_counter()
     card = find_gpu(gpu) if isinstance(gpu, str) else gpu
     check_margin(margin)
-    asked = with_global_batch(workload or Workload.from_mapping(settings), global_batch)
+    asked = with_global_batch(Workload.asked(workload, settings), global_batch)
     if not asked.trains:
         raise UsageError("a ladder is for training", hint=f"memfit fit {asked.kind} shows what fits")
     forecasts = Forecasts(card, margin=0.0)
@@ -147,7 +151,10 @@ class _Climb:
     def rungs(self) -> tuple[tuple[Rung, ...], Forecast | None]:
         """More rows never take less."""
         ends = {name: self._last(self.sizes, partial(self._leaves, share)) for name, share in LEAVES.items()}
-        found = [self._rung(rows, tuple(name for name, end in ends.items() if end == rows)) for rows in _distinct(ends)]
+        found: list[Rung] = []
+        for rows in reversed(_distinct(ends)):  # what the next higher rung takes, a lower one takes too
+            names = tuple(name for name, end in ends.items() if end == rows)
+            found.insert(0, self._rung(rows, names, found[0].longest if found else None))
         top = ends["Maximum"]
         higher = [rows for rows in self.sizes if top is None or rows > top]
         return tuple(found), self._of(higher[0]) if higher else None
@@ -170,19 +177,20 @@ class _Climb:
         forecast = self._of(rows)
         return forecast.runs and (share == 0 or forecast.device_bytes <= (1 - share) * self.card.capacity_bytes)
 
-    def _rung(self, rows: int, names: tuple[str, ...]) -> Rung:
+    def _rung(self, rows: int, names: tuple[str, ...], runs: int | None) -> Rung:
+        """Rows that are `runs` tokens long are known to run."""
         forecast = self._of(rows)
         time_of = step_time(forecast.workload, self.card)
         return Rung(
             names=names, forecast=forecast, seconds=None if time_of is None else time_of.seconds,
-            longest=self._longest(forecast.workload),
+            longest=self._longest(forecast.workload, runs or forecast.workload.seq_len),
         )  # fmt: skip
 
-    def _longest(self, work: Workload) -> int | None:
+    def _longest(self, work: Workload, runs: int) -> int | None:
         """Of the lengths in LONGER, the last that runs."""
-        lengths = (work.seq_len, *(int(work.seq_len * factor) for factor in LONGER))
+        longer = [length for length in (int(work.seq_len * factor) for factor in LONGER) if length > runs]
         try:
-            return self._last(lengths, lambda length: self._of_length(work, length).runs)
+            return self._last(longer, lambda length: self._of_length(work, length).runs) or runs
         except MemfitError:  # more than the model has positions
             return None
 

@@ -18,6 +18,7 @@ MADE_BY_TOKENS = ("activations", "loss", "kv_cache")
 SHORTER = (0.75, 0.5, 0.375, 0.25)
 LENGTH_STEP = 64
 SHORTEST, LOWEST_RANK, FEWEST_WINDOWS = 128, 8, 16
+OWN_ENGINE = "memfit prune only"
 
 
 def catalogue(work: Workload) -> Iterator[Lever]:
@@ -149,12 +150,15 @@ def _allocator(work: Workload) -> Iterator[Lever]:
     if "expandable_segments" in said or "max_split_size_mb" in said or "backend" in said:  # they do not go together
         return
     conf = f"{said},{EXPANDABLE}" if said else EXPANDABLE
+    key = " (memory.alloc_conf)" if work.trains else ""
     way = f"PYTORCH_CUDA_ALLOC_CONF={conf} in the environment, before Python starts"
     yield Lever(
         name="expandable segments", cost="free", group="allocator", settings={"alloc_conf": conf},
         says="the allocator's memory grows and shrinks at its ends, so less of it lies idle",
-        price="none that is known", lowers=(CACHED,),
-        how={"memfit": f"--alloc-conf {conf} (memory.alloc_conf)", "trainer": way, "accelerate": way},
+        price="none that is known", risk="same results", lowers=(CACHED,),
+        how={
+            "memfit": way if work.kind == "prune" else f"--alloc-conf {conf}{key}", "trainer": way, "accelerate": way,
+        },
     )  # fmt: skip
 
 
@@ -311,12 +315,15 @@ def _precision(work: Workload) -> Iterator[Lever]:
         )  # fmt: skip
     if work.weight_precision == "fp32":
         way = "from_pretrained(..., dtype=torch.bfloat16)"
+        own = "--dtype bf16" if work.kind == "prune" else "--precision bf16"
         yield Lever(
             name="bf16 weights", cost="precision", group="precision", settings={"precision": "bf16"},
             says="everything in bf16", price="none: it is faster",
             risk="small updates round away" if work.kind == "train" else "usual practice",
             lowers=("weights", "gradients", "optimizer", "calibration", "other", *MADE_BY_TOKENS),
-            how={"memfit": "--precision bf16 (precision: bf16)", "trainer": way, "accelerate": way},
+            how={
+                "memfit": f"{own}{' (precision: bf16)' if work.trains else ''}", "trainer": way, "accelerate": way,
+            },
         )  # fmt: skip
 
 
@@ -327,12 +334,13 @@ def _shorter(work: Workload) -> Iterator[Lever]:
     lengths = dict.fromkeys(int(work.seq_len * share) // LENGTH_STEP * LENGTH_STEP for share in SHORTER)
     for length in lengths:
         if SHORTEST <= length < work.seq_len:
-            way = f"tokenizer(..., truncation=True, max_length={length})"
+            way = OWN_ENGINE if work.kind == "prune" else f"tokenizer(..., truncation=True, max_length={length})"
+            key = " (data.max_seq_len)" if work.trains else ""
             yield Lever(
                 name=f"sequence {length}", cost="experiment", group="sequence", settings={"seq_len": length},
                 says=f"{length} tokens instead of {work.seq_len}", price="nothing in time",
                 risk="longer samples are cut", lowers=(*MADE_BY_TOKENS, "calibration"),
-                how={"memfit": f"--seq-len {length} (data.max_seq_len)", "trainer": way, "accelerate": way},
+                how={"memfit": f"--seq-len {length}{key}", "trainer": way, "accelerate": way},
             )  # fmt: skip
 
 
@@ -377,11 +385,10 @@ def _generation(what: str, setting: str, number: int, before: int, risk: str) ->
 def _fewer_windows(work: Workload) -> Iterator[Lever]:
     windows = work.nsamples // 2
     while windows >= FEWEST_WINDOWS:
-        none = "memfit prune only"
         yield Lever(
             name=f"{windows} windows", cost="experiment", group="windows", settings={"nsamples": windows},
             says=f"{windows} windows of text to calibrate on instead of {work.nsamples}", price="nothing in time",
             risk="weights are chosen by less text", lowers=("calibration", "activations"),
-            how={"memfit": f"--nsamples {windows}", "trainer": none, "accelerate": none},
+            how={"memfit": f"--nsamples {windows}", "trainer": OWN_ENGINE, "accelerate": OWN_ENGINE},
         )  # fmt: skip
         windows //= 2

@@ -168,9 +168,15 @@ def _find(all_passages: Iterable[Passage]) -> Found:
         here.sort(key=lambda each: each[0])
         plain += [Located(oom, passage, at) for at, oom in here]
         if not plain:
-            beheaded = [Located(oom, passage, at) for at, oom in _headless(passage.flat)]
-            disguised += beheaded or [Located(oom, passage, at) for at, oom in _disguised(passage)]
+            disguised += [Located(oom, passage, at) for at, oom in _without_words(passage)]
     return Found(tuple(_ends(plain or disguised)))
+
+
+def _without_words(passage: Passage) -> list[tuple[int, Oom]]:
+    """Where nobody says that memory ran out: a sure disguise, the rest of a message, or whatever there is."""
+    disguised = _disguised(passage)
+    sure = disguised and disguised[0][1].certainty == "certain" and disguised[0][1].says != NAME_ONLY
+    return disguised if sure else list(_headless(passage.flat)) or disguised
 
 
 def _ends(found: list[T]) -> list[T]:
@@ -192,7 +198,7 @@ def parse_size(number: str, unit: str) -> Size | None:
 
 _START = re.compile(r"[Oo]ut of memory\b(?:\. ?Tried to allocate (?:" + SIZE + r"|(more than 1EB))?)?")
 _NAMED = re.compile(r"\b(CUDA|HIP|XPU|NPU|MUSA|MLU) $")
-_OF_TORCH_0 = re.compile(r"cuda runtime error \(2\) ?: $")
+_OF_TORCH_0 = re.compile(r"(?i:cuda) runtime error \(2\) ?: $")
 _CLAUSES = {
     name: tuple(re.compile(pattern) for pattern in patterns)
     for name, patterns in {

@@ -11,7 +11,8 @@ longer fits. That is predicted too, not concluded.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from memfit.advice.forecast import Forecast, Forecasts
@@ -52,9 +53,13 @@ class Search:
     def forecast(self, levers: Iterable[Lever]) -> Forecast:
         return self.forecasts.of(apply(self.workload, levers))
 
+    def glance(self, levers: Iterable[Lever]) -> Forecast:
+        """Where a bound does not fit, that."""
+        return self.forecasts.glance(apply(self.workload, levers))
+
     def fits(self, levers: Iterable[Lever]) -> bool:
         try:
-            return self.forecast(levers).fits
+            return self.glance(levers).fits
         except MemfitError:  # a change that does not go without another
             return False
 
@@ -62,19 +67,23 @@ class Search:
         """With no lever of the groups in `without`; None where all levers together are not enough. A set to `start`
         from is one that is known to be of use."""
         banned = set(without)
-        grown = self.nearest(start=start, without=banned)
-        return self.shrunk(self._with_all_that_is_cheaper(grown, banned)) if grown.forecast.fits else None
+        grown = next((each for each in self._ways(start, banned) if each.forecast.fits), None)
+        return None if grown is None else self.shrunk(self._with_all_that_is_cheaper(grown, banned))
 
-    def nearest(self, *, start: Set = (), without: Iterable[str] = ()) -> Found:
-        """What fits, or comes nearest to it. Where two levers do not go together the dearer may be the one to take, so
-        it is tried again without the other."""
-        banned = set(without)
+    def nearest(self) -> Found:
+        """Of what does not fit, the least."""
+        ways = [Found(each.levers, self.forecast(each.levers), each.refused) for each in self._ways((), set())]
+        return min(ways, key=lambda each: each.forecast.device_bytes)
+
+    def _ways(self, start: Set, banned: set[str]) -> Iterator[Found]:
+        """Where two levers do not go together the dearer may be the one to take, so it is tried again without the
+        other."""
         found = self.grown(start=start, without=banned)
+        yield found
         in_the_way = None if found.forecast.fits else self._in_the_way(found)
-        if in_the_way is None:
-            return found
-        other = self.grown(without={*banned, in_the_way.group})
-        return min(found, other, key=lambda each: each.forecast.device_bytes)
+        if in_the_way is not None:
+            other = self.grown(without={*banned, in_the_way.group})
+            yield dataclasses.replace(other, refused=(*other.refused, in_the_way))
 
     def _in_the_way(self, found: Found) -> Lever | None:
         """The dearest that costs time and does not go with one that was refused."""
@@ -87,7 +96,7 @@ class Search:
 
     def grown(self, *, start: Set = (), without: Iterable[str] = ()) -> Found:
         """Until it fits, or nothing is left that could lower the peak."""
-        banned, found = set(without), Found(start, self.forecast(start))
+        banned, found = set(without), Found(start, self.glance(start))
         useless: set[str] = set()
         refused: dict[str, Lever] = {}
         while not found.forecast.fits:
@@ -96,17 +105,26 @@ class Search:
                 break
             larger = self._with(found.levers, lever)
             try:
-                forecast = self.forecast(larger)
+                forecast = self.glance(larger)
+                lowers = self._is_lower(forecast, found.forecast)
             except MemfitError:
                 refused[lever.name] = lever
                 self._see_whether_it_goes_alone(lever)
                 continue
-            if forecast.device_bytes < found.forecast.device_bytes:
+            if lowers:
                 found, useless = Found(larger, forecast), set()
             else:
                 useless.add(lever.name)
         together = tuple(lever for lever in refused.values() if lever.name not in self.refused)
         return Found(found.levers, found.forecast, together)
+
+    def _is_lower(self, forecast: Forecast, before: Forecast) -> bool:
+        """A bound that is no higher than a forecast says little of the two."""
+        if before.is_bound and not forecast.is_bound and forecast.device_bytes >= before.device_bytes:
+            before = self.forecasts.of(before.workload)
+        if forecast.is_bound and not before.is_bound and forecast.device_bytes < before.device_bytes:
+            forecast = self.forecasts.of(forecast.workload)
+        return forecast.device_bytes < before.device_bytes
 
     def _see_whether_it_goes_alone(self, lever: Lever) -> None:
         refusal = self.forecasts.refusal(apply(self.workload, [lever]))
@@ -161,6 +179,20 @@ class Search:
             if smaller == chosen:
                 return Found(chosen, self.forecast(chosen))
             chosen = smaller
+
+    def fewer(self, found: Found) -> Found | None:
+        """One change less that costs time, where others of the set that do go as far as they can instead."""
+        for lever in reversed(found.levers):
+            others = tuple(each for each in found.levers if each is not lever)
+            further = self.ordered(self._strongest(each) if each.cost == "time" else each for each in others)
+            if lever.cost == "time" and further != others and self.fits(further):
+                return self.shrunk(Found(further, self.forecast(further)))
+        return None
+
+    def _strongest(self, lever: Lever) -> Lever:
+        """Of its group, at the same cost."""
+        alike = [each for each in self.groups[lever.group] if each.cost == lever.cost]
+        return next((each for each in reversed(alike) if each.name not in self.refused), lever)
 
     def one_step_back(self, chosen: Set) -> tuple[Lever, Set] | None:
         """The set with the next weaker lever in place of its last one; None where there is none."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from memfit.advice.forecast import Forecast
 from memfit.advice.lever import CACHED, Lever
-from memfit.advice.search import can_lower
+from memfit.advice.search import Found, can_lower
 from memfit.units import gib
 
 Why = Literal["would not help", "not needed", "unavailable"]
@@ -32,31 +32,35 @@ class SetAside:
 
 
 def set_aside(
-    levers: Sequence[Lever], chosen: Sequence[Lever], before: Forecast, after: Forecast, refused: Mapping[str, str]
+    levers: Sequence[Lever], found: Found, before: Forecast, refused: Mapping[str, str]
 ) -> tuple[SetAside, ...]:
-    """One for each group, under its strongest lever that is to be had; a group of the answer goes without saying."""
-    taken = {lever.group for lever in chosen}
+    """One for each group, under its strongest lever that is to be had; a group of the answer goes without saying.
+    `refused` cannot be planned even alone."""
+    taken = {lever.group for lever in found.levers}
     strongest = {lever.group: lever for lever in levers if lever.missing is None}
-    return tuple(_reasons(levers, taken, strongest, before, after, refused))
+    return tuple(
+        _reason(lever, found, before, refused)
+        for lever in levers
+        if lever.missing is not None
+        or lever.name in refused
+        or (lever.group not in taken and strongest[lever.group] is lever)
+    )
 
 
-def _reasons(
-    levers: Sequence[Lever], taken: set[str], strongest: Mapping[str, Lever], before: Forecast, after: Forecast,
-    refused: Mapping[str, str],
-) -> Iterator[SetAside]:  # fmt: skip
-    for lever in levers:
-        if lever.missing is not None:
-            yield _aside(lever, "unavailable", f"needs {lever.missing}, which is not installed")
-        elif lever.name in refused:
-            yield _aside(lever, "unavailable", refused[lever.name])
-        elif lever.group in taken or lever is not strongest[lever.group]:
-            continue
-        elif not can_lower(lever, before) and not can_lower(lever, after):
-            yield _aside(lever, "would not help", _nothing_there(lever, before))
-        elif not after.fits:
-            yield _aside(lever, "would not help", _nothing_there(lever, after))
-        else:
-            yield _aside(lever, "not needed", "the changes of the answer are enough")
+def _reason(lever: Lever, found: Found, before: Forecast, refused: Mapping[str, str]) -> SetAside:
+    after = found.forecast
+    if lever.missing is not None:
+        return _aside(lever, "unavailable", f"needs {lever.missing}, which is not installed")
+    if lever.name in refused:
+        return _aside(lever, "unavailable", refused[lever.name])
+    if lever in found.refused:
+        return _aside(lever, "unavailable", "it does not go together with the others")
+    if not can_lower(lever, before) and not can_lower(lever, after):
+        return _aside(lever, "would not help", _nothing_there(lever, before))
+    if after.fits:
+        return _aside(lever, "not needed", "the changes of the answer are enough")
+    why = "with it the peak is no lower" if can_lower(lever, after) else _nothing_there(lever, after)
+    return _aside(lever, "would not help", why)
 
 
 def _aside(lever: Lever, why: Why, reason: str) -> SetAside:

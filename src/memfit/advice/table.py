@@ -4,8 +4,8 @@ Two guides end in such a table, and in a matrix of what to run on which card. Th
 what `memfit plan` says of that job, and each cell what it says of that card. For pruning there are two rows: memfit's
 own way, which streams the model, and the public code's, which has all of it on the card.
 
-Not every cell needs a plan of its own. A card that is far smaller than what a job needs fails, and one that is larger
-than a card on which it is safe is safe; what lies between is planned on that very card, with its own kernels.
+Not every cell needs a plan of its own. Far below what a job needs a card fails; far above, and above a card on which
+the job is safe, it is safe; what lies between is planned on that very card, with its own kernels.
 """
 
 from __future__ import annotations
@@ -14,14 +14,23 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from memfit.advice.guide_claims import DECISIONS, EXAMPLES, QUICK_REFERENCE, Claim, QuickReference
+from memfit.advice.guide_claims import DECISIONS, EXAMPLES, GB, QUICK_REFERENCE, SAVINGS, QuickReference
+from memfit.advice.guide_verdicts import (
+    CheckedClaim,
+    CheckedSaving,
+    beside_weights,
+    check_claim,
+    check_saving,
+    difference,
+)
+from memfit.advice.pruning_ways import STREAMED, WHOLE, Plans
 from memfit.errors import MemfitError, UnknownName, UsageError
 from memfit.gpus import Gpu, find_gpu
 from memfit.jobs.workload import KINDS, Workload
 from memfit.models.registry import resolve
+from memfit.planning.predict import SAFE_SHARE
 
 if TYPE_CHECKING:
     from memfit.planning.predict import Plan, Verdict
@@ -29,7 +38,7 @@ if TYPE_CHECKING:
 SCHEMA = "memfit.table/1"
 MODELS = tuple(row.model for row in QUICK_REFERENCE)
 WORKLOADS = ("prune", "lora", "train", "forward", "generate")
-GPUS = ("8GB", "12GB", "16GB", "24GB", "40GB", "80GB")
+GPUS = ("8GB", "12GB", "16GB", "24GB", "40GB", "48GB", "80GB", "141GB")
 MOST_ROWS = 1000
 SETTINGS: dict[str, dict[str, Any]] = {
     "prune": {},
@@ -39,12 +48,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "generate": {"new_tokens": 128},
 }
 """What each workload is planned with, beside one sequence of --seq-len tokens in bf16; a generation ends there."""
-STREAMED, WHOLE = "streamed", "whole"
 FAR = 1.25
 """Cards choose among kernels whose needs differ by less than this."""
 FLASH = (8, 0)
 """From here on every card has fused attention; an older one may need more than a smaller newer one."""
-GB = 10**9
 
 OnStep = Callable[[str, int, int], None]
 """What is planned next, and how many of how many steps are done."""
@@ -77,11 +84,10 @@ class Row:
 
     def to_json(self) -> dict[str, Any]:
         plan = self.plan
-        weights = plan.report.breakdown["weights"]
         return {
             "model": plan.model, "parameters": plan.parameters, "workload": self.workload.kind, "way": self.way,
             "settings": self.workload.settings(),
-            "weights_bytes": weights, "activations_bytes": plan.peak.allocated_bytes - weights,
+            "weights_bytes": plan.report.breakdown["weights"], "activations_bytes": beside_weights(plan),
             "total_bytes": plan.peak.device_bytes, "smallest_bytes": plan.smallest_gpu_bytes,
             "breakdown": plan.report.breakdown,
             "cells": {name: dataclasses.asdict(cell) for name, cell in self.cells.items()},
@@ -91,44 +97,37 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checked:
-    """A claim of a guide with both ways planned on the card that it names."""
-
-    claim: Claim
-    card: Gpu
-    whole: Plan
-    whole_by_default: Plan
-    """With the default length and number of windows, where the guide says that less is needed."""
-    streamed: Plan
-    """With the defaults."""
-
-    def to_json(self) -> dict[str, Any]:
-        claim = self.claim
-        device = self.whole.peak.device_bytes
-        return {
-            "guide": claim.guide, "said": claim.said, "note": claim.settings or None, "model": self.whole.model,
-            "gpu": claim.gpu, "capacity_bytes": self.card.capacity_bytes,
-            "seq_len": claim.seq_len, "nsamples": claim.nsamples,
-            "guide_verdict": claim.verdict, "guide_bytes": _bytes(claim.total),
-            "whole_bytes": device, "whole_verdict": self.whole.verdict,
-            "whole_by_default_bytes": self.whole_by_default.peak.device_bytes,
-            "whole_by_default_verdict": self.whole_by_default.verdict,
-            "difference_bytes": _difference(device, claim.total),
-            "streamed_bytes": self.streamed.peak.device_bytes, "streamed_verdict": self.streamed.verdict,
-        }  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True)
 class Table:
     seq_len: int
     nsamples: int
     cards: Mapping[str, Gpu]
     rows: tuple[Row, ...]
-    decisions: tuple[Checked, ...]
-    examples: tuple[Checked, ...]
+    decisions: tuple[CheckedClaim, ...]
+    examples: tuple[CheckedClaim, ...]
+    savings: tuple[CheckedSaving, ...]
     left_out: tuple[str, ...]
     """Jobs that cannot be planned, and why."""
     seconds: float
+
+    def __repr__(self) -> str:
+        return f"<Table: {len(self.rows)} jobs on {', '.join(self.cards)}>"
+
+    def __str__(self) -> str:
+        from memfit.render.table_terminal import show_table
+        from memfit.render.text import as_text
+
+        return as_text(show_table, self.to_json())
+
+    def to_markdown(self) -> str:
+        from memfit.render.table_text import as_markdown
+
+        return as_markdown(self.to_json())
+
+    def to_csv(self) -> str:
+        """The rows alone, sizes in bytes."""
+        from memfit.render.table_text import as_csv
+
+        return as_csv(self.to_json())
 
     def to_json(self) -> dict[str, Any]:
         """memfit.table/1"""
@@ -142,15 +141,19 @@ class Table:
             "matrix": [self._decision(label) for label in self.cards],
             "guide_matrix": [each.to_json() for each in self.decisions],
             "guide_examples": [each.to_json() for each in self.examples],
+            "guide_savings": [each.to_json() for each in self.savings],
             "notes": list(self.notes()), "seconds": round(self.seconds, 3),
         }  # fmt: skip
 
     def notes(self) -> Iterator[str]:
         yield "predicted, not measured; total is what nvidia-smi shows at the peak, kernels and context as on the H200"
         yield "activations are all that is alive at the peak beside weights"
-        yield "smallest: the first card on which the job fits; recommended: the first with a tenth to spare"
+        yield "smallest: the first of these cards on which the job fits; recommended: the first with a tenth to spare"
+        if any(row.way == STREAMED for row in self.rows):
+            yield "pruning: streamed as `memfit prune` does it; whole as the public code does, all weights on the card"
+            yield "streamed pruning goes by what is free: on a small card it takes less than its total"
         if any(row.guide for row in self.rows):
-            yield "the guide's GB are 10^9 bytes, and are about the whole model on the card"
+            yield "the guide's table is about the whole model on the card; its GB are 10^9 bytes"
         yield from (f"left out: {why}" for why in self.left_out)
 
     def _decision(self, label: str) -> dict[str, Any]:
@@ -170,38 +173,61 @@ class Table:
 
 
 def make_table(
-    models: Sequence[str] = MODELS, workloads: Sequence[str] = WORKLOADS, gpus: Sequence[str] = GPUS, *,
-    seq_len: int = 2048, nsamples: int = 128, guides: bool = True, on_step: OnStep = lambda what, done, total: None,
+    models: Sequence[str] | str = MODELS, workloads: Sequence[str] | str = WORKLOADS, gpus: Sequence[str] | str = GPUS,
+    *, seq_len: int = 2048, nsamples: int = 128, guides: bool = True,
+    on_step: OnStep = lambda what, done, total: None,
 ) -> Table:  # fmt: skip
-    """Raises UsageError for what is wrong with a name before anything is planned."""
+    """Plan every model for every workload, and say which of the cards it fits on; `print` shows it.
+
+    Names are those of `memfit plan`: models, kinds of jobs, cards or sizes; one of them, several with commas, or a
+    list. `guides` adds what people's guides say of the same jobs. A wrong name is an error before anything is planned;
+    a job that cannot be planned is left out, with the reason among the notes.
+    """
     started = time.perf_counter()
-    cards = _cards(gpus)
-    jobs = jobs_of(models, workloads, seq_len=seq_len, nsamples=nsamples)
-    pruned = {resolve(work.model).name for work, _ in jobs if work.kind == "prune"}
-    claims = [claim for claim in (*DECISIONS, *EXAMPLES) if guides and resolve(claim.model).name in pruned]
-    steps = len(jobs) + len(claims)
+    cards = _cards(_listed(gpus))
+    jobs = jobs_of(_listed(models), _listed(workloads), seq_len=seq_len, nsamples=nsamples)
+    pruned = {resolve(work.model).name for work, _ in jobs if work.kind == "prune"} if guides else set()
+    claims = [claim for claim in (*DECISIONS, *EXAMPLES) if resolve(claim.model).name in pruned]
+    savings = [saving for saving in SAVINGS if resolve(saving.model).name in pruned]
+    steps = _Steps(on_step, len(jobs) + len(claims) + len(savings))
+    plans = Plans()
     rows: list[Row] = []
     refused: list[tuple[str, MemfitError]] = []
     for work, way in jobs:
         name = f"{work.kind} of {work.model}"
-        on_step(name, len(rows) + len(refused), steps)
+        steps.next(name)
         try:
-            rows.append(_row(work, way, cards))
+            rows.append(_row(work, way, cards, plans))
         except MemfitError as error:
             refused.append((name, error))
     if refused and not rows:
         raise refused[0][1]
-    checked: dict[Claim, Checked] = {}
-    for claim in claims:
-        on_step(claim.said, len(jobs) + len(checked), steps)
-        checked[claim] = _checked(claim)
+    checked = {claim: check_claim(claim, plans) for claim in claims if steps.next(claim.said)}
     return Table(
         seq_len=seq_len, nsamples=nsamples, cards=cards, rows=tuple(rows),
         decisions=tuple(checked[claim] for claim in DECISIONS if claim in checked),
         examples=tuple(checked[claim] for claim in EXAMPLES if claim in checked),
+        savings=tuple(check_saving(saving, plans) for saving in savings if steps.next(saving.said)),
         left_out=tuple(dict.fromkeys(f"{name}: {error.message}" for name, error in refused)),
         seconds=time.perf_counter() - started,
     )  # fmt: skip
+
+
+class _Steps:
+    """How far it is."""
+
+    def __init__(self, on_step: OnStep, total: int) -> None:
+        self.on_step, self.total, self.done = on_step, total, 0
+
+    def next(self, what: str) -> bool:
+        self.on_step(what, self.done, self.total)
+        self.done += 1
+        return True
+
+
+def _listed(names: Sequence[str] | str) -> Sequence[str]:
+    """`"7b,13b"` is what it is on the command line; it is no list of letters."""
+    return [name.strip() for name in names.split(",") if name.strip()] if isinstance(names, str) else names
 
 
 def jobs_of(
@@ -210,22 +236,25 @@ def jobs_of(
     """Each with its way of doing it, where there are two."""
     for name in workloads:
         if name not in KINDS:
-            raise UnknownName("workload", name, list(KINDS))
+            raise UnknownName("workload", name, list(KINDS), more=f"workloads: {', '.join(KINDS)}")
     if len(models) * len(workloads) > MOST_ROWS:
         raise UsageError(f"{len(models)} models and {len(workloads)} workloads are more than {MOST_ROWS} rows")
     for model in models:
         resolve(model)
     jobs: list[tuple[Workload, str | None]] = []
     for kind in workloads:
-        for model in models:
-            settings = {**SETTINGS[kind], "kind": kind, "model": model, "seq_len": seq_len}
-            if kind == "prune":
-                settings["nsamples"] = nsamples
-            elif kind == "generate":
-                settings["seq_len"] = max(seq_len - settings["new_tokens"], 1)
-            work = Workload.from_mapping(settings)
-            jobs += [(work, STREAMED), (work, WHOLE)] if kind == "prune" else [(work, None)]
+        works = [_workload(kind, model, seq_len, nsamples) for model in models]
+        jobs += [(work, way) for way in ((STREAMED, WHOLE) if kind == "prune" else (None,)) for work in works]
     return jobs
+
+
+def _workload(kind: str, model: str, seq_len: int, nsamples: int) -> Workload:
+    settings = {**SETTINGS[kind], "kind": kind, "model": model, "seq_len": seq_len}
+    if kind == "prune":
+        settings["nsamples"] = nsamples
+    elif kind == "generate":
+        settings["seq_len"] = max(seq_len - settings["new_tokens"], 1)
+    return Workload.from_mapping(settings)
 
 
 def _cards(gpus: Sequence[str]) -> dict[str, Gpu]:
@@ -234,39 +263,25 @@ def _cards(gpus: Sequence[str]) -> dict[str, Gpu]:
     return dict(sorted(cards.items(), key=lambda item: item[1].capacity_bytes))
 
 
-def _row(work: Workload, way: str | None, cards: Mapping[str, Gpu]) -> Row:
-    planned = _planner(work, way)
-    plan = planned(None)
+def _row(work: Workload, way: str | None, cards: Mapping[str, Gpu], plans: Plans) -> Row:
+    plan = plans.of(work, way, None)
     guide = None
     if way == WHOLE and (work.seq_len, work.nsamples) == (2048, 128):
         guide = next((row for row in QUICK_REFERENCE if resolve(row.model).name == plan.model), None)
+
+    def planned(card: Gpu) -> Plan:
+        return plans.of(work, way, card)
+
     return Row(workload=work, way=way, plan=plan, guide=guide, cells=_cells(planned, plan, cards, way == STREAMED))
 
 
-def _planner(work: Workload, way: str | None) -> Callable[[Gpu | None], Plan]:
-    return lambda card: _planned(work, way, card)
-
-
-@lru_cache(maxsize=8)
-def _planned(work: Workload, way: str | None, card: Gpu | None) -> Plan:
-    """A guide's claims are about few jobs, one after the other."""
-    if way == WHOLE:
-        from memfit.planning.whole_model_pruning import predict_whole_model_pruning
-
-        return predict_whole_model_pruning(work, card)
-    from memfit.planning.predict import predict
-
-    return predict(work, gpu=card)
-
-
-def _cells(
-    planned: Callable[[Gpu | None], Plan], plan: Plan, cards: Mapping[str, Gpu], adapts: bool
-) -> dict[str, Cell]:
+def _cells(planned: Callable[[Gpu], Plan], plan: Plan, cards: Mapping[str, Gpu], adapts: bool) -> dict[str, Cell]:
     """A job that `adapts` to its card may need less on a small one."""
     cells: dict[str, Cell] = {}
     safe = False
     for label, card in cards.items():
-        if safe and card.arch >= FLASH:
+        much_room = FAR * plan.peak.device_bytes <= SAFE_SHARE * card.capacity_bytes
+        if (safe or much_room) and card.arch >= FLASH:
             cells[label] = Cell(verdict="safe", device_bytes=None)
         elif not adapts and plan.smallest_gpu_bytes > FAR * card.capacity_bytes:
             cells[label] = Cell(verdict="fails", device_bytes=None)
@@ -278,30 +293,10 @@ def _cells(
     return cells
 
 
-def _checked(claim: Claim) -> Checked:
-    card = find_gpu(claim.gpu)
-    default = Workload(kind="prune", model=claim.model)
-    asked = dataclasses.replace(default, seq_len=claim.seq_len, nsamples=claim.nsamples)
-    whole, streamed = _planner(asked, WHOLE)(card), _planner(default, STREAMED)(card)
-    by_default = whole if asked == default else _planner(default, WHOLE)(card)
-    return Checked(claim=claim, card=card, whole=whole, whole_by_default=by_default, streamed=streamed)
-
-
 def _beside(guide: QuickReference, plan: Plan) -> dict[str, Any]:
     return {
-        "said": guide.said, "weights_bytes": int(guide.weights * GB), "activations_bytes": _bytes(guide.activations),
-        "total_bytes": _bytes(guide.total), "smallest_gpu": guide.smallest, "recommended_gpu": guide.recommended,
-        "difference_bytes": _difference(plan.peak.device_bytes, guide.total),
+        "said": guide.said, "weights_bytes": int(guide.weights * GB),
+        "activations_bytes": list(guide.activations_bytes), "total_bytes": list(guide.total_bytes),
+        "smallest_gpu": guide.smallest, "recommended_gpu": guide.recommended,
+        "difference_bytes": difference(plan.peak.device_bytes, guide.total_bytes),
     }  # fmt: skip
-
-
-def _bytes(said: tuple[float, float] | None) -> list[int] | None:
-    return None if said is None else [int(end * GB) for end in said]
-
-
-def _difference(predicted: int, said: tuple[float, float] | None) -> int | None:
-    """How much the prediction lies above the guide's range, or below it; 0 inside."""
-    if said is None:
-        return None
-    least, most = (int(end * GB) for end in said)
-    return predicted - most if predicted > most else predicted - least if predicted < least else 0

@@ -10,7 +10,7 @@ going on, and one is called the likeliest only where it is well ahead.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from memfit.advice.fingerprints import Factor, Fingerprint, fingerprints_of, fingerprints_of_lora
@@ -27,10 +27,13 @@ a usual number; an unusual one; any that fits. A length that was searched for ha
 SEARCHED_MODEL = 4
 RIGHT_LINE, OTHER_LINE, RIGHT_PHASE, WRONG_PHASE = 5, -2, 1, -3
 """Points of the moment: the failing line works on such a tensor, or on another; it is made in this phase, or not."""
-WRONG_TYPE = -3
+WRONG_TYPE = -6
 """Two bytes an element where everything is fp32."""
+PART = -2
+"""One row where the run has several."""
 MOST_USUAL_ROWS = 64
 MAX_ROWS, MIN_TOKENS, MAX_TOKENS = 1 << 12, 64, 1 << 18
+OF_PRUNING = ("hessian", "sort")
 CALIBRATION_SAMPLES = (128, 256, 512, 64, 32, 1024)
 
 
@@ -47,6 +50,10 @@ class RunClues:
     hints: frozenset[str] = frozenset()
     """What the failing lines of code work on: logits, attention, attention-output, mlp, calibration, weights,
     kv-cache, hessian, sort."""
+    written: tuple[tuple[int, ...], int] | None = None
+    """The shape and the bytes of an element, where the failing line spells them out, as compiled code does."""
+    card_bytes: int | None = None
+    """Of the card, where the message tells it: a model that no card of that size holds was not on it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,18 +116,54 @@ def _readings(intervals: tuple[Interval, ...], models: tuple[Dimensions, ...], r
     made: dict[tuple[str, tuple[Factor, ...], int], Reading] = {}
     for low, high in intervals:
         adapters = [(each, ()) for each in fingerprints_of_lora(run.rank, models)] if run.rank else []
-        for fingerprint, names in (*fingerprints_of(models or known_dimensions()), *adapters):
+        for fingerprint, names in (*fingerprints_of(models or _holdable(run.card_bytes)), *adapters):
             for reading in _matches(fingerprint, names, low, high, run, models, sure):
                 key = reading.tensor, reading.factors, reading.itemsize
                 made[key] = max(made.get(key, reading), reading, key=lambda each: each.points)
         if not models:
             for reading in _cubes(low, high):
                 made[reading.tensor, reading.factors, reading.itemsize] = reading
+    written = _as_written(intervals, run, made.values())
+    if written is not None:
+        made = {(written.tensor, written.factors, written.itemsize): written}
+    elif not models:
+        made = {key: reading for key, reading in made.items() if _may_be_of_any(reading, run.hints)}
     ranked = sorted(made.values(), key=lambda each: (-each.points, abs(each.nbytes - intervals[0][1]), each.tensor))
     why = (
         "" if ranked else "no product of the model's sizes gives it" if models else "no tensor of a known model has it"
     )
-    return Readings(intervals, tuple(_few_of_each(ranked)), why, sure and run != RunClues())
+    known = replace(run, card_bytes=None) != RunClues()
+    return Readings(intervals, tuple(_few_of_each(ranked)), why, (sure and known) or written is not None)
+
+
+def _as_written(intervals: Sequence[Interval], run: RunClues, found: Iterable[Reading]) -> Reading | None:
+    """What the failing line spells out, by the name of the one reading that has its very shape."""
+    if run.written is None:
+        return None
+    shape, itemsize = run.written
+    plain = Reading(
+        kind="written", tensor="the buffer that the failing line makes", itemsize=itemsize, models=(), known=True,
+        factors=tuple(Factor(symbol="", value=side) for side in shape), points=OF_THE_RUN + RIGHT_LINE,
+    )  # fmt: skip
+    if not any(low <= plain.nbytes <= high for low, high in intervals):
+        return None
+    named = [
+        each for each in found
+        if each.nbytes == plain.nbytes and each.itemsize == itemsize and each.factors[-1].value == shape[-1]
+    ]  # fmt: skip
+    return replace(named[0], known=True, points=plain.points) if len(named) == 1 else plain
+
+
+def _may_be_of_any(reading: Reading, hints: frozenset[str]) -> bool:
+    """Of all models some tensor has any size: only what the failing line makes counts, and of pruning only there."""
+    return reading.kind in hints if hints else reading.kind not in OF_PRUNING
+
+
+@lru_cache(maxsize=64)
+def _holdable(card_bytes: int | None) -> tuple[Dimensions, ...]:
+    """Models whose weights, at half a byte each, are no larger than the card."""
+    known = known_dimensions()
+    return known if card_bytes is None else tuple(each for each in known if (each.parameters or 0) // 2 <= card_bytes)
 
 
 def _few_of_each(ranked: Iterable[Reading]) -> list[Reading]:
@@ -170,6 +213,8 @@ def _free(
     if print_.free == "":
         if low <= 1 <= high:
             yield (), KNOWN if sure else SEARCHED_MODEL
+    elif print_.kind == "kv-cache" and run.batch_size and run.seq_len:
+        yield from _so_far(low, high, run.batch_size, run.seq_len)
     elif print_.free == "tokens":
         yield from _tokens(low, high, run, arbitrary=print_.kind == "logits" and (sure or "logits" in run.hints))
     elif print_.free == "samples-length":
@@ -184,7 +229,7 @@ def _tokens(low: int, high: int, run: RunClues, *, arbitrary: bool) -> Iterator[
         yield (Factor(symbol="rows", value=rows), Factor(symbol="tokens", value=length)), OF_THE_RUN
         return
     if length and low <= length <= high:
-        yield (Factor(symbol="tokens", value=length),), KNOWN
+        yield (Factor(symbol="tokens", value=length),), KNOWN + (PART if rows and rows > 1 else 0)
         return
     if length and length < low:
         count = high // length
@@ -202,6 +247,14 @@ def _tokens(low: int, high: int, run: RunClues, *, arbitrary: bool) -> Iterator[
         yield (tokens,), roundness(found) - (1 if rows and length else 0) - beyond
     elif arbitrary:
         yield (tokens,), ANY - beyond
+
+
+def _so_far(low: int, high: int, rows: int, length: int) -> Iterator[tuple[tuple[Factor, ...], int]]:
+    """Of a cache: as many tokens for each row as the prompt has, or more by what was made since."""
+    least, most = max(-(-low // rows), length), high // rows
+    if least <= most:
+        tokens = Factor(symbol="tokens", value=least, least=least, most=most)
+        yield (Factor(symbol="rows", value=rows), tokens), OF_THE_RUN if least < 2 * length else POSSIBLE
 
 
 def _samples(

@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from memfit.cli import output
-from memfit.errors import InputError
 
 
 def export(
@@ -36,9 +35,7 @@ def export(
     output.check_free(target, "--output", force)
     with output.working(f"reading {file.name}"):
         run = open_run(file, device=device)
-        try:
+        with output.writing(target, "--output"):
             write_export(run, format_, target)
-        except OSError as error:
-            raise InputError(f"--output {str(target)!r} cannot be written: {error.strerror}") from error
     output.say(str(target))
     output.note(f"for {format_.opens_in}")

@@ -11,6 +11,8 @@ from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
 
+A_SENTENCE = 200
+
 
 class _Late:
     """In place of the method that makes an option's converter, and of the converter."""
@@ -48,3 +50,10 @@ class Command(TyperCommand):
 class Group(TyperGroup):
     def get_params(self, ctx: Any) -> list[Any]:
         return _late(super().get_params(ctx))
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """What a command does is wrapped where it takes more than a line: typer would cut it off."""
+        with formatter.section("Commands"):
+            formatter.write_dl(
+                [(name, self.commands[name].get_short_help_str(A_SENTENCE)) for name in self.list_commands(ctx)]
+            )

@@ -62,13 +62,24 @@ def note_lines(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+@contextmanager
+def writing(path: Path, flag: str) -> Iterator[None]:
+    """A file that cannot be written is told in the words of the flag that named it."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"{flag} {str(path)!r} cannot be written: {error.strerror}") from error
+
+
 def check_free(path: Path, flag: str, force: bool) -> None:
     """Nothing is overwritten unasked; and what cannot be written is told before the work is done."""
-    if path.is_dir():
+    with writing(path, flag):  # a name may be too long to be asked about
+        is_folder, has_folder, exists = path.is_dir(), path.parent.is_dir(), path.exists()
+    if is_folder:
         raise InputError(f"{flag} {str(path)!r} is a folder", hint="name the file that should be written")
-    if not path.parent.is_dir():
+    if not has_folder:
         raise InputError(f"{flag} {str(path)!r}: there is no folder {str(path.parent)!r}")
-    if path.exists() and not force:
+    if exists and not force:
         raise InputError(f"{flag} {str(path)!r} already exists", hint="--force overwrites it")
 
 

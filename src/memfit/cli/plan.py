@@ -10,11 +10,10 @@ import typer
 from memfit.cli import late_conversion, output
 from memfit.cli.batch import batch
 from memfit.cli.options import with_options_of
-from memfit.errors import InputError
 from memfit.jobs.workload import KINDS, Workload
 
 if TYPE_CHECKING:
-    from memfit.core.events import Trace
+    pass
 
 FAILS = 1
 
@@ -63,13 +62,14 @@ def _plan(
 ) -> int:
     check_names(workload.model, gpu)
     if save_trace is not None:
-        _check_free(save_trace, force)
+        output.check_free(save_trace, "--save-trace", force)
     with output.working(f"tracing {workload.model}"):
         from memfit.planning.predict import predict
 
         made = predict(workload, gpu=gpu, trace_cache=not no_trace_cache)
     if save_trace is not None:
-        _save(made.trace, save_trace)
+        with output.writing(save_trace, "--save-trace"):
+            made.trace.save(save_trace)
     if json:
         output.print_json(made.to_json())
     else:
@@ -87,20 +87,6 @@ def check_names(model: str, gpu: str | None) -> None:
     if gpu is not None:
         find_gpu(gpu)
     resolve(model)
-
-
-def _check_free(path: Path, force: bool) -> None:
-    if not path.parent.is_dir():
-        raise InputError(f"--save-trace {str(path)!r}: there is no folder {str(path.parent)!r}")
-    if path.exists() and not force:
-        raise InputError(f"--save-trace {str(path)!r} already exists", hint="--force overwrites it")
-
-
-def _save(trace: Trace, path: Path) -> None:
-    try:
-        trace.save(path)
-    except OSError as error:
-        raise InputError(f"--save-trace {str(path)!r} cannot be written: {error.strerror}") from error
 
 
 def _register(kind: str) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from memfit.cli import output
 from memfit.errors import InputError, UsageError
+
+if TYPE_CHECKING:
+    from memfit.jobs.profile import Profiled, ProfileSettings
 
 SCHEMA = "memfit.profile/1"
 PREDICT = "predict"
@@ -74,21 +77,12 @@ def _profile(
         context_length=context_length, batch_size=batch_size, warmup_steps=warmup_steps, measure_steps=measure_steps,
         dtype=dtype if use_mixed_precision else None,  # type: ignore[arg-type]
     )  # fmt: skip
-    path = output_file or RESULTS / settings.file_name
-    _check_output(path, force, made=output_file is None)
+    path = _place(output_file, settings, force)
     profiler = _profiler(device, gpu)
     with output.working(f"profiling {settings.model}"):
         found = profiler(settings)
-    from memfit.core.snapshot_write import save_snapshot
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save_snapshot(found.snapshot, path)
-    document = {
-        "schema": SCHEMA, "origin": found.origin, "gpu": found.gpu, "workload": settings.workload().settings(),
-        "peak": {"allocated_bytes": found.peak_allocated_bytes, "reserved_bytes": found.peak_reserved_bytes},
-        "phases": [{"name": name, "allocated_bytes": size} for name, size in found.phases.items()],
-        "snapshot": str(path), "notes": list(found.notes),
-    }  # fmt: skip
+    _save(found, path)
+    document = _document(settings, found, path)
     if json:
         output.print_json(document)
     else:
@@ -137,7 +131,7 @@ def suite(
     return 0
 
 
-def _profiler(device: str, gpu: str | None) -> Callable[[Any], Any]:
+def _profiler(device: str, gpu: str | None) -> Callable[[ProfileSettings], Profiled]:
     if device == PREDICT:
         from memfit.planning.profiled import predict_profile
 
@@ -150,10 +144,27 @@ def _profiler(device: str, gpu: str | None) -> Callable[[Any], Any]:
     return lambda settings: profile_on_gpu(settings, device)
 
 
-def _check_output(path: Path, force: bool, *, made: bool) -> None:
+def _place(asked: Path | None, settings: ProfileSettings, force: bool) -> Path:
+    path = asked or RESULTS / settings.file_name
     if path.suffix not in (".pickle", ".pkl", ".json"):
         raise UsageError(f"--output {str(path)!r} has no known ending", hint="end its name in .pickle or .json")
-    if not made and not path.parent.is_dir():
-        raise InputError(f"--output {str(path)!r}: there is no folder {str(path.parent)!r}")
-    if path.exists() and not force:
-        raise InputError(f"{str(path)!r} already exists", hint="--force overwrites it")
+    if asked is not None or path.parent.is_dir():
+        output.check_free(path, "--output", force)
+    return path
+
+
+def _save(found: Profiled, path: Path) -> None:
+    from memfit.core.snapshot_write import save_snapshot
+
+    with output.writing(path, "--output"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_snapshot(found.snapshot, path)
+
+
+def _document(settings: ProfileSettings, found: Profiled, path: Path) -> dict[str, Any]:
+    return {
+        "schema": SCHEMA, "origin": found.origin, "gpu": found.gpu, "workload": settings.workload().settings(),
+        "peak": {"allocated_bytes": found.peak_allocated_bytes, "reserved_bytes": found.peak_reserved_bytes},
+        "phases": [{"name": name, "allocated_bytes": size} for name, size in found.phases.items()],
+        "snapshot": str(path), "notes": list(found.notes),
+    }  # fmt: skip

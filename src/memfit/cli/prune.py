@@ -102,14 +102,18 @@ def prune(
         eval_seqlen=eval_seqlen, zero_shot=eval_zero_shot, cache_dir=cache_dir, force=force,
         results_also_in=save if save_model is not None and save != save_model else None,
     )  # fmt: skip
-    with output.working(f"loading {model}"):
+    return _run(settings, options, json=json)
+
+
+def _run(settings: PruneSettings, options: RunOptions, *, json: bool) -> int:
+    with output.working(f"loading {settings.model}"):
         from memfit.jobs.pruning.out_of_memory import RanOut
         from memfit.jobs.pruning.run import run
     say = output.note_lines if json else output.say
     try:
         with _bar() as progress:
             listener = Listener(say=say, remark=output.note, progress=progress)
-            result = run(settings, options, listener, predict=_predicted if log_memory else None)
+            result = run(settings, options, listener, predict=_predicted if settings.log_memory else None)
     except RanOut as error:
         output.complain(error.message, error.hint)
         return DOES_NOT_FIT

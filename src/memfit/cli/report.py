@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from memfit.cli import output
-from memfit.errors import InputError
 
 
 def report(
@@ -42,10 +41,8 @@ def report(
         if html is not None:
             from memfit.render.html import write_page
 
-            try:
+            with output.writing(html, "--html"):
                 write_page(reported, html)
-            except OSError as error:
-                raise InputError(f"--html {str(html)!r} cannot be written: {error.strerror}") from error
     if json:
         output.print_json(reported.document)
     else:

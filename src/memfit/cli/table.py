@@ -30,7 +30,7 @@ def table(
     ] = None,
     gpus: Annotated[
         list[str] | None,
-        typer.Option("--gpus", metavar="NAMES", help="Cards or sizes. Default: 8GB,12GB,16GB,24GB,40GB,80GB."),
+        typer.Option("--gpus", metavar="NAMES", help="Default: 8GB,12GB,16GB,24GB,40GB,48GB,80GB,141GB."),
     ] = None,
     seq_len: Annotated[
         int, typer.Option("--seq-len", "--seqlen", "--context-length", metavar="N", help="Tokens in a sequence.")
@@ -46,10 +46,11 @@ def table(
     ] = "terminal",
     json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
 ) -> None:
-    """Show what each of many models takes for each of many workloads, and on which card it fits.
+    """Show models against workloads against cards: what fits where.
 
     The quick-reference table and the decision matrix of the guides on pruning, computed: weights, activations and total
-    of each job, the smallest card and the one to take, with the guides' own numbers beside them.
+    of each job in GiB, the smallest card and the one to take, with the guides' own numbers beside them. Half a minute;
+    seconds where its traces are known. CSV has the jobs alone, sizes in bytes.
     """
     if form not in FORMATS:
         raise UsageError(f"--format {form!r} is not one of {', '.join(FORMATS)}")

@@ -14,7 +14,7 @@ import typer
 
 from memfit.cli import output
 from memfit.core.whole_file import written_whole
-from memfit.errors import InputError, UsageError
+from memfit.errors import UsageError
 
 
 def watch(
@@ -75,24 +75,18 @@ def _csv(path: Path | None) -> Iterator[Callable[[list[list[Any]]], None]]:
         return
     from memfit.recording.machine import CSV_COLUMNS
 
-    try:
-        with path.open("a", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file)
-            if file.tell() == 0:
-                writer.writerow(CSV_COLUMNS)
+    with output.writing(path, "--csv"), path.open("a", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        if file.tell() == 0:
+            writer.writerow(CSV_COLUMNS)
 
-            def write(rows: list[list[Any]]) -> None:
-                writer.writerows(rows)
-                file.flush()
+        def write(rows: list[list[Any]]) -> None:
+            writer.writerows(rows)
+            file.flush()
 
-            yield write
-    except OSError as error:
-        raise InputError(f"--csv {str(path)!r} cannot be written: {error.strerror}") from error
+        yield write
 
 
 def _replace(path: Path, text: str) -> None:
-    try:
-        with written_whole(path) as beside:
-            beside.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"--prometheus {str(path)!r} cannot be written: {error.strerror}") from error
+    with output.writing(path, "--prometheus"), written_whole(path) as beside:
+        beside.write_text(text, encoding="utf-8")

@@ -332,7 +332,7 @@ class _Filling:
         number_of[births] = np.arange(len(births))
         about_blocks = out_actions <= Action.FREE_COMPLETED
         out_subjects = np.where(about_blocks, number_of[np.where(about_blocks, out_ids, 0)] if self.ids else 0, out_ids)
-        frame = self._frame(out_actions, out_subjects, births, labels, number_of, start)
+        frame = self._frame(out_actions, out_subjects, births, labels, number_of)
         return Filled(frame, source[births])
 
     def _alike(self) -> dict[Outline, list[int]]:
@@ -366,7 +366,7 @@ class _Filling:
     def _name(self, name: str) -> int:
         return self.names.setdefault(name, len(self.names))
 
-    def _frame(self, actions: Any, subjects: Any, births: Any, labels: Any, number_of: Any, start: Any) -> Trace:
+    def _frame(self, actions: Any, subjects: Any, births: Any, labels: Any, number_of: Any) -> Trace:
         stream = self.stream
         facts: dict[str, Any] = json.loads(stream.facts)
         if stream.lists:

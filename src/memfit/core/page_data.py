@@ -19,7 +19,7 @@ from memfit.core.lifetimes import BEFORE, Ints
 from memfit.core.report import QUIET_PHASES, any_layer
 from memfit.core.report_file import Reported
 from memfit.core.run import Run, stack_lines
-from memfit.core.timeline_samples import Samples, group_sums, sampled, top_groups
+from memfit.core.timeline_samples import group_sums, sampled, top_groups
 
 MAX_BLOCKS = 120_000
 MAX_STACK_LINES = 200_000
@@ -43,7 +43,7 @@ def _timeline(run: Run) -> dict[str, Any]:
     alive = course.lives.alive_at(course.peak_event)
     unit = _unit(run)
     blocks = _blocks(run)
-    groupings = [_by_category(run), *_by_name(run, samples, alive)]
+    groupings = [_by_category(run), *_by_name(run, alive)]
     words = _Words()
     kinds, kind_of = _kinds(run, blocks, words)
     return {
@@ -149,17 +149,17 @@ _STACKING = [
 ]  # fmt: skip
 
 
-def _by_name(run: Run, samples: Samples, alive: Ints) -> Iterable[tuple[str, list[str], Ints, list[str]]]:
+def _by_name(run: Run, alive: Ints) -> Iterable[tuple[str, list[str], Ints, list[str]]]:
     labels = run.labels
     if labels.stacks:
-        number, names = top_groups(run.course, samples, labels.line, labels.lines, alive, GROUPS)
+        number, names = top_groups(run.course, labels.line, labels.lines, alive, GROUPS)
         yield "line of code", names, number, []
     if len(labels.module) and labels.module.any():
         short: dict[str, int] = {}
         table = np.zeros(len(labels.modules), dtype=np.int64)
         for i in np.unique(labels.module).tolist():
             table[i] = short.setdefault(any_layer(labels.modules[i]) or "(no module)", len(short))
-        number, names = top_groups(run.course, samples, table[labels.module], list(short), alive, GROUPS)
+        number, names = top_groups(run.course, table[labels.module], list(short), alive, GROUPS)
         yield "module", names, number, []
 
 

@@ -63,9 +63,7 @@ def group_sums(course: Course, samples: Samples, group: Ints, groups: int) -> In
     return sums
 
 
-def top_groups(
-    course: Course, samples: Samples, number: Ints, names: Sequence[str], alive: Ints, count: int
-) -> tuple[Ints, list[str]]:
+def top_groups(course: Course, number: Ints, names: Sequence[str], alive: Ints, count: int) -> tuple[Ints, list[str]]:
     """A column with many names, renumbered: the `count` that weigh most, at the peak or over time, and the rest."""
     size = course.size
     at_peak = np.bincount(number[alive], weights=size[alive], minlength=len(names))

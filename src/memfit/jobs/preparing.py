@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -175,19 +176,31 @@ def _vocab_size(model: nn.Module) -> int:
 
 
 def _check_positions(model: nn.Module, workload: Workload) -> None:
-    """Learned positions are a table: a longer sequence fails on the GPU with an index error."""
+    """Positions in a table are a limit: a longer sequence fails on the GPU with an index error."""
     config = getattr(model, "config", None)
     own = getattr(model, "longest_sequence", None)  # of memfit's own models, whose rotations are tables too
     longest = own or getattr(config, "max_position_embeddings", None)
-    vocabulary = getattr(config, "vocab_size", None)
-    if not isinstance(longest, int) or workload.seq_len <= longest:
+    generates = workload.kind == "generate"
+    reached = workload.seq_len + (workload.new_tokens - 1 if generates else 0)  # the last token is not read
+    if not isinstance(longest, int) or reached <= longest:
         return
-    tables = [m for m in model.modules() if isinstance(m, nn.Embedding) and m.num_embeddings != vocabulary]
-    if own or any(longest <= table.num_embeddings <= longest + 16 for table in tables):
+    tables = _rows_of_tables(model, getattr(config, "vocab_size", None))
+    if own or any(longest <= rows <= longest + 16 for rows in tables):
+        more = f" and --new-tokens {workload.new_tokens}" if generates else ""
+        takes = f"together at most {longest + 1}" if generates else f"--seq-len {longest} is the longest it takes"
         raise UsageError(
-            f"--seq-len {workload.seq_len} is more than the {longest} positions that {workload.model} has",
-            hint=f"--seq-len {longest} is the longest it takes",
+            f"--seq-len {workload.seq_len}{more} is more than the {longest} positions that {workload.model} has",
+            hint=takes,
         )
+
+
+def _rows_of_tables(model: nn.Module, vocabulary: int | None) -> Iterator[int]:
+    """Learned ones, and those of sines that do not grow when they are too short."""
+    for module in model.modules():
+        if isinstance(module, nn.Embedding) and module.num_embeddings != vocabulary:
+            yield module.num_embeddings
+        elif not hasattr(module, "make_weights"):
+            yield from (b.shape[0] for b in module.buffers(recurse=False) if b.dim() == 2 and b.is_floating_point())
 
 
 def takes_labels(model: nn.Module) -> bool:

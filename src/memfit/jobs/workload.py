@@ -182,6 +182,13 @@ class Workload:
             made["clip_grad"] = clip > 0  # a norm to clip at: what it is does not change the memory
         return cls(**made)
 
+    @classmethod
+    def asked(cls, workload: Workload | None, settings: Mapping[str, Any]) -> Workload:
+        """Of a call in Python: settings beside a workload replace its own."""
+        if workload is None:
+            return cls.from_mapping(settings)
+        return cls.from_mapping({**workload.settings(), **settings}) if settings else workload
+
     def settings(self) -> dict[str, Any]:
         """As JSON: only what this kind of job reads."""
         unread = {name for name, kinds in _READ_BY.items() if self.kind not in kinds}

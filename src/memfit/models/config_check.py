@@ -119,11 +119,18 @@ def check_config(data: Mapping[str, Any], family: Family, where: str) -> dict[st
         for scalar in _scalars(key, value, where):
             _check_number(key, scalar, where)
     _check_stated(seen, family, where)
-    for key, value in seen.items():
+    for key, value in (*seen.items(), *_grouped(seen)):
         _check_value(key, value, family, where)
     _check_heads(seen, family, where)
     _check_weights(seen, family, where)
     return seen | {key: _dtype(seen[key], key, where) for key in ("dtype", "torch_dtype") if seen.get(key) is not None}
+
+
+def _grouped(data: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Settings one level down, such as the experts in DBRX's `ffn_config`."""
+    for value in data.values():
+        if isinstance(value, dict):
+            yield from value.items()
 
 
 def _scalars(key: str, value: object, where: str) -> Iterator[object]:

@@ -35,7 +35,7 @@ from memfit.models.config_check import (
     read_config,
     show,
 )
-from memfit.models.presets import Preset, find_preset, presets
+from memfit.models.presets import find_preset, presets
 
 if TYPE_CHECKING:
     import torch
@@ -60,11 +60,6 @@ class ModelSource:
     origin: str
     target: str
     """What to open: the preset's name, the config's path, or `module:factory`."""
-
-
-def list_presets() -> tuple[Preset, ...]:
-    """The shipped models, for a listing."""
-    return presets()
 
 
 def resolve(name: str) -> ModelSource:
@@ -204,15 +199,20 @@ def _config_class(data: dict[str, Any], where: str) -> Any:
         guess = f"did you mean {' or '.join(repr(n) for n in near)}?" if near else None
         raise InputError(f"{where}: transformers knows no model_type {show(model_type)}", hint=guess)
     config_class = CONFIG_MAPPING[model_type]
-    if getattr(config_class, "sub_configs", None):
-        parts = ", ".join(config_class.sub_configs)
-        why = f"{where}: a '{model_type}' model has several parts ({parts}); only text models are planned"
+    if parts := _parts_of(config_class):
+        why = f"{where}: a '{model_type}' model has several parts ({', '.join(parts)}); only text models are planned"
         raise InputError(why, hint="save its text_config as a config.json of its own")
     if config_class not in MODEL_FOR_CAUSAL_LM_MAPPING and config_class not in MODEL_FOR_MASKED_LM_MAPPING:
         raise InputError(
             f"{where}: a '{model_type}' model is no language model, causal or masked; memfit plans only those"
         )
     return config_class
+
+
+def _parts_of(config_class: Any) -> list[str]:
+    """Models inside the model; what has no type of its own is a group of settings, as MPT has for its attention."""
+    inner = getattr(config_class, "sub_configs", None) or {}
+    return [name for name, part in inner.items() if getattr(part, "model_type", None) != ""]
 
 
 def _family(config_class: Any, data: dict[str, Any]) -> Family:

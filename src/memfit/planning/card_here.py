@@ -40,6 +40,10 @@ def card_for(asked: str | None) -> Gpu | None:
     card = find_gpu(asked, flag="memory.gpu")
     if here is None or not is_size(asked):
         return card
+    return with_kernels_of(card, here)
+
+
+def with_kernels_of(card: Gpu, here: Gpu) -> Gpu:
     return dataclasses.replace(
         card, arch=here.arch, sm_count=here.sm_count, max_threads_per_sm=here.max_threads_per_sm,
         notes=(*card.notes[:-1], f"kernels as on the {here.name} that is here"),

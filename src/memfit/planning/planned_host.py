@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from memfit.jobs.pruning.memory import HostMemory
+from memfit.jobs.host_memory import HostMemory
 from memfit.jobs.training.offload.host import host_memory_by
 from memfit.planning.host_facts import HOST
 from memfit.tracing.tracer import Tracer

@@ -20,6 +20,7 @@ from memfit.core.replay import Replays, Timeline
 from memfit.core.report import Report, make_report
 from memfit.gpus import Gpu, find_gpu
 from memfit.jobs.workload import Workload
+from memfit.units import gib
 
 if TYPE_CHECKING:
     from memfit.planning.traced import Traced
@@ -54,6 +55,8 @@ class Fit:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
+    """What is predicted of a job. `print(plan)` shows all of it, `to_json()` is the same for programs."""
+
     workload: dict[str, Any]
     model: str
     parameters: int
@@ -72,6 +75,10 @@ class Plan:
     @property
     def verdict(self) -> Verdict | None:
         return self.fit.verdict if self.fit else None
+
+    def __repr__(self) -> str:
+        on = f" on {self.gpu.name}: {self.verdict}" if self.gpu else ""
+        return f"<Plan: {self.workload['kind']} of {self.model}, {gib(self.peak.device_bytes)}{on}>"
 
     def __str__(self) -> str:
         from memfit.render.text import plan_text
@@ -124,10 +131,12 @@ def predict(
     workload: Workload | None = None, *, gpu: str | Gpu | None = None, id: object = None, trace_cache: bool = True,
     **settings: Any,
 ) -> Plan:  # fmt: skip
-    """Predict a job's memory without a GPU. Settings are those of `memfit plan`, with underscores. `trace_cache=False`
-    neither reads nor keeps a trace (`planning/cache.py`)."""
+    """Predict a job's memory without a GPU.
+
+    Settings are those of `memfit plan`, with underscores: `kind` and `model` at least, `gpu` for a verdict. Those given
+    beside a workload replace its own. `trace_cache=False` neither reads nor keeps a trace (`planning/cache.py`)."""
     started = time.perf_counter()
-    work = workload or Workload.from_mapping(settings)
+    work = Workload.asked(workload, settings)
     card = find_gpu(gpu) if isinstance(gpu, str) else gpu
     config = AllocatorConfig.parse(work.alloc_conf)
 

@@ -20,10 +20,10 @@ import torch
 from memfit.core.events import Action, Trace
 from memfit.core.repeat import AFTER, BEFORE, LAST, NotRepeating
 from memfit.errors import InputError, UsageError
+from memfit.jobs.host_memory import HostMemory
 from memfit.jobs.preparing import DTYPES
 from memfit.jobs.pruning.decoder import Decoder
 from memfit.jobs.pruning.engine import Engine
-from memfit.jobs.pruning.memory import HostMemory
 from memfit.jobs.pruning.placement import MicroBatch
 from memfit.jobs.pruning.report import Outcome
 from memfit.jobs.pruning.settings import PruneSettings, Sparsity

@@ -222,13 +222,15 @@ def _what_to_try(work: Workload, job: TrainJob, plan: Plan) -> tuple[str, ...]:
     if plan.verdict != "fails":
         return ()
     gpu = job.config.memory.gpu or f"{plan.gpu.capacity_bytes if plan.gpu else 0}B"
-    words = ["memfit", "fit", work.kind, "--model", work.model, *_flags(work)]
+    words = ["memfit", "fit", work.kind, "--model", work.model, *unusual_flags(work)]
     words += ["--global-batch", str(job.batch.global_batch_size), "--gpu", gpu]
     return (f"to try: {shlex.join(words)}",)
 
 
-def _flags(work: Workload) -> Iterator[str]:
-    yield from (flag("loop"), work.loop)
+def unusual_flags(work: Workload) -> Iterator[str]:
+    """The words of a command that say what is not at its default."""
+    if work.trains:
+        yield from (flag("loop"), work.loop)
     usual = Workload(kind=work.kind, model=work.model, loop=work.loop)
     for name in SHOWN:
         value = getattr(work, name)

@@ -57,7 +57,11 @@ def _lines(checks: list[Mapping[str, Any]]) -> RenderableType:
 def _summary(document: Mapping[str, Any]) -> Text:
     counts = document["counts"]
     named = {"warning": "warning" if counts["warning"] == 1 else "warnings"}
-    said = ", ".join(f"{counts[status]} {named.get(status, status)}" for status in ORDER if counts[status])
+    wrong = ", ".join(dict.fromkeys(clean(each["name"]) for each in document["checks"] if each["status"] == "failed"))
+    said = ", ".join(
+        f"{counts[status]} {named.get(status, status)}" + (f" ({wrong})" if status == "failed" else "")
+        for status in ORDER if counts[status]
+    )  # fmt: skip
     words = {"failed": "not ready", "warning": "ready, with warnings", "ok": "ready"}
     verdict = document["verdict"]
     return Text.assemble((words[verdict], STYLES[verdict]), f": {said} ({document['seconds']:.1f} s)")

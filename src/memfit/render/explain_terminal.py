@@ -24,6 +24,7 @@ STYLES = {
     "other processes": "red", "not told apart": "yellow", "free": "green", "rest": "bright_black",
 }  # fmt: skip
 READINGS, FIXES, HOLDERS, MODELS = 3, 8, 5, 3
+PASSES = ("forward", "backward")
 
 
 def show_explanation(document: Document, console: Console) -> None:
@@ -68,9 +69,7 @@ def _where(document: Document, width: int) -> Iterator[str]:
     said = []
     if phase["name"]:
         named = {"loading": "while loading", "saving": "while saving", "data": "while preparing data"}
-        said.append(
-            named.get(phase["name"], f"in the {phase['name']}" + (" pass" if phase["name"] == "forward" else ""))
-        )
+        said.append(named.get(phase["name"], f"in the {phase['name']}" + (" pass" if phase["name"] in PASSES else "")))
         if phase["detail"]:
             said.append(phase["detail"])
     if phase["code_line"]:

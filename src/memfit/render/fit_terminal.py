@@ -27,6 +27,7 @@ COST_WORDS = {
 }  # fmt: skip
 WHERE = (("memfit", "memfit"), ("trainer", "HF Trainer"), ("accelerate", "accelerate"))
 PETA, GIGA = 10**15, 10**9
+NO_MORE = ("+0 %", "-0 %")
 
 
 def show_fit(fitted: Fitted, console: Console) -> None:
@@ -43,8 +44,8 @@ def _parts(fitted: Fitted) -> Iterator[RenderableType]:
         yield section(title, _changes(fitted))
         yield section("what it costs", _costs(fitted["changes"]))
         yield section("how to switch it on", _how(fitted["changes"]))
-    if fitted["without_last"]:
-        yield section("why not less", Text(_proof(fitted)))
+    if fitted["answer"] == "fits":
+        yield section("why not less", _proof(fitted))
     if fitted["whole_model"]:
         yield section("beside it: the whole model on the card", Text(_whole_model(fitted)))
     if fitted["alternatives"]:
@@ -66,7 +67,8 @@ def _headline(fitted: Fitted) -> Text:
     elif answer == "fits":
         rest = f"{use} with {_kinds(fitted['changes'])}"
     else:
-        runs = "it runs, with less room than that" if after["verdict"] == "tight" else f"it needs {_least(fitted)}"
+        least = gib(fitted["smallest_gpu_bytes"])
+        runs = "it runs, with less room than that" if after["verdict"] == "tight" else f"it needs {least} to run at all"
         rest = f"no set of changes leaves {_share(fitted['margin'])} of {gib(capacity)} free; with the nearest {runs}"
     return Text.assemble((answer, STYLES[answer]), f": {rest}")
 
@@ -117,7 +119,7 @@ def _step(change: Mapping[str, Any]) -> str:
     if before is None or after is None:
         return ""
     said = []
-    if after["flops"] != before["flops"]:
+    if _more(before["flops"], after["flops"]) not in NO_MORE:
         said.append(f"{_more(before['flops'], after['flops'])} FLOPs ({after['flops'] / PETA:.3g} PFLOP a step)")
     if after["host_bytes"] - before["host_bytes"] > GIGA / 10:
         said.append(f"{(after['host_bytes'] - before['host_bytes']) / GIGA:,.1f} GB a step over PCIe")
@@ -139,18 +141,26 @@ def _how(changes: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
-def _proof(fitted: Fitted) -> str:
-    proof, weaker = fitted["without_last"], fitted["one_step_back"]
-    said = f"without {clean(proof['change'])} it takes {gib(proof['device_bytes'])}, {_too_much(proof, fitted)}"
-    if weaker is None:
-        return said
-    return f"{said}; with {clean(weaker['change'])} {gib(weaker['device_bytes'])}, {_too_much(weaker, fitted)}"
+def _proof(fitted: Fitted) -> Table:
+    """Each change left out by itself; and where the last one has a weaker form, that in its place."""
+    table = grid("left", "right", "left")
+    for change in fitted["changes"]:
+        less = change["without"]
+        said = f"does not go: {clean(less['refused'])}" if less["refused"] else _too_much(less, fitted)
+        table.add_row(f"without {clean(change['name'])}", _size(less), Text(said))
+    if weaker := fitted["one_step_back"]:
+        table.add_row(f"with {clean(weaker['change'])} instead", _size(weaker), Text(_too_much(weaker, fitted)))
+    return table
 
 
-def _too_much(proof: Mapping[str, Any], fitted: Fitted) -> str:
-    if proof["verdict"] == "fails":
-        return "which does not run"
-    return f"which runs, but leaves less than {_share(fitted['margin'])} free"
+def _size(less: Mapping[str, Any]) -> str:
+    return "" if less["device_bytes"] is None else gib(less["device_bytes"])
+
+
+def _too_much(less: Mapping[str, Any], fitted: Fitted) -> str:
+    return (
+        "does not run" if less["verdict"] == "fails" else f"runs, but leaves less than {_share(fitted['margin'])} free"
+    )
 
 
 def _whole_model(fitted: Fitted) -> str:
@@ -192,12 +202,14 @@ def _search(fitted: Fitted) -> str:
 
 def _next(fitted: Fitted) -> str:
     if fitted["answer"] == "nothing fits":
-        steps = [f"a card with {_least(fitted)} or more"]
+        steps = [f"a card with {gib(fitted['enough_gpu_bytes'])}, on which this leaves {_share(fitted['margin'])} free"]
+        if left := fitted["margin_left"]:
+            steps.insert(0, f"--margin {left:g}, which it leaves on this card")
         if smaller := fitted["smaller_model"]:
             steps.append(f"{smaller['name']}, which takes {gib(smaller['device_bytes'])} with these changes")
         return ", or ".join(steps)
     if fitted["workload"]["kind"] == "prune":
-        return f"memfit prune --model {fitted['workload']['model']} --save out/pruned"
+        return "--emit args writes the command" if fitted["changes"] else f"memfit prune {_pruned(fitted)}"
     if fitted["global_batch"] is None or fitted["answer"] == "fits already":
         return "run it with these settings" if fitted["changes"] else "run it as it is"
     return (
@@ -205,8 +217,8 @@ def _next(fitted: Fitted) -> str:
     )
 
 
-def _least(fitted: Fitted) -> str:
-    return gib(fitted["smallest_gpu_bytes"])
+def _pruned(fitted: Fitted) -> str:
+    return f"--model {fitted['workload']['model']} --save out/pruned"
 
 
 def _share(margin: float) -> str:

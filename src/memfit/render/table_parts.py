@@ -21,6 +21,8 @@ class Part:
     rows: Sequence[Sequence[str]]
     words: int
     """So many columns at the left are words; the others are figures and verdicts."""
+    grouped: bool = False
+    """The first column names a group of rows."""
 
 
 def parts(document: Document) -> Iterator[Part]:
@@ -35,11 +37,13 @@ def parts(document: Document) -> Iterator[Part]:
     ):
         if document[name]:
             yield _claims(title, document[name])
+    if document["guide_savings"]:
+        yield _savings(document["guide_savings"])
 
 
 def _quick_reference(document: Document) -> Part:
     """On cards below the smallest the job fails, from the recommended one on it is safe, between them it is tight."""
-    headers = ("workload", "model", "parameters", "weights", "activations", "total", "smallest", "recommended")
+    headers = ("workload", "model", "params", "weights", "activations", "total", "smallest", "recommended")
     rows = [
         (
             clean(_workload(row)), clean(row["model"]), _billions(row["parameters"]), _gib(row["weights_bytes"]),
@@ -48,7 +52,7 @@ def _quick_reference(document: Document) -> Part:
         )
         for row in document["rows"]
     ]  # fmt: skip
-    return Part("Quick reference: what each job takes in GiB, and the cards it fits on", headers, rows, 2)
+    return Part("Quick reference: what each job takes in GiB, and the cards it fits on", headers, rows, 2, grouped=True)
 
 
 def _matrix(document: Document) -> Part:
@@ -61,13 +65,13 @@ def _matrix(document: Document) -> Part:
 
 
 def _guide_rows(rows: Sequence[Document]) -> Part:
-    headers = ("model", "weights", "activations", "total", "difference", "smallest", "recommended")
+    headers = ("model", "weights", "activations", "total", "off by", "smallest", "recommended")
     made = [
         (
             clean(row["model"]), _both(_gb(row["guide"]["weights_bytes"]), _gb(row["weights_bytes"])),
             _both(_range(row["guide"]["activations_bytes"]), _gb(row["activations_bytes"])),
             _both(_range(row["guide"]["total_bytes"]), _gb(row["total_bytes"])),
-            _signed(row["guide"]["difference_bytes"]),
+            _signed(row["guide"]["difference_bytes"], 10**9),
             _both(row["guide"]["smallest_gpu"], clean(row["smallest_gpu"] or NONE_OF_THEM)),
             _both(row["guide"]["recommended_gpu"], clean(row["recommended_gpu"] or NONE_OF_THEM)),
         )
@@ -79,16 +83,40 @@ def _guide_rows(rows: Sequence[Document]) -> Part:
 
 
 def _claims(title: str, claims: Sequence[Document]) -> Part:
-    headers = ("the guide says", "card", "its way", "its way, defaults", "memfit prune", "difference GB")
+    """Its own way with the defaults only where it asks for something else; how far it is off only where it has a
+    figure."""
+    figures = any(claim["difference_bytes"] is not None for claim in claims)
+    reduced = any(claim["whole_bytes"] != claim["whole_by_default_bytes"] for claim in claims)
+    headers = (
+        "the guide says", "card", "answer", "its way", *(("with defaults",) if reduced else ()),
+        *(("off by",) if figures else ()), f"memfit prune on {clean(claims[0]['streamed_gpu'])}",
+    )  # fmt: skip
     rows = [
         (
             clean(claim["said"] + (f" ({claim['note']})" if claim["note"] else "")), clean(claim["gpu"]),
-            _with_verdict(claim, "whole"), _with_verdict(claim, "whole_by_default"), _with_verdict(claim, "streamed"),
-            _signed(claim["difference_bytes"]),
+            clean(claim["answer"]), _with_verdict(claim, "whole"), *((_by_default(claim),) if reduced else ()),
+            *((_signed(claim["difference_bytes"], GiB),) if figures else ()), _with_verdict(claim, "streamed"),
         )
         for claim in claims
     ]  # fmt: skip
-    return Part(f"{title} (GiB on that card)", headers, rows, 2)
+    return Part(f"{title} (GiB on that card)", headers, rows, 3)
+
+
+def _by_default(claim: Document) -> str:
+    return _with_verdict(claim, "whole_by_default") if claim["whole_bytes"] != claim["whole_by_default_bytes"] else ""
+
+
+def _savings(savings: Sequence[Document]) -> Part:
+    headers = ("the guide says", "model", "activations", "guide", "predicted")
+    rows = [
+        (
+            clean(saving["said"]), clean(saving["model"]),
+            f"{_gib(saving['activations_before_bytes'])} to {_gib(saving['activations_after_bytes'])}",
+            _less(saving["guide_share"]), _less(saving["share"]),
+        )
+        for saving in savings
+    ]  # fmt: skip
+    return Part("What the guide's flags save of its way's activations (GiB), checked", headers, rows, 2)
 
 
 def settings_in_words(document: Document) -> Iterator[str]:
@@ -142,5 +170,9 @@ def _range(ends: Sequence[int]) -> str:
     return least if least == most else f"{least}-{most}"
 
 
-def _signed(size: int | None) -> str:
-    return NOTHING if size is None else "within" if size == 0 else f"{size / 1e9:+.1f}"
+def _signed(size: int | None, unit: int) -> str:
+    return NOTHING if size is None else "within" if size == 0 else f"{size / unit:+.1f}"
+
+
+def _less(share: float | None) -> str:
+    return NOTHING if share is None else f"{-share:+.0%}"

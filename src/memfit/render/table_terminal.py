@@ -26,13 +26,19 @@ def show_table(document: Mapping[str, Any], console: Console) -> None:
 
 
 def _table(part: Part) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    sentences = any(len(row[0]) > NAME for row in part.rows)
-    for at, header in enumerate(part.headers):
-        wraps = at > 0 or sentences  # where a terminal is too narrow nothing is cut off
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
+    first = 1 if part.grouped else 0
+    sentences = any(len(row[first]) > NAME for row in part.rows)
+    for at, header in enumerate(part.headers[first:], first):
+        wraps = at > first or sentences  # where a terminal is too narrow nothing is cut off
         table.add_column(header, justify="left" if at < part.words else "right", overflow="fold", no_wrap=not wraps)
+    group = None
     for row in part.rows:
-        table.add_row(*(_cell(cell) if at else Text(cell) for at, cell in enumerate(row)))
+        if part.grouped and row[0] != group:
+            group = row[0]
+            table.add_row(Text(group, "bold"))
+        name = Text(f"  {row[first]}" if part.grouped else row[first])
+        table.add_row(name, *(_cell(cell) for cell in row[first + 1 :]))
     return table
 
 

@@ -14,7 +14,10 @@ COLUMNS = (
     "workload", "way", "model", "parameters", "seq_len", "nsamples", "weights_bytes", "activations_bytes",
     "total_bytes", "smallest_bytes", "smallest_gpu", "recommended_gpu",
 )  # fmt: skip
-GUIDE_COLUMNS = ("guide_total_least_bytes", "guide_total_most_bytes", "guide_smallest_gpu", "guide_recommended_gpu")
+GUIDE_COLUMNS = (
+    "guide_weights_bytes", "guide_activations_least_bytes", "guide_activations_most_bytes", "guide_total_least_bytes",
+    "guide_total_most_bytes", "guide_smallest_gpu", "guide_recommended_gpu", "guide_difference_bytes",
+)  # fmt: skip
 
 
 def as_markdown(document: Document) -> str:
@@ -64,4 +67,7 @@ def as_csv(document: Document) -> str:
 def _of_guide(guide: Document | None) -> tuple[Any, ...]:
     if guide is None:
         return (None,) * len(GUIDE_COLUMNS)
-    return (*guide["total_bytes"], guide["smallest_gpu"], guide["recommended_gpu"])
+    return (
+        guide["weights_bytes"], *guide["activations_bytes"], *guide["total_bytes"], guide["smallest_gpu"],
+        guide["recommended_gpu"], guide["difference_bytes"],
+    )  # fmt: skip

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from memfit.tracing.layouts import is_dense
+
 aten = torch.ops.aten
 Holders = tuple[int, int, int]
 
@@ -50,18 +52,6 @@ def _holders(tensor: torch.Tensor) -> Holders:
     """Of the tensor and of its storage in C++, and of the tensor in Python."""
     storage = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # type: ignore[attr-defined,unused-ignore]
     return tensor._use_count(), storage, sys.getrefcount(tensor)  # type: ignore[attr-defined,unused-ignore]
-
-
-def is_dense(tensor: torch.Tensor) -> bool:
-    """No gaps, no overlaps: some order of its dimensions is contiguous."""
-    size = 1
-    for length, stride in sorted(
-        ((n, s) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n != 1), key=lambda p: p[1]
-    ):
-        if stride != size:
-            return False
-        size *= length
-    return True
 
 
 class _Watch(TorchDispatchMode):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memfit.tracing.accumulation import is_dense
+from memfit.tracing.layouts import is_dense
 from memfit.tracing.platform import Platform
 
 if TYPE_CHECKING:

@@ -54,7 +54,8 @@ class FusedRmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, shape: list[int], weight: Tensor) -> Tensor:
-        out = torch.empty_like(x)
+        rows = x.contiguous()
+        out = torch.empty_like(rows)
         rstd = torch.empty(*x.shape[: -len(shape)], *(1 for _ in shape), dtype=torch.float32, device=x.device)
         ctx.save_for_backward(x, weight, rstd)
         ctx.shape = shape

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from memfit.tracing.layouts import contiguous_copy
+
 if TYPE_CHECKING:
     from memfit.tracing.tracer import Tracer
 
@@ -24,10 +26,6 @@ def _is_depthwise(x: Tensor, weight: Tensor, transposed: bool, groups: int) -> b
     return not transposed and groups == x.shape[1] and weight.shape[1] == 1 and weight.shape[0] % groups == 0
 
 
-def _copy_of(x: Tensor) -> int:
-    return 0 if x.is_contiguous() else x.numel() * x.element_size()
-
-
 def _forward(
     tracer: Tracer, x: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequence[int], padding: Sequence[int],
     dilation: Sequence[int], transposed: bool, output_padding: Sequence[int], groups: int,
@@ -35,7 +33,7 @@ def _forward(
     if not _is_depthwise(x, weight, transposed, groups) or x.is_contiguous():
         return NotImplemented
     with tracer.temporaries() as hold:
-        hold(_copy_of(x), "convolution input, contiguous")
+        hold(contiguous_copy(x), "convolution input, contiguous")
         with _disable_current_modes():
             result = aten.convolution(x, weight, bias, stride, padding, dilation, transposed, output_padding, groups)
         tracer.track(result, "aten.convolution.default", x)
@@ -50,8 +48,8 @@ def _backward(
     if not _is_depthwise(x, weight, transposed, groups):
         return NotImplemented
     with tracer.temporaries() as hold:
-        hold(_copy_of(grad), "convolution gradient, contiguous")
-        hold(_copy_of(x), "convolution input, contiguous")
+        hold(contiguous_copy(grad), "convolution gradient, contiguous")
+        hold(contiguous_copy(x), "convolution input, contiguous")
         order = (0, 1) if grad.dtype == torch.float16 else (1, 0)
         made = {at: torch.empty_like((x, weight)[at], memory_format=DENSE) for at in order if wanted[at]}
         grad_bias = grad.sum([0, *range(2, grad.dim())]) if wanted[2] else None

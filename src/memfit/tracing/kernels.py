@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memfit.tracing import linalg
-from memfit.tracing.accumulation import is_dense
+from memfit.errors import TraceError
+from memfit.tracing import linalg, normalisation
+from memfit.tracing.layouts import contiguous_copy, is_dense
 from memfit.tracing.masks import positions_held, target_of
 from memfit.tracing.reductions import INT32_MAX, accumulated_bytes, reduction_buffers
 from memfit.tracing.sorting import radix_sort_bytes, scan_bytes, segmented_sort_bytes
@@ -94,6 +95,8 @@ def _scan(tracer: Tracer, out: Tensor, x: Tensor, dim: int, *_: Any, **__: Any) 
     with tracer.temporaries() as hold:
         if x.dtype != out.dtype:
             hold(out.numel() * out.element_size(), "scan input in the output's dtype")
+        else:
+            hold(contiguous_copy(x), "scan input, contiguous")
         if x.dim() and x.numel() == x.shape[dim]:
             hold(scan_bytes(x.numel(), out.element_size()), "scan")
 
@@ -138,22 +141,6 @@ def _power_of_number(tracer: Tracer, out: Tensor, base: float, exponent: Tensor)
         tracer.temporary(8, "base of a power")
 
 
-# -- normalisation and softmax ---------------------------------------------------------------------------------------
-
-
-def _softmax_backward(tracer: Tracer, out: Tensor, grad: Tensor, result: Tensor, *_: Any, **__: Any) -> None:
-    """SoftMax.cu: `grad * output` is made as a whole before the kernel."""
-    tracer.temporary(result.numel() * max(grad.element_size(), result.element_size()), "softmax backward grad x output")
-
-
-def _safe_softmax(tracer: Tracer, out: Tensor, x: Tensor, *_: Any, **__: Any) -> None:
-    """native/transformers/attention.cpp: rows that are masked entirely are looked for and set to zero."""
-    with tracer.temporaries() as hold:
-        hold(x.numel(), "masked positions")
-        hold(x.numel() // x.shape[-1], "masked rows")
-        hold(x.element_size(), "zero")
-
-
 # -- written out -----------------------------------------------------------------------------------------------------
 
 
@@ -163,11 +150,29 @@ def _native_dropout(tracer: Tracer, x: Tensor, p: float, train: bool | None) -> 
     return torch.empty_like(x), mask
 
 
+def _embedding(tracer: Tracer, weight: Tensor, indices: Tensor, *_: Any) -> Any:
+    """native/Embedding.cpp: indices are taken in a row, and copied where they do not lie so."""
+    if indices.dim() < 2 or indices.is_contiguous():
+        return NotImplemented
+    in_a_row = indices.reshape(-1)
+    found = weight.new_empty(*indices.shape, *weight.shape[1:])
+    del in_a_row
+    return found
+
+
 def _embedding_backward(
     tracer: Tracer, grad: Tensor, indices: Tensor, rows: int, padding: int, by_frequency: bool
 ) -> Tensor:
-    """Embedding.cu and EmbeddingBackwardKernel.cu: few indices go straight into the table's gradient; more than 3,072
-    are sorted, and the rows of equal indices are summed in runs of ten into fp32."""
+    """Embedding.cu, embedding_dense_backward_cuda."""
+    with tracer.temporaries() as hold:
+        hold(contiguous_copy(indices), "embedding backward indices, contiguous")
+        hold(contiguous_copy(grad), "embedding backward gradient, contiguous")
+        return _summed_by_index(tracer, grad, indices, rows, by_frequency)
+
+
+def _summed_by_index(tracer: Tracer, grad: Tensor, indices: Tensor, rows: int, by_frequency: bool) -> Tensor:
+    """EmbeddingBackwardKernel.cu: few indices go straight into the table's gradient; more than 3,072 are sorted, and
+    the rows of equal indices are summed in runs of ten into fp32."""
     count, width = indices.numel(), grad.shape[-1]
     if count <= 3072 and not by_frequency:
         return grad.new_empty(rows, width)
@@ -195,40 +200,6 @@ def _embedding_backward(
     return result
 
 
-def _summed_in_parts(tracer: Tracer, x: Tensor, width: int, gradients: list[Tensor | None]) -> list[Tensor | None]:
-    """layer_norm_kernel.cu: beyond 64 Ki rows a weight's gradient is summed over partial blocks, into a new tensor."""
-    rows, columns = x.numel() // width, -(-width // 32)
-    if rows <= 64 * 1024 or columns >= tracer.platform.sm_count // 2:
-        return gradients
-    parts = min(32 * 1024 // columns, -(-rows // 32))
-    partial = [torch.empty(parts, width, dtype=x.dtype, device=x.device) if g is not None else None for g in gradients]
-    for i, part in enumerate(partial):
-        if part is not None:
-            gradients[i] = part.sum(0)
-    return gradients
-
-
-def _layer_norm_backward(
-    tracer: Tracer, grad: Tensor, x: Tensor, shape: Sequence[int], mean: Tensor, rstd: Tensor, weight: Tensor | None,
-    bias: Tensor | None, wanted: Sequence[bool],
-) -> tuple[Tensor | None, ...]:  # fmt: skip
-    dx = torch.empty_like(x) if wanted[0] else None
-    gradients = [
-        torch.empty_like(weight) if wanted[1] and weight is not None else None,
-        torch.empty_like(bias) if wanted[2] and bias is not None else None,
-    ]
-    return dx, *_summed_in_parts(tracer, x, math.prod(shape), gradients)
-
-
-def _rms_norm_backward(
-    tracer: Tracer, grad: Tensor, x: Tensor, shape: Sequence[int], rstd: Tensor, weight: Tensor | None,
-    wanted: Sequence[bool],
-) -> tuple[Tensor | None, ...]:  # fmt: skip
-    dx = torch.empty_like(x) if wanted[0] else None
-    gradient = torch.empty_like(weight) if wanted[1] and weight is not None else None
-    return dx, *_summed_in_parts(tracer, x, math.prod(shape), [gradient])
-
-
 def _into_fresh_zeros(tracer: Tracer, x: Tensor, *_: Any, **__: Any) -> Tensor:
     """Backward formulas scatter into zeros they have just made: in place on CUDA, out of place under a dispatch mode
     (`areAnyTensorSubclassLike` in FunctionsManual.cpp). Elsewhere these ops do make a new tensor."""
@@ -241,6 +212,16 @@ def _index_put(
     result = _into_fresh_zeros(tracer, x)
     _sort_of_indices(tracer, None, x, indices, values, accumulate)
     return result
+
+
+def _index_copy(tracer: Tracer, x: Tensor, dim: int, index: Tensor, source: Tensor) -> Any:
+    """native/TensorAdvancedIndexing.cpp; torch's shape-only kernel lets pass what CUDA's does not."""
+    if x.dtype != source.dtype:
+        raise TraceError(
+            f"the job itself fails: index_copy_() of {source.dtype} into {x.dtype}",
+            hint="a static cache under autocast does this where keys and values differ in dtype: take a dynamic one",
+        )
+    return NotImplemented
 
 
 def _foreach_norm(
@@ -338,7 +319,7 @@ def _topk(
     row, size = x.shape[dim], x.element_size()
     rows = x.numel() // row
     with tracer.temporaries() as hold:
-        hold(0 if x.is_contiguous() else x.numel() * size, "topk input, contiguous")
+        hold(contiguous_copy(x), "topk input, contiguous")
         if row >= next((least for most, least in SHARED_ROWS if rows <= most), math.inf):
             _radix_select(tracer, rows, row, size)
     if ordered and k > SMALL_SORT:
@@ -419,8 +400,6 @@ HIDDEN: dict[Any, Rule] = {
     **dict.fromkeys((aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim), _with_index),
     **dict.fromkeys((aten.var.correction, aten.std.correction, aten.var_mean.correction), _moments),
     **dict.fromkeys((aten.cumsum.default, aten.cumprod.default), _scan),
-    aten._softmax_backward_data.default: _softmax_backward,
-    aten._safe_softmax.default: _safe_softmax,
     aten.topk.default: _topk,
     **dict.fromkeys((aten.sort.default, aten.sort.stable), _sort),
     aten.index_put_.default: _sort_of_indices,
@@ -428,18 +407,19 @@ HIDDEN: dict[Any, Rule] = {
     aten.histc.default: _histogram,
     aten.pow.Scalar: _power_of_number,
     **linalg.HIDDEN,
+    **normalisation.HIDDEN,
 }
 
 REPLACED: dict[Any, Rule] = {
     aten.native_dropout.default: _native_dropout,
     aten.multinomial.default: _multinomial,
+    aten.embedding.default: _embedding,
     aten.embedding_dense_backward.default: _embedding_backward,
-    aten.native_layer_norm_backward.default: _layer_norm_backward,
-    aten._fused_rms_norm_backward.default: _rms_norm_backward,
     **dict.fromkeys(
         (aten.scatter_add.default, aten.scatter.src, aten.scatter.value, aten.index_add.default), _into_fresh_zeros
     ),
     aten.index_put.default: _index_put,
+    aten.index_copy_.default: _index_copy,
     aten._foreach_norm.Scalar: _foreach_norm,
     aten.median.default: _median,
     aten.isinf.default: _isinf,
@@ -448,4 +428,5 @@ REPLACED: dict[Any, Rule] = {
     aten.log_sigmoid_forward.default: _log_sigmoid,
     aten.softplus_backward.default: _softplus_backward,
     **linalg.REPLACED,
+    **normalisation.REPLACED,
 }

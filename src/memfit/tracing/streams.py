@@ -98,5 +98,6 @@ def streams_of_cuda(tracer: Tracer) -> Iterator[None]:
     with ExitStack() as stack:
         for name, replacement in names.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, replacement))
+        stack.enter_context(mock.patch.object(torch.accelerator, "current_stream", names["current_stream"]))
         stack.enter_context(mock.patch.object(torch, tracer.device.type, torch.cuda, create=True))
         yield

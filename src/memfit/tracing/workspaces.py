@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from memfit.tracing.accumulation import is_dense
+from memfit.tracing.layouts import is_dense
 from memfit.tracing.platform import Platform
 from memfit.units import KiB, MiB
 

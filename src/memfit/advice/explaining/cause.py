@@ -193,8 +193,9 @@ def _others(case: _Case) -> Cause | None:
         return None  # somebody is counted twice: how much the others really hold is not known
     said = f"Other processes hold {format_bytes(held)} of the card: {case.asked} and {case.free}"
     return case.cause(
-        "other-processes", f"{said}, so without them it would have fitted{_holds(case.oom, case.account)}", short=case.short_bytes
-    )
+        "other-processes", f"{said}, so without them it would have fitted{_holds(case.oom, case.account)}",
+        short=case.short_bytes,
+    )  # fmt: skip
 
 
 def _private_pools(case: _Case) -> Cause | None:

@@ -37,13 +37,17 @@ _LORA_R = re.compile(r"LoraConfig\([^)]{0,400}?\br\s?=\s?(\d{1,5})\b")
 
 _IS = r"[\"']?\s?[=:]\s?[\"']?"
 _PRECISION = tuple(
-    (name, re.compile(rf"(?<!\w)(?:{name}{_IS}(?:True|true|1)\b|(?:torch_)?dtype{_IS}(?:torch\.)?{dtype}\b)"))
+    (name, re.compile(rf"(?<!\w)(?:{name}{_IS}(?:True|true|1|auto)\b|(?:torch_)?dtype{_IS}(?:torch\.)?{dtype}\b)"))
     for name, dtype in (("bf16", "bfloat16"), ("fp16", "float16"), ("fp32", "float32"))
 )
 _FLAGS = {
     "grad_checkpointing": re.compile(
         r"gradient[_-]checkpointing[\"']?\s?(?:[=:]|\s)\s?[\"']?(?:True|true|1|full|unsloth)\b|"
         r"gradient_checkpointing_enable\(|--gradient[_-]checkpointing\b(?!\s+[Ff]alse)"
+    ),
+    "quantised": re.compile(
+        r"load_in_[48]bit[\"']?\s?[=:]\s?[Tt]rue|\b(?:dequantize_4bit|Linear4bit|Linear8bitLt|MatMul[48][Bb]it|QLoRA)\b|"
+        r"[-_](?:bnb[-_]4bit|GPTQ|AWQ)\b|adapter: qlora"
     ),
     "eager": re.compile(r"attn_implementation[\"']?\s?[=:]\s?[\"']?eager|--attention[= ]eager"),
 }
@@ -70,7 +74,7 @@ _KINDS = tuple(
     (name, re.compile("|".join(map(re.escape, words.split()))))
     for name, words in (
         ("prune", "prune_method prune-method prune_wanda prune_sparsegpt sparsity_ratio prepare_calibration_input"),
-        ("lora", "LoraConfig peft/ peft\\ get_peft_model lora_rank lora_r= lora_alpha PeftModel QLoRA"),
+        ("lora", "LoraConfig peft/ peft\\ get_peft_model lora_r lora_alpha PeftModel QLoRA"),
         ("train", "training_step TrainingArguments .backward( optimizer.step( trainer.train( train_micro_batch"),
         ("generate", ".generate( generation/utils.py"),
     )
@@ -81,6 +85,9 @@ _MODEL_KEY = re.compile(
     r"(?<![\w.-])(?:--model(?:[_-](?:name[_-]or[_-]path|name|path|id))?|(?:pretrained_)?model_name_or_path|model_name|"
     r"_name_or_path|base_model(?:_name_or_path)?|model_id|from_pretrained\()[\"']?\s{0,2}[:=\s(]?\s{0,2}[\"']?"
     r"([\w~/][\w./~-]{2,120}|\.{1,2}/[\w./-]{2,120})"
+)
+_QUANTISED_NAME = re.compile(
+    r"[-_.](?:unsloth-)?(?:bnb-4bit|gptq|awq|gguf|int[48]|[48]bit|fp8)(?![a-z]).*$", re.IGNORECASE
 )
 _HUB_ID = re.compile(r"(?<![\w./-])([A-Za-z][\w.-]{1,60}/[A-Za-z][\w.-]{1,80})(?![\w/])")
 _BARE = re.compile(r"(?<![\w./\\-])([A-Za-z][A-Za-z]{2,15}-?\d[\w.-]{1,40})(?![\w/\\])")
@@ -109,6 +116,7 @@ class Clues:
     precision: Clue | None = None
     grad_checkpointing: bool = False
     eager: bool = False
+    quantised: bool = False
     expandable: bool = False
     split_size: bool = False
     windows: bool = False
@@ -127,10 +135,12 @@ def clues_in(text: str, located: Located | None, place: Place) -> Clues:
     return Clues(
         dimensions=None if model else dimensions_in_text(near),
         numbers=dict(_numbers(near, kind)), model=model, family=None if model else _family(near, place), kind=kind,
-        precision=_precision(near), grad_checkpointing=bool(_FLAGS["grad_checkpointing"].search(near)),
-        eager=bool(_FLAGS["eager"].search(near)), expandable=bool(_EXPANDABLE.search(near)),
-        split_size=bool(_SPLIT_SIZE.search(near)), windows=bool(_WINDOWS.search(near)),
-        after_nccl_timeout=bool(_NCCL_TIMEOUT.search(before)), handled=bool(_HANDLED.search(after)),
+        precision=_precision(_settings(near, place)),
+        grad_checkpointing=bool(_FLAGS["grad_checkpointing"].search(near)), eager=bool(_FLAGS["eager"].search(near)),
+        quantised=bool(_FLAGS["quantised"].search(near)),
+        expandable=bool(_EXPANDABLE.search(near)), split_size=bool(_SPLIT_SIZE.search(near)),
+        windows=bool(_WINDOWS.search(near)), after_nccl_timeout=bool(_NCCL_TIMEOUT.search(before)),
+        handled=bool(_HANDLED.search(after)),
     )  # fmt: skip
 
 
@@ -168,6 +178,14 @@ def _kind(text: str, place: Place) -> Clue | None:
     return None
 
 
+def _settings(text: str, place: Place) -> str:
+    """The text without the code of the traceback: a softmax in fp32 does not make the job fp32."""
+    for frame in place.frames:
+        if frame.code and "from_pretrained(" not in frame.code:
+            text = text.replace(frame.code, " ")
+    return text
+
+
 def _precision(text: str) -> Clue | None:
     for name, pattern in _PRECISION:
         found = pattern.search(text)
@@ -203,8 +221,8 @@ def _model(text: str) -> Clue | None:
 
 
 def _preset(name: str) -> Preset | None:
-    """By its whole name or by the last part of a path; a dot at the end belongs to the sentence."""
-    name = name.rstrip("./,")
+    """By its whole name or by the last part of a path, quantised or not; a dot at the end belongs to the sentence."""
+    name = _QUANTISED_NAME.sub("", name.rstrip("./,"))
     return find_preset(name) or find_preset(name.rpartition("/")[2])
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from memfit.advice.explaining.accounting import Account
 from memfit.advice.explaining.clues import Clues
-from memfit.advice.explaining.place import Place
+from memfit.advice.explaining.place import Place, of_another_engine
 from memfit.advice.model_dimensions import Dimensions, dimensions_of_model, known_dimensions
 from memfit.advice.oom_message import Oom
 from memfit.errors import MemfitError
@@ -40,6 +40,8 @@ class Job:
     """Of settings that were read in the text: the words they were read from."""
     missing: tuple[str, ...] = ()
     """Settings without which nothing is predicted."""
+    beyond: str | None = None
+    """What is in the text that no prediction has."""
 
     @property
     def kind(self) -> str | None:
@@ -79,15 +81,25 @@ def job_of(given: Mapping[str, Any], configured: Workload | None, clues: Clues, 
     kind = settings.get("kind")
     needed = ("kind", "model", *NEEDED.get(str(kind), _ROWS))
     missing = tuple(name for name in needed if name not in settings)
+    beyond = _beyond(clues, place)
+    if beyond and "kind" not in given:
+        return Job(models=models, settings=settings, read=read, beyond=beyond)
     if missing:
-        return Job(models=models, settings=settings, read=read, missing=missing)
+        return Job(models=models, settings=settings, read=read, missing=missing, beyond=beyond)
     if clues.grad_checkpointing and kind in ("train", "lora"):
         settings.setdefault("grad_checkpointing", True)
     if _by_trainer(place) and kind in ("train", "lora"):
         settings.setdefault("loop", "trainer")
     if clues.eager:
         settings.setdefault("attention", "eager")
-    return Job(workload=_few_steps(_workload(settings, given)), models=models, settings=settings, read=read)
+    made = _few_steps(_workload(settings, given))
+    return Job(workload=made, models=models, settings=settings, read=read, beyond=beyond)
+
+
+def _beyond(clues: Clues, place: Place) -> str | None:
+    if of_another_engine(place):
+        return "the engine in the traceback arranges memory its own way, and predictions are of plain torch"
+    return "the text has quantised weights, and predictions have them in 16 or 32 bits" if clues.quantised else None
 
 
 def _clues(clues: Clues) -> dict[str, Any]:

@@ -9,6 +9,8 @@ from memfit.advice.explaining.accounting import Account
 from memfit.advice.explaining.cause import Cause
 from memfit.advice.explaining.fix import Fix
 from memfit.advice.explaining.job import Job
+from memfit.gpus import Gpu
+from memfit.units import MiB
 
 if TYPE_CHECKING:
     from memfit.planning.predict import Plan
@@ -16,16 +18,20 @@ if TYPE_CHECKING:
 PLACEHOLDERS = {"kind": "lora|train|forward|generate|prune", "model": "NAME"}
 
 
-def next_steps(cause: Cause, account: Account, job: Job, plan: Plan | None, fixes: Sequence[Fix]) -> list[str]:
-    return [] if cause.kind == "none" else list(_steps(cause, account, job, plan, fixes))
+def next_steps(
+    cause: Cause, account: Account, job: Job, gpu: Gpu | None, plan: Plan | None, fixes: Sequence[Fix]
+) -> list[str]:
+    return [] if cause.kind == "none" else list(_steps(cause, account, job, gpu, plan, fixes))
 
 
-def _steps(cause: Cause, account: Account, job: Job, plan: Plan | None, fixes: Sequence[Fix]) -> Iterator[str]:
+def _steps(
+    cause: Cause, account: Account, job: Job, gpu: Gpu | None, plan: Plan | None, fixes: Sequence[Fix]
+) -> Iterator[str]:
     if cause.kind in ("host-memory", "library", "corrupt-size"):
         return
     if plan is not None:
         if not any(fix.basis == "predicted" and fix.verdict in ("safe", "tight") for fix in fixes):
-            yield f"no single change is enough: memfit fit {_flags(job)} finds the smallest set of them"
+            yield f"no single change is enough: {_command(job, gpu)} finds the smallest set of them"
     elif job.workload is None and job.missing:
         asked = " ".join(f"--{name.replace('_', '-')} {PLACEHOLDERS.get(name, 'N')}" for name in job.missing)
         yield f"savings are predicted once the job is known: add {asked}"
@@ -38,12 +44,10 @@ def _steps(cause: Cause, account: Account, job: Job, plan: Plan | None, fixes: S
         )
 
 
-def _flags(job: Job) -> str:
+def _command(job: Job, gpu: Gpu | None) -> str:
+    from memfit.planning.train_plan import unusual_flags
+
     work = job.workload
     assert work is not None
-    said = [work.kind, f"--model {work.model}"]
-    if work.kind != "prune":
-        said.append(f"--batch-size {work.batch_size} --seq-len {work.seq_len}")
-    if work.kind == "lora":
-        said.append(f"--rank {work.rank}")
-    return " ".join([*said, "--gpu ..."])
+    card = f"{gpu.capacity_bytes // MiB}MiB" if gpu else "..."
+    return " ".join(["memfit fit", work.kind, "--model", work.model, *unusual_flags(work), "--gpu", card])

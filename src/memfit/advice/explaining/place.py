@@ -6,7 +6,17 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from memfit.advice.explaining.signs import LIBRARIES, RECOMPUTING, CodeFrame, hints_of, pass_within, phase_of
+from memfit.advice.explaining.signs import (
+    COLLECTING,
+    ENGINES,
+    INNERMOST,
+    LIBRARIES,
+    RECOMPUTING,
+    CodeFrame,
+    hints_of,
+    pass_within,
+    phase_of,
+)  # fmt: skip
 from memfit.advice.oom_message import Located
 from memfit.core.stack_reading import short_path
 
@@ -21,8 +31,13 @@ _FRAME = re.compile(
     r"|(?<![~/\w.-])([~/\w.-]{1,400}\.py):(\d{1,7}) in (<?[\w.]{1,120}>?)"  # rich
     r"|(?<![~/\w.-])([~/\w.-]{1,400}\.py|<ipython-input-[\w-]{1,60}>)() in (<?[\w.: ]{1,120}>?)\("  # notebooks
 )
-_ARROW = re.compile(r"(?:-{2,}>|❱) ?(\d{1,7})\b[ │]*(.*)")
+_ARROW = re.compile(r"(?:-+>|❱) ?(\d{1,7})\b[ │]*(.*)")
 """The failing line among its neighbours, each with its number."""
+_BUFFER = re.compile(r"empty_strided_\w{2,8}\(\((\d{1,12}(?:, \d{1,12}){0,7}),?\), \([\d, ]{0,80}\), torch\.(\w{3,16})")
+"""Of compiled code."""
+ITEMSIZES = {
+    "float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "uint8": 1, "bool": 1,
+}  # fmt: skip
 _MARKS = re.compile(r"[~^]{2,}|\.\.\.<\d+ lines>\.\.\.")
 _ERROR = re.compile(r"\b[\w.]{1,80}(?:Error|Exception)\b(?::|$)")
 
@@ -39,6 +54,8 @@ class Place:
     shown: CodeFrame | None = None
     """Where a person would look: the innermost line outside torch."""
     hints: frozenset[str] = frozenset()
+    written: tuple[tuple[int, ...], int] | None = None
+    """The shape that the failing line asks for and the bytes of an element, where it spells them out."""
 
 
 def frame_text(frame: CodeFrame) -> str:
@@ -113,15 +130,34 @@ def place_from(frames: Sequence[CodeFrame]) -> Place:
     return Place(
         frames=tuple(frames), phase=phase, because=because, detail=_detail(inner, phase),
         shown=next((frame for frame in inner if not LIBRARIES.at(frame)), inner[0]), hints=hints_of(inner, phase),
+        written=_written(inner[0].code),
     )  # fmt: skip
+
+
+def _written(code: str) -> tuple[tuple[int, ...], int] | None:
+    found = _BUFFER.search(code)
+    if found is None or found[2] not in ITEMSIZES:
+        return None
+    return tuple(int(side) for side in found[1].split(",")), ITEMSIZES[found[2]]
 
 
 def _detail(inner: Sequence[CodeFrame], phase: str | None) -> str:
     if phase in ("backward", "forward") and any(map(RECOMPUTING.at, inner)):
         return "computing a checkpointed block again" if phase == "backward" else "in a checkpointed block"
+    if phase == "loss" and any("lm_head(" in frame.code for frame in inner[:INNERMOST]):
+        return "making the logits"
     if phase in _AROUND:
         return {"loss": "in its loss", "forward": "in its forward pass"}.get(pass_within(inner) or "", "")
     return ""
+
+
+def of_another_engine(place: Place) -> bool:
+    return any(map(ENGINES.at, place.frames))
+
+
+def collects(place: Place) -> bool:
+    """Whether the tensor grows from batch to batch."""
+    return any(map(COLLECTING.at, place.frames))
 
 
 def checkpointed(place: Place) -> bool:

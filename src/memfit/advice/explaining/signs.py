@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+
+_PACKAGES = re.compile(r"(?:site|dist)-packages/")
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,6 +16,11 @@ class CodeFrame:
     line: int
     function: str
     code: str = ""
+
+    @property
+    def inside(self) -> str:
+        """The path without where packages lie: an environment in /opt/torch does not make all of them torch."""
+        return "/" + _PACKAGES.split(self.path.replace("\\", "/"))[-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +34,13 @@ class Sign:
     code: tuple[str, ...]
 
     def at(self, frame: CodeFrame) -> bool:
-        path = f"/{frame.path}".replace("\\", "/")
-        return (
-            any(part in path for part in self.paths)
-            or any(fnmatchcase(frame.function, name) for name in self.functions)
-            or any(part in frame.code for part in self.code)
+        return self.within(frame) or any(part in frame.code for part in self.code)
+
+    def within(self, frame: CodeFrame) -> bool:
+        """Whether the frame itself is one, and not only a line that calls one."""
+        path = frame.inside
+        return any(part in path for part in self.paths) or any(
+            fnmatchcase(frame.function, name) for name in self.functions
         )
 
 
@@ -48,8 +58,9 @@ PHASES = (
         "loading",
         paths="/core_model_loading.py /model_loader/ /safetensors/torch.py",
         functions="from_pretrained _load_pretrained_model _load_state_dict_into* load_state_dict load_checkpoint* "
-        "dispatch_model set_module_tensor_to_device caching_allocator_warmup load_model get_llm flatten_tensors",
-        code="from_pretrained( | model.to( | model.cuda(",
+        "dispatch_model set_module_tensor_to_device caching_allocator_warmup load_model get_llm flatten_tensors "
+        "_load_optimizer*",
+        code="from_pretrained( | torch.load( | model.to( | model.cuda(",
     ),
     _sign(
         "evaluation",
@@ -70,14 +81,14 @@ PHASES = (
     ),
     _sign(
         "optimizer step",
-        paths="/torch/optim/ /bitsandbytes/optim/ /apex/optimizers/ /deepspeed/runtime/zero/stage",
+        paths="/torch/optim/ /bitsandbytes/optim/ /apex/optimizers/ /deepspeed/runtime/zero/stage /utils/clip_grad.py",
         functions="_init_group _multi_tensor_adam* _fused_adam* _single_tensor_adam*",
         code="optimizer.step( | optim.step(",
     ),
     _sign(
         "backward",
         paths="/torch/autograd/__init__.py /torch/autograd/graph.py /torch/autograd/function.py",
-        functions="_engine_run_backward backward",
+        functions="_engine_run_backward backward unpack_hook recompute_fn",
         code=".backward(",
     ),
     _sign(
@@ -90,7 +101,7 @@ PHASES = (
     _sign(
         "forward",
         paths="/transformers/models/",
-        functions="forward _call_impl _wrapped_call_impl training_step compute_loss *attention_forward",
+        functions="forward _call_impl _wrapped_call_impl training_step compute_loss *attention_forward dequantize_4bit",
     ),
 )
 """In this order: what a stack has anywhere of the first ones decides, for a forward pass is in all of them."""
@@ -99,7 +110,7 @@ HINTS = (
     _sign(
         "logits",
         paths="/loss_utils.py /nn/modules/loss.py /transformers/loss/ cross_entropy",
-        functions="cross_entropy ForCausalLMLoss fixed_cross_entropy nll_loss log_softmax compute_logits",
+        functions="*cross_entropy ForCausalLMLoss nll_loss log_softmax compute_logits convert_to_fp32",
         code="lm_head( | logits | cross_entropy | log_softmax",
     ),
     _sign(
@@ -131,7 +142,7 @@ HINTS = (
     _sign(
         "weights",
         paths="/torch/optim/ /core_model_loading.py /bitsandbytes/optim/",
-        functions="from_pretrained _init_group convert load_state_dict",
+        functions="from_pretrained _init_group convert load_state_dict __deepcopy__ get_delta_weight dequantize_4bit",
         code="zeros_like(p | exp_avg",
     ),
 )
@@ -139,6 +150,8 @@ HINTS = (
 
 ENGINES = _sign("engines", paths="/vllm/ /sglang/ /comfy/ /diffusers/")
 """Programs that arrange memory their own way: what memfit predicts is not what they do."""
+COLLECTING = _sign("collecting", paths="/trainer_pt_utils.py", functions="nested_concat")
+"""Logits of several batches, joined for the metrics."""
 RECOMPUTING = _sign("recomputing", paths="/torch/utils/checkpoint.py gradient_checkpointing")
 LIBRARIES = _sign(
     "libraries", paths="/torch/ /accelerate/ /lightning/ /pytorch_lightning/ /deepspeed/ /peft/tuners/ /torch_xla/"
@@ -157,8 +170,14 @@ def phase_of(inner: Sequence[CodeFrame]) -> tuple[str | None, CodeFrame | None]:
             continue  # compute_loss of a Trainer is not the loss itself
         if sign.meaning == "optimizer step" and _has_a_pass(inner[: inner.index(found)]):
             continue  # Lightning runs the whole step as the optimizer's closure
+        if sign.meaning in CALLED and not any(map(sign.within, inner)) and _has_a_pass(inner[: inner.index(found)]):
+            continue  # model(x).loss.backward() has a forward pass on the same line
         return sign.meaning, found
     return None, None
+
+
+CALLED = ("evaluation", "generation", "optimizer step", "backward")
+"""Phases that have frames of their own where they are under way."""
 
 
 def _has_a_pass(within: Iterable[CodeFrame]) -> bool:

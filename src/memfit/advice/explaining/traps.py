@@ -24,8 +24,8 @@ class Trap:
 
 
 def traps_of(oom: Oom, account: Account, clues: Clues) -> list[Trap]:
-    found = (*_of_processes(oom, account), *_of_sums(account), *_of_the_card(oom), *_of_the_request(oom), *_of_the_text(clues))
-    return [Trap(kind, text) for kind, text in found]
+    of_numbers = (*_of_processes(oom, account), *_of_sums(account), *_of_the_card(oom), *_of_the_request(oom))
+    return [Trap(kind, text) for kind, text in (*of_numbers, *_of_the_text(clues))]
 
 
 def _of_processes(oom: Oom, account: Account) -> Iterator[tuple[str, str]]:
@@ -36,7 +36,7 @@ def _of_processes(oom: Oom, account: Account) -> Iterator[tuple[str, str]]:
     if unknown:
         who = "this process" if unknown[0].pid is None else f"process {unknown[0].pid}"
         yield "process-size-unknown", f"what {who} holds is n/a: the driver does not tell it (WSL and some others)"
-    if not oom.processes and oom.form in ("cuda", "hip") and oom.unallocated is not None:
+    if not oom.processes and oom.form in ("cuda", "hip") and oom.capacity and oom.unallocated:
         yield (
             "no-processes",
             "no process is listed (Windows, a virtual GPU, or no NVML): who else is there is not known",
@@ -49,8 +49,8 @@ def _bare_contexts(account: Account) -> Iterator[tuple[str, str]]:
     sizes = [use.used.middle for use in account.others if use.used and low <= use.used.middle <= high]
     if len(sizes) >= SEVERAL and max(sizes) - min(sizes) <= ALIKE * max(sizes):
         said = f"{len(sizes)} other processes hold about {format_bytes(sizes[0])} each, the size of a bare CUDA context"
-        cure = "call torch.cuda.set_device(local_rank) before anything else"
-        yield "ranks-on-one-card", f"{said}: ranks that started CUDA on this card instead of their own; {cure}"
+        cure = "then call torch.cuda.set_device(local_rank) before anything else"
+        yield "ranks-on-one-card", f"{said}: if they are ranks of this job, they started CUDA on the wrong card; {cure}"
 
 
 def _of_sums(account: Account) -> Iterator[tuple[str, str]]:

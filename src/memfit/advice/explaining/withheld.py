@@ -58,7 +58,9 @@ class Situation:
 
 def withheld(case: Situation) -> list[Withheld]:
     if case.cause.kind == "host-memory":
-        return [Withheld("anything about the GPU", "the GPU's memory is not what ran out")]
+        sure = case.cause.certainty == "certain"
+        why = "the GPU's memory is not what ran out" if sure else "a GPU that is full raises an error and kills nothing"
+        return [Withheld("anything about the GPU", why)]
     if case.cause.kind == "none" or case.oom.form == "mps":
         return []
     made = (
@@ -72,9 +74,9 @@ def withheld(case: Situation) -> list[Withheld]:
 def _empty_cache(case: Situation) -> Iterator[Withheld]:
     if case.cause.kind == "library":
         return  # there it gives memory to the library
-    yield Withheld(
-        "torch.cuda.empty_cache()", "torch has already given back all that it could before it raised this error"
-    )
+    backend = case.oom.form if case.oom.form in ("xpu", "npu", "musa", "mlu") else "cuda"
+    why = "torch has already given back all that it could before it raised this error"
+    yield Withheld(f"torch.{backend}.empty_cache()", why)
 
 
 def _expandable(case: Situation) -> Iterator[Withheld]:
@@ -106,10 +108,12 @@ def _split_size(case: Situation) -> Iterator[Withheld]:
 def _smaller_batch(case: Situation) -> Iterator[Withheld]:
     if case.place.phase == "loading":
         yield Withheld("a smaller batch", "it failed while loading: no batch was there yet")
-    elif case.batch_size == 1 and case.kind != "prune":
-        yield Withheld("a smaller batch", "it is 1 already; what can shrink is the sequence")
     elif case.place.phase == "optimizer step":
         yield Withheld("a smaller batch", "it failed in the optimizer step, which is as large as the weights")
+    elif case.place.phase is None and "weights" in case.place.hints:
+        yield Withheld("a smaller batch", "it failed where weights are copied: no batch is in that")
+    elif case.batch_size == 1 and case.kind != "prune":
+        yield Withheld("a smaller batch", "it is 1 already; what can shrink is the sequence")
 
 
 def _checkpointing(case: Situation) -> Iterator[Withheld]:
@@ -157,7 +161,8 @@ def _other_processes(case: Situation) -> Iterator[Withheld]:
             yield Withheld(name, "the limit is this process's own")
         return
     if not case.account.other_pids:
-        yield Withheld(name, "the message lists none")
+        alone = case.account.own_by_size is not None
+        yield Withheld(name, "the one that is listed most likely is this one" if alone else "the message lists none")
     elif 0 < others < SIGNIFICANT:
         yield Withheld(name, f"they hold {format_bytes(others)} in all, a display or a bare context")
 
@@ -171,8 +176,10 @@ def _leak(case: Situation) -> Iterator[Withheld]:
 
 def _flash(case: Situation) -> Iterator[Withheld]:
     likeliest, name = case.readings.likeliest, "flash attention"
-    frames = " ".join(f"{frame.path} {frame.function} {frame.code}" for frame in case.place.frames)
-    if any(word in frames for word in FUSED) and not case.clues.eager:
+    first = next(iter(case.readings.candidates), None)
+    if first is not None and first.kind == "attention":
+        return
+    if by_fused_attention(case) and not case.clues.eager:
         yield Withheld(name, "attention is fused already, as the traceback shows")
     elif case.precision == "fp32":
         yield Withheld(name, "it takes 16-bit inputs only, and this job is fp32")
@@ -182,3 +189,9 @@ def _flash(case: Situation) -> Iterator[Withheld]:
         and case.place.phase in ("loading", "optimizer step", "loss")
     ):
         yield Withheld(name, f"it failed in {_the(case.place.phase)}, not in attention")
+
+
+def by_fused_attention(case: Situation) -> bool:
+    """Whether the failing line is in an attention that can be fused."""
+    frames = " ".join(f"{frame.path} {frame.function} {frame.code}" for frame in case.place.frames)
+    return any(word in frames for word in FUSED)

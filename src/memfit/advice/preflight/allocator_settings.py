@@ -47,7 +47,7 @@ def look(
     at_start: Mapping[str, str] | None = None,
 ) -> Iterator[Finding]:  # fmt: skip
     """`wanted` is what the config asks for; `at_start` the environment in which this process began."""
-    there = {name: environment[name] for name in NAMES if environment.get(name)}
+    there = exported(environment)
     if environment.get(NO_CACHING, "0") not in ("", "0"):
         yield SETTINGS.failed(
             f"{NO_CACHING} is set: every tensor is asked of the driver, and the allocator does nothing",
@@ -67,6 +67,11 @@ def look(
     text = there[name] if name is not None else wanted
     if text:
         yield of_text(text, torch_version, where=name or "memory.alloc_conf")
+
+
+def exported(environment: Mapping[str, str]) -> dict[str, str]:
+    """Each variable that is set; torch reads the first."""
+    return {name: environment[name] for name in NAMES if environment.get(name)}
 
 
 def _names(there: Mapping[str, str], torch_version: str | None) -> Iterator[Finding]:
@@ -99,7 +104,7 @@ def of_text(text: str, torch_version: str | None, *, where: str) -> Finding:
         return SETTINGS.warning(
             f"{where}={text}: the two cancel: free expandable ranges of {limit} MiB and more are never given to smaller"
             " requests (pytorch#123548: reserved grew from 220 MiB to 14 GiB)",
-            f"{where}=expandable_segments:True",
+            _setting(where, "expandable_segments:True"),
         )
     if config.garbage_collection_threshold and config.memory_fraction == 1.0:
         return SETTINGS.warning(
@@ -108,6 +113,11 @@ def of_text(text: str, torch_version: str | None, *, where: str) -> Finding:
         )
     known = "" if torch_version is None else f", which torch {torch_version} knows"
     return SETTINGS.ok(f"{where}={text}{known}")
+
+
+def _setting(where: str, text: str) -> str:
+    """As it is written in a shell, or in a config."""
+    return f"export {where}={text}" if where in NAMES else f"{where}: {text}"
 
 
 def too_new_for(text: str, torch_version: str) -> list[str]:

@@ -17,6 +17,7 @@ from typing import Any
 
 from memfit.advice.preflight import (
     allocator_settings,
+    attention,
     batch,
     config_keys,
     data,
@@ -31,9 +32,11 @@ from memfit.advice.preflight import (
     packages,
     parallel,
     peaks,
+    positions,
     precision,
     resuming,
     served,
+    tokenizer,
     trained_weights,
 )
 from memfit.advice.preflight.finding import Finding, Line, Status, guarded
@@ -66,6 +69,10 @@ class Checked:
         found = {each.status for each in self.findings}
         return "failed" if "failed" in found else "warning" if "warning" in found else "ok"
 
+    def __repr__(self) -> str:
+        counts = self.to_json()["counts"]
+        return f"<Checked: {self.verdict}: {', '.join(f'{count} {status}' for status, count in counts.items())}>"
+
     def __str__(self) -> str:
         from memfit.render.check_terminal import show_check
         from memfit.render.text import as_text
@@ -88,7 +95,7 @@ def check(
     """Look at this machine, and at a training config (`config`, a file or a name) or a workload (`kind`, `model` and
     the other settings of `memfit plan`)."""
     began = time.perf_counter()
-    work = Workload.from_mapping(settings) if settings else workload
+    work = Workload.asked(workload, settings) if settings else workload
     if work is not None and config is not None:
         raise UsageError("a config and a workload are two jobs", hint="check one, then the other")
     if gpu is not None:
@@ -176,9 +183,10 @@ def _checks(asked: Asked) -> Iterator[tuple[str, Look, Line]]:
         yield "keys of the config", config_keys.keys, config_keys.KEYS
     if of_job:
         yield "precision", precision.precision, precision.PRECISION
-        yield "attention", precision.attention, precision.ATTENTION
     if training:
         yield from _of_training(asked, from_file)
+    elif asked.workload is not None and asked.workload.kind != "prune":  # which takes no more than there are
+        yield "positions", positions.positions, positions.POSITIONS
     yield "host memory", host.memory, host.MEMORY
     yield "shared memory", host.shared, host.SHARED
     if asked.world_size > 1 or (asked.config is not None and asked.config.memory.offload):
@@ -187,6 +195,7 @@ def _checks(asked: Asked) -> Iterator[tuple[str, Look, Line]]:
         yield "loading the model", loading.loaded, loading.LOADED
     if of_job:
         yield "planning", fits.fits, fits.FITS
+        yield "planning", attention.attention, attention.ATTENTION
 
 
 def _of_training(asked: Asked, from_file: bool) -> Iterator[tuple[str, Look, Line]]:
@@ -195,13 +204,14 @@ def _of_training(asked: Asked, from_file: bool) -> Iterator[tuple[str, Look, Lin
     if from_file:
         yield "settings of the engine", served.served, served.SERVED
         yield "looking for the weights", disk.weights, disk.WEIGHTS
+        yield "looking for the tokenizer", tokenizer.tokenizer, tokenizer.TOKENIZER
         yield "reading data", data.readable, data.READABLE
         yield "cutting data into tokens", data.lengths, data.LENGTHS
         yield "padding", data.padding, data.PADDING
         yield "labels", data.labels, data.LABELS
         yield "checkpoint", resuming.resume, resuming.RESUME
     yield "the model's shapes", trained_weights.trained_weights, trained_weights.TRAINED
-    yield "positions", data.positions, data.POSITIONS
+    yield "positions", positions.positions, positions.POSITIONS
     if from_file:
         yield "vocabulary", data.vocabulary, data.VOCABULARY
     yield "two steps of the first blocks", partial(gradient_flow.gradients, followed=followed), gradient_flow.GRADIENTS

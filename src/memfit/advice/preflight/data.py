@@ -7,23 +7,30 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from memfit.advice.preflight.finding import Finding, Line
+from memfit.advice.preflight.positions import shape_of
 from memfit.advice.preflight.situation import MOST_ROWS, Situation
+from memfit.errors import InputError
 
 if TYPE_CHECKING:
     from memfit.jobs.training.data import TrainingData
 
 READABLE, LENGTHS = Line("config", "data"), Line("config", "lengths")
 PADDING, LABELS = Line("config", "padding"), Line("config", "labels")
-POSITIONS, VOCABULARY = Line("config", "positions"), Line("config", "vocabulary")
+VOCABULARY = Line("config", "vocabulary")
 MUCH = 0.5
 """The share of cut samples, or of padding in a batch, from which on it is worth a warning."""
 MEASURED_ROWS = 2_000
+FILES = "data.source: a file in UTF-8 that holds text: .txt, .jsonl, .json or .parquet, or a folder of these"
 STRAY_SHARE = 0.01
 """Of the learned tokens, that may be padding inside the data before it is worth a word."""
 
 
 def readable(situation: Situation) -> Iterator[Finding]:
-    examples = situation.examples.get()
+    try:
+        examples = situation.examples.get()
+    except InputError as error:
+        yield READABLE.failed(error.message, error.hint or FILES)
+        return
     kind = "prompts with answers" if examples.instruction else "text"
     count = len(examples.rows)
     first = f"the first {count:,} rows" if count == MOST_ROWS else f"{count:,} rows"
@@ -68,30 +75,12 @@ def row_lengths(situation: Situation) -> dict[str, int]:
     }  # fmt: skip
 
 
-def positions(situation: Situation) -> Iterator[Finding]:
-    """A sequence longer than the model's positions fails, or is read as nonsense."""
-    from memfit.jobs.training.shapes import POSITIONS as NAMES
-    from memfit.jobs.training.shapes import number_in
-
-    wanted = situation.config.data.max_seq_len if situation.asked.workload is None else situation.asked.workload.seq_len
-    most = number_in(_shape(situation), NAMES)
-    if most is None:
-        yield POSITIONS.skipped("this model does not say how many positions it has")
-    elif wanted > most:
-        yield POSITIONS.failed(
-            f"{wanted:,} tokens a sample, and {situation.config.model.name} has {most:,} positions",
-            f"max_seq_len: {most}", positions=most,
-        )  # fmt: skip
-    else:
-        yield POSITIONS.ok(f"{wanted:,} tokens a sample, of {most:,} positions that the model has", positions=most)
-
-
 def vocabulary(situation: Situation) -> Iterator[Finding]:
     """A token that the model has no row for stops a run on the GPU with an assertion that names nothing."""
     from memfit.jobs.training.shapes import VOCABULARY as NAMES
     from memfit.jobs.training.shapes import number_in
 
-    words, highest = number_in(_shape(situation), NAMES), situation.data.needed().highest_id
+    words, highest = number_in(dict(shape_of(situation)), NAMES), situation.data.needed().highest_id
     if words is None:
         yield VOCABULARY.skipped("this model does not say how many tokens it knows")
     elif highest >= words:
@@ -101,11 +90,6 @@ def vocabulary(situation: Situation) -> Iterator[Finding]:
         )  # fmt: skip
     else:
         yield VOCABULARY.ok(f"tokens up to {highest:,} in the data, of {words:,} that the model knows")
-
-
-def _shape(situation: Situation) -> dict[str, object] | None:
-    settings: Any = getattr(situation.shapes.needed(), "config", None)
-    return settings.to_dict() if hasattr(settings, "to_dict") else None
 
 
 def padding(situation: Situation) -> Iterator[Finding]:

@@ -25,9 +25,8 @@ def fits(situation: Situation) -> Iterator[Finding]:
 def _search(planned: Planned, situation: Situation) -> str | None:
     if planned.plan.gpu is None:
         return None
-    config = situation.asked.config
-    named = situation.asked.gpu or (config.memory.gpu if config else None)
-    rows = situation.batch.needed().global_batch_size if config is not None else None
+    named, trains = situation.named_as, situation.asked.trains
+    rows = situation.batch.needed().global_batch_size if trains else None
     gpu = named if named and planned.plan.gpu == situation.named else f"{planned.plan.gpu.capacity_bytes}B"
     return fit_command(planned.workload, gpu, global_batch=rows)
 

@@ -17,6 +17,7 @@ PRESENT, FREE = Line("machine", "GPU"), Line("machine", "GPU memory")
 KEPT_BY_DRIVER = 1 * GiB
 """Of a card that nobody uses the driver keeps less than this for itself: 0.60 GiB of an H200."""
 SHOWN = 4
+LONGEST_NAME = 60
 
 
 def present(situation: Situation) -> Iterator[Finding]:
@@ -24,7 +25,8 @@ def present(situation: Situation) -> Iterator[Finding]:
     shown = os.environ.get(VISIBLE)
     by = "" if shown is None else f" ({VISIBLE}={shown})"
     if not gpus:
-        yield PRESENT.failed(f"torch would see no GPU{by}", "nvidia-smi -L lists those that the driver sees", gpus=0)
+        advice = "nvidia-smi -L lists those that the driver sees" if shown is None else f"unset {VISIBLE}"
+        yield PRESENT.failed(f"torch would see no GPU{by}", advice, gpus=0)
         return
     names = ", ".join(f"{gpu.name} ({gib(gpu.total_bytes)})" for gpu in gpus)
     found = f"{len(gpus)}: {names}{by}"
@@ -37,11 +39,13 @@ def present(situation: Situation) -> Iterator[Finding]:
 
 
 def free(situation: Situation) -> Iterator[Finding]:
-    for gpu in situation.gpus_here():
-        yield of_gpu(gpu)
+    gpus = situation.gpus_here()
+    for gpu in gpus:
+        yield of_gpu(gpu, alone=len(gpus) == 1)
 
 
-def of_gpu(gpu: GpuState) -> Finding:
+def of_gpu(gpu: GpuState, *, alone: bool = False) -> Finding:
+    """`alone`: there is no other GPU to go to."""
     found = f"GPU {gpu.index}: {gib(gpu.free_bytes)} of {gib(gpu.total_bytes)} free"
     details: dict[str, Any] = {
         "gpu": gpu.index, "free_bytes": gpu.free_bytes, "total_bytes": gpu.total_bytes,
@@ -60,10 +64,18 @@ def of_gpu(gpu: GpuState) -> Finding:
     more = f"; and {len(gpu.processes) - SHOWN} more" if len(gpu.processes) > SHOWN else ""
     pids = " ".join(str(process.pid) for process in gpu.processes[:SHOWN] if process.name is not None)
     advice = f"if they are yours and not needed: kill {pids}; " if pids else ""
-    return FREE.warning(f"{found}; held by {holders}{more}", f"{advice}another GPU: CUDA_VISIBLE_DEVICES=N", **details)
+    elsewhere = "the line `fits` counts on what they leave" if alone else f"another GPU: {VISIBLE}=N"
+    return FREE.warning(f"{found}; held by {holders}{more}", advice + elsewhere, **details)
 
 
 def _holder(process: GpuProcess) -> str:
     size = "an unknown size" if process.used_bytes is None else gib(process.used_bytes)
-    name = "of another container, or ended" if process.name is None else process.name[:60]
+    name = "of another container, or ended" if process.name is None else _short(process.name)
     return f"process {process.pid} ({name}): {size}"
+
+
+def _short(command: str) -> str:
+    """The program without its folder, and as much of the rest as tells it from others."""
+    program, space, rest = command.partition(" ")
+    short = f"{program.rpartition('/')[2]}{space}{rest}"
+    return short if len(short) <= LONGEST_NAME else f"{short[: LONGEST_NAME - 3]}..."

@@ -9,6 +9,7 @@ from typing import Any
 
 from memfit.advice.preflight.finding import Finding, Line
 from memfit.advice.preflight.situation import Situation
+from memfit.gpus import is_size
 
 BUILD, ABILITIES = Line("machine", "driver and torch"), Line("machine", "what the card can do")
 BF16_SINCE, FLASH_SINCE, FP8_SINCE = (8, 0), (8, 0), (8, 9)
@@ -80,4 +81,10 @@ def abilities(situation: Situation) -> Iterator[Finding]:
         "card": card.name, "capability": [major, minor], "bf16": card.arch >= BF16_SINCE,
         "flash_attention": card.arch >= FLASH_SINCE, "fp8": card.arch >= FP8_SINCE,
     }  # fmt: skip
-    yield ABILITIES.ok(f"{card.name}, compute capability {major}.{minor}: {', '.join(words)}", **details)
+    said, level = situation.named_as, f"compute capability {major}.{minor}: {', '.join(words)}"
+    if situation.here is None and said is not None and is_size(said):
+        yield ABILITIES.ok(
+            f"a size names no card; one of {level}", "--gpu 'RTX 3090': what that card can do", **details
+        )
+    else:
+        yield ABILITIES.ok(f"{card.name}, {level}", **details)

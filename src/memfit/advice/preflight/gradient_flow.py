@@ -19,6 +19,7 @@ from memfit.advice.preflight.small_model import few_blocks
 from memfit.advice.preflight.trained_weights import ADAPTER
 from memfit.errors import MemfitError
 from memfit.jobs.training.config import FACTORY, TrainConfig
+from memfit.models.gsa_names import is_gsa
 from memfit.recording.machine import host_memory
 from memfit.units import GiB
 
@@ -34,6 +35,7 @@ MOST_BYTES = 4 * GiB
 SHOWN = 3
 INPUT_GRADS = "checkpointing over a frozen embedding: model.enable_input_require_grads(), or use_reentrant=False"
 UNREACHED = f"leave layers that nothing depends on out of target_modules; or {INPUT_GRADS}"
+GSA_INDEXER = ".indexer."
 NO_GRADIENT = "does not require grad"
 """How torch says that nothing in the loss leads back to a trained weight."""
 
@@ -136,6 +138,13 @@ def gradients(situation: Situation, followed: list[Flow]) -> Iterator[Finding]:
             INPUT_GRADS if len(flow.without) == flow.tensors else UNREACHED,
             **details,
         )
+        return
+    if flow.without and is_gsa(situation.model_name) and all(GSA_INDEXER in name for name in flow.without):
+        rest = flow.tensors - len(flow.without)
+        chosen = f"; {len(flow.without)} of the indexer get none, for to choose keys has no gradient" * bool(
+            flow.without
+        )
+        yield GRADIENTS.ok(f"{rest} trained tensors get finite gradients other than zero in {what}{chosen}", **details)
         return
     if flow.without:
         yield GRADIENTS.warning(

@@ -87,13 +87,12 @@ def _built(order: dict[str, Any], dtype: Any) -> Any:
 
 
 def _of_gpu() -> dict[str, Any]:
-    """This process's, and the whole device's use: others may be on it."""
+    """This process's, and what is left of the device: others may be on it."""
     import torch
 
-    free, total = torch.cuda.mem_get_info()
     return {
         "allocated_bytes": torch.cuda.memory_allocated(), "reserved_bytes": torch.cuda.memory_reserved(),
-        "device_bytes": total - free,
+        "free_bytes": torch.cuda.mem_get_info()[0],
     }  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from memfit.advice.preflight.finding import CannotTell, Finding, Line
 from memfit.advice.preflight.situation import Situation
 from memfit.advice.preflight.sizes import checkpoint_bytes, loading_bytes
 from memfit.jobs.training.config import DataConfig
+from memfit.recording.machine import host_memory
 from memfit.units import gib
 
 EVALUATION, SAVING = Line("config", "evaluation peak"), Line("config", "saving peak")
@@ -39,10 +40,13 @@ def saving(situation: Situation) -> Iterator[Finding]:
     model, config = situation.shapes.needed(), situation.config
     written = checkpoint_bytes(model, config)
     if config.parallel.kind == "fsdp2" and situation.asked.world_size > 1:
-        whole = loading_bytes(model)
-        yield SAVING.warning(
-            f"fsdp2 gathers the weights for a checkpoint, {gib(whole)} on the host of the first process",
-            "host memory for it, or fewer checkpoints", gathered_bytes=whole,
-        )  # fmt: skip
+        whole, host = loading_bytes(model), host_memory()
+        unused = host["total_bytes"] - host["used_bytes"]
+        found = f"fsdp2 gathers the weights for a checkpoint, {gib(whole)} on the host of the first process"
+        details: dict[str, Any] = {"gathered_bytes": whole, "free_bytes": unused}
+        if whole > unused:
+            yield SAVING.warning(f"{found}, which has {gib(unused)} free here", "a host with more memory", **details)
+        else:
+            yield SAVING.ok(f"{found}, which has {gib(unused)} free here", **details)
         return
     yield SAVING.ok(f"{gib(written)} are copied to the host and written from there: no copy on the GPU", bytes=written)

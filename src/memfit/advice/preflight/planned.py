@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from memfit.advice.preflight.allocator_settings import exported
 from memfit.advice.preflight.finding import CannotTell
 from memfit.advice.preflight.situation import Situation, output_folder
+from memfit.core.alloc_config import AllocatorConfig
 from memfit.errors import MemfitError
 from memfit.gpus import Gpu
 from memfit.jobs.workload import Workload
@@ -35,15 +38,25 @@ def planned(situation: Situation) -> list[Planned]:
     cards: list[tuple[Gpu | None, str | None]] = [*_cards(situation)] or [(None, None)]
     try:
         workload = workload_of(situation)
-        return [Planned(workload, predict(workload, gpu=card), where) for card, where in cards]
+        allowed = [_within_limit(card, where, workload.alloc_conf) for card, where in cards]
+        return [Planned(workload, predict(workload, gpu=card), where) for card, where in allowed]
     except MemfitError as error:
         raise CannotTell(f"cannot be predicted: {error.message}") from error
+
+
+def _within_limit(card: Gpu | None, where: str | None, alloc_conf: str) -> tuple[Gpu | None, str | None]:
+    """`per_process_memory_fraction` limits what is reserved; the context comes on top."""
+    limit = None if card is None else AllocatorConfig.parse(alloc_conf).limit_on(card.capacity_bytes)
+    if card is None or limit is None:
+        return card, where
+    allowed = min(card.capacity_bytes, limit + card.context_bytes)
+    return dataclasses.replace(card, capacity_bytes=allowed), f"what per_process_memory_fraction allows of {where}"
 
 
 def workload_of(situation: Situation) -> Workload:
     """The job as the predictor takes it, with the longest rows that the data have, or may have."""
     if situation.asked.workload is not None:
-        return situation.asked.workload
+        return _with_exported_settings(situation.asked.workload)
     from memfit.planning.train_workload import workload_of as of_job
 
     try:
@@ -51,6 +64,12 @@ def workload_of(situation: Situation) -> Workload:
     except CannotTell:
         job = _with_full_rows(situation)
     return of_job(_as_chosen(job, situation))
+
+
+def _with_exported_settings(workload: Workload) -> Workload:
+    """Of the allocator: what is exported here is what a run from here would have."""
+    said = workload.alloc_conf or next(iter(exported(os.environ).values()), "")
+    return dataclasses.replace(workload, alloc_conf=said)
 
 
 def _as_chosen(job: TrainJob, situation: Situation) -> TrainJob:

@@ -1,24 +1,50 @@
-"""Whether a checkpoint belongs to this job, and how it is read."""
+"""Whether a checkpoint is whole and belongs to this job, and how it is read."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+from memfit.advice.preflight.checkpoint_files import incomplete, processes_of, whole_ones_beside
 from memfit.advice.preflight.finding import Finding, Line
 from memfit.advice.preflight.situation import Situation, output_folder
+from memfit.errors import InputError
 
 RESUME = Line("config", "resume")
 
 
 def resume(situation: Situation) -> Iterator[Finding]:
-    from memfit.jobs.training.checkpoints import check_checkpoint, find_checkpoint, steps_done
+    from memfit.jobs.training.checkpoints import find_checkpoint
 
-    config = situation.config
-    if config.saving.resume_from is None:
+    said = situation.config.saving.resume_from
+    if said is None:
         yield RESUME.ok("a new run; checkpoints go on exactly, in data order and random numbers too")
         return
-    folder = find_checkpoint(config.saving.resume_from, output_folder(config))
+    folder = find_checkpoint(said, output_folder(situation.config))
+    damaged = list(_damage(folder, situation))
+    yield from damaged or _belongs(folder, situation)
+
+
+def _damage(folder: Path, situation: Situation) -> Iterator[Finding]:
+    from memfit.jobs.training.checkpoints import steps_done
+
+    lora = situation.config.method.kind == "lora"
+    try:
+        steps_done(folder)
+        sharded = situation.config.parallel.kind == "fsdp2" and situation.asked.world_size > 1
+        found = [] if sharded else [each.what for each in incomplete(folder, lora=lora)]
+    except InputError as error:
+        found = [error.message]
+    if found:
+        whole = whole_ones_beside(folder, lora=lora)
+        instead = f"--resume_from {whole[-1]}, which is whole" if whole else "copy it again, or start without it"
+        yield RESUME.failed(f"'{folder}' is not whole: {'; '.join(found)}", instead, folder=str(folder))
+
+
+def _belongs(folder: Path, situation: Situation) -> Iterator[Finding]:
+    from memfit.jobs.training.checkpoints import check_checkpoint, steps_done
+
     job = situation.job.needed()
     notes, done = check_checkpoint(folder, job), steps_done(folder)
     details: dict[str, Any] = {"folder": str(folder), "steps_done": done, "total_steps": job.total_steps}
@@ -30,9 +56,20 @@ def resume(situation: Situation) -> Iterator[Finding]:
         return
     for note in notes:
         yield RESUME.warning(note, "resume with the config of that run", **details)
-    if not notes:
+    wrote, now = processes_of(folder), situation.asked.world_size
+    if wrote != now:
+        yield RESUME.warning(
+            f"'{folder}' holds the random numbers of {_processes(wrote)}, and {_processes(now)} would train: the data"
+            " go on where they stopped, dropout draws anew",
+            f"the very same run goes on with --nproc_per_node={wrote}" if wrote else None, **details,
+        )  # fmt: skip
+    elif not notes:
         yield RESUME.ok(
-            f"step {done:,} of {job.total_steps:,}: same model, method, optimizer and data; each process reads it to"
-            " the host first, and the data go on where they stopped",
+            f"step {done:,} of {job.total_steps:,}: whole, and of the same model, method, optimizer and data; each"
+            " process reads it to the host first, and the data go on where they stopped",
             **details,
         )
+
+
+def _processes(count: int) -> str:
+    return "no process" if count == 0 else "1 process" if count == 1 else f"{count} processes"

@@ -15,11 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 from memfit.advice.preflight.finding import CannotTell
 from memfit.advice.preflight.once import Once
-from memfit.errors import MemfitError
-from memfit.gpus import Gpu, find_gpu
+from memfit.errors import InputError, MemfitError
+from memfit.gpus import Gpu, find_gpu, is_size
 from memfit.jobs.training.batch_sizes import BatchSizes, resolve_batch
 from memfit.jobs.training.config import FACTORY, DataConfig, TrainConfig
+from memfit.jobs.training.shapes import is_basics
 from memfit.jobs.workload import Workload
+from memfit.models.local_files import NotHere, find_here, find_tokenizer_here
+from memfit.models.registry import resolve
+from memfit.planning.card_here import with_kernels_of
 from memfit.recording.gpu_driver import Driver, read_driver
 from memfit.recording.nvml import GpuState, NoNvml, read_gpus
 
@@ -34,6 +38,7 @@ if TYPE_CHECKING:
 
 NO_CARD = "no GPU is here and none is named: --gpu 24GB checks against one"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+TOKENIZERS = "model.tokenizer: a folder with tokenizer.json, a hub id, or `bytes`, which needs no file"
 MOST_ROWS = 20_000
 """Rows of data that are looked at: what is wrong with them is most often wrong from the start."""
 
@@ -75,7 +80,7 @@ class Situation:
         self.driver = Once(_driver, without="no GPU is here")
         self.batch = Once(self._batch, without="the batch sizes are wrong")
         self.folder = Once(self._folder, without="the model's files are not on this machine")
-        self.tokenizer = Once(self._tokenizer, without="the tokenizer cannot be loaded")
+        self.tokenizer = Once(self._tokenizer, without="there is no tokenizer")
         self.examples = Once(self._examples, without="the data cannot be read")
         self.data = Once(self._data, without="the data cannot be read as samples")
         self.shapes = Once(self._shapes, without="the model cannot be built")
@@ -107,11 +112,18 @@ class Situation:
         fullest = min(gpus[: self.asked.world_size], key=lambda gpu: gpu.free_bytes)
         return Here(card=_card_of(fullest, driver.capabilities[fullest.index]), state=fullest)
 
+    @property
+    def named_as(self) -> str | None:
+        """`--gpu`, or memory.gpu of the config, as it was typed."""
+        return self.asked.gpu or (self.asked.config.memory.gpu if self.asked.config else None)
+
     @cached_property
     def named(self) -> Gpu | None:
-        """`--gpu`, or memory.gpu of the config."""
-        said = self.asked.gpu or (self.asked.config.memory.gpu if self.asked.config else None)
-        return None if said is None else find_gpu(said, flag="--gpu" if self.asked.gpu else "memory.gpu")
+        said = self.named_as
+        if said is None:
+            return None
+        card = find_gpu(said, flag="--gpu" if self.asked.gpu else "memory.gpu")
+        return card if self.here is None or not is_size(said) else with_kernels_of(card, self.here.card)
 
     @property
     def card(self) -> Gpu:
@@ -143,26 +155,43 @@ class Situation:
         return resolve_batch(self.config.batch, self.asked.world_size)
 
     def _folder(self) -> Path:
-        from memfit.models.local_files import find_here
-
         model = self.config.model
         if model.starts_from_scratch:
             raise CannotTell("it is trained from scratch: there are no weights to read")
-        return find_here(model.name, cache_dir=model.cache_dir)
+        try:
+            return find_here(model.name, cache_dir=model.cache_dir)
+        except InputError as error:
+            if error.hint is None or isinstance(error, NotHere):
+                resolve(model.name)  # where nothing is called so, its error says what is
+            raise
 
     def _tokenizer(self) -> Any:
         from memfit.jobs.source import load_tokenizer
         from memfit.jobs.training.tokenizers import BYTES, ByteTokenizer
-        from memfit.models.local_files import NotHere, find_tokenizer_here
 
         model = self.config.model
-        if model.tokenizer is not None and model.tokenizer.strip().lower() == BYTES:
+        named = model.tokenizer or model.name
+        if named.strip().lower() == BYTES:
             return ByteTokenizer()
         try:
-            found = find_tokenizer_here(model.tokenizer or model.name, cache_dir=model.cache_dir)
-        except NotHere as error:
-            raise CannotTell("the tokenizer is not on this machine") from error
-        return load_tokenizer(found)
+            folder = find_tokenizer_here(named, cache_dir=model.cache_dir)
+        except NotHere:
+            raise
+        except InputError as error:
+            if model.tokenizer is None and not model.starts_from_scratch:
+                raise CannotTell("there is no such model here") from error
+            raise InputError(f"no tokenizer called '{named}'", hint=TOKENIZERS) from error
+        return load_tokenizer(folder)
+
+    @cached_property
+    def own_tokenizer(self) -> Any:
+        """That of the weights; None where there are none here."""
+        from memfit.jobs.source import load_tokenizer
+
+        try:
+            return load_tokenizer(self.folder.get())
+        except (MemfitError, CannotTell):
+            return None
 
     @property
     def data_config(self) -> DataConfig:
@@ -184,17 +213,32 @@ class Situation:
         from memfit.jobs.training.data import read_training_data
 
         self.examples.needed()
-        return read_training_data(self.data_config, self.tokenizer.get())
+        return read_training_data(self.data_config, self.tokenizer.needed())
 
     def _shapes(self) -> nn.Module:
         from memfit.advice.preflight.small_model import shapes_only
 
+        self._find_model()
         try:
             return shapes_only(self.config, self.model_name)
         except MemfitError as error:
             if error.message.startswith(f"'{self.model_name}' raised"):  # a factory; with memory it may well work
                 raise CannotTell(f"without memory the model cannot be built: {error.message}") from error
             raise
+
+    def _find_model(self) -> None:
+        """A wrong name is told once: of weights to be read on their line, else by whoever builds it first."""
+        model = self.config.model
+        if model.starts_from_scratch:
+            if not is_basics(model.name):
+                resolve(model.name)
+            return
+        try:
+            self.folder.get()
+        except NotHere:
+            return  # its shape is known all the same
+        except MemfitError as error:
+            raise CannotTell("there is no such model here") from error
 
     def _job(self) -> TrainJob:
         from memfit.jobs.source import Source
@@ -231,8 +275,17 @@ def _gpus() -> tuple[GpuState, ...]:
     shown = os.environ.get(VISIBLE)
     if shown is None:
         return found
-    names = [each.strip() for each in shown.split(",") if each.strip()]
-    return tuple(gpu for name in names for gpu in found if name == str(gpu.index) or gpu.uuid.startswith(name))
+    seen: list[GpuState] = []
+    for name in shown.split(","):
+        named = [gpu for gpu in found if name.strip() == str(gpu.index) or _begins_uuid(name.strip(), gpu)]
+        if len(named) != 1:  # CUDA reads the list as far as the first name that is no GPU
+            break
+        seen += named
+    return tuple(seen)
+
+
+def _begins_uuid(name: str, gpu: GpuState) -> bool:
+    return name.startswith("GPU-") and gpu.uuid.startswith(name)
 
 
 def _driver() -> Driver:

@@ -90,7 +90,7 @@ def _from_running_text(
     tokens = torch.tensor(tokenise(tokenizer, texts.joined()), dtype=torch.int64)
     last = len(tokens) - seqlen - 1
     if last < 0:
-        raise too_short(texts, len(tokens), seqlen, f"--seqlen {seqlen} needs at least {seqlen + 1:,}")
+        raise too_short(texts, len(tokens), f"--seqlen {seqlen} needs at least {seqlen + 1:,}")
     starts = [chance.randint(0, last) for _ in range(nsamples)]
     return torch.stack([tokens[start : start + seqlen] for start in starts]), len(tokens), ()
 
@@ -149,6 +149,6 @@ class _Documents:
             )
 
 
-def too_short(texts: Texts, tokens: int, seqlen: int, needs: str) -> InputError:
+def too_short(texts: Texts, tokens: int, needs: str) -> InputError:
     why = f"--dataset {texts.name}: its {texts.split} text has only {tokens:,} tokens; {needs}"
     return InputError(f"{why} ({texts.origin})", hint="a shorter --seqlen or more text")

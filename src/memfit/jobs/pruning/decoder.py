@@ -9,6 +9,7 @@ to its logits.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,7 +22,6 @@ from torch import Tensor, nn
 from memfit.errors import InputError
 from memfit.jobs.preparing import DTYPES
 from memfit.jobs.pruning.layout import TORCH_DTYPES, find_stored, lay_out
-from memfit.jobs.pruning.memory import forget_frames
 from memfit.models.checkpoint import Stored, WeightStore
 from memfit.models.registry import build_model, is_encoder, load_config, resolve, supports_sdpa
 
@@ -310,3 +310,9 @@ class _Outer:
                 handle.remove()
             for module, own in self._owners:
                 module._parameters.update(own)
+
+
+def forget_frames(error: BaseException) -> None:
+    """What an exception passed through holds tensors; they are not to live until Python's collector comes by."""
+    traceback.clear_frames(error.__traceback__)
+    error.__traceback__ = None

@@ -16,13 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from memfit.errors import InputError
+from memfit.jobs.host_memory import HostMemory
+from memfit.jobs.lanes import Event, Lane
 from memfit.jobs.phases import Phases
 from memfit.jobs.pruning import fusing
 from memfit.jobs.pruning.decoder import Call, Decoder
 from memfit.jobs.pruning.distributed import Team
 from memfit.jobs.pruning.layout import Layout, Piece, Slot
 from memfit.jobs.pruning.matrices import Matrix, find_matrices
-from memfit.jobs.pruning.memory import Event, HostMemory, Lane
 from memfit.jobs.pruning.observation import Observer, Pattern, Statistic
 from memfit.jobs.pruning.output import OutputFolder
 from memfit.jobs.pruning.placement import (

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from memfit.errors import InputError
 from memfit.jobs.pruning import experts
+from memfit.jobs.pruning.decoder import forget_frames
 from memfit.jobs.pruning.matrices import Matrix
-from memfit.jobs.pruning.memory import forget_frames
 from memfit.jobs.pruning.placement import MicroBatch
 
 

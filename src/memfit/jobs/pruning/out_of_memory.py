@@ -7,24 +7,9 @@ they do not fit. So a smaller model, an empty cache or gradient checkpointing, w
 from __future__ import annotations
 
 from memfit.errors import MemfitError
+from memfit.jobs.memory_errors import on_the_host
 from memfit.jobs.pruning.settings import PruneSettings
 from memfit.units import format_bytes
-
-DISGUISED = (
-    "out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "DefaultCPUAllocator: can't allocate",
-    "DefaultCPUAllocator: not enough memory", "would exceed allowed memory",
-)  # fmt: skip
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Also where a library says it in its own words."""
-    if isinstance(error, MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in DISGUISED)
-
-
-def on_the_host(error: BaseException) -> bool:
-    return isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 class RanOut(MemfitError):

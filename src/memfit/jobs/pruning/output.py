@@ -25,11 +25,11 @@ from typing import Any
 import torch
 
 from memfit.errors import InputError
+from memfit.jobs.host_memory import as_bytes
 from memfit.jobs.pruning.decoder import Decoder
 from memfit.jobs.pruning.journal import Journal, sync_folder
 from memfit.jobs.pruning.layout import TORCH_DTYPES, Piece
 from memfit.jobs.pruning.matrices import find_matrices
-from memfit.jobs.pruning.memory import as_bytes
 from memfit.jobs.pruning.streaming import Parts
 from memfit.models.checkpoint import INDEX, Stored, WeightStore
 from memfit.units import format_bytes

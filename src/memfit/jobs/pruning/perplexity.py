@@ -35,7 +35,7 @@ def evaluation_windows(dataset: str, tokenizer: Any, seqlen: int, most: int | No
     tokens = torch.tensor(tokenise(tokenizer, texts.joined()), dtype=torch.int64)
     count = len(tokens) // seqlen
     if count == 0:
-        raise too_short(texts, len(tokens), seqlen, f"perplexity at --seqlen {seqlen} needs at least {seqlen:,}")
+        raise too_short(texts, len(tokens), f"perplexity at --seqlen {seqlen} needs at least {seqlen:,}")
     if texts.name == "c4":
         count = min(count, C4_WINDOWS)
     ids = tokens[: min(count, most or count) * seqlen].view(-1, seqlen)

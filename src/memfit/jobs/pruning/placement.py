@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from memfit.errors import InputError
-from memfit.jobs.pruning.memory import Event, HostMemory, Lane, finished
+from memfit.jobs.host_memory import HostMemory
+from memfit.jobs.lanes import Event, Lane, finished
 from memfit.units import MiB, format_bytes
 
 Where = Literal["device", "host"]

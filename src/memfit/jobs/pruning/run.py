@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from memfit.errors import InputError, UsageError
+from memfit.jobs.memory_errors import is_out_of_memory
 from memfit.jobs.pruning import out_of_memory, place_to_save, zero_shot
 from memfit.jobs.pruning.calibration import Windows, calibration_windows
 from memfit.jobs.pruning.decoder import Decoder
@@ -78,7 +79,7 @@ class _Run:
             with published(f"memfit prune --model {settings.model}"), log:
                 result = self._stages(log, began)
         except Exception as error:
-            if out_of_memory.is_out_of_memory(error):
+            if is_out_of_memory(error):
                 raise out_of_memory.RanOut(log.points[-1].name, settings, error, self.budget) from error
             raise
         finally:

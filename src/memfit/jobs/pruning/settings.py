@@ -17,7 +17,6 @@ Method = Literal["magnitude", "wanda", "sparsegpt", "ria"]
 Allocation = Literal["uniform", "owl"]
 Dtype = Literal["auto", "fp32", "bf16", "fp16"]
 
-METHODS: tuple[str, ...] = get_args(Method)
 UNSTRUCTURED = "unstructured"
 DEFAULT_RATIO = 0.5
 MAX_SAMPLES, MAX_SEQLEN, MAX_GROUP = 1 << 16, 1 << 20, 1 << 10

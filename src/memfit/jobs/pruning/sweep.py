@@ -24,12 +24,13 @@ import torch
 from torch import Tensor
 
 from memfit.errors import UsageError
+from memfit.jobs.host_memory import numbers
+from memfit.jobs.lanes import finished
 from memfit.jobs.pruning import fusing
 from memfit.jobs.pruning.allocation import outlier_percentage, owl, owl_groups
 from memfit.jobs.pruning.attention_kernels import attention_kernels
 from memfit.jobs.pruning.engine import Engine
 from memfit.jobs.pruning.matrices import Matrix
-from memfit.jobs.pruning.memory import finished, numbers
 from memfit.jobs.pruning.methods import ByNorms, Method, method_of
 from memfit.jobs.pruning.observation import Group, Statistic
 from memfit.jobs.pruning.output import OutputFolder
@@ -76,7 +77,7 @@ class Sweep:
         riders = {name: engine.embed(ids, self.placement) for name, ids in self.evaluated.items()}
         done = engine.team.tell(self.output.finished_blocks if self.output is not None else 0)
         with ExitStack() as stack:
-            stack.enter_context(self._kernels())
+            notes = stack.enter_context(self._kernels())
             loads = self._loads(done, states, riders)
             reader = stack.enter_context(engine.reading(loads, self.output))
             writer = stack.enter_context(self._writing())
@@ -96,7 +97,7 @@ class Sweep:
         return Outcome(
             blocks=tuple(reports), ratios=tuple(s.ratio for s in sparsities), micro_batch=self.placement.micro_batch,
             hidden_on=self.placement.where, host_peak_bytes=engine.host.peak_bytes,
-            notes=tuple(dict.fromkeys(note for report in reports for note in report.notes)),
+            notes=(*notes, *dict.fromkeys(note for report in reports for note in report.notes)),
             dense_states=riders.get("dense"), pruned_states=riders.get("pruned"),
         )  # fmt: skip
 
@@ -329,16 +330,16 @@ class Sweep:
         return BlockReport.from_json(engine.team.tell(facts))
 
     @contextmanager
-    def _kernels(self) -> Iterator[None]:
+    def _kernels(self) -> Iterator[tuple[str, ...]]:
         decoder, device = self.engine.decoder, self.engine.device
         windows = [ids for ids in (self.ids, *self.evaluated.values()) if ids is not None]
         tokens = sum(ids.numel() for ids in windows) // self.engine.team.size * self.engine.whole
         length = max((ids.shape[1] for ids in windows), default=0)
         with (
-            fusing.compiled(decoder.blocks, decoder.config, device, tokens),
+            fusing.compiled(decoder.blocks, decoder.config, device, tokens) as notes,
             attention_kernels(decoder.config, device, tokens, length),
         ):
-            yield
+            yield notes
 
     @contextmanager
     def _writing(self) -> Iterator[BlockWriter | None]:

@@ -94,12 +94,7 @@ def prepare_job(
     _check_positions(config, shape)
     data = read_training_data(config.data, tokenizer)
     _check_vocabulary(config, data, shape)
-    notes = [*config.notes(), *of_levers]
-    if len(data) < batch.global_batch_size:
-        few = f"{len(data):,} samples are fewer than one global batch of {batch.global_batch_size:,}"
-        notes.append(f"{few}: each step sees some of them more than once")
-    if is_gsa(config.model.name) and not data.packed:
-        notes.append("GSA takes padding for text when it counts keys: packing: true leaves none")
+    notes = [*config.notes(), *of_levers, *notes_on_data(config, batch, data)]
     job = TrainJob(
         config=config, batch=batch, data=data, tokenizer=tokenizer, pad_id=pad_id_of(tokenizer), source=source,
         shape=shape, output_dir=output_dir, resume_from=resume_from,
@@ -112,6 +107,16 @@ def prepare_job(
                 hint="a larger max_steps or epochs goes on from there",
             )
     return dataclasses.replace(job, notes=tuple(notes))
+
+
+def notes_on_data(config: TrainConfig, batch: BatchSizes, data: TrainingData) -> list[str]:
+    notes = []
+    if len(data) < batch.global_batch_size:
+        few = f"{len(data):,} samples are fewer than one global batch of {batch.global_batch_size:,}"
+        notes.append(f"{few}: each step sees some of them more than once")
+    if is_gsa(config.model.name) and not data.packed:
+        notes.append("GSA takes padding for text when it counts keys: packing: true leaves none")
+    return notes
 
 
 def check_output(folder: Path, *, resuming: bool) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memfit.jobs.pruning.out_of_memory import is_out_of_memory
+from memfit.jobs.memory_errors import is_out_of_memory
 from memfit.jobs.training.batch_sizes import BatchSizes
 from memfit.jobs.training.out_of_memory import RanOut
 from memfit.jobs.training.random_state import RandomState

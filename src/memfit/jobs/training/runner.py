@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from memfit.jobs.pruning.out_of_memory import is_out_of_memory
+from memfit.jobs.memory_errors import is_out_of_memory
 from memfit.jobs.training.events import TrainEvent
 from memfit.jobs.training.following import Following, follow
 from memfit.jobs.training.model_building import build_for_training

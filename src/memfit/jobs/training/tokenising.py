@@ -49,8 +49,8 @@ def _answers(examples: Examples, some: tuple[Example, ...], config: DataConfig, 
     before = _ids(tokenizer, prompts, special=not chat)  # a chat template writes its own beginning
     after = _ids(tokenizer, [each.text for each in some], special=False)
     for prompt, answer in zip(before, after, strict=True):
-        if prompt and prompt[-1] == tokenizer.eos_token_id and not chat:  # some tokenizers end every text
-            prompt = prompt[:-1]
+        if prompt and prompt[-1] == tokenizer.eos_token_id and not chat:
+            del prompt[-1]  # some tokenizers end every text
         ids = array("i", [*prompt, *_ended(answer, tokenizer)])
         yield Tokens(ids, len(prompt) if config.mask_prompt else 0)
 

@@ -51,7 +51,7 @@ def trainer_arguments(job: TrainJob, *, gpu: bool | None = None) -> Any:
         ddp_backend="gloo" if not gpu and job.batch.world_size > 1 else None,
         dataloader_pin_memory=gpu,
         **scheduler,
-        **(_sharding(job) if sharded else {}),
+        **(_sharding() if sharded else {}),
     )
     if job.batch.world_size == 1:
         args._n_gpu = min(1, args.n_gpu)  # several GPUs without torchrun: the Trainer would make threads of them
@@ -78,7 +78,7 @@ def _report_to(job: TrainJob) -> list[str]:
     return wanted or ["none"]
 
 
-def _sharding(job: TrainJob) -> dict[str, Any]:
+def _sharding() -> dict[str, Any]:
     return {
         "fsdp": True,
         "fsdp_config": {"version": 2, "reshard_after_forward": True, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",

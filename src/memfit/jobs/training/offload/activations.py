@@ -2,8 +2,8 @@
 
 A saved storage is copied out on a side stream while the GPU goes on. It is let go when the next one is saved: the main
 stream then waits for its copy, which by that time has long been done. In backward, whoever needs a storage asks for the
-one that was saved before it, too. So at any time one is leaving or one is arriving, whatever the timing: what is alive
-on the GPU depends on the order of events alone. All of its memory is taken on the main stream.
+last one before it that is still to be used, too. So at any time one is leaving or one is arriving, whatever the timing:
+what is alive on the GPU depends on the order of events alone. All of its memory is taken on the main stream.
 
 Whole storages are kept, not tensors: views of one storage are kept once, as autograd itself would do.
 """
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from memfit.jobs.pruning.memory import Event, Lane
+from memfit.jobs.lanes import Event, Lane
 from memfit.jobs.training.offload.blocks import blocks_of
 from memfit.jobs.training.offload.host import HostPieces
 from memfit.units import MiB
@@ -103,6 +103,8 @@ class _Kept:
         """When its last copy, out or in, is done."""
 
     def __del__(self) -> None:
+        if self.here is not None:  # it came for nothing: the graph was let go without backward
+            self.carrier.wait_for(self)
         # Whoever gets this memory next fills it on the same side stream, after what is still being copied.
         self.carrier.pieces.give_back(self.piece)
 
@@ -142,11 +144,13 @@ class _Carrier:
 
     def fetch(self, kept: _Kept) -> Tensor:
         here = self._come(kept)
+        kept.uses -= 1
         before = kept.before()
+        while before is not None and before.uses <= 0:
+            before = before.before()
         if before is not None:
             self._come(before)
-        self._lane.wait(kept.moved)
-        kept.uses -= 1
+        self.wait_for(kept)
         if kept.uses <= 0:
             self._drop(kept)
         return here
@@ -158,6 +162,9 @@ class _Carrier:
             kept.moved = self._lane.copy(kept.here, kept.piece, after=self._lane.now())
         return kept.here
 
+    def wait_for(self, kept: _Kept) -> None:
+        self._lane.wait(kept.moved)
+
     def let_go(self) -> None:
         """What is leaving has left."""
         if self._leaving is not None:
@@ -165,7 +172,7 @@ class _Carrier:
 
     def _drop(self, kept: _Kept) -> None:
         """Its memory may be used for something else by what the main stream does next."""
-        self._lane.wait(kept.moved)
+        self.wait_for(kept)
         kept.here = None
         if kept is self._leaving:
             self._leaving = None

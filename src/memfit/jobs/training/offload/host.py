@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from memfit.jobs.pruning.memory import HostMemory
+from memfit.jobs.host_memory import HostMemory
 from memfit.units import MiB
 
 SLAB = 256 * MiB

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from memfit.errors import UsageError
-from memfit.jobs.pruning.memory import Event, Lane
+from memfit.jobs.lanes import Event, Lane
 from memfit.jobs.training.offload.blocks import blocks_of
 from memfit.jobs.training.offload.host import ALIGNED, HostPieces
 

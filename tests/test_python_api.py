@@ -1,0 +1,66 @@
+"""memfit from a notebook: names that Tab finds, results that are short as expressions, errors with their hint."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import memfit
+
+JOB: dict[str, Any] = {"kind": "forward", "model": "smollm2-135m", "seq_len": 256}
+LORA: dict[str, Any] = {"kind": "lora", "model": "smollm2-135m", "rank": 8, "seq_len": 256}
+OOM = Path(__file__).parents[1] / "examples" / "oom.txt"
+
+
+def test_tab_offers_every_public_name_and_nothing_else() -> None:
+    assert dir(memfit) == sorted(memfit.__all__)
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (lambda: memfit.predict(**JOB, gpu="RTX 4090"), r"Plan: forward of smollm2-135m, .* GiB on RTX 4090: safe"),
+        (lambda: memfit.predict(**JOB), r"Plan: forward of smollm2-135m, \d\.\d\d GiB"),
+        (lambda: memfit.fit(**LORA, gpu="24GB"), "Fitted: lora of .*: fits already: no changes; .* of .* GiB"),
+        (lambda: memfit.ladder(**LORA, gpu="24GB", global_batch=2), "Ladder: .* on 24 GB card: micro-batch .*2"),
+        (lambda: memfit.explain(OOM), "Explanation: The GPU was full.*"),
+        (memfit.check, "Checked: (ok|warning|failed): .*skipped"),
+    ],
+)  # fmt: skip
+def test_a_result_is_one_line_as_an_expression_and_a_report_in_print(made: Callable[[], object], said: str) -> None:
+    result = made()
+
+    shown = repr(result)
+    assert "\n" not in shown and len(shown) < 250
+    assert re.fullmatch(f"<{said}>", shown)
+    assert len(str(result).splitlines()) > 5
+
+
+def test_settings_beside_a_workload_replace_its_own() -> None:
+    work = memfit.Workload(kind="forward", model="smollm2-135m", seq_len=256)
+
+    plan = memfit.predict(work, seq_len=512)
+
+    assert plan.workload["seq_len"] == 512
+    assert plan.peak == memfit.predict(**{**JOB, "seq_len": 512}).peak
+
+
+def test_the_workload_of_a_plan_can_be_planned_again() -> None:
+    plan = memfit.predict(**JOB, gpu="8GB")
+
+    assert memfit.predict(**plan.workload).to_json()["peak"] == plan.to_json()["peak"]
+
+
+def test_a_traceback_shows_what_to_do() -> None:
+    with pytest.raises(memfit.MemfitError) as caught:
+        memfit.predict(kind="forward", model="smolm2-135m")
+
+    assert str(caught.value) == "no model called 'smolm2-135m'"
+    assert "did you mean 'smollm2-135m'" in (caught.value.hint or "")
+    if hasattr(BaseException, "add_note"):  # Python 3.11
+        assert "did you mean 'smollm2-135m'" in "".join(traceback.format_exception(caught.value))
