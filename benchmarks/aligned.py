@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 
-def aligned(rows: list[tuple[str, ...]]) -> str:
+
+def aligned(rows: Sequence[tuple[str, ...]]) -> str:
     """Names to the left, numbers to the right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = []

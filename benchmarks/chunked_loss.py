@@ -127,8 +127,8 @@ def alone(case: Alone, device: torch.device, rounds: int) -> Measured:
         made.peak_bytes[loss], grads[loss] = _peak_of(run, device)
     made.gradients_apart["chunked-full"] = _apart(grads["chunked"], grads["full"])
     if case.dtype != torch.float32 or case.amp:
-        exact = [each.detach().float().requires_grad_(each.requires_grad) for each in given]
-        truth = _taken(_full(*exact, labels, dataclasses.replace(case, amp=False)), tuple(exact))
+        exact = tuple(each.detach().float().requires_grad_(each.requires_grad) for each in given)
+        truth = _taken(_full(exact[0], exact[1], labels, dataclasses.replace(case, amp=False)), exact)
         for loss in LOSSES:
             made.gradients_apart[f"{loss}-fp32"] = _apart(grads[loss], truth)
         del exact, truth

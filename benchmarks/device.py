@@ -1,4 +1,4 @@
-"""The device that a benchmark runs on: waiting for it, what it held, a limit on it. On the CPU most of it is nothing."""
+"""The device that a benchmark runs on: waiting for it, what it held, a limit on it. On the CPU little is to be done."""
 
 from __future__ import annotations
 

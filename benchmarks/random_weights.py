@@ -43,7 +43,7 @@ class MemoryWeights:
         return self.tensors[name].view(-1).view(torch.uint8)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        parts = zip(target.split(AT_ONCE), source.split(AT_ONCE), strict=True)
+        parts = zip(torch.split(target, AT_ONCE), torch.split(source, AT_ONCE), strict=True)
         for job in [self.pool.submit(into.copy_, part) for into, part in parts]:
             job.result()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import traceback
 from collections.abc import Callable
@@ -64,3 +65,19 @@ def test_a_traceback_shows_what_to_do() -> None:
     assert "did you mean 'smollm2-135m'" in (caught.value.hint or "")
     if hasattr(BaseException, "add_note"):  # Python 3.11
         assert "did you mean 'smollm2-135m'" in "".join(traceback.format_exception(caught.value))
+
+
+def test_a_card_that_is_no_text_is_told_and_a_card_itself_is_taken() -> None:
+    number: Any = 24
+    with pytest.raises(memfit.UsageError, match="24 is neither a card nor a size"):
+        memfit.predict(**JOB, gpu=number)
+
+    card = memfit.predict(**JOB, gpu="8GB").gpu
+    assert memfit.predict(**JOB, gpu=card).gpu == card
+
+
+@pytest.mark.parametrize("name", [name for name in memfit.__all__ if name != "__version__"])
+def test_every_name_says_what_it_is(name: str) -> None:
+    said = inspect.getdoc(getattr(memfit, name))
+
+    assert said and not said.startswith(f"{name}("), "a dataclass without words of its own shows its fields"

@@ -82,8 +82,14 @@ class Gpu:
         return self.context_start_bytes + _growth(training=training, flash=flash)
 
 
-def find_gpu(text: str, *, flag: str = "--gpu") -> Gpu:
+def find_gpu(text: str | Gpu, *, flag: str = "--gpu") -> Gpu:
     """The card that `text` names, or a card of the size that it gives. Ambiguous names are refused, never guessed."""
+    if isinstance(text, Gpu):
+        return text
+    if not isinstance(text, str):
+        raise UsageError(
+            f"{flag} {text!r} is neither a card nor a size", hint="such as 'RTX 4090', '24GB' or '23.5GiB'"
+        )
     wanted = text.strip()
     if not wanted:
         raise UsageError(f"{flag} is empty", hint="give a card such as 'RTX 4090', or a size such as 24GB or 23.5GiB")

@@ -56,7 +56,7 @@ def test_a_job_that_does_not_fit_ends_with_1_and_a_next_step(capsys: Any) -> Non
     text = capsys.readouterr().out
     assert "failed  fits" in text
     assert "next: the smallest change that fits: memfit fit train --model gpt2" in text
-    assert "not ready: 1 failed" in text
+    assert "not ready: 1 failed (fits)" in text
 
 
 @pytest.mark.parametrize("line", [

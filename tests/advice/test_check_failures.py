@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from check_jobs import document, factory_situation, only, rows_file, situation, text_file, words_tokenizer
+from check_jobs import document, factory_situation, only, rows_file, situation, words_tokenizer
 
 from memfit.advice.preflight import (
     attention,
     batch,
+    calibration,
     config_keys,
     data,
     disk,
@@ -195,6 +196,39 @@ def test_what_a_turing_card_lacks_is_found(
     assert "7.5" in finding.found or status == "ok"
 
 
+def sdpa_of(model: str, gpu: str, **settings: Any) -> Finding:
+    work = Workload(kind="train", model=model, **settings)
+    return only(attention.attention, Situation(Asked(workload=work, gpu=gpu)))
+
+
+@pytest.mark.parametrize(("model", "gpu", "precision", "status"), [
+    ("smollm2-135m", "RTX 4090", "fp32", "warning"), ("smollm2-135m", "RTX 4090", "amp-bf16", "ok"),
+    ("gpt2", "RTX 4090", "fp32", "ok"), ("gpt2", "T4", "bf16", "warning"), ("gpt2", "T4", "amp-fp16", "ok"),
+])  # fmt: skip
+def test_scores_that_are_whole_though_sdpa_is_asked_for_are_found(
+    model: str, gpu: str, precision: Any, status: str
+) -> None:
+    """Grouped heads in fp32, and bf16 before Ampere: no fused kernel takes them."""
+    finding = sdpa_of(model, gpu, precision=precision, seq_len=1024)
+    assert finding.status == status
+    heads = {"smollm2-135m": 9, "gpt2": 12}[model]
+    in_fp32 = 4 * heads * 1024 * 1024
+    assert finding.details["scores_bytes"] == (in_fp32 if status == "warning" else 0)
+
+
+def test_the_precision_that_is_advised_really_frees_the_scores() -> None:
+    finding = sdpa_of("smollm2-135m", "RTX 4090", precision="fp32", seq_len=1024)
+    assert "precision bf16 or amp-bf16" in str(finding.next)
+    for said in ("bf16", "amp-bf16"):
+        again = sdpa_of("smollm2-135m", "RTX 4090", precision=said, seq_len=1024)
+        assert again.details["scores_bytes"] == 0
+
+
+def test_small_scores_are_said_and_not_warned_of() -> None:
+    finding = sdpa_of("smollm2-135m", "RTX 4090", precision="fp32", seq_len=64)
+    assert (finding.status, "by its plain kernel" in finding.found) == ("ok", True)
+
+
 def test_padding_that_is_learned_is_found(tmp_path: Path) -> None:
     rows = [{"text": "yes " + "<pad> " * 40}, {"text": "yes yes no"}]
     model = {**document(tmp_path)["model"], "tokenizer": words_tokenizer(tmp_path)}
@@ -330,7 +364,8 @@ def test_gsa_s_indexer_gets_no_gradient_and_is_passed_over(tmp_path: Path) -> No
     sizes = {"d_model": 16, "n_heads": 2, "n_kv_heads": 1, "d_ffn": 32, "k_base": 8, "k_min": 2, "k_max": 16}
     model = {"name": "gsa", "tokenizer": "bytes", "settings": sizes}
     where = situation(tmp_path, world_size=2, model=model)
-    _, followed = flow_of(where)
+    flow, followed = flow_of(where)
+    assert (flow.status, "a choice of keys has no gradient" in flow.found) == ("ok", True)
     (finding,) = parallel.unused_parameters(where, followed)
     assert finding.status == "ok"
     assert all("indexer" in name for name in finding.details["tensors"])
@@ -378,7 +413,7 @@ def test_what_a_checkpoint_takes_is_what_a_run_writes(tmp_path: Path) -> None:
 
 def test_another_job_on_the_card_is_found_with_its_name_and_size() -> None:
     holders = (
-        GpuProcess(pid=4711, used_bytes=20 * GiB, name="python train.py"),
+        GpuProcess(pid=4711, used_bytes=20 * GiB, name="/opt/venv/bin/python train.py"),
         GpuProcess(pid=12, used_bytes=None, name=None),
     )
     state = GpuState(index=0, uuid="GPU-x", name="NVIDIA H200", total_bytes=140 * GiB, used_bytes=21 * GiB,
@@ -387,7 +422,8 @@ def test_another_job_on_the_card_is_found_with_its_name_and_size() -> None:
     assert finding.status == "warning"
     assert "process 4711 (python train.py): 20.00 GiB" in finding.found
     assert "process 12 (of another container, or ended): an unknown size" in finding.found
-    assert "kill 4711;" in str(finding.next)
+    assert finding.next == "if they are yours and not needed: kill 4711; another GPU: CUDA_VISIBLE_DEVICES=N"
+    assert "another GPU" not in str(gpu_present.of_gpu(state, alone=True).next)
 
 
 @pytest.mark.parametrize(("used", "held", "status"), [(0.6, 0.0, "ok"), (1.9, 1.3, "warning"), (0.9, 0.1, "ok")])
@@ -464,6 +500,16 @@ def test_a_setting_that_the_engine_refuses_is_found(tmp_path: Path) -> None:
     assert finding.status == "failed"
 
 
+def test_a_gpu_that_is_asked_for_and_not_here_is_found(tmp_path: Path) -> None:
+    if Situation(Asked()).here is not None:
+        pytest.skip("a GPU is here")
+    where = situation(tmp_path, device="cuda")
+    (finding,) = guarded(served.SERVED, lambda: served.served(where))
+    assert (finding.status, finding.next) == ("failed", "device: cpu trains without one")
+    elsewhere = situation(tmp_path, device="cuda", gpu="24GB")
+    assert [each.status for each in served.served(elsewhere)] == ["ok"]
+
+
 def test_what_only_a_gpu_can_do_is_no_failure_on_a_laptop_that_checks_for_a_card(tmp_path: Path) -> None:
     laptop = situation(tmp_path, precision="amp-fp16", gpu="T4")
     laptop.__dict__["here"] = None
@@ -473,6 +519,64 @@ def test_what_only_a_gpu_can_do_is_no_failure_on_a_laptop_that_checks_for_a_card
 def test_weights_in_bf16_that_are_all_trained_are_said(tmp_path: Path) -> None:
     finding = only(served.served, situation(tmp_path, precision="bf16"))
     assert (finding.status, "small updates round away" in finding.found) == ("warning", True)
+
+
+@pytest.mark.parametrize(("settings", "status", "said"), [
+    ({"kind": "forward", "model": "gpt2", "seq_len": 2048}, "failed", "--seq-len 1024"),
+    ({"kind": "generate", "model": "gpt2", "seq_len": 1000, "new_tokens": 100}, "failed", "of 1024 together"),
+    ({"kind": "generate", "model": "gpt2", "seq_len": 1000, "new_tokens": 24}, "ok", "None"),
+    ({"kind": "forward", "model": "llama-7b", "seq_len": 4096}, "warning", "--seq-len 2048"),
+])  # fmt: skip
+def test_positions_count_where_nothing_is_trained_too(settings: dict[str, Any], status: str, said: str) -> None:
+    """A table of positions ends; rotations go on, past what the model was taught."""
+    finding = only(positions.positions, Situation(Asked(workload=Workload(**settings))))
+    assert (finding.status, said in str(finding.next)) == (status, True)
+
+
+def calibrated_on(dataset: str, **asked: Any) -> Finding:
+    where = Situation(Asked(workload=Workload(kind="prune", model="gpt2", dataset=dataset), **asked))
+    (finding,) = guarded(calibration.CALIBRATION, lambda: calibration.calibration(where))
+    return finding
+
+
+def test_text_to_calibrate_on_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MEMFIT_DATA", raising=False)
+    monkeypatch.setattr(calibration, "find_spec", lambda name: object())  # as if `datasets` were installed
+    assert calibrated_on("builtin").status == "ok"
+    assert (calibrated_on("c4").status, "on the Hub" in calibrated_on("c4").found) == ("skipped", True)
+    (tmp_path / "c4").mkdir()
+    rows_file(tmp_path / "c4", [{"text": "one"}, {"text": "two"}])
+    monkeypatch.setenv("MEMFIT_DATA", str(tmp_path))
+    assert calibrated_on("c4").found.startswith("2 documents of c4")
+    wrong = calibrated_on(str(tmp_path / "nowhere"))
+    assert (wrong.status, "--dataset takes wikitext2" in str(wrong.next)) == ("failed", True)
+
+
+def test_fewer_samples_than_a_global_batch_are_said(tmp_path: Path) -> None:
+    rows = rows_file(tmp_path, [{"text": "x" * 9}] * 3)
+    finding = only(served.served, situation(tmp_path, **{"data.source": rows, "packing": False}))
+    assert (finding.status, "3 samples are fewer than one global batch of 4" in finding.found) == ("warning", True)
+
+
+@pytest.mark.parametrize(("name", "content"), [
+    ("cut.jsonl", b'{"text": "a"}\n{"text": "b'), ("empty.txt", b""), ("latin.txt", "caf\xe9".encode("latin-1")),
+    ("cut.parquet", b"PAR1"),
+])  # fmt: skip
+def test_data_that_cannot_be_read_come_with_a_next_step(tmp_path: Path, name: str, content: bytes) -> None:
+    (tmp_path / name).write_bytes(content)
+    finding = only(data.readable, situation(tmp_path, **{"data.source": str(tmp_path / name)}))
+    assert (finding.status, finding.next is not None) == ("failed", True)
+
+
+def test_an_output_folder_that_is_a_file_comes_with_a_next_step(tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("")
+    finding = only(disk.checkpoints, situation(tmp_path))
+    assert (finding.status, "--output_dir" in str(finding.next)) == ("failed", True)
+
+
+def test_weights_that_fsdp2_gathers_are_no_alarm_where_the_host_has_room(tmp_path: Path) -> None:
+    finding = only(peaks.saving, situation(tmp_path, parallel="fsdp2", world_size=2))
+    assert (finding.status, "gathers the weights" in finding.found) == ("ok", True)
 
 
 def test_a_sequence_longer_than_the_model_s_positions_is_found(tmp_path: Path) -> None:

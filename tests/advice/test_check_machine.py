@@ -54,6 +54,14 @@ def test_without_a_driver_the_lines_on_gpus_say_why_they_are_skipped(monkeypatch
     assert "--gpu 24GB" in finding.found
 
 
+def test_a_size_names_no_card() -> None:
+    if Situation(Asked()).here is not None:
+        pytest.skip("a GPU is here, and its kernels count")
+    finding = only(gpu_software.abilities, Situation(Asked(gpu="24GB")))
+    assert finding.found.startswith("a size names no card; one of compute capability")
+    assert "RTX 3090" in str(finding.next)
+
+
 @pytest.mark.parametrize(("card", "words"), [
     ("T4", "bf16 only by emulation, flash attention no, fp8 no"),
     ("A100 80GB", "bf16 yes, flash attention yes, fp8 no"),
@@ -83,6 +91,19 @@ def test_options_are_known_from_their_release_on(text: str, torch: str, unknown:
 def test_an_option_that_no_torch_knows_is_found_with_a_suggestion() -> None:
     (finding,) = look({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segment:True"}, "2.11.0")
     assert (finding.status, "expandable_segments" in str(finding.next)) == ("failed", True)
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONFIG", "PYTORCH_CUDA_ALLOCATOR_CONF", "PYTORCH_CUDA_ALLOC_CNF",
+                                  "pytorch_cuda_alloc_conf"])  # fmt: skip
+def test_a_variable_that_torch_does_not_read_is_found_with_the_one_that_it_does(name: str) -> None:
+    (finding,) = look({name: "expandable_segments:True", "MALLOC_CONF": "x", "PYTHONPATH": "y"}, "2.11.0")
+    assert (finding.status, finding.next) == ("warning", "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True")
+
+
+@pytest.mark.parametrize("text", ["expandable_segments=True", "expandable_segments:true", '"expandable_segments:True"'])
+def test_a_setting_that_torch_would_stop_at_is_found(text: str) -> None:
+    (finding,) = look({"PYTORCH_CUDA_ALLOC_CONF": text}, "2.11.0")
+    assert (finding.status, finding.next is not None) == ("failed", True)
 
 
 def test_of_two_variables_the_one_that_torch_reads_is_named() -> None:
@@ -226,6 +247,36 @@ def test_only_gpus_that_torch_would_see_count(three_gpus: pytest.MonkeyPatch, sh
     here = Situation(Asked()).here
     assert here is not None
     assert here.state.index == index
+
+
+@pytest.mark.parametrize("shown", ["", "7,0", "-1", "GPU-9"])
+def test_what_hides_every_gpu_is_found_as_cuda_reads_it(three_gpus: pytest.MonkeyPatch, shown: str) -> None:
+    """As far as the first name that is no GPU: torch on an H200 sees none under 7,0."""
+    three_gpus.setenv("CUDA_VISIBLE_DEVICES", shown)
+    finding = only(gpu_present.present, Situation(Asked()))
+    assert (finding.status, finding.next) == ("failed", "unset CUDA_VISIBLE_DEVICES")
+
+
+def test_names_after_a_wrong_one_are_not_read(three_gpus: pytest.MonkeyPatch) -> None:
+    three_gpus.setenv("CUDA_VISIBLE_DEVICES", "2,7,0")
+    assert only(gpu_present.present, Situation(Asked())).details["gpus"] == 1
+
+
+def test_a_size_says_nothing_of_kernels_which_are_those_of_the_gpu_that_is_here(three_gpus: pytest.MonkeyPatch) -> None:
+    where = Situation(Asked(gpu="24GB"))
+    assert where.named is not None
+    assert (where.named.arch, where.named.capacity_bytes < 24 * GiB) == ((9, 0), True)
+    assert "compute capability 9.0" in only(gpu_software.abilities, where).found
+    assert Situation(Asked(gpu="T4")).card.arch == (7, 5)
+
+
+def test_a_limit_on_the_process_is_what_a_job_has_to_fit_into(three_gpus: pytest.MonkeyPatch) -> None:
+    three_gpus.setenv("PYTORCH_CUDA_ALLOC_CONF", "per_process_memory_fraction:0.002")
+    work = Workload(kind="forward", model="gpt2", seq_len=64, precision="fp32")
+    finding = only(fits.fits, Situation(Asked(workload=work)))
+    assert (finding.status, "what per_process_memory_fraction allows of" in finding.found) == ("failed", True)
+    three_gpus.setenv("PYTORCH_CUDA_ALLOC_CONF", "per_process_memory_fraction:0.5")
+    assert only(fits.fits, Situation(Asked(workload=work))).status == "ok"
 
 
 def test_more_processes_than_gpus_are_found(three_gpus: pytest.MonkeyPatch) -> None:

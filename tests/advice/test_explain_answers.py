@@ -412,3 +412,4 @@ def test_a_text_without_an_error_says_so_and_advises_nothing() -> None:
     found = told("step 400, loss 2.31")
     assert not found.known and not found.fixes and not found.withheld
     assert found.cause.sentence == "There is no out-of-memory message here."
+    assert "whole text" in found.to_json()["next"][0]

@@ -226,6 +226,18 @@ def test_an_intel_gpu_that_refuses_a_large_block_has_its_limit_named() -> None:
         ("allocating 8192.00 MiB on device 0: cudaMalloc failed: out of memory", "certain", "without torch"),
         ("triton.runtime.errors.OutOfResources: out of resource: shared memory, Required: 147456", "certain",
          "not the card's memory"),
+        ("RuntimeError: cuFFT error: CUFFT_ALLOC_FAILED", "certain", "library"),
+        ("RuntimeError: CUDA error: HIPBLAS_STATUS_ALLOC_FAILED when calling `hipblasCreate(handle)`", "certain",
+         "library"),
+        ("RuntimeError: Unable to find a valid cuDNN algorithm to run convolution", "likely", "convolution"),
+        ("Your session crashed after using all available RAM.", "certain", "notebook"),
+        ("Your notebook tried to allocate more memory than is available. It has restarted.", "certain", "notebook"),
+        ("ray.exceptions.OutOfMemoryError: Task was killed: node running low on memory", "certain", "cluster"),
+        ("OSError: The paging file is too small for this operation (os error 1455)", "certain", "page file"),
+        ("java.lang.OutOfMemoryError: Java heap space", "certain", "Java"),
+        ("terminate called after throwing an instance of 'std::bad_alloc'", "certain", "Host memory"),
+        ("RuntimeError: unable to mmap 4999802720 bytes from file <model.safetensors>: Cannot allocate memory (12)",
+         "certain", "Host memory"),
         ("slurmstepd: error: Detected 1 oom_kill event in StepId=4242.batch.", "certain", "host memory"),
         ("srun: error: node17: task 0: Out Of Memory", "certain", "host memory"),
     ],
@@ -372,3 +384,38 @@ def test_a_config_of_axolotl_is_a_job() -> None:
     )
     work = told(log + message()).job.workload
     assert work is not None and (work.kind, work.rank, work.seq_len, work.precision) == ("lora", 32, 8192, "bf16")
+
+
+def test_a_job_that_is_sharded_is_not_predicted_as_one_of_a_single_card() -> None:
+    log = (
+        "torchrun train.py --model_name_or_path Qwen/Qwen2.5-7B --fsdp full_shard --per_device_train_batch_size 2 "
+        "--max_seq_length 2048\n"
+    )
+    text = log + frame(f"{HF}/trainer.py", "training_step", "loss = self.compute_loss(model, inputs)") + message()
+    found = told(text)
+    assert found.job.settings["kind"] == "train" and found.job.workload is None
+    assert any("--parallel fsdp2" in note for note in found.notes)
+    given = told(text, kind="train", parallel="fsdp2", world_size=8)
+    assert given.job.workload is not None and not given.job.beyond
+
+
+def test_a_convolution_is_not_taken_for_a_tensor_of_a_language_model() -> None:
+    found = told(frame(f"{TORCH}/nn/modules/conv.py", "_conv_forward", "return F.conv2d(") + message("1.00 GiB"))
+    assert found.place.phase == "forward" and not found.readings.candidates
+    assert "smaller inputs" in fixes(found) and "shorter sequences" not in fixes(found)
+
+
+def test_saving_has_no_rows_to_save_on() -> None:
+    found = told(frame(f"{HF}/trainer.py", "_save", "self.model.save_pretrained(") + message("1.02 GiB"))
+    assert fixes(found) == ["save from the host"] and "a smaller batch" in withheld(found)
+
+
+def test_the_traceback_inside_a_replica_is_the_one_that_counts() -> None:
+    inner = frame(f"{HF}/models/bert/modeling_bert.py", "forward", "probs = softmax(attention_scores, dim=-1)")
+    text = frame(f"{TORCH}/_utils.py", "reraise", "raise exception") + (
+        "torch.OutOfMemoryError: Caught OutOfMemoryError in replica 1 on device 1.\n"
+        f"Original Traceback (most recent call last):\n{inner}{message('768.00 MiB')}"
+    )
+    found = told(text)
+    assert found.found is not None and len(found.found.ooms) == 1
+    assert [frame.function for frame in found.place.frames] == ["forward"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -215,7 +216,7 @@ def test_fixes_are_ranked_by_what_they_save(known: Explanation) -> None:
 
 
 def test_the_command_to_go_on_with_repeats_the_settings_of_the_job(known: Explanation) -> None:
-    (step, *_) = next_steps(known.cause, known.account, known.job, known.gpu, known.plan, ())
+    (step, *_) = next_steps(dataclasses.replace(known, fixes=()))
     for words in ("memfit fit train", "--batch-size 4", "--seq-len 512", "--precision fp32", "--gpu 1024MiB"):
         assert words in step
 

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -273,3 +274,32 @@ def test_the_quick_reference_is_not_folded_in_a_terminal_of_80_columns(made: Tab
     head = as_text(show_table, made.to_json(), width=80).splitlines()[2]
 
     assert head.split() == ["model", "params", "weights", "activations", "total", "smallest", "recommended"]
+
+
+def test_the_page_says_of_the_guides_what_is_predicted_now() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "table.md").read_text(encoding="utf-8")
+
+    def total(model: str, gpu: str | None) -> int:
+        card = find_gpu(gpu) if gpu else None
+        return predict_whole_model_pruning(Workload(kind="prune", model=model), card).peak.device_bytes
+
+    shares = [check_saving(saving, Plans()).to_json()["share"] for saving in SAVINGS[:3]]
+
+    assert f"72-75 GB | {total('30b', None) / 1e9:.1f} GB" in page
+    assert f"it is safe; {total('7b', '24GB') / 1e9:.1f} GB, not 22.2" in page
+    assert f"{total('1b', '16GB') / 2**30:.1f} and {total('3b', '16GB') / 2**30:.1f} GiB" in page
+    assert shares == pytest.approx([1 / 3, 1 / 2, 1 / 3], abs=0.02)
+    assert "7B: a third less, half less; `--nsamples` does the same" in page
+
+
+def test_windows_longer_than_the_model_can_take_are_cut_in_both_ways_and_the_notes_say_so() -> None:
+    made = make_table("gpt2", "prune", "8GB", seq_len=4096, nsamples=8)
+
+    assert [row["settings"]["seq_len"] for row in made.to_json()["rows"]] == [1024, 1024]
+    assert "gpt2 is pruned with windows of 1024 tokens: it has no more positions" in made.to_json()["notes"]
+
+
+@pytest.mark.parametrize("names", [("", "forward", "8GB"), ("gpt2", [], "8GB"), ("gpt2", "forward", ())])
+def test_a_table_of_nothing_is_refused(names: tuple[str, str, str]) -> None:
+    with pytest.raises(UsageError, match="is named"):
+        make_table(*names)

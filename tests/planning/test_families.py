@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_repetition import rows, shrunk
+from miniatures import rows, shrunk
+from told_points import CORNERS, INSIDE, at, fresh, knowing
 
-from memfit.core.events import Trace
 from memfit.core.holes import NotHoled
 from memfit.jobs.workload import Workload
 from memfit.planning import families, few_blocks
-from memfit.planning.families import Family, family_of
+from memfit.planning.families import family_of
 from memfit.planning.predict import predict
 from memfit.planning.traced import UNLIKE, trace_workload
 from memfit.tracing.platform import H200
@@ -24,8 +24,6 @@ BERT = {
     "model_type": "bert", "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 5,
     "num_attention_heads": 4, "max_position_embeddings": 512,
 }  # fmt: skip
-CORNERS = [(2, 129), (2, 512), (16, 129), (16, 512)]
-INSIDE = [(5, 300)]
 
 
 @pytest.fixture(autouse=True)
@@ -63,22 +61,6 @@ class Models:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return Models(tmp_path_factory.mktemp("families"))
-
-
-def at(work: Workload, point: tuple[int, int]) -> Workload:
-    return dataclasses.replace(work, batch_size=point[0], seq_len=point[1])
-
-
-def knowing(work: Workload, points: list[tuple[int, int]]) -> Family:
-    family = Family(work, H200)
-    for point in points:
-        family._trace(point)
-    assert not family.given_up
-    return family
-
-
-def fresh(work: Workload) -> Trace:
-    return trace_workload(work, H200, cached=False).trace
 
 
 def check(work: Workload, points: list[tuple[int, int]], told: list[tuple[int, int]]) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from miniatures import Miniatures, check_extended, rows
 from plans import plan, small_llama
-from test_families import CORNERS, INSIDE, at, fresh, knowing
-from test_repetition import Miniatures, check_extended, rows
+from told_points import CORNERS, INSIDE, at, fresh, knowing
 
 from memfit.jobs.preparing import prepare
 from memfit.jobs.running import run_job

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_repetition import Miniatures, check_extended
+from miniatures import Miniatures, check_extended
 
 from memfit.core.events import Action, Trace
 from memfit.jobs.training.offload import activations

@@ -213,11 +213,20 @@ def adds_what_does_not_match() -> None:
     torch.ones(3, device="cuda") + torch.ones(4, device="cuda")
 
 
-def test_an_error_of_torch_is_told_with_the_line_of_the_traced_code_that_met_it() -> None:
+def multiplies_what_does_not_match() -> None:
+    torch.ones(3, 4, device="cuda") @ torch.ones(3, 4, device="cuda")
+
+
+def views_what_does_not_match() -> None:
+    torch.ones(3, 4, device="cuda").view(5)
+
+
+@pytest.mark.parametrize("job", [adds_what_does_not_match, multiplies_what_does_not_match, views_what_does_not_match])
+def test_an_error_of_torch_is_told_with_the_line_of_the_traced_code_that_met_it(job: Callable[[], None]) -> None:
     with pytest.raises(TraceError, match="the job itself fails: RuntimeError") as caught:
-        memfit.trace(adds_what_does_not_match)
-    line = adds_what_does_not_match.__code__.co_firstlineno + 1
-    assert f"{__file__}:{line}, in adds_what_does_not_match" in str(caught.value.hint)
+        memfit.trace(job)
+    line = job.__code__.co_firstlineno + 1
+    assert f"{__file__}:{line}, in {job.__name__}" in str(caught.value.hint)
 
 
 def test_a_person_s_folder_may_be_called_memfit() -> None:

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 from measured import Pair, pair, runs
+from miniatures import Miniatures, check_extended
 from plans import LLAMA, plan, small_llama
-from test_repetition import Miniatures, check_extended
 
 from memfit.core.events import Action, Trace
 from memfit.errors import UsageError

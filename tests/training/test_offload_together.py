@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from test_two_processes import SIZES, launch, losses
+from launched import SIZES, launch, losses
 from tiny_run import LLAMA, close, run
 
 

@@ -3,38 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
-from tiny_run import close, document, run, same
-
-SCRIPT = str(Path(__file__).parent / "disturbed_run.py")
-SIZES = {"global_batch_size": 8, "micro_batch_size": 2, "max_steps": 4}
-
-
-def launch(folder: Path, name: str, *, processes: int = 2, resume: bool = False, env: dict[str, str] | None = None,
-           **changes: Any) -> subprocess.CompletedProcess[str]:  # fmt: skip
-    config = folder / f"{name}.yaml"
-    config.write_text(yaml.safe_dump(document(folder, output_dir=str(folder / name), **(SIZES | changes))))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    if processes == 1:
-        command = [sys.executable]
-    command += [SCRIPT, "train", "--config", str(config), *(["--resume_from", "latest"] if resume else [])]
-    return subprocess.run(
-        command, env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}, capture_output=True, text=True,
-        timeout=150, check=False,
-    )  # fmt: skip
-
-
-def losses(folder: Path, name: str) -> dict[str, float]:
-    found: dict[str, float] = json.loads((folder / name / "result.json").read_text())["losses"]
-    return found
+from launched import SIZES, launch, losses
+from tiny_run import close, run, same
 
 
 @pytest.fixture(scope="module")
@@ -78,8 +52,7 @@ def test_after_kill_9_of_the_run_the_resumed_one_ends_with_the_same_weights(tmp_
     run(tmp_path, output_dir=str(tmp_path / "whole"), **SIZES)
     killed = launch(tmp_path, "killed", processes=1, env={"MEMFIT_TEST_KILL": "0:4"})
     assert killed.returncode == -9
-    again = launch(tmp_path, "killed", processes=1, resume=True)
-    assert again.returncode == 0, again.stderr
+    run(tmp_path, output_dir=str(tmp_path / "killed"), resume_from="latest", **SIZES)
     assert losses(tmp_path, "killed") == losses(tmp_path, "whole")
     assert same(tmp_path / "whole" / "step_4", tmp_path / "killed" / "step_4")
 

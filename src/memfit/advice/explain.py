@@ -44,6 +44,8 @@ NOTHING = "There is no out-of-memory message here."
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
+    """What `memfit.explain` answers: what happened, what did not fit, what helps. `print` shows it."""
+
     source: Input
     cause: Cause
     oom: Oom | None = None

@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from memfit.advice.fitted import Alternative, Answer, Change, Fitted
@@ -21,9 +22,10 @@ from memfit.advice.forecast import MOST_MICRO_STEPS, Forecast, Forecasts
 from memfit.advice.global_batch import with_global_batch
 from memfit.advice.lever import Lever
 from memfit.advice.levers import apply, checked_setting, levers_for
-from memfit.advice.pruning_room import with_room, within
+from memfit.advice.pruning_room import within
 from memfit.advice.search import Found, Search, Set, dearness
 from memfit.advice.set_aside import set_aside
+from memfit.advice.smaller_models import smaller_models
 from memfit.advice.step_times import step_time
 from memfit.advice.whole_model import whole_model
 from memfit.errors import MemfitError, UsageError
@@ -65,7 +67,7 @@ def fit(
 
     `keep` names settings that must stay as they are; other settings are those of `memfit.predict`."""
     started = time.perf_counter()
-    card = find_gpu(gpu) if isinstance(gpu, str) else gpu
+    card = find_gpu(gpu)
     check_margin(margin)
     work = with_global_batch(Workload.asked(workload, settings), global_batch)
     work = within(work, card, margin)
@@ -156,10 +158,7 @@ class _Fitting:
             fewer = tuple(each for each in kept if each is not lever)
             if self._bytes(fewer, peak) <= peak:
                 kept = fewer
-        nearest = self.search.forecast(kept)
-        if nearest.asks_for_bytes is not None:  # what may be used of the card is not enough to begin with
-            nearest = dataclasses.replace(nearest, workload=with_room(nearest.workload, nearest.asks_for_bytes))
-        return Found(kept, nearest, grown.refused)
+        return Found(kept, self.search.forecast(kept), grown.refused)
 
     def _bytes(self, levers: Set, most: int) -> float:
         """More than `most` is as good as any number."""
@@ -224,35 +223,25 @@ class _Fitting:
 
     def _enough_of_a_card(self, nearest: Forecast) -> int:
         """That leaves the margin, rounded up as it is shown."""
-        taken = max(nearest.device_bytes, nearest.wanted_bytes)
-        return math.ceil(taken / (1 - self.margin) / GiB * 100) * GiB // 100
+        enough = max(nearest.device_bytes / (1 - self.margin), nearest.wanted_bytes)
+        return math.ceil(enough / GiB * 100) * GiB // 100
 
     def _margin_left(self, nearest: Forecast) -> float | None:
         if nearest.use_bytes is None:
             return None
-        taken = max(nearest.use_bytes, nearest.wanted_bytes)
-        return math.floor(100 * (1 - taken / self.card.capacity_bytes)) / 100
+        return math.floor(100 * (1 - nearest.use_bytes / self.card.capacity_bytes)) / 100
 
     def _smaller_model(self, chosen: Set) -> tuple[str, Forecast] | None:
         """The largest of the same kind that fits with the changes that leave the experiment alone."""
-        from memfit.models.presets import find_preset, presets
-
-        here = find_preset(self.work.model)
-        if here is None or "model" in self.keep:
-            return None
-        alike = [each for each in presets() if each.model_type == here.model_type]
-        smaller = sorted(
-            (each for each in alike if each.parameters < here.parameters), key=lambda p: (-p.parameters, p.name)
-        )
-        mild = [lever for lever in chosen if lever.cost != "experiment"]
-        for preset in smaller[:SMALLER_MODELS]:
-            other = dataclasses.replace(apply(self.work, mild), model=preset.name, target_modules=None)
+        mild = apply(self.work, [lever for lever in chosen if lever.cost != "experiment"])
+        room = int((1 - self.margin) * self.card.capacity_bytes)
+        for name in () if "model" in self.keep else islice(smaller_models(mild, room), SMALLER_MODELS):
             try:
-                forecast = self.forecasts.glance(other)
+                forecast = self.forecasts.glance(dataclasses.replace(mild, model=name, target_modules=None))
             except MemfitError:
                 continue
             if forecast.fits:
-                return preset.name, forecast
+                return name, forecast
         return None
 
     def _notes(self, after: Forecast) -> tuple[str, ...]:

@@ -74,6 +74,8 @@ class Alternative:
 
 @dataclass(frozen=True, kw_only=True)
 class Fitted:
+    """What `memfit.fit` answers. `print` shows it; `fitted` is the job with the changes, to be planned or run."""
+
     answer: Answer
     workload: Workload
     """As asked, with its global batch."""

@@ -56,8 +56,8 @@ class Forecast:
     parameters: int
     trainable_parameters: int
     asks_for_bytes: int | None = None
-    """Of pruning that does not begin, for it has no room for a block: what it wants to have. The figures are those of
-    a card with that."""
+    """Of pruning that does not begin with what the margin leaves: what it wants to have for a block. The figures are
+    those of a run that has it."""
     is_bound: bool = False
     """It takes at least this, and that does not fit."""
 
@@ -77,7 +77,7 @@ class Forecast:
 
     @property
     def wanted_bytes(self) -> int:
-        """With the context; 0 where pruning begins, and for other jobs."""
+        """What it asks for, and the context; 0 where it does not ask."""
         return 0 if self.asks_for_bytes is None else self.asks_for_bytes + self.context_bytes
 
     def to_json(self) -> dict[str, object]:
@@ -116,7 +116,8 @@ class Forecasts:
         found = self._known[asked]
         if isinstance(found, MemfitError):
             raise found
-        return dataclasses.replace(found, workload=work, whole=asked.grad_accum == work.grad_accum)
+        job = work if found.asks_for_bytes is None else with_room(work, found.asks_for_bytes)
+        return dataclasses.replace(found, workload=job, whole=asked.grad_accum == work.grad_accum)
 
     def glance(self, work: Workload) -> Forecast:
         """As `of`, but where a bound from below already does not leave the margin, only that."""
@@ -160,13 +161,12 @@ class Forecasts:
             return self._with_room(work, refusal.least)
 
     def _with_room(self, work: Workload, least: int) -> Forecast:
-        """It never has the margin: the engine has refused what that leaves."""
+        """Asked from above, so it may take less, and leave the margin all the same."""
         enough = self._replayed(work, self._traced(with_room(work, least)))
-        runs = enough.runs and least <= self.gpu.capacity_bytes - enough.context_bytes
-        return dataclasses.replace(
-            enough, asks_for_bytes=least, verdict="tight" if runs else "fails",
-            use_bytes=enough.use_bytes if runs else None,
-        )  # fmt: skip
+        begins = least <= self.gpu.capacity_bytes - enough.context_bytes
+        verdict: Verdict = enough.verdict if begins else "fails"
+        use = enough.use_bytes if begins else None
+        return dataclasses.replace(enough, asks_for_bytes=least, verdict=verdict, use_bytes=use)
 
     def _replayed(self, work: Workload, traced: Traced) -> Forecast:
         context = context_of(traced.workload, self.gpu)

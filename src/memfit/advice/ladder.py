@@ -60,6 +60,8 @@ class Rung:
 
 @dataclass(frozen=True, kw_only=True)
 class Ladder:
+    """What `memfit.ladder` answers: rungs of growing micro-batch at the same global batch. `print` shows it."""
+
     workload: Workload
     """What the rungs have in common."""
     gpu: Gpu
@@ -112,7 +114,7 @@ def ladder(
 ) -> Ladder:  # fmt: skip
     """Safe, Medium, Aggressive and Maximum of a training job on a card."""
     started = time.perf_counter()
-    card = find_gpu(gpu) if isinstance(gpu, str) else gpu
+    card = find_gpu(gpu)
     check_margin(margin)
     asked = with_global_batch(Workload.asked(workload, settings), global_batch)
     if not asked.trains:

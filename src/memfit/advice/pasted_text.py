@@ -34,6 +34,8 @@ ANCHORS = (
     "NCCL error", "oom-kill", "OOMKilled", "exit code: 137", "exit code 137", "exitcode: -9", "SIGKILL", "Killed",
     "annot allocate memory", "oom_kill", "OOM Killed", "Out Of Memory", "executable batch size", "cache blocks",
     "KV cache memory", "desired GPU memory", "RESOURCE_EXHAUSTED", "OOM when allocating", "ERROR_OUT_OF_",
+    "ALLOC_FAILED", "status_memory_error", "StatusAllocFailed", "cuDNN algorithm", "find an engine", "available RAM",
+    "than is available", "low on memory", "memory pressure", "aging file", "os error 1455", "bad_alloc", "to mmap",
     "Insufficient Memory", "Invalid buffer size", "larger than 4GB", "of resource: shared", "allocated by PyTorch",
 )  # fmt: skip
 

@@ -204,8 +204,11 @@ class Search:
     def _as_little_as_will_do(self, chosen: Set, lever: Lever) -> Set:
         """The lever left out; else the weakest of its group that will do."""
         others = tuple(each for each in chosen if each is not lever)
-        weaker = self.groups[lever.group][: self.groups[lever.group].index(lever)]
-        choices: list[Set] = [others, *(self._with(others, each) for each in weaker if each.name not in self.refused)]
+        if self.fits(others):
+            return others
+        group = self.groups[lever.group]
+        weaker = [each for each in group[: group.index(lever)] if each.name not in self.refused]
+        choices = [self._with(others, each) for each in weaker]
         low, high = 0, len(choices)
         while low < high:
             middle = (low + high) // 2

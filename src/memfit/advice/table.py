@@ -75,6 +75,11 @@ class Row:
     guide: QuickReference | None = None
 
     @property
+    def shortened(self) -> bool:
+        """A window is never longer than what the model can take."""
+        return bool(self.plan.workload["seq_len"] != self.workload.seq_len)
+
+    @property
     def smallest(self) -> str | None:
         return next((name for name, cell in self.cells.items() if cell.verdict != "fails"), None)
 
@@ -86,7 +91,7 @@ class Row:
         plan = self.plan
         return {
             "model": plan.model, "parameters": plan.parameters, "workload": self.workload.kind, "way": self.way,
-            "settings": self.workload.settings(),
+            "settings": {name: value for name, value in plan.workload.items() if name != "gpu"},
             "weights_bytes": plan.report.breakdown["weights"], "activations_bytes": beside_weights(plan),
             "total_bytes": plan.peak.device_bytes, "smallest_bytes": plan.smallest_gpu_bytes,
             "breakdown": plan.report.breakdown,
@@ -98,6 +103,8 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
+    """What `memfit.table` answers: jobs against cards, and the guides' claims beside them. `print` shows it."""
+
     seq_len: int
     nsamples: int
     cards: Mapping[str, Gpu]
@@ -152,6 +159,10 @@ class Table:
         if any(row.way == STREAMED for row in self.rows):
             yield "pruning: streamed as `memfit prune` does it; whole as the public code does, all weights on the card"
             yield "streamed pruning goes by what is free: on a small card it takes less than its total"
+        for model, length in {
+            row.plan.model: row.plan.workload["seq_len"] for row in self.rows if row.shortened
+        }.items():
+            yield f"{model} is pruned with windows of {length} tokens: it has no more positions"
         if any(row.guide for row in self.rows):
             yield "the guide's table is about the whole model on the card; its GB are 10^9 bytes"
         yield from (f"left out: {why}" for why in self.left_out)
@@ -184,8 +195,8 @@ def make_table(
     a job that cannot be planned is left out, with the reason among the notes.
     """
     started = time.perf_counter()
-    cards = _cards(_listed(gpus))
-    jobs = jobs_of(_listed(models), _listed(workloads), seq_len=seq_len, nsamples=nsamples)
+    cards = _cards(_listed(gpus, "card"))
+    jobs = jobs_of(_listed(models, "model"), _listed(workloads, "workload"), seq_len=seq_len, nsamples=nsamples)
     pruned = {resolve(work.model).name for work, _ in jobs if work.kind == "prune"} if guides else set()
     claims = [claim for claim in (*DECISIONS, *EXAMPLES) if resolve(claim.model).name in pruned]
     savings = [saving for saving in SAVINGS if resolve(saving.model).name in pruned]
@@ -225,9 +236,12 @@ class _Steps:
         return True
 
 
-def _listed(names: Sequence[str] | str) -> Sequence[str]:
+def _listed(names: Sequence[str] | str, what: str) -> Sequence[str]:
     """`"7b,13b"` is what it is on the command line; it is no list of letters."""
-    return [name.strip() for name in names.split(",") if name.strip()] if isinstance(names, str) else names
+    listed = [name.strip() for name in names.split(",") if name.strip()] if isinstance(names, str) else names
+    if not listed:
+        raise UsageError(f"no {what} is named", hint=f"a table needs at least one {what}")
+    return listed
 
 
 def jobs_of(

@@ -129,11 +129,16 @@ def _readings(intervals: tuple[Interval, ...], models: tuple[Dimensions, ...], r
     elif not models:
         made = {key: reading for key, reading in made.items() if _may_be_of_any(reading, run.hints)}
     ranked = sorted(made.values(), key=lambda each: (-each.points, abs(each.nbytes - intervals[0][1]), each.tensor))
-    why = (
-        "" if ranked else "no product of the model's sizes gives it" if models else "no tensor of a known model has it"
-    )
+    why = "" if ranked else _why_none(models, run)
     known = replace(run, card_bytes=None) != RunClues()
     return Readings(intervals, tuple(_few_of_each(ranked)), why, (sure and known) or written is not None)
+
+
+def _why_none(models: tuple[Dimensions, ...], run: RunClues) -> str:
+    if models:
+        return "no product of the model's sizes gives it"
+    such = ", of those that the failing line can make" if run.hints else ""
+    return f"no tensor of a known model has its size{such}"
 
 
 def _as_written(intervals: Sequence[Interval], run: RunClues, found: Iterable[Reading]) -> Reading | None:
@@ -213,7 +218,7 @@ def _free(
     if print_.free == "":
         if low <= 1 <= high:
             yield (), KNOWN if sure else SEARCHED_MODEL
-    elif print_.kind == "kv-cache" and run.batch_size and run.seq_len:
+    elif print_.kind == "kv-cache" and print_.kind in run.hints and run.batch_size and run.seq_len:
         yield from _so_far(low, high, run.batch_size, run.seq_len)
     elif print_.free == "tokens":
         yield from _tokens(low, high, run, arbitrary=print_.kind == "logits" and (sure or "logits" in run.hints))

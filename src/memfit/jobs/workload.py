@@ -35,6 +35,8 @@ MAX_TOKENS, MAX_WORLD = 1 << 32, 1 << 16
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
+    """A job by its settings, those of `memfit plan`; what is wrong with one is told when it is made."""
+
     kind: Kind
     model: str
     batch_size: int = 1

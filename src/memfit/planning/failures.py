@@ -10,6 +10,8 @@ from pathlib import Path
 from memfit.errors import MemfitError, TraceError
 
 _MEMFIT = Path(__file__).parents[1]
+_IN_BETWEEN = {_MEMFIT / "tracing" / name for name in ("cuda_names.py", "remembered.py", "tracer.py")}
+"""Where the job's calls pass on their way to torch: what torch's own C++ raises seems to come from here."""
 
 
 @contextmanager
@@ -21,7 +23,7 @@ def failures_of_the_job() -> Iterator[None]:
         raise
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
-        if _MEMFIT in Path(frames[-1].filename).parents:
+        if _is_memfit_s(error, frames):
             raise
         said = str(error).strip().splitlines()[0] if str(error).strip() else ""
         place = _nearest_to_the_person(frames)
@@ -29,6 +31,13 @@ def failures_of_the_job() -> Iterator[None]:
             f"the job itself fails: {type(error).__name__}: {said[:300]}",
             hint=f"raised at {place.filename}:{place.lineno}, in {place.name}; it may well fail on a GPU too",
         ) from error
+
+
+def _is_memfit_s(error: Exception, frames: traceback.StackSummary) -> bool:
+    files = [Path(frame.filename) for frame in frames]
+    while isinstance(error, RuntimeError | IndexError | ValueError) and files[-1] in _IN_BETWEEN:
+        files.pop()
+    return _MEMFIT in files[-1].parents
 
 
 def _nearest_to_the_person(frames: traceback.StackSummary) -> traceback.FrameSummary:

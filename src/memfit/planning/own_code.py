@@ -46,7 +46,7 @@ def trace_own_code(
     from memfit.tracing.tracer import Tracer, trace
 
     started = time.perf_counter()
-    card = find_gpu(gpu) if isinstance(gpu, str) else gpu
+    card = None if gpu is None else find_gpu(gpu)
     config = AllocatorConfig.parse(alloc_conf)
     parameters: dict[str, int] = {"all": 0, "trainable": 0}
 

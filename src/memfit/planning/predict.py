@@ -137,7 +137,7 @@ def predict(
     beside a workload replace its own. `trace_cache=False` neither reads nor keeps a trace (`planning/cache.py`)."""
     started = time.perf_counter()
     work = Workload.asked(workload, settings)
-    card = find_gpu(gpu) if isinstance(gpu, str) else gpu
+    card = None if gpu is None else find_gpu(gpu)
     config = AllocatorConfig.parse(work.alloc_conf)
 
     from memfit.planning.host_facts import host_notes

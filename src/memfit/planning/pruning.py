@@ -59,7 +59,7 @@ def trace_pruning(work: Workload, platform: Platform) -> tuple[Recipe, Trace]:
         raise InputError(f"{source.name} is an encoder; only decoders that predict the next token are pruned")
     blocks, parameters = blocks_of(work.model, work.attention)
     notes: tuple[str, ...] = ()
-    work, shortened = _shortened(work)
+    work, shortened = within_positions(work)
     if blocks is not None and blocks.worthwhile:
         try:
             made = _traced(work, platform, blocks)
@@ -78,7 +78,7 @@ def trace_pruning(work: Workload, platform: Platform) -> tuple[Recipe, Trace]:
     return recipe, made.trace
 
 
-def _shortened(work: Workload) -> tuple[Workload, tuple[str, ...]]:
+def within_positions(work: Workload) -> tuple[Workload, tuple[str, ...]]:
     """As a run does: windows are never longer than what the model can take."""
     longest = getattr(load_config(resolve(work.model)), "max_position_embeddings", None)
     if not isinstance(longest, int) or work.seq_len <= longest:
@@ -204,7 +204,7 @@ def traced_with(
 ) -> tuple[Trace, int, int]:  # fmt: skip
     """Of so many layers and `few` micro-batches (and a last one that is smaller): the trace, the windows of a
     micro-batch, and the bytes of a block."""
-    work, _ = _shortened(work)
+    work, _ = within_positions(work)
     made, _ = _run(work, platform, blocks, few, layers=layers, beside=beside)
     return made.trace, made.outcome.micro_batch, made.block_bytes
 

@@ -25,23 +25,25 @@ from memfit.models.registry import build_model, parameter_count, resolve
 from memfit.planning.failures import failures_of_the_job
 from memfit.planning.platforms import platform_of
 from memfit.planning.predict import Plan, assess
-from memfit.planning.pruning import ANSWERS, PruningPhases, label
+from memfit.planning.pruning import ANSWERS, PruningPhases, label, within_positions
 from memfit.tracing.answers import Answers
 from memfit.tracing.platform import Platform
 from memfit.tracing.tracer import Tracer, trace
 
 BLOCKS, WINDOWS = 2, 2
+WHAT = "the public Wanda code: all weights and two buffers of hidden states on the card"
 
 
 def predict_whole_model_pruning(work: Workload, gpu: Gpu | None) -> Plan:
     """As `predict` for the same workload, but with all weights on the card."""
     started = time.perf_counter()
+    work, shortened = within_positions(work)
     made, parameters = _traced(work, platform_of(gpu))
     context = (gpu or find_gpu("H200")).context_after(training=False, flash=work.precision != "fp32")
     return assess(
         made, AllocatorConfig.parse(work.alloc_conf), gpu, context, workload=work.settings() | {"gpu": None},
         model=resolve(work.model).name, parameters=parameters, trainable_parameters=0,
-        notes=("the public Wanda code: all weights and two buffers of hidden states on the card",), started=started,
+        notes=(WHAT, *shortened), started=started,
     )  # fmt: skip
 
 

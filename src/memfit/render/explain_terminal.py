@@ -68,7 +68,8 @@ def _where(document: Document, width: int) -> Iterator[str]:
     phase = document["phase"]
     said = []
     if phase["name"]:
-        named = {"loading": "while loading", "saving": "while saving", "data": "while preparing data"}
+        named = {each: f"while {each}" for each in ("loading", "saving")}
+        named |= {"data": "while preparing data", "generation": "while generating"}
         said.append(named.get(phase["name"], f"in the {phase['name']}" + (" pass" if phase["name"] in PASSES else "")))
         if phase["detail"]:
             said.append(phase["detail"])

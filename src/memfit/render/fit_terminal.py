@@ -209,16 +209,12 @@ def _next(fitted: Fitted) -> str:
             steps.append(f"{smaller['name']}, which takes {gib(smaller['device_bytes'])} with these changes")
         return ", or ".join(steps)
     if fitted["workload"]["kind"] == "prune":
-        return "--emit args writes the command" if fitted["changes"] else f"memfit prune {_pruned(fitted)}"
+        return "--emit args writes the command of memfit prune"
     if fitted["global_batch"] is None or fitted["answer"] == "fits already":
         return "run it with these settings" if fitted["changes"] else "run it as it is"
     return (
         "--emit yaml writes a config for `memfit train`, --emit python one for the HF Trainer; --ladder shows more room"
     )
-
-
-def _pruned(fitted: Fitted) -> str:
-    return f"--model {fitted['workload']['model']} --save out/pruned"
 
 
 def _share(margin: float) -> str:

@@ -49,6 +49,9 @@ _FLAGS = {
         r"load_in_[48]bit[\"']?\s?[=:]\s?[Tt]rue|\b(?:dequantize_4bit|Linear4bit|Linear8bitLt|MatMul[48][Bb]it|QLoRA)\b|"
         r"[-_](?:bnb[-_]4bit|GPTQ|AWQ)\b|adapter: qlora"
     ),
+    "sharded": re.compile(
+        r"--fsdp\b|\bfsdp[\"']?\s?[:=]|\bfully_shard\b|FullyShardedDataParallel|--deepspeed\b|/deepspeed/|zero_optimization"
+    ),
     "eager": re.compile(r"attn_implementation[\"']?\s?[=:]\s?[\"']?eager|--attention[= ]eager"),
 }
 _EXPANDABLE = re.compile(
@@ -117,6 +120,7 @@ class Clues:
     grad_checkpointing: bool = False
     eager: bool = False
     quantised: bool = False
+    sharded: bool = False
     expandable: bool = False
     split_size: bool = False
     windows: bool = False
@@ -137,7 +141,7 @@ def clues_in(text: str, located: Located | None, place: Place) -> Clues:
         numbers=dict(_numbers(near, kind)), model=model, family=None if model else _family(near, place), kind=kind,
         precision=_precision(_settings(near, place)),
         grad_checkpointing=bool(_FLAGS["grad_checkpointing"].search(near)), eager=bool(_FLAGS["eager"].search(near)),
-        quantised=bool(_FLAGS["quantised"].search(near)),
+        quantised=bool(_FLAGS["quantised"].search(near)), sharded=bool(_FLAGS["sharded"].search(near)),
         expandable=bool(_EXPANDABLE.search(near)), split_size=bool(_SPLIT_SIZE.search(near)),
         windows=bool(_WINDOWS.search(near)), after_nccl_timeout=bool(_NCCL_TIMEOUT.search(before)),
         handled=bool(_HANDLED.search(after)),

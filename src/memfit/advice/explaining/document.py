@@ -41,7 +41,7 @@ def document_of(told: Explanation) -> dict[str, Any]:
         "fixes": [{**asdict(fix), "how": dict(fix.how)} for fix in told.fixes],
         "withheld": [asdict(each) for each in told.withheld],
         "notes": list(told.notes),
-        "next": next_steps(told.cause, told.account, told.job, told.gpu, told.plan, told.fixes),
+        "next": next_steps(told),
         "seconds": round(told.seconds, 3),
     }  # fmt: skip
 

@@ -24,3 +24,7 @@ class Fix:
     verdict: str | None = None
     """Whether the job then fits on this card."""
     how: Mapping[str, str] = field(default_factory=dict)
+
+
+def in_words(name: str, says: str, *, basis: Basis = "words", **how: str) -> Fix:
+    return Fix(name=name, says=says, basis=basis, how=how)

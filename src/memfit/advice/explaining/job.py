@@ -81,7 +81,7 @@ def job_of(given: Mapping[str, Any], configured: Workload | None, clues: Clues, 
     kind = settings.get("kind")
     needed = ("kind", "model", *NEEDED.get(str(kind), _ROWS))
     missing = tuple(name for name in needed if name not in settings)
-    beyond = _beyond(clues, place)
+    beyond = _beyond(clues, place, given)
     if beyond and "kind" not in given:
         return Job(models=models, settings=settings, read=read, beyond=beyond)
     if missing:
@@ -96,10 +96,14 @@ def job_of(given: Mapping[str, Any], configured: Workload | None, clues: Clues, 
     return Job(workload=made, models=models, settings=settings, read=read, beyond=beyond)
 
 
-def _beyond(clues: Clues, place: Place) -> str | None:
+def _beyond(clues: Clues, place: Place, given: Mapping[str, Any]) -> str | None:
     if of_another_engine(place):
         return "the engine in the traceback arranges memory its own way, and predictions are of plain torch"
-    return "the text has quantised weights, and predictions have them in 16 or 32 bits" if clues.quantised else None
+    if clues.quantised:
+        return "the text has quantised weights, and predictions have them in 16 or 32 bits"
+    if clues.sharded and "parallel" not in given:
+        return "the text has a job that is sharded over several cards: --world-size N --parallel fsdp2 tells it"
+    return None
 
 
 def _clues(clues: Clues) -> dict[str, Any]:

@@ -2,46 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from memfit.advice.explaining.accounting import Account
-from memfit.advice.explaining.cause import Cause
-from memfit.advice.explaining.fix import Fix
 from memfit.advice.explaining.job import Job
 from memfit.gpus import Gpu
 from memfit.units import MiB
 
 if TYPE_CHECKING:
-    from memfit.planning.predict import Plan
+    from memfit.advice.explain import Explanation
 
 PLACEHOLDERS = {"kind": "lora|train|forward|generate|prune", "model": "NAME"}
+WHOLE_TEXT = "give the whole text from `Traceback` to its end, the log file, a snapshot or the folder of the run"
+SNAPSHOT = (
+    "a snapshot tells who holds the memory: torch.cuda.memory._record_memory_history() at the start, "
+    "torch.cuda.memory._dump_snapshot('oom.pickle') in `except torch.OutOfMemoryError`, then memfit explain oom.pickle"
+)
 
 
-def next_steps(
-    cause: Cause, account: Account, job: Job, gpu: Gpu | None, plan: Plan | None, fixes: Sequence[Fix]
-) -> list[str]:
-    return [] if cause.kind == "none" else list(_steps(cause, account, job, gpu, plan, fixes))
+def next_steps(told: Explanation) -> list[str]:
+    if told.cause.kind == "none":
+        return [WHOLE_TEXT] if told.source.kind == "text" else []
+    if told.cause.kind in ("host-memory", "library", "corrupt-size"):
+        return []
+    unsettled = told.cause.fragmentation is not None and told.cause.fragmentation.verdict == "cannot tell"
+    return [*_of_the_job(told), *([SNAPSHOT] if unsettled and told.account.cached_bytes is not None else [])]
 
 
-def _steps(
-    cause: Cause, account: Account, job: Job, gpu: Gpu | None, plan: Plan | None, fixes: Sequence[Fix]
-) -> Iterator[str]:
-    if cause.kind in ("host-memory", "library", "corrupt-size"):
-        return
-    if plan is not None:
-        if not any(fix.basis == "predicted" and fix.verdict in ("safe", "tight") for fix in fixes):
-            yield f"no single change is enough: {_command(job, gpu)} finds the smallest set of them"
+def _of_the_job(told: Explanation) -> Iterator[str]:
+    job = told.job
+    if told.plan is not None:
+        if not any(fix.basis == "predicted" and fix.verdict in ("safe", "tight") for fix in told.fixes):
+            yield f"no single change is enough: {_command(job, told.gpu)} finds the smallest set of them"
     elif job.workload is None and job.missing:
         asked = " ".join(f"--{name.replace('_', '-')} {PLACEHOLDERS.get(name, 'N')}" for name in job.missing)
         yield f"savings are predicted once the job is known: add {asked}"
-    unsettled = cause.fragmentation is not None and cause.fragmentation.verdict == "cannot tell"
-    if unsettled and account.cached_bytes is not None:
-        yield (
-            "a snapshot tells who holds the memory: torch.cuda.memory._record_memory_history() at the start, "
-            "torch.cuda.memory._dump_snapshot('oom.pickle') in `except torch.OutOfMemoryError`, then memfit "
-            "explain oom.pickle"
-        )
 
 
 def _command(job: Job, gpu: Gpu | None) -> str:

@@ -101,7 +101,8 @@ PHASES = (
     _sign(
         "forward",
         paths="/transformers/models/",
-        functions="forward _call_impl _wrapped_call_impl training_step compute_loss *attention_forward dequantize_4bit",
+        functions="forward _call_impl _wrapped_call_impl training_step compute_loss *attention_forward _conv_forward "
+        "dequantize_4bit",
     ),
 )
 """In this order: what a stack has anywhere of the first ones decides, for a forward pass is in all of them."""
@@ -116,7 +117,7 @@ HINTS = (
     _sign(
         "attention",
         functions="eager_attention_forward _attn attention_forward",
-        code="attn_weights | attention_scores | softmax(attn | torch.matmul(quer | scaled_dot_product_attention(",
+        code="attn_weights | attention_scores | softmax(attn | matmul(quer | q @ k | scaled_dot_product_attention(",
     ),
     _sign(
         "attention-output",
@@ -124,6 +125,7 @@ HINTS = (
         functions="sdpa_attention_forward scaled_dot_product_attention repeat_kv apply_rotary_pos_emb rotate_half",
         code="scaled_dot_product_attention | apply_rotary | rotate_half",
     ),
+    _sign("convolution", paths="/nn/modules/conv.py", code="conv1d( | conv2d( | conv3d("),
     _sign("attention-mask", paths="/masking_utils.py /modeling_attn_mask_utils.py", code="causal_mask"),
     _sign(
         "mlp",
@@ -141,7 +143,7 @@ HINTS = (
     ),
     _sign(
         "weights",
-        paths="/torch/optim/ /core_model_loading.py /bitsandbytes/optim/",
+        paths="/torch/optim/ /core_model_loading.py /bitsandbytes/optim/ /distributed/fsdp/",
         functions="from_pretrained _init_group convert load_state_dict __deepcopy__ get_delta_weight dequantize_4bit",
         code="zeros_like(p | exp_avg",
     ),

@@ -108,6 +108,8 @@ def _split_size(case: Situation) -> Iterator[Withheld]:
 def _smaller_batch(case: Situation) -> Iterator[Withheld]:
     if case.place.phase == "loading":
         yield Withheld("a smaller batch", "it failed while loading: no batch was there yet")
+    elif case.place.phase == "saving":
+        yield Withheld("a smaller batch", "it failed while saving, which has no batch")
     elif case.place.phase == "optimizer step":
         yield Withheld("a smaller batch", "it failed in the optimizer step, which is as large as the weights")
     elif case.place.phase is None and "weights" in case.place.hints:

@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -19,6 +20,8 @@ SETTINGS = Line("settings", "allocator")
 CUDA, HIP, NEW = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
 NAMES = (CUDA, HIP, NEW)
 """In the order in which torch looks for them: the first that is there wins."""
+CLOSE = 0.85
+"""How alike the name of a variable must be to be taken for a slip of the hand: of one word, not of two."""
 NEW_NAME_SINCE: Version = (2, 10)
 NO_CACHING = "PYTORCH_NO_CUDA_MEMORY_CACHING"
 
@@ -53,6 +56,7 @@ def look(
             f"{NO_CACHING} is set: every tensor is asked of the driver, and the allocator does nothing",
             f"unset {NO_CACHING}",
         )
+    yield from _misspelt(environment)
     yield from _names(there, torch_version)
     name = next(iter(there), None)
     if name is not None and wanted and there[name] != wanted:
@@ -72,6 +76,13 @@ def look(
 def exported(environment: Mapping[str, str]) -> dict[str, str]:
     """Each variable that is set; torch reads the first."""
     return {name: environment[name] for name in NAMES if environment.get(name)}
+
+
+def _misspelt(environment: Mapping[str, str]) -> Iterator[Finding]:
+    for name, value in environment.items():
+        meant = get_close_matches(name.upper(), NAMES, n=1, cutoff=CLOSE)
+        if meant and name not in NAMES:
+            yield SETTINGS.warning(f"torch reads no variable called {name}", f"export {meant[0]}={value}")
 
 
 def _names(there: Mapping[str, str], torch_version: str | None) -> Iterator[Finding]:

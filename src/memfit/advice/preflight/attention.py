@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from memfit.advice.preflight.finding import Finding, Line
 from memfit.advice.preflight.gpu_software import BF16_SINCE, FLASH_SINCE
@@ -22,8 +22,8 @@ ATTENTION = Line("config", "attention")
 FLASH = "flash_attention_2"
 PLAIN_SOFTMAX = "aten._safe_softmax.default"
 """Only the plain kernel of torch's attention calls it."""
-NOTICEABLE = 0.01
-"""Of the peak: scores of one layer below this are nothing to warn of."""
+MUCH = 0.1
+"""Of the peak, from which on whole scores are worth a warning."""
 
 
 def attention(situation: Situation) -> Iterator[Finding]:
@@ -51,25 +51,30 @@ def _of_flash(situation: Situation) -> Finding:
 
 def _of_sdpa(situation: Situation) -> Finding:
     card, first = situation.card, situation.plans.needed()[0]
-    scores = scores_bytes(first.plan)
-    if not scores:
-        return ATTENTION.ok(f"sdpa, by a fused kernel on the {card.name}: scores are never whole", scores_bytes=0)
-    found = f"sdpa, by its plain kernel on the {card.name}: the scores are whole, {format_bytes(scores)} a layer"
-    if scores < NOTICEABLE * first.plan.peak.allocated_bytes:
-        return ATTENTION.ok(found, scores_bytes=scores)
+    largest, at_peak = scores_bytes(first.plan)
+    details: dict[str, Any] = {"scores_bytes": largest, "at_peak_bytes": at_peak}
+    if not largest:
+        return ATTENTION.ok(f"sdpa, by a fused kernel on the {card.name}: scores are never whole", **details)
+    found = (
+        f"sdpa, by its plain kernel on the {card.name}: scores are whole, {format_bytes(largest)} a layer,"
+        f" {format_bytes(at_peak)} at the peak"
+    )
+    if at_peak < MUCH * first.plan.peak.allocated_bytes:
+        return ATTENTION.ok(found, **details)
     precision = first.workload.precision
     advice = "a smaller micro-batch, or shorter rows"
     if "bf16" in precision and card.arch < BF16_SINCE:
         advice = "precision amp-fp16: before Ampere no fused kernel takes bf16"
     elif precision == "fp32" and card.arch >= FLASH_SINCE:
         advice = "precision bf16 or amp-bf16: no fused kernel takes grouped heads in fp32"
-    return ATTENTION.warning(found, advice, scores_bytes=scores)
+    return ATTENTION.warning(found, advice, **details)
 
 
-def scores_bytes(plan: Plan) -> int:
-    """The largest of them; 0 where a fused kernel runs."""
+def scores_bytes(plan: Plan) -> tuple[int, int]:
+    """Of the largest layer, and of all that is alive at the peak; zeros where a fused kernel runs."""
     trace = plan.trace
     if PLAIN_SOFTMAX not in trace.names:
-        return 0
+        return 0, 0
     wanted = trace.names.index(PLAIN_SOFTMAX)
-    return max(size for size, op in zip(trace.requested, trace.op_of, strict=True) if op == wanted)
+    largest = max(size for size, op in zip(trace.requested, trace.op_of, strict=True) if op == wanted)
+    return largest, sum(each.allocated_bytes for each in plan.report.largest if each.op == PLAIN_SOFTMAX)

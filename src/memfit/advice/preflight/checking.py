@@ -19,6 +19,7 @@ from memfit.advice.preflight import (
     allocator_settings,
     attention,
     batch,
+    calibration,
     config_keys,
     data,
     disk,
@@ -56,6 +57,8 @@ Look = Callable[[Situation], Iterator[Finding]]
 
 @dataclass(frozen=True, kw_only=True)
 class Checked:
+    """What `memfit.check` found, a line for each check. `print` shows it."""
+
     asked: dict[str, Any]
     findings: tuple[Finding, ...]
     seconds: float
@@ -185,7 +188,9 @@ def _checks(asked: Asked) -> Iterator[tuple[str, Look, Line]]:
         yield "precision", precision.precision, precision.PRECISION
     if training:
         yield from _of_training(asked, from_file)
-    elif asked.workload is not None and asked.workload.kind != "prune":  # which takes no more than there are
+    elif asked.workload is not None and asked.workload.kind == "prune":
+        yield "calibration data", calibration.calibration, calibration.CALIBRATION
+    elif asked.workload is not None:  # pruning takes no more positions than there are
         yield "positions", positions.positions, positions.POSITIONS
     yield "host memory", host.memory, host.MEMORY
     yield "shared memory", host.shared, host.SHARED

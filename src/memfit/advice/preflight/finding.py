@@ -53,7 +53,8 @@ class Line:
         return self._made("skipped", why, next, details)
 
     def _made(self, status: Status, found: str, next: str | None, details: Mapping[str, Any]) -> Finding:
-        return Finding(subject=self.subject, name=self.name, status=status, found=found, next=next, details=details)
+        step = None if next is None else " ".join(next.splitlines())  # errors may say it on two lines
+        return Finding(subject=self.subject, name=self.name, status=status, found=found, next=step, details=details)
 
 
 def guarded(line: Line, look: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:

@@ -140,11 +140,11 @@ def gradients(situation: Situation, followed: list[Flow]) -> Iterator[Finding]:
         )
         return
     if flow.without and is_gsa(situation.model_name) and all(GSA_INDEXER in name for name in flow.without):
-        rest = flow.tensors - len(flow.without)
-        chosen = f"; {len(flow.without)} of the indexer get none, for to choose keys has no gradient" * bool(
-            flow.without
+        yield GRADIENTS.ok(
+            f"{flow.tensors - len(flow.without)} trained tensors get finite gradients other than zero in {what}; the"
+            f" {len(flow.without)} of GSA's indexer get none, for a choice of keys has no gradient",
+            **details,
         )
-        yield GRADIENTS.ok(f"{rest} trained tensors get finite gradients other than zero in {what}{chosen}", **details)
         return
     if flow.without:
         yield GRADIENTS.warning(

@@ -17,6 +17,7 @@ def served(situation: Situation) -> Iterator[Finding]:
     config, processes = situation.config, situation.asked.world_size
     here = config if situation.runs_here else without_gpu(config)
     here = dataclasses.replace(here, model=dataclasses.replace(here.model, attention="sdpa"))  # it has its own line
+    _check_device(here)
     notes = [*config.notes(), *check_levers(here, world_size=processes)]
     notes += _of_data(situation)
     told = [note for note in notes if note not in config.remarks]  # those stand on the line of keys
@@ -24,6 +25,12 @@ def served(situation: Situation) -> Iterator[Finding]:
         yield SERVED.warning(note)
     if not told:
         yield SERVED.ok("each is served by the engine")
+
+
+def _check_device(config: TrainConfig) -> None:
+    from memfit.jobs.training.preparation import check_device
+
+    check_device(config)
 
 
 def _of_data(situation: Situation) -> list[str]:

@@ -63,6 +63,14 @@ def find_texts(name: str, use: Use) -> Texts:
     return found
 
 
+def is_on_this_machine(name: str) -> bool:
+    """Whether `find_texts` would fetch nothing for it."""
+    key = name.strip().lower()
+    if key == "wikitext2":
+        return _local_wikitext("calibration") is not None
+    return key != "c4" or bool(_local_c4("calibration")[0])
+
+
 # -- named sets --------------------------------------------------------------------------------------------------------
 
 

@@ -87,7 +87,7 @@ def prepare_job(
     output_dir = Path(os.path.abspath(os.path.expanduser(config.output_dir)))
     resume_from = None if config.saving.resume_from is None else find_checkpoint(config.saving.resume_from, output_dir)
     check_output(output_dir, resuming=resume_from is not None)
-    _check_device(config)
+    check_device(config)
     of_levers = check_levers(config, world_size=batch.world_size)
     source, tokenizer = _model(config, say)
     shape = shape_of(config.model, source)
@@ -136,7 +136,7 @@ def check_output(folder: Path, *, resuming: bool) -> None:
         raise InputError(f"output_dir '{folder}' cannot be written: {error.strerror}") from error
 
 
-def _check_device(config: TrainConfig) -> None:
+def check_device(config: TrainConfig) -> None:
     if config.device != "cuda":
         return
     import torch
