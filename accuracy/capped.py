@@ -8,7 +8,6 @@ measured too: memfit's own engine over random weights, or, where the id ends wit
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accuracy.measure import save_events, weights_left_alone
+from accuracy.measure import save_events, tell, weights_left_alone
 
 WEIGHTS_IN_MEMORY = 1 << 28
 """Bytes of random weights; each tensor is read from them, from the start again where they end."""
@@ -190,18 +189,5 @@ def _prune_whole(model: Any, work: Any, peaks: Peaks) -> None:
         prune_whole(Decoder(model, None), work, torch.device("cuda"), peaks)
 
 
-def main(argv: list[str]) -> None:
-    spec = json.loads(argv[0])
-    events = Path(argv[2]) if len(argv) > 2 and argv[1] == "--events" else None
-    started = time.time()
-    try:
-        result = run_capped(spec, events)
-    except Exception as error:
-        result = {**spec, "error": f"{type(error).__name__}: {error}"[-600:]}
-    result["wall_s"] = round(time.time() - started, 1)
-    print("RESULT " + json.dumps(result), flush=True)
-    os._exit(0)
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    tell(sys.argv[1:], run_capped)

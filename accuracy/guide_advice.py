@@ -6,14 +6,20 @@ Their GB are taken as GiB: both compare them with what `nvidia-smi` shows.
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from memfit.advice.forecast import Forecast, Forecasts
 from memfit.gpus import find_gpu
 from memfit.jobs.workload import Workload
+from memfit.planning.predict import predict
 from memfit.units import GiB
+
+MEASURED = Path(__file__).parent / "measured" / "allocator.jsonl"
+SETTINGS = {each.name for each in dataclasses.fields(Workload)}
 
 
 @dataclass(frozen=True)
@@ -61,7 +67,7 @@ LORA = Guide(
     (
         Advice("sequence 2048 to 1536", "1.5-2", {"seq_len": 1536}),
         Advice("batch 2 x 8 to 1 x 16", "2-3", {"batch_size": 1, "grad_accum": 16}),
-        Advice("both allocator settings", "0.5-1", {"alloc_conf": BOTH}),
+        Advice(f"`{BOTH}`", "0.5-1", {"alloc_conf": BOTH}),
         Advice("gradient checkpointing", "1-2", {"grad_checkpointing": True}, on={"grad_checkpointing": False}),
         Advice("sequence 1536 to 1024", "1-2", {"seq_len": 1024}, on=AFTER),
         Advice("rank 128 to 64", "no figure", {"rank": 64}, on=AFTER),
@@ -101,6 +107,7 @@ def lines() -> Iterator[str]:
     yield ""
     for guide in GUIDES:
         yield from _of(guide)
+    yield from _measured()
 
 
 def _of(guide: Guide) -> Iterator[str]:
@@ -131,6 +138,24 @@ def row(guide: Guide, forecasts: Forecasts, advice: Advice) -> str:
 
 def predicted(guide: Guide, forecasts: Forecasts, settings: Mapping[str, Any]) -> Forecast:
     return forecasts.of(dataclasses.replace(guide.workload, **settings))
+
+
+def _measured() -> Iterator[str]:
+    yield "**Both allocator settings together, measured on an H200.** A free range of an expandable segment that is larger"
+    yield "than the limit is not used for what is smaller than it, so more and more is reserved. GiB at the peak:"
+    yield ""
+    yield "| job | settings | allocated: predicted, measured | reserved: predicted, measured |"
+    yield "| --- | --- | ---: | ---: |"
+    for line in MEASURED.read_text(encoding="utf-8").splitlines():
+        run = json.loads(line)
+        work = Workload.from_mapping({name: run[name] for name in run if name in SETTINGS})
+        peak = predict(work).peak
+        yield (
+            f"| {work.kind} of {work.model}, {work.batch_size} x {work.seq_len} | {work.alloc_conf or 'none'} "
+            f"| {_gib(peak.allocated_bytes)}, {_gib(run['peak_allocated'])} "
+            f"| {_gib(peak.reserved_bytes)}, {_gib(run['peak_reserved'])} |"
+        )
+    yield ""
 
 
 def _said(saves: str) -> str:

@@ -14,7 +14,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -139,12 +139,13 @@ def _place(frames: list[dict[str, Any]] | None) -> str:
     return ""
 
 
-def main(argv: list[str]) -> None:
+def tell(argv: list[str], measured: Callable[[dict[str, Any], Path | None], dict[str, Any]]) -> None:
+    """What came of the spec on the command line, as the one line that `accuracy.run` looks for."""
     spec = json.loads(argv[0])
     events = Path(argv[2]) if len(argv) > 2 and argv[1] == "--events" else None
     started = time.time()
     try:
-        result = measure(spec, events)
+        result = measured(spec, events)
     except Exception as error:
         result = {**spec, "error": f"{type(error).__name__}: {error}"[-600:]}
     result["wall_s"] = round(time.time() - started, 1)
@@ -153,4 +154,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    tell(sys.argv[1:], measure)

@@ -296,12 +296,13 @@ def test_a_key_that_nobody_reads_is_found_with_what_was_meant(tmp_path: Path) ->
     assert "log_interval" in str(finding.next)
 
 
-def test_options_of_evaluation_that_do_nothing_here_are_said(tmp_path: Path) -> None:
+@pytest.mark.parametrize("key", ["load_best_model_at_end", "evaluation_strategy", "eval_strategy"])
+def test_options_of_evaluation_that_do_nothing_here_are_said(tmp_path: Path, key: str) -> None:
     path = tmp_path / "c.yaml"
-    path.write_text("model: gpt2\nload_best_model_at_end: true\n")
+    path.write_text(f"model: gpt2\n{key}: true\n")
     config, keys = config_keys.load(str(path), ())
     first, _ = config_keys.keys(Situation(Asked(config=config, keys=keys)))
-    assert (first.status, "load_best_model_at_end is of no effect" in first.found) == ("warning", True)
+    assert (first.status, f"{key} is of no effect" in first.found) == ("warning", True)
 
 
 # -- packages ----------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from check_jobs import document, only, situation
 
 from memfit.advice.preflight import resuming
 from memfit.advice.preflight.finding import Finding, guarded
+from memfit.errors import InputError
 from memfit.jobs.training.runner import train
 
 
@@ -91,6 +92,15 @@ def test_a_checkpoint_that_is_not_whole_is_found_and_the_whole_one_beside_it_nam
     assert (finding.status, said in finding.found) == ("failed", True), finding.found
     assert finding.next == f"--resume_from {copied / 'step_2'}, which is whole"
     assert resumed(run_folder, copied / "step_2", max_steps=8).status == "ok"
+
+
+def test_a_run_refuses_what_the_check_has_found(run_folder: Path, copied: Path) -> None:
+    """Without its state the optimizer would begin anew, and nothing would say so."""
+    (copied / "step_2" / "optimizer.pt").unlink()
+    place = str(copied / "step_2")
+    job = situation(run_folder, method="lora", resume_from=place, output_dir=str(copied.parent / "again")).job.get()
+    with pytest.raises(InputError, match="it has no optimizer"):
+        train(job, on_event=lambda event: None)
 
 
 def test_lost_random_numbers_alone_do_not_stop_a_run(run_folder: Path, copied: Path) -> None:

@@ -10,8 +10,9 @@ import pytest
 
 import memfit
 from memfit.advice.fit import Fitted, options
+from memfit.advice.forecast import ROUNDING, Forecasts
 from memfit.advice.levers import COSTS, apply, levers_for
-from memfit.errors import UsageError
+from memfit.errors import InputError, UsageError
 from memfit.gpus import find_gpu
 from memfit.jobs.workload import Workload
 
@@ -207,3 +208,99 @@ def test_a_margin_that_is_no_share_is_refused(margin: float) -> None:
 def test_a_global_batch_is_for_training() -> None:
     with pytest.raises(UsageError, match="--global-batch"):
         memfit.fit(kind="forward", model="gpt2", global_batch=8, gpu=GPU)
+
+
+def test_where_nothing_fits_a_card_is_named_on_which_it_does() -> None:
+    answer = memfit.fit(**JOB, gpu="1GiB", keep=("offload", "seq_len", "precision"))
+
+    assert answer.enough_gpu_bytes is not None
+    again = memfit.fit(answer.fitted, gpu=f"{answer.enough_gpu_bytes}B")
+    assert again.answer == "fits already"
+
+
+def test_where_nothing_leaves_the_margin_the_one_that_is_left_fits() -> None:
+    job: dict[str, Any] = {"kind": "forward", "model": "gpt2", "seq_len": 64, "gpu": "1050MiB"}
+    keep = ("alloc_conf", "precision")
+    answer = memfit.fit(**job, keep=keep)
+
+    assert (answer.answer, answer.after.verdict) == ("nothing fits", "tight")
+    assert answer.margin_left is not None
+    assert memfit.fit(**job, keep=keep, margin=answer.margin_left).fits
+
+
+PRUNING: dict[str, Any] = {"kind": "prune", "model": "pythia-14m", "seq_len": 512, "nsamples": 16}
+
+
+def test_a_card_too_small_for_one_block_is_an_answer_and_the_smallest_that_is_enough_is_told() -> None:
+    answer = memfit.fit(**PRUNING, gpu="800MiB")
+
+    assert answer.answer == "nothing fits"
+    least = answer.smallest_gpu_bytes
+    assert least is not None
+    assert memfit.predict(**PRUNING, gpu=f"{least}B").verdict != "fails"
+    with pytest.raises(InputError, match="a block of this model needs"):
+        memfit.predict(**PRUNING, gpu=f"{least - (1 << 20)}B")
+
+
+def test_what_pruning_asks_for_is_in_the_nearest_job_so_that_it_can_be_planned() -> None:
+    answer = memfit.fit(**PRUNING, gpu="800MiB")
+
+    plan = memfit.predict(answer.fitted, gpu=f"{answer.smallest_gpu_bytes}B")
+
+    assert plan.peak.device_bytes == answer.after.device_bytes
+
+
+def test_a_limit_that_was_asked_for_and_is_too_small_is_refused_in_its_own_words() -> None:
+    with pytest.raises(InputError, match="a block of this model needs") as told:
+        memfit.fit(**PRUNING, max_gpu_memory="100MiB", gpu="24GiB")
+    assert "--max-gpu-memory" in str(told.value.hint)
+
+
+def test_a_change_that_another_does_not_go_without_is_told_as_such() -> None:
+    answer = memfit.fit(
+        kind="lora", model="gpt2", batch_size=32, seq_len=1024, world_size=2, parallel="fsdp2", loss="chunked",
+        gpu="4200MiB", keep=("batch_size", "seq_len", "rank", "alloc_conf", "adapter_dtype"),
+    )  # fmt: skip
+
+    without = {change["name"]: change["without"] for change in answer.to_json()["changes"]}
+    assert set(without) == {"checkpointing", "activations on the host"}
+    assert "needs checkpointing" in without["checkpointing"]["refused"]
+    assert without["checkpointing"]["verdict"] is None
+    assert without["activations on the host"]["verdict"] == "fails"
+    assert "does not go" in str(answer)
+
+
+@pytest.mark.parametrize("kind", ["train", "lora"])
+@pytest.mark.parametrize("view", [False, True])
+def test_a_process_alone_takes_no_more_than_one_of_ddp(kind: Any, view: bool) -> None:
+    """What the search's bound rests on."""
+    alone = Workload(kind=kind, model="pythia-14m", batch_size=2, seq_len=256, grad_accum=2)
+    ddp = dataclasses.replace(alone, world_size=2, gradient_as_bucket_view=view)
+    forecasts = Forecasts(find_gpu("8GiB"), 0.1)
+
+    less, more = forecasts.of(alone), forecasts.of(ddp)
+
+    assert less.allocated_bytes - ROUNDING <= more.allocated_bytes
+    bound = forecasts.bound(ddp, less.context_bytes)
+    assert bound is not None
+    assert bound.allocated_bytes == less.allocated_bytes
+    assert forecasts.bound(ddp, more.device_bytes) is None
+
+
+def test_smaller_batches_are_timed_over_all_the_rows() -> None:
+    answer = memfit.fit(kind="forward", model="gpt2", batch_size=32, seq_len=512, gpu="2GiB")
+
+    (change,) = [each for each in answer.changes if each.lever.group == "micro-batch"]
+    assert change.time_before is not None
+    assert change.time_after is not None
+    assert change.time_after.flops == change.time_before.flops
+
+
+def test_of_a_model_that_is_too_large_a_smaller_one_that_fits_is_named_however_much_smaller() -> None:
+    answer = memfit.fit(kind="forward", model="llama-2-70b", seq_len=64, gpu="24GiB", keep=("seq_len",))
+
+    assert answer.answer == "nothing fits"
+    assert answer.smaller_model is not None
+    name, forecast = answer.smaller_model
+    assert forecast.fits
+    assert memfit.predict(kind="forward", model=name, seq_len=64, gpu="24GiB").verdict == "safe"

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
+import shlex
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -14,6 +18,7 @@ import memfit
 from memfit.advice.emit import emit
 from memfit.advice.fit import Fitted
 from memfit.errors import UsageError
+from memfit.gpus import find_gpu
 from memfit.jobs.training.batch_sizes import resolve_batch
 from memfit.jobs.training.config_file import load_config
 
@@ -134,3 +139,85 @@ def test_nothing_is_written_where_nothing_fits() -> None:
 
     with pytest.raises(UsageError, match="nothing fits"):
         emit(answer, "args")
+
+
+def test_flags_of_a_sharded_job_are_read_by_the_trainers_own_parser(tmp_path: Path) -> None:
+    from transformers import HfArgumentParser, TrainingArguments
+
+    answer = memfit.fit(kind="lora", model="pythia-14m", seq_len=128, world_size=2, parallel="fsdp2", gpu="8GiB")
+
+    command = "".join(line for line in emit(answer, "args").splitlines(keepends=True) if not line.startswith("#"))
+    words = shlex.split(command.replace("\\\n", " "))
+    flags = [*words[words.index("train.py") + 1 :], "--output_dir", str(tmp_path), "--use_cpu", "True"]
+    (read,) = HfArgumentParser(cast("Any", TrainingArguments)).parse_args_into_dataclasses(flags)
+    assert read.fsdp is True
+    assert read.fsdp_config["version"] == 2
+
+
+@cache
+def pruned() -> Fitted:
+    return memfit.fit(
+        kind="prune", model="gpt2", nsamples=8, seq_len=128, sparsity=0.6, precision="fp32",
+        alloc_conf="expandable_segments:True", gpu="8GiB",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("form", ["args", "python"])
+def test_nothing_of_a_pruning_job_is_lost(form: str) -> None:
+    text = emit(pruned(), form)
+
+    words = text.split() if form == "args" else constants(text)
+    for said in ("0.6", "fp32", "8", "128", str(pruned().fitted.max_gpu_memory), "--save"):
+        assert said in words
+    assert "expandable_segments:True" in text
+
+
+def constants(source: str) -> list[object]:
+    return [node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)]
+
+
+def test_the_flags_of_a_pruning_job_are_those_of_memfit_prune() -> None:
+    from memfit.advice.pruning_command import pruning_flags
+
+    told = subprocess.run(
+        [sys.executable, "-m", "memfit", "prune", "--help"], capture_output=True, text=True, check=True, timeout=60
+    ).stdout
+
+    assert all(flag in told for flag in pruning_flags(pruned().fitted))
+
+
+def test_a_card_known_by_its_label_is_the_same_card_in_the_config(tmp_path: Path) -> None:
+    answer = memfit.fit(kind="lora", model="pythia-14m", seq_len=128, gpu="16GB")
+    path = tmp_path / "fitted.yaml"
+    path.write_text(emit(answer, "yaml"), encoding="utf-8")
+
+    said = load_config(str(path)).memory.gpu
+
+    assert said is not None
+    assert find_gpu(said) == answer.gpu
+
+
+def test_a_config_of_a_model_without_a_tokenizer_passes_a_dry_run(tmp_path: Path) -> None:
+    from memfit.cli.main import main
+
+    answer = memfit.fit(kind="train", model="gsa-512m", seq_len=128, gpu="16GB")
+    path = tmp_path / "fitted.yaml"
+    path.write_text(emit(answer, "yaml"), encoding="utf-8")
+
+    assert main(["train", "--config", str(path), "--dry-run"]) == 0
+
+
+def test_a_config_file_of_a_model_becomes_the_folder_that_it_lies_in(tmp_path: Path) -> None:
+    shape = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+             "num_attention_heads": 2, "vocab_size": 256, "max_position_embeddings": 256}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(shape), encoding="utf-8")
+    answer = memfit.fit(kind="forward", model=str(tmp_path / "config.json"), seq_len=64, gpu="8GiB")
+
+    assert f"from_pretrained(\n        {str(tmp_path)!r}," in emit(answer, "python")
+
+
+def test_a_switch_without_a_value_stands_alone() -> None:
+    answer = memfit.fit(kind="forward", model="pythia-14m", batch_size=2, seq_len=64, padding=True, gpu="8GiB")
+
+    lines = [line.strip(" \\") for line in emit(answer, "args").splitlines()]
+    assert "--padding" in lines

@@ -144,3 +144,71 @@ def test_no_set_holds_two_levers_of_one_kind() -> None:
     assert found is not None
     groups = [lever.group for lever in found.levers]
     assert len(groups) == len(set(groups))
+
+
+def test_a_change_is_left_out_even_where_its_weaker_form_does_not_go_with_the_others() -> None:
+    work = Workload(kind="train", model="gpt2", loss="chunked")
+
+    def not_both(work: Workload) -> Parts:
+        on_host = "activations" in (work.offload or ())
+        if on_host and work.selective_checkpointing:
+            raise UsageError("these do not go together")
+        each = 1 if on_host else 2 if work.grad_checkpointing else 4 if work.selective_checkpointing else 8
+        return {"weights": 10, "activations": each}
+
+    _, found = searched(not_both, 11, work)
+
+    assert names(found) == ["activations on the host"]
+
+
+def test_one_change_that_goes_further_does_what_two_do() -> None:
+    search, found = searched(by_rows, 10 + 32 + 1)
+
+    assert names(found) == ["chunked loss", "micro-batch 4"]
+    assert found is not None
+    assert names(search.fewer(found)) == ["micro-batch 2"]
+
+
+def test_a_change_that_costs_nothing_is_not_saved_by_one_that_goes_further() -> None:
+    work = Workload(kind="lora", model="gpt2", batch_size=8)
+    search, found = searched(by_rows, 10 + 32 + 1, work)
+
+    assert names(found) == ["chunked loss", "micro-batch 4"]
+    assert found is not None
+    assert search.fewer(found) is None
+
+
+def test_what_is_too_much_for_a_process_alone_is_not_asked_of_one_of_ddp() -> None:
+    asked: list[Workload] = []
+
+    def noted(work: Workload) -> Parts:
+        asked.append(work)
+        return {**by_rows(work), "other": 1 if work.world_size > 1 else 0}
+
+    work = Workload(kind="train", model="gpt2", batch_size=8, world_size=2, loss="chunked")
+    keeps = ("parallel", "offload", "precision", "seq_len", "optimizer", "alloc_conf", "gradient_as_bucket_view")
+    search = Search(work, levers_for(work, keep=keeps), Written(noted, 9))
+
+    assert search.smallest() is None
+    assert {each.world_size for each in asked} == {1}
+
+
+def test_what_a_process_alone_has_room_for_is_still_asked_of_one_of_ddp() -> None:
+    work = Workload(kind="train", model="gpt2", batch_size=2, world_size=2, loss="chunked")
+
+    def with_buckets(work: Workload) -> Parts:
+        return {"activations": 8 * work.batch_size, "other": 4 if work.world_size > 1 else 0}
+
+    _, found = searched(with_buckets, 18, work)
+
+    assert names(found) == ["micro-batch 1"]
+
+
+def test_what_has_raised_a_peak_is_not_looked_at_to_spare_a_dearer_change() -> None:
+    def raised_by_chunks(work: Workload) -> Parts:
+        return {"activations": 8 * work.batch_size, "loss": 9 if work.loss == "chunked" else 1}
+
+    search, found = searched(raised_by_chunks, 40)
+
+    assert names(found) == ["micro-batch 4"]
+    assert search.raising == {"chunked loss"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -303,3 +304,12 @@ def test_windows_longer_than_the_model_can_take_are_cut_in_both_ways_and_the_not
 def test_a_table_of_nothing_is_refused(names: tuple[str, str, str]) -> None:
     with pytest.raises(UsageError, match="is named"):
         make_table(*names)
+
+
+def test_in_a_narrow_terminal_a_claim_is_a_line_and_its_answer_the_next(made: Table) -> None:
+    narrow, wide = (as_text(show_table, made.to_json(), width=width) for width in (80, 160))
+    said = DECISIONS[0].said
+
+    below = narrow.split(said)[1].split("\n")
+    assert below[0] == "" and below[1].startswith("    not needed: it fits as it is (card 8GB, its way ")
+    assert re.search(rf"{re.escape(said)} +not needed: it fits as it is +8GB", wide)

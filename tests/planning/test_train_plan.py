@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from memfit.jobs.training.model_building import build_for_training
 from memfit.jobs.training.preparation import TrainJob, prepare_job
 from memfit.planning.budget import budget_of
 from memfit.planning.predict import predict
-from memfit.planning.train_plan import decides, plan_training, workload_of
+from memfit.planning.train_plan import TrainPlan, decides, plan_training, workload_of
 from memfit.units import GiB
 
 PAGE = Path(__file__).parents[2] / "docs" / "training.md"
@@ -31,8 +33,14 @@ SHIPPED: dict[str, tuple[str, ...]] = {
 }
 
 
-def shipped(name: str, folder: Path, *sets: str) -> TrainJob:
-    return prepare_job(load_config(name, sets=[*SHIPPED[name], f"saving.output_dir={folder}", *sets]))
+def shipped(name: str, folder: Path) -> TrainJob:
+    return prepare_job(load_config(name, sets=[*SHIPPED[name], f"saving.output_dir={folder}"]))
+
+
+@pytest.fixture(scope="module")
+def shipped_plan(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TrainPlan]:
+    """Made once for each."""
+    return cache(lambda name: plan_training(shipped(name, tmp_path_factory.mktemp(name) / "out")))
 
 
 def small_job(folder: Path, **changes: Any) -> TrainJob:
@@ -46,8 +54,8 @@ def small_job(folder: Path, **changes: Any) -> TrainJob:
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_each_shipped_config_fits_the_card_that_it_is_for(name: str, tmp_path: Path) -> None:
-    plan = plan_training(shipped(name, tmp_path / "out"))
+def test_each_shipped_config_fits_the_card_that_it_is_for(name: str, shipped_plan: Callable[[str], TrainPlan]) -> None:
+    plan = shipped_plan(name)
     assert plan.verdict in ("safe", "tight")
     assert plan.plan is not None and plan.before is not None
     assert plan.before.peak.device_bytes > plan.plan.peak.device_bytes
@@ -56,16 +64,16 @@ def test_each_shipped_config_fits_the_card_that_it_is_for(name: str, tmp_path: P
     json.dumps(plan.to_json())
 
 
-def test_the_guide_s_lora_job_keeps_sequence_and_rank_and_leaves_room(tmp_path: Path) -> None:
-    plan = plan_training(shipped("qwen2.5-7b-lora-24gb", tmp_path / "out"))
+def test_the_guide_s_lora_job_keeps_sequence_and_rank_and_leaves_room(shipped_plan: Callable[[str], TrainPlan]) -> None:
+    plan = shipped_plan("qwen2.5-7b-lora-24gb")
     assert (plan.reserved_bytes or 0) < 22 * GiB
     lines = [line for line in plan.in_lines() if not line.startswith("note: ")]
     assert lines[1] == "before: the same job without gradient checkpointing and chunked loss"
     assert "\n".join(lines) in PAGE.read_text(encoding="utf-8"), "the plan on the page is another one"
 
 
-def test_the_guide_s_pre_training_stays_below_6_gib(tmp_path: Path) -> None:
-    plan = plan_training(shipped("gsa-512m", tmp_path / "out"))
+def test_the_guide_s_pre_training_stays_below_6_gib(shipped_plan: Callable[[str], TrainPlan]) -> None:
+    plan = shipped_plan("gsa-512m")
     assert (plan.reserved_bytes or 0) < 6 * GiB
 
 

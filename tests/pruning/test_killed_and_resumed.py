@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_folder import model_folder
+from tiny_folder import english, model_folder
 
 from memfit.cli.main import main
 from memfit.jobs.pruning.output import OutputFolder
@@ -51,9 +51,10 @@ sys.exit(main(sys.argv[2:]))
 
 
 def asked(model: Path, out: Path) -> list[str]:
+    text = str(model.parent / "text.txt")
     return [
-        "prune", "--model", str(model), "--dataset", "builtin", "--nsamples", "8", "--seqlen", "64", "--eval-windows",
-        "2", "--prune-method", "sparsegpt", "--device", "cpu", "--save", str(out), "--log-memory",
+        "prune", "--model", str(model), "--dataset", text, "--eval-dataset", text, "--nsamples", "8", "--seqlen", "64",
+        "--eval-windows", "2", "--prune-method", "sparsegpt", "--device", "cpu", "--save", str(out), "--log-memory",
     ]  # fmt: skip
 
 
@@ -65,7 +66,9 @@ def digest(folder: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return model_folder(tmp_path_factory.mktemp("tiny"), num_hidden_layers=5)
+    folder = tmp_path_factory.mktemp("tiny")
+    (folder / "text.txt").write_text(english(200))
+    return model_folder(folder, num_hidden_layers=5)
 
 
 @pytest.fixture(scope="module")

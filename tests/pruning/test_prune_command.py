@@ -20,6 +20,9 @@ from tiny_folder import english, model_folder
 from memfit.cli.main import main
 
 SMALL = ("--nsamples", "8", "--seqlen", "64", "--eval-windows", "4", "--device", "cpu")
+TEXT = str(Path(__file__).parents[2] / "LICENSE")
+LITTLE = ("--dataset", TEXT, "--eval-dataset", TEXT, *SMALL)
+"""Eleven thousand letters of English are read in a moment; the text that comes with Python takes most of a second."""
 CHECKPOINTS = [
     "01_start", "02_model_loaded", "03_before_pruning", "04_after_pruning", "05_before_eval", "06_after_eval",
     "07_before_save_model", "08_after_save_model", "09_end",
@@ -94,7 +97,7 @@ def test_the_lines_that_scripts_look_for_come_in_this_order(memfit: Memfit, orig
 
 def test_without_save_nothing_is_written(memfit: Memfit, original: Path, tmp_path: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in original.rglob("*")}
-    assert memfit("prune", "--model", original, "--dataset", "builtin", *SMALL).code == 0
+    assert memfit("prune", "--model", original, *LITTLE).code == 0
     assert {path: path.stat().st_mtime_ns for path in original.rglob("*")} == before
     assert list(tmp_path.iterdir()) == []
 
@@ -105,7 +108,7 @@ def test_a_saved_model_is_a_normal_folder_that_transformers_loads(
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     out = tmp_path / "out"
-    assert memfit("prune", "--model", original, "--dataset", "builtin", "--save", out, *SMALL).code == 0
+    assert memfit("prune", "--model", original, "--save", out, *LITTLE).code == 0
     assert zeros(out) == 0.5
     assert zeros(out, "lm_head") == zeros(original, "lm_head")
     config = json.loads((out / "config.json").read_text())
@@ -133,7 +136,7 @@ def test_beside_save_model_the_folder_of_save_gets_the_results_only(
     memfit: Memfit, original: Path, tmp_path: Path
 ) -> None:
     ended = memfit(
-        "prune", "--model", original, "--dataset", "builtin", *SMALL, "--save", tmp_path / "results", "--save_model",
+        "prune", "--model", original, *LITTLE, "--save", tmp_path / "results", "--save_model",
         tmp_path / "pruned", "--log_memory",
     )  # fmt: skip
     assert ended.code == 0
@@ -149,7 +152,7 @@ def test_a_saved_run_has_all_nine_checkpoints_on_stdout_and_in_the_file(
     memfit: Memfit, original: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    ended = memfit("prune", "--model", original, "--dataset", "builtin", "--save", out, "--log_memory", *SMALL)
+    ended = memfit("prune", "--model", original, "--save", out, "--log_memory", *LITTLE)
     assert re.findall(r"^Memory Checkpoint: (\w+)$", ended.out, re.MULTILINE) == CHECKPOINTS
     header, *rows = (out / "memory_log.csv").read_text().splitlines()
     assert header == "Timestamp,Checkpoint,GPU_Allocated_GB,GPU_Reserved_GB,GPU_Peak_GB,CPU_Used_GB,CPU_Percent"
@@ -161,13 +164,13 @@ def test_a_saved_run_has_all_nine_checkpoints_on_stdout_and_in_the_file(
 
 
 def test_saving_has_no_checkpoints_where_nothing_is_saved(memfit: Memfit, original: Path) -> None:
-    ended = memfit("prune", "--model", original, "--dataset", "builtin", "--log_memory", *SMALL)
+    ended = memfit("prune", "--model", original, "--log_memory", *LITTLE)
     seen = re.findall(r"^Memory Checkpoint: (\w+)$", ended.out, re.MULTILINE)
     assert seen == [*CHECKPOINTS[:6], "09_end"]
 
 
 def test_without_the_flag_there_is_no_log(memfit: Memfit, original: Path, tmp_path: Path) -> None:
-    ended = memfit("prune", "--model", original, "--dataset", "builtin", "--save", tmp_path / "out", *SMALL)
+    ended = memfit("prune", "--model", original, "--save", tmp_path / "out", *LITTLE)
     assert "Memory Checkpoint" not in ended.out
     assert not (tmp_path / "out" / "memory_log.csv").exists()
 
@@ -203,9 +206,7 @@ def test_json_is_one_document_on_stdout_and_the_file_holds_the_same(
     memfit: Memfit, original: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    ended = memfit(
-        "prune", "--model", original, "--dataset", "builtin", "--save", out, "--json", "--log_memory", *SMALL
-    )
+    ended = memfit("prune", "--model", original, "--save", out, "--json", "--log_memory", *LITTLE)
     document = json.loads(ended.out)
     assert document == json.loads((out / "result.json").read_text())
     assert "pruning starts" in ended.err
@@ -307,10 +308,10 @@ def test_the_models_maximum_is_never_taken_by_accident(memfit: Memfit, tmp_path:
 def test_an_existing_folder_is_refused_at_once(memfit: Memfit, original: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.txt").write_text("chapter one")
-    ended = memfit("prune", "--model", original, "--dataset", "builtin", "--save", tmp_path / "out", *SMALL)
+    ended = memfit("prune", "--model", original, "--save", tmp_path / "out", *LITTLE)
     assert (ended.code, ended.out) == (2, "")
     assert "already exists" in ended.err
-    ended = memfit("prune", "--model", original, "--dataset", "builtin", "--save", tmp_path / "out", "--force", *SMALL)
+    ended = memfit("prune", "--model", original, "--save", tmp_path / "out", "--force", *LITTLE)
     assert ended.code == 2
     assert "is not the result of an earlier run" in ended.err
     assert (tmp_path / "out" / "thesis.txt").read_text() == "chapter one"
@@ -333,7 +334,7 @@ def test_an_empty_folder_may_be_saved_to(memfit: Memfit, original: Path, tmp_pat
 
 def test_a_place_that_cannot_be_written_is_told(memfit: Memfit, original: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    ended = memfit("prune", "--model", original, "--dataset", "builtin", "--save", tmp_path / "file" / "out", *SMALL)
+    ended = memfit("prune", "--model", original, "--save", tmp_path / "file" / "out", *LITTLE)
     assert ended.code == 2
     assert "cannot be written" in ended.err
     assert "pruning layer" not in ended.out
@@ -341,7 +342,7 @@ def test_a_place_that_cannot_be_written_is_told(memfit: Memfit, original: Path, 
 
 def test_a_full_disk_is_told(memfit: Memfit, original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda _: shutil._ntuple_diskusage(10**6, 10**6 - 1000, 1000))
-    ended = memfit("prune", "--model", original, "--dataset", "builtin", "--save", tmp_path / "out", *SMALL)
+    ended = memfit("prune", "--model", original, "--save", tmp_path / "out", *LITTLE)
     assert ended.code == 2
     assert "its disk has 1000 B free" in ended.err
     assert list(tmp_path.iterdir()) == []
@@ -349,7 +350,7 @@ def test_a_full_disk_is_told(memfit: Memfit, original: Path, tmp_path: Path, mon
 
 def test_a_missing_tokenizer_is_told(memfit: Memfit, model: Path) -> None:
     (model / "tokenizer.json").unlink()
-    ended = memfit("prune", "--model", model, "--dataset", "builtin", *SMALL)
+    ended = memfit("prune", "--model", model, *LITTLE)
     assert ended.code == 2
     assert "has no tokenizer" in ended.err
 
@@ -361,14 +362,14 @@ def test_magnitude_without_perplexity_needs_no_tokenizer_and_no_text(memfit: Mem
 
 def test_a_damaged_tokenizer_is_told(memfit: Memfit, model: Path) -> None:
     (model / "tokenizer.json").write_text("{")
-    ended = memfit("prune", "--model", model, "--dataset", "builtin", *SMALL)
+    ended = memfit("prune", "--model", model, *LITTLE)
     assert ended.code == 2
     assert "cannot be loaded" in ended.err
 
 
 def test_another_models_tokenizer_is_told(memfit: Memfit, tmp_path: Path) -> None:
     model = model_folder(tmp_path, vocab_size=64, bos_token_id=1, eos_token_id=2)
-    ended = memfit("prune", "--model", model, "--dataset", "builtin", *SMALL)
+    ended = memfit("prune", "--model", model, *LITTLE)
     assert ended.code == 2
     assert re.search(r"the tokenizer gives token \d+, but the model has only 64", ended.err)
 
@@ -376,12 +377,13 @@ def test_another_models_tokenizer_is_told(memfit: Memfit, tmp_path: Path) -> Non
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_a_weight_that_is_no_number_is_found_before_any_work(
-    memfit: Memfit, model: Path, tmp_path: Path, value: float, dtype: torch.dtype
+    memfit: Memfit, model: Path, text: Path, tmp_path: Path, value: float, dtype: torch.dtype
 ) -> None:
     weights = {name: weight.to(dtype) for name, weight in load_file(model / "model.safetensors").items()}
     weights["model.layers.2.mlp.up_proj.weight"][3, 4] = value
     save_file(weights, model / "model.safetensors", {"format": "pt"})
-    ended = memfit("prune", "--model", model, "--dataset", "builtin", "--save", tmp_path / "out", *SMALL)
+    asked = ("prune", "--model", model, "--dataset", text, "--nsamples", 8, "--seqlen", 64, "--no-eval")
+    ended = memfit(*asked, "--save", tmp_path / "out", "--device", "cpu")
     assert ended.code == 2
     assert "weight 'model.layers.2.mlp.up_proj.weight' has 1 values that are NaN or infinite" in ended.err
     assert "pruning layer" not in ended.out
@@ -417,7 +419,7 @@ def test_where_there_is_no_text_for_perplexity_there_is_none_unless_it_was_asked
 
 
 def test_perplexity_with_and_without_saving_is_the_same(memfit: Memfit, original: Path, tmp_path: Path) -> None:
-    asked = ("prune", "--model", original, "--dataset", "builtin", *SMALL, "--json")
+    asked = ("prune", "--model", original, *LITTLE, "--json")
     along = json.loads(memfit(*asked).out)
     after = json.loads(memfit(*asked, "--save", tmp_path / "out").out)
     for name in ("perplexity_dense", "perplexity_pruned"):
@@ -425,7 +427,7 @@ def test_perplexity_with_and_without_saving_is_the_same(memfit: Memfit, original
 
 
 def test_perplexity_may_be_of_another_length_than_calibration(memfit: Memfit, original: Path) -> None:
-    asked = ("prune", "--model", original, "--dataset", "builtin", *SMALL, "--json")
+    asked = ("prune", "--model", original, *LITTLE, "--json")
     document = json.loads(memfit(*asked, "--eval-seqlen", 32).out)
     assert (document["data"]["seqlen"], document["evaluation"]["seqlen"]) == (64, 32)
     same = json.loads(memfit(*asked, "--seqlen", 32).out)
@@ -437,7 +439,7 @@ def test_a_perplexity_that_is_no_number_does_not_lose_the_run(
 ) -> None:
     monkeypatch.setattr("memfit.jobs.pruning.run.perplexity_of_model", lambda *_: float("nan"))
     out = tmp_path / "out"
-    ended = memfit("prune", "--model", original, "--dataset", "builtin", "--save", out, "--json", *SMALL)
+    ended = memfit("prune", "--model", original, "--save", out, "--json", *LITTLE)
     document = json.loads(ended.out)
     assert (ended.code, document["perplexity_pruned"], document["saved"]) == (0, None, str(out))
     assert "the pruned model's perplexity is not a number" in ended.err

@@ -259,9 +259,14 @@ OF_PARTS: dict[str, Callable[..., Callable[[], None]]] = {
     "argmax_of_turned": _shaped(lambda x: x.transpose(1, 2).max(-1)[0]),
     "sum_of_parts": _shaped(lambda x: x[..., ::2].sum((0, 1))),
     "product_of_turned": _shaped(lambda x: x.transpose(1, 2) @ x.transpose(1, 2).transpose(-1, -2)),
+    "index_by_list": _shaped(lambda x: x[..., [-2], :]),
+    "index_by_numbers_of_host": _shaped(lambda x: x[torch.tensor([0, 1])]),
+    "solve_triangular_of_many": _shaped(
+        lambda x: torch.linalg.solve_triangular(x, torch.ones_like(x), upper=False, unitriangular=True)
+    ),
     "padded_and_rolled": _shaped(lambda x: F.pad(x, (1, 0)).roll(1, 1)),
 }
-"""Kernels whose input does not lie row by row."""
+"""Kernels whose input does not lie row by row, or not on the device."""
 
 
 def _product(kind: str) -> Callable[..., Callable[[], None]]:

@@ -6,54 +6,28 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import yaml
 from training_folder import TINY_GSA, text_file
 
 from memfit.cli.main import main
-from memfit.jobs.training.events import TrainEvent
-from memfit.jobs.training.out_of_memory import RanOut
-from memfit.jobs.training.preparation import TrainJob
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> str:
     document = {
         "model": {"name": "gsa", "tokenizer": "bytes", "settings": TINY_GSA}, "data": {"source": text_file(tmp_path)},
-        "max_seq_len": 64, "max_steps": 2, "precision": "fp32", "output_dir": str(tmp_path / "out"),
+        "max_seq_len": 64, "max_steps": 2, "precision": "fp32", "output_dir": str(tmp_path / "out"), "device": "cpu",
     }  # fmt: skip
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(document))
     return str(tmp_path / "tiny.yaml")
 
 
 @pytest.fixture(autouse=True)
-def no_planner(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memfit.cli.train.PLANNER", "memfit.planning.not_there")
+def no_allocator_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
-
-
-@pytest.fixture
-def runner(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Stands in for the engine: two steps, then a result."""
-    seen = SimpleNamespace(jobs=[], fails=None)
-
-    def train(job: TrainJob, *, on_event: Callable[[TrainEvent], None], plan: Any = None) -> Any:
-        seen.jobs.append(job)
-        print("a library that prints")
-        for step in (1, 2):
-            on_event(TrainEvent(kind="step", step=step, total_steps=2, loss=3.0 / step))
-        on_event(TrainEvent(kind="checkpoint", step=2, text="out/step_2"))
-        if seen.fails is not None:
-            raise seen.fails
-        return SimpleNamespace(to_json=lambda: {"loss": 1.5}, in_lines=lambda: ["trained 2 steps"])
-
-    monkeypatch.setitem(sys.modules, "memfit.jobs.training.runner", SimpleNamespace(train=train))
-    return seen
 
 
 def test_a_dry_run_shows_the_job_and_trains_nothing(
@@ -74,74 +48,59 @@ def test_as_json_there_is_one_document_on_stdout(config: str, capsys: pytest.Cap
     assert "model: gsa" in captured.err
 
 
-def test_a_run_leaves_its_log_and_its_config(
-    config: str, tmp_path: Path, runner: SimpleNamespace, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["train", "--config", config, "--json"]) == 0
+def test_a_run_leaves_its_log_and_its_config(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--config", config, "--json", "--set", "logging_steps=1"]) == 0
     captured = capsys.readouterr()
-    assert json.loads(captured.out)["result"] == {"loss": 1.5}
-    assert "step 2/2, loss 1.5000" in captured.err
+    document = json.loads(captured.out)
+    first, last = (document["result"]["losses"][step] for step in ("1", "2"))
+    assert document["trained"] and first > last
+    assert f"step 2/2, loss {last:.4f}" in captured.err
     log = (tmp_path / "out" / "train.log").read_text()
-    assert "step 1/2, loss 3.0000" in log
-    assert "checkpoint: step 2, out/step_2" in log
+    assert f"step 1/2, loss {first:.4f}" in log
+    assert f"checkpoint: step 2/2, {tmp_path / 'out' / 'step_2'}" in log
     assert yaml.safe_load((tmp_path / "out" / "config.yaml").read_text())["data"]["max_seq_len"] == 64
 
 
-def test_the_flags_of_the_guide_are_taken(config: str, tmp_path: Path, runner: SimpleNamespace) -> None:
+def test_the_flags_of_the_guide_are_taken(config: str, tmp_path: Path) -> None:
     other = tmp_path / "it's elsewhere: here"
     assert main(["train", "--config", config, "--output_dir", str(other)]) == 0
-    assert runner.jobs[0].output_dir == other
+    assert (other / "step_2").is_dir()
     assert main(["train", "--config", config, "--output_dir", str(other), "--resume_from", str(other / "step_5")]) == 2
 
 
-def test_a_job_that_ran_out_of_memory_ends_with_1(
-    config: str, tmp_path: Path, runner: SimpleNamespace, capsys: pytest.CaptureFixture[str]
-) -> None:
-    runner.fails = RanOut("one row is too much", hint="a shorter max_seq_len")
-    assert main(["train", "--config", config]) == 1
-    assert "error: one row is too much" in capsys.readouterr().err
-    assert "one row is too much" in (tmp_path / "out" / "train.log").read_text()
-
-
-def plan_of(verdict: str) -> SimpleNamespace:
-    def plan_training(job: TrainJob) -> SimpleNamespace:
-        return SimpleNamespace(
-            job=job.with_micro_batch(1), verdict=verdict, in_lines=lambda: ["plan: 3 GiB"], to_json=lambda: {"peak": 3}
-        )
-
-    return SimpleNamespace(plan_training=plan_training, __spec__=SimpleNamespace())
-
-
 def test_the_plan_comes_first_and_may_choose_the_micro_batch(
-    config: str, monkeypatch: pytest.MonkeyPatch, runner: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("memfit.cli.train.PLANNER", "a_planner")
-    monkeypatch.setitem(sys.modules, "a_planner", plan_of("safe"))
-    assert main(["train", "--config", config, "--set", "micro_batch_size=4"]) == 0
-    assert "plan: 3 GiB" in capsys.readouterr().out
-    assert runner.jobs[0].batch.gradient_accumulation_steps == 4
+    rows = ("--set", "global_batch_size=4", "--set", "micro_batch_size=1")
+    assert main(["train", "--config", config, *rows, "--set", "memory.auto=true", "--set", "memory.gpu=H200"]) == 0
+    said = capsys.readouterr().out
+    assert said.index("plan: ") < said.index("trained 2 steps")
+    result = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert (result["micro_batch_size"], result["gradient_accumulation_steps"]) == (4, 1)
 
 
 def test_what_does_not_fit_is_not_started_unless_forced(
-    config: str, monkeypatch: pytest.MonkeyPatch, runner: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("memfit.cli.train.PLANNER", "a_planner")
-    monkeypatch.setitem(sys.modules, "a_planner", plan_of("fails"))
-    assert main(["train", "--config", config, "--json"]) == 1
-    assert json.loads(capsys.readouterr().out)["plan"] == {"peak": 3}
-    assert runner.jobs == []
-    assert main(["train", "--config", config, "--force"]) == 0
+    asked = ["train", "--config", config, "--set", "memory.gpu=100MiB", "--json"]
+    assert main(asked) == 1
+    document = json.loads(capsys.readouterr().out)
+    assert (document["trained"], document["plan"]["verdict"]) == (False, "fails")
+    assert not (tmp_path / "out").exists()
+    assert main([*asked, "--force"]) == 0
+    assert json.loads(capsys.readouterr().out)["trained"]
 
 
 def test_of_many_processes_only_the_first_speaks(
-    config: str, monkeypatch: pytest.MonkeyPatch, runner: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+    config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("memfit.cli.train.PATIENCE_SECONDS", 0.0)
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert main(["train", "--config", config]) == 0
-    assert main(["train", "--config", config, "--set", "rnak=3"]) == 2
+    two = ("--set", "global_batch_size=2")
+    assert main(["train", "--config", config, *two, "--dry-run"]) == 0
+    assert main(["train", "--config", config, *two, "--set", "rnak=3"]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "error" not in captured.err

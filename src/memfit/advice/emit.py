@@ -24,7 +24,9 @@ from memfit.advice.pruning_command import pruning_flags
 from memfit.advice.trainer_words import environment, refuse_what_has_no_switch, trainer_settings
 from memfit.errors import MemfitError, UsageError
 from memfit.gpus import Gpu, find_gpu
+from memfit.jobs.training.shapes import is_basics
 from memfit.jobs.workload import Workload, flag
+from memfit.models.gsa_names import is_gsa
 from memfit.units import gib
 
 CLIP_NORM = 1.0
@@ -57,7 +59,9 @@ def yaml_of(fitted: Fitted) -> str:
         raise UsageError(f"--emit yaml: a config is for training, not for {fitted.workload.kind}", hint="--emit args")
     document = config_document(fitted)
     config_from(document, name="fitted")  # what the engine does not take is said now, not when the file is read
-    how = "# memfit train --config THIS.yaml --set data.source=my.jsonl\n"
+    alone = fitted.fitted.world_size == 1
+    launcher = "memfit train" if alone else f"torchrun --nproc_per_node={fitted.fitted.world_size} -m memfit train"
+    how = f"# {launcher} --config THIS.yaml --set data.source=my.jsonl\n"
     return f"# {headline(fitted)}.\n{_in_own_loop(fitted)}{how}{as_yaml(document)}"
 
 
@@ -76,7 +80,7 @@ def config_document(fitted: Fitted) -> dict[str, Any]:
     work = fitted.fitted
     checkpointing = "full" if work.grad_checkpointing else "selective" if work.selective_checkpointing else "none"
     document: dict[str, Any] = {
-        "model": {"name": work.model, "attention": work.attention},
+        "model": {"name": work.model, "attention": work.attention, **_tokenizer(work)},
         "method": _method(work),
         "data": {"source": "builtin", "max_seq_len": work.seq_len},
         "batch": {"micro_batch_size": work.batch_size, "global_batch_size": global_batch_of(work)},
@@ -97,11 +101,18 @@ def config_document(fitted: Fitted) -> dict[str, Any]:
 
 def _card(gpu: Gpu) -> str:
     """As `--gpu` reads it."""
-    try:
-        known = find_gpu(gpu.name).capacity_bytes == gpu.capacity_bytes
-    except MemfitError:
-        known = False
-    return gpu.name if known else f"{gpu.capacity_bytes}B"
+    for name in (gpu.name, gpu.name.removesuffix(" card")):  # a label, such as 24 GB
+        try:
+            if find_gpu(name) == gpu:
+                return name
+        except MemfitError:
+            continue
+    return f"{gpu.capacity_bytes}B"
+
+
+def _tokenizer(work: Workload) -> dict[str, str]:
+    """A model that comes with none: this one needs no file."""
+    return {"tokenizer": "bytes"} if is_gsa(work.model) or is_basics(work.model) else {}
 
 
 def _method(work: Workload) -> dict[str, Any]:
@@ -128,7 +139,8 @@ def args_of(fitted: Fitted) -> str:
 
 def _command(fitted: Fitted, launcher: str, flags: Iterable[tuple[str, str]]) -> str:
     before = "".join(f"{name}={shlex.quote(value)} " for name, value in environment(fitted.fitted).items())
-    lines = [f"{before}{launcher}", *(f"    {name} {shlex.quote(value)}".rstrip() for name, value in flags)]
+    words = (f"    {name} {shlex.quote(value)}" if value else f"    {name}" for name, value in flags)
+    lines = [f"{before}{launcher}", *words]
     return "".join(f"# {said}\n" for said in (headline(fitted), *_left_to_the_script(fitted.fitted))) + (
         " \\\n".join(lines) + "\n"
     )
@@ -140,6 +152,10 @@ def _left_to_the_script(work: Workload) -> Iterator[str]:
         return
     model = f"dtype {work.weight_precision}, attn_implementation {work.attention}, rows of {work.seq_len} tokens"
     targets = ",".join(work.target_modules) if work.target_modules else "all-linear"
+    if work.loss == "chunked":
+        yield "use_liger_kernel needs the package liger-kernel; its chunks of the loss are its own, not those predicted"
+    if work.world_size > 1 and work.parallel == "ddp" and work.gradient_as_bucket_view:
+        yield "train.py itself sets trainer.accelerator.ddp_handler, with gradient_as_bucket_view=True (--emit python)"
     adapters = f"; LoRA of rank {work.rank} on {targets}, autocast_adapter_dtype={work.adapter_dtype == 'fp32'}"
     yield f"train.py itself sets: {model}{adapters if work.kind == 'lora' else ''}"
 
@@ -148,7 +164,8 @@ def _trainer_flags(work: Workload) -> Iterator[tuple[str, str]]:
     """As HfArgumentParser reads the fields of TrainingArguments."""
     settings: Mapping[str, Any] = {**trainer_settings(work), **_in_place_of_own_code(work)}
     for name, value in settings.items():
-        yield f"--{name}", json.dumps(value) if isinstance(value, dict) else str(value)
+        said = json.dumps(value) if isinstance(value, dict) else str(value)
+        yield f"--{name}", "" if name == "fsdp" else said  # a word after it would be an option of old
 
 
 def _in_place_of_own_code(work: Workload) -> dict[str, Any]:

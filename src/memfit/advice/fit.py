@@ -26,7 +26,7 @@ from memfit.advice.pruning_room import within
 from memfit.advice.search import Found, Search, Set, dearness
 from memfit.advice.set_aside import set_aside
 from memfit.advice.smaller_models import smaller_models
-from memfit.advice.step_times import step_time
+from memfit.advice.step_times import StepTime, step_time
 from memfit.advice.whole_model import whole_model
 from memfit.errors import MemfitError, UsageError
 from memfit.gpus import Gpu, find_gpu
@@ -140,8 +140,13 @@ class _Fitting:
         return found
 
     def _is_slower(self, one: Found, other: Found) -> bool:
-        this, that = (step_time(each.forecast.workload, self.card) for each in (one, other))
+        this, that = (self._time(each.forecast.workload) for each in (one, other))
         return this is None or that is None or not this.seconds or not that.seconds or this.seconds > that.seconds
+
+    def _time(self, work: Workload) -> StepTime | None:
+        """Of one optimizer step; where nothing is trained, of all the rows that were asked for."""
+        one = step_time(work, self.card)
+        return one if one is None or work.trains else one.times(self.work.batch_size // work.batch_size)
 
     def _look_at_every_micro_step(self) -> None:
         """Fragmentation may grow with them: then the few that a search looks at do not tell all."""
@@ -171,12 +176,12 @@ class _Fitting:
     def _changes(self, found: Found, *, proven: bool) -> Iterator[Change]:
         """`proven`: each is needed. What does not run has no time."""
         chosen, timed = found.levers, found.forecast.runs
-        before, time_before = self.search.forecast(()), step_time(self.work, self.card) if chosen and timed else None
+        before, time_before = self.search.forecast(()), self._time(self.work) if chosen and timed else None
         for number, lever in enumerate(chosen):
             last = number == len(chosen) - 1
             after = found.forecast if last else self.search.forecast(chosen[: number + 1])
             costs_time = lever.cost != "free" and timed
-            time_after = step_time(after.workload, self.card) if costs_time else time_before
+            time_after = self._time(after.workload) if costs_time else time_before
             yield Change(
                 lever=lever, before=before, after=after, without=self._without(chosen, lever) if proven else None,
                 time_before=time_before if costs_time else None, time_after=time_after if costs_time else None,
@@ -212,7 +217,8 @@ class _Fitting:
             others = tuple(each for each in chosen if each is not lever)
             if isinstance(self._without(chosen, lever), MemfitError):
                 continue
-            other = self.search.smallest(start=others, without=[lever.group])
+            raising = (each.group for each in self.levers if each.name in self.search.raising)
+            other = self.search.smallest(start=others, without=[lever.group, *raising])
             if other is not None and all(other.levers != each.levers for each in found):
                 found.append(Alternative(levers=other.levers, forecast=other.forecast, instead_of=lever.name))
         yield from sorted(found, key=lambda each: dearness(each.levers))

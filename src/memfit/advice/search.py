@@ -49,6 +49,8 @@ class Search:
             self.groups.setdefault(lever.group, []).append(lever)
         self.refused: dict[str, str] = {}
         """Levers that cannot be planned even alone, and why: by name."""
+        self.raising: set[str] = set()
+        """Levers with which a peak was higher."""
 
     def forecast(self, levers: Iterable[Lever]) -> Forecast:
         return self.forecasts.of(apply(self.workload, levers))
@@ -115,6 +117,8 @@ class Search:
                 found, useless = Found(larger, forecast), set()
             else:
                 useless.add(lever.name)
+                if forecast.device_bytes > found.forecast.device_bytes:
+                    self.raising.add(lever.name)
         together = tuple(lever for lever in refused.values() if lever.name not in self.refused)
         return Found(found.levers, found.forecast, together)
 
@@ -158,14 +162,13 @@ class Search:
     # -- shrinking -----------------------------------------------------------------------------------------------------
 
     def _with_all_that_is_cheaper(self, found: Found, banned: set[str]) -> Found:
-        """What did not lower the peak by itself may still spare a dearer change: shrinking tells."""
+        """What did not change the peak by itself may still spare a dearer change: shrinking tells."""
         dearest = max(self.levers.index(lever) for lever in found.levers)
         groups = {lever.group for lever in found.levers} | banned
         more = found.levers
         for name, group in self.groups.items():
-            cheaper = [
-                lever for lever in group if self.levers.index(lever) < dearest and lever.name not in self.refused
-            ]
+            of_no_use = self.raising | set(self.refused)
+            cheaper = [lever for lever in group if self.levers.index(lever) < dearest and lever.name not in of_no_use]
             if name not in groups and cheaper:
                 more = self._with(more, cheaper[-1])
         return Found(more, found.forecast) if more != found.levers and self.fits(more) else found

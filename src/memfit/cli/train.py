@@ -7,8 +7,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
-from importlib import import_module
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -21,10 +19,12 @@ if TYPE_CHECKING:
     from memfit.jobs.training.config import TrainConfig
     from memfit.jobs.training.events import TrainEvent
     from memfit.jobs.training.preparation import TrainJob
+    from memfit.jobs.training.result import TrainResult
+    from memfit.jobs.training.run_log import RunLog
+    from memfit.planning.train_plan import TrainPlan
 
 SCHEMA = "memfit.train/1"
 DOES_NOT_FIT, WRONG_INPUT = 1, 2
-PLANNER, EXPLAINER = "memfit.planning.train_plan", "memfit.advice.explain"
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 PATIENCE_SECONDS = 3.0
 
@@ -78,17 +78,17 @@ def train(
                 "the plan says that this does not fit", "--force trains all the same; memory: auto looks for what fits"
             )
         if json and _is_first():
-            output.print_json(_document(job, plan, None, trained=False))
+            output.print_json(_document(job, plan, None))
         return 0 if fits else DOES_NOT_FIT
     return _run(job, plan, said, json=json, say=say)
 
 
-def _run(job: TrainJob, plan: Any, said: list[str], *, json: bool, say: Callable[[str], None]) -> int:
+def _run(job: TrainJob, plan: TrainPlan | None, said: list[str], *, json: bool, say: Callable[[str], None]) -> int:
     from memfit.jobs.training.config_file import dump
     from memfit.jobs.training.out_of_memory import RanOut
     from memfit.jobs.training.run_log import RunLog
+    from memfit.jobs.training.runner import train as run
 
-    runner: Any = import_module("memfit.jobs.training.runner")
     log = RunLog(job.output_dir) if _is_first() else None
     if log is not None:
         log.write("\n".join(said + ([] if plan is None else plan.in_lines())))
@@ -96,7 +96,7 @@ def _run(job: TrainJob, plan: Any, said: list[str], *, json: bool, say: Callable
             (job.output_dir / "config.yaml").write_text(dump(job.config), encoding="utf-8")
     try:
         with _progress(log, shown=_is_first()) as on_event, redirect_stdout(sys.stderr):
-            result = runner.train(job, on_event=on_event, plan=plan)
+            result = run(job, on_event=on_event, plan=plan)
     except RanOut as error:
         output.complain(error.message, error.hint)
         if log is not None:
@@ -108,7 +108,7 @@ def _run(job: TrainJob, plan: Any, said: list[str], *, json: bool, say: Callable
         if log is not None:
             log.close()
     if json and _is_first():
-        output.print_json(_document(job, plan, result, trained=True))
+        output.print_json(_document(job, plan, result))
     else:
         for line in result.in_lines():
             say(line)
@@ -117,34 +117,36 @@ def _run(job: TrainJob, plan: Any, said: list[str], *, json: bool, say: Callable
 
 def _explained(message: str, job: TrainJob) -> list[str]:
     """What `memfit explain` says of the error, with this job's own settings."""
-    settings: dict[str, Any] = {}
+    from memfit.advice.explain import explain
+    from memfit.planning.train_plan import workload_of
+
     try:
-        if find_spec(PLANNER) is not None:
-            settings = import_module(PLANNER).workload_of(job).settings()
-            settings["batch_size"] = 1  # it was halved down to that
+        settings = workload_of(job).settings() | {"batch_size": 1}  # it was halved down to that
         with output.working("explaining"):
-            told = import_module(EXPLAINER).explain(message, gpu=job.config.memory.gpu, **settings)
+            told = explain(message, gpu=job.config.memory.gpu, **settings)
     except MemfitError:  # the error has been told; what goes wrong here must not hide it
         return []
     return str(told).splitlines() if told.known else []
 
 
-def _document(job: TrainJob, plan: Any, result: Any, *, trained: bool) -> dict[str, Any]:
+def _document(job: TrainJob, plan: TrainPlan | None, result: TrainResult | None) -> dict[str, Any]:
     return {
-        "schema": SCHEMA, "trained": trained, "job": job.to_json(), "plan": None if plan is None else plan.to_json(),
+        "schema": SCHEMA,
+        "trained": result is not None,
+        "job": job.to_json(),
+        "plan": None if plan is None else plan.to_json(),
         "result": None if result is None else result.to_json(),
-    }  # fmt: skip
+    }
 
 
-def _planned(job: TrainJob, say: Callable[[str], None]) -> tuple[TrainJob, Any]:
+def _planned(job: TrainJob, say: Callable[[str], None]) -> tuple[TrainJob, TrainPlan | None]:
     """The job as the plan leaves it (`memory: auto` chooses another micro-batch), and the plan itself."""
-    if find_spec(PLANNER) is None:
-        return job, None
-    planner: Any = import_module(PLANNER)
-    if not _is_first() and not planner.decides(job):  # then one of them plans, for all to read
+    from memfit.planning.train_plan import decides, plan_training
+
+    if not _is_first() and not decides(job):  # then one of them plans, for all to read
         return job, None
     with output.working("planning"):
-        plan = planner.plan_training(job)
+        plan = plan_training(job)
         lines = plan.in_lines() if _is_first() else []
     for line in lines:
         say(line)
@@ -206,7 +208,7 @@ def _quoted(value: str) -> str:
 
 
 @contextmanager
-def _progress(log: Any, *, shown: bool) -> Iterator[Callable[[TrainEvent], None]]:
+def _progress(log: RunLog | None, *, shown: bool) -> Iterator[Callable[[TrainEvent], None]]:
     """Steps done, loss, memory and time left, on stderr and only where a person looks on; lines for everything else."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 

@@ -14,10 +14,11 @@ import numpy.typing as npt
 
 from memfit.core.alloc_config import AllocatorConfig
 from memfit.core.allocator import CachingAllocator
-from memfit.core.driver import Driver
+from memfit.core.driver import NotingDriver
 from memfit.core.events import Action, Trace
 from memfit.core.lifetimes import BEFORE, Ints, Lifetimes, lifetimes
 from memfit.core.ranges import Range, Ranges
+from memfit.core.replay import Player
 from memfit.errors import InputError
 
 MOST = 2.0**62
@@ -99,63 +100,32 @@ def _first_peak(column: Ints, before: int) -> int:
 # -- placed by the model -----------------------------------------------------------------------------------------
 
 
-class _NotingDriver(Driver):
-    event = BEFORE
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[DriverEvent] = []
-
-    def gave(self, action: Action, address: int, size: int, stream: int) -> None:
-        super().gave(action, address, size, stream)
-        self.calls.append((self.event, action, address, size))
-
-    def took_back(self, action: Action, address: int, size: int, stream: int) -> None:
-        super().took_back(action, address, size, stream)
-        self.calls.append((self.event, action, address, size))
-
-
 def placed(trace: Trace, config: AllocatorConfig) -> Course:
     """A trace without addresses, given some by the model of the allocator; there is always memory enough."""
     lives = lifetimes(trace)
-    driver = _NotingDriver()
-    allocator = CachingAllocator(config, driver=driver)
-    requested, streams = trace.requested.tolist(), trace.streams.tolist()
-    size, address = [0] * len(requested), [0] * len(requested)
-    live = [None] * len(requested)
+    driver = NotingDriver(event=BEFORE)
+    player = Player(trace, CachingAllocator(config, driver=driver))
+    size, address = [0] * len(trace.requested), [0] * len(trace.requested)
 
     def put(block: int) -> None:
-        held = live[block] = allocator.malloc(requested[block], streams[block])  # type: ignore[assignment]
+        held = player.live[block] = player.allocator.malloc(trace.requested[block], trace.streams[block])
         if held is not None:
             size[block], address[block] = held.size, held.address
 
     for block in np.flatnonzero((lives.birth == BEFORE) & (lives.death != BEFORE)).tolist():
         put(block)
     start, calls = Ranges(), len(driver.calls)
-    for _, action, where, nbytes in driver.calls:
-        start.do(action, where, nbytes)
-    waits: dict[int, int] = {}
+    for _, done, where, nbytes, _ in driver.calls:
+        start.do(done, where, nbytes)
     for event, (action, subject) in enumerate(trace.events()):
+        driver.event = event
         if action == Action.ALLOC:
-            driver.event = event
             put(subject)
-        elif action == Action.FREE:
-            if (held := live[subject]) is not None:
-                allocator.free(held)
-        elif action == Action.FREE_REQUESTED:
-            if (held := live[subject]) is not None:
-                allocator.request_free(held)
-                waits[subject] = allocator.stats.num_sync_all_streams
-        elif action == Action.FREE_COMPLETED:
-            # a wait for all streams has completed it already if there was one since
-            if (held := live[subject]) is not None and waits.get(subject) == allocator.stats.num_sync_all_streams:
-                allocator.complete_free(held)
-        elif action == Action.EMPTY_CACHE:
-            driver.event = event
-            allocator.empty_cache()
+        elif action == Action.EMPTY_CACHE or (action <= Action.FREE_COMPLETED and player.live[subject] is not None):
+            player.do(action, subject)
     sizes = np.array(size, dtype=np.int64)
     allocated, before = columns(trace, lives, sizes)
-    made = tuple(driver.calls[calls:])
+    made = tuple((event, action, where, nbytes) for event, action, where, nbytes, _ in driver.calls[calls:])
     return Course(
         trace=trace, lives=lives, size=sizes, address=np.array(address, dtype=np.uint64), allocated=allocated,
         reserved=reserved_column(trace, made, start.total), allocated_before=before, reserved_before=start.total,

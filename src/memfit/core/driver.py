@@ -64,3 +64,20 @@ class Driver:
 
     def took_back(self, action: Action, address: int, size: int, stream: int) -> None:
         self.stats.driver_took_back(size)
+
+
+class NotingDriver(Driver):
+    """Remembers at which event of a trace it did what, where, with how many bytes and for which stream."""
+
+    def __init__(self, capacity: int | None = None, *, event: int = 0) -> None:
+        super().__init__(capacity)
+        self.event = event
+        self.calls: list[tuple[int, Action, int, int, int]] = []
+
+    def gave(self, action: Action, address: int, size: int, stream: int) -> None:
+        super().gave(action, address, size, stream)
+        self.calls.append((self.event, action, address, size, stream))
+
+    def took_back(self, action: Action, address: int, size: int, stream: int) -> None:
+        super().took_back(action, address, size, stream)
+        self.calls.append((self.event, action, address, size, stream))

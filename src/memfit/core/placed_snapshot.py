@@ -12,7 +12,7 @@ from typing import Any
 
 from memfit.core.alloc_config import AllocatorConfig
 from memfit.core.allocator import CachingAllocator, OutOfMemory
-from memfit.core.driver import Driver
+from memfit.core.driver import NotingDriver
 from memfit.core.events import Action, Trace
 from memfit.core.replay import DEFAULTS, Player
 from memfit.core.snapshot import Segment
@@ -20,27 +20,12 @@ from memfit.core.snapshot_write import DriverEvent, snapshot_dict
 from memfit.core.window import between, kept_blocks
 
 
-class _NotingDriver(Driver):
-    def __init__(self, capacity: int | None) -> None:
-        super().__init__(capacity)
-        self.event = 0
-        self.calls: list[DriverEvent] = []
-
-    def gave(self, action: Action, address: int, size: int, stream: int) -> None:
-        super().gave(action, address, size, stream)
-        self.calls.append((self.event, action, address, size, stream))
-
-    def took_back(self, action: Action, address: int, size: int, stream: int) -> None:
-        super().took_back(action, address, size, stream)
-        self.calls.append((self.event, action, address, size, stream))
-
-
 def placed_snapshot(
     trace: Trace, config: AllocatorConfig = DEFAULTS, *, begin: int = 0, capacity: int | None = None,
     alloc_conf: str = "",
 ) -> dict[str, Any]:  # fmt: skip
     """The job from event `begin` on, as if the recording had been switched on there. Where memory runs out it ends."""
-    driver = _NotingDriver(capacity)
+    driver = NotingDriver(capacity)
     allocator = CachingAllocator(config, driver=driver)
     player = Player(trace, allocator)
     player.place_what_was_there()

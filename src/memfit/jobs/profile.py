@@ -12,11 +12,14 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from memfit.core.snapshot import FORMAT
 from memfit.errors import MemfitError, UnknownName, UsageError
 from memfit.jobs.workload import Workload
+
+if TYPE_CHECKING:
+    import torch
 
 ProfileType = Literal["forward", "training"]
 MODEL_SIZES = {
@@ -162,7 +165,7 @@ def _with_what_the_card_can(settings: ProfileSettings) -> tuple[ProfileSettings,
 class _MeasuredPhases:
     """Starts the history when the warm-up is over, and notes when each phase began."""
 
-    def __init__(self, settings: ProfileSettings, device: Any, on_step: Callable[[int], None]) -> None:
+    def __init__(self, settings: ProfileSettings, device: torch.device, on_step: Callable[[int], None]) -> None:
         self.first, self.device, self.on_step = settings.warmup_steps + 1, device, on_step
         self.began: list[tuple[int, str, int]] = []
         self.recording = False

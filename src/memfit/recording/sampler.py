@@ -13,7 +13,7 @@ import csv
 import sys
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from types import TracebackType
@@ -41,7 +41,6 @@ class Sampler:
             raise ValueError(f"an interval of {interval} seconds is none")
         self.interval, self.device, self.max_samples = interval, device, max_samples
         self.samples: list[Sample] = []
-        self.no_driver: str | None = None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -85,11 +84,9 @@ class Sampler:
         process = psutil.Process()
         with ExitStack() as stack:
             library = handle = None
-            try:
+            with suppress(NoNvml):
                 library = stack.enter_context(nvml())
                 handle = gpu_of_torch_device(library, self.device)
-            except NoNvml as why:
-                self.no_driver = str(why)
             started = time.monotonic()
             while True:
                 self.samples.append(self._sample(time.monotonic() - started, library, handle, process))

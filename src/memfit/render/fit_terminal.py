@@ -42,7 +42,7 @@ def _parts(fitted: Fitted) -> Iterator[RenderableType]:
     if fitted["changes"]:
         title = "change this" if fitted["answer"] == "fits" else "the nearest that was found"
         yield section(title, _changes(fitted))
-        yield section("what it costs", _costs(fitted["changes"]))
+        yield section("what it costs", _costs(fitted))
         yield section("how to switch it on", _how(fitted["changes"]))
     if fitted["answer"] == "fits":
         yield section("why not less", _proof(fitted))
@@ -105,26 +105,27 @@ def _changes(fitted: Fitted) -> Table:
     return table
 
 
-def _costs(changes: Sequence[Mapping[str, Any]]) -> Table:
+def _costs(fitted: Fitted) -> Table:
     table = grid("left", "left")
-    for change in changes:
-        price = "; ".join(part for part in (clean(change["price"]), _step(change), clean(change["risk"])) if part)
+    once = "in all" if fitted["global_batch"] is None else "a step"
+    for change in fitted["changes"]:
+        price = "; ".join(part for part in (clean(change["price"]), _step(change, once), clean(change["risk"])) if part)
         table.add_row(clean(change["name"]), Text(price))
     return table
 
 
-def _step(change: Mapping[str, Any]) -> str:
-    """What the change does to one optimizer step, by counted ops."""
+def _step(change: Mapping[str, Any], once: str) -> str:
+    """What the change does to one optimizer step, or to all the rows that were asked for, by counted ops."""
     before, after = change["step_before"], change["step_after"]
     if before is None or after is None:
         return ""
     said = []
     if _more(before["flops"], after["flops"]) not in NO_MORE:
-        said.append(f"{_more(before['flops'], after['flops'])} FLOPs ({after['flops'] / PETA:.3g} PFLOP a step)")
+        said.append(f"{_more(before['flops'], after['flops'])} FLOPs ({after['flops'] / PETA:.3g} PFLOP {once})")
     if after["host_bytes"] - before["host_bytes"] > GIGA / 10:
-        said.append(f"{(after['host_bytes'] - before['host_bytes']) / GIGA:,.1f} GB a step over PCIe")
+        said.append(f"{(after['host_bytes'] - before['host_bytes']) / GIGA:,.1f} GB {once} over PCIe")
     if before["seconds"] and after["seconds"]:
-        said.append(f"at the least {_more(before['seconds'], after['seconds'])} time a step")
+        said.append(f"at the least {_more(before['seconds'], after['seconds'])} time {once}")
     return ", ".join(said)
 
 

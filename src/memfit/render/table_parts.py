@@ -12,6 +12,7 @@ from memfit.units import GiB
 Document = Mapping[str, Any]
 NOTHING = "n/a"
 NONE_OF_THEM = "none"
+SAME = "the same"
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,8 @@ class Part:
     """So many columns at the left are words; the others are figures and verdicts."""
     grouped: bool = False
     """The first column names a group of rows."""
+    sentences: bool = False
+    """The first column is a sentence and the second an answer to it: in a narrow terminal they are lines."""
 
 
 def parts(document: Document) -> Iterator[Part]:
@@ -88,22 +91,23 @@ def _claims(title: str, claims: Sequence[Document]) -> Part:
     figures = any(claim["difference_bytes"] is not None for claim in claims)
     reduced = any(claim["whole_bytes"] != claim["whole_by_default_bytes"] for claim in claims)
     headers = (
-        "the guide says", "card", "answer", "its way", *(("with defaults",) if reduced else ()),
+        "the guide says", "answer", "card", "its way", *(("with defaults",) if reduced else ()),
         *(("off by",) if figures else ()), f"memfit prune on {clean(claims[0]['streamed_gpu'])}",
     )  # fmt: skip
     rows = [
         (
-            clean(claim["said"] + (f" ({claim['note']})" if claim["note"] else "")), clean(claim["gpu"]),
-            clean(claim["answer"]), _with_verdict(claim, "whole"), *((_by_default(claim),) if reduced else ()),
+            clean(claim["said"] + (f" ({claim['note']})" if claim["note"] else "")), clean(claim["answer"]),
+            clean(claim["gpu"]), _with_verdict(claim, "whole"), *((_by_default(claim),) if reduced else ()),
             *((_signed(claim["difference_bytes"], GiB),) if figures else ()), _with_verdict(claim, "streamed"),
         )
         for claim in claims
     ]  # fmt: skip
-    return Part(f"{title} (GiB on that card)", headers, rows, 3)
+    return Part(f"{title} (GiB on that card)", headers, rows, 3, sentences=True)
 
 
 def _by_default(claim: Document) -> str:
-    return _with_verdict(claim, "whole_by_default") if claim["whole_bytes"] != claim["whole_by_default_bytes"] else ""
+    same = claim["whole_bytes"] == claim["whole_by_default_bytes"]
+    return SAME if same else _with_verdict(claim, "whole_by_default")
 
 
 def _savings(savings: Sequence[Document]) -> Part:
@@ -162,7 +166,7 @@ def _gib(size: int | None) -> str:
 
 
 def _gb(size: int) -> str:
-    return f"{size / 1e9:.1f}"
+    return f"{size / 1e9:.3g}"
 
 
 def _range(ends: Sequence[int]) -> str:
@@ -171,7 +175,7 @@ def _range(ends: Sequence[int]) -> str:
 
 
 def _signed(size: int | None, unit: int) -> str:
-    return NOTHING if size is None else "within" if size == 0 else f"{size / unit:+.1f}"
+    return NOTHING if size is None else "nothing" if size == 0 else f"{size / unit:+.1f}"
 
 
 def _less(share: float | None) -> str:

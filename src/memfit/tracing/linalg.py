@@ -68,6 +68,15 @@ def _solve(tracer: Tracer, b: Tensor, factor: Tensor, upper: bool = False) -> Te
     return result
 
 
+def _solve_triangular(tracer: Tracer, out: Tensor, factor: Tensor, *_: Any, **__: Any) -> None:
+    """linalg/BatchLinearAlgebra.cpp, `triangular_solve_kernel`: many systems, or small ones, are solved at once, by a
+    pointer to each matrix on either side."""
+    at_once = _batch(out) > 8 or factor.shape[-1] < 64
+    with tracer.temporaries() as hold:
+        for side in ("factors", "right sides") if at_once else ():
+            hold(8 * _batch(out), f"pointers to {side}")
+
+
 def _by_columns(x: Tensor) -> Tensor:
     return x.new_empty((*x.shape[:-2], x.shape[-1], x.shape[-2])).mT
 
@@ -75,6 +84,7 @@ def _by_columns(x: Tensor) -> Tensor:
 HIDDEN: dict[Any, Any] = {
     aten.linalg_cholesky_ex.default: _factorise,
     aten._linalg_check_errors.default: _ask_for_errors,
+    aten.linalg_solve_triangular.default: _solve_triangular,
 }
 
 REPLACED: dict[Any, Any] = {

@@ -2,8 +2,8 @@
 
 `x[mask]`, `x[mask] = values`, `masked_select` and `where` all look for the true elements first
 (native/cuda/Nonzero.cu): they are counted, and their positions written down as 64-bit numbers, one for each dimension.
-Only filling through a single mask with a number needs no positions. Several tensors of numbers must lie alike, and are
-copied if they do not (native/TensorAdvancedIndexing.cpp, `AdvancedIndex`).
+Only filling through a single mask with a number needs no positions. Numbers in host memory, such as a list, move to the
+device; several tensors of numbers must lie alike, and are copied if they do not (native/TensorAdvancedIndexing.cpp).
 """
 
 from __future__ import annotations
@@ -53,7 +53,17 @@ def _masked_select(tracer: Tracer, x: Tensor, mask: Tensor) -> Tensor:
     return _index(tracer, both[0], [both[1]])
 
 
-def _copies(indices: Indices) -> list[int]:
+def _copies(x: Tensor, indices: Indices) -> list[int]:
+    return [*_from_host(x, indices), *_to_lie_alike(indices)]
+
+
+def _from_host(x: Tensor, indices: Indices) -> Iterator[int]:
+    for index in indices:
+        if index is not None and index.device.type != x.device.type:
+            yield index.numel() * index.element_size()
+
+
+def _to_lie_alike(indices: Indices) -> list[int]:
     numbers = [i for i in indices if i is not None and not _is_mask(i)]
     if len(numbers) < 2 or any(map(_is_mask, indices)):
         return []
@@ -64,12 +74,12 @@ def _copies(indices: Indices) -> list[int]:
 
 
 def _index_by_numbers(tracer: Tracer, x: Tensor, indices: Indices) -> Any:
-    copies = _copies(indices)
+    copies = _copies(x, indices)
     if not copies:
         return NotImplemented
     with tracer.temporaries() as hold:
         for size in copies:
-            hold(size, "index that lies like the others")
+            hold(size, "index as the kernel reads it")
         with _disable_current_modes():
             result = aten.index.Tensor(x, indices)
         tracer.track(result, "aten.index.Tensor", x)
@@ -110,7 +120,7 @@ def target_of(tracer: Tracer, x: Tensor, indices: Indices, values: Tensor, accum
         masks=tuple((mask, _count(tracer, mask, values)) for mask in masks),
         numbers=numbers,
         from_host=values.element_size() * from_host,
-        copies=() if accumulate else tuple(_copies(indices)),
+        copies=() if accumulate else tuple(_copies(x, indices)),
     )
 
 
@@ -131,7 +141,7 @@ def positions_held(tracer: Tracer, target: Target) -> Iterator[None]:
                 hold(count * mask.dim() * 8, "positions of true elements")
                 inner(select_bytes(mask.numel()), "selection of true elements")
         for size in target.copies:
-            hold(size, "index that lies like the others")
+            hold(size, "index as the kernel reads it")
         yield
 
 
@@ -143,3 +153,5 @@ DATA_DEPENDENT: dict[Any, Any] = {
 """Tried where torch cannot tell a shape."""
 
 REPLACED: dict[Any, Any] = {aten.index.Tensor: _index_by_numbers}
+
+BY_INDEX = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default)

@@ -228,6 +228,8 @@ class Tracer(TorchDispatchMode):
             return known
         if op.adds and self.in_backward and self._engine_sums.in_place(args, kwargs):
             return args[0]
+        if op.indexes:
+            self._track_lists(args[1])
         if op.replaced is not None and self._is_traced(args):
             with self, self.rule_calls.noted(self, func, False, args, kwargs):
                 replaced = op.replaced(self, *args, **kwargs)
@@ -264,6 +266,12 @@ class Tracer(TorchDispatchMode):
             self._note_gradient(out)
         return out
 
+    def _track_lists(self, indices: Sequence[torch.Tensor | None]) -> None:
+        """A list of numbers as an index becomes a tensor below what a mode sees."""
+        for index in indices:
+            if index is not None:
+                self.track(index, "index from a list")
+
     def _track_results(self, out: Any, name: str, args: Any) -> None:
         first = args[0] if args else None
         if isinstance(out, torch.Tensor):
@@ -279,7 +287,8 @@ class Tracer(TorchDispatchMode):
     def _count(self, out: torch.Tensor, first: Any) -> None:
         """An entry for each tensor of a list, or for each entry of such a one."""
         if isinstance(first, (list, tuple)):
-            self.counts([t for t in first if isinstance(t, torch.Tensor)])
+            tensors = [t for t in first if isinstance(t, torch.Tensor)]
+            self.counts(tensors if out.shape == (len(tensors),) else [])
         elif isinstance(first, torch.Tensor) and out.dim() == 1 and out.shape == first.shape:
             lists, made = self.trace.facts.get("lists", {}), self.block_of(out)
             if made != self.block_of(first) and (members := lists.get(str(self.block_of(first)))) is not None:
@@ -306,6 +315,7 @@ class KnownOp:
     hidden: Callable[..., Any] | None
     multiplies: bool
     adds: bool
+    indexes: bool
     asks_value: bool
     detaches: bool
 
@@ -314,7 +324,8 @@ class KnownOp:
 def _known_op(func: Any) -> KnownOp:
     return KnownOp(
         name=str(func), gives=what_is_given(func), replaced=REPLACED.get(func), hidden=_hidden(func),
-        multiplies=func in PRODUCTS, adds=func is aten.add.Tensor, asks_value=func is aten._local_scalar_dense.default,
+        multiplies=func in PRODUCTS, adds=func is aten.add.Tensor, indexes=func in masks.BY_INDEX,
+        asks_value=func is aten._local_scalar_dense.default,
         detaches=func is aten.detach.default,
     )  # fmt: skip
 

@@ -55,12 +55,10 @@ def _of_sdpa(situation: Situation) -> Finding:
     details: dict[str, Any] = {"scores_bytes": largest, "at_peak_bytes": at_peak}
     if not largest:
         return ATTENTION.ok(f"sdpa, by a fused kernel on the {card.name}: scores are never whole", **details)
-    found = (
-        f"sdpa, by its plain kernel on the {card.name}: scores are whole, {format_bytes(largest)} a layer,"
-        f" {format_bytes(at_peak)} at the peak"
-    )
-    if at_peak < MUCH * first.plan.peak.allocated_bytes:
+    found = f"sdpa, by its plain kernel on the {card.name}: scores are whole, {format_bytes(largest)} a layer"
+    if at_peak is None or at_peak < MUCH * first.plan.peak.allocated_bytes:
         return ATTENTION.ok(found, **details)
+    found += f", {format_bytes(at_peak)} at the peak"
     precision = first.workload.precision
     advice = "a smaller micro-batch, or shorter rows"
     if "bf16" in precision and card.arch < BF16_SINCE:
@@ -70,11 +68,13 @@ def _of_sdpa(situation: Situation) -> Finding:
     return ATTENTION.warning(found, advice, **details)
 
 
-def scores_bytes(plan: Plan) -> tuple[int, int]:
-    """Of the largest layer, and of all that is alive at the peak; zeros where a fused kernel runs."""
+def scores_bytes(plan: Plan) -> tuple[int, int | None]:
+    """Of the largest layer, 0 where a fused kernel runs; and of all layers at the peak, None where they are not among
+    what is largest there."""
     trace = plan.trace
     if PLAIN_SOFTMAX not in trace.names:
-        return 0, 0
+        return 0, None
     wanted = trace.names.index(PLAIN_SOFTMAX)
     largest = max(size for size, op in zip(trace.requested, trace.op_of, strict=True) if op == wanted)
-    return largest, sum(each.allocated_bytes for each in plan.report.largest if each.op == PLAIN_SOFTMAX)
+    at_peak = sum(each.allocated_bytes for each in plan.report.largest if each.op == PLAIN_SOFTMAX)
+    return largest, at_peak or None

@@ -41,6 +41,8 @@ def planned(situation: Situation) -> list[Planned]:
         allowed = [_within_limit(card, where, workload.alloc_conf) for card, where in cards]
         return [Planned(workload, predict(workload, gpu=card), where) for card, where in allowed]
     except MemfitError as error:
+        if situation.asked.workload is not None and not situation.asked.trains:
+            raise  # nothing else looks at its settings
         raise CannotTell(f"cannot be predicted: {error.message}") from error
 
 

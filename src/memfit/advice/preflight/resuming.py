@@ -6,45 +6,25 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from memfit.advice.preflight.checkpoint_files import incomplete, processes_of, whole_ones_beside
 from memfit.advice.preflight.finding import Finding, Line
 from memfit.advice.preflight.situation import Situation, output_folder
-from memfit.errors import InputError
+from memfit.jobs.training.checkpoints import check_checkpoint, find_checkpoint, steps_done
+from memfit.jobs.training.whole_checkpoint import check_whole, processes_of
 
 RESUME = Line("config", "resume")
 
 
 def resume(situation: Situation) -> Iterator[Finding]:
-    from memfit.jobs.training.checkpoints import find_checkpoint
-
-    said = situation.config.saving.resume_from
-    if said is None:
+    config = situation.config
+    if config.saving.resume_from is None:
         yield RESUME.ok("a new run; checkpoints go on exactly, in data order and random numbers too")
         return
-    folder = find_checkpoint(said, output_folder(situation.config))
-    damaged = list(_damage(folder, situation))
-    yield from damaged or _belongs(folder, situation)
-
-
-def _damage(folder: Path, situation: Situation) -> Iterator[Finding]:
-    from memfit.jobs.training.checkpoints import steps_done
-
-    lora = situation.config.method.kind == "lora"
-    try:
-        steps_done(folder)
-        sharded = situation.config.parallel.kind == "fsdp2" and situation.asked.world_size > 1
-        found = [] if sharded else [each.what for each in incomplete(folder, lora=lora)]
-    except InputError as error:
-        found = [error.message]
-    if found:
-        whole = whole_ones_beside(folder, lora=lora)
-        instead = f"--resume_from {whole[-1]}, which is whole" if whole else "copy it again, or start without it"
-        yield RESUME.failed(f"'{folder}' is not whole: {'; '.join(found)}", instead, folder=str(folder))
+    folder = find_checkpoint(config.saving.resume_from, output_folder(config))
+    check_whole(folder, config, world_size=situation.asked.world_size)
+    yield from _belongs(folder, situation)
 
 
 def _belongs(folder: Path, situation: Situation) -> Iterator[Finding]:
-    from memfit.jobs.training.checkpoints import check_checkpoint, steps_done
-
     job = situation.job.needed()
     notes, done = check_checkpoint(folder, job), steps_done(folder)
     details: dict[str, Any] = {"folder": str(folder), "steps_done": done, "total_steps": job.total_steps}

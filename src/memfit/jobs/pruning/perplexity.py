@@ -17,6 +17,7 @@ from torch import Tensor
 
 from memfit.jobs.pruning.calibration import Windows, fingerprint_of, tokenise, too_short
 from memfit.jobs.pruning.engine import Engine
+from memfit.jobs.pruning.output import OutputFolder
 from memfit.jobs.pruning.placement import HiddenStates
 from memfit.jobs.pruning.texts import find_texts
 from memfit.units import MiB
@@ -65,7 +66,9 @@ def perplexity_of_states(
     return math.exp(min(losses.mean().item(), 700.0))
 
 
-def perplexity_of_model(engine: Engine, ids: Tensor, on_window: OnWindow = lambda _: None, output: Any = None) -> float:
+def perplexity_of_model(
+    engine: Engine, ids: Tensor, on_window: OnWindow = lambda _: None, output: OutputFolder | None = None
+) -> float:
     """Of the model as it is stored, or as an output folder has it."""
     states = engine.embed(ids)
     engine.run_blocks(states, output=output)

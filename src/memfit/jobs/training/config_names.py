@@ -85,6 +85,7 @@ IGNORED = {
     "indexer_lr_multiplier": "no gradient reaches GSA's indexer",
     "eval_interval": "nothing is evaluated during the run", "eval_steps": "nothing is evaluated during the run",
     "eval_strategy": "nothing is evaluated during the run",
+    "evaluation_strategy": "nothing is evaluated during the run",
     "load_best_model_at_end": "nothing is evaluated during the run",
     "metric_for_best_model": "nothing is evaluated during the run",
     "project": "W&B reads its project from WANDB_PROJECT",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from memfit.core.whole_file import written_whole
 from memfit.units import gib
@@ -14,6 +14,19 @@ SCHEMA = "memfit.train-result/1"
 FILE = "result.json"
 MUCH_WAITING = 0.1
 FEW = 10
+
+
+class Expected(Protocol):
+    """What a plan says of the run before it starts; None where it does not know."""
+
+    @property
+    def peak_bytes(self) -> int | None: ...
+
+    @property
+    def reserved_bytes(self) -> int | None: ...
+
+    @property
+    def phases(self) -> dict[str, tuple[int, int]]: ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,17 +26,20 @@ from memfit.jobs.training.out_of_memory import RanOut, ran_out
 from memfit.jobs.training.phase_peaks import beside
 from memfit.jobs.training.preparation import TrainJob
 from memfit.jobs.training.recovery import Halved, cause_of
-from memfit.jobs.training.result import TrainResult
+from memfit.jobs.training.result import Expected, TrainResult
 from memfit.jobs.training.run_memory_log import open_memory_log
 from memfit.jobs.training.together import Together
 from memfit.jobs.training.trainer_arguments import on_gpu, trainer_arguments
+from memfit.jobs.training.whole_checkpoint import check_whole
 from memfit.recording.status import published
 
 TENSORBOARD_FOLDER = "TENSORBOARD_LOGGING_DIR"
 
 
-def train(job: TrainJob, *, on_event: Callable[[TrainEvent], None], plan: Any = None) -> TrainResult:
+def train(job: TrainJob, *, on_event: Callable[[TrainEvent], None], plan: Expected | None = None) -> TrainResult:
     """Every process of a run calls this; only the first one writes and tells. Raises RanOut where no row fits."""
+    if job.resume_from is not None:
+        check_whole(job.resume_from, job.config, world_size=job.batch.world_size)
     first = os.environ.get("RANK", "0") == "0"
     following = Following(job, on_event, gpu=on_gpu(job), first=first)
     with _quiet_libraries(), _tensorboard_in(job.output_dir / "tensorboard"), published(following.command):
@@ -105,7 +108,7 @@ def _run(job: TrainJob, following: Following) -> tuple[Any, float]:
     return trainer, time.perf_counter() - following.began
 
 
-def _result(job: TrainJob, trainer: Any, following: Following, seconds: float, plan: Any) -> TrainResult:
+def _result(job: TrainJob, trainer: Any, following: Following, seconds: float, plan: Expected | None) -> TrainResult:
     model, watch = trainer.model, following.watch
     sizes = trainer.recovery.batch
     return TrainResult(
@@ -118,14 +121,13 @@ def _result(job: TrainJob, trainer: Any, following: Following, seconds: float, p
         gpu_peak_bytes=watch.peak_bytes, gpu_reserved_bytes=watch.reserved_bytes, host_peak_bytes=watch.host_peak_bytes,
         checkpoint=job.output_dir / f"step_{trainer.state.global_step}",
         out_of_memory=tuple(trainer.progress.halved), growth=watch.verdict().to_json(), predicted=_predicted(plan),
-        phases=tuple(beside(getattr(plan, "phases", None) or {}, following.phases.peaks)),
+        phases=tuple(beside({} if plan is None else plan.phases, following.phases.peaks)),
     )  # fmt: skip
 
 
-def _predicted(plan: Any) -> dict[str, Any]:
-    """A plan says what it expects under these names; one that does not know, does not."""
-    names = ("peak_bytes", "reserved_bytes")
-    return {name: value for name in names if isinstance(value := getattr(plan, name, None), int)}
+def _predicted(plan: Expected | None) -> dict[str, int]:
+    said = {} if plan is None else {"peak_bytes": plan.peak_bytes, "reserved_bytes": plan.reserved_bytes}
+    return {name: value for name, value in said.items() if value is not None}
 
 
 def _end_together(trainer: Any) -> None:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import zipfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from memfit.errors import InputError
 from memfit.jobs.training.checkpointing import Progress
-from memfit.jobs.training.checkpoints import find_checkpoints
+from memfit.jobs.training.checkpoints import find_checkpoints, steps_done
+from memfit.jobs.training.config import TrainConfig
 from memfit.models.checkpoint import WeightStore, read_header
 
 ADAPTERS = "adapter_model.safetensors"
@@ -21,26 +21,15 @@ STATES = {"optimizer.pt": "its state would begin anew", "scheduler.pt": "the lea
 RANDOM = "rng_state*.pth"
 
 
-@dataclass(frozen=True)
-class Incomplete:
-    """What is wrong with one file, in words."""
-
-    what: str
-
-
-def incomplete(folder: Path, *, lora: bool) -> Iterator[Incomplete]:
-    """Of a checkpoint that is not sharded: a sharded one has files of its own."""
-    yield from _weights(folder, lora=lora)
-    for name, loss in STATES.items():
-        if not (folder / name).is_file():
-            yield Incomplete(f"it has no {name}: {loss}")
-    for path in sorted([*(folder / name for name in STATES), *folder.glob(RANDOM)]):
-        if path.is_file() and not _is_whole_archive(path):
-            yield Incomplete(f"{path.name} is cut off or damaged")
-    try:
-        Progress.read(folder)
-    except InputError as error:
-        yield Incomplete(error.message)
+def check_whole(folder: Path, config: TrainConfig, *, world_size: int) -> None:
+    """A sharded one has files of its own, which are left to accelerate."""
+    if config.parallel.kind == "fsdp2" and world_size > 1:
+        return
+    lora = config.method.kind == "lora"
+    if wrong := list(incomplete(folder, lora=lora)):
+        whole = [each for each in find_checkpoints(folder.parent) if not any(incomplete(each, lora=lora))]
+        instead = f"--resume_from {whole[-1]}, which is whole" if whole else "copy it again, or start without it"
+        raise InputError(f"'{folder}' is not whole: {'; '.join(wrong)}", hint=instead)
 
 
 def processes_of(folder: Path) -> int:
@@ -48,20 +37,26 @@ def processes_of(folder: Path) -> int:
     return len(list(folder.glob(RANDOM)))
 
 
-def whole_ones_beside(folder: Path, *, lora: bool) -> list[Path]:
-    """Other checkpoints of that run that can be continued, the latest last."""
-    others = (each for each in find_checkpoints(folder.parent) if each != folder)
-    return [each for each in others if not any(incomplete(each, lora=lora))]
-
-
-def _weights(folder: Path, *, lora: bool) -> Iterator[Incomplete]:
+def incomplete(folder: Path, *, lora: bool) -> Iterator[str]:
+    """What is wrong with each of its files, in words."""
+    try:
+        steps_done(folder)
+        Progress.read(folder)
+    except InputError as error:
+        yield error.message
     try:
         if lora:
             read_header(folder / ADAPTERS)
         else:
             WeightStore.open(folder).close()
     except InputError as error:
-        yield Incomplete(error.message)
+        yield error.message
+    for name, lost in STATES.items():
+        if not (folder / name).is_file():
+            yield f"it has no {name}: {lost}"
+    for path in (*(folder / name for name in STATES), *sorted(folder.glob(RANDOM))):
+        if path.is_file() and not _is_whole_archive(path):
+            yield f"{path.name} is cut off or damaged"
 
 
 def _is_whole_archive(path: Path) -> bool:
