@@ -141,8 +141,8 @@ def predicted(guide: Guide, forecasts: Forecasts, settings: Mapping[str, Any]) -
 
 
 def _measured() -> Iterator[str]:
-    yield "**Both allocator settings together, measured on an H200.** A free range of an expandable segment that is larger"
-    yield "than the limit is not used for what is smaller than it, so more and more is reserved. GiB at the peak:"
+    yield "**Both allocator settings together, measured on an H200.** A free range of an expandable segment that is"
+    yield "larger than the limit is not used for what is smaller than it, so ever more is reserved. GiB at the peak:"
     yield ""
     yield "| job | settings | allocated: predicted, measured | reserved: predicted, measured |"
     yield "| --- | --- | ---: | ---: |"

@@ -29,7 +29,7 @@ MEASURED = (
 )  # fmt: skip
 FILES = (
     "given.jsonl", "own.jsonl", "experts.jsonl", "profiles.jsonl", "parallel.jsonl", "memfit_train.jsonl",
-    "own_models.jsonl", "levers.jsonl", "unseen.jsonl",
+    "own_models.jsonl", "levers.jsonl", "unseen.jsonl", "allocator.jsonl",
 )  # fmt: skip
 GROUPS = {
     "given": "Given with the project",
@@ -44,6 +44,7 @@ GROUPS = {
     " process group; predicted before they were measured",
     "training": "`memfit train`: by the command itself, on text, with the probe and all micro-steps (f01, f07 to f11),"
     " and its loop on random tokens; predicted before they were measured",
+    "allocator": "Allocator settings that a guide combines, alone and together; predicted before they were measured",
     "levers": "Offloading to the host, selective checkpointing and the loss in chunks, alone, together and under DDP"
     " and FSDP2, in all three loops",
     "sparse": "GSA on both of its paths, the CS336 sizes by name, and the loss in chunks; where one was off, the"

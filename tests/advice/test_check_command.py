@@ -59,6 +59,22 @@ def test_a_job_that_does_not_fit_ends_with_1_and_a_next_step(capsys: Any) -> Non
     assert "not ready: 1 failed (fits)" in text
 
 
+@pytest.mark.parametrize(("line", "said"), [
+    ("prune --model gpt2 --dataset builtin --sparsity-type 3:5", "use another N:M"),
+    ("train --model gpt2 --seq-len 128 --parallel fsdp2 --world-size 2 --offload optimizer", "train with ddp"),
+])  # fmt: skip
+def test_a_job_that_plan_refuses_is_not_ready(line: str, said: str, capsys: Any) -> None:
+    assert main(["check", *line.split(), "--gpu", "8GB", "--json"]) == 1
+    (wrong,) = (each for each in json_of(capsys)["checks"] if each["status"] == "failed")
+    assert (wrong["name"], said in wrong["next"]) == ("fits", True)
+
+
+def test_a_wrong_target_is_one_failure(capsys: Any) -> None:
+    line = ["check", "lora", "--model", "gpt2", "--seq-len", "64", "--target-modules", "nosuch", "--json"]
+    assert main(line) == 1
+    assert json_of(capsys)["counts"]["failed"] == 1
+
+
 @pytest.mark.parametrize("line", [
     "lora --model gpt2 --rank 128 --lora-dropout 0.1 --target-modules c_attn,c_proj --loss chunked --gpu 8GB",
     "train --model gpt2 --loop trainer --no-clip-grad --optimizer sgd --grad-checkpointing --gpu 'RTX 4090'",

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from check_jobs import only, situation
 
+import memfit
 from memfit.advice.preflight import allocator_settings, environment, fits, gpu_present, gpu_software, host
 from memfit.advice.preflight.allocator_settings import look, too_new_for
 from memfit.advice.preflight.finding import Line, guarded
@@ -104,6 +105,39 @@ def test_a_variable_that_torch_does_not_read_is_found_with_the_one_that_it_does(
 def test_a_setting_that_torch_would_stop_at_is_found(text: str) -> None:
     (finding,) = look({"PYTORCH_CUDA_ALLOC_CONF": text}, "2.11.0")
     assert (finding.status, finding.next is not None) == ("failed", True)
+
+
+def test_settings_at_which_torch_ends_the_process_are_set_aside_while_a_look_lasts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch 2.11 for CUDA aborts as it is imported; the line still says why, and the rest is looked at."""
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments=True")
+    seen: list[str | None] = []
+    found = memfit.check(kind="forward", model="gpt2", seq_len=64, gpu="8GB",
+                         on_progress=lambda name: seen.append(os.environ.get("PYTORCH_CUDA_ALLOC_CONF")))  # fmt: skip
+    assert (set(seen), os.environ["PYTORCH_CUDA_ALLOC_CONF"]) == ({None}, "expandable_segments=True")
+    by_name = {each.name: each for each in found.findings}
+    assert (by_name["allocator"].status, by_name["fits"].status) == ("failed", "ok")
+    assert "with a colon" in str(by_name["allocator"].next)
+
+
+SETTINGS_AT_IMPORT = """
+import os, sys
+from memfit.cli.main import main
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch" and "PYTORCH_CUDA_ALLOC_CONF" in os.environ:
+            os.abort()
+sys.meta_path.insert(0, Finder())
+sys.exit(main(["check", "train", "--model", "gpt2", "--seq-len", "64", "--gpu", "8GB", "--json"]))
+"""
+
+
+def test_nothing_imports_torch_before_they_are_set_aside() -> None:
+    there = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments=True"}
+    done = subprocess.run([sys.executable, "-c", SETTINGS_AT_IMPORT], env=there, capture_output=True, timeout=120,
+                          check=False)  # fmt: skip
+    assert done.returncode == 1, done.stderr[-500:]
 
 
 def test_of_two_variables_the_one_that_torch_reads_is_named() -> None:

@@ -154,6 +154,13 @@ def test_memory_in_pieces_is_not_claimed_from_the_text_and_expandable_segments_a
     assert "expandable segments" in fixes(found) and "the loss in chunks" not in fixes(found)
 
 
+@pytest.mark.parametrize("name", ["decoding", "prefill"])
+def test_less_cached_than_asked_for_is_no_fragmentation_however_many_processes_are_listed(name: str) -> None:
+    """9.82 MiB for 32.03 MiB, and 551.48 MiB for 560 MiB: seven others on the card add nothing to these numbers."""
+    found = told(name).cause.fragmentation
+    assert found is not None and found.verdict == "no"
+
+
 def test_what_lies_free_in_the_pool_of_a_graph_is_told_apart() -> None:
     rows = {row.name: row.nbytes for row in told("graph_pools").account.rows()}
     assert rows["private pools"] == pytest.approx(128 * MiB, rel=0.001)

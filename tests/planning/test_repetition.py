@@ -56,13 +56,14 @@ KINDS: dict[str, dict[str, Any]] = {
     "beam": {"kind": "generate", "new_tokens": 3, "decoding": "beam", "num_beams": 2},
     "static cache": {"kind": "generate", "new_tokens": 3, "cache": "static"},
     "static cache of beams": {"kind": "generate", "new_tokens": 3, "cache": "static", "decoding": "beam"},
+    "odd beams": {"kind": "generate", "new_tokens": 3, "decoding": "beam", "num_beams": 5, "batch_size": 3},
     "eager": {"kind": "train", "attention": "eager"},
     "adafactor": {"kind": "lora", "optimizer": "adafactor", "rank": 4},
 }
 EVERY_KIND = ("checkpointed", "amp", "lora", "trainer", "generate")
 SAMPLES = [
     ("llama", "lora amp trainer"), ("llama", "padded"), ("llama", "static cache"), ("llama", "adafactor"),
-    ("llama", "static cache of beams"),
+    ("llama", "static cache of beams"), ("llama", "odd beams"),
     ("gpt2", "single"), ("gpt2", "beam"), ("qwen2", "batch of 1"), ("qwen3", "fused"),
     ("qwen3_moe", "generate"), ("mistral", "amp forward"), ("mistral", "generate"), ("mixtral", "fused"),
     ("gemma2", "amp"), ("gemma2", "generate"), ("phi", "amp fp16"), ("phi3", "trainer"), ("opt", "amp checkpointed"),

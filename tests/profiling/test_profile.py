@@ -31,9 +31,8 @@ def test_a_predicted_training_step_is_a_snapshot_of_plain_types(
     assert [phase["name"] for phase in document["phases"]] == ["forward", "backward", "step"]
     events = pickle.loads(path.read_bytes())["device_traces"][0]
     assert {"alloc", "free_completed"} <= {event["action"] for event in events}
-    weights, live = 0, document["peak"]["allocated_bytes"]
     weights = 4 * SIZES["small"].parameters
-    assert 4 * weights < live < 8 * weights
+    assert 4 * weights < document["peak"]["allocated_bytes"] < 8 * weights
 
 
 def test_mixed_precision_raises_the_peak_of_a_forward_pass(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -42,6 +41,15 @@ def test_mixed_precision_raises_the_peak_of_a_forward_pass(tmp_path: Path, capsy
         _, out, _ = run(capsys, *SMALL, *extra, "-o", str(tmp_path / f"{len(extra)}.pickle"), "--json")
         peaks.append(json.loads(out)["peak"]["allocated_bytes"])
     assert peaks[1] > 1.3 * peaks[0]
+
+
+def test_steps_that_are_not_alike_are_profiled_as_far_as_they_were_traced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ("--model", "growing_model:Growing", "--device", "predict", "-o", str(tmp_path / "x.pickle"))
+    code, _, err = run(capsys, *asked)
+    assert code == 2 and "3 steps do not tell the next ones of this job: tensors of the last two steps differ" in err
+    assert run(capsys, *asked, "--warmup-steps", "1", "--measure-steps", "2")[0] == 0
 
 
 def test_an_existing_snapshot_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

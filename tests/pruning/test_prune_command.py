@@ -377,13 +377,12 @@ def test_another_models_tokenizer_is_told(memfit: Memfit, tmp_path: Path) -> Non
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_a_weight_that_is_no_number_is_found_before_any_work(
-    memfit: Memfit, model: Path, text: Path, tmp_path: Path, value: float, dtype: torch.dtype
+    memfit: Memfit, model: Path, tmp_path: Path, value: float, dtype: torch.dtype
 ) -> None:
     weights = {name: weight.to(dtype) for name, weight in load_file(model / "model.safetensors").items()}
     weights["model.layers.2.mlp.up_proj.weight"][3, 4] = value
     save_file(weights, model / "model.safetensors", {"format": "pt"})
-    asked = ("prune", "--model", model, "--dataset", text, "--nsamples", 8, "--seqlen", 64, "--no-eval")
-    ended = memfit(*asked, "--save", tmp_path / "out", "--device", "cpu")
+    ended = memfit("prune", "--model", model, "--save", tmp_path / "out", *LITTLE)
     assert ended.code == 2
     assert "weight 'model.layers.2.mlp.up_proj.weight' has 1 values that are NaN or infinite" in ended.err
     assert "pruning layer" not in ended.out

@@ -55,6 +55,24 @@ def test_without_an_answer_the_error_names_the_line_that_selects() -> None:
         trace(lambda _: ask(matrix(), lambda x, mask: x[mask]))
 
 
+def test_a_list_as_index_is_on_the_device_while_it_is_used() -> None:
+    def job(_: Tracer) -> None:
+        x = matrix()
+        rows = x[[1, 2]]
+        del x, rows
+
+    assert story(job) == "+512 +16 +128 -1 -0 -2"
+
+
+def test_an_index_in_host_memory_moves_to_the_device() -> None:
+    def job(_: Tracer) -> None:
+        x, rows = matrix(), torch.tensor([1, 2], device="cpu")
+        found = x[rows]
+        del x, found
+
+    assert story(job) == "+512 +16 +128 -1 -0 -2"
+
+
 def assign(at: Any, value: Any) -> str:
     """Events of an assignment to a matrix of 512 bytes."""
 

@@ -199,7 +199,7 @@ class Forecasts:
 
         plain = dataclasses.replace(work, alloc_conf="")
         if plain not in self._traces:
-            self._traces[plain] = trace_workload(plain, platform_of(self.gpu))
+            self._traces[plain] = trace_workload(plain, platform_of(self.gpu), few=True)
             while len(self._traces) > TRACES_KEPT:
                 self._traces.popitem(last=False)
         self._traces.move_to_end(plain)

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from memfit.cli import output
+from memfit.cli.flags import Json
 
 FILE_HELP = "A snapshot (pickle or JSON) or a trace that memfit saved."
 
@@ -15,7 +16,7 @@ FILE_HELP = "A snapshot (pickle or JSON) or a trace that memfit saved."
 def diff(
     a: Annotated[Path, typer.Argument(metavar="A", help=FILE_HELP)],
     b: Annotated[Path, typer.Argument(metavar="B", help="The same; differences are b less a.")],
-    json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout instead of the report.")] = False,
+    json: Json = False,
     step_a: Annotated[int | None, typer.Option("--step-a", metavar="N", help="Compare only this step of A.")] = None,
     step_b: Annotated[int | None, typer.Option("--step-b", metavar="N", help="Compare only this step of B.")] = None,
     device: Annotated[

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import typer
-
 from memfit.cli import output
+from memfit.cli.flags import Json
 
 SCHEMA = "memfit.models/1"
 
 
 def models(
-    json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout instead of the table.")] = False,
+    json: Json = False,
 ) -> None:
     """List the models that --model knows by name.
 

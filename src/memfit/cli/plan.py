@@ -9,6 +9,7 @@ import typer
 
 from memfit.cli import late_conversion, output
 from memfit.cli.batch import batch
+from memfit.cli.flags import Json
 from memfit.cli.options import with_options_of
 from memfit.jobs.workload import KINDS, Workload
 
@@ -35,14 +36,13 @@ EXAMPLES = {
 GPU_FLAG = typer.Option(
     "--gpu", metavar="NAME|SIZE", help="A card (`memfit gpus`), its label as 24GB, or exactly 23.5GiB: gives a verdict."
 )
-JSON_FLAG = typer.Option("--json", help="One JSON document on stdout instead of the report.")
 SAVE_FLAG = typer.Option("--save-trace", metavar="FILE", help="Keep the allocation events in this file.")
 NO_CACHE_FLAG = typer.Option("--no-trace-cache", help="Trace anew, and keep nothing for the next time.")
 FORCE_FLAG = typer.Option("--force", "-f", help="Overwrite that file if it is there.")
 
 EXTRA: dict[str, tuple[Any, Any]] = {
     "gpu": (Annotated[str | None, GPU_FLAG], None),
-    "json": (Annotated[bool, JSON_FLAG], False),
+    "json": (Json, False),
     "save_trace": (Annotated[Path | None, SAVE_FLAG], None),
     "force": (Annotated[bool, FORCE_FLAG], False),
     "no_trace_cache": (Annotated[bool, NO_CACHE_FLAG], False),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from memfit.cli import output
+from memfit.cli.flags import Json
 from memfit.errors import InputError, UsageError
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def _profile(
     device: Device = "cuda",
     gpu: Card = None,
     force: Force = False,
-    json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout instead of the table.")] = False,
+    json: Json = False,
 ) -> int:
     """Snapshot the memory of a forward pass or a training step, on a GPU or predicted."""
     if context.invoked_subcommand is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from memfit.cli import output
 from memfit.errors import MemfitError, UsageError
 from memfit.jobs.pruning.options import Listener, RunOptions
 from memfit.jobs.pruning.settings import PruneSettings, Sparsity
+from memfit.jobs.training.processes import is_first
 from memfit.units import gib, parse_bytes
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def _run(settings: PruneSettings, options: RunOptions, *, json: bool) -> int:
     except RanOut as error:
         output.complain(error.message, error.hint)
         return DOES_NOT_FIT
-    if int(os.environ.get("RANK", "0")) > 0:  # under torchrun the first process speaks
+    if not is_first():
         return 0
     if json:
         output.print_json(result.to_json())

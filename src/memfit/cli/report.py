@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from memfit.cli import output
+from memfit.cli.flags import Json
 
 
 def report(
@@ -17,7 +18,7 @@ def report(
     html: Annotated[
         Path | None, typer.Option("--html", metavar="FILE", help="Also write the report as one self-contained page.")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout instead of the report.")] = False,
+    json: Json = False,
     device: Annotated[
         int | None, typer.Option("--device", metavar="N", help="The GPU to report on. Default: that which needed most.")
     ] = None,

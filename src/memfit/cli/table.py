@@ -49,8 +49,8 @@ def table(
     """Show models against workloads against cards: what fits where.
 
     The quick-reference table and the decision matrix of the guides on pruning, computed: weights, activations and total
-    of each job in GiB, the smallest card and the one to take, with the guides' own numbers beside them. Half a minute;
-    seconds where its traces are known. CSV has the jobs alone, sizes in bytes.
+    of each job in GiB, the smallest card and the one to take, with the guides' own numbers beside them. It takes half a
+    minute, less where its traces are known. CSV has the jobs alone, sizes in bytes.
     """
     if form not in FORMATS:
         raise UsageError(f"--format {form!r} is not one of {', '.join(FORMATS)}")

@@ -13,6 +13,7 @@ import typer
 
 from memfit.cli import output
 from memfit.errors import MemfitError, UsageError
+from memfit.jobs.training.processes import is_first
 from memfit.units import gib
 
 if TYPE_CHECKING:
@@ -64,8 +65,8 @@ def train(
         with output.working(f"preparing {settings.name}"):
             from memfit.jobs.training.preparation import prepare_job
 
-            job = prepare_job(settings, say=output.note if _is_first() else None)
-    say = _nothing if not _is_first() else output.note_lines if json else output.say
+            job = prepare_job(settings, say=output.note if is_first() else None)
+    say = _nothing if not is_first() else output.note_lines if json else output.say
     notes = (*job.notes, *((note,) if note else ()))
     said = [*job.in_lines(), *(f"note: {each}" for each in notes)]
     for line in said:
@@ -77,7 +78,7 @@ def train(
             output.complain(
                 "the plan says that this does not fit", "--force trains all the same; memory: auto looks for what fits"
             )
-        if json and _is_first():
+        if json and is_first():
             output.print_json(_document(job, plan, None))
         return 0 if fits else DOES_NOT_FIT
     return _run(job, plan, said, json=json, say=say)
@@ -89,13 +90,13 @@ def _run(job: TrainJob, plan: TrainPlan | None, said: list[str], *, json: bool, 
     from memfit.jobs.training.run_log import RunLog
     from memfit.jobs.training.runner import train as run
 
-    log = RunLog(job.output_dir) if _is_first() else None
+    log = RunLog(job.output_dir) if is_first() else None
     if log is not None:
         log.write("\n".join(said + ([] if plan is None else plan.in_lines())))
         if job.resume_from is None:
             (job.output_dir / "config.yaml").write_text(dump(job.config), encoding="utf-8")
     try:
-        with _progress(log, shown=_is_first()) as on_event, redirect_stdout(sys.stderr):
+        with _progress(log, shown=is_first()) as on_event, redirect_stdout(sys.stderr):
             result = run(job, on_event=on_event, plan=plan)
     except RanOut as error:
         output.complain(error.message, error.hint)
@@ -107,7 +108,7 @@ def _run(job: TrainJob, plan: TrainPlan | None, said: list[str], *, json: bool, 
     finally:
         if log is not None:
             log.close()
-    if json and _is_first():
+    if json and is_first():
         output.print_json(_document(job, plan, result))
     else:
         for line in result.in_lines():
@@ -143,21 +144,17 @@ def _planned(job: TrainJob, say: Callable[[str], None]) -> tuple[TrainJob, Train
     """The job as the plan leaves it (`memory: auto` chooses another micro-batch), and the plan itself."""
     from memfit.planning.train_plan import decides, plan_training
 
-    if not _is_first() and not decides(job):  # then one of them plans, for all to read
+    if not is_first() and not decides(job):  # then one of them plans, for all to read
         return job, None
     with output.working("planning"):
         plan = plan_training(job)
-        lines = plan.in_lines() if _is_first() else []
+        lines = plan.in_lines() if is_first() else []
     for line in lines:
         say(line)
     return plan.job, plan
 
 
 # -- one of many processes ---------------------------------------------------------------------------------------------
-
-
-def _is_first() -> bool:
-    return os.environ.get("RANK", "0") == "0"
 
 
 def _nothing(_: str) -> None:

@@ -66,13 +66,17 @@ class Driver:
         self.stats.driver_took_back(size)
 
 
+DriverCall = tuple[int, Action, int, int, int]
+"""At which event of a trace; action, address, size, stream."""
+
+
 class NotingDriver(Driver):
-    """Remembers at which event of a trace it did what, where, with how many bytes and for which stream."""
+    """Remembers what it was asked for."""
 
     def __init__(self, capacity: int | None = None, *, event: int = 0) -> None:
         super().__init__(capacity)
         self.event = event
-        self.calls: list[tuple[int, Action, int, int, int]] = []
+        self.calls: list[DriverCall] = []
 
     def gave(self, action: Action, address: int, size: int, stream: int) -> None:
         super().gave(action, address, size, stream)

@@ -12,11 +12,11 @@ from typing import Any
 
 from memfit.core.alloc_config import AllocatorConfig
 from memfit.core.allocator import CachingAllocator, OutOfMemory
-from memfit.core.driver import NotingDriver
+from memfit.core.driver import DriverCall, NotingDriver
 from memfit.core.events import Action, Trace
 from memfit.core.replay import DEFAULTS, Player
 from memfit.core.snapshot import Segment
-from memfit.core.snapshot_write import DriverEvent, snapshot_dict
+from memfit.core.snapshot_write import snapshot_dict
 from memfit.core.window import between, kept_blocks
 
 
@@ -54,7 +54,7 @@ def placed_snapshot(
 
 
 def _written(
-    trace: Trace, allocator: CachingAllocator, calls: list[DriverEvent], placements: dict[int, tuple[int, int]],
+    trace: Trace, allocator: CachingAllocator, calls: list[DriverCall], placements: dict[int, tuple[int, int]],
     begin: int, played: int,
 ) -> dict[str, Any]:  # fmt: skip
     new_number = {old: new for new, old in enumerate(kept_blocks(trace, begin, played).tolist())}

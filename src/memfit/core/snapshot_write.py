@@ -18,12 +18,11 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from memfit.core.driver import DriverCall
 from memfit.core.events import Action, Trace
 from memfit.core.snapshot import FORMAT, Segment
 from memfit.core.whole_file import written_whole
 from memfit.errors import UsageError
-
-DriverEvent = tuple[int, Action, int, int, int]  # before which event of the trace; action, address, size, stream
 
 _SEGMENT_ACTIONS = {
     Action.SEGMENT_ALLOC: "segment_alloc", Action.SEGMENT_FREE: "segment_free",
@@ -37,7 +36,7 @@ def snapshot_dict(
     placements: Mapping[int, tuple[int, int]],
     *,
     device: int = 0,
-    driver: Iterable[DriverEvent] | None = None,
+    driver: Iterable[DriverCall] | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The trace in torch's snapshot format.
@@ -91,7 +90,7 @@ class _Writer:
         self._layout: list[tuple[int, int, int]] = []  # what is live at the end: address, size, block
         self._written: set[int] = set()
 
-    def events_of(self, driver: list[DriverEvent] | None) -> None:
+    def events_of(self, driver: list[DriverCall] | None) -> None:
         queue = list(reversed(driver or []))
         for i, (action, subject) in enumerate(self.trace.events()):
             while queue and queue[-1][0] <= i:

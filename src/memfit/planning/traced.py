@@ -33,9 +33,9 @@ class Traced:
     notes: tuple[str, ...]
 
 
-def trace_workload(work: Workload, platform: Platform, *, cached: bool = True) -> Traced:
+def trace_workload(work: Workload, platform: Platform, *, cached: bool = True, few: bool = False) -> Traced:
     """In this order: told from other batch sizes and lengths of the job, found on disk, told after some more of those
-    were traced, or traced now."""
+    were traced, or traced now. Who asks about `few` of them does not wait for more."""
     if not cached:
         return _traced_now(work, platform, None, None)
     family = family_of(work, platform)
@@ -46,7 +46,7 @@ def trace_workload(work: Workload, platform: Platform, *, cached: bool = True) -
     found = cache.load(key, lambda trace, facts: _kept(work, trace, facts)) if key else None
     if found is not None:
         return found
-    told = family.told_after_more(work) if family else None
+    told = family.told_after_more(work) if family and not few else None
     return _told(work, told) if told is not None else _traced_now(work, platform, key, family)
 
 

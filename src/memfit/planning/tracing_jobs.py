@@ -15,6 +15,7 @@ from memfit.jobs.running import run_job
 from memfit.jobs.training.parallel import is_replicated, is_sharded
 from memfit.jobs.workload import Workload
 from memfit.planning.failures import failures_of_the_job
+from memfit.planning.kinds_in_order import kinds_in_order
 from memfit.planning.noted import note
 from memfit.planning.phases_by_what_runs import phases_by_what_runs
 from memfit.planning.planned_host import levers_counted
@@ -80,7 +81,7 @@ def trace_job(
 
         table |= TRAINER_ANSWERS
         around = trainer_on_cuda()
-    with around, failures_of_the_job():
+    with around, kinds_in_order(job.model), failures_of_the_job():
         made = trace(run, platform=platform, answers=Answers(table))
     made.truncate(ends)  # what dies with the job's own variables dies after it
     if done:

@@ -53,7 +53,7 @@ class FusedRmsNorm(torch.autograd.Function):
     """CUDA's fused op with its own backward; elsewhere torch has only the composite."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, shape: list[int], weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, shape: list[int], weight: Tensor | None) -> Tensor:
         rows = x.contiguous()
         out = torch.empty_like(rows)
         rstd = torch.empty(*x.shape[: -len(shape)], *(1 for _ in shape), dtype=torch.float32, device=x.device)
@@ -70,8 +70,8 @@ class FusedRmsNorm(torch.autograd.Function):
 
 
 def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    """native/layer_norm.cpp: fused where input and weight share a dtype."""
-    if weight is not None and weight.dtype == x.dtype:
+    """native/layer_norm.cpp: fused, unless a weight has another dtype."""
+    if weight is None or weight.dtype == x.dtype:
         return FusedRmsNorm.apply(x, shape, weight)  # type: ignore[no-any-return]
     return aten.rms_norm.default.decompose(x, shape, weight, eps)  # type: ignore[no-any-return]
 

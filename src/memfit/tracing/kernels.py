@@ -150,6 +150,14 @@ def _native_dropout(tracer: Tracer, x: Tensor, p: float, train: bool | None) -> 
     return torch.empty_like(x), mask
 
 
+def _loss_by_position(
+    tracer: Tracer, x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignored: int
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """NLLLoss2d.cu: the sum of weights is made before the loss."""
+    weights = x.new_empty(())
+    return x.new_empty(() if reduction else target.shape), weights
+
+
 def _embedding(tracer: Tracer, weight: Tensor, indices: Tensor, *_: Any) -> Any:
     """native/Embedding.cpp: indices are taken in a row, and copied where they do not lie so."""
     if indices.dim() < 2 or indices.is_contiguous():
@@ -413,6 +421,7 @@ HIDDEN: dict[Any, Rule] = {
 REPLACED: dict[Any, Rule] = {
     aten.native_dropout.default: _native_dropout,
     aten.multinomial.default: _multinomial,
+    aten.nll_loss2d_forward.default: _loss_by_position,
     aten.embedding.default: _embedding,
     aten.embedding_dense_backward.default: _embedding_backward,
     **dict.fromkeys(

@@ -42,12 +42,18 @@ def fragmentation_of(
     cached, asked = account.cached_bytes, request_intervals(oom)
     if cached is None or not asked:
         return Fragmentation("cannot tell", "what was cached, or what was asked for, is not in the text")
-    if cached + account.tolerance_bytes < asked[0][0]:
+    if cached + _tolerance(oom) < asked[0][0]:
         return Fragmentation("no", f"only {format_bytes(cached)} was cached, less than was asked for")
     if expandable:
         return Fragmentation("no", "expandable segments are on, which do not leave memory in pieces")
     said = f"{format_bytes(cached)} was cached, enough in sum; how large its largest piece was only a snapshot shows"
     return Fragmentation("cannot tell", said)
+
+
+def _tolerance(oom: Oom) -> int:
+    """Of what was cached, as it was printed: one number, or in old forms the difference of two."""
+    printed = (oom.unallocated,) if oom.unallocated else (oom.reserved, oom.allocated)
+    return sum(size.tolerance for size in printed if size)
 
 
 def _by_record(recorded: Recorded, cached: int) -> Fragmentation:

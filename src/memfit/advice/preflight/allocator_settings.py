@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -41,7 +42,7 @@ def settings(situation: Situation) -> Iterator[Finding]:
     config = situation.asked.config
     workload = situation.asked.workload
     wanted = config.memory.alloc_conf if config else workload.alloc_conf if workload else ""
-    found = list(look(os.environ, torch_version, wanted=wanted, at_start=started_with()))
+    found = list(look(situation.environment, torch_version, wanted=wanted, at_start=started_with()))
     yield from found or [SETTINGS.ok("torch's own settings: no variable is set")]
 
 
@@ -76,6 +77,27 @@ def look(
 def exported(environment: Mapping[str, str]) -> dict[str, str]:
     """Each variable that is set; torch reads the first."""
     return {name: environment[name] for name in NAMES if environment.get(name)}
+
+
+@contextmanager
+def without_malformed() -> Iterator[None]:
+    """torch reads the settings as it is imported, and ends the process at some of them: an H200's did at
+    `expandable_segments=True`. A look must outlive that, and so must the processes that it starts."""
+    aside = {name: text for name, text in exported(os.environ).items() if not _is_well_formed(text)}
+    for name in aside:
+        del os.environ[name]
+    try:
+        yield
+    finally:
+        os.environ.update(aside)
+
+
+def _is_well_formed(text: str) -> bool:
+    try:
+        AllocatorConfig.parse(text)
+    except UsageError:
+        return False
+    return True
 
 
 def _misspelt(environment: Mapping[str, str]) -> Iterator[Finding]:

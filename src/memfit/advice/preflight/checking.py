@@ -9,6 +9,7 @@ A check that cannot be made is skipped with the reason; one that stops with an e
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -105,12 +106,14 @@ def check(
         find_gpu(gpu)
     if work is not None:
         resolve(work.model)
-    asked, wrong = _asked(work, config, tuple(sets), gpu, world_size, load)
-    situation, found = Situation(asked), [] if wrong is None else [wrong]
-    for name, look, line in _checks(asked):
-        if on_progress is not None:
-            on_progress(name)
-        found.extend(guarded(line, partial(look, situation)))
+    environment = dict(os.environ)
+    with allocator_settings.without_malformed():
+        asked, wrong = _asked(work, config, tuple(sets), gpu, world_size, load)
+        situation, found = Situation(asked, environment), [] if wrong is None else [wrong]
+        for name, look, line in _checks(asked):
+            if on_progress is not None:
+                on_progress(name)
+            found.extend(guarded(line, partial(look, situation)))
     return Checked(
         asked={
             "config": config, "workload": None if work is None else work.settings(), "gpu": gpu,

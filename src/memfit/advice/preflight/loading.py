@@ -15,7 +15,6 @@ from memfit.advice.preflight.sizes import loading_bytes
 from memfit.jobs.training.config import FACTORY
 from memfit.models.local_files import NotHere, find_here
 from memfit.recording.machine import host_memory
-from memfit.recording.nvml import read_gpus
 from memfit.units import gib
 
 LOADED = Line("model", "loaded")
@@ -29,10 +28,7 @@ def loaded(situation: Situation) -> Iterator[Finding]:
     if short := _too_small(situation, wanted, on_gpu=order["device"] == "cuda"):
         yield LOADED.failed(short, "a machine with more memory; `memfit plan` needs none", predicted_bytes=wanted)
         return
-    before = None if situation.here is None else free_bytes(situation.here.state.index)
     took = run(order)
-    if before is not None and "free_bytes" in took:
-        took["device_bytes"] = before - took["free_bytes"]
     if "error" in took:
         yield LOADED.failed(f"cannot be loaded: {took['error']}", "this is how the run itself would stop", **took)
         return
@@ -76,17 +72,13 @@ def of_loading(took: dict[str, Any], predicted: int) -> Finding:
     if where == "GPU":
         found += (
             f"; allocated {gib(took['allocated_bytes'])}, reserved {gib(took['reserved_bytes'])},"
-            f" device {gib(took.get('device_bytes'))} more than before"
+            f" device {gib(took['device_bytes'])}"
         )
     found += f"; host at most {gib(took['host_peak_bytes'])}; deleted again"
     details: dict[str, Any] = {**took, "predicted_bytes": predicted}
     if difference:
         return LOADED.warning(found, "other weights than the config of the model says", **details)
     return LOADED.ok(found, **details)
-
-
-def free_bytes(index: int) -> int:
-    return next(gpu.free_bytes for gpu in read_gpus() if gpu.index == index)
 
 
 def run(order: dict[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from contextlib import redirect_stdout
 from typing import Any
 
 from memfit.errors import MemfitError
+from memfit.recording.nvml import NoNvml, read_gpus
 
 PAGE = 4096
 
@@ -87,13 +88,22 @@ def _built(order: dict[str, Any], dtype: Any) -> Any:
 
 
 def _of_gpu() -> dict[str, Any]:
-    """This process's, and what is left of the device: others may be on it."""
+    """This process's: others may be on the card."""
     import torch
 
     return {
         "allocated_bytes": torch.cuda.memory_allocated(), "reserved_bytes": torch.cuda.memory_reserved(),
-        "free_bytes": torch.cuda.mem_get_info()[0],
+        "device_bytes": _held_by_this_process(),
     }  # fmt: skip
+
+
+def _held_by_this_process() -> int | None:
+    """As the driver sees it, with the context; None where a container hides that."""
+    try:
+        processes = [process for gpu in read_gpus() for process in gpu.processes]
+    except NoNvml:
+        return None
+    return next((process.used_bytes for process in processes if process.pid == os.getpid()), None)
 
 
 def main() -> int:

@@ -41,9 +41,19 @@ def planned(situation: Situation) -> list[Planned]:
         allowed = [_within_limit(card, where, workload.alloc_conf) for card, where in cards]
         return [Planned(workload, predict(workload, gpu=card), where) for card, where in allowed]
     except MemfitError as error:
-        if situation.asked.workload is not None and not situation.asked.trains:
-            raise  # nothing else looks at its settings
+        if situation.asked.workload is not None and _can_be_built(situation):
+            raise  # `memfit plan` refuses it too, and nothing else has said so
         raise CannotTell(f"cannot be predicted: {error.message}") from error
+
+
+def _can_be_built(situation: Situation) -> bool:
+    if not situation.asked.trains:
+        return True
+    try:
+        situation.shapes.needed()
+    except CannotTell:
+        return False
+    return True
 
 
 def _within_limit(card: Gpu | None, where: str | None, alloc_conf: str) -> tuple[Gpu | None, str | None]:

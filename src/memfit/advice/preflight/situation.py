@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -74,8 +75,10 @@ class Here:
 
 
 class Situation:
-    def __init__(self, asked: Asked) -> None:
+    def __init__(self, asked: Asked, environment: Mapping[str, str] | None = None) -> None:
+        """`environment` is what was exported, if some of it is set aside meanwhile."""
         self.asked = asked
+        self.environment = os.environ if environment is None else environment
         self.gpus = Once(_gpus, without="no GPU is here")
         self.driver = Once(_driver, without="no GPU is here")
         self.batch = Once(self._batch, without="the batch sizes are wrong")

@@ -1,4 +1,4 @@
-"""How many processes train together."""
+"""The processes that torchrun has started: how many, and whether this is the one that writes and speaks."""
 
 from __future__ import annotations
 
@@ -13,3 +13,7 @@ def processes() -> int:
     if not said.isdigit() or int(said) < 1:
         raise UsageError(f"WORLD_SIZE is {said!r}, which is no number of processes")
     return int(said)
+
+
+def is_first() -> bool:
+    return os.environ.get("RANK", "0") == "0"

@@ -25,6 +25,7 @@ from memfit.jobs.training.model_building import build_for_training
 from memfit.jobs.training.out_of_memory import RanOut, ran_out
 from memfit.jobs.training.phase_peaks import beside
 from memfit.jobs.training.preparation import TrainJob
+from memfit.jobs.training.processes import is_first
 from memfit.jobs.training.recovery import Halved, cause_of
 from memfit.jobs.training.result import Expected, TrainResult
 from memfit.jobs.training.run_memory_log import open_memory_log
@@ -40,8 +41,7 @@ def train(job: TrainJob, *, on_event: Callable[[TrainEvent], None], plan: Expect
     """Every process of a run calls this; only the first one writes and tells. Raises RanOut where no row fits."""
     if job.resume_from is not None:
         check_whole(job.resume_from, job.config, world_size=job.batch.world_size)
-    first = os.environ.get("RANK", "0") == "0"
-    following = Following(job, on_event, gpu=on_gpu(job), first=first)
+    following = Following(job, on_event, gpu=on_gpu(job), first=is_first())
     with _quiet_libraries(), _tensorboard_in(job.output_dir / "tensorboard"), published(following.command):
         try:
             trainer, seconds = _run(job, following)

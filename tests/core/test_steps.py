@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memfit.core.events import Action, Trace
+from memfit.core.events import BLOCK_COLUMNS, Action, Trace
 from memfit.core.placed_snapshot import placed_snapshot
 from memfit.core.repeat import NotRepeating
 from memfit.core.replay import replay
@@ -47,6 +47,29 @@ def shape(trace: Trace) -> list[tuple[int, object]]:
 @given(st.integers(3, 6), st.integers(1, 9))
 def test_steps_that_were_not_traced_are_those_that_would_have_been(traced: int, wanted: int) -> None:
     assert shape(with_steps(job(traced), wanted)) == shape(job(wanted))
+
+
+def test_what_no_step_frees_piles_up() -> None:
+    def leaking(steps: int) -> Trace:
+        trace = Trace()
+        for step in range(1, steps + 1):
+            trace.mark("forward", step)
+            trace.alloc(1 << 20)
+            trace.free(trace.alloc(2 << 20))
+        return trace
+
+    assert shape(with_steps(leaking(3), 7)) == shape(leaking(7))
+
+
+def test_blocks_may_be_numbered_in_any_order() -> None:
+    trace, last = job(3), len(job(3).requested) - 1
+    for event, action in enumerate(trace.actions):
+        if action <= Action.FREE_COMPLETED:
+            trace.subjects[event] = last - trace.subjects[event]
+    for column in ("requested", *BLOCK_COLUMNS):
+        getattr(trace, column).reverse()
+
+    assert shape(with_steps(trace, 6)) == shape(job(6))
 
 
 def test_a_job_that_does_something_else_in_its_last_step_is_not_repeated() -> None:
