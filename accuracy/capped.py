@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,36 +18,27 @@ from typing import Any
 import torch
 from torch import nn
 
-from accuracy.measure import save_events, tell, weights_left_alone
+from accuracy.measure import PhasePeaks, save_events, tell, weights_left_alone
 
 WEIGHTS_IN_MEMORY = 1 << 28
 """Bytes of random weights; each tensor is read from them, from the start again where they end."""
 
 
-class Peaks:
-    """Peak memory by phase. `weights` get random values when they have been brought."""
+class Peaks(PhasePeaks):
+    """The weights of `model` get random values when they have been brought."""
 
     def __init__(self, model: nn.Module | None = None) -> None:
+        super().__init__()
         self.model = model
-        self.phases: dict[str, list[list[int]]] = {}
-        self.marks: list[tuple[int, str]] = []
 
-    @contextmanager
-    def __call__(self, name: str, step: int = 0) -> Iterator[None]:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        self.marks.append((time.time_ns() // 1000, f"{name}:{step}"))
-        yield
-        torch.cuda.synchronize()
-        self.phases.setdefault(name, []).append([torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()])
-        if name == "load" and self.model is not None:
-            with torch.no_grad():
-                for parameter in self.model.parameters():
-                    if parameter.is_cuda:
-                        parameter.normal_(0, 0.02)
+    def weights_are_there(self) -> None:
+        with torch.no_grad():
+            for parameter in self.model.parameters() if self.model is not None else ():
+                if parameter.is_cuda:
+                    parameter.normal_(0, 0.02)
 
     def most(self, which: int) -> int | None:
-        found = [peak[which] for name, peaks in self.phases.items() if name != "load" for peak in peaks]
+        found = [peak[which] for name, peaks in self.peaks.items() if name != "load" for peak in peaks]
         return max(found, default=None)
 
 
@@ -75,7 +65,7 @@ def run_capped(spec: dict[str, Any], events: Path | None) -> dict[str, Any]:
     if events:
         save_events(events / f"{spec['id']}.npz", peaks.marks)
     return result | {
-        "peak_allocated": peaks.most(0), "peak_reserved": peaks.most(1), "phases": peaks.phases,
+        "peak_allocated": peaks.most(0), "peak_reserved": peaks.most(1), "phases": peaks.peaks,
         "retries": torch.cuda.memory_stats().get("num_alloc_retries", 0),
         "machine": {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__},
     }  # fmt: skip

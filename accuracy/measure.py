@@ -25,22 +25,16 @@ ACTIONS = {
 }  # fmt: skip
 
 
-class MeasuredPhases:
-    """Peaks by phase. Weights get random values once they are on the GPU: what was in memory before may be NaN, and an
-    optimizer behind a gradient scaler then never steps. What was sharded before it had memory gets its buffers too."""
+class PhasePeaks:
+    """The most that was allocated and reserved in each phase, each time that it came."""
 
-    def __init__(self, model: Any, work: Any) -> None:
-        self.model = model
-        self.work = work
+    def __init__(self) -> None:
         self.peaks: dict[str, list[list[int]]] = {}
-        self.loaded: list[int] | None = None
         self.marks: list[tuple[int, str]] = []
 
     @contextmanager
     def __call__(self, name: str, step: int = 0) -> Iterator[None]:
         import torch
-
-        from memfit.jobs.training.parallel import is_made_without_memory
 
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -49,13 +43,34 @@ class MeasuredPhases:
         torch.cuda.synchronize()
         self.peaks.setdefault(name, []).append([torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()])
         if name == "load":
-            with torch.no_grad():
-                for parameter in self.model.parameters() if next(self.model.parameters()).is_cuda else ():
-                    getattr(parameter, "_local_tensor", parameter).normal_(0, 0.02)
-                for buffer in self.model.buffers() if is_made_without_memory(self.work) else ():
-                    buffer.fill_(0.1)
-            torch.cuda.synchronize()
-            self.loaded = [torch.cuda.memory_allocated(), torch.cuda.memory_reserved()]
+            self.weights_are_there()
+
+    def weights_are_there(self) -> None:
+        """No part of any phase."""
+
+
+class MeasuredPhases(PhasePeaks):
+    """Weights get random values once they are on the GPU: what was in memory before may be NaN, and an
+    optimizer behind a gradient scaler then never steps. What was sharded before it had memory gets its buffers too."""
+
+    def __init__(self, model: Any, work: Any) -> None:
+        super().__init__()
+        self.model = model
+        self.work = work
+        self.loaded: list[int] | None = None
+
+    def weights_are_there(self) -> None:
+        import torch
+
+        from memfit.jobs.training.parallel import is_made_without_memory
+
+        with torch.no_grad():
+            for parameter in self.model.parameters() if next(self.model.parameters()).is_cuda else ():
+                getattr(parameter, "_local_tensor", parameter).normal_(0, 0.02)
+            for buffer in self.model.buffers() if is_made_without_memory(self.work) else ():
+                buffer.fill_(0.1)
+        torch.cuda.synchronize()
+        self.loaded = [torch.cuda.memory_allocated(), torch.cuda.memory_reserved()]
 
 
 def measure(spec: dict[str, Any], events: Path | None) -> dict[str, Any]:

@@ -50,7 +50,8 @@ GROUPS = {
     "sparse": "GSA on both of its paths, the CS336 sizes by name, and the loss in chunks; where one was off, the"
     " allocation that explains it was looked for",
     "drawn": "Drawn at random over kinds, models (33 families that had never run before), shapes and settings, and"
-    " predicted before they were measured; one was off for a copy that a norm makes of an input with gaps",
+    " predicted before they were measured; one was off, for a copy that a norm makes of an input with gaps",
+    "drawn again": "Drawn and predicted once more after that",
 }
 ADDRESSES = (
     "the traced events are the recorded ones; replayed at the recorded addresses they are exact. The driver put some"
@@ -59,16 +60,20 @@ ADDRESSES = (
 OTHER_ADDRESSES = (
     "d19", "n10", "n11", "b51", "c03", "c04", "g01", "g05", "k11", "l04", "l07", "t02", "t04", "t05", "u01", "u16",
     "v07", "w04", "x13", "x19", "r05", "s01", "s06", "s07", "z24", "z28", "z58", "z80",
+    "i006", "i081",
 )  # fmt: skip
 SAME_EVENTS = (
     "the traced events are the recorded ones one for one, frees included; what is left is where the driver put segments"
 )
 CAST_WEIGHTS = "autocast drops its cast weights in the order of a hash table of addresses"
+KINDS_IN_A_SET = (
+    "transformers 5.17 makes masks and rotary tables for each kind of layer in the order of a Python set, which changes"
+    " from process to process"
+)
 EXPLAINED = dict.fromkeys(OTHER_ADDRESSES, ADDRESSES) | {
     **dict.fromkeys(("y17", "y18", "y20"), SAME_EVENTS),
     **dict.fromkeys(("y07", "y13"), CAST_WEIGHTS),
-    "p13": "transformers 5.17 makes Gemma 3's rotary tables in the order of a Python set, which changes from process"
-    " to process",
+    **dict.fromkeys(("p13", "z43", "i001", "i074"), KINDS_IN_A_SET),
 }
 
 

@@ -9,7 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from check_jobs import only, situation
+from check_jobs import llama_folder, only, situation
 
 import memfit
 from memfit.advice.preflight import allocator_settings, environment, fits, gpu_present, gpu_software, host
@@ -221,6 +221,19 @@ def test_data_workers_that_need_more_shared_memory_than_there_is_are_found(tmp_p
     finding = only(host.shared, many)
     assert (finding.status, "--shm-size" in str(finding.next)) == ("failed", True)
     assert only(host.shared, situation(tmp_path)).status == "ok"
+
+
+def test_a_model_that_the_host_cannot_hold_while_it_loads_is_found(tmp_path: Path) -> None:
+    wide = {"hidden_size": 1 << 16, "intermediate_size": 1 << 18, "num_hidden_layers": 32, "num_attention_heads": 2}
+    model = {"tokenizer": "bytes", "from_scratch": True, "settings": wide}
+    finding = only(host.memory, situation(tmp_path, model={**model, "name": llama_folder(tmp_path)}))
+    assert (finding.status, "for weights while they load" in finding.found) == ("failed", True)
+    assert only(host.memory, situation(tmp_path)).status == "ok"
+
+
+def test_what_is_offloaded_counts_as_memory_of_the_host(tmp_path: Path) -> None:
+    finding = only(host.memory, situation(tmp_path, method="lora", offload=["optimizer"], gpu="24GB"))
+    assert {"weights and gradients for the optimizer", "the optimizer's state"} <= set(finding.details["needed_bytes"])
 
 
 def test_a_limit_on_locked_memory_is_said(tmp_path: Path) -> None:

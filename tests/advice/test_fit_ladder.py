@@ -64,6 +64,13 @@ def test_the_longest_rows_of_a_rung_run() -> None:
     assert memfit.predict(longest, gpu=GPU).verdict != "fails"
 
 
+def test_rows_of_a_lower_rung_may_be_at_least_as_long_as_those_of_a_higher_one() -> None:
+    lengths = [rung.longest for rung in climbed().rungs if rung.longest is not None]
+
+    assert len(lengths) == len(climbed().rungs)
+    assert lengths == sorted(lengths, reverse=True)
+
+
 @cache
 def guide() -> tuple[GuideRung, ...]:
     asked = Workload(kind="train", model="gsa-512m", seq_len=1024, batch_size=2, grad_accum=32, world_size=4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import mmap
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ class Keeping(torch.nn.Module):
         self.kept: list[torch.Tensor] = []
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        self.kept.append(torch.ones(KEPT_BYTES // 4))
+        fresh = mmap.mmap(-1, KEPT_BYTES)  # of the system: an allocator might give what another test has freed
+        self.kept.append(torch.frombuffer(fresh, dtype=torch.uint8).fill_(1))
         return {"loss": (self.weight * x).sum()}
 
 
@@ -63,4 +65,4 @@ def test_a_trainer_that_keeps_what_it_was_given_is_told_once(tmp_path: Path) -> 
     train(tmp_path, trainer_growth(told.append, every=10), max_steps=60, save_strategy="no")
     (growth,) = told
     assert growth.kind == "host-growth"
-    assert growth.bytes_per_step == pytest.approx(KEPT_BYTES, rel=0.1)
+    assert growth.bytes_per_step == pytest.approx(KEPT_BYTES, rel=0.2)

@@ -18,7 +18,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from memfit.advice.fitted import Alternative, Answer, Change, Fitted
-from memfit.advice.forecast import MOST_MICRO_STEPS, Forecast, Forecasts
+from memfit.advice.forecast import MOST_MICRO_STEPS, Forecast, Forecasts, without_others
 from memfit.advice.global_batch import with_global_batch
 from memfit.advice.lever import Lever
 from memfit.advice.levers import apply, checked_setting, levers_for
@@ -133,11 +133,18 @@ class _Fitting:
 
     def _smallest(self) -> Found | None:
         """Of two changes that cost time one may do, if it goes further; not where that takes longer."""
-        found = self.search.smallest()
+        found = self._as_if_alone() or self.search.smallest()
         fewer = self.search.fewer(found) if found is not None else None
         while found is not None and fewer is not None and not self._is_slower(fewer, found):
             found, fewer = fewer, self.search.fewer(fewer)
         return found
+
+    def _as_if_alone(self) -> Found | None:
+        """What makes a process without others fit mostly does so for one of DDP, whose forecasts take long: it is tried
+        first, and left out of it what is not needed."""
+        alone = without_others(self.work)
+        found = None if alone is self.work else Search(alone, self.levers, self.forecasts).smallest()
+        return self.search.shrunk(found) if found is not None and self.search.fits(found.levers) else None
 
     def _is_slower(self, one: Found, other: Found) -> bool:
         this, that = (self._time(each.forecast.workload) for each in (one, other))
@@ -209,7 +216,10 @@ class _Fitting:
             return None
 
     def _alternatives(self, chosen: Set) -> Iterator[Alternative]:
-        """The answer without its dearest change, and without the one before that."""
+        """The answer without its dearest change, and without the one before that; another experiment is no alternative
+        to the one that was asked for."""
+        dearer = set() if chosen[-1].cost == "experiment" else {"experiment"}
+        unwanted = [each.group for each in self.levers if each.cost in dearer or each.name in self.search.raising]
         found: list[Alternative] = []
         for lever in reversed(chosen):
             if len(found) == ALTERNATIVES or (found and self.forecasts.made > ENOUGH_PREDICTIONS):
@@ -217,8 +227,7 @@ class _Fitting:
             others = tuple(each for each in chosen if each is not lever)
             if isinstance(self._without(chosen, lever), MemfitError):
                 continue
-            raising = (each.group for each in self.levers if each.name in self.search.raising)
-            other = self.search.smallest(start=others, without=[lever.group, *raising])
+            other = self.search.smallest(start=others, without=[lever.group, *unwanted])
             if other is not None and all(other.levers != each.levers for each in found):
                 found.append(Alternative(levers=other.levers, forecast=other.forecast, instead_of=lever.name))
         yield from sorted(found, key=lambda each: dearness(each.levers))

@@ -126,7 +126,7 @@ class Forecasts:
     def bound(self, work: Workload, most: float) -> Forecast | None:
         """A process of DDP has all that one alone has, which is traced sooner, and its buckets besides. What one alone
         takes, where it is for certain more than `most` bytes of the card."""
-        alone = _alone(work)
+        alone = without_others(work)
         if alone is work:
             return None
         less = self.of(alone)
@@ -137,7 +137,7 @@ class Forecasts:
     def refusal(self, work: Workload) -> MemfitError | None:
         """Of a process of DDP: what one alone would not do either."""
         try:
-            self.of(_alone(work))
+            self.of(without_others(work))
         except MemfitError as refusal:
             return refusal
         return None
@@ -206,7 +206,7 @@ class Forecasts:
         return self._traces[plain]
 
 
-def _alone(work: Workload) -> Workload:
+def without_others(work: Workload) -> Workload:
     """In place of a process of DDP, one that has no others."""
     if not work.trains or work.world_size == 1 or work.parallel != "ddp":
         return work

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from memfit.tracing.in_place import added
 from memfit.tracing.layouts import is_dense
 from memfit.tracing.platform import Platform
 
@@ -158,7 +159,7 @@ def _aligned_mask(mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
 def _math(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, causal: bool, scale: float | None, gqa: bool
 ) -> Tensor:
-    """torch's own composite, but for the mask, which CUDA adds in place and the composite under a trace does not."""
+    """torch's own composite, but for the mask, which is added in place on a GPU."""
     kind = q.dtype
     wide = [t.float() if kind in HALF else t for t in (q, k, v)]  # held to the end, as the variables of a C++ function
     root = math.sqrt(scale if scale is not None else 1 / math.sqrt(q.shape[-1]))
@@ -170,7 +171,7 @@ def _math(
         key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
     scores = query.matmul(key.transpose(-2, -1) * root)
     if mask is not None:
-        scores.add_(mask)
+        scores = added(scores, mask)
     weights = torch._safe_softmax(scores, -1)
     del scores
     if dropout > 0:

@@ -17,6 +17,7 @@ import torch
 from torch.library import Library
 
 from memfit.tracing.attention import attention
+from memfit.tracing.in_place import added
 from memfit.tracing.platform import Platform
 
 if TYPE_CHECKING:
@@ -77,11 +78,10 @@ def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: fl
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """native/Linear.cpp: where rows do not lie one after the other, the bias is added in place; a dispatch mode makes
-    torch add it out of place."""
+    """native/Linear.cpp: where rows do not lie one after the other, the bias is added afterwards."""
     if bias is None or x.dim() < 3 or x.is_contiguous():
         return aten.linear.default.decompose(x, weight, bias)  # type: ignore[no-any-return]
-    return torch.matmul(x, weight.t()).add_(bias)
+    return added(torch.matmul(x, weight.t()), bias)
 
 
 def _sdpa(platform: Platform) -> Callable[..., Tensor]:

@@ -10,7 +10,7 @@ from typing import Any
 from memfit.advice.preflight.finding import CannotTell, Finding, Line
 from memfit.advice.preflight.situation import Situation
 from memfit.advice.preflight.sizes import loading_bytes, state_bytes
-from memfit.planning.host_facts import HOST
+from memfit.planning.host_facts import HOST, WORDS
 from memfit.recording.machine import host_memory
 from memfit.units import MiB, format_bytes, gib
 
@@ -50,7 +50,7 @@ def _needs(situation: Situation) -> dict[str, int]:
     needs = {"weights while they load": loading_bytes(model) * processes}
     if config.memory.offload:
         host: dict[str, int] = situation.plans.needed()[0].plan.trace.facts.get(HOST, {})
-        needs |= {f"offloaded {what}": size * processes for what, size in host.items()}
+        needs |= {WORDS[what]: size * processes for what, size in host.items()}
         if "optimizer" in config.memory.offload:
             needs["the optimizer's state"] = state_bytes(model, config.optimizer.name) * processes
     return needs

@@ -59,7 +59,7 @@ def train(job: TrainJob, *, on_event: Callable[[TrainEvent], None], plan: Expect
         finally:
             following.phases.end()
         result = _result(job, trainer, following, seconds, plan)
-    if first:
+    if following.first:
         result.write(job.output_dir)
     following.say(kind="end", step=result.steps, text="; ".join(result.in_lines()[:1]))
     _end_together(trainer)
