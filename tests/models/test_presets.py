@@ -172,6 +172,10 @@ def test_what_stands_between_two_digits_parts_names(one: str, other: str) -> Non
     assert name_key(one) != name_key(other)
 
 
+def test_a_hub_id_is_known_without_its_owner() -> None:
+    assert find_preset("Meta-Llama-3.1-8B") is find_preset("meta-llama/Llama-3.1-8B") is find_preset("llama-3.1-8b")
+
+
 @pytest.mark.parametrize("name", ["opt-125", "llama-4-9b", "bert", ""])
 def test_a_name_that_is_only_close_is_not_found(name: str) -> None:
     assert find_preset(name) is None

@@ -47,3 +47,9 @@ def test_clean_text_is_printable_whatever_it_was(text: str) -> None:
 @given(st.text(min_size=1), st.integers(2, 40))
 def test_a_tail_is_never_longer_than_asked(text: str, width: int) -> None:
     assert len(tail(text, width)) <= width
+
+
+def test_what_rounds_to_a_thousand_millions_is_a_billion() -> None:
+    assert [count(number) for number in (999_400_000, 999_885_952, 1_000_000_000)] == [
+        "999 million", "1 billion", "1 billion",
+    ]  # fmt: skip

@@ -20,7 +20,7 @@ from memfit.models.gsa_names import GSA_TYPE
 from memfit.models.gsa_sizes import GATHER, GSA_SIZES, parameters_of
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Preset:
     """One shipped model."""
 
@@ -79,7 +79,13 @@ def name_key(name: str) -> str:
 
 @cache
 def _by_key() -> dict[str, Preset]:
-    return {name_key(name): preset for preset in presets() for name in (preset.name, *preset.aliases)}
+    """A hub id is known without its owner too, if no two models are called that."""
+    bare: dict[str, set[Preset]] = {}
+    for preset in presets():
+        for alias in preset.aliases:
+            bare.setdefault(name_key(alias.rpartition("/")[2]), set()).add(preset)
+    known = {key: owners.pop() for key, owners in bare.items() if len(owners) == 1}
+    return known | {name_key(name): preset for preset in presets() for name in (preset.name, *preset.aliases)}
 
 
 def find_preset(name: str) -> Preset | None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 def count(number: int) -> str:
     """`7.62 billion`, `135 million`, `12,345`."""
     for size, name in ((10**12, "trillion"), (10**9, "billion"), (10**6, "million")):
-        if number >= size:
+        if number >= 0.9995 * size:  # else 999.9 million would be 1e+03 million
             return f"{number / size:.3g} {name}"
     return f"{number:,}"
 
