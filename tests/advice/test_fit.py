@@ -15,6 +15,7 @@ from memfit.advice.levers import COSTS, apply, levers_for
 from memfit.errors import InputError, UsageError
 from memfit.gpus import find_gpu
 from memfit.jobs.workload import Workload
+from memfit.units import gib
 
 GPU = "2560MiB"
 JOB: dict[str, Any] = {"kind": "train", "model": "gpt2", "batch_size": 4, "seq_len": 512, "global_batch": 8}
@@ -225,6 +226,7 @@ def test_where_nothing_leaves_the_margin_the_one_that_is_left_fits() -> None:
 
     assert (answer.answer, answer.after.verdict) == ("nothing fits", "tight")
     assert answer.margin_left is not None
+    assert f"--margin {answer.margin_left:g}" in str(answer)
     assert memfit.fit(**job, keep=keep, margin=answer.margin_left).fits
 
 
@@ -237,6 +239,7 @@ def test_a_card_too_small_for_one_block_is_an_answer_and_the_smallest_that_is_en
     assert answer.answer == "nothing fits"
     least = answer.smallest_gpu_bytes
     assert least is not None
+    assert f"it needs {gib(least)} to run at all" in " ".join(str(answer).split())
     assert memfit.predict(**PRUNING, gpu=f"{least}B").verdict != "fails"
     with pytest.raises(InputError, match="a block of this model needs"):
         memfit.predict(**PRUNING, gpu=f"{least - (1 << 20)}B")

@@ -133,14 +133,14 @@ def test_accumulation_follows_from_the_global_batch() -> None:
 
 
 def test_a_micro_batch_that_does_not_divide_the_global_batch_is_refused_with_those_that_do() -> None:
-    with pytest.raises(UsageError, match="micro_batch_size 3 does not divide 64") as told:
+    with pytest.raises(UsageError, match="--batch-size 3 does not divide 64") as told:
         with_global_batch(Workload(kind="lora", model="gpt2", batch_size=3, world_size=4), 256)
 
     assert "1, 2, 4, 8" in str(told.value.hint)
 
 
 def test_252_rows_are_not_256() -> None:
-    with pytest.raises(UsageError, match="is 252, not global_batch_size 256"):
+    with pytest.raises(UsageError, match="is 252, not --global-batch 256"):
         with_global_batch(Workload(kind="train", model="gpt2", batch_size=3, grad_accum=21, world_size=4), 256)
 
 

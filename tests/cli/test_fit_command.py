@@ -78,7 +78,7 @@ def test_underscores_and_aliases_are_names_to_keep(memfit: Run, tiny: str) -> No
         (("fit", "train", "--model", "gpt2", "--gpu", "8GiB", "--emit", "yaml", "--json"), "--emit and --json"),
         (
             ("fit", "train", "--model", "gpt2", "--gpu", "8GiB", "--batch-size", "3", "--global-batch", "8"),
-            "micro_batch_size 3 does not divide 8",
+            "--batch-size 3 does not divide 8",
         ),
     ],
 )

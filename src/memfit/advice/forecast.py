@@ -11,7 +11,7 @@ import time
 import warnings
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from memfit.advice.pruning_room import room_for_pruning, with_room
 from memfit.core.alloc_config import AllocatorConfig
@@ -102,7 +102,7 @@ class Forecasts:
 
     def of(self, work: Workload, *, whole: bool = False) -> Forecast:
         """Raises what `predict` would: a setting that cannot be planned, or not together with another."""
-        asked = few_micro_steps(work, MOST_MICRO_STEPS if whole else self.micro_steps)
+        asked = _looked_at(work, MOST_MICRO_STEPS if whole else self.micro_steps)
         if asked not in self._known:
             started = time.perf_counter()
             try:
@@ -144,7 +144,7 @@ class Forecasts:
 
     def smallest_card(self, work: Workload) -> int:
         """On which it runs, perhaps with cached memory given back; as closely as a plan tells it."""
-        traced = self._traced(few_micro_steps(work, self.micro_steps))
+        traced = self._traced(_looked_at(work, self.micro_steps))
         replays = Replays(traced.trace, AllocatorConfig.parse(work.alloc_conf))
         with no_collector():
             within = replays.ample.peak_reserved // SMALLEST_PRECISION
@@ -207,11 +207,22 @@ class Forecasts:
 
 
 def without_others(work: Workload) -> Workload:
-    """In place of a process of DDP, one that has no others."""
-    if not work.trains or work.world_size == 1 or work.parallel != "ddp":
+    """In place of a process of DDP, one that is alone."""
+    return _without_buckets(work, world_size=1) if _has_buckets(work) else work
+
+
+def _looked_at(work: Workload, most: int) -> Workload:
+    """With no more micro-steps than that."""
+    if not work.trains:
         return work
-    return dataclasses.replace(work, world_size=1, gradient_as_bucket_view=False)
+    few = dataclasses.replace(work, grad_accum=min(work.grad_accum, most))
+    return few if _has_buckets(work) else _without_buckets(few)
 
 
-def few_micro_steps(work: Workload, most: int) -> Workload:
-    return dataclasses.replace(work, grad_accum=min(work.grad_accum, most)) if work.trains else work
+def _has_buckets(work: Workload) -> bool:
+    return work.trains and work.world_size > 1 and work.parallel == "ddp"
+
+
+def _without_buckets(work: Workload, **changes: Any) -> Workload:
+    """How gradients lie in them is then of no account."""
+    return dataclasses.replace(work, gradient_as_bucket_view=None, **changes)

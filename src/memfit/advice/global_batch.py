@@ -9,6 +9,11 @@ from memfit.jobs.training.batch_sizes import BatchSizes, resolve_batch
 from memfit.jobs.training.config import BatchConfig
 from memfit.jobs.workload import Workload
 
+FLAGS = {
+    "micro_batch_size": "--batch-size", "gradient_accumulation_steps": "--grad-accum",
+    "global_batch_size": "--global-batch",
+}  # fmt: skip
+
 
 def with_global_batch(work: Workload, rows: int | None) -> Workload:
     """The workload with as many micro-steps as the global batch needs. Accumulation that was asked for must agree."""
@@ -21,8 +26,18 @@ def with_global_batch(work: Workload, rows: int | None) -> Workload:
         gradient_accumulation_steps=work.grad_accum if work.grad_accum > 1 else None,
         global_batch_size=rows,
     )
-    sizes = resolve_batch(said, work.world_size)
+    try:
+        sizes = resolve_batch(said, work.world_size)
+    except UsageError as error:
+        raise UsageError(_in_flags(error.message), hint=_in_flags(error.hint or "")) from error
     return dataclasses.replace(work, grad_accum=sizes.gradient_accumulation_steps)
+
+
+def _in_flags(text: str) -> str:
+    """A config's keys as the flags that were typed."""
+    for key, name in FLAGS.items():
+        text = text.replace(key, name)
+    return text
 
 
 def batch_sizes(work: Workload) -> BatchSizes:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from memfit.cli import late_conversion, output
+from memfit.cli.flags import Json
 from memfit.cli.options import with_options_of
 from memfit.errors import UsageError
 from memfit.jobs.workload import KINDS, Workload
@@ -28,11 +29,10 @@ WHAT = {
 }
 GPU = typer.Option("--gpu", metavar="NAME|SIZE", help="The card to check against. Default: the one that is here.")
 LOAD = typer.Option("--load", help="Really load the model, in a process of its own, and say what it took.")
-JSON = typer.Option("--json", help="One JSON document on stdout instead of the report.")
 EXTRA: dict[str, tuple[Any, Any]] = {
     "gpu": (Annotated[str | None, GPU], None),
     "load": (Annotated[bool, LOAD], False),
-    "json": (Annotated[bool, JSON], False),
+    "json": (Json, False),
 }
 
 check = typer.Typer(
@@ -56,7 +56,7 @@ def _check(
         help="Processes that would train. Default: what torchrun says, or 1.")] = None,
     gpu: Annotated[str | None, GPU] = None,
     load: Annotated[bool, LOAD] = False,
-    json: Annotated[bool, JSON] = False,
+    json: Json = False,
 ) -> int:  # fmt: skip
     """Check machine, settings, config, model and plan before a run: each line says what to do next."""
     if context.invoked_subcommand is not None:

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from memfit.cli import output
+from memfit.cli.flags import Json
 from memfit.cli.options import with_any_option
 from memfit.errors import InputError, UsageError
 from memfit.jobs.workload import KINDS
@@ -29,14 +30,13 @@ CONFIG_FLAG = typer.Option(
 GPU_FLAG = typer.Option(
     "--gpu", metavar="NAME|SIZE", show_default=False, help="The card to predict for. Default: the one in the message."
 )
-JSON_FLAG = typer.Option("--json", help="One JSON document on stdout instead of the report.")
 
 EXTRA: dict[str, tuple[Any, Any]] = {
     "file": (Annotated[str | None, FILE], None),
     "kind": (Annotated[str | None, KIND_FLAG], None),
     "config": (Annotated[str | None, CONFIG_FLAG], None),
     "gpu": (Annotated[str | None, GPU_FLAG], None),
-    "json": (Annotated[bool, JSON_FLAG], False),
+    "json": (Json, False),
 }
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from memfit.cli import late_conversion, output
+from memfit.cli.flags import Json
 from memfit.cli.options import plain_name, split_names, with_options_of
 from memfit.cli.plan import FAILS, check_names
 from memfit.errors import UsageError
@@ -46,14 +47,13 @@ LADDER_FLAG = typer.Option("--ladder", help="Show how far the micro-batch can go
 EMIT_FLAG = typer.Option(
     "--emit", metavar="yaml|args|python", show_default=False, help="Write the fitted job to stdout in this form."
 )
-JSON_FLAG = typer.Option("--json", help="One JSON document on stdout instead of the report.")
 
 EXTRA: dict[str, tuple[Any, Any]] = {
     "gpu": (Annotated[str, GPU_FLAG], inspect.Parameter.empty),
     "keep": (Annotated[list[str] | None, KEEP_FLAG], None),
     "margin": (Annotated[str, MARGIN_FLAG], "0.1"),
     "emit": (Annotated[str | None, EMIT_FLAG], None),
-    "json": (Annotated[bool, JSON_FLAG], False),
+    "json": (Json, False),
 }
 OF_TRAINING: dict[str, tuple[Any, Any]] = {
     "global_batch": (Annotated[str | None, GLOBAL_FLAG], None),

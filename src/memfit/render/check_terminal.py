@@ -9,7 +9,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from memfit.render.pieces import MAX_WIDTH, section
+from memfit.render.pieces import print_parts, section
 from memfit.render.words import clean
 
 STYLES = {"ok": "green", "warning": "yellow", "failed": "bold red", "skipped": "dim"}
@@ -17,9 +17,7 @@ ORDER = ("failed", "warning", "ok", "skipped")
 
 
 def show_check(document: Mapping[str, Any], console: Console) -> None:
-    console.width = min(console.width, MAX_WIDTH)
-    for part in _parts(document):
-        console.print(part)
+    print_parts(_parts(document), console)
 
 
 def _parts(document: Mapping[str, Any]) -> Iterator[RenderableType]:

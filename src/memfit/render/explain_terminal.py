@@ -13,7 +13,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from memfit.render.pieces import MAX_WIDTH, Glyphs, bullets, category_word, grid, section, small
+from memfit.render.pieces import Glyphs, bullets, category_word, grid, print_parts, section, small
 from memfit.render.words import clean, percent, tail
 from memfit.units import format_bytes, gib
 
@@ -28,9 +28,7 @@ PASSES = ("forward", "backward")
 
 
 def show_explanation(document: Document, console: Console) -> None:
-    console.width = min(console.width, MAX_WIDTH)
-    for part in _parts(document, console):
-        console.print(part)
+    print_parts(_parts(document, console), console)
 
 
 def _parts(document: Document, console: Console) -> Iterator[RenderableType]:

@@ -13,7 +13,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from memfit.render.pieces import MAX_WIDTH, bullets, category_word, grid, phase_words, section
+from memfit.render.pieces import bullets, category_word, grid, phase_words, print_parts, section
 from memfit.render.words import clean, percent
 from memfit.units import gib
 
@@ -31,9 +31,7 @@ NO_MORE = ("+0 %", "-0 %")
 
 
 def show_fit(fitted: Fitted, console: Console) -> None:
-    console.width = min(console.width, MAX_WIDTH)
-    for part in _parts(fitted):
-        console.print(part)
+    print_parts(_parts(fitted), console)
 
 
 def _parts(fitted: Fitted) -> Iterator[RenderableType]:

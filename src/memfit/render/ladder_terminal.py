@@ -13,7 +13,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from memfit.render.pieces import MAX_WIDTH, bullets, grid, section
+from memfit.render.pieces import bullets, grid, print_parts, section
 from memfit.render.words import clean
 from memfit.units import gib
 
@@ -22,9 +22,7 @@ STYLES = {"Safe": "green", "Medium": "cyan", "Aggressive": "yellow", "Maximum": 
 
 
 def show_ladder(ladder: Ladder, console: Console) -> None:
-    console.width = min(console.width, MAX_WIDTH)
-    for part in _parts(ladder):
-        console.print(part)
+    print_parts(_parts(ladder), console)
 
 
 def _parts(ladder: Ladder) -> Iterator[RenderableType]:
