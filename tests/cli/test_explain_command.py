@@ -69,7 +69,8 @@ def test_a_text_is_read_from_a_pipe(
 def test_a_text_without_an_error_ends_with_one(memfit: Memfit, monkeypatch: pytest.MonkeyPatch) -> None:
     pipe(monkeypatch, "step 400, loss 2.31\n")
     ended = memfit("explain")
-    assert (ended.code, ended.out, ended.err) == (1, "There is no out-of-memory message here.\n", "")
+    assert (ended.code, ended.err) == (1, "")
+    assert ended.out.startswith("There is no out-of-memory message here.\n\nnext: give the whole text")
 
 
 def test_with_json_the_document_is_printed_all_the_same(memfit: Memfit, tmp_path: Path) -> None:
