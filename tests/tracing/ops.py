@@ -242,7 +242,6 @@ OF_PARTS: dict[str, Callable[..., Callable[[], None]]] = {
     "rms_norm_of_parts": _norm_of_parts(F.rms_norm, bias=False),
     "layer_norm_then_turned": _norm_then_turned(F.layer_norm),
     "rms_norm_then_turned": _norm_then_turned(F.rms_norm),
-    "rms_norm_without_weight": _shaped(lambda x: F.rms_norm(x, x.shape[-1:])),
     "embedding_of_columns": _embedding_of_columns,
     "loss_by_position": _loss_by_position,
     "softmax_of_turned": _shaped(lambda x: F.softmax(x.transpose(1, 2), dim=-1)),
@@ -259,14 +258,9 @@ OF_PARTS: dict[str, Callable[..., Callable[[], None]]] = {
     "argmax_of_turned": _shaped(lambda x: x.transpose(1, 2).max(-1)[0]),
     "sum_of_parts": _shaped(lambda x: x[..., ::2].sum((0, 1))),
     "product_of_turned": _shaped(lambda x: x.transpose(1, 2) @ x.transpose(1, 2).transpose(-1, -2)),
-    "index_by_list": _shaped(lambda x: x[..., [-2], :]),
-    "index_by_numbers_of_host": _shaped(lambda x: x[torch.tensor([0, 1])]),
-    "solve_triangular_of_many": _shaped(
-        lambda x: torch.linalg.solve_triangular(x, torch.ones_like(x), upper=False, unitriangular=True)
-    ),
     "padded_and_rolled": _shaped(lambda x: F.pad(x, (1, 0)).roll(1, 1)),
 }
-"""Kernels whose input does not lie row by row, or not on the device."""
+"""Kernels whose input does not lie row by row."""
 
 
 def _product(kind: str) -> Callable[..., Callable[[], None]]:
