@@ -307,3 +307,13 @@ def test_of_a_model_that_is_too_large_a_smaller_one_that_fits_is_named_however_m
     name, forecast = answer.smaller_model
     assert forecast.fits
     assert memfit.predict(kind="forward", model=name, seq_len=64, gpu="24GiB").verdict == "safe"
+
+
+def test_a_job_fits_into_what_its_process_is_allowed() -> None:
+    job = {"kind": "forward", "model": "gpt2", "batch_size": 64, "seq_len": 512, "gpu": "H200"}
+    limit = "per_process_memory_fraction:0.03"
+    fitted = memfit.fit(**job, alloc_conf=limit)
+
+    assert (memfit.fit(**job).answer, fitted.answer) == ("fits already", "fits")
+    assert fitted.after.device_bytes < 0.03 * fitted.gpu.capacity_bytes + fitted.after.context_bytes
+    assert limit in fitted.fitted.alloc_conf

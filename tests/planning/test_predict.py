@@ -378,3 +378,12 @@ def test_the_notes_say_whether_rows_are_padded() -> None:
     padded, full = (" ".join(made.notes) for made in (plan("train", padding=True), usual_plan("train")))
     assert "rows of unequal length" in padded and "no padding" not in padded
     assert "no padding" in full and "rows of unequal length" not in full
+
+
+def test_a_limit_on_the_process_is_what_its_job_has_to_fit_into() -> None:
+    job = {"kind": "forward", "model": "gpt2", "seq_len": 64, "gpu": "H200"}
+    free, limited = memfit.predict(**job), memfit.predict(**job, alloc_conf="per_process_memory_fraction:0.002")
+
+    assert (free.verdict, limited.verdict) == ("safe", "fails")
+    assert limited.peak == free.peak
+    assert "per_process_memory_fraction leaves" in limited.notes[0]

@@ -168,7 +168,7 @@ def test_max_steps_of_minus_one_means_by_epochs() -> None:
     ({"learning_rate": -1}, "schedule.learning_rate -1 is not above 0"),
     ({"learning_rate": float("nan")}, "is not a number"),
     ({"precision": "bf15"}, "precision 'bf15' is not one of"),
-    ({"precision": "fp16"}, "cannot train weights that are themselves fp16"),
+    ({"precision": "fp16"}, "weights that are themselves fp16 cannot be trained"),
     ({"offload": ["weights"]}, "only frozen layers can lie on the host"),
     ({"offload": ["gradients"]}, "memory.offload 'gradients' is not one of"),
     ({"packing": "maybe"}, "data.packing is yes or no"),

@@ -21,7 +21,7 @@ from memfit.core.report import make_report
 from memfit.errors import MemfitError
 from memfit.gpus import Gpu
 from memfit.jobs.workload import Workload
-from memfit.planning.predict import SMALLEST_PRECISION, Verdict, context_of
+from memfit.planning.predict import SMALLEST_PRECISION, Verdict, capacity_for, context_of
 from memfit.units import MiB
 
 if TYPE_CHECKING:
@@ -173,25 +173,23 @@ class Forecasts:
         replays = Replays(traced.trace, AllocatorConfig.parse(work.alloc_conf))
         with no_collector():
             ample = replays.ample
-            use = self._use(replays, context)
+            capacity = capacity_for(self.gpu, replays.config, context)
+            limited = replays.outcome(max(capacity - context, 0))
+            use = limited.reserved_peak + context if limited.fits else None
             report = make_report(traced.trace, ample)
         return Forecast(
-            workload=work, whole=True, verdict=self._verdict(use), use_bytes=use,
+            workload=work, whole=True, verdict=self._verdict(use, capacity), use_bytes=use,
             device_bytes=ample.peak_reserved + context, allocated_bytes=ample.peak_allocated,
             reserved_bytes=ample.peak_reserved, context_bytes=context,
             phase=report.at_peak.phase, step=report.at_peak.step, breakdown=dict(report.breakdown),
             parameters=traced.parameters, trainable_parameters=traced.trainable_parameters,
         )  # fmt: skip
 
-    def _use(self, replays: Replays, context: int) -> int | None:
-        limited = replays.outcome(max(self.gpu.capacity_bytes - context, 0))
-        return limited.reserved_peak + context if limited.fits else None
-
-    def _verdict(self, use: int | None) -> Verdict:
+    def _verdict(self, use: int | None, capacity: int) -> Verdict:
         """As a plan's, with this margin."""
         if use is None:
             return "fails"
-        return "safe" if use <= (1 - self.margin) * self.gpu.capacity_bytes else "tight"
+        return "safe" if use <= (1 - self.margin) * capacity else "tight"
 
     def _traced(self, work: Workload) -> Traced:
         from memfit.planning.platforms import platform_of

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from memfit.cli import output
+from memfit.cli import late_conversion, output
 from memfit.cli.flags import Json
 from memfit.errors import InputError, UsageError
 
@@ -26,6 +26,7 @@ profile = typer.Typer(
     ),
     invoke_without_command=True,
     rich_markup_mode=None,
+    cls=late_conversion.Group,
 )
 
 Size = Annotated[str | None, typer.Option("--model-size", metavar="small|medium|large|xl|2.7B", help="A CS336 size.")]

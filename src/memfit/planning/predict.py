@@ -46,6 +46,8 @@ class Peak:
 class Fit:
     """What a replay with the card's capacity came to."""
 
+    capacity_bytes: int
+    """Of the card, what the process may use."""
     verdict: Verdict
     headroom_bytes: int
     device_bytes: int
@@ -201,6 +203,8 @@ def assess(
     if fit and fit.retries and fit.verdict != "fails":
         times = "once" if fit.retries == 1 else f"{fit.retries} times"
         notes = (f"fits only because torch gives cached memory back {times}: each is a pause", *notes)
+    if fit and gpu and fit.capacity_bytes < gpu.capacity_bytes:
+        notes = (f"per_process_memory_fraction leaves {gib(fit.capacity_bytes)} of the card to the process", *notes)
     reserved = timeline.peak_reserved
     return Plan(
         gpu=gpu,
@@ -213,20 +217,22 @@ def assess(
     )  # fmt: skip
 
 
+def capacity_for(gpu: Gpu, config: AllocatorConfig, context: int) -> int:
+    """Of the card, what the process may use: `per_process_memory_fraction` limits what is reserved."""
+    limit = config.limit_on(gpu.capacity_bytes)
+    return gpu.capacity_bytes if limit is None else min(gpu.capacity_bytes, limit + context)
+
+
 def _fit(replays: Replays, gpu: Gpu, context: int, smallest: int) -> Fit:
-    limited = replays.outcome(max(gpu.capacity_bytes - context, 0))
+    capacity = capacity_for(gpu, replays.config, context)
+    limited = replays.outcome(max(capacity - context, 0))
     device = limited.reserved_peak + context
-    if limited.oom is not None:
-        trace, block = replays.trace, limited.oom.block
-        where = f"{trace.module(block)} {trace.op(block)}".strip()
-        return Fit(
-            verdict="fails", headroom_bytes=gpu.capacity_bytes - smallest, device_bytes=device, retries=limited.retries,
-            failed_at=where,
-        )  # fmt: skip
-    verdict: Verdict = "safe" if device <= SAFE_SHARE * gpu.capacity_bytes else "tight"
+    trace, failed = replays.trace, limited.oom
+    verdict: Verdict = "safe" if device <= SAFE_SHARE * capacity else "tight"
     return Fit(
-        verdict=verdict, headroom_bytes=gpu.capacity_bytes - device, device_bytes=device, retries=limited.retries,
-        failed_at=None,
+        capacity_bytes=capacity, verdict="fails" if failed else verdict,
+        headroom_bytes=capacity - (smallest if failed else device), device_bytes=device, retries=limited.retries,
+        failed_at=f"{trace.module(failed.block)} {trace.op(failed.block)}".strip() if failed else None,
     )  # fmt: skip
 
 

@@ -52,7 +52,8 @@ def of_plan(plan: Plan, where: str | None, search: str | None) -> Finding:
     }  # fmt: skip
     if plan.fit is None or plan.gpu is None:
         return FITS.skipped(f"{found}; {NO_CARD}", **details)
-    room = f"{where}, {gib(plan.gpu.capacity_bytes)}"
+    limited = plan.fit.capacity_bytes < plan.gpu.capacity_bytes
+    room = f"{'what per_process_memory_fraction allows of ' if limited else ''}{where}, {gib(plan.fit.capacity_bytes)}"
     if plan.verdict == "fails":
         short = gib(-plan.fit.headroom_bytes)
         return FITS.failed(

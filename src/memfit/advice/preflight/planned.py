@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from memfit.advice.preflight.allocator_settings import exported
 from memfit.advice.preflight.finding import CannotTell
 from memfit.advice.preflight.situation import Situation, output_folder
-from memfit.core.alloc_config import AllocatorConfig
 from memfit.errors import MemfitError
 from memfit.gpus import Gpu
 from memfit.jobs.workload import Workload
@@ -38,8 +37,7 @@ def planned(situation: Situation) -> list[Planned]:
     cards: list[tuple[Gpu | None, str | None]] = [*_cards(situation)] or [(None, None)]
     try:
         workload = workload_of(situation)
-        allowed = [_within_limit(card, where, workload.alloc_conf) for card, where in cards]
-        return [Planned(workload, predict(workload, gpu=card), where) for card, where in allowed]
+        return [Planned(workload, predict(workload, gpu=card), where) for card, where in cards]
     except MemfitError as error:
         if situation.asked.workload is not None and _can_be_built(situation):
             raise  # `memfit plan` refuses it too, and nothing else has said so
@@ -54,15 +52,6 @@ def _can_be_built(situation: Situation) -> bool:
     except CannotTell:
         return False
     return True
-
-
-def _within_limit(card: Gpu | None, where: str | None, alloc_conf: str) -> tuple[Gpu | None, str | None]:
-    """`per_process_memory_fraction` limits what is reserved; the context comes on top."""
-    limit = None if card is None else AllocatorConfig.parse(alloc_conf).limit_on(card.capacity_bytes)
-    if card is None or limit is None:
-        return card, where
-    allowed = min(card.capacity_bytes, limit + card.context_bytes)
-    return dataclasses.replace(card, capacity_bytes=allowed), f"what per_process_memory_fraction allows of {where}"
 
 
 def workload_of(situation: Situation) -> Workload:

@@ -344,7 +344,7 @@ class TrainConfig:
             )
         if self.precision == "fp16" and self.method.kind == "full":
             raise UsageError(
-                "precision fp16: AdamW cannot train weights that are themselves fp16",
+                "precision fp16: weights that are themselves fp16 cannot be trained; small updates are lost",
                 hint="amp-fp16 keeps them in fp32 and scales the gradients; bf16 needs no scaling",
             )
         if "weights" in self.memory.offload and self.method.kind == "full":
