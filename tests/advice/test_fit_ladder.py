@@ -85,10 +85,10 @@ def test_the_guides_252_rows_are_called_wrong_and_its_256_are_not() -> None:
     assert wrong["Maximum"] == ("1536 tokens are another experiment than 1024",)
 
 
-def test_the_guides_ladder_is_shown_as_what_not_to_do_and_only_for_its_own_job() -> None:
+def test_the_guides_ladder_is_shown_with_its_own_settings_and_only_for_its_own_job() -> None:
     shown = as_text(show_ladder, dataclasses.replace(climbed(), guide=guide()).to_json())
 
-    assert "not to be followed" in shown
+    assert "as its authors ran it: their attention, checkpointing" in " ".join(shown.split())
     assert "252 rows a step are not 256" in " ".join(shown.split())
     assert climbed().guide == ()
     assert "guide" not in str(climbed())

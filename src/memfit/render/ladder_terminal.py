@@ -38,7 +38,8 @@ def _parts(ladder: Ladder) -> Iterator[RenderableType]:
         rows = f"micro-batch {above['micro_batch']} x {above['grad_accum']}"
         yield section("the next rung", Text(f"{rows} takes {gib(above['device_bytes'])} and does not run"))
     if ladder["guide"]:
-        yield section("the guide's own ladder: not to be followed", _guide(ladder["guide"]))
+        title = "the guide's own ladder, as its authors ran it: their attention, checkpointing, bf16 over fp32 weights"
+        yield section(title, _guide(ladder["guide"], ladder["gpu"]["capacity_bytes"]))
     search = f"{ladder['predictions']} predictions in {ladder['seconds']:.1f} s"
     yield section("assumed", bullets([*ladder["notes"], _time(ladder), search]))
 
@@ -80,15 +81,16 @@ def _risks(rungs: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
-def _guide(guide: Sequence[Mapping[str, Any]]) -> Table:
-    table = grid("left", "right", "right", "right", "right", "left")
-    heads = ("", "micro-batch x steps", "tokens", "rows", "predicted", "it says")
+def _guide(guide: Sequence[Mapping[str, Any]], capacity: int) -> Table:
+    table = grid("left", "right", "right", "right", "right", "right", "left")
+    heads = ("", "micro-batch x steps", "tokens", "rows", "predicted", "of the card", "it says")
     table.add_row(*(Text(head, "dim") for head in heads))
     for rung in guide:
         wrong = f"; but {'; '.join(clean(each) for each in rung['wrong'])}" if rung["wrong"] else ""
         table.add_row(
             clean(rung["name"]), f"{rung['micro_batch']} x {rung['grad_accum']}", str(rung["seq_len"]),
-            str(rung["global_batch"]), gib(rung["device_bytes"]), Text(f"{clean(rung['claims'])}{wrong}"),
+            str(rung["global_batch"]), gib(rung["device_bytes"]), f"{100 * rung['device_bytes'] / capacity:.0f} %",
+            Text(f"{clean(rung['claims'])}{wrong}"),
         )  # fmt: skip
     return table
 
