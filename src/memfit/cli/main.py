@@ -19,7 +19,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 import memfit
-from memfit.cli import late_conversion, output
+from memfit.cli import exported_settings, late_conversion, output
 from memfit.cli.grouped import Grouped
 from memfit.errors import MemfitError
 
@@ -104,6 +104,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         typed = list(sys.argv[1:] if argv is None else argv)
         app = app_of(typed[:1]) if typed and typed[0] in COMMANDS else app_of()
+        if typed and typed[0] in exported_settings.COMMANDS:
+            exported_settings.refuse_what_torch_dies_of(os.environ)
         code = app(typed, prog_name="memfit", standalone_mode=False)
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
