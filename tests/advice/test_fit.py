@@ -317,3 +317,13 @@ def test_a_job_fits_into_what_its_process_is_allowed() -> None:
     assert (memfit.fit(**job).answer, fitted.answer) == ("fits already", "fits")
     assert fitted.after.device_bytes < 0.03 * fitted.gpu.capacity_bytes + fitted.after.context_bytes
     assert limit in fitted.fitted.alloc_conf
+    assert any("per_process_memory_fraction leaves" in note for note in fitted.notes)
+
+
+def test_pruning_plans_with_what_its_process_is_allowed() -> None:
+    fitted = memfit.fit(
+        kind="prune", model="llama-3.2-1b", gpu="H200", alloc_conf="per_process_memory_fraction:0.02"
+    )  # of which 2.8 GiB and the context
+
+    assert fitted.fits
+    assert int(fitted.fitted.max_gpu_memory or 0) < 0.02 * fitted.gpu.capacity_bytes

@@ -30,7 +30,8 @@ class Written(Forecasts):
         return Forecast(
             workload=work, whole=True, verdict="safe" if fits else "fails", device_bytes=total,
             use_bytes=total if fits else None, allocated_bytes=total, reserved_bytes=total, context_bytes=0,
-            phase="backward", step=2, breakdown=alive, parameters=1, trainable_parameters=1,
+            capacity_bytes=self.gpu.capacity_bytes, phase="backward", step=2, breakdown=alive, parameters=1,
+            trainable_parameters=1,
         )  # fmt: skip
 
 

@@ -31,6 +31,7 @@ from memfit.advice.whole_model import whole_model
 from memfit.errors import MemfitError, UsageError
 from memfit.gpus import Gpu, find_gpu
 from memfit.jobs.workload import Workload
+from memfit.planning.predict import limit_note
 from memfit.units import GiB, gib
 
 if TYPE_CHECKING:
@@ -205,7 +206,7 @@ class _Fitting:
         few = self._without(chosen, chosen[-1])
         if isinstance(few, MemfitError):
             return None
-        clear = few.device_bytes > (1 + CLEAR) * self.card.capacity_bytes
+        clear = few.device_bytes > (1 + CLEAR) * few.capacity_bytes
         return few if clear else self.forecasts.of(few.workload, whole=True)
 
     def _one_step_back(self, chosen: Set) -> tuple[Lever, Forecast] | None:
@@ -244,12 +245,12 @@ class _Fitting:
     def _margin_left(self, nearest: Forecast) -> float | None:
         if nearest.use_bytes is None:
             return None
-        return math.floor(100 * (1 - nearest.use_bytes / self.card.capacity_bytes)) / 100
+        return math.floor(100 * (1 - nearest.use_bytes / nearest.capacity_bytes)) / 100
 
     def _smaller_model(self, chosen: Set) -> tuple[str, Forecast] | None:
         """The largest of the same kind that fits with the changes that leave the experiment alone."""
         mild = apply(self.work, [lever for lever in chosen if lever.cost != "experiment"])
-        room = int((1 - self.margin) * self.card.capacity_bytes)
+        room = int((1 - self.margin) * self.search.forecast(()).capacity_bytes)
         for name in () if "model" in self.keep else islice(smaller_models(mild, room), SMALLER_MODELS):
             try:
                 forecast = self.forecasts.glance(dataclasses.replace(mild, model=name, target_modules=None))
@@ -261,6 +262,8 @@ class _Fitting:
 
     def _notes(self, after: Forecast) -> tuple[str, ...]:
         notes = ["predicted, not measured; every set by itself, for savings do not add up", *self.card.notes]
+        if after.capacity_bytes < self.card.capacity_bytes:
+            notes.append(limit_note(after.capacity_bytes))
         fitted = after.workload
         if fitted.trains and fitted.grad_accum > self.forecasts.micro_steps:
             few = f"looked at with {self.forecasts.micro_steps} of {fitted.grad_accum} micro-steps"

@@ -50,6 +50,8 @@ class Forecast:
     allocated_bytes: int
     reserved_bytes: int
     context_bytes: int
+    capacity_bytes: int
+    """Of the card, what the process may use."""
     phase: str
     step: int
     breakdown: dict[str, int] = field(hash=False)
@@ -163,7 +165,7 @@ class Forecasts:
     def _with_room(self, work: Workload, least: int) -> Forecast:
         """Asked from above, so it may take less, and leave the margin all the same."""
         enough = self._replayed(work, self._traced(with_room(work, least)))
-        begins = least <= self.gpu.capacity_bytes - enough.context_bytes
+        begins = least <= enough.capacity_bytes - enough.context_bytes
         verdict: Verdict = enough.verdict if begins else "fails"
         use = enough.use_bytes if begins else None
         return dataclasses.replace(enough, asks_for_bytes=least, verdict=verdict, use_bytes=use)
@@ -180,7 +182,7 @@ class Forecasts:
         return Forecast(
             workload=work, whole=True, verdict=self._verdict(use, capacity), use_bytes=use,
             device_bytes=ample.peak_reserved + context, allocated_bytes=ample.peak_allocated,
-            reserved_bytes=ample.peak_reserved, context_bytes=context,
+            reserved_bytes=ample.peak_reserved, context_bytes=context, capacity_bytes=capacity,
             phase=report.at_peak.phase, step=report.at_peak.step, breakdown=dict(report.breakdown),
             parameters=traced.parameters, trainable_parameters=traced.trainable_parameters,
         )  # fmt: skip

@@ -49,8 +49,8 @@ class Rung:
     def workload(self) -> Workload:
         return self.forecast.workload
 
-    def risks(self, gpu: Gpu) -> tuple[str, ...]:
-        spare = gpu.capacity_bytes - self.forecast.device_bytes
+    def risks(self) -> tuple[str, ...]:
+        spare = self.forecast.capacity_bytes - self.forecast.device_bytes
         length = self.workload.seq_len
         ends = self.longest is not None and self.longest < LONGER[-1] * length
         longer = [f"rows longer than {self.longest} tokens"] if ends else []
@@ -104,7 +104,7 @@ class Ladder:
         relative = round(rung.seconds / first, 3) if rung.seconds and first else None
         return {
             "names": list(rung.names), **_row(rung.forecast, self.gpu), "step_seconds": rung.seconds,
-            "relative_step_time": relative, "longest_seq_len": rung.longest, "risks": list(rung.risks(self.gpu)),
+            "relative_step_time": relative, "longest_seq_len": rung.longest, "risks": list(rung.risks()),
         }  # fmt: skip
 
 
@@ -177,7 +177,7 @@ class _Climb:
 
     def _leaves(self, share: float, rows: int) -> bool:
         forecast = self._of(rows)
-        return forecast.runs and (share == 0 or forecast.device_bytes <= (1 - share) * self.card.capacity_bytes)
+        return forecast.runs and (share == 0 or forecast.device_bytes <= (1 - share) * forecast.capacity_bytes)
 
     def _rung(self, rows: int, names: tuple[str, ...], runs: int | None) -> Rung:
         """Rows that are `runs` tokens long are known to run."""

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 
+from memfit.core.alloc_config import AllocatorConfig
 from memfit.gpus import Gpu
 from memfit.jobs.workload import Workload
-from memfit.planning.predict import context_of
+from memfit.planning.predict import capacity_for, context_of
 
 
 def room_for_pruning(work: Workload, card: Gpu, margin: float) -> int:
     """The margin is left free from the start: pruning makes do with what it may use."""
-    return max(int(card.capacity_bytes * (1 - margin)) - context_of(work, card), 1)
+    context = context_of(work, card)
+    capacity = capacity_for(card, AllocatorConfig.parse(work.alloc_conf), context)
+    return max(int(capacity * (1 - margin)) - context, 1)
 
 
 def within(work: Workload, card: Gpu, margin: float) -> Workload:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from memfit.core.alloc_config import CUDA_VARIABLE
 from memfit.errors import UsageError
 from memfit.jobs.workload import Workload
 
@@ -31,7 +32,7 @@ def trainer_settings(work: Workload) -> dict[str, Any]:
 
 def environment(work: Workload) -> dict[str, str]:
     """What must be set before Python starts."""
-    return {"PYTORCH_CUDA_ALLOC_CONF": work.alloc_conf} if work.alloc_conf else {}
+    return {CUDA_VARIABLE: work.alloc_conf} if work.alloc_conf else {}
 
 
 def refuse_what_has_no_switch(work: Workload, form: str) -> None:

@@ -6,16 +6,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from memfit.core.alloc_config import exported
 from memfit.errors import UsageError
 
-VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 COMMANDS = ("plan", "fit", "table", "prune", "train", "profile")
 """Those that import torch. `check` looks at the variables itself."""
 
 
 def refuse_what_torch_dies_of(environment: Mapping[str, str]) -> None:
-    for name in VARIABLES:
-        text = environment.get(name, "")
+    for name, text in exported(environment).items():
         if any("=" in setting and ":" not in setting for setting in text.split(",")):
             raise UsageError(
                 f"{name}={text}: a setting is written key:value", hint=f"export {name}={text.replace('=', ':')}"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from memfit.cli import output
+from memfit.core.alloc_config import CUDA_VARIABLE
 from memfit.errors import MemfitError, UsageError
 from memfit.jobs.training.processes import is_first
 from memfit.units import gib
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
 SCHEMA = "memfit.train/1"
 DOES_NOT_FIT, WRONG_INPUT = 1, 2
-ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 PATIENCE_SECONDS = 3.0
 
 
@@ -179,13 +179,13 @@ def _only_the_first_complains() -> Iterator[None]:
 def _apply_allocator_settings(config: TrainConfig) -> str | None:
     """They count only if they stand in the environment before CUDA starts. What the user exported wins."""
     wanted = config.memory.alloc_conf
-    there = os.environ.get(ALLOCATOR)
+    there = os.environ.get(CUDA_VARIABLE)
     if not wanted:
         return None
     if there is None:
-        os.environ[ALLOCATOR] = wanted
+        os.environ[CUDA_VARIABLE] = wanted
         return None
-    return None if there == wanted else f"{ALLOCATOR}={there} is exported and wins over memory.alloc_conf {wanted}"
+    return None if there == wanted else f"{CUDA_VARIABLE}={there} is exported and wins over memory.alloc_conf {wanted}"
 
 
 def _wait_without_spinning() -> None:

@@ -21,6 +21,10 @@ from typing import Any
 from memfit.errors import UnknownName, UsageError
 from memfit.units import MiB
 
+CUDA_VARIABLE, NEW_VARIABLE = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
+VARIABLES = (CUDA_VARIABLE, "PYTORCH_HIP_ALLOC_CONF", NEW_VARIABLE)
+"""In the order in which torch looks for them: the first that is there wins."""
+
 # pytorch c10/core/AllocatorConfig.h (up to 2.10 in c10/cuda/CUDACachingAllocator.cpp); the same in 1.10, 2.1, 2.4,
 # 2.11 and 2.13. The large segment size was the constant kLargeBuffer before it became an option in 2.11.
 MIN_BLOCK_SIZE = 512
@@ -47,6 +51,11 @@ WITH_EFFECT = (
     "backend", "expandable_segments", "garbage_collection_threshold", "large_segment_size_mb",
     "max_non_split_rounding_mb", "max_split_size_mb", "per_process_memory_fraction", "roundup_power2_divisions",
 )  # fmt: skip
+
+
+def exported(environment: Mapping[str, str]) -> dict[str, str]:
+    """Each variable that is set; torch reads the first."""
+    return {name: environment[name] for name in VARIABLES if environment.get(name)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +146,7 @@ class AllocatorConfig:
     @classmethod
     def from_snapshot(cls, settings: Mapping[str, Any]) -> AllocatorConfig:
         """From the `allocator_settings` of a torch snapshot: the text, and what was in force where torch says so."""
-        config = cls.parse(str(settings.get("PYTORCH_CUDA_ALLOC_CONF", "")))
+        config = cls.parse(str(settings.get(CUDA_VARIABLE, "")))
         in_force: dict[str, object] = {}
         if "max_split_size" in settings:
             in_force["max_split_size"] = None if settings["max_split_size"] < 0 else settings["max_split_size"]

@@ -204,7 +204,7 @@ def assess(
         times = "once" if fit.retries == 1 else f"{fit.retries} times"
         notes = (f"fits only because torch gives cached memory back {times}: each is a pause", *notes)
     if fit and gpu and fit.capacity_bytes < gpu.capacity_bytes:
-        notes = (f"per_process_memory_fraction leaves {gib(fit.capacity_bytes)} of the card to the process", *notes)
+        notes = (limit_note(fit.capacity_bytes), *notes)
     reserved = timeline.peak_reserved
     return Plan(
         gpu=gpu,
@@ -221,6 +221,10 @@ def capacity_for(gpu: Gpu, config: AllocatorConfig, context: int) -> int:
     """Of the card, what the process may use: `per_process_memory_fraction` limits what is reserved."""
     limit = config.limit_on(gpu.capacity_bytes)
     return gpu.capacity_bytes if limit is None else min(gpu.capacity_bytes, limit + context)
+
+
+def limit_note(capacity: int) -> str:
+    return f"per_process_memory_fraction leaves {gib(capacity)} of the card to the process"
 
 
 def _fit(replays: Replays, gpu: Gpu, context: int, smallest: int) -> Fit:

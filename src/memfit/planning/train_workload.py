@@ -7,6 +7,7 @@ import json
 import os
 from typing import Any, get_args
 
+from memfit.core.alloc_config import CUDA_VARIABLE
 from memfit.errors import UsageError
 from memfit.jobs.training.batch_sizes import BatchSizes
 from memfit.jobs.training.config import ModelConfig, TrainConfig
@@ -18,7 +19,6 @@ from memfit.models.gsa_names import is_gsa
 from memfit.planning.shape_folder import shape_folder
 
 OPTIMIZERS: tuple[Optimizer, ...] = get_args(Optimizer)
-ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 MICRO_STEPS = 3
 """Every later micro-step does what the third does: it finds gradients to add to, and the sum of losses before."""
 
@@ -60,7 +60,7 @@ def workload_of_config(
         target_modules=config.method.target_modules,
         lora_dropout=config.method.dropout,
         adapter_dtype=config.method.adapter_dtype,
-        alloc_conf=os.environ.get(ALLOCATOR) or config.memory.alloc_conf,
+        alloc_conf=os.environ.get(CUDA_VARIABLE) or config.memory.alloc_conf,
     )
 
 

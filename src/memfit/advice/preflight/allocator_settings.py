@@ -14,13 +14,10 @@ from pathlib import Path
 from memfit.advice.preflight.finding import Finding, Line
 from memfit.advice.preflight.situation import Situation
 from memfit.advice.preflight.versions import Version, numbers_of
-from memfit.core.alloc_config import AllocatorConfig
+from memfit.core.alloc_config import CUDA_VARIABLE, NEW_VARIABLE, VARIABLES, AllocatorConfig, exported
 from memfit.errors import UsageError
 
 SETTINGS = Line("settings", "allocator")
-CUDA, HIP, NEW = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
-NAMES = (CUDA, HIP, NEW)
-"""In the order in which torch looks for them: the first that is there wins."""
 CLOSE = 0.85
 """How alike the name of a variable must be to be taken for a slip of the hand: of one word, not of two."""
 NEW_NAME_SINCE: Version = (2, 10)
@@ -74,11 +71,6 @@ def look(
         yield of_text(text, torch_version, where=name or "memory.alloc_conf")
 
 
-def exported(environment: Mapping[str, str]) -> dict[str, str]:
-    """Each variable that is set; torch reads the first."""
-    return {name: environment[name] for name in NAMES if environment.get(name)}
-
-
 @contextmanager
 def without_malformed() -> Iterator[None]:
     """torch reads the settings as it is imported, and ends the process at some of them: an H200's did at
@@ -102,8 +94,8 @@ def _is_well_formed(text: str) -> bool:
 
 def _misspelt(environment: Mapping[str, str]) -> Iterator[Finding]:
     for name, value in environment.items():
-        meant = get_close_matches(name.upper(), NAMES, n=1, cutoff=CLOSE)
-        if meant and name not in NAMES:
+        meant = get_close_matches(name.upper(), VARIABLES, n=1, cutoff=CLOSE)
+        if meant and name not in VARIABLES:
             yield SETTINGS.warning(f"torch reads no variable called {name}", f"export {meant[0]}={value}")
 
 
@@ -114,9 +106,10 @@ def _names(there: Mapping[str, str], torch_version: str | None) -> Iterator[Find
             f"{used} and {' and '.join(others)} are set; torch reads {used} alone: {there[used]}",
             f"unset {' '.join(others)}",
         )
-    if list(there) == [NEW] and torch_version is not None and numbers_of(torch_version) < NEW_NAME_SINCE:
+    if list(there) == [NEW_VARIABLE] and torch_version is not None and numbers_of(torch_version) < NEW_NAME_SINCE:
         yield SETTINGS.failed(
-            f"torch {torch_version} does not read {NEW} for CUDA; it does from 2.10 on", f"export {CUDA}={there[NEW]}"
+            f"torch {torch_version} does not read {NEW_VARIABLE} for CUDA; it does from 2.10 on",
+            f"export {CUDA_VARIABLE}={there[NEW_VARIABLE]}",
         )
 
 
@@ -150,7 +143,7 @@ def of_text(text: str, torch_version: str | None, *, where: str) -> Finding:
 
 def _setting(where: str, text: str) -> str:
     """As it is written in a shell, or in a config."""
-    return f"export {where}={text}" if where in NAMES else f"{where}: {text}"
+    return f"export {where}={text}" if where in VARIABLES else f"{where}: {text}"
 
 
 def too_new_for(text: str, torch_version: str) -> list[str]:

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from memfit.advice.preflight.allocator_settings import exported
 from memfit.advice.preflight.finding import CannotTell
 from memfit.advice.preflight.situation import Situation, output_folder
+from memfit.core.alloc_config import exported
 from memfit.errors import MemfitError
 from memfit.gpus import Gpu
 from memfit.jobs.workload import Workload
