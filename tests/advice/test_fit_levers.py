@@ -106,8 +106,8 @@ def at_peak(phase: str, **breakdown: int) -> Forecast:
     work = Workload(kind="train", model="gpt2")
     return Forecast(
         workload=work, whole=True, verdict="fails", device_bytes=2 << 30, use_bytes=None, allocated_bytes=1 << 30,
-        reserved_bytes=1 << 30, context_bytes=0, capacity_bytes=1 << 30, phase=phase, step=2, breakdown=breakdown, parameters=1,
-        trainable_parameters=1,
+        reserved_bytes=1 << 30, context_bytes=0, capacity_bytes=1 << 30, phase=phase, step=2, breakdown=breakdown,
+        parameters=1, trainable_parameters=1,
     )  # fmt: skip
 
 
