@@ -104,7 +104,8 @@ def find_gpu(text: str | Gpu, *, flag: str = "--gpu") -> Gpu:
     if _SEVERAL.fullmatch(wanted):
         several = "; --world-size says how many there are" if flag == "--gpu" else ""
         raise UsageError(f"{flag} {text!r} names several cards", hint=f"give one{several}")
-    raise UnknownName("GPU", text, _names(), more="a size works too: 24GB as cards are labelled, 23.5GiB exactly")
+    more = "`memfit gpus` lists the cards; a size works too: 24GB as cards are labelled, 23.5GiB exactly"
+    raise UnknownName("GPU", text, _names(), more=more)
 
 
 def is_size(text: str) -> bool:
