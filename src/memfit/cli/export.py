@@ -29,13 +29,14 @@ def export(
     """
     from memfit.core.export import find_format, write_export
     from memfit.core.run import open_run
+    from memfit.core.whole_file import is_own_stream
 
     format_ = find_format(to)
     target = out or Path(file.name.removesuffix(file.suffix) + format_.ending)
-    output.check_free(target, "--output", force)
+    output.check_free(target, "--output", force, inputs=[file])
     with output.working(f"reading {file.name}"):
         run = open_run(file, device=device)
         with output.writing(target, "--output"):
             write_export(run, format_, target)
-    output.say(str(target))
+    (output.note if is_own_stream(target) else output.say)(str(target))
     output.note(f"for {format_.opens_in}")

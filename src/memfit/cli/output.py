@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -71,16 +71,22 @@ def writing(path: Path, flag: str) -> Iterator[None]:
         raise InputError(f"{flag} {str(path)!r} cannot be written: {error.strerror}") from error
 
 
-def check_free(path: Path, flag: str, force: bool) -> None:
-    """Nothing is overwritten unasked; and what cannot be written is told before the work is done."""
-    with writing(path, flag):  # a name may be too long to be asked about
-        is_folder, has_folder, exists = path.is_dir(), path.parent.is_dir(), path.exists()
-    if is_folder:
-        raise InputError(f"{flag} {str(path)!r} is a folder", hint="name the file that should be written")
-    if not has_folder:
-        raise InputError(f"{flag} {str(path)!r}: there is no folder {str(path.parent)!r}")
-    if exists and not force:
-        raise InputError(f"{flag} {str(path)!r} already exists", hint="--force overwrites it")
+def check_free(path: Path, flag: str, force: bool, *, inputs: Iterable[Path] = ()) -> None:
+    """Nothing is overwritten unasked, and never what is read."""
+    from memfit.core.whole_file import check_free as check
+
+    check(path, flag, force, inputs=inputs)
+
+
+def files_of_model(model: str) -> list[Path]:
+    """What a plan reads of a model that is a file or a folder. Recordings and traces may lie beside it."""
+    place = Path(model).expanduser()
+    try:
+        if not place.is_dir():
+            return [place]
+        return [each for each in place.iterdir() if each.suffix not in (".npz", ".pickle", ".pkl")]
+    except (OSError, ValueError):
+        return []
 
 
 def print_json(document: Mapping[str, Any], *, indent: int | None = 1) -> None:

@@ -62,7 +62,7 @@ def _plan(
 ) -> int:
     check_names(workload.model, gpu)
     if save_trace is not None:
-        output.check_free(save_trace, "--save-trace", force)
+        output.check_free(save_trace, "--save-trace", force, inputs=output.files_of_model(workload.model))
     with output.working(f"tracing {workload.model}"):
         from memfit.planning.predict import predict
 

@@ -151,7 +151,7 @@ def _place(asked: Path | None, settings: ProfileSettings, force: bool) -> Path:
     if path.suffix not in (".pickle", ".pkl", ".json"):
         raise UsageError(f"--output {str(path)!r} has no known ending", hint="end its name in .pickle or .json")
     if asked is not None or path.parent.is_dir():
-        output.check_free(path, "--output", force)
+        output.check_free(path, "--output", force, inputs=output.files_of_model(settings.model))
     return path
 
 

@@ -34,7 +34,9 @@ def report(
     phases, idle memory, temporaries, growth; and, if memory ran out, what was asked for and what stood in the way.
     """
     if html is not None:
-        output.check_free(html, "--html", force)
+        from memfit.core.report_file import files_read
+
+        output.check_free(html, "--html", force, inputs=files_read(file))
     with output.working(f"reading {file.name}"):
         from memfit.core.report_file import report_file
 

@@ -13,6 +13,7 @@ import typer
 
 from memfit.cli import output
 from memfit.core.alloc_config import CUDA_VARIABLE
+from memfit.core.whole_file import written_whole
 from memfit.errors import MemfitError, UsageError
 from memfit.jobs.training.processes import is_first
 from memfit.units import gib
@@ -85,7 +86,6 @@ def train(
 
 
 def _run(job: TrainJob, plan: TrainPlan | None, said: list[str], *, json: bool, say: Callable[[str], None]) -> int:
-    from memfit.jobs.training.config_file import dump
     from memfit.jobs.training.out_of_memory import RanOut
     from memfit.jobs.training.run_log import RunLog
     from memfit.jobs.training.runner import train as run
@@ -94,7 +94,7 @@ def _run(job: TrainJob, plan: TrainPlan | None, said: list[str], *, json: bool, 
     if log is not None:
         log.write("\n".join(said + ([] if plan is None else plan.in_lines())))
         if job.resume_from is None:
-            (job.output_dir / "config.yaml").write_text(dump(job.config), encoding="utf-8")
+            _keep_config(job)
     try:
         with _progress(log, shown=is_first()) as on_event, redirect_stdout(sys.stderr):
             result = run(job, on_event=on_event, plan=plan)
@@ -114,6 +114,17 @@ def _run(job: TrainJob, plan: TrainPlan | None, said: list[str], *, json: bool, 
         for line in result.in_lines():
             say(line)
     return 0
+
+
+def _keep_config(job: TrainJob) -> None:
+    """As it was resolved, beside the run; not over a config.yaml that is there: it may be the one that was given."""
+    from memfit.jobs.training.config_file import dump
+
+    text, place = dump(job.config), job.output_dir / "config.yaml"
+    if place.exists() and place.read_text(encoding="utf-8", errors="replace") != text:
+        place = job.output_dir / "config-resolved.yaml"
+    with written_whole(place) as beside:
+        beside.write_text(text, encoding="utf-8")
 
 
 def _explained(message: str, job: TrainJob) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from memfit.cli import output
-from memfit.core.whole_file import written_whole
+from memfit.core.whole_file import continues_log, written_whole
 from memfit.errors import UsageError
 
 
@@ -75,9 +75,11 @@ def _csv(path: Path | None) -> Iterator[Callable[[list[list[Any]]], None]]:
         return
     from memfit.recording.machine import CSV_COLUMNS
 
+    with output.writing(path, "--csv"):
+        continues = continues_log(path, ",".join(CSV_COLUMNS), "log of memfit watch")
     with output.writing(path, "--csv"), path.open("a", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
-        if file.tell() == 0:
+        if not continues:
             writer.writerow(CSV_COLUMNS)
 
         def write(rows: list[list[Any]]) -> None:
@@ -88,5 +90,7 @@ def _csv(path: Path | None) -> Iterator[Callable[[list[list[Any]]], None]]:
 
 
 def _replace(path: Path, text: str) -> None:
+    with output.writing(path, "--prometheus"):
+        continues_log(path, "# HELP memfit_", "file of memfit watch")
     with output.writing(path, "--prometheus"), written_whole(path) as beside:
         beside.write_text(text, encoding="utf-8")

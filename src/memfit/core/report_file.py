@@ -53,6 +53,13 @@ def report_file(path: str | Path, *, device: int | None = None, alloc_conf: str 
     return Reported(document, run)
 
 
+def files_read(path: Path) -> list[Path]:
+    """What a report on this path may read, and so must not be written over."""
+    if not _is_folder(path):
+        return [path]
+    return [each for each in _files(path) if each.name.endswith((*ENDINGS, ".csv"))]
+
+
 def _named(document: dict[str, Any], path: Path, kind: str) -> dict[str, Any]:
     schema = document.pop("schema")
     return {"schema": schema, "source": {"path": clean(str(path)), "kind": kind, "files": []}, **document}

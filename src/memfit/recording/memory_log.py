@@ -25,6 +25,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
+from memfit.core.whole_file import continues_log
 from memfit.errors import InputError, MemfitError
 from memfit.recording import log_text
 from memfit.recording.gpu_memory import GpuReading, GpuSource, find_gpu
@@ -221,18 +222,11 @@ def print_gpu_memory_summary() -> None:
 def _begin(path: Path, header: str, append: bool) -> None:
     """A log of an earlier run is replaced, or continued; any other file of that name is not touched."""
     try:
-        there = path.exists() and path.stat().st_size > 0
-        if there and not _is_log(path, header):
-            raise InputError(f"'{path}' exists and is not a memory log", hint="give the log another name")
+        there = continues_log(path, header, "memory log")
         if not (there and append):
             path.write_text(f"{header}\n", encoding="utf-8", newline="")
     except OSError as error:
         raise InputError(f"the memory log '{path}' cannot be written: {error.strerror}") from error
-
-
-def _is_log(path: Path, header: str) -> bool:
-    with path.open("rb") as file:
-        return file.read(len(header)) == header.encode()
 
 
 def _to_stdout(text: str) -> None:

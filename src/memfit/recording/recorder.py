@@ -25,8 +25,8 @@ from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
 from memfit.core.events import Trace
-from memfit.core.whole_file import written_whole
-from memfit.errors import InputError, MemfitError
+from memfit.core.whole_file import check_free, written_whole
+from memfit.errors import MemfitError
 
 MAX_ENTRIES = 1_000_000
 P = ParamSpec("P")
@@ -67,7 +67,7 @@ class record:
         if record._active is not None:
             raise MemfitError("a recording is already going on", hint="torch keeps one history: end the first one")
         if self.path is not None:
-            _check_free(self.path, self.force)
+            check_free(self.path, "path", self.force, hint="record(..., force=True) overwrites it")
         if self.device is None:
             self.device = torch.cuda.current_device()
         torch.cuda.synchronize(self.device)
@@ -150,13 +150,6 @@ def _torch_with_cuda() -> Any:
     if not hasattr(torch.cuda.memory, "_record_memory_history"):
         raise MemfitError(f"this torch ({torch.__version__}) cannot record its allocator", hint="2.1 or newer can")
     return torch
-
-
-def _check_free(path: Path, force: bool) -> None:
-    if not path.parent.is_dir():
-        raise InputError(f"cannot record to {str(path)!r}: there is no folder {str(path.parent)!r}")
-    if path.exists() and not force:
-        raise InputError(f"{str(path)!r} already exists", hint="record(..., force=True) overwrites it")
 
 
 _watching = False

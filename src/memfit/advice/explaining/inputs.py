@@ -135,7 +135,9 @@ def _folder(folder: Path) -> Input:
     result = _json(folder / "result.json")
     text, name = _text_of(folder, result)
     report, notes = _report_of(folder)
-    config = folder / "config.yaml"
+    config = folder / "config-resolved.yaml"
+    if not config.exists():
+        config = folder / "config.yaml"
     growth = result.get("growth")
     if not text and report is None:
         raise InputError(

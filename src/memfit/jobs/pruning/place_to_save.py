@@ -7,6 +7,7 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
+from memfit.core.whole_file import written_whole
 from memfit.errors import InputError, MemfitError, UsageError
 from memfit.jobs.pruning.output import OutputFolder, journal_of, partial_of
 from memfit.jobs.pruning.result import FILE, is_result
@@ -73,4 +74,5 @@ def copy_results(saved: Path, folder: str | None) -> None:
     if folder is not None:
         for name in (FILE, "log_*.txt", "memory_log*.csv"):
             for path in saved.glob(name):
-                shutil.copyfile(path, Path(folder).expanduser() / path.name)
+                with written_whole(Path(folder).expanduser() / path.name) as beside:
+                    shutil.copyfile(path, beside)
