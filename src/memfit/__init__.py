@@ -17,9 +17,9 @@ document of `--json`. What is wrong with a question is a `MemfitError` with a `h
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from memfit.errors import InputError, MemfitError, TraceError, UnknownName, UsageError
+
+TYPE_CHECKING = False  # typing itself would be most of what `import memfit` costs
 
 if TYPE_CHECKING:
     from memfit.advice.estimate_memory import estimate_memory
@@ -96,7 +96,7 @@ _LATE = {
 
 if not TYPE_CHECKING:  # a type checker knows the names, and tells those that are not there
 
-    def __getattr__(name: str) -> Any:
+    def __getattr__(name: str) -> object:
         """`import memfit` costs nothing: torch is imported by the first prediction."""
         if name not in _LATE:
             raise AttributeError(f"module 'memfit' has no attribute {name!r}")

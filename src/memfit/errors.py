@@ -11,8 +11,9 @@ A traceback means a bug in memfit; these never print one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from difflib import get_close_matches
+TYPE_CHECKING = False  # a command starts faster without typing, and without difflib
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 
 class MemfitError(Exception):
@@ -40,6 +41,8 @@ class TraceError(MemfitError):
 
 class UnknownName(UsageError):
     def __init__(self, what: str, name: str, known: Iterable[str], *, more: str = "") -> None:
+        from difflib import get_close_matches
+
         self.nearest = get_close_matches(name.lower(), list(known), n=3, cutoff=0.6)
         guess = f"did you mean {' or '.join(repr(n) for n in self.nearest)}?" if self.nearest else ""
         super().__init__(f"no {what} called {name!r}", hint=" ".join(part for part in (guess, more) if part) or None)

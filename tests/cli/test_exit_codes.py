@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -96,6 +97,84 @@ def test_a_reader_that_goes_away_is_neither_a_verdict_nor_a_traceback() -> None:
         process.stdout.close()
         assert process.wait(timeout=30) == 141
         assert process.stderr.read() == b""
+
+
+COMMANDS = [["gpus"], ["--help"], ["plan", "--help"], ["models", "--json"], ["plan", "batch", "-"]]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_a_full_disk_is_an_error_in_a_line_and_no_verdict(command: list[str], tiny: str) -> None:
+    line = json.dumps({"kind": "forward", "model": tiny, "seq_len": 16})
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "memfit", *command], stdout=full, stderr=subprocess.PIPE, input=line.encode()
+        )
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[0] == b"error: the output cannot be written: No space left on device"
+    assert b"Traceback" not in done.stderr
+
+
+def test_a_plan_that_does_not_fit_and_cannot_be_printed_is_not_a_verdict(tiny: str) -> None:
+    asked = [str(word) for word in (*FORWARD, "--model", tiny, "--gpu", "600MiB")]
+    for extra in ([], ["--json"]):
+        with open("/dev/full", "wb") as full:
+            assert subprocess.run([sys.executable, "-m", "memfit", *asked, *extra], stdout=full).returncode == 2
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_a_pipe_that_nobody_reads_is_left_quietly(command: list[str], tiny: str) -> None:
+    line = json.dumps({"kind": "forward", "model": tiny, "seq_len": 16})
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-m", "memfit", *command], stdout=writer, stderr=subprocess.PIPE, input=line.encode()
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+@pytest.mark.parametrize("command", ["gpus", "--help", "models --json", "plan train --model gpt2"])
+def test_a_closed_stdout_is_told_before_any_work(command: str) -> None:
+    done = subprocess.run(["sh", "-c", f"{sys.executable} -m memfit {command} >&-"], capture_output=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith(b"error: stdout is closed: there is nowhere to write the answer\n")
+
+
+@pytest.mark.parametrize("how", ["2>&-", "2>/dev/full", "<&-"])
+def test_neither_a_closed_stderr_nor_a_closed_stdin_changes_the_answer(how: str) -> None:
+    for command, code in (("gpus --json", 0), ("plan train --model gtp2", 2)):
+        done = subprocess.run(["sh", "-c", f"{sys.executable} -m memfit {command} {how}"], capture_output=True)
+        assert done.returncode == code
+        assert bool(done.stdout) == (code == 0)
+
+
+@pytest.mark.parametrize("moment", ["json", "memfit.cli.output", "typer", "memfit.cli.batch", "numpy", "torch.version"])
+def test_control_c_while_imports_run_ends_quietly_with_130(moment: str, tiny: str) -> None:
+    """The moments are told by Python itself, which names each module on stderr as its import ends."""
+    asked = [str(word) for word in (*FORWARD, "--model", tiny, "--no-trace-cache")]
+    command = [sys.executable, "-X", "importtime", "-m", "memfit", *asked]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=_heeds_control_c
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        names = (line.decode().rpartition("|")[2].strip() for line in process.stderr)
+        assert "memfit.cli.main" in names
+        assert moment in names
+        process.send_signal(signal.SIGINT)
+        rest = [line for line in process.stderr.read().splitlines() if not line.startswith(b"import time:")]
+        assert (process.wait(timeout=60), rest, process.stdout.read()) == (130, [], b"")
+
+
+def test_a_job_that_was_started_to_ignore_control_c_ignores_it() -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "memfit", "gpus"]
+    ignoring = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **ignoring) as process:
+        assert process.stderr is not None
+        process.stderr.readline()
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+        assert process.returncode == 0
 
 
 def test_python_m_memfit_is_memfit() -> None:

@@ -39,6 +39,6 @@ def test_whatever_torch_reads_is_left_to_torch(setting: str) -> None:
 
 
 def test_every_command_that_is_looked_after_exists() -> None:
-    from memfit.cli.main import COMMANDS as ALL
+    from memfit.cli.app import COMMANDS as ALL
 
     assert set(COMMANDS) <= set(ALL)

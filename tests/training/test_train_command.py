@@ -61,6 +61,15 @@ def test_a_run_leaves_its_log_and_its_config(config: str, tmp_path: Path, capsys
     assert yaml.safe_load((tmp_path / "out" / "config.yaml").read_text())["data"]["max_seq_len"] == 64
 
 
+def test_a_config_that_lies_in_the_runs_own_folder_is_not_rewritten(config: str, tmp_path: Path) -> None:
+    mine = tmp_path / "out" / "config.yaml"
+    mine.parent.mkdir()
+    mine.write_text("# mine\n" + Path(config).read_text())
+    assert main(["train", "--config", str(mine), "--set", "seed=7"]) == 0
+    assert mine.read_text().startswith("# mine\n")
+    assert yaml.safe_load((tmp_path / "out" / "config-resolved.yaml").read_text())["seed"] == 7
+
+
 def test_the_flags_of_the_guide_are_taken(config: str, tmp_path: Path) -> None:
     other = tmp_path / "it's elsewhere: here"
     assert main(["train", "--config", config, "--output_dir", str(other)]) == 0

@@ -1,151 +1,151 @@
-"""`memfit`: the commands, and the one place where what went wrong becomes an exit code.
+"""`memfit` as the shell calls it, and the one place where what went wrong becomes an exit code.
 
-    0  fine            1  does not fit, or a check failed       2  wrong usage or input
+    0  fine            1  does not fit, or a check failed       2  wrong usage or input, or no room for the output
     70 a bug in memfit 130 interrupted                          141 nobody reads the output any more (`| head`)
 
-Nothing here imports torch: `memfit --help` answers at once.
+Nothing is imported here that takes time: a command can be interrupted from its first moment on, without a traceback.
 """
 
 from __future__ import annotations
 
+import _signal as signal  # `signal` itself would make enums of its numbers first
 import os
 import sys
-import traceback
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
-from importlib import import_module
-from typing import Annotated, Any, NoReturn
 
-import typer
-
-import memfit
-from memfit.cli import exported_settings, late_conversion, output
-from memfit.cli.grouped import Grouped
 from memfit.errors import MemfitError
 
-BUG, INTERRUPTED, NOBODY_READS = 70, 130, 141
+TYPE_CHECKING = False  # typing takes longer to import than all else here
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import FrameType
+    from typing import NoReturn
 
-COMMANDS: dict[str, str | None] = {
-    "plan": None,
-    "fit": None,
-    "table": "memfit table --models 7b,13b --workloads prune,lora --gpus 16GB,24GB --format markdown",
-    "check": None,
-    "prune": (
-        "memfit prune --model ./llama-3.2-1b --prune-method wanda --sparsity-ratio 0.5 --save out/wanda --log-memory"
-    ),
-    "train": "memfit train --config smollm2-lora-demo --output-dir outputs/demo",
-    "profile": None,
-    "explain": "memfit explain train.log --kind lora --model qwen2.5-7b --batch-size 1 --seq-len 2048 --rank 128",
-    "watch": "memfit watch --interval 2 --csv memory.csv",
-    "report": "memfit report snapshot.pickle --html report.html",
-    "diff": "memfit diff predicted.npz snapshot.pickle --step-a 2 --step-b 1",
-    "export": "memfit export predicted.npz --to memory-viz",
-    "models": "memfit models --json",
-    "gpus": "memfit gpus",
-}
-"""In the order of the help, with an example; a group has its own. Each is what its module in `memfit.cli` is called."""
-
-
-class _InOrder(late_conversion.Group):
-    """typer would list groups of commands after all others."""
-
-    def list_commands(self, ctx: Any) -> list[str]:
-        return [name for name in COMMANDS if name in self.commands]
-
-
-def _underscores_too(token: str) -> str:
-    return token.replace("_", "-")
-
-
-def _say_version(wanted: bool) -> None:
-    if wanted:
-        output.say(f"memfit {memfit.__version__}")
-        raise typer.Exit
-
-
-def _root(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Show the version and leave.")
-    ] = False,
-) -> None:
-    pass
-
-
-def app_of(names: Iterable[str] = tuple(COMMANDS)) -> typer.Typer:
-    """The command line with these commands only: what is not asked for is not imported."""
-    app = typer.Typer(
-        name="memfit",
-        cls=_InOrder,
-        help="GPU memory of transformer jobs, known before they run.",
-        epilog=output.example("memfit plan train --model gpt2 --batch-size 8 --seq-len 1024 --gpu 'RTX 4090'"),
-        context_settings={
-            "token_normalize_func": _underscores_too, "help_option_names": ["-h", "--help"], "max_content_width": 100,
-        },
-        add_completion=False,
-        no_args_is_help=True,
-        pretty_exceptions_enable=False,
-        rich_markup_mode=None,  # plain help: rich's boxes cut long flags short
-    )  # fmt: skip
-    app.callback()(_root)
-    for name in names:
-        module = import_module(f"memfit.cli.{name}")
-        command, example = getattr(module, name), COMMANDS[name]
-        if example is None:
-            app.add_typer(command, name=name)
-        else:
-            app.command(cls=Grouped, epilog=output.example(example))(command)
-    return app
+WRONG_INPUT, BUG, INTERRUPTED, NOBODY_READS = 2, 70, 130, 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line. Every way in which it can end is a number here."""
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its remarks on configs are none of the user's business
+    return _when_all_is_out(_ended(list(sys.argv[1:] if argv is None else argv)))
+
+
+def _ended(typed: list[str]) -> int:
+    from memfit.cli import output
+
     output.print_anything()
     try:
-        typed = list(sys.argv[1:] if argv is None else argv)
-        app = app_of(typed[:1]) if typed and typed[0] in COMMANDS else app_of()
-        if typed and typed[0] in exported_settings.COMMANDS:
-            exported_settings.refuse_what_torch_dies_of(os.environ)
-        code = app(typed, prog_name="memfit", standalone_mode=False)
-        sys.stdout.flush()
-        return code if isinstance(code, int) else 0
+        if signal.getsignal(signal.SIGINT) is _leave:
+            signal.signal(signal.SIGINT, _interrupt)
+        from memfit.cli.app import run_command
+
+        return run_command(typed)
     except MemfitError as error:
         output.complain(error.message, error.hint)
-        return 2
-    except typer.TyperException as error:
-        output.complain_of_usage(error)
-        return error.exit_code
+        return WRONG_INPUT
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        return _nobody_reads()
+        return NOBODY_READS
     except SystemExit as stop:
         if isinstance(stop.__context__, BrokenPipeError):  # typer leaves with 1 then, which here means "does not fit"
-            return _nobody_reads()
-        return stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 2
-    except Exception:
-        traceback.print_exc()
-        output.complain("this is a bug in memfit, not in what you asked for", "please report it with the text above")
+            return NOBODY_READS
+        return stop.code if isinstance(stop.code, int) else 0 if stop.code is None else WRONG_INPUT
+    except Exception as error:
+        if isinstance(error, OSError) and _why_stdout_fails() is not None:
+            return WRONG_INPUT
+        output.complain_of_a_bug()
         return BUG
 
 
-def _nobody_reads() -> int:
-    """What is still in the buffer goes nowhere, or Python would complain about it on its way out."""
-    with suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    return NOBODY_READS
+def _when_all_is_out(code: int) -> int:
+    """Printing only fills a buffer: what comes of it shows here. An answer that is not whole is none."""
+    why = _why_stdout_fails()
+    if why is None:
+        return code
+    from contextlib import suppress
+
+    from memfit.cli import output
+
+    with suppress(OSError, ValueError):  # what is left goes nowhere, or Python would complain about it on its way out
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if isinstance(why, BrokenPipeError):
+        return NOBODY_READS if code in (0, 1) else code
+    output.complain(f"the output cannot be written: {why.strerror}", "what was printed is not all of it")
+    return WRONG_INPUT if code in (0, 1) else code
+
+
+def _why_stdout_fails() -> OSError | None:
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        return error
+    except (ValueError, AttributeError):  # a program that calls `main` has closed it, or never had one
+        return None
+    failed: OSError | None = getattr(sys.stdout, "failed", None)
+    return failed
+
+
+# -- as a process of its own -------------------------------------------------------------------------------------------
 
 
 def run() -> NoReturn:
     """As the shell calls it. Where torch was not needed nothing has to be taken down, so nobody waits for Python to
     do so: a tenth of a plan whose trace is known."""
-    code = main()
+    heeds = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # a job in the background ignores it
+    if heeds:
+        signal.signal(signal.SIGINT, _leave)
+    try:
+        code = _run()
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    if heeds:
+        signal.signal(signal.SIGINT, _leave)
     if "torch" in sys.modules:
         sys.exit(code)
-    with suppress(OSError, ValueError):
-        sys.stdout.flush()
-        sys.stderr.flush()
     os._exit(code)
+
+
+def _run() -> int:
+    if not _streams_are_open():
+        return WRONG_INPUT
+    from memfit.cli.output import Stdout
+
+    sys.stdout = Stdout.of_this_process()
+    return main()
+
+
+def _streams_are_open() -> bool:
+    """A file that is opened takes the lowest free number: where stdout is closed it would become stdout, and what is
+    printed would go into it."""
+    has_stdout = sys.stdout is not None
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
+    if sys.stdin is None:
+        sys.stdin = os.fdopen(0, closefd=False)
+    if sys.stderr is None:
+        sys.stderr = os.fdopen(2, "w", closefd=False)
+    if not has_stdout:
+        from memfit.cli import output
+
+        output.complain("stdout is closed: there is nowhere to write the answer", "> /dev/null discards it")
+    return has_stdout
+
+
+def _interrupt(signum: int, frame: FrameType | None) -> None:
+    """Ctrl-C while a command runs. Amid an import it would be swallowed by some package, or printed and forgotten;
+    nothing that has to be finished has begun there, so the process ends at once."""
+    here = frame
+    while here is not None:
+        if here.f_code.co_filename.startswith("<frozen importlib"):
+            _leave()
+        here = here.f_back
+    raise KeyboardInterrupt
+
+
+def _leave(*_: object) -> NoReturn:
+    if os.isatty(2):
+        os.write(2, b"\x1b[?25h\n")  # a spinner hides the cursor
+    os._exit(INTERRUPTED)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import io
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,37 @@ def say(text: str) -> None:
     print(text)
 
 
+class Stdout(io.TextIOWrapper):
+    """Remembers why it failed: what could not be written is no longer there to be written again."""
+
+    failed: OSError | None = None
+
+    @classmethod
+    def of_this_process(cls) -> Stdout:
+        stream = sys.stdout
+        assert isinstance(stream, io.TextIOWrapper)
+        return cls(
+            stream.buffer, encoding=stream.encoding, errors=stream.errors,
+            line_buffering=stream.line_buffering, write_through=stream.write_through,
+        )  # fmt: skip
+
+    def write(self, text: str) -> int:
+        with self._noting():
+            return super().write(text)
+
+    def flush(self) -> None:
+        with self._noting():
+            super().flush()
+
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.failed = error
+            raise
+
+
 def print_anything() -> None:
     """A character that the output cannot encode is written as its number, not as a traceback."""
     for stream in (sys.stdout, sys.stderr):
@@ -35,9 +66,17 @@ def print_anything() -> None:
 
 def complain(message: str, hint: str | None = None) -> None:
     """`error: ...` and what to do about it, by plain print: rich would wrap it and take `[..]` for markup."""
-    print(f"error: {_printable(message)}", file=sys.stderr)
+    _to_stderr(f"error: {_printable(message)}")
     for line in (hint or "").splitlines():
-        print(f"  {_printable(line)}", file=sys.stderr)
+        _to_stderr(f"  {_printable(line)}")
+
+
+def complain_of_a_bug() -> None:
+    """The traceback of what is being handled, for us."""
+    import traceback
+
+    _to_stderr(traceback.format_exc().rstrip())
+    complain("this is a bug in memfit, not in what you asked for", "please report it with the text above")
 
 
 def complain_of_usage(error: typer.TyperException) -> None:
@@ -45,7 +84,7 @@ def complain_of_usage(error: typer.TyperException) -> None:
     text = error.format_message().strip()
     context = getattr(error, "ctx", None)
     if type(error).__name__ == "NoArgsIsHelpError":  # the message is the help itself
-        print(text, file=sys.stderr)
+        _to_stderr(text)
         return
     first, *rest = text.splitlines()
     message = " ".join([first[:1].lower() + first[1:], *(line.strip() for line in rest)]).rstrip(".")
@@ -54,12 +93,12 @@ def complain_of_usage(error: typer.TyperException) -> None:
 
 def note(text: str) -> None:
     """Something beside the result: where a file was written."""
-    print(_printable(text), file=sys.stderr)
+    _to_stderr(_printable(text))
 
 
 def note_lines(text: str) -> None:
     """What would be on stdout if a document were not: lines as they are."""
-    print(text, file=sys.stderr, flush=True)
+    _to_stderr(text)
 
 
 @contextmanager
@@ -128,6 +167,12 @@ def working(what: str) -> Iterator[None]:
         progress.add_task(what, total=None)
         with redirect_stdout(sys.stderr):
             yield
+
+
+def _to_stderr(text: str) -> None:
+    """No command fails because nobody can be told."""
+    with suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def _printable(text: str) -> str:
