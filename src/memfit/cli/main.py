@@ -8,7 +8,6 @@ Nothing is imported here that takes time: a command can be interrupted from its 
 
 from __future__ import annotations
 
-import _signal as signal  # `signal` itself would make enums of its numbers first
 import os
 import sys
 
@@ -16,9 +15,12 @@ from memfit.errors import MemfitError
 
 TYPE_CHECKING = False  # typing takes longer to import than all else here
 if TYPE_CHECKING:
+    import signal
     from collections.abc import Sequence
     from types import FrameType
     from typing import NoReturn
+else:
+    import _signal as signal  # `signal` itself makes enums of its numbers first
 
 WRONG_INPUT, BUG, INTERRUPTED, NOBODY_READS = 2, 70, 130, 141
 
