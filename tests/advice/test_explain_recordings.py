@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import memfit
 from memfit.advice.explain import Explanation, explain
 from memfit.advice.explaining.next_steps import next_steps
+from memfit.advice.global_batch import global_batch_of
+from memfit.advice.levers import apply, levers_for
 from memfit.errors import InputError, UsageError
 from memfit.jobs.training.config_file import dump, load_config
 from memfit.jobs.training.events import TrainEvent
 from memfit.jobs.training.recovery import Halved, cause_of
 from memfit.jobs.training.run_log import RunLog
+from memfit.jobs.workload import Workload, flag
+from memfit.planning.train_plan import unusual_flags
 from memfit.units import GiB, MiB
 
 DATA = Path(__file__).parents[1] / "data"
@@ -149,7 +156,15 @@ def test_the_folder_of_a_training_run_tells_the_job(tmp_path: Path) -> None:
     config = load_config("smollm2-lora-demo")
     assert work is not None and (work.kind, work.loop, work.rank) == ("lora", "memfit", config.method.rank)
     assert work.batch_size == 1  # as the log tells that it was halved
+    assert global_batch_of(work) == config.batch.global_batch_size
     assert not told.job.missing and told.gpu is not None
+
+
+def test_the_folder_of_a_run_tells_how_many_processes_shared_the_global_batch(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run")
+    (folder / "result.json").write_text(json.dumps({"schema": "memfit.train-result/1", "world_size": 2}))
+    work = explain(folder, predict=False).job.workload
+    assert work is not None and (work.world_size, work.grad_accum, global_batch_of(work)) == (2, 2, 4)
 
 
 def test_growth_that_the_run_recorded_is_told_and_decides_the_advice(tmp_path: Path) -> None:
@@ -208,6 +223,60 @@ def test_every_fix_of_a_known_job_is_the_difference_of_two_predictions(known: Ex
     after = memfit.predict(gpu="1GiB", model=model, loss="chunked", **JOB)
     assert predicted["chunked loss"].saved_bytes == before.peak.device_bytes - after.peak.device_bytes
     assert known.plan is not None and known.plan.peak == before.peak
+
+
+@pytest.mark.parametrize(("batch_size", "grad_accum", "world_size"), [(4, 8, 1), (8, 8, 1), (3, 3, 2)])
+def test_every_proposal_keeps_the_global_batch(tiny: str, batch_size: int, grad_accum: int, world_size: int) -> None:
+    job: dict[str, Any] = {"batch_size": batch_size, "grad_accum": grad_accum, "world_size": world_size}
+    told = explain(MESSAGE, gpu="1GiB", kind="train", model=tiny, seq_len=512, **job)
+
+    rows = batch_size * grad_accum * world_size
+    changes = [{**job, **fix.changes} for fix in told.fixes]
+    assert len({each["batch_size"] for each in changes}) > 1
+    assert {each["batch_size"] * each["grad_accum"] * each["world_size"] for each in changes} == {rows}
+    for fix in told.fixes:
+        for said in re.findall(r"batch.size[ =](\d+).*?(?:accum|accumulation_steps)[ =](\d+)", str(fix.how)):
+            assert int(said[0]) * int(said[1]) * world_size == rows
+    (step, *_) = next_steps(dataclasses.replace(told, fixes=()))
+    assert f"--batch-size {batch_size}" in step and (grad_accum == 1 or f"--grad-accum {grad_accum}" in step)
+
+
+def test_the_global_batch_is_kept_in_text_json_and_the_trainers_words(tiny: str) -> None:
+    told = explain(MESSAGE, gpu="1GiB", kind="train", model=tiny, seq_len=512, batch_size=2, grad_accum=8)
+
+    assert "--batch-size 1 --grad-accum 16" in str(told)
+    (fix,) = (fix for fix in told.to_json()["fixes"] if fix["name"] == "micro-batch 1")
+    assert fix["changes"] == {"batch_size": 1, "grad_accum": 16}
+    assert fix["how"]["trainer"] == "per_device_train_batch_size=1, gradient_accumulation_steps=16"
+    assert "looked at with 2 of 8 micro-steps, the others are like the last of them" in told.notes
+
+
+@given(
+    rows=st.integers(1, 64), steps=st.integers(1, 64), world=st.integers(1, 8), kind=st.sampled_from(["train", "lora"])
+)
+def test_no_change_to_a_job_changes_its_global_batch(rows: int, steps: int, world: int, kind: Any) -> None:
+    work = Workload(kind=kind, model="gpt2", batch_size=rows, grad_accum=steps, world_size=world)
+
+    for lever in levers_for(work):
+        assert global_batch_of(apply(work, [lever])) == rows * steps * world
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"kind": "train", "batch_size": 2, "grad_accum": 8, "loop": "trainer", "clip_grad": False},
+        {"kind": "lora", "rank": 8, "target_modules": ("q_proj", "v_proj"), "world_size": 2, "parallel": "fsdp2"},
+        {"kind": "generate", "new_tokens": 32, "decoding": "beam", "num_beams": 6, "cache": "static"},
+        {"kind": "prune", "method": "sparsegpt", "sparsity_type": "2:4", "nsamples": 64, "dataset": "builtin"},
+    ],
+)
+def test_the_command_for_a_job_says_every_setting_that_is_not_the_usual_one(settings: dict[str, Any]) -> None:
+    work = Workload(model="gpt2", **settings)
+    words = list(unusual_flags(work))
+
+    said = {"clip_grad": "--no-clip-grad", "target_modules": "--target-modules q_proj,v_proj"}
+    for name, value in settings.items():
+        assert name == "kind" or said.get(name, f"{flag(name)} {value}") in " ".join(words)
 
 
 def test_fixes_are_ranked_by_what_they_save(known: Explanation) -> None:

@@ -116,6 +116,7 @@ def test_where_not_even_a_row_fits_the_plan_says_what_to_try(tmp_path: Path) -> 
     command = shlex.split(next(line for line in said if line.startswith("to try: ")).removeprefix("to try: "))
     assert command[:3] == ["memfit", "fit", "train"] and command[-4:] == ["--global-batch", "32", "--gpu", "700MiB"]
     assert main(["plan", *command[2:-4], "--gpu", "700MiB"]) == 1
+    assert "--grad-accum" not in command  # it follows from the global batch
 
 
 def test_without_a_gpu_there_is_a_prediction_and_no_verdict(tmp_path: Path) -> None:

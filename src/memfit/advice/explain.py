@@ -29,6 +29,7 @@ from memfit.advice.explaining.place import Place, collects
 from memfit.advice.explaining.predicted import predicted_fixes, streamed_pruning
 from memfit.advice.explaining.traps import Trap, traps_of
 from memfit.advice.explaining.withheld import Situation, Withheld, withheld
+from memfit.advice.forecast import few_micro_steps_note
 from memfit.advice.oom_message import Found, Oom
 from memfit.advice.request_size import exact_interval, request_intervals
 from memfit.advice.tensor_names import Readings, RunClues, readings
@@ -111,7 +112,7 @@ def _explained(
     started: float,
 ) -> Explanation:  # fmt: skip
     notes = [*source.notes, *case.notes]
-    job = job_of(given, _configured(source, config, notes), case.clues, case.place)
+    job = job_of(given, _configured(source, config, given, notes), case.clues, case.place)
     notes += [job.beyond] if job.beyond else []
     account = account_of(case.oom) if case.oom else Account()
     card = card_of(case.oom, account, gpu)
@@ -140,16 +141,18 @@ def _explained(
     )  # fmt: skip
 
 
-def _configured(source: Input, config: str | None, notes: list[str]) -> Workload | None:
+def _configured(source: Input, config: str | None, given: Mapping[str, Any], notes: list[str]) -> Workload | None:
     """The job of a config, given or found in the run's folder."""
     if config is None and source.config is None:
         return None
     from memfit.advice.explaining.configured import workload_of_config
 
+    said = given.get("world_size", source.result.get("world_size"))
+    world_size = said if isinstance(said, int) and said > 0 else 1
     if config is not None:
-        return workload_of_config(config)
+        return workload_of_config(config, world_size=world_size)
     try:
-        return workload_of_config(str(source.config), source.text)
+        return workload_of_config(str(source.config), source.text, world_size=world_size)
     except MemfitError as error:
         notes.append(f"its config.yaml cannot be planned: {error.message}")
         return None
@@ -176,6 +179,8 @@ def _predicted(job: Job, card: Gpu | None, notes: list[str]) -> tuple[Plan | Non
         return None, []
     if job.assumed is not None:
         notes.append(f"predicted with settings that the text does not tell at their defaults: {job.assumed}")
+    few = few_micro_steps_note(job.workload)
+    notes += [few] if few else []
     try:
         plan, fixes = predicted_fixes(job.workload, card)
     except MemfitError as error:

@@ -18,7 +18,14 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from memfit.advice.fitted import Alternative, Answer, Change, Fitted
-from memfit.advice.forecast import MOST_MICRO_STEPS, Forecast, Forecasts, without_others
+from memfit.advice.forecast import (
+    MOST_MICRO_STEPS,
+    Forecast,
+    Forecasts,
+    few_micro_steps_note,
+    with_few_micro_steps,
+    without_others,
+)
 from memfit.advice.global_batch import with_global_batch
 from memfit.advice.lever import Lever
 from memfit.advice.levers import apply, checked_setting, levers_for
@@ -76,14 +83,15 @@ def fit(
 
 
 def options(workload: Workload, *, gpu: Gpu | str | None, keep: Sequence[str] = ()) -> list[Option]:
-    """Every single lever that can be planned, predicted on this job; the best saving first."""
+    """Every single lever that can be planned, predicted on this job; the best saving first. Levers are of the job with
+    all its micro-steps, predictions look at a few of them."""
     from memfit.planning.predict import predict
 
-    before, found = predict(workload, gpu=gpu), []
+    before, found = predict(with_few_micro_steps(workload), gpu=gpu), []
     for lever in levers_for(workload, keep=keep):
         if lever.missing is None:
             try:
-                after = predict(apply(workload, [lever]), gpu=gpu)
+                after = predict(with_few_micro_steps(apply(workload, [lever])), gpu=gpu)
             except MemfitError:
                 continue
             found.append(Option(lever=lever, before=before, after=after))
@@ -265,10 +273,10 @@ class _Fitting:
         if after.capacity_bytes < self.card.capacity_bytes:
             notes.append(limit_note(after.capacity_bytes))
         fitted = after.workload
-        if fitted.trains and fitted.grad_accum > self.forecasts.micro_steps:
-            few = f"looked at with {self.forecasts.micro_steps} of {fitted.grad_accum} micro-steps"
+        few = few_micro_steps_note(fitted, self.forecasts.micro_steps)
+        if few:
             last = f"; the answer with {min(fitted.grad_accum, MOST_MICRO_STEPS)}" if after.fits else ""
-            notes.append(f"{few}, the others are like the last of them{last}")
+            notes.append(f"{few}{last}")
         if after.asks_for_bytes is not None:
             notes.append(
                 f"pruning begins only with room for a block and a window as estimated from above, "

@@ -104,7 +104,7 @@ class Forecasts:
 
     def of(self, work: Workload, *, whole: bool = False) -> Forecast:
         """Raises what `predict` would: a setting that cannot be planned, or not together with another."""
-        asked = _looked_at(work, MOST_MICRO_STEPS if whole else self.micro_steps)
+        asked = with_few_micro_steps(work, MOST_MICRO_STEPS if whole else self.micro_steps)
         if asked not in self._known:
             started = time.perf_counter()
             try:
@@ -146,7 +146,7 @@ class Forecasts:
 
     def smallest_card(self, work: Workload) -> int:
         """On which it runs, perhaps with cached memory given back; as closely as a plan tells it."""
-        traced = self._traced(_looked_at(work, self.micro_steps))
+        traced = self._traced(with_few_micro_steps(work, self.micro_steps))
         replays = Replays(traced.trace, AllocatorConfig.parse(work.alloc_conf))
         with no_collector():
             within = replays.ample.peak_reserved // SMALLEST_PRECISION
@@ -211,12 +211,18 @@ def without_others(work: Workload) -> Workload:
     return _without_buckets(work, world_size=1) if _has_buckets(work) else work
 
 
-def _looked_at(work: Workload, most: int) -> Workload:
-    """With no more micro-steps than that."""
+def with_few_micro_steps(work: Workload, most: int = MICRO_STEPS) -> Workload:
+    """To look at, never to propose: a change to it would be one of another global batch."""
     if not work.trains:
         return work
     few = dataclasses.replace(work, grad_accum=min(work.grad_accum, most))
     return few if _has_buckets(work) else _without_buckets(few)
+
+
+def few_micro_steps_note(work: Workload, looked_at: int = MICRO_STEPS) -> str | None:
+    if not work.trains or work.grad_accum <= looked_at:
+        return None
+    return f"looked at with {looked_at} of {work.grad_accum} micro-steps, the others are like the last of them"
 
 
 def _has_buckets(work: Workload) -> bool:

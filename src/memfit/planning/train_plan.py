@@ -33,12 +33,6 @@ from memfit.units import gib
 __all__ = ["TrainPlan", "decides", "plan_training", "workload_of", "workload_of_config"]
 
 SCHEMA = "memfit.train-plan/1"
-SHOWN = (
-    "batch_size", "seq_len", "precision", "attention", "padding", "rank", "lora_dropout", "adapter_dtype",
-    "target_modules", "loss", "loss_chunk", "optimizer", "grad_checkpointing", "selective_checkpointing",
-    "offload", "world_size", "parallel", "alloc_conf",
-)  # fmt: skip
-"""Settings that a command for the same job has to say, where they are not what the loop does by itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,7 +216,8 @@ def _what_to_try(work: Workload, job: TrainJob, plan: Plan) -> tuple[str, ...]:
     if plan.verdict != "fails":
         return ()
     gpu = job.config.memory.gpu or f"{plan.gpu.capacity_bytes if plan.gpu else 0}B"
-    words = ["memfit", "fit", work.kind, "--model", work.model, *unusual_flags(work)]
+    alone = dataclasses.replace(work, grad_accum=1)  # which the global batch gives
+    words = ["memfit", "fit", work.kind, "--model", work.model, *unusual_flags(alone)]
     words += ["--global-batch", str(job.batch.global_batch_size), "--gpu", gpu]
     return (f"to try: {shlex.join(words)}",)
 
@@ -232,10 +227,10 @@ def unusual_flags(work: Workload) -> Iterator[str]:
     if work.trains:
         yield from (flag("loop"), work.loop)
     usual = Workload(kind=work.kind, model=work.model, loop=work.loop)
-    for name in SHOWN:
+    for name in work.settings():
         value = getattr(work, name)
-        if value == getattr(usual, name):
+        if name in ("kind", "model", "loop") or value == getattr(usual, name):
             continue
-        yield flag(name)
+        yield flag(name) if value is not False else flag(f"no_{name}")
         if not isinstance(value, bool):
             yield ",".join(value) if isinstance(value, tuple) else str(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +39,7 @@ def document_of(told: Explanation) -> dict[str, Any]:
         "holders": list(told.holders),
         "growth": told.growth,
         "job": _job(told.job, told.gpu, told.plan),
-        "fixes": [{**asdict(fix), "how": dict(fix.how)} for fix in told.fixes],
+        "fixes": [{**asdict(fix), "changes": _plain(fix.changes), "how": dict(fix.how)} for fix in told.fixes],
         "withheld": [asdict(each) for each in told.withheld],
         "notes": list(told.notes),
         "next": next_steps(told),
@@ -104,9 +105,13 @@ def _tensor(read: Readings) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _plain(settings: Mapping[str, object]) -> dict[str, object]:
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}
+
+
 def _job(job: Job, gpu: Gpu | None, plan: Plan | None) -> dict[str, Any]:
     return {
-        "settings": {name: list(value) if isinstance(value, tuple) else value for name, value in job.settings.items()},
+        "settings": _plain(job.settings),
         "read_from_text": dict(job.read), "missing": list(job.missing),
         "gpu": None if gpu is None else {"name": gpu.name, "capacity_bytes": gpu.capacity_bytes},
         "predicted": None if plan is None else {

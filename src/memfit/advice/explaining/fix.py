@@ -23,6 +23,8 @@ class Fix:
     """What the device would hold at the peak."""
     verdict: str | None = None
     """Whether the job then fits on this card."""
+    changes: Mapping[str, object] = field(default_factory=dict)
+    """Settings of the job that it changes, and to what; none where it is only words."""
     how: Mapping[str, str] = field(default_factory=dict)
 
 

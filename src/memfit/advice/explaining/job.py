@@ -25,8 +25,6 @@ _ROWS = ("batch_size", "seq_len")
 NEEDED = {"train": _ROWS, "lora": (*_ROWS, "rank"), "forward": _ROWS, "generate": _ROWS, "prune": ()}
 """Settings that decide the size of each kind of job."""
 ASSUMED = ("precision", "attention", "loop", "optimizer", "grad_checkpointing")
-MOST_MICRO_STEPS = 2
-"""Every micro-step from the second on finds what the second finds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,9 +69,7 @@ def job_of(given: Mapping[str, Any], configured: Workload | None, clues: Clues, 
     read = {name: clue.said for name, clue in _clues(clues).items()}
     if configured is not None:
         workload = dataclasses.replace(configured, **given)
-        return Job(
-            workload=_few_steps(workload), models=_dimensions(workload.model), settings=workload.settings(), read={}
-        )
+        return Job(workload=workload, models=_dimensions(workload.model), settings=workload.settings(), read={})
     found: dict[str, Any] = {name: clue.value for name, clue in _clues(clues).items()}
     settings = {**found, **given}
     read = {name: said for name, said in read.items() if name not in given}
@@ -92,7 +88,7 @@ def job_of(given: Mapping[str, Any], configured: Workload | None, clues: Clues, 
         settings.setdefault("loop", "trainer")
     if clues.eager:
         settings.setdefault("attention", "eager")
-    made = _few_steps(_workload(settings, given))
+    made = _workload(settings, given)
     return Job(workload=made, models=models, settings=settings, read=read, beyond=beyond)
 
 
@@ -120,12 +116,6 @@ def _workload(settings: dict[str, Any], given: Mapping[str, Any]) -> Workload:
     kind = settings["kind"]
     plain = Workload(kind=kind, model="-").settings()
     return Workload.from_mapping({name: value for name, value in settings.items() if name in plain or name in given})
-
-
-def _few_steps(workload: Workload) -> Workload:
-    if not workload.trains:
-        return workload
-    return dataclasses.replace(workload, grad_accum=min(workload.grad_accum, MOST_MICRO_STEPS))
 
 
 def _by_trainer(place: Place) -> bool:

@@ -30,7 +30,7 @@ def predicted_fixes(workload: Workload, gpu: Gpu | None) -> tuple[Plan, list[Fix
             made[lever.group] = Fix(
                 name=lever.name, says=lever.says, basis="predicted", cost=lever.cost, price=lever.price,
                 saved_bytes=option.saved_bytes, after_bytes=_held(option.after), verdict=option.after.verdict,
-                how=dict(lever.how),
+                changes=dict(lever.settings), how=dict(lever.how),
             )  # fmt: skip
     return before, list(made.values())
 
