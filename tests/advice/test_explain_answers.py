@@ -413,3 +413,58 @@ def test_a_text_without_an_error_says_so_and_advises_nothing() -> None:
     assert not found.known and not found.fixes and not found.withheld
     assert found.cause.sentence == "There is no out-of-memory message here."
     assert "whole text" in found.to_json()["next"][0]
+
+
+# -- the pruning guide's own error -------------------------------------------------------------------------------------
+
+GUIDE = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 64.00 GiB."
+GUIDE_RUN = f"""$ python main.py --model meta-llama/Llama-3.2-1B --prune_method wanda --sparsity_ratio 0.5
+Traceback (most recent call last):
+  File "/home/u/wanda/main.py", line 69, in main
+    prune_wanda(args, model, tokenizer, device, prune_n=prune_n, prune_m=prune_m)
+  File "/home/u/wanda/lib/prune.py", line 68, in prepare_calibration_input
+    inps = torch.zeros((128, model.seqlen, model.config.hidden_size), dtype=dtype, device=device)
+{GUIDE}
+"""
+BUFFER = "128 samples x 131,072 tokens x 2,048 hidden x 2 bytes"
+
+
+def test_the_pruning_guides_error_alone_lists_the_calibration_buffer_first() -> None:
+    found = told(GUIDE)
+    first = found.readings.candidates[0]
+    assert first.product == BUFFER and first.models == ("llama-3.2-1b",)
+    assert found.readings.likeliest is None  # of a job of which nothing is known
+    (cap,) = (fix for fix in found.fixes if fix.basis == "arithmetic")
+    assert cap.says.startswith("if a model is being pruned") and "1.00 GiB" in cap.says
+    assert "in llama-3.2-1b" in str(found)
+
+
+def test_no_model_is_named_for_a_row_that_is_longer_than_it_can_take() -> None:
+    scores = [each for each in told(GUIDE).readings.candidates if each.tensor == "attention scores"]
+    named = {model for reading in scores for model in reading.models}
+    assert "qwen3-0.6b" in named and not named & {"gpt2-medium", "llama-2-7b"}
+
+
+@pytest.mark.parametrize("given", [{}, {"gpu": "24GB"}, {"seq_len": 131072}, {"gpu": "24GB", "seq_len": 131072}])
+def test_the_pruning_guides_run_is_predicted_as_it_was_and_at_a_usual_length(given: dict[str, Any]) -> None:
+    found = explain(GUIDE_RUN, **given)
+
+    assert found.readings.likeliest is not None and found.readings.likeliest.product == BUFFER
+    assert found.plan is not None and found.plan.report.breakdown["calibration"] >= 128 * GiB
+    cap, streamed = (fix for fix in found.fixes if fix.basis == "predicted")
+    assert (cap.name, cap.changes) == ("cap the length at 2,048", {"seq_len": 2048})
+    assert streamed.how["memfit"] == "memfit prune --model llama-3.2-1b --seqlen 2048"
+    assert (streamed.after_bytes or 0) < (cap.after_bytes or 0) < 8 * GiB < (cap.saved_bytes or 0)
+    said = str(found)
+    for untrue in ("16 windows", "512", "no single change", "--seqlen 131072", ", :"):
+        assert untrue not in said
+
+
+def test_pruning_in_another_way_is_proposed_in_that_way() -> None:
+    run = GUIDE_RUN.replace("wanda --sparsity_ratio 0.5", "sparsegpt --sparsity_ratio 0.5 --sparsity_type 2:4")
+    found = explain(run)
+
+    (streamed,) = (fix for fix in found.fixes if fix.basis == "predicted")
+    assert streamed.how["memfit"].endswith("--prune-method sparsegpt --sparsity-type 2:4 --seqlen 2048")
+    assert found.plan is None and streamed.saved_bytes is None and "n/a" in str(found)
+    assert any("for Wanda only" in note for note in found.notes)

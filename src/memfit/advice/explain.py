@@ -24,9 +24,9 @@ from memfit.advice.explaining.document import document_of
 from memfit.advice.explaining.fix import Fix
 from memfit.advice.explaining.fixes import fixes_in_words
 from memfit.advice.explaining.inputs import Input, read_input
-from memfit.advice.explaining.job import Job, card_of, job_of
+from memfit.advice.explaining.job import Job, card_of, job_of, with_length_of
 from memfit.advice.explaining.place import Place, collects
-from memfit.advice.explaining.predicted import predicted_fixes, streamed_pruning
+from memfit.advice.explaining.predicted import predicted_fixes, pruning_fixes
 from memfit.advice.explaining.traps import Trap, traps_of
 from memfit.advice.explaining.withheld import Situation, Withheld, withheld
 from memfit.advice.forecast import few_micro_steps_note
@@ -40,6 +40,7 @@ from memfit.jobs.workload import Workload
 if TYPE_CHECKING:
     from memfit.planning.predict import Plan
 
+WHOLE_MODEL_UNTOLD = "what the program itself takes is predicted for Wanda only, and this method is another one"
 NOTHING = "There is no out-of-memory message here."
 
 
@@ -121,6 +122,7 @@ def _explained(
         else cause_of(case.oom, account, case.clues, case.recorded, card_bytes=card.capacity_bytes if card else None)
     )  # fmt: skip
     read = _readings(case, job)
+    job = with_length_of(job, read, given)
     plan, fixes = _predicted(job, card, notes) if predict and cause.kind != "none" else (None, [])
     told: list[Withheld] = []
     if case.oom is not None:
@@ -182,13 +184,15 @@ def _predicted(job: Job, card: Gpu | None, notes: list[str]) -> tuple[Plan | Non
     few = few_micro_steps_note(job.workload)
     notes += [few] if few else []
     try:
-        plan, fixes = predicted_fixes(job.workload, card)
+        plan, fixes = (pruning_fixes if job.of_another_pruner else predicted_fixes)(job.workload, card)
     except MemfitError as error:
         notes.append(f"the job cannot be predicted: {error.message}")
         return None, []
+    if job.of_another_pruner:
+        notes.append(
+            f"as it is: {plan.notes[0]}" if plan is not None else f"{WHOLE_MODEL_UNTOLD}: {job.workload.method}"
+        )
     if plan is not None and plan.verdict in ("safe", "tight"):
-        if job.kind == "prune":
-            return plan, [streamed_pruning(job.workload, plan)]
         notes.append(
             "as given, the job is predicted to fit: its settings are not those of the run that failed, or something "
             "else is on the card"

@@ -125,12 +125,12 @@ OF_NO_MODEL = (
 
 
 @lru_cache(maxsize=64)
-def fingerprints_of(models: tuple[Dimensions, ...]) -> tuple[tuple[Fingerprint, tuple[str, ...]], ...]:
+def fingerprints_of(models: tuple[Dimensions, ...]) -> tuple[tuple[Fingerprint, tuple[Dimensions, ...]], ...]:
     """Models share sizes: each fingerprint once, with the models that have it."""
-    found: dict[Fingerprint, list[str]] = {fingerprint: [] for fingerprint in OF_NO_MODEL}
+    found: dict[Fingerprint, list[Dimensions]] = {fingerprint: [] for fingerprint in OF_NO_MODEL}
     for model in models:
         for fingerprint in _of_model(model):
             if fingerprint.kind == "flat" and len(models) > 1:
                 continue  # some model has any number of parameters
-            found.setdefault(fingerprint, []).append(model.model)
-    return tuple((fingerprint, tuple(names)) for fingerprint, names in found.items())
+            found.setdefault(fingerprint, []).append(model)
+    return tuple((fingerprint, tuple(having)) for fingerprint, having in found.items())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 from memfit.jobs.workload import Workload
 
 SAVE = "out/pruned"
@@ -15,3 +17,14 @@ def pruning_flags(work: Workload) -> dict[str, str]:
         "--dtype": work.precision, "--nsamples": str(work.nsamples), "--seqlen": str(work.seq_len),
         "--dataset": work.dataset, **limit, "--save": SAVE,
     }  # fmt: skip
+
+
+def pruning_command(work: Workload) -> str:
+    """`memfit prune` with the length and with what is not at its default."""
+    usual = pruning_flags(Workload(kind="prune", model=work.model))
+    said = {
+        name: value
+        for name, value in pruning_flags(work).items()
+        if name in ("--model", "--seqlen") or value != usual.get(name)
+    }
+    return shlex.join(["memfit", "prune", *(word for pair in said.items() for word in pair)])

@@ -9,7 +9,7 @@ going on, and one is called the likeliest only where it is well ahead.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -32,6 +32,9 @@ WRONG_TYPE = -6
 PART = -2
 """One row where the run has several."""
 MOST_USUAL_ROWS = 64
+MOST_USUAL_LENGTH = 8192
+"""Longer windows are the mistake that the public code is known for; shorter ones, of a job of which nothing is known,
+are one guess more."""
 MAX_ROWS, MIN_TOKENS, MAX_TOKENS = 1 << 12, 64, 1 << 18
 OF_PRUNING = ("hessian", "sort")
 CALIBRATION_SAMPLES = (128, 256, 512, 64, 32, 1024)
@@ -115,9 +118,9 @@ def _readings(intervals: tuple[Interval, ...], models: tuple[Dimensions, ...], r
     sure = len(models) == 1
     made: dict[tuple[str, tuple[Factor, ...], int], Reading] = {}
     for low, high in intervals:
-        adapters = [(each, ()) for each in fingerprints_of_lora(run.rank, models)] if run.rank else []
-        for fingerprint, names in (*fingerprints_of(models or _holdable(run.card_bytes)), *adapters):
-            for reading in _matches(fingerprint, names, low, high, run, models, sure):
+        adapters = [(each, models) for each in fingerprints_of_lora(run.rank, models)] if run.rank else []
+        for fingerprint, having in (*fingerprints_of(models or _holdable(run.card_bytes)), *adapters):
+            for reading in _matches(fingerprint, having, low, high, run, sure):
                 key = reading.tensor, reading.factors, reading.itemsize
                 made[key] = max(made.get(key, reading), reading, key=lambda each: each.points)
         if not models:
@@ -181,22 +184,33 @@ def _few_of_each(ranked: Iterable[Reading]) -> list[Reading]:
 
 
 def _matches(
-    print_: Fingerprint, names: tuple[str, ...], low: int, high: int, run: RunClues, models: Sequence[Dimensions],
-    sure: bool,
-) -> Iterator[Reading]:  # fmt: skip
+    print_: Fingerprint, having: tuple[Dimensions, ...], low: int, high: int, run: RunClues, sure: bool
+) -> Iterator[Reading]:
+    """`having`: the models that have such a tensor; none: it does not depend on the model."""
+    positions = {model.positions for model in having if model.positions}
     for itemsize in print_.itemsizes:
         each = itemsize
         for factor in print_.fixed:
             each *= factor.value
-        positions = {model.positions for model in models if model.positions}
         for free, weight in _free(print_, -(-low // each), high // each, run, positions, sure):
+            able = having if sure else _able(having, print_, free)
             points = weight + print_.prior + _by_moment(print_, run) - (not sure)
             points += WRONG_TYPE if run.precision == "fp32" and itemsize == 2 else 0
-            if points > 0 or (sure and points > -AHEAD):
+            if (points > 0 or (sure and points > -AHEAD)) and len(able) >= min(len(having), 1):
                 yield Reading(
                     kind=print_.kind, tensor=print_.tensor, factors=(*free, *print_.fixed), itemsize=itemsize,
-                    models=names if not sure else names[:1], known=weight >= KNOWN, points=points,
+                    models=tuple(model.model for model in able), known=weight >= KNOWN, points=points,
                 )  # fmt: skip
+
+
+def _able(having: tuple[Dimensions, ...], print_: Fingerprint, free: Sequence[Factor]) -> tuple[Dimensions, ...]:
+    """The models that have rows as long: gpt2 has no attention scores of 32,768 tokens. Windows to calibrate on are of
+    those that have just so many positions, if there are such."""
+    if print_.free in ("", "tokens"):
+        return having
+    length = max(factor.value for factor in free if factor.symbol == "tokens")
+    just = tuple(model for model in having if model.positions == length) if print_.free == "samples-length" else ()
+    return just or tuple(model for model in having if model.positions is None or model.positions >= length)
 
 
 def _by_moment(print_: Fingerprint, run: RunClues) -> int:
@@ -209,7 +223,7 @@ def _by_moment(print_: Fingerprint, run: RunClues) -> int:
 
 
 def _free(
-    print_: Fingerprint, low: int, high: int, run: RunClues, positions: Iterable[int], sure: bool
+    print_: Fingerprint, low: int, high: int, run: RunClues, positions: Collection[int], sure: bool
 ) -> Iterator[tuple[tuple[Factor, ...], int]]:
     """The numbers of the run that, times what is fixed, lie between `low` and `high`; and how good a guess they are."""
     if low > high or high < 1:
@@ -221,14 +235,17 @@ def _free(
     elif print_.kind == "kv-cache" and print_.kind in run.hints and run.batch_size and run.seq_len:
         yield from _so_far(low, high, run.batch_size, run.seq_len)
     elif print_.free == "tokens":
-        yield from _tokens(low, high, run, arbitrary=print_.kind == "logits" and (sure or "logits" in run.hints))
+        arbitrary = print_.kind == "logits" and (sure or "logits" in run.hints)
+        yield from _tokens(low, high, run, longest=max(positions, default=None), arbitrary=arbitrary)
     elif print_.free == "samples-length":
-        yield from _samples(low, high, run, positions)
+        yield from _samples(low, high, run, positions, sure=sure)
     else:
         yield from _squares(low, high, run, rows=print_.free == "rows-length-length")
 
 
-def _tokens(low: int, high: int, run: RunClues, *, arbitrary: bool) -> Iterator[tuple[tuple[Factor, ...], int]]:
+def _tokens(
+    low: int, high: int, run: RunClues, *, longest: int | None, arbitrary: bool
+) -> Iterator[tuple[tuple[Factor, ...], int]]:
     rows, length = run.batch_size, run.seq_len
     if rows and length and low <= rows * length <= high:
         yield (Factor(symbol="rows", value=rows), Factor(symbol="tokens", value=length)), OF_THE_RUN
@@ -248,6 +265,7 @@ def _tokens(low: int, high: int, run: RunClues, *, arbitrary: bool) -> Iterator[
     tokens = Factor(symbol="tokens", value=found, least=low, most=high)
     # Rows are padded to the longest of them, so a batch may be smaller than the run's numbers, and never larger.
     beyond = 2 if rows and length and low > rows * length else 0
+    beyond += 1 if longest and found > longest else 0  # then they are several rows, which is one thing more to guess
     if is_round(found):
         yield (tokens,), roundness(found) - (1 if rows and length else 0) - beyond
     elif arbitrary:
@@ -263,16 +281,19 @@ def _so_far(low: int, high: int, rows: int, length: int) -> Iterator[tuple[tuple
 
 
 def _samples(
-    low: int, high: int, run: RunClues, positions: Iterable[int]
-) -> Iterator[tuple[tuple[Factor, ...], int]]:  # fmt: skip
+    low: int, high: int, run: RunClues, positions: Collection[int], *, sure: bool
+) -> Iterator[tuple[tuple[Factor, ...], int]]:
+    """Windows to calibrate on: as long as the run's, or, as the public code takes them, as the model can have them."""
+    pruning = "calibration" in run.hints
     for samples in (run.nsamples,) if run.nsamples else CALIBRATION_SAMPLES:
         least, most = -(-low // samples), high // samples
         for length in sorted({*positions, *({run.seq_len} if run.seq_len else set())}):
             if least <= length <= most:
-                weight = KNOWN if run.nsamples else USUAL if samples == CALIBRATION_SAMPLES[0] else POSSIBLE
+                usual = samples == CALIBRATION_SAMPLES[0] and (sure or pruning or length > MOST_USUAL_LENGTH)
+                weight = KNOWN if run.nsamples else USUAL if usual else POSSIBLE
                 yield (Factor(symbol="samples", value=samples), Factor(symbol="tokens", value=length)), weight
                 return
-        found = roundest(least, most) if "calibration" in run.hints else None
+        found = roundest(least, most) if pruning else None
         if found and found >= MIN_TOKENS and is_round(found):
             yield (Factor(symbol="samples", value=samples), Factor(symbol="tokens", value=found)), roundness(found) - 2
             return

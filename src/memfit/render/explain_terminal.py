@@ -25,6 +25,7 @@ STYLES = {
 }  # fmt: skip
 READINGS, FIXES, HOLDERS, MODELS = 3, 8, 5, 3
 PASSES = ("forward", "backward")
+SIZES = ("batch_size", "seq_len", "rank", "nsamples")
 
 
 def show_explanation(document: Document, console: Console) -> None:
@@ -48,7 +49,7 @@ def _parts(document: Document, console: Console) -> Iterator[RenderableType]:
     if document["holders"]:
         yield section("who held the memory then", _holders(document["holders"], document["account"], width))
     if document["tensor"]["readings"]:
-        yield section(_asked(document["tensor"]), _readings(document["tensor"]["readings"], width))
+        yield section(_asked(document["tensor"]), _readings(document, width))
     elif document["tensor"]["why_none"] and document["tensor"]["request_bytes"]:
         yield section("the tensor that failed", Text(clean(document["tensor"]["why_none"]), "dim"))
     yield from _advice(document, width)
@@ -145,12 +146,13 @@ def _asked(tensor: Document) -> str:
     return f"the tensor that failed, {size}: {'most likely' if sure else 'could be'}"
 
 
-def _readings(readings: Sequence[Mapping[str, Any]], width: int) -> Table:
+def _readings(document: Document, width: int) -> Table:
+    readings, of_one = document["tensor"]["readings"], "model" in document["job"]["settings"]
     table = grid("right", "left")
     chosen = [each for each in readings if each["likeliest"]] or readings[:READINGS]
     for each in chosen:
         lines = [Text(clean(each["tensor"]), "bold" if each["likeliest"] else ""), Text(clean(each["product"]), "dim")]
-        if len(each["models"]) > 1:
+        if each["models"] and not of_one:
             more = f" and {len(each['models']) - MODELS} more" if len(each["models"]) > MODELS else ""
             lines.append(Text(f"in {', '.join(map(clean, each['models'][:MODELS]))}{more}", "dim"))
         table.add_row(format_bytes(each["bytes"]), Group(*lines) if width < 100 else _in_a_line(lines))
@@ -188,12 +190,11 @@ def _plain_fixes(fixes: Sequence[Mapping[str, Any]]) -> Table:
 
 def _predicted_heading(job: Document) -> str:
     settings, plan, gpu = job["settings"], job["predicted"], job["gpu"]
-    what = f"{settings.get('kind')} of {settings.get('model')}"
-    sizes = ", ".join(
-        f"{name.replace('_', ' ')} {settings[name]}" for name in ("batch_size", "seq_len", "rank") if name in settings
-    )
-    where = f" of {gib(gpu['capacity_bytes'])}" if gpu else ""
-    return f"what helps, predicted ({what}, {sizes}: as it is {gib(plan['peak']['device_bytes'])}{where})"
+    words = [f"{settings.get('kind')} of {clean(settings.get('model'))}"]
+    words += [f"{name.replace('_', ' ')} {settings[name]:,}" for name in SIZES if name in settings]
+    on = f" on a card of {gib(gpu['capacity_bytes'])}" if gpu else ""
+    said = f": as it is {gib(plan['peak']['device_bytes'])}{on}" if plan else f",{on}" if on else ""
+    return f"what helps, predicted ({', '.join(words)}{said})"
 
 
 def _read(clues: Mapping[str, str]) -> str:
@@ -216,7 +217,7 @@ def _predicted_fixes(fixes: Sequence[Mapping[str, Any]], job: Document) -> Table
         how = fix["how"].get("memfit") or next(iter(fix["how"].values()), "")
         said = Group(Text(clean(fix["name"])), Text(clean(how), "dim")) if how else Text(clean(fix["name"]))
         table.add_row(
-            "" if fix["saved_bytes"] is None else gib(fix["saved_bytes"]),
+            "n/a" if fix["saved_bytes"] is None else gib(fix["saved_bytes"]),
             gib(fix["after_bytes"]),
             *verdict,
             clean(fix["cost"] or ""),

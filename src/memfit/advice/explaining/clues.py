@@ -73,6 +73,12 @@ _HANDLED = re.compile(
     r"[Dd]ecreas(?:ing|ed) batch[ _]size|[Rr]educ(?:ing|ed) batch size|[Ss]kipping (?:this )?batch|recovered from OOM"
 )
 
+_BY_MEMFIT = re.compile(r"(?<![\w/.])memfit (?:prune|train)\b|-m memfit\b")
+_PRUNING = {
+    "method": re.compile(rf"(?<![\w.])prune[_-]method{_VALUE}(magnitude|wanda|sparsegpt|ria)\b"),
+    "sparsity": re.compile(rf"(?<![\w.])sparsity[_-]ratio{_VALUE}(0?\.\d{{1,6}})(?![\d.eE])"),
+    "sparsity_type": re.compile(rf"(?<![\w.])sparsity[_-]type{_VALUE}(unstructured|\d{{1,2}}:\d{{1,2}})(?![\w:])"),
+}
 _KINDS = tuple(
     (name, re.compile("|".join(map(re.escape, words.split()))))
     for name, words in (
@@ -117,6 +123,9 @@ class Clues:
     """Of a config that was printed into the log, where the model has no name."""
     kind: Clue | None = None
     precision: Clue | None = None
+    pruning: dict[str, Clue] = field(default_factory=dict)
+    """How: method, sparsity, sparsity_type."""
+    by_memfit: bool = False
     grad_checkpointing: bool = False
     eager: bool = False
     quantised: bool = False
@@ -140,6 +149,8 @@ def clues_in(text: str, located: Located | None, place: Place) -> Clues:
         dimensions=None if model else dimensions_in_text(near),
         numbers=dict(_numbers(near, kind)), model=model, family=None if model else _family(near, place), kind=kind,
         precision=_precision(_settings(near, place)),
+        pruning=dict(_pruning(near)) if kind and kind.value == "prune" else {},
+        by_memfit=bool(_BY_MEMFIT.search(near)),
         grad_checkpointing=bool(_FLAGS["grad_checkpointing"].search(near)), eager=bool(_FLAGS["eager"].search(near)),
         quantised=bool(_FLAGS["quantised"].search(near)), sharded=bool(_FLAGS["sharded"].search(near)),
         expandable=bool(_EXPANDABLE.search(near)), split_size=bool(_SPLIT_SIZE.search(near)),
@@ -170,6 +181,13 @@ def _numbers(text: str, kind: Clue | None) -> Iterator[tuple[str, Clue]]:
     lora = _LORA_R.search(text)
     if lora:
         yield "rank", Clue(int(lora[1]), f"LoraConfig(r={lora[1]})")
+
+
+def _pruning(text: str) -> Iterator[tuple[str, Clue]]:
+    for name, pattern in _PRUNING.items():
+        found = pattern.search(text)
+        if found:
+            yield name, Clue(float(found[1]) if name == "sparsity" else found[1], _words(found[0]))
 
 
 def _kind(text: str, place: Place) -> Clue | None:

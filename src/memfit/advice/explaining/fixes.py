@@ -23,8 +23,9 @@ OF_THE_GPU = ("shortage", "other-processes", "limit", "refused", "impossible-req
 def fixes_in_words(case: Situation, *, predicted: bool) -> list[Fix]:
     """`predicted`: levers of the job are told elsewhere, with figures."""
     made = [*_of_the_cause(case), *_of_pieces(case)]
-    if predicted and case.cause.kind == "impossible-request":
-        made += of_the_tensor(case)
+    if predicted:
+        of_shape = case.cause.kind == "impossible-request"
+        made += [fix for fix in of_the_tensor(case) if of_shape or fix.basis == "arithmetic"]
     if not predicted and case.cause.kind in OF_THE_GPU:
         made += smaller_job(case)
     return made

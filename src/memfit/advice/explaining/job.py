@@ -16,6 +16,7 @@ from memfit.advice.explaining.clues import Clues
 from memfit.advice.explaining.place import Place, of_another_engine
 from memfit.advice.model_dimensions import Dimensions, dimensions_of_model, known_dimensions
 from memfit.advice.oom_message import Oom
+from memfit.advice.tensor_names import Readings
 from memfit.errors import MemfitError
 from memfit.gpus import Gpu, find_gpu, list_gpus
 from memfit.jobs.workload import Workload
@@ -40,11 +41,18 @@ class Job:
     """Settings without which nothing is predicted."""
     beyond: str | None = None
     """What is in the text that no prediction has."""
+    by_memfit: bool = False
+    """Whether memfit itself was running it."""
 
     @property
     def kind(self) -> str | None:
         value = self.settings.get("kind")
         return value if isinstance(value, str) else None
+
+    @property
+    def of_another_pruner(self) -> bool:
+        """A program that has the whole model on the GPU: memfit's own has one block at a time."""
+        return self.kind == "prune" and not self.by_memfit
 
     @property
     def assumed(self) -> str | None:
@@ -89,7 +97,22 @@ def job_of(given: Mapping[str, Any], configured: Workload | None, clues: Clues, 
     if clues.eager:
         settings.setdefault("attention", "eager")
     made = _workload(settings, given)
-    return Job(workload=made, models=models, settings=settings, read=read, beyond=beyond)
+    own = clues.by_memfit or any("/memfit/" in frame.path.replace("\\", "/") for frame in place.frames)
+    return Job(workload=made, models=models, settings=settings, read=read, beyond=beyond, by_memfit=own)
+
+
+def with_length_of(job: Job, found: Readings, given: Mapping[str, Any]) -> Job:
+    """Of pruning: with windows as long as the tensor that failed has them, whatever the text says they should be."""
+    tensor = found.likeliest
+    if job.workload is None or not job.of_another_pruner or "seq_len" in given or tensor is None:
+        return job
+    length = next((factor.value for factor in tensor.factors if factor.symbol == "tokens"), None)
+    if tensor.kind != "calibration" or length is None:
+        return job
+    return dataclasses.replace(
+        job, workload=dataclasses.replace(job.workload, seq_len=length), settings={**job.settings, "seq_len": length},
+        read={**job.read, "seq_len": tensor.product},
+    )  # fmt: skip
 
 
 def _beyond(clues: Clues, place: Place, given: Mapping[str, Any]) -> str | None:
@@ -103,7 +126,7 @@ def _beyond(clues: Clues, place: Place, given: Mapping[str, Any]) -> str | None:
 
 
 def _clues(clues: Clues) -> dict[str, Any]:
-    found: dict[str, Any] = dict(clues.numbers)
+    found: dict[str, Any] = {**clues.numbers, **clues.pruning}
     for name in ("model", "kind", "precision"):
         clue = getattr(clues, name)
         if clue is not None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from memfit.advice.explaining.fix import Fix
 from memfit.advice.explaining.job import Job
+from memfit.advice.explaining.smaller_job import USUAL_LENGTH
 from memfit.gpus import Gpu
 from memfit.units import MiB
 
@@ -31,12 +35,18 @@ def next_steps(told: Explanation) -> list[str]:
 
 def _of_the_job(told: Explanation) -> Iterator[str]:
     job = told.job
-    if told.plan is not None:
-        if not any(fix.basis == "predicted" and fix.verdict in ("safe", "tight") for fix in told.fixes):
-            yield f"no single change is enough: {_command(job, told.gpu)} finds the smallest set of them"
-    elif job.workload is None and job.missing:
+    predicted = [fix for fix in told.fixes if fix.basis == "predicted"]
+    if job.workload is None and job.missing:
         asked = " ".join(f"--{name.replace('_', '-')} {PLACEHOLDERS.get(name, 'N')}" for name in job.missing)
         yield f"savings are predicted once the job is known: add {asked}"
+    elif told.gpu is None and predicted:
+        yield "add --gpu NAME|SIZE to hear which of these is enough for the card"
+    elif told.plan is not None and told.plan.verdict == "fails" and not any(map(_is_enough, predicted)):
+        yield f"no single change is enough: {_command(job, told.gpu)} finds the smallest set of them"
+
+
+def _is_enough(fix: Fix) -> bool:
+    return fix.verdict in ("safe", "tight")
 
 
 def _command(job: Job, gpu: Gpu | None) -> str:
@@ -44,5 +54,7 @@ def _command(job: Job, gpu: Gpu | None) -> str:
 
     work = job.workload
     assert work is not None
+    if job.of_another_pruner:
+        work = replace(work, seq_len=min(work.seq_len, USUAL_LENGTH))
     card = f"{gpu.capacity_bytes // MiB}MiB" if gpu else "..."
-    return " ".join(["memfit fit", work.kind, "--model", work.model, *unusual_flags(work), "--gpu", card])
+    return shlex.join(["memfit", "fit", work.kind, "--model", work.model, *unusual_flags(work), "--gpu", card])

@@ -33,8 +33,10 @@ def smaller_job(case: Situation) -> Iterator[Fix]:
     elif phase is None and "weights" in case.place.hints:
         yield in_words("on the host", "weights are copied here: do it on the CPU, or one matrix at a time")
     else:
-        yield from of_the_tensor(case)
-        yield from _of_the_pass(case)
+        found = list(of_the_tensor(case))
+        capped = any(fix.basis == "arithmetic" for fix in found)
+        yield from found
+        yield from _of_the_pass(case) if not capped or case.place.phase != "calibration" else ()
 
 
 def _of_the_pass(case: Situation) -> Iterator[Fix]:
@@ -102,8 +104,9 @@ def of_the_tensor(case: Situation) -> Iterator[Fix]:
                    memfit="loss: chunked", trainer="use_liger_kernel=True")  # fmt: skip
     if found and found[0].tensor == "attention scores":
         yield _of_scores(case)
-    if found and found[0].kind == "calibration":
-        yield from _cap(found[0])
+    first = next(iter(case.readings.candidates), None)
+    if first is not None and first.kind == "calibration":
+        yield from _cap(first, sure=first in found)
 
 
 def _is_evident(reading: Reading, case: Situation) -> bool:
@@ -122,10 +125,11 @@ def _of_scores(case: Situation) -> Fix:
     )
 
 
-def _cap(reading: Reading) -> Iterator[Fix]:
+def _cap(reading: Reading, *, sure: bool) -> Iterator[Fix]:
     length = next((factor.value for factor in reading.factors if factor.symbol == "tokens"), 0)
     if length <= USUAL_LENGTH:
         return
     after = format_bytes(reading.nbytes // length * USUAL_LENGTH)
     said = f"this tensor then has {after}; {length:,} is a model's largest position, not a length to calibrate at"
+    said = said if sure else f"if a model is being pruned, these are its calibration inputs: {said}"
     yield in_words(f"cap the length at {USUAL_LENGTH:,}", said, basis="arithmetic", memfit=f"--seqlen {USUAL_LENGTH}")
