@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import html
+import io
+import lzma
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from memfit.advice.explain import Explanation, explain
-from memfit.advice.oom_message import find_oom
-from memfit.advice.pasted_text import SMALL_TEXT
+from memfit.advice.oom_message import find_oom, find_ooms
+from memfit.advice.pasted_text import SMALL_TEXT, excerpt_of
+from memfit.errors import InputError
 
 SIZES = {
     "requested": "350.00 MiB", "capacity": "23.68 GiB", "free": "212.81 MiB", "allocated": "22.61 GiB",
@@ -419,3 +427,88 @@ def test_the_traceback_inside_a_replica_is_the_one_that_counts() -> None:
     found = told(text)
     assert found.found is not None and len(found.found.ooms) == 1
     assert [frame.function for frame in found.place.frames] == ["forward"]
+
+
+# -- all of it is read -------------------------------------------------------------------------------------------------
+
+LINE = "step 1, loss 2.31, 12.3 GiB\n"
+
+
+def long_log(asked: str = "350.00 MiB", *, before: int, after: int) -> str:
+    return f"{LINE * (before // len(LINE))}{message(asked)}\n{LINE * (after // len(LINE))}"
+
+
+def test_a_message_in_the_middle_of_a_very_long_log_is_found_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "train.log"
+    path.write_text(long_log(before=20 << 20, after=60 << 20))
+    found = explain(path, predict=False)
+    assert sizes(found) == SIZES and found.found is not None and not found.notes
+    assert found.found.last.line == (20 << 20) // len(LINE) + 1
+
+
+def test_what_is_kept_of_a_log_does_not_grow_with_it() -> None:
+    class Endless(io.TextIOBase):
+        left = 400
+
+        def read(self, size: int | None = -1, /) -> str:
+            self.left -= 1
+            return (message() + LINE * 20_000)[: size or 0] if self.left >= 0 else ""
+
+    excerpt = excerpt_of(Endless())  # type: ignore[arg-type]
+    assert len(excerpt.text) < 60 << 20 < excerpt.read_chars
+    found = find_ooms(excerpt)
+    assert found.count == 400 > len(found.ooms)
+    assert found.last.line == 1 + excerpt.lines_before(len(excerpt.text)) * 399 // 400
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress])
+def test_a_packed_log_is_read(tmp_path: Path, pack: Callable[[bytes], bytes]) -> None:
+    packed = pack(long_log(before=5 << 20, after=5 << 20).encode())
+    (tmp_path / "train.log.1.gz").write_bytes(packed)
+    for source in (tmp_path / "train.log.1.gz", tmp_path, packed, io.BytesIO(packed)):
+        assert sizes(explain(source, predict=False)) == SIZES
+
+
+def test_a_packed_log_that_is_cut_off_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
+    path = tmp_path / "train.log.gz"
+    path.write_bytes(gzip.compress(long_log(before=100, after=5 << 20).encode())[:-1000])
+    found = explain(path, predict=False)
+    assert sizes(found) == SIZES and "cut off or damaged" in found.notes[0] and "were read" in found.notes[0]
+
+
+def test_a_file_that_unpacks_without_end_is_read_to_a_limit_that_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("memfit.advice.explaining.inputs.MAX_UNPACKED", 8 << 20)
+    path = tmp_path / "bomb.log.gz"
+    path.write_bytes(gzip.compress(bytes(64 << 20)))
+    found = explain(path, predict=False)
+    assert not found.known and "only the first 8.00 MiB were read" in found.notes[0]
+    assert found.cause.sentence == "There is no out-of-memory message in what was read."
+
+
+def test_what_is_no_text_is_refused_and_not_called_free_of_errors(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "logs.zip", "w") as archive:
+        archive.writestr("train.log", message())
+    with pytest.raises(InputError, match="is a zip archive"):
+        explain(tmp_path / "logs.zip", predict=False)
+    with pytest.raises(InputError, match="is a snapshot"):
+        explain(b"\x80\x04" + bytes(100), predict=False)
+
+
+def test_logs_in_folders_inside_are_read_and_all_that_have_an_error_are_named(tmp_path: Path) -> None:
+    for rank in range(3):
+        folder = tmp_path / "attempt_0" / str(rank)
+        folder.mkdir(parents=True)
+        (folder / "stderr.log").write_text(message() if rank else LINE)
+    (tmp_path / "notes.txt").write_text("lr 1e-4\n")
+    found = explain(tmp_path, predict=False)
+    assert sizes(found) == SIZES and found.source.text_from in ("attempt_0/1/stderr.log", "attempt_0/2/stderr.log")
+    assert any(note.startswith("out-of-memory errors are in these too: attempt_0/") for note in found.notes)
+
+
+def test_a_folder_without_an_error_says_what_was_read(tmp_path: Path) -> None:
+    (tmp_path / "train.log").write_text(LINE)
+    (tmp_path / "old.log.gz").write_bytes(gzip.compress(LINE.encode()))
+    found = explain(tmp_path, predict=False)
+    assert not found.known and "read for an out-of-memory error: train.log, old.log.gz" in found.notes

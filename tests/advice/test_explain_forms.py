@@ -440,7 +440,7 @@ def test_ten_thousand_mutated_texts_are_explained_or_refused_without_a_crash() -
     assert slowest < 5 and time.perf_counter() - started < 240  # about 20 s and 0.05 s on an idle machine
 
 
-@pytest.mark.parametrize("junk", [b"", b"\0" * 4096, bytes(range(256)) * 64, b"\x80\x04\x95garbage", b"PK\x03\x04zip"])
+@pytest.mark.parametrize("junk", [b"", b"\0" * 4096, bytes(range(256)) * 64])
 def test_binary_junk_has_no_message_in_it(junk: bytes) -> None:
     told = explain(junk, predict=False)
     assert not told.known and told.cause.sentence == "There is no out-of-memory message here."

@@ -14,7 +14,7 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from memfit.advice.explaining.accounting import Account, account_of
 from memfit.advice.explaining.case import Case, case_of
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 WHOLE_MODEL_UNTOLD = "what the program itself takes is predicted for Wanda only, and this method is another one"
 NOTHING = "There is no out-of-memory message here."
+NOTHING_SO_FAR = "There is no out-of-memory message in what was read."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +93,7 @@ class Explanation:
 
 
 def explain(
-    text_or_path: str | bytes | os.PathLike[str], *, gpu: str | None = None, config: str | None = None,
+    text_or_path: str | bytes | BinaryIO | os.PathLike[str], *, gpu: str | None = None, config: str | None = None,
     predict: bool = True, **settings: Any,
 ) -> Explanation:  # fmt: skip
     """Explain a message, a log, a snapshot, a memory log or a run's folder.
@@ -118,7 +119,7 @@ def _explained(
     account = account_of(case.oom) if case.oom else Account()
     card = card_of(case.oom, account, gpu)
     cause = case.cause or (
-        Cause(kind="none", sentence=NOTHING) if case.oom is None
+        Cause(kind="none", sentence=NOTHING if source.is_read_whole else NOTHING_SO_FAR) if case.oom is None
         else cause_of(case.oom, account, case.clues, case.recorded, card_bytes=card.capacity_bytes if card else None)
     )  # fmt: skip
     read = _readings(case, job)

@@ -13,12 +13,12 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate
 from typing import Any, TypeVar
 
 from memfit.advice.disguises import DISGUISES, SUREST_FIRST, Certainty, Disguise, Where
-from memfit.advice.pasted_text import Passage, may_break_words, passages
+from memfit.advice.pasted_text import Excerpt, Passage, may_break_words, passages
 
 T = TypeVar("T")
 
@@ -128,6 +128,12 @@ class Located:
 class Found:
     ooms: tuple[Located, ...]
     """In the order of the text. Disguised ones are in it only if there is no other."""
+    requests: int = 0
+    """How many the whole text has by a count of words: of very many only the first and the last ones are read."""
+
+    @property
+    def count(self) -> int:
+        return max(len(self.ooms), self.requests if self.ooms and _plain(self.last) else 0)
 
     @property
     def first(self) -> Located:
@@ -147,13 +153,14 @@ def find_oom(text: str) -> Oom | None:
     return found.last.oom if found else None
 
 
-def find_ooms(text: str) -> Found:
+def find_ooms(source: str | Excerpt) -> Found:
     """All messages, each read as the text's line breaks make most sense."""
-    by_blanks = _find(passages(text))
-    if not may_break_words(text):
-        return by_blanks
-    by_width = _find(passages(text, breaks_words=True))
-    return max(by_blanks, by_width, key=lambda found: sum(each.oom.known + 1 for each in found.ooms if _plain(each)))
+    text = source if isinstance(source, Excerpt) else Excerpt(source)
+    found = _find(passages(text))
+    if may_break_words(text.text):
+        by_width = _find(passages(text, breaks_words=True))
+        found = max(found, by_width, key=lambda each: sum(one.oom.known + 1 for one in each.ooms if _plain(one)))
+    return replace(found, requests=text.requests)
 
 
 def _plain(located: Located) -> bool:

@@ -1,6 +1,6 @@
 """Text as people have it: wrapped by terminals, prefixed by loggers, escaped by JSON or HTML, coloured, megabytes long.
 
-    for passage in passages(text):
+    for passage in passages(excerpt_of(open_file)):
         passage.flat                    # one line, as the program wrote it
         passage.line_at(offset)         # the number of the line in the text that this place of `flat` comes from
 
@@ -13,20 +13,24 @@ from __future__ import annotations
 import html
 import re
 from bisect import bisect_right
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple, TextIO
 
-MAX_TEXT = 64 << 20
 SMALL_TEXT = 4 << 20
-"""Texts up to here are read whole; of longer ones what lies around the words that all messages have."""
+"""Texts up to here are looked at whole; of longer ones what lies around the words that all messages have."""
 BEFORE, AFTER = 200 << 10, 16 << 10
 """Around such a word: a traceback comes before its message."""
 MAX_ANCHORS = 24
 """Of each word: so many from the beginning of a text, and so many from its end."""
 MAX_READ = 12 << 20
 """Of a long text: half from its beginning, half from its end."""
+CHUNK = 256 << 10
+"""More than BEFORE and AFTER: a word's neighbours lie in its own chunk and the two beside it."""
+BEGINNING, FIRST_KEPT, LAST_KEPT, END = 4, 64, 128, SMALL_TEXT // CHUNK
+"""Chunks that are kept of a text of any length: its beginning, the first and the last ones with a word, its end."""
 
 ANCHORS = (
     "out of memory", "Out of memory", "Tried to allocate", "OutOfMemory", "MemoryError", "DefaultCPUAllocator",
@@ -65,6 +69,70 @@ _TAG = re.compile(r"</?(?:a|b|br|code|div|em|i|li|p|pre|samp|span|strong|td|tr|u
 _UNICODE_ESCAPE = re.compile(r"\\u00([0-9a-fA-F]{2})")
 _RAW_DEVICE = re.compile(r"GPU (?:([\x00-\x08\x0e-\x1b])|\\(?:x|u00)([0-9a-fA-F]{2})|\^([@A-Z])) has a total")
 _NARROWEST, _FEW_LINES = 40, 200
+
+
+REQUEST = "Tried to allocate"
+LONGEST_WORD = len(max(ANCHORS, key=len))
+
+
+class _Chunk(NamedTuple):
+    number: int
+    lines_before: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Excerpt:
+    """Of a text of any length, what can matter of it; a text up to SMALL_TEXT is all there."""
+
+    text: str
+    gaps: tuple[tuple[int, int], ...] = ()
+    """Where lines are left out: the place in `text`, and how many before it in all."""
+    requests: int = 0
+    """How many messages the whole text has, by the words that each of them has."""
+    read_chars: int = 0
+
+    def lines_before(self, at: int) -> int:
+        """Of the whole text, before this place of the excerpt."""
+        left_out = next((lines for place, lines in reversed(self.gaps) if place <= at), 0)
+        return left_out + self.text.count("\n", 0, at)
+
+
+def excerpt_of(source: TextIO, *, most: int | None = None) -> Excerpt:
+    """Reads all of it, or the first `most` characters, and never has more than a part in memory."""
+    kept: dict[int, _Chunk] = {}
+    last: dict[int, _Chunk] = {}
+    recent: deque[_Chunk] = deque(maxlen=END)
+    number = lines = requests = read = 0
+    overlap, after_word = "", False
+    while text := source.read(CHUNK if most is None else min(CHUNK, most - read)):
+        chunk = _Chunk(number, lines, text)
+        seen = overlap + text
+        has_word = any(word in seen for word in ANCHORS)
+        before = [recent[-1]] if has_word and recent else []
+        for each in (*before, *([chunk] if has_word or after_word or number < BEGINNING else [])):
+            (kept if len(kept) < FIRST_KEPT or each.number in kept else last)[each.number] = each
+        while len(last) > LAST_KEPT:
+            last.pop(next(iter(last)))
+        recent.append(chunk)
+        requests += seen.count(REQUEST) - overlap.count(REQUEST)
+        number, lines, read = number + 1, lines + text.count("\n"), read + len(text)
+        overlap, after_word = text[-LONGEST_WORD:], has_word
+    return _joined([*kept.values(), *last.values(), *recent], requests=requests, read=read)
+
+
+def _joined(chunks: Iterable[_Chunk], *, requests: int, read: int) -> Excerpt:
+    parts: list[str] = []
+    gaps: list[tuple[int, int]] = []
+    at, newlines, following = 0, 0, 0
+    for number, chunk in sorted({each.number: each for each in chunks}.items()):
+        if number != following:
+            parts.append("\n")
+            at, newlines = at + 1, newlines + 1
+            gaps.append((at, chunk.lines_before - newlines))
+        parts.append(chunk.text)
+        at, newlines, following = at + len(chunk.text), newlines + chunk.text.count("\n"), number + 1
+    return Excerpt("".join(parts), tuple(gaps), requests, read)
 
 
 @dataclass(frozen=True)
@@ -108,17 +176,25 @@ class Passage:
         return self.first_line + self.index_at(offset)
 
 
-def passages(text: str, *, breaks_words: bool = False) -> Iterator[Passage]:
+def passages(excerpt: Excerpt, *, breaks_words: bool = False) -> Iterator[Passage]:
     """All of a short text, or what matters of a long one, in order. Linear in the length of the text."""
-    text = text[-MAX_TEXT:]
-    for begin, end in _windows(text):
-        first = text.count("\n", 0, begin) + 1
-        yield _passage(text[begin:end], first, breaks_words)
+    for window in _windows(excerpt.text):
+        for begin, end in _split(window, excerpt.gaps):
+            yield _passage(excerpt.text[begin:end], excerpt.lines_before(begin) + 1, breaks_words)
+
+
+def _split(window: tuple[int, int], gaps: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    begin, end = window
+    for at, _ in gaps:
+        if begin < at < end:
+            yield begin, at
+            begin = at
+    yield begin, end
 
 
 def may_break_words(text: str) -> bool:
     """Whether the text has lines of one width, as a terminal that wraps makes them."""
-    return any(_width(_raw_lines(text[begin:end])) for begin, end in _windows(text[-MAX_TEXT:]))
+    return any(_width(_raw_lines(text[begin:end])) for begin, end in _windows(text))
 
 
 def _passage(text: str, first_line: int, breaks_words: bool) -> Passage:

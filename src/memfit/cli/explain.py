@@ -10,7 +10,7 @@ import typer
 from memfit.cli import output
 from memfit.cli.flags import Json
 from memfit.cli.options import with_any_option
-from memfit.errors import InputError, UsageError
+from memfit.errors import UsageError
 from memfit.jobs.workload import KINDS
 
 NOTHING_FOUND = 1
@@ -68,17 +68,12 @@ def _path(file: str) -> Any:
     return Path(file)
 
 
-def _stdin() -> bytes:
-    from memfit.advice.pasted_text import MAX_TEXT
-
+def _stdin() -> Any:
     if sys.stdin.isatty():
         raise UsageError(
             "no FILE, and nothing is piped in", hint="memfit explain train.log, or memfit explain < oom.txt"
         )
-    raw = sys.stdin.buffer.read(MAX_TEXT)
-    if raw[:1] == b"\x80":
-        raise InputError("a snapshot cannot be piped in", hint="give the name of its file: memfit explain oom.pickle")
-    return raw
+    return sys.stdin.buffer
 
 
 explain = with_any_option(_explain, EXTRA)

@@ -36,7 +36,7 @@ def case_of(source: Input) -> Case:
 
 
 def _from_text(source: Input) -> Case:
-    found = find_ooms(source.text)
+    found = find_ooms(source.excerpt)
     if not found:
         return Case(oom=None, place=Place(), clues=clues_in(source.text, None, Place()))
     chosen = _chosen(source.text, found)

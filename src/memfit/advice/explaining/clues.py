@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from memfit.advice.explaining.place import Place
 from memfit.advice.model_dimensions import Dimensions, dimensions_in_text
 from memfit.advice.oom_message import Located
-from memfit.advice.pasted_text import passages
+from memfit.advice.pasted_text import Excerpt, passages
 from memfit.models.presets import Preset, find_preset, presets
 
 BEGINNING, NEAR = 64 << 10, 256 << 10
@@ -161,7 +161,7 @@ def clues_in(text: str, located: Located | None, place: Place) -> Clues:
 
 def _near(text: str, located: Located | None) -> tuple[str, str, str]:
     """The beginning of the text with what is around the message; what comes after it; what comes before it."""
-    start = next(iter(passages(text[:BEGINNING]))).flat
+    start = next(iter(passages(Excerpt(text[:BEGINNING])))).flat
     if located is None:
         return start, "", start
     flat = located.passage.flat

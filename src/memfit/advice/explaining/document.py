@@ -64,7 +64,7 @@ def _size(size: Size | None, why: str | None) -> dict[str, Any]:
 def _found(found: Found | None) -> dict[str, Any] | None:
     if found is None:
         return None
-    return {"count": len(found.ooms), "first": _located(found.first), "last": _located(found.last)}
+    return {"count": found.count, "first": _located(found.first), "last": _located(found.last)}
 
 
 def _located(located: Located) -> dict[str, Any]:

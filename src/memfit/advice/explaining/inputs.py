@@ -1,33 +1,56 @@
-"""What was handed to `memfit explain`, told from its content: text, a snapshot, a memory log or a run's folder."""
+"""What was handed to `memfit explain`, told from its content: text, a snapshot, a memory log or a run's folder.
+
+Text of any length is read to its end, packed or not, and only a part of it is kept (`pasted_text.excerpt_of`). What was
+not read is told in the notes.
+"""
 
 from __future__ import annotations
 
+import bz2
+import gzip
+import io
 import json
+import lzma
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 from memfit.advice.oom_message import find_ooms
-from memfit.advice.pasted_text import MAX_TEXT
+from memfit.advice.pasted_text import CHUNK, Excerpt, excerpt_of
 from memfit.errors import InputError
+from memfit.units import GiB, format_bytes
 
 Kind = Literal["text", "snapshot", "memory_log", "run_folder"]
 TEXT_ENDINGS = (".log", ".txt", ".out", ".err")
 TEXT_NAMES = ("stdout", "stderr", "nohup.out")
+PACKED_ENDINGS = (".gz", ".bz2", ".xz")
 RECORDINGS = (".pickle", ".pkl", ".pickle.gz", ".pkl.gz", ".npz")
-MAX_FILES = 50
-MAX_FOLDER_TEXT = 64 << 20
+MAX_UNPACKED = 4 * GiB
+"""Of what has no length of its own: a packed file, which may unpack to a thousand times its size, or a pipe."""
+MAX_FOLDER_TEXT = 8 * GiB
+MAX_FILES, DEEPEST = 200, 6
 MAX_JSON = 4 << 20
 LONGEST_PATH = 4096
+NAMED = 4
+"""Of many files, in a note."""
+
+_PACKERS: dict[bytes, Callable[[Any], Any]] = {
+    b"\x1f\x8b": lambda packed: gzip.GzipFile(fileobj=packed), b"BZh": bz2.BZ2File, b"\xfd7zXZ": lzma.LZMAFile,
+}  # fmt: skip
+_DAMAGED = (EOFError, OSError, lzma.LZMAError)
+_OTHER_PACKERS = {b"PK\x03\x04": "a zip archive", b"\x28\xb5\x2f\xfd": "packed by zstd", b"7z\xbc\xaf": "a 7z archive"}
+
+
+NO_TEXT = Excerpt("")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Input:
     kind: Kind
     path: str | None = None
-    text: str = ""
+    excerpt: Excerpt = NO_TEXT
     text_from: str | None = None
     """Of a folder: the file that the text is from."""
     report: dict[str, Any] | None = None
@@ -36,14 +59,21 @@ class Input:
     growth: dict[str, Any] | None = None
     result: dict[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    is_read_whole: bool = True
+
+    @property
+    def text(self) -> str:
+        return self.excerpt.text
 
 
-def read_input(source: str | bytes | os.PathLike[str]) -> Input:
-    """A path if there is such a file, else the text itself."""
+def read_input(source: str | bytes | BinaryIO | os.PathLike[str]) -> Input:
+    """A path if there is such a file, else the text itself. A stream is read to its end."""
     if isinstance(source, bytes):
-        return Input(kind="text", text=decoded(source))
+        return _of_stream(io.BytesIO(source), most=None)
     if isinstance(source, str) and not _names_a_file(source) and not _means_a_file(source):
-        return Input(kind="text", text=source)
+        return Input(kind="text", excerpt=excerpt_of(io.StringIO(source)))
+    if not isinstance(source, (str, os.PathLike)):
+        return _of_stream(source, most=MAX_UNPACKED)
     path = Path(source)
     if not path.exists():
         raise InputError(f"no file or folder {str(path)!r}", hint="`-` reads a pasted message from stdin")
@@ -62,62 +92,115 @@ def _names_a_file(text: str) -> bool:
 def _means_a_file(text: str) -> bool:
     """A name with a typing mistake is no message."""
     plain = text.isprintable() and " " not in text and len(text) <= LONGEST_PATH
-    return plain and (
-        text.endswith((*TEXT_ENDINGS, *RECORDINGS, ".csv", ".json")) or text.startswith(("/", "./", "~/"))
-    )
+    endings = (*TEXT_ENDINGS, *PACKED_ENDINGS, *RECORDINGS, ".csv", ".json")
+    return plain and (text.endswith(endings) or text.startswith(("/", "./", "~/")))
 
 
-def decoded(raw: bytes) -> str:
+# -- a stream ------------------------------------------------------------------------------------------------------
+
+
+def _of_stream(stream: Any, *, most: int | None, path: Path | None = None) -> Input:
+    name = "what is piped in" if path is None else repr(str(path))
+    source = stream if hasattr(stream, "peek") else io.BufferedReader(stream)
+    head = source.peek(8)
+    opened = next((packer for magic, packer in _PACKERS.items() if head.startswith(magic)), None)
+    if opened is not None:
+        name, source, most = f"{name}, unpacked,", io.BufferedReader(opened(source)), MAX_UNPACKED
+        try:
+            head = source.peek(8)
+        except _DAMAGED as error:
+            raise InputError(
+                f"cannot unpack {'what is piped in' if path is None else repr(str(path))}: {error}"
+            ) from error
+    _refuse_what_is_no_text(head, name, may_be_junk=path is not None and opened is None)
+    excerpt, notes = _decoded(source, name, most=most)
+    shown = None if path is None else str(path)
+    return Input(kind="text", path=shown, excerpt=excerpt, notes=notes, is_read_whole=not notes)
+
+
+def _refuse_what_is_no_text(head: bytes, name: str, *, may_be_junk: bool) -> None:
+    packed = next((said for magic, said in _OTHER_PACKERS.items() if head.startswith(magic)), None)
+    if packed is not None:
+        raise InputError(f"{name} is {packed}", hint="unpack it first; logs packed by gzip, bzip2 and xz are read")
+    if head[:1] == b"\x80" and not may_be_junk:
+        raise InputError(f"{name} is a snapshot", hint="give its file under a name that ends in .pickle or .pickle.gz")
+
+
+def _decoded(source: Any, name: str, *, most: int | None) -> tuple[Excerpt, tuple[str, ...]]:
     """UTF-8, or what PowerShell writes; bytes that are neither do not matter."""
-    raw = raw[-MAX_TEXT:] if not raw.startswith((b"\xff\xfe", b"\xfe\xff")) else raw[:MAX_TEXT]
-    if raw.startswith((b"\xff\xfe", b"\xfe\xff")):
-        return raw.decode("utf-16", "replace")
-    return raw.removeprefix(b"\xef\xbb\xbf").decode("utf-8", "replace")
+    wide = source.peek(2).startswith((b"\xff\xfe", b"\xfe\xff"))
+    limited = _Limited(source, most)
+    plain = io.BufferedReader(limited, CHUNK)
+    excerpt = excerpt_of(io.TextIOWrapper(plain, "utf-16" if wide else "utf-8-sig", "replace", newline=""))
+    if limited.damage is not None:
+        read = f"only the {format_bytes(limited.read_bytes)} before that were read"
+        return excerpt, (f"{name} is cut off or damaged ({limited.damage}): {read}",)
+    if limited.is_full:
+        return excerpt, (f"of {name} only the first {format_bytes(most or 0)} were read, which is the most",)
+    return excerpt, ()
+
+
+class _Limited(io.RawIOBase):
+    """So many bytes of a stream; where it is damaged it ends."""
+
+    def __init__(self, source: Any, most: int | None) -> None:
+        self.source, self.most = source, most
+        self.read_bytes = 0
+        self.damage: Exception | None = None
+
+    @property
+    def is_full(self) -> bool:
+        return self.most is not None and self.read_bytes >= self.most and bool(self.source.peek(1))
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        room = len(buffer) if self.most is None else min(len(buffer), self.most - self.read_bytes)
+        try:
+            found: bytes = self.source.read1(room) if room and self.damage is None else b""
+        except _DAMAGED as damage:
+            self.damage, found = damage, b""
+        buffer[: len(found)] = found
+        self.read_bytes += len(found)
+        return len(found)
 
 
 # -- a file --------------------------------------------------------------------------------------------------------
 
 
 def _file(path: Path) -> Input:
-    if not path.is_file():  # a pipe, as the shell's <(...) is one
-        return Input(kind="text", path=str(path), text=decoded(_read(path, MAX_TEXT)))
+    if path.is_file() and (found := _recording_or_log(path)) is not None:
+        return found
+    try:
+        with path.open("rb") as stream:  # a pipe too, as the shell's <(...) is one
+            most = None if path.is_file() else MAX_UNPACKED
+            return _of_stream(stream, most=most, path=path)
+    except OSError as error:
+        raise InputError(f"cannot read {str(path)!r}: {error.strerror or error}") from error
+
+
+def _recording_or_log(path: Path) -> Input | None:
     head = _read(path, 4096)
     if path.name.endswith(RECORDINGS) or _may_be_snapshot(head):
         try:
-            return _recording(path)
+            return Input(kind="snapshot", path=str(path), report=_report(path))
         except InputError:
             if path.name.endswith(RECORDINGS):
                 raise
     from memfit.core.memory_log_file import looks_like_a_log
 
-    if looks_like_a_log(head):
-        return Input(kind="memory_log", path=str(path), report=_report(path))
-    return Input(kind="text", path=str(path), text=decoded(_ends(path)))
+    return Input(kind="memory_log", path=str(path), report=_report(path)) if looks_like_a_log(head) else None
 
 
 def _may_be_snapshot(head: bytes) -> bool:
     return head[:1] == b"\x80" or head[:2] == b"PK" or (head.lstrip()[:1] == b"{" and b'"segments"' in head)
 
 
-def _recording(path: Path) -> Input:
-    return Input(kind="snapshot", path=str(path), report=_report(path))
-
-
 def _report(path: Path) -> dict[str, Any]:
     from memfit.core.report_file import report_file
 
     return report_file(path).document
-
-
-def _ends(path: Path) -> bytes:
-    """All of it, or the beginning and the end of what is larger than can be read."""
-    size = path.stat().st_size
-    if size <= MAX_TEXT:
-        return _read(path, MAX_TEXT)
-    first = _read(path, MAX_TEXT // 8)
-    with path.open("rb") as source:
-        source.seek(size - MAX_TEXT * 7 // 8)
-        return first + b"\n" + source.read(MAX_TEXT * 7 // 8)
 
 
 def _read(path: Path, most: int) -> bytes:
@@ -133,55 +216,122 @@ def _read(path: Path, most: int) -> bytes:
 
 def _folder(folder: Path) -> Input:
     result = _json(folder / "result.json")
-    text, name = _text_of(folder, result)
+    found = _text_of(folder, result)
     report, notes = _report_of(folder)
     config = folder / "config-resolved.yaml"
     if not config.exists():
         config = folder / "config.yaml"
     growth = result.get("growth")
-    if not text and report is None:
+    if not found.excerpt.text and report is None:
         raise InputError(
             f"nothing to explain in {str(folder)!r}",
-            hint="a run's folder has a log (*.log, *.txt), a snapshot (*.pickle) or a memory_log.csv",
+            hint="a run's folder has a log (*.log, *.txt, packed or not), a snapshot (*.pickle) or a memory_log.csv",
         )
     return Input(
-        kind="run_folder", path=str(folder), text=text, text_from=name, report=report,
+        kind="run_folder", path=str(folder), excerpt=found.excerpt, text_from=found.name, report=report,
         config=config if config.is_file() else None, growth=growth if isinstance(growth, dict) else None, result=result,
-        notes=notes,
+        notes=(*found.notes, *notes), is_read_whole=found.is_read_whole,
     )  # fmt: skip
 
 
-def _text_of(folder: Path, result: dict[str, Any]) -> tuple[str, str | None]:
-    """The newest log that has an out-of-memory message, or else the newest; then what the result tells of one."""
-    newest: tuple[str, str | None] = "", None
-    for path in _logs(folder):
-        text = decoded(_ends(path))
-        if find_ooms(text):
-            return text, path.name
-        if not newest[0]:
-            newest = text, path.name
+@dataclass(frozen=True)
+class _LogOfFolder:
+    excerpt: Excerpt
+    name: str | None
+    notes: tuple[str, ...] = ()
+    is_read_whole: bool = True
+
+
+def _text_of(folder: Path, result: dict[str, Any]) -> _LogOfFolder:
+    """The newest log that has an out-of-memory message, then what the result tells of one, or else the newest log. What
+    lies in folders inside is looked at where nothing is found outside."""
+    logs = _logs(folder)
+    beside = [path for path in logs if path.parent == folder]
+    inside = [path for path in logs if path.parent != folder]
+    unread: list[str] = []
+    for found in (beside, inside):
+        told = _first_with_message(folder, found, unread)
+        if told is not None:
+            return told
     happened = result.get("out_of_memory")
     causes = [each.get("cause") for each in happened if isinstance(each, dict)] if isinstance(happened, list) else []
     said = "\n".join(cause for cause in causes if isinstance(cause, str))
-    return (said, "result.json") if said else newest
+    if said:
+        return _LogOfFolder(Excerpt(said), "result.json")
+    read = [path for path in logs if _within(folder, path) not in unread]
+    if not read:
+        return _LogOfFolder(NO_TEXT, None, _not_read(unread), is_read_whole=not unread)
+    newest = _file(read[0])
+    names = f"read for an out-of-memory error: {_few([_within(folder, path) for path in read])}"
+    notes = (*newest.notes, names, *_not_read(unread))
+    return _LogOfFolder(newest.excerpt, _within(folder, read[0]), notes, newest.is_read_whole and not unread)
 
 
-def _logs(folder: Path) -> Iterator[Path]:
+def _first_with_message(folder: Path, logs: Sequence[Path], unread: list[str]) -> _LogOfFolder | None:
+    """With the names of the others that have one. Names of those that were not read go to `unread`."""
+    told: _LogOfFolder | None = None
+    others: list[str] = []
+    size = 0
+    for number, path in enumerate(logs):
+        name = _within(folder, path)
+        size += path.stat().st_size
+        try:
+            read = _file(path) if number < MAX_FILES and size <= MAX_FOLDER_TEXT else None
+        except InputError:
+            read = None
+        if read is None:
+            unread.append(name)
+        elif find_ooms(read.excerpt):
+            others += [name] if told else []
+            told = told or _LogOfFolder(read.excerpt, name, read.notes)
+    if told is None:
+        return None
+    notes = [f"out-of-memory errors are in these too: {_few(others)}"] if others else []
+    return _LogOfFolder(told.excerpt, told.name, (*told.notes, *notes, *_not_read(unread)))
+
+
+def _not_read(names: Sequence[str]) -> tuple[str, ...]:
+    return (f"not read: {_few(names)}",) if names else ()
+
+
+def _few(names: Sequence[str]) -> str:
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return f"{', '.join(names[:NAMED])}{more}"
+
+
+def _within(folder: Path, path: Path) -> str:
+    return str(path.relative_to(folder))
+
+
+def _logs(folder: Path) -> list[Path]:
+    """`train.log` first, then the newest; those of folders inside after those beside them."""
+    found = list(_walked(folder, DEEPEST))
+    found.sort(key=lambda path: (path.parent != folder, path.name != "train.log", -path.stat().st_mtime, str(path)))
+    return found
+
+
+def _walked(folder: Path, depth: int) -> Iterator[Path]:
     try:
-        found = [path for path in sorted(folder.iterdir())[:1000] if path.is_file() and _is_log(path.name)]
+        entries = sorted(folder.iterdir())
     except OSError as error:
         raise InputError(f"cannot read the folder {str(folder)!r}: {error.strerror}") from error
-    found.sort(key=lambda path: (path.name != "train.log", -path.stat().st_mtime))
-    size = 0
-    for path in found[:MAX_FILES]:
-        size += min(path.stat().st_size, MAX_TEXT)
-        if size > MAX_FOLDER_TEXT:
-            return
-        yield path
+    for path in entries:
+        if path.name.startswith("."):
+            continue
+        if path.is_file() and _is_log(path.name):
+            yield path
+        elif depth and path.is_dir() and not path.is_symlink():
+            yield from _walked(path, depth - 1)
 
 
 def _is_log(name: str) -> bool:
-    return (name.endswith(TEXT_ENDINGS) or name in TEXT_NAMES) and not name.startswith(".")
+    """Also `train.log.gz`, `train.log.1` and `stderr.3`."""
+    plain = name
+    for ending in PACKED_ENDINGS:
+        plain = plain.removesuffix(ending)
+    stem, _, last = plain.rpartition(".")
+    plain = stem if stem and last.isdigit() else plain
+    return plain.endswith(TEXT_ENDINGS) or plain in TEXT_NAMES
 
 
 def _report_of(folder: Path) -> tuple[dict[str, Any] | None, tuple[str, ...]]:

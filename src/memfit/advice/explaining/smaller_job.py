@@ -8,7 +8,7 @@ from memfit.advice.explaining.fix import Fix, in_words
 from memfit.advice.explaining.place import checkpointed, of_another_engine
 from memfit.advice.explaining.signs import Sign
 from memfit.advice.explaining.withheld import Situation, by_fused_attention
-from memfit.advice.tensor_names import AHEAD, Reading
+from memfit.advice.tensor_names import AHEAD, MOST_USUAL_LENGTH, Reading
 from memfit.units import format_bytes
 
 WHOLE_ANYWAY = Sign("no chunks", paths=("/lm_eval/", "/trainer_pt_utils.py", "chunk"), functions=("*chunk*",), code=())
@@ -33,10 +33,9 @@ def smaller_job(case: Situation) -> Iterator[Fix]:
     elif phase is None and "weights" in case.place.hints:
         yield in_words("on the host", "weights are copied here: do it on the CPU, or one matrix at a time")
     else:
-        found = list(of_the_tensor(case))
-        capped = any(fix.basis == "arithmetic" for fix in found)
-        yield from found
-        yield from _of_the_pass(case) if not capped or case.place.phase != "calibration" else ()
+        yield from of_the_tensor(case)
+        if phase != "calibration" or not _is_far_too_long(case):
+            yield from _of_the_pass(case)
 
 
 def _of_the_pass(case: Situation) -> Iterator[Fix]:
@@ -130,6 +129,15 @@ def _cap(reading: Reading, *, sure: bool) -> Iterator[Fix]:
     if length <= USUAL_LENGTH:
         return
     after = format_bytes(reading.nbytes // length * USUAL_LENGTH)
-    said = f"this tensor then has {after}; {length:,} is a model's largest position, not a length to calibrate at"
+    why = f"{length:,} is a model's largest position, not a length to calibrate at"
+    why = why if length > MOST_USUAL_LENGTH else "as long as windows to calibrate on usually are"
+    said = f"this tensor then has {after}; {why}"
     said = said if sure else f"if a model is being pruned, these are its calibration inputs: {said}"
     yield in_words(f"cap the length at {USUAL_LENGTH:,}", said, basis="arithmetic", memfit=f"--seqlen {USUAL_LENGTH}")
+
+
+def _is_far_too_long(case: Situation) -> bool:
+    """Windows to calibrate on that are as long as the model can take them: another number of them is no cure."""
+    first = next(iter(case.readings.candidates), None)
+    lengths = [factor.value for factor in first.factors if factor.symbol == "tokens"] if first else []
+    return first is not None and first.kind == "calibration" and max(lengths, default=0) > MOST_USUAL_LENGTH
