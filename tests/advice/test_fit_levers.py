@@ -12,6 +12,7 @@ from memfit.advice.global_batch import global_batch_of, with_global_batch
 from memfit.advice.levers import COSTS, Lever, apply, levers_for
 from memfit.advice.search import can_lower
 from memfit.errors import UnknownName, UsageError
+from memfit.gpus import Context
 from memfit.jobs.workload import Workload
 
 JOBS = [
@@ -106,8 +107,8 @@ def at_peak(phase: str, **breakdown: int) -> Forecast:
     work = Workload(kind="train", model="gpt2")
     return Forecast(
         workload=work, whole=True, verdict="fails", device_bytes=2 << 30, use_bytes=None, allocated_bytes=1 << 30,
-        reserved_bytes=1 << 30, context_bytes=0, capacity_bytes=1 << 30, phase=phase, step=2, breakdown=breakdown,
-        parameters=1, trainable_parameters=1,
+        reserved_bytes=1 << 30, context=Context(0, 0, "measured"), capacity_bytes=1 << 30, phase=phase, step=2,
+        breakdown=breakdown, parameters=1, trainable_parameters=1,
     )  # fmt: skip
 
 

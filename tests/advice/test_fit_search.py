@@ -8,7 +8,7 @@ from memfit.advice.forecast import Forecast, Forecasts
 from memfit.advice.levers import levers_for
 from memfit.advice.search import Found, Search
 from memfit.errors import UsageError
-from memfit.gpus import find_gpu
+from memfit.gpus import Context, find_gpu
 from memfit.jobs.workload import Workload
 from memfit.units import GiB
 
@@ -29,7 +29,8 @@ class Written(Forecasts):
         fits = total <= self.gpu.capacity_bytes
         return Forecast(
             workload=work, whole=True, verdict="safe" if fits else "fails", device_bytes=total,
-            use_bytes=total if fits else None, allocated_bytes=total, reserved_bytes=total, context_bytes=0,
+            use_bytes=total if fits else None, allocated_bytes=total, reserved_bytes=total,
+            context=Context(0, 0, "measured"),
             capacity_bytes=self.gpu.capacity_bytes, phase="backward", step=2, breakdown=alive, parameters=1,
             trainable_parameters=1,
         )  # fmt: skip

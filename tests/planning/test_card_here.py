@@ -10,7 +10,7 @@ import torch
 
 from memfit.gpus import find_gpu, is_size
 from memfit.planning.card_here import card_for, card_here
-from memfit.units import GiB
+from memfit.units import GiB, MiB
 
 H200 = {
     "name": "NVIDIA H200", "total_memory": 140 * GiB, "major": 9, "minor": 0, "multi_processor_count": 132,
@@ -79,7 +79,8 @@ def test_a_size_takes_its_kernels_from_the_card_that_is_there_and_a_name_does_no
     assert by_size is not None and by_name is not None
     assert (by_size.arch, by_name.arch) == ((9, 0), (8, 9))
     assert by_size.capacity_bytes == find_gpu("24GB").capacity_bytes
-    assert "kernels as on the NVIDIA H200 that is here" in by_size.notes
+    assert "kernels and context as on the NVIDIA H200 that is here" in by_size.notes
+    assert by_size.context_bytes == find_gpu("H200").context_bytes
 
 
 @pytest.mark.parametrize(("text", "size"), [
@@ -87,3 +88,12 @@ def test_a_size_takes_its_kernels_from_the_card_that_is_there_and_a_name_does_no
 ])  # fmt: skip
 def test_a_size_names_no_card(text: str, size: bool) -> None:
     assert is_size(text) is size
+
+
+def test_a_card_that_is_not_in_the_catalogue_has_a_context_by_the_size_of_its_chip(driver: dict[str, Any]) -> None:
+    driver["properties"] |= {"name": "NVIDIA Something New", "multi_processor_count": 40}
+    card = card_here()
+    assert card is not None
+    assert card.context_basis == "estimated"
+    assert card.context_start_bytes == 24 * MiB + 40 * 2048 * 2307
+    assert any("is estimated, and the upper end counts" in note for note in card.notes)

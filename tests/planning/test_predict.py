@@ -14,7 +14,7 @@ from memfit.core.alloc_config import AllocatorConfig
 from memfit.core.events import CATEGORIES
 from memfit.core.replay import replay
 from memfit.errors import MemfitError, TraceError, UnknownName, UsageError
-from memfit.gpus import Gpu, find_gpu
+from memfit.gpus import Context, Gpu, find_gpu
 from memfit.jobs.workload import Workload
 from memfit.planning.predict import Plan, assess
 from memfit.units import MiB
@@ -24,8 +24,8 @@ KINDS = pytest.mark.parametrize("kind", ["forward", "train", "lora", "generate"]
 # -- the JSON contract (memfit.plan/1) ---------------------------------------------------------------------------------
 
 KEYS = [
-    "schema", "id", "workload", "model", "gpu", "peak", "at_peak", "breakdown", "phases", "verdict", "headroom_bytes",
-    "retries", "failed_at", "smallest_gpu_bytes", "largest", "notes", "seconds",
+    "schema", "id", "workload", "model", "gpu", "peak", "context", "at_peak", "breakdown", "phases", "verdict",
+    "headroom_bytes", "retries", "failed_at", "smallest_gpu_bytes", "largest", "notes", "seconds",
 ]  # fmt: skip
 
 
@@ -33,10 +33,11 @@ KEYS = [
 def test_the_document_has_the_keys_of_the_contract_in_its_order(kind: str) -> None:
     document = usual_plan(kind).to_json()
     assert list(document) == KEYS
-    assert {key: list(document[key]) for key in ("model", "gpu", "peak", "at_peak", "breakdown")} == {
+    assert {key: list(document[key]) for key in ("model", "gpu", "peak", "context", "at_peak", "breakdown")} == {
         "model": ["name", "parameters", "trainable_parameters"],
         "gpu": ["name", "capacity_bytes"],
         "peak": ["allocated_bytes", "reserved_bytes", "context_bytes", "device_bytes"],
+        "context": ["low_bytes", "high_bytes", "basis", "source"],
         "at_peak": ["phase", "step", "module", "op"],
         "breakdown": list(CATEGORIES),
     }
@@ -234,6 +235,25 @@ def test_a_card_has_its_own_kernels() -> None:
     assert plan("train", gpu="RTX 4090").report.breakdown["workspaces"] == 2 * 8_519_680
 
 
+def test_without_a_card_the_context_is_assumed_and_on_the_h200_it_is_measured() -> None:
+    assumed, measured, estimated = (plan("train", gpu=gpu).context for gpu in (None, "H200", "T4"))
+
+    assert (assumed.basis, measured.basis, estimated.basis) == ("assumed", "measured", "estimated")
+    assert assumed.low_bytes == assumed.high_bytes == measured.high_bytes == measured.low_bytes
+    assert estimated.low_bytes < estimated.high_bytes
+    assert "1,934 bytes for each of 40,960 resident threads" in estimated.source
+
+
+def test_the_verdict_on_a_card_whose_context_is_estimated_counts_the_upper_end() -> None:
+    made = plan("train", gpu="T4")
+    fit = made.fit
+    assert fit is not None
+
+    assert made.peak.device_bytes == made.peak.reserved_bytes + made.peak.context_bytes == fit.device_bytes
+    assert fit.headroom_bytes == find_gpu("T4").capacity_bytes - made.peak.device_bytes
+    assert any("is estimated, and the upper end counts" in note for note in made.notes)
+
+
 # -- does it fit -------------------------------------------------------------------------------------------------------
 
 
@@ -243,8 +263,9 @@ def card(capacity: int) -> Gpu:
 
 def on(made: Plan, capacity: int) -> Plan:
     """The same traced job, on a card of another size."""
+    context = Context(made.peak.context_bytes, made.peak.context_bytes, "measured")
     return assess(
-        made.trace, AllocatorConfig.parse(made.workload["alloc_conf"]), card(capacity), made.peak.context_bytes,
+        made.trace, AllocatorConfig.parse(made.workload["alloc_conf"]), card(capacity), context,
         started=0.0, notes=(), workload=made.workload, model=made.model, parameters=0, trainable_parameters=0,
     )  # fmt: skip
 

@@ -153,6 +153,14 @@ def test_ones_own_code_is_not_offered_flags() -> None:
     assert plan_text(own).endswith("next: keep other programs off the card")
 
 
+def test_an_estimated_context_is_a_range_and_a_measured_one_a_figure() -> None:
+    estimated, measured = plan_text(plan(context={"low_bytes": GiB // 4})), plan_text(plan())
+
+    assert "CUDA itself takes 0.25 GiB to 0.50 GiB (estimated: the upper end counts)" in " ".join(estimated.split())
+    assert "CUDA itself, estimated: 0.25 GiB at the least" in estimated
+    assert "CUDA itself takes 0.50 GiB" in " ".join(measured.split()) and "estimated" not in measured
+
+
 def test_of_many_different_steps_the_first_the_last_and_the_peak_are_shown() -> None:
     phases = [
         {"name": "forward", "step": step, "allocated_bytes": step * GiB, "reserved_bytes": step * GiB}

@@ -19,7 +19,7 @@ from memfit.core.collector import no_collector
 from memfit.core.replay import Replays
 from memfit.core.report import make_report
 from memfit.errors import MemfitError
-from memfit.gpus import Gpu
+from memfit.gpus import Context, Gpu
 from memfit.jobs.workload import Workload
 from memfit.planning.predict import SMALLEST_PRECISION, Verdict, capacity_for, context_of
 from memfit.units import MiB
@@ -49,7 +49,7 @@ class Forecast:
     """On this card, where torch gives cached memory back before it fails; None where it does fail."""
     allocated_bytes: int
     reserved_bytes: int
-    context_bytes: int
+    context: Context
     capacity_bytes: int
     """Of the card, what the process may use."""
     phase: str
@@ -73,6 +73,10 @@ class Forecast:
         return self.verdict != "fails"
 
     @property
+    def context_bytes(self) -> int:
+        return self.context.high_bytes
+
+    @property
     def cached_bytes(self) -> int:
         """Held by the allocator beyond what is alive."""
         return self.reserved_bytes - self.allocated_bytes
@@ -86,7 +90,8 @@ class Forecast:
         return {
             "verdict": self.verdict, "use_bytes": self.use_bytes, "device_bytes": self.device_bytes,
             "allocated_bytes": self.allocated_bytes, "reserved_bytes": self.reserved_bytes,
-            "context_bytes": self.context_bytes, "at_peak": {"phase": self.phase, "step": self.step},
+            "context_bytes": self.context_bytes, "context": dataclasses.asdict(self.context),
+            "at_peak": {"phase": self.phase, "step": self.step},
             "breakdown": dict(self.breakdown),
         }  # fmt: skip
 
@@ -150,7 +155,7 @@ class Forecasts:
         replays = Replays(traced.trace, AllocatorConfig.parse(work.alloc_conf))
         with no_collector():
             within = replays.ample.peak_reserved // SMALLEST_PRECISION
-            return replays.smallest_capacity(within=within) + context_of(traced.workload, self.gpu)
+            return replays.smallest_capacity(within=within) + context_of(traced.workload, self.gpu).high_bytes
 
     def _predicted(self, work: Workload) -> Forecast:
         from memfit.jobs.pruning.placement import NoRoom
@@ -171,7 +176,8 @@ class Forecasts:
         return dataclasses.replace(enough, asks_for_bytes=least, verdict=verdict, use_bytes=use)
 
     def _replayed(self, work: Workload, traced: Traced) -> Forecast:
-        context = context_of(traced.workload, self.gpu)
+        found = context_of(traced.workload, self.gpu)
+        context = found.high_bytes
         replays = Replays(traced.trace, AllocatorConfig.parse(work.alloc_conf))
         with no_collector():
             ample = replays.ample
@@ -182,7 +188,7 @@ class Forecasts:
         return Forecast(
             workload=work, whole=True, verdict=self._verdict(use, capacity), use_bytes=use,
             device_bytes=ample.peak_reserved + context, allocated_bytes=ample.peak_allocated,
-            reserved_bytes=ample.peak_reserved, context_bytes=context, capacity_bytes=capacity,
+            reserved_bytes=ample.peak_reserved, context=found, capacity_bytes=capacity,
             phase=report.at_peak.phase, step=report.at_peak.step, breakdown=dict(report.breakdown),
             parameters=traced.parameters, trainable_parameters=traced.trainable_parameters,
         )  # fmt: skip

@@ -12,7 +12,7 @@ from memfit.planning.predict import capacity_for, context_of
 
 def room_for_pruning(work: Workload, card: Gpu, margin: float) -> int:
     """The margin is left free from the start: pruning makes do with what it may use."""
-    context = context_of(work, card)
+    context = context_of(work, card).high_bytes
     capacity = capacity_for(card, AllocatorConfig.parse(work.alloc_conf), context)
     return max(int(capacity * (1 - margin)) - context, 1)
 

@@ -11,11 +11,14 @@ SCHEMA = "memfit.gpus/1"
 def gpus(
     json: Json = False,
 ) -> None:
-    """List the cards that --gpu knows by name.
+    """List the cards that --gpu knows by name, and slices of them.
 
-    Memory is what a card gives to a program, which is less than its label; context is what CUDA itself takes of that.
+    Memory is what a card gives to a program, which is less than its label; context is what CUDA itself takes of that
+    after a training step. Where that was not measured it is a range, of which verdicts count the upper end.
     """
-    from memfit.gpus import list_gpus
+    from dataclasses import asdict
+
+    from memfit.gpus import list_gpus, list_slices
 
     document = {
         "schema": SCHEMA,
@@ -24,6 +27,7 @@ def gpus(
                 "name": card.name,
                 "capacity_bytes": card.capacity_bytes,
                 "context_bytes": card.context_bytes,
+                "context": asdict(card.context_after(training=True, flash=True)),
                 "compute_capability": ".".join(map(str, card.arch)),
                 "sm_count": card.sm_count,
                 "bandwidth_bytes_per_second": card.bandwidth,
@@ -33,7 +37,7 @@ def gpus(
                 "notes": list(card.notes),
                 "source": card.source,
             }
-            for card in list_gpus()
+            for card in (*list_gpus(), *list_slices())
         ],
     }
     if json:

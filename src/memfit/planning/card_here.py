@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from memfit.errors import UsageError
-from memfit.gpus import Gpu, find_gpu, is_size
+from memfit.gpus import Gpu, estimate_context_start, find_gpu, is_size
 from memfit.units import MiB, gib
 
 NOTICEABLE = 256 * MiB
@@ -46,7 +46,9 @@ def card_for(asked: str | None) -> Gpu | None:
 def with_kernels_of(card: Gpu, here: Gpu) -> Gpu:
     return dataclasses.replace(
         card, arch=here.arch, sm_count=here.sm_count, max_threads_per_sm=here.max_threads_per_sm,
-        notes=(*card.notes[:-1], f"kernels as on the {here.name} that is here"),
+        context_start_bytes=here.context_start_bytes, context_basis=here.context_basis,
+        context_source=here.context_source, context_seen=here.context_seen,
+        notes=(*card.notes[:-1], f"kernels and context as on the {here.name} that is here"),
     )  # fmt: skip
 
 
@@ -57,14 +59,24 @@ def _index(count: int) -> int:
 
 
 def _known(found: Any) -> Gpu:
-    """Its own numbers, where the driver tells them; the context is that of the catalogue."""
+    """Its own numbers, where the driver tells them; the context is the catalogue's, or goes by the size of the chip."""
+    arch = int(found.major), int(found.minor)
+    sm_count, threads = int(found.multi_processor_count), int(found.max_threads_per_multi_processor)
     try:
         like = find_gpu(str(found.name))
     except UsageError:  # a card that is not in the catalogue, or that comes in several sizes
-        like = find_gpu(f"{found.total_memory}B")
+        start, how = estimate_context_start(arch, sm_count, threads)
+        note = f"what CUDA itself takes on the {found.name} is estimated, and the upper end counts: {how}"
+        like = dataclasses.replace(
+            find_gpu(f"{found.total_memory}B"),
+            context_start_bytes=start,
+            context_basis="estimated",
+            context_source=how,
+            notes=(note,),
+        )
     return dataclasses.replace(
-        like, name=str(found.name), capacity_bytes=int(found.total_memory), arch=(int(found.major), int(found.minor)),
-        sm_count=int(found.multi_processor_count), max_threads_per_sm=int(found.max_threads_per_multi_processor),
+        like, name=str(found.name), capacity_bytes=int(found.total_memory), arch=arch, sm_count=sm_count,
+        max_threads_per_sm=threads,
     )  # fmt: skip
 
 

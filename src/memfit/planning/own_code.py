@@ -29,7 +29,7 @@ from memfit.errors import TraceError
 from memfit.gpus import Gpu, find_gpu
 from memfit.planning.failures import failures_of_the_job
 from memfit.planning.phases_by_what_runs import phases_by_what_runs
-from memfit.planning.predict import Plan, assess
+from memfit.planning.predict import Plan, assess, context_on
 
 
 def trace_own_code(
@@ -64,7 +64,7 @@ def trace_own_code(
         )
     categories.label(made)
     trains = any(mark.phase == "backward" for mark in made.marks)
-    context = (card or find_gpu("H200")).context_after(training=trains, flash=True)
+    context = context_on(card, training=trains, flash=True)
     notes = (
         f"predicted, not measured: traced with torch {torch.__version__}, kernels of 2.11",
         *(card.notes if card else ()),

@@ -18,7 +18,7 @@ from memfit.core.collector import no_collector
 from memfit.core.events import Trace
 from memfit.core.replay import Replays, Timeline
 from memfit.core.report import Report, make_report
-from memfit.gpus import Gpu, find_gpu
+from memfit.gpus import Context, Gpu, find_gpu
 from memfit.jobs.workload import Workload
 from memfit.units import gib
 
@@ -39,6 +39,7 @@ class Peak:
     allocated_bytes: int
     reserved_bytes: int
     context_bytes: int
+    """The upper end, where it is not measured on this card."""
     device_bytes: int
 
 
@@ -65,6 +66,7 @@ class Plan:
     trainable_parameters: int
     gpu: Gpu | None
     peak: Peak
+    context: Context
     report: Report
     fit: Fit | None
     smallest_gpu_bytes: int
@@ -100,6 +102,7 @@ class Plan:
             },
             "gpu": None if self.gpu is None else {"name": self.gpu.name, "capacity_bytes": self.gpu.capacity_bytes},
             "peak": asdict(self.peak),
+            "context": asdict(self.context),
             "at_peak": {"phase": at.phase, "step": at.step, "module": at.module, "op": at.op},
             "breakdown": self.report.breakdown,
             "phases": [asdict(phase) for phase in self.report.phases],
@@ -159,10 +162,16 @@ def predict(
     )  # fmt: skip
 
 
-def context_of(work: Workload, card: Gpu | None) -> int:
-    """What CUDA itself takes once the job has run; as on the H200 where no card is named."""
+def context_of(work: Workload, card: Gpu | None) -> Context:
+    """What CUDA itself takes once the job has run."""
     fused = work.attention == "sdpa" and work.precision != "fp32"
-    return (card or find_gpu("H200")).context_after(training=work.trains, flash=fused)
+    return context_on(card, training=work.trains, flash=fused)
+
+
+def context_on(card: Gpu | None, *, training: bool, flash: bool) -> Context:
+    """As on the H200 where no card is named."""
+    found = (card or find_gpu("H200")).context_after(training=training, flash=flash)
+    return found if card is not None else dataclasses.replace(found, basis="assumed", source="as on the H200")
 
 
 def _guides(traced: Traced) -> tuple[str, ...]:
@@ -181,14 +190,14 @@ def _within(work: Workload, card: Gpu | None) -> Workload:
     if card is None or work.max_gpu_memory is not None:
         return work
     context = card.context_after(training=False, flash=work.precision != "fp32")
-    return dataclasses.replace(work, max_gpu_memory=str(max(card.capacity_bytes - context, 1)))
+    return dataclasses.replace(work, max_gpu_memory=str(max(card.capacity_bytes - context.high_bytes, 1)))
 
 
 def assess(
     trace: Trace,
     config: AllocatorConfig,
     gpu: Gpu | None,
-    context: int,
+    context: Context,
     *,
     started: float,
     notes: tuple[str, ...],
@@ -198,8 +207,8 @@ def assess(
     replays = Replays(trace, config)
     with no_collector():  # thousands of blocks that refer to each other, all of which go at once
         timeline = replays.ample
-        smallest = replays.smallest_capacity(within=timeline.peak_reserved // SMALLEST_PRECISION) + context
-        fit = None if gpu is None else _fit(replays, gpu, context, smallest)
+        smallest = replays.smallest_capacity(within=timeline.peak_reserved // SMALLEST_PRECISION) + context.high_bytes
+        fit = None if gpu is None else _fit(replays, gpu, context.high_bytes, smallest)
     if fit and fit.retries and fit.verdict != "fails":
         times = "once" if fit.retries == 1 else f"{fit.retries} times"
         notes = (f"fits only because torch gives cached memory back {times}: each is a pause", *notes)
@@ -207,10 +216,10 @@ def assess(
         notes = (limit_note(fit.capacity_bytes), *notes)
     reserved = timeline.peak_reserved
     return Plan(
-        gpu=gpu,
+        gpu=gpu, context=context,
         peak=Peak(
-            allocated_bytes=timeline.peak_allocated, reserved_bytes=reserved, context_bytes=context,
-            device_bytes=reserved + context,
+            allocated_bytes=timeline.peak_allocated, reserved_bytes=reserved, context_bytes=context.high_bytes,
+            device_bytes=reserved + context.high_bytes,
         ),
         report=make_report(trace, timeline), fit=fit, smallest_gpu_bytes=smallest, notes=notes,
         seconds=time.perf_counter() - started, trace=trace, timeline=timeline, **rest,

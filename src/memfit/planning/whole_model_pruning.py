@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from memfit.core.alloc_config import AllocatorConfig
 from memfit.core.events import Trace
-from memfit.gpus import Gpu, find_gpu
+from memfit.gpus import Gpu
 from memfit.jobs.phases import Phases
 from memfit.jobs.preparing import DTYPES
 from memfit.jobs.pruning.decoder import Call, Decoder
@@ -24,7 +24,7 @@ from memfit.jobs.workload import Workload
 from memfit.models.registry import build_model, parameter_count, resolve
 from memfit.planning.failures import failures_of_the_job
 from memfit.planning.platforms import platform_of
-from memfit.planning.predict import Plan, assess
+from memfit.planning.predict import Plan, assess, context_on
 from memfit.planning.pruning import ANSWERS, PruningPhases, label, within_positions
 from memfit.tracing.answers import Answers
 from memfit.tracing.platform import Platform
@@ -39,7 +39,7 @@ def predict_whole_model_pruning(work: Workload, gpu: Gpu | None) -> Plan:
     started = time.perf_counter()
     work, shortened = within_positions(work)
     made, parameters = _traced(work, platform_of(gpu))
-    context = (gpu or find_gpu("H200")).context_after(training=False, flash=work.precision != "fp32")
+    context = context_on(gpu, training=False, flash=work.precision != "fp32")
     return assess(
         made, AllocatorConfig.parse(work.alloc_conf), gpu, context, workload=work.settings() | {"gpu": None},
         model=resolve(work.model).name, parameters=parameters, trainable_parameters=0,

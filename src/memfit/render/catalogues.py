@@ -22,10 +22,13 @@ def show_models(document: Mapping[str, Any], console: Console) -> None:
 
 
 def show_gpus(document: Mapping[str, Any], console: Console) -> None:
-    table = _table("name", ("memory", "right"), ("context", "right"), ("compute capability", "right"))
+    table = _table("name", ("memory", "right"), ("context", "right"), "", ("compute capability", "right"))
     for card in document["gpus"]:
-        sizes = gib(card["capacity_bytes"]), gib(card["context_bytes"])
-        table.add_row(clean(card["name"]), *sizes, clean(card["compute_capability"]))
+        low, high = card["context"]["low_bytes"], card["context"]["high_bytes"]
+        context = gib(high) if low == high else f"{gib(low).removesuffix(' GiB')} to {gib(high)}"
+        basis = Text(clean(card["context"]["basis"]), "dim")
+        capability = clean(card["compute_capability"])
+        table.add_row(clean(card["name"]), gib(card["capacity_bytes"]), context, basis, capability)
     console.print(table)
 
 

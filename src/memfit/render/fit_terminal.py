@@ -88,7 +88,14 @@ def _before(fitted: Fitted) -> Text:
     batch = f"; global batch {fitted['global_batch']} throughout" if fitted["global_batch"] else ""
     return Text(
         f"as it is: {gib(before['device_bytes'])} on a card of {gib(capacity)}, most of it held in "
-        f"{phase_words(at['phase'], at['step'])}: {what}{batch}"
+        f"{phase_words(at['phase'], at['step'])}: {what}{batch}{_estimated_context(before)}"
+    )
+
+
+def _estimated_context(forecast: Mapping[str, Any]) -> str:
+    low, high = forecast["context"]["low_bytes"], forecast["context"]["high_bytes"]
+    return (
+        "" if low == high else f"; what CUDA itself takes is estimated at {gib(low)} to {gib(high)}, and counts as such"
     )
 
 

@@ -80,8 +80,20 @@ def _why(plan: Plan) -> Text:
     return Text(
         f"most is held in {where}{step}: {gib(peak['allocated_bytes'])} of "
         f"tensors ({percent(most, peak['allocated_bytes'])} {category_word(name)}); torch reserves up to "
-        f"{gib(peak['reserved_bytes'])}, CUDA itself takes {gib(peak['context_bytes'])}"
+        f"{gib(peak['reserved_bytes'])}, CUDA itself takes {_context_words(plan)}"
     )
+
+
+def _context_words(plan: Plan) -> str:
+    """A range where it is one; the upper end is the one in all sums."""
+    low, high = _context_ends(plan)
+    return gib(high) if low == high else f"{gib(low)} to {gib(high)} (estimated: the upper end counts)"
+
+
+def _context_ends(plan: Plan) -> tuple[int, int]:
+    """Documents of before there was a range have one figure."""
+    high: int = plan["peak"]["context_bytes"]
+    return plan.get("context", {}).get("low_bytes", high), high
 
 
 def _memory(plan: Plan, glyphs: Glyphs, width: int) -> RenderableType:
@@ -103,7 +115,7 @@ def _memory(plan: Plan, glyphs: Glyphs, width: int) -> RenderableType:
     rows = [
         (glyphs.used, "allocated", allocated, "tensors that are alive, at their peak"),
         (glyphs.idle, "reserved", reserved, "what torch's allocator holds for them, at its peak"),
-        (glyphs.context, "context", context, "CUDA itself"),
+        (glyphs.context, "context", context, _context_meaning(plan)),
         ("", "device", device, "reserved and context: what nvidia-smi shows"),
         ("", "at least", smallest, "the smallest card it runs on" + gives_back),
     ]  # fmt: skip
@@ -116,6 +128,11 @@ def _memory(plan: Plan, glyphs: Glyphs, width: int) -> RenderableType:
     for glyph, name, size, meaning in rows:
         table.add_row(glyph, name, gib(size), Text(meaning, "dim"))
     return Group(bar, table)
+
+
+def _context_meaning(plan: Plan) -> str:
+    low, high = _context_ends(plan)
+    return "CUDA itself" if low == high else f"CUDA itself, estimated: {gib(low)} at the least"
 
 
 def _shares(sizes: Sequence[int], width: int) -> list[int]:
