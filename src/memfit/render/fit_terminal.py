@@ -95,7 +95,9 @@ def _before(fitted: Fitted) -> Text:
 def _estimated_context(forecast: Mapping[str, Any]) -> str:
     low, high = forecast["context"]["low_bytes"], forecast["context"]["high_bytes"]
     return (
-        "" if low == high else f"; what CUDA itself takes is estimated at {gib(low)} to {gib(high)}, and counts as such"
+        ""
+        if low == high
+        else f"; what CUDA itself takes is estimated at {gib(low)} to {gib(high)}, and the upper end counts"
     )
 
 
