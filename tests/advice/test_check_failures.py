@@ -569,6 +569,11 @@ def test_data_that_cannot_be_read_come_with_a_next_step(tmp_path: Path, name: st
     assert (finding.status, finding.next is not None) == ("failed", True)
 
 
+def test_data_that_nobody_named_are_not_called_fine(tmp_path: Path) -> None:
+    finding = only(data.readable, situation(tmp_path, **{"data.source": None}))
+    assert (finding.status, finding.found) == ("failed", "data.source is empty: nothing says what to train on")
+
+
 def test_an_output_folder_that_is_a_file_comes_with_a_next_step(tmp_path: Path) -> None:
     (tmp_path / "out").write_text("")
     finding = only(disk.checkpoints, situation(tmp_path))

@@ -132,6 +132,7 @@ def test_allocator_settings_are_in_place_before_cuda_starts(
     (["--config", "gsa-512n"], "no config called 'gsa-512n'"), (["--config", "x.yaml"], "no config file 'x.yaml'"),
     (["--config", "gsa-512m", "--set", "rnak=3"], "unknown key 'rnak'"), ([], "missing option '--config'"),
     (["--config", "gsa-512m", "--output-dir", " "], "is not the name of a folder"),
+    (["--config", "gsa-512m", "--set", "data.source="], "data.source is empty: nothing says what to train on"),
 ])  # fmt: skip
 def test_wrong_usage_ends_with_2_and_one_error(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import os
+import socket
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +16,7 @@ import torch
 from training_folder import ALPACA, alpaca_file, text_file
 
 from memfit.errors import InputError, UsageError
+from memfit.jobs.texts import files
 from memfit.jobs.training.collating import Collator
 from memfit.jobs.training.config import DataConfig, ScheduleConfig
 from memfit.jobs.training.data import IGNORED, TrainingData, read_training_data
@@ -182,6 +186,59 @@ def test_a_file_without_text_is_one_error(tmp_path: Path, name: str, text: str, 
     (tmp_path / name).write_text(text)
     with pytest.raises(InputError, match=said):
         read(str(tmp_path / name))
+
+
+def test_only_the_word_builtin_means_the_documentation_of_python() -> None:
+    with pytest.raises(InputError, match="is empty: nothing says what to train on") as found:
+        read_training_data(DataConfig(), ByteTokenizer())
+    assert "`builtin`" in str(found.value.hint)
+
+
+def test_a_device_a_pipe_and_a_socket_are_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.txt")
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / "server"))
+        for path, kind in (("/dev/zero", "a device"), (tmp_path / "pipe.txt", "a pipe"), (tmp_path / "server", "a so")):
+            with pytest.raises(InputError, match=f"'{path}' is {kind}.*, not a file of text"):
+                read(str(path))
+
+
+@pytest.mark.parametrize(("content", "said"), [
+    (b"\0" * 4096, "is not text: it holds zero bytes"), ("wide".encode("utf-16-le"), "it holds zero bytes"),
+    (b"\x7fELF\xff\xfe", "is not UTF-8 text"),
+])  # fmt: skip
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "weights.bin", "a.txt.gz"])
+def test_a_file_that_is_no_text_is_one_error(tmp_path: Path, name: str, content: bytes, said: str) -> None:
+    packed = gzip.compress(content) if name.endswith(".gz") else content
+    (tmp_path / name).write_bytes(packed)
+    with pytest.raises(InputError, match=said):
+        read(str(tmp_path / name))
+
+
+def test_a_line_without_end_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "LONGEST_LINE", files.PIECE)
+    (tmp_path / "a.jsonl").write_text('{"text": "' + "x" * 3 * files.PIECE)
+    with pytest.raises(InputError, match="a line of more than 1,048,576 characters"):
+        read(str(tmp_path / "a.jsonl"))
+
+
+def test_a_file_larger_than_memory_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    with (tmp_path / "a.txt").open("wb") as sparse:
+        sparse.truncate(1 << 43)
+    with pytest.raises(InputError, match="holds more text than the memory of this machine"):
+        read(str(tmp_path / "a.txt"))
+
+
+def test_compressed_text_is_measured_as_it_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"x" * (4 << 20)))
+    monkeypatch.setattr(files, "host_memory", lambda: {"total_bytes": 3 << 20})
+    with pytest.raises(InputError, match="holds more text than the memory of this machine, 3"):
+        read(str(tmp_path / "a.txt.gz"))
+
+
+def test_a_name_that_the_disk_cannot_hold_is_one_error() -> None:
+    with pytest.raises(InputError, match="cannot be looked at: File name too long"):
+        read("x" * 5000)
 
 
 def test_the_right_column_is_suggested(tmp_path: Path) -> None:

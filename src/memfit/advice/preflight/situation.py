@@ -205,9 +205,9 @@ class Situation:
         return dataclasses.replace(data, max_samples=min(data.max_samples or MOST_ROWS, MOST_ROWS))
 
     def _examples(self) -> Examples:
-        from memfit.jobs.training.examples import is_on_hub, read_examples
+        from memfit.jobs.training.examples import is_on_hub, read_examples, source_of
 
-        source = self.config.data.source
+        source = source_of(self.config.data)
         if is_on_hub(source):
             raise CannotTell(f"{source} is a data set on the Hub, which a look does not fetch")
         return read_examples(self.data_config)

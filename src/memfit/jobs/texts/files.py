@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import gzip
 import json
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
 from memfit.errors import InputError
+from memfit.recording.machine import host_memory
+from memfit.units import format_bytes
 
 PLAIN = (".txt", ".text", ".md", ".rst", ".raw")
 KINDS = (*PLAIN, ".jsonl", ".json", ".parquet")
 FIELD = "text"
+PIECE = 1 << 20
+LONGEST_LINE = 1 << 28
+"""Characters in a line of JSON; no row of text is as long."""
+SPECIAL = (
+    (stat.S_ISCHR, "a device"), (stat.S_ISBLK, "a device"), (stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"),
+)  # fmt: skip
 
 
 def is_text_file(path: Path) -> bool:
@@ -35,6 +44,7 @@ def read_rows(path: Path) -> list[Any]:
 def _placed(path: Path, columns: tuple[str, ...] | None) -> Iterator[tuple[str, Any]]:
     """Where each row stands, in words, and the row."""
     kind = _kind(path)
+    check_plain_file(path)
     try:
         if kind == ".parquet":
             yield from _rows(_parquet(path, columns))
@@ -43,20 +53,66 @@ def _placed(path: Path, columns: tuple[str, ...] | None) -> Iterator[tuple[str, 
         elif kind == ".json":
             yield from _json(path)
         else:
-            yield "row 1", "".join(lines_of(path))
+            yield "row 1", "".join(_pieces(path))
     except OSError as error:
         raise InputError(f"cannot read '{path}': {error.strerror or error}") from error
+    except MemoryError as error:
+        raise _too_large(path) from error
 
 
 def _rows(rows: list[Any]) -> Iterator[tuple[str, Any]]:
     yield from ((f"row {number}", row) for number, row in enumerate(rows, start=1))
 
 
+def check_plain_file(path: Path) -> None:
+    """A device never ends, and a pipe gives its text to one reader only: a run has several."""
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise InputError(f"cannot read '{path}': {error.strerror or error}") from error
+    for is_kind, word in SPECIAL:
+        if is_kind(found.st_mode):
+            raise InputError(f"'{path}' is {word}, not a file of text", hint="write its text to a file, and name that")
+    if found.st_size > host_memory()["total_bytes"]:
+        raise _too_large(path)
+
+
+def _too_large(path: Path) -> InputError:
+    memory = format_bytes(host_memory()["total_bytes"])
+    return InputError(
+        f"'{path}' holds more text than the memory of this machine, {memory}, which it is read into",
+        hint="name a part of it",
+    )
+
+
 def lines_of(path: Path) -> Iterator[str]:
     """Lines with their ends, parted at line feeds only: other separators are part of the text."""
+    line = ""
+    for piece in _pieces(path, by_line=True):
+        line += piece
+        if line.endswith("\n"):
+            yield line
+            line = ""
+        elif len(line) > LONGEST_LINE:
+            raise InputError(f"'{path}' has a line of more than {LONGEST_LINE:,} characters, which is no row of text")
+    if line:
+        yield line
+
+
+def _pieces(path: Path, *, by_line: bool = False) -> Iterator[str]:
+    """Of bounded size, none of them past the end of a line if so wanted."""
+    left = host_memory()["total_bytes"]
     try:
         with _opened(path) as stream:
-            yield from stream
+            while piece := stream.readline(PIECE) if by_line else stream.read(PIECE):
+                if "\0" in piece:
+                    raise InputError(
+                        f"'{path}' is not text: it holds zero bytes", hint="binary, or UTF-16: text is read as UTF-8"
+                    )
+                left -= len(piece)
+                if left < 0:  # compressed, it looked small
+                    raise _too_large(path)
+                yield piece
     except UnicodeDecodeError as error:
         raise InputError(f"'{path}' is not UTF-8 text: byte {error.start:,} of a part of it") from error
     except (OSError, EOFError) as error:
@@ -86,7 +142,7 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _json(path: Path) -> Iterator[tuple[str, Any]]:
-    text = "".join(lines_of(path))
+    text = "".join(_pieces(path))
     try:
         rows = json.loads(text)
     except (ValueError, RecursionError):

@@ -112,8 +112,9 @@ class MethodConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    source: str = "builtin"
-    """A text file, .jsonl, .json or .parquet, a folder of these, a data set on the Hub, or `builtin`."""
+    source: str | None = None
+    """A text file, .jsonl, .json or .parquet, a folder of these, a data set on the Hub, or `builtin`, the reference
+    that Python itself carries. None: the job is refused."""
     format: DataFormat = "auto"
     """Running text, or prompts with answers. auto: by the columns that are there."""
     text_column: str = "text"
@@ -136,7 +137,7 @@ class DataConfig:
     num_workers: int = 0
 
     def __post_init__(self) -> None:
-        _text("data.source", self.source)
+        _text("data.source", self.source, none=True)
         _text("data.text_column", self.text_column)
         _text("data.split", self.split)
         _text("data.subset", self.subset, none=True)

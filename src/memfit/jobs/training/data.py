@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 
 from memfit.errors import InputError
 from memfit.jobs.training.config import DataConfig
-from memfit.jobs.training.examples import Examples, read_examples
+from memfit.jobs.training.examples import Examples, read_examples, source_of
 from memfit.jobs.training.tokenising import Tokens, tokenise
 
 IGNORED = -100
@@ -234,7 +234,7 @@ def _summary(
 ) -> DataSummary:
     lengths = starts.diff().sort().values
     return DataSummary(
-        source=config.source, origin=examples.origin, format="instruction" if examples.instruction else "text",
+        source=source_of(config), origin=examples.origin, format="instruction" if examples.instruction else "text",
         packed=packed, rows=len(examples.rows), empty_rows=examples.empty, samples=len(lengths),
         tokens=int(lengths.sum()), learned_tokens=int(learned.sum()), truncated_samples=cut.truncated,
         dropped_samples=cut.dropped, tokens_left_out=cut.left_out, max_seq_len=config.max_seq_len,

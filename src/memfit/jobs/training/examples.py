@@ -63,11 +63,28 @@ def read_examples(config: DataConfig) -> Examples:
 # -- where the rows come from ------------------------------------------------------------------------------------------
 
 
+def source_of(config: DataConfig) -> str:
+    """As typed. Nothing is trained on what nobody named: `builtin` is a word, not a default."""
+    if config.source is None:
+        raise InputError(
+            "data.source is empty: nothing says what to train on",
+            hint="a .txt, .jsonl, .json or .parquet file, a folder of these, a data set on the Hub; or `builtin`, the"
+            " documentation that Python itself carries, to try it out",
+        )
+    return config.source.strip()
+
+
 def _rows(config: DataConfig) -> tuple[str, list[Any]]:
-    said = config.source.strip()
+    said = source_of(config)
     if said.lower() == BUILTIN:
         return builtin_origin(), list(builtin_documents())
-    path = Path(os.path.expanduser(said))
+    try:
+        return _rows_at(Path(os.path.expanduser(said)), said, config)
+    except OSError as error:  # a name that is too long, a folder that may not be entered
+        raise InputError(f"data.source '{said}' cannot be looked at: {error.strerror or error}") from error
+
+
+def _rows_at(path: Path, said: str, config: DataConfig) -> tuple[str, list[Any]]:
     if path.is_dir():
         files = sorted(each for each in path.rglob("*") if each.is_file() and is_text_file(each))
         if not files:
@@ -86,7 +103,10 @@ def is_on_hub(source: str) -> bool:
     """Whether it is neither on this disk nor looks as if it should be."""
     said = source.strip()
     path = Path(os.path.expanduser(said))
-    here = said.lower() == BUILTIN or path.exists() or _looks_like_a_file(path, said)
+    try:
+        here = said.lower() == BUILTIN or path.exists() or _looks_like_a_file(path, said)
+    except OSError:  # reading it says what is wrong
+        return False
     return not here and _HUB_NAME.fullmatch(said) is not None
 
 

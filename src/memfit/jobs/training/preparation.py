@@ -17,6 +17,7 @@ from memfit.jobs.training.checkpoints import check_checkpoint, find_checkpoint, 
 from memfit.jobs.training.collating import Collator
 from memfit.jobs.training.config import TrainConfig
 from memfit.jobs.training.data import TrainingData, read_training_data
+from memfit.jobs.training.examples import source_of
 from memfit.jobs.training.levers import check_levers
 from memfit.jobs.training.order import total_steps
 from memfit.jobs.training.processes import processes
@@ -83,6 +84,7 @@ def prepare_job(
     config: TrainConfig, *, world_size: int | None = None, say: Callable[[str], None] | None = None
 ) -> TrainJob:
     """Under torchrun the number of processes is in WORLD_SIZE. Nothing is written yet."""
+    source_of(config.data)
     batch = resolve_batch(config.batch, processes() if world_size is None else world_size)
     output_dir = Path(os.path.abspath(os.path.expanduser(config.output_dir)))
     resume_from = None if config.saving.resume_from is None else find_checkpoint(config.saving.resume_from, output_dir)
