@@ -14,7 +14,7 @@ import typer
 from memfit.cli import output
 from memfit.core.alloc_config import CUDA_VARIABLE
 from memfit.core.whole_file import written_whole
-from memfit.errors import MemfitError, UsageError
+from memfit.errors import InputError, MemfitError, UsageError
 from memfit.jobs.training.processes import is_first
 from memfit.units import gib
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from memfit.planning.train_plan import TrainPlan
 
 SCHEMA = "memfit.train/1"
-DOES_NOT_FIT, WRONG_INPUT = 1, 2
+DOES_NOT_FIT, WRONG_INPUT, INTERRUPTED = 1, 2, 130
 PATIENCE_SECONDS = 3.0
 
 
@@ -89,6 +89,7 @@ def _run(job: TrainJob, plan: TrainPlan | None, said: list[str], *, json: bool, 
     from memfit.jobs.training.out_of_memory import RanOut
     from memfit.jobs.training.run_log import RunLog
     from memfit.jobs.training.runner import train as run
+    from memfit.jobs.training.stopping import Stopped
 
     log = RunLog(job.output_dir) if is_first() else None
     if log is not None:
@@ -105,6 +106,15 @@ def _run(job: TrainJob, plan: TrainPlan | None, said: list[str], *, json: bool, 
             for line in _explained(error.message, job):
                 output.note(line)
         return DOES_NOT_FIT
+    except Stopped as stop:
+        if log is not None:
+            log.write(f"{stop.message}: {stop.hint}")
+            output.note(f"{stop.message}: {stop.hint}")
+        return INTERRUPTED
+    except MemfitError as error:
+        if log is not None:
+            log.write(f"error: {error.message}\n{error.hint or ''}")
+        raise
     finally:
         if log is not None:
             log.close()
@@ -121,10 +131,13 @@ def _keep_config(job: TrainJob) -> None:
     from memfit.jobs.training.config_file import dump
 
     text, place = dump(job.config), job.output_dir / "config.yaml"
-    if place.exists() and place.read_text(encoding="utf-8", errors="replace") != text:
-        place = job.output_dir / "config-resolved.yaml"
-    with written_whole(place) as beside:
-        beside.write_text(text, encoding="utf-8")
+    try:
+        if place.exists() and place.read_text(encoding="utf-8", errors="replace") != text:
+            place = job.output_dir / "config-resolved.yaml"
+        with written_whole(place) as beside:
+            beside.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"'{place}' cannot be written: {error.strerror}") from error
 
 
 def _explained(message: str, job: TrainJob) -> list[str]:
@@ -232,8 +245,10 @@ def _progress(log: RunLog | None, *, shown: bool) -> Iterator[Callable[[TrainEve
 
         def show(event: TrainEvent) -> None:
             nonlocal task
-            if log is not None:
+            if log is not None and log.failed is None:
                 log(event)
+                if log.failed is not None:
+                    err.print(f"note: {log.failed}", soft_wrap=True)
             if not shown:
                 return
             if event.kind not in ("step", "end"):  # the end is told by the result

@@ -21,11 +21,13 @@ PUBLISHED_BYTES = 2
 
 
 def checkpoints(situation: Situation) -> Iterator[Finding]:
+    from memfit.jobs.training.checkpoints import find_checkpoint
     from memfit.jobs.training.preparation import check_output
 
     config, folder = situation.config, output_folder(situation.config)
+    said = config.saving.resume_from
     try:
-        check_output(folder, resuming=config.saving.resume_from is not None)
+        check_output(folder, resume_from=None if said is None else find_checkpoint(said, folder))
     except InputError as error:
         yield CHECKPOINTS.failed(error.message, error.hint or "another --output_dir, or saving.output_dir in the file")
         return

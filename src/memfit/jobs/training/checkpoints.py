@@ -27,11 +27,16 @@ def step_of(folder: Path) -> int | None:
     return int(match[1]) if match else None
 
 
+def has_state(folder: Path) -> bool:
+    """Whether a run can be continued from it: one of memfit or of the Trainer. Weights alone are only a beginning."""
+    return (folder / STATE).is_file()
+
+
 def find_checkpoints(output_dir: Path) -> list[Path]:
     """Those in a folder, the earliest first. A half-written one has another name, or no state yet."""
     if not output_dir.is_dir():
         return []
-    found = [each for each in output_dir.iterdir() if step_of(each) is not None and (each / STATE).is_file()]
+    found = [each for each in output_dir.iterdir() if step_of(each) is not None and has_state(each)]
     return sorted(found, key=lambda each: (step_of(each) or 0, each.name))
 
 

@@ -10,6 +10,7 @@ from memfit.jobs.training.events import TrainEvent
 from memfit.jobs.training.out_of_memory import Place
 from memfit.jobs.training.phase_peaks import STEPS, PhasePeaks
 from memfit.jobs.training.preparation import TrainJob
+from memfit.jobs.training.stopping import StopRequest
 from memfit.recording.growth import GrowthWatch
 from memfit.recording.memory_log import MemoryLog
 from memfit.recording.status import publish
@@ -31,6 +32,8 @@ class Following:
         self._waited = 0.0
         self._logged_step = 0
         self._said_of_growth: str | None = None
+        self.stop_request = StopRequest()
+        self._said_to_stop = False
         self.command = f"memfit train --config {job.config.name}"
 
     def say(self, **event: Any) -> None:
@@ -46,6 +49,10 @@ class Following:
         """As `MemfitTrainer.reached` says it. What follows the end of the last micro-step is the optimizer's."""
         self.place = "optimizer" if phase == "end" else "micro-step"
         self.phases.reached(phase, step, micro_step)
+        if self.stop_request.came and not self._said_to_stop:
+            self._said_to_stop = True
+            text = f"asked to stop: step {step} is finished and saved first; asked again, it stops at once"
+            self.say(kind="note", text=text)
 
     def start(self, step: int) -> None:
         self.began = self._logged_at = time.perf_counter()
@@ -100,8 +107,10 @@ def follow(following: Following) -> Any:
             step, last = state.global_step, state.global_step >= job.total_steps
             state.epoch = step * job.batch.global_batch_size / len(job.data)
             following.stepped(self.trainer, step)
-            control.should_log = step % every == 0 or last
-            control.should_save = last or (saving is not None and step % saving == 0)
+            stop = not self.trainer.together.all_well(not following.stop_request.came)
+            control.should_training_stop = control.should_training_stop or stop
+            control.should_log = step % every == 0 or last or stop
+            control.should_save = last or stop or (saving is not None and step % saving == 0)
 
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
             if logs and "loss" in logs:

@@ -13,7 +13,7 @@ from typing import Any
 from memfit.errors import InputError, UsageError
 from memfit.jobs.source import Source, find_source, load_tokenizer
 from memfit.jobs.training.batch_sizes import BatchSizes, resolve_batch
-from memfit.jobs.training.checkpoints import check_checkpoint, find_checkpoint, find_checkpoints, steps_done
+from memfit.jobs.training.checkpoints import check_checkpoint, find_checkpoint, find_checkpoints, step_of, steps_done
 from memfit.jobs.training.collating import Collator
 from memfit.jobs.training.config import TrainConfig
 from memfit.jobs.training.data import TrainingData, read_training_data
@@ -23,6 +23,7 @@ from memfit.jobs.training.order import total_steps
 from memfit.jobs.training.processes import processes
 from memfit.jobs.training.shapes import POSITIONS, VOCABULARY, is_basics, number_in, shape_of
 from memfit.jobs.training.tokenizers import pad_id_of, tokenizer_named, tokenizer_of_shape
+from memfit.jobs.training.whole_checkpoint import ADAPTERS, incomplete
 from memfit.models.gsa_names import is_gsa
 
 
@@ -88,7 +89,7 @@ def prepare_job(
     batch = resolve_batch(config.batch, processes() if world_size is None else world_size)
     output_dir = Path(os.path.abspath(os.path.expanduser(config.output_dir)))
     resume_from = None if config.saving.resume_from is None else find_checkpoint(config.saving.resume_from, output_dir)
-    check_output(output_dir, resuming=resume_from is not None)
+    check_output(output_dir, resume_from=resume_from)
     check_device(config)
     of_levers = check_levers(config, world_size=batch.world_size)
     source, tokenizer = _model(config, say)
@@ -121,14 +122,25 @@ def notes_on_data(config: TrainConfig, batch: BatchSizes, data: TrainingData) ->
     return notes
 
 
-def check_output(folder: Path, *, resuming: bool) -> None:
-    """It can be written, and no other run's checkpoints are in it."""
+def check_output(folder: Path, *, resume_from: Path | None) -> None:
+    """It can be written, and no other run's checkpoints are in it, nor later ones of this run: they would count as the
+    last, and be kept instead of the new ones."""
     if folder.exists() and not folder.is_dir():
         raise InputError(f"output_dir '{folder}' is a file")
-    if not resuming and (there := find_checkpoints(folder)):
+    there = find_checkpoints(folder)
+    if there and resume_from is None:
         raise InputError(
             f"output_dir '{folder}' holds checkpoints of an earlier run, up to {there[-1].name}",
             hint=f"--resume_from {there[-1]} continues it (or `latest`); or another --output_dir",
+        )
+    if there and resume_from is not None and not _is_same_folder(resume_from.parent, folder):
+        raise InputError(
+            f"output_dir '{folder}' holds checkpoints of another run than '{resume_from}'", hint="another --output_dir"
+        )
+    if resume_from is not None and (later := _later(there, steps_done(resume_from))):
+        raise InputError(
+            f"output_dir '{folder}' holds later checkpoints than {resume_from.name}, up to {later[-1].name}",
+            hint=f"--resume_from {later[-1]} goes on from there; to go back, another --output_dir, or move them away",
         )
     there_already = next(each for each in (folder, *folder.parents) if each.exists())
     try:
@@ -136,6 +148,16 @@ def check_output(folder: Path, *, resuming: bool) -> None:
             pass
     except OSError as error:
         raise InputError(f"output_dir '{folder}' cannot be written: {error.strerror}") from error
+
+
+def _is_same_folder(one: Path, other: Path) -> bool:
+    return one.resolve() == other.resolve()
+
+
+def _later(checkpoints: list[Path], done: int) -> list[Path]:
+    """What is damaged does not count: going back behind it is the way on."""
+    after = [each for each in checkpoints if (step_of(each) or 0) > done]
+    return [each for each in after if not any(incomplete(each, lora=(each / ADAPTERS).exists()))]
 
 
 def check_device(config: TrainConfig) -> None:

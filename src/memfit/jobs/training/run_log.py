@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
@@ -13,24 +15,42 @@ FILE = "train.log"
 
 
 class RunLog:
-    """Written line by line, so that a run that is killed leaves all of it."""
+    """Written line by line, so that a run that is killed leaves all of it. It is locked while the run lives: of two in
+    one folder each would delete the other's checkpoints."""
 
     def __init__(self, folder: Path) -> None:
+        self.failed: str | None = None
+        """Why no more lines are written; a run does not end for that."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._file = (folder / FILE).open("a", encoding="utf-8", buffering=1)
         except OSError as error:
             raise InputError(f"output_dir '{folder}' cannot be written: {error.strerror}") from error
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self._file.close()
+            raise InputError(
+                f"another run is writing to output_dir '{folder}'", hint="another --output_dir, or wait until it ends"
+            ) from error
+        except OSError:  # not every network file system can
+            pass
 
     def write(self, text: str) -> None:
+        if self.failed is not None:
+            return
         now = datetime.now().isoformat(sep=" ", timespec="seconds")
-        self._file.writelines(f"{now}  {line}\n" for line in text.splitlines())
+        try:
+            self._file.writelines(f"{now}  {line}\n" for line in text.splitlines())
+        except OSError as error:
+            self.failed = f"{FILE} is no longer written: {error.strerror}"
 
     def __call__(self, event: TrainEvent) -> None:
         self.write(in_a_line(event))
 
     def close(self) -> None:
-        self._file.close()
+        with suppress(OSError):
+            self._file.close()
 
 
 def in_a_line(event: TrainEvent) -> str:

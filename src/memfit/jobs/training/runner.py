@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from memfit.jobs.memory_errors import is_out_of_memory
+from memfit.jobs.training.checkpointing import disk_errors_told, remove_halves
 from memfit.jobs.training.events import TrainEvent
 from memfit.jobs.training.following import Following, follow
 from memfit.jobs.training.model_building import build_for_training
@@ -29,6 +30,7 @@ from memfit.jobs.training.processes import is_first
 from memfit.jobs.training.recovery import Halved, cause_of
 from memfit.jobs.training.result import Expected, TrainResult
 from memfit.jobs.training.run_memory_log import open_memory_log
+from memfit.jobs.training.stopping import stopped
 from memfit.jobs.training.together import Together
 from memfit.jobs.training.trainer_arguments import on_gpu, trainer_arguments
 from memfit.jobs.training.whole_checkpoint import check_whole
@@ -38,11 +40,17 @@ TENSORBOARD_FOLDER = "TENSORBOARD_LOGGING_DIR"
 
 
 def train(job: TrainJob, *, on_event: Callable[[TrainEvent], None], plan: Expected | None = None) -> TrainResult:
-    """Every process of a run calls this; only the first one writes and tells. Raises RanOut where no row fits."""
+    """Every process of a run calls this; only the first one writes and tells. Raises RanOut where no row fits,
+    CannotSave where the disk takes no more, and Stopped after a first Ctrl-C."""
     if job.resume_from is not None:
         check_whole(job.resume_from, job.config, world_size=job.batch.world_size)
     following = Following(job, on_event, gpu=on_gpu(job), first=is_first())
-    with _quiet_libraries(), _tensorboard_in(job.output_dir / "tensorboard"), published(following.command):
+    if following.first:
+        remove_halves(job.output_dir)
+    with (
+        _quiet_libraries(), _tensorboard_in(job.output_dir / "tensorboard"), published(following.command),
+        disk_errors_told(job.output_dir),
+    ):  # fmt: skip
         try:
             trainer, seconds = _run(job, following)
         except RanOut:
@@ -59,8 +67,8 @@ def train(job: TrainJob, *, on_event: Callable[[TrainEvent], None], plan: Expect
         finally:
             following.phases.end()
         result = _result(job, trainer, following, seconds, plan)
-    if following.first:
-        result.write(job.output_dir)
+        if following.first:
+            result.write(job.output_dir)
     following.say(kind="end", step=result.steps, text="; ".join(result.in_lines()[:1]))
     _end_together(trainer)
     return result
@@ -95,15 +103,22 @@ def _run(job: TrainJob, following: Following) -> tuple[Any, float]:
         following.probing = False
 
     following.phases.begin()
-    trainer = MemfitTrainer(job, model, args, on_halved=halved, on_probed=probed, on_reached=following.reached)
+    trainer = MemfitTrainer(
+        job, model, args, on_halved=halved, on_probed=probed, on_reached=following.reached,
+        on_note=lambda text: following.say(kind="note", text=text),
+    )  # fmt: skip
     following.phases.reached("end")
     following.mark("03_model_loaded")
     trainer.remove_callback(PrinterCallback)
     callback = follow(following)
     callback.trainer = trainer
     trainer.add_callback(callback)
-    trainer.train(resume_from_checkpoint=None if job.resume_from is None else str(job.resume_from))
+    with following.stop_request:
+        trainer.train(resume_from_checkpoint=None if job.resume_from is None else str(job.resume_from))
     trainer.drain_losses()
+    if (done := int(trainer.state.global_step)) < job.total_steps:
+        _end_together(trainer)
+        raise stopped(done, job)
     following.mark("end")
     return trainer, time.perf_counter() - following.began
 

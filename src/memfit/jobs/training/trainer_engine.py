@@ -7,6 +7,7 @@ is told that a step is one batch; what that batch is cut into, and run again wit
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -38,6 +39,7 @@ class MemfitTrainer(Trainer):  # type: ignore[misc,unused-ignore]
     def __init__(
         self, job: TrainJob, model: torch.nn.Module, args: Any, *, on_halved: Callable[[Halved], None],
         on_probed: Callable[[int], None], on_reached: Callable[[str, int, int], None] | None = None,
+        on_note: Callable[[str], None] = lambda _: None,
     ) -> None:  # fmt: skip
         self.job = job
         super().__init__(model=model, args=args, train_dataset=job.data, data_collator=job.collate)
@@ -49,6 +51,7 @@ class MemfitTrainer(Trainer):  # type: ignore[misc,unused-ignore]
             on_halved=self._halved,
         )  # fmt: skip
         self._on_halved, self._on_probed, self._on_reached = on_halved, on_probed, on_reached
+        self._on_note = on_note
         self._new_losses: dict[int, Tensor] = {}
         self._place = (0, 0)
         self.current_gradient_accumulation_steps = 1
@@ -220,14 +223,46 @@ class MemfitTrainer(Trainer):  # type: ignore[misc,unused-ignore]
     # -- checkpoints
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        step, first = int(self.state.global_step), self.together.rank == 0
+        step, output_dir, most = int(self.state.global_step), self.job.output_dir, self._most_checkpoints
         self.drain_losses()
-        beside = self.job.output_dir / f"step_{step}{checkpointing.WRITING}"
-        if first:
-            checkpointing.begin(self.job.output_dir, step)
+        failed = self._write_checkpoint(step)
+        if failed is not None:
+            gone = checkpointing.make_room(output_dir, most, newest=step) if self.together.rank == 0 else []
+            if not self.together.all_well(not gone):
+                names = ", ".join(each.name for each in gone)
+                self._on_note(f"no room for step {step} ({failed}): {names} went before it is written, not after")
+                failed = self._write_checkpoint(step)
+        if failed is not None:
+            raise checkpointing.cannot_save(step, output_dir, failed)
+        if self.together.rank == 0:
+            checkpointing.keep_last(output_dir, most, newest=step)
         self.together.wait()
-        self.save_model(str(beside), _internal_call=True)
-        self._save_optimizer_and_scheduler(str(beside))
+
+    @property
+    def _most_checkpoints(self) -> int:
+        return self.job.config.saving.save_total_limit
+
+    def _write_checkpoint(self, step: int) -> str | None:
+        """Why it could not be written, in any of the processes: each asks the others after every part, so that nobody
+        waits for one that has given up. Half of it does not stay."""
+        first, output_dir = self.together.rank == 0, self.job.output_dir
+        beside = output_dir / f"step_{step}{checkpointing.WRITING}"
+        parts: tuple[Callable[[], object], ...] = (
+            lambda: checkpointing.begin(output_dir, step) if first else None,
+            lambda: self.save_model(str(beside), _internal_call=True),
+            lambda: self._save_optimizer_and_scheduler(str(beside)),
+            lambda: self._save_rest(beside, first=first),
+            lambda: checkpointing.finish(beside) if first else None,
+        )
+        for part in parts:
+            why = _why_it_failed(part, output_dir)
+            if not self.together.all_well(why is None):
+                if first:
+                    shutil.rmtree(beside, ignore_errors=True)
+                return self.together.first_of(why or "") or "no reason was given"
+        return None
+
+    def _save_rest(self, beside: Path, *, first: bool) -> None:
         self._save_scaler(str(beside))
         self._save_rng_state(str(beside))
         if first:
@@ -236,11 +271,6 @@ class MemfitTrainer(Trainer):  # type: ignore[misc,unused-ignore]
             if hasattr(self.job.tokenizer, "save_pretrained"):
                 self.job.tokenizer.save_pretrained(str(beside))
             self.state.save_to_json(str(beside / "trainer_state.json"))
-        self.together.wait()
-        if first:
-            checkpointing.finish(beside)
-            checkpointing.keep_last(self.job.output_dir, self.job.config.saving.save_total_limit)
-        self.together.wait()
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         assert output_dir is not None
@@ -280,3 +310,14 @@ class MemfitTrainer(Trainer):  # type: ignore[misc,unused-ignore]
         if before.halved and rows in self.job.batch.rungs:
             self.recovery.batch = self.job.batch.with_micro_batch(rows)
         self.progress.micro_batch_size = self.recovery.batch.micro_batch_size
+
+
+def _why_it_failed(part: Callable[[], object], folder: Path) -> str | None:
+    """Of a part of a checkpoint; what has nothing to do with the disk is raised."""
+    try:
+        part()
+    except Exception as error:
+        if (why := checkpointing.why_not_written(error, folder)) is None:
+            raise
+        return why
+    return None
