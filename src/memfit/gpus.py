@@ -160,6 +160,12 @@ def is_size(text: str) -> bool:
     return _key(wanted) not in _by_key() and _SIZE.fullmatch(wanted) is not None
 
 
+def name_in_catalogue(name: str) -> str | None:
+    """Of a card as the driver or a person calls it; None for a size, and for a card that is not in the catalogue."""
+    card = _by_key().get(_key(name))
+    return None if card is None else str(card["name"])
+
+
 def list_gpus() -> tuple[Gpu, ...]:
     """All cards of the catalogue, in its order: GeForce, workstation, data centre."""
     return tuple(_from_card(card) for card in _document()["cards"])

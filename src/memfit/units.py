@@ -1,4 +1,5 @@
-"""Bytes are ints inside; this is the one place where they become text, and text becomes bytes."""
+"""Bytes are ints inside; this is the one place where they become text, and text becomes bytes. Seconds become text
+here too."""
 
 from __future__ import annotations
 
@@ -40,3 +41,17 @@ def parse_bytes(text: str, *, flag: str = "size") -> int:
     if match is None or factor is None:
         raise UsageError(f"{flag} {text!r} is not a size", hint="write it as 24GiB, 512MiB or a number of bytes")
     return int(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor
+
+
+def duration(seconds: float) -> str:
+    """Two figures or so in the largest unit that keeps it at 1 or more: `0.16 s`, `12 min`, `3.4 h`, `2.1 days`."""
+    for unit, name in ((86400.0, "days"), (3600.0, "h"), (60.0, "min")):
+        if seconds >= unit:
+            return f"{two_figures(seconds / unit)} {name}"
+    return f"{two_figures(seconds)} s"
+
+
+def two_figures(number: float) -> str:
+    """`16.3` is `16`, `1.63` is `1.6`, `20,464` is `20,000`: no more than an estimate is worth."""
+    rounded = float(f"{number:.2g}")
+    return f"{rounded:,.0f}" if rounded >= 10 else f"{rounded:g}"

@@ -4,6 +4,7 @@ ran out where a smaller micro-batch would not help."""
 from __future__ import annotations
 
 import csv
+import re
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from tiny_run import run
 from memfit.errors import InputError, UsageError
 from memfit.jobs.training.config_keys import config_from
 from memfit.jobs.training.out_of_memory import RanOut, ran_out
+from memfit.jobs.training.run_log import in_a_line
 from memfit.recording.log_text import CSV_HEADER
 
 SHORT = {"max_steps": 4, "logging_steps": 2}
@@ -213,3 +215,12 @@ def test_the_losses_that_are_told_are_means_of_several_steps(tmp_path: Path) -> 
     assert result.first_loss == pytest.approx(sum(one_by_one[:2]) / 2)
     assert result.final_loss == pytest.approx(sum(one_by_one[-2:]) / 2)
     assert f"loss: {result.first_loss:.4f} at first, {result.final_loss:.4f} at the end" in result.in_lines()
+
+
+def test_every_logged_step_but_the_first_says_how_much_time_is_left(tmp_path: Path) -> None:
+    _, events = run(tmp_path, max_steps=4)
+    first, *later, last = [event for event in events if event.kind == "step"]
+    assert first.seconds_left is None
+    assert all(event.seconds_left is not None and event.seconds_left > 0 for event in later)
+    assert last.seconds_left == 0
+    assert re.search(r"s a step, [\d.]+ s left", in_a_line(later[0]))

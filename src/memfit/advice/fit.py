@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from memfit.advice.durations import estimate
 from memfit.advice.fitted import Alternative, Answer, Change, Fitted
 from memfit.advice.forecast import (
     MOST_MICRO_STEPS,
@@ -69,17 +70,21 @@ class Option:
 
 def fit(
     workload: Workload | None = None, *, gpu: Gpu | str, global_batch: int | None = None, keep: Sequence[str] = (),
-    margin: float = 0.1, **settings: Any,
+    margin: float = 0.1, steps: int | None = None, tokens: int | None = None, **settings: Any,
 ) -> Fitted:  # fmt: skip
     """The smallest set of changes with which the job leaves the margin, a share of the card, free.
 
-    `keep` names settings that must stay as they are; other settings are those of `memfit.predict`."""
+    `keep` names settings that must stay as they are; `steps` of the optimizer, or `tokens`, say how much is trained,
+    for the time it takes; other settings are those of `memfit.predict`."""
     started = time.perf_counter()
     card = find_gpu(gpu)
     check_margin(margin)
     work = with_global_batch(Workload.asked(workload, settings), global_batch)
     work = within(work, card, margin)
-    return _Fitting(work, card, margin, tuple(checked_setting(name) for name in keep)).fitted(started)
+    fitted = _Fitting(work, card, margin, tuple(checked_setting(name) for name in keep)).fitted(started)
+    if fitted.after.verdict == "fails":
+        return fitted
+    return dataclasses.replace(fitted, duration=estimate(fitted.fitted, card, steps=steps, tokens=tokens))
 
 
 def options(workload: Workload, *, gpu: Gpu | str | None, keep: Sequence[str] = ()) -> list[Option]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from memfit.advice.durations import Duration
 from memfit.advice.forecast import Forecast
 from memfit.advice.global_batch import global_batch_of
 from memfit.advice.lever import Lever
@@ -104,6 +105,8 @@ class Fitted:
     notes: tuple[str, ...]
     predictions: int
     seconds: float
+    duration: Duration | None = None
+    """How long it takes with the changes; None where that cannot be told, or it does not run."""
 
     @property
     def fits(self) -> bool:
@@ -146,6 +149,7 @@ class Fitted:
             "margin_left": self.margin_left,
             "smaller_model": self._smaller_model(),
             "whole_model": None if self.whole_model is None else self.whole_model.to_json(),
+            "duration": None if self.duration is None else self.duration.to_json(),
             "notes": list(self.notes),
             "predictions": self.predictions,
             "seconds": round(self.seconds, 3),

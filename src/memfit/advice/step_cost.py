@@ -23,15 +23,18 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from hashlib import sha256
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from memfit.core.events import Trace
 from memfit.errors import MemfitError
 from memfit.gpus import Gpu
 from memfit.jobs.workload import Workload
 
 if TYPE_CHECKING:
-    from memfit.core.events import Trace
     from memfit.planning.blocks import Blocks
+    from memfit.planning.cache import Key
     from memfit.tracing.op_costs import OpCost, OpCosts
 
 STEPS = 2
@@ -125,6 +128,39 @@ def _phase_seconds(phase: PhaseCost, gpu: Gpu) -> float:
 
 @lru_cache(maxsize=256)
 def _step_cost(work: Workload) -> StepCost:
+    """Counted once on a machine: beside the traces, under the same key and what stands in this file."""
+    from memfit.planning import cache
+
+    key = _key(work)
+    found = None if key is None else cache.load(key, lambda _, facts: _from_facts(facts))
+    if found is not None:
+        return found
+    made = _counted_cost(work)
+    if key is not None:
+        kept = [[phase.phase, [[*op, times] for op, times in phase.ops.items()]] for phase in made.phases]
+        cache.store(key, Trace(), {"phases": kept})
+    return made
+
+
+def _key(work: Workload) -> Key | None:
+    from memfit.planning.cache import Key, key_of
+    from memfit.planning.platforms import platform_of
+
+    key = key_of(work, platform_of(None))
+    return None if key is None else Key(f"step cost {sha256(Path(__file__).read_bytes()).hexdigest()} {key.text}")
+
+
+def _from_facts(facts: Mapping[str, Any]) -> StepCost:
+    from memfit.tracing.op_costs import OpCost
+
+    phases = (
+        PhaseCost(name, {OpCost(flops, wide, moved, link): times for flops, wide, moved, link, times in ops})
+        for name, ops in facts["phases"]
+    )
+    return StepCost(tuple(phases))
+
+
+def _counted_cost(work: Workload) -> StepCost:
     blocks = _blocks(work)
     if blocks is None:
         return _costed(_counted(work, None))

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from memfit.errors import MemfitError
 from memfit.gpus import Gpu
 from memfit.jobs.workload import Workload
+
+if TYPE_CHECKING:
+    from memfit.advice.step_cost import StepCost
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,14 +38,23 @@ class StepTime:
 
 def step_time(work: Workload, gpu: Gpu) -> StepTime | None:
     """None where the job's ops cannot be counted."""
-    from memfit.advice.step_cost import seconds, step_cost
+    from memfit.advice.step_cost import seconds
 
-    try:
-        with warnings.catch_warnings():  # of the job's own code: a plan tells them
-            warnings.simplefilter("ignore")
-            cost = step_cost(work)
-    except MemfitError:
+    cost = step_cost_of(work)
+    if cost is None:
         return None
     return StepTime(
         flops=cost.flops, bytes_moved=cost.bytes_moved, host_bytes=cost.host_bytes, seconds=seconds(cost, gpu)
     )
+
+
+def step_cost_of(work: Workload) -> StepCost | None:
+    """None where the job's ops cannot be counted."""
+    from memfit.advice.step_cost import step_cost
+
+    try:
+        with warnings.catch_warnings():  # of the job's own code: a plan tells them
+            warnings.simplefilter("ignore")
+            return step_cost(work)
+    except MemfitError:
+        return None

@@ -10,7 +10,8 @@ import typer
 from memfit.cli import late_conversion, output
 from memfit.cli.flags import Json
 from memfit.cli.options import plain_name, split_names, with_options_of
-from memfit.cli.plan import FAILS, check_names
+from memfit.cli.plan import FAILS, check_names, how_much
+from memfit.cli.plan import OF_TRAINING as HOW_MUCH
 from memfit.errors import UsageError
 from memfit.jobs.workload import KINDS, Workload
 
@@ -58,6 +59,7 @@ EXTRA: dict[str, tuple[Any, Any]] = {
 OF_TRAINING: dict[str, tuple[Any, Any]] = {
     "global_batch": (Annotated[str | None, GLOBAL_FLAG], None),
     "ladder": (Annotated[bool, LADDER_FLAG], False),
+    **HOW_MUCH,
 }
 
 fit = typer.Typer(
@@ -71,9 +73,13 @@ fit = typer.Typer(
 
 def _fit(
     workload: Workload, *, gpu: str, keep: list[str] | None, margin: str, emit: str | None, json: bool,
-    global_batch: str | None = None, ladder: bool = False,
+    global_batch: str | None = None, ladder: bool = False, steps: str | None = None, tokens: str | None = None,
 ) -> int:  # fmt: skip
     check_names(workload.model, gpu)
+    much = how_much(steps, tokens)
+    if much and (ladder or emit is not None):
+        other = "--ladder" if ladder else "--emit"
+        raise UsageError(f"--{next(iter(much))} has no effect with {other}", hint=f"without {other} the time is told")
     _check_together(emit, json, ladder)
     asked: dict[str, Any] = {
         "gpu": gpu, "keep": [plain_name(name) for name in split_names(keep or [])], "margin": _share(margin),
@@ -84,7 +90,7 @@ def _fit(
     with output.working(f"fitting {workload.model}"):
         from memfit.advice.fit import fit as fit_job
 
-        fitted = fit_job(workload, **asked)
+        fitted = fit_job(workload, **asked, steps=much.get("steps"), tokens=much.get("tokens"))
     if emit is not None:
         return _emit(fitted, emit)
     if json:

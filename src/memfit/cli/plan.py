@@ -11,10 +11,11 @@ from memfit.cli import late_conversion, output
 from memfit.cli.batch import batch
 from memfit.cli.flags import Json
 from memfit.cli.options import with_options_of
+from memfit.errors import UsageError
 from memfit.jobs.workload import KINDS, Workload
 
 if TYPE_CHECKING:
-    pass
+    from memfit.planning.predict import Plan
 
 FAILS = 1
 
@@ -37,6 +38,10 @@ GPU_FLAG = typer.Option(
     "--gpu", metavar="NAME|SIZE", help="A card (`memfit gpus`), its label as 24GB, or exactly 23.5GiB: gives a verdict."
 )
 SAVE_FLAG = typer.Option("--save-trace", metavar="FILE", help="Keep the allocation events in this file.")
+STEPS_FLAG = typer.Option("--steps", metavar="N", show_default=False, help="Optimizer steps: how long they take.")
+TOKENS_FLAG = typer.Option(
+    "--tokens", metavar="N", show_default=False, help="Tokens to train on in all: how long that takes, as 300000000."
+)
 NO_CACHE_FLAG = typer.Option("--no-trace-cache", help="Trace anew, and keep nothing for the next time.")
 FORCE_FLAG = typer.Option("--force", "-f", help="Overwrite that file if it is there.")
 
@@ -46,6 +51,11 @@ EXTRA: dict[str, tuple[Any, Any]] = {
     "save_trace": (Annotated[Path | None, SAVE_FLAG], None),
     "force": (Annotated[bool, FORCE_FLAG], False),
     "no_trace_cache": (Annotated[bool, NO_CACHE_FLAG], False),
+}
+
+OF_TRAINING: dict[str, tuple[Any, Any]] = {
+    "steps": (Annotated[str | None, STEPS_FLAG], None),
+    "tokens": (Annotated[str | None, TOKENS_FLAG], None),
 }
 
 plan = typer.Typer(
@@ -58,25 +68,55 @@ plan = typer.Typer(
 
 
 def _plan(
-    workload: Workload, *, gpu: str | None, json: bool, save_trace: Path | None, force: bool, no_trace_cache: bool
-) -> int:
+    workload: Workload, *, gpu: str | None, json: bool, save_trace: Path | None, force: bool, no_trace_cache: bool,
+    steps: str | None = None, tokens: str | None = None,
+) -> int:  # fmt: skip
     check_names(workload.model, gpu)
+    asked = how_much(steps, tokens)
+    if asked and gpu is None:
+        raise UsageError(f"--{next(iter(asked))}: no card is named whose time could be told", hint="--gpu 'RTX 4090'")
     if save_trace is not None:
         output.check_free(save_trace, "--save-trace", force, inputs=output.files_of_model(workload.model))
     with output.working(f"tracing {workload.model}"):
         from memfit.planning.predict import predict
 
         made = predict(workload, gpu=gpu, trace_cache=not no_trace_cache)
+        document = {**made.to_json(), "duration": _duration(made, workload, asked)}
     if save_trace is not None:
         with output.writing(save_trace, "--save-trace"):
             made.trace.save(save_trace)
     if json:
-        output.print_json(made.to_json())
+        output.print_json(document)
     else:
         from memfit.render.terminal import show_plan
 
-        output.show(show_plan, made.to_json())
+        output.show(show_plan, document)
     return FAILS if made.verdict == "fails" else 0
+
+
+def _duration(made: Plan, workload: Workload, asked: dict[str, int]) -> dict[str, Any] | None:
+    """Of a training that runs on a card whose speed is known."""
+    if made.gpu is None or made.verdict == "fails" or not workload.trains:
+        return None
+    from memfit.advice.durations import estimate, why_none
+
+    time = estimate(workload, made.gpu, **asked)
+    if time is None and asked:
+        output.note(f"note: no time: {why_none(made.gpu)}")
+    return None if time is None else time.to_json()
+
+
+def how_much(steps: str | None, tokens: str | None) -> dict[str, int]:
+    """What `--steps` or `--tokens` says."""
+    given = {name: text for name, text in (("steps", steps), ("tokens", tokens)) if text is not None}
+    if len(given) > 1:
+        raise UsageError("--steps and --tokens both say how long it trains", hint="give one of them")
+    for name, text in given.items():
+        number = text.replace(",", "").replace("_", "")
+        if not number.isascii() or not number.isdigit() or not 1 <= int(number) <= 10**18:
+            raise UsageError(f"--{name} {text!r} is not a whole number above 0", hint=f"such as --{name} 5000")
+        given[name] = number
+    return {name: int(number) for name, number in given.items()}
 
 
 def check_names(model: str, gpu: str | None) -> None:
@@ -90,13 +130,15 @@ def check_names(model: str, gpu: str | None) -> None:
 
 
 def _register(kind: str) -> None:
+    flags = {**EXTRA, **(OF_TRAINING if kind in ("train", "lora") else {})}
+
     def run(**given: Any) -> int:
-        extra = {name: given.pop(name) for name in EXTRA}
+        extra = {name: given.pop(name) for name in flags}
         return _plan(Workload.from_mapping({"kind": kind, **given}), **extra)
 
     epilog = output.example(EXAMPLES.get(kind, f"memfit plan {kind} --model gpt2"))
     register = plan.command(name=kind, cls=late_conversion.Command, help=WHAT.get(kind), epilog=epilog)
-    register(with_options_of(kind, run, EXTRA))
+    register(with_options_of(kind, run, flags))
 
 
 for _kind in KINDS:

@@ -16,9 +16,10 @@ from memfit.core.alloc_config import CUDA_VARIABLE
 from memfit.core.whole_file import written_whole
 from memfit.errors import InputError, MemfitError, UsageError
 from memfit.jobs.training.processes import is_first
-from memfit.units import gib
+from memfit.units import duration, gib
 
 if TYPE_CHECKING:
+    from memfit.advice.durations import Duration
     from memfit.jobs.training.config import TrainConfig
     from memfit.jobs.training.events import TrainEvent
     from memfit.jobs.training.preparation import TrainJob
@@ -73,6 +74,7 @@ def train(
     for line in said:
         say(line)
     job, plan = _planned(job, say)
+    time_told = _duration(job, plan, say)
     fits = plan is None or plan.verdict != "fails"
     if dry_run or not (fits or force):
         if not fits and not dry_run:
@@ -80,12 +82,15 @@ def train(
                 "the plan says that this does not fit", "--force trains all the same; memory: auto looks for what fits"
             )
         if json and is_first():
-            output.print_json(_document(job, plan, None))
+            output.print_json(_document(job, plan, time_told, None))
         return 0 if fits else DOES_NOT_FIT
-    return _run(job, plan, said, json=json, say=say)
+    return _run(job, plan, time_told, said, json=json, say=say)
 
 
-def _run(job: TrainJob, plan: TrainPlan | None, said: list[str], *, json: bool, say: Callable[[str], None]) -> int:
+def _run(
+    job: TrainJob, plan: TrainPlan | None, time_told: Duration | None, said: list[str], *, json: bool,
+    say: Callable[[str], None],
+) -> int:  # fmt: skip
     from memfit.jobs.training.out_of_memory import RanOut
     from memfit.jobs.training.run_log import RunLog
     from memfit.jobs.training.runner import train as run
@@ -93,7 +98,7 @@ def _run(job: TrainJob, plan: TrainPlan | None, said: list[str], *, json: bool, 
 
     log = RunLog(job.output_dir) if is_first() else None
     if log is not None:
-        log.write("\n".join(said + ([] if plan is None else plan.in_lines())))
+        log.write("\n".join(said + ([] if plan is None else plan.in_lines()) + _time_lines(time_told)))
         if job.resume_from is None:
             _keep_config(job)
     try:
@@ -119,10 +124,13 @@ def _run(job: TrainJob, plan: TrainPlan | None, said: list[str], *, json: bool, 
         if log is not None:
             log.close()
     if json and is_first():
-        output.print_json(_document(job, plan, result))
+        output.print_json(_document(job, plan, time_told, result))
     else:
         for line in result.in_lines():
             say(line)
+        if time_told is not None:
+            step = time_told.step
+            say(f"a step was estimated to take {step.likely:.2f} s ({step.least:.2f} to {step.most:.2f})")
     return 0
 
 
@@ -154,12 +162,15 @@ def _explained(message: str, job: TrainJob) -> list[str]:
     return str(told).splitlines() if told.known else []
 
 
-def _document(job: TrainJob, plan: TrainPlan | None, result: TrainResult | None) -> dict[str, Any]:
+def _document(
+    job: TrainJob, plan: TrainPlan | None, time_told: Duration | None, result: TrainResult | None
+) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "trained": result is not None,
         "job": job.to_json(),
         "plan": None if plan is None else plan.to_json(),
+        "duration": None if time_told is None else time_told.to_json(),
         "result": None if result is None else result.to_json(),
     }
 
@@ -176,6 +187,23 @@ def _planned(job: TrainJob, say: Callable[[str], None]) -> tuple[TrainJob, Train
     for line in lines:
         say(line)
     return plan.job, plan
+
+
+def _duration(job: TrainJob, plan: TrainPlan | None, say: Callable[[str], None]) -> Duration | None:
+    """For the card that was planned for; once it runs, measured steps tell."""
+    if plan is None or plan.plan is None or plan.gpu is None or plan.verdict == "fails" or not is_first():
+        return None
+    from memfit.advice.durations import estimate_training, why_none
+
+    with output.working("counting operations"):
+        time_told = estimate_training(job, plan.gpu)
+    for line in _time_lines(time_told) or [f"time: n/a, for {why_none(plan.gpu)}"]:
+        say(line)
+    return time_told
+
+
+def _time_lines(time_told: Duration | None) -> list[str]:
+    return [] if time_told is None else [f"time: {time_told.in_words()}", f"time: estimated, by {time_told.basis}"]
 
 
 # -- one of many processes ---------------------------------------------------------------------------------------------
@@ -231,15 +259,12 @@ def _quoted(value: str) -> str:
 @contextmanager
 def _progress(log: RunLog | None, *, shown: bool) -> Iterator[Callable[[TrainEvent], None]]:
     """Steps done, loss, memory and time left, on stderr and only where a person looks on; lines for everything else."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
     from memfit.jobs.training.run_log import in_a_line
 
     err = output.errors_console()
-    columns = (
-        TextColumn("steps"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[state]}"),
-        TimeRemainingColumn(),
-    )  # fmt: skip
+    columns = (TextColumn("steps"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[state]}"))
     with Progress(*columns, console=err, transient=True, disable=not (shown and err.is_terminal)) as bar:
         task: Any = None
 
@@ -261,6 +286,7 @@ def _progress(log: RunLog | None, *, shown: bool) -> Iterator[Callable[[TrainEve
                 bar.update(task, completed=event.step)
                 if event.loss is not None:
                     peak = "" if event.gpu_peak_bytes is None else f", GPU peak {gib(event.gpu_peak_bytes)}"
-                    bar.update(task, state=f"loss {event.loss:.4f}{peak}")
+                    left = "" if not event.seconds_left else f", {duration(event.seconds_left)} left"
+                    bar.update(task, state=f"loss {event.loss:.4f}{peak}{left}")
 
         yield show

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memfit.render.pieces import bullets, category_word, grid, phase_words, print_parts, section
-from memfit.render.words import clean, percent
+from memfit.render.words import clean, percent, time_basis, time_words
 from memfit.units import gib
 
 Fitted = Mapping[str, Any]
@@ -37,6 +37,8 @@ def show_fit(fitted: Fitted, console: Console) -> None:
 def _parts(fitted: Fitted) -> Iterator[RenderableType]:
     yield _headline(fitted)
     yield Padding(_before(fitted), (0, 0, 0, 2))
+    if fitted["duration"]:
+        yield Padding(Text(f"time: {time_words(fitted['duration'])} (estimated)"), (0, 0, 0, 2))
     if fitted["changes"]:
         title = "change this" if fitted["answer"] == "fits" else "the nearest that was found"
         yield section(title, _changes(fitted))
@@ -50,7 +52,7 @@ def _parts(fitted: Fitted) -> Iterator[RenderableType]:
         yield section("or instead", _alternatives(fitted["alternatives"]))
     if fitted["set_aside"]:
         yield section("not in the answer", _set_aside(fitted["set_aside"]))
-    yield section("assumed", bullets([*fitted["notes"], _search(fitted)]))
+    yield section("assumed", bullets([*fitted["notes"], *time_basis(fitted), _search(fitted)]))
     yield Text()
     yield Text.assemble(("next: ", "bold"), clean(_next(fitted)))
 

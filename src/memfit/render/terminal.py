@@ -28,7 +28,7 @@ from memfit.render.pieces import (
     small,
 )
 from memfit.render.steps_table import steps_table
-from memfit.render.words import clean, count, percent, short_op, tail
+from memfit.render.words import clean, count, percent, short_op, tail, time_basis, time_words
 from memfit.units import gib
 
 Plan = Mapping[str, Any]
@@ -45,6 +45,8 @@ def _parts(plan: Plan, console: Console) -> Iterator[RenderableType]:
     glyphs = Glyphs(console.encoding)
     yield _verdict(plan)
     yield Padding(_why(plan), (0, 0, 0, 2))
+    if plan.get("duration"):
+        yield Padding(Text(f"time: {time_words(plan['duration'])} (estimated)"), (0, 0, 0, 2))
     yield section("memory", _memory(plan, glyphs, console.width))
     yield section(_alive_title(plan), alive_bars(plan["breakdown"], glyphs, console.width))
     if plan["phases"]:
@@ -53,7 +55,7 @@ def _parts(plan: Plan, console: Console) -> Iterator[RenderableType]:
     if plan.get("largest"):
         yield section("largest at the peak, by module and op", _largest(plan, console.width))
     yield section("the job", _job(plan))
-    yield section("assumed", bullets(plan["notes"]))
+    yield section("assumed", bullets([*plan["notes"], *time_basis(plan)]))
     yield Text()
     yield Text.assemble(("next: ", "bold"), clean(_next_step(plan)))
 

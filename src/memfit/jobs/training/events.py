@@ -18,6 +18,8 @@ class TrainEvent:
     loss: float | None = None
     learning_rate: float | None = None
     seconds_per_step: float | None = None
+    seconds_left: float | None = None
+    """By the steps that were measured so far, the first one aside; None before there is a second."""
     data_wait_share: float | None = None
     gpu_peak_bytes: int | None = None
     host_bytes: int | None = None

@@ -31,6 +31,8 @@ class Following:
         self.began = self._logged_at = time.perf_counter()
         self._waited = 0.0
         self._logged_step = 0
+        self._first: tuple[int, float] | None = None
+        """The first step of this run and when it ended: it is slower than all others."""
         self._said_of_growth: str | None = None
         self.stop_request = StopRequest()
         self._said_to_stop = False
@@ -61,6 +63,8 @@ class Following:
 
     def stepped(self, trainer: Any, step: int) -> None:
         self.place = "between"
+        if self._first is None:
+            self._first = step, time.perf_counter()
         if step - trainer.first_step == STEPS:
             self.phases.end()
         self.tokens += trainer.tokens_of_step * trainer.together.world_size
@@ -80,7 +84,8 @@ class Following:
         self._logged_at, self._waited, self._logged_step = now, trainer.data_wait_seconds, step
         self.say(
             kind="step", step=step, loss=sum(losses) / len(losses) if losses else None, learning_rate=learning_rate,
-            seconds_per_step=seconds / max(1, steps), data_wait_share=min(1.0, waited / max(seconds, 1e-9)),
+            seconds_per_step=seconds / max(1, steps), seconds_left=self._seconds_left(step, now),
+            data_wait_share=min(1.0, waited / max(seconds, 1e-9)),
             gpu_peak_bytes=self.watch.peak_bytes, host_bytes=self.watch.samples[-1].host_bytes,
         )  # fmt: skip
         self.mark(f"step_{step}")
@@ -88,6 +93,13 @@ class Following:
         if verdict.kind not in ("none", self._said_of_growth):
             self._said_of_growth = verdict.kind
             self.say(kind="growth", step=step, text=verdict.text, details=verdict.to_json())
+
+    def _seconds_left(self, step: int, now: float) -> float | None:
+        """What was saved and logged meanwhile counts: it will be again."""
+        if self._first is None or step <= self._first[0]:
+            return None
+        begun, at = self._first
+        return (now - at) / (step - begun) * (self.job.total_steps - step)
 
 
 def follow(following: Following) -> Any:

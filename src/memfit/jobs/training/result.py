@@ -60,6 +60,10 @@ class TrainResult:
         return self.seconds / max(1, self.steps - self.first_step)
 
     @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / max(self.seconds, 1e-9)
+
+    @property
     def first_loss(self) -> float | None:
         return self._mean_loss(of_the_first=True)
 
@@ -93,7 +97,7 @@ class TrainResult:
         done = self.steps - self.first_step
         lines = [
             f"trained {done:,} step{'' if done == 1 else 's'} in {self.seconds:,.1f} s, "
-            f"{self.seconds_per_step:.2f} s a step, {self.tokens / max(self.seconds, 1e-9):,.0f} tokens a second",
+            f"{self.seconds_per_step:.2f} s a step, {self.tokens_per_second:,.0f} tokens a second",
             f"trained parameters: {self.trained_parameters:,} of {self.parameters:,}",
         ]
         if self.first_loss is not None and self.final_loss is not None:

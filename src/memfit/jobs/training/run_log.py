@@ -9,7 +9,7 @@ from pathlib import Path
 
 from memfit.errors import InputError
 from memfit.jobs.training.events import TrainEvent
-from memfit.units import gib
+from memfit.units import duration, gib
 
 FILE = "train.log"
 
@@ -60,6 +60,7 @@ def in_a_line(event: TrainEvent) -> str:
         "" if event.loss is None else f"loss {event.loss:.4f}",
         "" if event.learning_rate is None else f"lr {event.learning_rate:.3g}",
         "" if event.seconds_per_step is None else f"{event.seconds_per_step:.2f} s a step",
+        "" if not event.seconds_left else f"{duration(event.seconds_left)} left",
         "" if event.data_wait_share is None else f"{event.data_wait_share:.0%} waiting for data",
         "" if event.gpu_peak_bytes is None else f"GPU peak {gib(event.gpu_peak_bytes)}",
         "" if event.host_bytes is None else f"host {gib(event.host_bytes)}",
