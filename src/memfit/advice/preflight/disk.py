@@ -21,13 +21,11 @@ PUBLISHED_BYTES = 2
 
 
 def checkpoints(situation: Situation) -> Iterator[Finding]:
-    from memfit.jobs.training.checkpoints import find_checkpoint
-    from memfit.jobs.training.preparation import check_output
+    from memfit.jobs.training.preparation import check_output, find_beginning
 
     config, folder = situation.config, output_folder(situation.config)
-    said = config.saving.resume_from
     try:
-        check_output(folder, resume_from=None if said is None else find_checkpoint(said, folder))
+        check_output(folder, resume_from=find_beginning(config, folder)[0])
     except InputError as error:
         yield CHECKPOINTS.failed(error.message, error.hint or "another --output_dir, or saving.output_dir in the file")
         return

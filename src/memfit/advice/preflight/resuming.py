@@ -8,7 +8,8 @@ from typing import Any
 
 from memfit.advice.preflight.finding import Finding, Line
 from memfit.advice.preflight.situation import Situation, output_folder
-from memfit.jobs.training.checkpoints import check_checkpoint, find_checkpoint, steps_done
+from memfit.jobs.training.checkpoints import check_checkpoint, steps_done
+from memfit.jobs.training.preparation import find_beginning, note_on_weights
 from memfit.jobs.training.whole_checkpoint import check_whole, processes_of
 
 RESUME = Line("config", "resume")
@@ -19,7 +20,11 @@ def resume(situation: Situation) -> Iterator[Finding]:
     if config.saving.resume_from is None:
         yield RESUME.ok("a new run; checkpoints go on exactly, in data order and random numbers too")
         return
-    folder = find_checkpoint(config.saving.resume_from, output_folder(config))
+    folder, weights = find_beginning(config, output_folder(config))
+    if folder is None:
+        assert weights is not None
+        yield RESUME.warning(note_on_weights(situation.job.needed(), weights), folder=str(weights.folder))
+        return
     check_whole(folder, config, world_size=situation.asked.world_size)
     yield from _belongs(folder, situation)
 

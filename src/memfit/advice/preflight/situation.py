@@ -245,18 +245,18 @@ class Situation:
 
     def _job(self) -> TrainJob:
         from memfit.jobs.source import Source
-        from memfit.jobs.training.checkpoints import find_checkpoint
-        from memfit.jobs.training.preparation import TrainJob
+        from memfit.jobs.training.preparation import TrainJob, find_beginning
         from memfit.jobs.training.shapes import shape_of
         from memfit.jobs.training.tokenizers import pad_id_of
 
         config, output_dir = self.config, output_folder(self.config)
-        said, tokenizer = config.saving.resume_from, self.tokenizer.needed()
+        tokenizer = self.tokenizer.needed()
+        resume_from, start_from = find_beginning(config, output_dir)
         source = None if config.model.starts_from_scratch else Source(folder=self.folder.needed())
         return TrainJob(
             config=config, batch=self.batch.needed(), data=self.data.needed(), tokenizer=tokenizer,
             pad_id=pad_id_of(tokenizer), source=source, shape=shape_of(config.model, source), output_dir=output_dir,
-            resume_from=None if said is None else find_checkpoint(said, output_dir),
+            resume_from=resume_from, start_from=start_from,
         )  # fmt: skip
 
     def _plans(self) -> list[Planned]:

@@ -41,7 +41,7 @@ def find_checkpoints(output_dir: Path) -> list[Path]:
 
 
 def find_checkpoint(said: str, output_dir: Path) -> Path:
-    """What `--resume_from` means: a folder, or `latest`."""
+    """What `--resume_from` means: a folder, or `latest`. It may be another program's: `has_state` tells."""
     if said.lower() == LATEST:
         there = find_checkpoints(output_dir)
         if not there:
@@ -53,10 +53,11 @@ def find_checkpoint(said: str, output_dir: Path) -> Path:
         raise InputError(
             f"resume_from: no folder '{said}'", hint=f"in '{folder.parent}' there is {near}" if near else None
         )
-    if not (folder / STATE).is_file():
-        inner = find_checkpoints(folder)
-        hint = f"it holds {', '.join(each.name for each in inner[-3:])}: name one of them" if inner else None
-        raise InputError(f"resume_from '{said}' is no checkpoint: it has no {STATE}", hint=hint)
+    if not has_state(folder) and (inner := find_checkpoints(folder)):
+        raise InputError(
+            f"resume_from '{said}' is no checkpoint: it has no {STATE}",
+            hint=f"it holds {', '.join(each.name for each in inner[-3:])}: name one of them",
+        )
     return folder
 
 

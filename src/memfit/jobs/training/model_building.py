@@ -11,6 +11,7 @@ from memfit.errors import InputError, UsageError
 from memfit.jobs.adapters import Adapters, Refused
 from memfit.jobs.preparing import DTYPES, linear_layers_of_blocks
 from memfit.jobs.training.config import FACTORY, MethodConfig
+from memfit.jobs.training.foreign_weights import load_weights
 from memfit.jobs.training.offload.switching import use_block_levers
 from memfit.jobs.training.preparation import TrainJob
 from memfit.jobs.training.shapes import basics_config, gsa_config, is_basics, transformers_config
@@ -25,6 +26,8 @@ def build_for_training(job: TrainJob) -> nn.Module:
     model = _built(job, dtype)
     if config.method.kind == "lora":
         model = _with_adapters(model, config.method, dtype)
+    if job.start_from is not None:
+        load_weights(job.start_from, model)
     if config.loss.kind == "chunked":
         from memfit.jobs.training.chunked_loss import use_chunked_loss
 

@@ -13,11 +13,19 @@ from typing import Any
 from memfit.errors import InputError, UsageError
 from memfit.jobs.source import Source, find_source, load_tokenizer
 from memfit.jobs.training.batch_sizes import BatchSizes, resolve_batch
-from memfit.jobs.training.checkpoints import check_checkpoint, find_checkpoint, find_checkpoints, step_of, steps_done
+from memfit.jobs.training.checkpoints import (
+    check_checkpoint,
+    find_checkpoint,
+    find_checkpoints,
+    has_state,
+    step_of,
+    steps_done,
+)
 from memfit.jobs.training.collating import Collator
 from memfit.jobs.training.config import TrainConfig
 from memfit.jobs.training.data import TrainingData, read_training_data
 from memfit.jobs.training.examples import source_of
+from memfit.jobs.training.foreign_weights import ForeignWeights, check_weights, find_weights, not_a_checkpoint
 from memfit.jobs.training.levers import check_levers
 from memfit.jobs.training.order import total_steps
 from memfit.jobs.training.processes import processes
@@ -42,6 +50,8 @@ class TrainJob:
     """Its architecture; None where the model is somebody's own code."""
     output_dir: Path
     resume_from: Path | None
+    start_from: ForeignWeights | None = None
+    """Another program's weights, with which a new run begins."""
     notes: tuple[str, ...] = ()
 
     @property
@@ -65,13 +75,16 @@ class TrainJob:
         return {
             "config": self.config.to_json(), "batch": self.batch.to_json(), "data": self.data.summary.to_json(),
             "data_sha256": self.data.fingerprint, "steps": self.total_steps, "output_dir": str(self.output_dir),
-            "resume_from": None if self.resume_from is None else str(self.resume_from), "notes": list(self.notes),
+            "resume_from": None if self.resume_from is None else str(self.resume_from),
+            "start_from": None if self.start_from is None else str(self.start_from.folder), "notes": list(self.notes),
         }  # fmt: skip
 
     def in_lines(self) -> list[str]:
         config = self.config
         how = config.method.kind if config.method.kind == "full" else f"LoRA of rank {config.method.rank}"
         begun = "from scratch" if self.source is None else "pre-trained"
+        if self.start_from is not None:
+            begun = f"with the weights in {self.start_from.folder}"
         return [
             f"model: {config.model.name}, {begun}, {how}, {config.precision}",
             *self.data.summary.in_lines(),
@@ -88,7 +101,7 @@ def prepare_job(
     source_of(config.data)
     batch = resolve_batch(config.batch, processes() if world_size is None else world_size)
     output_dir = Path(os.path.abspath(os.path.expanduser(config.output_dir)))
-    resume_from = None if config.saving.resume_from is None else find_checkpoint(config.saving.resume_from, output_dir)
+    resume_from, start_from = find_beginning(config, output_dir)
     check_output(output_dir, resume_from=resume_from)
     check_device(config)
     of_levers = check_levers(config, world_size=batch.world_size)
@@ -100,8 +113,10 @@ def prepare_job(
     notes = [*config.notes(), *of_levers, *notes_on_data(config, batch, data)]
     job = TrainJob(
         config=config, batch=batch, data=data, tokenizer=tokenizer, pad_id=pad_id_of(tokenizer), source=source,
-        shape=shape, output_dir=output_dir, resume_from=resume_from,
+        shape=shape, output_dir=output_dir, resume_from=resume_from, start_from=start_from,
     )  # fmt: skip
+    if start_from is not None:
+        notes.append(note_on_weights(job, start_from))
     if resume_from is not None:
         notes += check_checkpoint(resume_from, job)
         if (done := steps_done(resume_from)) >= job.total_steps:
@@ -110,6 +125,37 @@ def prepare_job(
                 hint="a larger max_steps or epochs goes on from there",
             )
     return dataclasses.replace(job, notes=tuple(notes))
+
+
+def find_beginning(config: TrainConfig, output_dir: Path) -> tuple[Path | None, ForeignWeights | None]:
+    """The checkpoint to continue, or another program's weights to begin with, or neither."""
+    said = config.saving.resume_from
+    if said is None:
+        return None, None
+    folder = find_checkpoint(said, output_dir)
+    if has_state(folder):
+        return folder, None
+    found = find_weights(folder)
+    if found is None:
+        raise not_a_checkpoint(said, folder)
+    return None, found
+
+
+def note_on_weights(job: TrainJob, found: ForeignWeights) -> str:
+    """Compared with the model as it would be built, on meta. Raises InputError where they are another's."""
+    import torch
+
+    from memfit.jobs.training.model_building import build_for_training
+
+    model = job.config.model
+    name = model.name if job.source is None else str(job.source.folder)
+    plain = dataclasses.replace(
+        job.config, model=dataclasses.replace(model, name=name, from_scratch=True),
+        memory=dataclasses.replace(job.config.memory, auto=False, offload=()),
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=()), torch.device("meta"):
+        built = build_for_training(dataclasses.replace(job, config=plain, source=None, start_from=None))
+    return check_weights(found, built)
 
 
 def notes_on_data(config: TrainConfig, batch: BatchSizes, data: TrainingData) -> list[str]:

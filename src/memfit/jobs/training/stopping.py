@@ -36,7 +36,8 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
-            self._before = {each: signal.signal(each, self._hear) for each in SIGNALS}
+            heeded = [each for each in SIGNALS if signal.getsignal(each) is not signal.SIG_IGN]
+            self._before = {each: signal.signal(each, self._hear) for each in heeded}
         return self
 
     def __exit__(self, *_: object) -> None:
