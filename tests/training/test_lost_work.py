@@ -68,7 +68,7 @@ def test_a_full_disk_ends_the_run_with_the_step_to_go_on_from(small_disk: Path, 
     run(tmp_path, **(kept | {"max_steps": 2}))
     filled(small_disk, leaving=60_000)
     done = started(config(tmp_path, **kept, resume_from="latest"))
-    _, said = done.communicate(timeout=120)
+    _, said = done.communicate(timeout=300)
     assert done.returncode == 2
     assert "error: the checkpoint of step 4 could not be written: No space left on device" in said
     assert f"the checkpoint of step 2 is whole: make room, and go on with --resume_from {out / 'step_2'}" in said
@@ -107,7 +107,7 @@ def test_a_limit_on_files_is_told_in_the_system_s_words(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (8_000, 8_000))
 
     done = started(config(tmp_path), preexec_fn=limited)
-    _, said = done.communicate(timeout=120)
+    _, said = done.communicate(timeout=300)
     assert done.returncode == 2
     assert "error: the checkpoint of step 2 could not be written: File too large" in said
     assert names(tmp_path / "out") == set()
@@ -128,7 +128,7 @@ def test_a_log_that_cannot_be_written_does_not_end_a_run(small_disk: Path, tmp_p
     out.mkdir()
     filled(small_disk, leaving=0)
     done = started(config(tmp_path, output_dir=str(out), save_steps=None, max_steps=1))
-    _, said = done.communicate(timeout=120)
+    _, said = done.communicate(timeout=300)
     assert done.returncode == 2 and "Traceback" not in said
     assert "config.yaml' cannot be written: No space left on device" in said
 
@@ -151,7 +151,7 @@ def test_a_run_that_is_asked_to_stop_saves_the_step_it_is_in(tmp_path: Path, num
     asked = started(config(tmp_path, max_steps=5000, save_steps=None, lr_scheduler="constant"))
     wait_for(asked, "step 3/5000")
     asked.send_signal(number)
-    _, said = asked.communicate(timeout=60)
+    _, said = asked.communicate(timeout=300)
     assert asked.returncode == 130
     (saved,) = names(tmp_path / "out")
     step = int(saved.removeprefix("step_"))
@@ -168,7 +168,7 @@ def test_what_a_killed_run_was_writing_is_gone_when_it_goes_on(tmp_path: Path) -
     killed = started(config(tmp_path, max_steps=5000, save_steps=2))
     wait_for(killed, "step_2")
     killed.kill()
-    killed.communicate(timeout=60)
+    killed.communicate(timeout=300)
     (tmp_path / "out" / "step_9999.writing").mkdir()
     last = max(int(each.name.removeprefix("step_")) for each in checkpointing.find_checkpoints(tmp_path / "out"))
     result, _ = run(tmp_path, max_steps=last + 1, save_steps=None, resume_from="latest")
@@ -183,13 +183,13 @@ def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
     first = started(config(tmp_path, max_steps=5000, save_steps=None))
     wait_for(first, "step 1/5000")
     second = started(config(tmp_path))
-    _, said = second.communicate(timeout=120)
+    _, said = second.communicate(timeout=300)
     first.kill()
     first.communicate()
     assert second.returncode == 2
     assert f"error: another run is writing to output_dir '{tmp_path / 'out'}'" in said
     third = started(config(tmp_path))
-    third.communicate(timeout=120)
+    third.communicate(timeout=300)
     assert third.returncode == 0
 
 
