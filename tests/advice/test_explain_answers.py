@@ -468,3 +468,56 @@ def test_pruning_in_another_way_is_proposed_in_that_way() -> None:
     assert streamed.how["memfit"].endswith("--prune-method sparsegpt --sparsity-type 2:4 --seqlen 2048")
     assert found.plan is None and streamed.saved_bytes is None and "n/a" in str(found)
     assert any("for Wanda only" in note for note in found.notes)
+
+
+# -- what the text says of the job -----------------------------------------------------------------------------------
+
+TRAINER = """torchrun --nproc_per_node 4 sft.py --model_name_or_path Qwen/Qwen2.5-0.5B
+TrainingArguments(bf16=True, gradient_accumulation_steps=8, optim=OptimizerNames.ADAMW_BNB_8BIT, max_seq_length=1024)
+tokenizer: model_max_length=131072
+  Instantaneous batch size per device = 2
+  Total train batch size (w. parallel, distributed & accumulation) = 64
+  Gradient Accumulation steps = 8
+"""
+STEP = 'File "/w/transformers/trainer.py", line 9, in training_step\n    loss.backward()\n'
+SAVED = 'File "/w/transformers/trainer.py", line 9, in evaluation_loop\n    self.prediction_step(\n'
+
+
+def test_a_trainers_log_tells_the_job_of_one_of_its_processes() -> None:
+    work = told(f"{TRAINER}Traceback (most recent call last):\n  {STEP}{message()}").job.workload
+    assert work is not None
+    assert (work.kind, work.batch_size, work.grad_accum, work.world_size) == ("train", 2, 8, 4)
+    assert (work.seq_len, work.optimizer, work.precision, work.loop) == (1024, "adamw-8bit", "amp-bf16", "trainer")
+
+
+def test_autocast_is_over_16_bit_weights_where_there_was_no_room_for_others() -> None:
+    text = f"--model Qwen/Qwen2.5-7B --batch_size 1 --seq_len 2048 bf16=True\n{STEP}"
+    assert told(text + message(allocated="21.93 GiB")).job.settings["precision"] == "bf16"
+    assert told(text + message(allocated="36.00 GiB", capacity="79.15 GiB")).job.settings["precision"] == "amp-bf16"
+    assert told(f"dtype=torch.bfloat16 {text}{message()}").job.settings["precision"] == "bf16"
+
+
+def test_the_batch_of_one_gpu_and_step_is_told_from_that_of_all() -> None:
+    deepspeed = '"train_micro_batch_size_per_gpu": 4, "train_batch_size": 256, "gradient_accumulation_steps": 8'
+    assert told(f"{deepspeed}\n{message()}").job.settings["batch_size"] == 4
+    assert told(f"--batch_size 128 --micro_batch_size 2\n{message()}").job.settings["batch_size"] == 2
+
+
+def test_what_a_log_says_after_the_error_is_of_the_next_try() -> None:
+    again = f"batch_size=8\n{message()}\nretrying with a smaller batch, batch_size=4\nstep 1\n"
+    assert told(again).job.settings["batch_size"] == 8
+    assert told(f"{again}{message()}").job.settings["batch_size"] == 4
+
+
+def test_adapters_are_on_the_modules_that_the_log_names_and_a_default_is_told() -> None:
+    text = "--model gpt2 LoraConfig(r=8, target_modules=['q_proj', 'v_proj']) batch_size=1 seq_len=128\n"
+    assert told(text + message()).job.settings["target_modules"] == ("q_proj", "v_proj")
+    assumed = told(text.replace(", target_modules=['q_proj', 'v_proj']", "") + message()).job.assumed
+    assert assumed is not None and "target-modules all linear layers" in assumed
+
+
+def test_savings_of_training_are_not_predicted_for_what_failed_in_evaluation() -> None:
+    found = explain(f"{TRAINER}Traceback (most recent call last):\n  {SAVED}{message()}")
+    assert found.place.phase == "evaluation" and found.job.workload is not None and found.plan is None
+    assert {fix.basis for fix in found.fixes} == {"words"} and "evaluate in smaller pieces" in names(found)
+    assert any("failed in evaluation, not in training" in note for note in found.notes)

@@ -311,6 +311,14 @@ def test_a_known_job_as_a_document_is_plain_json(known: Explanation) -> None:
 def test_a_job_that_is_predicted_to_fit_is_said_to_be_another_one(tiny: str) -> None:
     told = explain(MESSAGE, gpu="24GiB", kind="train", model=tiny, batch_size=1, seq_len=64)
     assert any("predicted to fit" in note for note in told.notes)
+    assert "which fits: not all is as in the run that failed" in " ".join(str(told).split())
+
+
+def test_of_levers_that_replace_each_other_the_mildest_that_is_enough_is_proposed(tiny: str) -> None:
+    told = explain(MESSAGE, gpu="2GiB", kind="train", model=tiny, batch_size=8, seq_len=512, precision="fp32")
+    (rows,) = (fix for fix in told.fixes if "batch_size" in fix.changes)
+    assert told.plan is not None and told.plan.verdict == "fails" and rows.verdict == "safe"
+    assert rows.changes["batch_size"] in (2, 4)
 
 
 def test_the_card_is_that_of_the_message_less_what_others_hold(tiny: str) -> None:

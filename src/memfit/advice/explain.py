@@ -41,6 +41,11 @@ if TYPE_CHECKING:
     from memfit.planning.predict import Plan
 
 WHOLE_MODEL_UNTOLD = "what the program itself takes is predicted for Wanda only, and this method is another one"
+BESIDE = {
+    "train": ("evaluation", "generation", "saving"), "lora": ("evaluation", "generation", "saving"),
+    "prune": ("evaluation", "generation", "saving"),
+}  # fmt: skip
+"""What runs beside a job's own steps, and settings of the job do not change."""
 NOTHING = "There is no out-of-memory message here."
 NOTHING_SO_FAR = "There is no out-of-memory message in what was read."
 
@@ -114,9 +119,10 @@ def _explained(
     started: float,
 ) -> Explanation:  # fmt: skip
     notes = [*source.notes, *case.notes]
-    job = job_of(given, _configured(source, config, given, notes), case.clues, case.place)
-    notes += [job.beyond] if job.beyond else []
     account = account_of(case.oom) if case.oom else Account()
+    configured = _configured(source, config, given, notes)
+    job = job_of(given, configured, case.clues, case.place, account.allocated_bytes)
+    notes += [job.beyond] if job.beyond else []
     card = card_of(case.oom, account, gpu)
     cause = case.cause or (
         Cause(kind="none", sentence=NOTHING if source.is_read_whole else NOTHING_SO_FAR) if case.oom is None
@@ -124,7 +130,7 @@ def _explained(
     )  # fmt: skip
     read = _readings(case, job)
     job = with_length_of(job, read, given)
-    plan, fixes = _predicted(job, card, notes) if predict and cause.kind != "none" else (None, [])
+    plan, fixes = _predicted(job, card, case.place, notes) if predict and cause.kind != "none" else (None, [])
     told: list[Withheld] = []
     if case.oom is not None:
         situation = Situation(
@@ -177,8 +183,12 @@ def _readings(case: Case, job: Job) -> Readings:
     return readings(intervals, job.models, run)
 
 
-def _predicted(job: Job, card: Gpu | None, notes: list[str]) -> tuple[Plan | None, list[Fix]]:
+def _predicted(job: Job, card: Gpu | None, place: Place, notes: list[str]) -> tuple[Plan | None, list[Fix]]:
     if job.workload is None:
+        return None, []
+    if place.phase in BESIDE.get(job.workload.kind, ()):
+        own = "pruning" if job.workload.kind == "prune" else "training"
+        notes.append(f"it failed in {place.phase}, not in {own}, which is what is predicted: so no saving is")
         return None, []
     if job.assumed is not None:
         notes.append(f"predicted with settings that the text does not tell at their defaults: {job.assumed}")

@@ -69,6 +69,7 @@ def _where(document: Document, width: int) -> Iterator[str]:
     if phase["name"]:
         named = {each: f"while {each}" for each in ("loading", "saving")}
         named |= {"data": "while preparing data", "generation": "while generating"}
+        named |= {"evaluation": "while evaluating", "calibration": "while calibrating"}
         said.append(named.get(phase["name"], f"in the {phase['name']}" + (" pass" if phase["name"] in PASSES else "")))
         if phase["detail"]:
             said.append(phase["detail"])
@@ -77,11 +78,17 @@ def _where(document: Document, width: int) -> Iterator[str]:
     if said:
         yield ", ".join(said)
     if phase["code"]:
-        yield f"    {clean(phase['code'])[: max(width - 8, 40)]}"
+        code, room = clean(phase["code"]), max(width - 8, 40)
+        yield f"    {code if len(code) <= room else code[: room - 1] + '…'}"
     found = document["found"]
     if found and found["count"] > 1:
-        ends = [f"at line {each['line']:,} ({each['requested'] or 'n/a'})" for each in (found["first"], found["last"])]
-        yield f"{found['count']} messages: the first {ends[0]}, the last {ends[1]}"
+        ends = [_line(each) for each in (found["first"], found["last"])]
+        yield f"{found['count']:,} messages: the first {ends[0]}, the last {ends[1]}"
+
+
+def _line(message: Mapping[str, Any]) -> str:
+    size = f" ({message['requested']})" if message["requested"] else ""
+    return f"at line {message['line']:,}{size}"
 
 
 # -- numbers -------------------------------------------------------------------------------------------------------
@@ -194,7 +201,9 @@ def _predicted_heading(job: Document) -> str:
     words += [f"{name.replace('_', ' ')} {settings[name]:,}" for name in SIZES if name in settings]
     on = f" on a card of {gib(gpu['capacity_bytes'])}" if gpu else ""
     said = f": as it is {gib(plan['peak']['device_bytes'])}{on}" if plan else f",{on}" if on else ""
-    return f"what helps, predicted ({', '.join(words)}{said})"
+    fits = plan and plan["verdict"] in ("safe", "tight")
+    untrue = ", which fits: not all is as in the run that failed" if fits else ""
+    return f"what helps, predicted ({', '.join(words)}{said}{untrue})"
 
 
 def _read(clues: Mapping[str, str]) -> str:

@@ -7,8 +7,9 @@ of the text is looked at, so a log of 64 MB costs no more than one of 300 KB.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import cast
 
 from memfit.advice.explaining.place import Place
 from memfit.advice.model_dimensions import Dimensions, dimensions_in_text
@@ -20,26 +21,53 @@ BEGINNING, NEAR = 64 << 10, 256 << 10
 MAX_CANDIDATES = 4000
 
 _VALUE = r"[\"']?\s{0,2}(?:[:=]|\s)\s{0,2}[\"']?"
-_NUMBERS = {
-    "batch_size": r"per_device_train_batch_size|per_device_batch_size|train_micro_batch_size_per_gpu|micro_batch_size|"
-    r"micro_batch|train_batch_size|batch[_-]size|Instantaneous batch size per device",
-    "seq_len": r"max_seq_length|max_seq_len|max_sequence_length|cutoff_len|sequence_len|sequence_length|seq[_-]len|"
-    r"seqlen|block_size|context[_-]length|model_max_length|max_length",
-    "rank": r"lora_rank|lora_r|lora\.r|rank",
-    "nsamples": r"nsamples|n_samples|num_calibration_samples",
-    "grad_accum": r"gradient_accumulation_steps|Gradient Accumulation steps|grad_accum|accumulate_grad_batches",
+_NUMBERS: dict[str, tuple[str, ...]] = {
+    "batch_size": (
+        r"per_device_train_batch_size|per_device_batch_size|train_micro_batch_size_per_gpu|micro_batch_size|"
+        r"micro_batch|Instantaneous batch size per device",
+        r"train_batch_size|batch[_-]size",
+    ),
+    "seq_len": (
+        r"max_seq_length|max_seq_len|max_sequence_length|cutoff_len|sequence_len|sequence_length|seq[_-]len|seqlen|"
+        r"block_size|context[_-]length",
+        r"max_length",
+        r"model_max_length",
+    ),
+    "rank": (r"lora_rank|lora_r|lora\.r|rank",),
+    "nsamples": (r"nsamples|n_samples|num_calibration_samples",),
+    "grad_accum": (
+        r"gradient_accumulation_steps|Gradient Accumulation steps|grad_accum|accumulate_grad_batches|"
+        r"gradient_accumulation",
+    ),
+    "new_tokens": (r"max_new_tokens|new[_-]tokens",),
+    "world_size": (r"world[_ -]size|WORLD_SIZE|nproc[_-]per[_-]node|num_processes|Num processes",),
 }
+"""What settings are called, the surest names first: DeepSpeed's train_batch_size is that of all GPUs and steps."""
 _NUMBER_PATTERNS = {
-    name: re.compile(rf"(?<![\w.])(?:{names}){_VALUE}(\d{{1,7}})(?![\d.eE])") for name, names in _NUMBERS.items()
+    name: [re.compile(rf"(?<![\w.])(?:{names}){_VALUE}(\d{{1,7}})(?![\d.eE])") for names in by_sureness]
+    for name, by_sureness in _NUMBERS.items()
 }
-_MOST = {"batch_size": 1 << 16, "seq_len": 1 << 22, "rank": 1 << 14, "nsamples": 1 << 20, "grad_accum": 1 << 16}
+_MOST = {
+    "batch_size": 1 << 16, "seq_len": 1 << 22, "rank": 1 << 14, "nsamples": 1 << 20, "grad_accum": 1 << 16,
+    "new_tokens": 1 << 22, "world_size": 1 << 12,
+}  # fmt: skip
+_WHOLE_BATCH = re.compile(r"Total train batch size \([^)]{1,80}\) = (\d{1,7})\b")
+"""As the Trainer prints it: of all processes and micro-steps."""
 _LORA_R = re.compile(r"LoraConfig\([^)]{0,400}?\br\s?=\s?(\d{1,5})\b")
 
 _IS = r"[\"']?\s?[=:]\s?[\"']?"
-_PRECISION = tuple(
-    (name, re.compile(rf"(?<!\w)(?:{name}{_IS}(?:True|true|1|auto)\b|(?:torch_)?dtype{_IS}(?:torch\.)?{dtype}\b)"))
-    for name, dtype in (("bf16", "bfloat16"), ("fp16", "float16"), ("fp32", "float32"))
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+_WEIGHTS = tuple(
+    (name, re.compile(rf"(?<!\w)(?:torch_)?dtype{_IS}(?:torch\.)?{dtype}\b")) for name, dtype in _DTYPES.items()
 )
+_AUTOCAST = tuple((name, re.compile(rf"(?<!\w){name}{_IS}(?:True|true|1|auto)\b")) for name in ("bf16", "fp16"))
+"""Of a Trainer: weights stay as they were loaded."""
+_TARGETS = re.compile(r"target_modules[\"']?\s?[=:]\s?(?:[\[({]|set\()([\"'\w., ]{1,300})[\])}]")
+_OPTIMIZER = re.compile(rf"(?<![\w.])optim(?:izer)?{_IS}(?:OptimizerNames\.)?([a-zA-Z_0-9]{{3,30}})\b")
+_OPTIMIZERS = {
+    "adamw_torch": "adamw", "adamw_torch_fused": "adamw-fused", "adamw_bnb_8bit": "adamw-8bit",
+    "adamw_8bit": "adamw-8bit", "adafactor": "adafactor", "sgd": "sgd",
+}  # fmt: skip
 _FLAGS = {
     "grad_checkpointing": re.compile(
         r"gradient[_-]checkpointing[\"']?\s?(?:[=:]|\s)\s?[\"']?(?:True|true|1|full|unsloth)\b|"
@@ -123,6 +151,9 @@ class Clues:
     """Of a config that was printed into the log, where the model has no name."""
     kind: Clue | None = None
     precision: Clue | None = None
+    """Of the weights, or (`amp-`) under autocast; which the two words bf16=True of a Trainer do not tell."""
+    choices: dict[str, Clue] = field(default_factory=dict)
+    """Settings that are words: optimizer, target_modules."""
     pruning: dict[str, Clue] = field(default_factory=dict)
     """How: method, sparsity, sparsity_type."""
     by_memfit: bool = False
@@ -142,14 +173,17 @@ class Clues:
 
 
 def clues_in(text: str, located: Located | None, place: Place) -> Clues:
-    near, after, before = _near(text, located)
+    earlier, after, before = _near(text, located)
+    near = f"{earlier} {after}"
     kind = _kind(near, place)
+    numbers = dict(_numbers(earlier, after, kind))
     model = _model(near)
     return Clues(
         dimensions=None if model else dimensions_in_text(near),
-        numbers=dict(_numbers(near, kind)), model=model, family=None if model else _family(near, place), kind=kind,
+        numbers={**numbers, **_processes(earlier, numbers)}, model=model, kind=kind,
+        family=None if model else _family(near, place),
         precision=_precision(_settings(near, place)),
-        pruning=dict(_pruning(near)) if kind and kind.value == "prune" else {},
+        choices=dict(_choices(near, kind)), pruning=dict(_pruning(near)) if kind and kind.value == "prune" else {},
         by_memfit=bool(_BY_MEMFIT.search(near)),
         grad_checkpointing=bool(_FLAGS["grad_checkpointing"].search(near)), eager=bool(_FLAGS["eager"].search(near)),
         quantised=bool(_FLAGS["quantised"].search(near)), sharded=bool(_FLAGS["sharded"].search(near)),
@@ -160,27 +194,51 @@ def clues_in(text: str, located: Located | None, place: Place) -> Clues:
 
 
 def _near(text: str, located: Located | None) -> tuple[str, str, str]:
-    """The beginning of the text with what is around the message; what comes after it; what comes before it."""
+    """The beginning of the text with what comes before the message; what comes after it; what is just before it."""
     start = next(iter(passages(Excerpt(text[:BEGINNING])))).flat
     if located is None:
         return start, "", start
     flat = located.passage.flat
     before = flat[max(located.offset - NEAR, 0) : located.offset]
     after = flat[located.offset : located.offset + NEAR]
-    near = f"{before} {after}"
-    return (near if len(text) <= NEAR else f"{start} {near}"), after, before
+    return (before if len(text) <= NEAR else f"{start} {before}"), after, before
 
 
-def _numbers(text: str, kind: Clue | None) -> Iterator[tuple[str, Clue]]:
-    for name, pattern in _NUMBER_PATTERNS.items():
+def _numbers(before: str, after: str, kind: Clue | None) -> Iterator[tuple[str, Clue]]:
+    """The last that stands before the message: what comes after it is of the next try."""
+    for name, patterns in _NUMBER_PATTERNS.items():
         if name == "rank" and (kind is None or kind.value != "lora"):
             continue  # elsewhere it is the number of a process
-        found = [each for each in pattern.finditer(text) if 0 < int(each[1]) <= _MOST[name]]
-        if found:
-            yield name, Clue(int(found[-1][1]), _words(found[-1][0]))
-    lora = _LORA_R.search(text)
+        for pattern, text in ((pattern, text) for text in (before, after) for pattern in patterns):
+            found = [each for each in pattern.finditer(text) if 0 < int(each[1]) <= _MOST[name]]
+            if found:
+                yield name, Clue(int(found[-1][1]), _words(found[-1][0]))
+                break
+    lora = _LORA_R.search(before) or _LORA_R.search(after)
     if lora:
         yield "rank", Clue(int(lora[1]), f"LoraConfig(r={lora[1]})")
+
+
+def _processes(text: str, numbers: Mapping[str, Clue]) -> dict[str, Clue]:
+    """How many, where the Trainer tells the rows of all of them."""
+    whole = _WHOLE_BATCH.search(text)
+    rows, steps = numbers.get("batch_size"), numbers.get("grad_accum")
+    if whole is None or rows is None:
+        return {}
+    each = cast("int", rows.value) * cast("int", steps.value if steps else 1)
+    if int(whole[1]) % each or int(whole[1]) // each > _MOST["world_size"]:
+        return {}
+    return {"world_size": Clue(int(whole[1]) // each, _words(whole[0]))}
+
+
+def _choices(text: str, kind: Clue | None) -> Iterator[tuple[str, Clue]]:
+    optimizer = [each for each in _OPTIMIZER.finditer(text) if each[1].lower() in _OPTIMIZERS]
+    if optimizer:
+        yield "optimizer", Clue(_OPTIMIZERS[optimizer[-1][1].lower()], _words(optimizer[-1][0]))
+    targets = _TARGETS.search(text) if kind is not None and kind.value == "lora" else None
+    if targets:
+        names = tuple(sorted(name.strip(" \"'") for name in targets[1].split(",") if name.strip(" \"'")))
+        yield "target_modules", Clue(names, _words(targets[0]))
 
 
 def _pruning(text: str) -> Iterator[tuple[str, Clue]]:
@@ -209,10 +267,11 @@ def _settings(text: str, place: Place) -> str:
 
 
 def _precision(text: str) -> Clue | None:
-    for name, pattern in _PRECISION:
-        found = pattern.search(text)
-        if found:
-            return Clue(name, _words(found[0]))
+    for begins, patterns in (("", _WEIGHTS), ("amp-", _AUTOCAST)):
+        for name, pattern in patterns:
+            found = pattern.search(text)
+            if found:
+                return Clue(f"{begins}{name}", _words(found[0]))
     return None
 
 

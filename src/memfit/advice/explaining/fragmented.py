@@ -43,7 +43,8 @@ def fragmentation_of(
     if cached is None or not asked:
         return Fragmentation("cannot tell", "what was cached, or what was asked for, is not in the text")
     if cached + _tolerance(oom) < asked[0][0]:
-        return Fragmentation("no", f"only {format_bytes(cached)} was cached, less than was asked for")
+        little = f"only {format_bytes(cached)} was cached, less than was asked for"
+        return Fragmentation("no", little if cached else "nothing was cached")
     if expandable:
         return Fragmentation("no", "expandable segments are on, which do not leave memory in pieces")
     said = f"{format_bytes(cached)} was cached, enough in sum; how large its largest piece was only a snapshot shows"

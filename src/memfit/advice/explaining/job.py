@@ -25,7 +25,10 @@ from memfit.units import MiB
 _ROWS = ("batch_size", "seq_len")
 NEEDED = {"train": _ROWS, "lora": (*_ROWS, "rank"), "forward": _ROWS, "generate": _ROWS, "prune": ()}
 """Settings that decide the size of each kind of job."""
-ASSUMED = ("precision", "attention", "loop", "optimizer", "grad_checkpointing")
+ASSUMED = (
+    "precision", "attention", "loop", "optimizer", "grad_checkpointing", "grad_accum", "world_size", "target_modules",
+    "new_tokens", "decoding", "method", "sparsity", "nsamples",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +64,9 @@ class Job:
             return None
         made = self.workload.settings()
         left = [
-            f"{name.replace('_', '-')} {made[name]}" for name in ASSUMED if name in made and name not in self.settings
+            f"{name.replace('_', '-')} {made[name] if made[name] is not None else 'all linear layers'}"
+            for name in ASSUMED
+            if name in made and name not in self.settings
         ]
         return ", ".join(left) or None
 
@@ -70,8 +75,11 @@ class Job:
         return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def job_of(given: Mapping[str, Any], configured: Workload | None, clues: Clues, place: Place) -> Job:
-    """Raises UsageError where what was given is wrong; what was read may be wrong and is then only not used."""
+def job_of(
+    given: Mapping[str, Any], configured: Workload | None, clues: Clues, place: Place, allocated: int | None = None
+) -> Job:
+    """Raises UsageError where what was given is wrong; what was read may be wrong and is then only not used.
+    `allocated`: what was alive when it failed."""
     if given:
         Workload.from_mapping({"kind": "lora" if "offload" in given else "train", "model": "-", **given})
     read = {name: clue.said for name, clue in _clues(clues).items()}
@@ -83,6 +91,8 @@ def job_of(given: Mapping[str, Any], configured: Workload | None, clues: Clues, 
     read = {name: said for name, said in read.items() if name not in given}
     models = _dimensions(str(settings["model"])) if "model" in settings else _family(clues)
     kind = settings.get("kind")
+    if "precision" in settings and "precision" not in given:
+        settings["precision"] = _precision(str(settings["precision"]), str(kind), models, allocated)
     needed = ("kind", "model", *NEEDED.get(str(kind), _ROWS))
     missing = tuple(name for name in needed if name not in settings)
     beyond = _beyond(clues, place, given)
@@ -115,6 +125,13 @@ def with_length_of(job: Job, found: Readings, given: Mapping[str, Any]) -> Job:
     )  # fmt: skip
 
 
+def _precision(said: str, kind: str, models: tuple[Dimensions, ...], allocated: int | None) -> str:
+    """bf16=True is autocast over weights in fp32, if there was room for them; else they were loaded in 16 bits."""
+    least = min((each.parameters or 0 for each in models), default=0) * 4
+    no_room = allocated is not None and 0 < allocated < least
+    return said.removeprefix("amp-") if no_room or kind not in ("train", "lora") else said
+
+
 def _beyond(clues: Clues, place: Place, given: Mapping[str, Any]) -> str | None:
     if of_another_engine(place):
         return "the engine in the traceback arranges memory its own way, and predictions are of plain torch"
@@ -126,7 +143,7 @@ def _beyond(clues: Clues, place: Place, given: Mapping[str, Any]) -> str | None:
 
 
 def _clues(clues: Clues) -> dict[str, Any]:
-    found: dict[str, Any] = {**clues.numbers, **clues.pruning}
+    found: dict[str, Any] = {**clues.numbers, **clues.choices, **clues.pruning}
     for name in ("model", "kind", "precision"):
         clue = getattr(clues, name)
         if clue is not None:

@@ -31,11 +31,13 @@ def predicted_fixes(workload: Workload, gpu: Gpu | None) -> tuple[Plan, list[Fix
     groups: dict[str, list[Option]] = {}
     for option in found:
         groups.setdefault(option.lever.group, []).append(option)
-    chosen = sorted(map(_one_of, groups.values()), key=lambda option: -option.saved_bytes)
+    fails = before.verdict == "fails"
+    chosen = [_mildest(group) if fails else group[0] for group in groups.values()]
+    chosen.sort(key=lambda option: -option.saved_bytes)
     return before, [_fix(option) for option in chosen if option.saved_bytes >= WORTH]
 
 
-def _one_of(group: Sequence[Option]) -> Option:
+def _mildest(group: Sequence[Option]) -> Option:
     """Of levers that replace each other the mildest that is enough, or else the one that saves most."""
     return next((option for option in reversed(group) if option.after.verdict == "safe"), group[0])
 

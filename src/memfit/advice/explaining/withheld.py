@@ -126,13 +126,13 @@ def _checkpointing(case: Situation) -> Iterator[Withheld]:
     elif case.grad_checkpointing or checkpointed(case.place):
         yield Withheld(name, "it is on already")
     elif case.place.phase in ("loading", "optimizer step", "saving"):
-        yield Withheld(name, f"it failed in {_the(case.place.phase)}, where no activations are made")
+        yield Withheld(name, f"it failed {_when(case.place.phase)}, where no activations are made")
     elif likeliest is not None and likeliest.kind == "logits" and case.at_peak in (None, "loss"):
         yield Withheld(f"{name} alone", "the tensor that failed is made of logits, which it does not touch")
 
 
-def _the(phase: str | None) -> str:
-    return {"loading": "loading", "saving": "saving"}.get(phase or "", f"the {phase}")
+def _when(phase: str | None) -> str:
+    return f"while {phase}" if phase in ("loading", "saving") else f"in the {phase}"
 
 
 def _small_optimizer(case: Situation) -> Iterator[Withheld]:
@@ -190,7 +190,7 @@ def _flash(case: Situation) -> Iterator[Withheld]:
         and likeliest.kind != "attention"
         and case.place.phase in ("loading", "optimizer step", "loss")
     ):
-        yield Withheld(name, f"it failed in {_the(case.place.phase)}, not in attention")
+        yield Withheld(name, f"it failed {_when(case.place.phase)}, not in attention")
 
 
 def by_fused_attention(case: Situation) -> bool:
