@@ -21,7 +21,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 from memfit.core.alloc_config import AllocatorConfig
 from memfit.core.events import Action
@@ -42,21 +41,32 @@ def trace_own_code(
 
     from memfit.planning import categories
     from memfit.planning.platforms import platform_of
-    from memfit.tracing.answers import Answers, Site
-    from memfit.tracing.tracer import Tracer, trace
+    from memfit.tracing.answers import NO_OVERFLOW, Answers, Site
+    from memfit.tracing.outside import nothing_saved, put_back
+    from memfit.tracing.own_code import OwnCodeNames, OwnCodeTracer
+    from memfit.tracing.pretended_card import card_pretended
+    from memfit.tracing.tracer import check_not_nested, run_traced
 
     started = time.perf_counter()
     card = None if gpu is None else find_gpu(gpu)
     config = AllocatorConfig.parse(alloc_conf)
     parameters: dict[str, int] = {"all": 0, "trainable": 0}
+    table = Answers({Site(*place): value for place, value in (answers or {}).items()}, known=NO_OVERFLOW)
+    check_not_nested()
+    tracer = OwnCodeTracer(torch.device("meta"), platform_of(card), table)
+    names = OwnCodeNames(tracer)
 
-    def run(tracer: Tracer) -> None:
-        with _a_card_is_there(), phases_by_what_runs(tracer), _parameters_named(tracer, parameters):
+    def run(_: OwnCodeTracer) -> None:
+        with (
+            card_pretended(names, card or find_gpu("H200"), config),
+            phases_by_what_runs(tracer),
+            _parameters_named(tracer, parameters),
+            nothing_saved(tracer.assume),
+        ):
             fn()
 
-    table = Answers({Site(*place): value for place, value in (answers or {}).items()})
-    with failures_of_the_job():
-        made = trace(run, platform=platform_of(card), answers=table)
+    with put_back(tracer.owns), failures_of_the_job():
+        made = run_traced(run, tracer, names)
     if Action.ALLOC not in made.actions:
         raise TraceError(
             "the traced code put nothing on the GPU",
@@ -68,25 +78,14 @@ def trace_own_code(
     notes = (
         f"predicted, not measured: traced with torch {torch.__version__}, kernels of 2.11",
         *(card.notes if card else ()),
+        *table.meanings,
+        *tracer.assumed,
     )
     return assess(
         made, config, card, context, started=started, notes=notes, model=name or getattr(fn, "__name__", "function"),
         parameters=parameters["all"], trainable_parameters=parameters["trainable"],
         workload={"kind": "own-code", "function": getattr(fn, "__qualname__", repr(fn)), "alloc_conf": alloc_conf},
     )  # fmt: skip
-
-
-@contextmanager
-def _a_card_is_there() -> Iterator[None]:
-    """`"cuda" if torch.cuda.is_available() else "cpu"` must not end on the CPU."""
-    import torch
-
-    with (
-        mock.patch.object(torch.cuda, "is_available", lambda: True),
-        mock.patch.object(torch.cuda, "device_count", lambda: 1),
-        mock.patch.object(torch.cuda, "current_device", lambda: 0),
-    ):
-        yield
 
 
 @contextmanager

@@ -13,10 +13,15 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from memfit.errors import TraceError
+
+if TYPE_CHECKING:
+    from memfit.tracing.values import Values
 
 Value = bool | int | float
 Answer = Value | Callable[[torch.Tensor], Value]
@@ -32,6 +37,9 @@ class Site:
 
 _TORCH = os.path.dirname(torch.__file__).replace("\\", "/") + "/"
 
+NO_OVERFLOW: dict[Site, tuple[Value, str]] = {
+    Site("torch/amp/grad_scaler.py", "_maybe_opt_step"): (0.0, "no gradient overflowed"),
+}
 KNOWN: dict[Site, tuple[Value, str]] = {
     Site("transformers/masking_utils.py", "_ignore_causal_mask_sdpa"): (True, "no padding: the mask is all ones"),
     Site("transformers/masking_utils.py", "_ignore_bidirectional_mask_sdpa"): (
@@ -40,31 +48,52 @@ KNOWN: dict[Site, tuple[Value, str]] = {
     ),
     Site("transformers/masking_utils.py", "sdpa_mask"): (True, "no padding: the mask is all ones"),
     Site("transformers/masking_utils.py", "find_packed_sequence_indices"): (True, "one sequence a row, not packed"),
-    Site("torch/amp/grad_scaler.py", "_maybe_opt_step"): (0.0, "no gradient overflowed"),
+    **NO_OVERFLOW,
 }
 
 
 class Answers:
     """The table of known places, to which a job may add its own."""
 
-    def __init__(self, more: Mapping[Site, Answer] | None = None) -> None:
+    def __init__(
+        self, more: Mapping[Site, Answer] | None = None, known: Mapping[Site, tuple[Value, str]] = KNOWN
+    ) -> None:
         self._more = more or {}
+        self._known = known
+        self.values: Values | None = None
         self.given: dict[str, Value] = {}
+        self.meanings: dict[str, None] = {}
+        """What the answers given from the table mean."""
 
     def value(self, tensor: torch.Tensor) -> Value:
+        if (known := self._read(tensor)) is not None:
+            value: Value = known.item()
+            return value
         return self._answer(tensor, f"the code asks {_kind(tensor)} for its value")
 
     def count(self, tensor: torch.Tensor) -> int:
         """How many elements of a mask are true."""
+        if (known := self._read(tensor)) is not None:
+            return int(known.count_nonzero())
         return int(self._answer(tensor, f"the code selects by {_kind(tensor)}, and how much depends on its values"))
+
+    def _read(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        if self.values is None:
+            return None
+        with torch._C.DisableTorchFunction(), _disable_current_modes():
+            return self.values.read(tensor)
+
+    def unknown(self, tensor: torch.Tensor) -> TraceError:
+        """For a value that would be told to people, such as a loss."""
+        return TraceError(f"{asking_line()}the code asks {_kind(tensor)} for its value", hint=_HINT)
 
     def refusal(self, tensor: torch.Tensor) -> TraceError:
         """For code that takes all of a tensor to the host, where no single value would be an answer."""
         asker = next((frame for frame in _callers() if not _is_torch(frame)), None)
         return TraceError(
             f"{_at(asker)}the code asks {_kind(tensor)} for all its values",
-            hint="without data there are none, and what follows from them cannot be planned: take them outside the"
-            " traced code",
+            hint="memfit runs the code without data, so there are none, and what follows from them cannot be planned:"
+            " take them outside the traced code",
         )
 
     def _answer(self, tensor: torch.Tensor, question: str) -> Value:
@@ -75,8 +104,9 @@ class Answers:
             for known, answer in self._more.items():
                 if _same(known, site):
                     return self._say(frame, answer(tensor) if callable(answer) else answer)
-            for known, (value, _) in KNOWN.items():
+            for known, (value, meaning) in self._known.items():
                 if _same(known, site):
+                    self.meanings[meaning] = None
                     return self._say(frame, value)
             if not _is_torch(frame):
                 break
@@ -88,13 +118,18 @@ class Answers:
 
 
 _HINT = (
-    "without data there is no answer, and a guess could be wrong: take the value outside the traced code, "
-    "or pass answers={Site(file, function): value}"
+    "memfit runs the code without data, so there is no value, and a guess could be wrong: leave the line out of the"
+    ' traced code, or pass answers={("train.py", "the_function_that_asks"): value}'
 )
 
 
+def asking_line() -> str:
+    """The person's line, to begin a sentence with."""
+    return _at(next((frame for frame in _callers() if not _is_torch(frame)), None))
+
+
 def _callers() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe(3)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if "/memfit/tracing/" not in _site(frame).file:
             yield frame

@@ -114,6 +114,8 @@ IN_INFERENCE_MODE: dict[Any, Callable[..., Any]] = {
     aten.softmax.int: lambda _, *args, **kwargs: _softmax(*args, **kwargs),
     aten.log_softmax.int: lambda _, *args, **kwargs: _log_softmax(*args, **kwargs),
     aten.rms_norm.default: lambda _, *args, **kwargs: _rms_norm(*args, **kwargs),
+    aten.linear.default: lambda _, *args, **kwargs: _linear(*args, **kwargs),
+    aten.dropout.default: lambda _, *args, **kwargs: _dropout(*args, **kwargs),
 }
 """Inference mode leaves autograd's level out, and the dispatch mode is shown the composites themselves."""
 

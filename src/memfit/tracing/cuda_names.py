@@ -28,8 +28,8 @@ NUMBERS = (bool, int, float)
 
 
 @contextmanager
-def cuda_names(tracer: Tracer) -> Iterator[None]:
-    names = CudaNames(tracer)
+def cuda_names(names: CudaNames) -> Iterator[None]:
+    tracer = names.tracer
     with (
         _optimizers_as_on_cuda(tracer.device.type),
         _parameters_stay_themselves(),

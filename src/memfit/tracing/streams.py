@@ -49,6 +49,13 @@ class TracedStream:
     def cuda_stream(self) -> int:
         return self.stream_id
 
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda", 0)
+
+    def is_capturing(self) -> bool:
+        return False
+
     def record_event(self, event: TracedEvent | None = None) -> TracedEvent:
         return event or TracedEvent()
 

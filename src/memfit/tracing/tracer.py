@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -36,6 +36,9 @@ from memfit.tracing.replicated import Sent
 from memfit.tracing.rule_calls import RuleCalls
 from memfit.tracing.streams import Streams
 from memfit.tracing.workspaces import PRODUCTS, Workspaces
+
+if TYPE_CHECKING:
+    from memfit.tracing.cuda_names import CudaNames
 
 aten = torch.ops.aten
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
@@ -235,6 +238,9 @@ class Tracer(TorchDispatchMode):
                 replaced = op.replaced(self, *args, **kwargs)
             if replaced is not NotImplemented:
                 return replaced
+        if op.is_composite and torch.is_inference_mode_enabled() and self._is_traced(args):
+            with self:
+                return func.decompose(*args, **kwargs)
         try:
             if op.gives is Gives.OTHER or self._remembered is None:
                 out = func(*args, **kwargs)
@@ -318,6 +324,8 @@ class KnownOp:
     indexes: bool
     asks_value: bool
     detaches: bool
+    is_composite: bool
+    """Written in terms of other ops, which inference mode does not show by themselves."""
 
 
 @cache
@@ -326,8 +334,12 @@ def _known_op(func: Any) -> KnownOp:
         name=str(func), gives=what_is_given(func), replaced=REPLACED.get(func), hidden=_hidden(func),
         multiplies=func in PRODUCTS, adds=func is aten.add.Tensor, indexes=func in masks.BY_INDEX,
         asks_value=func is aten._local_scalar_dense.default,
-        detaches=func is aten.detach.default,
+        detaches=func is aten.detach.default, is_composite=_is_composite(func),
     )  # fmt: skip
+
+
+def _is_composite(func: Any) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
 
 
 def _hidden(func: Any) -> Callable[..., Any] | None:
@@ -471,16 +483,26 @@ def trace(
     answers: Answers | None = None,
 ) -> Trace:
     """What `fn` would allocate. It is given the tracer: its `device`, `mark` for phases, `rule_calls`."""
-    from memfit.tracing.cuda_names import cuda_names
+    from memfit.tracing.cuda_names import CudaNames
 
+    check_not_nested()
+    tracer = Tracer(torch.device(device), platform, answers or Answers())
+    return run_traced(fn, tracer, CudaNames(tracer))
+
+
+def check_not_nested() -> None:
     if any(isinstance(mode, Tracer) for mode in _get_current_dispatch_mode_stack()):
         raise TraceError("a trace inside a trace", hint="trace the whole, and mark its parts")
-    tracer = Tracer(torch.device(device), platform, answers or Answers())
+
+
+def run_traced(fn: Callable[[Any], object], tracer: Tracer, names: CudaNames) -> Trace:
+    from memfit.tracing.cuda_names import cuda_names
+
     with ExitStack() as stack:
         stack.enter_context(collector_off())
-        stack.enter_context(composites.composites_of_cuda(platform, tracer.device))
+        stack.enter_context(composites.composites_of_cuda(tracer.platform, tracer.device))
         stack.enter_context(tracer.modules.watching())
-        stack.enter_context(cuda_names(tracer))
+        stack.enter_context(cuda_names(names))
         stack.enter_context(tracer)
         result = fn(tracer)
         tracer.forget()

@@ -1,0 +1,121 @@
+"""What was there before a trace is there after it: models, optimizers, files, random numbers.
+
+In a trace `model.cuda()` puts a model of the caller on a device without memory. Its weights, buffers and gradients come
+back afterwards, into the same parameter objects. Checkpoints that the code saves would hold no data, so none is written.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+
+@dataclass
+class _Before:
+    """Of one module, without what is in it."""
+
+    buffers: dict[str, Any]
+    gradients: dict[str, Any]
+    weights: dict[str, Any] = field(default_factory=dict)
+    """A parameter that holds what was on the host, by the name of the one that it was swapped with."""
+
+
+@contextmanager
+def put_back(is_on_gpu: Callable[[torch.Tensor], bool]) -> Iterator[None]:
+    seen: weakref.WeakKeyDictionary[nn.Module, _Before] = weakref.WeakKeyDictionary()
+    moving: list[nn.Module] = []
+    apply, swap = nn.Module._apply, torch.utils.swap_tensors
+
+    def apply_and_remember(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if module not in seen:
+            gradients = {name: p.grad for name, p in module._parameters.items() if p is not None}
+            seen[module] = _Before(dict(module._buffers), gradients)
+        moving.append(module)
+        try:
+            return apply(module, *args, **kwargs)
+        finally:
+            moving.pop()
+
+    def swap_and_remember(here: torch.Tensor, there: torch.Tensor) -> None:
+        swap(here, there)
+        if moving and is_on_gpu(here) and not is_on_gpu(there):
+            name = next((name for name, p in moving[-1]._parameters.items() if p is here), None)
+            if name is not None:
+                seen[moving[-1]].weights.setdefault(name, there)
+
+    states: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[Any, Any]] = weakref.WeakKeyDictionary()
+
+    def remember_state(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if optimizer not in states:
+            states[optimizer] = {key: dict(value) for key, value in optimizer.state.items()}
+
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    random = torch.get_rng_state()
+    hook = register_optimizer_step_pre_hook(remember_state)
+    try:
+        with (
+            mock.patch.object(nn.Module, "_apply", apply_and_remember),
+            mock.patch.object(torch.utils, "swap_tensors", swap_and_remember),
+        ):
+            yield
+    finally:
+        hook.remove()
+        torch.set_rng_state(random)
+        for module, before in list(seen.items()):
+            _restore(module, before, swap)
+        for optimizer, state in list(states.items()):
+            optimizer.state.clear()
+            optimizer.state.update(state)
+
+
+def _restore(module: nn.Module, before: _Before, swap: Callable[[Any, Any], None]) -> None:
+    for name, parameter in module._parameters.items():
+        if parameter is None:
+            continue
+        parameter.grad = None
+        if (held := before.weights.get(name)) is not None:
+            held.requires_grad_(parameter.requires_grad)
+            swap(parameter, held)
+        if name in before.gradients and before.gradients[name] is not None:
+            parameter.grad = before.gradients[name]
+    for name, buffer in before.buffers.items():
+        if name in module._buffers:
+            module._buffers[name] = buffer
+
+
+WRITERS = (
+    ("torch", "save"), ("torch.serialization", "save"), ("torch.distributed.checkpoint", "save"),
+    ("safetensors.torch", "serialize_file"), ("safetensors.torch", "_flatten"), ("safetensors.torch", "_flatten_as_ptr"),
+)  # fmt: skip
+"""What safetensors offers has been imported by name all over; these are what it calls, by its versions."""
+FOLDER_WRITERS = (
+    ("transformers.modeling_utils", "PreTrainedModel"), ("peft.peft_model", "PeftModel"),
+    ("diffusers.models.modeling_utils", "ModelMixin"),
+)  # fmt: skip
+
+
+@contextmanager
+def nothing_saved(assume: Callable[[str], None]) -> Iterator[None]:
+    def left_out(*_: Any, **__: Any) -> None:
+        assume("checkpoints that the code saves are left out: nothing was written")
+
+    with ExitStack() as stack:
+        for module, name in WRITERS:
+            owner = sys.modules.get(module) or import_module(module)
+            if not hasattr(owner, name):
+                continue
+            stack.enter_context(mock.patch.object(owner, name, left_out))
+        for module, name in FOLDER_WRITERS:
+            if (kind := getattr(sys.modules.get(module), name, None)) is not None:
+                stack.enter_context(mock.patch.object(kind, "save_pretrained", left_out))
+        yield

@@ -1,0 +1,327 @@
+"""The traced device as a person's own code meets it: a CUDA device, beside a host that has memory.
+
+memfit's own jobs keep to what memfit knows. Other people's code asks a tensor where it lies and takes another path on
+the CPU, builds models on meta, moves results to the host, compares, indexes and branches by values. So here every
+tensor has a place, an op on several of them is checked as CUDA checks it, and what is on the host is no GPU memory.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+from unittest import mock
+
+import torch
+from torch.utils import _device as default_device
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from memfit.errors import TraceError
+from memfit.tracing import masks
+from memfit.tracing.answers import Answers, asking_line
+from memfit.tracing.cuda_names import CudaNames
+from memfit.tracing.platform import Platform
+from memfit.tracing.tracer import KnownOp, Tracer
+from memfit.tracing.values import Values
+from memfit.tracing.workspaces import PRODUCTS
+
+aten = torch.ops.aten
+Tensor = torch.Tensor
+Place = Literal["cuda", "cpu", "meta"]
+CUDA = torch.device("cuda", 0)
+DEVICES: dict[str, torch.device] = {"cuda": CUDA, "cpu": torch.device("cpu"), "meta": torch.device("meta")}
+COPIES = frozenset({aten.copy_.default, aten._to_copy.default, aten._foreach_copy_.default})
+INDEXED_FROM_HOST = frozenset(masks.BY_INDEX)
+"""Indices may lie on the host: they move to the device."""
+
+
+class OwnCodeTracer(Tracer):
+    def __init__(self, device: torch.device, platform: Platform, answers: Answers) -> None:
+        super().__init__(device, platform, answers)
+        self.values = answers.values = Values(device)
+        self.assumed: dict[str, None] = {}
+        """What was taken for granted, to be told with the plan."""
+        self._lock = threading.RLock()
+        self._on_host: weakref.WeakKeyDictionary[torch.UntypedStorage, Place] = weakref.WeakKeyDictionary()
+
+    def assume(self, what: str) -> None:
+        self.assumed[what] = None
+
+    # -- where a tensor lies -----------------------------------------------------------------------------------------
+
+    def place(self, tensor: Tensor) -> Place:
+        """Tensors on meta are of three kinds: those of the traced device, what came from there to the host, and those
+        that were asked for on meta, also before the trace began."""
+        if tensor.device.type != self.device.type:
+            return "cpu"
+        storage = tensor.untyped_storage()
+        entry = self._blocks.get(storage._cdata)
+        if entry is not None and entry[1] is not None:
+            return "cuda"
+        return self._on_host.get(storage, "cuda" if storage.nbytes() == 0 else "meta")
+
+    def owns(self, tensor: Tensor) -> bool:
+        return self.block_of(tensor) is not None
+
+    def put_on_host(self, made: Any, place: Place) -> Any:
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, Tensor) and tensor.device.type == self.device.type and not self.owns(tensor):
+                self._on_host[tensor.untyped_storage()] = place
+        return made
+
+    # -- the mode ----------------------------------------------------------------------------------------------------
+
+    def _run(self, op: KnownOp, func: Any, args: Any, kwargs: Any) -> Any:
+        with self._lock:
+            return self._run_alone(op, func, args, kwargs)
+
+    def _run_alone(self, op: KnownOp, func: Any, args: Any, kwargs: Any) -> Any:
+        tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        places = [self.place(tensor) for tensor in tensors]
+        if "cuda" not in places and any(tensor.device.type == self.device.type for tensor in tensors):
+            return self._on_the_host(func, args, kwargs, "meta" if "meta" in places else "cpu")
+        if "cuda" in places:
+            _check_places(func, tensors, places)
+            if func in PRODUCTS:
+                _check_types(tensors)
+            if (read := self._read_back(func, args, kwargs)) is not NotImplemented:
+                return read
+            if _needs_data(func) and (found := self.values.compute(func, args, kwargs)) is not NotImplemented:
+                return self._to_gpu(found, op.name)
+        del tensors  # gradients are summed in place only where nobody else holds them
+        out = super()._run(op, func, args, kwargs)
+        self.values.follow(func, args, kwargs, out)
+        return out
+
+    def _on_the_host(self, func: Any, args: Any, kwargs: Any, place: Place) -> Any:
+        """What came from the GPU without its values has none here either."""
+        if func is aten._local_scalar_dense.default:
+            raise self.answers.unknown(args[0])
+        if func is aten._to_copy.default and kwargs.get("device") == DEVICES["cpu"]:
+            kwargs = {**kwargs, "device": self.device}
+        with _disable_current_modes():
+            return self.put_on_host(func(*args, **kwargs), place)
+
+    def _read_back(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Copies to the host: with the values, where they are known."""
+        if func is aten._to_copy.default and kwargs.get("device") == DEVICES["cpu"]:
+            known = self.values.compute(func, args, kwargs)
+            if known is not NotImplemented:
+                return known.clone()
+            with _disable_current_modes():
+                return self.put_on_host(func(*args, **{**kwargs, "device": self.device}), "cpu")
+        if func is aten.copy_.default and self.place(args[0]) == "cpu" and args[0].device.type == "cpu":
+            value = self.values.read(args[1])
+            if value is None:
+                raise TraceError(
+                    f"{asking_line()}the code copies a {_kind(args[1])} from the GPU into a tensor of the host, and memfit"
+                    " knows no values for it",
+                    hint="memfit does not cover this: x.cpu() or x.to('cpu') gives a tensor without values instead",
+                )
+            with _disable_current_modes():
+                return args[0].copy_(value)
+        return NotImplemented
+
+    def _to_gpu(self, found: Any, op: str) -> Any:
+        """What could only be computed with values, as tensors of the device that keep them."""
+        if isinstance(found, Tensor):
+            with _disable_current_modes():
+                made = torch.empty_strided(found.shape, found.stride(), dtype=found.dtype, device=self.device)
+            self.track(made, op)
+            self.values.put(made, found)
+            return made
+        if isinstance(found, (tuple, list)):
+            return type(found)(self._to_gpu(each, op) for each in found)
+        return found
+
+
+def _needs_data(func: Any) -> bool:
+    tags = func.tags
+    return (
+        torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags
+    ) and func not in masks.DATA_DEPENDENT
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} tensor"
+
+
+def _check_places(func: Any, tensors: list[Tensor], places: list[Place]) -> None:
+    """As CUDA's ops do: numbers may come from the host, tensors may not."""
+    if func in COPIES:
+        return
+    strangers = [place for tensor, place in zip(tensors, places, strict=True) if place != "cuda" and tensor.dim() > 0]
+    if not strangers or (func in INDEXED_FROM_HOST and _are_indices(tensors, places)):
+        return
+    raise RuntimeError(
+        f"Expected all tensors to be on the same device, but found at least two devices, cuda:0 and {strangers[0]}!"
+        f" (when running {func})"
+    )
+
+
+def _are_indices(tensors: list[Tensor], places: list[Place]) -> bool:
+    return places[0] == "cuda" and all(
+        place == "cuda" or tensor.dtype in (torch.int64, torch.int32, torch.bool, torch.uint8)
+        for tensor, place in zip(tensors, places, strict=True)
+    )
+
+
+def _check_types(tensors: list[Tensor]) -> None:
+    """Products of two types are an error on CUDA; without data nobody would notice."""
+    kinds = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+    if len(kinds) > 1:
+        first, second = (tensor.dtype for tensor in tensors[-2:])
+        raise RuntimeError(f"expected mat1 and mat2 to have the same dtype, but got: {first} != {second}")
+
+
+class OwnCodeNames(CudaNames):
+    """Devices are what they are called: a tensor of the traced device says that it is on "cuda:0"."""
+
+    tracer: OwnCodeTracer
+
+    def __init__(self, tracer: OwnCodeTracer) -> None:
+        super().__init__(tracer)
+        place, values = tracer.place, tracer.values
+
+        def text(tensor: Tensor, how: Callable[[Tensor], Any], without: Callable[[Tensor], Any]) -> Any:
+            if place(tensor) != "cuda":
+                return NotImplemented
+            value = values.read(tensor)
+            return how(value) if value is not None else without(tensor)
+
+        def unknown(tensor: Tensor) -> Any:
+            raise tracer.answers.unknown(tensor)
+
+        def all_unknown(tensor: Tensor) -> Any:
+            raise tracer.answers.refusal(tensor)
+
+        self._answered: dict[Any, Callable[..., Any]] = {
+            Tensor.device.__get__: lambda t: DEVICES[place(t)],  # type: ignore[attr-defined]
+            Tensor.is_cuda.__get__: lambda t: place(t) == "cuda",  # type: ignore[attr-defined]
+            Tensor.is_cpu.__get__: lambda t: place(t) == "cpu",  # type: ignore[attr-defined]
+            Tensor.is_meta.__get__: lambda t: place(t) == "meta",  # type: ignore[attr-defined]
+            Tensor.get_device: lambda t: 0 if place(t) == "cuda" else -1,
+            Tensor.type: self._type,
+            Tensor.pin_memory: lambda t, *_: t if place(t) == "cpu" else NotImplemented,
+            Tensor.is_pinned: lambda t, *_: False,
+            Tensor.record_stream: self._recorded_on_stream,
+            Tensor.data_ptr: lambda t: t.untyped_storage()._cdata + t.storage_offset(),
+            Tensor.tolist: lambda t: text(t, Tensor.tolist, all_unknown),
+            Tensor.numpy: lambda t, **_: text(t, _cannot_be_numpy, _cannot_be_numpy),
+            Tensor.__format__: lambda t, spec: text(t, lambda v: v.__format__(spec), unknown if spec else repr_of),
+            Tensor.__repr__: lambda t, **_: text(t, lambda v: repr(v)[:-1] + ", device='cuda:0')", repr_of),
+        }
+        self._constructors = default_device._device_constructors()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        answer = self._answered.get(func)
+        if answer is not None and (said := answer(*args[:1] if _is_getter(func) else args, **kwargs)) is not NotImplemented:
+            return said
+        if func is torch._C._nn._parse_to:  # it only reads what `Module.to` was given
+            return func(*args, **kwargs)
+        if func in self._constructors and kwargs.get("device") is None and default_device.CURRENT_DEVICE is not None:
+            kwargs = {**kwargs, "device": default_device.CURRENT_DEVICE}
+        if func is Tensor.to and len(args) > 1 and isinstance(args[1], Tensor):
+            args = (args[0], DEVICES[self.tracer.place(args[1])], args[1].dtype, *args[2:])
+        if func is not torch.device and _asks_meta(args, kwargs):
+            return self._on_meta(func, args, kwargs)
+        if kwargs.get("generator") is not None:
+            kwargs = self._without_generator(args, kwargs)
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def _type(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs or self.tracer.place(tensor) != "cuda":
+            return NotImplemented
+        return torch.empty(0, dtype=tensor.dtype).type().replace("torch.", "torch.cuda.")
+
+    def _recorded_on_stream(self, tensor: Tensor, _: Any) -> None:
+        self.tracer.assume("record_stream: a block counts as free when its last reference goes, whatever stream reads it")
+
+    def _on_meta(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Shapes without memory, asked for by that name: no GPU memory."""
+        first = args[0] if args else None
+        if func is Tensor.to and isinstance(first, Tensor) and self.tracer.place(first) == "cuda":
+            with _disable_current_modes():
+                return self.tracer.put_on_host(torch.empty_like(first), "meta")
+        with _disable_current_modes():
+            return self.tracer.put_on_host(func(*args, **kwargs), "meta")
+
+    def _without_generator(self, args: Any, kwargs: Any) -> dict[str, Any]:
+        """One of the GPU draws nothing here."""
+        given = kwargs["generator"]
+        first = next((value for value in args if isinstance(value, Tensor)), None)
+        device = kwargs.get("device")
+        on_gpu = self._device(device) == self.tracer.device if device is not None else (
+            first is not None and self.tracer.place(first) == "cuda"
+        )
+        if on_gpu and given.device.type != "cuda":
+            raise RuntimeError("Expected a 'cuda' device type for generator but found 'cpu'")
+        return {**kwargs, "generator": None} if on_gpu else kwargs
+
+    def _move(self, host: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        if self.tracer.place(host) == "cuda" or host.device.type != self.tracer.device.type:
+            return super()._move(host, dtype)
+        with _disable_current_modes():
+            made = torch.empty_like(host, dtype=dtype or host.dtype, requires_grad=host.requires_grad)
+        self.tracer.track(made, "aten._to_copy.default")
+        return made
+
+    def _made_device(self, *args: Any, **kwargs: Any) -> torch.device:
+        first = kwargs.get("type", args[0] if args else None)
+        made = torch.device("cuda", first) if type(first) is int else torch.device(*args, **kwargs)
+        _check_number(made)
+        return made
+
+    def _device(self, value: Any) -> Any:
+        if type(value) is str and (value == "cuda" or value.startswith("cuda:")):
+            _check_number(torch.device(value))
+        elif type(value) is torch.device:
+            _check_number(value)
+        return super()._device(value)
+
+
+def repr_of(tensor: Tensor) -> str:
+    return f"tensor(..., device='cuda:0', size={tuple(tensor.shape)}, dtype={tensor.dtype})"
+
+
+def _cannot_be_numpy(_: Tensor) -> Any:
+    raise TypeError(
+        "can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory first."
+    )
+
+
+def _is_getter(func: Any) -> bool:
+    return getattr(func, "__name__", "") == "__get__"
+
+
+def _asks_meta(args: Any, kwargs: Any) -> bool:
+    return any(_is_meta(value) for value in args) or _is_meta(kwargs.get("device"))
+
+
+def _is_meta(value: Any) -> bool:
+    return (type(value) is torch.device and value.type == "meta") or (type(value) is str and value == "meta")
+
+
+def _check_number(device: torch.device) -> None:
+    if device.type == "cuda" and device.index not in (None, 0):
+        raise TraceError(
+            f"{asking_line()}the code uses {device}, and memfit traces one GPU",
+            hint='memfit does not cover several GPUs in one process: trace the part of "cuda:0" alone',
+        )
+
+
+@contextmanager
+def devices_grouped_by_name() -> Iterator[None]:
+    """torch's optimizers sort tensors by device in C++, which knows only the traced device's own name."""
+    group = torch._C._group_tensors_by_device_and_dtype
+
+    def grouped(*args: Any, **kwargs: Any) -> Any:
+        found = group(*args, **kwargs)
+        return {(CUDA if device.type == "meta" else device, kind): rest for (device, kind), rest in found.items()}
+
+    with mock.patch.object(torch._C, "_group_tensors_by_device_and_dtype", grouped):
+        yield

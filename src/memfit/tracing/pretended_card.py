@@ -1,0 +1,335 @@
+"""The card that a person's own code finds: what `torch.cuda` and `torch.accelerator` say about it.
+
+Its name, size and capability are those of the card that the plan is for. What is allocated at a moment is told by the
+replay of the trace up to there, so that code which prints its own peak prints the predicted one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from memfit.core.alloc_config import AllocatorConfig
+from memfit.core.replay import Timeline, replay
+from memfit.errors import TraceError
+from memfit.gpus import Gpu
+from memfit.tracing.answers import asking_line
+from memfit.tracing.own_code import CUDA, OwnCodeNames, OwnCodeTracer, devices_grouped_by_name
+from memfit.tracing.streams import TracedEvent
+
+RANDOM_STATE_BYTES = 16
+CUDA_VERSION = "13.0"
+NOT_COVERED = (
+    "CUDAGraph", "graph", "make_graphed_callables", "MemPool", "use_mem_pool", "CUDAPluggableAllocator", "cudart",
+    "change_current_allocator", "caching_allocator_alloc", "memory_snapshot", "utilization", "temperature",
+    "power_draw", "clock_rate", "memory_usage", "device_memory_used", "list_gpu_processes", "memory_summary",
+    "ExternalStream", "set_per_process_memory_fraction",
+)  # fmt: skip
+TASK_SECONDS = 2.0
+"""How long a task of a thread pool is waited for before the code goes on: tasks in their order give one answer."""
+
+
+@dataclass(frozen=True)
+class DeviceProperties:
+    """As `torch.cuda.get_device_properties` gives them."""
+
+    name: str
+    major: int
+    minor: int
+    total_memory: int
+    multi_processor_count: int
+    max_threads_per_multi_processor: int
+    warp_size: int = 32
+    is_integrated: bool = False
+    is_multi_gpu_board: bool = False
+    gcnArchName: str = ""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise TraceError(
+            f"{asking_line()}the code asks for the card's {name}, which memfit does not know",
+            hint="memfit knows name, major, minor, total_memory and multi_processor_count of a card",
+        )
+
+
+class CardGenerator(torch.Generator):
+    """On the GPU by name; it draws nothing there."""
+
+    def __new__(cls, device: Any = "cpu") -> Any:
+        kind = torch.device("cuda", device) if type(device) is int else torch.device(device)
+        return super().__new__(cls if kind.type == "cuda" else torch._C.Generator, "cpu")
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return CUDA
+
+
+class TimedEvent(TracedEvent):
+    def elapsed_time(self, _: Any) -> float:
+        raise TraceError(
+            f"{asking_line()}the code asks how long something took on the GPU, and nothing runs in a trace",
+            hint="memfit does not cover timing: leave it out of the traced code",
+        )
+
+
+class Card:
+    """Answers about memory at the moment of asking."""
+
+    def __init__(self, tracer: OwnCodeTracer, gpu: Gpu, config: AllocatorConfig) -> None:
+        self.tracer, self.gpu, self.config = tracer, gpu, config
+        self._peak_from = 0
+        self._seen: tuple[int, Timeline] | None = None
+
+    @property
+    def timeline(self) -> Timeline:
+        events = len(self.tracer.trace)
+        if self._seen is None or self._seen[0] != events:
+            self._seen = (events, replay(self.tracer.trace, self.config))
+        return self._seen[1]
+
+    def allocated(self, *_: Any) -> int:
+        return int(self.timeline.allocated[-1]) if len(self.tracer.trace) else 0
+
+    def reserved(self, *_: Any) -> int:
+        return int(self.timeline.reserved[-1]) if len(self.tracer.trace) else 0
+
+    def max_allocated(self, *_: Any) -> int:
+        return max(self.timeline.allocated[max(self._peak_from - 1, 0) :], default=0)
+
+    def max_reserved(self, *_: Any) -> int:
+        return max(self.timeline.reserved[max(self._peak_from - 1, 0) :], default=0)
+
+    def reset_peak(self, *_: Any) -> None:
+        self._peak_from = len(self.tracer.trace)
+
+    def free_and_total(self, *_: Any) -> tuple[int, int]:
+        held = self.gpu.context_start_bytes + self.reserved()
+        return max(self.gpu.capacity_bytes - held, 0), self.gpu.capacity_bytes
+
+    def stats(self, *_: Any) -> dict[str, int]:
+        now = {"allocated_bytes": self.allocated(), "active_bytes": self.allocated(), "reserved_bytes": self.reserved()}
+        peak = {"allocated_bytes": self.max_allocated(), "active_bytes": self.max_allocated()}
+        made = {f"{name}.all.current": value for name, value in now.items()}
+        made |= {f"{name}.all.peak": peak.get(name, self.max_reserved()) for name in now}
+        return made | {"num_alloc_retries": 0, "num_ooms": 0}
+
+    def properties(self, *_: Any) -> DeviceProperties:
+        gpu = self.gpu
+        return DeviceProperties(
+            gpu.name if gpu.name.startswith("NVIDIA") else f"NVIDIA {gpu.name}", *gpu.arch, gpu.capacity_bytes,
+            gpu.sm_count, gpu.max_threads_per_sm,
+        )  # fmt: skip
+
+
+def _random_state(*_: Any) -> torch.Tensor:
+    return torch.zeros(RANDOM_STATE_BYTES, dtype=torch.uint8)
+
+
+def _not_covered(name: str) -> Callable[..., Any]:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise TraceError(
+            f"{asking_line()}the code uses torch.cuda.{name}, which memfit does not cover",
+            hint="leave it out of the traced code, if the job's memory does not depend on it",
+        )
+
+    return refuse
+
+
+def _compiled(tracer: OwnCodeTracer) -> Callable[..., Any]:
+    """`torch.compile` may stand at the top of a file that is never used: only the call is refused."""
+
+    def compile(model: Any = None, **_: Any) -> Any:
+        if model is None:
+            return compile
+        if isinstance(model, torch.nn.Module):
+            model.register_forward_pre_hook(_refuse_compiled)
+            return model
+        return _refuse_compiled
+
+    return compile
+
+
+def _refuse_compiled(*_: Any, **__: Any) -> Any:
+    raise TraceError(
+        f"{asking_line()}the code runs what torch.compile has made, which memfit does not cover yet",
+        hint="trace it without torch.compile: the plan is then that of eager mode, which often needs more",
+    )
+
+
+def _of_cuda(card: Card) -> dict[str, Any]:
+    arch = card.gpu.arch
+    names: dict[str, Any] = {
+        "is_available": lambda: True, "device_count": lambda: 1, "current_device": lambda: 0,
+        "is_initialized": lambda: True, "init": lambda: None,
+        "get_device_name": lambda *_: card.properties().name, "get_device_capability": lambda *_: arch,
+        "get_device_properties": card.properties, "_get_device_properties": card.properties,
+        "get_arch_list": lambda: [f"sm_{arch[0]}{arch[1]}"], "is_bf16_supported": lambda *_, **__: arch >= (8, 0),
+        "mem_get_info": card.free_and_total, "memory_allocated": card.allocated, "memory_reserved": card.reserved,
+        "max_memory_allocated": card.max_allocated, "max_memory_reserved": card.max_reserved,
+        "memory_cached": card.reserved, "max_memory_cached": card.max_reserved, "memory_stats": card.stats,
+        "reset_peak_memory_stats": card.reset_peak, "reset_max_memory_allocated": card.reset_peak,
+        "reset_accumulated_memory_stats": lambda *_: None, "get_rng_state": _random_state,
+        "get_rng_state_all": lambda: [_random_state()], "set_rng_state": lambda *_, **__: None,
+        "set_rng_state_all": lambda *_: None, "seed": lambda: None, "seed_all": lambda: None,
+        "initial_seed": lambda: 0, "Event": TimedEvent, "device": _DeviceContext, "device_of": _DeviceContext,
+        "default_generators": (CardGenerator("cuda"),), "ipc_collect": lambda: None,
+        "is_current_stream_capturing": lambda: False, "can_device_access_peer": lambda *_: False,
+    }  # fmt: skip
+    return names | {name: _not_covered(name) for name in NOT_COVERED if hasattr(torch.cuda, name)}
+
+
+def _of_accelerator(card: Card) -> dict[str, Any]:
+    return {
+        "is_available": lambda: True, "device_count": lambda: 1, "current_accelerator": lambda *_, **__: CUDA,
+        "current_device_index": lambda: 0, "current_device_idx": lambda: 0, "synchronize": lambda *_: None,
+        "set_device_index": _check_index, "set_device_idx": _check_index,
+        "memory_allocated": card.allocated, "memory_reserved": card.reserved, "memory_stats": card.stats,
+        "max_memory_allocated": card.max_allocated, "max_memory_reserved": card.max_reserved,
+        "reset_peak_memory_stats": card.reset_peak, "get_memory_info": card.free_and_total,
+        "empty_cache": lambda: card.tracer.trace.empty_cache(),
+    }  # fmt: skip
+
+
+def _check_index(device: Any) -> None:
+    torch.zeros(0, device=device if isinstance(device, (str, torch.device)) else f"cuda:{int(device)}")
+
+
+class _DeviceContext:
+    """`torch.cuda.device(0)`."""
+
+    def __init__(self, device: Any = None) -> None:
+        if type(device) in (int, str, torch.device):
+            _check_index(device)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: Any) -> None:
+        pass
+
+
+def _snapshots_left_out(tracer: OwnCodeTracer) -> Callable[..., None]:
+    def left_out(*_: Any, **__: Any) -> None:
+        tracer.assume("torch's own memory recorder was left out: nothing was written")
+
+    return left_out
+
+
+@contextmanager
+def card_pretended(names: OwnCodeNames, gpu: Gpu, config: AllocatorConfig) -> Iterator[None]:
+    tracer = names.tracer
+    card = Card(tracer, gpu, config)
+    active = [True]
+    left_out = _snapshots_left_out(tracer)
+    replaced: list[tuple[Any, dict[str, Any]]] = [
+        (torch.cuda, _of_cuda(card)),
+        (torch.accelerator, _of_accelerator(card)),
+        (torch.cuda.memory, {"_record_memory_history": left_out, "_dump_snapshot": left_out, **{
+            name: value for name, value in _of_cuda(card).items() if hasattr(torch.cuda.memory, name)}}),
+        (torch.version, {"cuda": CUDA_VERSION}),
+        (torch.backends.cuda, {"is_built": lambda: True}),
+        (torch, {"Generator": CardGenerator, "compile": _compiled(tracer)}),
+        (torch.UntypedStorage, {"data_ptr": lambda storage: storage._cdata}),
+    ]  # fmt: skip
+    with ExitStack() as stack:
+        for owner, names_of in replaced:
+            for name, value in names_of.items():
+                if hasattr(owner, name):
+                    kept = _while(active, getattr(owner, name), value)
+                    stack.enter_context(mock.patch.object(owner, name, kept))
+        stack.enter_context(devices_grouped_by_name())
+        stack.enter_context(_default_device_kept())
+        stack.enter_context(_threads_traced(names, active))
+        stack.enter_context(_imports_as_before())
+        stack.enter_context(_caches_forgotten())
+        stack.callback(active.clear)
+        yield
+
+
+def _while(active: list[bool], real: Any, pretended: Any) -> Any:
+    """A package that is first imported in a trace keeps what it found there: afterwards that must be torch's own."""
+    if not callable(pretended) or isinstance(pretended, type) or not callable(real):
+        return pretended
+
+    def either(*args: Any, **kwargs: Any) -> Any:
+        return pretended(*args, **kwargs) if active else real(*args, **kwargs)
+
+    return either
+
+
+@contextmanager
+def _default_device_kept() -> Iterator[None]:
+    before = torch._GLOBAL_DEVICE_CONTEXT
+    held = getattr(before, "device_context", None)
+    try:
+        yield
+    finally:
+        if getattr(before, "device_context", None) is not held:
+            torch.set_default_device(None if held is None else held.device)
+
+
+@contextmanager
+def _threads_traced(names: OwnCodeNames, active: list[bool]) -> Iterator[None]:
+    """torch's modes belong to a thread. A task of a pool is waited for, so that two traces of one job are the same."""
+    run, submit = threading.Thread.run, ThreadPoolExecutor.submit
+
+    def run_traced(thread: threading.Thread) -> None:
+        with (names, names.tracer) if active else nullcontext():  # type: ignore[attr-defined]
+            run(thread)
+
+    def submit_in_order(pool: ThreadPoolExecutor, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future = submit(pool, *args, **kwargs)
+        wait([future], timeout=TASK_SECONDS)
+        return future
+
+    with mock.patch.object(ThreadPoolExecutor, "submit", submit_in_order):
+        with mock.patch.object(threading.Thread, "run", run_traced):
+            yield
+
+
+@contextmanager
+def _imports_as_before() -> Iterator[None]:
+    """A package that the code imports late must not be traced while it sets itself up."""
+    bootstrap: Any = importlib._bootstrap  # type: ignore[attr-defined]
+    find, importing = bootstrap._find_and_load, threading.local()
+
+    def load(*args: Any) -> Any:
+        if getattr(importing, "now", False):
+            return find(*args)
+        importing.now = True
+        try:
+            with _disable_current_modes(), torch._C.DisableTorchFunction():
+                return find(*args)
+        finally:
+            importing.now = False
+
+    with mock.patch.object(bootstrap, "_find_and_load", load):
+        yield
+
+
+@contextmanager
+def _caches_forgotten() -> Iterator[None]:
+    """transformers remembers whether there is a GPU."""
+
+    def forget() -> None:
+        module = sys.modules.get("transformers.utils.import_utils")
+        for function in list(vars(module).values()) if module else ():
+            if "cuda" in getattr(function, "__name__", "") or "gpu" in getattr(function, "__name__", ""):
+                getattr(function, "cache_clear", lambda: None)()
+
+    forget()
+    try:
+        yield
+    finally:
+        forget()

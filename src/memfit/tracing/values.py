@@ -1,0 +1,175 @@
+"""Values that are known although the traced device has no memory: numbers that came from the host, and what is made of them.
+
+Token ids, masks, positions and labels decide shapes and branches: a mask with a zero in it forces other attention
+kernels. So tensors of whole numbers and truth values, and small ones of any type, keep their values beside them in host
+memory, and an op whose inputs are all known is also computed there. Everything else, a loss for one, has no value.
+
+A value belongs to a storage, as memory does: views share it, and an op in place changes it for all of them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+aten = torch.ops.aten
+Tensor = torch.Tensor
+Storage = torch.UntypedStorage
+
+MOST_NUMBERS = 1 << 24
+"""Elements of whole numbers that are followed; a batch of ids and its mask of pairs have fewer."""
+MOST_FLOATS = 1 << 12
+
+MADE_EMPTY = frozenset(
+    {
+        aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default, aten.new_empty.default,
+        aten.new_empty_strided.default, aten.empty_permuted.default, aten.resize_.default,
+    }
+)  # fmt: skip
+OVERWRITES = frozenset(
+    {
+        aten.copy_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default, aten.random_.default,
+        getattr(aten.random_, "from"), aten.random_.to, aten.bernoulli_.float,
+    }
+)  # fmt: skip
+"""Whatever their first argument held before, it is known afterwards."""
+
+
+class Values:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._known: dict[int, tuple[weakref.ref[Storage], Storage]] = {}
+
+    def read(self, tensor: Tensor) -> Tensor | None:
+        """In host memory, sharing what later ops in place write; None if unknown."""
+        if tensor.device.type == "cpu":
+            return tensor
+        found = self._known.get(tensor.untyped_storage()._cdata)
+        if found is None:
+            return torch.empty(tensor.shape, dtype=tensor.dtype) if tensor.numel() == 0 else None
+        made = torch.empty(0, dtype=tensor.dtype)
+        return made.set_(found[1], tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    def put(self, tensor: Tensor, value: Tensor) -> None:
+        if not _is_followed(tensor):
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+
+        def died(_: object, known: dict[int, Any] = self._known) -> None:
+            known.pop(key, None)
+
+        with _as_on_host():
+            beside = torch.zeros(storage.nbytes(), dtype=torch.uint8).untyped_storage()
+        self._known[key] = (weakref.ref(storage, died), beside)
+        with _as_on_host():
+            written = self.read(tensor)
+            assert written is not None
+            written.copy_(value)
+
+    def compute(self, op: Any, args: Any, kwargs: Any) -> Any:
+        """On the host; NotImplemented where an input is unknown, or too much would have to be computed."""
+        tensors = list(_tensors((args, kwargs)))
+        if any(tensor.numel() > MOST_NUMBERS for tensor in tensors):
+            return NotImplemented
+        found = {id(tensor): self.read(tensor) for tensor in tensors}
+        if any(value is None for value in found.values()):
+            return NotImplemented
+        args, kwargs = tree_map_only(Tensor, lambda tensor: found[id(tensor)], (args, kwargs))
+        if kwargs.get("device") is not None:
+            kwargs = {**kwargs, "device": torch.device("cpu")}
+        try:
+            with _as_on_host():
+                return op(*args, **kwargs)
+        except (RuntimeError, NotImplementedError, IndexError):
+            return NotImplemented
+
+    def follow(self, op: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """After an op has run: what it made or changed is known, if what it was given is."""
+        written = [value for value in _written(op, args, kwargs) if value.device.type == self._device.type]
+        new = [t for t in _tensors(out) if t.device.type == self._device.type and not _is_among(t, written)]
+        if not written and not any(map(_is_followed, new)):
+            return
+        if op in MADE_EMPTY or (not _has_tensors(args) and _draws_fractions(op, new)):
+            return
+        if op in OVERWRITES and written and self.read(written[0]) is None and _is_whole(written[0]):
+            self.put(written[0], torch.zeros((), dtype=written[0].dtype))
+        if not written and any(_shares(made, args) for made in new):
+            return  # views of what is known, or of what is not
+        made = self.compute(op, args, kwargs)
+        if made is NotImplemented:
+            for tensor in written:
+                self._known.pop(tensor.untyped_storage()._cdata, None)
+            return
+        for tensor, value in zip(_tensors(out), _tensors(made), strict=False):
+            if tensor.device.type == self._device.type and not _is_among(tensor, written):
+                self.put(tensor, value)
+
+
+class _as_on_host:
+    """Without the modes of the trace, and without autograd."""
+
+    def __enter__(self) -> None:
+        self._modes = _disable_current_modes()
+        self._modes.__enter__()
+        self._functions = torch._C.DisableTorchFunction()
+        self._functions.__enter__()
+        self._inference = torch.inference_mode(False)
+        self._inference.__enter__()
+        self._grad = torch.no_grad()
+        self._grad.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        for context in (self._grad, self._inference, self._functions, self._modes):
+            context.__exit__(*error)
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    if isinstance(values, Tensor):
+        yield values
+        return
+    for leaf in tree_leaves(values):
+        if isinstance(leaf, Tensor):
+            yield leaf
+
+
+def _has_tensors(args: Any) -> bool:
+    return next(_tensors(args), None) is not None
+
+
+def _is_followed(tensor: Tensor) -> bool:
+    counted = tensor.untyped_storage().nbytes() // tensor.element_size()
+    fractions = tensor.is_floating_point() or tensor.is_complex()
+    return 0 < counted <= (MOST_FLOATS if fractions else MOST_NUMBERS)
+
+
+def _written(op: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    for place, argument in enumerate(op._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            found.extend(_tensors(value))
+    return found
+
+
+def _is_among(tensor: Tensor, others: Sequence[Tensor]) -> bool:
+    storage = tensor.untyped_storage()._cdata
+    return any(other.untyped_storage()._cdata == storage for other in others)
+
+
+def _shares(made: Tensor, args: Any) -> bool:
+    return _is_among(made, list(_tensors(args)))
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+
+
+def _draws_fractions(op: Any, made: Sequence[Tensor]) -> bool:
+    """Random fractions are nobody's value; random whole numbers are ids, of which any will do."""
+    return torch.Tag.nondeterministic_seeded in op.tags and any(tensor.is_floating_point() for tensor in made)
