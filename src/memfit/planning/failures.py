@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +11,13 @@ from pathlib import Path
 from memfit.errors import MemfitError, TraceError
 
 _MEMFIT = Path(__file__).parents[1]
-_IN_BETWEEN = {_MEMFIT / "tracing" / name for name in ("cuda_names.py", "remembered.py", "tracer.py")}
+_NO_GPU = re.compile(
+    r"\bmeta\b|not compiled with CUDA|compiled without|NVIDIA driver|accelerator|data pointer|TensorWrapper"
+    r"|incompatible tensor type|swap|CUDA error|cuda runtime|_cuda_|torch\.cuda|libcuda",
+    re.IGNORECASE,
+)
+"""Words of torch about a machine without a GPU, or a tensor without memory."""
+_IN_BETWEEN = {_MEMFIT / "tracing" / name for name in ("cuda_names.py", "own_code.py", "remembered.py", "tracer.py")}
 """Where the job's calls pass on their way to torch: what torch's own C++ raises seems to come from here."""
 
 
@@ -27,9 +34,14 @@ def failures_of_the_job() -> Iterator[None]:
             raise
         said = str(error).strip().splitlines()[0] if str(error).strip() else ""
         place = _nearest_to_the_person(frames)
+        line = f"{place.filename}:{place.lineno}, in {place.name}"
+        if _NO_GPU.search(str(error)):
+            raise TraceError(
+                f"memfit does not cover what the code does at {line}: {type(error).__name__}: {said[:300]}",
+                hint="a GPU may well run it: this comes from the device without memory that memfit runs the code on",
+            ) from error
         raise TraceError(
-            f"the job itself fails: {type(error).__name__}: {said[:300]}",
-            hint=f"raised at {place.filename}:{place.lineno}, in {place.name}; it may well fail on a GPU too",
+            f"the job itself fails: {type(error).__name__}: {said[:300]}", hint=f"raised at {line}"
         ) from error
 
 

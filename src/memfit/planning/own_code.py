@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 from memfit.core.alloc_config import AllocatorConfig
 from memfit.core.events import Action
@@ -41,6 +42,7 @@ def trace_own_code(
 
     from memfit.planning import categories
     from memfit.planning.platforms import platform_of
+    from memfit.planning.trainer_on_trace import TRAINER_KNOWN
     from memfit.tracing.answers import NO_OVERFLOW, Answers, Site
     from memfit.tracing.outside import nothing_saved, put_back
     from memfit.tracing.own_code import OwnCodeNames, OwnCodeTracer
@@ -51,7 +53,7 @@ def trace_own_code(
     card = None if gpu is None else find_gpu(gpu)
     config = AllocatorConfig.parse(alloc_conf)
     parameters: dict[str, int] = {"all": 0, "trainable": 0}
-    table = Answers({Site(*place): value for place, value in (answers or {}).items()}, known=NO_OVERFLOW)
+    table = Answers({Site(*place): value for place, value in (answers or {}).items()}, known=NO_OVERFLOW | TRAINER_KNOWN)
     check_not_nested()
     tracer = OwnCodeTracer(torch.device("meta"), platform_of(card), table)
     names = OwnCodeNames(tracer)
@@ -62,6 +64,7 @@ def trace_own_code(
             phases_by_what_runs(tracer),
             _parameters_named(tracer, parameters),
             nothing_saved(tracer.assume),
+            _generation_goes_on(tracer),
         ):
             fn()
 
@@ -86,6 +89,30 @@ def trace_own_code(
         parameters=parameters["all"], trainable_parameters=parameters["trainable"],
         workload={"kind": "own-code", "function": getattr(fn, "__qualname__", repr(fn)), "alloc_conf": alloc_conf},
     )  # fmt: skip
+
+
+@contextmanager
+def _generation_goes_on(tracer: Any) -> Iterator[None]:
+    """Which token comes next is not known, so none is taken for the end."""
+    import sys
+
+    import torch
+
+    module: Any = sys.modules.get("transformers.generation.stopping_criteria")
+    if module is None:
+        yield
+        return
+    ends = module.EosTokenCriteria.__call__
+
+    def goes_on(*args: Any, **kwargs: Any) -> Any:
+        found = ends(*args, **kwargs)
+        if tracer.values.read(found) is None:
+            tracer.assume("generate: no end token comes before the longest length that the code allows")
+            tracer.values.put(found, torch.zeros((), dtype=torch.bool))
+        return found
+
+    with mock.patch.object(module.EosTokenCriteria, "__call__", goes_on):
+        yield
 
 
 @contextmanager

@@ -13,11 +13,15 @@ from memfit.tracing.answers import Site, Value
 if TYPE_CHECKING:
     from memfit.tracing.tracer import Tracer
 
+TRAINER_KNOWN: dict[Site, tuple[Value, str]] = {
+    Site("transformers/trainer.py", "_run_epoch"): (False, "the loss is a finite number"),
+    Site("transformers/trainer.py", "_maybe_log_save_evaluate"): (1.0, "the loss and the gradients' norm are logged as 1"),
+    Site("transformers/trainer.py", "_finalize_training"): (1.0, "the mean loss is returned as 1"),
+    Site("transformers/trainer.py", "store_flos"): (1.0, "the work of all processes is logged as 1"),
+}
+"""What the Trainer asks of its tensors, whoever runs it, and what the answers mean."""
 TRAINER_ANSWERS: dict[Site, Value] = {
-    Site("transformers/trainer.py", "_run_epoch"): False,  # is the loss NaN or infinite?
-    Site("transformers/trainer.py", "_maybe_log_save_evaluate"): 1.0,  # the loss and the gradients' norm, to be logged
-    Site("transformers/trainer.py", "_finalize_training"): 1.0,  # the mean loss, to be returned
-    Site("transformers/trainer.py", "store_flos"): 1.0,  # the work of all processes, to be logged
+    **{site: value for site, (value, _) in TRAINER_KNOWN.items()},
     Site("memfit/jobs/training/together.py", "all_well"): 0,  # the number of processes that ran out of memory
     Site("memfit/jobs/training/trainer_engine.py", "_probe"): True,  # is the gradients' norm finite?
     Site("memfit/jobs/training/trainer_engine.py", "drain_losses"): 1.0,  # the losses of steps, to be reported

@@ -46,6 +46,7 @@ def put_back(is_on_gpu: Callable[[torch.Tensor], bool]) -> Iterator[None]:
             moving.pop()
 
     def swap_and_remember(here: torch.Tensor, there: torch.Tensor) -> None:
+        there.__dict__.update(here.__dict__)  # a GPU run changes what is inside a parameter, not its attributes
         swap(here, there)
         if moving and is_on_gpu(here) and not is_on_gpu(there):
             name = next((name for name, p in moving[-1]._parameters.items() if p is here), None)
@@ -72,20 +73,21 @@ def put_back(is_on_gpu: Callable[[torch.Tensor], bool]) -> Iterator[None]:
         hook.remove()
         torch.set_rng_state(random)
         for module, before in list(seen.items()):
-            _restore(module, before, swap)
+            _restore(module, before)
         for optimizer, state in list(states.items()):
             optimizer.state.clear()
             optimizer.state.update(state)
 
 
-def _restore(module: nn.Module, before: _Before, swap: Callable[[Any, Any], None]) -> None:
+def _restore(module: nn.Module, before: _Before) -> None:
+    """A graph that somebody still holds keeps what was on the device."""
     for name, parameter in module._parameters.items():
         if parameter is None:
             continue
         parameter.grad = None
         if (held := before.weights.get(name)) is not None:
             held.requires_grad_(parameter.requires_grad)
-            swap(parameter, held)
+            torch._C._swap_tensor_impl(parameter, held)  # type: ignore[attr-defined]
         if name in before.gradients and before.gradients[name] is not None:
             parameter.grad = before.gradients[name]
     for name, buffer in before.buffers.items():

@@ -10,11 +10,12 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 from unittest import mock
 
 import torch
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _device as default_device
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
@@ -22,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from memfit.errors import TraceError
 from memfit.tracing import masks
 from memfit.tracing.answers import Answers, asking_line
-from memfit.tracing.cuda_names import CudaNames
+from memfit.tracing.cuda_names import FROM_HOST, CudaNames
 from memfit.tracing.platform import Platform
 from memfit.tracing.tracer import KnownOp, Tracer
 from memfit.tracing.values import Values
@@ -34,6 +35,7 @@ Place = Literal["cuda", "cpu", "meta"]
 CUDA = torch.device("cuda", 0)
 DEVICES: dict[str, torch.device] = {"cuda": CUDA, "cpu": torch.device("cpu"), "meta": torch.device("meta")}
 COPIES = frozenset({aten.copy_.default, aten._to_copy.default, aten._foreach_copy_.default})
+RECURRENT = tuple(getattr(torch._VF, name) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu"))
 INDEXED_FROM_HOST = frozenset(masks.BY_INDEX)
 """Indices may lie on the host: they move to the device."""
 
@@ -44,6 +46,8 @@ class OwnCodeTracer(Tracer):
         self.values = answers.values = Values(device)
         self.assumed: dict[str, None] = {}
         """What was taken for granted, to be told with the plan."""
+        self.gpu_is_named = False
+        """Whether the call that runs names "cuda" as its device."""
         self._lock = threading.RLock()
         self._on_host: weakref.WeakKeyDictionary[torch.UntypedStorage, Place] = weakref.WeakKeyDictionary()
 
@@ -55,6 +59,8 @@ class OwnCodeTracer(Tracer):
     def place(self, tensor: Tensor) -> Place:
         """Tensors on meta are of three kinds: those of the traced device, what came from there to the host, and those
         that were asked for on meta, also before the trace began."""
+        while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            tensor = torch._C._functorch.get_unwrapped(tensor)
         if tensor.device.type != self.device.type:
             return "cpu"
         storage = tensor.untyped_storage()
@@ -81,7 +87,8 @@ class OwnCodeTracer(Tracer):
     def _run_alone(self, op: KnownOp, func: Any, args: Any, kwargs: Any) -> Any:
         tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
         places = [self.place(tensor) for tensor in tensors]
-        if "cuda" not in places and any(tensor.device.type == self.device.type for tensor in tensors):
+        on_host = "cuda" not in places and any(tensor.device.type == self.device.type for tensor in tensors)
+        if on_host and not (self.gpu_is_named and "device" in kwargs):
             return self._on_the_host(func, args, kwargs, "meta" if "meta" in places else "cpu")
         if "cuda" in places:
             _check_places(func, tensors, places)
@@ -93,7 +100,8 @@ class OwnCodeTracer(Tracer):
                 return self._to_gpu(found, op.name)
         del tensors  # gradients are summed in place only where nobody else holds them
         out = super()._run(op, func, args, kwargs)
-        self.values.follow(func, args, kwargs, out)
+        if not (op.is_composite and torch.is_inference_mode_enabled()):  # else what it is made of has been followed
+            self.values.follow(func, args, kwargs, out)
         return out
 
     def _on_the_host(self, func: Any, args: Any, kwargs: Any, place: Place) -> Any:
@@ -207,13 +215,13 @@ class OwnCodeNames(CudaNames):
             Tensor.type: self._type,
             Tensor.pin_memory: lambda t, *_: t if place(t) == "cpu" else NotImplemented,
             Tensor.is_pinned: lambda t, *_: False,
-            Tensor.record_stream: self._recorded_on_stream,
             Tensor.data_ptr: lambda t: t.untyped_storage()._cdata + t.storage_offset(),
             Tensor.tolist: lambda t: text(t, Tensor.tolist, all_unknown),
             Tensor.numpy: lambda t, **_: text(t, _cannot_be_numpy, _cannot_be_numpy),
             Tensor.__format__: lambda t, spec: text(t, lambda v: v.__format__(spec), unknown if spec else repr_of),
             Tensor.__repr__: lambda t, **_: text(t, lambda v: repr(v)[:-1] + ", device='cuda:0')", repr_of),
         }
+        self._answered |= dict.fromkeys(RECURRENT, self._refuse_recurrent)
         self._constructors = default_device._device_constructors()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -227,19 +235,39 @@ class OwnCodeNames(CudaNames):
             kwargs = {**kwargs, "device": default_device.CURRENT_DEVICE}
         if func is Tensor.to and len(args) > 1 and isinstance(args[1], Tensor):
             args = (args[0], DEVICES[self.tracer.place(args[1])], args[1].dtype, *args[2:])
-        if func is not torch.device and _asks_meta(args, kwargs):
+        if func is not torch.device and _names(args, kwargs, "meta"):
             return self._on_meta(func, args, kwargs)
+        if kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False}
         if kwargs.get("generator") is not None:
             kwargs = self._without_generator(args, kwargs)
-        return super().__torch_function__(func, types, args, kwargs)
+        self.tracer.gpu_is_named = _names(args, kwargs, "cuda")
+        try:
+            made = super().__torch_function__(func, types, args, kwargs)
+        finally:
+            self.tracer.gpu_is_named = False
+        if func in FROM_HOST and self.tracer.place(made) == "cuda":
+            self._keep_values(made, args[0])
+        return made
+
+    def _keep_values(self, made: Tensor, given: Any) -> None:
+        with _disable_current_modes():
+            value = given if isinstance(given, Tensor) else torch.tensor(given, dtype=made.dtype, device="cpu")
+            if (known := self.tracer.values.read(value)) is not None:
+                self.tracer.values.put(made, known)
+
+    def _refuse_recurrent(self, input: Tensor, *_: Any) -> Any:
+        if self.tracer.place(input) != "cuda":
+            return NotImplemented
+        raise TraceError(
+            f"{asking_line()}the code runs a recurrent layer, and memfit does not cover cuDNN's kernels for it",
+            hint="what they keep for backward differs from what the plain layer keeps, so a plan would be wrong",
+        )
 
     def _type(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         if args or kwargs or self.tracer.place(tensor) != "cuda":
             return NotImplemented
         return torch.empty(0, dtype=tensor.dtype).type().replace("torch.", "torch.cuda.")
-
-    def _recorded_on_stream(self, tensor: Tensor, _: Any) -> None:
-        self.tracer.assume("record_stream: a block counts as free when its last reference goes, whatever stream reads it")
 
     def _on_meta(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Shapes without memory, asked for by that name: no GPU memory."""
@@ -298,12 +326,15 @@ def _is_getter(func: Any) -> bool:
     return getattr(func, "__name__", "") == "__get__"
 
 
-def _asks_meta(args: Any, kwargs: Any) -> bool:
-    return any(_is_meta(value) for value in args) or _is_meta(kwargs.get("device"))
+def _names(args: Any, kwargs: Any, kind: str) -> bool:
+    """Whether one of these is a device of that kind."""
+    return any(_is_device(value, kind) for value in args) or _is_device(kwargs.get("device"), kind)
 
 
-def _is_meta(value: Any) -> bool:
-    return (type(value) is torch.device and value.type == "meta") or (type(value) is str and value == "meta")
+def _is_device(value: Any, kind: str) -> bool:
+    if type(value) is torch.device:
+        return value.type == kind
+    return type(value) is str and value.split(":")[0] == kind
 
 
 def _check_number(device: torch.device) -> None:
@@ -324,4 +355,34 @@ def devices_grouped_by_name() -> Iterator[None]:
         return {(CUDA if device.type == "meta" else device, kind): rest for (device, kind), rest in found.items()}
 
     with mock.patch.object(torch._C, "_group_tensors_by_device_and_dtype", grouped):
+        yield
+
+
+@contextmanager
+def saved_tensors_met_by_name(names: OwnCodeNames) -> Iterator[None]:
+    """Hooks on what autograd saves are called from inside an op, where torch has taken the mode off: they too must find
+    tensors on "cuda"."""
+    hooks = torch.autograd.graph.saved_tensors_hooks
+    make = hooks.__init__
+
+    def with_names(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def run(value: Any) -> Any:
+            with nullcontext() if names in _get_current_function_mode_stack() else names:
+                return hook(value)
+
+        return run
+
+    def make_with_names(self: Any, pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> None:
+        make(self, with_names(pack), with_names(unpack))
+
+    with mock.patch.object(hooks, "__init__", make_with_names):
+        yield
+
+
+@contextmanager
+def streams_recorded(tracer: OwnCodeTracer) -> Iterator[None]:
+    def record_stream(*_: Any) -> None:
+        tracer.assume("record_stream: a block counts as free when its last reference goes, whatever stream reads it")
+
+    with mock.patch.object(Tensor, "record_stream", record_stream):
         yield

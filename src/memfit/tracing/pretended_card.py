@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -24,7 +24,14 @@ from memfit.core.replay import Timeline, replay
 from memfit.errors import TraceError
 from memfit.gpus import Gpu
 from memfit.tracing.answers import asking_line
-from memfit.tracing.own_code import CUDA, OwnCodeNames, OwnCodeTracer, devices_grouped_by_name
+from memfit.tracing.own_code import (
+    CUDA,
+    OwnCodeNames,
+    OwnCodeTracer,
+    devices_grouped_by_name,
+    saved_tensors_met_by_name,
+    streams_recorded,
+)
 from memfit.tracing.streams import TracedEvent
 
 RANDOM_STATE_BYTES = 16
@@ -35,6 +42,7 @@ NOT_COVERED = (
     "power_draw", "clock_rate", "memory_usage", "device_memory_used", "list_gpu_processes", "memory_summary",
     "ExternalStream", "set_per_process_memory_fraction",
 )  # fmt: skip
+REMEMBER = {"transformers.utils.import_utils": ("cuda", "gpu", "bf16"), "torch.utils._triton": ("triton",)}
 TASK_SECONDS = 2.0
 """How long a task of a thread pool is waited for before the code goes on: tasks in their order give one answer."""
 
@@ -249,6 +257,8 @@ def card_pretended(names: OwnCodeNames, gpu: Gpu, config: AllocatorConfig) -> It
                     kept = _while(active, getattr(owner, name), value)
                     stack.enter_context(mock.patch.object(owner, name, kept))
         stack.enter_context(devices_grouped_by_name())
+        stack.enter_context(saved_tensors_met_by_name(names))
+        stack.enter_context(streams_recorded(tracer))
         stack.enter_context(_default_device_kept())
         stack.enter_context(_threads_traced(names, active))
         stack.enter_context(_imports_as_before())
@@ -285,17 +295,21 @@ def _threads_traced(names: OwnCodeNames, active: list[bool]) -> Iterator[None]:
     run, submit = threading.Thread.run, ThreadPoolExecutor.submit
 
     def run_traced(thread: threading.Thread) -> None:
-        with (names, names.tracer) if active else nullcontext():  # type: ignore[attr-defined]
-            run(thread)
+        if not active:
+            return run(thread)
+        with names, names.tracer:
+            return run(thread)
 
     def submit_in_order(pool: ThreadPoolExecutor, /, *args: Any, **kwargs: Any) -> Future[Any]:
         future = submit(pool, *args, **kwargs)
         wait([future], timeout=TASK_SECONDS)
         return future
 
-    with mock.patch.object(ThreadPoolExecutor, "submit", submit_in_order):
-        with mock.patch.object(threading.Thread, "run", run_traced):
-            yield
+    with (
+        mock.patch.object(ThreadPoolExecutor, "submit", submit_in_order),
+        mock.patch.object(threading.Thread, "run", run_traced),
+    ):
+        yield
 
 
 @contextmanager
@@ -320,13 +334,15 @@ def _imports_as_before() -> Iterator[None]:
 
 @contextmanager
 def _caches_forgotten() -> Iterator[None]:
-    """transformers remembers whether there is a GPU."""
+    """transformers and torch remember whether there is a GPU, and which."""
 
     def forget() -> None:
-        module = sys.modules.get("transformers.utils.import_utils")
-        for function in list(vars(module).values()) if module else ():
-            if "cuda" in getattr(function, "__name__", "") or "gpu" in getattr(function, "__name__", ""):
-                getattr(function, "cache_clear", lambda: None)()
+        for name, words in REMEMBER.items():
+            for function in list(vars(sys.modules[name]).values()) if name in sys.modules else ():
+                if any(word in getattr(function, "__name__", "") for word in words):
+                    getattr(function, "cache_clear", lambda: None)()
+        interface: Any = sys.modules.get("torch._dynamo.device_interface")
+        getattr(interface, "caching_worker_device_properties", {}).clear()
 
     forget()
     try:

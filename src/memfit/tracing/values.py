@@ -81,8 +81,7 @@ class Values:
         if any(value is None for value in found.values()):
             return NotImplemented
         args, kwargs = tree_map_only(Tensor, lambda tensor: found[id(tensor)], (args, kwargs))
-        if kwargs.get("device") is not None:
-            kwargs = {**kwargs, "device": torch.device("cpu")}
+        args, kwargs = tree_map_only(torch.device, lambda _: torch.device("cpu"), (args, kwargs))
         try:
             with _as_on_host():
                 return op(*args, **kwargs)
