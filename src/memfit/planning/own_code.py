@@ -53,7 +53,9 @@ def trace_own_code(
     card = None if gpu is None else find_gpu(gpu)
     config = AllocatorConfig.parse(alloc_conf)
     parameters: dict[str, int] = {"all": 0, "trainable": 0}
-    table = Answers({Site(*place): value for place, value in (answers or {}).items()}, known=NO_OVERFLOW | TRAINER_KNOWN)
+    table = Answers(
+        {Site(*place): value for place, value in (answers or {}).items()}, known=NO_OVERFLOW | TRAINER_KNOWN
+    )
     check_not_nested()
     tracer = OwnCodeTracer(torch.device("meta"), platform_of(card), table)
     names = OwnCodeNames(tracer)

@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 
 TRAINER_KNOWN: dict[Site, tuple[Value, str]] = {
     Site("transformers/trainer.py", "_run_epoch"): (False, "the loss is a finite number"),
-    Site("transformers/trainer.py", "_maybe_log_save_evaluate"): (1.0, "the loss and the gradients' norm are logged as 1"),
+    Site("transformers/trainer.py", "_maybe_log_save_evaluate"): (
+        1.0,
+        "the loss and the gradients' norm are logged as 1",
+    ),
     Site("transformers/trainer.py", "_finalize_training"): (1.0, "the mean loss is returned as 1"),
     Site("transformers/trainer.py", "store_flos"): (1.0, "the work of all processes is logged as 1"),
 }

@@ -87,7 +87,7 @@ def _restore(module: nn.Module, before: _Before) -> None:
         parameter.grad = None
         if (held := before.weights.get(name)) is not None:
             held.requires_grad_(parameter.requires_grad)
-            torch._C._swap_tensor_impl(parameter, held)  # type: ignore[attr-defined]
+            torch._C._swap_tensor_impl(parameter, held)
         if name in before.gradients and before.gradients[name] is not None:
             parameter.grad = before.gradients[name]
     for name, buffer in before.buffers.items():

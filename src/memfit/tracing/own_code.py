@@ -125,8 +125,8 @@ class OwnCodeTracer(Tracer):
             value = self.values.read(args[1])
             if value is None:
                 raise TraceError(
-                    f"{asking_line()}the code copies a {_kind(args[1])} from the GPU into a tensor of the host, and memfit"
-                    " knows no values for it",
+                    f"{asking_line()}the code copies a {_kind(args[1])} from the GPU into a tensor of the host, and"
+                    " memfit knows no values for it",
                     hint="memfit does not cover this: x.cpu() or x.to('cpu') gives a tensor without values instead",
                 )
             with _disable_current_modes():
@@ -227,7 +227,10 @@ class OwnCodeNames(CudaNames):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         answer = self._answered.get(func)
-        if answer is not None and (said := answer(*args[:1] if _is_getter(func) else args, **kwargs)) is not NotImplemented:
+        if (
+            answer is not None
+            and (said := answer(*args[:1] if _is_getter(func) else args, **kwargs)) is not NotImplemented
+        ):
             return said
         if func is torch._C._nn._parse_to:  # it only reads what `Module.to` was given
             return func(*args, **kwargs)
@@ -283,8 +286,10 @@ class OwnCodeNames(CudaNames):
         given = kwargs["generator"]
         first = next((value for value in args if isinstance(value, Tensor)), None)
         device = kwargs.get("device")
-        on_gpu = self._device(device) == self.tracer.device if device is not None else (
-            first is not None and self.tracer.place(first) == "cuda"
+        on_gpu = (
+            self._device(device) == self.tracer.device
+            if device is not None
+            else (first is not None and self.tracer.place(first) == "cuda")
         )
         if on_gpu and given.device.type != "cuda":
             raise RuntimeError("Expected a 'cuda' device type for generator but found 'cpu'")

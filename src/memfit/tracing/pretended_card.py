@@ -76,7 +76,8 @@ class CardGenerator(torch.Generator):
 
     def __new__(cls, device: Any = "cpu") -> Any:
         kind = torch.device("cuda", device) if type(device) is int else torch.device(device)
-        return super().__new__(cls if kind.type == "cuda" else torch._C.Generator, "cpu")
+        made: Any = torch._C.Generator.__new__
+        return made(cls if kind.type == "cuda" else torch._C.Generator, "cpu")
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
@@ -144,14 +145,14 @@ def _random_state(*_: Any) -> torch.Tensor:
     return torch.zeros(RANDOM_STATE_BYTES, dtype=torch.uint8)
 
 
-def _not_covered(name: str) -> Callable[..., Any]:
+def _not_covered(name: str, real: Any) -> Any:
     def refuse(*_: Any, **__: Any) -> Any:
         raise TraceError(
             f"{asking_line()}the code uses torch.cuda.{name}, which memfit does not cover",
             hint="leave it out of the traced code, if the job's memory does not depend on it",
         )
 
-    return refuse
+    return type(name, (real,), {"__new__": refuse}) if isinstance(real, type) else refuse
 
 
 def _compiled(tracer: OwnCodeTracer) -> Callable[..., Any]:
@@ -194,7 +195,7 @@ def _of_cuda(card: Card) -> dict[str, Any]:
         "default_generators": (CardGenerator("cuda"),), "ipc_collect": lambda: None,
         "is_current_stream_capturing": lambda: False, "can_device_access_peer": lambda *_: False,
     }  # fmt: skip
-    return names | {name: _not_covered(name) for name in NOT_COVERED if hasattr(torch.cuda, name)}
+    return names | {name: _not_covered(name, getattr(torch.cuda, name)) for name in NOT_COVERED if hasattr(torch.cuda, name)}
 
 
 def _of_accelerator(card: Card) -> dict[str, Any]:
@@ -315,7 +316,7 @@ def _threads_traced(names: OwnCodeNames, active: list[bool]) -> Iterator[None]:
 @contextmanager
 def _imports_as_before() -> Iterator[None]:
     """A package that the code imports late must not be traced while it sets itself up."""
-    bootstrap: Any = importlib._bootstrap  # type: ignore[attr-defined]
+    bootstrap: Any = importlib._bootstrap
     find, importing = bootstrap._find_and_load, threading.local()
 
     def load(*args: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Values that are known although the traced device has no memory: numbers that came from the host, and what is made of them.
+"""Values that are known although the traced device has no memory: numbers from the host, and what is made of them.
 
 Token ids, masks, positions and labels decide shapes and branches: a mask with a zero in it forces other attention
 kernels. So tensors of whole numbers and truth values, and small ones of any type, keep their values beside them in host
