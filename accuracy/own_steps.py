@@ -89,7 +89,8 @@ def checkpointed() -> None:
 def adapters() -> None:
     from peft import LoraConfig, get_peft_model
 
-    train(get_peft_model(language_model(), LoraConfig(r=16, target_modules=["q_proj", "v_proj", "down_proj"])), rows(4, 512))
+    config = LoraConfig(r=16, target_modules=["q_proj", "v_proj", "down_proj"])
+    train(get_peft_model(language_model(), config), rows(4, 512))
 
 
 @step

@@ -1,7 +1,7 @@
 """What was there before a trace is there after it: models, optimizers, files, random numbers.
 
 In a trace `model.cuda()` puts a model of the caller on a device without memory. Its weights, buffers and gradients come
-back afterwards, into the same parameter objects. Checkpoints that the code saves would hold no data, so none is written.
+back afterwards, into the same parameter objects. Checkpoints that the code saves would hold no data: none is written.
 """
 
 from __future__ import annotations
@@ -96,14 +96,19 @@ def _restore(module: nn.Module, before: _Before) -> None:
 
 
 WRITERS = (
-    ("torch", "save"), ("torch.serialization", "save"), ("torch.distributed.checkpoint", "save"),
-    ("safetensors.torch", "serialize_file"), ("safetensors.torch", "_flatten"), ("safetensors.torch", "_flatten_as_ptr"),
-)  # fmt: skip
+    ("torch", "save"),
+    ("torch.serialization", "save"),
+    ("torch.distributed.checkpoint", "save"),
+    ("safetensors.torch", "serialize_file"),
+    ("safetensors.torch", "_flatten"),
+    ("safetensors.torch", "_flatten_as_ptr"),
+)
 """What safetensors offers has been imported by name all over; these are what it calls, by its versions."""
 FOLDER_WRITERS = (
-    ("transformers.modeling_utils", "PreTrainedModel"), ("peft.peft_model", "PeftModel"),
+    ("transformers.modeling_utils", "PreTrainedModel"),
+    ("peft.peft_model", "PeftModel"),
     ("diffusers.models.modeling_utils", "ModelMixin"),
-)  # fmt: skip
+)
 
 
 @contextmanager

@@ -34,7 +34,13 @@ Tensor = torch.Tensor
 Place = Literal["cuda", "cpu", "meta"]
 CUDA = torch.device("cuda", 0)
 DEVICES: dict[str, torch.device] = {"cuda": CUDA, "cpu": torch.device("cpu"), "meta": torch.device("meta")}
-COPIES = frozenset({aten.copy_.default, aten._to_copy.default, aten._foreach_copy_.default})
+ANYWHERE = frozenset(
+    {
+        aten.copy_.default, aten._to_copy.default, aten._foreach_copy_.default, aten.is_same_size.default,
+        aten._has_compatible_shallow_copy_type.default,
+    }
+)  # fmt: skip
+"""Ops between devices, and those that only look at shapes and types."""
 RECURRENT = tuple(getattr(torch._VF, name) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu"))
 INDEXED_FROM_HOST = frozenset(masks.BY_INDEX)
 """Indices may lie on the host: they move to the device."""
@@ -159,7 +165,7 @@ def _kind(tensor: Tensor) -> str:
 
 def _check_places(func: Any, tensors: list[Tensor], places: list[Place]) -> None:
     """As CUDA's ops do: numbers may come from the host, tensors may not."""
-    if func in COPIES:
+    if func in ANYWHERE:
         return
     strangers = [place for tensor, place in zip(tensors, places, strict=True) if place != "cuda" and tensor.dim() > 0]
     if not strangers or (func in INDEXED_FROM_HOST and _are_indices(tensors, places)):
@@ -172,7 +178,7 @@ def _check_places(func: Any, tensors: list[Tensor], places: list[Place]) -> None
 
 def _are_indices(tensors: list[Tensor], places: list[Place]) -> bool:
     return places[0] == "cuda" and all(
-        place == "cuda" or tensor.dtype in (torch.int64, torch.int32, torch.bool, torch.uint8)
+        place == "cuda" or tensor.dim() == 0 or tensor.dtype in (torch.int64, torch.int32, torch.bool, torch.uint8)
         for tensor, place in zip(tensors, places, strict=True)
     )
 

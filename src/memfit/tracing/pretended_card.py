@@ -195,7 +195,8 @@ def _of_cuda(card: Card) -> dict[str, Any]:
         "default_generators": (CardGenerator("cuda"),), "ipc_collect": lambda: None,
         "is_current_stream_capturing": lambda: False, "can_device_access_peer": lambda *_: False,
     }  # fmt: skip
-    return names | {name: _not_covered(name, getattr(torch.cuda, name)) for name in NOT_COVERED if hasattr(torch.cuda, name)}
+    missing = {name: getattr(torch.cuda, name) for name in NOT_COVERED if hasattr(torch.cuda, name)}
+    return names | {name: _not_covered(name, real) for name, real in missing.items()}
 
 
 def _of_accelerator(card: Card) -> dict[str, Any]:
@@ -248,6 +249,7 @@ def card_pretended(names: OwnCodeNames, gpu: Gpu, config: AllocatorConfig) -> It
             name: value for name, value in _of_cuda(card).items() if hasattr(torch.cuda.memory, name)}}),
         (torch.version, {"cuda": CUDA_VERSION}),
         (torch.backends.cuda, {"is_built": lambda: True}),
+        (torch.backends.cudnn, {"is_acceptable": lambda *_: False}),  # asked for recurrent layers, which are refused
         (torch, {"Generator": CardGenerator, "compile": _compiled(tracer)}),
         (torch.UntypedStorage, {"data_ptr": lambda storage: storage._cdata}),
     ]  # fmt: skip

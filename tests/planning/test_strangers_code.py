@@ -1,0 +1,373 @@
+"""`memfit.trace` of code as strangers write it: it finds what a GPU would show, or is refused with the line."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from plans import small_llama
+from torch import nn
+from torch.nn import functional as F
+
+import memfit
+from memfit.errors import TraceError
+from memfit.planning.predict import Plan
+
+
+def language_model(**settings: Any) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(small_llama()), dtype=torch.bfloat16, **settings)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = str(tmp_path_factory.mktemp("saved"))
+    language_model().save_pretrained(folder)
+    return folder
+
+
+def weights(made: Plan) -> int:
+    return made.report.breakdown["weights"]
+
+
+# -- where a tensor lies -----------------------------------------------------------------------------------------------
+
+
+def test_a_tensor_of_the_gpu_says_that_it_is_on_cuda() -> None:
+    def step() -> None:
+        x = nn.Linear(4, 4).to("cuda")(torch.ones(2, 4).cuda())
+        assert (x.is_cuda, x.is_meta, x.is_cpu, x.device, x.get_device()) == (
+            True,
+            False,
+            False,
+            torch.device("cuda:0"),
+            0,
+        )
+        assert x.device.type == "cuda" and x.type() == "torch.cuda.FloatTensor"
+        assert torch.zeros(3, device=x.device).is_cuda and not torch.ones(3).is_cuda
+
+    memfit.trace(step)
+
+
+def test_a_model_that_the_code_builds_on_meta_takes_no_gpu_memory() -> None:
+    def step() -> None:
+        torch.zeros(1, device="cuda")
+        with torch.device("meta"):
+            model = nn.Linear(1000, 1000)
+        assert model.weight.is_meta and (model.weight * 2).is_meta
+        nn.Linear(1000, 1000, device="meta")
+
+    assert memfit.trace(step).trace.requested.tolist() == [4]
+
+
+def test_a_model_on_meta_is_given_memory_by_to_empty() -> None:
+    made = memfit.trace(lambda: nn.Linear(10, 10, device="meta").to_empty(device="cuda"))
+    assert made.trace.requested.tolist() == [400, 40]
+
+
+def test_what_comes_back_to_the_host_is_no_gpu_memory() -> None:
+    def step() -> None:
+        x = torch.randn(1000, device="cuda")
+        host = x.cpu()
+        assert host.device.type == "cpu" and not host.is_cuda and (host * 2).device.type == "cpu"
+        assert (host * 2).to("cuda").is_cuda
+
+    assert memfit.trace(step).trace.requested.tolist() == [4000, 4000]
+
+
+@pytest.mark.parametrize(
+    "use", [lambda: torch.zeros(3, device="cuda:1"), lambda: torch.zeros(3).to(torch.device("cuda", 1))]
+)
+def test_a_second_gpu_is_refused_with_the_line(use: Callable[[], object]) -> None:
+    with pytest.raises(TraceError, match=r"test_strangers_code.py:\d+.*cuda:1, and memfit traces one GPU"):
+        memfit.trace(use)
+
+
+def test_weights_that_from_pretrained_puts_on_cuda_are_counted(saved: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    def step(**settings: Any) -> None:
+        model = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.bfloat16, **settings).to("cuda")
+        model(torch.ones(1, 8, dtype=torch.int64, device=model.device))
+
+    mapped, moved = memfit.trace(lambda: step(device_map="cuda")), memfit.trace(step)
+    assert mapped.parameters == moved.parameters == language_model().num_parameters()
+    assert weights(mapped) == weights(moved) > 2 * mapped.parameters
+
+
+def test_what_a_thread_puts_on_the_gpu_is_counted() -> None:
+    kept: list[torch.Tensor] = []
+
+    def step() -> None:
+        thread = threading.Thread(target=lambda: kept.append(torch.zeros(1000, device="cuda")))
+        thread.start()
+        thread.join()
+
+    assert memfit.trace(step).trace.requested.tolist() == [4000]
+
+
+def test_the_default_device_of_the_code_ends_with_the_trace() -> None:
+    def step() -> None:
+        torch.set_default_device("cuda")
+        assert torch.zeros(3).is_cuda
+
+    memfit.trace(step)
+    assert torch.zeros(3).device.type == "cpu"
+
+
+# -- what CUDA refuses -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (lambda: nn.Embedding(10, 4).cuda()(torch.zeros(3, dtype=torch.int64)), "cuda:0 and cpu"),
+        (lambda: torch.ones(3, device="cuda") + torch.ones(3), "cuda:0 and cpu"),
+        (lambda: torch.ones(3, 3, device="cuda") @ torch.ones(3, 3, device="cuda").half(), "same dtype"),
+        (lambda: nn.Linear(3, 3).cuda().half()(torch.ones(2, 3, device="cuda")), "same dtype"),
+    ],
+)
+def test_what_fails_on_a_gpu_fails_in_a_trace(wrong: Callable[[], object], said: str) -> None:
+    with pytest.raises(TraceError, match=f"the job itself fails: RuntimeError: .*{said}"):
+        memfit.trace(wrong)
+
+
+def test_numbers_and_indices_may_come_from_the_host() -> None:
+    def step() -> None:
+        x = torch.ones(4, 4, device="cuda")
+        _ = x * torch.tensor(2.0), x[torch.tensor([0, 1])], x + 1
+        x[torch.tensor([True, False, True, False])] = 0.0
+
+    memfit.trace(step)
+
+
+# -- values ------------------------------------------------------------------------------------------------------------
+
+
+def masked(change: Callable[[torch.Tensor], object], where: str) -> Plan:
+    def step() -> None:
+        ids = torch.ones(4, 128, dtype=torch.int64, device="cuda")
+        mask = torch.ones(4, 128, dtype=torch.int64, device=where)
+        change(mask)
+        language_model(attn_implementation="sdpa").cuda()(ids, attention_mask=mask.cuda(), labels=ids).loss.backward()
+
+    return memfit.trace(step)
+
+
+@pytest.mark.parametrize("where", ["cpu", "cuda"])
+def test_a_mask_with_a_zero_in_it_is_a_mask(where: str) -> None:
+    ones = masked(lambda mask: None, where)
+    zeros = masked(lambda mask: mask[0, 100:].zero_(), where)
+    again = masked(lambda mask: mask[0, 100:].zero_().fill_(1), where)
+    assert zeros.trace.requested.tolist() != ones.trace.requested.tolist() == again.trace.requested.tolist()
+
+
+def test_shapes_that_depend_on_known_values_are_right() -> None:
+    def step() -> None:
+        labels = torch.tensor([[1, -100, 3], [-100, -100, 6]]).cuda()
+        logits = torch.randn(2, 3, 5, device="cuda")
+        assert logits[labels != -100].shape == (3, 5)
+        assert labels.unique().tolist() == [-100, 1, 3, 6]
+        assert labels.max().item() == 6 and bool((labels > 5).any()) and int(labels[0, 0]) == 1
+        assert F.one_hot(labels.clamp(min=0)).shape == (2, 3, 7)
+        assert (labels * 2).cpu().numpy()[1, 2] == 12
+
+    memfit.trace(step)
+
+
+def test_a_value_is_unknown_once_something_unknown_was_written_into_it() -> None:
+    def step() -> None:
+        mask = torch.ones(8, device="cuda")
+        mask.mul_(torch.randn(8, device="cuda"))
+        if mask.sum() > 0:
+            raise AssertionError("not reached")
+
+    with pytest.raises(TraceError, match="asks a bool tensor for its value"):
+        memfit.trace(step)
+
+
+def unknown_loss() -> torch.Tensor:
+    loss: torch.Tensor = torch.randn(100, 100, device="cuda").sum()
+    return loss
+
+
+@pytest.mark.parametrize(
+    "ask", [lambda: f"{unknown_loss():.3f}", lambda: unknown_loss().item(), lambda: float(unknown_loss())]
+)
+def test_an_unknown_value_is_what_memfit_lacks_and_not_the_job_s_failure(ask: Callable[[], object]) -> None:
+    with pytest.raises(TraceError, match=r"test_strangers_code.py:\d+") as caught:
+        memfit.trace(ask)
+    assert "the job itself fails" not in str(caught.value)
+    assert 'answers={("train.py", ' in str(caught.value.hint)
+
+
+# -- the card ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_card_that_the_code_finds_is_the_card_of_the_plan() -> None:
+    def step() -> None:
+        torch.zeros(1, device="cuda")
+        found = torch.cuda.get_device_properties(0)
+        assert "RTX 4090" in found.name and (found.major, found.minor) == (8, 9) == torch.cuda.get_device_capability()
+        assert found.total_memory == torch.cuda.mem_get_info()[1] > torch.cuda.mem_get_info()[0]
+        assert torch.accelerator.current_accelerator() == torch.device("cuda:0")
+
+    memfit.trace(step, gpu="RTX 4090")
+
+
+def test_code_that_prints_its_own_peak_prints_the_predicted_one() -> None:
+    said: list[int] = []
+
+    def step() -> None:
+        x = torch.zeros(5 << 20, device="cuda")
+        del x
+        said.extend(
+            (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved(), torch.cuda.memory_allocated())
+        )
+
+    peak = memfit.trace(step).peak
+    assert said == [peak.allocated_bytes, peak.reserved_bytes, 0]
+
+
+def test_streams_events_generators_and_pinned_memory_are_there() -> None:
+    def step() -> None:
+        stream, event = torch.cuda.Stream(), torch.cuda.Event()
+        x = torch.ones(8).pin_memory().cuda(non_blocking=True)
+        with torch.cuda.stream(stream):
+            y = x * 2
+        y.record_stream(torch.cuda.current_stream())
+        event.record()
+        event.synchronize()
+        torch.randn(4, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+
+    made = memfit.trace(step)
+    assert any(note.startswith("record_stream") for note in made.notes)
+
+
+@pytest.mark.parametrize(
+    ("use", "what"),
+    [
+        (lambda: torch.cuda.CUDAGraph(), "torch.cuda.CUDAGraph"),
+        (lambda: torch.compile(nn.Linear(2, 2).cuda())(torch.ones(1, 2, device="cuda")), "torch.compile"),
+        (lambda: nn.LSTM(4, 4).cuda()(torch.ones(2, 1, 4, device="cuda")), "recurrent"),
+        (lambda: torch.cuda.Event().elapsed_time(torch.cuda.Event()), "how long"),
+    ],
+)
+def test_what_memfit_lacks_is_named_with_the_line(use: Callable[[], object], what: str) -> None:
+    with pytest.raises(TraceError, match=rf"test_strangers_code.py:\d+.*{what}"):
+        memfit.trace(use)
+
+
+def test_inference_mode_needs_what_no_grad_needs() -> None:
+    def forward(mode: Any) -> list[int]:
+        def step() -> None:
+            ids = torch.ones(2, 64, dtype=torch.int64, device="cuda")
+            with mode():
+                language_model().cuda().eval()(ids, attention_mask=torch.ones_like(ids))
+
+        return memfit.trace(step).trace.requested.tolist()
+
+    assert forward(torch.inference_mode) == forward(torch.no_grad)
+
+
+def test_the_code_s_own_generate_makes_the_longest_answer() -> None:
+    lengths: list[int] = []
+
+    def step() -> None:
+        model = language_model().cuda().eval()
+        lengths.append(model.generate(torch.ones(2, 8, dtype=torch.int64, device="cuda"), max_new_tokens=5).shape[1])
+
+    made = memfit.trace(step)
+    assert lengths == [13]
+    assert any("no end token" in note for note in made.notes)
+
+
+def test_a_checkpointed_model_recomputes_on_the_same_device() -> None:
+    def step() -> None:
+        model = language_model().cuda()
+        model.gradient_checkpointing_enable()
+        model.train()(torch.ones(2, 64, dtype=torch.int64, device="cuda")).logits.sum().backward()
+
+    memfit.trace(step)
+
+
+def test_a_package_imported_inside_is_not_traced_while_it_sets_itself_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "late_package.py").write_text(
+        "import torch\nTABLE = torch.ones(1000)\nHALF = TABLE.half() * 2\n"
+        "assert torch.cuda.is_available() and torch.cuda.get_device_properties(0).major >= 8\n"
+        "from torch.cuda import is_available\ndef use(): return HALF.cuda()\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def step() -> None:
+        import late_package  # type: ignore[import-not-found]
+
+        late_package.use()
+
+    assert memfit.trace(step).trace.requested.tolist() == [2000]
+    import late_package
+
+    assert late_package.is_available() == torch.cuda.is_available()
+
+
+# -- what was outside --------------------------------------------------------------------------------------------------
+
+
+def test_the_caller_s_model_and_optimizer_are_as_they_were() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    model[0].weight.mine = "kept"
+    optimizer = torch.optim.AdamW(model.parameters())
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    drawn = torch.get_rng_state()
+
+    def step() -> None:
+        model.cuda()
+        assert model[0].weight.mine == "kept"
+        model(torch.randn(4, 3, device="cuda")).sum().backward()
+        optimizer.step()
+
+    memfit.trace(step)
+    assert {name: value.device.type for name, value in model.state_dict().items()} == dict.fromkeys(before, "cpu")
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert [p.grad for p in model.parameters()] == [None] * 4 and not optimizer.state
+    assert torch.equal(torch.get_rng_state(), drawn)
+    model(torch.randn(4, 3)).sum().backward()
+    optimizer.step()
+    assert not torch.equal(model[0].weight, before["0.weight"])
+
+
+def test_the_caller_s_model_comes_back_after_a_failure_too() -> None:
+    model = nn.Linear(3, 3)
+
+    def step() -> None:
+        model.cuda()(torch.ones(2, 3, device="cuda"))
+        raise KeyError("mine")
+
+    with pytest.raises(TraceError):
+        memfit.trace(step)
+    assert model.weight.device.type == "cpu" and model.weight.isfinite().all()
+
+
+def test_a_checkpoint_that_the_code_saves_leaves_the_real_one_alone(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    paths = [tmp_path / name for name in ("model.pt", "model.safetensors")]
+    for path in paths:
+        path.write_bytes(b"real")
+
+    def step() -> None:
+        state = nn.Linear(3, 3).cuda().state_dict()
+        torch.save(state, paths[0])
+        save_file(state, str(paths[1]))
+        language_model().cuda().save_pretrained(tmp_path / "folder")
+
+    made = memfit.trace(step)
+    assert [path.read_bytes() for path in paths] == [b"real", b"real"] and not (tmp_path / "folder").exists()
+    assert any("nothing was written" in note for note in made.notes)
