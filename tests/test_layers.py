@@ -39,7 +39,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "tracing": {"torch"},
     "models": {"torch", "transformers", "huggingface_hub", "gguf", "tokenizers"},
     "recording": {"torch", "pynvml", "psutil", "transformers", "lightning", "pytorch_lightning"},
-    "jobs": {*TORCH, "safetensors", "bitsandbytes", "triton", "datasets", "pyarrow", "lm_eval", "yaml"},
+    "jobs": {*TORCH, "safetensors", "bitsandbytes", "triton", "huggingface_hub", "pyarrow", "lm_eval", "yaml"},
     "render": {"rich", "jinja2"},
     "planning": TORCH,
     "advice": TORCH,

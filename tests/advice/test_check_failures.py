@@ -542,13 +542,16 @@ def calibrated_on(dataset: str, **asked: Any) -> Finding:
 
 def test_text_to_calibrate_on_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MEMFIT_DATA", raising=False)
-    monkeypatch.setattr(calibration, "find_spec", lambda name: object())  # as if `datasets` were installed
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "empty"))
     assert calibrated_on("builtin").status == "ok"
     assert (calibrated_on("c4").status, "on the Hub" in calibrated_on("c4").found) == ("skipped", True)
     (tmp_path / "c4").mkdir()
     rows_file(tmp_path / "c4", [{"text": "one"}, {"text": "two"}])
     monkeypatch.setenv("MEMFIT_DATA", str(tmp_path))
     assert calibrated_on("c4").found.startswith("2 documents of c4")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    bare = calibrated_on("wikitext2")
+    assert (bare.status, "pip install 'memfit[data]'" in str(bare.next)) == ("failed", True)
     wrong = calibrated_on(str(tmp_path / "nowhere"))
     assert (wrong.status, "--dataset takes wikitext2" in str(wrong.next)) == ("failed", True)
 

@@ -7,11 +7,7 @@ import hashlib
 import json
 import os
 import random
-import sys
-import types
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -203,45 +199,6 @@ def test_a_line_separator_of_unicode_is_part_of_the_text(tmp_path: Path) -> None
     assert find_texts(str(tmp_path / "a.jsonl"), "calibration").documents == ["one\u2028two"]
 
 
-class Hub:
-    """What `datasets` would be: it remembers what it was asked for."""
-
-    def __init__(self) -> None:
-        self.asked: list[Any] = []
-        self.fails: Exception | None = None
-
-    def load_dataset(self, *args: Any, **kwargs: Any) -> dict[str, list[str]]:
-        self.asked.append((args, kwargs))
-        if self.fails:
-            raise self.fails
-        return {"text": ["from the hub " * 20]}
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    made = Hub()
-    module = types.ModuleType("datasets")
-    module.load_dataset = made.load_dataset  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "datasets", module)
-    yield made
-
-
-def test_what_is_not_in_the_folder_comes_from_the_hub(data: Path, hub: Hub) -> None:
-    assert find_texts("wikitext2", "calibration").split == "train"
-    assert find_texts("c4", "calibration").by_document
-    (first, _), (second, options) = hub.asked
-    assert first == ("Salesforce/wikitext", "wikitext-2-raw-v1")
-    assert second == ("allenai/c4", None)
-    assert options["data_files"] == {"train": "en/c4-train.00000-of-01024.json.gz"}
-
-
-def test_a_hub_out_of_reach_says_what_else_to_do(hub: Hub) -> None:
-    hub.fails = ConnectionError("no route")
-    with pytest.raises(InputError, match=r"the Hub does not give allenai/c4 \(ConnectionError\)") as caught:
-        find_texts("c4", "calibration")
-    assert "set MEMFIT_DATA to a folder" in str(caught.value.hint)
-
-
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
@@ -287,12 +244,6 @@ def test_a_misspelt_name_is_told_with_the_nearest() -> None:
     with pytest.raises(UnknownName, match="no data set or file called 'wikitext'") as caught:
         find_texts("wikitext", "calibration")
     assert "did you mean 'wikitext2'?" in str(caught.value.hint)
-
-
-def test_without_a_folder_and_without_the_package_the_error_says_how(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(InputError, match="MEMFIT_DATA is not set, and the package `datasets` is not installed"):
-        find_texts("wikitext2", "calibration")
 
 
 def test_a_data_folder_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from memfit.jobs.pruning.engine import Engine
 from memfit.jobs.pruning.output import OutputFolder, journal_of, partial_of
 from memfit.jobs.pruning.placement import deal
 from memfit.jobs.pruning.settings import PruneSettings
+from memfit.jobs.pruning.sweep import Sweep
 from memfit.models.checkpoint import WeightStore
 
 CASES = {"wanda": "llama", "sparsegpt": "gpt2", "ria": "mixtral"}
@@ -107,13 +109,58 @@ def test_micro_batches_are_the_same_whoever_runs_them() -> None:
     assert [batch.row for batch in deal(11, 2, 1, 3)] == [0, 2]
 
 
-def test_more_processes_than_micro_batches_are_refused(tmp_path: Path) -> None:
-    class Many(Team):
-        def tell(self, value: object) -> object:
-            return value
+class Alone(Team):
+    """One process of several, of which the others never answer."""
 
+    def tell(self, value: object) -> object:
+        return value
+
+
+@pytest.mark.parametrize(("processes", "size"), [(2, 4), (2, 2), (4, 4), (5, 2)])
+def test_micro_batches_are_lowered_until_every_process_has_one(tmp_path: Path, processes: int, size: int) -> None:
+    folder = tiny_folder(tmp_path, "llama")
+    with Engine(Decoder.open(folder), device="cpu", micro_batch=size, team=Alone(0, processes)) as engine:
+        sweep = Sweep(engine, PruneSettings(model="-"), tiny_windows(), None, None, None, None)
+    assert [bool(deal(5, sweep.placement.micro_batch, rank, processes)) for rank in range(processes)] == [
+        True
+    ] * processes
+    lowered = sweep.placement.micro_batch < size
+    assert lowered == (-(-5 // size) < processes), "only where it must be"
+    said = f"micro-batches of {5 // processes} windows instead of {size}, so that each of {processes} processes has"
+    assert [note.startswith(said) for note in sweep.notes] == ([True] if lowered else [])
+
+
+def test_more_processes_than_windows_are_refused(tmp_path: Path) -> None:
     with (
-        Engine(Decoder.open(tiny_folder(tmp_path, "llama")), device="cpu", micro_batch=2, team=Many(0, 4)) as engine,
-        pytest.raises(UsageError, match="5 windows are 3 micro-batches of 2, too few for 4 processes"),
+        Engine(Decoder.open(tiny_folder(tmp_path, "llama")), device="cpu", team=Alone(0, 6)) as engine,
+        pytest.raises(UsageError, match="6 processes cannot share 5 windows of text") as caught,
     ):
         engine.prune(PruneSettings(model="-"), tiny_windows())
+    assert caught.value.hint == "--nsamples 6, or --nproc-per-node 5"
+
+
+def test_torchrun_with_fewer_micro_batches_than_processes_comes_to_the_weights_of_one_process(tmp_path: Path) -> None:
+    from tiny_folder import english, model_folder
+
+    (tmp_path / "text.txt").write_text(english(60))
+    asked = [
+        "-m", "memfit", "prune", "--model", str(model_folder(tmp_path)), "--dataset", str(tmp_path / "text.txt"),
+        "--eval-dataset", str(tmp_path / "text.txt"), "--eval-windows", "1", "--nsamples", "3", "--seqlen", "64",
+        "--device", "cpu",
+    ]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    two = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    ended = [
+        subprocess.run(
+            [sys.executable, *start, *asked, "--save", str(tmp_path / name)], env=environment, capture_output=True,
+            text=True, check=False, timeout=300,
+        )
+        for start, name in (([], "one"), (two, "two"))
+    ]  # fmt: skip
+    assert [each.returncode for each in ended] == [0, 0], ended[1].stderr[-4000:]
+    said = "micro-batches of 1 windows instead of 3, so that each of 2 processes has its share of 3"
+    assert [said in each.stderr for each in ended] == [False, True]
+    one, other = weights(tmp_path / "one"), weights(tmp_path / "two")
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+    found = [json.loads((tmp_path / name / "result.json").read_text()) for name in ("one", "two")]
+    assert found[0]["perplexity_pruned"] == pytest.approx(found[1]["perplexity_pruned"], rel=1e-6)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from memfit.errors import InputError
 from memfit.jobs.pruning.decoder import Decoder
 from memfit.jobs.pruning.engine import Engine
 from memfit.jobs.pruning.output import OutputFolder, journal_of, partial_of
-from memfit.jobs.pruning.report import BlockReport
+from memfit.jobs.pruning.report import BlockReport, Outcome
 from memfit.jobs.pruning.settings import PruneSettings
 from memfit.models.checkpoint import WeightStore
 
@@ -189,6 +191,88 @@ def test_the_micro_batches_of_the_first_run_are_kept(
         run(source, save, on_block=stop_at(1))
     run(source, save, resume=True, size=5)
     assert contents(save) == undisturbed
+
+
+def prune_without_finishing(source: Path, save: Path, size: int = 2) -> Outcome:
+    """All blocks are on disk and in the journal; then the run ends, as if it were killed."""
+    decoder = Decoder.open(source)
+    output = OutputFolder.create(save, decoder, {"method": "same"}, resume=True)
+    try:
+        with Engine(decoder, device="cpu", micro_batch=size) as engine:
+            return engine.prune(PruneSettings(model="-"), tiny_windows(), output=output)
+    finally:
+        output.close()
+
+
+def test_half_a_line_is_gone_when_the_next_one_is_written(
+    source: Path, undisturbed: dict[str, bytes], tmp_path: Path
+) -> None:
+    """Stopped in the middle of a line, resumed, stopped again: what was written since is believed."""
+    save = tmp_path / "out"
+    prune_without_finishing(source, save)
+    journal = journal_of(save)
+    journal.write_bytes(journal.read_bytes()[:-20])
+    prune_without_finishing(source, save)
+    lines = [json.loads(line) for line in journal.read_text().splitlines()]
+    assert [line["block"] for line in lines if "block" in line] == list(range(BLOCKS))
+    found: list[int] = []
+    run(source, save, resume=True, on_block=lambda report: found.append(report.index) if report.resumed else None)
+    assert (found, contents(save)) == (list(range(BLOCKS)), undisturbed)
+
+
+def test_a_block_out_of_order_is_not_believed(source: Path, undisturbed: dict[str, bytes], tmp_path: Path) -> None:
+    save = tmp_path / "out"
+    prune_without_finishing(source, save)
+    journal = journal_of(save)
+    kept = [line for line in journal.read_text().splitlines(keepends=True) if '"block": 1' not in line]
+    journal.write_text("".join(kept))
+    assert '"block": 2' in "".join(kept)
+    found: list[int] = []
+    run(source, save, resume=True, on_block=lambda report: found.append(report.index) if report.resumed else None)
+    assert (found, contents(save)) == ([0], undisturbed)
+
+
+def test_a_blocks_line_follows_its_bytes_to_the_disk_and_is_there_itself_before_the_next(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The order in which files are written and synced, of the thread that settles blocks and of the one that writes."""
+    order: list[str] = []
+    journal = journal_of(tmp_path / "out")
+
+    def what(descriptor: int) -> str:
+        return "line" if os.path.realpath(f"/proc/self/fd/{descriptor}") == str(journal) else "bytes"
+
+    def noted(name: str, verb: str) -> None:
+        usual = getattr(os, name)
+
+        def call(descriptor: int, *rest: Any) -> Any:
+            made = usual(descriptor, *rest)
+            if threading.current_thread().name.startswith(("memfit-sync", "memfit-write")):
+                order.append(f"{verb} {what(descriptor)}")
+            return made
+
+        monkeypatch.setattr(os, name, call)
+
+    for name, verb in (("pwrite", "write"), ("write", "write"), ("fdatasync", "sync"), ("fsync", "sync")):
+        noted(name, verb)
+    monkeypatch.setattr(OutputFolder, "write", one_at_a_time(OutputFolder.write))
+    run(source, tmp_path / "out")
+    told = [each for each, _ in itertools.groupby(order)]
+    assert told == ["write bytes", "sync bytes", "write line", "sync line"] * BLOCKS
+
+
+def one_at_a_time(write: Callable[..., None]) -> Callable[..., None]:
+    def then_settled(self: OutputFolder, *rest: Any) -> None:
+        write(self, *rest)
+        self.settle()
+
+    return then_settled
+
+
+def test_the_micro_batch_of_the_first_run_is_recalled(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(Stopped):
+        run(source, tmp_path / "out", on_block=stop_at(1), size=2)
+    assert prune_without_finishing(source, tmp_path / "out", size=5).micro_batch == 2
 
 
 def test_owl_is_not_asked_again(source: Path, tmp_path: Path) -> None:

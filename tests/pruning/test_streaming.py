@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ import torch
 
 from memfit.errors import InputError
 from memfit.jobs.host_memory import HostMemory, as_bytes
-from memfit.jobs.pruning.streaming import BlockReader, BlockWriter, Downloads, Load, Parts, Uploads
+from memfit.jobs.pruning.layout import Layout, Piece, Slot
+from memfit.jobs.pruning.streaming import BlockReader, BlockWriter, Downloads, Load, Parts, Uploads, bring
+from memfit.models.checkpoint import WeightStore
 
 CPU = torch.device("cpu")
 CHUNK = 64
@@ -36,6 +39,27 @@ def test_what_goes_in_by_chunks_comes_out_the_same(size: int) -> None:
     uploads.release()
     downloads.release()
     assert (host.held_bytes, host.peak_bytes) == (0, 4 * CHUNK)
+
+
+@pytest.mark.parametrize(("stored", "model"), [
+    (torch.float32, torch.bfloat16), (torch.float32, torch.float16), (torch.bfloat16, torch.float32),
+    (torch.float16, torch.bfloat16),
+])  # fmt: skip
+def test_a_tensor_of_another_type_than_the_models_comes_in_whole_through_small_chunks(
+    tmp_path: Path, stored: torch.dtype, model: torch.dtype
+) -> None:
+    from safetensors.torch import save_file
+
+    value = torch.randn(7, 33).to(stored)
+    save_file({"before": torch.ones(3), "w": value}, tmp_path / "model.safetensors")
+    weights = WeightStore.open(tmp_path)
+    slot = Slot("w", (7, 33), model, 0)
+    layout = Layout((slot,), (Piece(weights.stored["w"], slot, 0),), slot.nbytes)
+    flat = torch.zeros(slot.nbytes, dtype=torch.uint8)
+    bring(weights, layout, flat, Uploads(CPU, HostMemory(CPU), CHUNK))
+    weights.close()
+    assert flat.numel() > 3 * CHUNK
+    assert torch.equal(flat.view(model).view(7, 33), value.to(model))
 
 
 def test_blocks_are_fetched_in_order_as_places_become_free() -> None:

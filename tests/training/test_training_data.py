@@ -8,11 +8,11 @@ import os
 import socket
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from local_hub import put_into_cache
 from training_folder import ALPACA, alpaca_file, text_file
 
 from memfit.errors import InputError, UsageError
@@ -256,32 +256,27 @@ def test_a_missing_file_is_said_with_what_is_close(tmp_path: Path) -> None:
     assert "play.txt" in str(found.value.hint)
 
 
-def test_a_hub_name_without_the_package_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(InputError, match="the package `datasets`"):
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    return tmp_path / "cache"
+
+
+def test_a_data_set_of_the_hub_is_read_file_by_file_as_far_as_needed(cache: Path) -> None:
+    for number, words in enumerate(("some words", "other words", "")):
+        row = b'{"text": "%s"}\n' % words.encode() if words else b"{oops"
+        put_into_cache(cache, "datasets", "org/some-set", f"small/test-{number}.jsonl", row)
+    data = read("org/some-set", subset="small", split="test", max_samples=2, packing=False)
+    assert [text_of(data[i]["input_ids"]) for i in range(2)] == ["some words", "other words"]
+    with pytest.raises(InputError, match=r"data.source 'org/some-set': .*test-2.jsonl', line 1: not JSON"):
+        read("org/some-set", subset="small", split="test")
+
+
+def test_a_data_set_that_cannot_be_had_is_one_error_with_what_else_works(cache: Path) -> None:
+    with pytest.raises(InputError, match=r"data.source 'org/some-set': .* HF_HUB_OFFLINE is set") as caught:
         read("org/some-set")
-
-
-def test_a_data_set_of_the_hub_is_read_through_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-
-    def load_dataset(name: str, subset: str | None, *, split: str) -> list[dict[str, str]]:
-        asked.append((name, subset, split))
-        return [{"text": "some words"}]
-
-    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
-    data = read("org/some-set", subset="small", split="test", packing=False)
-    assert text_of(data[0]["input_ids"]) == "some words"
-    assert asked == [("org/some-set", "small", "test")]
-
-
-def test_what_the_hub_does_not_give_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load_dataset(*_: Any, **__: Any) -> None:
-        raise ConnectionError("no network\nat all")
-
-    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
-    with pytest.raises(InputError, match=r"the Hub does not give it \(ConnectionError: no network\)"):
-        read("org/some-set")
+    assert "or `builtin`" in str(caught.value.hint)
 
 
 def test_parquet_is_read_as_rows(tmp_path: Path) -> None:
@@ -294,7 +289,7 @@ def test_parquet_is_read_as_rows(tmp_path: Path) -> None:
 def test_parquet_without_its_package_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
-    with pytest.raises(InputError, match="needs pyarrow"):
+    with pytest.raises(InputError, match="needs the package pyarrow"):
         read(str(tmp_path / "a.parquet"))
 
 

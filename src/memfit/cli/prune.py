@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from os.path import abspath, expanduser
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -100,9 +101,13 @@ def prune(
     options = RunOptions(
         must_evaluate=evaluate is True, eval_dataset=eval_dataset, eval_windows=eval_windows,
         eval_seqlen=eval_seqlen, zero_shot=eval_zero_shot, cache_dir=cache_dir, force=force,
-        results_also_in=save if save_model is not None and save != save_model else None,
+        results_also_in=save if save_model is not None and not _same_path(save, save_model) else None,
     )  # fmt: skip
     return _run(settings, options, json=json)
+
+
+def _same_path(one: str | None, other: str) -> bool:
+    return one is not None and abspath(expanduser(one)) == abspath(expanduser(other))
 
 
 def _run(settings: PruneSettings, options: RunOptions, *, json: bool) -> int:

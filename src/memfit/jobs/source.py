@@ -9,7 +9,7 @@ from typing import Any
 
 from memfit.errors import InputError
 from memfit.models.checkpoint import locate
-from memfit.models.gguf import as_folder, gguf_file
+from memfit.models.gguf import as_folder, gguf_file, look_for_folder
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "tekken.json", "*.tiktoken")
 
@@ -37,6 +37,16 @@ def find_source(model: str, *, cache_dir: str | None = None, say: Callable[[str]
     if gguf is not None:
         return Source(folder=as_folder(gguf, cache_dir=place, say=say), gguf=gguf)
     return Source(folder=locate(model, cache_dir=place))
+
+
+def look_at_source(model: str, *, cache_dir: str | None = None) -> Path | None:
+    """A folder with the model's settings and tokenizer, before any of its weights is fetched or converted. None where
+    these come only with the weights: of a GGUF file that was not converted yet."""
+    place = None if cache_dir is None else Path(cache_dir).expanduser()
+    gguf = gguf_file(model)
+    if gguf is not None:
+        return look_for_folder(gguf, cache_dir=place)
+    return locate(model, cache_dir=place, weights=False)
 
 
 def load_tokenizer(folder: Path) -> Any:

@@ -51,13 +51,22 @@ def gguf_file(model: str) -> Path | None:
     return path
 
 
-def as_folder(path: Path, *, cache_dir: Path | None = None, say: Callable[[str], None] | None = None) -> Path:
-    """The file's converted folder, made now if it was not made before."""
-    digest = _digest(path)
-    root = cache_dir / "memfit-gguf" if cache_dir is not None else _cache_root()
-    folder = root / f"{re.sub(r'[^A-Za-z0-9._-]', '_', path.stem)[:60]}-{digest[:16]}-{FORMAT}-{_transformers()}"
+def look_for_folder(path: Path, *, cache_dir: Path | None = None) -> Path | None:
+    """The file's converted folder if it was made before; else only whether it can be made."""
+    folder, digest = _folder_for(path, cache_dir)
     if _is_complete(folder, digest):
         return folder
+    _check_package(path)
+    return None
+
+
+def as_folder(path: Path, *, cache_dir: Path | None = None, say: Callable[[str], None] | None = None) -> Path:
+    """The file's converted folder, made now if it was not made before."""
+    folder, digest = _folder_for(path, cache_dir)
+    if _is_complete(folder, digest):
+        return folder
+    _check_package(path)
+    root = folder.parent
     if say is not None:
         say(f"converting {path} once, to {folder}")
     try:
@@ -74,6 +83,18 @@ def as_folder(path: Path, *, cache_dir: Path | None = None, say: Callable[[str],
     finally:
         shutil.rmtree(writing, ignore_errors=True)
     return folder
+
+
+def _folder_for(path: Path, cache_dir: Path | None) -> tuple[Path, str]:
+    digest = _digest(path)
+    root = cache_dir / "memfit-gguf" if cache_dir is not None else _cache_root()
+    name = re.sub(r"[^A-Za-z0-9._-]", "_", path.stem)[:60]
+    return root / f"{name}-{digest[:16]}-{FORMAT}-{_transformers()}", digest
+
+
+def _check_package(path: Path) -> None:
+    if find_spec("gguf") is None:
+        raise InputError(f"reading {path.name} needs the package gguf", hint="pip install 'memfit[demo]', or gguf")
 
 
 def _take(writing: Path, folder: Path, digest: str) -> None:
@@ -152,8 +173,6 @@ def _transformers() -> str:
 
 
 def _convert(path: Path, folder: Path) -> None:
-    if find_spec("gguf") is None:
-        raise InputError(f"reading {path.name} needs the package gguf", hint="pip install 'memfit[demo]', or gguf")
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import suppress
 from pathlib import Path
 
 from memfit.errors import InputError
-from memfit.models.checkpoint import INDEX, SINGLE
+from memfit.models.checkpoint import INDEX, SINGLE, is_whole
 from memfit.models.gguf import as_folder, gguf_file
 from memfit.models.presets import find_preset
 
@@ -31,7 +30,7 @@ def find_here(model: str, *, cache_dir: str | None = None) -> Path:
         return as_folder(gguf, cache_dir=place)
     hub_id = _hub_id(model)
     found = _cached(hub_id, "config.json", cache_dir)
-    if found is None or not _is_whole(found.parent):
+    if found is None or not is_whole(found.parent):
         raise NotHere(model, hub_id, "the weights")
     return found.parent
 
@@ -78,19 +77,9 @@ def _cached(hub_id: str, name: str, cache_dir: str | None) -> Path | None:
 
 
 def _with_weights(folder: Path) -> Path:
-    if not _is_whole(folder):
+    if not is_whole(folder):
         raise InputError(
             f"'{folder}' holds no weights, or not all that its index names",
             hint=f"a model's folder has {SINGLE}, or {INDEX} and the files that it names",
         )
     return folder
-
-
-def _is_whole(folder: Path) -> bool:
-    if (folder / SINGLE).is_file():
-        return True
-    try:
-        names = set(json.loads((folder / INDEX).read_bytes())["weight_map"].values())
-    except (OSError, ValueError, KeyError, AttributeError, TypeError):
-        return False
-    return bool(names) and all(Path(str(name)).name == name and (folder / name).is_file() for name in names)

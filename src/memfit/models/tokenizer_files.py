@@ -5,6 +5,8 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
+from memfit.models.checkpoint import why_no_hub
+
 FILES = (
     "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.model", "*.tiktoken",
     "*.jinja", "config.json",
@@ -17,7 +19,7 @@ def tokenizer_folder(hub_id: str, *, cache_dir: str | None = None) -> Path | Non
         return None
     from huggingface_hub import snapshot_download
 
-    for only_local in (True, False):
+    for only_local in (True,) if why_no_hub() is not None else (True, False):
         with suppress(Exception):  # not cached, offline, unknown, gated: each version raises something else
             found = Path(
                 snapshot_download(hub_id, cache_dir=cache_dir, allow_patterns=list(FILES), local_files_only=only_local)

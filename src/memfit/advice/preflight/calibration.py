@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib.util import find_spec
 
 from memfit.advice.preflight.finding import CannotTell, Finding, Line
 from memfit.advice.preflight.situation import Situation
@@ -13,14 +12,15 @@ CALIBRATION = Line("config", "calibration data")
 
 
 def calibration(situation: Situation) -> Iterator[Finding]:
-    from memfit.jobs.pruning.texts import find_texts, is_on_this_machine
+    from memfit.jobs.pruning.texts import check_packages, find_texts, is_on_this_machine
 
     workload = situation.asked.workload
     if workload is None or workload.method == "magnitude":
         raise CannotTell("nothing is calibrated")
     name = workload.dataset
     try:
-        if not is_on_this_machine(name) and find_spec("datasets") is not None:
+        check_packages(name)
+        if not is_on_this_machine(name):
             raise CannotTell(f"{name} is on the Hub, which a look does not ask")
         texts = find_texts(name, "calibration")
     except InputError as error:

@@ -53,8 +53,8 @@ class Windows:
     notes: tuple[str, ...] = ()
 
 
-def calibration_windows(dataset: str, tokenizer: Any, nsamples: int, seqlen: int, seed: int) -> Windows:
-    texts = find_texts(dataset, "calibration")
+def calibration_windows(dataset: str | Texts, tokenizer: Any, nsamples: int, seqlen: int, seed: int) -> Windows:
+    texts = find_texts(dataset, "calibration") if isinstance(dataset, str) else dataset
     draw = _from_documents if texts.by_document else _from_running_text
     ids, tokens, notes = draw(texts, tokenizer, nsamples, seqlen, random.Random(seed))
     fingerprint = fingerprint_of(ids, texts, tokenizer, seed=seed, tokens=tokens)

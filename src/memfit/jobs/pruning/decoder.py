@@ -23,7 +23,7 @@ from memfit.errors import InputError
 from memfit.jobs.preparing import DTYPES
 from memfit.jobs.pruning.layout import TORCH_DTYPES, find_stored, lay_out
 from memfit.models.checkpoint import Stored, WeightStore
-from memfit.models.registry import build_model, is_encoder, load_config, resolve, supports_sdpa
+from memfit.models.registry import ModelSource, build_model, is_encoder, load_config, resolve, supports_sdpa
 
 
 class Weights(Protocol):
@@ -41,6 +41,25 @@ class Call:
 
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+def read_settings(folder: str | Path) -> tuple[ModelSource, Any]:
+    """A folder's config, of a model that can be pruned. Its weights need not be there yet."""
+    source = resolve(str(folder))
+    if source.kind not in ("folder", "hub", "config"):
+        raise InputError(f"'{folder}' is a {source.kind} without weights", hint="give a folder with weights")
+    config = load_config(source)
+    if is_encoder(config):
+        raise InputError(f"{source.name} is an encoder; only decoders that predict the next token are pruned")
+    if getattr(config, "quantization_config", None):
+        raise InputError(f"{source.name} is quantised; its plain weights are needed", hint="use the original model")
+    return source, config
+
+
+def max_positions(config: Any) -> int | None:
+    """The longest sequence that a model takes, where it says."""
+    longest = getattr(config, "max_position_embeddings", None)
+    return longest if isinstance(longest, int) else None
 
 
 class _Reached(Exception):
@@ -78,27 +97,14 @@ class Decoder:
     @classmethod
     def open(cls, folder: str | Path, *, dtype: str = "auto") -> Decoder:
         """From a folder with config.json and safetensors. auto is the type that most of the weights are stored in."""
-        source = resolve(str(folder))
-        if source.kind not in ("folder", "hub", "config"):
-            raise InputError(f"'{folder}' is a {source.kind} without weights", hint="give a folder with weights")
+        source, config = read_settings(folder)
         where = Path(source.target).parent
-        config = load_config(source)
-        if is_encoder(config):
-            raise InputError(f"{source.name} is an encoder; only decoders that predict the next token are pruned")
-        if getattr(config, "quantization_config", None):
-            raise InputError(f"{source.name} is quantised; its plain weights are needed", hint="use the original model")
         weights = WeightStore.open(where)
         chosen = _stored_dtype(weights) if dtype == "auto" else DTYPES[dtype]
         attention: Any = "sdpa" if supports_sdpa(config) else "eager"
         with torch.device("meta"):
             model = build_model(source, dtype=chosen, attention=attention)
         return cls(model, weights, folder=where, converts=dtype != "auto")
-
-    @property
-    def max_positions(self) -> int | None:
-        """The longest sequence that the model takes, where it says."""
-        longest = getattr(self.config, "max_position_embeddings", None)
-        return longest if isinstance(longest, int) else None
 
     @property
     def block_bytes(self) -> int:

@@ -1,7 +1,8 @@
 """The journal of a run: what it is, what it settled, and a line for each block that is safely on disk.
 
 One JSON object a line, each on disk before the next step is taken. A run may be killed in the middle of a line; what
-comes after the last whole line is not believed.
+comes after the last whole line is not believed. The first line is there before anything else of the run is: whatever
+lies under the run's names beside it is the run's own.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ class Journal:
         self.settings: dict[str, Any] = {}
         self.blocks: list[dict[str, Any]] = []
         self._file: int | None = None
+        self._end = 0
 
     def begin(self) -> None:
         self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | _CLOEXEC, 0o666)
@@ -32,22 +34,32 @@ class Journal:
         sync_folder(self.path.parent)
 
     @classmethod
-    def read(cls, path: Path, key: Mapping[str, Any], *, save: str) -> Journal:
-        """Up to the first line that is not whole: a run may be killed in the middle of one."""
-        made, end = cls(path, key), 0
+    def read(cls, path: Path) -> Journal | None:
+        """Up to the first line that is not whole. None where not even the first one is: nothing was begun."""
+        made: Journal | None = None
         for line, at in _lines(path):
-            if end == 0:
-                made._check(line, save)
+            if made is None:
+                if line.get("format") != FORMAT:
+                    raise InputError(f"the journal '{path}' is of another version of memfit")
+                made = cls(path, line.get("run", {}))
             elif "set" in line:
                 made.settings.update(line["set"])
             elif line.get("block") == len(made.blocks):
                 made.blocks.append(line)
-            end = at
-        if end == 0:
-            raise InputError(f"the journal '{path}' is damaged", hint=f"delete it and {path.with_suffix('')}")
-        made._file = os.open(path, os.O_WRONLY | os.O_APPEND | _CLOEXEC)
-        os.ftruncate(made._file, end)
+            made._end = at
         return made
+
+    def go_on(self, key: Mapping[str, Any], *, save: str) -> None:
+        """Write after the last whole line, if the run that began it was asked for the same."""
+        other = sorted(name for name in {*self.key, *key} if self.key.get(name) != key.get(name))
+        if other:
+            was = ", ".join(f"{name} {self.key.get(name)!r}" for name in other if name != "source")
+            raise InputError(
+                f"--resume: '{save}' was begun with other settings: {was or 'the model has changed since'}",
+                hint="use the same command, or another --save",
+            )
+        self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | _CLOEXEC)
+        os.ftruncate(self._file, self._end)
 
     def remember(self, name: str, value: Any) -> None:
         self.settings[name] = value
@@ -67,22 +79,22 @@ class Journal:
         self.close()
         self.path.unlink(missing_ok=True)
 
-    def _check(self, line: dict[str, Any], save: str) -> None:
-        if line.get("format") != FORMAT:
-            raise InputError(f"the journal '{self.path}' is of another version of memfit")
-        before = line.get("run", {})
-        other = sorted(name for name in {*before, *self.key} if before.get(name) != self.key.get(name))
-        if other:
-            was = ", ".join(f"{name} {before.get(name)!r}" for name in other if name != "source")
-            raise InputError(
-                f"--resume: '{save}' was begun with other settings: {was or 'the model has changed since'}",
-                hint="use the same command, or another --save",
-            )
-
     def _append(self, line: Mapping[str, Any]) -> None:
         assert self._file is not None
         _write_all(self._file, memoryview((json.dumps(line) + "\n").encode()))
         os.fsync(self._file)
+
+
+def forget_blocks(path: Path) -> None:
+    """Leave the first line alone: the files are about to go, and no block may be believed without them."""
+    for _, end in _lines(path):
+        descriptor = os.open(path, os.O_WRONLY | _CLOEXEC)
+        try:
+            os.ftruncate(descriptor, end)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        return
 
 
 def _lines(path: Path) -> Iterator[tuple[dict[str, Any], int]]:

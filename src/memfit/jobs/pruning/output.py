@@ -1,11 +1,13 @@
 """The folder that `--save` asks for: written beside, one block at a time, and renamed when it is whole.
 
-    NAME.partial/         config, tokenizer, and files of safetensors at their full size, filled block by block
     NAME.partial.jsonl    the journal: what the run is, then a line for each block that is safely on disk
+    NAME.partial/         config, tokenizer, and files of safetensors at their full size, filled block by block
+    NAME.partial.old/     for a moment: the result that NAME held before and that the new one replaces
 
 The files are those of the source, with the same names and the same tensors in the same order, so tied weights stay tied
 and nothing is renamed. A block's line is written only after its bytes are on disk; whatever kills the run, the journal
-says what can be relied on, and `--resume` does the rest again.
+says what can be relied on, and `--resume` does the rest again. A run that was killed before its first block was done is
+begun anew.
 """
 
 from __future__ import annotations
@@ -16,8 +18,9 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +30,7 @@ import torch
 from memfit.errors import InputError
 from memfit.jobs.host_memory import as_bytes
 from memfit.jobs.pruning.decoder import Decoder
-from memfit.jobs.pruning.journal import Journal, sync_folder
+from memfit.jobs.pruning.journal import Journal, forget_blocks, sync_folder
 from memfit.jobs.pruning.layout import TORCH_DTYPES, Piece
 from memfit.jobs.pruning.matrices import find_matrices
 from memfit.jobs.pruning.streaming import Parts
@@ -70,38 +73,35 @@ class OutputFolder:
 
     @classmethod
     def create(
-        cls, save: str | Path, decoder: Decoder, run_key: Mapping[str, Any], *, resume: bool = False
-    ) -> OutputFolder:
-        """Everything that can be wrong with `--save` is found here, before any work."""
-        path = Path(os.path.abspath(os.path.expanduser(save)))
-        working, beside = partial_of(path), journal_of(path)
-        key = {**run_key, "source": _identity(decoder)}
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            what = "is complete already" if resume and not beside.exists() else "already exists"
-            raise InputError(f"--save '{save}' {what}", hint="choose another folder, or move this one away")
-        if beside.exists() and not resume:
-            raise InputError(
-                f"--save '{save}': an earlier run was not finished ({working.name})",
-                hint=f"--resume continues it; to begin anew, delete {working} and {beside}",
-            )
-        try:
+        cls, save: str | Path, decoder: Decoder, run_key: Mapping[str, Any], *, resume: bool = False,
+        replace: bool = False,
+    ) -> OutputFolder:  # fmt: skip
+        """Everything that can be wrong with `--save` is found here, before any work. With `replace`, a result that is
+        there goes when the new one is whole."""
+        path = absolute(save)
+        key = {**run_key, "source": identity_of(decoder)}
+        with writing_to(save):
             path.parent.mkdir(parents=True, exist_ok=True)
-            if beside.exists():
-                made = cls(path, decoder, Journal.read(beside, key, save=str(save)))
+            journal = _unfinished(path, str(save), resume=resume)
+            replaces = replace or (journal is not None and bool(journal.settings.get("replaces")))
+            if is_taken(path) and not replaces:
+                what = "is complete already" if resume and journal is None else "already exists"
+                raise InputError(f"--save '{save}' {what}", hint="choose another folder, or move this one away")
+            if journal is not None:
+                journal.go_on(key, save=str(save))
+                made = cls(path, decoder, journal)
                 made._continue()
-            else:
-                if working.exists():
-                    raise InputError(f"'{working}' is in the way", hint="move it away")
-                made = cls(path, decoder, Journal(beside, key))
-                try:
-                    made._begin()
-                except BaseException:
-                    made.close()
-                    shutil.rmtree(working, ignore_errors=True)
-                    raise
-        except OSError as error:
-            raise _cannot_write(save, error) from error
-        return made
+                return made
+            made = cls(path, decoder, Journal(journal_of(path), key))
+            try:
+                made._begin()
+                if is_taken(path):
+                    made.journal.remember("replaces", True)
+            except BaseException:
+                made.close()
+                discard(path)
+                raise
+            return made
 
     # -- what the engine asks and tells ----------------------------------------------------------------------------
 
@@ -119,7 +119,8 @@ class OutputFolder:
         return self.journal.settings.get(name)
 
     def remember(self, name: str, value: Any) -> None:
-        self.journal.remember(name, value)
+        with writing_to(self.save):
+            self.journal.remember(name, value)
 
     def weights(self) -> WeightStore:
         """The new files as a source, for blocks that are finished."""
@@ -131,7 +132,7 @@ class OutputFolder:
             if done.done():
                 done.result()
         total, files = 0, set()
-        try:
+        with writing_to(self.save):
             for piece in self._pruned_pieces(block):
                 target = self._targets[piece.stored.name]
                 files.add(target.file)
@@ -139,8 +140,6 @@ class OutputFolder:
                     at, data = self._outgoing(piece, start, part)
                     _pwrite(self._files[target.file], data, target.start + at)
                     total = _checksum(data, total)
-        except OSError as error:
-            raise _cannot_write(self.save, error) from error
         self._synced.append(self._syncing.submit(self._settle, block, sorted(files), total, dict(facts)))
 
     def settle(self) -> None:
@@ -159,18 +158,19 @@ class OutputFolder:
 
     def finish(self) -> Path:
         """All on disk, under its own name."""
-        try:
+        with writing_to(self.save):
             self.settle()
             self._sync(range(len(self._files)))
             self.close()
             sync_folder(self.working)
-            if self.save.is_dir():
+            if is_taken(self.save):
+                self.save.rename(replaced_of(self.save))
+            elif self.save.is_dir():
                 self.save.rmdir()
             self.working.rename(self.save)
             sync_folder(self.save.parent)
+            shutil.rmtree(replaced_of(self.save), ignore_errors=True)
             self.journal.delete()
-        except OSError as error:
-            raise _cannot_write(self.save, error) from error
         return self.save
 
     def close(self) -> None:
@@ -186,11 +186,8 @@ class OutputFolder:
     # -- files -----------------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        free = shutil.disk_usage(self.save.parent).free
-        if free < sum(self._sizes):
-            raise InputError(
-                f"--save '{self.save}' needs {format_bytes(sum(self._sizes))}; its disk has {format_bytes(free)} free"
-            )
+        check_room(self.save, sum(self._sizes), said=f"--save '{self.save}'")
+        self.journal.begin()
         self.working.mkdir()
         names = [file.path.name for file in self._source.files]
         for name, header, size in zip(names, self._headers, self._sizes, strict=True):
@@ -207,15 +204,13 @@ class OutputFolder:
         self._copy_along()
         self._sync(range(len(names)))
         sync_folder(self.working)
-        self.journal.begin()
+        sync_folder(self.working.parent)
 
     def _continue(self) -> None:
         for file, size in zip(self._source.files, self._sizes, strict=True):
             path = self.working / file.path.name
             if not path.is_file() or path.stat().st_size != size:
-                raise InputError(
-                    f"'{path}' is not as the run left it", hint=f"delete {self.working} and {self.journal.path}"
-                )
+                raise InputError(f"'{path}' is not as the run left it", hint="--force begins anew")
             self._files.append(os.open(path, os.O_RDWR | _CLOEXEC))
 
     @property
@@ -239,11 +234,9 @@ class OutputFolder:
         return [p for p in self._decoder.layouts[block].pieces if p.stored.name in self._written]
 
     def _settle(self, block: int, files: list[int], checksum: int, facts: Mapping[str, Any]) -> None:
-        try:
+        with writing_to(self.save):
             self._sync(files)
             self.journal.add_block(block, checksum, facts)
-        except OSError as error:
-            raise _cannot_write(self.save, error) from error
 
     def _outgoing(self, piece: Piece, start: int, part: memoryview) -> tuple[int, memoryview]:
         """A part in the type of its file, and where in the tensor it begins there."""
@@ -256,14 +249,12 @@ class OutputFolder:
     def _copy_rest(self) -> None:
         if self.journal.settings.get("rest"):
             return
-        try:
+        with writing_to(self.save):
             for name, target in self._targets.items():
                 if name not in self._written:
                     self._copy(target)
             self._sync(range(len(self._files)))
-        except OSError as error:
-            raise _cannot_write(self.save, error) from error
-        self.journal.remember("rest", True)
+            self.journal.remember("rest", True)
 
     def _copy(self, target: Target) -> None:
         stored, descriptor = target.stored, self._files[target.file]
@@ -301,7 +292,7 @@ class Check:
         if self.total != self.output.journal.blocks[self.block]["checksum"]:
             raise InputError(
                 f"block {self.block} in '{self.output.working}' is not as it was written: is the disk failing?",
-                hint=f"to begin anew, delete {self.output.working} and {self.output.journal.path}",
+                hint="--force begins anew",
             )
 
 
@@ -343,7 +334,7 @@ def _pruned_names(decoder: Decoder) -> set[str]:
     return names
 
 
-def _identity(decoder: Decoder) -> str:
+def identity_of(decoder: Decoder) -> str:
     """The source as its files look from outside: a source that changes under a run is another source."""
     assert isinstance(decoder.weights, WeightStore)
     seen = hashlib.sha256()
@@ -355,12 +346,75 @@ def _identity(decoder: Decoder) -> str:
     return seen.hexdigest()
 
 
+# -- names, and what lies under them -----------------------------------------------------------------------------------
+
+
+def absolute(save: str | Path) -> Path:
+    return Path(os.path.abspath(os.path.expanduser(save)))
+
+
 def partial_of(save: Path) -> Path:
     return save.with_name(f"{save.name}.partial")
 
 
 def journal_of(save: Path) -> Path:
     return save.with_name(f"{save.name}.partial.jsonl")
+
+
+def replaced_of(save: Path) -> Path:
+    return save.with_name(f"{save.name}.partial.old")
+
+
+def is_taken(save: Path) -> bool:
+    """An empty folder is as good as none."""
+    return save.exists() and (not save.is_dir() or any(save.iterdir()))
+
+
+def discard(save: Path) -> None:
+    """An unfinished run, in an order that may be cut off anywhere: the journal, without which the rest is nobody's,
+    goes last, and says from the beginning that no block can be relied on."""
+    journal = journal_of(save)
+    if journal.exists():
+        forget_blocks(journal)
+        shutil.rmtree(partial_of(save), ignore_errors=True)
+        journal.unlink()
+
+
+def check_room(path: Path, needed: int, *, said: str) -> None:
+    free = shutil.disk_usage(_existing(path)).free
+    if free < needed:
+        raise InputError(
+            f"{said} needs {format_bytes(needed)}; its disk has {format_bytes(free)} free",
+            hint="make room, or choose a folder on another disk",
+        )
+
+
+def is_same_disk(one: Path, other: Path) -> bool:
+    return _existing(one).stat().st_dev == _existing(other).stat().st_dev
+
+
+def _existing(path: Path) -> Path:
+    return next(folder for folder in (path, *path.parents) if folder.is_dir())
+
+
+def _unfinished(save: Path, said: str, *, resume: bool) -> Journal | None:
+    """The journal to go on with. What has no finished block is cleared away instead: there is nothing to lose."""
+    working, beside = partial_of(save), journal_of(save)
+    found = Journal.read(beside) if beside.exists() else None
+    if found is not None and found.blocks:
+        if not resume:
+            raise InputError(
+                f"--save '{said}': an earlier run was not finished ({working.name})",
+                hint="--resume continues it, --force begins anew",
+            )
+        return found
+    if working.exists() and found is None:
+        raise InputError(
+            f"'{working}' is in the way: it has no journal of memfit ({beside.name}) that says what it is",
+            hint="move it away, or delete it if it is the rest of a run that was killed",
+        )
+    discard(save)
+    return None
 
 
 # -- bytes -------------------------------------------------------------------------------------------------------------
@@ -399,6 +453,14 @@ def _reserve(descriptor: int, size: int) -> None:
     os.ftruncate(descriptor, size)
 
 
-def _cannot_write(save: object, error: OSError) -> InputError:
-    hint = "make room and run the same command with --resume" if error.errno in (errno.ENOSPC, errno.EDQUOT) else None
-    return InputError(f"--save '{save}' cannot be written: {error.strerror}", hint=hint)
+@contextmanager
+def writing_to(save: object) -> Iterator[None]:
+    """A disk that is full, or gone, in words."""
+    try:
+        yield
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        raise InputError(
+            f"--save '{save}' cannot be written: {error.strerror}",
+            hint="make room and run the same command with --resume" if full else None,
+        ) from error

@@ -61,6 +61,8 @@ class Result:
     parts: Sequence[Part] = ()
     notes: list[str] = field(default_factory=list)
     saved: str | None = None
+    run: dict[str, Any] | None = None
+    """What makes a saved run the same as another: settings, text and model."""
 
     @property
     def sparsity(self) -> float:
@@ -89,6 +91,7 @@ class Result:
             "perplexity_dense": None if ppl is None else ppl.dense,
             "perplexity_pruned": None if ppl is None else ppl.pruned,
             "saved": self.saved,
+            "run": self.run,
             "settings": {**self.settings.to_json(), "seqlen": self.seqlen, "seqlen_asked": self.settings.seqlen},
             "source": self.model,
             "device": self.device,
@@ -127,10 +130,10 @@ def versions() -> dict[str, str | None]:
 
 
 def write_result(folder: Path, result: Result) -> None:
-    """Both files, each put in its place when it is whole."""
-    _put(folder / FILE, json.dumps(result.to_json(), indent=1, allow_nan=False) + "\n")
+    """Both files, each put in its place when it is whole; nothing in the folder is younger than the document."""
     ppl = None if result.perplexity is None else result.perplexity.pruned
     _put(folder / f"log_{result.settings.method}.txt", log_lines(result.settings.method, result.sparsity, ppl))
+    _put(folder / FILE, json.dumps(result.to_json(), indent=1, allow_nan=False) + "\n")
 
 
 def log_lines(method: str, sparsity: float, ppl: float | None) -> str:

@@ -1,8 +1,9 @@
 """`memfit prune`, whole: check everything, prune block by block, evaluate, save; with a memory log of nine checkpoints.
 
-Whatever can be wrong with what was asked is found before the first block: the model, its tokenizer, the text, the
-folder to save to and the room on its disk, weights that are not numbers. After that only the machine can fail, and then
-what is done is on disk for `--resume`.
+Whatever can be wrong with what was asked is found before any weight is fetched or read: the device, the folder to save
+to and who else writes there, packages, the model's settings and tokenizer, the text, the room on the disk; and before
+the first block, weights that are not numbers. After that only the machine can fail, and then what is done is on disk
+for `--resume`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +20,21 @@ from memfit.errors import InputError, UsageError
 from memfit.jobs.memory_errors import is_out_of_memory
 from memfit.jobs.pruning import out_of_memory, place_to_save, zero_shot
 from memfit.jobs.pruning.calibration import Windows, calibration_windows
-from memfit.jobs.pruning.decoder import Decoder
+from memfit.jobs.pruning.decoder import Decoder, max_positions, read_settings
 from memfit.jobs.pruning.devices import described, device_of, give_back_freed_memory
 from memfit.jobs.pruning.distributed import Team
 from memfit.jobs.pruning.engine import Engine
 from memfit.jobs.pruning.finite import check_files
 from memfit.jobs.pruning.options import Listener, Planned, Predict, Progress, RunOptions
-from memfit.jobs.pruning.output import OutputFolder
+from memfit.jobs.pruning.output import OutputFolder, absolute, check_room, identity_of, is_same_disk, writing_to
 from memfit.jobs.pruning.perplexity import evaluation_windows, perplexity_of_model, perplexity_of_states
 from memfit.jobs.pruning.report import BlockReport, Outcome
-from memfit.jobs.pruning.result import Perplexity, Result, write_result
+from memfit.jobs.pruning.result import FILE, Perplexity, Result, write_result
 from memfit.jobs.pruning.settings import PruneSettings
-from memfit.jobs.source import Source, find_source, load_tokenizer
-from memfit.models.checkpoint import WeightStore
+from memfit.jobs.pruning.texts import Texts, find_texts
+from memfit.jobs.source import Source, find_source, load_tokenizer, look_at_source
+from memfit.models.checkpoint import WeightStore, bytes_to_fetch
+from memfit.models.local_files import cache_folder
 from memfit.recording.gpu_memory import CudaMemory, GpuReading
 from memfit.recording.log_text import predicted_and_measured
 from memfit.recording.memory_log import MemoryLog
@@ -61,65 +65,75 @@ class _Run:
         self.budget: int | None = None
 
     def whole(self) -> Result:
-        settings = self.settings
-        if self.team.leads:
-            place_to_save.check(settings, force=self.options.force)
-            place_to_save.check_results(self.options.results_also_in, replace=self.options.force or settings.resume)
+        with ExitStack() as stack:
+            stack.callback(self.team.leave)
+            if self.team.leads:
+                for folder in (self.settings.save, self.options.results_also_in):
+                    stack.enter_context(place_to_save.held(folder, self._note))
+            self._check_asked()
+            return self._logged()
+
+    def _check_asked(self) -> None:
+        settings, options = self.settings, self.options
         if settings.resume and self.team.size > 1:
             raise UsageError(
                 "--resume works in one process", hint="without torchrun; the result is the same, to the byte"
             )
-        if self.options.zero_shot:
+        if options.zero_shot:
             zero_shot.check(settings.save)
+        if self.team.leads:
+            place_to_save.check(settings, force=options.force)
+            place_to_save.check_results(options.results_also_in, settings, force=options.force)
+
+    def _logged(self) -> Result:
+        settings = self.settings
         gpu = CudaMemory(self.device.index) if self.device.type == "cuda" else None
         quiet = not (settings.log_memory and self.team.leads)
         began = time.perf_counter()
         log = MemoryLog(quiet=quiet, say=self.listener.say, gpu=gpu)
         try:
             with published(f"memfit prune --model {settings.model}"), log:
-                result = self._stages(log, began)
+                return self._stages(log, began)
         except Exception as error:
             if is_out_of_memory(error):
                 raise out_of_memory.RanOut(log.points[-1].name, settings, error, self.budget) from error
             raise
-        finally:
-            self.team.leave()
-        return result
 
     def _stages(self, log: MemoryLog, began: float) -> Result:
         say = self.listener.say
         log.checkpoint("01_start")
+        with self._timed("data"):
+            text = self._text()
+            self._check_room()
         say(f"loading llm model {self.settings.model}")
         with self._timed("load"), log.until("02_model_loaded"):
-            source = find_source(self.settings.model, cache_dir=self.options.cache_dir, say=self.listener.remark)
+            source = self._source()
             decoder = Decoder.open(source.folder, dtype=self.settings.dtype)
-            seqlen = self._length(decoder, "--seqlen", self.settings.seqlen)
             engine = self._engine(decoder)
         say(f"use device  {self.device}")
         with engine:
-            result = self._work(log, source, engine, seqlen)
+            result = self._work(log, source, engine, text)
         log.checkpoint("09_end")
         self.seconds["total"] = time.perf_counter() - began
         self._fill(result, log)
         self._compare(result, log, source, decoder)
         if result.saved is not None and self.team.leads:
-            write_result(Path(result.saved), result)
-            place_to_save.copy_results(Path(result.saved), self.options.results_also_in)
+            self._write_last(result, Path(result.saved))
         return result
 
-    def _work(self, log: MemoryLog, source: Source, engine: Engine, seqlen: int) -> Result:
-        settings, say = self.settings, self.listener.say
+    def _work(self, log: MemoryLog, source: Source, engine: Engine, text: _Text) -> Result:
+        say = self.listener.say
         say("pruning starts")
-        with self._timed("data"), log.until("03_before_pruning"):
-            windows, evaluated = self._text(source, engine.decoder, seqlen)
-            self._check_weights(engine)
-            output = self._output(engine, windows, seqlen)
-            self._begin_file(log, output)
+        windows, evaluated = text.windows, text.evaluated
         result = Result(
-            settings=settings, seqlen=seqlen, device=described(self.device),
+            settings=self.settings, seqlen=text.seqlen, device=described(self.device),
             model=self._model(source, engine), data=None if windows is None else windows.fingerprint,
         )  # fmt: skip
+        output = self._output(engine, text)
         try:
+            with log.until("03_before_pruning"):
+                self._check_weights(engine)
+                self._begin_file(log, output)
             with self._timed("prune"), log.until("04_after_pruning"):
                 outcome = self._prune(log, engine, windows, output, evaluated)
             self._tell_sparsity(result, outcome)
@@ -139,8 +153,22 @@ class _Run:
 
     # -- before any work -------------------------------------------------------------------------------------------
 
-    def _length(self, decoder: Decoder, flag: str, asked: int) -> int:
-        longest = decoder.max_positions
+    def _source(self) -> Source:
+        return find_source(self.settings.model, cache_dir=self.options.cache_dir, say=self.listener.remark)
+
+    def _check_room(self) -> None:
+        """For weights that are on the Hub still: in the cache, and for the pruned ones."""
+        cache, save = self.options.cache_dir, self.settings.save
+        coming = bytes_to_fetch(self.settings.model, cache_dir=None if cache is None else Path(cache).expanduser())
+        if coming == 0:
+            return
+        there = cache_folder(cache)
+        check_room(there, coming, said=f"the cache '{there}'")
+        if save is not None and self.settings.dtype == "auto":
+            check_room(absolute(save), coming * (1 + is_same_disk(there, absolute(save))), said=f"--save '{save}'")
+
+    def _length(self, config: Any, flag: str, asked: int) -> int:
+        longest = max_positions(config)
         if longest is None or asked <= longest:
             return asked
         self._note(f"{flag} {asked} is more than the model's {longest} positions: {longest} is taken")
@@ -165,41 +193,69 @@ class _Run:
                     f"which cannot be cut into groups of {sparsity.group}"
                 )
 
-    def _text(self, source: Source, decoder: Decoder, seqlen: int) -> tuple[Windows | None, Windows | None]:
-        """Windows to calibrate on and to evaluate on."""
+    def _text(self) -> _Text:
+        """Windows to calibrate on and to evaluate on. Of the model, no more is read than its settings and its
+        tokenizer; a GGUF file has these only once it is converted, which then comes after the text."""
         settings, say = self.settings, self.listener.say
-        tokenizer = load_tokenizer(source.folder) if settings.needs_data or settings.eval else None
-        windows = None
-        if settings.needs_data:
-            say("loading calibdation data")
-            windows = calibration_windows(settings.dataset, tokenizer, settings.nsamples, seqlen, settings.seed)
-            self._look_at(windows, decoder)
+        folder = look_at_source(settings.model, cache_dir=self.options.cache_dir)
+        config = None if folder is None else read_settings(folder)[1]
+        tokenizer = None if folder is None else self._tokenizer(folder)
+        calibrated, evaluated = self._texts()
+        if folder is None:
+            folder = self._source().folder
+            config, tokenizer = read_settings(folder)[1], self._tokenizer(folder)
+        text = _Text(seqlen=self._length(config, "--seqlen", settings.seqlen))
+        if calibrated is not None:
+            say("loading calibration data")
+            text.windows = calibration_windows(calibrated, tokenizer, settings.nsamples, text.seqlen, settings.seed)
+            self._look_at(text.windows, config)
             say("dataset loading complete")
-        return windows, self._evaluated(tokenizer, decoder, seqlen) if settings.eval else None
+        if evaluated is not None:
+            text.evaluated = self._evaluated(evaluated, tokenizer, config, text.seqlen)
+        return text
 
-    def _evaluated(self, tokenizer: Any, decoder: Decoder, seqlen: int) -> Windows | None:
-        """Where nobody insists on perplexity and there is no text for it, there is none."""
+    def _tokenizer(self, folder: Path) -> Any:
+        return load_tokenizer(folder) if self.settings.needs_data or self.settings.eval else None
+
+    def _texts(self) -> tuple[Texts | None, Texts | None]:
+        """Read, or fetched; not yet cut into windows."""
+        settings = self.settings
+        calibrated = find_texts(settings.dataset, "calibration") if settings.needs_data else None
+        if not settings.eval:
+            return calibrated, None
+        builtin = settings.dataset.strip().lower() == "builtin"
+        name = self.options.eval_dataset or ("builtin" if builtin else "wikitext2")
+        with self._unless_asked_for():
+            return calibrated, find_texts(name, "evaluation")
+        return calibrated, None
+
+    def _evaluated(self, texts: Texts, tokenizer: Any, config: Any, seqlen: int) -> Windows | None:
         options = self.options
-        builtin = self.settings.dataset.strip().lower() == "builtin"
-        name = options.eval_dataset or ("builtin" if builtin else "wikitext2")
-        length = seqlen if options.eval_seqlen is None else self._length(decoder, "--eval-seqlen", options.eval_seqlen)
-        try:
-            evaluated = evaluation_windows(name, tokenizer, length, options.eval_windows)
-        except InputError as error:
-            if options.must_evaluate or options.eval_dataset is not None:
-                raise
-            self._note(f"no perplexity: {error.message}; --eval-dataset builtin needs nothing")
-            return None
-        self._look_at(evaluated, decoder)
+        length = seqlen if options.eval_seqlen is None else self._length(config, "--eval-seqlen", options.eval_seqlen)
+        evaluated = None
+        with self._unless_asked_for():
+            evaluated = evaluation_windows(texts, tokenizer, length, options.eval_windows)
+        if evaluated is not None:
+            self._look_at(evaluated, config)
         return evaluated
 
-    def _look_at(self, windows: Windows, decoder: Decoder) -> None:
+    @contextmanager
+    def _unless_asked_for(self) -> Iterator[None]:
+        """Where nobody insists on perplexity and there is no text for it, there is none."""
+        try:
+            yield
+        except InputError as error:
+            if self.options.must_evaluate or self.options.eval_dataset is not None:
+                raise
+            self._note(f"no perplexity: {error.message}; --eval-dataset builtin needs nothing")
+
+    def _look_at(self, windows: Windows, config: Any) -> None:
         for note in windows.notes:
             self._note(note)
         largest = int(windows.ids.max())
-        if largest >= decoder.vocab_size:
+        if largest >= int(config.vocab_size):
             raise InputError(
-                f"the tokenizer gives token {largest:,}, but the model has only {decoder.vocab_size:,}",
+                f"the tokenizer gives token {largest:,}, but the model has only {int(config.vocab_size):,}",
                 hint="the tokenizer in the model's folder is another model's",
             )
 
@@ -208,7 +264,7 @@ class _Run:
         if isinstance(weights, WeightStore) and self.team.leads:
             check_files(weights)
 
-    def _output(self, engine: Engine, windows: Windows | None, seqlen: int) -> OutputFolder | None:
+    def _output(self, engine: Engine, text: _Text) -> OutputFolder | None:
         settings = self.settings
         if settings.save is None or not self.team.leads:
             return None
@@ -217,9 +273,15 @@ class _Run:
             "method", "sparsity_ratio", "sparsity_type", "seed", "use_variant", "allocation", "reconstruct", "dtype",
         )  # fmt: skip
         key = {name: asked[name] for name in names} | {"device": self.device.type}
-        if windows is not None:
-            key |= {"nsamples": settings.nsamples, "seqlen": seqlen, "data": windows.fingerprint.sha256}
-        return OutputFolder.create(settings.save, engine.decoder, key, resume=settings.resume)
+        if text.windows is not None:
+            key |= {"nsamples": settings.nsamples, "seqlen": text.seqlen, "data": text.windows.fingerprint.sha256}
+        replace = self.options.force
+        if replace:
+            place_to_save.begin_anew(settings.save)
+        elif place_to_save.holds_same_run(settings.save, {**key, "source": identity_of(engine.decoder)}):
+            self._note(f"'{settings.save}' holds the result of this very run: it is replaced when this one is whole")
+            replace = True
+        return OutputFolder.create(settings.save, engine.decoder, key, resume=settings.resume, replace=replace)
 
     def _begin_file(self, log: MemoryLog, output: OutputFolder | None) -> None:
         if output is not None and self.settings.log_memory:
@@ -304,11 +366,20 @@ class _Run:
     def _save(self, log: MemoryLog, result: Result, output: OutputFolder) -> None:
         log.checkpoint("07_before_save_model")
         with self._timed("save"), log.until("08_after_save_model"):
+            result.saved, result.run = str(output.save), output.journal.key
             self._fill(result, log)
-            write_result(output.working, result)
-            saved = output.finish()
-            log.moved_to(saved / LOG_FILE)
-            result.saved = str(saved)
+            with writing_to(self.settings.save):
+                write_result(output.working, result)
+            log.moved_to(output.finish() / LOG_FILE)
+
+    def _write_last(self, result: Result, saved: Path) -> None:
+        """The model is whole by now, with its results up to the last checkpoint: a full disk does not undo that."""
+        try:
+            write_result(saved, result)
+        except OSError as error:
+            self._note(f"the last figures are not in '{saved / FILE}': {error.strerror}")
+        with writing_to(self.options.results_also_in):
+            place_to_save.copy_results(saved, self.options.results_also_in)
 
     # -- what came of it -------------------------------------------------------------------------------------------
 
@@ -366,3 +437,10 @@ class _Run:
             yield
         finally:
             self.seconds[name] = time.perf_counter() - began
+
+
+@dataclass(kw_only=True)
+class _Text:
+    seqlen: int
+    windows: Windows | None = None
+    evaluated: Windows | None = None

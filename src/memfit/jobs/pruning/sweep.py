@@ -68,6 +68,7 @@ class Sweep:
         if settings.sparsity.group is not None:
             for matrix in (m for found in engine.matrices for m in found):
                 check_groups(matrix.columns, settings.sparsity.group)
+        self.notes: tuple[str, ...] = ()
         self.placement = self._settled_placement()
 
     def run(self, on_block: Callable[[BlockReport], None]) -> Outcome:
@@ -97,7 +98,7 @@ class Sweep:
         return Outcome(
             blocks=tuple(reports), ratios=tuple(s.ratio for s in sparsities), micro_batch=self.placement.micro_batch,
             hidden_on=self.placement.where, host_peak_bytes=engine.host.peak_bytes,
-            notes=(*notes, *dict.fromkeys(note for report in reports for note in report.notes)),
+            notes=(*self.notes, *notes, *dict.fromkeys(note for report in reports for note in report.notes)),
             dense_states=riders.get("dense"), pruned_states=riders.get("pruned"),
         )  # fmt: skip
 
@@ -111,15 +112,28 @@ class Sweep:
         made = self.engine.placement(windows[0], self.settings, sum(len(ids) for ids in windows[1:]))
         before = self.output.recall("micro_batch") if self.output is not None else None
         size: int = self.engine.team.tell(before or made.micro_batch)
-        if self.ids is not None and -(-len(self.ids) // size) < self.engine.team.size:
-            raise UsageError(
-                f"{len(self.ids)} windows are {-(-len(self.ids) // size)} micro-batches of {size}, too few for "
-                f"{self.engine.team.size} processes",
-                hint="fewer processes, or more --nsamples",
-            )
+        if self.ids is not None:
+            size = self._enough_for_all(size, len(self.ids))
         if self.output is not None and self.engine.team.leads and before is None:
             self.output.remember("micro_batch", size)
         return dataclasses.replace(made, micro_batch=size)
+
+    def _enough_for_all(self, size: int, windows: int) -> int:
+        """Windows in a micro-batch, so that every process has one: it learns from it what a block's inputs are."""
+        processes = self.engine.team.size
+        if windows < processes:
+            raise UsageError(
+                f"{processes} processes cannot share {windows} windows of text",
+                hint=f"--nsamples {processes}, or --nproc-per-node {windows}",
+            )
+        if -(-windows // size) >= processes:
+            return size
+        smaller = windows // processes
+        self.notes = (
+            f"micro-batches of {smaller} windows instead of {size}, so that each of {processes} processes has its "
+            f"share of {windows}",
+        )
+        return smaller
 
     def _sparsities(self) -> list[Sparsity]:
         """How much of each block goes."""

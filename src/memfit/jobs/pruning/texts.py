@@ -6,20 +6,23 @@
     PATH        a text file, .jsonl or .json with "text" in each row, .parquet, also .gz; or a folder of these
 
 A named set is looked for in the folder that MEMFIT_DATA names (`wikitext-2-raw/wiki.{train,valid,test}.raw`,
-`c4/*.jsonl`), then on the Hugging Face Hub through the package `datasets`, if that is installed.
+`c4/*.jsonl`), then in the cache of the Hugging Face Hub, then on the Hub. WikiText-2 is a Parquet file there, which the
+extra memfit[data] reads; C4 is compressed JSON, which needs nothing.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
 from memfit.errors import InputError, UnknownName
 from memfit.jobs.texts.builtin import builtin_documents, builtin_origin
-from memfit.jobs.texts.files import is_text_file, lines_of, read_documents
+from memfit.jobs.texts.files import PARQUET_HINT, is_text_file, lines_of, read_documents
+from memfit.jobs.texts.hub import fetch_file, find_cached
 
 Use = Literal["calibration", "evaluation"]
 NAMES = ("wikitext2", "c4", "builtin")
@@ -27,7 +30,14 @@ VARIABLE = "MEMFIT_DATA"
 
 WIKITEXT_FILE = "wiki.{}.raw"
 JOINED_TEST = "wikitext2_test_joined.txt"
-C4_FILES = {
+WIKITEXT_REPOS = ("Salesforce/wikitext", "wikitext")
+"""On the Hub; the second is its old name, under which the public pruning code has put it into many caches."""
+WIKITEXT_FILES: Mapping[Use, str] = {
+    "calibration": "wikitext-2-raw-v1/train-00000-of-00001.parquet",
+    "evaluation": "wikitext-2-raw-v1/test-00000-of-00001.parquet",
+}
+C4_REPOS = ("allenai/c4",)
+C4_FILES: Mapping[Use, str] = {
     "calibration": "en/c4-train.00000-of-01024.json.gz",
     "evaluation": "en/c4-validation.00000-of-00008.json.gz",
 }
@@ -67,8 +77,14 @@ def is_on_this_machine(name: str) -> bool:
     """Whether `find_texts` would fetch nothing for it."""
     key = name.strip().lower()
     if key == "wikitext2":
-        return _local_wikitext("calibration") is not None
-    return key != "c4" or bool(_local_c4("calibration")[0])
+        return _local_wikitext("calibration") is not None or _is_cached(WIKITEXT_REPOS, WIKITEXT_FILES["calibration"])
+    return key != "c4" or bool(_local_c4("calibration")[0]) or _is_cached(C4_REPOS, C4_FILES["calibration"])
+
+
+def check_packages(name: str) -> None:
+    """Before anything is fetched: whether what the Hub has of a named set could be read."""
+    if name.strip().lower() == "wikitext2" and _local_wikitext("calibration") is None:
+        _check_parquet("wikitext2")
 
 
 # -- named sets --------------------------------------------------------------------------------------------------------
@@ -79,7 +95,7 @@ def _wikitext2(use: Use) -> Texts:
     if local is not None:
         return local
     split = "test" if use == "evaluation" else "train"
-    rows = _from_hub("wikitext2", "Salesforce/wikitext", "wikitext-2-raw-v1", split=split)
+    rows = _from_hub("wikitext2", WIKITEXT_REPOS, WIKITEXT_FILES[use])
     return _wikitext(split, "the Hugging Face Hub (Salesforce/wikitext)", rows)
 
 
@@ -117,7 +133,7 @@ def _c4(use: Use) -> Texts:
         documents: Sequence[str] = [document for path in files for document in read_documents(path)]
         origin = ", ".join(str(path) for path in files)
     else:
-        documents = _from_hub("c4", "allenai/c4", None, split="train", file=C4_FILES[use])
+        documents = _from_hub("c4", C4_REPOS, C4_FILES[use])
         origin = f"the Hugging Face Hub (allenai/c4, {C4_FILES[use]})"
     if use == "evaluation":
         documents = documents[:C4_VALIDATION_DOCUMENTS]
@@ -185,22 +201,33 @@ def _near(root: Path) -> list[Path]:
 # -- the Hub -----------------------------------------------------------------------------------------------------------
 
 _HOW = (
-    f"set {VARIABLE} to a folder with wikitext-2-raw/wiki.train.raw or c4/*.jsonl, or `pip install datasets` to get\n"
-    "it from the Hub, or give --dataset builtin or the path of a text file"
+    f"--dataset builtin needs nothing, a text file of your own works too; or set {VARIABLE} to a folder with\n"
+    "wikitext-2-raw/wiki.train.raw or c4/*.jsonl"
 )
 
 
-def _from_hub(name: str, repo: str, config: str | None, *, split: str, file: str | None = None) -> Sequence[str]:
-    looked = f"not in {VARIABLE}={os.environ[VARIABLE]!r}" if os.environ.get(VARIABLE) else f"{VARIABLE} is not set"
+def _from_hub(name: str, repos: Sequence[str], file: str) -> list[str]:
+    if file.endswith(".parquet"):
+        _check_parquet(name)
+    cached = (found for repo in repos if (found := find_cached(repo, file)) is not None)
     try:
-        from datasets import load_dataset
-    except ImportError as error:
-        why = f"no text for --dataset {name}: {looked}, and the package `datasets` is not installed"
-        raise InputError(why, hint=_HOW) from error
-    try:
-        found = load_dataset(repo, config, split=split, data_files=None if file is None else {split: file})
-    except Exception as error:  # what it raises offline depends on its version
-        why = f"no text for --dataset {name}: {looked}, and the Hub does not give {repo}"
-        raise InputError(f"{why} ({type(error).__name__})", hint=_HOW) from error
-    rows: Sequence[str] = found["text"]
-    return rows
+        return read_documents(next(cached, None) or fetch_file(repos[0], file))
+    except InputError as error:
+        raise InputError(f"no text for --dataset {name}: {_looked()}, and {error.message}", hint=_HOW) from error
+
+
+def _is_cached(repos: Sequence[str], file: str) -> bool:
+    return any(find_cached(repo, file) is not None for repo in repos)
+
+
+def _check_parquet(name: str) -> None:
+    if find_spec("pyarrow") is None:
+        raise InputError(
+            f"no text for --dataset {name}: {_looked()}, and on the Hub it is Parquet, which needs the package pyarrow",
+            hint=f"{PARQUET_HINT}; {_HOW}",
+        )
+
+
+def _looked() -> str:
+    said = os.environ.get(VARIABLE)
+    return f"not in {VARIABLE}={said!r}" if said else f"{VARIABLE} is not set"

@@ -22,16 +22,17 @@ LONGEST_LINE = 1 << 28
 SPECIAL = (
     (stat.S_ISCHR, "a device"), (stat.S_ISBLK, "a device"), (stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"),
 )  # fmt: skip
+PARQUET_HINT = "pip install 'memfit[data]' brings it"
 
 
 def is_text_file(path: Path) -> bool:
-    return _kind(path) in KINDS
+    return kind_of(path) in KINDS
 
 
 def read_documents(path: Path) -> list[str]:
     """The texts of a structured file, or the whole of a plain one as a single document."""
     rows = _placed(path, (FIELD,))
-    if _kind(path) == ".parquet":
+    if kind_of(path) == ".parquet":
         rows = ((place, row) for place, row in rows if row[FIELD] is not None)
     return [_text_of(row, f"'{path}', {place}") for place, row in rows]
 
@@ -43,7 +44,7 @@ def read_rows(path: Path) -> list[Any]:
 
 def _placed(path: Path, columns: tuple[str, ...] | None) -> Iterator[tuple[str, Any]]:
     """Where each row stands, in words, and the row."""
-    kind = _kind(path)
+    kind = kind_of(path)
     check_plain_file(path)
     try:
         if kind == ".parquet":
@@ -119,7 +120,8 @@ def _pieces(path: Path, *, by_line: bool = False) -> Iterator[str]:
         raise InputError(f"cannot read '{path}': {error}") from error
 
 
-def _kind(path: Path) -> str:
+def kind_of(path: Path) -> str:
+    """How the name ends, whether or not it is compressed."""
     name = path.name.lower()
     name = name.removesuffix(".gz")
     return Path(name).suffix
@@ -142,11 +144,14 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _json(path: Path) -> Iterator[tuple[str, Any]]:
+    lines = _pieces(path, by_line=True)
+    if _is_object(next(lines, "")) and next(lines, "").strip():
+        return _json_lines(path)  # C4 calls its JSON lines .json
     text = "".join(_pieces(path))
     try:
         rows = json.loads(text)
     except (ValueError, RecursionError):
-        return _json_lines(path)  # C4 calls its JSON lines .json
+        return _json_lines(path)  # says which line is wrong
     if isinstance(rows, dict) and isinstance(rows.get(FIELD), list):
         rows = rows[FIELD]
     if isinstance(rows, dict):
@@ -154,6 +159,13 @@ def _json(path: Path) -> Iterator[tuple[str, Any]]:
     if not isinstance(rows, list):
         raise InputError(f"'{path}': not a list of rows with {FIELD!r}")
     return _rows(rows)
+
+
+def _is_object(line: str) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _text_of(row: Any, where: str) -> str:
@@ -169,7 +181,7 @@ def _parquet(path: Path, columns: tuple[str, ...] | None) -> list[dict[str, Any]
     try:
         from pyarrow import ArrowException, parquet
     except ImportError as error:
-        raise InputError(f"'{path}': reading Parquet needs pyarrow: pip install pyarrow") from error
+        raise InputError(f"'{path}': reading Parquet needs the package pyarrow", hint=PARQUET_HINT) from error
     try:
         rows: list[dict[str, Any]] = parquet.read_table(
             path, columns=None if columns is None else list(columns)

@@ -17,6 +17,7 @@ from typing import Any
 from memfit.errors import InputError
 from memfit.jobs.texts.builtin import builtin_documents, builtin_origin
 from memfit.jobs.texts.files import KINDS, is_text_file, read_rows
+from memfit.jobs.texts.hub import fetch_file, find_split
 from memfit.jobs.training.config import DataConfig
 
 BUILTIN = "builtin"
@@ -127,21 +128,17 @@ def _near(path: Path) -> str:
 
 
 def _from_hub(config: DataConfig, name: str) -> list[Any]:
-    hint = "give the path of a .txt, .jsonl, .json or .parquet file, or `builtin`"
+    """File by file, until there are as many rows as asked for."""
+    rows: list[Any] = []
     try:
-        from datasets import load_dataset
-    except ImportError as error:
-        raise InputError(
-            f"data.source '{name}' is no file here, and the package `datasets`, which reads the Hub, is not installed",
-            hint=f"pip install datasets; or {hint}",
-        ) from error
-    try:
-        found = load_dataset(name, config.subset, split=config.split)
-        return list(found if config.max_samples is None else found.take(config.max_samples))
-    except Exception as error:  # what it raises offline depends on its version
-        said = str(error).strip().splitlines()
-        why = f"data.source '{name}': the Hub does not give it ({type(error).__name__}: {said[0] if said else ''})"
-        raise InputError(why[:400], hint=hint) from error
+        for file in find_split(name, config.subset, config.split):
+            rows += read_rows(fetch_file(name, file))
+            if config.max_samples is not None and len(rows) >= config.max_samples:
+                break
+    except InputError as error:
+        hint = "give the path of a .txt, .jsonl, .json or .parquet file, or `builtin`"
+        raise InputError(f"data.source '{name}': {error.message}", hint=error.hint or hint) from error
+    return rows
 
 
 # -- what is in them ---------------------------------------------------------------------------------------------------
