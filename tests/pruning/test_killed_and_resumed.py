@@ -98,6 +98,97 @@ def test_a_killed_run_is_resumed_to_the_same_bytes(
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+ANYWHERE = """
+import hashlib, io, json, os, signal, sys, threading
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+import torch
+torch.set_num_threads(1)
+from memfit.cli.main import main
+import memfit.jobs.pruning.run, memfit.jobs.pruning.sweep, transformers.models.llama.modeling_llama
+
+where, again, asked = Path(sys.argv[1]), sys.argv[2] == "again", sys.argv[3:]
+out = where / "out"
+STEPS = ("open", "write", "pwrite", "fsync", "fdatasync", "ftruncate", "posix_fallocate", "mkdir", "rename", "rmdir", "unlink")
+
+def prune(*more, dies_at=None):
+    "In a process of its own: its exit code and its words, and how many steps it took; killed before one of them."
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child:
+        os.close(writing)
+        said = os.fdopen(reading).read()
+        _, status = os.waitpid(child, 0)
+        return os.waitstatus_to_exitcode(status), said
+    taken, lock, tell = 0, threading.Lock(), os.write
+    def counted(plain):
+        def step(*args, **kwargs):
+            nonlocal taken
+            with lock:
+                taken += 1
+                if taken - 1 == dies_at:
+                    os.kill(os.getpid(), signal.SIGKILL)
+            return plain(*args, **kwargs)
+        return step
+    for name in STEPS:
+        setattr(os, name, counted(getattr(os, name)))
+    told = io.StringIO()
+    with redirect_stdout(told), redirect_stderr(told):
+        code = main([*asked, "--save", str(out), *more])
+    tell(writing, (told.getvalue() + f"STEPS {taken}").encode())
+    os._exit(code)
+
+def digest():
+    kept = sorted(path for path in out.iterdir() if not path.name.startswith(("result", "log_")))
+    return [(path.name, hashlib.sha256(path.read_bytes()).hexdigest()) for path in kept]
+
+def clear():
+    import shutil
+    for path in where.iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+code, said = prune()
+assert code == 0, said
+wanted, steps = digest(), int(said.rsplit("STEPS ", 1)[1])
+if again:
+    code, said = prune()
+    steps = int(said.rsplit("STEPS ", 1)[1])
+points = [*range(0, steps, int(os.environ["EVERY"])), *range(steps - 16, steps)]
+for point in points:
+    clear()
+    if again:
+        assert prune()[0] == 0
+    code, said = prune(dies_at=point)
+    assert code == -9 or (code == 0 and point >= steps - 4), (point, code, said)
+    left = sorted(path.name for path in where.iterdir())
+    if point % 2:  # unasked, either it begins anew or it says how to go on
+        code, said = prune()
+        assert code == 0 or "--resume continues it" in said or "--force replaces it" in said, (point, left, said)
+    code, said = prune("--resume")
+    assert code == 0 or "is complete already" in said, (point, left, code, said)
+    assert digest() == wanted, (point, left)
+    assert [path.name for path in where.iterdir()] == ["out"], (point, left, os.listdir(where))
+print("POINTS", len(points), "of", steps)
+"""
+
+
+@pytest.mark.parametrize("first", ["once", "again"])
+def test_a_run_killed_before_any_step_to_the_disk_is_never_a_dead_end(tmp_path: Path, first: str) -> None:
+    """Before the journal, within its lines, between the renames; also of a run that replaces an earlier result."""
+    (tmp_path / "text.txt").write_text(english(20))
+    asked = [
+        "prune", "--model", str(model_folder(tmp_path, num_hidden_layers=2)), "--dataset", str(tmp_path / "text.txt"),
+        "--nsamples", "2", "--seqlen", "32", "--no-eval", "--device", "cpu",
+    ]  # fmt: skip
+    (tmp_path / "runs").mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", ANYWHERE, str(tmp_path / "runs"), first, *asked], capture_output=True, text=True,
+        timeout=900, env={**os.environ, "OMP_NUM_THREADS": "1", "EVERY": "11" if first == "once" else "60"}, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "POINTS" in done.stdout
+
+
 def test_a_run_with_other_settings_is_not_resumed(
     model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
