@@ -109,7 +109,7 @@ import memfit.jobs.pruning.run, memfit.jobs.pruning.sweep, transformers.models.l
 
 where, again, asked = Path(sys.argv[1]), sys.argv[2] == "again", sys.argv[3:]
 out = where / "out"
-STEPS = ("open", "write", "pwrite", "fsync", "fdatasync", "ftruncate", "posix_fallocate", "mkdir", "rename", "rmdir", "unlink")
+STEPS = "open write pwrite fsync fdatasync ftruncate posix_fallocate mkdir rename rmdir unlink".split()
 
 def prune(*more, dies_at=None):
     "In a process of its own: its exit code and its words, and how many steps it took; killed before one of them."
@@ -181,10 +181,9 @@ def test_a_run_killed_before_any_step_to_the_disk_is_never_a_dead_end(tmp_path: 
         "--nsamples", "2", "--seqlen", "32", "--no-eval", "--device", "cpu",
     ]  # fmt: skip
     (tmp_path / "runs").mkdir()
-    done = subprocess.run(
-        [sys.executable, "-c", ANYWHERE, str(tmp_path / "runs"), first, *asked], capture_output=True, text=True,
-        timeout=900, env={**os.environ, "OMP_NUM_THREADS": "1", "EVERY": "11" if first == "once" else "60"}, check=False,
-    )  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "EVERY": "11" if first == "once" else "60"}
+    command = [sys.executable, "-c", ANYWHERE, str(tmp_path / "runs"), first, *asked]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "POINTS" in done.stdout
 

@@ -33,6 +33,7 @@ from memfit.jobs.pruning.decoder import Decoder
 from memfit.jobs.pruning.journal import Journal, forget_blocks, sync_folder
 from memfit.jobs.pruning.layout import TORCH_DTYPES, Piece
 from memfit.jobs.pruning.matrices import find_matrices
+from memfit.jobs.pruning.result import is_result
 from memfit.jobs.pruning.streaming import Parts
 from memfit.models.checkpoint import INDEX, Stored, WeightStore
 from memfit.units import format_bytes
@@ -86,7 +87,8 @@ class OutputFolder:
             replaces = replace or (journal is not None and bool(journal.settings.get("replaces")))
             if is_taken(path) and not replaces:
                 what = "is complete already" if resume and journal is None else "already exists"
-                raise InputError(f"--save '{save}' {what}", hint="choose another folder, or move this one away")
+                or_else = "--force replaces it" if is_result(path) else "move this one away"
+                raise InputError(f"--save '{save}' {what}", hint=f"choose another folder, or {or_else}")
             if journal is not None:
                 journal.go_on(key, save=str(save))
                 made = cls(path, decoder, journal)
