@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +188,69 @@ def test_a_run_killed_before_any_step_to_the_disk_is_never_a_dead_end(tmp_path: 
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "POINTS" in done.stdout
+
+
+FILLS = """
+import os, sys
+from memfit.jobs.pruning import run, output
+
+def fill():
+    with open(os.environ["FILLER"], "wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(1 << 12))
+        except OSError:
+            pass
+
+def filling(plain, hit):
+    def call(*args):
+        if hit(*args):
+            fill()
+        return plain(*args)
+    return call
+
+def at_block_2(folder, block, *_):
+    if block == 2:
+        folder.settle()
+    return block == 2
+
+if sys.argv[1] == "writing":
+    output.OutputFolder.write = filling(output.OutputFolder.write, at_block_2)
+else:
+    run.write_result = filling(run.write_result, lambda folder, result: folder.name.endswith(".partial"))
+from memfit.cli.main import main
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "none", disk], capture_output=True, check=False)
+    if mounted.returncode != 0:
+        pytest.skip("only root may make a small disk")
+    yield disk
+    subprocess.run(["umount", disk], check=True)
+
+
+@pytest.mark.skipif(shutil.which("mount") is None, reason="there is no mount here")
+@pytest.mark.parametrize("moment", ["writing", "saving"])
+def test_a_disk_that_fills_up_is_said_and_the_run_goes_on_once_there_is_room(
+    model: Path, undisturbed: dict[str, str], small_disk: Path, moment: str
+) -> None:
+    filler = small_disk / "filler"
+    full = subprocess.run(
+        [sys.executable, "-c", FILLS, moment, *asked(model, small_disk / "out")], capture_output=True, text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "FILLER": str(filler)}, timeout=200, check=False,
+    )  # fmt: skip
+    assert full.returncode == 2, full.stderr
+    assert f"error: --save '{small_disk / 'out'}' cannot be written: No space left on device" in full.stderr
+    assert "make room and run the same command with --resume" in full.stderr
+    filler.unlink()
+    assert main([*asked(model, small_disk / "out"), "--resume"]) == 0
+    assert digest(small_disk / "out") == undisturbed
+    assert [path.name for path in small_disk.iterdir()] == ["out"]
 
 
 def test_a_run_with_other_settings_is_not_resumed(
