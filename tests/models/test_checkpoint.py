@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from local_hub import put_into_cache
 from safetensors.torch import save_file
 
 from memfit.errors import InputError
@@ -104,16 +105,27 @@ def test_a_file_that_shrinks_while_it_is_read_is_told(tmp_path: Path) -> None:
 
 
 def test_a_preset_stands_for_its_weights_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import huggingface_hub
-
-    asked: list[str] = []
-
-    def snapshot_download(name: str, **_: Any) -> str:
-        asked.append(name)
-        raise OSError("no network")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    with pytest.raises(InputError, match=r"is not in the Hugging Face cache and cannot be fetched: no network"):
-        locate("llama-3.2-1b")
-    assert set(asked) == {"meta-llama/Llama-3.2-1B"}
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(
+        InputError, match=r"'meta-llama/Llama-3\.2-1B' is not in the Hugging Face cache.*OFFLINE is set"
+    ):
+        locate("llama-3.2-1b", cache_dir=tmp_path)
+    found = put_into_cache(tmp_path, "models", "meta-llama/Llama-3.2-1B", "model.safetensors", b"")
+    assert locate("llama-3.2-1b", cache_dir=tmp_path) == found.parent
     assert locate(str(tmp_path)) == tmp_path
+
+
+def test_a_download_that_was_cut_off_is_not_taken_for_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    small = {"model.safetensors.index.json": json.dumps(index), "config.json": "{}", "vocab.json": "[]"}
+    for name, content in small.items():
+        put_into_cache(tmp_path, "models", "org/cut", name, content.encode())
+    put_into_cache(tmp_path, "models", "org/cut", "model-00001-of-00002.safetensors", b"")
+    with pytest.raises(InputError, match="cannot be fetched"):
+        locate("org/cut", cache_dir=tmp_path)
+    assert locate("org/cut", cache_dir=tmp_path, weights=False).is_dir(), "settings and tokenizer are there"
+    put_into_cache(tmp_path, "models", "org/cut", "model-00002-of-00002.safetensors", b"whole")
+    assert locate("org/cut", cache_dir=tmp_path).is_dir()
