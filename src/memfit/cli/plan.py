@@ -80,7 +80,7 @@ def _plan(
     with output.working(f"tracing {workload.model}"):
         from memfit.planning.predict import predict
 
-        made = predict(workload, gpu=gpu, trace_cache=not no_trace_cache)
+        made = predict(workload, gpu=gpu, trace_cache=not no_trace_cache, stacks=save_trace is not None)
         document = {**made.to_json(), "duration": _duration(made, workload, asked)}
     if save_trace is not None:
         with output.writing(save_trace, "--save-trace"):

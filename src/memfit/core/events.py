@@ -6,6 +6,7 @@ no consumer asks which. It is columnar, because a large job has a million events
     blocks   one row an allocation: requested bytes, stream, category, op, module, address (0 if modelled)
     events   one row an event: an action and its subject (a block, a mark or a driver range)
     marks    where a phase of a step begins
+    stacks   the lines of code that asked for blocks, if they were kept: innermost first, each stack and frame once
     ranges   what the driver was seen to hand out or take back (recorded traces only)
 
     >>> trace = Trace()
@@ -21,7 +22,7 @@ from __future__ import annotations
 import json
 import zipfile
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
@@ -43,6 +44,8 @@ CATEGORIES = (
 
 BLOCK_COLUMNS = ("streams", "addresses", "category_of", "op_of", "module_of")
 """What is known of each block beside its size."""
+STACKS = "stack_of"
+FrameRow = tuple[str, int, str]
 
 
 class Action(IntEnum):
@@ -84,9 +87,17 @@ class Trace:
     range_sizes: array[int] = field(default_factory=lambda: array("q"))
     range_streams: array[int] = field(default_factory=lambda: array("q"))
 
+    stack_of: array[int] = field(default_factory=lambda: array("i"))
+    """Of each block its stack, 0 for none; empty where stacks were not kept."""
+    stacks: list[tuple[int, ...]] = field(default_factory=lambda: [()])
+    frames: list[FrameRow] = field(default_factory=list)
+    """File, line and function."""
+
     marks: list[Mark] = field(default_factory=list)
     names: list[str] = field(default_factory=lambda: [""])
     _name_ids: dict[str, int] = field(default_factory=lambda: {"": 0})
+    _stack_ids: dict[tuple[int, ...], int] = field(default_factory=lambda: {(): 0})
+    _frame_ids: dict[FrameRow, int] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.actions)
@@ -146,6 +157,22 @@ class Trace:
             self.names.append(name)
         return found
 
+    def stack_id(self, frames: Sequence[FrameRow]) -> int:
+        """A stack, innermost frame first, kept once."""
+        ids = []
+        for frame in frames:
+            found = self._frame_ids.get(frame)
+            if found is None:
+                found = self._frame_ids[frame] = len(self.frames)
+                self.frames.append(frame)
+            ids.append(found)
+        stack = tuple(ids)
+        number = self._stack_ids.get(stack)
+        if number is None:
+            number = self._stack_ids[stack] = len(self.stacks)
+            self.stacks.append(stack)
+        return number
+
     def _event(self, action: int, subject: int) -> None:
         self.actions.append(action)
         self.subjects.append(subject)
@@ -161,20 +188,29 @@ class Trace:
     def module(self, block: int) -> str:
         return self.names[self.module_of[block]]
 
+    def stack(self, block: int) -> list[FrameRow]:
+        """Where a block was asked for, innermost first."""
+        number = self.stack_of[block] if block < len(self.stack_of) else 0
+        return [self.frames[i] for i in self.stacks[number]]
+
     # -- from one trace to another ---------------------------------------------------------------------------
 
     def emptied(self) -> Trace:
-        """The same origin, facts, marks and names; no events and no blocks."""
+        """The same origin, facts, marks, names and stacks; no events and no blocks."""
         return Trace(
             origin=self.origin, facts=dict(self.facts), marks=list(self.marks), names=list(self.names),
-            _name_ids=dict(self._name_ids),
+            _name_ids=dict(self._name_ids), stacks=list(self.stacks), frames=list(self.frames),
+            _stack_ids=dict(self._stack_ids), _frame_ids=dict(self._frame_ids),
         )  # fmt: skip
 
     def take_blocks(self, source: Trace, chosen: npt.NDArray[np.int64]) -> None:
         """Blocks of a trace with the same names, all but their sizes."""
-        for name in BLOCK_COLUMNS:
+        for name in (*BLOCK_COLUMNS, STACKS):
             column = getattr(source, name)
-            getattr(self, name).frombytes(np.frombuffer(column, dtype=column.typecode)[chosen].tobytes())
+            if name == STACKS:  # what was made last may be a library's own
+                column = column + array("i", [0] * (len(source.module_of) - len(column))) if column else None
+            if column is not None:
+                getattr(self, name).frombytes(np.frombuffer(column, dtype=column.typecode)[chosen].tobytes())
 
     # -- to disk and back ------------------------------------------------------------------------------------
 
@@ -184,6 +220,9 @@ class Trace:
             "marks": [[mark.phase, mark.step] for mark in self.marks],
         }  # fmt: skip
         columns = {name: np.frombuffer(getattr(self, name), dtype=kind) for name, kind in _COLUMNS.items()}
+        if self.stack_of:
+            header |= {"frames": self.frames, "stacks": self.stacks}
+            columns[STACKS] = np.frombuffer(self.stack_of, dtype="<i4")
         columns["header"] = np.frombuffer(json.dumps(header).encode(), dtype=np.uint8)
         with written_whole(path) as beside, beside.open("wb") as out:
             np.savez_compressed(out, allow_pickle=False, **columns)
@@ -203,11 +242,15 @@ class Trace:
                     if column.dtype != np.dtype(kind) or column.ndim != 1:
                         raise ValueError(f"column {name} is {column.dtype}, not {kind}")
                     getattr(trace, name).frombytes(column.tobytes())
+                if STACKS in columns:
+                    trace.stack_of.frombytes(columns[STACKS].astype("<i4").tobytes())
             if header["format"] != FORMAT:
                 raise ValueError(f"format {header['format']!r}")
             trace.names = [str(name) for name in header["names"]]
             trace._name_ids = {name: i for i, name in enumerate(trace.names)}
             trace.marks = [Mark(str(phase), int(step)) for phase, step in header["marks"]]
+            trace.frames = [(str(file), int(line), str(name)) for file, line, name in header.get("frames", [])]
+            trace.stacks = [tuple(int(frame) for frame in stack) for stack in header.get("stacks", [[]])]
             trace._check()
         except InputError:
             raise
@@ -236,6 +279,11 @@ class Trace:
             column = np.frombuffer(getattr(self, name), dtype=np.int32)
             if len(column) and (column.min() < 0 or column.max() >= len(self.names)):
                 raise ValueError("a block names something that is not there")
+        stacks = np.frombuffer(self.stack_of, dtype=np.int32)
+        if len(stacks) and (len(stacks) > blocks or stacks.min() < 0 or stacks.max() >= len(self.stacks)):
+            raise ValueError("a block names a stack that is not there")
+        if any(not 0 <= frame < len(self.frames) for stack in self.stacks for frame in stack):
+            raise ValueError("a stack names a frame that is not there")
         requested = np.frombuffer(self.requested, dtype=np.int64)
         if len(requested) and (requested.min() < 0 or requested.max() >= 1 << 60):
             raise ValueError("a size out of range")

@@ -34,8 +34,9 @@ def paths(run: Run, blocks: Ints) -> Iterator[tuple[tuple[str, ...], int, int]]:
     """(names from the outside in, bytes, how many blocks), each path once."""
     sums: dict[tuple[str, ...], list[int]] = {}
     of_stack: dict[tuple[int, ...], tuple[str, ...]] = {}
+    stacks = run.stack_numbers()
     for block in blocks.tolist():
-        key = _key(run, block)
+        key = _key(run, block, stacks)
         path = of_stack.get(key)
         if path is None:
             path = of_stack[key] = _path(run, block)
@@ -73,16 +74,16 @@ def pruned(root: Node) -> Node:
     return root
 
 
-def _key(run: Run, block: int) -> tuple[int, ...]:
+def _key(run: Run, block: int, stacks: Ints) -> tuple[int, ...]:
     labels = run.labels
-    if run.snapshot is not None and labels.stacks:
-        return run.snapshot.stack_of[run.device][block], int(labels.line[block])
+    if labels.stacks:
+        return int(stacks[block]), int(labels.line[block])
     return int(labels.category[block]), int(labels.module[block]), int(labels.op[block])
 
 
 def _path(run: Run, block: int) -> tuple[str, ...]:
     labels = run.labels
-    if run.snapshot is not None and labels.stacks:
+    if labels.stacks:
         frames = [frame for frame in run.frames(block) if is_python(frame) and frame.name not in HOPS][:MAX_DEPTH]
         return tuple(line_text(frame) for frame in reversed(frames)) or (labels.lines[labels.line[block]],)
     category = ALL_CATEGORIES[labels.category[block]].replace("_", " ")

@@ -12,6 +12,7 @@ which predictions are labelled (docs/concepts.md); the rest is unknown, and call
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,12 +23,14 @@ from memfit.core.events import CATEGORIES
 from memfit.core.lifetimes import BEFORE, Ints
 from memfit.core.phases import Phase, derived_phases, marked_phases, phase_numbers
 from memfit.core.snapshot import Annotation, Snapshot
+from memfit.core.snapshot_schema import Frame, clean
 from memfit.core.stack_reading import Work, code_line, is_python, works
 
 UNKNOWN = "unknown"
 ALL_CATEGORIES = (*CATEGORIES, UNKNOWN)
 BEFORE_RECORDING = "(there before the recording)"
 NO_PYTHON = "(no Python frame: the backward pass)"
+NO_LINE = "(no line of code)"
 Names = tuple[str, ...]
 Bools = npt.NDArray[np.bool_]
 
@@ -51,22 +54,35 @@ class Labels:
 
 def labels_of_trace(course: Course) -> Labels:
     """Of a trace that carries its own labels."""
+    trace = course.trace
+    frames = [Frame(clean(file), line, clean(name)) for file, line, name in trace.frames]
+    stack_of = np.zeros(len(course.size), dtype=np.int64)
+    stack_of[: len(trace.stack_of)] = np.frombuffer(trace.stack_of, dtype=np.int32)
+    return _labels_given(course, [[frames[i] for i in stack] for stack in trace.stacks], stack_of)
+
+
+def _labels_given(course: Course, stacks: Sequence[Sequence[Frame]], stack_of: Ints) -> Labels:
     given = _given(course)
     category = np.where(given < 0, ALL_CATEGORIES.index("other"), given)
-    lines = np.zeros(len(category), dtype=np.int64)
+    has_lines = any(is_python(frame) for stack in stacks for frame in stack)
+    without = NO_LINE if course.trace.origin == "predicted" else NO_PYTHON
+    lines, line = _lines(stacks, stack_of, course.lives.birth != BEFORE, has_lines, without)
+    if not has_lines:
+        lines, line = ("",), np.zeros(len(category), dtype=np.int64)
     phases = marked_phases(course.trace)
     source, named = ("labels", "marks") if (given >= 0).any() else ("none", "marks")
     if source == "none":
         category[:] = ALL_CATEGORIES.index(UNKNOWN)
-    return _labels(course, category, lines, ("",), phases, source, named if phases else "none", stacks=False)
+    return _labels(course, category, line, lines, phases, source, named if phases else "none", stacks=has_lines)
 
 
 def labels_of_snapshot(course: Course, snapshot: Snapshot, device: int) -> Labels:
     trace = course.trace
     stack_of = np.frombuffer(snapshot.stack_of[device], dtype=np.int32).astype(np.int64)
+    frames = [[snapshot.frame_table[i] for i in stack] for stack in snapshot.stacks]
     phases = marked_phases(trace)
     if phases:
-        return labels_of_trace(course)
+        return _labels_given(course, frames, stack_of)
     work = works(snapshot.stacks, snapshot.frame_table, np.bincount(stack_of, minlength=len(snapshot.stacks)))[stack_of]
     stacks = any(any(is_python(snapshot.frame_table[i]) for i in stack) for stack in snapshot.stacks)
     born = course.lives.birth != BEFORE
@@ -76,7 +92,7 @@ def labels_of_snapshot(course: Course, snapshot: Snapshot, device: int) -> Label
     given = _given(course)
     derived = _derived(course, work, stack_of, phases, stacks)
     category = np.where(given < 0, derived, given)
-    lines, line = _lines(snapshot, stack_of, born, stacks)
+    lines, line = _lines(frames, stack_of, born, stacks)
     unknown = ALL_CATEGORIES.index(UNKNOWN)
     source = _SOURCES[bool((given >= 0).any()), bool((derived[given < 0] != unknown).any())]
     return _labels(course, category, line, lines, phases, source, "derived" if phases else "none", stacks=stacks)
@@ -144,13 +160,14 @@ def _optimizer_steps(annotations: tuple[Annotation, ...], device: int) -> list[t
     return found
 
 
-def _lines(snapshot: Snapshot, stack_of: Ints, born: Bools, stacks: bool) -> tuple[Names, Ints]:
+def _lines(
+    frames: Sequence[Sequence[Frame]], stack_of: Ints, born: Bools, stacks: bool, without: str = NO_PYTHON
+) -> tuple[Names, Ints]:
     """Of each block its line of code. Those without one are told apart by why they have none."""
-    names = {"": 0, BEFORE_RECORDING: 1, NO_PYTHON: 2}
-    texts = (code_line([snapshot.frame_table[i] for i in stack]) for stack in snapshot.stacks)
-    table = np.array([names.setdefault(text, len(names)) for text in texts], dtype=np.int64)
+    names = {"": 0, BEFORE_RECORDING: 1, without: 2}
+    table = np.array([names.setdefault(code_line(stack), len(names)) for stack in frames], dtype=np.int64)
     line = table[stack_of]
     line[(line == 0) & ~born] = names[BEFORE_RECORDING]
     if stacks:
-        line[(line == 0) & born] = names[NO_PYTHON]
+        line[(line == 0) & born] = names[without]
     return tuple(names), line

@@ -192,7 +192,7 @@ class _Words:
 def _kinds(run: Run, blocks: Ints, words: _Words) -> tuple[list[list[int]], Ints]:
     """Blocks from one place share what is said of them: [line, module, op, stack]."""
     labels = run.labels
-    stack_of = _stack_of(run)
+    stack_of = run.stack_numbers()
     columns = np.stack([labels.line[blocks], labels.module[blocks], labels.op[blocks], stack_of[blocks]], axis=1)
     if not len(blocks):
         return [], np.zeros(0, dtype=np.int64)
@@ -203,12 +203,6 @@ def _kinds(run: Run, blocks: Ints, words: _Words) -> tuple[list[list[int]], Ints
         texts = labels.lines[row[0]], labels.modules[row[1]], labels.ops[row[2]]
         kinds.append([*(words.number(text) for text in texts), stack])
     return kinds, which.reshape(-1)
-
-
-def _stack_of(run: Run) -> Ints:
-    if run.snapshot is None:
-        return np.zeros(len(run.course.size), dtype=np.int64)
-    return np.frombuffer(run.snapshot.stack_of[run.device], dtype=np.int32).astype(np.int64)
 
 
 def _flame(root: Node, words: _Words) -> dict[str, list[int]]:

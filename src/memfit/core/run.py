@@ -55,11 +55,21 @@ class Run:
         return phases[at] if at >= 0 else None
 
     def frames(self, block: int) -> tuple[Frame, ...]:
-        """Where a block was asked for, innermost first. Of a prediction: its module as the file, its op as the name."""
+        """Where a block was asked for, innermost first. Of a prediction the first names module
+        and op, and the lines of code follow if they were kept."""
         if self.snapshot is not None:
             return self.snapshot.frames(self.device, block if self.rows is None else int(self.rows[block]))
         module, op = self.trace.module(block), self.trace.op(block)
-        return (Frame(clean(module), 0, clean(op)),) if module or op else ()
+        made_up = (Frame(clean(module), 0, clean(op)),) if module or op else ()
+        return (*made_up, *(Frame(clean(file), line, clean(name)) for file, line, name in self.trace.stack(block)))
+
+    def stack_numbers(self) -> Ints:
+        """Of each block its stack, as a number."""
+        if self.snapshot is None:
+            found, blocks = self.trace.stack_of, len(self.course.size)
+            return np.array([*found, *[0] * (blocks - len(found))], dtype=np.int64)
+        numbers = np.frombuffer(self.snapshot.stack_of[self.device], dtype=np.int32).astype(np.int64)
+        return numbers if self.rows is None else numbers[self.rows]
 
     def range_frames(self, number: int) -> tuple[Frame, ...]:
         """The same for what the driver did, and for a request that failed."""

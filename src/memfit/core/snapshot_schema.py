@@ -117,7 +117,7 @@ class Stacks:
     """Every stack and every frame once, whether the file shared them or not."""
 
     def __init__(self, *, ours: bool) -> None:
-        self.ours = ours  # memfit's own files hold one frame a stack: the module and the op
+        self.ours = ours  # in memfit's own files the first frame of a stack is made up: the module and the op
         self.frames: list[Frame] = []
         self.stacks: list[tuple[int, ...]] = [()]
         self.labels: list[tuple[str, str]] = [("", "")]  # of each stack: op and module
@@ -163,7 +163,7 @@ class Stacks:
 
     def _label(self, stack: tuple[int, ...]) -> tuple[str, str]:
         frames = [self.frames[i] for i in stack]
-        if self.ours:
+        if self.ours and (not frames or frames[0].line == 0):
             return (frames[0].name, frames[0].filename) if frames else ("", "")
         for frame in frames:
             if frame.filename.endswith((".py", ".pyx")) or frame.filename.startswith("<"):  # not C++ or "??"

@@ -22,7 +22,11 @@ from memfit.core.driver import DriverCall
 from memfit.core.events import Action, Trace
 from memfit.core.snapshot import FORMAT, Segment
 from memfit.core.whole_file import written_whole
-from memfit.errors import UsageError
+from memfit.errors import InputError, UsageError
+from memfit.units import format_bytes
+
+MAX_JSON_BYTES = 1 << 30  # the viewer gives up well before
+FRAME_BYTES = 90  # of one frame in JSON, about; it is written anew for each event
 
 _SEGMENT_ACTIONS = {
     Action.SEGMENT_ALLOC: "segment_alloc", Action.SEGMENT_FREE: "segment_free",
@@ -68,7 +72,7 @@ def save_snapshot(snapshot: dict[str, Any], path: str | Path) -> None:
     """As JSON or as pickle, by the name's ending."""
     path = Path(path)
     if path.suffix == ".json":
-        data = json.dumps(snapshot, separators=(",", ":"), allow_nan=False).encode()
+        data = as_json(snapshot)
     elif path.suffix in (".pickle", ".pkl"):
         data = pickle.dumps(snapshot, protocol=4)  # the newest that every version of the viewer reads
     else:
@@ -77,13 +81,24 @@ def save_snapshot(snapshot: dict[str, Any], path: str | Path) -> None:
         beside.write_bytes(data)
 
 
+def as_json(snapshot: dict[str, Any]) -> bytes:
+    frames = sum(len(event.get("frames", ())) for events in snapshot.get("device_traces", ()) for event in events)
+    if frames * FRAME_BYTES > MAX_JSON_BYTES:
+        raise InputError(
+            f"as JSON it would be more than {format_bytes(MAX_JSON_BYTES)}: every event repeats its stack",
+            hint="a pickle shares stacks and is small: --to memory-viz, or a name that ends in .pickle",
+        )
+    return json.dumps(snapshot, separators=(",", ":"), allow_nan=False).encode()
+
+
 class _Writer:
     def __init__(self, trace: Trace, placements: Mapping[int, tuple[int, int]], device: int) -> None:
         self.trace, self.placements, self.device = trace, placements, device
         self.events: list[dict[str, Any]] = []
         self.marks: list[dict[str, Any]] = []
         self.annotations: list[dict[str, Any]] = []
-        self._stacks: dict[tuple[int, int], list[dict[str, Any]]] = {}
+        self._stacks: dict[tuple[int, int, int], list[dict[str, Any]]] = {}
+        self._frame = [{"filename": file, "line": line, "name": name} for file, line, name in trace.frames]
         born = {block for action, block in trace.events() if action == Action.ALLOC}
         self._live = {block: "active_allocated" for block in placements if block not in born}
         self.before = [self._what(block) for block in self._live]
@@ -123,10 +138,11 @@ class _Writer:
         trace = self.trace
         event: dict[str, Any] = {
             "addr": self.placements[block][0], "size": trace.requested[block], "stream": trace.streams[block],
-            "time_us": i, "frames": self._frames(block),
+            "time_us": i, "frames": self._frames(block, 0),
         }  # fmt: skip
         if action == Action.ALLOC:
             self._live[block] = "active_allocated"
+            event["frames"] = self._frames(block)
             self.events.append({"action": "alloc", **event, "category": trace.category(block) or "unknown"})
             return
         if action in (Action.FREE, Action.FREE_REQUESTED):
@@ -156,12 +172,18 @@ class _Writer:
         names = {"category": self.trace.category(block), "op": self.trace.op(block), "module": self.trace.module(block)}
         return {"address": self.placements[block][0], **names}
 
-    def _frames(self, block: int) -> list[dict[str, Any]]:
-        """One made-up frame, which the viewer shows as the stack: the module as the file, the op as the function."""
-        key = self.trace.module_of[block], self.trace.op_of[block]
+    def _frames(self, block: int, stack: int | None = None) -> list[dict[str, Any]]:
+        """A made-up frame, the module as the file and the op as the function, and below it the lines of code, where
+        they were kept. (Of a free nobody knows the line.)"""
+        trace = self.trace
+        if stack is None:
+            stack = trace.stack_of[block] if block < len(trace.stack_of) else 0
+        key = trace.module_of[block], trace.op_of[block], stack
         if key not in self._stacks:
-            module, op = self.trace.module(block), self.trace.op(block)
-            self._stacks[key] = [{"filename": module, "line": 0, "name": op}] if module or op else []
+            module, op = trace.module(block), trace.op(block)
+            lines = [self._frame[i] for i in trace.stacks[stack]]
+            made_up = [{"filename": module, "line": 0, "name": op}] if module or op or lines else []
+            self._stacks[key] = made_up + lines
         return self._stacks[key]
 
     # -- the final state -----------------------------------------------------------------------------------------

@@ -47,6 +47,7 @@ def trace_own_code(
     from memfit.tracing.outside import nothing_saved, put_back
     from memfit.tracing.own_code import OwnCodeNames, OwnCodeTracer
     from memfit.tracing.pretended_card import card_pretended
+    from memfit.tracing.python_stacks import keeping_stacks
     from memfit.tracing.tracer import check_not_nested, run_traced
 
     started = time.perf_counter()
@@ -57,7 +58,8 @@ def trace_own_code(
         {Site(*place): value for place, value in (answers or {}).items()}, known=NO_OVERFLOW | TRAINER_KNOWN
     )
     check_not_nested()
-    tracer = OwnCodeTracer(torch.device("meta"), platform_of(card), table)
+    with keeping_stacks():
+        tracer = OwnCodeTracer(torch.device("meta"), platform_of(card), table)
     names = OwnCodeNames(tracer)
 
     def run(_: OwnCodeTracer) -> None:

@@ -134,12 +134,13 @@ class Plan:
 
 def predict(
     workload: Workload | None = None, *, gpu: str | Gpu | None = None, id: object = None, trace_cache: bool = True,
-    **settings: Any,
+    stacks: bool = False, **settings: Any,
 ) -> Plan:  # fmt: skip
     """Predict a job's memory without a GPU.
 
     Settings are those of `memfit plan`, with underscores: `kind` and `model` at least, `gpu` for a verdict. Those given
-    beside a workload replace its own. `trace_cache=False` neither reads nor keeps a trace (`planning/cache.py`)."""
+    beside a workload replace its own. `trace_cache=False` neither reads nor keeps a trace (`planning/cache.py`).
+    `stacks=True` keeps the lines of code in `plan.trace`, which is then traced anew."""
     started = time.perf_counter()
     work = Workload.asked(workload, settings)
     card = None if gpu is None else find_gpu(gpu)
@@ -151,7 +152,7 @@ def predict(
 
     if work.kind == "prune":
         work = _within(work, card)
-    traced = trace_workload(work, platform_of(card), cached=trace_cache)
+    traced = trace_workload(work, platform_of(card), cached=trace_cache, stacks=stacks)
     work = traced.workload
     context = context_of(work, card)
     return assess(

@@ -33,9 +33,17 @@ class Traced:
     notes: tuple[str, ...]
 
 
-def trace_workload(work: Workload, platform: Platform, *, cached: bool = True, few: bool = False) -> Traced:
+def trace_workload(
+    work: Workload, platform: Platform, *, cached: bool = True, few: bool = False, stacks: bool = False
+) -> Traced:
     """In this order: told from other batch sizes and lengths of the job, found on disk, told after some more of those
-    were traced, or traced now. Who asks about `few` of them does not wait for more."""
+    were traced, or traced now. Who asks about `few` of them does not wait for more. Lines of code (`stacks`) are known
+    only of what is traced now."""
+    if stacks:
+        from memfit.tracing.python_stacks import keeping_stacks
+
+        with keeping_stacks():
+            return _traced_now(work, platform, None, None)
     if not cached:
         return _traced_now(work, platform, None, None)
     family = family_of(work, platform)

@@ -31,6 +31,7 @@ from memfit.tracing import attention, composites, convolutions, fully_sharded, g
 from memfit.tracing.accumulation import EngineSums
 from memfit.tracing.answers import Answers
 from memfit.tracing.platform import H200, Platform
+from memfit.tracing.python_stacks import stacks_of
 from memfit.tracing.remembered import Gives, Remembered, what_is_given
 from memfit.tracing.replicated import Sent
 from memfit.tracing.rule_calls import RuleCalls
@@ -59,6 +60,7 @@ class Tracer(TorchDispatchMode):
         self.modules = ModuleStack()
         self.workspaces = Workspaces(platform)
         self.rule_calls = RuleCalls()
+        self._stacks = stacks_of(self.trace)
         self.streams = Streams()
         self._gpu_is_awake = False
         self.sent: Sent | None = None
@@ -181,6 +183,8 @@ class Tracer(TorchDispatchMode):
         if outside and source is not None:
             block = self.block_of(source)
             module = self.trace.module(block) if block is not None else module
+        if self._stacks is not None:
+            self._stacks.note()
         return self.trace.alloc(
             nbytes, stream=self.streams.current.stream_id, op=op, module=module, category=category
         )  # fmt: skip
@@ -213,6 +217,8 @@ class Tracer(TorchDispatchMode):
             return NotImplemented  # and what it is made of comes here next
         if torch._C._get_dispatch_mode(_FAKE) is not None:
             return func(*args, **(kwargs or {}))  # torch asks itself for shapes
+        if self._stacks is not None:
+            self._stacks.passes()
         with torch._C.DisableTorchFunction():  # else every look at a shape in backward goes through `CudaNames`
             return self._run(_known_op(func), func, args, kwargs or {})
 

@@ -6,7 +6,6 @@ A prediction is placed by the model of the allocator first. Rules of the viewer:
 
 from __future__ import annotations
 
-import json
 import pickle
 from collections.abc import Iterator
 from typing import Any
@@ -15,11 +14,7 @@ from memfit.core.events import Action, Trace
 from memfit.core.placed_snapshot import placed_snapshot
 from memfit.core.run import Run
 from memfit.core.snapshot import Segment, Snapshot
-from memfit.errors import InputError
-from memfit.units import format_bytes
-
-MAX_JSON_BYTES = 1 << 30  # the viewer gives up well before
-FRAME_BYTES = 90  # of one frame in JSON, about; it is written anew for each event
+from memfit.core.snapshot_write import as_json
 
 _DRIVER = {
     Action.SEGMENT_ALLOC: "segment_alloc", Action.SEGMENT_FREE: "segment_free", Action.SEGMENT_MAP: "segment_map",
@@ -32,14 +27,7 @@ def viewer_pickle(run: Run) -> bytes:
 
 
 def viewer_json(run: Run) -> bytes:
-    snapshot = viewer_snapshot(run)
-    frames = sum(len(event.get("frames", ())) for events in snapshot["device_traces"] for event in events)
-    if frames * FRAME_BYTES > MAX_JSON_BYTES:
-        raise InputError(
-            f"as JSON it would be more than {format_bytes(MAX_JSON_BYTES)}: every event repeats its stack",
-            hint="--to memory-viz shares stacks and is small",
-        )
-    return json.dumps(snapshot, separators=(",", ":"), allow_nan=False).encode()
+    return as_json(viewer_snapshot(run))
 
 
 def viewer_snapshot(run: Run) -> dict[str, Any]:
