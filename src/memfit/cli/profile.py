@@ -15,6 +15,7 @@ from memfit.errors import InputError, UsageError
 if TYPE_CHECKING:
     from memfit.jobs.profile import Profiled, ProfileSettings
 
+DOES_NOT_FIT = 1
 SCHEMA = "memfit.profile/1"
 PREDICT = "predict"
 RESULTS = Path("results") / "memory_profiling"
@@ -35,7 +36,7 @@ Batch = Annotated[int, typer.Option("--batch-size", metavar="N", help="Sequences
 Warmup = Annotated[int, typer.Option("--warmup-steps", metavar="N", help="Steps before the recording starts.")]
 Measure = Annotated[int, typer.Option("--measure-steps", metavar="N", help="Steps that are recorded.")]
 Device = Annotated[str, typer.Option("--device", help="cuda, cuda:1, or predict: no GPU is needed then.")]
-Card = Annotated[str | None, typer.Option("--gpu", help="With --device predict: whose kernels to assume.")]
+Card = Annotated[str | None, typer.Option("--gpu", help="With --device predict: a card, for a verdict.")]
 Force = Annotated[bool, typer.Option("--force", "-f", help="Overwrite what is there.")]
 
 
@@ -56,7 +57,10 @@ def _profile(
     use_mixed_precision: Annotated[
         bool, typer.Option("--use-mixed-precision", help="Run under autocast; the weights stay fp32.")
     ] = False,
-    dtype: Annotated[str, typer.Option("--dtype", metavar="bf16|fp16", help="Of the autocast region.")] = "bf16",
+    dtype: Annotated[
+        str | None,
+        typer.Option("--dtype", metavar="bf16|fp16", help="Of the autocast region. Default: bf16.", show_default=False),
+    ] = None,
     output_file: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="The snapshot, .pickle or .json.")
     ] = None,
@@ -68,21 +72,29 @@ def _profile(
     """Snapshot the memory of a forward pass or a training step, on a GPU or predicted."""
     if context.invoked_subcommand is not None:
         return 0
-    from memfit.jobs.profile import ProfileSettings, course_size
+    from memfit.jobs.profile import DoesNotFit, ProfileSettings, course_size
 
     if (model_size is None) == (model is None):
         raise UsageError("give --model-size or --model", hint="--model-size 2.7B is the profiling guide's")
-    if dtype not in ("bf16", "fp16"):
+    if dtype not in (None, "bf16", "fp16"):
         raise UsageError(f"--dtype {dtype!r} is not one of bf16, fp16")
+    if dtype is not None and not use_mixed_precision:
+        raise UsageError(
+            f"--dtype {dtype} is of the autocast region, and there is none", hint="add --use-mixed-precision"
+        )
     settings = ProfileSettings(
         model=course_size(model_size) if model_size else str(model), profile_type=profile_type,  # type: ignore[arg-type]
         context_length=context_length, batch_size=batch_size, warmup_steps=warmup_steps, measure_steps=measure_steps,
-        dtype=dtype if use_mixed_precision else None,  # type: ignore[arg-type]
+        dtype=(dtype or "bf16") if use_mixed_precision else None,  # type: ignore[arg-type]
     )  # fmt: skip
-    path = _place(output_file, settings, force)
+    path = _place(output_file, settings, gpu, force)
     profiler = _profiler(device, gpu)
-    with output.working(f"profiling {settings.model}"):
-        found = profiler(settings)
+    try:
+        with output.working(f"profiling {settings.model}"):
+            found = profiler(settings)
+    except DoesNotFit as error:
+        output.complain(error.message, error.hint)
+        return DOES_NOT_FIT
     _save(found, path)
     document = _document(settings, found, path)
     if json:
@@ -91,7 +103,7 @@ def _profile(
         from memfit.render.profile_terminal import show_profile
 
         output.show(show_profile, document)
-    return 0
+    return 0 if found.fits else DOES_NOT_FIT
 
 
 @profile.command(epilog=output.example("memfit profile suite --device predict --output-dir results/memory_profiling"))
@@ -119,18 +131,20 @@ def suite(
         raise UsageError(f"--part {unknown[0]!r} is not one of {', '.join(PARTS)}")
     if output_dir.exists() and not output_dir.is_dir():
         raise InputError(f"--output-dir {str(output_dir)!r} is a file")
-    if output_dir.is_dir() and any(output_dir.iterdir()) and not force:
-        raise InputError(f"--output-dir {str(output_dir)!r} is not empty", hint="--force overwrites files there")
     base = ProfileSettings(
         model=course_size(model_size), batch_size=batch_size, warmup_steps=warmup_steps, measure_steps=measure_steps
     )
-    whole = Suite(base, _profiler(device, gpu), output_dir)
-    with output.working(f"profiling {base.model}"):
+    profiler = None if wanted == ["d"] else _profiler(device, gpu)  # (d) is arithmetic
+    where = f"predicted for {gpu or 'H200'}" if device == PREDICT else f"measured on {device}"
+    whole = Suite(base, profiler, output_dir, where=where)
+    if not force and (why := whole.not_free(wanted)):
+        raise InputError(f"--output-dir {str(output_dir)!r} {why}", hint="--force overwrites files there")
+    with output.working(f"profiling {base.model}"), output.writing(output_dir, "--output-dir"):
         text = whole.run(wanted)
     output.say(text)
     for path in whole.written:
         output.say(f"wrote {path}")
-    return 0
+    return 0 if whole.all_fit else DOES_NOT_FIT
 
 
 def _profiler(device: str, gpu: str | None) -> Callable[[ProfileSettings], Profiled]:
@@ -146,13 +160,24 @@ def _profiler(device: str, gpu: str | None) -> Callable[[ProfileSettings], Profi
     return lambda settings: profile_on_gpu(settings, device)
 
 
-def _place(asked: Path | None, settings: ProfileSettings, force: bool) -> Path:
-    path = asked or RESULTS / settings.file_name
+def _place(asked: Path | None, settings: ProfileSettings, gpu: str | None, force: bool) -> Path:
+    path = asked or RESULTS / settings.file_name_on(gpu)
+    if asked is None and not force:
+        path = _free_beside(path)
     if path.suffix not in (".pickle", ".pkl", ".json"):
         raise UsageError(f"--output {str(path)!r} has no known ending", hint="end its name in .pickle or .json")
     if asked is not None or path.parent.is_dir():
         output.check_free(path, "--output", force, inputs=output.files_of_model(settings.model))
     return path
+
+
+def _free_beside(path: Path) -> Path:
+    """Nobody named it, so it need not be in anybody's way."""
+    free, number = path, 1
+    while free.exists():
+        number += 1
+        free = path.with_stem(f"{path.stem}-{number}")
+    return free
 
 
 def _save(found: Profiled, path: Path) -> None:
@@ -164,8 +189,14 @@ def _save(found: Profiled, path: Path) -> None:
 
 
 def _document(settings: ProfileSettings, found: Profiled, path: Path) -> dict[str, Any]:
+    card = found.on_card
     return {
-        "schema": SCHEMA, "origin": found.origin, "gpu": found.gpu, "workload": settings.workload().settings(),
+        "schema": SCHEMA, "origin": found.origin, "gpu": found.gpu,
+        "verdict": None if card is None else card.verdict,
+        "capacity_bytes": None if card is None else card.capacity_bytes,
+        "headroom_bytes": None if card is None else card.headroom_bytes,
+        "smallest_gpu_bytes": None if card is None else card.smallest_gpu_bytes,
+        "workload": settings.workload().settings(),
         "peak": {"allocated_bytes": found.peak_allocated_bytes, "reserved_bytes": found.peak_reserved_bytes},
         "phases": [{"name": name, "allocated_bytes": size} for name, size in found.phases.items()],
         "snapshot": str(path), "notes": list(found.notes),

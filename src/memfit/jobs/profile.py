@@ -71,9 +71,21 @@ class ProfileSettings:
 
     @property
     def file_name(self) -> str:
-        """As the profiling guide names its files."""
-        model = "".join(c if c.isalnum() or c in "._-" else "-" for c in self.model)
-        return f"{model}_ctx{self.context_length}_{self.profile_type}_snapshot.pickle"
+        return self.file_name_on(None)
+
+    def file_name_on(self, card: str | None) -> str:
+        """As the profiling guide names its files; what is set otherwise than there stands in the name, too."""
+        named = [self.model, f"ctx{self.context_length}", self.profile_type]
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name not in ("model", "context_length", "profile_type") and value != field.default:
+                named.append(value if field.name == "dtype" else f"{field.name.split('_')[0]}{value}")
+        named += [] if card is None else [card]
+        return "_".join(_in_a_name(part) for part in (*named, "snapshot")) + ".pickle"
+
+
+def _in_a_name(text: str) -> str:
+    return "".join(c if c.isalnum() or c in "._-" else "-" for c in text)
 
 
 class DoesNotFit(MemfitError):
@@ -94,6 +106,16 @@ def course_size(size: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OnCard:
+    """What a plan says of the card that was named."""
+
+    verdict: Literal["safe", "tight", "fails"]
+    capacity_bytes: int
+    headroom_bytes: int
+    smallest_gpu_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Profiled:
     """What a profile gave, measured or predicted."""
 
@@ -105,6 +127,11 @@ class Profiled:
     phases: dict[str, int]
     """The peak of each phase over all measured steps, in the order in which they first come."""
     notes: tuple[str, ...] = ()
+    on_card: OnCard | None = None
+
+    @property
+    def fits(self) -> bool:
+        return self.on_card is None or self.on_card.verdict != "fails"
 
     @property
     def peak_phase(self) -> str:

@@ -11,12 +11,15 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from memfit.core.snapshot_schema import Frame
 from memfit.core.snapshot_write import save_snapshot
+from memfit.core.stack_reading import code_line
 from memfit.core.whole_file import written_whole
 from memfit.jobs.profile import DoesNotFit, Profiled, ProfileSettings
 from memfit.models.basics_sizes import SIZES
@@ -28,24 +31,74 @@ LONGEST = CONTEXTS[-1]
 KINDS = ("forward", "training")
 LARGEST = 4
 PLACES = 6
+ANSWERS, PEAKS, MIXED, ACTIVATIONS = (
+    "answers.md", "peak_memory_summary.txt", "mixed_precision_memory_summary.txt", "activation_size_analysis.txt",
+)  # fmt: skip
+_OF_THE_GUIDE = re.compile(rf".*_snapshot(-\d+)?\.(pickle|pkl|json)|{ANSWERS}|{PEAKS}|{MIXED}|{ACTIVATIONS}")
+"""What the guide and `memfit profile` call their files."""
 Profiler = Callable[[ProfileSettings], Profiled]
 
 
 class Suite:
     """Runs each distinct profile once, whichever parts ask for it."""
 
-    def __init__(self, base: ProfileSettings, profiler: Profiler, folder: Path) -> None:
-        self.base, self.profiler, self.folder = base, profiler, folder
+    def __init__(self, base: ProfileSettings, profiler: Profiler | None, folder: Path, *, where: str) -> None:
+        """`where` says in words what the profiler runs on; part (d) needs none."""
+        self.base, self.profiler, self.folder, self.where = base, profiler, folder, where
         self.written: list[Path] = []
         self._runs: dict[tuple[str, int, str | None], Profiled | str] = {}
 
     def run(self, parts: Iterable[str]) -> str:
         """Write the files of these parts; the answers come back as text, and lie in answers.md."""
         wanted = [part for part in PARTS if part in set(parts)]
-        answers = [getattr(self, f"part_{part}")() for part in wanted]
-        text = "\n\n".join([self._heading(), *answers]) + "\n"
-        self._write("answers.md", text)
-        return text
+        answers = {part: getattr(self, f"part_{part}")() for part in wanted}
+        whole = dict(sorted((self._answers_there() | answers).items()))
+        self._write(ANSWERS, self._text(whole))
+        return self._text(answers)
+
+    def _text(self, answers: Mapping[str, str]) -> str:
+        return "\n\n".join([self._heading(), "MB are 2^20 bytes.", *answers.values()]) + "\n"
+
+    @property
+    def all_fit(self) -> bool:
+        return all(isinstance(run, Profiled) and run.fits for run in self._runs.values())
+
+    # -- what is in the folder already ---------------------------------------------------------------------------
+
+    def not_free(self, parts: Iterable[str]) -> str | None:
+        """Why nothing may be written there: foreign files, or results of other settings. Parts may come one by one."""
+        if not self.folder.is_dir():
+            return None
+        there = {path.name for path in self.folder.iterdir()}
+        if [name for name in there if not _OF_THE_GUIDE.fullmatch(name)]:
+            return "is not empty"
+        taken = sorted(there & {name for part in parts for name in self._files_of(part)})
+        if taken and not self._answers_there():
+            return f"has {taken[0]} already, of other settings"
+        return None
+
+    def _files_of(self, part: str) -> list[str]:
+        named = {
+            "a": [self._snapshot_name(kind, LONGEST) for kind in KINDS],
+            "b": [PEAKS, *(self._snapshot_name(kind, context) for kind in KINDS for context in CONTEXTS)],
+            "c": [MIXED, *(self._snapshot_name(kind, LONGEST, dtype) for kind in KINDS for dtype in ("fp32", "bf16"))],
+            "d": [ACTIVATIONS],
+        }
+        return named.get(part, [])
+
+    def _snapshot_name(self, kind: str, context: int, dtype: str | None = None) -> str:
+        return f"{self.base.model}_ctx{context}_{kind}_{f'{dtype}_' if dtype else ''}snapshot.pickle"
+
+    def _answers_there(self) -> dict[str, str]:
+        """Answers of an earlier run with these settings, by part."""
+        try:
+            text = (self.folder / ANSWERS).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError):
+            return {}
+        if not text.startswith(f"{self._heading()}\n"):
+            return {}
+        pieces = re.split(r"^(?=## \(([a-e])\))", text, flags=re.MULTILINE)
+        return {part: answer.rstrip() for part, answer in zip(pieces[1::2], pieces[2::2], strict=True)}
 
     # -- the parts -----------------------------------------------------------------------------------------------
 
@@ -56,9 +109,10 @@ class Suite:
             if isinstance(found, str):
                 lines.append(f"- {kind}: {found}")
                 continue
-            self._save(found, f"{self.base.model}_ctx{LONGEST}_{kind}_snapshot.pickle")
+            self._save(found, self._snapshot_name(kind, LONGEST))
             phases = ", ".join(f"{name} {gib(size)}" for name, size in found.phases.items())
             lines.append(f"- {kind}: peak {gib(found.peak_allocated_bytes)} in {found.peak_phase} ({phases}).")
+            lines += [f"  {_does_not_fit(found)}"] if not found.fits else []
         lines.append(
             "\nForward alone is a comb: each block's activations rise and fall on top of the weights, for nothing is "
             "kept. In a training step they pile up block by block until the loss, fall as backward consumes them while "
@@ -72,10 +126,10 @@ class Suite:
             found = {kind: self._profile(kind, context) for kind in KINDS}
             for kind, profiled in found.items():
                 if isinstance(profiled, Profiled):
-                    self._save(profiled, f"{self.base.model}_ctx{context}_{kind}_snapshot.pickle")
+                    self._save(profiled, self._snapshot_name(kind, context))
             rows.append((str(context), *(_mib(found[kind]) for kind in KINDS)))
         table = _table(("Context Length", "Forward Pass (MB)", "Full Training Step (MB)"), rows)
-        self._write("peak_memory_summary.txt", f"{self._title('Peak memory')}\n{table}\n")
+        self._write(PEAKS, f"{self._title('Peak memory')}\n{table}\n")
         return f"## (b) Peak memory by context length\n\n{table}\n\n{self._why_it_grows()}"
 
     def part_c(self) -> str:
@@ -85,11 +139,11 @@ class Suite:
             for dtype in (None, "bf16"):
                 found = self._profile(kind, LONGEST, dtype)
                 if isinstance(found, Profiled):
-                    self._save(found, f"{self.base.model}_ctx{LONGEST}_{kind}_{dtype or 'fp32'}_snapshot.pickle")
+                    self._save(found, self._snapshot_name(kind, LONGEST, dtype or "fp32"))
                 name = f"{(dtype or 'fp32').upper()} {kind.capitalize()}"
                 rows.append((name, _mib(found), "baseline" if dtype is None else _saving(plain, found)))
         table = _table(("Configuration", "Peak Memory (MB)", "Memory Savings vs FP32"), rows)
-        self._write("mixed_precision_memory_summary.txt", f"{self._title('Mixed precision')}\n{table}\n")
+        self._write(MIXED, f"{self._title('Mixed precision')}\n{table}\n")
         weights = self._parameters() * 2
         return (
             f"## (c) Mixed precision\n\n{table}\n\n"
@@ -108,9 +162,7 @@ class Suite:
             f"{batch} x {context} x {size.d_model} x 4 B = {nbytes:,} B = {nbytes / MiB:.2f} MB (2^20 bytes)."
         )
         others = "\n".join(f"  {name:50} {count:>8.2f} MB" for name, count in _named_sizes(self.base, context).items())
-        self._write(
-            "activation_size_analysis.txt", f"Computed from the model's shape ({size}).\n\n{text}\n\n{others}\n"
-        )
+        self._write(ACTIVATIONS, f"Computed from the model's shape ({size}).\n\n{text}\n\n{others}\n")
         return f"## (d) One activation of the residual stream\n\n{text}"
 
     def part_e(self) -> str:
@@ -131,6 +183,7 @@ class Suite:
         if key not in self._runs:
             changed: dict[str, Any] = {"profile_type": kind, "context_length": context, "dtype": dtype}
             settings = dataclasses.replace(self.base, **changed)
+            assert self.profiler is not None
             try:
                 self._runs[key] = self.profiler(settings)
             except DoesNotFit as error:
@@ -165,7 +218,9 @@ class Suite:
         return SIZES[self.base.model].parameters
 
     def _heading(self) -> str:
-        return f"# Memory profile of {self.base.model}\n\n{self._title('All figures')}"
+        base = self.base
+        steps = f"{base.warmup_steps} steps to warm up, {base.measure_steps} recorded"
+        return f"# Memory profile of {base.model}: batch {base.batch_size}, {steps}, {self.where}"
 
     def _title(self, what: str) -> str:
         runs = [run for run in self._runs.values() if isinstance(run, Profiled)]
@@ -206,25 +261,30 @@ def _named_sizes(base: ProfileSettings, context: int) -> dict[str, float]:
 
 
 def _origin_of(event: dict[str, object]) -> str:
-    """The innermost frame that is not torch's own; a prediction has the module and the op there."""
+    """The innermost line of code that is not torch's own; where a prediction knows none, its module and op."""
     frames = event.get("frames") or []
     assert isinstance(frames, list)
     if not frames:
         return "the backward pass (autograd's own thread has no Python stack)"
-    for frame in frames:
-        if "/torch/" not in frame["filename"]:
-            line = f":{frame['line']}" if frame["line"] else ""
-            return f"{_any_block(frame['filename'])}{line} {frame['name']}".strip()
-    return f"{frames[0]['filename']}:{frames[0]['line']} {frames[0]['name']}"
+    line = code_line([Frame(frame["filename"], frame["line"], frame["name"]) for frame in frames])
+    return line or f"{_any_block(frames[0]['filename'])} {frames[0]['name']}".strip()
 
 
 def _any_block(path: str) -> str:
     """`layers.7.attn` is the same place as `layers.8.attn`."""
-    return ".".join("*" if part.isdigit() else part for part in path.split(".")) if "/" not in path else path
+    return ".".join("*" if part.isdigit() else part for part in path.split("."))
 
 
 def _mib(found: Profiled | str) -> str:
-    return "does not fit" if isinstance(found, str) else f"{found.peak_allocated_bytes / MiB:.2f}"
+    if isinstance(found, str):
+        return "does not fit"
+    return f"{found.peak_allocated_bytes / MiB:.2f}{'' if found.fits else ' (does not fit)'}"
+
+
+def _does_not_fit(found: Profiled) -> str:
+    card = found.on_card
+    assert card is not None
+    return f"It does not fit {found.gpu}: needs {gib(card.smallest_gpu_bytes)}, has {gib(card.capacity_bytes)}."
 
 
 def _saving(plain: Profiled | str, found: Profiled | str) -> str:

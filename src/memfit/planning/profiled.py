@@ -11,15 +11,17 @@ from memfit.core.steps import with_steps
 from memfit.core.window import step_begins
 from memfit.errors import InputError
 from memfit.gpus import Gpu, find_gpu
-from memfit.jobs.profile import Profiled, ProfileSettings
+from memfit.jobs.profile import OnCard, Profiled, ProfileSettings
 from memfit.planning.platforms import platform_of
-from memfit.planning.traced import trace_workload
+from memfit.planning.predict import assess, context_of
+from memfit.planning.traced import Traced, trace_workload
 
 
 def predict_profile(settings: ProfileSettings, gpu: str | Gpu | None = None) -> Profiled:
     card = find_gpu(gpu) if isinstance(gpu, str) else gpu
     config = AllocatorConfig.parse(settings.alloc_conf)
-    traced = trace_workload(settings.workload(), platform_of(card))
+    traced = trace_workload(settings.workload(), platform_of(card), stacks=True)
+    on_card, why = (None, ()) if card is None else _on_card(traced, config, card)
     try:
         trace = with_steps(traced.trace, settings.steps)
     except NotRepeating as why:
@@ -39,5 +41,21 @@ def predict_profile(settings: ProfileSettings, gpu: str | Gpu | None = None) -> 
         origin="predicted", gpu=card.name if card else "H200",
         snapshot=placed_snapshot(trace, config, begin=begin, alloc_conf=settings.alloc_conf),
         peak_allocated_bytes=max(timeline.allocated[before:]), peak_reserved_bytes=max(timeline.reserved[before:]),
-        phases=phases, notes=("predicted, not measured: torch 2.11, CUDA 13.0", *traced.notes),
+        phases=phases, notes=(*why, "predicted, not measured: torch 2.11, CUDA 13.0", *traced.notes), on_card=on_card,
     )  # fmt: skip
+
+
+def _on_card(traced: Traced, config: AllocatorConfig, card: Gpu) -> tuple[OnCard, tuple[str, ...]]:
+    """As `memfit plan` has it, of the same job on the same card; and what the verdict's reader should know."""
+    work = traced.workload
+    plan = assess(
+        traced.trace, config, card, context_of(work, card), started=0.0, notes=(), workload=work.settings(),
+        model=traced.model, parameters=traced.parameters, trainable_parameters=traced.trainable_parameters,
+    )  # fmt: skip
+    assert plan.fit is not None
+    told = OnCard(
+        verdict=plan.fit.verdict, capacity_bytes=plan.fit.capacity_bytes, headroom_bytes=plan.fit.headroom_bytes,
+        smallest_gpu_bytes=plan.smallest_gpu_bytes,
+    )  # fmt: skip
+    room = ("the snapshot shows the job with room enough: on this card it would end before",)
+    return told, (*(room if told.verdict == "fails" else ()), *plan.notes, *card.notes)

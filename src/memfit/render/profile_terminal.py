@@ -10,12 +10,15 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from memfit.render.terminal import verdict_line
 from memfit.render.words import clean
 from memfit.units import gib
 
 
 def show_profile(document: Mapping[str, Any], console: Console) -> None:
     peak, origin = document["peak"], document["origin"]
+    if document["verdict"] is not None:
+        console.print(verdict_line(document, document["capacity_bytes"]))
     console.print(
         Text.assemble(
             (f"{gib(peak['allocated_bytes'])} allocated at the peak", "bold"),

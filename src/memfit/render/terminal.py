@@ -61,14 +61,17 @@ def _parts(plan: Plan, console: Console) -> Iterator[RenderableType]:
 
 
 def _verdict(plan: Plan) -> Text:
-    verdict, spare = plan["verdict"], plan["headroom_bytes"]
-    if verdict is None:
+    if plan["verdict"] is None:
         return Text.assemble(
             ("no verdict", "bold"), f": {gib(plan['peak']['device_bytes'])} at the peak, no card named"
         )
-    capacity = plan["gpu"]["capacity_bytes"]
+    return verdict_line(plan, plan["gpu"]["capacity_bytes"])
+
+
+def verdict_line(document: Mapping[str, Any], capacity: int) -> Text:
+    verdict, spare = document["verdict"], document["headroom_bytes"]
     if verdict == "fails":
-        rest = f"needs {gib(plan['smallest_gpu_bytes'])}, has {gib(capacity)}: {gib(-spare)} too little"
+        rest = f"needs {gib(document['smallest_gpu_bytes'])}, has {gib(capacity)}: {gib(-spare)} too little"
     else:
         rest = f"{gib(capacity - spare)} of {gib(capacity)}, {gib(spare)} to spare"
     return Text.assemble((verdict, VERDICT_STYLES[verdict]), f": {rest}")
