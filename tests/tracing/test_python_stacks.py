@@ -16,6 +16,7 @@ from memfit.core.events import Trace
 from memfit.core.run import open_run, run_of_trace
 from memfit.core.snapshot import snapshot_of
 from memfit.errors import InputError
+from memfit.planning.own_code import trace_own_code
 from memfit.planning.predict import predict
 from memfit.tracing.python_stacks import keeping_stacks
 from memfit.tracing.tracer import Tracer, trace
@@ -212,3 +213,14 @@ def test_a_saved_trace_is_reported_and_exported_with_its_lines(kept: Trace) -> N
     found = [frame for i in range(len(again.traces[0].requested)) for frame in again.frames(0, i)]
     assert any(frame.line == line_of("torch.exp") and frame.filename == HERE for frame in found)
     assert {again.traces[0].op(b) for b in range(len(again.traces[0].requested))} >= {"aten.exp.default"}
+
+
+def test_a_persons_own_code_is_traced_with_its_lines() -> None:
+    def own_step() -> None:
+        model = Doubled().cuda()
+        model(torch.zeros(8, 64, device="cuda")).sum().backward()
+
+    made = trace_own_code(own_step).trace
+    assert lines_of(made, "aten.exp.default") == {(HERE, line_of("torch.exp"), "forward")}
+    block = next(b for b in range(len(made.requested)) if made.op(b) == "aten.exp.default")
+    assert made.stack(block)[-1][2] == "own_step"
