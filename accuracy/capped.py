@@ -166,7 +166,7 @@ def _prune(work: Any, spec: Mapping[str, Any], peaks: Peaks) -> None:
     windows = torch.randint(0, 30_000, (work.nsamples, work.seq_len))
     count = load_config(source).num_hidden_layers
     with Engine(
-        Decoder(model, RandomWeights(model)), device="cuda", budget=int(work.max_gpu_memory), phases=peaks, whole=count
+        Decoder(model, RandomWeights(model)), device="cuda", budget=work.gpu_budget_bytes, phases=peaks, whole=count
     ) as engine:
         engine.prune(settings, windows, sink=_Nowhere())
 

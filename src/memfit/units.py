@@ -31,6 +31,11 @@ def gib(count: int | None) -> str:
     return "n/a" if count is None else f"{count / GiB:,.2f} GiB"
 
 
+def in_mib(count: int) -> str:
+    """A size to be typed, rounded down: `14034MiB`."""
+    return f"{count // MiB}MiB"
+
+
 def parse_bytes(text: str, *, flag: str = "size") -> int:
     """`24GiB` is 24 x 2^30, `24GB` is 24 x 10^9, a bare number is bytes."""
     match = _SIZE.fullmatch(text)

@@ -326,4 +326,4 @@ def test_pruning_plans_with_what_its_process_is_allowed() -> None:
     )  # of which 2.8 GiB and the context
 
     assert fitted.fits
-    assert int(fitted.fitted.max_gpu_memory or 0) < 0.02 * fitted.gpu.capacity_bytes
+    assert (fitted.fitted.gpu_budget_bytes or 0) < 0.02 * fitted.gpu.capacity_bytes

@@ -324,3 +324,15 @@ def test_progress_is_silent_where_nobody_looks_on(capfd: pytest.CaptureFixture[s
     with batch_command._progress("-") as advance:
         advance()
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_key_that_stands_twice_in_a_line_is_an_error(memfit: Memfit, tiny: str, tmp_path: Path) -> None:
+    line = f'{{"kind": "forward", "model": {json.dumps(tiny)}, "seq_len": 16, "seq_len": 32, "id": 1}}'
+    (answered,) = memfit("plan", "batch", write(tmp_path / "x.jsonl", line)).lines
+    assert answered["error"] == "'seq_len' stands in it twice, as 16 and as 32"
+
+
+def test_a_setting_of_another_kind_of_job_is_an_error(memfit: Memfit, tiny: str, tmp_path: Path) -> None:
+    line = {"kind": "train", "model": tiny, "seq_len": 16, "rank": 8}
+    (answered,) = memfit("plan", "batch", write(tmp_path / "x.jsonl", line)).lines
+    assert answered["error"] == "--rank 8 has no effect: it is a setting of lora, not of train"

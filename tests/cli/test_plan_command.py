@@ -154,3 +154,36 @@ def test_the_workload_of_a_plan_is_a_line_for_the_batch(memfit: Memfit, tiny: st
     (again,) = memfit("plan", "batch", tmp_path / "again.jsonl").lines
     del plan["seconds"], again["seconds"]
     assert again == plan
+
+
+@pytest.mark.parametrize(
+    ("flags", "name"),
+    [
+        (("--gpu", "A100", "--gpu", "RTX 4090"), "--gpu"),
+        (("--seq-len", 16, "--context_length", 32), "--seq-len"),
+        (("--clip-grad", "--no-clip-grad"), "--clip-grad"),
+    ],
+)
+def test_a_flag_that_is_given_twice_is_refused(memfit: Memfit, tiny: str, flags: tuple[str, ...], name: str) -> None:
+    ended = memfit("plan", "train", "--model", tiny, *flags)
+    assert (ended.code, ended.out) == (2, "")
+    assert f"error: {name} is given 2 times" in ended.err
+
+
+def test_a_switch_that_is_given_twice_is_on(memfit: Memfit, tiny: str) -> None:
+    assert memfit("plan", "forward", "--model", tiny, "--seq-len", 16, "--json", "--json").code == 0
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (("plan", "generate", "--num-beams", 4), "--num-beams 4 has no effect: greedy decoding has no beams"),
+        (("plan", "train", "--loss", "full", "--loss-chunk", 16), "--loss-chunk 16 has no effect"),
+        (("fit", "train", "--loss-chunk", 256, "--gpu", "24GB"), "--loss-chunk 256 has no effect"),
+        (("check", "generate", "--num-beams", 8), "--num-beams 8 has no effect"),
+    ],
+)
+def test_a_flag_that_changes_nothing_is_refused(memfit: Memfit, tiny: str, command: Any, said: str) -> None:
+    ended = memfit(*command, "--model", tiny)
+    assert (ended.code, ended.out) == (2, "")
+    assert f"error: {said}" in ended.err

@@ -232,3 +232,25 @@ def test_a_module_that_cannot_checkpoint_says_where_to_do_it() -> None:
     with pytest.raises(UsageError, match="--grad-checkpointing") as caught:
         on_meta("small_models:bigram", grad_checkpointing=True)
     assert "factory" in str(caught.value.hint)
+
+
+# -- what a config says ------------------------------------------------------------------------------------------------
+
+
+def test_no_block_is_left_out_at_random_and_the_job_says_so(tmp_path: Path) -> None:
+    job = on_meta(model_folder(tmp_path, "opt", layerdrop=0.5))
+    assert job.model.model.decoder.layerdrop == 0
+    assert any("layerdrop 0.5" in note and "all of them" in note for note in job.notes)
+    assert not any("layerdrop" in note for note in on_meta(model_folder(tmp_path, "opt"), kind="forward").notes)
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "gate_porj"], ["gate_porj"]])
+def test_every_module_to_adapt_must_be_there(tmp_path: Path, targets: list[str]) -> None:
+    with pytest.raises(UsageError, match="--target-modules: no module is called 'gate_porj'") as caught:
+        on_meta(model_folder(tmp_path, "llama"), kind="lora", target_modules=targets)
+    assert str(caught.value.hint).startswith("did you mean 'gate_proj'?")
+
+
+def test_a_module_may_be_named_by_its_path(tmp_path: Path) -> None:
+    job = on_meta(model_folder(tmp_path, "llama"), kind="lora", target_modules=["layers.0.self_attn.q_proj", "v_proj"])
+    assert sum(p.numel() for p in job.trainable) == 16 * (64 + 64) + 2 * 16 * (64 + 32)

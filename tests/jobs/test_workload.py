@@ -139,9 +139,64 @@ def test_only_settings_that_the_kind_reads_are_shown() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"kind": "train", "rank": 64}, "--rank 64 has no effect: it is a setting of lora, not of train"),
+        ({"kind": "train", "rank": 16}, "--rank 16 has no effect"),
+        ({"kind": "generate", "world_size": 8}, "--world-size 8 has no effect: it is a setting of train and lora"),
+        ({"kind": "generate", "num_beams": 8}, "--num-beams 8 has no effect: greedy decoding has no beams"),
+        ({"kind": "forward", "grad_checkpointing": True}, "--grad-checkpointing has no effect"),
+        ({"kind": "forward", "clip_grad": False}, "--no-clip-grad has no effect"),
+        (
+            {"kind": "lora", "loss": "full", "loss_chunk": 16},
+            "--loss-chunk 16 has no effect: a full loss has",
+        ),
+        ({"kind": "prune", "batch_size": 8}, "--batch-size 8 has no effect: it is a setting of forward and train"),
+        ({"kind": "train", "target_modules": ["q_proj", "v_proj"]}, "--target-modules q_proj,v_proj has no effect"),
+    ],
+)
+def test_a_setting_that_the_job_does_not_use_is_refused(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        workload(**settings)
+    assert caught.value.message.startswith(said)
+    assert str(caught.value.hint).startswith("leave --")
+
+
+def test_nothing_given_is_nothing_asked() -> None:
+    assert workload(kind="train", target_modules=None, sparsity=None) == workload(kind="train")
+
+
+def test_how_processes_work_together_may_be_said_of_a_single_one() -> None:
+    made = workload(parallel="fsdp2", gradient_as_bucket_view=True)
+    assert list(made.without_effect()) == [
+        "--parallel fsdp2 has no effect: there is a single process",
+        "--gradient-as-bucket-view has no effect: there is a single process",
+    ]
+    assert not list(workload(parallel="ddp").without_effect())
+
+
+def test_a_workload_made_by_hand_knows_what_has_no_effect() -> None:
+    assert list(Workload(kind="train", model="gpt2", rank=64).without_effect()) == [
+        "--rank 64 has no effect: it is a setting of lora, not of train"
+    ]
+    assert not list(Workload(kind="train", model="gpt2", loop="memfit").without_effect())
+
+
+def test_settings_beside_a_workload_replace_its_own_and_what_hung_on_them() -> None:
+    chunked = workload(loss="chunked", loss_chunk=16)
+    assert Workload.asked(chunked, {"loss": "full"}) == workload()
+    assert Workload.asked(chunked, {"loss_chunk": 32}).loss_chunk == 32
+    assert Workload.asked(workload(kind="prune", sparsity=0.7), {"kind": "forward"}) == workload(kind="forward")
+    with pytest.raises(UsageError, match="--loss-chunk 32 has no effect"):
+        Workload.asked(chunked, {"loss": "full", "loss_chunk": 32})
+    with pytest.raises(UnknownName, match="'lenght'"):
+        Workload.asked(chunked, {"lenght": 3})
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_shown_makes_the_same_workload_again(kind: str) -> None:
-    made = workload(kind=kind, batch_size=3, seq_len=77)
+    made = workload(kind=kind, seq_len=77, **({} if kind == "prune" else {"batch_size": 3}))
     assert Workload.from_mapping(json.loads(json.dumps(made.settings()))) == made
 
 

@@ -267,7 +267,8 @@ def test_a_byte_order_mark_is_no_obstacle(path: Path) -> None:
 
 def test_settings_nested_without_end_are_refused(path: Path) -> None:
     deep = '{"a":' * 60 + "1" + "}" * 60
-    text = json.dumps(LLAMA)[:-1] + f', "rope_scaling": {deep}' + "}"
+    flat = {key: value for key, value in LLAMA.items() if key != "rope_scaling"}
+    text = json.dumps(flat)[:-1] + f', "rope_scaling": {deep}' + "}"
 
     assert "'rope_scaling' is nested deeper than 16 levels" in refusal(path, text).message
 
@@ -313,7 +314,7 @@ JUNK = st.one_of(
 )
 EXTRA = (
     *("rope_scaling", "rope_parameters", "rope_theta", "layer_types", "pad_token_id", "head_dim", "sliding_window"),
-    *("num_labels", "id2label", "auto_map", "attn_implementation", "_attn_implementation", "quantization_config"),
+    *("num_labels", "id2label", "auto_map", "attn_implementation", "_attn_implementation"),
     *("to_dict", "__class__", "attribute_map", "sub_configs", "per_layer_config", "model_type", "architectures"),
     *("dtype", "torch_dtype", "pruned_heads", "add_cross_attention", "is_encoder_decoder", "n_inner", "validate"),
 )
@@ -353,3 +354,9 @@ def test_any_bytes_are_an_object_or_refused(tmp_path: Path, content: bytes) -> N
         assert isinstance(read_config(path), dict)
     except InputError as error:
         assert "\n" not in error.message
+
+
+def test_a_key_that_stands_twice_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": 64, "hidden_size": 128}')
+    with pytest.raises(InputError, match="'hidden_size' stands in it twice, as 64 and as 128"):
+        read_config(tmp_path / "config.json")

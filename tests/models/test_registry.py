@@ -284,15 +284,33 @@ def test_gpt_oss_has_no_fused_attention_and_says_which_to_use() -> None:
 
 
 def test_notes_say_what_is_left_out(folder: Path) -> None:
-    (folder / "config.json").write_text(
-        json.dumps({**TINY, "quantization_config": {"bits": 4}, "auto_map": {"A": "b"}})
-    )
+    (folder / "config.json").write_text(json.dumps({**TINY, "auto_map": {"A": "b"}}))
 
-    quantised, code = source_notes(resolve(str(folder)))
+    (code,) = source_notes(resolve(str(folder)))
 
-    assert "unquantised" in quantised and "not run" in code
+    assert "not run" in code
     assert "MXFP4" in source_notes(resolve("gpt-oss-20b"))[0]
     assert source_notes(resolve("gpt2")) == ()
+
+
+@pytest.mark.parametrize(
+    "quantised",
+    [
+        {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+        {"quantization_config": {"load_in_8bit": True}},
+        {"compression_config": {"format": "pack-quantized", "quant_method": "compressed-tensors"}},
+    ],
+)
+def test_a_quantised_checkpoint_is_refused_as_something_that_memfit_lacks(
+    folder: Path, quantised: dict[str, Any]
+) -> None:
+    (folder / "config.json").write_text(json.dumps({**TINY, **quantised}))
+    (key,) = quantised
+
+    with pytest.raises(InputError, match=f"quantised.*'{key}'.*memfit cannot plan yet") as caught:
+        load_config(resolve(str(folder)))
+
+    assert f"a copy of this one without '{key}'" in str(caught.value.hint)
 
 
 def test_a_config_is_fresh_each_time() -> None:

@@ -206,7 +206,7 @@ def test_blocks_of_uneven_shards_and_of_adapters_alone_repeat(small: Miniatures)
 def test_a_single_process_is_not_parallel_and_the_plan_says_so() -> None:
     alone, one = plan(), plan(parallel="fsdp2")
     assert one.peak == alone.peak
-    assert "--parallel fsdp2 has no effect in a single process" in one.notes
+    assert "--parallel fsdp2 has no effect: there is a single process" in one.notes
 
 
 def test_the_plan_says_what_is_not_counted() -> None:

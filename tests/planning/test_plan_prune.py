@@ -156,7 +156,7 @@ def test_settings_are_shown_as_resolved() -> None:
     assert work.settings() == {
         "kind": "prune", "model": "gpt2", "seq_len": 2048, "precision": "bf16", "attention": "sdpa", "method": "wanda",
         "sparsity": 0.25, "sparsity_type": "1:4", "nsamples": 128, "dataset": "wikitext2",
-        "max_gpu_memory": str(2 * GiB), "alloc_conf": "",
+        "max_gpu_memory": "2GiB", "alloc_conf": "",
     }  # fmt: skip
     assert dataclasses.replace(work, nsamples=1).sparsity == 0.25
 
@@ -193,3 +193,16 @@ def test_the_guides_spellings_are_taken_by_the_command(tmp_path: Path, capsys: p
     made = json.loads(capsys.readouterr().out)
     assert made["workload"]["method"] == "sparsegpt"
     assert made["workload"]["sparsity_type"] == "2:4"
+
+
+def test_a_limit_that_nobody_asked_for_is_not_shown_as_one(tmp_path: Path) -> None:
+    made = planned(folder(tmp_path), seq_len=64, gpu="8GiB")
+    assert made.workload["max_gpu_memory"] is None
+    assert "max-gpu-memory" not in str(made)
+
+
+def test_a_limit_is_shown_as_it_was_typed(tmp_path: Path) -> None:
+    made = planned(folder(tmp_path), seq_len=64, max_gpu_memory="0.5GiB", gpu="8GiB")
+    assert made.workload["max_gpu_memory"] == "0.5GiB"
+    assert "max-gpu-memory 0.5GiB" in str(made)
+    assert predict(**made.workload).peak == made.peak

@@ -27,7 +27,7 @@ from memfit.gpus import Gpu, find_gpu
 from memfit.jobs.training.shapes import is_basics
 from memfit.jobs.workload import Workload, flag
 from memfit.models.gsa_names import is_gsa
-from memfit.units import gib
+from memfit.units import gib, in_mib
 
 CLIP_NORM = 1.0
 
@@ -107,7 +107,7 @@ def _card(gpu: Gpu) -> str:
                 return name
         except MemfitError:
             continue
-    return f"{gpu.capacity_bytes}B"
+    return in_mib(gpu.capacity_bytes)
 
 
 def _tokenizer(work: Workload) -> dict[str, str]:

@@ -163,7 +163,7 @@ class Forecasts:
         try:
             return self._replayed(work, self._traced(work))
         except NoRoom as refusal:
-            if int(work.max_gpu_memory or 0) < room_for_pruning(work, self.gpu, self.margin):
+            if (work.gpu_budget_bytes or 0) < room_for_pruning(work, self.gpu, self.margin):
                 raise  # it is not the card that has too little
             return self._with_room(work, refusal.least)
 

@@ -35,7 +35,7 @@ def apply(workload: Workload, levers: Iterable[Lever]) -> Workload:
             so_far = changes.get("_offload", workload.offload or ())
             changes["offload"] = changes["_offload"] = (*so_far, *_texts(lever.settings["offload"]))
     changes.pop("_offload", None)
-    return dataclasses.replace(workload, **changes)
+    return dataclasses.replace(workload, **changes).without_unused()
 
 
 def checked_setting(name: str) -> str:

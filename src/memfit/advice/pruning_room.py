@@ -8,13 +8,14 @@ from memfit.core.alloc_config import AllocatorConfig
 from memfit.gpus import Gpu
 from memfit.jobs.workload import Workload
 from memfit.planning.predict import capacity_for, context_of
+from memfit.units import MiB, in_mib
 
 
 def room_for_pruning(work: Workload, card: Gpu, margin: float) -> int:
-    """The margin is left free from the start: pruning makes do with what it may use."""
+    """The margin is left free from the start: pruning makes do with what it may use. In whole MiB, to be typed."""
     context = context_of(work, card).high_bytes
     capacity = capacity_for(card, AllocatorConfig.parse(work.alloc_conf), context)
-    return max(int(capacity * (1 - margin)) - context, 1)
+    return max((int(capacity * (1 - margin)) - context) // MiB, 1) * MiB
 
 
 def within(work: Workload, card: Gpu, margin: float) -> Workload:
@@ -25,4 +26,5 @@ def within(work: Workload, card: Gpu, margin: float) -> Workload:
 
 
 def with_room(work: Workload, room: int) -> Workload:
-    return dataclasses.replace(work, max_gpu_memory=str(room))
+    """Or up to a MiB more."""
+    return dataclasses.replace(work, max_gpu_memory=in_mib(room + MiB - 1))

@@ -22,6 +22,7 @@ import typer
 from memfit.cli import output
 from memfit.cli.options import plain_name, plain_value
 from memfit.errors import InputError, MemfitError, UsageError
+from memfit.models.config_check import without_doubles
 
 ERROR_SCHEMA = "memfit.error/1"
 MAX_LINE_BYTES = 1 << 20
@@ -106,7 +107,11 @@ def _parse(line: bytes | None) -> dict[str, Any]:
     if line is None:
         raise InputError(f"the line is longer than {MAX_LINE_BYTES:,} bytes")
     try:
-        values = json.loads(line.decode("utf-8-sig"), parse_constant=_refuse, parse_float=_finite)
+        values = json.loads(
+            line.decode("utf-8-sig"), parse_constant=_refuse, parse_float=_finite, object_pairs_hook=without_doubles
+        )
+    except InputError:
+        raise
     except (ValueError, RecursionError) as error:
         raise InputError(f"not a line of JSON: {error}") from error
     if not isinstance(values, dict):

@@ -1,4 +1,4 @@
-"""Commands that convert what was typed only where there is something to convert.
+"""Commands that convert what was typed only where there is something to convert, and take no option twice.
 
 typer gives every value to pydantic, also an option that was not given, and text that is to stay text. To import that
 costs a third of what a plan takes whose trace is known.
@@ -6,10 +6,13 @@ costs a third of what a plan takes whose trace is known.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
+
+from memfit.errors import UsageError
 
 A_SENTENCE = 200
 
@@ -42,14 +45,35 @@ def _late(parameters: list[Any]) -> list[Any]:
     return parameters
 
 
+def _once(parser: Any) -> Any:
+    """Of an option that is given twice typer would take the last, without a word about the first."""
+    parse = parser.parse_args
+
+    def parse_once(args: list[str]) -> Any:
+        found = parse(args=args)
+        for option, count in Counter(found[-1]).items():
+            if count > 1 and not option.multiple and (not option.is_flag or option.secondary_opts):
+                raise UsageError(f"{option.opts[0]} is given {count} times", hint="only one of them could count")
+        return found
+
+    parser.parse_args = parse_once
+    return parser
+
+
 class Command(TyperCommand):
     def get_params(self, ctx: Any) -> list[Any]:
         return _late(super().get_params(ctx))
+
+    def make_parser(self, ctx: Any) -> Any:
+        return _once(super().make_parser(ctx))
 
 
 class Group(TyperGroup):
     def get_params(self, ctx: Any) -> list[Any]:
         return _late(super().get_params(ctx))
+
+    def make_parser(self, ctx: Any) -> Any:
+        return _once(super().make_parser(ctx))
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """What a command does is wrapped where it takes more than a line: typer would cut it off."""

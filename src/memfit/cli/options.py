@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import typer
 
 from memfit.errors import UsageError
-from memfit.jobs.workload import Workload
+from memfit.jobs.workload import Workload, flag
 
 ALIASES = {"seq_len": ("seqlen", "context_length"), "method": ("prune_method",), "sparsity": ("sparsity_ratio",)}
 """Other names that people know a setting by, on the command line and in a line of `plan batch`."""
@@ -73,13 +73,14 @@ def settings_of(kind: str) -> tuple[str, ...]:
 
 
 def with_options_of(kind: str, run: Callable[..., int], extra: Mapping[str, tuple[Any, Any]]) -> Callable[..., int]:
-    """`run(**settings)` as a command: typer reads the options from the signature it is given here."""
+    """`run(**settings)` as a command: typer reads the options from the signature it is given here. What was not typed
+    is not passed, so that `Workload` knows what was asked for."""
     names = settings_of(kind)
     return _command(names, {**{name: _option(name) for name in names}, **extra}, run)
 
 
 def with_any_option(run: Callable[..., int], extra: Mapping[str, tuple[Any, Any]]) -> Callable[..., int]:
-    """The same with the settings of every kind of job, none of them required: None is one that was not given."""
+    """The same with the settings of every kind of job, none of them required."""
     names = tuple(field.name for field in dataclasses.fields(Workload) if field.name != "kind")
     return _command(names, {**extra, **{name: _unset(*_option(name)) for name in names}}, run)
 
@@ -93,21 +94,24 @@ def _unset(annotation: Any, _: Any) -> tuple[Any, None]:
 def _command(
     names: tuple[str, ...], options: Mapping[str, tuple[Any, Any]], run: Callable[..., int]
 ) -> Callable[..., int]:  # fmt: skip
-    parameters = [
+    parameters = [inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)] + [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
         for name, (annotation, default) in options.items()
     ]
 
-    def command(**given: Any) -> int:
-        return run(**{name: _value(name, value) if name in names else value for name, value in given.items()})
+    def command(context: typer.Context, **given: Any) -> int:
+        typed = {name for name in names if _was_typed(context, name)}
+        rest = {name: value for name, value in given.items() if name not in names}
+        return run(**{name: _value(name, given[name]) for name in names if name in typed}, **rest)
 
     command.__signature__ = inspect.Signature(parameters, return_annotation=int)  # type: ignore[attr-defined]
     command.__annotations__ = {p.name: p.annotation for p in parameters} | {"return": int}
     return command
 
 
-def flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+def _was_typed(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 def plain_name(name: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 
 import torch
 from torch import nn
@@ -14,11 +15,12 @@ NOT_TRUE = ("fan_in_fan_out", "The following rank_pattern keys", "The following 
 
 
 class Refused(ValueError):
-    """peft cannot adapt these layers. `of_experts` are those that it takes for experts'."""
+    """peft cannot adapt these layers. `of_experts` are those that it takes for experts'; `meant` asks about a name that
+    the model does not have."""
 
-    def __init__(self, error: ValueError, of_experts: list[str]) -> None:
-        super().__init__(str(error).splitlines()[0])
-        self.of_experts = of_experts
+    def __init__(self, why: str, *, of_experts: Sequence[str] = (), meant: str = "") -> None:
+        super().__init__(why.splitlines()[0])
+        self.of_experts, self.meant = of_experts, meant
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +36,7 @@ class Adapters:
         """The model with them, and what is to be known of it."""
         from peft import LoraConfig, get_peft_model
 
+        names = [name for name, _ in model.named_modules()]
         whole = float(self.alpha).is_integer()
         config = LoraConfig(
             r=self.rank, lora_alpha=int(self.alpha) if whole else self.alpha,  # type: ignore[arg-type,unused-ignore]
@@ -45,7 +48,9 @@ class Adapters:
                 warnings.simplefilter("always")
                 adapted: nn.Module = get_peft_model(model, config, autocast_adapter_dtype=self.dtype is None)  # type: ignore[arg-type,unused-ignore]
         except ValueError as error:
-            raise Refused(error, _of_experts(config, self.targets)) from error
+            self._refuse_unknown(names, config)
+            raise Refused(str(error), of_experts=_of_experts(config, self.targets)) from error
+        self._refuse_unknown(names, config)
         if self.dtype is not None:
             for parameter in adapted.parameters():  # peft does this itself, but not for a model on meta
                 if parameter.requires_grad:
@@ -54,6 +59,14 @@ class Adapters:
         if of_experts := _of_experts(config, self.targets):
             notes.append(f"peft adapts every expert by {', '.join(of_experts)}, and no other layer of these names")
         return adapted, notes
+
+    def _refuse_unknown(self, names: Sequence[str], config: object) -> None:
+        """peft adapts what it finds and says nothing about the rest."""
+        experts = _of_experts(config, self.targets)
+        for target in self.targets:
+            if target not in experts and not any(f".{name}".endswith(f".{target}") for name in names):
+                near = get_close_matches(target, sorted({name.rpartition(".")[2] for name in names}), n=1)
+                raise Refused(f"no module is called {target!r}", meant=f"did you mean {near[0]!r}? " if near else "")
 
 
 def _of_experts(config: object, targets: Sequence[str]) -> list[str]:

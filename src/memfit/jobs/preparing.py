@@ -75,6 +75,7 @@ def _prepared(workload: Workload, layers: int | None) -> Prepared:
                 hint="--loop plain works",
             )
         model.train()
+        notes = (*notes, *_keep_all_blocks(model))
         if workload.loss == "chunked":
             from memfit.jobs.training.chunked_loss import use_chunked_loss
 
@@ -86,6 +87,17 @@ def _prepared(workload: Workload, layers: int | None) -> Prepared:
         workload=workload, model=model, name=source.name, vocab_size=_vocab_size(model), parameters=parameters,
         notes=notes,
     )  # fmt: skip
+
+
+def _keep_all_blocks(model: nn.Module) -> Iterator[str]:
+    """Blocks that a model leaves out of a step at random would make every plan another one. None are left out when most
+    memory is taken."""
+    for name, module in model.named_modules():
+        share = getattr(module, "layerdrop", 0)
+        if isinstance(share, float) and share > 0:
+            module.layerdrop = 0.0  # type: ignore[assignment]
+            where = f" of {name}" if name else ""
+            yield f"layerdrop {share}{where} leaves blocks out at random: planned with all of them, the most it takes"
 
 
 def _check_offload(workload: Workload) -> None:
@@ -110,21 +122,18 @@ def _with_adapters(model: nn.Module, workload: Workload) -> tuple[nn.Module, lis
     try:
         return adapters.on(model)
     except Refused as error:
-        raise _refusal(error, workload, names, error.of_experts) from error
+        raise _refusal(error, workload, names) from error
 
 
-def _refusal(error: ValueError, workload: Workload, names: list[str], of_experts: list[str]) -> UsageError:
-    if of_experts and workload.lora_dropout:
-        others = ",".join(name for name in names if name not in of_experts)
+def _refusal(error: Refused, workload: Workload, names: list[str]) -> UsageError:
+    if error.of_experts and workload.lora_dropout:
+        others = ",".join(name for name in names if name not in error.of_experts)
         return UsageError(
-            f"--lora-dropout {workload.lora_dropout}: peft has no dropout for experts, and {', '.join(of_experts)} are"
-            f" theirs in {workload.model}",
+            f"--lora-dropout {workload.lora_dropout}: peft has no dropout for experts, and"
+            f" {', '.join(error.of_experts)} are theirs in {workload.model}",
             hint=f"--lora-dropout 0, or adapt other layers: --target-modules {others}",
         )
-    return UsageError(
-        f"--target-modules: {error}",
-        hint=f"linear layers of a block: {', '.join(names) or 'none'}",
-    )
+    return UsageError(f"--target-modules: {error}", hint=f"{error.meant}linear layers of a block: {', '.join(names)}")
 
 
 def _generates(model: nn.Module) -> bool:

@@ -6,7 +6,7 @@ A line of `plan batch`, the flags of `plan`, and the arguments of `memfit.predic
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -116,9 +116,6 @@ class Workload:
             raise UsageError(f"{flag('alloc_conf')} must be text, not {self.alloc_conf!r}")
 
     def _resolve(self) -> None:
-        if self.kind == "prune":  # it has micro-batches of its own, of whole windows
-            object.__setattr__(self, "batch_size", 1)
-            object.__setattr__(self, "padding", False)
         by_trainer = self.loop != "plain"
         if self.optimizer is None:
             object.__setattr__(self, "optimizer", "adamw-fused" if by_trainer else "adamw")
@@ -141,9 +138,9 @@ class Workload:
     def _check_pruning(self) -> None:
         asked = Sparsity.parse(self.sparsity_type, self.sparsity)
         object.__setattr__(self, "sparsity", asked.ratio)
-        size = self.max_gpu_memory
-        if size is not None:
-            object.__setattr__(self, "max_gpu_memory", str(parse_bytes(str(size), flag=flag("max_gpu_memory"))))
+        if self.max_gpu_memory is not None:
+            object.__setattr__(self, "max_gpu_memory", str(self.max_gpu_memory))
+            parse_bytes(self.max_gpu_memory, flag=flag("max_gpu_memory"))
         PruneSettings(
             model=self.model, method=self.method, sparsity=asked, nsamples=self.nsamples, seqlen=self.seq_len,
             dataset=self.dataset,
@@ -166,40 +163,90 @@ class Workload:
     def weight_precision(self) -> str:
         return "fp32" if self.autocast else self.precision
 
+    @property
+    def gpu_budget_bytes(self) -> int | None:
+        """Of pruning: what it may use of the device."""
+        return None if self.max_gpu_memory is None else parse_bytes(self.max_gpu_memory, flag=flag("max_gpu_memory"))
+
     @classmethod
-    def from_mapping(cls, values: Mapping[str, Any]) -> Workload:
-        """From a line of JSON: unknown names are errors with a suggestion, never ignored."""
-        known = [f.name for f in dataclasses.fields(cls)]
-        for name in values:
-            if name not in known:
-                raise UnknownName("setting", str(name), known, more=f"settings: {', '.join(known)}")
+    def from_mapping(cls, values: Mapping[str, Any], *, asked: Collection[str] | None = None) -> Workload:
+        """From flags, a line of JSON or keywords. An unknown name is an error, and so is a setting that this job does
+        not use. Where not all of them were `asked` for, the others go if they are of no use."""
+        _check_names(values)
         if "kind" not in values or "model" not in values:
             raise UsageError("a workload needs at least 'kind' and 'model'")
-        made = dict(values)
-        for name in ("target_modules", "offload"):
-            if isinstance(made.get(name), list):
-                made[name] = tuple(made[name])
-        clip = made.get("clip_grad")
-        if isinstance(clip, (int, float)) and not isinstance(clip, bool):
-            made["clip_grad"] = clip > 0  # a norm to clip at: what it is does not change the memory
-        return cls(**made)
+        made = cls(**_as_fields(values))
+        made._refuse_unused([name for name in (values if asked is None else asked) if values[name] is not None])
+        return made if asked is None else made.without_unused(but=asked)
 
     @classmethod
     def asked(cls, workload: Workload | None, settings: Mapping[str, Any]) -> Workload:
         """Of a call in Python: settings beside a workload replace its own."""
         if workload is None:
             return cls.from_mapping(settings)
-        return cls.from_mapping({**workload.settings(), **settings}) if settings else workload
+        return cls.from_mapping({**workload.settings(), **settings}, asked=settings) if settings else workload
+
+    def unused(self) -> Iterator[tuple[str, str]]:
+        """Settings that change nothing about this job, and why."""
+        for name, kinds in _READ_BY.items():
+            if self.kind not in kinds:
+                yield name, f"it is a setting of {' and '.join(kinds)}, not of {self.kind}"
+        if self.kind == "generate" and self.decoding != "beam":
+            yield "num_beams", f"{self.decoding} decoding has no beams, --decoding beam has"
+        if self.trains and self.loss != "chunked":
+            yield "loss_chunk", f"a {self.loss} loss has no chunks, --loss chunked has"
+        if self.trains and self.world_size == 1:
+            yield "parallel", "there is a single process"
+        if self.trains and (self.world_size == 1 or self.parallel != "ddp"):
+            alone = self.world_size == 1
+            yield "gradient_as_bucket_view", "there is a single process" if alone else f"{self.parallel} has no buckets"
+
+    def _refuse_unused(self, given: Collection[str]) -> None:
+        """How processes work together is no mistake where there is one: a plan notes it."""
+        for name, why in self.unused():
+            if name in given and name not in _OF_PROCESSES:
+                raise UsageError(f"{self._said(name)} has no effect: {why}", hint=f"leave {flag(name)} out")
+
+    def without_effect(self) -> Iterator[str]:
+        """In words: settings that are not what they would be by themselves, and change nothing all the same."""
+        usual = self._usual()
+        for name, why in self.unused():
+            if getattr(self, name) != getattr(usual, name):
+                yield f"{self._said(name)} has no effect: {why}"
+        if self.kind == "lora" and self.adapter_dtype == "same" and self.weight_precision == "fp32":
+            yield f"{self._said('adapter_dtype')} has no effect: the base model is fp32 too"
+        if self.kind == "prune":
+            yield from self._without_effect_on_pruning(usual)
+
+    def _without_effect_on_pruning(self, usual: Workload) -> Iterator[str]:
+        """What a run obeys, while its memory stays the same."""
+        if self.method == "magnitude":
+            for name in ("nsamples", "seq_len", "dataset"):
+                if getattr(self, name) != getattr(usual, name):
+                    yield f"{self._said(name)} has no effect: pruning by magnitude reads no text"
+        elif self.dataset != usual.dataset:
+            yield f"{self._said('dataset')} does not change the memory, whatever the text"
+        if self.sparsity not in (usual.sparsity, Sparsity.parse(self.sparsity_type, None).ratio):
+            yield f"{self._said('sparsity')} does not change the memory: zeros take as much"
+
+    def without_unused(self, *, but: Collection[str] = ()) -> Workload:
+        """The same job, what it does not use as it would be by itself."""
+        usual = self._usual()
+        return dataclasses.replace(self, **{n: getattr(usual, n) for n, _ in self.unused() if n not in but})
+
+    def _usual(self) -> Workload:
+        return Workload(kind=self.kind, model=self.model, loop=self.loop)
+
+    def _said(self, name: str) -> str:
+        """As it would be typed."""
+        value = getattr(self, name)
+        if isinstance(value, bool):
+            return flag(name) if value else f"--no-{flag(name).removeprefix('--')}"
+        return f"{flag(name)} {','.join(value) if isinstance(value, tuple) else value}"
 
     def settings(self) -> dict[str, Any]:
         """As JSON: only what this kind of job reads."""
-        unread = {name for name, kinds in _READ_BY.items() if self.kind not in kinds}
-        if self.decoding != "beam":
-            unread.add("num_beams")
-        if self.loss != "chunked":
-            unread.add("loss_chunk")
-        if self.world_size == 1 or self.parallel != "ddp":
-            unread.add("gradient_as_bucket_view")
+        unread = {name for name, _ in self.unused() if not (self.trains and name == "parallel")}
         made = {k: v for k, v in dataclasses.asdict(self).items() if k not in unread}
         for name in ("target_modules", "offload"):
             if isinstance(made.get(name), tuple):
@@ -223,6 +270,33 @@ _READ_BY: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("batch_size", "padding"), ("forward", "train", "lora", "generate")),
     **dict.fromkeys(("method", "sparsity", "sparsity_type", "nsamples", "dataset", "max_gpu_memory"), ("prune",)),
 }
+
+
+_OF_PROCESSES = ("parallel", "gradient_as_bucket_view")
+
+
+def kinds_that_read(names: Collection[str]) -> list[str]:
+    """Kinds of jobs that have all these settings."""
+    return [kind for kind in KINDS if all(kind in _READ_BY.get(name, KINDS) for name in names)]
+
+
+def _check_names(values: Mapping[str, Any]) -> None:
+    known = [f.name for f in dataclasses.fields(Workload)]
+    for name in values:
+        if name not in known:
+            raise UnknownName("setting", str(name), known, more=f"settings: {', '.join(known)}")
+
+
+def _as_fields(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What JSON has no words for."""
+    made = dict(values)
+    for name in ("target_modules", "offload"):
+        if isinstance(made.get(name), list):
+            made[name] = tuple(made[name])
+    clip = made.get("clip_grad")
+    if isinstance(clip, (int, float)) and not isinstance(clip, bool):
+        made["clip_grad"] = clip > 0  # a norm to clip at: what it is does not change the memory
+    return made
 
 
 def flag(name: str) -> str:

@@ -84,7 +84,9 @@ def read_config(path: Path) -> dict[str, Any]:
 
 def _parse(raw: bytes, where: str) -> dict[str, Any]:
     try:
-        data = json.loads(raw.decode("utf-8-sig"), parse_constant=_constant)
+        data = json.loads(raw.decode("utf-8-sig"), parse_constant=_constant, object_pairs_hook=without_doubles)
+    except InputError as error:
+        raise InputError(f"'{where}': {error.message}", hint=error.hint) from error
     except RecursionError as error:
         raise InputError(f"'{where}' is nested too deeply for a model's config.json") from error
     except ValueError as error:
@@ -92,6 +94,16 @@ def _parse(raw: bytes, where: str) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise InputError(f"'{where}' holds a JSON {type(data).__name__}, not an object with a model's settings")
     return data
+
+
+def without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON. Of a key that stands in it twice Python would take the last, and not say so."""
+    made: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in made:
+            raise InputError(f"{show(key)} stands in it twice, as {show(made[key])} and as {show(value)}")
+        made[key] = value
+    return made
 
 
 def _constant(name: str) -> float:

@@ -157,12 +157,9 @@ def source_notes(source: ModelSource) -> tuple[str, ...]:
     if preset is not None:
         return (preset.note,) if preset.note else ()
     data = read_config(Path(source.target))
-    notes = []
-    if data.get("quantization_config"):
-        notes.append("the file describes a quantised checkpoint; memfit plans its plain, unquantised weights")
     if data.get("auto_map"):
-        notes.append("the code that comes with this model (auto_map) is not run; transformers' own class is used")
-    return tuple(notes)
+        return ("the code that comes with this model (auto_map) is not run; transformers' own class is used",)
+    return ()
 
 
 def load_config(source: ModelSource) -> PretrainedConfig:
@@ -175,6 +172,7 @@ def load_config(source: ModelSource) -> PretrainedConfig:
         data, where = copy.deepcopy(dict(preset.config)), f"preset {preset.name}"
     else:
         data, where = read_config(Path(source.target)), source.target
+    _refuse_quantised(data, where)
     config_class = _config_class(data, where)
     seen = check_config(data, _family(config_class, data), where)
     try:
@@ -182,6 +180,18 @@ def load_config(source: ModelSource) -> PretrainedConfig:
     except Exception as error:
         raise InputError(f"{where}: transformers cannot read these settings: {one_line(error)}") from error
     return config
+
+
+def _refuse_quantised(data: dict[str, Any], where: str) -> None:
+    """Planned in 16 bits, such a checkpoint would take four times what it does."""
+    for key in ("quantization_config", "compression_config"):
+        if (said := data.get(key)) is not None:
+            method = said.get("quant_method") if isinstance(said, dict) else None
+            by = f" by {show(method)}" if method else ""
+            raise InputError(
+                f"{where}: its weights are quantised{by} ('{key}'), which memfit cannot plan yet",
+                hint=f"to plan the unquantised model give its own config.json, or a copy of this one without '{key}'",
+            )
 
 
 def _config_class(data: dict[str, Any], where: str) -> Any:

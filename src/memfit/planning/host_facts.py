@@ -24,6 +24,8 @@ def scaled(facts: Mapping[str, Any], **times: float) -> dict[str, Any]:
 
 def host_notes(work: Workload, facts: Mapping[str, Any]) -> tuple[str, ...]:
     host: Mapping[str, int] = facts.get(HOST, {}) if work.trains else {}
+    if "activations" in (work.offload or ()) and work.trains and not host.get("activations"):
+        return ("--offload activations moves nothing: none that is kept has 1 MiB or more",)
     if not host:
         return ()
     parts = ", ".join(f"{WORDS[lever]} {format_bytes(count)}" for lever, count in host.items())

@@ -150,10 +150,8 @@ def predict(
     from memfit.planning.platforms import platform_of
     from memfit.planning.traced import trace_workload
 
-    if work.kind == "prune":
-        work = _within(work, card)
-    traced = trace_workload(work, platform_of(card), cached=trace_cache, stacks=stacks)
-    work = traced.workload
+    traced = trace_workload(_within(work, card), platform_of(card), cached=trace_cache, stacks=stacks)
+    work = dataclasses.replace(traced.workload, max_gpu_memory=work.max_gpu_memory)  # as asked for
     context = context_of(work, card)
     return assess(
         traced.trace, config, card, context, workload=work.settings() | {"gpu": gpu if isinstance(gpu, str) else None},
@@ -188,10 +186,10 @@ def _guides(traced: Traced) -> tuple[str, ...]:
 
 def _within(work: Workload, card: Gpu | None) -> Workload:
     """Pruning goes by what is free, which on an idle card is all but the context."""
-    if card is None or work.max_gpu_memory is not None:
+    if work.kind != "prune" or card is None or work.max_gpu_memory is not None:
         return work
     context = card.context_after(training=False, flash=work.precision != "fp32")
-    return dataclasses.replace(work, max_gpu_memory=str(max(card.capacity_bytes - context.high_bytes, 1)))
+    return dataclasses.replace(work, max_gpu_memory=f"{max(card.capacity_bytes - context.high_bytes, 1)}B")
 
 
 def assess(
@@ -252,8 +250,6 @@ def _fit(replays: Replays, gpu: Gpu, context: int, smallest: int) -> Fit:
 
 def _of_processes(work: Workload) -> Iterator[str]:
     if work.world_size == 1:
-        if work.parallel == "fsdp2":
-            yield "--parallel fsdp2 has no effect in a single process"
         return
     yield f"one process of {work.world_size}, the first; what NCCL keeps for itself is not counted"
     if work.parallel == "ddp":
@@ -268,7 +264,9 @@ def _of_processes(work: Workload) -> Iterator[str]:
 
 
 def _assumptions(work: Workload, gpu: Gpu | None) -> tuple[str, ...]:
-    notes = ["predicted, not measured: torch 2.11, CUDA 13.0, no other process on the card"]
+    notes = [*work.without_effect(), "predicted, not measured: torch 2.11, CUDA 13.0, no other process on the card"]
+    if work.precision == "fp16":
+        notes.append("fp16 has two bytes, as bf16 has")
     if gpu is None:
         notes.append("no --gpu given: kernels and context as on the H200")
     else:

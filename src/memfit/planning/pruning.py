@@ -176,7 +176,7 @@ def _run(
             tracer.modules.know(block, f"{decoder.path}.{index}")
         host, watch = PlannedHost(tracer), _Batches(tracer.trace, few)
         with beside(tracer), Engine(
-            decoder, device=tracer.device, budget=int(work.max_gpu_memory) if work.max_gpu_memory else None,
+            decoder, device=tracer.device, budget=work.gpu_budget_bytes,
             phases=PruningPhases(tracer), host=host, whole=None if blocks is None else blocks.count, some=watch.some,
         ) as engine:  # fmt: skip
             done.append((engine.prune(settings, ids, sink=_Nowhere()), host, watch))

@@ -28,7 +28,7 @@ from memfit.planning.card_here import card_for
 from memfit.planning.micro_batch import Rung, has_margin, largest_that_fits
 from memfit.planning.predict import Plan, Verdict, predict
 from memfit.planning.train_workload import workload_of, workload_of_config
-from memfit.units import gib
+from memfit.units import gib, in_mib
 
 __all__ = ["TrainPlan", "decides", "plan_training", "workload_of", "workload_of_config"]
 
@@ -199,7 +199,8 @@ def _without_levers(job: TrainJob) -> tuple[Workload, tuple[str, ...]]:
     }
     names = tuple(name for name, (is_on, _) in on.items() if is_on)
     off = {key: value for is_on, change in on.values() if is_on for key, value in change.items()}
-    return dataclasses.replace(work, **off), names if gathering is None else (*names, "masked attention")
+    plain = dataclasses.replace(work, **off).without_unused()
+    return plain, names if gathering is None else (*names, "masked attention")
 
 
 def _as_published(job: TrainJob) -> TrainJob | None:
@@ -215,7 +216,7 @@ def _as_published(job: TrainJob) -> TrainJob | None:
 def _what_to_try(work: Workload, job: TrainJob, plan: Plan) -> tuple[str, ...]:
     if plan.verdict != "fails":
         return ()
-    gpu = job.config.memory.gpu or f"{plan.gpu.capacity_bytes if plan.gpu else 0}B"
+    gpu = job.config.memory.gpu or in_mib(plan.gpu.capacity_bytes if plan.gpu else 0)
     alone = dataclasses.replace(work, grad_accum=1)  # which the global batch gives
     words = ["memfit", "fit", work.kind, "--model", work.model, *unusual_flags(alone)]
     words += ["--global-batch", str(job.batch.global_batch_size), "--gpu", gpu]

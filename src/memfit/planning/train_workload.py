@@ -61,7 +61,7 @@ def workload_of_config(
         lora_dropout=config.method.dropout,
         adapter_dtype=config.method.adapter_dtype,
         alloc_conf=os.environ.get(CUDA_VARIABLE) or config.memory.alloc_conf,
-    )
+    ).without_unused()
 
 
 def _optimizer(name: str) -> Optimizer:

@@ -17,9 +17,9 @@ from memfit.advice.explaining.place import Place, of_another_engine
 from memfit.advice.model_dimensions import Dimensions, dimensions_of_model, known_dimensions
 from memfit.advice.oom_message import Oom
 from memfit.advice.tensor_names import Readings
-from memfit.errors import MemfitError
+from memfit.errors import MemfitError, UsageError
 from memfit.gpus import Gpu, find_gpu, list_gpus
-from memfit.jobs.workload import Workload
+from memfit.jobs.workload import Workload, flag, kinds_that_read
 from memfit.units import MiB
 
 _ROWS = ("batch_size", "seq_len")
@@ -81,10 +81,10 @@ def job_of(
     """Raises UsageError where what was given is wrong; what was read may be wrong and is then only not used.
     `allocated`: what was alive when it failed."""
     if given:
-        Workload.from_mapping({"kind": "lora" if "offload" in given else "train", "model": "-", **given})
+        _check(given)
     read = {name: clue.said for name, clue in _clues(clues).items()}
     if configured is not None:
-        workload = dataclasses.replace(configured, **given)
+        workload = Workload.asked(configured, given)
         return Job(workload=workload, models=_dimensions(workload.model), settings=workload.settings(), read={})
     found: dict[str, Any] = {name: clue.value for name, clue in _clues(clues).items()}
     settings = {**found, **given}
@@ -151,11 +151,17 @@ def _clues(clues: Clues) -> dict[str, Any]:
     return found
 
 
+def _check(given: Mapping[str, Any]) -> None:
+    """Where the kind of job is not given, it is one that reads all settings that are."""
+    kinds = [given["kind"]] if "kind" in given else kinds_that_read(given)
+    if not kinds:
+        raise UsageError(f"no kind of job has all of {', '.join(map(flag, given))}", hint="--kind says what it was")
+    Workload.from_mapping({"model": "-", **given, "kind": kinds[-1]})
+
+
 def _workload(settings: dict[str, Any], given: Mapping[str, Any]) -> Workload:
-    """Only what its kind reads: a batch size in the log of a pruning run is not a mistake."""
-    kind = settings["kind"]
-    plain = Workload(kind=kind, model="-").settings()
-    return Workload.from_mapping({name: value for name, value in settings.items() if name in plain or name in given})
+    """A batch size in the log of a pruning run is not a mistake, a flag for it is."""
+    return Workload.from_mapping(settings, asked=given)
 
 
 def _by_trainer(place: Place) -> bool:

@@ -9,7 +9,7 @@ from memfit.advice.preflight.finding import Finding, Line
 from memfit.advice.preflight.fit_command import fit_command
 from memfit.advice.preflight.planned import Planned
 from memfit.advice.preflight.situation import NO_CARD, Situation
-from memfit.units import gib
+from memfit.units import gib, in_mib
 
 if TYPE_CHECKING:
     from memfit.planning.predict import Plan
@@ -27,7 +27,7 @@ def _search(planned: Planned, situation: Situation) -> str | None:
         return None
     named, trains = situation.named_as, situation.asked.trains
     rows = situation.batch.needed().global_batch_size if trains else None
-    gpu = named if named and planned.plan.gpu == situation.named else f"{planned.plan.gpu.capacity_bytes}B"
+    gpu = named if named and planned.plan.gpu == situation.named else in_mib(planned.plan.gpu.capacity_bytes)
     return fit_command(planned.workload, gpu, global_batch=rows)
 
 

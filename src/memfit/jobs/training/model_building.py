@@ -89,5 +89,6 @@ def _with_adapters(model: nn.Module, method: MethodConfig, dtype: torch.dtype) -
         return adapters.on(model)[0]
     except Refused as error:
         raise UsageError(
-            f"method.target_modules: {error}", hint=f"linear layers of a block: {', '.join(names) or 'none'}"
+            f"method.target_modules: {error}",
+            hint=f"{error.meant}linear layers of a block: {', '.join(names) or 'none'}",
         ) from error
