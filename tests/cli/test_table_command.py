@@ -46,7 +46,7 @@ def test_markdown_is_headings_and_tables(memfit: Memfit) -> None:
 
 
 def test_the_terminal_says_what_was_planned_with_what(memfit: Memfit) -> None:
-    ended = memfit("table", *SMALL, "--seqlen", "128")
+    ended = memfit("table", *SMALL)
 
     assert "forward: batch-size 1, seq-len 128, precision bf16" in ended.out
 

@@ -9,9 +9,12 @@ import pytest
 import torch
 from small_models import LLAMA, model_folder
 
+import memfit
 from memfit.errors import MemfitError, UsageError
+from memfit.jobs.batches import wanted
 from memfit.jobs.preparing import Prepared, linear_layers_of_blocks, prepare, takes_labels
 from memfit.jobs.workload import Workload
+from memfit.models.registry import parameter_count
 
 
 def on_meta(model: str, kind: str = "train", **settings: Any) -> Prepared:
@@ -254,3 +257,72 @@ def test_every_module_to_adapt_must_be_there(tmp_path: Path, targets: list[str])
 def test_a_module_may_be_named_by_its_path(tmp_path: Path) -> None:
     job = on_meta(model_folder(tmp_path, "llama"), kind="lora", target_modules=["layers.0.self_attn.q_proj", "v_proj"])
     assert sum(p.numel() for p in job.trainable) == 16 * (64 + 64) + 2 * 16 * (64 + 32)
+
+
+HEADS = {
+    "LlamaForSequenceClassification": {"labels": (torch.int64, (2,))},
+    "LlamaForTokenClassification": {"labels": (torch.int64, (2, 16))},
+    "LlamaForQuestionAnswering": {"end_positions": (torch.int64, (2,)), "start_positions": (torch.int64, (2,))},
+}
+
+
+@pytest.mark.parametrize("loop", ["plain", "trainer"])
+@pytest.mark.parametrize("named", HEADS)
+def test_the_class_that_a_config_names_is_planned_with_labels_and_loss_of_its_own(
+    tmp_path: Path, named: str, loop: str
+) -> None:
+    folder = model_folder(tmp_path, "llama", architectures=[named], pad_token_id=0)
+    job = on_meta(folder, batch_size=2, loop=loop)
+    assert type(job.model).__name__ == named
+    assert any(named in note and "no language-model head" in note for note in job.notes)
+    ids = torch.zeros(2, 16, dtype=torch.int64)
+    assert {name: (each.dtype, tuple(each.shape)) for name, each in wanted(job, ids).items()} == HEADS[named]
+    trained = memfit.predict(job.workload, trace_cache=False)
+    assert trained.parameters == parameter_count(job.model) == trained.trainable_parameters
+
+
+@pytest.mark.parametrize(
+    ("said", "labels", "dtype", "shape"),
+    [
+        ({"num_labels": 1}, 1, torch.float32, (2,)),
+        ({"problem_type": "regression"}, 2, torch.float32, (2,)),
+        ({"num_labels": 5, "problem_type": "multi_label_classification"}, 5, torch.float32, (2, 5)),
+        ({"id2label": {"0": "no", "1": "maybe", "2": "yes"}}, 3, torch.int64, (2,)),
+    ],
+)
+def test_labels_are_what_the_config_says(
+    tmp_path: Path, said: dict[str, Any], labels: int, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    job = on_meta(model_folder(tmp_path, "llama", architectures=["LlamaForSequenceClassification"], **said))
+    assert job.model.score.out_features == labels
+    made = wanted(job, torch.zeros(2, 16, dtype=torch.int64))["labels"]
+    assert (made.dtype, tuple(made.shape)) == (dtype, shape)
+
+
+def test_lora_trains_the_head_of_a_classifier_too(tmp_path: Path) -> None:
+    job = on_meta(model_folder(tmp_path, "llama", architectures=["LlamaForSequenceClassification"]), kind="lora")
+    names = [name for name, parameter in job.model.named_parameters() if parameter.requires_grad]
+    assert "score" not in (job.workload.target_modules or ())
+    assert [name for name in names if "lora_" not in name] == ["base_model.model.score.modules_to_save.default.weight"]
+
+
+@pytest.mark.parametrize(
+    ("named", "settings", "said"),
+    [
+        ("LlamaModel", {}, "LlamaModel .* no loss to train on"),
+        ("LlamaForMultipleChoice", {}, "memfit cannot plan a 'LlamaForMultipleChoice'"),
+        ("LlamaDoubleHeadsModel", {}, "memfit cannot plan a 'LlamaDoubleHeadsModel'"),
+        ("LlamaForTokenClassification", {"loss": "chunked"}, "--loss chunked is for language models"),
+        ("LlamaForTokenClassification", {"loop": "memfit"}, "--loop memfit is for language models"),
+        ("LlamaForSequenceClassification", {"kind": "generate", "new_tokens": 1}, "does not generate text"),
+    ],
+)
+def test_a_head_that_is_not_planned_is_refused(tmp_path: Path, named: str, settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(MemfitError, match=said):
+        on_meta(model_folder(tmp_path, "llama", architectures=[named]), **settings)
+
+
+@pytest.mark.parametrize("named", ["LLaMAForCausalLM", "OwnLMHeadModel", "LlamaForCausalLM"])
+def test_a_language_model_by_any_name_is_one(tmp_path: Path, named: str) -> None:
+    job = on_meta(model_folder(tmp_path, "llama", architectures=[named]))
+    assert (type(job.model).__name__, job.head) == ("LlamaForCausalLM", None)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from small_models import model_folder
 
-from memfit.jobs.batches import token_ids
+from memfit.jobs.batches import token_ids, wanted
 from memfit.jobs.preparing import Prepared, prepare
 from memfit.jobs.running import run_job
 from memfit.jobs.training.plain import loss_of
@@ -51,7 +51,7 @@ def on_the_cpu(model: str, kind: str, **settings: Any) -> Prepared:
 
 
 def loss(job: Prepared) -> float:
-    return float(loss_of(job, token_ids(job, "cpu")).detach())
+    return float(loss_of(job, ids := token_ids(job, "cpu"), wanted(job, ids)).detach())
 
 
 def trained(job: Prepared, steps: int = 2) -> list[tuple[str, int]]:

@@ -31,6 +31,8 @@ class Adapters:
     targets: Sequence[str]
     dtype: torch.dtype | None
     """None is fp32, as peft makes them whatever the base model has."""
+    task: str | None = None
+    """Of a model that is no language model: its head is then trained too."""
 
     def on(self, model: nn.Module) -> tuple[nn.Module, list[str]]:
         """The model with them, and what is to be known of it."""
@@ -41,7 +43,7 @@ class Adapters:
         config = LoraConfig(
             r=self.rank, lora_alpha=int(self.alpha) if whole else self.alpha,  # type: ignore[arg-type,unused-ignore]
             target_modules=list(self.targets), lora_dropout=self.dropout,
-            task_type="CAUSAL_LM" if getattr(model, "can_generate", lambda: False)() else None,
+            task_type=self.task or ("CAUSAL_LM" if getattr(model, "can_generate", lambda: False)() else None),
         )  # fmt: skip
         try:
             with warnings.catch_warnings(record=True) as said:

@@ -26,6 +26,23 @@ def model_inputs(job: Prepared, ids: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
+def wanted(job: Prepared, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What the model is to say of the tokens of a batch or of a row; a language model, the tokens themselves."""
+    if job.head is None:
+        return {"labels": ids}
+    rows, config = ids.shape[:-1], job.config
+    if job.head.task == "QUESTION_ANS":
+        places = {"start_positions", "end_positions"}
+        return {place: torch.randint(0, ids.shape[-1], rows, device=ids.device) for place in sorted(places)}
+    if job.head.task == "TOKEN_CLS":
+        return {"labels": torch.randint(0, config.num_labels, ids.shape, device=ids.device)}
+    if config.problem_type == "multi_label_classification":
+        return {"labels": torch.rand((*rows, config.num_labels), device=ids.device)}
+    if config.problem_type == "regression" or (config.problem_type is None and config.num_labels == 1):
+        return {"labels": torch.rand(rows, device=ids.device)}
+    return {"labels": torch.randint(0, config.num_labels, rows, device=ids.device)}
+
+
 def autocast(job: Prepared, device: torch.device | str) -> AbstractContextManager[None]:
     kind = torch.device(device).type
     wanted = job.workload.autocast

@@ -13,7 +13,7 @@ def run_forward(job: Prepared, device: torch.device | str, phases: Phases, *, st
     model = job.model
     with phases("load"):
         model.to(device)
-    named = takes_labels(model)
+    named = job.head is not None or takes_labels(model)
     for step in range(1, steps + 1):
         with phases("data", step):
             ids = token_ids(job, device)

@@ -20,7 +20,8 @@ from memfit.errors import UsageError
 from memfit.jobs.adapters import Adapters, Refused
 from memfit.jobs.training.parallel import is_made_without_memory
 from memfit.jobs.workload import Workload
-from memfit.models.registry import build_model, parameter_count, resolve, source_notes
+from memfit.models.heads import Head, as_language_model
+from memfit.models.registry import build_model, head_named, parameter_count, resolve, source_notes
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -33,6 +34,13 @@ class Prepared:
     vocab_size: int
     parameters: int
     notes: tuple[str, ...] = ()
+    head: Head | None = None
+    """None is a language model's."""
+
+    @property
+    def config(self) -> Any:
+        """Of a transformers model."""
+        return self.model.config
 
     @property
     def trainable(self) -> list[nn.Parameter]:
@@ -57,6 +65,8 @@ def _prepared(workload: Workload, layers: int | None) -> Prepared:
     )
     model.to(torch.get_default_device())  # `torch.normal`, for one, does not ask which that is
     _check_positions(model, workload)
+    head = head_named(source)
+    _check_head(head, model, workload)
     if workload.kind == "generate" and not _generates(model):
         raise UsageError(f"{workload.model} does not generate text", hint="memfit plan forward fits an encoder")
     parameters = parameter_count(model)
@@ -66,10 +76,10 @@ def _prepared(workload: Workload, layers: int | None) -> Prepared:
         if not targets:
             raise UsageError(f"{workload.model} has no linear layer that peft could adapt")
         workload = dataclasses.replace(workload, target_modules=targets)
-        model, more = _with_adapters(model, workload)
+        model, more = _with_adapters(model, workload, head)
         notes = (*notes, *more)
     if workload.trains:
-        if workload.loop == "trainer" and not takes_labels(model):
+        if workload.loop == "trainer" and head is None and not takes_labels(model):
             raise UsageError(
                 f"--loop trainer: {workload.model} computes no loss of its own, which the Trainer expects of it",
                 hint="--loop plain works",
@@ -85,8 +95,25 @@ def _prepared(workload: Workload, layers: int | None) -> Prepared:
         model.eval()
     return Prepared(
         workload=workload, model=model, name=source.name, vocab_size=_vocab_size(model), parameters=parameters,
-        notes=notes,
+        notes=notes, head=head,
     )  # fmt: skip
+
+
+def _check_head(head: Head | None, model: nn.Module, workload: Workload) -> None:
+    if head is None or not workload.trains:
+        return
+    name = type(model).__name__
+    if head.task is None:
+        raise UsageError(
+            f"{workload.model} is a {name} ('architectures'), which has no head and so no loss to train on",
+            hint=as_language_model(name),
+        )
+    if workload.loop == "memfit" or workload.loss == "chunked":
+        setting = "--loop memfit" if workload.loop == "memfit" else "--loss chunked"
+        raise UsageError(
+            f"{setting} is for language models, and {workload.model} is a {name} ('architectures')",
+            hint=as_language_model(name),
+        )
 
 
 def _keep_all_blocks(model: nn.Module) -> Iterator[str]:
@@ -111,12 +138,13 @@ def _check_offload(workload: Workload) -> None:
         )  # fmt: skip
 
 
-def _with_adapters(model: nn.Module, workload: Workload) -> tuple[nn.Module, list[str]]:
+def _with_adapters(model: nn.Module, workload: Workload, head: Head | None) -> tuple[nn.Module, list[str]]:
     """And what is to be known of them."""
     adapters = Adapters(
         rank=workload.rank, alpha=2 * workload.rank, dropout=workload.lora_dropout,
         targets=workload.target_modules or (),
         dtype=DTYPES[workload.weight_precision] if workload.adapter_dtype == "same" else None,
+        task=None if head is None else head.task,
     )  # fmt: skip
     names = linear_layers_of_blocks(model)
     try:
@@ -141,14 +169,16 @@ def _generates(model: nn.Module) -> bool:
 
 
 def linear_layers_of_blocks(model: nn.Module) -> list[str]:
-    """The last part of the names of all linear layers but the output head."""
+    """The last part of the names of all linear layers but those of the head."""
     from transformers.pytorch_utils import Conv1D
 
     head = getattr(model, "get_output_embeddings", lambda: None)()
+    prefix = getattr(model, "base_model_prefix", "")
+    within = "" if head is not None or not hasattr(model, prefix) else f"{prefix}."
     names = {
         name.rpartition(".")[2]: None
         for name, module in model.named_modules()
-        if isinstance(module, (nn.Linear, Conv1D)) and module is not head
+        if isinstance(module, (nn.Linear, Conv1D)) and module is not head and name.startswith(within)
     }
     return list(names)
 

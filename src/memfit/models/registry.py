@@ -35,6 +35,7 @@ from memfit.models.config_check import (
     read_config,
     show,
 )
+from memfit.models.heads import Head, class_named, head_of, labels_of, problem_of
 from memfit.models.presets import find_preset, presets
 
 if TYPE_CHECKING:
@@ -157,9 +158,15 @@ def source_notes(source: ModelSource) -> tuple[str, ...]:
     if preset is not None:
         return (preset.note,) if preset.note else ()
     data = read_config(Path(source.target))
+    return tuple(_left_out(data, source.target))
+
+
+def _left_out(data: dict[str, Any], where: str) -> Iterator[str]:
     if data.get("auto_map"):
-        return ("the code that comes with this model (auto_map) is not run; transformers' own class is used",)
-    return ()
+        yield "the code that comes with this model (auto_map) is not run; transformers' own class is used"
+    if (head := head_of(data, where)) is not None:
+        labels = f" of {labels_of(data, where)} labels" if head.task in ("SEQ_CLS", "TOKEN_CLS") else ""
+        yield f"a {class_named(data)}{labels}, as config.json names it: no language-model head"
 
 
 def load_config(source: ModelSource) -> PretrainedConfig:
@@ -179,6 +186,8 @@ def load_config(source: ModelSource) -> PretrainedConfig:
         config: PretrainedConfig = config_class.from_dict(seen)
     except Exception as error:
         raise InputError(f"{where}: transformers cannot read these settings: {one_line(error)}") from error
+    if head_of(data, where) is not None:
+        config.num_labels, config.problem_type = labels_of(data, where), problem_of(data, where)
     return config
 
 
@@ -255,14 +264,14 @@ def build_model(
         return _call_factory(source.target, dtype)
     import transformers
 
-    config = load_config(source)
+    config, head = load_config(source), head_named(source)
     config.use_cache = use_cache
     if layers is not None:
         _keep_layers(config, layers)
     _check_attention(config, attention, source)
     try:
         with nullcontext() if init_weights else _uninitialised():
-            auto: Any = transformers.AutoModelForMaskedLM if is_encoder(config) else transformers.AutoModelForCausalLM
+            auto = getattr(transformers, head.auto if head else _language_model(config))
             model = _build_plain(config, dtype) or auto.from_config(config, dtype=dtype, attn_implementation=attention)
         if not init_weights and hasattr(model, "tie_weights"):
             model.tie_weights()
@@ -272,7 +281,21 @@ def build_model(
         raise InputError(why) from error
     built: nn.Module = model
     _check_built(built, source)
+    named = (config.architectures or [""])[0]
+    if head is not None and type(built).__name__ != named:
+        raise InputError(f"{source.target}: memfit cannot plan a {show(named)} ('architectures')")
     return built
+
+
+def head_named(source: ModelSource) -> Head | None:
+    """What the model ends in where that is no language model's head: its config.json names another class."""
+    if source.kind in ("factory", "preset"):
+        return None
+    return head_of(read_config(Path(source.target)), source.target)
+
+
+def _language_model(config: PretrainedConfig) -> str:
+    return "AutoModelForMaskedLM" if is_encoder(config) else "AutoModelForCausalLM"
 
 
 def _build_plain(config: PretrainedConfig, dtype: torch.dtype) -> Any:

@@ -19,17 +19,17 @@ import torch
 
 from memfit.core.events import Action, Trace
 from memfit.core.repeat import AFTER, BEFORE, LAST, NotRepeating
-from memfit.errors import InputError, UsageError
+from memfit.errors import UsageError
 from memfit.jobs.host_memory import HostMemory
 from memfit.jobs.preparing import DTYPES
-from memfit.jobs.pruning.decoder import Decoder
+from memfit.jobs.pruning.decoder import Decoder, check_decoder
 from memfit.jobs.pruning.engine import Engine
 from memfit.jobs.pruning.placement import MicroBatch
 from memfit.jobs.pruning.report import Outcome
 from memfit.jobs.pruning.settings import PruneSettings, Sparsity
 from memfit.jobs.pruning.streaming import Parts
 from memfit.jobs.workload import Workload
-from memfit.models.registry import build_model, is_encoder, load_config, resolve, source_notes
+from memfit.models.registry import build_model, load_config, resolve, source_notes
 from memfit.planning.blocks import Blocks, blocks_of
 from memfit.planning.failures import failures_of_the_job
 from memfit.planning.planned_host import PlannedHost
@@ -55,8 +55,7 @@ def trace_pruning(work: Workload, platform: Platform) -> tuple[Recipe, Trace]:
         raise UsageError(f"{work.model}: a factory's model is not pruned", hint="give a preset, a folder or a hub id")
     if work.autocast:
         raise UsageError(f"--precision {work.precision}: pruning has no autocast", hint="fp32, bf16 or fp16")
-    if is_encoder(load_config(source)):
-        raise InputError(f"{source.name} is an encoder; only decoders that predict the next token are pruned")
+    check_decoder(source, load_config(source))
     blocks, parameters = blocks_of(work.model, work.attention)
     notes: tuple[str, ...] = ()
     work, shortened = within_positions(work)

@@ -23,7 +23,7 @@ from memfit.errors import InputError
 from memfit.jobs.preparing import DTYPES
 from memfit.jobs.pruning.layout import TORCH_DTYPES, find_stored, lay_out
 from memfit.models.checkpoint import Stored, WeightStore
-from memfit.models.registry import ModelSource, build_model, is_encoder, load_config, resolve, supports_sdpa
+from memfit.models.registry import ModelSource, build_model, head_named, is_encoder, load_config, resolve, supports_sdpa
 
 
 class Weights(Protocol):
@@ -49,10 +49,7 @@ def read_settings(folder: str | Path) -> tuple[ModelSource, Any]:
     if source.kind not in ("folder", "hub", "config"):
         raise InputError(f"'{folder}' is a {source.kind} without weights", hint="give a folder with weights")
     config = load_config(source)
-    if is_encoder(config):
-        raise InputError(f"{source.name} is an encoder; only decoders that predict the next token are pruned")
-    if getattr(config, "quantization_config", None):
-        raise InputError(f"{source.name} is quantised; its plain weights are needed", hint="use the original model")
+    check_decoder(source, config)
     return source, config
 
 
@@ -64,6 +61,13 @@ def max_positions(config: Any) -> int | None:
 
 class _Reached(Exception):
     """The last block was reached: what comes after it is not wanted."""
+
+
+def check_decoder(source: ModelSource, config: Any) -> None:
+    if head_named(source) is not None:
+        raise InputError(f"{source.name} is a {config.architectures[0]}; only language models are pruned")
+    if is_encoder(config):
+        raise InputError(f"{source.name} is an encoder; only decoders that predict the next token are pruned")
 
 
 class Decoder:

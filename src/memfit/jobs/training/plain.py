@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from memfit.jobs.batches import autocast, model_inputs, token_ids
+from memfit.jobs.batches import autocast, model_inputs, token_ids, wanted
 from memfit.jobs.phases import Phases
 from memfit.jobs.preparing import Prepared, takes_labels
 from memfit.jobs.training.optimizers import make_optimizer
@@ -26,12 +26,13 @@ def run_training(job: Prepared, device: torch.device | str, phases: Phases, *, s
         for micro_step in range(1, work.grad_accum + 1):
             with phases("data", step):
                 ids = token_ids(job, device)
+                targets = wanted(job, ids)
             with without_reduction(called, work, last=micro_step == work.grad_accum):
                 with phases("forward", step):
-                    loss = loss_of(job, ids, called)
+                    loss = loss_of(job, ids, targets, called)
                 with phases("backward", step):
                     scaler.scale(loss).backward()
-            del loss
+            del loss, targets
         if work.clip_grad:
             with phases("clip", step):
                 scaler.unscale_(optimizer)
@@ -43,12 +44,14 @@ def run_training(job: Prepared, device: torch.device | str, phases: Phases, *, s
             optimizer.zero_grad(set_to_none=True)
 
 
-def loss_of(job: Prepared, ids: torch.Tensor, called: nn.Module | None = None) -> torch.Tensor:
+def loss_of(
+    job: Prepared, ids: torch.Tensor, targets: dict[str, torch.Tensor], called: nn.Module | None = None
+) -> torch.Tensor:
     """`called` is the model, or what holds it."""
     model: Any = called or job.model
     with autocast(job, ids.device):
-        if takes_labels(job.model):
-            loss: torch.Tensor = model(**model_inputs(job, ids), labels=ids).loss
+        if job.head is not None or takes_labels(job.model):
+            loss: torch.Tensor = model(**model_inputs(job, ids), **targets).loss
             return loss
         logits = model(ids)
         return cross_entropy(logits.flatten(0, 1).float(), ids.flatten())

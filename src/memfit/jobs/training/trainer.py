@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
+from memfit.jobs.batches import wanted
 from memfit.jobs.phases import Phases
 from memfit.jobs.preparing import Prepared, trainer_checkpoints
 from memfit.jobs.training.optimizers import ADAMW, adamw, trainer_name
@@ -22,18 +23,19 @@ SHARDED: dict[str, Any] = {
 
 
 class RandomTokens(Dataset[dict[str, torch.Tensor]]):
-    def __init__(self, vocab_size: int, seq_len: int, rows: int, padding: bool) -> None:
-        self.vocab_size, self.seq_len, self.rows, self.padding = vocab_size, seq_len, rows, padding
+    def __init__(self, job: Prepared, rows: int) -> None:
+        self.job, self.rows = job, rows
 
     def __len__(self) -> int:
         return self.rows
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        ids = torch.randint(0, self.vocab_size, (self.seq_len,))
+        work = self.job.workload
+        ids = torch.randint(0, self.job.vocab_size, (work.seq_len,))
         mask = torch.ones_like(ids)
-        if self.padding:
-            mask[self.seq_len // 2 :] = 0
-        return {"input_ids": ids, "attention_mask": mask, "labels": ids}
+        if work.padding:
+            mask[work.seq_len // 2 :] = 0
+        return {"input_ids": ids, "attention_mask": mask, **wanted(self.job, ids)}
 
 
 def run_trainer(job: Prepared, device: torch.device | str, phases: Phases, *, steps: int = 3) -> None:
@@ -44,7 +46,7 @@ def run_trainer(job: Prepared, device: torch.device | str, phases: Phases, *, st
         if not is_sharded(work):
             model.to(device)
     rows = work.batch_size * work.grad_accum * (steps + 1) * work.world_size
-    data = RandomTokens(job.vocab_size, work.seq_len, rows, work.padding)
+    data = RandomTokens(job, rows)
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*pin_memory.*")
         args = arguments(job, folder, steps, use_cpu=torch.device(device).type == "cpu")
