@@ -129,7 +129,8 @@ def test_pruning_is_written_as_a_command_of_memfit(form: str) -> None:
 
 @pytest.mark.parametrize("kind", ["forward", "generate"])
 def test_running_a_model_is_written_as_python_that_compiles(kind: str) -> None:
-    answer = memfit.fit(kind=kind, model="gpt2", batch_size=2, seq_len=64, new_tokens=4, gpu="8GiB")
+    tokens = {"new_tokens": 4} if kind == "generate" else {}
+    answer = memfit.fit(kind=kind, model="gpt2", batch_size=2, seq_len=64, gpu="8GiB", **tokens)
 
     compile(emit(answer, "python"), "run.py", "exec")
 

@@ -152,3 +152,8 @@ def test_levers_are_known_without_torch() -> None:
     )
 
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+def test_a_setting_of_another_kind_of_job_cannot_be_kept() -> None:
+    with pytest.raises(UsageError, match="--keep rank has no effect: it is a setting of lora"):
+        levers_for(Workload(kind="train", model="gpt2"), keep=["rank"])

@@ -60,6 +60,8 @@ def test_the_terminal_says_what_was_planned_with_what(memfit: Memfit) -> None:
         (["--gpus", "2x80GB"], "--gpus '2x80GB' names several cards"),
         (["--seq-len", "0"], "--seq-len 0 is not a whole number"),
         (["--nsamples", "0", "--workloads", "prune"], "nsamples"),
+        (["--nsamples", "128", "--workloads", "lora"], "--nsamples 128 has no effect: nothing is pruned"),
+        (["--json", "--format", "csv"], "--json and --format csv both say what is written"),
     ],
 )
 def test_wrong_input_is_one_error_with_the_flag_in_it(memfit: Memfit, flags: list[str], said: str) -> None:

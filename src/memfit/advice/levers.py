@@ -15,8 +15,8 @@ from typing import Any
 
 from memfit.advice.lever import CACHED, COSTS, Cost, Lever
 from memfit.advice.lever_catalogue import catalogue
-from memfit.errors import UnknownName
-from memfit.jobs.workload import Workload
+from memfit.errors import UnknownName, UsageError
+from memfit.jobs.workload import Workload, kinds_that_read
 
 __all__ = ["CACHED", "COSTS", "Cost", "Lever", "apply", "checked_setting", "levers_for"]
 
@@ -24,6 +24,9 @@ __all__ = ["CACHED", "COSTS", "Cost", "Lever", "apply", "checked_setting", "leve
 def levers_for(workload: Workload, *, keep: Sequence[str] = ()) -> list[Lever]:
     """Those that apply and are not on, the cheapest first. `keep` names settings that must stay as they are."""
     kept = {checked_setting(name) for name in keep}
+    for name in kept:
+        if workload.kind not in (kinds := kinds_that_read([name])):
+            raise UsageError(f"--keep {name} has no effect: it is a setting of {' and '.join(kinds)}")
     return [lever for lever in catalogue(workload) if not kept & set(lever.settings)]
 
 

@@ -48,6 +48,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "generate": {"new_tokens": 128},
 }
 """What each workload is planned with, beside one sequence of --seq-len tokens in bf16; a generation ends there."""
+USUAL_NSAMPLES = 128
 FAR = 1.25
 """Cards choose among kernels whose needs differ by less than this."""
 FLASH = (8, 0)
@@ -185,7 +186,7 @@ class Table:
 
 def make_table(
     models: Sequence[str] | str = MODELS, workloads: Sequence[str] | str = WORKLOADS, gpus: Sequence[str] | str = GPUS,
-    *, seq_len: int = 2048, nsamples: int = 128, guides: bool = True,
+    *, seq_len: int = 2048, nsamples: int | None = None, guides: bool = True,
     on_step: OnStep = lambda what, done, total: None,
 ) -> Table:  # fmt: skip
     """Plan every model for every workload, and say which of the cards it fits on; `print` shows it.
@@ -195,8 +196,11 @@ def make_table(
     a job that cannot be planned is left out, with the reason among the notes.
     """
     started = time.perf_counter()
-    cards = _cards(_listed(gpus, "card"))
-    jobs = jobs_of(_listed(models, "model"), _listed(workloads, "workload"), seq_len=seq_len, nsamples=nsamples)
+    cards, kinds = _cards(_listed(gpus, "card")), _listed(workloads, "workload")
+    if nsamples is not None and "prune" not in kinds:
+        raise UsageError(f"--nsamples {nsamples} has no effect: nothing is pruned", hint="--workloads names no prune")
+    nsamples = USUAL_NSAMPLES if nsamples is None else nsamples
+    jobs = jobs_of(_listed(models, "model"), kinds, seq_len=seq_len, nsamples=nsamples)
     pruned = {resolve(work.model).name for work, _ in jobs if work.kind == "prune"} if guides else set()
     claims = [claim for claim in (*DECISIONS, *EXAMPLES) if resolve(claim.model).name in pruned]
     savings = [saving for saving in SAVINGS if resolve(saving.model).name in pruned]

@@ -36,14 +36,16 @@ def table(
         int, typer.Option("--seq-len", "--seqlen", "--context-length", metavar="N", help="Tokens in a sequence.")
     ] = 2048,
     nsamples: Annotated[
-        int, typer.Option("--nsamples", metavar="N", help="Windows of text to calibrate on, for pruning.")
-    ] = 128,
+        int | None,
+        typer.Option("--nsamples", metavar="N", help="Windows of text to calibrate on, for pruning. Default: 128."),
+    ] = None,
     guides: Annotated[
         bool, typer.Option("--guides/--no-guides", help="Beside it, what people's guides say, checked.")
     ] = True,
     form: Annotated[
-        str, typer.Option("--format", metavar="|".join(FORMATS), help="What to write on stdout.")
-    ] = "terminal",
+        str | None,
+        typer.Option("--format", metavar="|".join(FORMATS), help="What to write on stdout. Default: terminal."),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
 ) -> None:
     """Show models against workloads against cards: what fits where.
@@ -52,8 +54,10 @@ def table(
     of each job in GiB, the smallest card and the one to take, with the guides' own numbers beside them. It takes half a
     minute, less where its traces are known. CSV has the jobs alone, sizes in bytes.
     """
-    if form not in FORMATS:
+    if form is not None and form not in FORMATS:
         raise UsageError(f"--format {form!r} is not one of {', '.join(FORMATS)}")
+    if json and form not in (None, "json"):
+        raise UsageError(f"--json and --format {form} both say what is written", hint="give one")
     from memfit.advice import table as tables
 
     with _progress() as on_step, redirect_stdout(sys.stderr):
@@ -61,7 +65,7 @@ def table(
             split_names(models or []) or tables.MODELS, split_names(workloads or []) or tables.WORKLOADS,
             split_names(gpus or []) or tables.GPUS, seq_len=seq_len, nsamples=nsamples, guides=guides, on_step=on_step,
         )  # fmt: skip
-    _write(made.to_json(), "json" if json else form)
+    _write(made.to_json(), "json" if json else form or "terminal")
 
 
 def _write(document: dict[str, object], form: str) -> None:

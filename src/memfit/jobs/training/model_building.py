@@ -73,6 +73,8 @@ def _built(job: TrainJob, dtype: torch.dtype) -> nn.Module:
                 str(job.source.folder), dtype=dtype, attn_implementation=model.attention, trust_remote_code=False,
                 local_files_only=True,
             )  # fmt: skip
+    except InputError:  # in memfit's own words
+        raise
     except (ValueError, ImportError, OSError) as error:
         first = (str(error).strip().splitlines() or [""])[0]
         raise InputError(f"transformers cannot build {model.name}: {first}"[:400]) from error
