@@ -65,7 +65,7 @@ def labels_of(data: Mapping[str, Any], where: str) -> int:
     return labels
 
 
-def problem_of(data: Mapping[str, Any], where: str) -> str | None:
+def problem_of(data: Mapping[str, Any], where: str) -> Any:
     """What the labels are like; None leaves it to their number and type."""
     said = data.get("problem_type")
     if said is not None and said not in PROBLEMS:
