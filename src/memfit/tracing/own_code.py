@@ -213,7 +213,7 @@ class OwnCodeNames(CudaNames):
             raise tracer.answers.refusal(tensor)
 
         self._answered: dict[Any, Callable[..., Any]] = {
-            Tensor.device.__get__: lambda t: DEVICES[place(t)],  # type: ignore[attr-defined]
+            Tensor.device.__get__: lambda t: DEVICES[place(t)],
             Tensor.is_cuda.__get__: lambda t: place(t) == "cuda",  # type: ignore[attr-defined]
             Tensor.is_cpu.__get__: lambda t: place(t) == "cpu",  # type: ignore[attr-defined]
             Tensor.is_meta.__get__: lambda t: place(t) == "meta",  # type: ignore[attr-defined]
