@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -67,7 +67,7 @@ def trace_own_code(
             card_pretended(names, card or find_gpu("H200"), config),
             phases_by_what_runs(tracer),
             _parameters_named(tracer, parameters),
-            nothing_saved(tracer.assume),
+            nothing_saved(tracer.assume, tracer.after_import),
             _generation_goes_on(tracer),
         ):
             fn()
@@ -108,20 +108,26 @@ def _generation_goes_on(tracer: Any) -> Iterator[None]:
 
     import torch
 
-    module: Any = sys.modules.get("transformers.generation.stopping_criteria")
-    if module is None:
-        yield
-        return
-    ends = module.EosTokenCriteria.__call__
+    def never_ending(ends: Callable[..., Any]) -> Callable[..., Any]:
+        def goes_on(*args: Any, **kwargs: Any) -> Any:
+            found = ends(*args, **kwargs)
+            if tracer.values.read(found) is None:
+                tracer.assume("generate: no end token comes before the longest length that the code allows")
+                tracer.values.put(found, torch.zeros((), dtype=torch.bool))
+            return found
 
-    def goes_on(*args: Any, **kwargs: Any) -> Any:
-        found = ends(*args, **kwargs)
-        if tracer.values.read(found) is None:
-            tracer.assume("generate: no end token comes before the longest length that the code allows")
-            tracer.values.put(found, torch.zeros((), dtype=torch.bool))
-        return found
+        return goes_on
 
-    with mock.patch.object(module.EosTokenCriteria, "__call__", goes_on):
+    with ExitStack() as stack:
+
+        def patch() -> None:
+            kind = getattr(sys.modules.get("transformers.generation.stopping_criteria"), "EosTokenCriteria", None)
+            if kind is not None and patch in tracer.after_import:
+                tracer.after_import.remove(patch)
+                stack.enter_context(mock.patch.object(kind, "__call__", never_ending(kind.__call__)))
+
+        tracer.after_import.append(patch)
+        patch()
         yield
 
 

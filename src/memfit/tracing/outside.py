@@ -112,17 +112,25 @@ FOLDER_WRITERS = (
 
 
 @contextmanager
-def nothing_saved(assume: Callable[[str], None]) -> Iterator[None]:
+def nothing_saved(assume: Callable[[str], None], after_import: list[Callable[[], None]]) -> Iterator[None]:
     def left_out(*_: Any, **__: Any) -> None:
         assume("checkpoints that the code saves are left out: nothing was written")
 
     with ExitStack() as stack:
         for module, name in WRITERS:
             owner = sys.modules.get(module) or import_module(module)
-            if not hasattr(owner, name):
-                continue
-            stack.enter_context(mock.patch.object(owner, name, left_out))
-        for module, name in FOLDER_WRITERS:
-            if (kind := getattr(sys.modules.get(module), name, None)) is not None:
-                stack.enter_context(mock.patch.object(kind, "save_pretrained", left_out))
+            if hasattr(owner, name):
+                stack.enter_context(mock.patch.object(owner, name, left_out))
+        patched: set[Any] = set()
+
+        def leave_folders_out() -> None:
+            for module, name in FOLDER_WRITERS:
+                kind = getattr(sys.modules.get(module), name, None)
+                if kind is not None and kind not in patched:
+                    patched.add(kind)
+                    stack.enter_context(mock.patch.object(kind, "save_pretrained", left_out))
+
+        leave_folders_out()
+        after_import.append(leave_folders_out)
         yield
+        after_import.remove(leave_folders_out)

@@ -52,6 +52,8 @@ class OwnCodeTracer(Tracer):
         self.values = answers.values = Values(device)
         self.assumed: dict[str, None] = {}
         """What was taken for granted, to be told with the plan."""
+        self.after_import: list[Callable[[], None]] = []
+        """To be called when the code has imported something."""
         self.gpu_is_named = False
         """Whether the call that runs names "cuda" as its device."""
         self._lock = threading.RLock()

@@ -264,7 +264,7 @@ def card_pretended(names: OwnCodeNames, gpu: Gpu, config: AllocatorConfig) -> It
         stack.enter_context(streams_recorded(tracer))
         stack.enter_context(_default_device_kept())
         stack.enter_context(_threads_traced(names, active))
-        stack.enter_context(_imports_as_before())
+        stack.enter_context(_imports_as_before(tracer))
         stack.enter_context(_caches_forgotten())
         stack.callback(active.clear)
         yield
@@ -316,7 +316,7 @@ def _threads_traced(names: OwnCodeNames, active: list[bool]) -> Iterator[None]:
 
 
 @contextmanager
-def _imports_as_before() -> Iterator[None]:
+def _imports_as_before(tracer: OwnCodeTracer) -> Iterator[None]:
     """A package that the code imports late must not be traced while it sets itself up."""
     bootstrap: Any = importlib._bootstrap
     find, importing = bootstrap._find_and_load, threading.local()
@@ -327,7 +327,10 @@ def _imports_as_before() -> Iterator[None]:
         importing.now = True
         try:
             with _disable_current_modes(), torch._C.DisableTorchFunction():
-                return find(*args)
+                found = find(*args)
+                for told in tuple(tracer.after_import):
+                    told()
+                return found
         finally:
             importing.now = False
 
