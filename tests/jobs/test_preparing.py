@@ -326,3 +326,11 @@ def test_a_head_that_is_not_planned_is_refused(tmp_path: Path, named: str, setti
 def test_a_language_model_by_any_name_is_one(tmp_path: Path, named: str) -> None:
     job = on_meta(model_folder(tmp_path, "llama", architectures=[named]))
     assert (type(job.model).__name__, job.head) == ("LlamaForCausalLM", None)
+
+
+def test_a_family_without_fused_attention_is_prepared_with_eager_and_says_so() -> None:
+    with torch.device("meta"):
+        job = prepare(Workload(kind="forward", model="gpt-oss-20b", seq_len=16), layers=2)
+
+    assert job.workload.attention == "eager"
+    assert job.notes[0] == "transformers has no fused attention for gpt-oss-20b: eager, as it takes by itself"

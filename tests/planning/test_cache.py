@@ -225,10 +225,10 @@ def test_settings_that_the_trace_does_not_see_are_the_same_entry() -> None:
 
 def test_other_versions_are_another_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     before = cache.key_of(job(), H200)
-    versions = cache._versions()
+    versions = cache.versions()
 
     for package in versions:
-        monkeypatch.setattr(cache, "_versions", lambda package=package: versions | {package: "0.0.1"})
+        monkeypatch.setattr(cache, "versions", lambda package=package: versions | {package: "0.0.1"})
         assert cache.key_of(job(), H200) != before
 
 

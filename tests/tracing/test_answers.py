@@ -66,6 +66,21 @@ def test_the_error_says_what_was_asked_and_what_to_do() -> None:
     assert 'answers={("train.py", ' in str(caught.value.hint)
 
 
+def two_questions() -> tuple[bool, bool]:
+    first = bool(zeros(1).any())
+    second = bool(zeros(1).all())
+    return first, second
+
+
+def test_a_function_that_asks_twice_is_answered_by_the_line_that_asks() -> None:
+    said: list[tuple[bool, bool]] = []
+    table = {Site(HERE, "two_questions", ".all()"): True, Site(HERE, "two_questions"): False}
+
+    trace(lambda _: said.append(two_questions()), answers=Answers(table))
+
+    assert said == [(False, True)]
+
+
 def as_list() -> None:
     zeros(3, dtype=torch.int64).tolist()
 

@@ -71,6 +71,9 @@ def _prepared(workload: Workload, layers: int | None) -> Prepared:
         raise UsageError(f"{workload.model} does not generate text", hint="memfit plan forward fits an encoder")
     parameters = parameter_count(model)
     notes = source_notes(source)
+    if source.kind != "factory" and workload.attention == "sdpa" and _is_eager(model):
+        workload = dataclasses.replace(workload, attention="eager")
+        notes = (f"transformers has no fused attention for {source.name}: eager, as it takes by itself", *notes)
     if workload.kind == "lora":
         targets = workload.target_modules or tuple(linear_layers_of_blocks(model))
         if not targets:
@@ -125,6 +128,10 @@ def _keep_all_blocks(model: nn.Module) -> Iterator[str]:
             module.layerdrop = 0.0
             where = f" of {name}" if name else ""
             yield f"layerdrop {share}{where} leaves blocks out at random: planned with all of them, the most it takes"
+
+
+def _is_eager(model: nn.Module) -> bool:
+    return getattr(getattr(model, "config", None), "_attn_implementation", None) == "eager"
 
 
 def _check_offload(workload: Workload) -> None:

@@ -268,7 +268,7 @@ def build_model(
     config.use_cache = use_cache
     if layers is not None:
         _keep_layers(config, layers)
-    _check_attention(config, attention, source)
+    attention = _attention_had(config, attention, source)
     try:
         with nullcontext() if init_weights else _uninitialised():
             auto = getattr(transformers, head.auto if head else _language_model(config))
@@ -305,11 +305,11 @@ def _build_plain(config: PretrainedConfig, dtype: torch.dtype) -> Any:
         return build_plain(config)
 
 
-def _check_attention(config: PretrainedConfig, attention: Attention, source: ModelSource) -> None:
-    if attention == "sdpa" and not supports_sdpa(config):
-        raise UsageError(f"{source.name} has no sdpa attention in transformers", hint="--attention eager works")
+def _attention_had(config: PretrainedConfig, attention: Attention, source: ModelSource) -> Attention:
+    """transformers, too, takes eager attention by itself where a family has no other."""
     if attention != "sdpa" and _attention_is_its_own(config):
         raise UsageError(f"--attention {attention}: the attention of {source.name} is its own")
+    return attention if supports_sdpa(config) else "eager"
 
 
 def _attention_is_its_own(config: PretrainedConfig) -> bool:
@@ -332,7 +332,8 @@ def is_encoder(config: PretrainedConfig) -> bool:
 
 
 def supports_sdpa(config: PretrainedConfig) -> bool:
-    """Whether transformers has fused attention for this family; gpt-oss, for one, has eager attention only."""
+    """Whether transformers has fused attention for this family. gpt-oss has eager attention only; so has Gemma 2 in
+    5.22, where it was fused in 5.17."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
 
     known: Any = MODEL_FOR_MASKED_LM_MAPPING if is_encoder(config) else MODEL_FOR_CAUSAL_LM_MAPPING

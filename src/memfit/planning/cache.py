@@ -89,7 +89,7 @@ def key_of(work: Workload, platform: Platform) -> Key | None:
     settings = {name: value for name, value in work.settings().items() if name not in ("model", "gpu", "alloc_conf")}
     document = {
         "format": FORMAT, "settings": settings, "model": model, "platform": dataclasses.asdict(platform),
-        "versions": _versions(), "memfit": own_code,
+        "versions": versions(), "memfit": own_code,
     }  # fmt: skip
     return Key(json.dumps(document, sort_keys=True))
 
@@ -112,7 +112,7 @@ def identity(model: str) -> dict[str, Any] | None:
 
 
 @cache
-def _versions() -> dict[str, str | None]:
+def versions() -> dict[str, str | None]:
     """To import the packages is what the cache saves."""
     found: dict[str, str | None] = {"python": f"{sys.version_info.major}.{sys.version_info.minor}"}
     by_folder = _versions_by_folder()

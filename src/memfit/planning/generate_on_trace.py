@@ -16,10 +16,12 @@ LOGITS = "transformers/generation/logits_process.py"
 CACHE = "transformers/cache_utils.py"
 
 
-def generate_answers(tokens: int, on_token: Callable[[], None]) -> dict[Site, Answer]:
+def generate_answers(tokens: int, on_token: Callable[[], None], *, padded: bool) -> dict[Site, Answer]:
     """`on_token` is called after each of them, when it is asked whether to go on."""
     return {
         Site(UTILS, "_prepare_special_tokens"): False,  # the padding token is no end token; end tokens are not negative
+        Site(UTILS, "_get_logits_processor"): False,  # tokens are not negative
+        Site(UTILS, "generate", "== 1).all()"): not padded,  # is the mask all ones? If so, 5.22 drops it
         Site(UTILS, "generate"): False,  # is there padding on the right?
         Site(UTILS, "__call__"): true_at(tokens, on_token),  # StopCheck: has every row ended?
         Site(UTILS, "_beam_search"): beam_search(tokens, on_token),

@@ -20,6 +20,8 @@ from memfit.core.replay import Replays, Timeline
 from memfit.core.report import Report, make_report
 from memfit.gpus import Context, Gpu, find_gpu
 from memfit.jobs.workload import Workload
+from memfit.planning import cache
+from memfit.planning.tested_versions import outside_tested
 from memfit.units import gib
 
 if TYPE_CHECKING:
@@ -213,6 +215,8 @@ def assess(
         notes = (f"fits only because torch gives cached memory back {times}: each is a pause", *notes)
     if fit and gpu and fit.capacity_bytes < gpu.capacity_bytes:
         notes = (limit_note(fit.capacity_bytes), *notes)
+    if strange := ", ".join(outside_tested(cache.versions())):
+        notes = (f"traced with versions that memfit was not tested with: {strange}", *notes)
     reserved = timeline.peak_reserved
     return Plan(
         gpu=gpu, context=context,

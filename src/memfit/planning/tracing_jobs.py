@@ -74,7 +74,7 @@ def trace_job(
     if work.kind == "generate":
         from memfit.planning.generate_on_trace import generate_answers
 
-        table |= generate_answers(tokens or work.new_tokens, lambda: done.append(len(here)))
+        table |= generate_answers(tokens or work.new_tokens, lambda: done.append(len(here)), padded=_is_padded(work))
     around: AbstractContextManager[None] = nullcontext()
     if work.trains and work.loop != "plain":
         from memfit.planning.trainer_on_trace import TRAINER_ANSWERS, trainer_on_cuda

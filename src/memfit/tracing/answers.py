@@ -8,6 +8,7 @@ after one token and sends the Trainer into its NaN branch.
 
 from __future__ import annotations
 
+import linecache
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -33,6 +34,8 @@ class Site:
 
     file: str
     function: str
+    line: str = ""
+    """A piece of the line that asks, where the function asks several things."""
 
 
 _TORCH = os.path.dirname(torch.__file__).replace("\\", "/") + "/"
@@ -102,7 +105,7 @@ class Answers:
         for frame in _callers():
             asker, site = frame, _site(frame)
             for known, answer in self._more.items():
-                if _same(known, site):
+                if _same(known, site) and known.line in _line(frame):
                     return self._say(frame, answer(tensor) if callable(answer) else answer)
             for known, (value, meaning) in self._known.items():
                 if _same(known, site):
@@ -146,6 +149,10 @@ def _site(frame: FrameType) -> Site:
 
 def _same(known: Site, site: Site) -> bool:
     return known.function == site.function and site.file.endswith(known.file)
+
+
+def _line(frame: FrameType) -> str:
+    return linecache.getline(frame.f_code.co_filename, frame.f_lineno)
 
 
 def _place(frame: FrameType) -> str:

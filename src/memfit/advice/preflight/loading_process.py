@@ -67,8 +67,9 @@ def model_of(order: dict[str, Any]) -> Any:
     dtype = DTYPES.get(order["precision"], torch.float32)
     if order["random"]:
         return _built(order, dtype)
+    attention = None if order["attention"] == "sdpa" else order["attention"]  # eager where the family has no other
     return AutoModelForCausalLM.from_pretrained(
-        order["model"], dtype=dtype, attn_implementation=order["attention"], trust_remote_code=False,
+        order["model"], dtype=dtype, attn_implementation=attention, trust_remote_code=False,
         local_files_only=True,
     )  # fmt: skip
 

@@ -12,6 +12,7 @@ from memfit.advice.preflight.finding import CannotTell, Finding, Line
 from memfit.advice.preflight.situation import Situation
 from memfit.advice.preflight.versions import Requirement, requirements
 from memfit.jobs.training.levers import NEEDS_BITSANDBYTES
+from memfit.planning.tested_versions import outside_tested
 
 SET, LOADS = Line("settings", "packages"), Line("settings", "bitsandbytes")
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "safetensors", "huggingface-hub")
@@ -33,7 +34,15 @@ def version_set(situation: Situation) -> Iterator[Finding]:
             f"{wants.package} {has} is not what {who} needs ({wants}): options may be missing or renamed",
             f"pip install '{str(wants).replace(' ', '')}'", packages=there,
         )  # fmt: skip
-    if not missing and not unmet:
+    if missing or unmet:
+        return
+    if strange := ", ".join(outside_tested(there)):
+        yield SET.warning(
+            f"memfit was not tested with {strange}: plans of such versions may be off",
+            "pip install -U memfit, or a version within the range",
+            packages=there,
+        )
+    else:
         yield SET.ok(f"{listed}: each as the others need it", packages=there)
 
 

@@ -23,7 +23,7 @@ from memfit.errors import InputError
 from memfit.jobs.preparing import DTYPES
 from memfit.jobs.pruning.layout import TORCH_DTYPES, find_stored, lay_out
 from memfit.models.checkpoint import Stored, WeightStore
-from memfit.models.registry import ModelSource, build_model, head_named, is_encoder, load_config, resolve, supports_sdpa
+from memfit.models.registry import ModelSource, build_model, head_named, is_encoder, load_config, resolve
 
 
 class Weights(Protocol):
@@ -101,13 +101,12 @@ class Decoder:
     @classmethod
     def open(cls, folder: str | Path, *, dtype: str = "auto") -> Decoder:
         """From a folder with config.json and safetensors. auto is the type that most of the weights are stored in."""
-        source, config = read_settings(folder)
+        source, _ = read_settings(folder)
         where = Path(source.target).parent
         weights = WeightStore.open(where)
         chosen = _stored_dtype(weights) if dtype == "auto" else DTYPES[dtype]
-        attention: Any = "sdpa" if supports_sdpa(config) else "eager"
         with torch.device("meta"):
-            model = build_model(source, dtype=chosen, attention=attention)
+            model = build_model(source, dtype=chosen)
         return cls(model, weights, folder=where, converts=dtype != "auto")
 
     @property

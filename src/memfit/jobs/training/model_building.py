@@ -63,14 +63,15 @@ def _built(job: TrainJob, dtype: torch.dtype) -> nn.Module:
         basics.config = None  # the Trainer would write into it, and it is no config of transformers
         plain: nn.Module = basics
         return plain
+    attention = None if model.attention == "sdpa" else model.attention  # eager where the family has no other
     try:
         if job.source is None:
             built: nn.Module = AutoModelForCausalLM.from_config(
-                transformers_config(model), dtype=dtype, attn_implementation=model.attention
+                transformers_config(model), dtype=dtype, attn_implementation=attention
             )
         else:
             built = AutoModelForCausalLM.from_pretrained(
-                str(job.source.folder), dtype=dtype, attn_implementation=model.attention, trust_remote_code=False,
+                str(job.source.folder), dtype=dtype, attn_implementation=attention, trust_remote_code=False,
                 local_files_only=True,
             )  # fmt: skip
     except InputError:  # in memfit's own words
