@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+from measured import assert_measured, peak
 
 from memfit.jobs.workload import Workload
 from memfit.planning.predict import predict
@@ -34,4 +35,4 @@ def test_a_run_that_was_drawn_peaks_where_it_was_measured(run_id: str, monkeypat
     run = RUNS[run_id]
     known = {field.name for field in dataclasses.fields(Workload)}
     made = predict(**{name: value for name, value in run.items() if name in known}, trace_cache=False)
-    assert (made.peak.allocated_bytes, made.peak.reserved_bytes) == (run["peak_allocated"], run["peak_reserved"])
+    assert_measured(peak(made), (run["peak_allocated"], run["peak_reserved"]))

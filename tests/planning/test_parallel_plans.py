@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from measured import Pair, pair, runs
+from measured import Pair, assert_measured, is_pinned, pair, peak, runs
 from miniatures import Miniatures, check_extended
 from plans import LLAMA, plan, small_llama
 
@@ -47,7 +47,10 @@ def test_each_phase_of_fsdp2_peaks_where_it_was_measured(run_id: str) -> None:
     predicted: dict[tuple[str, int], Pair] = {
         (phase.name, phase.step): pair(phase) for phase in sharded(run_id).report.phases if phase.name != "load"
     }
-    assert predicted == runs()[run_id].phases()
+    measured = runs()[run_id].phases()
+    assert predicted.keys() == measured.keys()
+    for phase, peaks in predicted.items():
+        assert_measured(peaks, measured[phase])
 
 
 @pytest.mark.parametrize("run_id", ["d25", "d26"])
@@ -66,9 +69,11 @@ ALSO_MEASURED = ("v01", "v02", "v06", "w08", "w09", "x12", "x15")
 def test_the_peak_of_a_process_is_the_measured_one(run_id: str) -> None:
     found = [json.loads(line) for line in MEASURED.read_text().splitlines()]
     run = next(run for run in found if run["id"] == run_id)
+    if run["parallel"] == "fsdp2" and run.get("loop", "plain") != "plain" and not is_pinned("accelerate"):
+        pytest.skip("another accelerate shards in other groups, and reduces gradients at other times")
     known = {field.name for field in dataclasses.fields(Workload)}
     made = predict(gpu="H200", **{name: value for name, value in run.items() if name in known})
-    assert (made.peak.allocated_bytes, made.peak.reserved_bytes) == (run["peak_allocated"], run["peak_reserved"])
+    assert_measured(peak(made), (run["peak_allocated"], run["peak_reserved"]))
 
 
 # -- what a process holds ----------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ def generate_answers(tokens: int, on_token: Callable[[], None], *, padded: bool)
         Site(UTILS, "generate", "== 1).all()"): not padded,  # is the mask all ones? If so, 5.22 drops it
         Site(UTILS, "generate"): False,  # is there padding on the right?
         Site(UTILS, "__call__"): true_at(tokens, on_token),  # StopCheck: has every row ended?
+        Site(UTILS, "_has_unfinished_sequences"): true_at(tokens, on_token),  # the same, before there was a StopCheck
         Site(UTILS, "_beam_search"): beam_search(tokens, on_token),
         Site(LOGITS, "__init__"): False,  # end tokens are not negative
         Site(CACHE, "reorder_cache"): True,  # there is something in a static cache when beams change places

@@ -15,11 +15,14 @@ from memfit.jobs.preparing import Prepared, trainer_checkpoints
 from memfit.jobs.training.optimizers import ADAMW, adamw, trainer_name
 from memfit.jobs.training.parallel import is_sharded
 
-SHARDED: dict[str, Any] = {
-    "fsdp": True,
-    "fsdp_config": {"version": 2, "reshard_after_forward": True, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"},
-}
-"""FSDP2 as accelerate does it: blocks, embedding, and norm and head are each a group."""
+
+def sharding(**more: Any) -> dict[str, Any]:
+    """For the Trainer: FSDP2 as accelerate does it. Blocks, embedding, and norm and head are each a group."""
+    from transformers import TrainingArguments
+
+    settings = {"version": 2, "reshard_after_forward": True, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", **more}
+    reads_settings = hasattr(TrainingArguments, "_apply_legacy_fsdp_to_config")  # before 5.10 it needs the words
+    return {"fsdp": True if reads_settings else "full_shard auto_wrap", "fsdp_config": settings}
 
 
 class RandomTokens(Dataset[dict[str, torch.Tensor]]):
@@ -79,7 +82,7 @@ def arguments(job: Prepared, folder: str, steps: int, *, use_cpu: bool = False) 
         optim=trainer_name(str(work.optimizer)),
         disable_tqdm=True,
         use_cpu=use_cpu,
-        **(SHARDED if is_sharded(work) else {}),
+        **(sharding() if is_sharded(work) else {}),
     )
 
 

@@ -8,6 +8,7 @@ import torch
 
 from memfit.jobs.training.levers import has_tensorboard
 from memfit.jobs.training.preparation import TrainJob
+from memfit.jobs.training.trainer import sharding
 from memfit.models.gsa_names import GSA_TYPE
 
 
@@ -51,7 +52,7 @@ def trainer_arguments(job: TrainJob, *, gpu: bool | None = None) -> Any:
         ddp_backend="gloo" if not gpu and job.batch.world_size > 1 else None,
         dataloader_pin_memory=gpu,
         **scheduler,
-        **(_sharding() if sharded else {}),
+        **(sharding(state_dict_type="FULL_STATE_DICT") if sharded else {}),
     )
     if job.batch.world_size == 1:
         args._n_gpu = min(1, args.n_gpu)  # several GPUs without torchrun: the Trainer would make threads of them
@@ -76,11 +77,3 @@ def _report_to(job: TrainJob) -> list[str]:
     if logging.wandb:
         wanted.append("wandb")
     return wanted or ["none"]
-
-
-def _sharding() -> dict[str, Any]:
-    return {
-        "fsdp": True,
-        "fsdp_config": {"version": 2, "reshard_after_forward": True, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-                        "state_dict_type": "FULL_STATE_DICT"},
-    }  # fmt: skip
