@@ -103,3 +103,9 @@ def test_what_is_not_text_is_refused(tmp_path: Path) -> None:
         load_config(str(tmp_path / "x.yaml"))
     with pytest.raises(InputError, match="is a folder"):
         load_config(str(tmp_path))
+
+
+def test_a_key_that_is_set_twice_to_different_values_is_refused() -> None:
+    assert load_config("smollm2-lora-demo", sets=["r=8", "r=8"]).method.rank == 8
+    with pytest.raises(UsageError, match="--set gives r twice: 8 and 16"):
+        load_config("smollm2-lora-demo", sets=["r=8", "r=16"])

@@ -69,7 +69,7 @@ def test_the_lora_guide_s_own_keys_are_read() -> None:
     assert (config.method.kind, config.method.rank, config.method.alpha) == ("lora", 128, 256)
     assert config.method.target_modules == ("q_proj", "v_proj")
     assert (config.batch.micro_batch_size, config.batch.gradient_accumulation_steps) == (1, 16)
-    assert (config.schedule.epochs, config.optimizer.name, config.precision) == (15, "adamw", "bf16")
+    assert (config.schedule.epochs, config.optimizer.name, config.precision) == (15, "adamw", "amp-bf16")
     assert config.memory.gradient_checkpointing == "full"
     assert (config.saving.save_steps, config.saving.save_total_limit, config.seed) == (200, 5, 42)
     assert "load_best_model_at_end is of no effect" in " ".join(config.notes())
@@ -105,24 +105,65 @@ def test_a_name_alone_is_enough_where_a_section_has_one_main_setting() -> None:
 
 
 @pytest.mark.parametrize(("document", "said", "hint"), [
-    ({"max_seq_lenght": 3}, "unknown key 'max_seq_lenght'", "did you mean 'max_seq_length'"),
-    ({"data": {"sorce": "x"}}, "unknown key 'data.sorce'", "did you mean 'source'"),
-    ({"training": {"batchsize": 1}}, "unknown key 'training.batchsize'", "did you mean 'batch_size'"),
-    ({"lora": {"rnak": 1}}, "unknown key 'lora.rnak'", "did you mean 'rank'"),
+    ({"max_seq_lenght": 3}, "unknown key 'max_seq_lenght'", "'max_seq_length' (which is data.max_seq_len)"),
+    ({"data": {"sorce": "x"}}, "unknown key 'data.sorce'", "did you mean 'data.source'"),
+    ({"training": {"batchsize": 1}}, "unknown key 'training.batchsize'", "(which is batch.micro_batch_size)"),
+    ({"lora": {"rnak": 1}}, "unknown key 'lora.rnak'", "did you mean 'method.rank'"),
+    ({"n_layers": 6}, "unknown key 'n_layers'", "did you mean 'model.n_layers'"),
+    ({"training": {"k_base": 6}}, "unknown key 'training.k_base'", "did you mean 'model.k_base'"),
+    ({"data": {"kind": "lora"}}, "unknown key 'data.kind'", "'method.kind'"),
     ({"nonsense": 1}, "unknown key 'nonsense'", "sections: model, method, data"),
     ({"max_memory": {0: "20GB"}}, "unknown key 'max_memory'", "memory.offload"),
     ({"device_map": "auto"}, "device_map can only be empty", "memory.offload"),
 ])  # fmt: skip
-def test_an_unknown_key_is_refused_with_a_suggestion(document: dict[str, Any], said: str, hint: str) -> None:
+def test_an_unknown_key_is_refused_with_the_nearest_name_and_its_section(
+    document: dict[str, Any], said: str, hint: str
+) -> None:
     with pytest.raises(UsageError, match=said) as found:
         made(**document)
     assert hint in str(found.value.hint)
 
 
+def test_all_keys_that_cannot_be_read_are_told_at_once() -> None:
+    with pytest.raises(UsageError) as found:
+        made(n_layers=6, max_memory={0: "20GB"}, device_map="auto", training={"batchsize": 1}, max_seq_len="long")
+    named = "'n_layers', 'max_memory', 'device_map', 'training.batchsize'"
+    assert found.value.message == f"4 keys are not read: {named}"
+    first, second, third, fourth, sections = str(found.value.hint).splitlines()
+    assert first.startswith("n_layers: did you mean 'model.n_layers'")
+    assert "memory.offload" in second and "memory.offload" in third and "batch.micro_batch_size" in fourth
+    assert sections.startswith("sections: model, method")
+
+
+FLAT_LORA: dict[str, Any] = {"r": 128, "lora_alpha": 256, "lora_dropout": 0.05, "target_modules": ["q_proj"],
+                             "adapter_dtype": "same", "rank": 8, "lora_target": "all-linear"}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", FLAT_LORA)
+def test_a_setting_of_adapters_alone_makes_adapters(key: str) -> None:
+    assert made(**{key: FLAT_LORA[key]}).method.kind == "lora"
+    assert config_from({"model": "gpt2"}, over={key: FLAT_LORA[key]}).method.kind == "lora"
+
+
+def test_the_lora_guide_s_keys_make_adapters_without_a_section_too() -> None:
+    flat = {**LORA_GUIDE, **LORA_GUIDE["lora_config"], **LORA_GUIDE["training_config"]}
+    del flat["lora_config"], flat["training_config"]
+    assert dataclasses.replace(config_from(flat), remarks=()) == dataclasses.replace(
+        config_from(LORA_GUIDE), remarks=()
+    )
+
+
+def test_where_all_weights_are_asked_for_the_adapters_settings_are_named_as_unused() -> None:
+    config = made(method="full", r=128)
+    assert config.method.kind == "full"
+    assert "method.rank is of no effect with method: full" in config.notes()
+    assert not made(r=None).notes()[1:] and made(r=None).method.kind == "full"
+
+
 def test_an_unknown_setting_of_gsa_is_refused_with_a_suggestion() -> None:
     with pytest.raises(UsageError, match="k_bse") as found:
         config_from({"model": "gsa", "gsa": {"k_bse": 3}})
-    assert "'k_base'" in str(found.value.hint)
+    assert "'model.k_base'" in str(found.value.hint)
 
 
 def test_a_value_given_twice_must_agree() -> None:
@@ -137,17 +178,46 @@ def test_what_is_set_on_the_command_line_replaces_what_the_file_says_under_any_n
 
 
 @pytest.mark.parametrize(("document", "precision"), [
-    ({"bf16": True}, "amp-bf16"), ({"fp16": True}, "amp-fp16"), ({"bf16": True, "method": "lora"}, "bf16"),
-    ({"bf16": True, "torch_dtype": "bfloat16"}, "bf16"), ({"bf16": True, "torch_dtype": "float32"}, "amp-bf16"),
-    ({"torch_dtype": "torch.bfloat16"}, "bf16"), ({"mixed_precision": "bf16"}, "amp-bf16"), ({"bf16": False}, "bf16"),
+    ({"bf16": True}, "amp-bf16"), ({"fp16": True}, "amp-fp16"), ({"mixed_precision": "bf16"}, "amp-bf16"),
+    ({"bf16": True, "method": "lora"}, "amp-bf16"), ({"fp16": True, "r": 8}, "amp-fp16"),
+    ({"bf16": True, "fp16": False}, "amp-bf16"), ({"bf16": True, "torch_dtype": "float32"}, "amp-bf16"),
+    ({"bf16": True, "torch_dtype": "bfloat16"}, "bf16"), ({"fp16": True, "dtype": "float16", "r": 8}, "fp16"),
+    ({"torch_dtype": "torch.bfloat16"}, "bf16"), ({"bf16": False, "torch_dtype": "bfloat16"}, "bf16"),
+    ({"bf16": False}, "fp32"), ({"fp16": False}, "fp32"), ({"mixed_precision": "no"}, "fp32"), ({}, "bf16"),
+    ({"fp16": False, "precision": "amp-bf16"}, "amp-bf16"), ({"mixed_precision": "no", "dtype": "bf16"}, "bf16"),
 ])  # fmt: skip
 def test_precision_under_hugging_face_s_names(document: dict[str, Any], precision: str) -> None:
     assert made(**document).precision == precision
 
 
-def test_precisions_that_contradict_each_other_are_refused() -> None:
-    with pytest.raises(UsageError, match="do not agree"):
-        made(bf16=True, torch_dtype="float16")
+def test_autocast_that_16_bit_weights_do_not_get_is_said() -> None:
+    told = " ".join(made(fp16=True, torch_dtype="float16", method="lora").notes())
+    assert "fp16 is of no effect over fp16 weights (torch_dtype)" in told and "without a gradient scaler" in told
+
+
+def test_autocast_over_a_frozen_base_model_in_fp32_is_said() -> None:
+    assert "the frozen base model is in fp32 too; bf16 halves it" in " ".join(made(bf16=True, r=8).notes())
+
+
+@pytest.mark.parametrize("document", [
+    {"bf16": True, "torch_dtype": "float16"}, {"bf16": False, "fp16": False, "precision": "amp-bf16"},
+    {"mixed_precision": "no", "precision": "amp-fp16"},
+    {"bf16": True, "fp16": True},
+])  # fmt: skip
+def test_precisions_that_contradict_each_other_are_refused(document: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=r"do not agree|both mean"):
+        made(**document)
+
+
+@pytest.mark.parametrize(("document", "said"), [
+    ({"loss_chunk": 16}, "loss.chunk is of no effect without loss: chunked"),
+    ({"lr_scheduler": "constant", "warmup_steps": 5}, "warmup_steps is of no effect with lr_scheduler constant"),
+    ({"warmup_ratio": 0.1, "warmup_steps": 5}, "schedule.warmup_ratio is of no effect beside warmup_steps"),
+    ({"optimizer": "sgd", "beta1": 0.8, "eps": 1e-6}, "optimizer.beta1, optimizer.eps are of no effect with sgd"),
+    ({"device": "cpu", "alloc_conf": "expandable_segments:True"}, "memory.alloc_conf is of no effect on the CPU"),
+])  # fmt: skip
+def test_a_setting_that_this_job_does_not_use_is_named(document: dict[str, Any], said: str) -> None:
+    assert said in " ".join(made(**document).notes())
 
 
 def test_numbers_that_yaml_takes_for_text_are_numbers() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -363,11 +363,28 @@ class TrainConfig:
         said = list(self.remarks)
         if self.precision == "bf16" and self.method.kind == "full":
             said.append("precision bf16: small updates round away in bf16 weights; amp-bf16 keeps them in fp32")
-        if self.loss.kind == "full" and self.loss.chunk != LossConfig().chunk:
-            said.append("loss.chunk is of no effect without loss: chunked")
-        if self.method.kind == "full" and self.method != MethodConfig():
-            said.append("LoRA's settings are of no effect with method: full")
-        return tuple(said)
+        if self.precision.startswith("amp-") and self.method.kind == "lora":
+            half = self.precision.removeprefix("amp-")
+            said.append(f"precision {self.precision}: the frozen base model is in fp32 too; {half} halves it")
+        return (*said, *self._without_effect())
+
+    def _without_effect(self) -> Iterator[str]:
+        """Settings that this very job does not use."""
+        schedule, optimizer = self.schedule, self.optimizer.name
+        if self.loss.kind == "full":
+            yield from no_effect("loss", self.loss, ("chunk",), "without loss: chunked")
+        if self.method.kind == "full":
+            names = tuple(each.name for each in dataclasses.fields(self.method))
+            yield from no_effect("method", self.method, names, "with method: full")
+        if schedule.lr_scheduler == "constant":
+            why = "with lr_scheduler constant; constant_with_warmup has one"
+            yield from no_effect("schedule", schedule, ("warmup_steps", "warmup_ratio"), why)
+        elif schedule.warmup_steps:
+            yield from no_effect("schedule", schedule, ("warmup_ratio",), "beside warmup_steps")
+        if optimizer in ("sgd", "adafactor"):
+            yield from no_effect("optimizer", self.optimizer, ("beta1", "beta2", "eps"), f"with {optimizer}")
+        if self.device == "cpu":
+            yield from no_effect("memory", self.memory, ("alloc_conf",), "on the CPU")
 
     def to_json(self) -> dict[str, Any]:
         """Every setting as resolved; `config_keys.config_from` reads it back."""
@@ -378,6 +395,14 @@ class TrainConfig:
         if self.method.target_modules is not None:
             made["method"]["target_modules"] = list(self.method.target_modules)
         return made
+
+
+def no_effect(section: str, settings: Any, names: Iterable[str], why: str) -> Iterator[str]:
+    """A sentence on those of them that are not as they would be without being said."""
+    usual = {each.name: each.default for each in dataclasses.fields(settings)}
+    said = [f"{section}.{name}" for name in names if getattr(settings, name) != usual[name]]
+    if said:
+        yield f"{', '.join(said)} {'is' if len(said) == 1 else 'are'} of no effect {why}"
 
 
 def _one_of(key: str, value: object, literal: Any) -> None:

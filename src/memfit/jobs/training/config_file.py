@@ -27,7 +27,7 @@ def load_config(path_or_name: str, *, sets: Iterable[str] = ()) -> TrainConfig:
     """The settings of a run; `sets` are `key=value` and replace what the file says."""
     name, text, where = find_config(path_or_name)
     document = parse_yaml(text, where)
-    over = dict(_assignment(each) for each in sets)
+    over = _assignments(sets)
     try:
         return config_from(document, name=name, over=over)
     except UsageError as error:
@@ -79,6 +79,16 @@ def find_config(said: str) -> tuple[str, str, str]:
 
 def _shipped() -> str:
     return ", ".join(shipped_configs())
+
+
+def _assignments(sets: Iterable[str]) -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    for said in sets:
+        key, value = _assignment(said)
+        if key in made and made[key] != value:
+            raise UsageError(f"--set gives {key} twice: {made[key]!r} and {value!r}", hint="keep one of them")
+        made[key] = value
+    return made
 
 
 def _assignment(said: str) -> tuple[str, Any]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from memfit.models.gsa_names import GSA_SETTINGS
 
 SETTINGS = "model.settings"
-AUTOCAST = "autocast"
-"""What Hugging Face calls bf16 and fp16; it becomes a precision once the method is known."""
+AUTOCAST, NO_AUTOCAST = "autocast", "no autocast to "
+"""What Hugging Face calls bf16, fp16 and mixed_precision; with the type of the weights it becomes a precision."""
 
 SHORTHAND = {
     "model": "model.name", "method": "method.kind", "data": "data.source", "memory": "memory.auto",

@@ -8,7 +8,7 @@ from typing import Any, get_args, get_type_hints
 
 from memfit.errors import UsageError
 from memfit.jobs.training.config import TrainConfig
-from memfit.jobs.training.config_names import AUTOCAST, OPTIMIZERS, PRECISIONS, SETTINGS
+from memfit.jobs.training.config_names import AUTOCAST, NO_AUTOCAST, OPTIMIZERS, PRECISIONS, SETTINGS
 
 Made = Iterator[tuple[str, Any]]
 
@@ -72,20 +72,18 @@ def _flag(value: Any, key: str) -> bool:
 
 
 def _bf16(value: Any, key: str) -> Made:
-    if _flag(value, key):
-        yield AUTOCAST, "bf16"
+    yield (AUTOCAST, "bf16") if _flag(value, key) else (f"{NO_AUTOCAST}bf16", "")
 
 
 def _fp16(value: Any, key: str) -> Made:
-    if _flag(value, key):
-        yield AUTOCAST, "fp16"
+    yield (AUTOCAST, "fp16") if _flag(value, key) else (f"{NO_AUTOCAST}fp16", "")
 
 
 def _mixed(value: Any, key: str) -> Made:
     if value not in ("no", False, "bf16", "fp16", None):
         raise UsageError(f"{key} {value!r} is not one of no, bf16, fp16")
-    if value in ("bf16", "fp16"):
-        yield AUTOCAST, value
+    if value is not None:
+        yield AUTOCAST, value if value in ("bf16", "fp16") else ""
 
 
 def _betas(value: Any, key: str) -> Made:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from memfit.errors import UsageError
-from memfit.jobs.training.config import FACTORY, TrainConfig
+from memfit.jobs.training.config import FACTORY, TrainConfig, no_effect
 from memfit.jobs.training.offload.refusals import check_offload
 from memfit.jobs.training.shapes import is_basics
 from memfit.models.gsa_names import is_gsa
@@ -76,13 +76,15 @@ def _on_gpu(config: TrainConfig) -> bool:
 
 
 def _check_parallel(config: TrainConfig, world_size: int) -> tuple[str, ...]:
+    of_ddp = ("gradient_as_bucket_view", "find_unused_parameters")
+    if world_size == 1:
+        return tuple(no_effect("parallel", config.parallel, ("kind", *of_ddp), "in a single process"))
     if config.parallel.kind != "fsdp2":
         return ()
-    if world_size == 1:
-        return ("parallel: fsdp2 is of no effect in a single process",)
+    unused = tuple(no_effect("parallel", config.parallel, of_ddp, "with fsdp2: they are of DDP"))
     if not _on_gpu(config):
         raise UsageError("parallel fsdp2 needs GPUs: accelerate shards nothing on CPUs", hint="parallel: ddp")
     if config.memory.oom_recovery:
         # Each layer's weights are gathered by all processes together: where one of them stops, all the others wait.
-        return ("with fsdp2 a process that runs out of memory ends the run; its checkpoints stay",)
-    return ()
+        return (*unused, "with fsdp2 a process that runs out of memory ends the run; its checkpoints stay")
+    return unused

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,9 @@ from memfit.jobs.training.checkpoints import (
     steps_done,
 )
 from memfit.jobs.training.collating import Collator
-from memfit.jobs.training.config import TrainConfig
+from memfit.jobs.training.config import DataConfig, TrainConfig, no_effect
 from memfit.jobs.training.data import TrainingData, read_training_data
-from memfit.jobs.training.examples import source_of
+from memfit.jobs.training.examples import is_on_hub, source_of
 from memfit.jobs.training.foreign_weights import ForeignWeights, check_weights, find_weights, not_a_checkpoint
 from memfit.jobs.training.levers import check_levers
 from memfit.jobs.training.order import total_steps
@@ -165,7 +165,19 @@ def notes_on_data(config: TrainConfig, batch: BatchSizes, data: TrainingData) ->
         notes.append(f"{few}: each step sees some of them more than once")
     if is_gsa(config.model.name) and not data.packed:
         notes.append("GSA takes padding for text when it counts keys: packing: true leaves none")
-    return notes
+    return [*notes, *_without_effect(config.data, data)]
+
+
+def _without_effect(config: DataConfig, data: TrainingData) -> Iterator[str]:
+    """Settings that these data do not use."""
+    if data.packed:
+        yield from no_effect("data", config, ("too_long",), "where samples are packed")
+    if not is_on_hub(config.source):
+        yield from no_effect("data", config, ("split", "subset"), "with files: they are of data sets on the Hub")
+    if data.summary.format == "text":
+        yield from no_effect("data", config, ("template", "mask_prompt"), "with running text, which has no prompts")
+    else:
+        yield from no_effect("data", config, ("text_column",), "with prompts and answers")
 
 
 def check_output(folder: Path, *, resume_from: Path | None) -> None:
