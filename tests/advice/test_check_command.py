@@ -16,12 +16,12 @@ from check_jobs import document
 
 import memfit
 from memfit.advice.preflight import loading
-from memfit.advice.preflight.fit_command import fit_command
 from memfit.advice.preflight.situation import Asked, Situation
 from memfit.cli.main import main
 from memfit.cli.options import with_options_of
 from memfit.errors import UsageError
 from memfit.jobs.workload import Workload
+from memfit.planning.fit_command import fit_command
 
 KEYS = {"subject", "name", "status", "found", "next", "details"}
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from memfit.errors import InputError, MemfitError, UnknownName
+from memfit.errors import InputError, MemfitError, UnknownName, UsageError
 from memfit.jobs.training.batch_sizes import resolve_batch
 from memfit.jobs.training.config_file import dump, load_config, shipped_configs
 

@@ -10,7 +10,6 @@ What is predicted is `memfit train` itself, on the longest rows of the data (`jo
 from __future__ import annotations
 
 import dataclasses
-import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,16 +20,17 @@ from memfit.gpus import Gpu
 from memfit.jobs.training.phase_peaks import PHASES
 from memfit.jobs.training.preparation import TrainJob
 from memfit.jobs.training.shapes import gsa_config
-from memfit.jobs.workload import Workload, flag
+from memfit.jobs.workload import Workload
 from memfit.models.gsa_names import is_gsa
 from memfit.planning.budget import budget_of, table
 from memfit.planning.card_here import card_for
+from memfit.planning.fit_command import fit_command, unusual_flags
 from memfit.planning.micro_batch import Rung, has_margin, largest_that_fits
 from memfit.planning.predict import Plan, Verdict, predict
 from memfit.planning.train_workload import workload_of, workload_of_config
 from memfit.units import gib, in_mib
 
-__all__ = ["TrainPlan", "decides", "plan_training", "workload_of", "workload_of_config"]
+__all__ = ["TrainPlan", "decides", "plan_training", "unusual_flags", "workload_of", "workload_of_config"]
 
 SCHEMA = "memfit.train-plan/1"
 
@@ -214,24 +214,7 @@ def _as_published(job: TrainJob) -> TrainJob | None:
 
 
 def _what_to_try(work: Workload, job: TrainJob, plan: Plan) -> tuple[str, ...]:
-    if plan.verdict != "fails":
+    if plan.verdict != "fails" or plan.gpu is None:
         return ()
-    gpu = job.config.memory.gpu or in_mib(plan.gpu.capacity_bytes if plan.gpu else 0)
-    alone = dataclasses.replace(work, grad_accum=1)  # which the global batch gives
-    words = ["memfit", "fit", work.kind, "--model", work.model, *unusual_flags(alone)]
-    words += ["--global-batch", str(job.batch.global_batch_size), "--gpu", gpu]
-    return (f"to try: {shlex.join(words)}",)
-
-
-def unusual_flags(work: Workload) -> Iterator[str]:
-    """The words of a command that say what is not at its default."""
-    if work.trains:
-        yield from (flag("loop"), work.loop)
-    usual = Workload(kind=work.kind, model=work.model, loop=work.loop)
-    for name in work.settings():
-        value = getattr(work, name)
-        if name in ("kind", "model", "loop") or value == getattr(usual, name):
-            continue
-        yield flag(name) if value is not False else flag(f"no_{name}")
-        if not isinstance(value, bool):
-            yield ",".join(value) if isinstance(value, tuple) else str(value)
+    gpu = job.config.memory.gpu or in_mib(plan.gpu.capacity_bytes)
+    return (f"to try: {fit_command(work, gpu, global_batch=job.batch.global_batch_size)}",)

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from memfit.advice.preflight.finding import Finding, Line
-from memfit.advice.preflight.fit_command import fit_command
 from memfit.advice.preflight.planned import Planned
 from memfit.advice.preflight.situation import NO_CARD, Situation
+from memfit.planning.fit_command import fit_command
 from memfit.units import gib, in_mib
 
 if TYPE_CHECKING:
