@@ -22,7 +22,7 @@ from memfit.jobs.training.preparation import TrainJob, prepare_job
 from memfit.planning.budget import budget_of
 from memfit.planning.predict import predict
 from memfit.planning.train_plan import TrainPlan, decides, plan_training, workload_of
-from memfit.units import GiB
+from memfit.units import GiB, gib
 
 PAGE = Path(__file__).parents[2] / "docs" / "training.md"
 WITHOUT_FILES = ("model.from_scratch=true", "model.tokenizer=bytes")
@@ -86,6 +86,28 @@ def test_the_budget_adds_up_to_what_the_card_must_have(tmp_path: Path) -> None:
     adapted = layers * rank * (4 * 2 * hidden + 3 * (hidden + wide))
     assert 4 * adapted <= budget.adapter_bytes <= 4 * adapted + 512 * 2 * 7 * layers
     assert min(dataclasses.astuple(budget)) >= 0
+
+
+def test_the_budget_and_the_verdict_are_one_number_where_torch_must_give_back_what_is_idle(tmp_path: Path) -> None:
+    settings = {"memory.alloc_conf": "max_split_size_mb:20,expandable_segments:True", "max_seq_len": 512}
+    ample = plan_training(small_job(tmp_path, **settings, **{"memory.gpu": "H200"})).plan
+    assert ample is not None and ample.smallest_gpu_bytes < ample.peak.device_bytes
+    card = (ample.smallest_gpu_bytes + ample.peak.device_bytes) // 2
+    made = plan_training(small_job(tmp_path, **settings, **{"memory.gpu": f"{card}B"}))
+    assert made.plan is not None and made.plan.fit is not None and made.plan.fit.retries
+    total = budget_of(made.plan).total_bytes
+    assert total == made.plan.needed_bytes == min(made.plan.smallest_gpu_bytes, made.plan.fit.device_bytes) < card
+    assert made.verdict == "tight"
+    *_, last = made.in_lines()
+    assert f"{gib(total)} of {gib(card)}, {gib(card - total)}" in last
+    assert f"with room torch would hold {gib(made.plan.peak.device_bytes)}" in last
+
+
+def test_the_budget_of_what_does_not_fit_is_the_smallest_card_that_takes_it(tmp_path: Path) -> None:
+    made = plan_training(small_job(tmp_path, **{"memory.gpu": "600MiB"}))
+    assert made.plan is not None and made.verdict == "fails"
+    assert budget_of(made.plan).total_bytes == made.plan.smallest_gpu_bytes
+    assert f"the smallest card that takes it has {gib(made.plan.smallest_gpu_bytes)}" in made.in_lines()[-1]
 
 
 def test_auto_takes_the_largest_micro_batch_that_leaves_the_margin(tmp_path: Path) -> None:

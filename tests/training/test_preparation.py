@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from memfit.jobs.training.checkpoints import (
     step_of,
     write_identity,
 )
+from memfit.jobs.training.config import ModelConfig, TrainConfig
 from memfit.jobs.training.preparation import TrainJob, prepare_job
 
 
@@ -97,6 +99,89 @@ def test_basics_is_a_model_too(tmp_path: Path) -> None:
     config = tiny_config(tmp_path, model="basics-small")
     with pytest.raises(UsageError, match="no setting of the model called"):
         prepare_job(config)
+
+
+# -- planned only ------------------------------------------------------------------------------------------------------
+
+
+def planned(config: TrainConfig) -> TrainJob:
+    return prepare_job(config, to_run=False)
+
+
+def test_a_plan_does_not_need_what_a_run_needs_and_says_what_that_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    checkpoint(tmp_path / "out")
+    config = tiny_config(tmp_path, device="cuda", fp16=True, precision=None, optimizer="paged-adamw")
+    told = " ".join(planned(config).notes)
+    for need in ("holds checkpoints of an earlier run", "finds no GPU here", "amp-fp16 needs a GPU", "bitsandbytes"):
+        assert need in told
+        with pytest.raises(MemfitError):
+            prepare_job(config)
+
+
+def test_the_weights_of_a_known_model_need_not_be_here_for_a_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    config = tiny_config(tmp_path, max_steps=None)
+    config = dataclasses.replace(config, model=ModelConfig(name="Qwen/Qwen2.5-0.5B", cache_dir=str(tmp_path)))
+    job = planned(config)
+    assert (job.source, job.data_read, int(job.data.lengths.max())) == (None, False, 64)
+    assert any("the weights of Qwen/Qwen2.5-0.5B are not on this machine" in note for note in job.notes)
+    assert "steps: not known until the data are read" in job.in_lines()
+    document = json.loads(json.dumps(job.to_json()))
+    assert (document["data"], document["data_sha256"], document["steps"]) == (None, None, None)
+
+
+def test_a_data_set_on_the_hub_is_planned_with_full_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    job = planned(tiny_config(tmp_path, **{"data.source": "cerebras/SlimPajama-627B"}))
+    assert not job.data_read
+    assert "data: cerebras/SlimPajama-627B, not read" in job.in_lines()[1]
+    assert "steps: 3" in job.in_lines()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model.name": "gsa-7b"}, "no GSA model called"),
+        ({"model.tokenizer": None}, "has none of its own"),
+        ({"model.tokenizer": "./nowhere"}, "is no folder"),
+        ({"data.source": "nowhere.jsonl"}, "no file"),
+        ({"device": "cpu", "precision": "amp-fp16"}, "needs a GPU"),
+    ],
+)
+def test_what_is_wrong_on_any_machine_is_wrong_in_a_plan_too(
+    tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(MemfitError, match=said):
+        planned(tiny_config(tmp_path, **changes))
+
+
+def test_a_config_for_four_processes_is_planned_as_one_of_four(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    config = tiny_config(tmp_path, micro_batch_size=2, gradient_accumulation_steps=32, global_batch_size=256)
+    assert planned(config).batch.world_size == 4
+    assert "planned as one of 4 processes" in planned(config).notes[-1]
+    with pytest.raises(UsageError, match="is 64, not global_batch_size 256") as found:
+        prepare_job(config)
+    assert "torchrun --nproc_per_node=4" in str(found.value.hint)
+
+
+def test_sizes_that_no_number_of_processes_makes_up_are_refused_in_a_plan_too(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="is 63, not global_batch_size 256"):
+        planned(tiny_config(tmp_path, micro_batch_size=3, gradient_accumulation_steps=21, global_batch_size=256))
+
+
+def test_a_setting_that_these_data_do_not_use_is_named(tmp_path: Path) -> None:
+    text = {"too_long": "drop", "template": "chat", "data.split": "test"}
+    told = " ".join(prepare_job(tiny_config(tmp_path, **text)).notes)
+    for key in ("data.too_long is of no effect", "data.template is of no effect", "data.split is of no effect"):
+        assert key in told
+    pairs = {"data.source": alpaca_file(tmp_path), "max_seq_len": 400, "text_column": "words"}
+    assert "data.text_column is of no effect" in " ".join(prepare_job(tiny_config(tmp_path, **pairs)).notes)
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------

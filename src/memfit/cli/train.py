@@ -67,7 +67,7 @@ def train(
         with output.working(f"preparing {settings.name}"):
             from memfit.jobs.training.preparation import prepare_job
 
-            job = prepare_job(settings, say=output.note if is_first() else None)
+            job = prepare_job(settings, say=output.note if is_first() else None, to_run=not dry_run)
     say = _nothing if not is_first() else output.note_lines if json else output.say
     notes = (*job.notes, *((note,) if note else ()))
     said = [*job.in_lines(), *(f"note: {each}" for each in notes)]

@@ -1,7 +1,8 @@
 """The budget of a training job as the guides draw it up: a row for each thing that takes memory, and their sum.
 
 The rows are what is alive when most is allocated. What the allocator holds beyond that, and what CUDA itself takes, are
-the last row, so that the total is what the card must have.
+the last row, so that the total is what the card must have. Where the job fits only because torch gives back what is
+idle, or not at all, that is the smallest card that takes it.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def budget_of(plan: Plan) -> Budget:
         "activation_bytes": sum(parts[name] for name in ACTIVATIONS), "loss_bytes": sum(parts[name] for name in LOSS),
         "gradient_bytes": parts["gradients"], "optimizer_bytes": parts["optimizer"],
     }  # fmt: skip
-    return Budget(**named, overhead_bytes=plan.peak.device_bytes - sum(named.values()))
+    return Budget(**named, overhead_bytes=plan.needed_bytes - sum(named.values()))
 
 
 def _of_adapters(trace: Trace, plan: Plan) -> int:

@@ -53,6 +53,8 @@ class Fit:
     """Of the card, what the process may use."""
     verdict: Verdict
     headroom_bytes: int
+    """What the job leaves of the card; where torch must give back what is idle to fit, what the smallest card that runs
+    it would leave: a cache fills whatever there is."""
     device_bytes: int
     retries: int
     failed_at: str | None
@@ -81,6 +83,11 @@ class Plan:
     @property
     def verdict(self) -> Verdict | None:
         return self.fit.verdict if self.fit else None
+
+    @property
+    def needed_bytes(self) -> int:
+        """What a card must have for this job, beside which the verdict's headroom is free."""
+        return self.fit.capacity_bytes - self.fit.headroom_bytes if self.fit else self.peak.device_bytes
 
     def __repr__(self) -> str:
         on = f" on {self.gpu.name}: {self.verdict}" if self.gpu else ""
@@ -243,11 +250,12 @@ def _fit(replays: Replays, gpu: Gpu, context: int, smallest: int) -> Fit:
     capacity = capacity_for(gpu, replays.config, context)
     limited = replays.outcome(max(capacity - context, 0))
     device = limited.reserved_peak + context
+    needed = smallest if limited.oom else min(smallest, device) if limited.retries else device
     trace, failed = replays.trace, limited.oom
     verdict: Verdict = "safe" if device <= SAFE_SHARE * capacity else "tight"
     return Fit(
         capacity_bytes=capacity, verdict="fails" if failed else verdict,
-        headroom_bytes=capacity - (smallest if failed else device), device_bytes=device, retries=limited.retries,
+        headroom_bytes=capacity - needed, device_bytes=device, retries=limited.retries,
         failed_at=f"{trace.module(failed.block)} {trace.op(failed.block)}".strip() if failed else None,
     )  # fmt: skip
 

@@ -140,13 +140,20 @@ class TrainPlan:
         assert self.plan is not None
         if self.gpu is None or self.plan.fit is None:
             return f"plan: takes {gib(self.plan.peak.device_bytes)} of a GPU; {self._smallest()}"
-        device, capacity, margin = self.plan.fit.device_bytes, self.gpu.capacity_bytes, self.job.config.memory.margin
+        needed, capacity, margin = self.plan.needed_bytes, self.plan.fit.capacity_bytes, self.job.config.memory.margin
         if self.verdict == "fails":
             return f"plan: does not fit into {gib(capacity)}; {self._smallest()}"
-        free = f"{gib(device)} of {gib(capacity)}, {gib(capacity - device)} ({1 - device / capacity:.0%}) stay free"
+        free = f"{gib(needed)} of {gib(capacity)}, {gib(capacity - needed)} ({1 - needed / capacity:.0%}) stay free"
         if self.verdict == "safe":
             return f"plan: fits, {free}"
+        if self.plan.fit.retries:
+            return f"plan: fits, but only by giving back idle memory: {free}; {self._gives_back()}"
         return f"plan: fits, but tightly: {free}, less than the margin of {margin:.0%}"
+
+    def _gives_back(self) -> str:
+        assert self.plan is not None and self.plan.fit is not None
+        often = "once" if self.plan.fit.retries == 1 else f"{self.plan.fit.retries} times"
+        return f"with room torch would hold {gib(self.plan.peak.device_bytes)}, and here it stops {often} to give back"
 
     def _smallest(self) -> str:
         assert self.plan is not None

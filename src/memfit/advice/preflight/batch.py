@@ -7,6 +7,7 @@ from typing import Any
 
 from memfit.advice.preflight.finding import Finding, Line
 from memfit.advice.preflight.situation import Situation
+from memfit.jobs.training.processes import processes
 
 BATCH = Line("config", "global batch")
 SHOWN = 8
@@ -25,4 +26,5 @@ def global_batch(situation: Situation) -> Iterator[Finding]:
             f"global_batch_size: {sizes.global_batch_size} keeps it", **details,
         )  # fmt: skip
         return
-    yield BATCH.ok(f"{sizes.in_words()}, as stated; micro-batches that keep it: {rungs}", **details)
+    start = f"start it under torchrun --nproc_per_node={sizes.world_size}" if sizes.world_size > processes() else None
+    yield BATCH.ok(f"{sizes.in_words()}, as stated; micro-batches that keep it: {rungs}", start, **details)

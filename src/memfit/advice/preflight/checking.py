@@ -46,8 +46,9 @@ from memfit.advice.preflight.gradient_flow import Flow
 from memfit.advice.preflight.situation import Asked, Situation
 from memfit.errors import UsageError
 from memfit.gpus import find_gpu
+from memfit.jobs.training.batch_sizes import processes_meant
 from memfit.jobs.training.config_file import find_config, parse_yaml
-from memfit.jobs.training.processes import processes
+from memfit.jobs.training.processes import launched, processes
 from memfit.jobs.workload import Workload
 from memfit.models.registry import resolve
 
@@ -156,6 +157,8 @@ def _asked(
     except UsageError as error:
         wrong = config_keys.KEYS.failed(f"memory.gpu: {error.message}", error.hint)
         read = dataclasses.replace(read, memory=dataclasses.replace(read.memory, gpu=None))
+    if world_size is None and not launched():
+        count = processes_meant(read.batch) or count
     return Asked(config=read, keys=keys, gpu=gpu, world_size=count, load=load), wrong
 
 

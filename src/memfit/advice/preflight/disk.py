@@ -21,14 +21,18 @@ PUBLISHED_BYTES = 2
 
 
 def checkpoints(situation: Situation) -> Iterator[Finding]:
-    from memfit.jobs.training.preparation import check_output, find_beginning
+    from memfit.jobs.training.preparation import EarlierRun, check_output, find_beginning
 
     config, folder = situation.config, output_folder(situation.config)
+    stops = CHECKPOINTS.failed if situation.runs_here else CHECKPOINTS.warning
     try:
         check_output(folder, resume_from=find_beginning(config, folder)[0])
     except InputError as error:
-        yield CHECKPOINTS.failed(error.message, error.hint or "another --output_dir, or saving.output_dir in the file")
-        return
+        advice = error.hint or "another --output_dir, or saving.output_dir in the file"
+        if not isinstance(error, EarlierRun):
+            yield stops(error.message, advice)
+            return
+        yield CHECKPOINTS.warning(error.message, advice)
     each = checkpoint_bytes(situation.shapes.needed(), config)
     count = config.saving.save_total_limit + 1  # a new one is whole before the oldest goes
     unused = free_on_disk(folder)
@@ -39,8 +43,7 @@ def checkpoints(situation: Situation) -> Iterator[Finding]:
     if count * each > unused:
         fit = max(unused // max(each, 1) - 1, 0)
         advice = f"save_total_limit: {fit}" if fit else "another --output_dir"
-        status = CHECKPOINTS.failed if situation.runs_here else CHECKPOINTS.warning
-        yield status(f"{found} are {format_bytes(count * each)}", f"{advice}, or room on that disk", **details)
+        yield stops(f"{found} are {format_bytes(count * each)}", f"{advice}, or room on that disk", **details)
         return
     yield CHECKPOINTS.ok(f"{found} take {format_bytes(count * each)}", **details)
 

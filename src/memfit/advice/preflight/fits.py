@@ -61,6 +61,8 @@ def of_plan(plan: Plan, where: str | None, search: str | None) -> Finding:
             f"the smallest change that fits: {search}",
             **details,
         )
+    if plan.fit.retries:
+        found += f", of which torch gives back what is idle: it runs with {gib(plan.needed_bytes)}"
     left = f"{found}: {plan.verdict} on {room}, {gib(plan.fit.headroom_bytes)} left"
     if plan.verdict == "tight":
         return FITS.warning(left, f"what leaves more: {search}", **details)

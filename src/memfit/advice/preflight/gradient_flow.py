@@ -77,13 +77,16 @@ def _steps(model: nn.Module, batch: dict[str, Tensor], trained: list[nn.Paramete
     """The last step's loss; its gradients stay."""
     import torch
 
+    from memfit.advice.preflight.repeated_weights import ProductsByFp32
+
     amp = config.precision.startswith("amp-")
     optimizer = torch.optim.SGD(trained, lr=RATE)
     for step in range(1, STEPS + 1):
         optimizer.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16) if amp else nullcontext():
-            loss = _loss(model, batch)
-        torch.autograd.backward(loss)
+        with ProductsByFp32():
+            with torch.autocast("cpu", torch.bfloat16) if amp else nullcontext():
+                loss = _loss(model, batch)
+            torch.autograd.backward(loss)
         if step < STEPS:
             optimizer.step()
     return float(loss.detach())

@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from memfit.jobs.training.preparation import TrainJob
     from memfit.planning.predict import Plan
 
-WORDS = 2
-"""Of a vocabulary of which only the length of rows is looked at."""
-
 
 @dataclass(frozen=True)
 class Planned:
@@ -88,18 +85,26 @@ def _as_chosen(job: TrainJob, situation: Situation) -> TrainJob:
 def _with_full_rows(situation: Situation) -> TrainJob:
     """Where the data cannot be read here: every row as long as they may be."""
     from memfit.jobs.source import Source
-    from memfit.jobs.training.memfit_loop import training_job
+    from memfit.jobs.training.data import rows_of_full_length
+    from memfit.jobs.training.preparation import TrainJob
 
-    config, folder = situation.config, output_folder(situation.config)
-    rows = Workload(
-        kind="train", model=config.model.name, seq_len=config.data.max_seq_len, padding=config.data.packing is False
-    )
+    config = situation.config
     try:
         source = Source(folder=situation.folder.needed())
     except CannotTell:
         source = None
-    job = training_job(rows, WORDS, steps=1, folder=folder)
-    return dataclasses.replace(job, config=config, batch=situation.batch.needed(), source=source)
+    return TrainJob(
+        config=config,
+        batch=situation.batch.needed(),
+        data=rows_of_full_length(config.data),
+        tokenizer=None,
+        pad_id=0,
+        source=source,
+        shape=None,
+        output_dir=output_folder(config),
+        resume_from=None,
+        data_read=False,
+    )
 
 
 def _cards(situation: Situation) -> Iterator[tuple[Gpu, str]]:

@@ -7,30 +7,23 @@ from collections.abc import Iterator
 
 from memfit.advice.preflight.finding import CannotTell, Finding, Line
 from memfit.advice.preflight.situation import Situation
-from memfit.jobs.training.config import OptimizerConfig, ParallelConfig, TrainConfig
-from memfit.jobs.training.levers import NEEDS_BITSANDBYTES, check_levers
+from memfit.jobs.training.levers import check_levers, unmet_needs
 
 SERVED = Line("config", "settings")
 
 
 def served(situation: Situation) -> Iterator[Finding]:
+    """What the engine cannot do at all is an error; what it could not do on this machine is a warning."""
     config, processes = situation.config, situation.asked.world_size
-    here = config if situation.runs_here else without_gpu(config)
-    here = dataclasses.replace(here, model=dataclasses.replace(here.model, attention="sdpa"))  # it has its own line
-    _check_device(here)
-    notes = [*config.notes(), *check_levers(here, world_size=processes)]
-    notes += _of_data(situation)
-    told = [note for note in notes if note not in config.remarks]  # those stand on the line of keys
-    for note in told:
-        yield SERVED.warning(note)
+    notes = [*config.notes(), *check_levers(config, world_size=processes), *_of_data(situation)]
+    told = [SERVED.warning(note) for note in notes if note not in config.remarks]  # those stand on the line of keys
+    here = dataclasses.replace(config, model=dataclasses.replace(config.model, attention="sdpa"))  # it has its own line
+    elsewhere = None if situation.runs_here else True
+    unmet = unmet_needs(here, world_size=processes, gpu=elsewhere)
+    told += [SERVED.warning(f"to run it here: {each.message}", each.hint) for each in unmet]
+    yield from told
     if not told:
         yield SERVED.ok("each is served by the engine")
-
-
-def _check_device(config: TrainConfig) -> None:
-    from memfit.jobs.training.preparation import check_device
-
-    check_device(config)
 
 
 def _of_data(situation: Situation) -> list[str]:
@@ -41,12 +34,3 @@ def _of_data(situation: Situation) -> list[str]:
     from memfit.jobs.training.preparation import notes_on_data
 
     return notes_on_data(situation.config, batch, data)
-
-
-def without_gpu(config: TrainConfig) -> TrainConfig:
-    """For a card that is not in this machine: what only a GPU can do is taken to be possible there."""
-    optimizer = OptimizerConfig() if config.optimizer.name in NEEDS_BITSANDBYTES else config.optimizer
-    precision = "fp32" if config.precision == "amp-fp16" else config.precision
-    return dataclasses.replace(
-        config, precision=precision, optimizer=optimizer, parallel=ParallelConfig(), device="auto"
-    )

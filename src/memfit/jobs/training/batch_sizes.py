@@ -87,6 +87,14 @@ def resolve_batch(config: BatchConfig, world_size: int = 1) -> BatchSizes:
     return one.with_micro_batch(micro)
 
 
+def processes_meant(config: BatchConfig) -> int | None:
+    """All three sizes together say how many processes there are to be; None where they say nothing, or nonsense."""
+    micro, steps, whole = config.micro_batch_size, config.gradient_accumulation_steps, config.global_batch_size
+    if micro is None or steps is None or whole is None or whole % (micro * steps):
+        return None
+    return whole // (micro * steps)
+
+
 def divisors(number: int) -> tuple[int, ...]:
     small = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
     return tuple(sorted({*small, *(number // n for n in small)}))
@@ -96,10 +104,12 @@ def _agreed(micro: int, steps: int, world_size: int, whole: int) -> BatchSizes:
     sizes = BatchSizes(micro_batch_size=micro, gradient_accumulation_steps=steps, world_size=world_size)
     if sizes.global_batch_size != whole:
         share = whole // world_size
+        meant = whole // (micro * steps)
+        started = f"{meant} processes make it up: start it under torchrun --nproc_per_node={meant}; or "
         raise UsageError(
             f"micro_batch_size {micro} x gradient_accumulation_steps {steps} x {world_size}"
             f" process{'' if world_size == 1 else 'es'} is {sizes.global_batch_size}, not global_batch_size {whole}",
-            hint=_ladder(divisors(share), share),
+            hint=("" if meant < 2 or whole % (micro * steps) else started) + _ladder(divisors(share), share),
         )
     return sizes
 

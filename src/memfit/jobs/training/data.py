@@ -141,6 +141,30 @@ def read_training_data(config: DataConfig, tokenizer: Any) -> TrainingData:
     return TrainingData(ids, learned, starts, packed=packed, summary=summary)
 
 
+def rows_of_full_length(config: DataConfig) -> TrainingData:
+    """For a plan, where the data cannot be read here: one row, as long as rows may be."""
+    long = config.max_seq_len
+    packed = config.format != "instruction" if config.packing is None else config.packing
+    summary = DataSummary(
+        source=config.source or "",
+        origin=config.source or "",
+        format=config.format,
+        packed=packed,
+        rows=1,
+        empty_rows=0,
+        samples=1,
+        tokens=long,
+        learned_tokens=long,
+        truncated_samples=0,
+        dropped_samples=0,
+        tokens_left_out=0,
+        max_seq_len=long,
+        lengths=Lengths(shortest=long, median=long, mean=float(long), percentile_95=long, longest=long),
+    )
+    ids, learned = torch.zeros(long, dtype=torch.int32), torch.ones(long, dtype=torch.bool)
+    return TrainingData(ids, learned, torch.tensor([0, long]), packed=packed, summary=summary)
+
+
 # -- to length ---------------------------------------------------------------------------------------------------------
 
 

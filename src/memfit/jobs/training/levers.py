@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from importlib.util import find_spec
 
 from memfit.errors import UsageError
@@ -14,12 +15,27 @@ NEEDS_BITSANDBYTES = ("adamw-8bit", "paged-adamw", "paged-adamw-8bit")
 
 
 def check_levers(config: TrainConfig, *, world_size: int) -> tuple[str, ...]:
-    """Notes on what is of no effect here."""
+    """What no machine could run. Notes on what is of no effect here."""
     _check_memory(config, world_size)
-    _check_packages(config)
     _check_model(config)
-    _check_device(config)
+    if config.device == "cpu":
+        for error in _only_on_gpus(config, world_size):
+            raise error
     return _check_parallel(config, world_size)
+
+
+def unmet_needs(config: TrainConfig, *, world_size: int, gpu: bool | None = None) -> Iterator[UsageError]:
+    """What the job lacks on this machine: a GPU, or packages. Without `gpu` it is looked for."""
+    yield from _missing_packages(config)
+    if config.device == "cpu" or (_has_gpu() if gpu is None else gpu):
+        return
+    if config.device == "cuda":
+        import torch
+
+        yield UsageError(
+            f"device cuda: torch {torch.__version__} finds no GPU here", hint="device: cpu trains without one"
+        )
+    yield from _only_on_gpus(config, world_size)
 
 
 def _check_memory(config: TrainConfig, world_size: int) -> None:
@@ -30,16 +46,16 @@ def _check_memory(config: TrainConfig, world_size: int) -> None:
     )  # fmt: skip
 
 
-def _check_packages(config: TrainConfig) -> None:
+def _missing_packages(config: TrainConfig) -> Iterator[UsageError]:
     name = config.optimizer.name
     if name in NEEDS_BITSANDBYTES and find_spec("bitsandbytes") is None:
-        raise UsageError(f"optimizer {name} needs bitsandbytes", hint="pip install bitsandbytes, or adamw-fused")
+        yield UsageError(f"optimizer {name} needs bitsandbytes", hint="pip install bitsandbytes, or adamw-fused")
     if config.logging.wandb and find_spec("wandb") is None:
-        raise UsageError("logging.wandb needs W&B", hint="pip install wandb")
+        yield UsageError("logging.wandb needs W&B", hint="pip install wandb")
     if config.logging.tensorboard and not has_tensorboard():
-        raise UsageError("logging.tensorboard needs TensorBoard", hint="pip install tensorboard")
+        yield UsageError("logging.tensorboard needs TensorBoard", hint="pip install tensorboard")
     if config.model.attention == "flash_attention_2" and find_spec("flash_attn") is None:
-        raise UsageError("model.attention flash_attention_2 needs flash-attn", hint="sdpa has flash kernels of its own")
+        yield UsageError("model.attention flash_attention_2 needs flash-attn", hint="sdpa has flash kernels of its own")
 
 
 def has_tensorboard() -> bool:
@@ -61,18 +77,19 @@ def _check_model(config: TrainConfig) -> None:
         raise UsageError(f"method lora: the linear layers of {name} are its own, and peft knows none of them")
 
 
-def _check_device(config: TrainConfig) -> None:
-    on_gpu = _on_gpu(config)
-    if config.precision == "amp-fp16" and not on_gpu:
-        raise UsageError("precision amp-fp16 needs a GPU", hint="amp-bf16 and fp32 work on the CPU")
-    if config.optimizer.name in NEEDS_BITSANDBYTES and not on_gpu:
-        raise UsageError(f"optimizer {config.optimizer.name} needs a GPU")
+def _only_on_gpus(config: TrainConfig, world_size: int) -> Iterator[UsageError]:
+    if config.precision == "amp-fp16":
+        yield UsageError("precision amp-fp16 needs a GPU", hint="amp-bf16 and fp32 work on the CPU")
+    if config.optimizer.name in NEEDS_BITSANDBYTES:
+        yield UsageError(f"optimizer {config.optimizer.name} needs a GPU")
+    if config.parallel.kind == "fsdp2" and world_size > 1:
+        yield UsageError("parallel fsdp2 needs GPUs: accelerate shards nothing on CPUs", hint="parallel: ddp")
 
 
-def _on_gpu(config: TrainConfig) -> bool:
+def _has_gpu() -> bool:
     import torch
 
-    return config.device != "cpu" and torch.cuda.is_available()
+    return torch.cuda.is_available()
 
 
 def _check_parallel(config: TrainConfig, world_size: int) -> tuple[str, ...]:
@@ -82,8 +99,6 @@ def _check_parallel(config: TrainConfig, world_size: int) -> tuple[str, ...]:
     if config.parallel.kind != "fsdp2":
         return ()
     unused = tuple(no_effect("parallel", config.parallel, of_ddp, "with fsdp2: they are of DDP"))
-    if not _on_gpu(config):
-        raise UsageError("parallel fsdp2 needs GPUs: accelerate shards nothing on CPUs", hint="parallel: ddp")
     if config.memory.oom_recovery:
         # Each layer's weights are gathered by all processes together: where one of them stops, all the others wait.
         return (*unused, "with fsdp2 a process that runs out of memory ends the run; its checkpoints stay")

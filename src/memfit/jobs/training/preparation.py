@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from memfit.errors import InputError, UsageError
+from memfit.errors import InputError, MemfitError, UsageError
 from memfit.jobs.source import Source, find_source, load_tokenizer
-from memfit.jobs.training.batch_sizes import BatchSizes, resolve_batch
+from memfit.jobs.training.batch_sizes import BatchSizes, processes_meant, resolve_batch
 from memfit.jobs.training.checkpoints import (
     check_checkpoint,
     find_checkpoint,
@@ -22,17 +22,22 @@ from memfit.jobs.training.checkpoints import (
     steps_done,
 )
 from memfit.jobs.training.collating import Collator
-from memfit.jobs.training.config import DataConfig, TrainConfig, no_effect
-from memfit.jobs.training.data import TrainingData, read_training_data
+from memfit.jobs.training.config import DataConfig, ModelConfig, TrainConfig, no_effect
+from memfit.jobs.training.data import TrainingData, read_training_data, rows_of_full_length
 from memfit.jobs.training.examples import is_on_hub, source_of
 from memfit.jobs.training.foreign_weights import ForeignWeights, check_weights, find_weights, not_a_checkpoint
-from memfit.jobs.training.levers import check_levers
+from memfit.jobs.training.levers import check_levers, unmet_needs
 from memfit.jobs.training.order import total_steps
-from memfit.jobs.training.processes import processes
+from memfit.jobs.training.processes import launched, processes
 from memfit.jobs.training.shapes import POSITIONS, VOCABULARY, is_basics, number_in, shape_of
 from memfit.jobs.training.tokenizers import pad_id_of, tokenizer_named, tokenizer_of_shape
 from memfit.jobs.training.whole_checkpoint import ADAPTERS, incomplete
+from memfit.models.gguf import gguf_file
 from memfit.models.gsa_names import is_gsa
+from memfit.models.local_files import find_here
+from memfit.models.registry import resolve
+
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +58,8 @@ class TrainJob:
     start_from: ForeignWeights | None = None
     """Another program's weights, with which a new run begins."""
     notes: tuple[str, ...] = ()
+    data_read: bool = True
+    """If not, which only a plan can do with, `data` is a single row, as long as rows may be."""
 
     @property
     def total_steps(self) -> int:
@@ -71,10 +78,16 @@ class TrainJob:
         """The same job at the same global batch."""
         return dataclasses.replace(self, batch=self.batch.with_micro_batch(rows))
 
+    @property
+    def knows_its_steps(self) -> bool:
+        return self.data_read or self.config.schedule.max_steps is not None
+
     def to_json(self) -> dict[str, Any]:
         return {
-            "config": self.config.to_json(), "batch": self.batch.to_json(), "data": self.data.summary.to_json(),
-            "data_sha256": self.data.fingerprint, "steps": self.total_steps, "output_dir": str(self.output_dir),
+            "config": self.config.to_json(), "batch": self.batch.to_json(),
+            "data": self.data.summary.to_json() if self.data_read else None,
+            "data_sha256": self.data.fingerprint if self.data_read else None,
+            "steps": self.total_steps if self.knows_its_steps else None, "output_dir": str(self.output_dir),
             "resume_from": None if self.resume_from is None else str(self.resume_from),
             "start_from": None if self.start_from is None else str(self.start_from.folder), "notes": list(self.notes),
         }  # fmt: skip
@@ -82,49 +95,106 @@ class TrainJob:
     def in_lines(self) -> list[str]:
         config = self.config
         how = config.method.kind if config.method.kind == "full" else f"LoRA of rank {config.method.rank}"
-        begun = "from scratch" if self.source is None else "pre-trained"
+        begun = "from scratch" if config.model.starts_from_scratch else "pre-trained"
         if self.start_from is not None:
             begun = f"with the weights in {self.start_from.folder}"
         return [
             f"model: {config.model.name}, {begun}, {how}, {config.precision}",
-            *self.data.summary.in_lines(),
+            *(self.data.summary.in_lines() if self.data_read else self._of_unread_data()),
             f"batch: {self.batch.in_words()}",
-            f"steps: {self.total_steps:,}, {self.epochs:,.2f} epochs",
+            self._length(),
             f"output: {self.output_dir}" + ("" if self.resume_from is None else f", continued from {self.resume_from}"),
         ]
 
+    def _of_unread_data(self) -> list[str]:
+        data = self.config.data
+        source = data.source or "none named"
+        return [f"data: {source}, not read: planned for rows of max_seq_len {data.max_seq_len:,}, the longest"]
+
+    def _length(self) -> str:
+        if self.data_read:
+            return f"steps: {self.total_steps:,}, {self.epochs:,.2f} epochs"
+        return f"steps: {self.total_steps:,}" if self.knows_its_steps else "steps: not known until the data are read"
+
 
 def prepare_job(
-    config: TrainConfig, *, world_size: int | None = None, say: Callable[[str], None] | None = None
+    config: TrainConfig, *, world_size: int | None = None, say: Callable[[str], None] | None = None, to_run: bool = True
 ) -> TrainJob:
-    """Under torchrun the number of processes is in WORLD_SIZE. Nothing is written yet."""
-    source_of(config.data)
-    batch = resolve_batch(config.batch, processes() if world_size is None else world_size)
+    """Under torchrun the number of processes is in WORLD_SIZE. Nothing is written yet.
+
+    Where the job is only planned (`to_run=False`) nothing is fetched but a tokenizer, and what a run would need of this
+    machine is a note."""
+    needs = Needs(to_run)
+    has_source = needs.met(lambda: source_of(config.data)) is not None
+    batch = resolve_batch(config.batch, _processes(config, world_size, needs))
     output_dir = Path(os.path.abspath(os.path.expanduser(config.output_dir)))
-    resume_from, start_from = find_beginning(config, output_dir)
-    check_output(output_dir, resume_from=resume_from)
-    check_device(config)
+    beginning = needs.met(lambda: find_beginning(config, output_dir))
+    resume_from, start_from = beginning or (None, None)
+    if beginning is not None:
+        needs.met(lambda: check_output(output_dir, resume_from=resume_from))
     of_levers = check_levers(config, world_size=batch.world_size)
-    source, tokenizer = _model(config, say)
+    needs.report(unmet_needs(config, world_size=batch.world_size))
+    source = _source(config.model, needs, say)
+    tokenizer = needs.met(lambda: _tokenizer(config.model, source, say), unless=_named_wrong(config.model))
     shape = shape_of(config.model, source)
     _check_positions(config, shape)
-    data = read_training_data(config.data, tokenizer)
-    _check_vocabulary(config, data, shape)
-    notes = [*config.notes(), *of_levers, *notes_on_data(config, batch, data)]
+    data = _data(config.data, tokenizer, needs) if has_source and tokenizer is not None else None
+    if data is not None:
+        _check_vocabulary(config, data, shape)
+    notes = [*config.notes(), *of_levers, *(() if data is None else notes_on_data(config, batch, data))]
     job = TrainJob(
-        config=config, batch=batch, data=data, tokenizer=tokenizer, pad_id=pad_id_of(tokenizer), source=source,
-        shape=shape, output_dir=output_dir, resume_from=resume_from, start_from=start_from,
+        config=config, batch=batch, data=data or rows_of_full_length(config.data), data_read=data is not None,
+        tokenizer=tokenizer, pad_id=pad_id_of(tokenizer), source=source, shape=shape, output_dir=output_dir,
+        resume_from=resume_from, start_from=start_from,
     )  # fmt: skip
     if start_from is not None:
         notes.append(note_on_weights(job, start_from))
-    if resume_from is not None:
+    if resume_from is not None and data is not None:
         notes += check_checkpoint(resume_from, job)
         if (done := steps_done(resume_from)) >= job.total_steps:
             raise UsageError(
                 f"'{resume_from}' has {done:,} steps, and this config ends at step {job.total_steps:,}",
                 hint="a larger max_steps or epochs goes on from there",
             )
-    return dataclasses.replace(job, notes=tuple(notes))
+    return dataclasses.replace(job, notes=(*notes, *needs.notes))
+
+
+class Needs:
+    """What a run needs of this machine: an error where the job is to run, a note where it is only planned."""
+
+    def __init__(self, to_run: bool) -> None:
+        self.to_run = to_run
+        self.notes: list[str] = []
+
+    def met(self, look: Callable[[], Found], *, unless: bool = False) -> Found | None:
+        """What `look` finds. `unless` it is wrong on any machine."""
+        try:
+            return look()
+        except MemfitError as error:
+            if self.to_run or unless:
+                raise
+            self.report([error])
+            return None
+
+    def report(self, unmet: Iterable[MemfitError]) -> None:
+        for error in unmet:
+            if self.to_run:
+                raise error
+            hint = "" if error.hint is None else f"; {' '.join(error.hint.splitlines())}"
+            self.notes.append(f"to run it here: {error.message}{hint}")
+
+
+def _processes(config: TrainConfig, world_size: int | None, needs: Needs) -> int:
+    if world_size is not None:
+        return world_size
+    meant = None if needs.to_run or launched() else processes_meant(config.batch)
+    if meant is None or meant == 1:
+        return processes()
+    needs.notes.append(
+        f"planned as one of {meant} processes, which make up global_batch_size {config.batch.global_batch_size}: start"
+        f" it under torchrun --nproc_per_node={meant}"
+    )
+    return meant
 
 
 def find_beginning(config: TrainConfig, output_dir: Path) -> tuple[Path | None, ForeignWeights | None]:
@@ -172,7 +242,7 @@ def _without_effect(config: DataConfig, data: TrainingData) -> Iterator[str]:
     """Settings that these data do not use."""
     if data.packed:
         yield from no_effect("data", config, ("too_long",), "where samples are packed")
-    if not is_on_hub(config.source):
+    if not is_on_hub(source_of(config)):
         yield from no_effect("data", config, ("split", "subset"), "with files: they are of data sets on the Hub")
     if data.summary.format == "text":
         yield from no_effect("data", config, ("template", "mask_prompt"), "with running text, which has no prompts")
@@ -180,14 +250,24 @@ def _without_effect(config: DataConfig, data: TrainingData) -> Iterator[str]:
         yield from no_effect("data", config, ("text_column",), "with prompts and answers")
 
 
+class EarlierRun(InputError):
+    """Its checkpoints are where new ones would go."""
+
+
 def check_output(folder: Path, *, resume_from: Path | None) -> None:
     """It can be written, and no other run's checkpoints are in it, nor later ones of this run: they would count as the
     last, and be kept instead of the new ones."""
     if folder.exists() and not folder.is_dir():
         raise InputError(f"output_dir '{folder}' is a file")
+    there_already = next(each for each in (folder, *folder.parents) if each.exists())
+    try:
+        with tempfile.TemporaryFile(dir=there_already):
+            pass
+    except OSError as error:
+        raise InputError(f"output_dir '{folder}' cannot be written: {error.strerror}") from error
     there = find_checkpoints(folder)
     if there and resume_from is None:
-        raise InputError(
+        raise EarlierRun(
             f"output_dir '{folder}' holds checkpoints of an earlier run, up to {there[-1].name}",
             hint=f"--resume_from {there[-1]} continues it (or `latest`); or another --output_dir",
         )
@@ -200,12 +280,6 @@ def check_output(folder: Path, *, resume_from: Path | None) -> None:
             f"output_dir '{folder}' holds later checkpoints than {resume_from.name}, up to {later[-1].name}",
             hint=f"--resume_from {later[-1]} goes on from there; to go back, another --output_dir, or move them away",
         )
-    there_already = next(each for each in (folder, *folder.parents) if each.exists())
-    try:
-        with tempfile.TemporaryFile(dir=there_already):
-            pass
-    except OSError as error:
-        raise InputError(f"output_dir '{folder}' cannot be written: {error.strerror}") from error
 
 
 def _is_same_folder(one: Path, other: Path) -> bool:
@@ -218,32 +292,43 @@ def _later(checkpoints: list[Path], done: int) -> list[Path]:
     return [each for each in after if not any(incomplete(each, lora=(each / ADAPTERS).exists()))]
 
 
-def check_device(config: TrainConfig) -> None:
-    if config.device != "cuda":
-        return
-    import torch
+def _source(model: ModelConfig, needs: Needs, say: Callable[[str], None] | None) -> Source | None:
+    """Where the weights are; None where there are none, or where a plan does without them."""
+    if model.starts_from_scratch:
+        return None
+    on_hub = gguf_file(model.name) is None and not Path(model.name).expanduser().exists()
+    if needs.to_run or not on_hub:
+        return find_source(model.name, cache_dir=model.cache_dir, say=say)
+    try:
+        return Source(folder=find_here(model.name, cache_dir=model.cache_dir))
+    except InputError as error:
+        resolve(model.name)  # where nothing is called so, its error says what is
+        needs.report([error])
+        return None
 
-    if not torch.cuda.is_available():
-        raise UsageError(
-            f"device cuda: torch {torch.__version__} finds no GPU here", hint="device: cpu trains without one"
-        )
 
-
-def _model(config: TrainConfig, say: Callable[[str], None] | None) -> tuple[Source | None, Any]:
-    model = config.model
-    source = None
-    if not model.starts_from_scratch:
-        source = find_source(model.name, cache_dir=model.cache_dir, say=say)
+def _tokenizer(model: ModelConfig, source: Source | None, say: Callable[[str], None] | None) -> Any:
     if model.tokenizer is not None:
-        return source, tokenizer_named(model.tokenizer, cache_dir=model.cache_dir, say=say)
+        return tokenizer_named(model.tokenizer, cache_dir=model.cache_dir, say=say)
     if source is not None:
-        return source, load_tokenizer(source.folder)
+        return load_tokenizer(source.folder)
     if is_gsa(model.name) or is_basics(model.name):
         raise UsageError(
             f"model.tokenizer: {model.name} has none of its own",
             hint="a folder with tokenizer.json, a hub id, or `bytes`, which needs no file",
         )
-    return None, tokenizer_of_shape(model.name, cache_dir=model.cache_dir)
+    return tokenizer_of_shape(model.name, cache_dir=model.cache_dir)
+
+
+def _named_wrong(model: ModelConfig) -> bool:
+    """A tokenizer that can be nowhere else: not named although the model has none, or named by a path."""
+    if model.tokenizer is None:
+        return is_gsa(model.name) or is_basics(model.name)
+    return model.tokenizer.count("/") != 1 or model.tokenizer.startswith((".", "/", "~"))
+
+
+def _data(config: DataConfig, tokenizer: Any, needs: Needs) -> TrainingData | None:
+    return needs.met(lambda: read_training_data(config, tokenizer), unless=not is_on_hub(source_of(config)))
 
 
 def _check_positions(config: TrainConfig, shape: dict[str, Any] | None) -> None:

@@ -15,5 +15,10 @@ def processes() -> int:
     return int(said)
 
 
+def launched() -> bool:
+    """By torchrun, or by whatever else says how many there are."""
+    return "WORLD_SIZE" in os.environ
+
+
 def is_first() -> bool:
     return os.environ.get("RANK", "0") == "0"
