@@ -112,7 +112,7 @@ def test_a_wrong_key_ends_with_1_and_the_machine_is_looked_at_all_the_same(tmp_p
     assert main(["check", "--config", path, "--json"]) == 1
     found = json_of(capsys)
     (wrong,) = (each for each in found["checks"] if each["status"] == "failed")
-    assert "did you mean 'micro_batch_size'" in wrong["next"]
+    assert "did you mean 'batch.micro_batch_size'" in wrong["next"]
     assert {each["subject"] for each in found["checks"]} == {"machine", "settings", "config"}
 
 

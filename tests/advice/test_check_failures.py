@@ -506,15 +506,41 @@ def test_a_gpu_that_is_asked_for_and_not_here_is_found(tmp_path: Path) -> None:
         pytest.skip("a GPU is here")
     where = situation(tmp_path, device="cuda")
     (finding,) = guarded(served.SERVED, lambda: served.served(where))
-    assert (finding.status, finding.next) == ("failed", "device: cpu trains without one")
+    assert (finding.status, finding.next) == ("warning", "device: cpu trains without one")
     elsewhere = situation(tmp_path, device="cuda", gpu="24GB")
     assert [each.status for each in served.served(elsewhere)] == ["ok"]
 
 
 def test_what_only_a_gpu_can_do_is_no_failure_on_a_laptop_that_checks_for_a_card(tmp_path: Path) -> None:
-    laptop = situation(tmp_path, precision="amp-fp16", gpu="T4")
+    laptop = situation(tmp_path, precision="amp-fp16", device="auto", gpu="T4")
     laptop.__dict__["here"] = None
     assert [each.status for each in served.served(laptop)] == ["ok"]
+
+
+def test_what_only_a_gpu_can_do_is_a_warning_on_a_laptop_that_checks_for_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    finding = only(served.served, situation(tmp_path, precision="amp-fp16", device="auto"))
+    assert (finding.status, finding.found) == ("warning", "to run it here: precision amp-fp16 needs a GPU")
+
+
+def test_the_checkpoints_of_an_earlier_run_are_a_warning_with_the_way_on(tmp_path: Path) -> None:
+    (tmp_path / "out" / "step_5").mkdir(parents=True)
+    (tmp_path / "out" / "step_5" / "trainer_state.json").write_text("{}")
+    first, room = disk.checkpoints(situation(tmp_path))
+    assert (first.status, room.status) == ("warning", "ok")
+    assert f"--resume_from {tmp_path / 'out' / 'step_5'}" in str(first.next)
+
+
+def test_a_config_for_four_processes_is_checked_as_one_of_four(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    sizes = {"micro_batch_size": 2, "gradient_accumulation_steps": 2, "global_batch_size": 16}
+    (tmp_path / "job.yaml").write_text(json.dumps(document(tmp_path, **sizes)))
+    found = check(config=str(tmp_path / "job.yaml"), gpu="24GB")
+    (line,) = (each for each in found.findings if each.name == "global batch")
+    assert (line.status, line.next) == ("ok", "start it under torchrun --nproc_per_node=4")
+    assert found.asked["world_size"] == 4
 
 
 def test_weights_in_bf16_that_are_all_trained_are_said(tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def _steps(model: nn.Module, batch: dict[str, Tensor], trained: list[nn.Paramete
     optimizer = torch.optim.SGD(trained, lr=RATE)
     for step in range(1, STEPS + 1):
         optimizer.zero_grad()
-        with ProductsByFp32():
+        with ProductsByFp32():  # type: ignore[no-untyped-call,unused-ignore]
             with torch.autocast("cpu", torch.bfloat16) if amp else nullcontext():
                 loss = _loss(model, batch)
             torch.autograd.backward(loss)

@@ -7,20 +7,22 @@ from collections.abc import Iterator
 
 from memfit.advice.preflight.finding import CannotTell, Finding, Line
 from memfit.advice.preflight.situation import Situation
-from memfit.jobs.training.levers import check_levers, unmet_needs
+from memfit.jobs.training.levers import check_levers, missing_gpu, missing_packages
 
 SERVED = Line("config", "settings")
 
 
 def served(situation: Situation) -> Iterator[Finding]:
-    """What the engine cannot do at all is an error; what it could not do on this machine is a warning."""
+    """Where there is no GPU, what needs one is meant for another machine: it is said, and no failure."""
     config, processes = situation.config, situation.asked.world_size
     notes = [*config.notes(), *check_levers(config, world_size=processes), *_of_data(situation)]
     told = [SERVED.warning(note) for note in notes if note not in config.remarks]  # those stand on the line of keys
     here = dataclasses.replace(config, model=dataclasses.replace(config.model, attention="sdpa"))  # it has its own line
-    elsewhere = None if situation.runs_here else True
-    unmet = unmet_needs(here, world_size=processes, gpu=elsewhere)
-    told += [SERVED.warning(f"to run it here: {each.message}", each.hint) for each in unmet]
+    stops = SERVED.failed if situation.runs_here else SERVED.warning
+    told += [stops(each.message, each.hint) for each in missing_packages(here)]
+    if situation.runs_here:
+        lacks = missing_gpu(here, world_size=processes)
+        told += [SERVED.warning(f"to run it here: {each.message}", each.hint) for each in lacks]
     yield from told
     if not told:
         yield SERVED.ok("each is served by the engine")

@@ -24,10 +24,14 @@ def check_levers(config: TrainConfig, *, world_size: int) -> tuple[str, ...]:
     return _check_parallel(config, world_size)
 
 
-def unmet_needs(config: TrainConfig, *, world_size: int, gpu: bool | None = None) -> Iterator[UsageError]:
-    """What the job lacks on this machine: a GPU, or packages. Without `gpu` it is looked for."""
-    yield from _missing_packages(config)
-    if config.device == "cpu" or (_has_gpu() if gpu is None else gpu):
+def unmet_needs(config: TrainConfig, *, world_size: int) -> Iterator[UsageError]:
+    """What the job lacks on this machine: packages, or a GPU."""
+    yield from missing_packages(config)
+    yield from missing_gpu(config, world_size=world_size)
+
+
+def missing_gpu(config: TrainConfig, *, world_size: int) -> Iterator[UsageError]:
+    if config.device == "cpu" or _has_gpu():
         return
     if config.device == "cuda":
         import torch
@@ -46,7 +50,7 @@ def _check_memory(config: TrainConfig, world_size: int) -> None:
     )  # fmt: skip
 
 
-def _missing_packages(config: TrainConfig) -> Iterator[UsageError]:
+def missing_packages(config: TrainConfig) -> Iterator[UsageError]:
     name = config.optimizer.name
     if name in NEEDS_BITSANDBYTES and find_spec("bitsandbytes") is None:
         yield UsageError(f"optimizer {name} needs bitsandbytes", hint="pip install bitsandbytes, or adamw-fused")
