@@ -24,13 +24,13 @@ from memfit.jobs.workload import Workload
 from memfit.models.gsa_names import is_gsa
 from memfit.planning.budget import budget_of, table
 from memfit.planning.card_here import card_for
-from memfit.planning.fit_command import fit_command, unusual_flags
+from memfit.planning.fit_command import fit_command
 from memfit.planning.micro_batch import Rung, has_margin, largest_that_fits
 from memfit.planning.predict import Plan, Verdict, predict
 from memfit.planning.train_workload import workload_of, workload_of_config
 from memfit.units import gib, in_mib
 
-__all__ = ["TrainPlan", "decides", "plan_training", "unusual_flags", "workload_of", "workload_of_config"]
+__all__ = ["TrainPlan", "decides", "plan_training", "workload_of", "workload_of_config"]
 
 SCHEMA = "memfit.train-plan/1"
 
@@ -147,13 +147,15 @@ class TrainPlan:
         if self.verdict == "safe":
             return f"plan: fits, {free}"
         if self.plan.fit.retries:
-            return f"plan: fits, but only by giving back idle memory: {free}; {self._gives_back()}"
+            spare = f"{gib(capacity - needed)} ({1 - needed / capacity:.0%}) to spare"
+            return f"plan: fits, but only just: needs {gib(needed)} of {gib(capacity)}, {spare}; {self._gives_back()}"
         return f"plan: fits, but tightly: {free}, less than the margin of {margin:.0%}"
 
     def _gives_back(self) -> str:
         assert self.plan is not None and self.plan.fit is not None
         often = "once" if self.plan.fit.retries == 1 else f"{self.plan.fit.retries} times"
-        return f"with room torch would hold {gib(self.plan.peak.device_bytes)}, and here it stops {often} to give back"
+        held = gib(self.plan.peak.device_bytes)
+        return f"with room torch would hold {held}, and here it stops {often} to give back what is idle"
 
     def _smallest(self) -> str:
         assert self.plan is not None

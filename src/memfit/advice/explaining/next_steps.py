@@ -50,7 +50,7 @@ def _is_enough(fix: Fix) -> bool:
 
 
 def _command(job: Job, gpu: Gpu | None) -> str:
-    from memfit.planning.train_plan import unusual_flags
+    from memfit.planning.fit_command import unusual_flags
 
     work = job.workload
     assert work is not None
