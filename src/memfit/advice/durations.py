@@ -137,7 +137,7 @@ def estimate_training(job: TrainJob, gpu: Gpu) -> Duration | None:
     longest = max(2, round(_mean_longest(job)))
     work = dataclasses.replace(work, seq_len=longest, grad_accum=job.batch.gradient_accumulation_steps)
     done = 0 if job.resume_from is None else steps_done(job.resume_from)
-    return estimate(work, gpu, steps=job.total_steps - done)
+    return estimate(work, gpu, steps=job.total_steps - done if job.knows_its_steps else None)
 
 
 def _mean_longest(job: TrainJob) -> float:
