@@ -9,13 +9,14 @@ from typing import Any
 from memfit.advice.preflight.finding import Finding, Line
 from memfit.advice.preflight.situation import Situation, output_folder
 from memfit.jobs.training.checkpoints import check_checkpoint, steps_done
-from memfit.jobs.training.preparation import find_beginning, note_on_weights
 from memfit.jobs.training.whole_checkpoint import check_whole, processes_of
 
 RESUME = Line("config", "resume")
 
 
 def resume(situation: Situation) -> Iterator[Finding]:
+    from memfit.jobs.training.preparation import find_beginning, note_on_weights
+
     config = situation.config
     if config.saving.resume_from is None:
         yield RESUME.ok("a new run; checkpoints go on exactly, in data order and random numbers too")
