@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -81,16 +82,16 @@ def _plan(
         from memfit.planning.predict import predict
 
         made = predict(workload, gpu=gpu, trace_cache=not no_trace_cache, stacks=save_trace is not None)
-        document = {**made.to_json(), "duration": _duration(made, workload, asked)}
+        made = dataclasses.replace(made, duration=_duration(made, workload, asked))
     if save_trace is not None:
         with output.writing(save_trace, "--save-trace"):
             made.trace.save(save_trace)
     if json:
-        output.print_json(document)
+        output.print_json(made.to_json())
     else:
         from memfit.render.terminal import show_plan
 
-        output.show(show_plan, document)
+        output.show(show_plan, made.to_json())
     return FAILS if made.verdict == "fails" else 0
 
 

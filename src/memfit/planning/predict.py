@@ -79,6 +79,8 @@ class Plan:
     trace: Trace
     timeline: Timeline
     id: object = None
+    duration: dict[str, Any] | None = None
+    """How long it takes, where somebody has estimated it (`advice/durations.py`): predicting memory does not."""
 
     @property
     def verdict(self) -> Verdict | None:
@@ -122,6 +124,7 @@ class Plan:
             "smallest_gpu_bytes": self.smallest_gpu_bytes,
             "largest": [asdict(group) for group in self.report.largest],
             **beside,
+            "duration": self.duration,
             "notes": list(self.notes),
             "seconds": round(self.seconds, 3),
         }  # fmt: skip
