@@ -21,7 +21,6 @@ def resume(situation: Situation) -> Iterator[Finding]:
     if config.saving.resume_from is None:
         yield RESUME.ok("a new run; checkpoints go on exactly, in data order and random numbers too")
         return
-    from memfit.jobs.training.preparation import find_beginning, note_on_weights
 
     folder, weights = find_beginning(config, output_folder(config))
     if folder is None:
