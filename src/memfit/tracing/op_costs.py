@@ -100,11 +100,19 @@ def _known(func: Any) -> _Op | None:
         return None
     return _Op(
         name=name,
-        formula=_grouped if name == "_grouped_mm" else flop_registry.get(func._overloadpacket),
+        formula=_formula(name, func),
         arguments=tuple(argument.name for argument in arguments),
         written=frozenset(a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write),
         makes=any(result.alias_info is None for result in results),
     )
+
+
+def _formula(name: str, func: Any) -> Any:
+    if name == "_grouped_mm":
+        return _grouped
+    if name.startswith("_scaled_dot_product"):
+        return _attention_backward if name.endswith("_backward") else _attention
+    return flop_registry.get(func._overloadpacket)
 
 
 def _touched(op: _Op, args: Any, kwargs: Any, out: Any) -> Iterator[tuple[Tensor, int]]:
@@ -151,6 +159,17 @@ def _is_wide(op: _Op, args: Any, kwargs: Any) -> bool:
 def _grouped(a: Tensor, b: Tensor, *_: Any, out_val: Any = None, **__: Any) -> int:
     """Each group of rows with a matrix of its own, whichever of them the groups lie along."""
     return 2 * a.numel() * b.shape[-1]
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    """Scores, and their product with the values. torch's own formula refuses fewer heads of keys before 2.12."""
+    return 2 * query.shape[:-1].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+
+
+def _attention_backward(_: Tensor, query: Tensor, key: Tensor, value: Tensor, *__: Any, **___: Any) -> int:
+    """Scores again, two products with the values' width, and two more with the queries'."""
+    pairs = query.shape[:-1].numel() * key.shape[-2]
+    return 2 * pairs * (3 * query.shape[-1] + 2 * value.shape[-1])
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:
