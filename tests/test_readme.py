@@ -87,7 +87,18 @@ def test_the_makefile_says_what_each_target_does() -> None:
     env = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
     done = subprocess.run(["make"], cwd=ROOT, env=env, capture_output=True, text=True, check=True)
     targets = {line.split()[1] for line in done.stdout.splitlines()}
-    assert targets == {"help", "setup", "demo", "test", "check", "bench", "accuracy", "levers"}
+    assert targets == {
+        "help",
+        "setup",
+        "demo",
+        "test",
+        "test-newest",
+        "test-oldest",
+        "check",
+        "bench",
+        "accuracy",
+        "levers",
+    }
 
 
 def test_a_step_of_ones_own_is_reported() -> None:

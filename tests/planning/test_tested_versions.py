@@ -57,8 +57,8 @@ def test_this_environment_is_within_what_was_tested() -> None:
 @pytest.mark.parametrize(
     ("package", "version", "said"),
     [
-        ("transformers", "5.23.0", "transformers 5.23.0 (tested: 5.4 to 5.22)"),
-        ("transformers", "6.0.0.dev0", "transformers 6.0.0.dev0 (tested: 5.4 to 5.22)"),
+        ("transformers", "5.23.0", "transformers 5.23.0 (tested: 5.6 to 5.22)"),
+        ("transformers", "6.0.0.dev0", "transformers 6.0.0.dev0 (tested: 5.6 to 5.22)"),
         ("transformers", "5.22.9", None),
         ("torch", "2.10.1+cu128", "torch 2.10.1+cu128 (tested: 2.11 to 2.13)"),
         ("torch", "2.13.0+cpu", None),
@@ -95,7 +95,7 @@ def with_peft_from_the_future(code: str, tmp_path: Path) -> Any:
 def test_a_plan_says_first_that_it_was_traced_with_an_untested_version(tmp_path: Path) -> None:
     notes = with_peft_from_the_future(PLAN, tmp_path)
 
-    assert notes[0].startswith("traced with versions that memfit was not tested with: peft 9.1.0 (tested: 0.18 to 0.")
+    assert notes[0].startswith("traced with versions that memfit was not tested with: peft 9.1.0 (tested: 0.19 to 0.")
 
 
 def test_check_warns_of_an_untested_version(tmp_path: Path) -> None:
