@@ -195,6 +195,12 @@ def test_autocast_that_16_bit_weights_do_not_get_is_said() -> None:
     assert "fp16 is of no effect over fp16 weights (torch_dtype)" in told and "without a gradient scaler" in told
 
 
+def test_a_remark_on_what_was_replaced_is_not_made() -> None:
+    document = {"model": "gpt2", "fp16": True, "torch_dtype": "float16", "r": 8}
+    config = config_from(document, over={"precision": "bf16"})
+    assert (config.precision, config.remarks) == ("bf16", ())
+
+
 def test_autocast_over_a_frozen_base_model_in_fp32_is_said() -> None:
     assert "the frozen base model is in fp32 too; bf16 halves it" in " ".join(made(bf16=True, r=8).notes())
 

@@ -87,7 +87,9 @@ def config_from(
     """A file's content as a config; what is in `over` replaces what the file says."""
     remarks: list[str] = []
     given, replaced = canonical(document, remarks), canonical(over or {}, remarks)
-    given = {"name": Given(name, "name"), **_with_precision(given, remarks), **_with_precision(replaced, remarks)}
+    replaced = _with_precision(replaced, remarks)
+    of_file = _with_precision(given, [] if "precision" in replaced else remarks)
+    given = {"name": Given(name, "name"), **of_file, **replaced}
     _make_adapters(given)
     if "model.name" not in given and any(each.key.split(".")[-2:-1] == ["gsa"] for each in given.values()):
         given["model.name"] = Given("gsa", "gsa")
