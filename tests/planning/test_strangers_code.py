@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -371,3 +372,63 @@ def test_a_checkpoint_that_the_code_saves_leaves_the_real_one_alone(tmp_path: Pa
     made = memfit.trace(step)
     assert [path.read_bytes() for path in paths] == [b"real", b"real"] and not (tmp_path / "folder").exists()
     assert any("nothing was written" in note for note in made.notes)
+
+
+def test_torch_s_settings_are_as_they_were() -> None:
+    def step() -> None:
+        torch.set_default_dtype(torch.float64)
+        torch.set_grad_enabled(False)
+        torch.use_deterministic_algorithms(True)
+        torch.zeros(1, device="cuda")
+
+    memfit.trace(step)
+    assert torch.get_default_dtype() == torch.float32 and torch.is_grad_enabled()
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+# -- what is no function to trace --------------------------------------------------------------------------------------
+
+
+def generator() -> Any:
+    yield torch.zeros(1, device="cuda")
+
+
+async def coroutine() -> None:
+    torch.zeros(1, device="cuda")
+
+
+@pytest.mark.parametrize("given", [5, lambda a: a, generator, coroutine])
+def test_what_cannot_be_called_to_its_end_is_refused(given: Any) -> None:
+    with pytest.raises(memfit.MemfitError):
+        memfit.trace(given)
+
+
+@pytest.mark.parametrize("answers", [5, {"x": 1}])
+def test_answers_of_another_form_are_refused(answers: Any) -> None:
+    with pytest.raises(memfit.MemfitError, match="another form"):
+        memfit.trace(lambda: torch.zeros(1, device="cuda"), answers=answers)
+
+
+def test_code_that_exits_does_not_end_the_caller() -> None:
+    with pytest.raises(TraceError, match=r"sys.exit\(3\)"):
+        memfit.trace(lambda: sys.exit(3))
+
+
+def test_a_thread_that_goes_on_after_the_code_is_refused() -> None:
+    wait = threading.Event()
+
+    def step() -> None:
+        torch.zeros(1, device="cuda")
+        threading.Thread(target=wait.wait).start()
+
+    try:
+        with pytest.raises(TraceError, match="a thread that the code started"):
+            memfit.trace(step)
+    finally:
+        wait.set()
+
+
+@pytest.mark.parametrize("ask", [lambda: memfit.predict({"kind": "train"}), lambda: memfit.explain(5)])
+def test_a_question_of_the_wrong_type_is_a_question_that_is_wrong(ask: Callable[[], object]) -> None:
+    with pytest.raises(memfit.MemfitError):
+        ask()

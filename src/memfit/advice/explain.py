@@ -33,7 +33,7 @@ from memfit.advice.forecast import few_micro_steps_note
 from memfit.advice.oom_message import Found, Oom
 from memfit.advice.request_size import exact_interval, request_intervals
 from memfit.advice.tensor_names import Readings, RunClues, readings
-from memfit.errors import MemfitError
+from memfit.errors import MemfitError, UsageError
 from memfit.gpus import Gpu
 from memfit.jobs.workload import Workload
 
@@ -106,6 +106,8 @@ def explain(
     `settings` are those of `memfit plan`, as many as are known: the model names the tensor, a whole job lets savings be
     predicted (`predict=False` leaves that out). `config` is one of `memfit train`."""
     started = time.perf_counter()
+    if not (isinstance(text_or_path, (str, bytes, os.PathLike)) or hasattr(text_or_path, "read")):
+        raise UsageError(f"there is nothing to explain in {text_or_path!r}", hint="a message, a path or an open file")
     source = read_input(text_or_path)
     given = {name: value for name, value in settings.items() if value is not None}
     return _explained(source, case_of(source), given, gpu=gpu, config=config, predict=predict, started=started)

@@ -112,10 +112,14 @@ def _parse(line: bytes | None) -> dict[str, Any]:
         )
     except InputError:
         raise
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"not a line of JSON: {error}") from error
+    except json.JSONDecodeError as error:
+        raise InputError(f"not a line of JSON: {error.msg} at column {error.pos + 1}") from error
+    except RecursionError as error:
+        raise InputError("not a line of JSON that can be read: too many brackets inside each other") from error
+    except ValueError as error:
+        raise InputError(f"not a line of JSON that can be read: {str(error).partition(';')[0]}") from error
     if not isinstance(values, dict):
-        raise InputError(f"a {type(values).__name__}, not an object", hint='{"kind": "train", "model": "gpt2"} is one')
+        raise InputError(f"{json.dumps(values)[:40]} is no object", hint='{"kind": "train", "model": "gpt2"} is one')
     return values
 
 

@@ -184,6 +184,11 @@ class Workload:
         """Of a call in Python: settings beside a workload replace its own."""
         if workload is None:
             return cls.from_mapping(settings)
+        if not isinstance(workload, cls):
+            raise UsageError(
+                f"a workload is a memfit.Workload, not a {type(workload).__name__}",
+                hint='settings are keywords: memfit.predict(kind="train", model="gpt2"), or **settings of a dict',
+            )
         return cls.from_mapping({**workload.settings(), **settings}, asked=settings) if settings else workload
 
     def unused(self) -> Iterator[tuple[str, str]]:

@@ -30,14 +30,21 @@ def failures_of_the_job() -> Iterator[None]:
         yield
     except MemfitError:
         raise
+    except SystemExit as error:
+        place = _nearest_to_the_person(traceback.extract_tb(error.__traceback__))
+        raise TraceError(
+            f"the job ends itself: sys.exit({error.code!r})",
+            hint=f"at {place.filename}:{place.lineno}, in {place.name}",
+        ) from error
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
         if _is_memfit_s(error, frames):
             raise
-        said = str(error).strip().splitlines()[0] if str(error).strip() else ""
+        text = _text(error)
+        said = text.strip().splitlines()[0] if text.strip() else ""
         place = _nearest_to_the_person(frames)
         line = f"{place.filename}:{place.lineno}, in {place.name}"
-        if _NO_GPU.search(str(error)):
+        if _NO_GPU.search(text):
             raise TraceError(
                 f"memfit does not cover what the code does at {line}: {type(error).__name__}: {said[:300]}",
                 hint="a GPU may well run it: this comes from the device without memory that memfit runs the code on",
@@ -45,6 +52,13 @@ def failures_of_the_job() -> Iterator[None]:
         raise TraceError(
             f"the job itself fails: {type(error).__name__}: {said[:300]}", hint=f"raised at {line}"
         ) from error
+
+
+def _text(error: Exception) -> str:
+    try:
+        return str(error)
+    except Exception:
+        return ""
 
 
 def _is_memfit_s(error: Exception, frames: traceback.StackSummary) -> bool:

@@ -17,6 +17,7 @@ forward until `backward()`, the optimizer's `step()`, and so on.
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -25,7 +26,7 @@ from unittest import mock
 
 from memfit.core.alloc_config import AllocatorConfig
 from memfit.core.events import Action
-from memfit.errors import TraceError
+from memfit.errors import TraceError, UsageError
 from memfit.gpus import Gpu, find_gpu
 from memfit.planning.failures import failures_of_the_job
 from memfit.planning.phases_by_what_runs import phases_by_what_runs
@@ -51,11 +52,12 @@ def trace_own_code(
     from memfit.tracing.tracer import check_not_nested, run_traced
 
     started = time.perf_counter()
+    _check_function(fn)
     card = None if gpu is None else find_gpu(gpu)
     config = AllocatorConfig.parse(alloc_conf)
     parameters: dict[str, int] = {"all": 0, "trainable": 0}
     table = Answers(
-        {Site(*place): value for place, value in (answers or {}).items()}, known=NO_OVERFLOW | TRAINER_KNOWN
+        {Site(*place): value for place, value in _checked(answers).items()}, known=NO_OVERFLOW | TRAINER_KNOWN
     )
     check_not_nested()
     with keeping_stacks():
@@ -93,6 +95,35 @@ def trace_own_code(
         parameters=parameters["all"], trainable_parameters=parameters["trainable"],
         workload={"kind": "own-code", "function": getattr(fn, "__qualname__", repr(fn)), "alloc_conf": alloc_conf},
     )  # fmt: skip
+
+
+def _check_function(fn: object) -> None:
+    if not callable(fn):
+        raise UsageError(f"memfit.trace takes a function, not {fn!r}", hint="memfit.trace(step), without brackets")
+    if inspect.iscoroutinefunction(fn) or inspect.isgeneratorfunction(fn):
+        raise UsageError(
+            f"calling {getattr(fn, '__name__', fn)} runs none of its code: it is a coroutine or a generator",
+            hint="trace a function that runs it to its end",
+        )
+    try:
+        inspect.signature(fn).bind()
+    except TypeError as error:
+        raise UsageError(
+            f"memfit.trace calls the function without arguments: {error}", hint="lambda: step(model)"
+        ) from None
+    except ValueError:  # not every callable has a signature
+        pass
+
+
+def _checked(answers: Mapping[tuple[str, str], bool | int | float] | None) -> Mapping[tuple[str, str], Any]:
+    places = {} if answers is None else answers
+    fine = isinstance(places, Mapping) and all(
+        isinstance(place, tuple) and len(place) == 2 and isinstance(value, (bool, int, float))
+        for place, value in places.items()
+    )
+    if not fine:
+        raise UsageError(f"answers {answers!r} has another form", hint='answers={("train.py", "function"): value}')
+    return places
 
 
 FUSED_NOTE = (

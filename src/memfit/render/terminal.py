@@ -122,7 +122,7 @@ def _memory(plan: Plan, glyphs: Glyphs, width: int) -> RenderableType:
         (glyphs.idle, "reserved", reserved, "what torch's allocator holds for them, at its peak"),
         (glyphs.context, "context", context, _context_meaning(plan)),
         ("", "device", device, "reserved and context: what nvidia-smi shows"),
-        ("", "at least", smallest, "the smallest card it runs on" + gives_back),
+        ("", "at least", smallest, _least_meaning(plan) + gives_back),
     ]  # fmt: skip
     if card:
         named = clean(card["name"])
@@ -133,6 +133,12 @@ def _memory(plan: Plan, glyphs: Glyphs, width: int) -> RenderableType:
     for glyph, name, size, meaning in rows:
         table.add_row(glyph, name, gib(size), Text(meaning, "dim"))
     return Group(bar, table)
+
+
+def _least_meaning(plan: dict[str, Any]) -> str:
+    if plan["workload"].get("kind") == "prune":
+        return "the smallest card for what is held on it here; with less, less is held"
+    return "the smallest card it runs on"
 
 
 def _context_meaning(plan: Plan) -> str:

@@ -1,4 +1,4 @@
-"""What was there before a trace is there after it: models, optimizers, files, random numbers.
+"""What was there before a trace is there after it: models, optimizers, files, random numbers, torch's settings.
 
 In a trace `model.cuda()` puts a model of the caller on a device without memory. Its weights, buffers and gradients come
 back afterwards, into the same parameter objects. Checkpoints that the code saves would hold no data: none is written.
@@ -61,7 +61,7 @@ def put_back(is_on_gpu: Callable[[torch.Tensor], bool]) -> Iterator[None]:
 
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-    random = torch.get_rng_state()
+    random, settings = torch.get_rng_state(), _settings()
     hook = register_optimizer_step_pre_hook(remember_state)
     try:
         with (
@@ -72,11 +72,30 @@ def put_back(is_on_gpu: Callable[[torch.Tensor], bool]) -> Iterator[None]:
     finally:
         hook.remove()
         torch.set_rng_state(random)
+        for put, value in settings:
+            put(value)
         for module, before in list(seen.items()):
             _restore(module, before)
         for optimizer, state in list(states.items()):
             optimizer.state.clear()
             optimizer.state.update(state)
+
+
+def _settings() -> list[tuple[Callable[[Any], Any], Any]]:
+    """torch's own, which code may change for the whole process."""
+    cudnn: Any = torch.backends.cudnn
+    deterministic = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    return [
+        (torch.set_default_dtype, torch.get_default_dtype()),
+        (torch.set_grad_enabled, torch.is_grad_enabled()),
+        (lambda both: torch.use_deterministic_algorithms(both[0], warn_only=both[1]), deterministic),
+        (torch.set_float32_matmul_precision, torch.get_float32_matmul_precision()),
+        (lambda value: setattr(cudnn, "benchmark", value), cudnn.benchmark),
+        (lambda value: setattr(cudnn, "deterministic", value), cudnn.deterministic),
+    ]
 
 
 def _restore(module: nn.Module, before: _Before) -> None:

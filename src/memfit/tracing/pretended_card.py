@@ -296,12 +296,17 @@ def _default_device_kept() -> Iterator[None]:
 def _threads_traced(names: OwnCodeNames, active: list[bool]) -> Iterator[None]:
     """torch's modes belong to a thread. A task of a pool is waited for, so that two traces of one job are the same."""
     run, submit = threading.Thread.run, ThreadPoolExecutor.submit
+    running: set[threading.Thread] = set()
 
     def run_traced(thread: threading.Thread) -> None:
         if not active:
             return run(thread)
-        with names, names.tracer:
-            return run(thread)
+        running.add(thread)
+        try:
+            with names, names.tracer:
+                return run(thread)
+        finally:
+            running.discard(thread)
 
     def submit_in_order(pool: ThreadPoolExecutor, /, *args: Any, **kwargs: Any) -> Future[Any]:
         future = submit(pool, *args, **kwargs)
@@ -313,6 +318,13 @@ def _threads_traced(names: OwnCodeNames, active: list[bool]) -> Iterator[None]:
         mock.patch.object(threading.Thread, "run", run_traced),
     ):
         yield
+        for thread in [each for each in tuple(running) if not each.daemon]:
+            thread.join(TASK_SECONDS)
+            if thread.is_alive():
+                raise TraceError(
+                    f"a thread that the code started ({thread.name}) still runs when the code has ended",
+                    hint="wait for it inside the traced code: memfit does not cover what it does afterwards",
+                )
 
 
 @contextmanager

@@ -28,7 +28,8 @@ from memfit.jobs.training.examples import is_on_hub, source_of
 from memfit.jobs.training.foreign_weights import ForeignWeights, check_weights, find_weights, not_a_checkpoint
 from memfit.jobs.training.levers import check_levers, unmet_needs
 from memfit.jobs.training.order import total_steps
-from memfit.jobs.training.processes import launched, processes
+from memfit.jobs.training.processes import is_first, launched, processes
+from memfit.jobs.training.run_log import is_written_to
 from memfit.jobs.training.shapes import POSITIONS, VOCABULARY, is_basics, number_in, shape_of
 from memfit.jobs.training.tokenizers import pad_id_of, tokenizer_named, tokenizer_of_shape
 from memfit.jobs.training.whole_checkpoint import ADAPTERS, incomplete
@@ -265,6 +266,10 @@ def check_output(folder: Path, *, resume_from: Path | None) -> None:
             pass
     except OSError as error:
         raise InputError(f"output_dir '{folder}' cannot be written: {error.strerror}") from error
+    if is_first() and is_written_to(folder):
+        raise EarlierRun(
+            f"another run is writing to output_dir '{folder}'", hint="another --output_dir, or wait until it ends"
+        )
     there = find_checkpoints(folder)
     if there and resume_from is None:
         raise EarlierRun(

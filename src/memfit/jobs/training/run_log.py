@@ -6,6 +6,7 @@ import fcntl
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
+from typing import IO
 
 from memfit.errors import InputError
 from memfit.jobs.training.events import TrainEvent
@@ -26,15 +27,11 @@ class RunLog:
             self._file = (folder / FILE).open("a", encoding="utf-8", buffering=1)
         except OSError as error:
             raise InputError(f"output_dir '{folder}' cannot be written: {error.strerror}") from error
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+        if not _take(self._file):
             self._file.close()
             raise InputError(
                 f"another run is writing to output_dir '{folder}'", hint="another --output_dir, or wait until it ends"
-            ) from error
-        except OSError:  # not every network file system can
-            pass
+            )
 
     def write(self, text: str) -> None:
         if self.failed is not None:
@@ -68,3 +65,23 @@ def in_a_line(event: TrainEvent) -> str:
     ]
     said = ", ".join(part for part in parts if part)
     return said if event.kind in ("step", "note") else f"{event.kind}: {said}" if said else event.kind
+
+
+def is_written_to(folder: Path) -> bool:
+    """By a run that is alive."""
+    try:
+        with (folder / FILE).open("r+", encoding="utf-8") as file:
+            return not _take(file)
+    except OSError:
+        return False
+
+
+def _take(file: IO[str]) -> bool:
+    """The kernel lets go of it however the run ends."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # not every network file system can
+        pass
+    return True
