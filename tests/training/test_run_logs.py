@@ -224,3 +224,15 @@ def test_every_logged_step_but_the_first_says_how_much_time_is_left(tmp_path: Pa
     assert all(event.seconds_left is not None and event.seconds_left > 0 for event in later)
     assert last.seconds_left == 0
     assert re.search(r"s a step, [\d.]+ s left", in_a_line(later[0]))
+
+
+def test_a_folder_that_a_live_run_writes_to_is_not_taken_for_an_earlier_run_s(tmp_path: Path) -> None:
+    from memfit.errors import InputError
+    from memfit.jobs.training.preparation import check_output
+    from memfit.jobs.training.run_log import RunLog
+
+    alive = RunLog(tmp_path)
+    with pytest.raises(InputError, match="another run is writing"):
+        check_output(tmp_path, resume_from=None)
+    alive.close()
+    check_output(tmp_path, resume_from=None)
