@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 import threading
 from collections.abc import Callable
@@ -432,3 +433,40 @@ def test_a_thread_that_goes_on_after_the_code_is_refused() -> None:
 def test_a_question_of_the_wrong_type_is_a_question_that_is_wrong(ask: Callable[[], object]) -> None:
     with pytest.raises(memfit.MemfitError):
         ask()
+
+
+# -- what grows, and what no rule tells --------------------------------------------------------------------------------
+
+
+def test_a_tensor_that_is_resized_takes_the_memory_that_it_grows_to() -> None:
+    def step() -> None:
+        x = torch.empty(0, device="cuda")
+        x.resize_(1000)
+        x.resize_(10)
+        x.resize_(2000)
+
+    assert memfit.trace(step).trace.requested.tolist() == [4000, 8000]
+
+
+def test_a_kernel_without_a_rule_is_named_beside_the_verdict() -> None:
+    made = memfit.trace(lambda: torch.linalg.svd(torch.randn(64, 64, device="cuda")), gpu="RTX 4090")
+    assert made.notes[0].startswith("not modelled:") and "svd" in made.notes[0]
+    assert "not modelled:" in "".join(str(made).splitlines()[:5])
+
+
+def test_a_random_draw_that_decides_a_size_is_told() -> None:
+    def step() -> None:
+        drawn = torch.randint(0, 1000, (1000,), device="cuda")
+        torch.empty(int((drawn > 500).sum()), device="cuda")
+
+    assert any("drawn at random" in note for note in memfit.trace(step).notes)
+
+
+def test_saving_into_memory_is_what_memfit_lacks() -> None:
+    with pytest.raises(TraceError, match="saves tensors into memory"):
+        memfit.trace(lambda: torch.save(torch.zeros(3, device="cuda"), io.BytesIO()))
+
+
+def test_values_that_came_to_the_host_unknown_are_no_array() -> None:
+    with pytest.raises(TraceError, match="for all its values"):
+        memfit.trace(lambda: torch.randn(100, 100, device="cuda").cpu().numpy())

@@ -164,6 +164,11 @@ def source_notes(source: ModelSource) -> tuple[str, ...]:
 def _left_out(data: dict[str, Any], where: str) -> Iterator[str]:
     if data.get("auto_map"):
         yield "the code that comes with this model (auto_map) is not run; transformers' own class is used"
+    if data.get("gradient_checkpointing"):
+        yield "config.json itself switches gradient checkpointing on, whatever the setting says"
+    for name in ("_attn_implementation", "attn_implementation", "output_attentions"):
+        if data.get(name):
+            yield f"{name} in config.json is left out: --attention says how attention is computed, no scores are kept"
     if (head := head_of(data, where)) is not None:
         labels = f" of {labels_of(data, where)} labels" if head.task in ("SEQ_CLS", "TOKEN_CLS") else ""
         yield f"a {class_named(data)}{labels}, as config.json names it: no language-model head"

@@ -30,7 +30,7 @@ from memfit.errors import TraceError, UsageError
 from memfit.gpus import Gpu, find_gpu
 from memfit.planning.failures import failures_of_the_job
 from memfit.planning.phases_by_what_runs import phases_by_what_runs
-from memfit.planning.predict import Plan, assess, context_on
+from memfit.planning.predict import NOT_MODELLED, Plan, assess, context_on
 
 
 def trace_own_code(
@@ -85,6 +85,7 @@ def trace_own_code(
     trains = any(mark.phase == "backward" for mark in made.marks)
     context = context_on(card, training=trains, flash=True)
     notes = (
+        *_not_modelled(tracer.unmodelled),
         f"predicted, not measured: traced with torch {torch.__version__}, kernels of 2.11",
         *(card.notes if card else ()),
         *table.meanings,
@@ -95,6 +96,12 @@ def trace_own_code(
         parameters=parameters["all"], trainable_parameters=parameters["trainable"],
         workload={"kind": "own-code", "function": getattr(fn, "__qualname__", repr(fn)), "alloc_conf": alloc_conf},
     )  # fmt: skip
+
+
+def _not_modelled(ops: Mapping[str, None]) -> Iterator[str]:
+    if ops:
+        names = ", ".join(name.lstrip("_") for name in ops)
+        yield f"{NOT_MODELLED} what the kernels of {names} take beside their results: the peak may be higher"
 
 
 def _check_function(fn: object) -> None:

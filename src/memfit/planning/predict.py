@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from memfit.planning.traced import Traced
 
 SCHEMA = "memfit.plan/1"
+NOT_MODELLED = "not modelled:"
+"""How a note begins that a reader must see beside the verdict."""
 SAFE_SHARE = 0.9
 SMALLEST_PRECISION = 512
 """The smallest card is found to one part in so many: each step of the search replays the whole job."""

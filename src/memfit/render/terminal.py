@@ -45,6 +45,9 @@ def _parts(plan: Plan, console: Console) -> Iterator[RenderableType]:
     glyphs = Glyphs(console.encoding)
     yield _verdict(plan)
     yield Padding(_why(plan), (0, 0, 0, 2))
+    for note in plan["notes"]:
+        if note.startswith("not modelled:"):
+            yield Padding(Text(note, style="yellow"), (0, 0, 0, 2))
     if plan.get("duration"):
         yield Padding(Text(f"time: {time_words(plan['duration'])} (estimated)"), (0, 0, 0, 2))
     yield section("memory", _memory(plan, glyphs, console.width))

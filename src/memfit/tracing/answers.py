@@ -55,6 +55,9 @@ KNOWN: dict[Site, tuple[Value, str]] = {
 }
 
 
+DRAWN = "whole numbers drawn at random on the GPU were drawn on the host: sizes that follow from them may differ"
+
+
 class Answers:
     """The table of known places, to which a job may add its own."""
 
@@ -84,7 +87,14 @@ class Answers:
         if self.values is None:
             return None
         with torch._C.DisableTorchFunction(), _disable_current_modes():
-            return self.values.read(tensor)
+            found = self.values.read(tensor)
+        if found is not None:
+            self.note_draws()
+        return found
+
+    def note_draws(self) -> None:
+        if self.values is not None and self.values.drawn:
+            self.meanings[DRAWN] = None
 
     def unknown(self, tensor: torch.Tensor) -> TraceError:
         """For a value that would be told to people, such as a loss."""

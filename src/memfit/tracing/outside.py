@@ -18,6 +18,9 @@ from unittest import mock
 import torch
 from torch import nn
 
+from memfit.errors import TraceError
+from memfit.tracing.answers import asking_line
+
 
 @dataclass
 class _Before:
@@ -132,7 +135,12 @@ FOLDER_WRITERS = (
 
 @contextmanager
 def nothing_saved(assume: Callable[[str], None], after_import: list[Callable[[], None]]) -> Iterator[None]:
-    def left_out(*_: Any, **__: Any) -> None:
+    def left_out(*given: Any, **named: Any) -> None:
+        if any(hasattr(value, "write") and not hasattr(value, "name") for value in (*given, *named.values())):
+            raise TraceError(
+                f"{asking_line()}the code saves tensors into memory, which memfit does not cover",
+                hint="without data there is nothing to save: leave it out of the traced code",
+            )
         assume("checkpoints that the code saves are left out: nothing was written")
 
     with ExitStack() as stack:

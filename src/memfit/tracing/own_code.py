@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from typing import Any, Literal
 from unittest import mock
 
@@ -46,12 +47,27 @@ INDEXED_FROM_HOST = frozenset(masks.BY_INDEX)
 """Indices may lie on the host: they move to the device."""
 
 
+_WITHOUT_RULES = """
+    randperm cdist _cdist_forward _cdist_backward _unique2 unique_consecutive unique_dim _linalg_svd _linalg_eigh
+    linalg_eig linalg_qr linalg_inv_ex linalg_lu_factor_ex linalg_lu _linalg_solve_ex linalg_lstsq linalg_pinv
+    linalg_matrix_exp _linalg_slogdet _linalg_det geqrf ormqr lu_unpack linalg_ldl_factor_ex _scaled_mm _int_mm
+    native_group_norm native_group_norm_backward native_batch_norm native_batch_norm_backward cudnn_batch_norm
+    _native_batch_norm_legit _batch_norm_with_update batch_norm_backward _embedding_bag _embedding_bag_forward_only
+    _ctc_loss grid_sampler_2d max_pool2d_with_indices histc bincount kthvalue median mode one_hot _fft_r2c _fft_c2c
+    _fft_c2r pinverse linalg_cholesky_ex cholesky_inverse
+"""
+UNMODELLED = frozenset(_WITHOUT_RULES.split())
+"""Ops whose kernels take memory beside their results that no rule here tells: a plan with one of them says so."""
+
+
 class OwnCodeTracer(Tracer):
     def __init__(self, device: torch.device, platform: Platform, answers: Answers) -> None:
         super().__init__(device, platform, answers)
         self.values = answers.values = Values(device)
         self.assumed: dict[str, None] = {}
         """What was taken for granted, to be told with the plan."""
+        self.unmodelled: dict[str, None] = {}
+        """Ops that were met whose kernels may take more than is planned."""
         self.after_import: list[Callable[[], None]] = []
         """To be called when the code has imported something."""
         self.gpu_is_named = False
@@ -98,6 +114,8 @@ class OwnCodeTracer(Tracer):
         on_host = "cuda" not in places and any(tensor.device.type == self.device.type for tensor in tensors)
         if on_host and not (self.gpu_is_named and "device" in kwargs):
             return self._on_the_host(func, args, kwargs, "meta" if "meta" in places else "cpu")
+        if _is_unmodelled(func) and ("cuda" in places or not tensors):
+            self.unmodelled[_plain_name(func)] = None
         if "cuda" in places:
             _check_places(func, tensors, places)
             if func in PRODUCTS:
@@ -105,6 +123,7 @@ class OwnCodeTracer(Tracer):
             if (read := self._read_back(func, args, kwargs)) is not NotImplemented:
                 return read
             if _needs_data(func) and (found := self.values.compute(func, args, kwargs)) is not NotImplemented:
+                self.answers.note_draws()
                 return self._to_gpu(found, op.name)
         del tensors  # gradients are summed in place only where nobody else holds them
         out = super()._run(op, func, args, kwargs)
@@ -152,6 +171,15 @@ class OwnCodeTracer(Tracer):
         if isinstance(found, (tuple, list)):
             return type(found)(self._to_gpu(each, op) for each in found)
         return found
+
+
+def _plain_name(func: Any) -> str:
+    return str(func._schema.name.partition("::")[2])
+
+
+@cache
+def _is_unmodelled(func: Any) -> bool:
+    return _plain_name(func) in UNMODELLED
 
 
 def _needs_data(func: Any) -> bool:
@@ -225,7 +253,7 @@ class OwnCodeNames(CudaNames):
             Tensor.is_pinned: lambda t, *_: False,
             Tensor.data_ptr: lambda t: t.untyped_storage()._cdata + t.storage_offset(),
             Tensor.tolist: lambda t: text(t, Tensor.tolist, all_unknown),
-            Tensor.numpy: lambda t, **_: text(t, _cannot_be_numpy, _cannot_be_numpy),
+            Tensor.numpy: self._numpy,
             Tensor.__format__: lambda t, spec: text(t, lambda v: v.__format__(spec), unknown if spec else repr_of),
             Tensor.__repr__: lambda t, **_: text(t, lambda v: repr(v)[:-1] + ", device='cuda:0')", repr_of),
         }
@@ -266,6 +294,13 @@ class OwnCodeNames(CudaNames):
             value = given if isinstance(given, Tensor) else torch.tensor(given, dtype=made.dtype, device="cpu")
             if (known := self.tracer.values.read(value)) is not None:
                 self.tracer.values.put(made, known)
+
+    def _numpy(self, tensor: Tensor, **_: Any) -> Any:
+        if self.tracer.place(tensor) == "cuda":
+            _cannot_be_numpy(tensor)
+        if tensor.device.type == self.tracer.device.type:
+            raise self.tracer.answers.refusal(tensor)
+        return NotImplemented
 
     def _refuse_recurrent(self, input: Tensor, *_: Any) -> Any:
         if self.tracer.place(input) != "cuda":

@@ -264,6 +264,8 @@ class Tracer(TorchDispatchMode):
                 f"cannot trace {func}: torch has no shape-only kernel for it",
                 hint="what it returns depends on data, or its author wrote none (torch.library.register_fake)",
             ) from error
+        if op.resizes:
+            self._track_growth(args[0])
         if out is not None:
             self._track_results(out, op.name, args)
         if self.sent is not None:
@@ -277,6 +279,14 @@ class Tracer(TorchDispatchMode):
         if op.detaches and self.in_backward:
             self._note_gradient(out)
         return out
+
+    def _track_growth(self, tensor: torch.Tensor) -> None:
+        """Resize.h: a storage that is too small gets a new block; it never shrinks."""
+        storage = tensor.untyped_storage()
+        block = self.block_of(tensor)
+        held = 0 if block is None else self.trace.requested[block]
+        if tensor.device.type == self.device.type and storage.nbytes() > held:
+            self.resized(storage, storage.nbytes())
 
     def _track_lists(self, indices: Sequence[torch.Tensor | None]) -> None:
         """A list of numbers as an index becomes a tensor below what a mode sees."""
@@ -330,6 +340,7 @@ class KnownOp:
     indexes: bool
     asks_value: bool
     detaches: bool
+    resizes: bool
     is_composite: bool
     """Written in terms of other ops, which inference mode does not show by themselves."""
 
@@ -341,6 +352,7 @@ def _known_op(func: Any) -> KnownOp:
         multiplies=func in PRODUCTS, adds=func is aten.add.Tensor, indexes=func in masks.BY_INDEX,
         asks_value=func is aten._local_scalar_dense.default,
         detaches=func is aten.detach.default, is_composite=_is_composite(func),
+        resizes=func in (aten.resize_.default, aten.resize_as_.default),
     )  # fmt: skip
 
 

@@ -43,6 +43,8 @@ OVERWRITES = frozenset(
 class Values:
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self.drawn = False
+        """Whether whole numbers were drawn at random on the GPU: the host's draw stands in for them."""
         self._known: dict[int, tuple[weakref.ref[Storage], Storage]] = {}
 
     def read(self, tensor: Tensor) -> Tensor | None:
@@ -100,6 +102,7 @@ class Values:
             self.put(written[0], torch.zeros((), dtype=written[0].dtype))
         if not written and any(_shares(made, args) for made in new):
             return  # views of what is known, or of what is not
+        self.drawn = self.drawn or torch.Tag.nondeterministic_seeded in op.tags
         made = self.compute(op, args, kwargs)
         if made is NotImplemented:
             for tensor in written:
