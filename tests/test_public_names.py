@@ -20,6 +20,7 @@ TRAINING = [
     "--world-size", "--parallel", "--gradient-as-bucket-view", "--no-gradient-as-bucket-view",
     "--grad-accum", "--clip-grad", "--no-clip-grad",
 ]  # fmt: skip
+HOW_LONG = ["--steps", "--tokens"]
 LORA = ["--rank", "--target-modules", "--lora-dropout", "--adapter-dtype"]
 PRUNING = [
     "--method", "--prune-method", "--sparsity", "--sparsity-ratio", "--sparsity-type", "--nsamples", "--dataset",
@@ -95,14 +96,14 @@ FLAGS = {
     },
     "fit": [],
     "fit forward": [*COMMON, *OF_FIT],
-    "fit train": [*COMMON, *TRAINING, *OF_FIT, "--global-batch", "--ladder"],
-    "fit lora": [*COMMON, *TRAINING, *LORA, *OF_FIT, "--global-batch", "--ladder"],
+    "fit train": [*COMMON, *TRAINING, *OF_FIT, *HOW_LONG, "--global-batch", "--ladder"],
+    "fit lora": [*COMMON, *TRAINING, *LORA, *OF_FIT, *HOW_LONG, "--global-batch", "--ladder"],
     "fit generate": [*COMMON, *GENERATION, *OF_FIT],
     "fit prune": [*(flag for flag in COMMON if flag not in ("--batch-size", "--padding")), *PRUNING, *OF_FIT],
     "plan": [],
     "plan forward": [*COMMON, *LAST],
-    "plan train": [*COMMON, *TRAINING, *LAST],
-    "plan lora": [*COMMON, *TRAINING, *LORA, *LAST],
+    "plan train": [*COMMON, *TRAINING, *HOW_LONG, *LAST],
+    "plan lora": [*COMMON, *TRAINING, *LORA, *HOW_LONG, *LAST],
     "plan generate": [*COMMON, *GENERATION, *LAST],
     "plan prune": [*(flag for flag in COMMON if flag not in ("--batch-size", "--padding")), *PRUNING, *LAST],
     "plan batch": ["--gpu"],
