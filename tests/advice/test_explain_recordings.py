@@ -24,7 +24,7 @@ from memfit.jobs.training.events import TrainEvent
 from memfit.jobs.training.recovery import Halved, cause_of
 from memfit.jobs.training.run_log import RunLog
 from memfit.jobs.workload import Workload, flag
-from memfit.planning.train_plan import unusual_flags
+from memfit.planning.fit_command import unusual_flags
 from memfit.units import GiB, MiB
 
 DATA = Path(__file__).parents[1] / "data"

@@ -99,8 +99,8 @@ def test_standard_input_is_a_dash(memfit: Memfit, tiny: str, monkeypatch: pytest
     ("line", "said"),
     [
         ("nonsense", "not a line of JSON"),
-        ("[]", "a list, not an object"),
-        ("3", "a int, not an object"),
+        ("[]", "[] is no object"),
+        ("3", "3 is no object"),
         ("NaN", "NaN is not a number"),
         ('{"id": Infinity}', "Infinity is not a number"),
         ('{"id": 1e999}', "1e999 is not a number"),
