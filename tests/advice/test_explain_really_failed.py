@@ -20,10 +20,10 @@ OOMS = Path(__file__).parents[1] / "data" / "ooms"
 TRUTH: dict[str, dict[str, Any]] = json.loads((OOMS / "truth.json").read_text())
 MODEL: dict[str, Any] = {"model": "qwen2.5-1.5b", "batch_size": 2, "seq_len": 2048}
 OTHER_RUNS: dict[str, dict[str, Any]] = {
-    "calibration": {"model": "llama-3.2-1b", "batch_size": None}, "calibration_all": {"model": None}, "train_8g": {"model": "qwen2.5-0.5b"},
-    "lora_4g": {"model": "qwen2.5-0.5b"}, "eager_long": {"batch_size": 1, "seq_len": 8192},
-    "sdpa_long": {"batch_size": 1, "seq_len": 16_384}, "prefill": {"batch_size": 16},
-    "decoding": {"batch_size": 64, "seq_len": 1024},
+    "calibration": {"model": "llama-3.2-1b", "batch_size": None}, "calibration_all": {"model": None},
+    "train_8g": {"model": "qwen2.5-0.5b"}, "lora_4g": {"model": "qwen2.5-0.5b"},
+    "eager_long": {"batch_size": 1, "seq_len": 8192}, "sdpa_long": {"batch_size": 1, "seq_len": 16_384},
+    "prefill": {"batch_size": 16}, "decoding": {"batch_size": 64, "seq_len": 1024},
 }  # fmt: skip
 UNCAPPED = ("calibration_all",)
 NAMED = {

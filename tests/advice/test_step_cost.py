@@ -21,10 +21,10 @@ from memfit.advice.step_cost import (
     step_cost,
     summed,
 )
+from memfit.core.events import OpCost
 from memfit.gpus import find_gpu
 from memfit.jobs.workload import Workload
 from memfit.models.registry import load_config, resolve
-from memfit.tracing.op_costs import OpCost
 
 MODEL = "smollm2-135m"
 TOKENS = 256

@@ -206,6 +206,7 @@ WRITERS = {
     "jobs/training/run_log.py": "appends line by line to the run's own log",
     "jobs/training/checkpointing.py": "into a folder of its own, which is renamed when whole",
     "jobs/training/checkpoints.py": "into a folder of its own, which is renamed when whole",
+    "jobs/pruning/place_to_save.py": "the old result is renamed, to come back if the new one does not",
     "jobs/pruning/output.py": "into a folder of its own, which is renamed when whole",
     "models/gguf.py": "into a folder of its own, which is renamed when whole",
     "planning/cache.py": "a link of the entry's name is replaced, not followed",

@@ -25,7 +25,7 @@ KINDS = pytest.mark.parametrize("kind", ["forward", "train", "lora", "generate"]
 
 KEYS = [
     "schema", "id", "workload", "model", "gpu", "peak", "context", "at_peak", "breakdown", "phases", "verdict",
-    "headroom_bytes", "retries", "failed_at", "smallest_gpu_bytes", "largest", "notes", "duration", "seconds",
+    "headroom_bytes", "retries", "failed_at", "smallest_gpu_bytes", "largest", "duration", "notes", "seconds",
 ]  # fmt: skip
 
 

@@ -127,7 +127,7 @@ def test_the_same_run_again_replaces_its_result_and_another_one_does_not(
     assert main([*asked, "--save", str(out), "--log-memory"]) == 0
     assert "holds the result of this very run" in capfd.readouterr().err
     assert (out / "memory_log.csv").is_file() and (out / "result.json").read_bytes() != first
-    for other in (["--seed", "1"], ["--seqlen", "32"], ["--prune-method", "ria"]):
+    for other in (["--seed", "1"], ["--sparsity-ratio", "0.4"], ["--prune-method", "ria"]):
         assert main([*asked, "--save", str(out), *other]) == 2
         assert "already exists" in capfd.readouterr().err
 
@@ -142,7 +142,8 @@ def test_a_result_that_someone_has_worked_on_is_not_replaced(
         (out / "notes.md").write_text("seven hours of work")
         os.utime(out / "notes.md", ns=(1, 1))
     else:
-        os.utime(out / "model.safetensors")
+        later = (out / "result.json").stat().st_mtime_ns + 1_000_000  # a file system's clock may tick in milliseconds
+        os.utime(out / "model.safetensors", ns=(later, later))
     before = {path: path.read_bytes() for path in out.iterdir()}
     assert main([*asked, "--save", str(out)]) == 2
     assert "already exists" in capfd.readouterr().err

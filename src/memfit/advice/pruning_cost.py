@@ -10,6 +10,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from memfit.advice.step_cost import Marked, Ops, by_mark, combined, on_line, summed
+from memfit.core.events import OpCost
 from memfit.jobs.workload import Workload
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def _counted(work: Workload, layers: int | None, few: int) -> tuple[dict[str, Op
     """And the windows of a micro-batch."""
     from memfit.planning.blocks import blocks_of
     from memfit.planning.pruning import traced_with
-    from memfit.tracing.op_costs import OpCost, OpCosts
+    from memfit.tracing.op_costs import OpCosts
     from memfit.tracing.platform import H200
 
     counters: list[OpCosts] = []

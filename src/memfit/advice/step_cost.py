@@ -27,7 +27,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memfit.core.events import Trace
+from memfit.core.events import OpCost, Trace
 from memfit.errors import MemfitError
 from memfit.gpus import Gpu
 from memfit.jobs.workload import Workload
@@ -35,7 +35,7 @@ from memfit.jobs.workload import Workload
 if TYPE_CHECKING:
     from memfit.planning.blocks import Blocks
     from memfit.planning.cache import Key
-    from memfit.tracing.op_costs import OpCost, OpCosts
+    from memfit.tracing.op_costs import OpCosts
 
 STEPS = 2
 """The last one is counted: the first also makes the optimizer's state."""
@@ -151,8 +151,6 @@ def _key(work: Workload) -> Key | None:
 
 
 def _from_facts(facts: Mapping[str, Any]) -> StepCost:
-    from memfit.tracing.op_costs import OpCost
-
     phases = (
         PhaseCost(name, {OpCost(flops, wide, moved, link): times for flops, wide, moved, link, times in ops})
         for name, ops in facts["phases"]

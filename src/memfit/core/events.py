@@ -26,7 +26,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -46,6 +46,15 @@ BLOCK_COLUMNS = ("streams", "addresses", "category_of", "op_of", "module_of")
 """What is known of each block beside its size."""
 STACKS = "stack_of"
 FrameRow = tuple[str, int, str]
+
+
+class OpCost(NamedTuple):
+    """What one call of an op costs. `wide`: its products are in fp32, which have a speed of their own."""
+
+    flops: int
+    wide: bool
+    moved: int
+    over_link: int
 
 
 class Action(IntEnum):

@@ -138,7 +138,7 @@ def _memory(plan: Plan, glyphs: Glyphs, width: int) -> RenderableType:
     return Group(bar, table)
 
 
-def _least_meaning(plan: dict[str, Any]) -> str:
+def _least_meaning(plan: Plan) -> str:
     if plan["workload"].get("kind") == "prune":
         return "the smallest card for what is held on it here; with less, less is held"
     return "the smallest card it runs on"

@@ -12,12 +12,13 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from memfit.core.events import OpCost
 from memfit.tracing.tracer import Tracer
 
 aten = torch.ops.aten
@@ -32,15 +33,6 @@ FACTORS = ("mat2", "batch2", "query", "weight", "self")
 """Arguments of products that are multiplied, by the names in their schemas."""
 WRITES_ROWS = {"index_put_", "index_copy_", "index_add_", "scatter_", "scatter_add_"}
 """Into their first argument as much as their largest other one has."""
-
-
-class OpCost(NamedTuple):
-    """Of one call. `wide`: its products are in fp32, which have a speed of their own."""
-
-    flops: int
-    wide: bool
-    moved: int
-    over_link: int
 
 
 class OpCosts(TorchDispatchMode):
