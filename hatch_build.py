@@ -1,4 +1,4 @@
-"""Compiles the hot part of `memfit.core` with mypyc: at installation, and by `make` whenever its source has changed.
+"""Compiles the hot part of `memfit.replay` with mypyc: at installation, and by `make` whenever its source has changed.
 
     python hatch_build.py      # needs mypy, setuptools and a C compiler; does nothing if there is nothing to do
 
@@ -24,7 +24,7 @@ except ImportError:  # run by hand
     BuildHookInterface = object
 
 ROOT = Path(__file__).parent
-CORE = Path("src/memfit/core")
+CORE = Path("src/memfit/replay")
 SUFFIX = EXTENSION_SUFFIXES[0]
 
 
@@ -51,7 +51,7 @@ def compile_core(root: Path) -> Path:
         return CORE / core.FOLDER
     _require_compiler()
     with TemporaryDirectory() as work:
-        built = _built(root / "src", [f"memfit/core/{name}.py" for name in core.COMPILED], Path(work))
+        built = _built(root / "src", [f"memfit/replay/{name}.py" for name in core.COMPILED], Path(work))
         if core.source_digest(str(root / CORE)) != digest:
             raise RuntimeError("the source has changed meanwhile")
         folder.mkdir(exist_ok=True)
@@ -75,7 +75,7 @@ def _require_compiler() -> None:
 
 def _module(path: Path) -> ModuleType:
     """The package's own file, without the rest of the package, whose dependencies are not here."""
-    spec = importlib.util.spec_from_file_location("memfit_core", path, submodule_search_locations=[str(path.parent)])
+    spec = importlib.util.spec_from_file_location("memfit_replay", path, submodule_search_locations=[str(path.parent)])
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -93,7 +93,7 @@ def _built(source: Path, files: list[str], work: Path) -> list[Path]:
     try:
         options = ["--config-file=", f"--cache-dir={work / 'cache'}", "--follow-imports=skip", "--no-error-summary"]
         modules = mypycify(
-            [*options, *files], group_name="memfit.core.compiled", debug_level="0", target_dir=str(work / "c")
+            [*options, *files], group_name="memfit.replay.compiled", debug_level="0", target_dir=str(work / "c")
         )
         command = build_ext(Distribution({"name": "memfit", "ext_modules": modules}))
         command.build_lib, command.build_temp = str(work / "lib"), str(work / "objects")
@@ -101,7 +101,7 @@ def _built(source: Path, files: list[str], work: Path) -> list[Path]:
         command.run()
     finally:
         os.chdir(here)
-    return sorted((work / "lib" / "memfit" / "core").glob(f"*{SUFFIX}"))
+    return sorted((work / "lib" / "memfit" / "replay").glob(f"*{SUFFIX}"))
 
 
 def _put(path: Path, content: bytes) -> None:

@@ -72,8 +72,8 @@ def run_capped(spec: dict[str, Any], events: Path | None) -> dict[str, Any]:
 
 
 def _run(work: Any, spec: Mapping[str, Any], peaks: Peaks) -> None:
-    from memfit.jobs.preparing import prepare
-    from memfit.jobs.running import run_job
+    from memfit.jobs.build import prepare
+    from memfit.jobs.run import run_job
 
     if "weights" in work.offload:  # they stay where they are made
         with weights_left_alone():
@@ -146,7 +146,7 @@ class _Nowhere:
 
 
 def _prune(work: Any, spec: Mapping[str, Any], peaks: Peaks) -> None:
-    from memfit.jobs.preparing import DTYPES
+    from memfit.jobs.build import DTYPES
     from memfit.jobs.pruning.decoder import Decoder
     from memfit.jobs.pruning.engine import Engine
     from memfit.jobs.pruning.settings import PruneSettings, Sparsity
@@ -172,8 +172,8 @@ def _prune(work: Any, spec: Mapping[str, Any], peaks: Peaks) -> None:
 
 
 def _prune_whole(model: Any, work: Any, peaks: Peaks) -> None:
+    from memfit.guides.whole_model_pruning import prune_whole
     from memfit.jobs.pruning.decoder import Decoder
-    from memfit.planning.whole_model_pruning import prune_whole
 
     with torch.no_grad(), _made_on_the_gpu():
         prune_whole(Decoder(model, None), work, torch.device("cuda"), peaks)

@@ -81,10 +81,10 @@ def measure(spec: dict[str, Any], steps: int) -> dict[str, Any]:
     import torch
 
     from accuracy.measure import MeasuredPhases, weights_left_alone
-    from memfit.advice.durations import estimate
+    from memfit.fitting.durations import estimate
     from memfit.gpus import find_gpu
-    from memfit.jobs.preparing import prepare
-    from memfit.jobs.running import run_job
+    from memfit.jobs.build import prepare
+    from memfit.jobs.run import run_job
     from memfit.jobs.workload import Workload
 
     work, card = Workload.from_mapping(spec), torch.cuda.get_device_name()

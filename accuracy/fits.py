@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from memfit.advice.fit import Fitted, fit
+from memfit.fitting.fit import Fitted, fit
 
 PRUNED = {"1b": "llama-3.2-1b", "3b": "llama-3.2-3b", "7b": "llama-2-7b", "13b": "llama-2-13b"}
 CARDS = (8, 12, 16, 24, 40)

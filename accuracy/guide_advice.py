@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from memfit.advice.forecast import Forecast, Forecasts
+from memfit.fitting.forecast import Forecast, Forecasts
 from memfit.gpus import find_gpu
 from memfit.jobs.workload import Workload
 from memfit.planning.predict import predict

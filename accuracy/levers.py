@@ -3,7 +3,7 @@
     python -m accuracy.levers           # rewrites docs/levers.md, in a few minutes
 
 A lever is predicted by itself on the plain job, and once more on top of checkpointing: savings do not add up, for the
-peak moves elsewhere. Times are ratios of rooflines (`memfit/advice/step_cost.py`); how far those are from measured
+peak moves elsewhere. Times are ratios of rooflines (`memfit/fitting/step_cost.py`); how far those are from measured
 ratios stands at the end, from accuracy/measured/step_times.jsonl.
 """
 
@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from accuracy import guide_advice
-from memfit.advice.forecast import Forecast, Forecasts
-from memfit.advice.levers import Lever, apply, levers_for
-from memfit.advice.step_cost import StepCost, seconds, step_cost
 from memfit.errors import MemfitError
+from memfit.fitting.forecast import Forecast, Forecasts
+from memfit.fitting.levers import Lever, apply, levers_for
+from memfit.fitting.step_cost import StepCost, seconds, step_cost
 from memfit.gpus import Gpu, find_gpu
 from memfit.jobs.workload import Workload
 from memfit.units import GiB

@@ -79,8 +79,8 @@ def measure(spec: dict[str, Any], events: Path | None) -> dict[str, Any]:
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = settings["alloc_conf"]
     import torch
 
-    from memfit.jobs.preparing import prepare
-    from memfit.jobs.running import run_job
+    from memfit.jobs.build import prepare
+    from memfit.jobs.run import run_job
     from memfit.jobs.workload import Workload
 
     cuda, result = torch.cuda, dict(spec)

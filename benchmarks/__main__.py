@@ -75,12 +75,12 @@ def _warm_up() -> None:
 def _machine() -> dict[str, Any]:
     from importlib.metadata import version
 
-    import memfit.core.allocator
+    import memfit.replay.allocator
 
     return {
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "processor": platform.processor() or platform.machine(), "python": platform.python_version(),
-        "compiled": not memfit.core.allocator.__file__.endswith(".py"),
+        "compiled": not memfit.replay.allocator.__file__.endswith(".py"),
         "torch": version("torch"), "transformers": version("transformers"), "load_before": os.getloadavg()[0],
     }  # fmt: skip
 

@@ -27,11 +27,10 @@ from torch.nn.functional import linear
 
 from benchmarks.aligned import aligned
 from benchmarks.device import reset, synchronize
-from memfit.jobs.batches import token_ids
-from memfit.jobs.preparing import prepare
+from memfit.jobs.build import prepare
+from memfit.jobs.run import loss_of, token_ids
 from memfit.jobs.training.chunked_loss import chunked_cross_entropy
 from memfit.jobs.training.optimizers import make_optimizer
-from memfit.jobs.training.plain import loss_of
 from memfit.jobs.workload import Workload
 from memfit.units import GiB
 
@@ -201,7 +200,7 @@ def step(case: Step, device: torch.device, rounds: int) -> Measured:
 
 
 def _job(case: Step, loss: str, device: torch.device) -> Callable[[], None]:
-    """One step of the optimizer, as `jobs/training/plain.py` makes it, on random weights."""
+    """One step of the optimizer, as `jobs/run.py` makes it, on random weights."""
     with torch.device(device):
         job = prepare(Workload.from_mapping({**case.workload, "loss": loss}))
     job.model.to(device)

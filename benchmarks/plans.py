@@ -74,9 +74,9 @@ class Timed:
 
 
 def measured(case: Case) -> Timed:
-    from memfit.core.alloc_config import AllocatorConfig
-    from memfit.core.replay import replay
     from memfit.planning.predict import Plan, assess, predict
+    from memfit.replay.alloc_config import AllocatorConfig
+    from memfit.replay.replay import replay
 
     def plan() -> Plan:
         return predict(model=case.model, trace_cache=False, **case.settings)

@@ -222,7 +222,7 @@ def flops(case: Case, decoder: Decoder) -> float:
     if case.method == "magnitude":
         return 0.0
     tokens, total = case.samples * case.length, 0.0
-    from memfit.jobs.pruning.matrices import find_matrices
+    from memfit.jobs.pruning.observation import find_matrices
 
     config = decoder.config
     for index, block in enumerate(decoder.blocks):

@@ -7,7 +7,7 @@ import time
 import torch
 
 from benchmarks.device import synchronize
-from memfit.jobs.pruning import fusing
+from memfit.jobs.pruning import kernels as fusing
 
 
 def check_kernels(device: torch.device) -> None:

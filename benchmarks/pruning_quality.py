@@ -21,7 +21,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from memfit.jobs.pruning.options import RunOptions
+from memfit.jobs.pruning.result import RunOptions
 from memfit.jobs.pruning.run import run
 from memfit.jobs.pruning.settings import PruneSettings, Sparsity
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import memfit
-from memfit.render.text import plan_text
+from memfit.render.plan import plan_text
 
 
 def train() -> None:

@@ -22,13 +22,13 @@ from memfit.errors import InputError, MemfitError, TraceError, UnknownName, Usag
 TYPE_CHECKING = False  # typing itself would be most of what `import memfit` costs
 
 if TYPE_CHECKING:
-    from memfit.advice.estimate_memory import estimate_memory
-    from memfit.advice.explain import Explanation, explain
-    from memfit.advice.fit import Fitted, fit
-    from memfit.advice.ladder import Ladder, ladder
-    from memfit.advice.preflight.checking import Checked, check
-    from memfit.advice.table import Table
-    from memfit.advice.table import make_table as table
+    from memfit.checking.check import Checked, check
+    from memfit.explaining.explain import Explanation, explain
+    from memfit.fitting.fit import Fitted, fit
+    from memfit.fitting.ladder import Ladder, ladder
+    from memfit.fitting.table import Table
+    from memfit.fitting.table import make_table as table
+    from memfit.guides.estimate_memory import estimate_memory
     from memfit.jobs.workload import Workload
     from memfit.planning.own_code import trace_own_code as trace
     from memfit.planning.predict import Plan, predict
@@ -70,25 +70,25 @@ __all__ = [
 ]
 
 _LATE = {
-    "Checked": ("memfit.advice.preflight.checking", "Checked"),
-    "Explanation": ("memfit.advice.explain", "Explanation"),
-    "Fitted": ("memfit.advice.fit", "Fitted"),
-    "Ladder": ("memfit.advice.ladder", "Ladder"),
+    "Checked": ("memfit.checking.check", "Checked"),
+    "Explanation": ("memfit.explaining.explain", "Explanation"),
+    "Fitted": ("memfit.fitting.fit", "Fitted"),
+    "Ladder": ("memfit.fitting.ladder", "Ladder"),
     "MemoryLog": ("memfit.recording.memory_log", "MemoryLog"),
     "Plan": ("memfit.planning.predict", "Plan"),
     "Sampler": ("memfit.recording.sampler", "Sampler"),
-    "Table": ("memfit.advice.table", "Table"),
+    "Table": ("memfit.fitting.table", "Table"),
     "Workload": ("memfit.jobs.workload", "Workload"),
-    "check": ("memfit.advice.preflight.checking", "check"),
-    "estimate_memory": ("memfit.advice.estimate_memory", "estimate_memory"),
-    "explain": ("memfit.advice.explain", "explain"),
-    "fit": ("memfit.advice.fit", "fit"),
-    "ladder": ("memfit.advice.ladder", "ladder"),
+    "check": ("memfit.checking.check", "check"),
+    "estimate_memory": ("memfit.guides.estimate_memory", "estimate_memory"),
+    "explain": ("memfit.explaining.explain", "explain"),
+    "fit": ("memfit.fitting.fit", "fit"),
+    "ladder": ("memfit.fitting.ladder", "ladder"),
     "lightning_memory": ("memfit.recording.callbacks", "lightning_memory"),
     "predict": ("memfit.planning.predict", "predict"),
     "print_gpu_memory_summary": ("memfit.recording.memory_log", "print_gpu_memory_summary"),
     "record": ("memfit.recording.recorder", "record"),
-    "table": ("memfit.advice.table", "make_table"),
+    "table": ("memfit.fitting.table", "make_table"),
     "trace": ("memfit.planning.own_code", "trace_own_code"),
     "trainer_memory": ("memfit.recording.callbacks", "trainer_memory"),
 }

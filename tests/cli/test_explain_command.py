@@ -149,8 +149,8 @@ def test_names_from_the_text_cannot_move_the_cursor(memfit: Memfit, tmp_path: Pa
 def test_no_line_is_wider_than_the_terminal(log: Path, width: int) -> None:
     from rich.console import Console
 
-    from memfit.advice.explain import explain
-    from memfit.render.explain_terminal import show_explanation
+    from memfit.explaining.explain import explain
+    from memfit.render.explain import show_explanation
 
     console = Console(width=width, file=io.StringIO(), color_system=None)
     show_explanation(explain(log, predict=False).to_json(), console)

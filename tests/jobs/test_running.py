@@ -12,10 +12,8 @@ import pytest
 import torch
 from small_models import model_folder
 
-from memfit.jobs.batches import token_ids, wanted
-from memfit.jobs.preparing import Prepared, prepare
-from memfit.jobs.running import run_job
-from memfit.jobs.training.plain import loss_of
+from memfit.jobs.build import Prepared, prepare
+from memfit.jobs.run import loss_of, run_job, token_ids, wanted
 from memfit.jobs.workload import Workload
 
 

@@ -115,7 +115,7 @@ def test_without_a_cache_the_folder_goes_with_the_process(
 
 
 def pieces(**said: bool) -> Any:
-    from memfit.models.gguf_tokenizer import tokenizer_of
+    from memfit.models.gguf import tokenizer_of
 
     class Field:
         def __init__(self, value: Any) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from memfit.models.gsa import GsaConfig, GsaForCausalLM, keys_wanted, select
-from memfit.models.gsa_sizes import GSA_SIZES, parameters_of
+from memfit.models.presets import GSA_SIZES, parameters_of
 
 SMALL: dict[str, Any] = {
     "d_model": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "d_ffn": 48, "vocab_size": 101,

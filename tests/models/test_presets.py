@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from memfit.models.own_models import OWN_TYPES
+from memfit.models.own import OWN_TYPES
 from memfit.models.presets import Preset, find_preset, name_key, presets
 from memfit.models.registry import build_model, load_config, parameter_count, resolve, supports_sdpa
 

@@ -8,11 +8,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from memfit.core.report import PhasePeak
+from memfit.analysis.plan_report import PhasePeak
 from memfit.jobs.workload import Workload
 from memfit.planning import cache as traces
 from memfit.planning.predict import Plan, predict
-from memfit.planning.tested_versions import release_of
+from memfit.tracing.platform import release_of
 
 MEASURED = Path(__file__).parents[1] / "data" / "measured.jsonl"
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from memfit.core.compare import compare, format_comparison
-from memfit.core.events import Action, Trace
-from memfit.jobs.preparing import Prepared
+from memfit.analysis.compare import compare, format_comparison
+from memfit.jobs.build import Prepared
 from memfit.jobs.workload import Workload
 from memfit.models.presets import presets
 from memfit.planning import categories
-from memfit.planning.blocks import blocks_of
+from memfit.planning.few import blocks_of
+from memfit.planning.on_trace import prepare_without_memory, trace_job
 from memfit.planning.traced import Traced, trace_workload
-from memfit.planning.tracing_jobs import prepare_without_memory, trace_job
+from memfit.replay.events import Action, Trace
 from memfit.tracing.platform import H200
 
 SMALL: dict[str, Any] = {

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from memfit.models.presets import presets
-from memfit.planning.blocks import Blocks, blocks_of, find_blocks
+from memfit.planning.few import Blocks, blocks_of, find_blocks
 
 
 class Block(nn.Module):

@@ -18,15 +18,15 @@ from typing import Any
 import pytest
 from plans import LLAMA
 
-from memfit.advice.step_cost import step_cost
 from memfit.cli.main import main
-from memfit.core.events import Trace
+from memfit.fitting.step_cost import step_cost
 from memfit.gpus import find_gpu
 from memfit.jobs.workload import Workload
-from memfit.planning import cache, few_blocks
-from memfit.planning.platforms import platform_of
+from memfit.planning import cache
+from memfit.planning import few as few_blocks
 from memfit.planning.predict import Plan, predict
-from memfit.tracing.platform import H200
+from memfit.replay.events import Trace
+from memfit.tracing.platform import H200, platform_of
 from memfit.units import MiB
 
 KEY = cache.Key('{"job": 1}')
@@ -155,7 +155,7 @@ def test_a_preset_is_found_again_in_the_process_that_traced_it(tracings: list[Wo
 
 WITHOUT_TORCH = """
 import contextlib, io, json, sys
-from memfit.advice.step_cost import step_cost
+from memfit.fitting.step_cost import step_cost
 from memfit.cli.main import main
 
 out = []
@@ -261,7 +261,7 @@ def own_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
     cache._first_look.cache_clear()
 
 
-@pytest.mark.parametrize("changed", ["__init__.py", "models/presets.json", "tracing/inner/rules.py", "core/new.py"])
+@pytest.mark.parametrize("changed", ["__init__.py", "models/presets.json", "tracing/inner/rules.py", "replay/new.py"])
 def test_a_changed_source_file_is_another_entry(own_source: Path, changed: str) -> None:
     before = cache.key_of(job(), H200)
     (own_source / changed).write_text("something else")
@@ -440,7 +440,7 @@ def test_impossible_facts_are_traced_again(
 # -- several processes -------------------------------------------------------------------------------------------------
 
 WRITER = """
-from memfit.core.events import Trace
+from memfit.replay.events import Trace
 from memfit.planning import cache
 
 cache.LOOK_EVERY_BYTES = 0  # each entry also tidies the folder

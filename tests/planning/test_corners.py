@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from memfit.core.pieces import surrounds
+from memfit.extrapolation.shapes import surrounds
 from memfit.planning.corners import Corners
 
 Point = tuple[int, int]

@@ -12,11 +12,12 @@ import pytest
 from miniatures import rows, shrunk
 from told_points import CORNERS, INSIDE, at, fresh, knowing
 
-from memfit.core.holes import NotHoled
+from memfit.extrapolation.streams import NotHoled
 from memfit.jobs.workload import Workload
 from memfit.models.registry import load_config, resolve, supports_sdpa
-from memfit.planning import families, few_blocks
-from memfit.planning.families import family_of
+from memfit.planning import family as families
+from memfit.planning import few as few_blocks
+from memfit.planning.family import family_of
 from memfit.planning.predict import predict
 from memfit.planning.traced import UNLIKE, trace_workload
 from memfit.tracing.platform import H200

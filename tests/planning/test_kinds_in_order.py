@@ -5,7 +5,7 @@ from __future__ import annotations
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, masking_utils
 from transformers.models.gemma3 import modeling_gemma3
 
-from memfit.planning.kinds_in_order import InOrder, kinds_in_order
+from memfit.planning.on_trace import InOrder, kinds_in_order
 
 NAMES = [f"kind {(7 * number) % 31}" for number in range(31)]
 

@@ -14,13 +14,13 @@ from miniatures import Miniatures, check_extended, rows
 from plans import plan, small_llama
 from told_points import CORNERS, INSIDE, at, fresh, knowing
 
-from memfit.jobs.preparing import prepare
-from memfit.jobs.running import run_job
-from memfit.jobs.training.trainer_engine import PROBE_STEPS, MemfitTrainer
+from memfit.jobs.build import prepare
+from memfit.jobs.run import run_job
+from memfit.jobs.training.engine import PROBE_STEPS, MemfitTrainer
 from memfit.jobs.workload import Workload
+from memfit.planning.on_trace import STEPS
 from memfit.planning.predict import predict
-from memfit.planning.tracing_jobs import STEPS
-from memfit.planning.train_workload import MICRO_STEPS
+from memfit.planning.training import MICRO_STEPS
 
 LORA: dict[str, Any] = {
     "kind": "lora", "rank": 4, "lora_dropout": 0.1, "grad_checkpointing": True, "loss": "chunked", "grad_accum": 2,

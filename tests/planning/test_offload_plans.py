@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from miniatures import Miniatures, check_extended
 
-from memfit.core.events import Action, Trace
 from memfit.jobs.training.offload import activations
 from memfit.jobs.workload import Workload
+from memfit.planning.on_trace import prepare_without_memory, trace_job
 from memfit.planning.predict import Plan, predict
-from memfit.planning.tracing_jobs import prepare_without_memory, trace_job
+from memfit.replay.events import Action, Trace
 
 ALL = ("optimizer", "activations", "weights")
 BLOCKS, HIDDEN, TOKENS = 8, 256, 2 * 512

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from memfit.errors import MemfitError
-from memfit.models.gsa_sizes import GSA_SIZES
+from memfit.models.presets import GSA_SIZES
 from memfit.planning.predict import Plan, predict
 from memfit.units import GiB
 

@@ -16,12 +16,12 @@ from measured import Pair, assert_measured, is_pinned, pair, peak, runs
 from miniatures import Miniatures, check_extended
 from plans import LLAMA, plan, small_llama
 
-from memfit.core.events import Action, Trace
 from memfit.errors import UsageError
-from memfit.jobs.training.one_process import one_process_of
+from memfit.jobs.training.parallel import one_process_of
 from memfit.jobs.workload import Workload
+from memfit.planning.on_trace import prepare_without_memory, trace_job
 from memfit.planning.predict import Plan, predict
-from memfit.planning.tracing_jobs import prepare_without_memory, trace_job
+from memfit.replay.events import Action, Trace
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,9 @@ import pytest
 from memfit.errors import InputError, UsageError
 from memfit.jobs.workload import Workload
 from memfit.planning import pruning
-from memfit.planning.blocks import blocks_of
-from memfit.planning.platforms import platform_of
+from memfit.planning.few import blocks_of
 from memfit.planning.predict import Plan, predict
+from memfit.tracing.platform import platform_of
 from memfit.units import GiB, MiB
 
 PLATFORM = platform_of(None)
@@ -51,8 +51,8 @@ def test_the_peak_is_the_one_that_was_measured(model: str, settings: dict[str, A
 
 
 def peaks(model: str, *, blocks: bool, few: int | None, **settings: Any) -> tuple[int, int]:
-    from memfit.core.alloc_config import AllocatorConfig
-    from memfit.core.replay import replay
+    from memfit.replay.alloc_config import AllocatorConfig
+    from memfit.replay.replay import replay
 
     work = Workload(kind="prune", model=model, seq_len=64, **settings)
     found = blocks_of(model, "sdpa")[0] if blocks else None
@@ -122,7 +122,7 @@ def test_seventy_billion_parameters_are_pruned_on_sixteen_gibibytes() -> None:
 
 def test_the_guides_formulas_are_the_guides() -> None:
     """Worked out by hand for 1.2e9 parameters, as the guides do."""
-    from memfit.planning.guides import pruning_guides
+    from memfit.planning.predict import pruning_guides
 
     first, second = pruning_guides({"nsamples": 128, "seq_len": 2048}, 1_200_000_000, 2048)
     assert first["gib"] == pytest.approx(2.235 + 1.0 + 1.0, abs=0.001)

@@ -20,13 +20,13 @@ from miniatures import (
     check_extended,
 )
 
-from memfit.jobs.training import plain
+from memfit.jobs import run as plain
 from memfit.jobs.workload import Workload
-from memfit.planning import tracing_jobs
-from memfit.planning.blocks import blocks_of
+from memfit.planning import on_trace as tracing_jobs
+from memfit.planning.few import blocks_of
+from memfit.planning.on_trace import prepare_without_memory
 from memfit.planning.predict import predict
 from memfit.planning.traced import trace_workload
-from memfit.planning.tracing_jobs import prepare_without_memory
 from memfit.tracing.platform import H200
 
 
@@ -289,6 +289,6 @@ def test_a_plan_from_a_few_blocks_is_the_plan_from_all_of_them(
 ) -> None:
     work = small.work("llama", 12, clip_grad=True)
     short = predict(work, gpu="24GiB").to_json()
-    monkeypatch.setattr("memfit.planning.blocks.Blocks.worthwhile", property(lambda _: False))
+    monkeypatch.setattr("memfit.planning.few.Blocks.worthwhile", property(lambda _: False))
     full = predict(work, gpu="24GiB").to_json()
     assert {**short, "seconds": 0} == {**full, "seconds": 0}

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from memfit.planning import cache
-from memfit.planning.tested_versions import TESTED, outside_tested, release_of
+from memfit.tracing.platform import TESTED, outside_tested, release_of
 
 ROOT = Path(__file__).parents[2]
 PINNED = re.compile(r"^([\w.-]+)==([\w.]+)$", re.MULTILINE)
@@ -75,8 +75,8 @@ print(json.dumps(memfit.predict(kind="forward", model="gpt2", seq_len=16, trace_
 """
 CHECK = """
 import json
-from memfit.advice.preflight.packages import version_set
-from memfit.advice.preflight.situation import Asked, Situation
+from memfit.checking.packages import version_set
+from memfit.checking.situation import Asked, Situation
 print(json.dumps([each.to_json() for each in version_set(Situation(Asked()))]))
 """
 

@@ -15,13 +15,12 @@ import torch
 from plans import small_llama
 
 from memfit.cli.main import main
-from memfit.jobs.training.config_file import load_config
-from memfit.jobs.training.config_keys import config_from
-from memfit.jobs.training.model_building import build_for_training
-from memfit.jobs.training.preparation import TrainJob, prepare_job
+from memfit.jobs.build import build_for_training
+from memfit.jobs.training.config_file import config_from, load_config
+from memfit.jobs.training.job import TrainJob, prepare_job
 from memfit.planning.budget import budget_of
 from memfit.planning.predict import predict
-from memfit.planning.train_plan import TrainPlan, decides, plan_training, workload_of
+from memfit.planning.training import TrainPlan, decides, plan_training, workload_of
 from memfit.units import GiB, gib
 
 PAGE = Path(__file__).parents[2] / "docs" / "training.md"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from memfit.core.events import Trace
 from memfit.jobs.workload import Workload
-from memfit.planning.families import Family
+from memfit.planning.family import Family
 from memfit.planning.traced import trace_workload
+from memfit.replay.events import Trace
 from memfit.tracing.platform import H200
 
 CORNERS = [(2, 129), (2, 512), (16, 129), (16, 512)]

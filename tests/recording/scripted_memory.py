@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from datetime import datetime, timedelta
 
-from memfit.recording.gpu_memory import GpuReading
-from memfit.recording.host_memory import HostReading
+from memfit.recording.sampler import GpuReading, HostReading
 from memfit.units import GiB
 
 

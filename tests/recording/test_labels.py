@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from memfit.recording.labels import Labels
+from memfit.recording.recorder import Labels
 
 
 def event(action: str, address: int, at: int) -> dict[str, Any]:

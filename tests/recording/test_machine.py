@@ -16,7 +16,8 @@ import pytest
 
 from memfit.cli.main import main
 from memfit.errors import MemfitError
-from memfit.recording import machine, nvml, status
+from memfit.recording import machine, status
+from memfit.recording import machine as nvml
 from memfit.recording.sampler import Sampler
 
 

@@ -10,8 +10,8 @@ import pytest
 from scripted_memory import Clock, ScriptedGpu, ScriptedHost, gb
 
 from memfit import InputError, MemoryLog, print_gpu_memory_summary
-from memfit.recording import log_text
-from memfit.recording.gpu_memory import CudaMemory, GpuReading
+from memfit.recording import memory_log as log_text
+from memfit.recording.sampler import CudaMemory, GpuReading
 
 HEADER = "Timestamp,Checkpoint,GPU_Allocated_GB,GPU_Reserved_GB,GPU_Peak_GB,CPU_Used_GB,CPU_Percent\n"
 
@@ -232,7 +232,7 @@ class FakeCuda:
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     fake = FakeCuda()
-    monkeypatch.setattr("memfit.recording.gpu_memory._wiped", {})
+    monkeypatch.setattr("memfit.recording.sampler._wiped", {})
     monkeypatch.setattr("torch.cuda.memory_stats_as_nested_dict", fake.memory_stats)
     monkeypatch.setattr("torch.cuda.reset_peak_memory_stats", fake.reset_peak_memory_stats)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: type("P", (), {"total_memory": 1000})())

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from memfit.render.terminal import show_plan
-from memfit.render.text import plan_text
+from memfit.render.plan import plan_text, show_plan
 
 GiB = 1 << 30
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memfit.render.words import clean, count, percent, short_op, tail
+from memfit.render.pieces import clean, count, percent, short_op, tail
 
 
 @pytest.mark.parametrize(

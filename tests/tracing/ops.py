@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from memfit.core.events import Action, Trace
 from memfit.errors import TraceError
+from memfit.replay.events import Action, Trace
 from memfit.tracing.answers import Answers, Site
 from memfit.tracing.tracer import trace
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from memfit.core.events import Action, Trace
+from memfit.replay.events import Action, Trace
 from memfit.tracing.tracer import Tracer, trace
 
 

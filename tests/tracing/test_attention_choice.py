@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from ops import DTYPES, attention
 
-from memfit.tracing.attention import choose_backend
+from memfit.tracing.kernels.attention import choose_backend
 from memfit.tracing.platform import H200, Platform
 from memfit.tracing.tracer import Tracer, trace
 

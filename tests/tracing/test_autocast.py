@@ -14,7 +14,7 @@ from torch import nn
 from torch.amp import autocast_mode
 from torch.utils.checkpoint import checkpoint
 
-from memfit.core.events import Action, Trace
+from memfit.replay.events import Action, Trace
 from memfit.tracing.platform import Platform
 from memfit.tracing.tracer import Tracer, trace
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from memfit.tracing.op_costs import _formula
+from memfit.tracing.costs import _formula
 
 aten = torch.ops.aten
 

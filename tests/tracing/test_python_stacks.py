@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import nn
 
+from memfit.analysis.run import open_run, run_of_trace
 from memfit.cli.main import main
-from memfit.core.events import Trace
-from memfit.core.run import open_run, run_of_trace
-from memfit.core.snapshot import snapshot_of
 from memfit.errors import InputError
 from memfit.planning.own_code import trace_own_code
 from memfit.planning.predict import predict
+from memfit.replay.events import Trace
+from memfit.snapshots.read import snapshot_of
 from memfit.tracing.python_stacks import keeping_stacks
 from memfit.tracing.tracer import Tracer, trace
 
@@ -200,7 +200,7 @@ def test_reports_pages_and_exports_of_a_prediction_show_its_lines(
 
 
 def test_a_saved_trace_is_reported_and_exported_with_its_lines(kept: Trace) -> None:
-    from memfit.core.export.viewer import viewer_snapshot
+    from memfit.analysis.export import viewer_snapshot
 
     run = run_of_trace(kept)
     exp = next(b for b in range(len(kept.requested)) if kept.op(b) == "aten.exp.default")

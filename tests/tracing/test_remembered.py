@@ -9,8 +9,8 @@ from unittest import mock
 import pytest
 import torch
 
-from memfit.core.events import Action
-from memfit.tracing.remembered import Gives, Remembered, what_is_given
+from memfit.replay.events import Action
+from memfit.tracing.memo import Gives, Remembered, what_is_given
 from memfit.tracing.tracer import Tracer, trace
 
 aten = torch.ops.aten

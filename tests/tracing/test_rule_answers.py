@@ -15,9 +15,9 @@ import ops
 import pytest
 import torch
 
-from memfit.core.events import Trace
-from memfit.core.holes import Call, filled, fingerprint, stream_of
 from memfit.errors import TraceError
+from memfit.extrapolation.streams import Call, filled, fingerprint, stream_of
+from memfit.replay.events import Trace
 from memfit.tracing.answers import Answers
 from memfit.tracing.platform import H200
 from memfit.tracing.rule_answers import RuleAnswers

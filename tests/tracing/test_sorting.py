@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from memfit.tracing.sorting import radix_sort_bytes
+from memfit.tracing.kernels.rows import radix_sort_bytes
 from memfit.tracing.tracer import Tracer, trace
 
 

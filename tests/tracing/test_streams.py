@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from memfit.core.events import Action
+from memfit.replay.events import Action
 from memfit.tracing.tracer import Tracer, trace
 
 

@@ -16,11 +16,11 @@ from reading import as_story, born_in, by_op, cases, sizes_in, story
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from memfit.core.events import Action, Trace
 from memfit.errors import TraceError
+from memfit.replay.events import Action, Trace
+from memfit.tracing.kernels.products import cublas_bytes, cublaslt_bytes
 from memfit.tracing.platform import Platform
 from memfit.tracing.tracer import Tracer, trace
-from memfit.tracing.workspaces import cublas_bytes, cublaslt_bytes
 from memfit.units import MiB
 
 CUDA = "cuda"

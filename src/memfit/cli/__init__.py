@@ -1,1 +1,8 @@
-"""The command line: options in, one call of the Python API, one call of a renderer. No arithmetic here."""
+"""The commands. Each file parses, calls one function of the library, renders."""
+
+from __future__ import annotations
+
+DOOR = {
+    "main": "run",
+}
+"""What other rooms may use, by file."""

@@ -57,8 +57,8 @@ def _look_ahead(file: str, gpu: str | None) -> None:
         return
     from memfit.gpus import find_gpu
     from memfit.jobs.workload import Workload
-    from memfit.planning.families import family_of, point_of
-    from memfit.planning.platforms import platform_of
+    from memfit.planning.family import family_of, point_of
+    from memfit.tracing.platform import platform_of
 
     with suppress(OSError), Path(file).open("rb") as stream:
         for _, line in itertools.islice(read_lines(stream), MOST_LINES_AHEAD):

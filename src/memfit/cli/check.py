@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from memfit.cli import late_conversion, output
-from memfit.cli.flags import Json
-from memfit.cli.options import with_options_of
+from memfit.cli.options import Json, with_options_of
 from memfit.errors import UsageError
 from memfit.jobs.workload import KINDS, Workload
 
 if TYPE_CHECKING:
-    from memfit.advice.preflight.checking import Checked
+    from memfit.checking.check import Checked
 
 FAILED = 1
 
@@ -73,13 +72,13 @@ def _check(
 
 def _run(*, json: bool, **asked: Any) -> int:
     with _telling() as tell:
-        from memfit.advice.preflight.checking import check as look
+        from memfit.checking.check import check as look
 
         checked: Checked = look(on_progress=tell, **asked)
     if json:
         output.print_json(checked.to_json())
     else:
-        from memfit.render.check_terminal import show_check
+        from memfit.render.small import show_check
 
         output.show(show_check, checked.to_json())
     return FAILED if checked.failed else 0

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from memfit.cli import output
-from memfit.cli.flags import Json
+from memfit.cli.options import Json
 
 FILE_HELP = "A snapshot (pickle or JSON) or a trace that memfit saved."
 
@@ -29,12 +29,12 @@ def diff(
     adds up to the difference of the peaks exactly.
     """
     with output.working("comparing"):
-        from memfit.core.diff_files import diff_files
+        from memfit.analysis.diff import diff_files
 
         document = diff_files(a, b, step_a=step_a, step_b=step_b, device=device)
     if json:
         output.print_json(document)
     else:
-        from memfit.render.diff_terminal import show_diff
+        from memfit.render.diff import show_diff
 
         output.show(show_diff, document)

@@ -8,8 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from memfit.cli import output
-from memfit.cli.flags import Json
-from memfit.cli.options import with_any_option
+from memfit.cli.options import Json, with_any_option
 from memfit.errors import UsageError
 from memfit.jobs.workload import KINDS
 
@@ -50,13 +49,13 @@ def _explain(
         name: tuple(value) if isinstance(value, list) else value for name, value in given.items()
     }
     with output.working("explaining"):
-        from memfit.advice.explain import explain as explain_it
+        from memfit.explaining.explain import explain as explain_it
 
         told = explain_it(source, gpu=gpu, config=config, kind=kind, **settings)
     if json:
         output.print_json(told.to_json())
     else:
-        from memfit.render.explain_terminal import show_explanation
+        from memfit.render.explain import show_explanation
 
         output.show(show_explanation, told.to_json())
     return 0 if told.known else NOTHING_FOUND

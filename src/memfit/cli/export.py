@@ -27,9 +27,9 @@ def export(
 
     A predicted trace becomes a snapshot that pytorch.org/memory_viz opens like a recorded one.
     """
-    from memfit.core.export import find_format, write_export
-    from memfit.core.run import open_run
-    from memfit.core.whole_file import is_own_stream
+    from memfit.analysis.export import find_format, write_export
+    from memfit.analysis.run import open_run
+    from memfit.files import is_own_stream
 
     format_ = find_format(to)
     target = out or Path(file.name.removesuffix(file.suffix) + format_.ending)

@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from memfit.cli import late_conversion, output
-from memfit.cli.flags import Json
-from memfit.cli.options import plain_name, split_names, with_options_of
+from memfit.cli.options import Json, plain_name, split_names, with_options_of
 from memfit.cli.plan import FAILS, check_names, how_much
 from memfit.cli.plan import OF_TRAINING as HOW_MUCH
 from memfit.errors import UsageError
 from memfit.jobs.workload import KINDS, Workload
 
 if TYPE_CHECKING:
-    from memfit.advice.fit import Fitted
+    from memfit.fitting.fit import Fitted
 
 WHAT = {
     "forward": "Make a forward pass fit.",
@@ -88,7 +87,7 @@ def _fit(
     if ladder:
         return _ladder(workload, json=json, **asked)
     with output.working(f"fitting {workload.model}"):
-        from memfit.advice.fit import fit as fit_job
+        from memfit.fitting.fit import fit as fit_job
 
         fitted = fit_job(workload, **asked, steps=much.get("steps"), tokens=much.get("tokens"))
     if emit is not None:
@@ -96,7 +95,7 @@ def _fit(
     if json:
         output.print_json(fitted.to_json())
     else:
-        from memfit.render.fit_terminal import show_fit
+        from memfit.render.fit import show_fit
 
         output.show(show_fit, fitted.to_json())
     return 0 if fitted.fits else FAILS
@@ -104,20 +103,20 @@ def _fit(
 
 def _ladder(workload: Workload, *, json: bool, **asked: Any) -> int:
     with output.working(f"climbing with {workload.model}"):
-        from memfit.advice.ladder import ladder as ladder_of
+        from memfit.fitting.ladder import ladder as ladder_of
 
         made = ladder_of(workload, **asked)
     if json:
         output.print_json(made.to_json())
     else:
-        from memfit.render.ladder_terminal import show_ladder
+        from memfit.render.fit import show_ladder
 
         output.show(show_ladder, made.to_json())
     return 0 if made.rungs else FAILS
 
 
 def _emit(fitted: Fitted, form: str) -> int:
-    from memfit.advice.emit import emit, headline
+    from memfit.fitting.emit import emit, headline
 
     if not fitted.fits:
         output.complain("nothing fits, so nothing was written", "without --emit the nearest set is shown")
@@ -129,7 +128,7 @@ def _emit(fitted: Fitted, form: str) -> int:
 
 
 def _check_together(emit: str | None, json: bool, ladder: bool) -> None:
-    from memfit.advice.forms import FORMS
+    from memfit.fitting.emit import FORMS
 
     if emit is not None and emit not in FORMS:
         raise UsageError(f"--emit {emit!r} is not one of {', '.join(FORMS)}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from memfit.cli import output
-from memfit.cli.flags import Json
+from memfit.cli.options import Json
 
 SCHEMA = "memfit.gpus/1"
 
@@ -43,6 +43,6 @@ def gpus(
     if json:
         output.print_json(document)
     else:
-        from memfit.render.catalogues import show_gpus
+        from memfit.render.small import show_gpus
 
         output.show(show_gpus, document)

@@ -2,6 +2,8 @@
 
 typer gives every value to pydantic, also an option that was not given, and text that is to stay text. To import that
 costs a third of what a plan takes whose trace is known.
+
+A command whose help shows its options under headings: those given as `rich_help_panel`, in the order they occur.
 """
 
 from __future__ import annotations
@@ -81,3 +83,18 @@ class Group(TyperGroup):
             formatter.write_dl(
                 [(name, self.commands[name].get_short_help_str(A_SENTENCE)) for name in self.list_commands(ctx)]
             )
+
+
+REST = "Options"
+
+
+class Grouped(Command):
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                groups.setdefault(getattr(parameter, "rich_help_panel", None) or REST, []).append(record)
+        for heading, records in groups.items():
+            with formatter.section(heading):
+                formatter.write_dl(records)

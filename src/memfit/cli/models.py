@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from memfit.cli import output
-from memfit.cli.flags import Json
+from memfit.cli.options import Json
 
 SCHEMA = "memfit.models/1"
 
@@ -35,6 +35,6 @@ def models(
     if json:
         output.print_json(document)
     else:
-        from memfit.render.catalogues import show_models
+        from memfit.render.small import show_models
 
         output.show(show_models, document)

@@ -3,6 +3,8 @@
 A field is an option of the kinds of job that read it. Its type gives the choices, its default the default; only the
 sentence of help, and the guides' other spellings, are written here. Values are checked by `Workload` alone, so a wrong
 one is told in the same words on the command line, in a line of `plan batch` and in Python.
+
+Flags that many commands have, in the same words.
 """
 
 from __future__ import annotations
@@ -176,3 +178,6 @@ def _value(name: str, given: Any) -> Any:
         except ValueError as error:
             raise UsageError(f"{flag(name)} {given!r} is not {NUMBERS[kind]}") from error
     return plain_value(name, given)
+
+
+Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout instead of the report.")]

@@ -112,7 +112,7 @@ def writing(path: Path, flag: str) -> Iterator[None]:
 
 def check_free(path: Path, flag: str, force: bool, *, inputs: Iterable[Path] = ()) -> None:
     """Nothing is overwritten unasked, and never what is read."""
-    from memfit.core.whole_file import check_free as check
+    from memfit.files import check_free as check
 
     check(path, flag, force, inputs=inputs)
 
@@ -136,7 +136,7 @@ def show(render: Callable[[Mapping[str, Any], Console], None], document: Mapping
     """A report on stdout. Colour only on a terminal, and not if NO_COLOR is set: rich sees to that."""
     from rich.console import Console
 
-    from memfit.render.text import as_text
+    from memfit.render.plan import as_text
 
     console = Console(highlight=False, markup=False, emoji=False)
     if console.is_terminal:

@@ -10,8 +10,7 @@ import typer
 
 from memfit.cli import late_conversion, output
 from memfit.cli.batch import batch
-from memfit.cli.flags import Json
-from memfit.cli.options import with_options_of
+from memfit.cli.options import Json, with_options_of
 from memfit.errors import UsageError
 from memfit.jobs.workload import KINDS, Workload
 
@@ -89,7 +88,7 @@ def _plan(
     if json:
         output.print_json(made.to_json())
     else:
-        from memfit.render.terminal import show_plan
+        from memfit.render.plan import show_plan
 
         output.show(show_plan, made.to_json())
     return FAILS if made.verdict == "fails" else 0
@@ -99,7 +98,7 @@ def _duration(made: Plan, workload: Workload, asked: dict[str, int]) -> dict[str
     """Of a training that runs on a card whose speed is known."""
     if made.gpu is None or made.verdict == "fails" or not workload.trains:
         return None
-    from memfit.advice.durations import estimate, why_none
+    from memfit.fitting.durations import estimate, why_none
 
     time = estimate(workload, made.gpu, **asked)
     if time is None and asked:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from memfit.cli import late_conversion, output
-from memfit.cli.flags import Json
+from memfit.cli.options import Json
 from memfit.errors import InputError, UsageError
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def _profile(
     if json:
         output.print_json(document)
     else:
-        from memfit.render.profile_terminal import show_profile
+        from memfit.render.small import show_profile
 
         output.show(show_profile, document)
     return 0 if found.fits else DOES_NOT_FIT
@@ -123,8 +123,8 @@ def suite(
     force: Force = False,
 ) -> int:
     """Make every file of the profiling guide and answer its parts (a) to (e), in words and numbers."""
+    from memfit.guides.profile_suite import PARTS, Suite
     from memfit.jobs.profile import ProfileSettings, course_size
-    from memfit.planning.profile_suite import PARTS, Suite
 
     wanted = [each.strip().lower() for given in part or PARTS for each in given.split(",")]
     if unknown := [each for each in wanted if each not in PARTS]:
@@ -149,7 +149,7 @@ def suite(
 
 def _profiler(device: str, gpu: str | None) -> Callable[[ProfileSettings], Profiled]:
     if device == PREDICT:
-        from memfit.planning.profiled import predict_profile
+        from memfit.guides.profile_suite import predict_profile
 
         return lambda settings: predict_profile(settings, gpu)
     if gpu is not None:
@@ -181,7 +181,7 @@ def _free_beside(path: Path) -> Path:
 
 
 def _save(found: Profiled, path: Path) -> None:
-    from memfit.core.snapshot_write import save_snapshot
+    from memfit.snapshots.write import save_snapshot
 
     with output.writing(path, "--output"):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -12,14 +12,13 @@ import typer
 
 from memfit.cli import output
 from memfit.errors import MemfitError, UsageError
-from memfit.jobs.pruning.options import Listener, RunOptions
+from memfit.jobs.pruning.result import Listener, RunOptions
 from memfit.jobs.pruning.settings import PruneSettings, Sparsity
-from memfit.jobs.training.processes import is_first
+from memfit.jobs.training.batch import is_first
 from memfit.units import gib, parse_bytes
 
 if TYPE_CHECKING:
-    from memfit.jobs.pruning.options import Planned, Progress
-    from memfit.jobs.pruning.result import Prediction
+    from memfit.jobs.pruning.result import Planned, Prediction, Progress
 
 DOES_NOT_FIT = 1
 PRUNING, DATA, EVALUATION, OUTPUT, MACHINE = (
@@ -112,8 +111,7 @@ def _same_path(one: str | None, other: str) -> bool:
 
 def _run(settings: PruneSettings, options: RunOptions, *, json: bool) -> int:
     with output.working(f"loading {settings.model}"):
-        from memfit.jobs.pruning.out_of_memory import RanOut
-        from memfit.jobs.pruning.run import run
+        from memfit.jobs.pruning.run import RanOut, run
     say = output.note_lines if json else output.say
     try:
         with _bar() as progress:

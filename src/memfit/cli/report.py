@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from memfit.cli import output
-from memfit.cli.flags import Json
+from memfit.cli.options import Json
 
 
 def report(
@@ -34,11 +34,11 @@ def report(
     phases, idle memory, temporaries, growth; and, if memory ran out, what was asked for and what stood in the way.
     """
     if html is not None:
-        from memfit.core.report_file import files_read
+        from memfit.analysis.files import files_read
 
         output.check_free(html, "--html", force, inputs=files_read(file))
     with output.working(f"reading {file.name}"):
-        from memfit.core.report_file import report_file
+        from memfit.analysis.files import report_file
 
         reported = report_file(file, device=device, alloc_conf=alloc_conf)
         if html is not None:
@@ -49,7 +49,7 @@ def report(
     if json:
         output.print_json(reported.document)
     else:
-        from memfit.render.report_terminal import show_report
+        from memfit.render.report import show_report
 
         output.show(show_report, reported.document)
     if html is not None:

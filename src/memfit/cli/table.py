@@ -14,7 +14,7 @@ from memfit.cli.options import split_names
 from memfit.errors import UsageError
 
 if TYPE_CHECKING:
-    from memfit.advice.table import OnStep
+    from memfit.fitting.table import OnStep
 
 FORMATS = ("terminal", "markdown", "csv", "json")
 
@@ -58,12 +58,12 @@ def table(
         raise UsageError(f"--format {form!r} is not one of {', '.join(FORMATS)}")
     if json and form not in (None, "json"):
         raise UsageError(f"--json and --format {form} both say what is written", hint="give one")
-    from memfit.advice import table as tables
+    from memfit.fitting.table import GPUS, MODELS, WORKLOADS, make_table
 
     with _progress() as on_step, redirect_stdout(sys.stderr):
-        made = tables.make_table(
-            split_names(models or []) or tables.MODELS, split_names(workloads or []) or tables.WORKLOADS,
-            split_names(gpus or []) or tables.GPUS, seq_len=seq_len, nsamples=nsamples, guides=guides, on_step=on_step,
+        made = make_table(
+            split_names(models or []) or MODELS, split_names(workloads or []) or WORKLOADS,
+            split_names(gpus or []) or GPUS, seq_len=seq_len, nsamples=nsamples, guides=guides, on_step=on_step,
         )  # fmt: skip
     _write(made.to_json(), "json" if json else form or "terminal")
 
@@ -72,11 +72,11 @@ def _write(document: dict[str, object], form: str) -> None:
     if form == "json":
         output.print_json(document)
     elif form == "terminal":
-        from memfit.render.table_terminal import show_table
+        from memfit.render.table import show_table
 
         output.show(show_table, document)
     else:
-        from memfit.render.table_text import as_csv, as_markdown
+        from memfit.render.table import as_csv, as_markdown
 
         output.say((as_csv if form == "csv" else as_markdown)(document))
 

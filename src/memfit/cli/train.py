@@ -12,20 +12,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from memfit.cli import output
-from memfit.core.alloc_config import CUDA_VARIABLE
-from memfit.core.whole_file import written_whole
 from memfit.errors import InputError, MemfitError, UsageError
-from memfit.jobs.training.processes import is_first
+from memfit.files import written_whole
+from memfit.jobs.training.batch import is_first
+from memfit.replay.alloc_config import CUDA_VARIABLE
 from memfit.units import duration, gib
 
 if TYPE_CHECKING:
-    from memfit.advice.durations import Duration
+    from memfit.fitting.durations import Duration
     from memfit.jobs.training.config import TrainConfig
-    from memfit.jobs.training.events import TrainEvent
-    from memfit.jobs.training.preparation import TrainJob
-    from memfit.jobs.training.result import TrainResult
-    from memfit.jobs.training.run_log import RunLog
-    from memfit.planning.train_plan import TrainPlan
+    from memfit.jobs.training.job import TrainJob
+    from memfit.jobs.training.result import RunLog, TrainEvent, TrainResult
+    from memfit.planning.training import TrainPlan
 
 SCHEMA = "memfit.train/1"
 DOES_NOT_FIT, WRONG_INPUT, INTERRUPTED = 1, 2, 130
@@ -65,7 +63,7 @@ def train(
         note = _apply_allocator_settings(settings)
         _wait_without_spinning()
         with output.working(f"preparing {settings.name}"):
-            from memfit.jobs.training.preparation import prepare_job
+            from memfit.jobs.training.job import prepare_job
 
             job = prepare_job(settings, say=output.note if is_first() else None, to_run=not dry_run)
     say = _nothing if not is_first() else output.note_lines if json else output.say
@@ -91,10 +89,9 @@ def _run(
     job: TrainJob, plan: TrainPlan | None, time_told: Duration | None, said: list[str], *, json: bool,
     say: Callable[[str], None],
 ) -> int:  # fmt: skip
-    from memfit.jobs.training.out_of_memory import RanOut
-    from memfit.jobs.training.run_log import RunLog
-    from memfit.jobs.training.runner import train as run
-    from memfit.jobs.training.stopping import Stopped
+    from memfit.jobs.training.result import RanOut, RunLog
+    from memfit.jobs.training.run import Stopped
+    from memfit.jobs.training.run import train as run
 
     log = RunLog(job.output_dir) if is_first() else None
     if log is not None:
@@ -150,8 +147,8 @@ def _keep_config(job: TrainJob) -> None:
 
 def _explained(message: str, job: TrainJob) -> list[str]:
     """What `memfit explain` says of the error, with this job's own settings."""
-    from memfit.advice.explain import explain
-    from memfit.planning.train_plan import workload_of
+    from memfit.explaining.explain import explain
+    from memfit.planning.training import workload_of
 
     try:
         settings = workload_of(job).settings() | {"batch_size": 1}  # it was halved down to that
@@ -177,7 +174,7 @@ def _document(
 
 def _planned(job: TrainJob, say: Callable[[str], None]) -> tuple[TrainJob, TrainPlan | None]:
     """The job as the plan leaves it (`memory: auto` chooses another micro-batch), and the plan itself."""
-    from memfit.planning.train_plan import decides, plan_training
+    from memfit.planning.training import decides, plan_training
 
     if not is_first() and not decides(job):  # then one of them plans, for all to read
         return job, None
@@ -193,7 +190,7 @@ def _duration(job: TrainJob, plan: TrainPlan | None, say: Callable[[str], None])
     """For the card that was planned for; once it runs, measured steps tell."""
     if plan is None or plan.plan is None or plan.gpu is None or plan.verdict == "fails" or not is_first():
         return None
-    from memfit.advice.durations import estimate_training, why_none
+    from memfit.fitting.durations import estimate_training, why_none
 
     with output.working("counting operations"):
         time_told = estimate_training(job, plan.gpu)
@@ -261,7 +258,7 @@ def _progress(log: RunLog | None, *, shown: bool) -> Iterator[Callable[[TrainEve
     """Steps done, loss, memory and time left, on stderr and only where a person looks on; lines for everything else."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-    from memfit.jobs.training.run_log import in_a_line
+    from memfit.jobs.training.result import in_a_line
 
     err = output.errors_console()
     columns = (TextColumn("steps"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[state]}"))

@@ -13,8 +13,8 @@ from typing import Annotated, Any
 import typer
 
 from memfit.cli import output
-from memfit.core.whole_file import continues_log, written_whole
 from memfit.errors import UsageError
+from memfit.files import continues_log, written_whole
 
 
 def watch(
@@ -54,7 +54,7 @@ def _view(json: bool) -> Iterator[Callable[[dict[str, Any]], None]]:
     """In a terminal the view is redrawn in place; elsewhere each look is printed below the last."""
     from rich.console import Console
 
-    from memfit.render.watch_terminal import show_watch, watch_view
+    from memfit.render.small import show_watch, watch_view
 
     console = Console(highlight=False, markup=False, emoji=False)
     if json:

@@ -1,1 +1,14 @@
-"""What can be run on a GPU *or* traced without one, written once."""
+"""The jobs that memfit plans and does: their settings, how they are prepared, how they run."""
+
+from __future__ import annotations
+
+DOOR = {
+    "build": "DTYPES Prepared build_for_training prepare takes_labels trainer_checkpoints",
+    "host": "Event HostMemory Lane as_bytes finished is_out_of_memory numbers on_the_host",
+    "profile": "DoesNotFit OnCard ProfileSettings Profiled check_gpu course_size profile_on_gpu",
+    "run": "Phases run_job wanted",
+    "text_files": "KINDS builtin_documents builtin_origin is_text_file read_rows",
+    "texts": "Texts check_packages fetch_file find_split find_texts is_on_this_machine",
+    "workload": "KINDS Optimizer Workload flag kinds_that_read",
+}
+"""What other rooms may use, by file."""

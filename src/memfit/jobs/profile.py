@@ -1,7 +1,7 @@
 """Profile the memory of a model's forward pass or training step on a GPU: warm up, record, take the snapshot.
 
 The steps are the jobs' own (`forward.py`, `training/plain.py`), so that what is profiled here and what is predicted
-(`planning/profiled.py`) cannot be two things.
+(`guides/profile_suite.py`) cannot be two things.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from memfit.core.snapshot import FORMAT
 from memfit.errors import MemfitError, UnknownName, UsageError
 from memfit.jobs.workload import Workload
+from memfit.snapshots.read import FORMAT
 
 if TYPE_CHECKING:
     import torch
@@ -157,8 +157,8 @@ def profile_on_gpu(settings: ProfileSettings, device: str, on_step: Callable[[in
     """Peaks are those of the measured steps; the warm-up has made the optimizer's state and filled the pools."""
     import torch
 
-    from memfit.jobs.preparing import prepare
-    from memfit.jobs.running import run_job
+    from memfit.jobs.build import prepare
+    from memfit.jobs.run import run_job
     from memfit.recording.recorder import stop_history
 
     where = torch.device(device)

@@ -1,4 +1,21 @@
-"""Which model: presets, folders, config files and factories become a `transformers` config, then a module.
+"""Which models there are, and how one is built or read from its files."""
 
-Importing this package costs nothing: torch and transformers are imported inside the functions that need them.
-"""
+from __future__ import annotations
+
+DOOR = {
+    "basics": "BasicsTransformer",
+    "checkpoint": "INDEX Stored WEIGHTS WeightStore bytes_to_fetch first_line read_header why_no_hub",
+    "config_check": "Head MAX_FILE_BYTES MAX_LAYERS as_language_model read_config without_doubles",
+    "files": (
+        "NotHere Source cache_folder find_here find_source find_tokenizer_here load_tokenizer look_at_source "
+        "tokenizer_folder"
+    ),
+    "gguf": "gguf_file",
+    "gsa": "GsaConfig GsaForCausalLM",
+    "own": "block_list make_known",
+    "presets": (
+        "BASICS BasicsConfig GATHER GSA_SETTINGS GSA_SIZES GSA_TYPE LATER_SIZES Preset SIZES find_preset is_gsa presets"
+    ),
+    "registry": "ModelSource build_model head_named is_encoder load_config parameter_count resolve source_notes",
+}
+"""What other rooms may use, by file."""

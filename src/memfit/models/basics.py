@@ -11,7 +11,7 @@ import math
 import torch
 from torch import nn
 
-from memfit.models.basics_sizes import SIZES, BasicsConfig
+from memfit.models.presets import SIZES, BasicsConfig
 
 
 class RMSNorm(nn.Module):

@@ -6,7 +6,7 @@ from dataclasses import fields
 
 from transformers import PreTrainedConfig
 
-from memfit.models.basics_sizes import BASICS, SIZES, BasicsConfig
+from memfit.models.presets import BASICS, SIZES, BasicsConfig
 
 
 class BasicsSettings(PreTrainedConfig):  # type: ignore[misc,unused-ignore]

@@ -16,13 +16,13 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 from transformers import GradientCheckpointingLayer, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from memfit.models.gsa_sizes import GSA
+from memfit.models.presets import GSA
 
 PATHS = ("gather", "masked")
 
 
 class GsaConfig(PreTrainedConfig):  # type: ignore[misc,unused-ignore]
-    """As published, where nothing else is said; `models/gsa_sizes.py` has the files of the pre-training guide."""
+    """As published, where nothing else is said; `models/presets.py` has the files of the pre-training guide."""
 
     model_type = "gsa"
     attribute_map = {  # noqa: RUF012

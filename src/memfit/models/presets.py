@@ -3,6 +3,12 @@
 `presets.json` holds, for each published model, the fields of its `config.json` that change shapes, dropout, masks or
 token ids, the exact parameter count (a test builds every one of them), and where the numbers come from. The models that
 memfit has as code (`own_models.py`) have their sizes beside it.
+
+Sizes of GSA models, as the published code and its pre-training files have them: numbers only, no torch.
+
+Sizes of the CS336 course's Transformer, as its hand-out of 2025 has them: numbers only, no torch.
+
+What can be set of a GSA model, by name. No torch here: a config file is checked before torch is imported.
 """
 
 from __future__ import annotations
@@ -15,9 +21,85 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from memfit.models.basics_sizes import BASICS, LATER_SIZES, SIZES
-from memfit.models.gsa_names import GSA_TYPE
-from memfit.models.gsa_sizes import GATHER, GSA_SIZES, parameters_of
+BASICS = "basics"
+"""`model_type` in a config.json, and how the names of its sizes begin."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BasicsConfig:
+    d_model: int
+    d_ff: int
+    num_layers: int
+    num_heads: int
+    vocab_size: int = 10_000
+    context_length: int = 2048
+    rope_theta: float = 10_000.0
+
+    @property
+    def parameters(self) -> int:
+        block = 4 * self.d_model**2 + 3 * self.d_model * self.d_ff + 2 * self.d_model
+        return 2 * self.vocab_size * self.d_model + self.num_layers * block + self.d_model
+
+
+SIZES = {
+    "small": BasicsConfig(d_model=768, d_ff=3072, num_layers=12, num_heads=12),
+    "medium": BasicsConfig(d_model=1024, d_ff=4096, num_layers=24, num_heads=16),
+    "large": BasicsConfig(d_model=1280, d_ff=5120, num_layers=36, num_heads=20),
+    "xl": BasicsConfig(d_model=1600, d_ff=6400, num_layers=48, num_heads=25),
+    "2.7B": BasicsConfig(d_model=2560, d_ff=10240, num_layers=32, num_heads=32),
+}
+LATER_SIZES = {"10B": BasicsConfig(d_model=4608, d_ff=12288, num_layers=50, num_heads=36)}
+"""Of the hand-out of 2026, whose xl is the 2.7B of 2025."""
+
+
+GSA_TYPE = "gsa"
+"""`model_type` in a config.json."""
+
+GSA_SETTINGS = (
+    "d_model", "n_layers", "n_heads", "n_kv_heads", "d_ffn", "vocab_size", "max_position_embeddings", "rope_theta",
+    "norm_eps", "k_base", "k_min", "k_max", "temperature", "adaptive_k", "indexer_heads", "indexer_dim", "path",
+    "tie_word_embeddings", "initializer_range",
+)  # fmt: skip
+
+
+GATHER = "-gather"
+"""At the end of a name: the path of the published code."""
+
+
+def is_gsa(model: str) -> bool:
+    name = model.strip().lower()
+    return name == GSA_TYPE or name.startswith(f"{GSA_TYPE}-")
+
+
+GSA: dict[str, int] = {
+    "d_model": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 8, "d_ffn": 11008, "vocab_size": 128256,
+    "max_position_embeddings": 131072, "k_base": 2048, "k_min": 256, "k_max": 4096, "indexer_heads": 4,
+    "indexer_dim": 64,
+}  # fmt: skip
+"""The defaults of its class."""
+
+_PRETRAINED = {
+    **GSA, "n_heads": 8, "n_kv_heads": 2, "vocab_size": 151936, "max_position_embeddings": 8192,
+    "k_base": 512, "k_min": 64, "k_max": 1024,
+}  # fmt: skip
+
+GSA_SIZES: dict[str, dict[str, Any]] = {
+    "gsa": GSA,
+    "gsa-512m": {**_PRETRAINED, "d_model": 512, "n_layers": 8, "d_ffn": 1536},
+    "gsa-512m-copy1": {**_PRETRAINED, "d_model": 768, "n_layers": 12, "d_ffn": 2048},
+    "gsa-1b": {**_PRETRAINED, "d_model": 896, "n_layers": 14, "d_ffn": 2304},
+}
+GSA_SIZES |= {f"{name}{GATHER}": {**sizes, "path": "gather"} for name, sizes in GSA_SIZES.items()}
+"""Each again on the path of the published code, which copies the chosen keys and values out for every query."""
+
+
+def parameters_of(size: dict[str, Any]) -> int:
+    """Of an untied model, counted from its sizes."""
+    d, width = size["d_model"], size["d_model"] // size["n_heads"]
+    wide, narrow = size["n_heads"] * width, size["n_kv_heads"] * width
+    indexer = d * (size["indexer_heads"] + 1) * size["indexer_dim"] + (d + 2) * size["indexer_heads"]
+    layer = 2 * d * (wide + narrow) + (d + 1) * (wide + narrow) + indexer + 2 * d + 3 * d * size["d_ffn"]
+    return int(size["n_layers"] * layer + 2 * size["vocab_size"] * d + d)
 
 
 @dataclass(frozen=True, eq=False)

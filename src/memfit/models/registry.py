@@ -29,13 +29,17 @@ from memfit.models.config_check import (
     MAX_LAYERS,
     MAX_WEIGHT_ELEMENTS,
     Family,
+    Head,
     check_config,
+    class_named,
+    head_of,
+    labels_of,
     model_type_of,
     one_line,
+    problem_of,
     read_config,
     show,
 )
-from memfit.models.heads import Head, class_named, head_of, labels_of, problem_of
 from memfit.models.presets import find_preset, presets
 
 if TYPE_CHECKING:
@@ -211,7 +215,7 @@ def _refuse_quantised(data: dict[str, Any], where: str) -> None:
 def _config_class(data: dict[str, Any], where: str) -> Any:
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
 
-    from memfit.models.own_models import make_known
+    from memfit.models.own import make_known
 
     make_known()
     model_type = model_type_of(data, where)
@@ -304,7 +308,7 @@ def _language_model(config: PretrainedConfig) -> str:
 
 
 def _build_plain(config: PretrainedConfig, dtype: torch.dtype) -> Any:
-    from memfit.models.own_models import build_plain
+    from memfit.models.own import build_plain
 
     with _default_dtype(dtype):
         return build_plain(config)
@@ -318,7 +322,7 @@ def _attention_had(config: PretrainedConfig, attention: Attention, source: Model
 
 
 def _attention_is_its_own(config: PretrainedConfig) -> bool:
-    from memfit.models.own_models import OWN_TYPES
+    from memfit.models.own import OWN_TYPES
 
     return config.model_type in OWN_TYPES
 

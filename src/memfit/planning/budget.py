@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from memfit.core.events import Trace
-from memfit.core.report import live_blocks
+from memfit.analysis.plan_report import live_blocks
 from memfit.planning.predict import Plan
+from memfit.replay.events import Trace
 from memfit.units import gib
 
 OF_ADAPTERS = "lora_"

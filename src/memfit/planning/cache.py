@@ -15,10 +15,15 @@ does without. The folder is a convenience and never a reason to fail: what canno
 damaged, too large, someone else's, a link, or about another job is not read. An entry holds numbers and JSON (see
 `Trace.load`), is written aside and renamed, so that any number of processes may share the folder, and carries the whole
 of its key. When the folder is full, those that were not used for longest go first.
+
+A model's settings as a folder with config.json, for a shape that no preset has.
+
+A job as it was traced, and how to make the whole of it: what the cache keeps.
 """
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import hashlib
 import json
@@ -26,6 +31,7 @@ import os
 import re
 import stat
 import sys
+import tempfile
 import time
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
@@ -33,12 +39,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from shutil import rmtree
 from typing import Any, TypeVar
 
-from memfit.core.events import Trace
+from memfit.extrapolation.blocks import extend
+from memfit.files import written_whole
 from memfit.jobs.workload import Workload
-from memfit.models.config_check import MAX_FILE_BYTES
+from memfit.models.config_check import MAX_FILE_BYTES, MAX_LAYERS
 from memfit.models.registry import resolve
+from memfit.replay.events import Trace
 from memfit.tracing.platform import Platform
 from memfit.units import MiB
 
@@ -295,3 +304,85 @@ def tidy(folder: Path) -> None:
         with suppress(OSError):
             os.unlink(path)
         excess -= size
+
+
+def shape_folder(settings: Mapping[str, Any]) -> Path:
+    """The same settings have the same folder: beside the traces that are kept, or only for as long as this process
+    lives where none are."""
+    text = json.dumps(settings, sort_keys=True, indent=1)
+    name = f"{settings.get('model_type', 'model')}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    traces = folder()
+    if traces is not None:
+        with suppress(OSError):
+            return _written(traces.parent / "shapes" / name, text)
+    return _written(_of_this_process() / name, text)
+
+
+def _written(folder: Path, text: str) -> Path:
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    config = folder / "config.json"
+    if not config.is_file() or config.read_text(encoding="utf-8") != text:
+        with written_whole(config) as beside:
+            beside.write_text(text, encoding="utf-8")
+    return folder
+
+
+@cache
+def _of_this_process() -> Path:
+    made = tempfile.mkdtemp(prefix="memfit-")
+    atexit.register(rmtree, made, ignore_errors=True)
+    return Path(made)
+
+
+ASKED_ANEW = ("model", "alloc_conf")
+"""Settings that are the asker's own: a model has many spellings, and the allocator comes after the trace."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    trace: Trace
+    """Labelled. Of four units of blocks, or of all blocks where `blocks` is None."""
+    blocks: str | None = None
+    """The path of the list of blocks that repeat, with their period and the number of units to make."""
+    period: int = 1
+    units: int = 0
+    parameters: int
+    trainable_parameters: int
+    settings: Mapping[str, Any]
+    """As resolved, but for those that are asked anew."""
+    notes: tuple[str, ...] = ()
+
+    def whole(self) -> Trace:
+        """Raises NotRepeating where the blocks turn out to differ."""
+        if self.blocks is None:
+            return self.trace
+        return extend(self.trace, self.blocks, period=self.period, units=self.units)
+
+    def resolved(self, work: Workload) -> Workload:
+        """The workload with what the tracing found out, such as the names of the linear layers."""
+        names = {field.name for field in dataclasses.fields(Workload)} - set(ASKED_ANEW)
+        known: dict[str, Any] = {name: self.settings[name] for name in names & set(self.settings)}
+        for name in ("target_modules", "offload"):
+            if isinstance(known.get(name), list):
+                known[name] = tuple(known[name])
+        return dataclasses.replace(work, **known)
+
+    def facts(self) -> dict[str, Any]:
+        """All but the trace, as JSON."""
+        named = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "trace"}
+        return named | {"settings": dict(self.settings), "notes": list(self.notes)}
+
+    @classmethod
+    def from_facts(cls, trace: Trace, facts: Mapping[str, Any]) -> Recipe:
+        """From a file, so nothing is believed unread: raises ValueError, KeyError or TypeError."""
+        numbers = {name: int(facts[name]) for name in ("period", "units", "parameters", "trainable_parameters")}
+        if min(numbers.values()) < 0 or not 0 < numbers["period"] <= MAX_LAYERS or numbers["units"] > MAX_LAYERS:
+            raise ValueError(f"impossible numbers: {numbers}")
+        return cls(
+            trace=trace, blocks=None if facts["blocks"] is None else str(facts["blocks"]),
+            settings=dict(facts["settings"]), notes=tuple(str(note) for note in facts["notes"]), **numbers,
+        )  # fmt: skip
+
+
+def settings_found(work: Workload) -> dict[str, Any]:
+    return {name: value for name, value in work.settings().items() if name not in ASKED_ANEW}

@@ -1,10 +1,19 @@
-"""What each block of a traced job is, told by when it was born, when it died and which module made it."""
+"""What each block of a traced job is, told by when it was born, when it died and which module made it.
+
+The traces of a job as they were made, with what they asked of rules: what families learn from.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Container
+import dataclasses
+from array import array
+from collections.abc import Container, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
 
-from memfit.core.events import Action, Mark, Trace
+from memfit.extrapolation.streams import Call
+from memfit.replay.events import Action, Mark, Trace
 
 SURVIVORS = {"forward": "activations", "step": "optimizer", "load": "weights", "backward": "gradients"}
 LOSS_PHASES = ("forward", "backward")
@@ -45,3 +54,52 @@ def loss_modules_of(model: object) -> frozenset[str]:
         return frozenset()
     parts = path.split(".")
     return frozenset(".".join(parts[:n]) for n in range(len(parts) + 1))
+
+
+Part = Literal["all", "near", "far"]
+"""All of the job's steps or tokens; the first tokens of a generation; its last ones."""
+
+
+@dataclass(frozen=True)
+class Noted:
+    trace: Trace
+    calls: list[Call]
+    model: object
+    """The built model that ran: traces of the same one belong together."""
+    loss_modules: frozenset[str]
+    tokens: int | None
+    """After how many the generation was ended early."""
+    seq_len: int
+
+
+_listeners: list[list[Noted]] = []
+
+
+@contextmanager
+def noting() -> Iterator[list[Noted]]:
+    """What is traced inside is listed, in its order."""
+    heard: list[Noted] = []
+    _listeners.append(heard)
+    try:
+        yield heard
+    finally:
+        _listeners.pop()
+
+
+def note(trace: Trace, calls: list[Call], model: object, tokens: int | None, seq_len: int) -> None:
+    """As it is now: labels are put on later, and in place."""
+    if _listeners:
+        kept = dataclasses.replace(trace, category_of=array("i", trace.category_of), facts=dict(trace.facts))
+        noted = Noted(kept, calls, model, loss_modules_of(model), tokens, seq_len)
+        for heard in _listeners:
+            heard.append(noted)
+
+
+def parts_of(heard: list[Noted], seq_len: int) -> dict[Part, Noted]:
+    """Those that the result rests on. The traces of few blocks do not count where all blocks were traced after them."""
+    parts: dict[Part, Noted] = {}
+    for noted in heard:
+        if noted.model is heard[-1].model:
+            part: Part = "near" if noted.tokens is not None else "all" if noted.seq_len == seq_len else "far"
+            parts[part] = noted
+    return parts

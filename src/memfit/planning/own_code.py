@@ -24,13 +24,13 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
-from memfit.core.alloc_config import AllocatorConfig
-from memfit.core.events import Action
 from memfit.errors import TraceError, UsageError
 from memfit.gpus import Gpu, find_gpu
 from memfit.planning.failures import failures_of_the_job
-from memfit.planning.phases_by_what_runs import phases_by_what_runs
+from memfit.planning.on_trace import phases_by_what_runs
 from memfit.planning.predict import NOT_MODELLED, Plan, assess, context_on
+from memfit.replay.alloc_config import AllocatorConfig
+from memfit.replay.events import Action
 
 
 def trace_own_code(
@@ -42,11 +42,11 @@ def trace_own_code(
     import torch
 
     from memfit.planning import categories
-    from memfit.planning.platforms import platform_of
-    from memfit.planning.trainer_on_trace import TRAINER_KNOWN
+    from memfit.planning.on_trace import TRAINER_KNOWN
     from memfit.tracing.answers import NO_OVERFLOW, Answers, Site
     from memfit.tracing.outside import nothing_saved, put_back
     from memfit.tracing.own_code import OwnCodeNames, OwnCodeTracer
+    from memfit.tracing.platform import platform_of
     from memfit.tracing.pretended_card import card_pretended
     from memfit.tracing.python_stacks import keeping_stacks
     from memfit.tracing.tracer import check_not_nested, run_traced

@@ -3,29 +3,32 @@
 >>> plan = predict(kind="lora", model="qwen2.5-7b", batch_size=1, seq_len=1536, rank=128,
 ...                grad_checkpointing=True, gpu="24GiB")           # doctest: +SKIP
 >>> plan.peak.device_bytes, plan.verdict                           # doctest: +SKIP
+
+What people's guides would have said of a pruning job's memory, and where they are off.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from memfit.core.alloc_config import AllocatorConfig
-from memfit.core.collector import no_collector
-from memfit.core.events import Trace
-from memfit.core.replay import Replays, Timeline
-from memfit.core.report import Report, make_report
+from memfit.analysis.plan_report import Report, make_report
+from memfit.files import no_collector
 from memfit.gpus import Context, Gpu, find_gpu
 from memfit.jobs.workload import Workload
 from memfit.planning import cache
-from memfit.planning.tested_versions import outside_tested
-from memfit.units import gib
+from memfit.replay.alloc_config import AllocatorConfig
+from memfit.replay.events import Trace
+from memfit.replay.replay import Replays, Timeline
+from memfit.tracing.platform import outside_tested
+from memfit.units import GiB, gib
 
 if TYPE_CHECKING:
     from memfit.planning.traced import Traced
+
 
 SCHEMA = "memfit.plan/1"
 NOT_MODELLED = "not modelled:"
@@ -82,7 +85,7 @@ class Plan:
     timeline: Timeline
     id: object = None
     duration: dict[str, Any] | None = None
-    """How long it takes, where somebody has estimated it (`advice/durations.py`): predicting memory does not."""
+    """How long it takes, where somebody has estimated it (`fitting/durations.py`): predicting memory does not."""
 
     @property
     def verdict(self) -> Verdict | None:
@@ -98,7 +101,7 @@ class Plan:
         return f"<Plan: {self.workload['kind']} of {self.model}, {gib(self.peak.device_bytes)}{on}>"
 
     def __str__(self) -> str:
-        from memfit.render.text import plan_text
+        from memfit.render.plan import plan_text
 
         return plan_text(self.to_json())
 
@@ -137,7 +140,6 @@ class Plan:
 
     def _of_pruning(self) -> dict[str, Any]:
         """What is in host memory, and what the guides' formulas would have said of the device."""
-        from memfit.planning.guides import pruning_guides
 
         return {
             "host": self.trace.facts.get("host"),
@@ -161,8 +163,8 @@ def predict(
     config = AllocatorConfig.parse(work.alloc_conf)
 
     from memfit.planning.host_facts import host_notes
-    from memfit.planning.platforms import platform_of
     from memfit.planning.traced import trace_workload
+    from memfit.tracing.platform import platform_of
 
     traced = trace_workload(_within(work, card), platform_of(card), cached=trace_cache, stacks=stacks)
     work = dataclasses.replace(traced.workload, max_gpu_memory=work.max_gpu_memory)  # as asked for
@@ -191,7 +193,6 @@ def _guides(traced: Traced) -> tuple[str, ...]:
     """Beside the prediction, what the guides' formulas would have said."""
     if traced.workload.kind != "prune":
         return ()
-    from memfit.planning.guides import pruning_guides
 
     hidden = traced.trace.facts.get("hidden_size", 0)
     told = pruning_guides(traced.workload.settings(), traced.parameters, hidden)
@@ -298,3 +299,34 @@ def _assumptions(work: Workload, gpu: Gpu | None) -> tuple[str, ...]:
     if work.kind == "prune":
         notes.append("pruning alone: evaluation and zero-shot tasks are left out")
     return tuple(notes)
+
+
+BYTES = 2
+"""The guides know fp16 only."""
+
+
+def pruning_guides(workload: Mapping[str, Any], parameters: int, hidden: int) -> list[dict[str, Any]]:
+    """Both give the whole model to the GPU, as the public code does."""
+    windows, length = int(workload["nsamples"]), int(workload["seq_len"])
+    billions = parameters / 1e9
+    buffer = windows * length * hidden * BYTES / GiB
+    return [
+        {
+            "guide": "memory debugging guide",
+            "formula": "params * 2 / 2^30 + nsamples * seqlen * hidden * 2 / 2^30 + 1",
+            "gib": round(parameters * BYTES / GiB + buffer + 1, 3),
+            "off": (
+                "the public code it is about keeps two such buffers, and its sort takes 49 bytes for each weight of "
+                "the largest matrix; memfit keeps one buffer, one block in use and one on its way, and sorts nothing"
+            ),
+        },
+        {
+            "guide": "requirements guide",
+            "formula": "2 * billions + 2 * billions * seqlen / 2048 + 1",
+            "gib": round((billions * 2 + billions * 2 * length / 2048 + 1) * 1e9 / GiB, 3),
+            "off": (
+                "activations do not grow with the parameters: one block's, of a few windows, are there at a time, "
+                "whatever the depth; and the hidden states go by nsamples, which it leaves out"
+            ),
+        },
+    ]

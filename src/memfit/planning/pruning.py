@@ -17,23 +17,23 @@ from typing import Any
 
 import torch
 
-from memfit.core.events import Action, Trace
-from memfit.core.repeat import AFTER, BEFORE, LAST, NotRepeating
 from memfit.errors import UsageError
-from memfit.jobs.host_memory import HostMemory
-from memfit.jobs.preparing import DTYPES
+from memfit.extrapolation.blocks import AFTER, BEFORE, LAST, NotRepeating
+from memfit.jobs.build import DTYPES
+from memfit.jobs.host import HostMemory
 from memfit.jobs.pruning.decoder import Decoder, check_decoder
 from memfit.jobs.pruning.engine import Engine
 from memfit.jobs.pruning.placement import MicroBatch
-from memfit.jobs.pruning.report import Outcome
+from memfit.jobs.pruning.result import Outcome
 from memfit.jobs.pruning.settings import PruneSettings, Sparsity
 from memfit.jobs.pruning.streaming import Parts
 from memfit.jobs.workload import Workload
 from memfit.models.registry import build_model, load_config, resolve, source_notes
-from memfit.planning.blocks import Blocks, blocks_of
+from memfit.planning.cache import Recipe, settings_found
 from memfit.planning.failures import failures_of_the_job
-from memfit.planning.planned_host import PlannedHost
-from memfit.planning.recipe import Recipe, settings_found
+from memfit.planning.few import Blocks, blocks_of
+from memfit.planning.on_trace import PlannedHost
+from memfit.replay.events import Action, Trace
 from memfit.tracing.answers import Answer, Answers, Site
 from memfit.tracing.platform import Platform
 from memfit.tracing.tracer import Tracer, trace

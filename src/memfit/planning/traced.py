@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from memfit.core.events import Trace
 from memfit.jobs.workload import Workload
 from memfit.models.registry import resolve
 from memfit.planning import cache
-from memfit.planning.families import Family, Told, family_of
+from memfit.planning.cache import Recipe
+from memfit.planning.family import Family, Told, family_of
 from memfit.planning.host_facts import HOST, scaled
-from memfit.planning.recipe import Recipe
+from memfit.replay.events import Trace
 from memfit.tracing.platform import Platform
 
 UNLIKE = "traced by itself, not told from other batch sizes and lengths"
@@ -73,8 +73,8 @@ def _kept(work: Workload, trace: Trace, facts: Mapping[str, Any]) -> Traced:
 
 
 def _traced_now(work: Workload, platform: Platform, key: cache.Key | None, family: Family | None) -> Traced:
-    from memfit.planning.few_blocks import trace_few_blocks
-    from memfit.planning.noted import noting
+    from memfit.planning.categories import noting
+    from memfit.planning.few import trace_few_blocks
 
     with noting() as heard:
         recipe, whole = trace_few_blocks(work, platform)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
-from memfit.core.events import Trace
-from memfit.core.holes import Filled
-from memfit.core.repeat import Extension, Ints, extension, with_sizes
-from memfit.core.steps import last_step
+from memfit.extrapolation.blocks import Extension, Ints, extension, with_sizes
+from memfit.extrapolation.steps import last_step
+from memfit.extrapolation.streams import Filled
 from memfit.planning import categories
-from memfit.planning.recipe import Recipe
-from memfit.planning.tracing_jobs import steps_of
+from memfit.planning.cache import Recipe
+from memfit.planning.on_trace import steps_of
+from memfit.replay.events import Trace
 
 COLUMNS = ("actions", "subjects", "streams", "addresses", "category_of", "op_of", "module_of")
 

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from statistics import correlation, median
 from typing import Any, Literal
 
-from memfit.recording.host_memory import HostSource, ProcessMemory
+from memfit.recording.sampler import HostSource, ProcessMemory
 from memfit.units import format_bytes
 
 Kind = Literal["none", "leak", "long-batches", "fragmentation", "host-growth"]

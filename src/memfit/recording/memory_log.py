@@ -12,25 +12,182 @@ Every row is in the file before the next line of your code runs, so the log of a
 GPU figures are those of torch's allocator in this process; host figures are this process's resident memory. Where there
 is no GPU they are n/a, and empty in the file. `GPU Peak` is the peak since the log began. Peaks of stretches and parts
 are found by resetting torch's own peak counter at each reading; `reset_peaks=False` leaves that alone.
+
+The memory log as text: the blocks, the table and the CSV in the form that people and scripts already know.
+
+"GB" in it is 2^30 bytes, as in the log that this follows; everywhere else memfit writes GiB. What is not known is
+`n/a`, and an empty cell in the CSV.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
-from memfit.core.whole_file import continues_log
 from memfit.errors import InputError, MemfitError
-from memfit.recording import log_text
-from memfit.recording.gpu_memory import GpuReading, GpuSource, find_gpu
-from memfit.recording.host_memory import HostSource, ProcessMemory
-from memfit.recording.log_text import Checkpoint, Part
+from memfit.files import continues_log
+from memfit.recording.sampler import GpuReading, GpuSource, HostReading, HostSource, ProcessMemory, find_gpu
+from memfit.units import GiB
+
+WIDTH = 80
+RULE, THIN = "=" * WIDTH, "-" * WIDTH
+CSV_HEADER = "Timestamp,Checkpoint,GPU_Allocated_GB,GPU_Reserved_GB,GPU_Peak_GB,CPU_Used_GB,CPU_Percent"
+PARTS_HEADER = "Timestamp,Stage,Part,GPU_Allocated_GB,GPU_Reserved_GB,GPU_Peak_GB,CPU_Used_GB,Seconds"
+FAILED = "ERROR!"
+UNKNOWN = "n/a"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """One named moment of a run."""
+
+    name: str
+    at: datetime
+    gpu: GpuReading | None
+    host: HostReading
+    stretch_peak_bytes: int | None
+    """GPU memory: the most that was allocated since the checkpoint before this one."""
+    failed: bool = False
+    """The run broke on its way here: these are the figures of that moment."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One of many alike within a stage, such as a block of the model."""
+
+    stage: str
+    name: str
+    at: datetime
+    seconds: float
+    gpu: GpuReading | None
+    host: HostReading
+
+
+def checkpoint_block(point: Checkpoint) -> str:
+    host = point.host
+    lines = [
+        RULE, f"Memory Checkpoint: {point.name}{f' {FAILED}' if point.failed else ''}", RULE,
+        "GPU Memory:", *(f"  {line}" for line in _gpu_lines(point.gpu)),
+        "CPU Memory:", f"  Used:      {_gb(host.used_bytes)} ({host.percent:.1f}%)", RULE,
+    ]  # fmt: skip
+    return "\n".join(lines)
+
+
+def gpu_status(gpu: GpuReading | None) -> str:
+    usage = UNKNOWN if gpu is None else f"{100 * gpu.allocated_bytes / gpu.total_bytes:.1f}%"
+    return "\n".join([RULE, "GPU MEMORY STATUS", RULE, *_gpu_lines(gpu), f"Usage:     {usage}", RULE])
+
+
+def summary(points: Sequence[Checkpoint], peak_gpu: int | None, peak_host: int | None) -> str:
+    header = f"{'Checkpoint':<30} {'GPU Alloc':<12} {'GPU Peak':<12} CPU Used"
+    lines = [RULE, "MEMORY USAGE SUMMARY", RULE, header, THIN, *(_summary_row(point) for point in points)]
+    lines += [RULE, "", f"Peak GPU Memory: {_gb(peak_gpu)}", f"Peak CPU Memory: {_gb(peak_host)}", RULE]
+    return "\n".join(lines)
+
+
+def where_it_broke(points: Sequence[Checkpoint]) -> str:
+    """`04_after_pruning:  ERROR!`, below what was allocated at the checkpoints before."""
+    wide = max(len(point.name) for point in points) + 2
+    return "\n".join(
+        f"{f'{point.name}:':<{wide}}{FAILED if point.failed else _gb(_allocated(point.gpu))}" for point in points
+    )
+
+
+def csv_row(point: Checkpoint) -> str:
+    gpu, host = point.gpu, point.host
+    cells = ("", "", "") if gpu is None else (_gb3(gpu.allocated_bytes), _gb3(gpu.reserved_bytes), _gb3(gpu.peak_bytes))
+    name = f"{point.name} {FAILED}" if point.failed else point.name
+    return ",".join([_stamp(point.at), _quoted(name), *cells, _gb3(host.used_bytes), f"{host.percent:.2f}"])
+
+
+def parts_row(part: Part) -> str:
+    gpu, cells = part.gpu, ("", "", "")
+    if gpu is not None:
+        cells = (_gb3(gpu.allocated_bytes), _gb3(gpu.reserved_bytes), _gb3(gpu.stretch_peak_bytes))
+    named = (_stamp(part.at), _quoted(part.stage), _quoted(part.name))
+    return ",".join([*named, *cells, _gb3(part.host.used_bytes), f"{part.seconds:.3f}"])
+
+
+def parts_table(parts: Sequence[Part]) -> str:
+    """Peaks of the parts. Parts in a row whose figures read the same are one line."""
+    lines = [RULE, "PEAK OF EACH PART", RULE, f"{'Part':<30} {'GPU Alloc':<12} {'GPU Peak':<12} CPU Used", THIN]
+    alike: list[tuple[str, list[Part]]] = []
+    for part in parts:
+        peak = None if part.gpu is None else part.gpu.stretch_peak_bytes
+        row = _row(_allocated(part.gpu), peak, part.host.used_bytes)
+        if alike and alike[-1][0] == row:
+            alike[-1][1].append(part)
+        else:
+            alike.append((row, [part]))
+    for row, same in alike:
+        name = same[0].name if len(same) == 1 else f"{same[0].name} ... {same[-1].name}"
+        lines.append(f"{name:<30} {row}")
+    return "\n".join([*lines, RULE])
+
+
+def predicted_and_measured(rows: Iterable[tuple[str, int | None, int | None]]) -> str:
+    lines = [RULE, "PREDICTED AND MEASURED", RULE, f"{'Peak':<30} {'Predicted':<12} {'Measured':<12} Difference", THIN]
+    for name, predicted, measured in rows:
+        off = UNKNOWN
+        if predicted is not None and measured:
+            off = f"{100 * (predicted - measured) / measured:+.1f}%"
+        lines.append(f"{name:<30} {_right(predicted, 12)} {_right(measured, 13)} {off:>13}")
+    return "\n".join([*lines, RULE])
+
+
+def _gpu_lines(gpu: GpuReading | None) -> list[str]:
+    names = ("Allocated:", "Reserved:", "Peak:", "Free:", "Total:")
+    if gpu is None:
+        values: tuple[int | None, ...] = (None,) * len(names)
+    else:
+        values = (gpu.allocated_bytes, gpu.reserved_bytes, gpu.peak_bytes, gpu.free_bytes, gpu.total_bytes)
+    return [f"{name:<11}{_gb(value)}" for name, value in zip(names, values, strict=True)]
+
+
+def _summary_row(point: Checkpoint) -> str:
+    peak = None if point.gpu is None else point.gpu.peak_bytes
+    figures = _row(_allocated(point.gpu), peak, point.host.used_bytes)
+    if point.failed:
+        figures = f"{FAILED:>12}{figures[12:]}"
+    return f"{point.name:<30} {figures}"
+
+
+def _row(allocated: int | None, peak: int | None, host: int) -> str:
+    return f"{_right(allocated, 12)} {_right(peak, 13)} {_right(host, 13)}"
+
+
+def _right(count: int | None, width: int) -> str:
+    return f"{_gb(count):>{width}}"
+
+
+def _allocated(gpu: GpuReading | None) -> int | None:
+    return None if gpu is None else gpu.allocated_bytes
+
+
+def _gb(count: int | None) -> str:
+    return UNKNOWN if count is None else f"{count / GiB:.2f} GB"
+
+
+def _gb3(count: int | None) -> str:
+    return "" if count is None else f"{count / GiB:.3f}"
+
+
+def _stamp(at: datetime) -> str:
+    return at.replace(tzinfo=None).isoformat(timespec="seconds")
+
+
+def _quoted(text: str) -> str:
+    """A name is the user's own text: it must stay one cell."""
+    text = " ".join(text.split("\n"))
+    return f'"{text.replace(chr(34), chr(34) * 2)}"' if any(c in text for c in ',"\r') else text
+
 
 Say = Callable[[str], None]
 
@@ -101,9 +258,9 @@ class MemoryLog:
     def write_to(self, path: str | Path, *, append: bool = False) -> None:
         """From here on to this file too, which gets what there is already; `append` keeps what an earlier run wrote."""
         self.path, self._append = Path(path).absolute(), append
-        _begin(self.path, log_text.CSV_HEADER, append)
+        _begin(self.path, CSV_HEADER, append)
         for point in self.points:
-            self._write(self.path, log_text.csv_row(point))
+            self._write(self.path, csv_row(point))
         for number, part in enumerate(self.parts):
             self._write_part(part, first=number == 0)
 
@@ -130,10 +287,10 @@ class MemoryLog:
         return any(point.failed for point in self.points)
 
     def summary(self) -> str:
-        return log_text.summary(self.points, self.peak_gpu_bytes, self.peak_host_bytes)
+        return summary(self.points, self.peak_gpu_bytes, self.peak_host_bytes)
 
     def where_it_broke(self) -> str:
-        return log_text.where_it_broke(self.points)
+        return where_it_broke(self.points)
 
     @staticmethod
     def parts_path(path: Path) -> Path:
@@ -147,7 +304,7 @@ class MemoryLog:
             return
         self._closed = True
         if self.parts:
-            self._say(f"\n{log_text.parts_table(self.parts)}")
+            self._say(f"\n{parts_table(self.parts)}")
         self._say(f"\n{self.summary()}")
         if self.broke:
             self._say(f"\n{self.where_it_broke()}")
@@ -175,8 +332,8 @@ class MemoryLog:
             name=name, at=self._now(), gpu=gpu, host=host, stretch_peak_bytes=stretch, failed=failed,
         )  # fmt: skip
         self.points.append(point)
-        self._write(self.path, log_text.csv_row(point))
-        self._say(f"\n{log_text.checkpoint_block(point)}")
+        self._write(self.path, csv_row(point))
+        self._say(f"\n{checkpoint_block(point)}")
         return point
 
     def _read_gpu(self) -> GpuReading | None:
@@ -204,8 +361,8 @@ class MemoryLog:
     def _write_part(self, part: Part, *, first: bool) -> None:
         if self.path is not None:
             if first:
-                _begin(self.parts_path(self.path), log_text.PARTS_HEADER, self._append)
-            self._write(self.parts_path(self.path), log_text.parts_row(part))
+                _begin(self.parts_path(self.path), PARTS_HEADER, self._append)
+            self._write(self.parts_path(self.path), parts_row(part))
 
     def _saw_host(self, used: int, high_water: int | None) -> None:
         self._peak_host = max(self._peak_host, used)
@@ -216,7 +373,7 @@ class MemoryLog:
 def print_gpu_memory_summary() -> None:
     """The GPU's memory as it is now, on stdout. torch's counters are only read."""
     gpu = find_gpu(reset=False)
-    _to_stdout(f"\n{log_text.gpu_status(None if gpu is None else gpu.read())}")
+    _to_stdout(f"\n{gpu_status(None if gpu is None else gpu.read())}")
 
 
 def _begin(path: Path, header: str, append: bool) -> None:

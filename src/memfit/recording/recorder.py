@@ -12,6 +12,12 @@
 
 If memory runs out inside, the snapshot is taken at that very moment, before the stack unwinds and frees the evidence.
 With `model` and `optimizer` the categories of weights, gradients, optimizer state and saved tensors are exact.
+
+What a recorded allocation was for, where torch itself can tell: weights, gradients, optimizer state, saved tensors.
+
+torch's history knows addresses and times, not purposes. While a recording runs, each tensor whose purpose is certain
+is noted with its address at a moment when it is alive; afterwards that names the allocation which held the address
+then. Nothing is guessed: an allocation that no note fits stays unknown.
 """
 
 from __future__ import annotations
@@ -19,14 +25,16 @@ from __future__ import annotations
 import functools
 import pickle
 import time
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
-from memfit.core.events import Trace
-from memfit.core.whole_file import check_free, written_whole
 from memfit.errors import MemfitError
+from memfit.files import check_free, written_whole
+from memfit.replay.events import Trace
 
 MAX_ENTRIES = 1_000_000
 P = ParamSpec("P")
@@ -75,8 +83,6 @@ class record:
         record._active = self
         _watch_for_ooms()
         if self.model is not None:
-            from memfit.recording.labels import Labels
-
             self._labels = Labels(self.model, self.optimizer)
             self._labels.__enter__()
         return self
@@ -119,7 +125,7 @@ class record:
         if self._trace is None:
             if self.snapshot is None:
                 raise MemfitError("nothing has been recorded yet", hint="ask after the `with` block")
-            from memfit.core.snapshot import snapshot_of
+            from memfit.snapshots.read import snapshot_of
 
             self._trace = snapshot_of(self.snapshot).traces[int(self.device or 0)]
         return self._trace
@@ -179,3 +185,96 @@ def _out_of_memory(device: int, alloc_size: int, total: int, free: int) -> None:
     except Exception as error:  # an observer that raises would hide the error the user has to see
         active.ran_out = {**(active.ran_out or {}), "failed": 1}
         del error
+
+
+WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, UNKNOWN = "weights", "gradients", "optimizer", "activations", "unknown"
+CERTAINTY = (ACTIVATIONS, GRADIENTS, OPTIMIZER, WEIGHTS)
+"""A weight that is saved for the backward pass is still a weight: the later one wins."""
+
+
+class Labels:
+    """Notes from entering to leaving; `write_into` puts them on the events of a snapshot."""
+
+    def __init__(self, model: Any, optimizer: Any = None) -> None:
+        self.model, self.optimizer = model, optimizer
+        self.notes: list[tuple[int, int, str]] = []  # microseconds, address, category
+        self._open = ExitStack()
+
+    def __enter__(self) -> Labels:
+        import torch
+
+        def saved(tensor: Any) -> Any:
+            self._note(tensor, ACTIVATIONS)
+            return tensor
+
+        self._open.enter_context(torch.autograd.graph.saved_tensors_hooks(saved, lambda tensor: tensor))
+        for parameter in self.model.parameters():
+            if parameter.requires_grad:
+                handle = parameter.register_post_accumulate_grad_hook(self._note_gradient)
+                self._open.callback(handle.remove)
+        if self.optimizer is not None:
+            handle = self.optimizer.register_step_post_hook(lambda *_: self._note_state())
+            self._open.callback(handle.remove)
+        self._note_what_stays()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self._open.close()
+        self._note_what_stays()
+
+    def write_into(self, snapshot: dict[str, Any], device: int) -> None:
+        """A `category` on each allocation of the history; memory_viz colours by it."""
+        events = snapshot["device_traces"][device] if len(snapshot["device_traces"]) > device else []
+        lives = _lives(events)
+        found: dict[int, str] = {}
+        for at, address, category in self.notes:
+            event = _holding(lives.get(address, []), at)
+            if event is not None and CERTAINTY.index(category) >= CERTAINTY.index(found.get(event, ACTIVATIONS)):
+                found[event] = category
+        for i, event in enumerate(events):
+            if event["action"] == "alloc":
+                event["category"] = found.get(i, UNKNOWN)
+
+    def _note_what_stays(self) -> None:
+        for tensor in (*self.model.parameters(), *self.model.buffers()):
+            self._note(tensor, WEIGHTS)
+            if tensor.grad is not None:
+                self._note(tensor.grad, GRADIENTS)
+        self._note_state()
+
+    def _note_gradient(self, parameter: Any) -> None:
+        self._note(parameter.grad, GRADIENTS)
+
+    def _note_state(self) -> None:
+        for tensor in _tensors(self.optimizer.state.values() if self.optimizer is not None else ()):
+            self._note(tensor, OPTIMIZER)
+
+    def _note(self, tensor: Any, category: str) -> None:
+        if tensor is not None and tensor.is_cuda:
+            address = tensor.untyped_storage().data_ptr()
+            if address:
+                self.notes.append((time.time_ns() // 1000, address, category))
+
+
+def _tensors(states: Any) -> Iterator[Any]:
+    for state in states:
+        for value in state.values() if isinstance(state, dict) else ():
+            if hasattr(value, "untyped_storage"):
+                yield value
+
+
+def _lives(events: list[dict[str, Any]]) -> dict[int, list[tuple[int, int]]]:
+    """When each address was handed out: (time, event), in order."""
+    lives: dict[int, list[tuple[int, int]]] = {}
+    for i, event in enumerate(events):
+        if event["action"] == "alloc":
+            lives.setdefault(event["addr"], []).append((event.get("time_us", 0), i))
+    return lives
+
+
+def _holding(lives: list[tuple[int, int]], at: int) -> int | None:
+    """The allocation that held the address at that time; the last one made until then."""
+    place = bisect_right(lives, (at, 1 << 62))
+    return lives[place - 1][1] if place else None

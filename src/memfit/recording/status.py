@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from memfit.core.whole_file import written_whole
+from memfit.files import written_whole
 
 MAX_BYTES = 64 << 10
 MAX_TEXT = 200

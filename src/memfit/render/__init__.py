@@ -1,1 +1,15 @@
-"""Reports as text, made from the JSON documents that memfit prints: a saved one can be shown without torch."""
+"""Documents as people read them: in a terminal, as Markdown, as a page."""
+
+from __future__ import annotations
+
+DOOR = {
+    "diff": "show_diff",
+    "explain": "show_explanation",
+    "fit": "show_fit show_ladder",
+    "pieces": "count time_words",
+    "plan": "as_text plan_text show_plan",
+    "report": "show_report",
+    "small": "show_check show_gpus show_models show_profile show_watch watch_view",
+    "table": "as_csv as_markdown show_table",
+}
+"""What other rooms may use, by file."""

@@ -1,16 +1,70 @@
-"""What all reports in a terminal are built of: sections, columns that line up, bars, words for categories."""
+"""What all reports in a terminal are built of: sections, columns that line up, bars, words for categories.
+
+Small words that every report uses: counts, shares, names from elsewhere.
+
+The peaks of the phases, step by step: steps that are alike are one row, of many different ones a few are shown.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any
 
 from rich.console import Console, Group, JustifyMethod, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from memfit.render.words import clean, percent
-from memfit.units import gib
+from memfit.units import duration, gib, two_figures
+
+
+def count(number: int) -> str:
+    """`7.62 billion`, `135 million`, `12,345`."""
+    for size, name in ((10**12, "trillion"), (10**9, "billion"), (10**6, "million")):
+        if number >= 0.9995 * size:  # else 999.9 million would be 1e+03 million
+            return f"{number / size:.3g} {name}"
+    return f"{number:,}"
+
+
+def percent(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.1f} %" if whole else "n/a"
+
+
+def clean(text: object) -> str:
+    """Names of modules and files come from elsewhere: no control character of theirs reaches a terminal."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in str(text))
+
+
+def short_op(op: str) -> str:
+    """`aten._log_softmax.default` is `_log_softmax` to people."""
+    return op.removeprefix("aten.").removesuffix(".default")
+
+
+def tail(text: str, width: int) -> str:
+    """The end of a long path says more than its beginning."""
+    return text if len(text) <= width else "…" + text[len(text) - width + 1 :]
+
+
+def time_words(time: Mapping[str, Any]) -> str:
+    """How long a training takes, as `duration` of a document has it: all of it where that is known, and a step."""
+    step, pace = _span(time["step_seconds"]), two_figures(time["tokens_per_second"]["likely"])
+    said = f"about {step} a step, {pace} tokens a second"
+    if time["total_seconds"] is None:
+        return said
+    steps = time["steps"]
+    return f"about {_span(time['total_seconds'])} for {steps:,} step{'' if steps == 1 else 's'}; {said}"
+
+
+def time_basis(document: Mapping[str, Any]) -> list[str]:
+    """What the time rests on, where there is one."""
+    time = document.get("duration")
+    return [f"the time is estimated: {clean(time['basis'])}"] if time else []
+
+
+def _span(seconds: Mapping[str, float]) -> str:
+    return f"{duration(seconds['likely'])} ({duration(seconds['least'])} to {duration(seconds['most'])})"
+
 
 CATEGORY_STYLES = {
     "weights": "blue", "gradients": "green", "optimizer": "magenta", "activations": "yellow", "loss": "red",
@@ -87,3 +141,49 @@ def alive_bars(breakdown: Mapping[str, int], glyphs: Glyphs, width: int) -> Tabl
             style = CATEGORY_STYLES.get(name, "")
             table.add_row(category_word(name), Text(bar, style), small(size), percent(size, total))
     return table
+
+
+Phase = Mapping[str, Any]
+
+
+def steps_table(phases: Sequence[Phase], peak: tuple[str, int], mark: str) -> Table:
+    table = grid("left", "left", "right", "right", "left")
+    table.add_row("", "", Text("allocated", "dim"), Text("reserved", "dim"), "")
+    for steps, found in _steps(phases, peak[1]):
+        label = _label(steps)
+        for phase in found:
+            peaks = phase["name"] == peak[0] and peak[1] in steps
+            sizes = (gib(phase["allocated_bytes"]), gib(phase["reserved_bytes"]))
+            table.add_row(label, clean(phase["name"]), *sizes, Text(mark, "bold") if peaks else "")
+            label = ""
+        if not found:
+            table.add_row(label, "", "", "", "")
+    return table
+
+
+def _steps(phases: Sequence[Phase], peak: int) -> Iterator[tuple[list[int], list[Phase]]]:
+    """Steps that are alike are one; of many different ones, the first, the last and the peak's are shown."""
+    merged: list[tuple[list[int], list[Phase]]] = []
+    for step, found in groupby(phases, key=lambda phase: phase["step"]):
+        rows = list(found)
+        if merged and [_figures(row) for row in merged[-1][1]] == [_figures(row) for row in rows]:
+            merged[-1][0].append(step)
+        else:
+            merged.append(([step], rows))
+    kept = [i for i, (steps, _) in enumerate(merged) if i < 4 or i == len(merged) - 1 or peak in steps]
+    for before, i in zip([-1, *kept], kept, strict=False):
+        if i > before + 1:
+            yield [], []
+        yield merged[i]
+
+
+def _figures(phase: Phase) -> tuple[str, int, int]:
+    return phase["name"], phase["allocated_bytes"], phase["reserved_bytes"]
+
+
+def _label(steps: Sequence[int]) -> str:
+    if not steps:
+        return "..."
+    if steps == [0]:
+        return "start"
+    return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]}-{steps[-1]}"

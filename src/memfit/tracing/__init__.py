@@ -1,1 +1,17 @@
 """`trace(fn)`: what any callable would allocate on a GPU, found without one. Knows no model and no job."""
+
+from __future__ import annotations
+
+DOOR = {
+    "answers": "Answer Answers NO_OVERFLOW Site Value",
+    "costs": "OpCosts",
+    "distributed": "OnHost ddp_traced fully_shard_traced",
+    "outside": "nothing_saved put_back",
+    "own_code": "OwnCodeNames OwnCodeTracer",
+    "platform": "H200 Platform outside_tested platform_of",
+    "pretended_card": "card_pretended",
+    "python_stacks": "keeping_stacks",
+    "rule_answers": "answers_on",
+    "tracer": "Tracer check_not_nested run_traced trace",
+}
+"""What other rooms may use, by file."""

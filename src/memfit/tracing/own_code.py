@@ -22,13 +22,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from memfit.errors import TraceError
-from memfit.tracing import masks
 from memfit.tracing.answers import Answers, asking_line
 from memfit.tracing.cuda_names import FROM_HOST, CudaNames
+from memfit.tracing.kernels import indexing
+from memfit.tracing.kernels.products import PRODUCTS
 from memfit.tracing.platform import Platform
 from memfit.tracing.tracer import KnownOp, Tracer
 from memfit.tracing.values import Values
-from memfit.tracing.workspaces import PRODUCTS
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
@@ -43,7 +43,7 @@ ANYWHERE = frozenset(
 )  # fmt: skip
 """Ops between devices, and those that only look at shapes and types."""
 RECURRENT = tuple(getattr(torch._VF, name) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu"))
-INDEXED_FROM_HOST = frozenset(masks.BY_INDEX)
+INDEXED_FROM_HOST = frozenset(indexing.BY_INDEX)
 """Indices may lie on the host: they move to the device."""
 
 
@@ -186,7 +186,7 @@ def _needs_data(func: Any) -> bool:
     tags = func.tags
     return (
         torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags
-    ) and func not in masks.DATA_DEPENDENT
+    ) and func not in indexing.DATA_DEPENDENT
 
 
 def _kind(tensor: Tensor) -> str:

@@ -19,11 +19,12 @@ from unittest import mock
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memfit.core.alloc_config import AllocatorConfig
-from memfit.core.replay import Timeline, replay
 from memfit.errors import TraceError
 from memfit.gpus import Gpu
+from memfit.replay.alloc_config import AllocatorConfig
+from memfit.replay.replay import Timeline, replay
 from memfit.tracing.answers import asking_line
+from memfit.tracing.cuda_names import TracedEvent
 from memfit.tracing.own_code import (
     CUDA,
     OwnCodeNames,
@@ -32,7 +33,6 @@ from memfit.tracing.own_code import (
     saved_tensors_met_by_name,
     streams_recorded,
 )
-from memfit.tracing.streams import TracedEvent
 
 RANDOM_STATE_BYTES = 16
 CUDA_VERSION = "13.0"

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from memfit.core.events import Trace
-from memfit.core.holes import CALLER, Answer, Ask, Outline
-from memfit.tracing import kernels
+from memfit.extrapolation.streams import CALLER, Answer, Ask, Outline
+from memfit.replay.events import Trace
 from memfit.tracing.answers import Answers
+from memfit.tracing.kernels.products import Workspaces
+from memfit.tracing.kernels.rules import HIDDEN
 from memfit.tracing.platform import Platform
 from memfit.tracing.rule_calls import Fixed, Form, ListForm, TensorForm, WholeNumber
 from memfit.tracing.tracer import REPLACED, Tracer
-from memfit.tracing.workspaces import Workspaces
 
 _CALLER = "caller"
 _ARGUMENT = "argument "
@@ -53,7 +53,7 @@ class RuleAnswers(Tracer):
         start, born = len(self.trace), len(self.trace.requested)
         with torch._C._AutoDispatchBelowAutograd():  # where a dispatch mode runs
             if form.hidden:
-                result = kernels.HIDDEN[form.op](self, *arguments, **named)
+                result = HIDDEN[form.op](self, *arguments, **named)
             else:
                 with self:
                     result = REPLACED[form.op](self, *arguments, **named)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from memfit.core.holes import Call
+from memfit.extrapolation.streams import Call
 
 if TYPE_CHECKING:
     from memfit.tracing.tracer import Tracer

@@ -25,18 +25,19 @@ from torch.utils._python_dispatch import (
 )  # fmt: skip
 from torch.utils._pytree import tree_leaves
 
-from memfit.core.events import Trace
 from memfit.errors import TraceError
-from memfit.tracing import attention, composites, convolutions, fully_sharded, grouped, kernels, masks
-from memfit.tracing.accumulation import EngineSums
+from memfit.replay.events import Trace
+from memfit.tracing import distributed
 from memfit.tracing.answers import Answers
+from memfit.tracing.cuda_names import Streams
+from memfit.tracing.distributed import Sent
+from memfit.tracing.kernels import attention, composites, indexing, products, rules
+from memfit.tracing.kernels.composites import EngineSums
+from memfit.tracing.kernels.products import PRODUCTS, Workspaces
+from memfit.tracing.memo import Gives, Remembered, what_is_given
 from memfit.tracing.platform import H200, Platform
 from memfit.tracing.python_stacks import stacks_of
-from memfit.tracing.remembered import Gives, Remembered, what_is_given
-from memfit.tracing.replicated import Sent
 from memfit.tracing.rule_calls import RuleCalls
-from memfit.tracing.streams import Streams
-from memfit.tracing.workspaces import PRODUCTS, Workspaces
 
 if TYPE_CHECKING:
     from memfit.tracing.cuda_names import CudaNames
@@ -45,8 +46,8 @@ aten = torch.ops.aten
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 ACCUMULATE_GRAD = "torch::autograd::AccumulateGrad"
 REPLACED: dict[Any, Callable[..., Any]] = {
-    **attention.RULES, **composites.IN_INFERENCE_MODE, **grouped.RULES, **kernels.REPLACED,
-    **masks.REPLACED, **convolutions.REPLACED,
+    **attention.RULES, **composites.IN_INFERENCE_MODE, **products.RULES, **rules.REPLACED,
+    **indexing.REPLACED, **products.REPLACED_CONVOLUTIONS,
 }  # fmt: skip
 
 
@@ -255,7 +256,7 @@ class Tracer(TorchDispatchMode):
         except RuntimeError as error:
             if not _lacks_shapes(error):
                 raise
-            if rule := masks.DATA_DEPENDENT.get(func):
+            if rule := indexing.DATA_DEPENDENT.get(func):
                 with self:
                     return rule(self, *args, **kwargs)
             if _NO_DATA in str(error):
@@ -349,7 +350,7 @@ class KnownOp:
 def _known_op(func: Any) -> KnownOp:
     return KnownOp(
         name=str(func), gives=what_is_given(func), replaced=REPLACED.get(func), hidden=_hidden(func),
-        multiplies=func in PRODUCTS, adds=func is aten.add.Tensor, indexes=func in masks.BY_INDEX,
+        multiplies=func in PRODUCTS, adds=func is aten.add.Tensor, indexes=func in indexing.BY_INDEX,
         asks_value=func is aten._local_scalar_dense.default,
         detaches=func is aten.detach.default, is_composite=_is_composite(func),
         resizes=func in (aten.resize_.default, aten.resize_as_.default),
@@ -361,7 +362,7 @@ def _is_composite(func: Any) -> bool:
 
 
 def _hidden(func: Any) -> Callable[..., Any] | None:
-    return kernels.HIDDEN.get(func) or fully_sharded.HIDDEN.get(str(func))
+    return rules.HIDDEN.get(func) or distributed.HIDDEN.get(str(func))
 
 
 @cache

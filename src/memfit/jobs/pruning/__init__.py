@@ -1,1 +1,14 @@
-"""One-shot pruning of language models, one block of memory at a time."""
+"""`memfit prune`: one block on the GPU at a time, from files to files, resumed where it was interrupted."""
+
+from __future__ import annotations
+
+DOOR = {
+    "decoder": "Call Decoder check_decoder",
+    "engine": "Engine",
+    "placement": "MicroBatch NoRoom",
+    "result": "Listener Outcome Planned Prediction Progress RunOptions",
+    "run": "RanOut run",
+    "settings": "Method PruneSettings Sparsity",
+    "streaming": "Parts",
+}
+"""What other rooms may use, by file."""

@@ -4,6 +4,12 @@ WikiText-2 and other running text: everything joined with one space and tokenise
 drawn by `randint(0, tokens - length - 1)`. C4: documents are drawn until one is longer than the window, then the start
 within it. The generator is Python's `random`, seeded once. Windows are full: no padding, no special tokens but those
 that the tokenizer put there, no regard for the ends of documents.
+
+NaN and infinite weights, found before any work: one look at the files.
+
+A number is not finite exactly if all bits of its exponent are set, which needs no arithmetic. A model of more than a
+few GiB is not looked through beforehand, for reading it twice would take as long as the work; there each block is
+checked when its turn comes, and what was done before it is kept.
 """
 
 from __future__ import annotations
@@ -16,7 +22,9 @@ from typing import Any
 import torch
 
 from memfit.errors import InputError
-from memfit.jobs.pruning.texts import Texts, find_texts
+from memfit.jobs.texts import Texts, find_texts
+from memfit.models.checkpoint import Stored, WeightStore
+from memfit.units import GiB, MiB
 
 ENOUGH_TRIES = 1000
 """So many documents in a row too short, and all of them are measured before more are drawn."""
@@ -152,3 +160,39 @@ class _Documents:
 def too_short(texts: Texts, tokens: int, needs: str) -> InputError:
     why = f"--dataset {texts.name}: its {texts.split} text has only {tokens:,} tokens; {needs}"
     return InputError(f"{why} ({texts.origin})", hint="a shorter --seqlen or more text")
+
+
+LOOK_UP_TO = 8 * GiB
+PIECE = 32 * MiB
+EXPONENTS = {
+    "F64": (torch.int64, 0x7FF << 52), "F32": (torch.int32, 0xFF << 23), "F16": (torch.int16, 0x1F << 10),
+    "BF16": (torch.int16, 0xFF << 7),
+}  # fmt: skip
+
+
+def check_files(weights: WeightStore, *, up_to: int = LOOK_UP_TO) -> bool:
+    """Raises for the first tensor with such a value. False if the files are too large to be read twice."""
+    tensors = [tensor for tensor in weights.stored.values() if tensor.dtype in EXPONENTS]
+    if sum(tensor.nbytes for tensor in tensors) > up_to:
+        return False
+    for tensor in tensors:
+        bad = _not_finite(weights, tensor)
+        if bad:
+            path = weights.files[tensor.file].path
+            raise InputError(
+                f"weight '{tensor.name}' has {bad:,} values that are NaN or infinite ({path})",
+                hint="the checkpoint is damaged, or its training had diverged; nothing was written",
+            )
+    return True
+
+
+def _not_finite(weights: WeightStore, tensor: Stored) -> int:
+    kind, exponent = EXPONENTS[tensor.dtype]
+    room, bad = bytearray(min(PIECE, tensor.nbytes)), 0
+    for start in range(0, tensor.nbytes, PIECE):
+        part = memoryview(room)[: min(PIECE, tensor.nbytes - start)]
+        weights.read_into(tensor.name, part, start)
+        found = torch.frombuffer(part, dtype=kind) & exponent
+        if int(found.max()) == exponent:
+            bad += int(found.eq(exponent).sum())
+    return bad

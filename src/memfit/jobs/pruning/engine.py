@@ -16,30 +16,27 @@ import torch
 from torch import Tensor, nn
 
 from memfit.errors import InputError
-from memfit.jobs.host_memory import HostMemory
-from memfit.jobs.lanes import Event, Lane
-from memfit.jobs.phases import Phases
-from memfit.jobs.pruning import fusing
-from memfit.jobs.pruning.decoder import Call, Decoder
-from memfit.jobs.pruning.distributed import Team
-from memfit.jobs.pruning.layout import Layout, Piece, Slot
-from memfit.jobs.pruning.matrices import Matrix, find_matrices
-from memfit.jobs.pruning.observation import Observer, Pattern, Statistic
+from memfit.jobs.host import Event, HostMemory, Lane
+from memfit.jobs.pruning import kernels
+from memfit.jobs.pruning.decoder import Call, Decoder, Layout, Piece, Slot
+from memfit.jobs.pruning.observation import Matrix, Observer, Pattern, Statistic, find_matrices
 from memfit.jobs.pruning.output import OutputFolder
 from memfit.jobs.pruning.placement import (
     HiddenStates,
     MicroBatch,
     Needs,
     Placement,
+    Team,
     Where,
     activations_per_token,
     choose,
     deal,
-    usual_micro_batch,
-)  # fmt: skip
-from memfit.jobs.pruning.report import BlockReport, Outcome
+    usual_micro_batch,  # fmt: skip
+)
+from memfit.jobs.pruning.result import BlockReport, Outcome
 from memfit.jobs.pruning.settings import PruneSettings
 from memfit.jobs.pruning.streaming import BlockReader, Load, Sink, Uploads, bring
+from memfit.jobs.run import Phases
 from memfit.models.checkpoint import Stored, WeightStore
 
 if TYPE_CHECKING:
@@ -80,7 +77,7 @@ class Engine:
         self._uploads: Uploads | None = None
         self._placed: dict[tuple[int, tuple[Slot, ...]], dict[str, nn.Parameter]] = {}
         self._patterns: dict[tuple[str, ...], Pattern] = {}
-        fusing.fuse(decoder.blocks, self.device)
+        kernels.fuse(decoder.blocks, self.device)
         self._move_tables()
 
     def __enter__(self) -> Engine:

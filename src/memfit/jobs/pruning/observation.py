@@ -3,24 +3,159 @@
 Matrices that are multiplied with the same tensor (q, k and v; gate and up) share one statistic. Which do is seen in the
 first micro-batch by the identity of the tensor. Once every input has been seen the rest of the block is not computed:
 the product of the last matrix is wanted by nobody.
+
+What is pruned in a block: its linear layers, whatever they are called, and the matrices of its experts.
+
+Routers, norms, biases, embeddings and the head are left alone. A matrix is seen as rows (outputs) by columns (inputs):
+a Linear's weight as it is, GPT-2's Conv1D turned over, and one expert of a 3-D parameter as a slice.
+
+Mixtures of experts: each expert's own tokens reach its own statistics.
+
+transformers keeps the experts of a block as 3-D parameters and multiplies them in one grouped product, where no hook
+sees a single expert. While statistics are collected, the experts run one by one instead, each on the tokens that the
+router sent to it, in the order of the text.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from memfit.errors import InputError
-from memfit.jobs.pruning import experts
 from memfit.jobs.pruning.decoder import forget_frames
-from memfit.jobs.pruning.matrices import Matrix
 from memfit.jobs.pruning.placement import MicroBatch
+
+ROUTERS = ("gate", "router", "shared_expert_gate")
+"""Linear layers that choose experts."""
+
+
+@dataclass(frozen=True)
+class Matrix:
+    name: str
+    module: nn.Module
+    """Whose input it is multiplied with."""
+    slot: str
+    """The parameter inside the block."""
+    rows: int
+    columns: int
+    transposed: bool = False
+    expert: int | None = None
+    first_row: int = 0
+    side: str = ""
+    """Which of an experts module's two inputs: `in` of gate and up, `down`."""
+
+    def weight(self, slots: Mapping[str, Tensor]) -> Tensor:
+        """As a view [rows, columns] of the block's own memory."""
+        whole = slots[self.slot]
+        if self.expert is not None:
+            return whole[self.expert, self.first_row : self.first_row + self.rows]
+        return whole.t() if self.transposed else whole
+
+
+def find_matrices(block: nn.Module) -> list[Matrix]:
+    found = list(_of(block))
+    if not found:
+        raise InputError(f"a {type(block).__name__} has no linear layers to prune")
+    return found
+
+
+def _of(block: nn.Module) -> Iterator[Matrix]:
+    from transformers.pytorch_utils import Conv1D
+
+    for name, module in block.named_modules():
+        if isinstance(module, nn.Linear) and name.rpartition(".")[2] not in ROUTERS:
+            yield Matrix(name, module, f"{name}.weight", module.out_features, module.in_features)
+        elif isinstance(module, Conv1D):
+            columns, rows = module.weight.shape
+            yield Matrix(name, module, f"{name}.weight", rows, columns, transposed=True)
+        elif is_experts(module):
+            yield from _of_experts(name, module)
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Experts as one 3-D parameter for each of their layers."""
+    down = getattr(module, "down_proj", None)
+    return isinstance(down, nn.Parameter) and down.dim() == 3
+
+
+def _of_experts(name: str, module: nn.Module) -> Iterator[Matrix]:
+    gated = module._parameters.get("gate_up_proj")
+    if gated is None or getattr(module, "is_transposed", False) or not getattr(module, "is_concatenated", True):
+        raise InputError(
+            f"the experts of a {type(module).__name__} are stored in a layout that memfit does not prune yet",
+            hint="Mixtral, Qwen-MoE and others with [gate; up] matrices of outputs by inputs can be pruned",
+        )
+    experts, double, columns = gated.shape
+    rows, narrow = module.down_proj.shape[1:]  # type: ignore[index]
+    for expert in range(experts):
+        for number, which in enumerate(("gate_proj", "up_proj")):
+            yield Matrix(
+                f"{name}.{expert}.{which}", module, f"{name}.gate_up_proj", double // 2, columns,
+                expert=expert, first_row=number * double // 2, side="in",
+            )  # fmt: skip
+        yield Matrix(
+            f"{name}.{expert}.down_proj", module, f"{name}.down_proj", rows, narrow, expert=expert, side="down"
+        )
+
+
+See = Callable[[nn.Module, int, str, Tensor, Tensor], None]
+"""Module, number of the expert, side, its input [tokens, n], and the place of each token among all of them."""
+
+
+@contextmanager
+def seen(block: nn.Module, see: See, after: Callable[[nn.Module], None]) -> Iterator[None]:
+    """Show what each expert is given; `after` is called when a block's experts have all been shown."""
+    replaced = [module for module in block.modules() if is_experts(module)]
+    for module in replaced:
+        usual = module.forward
+
+        def forward(hidden: Tensor, chosen: Tensor, shares: Tensor, module: Any = module, usual: Any = usual) -> Tensor:
+            _show(module, hidden, chosen, see)
+            after(module)
+            made: Tensor = usual(hidden, chosen, shares)
+            return made
+
+        module.forward = forward
+    try:
+        yield
+    finally:
+        for module in replaced:
+            del module.forward
+
+
+def _show(module: Any, hidden: Tensor, chosen: Tensor, see: See) -> None:
+    experts, each = module.num_experts, chosen.shape[-1]
+    order = torch.sort(chosen.reshape(-1), stable=True)
+    tokens = order.indices // each
+    counts = (order.values[None, :] == torch.arange(experts, device=hidden.device)[:, None]).sum(1)
+    start = 0
+    for expert, count in enumerate(sizes(counts, tokens.numel())):
+        if not count:
+            continue
+        mine = tokens[start : start + count]
+        start += count
+        given = hidden[mine]
+        see(module, expert, "in", given, mine)
+        inner = module._apply_gate(linear(given, module.gate_up_proj[expert]))
+        del given
+        see(module, expert, "down", inner, mine)
+
+
+def sizes(counts: Tensor, total: int) -> list[int]:
+    """How many tokens each expert has: the one thing here that the program must wait for. Without data, as in a plan,
+    they are spread evenly."""
+    if counts.is_meta:
+        even, more = divmod(total, counts.numel())
+        return [even + (expert < more) for expert in range(counts.numel())]
+    made: list[int] = counts.tolist()
+    return made
 
 
 class Statistic(Protocol):
@@ -93,7 +228,7 @@ class Observer:
                     hook = self._hook(matrix, batch)
                     stack.callback(matrix.module.register_forward_pre_hook(hook).remove)
             if self._of_expert:
-                stack.enter_context(experts.seen(block, self._see_expert(batch), self._after_experts))
+                stack.enter_context(seen(block, self._see_expert(batch), self._after_experts))
             try:
                 yield
             except Enough as enough:
@@ -150,7 +285,7 @@ class Observer:
         self._of_expert[key] = group
         self.groups.append(group)
 
-    def _see_expert(self, batch: MicroBatch) -> experts.See:
+    def _see_expert(self, batch: MicroBatch) -> See:
         def see(module: nn.Module, expert: int, side: str, x: Tensor, tokens: Tensor) -> None:
             group = self._of_expert[module, expert, side]
             group.statistic.add_tokens(x, batch.first + tokens // self.length)

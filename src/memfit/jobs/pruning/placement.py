@@ -3,11 +3,19 @@
 Hidden states are the only thing carried from block to block: one buffer, written over in place. It lies on the device
 if it fits; else in host memory, and two micro-batches of it are on the device while one is computed and the next comes
 in. The same micro-batches run in the same order wherever the buffer is, so the results are the same to the bit.
+
+Several processes, one a GPU, under torchrun: micro-batches are dealt, statistics come together, masks are the same.
+
+Each process runs whole micro-batches, so that every one has the shape and the numbers it has in a single process. Norms
+are kept one row a sequence: adding a process's rows to the others' zeros is exact, and the sum over sequences is then
+taken in the same order everywhere. Products X^T X are added up, in an order that is the library's. Each input's
+matrices are pruned by one process and sent to the others, so all go on with the same weights, to the bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from memfit.errors import InputError
-from memfit.jobs.host_memory import HostMemory
-from memfit.jobs.lanes import Event, Lane, finished
+from memfit.jobs.host import Event, HostMemory, Lane, finished
+from memfit.jobs.pruning.statistics import ColumnNorms, Gram
 from memfit.units import MiB, format_bytes
 
 Where = Literal["device", "host"]
@@ -221,3 +229,70 @@ def activations_per_token(block: nn.Module, hidden: int, item: int, experts_per_
     ]
     times = experts_per_token if any(parameter.dim() == 3 for parameter in block.parameters()) else 1
     return item * (6 * hidden + 4 * max(widths, default=hidden) * times)
+
+
+class Team:
+    """The processes of a run; by default this one alone."""
+
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
+        self.rank = rank
+        self.size = size
+
+    @classmethod
+    def from_environment(cls, device: torch.device) -> Team:
+        """What torchrun has set up; the caller ends it with `leave`."""
+        size = int(os.environ.get("WORLD_SIZE", "1"))
+        if size < 2:
+            return cls()
+        import torch.distributed as dist
+
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        if not dist.is_initialized():
+            dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        return cls(dist.get_rank(), dist.get_world_size())
+
+    @property
+    def leads(self) -> bool:
+        return self.rank == 0
+
+    def owner(self, number: int) -> int:
+        """Who prunes the matrices of an input."""
+        return number % self.size
+
+    def add_up(self, tensors: Iterable[Tensor]) -> None:
+        if self.size == 1:
+            return
+        import torch.distributed as dist
+
+        for tensor in tensors:
+            dist.all_reduce(tensor)
+
+    def gather(self, statistics: Iterable[Any]) -> None:
+        """Everyone's part of each statistic."""
+        known = [each for each in statistics if isinstance(each, (ColumnNorms, Gram))]
+        self.add_up(each.rows if isinstance(each, ColumnNorms) else each.matrix for each in known)
+
+    def send(self, tensor: Tensor, owner: int) -> None:
+        """The owner's values to all. As bytes: not every library sends every type."""
+        if self.size == 1:
+            return
+        import torch.distributed as dist
+
+        dist.broadcast(tensor.view(-1).view(torch.uint8), owner)
+
+    def tell(self, value: Any) -> Any:
+        """What the first process says."""
+        if self.size == 1:
+            return value
+        import torch.distributed as dist
+
+        said = [value]
+        dist.broadcast_object_list(said, 0)
+        return said[0]
+
+    def leave(self) -> None:
+        if self.size > 1:
+            import torch.distributed as dist
+
+            dist.destroy_process_group()

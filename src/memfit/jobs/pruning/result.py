@@ -1,23 +1,94 @@
-"""`result.json`: everything a run was asked, found and reached; and `log_{method}.txt`, two lines that scripts read."""
+"""`result.json`: everything a run was asked, found and reached; and `log_{method}.txt`, two lines that scripts read.
+
+What a pruning run came to, block by block.
+
+What surrounds a pruning run: options that leave the weights alone, and who is told what meanwhile.
+"""
 
 from __future__ import annotations
 
 import json
 import platform
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memfit.core.whole_file import written_whole
-from memfit.jobs.pruning.report import BlockReport
+from memfit.errors import UsageError
+from memfit.files import written_whole
 from memfit.jobs.pruning.settings import PruneSettings
-from memfit.recording.log_text import Checkpoint, Part
+from memfit.recording.memory_log import Checkpoint, Part
 
 if TYPE_CHECKING:
     from memfit.jobs.pruning.calibration import Fingerprint
+    from memfit.jobs.pruning.placement import HiddenStates, Where
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatrixReport:
+    name: str
+    rows: int
+    columns: int
+    zeros: int
+    tokens: int | None = None
+    """How many of them an expert saw; None for what every token goes through."""
+
+    @property
+    def sparsity(self) -> float:
+        return self.zeros / (self.rows * self.columns)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockReport:
+    index: int
+    matrices: tuple[MatrixReport, ...]
+    seconds: float
+    notes: tuple[str, ...] = ()
+    resumed: bool = False
+    """Found finished by an earlier run."""
+
+    @property
+    def weights(self) -> int:
+        return sum(matrix.rows * matrix.columns for matrix in self.matrices)
+
+    @property
+    def zeros(self) -> int:
+        return sum(matrix.zeros for matrix in self.matrices)
+
+    @property
+    def sparsity(self) -> float:
+        return self.zeros / self.weights
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, facts: Mapping[str, Any]) -> BlockReport:
+        """As the journal of an earlier run has it."""
+        return cls(
+            index=int(facts["index"]), matrices=tuple(MatrixReport(**each) for each in facts["matrices"]),
+            seconds=float(facts["seconds"]), notes=tuple(facts["notes"]), resumed=True,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    blocks: tuple[BlockReport, ...]
+    ratios: tuple[float, ...]
+    """What was asked of each block."""
+    micro_batch: int
+    hidden_on: Where
+    host_peak_bytes: int
+    notes: tuple[str, ...] = ()
+    dense_states: HiddenStates | None = None
+    pruned_states: HiddenStates | None = None
+
+    @property
+    def sparsity(self) -> float:
+        return sum(block.zeros for block in self.blocks) / sum(block.weights for block in self.blocks)
+
 
 SCHEMA = "memfit.prune/1"
 FILE = "result.json"
@@ -185,3 +256,62 @@ def _part(part: Part) -> dict[str, Any]:
         "stage": part.stage, "name": part.name, "seconds": round(part.seconds, 3),
         "gpu_peak_bytes": None if gpu is None else gpu.stretch_peak_bytes, "host_used_bytes": part.host.used_bytes,
     }  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """All that a plan of this very run needs to know."""
+
+    settings: PruneSettings
+    seqlen: int
+    folder: Path
+    dtype: str
+    budget: int | None
+    gpu: str
+
+
+Predict = Callable[[Planned], Prediction | None]
+"""What a plan says of a run. A job does not know how to plan: whoever starts it does."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """What surrounds the pruning itself and leaves the weights alone."""
+
+    must_evaluate: bool = False
+    """It is an error if there is no text to evaluate on; else there is just no perplexity."""
+    eval_dataset: str | None = None
+    """By default WikiText-2, or the part of the built-in text that is not calibrated on."""
+    eval_windows: int | None = None
+    eval_seqlen: int | None = None
+    """By default as long as the windows for calibration."""
+    eval_dense: bool = True
+    """Perplexity before pruning too."""
+    zero_shot: bool = False
+    cache_dir: str | None = None
+    force: bool = False
+    results_also_in: str | None = None
+    """A second folder for the results without the model."""
+
+    def __post_init__(self) -> None:
+        for flag, value, least in (("windows", self.eval_windows, 1), ("seqlen", self.eval_seqlen, 2)):
+            if value is not None and value < least:
+                raise UsageError(f"--eval-{flag} {value} is not {least} or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    what: str
+    done: int
+    total: int
+    gpu_peak_bytes: int | None
+    host_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listener:
+    """Who is told: `say` the lines that scripts look for and the memory log, `remark` what only a person reads."""
+
+    say: Callable[[str], None] = lambda _: None
+    remark: Callable[[str], None] = lambda _: None
+    progress: Callable[[Progress], None] = lambda _: None

@@ -4,41 +4,155 @@ Whatever can be wrong with what was asked is found before any weight is fetched 
 to and who else writes there, packages, the model's settings and tokenizer, the text, the room on the disk; and before
 the first block, weights that are not numbers. After that only the machine can fail, and then what is done is on disk
 for `--resume`.
+
+`--device`: where a run takes place.
+
+What helps when memory runs out, by the stage in which it did. Only what makes that stage smaller is named.
+
+In this engine the device holds one block, the statistics of its inputs, and hidden states, which move to the host when
+they do not fit. So a smaller model, an empty cache or gradient checkpointing, which guides advise, would not help.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
+import os
+import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from memfit.errors import InputError, UsageError
-from memfit.jobs.memory_errors import is_out_of_memory
-from memfit.jobs.pruning import out_of_memory, place_to_save, zero_shot
-from memfit.jobs.pruning.calibration import Windows, calibration_windows
+import torch
+
+from memfit.errors import InputError, MemfitError, UsageError
+from memfit.jobs.host import is_out_of_memory, on_the_host
+from memfit.jobs.pruning import evaluation
+from memfit.jobs.pruning import output as output_folder
+from memfit.jobs.pruning.calibration import Windows, calibration_windows, check_files
 from memfit.jobs.pruning.decoder import Decoder, max_positions, read_settings
-from memfit.jobs.pruning.devices import described, device_of, give_back_freed_memory
-from memfit.jobs.pruning.distributed import Team
 from memfit.jobs.pruning.engine import Engine
-from memfit.jobs.pruning.finite import check_files
-from memfit.jobs.pruning.options import Listener, Planned, Predict, Progress, RunOptions
+from memfit.jobs.pruning.evaluation import evaluation_windows, perplexity_of_model, perplexity_of_states
 from memfit.jobs.pruning.output import OutputFolder, absolute, check_room, identity_of, is_same_disk, writing_to
-from memfit.jobs.pruning.perplexity import evaluation_windows, perplexity_of_model, perplexity_of_states
-from memfit.jobs.pruning.report import BlockReport, Outcome
-from memfit.jobs.pruning.result import FILE, Perplexity, Result, write_result
+from memfit.jobs.pruning.placement import Team
+from memfit.jobs.pruning.result import (
+    FILE,
+    BlockReport,
+    Listener,
+    Outcome,
+    Perplexity,
+    Planned,
+    Predict,
+    Progress,
+    Result,
+    RunOptions,
+    write_result,
+)
 from memfit.jobs.pruning.settings import PruneSettings
-from memfit.jobs.pruning.texts import Texts, find_texts
-from memfit.jobs.source import Source, find_source, load_tokenizer, look_at_source
+from memfit.jobs.texts import Texts, find_texts
 from memfit.models.checkpoint import WeightStore, bytes_to_fetch
-from memfit.models.local_files import cache_folder
-from memfit.recording.gpu_memory import CudaMemory, GpuReading
-from memfit.recording.log_text import predicted_and_measured
-from memfit.recording.memory_log import MemoryLog
+from memfit.models.files import Source, cache_folder, find_source, load_tokenizer, look_at_source
+from memfit.recording.memory_log import MemoryLog, predicted_and_measured
+from memfit.recording.sampler import CudaMemory, GpuReading
 from memfit.recording.status import publish, published
+from memfit.units import format_bytes
+
+
+def device_of(name: str) -> torch.device:
+    """auto is the GPU of this process, or the CPU."""
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    if name == "auto":
+        return torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UsageError(f"--device {name!r} is not a device", hint="auto, cpu, cuda or cuda:1") from error
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            built = "finds no GPU" if torch.version.cuda else "was built without CUDA"
+            raise UsageError(f"--device {name}: this torch ({torch.__version__}) {built}", hint="--device cpu works")
+        index = local if device.index is None else device.index
+        if index >= torch.cuda.device_count():
+            raise UsageError(f"--device {name}: there are {torch.cuda.device_count()} GPUs, counted from 0")
+        return torch.device("cuda", index)
+    if device.type != "cpu":
+        raise UsageError(f"--device {name}: memfit prunes on cuda and cpu")
+    return device
+
+
+def described(device: torch.device) -> dict[str, Any]:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    return {"device": str(device), "name": name, "threads": torch.get_num_threads()}
+
+
+def give_back_freed_memory() -> None:
+    """To the system, what malloc keeps for later. Without this a run on the CPU, whose tensors are malloc's, seems to
+    grow block by block: glibc returns memory only from the end of its heap."""
+    if sys.platform == "linux":
+        with suppress(OSError, AttributeError):  # another C library
+            ctypes.CDLL(None).malloc_trim(0)
+
+
+class RanOut(MemfitError):
+    """Memory ran out on the way to a checkpoint; the hint is what makes that stage smaller."""
+
+    def __init__(self, stage: str, settings: PruneSettings, error: BaseException, budget: int | None) -> None:
+        where = "host memory" if on_the_host(error) else "GPU memory"
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        first = first.partition(" If reserved but unallocated")[0]  # torch's own advice, which seldom fits
+        helps = "\n".join(fixes(stage, settings, error, budget))
+        super().__init__(f"{where} ran out before {stage}: {first}", hint=helps)
+
+
+def fixes(stage: str, settings: PruneSettings, error: BaseException, budget: int | None = None) -> list[str]:
+    """Lines for a person, the most likely help first. `budget` is what the run had reckoned with."""
+    if on_the_host(error):
+        return _for_the_host(stage, settings)
+    if stage.startswith("04"):
+        return _for_pruning(settings, budget)
+    if stage.startswith("06"):
+        return _for_evaluation(settings, budget)
+    return ["close other programs on this GPU (`memfit watch` shows them), or choose another with --device cuda:1"]
+
+
+def _less(budget: int | None) -> str:
+    room = "8GiB" if budget is None else format_bytes(budget * 3 // 4).translate({32: None, 44: None})
+    room = room.replace(".00", "")
+    return f"--max-gpu-memory {room}: hidden states move to the host and fewer windows run at a time"
+
+
+def _for_pruning(settings: PruneSettings, budget: int | None) -> list[str]:
+    lines = [_less(budget)]
+    if settings.seqlen > 512:
+        lines.append(f"--seqlen {settings.seqlen // 2}: halves what a window takes on its way through a block")
+    if settings.method == "sparsegpt":
+        lines.append("--prune-method wanda or ria: no X^T X of each input on the device")
+    if settings.reconstruct:
+        lines.append("without --reconstruct: no gradients and optimizer state of a block")
+    if settings.nsamples > 32:
+        lines.append(f"--nsamples {settings.nsamples // 2}: half of the hidden states")
+    return [*lines, "--device cpu: slow, but needs no GPU memory"]
+
+
+def _for_evaluation(settings: PruneSettings, budget: int | None) -> list[str]:
+    lines = [_less(budget)]
+    if settings.seqlen > 512:
+        lines.append(f"--seqlen {settings.seqlen // 2}: shorter windows (perplexity is then of that length)")
+    lines.append("--no-eval: prune without perplexity")
+    return [f"{line}, with --resume" if settings.save and "seqlen" not in line else line for line in lines]
+
+
+def _for_the_host(stage: str, settings: PruneSettings) -> list[str]:
+    lines = [f"--nsamples {max(1, settings.nsamples // 2)}: half of the hidden states"]
+    if stage.startswith("06"):
+        lines = ["--eval-windows 40: fewer hidden states at a time"]
+    if settings.seqlen > 512:
+        lines.append(f"--seqlen {settings.seqlen // 2}: halves them too")
+    return lines
+
 
 LOG_FILE = "memory_log.csv"
 STARS = "*" * 30
@@ -69,7 +183,7 @@ class _Run:
             stack.callback(self.team.leave)
             if self.team.leads:
                 for folder in (self.settings.save, self.options.results_also_in):
-                    stack.enter_context(place_to_save.held(folder, self._note))
+                    stack.enter_context(output_folder.held(folder, self._note))
             self._check_asked()
             return self._logged()
 
@@ -80,10 +194,10 @@ class _Run:
                 "--resume works in one process", hint="without torchrun; the result is the same, to the byte"
             )
         if options.zero_shot:
-            zero_shot.check(settings.save)
+            evaluation.check(settings.save)
         if self.team.leads:
-            place_to_save.check(settings, force=options.force)
-            place_to_save.check_results(options.results_also_in, settings, force=options.force)
+            output_folder.check(settings, force=options.force)
+            output_folder.check_results(options.results_also_in, settings, force=options.force)
 
     def _logged(self) -> Result:
         settings = self.settings
@@ -96,7 +210,7 @@ class _Run:
                 return self._stages(log, began)
         except Exception as error:
             if is_out_of_memory(error):
-                raise out_of_memory.RanOut(log.points[-1].name, settings, error, self.budget) from error
+                raise RanOut(log.points[-1].name, settings, error, self.budget) from error
             raise
 
     def _stages(self, log: MemoryLog, began: float) -> Result:
@@ -145,10 +259,10 @@ class _Run:
                 self._save(log, result, output)
         finally:
             if output is not None:
-                place_to_save.leave(output)
+                output_folder.leave(output)
         if self.options.zero_shot and result.saved is not None and self.team.leads:
             with self._timed("zero_shot"):
-                result.zero_shot = zero_shot.evaluate(Path(result.saved), self.device)
+                result.zero_shot = evaluation.evaluate(Path(result.saved), self.device)
         return result
 
     # -- before any work -------------------------------------------------------------------------------------------
@@ -277,8 +391,8 @@ class _Run:
             key |= {"nsamples": settings.nsamples, "seqlen": text.seqlen, "data": text.windows.fingerprint.sha256}
         replace = self.options.force
         if replace:
-            place_to_save.begin_anew(settings.save)
-        elif place_to_save.holds_same_run(settings.save, {**key, "source": identity_of(engine.decoder)}):
+            output_folder.begin_anew(settings.save)
+        elif output_folder.holds_same_run(settings.save, {**key, "source": identity_of(engine.decoder)}):
             self._note(f"'{settings.save}' holds the result of this very run: it is replaced when this one is whole")
             replace = True
         return OutputFolder.create(settings.save, engine.decoder, key, resume=settings.resume, replace=replace)
@@ -379,7 +493,7 @@ class _Run:
         except OSError as error:
             self._note(f"the last figures are not in '{saved / FILE}': {error.strerror}")
         with writing_to(self.options.results_also_in):
-            place_to_save.copy_results(saved, self.options.results_also_in)
+            output_folder.copy_results(saved, self.options.results_also_in)
 
     # -- what came of it -------------------------------------------------------------------------------------------
 

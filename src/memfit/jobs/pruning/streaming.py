@@ -15,10 +15,8 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from memfit.jobs.host_memory import HostMemory, as_bytes
-from memfit.jobs.lanes import Event, Lane, finished
-from memfit.jobs.pruning.decoder import Weights
-from memfit.jobs.pruning.layout import TORCH_DTYPES, Layout, Piece
+from memfit.jobs.host import Event, HostMemory, Lane, as_bytes, finished
+from memfit.jobs.pruning.decoder import TORCH_DTYPES, Layout, Piece, Weights
 from memfit.units import MiB
 
 CHUNK = 32 * MiB

@@ -24,23 +24,18 @@ import torch
 from torch import Tensor
 
 from memfit.errors import UsageError
-from memfit.jobs.host_memory import numbers
-from memfit.jobs.lanes import finished
-from memfit.jobs.pruning import fusing
-from memfit.jobs.pruning.allocation import outlier_percentage, owl, owl_groups
-from memfit.jobs.pruning.attention_kernels import attention_kernels
+from memfit.jobs.host import finished, numbers
+from memfit.jobs.pruning import kernels
 from memfit.jobs.pruning.engine import Engine
-from memfit.jobs.pruning.matrices import Matrix
-from memfit.jobs.pruning.methods import ByNorms, Method, method_of
-from memfit.jobs.pruning.observation import Group, Statistic
+from memfit.jobs.pruning.kernels import attention_kernels
+from memfit.jobs.pruning.methods import ByNorms, Method, method_of, outlier_percentage, owl, owl_groups
+from memfit.jobs.pruning.observation import Group, Matrix, Statistic
 from memfit.jobs.pruning.output import OutputFolder
 from memfit.jobs.pruning.placement import HiddenStates, Placement
-from memfit.jobs.pruning.reconstruction import reconstruct_
-from memfit.jobs.pruning.report import BlockReport, MatrixReport, Outcome
-from memfit.jobs.pruning.scores import Wanda
-from memfit.jobs.pruning.selection import check_groups
+from memfit.jobs.pruning.result import BlockReport, MatrixReport, Outcome
+from memfit.jobs.pruning.selection import Wanda, check_groups
 from memfit.jobs.pruning.settings import PruneSettings, Sparsity
-from memfit.jobs.pruning.statistics import check_finite
+from memfit.jobs.pruning.statistics import check_finite, reconstruct_
 from memfit.jobs.pruning.streaming import BlockReader, BlockWriter, Downloads, Load, Sink
 from memfit.units import MiB
 
@@ -350,7 +345,7 @@ class Sweep:
         tokens = sum(ids.numel() for ids in windows) // self.engine.team.size * self.engine.whole
         length = max((ids.shape[1] for ids in windows), default=0)
         with (
-            fusing.compiled(decoder.blocks, decoder.config, device, tokens) as notes,
+            kernels.compiled(decoder.blocks, decoder.config, device, tokens) as notes,
             attention_kernels(decoder.config, device, tokens, length),
         ):
             yield notes

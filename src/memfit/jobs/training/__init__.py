@@ -1,1 +1,25 @@
-"""Training loops."""
+"""`memfit train`: a config, its data, the model, the loop, recovery from out of memory, checkpoints, the result."""
+
+from __future__ import annotations
+
+DOOR = {
+    "batch": "BatchSizes divisors is_first launched processes processes_meant resolve_batch",
+    "checkpoints": "check_checkpoint check_whole processes_of steps_done",
+    "chunked_loss": "use_chunked_loss",
+    "config": "BatchConfig DataConfig FACTORY MethodConfig ModelConfig Optimizer TrainConfig",
+    "config_file": "SECTIONS as_yaml canonical config_from dump find_config load_config parse_yaml",
+    "config_names": "LOOSE SECTION_ALIASES",
+    "data": "Collator IGNORED TrainingData epoch_order read_training_data rows_of_full_length",
+    "engine": "PROBE_STEPS",
+    "examples": "BYTES ByteTokenizer Examples is_on_hub pad_id_of read_examples source_of tokenise",
+    "foreign_weights": "load_weights",
+    "job": "EarlierRun TrainJob check_output find_beginning note_on_weights notes_on_data prepare_job",
+    "levers": "NEEDS_BITSANDBYTES check_levers check_offload missing_gpu missing_packages",
+    "loops": "pads run_memfit run_trainer training_config training_job",
+    "optimizers": "make_optimizer trainer_name",
+    "parallel": "is_made_without_memory is_replicated is_sharded one_process_of to_device without_reduction",
+    "result": "PHASES RanOut RunLog TrainEvent TrainResult in_a_line",
+    "run": "Stopped train",
+    "shapes": "POSITIONS VOCABULARY basics_config gsa_config is_basics number_in shape_of transformers_config",
+}
+"""What other rooms may use, by file."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from memfit.errors import UnknownName, UsageError
-from memfit.models.gsa_names import GSA_SETTINGS, is_gsa
+from memfit.models.presets import GSA_SETTINGS, is_gsa
 
 Attention = Literal["sdpa", "eager", "flash_attention_2"]
 Method = Literal["full", "lora"]

@@ -4,14 +4,23 @@
     data.summary.truncated_samples, data.longest      # how many were cut, and which sample needs the most memory
 
 All tokens lie in one tensor: worker processes share it, and no Python object of it grows while they read.
+
+Samples of different lengths as one batch.
+
+Which rows each step of the optimizer sees: a matter of the seed and the step alone.
+
+Epoch follows epoch without a seam, and global batches are cut from that stream. So a run continues exactly from any
+step, and neither the number of processes nor the micro-batch changes what a step sees.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 from array import array
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -19,9 +28,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from memfit.errors import InputError
-from memfit.jobs.training.config import DataConfig
-from memfit.jobs.training.examples import Examples, read_examples, source_of
-from memfit.jobs.training.tokenising import Tokens, tokenise
+from memfit.jobs.training.config import DataConfig, ScheduleConfig
+from memfit.jobs.training.examples import Examples, Tokens, read_examples, source_of, tokenise
 
 IGNORED = -100
 
@@ -272,3 +280,52 @@ def _lengths(ordered: Tensor) -> Lengths:
         shortest=int(ordered[0]), median=int(ordered[last // 2]), mean=float(ordered.double().mean()),
         percentile_95=int(ordered[last * 95 // 100]), longest=int(ordered[-1]),
     )  # fmt: skip
+
+
+class Collator:
+    """Samples as a batch: filled up on the right to the longest of them, and what fills up is never learned."""
+
+    def __init__(self, pad_id: int, *, mask: bool = True) -> None:
+        self.pad_id, self.mask = pad_id, mask
+
+    def __call__(self, samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        longest = max(len(each["input_ids"]) for each in samples)
+        shape = (len(samples), longest)
+        batch = {"input_ids": torch.full(shape, self.pad_id), "labels": torch.full(shape, IGNORED)}
+        if self.mask:
+            batch["attention_mask"] = torch.zeros(shape, dtype=torch.long)
+        for row, each in enumerate(samples):
+            length = len(each["input_ids"])
+            batch["input_ids"][row, :length] = each["input_ids"]
+            batch["labels"][row, :length] = each["labels"]
+            if self.mask:
+                batch["attention_mask"][row, :length] = 1
+        return batch
+
+
+@lru_cache(maxsize=2)  # step after step asks for the same one
+def epoch_order(samples: int, *, seed: int, epoch: int, shuffle: bool = True) -> Tensor:
+    """Every sample once."""
+    if not shuffle:
+        return torch.arange(samples)
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % (1 << 63))
+    return torch.randperm(samples, generator=generator)
+
+
+def rows_of_step(step: int, *, samples: int, global_batch_size: int, seed: int, shuffle: bool = True) -> Tensor:
+    """The rows of one step, the first step being 0; a process takes its equal share of them, in order of rank."""
+    position, end = step * global_batch_size, (step + 1) * global_batch_size
+    pieces = []
+    while position < end:
+        epoch, start = divmod(position, samples)
+        stop = min(samples, start + end - position)
+        pieces.append(epoch_order(samples, seed=seed, epoch=epoch, shuffle=shuffle)[start:stop])
+        position += stop - start
+    return torch.cat(pieces)
+
+
+def total_steps(schedule: ScheduleConfig, *, samples: int, global_batch_size: int) -> int:
+    """By epochs, the last batch is filled from the epoch after."""
+    if schedule.max_steps is not None:
+        return schedule.max_steps
+    return max(1, math.ceil((schedule.epochs or 1.0) * samples / global_batch_size))

@@ -2,23 +2,30 @@
 
 Rows with `text` are running text. Rows with `instruction`, `input` and `output` (as Alpaca has them), or with `prompt`
 and `completion`, are prompts with answers. A plain file is one long text.
+
+Examples as tokens, and which of the tokens are learned.
+
+The tokenizer of a training job: the model's own, another one's, or plain bytes, which needs no file.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from array import array
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from memfit.errors import InputError
-from memfit.jobs.texts.builtin import builtin_documents, builtin_origin
-from memfit.jobs.texts.files import KINDS, is_text_file, read_rows
-from memfit.jobs.texts.hub import fetch_file, find_split
+from memfit.errors import InputError, UsageError
+from memfit.jobs.text_files import KINDS, builtin_documents, builtin_origin, is_text_file, read_rows
+from memfit.jobs.texts import fetch_file, find_split
 from memfit.jobs.training.config import DataConfig
+from memfit.models.files import find_source, load_tokenizer, tokenizer_folder
+from memfit.models.gguf import gguf_file
+from memfit.models.presets import find_preset
 
 BUILTIN = "builtin"
 PAIRS = (("instruction", "output"), ("prompt", "completion"), ("prompt", "response"))
@@ -199,3 +206,129 @@ def _text(row: Any, column: str, where: str) -> str:
 
 def _named(row: Mapping[str, Any]) -> str:
     return ", ".join(repr(str(name)) for name in list(row)[:8])
+
+
+AT_ONCE = 1000
+"""Examples handed to the tokenizer together: it works in parallel."""
+WITH_CONTEXT = (
+    "Below is an instruction that describes a task, paired with an input that provides further context. "
+    "Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Input:\n{context}\n\n### Response:\n"
+)
+WITHOUT_CONTEXT = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Response:\n"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    ids: array[int]
+    """32-bit integers: as Python's own, a large text would take ten times the memory."""
+    unlearned: int
+    """So many at the beginning are the prompt."""
+
+
+def tokenise(examples: Examples, config: DataConfig, tokenizer: Any) -> Iterator[Tokens]:
+    """Each example with the tokenizer's own beginning, and the end of a text after it."""
+    for start in range(0, len(examples.rows), AT_ONCE):
+        some = examples.rows[start : start + AT_ONCE]
+        if examples.instruction:
+            yield from _answers(examples, some, config, tokenizer)
+        else:
+            for ids in _ids(tokenizer, [each.text for each in some], special=True):
+                yield Tokens(array("i", _ended(ids, tokenizer)), 0)
+
+
+def _answers(examples: Examples, some: tuple[Example, ...], config: DataConfig, tokenizer: Any) -> Iterator[Tokens]:
+    chat = config.template == "chat" and not examples.raw_prompt
+    prompts = [_prompt(each, examples, config, tokenizer) for each in some]
+    before = _ids(tokenizer, prompts, special=not chat)  # a chat template writes its own beginning
+    after = _ids(tokenizer, [each.text for each in some], special=False)
+    for prompt, answer in zip(before, after, strict=True):
+        if prompt and prompt[-1] == tokenizer.eos_token_id and not chat:
+            del prompt[-1]  # some tokenizers end every text
+        ids = array("i", [*prompt, *_ended(answer, tokenizer)])
+        yield Tokens(ids, len(prompt) if config.mask_prompt else 0)
+
+
+def _prompt(example: Example, examples: Examples, config: DataConfig, tokenizer: Any) -> str:
+    assert example.prompt is not None
+    if examples.raw_prompt:
+        return example.prompt
+    if config.template == "chat":
+        if not getattr(tokenizer, "chat_template", None):
+            raise UsageError("data.template chat: this tokenizer has no chat template", hint="template: alpaca works")
+        asked = f"{example.prompt}\n\n{example.context}" if example.context else example.prompt
+        messages = [{"role": "user", "content": asked}]
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    template = WITH_CONTEXT if example.context else WITHOUT_CONTEXT
+    return template.format(instruction=example.prompt, context=example.context)
+
+
+def _ids(tokenizer: Any, texts: list[str], *, special: bool) -> list[list[int]]:
+    return [list(ids) for ids in tokenizer(texts, add_special_tokens=special, verbose=False)["input_ids"]]
+
+
+def _ended(ids: list[int], tokenizer: Any) -> list[int]:
+    end = tokenizer.eos_token_id
+    return ids if end is None or (ids and ids[-1] == end) else [*ids, end]
+
+
+BYTES = "bytes"
+_HINT = "model.tokenizer: a folder with tokenizer.json, a hub id, or `bytes`, which needs no file"
+
+
+class ByteTokenizer:
+    """One token a byte of UTF-8, and one for the end of a text."""
+
+    eos_token_id = 256
+    pad_token_id = 256
+    bos_token_id = None
+    chat_template = None
+    vocab_size = 257
+
+    def __len__(self) -> int:
+        return self.vocab_size
+
+    def __call__(self, text: str | list[str], **_: Any) -> dict[str, Any]:
+        if isinstance(text, str):
+            return {"input_ids": list(text.encode())}
+        return {"input_ids": [list(each.encode()) for each in text]}
+
+    def decode(self, ids: list[int], **_: Any) -> str:
+        return bytes(each for each in ids if each < 256).decode(errors="replace")
+
+
+def tokenizer_named(name: str, *, cache_dir: str | None = None, say: Callable[[str], None] | None = None) -> Any:
+    """`bytes`, a folder, a hub id or a GGUF file."""
+    if name.strip().lower() == BYTES:
+        return ByteTokenizer()
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return load_tokenizer(folder)
+    if gguf_file(name) is not None:
+        return load_tokenizer(find_source(name, cache_dir=cache_dir, say=say).folder)
+    if (found := tokenizer_folder(name, cache_dir=cache_dir)) is None:
+        raise InputError(f"model.tokenizer '{name}' is no folder and not on the Hub or in its cache", hint=_HINT)
+    return load_tokenizer(found)
+
+
+def tokenizer_of_shape(name: str, *, cache_dir: str | None = None) -> Any:
+    """Of a model that is trained from scratch: that of the published one, if it can be had."""
+    if Path(name).is_dir():
+        return load_tokenizer(Path(name))
+    preset = find_preset(name)
+    hub_id = name if preset is None else next((alias for alias in preset.aliases if alias.count("/") == 1), name)
+    if (found := tokenizer_folder(hub_id, cache_dir=cache_dir)) is None:
+        raise InputError(f"the tokenizer of {name} is not on this machine, and the Hub does not give it", hint=_HINT)
+    return load_tokenizer(found)
+
+
+def pad_id_of(tokenizer: Any) -> int:
+    """What fills up a row. It is masked, so that any token will do."""
+    for name in ("pad_token_id", "eos_token_id", "unk_token_id"):
+        found = getattr(tokenizer, name, None)
+        if isinstance(found, int):
+            return found
+    return 0

@@ -3,11 +3,14 @@
 The rows of a step stay on the host until the step is done. When memory runs out in any process, all of them throw away
 what they have of the step, set their random numbers back to its start, and run the very same global batch with a
 smaller micro-batch: no sample is lost or seen twice, and the optimizer has not noticed. The smaller size stays.
+
+The random numbers of a process as they stand, so that a step can be run again with the very same ones.
 """
 
 from __future__ import annotations
 
 import gc
+import random
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -15,11 +18,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memfit.jobs.memory_errors import is_out_of_memory
-from memfit.jobs.training.batch_sizes import BatchSizes
-from memfit.jobs.training.out_of_memory import RanOut
-from memfit.jobs.training.random_state import RandomState
-from memfit.jobs.training.together import Together
+from memfit.jobs.host import is_out_of_memory
+from memfit.jobs.training.batch import BatchSizes
+from memfit.jobs.training.parallel import Together
+from memfit.jobs.training.result import RanOut
+
+
+@dataclass(frozen=True)
+class RandomState:
+    python: Any
+    cpu: torch.Tensor
+    gpu: torch.Tensor | None
+
+    @classmethod
+    def capture(cls) -> RandomState:
+        gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+        return cls(random.getstate(), torch.get_rng_state(), gpu)
+
+    def restore(self) -> None:
+        random.setstate(self.python)
+        torch.set_rng_state(self.cpu)
+        if self.gpu is not None:
+            torch.cuda.set_rng_state(self.gpu)
+
 
 Rows = list[dict[str, Tensor]]
 MAX_CAUSE = 1000

@@ -1,17 +1,38 @@
-"""What came of a training run, for a person and as result.json."""
+"""What came of a training run, for a person and as result.json.
+
+The most that was allocated and reserved in each phase of the first steps: what a plan is held against.
+
+torch has one counter, so it is read and set back whenever a phase begins or ends. After the first steps nothing is done
+any more: a training repeats itself.
+
+What a training run tells while it runs. The command line draws a bar from it; the plain text log keeps its lines.
+
+The plain text log of a run: one line an event, with the time, in the run's folder.
+
+The end of a training run that does not fit: where memory ran out, and what makes that place smaller.
+
+In the middle of a step a smaller micro-batch helps, and `recovery` tries it. Elsewhere it would not: weights, gradients
+and the optimizer's state are as large for one row as for a hundred.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import json
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from datetime import datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Literal, Protocol
 
-from memfit.core.whole_file import written_whole
-from memfit.units import gib
+from memfit.errors import InputError, MemfitError
+from memfit.files import written_whole
+from memfit.jobs.training.config import TrainConfig
+from memfit.units import duration, gib
 
 SCHEMA = "memfit.train-result/1"
-FILE = "result.json"
+RESULT_FILE = "result.json"
 MUCH_WAITING = 0.1
 FEW = 10
 
@@ -142,5 +163,211 @@ class TrainResult:
         return lines
 
     def write(self, folder: Path) -> None:
-        with written_whole(folder / FILE) as beside:
+        with written_whole(folder / RESULT_FILE) as beside:
             beside.write_text(json.dumps(self.to_json(), indent=1), encoding="utf-8")
+
+
+PHASES = ("load", "forward", "backward", "step")
+STEPS = 2
+"""The first makes the optimizer's state, the second runs with it."""
+BETWEEN = ""
+
+
+class PhasePeaks:
+    """`tell` is told of every peak that is read, since the counter no longer knows it then."""
+
+    def __init__(self, *, gpu: bool, tell: Callable[[int, int], None]) -> None:
+        self.peaks: dict[str, tuple[int, int]] = {}
+        self._on, self._tell, self._phase = gpu, tell, BETWEEN
+        self._hooks: list[Any] = []
+
+    def begin(self) -> None:
+        """The weights are loaded from here on."""
+        if not self._on:
+            return
+        from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+        self._hooks = [
+            register_optimizer_step_pre_hook(lambda *_: self._enter("step")),
+            register_optimizer_step_post_hook(lambda *_: self._enter(BETWEEN)),
+        ]
+        self._enter("load")
+
+    def reached(self, phase: str, step: int = 0, micro_step: int = 0) -> None:
+        """As `MemfitTrainer.reached` says it: forward, backward, end."""
+        if self._on:
+            self._enter(phase if phase in PHASES else BETWEEN)
+
+    def end(self) -> None:
+        if not self._on:
+            return
+        self._enter(BETWEEN)
+        for hook in self._hooks:
+            hook.remove()
+        self._on = False
+
+    def _enter(self, phase: str) -> None:
+        import torch
+
+        counts: dict[str, Any] = torch.cuda.memory_stats_as_nested_dict()
+        torch.cuda.reset_peak_memory_stats()
+        allocated, reserved = (
+            int(counts.get(name, {}).get("all", {}).get("peak", 0)) for name in ("allocated_bytes", "reserved_bytes")
+        )
+        self._tell(allocated, reserved)
+        if self._phase:
+            before = self.peaks.get(self._phase, (0, 0))
+            self.peaks[self._phase] = max(before[0], allocated), max(before[1], reserved)
+        self._phase = phase
+
+
+def beside(predicted: dict[str, tuple[int, int]], measured: dict[str, tuple[int, int]]) -> list[dict[str, Any]]:
+    """A row for each phase that either knows; what is not known is None."""
+    rows = []
+    for phase in PHASES:
+        if phase not in predicted and phase not in measured:
+            continue
+        said, seen = (each.get(phase, (None, None)) for each in (predicted, measured))
+        rows.append({
+            "phase": phase, "predicted_allocated_bytes": said[0], "measured_allocated_bytes": seen[0],
+            "predicted_reserved_bytes": said[1], "measured_reserved_bytes": seen[1],
+        })  # fmt: skip
+    return rows
+
+
+Kind = Literal["note", "probe", "start", "step", "checkpoint", "out-of-memory", "growth", "end"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainEvent:
+    kind: Kind
+    text: str = ""
+    """One line for a person; empty where the numbers are enough."""
+    step: int | None = None
+    total_steps: int | None = None
+    loss: float | None = None
+    learning_rate: float | None = None
+    seconds_per_step: float | None = None
+    seconds_left: float | None = None
+    """By the steps that were measured so far, the first one aside; None before there is a second."""
+    data_wait_share: float | None = None
+    gpu_peak_bytes: int | None = None
+    host_bytes: int | None = None
+    details: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        return {key: value for key, value in asdict(self).items() if value not in (None, "", {})}
+
+
+LOG_FILE = "train.log"
+
+
+class RunLog:
+    """Written line by line, so that a run that is killed leaves all of it. It is locked while the run lives: of two in
+    one folder each would delete the other's checkpoints."""
+
+    def __init__(self, folder: Path) -> None:
+        self.failed: str | None = None
+        """Why no more lines are written; a run does not end for that."""
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = (folder / LOG_FILE).open("a", encoding="utf-8", buffering=1)
+        except OSError as error:
+            raise InputError(f"output_dir '{folder}' cannot be written: {error.strerror}") from error
+        if not _take(self._file):
+            self._file.close()
+            raise InputError(
+                f"another run is writing to output_dir '{folder}'", hint="another --output_dir, or wait until it ends"
+            )
+
+    def write(self, text: str) -> None:
+        if self.failed is not None:
+            return
+        now = datetime.now().isoformat(sep=" ", timespec="seconds")
+        try:
+            self._file.writelines(f"{now}  {line}\n" for line in text.splitlines())
+        except OSError as error:
+            self.failed = f"{LOG_FILE} is no longer written: {error.strerror}"
+
+    def __call__(self, event: TrainEvent) -> None:
+        self.write(in_a_line(event))
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._file.close()
+
+
+def in_a_line(event: TrainEvent) -> str:
+    of = "" if event.total_steps is None else f"/{event.total_steps}"
+    parts = [
+        "" if event.step is None else f"step {event.step}{of}",
+        "" if event.loss is None else f"loss {event.loss:.4f}",
+        "" if event.learning_rate is None else f"lr {event.learning_rate:.3g}",
+        "" if event.seconds_per_step is None else f"{event.seconds_per_step:.2f} s a step",
+        "" if not event.seconds_left else f"{duration(event.seconds_left)} left",
+        "" if event.data_wait_share is None else f"{event.data_wait_share:.0%} waiting for data",
+        "" if event.gpu_peak_bytes is None else f"GPU peak {gib(event.gpu_peak_bytes)}",
+        "" if event.host_bytes is None else f"host {gib(event.host_bytes)}",
+        event.text,
+    ]
+    said = ", ".join(part for part in parts if part)
+    return said if event.kind in ("step", "note") else f"{event.kind}: {said}" if said else event.kind
+
+
+def is_written_to(folder: Path) -> bool:
+    """By a run that is alive."""
+    try:
+        with (folder / LOG_FILE).open("r+", encoding="utf-8") as file:
+            return not _take(file)
+    except OSError:
+        return False
+
+
+def _take(file: IO[str]) -> bool:
+    """The kernel lets go of it however the run ends."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # not every network file system can
+        pass
+    return True
+
+
+Place = Literal["loading", "micro-step", "optimizer", "between"]
+WHERE: dict[Place, str] = {
+    "loading": "before the first step, while the model was put in its place", "micro-step": "in a micro-step",
+    "optimizer": "in the optimizer's step", "between": "between two steps, while a checkpoint was written",
+}  # fmt: skip
+ADAM = ("adamw", "adamw-fused", "adamw-single")
+MOMENTS = 2
+"""Adam keeps two numbers for each one that it trains, of its kind."""
+
+
+class RanOut(MemfitError):
+    """A single row at a time is too much, or what does not depend on rows is. Checkpoints are as they were."""
+
+
+def ran_out(place: Place, cause: str, config: TrainConfig, *, trained_bytes: int, probing: bool) -> RanOut:
+    """`trained_bytes`: of the parameters that are trained."""
+    where = f"{WHERE[place]} of the probe, before the run began" if probing and place == "optimizer" else WHERE[place]
+    if place == "optimizer" and config.optimizer.name in ADAM and trained_bytes:
+        where += f" (it keeps {gib(MOMENTS * trained_bytes)} beside the weights)"
+    return RanOut(f"memory ran out {where}: {cause}", hint="; ".join(_helps(place, config)))
+
+
+def _helps(place: Place, config: TrainConfig) -> list[str]:
+    offloaded = config.memory.offload
+    found = []
+    if place == "optimizer":
+        if config.optimizer.name == "adamw":
+            found.append("optimizer: adamw-fused makes no copy of all gradients")
+        if "optimizer" not in offloaded:
+            found.append("memory.offload: [optimizer] keeps its state on the host")
+    if place == "loading" and config.method.kind == "lora" and "weights" not in offloaded:
+        found.append("memory.offload: [weights] keeps frozen layers on the host")
+    if config.method.kind == "full":
+        found.append("method: lora trains few parameters")
+        found.append("parallel: fsdp2 shares them among GPUs")
+    found.append("a smaller micro_batch_size would not help; checkpoints are as they were")
+    return found

@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from memfit.errors import InputError, UnknownName, UsageError
-from memfit.jobs.source import Source
 from memfit.jobs.training.config import FACTORY, ModelConfig
-from memfit.models.basics_sizes import BASICS, LATER_SIZES, SIZES, BasicsConfig
-from memfit.models.gsa_names import is_gsa
-from memfit.models.gsa_sizes import GSA_SIZES
+from memfit.models.files import Source
+from memfit.models.presets import BASICS, GSA_SIZES, LATER_SIZES, SIZES, BasicsConfig, is_gsa
 
 VOCABULARY = ("vocab_size",)
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "context_length")

@@ -17,9 +17,9 @@ from functools import cache
 from importlib.resources import files
 from pathlib import Path
 
-from memfit.core.page_data import page_data
-from memfit.core.report_file import Reported
-from memfit.core.whole_file import written_whole
+from memfit.analysis.files import Reported
+from memfit.analysis.page import page_data
+from memfit.files import written_whole
 
 SCRIPTS = (
     "words.js", "dom.js", "data.js", "chart.js", "timeline_drawing.js", "timeline.js", "flame.js", "table.js",

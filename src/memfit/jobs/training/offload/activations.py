@@ -19,9 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from memfit.jobs.lanes import Event, Lane
-from memfit.jobs.training.offload.blocks import blocks_of
-from memfit.jobs.training.offload.host import HostPieces
+from memfit.jobs.host import Event, Lane
+from memfit.jobs.training.offload.host import HostPieces, blocks_of
 from memfit.units import MiB
 
 LEAST = 1 * MiB

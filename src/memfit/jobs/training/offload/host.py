@@ -1,4 +1,7 @@
-"""Pinned memory of the host, cut into pieces, and who makes it: a plan counts what a run takes."""
+"""Pinned memory of the host, cut into pieces, and who makes it: a plan counts what a run takes.
+
+The blocks of a model, for levers that go block by block.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from memfit.jobs.host_memory import HostMemory
+from memfit.errors import UsageError
+from memfit.jobs.host import HostMemory
+from memfit.models.own import block_list
 from memfit.units import MiB
 
 SLAB = 256 * MiB
@@ -62,3 +67,10 @@ class HostPieces:
         piece = self._slab[self._used : self._used + count]
         self._used += -(-count // ALIGNED) * ALIGNED
         return piece
+
+
+def blocks_of(model: nn.Module, *, lever: str) -> list[nn.Module]:
+    found = block_list(model)
+    if found is None:
+        raise UsageError(f"{lever}: a {type(model).__name__} has no list of blocks")
+    return list(found[1])

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memfit.jobs.lanes import Lane, finished
+from memfit.jobs.host import Lane, finished
 from memfit.jobs.training.offload.host import HostPieces
 
 

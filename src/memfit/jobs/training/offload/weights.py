@@ -18,9 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from memfit.errors import UsageError
-from memfit.jobs.lanes import Event, Lane
-from memfit.jobs.training.offload.blocks import blocks_of
-from memfit.jobs.training.offload.host import ALIGNED, HostPieces
+from memfit.jobs.host import Event, Lane
+from memfit.jobs.training.offload.host import ALIGNED, HostPieces, blocks_of
 
 PLACES = 2
 

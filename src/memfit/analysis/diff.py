@@ -1,0 +1,402 @@
+"""Two runs as a document (memfit.diff/1): how their peaks differ and what explains it, then everything event by event.
+
+Either may be predicted or measured; addresses play no part. Every block that is alive at one of the two peaks falls
+into exactly one of these, and together they are the difference to the byte:
+
+    only a, only b     an allocation that the other run does not make
+    longer a, longer b both make it, but at its own peak the other run has freed it already
+    earlier a, b       both make it, but at its own peak the other run has not come to it
+    block size         both hold it, in blocks of different size
+
+What a recording does not say of a block (its category, its module) is taken from the block's partner, if that does.
+
+Two files that memfit can read, compared.
+
+A stretch of a run as a run of its own: one step of many, for comparing it with one step of another run.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from memfit.analysis.compare import Comparison, Hunk, Lifetime, compare
+from memfit.analysis.course import BEFORE, Course, Ints, Lifetimes
+from memfit.analysis.files import looks_like_a_log
+from memfit.analysis.labels import ALL_CATEGORIES, UNKNOWN, Labels, Phase
+from memfit.analysis.plan_report import QUIET_PHASES, any_layer
+from memfit.analysis.report import phase_rows
+from memfit.analysis.run import Run, is_trace_file, open_run
+from memfit.errors import InputError, UsageError
+from memfit.replay.events import Mark, between, kept_blocks
+from memfit.snapshots.schema import clean
+
+SCHEMA = "memfit.diff/1"
+LISTED = 40
+GROUPS = 6
+
+REASONS = {
+    "only_b": "only b makes these", "only_a": "only a makes these",
+    "longer_b": "b still holds these, a has freed them", "longer_a": "a still holds these, b has freed them",
+    "earlier_b": "at its peak b has made these, a not yet", "earlier_a": "at its peak a has made these, b not yet",
+    "block_size": "both hold these, in blocks of different size",
+}  # fmt: skip
+
+
+def diff_runs(a: Run, b: Run) -> dict[str, Any]:
+    marks_a, marks_b = _marks(a), _marks(b)
+    found = compare(a.trace, b.trace, marks_a=marks_a, marks_b=marks_b)
+    pairs = _paired_again(a, b, *found.pairs)
+    sides = _Side(a, pairs[0]), _Side(b, pairs[1])
+    labels = _shared_labels(*sides)
+    document: dict[str, Any] = {
+        "schema": SCHEMA,
+        "a": _summary(a),
+        "b": _summary(b),
+        "messages": [
+            {"side": name, "kind": message.kind, "text": str(message)}
+            for name, run in (("a", a), ("b", b))
+            for message in run.messages
+        ],
+        "same": found.same,
+        "peak": {
+            f"{name}_bytes": _pair(*(_summary(run)["peak"][f"{name}_bytes"] for run in (a, b)))
+            for name in ("allocated", "reserved")
+        },
+        "explained": [asdict(reason) for reason in _explained(*sides, labels)],
+        "by_category": list(_by(sides, labels.category)),
+        "by_phase": list(_by_phase(a, b)),
+        "by_module": list(_by(sides, labels.module)),
+        "allocations": asdict(found.allocs),
+        "frees": asdict(found.frees),
+        "places": [_place(hunk) for hunk in found.hunks[:LISTED]],
+        "lifetimes": [_lifetime(lifetime) for lifetime in found.lifetimes[:LISTED]],
+        "totals": [{**asdict(total), "bytes": total.nbytes} for total in found.totals[:LISTED]],
+        "left_out": _left_out(found),
+    }
+    document["notes"] = list(_notes(a, b, labels))
+    document["next"] = list(_next(a, b))
+    return document
+
+
+def _marks(run: Run) -> list[tuple[int, Mark]]:
+    """Where phases begin. What is done between two of them, such as making a batch, is a part of the next."""
+    found: list[tuple[int, Mark]] = []
+    begin: int | None = None
+    for phase in run.labels.phases:
+        if phase.name == "data":
+            begin = phase.begin if begin is None else begin
+        elif phase.name not in QUIET_PHASES:
+            found.append((phase.begin if begin is None else begin, Mark(phase.name, phase.step)))
+            begin = None
+    return found
+
+
+def _summary(run: Run) -> dict[str, Any]:
+    course = run.course
+    peak, reserved = course.peak_event, course.reserved_peak_event
+    at = run.phase_at(peak)
+    return {
+        "origin": run.origin, "events": len(run.trace),
+        "peak": {
+            "allocated_bytes": course.allocated_at(peak),
+            "reserved_bytes": None if reserved is None else course.reserved_at(reserved),
+        },
+        "at_peak": {"event": peak, "phase": at.name if at else "", "step": at.step if at else 0},
+    }  # fmt: skip
+
+
+def _pair(a: int | None, b: int | None) -> dict[str, int | None]:
+    return {"a": a, "b": b, "difference": None if a is None or b is None else b - a}
+
+
+# -- what explains the difference -----------------------------------------------------------------------------------
+
+
+def _paired_again(a: Run, b: Run, of_a: Ints, of_b: Ints) -> tuple[Ints, Ints]:
+    """What was there before was paired by its bytes alone: of equal ones, those in blocks of equal size are a pair."""
+    before = (a.course.lives.birth[of_a] == BEFORE) & (b.course.lives.birth[of_b] == BEFORE)
+    sorted_pairs = []
+    for run, blocks in ((a, of_a), (b, of_b)):
+        found = blocks[before]
+        requested = np.frombuffer(run.trace.requested, dtype=np.int64)[found]
+        ordered = blocks.copy()
+        ordered[before] = found[np.lexsort((found, run.course.size[found], requested))]
+        sorted_pairs.append(ordered)
+    return sorted_pairs[0], sorted_pairs[1]
+
+
+class _Side:
+    """One run, and for each of its blocks the number of its pair (-1: it has none)."""
+
+    def __init__(self, run: Run, paired: Ints) -> None:
+        self.run = run
+        self.pair = np.full(len(run.course.size), -1, dtype=np.int64)
+        self.pair[paired] = np.arange(len(paired))
+        self.blocks = paired
+        self.peak = run.course.peak_event
+        self.alive = run.course.lives.alive_at(self.peak)
+
+
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """Of each side's blocks a name."""
+
+    a: list[str]
+    b: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Labels:
+    category: _Names
+    module: _Names
+    lent: int  # blocks that took a partner's category
+
+
+def _shared_labels(a: _Side, b: _Side) -> _Labels:
+    categories = {side: _categories(side.run) for side in (a, b)}
+    modules = {side: _modules(side.run) for side in (a, b)}
+    lent = 0
+    for block_a, block_b in zip(a.blocks.tolist(), b.blocks.tolist(), strict=True):
+        for mine, other, own, its in ((a, b, block_a, block_b), (b, a, block_b, block_a)):
+            if categories[mine][own] == UNKNOWN and categories[other][its] != UNKNOWN:
+                categories[mine][own] = categories[other][its]
+                lent += 1
+            if not modules[mine][own]:
+                modules[mine][own] = modules[other][its]
+    return _Labels(_Names(categories[a], categories[b]), _Names(modules[a], modules[b]), lent)
+
+
+def _categories(run: Run) -> list[str]:
+    return [ALL_CATEGORIES[i] for i in run.labels.category.tolist()]
+
+
+def _modules(run: Run) -> list[str]:
+    short = [any_layer(name) for name in run.labels.modules]
+    return [short[i] for i in run.labels.module.tolist()]
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """A part of the difference: bytes that b has more, or (below 0) less."""
+
+    reason: str
+    text: str
+    difference_bytes: int
+    count: int
+    largest: list[dict[str, Any]]
+
+
+def _explained(a: _Side, b: _Side, labels: _Labels) -> Iterator[Reason]:
+    parts: dict[str, list[tuple[int, int, int]]] = defaultdict(list)  # side (0 or 1), block, bytes
+    for number, (mine, other, sign) in enumerate(((a, b, -1), (b, a, 1))):
+        name = "ab"[number]
+        lives = other.run.course.lives
+        for block in mine.alive.tolist():
+            size, pair = sign * int(mine.run.course.size[block]), int(mine.pair[block])
+            if pair < 0:
+                parts[f"only_{name}"].append((number, block, size))
+                continue
+            partner = int(other.blocks[pair])
+            if lives.birth[partner] > other.peak:
+                parts[f"earlier_{name}"].append((number, block, size))
+            elif lives.death[partner] <= other.peak:
+                parts[f"longer_{name}"].append((number, block, size))
+            elif number == 1 and (grown := size - int(other.run.course.size[partner])):
+                parts["block_size"].append((1, block, grown))
+    found = [
+        Reason(
+            key, REASONS[key], sum(part[2] for part in parts[key]), len(parts[key]), _largest(parts[key], a, b, labels)
+        )
+        for key in REASONS
+        if parts[key]
+    ]
+    yield from sorted(found, key=lambda reason: -abs(reason.difference_bytes))
+
+
+def _largest(parts: list[tuple[int, int, int]], a: _Side, b: _Side, labels: _Labels) -> list[dict[str, Any]]:
+    sums: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
+    for number, block, size in parts:
+        side, names = ((a, labels.category.a), (b, labels.category.b))[number]
+        found = sums[_where(side.run, block), names[block]]
+        found[0] += size
+        found[1] += 1
+    order = sorted(sums.items(), key=lambda item: -abs(item[1][0]))
+    return [
+        {"name": where, "category": category, "difference_bytes": size, "count": count}
+        for (where, category), (size, count) in order[:GROUPS]
+    ]
+
+
+def _where(run: Run, block: int) -> str:
+    labels = run.labels
+    line = labels.lines[labels.line[block]]
+    parts = any_layer(labels.modules[labels.module[block]]), labels.ops[labels.op[block]]
+    return line or "  ".join(part for part in parts if part)
+
+
+# -- by name ---------------------------------------------------------------------------------------------------------
+
+
+def _by(sides: tuple[_Side, _Side], names: _Names) -> Iterator[dict[str, Any]]:
+    """What is alive at each side's own peak."""
+    sums: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+    for number, (side, of_block) in enumerate(zip(sides, (names.a, names.b), strict=True)):
+        sizes = side.run.course.size[side.alive].tolist()
+        for block, size in zip(side.alive.tolist(), sizes, strict=True):
+            sums[of_block[block]][number] += size
+    order = sorted(sums.items(), key=lambda item: (-abs(item[1][1] - item[1][0]), -max(item[1])))
+    for name, found in order[:LISTED]:
+        yield {"name": name, **_pair(*found)}
+
+
+def _by_phase(a: Run, b: Run) -> Iterator[dict[str, Any]]:
+    rows: dict[tuple[int, str], dict[str, Mapping[str, Any]]] = defaultdict(dict)
+    for side, run in (("a", a), ("b", b)):
+        for row in phase_rows(run):
+            rows[row["step"], row["name"]][side] = row
+    for (step, name), both in list(rows.items())[:LISTED]:
+        yield {
+            "name": name, "step": step,
+            **{
+                f"{figure}_bytes": _pair(*(both[side][f"{figure}_bytes"] if side in both else None for side in "ab"))
+                for figure in ("allocated", "reserved")
+            },
+        }  # fmt: skip
+
+
+# -- event by event --------------------------------------------------------------------------------------------------
+
+
+def _place(hunk: Hunk) -> dict[str, Any]:
+    made = asdict(hunk)
+    return {**made, "only_a": made["only_a"][:LISTED], "only_b": made["only_b"][:LISTED]}
+
+
+def _lifetime(lifetime: Lifetime) -> dict[str, Any]:
+    made = asdict(lifetime)
+    pairs = made.pop("pairs")
+    made["bytes"] = made.pop("nbytes")
+    return {**made, "items": [pair[0] for pair in pairs[:5]]}
+
+
+def _left_out(found: Comparison) -> dict[str, int]:
+    return {
+        "places": max(len(found.hunks) - LISTED, 0) + found.left_out,
+        "lifetimes": max(len(found.lifetimes) - LISTED, 0),
+        "totals": max(len(found.totals) - LISTED, 0),
+    }
+
+
+def _notes(a: Run, b: Run, labels: _Labels) -> Iterator[str]:
+    yield "allocations are paired by their bytes and order, never by address; a difference is b less a"
+    if labels.lent:
+        yield f"{labels.lent:,} blocks without a category of their own take that of their partner"
+    if a.course.doubts or b.course.doubts:
+        yield "a recording that contradicts itself is compared all the same: see the messages"
+
+
+def _next(a: Run, b: Run) -> Iterator[str]:
+    """A recording of a part of a run is best compared with the same part of the other."""
+    steps = [sorted({phase.step for phase in run.labels.phases if phase.step > 0}) for run in (a, b)]
+    if not all(steps) or len(steps[0]) == len(steps[1]):
+        return
+    few = 0 if len(steps[0]) < len(steps[1]) else 1
+    many = steps[1 - few]
+    flags = {"ab"[few]: steps[few][0], "ab"[1 - few]: many[1] if len(many) > 1 else many[0]}
+    yield (
+        f"{'ab'[few]} has {len(steps[few])} of {len(many)} steps: compare one with one, such as "
+        f"--step-a {flags['a']} --step-b {flags['b']}"
+    )
+
+
+def one_step(run: Run, step: int, *, flag: str = "--step") -> Run:
+    """One step, counted as the first; what was there before it has no beginning in it."""
+    phases = [phase for phase in run.labels.phases if phase.step == step]
+    if not phases:
+        known = sorted({phase.step for phase in run.labels.phases if phase.step})
+        hint = (
+            f"it has the steps {known[0]} to {known[-1]}"
+            if known
+            else "no steps are marked in it, and none can be told"
+        )
+        raise UsageError(f"{flag} {step}: there is no such step in it", hint=hint)
+    return cut(run, phases[0].begin, phases[-1].end, first_step=step)
+
+
+def cut(run: Run, begin: int, end: int, *, first_step: int = 1) -> Run:
+    kept = kept_blocks(run.trace, begin, end)
+    course = _course(run.course, kept, begin, end)
+    return replace(
+        run, course=course, labels=_labels(run.labels, kept, begin, end, first_step),
+        times=None if run.times is None else run.times[begin:end],
+        rows=kept if run.rows is None else run.rows[kept],
+    )  # fmt: skip
+
+
+def _course(course: Course, kept: Ints, begin: int, end: int) -> Course:
+    return Course(
+        trace=between(course.trace, begin, end), lives=_lives(course.lives, kept, begin, end), size=course.size[kept],
+        address=course.address[kept], allocated=course.allocated[begin:end],
+        reserved=None if course.reserved is None else course.reserved[begin:end],
+        allocated_before=course.allocated_at(begin - 1), reserved_before=course.reserved_at(begin - 1) or 0,
+        start=tuple(course.ranges_at(begin - 1)),
+        driver=tuple((event - begin, *rest) for event, *rest in course.driver if begin <= event < end),  # type: ignore[misc]
+        doubts=course.doubts,
+    )  # fmt: skip
+
+
+def _lives(lives: Lifetimes, kept: Ints, begin: int, end: int) -> Lifetimes:
+    def shifted(column: Ints) -> Ints:
+        found = column[kept]
+        return np.where(found < begin, BEFORE, np.minimum(found, end) - begin)
+
+    return Lifetimes(shifted(lives.birth), shifted(lives.death), shifted(lives.gone))
+
+
+def _labels(labels: Labels, kept: Ints, begin: int, end: int, first_step: int) -> Labels:
+    phases = tuple(
+        Phase(each.name, each.step - first_step + 1, max(each.begin, begin) - begin, min(each.end, end) - begin)
+        for each in labels.phases
+        if each.begin < end and each.end > begin
+    )
+    columns = {name: getattr(labels, name)[kept] for name in ("category", "module", "op", "line")}
+    return replace(labels, phases=phases, **columns)
+
+
+def diff_files(
+    a: str | Path, b: str | Path, *, step_a: int | None = None, step_b: int | None = None, device: int | None = None
+) -> dict[str, Any]:
+    runs = [
+        _opened(path, step, flag, device) for path, step, flag in ((a, step_a, "--step-a"), (b, step_b, "--step-b"))
+    ]
+    document = diff_runs(*runs)
+    for side, path in (("a", a), ("b", b)):
+        document[side] = {"path": clean(str(path)), **document[side]}
+    return document
+
+
+def _opened(path: str | Path, step: int | None, flag: str, device: int | None) -> Run:
+    _refuse_logs(Path(path))
+    run = open_run(path, device=None if is_trace_file(path) else device)
+    return run if step is None else one_step(run, step, flag=flag)
+
+
+def _refuse_logs(path: Path) -> None:
+    try:
+        if not path.is_file():
+            return
+        with path.open("rb") as source:
+            start = source.read(4096)
+    except (OSError, ValueError):
+        return
+    if looks_like_a_log(start):
+        raise InputError(
+            f"{str(path)!r} is a memory log: it has checkpoints, no events to compare",
+            hint="compare snapshots or traces; `memfit report` shows a log",
+        )

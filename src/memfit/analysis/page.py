@@ -1,0 +1,389 @@
+"""What the HTML page draws, as one JSON document: the report, and columns of numbers as base64.
+
+Everything large was summed up beforehand, so that the page of a million events is a few MiB and stays smooth:
+60,000 samples of the timeline, the largest blocks one by one, the flame graph without what is too thin to see.
+
+A timeline of any length in a bounded number of samples, without losing a peak.
+
+Of every stretch of events two are kept: the one at which most is allocated, and the last. What is stored of a kept
+event is exact, and holds until the next one; so a drawing of the samples shows every peak at its full height, and
+every plateau at its own. Short timelines are kept whole.
+
+What is alive at a moment as a tree: from the program down to the line, or from the model down to the op.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from memfit.analysis.course import BEFORE, Course, Ints
+from memfit.analysis.files import Reported
+from memfit.analysis.labels import ALL_CATEGORIES, UNKNOWN, is_python, line_text
+from memfit.analysis.plan_report import QUIET_PHASES, any_layer
+from memfit.analysis.run import Run, stack_lines
+
+MAX_SAMPLES = 60_000
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """`event[0]` is BEFORE: how it began. Sums have one row a group and one column a sample."""
+
+    event: Ints
+    allocated: Ints
+    reserved: Ints | None
+    stride: int  # events in a stretch; 1 if none was left out
+
+
+def sampled(course: Course, limit: int = MAX_SAMPLES, *, also: Ints | None = None) -> Samples:
+    """`also`: events that are kept in any case, such as those before a long pause, whose state is seen for long."""
+    events = len(course.trace)
+    changed = np.flatnonzero(_changes(course))
+    if len(changed) <= limit:
+        kept, stride = changed, 1
+    else:
+        stride = -(-2 * events // limit)
+        whole = events // stride * stride
+        highest = course.allocated[:whole].reshape(-1, stride).argmax(axis=1) + np.arange(0, whole, stride)
+        last = np.arange(stride - 1, events, stride)
+        ends = [] if whole == events else [int(course.allocated[whole:].argmax()) + whole]
+        more = np.zeros(0, dtype=np.int64) if also is None else also[(also >= 0) & (also < events)]
+        kept = np.unique(np.concatenate((highest, last, more, np.array([*ends, events - 1], dtype=np.int64))))
+    event = np.concatenate(([BEFORE], kept)).astype(np.int64)
+    reserved = None
+    if course.reserved is not None:
+        reserved = np.concatenate(([course.reserved_before], course.reserved[kept]))
+    return Samples(event, np.concatenate(([course.allocated_before], course.allocated[kept])), reserved, stride)
+
+
+def group_sums(course: Course, samples: Samples, group: Ints, groups: int) -> Ints:
+    """Bytes allocated in each group at each sample; the rows sum to `samples.allocated` exactly."""
+    lives, size, length = course.lives, course.size, len(course.trace)
+    counts = (lives.death != BEFORE) & (size > 0)
+    sums = np.empty((groups, len(samples.event)), dtype=np.int64)
+    for number in range(groups):
+        blocks = np.flatnonzero(counts & (group == number))
+        change = np.zeros(length + 2, dtype=np.int64)  # the first entry stands for what was there before
+        np.add.at(change, lives.birth[blocks] + 1, size[blocks])
+        np.subtract.at(change, lives.death[blocks] + 1, size[blocks])
+        sums[number] = np.cumsum(change)[samples.event + 1]
+    return sums
+
+
+def top_groups(course: Course, number: Ints, names: Sequence[str], alive: Ints, count: int) -> tuple[Ints, list[str]]:
+    """A column with many names, renumbered: the `count` that weigh most, at the peak or over time, and the rest."""
+    size = course.size
+    at_peak = np.bincount(number[alive], weights=size[alive], minlength=len(names))
+    lasted = (np.minimum(course.lives.death, len(course.trace)) - course.lives.birth).astype(np.float64)
+    over_time = np.bincount(number, weights=size * lasted, minlength=len(names)) / max(len(course.trace), 1)
+    weight = np.maximum(at_peak, over_time)
+    chosen = [i for i in np.argsort(-weight, kind="stable")[:count].tolist() if weight[i] > 0]
+    table = np.full(len(names), len(chosen), dtype=np.int64)
+    table[chosen] = np.arange(len(chosen))
+    rest = bool((weight > 0).sum() > len(chosen))
+    return table[number], [names[i] for i in chosen] + (["the rest"] if rest else [])
+
+
+def _changes(course: Course) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    moved = np.diff(course.allocated, prepend=course.allocated_before) != 0
+    if course.reserved is not None:
+        moved |= np.diff(course.reserved, prepend=course.reserved_before) != 0
+    return np.asarray(moved, dtype=np.bool_)
+
+
+MAX_DEPTH = 120
+HOPS = ("_wrapped_call_impl", "_call_impl")  # torch's own, between every module and the next
+LEAST_SHARE = 0.0002
+"""A node below this share of the whole is too narrow to be seen; such siblings are put together."""
+
+
+@dataclass(slots=True)
+class Node:
+    name: str
+    nbytes: int = 0
+    count: int = 0
+    children: dict[str, Node] = field(default_factory=dict)
+
+    def below(self, name: str) -> Node:
+        found = self.children.get(name)
+        if found is None:
+            found = self.children[name] = Node(name)
+        return found
+
+
+def paths(run: Run, blocks: Ints) -> Iterator[tuple[tuple[str, ...], int, int]]:
+    """(names from the outside in, bytes, how many blocks), each path once."""
+    sums: dict[tuple[str, ...], list[int]] = {}
+    of_stack: dict[tuple[int, ...], tuple[str, ...]] = {}
+    stacks = run.stack_numbers()
+    for block in blocks.tolist():
+        key = _key(run, block, stacks)
+        path = of_stack.get(key)
+        if path is None:
+            path = of_stack[key] = _path(run, block)
+        found = sums.setdefault(path, [0, 0])
+        found[0] += int(run.course.size[block])
+        found[1] += 1
+    for path, (nbytes, count) in sums.items():
+        yield path, nbytes, count
+
+
+def tree(run: Run, blocks: Ints) -> Node:
+    root = Node("all")
+    for path, nbytes, count in paths(run, blocks):
+        node = root
+        for name in ("", *path):
+            node = node.below(name) if name else node
+            node.nbytes += nbytes
+            node.count += count
+    return root
+
+
+def pruned(root: Node) -> Node:
+    """Siblings that would be thinner than a hair become one. No recursion: a stack may be deep."""
+    least = root.nbytes * LEAST_SHARE
+    todo = [root]
+    while todo:
+        node = todo.pop()
+        thin = [child for child in node.children.values() if child.nbytes < least]
+        if len(thin) > 1:
+            for child in thin:
+                del node.children[child.name]
+            name = f"{len(thin):,} smaller"
+            node.children[name] = Node(name, sum(c.nbytes for c in thin), sum(c.count for c in thin))
+        todo.extend(node.children.values())
+    return root
+
+
+def _key(run: Run, block: int, stacks: Ints) -> tuple[int, ...]:
+    labels = run.labels
+    if labels.stacks:
+        return int(stacks[block]), int(labels.line[block])
+    return int(labels.category[block]), int(labels.module[block]), int(labels.op[block])
+
+
+def _path(run: Run, block: int) -> tuple[str, ...]:
+    labels = run.labels
+    if labels.stacks:
+        frames = [frame for frame in run.frames(block) if is_python(frame) and frame.name not in HOPS][:MAX_DEPTH]
+        return tuple(line_text(frame) for frame in reversed(frames)) or (labels.lines[labels.line[block]],)
+    category = ALL_CATEGORIES[labels.category[block]].replace("_", " ")
+    return (category, *_module_parts(labels.modules[labels.module[block]]), labels.ops[labels.op[block]] or "(no op)")
+
+
+def _module_parts(module: str) -> Sequence[str]:
+    return [part for part in module.split(".") if part][:MAX_DEPTH]
+
+
+MAX_BLOCKS = 120_000
+MAX_STACK_LINES = 200_000
+MAX_PHASES = 5000
+GROUPS = 9
+PAUSES = 2000
+BEFORE_NAME = "before the recording"
+UNIT = 512
+
+
+def page_data(reported: Reported) -> dict[str, Any]:
+    data: dict[str, Any] = {"report": reported.document}
+    if reported.run is not None:
+        data["timeline"] = _timeline(reported.run)
+    return data
+
+
+def _timeline(run: Run) -> dict[str, Any]:
+    course = run.course
+    samples = sampled(course, also=_long_seen(run))
+    alive = course.lives.alive_at(course.peak_event)
+    unit = _unit(run)
+    blocks = _blocks(run)
+    groupings = [_by_category(run), *_by_name(run, alive)]
+    words = _Words()
+    kinds, kind_of = _kinds(run, blocks, words)
+    return {
+        "events": len(run.trace), "end_seconds": run.seconds(len(run.trace)), "stride": samples.stride, "unit": unit,
+        "peak_event": course.peak_event,
+        "samples": {
+            "count": len(samples.event),
+            "event": _packed(samples.event, np.int32),
+            "seconds": None if run.times is None else _packed(_seconds(run, samples.event), np.float64),
+            "allocated": _packed(samples.allocated // unit, np.uint32),
+            "reserved": None if samples.reserved is None else _packed(samples.reserved // unit, np.uint32),
+        },
+        "groupings": [
+            {
+                "id": name, "names": names, "palette": palette,
+                "sums": [_packed(row // unit, np.uint32) for row in group_sums(course, samples, number, len(names))],
+                "of_block": _packed(number[blocks], np.uint8),
+            }
+            for name, names, number, palette in groupings
+        ],
+        "blocks": {
+            "count": len(blocks), "left_out": int((course.size > 0).sum()) - len(blocks),
+            "birth": _packed(course.lives.birth[blocks], np.int32),
+            "death": _packed(course.lives.death[blocks], np.int32),
+            "size": _packed(course.size[blocks] // unit, np.uint32),
+            "waste": _packed(_waste(run, blocks), np.uint32),
+            "category": _packed(run.labels.category[blocks], np.uint8),
+            "kind": _packed(kind_of, np.uint32),
+        },
+        "categories": [name.replace("_", " ") for name in ALL_CATEGORIES],
+        "kinds": kinds, "stacks": words.stacks, "words": words.words,
+        "phases": [
+            [phase.name, phase.step, phase.begin, phase.end]
+            for phase in run.labels.phases[:MAX_PHASES]
+            if phase.name not in QUIET_PHASES
+        ],
+        "flame": _flame(pruned(tree(run, alive)), words),
+    }  # fmt: skip
+
+
+def _long_seen(run: Run) -> Ints:
+    """The last events before the longest pauses, and before each phase."""
+    begins = [phase.begin - 1 for phase in run.labels.phases[:MAX_PHASES]]
+    pauses = np.zeros(0, dtype=np.int64)
+    if run.times is not None and len(run.times) > PAUSES:
+        pauses = np.argpartition(np.diff(run.times), -PAUSES)[-PAUSES:]
+    return np.concatenate((pauses, np.array(begins, dtype=np.int64)))
+
+
+def _unit(run: Run) -> int:
+    """Sizes are multiples of 512 bytes, and 2^32 of these are 2 TiB. A file that has others gets coarser figures."""
+    top = max(int(run.course.allocated.max(initial=run.course.allocated_before)), 1)
+    if run.course.reserved is not None:
+        top = max(top, int(run.course.reserved.max(initial=run.course.reserved_before)))
+    unit = UNIT
+    while top // unit >= 1 << 32:
+        unit *= 2
+    return unit
+
+
+def _blocks(run: Run) -> Ints:
+    """The largest ones, largest first; of equal ones the older first."""
+    course = run.course
+    real = np.flatnonzero((course.size > 0) & (course.lives.death != BEFORE))
+    order = np.lexsort((course.lives.birth[real], -course.size[real]))
+    return np.asarray(real[order[:MAX_BLOCKS]], dtype=np.int64)
+
+
+def _waste(run: Run, blocks: Ints) -> Ints:
+    requested = np.frombuffer(run.trace.requested, dtype=np.int64)[blocks]
+    waste = run.course.size[blocks] - requested
+    return np.asarray(np.clip(waste, 0, (1 << 32) - 1), dtype=np.int64)
+
+
+def _seconds(run: Run, events: Ints) -> npt.NDArray[np.float64]:
+    assert run.times is not None
+    return run.times[np.maximum(events, 0)] if len(run.times) else np.zeros(len(events))
+
+
+def _by_category(run: Run) -> tuple[str, list[str], Ints, list[str]]:
+    """What is unknown because it was there before the recording is told apart from what is unknown otherwise."""
+    old = (run.course.lives.birth == BEFORE) & (run.labels.category == ALL_CATEGORIES.index(UNKNOWN))
+    number = np.where(old & (run.origin == "measured"), len(ALL_CATEGORIES), run.labels.category)
+    used = [i for i in range(len(ALL_CATEGORIES) + 1) if (number == i).any()] or [len(ALL_CATEGORIES) - 1]
+    order = sorted(used, key=lambda i: _STACKING.index(i) if i in _STACKING else len(_STACKING))
+    table = np.zeros(len(ALL_CATEGORIES) + 1, dtype=np.int64)
+    table[order] = np.arange(len(order))
+    keys = [*ALL_CATEGORIES, "before"]
+    names = [BEFORE_NAME if keys[i] == "before" else keys[i].replace("_", " ") for i in order]
+    return "category", names, table[number], [keys[i] for i in order]
+
+
+# what stays lies at the bottom, what comes and goes at the top
+_STACKING = [
+    len(ALL_CATEGORIES),
+    *(
+        ALL_CATEGORIES.index(name)
+        for name in (
+            "weights", "optimizer", "workspaces", "other", "unknown", "calibration", "kv_cache", "gradients",
+            "activations", "loss", "temporaries",
+        )
+    ),
+]  # fmt: skip
+
+
+def _by_name(run: Run, alive: Ints) -> Iterable[tuple[str, list[str], Ints, list[str]]]:
+    labels = run.labels
+    if labels.stacks:
+        number, names = top_groups(run.course, labels.line, labels.lines, alive, GROUPS)
+        yield "line of code", names, number, []
+    if len(labels.module) and labels.module.any():
+        short: dict[str, int] = {}
+        table = np.zeros(len(labels.modules), dtype=np.int64)
+        for i in np.unique(labels.module).tolist():
+            table[i] = short.setdefault(any_layer(labels.modules[i]) or "(no module)", len(short))
+        number, names = top_groups(run.course, table[labels.module], list(short), alive, GROUPS)
+        yield "module", names, number, []
+
+
+class _Words:
+    """Every text once; texts are most of what a page weighs."""
+
+    def __init__(self) -> None:
+        self.words: list[str] = []
+        self.stacks: list[list[int]] = []
+        self.left_out = 0
+        self._number: dict[str, int] = {}
+        self._lines = 0
+
+    def number(self, text: str) -> int:
+        found = self._number.get(text)
+        if found is None:
+            found = self._number[text] = len(self.words)
+            self.words.append(text)
+        return found
+
+    def stack(self, lines: Sequence[str]) -> int:
+        """-1 if there is none, or no room is left."""
+        if not lines or self._lines > MAX_STACK_LINES:
+            return -1
+        self._lines += len(lines)
+        self.stacks.append([self.number(line) for line in lines])
+        return len(self.stacks) - 1
+
+
+def _kinds(run: Run, blocks: Ints, words: _Words) -> tuple[list[list[int]], Ints]:
+    """Blocks from one place share what is said of them: [line, module, op, stack]."""
+    labels = run.labels
+    stack_of = run.stack_numbers()
+    columns = np.stack([labels.line[blocks], labels.module[blocks], labels.op[blocks], stack_of[blocks]], axis=1)
+    if not len(blocks):
+        return [], np.zeros(0, dtype=np.int64)
+    distinct, first, which = np.unique(columns, axis=0, return_index=True, return_inverse=True)
+    kinds = []
+    for row, place in zip(distinct.tolist(), first.tolist(), strict=True):
+        stack = words.stack(stack_lines(run.frames(int(blocks[place])), 40))
+        texts = labels.lines[row[0]], labels.modules[row[1]], labels.ops[row[2]]
+        kinds.append([*(words.number(text) for text in texts), stack])
+    return kinds, which.reshape(-1)
+
+
+def _flame(root: Node, words: _Words) -> dict[str, list[int]]:
+    """The tree as columns, parents before children; JSON that nests could be too deep to parse."""
+    columns: dict[str, list[int]] = {"word": [], "parent": [], "bytes": [], "count": []}
+    todo = [(root, -1)]
+    for node, parent in todo:
+        number = len(columns["word"])
+        for name, value in (
+            ("word", words.number(node.name)), ("parent", parent), ("bytes", node.nbytes), ("count", node.count)
+        ):  # fmt: skip
+            columns[name].append(value)
+        todo.extend((child, number) for child in sorted(node.children.values(), key=_place))
+    return columns
+
+
+def _place(node: Node) -> tuple[int, int]:
+    """The widest first; layers, which are known by number, in their order."""
+    return (0, int(node.name)) if node.name.isascii() and node.name.isdigit() else (1, -node.nbytes)
+
+
+def _packed(column: npt.NDArray[Any], kind: Any) -> str:
+    little = np.ascontiguousarray(column, dtype=np.dtype(kind).newbyteorder("<"))
+    return base64.b64encode(little.tobytes()).decode("ascii")

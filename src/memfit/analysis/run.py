@@ -1,0 +1,215 @@
+"""One device's run, ready to be reported, drawn, compared or exported: events, places, labels, times, stacks.
+
+run = open_run("snapshot.pickle")        # or a saved trace
+run.course.peak_event, run.seconds(12), run.frames(block)
+"""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from memfit.analysis.course import Course, Ints, placed
+from memfit.analysis.labels import Labels, Phase, labels_of_snapshot, labels_of_trace, line_text, phase_numbers
+from memfit.analysis.observed import observed
+from memfit.errors import InputError, UsageError
+from memfit.replay.alloc_config import AllocatorConfig
+from memfit.replay.events import Trace
+from memfit.snapshots.read import Remark, Snapshot, read_snapshot
+from memfit.snapshots.schema import Frame, clean
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    course: Course
+    labels: Labels
+    origin: str  # predicted or measured
+    messages: tuple[Remark, ...]  # to be said before any number
+    config: AllocatorConfig
+    device: int = 0
+    snapshot: Snapshot | None = None
+    times: npt.NDArray[np.float64] | None = None  # seconds since the first event, one an event; None if not recorded
+    rows: Ints | None = None  # of a part of a run: of each block its number in the snapshot
+
+    @property
+    def trace(self) -> Trace:
+        return self.course.trace
+
+    def seconds(self, event: int) -> float | None:
+        if self.times is None or not len(self.times):
+            return None
+        return float(self.times[min(max(event, 0), len(self.times) - 1)])
+
+    def phase_at(self, event: int) -> Phase | None:
+        phases = self.labels.phases
+        at = int(phase_numbers(phases, np.array([event], dtype=np.int64))[0]) if phases else -1
+        return phases[at] if at >= 0 else None
+
+    def frames(self, block: int) -> tuple[Frame, ...]:
+        """Where a block was asked for, innermost first. Of a prediction the first names module
+        and op, and the lines of code follow if they were kept."""
+        if self.snapshot is not None:
+            return self.snapshot.frames(self.device, block if self.rows is None else int(self.rows[block]))
+        module, op = self.trace.module(block), self.trace.op(block)
+        made_up = (Frame(clean(module), 0, clean(op)),) if module or op else ()
+        return (*made_up, *(Frame(clean(file), line, clean(name)) for file, line, name in self.trace.stack(block)))
+
+    def stack_numbers(self) -> Ints:
+        """Of each block its stack, as a number."""
+        if self.snapshot is None:
+            found, blocks = self.trace.stack_of, len(self.course.size)
+            return np.array([*found, *[0] * (blocks - len(found))], dtype=np.int64)
+        numbers = np.frombuffer(self.snapshot.stack_of[self.device], dtype=np.int32).astype(np.int64)
+        return numbers if self.rows is None else numbers[self.rows]
+
+    def range_frames(self, number: int) -> tuple[Frame, ...]:
+        """The same for what the driver did, and for a request that failed."""
+        if self.snapshot is None or number >= len(self.snapshot.range_stack_of[self.device]):
+            return ()
+        stack = self.snapshot.stacks[self.snapshot.range_stack_of[self.device][number]]
+        return tuple(self.snapshot.frame_table[i] for i in stack)
+
+
+def stack_lines(frames: tuple[Frame, ...], limit: int = 60) -> list[str]:
+    """A stack as text, innermost first. A made-up frame has no line number: it is a module and an op."""
+    lines = [f"{f.filename} {f.name}".strip() if f.line == 0 else line_text(f) for f in frames[:limit]]
+    return lines + ([f"... and {len(frames) - limit} more frames"] if len(frames) > limit else [])
+
+
+def open_run(path: str | Path, *, device: int | None = None, alloc_conf: str | None = None) -> Run:
+    """A snapshot (pickle or JSON) or a trace that memfit saved. Of several devices the one that needed most."""
+    if is_trace_file(path):
+        if device:
+            raise UsageError(f"--device {device}: {str(path)!r} is a trace of one device")
+        with naming(path):
+            return run_of_trace(Trace.load(path), alloc_conf=alloc_conf)
+    if alloc_conf is not None:
+        raise UsageError(
+            f"--alloc-conf cannot be applied to {str(path)!r}: a recording is taken as it was",
+            hint="it is for traces, which are replayed: memfit plan ... --save-trace FILE",
+        )
+    return pick(runs_of_file(path), device)
+
+
+def runs_of_file(path: str | Path) -> list[Run]:
+    """Of each device of a snapshot."""
+    with naming(path):
+        return runs_of_snapshot(read_snapshot(path))
+
+
+@contextmanager
+def naming(path: str | Path) -> Iterator[None]:
+    """What is wrong with a file is told with its name."""
+    try:
+        yield
+    except InputError as error:
+        if repr(str(path)) in error.message:
+            raise
+        raise InputError(f"cannot read {str(path)!r}: {error.message}", hint=error.hint) from error
+
+
+def is_trace_file(path: str | Path) -> bool:
+    try:
+        return Path(path).is_file() and zipfile.is_zipfile(path)
+    except (OSError, ValueError):
+        return False
+
+
+def run_of_trace(trace: Trace, *, alloc_conf: str | None = None) -> Run:
+    config = AllocatorConfig.parse(alloc_conf or str(trace.facts.get("alloc_conf", "")))
+    try:
+        course = placed(trace, config)
+    except (ValueError, OverflowError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"the trace cannot be replayed: {error}") from error
+    messages = () if len(trace) else (Remark("empty", "no events in it"),)
+    return Run(course, labels_of_trace(course), trace.origin, messages, config)
+
+
+def runs_of_snapshot(snapshot: Snapshot) -> list[Run]:
+    config, doubt = _config(snapshot)
+    return [
+        _run_of_device(snapshot, device, config, doubt)
+        for device in range(len(snapshot.traces))
+        if len(snapshot.traces[device]) or any(segment.device == device for segment in snapshot.segments)
+    ] or [_run_of_device(_with_a_device(snapshot), 0, config, doubt)]
+
+
+def pick(runs: list[Run], device: int | None) -> Run:
+    if device is None:
+        return max(runs, key=lambda run: run.course.allocated_at(run.course.peak_event))
+    for run in runs:
+        if run.device == device:
+            return run
+    known = ", ".join(str(run.device) for run in runs)
+    raise UsageError(f"--device {device}: nothing was recorded of it", hint=f"recorded were: {known}")
+
+
+def _with_a_device(snapshot: Snapshot) -> Snapshot:
+    from array import array
+
+    empty = array("q"), array("i"), array("i")
+    if snapshot.traces:
+        return snapshot
+    return replace(
+        snapshot,
+        traces=(Trace(origin="measured"),),
+        times=(empty[0],),
+        stack_of=(empty[1],),
+        range_stack_of=(empty[2],),
+    )
+
+
+def _config(snapshot: Snapshot) -> tuple[AllocatorConfig, tuple[Remark, ...]]:
+    try:
+        return AllocatorConfig.from_snapshot(snapshot.settings), ()
+    except (UsageError, TypeError, ValueError, AttributeError):
+        said = "its allocator settings cannot be understood: PyTorch's defaults are assumed"
+        return AllocatorConfig(), (Remark("settings", said),)
+
+
+def _run_of_device(
+    snapshot: Snapshot, device: int, config: AllocatorConfig, doubt: tuple[Remark, ...]
+) -> Run:  # fmt: skip
+    course = observed(snapshot, device, config)
+    labels = labels_of_snapshot(course, snapshot, device)
+    messages = (*_own(snapshot, device), *doubt, *_remarks(course, labels))
+    origin = course.trace.origin
+    times = _seconds(np.frombuffer(snapshot.times[device], dtype=np.int64)) if origin == "measured" else None
+    return Run(course, labels, origin, messages, config, device, snapshot, times)
+
+
+def _own(snapshot: Snapshot, device: int) -> Iterator[Remark]:
+    """What is said of other GPUs is not said here."""
+    for warning in snapshot.warnings:
+        if not warning.startswith("GPU ") or warning.startswith(f"GPU {device}:"):
+            yield warning
+
+
+def _remarks(course: Course, labels: Labels) -> Iterator[Remark]:
+    if course.doubts:
+        yield Remark(
+            "doubts",
+            f"{course.doubts:,} events contradict the final state: sizes of blocks may be too small there"
+            + ("" if course.reserved is not None else ", and what was reserved is n/a"),
+        )
+    if len(course.trace) and course.reserved is None and not course.doubts:
+        yield Remark("segments", "the segments in it do not hold its blocks: what was reserved is n/a")
+    if len(course.trace) and not labels.stacks and course.trace.origin == "measured":
+        yield Remark("no_stacks", "no stacks in it: lines of code are unknown (record with context='all')")
+
+
+def _seconds(times: npt.NDArray[np.int64]) -> npt.NDArray[np.float64] | None:
+    """From the first event on, never backwards. Before torch 2.2 events have no time."""
+    known = times[times > 0]
+    if len(known) < 1 or len(known) < len(times) // 2:
+        return None
+    first = known.min()
+    return np.asarray(np.maximum.accumulate(np.maximum(times - first, 0)) / 1e6, dtype=np.float64)

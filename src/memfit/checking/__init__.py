@@ -1,0 +1,8 @@
+"""A machine and a job looked over before the job starts."""
+
+from __future__ import annotations
+
+DOOR = {
+    "check": "Checked check",
+}
+"""What other rooms may use, by file."""

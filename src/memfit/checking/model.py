@@ -1,0 +1,359 @@
+"""Which weights are trained: those that the config means, and as many.
+
+Bytes that follow from a model's shapes: what is loaded, what the optimizer keeps, what a checkpoint holds.
+
+The model of a training job as `memfit train` builds it, made small enough to be run here: its shapes alone, or its
+first blocks with random weights.
+
+Whether every trained tensor really gets a gradient: the model's first blocks, run on the CPU through two steps.
+
+The model is built as `memfit train` builds it, adapters, checkpointing and loss included; only its weights are random
+and its text is short. LoRA's B begins at zero, so that A has no gradient in the first step: the second one counts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from memfit.checking.situation import CannotTell, Finding, Line, Situation
+from memfit.errors import MemfitError
+from memfit.jobs.training.config import FACTORY, Optimizer, TrainConfig
+from memfit.jobs.workload import Workload
+from memfit.models.presets import is_gsa
+from memfit.recording.machine import host_memory
+from memfit.render.pieces import count
+from memfit.units import GiB
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from memfit.jobs.training.job import TrainJob
+
+
+TRAINED = Line("model", "trained weights")
+ADAPTER = "lora_"
+SAVED_WHOLE = "modules_to_save"
+"""What peft calls a module that is trained beside the adapters because somebody asked for it."""
+
+
+def trained_weights(situation: Situation) -> Iterator[Finding]:
+    model, method = situation.shapes.get(), situation.config.method
+    named = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
+    everything = sum(each.numel() for each in model.parameters())
+    mine = sum(each.numel() for _, each in named)
+    adapters = [name for name, _ in named if ADAPTER in name]
+    base = [(name, each) for name, each in named if ADAPTER not in name and SAVED_WHOLE not in name]
+    details: dict[str, Any] = {"trained": mine, "parameters": everything, "tensors": len(named)}
+    if not named:
+        yield TRAINED.failed("no weight is trained: all are frozen", "requires_grad_(True) on what should learn")
+        return
+    if adapters and base:
+        size = sum(each.numel() for _, each in base)
+        yield TRAINED.failed(
+            f"{count(size)} weights of the base model are trained beside the adapters, such as {base[0][0]}",
+            "freeze the base model before the adapters are added", **details, base=size,
+        )  # fmt: skip
+        return
+    if idle := _targets_without_a_layer(method.target_modules, adapters):
+        yield TRAINED.failed(
+            f"method.target_modules: no layer is called {', '.join(idle)}",
+            f"layers with adapters: {', '.join(sorted(_adapted(adapters)))}", **details,
+        )  # fmt: skip
+        return
+    share = f"{mine:,} of {everything:,} parameters ({mine / everything:.2%})"
+    if adapters:
+        kinds = ", ".join(sorted(_adapted(adapters)))
+        found = f"{share} in {len(adapters) // 2} adapters of {kinds}; the base model is frozen"
+        yield TRAINED.ok(found, **details)
+        return
+    frozen = [name for name, each in model.named_parameters() if not each.requires_grad]
+    if frozen:
+        yield TRAINED.warning(
+            f"{share}; {len(frozen)} tensors are frozen, such as {frozen[0]}", "method: full means all", **details
+        )
+        return
+    yield TRAINED.ok(f"{mine:,} parameters, all of them", **details)
+
+
+def _adapted(adapters: list[str]) -> set[str]:
+    """`...q_proj.lora_A.default.weight` adapts q_proj."""
+    return {name.split(f".{ADAPTER}")[0].rpartition(".")[2] for name in adapters}
+
+
+def _targets_without_a_layer(targets: tuple[str, ...] | None, adapters: list[str]) -> list[str]:
+    """peft stops only where none of the names matches."""
+    adapted = {name.split(f".{ADAPTER}")[0] for name in adapters}
+    return [each for each in targets or () if not any(f".{name}".endswith(f".{each}") for name in adapted)]
+
+
+def loading_bytes(model: nn.Module) -> int:
+    """All weights, adapters too, as they lie in memory."""
+    return sum(each.numel() * each.element_size() for each in model.parameters())
+
+
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    return [each for each in model.parameters() if each.requires_grad]
+
+
+def state_bytes(model: nn.Module, optimizer: Optimizer) -> int:
+    """What the optimizer keeps for the trained weights: two of each for Adam, in their own type or in eight bits."""
+    return sum(_state_of(each, optimizer) for each in trained(model))
+
+
+def _state_of(weight: Tensor, optimizer: Optimizer) -> int:
+    if optimizer == "sgd":
+        return 0
+    if optimizer == "adafactor":  # fp32 sums over rows and over columns, or one of each number of a vector
+        kept = sum(weight.numel() // size for size in weight.shape[-2:]) if weight.dim() > 1 else weight.numel()
+        return 4 * kept
+    if optimizer.endswith("8bit"):
+        return 2 * weight.numel()
+    return 2 * weight.numel() * weight.element_size()
+
+
+def checkpoint_bytes(model: nn.Module, config: TrainConfig) -> int:
+    """The weights that are trained (LoRA saves its adapters alone), and the optimizer's state."""
+    weights = trained(model) if config.method.kind == "lora" else list(model.parameters())
+    return sum(each.numel() * each.element_size() for each in weights) + state_bytes(model, config.optimizer.name)
+
+
+TOKENS = 16
+WORDS = 512
+"""Of the vocabulary: how many words there are changes no path of a gradient."""
+OF_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "unk_token_id")
+
+
+def small_job(config: TrainConfig, model_name: str, settings: dict[str, Any]) -> TrainJob:
+    """The job on the CPU, with short rows of random tokens, and with these settings of the model. All that decides
+    which code runs (method, precision, checkpointing, loss) is as it was; flash attention, which no CPU has, is sdpa
+    here, and nothing is offloaded."""
+    from memfit.jobs.training.loops import training_job
+
+    model = dataclasses.replace(
+        config.model, name=model_name, from_scratch=True, settings={**config.model.settings, **settings},
+        attention="sdpa" if config.model.attention == "flash_attention_2" else config.model.attention,
+    )  # fmt: skip
+    small = dataclasses.replace(
+        config, model=model, memory=dataclasses.replace(config.memory, auto=False, offload=()), device="cpu"
+    )
+    rows = Workload(kind="train", model=model_name, seq_len=TOKENS)
+    job = training_job(rows, WORDS, steps=1, folder=Path())
+    return dataclasses.replace(job, config=small)
+
+
+def shapes_only(config: TrainConfig, model_name: str, *, layers: int | None = None) -> nn.Module:
+    """On the meta device: every tensor has its shape and type, and none has memory."""
+    import torch
+
+    from memfit.jobs.build import build_for_training
+
+    settings = {} if layers is None else cut_to(config, model_name, layers)
+    job = small_job(config, model_name, settings)
+    with torch.random.fork_rng(devices=()), torch.device("meta"):
+        return build_for_training(job)
+
+
+def cut_to(config: TrainConfig, model_name: str, layers: int) -> dict[str, Any]:
+    """Settings under which the model has only its first so many blocks."""
+    if FACTORY.fullmatch(model_name):
+        return {}
+    if is_gsa(model_name):
+        return {"n_layers": layers, "vocab_size": WORDS}
+    if model_name.lower().startswith("basics"):
+        return {"num_layers": layers, "vocab_size": WORDS}
+    from memfit.models.registry import load_config, resolve
+
+    known: Any = load_config(resolve(model_name))
+    kinds = getattr(known, "layer_types", None)
+    made: dict[str, Any] = {"num_hidden_layers": min(layers, known.num_hidden_layers), "vocab_size": WORDS}
+    if isinstance(kinds, list) and not isinstance(getattr(type(known), "layer_types", None), property):
+        made["layer_types"] = kinds[:layers]
+    made |= {name: None for name in OF_TOKENS if isinstance(getattr(known, name, None), int)}
+    return made
+
+
+def few_blocks(config: TrainConfig, model_name: str, *, most_bytes: int) -> tuple[nn.Module, TrainJob, int]:
+    """Its first two blocks in host memory, or only the first where two are too much."""
+    from memfit.checking.repeated_weights import RepeatedWeights
+    from memfit.jobs.build import build_for_training
+
+    for layers in (2, 1):
+        if bytes_to_train(shapes_only(config, model_name, layers=layers)) <= most_bytes:
+            job = small_job(config, model_name, cut_to(config, model_name, layers))
+            with RepeatedWeights():
+                return build_for_training(job), job, layers
+    raise CannotTell("one block of this model is more than this machine's free memory")
+
+
+def bytes_to_train(model: nn.Module) -> int:
+    """Weights, and gradients of those that are trained."""
+    sizes = [(each.numel() * each.element_size(), each.requires_grad) for each in model.parameters()]
+    return sum(size * (2 if trained else 1) for size, trained in sizes)
+
+
+GRADIENTS, LOSS = Line("model", "gradient flow"), Line("model", "loss")
+STEPS = 2
+RATE = 1e-2
+SHARE_OF_HOST = 0.5
+MOST_BYTES = 4 * GiB
+"""Of the host's free memory, what a look may take: to fill more than this with random numbers takes minutes."""
+SHOWN = 3
+INPUT_GRADS = "checkpointing over a frozen embedding: model.enable_input_require_grads(), or use_reentrant=False"
+UNREACHED = f"leave layers that nothing depends on out of target_modules; or {INPUT_GRADS}"
+GSA_INDEXER = ".indexer."
+NO_GRADIENT = "does not require grad"
+"""How torch says that nothing in the loss leads back to a trained weight."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flow:
+    blocks: int
+    tensors: int
+    loss: float
+    without: tuple[str, ...] = ()
+    """Trained tensors that got no gradient, or one of zeros."""
+    not_finite: tuple[str, ...] = ()
+
+
+def follow(situation: Situation) -> Flow:
+    """Raises CannotTell where the model is too large for this machine, and whatever the model's own code raises."""
+    import torch
+
+    situation.shapes.needed()
+    host = host_memory()
+    most = min(int(SHARE_OF_HOST * (host["total_bytes"] - host["used_bytes"])), MOST_BYTES)
+    with torch.random.fork_rng(devices=()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of checkpointing, on inputs without gradients: that is what is looked for
+        torch.manual_seed(situation.config.seed)
+        model, job, blocks = few_blocks(situation.config, situation.model_name, most_bytes=most)
+        trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+        if not trained:
+            raise CannotTell("no weight is trained")
+        loss = _steps(model, _within_vocabulary(model, job.collate([job.data[0]])), list(trained.values()), job.config)
+    gradients = {name: each.grad for name, each in trained.items()}
+    return Flow(
+        blocks=blocks, tensors=len(trained), loss=loss,
+        without=tuple(name for name, each in gradients.items() if each is None or not each.count_nonzero()),
+        not_finite=tuple(name for name, each in gradients.items() if each is not None and not each.isfinite().all()),
+    )  # fmt: skip
+
+
+def _steps(model: nn.Module, batch: dict[str, Tensor], trained: list[nn.Parameter], config: TrainConfig) -> float:
+    """The last step's loss; its gradients stay."""
+    import torch
+
+    from memfit.checking.repeated_weights import ProductsByFp32
+
+    amp = config.precision.startswith("amp-")
+    optimizer = torch.optim.SGD(trained, lr=RATE)
+    for step in range(1, STEPS + 1):
+        optimizer.zero_grad()
+        with ProductsByFp32():  # type: ignore[no-untyped-call,unused-ignore]
+            with torch.autocast("cpu", torch.bfloat16) if amp else nullcontext():
+                loss = _loss(model, batch)
+            torch.autograd.backward(loss)
+        if step < STEPS:
+            optimizer.step()
+    return float(loss.detach())
+
+
+def _loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    from torch.nn.functional import cross_entropy
+
+    from memfit.jobs.build import takes_labels
+
+    if takes_labels(model):
+        loss: Tensor = model(**batch).loss
+        return loss
+    made: Any = model(batch["input_ids"])
+    logits = made.logits if hasattr(made, "logits") else made
+    return cross_entropy(logits[:, :-1].flatten(0, 1).float(), batch["labels"][:, 1:].flatten())
+
+
+def _within_vocabulary(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A factory's model may know fewer words than the rows have."""
+    from torch import nn
+
+    tables = [each.num_embeddings for each in model.modules() if isinstance(each, nn.Embedding)]
+    words = max(tables, default=1 << 31)
+    return {name: each.where(each < words, each % words) for name, each in batch.items()}
+
+
+def gradients(situation: Situation, followed: list[Flow]) -> Iterator[Finding]:
+    """What it finds is also put into `followed`, for the checks that come after."""
+    try:
+        flow = follow(situation)
+    except (MemfitError, CannotTell, ImportError):
+        raise
+    except Exception as error:  # the model may be somebody's own code, which raises what it likes
+        yield _stopped(error)
+        return
+    followed.append(flow)
+    yield _of_loss(flow)
+    what = _what(situation, flow)
+    details: dict[str, Any] = {
+        "tensors": flow.tensors, "without_gradient": list(flow.without), "not_finite": list(flow.not_finite),
+        "blocks": flow.blocks,
+    }  # fmt: skip
+    if flow.not_finite:
+        yield GRADIENTS.failed(f"{_some(flow.not_finite)} not finite in {what}", "bf16 or fp32", **details)
+        return
+    adapters = [name for name in flow.without if ADAPTER in name]
+    if adapters or len(flow.without) == flow.tensors:
+        yield GRADIENTS.failed(
+            f"no gradient reaches {len(flow.without)} of {flow.tensors} trained tensors in {what}:"
+            f" {_some(flow.without)}",
+            INPUT_GRADS if len(flow.without) == flow.tensors else UNREACHED,
+            **details,
+        )
+        return
+    if flow.without and is_gsa(situation.model_name) and all(GSA_INDEXER in name for name in flow.without):
+        yield GRADIENTS.ok(
+            f"{flow.tensors - len(flow.without)} trained tensors get finite gradients other than zero in {what}; the"
+            f" {len(flow.without)} of GSA's indexer get none, for a choice of keys has no gradient",
+            **details,
+        )
+        return
+    if flow.without:
+        yield GRADIENTS.warning(
+            f"no gradient reaches {len(flow.without)} of {flow.tensors} trained tensors, which stay as they are:"
+            f" {_some(flow.without)}",
+            "freeze them, or find out why nothing depends on them", **details,
+        )  # fmt: skip
+        return
+    yield GRADIENTS.ok(f"all {flow.tensors} trained tensors get finite gradients other than zero in {what}", **details)
+
+
+def _what(situation: Situation, flow: Flow) -> str:
+    steps = "two steps on the CPU"
+    if FACTORY.fullmatch(situation.model_name):
+        return steps
+    return f"the first {flow.blocks} block{'s' if flow.blocks > 1 else ''}, {steps}"
+
+
+def _of_loss(flow: Flow) -> Finding:
+    loss = flow.loss
+    if not math.isfinite(loss):
+        return LOSS.failed(
+            f"the loss is {loss} in the second step with random weights", "bf16 or fp32: fp16 ends at 65,504", loss=None
+        )
+    return LOSS.ok(f"finite ({loss:.2f} with random weights)", loss=loss)
+
+
+def _stopped(error: Exception) -> Finding:
+    first = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+    if NO_GRADIENT in first:
+        return GRADIENTS.failed(f"no gradient reaches any trained weight: '{first}'", INPUT_GRADS)
+    return GRADIENTS.failed(f"a training step stops on the CPU: {first}", "the same step would stop on the GPU")
+
+
+def _some(names: tuple[str, ...]) -> str:
+    more = f", and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more

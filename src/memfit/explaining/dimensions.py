@@ -1,0 +1,293 @@
+"""The numbers that tensors of a model are made of, read from its settings alone: no torch, no transformers.
+
+The tensors that a model makes, as products: which of its numbers, times which numbers of the run.
+
+T * vocabulary * 4          fp32 logits               B * heads * S * S * 2       attention scores
+vocabulary * hidden * 2     embedding or lm_head      samples * S * hidden * 2    calibration inputs
+
+Numbers that people choose: 2,048 and 1,536 for a sequence, 1,000 for the side of a cube.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
+
+from memfit.errors import MemfitError
+from memfit.models.presets import find_preset, presets
+from memfit.units import MiB
+
+_SPELLINGS = {
+    "vocabulary": ("vocab_size",),
+    "hidden": ("hidden_size", "n_embd", "d_model"),
+    "intermediate": ("intermediate_size", "n_inner", "ffn_dim", "d_ff", "d_ffn"),
+    "heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
+    "kv_heads": ("num_key_value_heads", "n_kv_heads"),
+    "head_dim": ("head_dim",),
+    "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    "positions": ("max_position_embeddings", "n_positions", "context_length", "max_seq_len"),
+}
+"""As the families spell them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dimensions:
+    model: str
+    family: str
+    vocabulary: int | None = None
+    hidden: int | None = None
+    intermediate: int | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    layers: int | None = None
+    positions: int | None = None
+    parameters: int | None = None
+
+
+def dimensions_of(config: Mapping[str, Any], *, model: str, parameters: int | None = None) -> Dimensions:
+    found: dict[str, int | None] = {name: _first(config, names) for name, names in _SPELLINGS.items()}
+    hidden, heads = found["hidden"], found["heads"]
+    if found["intermediate"] is None and hidden and config.get("model_type") == "gpt2":
+        found["intermediate"] = 4 * hidden
+    if found["head_dim"] is None and hidden and heads and hidden % heads == 0:
+        found["head_dim"] = hidden // heads
+    if found["kv_heads"] is None:
+        found["kv_heads"] = heads
+    return Dimensions(model=model, family=str(config.get("model_type", "")), parameters=parameters, **found)
+
+
+def _first(config: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
+    for name in names:
+        value = config.get(name)
+        if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 1 << 40:
+            return value
+    return None
+
+
+_IN_TEXT = {
+    name: re.compile(rf"(?<![\w.])[\"']?(?:{'|'.join(names)})[\"']?\s?[:=]\s?(\d{{1,9}})(?![\d.])")
+    for name, names in _SPELLINGS.items()
+}
+_NAMING = ("vocabulary", "hidden")
+
+
+def dimensions_in_text(text: str) -> Dimensions | None:
+    """Of a config that a program has printed into its log. A number that is given twice, differently, is none."""
+    found: dict[str, int] = {}
+    for name, pattern in _IN_TEXT.items():
+        values = {int(each[1]) for each in pattern.finditer(text)} - {0}
+        if len(values) == 1:
+            found[name] = values.pop()
+    if any(name not in found for name in _NAMING):
+        return None
+    config = {_SPELLINGS[name][0]: value for name, value in found.items()}
+    return dimensions_of(config, model="the model whose settings are in the text")
+
+
+def dimensions_of_model(name: str) -> Dimensions | None:
+    """Of whatever `--model` takes; None where only running the model's own code would tell."""
+    from memfit.models.registry import resolve
+
+    source = resolve(name)
+    if source.kind == "preset":
+        return preset_dimensions(source.target)
+    if source.kind == "factory":
+        return None
+    from memfit.models.config_check import read_config
+
+    try:
+        return dimensions_of(read_config(Path(source.target)), model=source.name)
+    except MemfitError:
+        return None
+
+
+@cache
+def preset_dimensions(name: str) -> Dimensions | None:
+    preset = find_preset(name)
+    if preset is None:
+        return None
+    return dimensions_of(preset.config, model=preset.name, parameters=preset.parameters)
+
+
+@cache
+def known_dimensions(family: str | None = None) -> tuple[Dimensions, ...]:
+    """Of all shipped models, or of those of one family."""
+    made = (preset_dimensions(preset.name) for preset in presets() if family in (None, preset.model_type))
+    return tuple(each for each in made if each is not None)
+
+
+WORKSPACE = 32 * MiB
+"""Of cuBLAS on Hopper and newer; on older cards it is 8.125 MiB and shares a segment."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Factor:
+    symbol: str
+    value: int
+    least: int | None = None
+    most: int | None = None
+    """Of a number that was searched for: between these all would do."""
+
+    @property
+    def said(self) -> str:
+        return (
+            f"{self.value:,} {self.symbol[:-1] if self.value == 1 and self.symbol == 'rows' else self.symbol}".strip()
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """A tensor of a model: what is fixed by the model, and which numbers of the run it is multiplied by."""
+
+    kind: str
+    tensor: str
+    fixed: tuple[Factor, ...]
+    itemsizes: tuple[int, ...]
+    free: str = ""
+    """tokens, rows-length-length, length-length, samples-length, or nothing."""
+    phases: frozenset[str] = frozenset()
+    """In which it is made; none: in any."""
+    prior: int = 0
+
+
+_TRAINING = frozenset({"forward", "loss", "backward", "evaluation", "generation"})
+_WEIGHTS = frozenset({"loading", "backward", "optimizer step", "saving"})
+
+
+def _of_model(of: Dimensions) -> Iterator[Fingerprint]:
+    vocabulary, hidden = _factor("vocabulary", of.vocabulary), _factor("hidden", of.hidden)
+    intermediate, heads = _factor("intermediate", of.intermediate), _factor("heads", of.heads)
+    if vocabulary:
+        loss = frozenset({"loss", "backward", "evaluation", "generation", "forward"})
+        yield Fingerprint("logits", "fp32 logits, their log-softmax or their gradient", vocabulary, (4,), "tokens",
+                           loss, 1)  # fmt: skip
+        yield Fingerprint("logits", "16-bit logits or their gradient", vocabulary, (2,), "tokens", loss)
+    if heads:
+        yield Fingerprint("attention", "attention scores", heads, (2, 4), "rows-length-length", _TRAINING)
+        yield Fingerprint("attention", "attention dropout mask", heads, (1,), "rows-length-length", _TRAINING, -1)
+    if intermediate:
+        yield Fingerprint("mlp", "MLP activation", intermediate, (2, 4), "tokens", _TRAINING)
+    if of.heads and of.head_dim:
+        wide = (Factor(symbol="in all heads", value=of.heads * of.head_dim),)
+        yield Fingerprint("attention-output", "queries or output of attention", wide, (2, 4), "tokens", _TRAINING, -1)
+    if hidden:
+        yield Fingerprint("hidden", "hidden states", hidden, (2, 4), "tokens", _TRAINING, -1)
+        calibration = frozenset({"forward", "calibration", "evaluation", "data"})
+        yield Fingerprint("calibration", "calibration inputs or outputs", hidden, (2, 4), "samples-length",
+                           calibration)  # fmt: skip
+    yield from _of_weights(of, vocabulary, hidden, intermediate)
+    if of.layers and of.kv_heads and of.head_dim:
+        one = (Factor(symbol="kv heads", value=of.kv_heads), Factor(symbol="head dim", value=of.head_dim))
+        every = (Factor(symbol="(keys, values)", value=2), Factor(symbol="layers", value=of.layers), *one)
+        generating = frozenset({"generation", "evaluation", "forward"})
+        yield Fingerprint("kv-cache", "key-value cache of all layers", every, (2,), "tokens", generating, -1)
+        yield Fingerprint("kv-cache", "keys or values of one layer", one, (2,), "tokens", generating, -2)
+
+
+def _of_weights(
+    of: Dimensions, vocabulary: tuple[Factor, ...], hidden: tuple[Factor, ...], intermediate: tuple[Factor, ...]
+) -> Iterator[Fingerprint]:
+    kept = "weight, gradient or optimizer moment"
+    if vocabulary and hidden:
+        yield Fingerprint("weights", f"embedding or lm_head: {kept}", (*vocabulary, *hidden), (2, 4), "", _WEIGHTS, 1)
+    if intermediate and hidden:
+        matrix = (*hidden, *intermediate)
+        yield Fingerprint("weights", f"MLP matrix: {kept}", matrix, (2, 4), "", _WEIGHTS, 1)
+        pruning = frozenset({"calibration", "forward"})
+        yield Fingerprint("sort", "int64 indices of a sort over an MLP matrix", matrix, (8,), "", pruning, -1)
+        yield Fingerprint("hessian", "Hessian of the MLP's down projection", (*intermediate, *intermediate), (4,), "",
+                           pruning, -1)  # fmt: skip
+    if hidden:
+        square = (*hidden, *hidden)
+        yield Fingerprint("weights", f"attention matrix: {kept}", square, (2, 4), "", _WEIGHTS)
+        yield Fingerprint(
+            "hessian", "Hessian of a hidden-sized input", square, (4,), "", frozenset({"calibration"}), -1
+        )
+    if of.parameters:
+        whole = (Factor(symbol="parameters", value=of.parameters),)
+        yield Fingerprint("flat", "flat buffer of all parameters", whole, (2, 4), "", _WEIGHTS, 2)
+
+
+def _factor(symbol: str, value: int | None) -> tuple[Factor, ...]:
+    return (Factor(symbol=symbol, value=value),) if value else ()
+
+
+def fingerprints_of_lora(rank: int, models: Sequence[Dimensions]) -> Iterator[Fingerprint]:
+    low = (Factor(symbol="rank", value=rank),)
+    yield Fingerprint("lora", "what a LoRA A matrix makes", low, (2, 4), "tokens", _TRAINING, -1)
+    for wide in {size for model in models for size in (model.intermediate, model.hidden) if size}:
+        matrix = (*low, Factor(symbol="wide", value=wide))
+        yield Fingerprint("weights", "LoRA matrix: weight, gradient or optimizer moment", matrix, (2, 4), "", _WEIGHTS)
+
+
+OF_NO_MODEL = (
+    Fingerprint("attention", "attention mask", (), (1, 2, 4), "length-length", _TRAINING, -1),
+    Fingerprint("workspace", "cuBLAS workspace", (Factor(symbol="", value=WORKSPACE),), (1,)),
+)
+"""Of a size that does not depend on the model."""
+
+
+@lru_cache(maxsize=64)
+def fingerprints_of(models: tuple[Dimensions, ...]) -> tuple[tuple[Fingerprint, tuple[Dimensions, ...]], ...]:
+    """Models share sizes: each fingerprint once, with the models that have it."""
+    found: dict[Fingerprint, list[Dimensions]] = {fingerprint: [] for fingerprint in OF_NO_MODEL}
+    for model in models:
+        for fingerprint in _of_model(model):
+            if fingerprint.kind == "flat" and len(models) > 1:
+                continue  # some model has any number of parameters
+            found.setdefault(fingerprint, []).append(model)
+    return tuple((fingerprint, tuple(having)) for fingerprint, having in found.items())
+
+
+ROUNDEST = (1, 3, 5, 7, 9, 15)
+"""Odd parts of such numbers: 2,048 is 1 x 2^11, 1,536 is 3 x 2^9."""
+
+
+def roundest(low: int, high: int) -> int | None:
+    """Of the numbers between, the one divisible by the largest power of two: batches are padded to such."""
+    if low > high or high < 1:
+        return None
+    return next(
+        found
+        for power in range(high.bit_length(), -1, -1)
+        if (found := ((low + (1 << power) - 1) >> power) << power) <= high
+    )
+
+
+def is_round(number: int) -> bool:
+    return number // (number & -number) in ROUNDEST
+
+
+def roundness(number: int) -> int:
+    return {1: 4, 3: 3, 5: 2, 7: 2}.get(number // (number & -number), 1)
+
+
+def root_below(number: int, power: int) -> int:
+    """The largest whole number whose power is not above it."""
+    if number < 1:
+        return 0
+    root: int = round(float(number) ** (1 / power))
+    while root**power > number:
+        root -= 1
+    while (root + 1) ** power <= number:
+        root += 1
+    return root
+
+
+def root_above(number: int, power: int) -> int:
+    below = root_below(number, power)
+    return below if below**power == number else below + 1
+
+
+def round_decimals(low: int, high: int) -> Iterator[int]:
+    """Numbers such as 1,000 and 2,500, which no model has as a size."""
+    for unit in (100_000, 10_000, 1_000):
+        found = -(-low // unit) * unit
+        if unit <= found <= high:
+            yield found
+            return

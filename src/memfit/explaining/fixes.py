@@ -1,0 +1,347 @@
+"""One thing to do about it. A saving is there only if it was predicted.
+
+What to do, in words: by the cause, and where the job is not known by the phase and the tensor (`smaller_job`).
+
+No saving is quoted here. What follows from the message alone (a process that holds so much, a tensor that is smaller at
+another length) is a fact or arithmetic on its numbers, and called that.
+
+Fixes with their savings: every lever predicted on the job that failed, the best first.
+
+A smaller job, in words: what the engine, the phase and the tensor that failed allow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal
+
+from memfit.explaining.account import request_intervals
+from memfit.explaining.place import Sign, checkpointed, of_another_engine
+from memfit.explaining.tensor import AHEAD, MOST_USUAL_LENGTH, Reading
+from memfit.explaining.withheld import Situation, by_fused_attention
+from memfit.fitting.emit import pruning_command
+from memfit.gpus import Gpu
+from memfit.jobs.workload import Workload
+from memfit.units import MiB, format_bytes
+
+if TYPE_CHECKING:
+    from memfit.fitting.fit import Option
+    from memfit.planning.predict import Plan
+
+
+Basis = Literal["predicted", "message", "arithmetic", "words"]
+"""On this very job; a fact in the message; arithmetic on its numbers; or general, without a figure."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fix:
+    name: str
+    says: str
+    basis: Basis
+    cost: str | None = None
+    """free, time, precision or experiment."""
+    price: str | None = None
+    saved_bytes: int | None = None
+    after_bytes: int | None = None
+    """What the device would hold at the peak."""
+    verdict: str | None = None
+    """Whether the job then fits on this card."""
+    changes: Mapping[str, object] = field(default_factory=dict)
+    """Settings of the job that it changes, and to what; none where it is only words."""
+    how: Mapping[str, str] = field(default_factory=dict)
+
+
+def in_words(name: str, says: str, *, basis: Basis = "words", **how: str) -> Fix:
+    return Fix(name=name, says=says, basis=basis, how=how)
+
+
+WHOLE_ANYWAY = Sign("no chunks", paths=("/lm_eval/", "/trainer_pt_utils.py", "chunk"), functions=("*chunk*",), code=())
+"""Where the loss is in chunks already, or the logits themselves are wanted."""
+USUAL_LENGTH = 2048
+CACHES = "cache_implementation='offloaded' or 'quantized' in generate"
+
+
+def smaller_job(case: Situation) -> Iterator[Fix]:
+    """By what was going on: a pass of the model has rows and lengths, nothing else has."""
+    phase = case.place.phase
+    if of_another_engine(case.place):
+        yield from _of_the_engine(case)
+    elif phase == "loading":
+        said = "in bf16 (dtype=torch.bfloat16), to the host first (map_location='cpu'), or in parts (device_map, FSDP2)"
+        yield in_words("smaller weights", said)
+    elif phase == "optimizer step":
+        yield from _of_the_optimizer(case)
+    elif phase == "saving":
+        said = "copy the weights to the CPU before they are joined: cpu_offload=True, or a sharded state dict"
+        yield in_words("save from the host", said)
+    elif phase is None and "weights" in case.place.hints:
+        yield in_words("on the host", "weights are copied here: do it on the CPU, or one matrix at a time")
+    else:
+        yield from of_the_tensor(case)
+        if phase != "calibration" or not _is_far_too_long(case):
+            yield from _of_the_pass(case)
+
+
+def _of_the_pass(case: Situation) -> Iterator[Fix]:
+    phase = case.place.phase
+    if phase == "evaluation":
+        said = "a batch of 1 (per_device_eval_batch_size, lm_eval --batch_size); where logits are collected, "
+        said += "preprocess_logits_for_metrics, eval_accumulation_steps or prediction_loss_only=True"
+        yield in_words("evaluate in smaller pieces", said)
+    if "kv-cache" in case.place.hints:
+        yield in_words("a smaller cache", "it has one entry for each token of each row", transformers=CACHES)
+    if _could_checkpoint(case):
+        yield in_words(
+            "gradient checkpointing", "keeps a block's input only and computes the rest again, which takes time"
+        )
+    if phase == "calibration" or case.kind == "prune":
+        yield in_words(
+            "fewer samples", "fewer windows of text are kept: this changes the experiment", memfit="--nsamples"
+        )
+    elif case.batch_size != 1 and (phase == "generation" or case.kind in ("forward", "generate")):
+        yield in_words("a smaller batch", "fewer rows at a time")
+    elif case.batch_size != 1 and phase != "evaluation":
+        yield in_words(
+            "fewer rows at a time", "half the micro-batch and twice the accumulation: the global batch stays"
+        )
+    if "convolution" in case.place.hints:
+        yield in_words("smaller inputs", "fewer pixels or samples: this changes the experiment")
+    else:
+        yield in_words("shorter sequences", "fewer tokens in a row: this changes the experiment")
+
+
+def _of_the_optimizer(case: Situation) -> Iterator[Fix]:
+    if any(frame.function.startswith("_multi_tensor_") for frame in case.place.frames):
+        said = "no second copy of the states while they are changed"
+        yield in_words("a fused optimizer", said, torch="AdamW(..., fused=True)", trainer="optim='adamw_torch_fused'")
+    said = "an 8-bit optimizer, LoRA, or states on the host or sharded (FSDP2)"
+    yield in_words("smaller optimizer states", said)
+
+
+def _of_the_engine(case: Situation) -> Iterator[Fix]:
+    if any("/vllm/" in frame.inside for frame in case.place.frames):
+        said = "a smaller max_model_len, max_num_seqs or max_num_batched_tokens; no CUDA graphs (enforce_eager=True)"
+        yield in_words("a smaller engine", f"{said}; quantised weights, or more cards (tensor_parallel_size)")
+        said = "vLLM takes gpu_memory_utilization of the whole card, whoever else is on it: lower it where others are"
+        yield in_words("vLLM's share of the card", said)
+    else:
+        yield in_words("need less", "a smaller picture, batch or model, or the program's own low-memory mode")
+
+
+def _could_checkpoint(case: Situation) -> bool:
+    trains = case.place.phase in ("forward", "backward") and case.kind not in ("forward", "generate", "prune")
+    likeliest = case.readings.likeliest
+    if likeliest is not None and likeliest.kind == "logits":
+        return False
+    return trains and not case.grad_checkpointing and not checkpointed(case.place)
+
+
+def of_the_tensor(case: Situation) -> Iterator[Fix]:
+    """By what the tensor most likely is; where two are as likely, both count. A size alone is not evidence enough."""
+    found = [each for each in case.readings.candidates[:2] if _is_evident(each, case)]
+    kinds = {reading.kind for reading in found}
+    if "logits" in kinds and case.place.phase == "generation":
+        yield in_words("logits of the last token only", "logits_to_keep=1: the prompt's are not needed")
+    elif "logits" in kinds and not any(WHOLE_ANYWAY.at(frame) for frame in case.place.frames):
+        yield in_words("the loss in chunks", "the same loss and gradients, the logits never whole",
+                   memfit="loss: chunked", trainer="use_liger_kernel=True")  # fmt: skip
+    if found and found[0].tensor == "attention scores":
+        yield _of_scores(case)
+    first = next(iter(case.readings.candidates), None)
+    if first is not None and first.kind == "calibration":
+        yield from _cap(first, sure=first in found)
+
+
+def _is_evident(reading: Reading, case: Situation) -> bool:
+    """The failing line works on such a tensor, or, where no line tells, the model and the run speak for it."""
+    hints = case.place.hints
+    return reading.kind in hints if hints else case.readings.grounded and reading.points >= AHEAD
+
+
+def _of_scores(case: Situation) -> Fix:
+    if by_fused_attention(case):
+        said = "sdpa made the scores all the same: a mask, fp32 or a head size keeps its fused kernels out"
+        how = "with torch.nn.attention.sdpa_kernel(SDPBackend.FLASH_ATTENTION): its warnings say which"
+        return in_words("fused attention", said, torch=how)
+    return in_words(
+        "fused attention", "no scores of length x length are made", transformers='attn_implementation="sdpa"'
+    )
+
+
+def _cap(reading: Reading, *, sure: bool) -> Iterator[Fix]:
+    length = next((factor.value for factor in reading.factors if factor.symbol == "tokens"), 0)
+    if length <= USUAL_LENGTH:
+        return
+    after = format_bytes(reading.nbytes // length * USUAL_LENGTH)
+    why = f"{length:,} is a model's largest position, not a length to calibrate at"
+    why = why if length > MOST_USUAL_LENGTH else "as long as windows to calibrate on usually are"
+    said = f"this tensor then has {after}; {why}"
+    said = said if sure else f"if a model is being pruned, these are its calibration inputs: {said}"
+    yield in_words(f"cap the length at {USUAL_LENGTH:,}", said, basis="arithmetic", memfit=f"--seqlen {USUAL_LENGTH}")
+
+
+def _is_far_too_long(case: Situation) -> bool:
+    """Windows to calibrate on that are as long as the model can take them: another number of them is no cure."""
+    first = next(iter(case.readings.candidates), None)
+    lengths = [factor.value for factor in first.factors if factor.symbol == "tokens"] if first else []
+    return first is not None and first.kind == "calibration" and max(lengths, default=0) > MOST_USUAL_LENGTH
+
+
+MOST_PIDS = 6
+EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, set before Python starts"
+OF_THE_GPU = ("shortage", "other-processes", "limit", "refused", "impossible-request", "no-numbers")
+"""Causes for which a smaller job is a cure."""
+
+
+def fixes_in_words(case: Situation, *, predicted: bool) -> list[Fix]:
+    """`predicted`: levers of the job are told elsewhere, with figures."""
+    made = [*_of_the_cause(case), *_of_pieces(case)]
+    if predicted:
+        of_shape = case.cause.kind == "impossible-request"
+        made += [fix for fix in of_the_tensor(case) if of_shape or fix.basis == "arithmetic"]
+    if not predicted and case.cause.kind in OF_THE_GPU:
+        made += smaller_job(case)
+    return made
+
+
+def _of_the_cause(case: Situation) -> Iterator[Fix]:
+    oom, kind = case.oom, case.cause.kind
+    if kind == "other-processes":
+        yield _others(case)
+    elif kind == "fragmentation":
+        yield from _of_fragmentation(case)
+    elif kind == "limit" and oom.form == "mps":
+        yield in_words("close other programs", "MPS shares the machine's memory with everything else that runs")
+    elif kind in ("limit", "impossible-request") and oom.allowed is not None and _has_more(case):
+        said = f"torch.cuda.set_per_process_memory_fraction allows {oom.allowed.text}, and the card has more"
+        yield in_words("raise the memory fraction", said, basis="message")
+    elif kind == "private-pools":
+        yield in_words(
+            "fewer CUDA graphs", "capture fewer shapes, or let graphs share a pool: torch.cuda.graph(g, pool=...)"
+        )
+    elif kind == "refused":
+        said = (
+            "torch.cuda.get_per_process_memory_fraction(); on Windows the size of the page file; on the host `free -g`"
+        )
+        yield in_words("look for a limit", said)
+    elif kind == "corrupt-size":
+        yield in_words(
+            "look at the shape", "print the sizes that go into the failing line: one is negative or was never set"
+        )
+    elif oom.remedy:
+        yield in_words(oom.cure, oom.remedy)
+    elif kind == "host-memory":
+        said = "fewer data loader workers, memory-mapped data, weights loaded straight to the GPU (device_map)"
+        yield in_words("less on the host", said)
+
+
+def _has_more(case: Situation) -> bool:
+    """Whether the card had what was asked for."""
+    free, requested = case.oom.free, case.oom.requested
+    return requested is not None and (free is None or requested.low <= free.high)
+
+
+def _others(case: Situation) -> Fix:
+    pids = case.account.other_pids
+    named = ", ".join(map(str, pids[:MOST_PIDS])) + (" ..." if len(pids) > MOST_PIDS else "")
+    who, end = (f"process {named} holds", "it") if len(pids) == 1 else (f"processes {named} hold", "them")
+    said = f"{who} {format_bytes(case.account.others_bytes)}: end {end}"
+    return in_words("free the card of the others", f"{said}, or choose another GPU by CUDA_VISIBLE_DEVICES",
+                basis="message")  # fmt: skip
+
+
+def _of_fragmentation(case: Situation) -> Iterator[Fix]:
+    cached, held = case.account.cached_bytes or 0, case.account.held_bytes or 0
+    said = "pieces that lie apart can then serve one request"
+    if held > 4 * cached:
+        said += f"; but only {format_bytes(cached)} of {format_bytes(held)} is in pieces, the rest is in use"
+    yield in_words("expandable segments", said, basis="message",
+               shell=EXPANDABLE)  # fmt: skip
+    free, requested = case.oom.free, case.oom.requested
+    if free is not None and requested is not None and free.low >= requested.high:
+        said = f"{free.text} of the card was free: torch.cuda.set_per_process_memory_fraction is in the way"
+        yield in_words("raise the memory fraction", said, basis="message")
+
+
+def _of_pieces(case: Situation) -> Iterator[Fix]:
+    """Where more was cached than was asked for: that it lies in pieces is likely, and to try costs nothing."""
+    cached, asked = case.account.cached_bytes or 0, request_intervals(case.oom)
+    untold = case.cause.fragmentation is not None and case.cause.fragmentation.verdict == "cannot tell"
+    if not untold or case.cause.kind not in ("shortage", "limit") or len(asked) != 1 or not MiB < asked[0][1] <= cached:
+        return
+    told = any(name.startswith("expandable") for name in case.predicted)
+    if not (told or case.clues.expandable or case.clues.windows or case.clues.split_size or case.oom.form != "cuda"):
+        said = f"{format_bytes(cached)} was cached, enough for it: if that lay in pieces, this makes them one"
+        yield in_words("expandable segments", said, basis="message", shell=EXPANDABLE)
+
+
+WORTH = 16 * MiB
+"""Levers that save less are left out."""
+
+
+def predicted_fixes(workload: Workload, gpu: Gpu | None) -> tuple[Plan, list[Fix]]:
+    """The job as it is, and every lever on it, the best saving first."""
+    from memfit.fitting.fit import options
+    from memfit.planning.predict import predict
+
+    found = options(workload, gpu=gpu)
+    before = found[0].before if found else predict(workload, gpu=gpu)
+    groups: dict[str, list[Option]] = {}
+    for option in found:
+        groups.setdefault(option.lever.group, []).append(option)
+    fails = before.verdict == "fails"
+    chosen = [_mildest(group) if fails else group[0] for group in groups.values()]
+    chosen.sort(key=lambda option: -option.saved_bytes)
+    return before, [_fix(option) for option in chosen if option.saved_bytes >= WORTH]
+
+
+def _mildest(group: Sequence[Option]) -> Option:
+    """Of levers that replace each other the mildest that is enough, or else the one that saves most."""
+    return next((option for option in reversed(group) if option.after.verdict == "safe"), group[0])
+
+
+def _fix(option: Option) -> Fix:
+    lever = option.lever
+    return Fix(
+        name=lever.name, says=lever.says, basis="predicted", cost=lever.cost, price=lever.price,
+        saved_bytes=option.saved_bytes, after_bytes=_held(option.after), verdict=option.after.verdict,
+        changes=dict(lever.settings), how=dict(lever.how),
+    )  # fmt: skip
+
+
+def pruning_fixes(workload: Workload, gpu: Gpu | None) -> tuple[Plan | None, list[Fix]]:
+    """Of a program that has the whole model and all windows on the GPU, as the public Wanda code does: the same at a
+    usual length, and memfit's own way. The plan is that program's; None for a method that is not traced."""
+    from memfit.guides.whole_model_pruning import predict_whole_model_pruning
+    from memfit.planning.predict import predict
+
+    capped = replace(workload, seq_len=min(workload.seq_len, USUAL_LENGTH))
+    length = capped.seq_len if capped != workload else None
+    before, fixes = None, []
+    if workload.method == "wanda":
+        before = predict_whole_model_pruning(workload, gpu)
+        if length is not None:
+            name, how = (
+                f"cap the length at {USUAL_LENGTH:,}",
+                {"wanda": f"--seqlen {USUAL_LENGTH}, in the same program"},
+            )
+            says = "the same program, with windows of a usual length"
+            fixes.append(_pruned(name, says, before, predict_whole_model_pruning(capped, gpu), length, how))
+    says = "one block of the model and its windows on the GPU at a time"
+    after, how = predict(capped, gpu=gpu), {"memfit": pruning_command(capped)}
+    return before, [*fixes, _pruned("prune it block by block", says, before, after, length, how)]
+
+
+def _pruned(name: str, says: str, before: Plan | None, after: Plan, length: int | None, how: dict[str, str]) -> Fix:
+    """`length`: another one than the program's, which makes it another experiment."""
+    saved = None if before is None else before.peak.device_bytes - after.peak.device_bytes
+    return Fix(
+        name=name, says=says, basis="predicted", cost="experiment" if length else "free", saved_bytes=saved,
+        after_bytes=_held(after), verdict=after.verdict, changes={"seq_len": length} if length else {}, how=how,
+    )  # fmt: skip
+
+
+def _held(plan: Plan) -> int:
+    """Where it fits, with what it then really holds: cached memory is given back before anything fails."""
+    return plan.fit.device_bytes if plan.fit and plan.fit.verdict != "fails" else plan.peak.device_bytes

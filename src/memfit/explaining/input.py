@@ -1,0 +1,517 @@
+"""What was handed to `memfit explain`, told from its content: text, a snapshot, a memory log or a run's folder.
+
+Text of any length is read to its end, packed or not, and only a part of it is kept (`pasted_text.excerpt_of`). What was
+not read is told in the notes.
+
+The one error that is explained, of all that an input has: its numbers, its place, and what stands around it.
+
+An out-of-memory error as a snapshot has it, and what a memory log knows of one.
+"""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import json
+import lzma
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+from memfit.errors import InputError
+from memfit.explaining.account import Recorded
+from memfit.explaining.cause import Cause
+from memfit.explaining.clues import Clues, clues_in
+from memfit.explaining.message import SIZES, Found, Located, Oom, Size, find_ooms
+from memfit.explaining.place import Place, frames_of_stack, place_from, place_of
+from memfit.explaining.text import CHUNK, Excerpt, excerpt_of
+from memfit.units import GiB, format_bytes, gib
+
+Kind = Literal["text", "snapshot", "memory_log", "run_folder"]
+TEXT_ENDINGS = (".log", ".txt", ".out", ".err")
+TEXT_NAMES = ("stdout", "stderr", "nohup.out")
+PACKED_ENDINGS = (".gz", ".bz2", ".xz")
+RECORDINGS = (".pickle", ".pkl", ".pickle.gz", ".pkl.gz", ".npz")
+MAX_UNPACKED = 4 * GiB
+"""Of what has no length of its own: a packed file, which may unpack to a thousand times its size, or a pipe."""
+MAX_FOLDER_TEXT = 8 * GiB
+MAX_FILES, DEEPEST = 200, 6
+MAX_JSON = 4 << 20
+LONGEST_PATH = 4096
+NAMED = 4
+"""Of many files, in a note."""
+
+_PACKERS: dict[bytes, Callable[[Any], Any]] = {
+    b"\x1f\x8b": lambda packed: gzip.GzipFile(fileobj=packed), b"BZh": bz2.BZ2File, b"\xfd7zXZ": lzma.LZMAFile,
+}  # fmt: skip
+_DAMAGED = (EOFError, OSError, lzma.LZMAError)
+_OTHER_PACKERS = {b"PK\x03\x04": "a zip archive", b"\x28\xb5\x2f\xfd": "packed by zstd", b"7z\xbc\xaf": "a 7z archive"}
+
+
+NO_TEXT = Excerpt("")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Input:
+    kind: Kind
+    path: str | None = None
+    excerpt: Excerpt = NO_TEXT
+    text_from: str | None = None
+    """Of a folder: the file that the text is from."""
+    report: dict[str, Any] | None = None
+    """memfit.report/1 of the recording or the log, where there is one."""
+    config: Path | None = None
+    growth: dict[str, Any] | None = None
+    result: dict[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    is_read_whole: bool = True
+
+    @property
+    def text(self) -> str:
+        return self.excerpt.text
+
+
+def read_input(source: str | bytes | BinaryIO | os.PathLike[str]) -> Input:
+    """A path if there is such a file, else the text itself. A stream is read to its end."""
+    if isinstance(source, bytes):
+        return _of_stream(io.BytesIO(source), most=None)
+    if isinstance(source, str) and not _names_a_file(source) and not _means_a_file(source):
+        return Input(kind="text", excerpt=excerpt_of(io.StringIO(source)))
+    if not isinstance(source, (str, os.PathLike)):
+        return _of_stream(source, most=MAX_UNPACKED)
+    path = Path(source)
+    if not path.exists():
+        raise InputError(f"no file or folder {str(path)!r}", hint="`-` reads a pasted message from stdin")
+    return _folder(path) if path.is_dir() else _file(path)
+
+
+def _names_a_file(text: str) -> bool:
+    if not text or len(text) > LONGEST_PATH or "\n" in text or "\0" in text:
+        return False
+    try:
+        return Path(text).exists()
+    except (OSError, ValueError):
+        return False
+
+
+def _means_a_file(text: str) -> bool:
+    """A name with a typing mistake is no message."""
+    plain = text.isprintable() and " " not in text and len(text) <= LONGEST_PATH
+    endings = (*TEXT_ENDINGS, *PACKED_ENDINGS, *RECORDINGS, ".csv", ".json")
+    return plain and (text.endswith(endings) or text.startswith(("/", "./", "~/")))
+
+
+# -- a stream ------------------------------------------------------------------------------------------------------
+
+
+def _of_stream(stream: Any, *, most: int | None, path: Path | None = None) -> Input:
+    name = "what is piped in" if path is None else repr(str(path))
+    source = stream if hasattr(stream, "peek") else io.BufferedReader(stream)
+    head = source.peek(8)
+    opened = next((packer for magic, packer in _PACKERS.items() if head.startswith(magic)), None)
+    if opened is not None:
+        name, source, most = f"{name}, unpacked,", io.BufferedReader(opened(source)), MAX_UNPACKED
+        try:
+            head = source.peek(8)
+        except _DAMAGED as error:
+            raise InputError(
+                f"cannot unpack {'what is piped in' if path is None else repr(str(path))}: {error}"
+            ) from error
+    _refuse_what_is_no_text(head, name, may_be_junk=path is not None and opened is None)
+    excerpt, notes = _decoded(source, name, most=most)
+    shown = None if path is None else str(path)
+    return Input(kind="text", path=shown, excerpt=excerpt, notes=notes, is_read_whole=not notes)
+
+
+def _refuse_what_is_no_text(head: bytes, name: str, *, may_be_junk: bool) -> None:
+    packed = next((said for magic, said in _OTHER_PACKERS.items() if head.startswith(magic)), None)
+    if packed is not None:
+        raise InputError(f"{name} is {packed}", hint="unpack it first; logs packed by gzip, bzip2 and xz are read")
+    if head[:1] == b"\x80" and not may_be_junk:
+        raise InputError(f"{name} is a snapshot", hint="give its file under a name that ends in .pickle or .pickle.gz")
+
+
+def _decoded(source: Any, name: str, *, most: int | None) -> tuple[Excerpt, tuple[str, ...]]:
+    """UTF-8, or what PowerShell writes; bytes that are neither do not matter."""
+    wide = source.peek(2).startswith((b"\xff\xfe", b"\xfe\xff"))
+    limited = _Limited(source, most)
+    plain = io.BufferedReader(limited, CHUNK)
+    excerpt = excerpt_of(io.TextIOWrapper(plain, "utf-16" if wide else "utf-8-sig", "replace", newline=""))
+    if limited.damage is not None:
+        read = f"only the {format_bytes(limited.read_bytes)} before that were read"
+        return excerpt, (f"{name} is cut off or damaged ({limited.damage}): {read}",)
+    if limited.is_full:
+        return excerpt, (f"of {name} only the first {format_bytes(most or 0)} were read, which is the most",)
+    return excerpt, ()
+
+
+class _Limited(io.RawIOBase):
+    """So many bytes of a stream; where it is damaged it ends."""
+
+    def __init__(self, source: Any, most: int | None) -> None:
+        self.source, self.most = source, most
+        self.read_bytes = 0
+        self.damage: Exception | None = None
+
+    @property
+    def is_full(self) -> bool:
+        return self.most is not None and self.read_bytes >= self.most and bool(self.source.peek(1))
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        room = len(buffer) if self.most is None else min(len(buffer), self.most - self.read_bytes)
+        try:
+            found: bytes = self.source.read1(room) if room and self.damage is None else b""
+        except _DAMAGED as damage:
+            self.damage, found = damage, b""
+        buffer[: len(found)] = found
+        self.read_bytes += len(found)
+        return len(found)
+
+
+# -- a file --------------------------------------------------------------------------------------------------------
+
+
+def _file(path: Path) -> Input:
+    if path.is_file() and (found := _recording_or_log(path)) is not None:
+        return found
+    try:
+        with path.open("rb") as stream:  # a pipe too, as the shell's <(...) is one
+            most = None if path.is_file() else MAX_UNPACKED
+            return _of_stream(stream, most=most, path=path)
+    except OSError as error:
+        raise InputError(f"cannot read {str(path)!r}: {error.strerror or error}") from error
+
+
+def _recording_or_log(path: Path) -> Input | None:
+    head = _read(path, 4096)
+    if path.name.endswith(RECORDINGS) or _may_be_snapshot(head):
+        try:
+            return Input(kind="snapshot", path=str(path), report=_report(path))
+        except InputError:
+            if path.name.endswith(RECORDINGS):
+                raise
+    from memfit.analysis.files import looks_like_a_log
+
+    return Input(kind="memory_log", path=str(path), report=_report(path)) if looks_like_a_log(head) else None
+
+
+def _may_be_snapshot(head: bytes) -> bool:
+    return head[:1] == b"\x80" or head[:2] == b"PK" or (head.lstrip()[:1] == b"{" and b'"segments"' in head)
+
+
+def _report(path: Path) -> dict[str, Any]:
+    from memfit.analysis.files import report_file
+
+    return report_file(path).document
+
+
+def _read(path: Path, most: int) -> bytes:
+    try:
+        with path.open("rb") as source:
+            return source.read(most)
+    except OSError as error:
+        raise InputError(f"cannot read {str(path)!r}: {error.strerror}") from error
+
+
+# -- the folder of a run -------------------------------------------------------------------------------------------
+
+
+def _folder(folder: Path) -> Input:
+    result = _json(folder / "result.json")
+    found = _text_of(folder, result)
+    report, notes = _report_of(folder)
+    config = folder / "config-resolved.yaml"
+    if not config.exists():
+        config = folder / "config.yaml"
+    growth = result.get("growth")
+    if not found.excerpt.text and report is None:
+        raise InputError(
+            f"nothing to explain in {str(folder)!r}",
+            hint="a run's folder has a log (*.log, *.txt, packed or not), a snapshot (*.pickle) or a memory_log.csv",
+        )
+    return Input(
+        kind="run_folder", path=str(folder), excerpt=found.excerpt, text_from=found.name, report=report,
+        config=config if config.is_file() else None, growth=growth if isinstance(growth, dict) else None, result=result,
+        notes=(*found.notes, *notes), is_read_whole=found.is_read_whole,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _LogOfFolder:
+    excerpt: Excerpt
+    name: str | None
+    notes: tuple[str, ...] = ()
+    is_read_whole: bool = True
+
+
+def _text_of(folder: Path, result: dict[str, Any]) -> _LogOfFolder:
+    """The newest log that has an out-of-memory message, then what the result tells of one, or else the newest log. What
+    lies in folders inside is looked at where nothing is found outside."""
+    logs = _logs(folder)
+    beside = [path for path in logs if path.parent == folder]
+    inside = [path for path in logs if path.parent != folder]
+    unread: list[str] = []
+    for found in (beside, inside):
+        told = _first_with_message(folder, found, unread)
+        if told is not None:
+            return told
+    happened = result.get("out_of_memory")
+    causes = [each.get("cause") for each in happened if isinstance(each, dict)] if isinstance(happened, list) else []
+    said = "\n".join(cause for cause in causes if isinstance(cause, str))
+    if said:
+        return _LogOfFolder(Excerpt(said), "result.json")
+    read = [path for path in logs if _within(folder, path) not in unread]
+    if not read:
+        return _LogOfFolder(NO_TEXT, None, _not_read(unread), is_read_whole=not unread)
+    newest = _file(read[0])
+    names = f"read for an out-of-memory error: {_few([_within(folder, path) for path in read])}"
+    notes = (*newest.notes, names, *_not_read(unread))
+    return _LogOfFolder(newest.excerpt, _within(folder, read[0]), notes, newest.is_read_whole and not unread)
+
+
+def _first_with_message(folder: Path, logs: Sequence[Path], unread: list[str]) -> _LogOfFolder | None:
+    """With the names of the others that have one. Names of those that were not read go to `unread`."""
+    told: _LogOfFolder | None = None
+    others: list[str] = []
+    size = 0
+    for number, path in enumerate(logs):
+        name = _within(folder, path)
+        size += path.stat().st_size
+        try:
+            read = _file(path) if number < MAX_FILES and size <= MAX_FOLDER_TEXT else None
+        except InputError:
+            read = None
+        if read is None:
+            unread.append(name)
+        elif find_ooms(read.excerpt):
+            others += [name] if told else []
+            told = told or _LogOfFolder(read.excerpt, name, read.notes)
+    if told is None:
+        return None
+    notes = [f"out-of-memory errors are in these too: {_few(others)}"] if others else []
+    return _LogOfFolder(told.excerpt, told.name, (*told.notes, *notes, *_not_read(unread)))
+
+
+def _not_read(names: Sequence[str]) -> tuple[str, ...]:
+    return (f"not read: {_few(names)}",) if names else ()
+
+
+def _few(names: Sequence[str]) -> str:
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return f"{', '.join(names[:NAMED])}{more}"
+
+
+def _within(folder: Path, path: Path) -> str:
+    return str(path.relative_to(folder))
+
+
+def _logs(folder: Path) -> list[Path]:
+    """`train.log` first, then the newest; those of folders inside after those beside them."""
+    found = list(_walked(folder, DEEPEST))
+    found.sort(key=lambda path: (path.parent != folder, path.name != "train.log", -path.stat().st_mtime, str(path)))
+    return found
+
+
+def _walked(folder: Path, depth: int) -> Iterator[Path]:
+    try:
+        entries = sorted(folder.iterdir())
+    except OSError as error:
+        raise InputError(f"cannot read the folder {str(folder)!r}: {error.strerror}") from error
+    for path in entries:
+        if path.name.startswith("."):
+            continue
+        if path.is_file() and _is_log(path.name):
+            yield path
+        elif depth and path.is_dir() and not path.is_symlink():
+            yield from _walked(path, depth - 1)
+
+
+def _is_log(name: str) -> bool:
+    """Also `train.log.gz`, `train.log.1` and `stderr.3`."""
+    plain = name
+    for ending in PACKED_ENDINGS:
+        plain = plain.removesuffix(ending)
+    stem, _, last = plain.rpartition(".")
+    plain = stem if stem and last.isdigit() else plain
+    return plain.endswith(TEXT_ENDINGS) or plain in TEXT_NAMES
+
+
+def _report_of(folder: Path) -> tuple[dict[str, Any] | None, tuple[str, ...]]:
+    try:
+        return _report(folder), ()
+    except InputError as error:
+        return None, () if error.message.startswith("nothing to report") else (error.message,)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        if not path.is_file() or path.stat().st_size > MAX_JSON:
+            return {}
+        values = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+HOLDERS = 6
+
+
+def oom_of_record(event: Mapping[str, Any]) -> Oom:
+    """In the form of a message, each number to the byte."""
+    known = {
+        "requested": event["requested_bytes"], "free": event["device_free_bytes"],
+        "allocated": event["allocated_bytes"], "reserved": event["reserved_bytes"],
+        "unallocated": event["cached_bytes"],
+    }  # fmt: skip
+    sizes: dict[str, Any] = {name: None if value is None else _exact(value) for name, value in known.items()}
+    unknown = {name: "a snapshot does not record it" for name in SIZES if sizes.get(name) is None}
+    said = f"a request of {format_bytes(event['requested_bytes'])} failed"
+    return Oom(form="snapshot", requests_exactly=True, message=said, unknown=unknown, **sizes)
+
+
+def _exact(nbytes: int) -> Size:
+    return Size(format_bytes(nbytes), nbytes, nbytes)
+
+
+def record_of(event: Mapping[str, Any], settings: Mapping[str, Any]) -> Recorded:
+    return Recorded(
+        requested_bytes=event["requested_bytes"], cached_bytes=event["cached_bytes"],
+        largest_hole_bytes=event["largest_hole_bytes"], expandable=bool(settings.get("expandable_segments")),
+    )  # fmt: skip
+
+
+def holders_of(event: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Who held memory at that moment, by line of code."""
+    return [
+        {name: share[name] for name in ("name", "category", "count", "allocated_bytes")}
+        for share in event["by_code_line"][:HOLDERS]
+    ]
+
+
+# -- a memory log --------------------------------------------------------------------------------------------------
+
+
+def cause_of_log(log: Mapping[str, Any]) -> Cause:
+    """A log has no message: that the run broke it knows, and how high memory stood."""
+    failed = next((point for point in log["checkpoints"] if point["failed"]), None)
+    peak = log["peak_bytes"]
+    stood = (
+        "no GPU figures are in it" if peak is None else f"the peak until then was {gib(peak)}, {log['peak_between']}"
+    )
+    if failed is None:
+        said = f"No out-of-memory error is in this log: no checkpoint failed; {stood.replace(' until then', '')}."
+        return Cause(kind="none", sentence=said)
+    return Cause(
+        kind="no-numbers", certainty="possible",
+        sentence=f"The run broke before it reached {failed['name']}; the log does not say why, and {stood}.",
+    )  # fmt: skip
+
+
+def growth_of_log(checkpoints: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Over the rows in their order; None where there is nothing to judge."""
+    from memfit.recording.growth import FEWEST, WARM_UP, StepMemory, growth_of
+
+    if len(checkpoints) < FEWEST + WARM_UP:
+        return None
+    samples = [
+        StepMemory(
+            step=number, host_bytes=point["cpu_used_bytes"] or 0, allocated_bytes=point["allocated_bytes"],
+            reserved_bytes=point["reserved_bytes"], peak_bytes=point["peak_bytes"],
+        )
+        for number, point in enumerate(checkpoints)
+    ]  # fmt: skip
+    found = growth_of(samples, capacity_bytes=None, host_bytes=0).to_json()
+    return {**found, "runs_out_at_step": None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One error, as far as the input tells it."""
+
+    oom: Oom | None
+    place: Place
+    clues: Clues
+    found: Found | None = None
+    recorded: Recorded | None = None
+    cause: Cause | None = None
+    holders: tuple[dict[str, Any], ...] = ()
+    growth: dict[str, Any] | None = None
+    notes: tuple[str, ...] = ()
+
+
+def case_of(source: Input) -> Case:
+    return _from_text(source) if source.kind == "text" else _from_recording(source)
+
+
+def _from_text(source: Input) -> Case:
+    found = find_ooms(source.excerpt)
+    if not found:
+        return Case(oom=None, place=Place(), clues=clues_in(source.text, None, Place()))
+    chosen = _chosen(source.text, found)
+    place = place_of(chosen)
+    return Case(
+        oom=chosen.oom, place=place, clues=clues_in(source.text, chosen, place), found=found, growth=source.growth
+    )  # fmt: skip
+
+
+def _chosen(text: str, found: Found) -> Located:
+    """The last, for what came before was survived; unless it is a consequence: then the first."""
+    last = found.last
+    if last.oom.over_an_exabyte and len(found.ooms) > 1 and clues_in(text, last, Place()).after_nccl_timeout:
+        return found.first
+    return last
+
+
+def _from_recording(source: Input) -> Case:
+    """A snapshot has the moment to the byte, a folder has text too; a memory log has only heights."""
+    report = source.report or {}
+    log = report.get("log")
+    text = _from_text(source) if source.text else None
+    growth = source.growth or _growth(report) or (growth_of_log(log["checkpoints"]) if log else None)
+    if report.get("ooms"):
+        return _from_event(report, text, growth)
+    if text is not None and text.oom is not None:
+        return replace(text, growth=growth)
+    cause = cause_of_log(log) if log else _nothing_in_recording(report)
+    return Case(oom=None, place=Place(), clues=text.clues if text else Clues(), cause=cause, growth=growth)
+
+
+def _from_event(report: Mapping[str, Any], text: Case | None, growth: dict[str, Any] | None) -> Case:
+    """The last request that failed; with the numbers of a message beside it if they are of the same request."""
+    events = report["ooms"]
+    event = events[-1]
+    place = place_from(frames_of_stack(event["stack"]))
+    notes = [message["text"] for message in report.get("messages", ())]
+    if len(events) > 1:
+        notes.insert(0, f"{len(events)} requests failed in this recording; this is the last")
+    made = Case(
+        oom=oom_of_record(event), place=place, clues=clues_in(" ".join(event["stack"]), None, place), growth=growth,
+        recorded=record_of(event, report.get("settings") or {}), holders=tuple(holders_of(event)), notes=tuple(notes),
+    )  # fmt: skip
+    if text is None or text.oom is None:
+        return made
+    made = replace(made, clues=text.clues, found=text.found, place=place if place.frames else text.place)
+    same = text.oom.requested is not None and text.oom.requested.may_be(event["segment_bytes"])
+    return replace(made, oom=text.oom) if same else made
+
+
+def _growth(report: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Of a recording: whether steps leave more and more behind."""
+    grown = report.get("growth")
+    if not grown or grown.get("grows") is None:
+        return None
+    if not grown["grows"]:
+        return {"kind": "none", "text": "memory does not grow from step to step in the recording"}
+    each = format_bytes(grown["per_step_bytes"])
+    return {"kind": "leak", "text": f"leak: every step of the recording leaves {each} more behind"}
+
+
+def _nothing_in_recording(report: Mapping[str, Any]) -> Cause:
+    peak = (report.get("peak") or {}).get("allocated_bytes")
+    return Cause(kind="none", sentence=f"No request failed in this recording; its peak was {gib(peak)}.")

@@ -1,0 +1,339 @@
+"""Which tensor of a model has the size that could not be had: 1.16 GiB is 2,048 tokens x 152,064 words in fp32.
+
+    readings(request_intervals(oom), dimensions, run=RunClues(batch_size=1, seq_len=2048))
+
+What torch prints is the new segment, and rounded, so a request is an interval. Every product of the model's numbers and
+the run's that lies in it is a reading. Several are normal: they are ranked by how much of them is known and by what was
+going on, and one is called the likeliest only where it is well ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from memfit.explaining.account import Interval
+from memfit.explaining.dimensions import (
+    Dimensions,
+    Factor,
+    Fingerprint,
+    fingerprints_of,
+    fingerprints_of_lora,
+    is_round,
+    known_dimensions,
+    root_above,
+    root_below,
+    round_decimals,
+    roundest,
+    roundness,
+)
+
+MAX_READINGS, SAME_NAME = 6, 2
+AHEAD = 3
+"""By so many points must the first reading be ahead of the second to be called the likeliest."""
+OF_THE_RUN, KNOWN, USUAL, POSSIBLE, ANY = 7, 6, 5, 2, 1
+"""Points of the numbers in a product: rows and length of the run itself; the model's, or one of the run's; one of them
+a usual number; an unusual one; any that fits. A length that was searched for has 1 to 4, by how round it is."""
+SEARCHED_MODEL = 4
+RIGHT_LINE, OTHER_LINE, RIGHT_PHASE, WRONG_PHASE = 5, -2, 1, -3
+"""Points of the moment: the failing line works on such a tensor, or on another; it is made in this phase, or not."""
+WRONG_TYPE = -6
+"""Two bytes an element where everything is fp32."""
+PART = -2
+"""One row where the run has several."""
+MOST_USUAL_ROWS = 64
+MOST_USUAL_LENGTH = 8192
+"""Longer windows are the mistake that the public code is known for; shorter ones, of a job of which nothing is known,
+are one guess more."""
+MAX_ROWS, MIN_TOKENS, MAX_TOKENS = 1 << 12, 64, 1 << 18
+OF_PRUNING = ("hessian", "sort")
+CALIBRATION_SAMPLES = (128, 256, 512, 64, 32, 1024)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunClues:
+    """What is known of the run."""
+
+    batch_size: int | None = None
+    seq_len: int | None = None
+    rank: int | None = None
+    nsamples: int | None = None
+    precision: str | None = None
+    phase: str | None = None
+    hints: frozenset[str] = frozenset()
+    """What the failing lines of code work on: logits, attention, attention-output, mlp, calibration, weights,
+    kv-cache, hessian, sort."""
+    written: tuple[tuple[int, ...], int] | None = None
+    """The shape and the bytes of an element, where the failing line spells them out, as compiled code does."""
+    card_bytes: int | None = None
+    """Of the card, where the message tells it: a model that no card of that size holds was not on it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    kind: str
+    tensor: str
+    factors: tuple[Factor, ...]
+    itemsize: int
+    models: tuple[str, ...]
+    known: bool
+    """Whether every factor is the model's or the run's, none searched for."""
+    points: int
+
+    @property
+    def nbytes(self) -> int:
+        size = self.itemsize
+        for factor in self.factors:
+            size *= factor.value
+        return size
+
+    @property
+    def product(self) -> str:
+        """`2,048 tokens x 152,064 vocabulary x 4 bytes`."""
+        said = [factor.said for factor in self.factors]
+        return " x ".join([*said, "1 byte" if self.itemsize == 1 else f"{self.itemsize} bytes"])
+
+
+@dataclass(frozen=True, slots=True)
+class Readings:
+    intervals: tuple[Interval, ...]
+    candidates: tuple[Reading, ...]
+    why_none: str = ""
+    grounded: bool = False
+    """Whether the model is known, and something of the run or of the moment."""
+
+    @property
+    def likeliest(self) -> Reading | None:
+        """None where several are as likely, or where too little is known to prefer one."""
+        if not self.grounded or not self.candidates or self.candidates[0].points < AHEAD:
+            return None
+        rest = self.candidates[1:]
+        return self.candidates[0] if not rest or self.candidates[0].points - rest[0].points >= AHEAD else None
+
+
+def readings(intervals: Sequence[Interval], models: Sequence[Dimensions], run: RunClues | None = None) -> Readings:
+    """Of one model, of a family, or (none given) of all that memfit knows."""
+    return _readings(tuple(intervals), tuple(models), run or RunClues())
+
+
+@lru_cache(maxsize=512)
+def _readings(intervals: tuple[Interval, ...], models: tuple[Dimensions, ...], run: RunClues) -> Readings:
+    if not intervals:
+        return Readings((), (), "the size that was asked for is not known")
+    if len(intervals) > 1 or intervals[0][0] <= 1:
+        said = "between 1 and 10 MiB, or 18 and 20 MiB" if len(intervals) > 1 else "1 MiB or less"
+        return Readings(
+            intervals, (), f"requests that size share a segment: this one was {said}, which any small tensor is"
+        )
+    sure = len(models) == 1
+    made: dict[tuple[str, tuple[Factor, ...], int], Reading] = {}
+    for low, high in intervals:
+        adapters = [(each, models) for each in fingerprints_of_lora(run.rank, models)] if run.rank else []
+        for fingerprint, having in (*fingerprints_of(models or _holdable(run.card_bytes)), *adapters):
+            for reading in _matches(fingerprint, having, low, high, run, sure):
+                key = reading.tensor, reading.factors, reading.itemsize
+                made[key] = max(made.get(key, reading), reading, key=lambda each: each.points)
+        if not models:
+            for reading in _cubes(low, high):
+                made[reading.tensor, reading.factors, reading.itemsize] = reading
+    written = _as_written(intervals, run, made.values())
+    if written is not None:
+        made = {(written.tensor, written.factors, written.itemsize): written}
+    elif not models:
+        made = {key: reading for key, reading in made.items() if _may_be_of_any(reading, run.hints)}
+    ranked = sorted(made.values(), key=lambda each: (-each.points, abs(each.nbytes - intervals[0][1]), each.tensor))
+    why = "" if ranked else _why_none(models, run)
+    known = replace(run, card_bytes=None) != RunClues()
+    return Readings(intervals, tuple(_few_of_each(ranked)), why, (sure and known) or written is not None)
+
+
+def _why_none(models: tuple[Dimensions, ...], run: RunClues) -> str:
+    if models:
+        return "no product of the model's sizes gives it"
+    such = ", of those that the failing line can make" if run.hints else ""
+    return f"no tensor of a known model has its size{such}"
+
+
+def _as_written(intervals: Sequence[Interval], run: RunClues, found: Iterable[Reading]) -> Reading | None:
+    """What the failing line spells out, by the name of the one reading that has its very shape."""
+    if run.written is None:
+        return None
+    shape, itemsize = run.written
+    plain = Reading(
+        kind="written", tensor="the buffer that the failing line makes", itemsize=itemsize, models=(), known=True,
+        factors=tuple(Factor(symbol="", value=side) for side in shape), points=OF_THE_RUN + RIGHT_LINE,
+    )  # fmt: skip
+    if not any(low <= plain.nbytes <= high for low, high in intervals):
+        return None
+    named = [
+        each for each in found
+        if each.nbytes == plain.nbytes and each.itemsize == itemsize and each.factors[-1].value == shape[-1]
+    ]  # fmt: skip
+    return replace(named[0], known=True, points=plain.points) if len(named) == 1 else plain
+
+
+def _may_be_of_any(reading: Reading, hints: frozenset[str]) -> bool:
+    """Of all models some tensor has any size: only what the failing line makes counts, and of pruning only there."""
+    return reading.kind in hints if hints else reading.kind not in OF_PRUNING
+
+
+@lru_cache(maxsize=64)
+def _holdable(card_bytes: int | None) -> tuple[Dimensions, ...]:
+    """Models whose weights, at half a byte each, are no larger than the card."""
+    known = known_dimensions()
+    return known if card_bytes is None else tuple(each for each in known if (each.parameters or 0) // 2 <= card_bytes)
+
+
+def _few_of_each(ranked: Iterable[Reading]) -> list[Reading]:
+    """Two of one name at most: a power of two is attention scores of many shapes."""
+    kept: list[Reading] = []
+    for reading in ranked:
+        if sum(each.tensor == reading.tensor for each in kept) < SAME_NAME and len(kept) < MAX_READINGS:
+            kept.append(reading)
+    return kept
+
+
+def _matches(
+    print_: Fingerprint, having: tuple[Dimensions, ...], low: int, high: int, run: RunClues, sure: bool
+) -> Iterator[Reading]:
+    """`having`: the models that have such a tensor; none: it does not depend on the model."""
+    positions = {model.positions for model in having if model.positions}
+    for itemsize in print_.itemsizes:
+        each = itemsize
+        for factor in print_.fixed:
+            each *= factor.value
+        for free, weight in _free(print_, -(-low // each), high // each, run, positions, sure):
+            able = having if sure else _able(having, print_, free)
+            points = weight + print_.prior + _by_moment(print_, run) - (not sure)
+            points += WRONG_TYPE if run.precision == "fp32" and itemsize == 2 else 0
+            if (points > 0 or (sure and points > -AHEAD)) and len(able) >= min(len(having), 1):
+                yield Reading(
+                    kind=print_.kind, tensor=print_.tensor, factors=(*free, *print_.fixed), itemsize=itemsize,
+                    models=tuple(model.model for model in able), known=weight >= KNOWN, points=points,
+                )  # fmt: skip
+
+
+def _able(having: tuple[Dimensions, ...], print_: Fingerprint, free: Sequence[Factor]) -> tuple[Dimensions, ...]:
+    """The models that have rows as long: gpt2 has no attention scores of 32,768 tokens. Windows to calibrate on are of
+    those that have just so many positions, if there are such."""
+    if print_.free in ("", "tokens"):
+        return having
+    length = max(factor.value for factor in free if factor.symbol == "tokens")
+    just = tuple(model for model in having if model.positions == length) if print_.free == "samples-length" else ()
+    return just or tuple(model for model in having if model.positions is None or model.positions >= length)
+
+
+def _by_moment(print_: Fingerprint, run: RunClues) -> int:
+    points = 0
+    if run.hints:
+        points += RIGHT_LINE if print_.kind in run.hints else OTHER_LINE
+    if run.phase and print_.phases:
+        points += RIGHT_PHASE if run.phase in print_.phases else WRONG_PHASE
+    return points
+
+
+def _free(
+    print_: Fingerprint, low: int, high: int, run: RunClues, positions: Collection[int], sure: bool
+) -> Iterator[tuple[tuple[Factor, ...], int]]:
+    """The numbers of the run that, times what is fixed, lie between `low` and `high`; and how good a guess they are."""
+    if low > high or high < 1:
+        return
+    low = max(low, 1)
+    if print_.free == "":
+        if low <= 1 <= high:
+            yield (), KNOWN if sure else SEARCHED_MODEL
+    elif print_.kind == "kv-cache" and print_.kind in run.hints and run.batch_size and run.seq_len:
+        yield from _so_far(low, high, run.batch_size, run.seq_len)
+    elif print_.free == "tokens":
+        arbitrary = print_.kind == "logits" and (sure or "logits" in run.hints)
+        yield from _tokens(low, high, run, longest=max(positions, default=None), arbitrary=arbitrary)
+    elif print_.free == "samples-length":
+        yield from _samples(low, high, run, positions, sure=sure)
+    else:
+        yield from _squares(low, high, run, rows=print_.free == "rows-length-length")
+
+
+def _tokens(
+    low: int, high: int, run: RunClues, *, longest: int | None, arbitrary: bool
+) -> Iterator[tuple[tuple[Factor, ...], int]]:
+    rows, length = run.batch_size, run.seq_len
+    if rows and length and low <= rows * length <= high:
+        yield (Factor(symbol="rows", value=rows), Factor(symbol="tokens", value=length)), OF_THE_RUN
+        return
+    if length and low <= length <= high:
+        yield (Factor(symbol="tokens", value=length),), KNOWN + (PART if rows and rows > 1 else 0)
+        return
+    if length and length < low:
+        count = high // length
+        if count * length >= low and count <= MAX_ROWS and rows is None:
+            points = USUAL if count <= MOST_USUAL_ROWS else POSSIBLE
+            yield (Factor(symbol="rows", value=count), Factor(symbol="tokens", value=length)), points
+            return
+    found = roundest(low, high)
+    if found is None or not MIN_TOKENS <= found <= MAX_TOKENS:
+        return
+    tokens = Factor(symbol="tokens", value=found, least=low, most=high)
+    # Rows are padded to the longest of them, so a batch may be smaller than the run's numbers, and never larger.
+    beyond = 2 if rows and length and low > rows * length else 0
+    beyond += 1 if longest and found > longest else 0  # then they are several rows, which is one thing more to guess
+    if is_round(found):
+        yield (tokens,), roundness(found) - (1 if rows and length else 0) - beyond
+    elif arbitrary:
+        yield (tokens,), ANY - beyond
+
+
+def _so_far(low: int, high: int, rows: int, length: int) -> Iterator[tuple[tuple[Factor, ...], int]]:
+    """Of a cache: as many tokens for each row as the prompt has, or more by what was made since."""
+    least, most = max(-(-low // rows), length), high // rows
+    if least <= most:
+        tokens = Factor(symbol="tokens", value=least, least=least, most=most)
+        yield (Factor(symbol="rows", value=rows), tokens), OF_THE_RUN if least < 2 * length else POSSIBLE
+
+
+def _samples(
+    low: int, high: int, run: RunClues, positions: Collection[int], *, sure: bool
+) -> Iterator[tuple[tuple[Factor, ...], int]]:
+    """Windows to calibrate on: as long as the run's, or, as the public code takes them, as the model can have them."""
+    pruning = "calibration" in run.hints
+    for samples in (run.nsamples,) if run.nsamples else CALIBRATION_SAMPLES:
+        least, most = -(-low // samples), high // samples
+        for length in sorted({*positions, *({run.seq_len} if run.seq_len else set())}):
+            if least <= length <= most:
+                usual = samples == CALIBRATION_SAMPLES[0] and (sure or pruning or length > MOST_USUAL_LENGTH)
+                weight = KNOWN if run.nsamples else USUAL if usual else POSSIBLE
+                yield (Factor(symbol="samples", value=samples), Factor(symbol="tokens", value=length)), weight
+                return
+        found = roundest(least, most) if pruning else None
+        if found and found >= MIN_TOKENS and is_round(found):
+            yield (Factor(symbol="samples", value=samples), Factor(symbol="tokens", value=found)), roundness(found) - 2
+            return
+
+
+def _squares(low: int, high: int, run: RunClues, *, rows: bool) -> Iterator[tuple[tuple[Factor, ...], int]]:
+    """Rows times a length times the same length."""
+    counts = (run.batch_size,) if run.batch_size and rows else (1, 2, 4, 8, 16, 32) if rows else (1,)
+    for count in counts:
+        least, most = root_above(-(-low // count), 2), root_below(high // count, 2)
+        if run.seq_len and least <= run.seq_len <= most:
+            length, weight = run.seq_len, OF_THE_RUN if run.batch_size else USUAL
+        elif (found := roundest(least, most)) and found >= MIN_TOKENS and found // (found & -found) in (1, 3):
+            length, weight = found, roundness(found) - (count > 1) - (1 if run.seq_len else 0)
+        else:
+            continue
+        side = Factor(symbol="tokens", value=length)
+        yield ((Factor(symbol="rows", value=count),) if rows else ()) + (side, side), weight
+
+
+def _cubes(low: int, high: int) -> Iterator[Reading]:
+    """Of no model: a cube or a square with a side that people choose."""
+    for power, shape in ((3, "cube"), (2, "square")):
+        for itemsize in (8, 4, 2):
+            least, most = -(-low // itemsize), high // itemsize
+            bottom = root_above(least, power)
+            for side in round_decimals(bottom, root_below(most, power)):
+                factors = (Factor(symbol="", value=side),) * power
+                yield Reading(
+                    kind="plain", tensor=f"{shape} of {itemsize}-byte elements", factors=factors, itemsize=itemsize,
+                    models=(), known=False, points=POSSIBLE if power == 3 else ANY,
+                )  # fmt: skip

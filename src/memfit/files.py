@@ -1,0 +1,141 @@
+"""The one door through which memfit writes files.
+
+A file that is there is whole: it is written beside its place and renamed, and a failure leaves what was there. Only
+regular files are replaced so. A link stays, and what it points at is written; into a pipe or a device the bytes go as
+into any other program's, once all of them are there; and nothing is ever written over what is being read.
+
+Python's garbage collector, held back where it would only look at live objects, again and again.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import stat
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from memfit.errors import InputError
+
+
+@contextmanager
+def written_whole(path: str | Path) -> Iterator[Path]:
+    """Where to write it."""
+    path = Path(path)
+    there = _status(path)
+    target = Path(os.path.realpath(path))
+    if there is not None and not _can_be_replaced(target, there):
+        with tempfile.TemporaryDirectory(prefix="memfit-") as folder:
+            whole = Path(folder) / "whole"
+            yield whole
+            _pour(whole, path, there)
+        return
+    beside = target.with_name(f".{target.name}.{os.getpid()}")
+    beside.unlink(missing_ok=True)  # a link that somebody put there would be followed
+    try:
+        yield beside
+        if there is not None:
+            with suppress(OSError):  # not every file system has them
+                beside.chmod(stat.S_IMODE(there.st_mode))
+        beside.replace(target)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def check_free(
+    path: Path, name: str, force: bool, *, inputs: Iterable[Path] = (), hint: str = "--force overwrites it"
+) -> None:
+    """Nothing is overwritten unasked, and what is read not even then; what cannot be written is told before the work is
+    done. `name` is what the person calls it: a flag, a parameter."""
+    said = f"{name} {str(path)!r}"
+    try:
+        there = _status(path)
+        folder = Path(os.path.realpath(path)).parent if path.is_symlink() else path.parent
+        has_folder = there is not None or folder.is_dir()
+    except OSError as error:  # a name may be too long to be asked about, a link may lead back to itself
+        raise InputError(f"{said} cannot be written: {error.strerror}") from error
+    if not has_folder:
+        raise InputError(f"{said}: there is no folder {str(folder)!r}")
+    if there is None:
+        return
+    if stat.S_ISDIR(there.st_mode):
+        raise InputError(f"{said} is a folder", hint="name the file that should be written")
+    if stat.S_ISBLK(there.st_mode) or stat.S_ISSOCK(there.st_mode):
+        kind = "disk" if stat.S_ISBLK(there.st_mode) else "socket"
+        raise InputError(f"{said} is a {kind}", hint="name a file, a pipe or a character device such as /dev/null")
+    for source in inputs:
+        if _is(source, there):
+            raise InputError(f"{said} is what is being read ({str(source)!r})", hint="give the output another name")
+    if stat.S_ISREG(there.st_mode) and _stream_of(there) is None and not force:
+        raise InputError(f"{said} already exists", hint=hint)
+
+
+def is_own_stream(path: Path) -> bool:
+    """Whether what is written there appears among what is printed: /dev/stdout by any name."""
+    there = _status(path)
+    return there is not None and _stream_of(there) is not None
+
+
+def continues_log(path: Path, header: str, what: str) -> bool:
+    """Whether such a log is there already. Any other file of that name is not touched."""
+    there = _status(path)
+    if there is None or not stat.S_ISREG(there.st_mode) or there.st_size == 0:
+        return False
+    with path.open("rb") as file:
+        if file.read(len(header)) != header.encode():
+            raise InputError(f"'{path}' exists and is not a {what}", hint=f"give the {what} another name")
+    return True
+
+
+def _status(path: Path) -> os.stat_result | None:
+    """Of what the name leads to in the end; None if there is nothing yet."""
+    try:
+        return path.stat()
+    except FileNotFoundError:
+        return None
+
+
+def _is(path: Path, there: os.stat_result) -> bool:
+    """By whatever name: another spelling, a link, a hard link."""
+    try:
+        return os.path.samestat(path.stat(), there)
+    except (OSError, ValueError):
+        return False
+
+
+def _can_be_replaced(target: Path, there: os.stat_result) -> bool:
+    """A regular file that a name leads to; /dev/stdout may be one that has none any more."""
+    return stat.S_ISREG(there.st_mode) and _is(target, there) and _stream_of(there) is None
+
+
+def _stream_of(there: os.stat_result) -> int | None:
+    """The descriptor, if this is where stdout or stderr go: what was printed before and what comes after stays."""
+    for descriptor in (1, 2):
+        with suppress(OSError):
+            if os.path.samestat(os.fstat(descriptor), there):
+                return descriptor
+    return None
+
+
+def _pour(whole: Path, path: Path, there: os.stat_result) -> None:
+    stream = _stream_of(there)
+    if stream is not None and sys.stdout is not None:
+        sys.stdout.flush()
+    out = path.open("wb") if stream is None else os.fdopen(os.dup(stream), "wb")
+    with whole.open("rb") as source, out:
+        shutil.copyfileobj(source, out)
+
+
+@contextmanager
+def no_collector() -> Iterator[None]:
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -1,0 +1,13 @@
+"""What makes a job fit a card: levers, their savings and costs, ladders of settings, tables of models and cards."""
+
+from __future__ import annotations
+
+DOOR = {
+    "durations": "Duration estimate estimate_training why_none",
+    "emit": "FORMS emit headline pruning_command",
+    "fit": "Fitted Option fit options",
+    "forecast": "few_micro_steps_note",
+    "ladder": "Ladder ladder",
+    "table": "GPUS MODELS OnStep Table WORKLOADS make_table",
+}
+"""What other rooms may use, by file."""

@@ -1,0 +1,394 @@
+"""`--emit`: the fitted job as something to run.
+
+    yaml     a config for `memfit train --config`
+    args     flags for a script of the Hugging Face Trainer, or for `memfit prune`
+    python   a file that trains with the Hugging Face Trainer, or runs the model
+
+A change for which there is no switch is refused with the form that has one: nothing of the answer is lost on the way.
+
+The fitted job as a Python file of the reader's own: transformers and peft, and memfit only for its chunked loss.
+
+What `--emit` can write.
+
+A workload's settings in the words of the Hugging Face Trainer: the fields of TrainingArguments.
+
+A pruning job as the flags of `memfit prune`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from memfit.errors import MemfitError, UsageError
+from memfit.gpus import Gpu, find_gpu
+from memfit.jobs.training.shapes import is_basics
+from memfit.jobs.workload import Workload, flag
+from memfit.models.presets import find_preset, is_gsa
+from memfit.replay.alloc_config import CUDA_VARIABLE
+from memfit.units import gib, in_mib
+
+if TYPE_CHECKING:
+    from memfit.fitting.fit import Fitted
+
+Form = Literal["yaml", "args", "python"]
+FORMS: tuple[str, ...] = get_args(Form)
+
+
+def trainer_settings(work: Workload) -> dict[str, Any]:
+    """What TrainingArguments has a field for."""
+    from memfit.jobs.training.optimizers import trainer_name
+
+    made: dict[str, Any] = {
+        "per_device_train_batch_size": work.batch_size,
+        "gradient_accumulation_steps": work.grad_accum,
+        "optim": trainer_name(str(work.optimizer)),
+        "max_grad_norm": 1.0 if work.clip_grad else 0.0,
+        "bf16": work.precision == "amp-bf16",
+        "fp16": work.precision == "amp-fp16",
+        "gradient_checkpointing": work.grad_checkpointing,
+    }
+    if work.grad_checkpointing:
+        made["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
+    if work.world_size > 1 and work.parallel == "fsdp2":
+        made["fsdp"] = True
+        made["fsdp_config"] = {"version": 2, "reshard_after_forward": True}
+    return made
+
+
+def environment(work: Workload) -> dict[str, str]:
+    """What must be set before Python starts."""
+    return {CUDA_VARIABLE: work.alloc_conf} if work.alloc_conf else {}
+
+
+def refuse_what_has_no_switch(work: Workload, form: str) -> None:
+    lacking = [f"{what} on the host" for what in work.offload or ()]
+    if work.selective_checkpointing:
+        lacking.append("selective checkpointing")
+    if lacking:
+        raise UsageError(
+            f"--emit {form}: the HF Trainer has no switch for {' and '.join(lacking)}",
+            hint="--emit yaml writes it for `memfit train`; --keep offload,selective-checkpointing does without",
+        )
+
+
+SAVE = "out/pruned"
+
+
+def pruning_flags(work: Workload) -> dict[str, str]:
+    ratio = {} if work.sparsity is None else {"--sparsity-ratio": str(work.sparsity)}
+    limit = {} if work.max_gpu_memory is None else {"--max-gpu-memory": work.max_gpu_memory}
+    return {
+        "--model": work.model, "--prune-method": work.method, **ratio, "--sparsity-type": work.sparsity_type,
+        "--dtype": work.precision, "--nsamples": str(work.nsamples), "--seqlen": str(work.seq_len),
+        "--dataset": work.dataset, **limit, "--save": SAVE,
+    }  # fmt: skip
+
+
+def pruning_command(work: Workload) -> str:
+    """`memfit prune` with the length and with what is not at its default."""
+    usual = pruning_flags(Workload(kind="prune", model=work.model))
+    said = {
+        name: value
+        for name, value in pruning_flags(work).items()
+        if name in ("--model", "--seqlen") or value != usual.get(name)
+    }
+    return shlex.join(["memfit", "prune", *(word for pair in said.items() for word in pair)])
+
+
+DTYPES = {"fp32": "torch.float32", "bf16": "torch.bfloat16", "fp16": "torch.float16"}
+INDENT = " " * 8
+
+
+def python_of(work: Workload, headline: str) -> str:
+    if work.trains:
+        refuse_what_has_no_switch(work, "python")
+    parts = [f'"""{_safe(headline)}."""\n', *_environment(work), *_imports(work), "", "", *_model(work), "", ""]
+    if work.kind == "prune":
+        return "\n".join([parts[0], *_environment(work), *_prune(work)]) + "\n"
+    body = _training(work) if work.trains else _generation(work) if work.kind == "generate" else _forward(work)
+    return "\n".join([*parts, *body]) + "\n"
+
+
+def _safe(text: str) -> str:
+    return text.replace("\\", "/").replace('"', "'")
+
+
+def _environment(work: Workload) -> Iterator[str]:
+    if settings := environment(work):
+        yield "import os\n"
+        for name, value in settings.items():
+            yield f"os.environ[{name!r}] = {value!r}  # before torch is imported\n"
+
+
+def _imports(work: Workload) -> Iterator[str]:
+    yield "import torch"
+    names = ["Trainer", "TrainingArguments"] if work.trains else []
+    if _hub_id(work.model):
+        names.insert(0, "AutoModelForCausalLM")
+    if names:
+        yield f"from transformers import {', '.join(names)}"
+    if work.kind == "lora":
+        yield "from peft import LoraConfig, get_peft_model"
+    if _shows_buckets(work):
+        yield "from accelerate.utils import DistributedDataParallelKwargs"
+    if not _hub_id(work.model):
+        yield "from memfit.models.registry import build_model, resolve"
+    if work.trains and work.loss == "chunked":
+        yield "from memfit.jobs.training.chunked_loss import use_chunked_loss"
+
+
+def _hub_id(model: str) -> str | None:
+    """Where transformers finds the weights: a hub id or a folder; None for what memfit itself has as code."""
+    preset = find_preset(model)
+    if preset is None and model.endswith("config.json"):
+        return str(Path(model).parent)
+    if preset is None:
+        return None if ":" in model else model
+    return next((alias for alias in preset.aliases if "/" in alias), None)
+
+
+def _model(work: Workload) -> Iterator[str]:
+    dtype, hub = DTYPES[work.weight_precision], _hub_id(work.model)
+    yield "def load_model():"
+    if hub:
+        yield "    model = AutoModelForCausalLM.from_pretrained("
+        yield f"{INDENT}{hub!r}, dtype={dtype}, attn_implementation={work.attention!r}"
+        yield "    )"
+    else:
+        yield "    model = build_model("
+        yield f"{INDENT}resolve({work.model!r}), dtype={dtype}, attention={work.attention!r}, init_weights=True"
+        yield "    )"
+    if work.kind == "lora":
+        yield from _adapters(work)
+    if work.trains and work.loss == "chunked":
+        yield f"    use_chunked_loss(model, chunk={work.loss_chunk})"
+    if work.trains and work.kind == "lora" and work.grad_checkpointing:
+        yield "    model.enable_input_require_grads()  # the embedding is frozen"
+    yield "    return model" if work.trains else '    return model.to("cuda").eval()'
+
+
+def _adapters(work: Workload) -> Iterator[str]:
+    targets = list(work.target_modules) if work.target_modules else "all-linear"
+    settings = f"r={work.rank}, lora_alpha={2 * work.rank}, lora_dropout={work.lora_dropout}"
+    yield f'    config = LoraConfig({settings}, target_modules={targets!r}, task_type="CAUSAL_LM")'
+    yield f"    model = get_peft_model(model, config, autocast_adapter_dtype={work.adapter_dtype == 'fp32'})"
+
+
+def _training(work: Workload) -> Iterator[str]:
+    yield 'def training_arguments(output_dir="outputs/fitted"):'
+    yield "    return TrainingArguments("
+    yield f"{INDENT}output_dir=output_dir,"
+    for name, value in trainer_settings(work).items():
+        yield f"{INDENT}{name}={value!r},"
+    yield "    )"
+    yield ""
+    yield ""
+    yield "def train(dataset, collator=None):"
+    yield f'    """dataset: rows of input_ids and labels, at most {work.seq_len} tokens each."""'
+    yield "    trainer = Trainer("
+    yield f"{INDENT}model=load_model(), args=training_arguments(), train_dataset=dataset, data_collator=collator"
+    yield "    )"
+    if _shows_buckets(work):
+        yield "    trainer.accelerator.ddp_handler = DistributedDataParallelKwargs(gradient_as_bucket_view=True)"
+    yield "    return trainer.train()"
+
+
+def _shows_buckets(work: Workload) -> bool:
+    return bool(work.trains and work.world_size > 1 and work.parallel == "ddp" and work.gradient_as_bucket_view)
+
+
+def _forward(work: Workload) -> Iterator[str]:
+    yield "@torch.no_grad()"
+    yield "def forward(input_ids):"
+    yield f'    """In batches of {work.batch_size}; what comes back lies on the host."""'
+    yield "    model = load_model()"
+    autocast = f", dtype={DTYPES[work.autocast]}" if work.autocast else ", enabled=False"
+    yield f'    with torch.autocast("cuda"{autocast}):'
+    yield f'{INDENT}return [model(rows.to("cuda")).logits.cpu() for rows in input_ids.split({work.batch_size})]'
+
+
+def _generation(work: Workload) -> Iterator[str]:
+    choices: dict[str, Any] = {"max_new_tokens": work.new_tokens, "do_sample": work.decoding == "sample"}
+    if work.decoding == "beam":
+        choices["num_beams"] = work.num_beams
+    if work.cache == "static":
+        choices["cache_implementation"] = "static"
+    yield "def generate(input_ids):"
+    yield f'    """Prompts of {work.seq_len} tokens, in batches of {work.batch_size}."""'
+    yield "    model = load_model()"
+    yield f"    choices = {choices!r}"
+    yield f"    batches = input_ids.split({work.batch_size})"
+    yield '    return [model.generate(rows.to("cuda"), **choices).cpu() for rows in batches]'
+
+
+def _prune(work: Workload) -> Iterator[str]:
+    yield "import subprocess"
+    yield ""
+    yield "subprocess.run("
+    yield "    ["
+    for each in ("memfit", "prune", *(word for pair in pruning_flags(work).items() for word in pair)):
+        yield f"{INDENT}{each!r},"
+    yield "    ],"
+    yield "    check=True,"
+    yield ")"
+
+
+CLIP_NORM = 1.0
+
+
+def emit(fitted: Fitted, form: str) -> str:
+    if form not in FORMS:
+        raise UsageError(f"--emit {form!r} is not one of {', '.join(FORMS)}")
+    if not fitted.fits:
+        raise UsageError("nothing fits, so there is nothing to write", hint="without --emit the nearest set is shown")
+    if form == "yaml":
+        return yaml_of(fitted)
+    if form == "python":
+        return python_of(fitted.fitted, headline(fitted))
+    return args_of(fitted)
+
+
+def headline(fitted: Fitted) -> str:
+    """What the file is, in one line."""
+    use = f"predicted {gib(fitted.after.use_bytes)} of {gib(fitted.gpu.capacity_bytes)}"
+    names = ", ".join(change.lever.name for change in fitted.changes) or "nothing had to be changed"
+    return f"{fitted.workload.kind} of {fitted.workload.model} on {fitted.gpu.name}: {use}; {names}"
+
+
+def yaml_of(fitted: Fitted) -> str:
+    from memfit.jobs.training.config_file import as_yaml, config_from
+
+    if not fitted.fitted.trains:
+        raise UsageError(f"--emit yaml: a config is for training, not for {fitted.workload.kind}", hint="--emit args")
+    document = config_document(fitted)
+    config_from(document, name="fitted")  # what the engine does not take is said now, not when the file is read
+    alone = fitted.fitted.world_size == 1
+    launcher = "memfit train" if alone else f"torchrun --nproc_per_node={fitted.fitted.world_size} -m memfit train"
+    how = f"# {launcher} --config THIS.yaml --set data.source=my.jsonl\n"
+    return f"# {headline(fitted)}.\n{_in_own_loop(fitted)}{how}{as_yaml(document)}"
+
+
+def _in_own_loop(fitted: Fitted) -> str:
+    """The engine behind the config is not the loop that was asked about, so it is predicted too."""
+    from memfit.fitting.forecast import Forecasts
+
+    if fitted.fitted.loop == "memfit":
+        return ""
+    try:
+        own = Forecasts(fitted.gpu, fitted.margin).of(dataclasses.replace(fitted.fitted, loop="memfit"))
+    except MemfitError:
+        return ""
+    return f"# That is a {fitted.fitted.loop} loop; memfit train: predicted {gib(own.device_bytes)}, {own.verdict}.\n"
+
+
+def config_document(fitted: Fitted) -> dict[str, Any]:
+    from memfit.fitting.forecast import global_batch_of
+
+    work = fitted.fitted
+    checkpointing = "full" if work.grad_checkpointing else "selective" if work.selective_checkpointing else "none"
+    document: dict[str, Any] = {
+        "model": {"name": work.model, "attention": work.attention, **_tokenizer(work)},
+        "method": _method(work),
+        "data": {"source": "builtin", "max_seq_len": work.seq_len},
+        "batch": {"micro_batch_size": work.batch_size, "global_batch_size": global_batch_of(work)},
+        "schedule": {"max_grad_norm": CLIP_NORM if work.clip_grad else 0.0},
+        "precision": work.precision,
+        "memory": {
+            "gpu": _card(fitted.gpu), "margin": fitted.margin, "gradient_checkpointing": checkpointing,
+            "offload": list(work.offload or ()), "alloc_conf": work.alloc_conf,
+        },
+        "optimizer": {"name": work.optimizer},
+        "loss": {"kind": work.loss, "chunk": work.loss_chunk},
+    }  # fmt: skip
+    if work.world_size > 1:
+        view = {"gradient_as_bucket_view": work.gradient_as_bucket_view} if work.parallel == "ddp" else {}
+        document["parallel"] = {"kind": work.parallel, **view}
+    return document
+
+
+def _card(gpu: Gpu) -> str:
+    """As `--gpu` reads it."""
+    for name in (gpu.name, gpu.name.removesuffix(" card")):  # a label, such as 24 GB
+        try:
+            if find_gpu(name) == gpu:
+                return name
+        except MemfitError:
+            continue
+    return in_mib(gpu.capacity_bytes)
+
+
+def _tokenizer(work: Workload) -> dict[str, str]:
+    """A model that comes with none: this one needs no file."""
+    return {"tokenizer": "bytes"} if is_gsa(work.model) or is_basics(work.model) else {}
+
+
+def _method(work: Workload) -> dict[str, Any]:
+    if work.kind != "lora":
+        return {"kind": "full"}
+    made: dict[str, Any] = {
+        "kind": "lora", "rank": work.rank, "dropout": work.lora_dropout, "adapter_dtype": work.adapter_dtype
+    }  # fmt: skip
+    if work.target_modules is not None:
+        made["target_modules"] = list(work.target_modules)
+    return made
+
+
+def args_of(fitted: Fitted) -> str:
+    work = fitted.fitted
+    if work.trains:
+        refuse_what_has_no_switch(work, "args")
+        launcher = f"torchrun --nproc_per_node={work.world_size} train.py" if work.world_size > 1 else "python train.py"
+        return _command(fitted, launcher, _trainer_flags(work))
+    if work.kind == "prune":
+        return _command(fitted, "memfit prune", pruning_flags(work).items())
+    return _command(fitted, f"memfit plan {work.kind}", _own_flags(work))
+
+
+def _command(fitted: Fitted, launcher: str, flags: Iterable[tuple[str, str]]) -> str:
+    before = "".join(f"{name}={shlex.quote(value)} " for name, value in environment(fitted.fitted).items())
+    words = (f"    {name} {shlex.quote(value)}" if value else f"    {name}" for name, value in flags)
+    lines = [f"{before}{launcher}", *words]
+    return "".join(f"# {said}\n" for said in (headline(fitted), *_left_to_the_script(fitted.fitted))) + (
+        " \\\n".join(lines) + "\n"
+    )
+
+
+def _left_to_the_script(work: Workload) -> Iterator[str]:
+    """What is no field of TrainingArguments."""
+    if not work.trains:
+        return
+    model = f"dtype {work.weight_precision}, attn_implementation {work.attention}, rows of {work.seq_len} tokens"
+    targets = ",".join(work.target_modules) if work.target_modules else "all-linear"
+    if work.loss == "chunked":
+        yield "use_liger_kernel needs the package liger-kernel; its chunks of the loss are its own, not those predicted"
+    if work.world_size > 1 and work.parallel == "ddp" and work.gradient_as_bucket_view:
+        yield "train.py itself sets trainer.accelerator.ddp_handler, with gradient_as_bucket_view=True (--emit python)"
+    adapters = f"; LoRA of rank {work.rank} on {targets}, autocast_adapter_dtype={work.adapter_dtype == 'fp32'}"
+    yield f"train.py itself sets: {model}{adapters if work.kind == 'lora' else ''}"
+
+
+def _trainer_flags(work: Workload) -> Iterator[tuple[str, str]]:
+    """As HfArgumentParser reads the fields of TrainingArguments."""
+    settings: Mapping[str, Any] = {**trainer_settings(work), **_in_place_of_own_code(work)}
+    for name, value in settings.items():
+        said = json.dumps(value) if isinstance(value, dict) else str(value)
+        yield f"--{name}", "" if name == "fsdp" else said  # a word after it would be an option of old
+
+
+def _in_place_of_own_code(work: Workload) -> dict[str, Any]:
+    return {"use_liger_kernel": True} if work.loss == "chunked" else {}
+
+
+def _own_flags(work: Workload) -> Iterator[tuple[str, str]]:
+    for name, value in work.settings().items():
+        if name != "kind" and value not in (None, False, "", []):
+            yield flag(name), _text(value)
+
+
+def _text(value: Any) -> str:
+    return "" if value is True else ",".join(value) if isinstance(value, list) else str(value)

@@ -1,0 +1,310 @@
+"""`memfit fit`: the smallest set of changes with which a job fits a card.
+
+    fitted = fit(kind="lora", model="qwen2.5-7b", rank=128, seq_len=2048, global_batch=16, gpu="24GiB")
+    [change.lever.name for change in fitted.changes]
+
+Savings are never added up: every figure here is a prediction of the job with exactly those changes. What is cheap comes
+first (`fitting/levers.py`), and the global batch stays what it is.
+
+Models of the same kind that have fewer weights, for a job whose own model is too large for a card.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from memfit.errors import MemfitError, UsageError
+from memfit.fitting.durations import estimate
+from memfit.fitting.forecast import (
+    MOST_MICRO_STEPS,
+    Forecast,
+    Forecasts,
+    few_micro_steps_note,
+    with_few_micro_steps,
+    with_global_batch,
+    within,
+    without_others,
+)
+from memfit.fitting.levers import Lever, apply, checked_setting, levers_for
+from memfit.fitting.result import Alternative, Answer, Change, Fitted, set_aside
+from memfit.fitting.search import Found, Search, Set, dearness
+from memfit.fitting.step_cost import StepTime, step_time
+from memfit.gpus import Gpu, find_gpu
+from memfit.guides.whole_model import whole_model
+from memfit.jobs.workload import Workload
+from memfit.models.presets import find_preset, presets
+from memfit.planning.predict import limit_note
+from memfit.units import GiB, gib
+
+if TYPE_CHECKING:
+    from memfit.planning.predict import Plan
+
+
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+def smaller_models(work: Workload, room: int) -> Iterator[str]:
+    """The largest first; none whose weights alone are more than there is room for."""
+    here = find_preset(work.model)
+    if here is None:
+        return
+    alike = [each for each in presets() if each.model_type == here.model_type and each.parameters < here.parameters]
+    for preset in sorted(alike, key=lambda each: (-each.parameters, each.name)):
+        if not _has_all_weights_on_the_card(work) or preset.parameters * BYTES[work.weight_precision] <= room:
+            yield preset.name
+
+
+def _has_all_weights_on_the_card(work: Workload) -> bool:
+    sharded = work.trains and work.world_size > 1 and work.parallel == "fsdp2"
+    return work.kind != "prune" and not sharded and "weights" not in (work.offload or ())
+
+
+__all__ = ["Fitted", "Option", "check_margin", "fit", "options"]
+
+ALTERNATIVES = 2
+ENOUGH_PREDICTIONS = 10
+"""After so many a second alternative is not looked for."""
+CLEAR = 0.02
+"""What fails by more than this share of the card fails with every number of micro-steps."""
+SMALLER_MODELS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """A single lever, predicted on this job."""
+
+    lever: Lever
+    before: Plan
+    after: Plan
+
+    @property
+    def saved_bytes(self) -> int:
+        return self.before.peak.device_bytes - self.after.peak.device_bytes
+
+
+def fit(
+    workload: Workload | None = None, *, gpu: Gpu | str, global_batch: int | None = None, keep: Sequence[str] = (),
+    margin: float = 0.1, steps: int | None = None, tokens: int | None = None, **settings: Any,
+) -> Fitted:  # fmt: skip
+    """The smallest set of changes with which the job leaves the margin, a share of the card, free.
+
+    `keep` names settings that must stay as they are; `steps` of the optimizer, or `tokens`, say how much is trained,
+    for the time it takes; other settings are those of `memfit.predict`."""
+    started = time.perf_counter()
+    card = find_gpu(gpu)
+    check_margin(margin)
+    work = with_global_batch(Workload.asked(workload, settings), global_batch)
+    work = within(work, card, margin)
+    fitted = _Fitting(work, card, margin, tuple(checked_setting(name) for name in keep)).fitted(started)
+    if fitted.after.verdict == "fails":
+        return fitted
+    return dataclasses.replace(fitted, duration=estimate(fitted.fitted, card, steps=steps, tokens=tokens))
+
+
+def options(workload: Workload, *, gpu: Gpu | str | None, keep: Sequence[str] = ()) -> list[Option]:
+    """Every single lever that can be planned, predicted on this job; the best saving first. Levers are of the job with
+    all its micro-steps, predictions look at a few of them."""
+    from memfit.planning.predict import predict
+
+    before, found = predict(with_few_micro_steps(workload), gpu=gpu), []
+    for lever in levers_for(workload, keep=keep):
+        if lever.missing is None:
+            try:
+                after = predict(with_few_micro_steps(apply(workload, [lever])), gpu=gpu)
+            except MemfitError:
+                continue
+            found.append(Option(lever=lever, before=before, after=after))
+    return sorted(found, key=lambda option: -option.saved_bytes)
+
+
+def check_margin(margin: float) -> None:
+    if isinstance(margin, bool) or not isinstance(margin, (int, float)) or not 0 <= margin < 1:
+        raise UsageError(f"--margin {margin!r} is not a share between 0 and 1", hint="0.1 leaves a tenth of the card")
+
+
+class _Fitting:
+    def __init__(self, work: Workload, card: Gpu, margin: float, keep: tuple[str, ...]) -> None:
+        self.work, self.card, self.margin, self.keep = work, card, margin, keep
+        self.levers = levers_for(work, keep=keep)
+        self.forecasts = Forecasts(card, margin)
+        self.search = Search(work, self.levers, self.forecasts)
+
+    def fitted(self, started: float) -> Fitted:
+        before = self.search.forecast(())
+        found, answer = self._found(before)
+        chosen, fits, fails = found.levers, answer == "fits", answer == "nothing fits"
+        return Fitted(
+            answer=answer, workload=self.work, fitted=found.forecast.workload, gpu=self.card, margin=self.margin,
+            keep=self.keep, before=before, after=found.forecast, changes=tuple(self._changes(found, proven=fits)),
+            without_last=self._without_last(chosen) if fits else None,
+            one_step_back=self._one_step_back(chosen) if fits else None,
+            alternatives=tuple(self._alternatives(chosen)) if fits else (),
+            set_aside=() if answer == "fits already" else set_aside(self.levers, found, before, self.search.refused),
+            smallest_gpu_bytes=self._smallest_card(found.forecast) if fails else None,
+            enough_gpu_bytes=self._enough_of_a_card(found.forecast) if fails else None,
+            margin_left=self._margin_left(found.forecast) if fails else None,
+            smaller_model=self._smaller_model(chosen) if fails else None,
+            whole_model=whole_model(self.work, self.card), notes=self._notes(found.forecast),
+            predictions=self.forecasts.made, seconds=time.perf_counter() - started,
+        )  # fmt: skip
+
+    def _found(self, before: Forecast) -> tuple[Found, Answer]:
+        found = Found((), before) if before.fits else self._smallest()
+        if found is None:
+            return self._nearest(), "nothing fits"
+        whole = self.forecasts.of(found.forecast.workload, whole=True)
+        if whole.fits:
+            return Found(found.levers, whole), "fits" if found.levers else "fits already"
+        self._look_at_every_micro_step()
+        found = self._smallest()
+        return (found, "fits") if found is not None else (self._nearest(), "nothing fits")
+
+    def _smallest(self) -> Found | None:
+        """Of two changes that cost time one may do, if it goes further; not where that takes longer."""
+        found = self._as_if_alone() or self.search.smallest()
+        fewer = self.search.fewer(found) if found is not None else None
+        while found is not None and fewer is not None and not self._is_slower(fewer, found):
+            found, fewer = fewer, self.search.fewer(fewer)
+        return found
+
+    def _as_if_alone(self) -> Found | None:
+        """What makes a process without others fit mostly does so for one of DDP, whose forecasts take long: it is tried
+        first, and left out of it what is not needed."""
+        alone = without_others(self.work)
+        found = None if alone is self.work else Search(alone, self.levers, self.forecasts).smallest()
+        return self.search.shrunk(found) if found is not None and self.search.fits(found.levers) else None
+
+    def _is_slower(self, one: Found, other: Found) -> bool:
+        this, that = (self._time(each.forecast.workload) for each in (one, other))
+        return this is None or that is None or not this.seconds or not that.seconds or this.seconds > that.seconds
+
+    def _time(self, work: Workload) -> StepTime | None:
+        """Of one optimizer step; where nothing is trained, of all the rows that were asked for."""
+        one = step_time(work, self.card)
+        return one if one is None or work.trains else one.times(self.work.batch_size // work.batch_size)
+
+    def _look_at_every_micro_step(self) -> None:
+        """Fragmentation may grow with them: then the few that a search looks at do not tell all."""
+        made, seconds = self.forecasts.made, self.forecasts.seconds
+        self.forecasts = Forecasts(self.card, self.margin, micro_steps=MOST_MICRO_STEPS)
+        self.forecasts.made, self.forecasts.seconds = made, seconds
+        self.search = Search(self.work, self.levers, self.forecasts)
+
+    def _nearest(self) -> Found:
+        """All that lowers the peak; of what runs, less what does not."""
+        grown = self.search.nearest()
+        kept, peak = grown.levers, grown.forecast.device_bytes
+        for lever in reversed(grown.levers) if grown.forecast.runs else ():
+            fewer = tuple(each for each in kept if each is not lever)
+            if self._bytes(fewer, peak) <= peak:
+                kept = fewer
+        return Found(kept, self.search.forecast(kept), grown.refused)
+
+    def _bytes(self, levers: Set, most: int) -> float:
+        """More than `most` is as good as any number."""
+        work = apply(self.work, levers)
+        try:
+            return float("inf") if self.forecasts.bound(work, most) else self.forecasts.of(work).device_bytes
+        except MemfitError:
+            return float("inf")
+
+    def _changes(self, found: Found, *, proven: bool) -> Iterator[Change]:
+        """`proven`: each is needed. What does not run has no time."""
+        chosen, timed = found.levers, found.forecast.runs
+        before, time_before = self.search.forecast(()), self._time(self.work) if chosen and timed else None
+        for number, lever in enumerate(chosen):
+            last = number == len(chosen) - 1
+            after = found.forecast if last else self.search.forecast(chosen[: number + 1])
+            costs_time = lever.cost != "free" and timed
+            time_after = self._time(after.workload) if costs_time else time_before
+            yield Change(
+                lever=lever, before=before, after=after, without=self._without(chosen, lever) if proven else None,
+                time_before=time_before if costs_time else None, time_after=time_after if costs_time else None,
+            )  # fmt: skip
+            before, time_before = after, time_after
+
+    def _without(self, chosen: Set, left_out: Lever) -> Forecast | MemfitError:
+        try:
+            return self.search.forecast(lever for lever in chosen if lever is not left_out)
+        except MemfitError as refusal:  # another change does not go without it
+            return refusal
+
+    def _without_last(self, chosen: Set) -> Forecast | None:
+        few = self._without(chosen, chosen[-1])
+        if isinstance(few, MemfitError):
+            return None
+        clear = few.device_bytes > (1 + CLEAR) * few.capacity_bytes
+        return few if clear else self.forecasts.of(few.workload, whole=True)
+
+    def _one_step_back(self, chosen: Set) -> tuple[Lever, Forecast] | None:
+        found = self.search.one_step_back(chosen)
+        try:
+            return None if found is None else (found[0], self.search.forecast(found[1]))
+        except MemfitError:
+            return None
+
+    def _alternatives(self, chosen: Set) -> Iterator[Alternative]:
+        """The answer without its dearest change, and without the one before that; another experiment is no alternative
+        to the one that was asked for."""
+        dearer = set() if chosen[-1].cost == "experiment" else {"experiment"}
+        unwanted = [each.group for each in self.levers if each.cost in dearer or each.name in self.search.raising]
+        found: list[Alternative] = []
+        for lever in reversed(chosen):
+            if len(found) == ALTERNATIVES or (found and self.forecasts.made > ENOUGH_PREDICTIONS):
+                break
+            others = tuple(each for each in chosen if each is not lever)
+            if isinstance(self._without(chosen, lever), MemfitError):
+                continue
+            other = self.search.smallest(start=others, without=[lever.group, *unwanted])
+            if other is not None and all(other.levers != each.levers for each in found):
+                found.append(Alternative(levers=other.levers, forecast=other.forecast, instead_of=lever.name))
+        yield from sorted(found, key=lambda each: dearness(each.levers))
+
+    def _smallest_card(self, nearest: Forecast) -> int:
+        """On which it runs at all."""
+        return nearest.wanted_bytes or self.forecasts.smallest_card(nearest.workload)
+
+    def _enough_of_a_card(self, nearest: Forecast) -> int:
+        """That leaves the margin, rounded up as it is shown."""
+        enough = max(nearest.device_bytes / (1 - self.margin), nearest.wanted_bytes)
+        return math.ceil(enough / GiB * 100) * GiB // 100
+
+    def _margin_left(self, nearest: Forecast) -> float | None:
+        if nearest.use_bytes is None:
+            return None
+        return math.floor(100 * (1 - nearest.use_bytes / nearest.capacity_bytes)) / 100
+
+    def _smaller_model(self, chosen: Set) -> tuple[str, Forecast] | None:
+        """The largest of the same kind that fits with the changes that leave the experiment alone."""
+        mild = apply(self.work, [lever for lever in chosen if lever.cost != "experiment"])
+        room = int((1 - self.margin) * self.search.forecast(()).capacity_bytes)
+        for name in () if "model" in self.keep else islice(smaller_models(mild, room), SMALLER_MODELS):
+            try:
+                forecast = self.forecasts.glance(dataclasses.replace(mild, model=name, target_modules=None))
+            except MemfitError:
+                continue
+            if forecast.fits:
+                return name, forecast
+        return None
+
+    def _notes(self, after: Forecast) -> tuple[str, ...]:
+        notes = ["predicted, not measured; every set by itself, for savings do not add up", *self.card.notes]
+        if after.capacity_bytes < self.card.capacity_bytes:
+            notes.append(limit_note(after.capacity_bytes))
+        fitted = after.workload
+        few = few_micro_steps_note(fitted, self.forecasts.micro_steps)
+        if few:
+            last = f"; the answer with {min(fitted.grad_accum, MOST_MICRO_STEPS)}" if after.fits else ""
+            notes.append(f"{few}{last}")
+        if after.asks_for_bytes is not None:
+            notes.append(
+                f"pruning begins only with room for a block and a window as estimated from above, "
+                f"{gib(after.wanted_bytes)} with CUDA's own; then it takes less"
+            )
+        return tuple(notes)

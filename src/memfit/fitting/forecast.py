@@ -1,0 +1,306 @@
+"""Whether a job fits, asked many times: as `predict`, but only what a search has to know, and nothing asked twice.
+
+With accumulation the second micro-step finds the gradients of the first, and those after it are like the second. So a
+search looks at two of them; what it finds is then predicted with all (`whole=True`), or with the first 32.
+
+What pruning may use of a card.
+
+The rows of one optimizer step over all GPUs, which no advice changes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+import warnings
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from memfit.analysis.plan_report import make_report
+from memfit.errors import MemfitError, UsageError
+from memfit.files import no_collector
+from memfit.gpus import Context, Gpu
+from memfit.jobs.training.batch import BatchSizes, resolve_batch
+from memfit.jobs.training.config import BatchConfig
+from memfit.jobs.workload import Workload
+from memfit.planning.predict import SMALLEST_PRECISION, Verdict, capacity_for, context_of
+from memfit.replay.alloc_config import AllocatorConfig
+from memfit.replay.replay import Replays
+from memfit.units import MiB, in_mib
+
+if TYPE_CHECKING:
+    from memfit.planning.traced import Traced
+
+
+def room_for_pruning(work: Workload, card: Gpu, margin: float) -> int:
+    """The margin is left free from the start: pruning makes do with what it may use. In whole MiB, to be typed."""
+    context = context_of(work, card).high_bytes
+    capacity = capacity_for(card, AllocatorConfig.parse(work.alloc_conf), context)
+    return max((int(capacity * (1 - margin)) - context) // MiB, 1) * MiB
+
+
+def within(work: Workload, card: Gpu, margin: float) -> Workload:
+    """A limit that was asked for stays."""
+    if work.kind != "prune" or work.max_gpu_memory is not None:
+        return work
+    return with_room(work, room_for_pruning(work, card, margin))
+
+
+def with_room(work: Workload, room: int) -> Workload:
+    """Or up to a MiB more."""
+    return dataclasses.replace(work, max_gpu_memory=in_mib(room + MiB - 1))
+
+
+MICRO_STEPS = 2
+MOST_MICRO_STEPS = 32
+"""Of thousands, no more than these are traced even for the answer."""
+ROUNDING = 16 * MiB
+"""Gradients in a bucket are not rounded up to 512 bytes each: no more than this for 32,000 of them."""
+TRACES_KEPT = 8
+"""Settings of the allocator do not change a trace: the next question is often about the same one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    workload: Workload
+    """As asked; whether it was looked at with all of its micro-steps `whole` says."""
+    whole: bool
+    verdict: Verdict
+    """safe: with the margin asked for."""
+    device_bytes: int
+    """With all the memory that it asks for: reserved and context."""
+    use_bytes: int | None
+    """On this card, where torch gives cached memory back before it fails; None where it does fail."""
+    allocated_bytes: int
+    reserved_bytes: int
+    context: Context
+    capacity_bytes: int
+    """Of the card, what the process may use."""
+    phase: str
+    step: int
+    breakdown: dict[str, int] = field(hash=False)
+    parameters: int
+    trainable_parameters: int
+    asks_for_bytes: int | None = None
+    """Of pruning that does not begin with what the margin leaves: what it wants to have for a block. The figures are
+    those of a run that has it."""
+    is_bound: bool = False
+    """It takes at least this, and that does not fit."""
+
+    @property
+    def fits(self) -> bool:
+        """With the margin."""
+        return self.verdict == "safe"
+
+    @property
+    def runs(self) -> bool:
+        return self.verdict != "fails"
+
+    @property
+    def context_bytes(self) -> int:
+        return self.context.high_bytes
+
+    @property
+    def cached_bytes(self) -> int:
+        """Held by the allocator beyond what is alive."""
+        return self.reserved_bytes - self.allocated_bytes
+
+    @property
+    def wanted_bytes(self) -> int:
+        """What it asks for, and the context; 0 where it does not ask."""
+        return 0 if self.asks_for_bytes is None else self.asks_for_bytes + self.context_bytes
+
+    def to_json(self) -> dict[str, object]:
+        return {
+            "verdict": self.verdict, "use_bytes": self.use_bytes, "device_bytes": self.device_bytes,
+            "allocated_bytes": self.allocated_bytes, "reserved_bytes": self.reserved_bytes,
+            "context_bytes": self.context_bytes, "context": dataclasses.asdict(self.context),
+            "at_peak": {"phase": self.phase, "step": self.step},
+            "breakdown": dict(self.breakdown),
+        }  # fmt: skip
+
+
+class Forecasts:
+    """All that is asked about one card with one margin."""
+
+    def __init__(self, gpu: Gpu, margin: float, *, micro_steps: int = MICRO_STEPS) -> None:
+        self.gpu, self.margin, self.micro_steps = gpu, margin, micro_steps
+        self.made = 0
+        """Predictions, not counting what was asked again."""
+        self.seconds = 0.0
+        self._known: dict[Workload, Forecast | MemfitError] = {}
+        self._traces: OrderedDict[Workload, Traced] = OrderedDict()
+
+    def of(self, work: Workload, *, whole: bool = False) -> Forecast:
+        """Raises what `predict` would: a setting that cannot be planned, or not together with another."""
+        asked = with_few_micro_steps(work, MOST_MICRO_STEPS if whole else self.micro_steps)
+        if asked not in self._known:
+            started = time.perf_counter()
+            try:
+                with warnings.catch_warnings():  # of the job's own code: a plan tells them, a search would twenty times
+                    warnings.simplefilter("ignore")
+                    self._known[asked] = self._predicted(asked)
+            except MemfitError as refusal:
+                self._known[asked] = refusal
+            self.made += 1
+            self.seconds += time.perf_counter() - started
+        found = self._known[asked]
+        if isinstance(found, MemfitError):
+            raise found
+        job = work if found.asks_for_bytes is None else with_room(work, found.asks_for_bytes)
+        return dataclasses.replace(found, workload=job, whole=asked.grad_accum == work.grad_accum)
+
+    def glance(self, work: Workload) -> Forecast:
+        """As `of`, but where a bound from below already does not leave the margin, only that."""
+        return self.bound(work, (1 - self.margin) * self.gpu.capacity_bytes) or self.of(work)
+
+    def bound(self, work: Workload, most: float) -> Forecast | None:
+        """A process of DDP has all that one alone has, which is traced sooner, and its buckets besides. What one alone
+        takes, where it is for certain more than `most` bytes of the card."""
+        alone = without_others(work)
+        if alone is work:
+            return None
+        less = self.of(alone)
+        if less.allocated_bytes - ROUNDING + less.context_bytes <= most:
+            return None
+        return dataclasses.replace(less, workload=work, is_bound=True)
+
+    def refusal(self, work: Workload) -> MemfitError | None:
+        """Of a process of DDP: what one alone would not do either."""
+        try:
+            self.of(without_others(work))
+        except MemfitError as refusal:
+            return refusal
+        return None
+
+    def smallest_card(self, work: Workload) -> int:
+        """On which it runs, perhaps with cached memory given back; as closely as a plan tells it."""
+        traced = self._traced(with_few_micro_steps(work, self.micro_steps))
+        replays = Replays(traced.trace, AllocatorConfig.parse(work.alloc_conf))
+        with no_collector():
+            within = replays.ample.peak_reserved // SMALLEST_PRECISION
+            return replays.smallest_capacity(within=within) + context_of(traced.workload, self.gpu).high_bytes
+
+    def _predicted(self, work: Workload) -> Forecast:
+        from memfit.jobs.pruning.placement import NoRoom
+
+        try:
+            return self._replayed(work, self._traced(work))
+        except NoRoom as refusal:
+            if (work.gpu_budget_bytes or 0) < room_for_pruning(work, self.gpu, self.margin):
+                raise  # it is not the card that has too little
+            return self._with_room(work, refusal.least)
+
+    def _with_room(self, work: Workload, least: int) -> Forecast:
+        """Asked from above, so it may take less, and leave the margin all the same."""
+        enough = self._replayed(work, self._traced(with_room(work, least)))
+        begins = least <= enough.capacity_bytes - enough.context_bytes
+        verdict: Verdict = enough.verdict if begins else "fails"
+        use = enough.use_bytes if begins else None
+        return dataclasses.replace(enough, asks_for_bytes=least, verdict=verdict, use_bytes=use)
+
+    def _replayed(self, work: Workload, traced: Traced) -> Forecast:
+        found = context_of(traced.workload, self.gpu)
+        context = found.high_bytes
+        replays = Replays(traced.trace, AllocatorConfig.parse(work.alloc_conf))
+        with no_collector():
+            ample = replays.ample
+            capacity = capacity_for(self.gpu, replays.config, context)
+            limited = replays.outcome(max(capacity - context, 0))
+            use = limited.reserved_peak + context if limited.fits else None
+            report = make_report(traced.trace, ample)
+        return Forecast(
+            workload=work, whole=True, verdict=self._verdict(use, capacity), use_bytes=use,
+            device_bytes=ample.peak_reserved + context, allocated_bytes=ample.peak_allocated,
+            reserved_bytes=ample.peak_reserved, context=found, capacity_bytes=capacity,
+            phase=report.at_peak.phase, step=report.at_peak.step, breakdown=dict(report.breakdown),
+            parameters=traced.parameters, trainable_parameters=traced.trainable_parameters,
+        )  # fmt: skip
+
+    def _verdict(self, use: int | None, capacity: int) -> Verdict:
+        """As a plan's, with this margin."""
+        if use is None:
+            return "fails"
+        return "safe" if use <= (1 - self.margin) * capacity else "tight"
+
+    def _traced(self, work: Workload) -> Traced:
+        from memfit.planning.traced import trace_workload
+        from memfit.tracing.platform import platform_of
+
+        plain = dataclasses.replace(work, alloc_conf="")
+        if plain not in self._traces:
+            self._traces[plain] = trace_workload(plain, platform_of(self.gpu), few=True)
+            while len(self._traces) > TRACES_KEPT:
+                self._traces.popitem(last=False)
+        self._traces.move_to_end(plain)
+        return self._traces[plain]
+
+
+def without_others(work: Workload) -> Workload:
+    """In place of a process of DDP, one that is alone."""
+    return _without_buckets(work, world_size=1) if _has_buckets(work) else work
+
+
+def with_few_micro_steps(work: Workload, most: int = MICRO_STEPS) -> Workload:
+    """To look at, never to propose: a change to it would be one of another global batch."""
+    if not work.trains:
+        return work
+    few = dataclasses.replace(work, grad_accum=min(work.grad_accum, most))
+    return few if _has_buckets(work) else _without_buckets(few)
+
+
+def few_micro_steps_note(work: Workload, looked_at: int = MICRO_STEPS) -> str | None:
+    if not work.trains or work.grad_accum <= looked_at:
+        return None
+    return f"looked at with {looked_at} of {work.grad_accum} micro-steps, the others are like the last of them"
+
+
+def _has_buckets(work: Workload) -> bool:
+    return work.trains and work.world_size > 1 and work.parallel == "ddp"
+
+
+def _without_buckets(work: Workload, **changes: Any) -> Workload:
+    """How gradients lie in them is then of no account."""
+    return dataclasses.replace(work, gradient_as_bucket_view=None, **changes)
+
+
+FLAGS = {
+    "micro_batch_size": "--batch-size", "gradient_accumulation_steps": "--grad-accum",
+    "global_batch_size": "--global-batch",
+}  # fmt: skip
+
+
+def with_global_batch(work: Workload, rows: int | None) -> Workload:
+    """The workload with as many micro-steps as the global batch needs. Accumulation that was asked for must agree."""
+    if rows is None:
+        return work
+    if not work.trains:
+        raise UsageError("--global-batch is for training", hint=f"{work.kind} has --batch-size")
+    said = BatchConfig(
+        micro_batch_size=work.batch_size,
+        gradient_accumulation_steps=work.grad_accum if work.grad_accum > 1 else None,
+        global_batch_size=rows,
+    )
+    try:
+        sizes = resolve_batch(said, work.world_size)
+    except UsageError as error:
+        raise UsageError(_in_flags(error.message), hint=_in_flags(error.hint or "")) from error
+    return dataclasses.replace(work, grad_accum=sizes.gradient_accumulation_steps)
+
+
+def _in_flags(text: str) -> str:
+    """A config's keys as the flags that were typed."""
+    for key, name in FLAGS.items():
+        text = text.replace(key, name)
+    return text
+
+
+def batch_sizes(work: Workload) -> BatchSizes:
+    return BatchSizes(
+        micro_batch_size=work.batch_size, gradient_accumulation_steps=work.grad_accum, world_size=work.world_size
+    )
+
+
+def global_batch_of(work: Workload) -> int | None:
+    return batch_sizes(work).global_batch_size if work.trains else None

@@ -1,0 +1,478 @@
+"""A change to a job's settings that can save memory, and what a person should know of it.
+
+What can be changed about a job so that it takes less memory, the cheapest first, and how to switch each on.
+
+    levers = levers_for(workload, keep=("seq_len", "rank"))
+    apply(workload, levers[:2])
+
+A lever only says which settings it changes. What it saves is not written anywhere: that is the difference of two
+predictions of the very job (`fitting/fit.py`). The global batch is never changed by any of them.
+
+Every lever that memfit knows, by kind of job, the cheapest first.
+
+Those that are on already, or that a job has no use for, are not named.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any, Literal
+
+from memfit.errors import UnknownName, UsageError
+from memfit.jobs.training.batch import BatchSizes, divisors
+from memfit.jobs.workload import Workload, flag, kinds_that_read
+from memfit.models.presets import GATHER, is_gsa
+
+Cost = Literal["free", "time", "precision", "experiment"]
+COSTS: tuple[Cost, ...] = ("free", "time", "precision", "experiment")
+"""In this order of preference."""
+
+CACHED = "cached"
+"""What the allocator holds beyond the tensors that are alive: no category of a breakdown, but a lever lowers it."""
+SAME = "same results but for rounding"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lever:
+    name: str
+    cost: Cost
+    settings: Mapping[str, object]
+    """Changes to the workload."""
+    says: str
+    """What it does."""
+    price: str
+    """What it costs."""
+    how: Mapping[str, str]
+    """How to switch it on in `memfit`, in the Hugging Face `trainer`, with `accelerate`."""
+    risk: str = SAME
+    """To the quality of the result."""
+    group: str
+    """Levers of one group replace each other, and each saves more than the one before it."""
+    lowers: tuple[str, ...]
+    """Categories of what is alive that it can lower: where the peak has none of these it cannot help."""
+    only_in: str | None = None
+    """The phase that it changes, where it is a single one."""
+    missing: str | None = None
+    """A package that it needs and that is not there."""
+
+
+EXPANDABLE = "expandable_segments:True"
+MADE_BY_TOKENS = ("activations", "loss", "kv_cache")
+SHORTER = (0.75, 0.5, 0.375, 0.25)
+LENGTH_STEP = 64
+SHORTEST, LOWEST_RANK, FEWEST_WINDOWS = 128, 8, 16
+OWN_ENGINE = "memfit prune only"
+
+
+def catalogue(work: Workload) -> Iterator[Lever]:
+    by_kind = {"train": _training, "lora": _training, "forward": _inference, "generate": _inference}
+    yield from by_kind.get(work.kind, _pruning)(work)
+
+
+def _training(work: Workload) -> Iterator[Lever]:
+    yield from _attention(work)
+    yield from _masked_path(work)
+    yield from _fused_optimizer(work)
+    yield from (lever for lever in _chunked_loss(work) if lever.cost == "free")
+    yield from _bucket_view(work)
+    yield from _allocator(work)
+    yield from (lever for lever in _chunked_loss(work) if lever.cost == "time")
+    yield from _micro_batches(work)
+    yield from _checkpointing(work)
+    yield from _sharding(work)
+    yield from _offloading(work)
+    yield from _adapters(work)
+    yield from _eight_bit(work)
+    yield from _precision(work)
+    yield from _shorter(work)
+    yield from _lower_rank(work)
+
+
+def _inference(work: Workload) -> Iterator[Lever]:
+    yield from _attention(work)
+    yield from _masked_path(work)
+    yield from _cache(work)
+    yield from _allocator(work)
+    yield from _smaller_batches(work)
+    yield from _precision(work)
+    yield from _fewer_beams(work)
+    yield from _fewer_tokens(work)
+    yield from _shorter(work)
+
+
+def _pruning(work: Workload) -> Iterator[Lever]:
+    """Blocks already come to the card one by one, within what may be used of it."""
+    yield from _allocator(work)
+    yield from _precision(work)
+    yield from _fewer_windows(work)
+    yield from _shorter(work)
+
+
+# -- free --------------------------------------------------------------------------------------------------------------
+
+
+def _attention(work: Workload) -> Iterator[Lever]:
+    if work.attention == "eager":
+        way = 'from_pretrained(..., attn_implementation="sdpa")'
+        yield Lever(
+            name="fused attention", cost="free", group="attention", settings={"attention": "sdpa"},
+            says="the scores of all pairs of tokens are never whole", price="none: it is faster",
+            lowers=("activations", "temporaries"),
+            how={"memfit": "--attention sdpa (model.attention: sdpa)", "trainer": way, "accelerate": way},
+        )  # fmt: skip
+
+
+def _masked_path(work: Workload) -> Iterator[Lever]:
+    if is_gsa(work.model) and work.model.endswith(GATHER):
+        name = work.model.removesuffix(GATHER)
+        way = 'GsaConfig(path="masked")'
+        yield Lever(
+            name="masked attention", cost="free", group="gsa path", settings={"model": name},
+            says="the chosen keys and values are masked in place, not copied out for every query",
+            price="none: it is faster", lowers=("activations", "temporaries", "other"),
+            how={"memfit": f"--model {name} (gsa.path: masked)", "trainer": way, "accelerate": way},
+        )  # fmt: skip
+
+
+def _fused_optimizer(work: Workload) -> Iterator[Lever]:
+    if work.optimizer in ("adamw", "adamw-single"):
+        yield Lever(
+            name="fused optimizer", cost="free", group="fused optimizer", settings={"optimizer": "adamw-fused"},
+            says="AdamW in one kernel, without a list of temporaries as large as one of its moments",
+            price="none: it is faster", lowers=("temporaries",), only_in="step",
+            how={
+                "memfit": "--optimizer adamw-fused (optimizer: adamw-fused)", "trainer": 'optim="adamw_torch_fused"',
+                "accelerate": "torch.optim.AdamW(..., fused=True)",
+            },
+        )  # fmt: skip
+
+
+def _chunked_loss(work: Workload) -> Iterator[Lever]:
+    if work.loss == "full":
+        way = "memfit.jobs.training.chunked_loss.use_chunked_loss(model)"
+        twice = " and, where the head is trained, computes them twice" if work.kind == "train" else ""
+        yield Lever(
+            name="chunked loss", cost="time" if twice else "free", group="chunked loss", settings={"loss": "chunked"},
+            says=f"logits and their gradients {work.loss_chunk} tokens at a time, never whole",
+            price=f"the model returns no logits while it trains{twice}", lowers=("loss",),
+            how={
+                "memfit": "--loss chunked (loss: chunked)", "trainer": f"{way}, or use_liger_kernel=True",
+                "accelerate": way,
+            },
+        )  # fmt: skip
+
+
+def _bucket_view(work: Workload) -> Iterator[Lever]:
+    if work.world_size > 1 and work.parallel == "ddp" and not work.gradient_as_bucket_view:
+        handler = "DistributedDataParallelKwargs(gradient_as_bucket_view=True)"
+        yield Lever(
+            name="gradients in DDP's buckets", cost="free", group="bucket view",
+            settings={"gradient_as_bucket_view": True}, says="gradients lie in the buckets instead of beside them",
+            price="gradients must not be detached in place", lowers=("gradients", "other"),
+            how={
+                "memfit": "--gradient-as-bucket-view (parallel.gradient_as_bucket_view: true)",
+                "trainer": f"trainer.accelerator.ddp_handler = accelerate.utils.{handler}",
+                "accelerate": f"Accelerator(kwargs_handlers=[{handler}])",
+            },
+        )  # fmt: skip
+
+
+def _cache(work: Workload) -> Iterator[Lever]:
+    if work.kind == "generate" and work.cache == "dynamic":
+        way = 'model.generate(..., cache_implementation="static")'
+        yield Lever(
+            name="static cache", cost="free", group="cache", settings={"cache": "static"},
+            says="room for all keys and values at once, instead of a longer copy for each token",
+            price="all of it is there from the first token on", lowers=("kv_cache", "temporaries", CACHED),
+            how={"memfit": "--cache static", "trainer": way, "accelerate": way},
+        )  # fmt: skip
+
+
+def _allocator(work: Workload) -> Iterator[Lever]:
+    said = work.alloc_conf
+    if "expandable_segments" in said or "max_split_size_mb" in said or "backend" in said:  # they do not go together
+        return
+    conf = f"{said},{EXPANDABLE}" if said else EXPANDABLE
+    key = " (memory.alloc_conf)" if work.trains else ""
+    way = f"PYTORCH_CUDA_ALLOC_CONF={conf} in the environment, before Python starts"
+    yield Lever(
+        name="expandable segments", cost="free", group="allocator", settings={"alloc_conf": conf},
+        says="the allocator's memory grows and shrinks at its ends, so less of it lies idle",
+        price="none that is known", risk="same results", lowers=(CACHED,),
+        how={
+            "memfit": way if work.kind == "prune" else f"--alloc-conf {conf}{key}", "trainer": way, "accelerate": way,
+        },
+    )  # fmt: skip
+
+
+# -- time --------------------------------------------------------------------------------------------------------------
+
+
+def _micro_batches(work: Workload) -> Iterator[Lever]:
+    sizes = BatchSizes(
+        micro_batch_size=work.batch_size, gradient_accumulation_steps=work.grad_accum, world_size=work.world_size
+    )
+    for rows in reversed([rung for rung in sizes.rungs if rung < work.batch_size]):
+        steps = sizes.with_micro_batch(rows).gradient_accumulation_steps
+        yield Lever(
+            name=f"micro-batch {rows}", cost="time", group="micro-batch",
+            settings={"batch_size": rows, "grad_accum": steps},
+            says=f"{rows} at a time, {steps} times: the same {sizes.global_batch_size} rows a step",
+            price="smaller kernels, and the weights are read more often", lowers=MADE_BY_TOKENS,
+            how={
+                "memfit": f"--batch-size {rows} --grad-accum {steps} (micro_batch_size, gradient_accumulation_steps)",
+                "trainer": f"per_device_train_batch_size={rows}, gradient_accumulation_steps={steps}",
+                "accelerate": f"DataLoader(batch_size={rows}), Accelerator(gradient_accumulation_steps={steps})",
+            },
+        )  # fmt: skip
+
+
+def _smaller_batches(work: Workload) -> Iterator[Lever]:
+    for rows in reversed(divisors(work.batch_size)[:-1]):
+        passes = work.batch_size // rows
+        way = f"DataLoader(batch_size={rows})"
+        yield Lever(
+            name=f"batch {rows}", cost="time", group="micro-batch", settings={"batch_size": rows},
+            says=f"{rows} at a time, {passes} times: the same {work.batch_size} rows in all",
+            price="smaller kernels, and the weights are read more often", lowers=("temporaries", *MADE_BY_TOKENS),
+            how={"memfit": f"--batch-size {rows}, {passes} times", "trainer": way, "accelerate": way},
+        )  # fmt: skip
+
+
+def _checkpointing(work: Workload) -> Iterator[Lever]:
+    if work.grad_checkpointing:
+        return
+    grads = "; with LoRA also model.enable_input_require_grads()" if work.kind == "lora" else ""
+    switch = 'gradient_checkpointing_kwargs={"use_reentrant": False}'
+    contexts = "torch.utils.checkpoint with create_selective_checkpoint_contexts around each block"
+    if not work.selective_checkpointing:
+        yield Lever(
+            name="selective checkpointing", cost="time", group="checkpointing",
+            settings={"selective_checkpointing": True},
+            says="of each block, what is cheap to compute is computed again in the backward pass",
+            price="norms and activation functions run twice", lowers=("activations",),
+            how={
+                "memfit": "--selective-checkpointing (memory.gradient_checkpointing: selective)",
+                "trainer": f"no switch of its own: {contexts}", "accelerate": f"no switch of its own: {contexts}",
+            },
+        )  # fmt: skip
+    yield Lever(
+        name="checkpointing", cost="time", group="checkpointing",
+        settings={"grad_checkpointing": True, "selective_checkpointing": False},
+        says="each block's activations are computed again in the backward pass",
+        price="one more forward pass of the blocks", lowers=("activations",),
+        how={
+            "memfit": "--grad-checkpointing (memory.gradient_checkpointing: full)",
+            "trainer": f"gradient_checkpointing=True, {switch}{grads}",
+            "accelerate": f"model.gradient_checkpointing_enable({switch}){grads}",
+        },
+    )  # fmt: skip
+
+
+def _sharding(work: Workload) -> Iterator[Lever]:
+    if work.world_size > 1 and work.parallel == "ddp":
+        yield Lever(
+            name="FSDP2", cost="time", group="sharding", settings={"parallel": "fsdp2"},
+            says=f"weights, gradients and optimizer state are shared out over {work.world_size} GPUs",
+            price="blocks are gathered before use: more traffic between the GPUs",
+            lowers=("weights", "gradients", "optimizer", "other"),
+            how={
+                "memfit": "--parallel fsdp2 (parallel: fsdp2)",
+                "trainer": 'fsdp=True, fsdp_config={"version": 2, "reshard_after_forward": True}',
+                "accelerate": "Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))",
+            },
+        )  # fmt: skip
+
+
+def _offloading(work: Workload) -> Iterator[Lever]:
+    on_host = work.offload or ()
+    if "activations" not in on_host:
+        hook = "torch.autograd.graph.save_on_cpu(pin_memory=True) around the forward pass"
+        yield _offload(
+            "activations", "what the forward pass saves lies in host memory until the backward pass",
+            "each saved tensor crosses PCIe twice", ("activations",),
+            {"trainer": f"{hook}; TRL has activation_offloading=True", "accelerate": hook},
+        )  # fmt: skip
+    if "optimizer" not in on_host:
+        yield _offload(
+            "optimizer", "the optimizer's state lies in host memory, and the step is done there",
+            "gradients and new weights cross PCIe once a step; host memory for the state", ("optimizer", "gradients"),
+            {"trainer": 'DeepSpeed: "offload_optimizer": {"device": "cpu"}',
+             "accelerate": 'DeepSpeedPlugin(zero_stage=2, offload_optimizer_device="cpu")'},
+        )  # fmt: skip
+    if "weights" not in on_host and work.kind == "lora":
+        none = "no switch of its own: a device_map with a CPU part breaks the backward pass of checkpointing"
+        yield _offload(
+            "weights", "frozen blocks lie in host memory and come one after the other",
+            "all frozen weights cross PCIe in each pass", ("weights",), {"trainer": none, "accelerate": none},
+        )  # fmt: skip
+
+
+def _offload(what: str, says: str, price: str, lowers: tuple[str, ...], how: Mapping[str, str]) -> Lever:
+    return Lever(
+        name=f"{what} on the host", cost="time", group=f"offload {what}", settings={"offload": (what,)}, says=says,
+        price=price, lowers=lowers, how={"memfit": f"--offload {what} (memory.offload: [{what}])", **how},
+    )  # fmt: skip
+
+
+# -- precision ---------------------------------------------------------------------------------------------------------
+
+
+def _adapters(work: Workload) -> Iterator[Lever]:
+    if work.kind == "lora" and work.adapter_dtype == "fp32" and work.weight_precision != "fp32":
+        way = "get_peft_model(model, config, autocast_adapter_dtype=False)"
+        yield Lever(
+            name=f"{work.weight_precision} adapters", cost="precision", group="adapters",
+            settings={"adapter_dtype": "same"}, says="adapters, their gradients and their moments in 16 bits",
+            price="nothing in time", risk="small updates round away",
+            lowers=("weights", "gradients", "optimizer", "activations", "temporaries"),
+            how={
+                "memfit": "--adapter-dtype same (method.adapter_dtype: same)", "trainer": way, "accelerate": way,
+            },
+        )  # fmt: skip
+
+
+def _eight_bit(work: Workload) -> Iterator[Lever]:
+    if work.optimizer in ("adamw", "adamw-fused", "adamw-single"):
+        yield Lever(
+            name="8-bit AdamW", cost="precision", group="fused optimizer", settings={"optimizer": "adamw-8bit"},
+            says="both moments in blocks of 8 bits", price="a package more", risk="moments are rounded to 8 bits",
+            lowers=("optimizer",), missing=None if find_spec("bitsandbytes") else "bitsandbytes",
+            how={
+                "memfit": "--optimizer adamw-8bit (optimizer: adamw-8bit)", "trainer": 'optim="adamw_bnb_8bit"',
+                "accelerate": "bitsandbytes.optim.AdamW8bit(...)",
+            },
+        )  # fmt: skip
+
+
+def _precision(work: Workload) -> Iterator[Lever]:
+    if work.precision == "fp32" and work.kind == "train":
+        yield Lever(
+            name="bf16 autocast", cost="precision", group="precision", settings={"precision": "amp-bf16"},
+            says="matrix products and what they save in bf16, weights and moments in fp32", price="none: it is faster",
+            risk="usual practice", lowers=MADE_BY_TOKENS,
+            how={
+                "memfit": "--precision amp-bf16 (precision: amp-bf16)", "trainer": "bf16=True",
+                "accelerate": 'Accelerator(mixed_precision="bf16")',
+            },
+        )  # fmt: skip
+    if work.weight_precision == "fp32":
+        way = "from_pretrained(..., dtype=torch.bfloat16)"
+        own = "--dtype bf16" if work.kind == "prune" else "--precision bf16"
+        yield Lever(
+            name="bf16 weights", cost="precision", group="precision", settings={"precision": "bf16"},
+            says="everything in bf16", price="none: it is faster",
+            risk="small updates round away" if work.kind == "train" else "usual practice",
+            lowers=("weights", "gradients", "optimizer", "calibration", "other", *MADE_BY_TOKENS),
+            how={
+                "memfit": f"{own}{' (precision: bf16)' if work.trains else ''}", "trainer": way, "accelerate": way,
+            },
+        )  # fmt: skip
+
+
+# -- the experiment ----------------------------------------------------------------------------------------------------
+
+
+def _shorter(work: Workload) -> Iterator[Lever]:
+    lengths = dict.fromkeys(int(work.seq_len * share) // LENGTH_STEP * LENGTH_STEP for share in SHORTER)
+    for length in lengths:
+        if SHORTEST <= length < work.seq_len:
+            way = OWN_ENGINE if work.kind == "prune" else f"tokenizer(..., truncation=True, max_length={length})"
+            key = " (data.max_seq_len)" if work.trains else ""
+            yield Lever(
+                name=f"sequence {length}", cost="experiment", group="sequence", settings={"seq_len": length},
+                says=f"{length} tokens instead of {work.seq_len}", price="nothing in time",
+                risk="longer samples are cut", lowers=(*MADE_BY_TOKENS, "calibration"),
+                how={"memfit": f"--seq-len {length}{key}", "trainer": way, "accelerate": way},
+            )  # fmt: skip
+
+
+def _lower_rank(work: Workload) -> Iterator[Lever]:
+    rank = work.rank // 2
+    while work.kind == "lora" and rank >= LOWEST_RANK:
+        way = f"LoraConfig(r={rank})"
+        yield Lever(
+            name=f"rank {rank}", cost="experiment", group="rank", settings={"rank": rank},
+            says=f"adapters of rank {rank} instead of {work.rank}", price="nothing in time",
+            risk="less can be learned: another experiment",
+            lowers=("weights", "gradients", "optimizer", "activations", "temporaries"),
+            how={"memfit": f"--rank {rank} (method.rank)", "trainer": way, "accelerate": way},
+        )  # fmt: skip
+        rank //= 2
+
+
+def _fewer_beams(work: Workload) -> Iterator[Lever]:
+    beams = work.num_beams // 2 if work.decoding == "beam" else 0
+    while beams >= 2:
+        yield _generation("beams", "num_beams", beams, work.num_beams, "other texts are found")
+        beams //= 2
+
+
+def _fewer_tokens(work: Workload) -> Iterator[Lever]:
+    tokens = work.new_tokens // 2 if work.kind == "generate" else 0
+    while tokens >= max(work.new_tokens // 8, 16):
+        yield _generation("new tokens", "new_tokens", tokens, work.new_tokens, "answers end earlier")
+        tokens //= 2
+
+
+def _generation(what: str, setting: str, number: int, before: int, risk: str) -> Lever:
+    name = {"new_tokens": "max_new_tokens"}.get(setting, setting)
+    way = f"model.generate(..., {name}={number})"
+    return Lever(
+        name=f"{number} {what}", cost="experiment", group=what, settings={setting: number},
+        says=f"{number} {what} instead of {before}", price="nothing in time", risk=risk, lowers=MADE_BY_TOKENS,
+        how={"memfit": f"{flag(setting)} {number}", "trainer": way, "accelerate": way},
+    )  # fmt: skip
+
+
+def _fewer_windows(work: Workload) -> Iterator[Lever]:
+    windows = work.nsamples // 2
+    while windows >= FEWEST_WINDOWS:
+        yield Lever(
+            name=f"{windows} windows", cost="experiment", group="windows", settings={"nsamples": windows},
+            says=f"{windows} windows of text to calibrate on instead of {work.nsamples}", price="nothing in time",
+            risk="weights are chosen by less text", lowers=("calibration", "activations"),
+            how={"memfit": f"--nsamples {windows}", "trainer": OWN_ENGINE, "accelerate": OWN_ENGINE},
+        )  # fmt: skip
+        windows //= 2
+
+
+__all__ = ["CACHED", "COSTS", "Cost", "Lever", "apply", "checked_setting", "levers_for"]
+
+
+def levers_for(workload: Workload, *, keep: Sequence[str] = ()) -> list[Lever]:
+    """Those that apply and are not on, the cheapest first. `keep` names settings that must stay as they are."""
+    kept = {checked_setting(name) for name in keep}
+    for name in kept:
+        if workload.kind not in (kinds := kinds_that_read([name])):
+            raise UsageError(f"--keep {name} has no effect: it is a setting of {' and '.join(kinds)}")
+    return [lever for lever in catalogue(workload) if not kept & set(lever.settings)]
+
+
+def apply(workload: Workload, levers: Iterable[Lever]) -> Workload:
+    changes: dict[str, Any] = {}
+    for lever in levers:
+        changes.update(lever.settings)
+        if "offload" in lever.settings:  # what already lies on the host stays there
+            so_far = changes.get("_offload", workload.offload or ())
+            changes["offload"] = changes["_offload"] = (*so_far, *_texts(lever.settings["offload"]))
+    changes.pop("_offload", None)
+    return dataclasses.replace(workload, **changes).without_unused()
+
+
+def checked_setting(name: str) -> str:
+    """A setting by its flag or its name in Python."""
+    plain = name.strip().removeprefix("--").replace("-", "_")
+    known = [each.name for each in dataclasses.fields(Workload)]
+    if plain not in known:
+        flags = [each.replace("_", "-") for each in known]
+        raise UnknownName("setting to keep", name, flags, more="such as seq-len, rank or precision")
+    return plain
+
+
+def _texts(value: object) -> tuple[str, ...]:
+    assert isinstance(value, tuple)
+    return value

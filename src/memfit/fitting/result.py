@@ -1,0 +1,261 @@
+"""What `memfit fit` answers, as data: the changes, each with its peak before and after, and the proof that none is too
+many.
+
+Levers that are not in the answer, each with the reason: it cannot help, it is not needed, it is not to be had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from memfit.errors import MemfitError
+from memfit.fitting.durations import Duration
+from memfit.fitting.forecast import Forecast, global_batch_of
+from memfit.fitting.levers import CACHED, Lever
+from memfit.fitting.search import Found, Set, can_lower
+from memfit.fitting.step_cost import StepTime
+from memfit.gpus import Gpu
+from memfit.guides.whole_model import WholeModel
+from memfit.jobs.workload import Workload
+from memfit.units import gib
+
+Why = Literal["would not help", "not needed", "unavailable"]
+WITH_STEPS = {
+    "micro-batch": "smaller micro-batch", "sequence": "shorter sequence", "rank": "lower rank", "beams": "fewer beams",
+    "new tokens": "fewer new tokens", "windows": "fewer windows",
+}  # fmt: skip
+"""Groups of many levers, in one word."""
+PHASES = {"step": "the optimizer's step", "": "the traced code"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SetAside:
+    name: str
+    cost: str
+    why: Why
+    reason: str
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def set_aside(
+    levers: Sequence[Lever], found: Found, before: Forecast, refused: Mapping[str, str]
+) -> tuple[SetAside, ...]:
+    """One for each group, under its strongest lever that is to be had; a group of the answer goes without saying.
+    `refused` cannot be planned even alone."""
+    taken = {lever.group for lever in found.levers}
+    strongest = {lever.group: lever for lever in levers if lever.missing is None}
+    return tuple(
+        _reason(lever, found, before, refused)
+        for lever in levers
+        if lever.missing is not None
+        or lever.name in refused
+        or (lever.group not in taken and strongest[lever.group] is lever)
+    )
+
+
+def _reason(lever: Lever, found: Found, before: Forecast, refused: Mapping[str, str]) -> SetAside:
+    after = found.forecast
+    if lever.missing is not None:
+        return _aside(lever, "unavailable", f"needs {lever.missing}, which is not installed")
+    if lever.name in refused:
+        return _aside(lever, "unavailable", refused[lever.name])
+    if lever in found.refused:
+        return _aside(lever, "unavailable", "it does not go together with the others")
+    if not can_lower(lever, before) and not can_lower(lever, after):
+        return _aside(lever, "would not help", _nothing_there(lever, before))
+    if after.fits:
+        return _aside(lever, "not needed", "the changes of the answer are enough")
+    why = "with it the peak is no lower" if can_lower(lever, after) else _nothing_there(lever, after)
+    return _aside(lever, "would not help", why)
+
+
+def _aside(lever: Lever, why: Why, reason: str) -> SetAside:
+    return SetAside(name=WITH_STEPS.get(lever.group, lever.name), cost=lever.cost, why=why, reason=reason)
+
+
+def _nothing_there(lever: Lever, forecast: Forecast) -> str:
+    where = PHASES.get(forecast.phase, f"the {forecast.phase} pass")
+    if lever.only_in is not None and lever.only_in != forecast.phase:
+        return f"the peak is in {where}, not in {PHASES.get(lever.only_in, lever.only_in)}"
+    if lever.lowers == (CACHED,):
+        return f"only {gib(forecast.cached_bytes)} of what is reserved lies idle"
+    words = [name.replace("_", " ") for name in lever.lowers]
+    named = " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+    return f"at the peak, in {where}, there is nothing that it lowers ({named})"
+
+
+SCHEMA = "memfit.fit/1"
+Answer = Literal["fits already", "fits", "nothing fits"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """A lever of the answer, on top of those before it."""
+
+    lever: Lever
+    before: Forecast
+    after: Forecast
+    without: Forecast | MemfitError | None
+    """The answer less this change alone, or why that cannot run at all; None where nothing fits."""
+    time_before: StepTime | None
+    time_after: StepTime | None
+
+    def to_json(self) -> dict[str, Any]:
+        lever = self.lever
+        return {
+            "name": lever.name, "cost": lever.cost, "settings": _plain(lever.settings), "says": lever.says,
+            "price": lever.price, "risk": lever.risk, "how": dict(lever.how),
+            "before_bytes": self.before.device_bytes, "after_bytes": self.after.device_bytes,
+            "saved_bytes": self.before.device_bytes - self.after.device_bytes,
+            "step_before": None if self.time_before is None else self.time_before.to_json(),
+            "step_after": None if self.time_after is None else self.time_after.to_json(),
+            "without": self._without(),
+        }  # fmt: skip
+
+    def _without(self) -> dict[str, Any] | None:
+        less = self.without
+        if less is None:
+            return None
+        if isinstance(less, MemfitError):
+            return {"verdict": None, "device_bytes": None, "refused": less.message}
+        return {"verdict": less.verdict, "device_bytes": less.device_bytes, "refused": None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alternative:
+    """Another set that fits, without one of the answer's changes."""
+
+    levers: Set
+    forecast: Forecast
+    instead_of: str
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "instead_of": self.instead_of,
+            "changes": [{"name": lever.name, "cost": lever.cost} for lever in self.levers],
+            "settings": _plain(_settings(self.levers)), "verdict": self.forecast.verdict,
+            "device_bytes": self.forecast.device_bytes,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fitted:
+    """What `memfit.fit` answers. `print` shows it; `fitted` is the job with the changes, to be planned or run."""
+
+    answer: Answer
+    workload: Workload
+    """As asked, with its global batch."""
+    fitted: Workload
+    """With the changes; where nothing fits, the nearest."""
+    gpu: Gpu
+    margin: float
+    keep: tuple[str, ...]
+    before: Forecast
+    after: Forecast
+    changes: tuple[Change, ...]
+    without_last: Forecast | None
+    """The proof that the last change is needed."""
+    one_step_back: tuple[Lever, Forecast] | None
+    """And that no weaker one of its kind will do: the next weaker lever, and the job with it instead."""
+    alternatives: tuple[Alternative, ...]
+    set_aside: tuple[SetAside, ...]
+    smallest_gpu_bytes: int | None
+    """Where nothing fits: the least card on which the nearest set runs."""
+    enough_gpu_bytes: int | None
+    """And one on which it leaves the margin."""
+    margin_left: float | None
+    """Where it runs on this card all the same: the share that it leaves, in whole percent."""
+    smaller_model: tuple[str, Forecast] | None
+    whole_model: WholeModel | None
+    notes: tuple[str, ...]
+    predictions: int
+    seconds: float
+    duration: Duration | None = None
+    """How long it takes with the changes; None where that cannot be told, or it does not run."""
+
+    @property
+    def fits(self) -> bool:
+        return self.answer != "nothing fits"
+
+    def __repr__(self) -> str:
+        changes = ", ".join(change.lever.name for change in self.changes) or "no changes"
+        use = f"{gib(self.after.device_bytes)} of {gib(self.gpu.capacity_bytes)}"
+        return f"<Fitted: {self.workload.kind} of {self.workload.model}: {self.answer}: {changes}; {use}>"
+
+    def __str__(self) -> str:
+        from memfit.render.fit import show_fit
+        from memfit.render.plan import as_text
+
+        return as_text(show_fit, self.to_json())
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "schema": SCHEMA,
+            "answer": self.answer,
+            "workload": self.workload.settings(),
+            "model": {
+                "name": self.workload.model, "parameters": self.before.parameters,
+                "trainable_parameters": self.before.trainable_parameters,
+            },
+            "gpu": {"name": self.gpu.name, "capacity_bytes": self.gpu.capacity_bytes},
+            "margin": self.margin,
+            "keep": list(self.keep),
+            "global_batch": global_batch_of(self.workload),
+            "before": self.before.to_json(),
+            "changes": [change.to_json() for change in self.changes],
+            "after": self.after.to_json(),
+            "fitted_workload": self.fitted.settings(),
+            "without_last": self._proof(),
+            "one_step_back": self._weaker(),
+            "alternatives": [each.to_json() for each in self.alternatives],
+            "set_aside": [each.to_json() for each in self.set_aside],
+            "smallest_gpu_bytes": self.smallest_gpu_bytes,
+            "enough_gpu_bytes": self.enough_gpu_bytes,
+            "margin_left": self.margin_left,
+            "smaller_model": self._smaller_model(),
+            "whole_model": None if self.whole_model is None else self.whole_model.to_json(),
+            "duration": None if self.duration is None else self.duration.to_json(),
+            "notes": list(self.notes),
+            "predictions": self.predictions,
+            "seconds": round(self.seconds, 3),
+        }  # fmt: skip
+
+    def _proof(self) -> dict[str, Any] | None:
+        if self.without_last is None:
+            return None
+        return {
+            "change": self.changes[-1].lever.name, "verdict": self.without_last.verdict,
+            "device_bytes": self.without_last.device_bytes, "workload": self.without_last.workload.settings(),
+        }  # fmt: skip
+
+    def _weaker(self) -> dict[str, Any] | None:
+        if self.one_step_back is None:
+            return None
+        lever, forecast = self.one_step_back
+        return {
+            "change": lever.name, "verdict": forecast.verdict, "device_bytes": forecast.device_bytes,
+            "workload": forecast.workload.settings(),
+        }  # fmt: skip
+
+    def _smaller_model(self) -> dict[str, Any] | None:
+        if self.smaller_model is None:
+            return None
+        name, forecast = self.smaller_model
+        return {"name": name, "verdict": forecast.verdict, "device_bytes": forecast.device_bytes}
+
+
+def _settings(levers: Set) -> dict[str, object]:
+    made: dict[str, object] = {}
+    for lever in levers:
+        for name, value in lever.settings.items():
+            before = made.get(name, ())
+            made[name] = (*before, *value) if isinstance(value, tuple) and isinstance(before, tuple) else value
+    return made
+
+
+def _plain(settings: Any) -> dict[str, Any]:
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}

@@ -1,0 +1,356 @@
+"""Every file of the profiling guide, and its questions (a) to (e) answered from what was measured or predicted.
+
+    results/memory_profiling/
+        2.7B_ctx{128,256,512}_{forward,training}_snapshot.pickle
+        2.7B_ctx512_{forward,training}_{fp32,bf16}_snapshot.pickle
+        peak_memory_summary.txt, mixed_precision_memory_summary.txt, activation_size_analysis.txt, answers.md
+
+"MB" in the summaries is 2^20 bytes, as in the guide and in the course's hand-out.
+
+A profile without a GPU: the very steps of `jobs/profile.py`, traced, and put by a replay into torch's own format.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from memfit.analysis.labels import code_line
+from memfit.analysis.plan_report import make_report
+from memfit.errors import InputError
+from memfit.extrapolation.blocks import NotRepeating
+from memfit.extrapolation.steps import with_steps
+from memfit.files import written_whole
+from memfit.gpus import Gpu, find_gpu
+from memfit.jobs.profile import DoesNotFit, OnCard, Profiled, ProfileSettings
+from memfit.models.presets import SIZES
+from memfit.planning.predict import assess, context_of
+from memfit.planning.traced import Traced, trace_workload
+from memfit.replay.alloc_config import AllocatorConfig
+from memfit.replay.events import step_begins
+from memfit.replay.replay import replay
+from memfit.snapshots.schema import Frame
+from memfit.snapshots.write import placed_snapshot, save_snapshot
+from memfit.tracing.platform import platform_of
+from memfit.units import MiB, gib
+
+PARTS = ("a", "b", "c", "d", "e")
+CONTEXTS = (128, 256, 512)
+LONGEST = CONTEXTS[-1]
+KINDS = ("forward", "training")
+LARGEST = 4
+PLACES = 6
+ANSWERS, PEAKS, MIXED, ACTIVATIONS = (
+    "answers.md", "peak_memory_summary.txt", "mixed_precision_memory_summary.txt", "activation_size_analysis.txt",
+)  # fmt: skip
+_OF_THE_GUIDE = re.compile(rf".*_snapshot(-\d+)?\.(pickle|pkl|json)|{ANSWERS}|{PEAKS}|{MIXED}|{ACTIVATIONS}")
+"""What the guide and `memfit profile` call their files."""
+Profiler = Callable[[ProfileSettings], Profiled]
+
+
+class Suite:
+    """Runs each distinct profile once, whichever parts ask for it."""
+
+    def __init__(self, base: ProfileSettings, profiler: Profiler | None, folder: Path, *, where: str) -> None:
+        """`where` says in words what the profiler runs on; part (d) needs none."""
+        self.base, self.profiler, self.folder, self.where = base, profiler, folder, where
+        self.written: list[Path] = []
+        self._runs: dict[tuple[str, int, str | None], Profiled | str] = {}
+
+    def run(self, parts: Iterable[str]) -> str:
+        """Write the files of these parts; the answers come back as text, and lie in answers.md."""
+        wanted = [part for part in PARTS if part in set(parts)]
+        answers = {part: getattr(self, f"part_{part}")() for part in wanted}
+        whole = dict(sorted((self._answers_there() | answers).items()))
+        self._write(ANSWERS, self._text(whole))
+        return self._text(answers)
+
+    def _text(self, answers: Mapping[str, str]) -> str:
+        return "\n\n".join([self._heading(), "MB are 2^20 bytes.", *answers.values()]) + "\n"
+
+    @property
+    def all_fit(self) -> bool:
+        return all(isinstance(run, Profiled) and run.fits for run in self._runs.values())
+
+    # -- what is in the folder already ---------------------------------------------------------------------------
+
+    def not_free(self, parts: Iterable[str]) -> str | None:
+        """Why nothing may be written there: foreign files, or results of other settings. Parts may come one by one."""
+        if not self.folder.is_dir():
+            return None
+        there = {path.name for path in self.folder.iterdir()}
+        if [name for name in there if not _OF_THE_GUIDE.fullmatch(name)]:
+            return "is not empty"
+        taken = sorted(there & {name for part in parts for name in self._files_of(part)})
+        if taken and not self._answers_there():
+            return f"has {taken[0]} already, of other settings"
+        return None
+
+    def _files_of(self, part: str) -> list[str]:
+        named = {
+            "a": [self._snapshot_name(kind, LONGEST) for kind in KINDS],
+            "b": [PEAKS, *(self._snapshot_name(kind, context) for kind in KINDS for context in CONTEXTS)],
+            "c": [MIXED, *(self._snapshot_name(kind, LONGEST, dtype) for kind in KINDS for dtype in ("fp32", "bf16"))],
+            "d": [ACTIVATIONS],
+        }
+        return named.get(part, [])
+
+    def _snapshot_name(self, kind: str, context: int, dtype: str | None = None) -> str:
+        return f"{self.base.model}_ctx{context}_{kind}_{f'{dtype}_' if dtype else ''}snapshot.pickle"
+
+    def _answers_there(self) -> dict[str, str]:
+        """Answers of an earlier run with these settings, by part."""
+        try:
+            text = (self.folder / ANSWERS).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError):
+            return {}
+        if not text.startswith(f"{self._heading()}\n"):
+            return {}
+        pieces = re.split(r"^(?=## \(([a-e])\))", text, flags=re.MULTILINE)
+        return {part: answer.rstrip() for part, answer in zip(pieces[1::2], pieces[2::2], strict=True)}
+
+    # -- the parts -----------------------------------------------------------------------------------------------
+
+    def part_a(self) -> str:
+        lines = ["## (a) What the timelines show"]
+        for kind in KINDS:
+            found = self._profile(kind, LONGEST)
+            if isinstance(found, str):
+                lines.append(f"- {kind}: {found}")
+                continue
+            self._save(found, self._snapshot_name(kind, LONGEST))
+            phases = ", ".join(f"{name} {gib(size)}" for name, size in found.phases.items())
+            lines.append(f"- {kind}: peak {gib(found.peak_allocated_bytes)} in {found.peak_phase} ({phases}).")
+            lines += [f"  {_does_not_fit(found)}"] if not found.fits else []
+        lines.append(
+            "\nForward alone is a comb: each block's activations rise and fall on top of the weights, for nothing is "
+            "kept. In a training step they pile up block by block until the loss, fall as backward consumes them while "
+            "gradients rise, and the optimizer's own temporaries make the last hill."
+        )
+        return "\n".join(lines)
+
+    def part_b(self) -> str:
+        rows = []
+        for context in CONTEXTS:
+            found = {kind: self._profile(kind, context) for kind in KINDS}
+            for kind, profiled in found.items():
+                if isinstance(profiled, Profiled):
+                    self._save(profiled, self._snapshot_name(kind, context))
+            rows.append((str(context), *(_mib(found[kind]) for kind in KINDS)))
+        table = _table(("Context Length", "Forward Pass (MB)", "Full Training Step (MB)"), rows)
+        self._write(PEAKS, f"{self._title('Peak memory')}\n{table}\n")
+        return f"## (b) Peak memory by context length\n\n{table}\n\n{self._why_it_grows()}"
+
+    def part_c(self) -> str:
+        rows = []
+        for kind in KINDS:
+            plain = self._profile(kind, LONGEST)
+            for dtype in (None, "bf16"):
+                found = self._profile(kind, LONGEST, dtype)
+                if isinstance(found, Profiled):
+                    self._save(found, self._snapshot_name(kind, LONGEST, dtype or "fp32"))
+                name = f"{(dtype or 'fp32').upper()} {kind.capitalize()}"
+                rows.append((name, _mib(found), "baseline" if dtype is None else _saving(plain, found)))
+        table = _table(("Configuration", "Peak Memory (MB)", "Memory Savings vs FP32"), rows)
+        self._write(MIXED, f"{self._title('Mixed precision')}\n{table}\n")
+        weights = self._parameters() * 2
+        return (
+            f"## (c) Mixed precision\n\n{table}\n\n"
+            f"Autocast keeps the weights in fp32 and, until its region ends, a bf16 copy of every weight it has used: "
+            f"up to {gib(weights)} here. A forward pass alone therefore needs more, not less. In training, weights, "
+            f"gradients and AdamW's two moments stay fp32 ({gib(self._parameters() * 16)}); only activations shrink, "
+            f"so little is saved."
+        )
+
+    def part_d(self) -> str:
+        size = SIZES[self.base.model]
+        batch, context = self.base.batch_size, LONGEST
+        nbytes = batch * context * size.d_model * 4
+        text = (
+            f"One residual-stream activation has batch x context x d_model elements of 4 bytes:\n"
+            f"{batch} x {context} x {size.d_model} x 4 B = {nbytes:,} B = {nbytes / MiB:.2f} MB (2^20 bytes)."
+        )
+        others = "\n".join(f"  {name:50} {count:>8.2f} MB" for name, count in _named_sizes(self.base, context).items())
+        self._write(ACTIVATIONS, f"Computed from the model's shape ({size}).\n\n{text}\n\n{others}\n")
+        return f"## (d) One activation of the residual stream\n\n{text}"
+
+    def part_e(self) -> str:
+        lines = ["## (e) The largest allocations"]
+        for kind in KINDS:
+            found = self._profile(kind, LONGEST)
+            if isinstance(found, str):
+                lines.append(f"- {kind}: {found}")
+                continue
+            lines.append(f"\n{kind}, in the measured steps:\n")
+            lines += [f"- {line}" for line in self._largest(found)]
+        return "\n".join(lines)
+
+    # -- what they are made of -----------------------------------------------------------------------------------
+
+    def _profile(self, kind: str, context: int, dtype: str | None = None) -> Profiled | str:
+        key = kind, context, dtype
+        if key not in self._runs:
+            changed: dict[str, Any] = {"profile_type": kind, "context_length": context, "dtype": dtype}
+            settings = dataclasses.replace(self.base, **changed)
+            assert self.profiler is not None
+            try:
+                self._runs[key] = self.profiler(settings)
+            except DoesNotFit as error:
+                self._runs[key] = f"does not fit: {error.message}"
+        return self._runs[key]
+
+    def _largest(self, found: Profiled) -> list[str]:
+        names = {round(size * MiB): name for name, size in _named_sizes(self.base, LONGEST).items()}
+        origins: dict[int, Counter[str]] = defaultdict(Counter)
+        for event in found.allocations():
+            origins[event["size"]][_origin_of(event)] += 1
+        lines = []
+        for size in sorted(origins, reverse=True)[:LARGEST]:
+            what = f" ({names[size]})" if size in names else ""
+            made = [f"{origin} {count} times" for origin, count in origins[size].most_common(PLACES)]
+            more = len(origins[size]) - PLACES
+            others = f" and {more} more places" if more > 0 else ""
+            lines.append(f"{size / MiB:.2f} MB{what}: made by {', '.join(made)}{others}")
+        return lines
+
+    def _why_it_grows(self) -> str:
+        size, batch = SIZES[self.base.model], self.base.batch_size
+        scores = batch * size.num_heads * LONGEST**2 * 4
+        return (
+            f"Weights take {gib(self._parameters() * 4)} whatever the context. A training step has at least four times "
+            f"that (weights, gradients, two moments), and torch's foreach AdamW a fifth list of the same size while it "
+            f"steps; at short contexts that is the peak, so it hardly moves. Attention scores grow with the square of "
+            f"the context ({gib(scores)} for one such tensor at {LONGEST}), until backward becomes the peak."
+        )
+
+    def _parameters(self) -> int:
+        return SIZES[self.base.model].parameters
+
+    def _heading(self) -> str:
+        base = self.base
+        steps = f"{base.warmup_steps} steps to warm up, {base.measure_steps} recorded"
+        return f"# Memory profile of {base.model}: batch {base.batch_size}, {steps}, {self.where}"
+
+    def _title(self, what: str) -> str:
+        runs = [run for run in self._runs.values() if isinstance(run, Profiled)]
+        origin = f"{runs[0].origin} ({runs[0].gpu})" if runs else "computed from the model's shape"
+        base = self.base
+        return f"{what}: {origin}; {base.model}, batch {base.batch_size}. MB are 2^20 bytes.\n"
+
+    def _save(self, found: Profiled, name: str) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        save_snapshot(found.snapshot, self.folder / name)
+        self._note(self.folder / name)
+
+    def _write(self, name: str, text: str) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / name
+        with written_whole(path) as beside:
+            beside.write_text(text, encoding="utf-8")
+        self._note(path)
+
+    def _note(self, path: Path) -> None:
+        if path not in self.written:
+            self.written.append(path)
+
+
+def _named_sizes(base: ProfileSettings, context: int) -> dict[str, float]:
+    """Tensors of the model by name, in MB of 2^20 bytes, fp32."""
+    size, batch = SIZES[base.model], base.batch_size
+    elements = {
+        "attention scores [batch, heads, context, context]": batch * size.num_heads * context**2,
+        "feed-forward activation [batch, context, d_ff]": batch * context * size.d_ff,
+        "residual stream [batch, context, d_model]": batch * context * size.d_model,
+        "logits [batch, context, vocabulary]": batch * context * size.vocab_size,
+        "a feed-forward weight or its gradient": size.d_model * size.d_ff,
+        "an attention weight or its gradient": size.d_model**2,
+        "the embedding or its gradient": size.vocab_size * size.d_model,
+    }
+    return {name: count * 4 / MiB for name, count in elements.items()}
+
+
+def _origin_of(event: dict[str, object]) -> str:
+    """The innermost line of code that is not torch's own; where a prediction knows none, its module and op."""
+    frames = event.get("frames") or []
+    assert isinstance(frames, list)
+    if not frames:
+        return "the backward pass (autograd's own thread has no Python stack)"
+    line = code_line([Frame(frame["filename"], frame["line"], frame["name"]) for frame in frames])
+    return line or f"{_any_block(frames[0]['filename'])} {frames[0]['name']}".strip()
+
+
+def _any_block(path: str) -> str:
+    """`layers.7.attn` is the same place as `layers.8.attn`."""
+    return ".".join("*" if part.isdigit() else part for part in path.split("."))
+
+
+def _mib(found: Profiled | str) -> str:
+    if isinstance(found, str):
+        return "does not fit"
+    return f"{found.peak_allocated_bytes / MiB:.2f}{'' if found.fits else ' (does not fit)'}"
+
+
+def _does_not_fit(found: Profiled) -> str:
+    card = found.on_card
+    assert card is not None
+    return f"It does not fit {found.gpu}: needs {gib(card.smallest_gpu_bytes)}, has {gib(card.capacity_bytes)}."
+
+
+def _saving(plain: Profiled | str, found: Profiled | str) -> str:
+    if isinstance(plain, str) or isinstance(found, str):
+        return "n/a"
+    return f"{100 * (1 - found.peak_allocated_bytes / plain.peak_allocated_bytes):+.1f}%"
+
+
+def _table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+    lines = [" | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in [header, *rows]]
+    return "\n".join([lines[0], "-|-".join("-" * width for width in widths), *lines[1:]])
+
+
+def predict_profile(settings: ProfileSettings, gpu: str | Gpu | None = None) -> Profiled:
+    card = find_gpu(gpu) if isinstance(gpu, str) else gpu
+    config = AllocatorConfig.parse(settings.alloc_conf)
+    traced = trace_workload(settings.workload(), platform_of(card), stacks=True)
+    on_card, why = (None, ()) if card is None else _on_card(traced, config, card)
+    try:
+        trace = with_steps(traced.trace, settings.steps)
+    except NotRepeating as why:
+        known = max(mark.step for mark in traced.trace.marks)
+        raise InputError(
+            f"{known} steps do not tell the next ones of this job: {why}",
+            hint=f"--warmup-steps and --measure-steps may come to {known}, or profile it on a GPU",
+        ) from why
+    begin = step_begins(trace, settings.warmup_steps + 1) or 0
+    timeline = replay(trace, config)
+    before = max(begin - 1, 0)
+    phases: dict[str, int] = {}
+    for phase in make_report(trace, timeline).phases:
+        if phase.step > settings.warmup_steps:
+            phases[phase.name] = max(phases.get(phase.name, 0), phase.allocated_bytes)
+    return Profiled(
+        origin="predicted", gpu=card.name if card else "H200",
+        snapshot=placed_snapshot(trace, config, begin=begin, alloc_conf=settings.alloc_conf),
+        peak_allocated_bytes=max(timeline.allocated[before:]), peak_reserved_bytes=max(timeline.reserved[before:]),
+        phases=phases, notes=(*why, "predicted, not measured: torch 2.11, CUDA 13.0", *traced.notes), on_card=on_card,
+    )  # fmt: skip
+
+
+def _on_card(traced: Traced, config: AllocatorConfig, card: Gpu) -> tuple[OnCard, tuple[str, ...]]:
+    """As `memfit plan` has it, of the same job on the same card; and what the verdict's reader should know."""
+    work = traced.workload
+    plan = assess(
+        traced.trace, config, card, context_of(work, card), started=0.0, notes=(), workload=work.settings(),
+        model=traced.model, parameters=traced.parameters, trainable_parameters=traced.trainable_parameters,
+    )  # fmt: skip
+    assert plan.fit is not None
+    told = OnCard(
+        verdict=plan.fit.verdict, capacity_bytes=plan.fit.capacity_bytes, headroom_bytes=plan.fit.headroom_bytes,
+        smallest_gpu_bytes=plan.smallest_gpu_bytes,
+    )  # fmt: skip
+    room = ("the snapshot shows the job with room enough: on this card it would end before",)
+    return told, (*(room if told.verdict == "fails" else ()), *plan.notes, *card.notes)

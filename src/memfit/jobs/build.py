@@ -1,0 +1,412 @@
+"""What happens in host memory before a job starts: build the model, add adapters, choose what is trained.
+
+Run under `torch.device("meta")` this takes no memory, and on the CPU it makes the real thing; the job that follows
+cannot tell the difference until it moves the model to its device.
+
+LoRA's adapters by peft, the same for a plan and for a run.
+
+The model of a training job, on the host: built or read, adapters added, checkpointing and the loss switched on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+from torch import nn
+
+from memfit.errors import InputError, UsageError
+from memfit.jobs.training.config import FACTORY, MethodConfig
+from memfit.jobs.training.foreign_weights import load_weights
+from memfit.jobs.training.job import TrainJob
+from memfit.jobs.training.offload.switch import use_block_levers
+from memfit.jobs.training.parallel import is_made_without_memory
+from memfit.jobs.training.shapes import basics_config, gsa_config, is_basics, transformers_config
+from memfit.jobs.workload import Workload
+from memfit.models.config_check import Head, as_language_model
+from memfit.models.presets import is_gsa
+from memfit.models.registry import build_model, head_named, parameter_count, resolve, source_notes
+
+NOT_TRUE = ("fan_in_fan_out", "The following rank_pattern keys", "The following alpha_pattern keys")
+"""peft sets the first right for GPT-2's Conv1D itself; patterns do match experts, which it looks for among modules."""
+
+
+class Refused(ValueError):
+    """peft cannot adapt these layers. `of_experts` are those that it takes for experts'; `meant` asks about a name that
+    the model does not have."""
+
+    def __init__(self, why: str, *, of_experts: Sequence[str] = (), meant: str = "") -> None:
+        super().__init__(why.splitlines()[0])
+        self.of_experts, self.meant = of_experts, meant
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adapters:
+    rank: int
+    alpha: float
+    dropout: float
+    targets: Sequence[str]
+    dtype: torch.dtype | None
+    """None is fp32, as peft makes them whatever the base model has."""
+    task: str | None = None
+    """Of a model that is no language model: its head is then trained too."""
+
+    def on(self, model: nn.Module) -> tuple[nn.Module, list[str]]:
+        """The model with them, and what is to be known of it."""
+        from peft import LoraConfig, get_peft_model
+
+        names = [name for name, _ in model.named_modules()]
+        whole = float(self.alpha).is_integer()
+        config = LoraConfig(
+            r=self.rank, lora_alpha=int(self.alpha) if whole else self.alpha,  # type: ignore[arg-type,unused-ignore]
+            target_modules=list(self.targets), lora_dropout=self.dropout,
+            task_type=self.task or ("CAUSAL_LM" if getattr(model, "can_generate", lambda: False)() else None),
+        )  # fmt: skip
+        try:
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                adapted: nn.Module = get_peft_model(model, config, autocast_adapter_dtype=self.dtype is None)  # type: ignore[arg-type,unused-ignore]
+        except ValueError as error:
+            self._refuse_unknown(names, config)
+            raise Refused(str(error), of_experts=_of_experts(config, self.targets)) from error
+        self._refuse_unknown(names, config)
+        if self.dtype is not None:
+            for parameter in adapted.parameters():  # peft does this itself, but not for a model on meta
+                if parameter.requires_grad:
+                    parameter.data = parameter.data.to(self.dtype)
+        notes = [f"peft: {text}" for w in said if not (text := str(w.message).splitlines()[0]).startswith(NOT_TRUE)]
+        if of_experts := _of_experts(config, self.targets):
+            notes.append(f"peft adapts every expert by {', '.join(of_experts)}, and no other layer of these names")
+        return adapted, notes
+
+    def _refuse_unknown(self, names: Sequence[str], config: object) -> None:
+        """peft adapts what it finds and says nothing about the rest."""
+        experts = _of_experts(config, self.targets)
+        for target in self.targets:
+            if target not in experts and not any(f".{name}".endswith(f".{target}") for name in names):
+                near = get_close_matches(target, sorted({name.rpartition(".")[2] for name in names}), n=1)
+                raise Refused(f"no module is called {target!r}", meant=f"did you mean {near[0]!r}? " if near else "")
+
+
+def _of_experts(config: object, targets: Sequence[str]) -> list[str]:
+    """peft replaces names that older versions of transformers had for experts by those of their 3-D parameters."""
+    kept = getattr(config, "target_modules", None) or ()
+    return [name for name in targets if name not in kept] if getattr(config, "target_parameters", None) else []
+
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    workload: Workload
+    model: nn.Module
+    name: str
+    vocab_size: int
+    parameters: int
+    notes: tuple[str, ...] = ()
+    head: Head | None = None
+    """None is a language model's."""
+
+    @property
+    def config(self) -> Any:
+        """Of a transformers model."""
+        return self.model.config
+
+    @property
+    def trainable(self) -> list[nn.Parameter]:
+        return [p for p in self.model.parameters() if p.requires_grad]
+
+
+def prepare(workload: Workload, *, layers: int | None = None) -> Prepared:
+    """`layers` keeps only the first so many blocks of the model. One to be sharded gets memory shard by shard."""
+    with torch.device("meta") if is_made_without_memory(workload) else nullcontext():
+        return _prepared(workload, layers)
+
+
+def _prepared(workload: Workload, layers: int | None) -> Prepared:
+    _check_offload(workload)
+    source = resolve(workload.model)
+    model = build_model(
+        source,
+        dtype=DTYPES[workload.weight_precision],
+        attention=workload.attention,
+        layers=layers,
+        use_cache=workload.kind == "generate",
+    )
+    model.to(torch.get_default_device())  # `torch.normal`, for one, does not ask which that is
+    _check_positions(model, workload)
+    head = head_named(source)
+    _check_head(head, model, workload)
+    if workload.kind == "generate" and not _generates(model):
+        raise UsageError(f"{workload.model} does not generate text", hint="memfit plan forward fits an encoder")
+    parameters = parameter_count(model)
+    notes = source_notes(source)
+    if source.kind != "factory" and workload.attention == "sdpa" and _is_eager(model):
+        workload = dataclasses.replace(workload, attention="eager")
+        notes = (f"transformers has no fused attention for {source.name}: eager, as it takes by itself", *notes)
+    if workload.kind == "lora":
+        targets = workload.target_modules or tuple(linear_layers_of_blocks(model))
+        if not targets:
+            raise UsageError(f"{workload.model} has no linear layer that peft could adapt")
+        workload = dataclasses.replace(workload, target_modules=targets)
+        model, more = _with_adapters(model, workload, head)
+        notes = (*notes, *more)
+    if workload.trains:
+        if workload.loop == "trainer" and head is None and not takes_labels(model):
+            raise UsageError(
+                f"--loop trainer: {workload.model} computes no loss of its own, which the Trainer expects of it",
+                hint="--loop plain works",
+            )
+        model.train()
+        notes = (*notes, *_keep_all_blocks(model))
+        if workload.loss == "chunked":
+            from memfit.jobs.training.chunked_loss import use_chunked_loss
+
+            use_chunked_loss(model, chunk=workload.loss_chunk)
+        _use_block_levers(model, workload)
+    else:
+        model.eval()
+    return Prepared(
+        workload=workload, model=model, name=source.name, vocab_size=_vocab_size(model), parameters=parameters,
+        notes=notes, head=head,
+    )  # fmt: skip
+
+
+def _check_head(head: Head | None, model: nn.Module, workload: Workload) -> None:
+    if head is None or not workload.trains:
+        return
+    name = type(model).__name__
+    if head.task is None:
+        raise UsageError(
+            f"{workload.model} is a {name} ('architectures'), which has no head and so no loss to train on",
+            hint=as_language_model(name),
+        )
+    if workload.loop == "memfit" or workload.loss == "chunked":
+        setting = "--loop memfit" if workload.loop == "memfit" else "--loss chunked"
+        raise UsageError(
+            f"{setting} is for language models, and {workload.model} is a {name} ('architectures')",
+            hint=as_language_model(name),
+        )
+
+
+def _keep_all_blocks(model: nn.Module) -> Iterator[str]:
+    """Blocks that a model leaves out of a step at random would make every plan another one. None are left out when most
+    memory is taken."""
+    for name, module in model.named_modules():
+        share = getattr(module, "layerdrop", 0)
+        if isinstance(share, float) and share > 0:
+            module.layerdrop = 0.0
+            where = f" of {name}" if name else ""
+            yield f"layerdrop {share}{where} leaves blocks out at random: planned with all of them, the most it takes"
+
+
+def _is_eager(model: nn.Module) -> bool:
+    return getattr(getattr(model, "config", None), "_attn_implementation", None) == "eager"
+
+
+def _check_offload(workload: Workload) -> None:
+    from memfit.jobs.training.levers import check_offload
+
+    if workload.trains:
+        check_offload(
+            workload.offload or (), setting="--offload", optimizer=str(workload.optimizer),
+            sharded=workload.world_size > 1 and workload.parallel == "fsdp2",
+            checkpointing=workload.checkpointing != "none",
+        )  # fmt: skip
+
+
+def _with_adapters(model: nn.Module, workload: Workload, head: Head | None) -> tuple[nn.Module, list[str]]:
+    """And what is to be known of them."""
+    adapters = Adapters(
+        rank=workload.rank, alpha=2 * workload.rank, dropout=workload.lora_dropout,
+        targets=workload.target_modules or (),
+        dtype=DTYPES[workload.weight_precision] if workload.adapter_dtype == "same" else None,
+        task=None if head is None else head.task,
+    )  # fmt: skip
+    names = linear_layers_of_blocks(model)
+    try:
+        return adapters.on(model)
+    except Refused as error:
+        raise _refusal(error, workload, names) from error
+
+
+def _refusal(error: Refused, workload: Workload, names: list[str]) -> UsageError:
+    if error.of_experts and workload.lora_dropout:
+        others = ",".join(name for name in names if name not in error.of_experts)
+        return UsageError(
+            f"--lora-dropout {workload.lora_dropout}: peft has no dropout for experts, and"
+            f" {', '.join(error.of_experts)} are theirs in {workload.model}",
+            hint=f"--lora-dropout 0, or adapt other layers: --target-modules {others}",
+        )
+    return UsageError(f"--target-modules: {error}", hint=f"{error.meant}linear layers of a block: {', '.join(names)}")
+
+
+def _generates(model: nn.Module) -> bool:
+    return bool(getattr(model, "can_generate", lambda: False)())
+
+
+def linear_layers_of_blocks(model: nn.Module) -> list[str]:
+    """The last part of the names of all linear layers but those of the head."""
+    from transformers.pytorch_utils import Conv1D
+
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    prefix = getattr(model, "base_model_prefix", "")
+    within = "" if head is not None or not hasattr(model, prefix) else f"{prefix}."
+    names = {
+        name.rpartition(".")[2]: None
+        for name, module in model.named_modules()
+        if isinstance(module, (nn.Linear, Conv1D)) and module is not head and name.startswith(within)
+    }
+    return list(names)
+
+
+def _use_block_levers(model: Any, workload: Workload) -> None:
+    from memfit.jobs.training.offload.switch import use_block_levers
+
+    setting = "--selective-checkpointing" if workload.selective_checkpointing else "--grad-checkpointing"
+    left_to_trainer = trainer_checkpoints(workload)
+    if left_to_trainer and not hasattr(model, "gradient_checkpointing_enable"):
+        raise UsageError(f"{setting} needs a transformers model", hint="checkpoint inside your own factory")
+    if left_to_trainer and workload.kind == "lora":
+        model.enable_input_require_grads()  # the Trainer does not know that the embedding is frozen
+    use_block_levers(
+        model, checkpointing="none" if left_to_trainer else workload.checkpointing, offload=workload.offload or (),
+        adapters=workload.kind == "lora", setting=setting,
+    )  # fmt: skip
+
+
+def trainer_checkpoints(workload: Workload) -> bool:
+    """Whether it is the Hugging Face Trainer itself that switches checkpointing on."""
+    on_host = "activations" in (workload.offload or ())
+    return workload.loop == "trainer" and workload.grad_checkpointing and not on_host
+
+
+def _vocab_size(model: nn.Module) -> int:
+    config = getattr(model, "config", None)
+    if isinstance(getattr(config, "vocab_size", None), int):
+        return int(config.vocab_size)  # type: ignore[union-attr]
+    tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
+    if not tables:
+        raise UsageError("the factory's model has neither config.vocab_size nor an embedding to tell its vocabulary")
+    return max(tables)
+
+
+def _check_positions(model: nn.Module, workload: Workload) -> None:
+    """Positions in a table are a limit: a longer sequence fails on the GPU with an index error."""
+    config = getattr(model, "config", None)
+    own = getattr(model, "longest_sequence", None)  # of memfit's own models, whose rotations are tables too
+    longest = own or getattr(config, "max_position_embeddings", None)
+    generates = workload.kind == "generate"
+    reached = workload.seq_len + (workload.new_tokens - 1 if generates else 0)  # the last token is not read
+    if not isinstance(longest, int) or reached <= longest:
+        return
+    tables = _rows_of_tables(model, getattr(config, "vocab_size", None))
+    if own or any(longest <= rows <= longest + 16 for rows in tables):
+        more = f" and --new-tokens {workload.new_tokens}" if generates else ""
+        takes = f"together at most {longest + 1}" if generates else f"--seq-len {longest} is the longest it takes"
+        raise UsageError(
+            f"--seq-len {workload.seq_len}{more} is more than the {longest} positions that {workload.model} has",
+            hint=takes,
+        )
+
+
+def _rows_of_tables(model: nn.Module, vocabulary: int | None) -> Iterator[int]:
+    """Learned ones, and those of sines that do not grow when they are too short."""
+    for module in model.modules():
+        if isinstance(module, nn.Embedding) and module.num_embeddings != vocabulary:
+            yield module.num_embeddings
+        elif not hasattr(module, "make_weights"):
+            yield from (b.shape[0] for b in module.buffers(recurse=False) if b.dim() == 2 and b.is_floating_point())
+
+
+def takes_labels(model: nn.Module) -> bool:
+    """transformers' models compute their own loss; any other module is expected to return logits."""
+    base = getattr(model, "get_base_model", lambda: model)()
+    return "labels" in inspect.signature(base.forward).parameters
+
+
+def build_for_training(job: TrainJob) -> nn.Module:
+    """The same weights in every process, by the seed alone."""
+    config = job.config
+    torch.manual_seed(config.seed)
+    dtype = DTYPES.get(config.precision, torch.float32)
+    model = _built(job, dtype)
+    if config.method.kind == "lora":
+        model = _add_trained_adapters(model, config.method, dtype)
+    if job.start_from is not None:
+        load_weights(job.start_from, model)
+    if config.loss.kind == "chunked":
+        from memfit.jobs.training.chunked_loss import use_chunked_loss
+
+        use_chunked_loss(model, chunk=config.loss.chunk)
+    use_block_levers(
+        model, checkpointing=config.memory.gradient_checkpointing, offload=config.memory.offload,
+        adapters=config.method.kind == "lora", setting="memory.gradient_checkpointing",
+    )  # fmt: skip
+    model.train()
+    return model
+
+
+def _built(job: TrainJob, dtype: torch.dtype) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    from memfit.models.own import make_known
+
+    make_known()  # a folder may hold one of memfit's own models
+    model = job.config.model
+    if FACTORY.fullmatch(model.name):
+        from memfit.models.registry import build_model, resolve
+
+        return build_model(resolve(model.name), dtype=dtype)
+    if is_gsa(model.name):
+        from memfit.models.gsa import GsaForCausalLM
+
+        made: nn.Module = GsaForCausalLM._from_config(gsa_config(model), dtype=dtype)  # its tables stay fp32
+        return made
+    if is_basics(model.name):
+        from memfit.models.basics import BasicsTransformer
+
+        basics: Any = BasicsTransformer(basics_config(model)).to(dtype)
+        basics.config = None  # the Trainer would write into it, and it is no config of transformers
+        plain: nn.Module = basics
+        return plain
+    attention = None if model.attention == "sdpa" else model.attention  # eager where the family has no other
+    try:
+        if job.source is None:
+            built: nn.Module = AutoModelForCausalLM.from_config(
+                transformers_config(model), dtype=dtype, attn_implementation=attention
+            )
+        else:
+            built = AutoModelForCausalLM.from_pretrained(
+                str(job.source.folder), dtype=dtype, attn_implementation=attention, trust_remote_code=False,
+                local_files_only=True,
+            )  # fmt: skip
+    except InputError:  # in memfit's own words
+        raise
+    except (ValueError, ImportError, OSError) as error:
+        first = (str(error).strip().splitlines() or [""])[0]
+        raise InputError(f"transformers cannot build {model.name}: {first}"[:400]) from error
+    return built
+
+
+def _add_trained_adapters(model: nn.Module, method: MethodConfig, dtype: torch.dtype) -> nn.Module:
+    names = linear_layers_of_blocks(model)
+    adapters = Adapters(
+        rank=method.rank, alpha=method.scaling_alpha, dropout=method.dropout, targets=method.target_modules or names,
+        dtype=dtype if method.adapter_dtype == "same" else None,
+    )  # fmt: skip
+    try:
+        return adapters.on(model)[0]
+    except Refused as error:
+        raise UsageError(
+            f"method.target_modules: {error}",
+            hint=f"{error.meant}linear layers of a block: {', '.join(names) or 'none'}",
+        ) from error

@@ -1,0 +1,169 @@
+"""Run a prepared job on a device: the same call for a GPU and for a trace.
+
+Batches of random tokens on the device, and the regions a forward pass runs in.
+
+Forward passes without gradients, the output object kept until the next begins.
+
+`model.generate`: prefill, then one token after the other with a KV cache.
+
+The training loop that everybody writes: forward, backward, maybe clip, step, zero.
+
+How a job says where it is: `with phases("forward", step=2):`. A trace marks it, a GPU run measures it.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from memfit.jobs.build import DTYPES, Prepared, takes_labels
+from memfit.jobs.training.optimizers import make_optimizer
+from memfit.jobs.training.parallel import one_process_of, to_device, without_reduction
+
+
+def token_ids(job: Prepared, device: torch.device | str) -> torch.Tensor:
+    work = job.workload
+    return torch.randint(0, job.vocab_size, (work.batch_size, work.seq_len), device=device)
+
+
+def model_inputs(job: Prepared, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """With padding, half of the last row is not there: its end, or its beginning where text is to be continued."""
+    if not job.workload.padding:
+        return {"input_ids": ids}
+    mask, half = torch.ones_like(ids), ids.shape[1] // 2
+    if job.workload.kind == "generate":
+        mask[-1, :half] = 0
+    else:
+        mask[-1, half:] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def wanted(job: Prepared, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What the model is to say of the tokens of a batch or of a row; a language model, the tokens themselves."""
+    if job.head is None:
+        return {"labels": ids}
+    rows, config = ids.shape[:-1], job.config
+    if job.head.task == "QUESTION_ANS":
+        places = {"start_positions", "end_positions"}
+        return {place: torch.randint(0, ids.shape[-1], rows, device=ids.device) for place in sorted(places)}
+    if job.head.task == "TOKEN_CLS":
+        return {"labels": torch.randint(0, config.num_labels, ids.shape, device=ids.device)}
+    if config.problem_type == "multi_label_classification":
+        return {"labels": torch.rand((*rows, config.num_labels), device=ids.device)}
+    if config.problem_type == "regression" or (config.problem_type is None and config.num_labels == 1):
+        return {"labels": torch.rand(rows, device=ids.device)}
+    return {"labels": torch.randint(0, config.num_labels, rows, device=ids.device)}
+
+
+def autocast(job: Prepared, device: torch.device | str) -> AbstractContextManager[None]:
+    kind = torch.device(device).type
+    wanted = job.workload.autocast
+    region: AbstractContextManager[None] = torch.autocast(
+        kind, dtype=DTYPES[wanted] if wanted else None, enabled=wanted is not None
+    )
+    return region
+
+
+class Phases(Protocol):
+    def __call__(self, name: str, step: int = 0) -> AbstractContextManager[None]: ...
+
+
+def run_job(job: Prepared, device: torch.device | str, phases: Phases, *, steps: int = 3) -> None:
+    """Of several processes that train together, one."""
+    with one_process_of(job.workload.world_size if job.workload.trains else 1):
+        _run(job, device, phases, steps)
+
+
+def _run(job: Prepared, device: torch.device | str, phases: Phases, steps: int) -> None:
+    if job.workload.kind == "forward":
+        run_forward(job, device, phases, steps=steps)
+    elif job.workload.kind == "generate":
+        run_generate(job, device, phases)
+    elif job.workload.loop == "trainer":
+        from memfit.jobs.training.loops import run_trainer
+
+        run_trainer(job, device, phases, steps=steps)
+    elif job.workload.loop == "memfit":
+        from memfit.jobs.training.loops import run_memfit
+
+        run_memfit(job, device, phases, steps=steps)
+    else:
+        run_training(job, device, phases, steps=steps)
+
+
+def run_forward(job: Prepared, device: torch.device | str, phases: Phases, *, steps: int = 3) -> None:
+    model = job.model
+    with phases("load"):
+        model.to(device)
+    named = job.head is not None or takes_labels(model)
+    for step in range(1, steps + 1):
+        with phases("data", step):
+            ids = token_ids(job, device)
+        with torch.no_grad(), autocast(job, device), phases("forward", step):
+            output = model(**model_inputs(job, ids)) if named else model(ids)
+        del output
+
+
+def run_generate(job: Prepared, device: torch.device | str, phases: Phases) -> None:
+    model, work = job.model, job.workload
+    with phases("load"):
+        model.to(device)
+    with phases("data", 1):
+        ids = token_ids(job, device)
+        inputs = {"attention_mask": torch.ones_like(ids), **model_inputs(job, ids)}
+    options: dict[str, Any] = {
+        "max_new_tokens": work.new_tokens, "min_new_tokens": work.new_tokens, "do_sample": work.decoding == "sample",
+        "pad_token_id": 0,
+    }  # fmt: skip
+    if work.decoding == "beam":
+        options["num_beams"] = work.num_beams
+    if work.cache == "static":
+        options |= {"cache_implementation": "static", "disable_compile": True}
+    with torch.no_grad(), autocast(job, device), phases("generate", 1):
+        model.generate(**inputs, **options)  # type: ignore[operator]
+
+
+def run_training(job: Prepared, device: torch.device | str, phases: Phases, *, steps: int = 3) -> None:
+    model, work = job.model, job.workload
+    with phases("load"):
+        called = to_device(model, device, work)
+    parameters = job.trainable
+    optimizer = make_optimizer(str(work.optimizer), parameters, on_host="optimizer" in (work.offload or ()))
+    scaler = torch.amp.GradScaler(torch.device(device).type, enabled=work.precision == "amp-fp16")
+    for step in range(1, steps + 1):
+        for micro_step in range(1, work.grad_accum + 1):
+            with phases("data", step):
+                ids = token_ids(job, device)
+                targets = wanted(job, ids)
+            with without_reduction(called, work, last=micro_step == work.grad_accum):
+                with phases("forward", step):
+                    loss = loss_of(job, ids, targets, called)
+                with phases("backward", step):
+                    scaler.scale(loss).backward()
+            del loss, targets
+        if work.clip_grad:
+            with phases("clip", step):
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(parameters, 1.0)
+        with phases("step", step):
+            scaler.step(optimizer)
+            scaler.update()
+        with phases("zero", step):
+            optimizer.zero_grad(set_to_none=True)
+
+
+def loss_of(
+    job: Prepared, ids: torch.Tensor, targets: dict[str, torch.Tensor], called: nn.Module | None = None
+) -> torch.Tensor:
+    """`called` is the model, or what holds it."""
+    model: Any = called or job.model
+    with autocast(job, ids.device):
+        if job.head is not None or takes_labels(job.model):
+            loss: torch.Tensor = model(**model_inputs(job, ids), **targets).loss
+            return loss
+        logits = model(ids)
+        return cross_entropy(logits.flatten(0, 1).float(), ids.flatten())

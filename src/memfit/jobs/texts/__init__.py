@@ -1,1 +1,0 @@
-"""Text to calibrate on and to learn from: files, and what comes with Python."""

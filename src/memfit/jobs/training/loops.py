@@ -1,0 +1,292 @@
+"""The Hugging Face Trainer itself, on random tokens: nothing of its loop is written here.
+
+What `memfit train` does, on random tokens: its own Trainer, with the probe before the first step.
+
+A workload with `loop: memfit` is a training job without files: rows of exactly the length asked for, no tokenizer,
+nothing saved. The same code runs on a GPU and on the traced device.
+
+A training job as transformers' own TrainingArguments.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+from memfit.jobs.build import Prepared, trainer_checkpoints
+from memfit.jobs.run import Phases, wanted
+from memfit.jobs.training.batch import BatchSizes
+from memfit.jobs.training.config import (
+    BatchConfig,
+    Checkpointing,
+    DataConfig,
+    LoggingConfig,
+    LossConfig,
+    MemoryConfig,
+    MethodConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    SavingConfig,
+    ScheduleConfig,
+    TrainConfig,
+)
+from memfit.jobs.training.data import DataSummary, Lengths, TrainingData
+from memfit.jobs.training.job import TrainJob
+from memfit.jobs.training.levers import has_tensorboard
+from memfit.jobs.training.optimizers import ADAMW, adamw, trainer_name
+from memfit.jobs.training.parallel import is_sharded
+from memfit.jobs.training.recovery import Halved
+from memfit.jobs.training.result import RanOut
+from memfit.jobs.workload import Workload
+from memfit.models.presets import GSA_TYPE
+
+
+def sharding(**more: Any) -> dict[str, Any]:
+    """For the Trainer: FSDP2 as accelerate does it. Blocks, embedding, and norm and head are each a group."""
+    from transformers import TrainingArguments
+
+    settings = {"version": 2, "reshard_after_forward": True, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", **more}
+    reads_settings = hasattr(TrainingArguments, "_apply_legacy_fsdp_to_config")  # before 5.10 it needs the words
+    return {"fsdp": True if reads_settings else "full_shard auto_wrap", "fsdp_config": settings}
+
+
+class RandomTokens(Dataset[dict[str, torch.Tensor]]):
+    def __init__(self, job: Prepared, rows: int) -> None:
+        self.job, self.rows = job, rows
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        work = self.job.workload
+        ids = torch.randint(0, self.job.vocab_size, (work.seq_len,))
+        mask = torch.ones_like(ids)
+        if work.padding:
+            mask[work.seq_len // 2 :] = 0
+        return {"input_ids": ids, "attention_mask": mask, **wanted(self.job, ids)}
+
+
+def run_trainer(job: Prepared, device: torch.device | str, phases: Phases, *, steps: int = 3) -> None:
+    from transformers import PrinterCallback, Trainer
+
+    model, work = job.model, job.workload
+    with phases("load"):
+        if not is_sharded(work):
+            model.to(device)
+    rows = work.batch_size * work.grad_accum * (steps + 1) * work.world_size
+    data = RandomTokens(job, rows)
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*pin_memory.*")
+        args = arguments(job, folder, steps, use_cpu=torch.device(device).type == "cpu")
+        trainer = Trainer(
+            model=model, args=args, train_dataset=data, optimizer_cls_and_kwargs=_optimizer_on_host(job, args)
+        )
+        trainer.remove_callback(PrinterCallback)
+        if trainer.accelerator.ddp_handler is not None:
+            trainer.accelerator.ddp_handler.gradient_as_bucket_view = bool(work.gradient_as_bucket_view)
+        with phases("trainer", 1):
+            trainer.train()
+
+
+def arguments(job: Prepared, folder: str, steps: int, *, use_cpu: bool = False) -> Any:
+    from transformers import TrainingArguments
+
+    work = job.workload
+    return TrainingArguments(
+        output_dir=folder,
+        per_device_train_batch_size=work.batch_size,
+        gradient_accumulation_steps=work.grad_accum,
+        max_steps=steps,
+        max_grad_norm=1.0 if work.clip_grad else 0.0,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        bf16=work.autocast == "bf16",
+        fp16=work.autocast == "fp16",
+        gradient_checkpointing=trainer_checkpoints(work),
+        optim=trainer_name(str(work.optimizer)),
+        disable_tqdm=True,
+        use_cpu=use_cpu,
+        **(sharding() if is_sharded(work) else {}),
+    )
+
+
+def _optimizer_on_host(job: Prepared, args: Any) -> tuple[type[torch.optim.Optimizer], dict[str, Any]] | None:
+    """None leaves it to the Trainer."""
+    work = job.workload
+    if "optimizer" not in (work.offload or ()):
+        return None
+    settings = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+    return adamw(on_host=True), settings | ADAMW[str(work.optimizer)]
+
+
+def run_memfit(job: Prepared, device: torch.device | str, phases: Phases, *, steps: int = 3) -> None:
+    """Out of memory is out of memory here: no smaller micro-batch is tried."""
+    from transformers import PreTrainedConfig, PrinterCallback
+
+    from memfit.jobs.training.engine import MemfitTrainer
+
+    model: Any = job.model
+    if not isinstance(getattr(model, "config", None), PreTrainedConfig):
+        model.config = None  # the Trainer would write into it
+    with phases("load"):
+        if not is_sharded(job.workload):
+            model.to(device)
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(), phases("trainer", 1):
+        warnings.filterwarnings("ignore", message=".*pin_memory.*")
+        warnings.filterwarnings("ignore", message=".*returned a view tensor.*")  # which nothing changes in place
+        training = training_job(job.workload, job.vocab_size, steps=steps, folder=Path(folder))
+        args = trainer_arguments(training, gpu=torch.device(device).type != "cpu")
+        trainer = MemfitTrainer(training, model, args, on_halved=_fail, on_probed=lambda longest: None)
+        trainer.remove_callback(PrinterCallback)
+        trainer.add_callback(_reading_losses(trainer))
+        try:
+            trainer.train()
+        except RanOut as error:
+            raise torch.OutOfMemoryError(error.message) from None
+
+
+def training_job(work: Workload, vocab_size: int, *, steps: int, folder: Path) -> TrainJob:
+    batch = BatchSizes(
+        micro_batch_size=work.batch_size, gradient_accumulation_steps=work.grad_accum, world_size=work.world_size
+    )
+    return TrainJob(
+        config=training_config(work, steps=steps), batch=batch, data=_random_rows(work, vocab_size), tokenizer=None,
+        pad_id=0, source=None, shape=None, output_dir=folder, resume_from=None,
+    )  # fmt: skip
+
+
+def training_config(work: Workload, *, steps: int) -> TrainConfig:
+    """What decides memory, as `memfit train` would be told it."""
+    checkpointing: Checkpointing = "full" if work.grad_checkpointing else "none"
+    if work.selective_checkpointing:
+        checkpointing = "selective"
+    return TrainConfig(
+        model=ModelConfig(name=work.model, from_scratch=True, attention=work.attention),
+        method=MethodConfig(
+            kind="lora" if work.kind == "lora" else "full", rank=work.rank, dropout=work.lora_dropout,
+            target_modules=work.target_modules, adapter_dtype=work.adapter_dtype,
+        ),
+        data=DataConfig(max_seq_len=max(2, work.seq_len), packing=not work.padding, shuffle=False),
+        batch=BatchConfig(micro_batch_size=work.batch_size, gradient_accumulation_steps=work.grad_accum),
+        schedule=ScheduleConfig(max_steps=steps, max_grad_norm=1.0 if work.clip_grad else 0.0),
+        precision=work.precision,
+        memory=MemoryConfig(gradient_checkpointing=checkpointing, offload=work.offload or ()),
+        optimizer=OptimizerConfig(name=work.optimizer or "adamw-fused"),
+        loss=LossConfig(kind=work.loss, chunk=work.loss_chunk),
+        parallel=ParallelConfig(kind=work.parallel, gradient_as_bucket_view=bool(work.gradient_as_bucket_view)),
+        logging=LoggingConfig(logging_steps=1, tensorboard=False), saving=SavingConfig(save_steps=None),
+    )  # fmt: skip
+
+
+def _random_rows(work: Workload, vocab_size: int) -> TrainingData:
+    """Every batch has a row of full length. With padding every second row is half as long, so that the mask is there
+    for a reason; a single row at a time is never padded."""
+    lengths = [work.seq_len, work.seq_len // 2] if pads(work) else [work.seq_len]
+    starts = torch.tensor([0, *lengths]).cumsum(0)
+    tokens = int(starts[-1])
+    summary = DataSummary(
+        source="random", origin="random tokens", format="text", packed=not work.padding, rows=len(lengths),
+        samples=len(lengths), empty_rows=0, tokens=tokens, learned_tokens=tokens, truncated_samples=0,
+        dropped_samples=0, tokens_left_out=0, max_seq_len=work.seq_len,
+        lengths=Lengths(
+            shortest=lengths[-1], median=lengths[-1], mean=tokens / len(lengths), percentile_95=lengths[0],
+            longest=lengths[0],
+        ),
+    )  # fmt: skip
+    ids = torch.randint(0, vocab_size, (tokens,), dtype=torch.int32)
+    learned = torch.ones(tokens, dtype=torch.bool)
+    return TrainingData(ids, learned, starts, packed=not work.padding, summary=summary)
+
+
+def pads(work: Workload) -> bool:
+    return work.padding and work.batch_size > 1 and work.seq_len > 2
+
+
+def _fail(halved: Halved) -> None:
+    raise torch.OutOfMemoryError(halved.cause)
+
+
+def _reading_losses(trainer: Any) -> Any:
+    """As often as there is a loss: each that waits to be read is a block on the GPU."""
+    from transformers import TrainerCallback
+
+    class ReadingLosses(TrainerCallback):  # type: ignore[misc,unused-ignore]
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_log = True
+            trainer.drain_losses()
+
+    return ReadingLosses()
+
+
+def on_gpu(job: TrainJob) -> bool:
+    return job.config.device != "cpu" and torch.cuda.is_available()
+
+
+def trainer_arguments(job: TrainJob, *, gpu: bool | None = None) -> Any:
+    """One batch of the Trainer is all that a process has of a step: how it is cut up is up to `recovery`."""
+    from transformers import TrainingArguments
+
+    config, schedule = job.config, job.config.schedule
+    gpu = on_gpu(job) if gpu is None else gpu
+    scheduler: dict[str, Any] = {"lr_scheduler_type": schedule.lr_scheduler}
+    if schedule.min_learning_rate:
+        scheduler = {
+            "lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": schedule.min_learning_rate}
+        }  # fmt: skip
+    warmup = schedule.warmup_steps or int(schedule.warmup_ratio * job.total_steps)
+    sharded = config.parallel.kind == "fsdp2" and job.batch.world_size > 1
+    args = TrainingArguments(
+        output_dir=str(job.output_dir),
+        per_device_train_batch_size=job.batch.rows_per_process,
+        gradient_accumulation_steps=1,
+        max_steps=job.total_steps,
+        learning_rate=schedule.learning_rate,
+        warmup_steps=warmup,
+        max_grad_norm=schedule.max_grad_norm,
+        weight_decay=config.optimizer.weight_decay,
+        bf16=config.precision == "amp-bf16",
+        fp16=config.precision == "amp-fp16",
+        seed=config.seed,
+        logging_strategy="no",
+        save_strategy="no",
+        logging_nan_inf_filter=False,
+        ignore_data_skip=True,
+        remove_unused_columns=False,
+        disable_tqdm=True,
+        report_to=_report_to(job),
+        use_cpu=not gpu,
+        ddp_backend="gloo" if not gpu and job.batch.world_size > 1 else None,
+        dataloader_pin_memory=gpu,
+        **scheduler,
+        **(sharding(state_dict_type="FULL_STATE_DICT") if sharded else {}),
+    )
+    if job.batch.world_size == 1:
+        args._n_gpu = min(1, args.n_gpu)  # several GPUs without torchrun: the Trainer would make threads of them
+    return args
+
+
+def _is_gsa(job: TrainJob) -> bool:
+    """By name, or by what a folder holds."""
+    return job.shape is not None and job.shape.get("model_type") == GSA_TYPE
+
+
+def find_unused_parameters(job: TrainJob) -> bool:
+    said = job.config.parallel.find_unused_parameters
+    return _is_gsa(job) if said is None else said  # no gradient reaches GSA's indexer
+
+
+def _report_to(job: TrainJob) -> list[str]:
+    logging = job.config.logging
+    wanted = []
+    if logging.tensorboard or (logging.tensorboard is None and has_tensorboard()):
+        wanted.append("tensorboard")
+    if logging.wandb:
+        wanted.append("wandb")
+    return wanted or ["none"]

@@ -1,0 +1,48 @@
+"""The models that come with memfit as code, made known to transformers: GSA, and the Transformer of the CS336 course.
+
+GSA is a model of transformers' own kind in all respects. The course's Transformer is a plain module: transformers keeps
+its settings, and `build_plain` makes it.
+
+Where a model keeps its blocks.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from torch import nn
+
+from memfit.models.presets import BASICS, GSA_TYPE
+
+OWN_TYPES = (GSA_TYPE, BASICS)
+"""Their attention is their own: transformers has no other for them."""
+
+
+@cache
+def make_known() -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from memfit.models.basics import BasicsTransformer
+    from memfit.models.basics_settings import BasicsSettings
+    from memfit.models.gsa import GsaConfig, GsaForCausalLM
+
+    AutoConfig.register(GSA_TYPE, GsaConfig)
+    AutoModelForCausalLM.register(GsaConfig, GsaForCausalLM)
+    AutoConfig.register(BASICS, BasicsSettings)
+    AutoModelForCausalLM.register(BasicsSettings, BasicsTransformer)
+
+
+def build_plain(config: Any) -> nn.Module | None:
+    """None for what transformers builds itself."""
+    from memfit.models.basics import BasicsTransformer
+    from memfit.models.basics_settings import BasicsSettings
+
+    return BasicsTransformer(config.sizes()) if isinstance(config, BasicsSettings) else None
+
+
+def block_list(model: nn.Module) -> tuple[str, nn.ModuleList] | None:
+    """The longest list of modules that is in no other list, with its path."""
+    lists = {name: m for name, m in model.named_modules() if isinstance(m, nn.ModuleList)}
+    outer = [(n, m) for n, m in lists.items() if len(m) > 1 and not any(n.startswith(f"{o}.") for o in lists)]
+    return max(outer, key=lambda found: len(found[1])) if outer else None

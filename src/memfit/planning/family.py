@@ -1,0 +1,336 @@
+"""One job at many batch sizes and lengths: after a few traces the others are told from those, to the byte.
+
+A family is a workload without its batch size and length. What was traced of it falls into pieces
+(`extrapolation/shapes.py`),
+and a point that a piece surrounds needs no trace. Points are traced as they are asked for, at first; when enough have
+been asked, or are known to come, it pays to trace corners around them (`planning/corners.py`).
+
+Where there is no proof, each point is traced as if there were no family.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from bisect import bisect_left, bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from memfit.extrapolation.blocks import NotRepeating
+from memfit.extrapolation.shapes import Piece, Point, TooFewPoints, Unproven, filling
+from memfit.extrapolation.streams import Answer, Ask, Holed, NotHoled, Sized, answered, stream_of
+from memfit.extrapolation.tokens import InTime
+from memfit.jobs.workload import Workload
+from memfit.models.registry import load_config, resolve
+from memfit.planning import cache
+from memfit.planning.cache import Recipe
+from memfit.planning.corners import BATCH, LENGTH, Corners
+from memfit.replay.events import Trace
+from memfit.tracing.platform import Platform
+
+if TYPE_CHECKING:
+    from memfit.planning.categories import Noted, Part
+    from memfit.planning.wholes import Whole
+
+MOST_FAMILIES = 64
+MOST_EVENTS_KEPT = 4_000_000
+"""Of whole jobs, each kept for other batches and lengths at which rules answer the same way."""
+TRACED_AS_ASKED = 2
+UNASKED = 12
+"""Points that nobody asked for are traced up to so many; more if others have been told by them."""
+MOST_LINES = 12
+POINTS_BEFORE_DIVIDING = 6
+"""Where so many of one stream do not fit, those on one side of a window are taken apart from the others."""
+FAILURES, POINTS_WITHOUT_FIT = 3, 9
+"""After so many the family is given up."""
+THRESHOLDS = ("window", "position", "chunk", "length", "block", "max")
+"""Parts of the names under which a config keeps numbers that lengths are compared with."""
+
+
+@dataclass(frozen=True)
+class Told:
+    recipe: Recipe
+    """Of a point that was traced: its trace, batch size and length are not those of this one."""
+    trace: Trace
+    """Of the whole job."""
+
+
+class Family:
+    def __init__(self, work: Workload, platform: Platform) -> None:
+        self.work, self.platform = work, platform
+        self.corners = Corners()
+        self.given_up: str | None = None
+        self._traced: dict[Point, dict[Part, _KnownPiece]] = {}
+        """What was done there; nothing where the job failed, or cannot be learned from."""
+        self._pieces: dict[Part, dict[Hashable, _KnownPiece]] = {"all": {}, "near": {}, "far": {}}
+        self._generations: dict[tuple[_KnownPiece, _KnownPiece], InTime] = {}
+        self._numbers: dict[tuple[str, ...], list[int]] = {}
+        self._divided = False
+        self._told_points: set[Point] = set()
+
+    # -- what is known ------------------------------------------------------------------------------------------------
+
+    def told(self, work: Workload) -> Told | None:
+        """From what is known; nothing is traced."""
+        point = point_of(work)
+        self.corners.asked.add(point)
+        if self.given_up or len(self._traced) < TRACED_AS_ASKED:
+            return None
+        try:
+            told = self._told(point)
+        except (Unproven, NotRepeating):
+            return None
+        self._told_points.add(point)
+        return told
+
+    def _told(self, point: Point) -> Told:
+        """As `trace_generation` does it: by the first tokens and the last ones, or else by all."""
+        if self._pieces["near"]:
+            near, far = self._piece("near", point), self._piece("far", point)
+            if near.context.key != far.context.key:
+                raise Unproven("its parts are of different kinds")
+            with suppress(NotRepeating):
+                in_time = self._in_time(near, far)
+                return self._whole_of(near, in_time.of(self._at(near, point), self._at(far, point), self._ask), in_time)
+        known = self._piece("all", point)
+        return self._whole_of(known, self._at(known, point), known.piece)
+
+    def _at(self, known: _KnownPiece, point: Point) -> Sized:
+        return known.piece.at(point, self._ask)
+
+    def _in_time(self, near: _KnownPiece, far: _KnownPiece) -> InTime:
+        if (near, far) not in self._generations:
+            self._generations[near, far] = InTime(near.piece.stream, far.piece.stream, self.work.new_tokens)
+        return self._generations[near, far]
+
+    def _whole_of(self, known: _KnownPiece, sized: Sized, told_by: object) -> Told:
+        from memfit.planning.wholes import Whole
+
+        context = known.context
+        outlines, pool = answered(sized, self._ask)
+        whole = _kept(
+            (told_by, outlines), lambda: Whole(filling(sized, outlines), context.recipe, context.loss_modules)
+        )
+        return Told(context.recipe, whole.trace(pool))
+
+    def _piece(self, part: Part, point: Point) -> _KnownPiece:
+        around = [known for known in self._pieces[part].values() if known.piece.surrounds(point)]
+        if len(around) != 1 or around[0].contradicted or not self._is_among(point[LENGTH], around[0]):
+            raise TooFewPoints("no piece around it")
+        return around[0]
+
+    def _is_among(self, length: int, known: _KnownPiece) -> bool:
+        """Whether the piece has a point on the same side of every number in the model's config: a job could do other
+        things between two of them, or just at one, and the same again beyond."""
+        numbers = self._config_numbers()
+        place = _place(length, numbers)
+        return any(_place(point[LENGTH], numbers) == place for point in known.piece.points)
+
+    def _ask(self, form: Hashable, numbers: tuple[int, ...]) -> Answer:
+        try:
+            return _answers_on(self.platform)(form, numbers)
+        except Exception as why:
+            raise Unproven("a rule cannot be asked again") from why
+
+    # -- learning -----------------------------------------------------------------------------------------------------
+
+    def told_after_more(self, work: Workload) -> Told | None:
+        """Corners around the point are traced, if they pay."""
+        point, told = point_of(work), None
+        for _ in range(MOST_LINES):
+            if self.given_up or len(self._traced) < TRACED_AS_ASKED:
+                return None
+            corners = self.corners.around(point)
+            missing = [corner for corner in corners if corner not in self._traced]
+            if missing and not self._pay(corners, len(missing)):
+                return None
+            for corner in missing:
+                self._trace(corner)
+            told = self.told(work)
+            if told is not None or not self.corners.draw_line(point, self._done_at, self._likely(), self._trace):
+                break
+        return told
+
+    def learn(self, work: Workload, recipe: Recipe, heard: list[Noted]) -> None:
+        """From a trace that was made of one of the points."""
+        from memfit.planning.categories import parts_of
+
+        point = point_of(work)
+        if self.given_up or point in self._traced:
+            return
+        self._traced[point] = {}
+        try:
+            for part, noted in parts_of(heard, work.seq_len).items():
+                traced = stream_of(noted.trace, noted.calls)
+                self._add(part, point, traced, _Context.of(recipe, noted.loss_modules))
+        except NotHoled as why:
+            self._traced[point] = {}
+            if sum(not parts for parts in self._traced.values()) >= FAILURES:
+                self.given_up = str(why)
+
+    def _add(self, part: Part, point: Point, traced: Holed, context: _Context) -> None:
+        pieces = self._pieces[part]
+        numbers = self._config_numbers(THRESHOLDS) if self._divided else []
+        key = traced.stream, context.key, _place(point[LENGTH], numbers)
+        if key not in pieces:
+            pieces[key] = _KnownPiece(Piece(traced.stream), context)
+        found = self._traced[point][part] = pieces[key]
+        found.piece.add(point, traced)
+        for known in pieces.values():
+            others = (other for each in pieces.values() if each is not known for other in each.piece.points)
+            known.contradicted = any(known.piece.surrounds(other) for other in others)
+        self._see_whether_it_fits(found.piece)
+
+    def _see_whether_it_fits(self, piece: Piece) -> None:
+        """A job may do the same on both sides of a window, with sizes that grow on one side only."""
+        count = len(piece.points)
+        if count < (POINTS_WITHOUT_FIT if self._divided else POINTS_BEFORE_DIVIDING):
+            return
+        try:
+            piece.fit(self._ask)
+        except TooFewPoints:
+            pass
+        except Unproven as why:
+            if self._divided or not self._config_numbers(THRESHOLDS):
+                self.given_up = str(why) if count >= POINTS_WITHOUT_FIT else None
+            else:
+                self._divide()
+
+    def _divide(self) -> None:
+        self._divided = True
+        known = [(part, point, found) for point, parts in self._traced.items() for part, found in parts.items()]
+        for pieces in self._pieces.values():
+            pieces.clear()
+        for part, point, found in known:
+            self._add(part, point, found.piece.points[point], found.context)
+
+    def _trace(self, point: Point) -> None:
+        """A point that nobody has asked for: whoever asks for one like it is told what is wrong with it."""
+        from memfit.planning.categories import noting
+        from memfit.planning.few import trace_few_blocks
+
+        if point in self._traced:
+            return
+        try:
+            work = dataclasses.replace(self.work, batch_size=point[BATCH], seq_len=point[LENGTH])
+            with noting() as heard:
+                recipe, _ = trace_few_blocks(work, self.platform)
+        except Exception:
+            self._traced[point] = {}
+            self.corners.is_out_of_reach(point)
+        else:
+            self.learn(work, recipe, heard)
+
+    def _pay(self, corners: list[Point], new: int) -> bool:
+        """Not for ever, if they tell nothing."""
+        unasked = sum(point not in self.corners.asked for point in self._traced)
+        return unasked + new <= UNASKED + len(self._told_points) and self.corners.pay(corners, new, unasked)
+
+    def _done_at(self, point: Point) -> object:
+        parts = self._traced.get(point, {})
+        return tuple(id(known) for part, known in parts.items() if part != "all" or len(parts) == 1) or None
+
+    def _likely(self) -> list[int]:
+        """Lengths at which the job may begin to do something else: a number, or the next one."""
+        return [line for number in self._config_numbers(THRESHOLDS) for line in (number - 1, number, number + 1)]
+
+    def _config_numbers(self, names: tuple[str, ...] = ("",)) -> list[int]:
+        if names not in self._numbers:
+            source = resolve(self.work.model)
+            found = set() if source.kind == "factory" else set(_numbers_in(load_config(source).to_dict(), names))
+            if self.work.kind == "generate":
+                found |= {number - self.work.new_tokens for number in found}
+            self._numbers[names] = sorted(number for number in found if number > 1)
+        return self._numbers[names]
+
+
+@dataclass(frozen=True)
+class _Context:
+    """What a piece needs to become a plan, and a key that is the same where that is."""
+
+    key: str
+    recipe: Recipe
+    loss_modules: frozenset[str]
+
+    @classmethod
+    def of(cls, recipe: Recipe, loss_modules: frozenset[str]) -> _Context:
+        facts = recipe.facts()
+        facts["settings"] = {k: v for k, v in facts["settings"].items() if k not in ("batch_size", "seq_len")}
+        return cls(json.dumps(facts, sort_keys=True), dataclasses.replace(recipe, trace=Trace()), loss_modules)
+
+
+@dataclass(eq=False)
+class _KnownPiece:
+    piece: Piece
+    context: _Context
+    contradicted: bool = False
+    """The job did something else at a point inside: comparisons and powers of two do not tell it all."""
+
+
+def point_of(work: Workload) -> Point:
+    return work.batch_size, work.seq_len
+
+
+def _numbers_in(config: Any, names: tuple[str, ...], name: str = "") -> Iterator[int]:
+    if isinstance(config, dict):
+        for key, value in config.items():
+            yield from _numbers_in(value, names, str(key))
+    elif type(config) is int and any(word in name for word in names):
+        yield config
+
+
+def _place(number: int, among: list[int]) -> tuple[int, int]:
+    return bisect_left(among, number), bisect_right(among, number)
+
+
+# -- all that this process knows ---------------------------------------------------------------------------------------
+
+_families: OrderedDict[str, Family] = OrderedDict()
+_wholes: OrderedDict[Hashable, Whole] = OrderedDict()
+
+
+def family_of(work: Workload, platform: Platform) -> Family | None:
+    """None where a model's own code could do anything, and for pruning, whose micro-batches follow the length."""
+    model = cache.identity(work.model) or _own_factory(work.model)
+    if model is None or work.kind == "prune":
+        return None
+    apart = ("model", "alloc_conf", "batch_size", "seq_len")
+    settings = {name: value for name, value in work.settings().items() if name not in apart}
+    key = json.dumps([settings, model, dataclasses.asdict(platform)], sort_keys=True)
+    found = _families.get(key)
+    if found is None:
+        found = _families[key] = Family(work, platform)
+    _families.move_to_end(key)
+    if len(_families) > MOST_FAMILIES:
+        _families.popitem(last=False)
+    return found
+
+
+def _own_factory(model: str) -> dict[str, str] | None:
+    """The models that come with memfit as code."""
+    source = resolve(model)
+    return {"factory": source.target} if source.kind == "factory" and source.target.startswith("memfit.") else None
+
+
+def forget() -> None:
+    _families.clear()
+    _wholes.clear()
+
+
+def _kept(key: Hashable, make: Callable[[], Whole]) -> Whole:
+    found = _wholes.get(key)
+    if found is None:
+        found = _wholes[key] = make()
+        while len(_wholes) > 1 and sum(each.events for each in _wholes.values()) > MOST_EVENTS_KEPT:
+            _wholes.popitem(last=False)
+    _wholes.move_to_end(key)
+    return found
+
+
+def _answers_on(platform: Platform) -> Ask:
+    from memfit.tracing.rule_answers import answers_on
+
+    return answers_on(platform)

@@ -1,0 +1,217 @@
+"""Which part of a model repeats, and proof that it does.
+
+The proof is on the model itself, built without memory: every block has the same modules, with the same settings and
+weights, as the block one period before it. A setting that differs and is not the block's own number breaks the
+pattern, whether or not it would change memory.
+
+Trace as few blocks of a model as tell the rest; all of them where they are not alike.
+
+Trace as few new tokens of a generation as tell the rest.
+
+A dozen tokens are traced from the prompt, and as many from a prompt that ends where the generation does: what the first
+ones foretell for the last steps is held against those (`extrapolation/tokens.py`). A cache that stops growing at its
+window shows there, and all tokens are traced.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from memfit.errors import InputError, UsageError
+from memfit.extrapolation.blocks import BEFORE, UNITS, NotRepeating
+from memfit.extrapolation.streams import Holed, NotHoled, answered, filled, stream_of
+from memfit.extrapolation.tokens import PAIR, InTime, traced_tokens
+from memfit.jobs.build import Prepared
+from memfit.jobs.training.parallel import is_replicated
+from memfit.jobs.workload import Workload
+from memfit.models.own import block_list
+from memfit.models.registry import ModelSource, build_model, load_config, parameter_count, resolve
+from memfit.planning import categories
+from memfit.planning.cache import Recipe, settings_found
+from memfit.planning.categories import noting
+from memfit.planning.host_facts import scaled
+from memfit.planning.on_trace import prepare_without_memory, trace_job, trace_steps
+from memfit.replay.events import Trace
+from memfit.tracing.platform import Platform
+from memfit.tracing.rule_answers import answers_on
+
+MAX_PERIOD = 8
+PLAIN = (bool, int, float, str, type(None))
+OWN_NUMBER = ("layer_idx", "layer_id", "block_idx")
+
+
+@dataclass(frozen=True)
+class Blocks:
+    path: str
+    count: int
+    period: int
+    unit_parameters: int = field(default=0, compare=False)
+    """Parameters of one period of blocks."""
+
+    @property
+    def units(self) -> int:
+        """Periods; the last of them may be cut short."""
+        return -(-self.count // self.period)
+
+    @property
+    def traced(self) -> int:
+        """How many blocks to trace: three periods, and the last one as it is."""
+        return self.count - (self.units - UNITS) * self.period
+
+    @property
+    def worthwhile(self) -> bool:
+        return self.units > UNITS
+
+
+def find_blocks(model: nn.Module) -> Blocks | None:
+    """The list of blocks, if it has a period."""
+    found = block_list(model)
+    if found is None:
+        return None
+    path, blocks = found
+    kinds = [_kind(block) for block in blocks]
+    period = next((p for p in range(1, MAX_PERIOD + 1) if kinds[1 + p :] == kinds[1:-p]), None)
+    if period is None:
+        return None
+    unit = sum(p.numel() for block in list(blocks)[period : 2 * period] for p in block.parameters())
+    return Blocks(path, len(blocks), period, unit)
+
+
+def _kind(block: nn.Module) -> tuple[Any, ...]:
+    return tuple(_facts(name, module) for name, module in block.named_modules())
+
+
+def _facts(name: str, module: nn.Module) -> tuple[Any, ...]:
+    settings = tuple((k, v) for k, v in vars(module).items() if isinstance(v, PLAIN) and k not in OWN_NUMBER)
+    weights = tuple((k, tuple(p.shape), p.dtype) for k, p in module._parameters.items() if p is not None)
+    buffers = tuple((k, tuple(b.shape), b.dtype) for k, b in module._buffers.items() if b is not None)
+    return name, type(module), settings, weights, buffers
+
+
+def blocks_of(model: str, attention: str) -> tuple[Blocks | None, int]:
+    """The blocks and the number of parameters of a model by name, from its full size built without memory."""
+    source = resolve(model)
+    changed = os.stat(source.target).st_mtime_ns if os.path.exists(source.target) else 0
+    return _blocks_of(source, attention, changed)
+
+
+@lru_cache(maxsize=128)
+def _blocks_of(source: ModelSource, attention: Any, changed: int) -> tuple[Blocks | None, int]:
+    with torch.device("meta"):
+        built = build_model(source, dtype=torch.bfloat16, attention=attention)
+    if getattr(getattr(built, "config", None), "rescale_every", None):
+        return None, parameter_count(built)  # RWKV: what a block does depends on its number, which no module shows
+    return find_blocks(built), parameter_count(built)
+
+
+def trace_generation(job: Prepared, platform: Platform) -> Trace:
+    new = job.workload.new_tokens
+    if new <= 3 * PAIR * UNITS:
+        return trace_job(job, platform)
+    try:
+        return _from_few(job, platform, new)
+    except (NotRepeating, NotHoled):
+        return trace_job(job, platform)
+
+
+def _from_few(job: Prepared, platform: Platform, new: int) -> Trace:
+    traced = traced_tokens(new)
+    near = _noted(job, platform, traced)
+    later = dataclasses.replace(job.workload, seq_len=job.workload.seq_len + new - traced, new_tokens=traced)
+    far = _noted(dataclasses.replace(job, workload=later), platform, None)
+    ask = answers_on(platform)
+    told = InTime(near.stream, far.stream, new).of(near.sized, far.sized, ask)
+    outlines, pool = answered(told, ask)
+    return filled(told.stream, outlines, told.which).trace(pool)
+
+
+def _noted(job: Prepared, platform: Platform, tokens: int | None) -> Holed:
+    with noting() as heard:
+        trace_job(job, platform, tokens=tokens)
+    return stream_of(heard[0].trace, heard[0].calls)
+
+
+def trace_few_blocks(work: Workload, platform: Platform) -> tuple[Recipe, Trace]:
+    """What was traced, and the whole of the job made from it."""
+    if work.kind == "prune":
+        from memfit.planning.pruning import trace_pruning
+
+        return trace_pruning(work, platform)
+    notes: tuple[str, ...] = ()
+    if is_replicated(work):
+        notes = ("all blocks were traced one by one: DDP's buckets run across them",)
+    elif ":" not in work.model:  # a factory's model is as large as its own code makes it
+        blocks, parameters = blocks_of(work.model, work.attention)
+        if blocks is not None and blocks.worthwhile:
+            try:
+                recipe = _of_few(work, platform, blocks, parameters)
+                return recipe, recipe.whole()
+            except NotRepeating as why:
+                notes = (f"all {blocks.count} blocks were traced one by one: {why}",)
+        elif blocks is None and getattr(load_config(resolve(work.model)), "num_hidden_layers", 0) > UNITS:
+            notes = ("all blocks were traced one by one: they are not alike",)
+    recipe = _of_all(work, platform, notes)
+    return recipe, recipe.trace
+
+
+def _of_few(work: Workload, platform: Platform, blocks: Blocks, parameters: int) -> Recipe:
+    try:
+        job = prepare_without_memory(work, layers=blocks.traced)
+    except (InputError, UsageError) as why:  # if it is not about the number of blocks, all of them will say so too
+        raise NotRepeating(f"the model cannot be built with {blocks.traced} of them: {why}") from why
+    if job.parameters + (blocks.units - UNITS) * blocks.unit_parameters != parameters:
+        raise NotRepeating("they are not all that grows with the number of layers")
+    inside = _inside_wrapper(job, blocks)
+    trace = _labelled(job, platform, blocks.traced)
+    trainable = _trainable(job, inside) if work.trains else 0
+    more, of_all = blocks.count / blocks.traced, trainable / max(1, sum(p.numel() for p in job.trainable))
+    trace.facts = scaled(trace.facts, weights=more, activations=more, optimizer=of_all)
+    return Recipe(
+        trace=trace, blocks=inside.path, period=blocks.period, units=blocks.units, parameters=parameters,
+        trainable_parameters=trainable,
+        settings=settings_found(job.workload), notes=job.notes,
+    )  # fmt: skip
+
+
+def _of_all(work: Workload, platform: Platform, notes: tuple[str, ...]) -> Recipe:
+    job = prepare_without_memory(work)
+    return Recipe(
+        trace=_labelled(job, platform), parameters=job.parameters,
+        trainable_parameters=sum(p.numel() for p in job.trainable) if work.trains else 0,
+        settings=settings_found(job.workload), notes=(*notes, *job.notes),
+    )  # fmt: skip
+
+
+def _labelled(job: Prepared, platform: Platform, layers: int | None = None) -> Trace:
+    trace = trace_generation(job, platform) if job.workload.kind == "generate" else _all_steps(job, platform, layers)
+    categories.label(trace, categories.loss_modules_of(job.model))
+    return trace
+
+
+def _all_steps(job: Prepared, platform: Platform, layers: int | None) -> Trace:
+    try:
+        return trace_steps(job, platform)
+    except NotRepeating:
+        return trace_job(prepare_without_memory(job.workload, layers=layers), platform)
+
+
+def _inside_wrapper(job: Prepared, blocks: Blocks) -> Blocks:
+    """peft puts the model inside another, so its blocks have a longer path."""
+    path = next(
+        name for name, _ in job.model.named_modules() if name == blocks.path or name.endswith(f".{blocks.path}")
+    )
+    return dataclasses.replace(blocks, path=path)
+
+
+def _trainable(job: Prepared, blocks: Blocks) -> int:
+    inner = tuple(f"{blocks.path}.{BEFORE * blocks.period + i}." for i in range(blocks.period))
+    counts = {name: p.numel() for name, p in job.model.named_parameters() if p.requires_grad}
+    in_unit = sum(count for name, count in counts.items() if name.startswith(inner))
+    return sum(counts.values()) + (blocks.units - UNITS) * in_unit

@@ -1,0 +1,411 @@
+"""A prepared job as a Trace: its own code, on the traced device, with its phases marked.
+
+What the Hugging Face Trainer and accelerate must believe to run on the traced device.
+
+What `generate` asks of its tensors, answered for a run that makes exactly the tokens asked for.
+
+Phases told from what runs, for code that does not say them: forward, but inside `backward()` and an optimizer's
+`step()`. A step ends when the optimizer has stepped.
+
+Kinds of layers are gone through in their order, so that a plan is the same in every process.
+
+transformers makes masks and rotary tables for each kind of layer that a model has, in the order of a Python set of
+their names, and that changes from process to process. On a GPU it does so too: of two runs one may then peak a little
+higher than the other.
+
+Host memory of a planned run: counted, and not taken.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+from memfit.extrapolation.steps import last_step
+from memfit.extrapolation.streams import Call
+from memfit.jobs.build import Prepared, prepare
+from memfit.jobs.host import HostMemory
+from memfit.jobs.run import run_job
+from memfit.jobs.training.offload.host import host_memory_by
+from memfit.jobs.training.parallel import is_replicated, is_sharded
+from memfit.jobs.workload import Workload
+from memfit.planning.categories import note
+from memfit.planning.failures import failures_of_the_job
+from memfit.planning.host_facts import HOST
+from memfit.replay.events import Trace
+from memfit.tracing.answers import Answer, Answers, Site, Value
+from memfit.tracing.distributed import ddp_traced, fully_shard_traced
+from memfit.tracing.platform import H200, Platform
+from memfit.tracing.tracer import Tracer, trace
+
+TRAINER_KNOWN: dict[Site, tuple[Value, str]] = {
+    Site("transformers/trainer.py", "_run_epoch"): (False, "the loss is a finite number"),
+    Site("transformers/trainer.py", "_maybe_log_save_evaluate"): (
+        1.0,
+        "the loss and the gradients' norm are logged as 1",
+    ),
+    Site("transformers/trainer.py", "_finalize_training"): (1.0, "the mean loss is returned as 1"),
+    Site("transformers/trainer.py", "store_flos"): (1.0, "the work of all processes is logged as 1"),
+}
+"""What the Trainer asks of its tensors, whoever runs it, and what the answers mean."""
+TRAINER_ANSWERS: dict[Site, Value] = {
+    **{site: value for site, (value, _) in TRAINER_KNOWN.items()},
+    Site("memfit/jobs/training/parallel.py", "all_well"): 0,  # the number of processes that ran out of memory
+    Site("memfit/jobs/training/engine.py", "_probe"): True,  # is the gradients' norm finite?
+    Site("memfit/jobs/training/engine.py", "drain_losses"): 1.0,  # the losses of steps, to be reported
+    Site("memfit/jobs/training/engine.py", "<dictcomp>"): 1.0,  # the same, as Python before 3.12 calls it
+}
+
+
+@contextmanager
+def trainer_on_cuda() -> Iterator[None]:
+    """accelerate is told that there is a CUDA device: in traced code that is the traced device."""
+    import torch
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, DistributedType, GradientState, PartialState
+    from transformers import training_args
+
+    states = (AcceleratorState, GradientState, PartialState)
+    cuda = torch.device("cuda")
+    initialise, prepare_backend = Accelerator.__init__, PartialState._prepare_backend
+
+    def initialise_for_cuda(self: Any, *args: Any, **kwargs: Any) -> None:
+        """It refuses fp16 on devices that it does not know."""
+        with mock.patch.object(Accelerator, "device", property(lambda _: cuda)):
+            initialise(self, *args, **kwargs)
+
+    def backend_for_cuda(self: Any, *args: Any, **kwargs: Any) -> tuple[str, DistributedType]:
+        """It looks for a card before it takes several processes for what they are."""
+        many = torch.distributed.is_initialized()
+        return ("nccl", DistributedType.MULTI_GPU) if many else prepare_backend(self, *args, **kwargs)
+
+    def forget() -> None:
+        for state in states:
+            state._reset_state()
+
+    forget()
+    with ExitStack() as stack:
+        stack.callback(forget)
+        stack.enter_context(mock.patch.dict(os.environ, {"ACCELERATE_TORCH_DEVICE": "cuda"}))
+        stack.enter_context(mock.patch.object(training_args, "is_torch_bf16_gpu_available", lambda: True))
+        stack.enter_context(mock.patch.object(Accelerator, "__init__", initialise_for_cuda))
+        stack.enter_context(mock.patch.object(PartialState, "_prepare_backend", backend_for_cuda))
+        for name in ("get_rng_state", "set_rng_state"):  # kept on the host, and nothing here is random
+            stack.enter_context(mock.patch.object(torch.cuda, name, lambda *_, **__: torch.empty(0)))
+        yield
+
+
+@contextmanager
+def fully_shard_by_accelerate(tracer: Tracer) -> Iterator[None]:
+    """accelerate takes a model in host memory."""
+    from accelerate import Accelerator
+
+    from memfit.tracing.distributed import OnHost, fully_shard_traced
+
+    prepare = Accelerator._prepare_fsdp2
+
+    def prepare_from_host(self: Any, *args: Any) -> Any:
+        with OnHost(tracer):
+            return prepare(self, *args)
+
+    with fully_shard_traced(tracer), mock.patch.object(Accelerator, "_prepare_fsdp2", prepare_from_host):
+        yield
+
+
+UTILS = "transformers/generation/utils.py"
+LOGITS = "transformers/generation/logits_process.py"
+CACHE = "transformers/cache_utils.py"
+
+
+def generate_answers(tokens: int, on_token: Callable[[], None], *, padded: bool) -> dict[Site, Answer]:
+    """`on_token` is called after each of them, when it is asked whether to go on."""
+    return {
+        Site(UTILS, "_prepare_special_tokens"): False,  # the padding token is no end token; end tokens are not negative
+        Site(UTILS, "_get_logits_processor"): False,  # tokens are not negative
+        Site(UTILS, "generate", "== 1).all()"): not padded,  # is the mask all ones? If so, 5.22 drops it
+        Site(UTILS, "generate"): False,  # is there padding on the right?
+        Site(UTILS, "__call__"): true_at(tokens, on_token),  # StopCheck: has every row ended?
+        Site(UTILS, "_has_unfinished_sequences"): true_at(tokens, on_token),  # the same, before there was a StopCheck
+        Site(UTILS, "_beam_search"): beam_search(tokens, on_token),
+        Site(LOGITS, "__init__"): False,  # end tokens are not negative
+        Site(CACHE, "reorder_cache"): True,  # there is something in a static cache when beams change places
+    }
+
+
+@contextmanager
+def cache_labelled(tracer: Any) -> Iterator[None]:
+    """What a layer of the key-value cache makes while it is updated is the cache."""
+    from transformers import cache_utils
+
+    def labelled(update: Callable[..., Any]) -> Callable[..., Any]:
+        def update_labelled(*args: Any, **kwargs: Any) -> Any:
+            before, tracer.default_category = tracer.default_category, "kv_cache"
+            try:
+                return update(*args, **kwargs)
+            finally:
+                tracer.default_category = before
+
+        return update_labelled
+
+    layers = [
+        c for c in vars(cache_utils).values() if isinstance(c, type) and issubclass(c, cache_utils.CacheLayerMixin)
+    ]
+    with ExitStack() as stack:
+        for layer in layers:
+            for name in ("update", "lazy_initialization"):
+                if name in vars(layer):
+                    stack.enter_context(mock.patch.object(layer, name, labelled(vars(layer)[name])))
+        yield
+
+
+def beam_search(count: int, on_token: Callable[[], None]) -> Callable[[torch.Tensor], Value]:
+    """It asks for the padding token, a number, and whether some beam goes on, yes or no."""
+    ended = true_at(count, on_token)
+    return lambda tensor: not ended(tensor) if tensor.dtype == torch.bool else 0
+
+
+def true_at(count: int, on_token: Callable[[], None]) -> Callable[[torch.Tensor], bool]:
+    asked = 0
+
+    def answer(_: torch.Tensor) -> bool:
+        nonlocal asked
+        asked += 1
+        on_token()
+        return asked >= count
+
+    return answer
+
+
+@contextmanager
+def phases_by_what_runs(tracer: Any) -> Iterator[None]:
+    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+    mark, step, depth = tracer.trace.mark, 1, 0
+
+    def stepping(*_: Any) -> None:
+        nonlocal depth
+        depth += 1
+        if depth == 1:  # an optimizer may have another one inside
+            mark("step", step)
+
+    def stepped(*_: Any) -> None:
+        nonlocal step, depth
+        depth -= 1
+        if depth == 0:
+            mark("zero", step)
+            step += 1
+
+    def around_backward(begins: bool) -> None:
+        mark("backward" if begins else "data", step)
+
+    def entering(module: Any, _: Any) -> None:
+        if tracer.modules.depth <= 1 and tracer.trace.marks[-1].phase not in ("forward", "backward"):
+            mark("forward", step)
+
+    from torch.nn.modules.module import register_module_forward_pre_hook
+
+    mark("data", step)
+    tracer.on_backward = around_backward
+    with ExitStack() as stack:
+        stack.callback(register_optimizer_step_pre_hook(stepping).remove)
+        stack.callback(register_optimizer_step_post_hook(stepped).remove)
+        stack.callback(register_module_forward_pre_hook(entering).remove)
+        yield
+    tracer.on_backward = lambda begins: None
+
+
+class InOrder(set[Any]):
+    """A set that gives its members in the order in which they first came."""
+
+    def __init__(self, members: Iterable[Any] = ()) -> None:
+        self._came = tuple(dict.fromkeys(members))
+        super().__init__(self._came)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (each for each in self._came if each in self)
+
+
+@contextmanager
+def kinds_in_order(model: nn.Module) -> Iterator[None]:
+    """In the code of transformers that `model` runs."""
+    base = getattr(model, "get_base_model", lambda: model)()
+    names = {"transformers.masking_utils", type(base).__module__}
+    with ExitStack() as stack:
+        for name in names & set(sys.modules):
+            if name.startswith("transformers."):
+                stack.enter_context(mock.patch.object(sys.modules[name], "set", InOrder, create=True))
+        yield
+
+
+class PlannedHost(HostMemory):
+    def __init__(self, tracer: Tracer, *, pinned: bool = True, category: str = "") -> None:
+        """Pinned memory is rounded up as torch does it. `category`: of what has its place here, while it is on the
+        device."""
+        super().__init__(tracer.device)
+        self.pinned = pinned
+        self._tracer, self._category = tracer, category
+
+    def copied(self, on_device: torch.Tensor, name: str = "") -> None:
+        if name:
+            self._tracer.name(on_device, name)
+        block = self._tracer.block_of(on_device)
+        if block is not None and self._category:
+            self._tracer.trace.set_category(block, self._category)
+
+    def computing(self) -> AbstractContextManager[None]:
+        return self._tracer.host_computes()
+
+    def _made(self, shape: Any, dtype: torch.dtype) -> torch.Tensor:
+        return self._tracer.host_empty(shape, dtype)
+
+
+@contextmanager
+def levers_counted(tracer: Tracer) -> Iterator[None]:
+    """What the levers of a training take of the host is written down, lever by lever."""
+    hosts: dict[str, PlannedHost] = {}
+
+    def make(device: torch.device, lever: str) -> HostMemory:
+        return hosts.setdefault(lever, PlannedHost(tracer, pinned=False, category=lever))
+
+    with host_memory_by(make):
+        yield
+    if hosts:
+        tracer.trace.facts[HOST] = {lever: host.peak_bytes for lever, host in hosts.items()}
+
+
+STEPS = 3
+"""The optimizer's state is there from the second step on, and the pools have settled by the third."""
+
+
+def steps_of(loop: str) -> int:
+    """Of the optimizer, those of the probe included."""
+    from memfit.jobs.training.engine import PROBE_STEPS
+
+    return STEPS + PROBE_STEPS if loop == "memfit" else STEPS
+
+
+def prepare_without_memory(workload: Workload, *, layers: int | None = None) -> Prepared:
+    with torch.device("meta"):
+        return prepare(workload, layers=layers)
+
+
+def trace_steps(job: Prepared, platform: Platform = H200) -> Trace:
+    """As `trace_job`, but the last step of a training is told by the one before it. Raises NotRepeating where it is
+    not; the job has then run, and must be prepared anew."""
+    if not job.workload.trains or is_replicated(job.workload):  # DDP makes its buckets anew in the second step
+        return trace_job(job, platform)
+    traced = trace_job(job, platform, steps=STEPS - 1)
+    missing = last_step(traced, steps_of(job.workload.loop))
+    return missing.of(traced) if missing else traced
+
+
+def trace_job(
+    job: Prepared, platform: Platform = H200, *, steps: int = STEPS, tokens: int | None = None,
+    beside: Callable[[Tracer], AbstractContextManager[object]] = nullcontext,
+) -> Trace:  # fmt: skip
+    """`tokens` ends a generation early; the events at which tokens were done are in `facts`. What `beside` makes is
+    entered inside the trace, around the job."""
+    ends, here = 0, Trace()
+    done: list[int] = []
+    calls: list[Call] = []
+
+    def run(tracer: Tracer) -> None:
+        nonlocal ends, here, calls
+        here, calls = tracer.trace, tracer.rule_calls.made
+        phases = MarkedPhases(tracer, job)
+        with beside(tracer), _in_parallel(tracer, job.workload), levers_counted(tracer):
+            run_job(job, tracer.device, phases, steps=steps)
+        ends = phases.ends
+
+    work = job.workload
+    table = padding_answers(_is_padded(work)) | rope_answers(job)
+    if work.kind == "generate":
+        table |= generate_answers(tokens or work.new_tokens, lambda: done.append(len(here)), padded=_is_padded(work))
+    around: AbstractContextManager[None] = nullcontext()
+    if work.trains and work.loop != "plain":
+        table |= TRAINER_ANSWERS
+        around = trainer_on_cuda()
+    with around, kinds_in_order(job.model), failures_of_the_job():
+        made = trace(run, platform=platform, answers=Answers(table))
+    made.truncate(ends)  # what dies with the job's own variables dies after it
+    if done:
+        made.facts["tokens"] = done
+    note(made, calls, job.model, tokens, work.seq_len)
+    return made
+
+
+def _in_parallel(tracer: Tracer, work: Workload) -> AbstractContextManager[None]:
+
+    if is_sharded(work):
+        return fully_shard_traced(tracer) if work.loop == "plain" else fully_shard_by_accelerate(tracer)
+    return ddp_traced(tracer) if is_replicated(work) else nullcontext()
+
+
+def _is_padded(work: Workload) -> bool:
+    if not work.trains or work.loop != "memfit":
+        return work.padding
+    from memfit.jobs.training.loops import pads
+
+    return pads(work)
+
+
+def padding_answers(padded: bool) -> dict[Site, Answer]:
+    """Is the attention mask all ones? If so, transformers drops it, and the kernels without a mask run."""
+    masks = "transformers/masking_utils.py"
+    asking = (
+        "_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa", "sdpa_mask", "flash_attention_mask",
+        "create_recurrent_attention_mask",
+    )  # fmt: skip
+    return {Site(masks, function): not padded for function in asking}
+
+
+def rope_answers(job: Prepared) -> dict[Site, Answer]:
+    """Is the sequence longer than the positions that the model was first trained on?"""
+    config = getattr(job.model, "config", None)
+    longest = getattr(config, "max_position_embeddings", None) or 0
+    original = getattr(config, "original_max_position_embeddings", None) or longest
+    rope, length = "transformers/modeling_rope_utils.py", job.workload.seq_len
+    return {
+        Site(rope, "longrope_frequency_update"): length > original,
+        Site(rope, "dynamic_frequency_update"): length > longest,
+    }
+
+
+class MarkedPhases:
+    """Phases of a traced job become marks; what is moved while loading are the weights, under their own names."""
+
+    def __init__(self, tracer: Tracer, job: Prepared) -> None:
+        self.tracer = tracer
+        self.model = job.model
+        tracer.modules.know(job.model, "")  # whatever else will hold it
+        self.ends = 0
+
+    @contextmanager
+    def __call__(self, name: str, step: int = 0) -> Iterator[None]:
+        tracer = self.tracer
+        tracer.trace.mark(name, step)
+        before, tracer.default_category = tracer.default_category, "weights" if name == "load" else ""
+        try:
+            with self._inside(name):
+                yield
+        finally:
+            tracer.default_category = before
+        if name == "load":
+            for path, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
+                if tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size():
+                    tracer.name(tensor, path)  # room that many share, in turns, is nobody's
+        self.ends = len(tracer.trace)
+
+    def _inside(self, name: str) -> AbstractContextManager[None]:
+        if name == "trainer":
+            return phases_by_what_runs(self.tracer)
+        if name == "generate":
+            return cache_labelled(self.tracer)
+        return nullcontext()

@@ -1,0 +1,348 @@
+"""A training job, predicted before it starts: the guide's budget table, whether it fits, and `memory: auto`.
+
+    plan = plan_training(prepare_job(load_config("qwen2.5-7b-lora-24gb")))
+    print("\n".join(plan.in_lines()))
+    plan.job, plan.verdict          # the job to run, at the micro-batch that `memory: auto` chose
+
+What is predicted is `memfit train` itself, on the longest rows of the data (`jobs/training/loops.py`).
+
+`memory: auto`: the largest micro-batch that fits with the margin asked for, at the same global batch.
+
+A training job as the workload of one of its processes, which is what can be predicted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, get_args
+
+from memfit.errors import MemfitError, UsageError
+from memfit.gpus import Gpu
+from memfit.jobs.training.batch import BatchSizes
+from memfit.jobs.training.config import ModelConfig, TrainConfig
+from memfit.jobs.training.job import TrainJob
+from memfit.jobs.training.result import PHASES
+from memfit.jobs.training.shapes import basics_config, gsa_config, is_basics, transformers_config
+from memfit.jobs.workload import Optimizer, Workload
+from memfit.models.presets import BASICS, is_gsa
+from memfit.planning.budget import budget_of, table
+from memfit.planning.cache import shape_folder
+from memfit.planning.card_here import card_for, fit_command
+from memfit.planning.predict import Plan, Verdict, predict
+from memfit.replay.alloc_config import CUDA_VARIABLE
+from memfit.units import gib, in_mib
+
+OPTIMIZERS: tuple[Optimizer, ...] = get_args(Optimizer)
+MICRO_STEPS = 3
+"""Every later micro-step does what the third does: it finds gradients to add to, and the sum of losses before."""
+
+
+def workload_of(job: TrainJob) -> Workload:
+    """Of the longest rows, at the job's own micro-batch. Raises UsageError for what cannot be planned."""
+    name = job.config.model.name if job.source is None else str(job.source.folder)
+    return workload_of_config(job.config, job.batch, name, int(job.data.lengths.max()), packed=job.data.packed)
+
+
+def workload_of_config(
+    config: TrainConfig, batch: BatchSizes, model_name: str, longest: int, *, packed: bool | None = None
+) -> Workload:
+    """Where the data have not been read. `model_name` is one that the registry knows; rows are as long as `longest`."""
+    rows = batch.micro_batch_size
+    if packed is None:
+        packed = config.data.format != "instruction" if config.data.packing is None else config.data.packing
+    return Workload(
+        kind="lora" if config.method.kind == "lora" else "train",
+        model=_model(config.model, model_name),
+        batch_size=rows,
+        seq_len=longest,
+        precision=config.precision,
+        attention="eager" if config.model.attention == "eager" else "sdpa",  # which has flash kernels of its own
+        padding=not packed and rows > 1,
+        loop="memfit",
+        loss=config.loss.kind,
+        loss_chunk=config.loss.chunk,
+        optimizer=_optimizer(config.optimizer.name),
+        grad_checkpointing=config.memory.gradient_checkpointing == "full",
+        selective_checkpointing=config.memory.gradient_checkpointing == "selective",
+        offload=config.memory.offload,
+        grad_accum=min(MICRO_STEPS, batch.gradient_accumulation_steps),
+        clip_grad=config.schedule.max_grad_norm > 0,
+        world_size=batch.world_size,
+        parallel=config.parallel.kind,
+        gradient_as_bucket_view=config.parallel.gradient_as_bucket_view,
+        rank=config.method.rank,
+        target_modules=config.method.target_modules,
+        lora_dropout=config.method.dropout,
+        adapter_dtype=config.method.adapter_dtype,
+        alloc_conf=os.environ.get(CUDA_VARIABLE) or config.memory.alloc_conf,
+    ).without_unused()
+
+
+def _optimizer(name: str) -> Optimizer:
+    for known in OPTIMIZERS:
+        if known == name:
+            return known
+    raise UsageError(f"optimizer {name} cannot be planned: its state moves between GPU and host")
+
+
+# -- the model ---------------------------------------------------------------------------------------------------------
+
+
+def _model(model: ModelConfig, name: str) -> str:
+    """A name under which the same architecture is found again."""
+    return str(shape_folder(_settings(model))) if model.settings else name
+
+
+def _settings(model: ModelConfig) -> dict[str, Any]:
+    """As a config.json has them, with the changes that the job makes."""
+    if is_basics(model.name):
+        return {"model_type": BASICS, **dataclasses.asdict(basics_config(model))}
+    config = gsa_config(model) if is_gsa(model.name) else transformers_config(model)
+    made: dict[str, Any] = json.loads(config.to_json_string())
+    return made
+
+
+Rung = tuple[int, Plan]
+"""A micro-batch, and the job with it."""
+
+
+def largest_that_fits(job: TrainJob, card: Gpu | None) -> tuple[TrainJob, tuple[Rung, ...], tuple[str, ...]]:
+    """The job to run, what was looked at, and why. From the smallest up: the first that does not fit ends it."""
+    if card is None:
+        return job, (), ("memory: auto: no GPU is used and memory.gpu names none: micro_batch_size stays as it is",)
+    margin = job.config.memory.margin
+    tried: list[Rung] = []
+    best: int | None = None
+    for rows in job.batch.rungs:
+        plan = predict(workload_of(job.with_micro_batch(rows)), gpu=card)
+        tried.append((rows, plan))
+        if not has_margin(plan, margin):
+            break
+        best = rows
+    return job.with_micro_batch(best or tried[0][0]), tuple(tried), (_why(best, tried, job, card),)
+
+
+def has_margin(plan: Plan, margin: float) -> bool:
+    """Without torch having to give back what it keeps, which is a pause each time."""
+    fit, gpu = plan.fit, plan.gpu
+    return (
+        fit is not None and gpu is not None and fit.verdict != "fails" and not fit.retries
+        and fit.device_bytes <= (1 - margin) * gpu.capacity_bytes
+    )  # fmt: skip
+
+
+def _why(best: int | None, tried: list[Rung], job: TrainJob, card: Gpu) -> str:
+    margin, capacity = job.config.memory.margin, gib(card.capacity_bytes)
+    last_rows, last = tried[-1]
+    takes = gib(last.peak.device_bytes)
+    if best is None:
+        return f"memory: auto: not even a single row fits with a margin of {margin:.0%}: {takes} of {capacity}"
+    used = gib(dict(tried)[best].peak.device_bytes)
+    said = f"memory: auto: {job.batch.with_micro_batch(best).in_words()}, {used} of {capacity}"
+    if last_rows == best:
+        return f"{said}: all rows of a step at once"
+    return f"{said}; the next rung, {last_rows} rows, takes {takes}, more than a margin of {margin:.0%} leaves"
+
+
+__all__ = ["TrainPlan", "decides", "plan_training", "workload_of", "workload_of_config"]
+
+SCHEMA = "memfit.train-plan/1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainPlan:
+    job: TrainJob
+    """The job to run."""
+    gpu: Gpu | None = None
+    plan: Plan | None = None
+    """None where the job cannot be predicted; `said` tells why."""
+    plain: Workload | None = None
+    """The same job without its memory levers."""
+    levers: tuple[str, ...] = ()
+    rungs: tuple[Rung, ...] = ()
+    """Micro-batches that `memory: auto` has looked at, the smallest first."""
+    said: tuple[str, ...] = ()
+
+    @cached_property
+    def before(self) -> Plan | None:
+        """Of the job without its levers, predicted when somebody wants to see it; None where it has none."""
+        if self.plain is None or not self.levers:
+            return None
+        try:
+            return predict(self.plain, gpu=self.gpu)
+        except MemfitError:
+            return None
+
+    @property
+    def verdict(self) -> Verdict | None:
+        if self.plan is None or self.plan.fit is None or self.gpu is None:
+            return None
+        if self.plan.fit.verdict == "fails":
+            return "fails"
+        return "safe" if has_margin(self.plan, self.job.config.memory.margin) else "tight"
+
+    @property
+    def peak_bytes(self) -> int | None:
+        return None if self.plan is None else self.plan.peak.allocated_bytes
+
+    @property
+    def reserved_bytes(self) -> int | None:
+        return None if self.plan is None else self.plan.peak.reserved_bytes
+
+    @property
+    def phases(self) -> dict[str, tuple[int, int]]:
+        """The most that is allocated and reserved in each, over all steps."""
+        made: dict[str, tuple[int, int]] = {}
+        for each in self.plan.report.phases if self.plan else ():
+            if each.name in PHASES:
+                allocated, reserved = made.get(each.name, (0, 0))
+                made[each.name] = max(allocated, each.allocated_bytes), max(reserved, each.reserved_bytes)
+        return made
+
+    def to_json(self) -> dict[str, Any]:
+        def budget(plan: Plan | None) -> dict[str, int] | None:
+            if plan is None:
+                return None
+            made = budget_of(plan)
+            return {**dataclasses.asdict(made), "total_bytes": made.total_bytes}
+
+        return {
+            "schema": SCHEMA,
+            "gpu": None if self.gpu is None else {"name": self.gpu.name, "capacity_bytes": self.gpu.capacity_bytes},
+            "verdict": self.verdict, "margin": self.job.config.memory.margin, "batch": self.job.batch.to_json(),
+            "peak_bytes": self.peak_bytes, "reserved_bytes": self.reserved_bytes, "levers": list(self.levers),
+            "budget": {"before": budget(self.before), "after": budget(self.plan)},
+            "phases": {
+                name: {"allocated_bytes": allocated, "reserved_bytes": reserved}
+                for name, (allocated, reserved) in self.phases.items()
+            },
+            "rungs": [
+                {"micro_batch_size": rows, "device_bytes": plan.peak.device_bytes, "verdict": plan.verdict}
+                for rows, plan in self.rungs
+            ],
+            "plan": None if self.plan is None else self.plan.to_json(),
+            "notes": [*self.said, *(self.plan.notes if self.plan else ())],
+        }  # fmt: skip
+
+    def in_lines(self) -> list[str]:
+        if self.plan is None:
+            return list(self.said)
+        return [*self._heading(), *table(self._columns()), *self._on_host(), *self.said, self._judgement()]
+
+    def _heading(self) -> Iterator[str]:
+        if self.gpu is not None:
+            yield from (f"note: {note}" for note in self.gpu.notes)
+            yield f"plan: predicted for {_named(self.gpu)}"
+        else:
+            yield "plan: predicted with the H200's kernels; no GPU is used and memory.gpu names none, so no verdict"
+        if self.before is not None:
+            *first, last = self.levers
+            yield f"before: the same job without {', '.join(first)}{' and ' if first else ''}{last}"
+
+    def _on_host(self) -> Iterator[str]:
+        for note in self.plan.notes if self.plan else ():
+            if note.startswith("host memory"):
+                yield f"plan: {note}"
+
+    def _columns(self) -> dict[str, Plan]:
+        assert self.plan is not None
+        if self.before is None:
+            return {"predicted": self.plan}
+        return {"before": self.before, "after": self.plan}
+
+    def _judgement(self) -> str:
+        assert self.plan is not None
+        if self.gpu is None or self.plan.fit is None:
+            return f"plan: takes {gib(self.plan.peak.device_bytes)} of a GPU; {self._smallest()}"
+        needed, capacity, margin = self.plan.needed_bytes, self.plan.fit.capacity_bytes, self.job.config.memory.margin
+        if self.verdict == "fails":
+            return f"plan: does not fit into {gib(capacity)}; {self._smallest()}"
+        free = f"{gib(needed)} of {gib(capacity)}, {gib(capacity - needed)} ({1 - needed / capacity:.0%}) stay free"
+        if self.verdict == "safe":
+            return f"plan: fits, {free}"
+        if self.plan.fit.retries:
+            spare = f"{gib(capacity - needed)} ({1 - needed / capacity:.0%}) to spare"
+            return f"plan: fits, but only just: needs {gib(needed)} of {gib(capacity)}, {spare}; {self._gives_back()}"
+        return f"plan: fits, but tightly: {free}, less than the margin of {margin:.0%}"
+
+    def _gives_back(self) -> str:
+        assert self.plan is not None and self.plan.fit is not None
+        often = "once" if self.plan.fit.retries == 1 else f"{self.plan.fit.retries} times"
+        held = gib(self.plan.peak.device_bytes)
+        return f"with room torch would hold {held}, and here it stops {often} to give back what is idle"
+
+    def _smallest(self) -> str:
+        assert self.plan is not None
+        return f"the smallest card that takes it has {gib(self.plan.smallest_gpu_bytes)}"
+
+
+def decides(job: TrainJob) -> bool:
+    """Whether a plan could change the job, or stop it: every process of a run must then make it."""
+    return _card(job) is not None
+
+
+def plan_training(job: TrainJob) -> TrainPlan:
+    """For `memory.gpu`, or the GPU that is there, or none. A job that cannot be predicted is no reason not to train."""
+    memory, card = job.config.memory, _card(job)
+    try:
+        chosen, rungs, said = largest_that_fits(job, card) if memory.auto else (job, (), ())
+        work = workload_of(chosen)
+        plan = dict(rungs).get(work.batch_size) or predict(work, gpu=card)
+        plain, levers = _without_levers(chosen)
+        return TrainPlan(
+            job=chosen, gpu=card, plan=plan, plain=plain, levers=levers, rungs=rungs,
+            said=(*said, *_what_to_try(work, chosen, plan)),
+        )  # fmt: skip
+    except MemfitError as error:
+        return TrainPlan(job=job, gpu=card, said=(f"plan: none, for this job cannot be predicted: {error.message}",))
+
+
+def _card(job: TrainJob) -> Gpu | None:
+    asked = job.config.memory.gpu
+    return None if asked is None and job.config.device == "cpu" else card_for(asked)
+
+
+def _named(card: Gpu) -> str:
+    size = gib(card.capacity_bytes)
+    return f"a card of {size}" if card.name == size else f"{card.name}, {size}"
+
+
+# -- the levers of a job -----------------------------------------------------------------------------------------------
+
+
+def _without_levers(job: TrainJob) -> tuple[Workload, tuple[str, ...]]:
+    """The same job as most people would start it, and what of memfit's it then lacks."""
+    gathering = _as_published(job)
+    work = workload_of(gathering or job)
+    on: dict[str, tuple[bool, dict[str, Any]]] = {
+        "gradient checkpointing": (work.grad_checkpointing, {"grad_checkpointing": False}),
+        "selective checkpointing": (work.selective_checkpointing, {"selective_checkpointing": False}),
+        "chunked loss": (work.loss == "chunked", {"loss": "full"}),
+        "offload": (bool(work.offload), {"offload": ()}),
+    }
+    names = tuple(name for name, (is_on, _) in on.items() if is_on)
+    off = {key: value for is_on, change in on.values() if is_on for key, value in change.items()}
+    plain = dataclasses.replace(work, **off).without_unused()
+    return plain, names if gathering is None else (*names, "masked attention")
+
+
+def _as_published(job: TrainJob) -> TrainJob | None:
+    """GSA on the path of its published code, which copies keys and values out for every query; None where nothing
+    changes."""
+    model = job.config.model
+    if not is_gsa(model.name) or gsa_config(model).path != "masked":
+        return None
+    gathering = dataclasses.replace(model, settings={**model.settings, "path": "gather"})
+    return dataclasses.replace(job, config=dataclasses.replace(job.config, model=gathering))
+
+
+def _what_to_try(work: Workload, job: TrainJob, plan: Plan) -> tuple[str, ...]:
+    if plan.verdict != "fails" or plan.gpu is None:
+        return ()
+    gpu = job.config.memory.gpu or in_mib(plan.gpu.capacity_bytes)
+    return (f"to try: {fit_command(work, gpu, global_batch=job.batch.global_batch_size)}",)

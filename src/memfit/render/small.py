@@ -1,0 +1,199 @@
+"""A pre-flight for a person: by subject, a line for each check with its status, what was found, and what to do next.
+
+The lists of models and cards, from the documents that `memfit models --json` and `memfit gpus --json` print.
+
+A profile for a person: the peak, the phases, where the snapshot lies and what opens it.
+
+A machine's memory for a person who looks on: a bar for each GPU, who holds it, and the memfit jobs that run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rich.console import Console, Group, JustifyMethod, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from memfit.render.pieces import clean, count, percent, print_parts, section, tail
+from memfit.render.plan import verdict_line
+from memfit.units import gib
+
+STYLES = {"ok": "green", "warning": "yellow", "failed": "bold red", "skipped": "dim"}
+ORDER = ("failed", "warning", "ok", "skipped")
+
+
+def show_check(document: Mapping[str, Any], console: Console) -> None:
+    print_parts(_parts(document), console)
+
+
+def _parts(document: Mapping[str, Any]) -> Iterator[RenderableType]:
+    yield _heading(document)
+    for subject in dict.fromkeys(each["subject"] for each in document["checks"]):
+        yield section(clean(subject), _lines([each for each in document["checks"] if each["subject"] == subject]))
+    yield Text()
+    yield _summary(document)
+
+
+def _heading(document: Mapping[str, Any]) -> RenderableType:
+    asked = document["asked"]
+    what = "this machine"
+    if asked["config"] is not None:
+        what = f"config {asked['config']}"
+    elif asked["workload"] is not None:
+        what = f"{asked['workload']['kind']} of {asked['workload']['model']}"
+    on = "" if asked["gpu"] is None else f" on {asked['gpu']}"
+    return Text.assemble("check: ", (clean(what + on), "bold"))
+
+
+def _lines(checks: list[Mapping[str, Any]]) -> RenderableType:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for each in checks:
+        found: RenderableType = Text(clean(each["found"]))
+        if each["next"] is not None:
+            found = Group(found, Text.assemble(("next: ", "bold"), clean(each["next"])))
+        table.add_row(Text(each["status"], STYLES[each["status"]]), Text(clean(each["name"])), found)
+    return table
+
+
+def _summary(document: Mapping[str, Any]) -> Text:
+    counts = document["counts"]
+    named = {"warning": "warning" if counts["warning"] == 1 else "warnings"}
+    wrong = ", ".join(dict.fromkeys(clean(each["name"]) for each in document["checks"] if each["status"] == "failed"))
+    said = ", ".join(
+        f"{counts[status]} {named.get(status, status)}" + (f" ({wrong})" if status == "failed" else "")
+        for status in ORDER if counts[status]
+    )  # fmt: skip
+    words = {"failed": "not ready", "warning": "ready, with warnings", "ok": "ready"}
+    verdict = document["verdict"]
+    return Text.assemble((words[verdict], STYLES[verdict]), f": {said} ({document['seconds']:.1f} s)")
+
+
+def show_models(document: Mapping[str, Any], console: Console) -> None:
+    table = _table("name", "type", ("parameters", "right"), "hub ids")
+    for model in document["models"]:
+        ids = Text(", ".join(clean(name) for name in model["hub_ids"]), "dim")
+        table.add_row(clean(model["name"]), clean(model["type"]), count(model["parameters"]), ids)
+    console.print(table)
+
+
+def show_gpus(document: Mapping[str, Any], console: Console) -> None:
+    table = _table("name", ("memory", "right"), ("context", "right"), "", ("compute capability", "right"))
+    for card in document["gpus"]:
+        low, high = card["context"]["low_bytes"], card["context"]["high_bytes"]
+        context = gib(high) if low == high else f"{gib(low).removesuffix(' GiB')} to {gib(high)}"
+        basis = Text(clean(card["context"]["basis"]), "dim")
+        capability = clean(card["compute_capability"])
+        table.add_row(clean(card["name"]), gib(card["capacity_bytes"]), context, basis, capability)
+    console.print(table)
+
+
+def _table(*columns: str | tuple[str, JustifyMethod]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for column in columns:
+        name, justify = column if isinstance(column, tuple) else (column, _LEFT)
+        table.add_column(name, justify=justify, overflow="fold")
+    return table
+
+
+_LEFT: JustifyMethod = "left"
+
+
+def show_profile(document: Mapping[str, Any], console: Console) -> None:
+    peak, origin = document["peak"], document["origin"]
+    if document["verdict"] is not None:
+        console.print(verdict_line(document, document["capacity_bytes"]))
+    console.print(
+        Text.assemble(
+            (f"{gib(peak['allocated_bytes'])} allocated at the peak", "bold"),
+            f", {gib(peak['reserved_bytes'])} reserved ({origin}, {clean(document['gpu'])})",
+        )
+    )
+    most = max((phase["allocated_bytes"] for phase in document["phases"]), default=0)
+    table = Table.grid(padding=(0, 2))
+    table.add_column()
+    table.add_column(justify="right")
+    for phase in document["phases"]:
+        table.add_row(clean(phase["name"]), gib(phase["allocated_bytes"]), "peak" * (phase["allocated_bytes"] == most))
+    console.print(Padding(table, (0, 0, 0, 2)))
+    for note in document["notes"]:
+        console.print(Text(f"- {clean(note)}", "dim"))
+    path = clean(document["snapshot"])
+    console.print(Text(f"snapshot: {path}  (opens in pytorch.org/memory_viz)"))
+    console.print(Text.assemble(("next: ", "bold"), f"memfit report {path} --html report.html"))
+
+
+FULL = 0.9
+PROCESSES = 5
+
+
+def show_watch(seen: Mapping[str, Any], console: Console) -> None:
+    console.print(watch_view(seen, console.width, console.encoding))
+
+
+def watch_view(seen: Mapping[str, Any], width: int, encoding: str) -> RenderableType:
+    return Group(*_watch_parts(seen, min(width, 110), encoding.lower().startswith("utf")))
+
+
+def _watch_parts(seen: Mapping[str, Any], width: int, blocks: bool) -> Iterator[RenderableType]:
+    yield Text(clean(seen["time"])[:19].replace("T", " "), "dim")
+    for gpu in seen["gpus"]:
+        yield Text()
+        yield from _gpu(gpu, width, blocks)
+    if seen["no_gpus"]:
+        yield Text()
+        yield Text.assemble(("no GPU seen", "bold"), f": {clean(seen['no_gpus'])}")
+    yield Text()
+    yield _bar_line("host", seen["host"]["used_bytes"], seen["host"]["total_bytes"], width, blocks)
+    yield Text()
+    yield from _jobs(seen["jobs"], width)
+
+
+def _gpu(gpu: Mapping[str, Any], width: int, blocks: bool) -> Iterator[RenderableType]:
+    busy = "" if gpu["busy_percent"] is None else f", {gpu['busy_percent']} % busy"
+    yield Text.assemble((f"GPU {gpu['index']}", "bold"), f"  {clean(gpu['name'])}{busy}")
+    yield _bar_line("", gpu["used_bytes"], gpu["total_bytes"], width, blocks)
+    table = Table.grid(padding=(0, 2))
+    for justify in ("right", "right", "left"):
+        table.add_column(justify=justify, no_wrap=True)
+    for process in gpu["processes"][:PROCESSES]:
+        size = "n/a" if process["used_bytes"] is None else gib(process["used_bytes"])
+        name = "of another container, or ended" if process["name"] is None else clean(process["name"])
+        table.add_row(str(process["pid"]), size, tail(name, max(width - 30, 20)))
+    if gpu["processes"]:
+        yield Padding(table, (0, 0, 0, 2))
+
+
+def _bar_line(name: str, used: int, total: int, width: int, blocks: bool) -> Text:
+    cells = max(width - 46, 10)
+    filled = min(round(cells * used / total), cells) if total else 0
+    on, off = ("█", "·") if blocks else ("#", ".")
+    style = "red" if total and used > FULL * total else "blue"
+    figures = f"  {gib(used)} of {gib(total)} ({percent(used, total)})"
+    label = f"{name:6}" if name else "  "
+    return Text.assemble(label, (on * filled, style), (off * (cells - filled), "bright_black"), figures, no_wrap=True)
+
+
+def _jobs(jobs: list[Mapping[str, Any]], width: int) -> Iterator[RenderableType]:
+    if not jobs:
+        yield Text("no memfit job runs", "dim")
+        return
+    table = Table.grid(padding=(0, 2))
+    for justify in ("right", "left", "left", "right", "right", "left"):
+        table.add_column(justify=justify, no_wrap=True)
+    table.add_row(*(Text(word, "dim") for word in ("job", "command", "at", "peak", "headroom", "")))
+    for job in jobs:
+        done = "" if not job["total"] else f"{job['done']} of {job['total']}"
+        command = tail(clean(job["command"]), max(width - 60, 16))
+        sizes = _size(job["peak_bytes"]), _size(job["headroom_bytes"])
+        table.add_row(str(job["pid"]), command, clean(job["at"]), *sizes, done)
+    yield table
+
+
+def _size(value: int | None) -> str:
+    return "n/a" if value is None else gib(value)

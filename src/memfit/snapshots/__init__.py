@@ -1,0 +1,10 @@
+"""The files in which torch tells its memory: read without running what they hold, checked, and written."""
+
+from __future__ import annotations
+
+DOOR = {
+    "read": "Annotation FORMAT Remark Segment Snapshot read_snapshot snapshot_of",
+    "schema": "Frame Malformed clean scalar",
+    "write": "as_json placed_snapshot save_snapshot",
+}
+"""What other rooms may use, by file."""

@@ -1,0 +1,11 @@
+"""What single kernels of CUDA allocate beside their results, and which kernel torch takes. Rules with their sources."""
+
+from __future__ import annotations
+
+DOOR = {
+    "": "attention composites indexing products rules",
+    "composites": "EngineSums",
+    "products": "PRODUCTS Workspaces",
+    "rules": "HIDDEN",
+}
+"""What other rooms may use, by file."""

@@ -1,0 +1,203 @@
+"""Ops that torch writes in terms of others, in another way on CUDA than elsewhere.
+
+`F.dropout` is one fused op on CUDA and three plain ones elsewhere; attention is one of four kernels; softmax of fp16
+into fp32 needs no fp32 copy of its input. These are put in place at autograd's level of the dispatcher, so that they
+hold inside checkpointed blocks run again by backward as well, where Python's own overriding modes are off. Inference
+mode skips that level: there the tracer makes the same replacements (`IN_INFERENCE_MODE`).
+
+Gradients that meet: the engine adds in place on a GPU, and out of place while a dispatch mode is watching.
+
+Where a tensor was used twice, autograd's engine sums the two gradients. It writes into the first one if nobody else
+holds it (`InputBuffer::accumulate` in torch/csrc/autograd/input_buffer.cpp), but never under a mode, where it takes
+every tensor for a subclass. A trace would show one tensor too many at each residual connection. So the engine's own
+condition is asked here: is it the engine that adds, and is it the only holder?
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.library import Library
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memfit.tracing.kernels.attention import attention
+from memfit.tracing.kernels.layouts import added, is_dense
+from memfit.tracing.platform import Platform
+
+if TYPE_CHECKING:
+    from memfit.tracing.tracer import Tracer
+
+
+aten = torch.ops.aten
+Tensor = torch.Tensor
+
+
+def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
+    """native/Dropout.cpp: a fused kernel with a bool mask for 0 < p < 1; p = 1 multiplies by zeros."""
+    if not train or p == 0 or x.numel() == 0:
+        return x
+    if p == 1:
+        return x * torch.zeros((), dtype=x.dtype, device=x.device)
+    out: Tensor = aten.native_dropout(x, p, train)[0]
+    return out
+
+
+def _softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    """native/SoftMax.cpp: half to float inside the kernel, for fp16 only."""
+    if x.dtype == torch.float16 and dtype == torch.float32:
+        return aten._softmax(x, dim, True)  # type: ignore[no-any-return]
+    return aten._softmax(x if dtype is None else x.to(dtype), dim, False)  # type: ignore[no-any-return]
+
+
+def _log_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    if x.dtype == torch.float16 and dtype == torch.float32:
+        return aten._log_softmax(x, dim, True)  # type: ignore[no-any-return]
+    return aten._log_softmax(x if dtype is None else x.to(dtype), dim, False)  # type: ignore[no-any-return]
+
+
+class FusedRmsNorm(torch.autograd.Function):
+    """CUDA's fused op with its own backward; elsewhere torch has only the composite."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shape: list[int], weight: Tensor | None) -> Tensor:
+        rows = x.contiguous()
+        out = torch.empty_like(rows)
+        rstd = torch.empty(*x.shape[: -len(shape)], *(1 for _ in shape), dtype=torch.float32, device=x.device)
+        ctx.save_for_backward(x, weight, rstd)
+        ctx.shape = shape
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight, rstd = ctx.saved_tensors
+        wanted = [ctx.needs_input_grad[0], ctx.needs_input_grad[2]]
+        dx, dw = aten._fused_rms_norm_backward(grad, x, ctx.shape, rstd, weight, wanted)
+        return dx, None, dw
+
+
+def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    """native/layer_norm.cpp: fused, unless a weight has another dtype."""
+    if weight is None or weight.dtype == x.dtype:
+        return FusedRmsNorm.apply(x, shape, weight)  # type: ignore[no-any-return]
+    return aten.rms_norm.default.decompose(x, shape, weight, eps)  # type: ignore[no-any-return]
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """native/Linear.cpp: where rows do not lie one after the other, the bias is added afterwards."""
+    if bias is None or x.dim() < 3 or x.is_contiguous():
+        return aten.linear.default.decompose(x, weight, bias)  # type: ignore[no-any-return]
+    return added(torch.matmul(x, weight.t()), bias)
+
+
+def _sdpa(platform: Platform) -> Callable[..., Tensor]:
+    def sdpa(
+        q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+        is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
+    ) -> Tensor:  # fmt: skip
+        return attention(platform, q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+
+    return sdpa
+
+
+def _replacements(platform: Platform) -> dict[str, Callable[..., Any]]:
+    return {
+        "scaled_dot_product_attention": _sdpa(platform),
+        "dropout": _dropout,
+        "softmax.int": _softmax,
+        "log_softmax.int": _log_softmax,
+        "rms_norm": _rms_norm,
+        "linear": _linear,
+    }
+
+
+def _sdpa_in_inference_mode(tracer: Tracer, *args: Any, **kwargs: Any) -> Any:
+    return _sdpa(tracer.platform)(*args, **kwargs)
+
+
+IN_INFERENCE_MODE: dict[Any, Callable[..., Any]] = {
+    aten.scaled_dot_product_attention.default: _sdpa_in_inference_mode,
+    aten.softmax.int: lambda _, *args, **kwargs: _softmax(*args, **kwargs),
+    aten.log_softmax.int: lambda _, *args, **kwargs: _log_softmax(*args, **kwargs),
+    aten.rms_norm.default: lambda _, *args, **kwargs: _rms_norm(*args, **kwargs),
+    aten.linear.default: lambda _, *args, **kwargs: _linear(*args, **kwargs),
+    aten.dropout.default: lambda _, *args, **kwargs: _dropout(*args, **kwargs),
+}
+"""Inference mode leaves autograd's level out, and the dispatch mode is shown the composites themselves."""
+
+
+@contextmanager
+def composites_of_cuda(platform: Platform, device: torch.device) -> Iterator[None]:
+    key = {"meta": "Meta", "cpu": "CPU"}[device.type]
+    library = Library("aten", "IMPL")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for name, function in _replacements(platform).items():
+                library.impl(name, function, f"Autograd{key}")
+        yield
+    finally:
+        library._destroy()
+
+
+Holders = tuple[int, int, int]
+
+
+class EngineSums:
+    """Knows what the reference counts of a tensor look like, in this torch, when only the engine holds it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._alone = _holders_when_alone(device)
+
+    def in_place(self, args: Any, kwargs: Any) -> bool:
+        if len(args) != 2 or kwargs or torch.is_grad_enabled():
+            return False
+        first, second = args
+        if not isinstance(second, torch.Tensor) or first.shape != second.shape or first.dtype != second.dtype:
+            return False
+        if not called_by_engine() or not is_dense(first):
+            return False
+        return all(found <= alone for found, alone in zip(_holders(first), self._alone, strict=True))
+
+
+def called_by_engine() -> bool:
+    """No Python lies between the engine and this op: neither a custom function nor a block run again."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and (
+        "/torch/_" in frame.f_code.co_filename or "/memfit/tracing/" in frame.f_code.co_filename
+    ):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_name == "_engine_run_backward"
+
+
+def _holders(tensor: torch.Tensor) -> Holders:
+    """Of the tensor and of its storage in C++, and of the tensor in Python."""
+    storage = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # type: ignore[attr-defined,unused-ignore]
+    return tensor._use_count(), storage, sys.getrefcount(tensor)  # type: ignore[attr-defined,unused-ignore]
+
+
+class _Watch(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Holders] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is aten.add.Tensor and torch._C._current_autograd_node() is not None:
+            first, _ = args
+            self.seen.append(_holders(first))
+        return func(*args, **(kwargs or {}))
+
+
+def _holders_when_alone(device: torch.device) -> Holders:
+    x = torch.empty(2, device=device, requires_grad=True)
+    watch = _Watch()
+    with watch:
+        h = x * 2
+        loss = (h * 3).sum() + (h * 4).sum()
+        torch.autograd.backward(loss)
+    return watch.seen[0]

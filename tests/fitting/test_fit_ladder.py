@@ -1,0 +1,98 @@
+"""The ladder: every rung exact in global batch, and what lies above it does not run."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cache
+
+import pytest
+
+import memfit
+from memfit.errors import UsageError
+from memfit.fitting.forecast import Forecasts
+from memfit.fitting.ladder import LEAVES, GuideRung, Ladder, guide_ladder
+from memfit.gpus import find_gpu
+from memfit.jobs.workload import Workload
+from memfit.render.fit import show_ladder
+from memfit.render.plan import as_text
+
+GPU = "6GiB"
+
+
+@cache
+def climbed() -> Ladder:
+    return memfit.ladder(kind="train", model="gpt2", seq_len=256, global_batch=24, gpu=GPU)
+
+
+def test_every_rung_has_exactly_the_global_batch() -> None:
+    for rung in climbed().rungs:
+        assert rung.workload.batch_size * rung.workload.grad_accum == 24
+
+
+def test_each_of_the_four_has_its_rung_and_they_climb() -> None:
+    names = [name for rung in climbed().rungs for name in rung.names]
+    sizes = [rung.workload.batch_size for rung in climbed().rungs]
+
+    assert names == [name for name in LEAVES if name in names]
+    assert "Maximum" in names
+    assert sizes == sorted(set(sizes))
+
+
+def test_a_rung_leaves_what_its_name_says_and_the_next_one_does_not() -> None:
+    capacity = climbed().gpu.capacity_bytes
+    rungs = {name: rung for rung in climbed().rungs for name in rung.names}
+
+    for name, share in LEAVES.items():
+        if name in rungs and share:
+            assert rungs[name].forecast.device_bytes <= (1 - share) * capacity
+
+
+def test_the_top_runs_and_the_rung_above_it_does_not() -> None:
+    top, above = climbed().rungs[-1], climbed().above
+
+    assert above is not None
+    assert memfit.predict(top.workload, gpu=GPU).verdict != "fails"
+    assert memfit.predict(above.workload, gpu=GPU).verdict == "fails"
+
+
+def test_the_longest_rows_of_a_rung_run() -> None:
+    top = climbed().rungs[-1]
+
+    assert top.longest is not None
+    longest = dataclasses.replace(top.workload, seq_len=top.longest)
+    assert memfit.predict(longest, gpu=GPU).verdict != "fails"
+
+
+def test_rows_of_a_lower_rung_may_be_at_least_as_long_as_those_of_a_higher_one() -> None:
+    lengths = [rung.longest for rung in climbed().rungs if rung.longest is not None]
+
+    assert len(lengths) == len(climbed().rungs)
+    assert lengths == sorted(lengths, reverse=True)
+
+
+@cache
+def guide() -> tuple[GuideRung, ...]:
+    asked = Workload(kind="train", model="gsa-512m", seq_len=1024, batch_size=2, grad_accum=32, world_size=4)
+    return guide_ladder(asked, Forecasts(find_gpu("44GB"), 0.0))
+
+
+def test_the_guides_252_rows_are_called_wrong_and_its_256_are_not() -> None:
+    wrong = {rung.name: rung.wrong for rung in guide()}
+
+    assert wrong["Medium"] == ("252 rows a step are not 256",)
+    assert wrong["Safe"] == wrong["Aggressive"] == ()
+    assert wrong["Maximum"] == ("1536 tokens are another experiment than 1024",)
+
+
+def test_the_guides_ladder_is_shown_with_its_own_settings_and_only_for_its_own_job() -> None:
+    shown = as_text(show_ladder, dataclasses.replace(climbed(), guide=guide()).to_json())
+
+    assert "as its authors ran it: their attention, checkpointing" in " ".join(shown.split())
+    assert "252 rows a step are not 256" in " ".join(shown.split())
+    assert climbed().guide == ()
+    assert "guide" not in str(climbed())
+
+
+def test_a_ladder_is_for_training() -> None:
+    with pytest.raises(UsageError, match="for training"):
+        memfit.ladder(kind="forward", model="gpt2", gpu=GPU)

@@ -1,0 +1,54 @@
+"""Sets that `fit` found, run on an H200 under the cap of the card they are for: what is predicted is what came about.
+
+accuracy/measured/fits.jsonl (by `accuracy.fits` and `accuracy.run`): `-fits` is the answer, `-less` the
+answer without its last change, `-back` with the next weaker one in its place, `-whole` the public pruning code beside
+memfit's.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memfit.fitting.forecast import Forecasts
+from memfit.gpus import find_gpu
+from memfit.guides.whole_model_pruning import predict_whole_model_pruning
+from memfit.jobs.workload import Workload
+
+MEASURED = Path(__file__).parents[2] / "accuracy" / "measured" / "fits.jsonl"
+RUNS = {run["id"]: run for run in map(json.loads, MEASURED.read_text(encoding="utf-8").splitlines())}
+ANSWERS = sorted({name.rsplit("-", 1)[0] for name in RUNS})
+RESERVED = 0.002
+"""Which of several equal free blocks is taken goes by addresses, which the driver chooses."""
+
+
+def predicted(run: dict[str, Any]) -> tuple[bool, int, int]:
+    """Whether it runs, and what it allocates and reserves."""
+    work, gpu = Workload.from_mapping(run["workload"]), find_gpu(run["gpu"])
+    if run["id"].endswith("-whole"):
+        plan = predict_whole_model_pruning(work, gpu)
+        return plan.verdict != "fails", plan.peak.allocated_bytes, plan.peak.reserved_bytes
+    forecast = Forecasts(gpu, 0.0).of(work, whole=not run["oom"])
+    return forecast.runs, forecast.allocated_bytes, forecast.reserved_bytes
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_set_runs_under_the_cap_exactly_if_it_is_predicted_to(name: str) -> None:
+    run = RUNS[name]
+    runs, allocated, reserved = predicted(run)
+
+    assert runs == (not run["oom"])
+    if not run["oom"]:
+        assert allocated == run["peak_allocated"]
+    if not run["oom"] and not run["retries"]:  # else memory was given back to the driver, as it was short
+        assert reserved == pytest.approx(run["peak_reserved"], rel=RESERVED)
+
+
+def test_every_answer_was_run_and_most_of_them_fail_without_their_last_change() -> None:
+    assert all(not RUNS[f"{answer}-fits"]["oom"] for answer in ANSWERS if f"{answer}-fits" in RUNS)
+    failing = [name for name in RUNS if name.endswith("-less")]
+    assert len(failing) >= 10
+    assert all(RUNS[name]["oom"] for name in failing)

@@ -1,0 +1,165 @@
+"""The rooms of the house: imports go down only, and through a room's door. Read off the syntax tree, so that an import
+inside a function counts too."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterable, Iterator
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "src" / "memfit"
+
+ORDER = (
+    "errors", "units", "files", "gpus", "replay", "snapshots", "analysis", "extrapolation", "tracing", "models",
+    "recording", "jobs", "render", "planning", "guides", "fitting", "explaining", "checking", "cli",
+)  # fmt: skip
+"""From the ground up. A room may use those before it, but for these:"""
+NOT_USED: dict[str, tuple[str, ...]] = {
+    "analysis": ("gpus",),
+    "models": ("replay", "snapshots", "analysis", "extrapolation", "tracing"),
+    "recording": ("analysis", "extrapolation", "tracing", "models"),
+    "jobs": ("analysis", "extrapolation", "tracing"),
+    "render": ("extrapolation", "tracing", "models", "recording", "jobs"),
+}
+"""Jobs run on a GPU and must not know the traced one; what is rendered is a document."""
+LIBRARY = "memfit"
+"""The public names. Only the commands use them."""
+
+LATE = {"transformers", "peft", "accelerate"}
+TORCH = {"torch", *LATE}
+THIRD_PARTY: dict[str, set[str]] = {
+    "replay": {"numpy", "mypy_extensions"},  # the latter only for the type checker and mypyc
+    "snapshots": {"numpy"},
+    "analysis": {"numpy"},
+    "extrapolation": {"numpy"},
+    "tracing": {"torch"},
+    "models": {"torch", "transformers", "huggingface_hub", "gguf", "tokenizers"},
+    "recording": {"torch", "pynvml", "psutil", "transformers", "lightning", "pytorch_lightning"},
+    "jobs": {*TORCH, "safetensors", "bitsandbytes", "triton", "huggingface_hub", "pyarrow", "lm_eval", "yaml"},
+    "render": {"rich"},
+    "planning": TORCH,
+    "guides": TORCH,
+    "fitting": TORCH,
+    "explaining": TORCH,
+    "checking": TORCH,
+    "cli": {"typer", "rich"},
+}
+"""Other packages that a room may import. planning has those with which it runs the Trainer on the traced device."""
+
+FILES = sorted(path for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE or path.stem in ORDER)
+FILE = pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+FOLDERS = sorted({path.parent for path in FILES} - {PACKAGE})
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports(path: Path, *, at_once: bool = False) -> Iterator[tuple[str, str]]:
+    """Module and name; `at_once`: not of what is imported inside a function, or for the type checker only."""
+    tree = parsed(path)
+    nodes: Iterable[ast.AST] = tree.body if at_once else ast.walk(tree)
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, "") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0 and node.module is not None, f"{path}: relative import"
+            yield from ((node.module, alias.name) for alias in node.names)
+
+
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
+def own_imports(path: Path) -> list[tuple[str, str]]:
+    return [each for each in imports(path) if each[0].split(".")[0] == "memfit"]
+
+
+def file_of(module: str) -> Path | None:
+    """None: a name, no module."""
+    inside = PACKAGE.joinpath(*module.split(".")[1:])
+    found = [path for path in (inside.with_suffix(".py"), inside / "__init__.py") if path.is_file()]
+    return found[0] if found else None
+
+
+def used_rooms(path: Path) -> set[str]:
+    return {(f"{module}.{name}".split(".")[1]) if module != LIBRARY or name in ORDER else LIBRARY
+            for module, name in own_imports(path)}  # fmt: skip
+
+
+@FILE
+def test_a_file_imports_only_rooms_below_its_own(path: Path) -> None:
+    room = room_of(path)
+    below = {*ORDER[: ORDER.index(room) + 1]} - {*NOT_USED.get(room, ())}
+    assert used_rooms(path) <= below | ({LIBRARY} if room == "cli" else set())
+
+
+@FILE
+def test_a_file_imports_only_the_packages_that_its_room_may(path: Path) -> None:
+    others = {module.split(".")[0] for module, _ in imports(path)} - {"memfit"} - set(sys.stdlib_module_names)
+    assert others <= THIRD_PARTY.get(room_of(path), set())
+
+
+@FILE
+def test_what_is_slow_to_import_is_imported_where_it_is_used(path: Path) -> None:
+    # Models and settings of transformers' own kind, and its Trainer's subclass: imported only where one is built.
+    if path not in [
+        PACKAGE / name for name in ("models/gsa.py", "models/basics_settings.py", "jobs/training/engine.py")
+    ]:
+        assert not {module.split(".")[0] for module, _ in imports(path, at_once=True)} & LATE
+
+
+@FILE
+def test_a_file_comes_into_another_room_through_its_door(path: Path) -> None:
+    windows = [
+        f"{module}.{name}" for module, name in own_imports(path)
+        if (there := entered(path, module, name)) is not None and not is_open(there, module, name)
+    ]  # fmt: skip
+    assert windows == [], "not named in the DOOR of that room's __init__.py"
+
+
+def entered(path: Path, module: str, name: str) -> Path | None:
+    """The folder into which an import comes past its `__init__.py`; None for its own, and for files that stand in no
+    room. A room inside another is one of its own."""
+    file = file_of(f"{module}.{name}") or file_of(module)
+    if file is None or file.name == "__init__.py" or file.parent in (PACKAGE, path.parent):
+        return None
+    return file.parent
+
+
+def is_open(folder: Path, module: str, name: str) -> bool:
+    room = ".".join(("memfit", *folder.relative_to(PACKAGE).parts))
+    door: dict[str, str] = getattr(import_module(room), "DOOR", {})
+    return name in door.get(module.removeprefix(room).lstrip("."), "").split()  # "": files that are used whole
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: str(folder.relative_to(PACKAGE)))
+def test_a_door_names_only_what_is_there_and_what_others_use(folder: Path) -> None:
+    room = ".".join(("memfit", *folder.relative_to(PACKAGE).parts))
+    door: dict[str, str] = getattr(import_module(room), "DOOR", {})
+    named = {(f"{room}.{file}".rstrip("."), name) for file, names in door.items() for name in names.split()}
+    assert named <= {each for path in PACKAGE.rglob("*.py") if path.parent != folder for each in own_imports(path)}
+    assert [len(names.split()) for names in door.values()] == [len({*names.split()}) for names in door.values()]
+
+
+def test_what_is_below_tracing_and_what_renders_have_no_torch() -> None:
+    for room in ("replay", "snapshots", "analysis", "extrapolation", "render"):
+        assert not THIRD_PARTY[room] & TORCH
+
+
+def test_every_folder_is_a_room_of_the_table() -> None:
+    folders = {path.name for path in PACKAGE.iterdir() if any(path.glob("*.py"))}
+    assert folders <= set(ORDER)
+    assert set(THIRD_PARTY) <= set(ORDER)
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: str(folder.relative_to(PACKAGE)))
+def test_no_room_has_more_than_twenty_files(folder: Path) -> None:
+    assert len(list(folder.glob("*.py"))) <= 20
