@@ -275,7 +275,7 @@ def test_a_changed_source_file_is_another_entry(own_source: Path, changed: str) 
 
 def test_a_process_that_is_older_than_its_source_files_keeps_nothing(own_source: Path) -> None:
     assert cache.key_of(job(), H200) is not None
-    (own_source / "core" / "new.py").write_text("")
+    (own_source / "replay" / "new.py").write_text("")
 
     assert cache.key_of(job(), H200) is None
 

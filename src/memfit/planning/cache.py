@@ -65,7 +65,7 @@ ABANDONED_SECONDS = 3600
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes")
 SELDOM_THERE = ("bitsandbytes",)
 DIST_INFO = ".dist-info"
-ROOMS = ("core", "jobs", "models", "planning", "tracing")
+ROOMS = ("extrapolation", "jobs", "models", "planning", "replay", "tracing")
 OTHER_FILES = ("__init__.py", "models/presets.json")
 """The parts of memfit that have a say in a trace; its version stands in the first of these files."""
 

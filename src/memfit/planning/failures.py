@@ -19,7 +19,7 @@ _NO_GPU = re.compile(
 """Words of torch about a machine without a GPU, or a tensor without memory."""
 _IN_BETWEEN = {
     _MEMFIT / "tracing" / name
-    for name in ("cuda_names.py", "outside.py", "own_code.py", "remembered.py", "tracer.py", "values.py")
+    for name in ("cuda_names.py", "outside.py", "memo.py", "own_code.py", "tracer.py", "values.py")
 }
 """Where the job's calls pass on their way to torch: what torch's own C++ raises seems to come from here."""
 
