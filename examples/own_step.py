@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 import memfit
-from memfit.render.plan import plan_text
 
 
 def train() -> None:
@@ -25,4 +24,4 @@ def train() -> None:
 
 
 if __name__ == "__main__":
-    print(plan_text(memfit.trace(train, gpu="RTX 4090").to_json()))
+    print(memfit.trace(train, gpu="RTX 4090"))

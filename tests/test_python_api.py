@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import traceback
 from collections.abc import Callable
@@ -12,10 +13,34 @@ from typing import Any
 import pytest
 
 import memfit
+from memfit.cli.main import main
 
 JOB: dict[str, Any] = {"kind": "forward", "model": "smollm2-135m", "seq_len": 256}
 LORA: dict[str, Any] = {"kind": "lora", "model": "smollm2-135m", "rank": 8, "seq_len": 256}
 OOM = Path(__file__).parents[1] / "examples" / "oom.txt"
+DATA = Path(__file__).parent / "data"
+SNAPSHOTS = str(DATA / "snap-train.pickle"), str(DATA / "snap-oom.pickle")
+Command = Callable[..., str]
+
+
+@pytest.fixture
+def command(capfd: pytest.CaptureFixture[str]) -> Command:
+    """What a command writes to stdout."""
+
+    def run(*words: object) -> str:
+        capfd.readouterr()
+        assert main([str(word) for word in words]) in (0, 1)
+        return capfd.readouterr().out
+
+    return run
+
+
+def is_what_the_command_says(answer: Any, command: Command, *words: object) -> bool:
+    """The document of `--json`, but for how long it took, and in `print` what it shows."""
+    document = json.loads(command(*words, "--json"))
+    assert json.loads(json.dumps(answer.to_json())) | {"seconds": 0} == document | {"seconds": 0}
+    assert str(answer) + "\n" == command(*words)
+    return True
 
 
 def test_tab_offers_every_public_name_and_nothing_else() -> None:
@@ -40,6 +65,40 @@ def test_a_result_is_one_line_as_an_expression_and_a_report_in_print(made: Calla
     assert "\n" not in shown and len(shown) < 250
     assert re.fullmatch(f"<{said}>", shown)
     assert len(str(result).splitlines()) > 5
+
+
+def test_a_report_on_a_file_is_the_commands(command: Command, tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+
+    report = memfit.report(SNAPSHOTS[1], html=page)
+
+    assert repr(report) == f"<FileReport: snapshot {SNAPSHOTS[1]}, 5.76 GiB at the peak>"
+    assert is_what_the_command_says(report, command, "report", SNAPSHOTS[1])
+    assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
+    with pytest.raises(memfit.InputError, match="already exists"):
+        memfit.report(SNAPSHOTS[1], html=page)
+    memfit.report(SNAPSHOTS[0], html=page, force=True)
+
+
+def test_a_difference_of_two_files_is_the_commands(command: Command) -> None:
+    difference = memfit.diff(*SNAPSHOTS, device=0)
+
+    assert re.fullmatch(r"<Difference: .* 2\.39 GiB, .* 5\.76 GiB: 3\.37 GiB>", repr(difference))
+    assert is_what_the_command_says(difference, command, "diff", *SNAPSHOTS)
+
+
+def test_a_file_for_another_tool_is_the_commands(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    written = memfit.export(SNAPSHOTS[1], to="csv")
+
+    assert written == Path("snap-oom.csv")
+    assert command("export", SNAPSHOTS[1], "--to", "csv", "--output", "other.csv") == "other.csv\n"
+    assert written.read_bytes() == Path("other.csv").read_bytes()
+    with pytest.raises(memfit.MemfitError, match="already exists"):
+        memfit.export(SNAPSHOTS[1], to="csv")
 
 
 def test_settings_beside_a_workload_replace_its_own() -> None:

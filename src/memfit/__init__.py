@@ -8,6 +8,7 @@
     predict, trace                  what a job, or code of your own, will take
     fit, ladder, table              what makes it fit; settings for a card; models against cards
     explain, check                  an out-of-memory error; a machine and a job before it starts
+    report, diff, export            what a recorded file says; two of them; for another tool
     record, MemoryLog, Sampler      what a running program does take; trainer_memory, lightning_memory as callbacks
     estimate_memory                 the pruning guide's function, predicted
 
@@ -36,12 +37,15 @@ if TYPE_CHECKING:
     from memfit.recording.memory_log import MemoryLog, print_gpu_memory_summary
     from memfit.recording.recorder import record
     from memfit.recording.sampler import Sampler
+    from memfit.render.recorded import Difference, FileReport, diff, export, report
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Checked",
+    "Difference",
     "Explanation",
+    "FileReport",
     "Fitted",
     "InputError",
     "Ladder",
@@ -56,54 +60,52 @@ __all__ = [
     "Workload",
     "__version__",
     "check",
+    "diff",
     "estimate_memory",
     "explain",
+    "export",
     "fit",
     "ladder",
     "lightning_memory",
     "predict",
     "print_gpu_memory_summary",
     "record",
+    "report",
     "table",
     "trace",
     "trainer_memory",
 ]
 
 _LATE = {
-    "Checked": ("memfit.checking.check", "Checked"),
-    "Explanation": ("memfit.explaining.explain", "Explanation"),
-    "Fitted": ("memfit.fitting.fit", "Fitted"),
-    "Ladder": ("memfit.fitting.ladder", "Ladder"),
-    "MemoryLog": ("memfit.recording.memory_log", "MemoryLog"),
-    "Plan": ("memfit.planning.predict", "Plan"),
-    "Sampler": ("memfit.recording.sampler", "Sampler"),
-    "Table": ("memfit.fitting.table", "Table"),
-    "Workload": ("memfit.jobs.workload", "Workload"),
-    "check": ("memfit.checking.check", "check"),
-    "estimate_memory": ("memfit.guides.estimate_memory", "estimate_memory"),
-    "explain": ("memfit.explaining.explain", "explain"),
-    "fit": ("memfit.fitting.fit", "fit"),
-    "ladder": ("memfit.fitting.ladder", "ladder"),
-    "lightning_memory": ("memfit.recording.callbacks", "lightning_memory"),
-    "predict": ("memfit.planning.predict", "predict"),
-    "print_gpu_memory_summary": ("memfit.recording.memory_log", "print_gpu_memory_summary"),
-    "record": ("memfit.recording.recorder", "record"),
-    "table": ("memfit.fitting.table", "make_table"),
-    "trace": ("memfit.planning.own_code", "trace_own_code"),
-    "trainer_memory": ("memfit.recording.callbacks", "trainer_memory"),
+    "checking.check": "Checked check",
+    "explaining.explain": "Explanation explain",
+    "fitting.fit": "Fitted fit",
+    "fitting.ladder": "Ladder ladder",
+    "fitting.table": "Table table",
+    "guides.estimate_memory": "estimate_memory",
+    "jobs.workload": "Workload",
+    "planning.own_code": "trace",
+    "planning.predict": "Plan predict",
+    "recording.callbacks": "lightning_memory trainer_memory",
+    "recording.memory_log": "MemoryLog print_gpu_memory_summary",
+    "recording.recorder": "record",
+    "recording.sampler": "Sampler",
+    "render.recorded": "Difference FileReport diff export report",
 }
+_OTHERWISE = {"table": "make_table", "trace": "trace_own_code"}
+"""What is called by another name where it stands."""
 
 
 if not TYPE_CHECKING:  # a type checker knows the names, and tells those that are not there
 
     def __getattr__(name: str) -> object:
         """`import memfit` costs nothing: torch is imported by the first prediction."""
-        if name not in _LATE:
-            raise AttributeError(f"module 'memfit' has no attribute {name!r}")
-        from importlib import import_module
+        for module, names in _LATE.items():
+            if name in names.split():
+                from importlib import import_module
 
-        module, attribute = _LATE[name]
-        return getattr(import_module(module), attribute)
+                return getattr(import_module(f"memfit.{module}"), _OTHERWISE.get(name, name))
+        raise AttributeError(f"module 'memfit' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

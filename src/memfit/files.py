@@ -74,6 +74,26 @@ def check_free(
         raise InputError(f"{said} already exists", hint=hint)
 
 
+def files_of_model(model: str) -> list[Path]:
+    """What is read of a model that is a file or a folder. Recordings and traces may lie beside it."""
+    place = Path(model).expanduser()
+    try:
+        if not place.is_dir():
+            return [place]
+        return [each for each in place.iterdir() if each.suffix not in (".npz", ".pickle", ".pkl")]
+    except (OSError, ValueError):
+        return []
+
+
+@contextmanager
+def writing(path: Path, name: str) -> Iterator[None]:
+    """A file that cannot be written is told in the words of the flag that named it."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"{name} {str(path)!r} cannot be written: {error.strerror}") from error
+
+
 def is_own_stream(path: Path) -> bool:
     """Whether what is written there appears among what is printed: /dev/stdout by any name."""
     there = _status(path)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from memfit.render.plan import plan_text, show_plan
+from memfit.render.plan import as_text, show_plan
 
 GiB = 1 << 30
 
@@ -68,6 +68,10 @@ def plan(**changes: Any) -> dict[str, Any]:
             place = place[name]
         place[last] = value
     return made
+
+
+def plan_text(document: dict[str, Any], *, width: int = 100) -> str:
+    return as_text(show_plan, document, width=width)
 
 
 def test_the_whole_report_at_eighty_columns() -> None:

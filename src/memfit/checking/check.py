@@ -26,6 +26,7 @@ from memfit.jobs.training.batch import launched, processes, processes_meant
 from memfit.jobs.training.config_file import find_config, parse_yaml
 from memfit.jobs.workload import Workload
 from memfit.models.registry import resolve
+from memfit.render.shown import Renderer, Shown
 
 SCHEMA = "memfit.check/1"
 STATUSES: tuple[Status, ...] = ("ok", "warning", "failed", "skipped")
@@ -33,7 +34,7 @@ Look = Callable[[Situation], Iterator[Finding]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checked:
+class Checked(Shown):
     """What `memfit.check` found, a line for each check. `print` shows it."""
 
     asked: dict[str, Any]
@@ -53,11 +54,10 @@ class Checked:
         counts = self.to_json()["counts"]
         return f"<Checked: {self.verdict}: {', '.join(f'{count} {status}' for status, count in counts.items())}>"
 
-    def __str__(self) -> str:
-        from memfit.render.plan import as_text
+    def renderer(self) -> Renderer:
         from memfit.render.small import show_check
 
-        return as_text(show_check, self.to_json())
+        return show_check
 
     def to_json(self) -> dict[str, Any]:
         counts = {status: sum(each.status == status for each in self.findings) for status in STATUSES}

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+import memfit
 from memfit.cli import output
 from memfit.cli.options import Json
 
@@ -29,12 +30,5 @@ def diff(
     adds up to the difference of the peaks exactly.
     """
     with output.working("comparing"):
-        from memfit.analysis.diff import diff_files
-
-        document = diff_files(a, b, step_a=step_a, step_b=step_b, device=device)
-    if json:
-        output.print_json(document)
-    else:
-        from memfit.render.diff import show_diff
-
-        output.show(show_diff, document)
+        found = memfit.diff(a, b, step_a=step_a, step_b=step_b, device=device)
+    output.tell(found, json=json)

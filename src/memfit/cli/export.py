@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+import memfit
 from memfit.cli import output
 
 
@@ -27,16 +28,11 @@ def export(
 
     A predicted trace becomes a snapshot that pytorch.org/memory_viz opens like a recorded one.
     """
-    from memfit.analysis.export import find_format, write_export
-    from memfit.analysis.run import open_run
+    from memfit.analysis.export import find_format
     from memfit.files import is_own_stream
 
-    format_ = find_format(to)
-    target = out or Path(file.name.removesuffix(file.suffix) + format_.ending)
-    output.check_free(target, "--output", force, inputs=[file])
+    opens_in = find_format(to).opens_in
     with output.working(f"reading {file.name}"):
-        run = open_run(file, device=device)
-        with output.writing(target, "--output"):
-            write_export(run, format_, target)
+        target = memfit.export(file, to=to, output=out, device=device, force=force)
     (output.note if is_own_stream(target) else output.say)(str(target))
-    output.note(f"for {format_.opens_in}")
+    output.note(f"for {opens_in}")

@@ -5,16 +5,15 @@ from __future__ import annotations
 import io
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout, suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from memfit.errors import InputError
 
 if TYPE_CHECKING:
     import typer
     from rich.console import Console
+
+    from memfit.render.shown import Renderer, Shown
 
 
 def example(command: str) -> str:
@@ -101,38 +100,19 @@ def note_lines(text: str) -> None:
     _to_stderr(text)
 
 
-@contextmanager
-def writing(path: Path, flag: str) -> Iterator[None]:
-    """A file that cannot be written is told in the words of the flag that named it."""
-    try:
-        yield
-    except OSError as error:
-        raise InputError(f"{flag} {str(path)!r} cannot be written: {error.strerror}") from error
-
-
-def check_free(path: Path, flag: str, force: bool, *, inputs: Iterable[Path] = ()) -> None:
-    """Nothing is overwritten unasked, and never what is read."""
-    from memfit.files import check_free as check
-
-    check(path, flag, force, inputs=inputs)
-
-
-def files_of_model(model: str) -> list[Path]:
-    """What a plan reads of a model that is a file or a folder. Recordings and traces may lie beside it."""
-    place = Path(model).expanduser()
-    try:
-        if not place.is_dir():
-            return [place]
-        return [each for each in place.iterdir() if each.suffix not in (".npz", ".pickle", ".pkl")]
-    except (OSError, ValueError):
-        return []
+def tell(answer: Shown, *, json: bool) -> None:
+    """An answer of the library on stdout: its document, or as a person reads it."""
+    if json:
+        print_json(answer.to_json())
+    else:
+        show(answer.renderer(), answer.to_json())
 
 
 def print_json(document: Mapping[str, Any], *, indent: int | None = 1) -> None:
     print(json.dumps(document, indent=indent, allow_nan=False), flush=True)
 
 
-def show(render: Callable[[Mapping[str, Any], Console], None], document: Mapping[str, Any]) -> None:
+def show(render: Renderer, document: Mapping[str, Any]) -> None:
     """A report on stdout. Colour only on a terminal, and not if NO_COLOR is set: rich sees to that."""
     from rich.console import Console
 

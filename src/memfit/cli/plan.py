@@ -12,6 +12,7 @@ from memfit.cli import late_conversion, output
 from memfit.cli.batch import batch
 from memfit.cli.options import Json, with_options_of
 from memfit.errors import UsageError
+from memfit.files import check_free, files_of_model, writing
 from memfit.jobs.workload import KINDS, Workload
 
 if TYPE_CHECKING:
@@ -76,14 +77,14 @@ def _plan(
     if asked and gpu is None:
         raise UsageError(f"--{next(iter(asked))}: no card is named whose time could be told", hint="--gpu 'RTX 4090'")
     if save_trace is not None:
-        output.check_free(save_trace, "--save-trace", force, inputs=output.files_of_model(workload.model))
+        check_free(save_trace, "--save-trace", force, inputs=files_of_model(workload.model))
     with output.working(f"tracing {workload.model}"):
         from memfit.planning.predict import predict
 
         made = predict(workload, gpu=gpu, trace_cache=not no_trace_cache, stacks=save_trace is not None)
         made = dataclasses.replace(made, duration=_duration(made, workload, asked))
     if save_trace is not None:
-        with output.writing(save_trace, "--save-trace"):
+        with writing(save_trace, "--save-trace"):
             made.trace.save(save_trace)
     if json:
         output.print_json(made.to_json())

@@ -11,6 +11,7 @@ import typer
 from memfit.cli import late_conversion, output
 from memfit.cli.options import Json
 from memfit.errors import InputError, UsageError
+from memfit.files import check_free, files_of_model, writing
 
 if TYPE_CHECKING:
     from memfit.jobs.profile import Profiled, ProfileSettings
@@ -139,7 +140,7 @@ def suite(
     whole = Suite(base, profiler, output_dir, where=where)
     if not force and (why := whole.not_free(wanted)):
         raise InputError(f"--output-dir {str(output_dir)!r} {why}", hint="--force overwrites files there")
-    with output.working(f"profiling {base.model}"), output.writing(output_dir, "--output-dir"):
+    with output.working(f"profiling {base.model}"), writing(output_dir, "--output-dir"):
         text = whole.run(wanted)
     output.say(text)
     for path in whole.written:
@@ -167,7 +168,7 @@ def _place(asked: Path | None, settings: ProfileSettings, gpu: str | None, force
     if path.suffix not in (".pickle", ".pkl", ".json"):
         raise UsageError(f"--output {str(path)!r} has no known ending", hint="end its name in .pickle or .json")
     if asked is not None or path.parent.is_dir():
-        output.check_free(path, "--output", force, inputs=output.files_of_model(settings.model))
+        check_free(path, "--output", force, inputs=files_of_model(settings.model))
     return path
 
 
@@ -183,7 +184,7 @@ def _free_beside(path: Path) -> Path:
 def _save(found: Profiled, path: Path) -> None:
     from memfit.snapshots.write import save_snapshot
 
-    with output.writing(path, "--output"):
+    with writing(path, "--output"):
         path.parent.mkdir(parents=True, exist_ok=True)
         save_snapshot(found.snapshot, path)
 

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+import memfit
 from memfit.cli import output
 from memfit.cli.options import Json
 
@@ -33,24 +34,8 @@ def report(
     The peak and what is alive at it, by category, module and line of code; the largest allocations with their stacks;
     phases, idle memory, temporaries, growth; and, if memory ran out, what was asked for and what stood in the way.
     """
-    if html is not None:
-        from memfit.analysis.files import files_read
-
-        output.check_free(html, "--html", force, inputs=files_read(file))
     with output.working(f"reading {file.name}"):
-        from memfit.analysis.files import report_file
-
-        reported = report_file(file, device=device, alloc_conf=alloc_conf)
-        if html is not None:
-            from memfit.render.html import write_page
-
-            with output.writing(html, "--html"):
-                write_page(reported, html)
-    if json:
-        output.print_json(reported.document)
-    else:
-        from memfit.render.report import show_report
-
-        output.show(show_report, reported.document)
+        reported = memfit.report(file, html=html, device=device, alloc_conf=alloc_conf, force=force)
+    output.tell(reported, json=json)
     if html is not None:
         output.note(f"the page is {html}")

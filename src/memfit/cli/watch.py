@@ -14,7 +14,7 @@ import typer
 
 from memfit.cli import output
 from memfit.errors import UsageError
-from memfit.files import continues_log, written_whole
+from memfit.files import continues_log, writing, written_whole
 
 
 def watch(
@@ -75,9 +75,9 @@ def _csv(path: Path | None) -> Iterator[Callable[[list[list[Any]]], None]]:
         return
     from memfit.recording.machine import CSV_COLUMNS
 
-    with output.writing(path, "--csv"):
+    with writing(path, "--csv"):
         continues = continues_log(path, ",".join(CSV_COLUMNS), "log of memfit watch")
-    with output.writing(path, "--csv"), path.open("a", newline="", encoding="utf-8") as file:
+    with writing(path, "--csv"), path.open("a", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         if not continues:
             writer.writerow(CSV_COLUMNS)
@@ -90,7 +90,7 @@ def _csv(path: Path | None) -> Iterator[Callable[[list[list[Any]]], None]]:
 
 
 def _replace(path: Path, text: str) -> None:
-    with output.writing(path, "--prometheus"):
+    with writing(path, "--prometheus"):
         continues_log(path, "# HELP memfit_", "file of memfit watch")
-    with output.writing(path, "--prometheus"), written_whole(path) as beside:
+    with writing(path, "--prometheus"), written_whole(path) as beside:
         beside.write_text(text, encoding="utf-8")

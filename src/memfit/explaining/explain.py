@@ -35,6 +35,7 @@ from memfit.explaining.withheld import Situation, Withheld, withheld
 from memfit.fitting.forecast import few_micro_steps_note
 from memfit.gpus import Gpu
 from memfit.jobs.workload import Workload
+from memfit.render.shown import Renderer, Shown
 from memfit.units import MiB
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ NOTHING_SO_FAR = "There is no out-of-memory message in what was read."
 
 
 @dataclass(frozen=True, kw_only=True)
-class Explanation:
+class Explanation(Shown):
     """What `memfit.explain` answers: what happened, what did not fit, what helps. `print` shows it."""
 
     source: Input
@@ -87,11 +88,10 @@ class Explanation:
     def __repr__(self) -> str:
         return f"<Explanation: {self.answer}>"
 
-    def __str__(self) -> str:
+    def renderer(self) -> Renderer:
         from memfit.render.explain import show_explanation
-        from memfit.render.plan import as_text
 
-        return as_text(show_explanation, self.to_json())
+        return show_explanation
 
     def to_json(self) -> dict[str, Any]:
         """The contract that other tools read (memfit.explain/1)."""

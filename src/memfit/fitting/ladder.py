@@ -30,6 +30,7 @@ from memfit.fitting.step_cost import step_time
 from memfit.gpus import Gpu, find_gpu
 from memfit.jobs.workload import Workload
 from memfit.models.presets import GATHER, is_gsa
+from memfit.render.shown import Renderer, Shown
 
 RUNGS = (
     ("Safe", 2, 32, 1024, "60-70 % of the GPU"),
@@ -119,7 +120,7 @@ class Rung:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ladder:
+class Ladder(Shown):
     """What `memfit.ladder` answers: rungs of growing micro-batch at the same global batch. `print` shows it."""
 
     workload: Workload
@@ -138,11 +139,10 @@ class Ladder:
         rows = ", ".join(str(rung.workload.batch_size) for rung in self.rungs)
         return f"<Ladder: {self.workload.kind} of {self.workload.model} on {self.gpu.name}: micro-batch {rows}>"
 
-    def __str__(self) -> str:
+    def renderer(self) -> Renderer:
         from memfit.render.fit import show_ladder
-        from memfit.render.plan import as_text
 
-        return as_text(show_ladder, self.to_json())
+        return show_ladder
 
     def to_json(self) -> dict[str, Any]:
         first = self.rungs[0].seconds if self.rungs else None

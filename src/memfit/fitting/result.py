@@ -19,6 +19,7 @@ from memfit.fitting.step_cost import StepTime
 from memfit.gpus import Gpu
 from memfit.guides.whole_model import WholeModel
 from memfit.jobs.workload import Workload
+from memfit.render.shown import Renderer, Shown
 from memfit.units import gib
 
 Why = Literal["would not help", "not needed", "unavailable"]
@@ -143,7 +144,7 @@ class Alternative:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fitted:
+class Fitted(Shown):
     """What `memfit.fit` answers. `print` shows it; `fitted` is the job with the changes, to be planned or run."""
 
     answer: Answer
@@ -186,11 +187,10 @@ class Fitted:
         use = f"{gib(self.after.device_bytes)} of {gib(self.gpu.capacity_bytes)}"
         return f"<Fitted: {self.workload.kind} of {self.workload.model}: {self.answer}: {changes}; {use}>"
 
-    def __str__(self) -> str:
+    def renderer(self) -> Renderer:
         from memfit.render.fit import show_fit
-        from memfit.render.plan import as_text
 
-        return as_text(show_fit, self.to_json())
+        return show_fit
 
     def to_json(self) -> dict[str, Any]:
         return {

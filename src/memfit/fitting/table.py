@@ -24,6 +24,7 @@ from memfit.guides.whole_model import STREAMED, WHOLE, Plans
 from memfit.jobs.workload import KINDS, Workload
 from memfit.models.registry import resolve
 from memfit.planning.predict import SAFE_SHARE
+from memfit.render.shown import Renderer, Shown
 
 if TYPE_CHECKING:
     from memfit.planning.predict import Plan, Verdict
@@ -96,7 +97,7 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Table:
+class Table(Shown):
     """What `memfit.table` answers: jobs against cards, and the guides' claims beside them. `print` shows it."""
 
     seq_len: int
@@ -113,11 +114,10 @@ class Table:
     def __repr__(self) -> str:
         return f"<Table: {len(self.rows)} jobs on {', '.join(self.cards)}>"
 
-    def __str__(self) -> str:
-        from memfit.render.plan import as_text
+    def renderer(self) -> Renderer:
         from memfit.render.table import show_table
 
-        return as_text(show_table, self.to_json())
+        return show_table
 
     def to_markdown(self) -> str:
         from memfit.render.table import as_markdown

@@ -20,6 +20,7 @@ from memfit.files import no_collector
 from memfit.gpus import Context, Gpu, find_gpu
 from memfit.jobs.workload import Workload
 from memfit.planning import cache
+from memfit.render.shown import Renderer, Shown
 from memfit.replay.alloc_config import AllocatorConfig
 from memfit.replay.events import Trace
 from memfit.replay.replay import Replays, Timeline
@@ -66,7 +67,7 @@ class Fit:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(Shown):
     """What is predicted of a job. `print(plan)` shows all of it, `to_json()` is the same for programs."""
 
     workload: dict[str, Any]
@@ -100,10 +101,10 @@ class Plan:
         on = f" on {self.gpu.name}: {self.verdict}" if self.gpu else ""
         return f"<Plan: {self.workload['kind']} of {self.model}, {gib(self.peak.device_bytes)}{on}>"
 
-    def __str__(self) -> str:
-        from memfit.render.plan import plan_text
+    def renderer(self) -> Renderer:
+        from memfit.render.plan import show_plan
 
-        return plan_text(self.to_json())
+        return show_plan
 
     def to_json(self) -> dict[str, Any]:
         """The contract that other tools read (memfit.plan/1)."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 DOOR = {
-    "diff": "show_diff",
     "explain": "show_explanation",
     "fit": "show_fit show_ladder",
     "pieces": "count time_words",
-    "plan": "as_text plan_text show_plan",
-    "report": "show_report",
+    "plan": "as_text show_plan",
+    "recorded": "Difference FileReport diff export report",
+    "shown": "Renderer Shown",
     "small": "show_check show_gpus show_models show_profile show_watch watch_view",
     "table": "as_csv as_markdown show_table",
 }

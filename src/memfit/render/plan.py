@@ -238,11 +238,6 @@ def _levers(plan: Plan) -> Iterator[str]:
 WIDTH = 100
 
 
-def plan_text(plan: Mapping[str, Any], *, width: int = WIDTH) -> str:
-    """A memfit.plan/1 document without colour."""
-    return as_text(show_plan, plan, width=width)
-
-
 def as_text(
     show: Callable[[Mapping[str, Any], Console], None], document: Mapping[str, Any], *, width: int = WIDTH,
     encoding: str = "utf-8",

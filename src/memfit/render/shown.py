@@ -1,0 +1,30 @@
+"""What every answer of the library can do: be printed as its command shows it, be a document for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+Renderer: TypeAlias = "Callable[[Mapping[str, Any], Console], None]"
+"""Writes a document for a person."""
+
+
+class Shown:
+    """An answer. `print` shows it as its command does; `to_json()` is the document of `--json`."""
+
+    __slots__ = ()
+
+    def to_json(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def renderer(self) -> Renderer:
+        """Imported only where somebody reads it."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        from memfit.render.plan import as_text
+
+        return as_text(self.renderer(), self.to_json())
