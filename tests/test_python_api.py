@@ -6,7 +6,7 @@ import inspect
 import json
 import re
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ def command(capfd: pytest.CaptureFixture[str]) -> Command:
 
     def run(*words: object) -> str:
         capfd.readouterr()
-        assert main([str(word) for word in words]) in (0, 1)
+        assert main([str(word) for word in words]) != 70
         return capfd.readouterr().out
 
     return run
@@ -99,6 +99,33 @@ def test_a_file_for_another_tool_is_the_commands(
     assert written.read_bytes() == Path("other.csv").read_bytes()
     with pytest.raises(memfit.MemfitError, match="already exists"):
         memfit.export(SNAPSHOTS[1], to="csv")
+
+
+def test_many_jobs_are_answered_as_lines_of_a_batch_are(command: Command, tmp_path: Path) -> None:
+    good, wrong = {**JOB, "id": "a", "gpu": "8GB"}, {**JOB, "model": "smolm2-135m", "id": 7}
+    file = tmp_path / "jobs.jsonl"
+    file.write_text("".join(json.dumps(each) + "\n" for each in (good, wrong, JOB)))
+
+    plan, refusal, alone = memfit.predict_many([good, wrong, memfit.Workload(**JOB)], gpu="24GB")
+
+    assert isinstance(plan, memfit.Plan) and isinstance(alone, memfit.Plan) and isinstance(refusal, memfit.Refusal)
+    assert (plan.id, plan.gpu and plan.gpu.name, alone.gpu and alone.gpu.name) == ("a", "8 GB card", "24 GB card")
+    assert repr(refusal) == "<Refusal: job 2: no model called 'smolm2-135m'>" and not refusal.is_bug
+    assert isinstance(refusal.error, memfit.MemfitError)
+    printed = [json.loads(line) for line in command("plan", "batch", file, "--gpu", "24GB").splitlines()]
+    for answers in ((plan, refusal, alone), memfit.predict_many(file, gpu="24GB")):
+        assert [each.to_json() | {"seconds": 0} for each in answers] == [each | {"seconds": 0} for each in printed]
+
+
+def test_many_jobs_come_one_by_one_and_a_wrong_card_is_told_at_once() -> None:
+    def jobs() -> Iterator[dict[str, Any]]:
+        yield JOB
+        raise AssertionError("asked for too early")
+
+    first = next(memfit.predict_many(jobs()))
+    assert isinstance(first, memfit.Plan) and first.verdict is None
+    with pytest.raises(memfit.MemfitError, match="RTX 4091"):
+        memfit.predict_many([JOB], gpu="RTX 4091")
 
 
 def test_settings_beside_a_workload_replace_its_own() -> None:

@@ -5,7 +5,7 @@
 >>> plan.verdict                                                                                 # doctest: +SKIP
 'safe'
 
-    predict, trace                  what a job, or code of your own, will take
+    predict, predict_many, trace    what a job, many jobs, or code of your own will take
     fit, ladder, table              what makes it fit; settings for a card; models against cards
     explain, check                  an out-of-memory error; a machine and a job before it starts
     report, diff, export            what a recorded file says; two of them; for another tool
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from memfit.fitting.table import make_table as table
     from memfit.guides.estimate_memory import estimate_memory
     from memfit.jobs.workload import Workload
+    from memfit.planning.many import Refusal, predict_many
     from memfit.planning.own_code import trace_own_code as trace
     from memfit.planning.predict import Plan, predict
     from memfit.recording.callbacks import lightning_memory, trainer_memory
@@ -52,6 +53,7 @@ __all__ = [
     "MemfitError",
     "MemoryLog",
     "Plan",
+    "Refusal",
     "Sampler",
     "Table",
     "TraceError",
@@ -68,6 +70,7 @@ __all__ = [
     "ladder",
     "lightning_memory",
     "predict",
+    "predict_many",
     "print_gpu_memory_summary",
     "record",
     "report",
@@ -84,6 +87,7 @@ _LATE = {
     "fitting.table": "Table table",
     "guides.estimate_memory": "estimate_memory",
     "jobs.workload": "Workload",
+    "planning.many": "Refusal predict_many",
     "planning.own_code": "trace",
     "planning.predict": "Plan predict",
     "recording.callbacks": "lightning_memory trainer_memory",

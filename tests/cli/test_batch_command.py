@@ -18,10 +18,11 @@ from hypothesis import strategies as st
 from tiny import TINY
 
 from memfit.cli import batch as batch_command
-from memfit.cli.batch import MAX_LINE_BYTES, answer, read_lines
 from memfit.gpus import find_gpu
 from memfit.jobs.workload import Workload
 from memfit.models.registry import resolve
+from memfit.planning import many
+from memfit.planning.many import MAX_LINE_BYTES, Refusal, read_lines
 
 Memfit = Callable[..., Any]
 
@@ -29,6 +30,13 @@ Memfit = Callable[..., Any]
 def write(path: Path, *lines: object) -> Path:
     path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
     return path
+
+
+def answer(line: bytes | None, number: int) -> tuple[dict[str, Any], int]:
+    """And the exit code that it calls for."""
+    made = many.answer(line, number)
+    code = 0 if not isinstance(made, Refusal) else batch_command.BUG if made.is_bug else batch_command.BAD_LINES
+    return made.to_json(), code
 
 
 def test_plans_come_in_the_order_of_the_lines_with_their_ids(memfit: Memfit, tiny: str, tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from typing import Any, Literal, get_args, get_origin
 
 import pytest
 
-from memfit.cli.options import _types
 from memfit.errors import MemfitError
+from memfit.jobs.spellings import setting_types
 from memfit.jobs.workload import KINDS, Workload
 from memfit.planning.predict import Plan, predict
 
@@ -50,7 +50,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def values_of(name: str) -> list[Any]:
     """Made from its type, so that a new setting is asked about too."""
-    kind = _types()[name]
+    kind = setting_types()[name]
     if get_origin(kind) is Literal:
         return list(get_args(kind))
     if get_origin(kind) is tuple:

@@ -162,7 +162,7 @@ def test_settings_are_shown_as_resolved() -> None:
 
 
 def test_a_line_of_a_batch_may_be_a_pruning(tmp_path: Path) -> None:
-    from memfit.cli.batch import answer
+    from memfit.planning.many import answer
 
     line = {
         "kind": "prune",
@@ -172,8 +172,7 @@ def test_a_line_of_a_batch_may_be_a_pruning(tmp_path: Path) -> None:
         "seqlen": 64,
         "id": 5,
     }
-    document, code = answer(json.dumps(line).encode(), 1)
-    assert code == 0, document
+    document = answer(json.dumps(line).encode()).to_json()
     assert (document["id"], document["workload"]["method"], document["workload"]["sparsity"]) == (5, "ria", 0.6)
 
 

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from memfit.cli import late_conversion, output
-from memfit.cli.options import Json, plain_name, split_names, with_options_of
+from memfit.cli.options import Json, with_options_of
 from memfit.cli.plan import FAILS, check_names, how_much
 from memfit.cli.plan import OF_TRAINING as HOW_MUCH
 from memfit.errors import UsageError
+from memfit.jobs.spellings import plain_name, split_names
 from memfit.jobs.workload import KINDS, Workload
 
 if TYPE_CHECKING:

@@ -12,17 +12,13 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
-from functools import cache
-from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
 from memfit.errors import UsageError
+from memfit.jobs.spellings import ALIASES, plain_value, setting_types, split_names, without_none
 from memfit.jobs.workload import Workload, flag
-
-ALIASES = {"seq_len": ("seqlen", "context_length"), "method": ("prune_method",), "sparsity": ("sparsity_ratio",)}
-"""Other names that people know a setting by, on the command line and in a line of `plan batch`."""
 
 HELP = {
     "model": "Preset (`memfit models`), hub id, folder, config.json or module:factory.",
@@ -68,8 +64,8 @@ def settings_of(kind: str) -> tuple[str, ...]:
     plain = Workload(kind=kind, model="-", world_size=2)  # type: ignore[arg-type]
     read = set(plain.settings())
     for name in list(read - {"kind"}):
-        if get_origin(_types()[name]) is Literal:
-            for value in get_args(_types()[name]):
+        if get_origin(setting_types()[name]) is Literal:
+            for value in get_args(setting_types()[name]):
                 read.update(dataclasses.replace(plain, **{name: value}).settings())
     return tuple(f.name for f in dataclasses.fields(Workload) if f.name in read and f.name != "kind")
 
@@ -90,7 +86,7 @@ def with_any_option(run: Callable[..., int], extra: Mapping[str, tuple[Any, Any]
 def _unset(annotation: Any, _: Any) -> tuple[Any, None]:
     kind, info = get_args(annotation)
     info.show_default, info.rich_help_panel = False, "The job"
-    return Annotated[_without_none(kind) | None, info], None
+    return Annotated[without_none(kind) | None, info], None
 
 
 def _command(
@@ -116,43 +112,9 @@ def _was_typed(context: typer.Context, name: str) -> bool:
     return source is not None and source.name == "COMMANDLINE"
 
 
-def plain_name(name: str) -> str:
-    """A setting by whatever spelling: `context-length` is `seq_len`."""
-    name = name.replace("-", "_")
-    return next((field for field, aliases in ALIASES.items() if name in aliases), name)
-
-
-def plain_value(name: str, value: Any) -> Any:
-    """Names out of a list may have underscores; names of modules may be one text with commas."""
-    if name in _types() and isinstance(value, str):
-        if get_origin(_types()[name]) is Literal:
-            return value.replace("_", "-")
-        if get_origin(_types()[name]) is tuple:
-            return split_names([value])
-    return value
-
-
-def split_names(values: list[str]) -> list[str]:
-    """`a,b` and a repeated flag are the same list."""
-    return [name.strip() for value in values for name in value.split(",") if name.strip()]
-
-
-@cache
-def _types() -> dict[str, Any]:
-    """What each setting is when it is given: `None` stands only for its absence."""
-    return {name: _without_none(annotation) for name, annotation in get_type_hints(Workload).items()}
-
-
-def _without_none(annotation: Any) -> Any:
-    if get_origin(annotation) in (Union, UnionType):
-        (inner,) = (arg for arg in get_args(annotation) if arg is not type(None))
-        return inner
-    return annotation
-
-
 def _option(name: str) -> tuple[Any, Any]:
     """A field as typer wants it: an annotation that holds the flag, and a default."""
-    kind, default = _types()[name], {f.name: f.default for f in dataclasses.fields(Workload)}[name]
+    kind, default = setting_types()[name], {f.name: f.default for f in dataclasses.fields(Workload)}[name]
     names = [flag(each) for each in (name, *ALIASES.get(name, ()))]
     if kind is bool and default is not False:  # off has to be sayable too
         names = [f"{each}/--no-{each.removeprefix('--')}" for each in names]
@@ -169,7 +131,7 @@ def _option(name: str) -> tuple[Any, Any]:
 
 def _value(name: str, given: Any) -> Any:
     """What was typed, as the type that the field has; whether it is a sensible value is for `Workload` to say."""
-    kind = _types()[name]
+    kind = setting_types()[name]
     if get_origin(kind) is tuple:
         return split_names(given) if given else None
     if kind in NUMBERS and given is not None:

@@ -7,13 +7,15 @@ import json
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     import typer
     from rich.console import Console
 
     from memfit.render.shown import Renderer, Shown
+
+Item = TypeVar("Item")
 
 
 def example(command: str) -> str:
@@ -106,6 +108,16 @@ def tell(answer: Shown, *, json: bool) -> None:
         print_json(answer.to_json())
     else:
         show(answer.renderer(), answer.to_json())
+
+
+def each_quietly(answers: Iterator[Item]) -> Iterator[Item]:
+    """Stdout is for answers: what a model's own code prints while one is made goes to stderr."""
+    while True:
+        with redirect_stdout(sys.stderr):
+            made = next(answers, None)
+        if made is None:
+            return
+        yield made
 
 
 def print_json(document: Mapping[str, Any], *, indent: int | None = 1) -> None:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from memfit.cli import output
-from memfit.cli.options import split_names
 from memfit.errors import UsageError
+from memfit.jobs.spellings import split_names
 
 if TYPE_CHECKING:
     from memfit.fitting.table import OnStep

@@ -7,6 +7,7 @@ DOOR = {
     "host": "Event HostMemory Lane as_bytes finished is_out_of_memory numbers on_the_host",
     "profile": "DoesNotFit OnCard ProfileSettings Profiled check_gpu course_size profile_on_gpu",
     "run": "Phases run_job wanted",
+    "spellings": "ALIASES plain_name plain_value setting_types split_names without_none",
     "text_files": "KINDS builtin_documents builtin_origin is_text_file read_rows",
     "texts": "Texts check_packages fetch_file find_split find_texts is_on_this_machine",
     "workload": "KINDS Optimizer Workload flag kinds_that_read",

@@ -6,9 +6,9 @@ DOOR = {
     "cache": "Key key_of load store",
     "card_here": "NOTICEABLE fit_command unusual_flags with_kernels_of",
     "failures": "failures_of_the_job",
-    "family": "family_of point_of",
     "few": "Blocks blocks_of",
     "host_facts": "HOST WORDS",
+    "many": "Refusal predict_many read_lines",
     "on_trace": "prepare_without_memory trace_job",
     "own_code": "trace_own_code",
     "predict": (
