@@ -37,10 +37,10 @@ class _Places:
         return Fault(name, self.file, piece, becomes, self.tests, harmless)
 
 
-_JOURNAL = _in("jobs/pruning/journal.py", "jobs/pruning/test_output.py")
-_OUTPUT = _in("jobs/pruning/output.py", "jobs/pruning/test_output.py")
+_JOURNAL = _in("jobs/pruning/journal.py", "jobs/pruning/test_durability.py")
+_OUTPUT = _in("jobs/pruning/output.py", "jobs/pruning/test_durability.py", "jobs/pruning/test_output.py")
 _STREAMING = _in("jobs/pruning/streaming.py", "jobs/pruning/test_streaming.py")
-_SWEEP = _in("jobs/pruning/sweep.py", "jobs/pruning/test_output.py")
+_SWEEP = _in("jobs/pruning/sweep.py", "jobs/pruning/test_durability.py", "jobs/pruning/test_output.py")
 
 PRUNING = [
     _JOURNAL("a journal's line is not synced", "        os.fsync(self._file)\n", ""),
@@ -205,18 +205,23 @@ REPLAY = [
         "",
     ),
     _ALLOCATOR("age is lost in a twin", "                twin.age_base = block.age_base\n", ""),
-    _in("replay/driver.py", "replay/test_allocator.py", "replay/test_replay.py")(
+    _in("replay/driver.py", "replay/test_replay_boundaries.py", "replay/test_allocator.py")(
         "the driver remembers its largest refusal",
         "min(needed, self.smallest_refusal or needed)",
         "max(needed, self.smallest_refusal or needed)",
     ),
-    _in("replay/driver.py", "replay/test_allocator.py", "snapshots/test_verify.py")(
+    _in("replay/driver.py", "replay/test_replay_boundaries.py", "replay/test_allocator.py")(
         "ranges that touch do not merge", "if following == end and self._held[end][1]:", "if False:"
     ),
 ]
 
-_FAMILY = _in("planning/family.py", "planning/test_families.py")
-_SHAPES = _in("extrapolation/shapes.py", "extrapolation/test_pieces.py", "extrapolation/test_polynomials.py")
+_FAMILY = _in("planning/family.py", "planning/test_family_guards.py")
+_SHAPES = _in(
+    "extrapolation/shapes.py",
+    "planning/test_family_guards.py",
+    "extrapolation/test_pieces.py",
+    "extrapolation/test_polynomials.py",
+)
 _CORNERS = _in("planning/corners.py", "planning/test_corners.py")
 _FEW = _in("planning/few.py", "planning/test_offload_plans.py")
 
@@ -414,14 +419,14 @@ FITTING = [
 
 _ACCOUNT = _in(
     "explaining/account.py",
+    "explaining/test_explain_boundaries.py",
     "explaining/test_explain_tensors.py",
-    "explaining/test_explain_recordings.py",
-    "explaining/test_explain_really_failed.py",
+    "explaining/test_explain_answers.py",
 )
-_CAUSE = _in("explaining/cause.py", "explaining/test_explain_answers.py", "explaining/test_explain_really_failed.py")
-_FIXES = _in("explaining/fixes.py", "explaining/test_explain_answers.py", "explaining/test_explain_recordings.py")
-_TENSOR = _in("explaining/tensor.py", "explaining/test_explain_tensors.py")
-_PLACE = _in("explaining/place.py", "explaining/test_explain_as_pasted.py", "explaining/test_explain_really_failed.py")
+_CAUSE = _in("explaining/cause.py", "explaining/test_explain_boundaries.py", "explaining/test_explain_answers.py")
+_FIXES = _in("explaining/fixes.py", "explaining/test_explain_boundaries.py", "explaining/test_explain_answers.py")
+_TENSOR = _in("explaining/tensor.py", "explaining/test_explain_boundaries.py", "explaining/test_explain_tensors.py")
+_PLACE = _in("explaining/place.py", "explaining/test_explain_boundaries.py", "explaining/test_explain_as_pasted.py")
 
 EXPLAINING = [
     _ACCOUNT("a free piece of exactly the size is too small", "if hole >= asked:", "if hole > asked:"),
@@ -530,10 +535,10 @@ EXPLAINING = [
     ),
 ]
 
-_MACHINE = _in("checking/machine.py", "checking/test_check_machine.py", "checking/test_check_failures.py")
+_MACHINE = _in("checking/machine.py", "checking/test_check_bytes.py", "checking/test_check_machine.py")
 _ALLOC = _in("checking/allocator.py", "checking/test_check_machine.py")
-_PACKAGES = _in("checking/packages.py", "checking/test_check_machine.py")
-_CHECK_MODEL = _in("checking/model.py", "checking/test_check_failures.py")
+_PACKAGES = _in("checking/packages.py", "checking/test_check_bytes.py", "checking/test_check_machine.py")
+_CHECK_MODEL = _in("checking/model.py", "checking/test_check_bytes.py")
 
 CHECKING = [
     _MACHINE(
@@ -593,11 +598,19 @@ CHECKING = [
     ),
 ]
 
-_ACTIVATIONS = _in("jobs/training/offload/activations.py", "jobs/training/test_offload.py")
-_WEIGHTS = _in("jobs/training/offload/weights.py", "jobs/training/test_offload.py")
-_ADAMW = _in("jobs/training/offload/optimizer.py", "jobs/training/test_offload.py")
-_CHUNKED = _in("jobs/training/chunked_loss.py", "jobs/training/test_chunked_loss.py")
-_CHECKPOINTS = _in("jobs/training/checkpoints.py", "jobs/training/test_lost_work.py", "checking/test_check_resuming.py")
+_ACTIVATIONS = _in(
+    "jobs/training/offload/activations.py", "jobs/training/test_offload_storages.py", "jobs/training/test_offload.py"
+)
+_WEIGHTS = _in(
+    "jobs/training/offload/weights.py", "jobs/training/test_offload_storages.py", "jobs/training/test_offload.py"
+)
+_ADAMW = _in(
+    "jobs/training/offload/optimizer.py", "jobs/training/test_offload_storages.py", "jobs/training/test_offload.py"
+)
+_CHUNKED = _in(
+    "jobs/training/chunked_loss.py", "jobs/training/test_offload_storages.py", "jobs/training/test_chunked_loss.py"
+)
+_CHECKPOINTS = _in("jobs/training/checkpoints.py", "jobs/training/test_checkpoint_identity.py")
 
 TRAINING = [
     _ACTIVATIONS(
@@ -793,9 +806,19 @@ ANALYSIS = [
     ),
 ]
 
-_ATTENTION = _in("tracing/kernels/attention.py", "tracing/test_attention_choice.py", "tracing/test_ops_as_recorded.py")
-_ROWS = _in("tracing/kernels/rows.py", "tracing/test_reductions.py", "tracing/test_sorting.py")
-_PRODUCTS = _in("tracing/kernels/products.py", "tracing/test_tracer.py", "tracing/test_ops_as_recorded.py")
+_ATTENTION = _in(
+    "tracing/kernels/attention.py",
+    "tracing/test_kernel_boundaries.py",
+    "tracing/test_attention_choice.py",
+    "tracing/test_ops_as_recorded.py",
+)
+_ROWS = _in(
+    "tracing/kernels/rows.py",
+    "tracing/test_kernel_boundaries.py",
+    "tracing/test_reductions.py",
+    "tracing/test_sorting.py",
+)
+_PRODUCTS = _in("tracing/kernels/products.py", "tracing/test_kernel_boundaries.py", "tracing/test_ops_as_recorded.py")
 
 TRACING = [
     _ATTENTION("flash splits to 95 % of the best fill", "fill[n] >= 0.85 * best", "fill[n] >= 0.95 * best"),
@@ -851,6 +874,8 @@ TRACING = [
         "(major in (10, 12) and platform.torch >= (2, 12))",
         "major in (10, 12)",
     ),
+    _PRODUCTS("a bias is fused with a single column", "right.shape[0] > 1 and columns > 1", "right.shape[0] > 1"),
+    _PRODUCTS("a bias is fused with a single row", "right.shape[0] > 1 and columns > 1", "columns > 1"),
     _PRODUCTS("eight systems are solved at once", "at_once = _batch(out) > 8 or", "at_once = _batch(out) >= 8 or"),
 ]
 

@@ -7,7 +7,8 @@ from test_allocator import allocator, give, log, take
 
 from memfit.replay.alloc_config import AllocatorConfig
 from memfit.replay.blocks import BlockRecord, SegmentRecord
-from memfit.replay.events import Trace
+from memfit.replay.driver import Ranges
+from memfit.replay.events import Action, Trace
 from memfit.replay.replay import Replays, replay, smallest_capacity
 from memfit.units import MiB
 
@@ -112,3 +113,34 @@ def test_too_little_that_is_oversize_is_no_success_though_the_driver_had_the_res
     take(subject, 90 * MiB)
     assert log(subject) == [("SEGMENT_FREE", 40), ("SEGMENT_FREE", 28), ("SEGMENT_ALLOC", 90)]
     assert subject.stats.num_alloc_retries == 1
+
+
+def test_a_twin_is_in_the_same_state_and_goes_its_own_way() -> None:
+    """What waits for another stream, and how old each free block is, are part of it."""
+    subject = allocator("garbage_collection_threshold:0.4", limit=400 * MiB)
+    waiting, *others = take(subject, 30 * MiB, 40 * MiB, 50 * MiB)
+    give(subject, others[0])
+    take(subject, 60 * MiB)
+    give(subject, others[1])
+    subject.request_free(waiting)
+    other, twins = subject.twin(None)
+    assert [twins[block].age_base for block in subject.blocks()] == [block.age_base for block in subject.blocks()]
+    assert len({block.age_base for block in subject.blocks()}) > 1
+    assert list(other.pending) == [twins[waiting]]
+    before = subject.layout()
+    assert other.layout() == before
+    other.empty_cache()
+    assert (other.stats.reserved, other.stats.active) == (60 * MiB, 60 * MiB)
+    assert subject.layout() == before
+    subject.empty_cache()
+    assert subject.stats == other.stats
+
+
+def test_expandable_ranges_that_touch_are_one_from_either_side() -> None:
+    held = Ranges()
+    assert held.do(Action.SEGMENT_MAP, 10, 5) and held.do(Action.SEGMENT_MAP, 0, 10)
+    assert list(held) == [(0, 15, True)]
+    assert held.do(Action.SEGMENT_MAP, 15, 5)
+    assert list(held) == [(0, 20, True)]
+    assert held.do(Action.SEGMENT_ALLOC, 20, 5)
+    assert list(held) == [(0, 20, True), (20, 25, False)], "a plain segment stays one by itself"

@@ -1,0 +1,89 @@
+"""What a check says in bytes, to the byte: on the disk, in host memory and in /dev/shm, for one process and for two."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from check_jobs import only, situation
+
+from memfit.checking import machine
+from memfit.checking.model import checkpoint_bytes, loading_bytes, state_bytes
+from memfit.checking.packages import requirements
+
+WEIGHTS = 2 * 300 * 16 + 3 * (2 * 16 * 16 + 2 * 16 * 8 + 3 * 16 * 32 + 2 * 16) + 16
+"""Of the Llama of these jobs: embedding and head, three blocks, the last norm."""
+
+
+def test_weights_while_they_load_are_those_of_every_process(tmp_path: Path) -> None:
+    for processes in (1, 2):
+        finding = only(machine.memory, situation(tmp_path, world_size=processes))
+        assert finding.details["needed_bytes"] == {"weights while they load": processes * WEIGHTS * 4}
+
+
+def test_what_lies_on_the_host_is_that_of_every_process(tmp_path: Path) -> None:
+    for processes in (1, 2):
+        where = situation(tmp_path, world_size=processes, offload=["optimizer"], optimizer="adamw", gpu="24GB")
+        assert only(machine.memory, where).details["needed_bytes"] == {
+            "weights while they load": processes * WEIGHTS * 4,
+            "weights and gradients for the optimizer": processes * 2 * WEIGHTS * 4,
+            "the optimizer's state": processes * 2 * WEIGHTS * 4,
+        }
+
+
+def test_workers_hold_two_batches_each_in_every_process(tmp_path: Path) -> None:
+    if not machine.SHM.is_dir():
+        pytest.skip("no /dev/shm on this system")
+    rows = {1: 4, 2: 2}  # of the global batch of 4, those of a process
+    for processes in (1, 2):
+        finding = only(machine.shared, situation(tmp_path, world_size=processes, num_workers=3))
+        assert finding.details["needed_bytes"] == processes * 3 * 2 * rows[processes] * 32 * 16
+
+
+def test_one_checkpoint_more_than_are_kept_is_on_the_disk_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where = situation(tmp_path, save_total_limit=3, optimizer="adamw")
+    each = 3 * WEIGHTS * 4  # the weights, and two moments of each
+    finding = only(machine.checkpoints, where)
+    assert (finding.details["checkpoints"], finding.details["checkpoint_bytes"]) == (4, each)
+    for free, status in ((4 * each, "ok"), (4 * each - 1, "failed")):
+        monkeypatch.setattr(machine, "free_on_disk", lambda _, free=free: free)
+        finding = only(machine.checkpoints, where)
+        assert finding.status == status
+    assert finding.next == "save_total_limit: 2, or room on that disk"
+    monkeypatch.setattr(machine, "free_on_disk", lambda _: 2 * each - 1)
+    assert str(only(machine.checkpoints, where).next).startswith("another --output_dir")
+
+
+@pytest.mark.parametrize(("optimizer", "each"), [("sgd", 0), ("adamw", 2 * 4), ("adamw-fused", 2 * 4),
+                                                 ("adamw-8bit", 2)])  # fmt: skip
+def test_what_an_optimizer_keeps_of_a_weight(tmp_path: Path, optimizer: Any, each: int) -> None:
+    model = situation(tmp_path).shapes.get()
+    assert state_bytes(model, optimizer) == each * WEIGHTS
+
+
+def test_adafactor_keeps_a_row_and_a_column_of_a_matrix_and_the_whole_of_a_vector() -> None:
+    import torch
+    from torch import nn
+
+    layer = nn.Linear(10, 6, dtype=torch.float32)
+    assert state_bytes(layer, "adafactor") == 4 * (6 + 10 + 6)
+
+
+def test_a_checkpoint_of_lora_has_its_adapters_and_their_moments_alone(tmp_path: Path) -> None:
+    where = situation(tmp_path, method="lora", rank=4, target_modules=["q_proj", "v_proj"], optimizer="adamw")
+    adapters = 3 * (4 * (16 + 16) + 4 * (16 + 8))
+    assert checkpoint_bytes(where.shapes.get(), where.config) == 3 * adapters * 4
+    assert loading_bytes(where.shapes.get()) == (WEIGHTS + adapters) * 4
+
+
+@pytest.mark.parametrize(("line", "have", "unmet"), [
+    ("a>=1.2", "1.2", False), ("a>=1.2", "1.2.0", False), ("a>=1.2", "1.1.9", True), ("a>1.2", "1.2.0", True),
+    ("a<=1.2", "1.2", False), ("a~=1.4.2", "1.4.1", True), ("a~=1.4.2", "1.4.2", False), ("a!=1.2", "1.2.0", True),
+    ("a<1.2", "1.2", True), ("a==1.2", "1.2.0", False),
+])  # fmt: skip
+def test_a_version_at_the_very_bound(line: str, have: str, unmet: bool) -> None:
+    (requirement,) = requirements([line])
+    assert requirement.unmet_by(have) is unmet
