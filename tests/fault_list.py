@@ -131,6 +131,7 @@ PRUNING = [
 ]
 
 _REPLAY = _in("replay/replay.py", "replay/test_replay_boundaries.py", "replay/test_replay.py")
+_TIMELINE = _in("replay/timeline.py", "replay/test_replay_boundaries.py", "replay/test_replay.py")
 _ALLOCATOR = _in("replay/allocator.py", "replay/test_replay_boundaries.py", "replay/test_allocator.py")
 
 REPLAY = [
@@ -158,15 +159,15 @@ REPLAY = [
         "_live_peak(self.trace, self.config)",
         harmless="only where the bisection begins: it finds the same",
     ),
-    _REPLAY(
+    _TIMELINE(
         "a peak is the last event that reaches it",
-        "at = int(column.argmax()) if",
-        "at = len(column) - 1 - int(column[::-1].argmax()) if",
+        "at = int(column.argmax())",
+        "at = len(column) - 1 - int(column[::-1].argmax())",
     ),
-    _REPLAY(
+    _TIMELINE(
         "a peak at the beginning is laid on the first event",
-        "and column[at] > before else",
-        "and column[at] >= before else",
+        "return at if column[at] > before else",
+        "return at if column[at] >= before else",
     ),
     _REPLAY("the answer is not rounded up", "answer = -(-high // ROUND_LARGE) * ROUND_LARGE", "answer = high"),
     _REPLAY(
@@ -764,8 +765,8 @@ ANALYSIS = [
     ),
     _DIFF(
         "phases of b stand beside a",
-        'for side, run in (("a", a), ("b", b)):\n        for row',
-        'for side, run in (("b", a), ("a", b)):\n        for row',
+        'for side, run in (("a", a), ("b", b)):\n        for phase',
+        'for side, run in (("b", a), ("a", b)):\n        for phase',
     ),
     _RENDER_DIFF(
         "the signs on screen are swapped", '(("only_a", "-"), ("only_b", "+"))', '(("only_a", "+"), ("only_b", "-"))'

@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from made import MiB, as_measured, random_trace, training
 
 from memfit.analysis.alive import growth, idle_at, temporaries
-from memfit.analysis.course import lifetimes, placed
 from memfit.analysis.page import group_sums, paths, pruned, sampled, tree
 from memfit.analysis.report import report_run
 from memfit.analysis.run import Run, run_of_trace, runs_of_snapshot
 from memfit.errors import InputError
-from memfit.replay.alloc_config import AllocatorConfig
 from memfit.replay.driver import Ranges
 from memfit.replay.events import Trace
+from memfit.replay.replay import replay
+from memfit.replay.timeline import lifetimes
 from memfit.snapshots.read import snapshot_of
 
 # -- temporaries ----------------------------------------------------------------------------------------------------
@@ -35,7 +35,7 @@ def test_an_op_needs_what_is_alive_of_it_at_once_not_what_it_makes_in_all() -> N
     trace.free(kept)
     run = run_of_trace(trace)
 
-    found = temporaries(run.course, run.labels, run.labels.ops, run.labels.op)
+    found = temporaries(run.timeline, run.labels, run.labels.ops, run.labels.op)
 
     figures = [(each.name, each.at_once_bytes, each.largest_bytes, each.count, each.total_bytes) for each in found]
     assert figures == [
@@ -51,7 +51,7 @@ def test_what_an_error_frees_is_not_temporary() -> None:
     recorder.free(made, code)
     (run,) = runs_of_snapshot(snapshot_of(recorder.snapshot()))
 
-    found = temporaries(run.course, run.labels, run.labels.lines, run.labels.line)
+    found = temporaries(run.timeline, run.labels, run.labels.lines, run.labels.line)
 
     assert "a.py:1 f" not in {each.name for each in found}
 
@@ -63,7 +63,7 @@ def test_what_an_error_frees_is_not_temporary() -> None:
 def test_a_leak_is_what_every_step_leaves_behind(leak: int, grows: bool) -> None:
     (run,) = runs_of_snapshot(snapshot_of(training(3000, layers=2, depth=2, leak=leak).snapshot()))
 
-    found = growth(run.course, run.labels)
+    found = growth(run.timeline, run.labels)
 
     assert found.grows is grows
     assert found.per_step_bytes == leak
@@ -78,7 +78,7 @@ def test_two_steps_are_too_few_to_speak_of_growth() -> None:
         trace.mark("backward", step)
     run = run_of_trace(trace)
 
-    assert (growth(run.course, run.labels).grows, len(growth(run.course, run.labels).steps)) == (None, 2)
+    assert (growth(run.timeline, run.labels).grows, len(growth(run.timeline, run.labels).steps)) == (None, 2)
 
 
 # -- idle memory ----------------------------------------------------------------------------------------------------
@@ -93,7 +93,7 @@ def test_holes_are_counted_one_by_one() -> None:
         trace.free(block)
     trace.free(trace.alloc(1))  # a small segment that is wholly idle
 
-    idle = idle_at(placed(trace, AllocatorConfig()), len(trace) - 1)
+    idle = idle_at(replay(trace, places=True), len(trace) - 1)
 
     assert idle is not None
     assert (idle.reserved_bytes, idle.allocated_bytes, idle.idle_bytes) == (62 * MiB, 30 * MiB, 32 * MiB)
@@ -105,7 +105,7 @@ def test_what_waits_for_another_stream_is_neither_allocated_nor_idle() -> None:
     block = trace.alloc(30 * MiB)
     trace.free_requested(block)
 
-    idle = idle_at(placed(trace, AllocatorConfig()), 1)
+    idle = idle_at(replay(trace, places=True), 1)
 
     assert idle is not None
     assert (idle.allocated_bytes, idle.waiting_bytes, idle.idle_bytes) == (0, 30 * MiB, 0)
@@ -130,22 +130,22 @@ def test_ranges_undo_what_they_did() -> None:
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 1 << 30), limit=st.integers(4, 200))
 def test_samples_keep_every_peak_of_a_stretch_and_the_groups_sum_to_the_whole(seed: int, limit: int) -> None:
-    course = placed(random_trace(seed, 500), AllocatorConfig())
+    timeline = replay(random_trace(seed, 500))
 
-    samples = sampled(course, limit)
+    samples = sampled(timeline, limit)
 
     assert len(samples.event) <= max(limit + 3, 4)
-    assert int(samples.allocated.max()) == max(int(course.allocated.max()), course.allocated_before)
+    assert int(samples.allocated.max()) == max(int(timeline.allocated.max()), timeline.allocated_before)
     assert (np.diff(samples.event) > 0).all()
-    assert samples.allocated.tolist() == [course.allocated_at(event) for event in samples.event.tolist()]
-    group = np.arange(len(course.size)) % 3
-    assert group_sums(course, samples, group, 3).sum(axis=0).tolist() == samples.allocated.tolist()
+    assert samples.allocated.tolist() == [timeline.allocated_at(event) for event in samples.event.tolist()]
+    group = np.arange(len(timeline.size)) % 3
+    assert group_sums(timeline, samples, group, 3).sum(axis=0).tolist() == samples.allocated.tolist()
 
 
 def test_a_short_timeline_is_kept_whole() -> None:
-    course = placed(random_trace(1, 60), AllocatorConfig())
+    timeline = replay(random_trace(1, 60))
 
-    assert sampled(course).stride == 1
+    assert sampled(timeline).stride == 1
 
 
 # -- the flame graph -------------------------------------------------------------------------------------------------
@@ -231,7 +231,7 @@ def test_the_frames_of_a_run_that_was_cut_are_those_of_the_whole() -> None:
     part: Run = one_step(run, 2)
 
     assert part.rows is not None
-    for block in range(0, len(part.course.size), 9):
+    for block in range(0, len(part.timeline.size), 9):
         assert part.frames(block) == run.frames(int(part.rows[block]))
-    assert part.course.allocated_at(part.course.peak_event) <= run.course.allocated_at(run.course.peak_event)
+    assert part.timeline.peak_allocated <= run.timeline.peak_allocated
     assert (part.labels.phases[0].step, part.labels.phases[0].begin) == (1, 0)

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from made import LOADING, MAIN, OPTIMIZER, MiB, Recorder, frame, training
 
-from memfit.analysis.labels import (
-    ALL_CATEGORIES,
+from memfit.analysis.labels import ALL_CATEGORIES
+from memfit.analysis.run import Run, runs_of_snapshot
+from memfit.analysis.stacks import (
     BEFORE_RECORDING,
     NO_PYTHON,
     NOISE,
@@ -19,7 +20,6 @@ from memfit.analysis.labels import (
     short_path,
     work_of,
 )
-from memfit.analysis.run import Run, runs_of_snapshot
 from memfit.snapshots.read import snapshot_of
 from memfit.snapshots.schema import Frame
 

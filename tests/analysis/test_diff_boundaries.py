@@ -53,8 +53,8 @@ def test_a_partner_that_is_freed_by_the_very_event_of_the_peak_is_gone_at_it() -
         trace.alloc(32 * MiB, op="x")
         trace.alloc(16 * MiB, op="y")
     run_a, run_b = run_of_trace(a), run_of_trace(b)
-    run_b.course.lives.death[1] = run_b.course.peak_event
-    alive = run_b.course.lives.alive_at(run_b.course.peak_event).tolist()
+    run_b.timeline.lives.death[1] = run_b.timeline.peak_event
+    alive = run_b.timeline.lives.alive_at(run_b.timeline.peak_event).tolist()
 
     assert 1 not in alive
     assert reasons(diff_runs(run_a, run_b)) == {"longer_a": -32}

@@ -82,8 +82,8 @@ def test_undoing_the_events_of_an_exported_snapshot_leads_to_its_beginning(kind:
 
     before = undone(viewer_snapshot(run), run.device)
 
-    known = run.course.lives.birth == -1
-    assert len(before) == int((known & (run.course.size > 0)).sum())
+    known = run.timeline.lives.birth == -1
+    assert len(before) == int((known & (run.timeline.size > 0)).sum())
 
 
 @pytest.mark.parametrize("kind", RUNS)
@@ -138,7 +138,7 @@ def test_perfetto_gets_counters_that_peak_where_the_run_does(kind: str) -> None:
     trace = json.loads(FORMATS["perfetto"].write(run))
 
     counters = [event for event in trace["traceEvents"] if event["ph"] == "C" and event["name"] == "allocated bytes"]
-    assert max(sum(event["args"].values()) for event in counters) == run.course.allocated_at(run.course.peak_event)
+    assert max(sum(event["args"].values()) for event in counters) == run.timeline.peak_allocated
     times = [event["ts"] for event in counters]
     assert times == sorted(times)
     begun = {event["id"] for event in trace["traceEvents"] if event["ph"] == "b"}
@@ -152,7 +152,7 @@ def test_speedscope_gets_stacks_whose_weights_sum_to_the_peak(kind: str) -> None
     file = json.loads(FORMATS["speedscope"].write(run))
 
     (profile,) = file["profiles"]
-    assert sum(profile["weights"]) == profile["endValue"] == run.course.allocated_at(run.course.peak_event)
+    assert sum(profile["weights"]) == profile["endValue"] == run.timeline.peak_allocated
     assert len(profile["samples"]) == len(profile["weights"])
     assert max(max(sample) for sample in profile["samples"]) < len(file["shared"]["frames"])
     assert (profile["unit"], file["$schema"]) == ("bytes", "https://www.speedscope.app/file-format-schema.json")
@@ -163,8 +163,8 @@ def test_the_table_has_one_row_an_allocation(kind: str) -> None:
     run = RUNS[kind]()
     rows = list(csv.DictReader(io.StringIO(csv_text(run))))
 
-    assert len(rows) == len(run.course.size)
-    assert [int(row["allocated_bytes"]) for row in rows] == run.course.size.tolist()
+    assert len(rows) == len(run.timeline.size)
+    assert [int(row["allocated_bytes"]) for row in rows] == run.timeline.size.tolist()
     assert {row["category"] for row in rows} <= {*report_run(run)["breakdown"]}
 
 

@@ -111,7 +111,7 @@ def test_what_is_too_much_for_a_page_is_left_out_and_counted(monkeypatch: pytest
     made = page_data(Reported({**report_run(run), "source": {"path": "x"}}, run))
 
     assert made["timeline"]["blocks"]["count"] == 10
-    assert made["timeline"]["blocks"]["left_out"] == int((run.course.size > 0).sum()) - 10
+    assert made["timeline"]["blocks"]["left_out"] == int((run.timeline.size > 0).sum()) - 10
     assert MAX_BLOCKS == 120_000
 
 

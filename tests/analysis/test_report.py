@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import pytest
 
-from memfit.analysis.plan_report import (
-    LiveGroup,
-    Moment,
-    PhasePeak,
-    Report,
-    any_layer,
-    live_blocks,
-    make_report,
-    moment,
-)
+from memfit.analysis.alive import idle_at
+from memfit.analysis.labels import any_layer
+from memfit.analysis.summary import LARGEST, LiveGroup, Moment, PhasePeak, Summary, moment, summarise_plan
 from memfit.replay.events import CATEGORIES, Trace
 from memfit.replay.replay import replay
 from memfit.units import MiB
 
 
-def report(trace: Trace, **options: int) -> Report:
-    return make_report(trace, replay(trace), **options)
+def report(trace: Trace) -> Summary:
+    return summarise_plan(replay(trace))
+
+
+def idle_when_most_is_reserved(trace: Trace) -> int:
+    timeline = replay(trace, places=True)
+    assert timeline.reserved_peak_event is not None
+    idle = idle_at(timeline, timeline.reserved_peak_event)
+    assert idle is not None
+    return idle.idle_bytes
 
 
 def forward() -> Trace:
@@ -57,7 +58,7 @@ def a_step() -> Trace:
 
 def test_the_peak_is_where_most_was_allocated() -> None:
     made = report(a_step())
-    assert made.peak_allocated == 48 * MiB
+    assert made.timeline.peak_allocated == 48 * MiB
     assert made.at_peak == Moment(event=4, phase="forward", step=1, module="layers.0.norm", op="aten.mul")
 
 
@@ -66,7 +67,7 @@ def test_the_breakdown_holds_every_category_and_sums_to_the_peak() -> None:
     assert tuple(made.breakdown) == CATEGORIES
     nonzero = {name: size // MiB for name, size in made.breakdown.items() if size}
     assert nonzero == {"weights": 4, "activations": 30, "temporaries": 14}
-    assert sum(made.breakdown.values()) == made.peak_allocated
+    assert sum(made.breakdown.values()) == made.timeline.peak_allocated
 
 
 def test_blocks_count_with_the_size_that_they_took() -> None:
@@ -87,20 +88,13 @@ def test_what_has_no_known_category_is_other(category: str) -> None:
 def test_a_trace_without_marks_has_no_phases() -> None:
     trace = Trace()
     trace.alloc(512)
-    assert (report(trace).phases, report(trace).peak_allocated) == ((), 512)
+    assert (report(trace).phases, report(trace).timeline.peak_allocated) == ((), 512)
 
 
 def test_an_empty_trace_has_a_peak_of_nothing() -> None:
     made = report(Trace())
-    assert (made.peak_allocated, made.peak_reserved, made.phases, made.largest) == (0, 0, (), ())
+    assert (made.timeline.peak_allocated, made.timeline.peak_reserved, made.phases, made.largest) == (0, 0, (), ())
     assert set(made.breakdown.values()) == {0}
-
-
-def test_a_report_says_whether_it_was_predicted_or_measured() -> None:
-    trace = forward()
-    assert report(trace).origin == "predicted"
-    trace.origin = "measured"
-    assert report(trace).origin == "measured"
 
 
 def test_what_lies_idle_when_most_is_reserved_is_counted() -> None:
@@ -108,8 +102,7 @@ def test_what_lies_idle_when_most_is_reserved_is_counted() -> None:
     first = trace.alloc(30 * MiB)
     trace.free(first)
     trace.alloc(40 * MiB)  # does not fit into the 30 that are free
-    made = report(trace)
-    assert (made.peak_reserved, made.idle_at_reserved_peak) == (70 * MiB, 30 * MiB)
+    assert (replay(trace).peak_reserved, idle_when_most_is_reserved(trace)) == (70 * MiB, 30 * MiB)
 
 
 # -- what was there before ---------------------------------------------------------------------------------------------
@@ -120,8 +113,8 @@ def test_blocks_that_were_there_before_are_alive_until_freed() -> None:
     before = there_before(trace, 4 * MiB, "weights")
     trace.alloc(2 * MiB, category="activations")
     trace.free(before)
-    assert live_blocks(trace, 1) == [0, 1]
-    assert live_blocks(trace, 2) == [1]
+    lives = replay(trace).lives
+    assert [lives.alive_at(event).tolist() for event in (1, 2)] == [[0, 1], [1]]
     assert report(trace).breakdown["weights"] == 4 * MiB
 
 
@@ -132,9 +125,9 @@ def test_a_peak_before_the_first_event_has_no_moment_in_the_job() -> None:
     trace.mark("forward", 1)
     trace.alloc(2 * MiB, category="activations", op="aten.mm")
     made = report(trace)
-    assert (made.peak_allocated, made.breakdown["weights"]) == (30 * MiB, 30 * MiB)
+    assert (made.timeline.peak_allocated, made.breakdown["weights"]) == (30 * MiB, 30 * MiB)
     assert (made.at_peak.phase, made.at_peak.op) == ("", "")
-    assert made.idle_at_reserved_peak == 0
+    assert idle_when_most_is_reserved(trace) == 0
 
 
 # -- groups ------------------------------------------------------------------------------------------------------
@@ -179,9 +172,9 @@ def test_groups_of_the_same_size_come_in_the_order_of_their_names() -> None:
 
 def test_only_so_many_groups_are_kept() -> None:
     trace = forward()
-    for i in range(5):
+    for i in range(LARGEST + 2):
         trace.alloc(512 * (i + 1), op=f"op{i}")
-    assert [group.op for group in report(trace, largest=2).largest] == ["op4", "op3"]
+    assert [group.op for group in report(trace).largest] == [f"op{i}" for i in range(LARGEST + 1, 1, -1)]
 
 
 def test_what_is_freed_before_the_peak_is_in_no_group() -> None:
@@ -230,12 +223,12 @@ def test_what_happens_between_phases_is_not_shown(quiet: str) -> None:
     trace.mark(quiet, 1)
     trace.alloc(4 * MiB)
     assert report(trace).phases == ()
-    assert report(trace).peak_allocated == 4 * MiB
+    assert report(trace).timeline.peak_allocated == 4 * MiB
 
 
 def test_a_moment_is_in_the_phase_that_was_marked_last() -> None:
-    trace = a_step()
-    assert moment(trace, 1).phase == "load"
-    assert moment(trace, 3).phase == "forward"
-    assert moment(trace, 7) == Moment(7, "backward", 1, "layers.0.up", "aten.mm")
-    assert moment(trace, 8) == Moment(8, "backward", 1, "", "")  # a free makes nothing
+    made = report(a_step())
+    load, forward, gradient, free = (moment(made.timeline, made.labels, event) for event in (1, 3, 7, 8))
+    assert (load.phase, forward.phase) == ("load", "forward")
+    assert gradient == Moment(7, "backward", 1, "layers.0.up", "aten.mm")
+    assert free == Moment(8, "backward", 1, "", "")  # a free makes nothing

@@ -232,4 +232,6 @@ def test_the_same_run_recorded_late_has_the_same_peak() -> None:
     trace = random_trace(11)
     (whole,), (late,) = (runs_of_snapshot(as_measured(trace, begin=begin)) for begin in (0, 60))
 
-    assert late.course.allocated_at(late.course.peak_event) == whole.course.allocated_at(whole.course.peak_event)
+    assert late.timeline.allocated_at(late.timeline.peak_event) == whole.timeline.allocated_at(
+        whole.timeline.peak_event
+    )

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from memfit.analysis.plan_report import PhasePeak
+from memfit.analysis.summary import PhasePeak
 from memfit.jobs.workload import Workload
 from memfit.planning import cache as traces
 from memfit.planning.predict import Plan, predict

@@ -193,7 +193,7 @@ def held(made: Plan, category: str, phase: str) -> int:
         if action == 5:
             inside = (trace.marks[subject].phase, trace.marks[subject].step) == (phase, 3)
         elif trace.category(subject) == category:
-            live += timeline.block_size[subject] * {0: 1, 1: -1}[action]
+            live += int(timeline.size[subject]) * {0: 1, 1: -1}[action]
         most = max(most, live) if inside else most
     return most
 

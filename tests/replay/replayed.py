@@ -8,7 +8,7 @@ import random
 from memfit.replay import allocator
 from memfit.replay.alloc_config import AllocatorConfig
 from memfit.replay.events import Trace
-from memfit.replay.replay import Replays, Timeline
+from memfit.replay.replay import Replay, Replays
 from memfit.units import MiB
 
 CONFIGS = (
@@ -39,10 +39,10 @@ def job(seed: int) -> Trace:
     return trace
 
 
-def in_words(made: Timeline) -> str:
+def in_words(made: Replay) -> str:
     return repr(
         (
-            made.allocated.tolist(), made.reserved.tolist(), made.block_size.tolist(), made.peak_allocated_event,
+            made.allocated.tolist(), made.reserved.tolist(), made.size.tolist(), made.peak_event,
             made.oom, dataclasses.asdict(made.stats), made.segments,
         )
     )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from array import array
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -15,14 +15,20 @@ from memfit.replay.alloc_config import AllocatorConfig
 from memfit.replay.blocks import BlockRecord, SegmentRecord
 from memfit.replay.driver import rising_addresses
 from memfit.replay.events import Action, Trace
-from memfit.replay.replay import BEFORE, Replays, replay, smallest_capacity
+from memfit.replay.replay import DEFAULTS, Replays, replay
+from memfit.replay.timeline import BEFORE, Ints
 from memfit.units import GiB, MiB
 
 EXPANDABLE = AllocatorConfig(expandable_segments=True)
 
 
-def mib(column: array[int]) -> list[int]:
-    return [value // MiB for value in column]
+def mib(column: Ints) -> list[int]:
+    made: list[int] = (column // MiB).tolist()
+    return made
+
+
+def smallest_capacity(trace: Trace, config: AllocatorConfig = DEFAULTS, *, start: Sequence[SegmentRecord] = ()) -> int:
+    return Replays(trace, config, start=start).smallest_capacity()
 
 
 # -- columns ---------------------------------------------------------------------------------------------------
@@ -45,7 +51,7 @@ def test_a_block_has_the_size_that_it_took_not_the_one_requested() -> None:
     trace = Trace()
     trace.alloc(1)
     trace.alloc(11 * MiB + MiB // 2)
-    assert replay(trace).block_size.tolist() == [512, 12 * MiB]
+    assert replay(trace).size.tolist() == [512, 12 * MiB]
 
 
 def test_nothing_is_placed_for_zero_bytes() -> None:
@@ -53,7 +59,7 @@ def test_nothing_is_placed_for_zero_bytes() -> None:
     empty = trace.alloc(0)
     trace.free(empty)
     timeline = replay(trace)
-    assert (timeline.block_size.tolist(), timeline.peak_reserved) == ([0], 0)
+    assert (timeline.size.tolist(), timeline.peak_reserved) == ([0], 0)
 
 
 def test_peaks_name_the_first_event_that_reaches_them() -> None:
@@ -65,13 +71,13 @@ def test_peaks_name_the_first_event_that_reaches_them() -> None:
     trace.alloc(40 * MiB)
     trace.alloc(30 * MiB)
     timeline = replay(trace)
-    assert (timeline.peak_allocated, timeline.peak_allocated_event) == (70 * MiB, 1)
-    assert (timeline.peak_reserved, timeline.peak_reserved_event) == (70 * MiB, 1)
+    assert (timeline.peak_allocated, timeline.peak_event) == (70 * MiB, 1)
+    assert (timeline.peak_reserved, timeline.reserved_peak_event) == (70 * MiB, 1)
 
 
 def test_an_empty_trace_has_no_peak_event() -> None:
     timeline = replay(Trace())
-    assert (timeline.peak_allocated, timeline.peak_allocated_event, timeline.segments) == (0, BEFORE, ())
+    assert (timeline.peak_allocated, timeline.peak_event, timeline.segments) == (0, BEFORE, ())
 
 
 def test_the_final_segments_are_plain_records() -> None:
@@ -154,8 +160,8 @@ def test_a_block_without_an_alloc_event_is_there_from_the_start() -> None:
     trace.free(block)
     timeline = replay(trace)
     assert mib(timeline.allocated) == [30, 0]
-    assert (timeline.peak_allocated, timeline.peak_allocated_event) == (30 * MiB, BEFORE)
-    assert (timeline.peak_reserved, timeline.peak_reserved_event) == (30 * MiB, BEFORE)
+    assert (timeline.peak_allocated, timeline.peak_event) == (30 * MiB, BEFORE)
+    assert (timeline.peak_reserved, timeline.reserved_peak_event) == (30 * MiB, BEFORE)
 
 
 def test_it_is_where_the_given_layout_has_it() -> None:
@@ -170,7 +176,7 @@ def test_it_is_where_the_given_layout_has_it() -> None:
     trace.alloc(20 * MiB)
     timeline = replay(trace, start=start)
     assert mib(timeline.allocated) == [0, 20]
-    assert (timeline.peak_reserved, timeline.block_size[0]) == (20 * MiB, 16 * MiB)
+    assert (timeline.peak_reserved, timeline.size[0]) == (20 * MiB, 16 * MiB)
 
 
 def test_a_free_that_was_pending_at_the_start_can_be_completed() -> None:
@@ -208,7 +214,7 @@ def test_out_of_memory_stops_the_replay_and_says_where() -> None:
     assert (oom.rounded, oom.alloc_size) == (14 * MiB + 512, 16 * MiB)
     assert (oom.allocated, oom.reserved) == (30 * MiB, 30 * MiB)
     assert mib(timeline.allocated) == [30, 30, 30, 30]
-    assert timeline.block_size.tolist() == [30 * MiB, 0]
+    assert timeline.size.tolist() == [30 * MiB, 0]
 
 
 def test_a_job_that_fits_only_by_releasing_its_cache_counts_retries() -> None:
@@ -298,9 +304,9 @@ def test_a_prefix_is_the_same_job_so_far(rows: list[tuple[int, int, int]], conf:
         else:
             prefix.free(subject)
     part = replay(prefix, config)
-    assert part.allocated == whole.allocated[:cut]
-    assert part.reserved == whole.reserved[:cut]
-    assert part.block_size == whole.block_size[:born]
+    assert part.allocated.tolist() == whole.allocated[:cut].tolist()
+    assert part.reserved.tolist() == whole.reserved[:cut].tolist()
+    assert part.size.tolist() == whole.size[:born].tolist()
     assert part.peak_allocated <= whole.peak_allocated
     assert part.peak_reserved <= whole.peak_reserved
 

@@ -9,7 +9,7 @@ from memfit.replay.alloc_config import AllocatorConfig
 from memfit.replay.blocks import BlockRecord, SegmentRecord
 from memfit.replay.driver import Ranges
 from memfit.replay.events import Action, Trace
-from memfit.replay.replay import Replays, replay, smallest_capacity
+from memfit.replay.replay import Replays, replay
 from memfit.units import MiB
 
 
@@ -31,7 +31,7 @@ def test_a_request_that_fails_has_released_what_it_could_and_that_is_what_stays_
     assert timeline.oom is not None and timeline.oom.event == 3
     assert [n // MiB for n in timeline.reserved] == [12, 42, 42, 12, 12]
     assert [n // MiB for n in timeline.allocated] == [12, 42, 12, 12, 12]
-    assert (timeline.peak_reserved, timeline.peak_reserved_event) == (42 * MiB, 1)
+    assert (timeline.peak_reserved, timeline.reserved_peak_event) == (42 * MiB, 1)
     assert timeline.oom.reserved == 12 * MiB
 
 
@@ -57,7 +57,7 @@ def test_a_capacity_with_which_a_little_more_fails_is_not_the_answer(conf: str) 
     config = AllocatorConfig.parse(conf)
     assert replay(trace, config, capacity=enough * MiB).oom is None
     assert replay(trace, config, capacity=more * MiB).oom is not None
-    assert smallest_capacity(trace, config) == answer * MiB
+    assert Replays(trace, config).smallest_capacity() == answer * MiB
     assert replay(trace, config, capacity=answer * MiB).oom is None
 
 
@@ -70,7 +70,7 @@ def test_an_answer_that_was_only_concluded_is_tried_itself() -> None:
     )  # fmt: skip
     config = AllocatorConfig.parse("expandable_segments:True")
     assert replay(trace, config, capacity=100 * MiB).oom is not None
-    assert smallest_capacity(trace, config) == 120 * MiB
+    assert Replays(trace, config).smallest_capacity() == 120 * MiB
     assert replay(trace, config, capacity=120 * MiB).oom is None
 
 

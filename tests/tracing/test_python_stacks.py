@@ -189,7 +189,7 @@ def test_reports_pages_and_exports_of_a_prediction_show_its_lines(
     assert any("models/basics.py:" in row["code_line"] for row in document["largest"])
     run = open_run(snapshot)
     assert run.labels.stacks
-    scores = next(b for b in range(len(run.course.size)) if run.trace.op(b) == "aten.exp.default")
+    scores = next(b for b in range(len(run.timeline.size)) if run.trace.op(b) == "aten.exp.default")
     assert run.labels.lines[run.labels.line[scores]].startswith("memfit/models/basics.py:")
     assert run.trace.module(scores).startswith("layers.")
     page = (tmp_path / "x.html").read_text()

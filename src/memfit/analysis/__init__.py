@@ -6,9 +6,9 @@ DOOR = {
     "diff": "diff_files",
     "export": "find_format write_export",
     "files": "Reported files_read looks_like_a_log report_file",
-    "labels": "code_line short_path",
     "page": "page_data",
-    "plan_report": "Report live_blocks make_report",
     "run": "open_run",
+    "stacks": "code_line short_path",
+    "summary": "Summary summarise_plan",
 }
 """What other rooms may use, by file."""

@@ -1,11 +1,4 @@
-"""What is alive at a moment, and where it came from: totals by any label, and the largest allocations one by one.
-
-Memory that is held from the driver but idle, and why it is of no use: cut up by live blocks, or simply free.
-
-What an operator or a line of code needs for a moment: blocks made and gone within one phase.
-
-Does memory grow from step to step, and which lines of code make it grow?
-"""
+"""What is alive at a moment by any name, what is idle then and why, what comes and goes, and what grows by the step."""
 
 from __future__ import annotations
 
@@ -14,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from memfit.analysis.course import BEFORE, Course, Ints
 from memfit.analysis.labels import ALL_CATEGORIES, Labels, Phase, phase_numbers
-from memfit.analysis.plan_report import any_layer
+from memfit.analysis.summary import groups
 from memfit.replay.events import Action
+from memfit.replay.timeline import BEFORE, Ints, Timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,79 +23,52 @@ class Share:
     category: str  # of most of its bytes
 
 
-def breakdown(course: Course, labels: Labels, blocks: Ints) -> dict[str, int]:
-    """Bytes by category, all of them; they sum to what is allocated."""
-    totals = np.zeros(len(ALL_CATEGORIES), dtype=np.int64)
-    np.add.at(totals, labels.category[blocks], course.size[blocks])
-    return dict(zip(ALL_CATEGORIES, totals.tolist(), strict=True))
-
-
 def shares(
-    course: Course, labels: Labels, blocks: Ints, names: Sequence[str], number: Ints, *, limit: int = 20
+    timeline: Timeline, labels: Labels, blocks: Ints, names: Sequence[str], number: Ints, *, limit: int = 20
 ) -> tuple[Share, ...]:
     """The largest groups first. Blocks whose name is empty are a group of their own, with an empty name."""
-    size = course.size[blocks]
-    total = np.zeros(len(names), dtype=np.int64)
-    count = np.bincount(number[blocks], minlength=len(names))
-    np.add.at(total, number[blocks], size)
-    found = np.argsort(-total, kind="stable")[:limit]
+    found = [(int(timeline.size[alike].sum()), int(number[alike[0]]), alike) for alike in groups(blocks, number)]
+    found.sort(key=lambda each: (-each[0], each[1]))
     return tuple(
-        Share(names[i], int(count[i]), int(total[i]), _main_category(course, labels, blocks[number[blocks] == i]))
-        for i in found.tolist()
-        if count[i]
+        Share(names[i], len(alike), total, _main_category(timeline, labels, alike)) for total, i, alike in found[:limit]
     )
 
 
-def _main_category(course: Course, labels: Labels, blocks: Ints) -> str:
-    totals = np.bincount(labels.category[blocks], weights=course.size[blocks], minlength=len(ALL_CATEGORIES))
+def _main_category(timeline: Timeline, labels: Labels, blocks: Ints) -> str:
+    totals = np.bincount(labels.category[blocks], weights=timeline.size[blocks], minlength=len(ALL_CATEGORIES))
     return ALL_CATEGORIES[int(totals.argmax())]
 
 
-def by_line(course: Course, labels: Labels, blocks: Ints, *, limit: int = 20) -> tuple[Share, ...]:
-    return shares(course, labels, blocks, labels.lines, labels.line, limit=limit)
+def by_line(timeline: Timeline, labels: Labels, blocks: Ints, *, limit: int = 20) -> tuple[Share, ...]:
+    return shares(timeline, labels, blocks, labels.lines, labels.line, limit=limit)
 
 
-def by_module(course: Course, labels: Labels, blocks: Ints, *, limit: int = 20) -> tuple[Share, ...]:
+def by_module(timeline: Timeline, labels: Labels, blocks: Ints, *, limit: int = 20) -> tuple[Share, ...]:
     """What repeats in every layer is one module."""
-    wanted = np.unique(labels.module[blocks])
-    names: dict[str, int] = {}
-    table = np.zeros(len(labels.modules), dtype=np.int64)
-    for i in wanted.tolist():
-        table[i] = names.setdefault(any_layer(labels.modules[i]), len(names))
-    return shares(course, labels, blocks, tuple(names), table[labels.module], limit=limit)
+    return shares(timeline, labels, blocks, *labels.modules_anywhere(blocks), limit=limit)
 
 
-def by_op(course: Course, labels: Labels, blocks: Ints, *, limit: int = 20) -> tuple[Share, ...]:
-    return shares(course, labels, blocks, labels.ops, labels.op, limit=limit)
+def by_op(timeline: Timeline, labels: Labels, blocks: Ints, *, limit: int = 20) -> tuple[Share, ...]:
+    return shares(timeline, labels, blocks, labels.ops, labels.op, limit=limit)
 
 
-def there_before(course: Course, blocks: Ints) -> tuple[int, int]:
+def there_before(timeline: Timeline, blocks: Ints) -> dict[str, int]:
     """Of these blocks, how many and how many bytes have no beginning in the trace."""
-    old = blocks[course.lives.birth[blocks] == BEFORE]
-    return len(old), int(course.size[old].sum())
+    old = blocks[timeline.lives.birth[blocks] == BEFORE]
+    return {"count": len(old), "allocated_bytes": int(timeline.size[old].sum())}
 
 
-def largest(course: Course, blocks: Ints, count: int) -> Ints:
+def largest(timeline: Timeline, blocks: Ints, count: int | None = None) -> Ints:
     """The largest of these blocks; of equal ones, the older first."""
-    order = np.lexsort((course.lives.birth[blocks], -course.size[blocks]))
+    order = np.lexsort((timeline.lives.birth[blocks], -timeline.size[blocks]))
     return blocks[order[:count]]
 
 
-def largest_kinds(course: Course, labels: Labels, blocks: Ints, count: int) -> list[Ints]:
+def largest_kinds(timeline: Timeline, labels: Labels, blocks: Ints, count: int) -> list[Ints]:
     """The largest blocks, those of one size and from one place together: twelve equal layers are one line to read."""
-    kinds: dict[tuple[int, int, str, int, int], list[int]] = {}
-    smallest = 0
-    for block in largest(course, blocks, len(blocks)).tolist():
-        size = int(course.size[block])
-        if len(kinds) == count and size < smallest:
-            break
-        module = any_layer(labels.modules[labels.module[block]])
-        key = size, int(labels.line[block]), module, int(labels.op[block]), int(labels.category[block])
-        if key in kinds:
-            kinds[key].append(block)
-        elif len(kinds) < count:
-            kinds[key], smallest = [block], size
-    return [np.array(found, dtype=np.int64) for found in kinds.values()]
+    _, module = labels.modules_anywhere(blocks)
+    in_order = largest(timeline, blocks)
+    return groups(in_order, timeline.size, labels.line, module, labels.op, labels.category)[:count]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,22 +84,19 @@ class Idle:
     rounding_bytes: int  # in live blocks, beyond what was asked for
 
 
-def idle_at(course: Course, event: int) -> Idle | None:
+def idle_at(timeline: Timeline, event: int) -> Idle | None:
     """How memory lies once an event has happened; None where that is not known."""
-    reserved = course.reserved_at(event)
-    if reserved is None:
+    reserved, address = timeline.reserved_at(event), timeline.address
+    if reserved is None or address is None:
         return None
-    held = course.lives.held_at(event)
-    alive = course.lives.alive_at(event)
-    held = held[course.size[held] > 0]
-    order = np.argsort(course.address[held], kind="stable")
-    starts = course.address[held][order].astype(object) if _is_huge(course) else course.address[held][order]
-    sizes = course.size[held][order]
+    held = timeline.lives.held_at(event)
+    alive = timeline.lives.alive_at(event)
+    held = held[timeline.size[held] > 0]
+    order = np.argsort(address[held], kind="stable")
+    begins, lengths = address[held][order].tolist(), timeline.size[held][order].tolist()
     holes: list[int] = []
     releasable = at = 0
-    begins = [int(start) for start in starts.tolist()]
-    lengths = sizes.tolist()
-    for start, end, _ in course.ranges_at(event):
+    for start, end, _ in timeline.ranges_at(event):
         cursor, first = start, at
         while at < len(begins) and begins[at] < end:
             if begins[at] >= start:
@@ -145,18 +108,14 @@ def idle_at(course: Course, event: int) -> Idle | None:
             holes.append(end - cursor)
             if first == at:
                 releasable += end - start
-    requested = np.frombuffer(course.trace.requested, dtype=np.int64)[alive]
-    allocated = int(course.size[alive].sum())
-    waiting = int(course.size[held].sum()) - allocated
+    requested = np.frombuffer(timeline.trace.requested, dtype=np.int64)[alive]
+    allocated = int(timeline.size[alive].sum())
+    waiting = int(timeline.size[held].sum()) - allocated
     return Idle(
         event=event, reserved_bytes=reserved, allocated_bytes=allocated, waiting_bytes=waiting,
         idle_bytes=reserved - allocated - waiting, holes=len(holes), largest_hole_bytes=max(holes, default=0),
         releasable_bytes=releasable, rounding_bytes=allocated - int(requested.sum()),
     )  # fmt: skip
-
-
-def _is_huge(course: Course) -> bool:
-    return bool(len(course.address)) and int(course.address.max()) >= 1 << 63
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,15 +128,15 @@ class Temporary:
 
 
 def temporaries(
-    course: Course, labels: Labels, names: Sequence[str], number: Ints, *, limit: int = 15
+    timeline: Timeline, labels: Labels, names: Sequence[str], number: Ints, *, limit: int = 15
 ) -> tuple[Temporary, ...]:
     """By op (`labels.ops`, `labels.op`) or by line of code; the ones that need most at once first."""
-    blocks = short_lived(course, labels)
-    blocks = blocks[course.size[blocks] > 0]
+    blocks = short_lived(timeline, labels)
+    blocks = blocks[timeline.size[blocks] > 0]
     if not len(blocks):
         return ()
-    which, size = number[blocks], course.size[blocks]
-    at_once = _most_at_once(which, course.lives.birth[blocks], course.lives.death[blocks], size, len(names))
+    which, size = number[blocks], timeline.size[blocks]
+    at_once = _most_at_once(which, timeline.lives.birth[blocks], timeline.lives.death[blocks], size, len(names))
     count = np.bincount(which, minlength=len(names))
     total = np.zeros(len(names), dtype=np.int64)
     np.add.at(total, which, size)
@@ -191,19 +150,19 @@ def temporaries(
     )
 
 
-def short_lived(course: Course, labels: Labels) -> Ints:
+def short_lived(timeline: Timeline, labels: Labels) -> Ints:
     """Blocks that end in the phase in which they begin; where no phases are known, the whole run is one."""
-    birth, death = course.lives.birth, course.lives.death
-    ends = (birth != BEFORE) & (death < _end(course))
+    birth, death = timeline.lives.birth, timeline.lives.death
+    ends = (birth != BEFORE) & (death < _end(timeline))
     if labels.phases:
         ends &= phase_numbers(labels.phases, birth) == phase_numbers(labels.phases, death)
     return np.flatnonzero(ends)
 
 
-def _end(course: Course) -> int:
+def _end(timeline: Timeline) -> int:
     """What an error makes a program let go of is not temporary."""
-    failed = np.flatnonzero(np.frombuffer(course.trace.actions, dtype=np.uint8) == Action.OOM)
-    return int(failed[0]) if len(failed) else len(course.trace)
+    failed = np.flatnonzero(np.frombuffer(timeline.trace.actions, dtype=np.uint8) == Action.OOM)
+    return int(failed[0]) if len(failed) else len(timeline.trace)
 
 
 def _most_at_once(which: Ints, birth: Ints, death: Ints, size: Ints, groups: int) -> Ints:
@@ -238,8 +197,8 @@ class Growth:
     survivors: tuple[Share, ...]  # made in those steps and never freed
 
 
-def growth(course: Course, labels: Labels) -> Growth:
-    steps = tuple(_steps(course, labels.phases))
+def growth(timeline: Timeline, labels: Labels) -> Growth:
+    steps = tuple(_steps(timeline, labels.phases))
     later = [step.left_bytes for step in steps if step.step >= SETTLED]
     changes = np.diff(later)
     if len(changes) < 2:
@@ -248,12 +207,12 @@ def growth(course: Course, labels: Labels) -> Growth:
     survivors: tuple[Share, ...] = ()
     if grows:
         begin = next(step.end for step in steps if step.step >= SETTLED)
-        blocks = _survivors(course, begin, steps[-1].end)
-        survivors = (by_line if labels.stacks else by_module)(course, labels, blocks, limit=8)
+        blocks = _survivors(timeline, begin, steps[-1].end)
+        survivors = (by_line if labels.stacks else by_module)(timeline, labels, blocks, limit=8)
     return Growth(steps, int(np.median(changes)), grows, survivors)
 
 
-def _steps(course: Course, phases: tuple[Phase, ...]) -> list[Step]:
+def _steps(timeline: Timeline, phases: tuple[Phase, ...]) -> list[Step]:
     found: dict[int, tuple[int, int]] = {}
     for phase in phases:
         if phase.step > 0:
@@ -261,12 +220,12 @@ def _steps(course: Course, phases: tuple[Phase, ...]) -> list[Step]:
             found[phase.step] = begin, phase.end
     complete = {phase.step for phase in phases if phase.name in ("step", "backward")}
     return [
-        Step(step, begin, end, int(course.allocated[begin:end].max()), course.allocated_at(end - 1))
+        Step(step, begin, end, int(timeline.allocated[begin:end].max()), timeline.allocated_at(end - 1))
         for step, (begin, end) in found.items()
         if begin < end and step in complete
     ]
 
 
-def _survivors(course: Course, begin: int, end: int) -> Ints:
-    birth, death = course.lives.birth, course.lives.death
+def _survivors(timeline: Timeline, begin: int, end: int) -> Ints:
+    birth, death = timeline.lives.birth, timeline.lives.death
     return np.flatnonzero((birth != BEFORE) & (birth >= begin) & (birth < end) & (death >= end))

@@ -18,7 +18,7 @@ A stretch of a run as a run of its own: one step of many, for comparing it with 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,14 +26,13 @@ from typing import Any
 import numpy as np
 
 from memfit.analysis.compare import Comparison, Hunk, Lifetime, compare
-from memfit.analysis.course import BEFORE, Course, Ints, Lifetimes
 from memfit.analysis.files import looks_like_a_log
-from memfit.analysis.labels import ALL_CATEGORIES, UNKNOWN, Labels, Phase
-from memfit.analysis.plan_report import QUIET_PHASES, any_layer
-from memfit.analysis.report import phase_rows
+from memfit.analysis.labels import ALL_CATEGORIES, QUIET_PHASES, UNKNOWN, Labels, Phase, any_layer
 from memfit.analysis.run import Run, is_trace_file, open_run
+from memfit.analysis.summary import PhasePeak
 from memfit.errors import InputError, UsageError
 from memfit.replay.events import Mark, between, kept_blocks
+from memfit.replay.timeline import BEFORE, Ints, Lifetimes, Timeline
 from memfit.snapshots.schema import clean
 
 SCHEMA = "memfit.diff/1"
@@ -98,17 +97,13 @@ def _marks(run: Run) -> list[tuple[int, Mark]]:
 
 
 def _summary(run: Run) -> dict[str, Any]:
-    course = run.course
-    peak, reserved = course.peak_event, course.reserved_peak_event
-    at = run.phase_at(peak)
+    timeline, at = run.timeline, run.summary.at_peak
     return {
-        "origin": run.origin, "events": len(run.trace),
-        "peak": {
-            "allocated_bytes": course.allocated_at(peak),
-            "reserved_bytes": None if reserved is None else course.reserved_at(reserved),
-        },
-        "at_peak": {"event": peak, "phase": at.name if at else "", "step": at.step if at else 0},
-    }  # fmt: skip
+        "origin": run.origin,
+        "events": len(run.trace),
+        "peak": {"allocated_bytes": timeline.peak_allocated, "reserved_bytes": timeline.peak_reserved},
+        "at_peak": {"event": at.event, "phase": at.phase, "step": at.step},
+    }
 
 
 def _pair(a: int | None, b: int | None) -> dict[str, int | None]:
@@ -120,13 +115,13 @@ def _pair(a: int | None, b: int | None) -> dict[str, int | None]:
 
 def _paired_again(a: Run, b: Run, of_a: Ints, of_b: Ints) -> tuple[Ints, Ints]:
     """What was there before was paired by its bytes alone: of equal ones, those in blocks of equal size are a pair."""
-    before = (a.course.lives.birth[of_a] == BEFORE) & (b.course.lives.birth[of_b] == BEFORE)
+    before = (a.timeline.lives.birth[of_a] == BEFORE) & (b.timeline.lives.birth[of_b] == BEFORE)
     sorted_pairs = []
     for run, blocks in ((a, of_a), (b, of_b)):
         found = blocks[before]
         requested = np.frombuffer(run.trace.requested, dtype=np.int64)[found]
         ordered = blocks.copy()
-        ordered[before] = found[np.lexsort((found, run.course.size[found], requested))]
+        ordered[before] = found[np.lexsort((found, run.timeline.size[found], requested))]
         sorted_pairs.append(ordered)
     return sorted_pairs[0], sorted_pairs[1]
 
@@ -136,11 +131,11 @@ class _Side:
 
     def __init__(self, run: Run, paired: Ints) -> None:
         self.run = run
-        self.pair = np.full(len(run.course.size), -1, dtype=np.int64)
+        self.pair = np.full(len(run.timeline.size), -1, dtype=np.int64)
         self.pair[paired] = np.arange(len(paired))
         self.blocks = paired
-        self.peak = run.course.peak_event
-        self.alive = run.course.lives.alive_at(self.peak)
+        self.peak = run.timeline.peak_event
+        self.alive = run.summary.alive
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,8 +172,8 @@ def _categories(run: Run) -> list[str]:
 
 
 def _modules(run: Run) -> list[str]:
-    short = [any_layer(name) for name in run.labels.modules]
-    return [short[i] for i in run.labels.module.tolist()]
+    names, module = run.labels.modules_anywhere()
+    return [names[i] for i in module.tolist()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,9 +191,9 @@ def _explained(a: _Side, b: _Side, labels: _Labels) -> Iterator[Reason]:
     parts: dict[str, list[tuple[int, int, int]]] = defaultdict(list)  # side (0 or 1), block, bytes
     for number, (mine, other, sign) in enumerate(((a, b, -1), (b, a, 1))):
         name = "ab"[number]
-        lives = other.run.course.lives
+        lives = other.run.timeline.lives
         for block in mine.alive.tolist():
-            size, pair = sign * int(mine.run.course.size[block]), int(mine.pair[block])
+            size, pair = sign * int(mine.run.timeline.size[block]), int(mine.pair[block])
             if pair < 0:
                 parts[f"only_{name}"].append((number, block, size))
                 continue
@@ -207,7 +202,7 @@ def _explained(a: _Side, b: _Side, labels: _Labels) -> Iterator[Reason]:
                 parts[f"earlier_{name}"].append((number, block, size))
             elif lives.death[partner] <= other.peak:
                 parts[f"longer_{name}"].append((number, block, size))
-            elif number == 1 and (grown := size - int(other.run.course.size[partner])):
+            elif number == 1 and (grown := size - int(other.run.timeline.size[partner])):
                 parts["block_size"].append((1, block, grown))
     found = [
         Reason(
@@ -247,7 +242,7 @@ def _by(sides: tuple[_Side, _Side], names: _Names) -> Iterator[dict[str, Any]]:
     """What is alive at each side's own peak."""
     sums: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     for number, (side, of_block) in enumerate(zip(sides, (names.a, names.b), strict=True)):
-        sizes = side.run.course.size[side.alive].tolist()
+        sizes = side.run.timeline.size[side.alive].tolist()
         for block, size in zip(side.alive.tolist(), sizes, strict=True):
             sums[of_block[block]][number] += size
     order = sorted(sums.items(), key=lambda item: (-abs(item[1][1] - item[1][0]), -max(item[1])))
@@ -256,18 +251,18 @@ def _by(sides: tuple[_Side, _Side], names: _Names) -> Iterator[dict[str, Any]]:
 
 
 def _by_phase(a: Run, b: Run) -> Iterator[dict[str, Any]]:
-    rows: dict[tuple[int, str], dict[str, Mapping[str, Any]]] = defaultdict(dict)
+    rows: dict[tuple[int, str], dict[str, PhasePeak]] = defaultdict(dict)
     for side, run in (("a", a), ("b", b)):
-        for row in phase_rows(run):
-            rows[row["step"], row["name"]][side] = row
-    for (step, name), both in list(rows.items())[:LISTED]:
+        for phase in run.summary.phases:
+            rows[phase.step, phase.name][side] = phase
+    for (step, name), sides in list(rows.items())[:LISTED]:
+        both = sides.get("a"), sides.get("b")
         yield {
-            "name": name, "step": step,
-            **{
-                f"{figure}_bytes": _pair(*(both[side][f"{figure}_bytes"] if side in both else None for side in "ab"))
-                for figure in ("allocated", "reserved")
-            },
-        }  # fmt: skip
+            "name": name,
+            "step": step,
+            "allocated_bytes": _pair(*(None if side is None else side.allocated_bytes for side in both)),
+            "reserved_bytes": _pair(*(None if side is None else side.reserved_bytes for side in both)),
+        }
 
 
 # -- event by event --------------------------------------------------------------------------------------------------
@@ -297,7 +292,7 @@ def _notes(a: Run, b: Run, labels: _Labels) -> Iterator[str]:
     yield "allocations are paired by their bytes and order, never by address; a difference is b less a"
     if labels.lent:
         yield f"{labels.lent:,} blocks without a category of their own take that of their partner"
-    if a.course.doubts or b.course.doubts:
+    if a.timeline.doubts or b.timeline.doubts:
         yield "a recording that contradicts itself is compared all the same: see the messages"
 
 
@@ -331,27 +326,28 @@ def one_step(run: Run, step: int, *, flag: str = "--step") -> Run:
 
 def cut(run: Run, begin: int, end: int, *, first_step: int = 1) -> Run:
     kept = kept_blocks(run.trace, begin, end)
-    course = _course(run.course, kept, begin, end)
+    timeline = _cut_timeline(run.timeline, kept, begin, end)
     return replace(
-        run, course=course, labels=_labels(run.labels, kept, begin, end, first_step),
+        run, timeline=timeline, labels=_cut_labels(run.labels, kept, begin, end, first_step),
         times=None if run.times is None else run.times[begin:end],
         rows=kept if run.rows is None else run.rows[kept],
     )  # fmt: skip
 
 
-def _course(course: Course, kept: Ints, begin: int, end: int) -> Course:
-    return Course(
-        trace=between(course.trace, begin, end), lives=_lives(course.lives, kept, begin, end), size=course.size[kept],
-        address=course.address[kept], allocated=course.allocated[begin:end],
-        reserved=None if course.reserved is None else course.reserved[begin:end],
-        allocated_before=course.allocated_at(begin - 1), reserved_before=course.reserved_at(begin - 1) or 0,
-        start=tuple(course.ranges_at(begin - 1)),
-        driver=tuple((event - begin, *rest) for event, *rest in course.driver if begin <= event < end),  # type: ignore[misc]
-        doubts=course.doubts,
+def _cut_timeline(timeline: Timeline, kept: Ints, begin: int, end: int) -> Timeline:
+    return Timeline(
+        trace=between(timeline.trace, begin, end), known_lives=_cut_lives(timeline.lives, kept, begin, end),
+        size=timeline.size[kept], address=None if timeline.address is None else timeline.address[kept],
+        allocated=timeline.allocated[begin:end],
+        reserved=None if timeline.reserved is None else timeline.reserved[begin:end],
+        allocated_before=timeline.allocated_at(begin - 1), reserved_before=timeline.reserved_at(begin - 1) or 0,
+        start=tuple(timeline.ranges_at(begin - 1)),
+        driver=tuple((event - begin, *rest) for event, *rest in timeline.driver if begin <= event < end),  # type: ignore[misc]
+        doubts=timeline.doubts,
     )  # fmt: skip
 
 
-def _lives(lives: Lifetimes, kept: Ints, begin: int, end: int) -> Lifetimes:
+def _cut_lives(lives: Lifetimes, kept: Ints, begin: int, end: int) -> Lifetimes:
     def shifted(column: Ints) -> Ints:
         found = column[kept]
         return np.where(found < begin, BEFORE, np.minimum(found, end) - begin)
@@ -359,7 +355,7 @@ def _lives(lives: Lifetimes, kept: Ints, begin: int, end: int) -> Lifetimes:
     return Lifetimes(shifted(lives.birth), shifted(lives.death), shifted(lives.gone))
 
 
-def _labels(labels: Labels, kept: Ints, begin: int, end: int, first_step: int) -> Labels:
+def _cut_labels(labels: Labels, kept: Ints, begin: int, end: int, first_step: int) -> Labels:
     phases = tuple(
         Phase(each.name, each.step - first_step + 1, max(each.begin, begin) - begin, min(each.end, end) - begin)
         for each in labels.phases

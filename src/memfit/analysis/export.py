@@ -40,7 +40,6 @@ from typing import Any
 import numpy as np
 
 from memfit.analysis.alive import largest
-from memfit.analysis.course import BEFORE
 from memfit.analysis.labels import ALL_CATEGORIES
 from memfit.analysis.page import group_sums, paths, sampled
 from memfit.analysis.report import spans
@@ -48,6 +47,7 @@ from memfit.analysis.run import Run, stack_lines
 from memfit.errors import UnknownName
 from memfit.files import written_whole
 from memfit.replay.events import Action, Trace
+from memfit.replay.timeline import BEFORE
 from memfit.snapshots.read import Segment, Snapshot
 from memfit.snapshots.write import as_json, placed_snapshot
 
@@ -74,11 +74,11 @@ def _names(run: Run) -> Iterator[dict[str, Any]]:
 
 
 def _counters(run: Run) -> Iterator[dict[str, Any]]:
-    samples = sampled(run.course, MAX_SAMPLES)
+    samples = sampled(run.timeline, MAX_SAMPLES)
     used = [i for i in range(len(ALL_CATEGORIES)) if (run.labels.category == i).any()]
     table = np.zeros(len(ALL_CATEGORIES), dtype=np.int64)
     table[used] = np.arange(len(used))
-    sums = group_sums(run.course, samples, table[run.labels.category], len(used))
+    sums = group_sums(run.timeline, samples, table[run.labels.category], len(used))
     for column, event in enumerate(samples.event.tolist()):
         at = _at(run, event)
         values = {ALL_CATEGORIES[number]: int(sums[row, column]) for row, number in enumerate(used)}
@@ -110,14 +110,14 @@ def _slice(name: str, begin: float, end: float, thread: int, args: dict[str, Any
 
 def _allocations(run: Run) -> Iterator[dict[str, Any]]:
     """As asynchronous slices, for they overlap."""
-    lives, labels = run.course.lives, run.labels
-    real = np.flatnonzero((run.course.size > 0) & (lives.death != BEFORE))
-    for block in largest(run.course, real, MAX_ALLOCATIONS).tolist():
+    lives, labels = run.timeline.lives, run.labels
+    real = np.flatnonzero((run.timeline.size > 0) & (lives.death != BEFORE))
+    for block in largest(run.timeline, real, MAX_ALLOCATIONS).tolist():
         begin, end = _at(run, int(lives.birth[block])), _at(run, int(lives.death[block]))
         where = labels.lines[labels.line[block]] or run.trace.module(block) or run.trace.op(block) or "(no name)"
         common = {"cat": "allocation", "id": block, "pid": PID, "tid": BLOCKS, "name": where}
         args = {
-            "bytes": int(run.course.size[block]), "category": ALL_CATEGORIES[labels.category[block]],
+            "bytes": int(run.timeline.size[block]), "category": ALL_CATEGORIES[labels.category[block]],
             "stack": stack_lines(run.frames(block), 20),
         }  # fmt: skip
         yield {"ph": "b", "ts": begin, **common, "args": args}
@@ -135,14 +135,14 @@ def csv_text(run: Run) -> str:
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(COLUMNS)
-    lives, labels, trace = run.course.lives, run.labels, run.trace
-    for block in range(len(run.course.size)):
+    lives, labels, trace = run.timeline.lives, run.labels, run.trace
+    for block in range(len(run.timeline.size)):
         birth, death = int(lives.birth[block]), int(lives.death[block])
         born, freed = birth if birth != BEFORE else None, death if 0 <= death < len(trace) else None
-        phase = None if born is None else run.phase_at(born)
+        phase = None if born is None else run.labels.phase_at(born)
         writer.writerow(
             (
-                block, int(run.course.size[block]), trace.requested[block], ALL_CATEGORIES[labels.category[block]],
+                block, int(run.timeline.size[block]), trace.requested[block], ALL_CATEGORIES[labels.category[block]],
                 _text(trace.module(block)), _text(trace.op(block)), _text(labels.lines[labels.line[block]]),
                 trace.streams[block], _known(born), _known(freed), _seconds(run, born), _seconds(run, freed),
                 _text(phase.name) if phase else "", phase.step if phase else "",
@@ -167,7 +167,7 @@ def _seconds(run: Run, event: int | None) -> str:
 def speedscope_profile(run: Run) -> dict[str, Any]:
     numbers: dict[str, int] = {}
     samples, weights = [], []
-    for path, nbytes, _ in paths(run, run.course.lives.alive_at(run.course.peak_event)):
+    for path, nbytes, _ in paths(run, run.summary.alive):
         samples.append([numbers.setdefault(name, len(numbers)) for name in path])
         weights.append(nbytes)
     return {

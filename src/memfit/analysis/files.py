@@ -293,12 +293,12 @@ def _named(document: dict[str, Any], path: Path, kind: str) -> dict[str, Any]:
 
 
 def _device(run: Run) -> dict[str, Any]:
-    course = run.course
-    reserved = course.reserved_peak_event
     return {
-        "device": run.device, "events": len(run.trace), "allocated_bytes": course.allocated_at(course.peak_event),
-        "reserved_bytes": None if reserved is None else course.reserved_at(reserved),
-    }  # fmt: skip
+        "device": run.device,
+        "events": len(run.trace),
+        "allocated_bytes": run.timeline.peak_allocated,
+        "reserved_bytes": run.timeline.peak_reserved,
+    }
 
 
 def _is_folder(path: Path) -> bool:

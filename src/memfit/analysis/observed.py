@@ -17,17 +17,17 @@ from functools import cached_property
 
 import numpy as np
 
-from memfit.analysis.course import BEFORE, Course, DriverEvent, Ints, Lifetimes, columns, lifetimes, reserved_column
 from memfit.replay.alloc_config import MIN_BLOCK_SIZE, SMALL_SIZE, AllocatorConfig
-from memfit.replay.driver import DRIVER_ACTIONS, Range, Ranges
+from memfit.replay.driver import COMES, DRIVER_ACTIONS, DriverCall, Range, Ranges
 from memfit.replay.events import Action, Trace
+from memfit.replay.timeline import BEFORE, Ints, Lifetimes, Timeline, allocated_changes, check_total, lifetimes
 from memfit.snapshots.read import Snapshot
 
 NEVER_SPLIT = 1 << 62
 MAX_SEARCHED = 5_000_000  # steps of a search that an honest recording needs a few of
 
 
-def observed(snapshot: Snapshot, device: int, config: AllocatorConfig) -> Course:
+def observed(snapshot: Snapshot, device: int, config: AllocatorConfig) -> Timeline:
     trace = snapshot.traces[device]
     lives = lifetimes(trace)
     final = [segment for segment in snapshot.segments if segment.device == device]
@@ -38,14 +38,16 @@ def observed(snapshot: Snapshot, device: int, config: AllocatorConfig) -> Course
     memory = _Memory(trace, lives, rounded, config, held)
     memory.place_what_was_there(at_end)
     memory.play()
-    allocated, before = columns(trace, lives, memory.sizes())
-    start = held.total
-    reserved = reserved_column(trace, driver, start)
+    size, start = memory.sizes(), held.total
+    check_total(size)
+    before = int(size[(lives.birth == BEFORE) & (lives.death != BEFORE)].sum())
+    allocated = before + allocated_changes(trace, size).cumsum()
+    reserved = start + _reserved_changes(trace, driver, start).cumsum()
     known = bool(final or driver) and bool((reserved >= allocated).all()) and start >= before
-    return Course(
-        trace=trace, lives=lives, size=memory.sizes(), address=np.frombuffer(trace.addresses, dtype=np.uint64),
+    return Timeline(
+        trace=trace, size=size, address=np.frombuffer(trace.addresses, dtype=np.uint64),
         allocated=allocated, reserved=reserved if known else None, allocated_before=before, reserved_before=start,
-        start=tuple(held), driver=driver, doubts=doubts + memory.doubts,
+        start=tuple(held), driver=driver, doubts=doubts + memory.doubts, known_lives=lives,
     )  # fmt: skip
 
 
@@ -57,18 +59,27 @@ def rounded_sizes(trace: Trace, config: AllocatorConfig) -> Ints:
     return np.array([config.rounded(size) if size else 0 for size in distinct.tolist()], dtype=np.int64)[which]
 
 
-def _driver_events(trace: Trace) -> Iterable[DriverEvent]:
+def _driver_events(trace: Trace) -> Iterable[DriverCall]:
     actions = np.frombuffer(trace.actions, dtype=np.uint8)
     for event in np.flatnonzero(np.isin(actions, DRIVER_ACTIONS)).tolist():
         subject = trace.subjects[event]
-        yield event, trace.actions[event], trace.range_addresses[subject], trace.range_sizes[subject]
+        address, size, stream = (c[subject] for c in (trace.range_addresses, trace.range_sizes, trace.range_streams))
+        yield event, Action(trace.actions[event]), address, size, stream
 
 
-def _undone(final: Iterable[Range], driver: tuple[DriverEvent, ...]) -> tuple[Ranges, int]:
+def _reserved_changes(trace: Trace, driver: tuple[DriverCall, ...], before: int) -> Ints:
+    check_total(np.array([before, *(size for _, _, _, size, _ in driver)], dtype=np.float64))
+    change = np.zeros(len(trace), dtype=np.int64)
+    for event, action, _, size, _ in driver:
+        change[event] += size if action in COMES else -size
+    return change
+
+
+def _undone(final: Iterable[Range], driver: tuple[DriverCall, ...]) -> tuple[Ranges, int]:
     held, doubts = Ranges(), 0
     for start, end, expandable in final:
         doubts += not held.do(Action.SEGMENT_MAP if expandable else Action.SEGMENT_ALLOC, start, end - start)
-    for _, action, address, size in reversed(driver):
+    for _, action, address, size, _ in reversed(driver):
         doubts += not held.undo(action, address, size)
     return held, doubts
 

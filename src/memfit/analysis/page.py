@@ -22,11 +22,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from memfit.analysis.course import BEFORE, Course, Ints
+from memfit.analysis.alive import largest
 from memfit.analysis.files import Reported
-from memfit.analysis.labels import ALL_CATEGORIES, UNKNOWN, is_python, line_text
-from memfit.analysis.plan_report import QUIET_PHASES, any_layer
+from memfit.analysis.labels import ALL_CATEGORIES, QUIET_PHASES, UNKNOWN
 from memfit.analysis.run import Run, stack_lines
+from memfit.analysis.stacks import is_python, line_text
+from memfit.replay.timeline import BEFORE, Ints, Timeline
 
 MAX_SAMPLES = 60_000
 
@@ -41,30 +42,30 @@ class Samples:
     stride: int  # events in a stretch; 1 if none was left out
 
 
-def sampled(course: Course, limit: int = MAX_SAMPLES, *, also: Ints | None = None) -> Samples:
+def sampled(timeline: Timeline, limit: int = MAX_SAMPLES, *, also: Ints | None = None) -> Samples:
     """`also`: events that are kept in any case, such as those before a long pause, whose state is seen for long."""
-    events = len(course.trace)
-    changed = np.flatnonzero(_changes(course))
+    events = len(timeline.trace)
+    changed = np.flatnonzero(_changes(timeline))
     if len(changed) <= limit:
         kept, stride = changed, 1
     else:
         stride = -(-2 * events // limit)
         whole = events // stride * stride
-        highest = course.allocated[:whole].reshape(-1, stride).argmax(axis=1) + np.arange(0, whole, stride)
+        highest = timeline.allocated[:whole].reshape(-1, stride).argmax(axis=1) + np.arange(0, whole, stride)
         last = np.arange(stride - 1, events, stride)
-        ends = [] if whole == events else [int(course.allocated[whole:].argmax()) + whole]
+        ends = [] if whole == events else [int(timeline.allocated[whole:].argmax()) + whole]
         more = np.zeros(0, dtype=np.int64) if also is None else also[(also >= 0) & (also < events)]
         kept = np.unique(np.concatenate((highest, last, more, np.array([*ends, events - 1], dtype=np.int64))))
     event = np.concatenate(([BEFORE], kept)).astype(np.int64)
     reserved = None
-    if course.reserved is not None:
-        reserved = np.concatenate(([course.reserved_before], course.reserved[kept]))
-    return Samples(event, np.concatenate(([course.allocated_before], course.allocated[kept])), reserved, stride)
+    if timeline.reserved is not None:
+        reserved = np.concatenate(([timeline.reserved_before], timeline.reserved[kept]))
+    return Samples(event, np.concatenate(([timeline.allocated_before], timeline.allocated[kept])), reserved, stride)
 
 
-def group_sums(course: Course, samples: Samples, group: Ints, groups: int) -> Ints:
+def group_sums(timeline: Timeline, samples: Samples, group: Ints, groups: int) -> Ints:
     """Bytes allocated in each group at each sample; the rows sum to `samples.allocated` exactly."""
-    lives, size, length = course.lives, course.size, len(course.trace)
+    lives, size, length = timeline.lives, timeline.size, len(timeline.trace)
     counts = (lives.death != BEFORE) & (size > 0)
     sums = np.empty((groups, len(samples.event)), dtype=np.int64)
     for number in range(groups):
@@ -76,12 +77,14 @@ def group_sums(course: Course, samples: Samples, group: Ints, groups: int) -> In
     return sums
 
 
-def top_groups(course: Course, number: Ints, names: Sequence[str], alive: Ints, count: int) -> tuple[Ints, list[str]]:
+def top_groups(
+    timeline: Timeline, number: Ints, names: Sequence[str], alive: Ints, count: int
+) -> tuple[Ints, list[str]]:
     """A column with many names, renumbered: the `count` that weigh most, at the peak or over time, and the rest."""
-    size = course.size
+    size = timeline.size
     at_peak = np.bincount(number[alive], weights=size[alive], minlength=len(names))
-    lasted = (np.minimum(course.lives.death, len(course.trace)) - course.lives.birth).astype(np.float64)
-    over_time = np.bincount(number, weights=size * lasted, minlength=len(names)) / max(len(course.trace), 1)
+    lasted = (np.minimum(timeline.lives.death, len(timeline.trace)) - timeline.lives.birth).astype(np.float64)
+    over_time = np.bincount(number, weights=size * lasted, minlength=len(names)) / max(len(timeline.trace), 1)
     weight = np.maximum(at_peak, over_time)
     chosen = [i for i in np.argsort(-weight, kind="stable")[:count].tolist() if weight[i] > 0]
     table = np.full(len(names), len(chosen), dtype=np.int64)
@@ -90,10 +93,10 @@ def top_groups(course: Course, number: Ints, names: Sequence[str], alive: Ints, 
     return table[number], [names[i] for i in chosen] + (["the rest"] if rest else [])
 
 
-def _changes(course: Course) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    moved = np.diff(course.allocated, prepend=course.allocated_before) != 0
-    if course.reserved is not None:
-        moved |= np.diff(course.reserved, prepend=course.reserved_before) != 0
+def _changes(timeline: Timeline) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    moved = np.diff(timeline.allocated, prepend=timeline.allocated_before) != 0
+    if timeline.reserved is not None:
+        moved |= np.diff(timeline.reserved, prepend=timeline.reserved_before) != 0
     return np.asarray(moved, dtype=np.bool_)
 
 
@@ -128,7 +131,7 @@ def paths(run: Run, blocks: Ints) -> Iterator[tuple[tuple[str, ...], int, int]]:
         if path is None:
             path = of_stack[key] = _path(run, block)
         found = sums.setdefault(path, [0, 0])
-        found[0] += int(run.course.size[block])
+        found[0] += int(run.timeline.size[block])
         found[1] += 1
     for path, (nbytes, count) in sums.items():
         yield path, nbytes, count
@@ -198,9 +201,9 @@ def page_data(reported: Reported) -> dict[str, Any]:
 
 
 def _timeline(run: Run) -> dict[str, Any]:
-    course = run.course
-    samples = sampled(course, also=_long_seen(run))
-    alive = course.lives.alive_at(course.peak_event)
+    timeline = run.timeline
+    samples = sampled(timeline, also=_long_seen(run))
+    alive = run.summary.alive
     unit = _unit(run)
     blocks = _blocks(run)
     groupings = [_by_category(run), *_by_name(run, alive)]
@@ -208,7 +211,7 @@ def _timeline(run: Run) -> dict[str, Any]:
     kinds, kind_of = _kinds(run, blocks, words)
     return {
         "events": len(run.trace), "end_seconds": run.seconds(len(run.trace)), "stride": samples.stride, "unit": unit,
-        "peak_event": course.peak_event,
+        "peak_event": timeline.peak_event,
         "samples": {
             "count": len(samples.event),
             "event": _packed(samples.event, np.int32),
@@ -219,16 +222,16 @@ def _timeline(run: Run) -> dict[str, Any]:
         "groupings": [
             {
                 "id": name, "names": names, "palette": palette,
-                "sums": [_packed(row // unit, np.uint32) for row in group_sums(course, samples, number, len(names))],
+                "sums": [_packed(row // unit, np.uint32) for row in group_sums(timeline, samples, number, len(names))],
                 "of_block": _packed(number[blocks], np.uint8),
             }
             for name, names, number, palette in groupings
         ],
         "blocks": {
-            "count": len(blocks), "left_out": int((course.size > 0).sum()) - len(blocks),
-            "birth": _packed(course.lives.birth[blocks], np.int32),
-            "death": _packed(course.lives.death[blocks], np.int32),
-            "size": _packed(course.size[blocks] // unit, np.uint32),
+            "count": len(blocks), "left_out": int((timeline.size > 0).sum()) - len(blocks),
+            "birth": _packed(timeline.lives.birth[blocks], np.int32),
+            "death": _packed(timeline.lives.death[blocks], np.int32),
+            "size": _packed(timeline.size[blocks] // unit, np.uint32),
             "waste": _packed(_waste(run, blocks), np.uint32),
             "category": _packed(run.labels.category[blocks], np.uint8),
             "kind": _packed(kind_of, np.uint32),
@@ -255,9 +258,9 @@ def _long_seen(run: Run) -> Ints:
 
 def _unit(run: Run) -> int:
     """Sizes are multiples of 512 bytes, and 2^32 of these are 2 TiB. A file that has others gets coarser figures."""
-    top = max(int(run.course.allocated.max(initial=run.course.allocated_before)), 1)
-    if run.course.reserved is not None:
-        top = max(top, int(run.course.reserved.max(initial=run.course.reserved_before)))
+    top = max(int(run.timeline.allocated.max(initial=run.timeline.allocated_before)), 1)
+    if run.timeline.reserved is not None:
+        top = max(top, int(run.timeline.reserved.max(initial=run.timeline.reserved_before)))
     unit = UNIT
     while top // unit >= 1 << 32:
         unit *= 2
@@ -266,15 +269,14 @@ def _unit(run: Run) -> int:
 
 def _blocks(run: Run) -> Ints:
     """The largest ones, largest first; of equal ones the older first."""
-    course = run.course
-    real = np.flatnonzero((course.size > 0) & (course.lives.death != BEFORE))
-    order = np.lexsort((course.lives.birth[real], -course.size[real]))
-    return np.asarray(real[order[:MAX_BLOCKS]], dtype=np.int64)
+    timeline = run.timeline
+    real = np.flatnonzero((timeline.size > 0) & (timeline.lives.death != BEFORE))
+    return largest(timeline, real, MAX_BLOCKS)
 
 
 def _waste(run: Run, blocks: Ints) -> Ints:
     requested = np.frombuffer(run.trace.requested, dtype=np.int64)[blocks]
-    waste = run.course.size[blocks] - requested
+    waste = run.timeline.size[blocks] - requested
     return np.asarray(np.clip(waste, 0, (1 << 32) - 1), dtype=np.int64)
 
 
@@ -285,7 +287,7 @@ def _seconds(run: Run, events: Ints) -> npt.NDArray[np.float64]:
 
 def _by_category(run: Run) -> tuple[str, list[str], Ints, list[str]]:
     """What is unknown because it was there before the recording is told apart from what is unknown otherwise."""
-    old = (run.course.lives.birth == BEFORE) & (run.labels.category == ALL_CATEGORIES.index(UNKNOWN))
+    old = (run.timeline.lives.birth == BEFORE) & (run.labels.category == ALL_CATEGORIES.index(UNKNOWN))
     number = np.where(old & (run.origin == "measured"), len(ALL_CATEGORIES), run.labels.category)
     used = [i for i in range(len(ALL_CATEGORIES) + 1) if (number == i).any()] or [len(ALL_CATEGORIES) - 1]
     order = sorted(used, key=lambda i: _STACKING.index(i) if i in _STACKING else len(_STACKING))
@@ -312,14 +314,11 @@ _STACKING = [
 def _by_name(run: Run, alive: Ints) -> Iterable[tuple[str, list[str], Ints, list[str]]]:
     labels = run.labels
     if labels.stacks:
-        number, names = top_groups(run.course, labels.line, labels.lines, alive, GROUPS)
+        number, names = top_groups(run.timeline, labels.line, labels.lines, alive, GROUPS)
         yield "line of code", names, number, []
     if len(labels.module) and labels.module.any():
-        short: dict[str, int] = {}
-        table = np.zeros(len(labels.modules), dtype=np.int64)
-        for i in np.unique(labels.module).tolist():
-            table[i] = short.setdefault(any_layer(labels.modules[i]) or "(no module)", len(short))
-        number, names = top_groups(run.course, table[labels.module], list(short), alive, GROUPS)
+        modules, module = labels.modules_anywhere()
+        number, names = top_groups(run.timeline, module, [name or "(no module)" for name in modules], alive, GROUPS)
         yield "module", names, number, []
 
 

@@ -1,7 +1,4 @@
-"""A run as a document (memfit.report/1): the peak, why it is what it is, and everything else there is to know.
-
-Scopes that a program named itself (`torch.profiler.record_function`), and the peak in each.
-"""
+"""A run as a document (memfit.report/1): the peak, why it is what it is, and everything else there is to know."""
 
 from __future__ import annotations
 
@@ -13,11 +10,12 @@ import numpy as np
 
 from memfit.analysis import alive
 from memfit.analysis.alive import Idle, growth, idle_at, temporaries
-from memfit.analysis.course import BEFORE, Ints
-from memfit.analysis.labels import ALL_CATEGORIES, code_line
-from memfit.analysis.plan_report import QUIET_PHASES
+from memfit.analysis.labels import ALL_CATEGORIES
 from memfit.analysis.run import Run, stack_lines
+from memfit.analysis.stacks import code_line
+from memfit.analysis.summary import breakdown, moment
 from memfit.replay.events import Action
+from memfit.replay.timeline import BEFORE, Ints
 from memfit.units import format_bytes
 
 MAX_SPANS = 60
@@ -51,8 +49,8 @@ def spans(run: Run) -> tuple[Span, ...]:
 
 
 def _span(run: Run, begin: int, end: int, name: str) -> Span:
-    inside = run.course.allocated[begin:end]
-    peak = max(run.course.allocated_at(begin - 1), int(inside.max(initial=0)))
+    inside = run.timeline.allocated[begin:end]
+    peak = max(run.timeline.allocated_at(begin - 1), int(inside.max(initial=0)))
     return Span(name, begin, end, run.seconds(begin), run.seconds(max(end - 1, begin)), peak)
 
 
@@ -64,12 +62,8 @@ MAX_SEGMENT_GROUPS = 50
 
 
 def report_run(run: Run) -> dict[str, Any]:
-    course, labels = run.course, run.labels
-    peak = course.peak_event
-    blocks = course.lives.alive_at(peak)
-    reserved_peak = course.reserved_peak_event
-    idle = {"reserved_peak": reserved_peak, "end": len(run.trace) - 1}
-    ooms = list(_ooms(run))
+    timeline, labels, blocks = run.timeline, run.labels, run.summary.alive
+    idle = {"reserved_peak": timeline.reserved_peak_event, "end": len(run.trace) - 1}
     document = {
         "schema": SCHEMA,
         "origin": run.origin,
@@ -78,24 +72,24 @@ def report_run(run: Run) -> dict[str, Any]:
         "events": _counts(run),
         "seconds": run.seconds(len(run.trace)),
         "peak": {
-            "allocated_bytes": course.allocated_at(peak),
-            "reserved_bytes": None if reserved_peak is None else course.reserved_at(reserved_peak),
+            "allocated_bytes": timeline.peak_allocated,
+            "reserved_bytes": timeline.peak_reserved,
             "requested_bytes": int(np.frombuffer(run.trace.requested, dtype=np.int64)[blocks].sum()),
         },
-        "at_peak": _moment(run, peak),
-        "breakdown": alive.breakdown(course, labels, blocks),
+        "at_peak": _moment(run, timeline.peak_event),
+        "breakdown": run.summary.breakdown,
         "category_source": labels.source,
-        "there_before": dict(zip(("count", "allocated_bytes"), alive.there_before(course, blocks), strict=True)),
+        "there_before": alive.there_before(timeline, blocks),
         **_groups(run, blocks),
-        "largest": [_allocation(run, alike) for alike in alive.largest_kinds(course, labels, blocks, LARGEST)],
-        "phases": phase_rows(run),
+        "largest": [_allocation(run, alike) for alike in alive.largest_kinds(timeline, labels, blocks, LARGEST)],
+        "phases": _phase_rows(run),
         "phase_source": labels.phase_source,
         "annotations": [asdict(span) for span in spans(run)],
-        "idle": {name: _idle(idle_at(course, at)) if at is not None else None for name, at in idle.items()},
+        "idle": {name: _idle(idle_at(timeline, at)) if at is not None else None for name, at in idle.items()},
         "segments": _segments(run),
         "temporaries": _temporaries(run),
-        "growth": asdict(growth(course, labels)),
-        "ooms": ooms,
+        "growth": asdict(growth(timeline, labels)),
+        "ooms": list(_ooms(run)),
         "settings": {} if run.snapshot is None else run.snapshot.settings,
         "notes": list(_notes(run)),
     }
@@ -110,40 +104,35 @@ def _counts(run: Run) -> dict[str, int]:
         "frees": int(actions[Action.FREE] + actions[Action.FREE_REQUESTED]),
         "segments_added": int(actions[Action.SEGMENT_ALLOC] + actions[Action.SEGMENT_MAP]),
         "segments_released": int(actions[Action.SEGMENT_FREE] + actions[Action.SEGMENT_UNMAP]),
-        "never_freed": int((run.course.lives.death == len(run.trace)).sum()),
+        "never_freed": int((run.timeline.lives.death == len(run.trace)).sum()),
     }  # fmt: skip
 
 
 def _moment(run: Run, event: int) -> dict[str, Any]:
-    phase = run.phase_at(event)
+    found = asdict(moment(run.timeline, run.labels, event))
     made = event >= 0 and run.trace.actions[event] == Action.ALLOC
-    block = run.trace.subjects[event] if made else None
-    return {
-        "event": event, "seconds": run.seconds(event), "phase": phase.name if phase else "",
-        "step": phase.step if phase else 0, "module": "" if block is None else run.trace.module(block),
-        "op": "" if block is None else run.trace.op(block),
-        "code_line": "" if block is None else run.labels.lines[run.labels.line[block]],
-    }  # fmt: skip
+    line = run.labels.lines[run.labels.line[run.trace.subjects[event]]] if made else ""
+    return {"event": found.pop("event"), "seconds": run.seconds(event), **found, "code_line": line}
 
 
 def _groups(run: Run, blocks: Ints) -> dict[str, Any]:
-    course, labels = run.course, run.labels
+    timeline, labels = run.timeline, run.labels
     made = {
-        "by_code_line": alive.by_line(course, labels, blocks) if labels.stacks else (),
-        "by_module": alive.by_module(course, labels, blocks) if any(labels.module[blocks]) else (),
-        "by_op": () if labels.stacks else alive.by_op(course, labels, blocks),
+        "by_code_line": alive.by_line(timeline, labels, blocks) if labels.stacks else (),
+        "by_module": alive.by_module(timeline, labels, blocks) if any(labels.module[blocks]) else (),
+        "by_op": () if labels.stacks else alive.by_op(timeline, labels, blocks),
     }
     return {name: [asdict(share) for share in shares] for name, shares in made.items()}
 
 
 def _allocation(run: Run, alike: Ints) -> dict[str, Any]:
     """Blocks of one size from one place, told by the first of them."""
-    block, lives, labels = int(alike[0]), run.course.lives, run.labels
+    block, lives, labels = int(alike[0]), run.timeline.lives, run.labels
     birth, death = int(lives.birth[block]), int(lives.death[block])
-    phase = run.phase_at(birth) if birth != BEFORE else None
+    phase = run.labels.phase_at(birth) if birth != BEFORE else None
     return {
-        "block": block, "count": len(alike), "each_bytes": int(run.course.size[block]),
-        "allocated_bytes": int(run.course.size[alike].sum()), "requested_bytes": run.trace.requested[block],
+        "block": block, "count": len(alike), "each_bytes": int(run.timeline.size[block]),
+        "allocated_bytes": int(run.timeline.size[alike].sum()), "requested_bytes": run.trace.requested[block],
         "category": ALL_CATEGORIES[labels.category[block]], "module": run.trace.module(block),
         "op": run.trace.op(block), "code_line": labels.lines[labels.line[block]], "stream": run.trace.streams[block],
         "born_event": birth if birth != BEFORE else None,
@@ -155,30 +144,9 @@ def _allocation(run: Run, alike: Ints) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def phase_rows(run: Run) -> list[dict[str, Any]]:
-    """Micro-batches of one step are one phase; its peak counts from what is there when it begins."""
-    peaks: dict[tuple[str, int], list[int | None]] = {}
-    course = run.course
-    for phase in run.labels.phases:
-        if phase.name in QUIET_PHASES:
-            continue
-        allocated = max(
-            course.allocated_at(phase.begin - 1), int(course.allocated[phase.begin : phase.end].max(initial=0))
-        )
-        reserved = None
-        if course.reserved is not None:
-            before = course.reserved_at(phase.begin - 1) or 0
-            reserved = max(before, int(course.reserved[phase.begin : phase.end].max(initial=0)))
-        known = peaks.setdefault((phase.name, phase.step), [allocated, reserved, phase.begin])
-        known[0] = max(known[0] or 0, allocated)
-        known[1] = None if reserved is None else max(known[1] or 0, reserved)
-    return [
-        {
-            "name": name, "step": step, "allocated_bytes": allocated, "reserved_bytes": reserved,
-            "begin_event": begin, "begin_seconds": run.seconds(begin or 0),
-        }
-        for (name, step), (allocated, reserved, begin) in list(peaks.items())[:MAX_PHASES]
-    ]  # fmt: skip
+def _phase_rows(run: Run) -> list[dict[str, Any]]:
+    phases = run.summary.phases[:MAX_PHASES]
+    return [{**asdict(phase), "begin_seconds": run.seconds(phase.begin_event)} for phase in phases]
 
 
 def _idle(idle: Idle | None) -> dict[str, Any] | None:
@@ -209,18 +177,18 @@ def _temporaries(run: Run) -> list[dict[str, Any]]:
     labels = run.labels
     by_line = labels.stacks
     names, number = (labels.lines, labels.line) if by_line else (labels.ops, labels.op)
-    return [asdict(each) for each in temporaries(run.course, labels, names, number)]
+    return [asdict(each) for each in temporaries(run.timeline, labels, names, number)]
 
 
 def _ooms(run: Run) -> Iterator[dict[str, Any]]:
     actions = np.frombuffer(run.trace.actions, dtype=np.uint8)
     for event in np.flatnonzero(actions == Action.OOM)[-MAX_OOMS:].tolist():
         number = run.trace.subjects[event]
-        blocks = run.course.lives.alive_at(event)
+        blocks = run.timeline.lives.alive_at(event)
         frames = run.range_frames(number)
-        idle = idle_at(run.course, event)
-        reserved = run.course.reserved_at(event)
-        allocated = run.course.allocated_at(event)
+        idle = idle_at(run.timeline, event)
+        reserved = run.timeline.reserved_at(event)
+        allocated = run.timeline.allocated_at(event)
         yield {
             **_moment(run, event),
             "requested_bytes": run.trace.range_sizes[number],
@@ -230,11 +198,9 @@ def _ooms(run: Run) -> Iterator[dict[str, Any]]:
             "reserved_bytes": reserved,
             "cached_bytes": None if reserved is None else reserved - allocated,
             "largest_hole_bytes": None if idle is None else idle.largest_hole_bytes,
-            "breakdown": alive.breakdown(run.course, run.labels, blocks),
-            "there_before": dict(
-                zip(("count", "allocated_bytes"), alive.there_before(run.course, blocks), strict=True)
-            ),
-            "by_code_line": [asdict(share) for share in alive.by_line(run.course, run.labels, blocks, limit=10)],
+            "breakdown": breakdown(run.timeline, run.labels, blocks),
+            "there_before": alive.there_before(run.timeline, blocks),
+            "by_code_line": [asdict(share) for share in alive.by_line(run.timeline, run.labels, blocks, limit=10)],
             "code_line": code_line(frames),
             "stack": stack_lines(frames),
         }  # fmt: skip

@@ -1,7 +1,7 @@
 """One device's run, ready to be reported, drawn, compared or exported: events, places, labels, times, stacks.
 
 run = open_run("snapshot.pickle")        # or a saved trace
-run.course.peak_event, run.seconds(12), run.frames(block)
+run.summary.breakdown, run.seconds(12), run.frames(block)
 """
 
 from __future__ import annotations
@@ -10,24 +10,28 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from memfit.analysis.course import Course, Ints, placed
-from memfit.analysis.labels import Labels, Phase, labels_of_snapshot, labels_of_trace, line_text, phase_numbers
+from memfit.analysis.labels import Labels, labels_of_trace
 from memfit.analysis.observed import observed
+from memfit.analysis.stacks import labels_of_snapshot, line_text
+from memfit.analysis.summary import Summary
 from memfit.errors import InputError, UsageError
 from memfit.replay.alloc_config import AllocatorConfig
 from memfit.replay.events import Trace
+from memfit.replay.replay import replay
+from memfit.replay.timeline import Ints, Timeline, check_total
 from memfit.snapshots.read import Remark, Snapshot, read_snapshot
 from memfit.snapshots.schema import Frame, clean
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Run:
-    course: Course
+    timeline: Timeline
     labels: Labels
     origin: str  # predicted or measured
     messages: tuple[Remark, ...]  # to be said before any number
@@ -39,17 +43,16 @@ class Run:
 
     @property
     def trace(self) -> Trace:
-        return self.course.trace
+        return self.timeline.trace
+
+    @cached_property
+    def summary(self) -> Summary:
+        return Summary(self.timeline, self.labels)
 
     def seconds(self, event: int) -> float | None:
         if self.times is None or not len(self.times):
             return None
         return float(self.times[min(max(event, 0), len(self.times) - 1)])
-
-    def phase_at(self, event: int) -> Phase | None:
-        phases = self.labels.phases
-        at = int(phase_numbers(phases, np.array([event], dtype=np.int64))[0]) if phases else -1
-        return phases[at] if at >= 0 else None
 
     def frames(self, block: int) -> tuple[Frame, ...]:
         """Where a block was asked for, innermost first. Of a prediction the first names module
@@ -63,7 +66,7 @@ class Run:
     def stack_numbers(self) -> Ints:
         """Of each block its stack, as a number."""
         if self.snapshot is None:
-            found, blocks = self.trace.stack_of, len(self.course.size)
+            found, blocks = self.trace.stack_of, len(self.timeline.size)
             return np.array([*found, *[0] * (blocks - len(found))], dtype=np.int64)
         numbers = np.frombuffer(self.snapshot.stack_of[self.device], dtype=np.int32).astype(np.int64)
         return numbers if self.rows is None else numbers[self.rows]
@@ -124,13 +127,14 @@ def is_trace_file(path: str | Path) -> bool:
 def run_of_trace(trace: Trace, *, alloc_conf: str | None = None) -> Run:
     config = AllocatorConfig.parse(alloc_conf or str(trace.facts.get("alloc_conf", "")))
     try:
-        course = placed(trace, config)
+        timeline = replay(trace, config, places=True)
+        check_total(timeline.size)
     except (ValueError, OverflowError) as error:
         if isinstance(error, InputError):
             raise
         raise InputError(f"the trace cannot be replayed: {error}") from error
     messages = () if len(trace) else (Remark("empty", "no events in it"),)
-    return Run(course, labels_of_trace(course), trace.origin, messages, config)
+    return Run(timeline, labels_of_trace(timeline), trace.origin, messages, config)
 
 
 def runs_of_snapshot(snapshot: Snapshot) -> list[Run]:
@@ -144,7 +148,7 @@ def runs_of_snapshot(snapshot: Snapshot) -> list[Run]:
 
 def pick(runs: list[Run], device: int | None) -> Run:
     if device is None:
-        return max(runs, key=lambda run: run.course.allocated_at(run.course.peak_event))
+        return max(runs, key=lambda run: run.timeline.peak_allocated)
     for run in runs:
         if run.device == device:
             return run
@@ -175,15 +179,13 @@ def _config(snapshot: Snapshot) -> tuple[AllocatorConfig, tuple[Remark, ...]]:
         return AllocatorConfig(), (Remark("settings", said),)
 
 
-def _run_of_device(
-    snapshot: Snapshot, device: int, config: AllocatorConfig, doubt: tuple[Remark, ...]
-) -> Run:  # fmt: skip
-    course = observed(snapshot, device, config)
-    labels = labels_of_snapshot(course, snapshot, device)
-    messages = (*_own(snapshot, device), *doubt, *_remarks(course, labels))
-    origin = course.trace.origin
+def _run_of_device(snapshot: Snapshot, device: int, config: AllocatorConfig, doubt: tuple[Remark, ...]) -> Run:
+    timeline = observed(snapshot, device, config)
+    labels = labels_of_snapshot(timeline, snapshot, device)
+    messages = (*_own(snapshot, device), *doubt, *_remarks(timeline, labels))
+    origin = timeline.trace.origin
     times = _seconds(np.frombuffer(snapshot.times[device], dtype=np.int64)) if origin == "measured" else None
-    return Run(course, labels, origin, messages, config, device, snapshot, times)
+    return Run(timeline, labels, origin, messages, config, device, snapshot, times)
 
 
 def _own(snapshot: Snapshot, device: int) -> Iterator[Remark]:
@@ -193,16 +195,16 @@ def _own(snapshot: Snapshot, device: int) -> Iterator[Remark]:
             yield warning
 
 
-def _remarks(course: Course, labels: Labels) -> Iterator[Remark]:
-    if course.doubts:
+def _remarks(timeline: Timeline, labels: Labels) -> Iterator[Remark]:
+    if timeline.doubts:
         yield Remark(
             "doubts",
-            f"{course.doubts:,} events contradict the final state: sizes of blocks may be too small there"
-            + ("" if course.reserved is not None else ", and what was reserved is n/a"),
+            f"{timeline.doubts:,} events contradict the final state: sizes of blocks may be too small there"
+            + ("" if timeline.reserved is not None else ", and what was reserved is n/a"),
         )
-    if len(course.trace) and course.reserved is None and not course.doubts:
+    if len(timeline.trace) and timeline.reserved is None and not timeline.doubts:
         yield Remark("segments", "the segments in it do not hold its blocks: what was reserved is n/a")
-    if len(course.trace) and not labels.stacks and course.trace.origin == "measured":
+    if len(timeline.trace) and not labels.stacks and timeline.trace.origin == "measured":
         yield Remark("no_stacks", "no stacks in it: lines of code are unknown (record with context='all')")
 
 

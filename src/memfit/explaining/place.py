@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from memfit.analysis.labels import short_path
+from memfit.analysis.stacks import short_path
 from memfit.explaining.message import Located
 
 _PACKAGES = re.compile(r"(?:site|dist)-packages/")

@@ -17,7 +17,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from memfit.analysis.plan_report import make_report
+from memfit.analysis.summary import summarise_plan
 from memfit.errors import MemfitError, UsageError
 from memfit.files import no_collector
 from memfit.gpus import Context, Gpu
@@ -209,7 +209,7 @@ class Forecasts:
             capacity = capacity_for(self.gpu, replays.config, context)
             limited = replays.outcome(max(capacity - context, 0))
             use = limited.reserved_peak + context if limited.fits else None
-            report = make_report(traced.trace, ample)
+            report = summarise_plan(ample)
         return Forecast(
             workload=work, whole=True, verdict=self._verdict(use, capacity), use_bytes=use,
             device_bytes=ample.peak_reserved + context, allocated_bytes=ample.peak_allocated,

@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from memfit.analysis.labels import code_line
-from memfit.analysis.plan_report import make_report
+from memfit.analysis.stacks import code_line
+from memfit.analysis.summary import summarise_plan
 from memfit.errors import InputError
 from memfit.extrapolation.blocks import NotRepeating
 from memfit.extrapolation.steps import with_steps
@@ -329,13 +329,14 @@ def predict_profile(settings: ProfileSettings, gpu: str | Gpu | None = None) -> 
     timeline = replay(trace, config)
     before = max(begin - 1, 0)
     phases: dict[str, int] = {}
-    for phase in make_report(trace, timeline).phases:
+    for phase in summarise_plan(timeline).phases:
         if phase.step > settings.warmup_steps:
             phases[phase.name] = max(phases.get(phase.name, 0), phase.allocated_bytes)
     return Profiled(
         origin="predicted", gpu=card.name if card else "H200",
         snapshot=placed_snapshot(trace, config, begin=begin, alloc_conf=settings.alloc_conf),
-        peak_allocated_bytes=max(timeline.allocated[before:]), peak_reserved_bytes=max(timeline.reserved[before:]),
+        peak_allocated_bytes=int(timeline.allocated[before:].max()),
+        peak_reserved_bytes=int(timeline.reserved[before:].max()),
         phases=phases, notes=(*why, "predicted, not measured: torch 2.11, CUDA 13.0", *traced.notes), on_card=on_card,
     )  # fmt: skip
 

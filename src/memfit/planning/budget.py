@@ -10,9 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from memfit.analysis.plan_report import live_blocks
 from memfit.planning.predict import Plan
-from memfit.replay.events import Trace
 from memfit.units import gib
 
 OF_ADAPTERS = "lora_"
@@ -38,7 +36,7 @@ class Budget:
 
 def budget_of(plan: Plan) -> Budget:
     parts = plan.report.breakdown
-    adapters = _of_adapters(plan.trace, plan)
+    adapters = _adapter_bytes(plan)
     named = {
         "base_bytes": parts["weights"] - adapters, "adapter_bytes": adapters,
         "activation_bytes": sum(parts[name] for name in ACTIVATIONS), "loss_bytes": sum(parts[name] for name in LOSS),
@@ -47,11 +45,11 @@ def budget_of(plan: Plan) -> Budget:
     return Budget(**named, overhead_bytes=plan.needed_bytes - sum(named.values()))
 
 
-def _of_adapters(trace: Trace, plan: Plan) -> int:
-    sizes = plan.timeline.block_size
+def _adapter_bytes(plan: Plan) -> int:
+    trace, sizes = plan.trace, plan.timeline.size
     return sum(
-        sizes[block]
-        for block in live_blocks(trace, plan.timeline.peak_allocated_event)
+        int(sizes[block])
+        for block in plan.report.alive.tolist()
         if trace.category(block) == "weights" and OF_ADAPTERS in trace.module(block)
     )
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from memfit.analysis.plan_report import Report, make_report
+from memfit.analysis.summary import Summary, summarise_plan
 from memfit.files import no_collector
 from memfit.gpus import Context, Gpu, find_gpu
 from memfit.jobs.workload import Workload
@@ -23,7 +23,7 @@ from memfit.planning import cache
 from memfit.render.shown import Renderer, Shown
 from memfit.replay.alloc_config import AllocatorConfig
 from memfit.replay.events import Trace
-from memfit.replay.replay import Replays, Timeline
+from memfit.replay.replay import Replay, Replays
 from memfit.tracing.platform import outside_tested
 from memfit.units import GiB, gib
 
@@ -77,13 +77,13 @@ class Plan(Shown):
     gpu: Gpu | None
     peak: Peak
     context: Context
-    report: Report
+    report: Summary
     fit: Fit | None
     smallest_gpu_bytes: int
     notes: tuple[str, ...]
     seconds: float
     trace: Trace
-    timeline: Timeline
+    timeline: Replay
     id: object = None
     duration: dict[str, Any] | None = None
     """How long it takes, where somebody has estimated it (`fitting/durations.py`): predicting memory does not."""
@@ -122,7 +122,7 @@ class Plan(Shown):
             "context": asdict(self.context),
             "at_peak": {"phase": at.phase, "step": at.step, "module": at.module, "op": at.op},
             "breakdown": self.report.breakdown,
-            "phases": [asdict(phase) for phase in self.report.phases],
+            "phases": [phase.to_json() for phase in self.report.phases],
             "verdict": self.verdict,
             "headroom_bytes": self.fit.headroom_bytes if self.fit else None,
             "retries": self.fit.retries if self.fit else None,
@@ -238,7 +238,7 @@ def assess(
             allocated_bytes=timeline.peak_allocated, reserved_bytes=reserved, context_bytes=context.high_bytes,
             device_bytes=reserved + context.high_bytes,
         ),
-        report=make_report(trace, timeline), fit=fit, smallest_gpu_bytes=smallest, notes=notes,
+        report=summarise_plan(timeline), fit=fit, smallest_gpu_bytes=smallest, notes=notes,
         seconds=time.perf_counter() - started, trace=trace, timeline=timeline, **rest,
     )  # fmt: skip
 

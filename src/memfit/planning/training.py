@@ -201,7 +201,7 @@ class TrainPlan:
         for each in self.plan.report.phases if self.plan else ():
             if each.name in PHASES:
                 allocated, reserved = made.get(each.name, (0, 0))
-                made[each.name] = max(allocated, each.allocated_bytes), max(reserved, each.reserved_bytes)
+                made[each.name] = max(allocated, each.allocated_bytes), max(reserved, each.reserved_bytes or 0)
         return made
 
     def to_json(self) -> dict[str, Any]:

@@ -14,10 +14,10 @@ from importlib.machinery import EXTENSION_SUFFIXES
 
 DOOR = {
     "alloc_config": "AllocatorConfig CUDA_VARIABLE MIN_BLOCK_SIZE NEW_VARIABLE SMALL_SIZE VARIABLES exported",
-    "allocator": "CachingAllocator OutOfMemory",
-    "driver": "DRIVER_ACTIONS DriverCall NotingDriver Range Ranges",
+    "driver": "COMES DRIVER_ACTIONS DriverCall Range Ranges",
     "events": "Action BLOCK_COLUMNS CATEGORIES FrameRow Mark OpCost Trace between kept_blocks step_begins",
-    "replay": "DEFAULTS Player Replays Timeline replay",
+    "replay": "DEFAULTS Replay Replays replay",
+    "timeline": "BEFORE Ints Lifetimes Timeline allocated_changes check_total lifetimes",
 }
 """What other rooms may use, by file."""
 

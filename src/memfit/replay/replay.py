@@ -5,9 +5,9 @@
     >>> y = trace.alloc(30 << 20)
     >>> trace.free(x)
     >>> timeline = replay(trace)
-    >>> [n >> 20 for n in timeline.allocated], [n >> 20 for n in timeline.reserved]
+    >>> (timeline.allocated >> 20).tolist(), (timeline.reserved >> 20).tolist()
     ([3, 33, 30], [20, 50, 50])
-    >>> smallest_capacity(trace) >> 20
+    >>> Replays(trace).smallest_capacity() >> 20
     50
 
 What a recording saw of the driver and of errors is not obeyed here; `verify` compares with it.
@@ -15,27 +15,24 @@ What a recording saw of the driver and of errors is not obeyed here; `verify` co
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 
 from memfit.errors import InputError
 from memfit.replay.alloc_config import ROUND_LARGE, AllocatorConfig
 from memfit.replay.allocator import CachingAllocator, OutOfMemory
 from memfit.replay.blocks import ALLOCATED, PENDING, AllocatorStats, Block, SegmentRecord
-from memfit.replay.driver import AddressSource
+from memfit.replay.driver import AddressSource, Driver, NotingDriver, Ranges
 from memfit.replay.events import Action, Trace
 from memfit.replay.playing import Calls, Progress, play
+from memfit.replay.timeline import BEFORE, Ints, Timeline, allocated_changes
 from memfit.units import MiB
 
-BEFORE = -1  # in place of an event: what was there before the first one
 DEFAULTS = AllocatorConfig()
 MAX_LIVE_MIB = 1 << 40
-Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,22 +46,21 @@ class OutOfMemoryEvent:
     reserved: int
 
 
-@dataclass(frozen=True)
-class Timeline:
-    """Columns have one entry for each event of the trace. Where memory ran out, the replay stops: `oom` says where,
-    and from there on the columns repeat what was held then."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Replay(Timeline):
+    """Where memory ran out, the replay stops: `oom` says where, and from there on the columns repeat what was held
+    then."""
 
-    allocated: array[int]
-    reserved: array[int]
-    block_size: array[int]  # of each block of the trace; 0 if it was never placed
-    peak_allocated: int
-    peak_allocated_event: int  # the first event at the peak; BEFORE if that is how it began
-    peak_reserved: int
-    peak_reserved_event: int
+    reserved: Ints
     retries: int  # waits for the whole device in order to release cached memory: each costs time
     oom: OutOfMemoryEvent | None
     stats: AllocatorStats
-    allocator: CachingAllocator = field(repr=False, compare=False)
+    allocator: CachingAllocator = field(repr=False)
+
+    @property
+    def peak_reserved(self) -> int:
+        """Also what was given back within the same event."""
+        return self.stats.reserved_peak
 
     @cached_property
     def segments(self) -> tuple[SegmentRecord, ...]:
@@ -74,18 +70,11 @@ class Timeline:
 
 def replay(
     trace: Trace, config: AllocatorConfig = DEFAULTS, *, capacity: int | None = None, limit: int | None = None,
-    start: Sequence[SegmentRecord] = (), addresses: AddressSource | None = None,
-) -> Timeline:  # fmt: skip
+    start: Sequence[SegmentRecord] = (), addresses: AddressSource | None = None, places: bool = False,
+) -> Replay:  # fmt: skip
     """Blocks of the trace without an ALLOC event were there before: where `start` has them, or else allocated first."""
-    return Replays(trace, config, start=start).timeline(capacity=capacity, limit=limit, addresses=addresses)
-
-
-def smallest_capacity(
-    trace: Trace, config: AllocatorConfig = DEFAULTS, *, start: Sequence[SegmentRecord] = (), within: int = 0
-) -> int:
-    """The least capacity, in steps of 2 MiB, with which the trace runs to its end (perhaps with retries); or one that
-    is at most `within` bytes more."""
-    return Replays(trace, config, start=start).smallest_capacity(within=within)
+    replays = Replays(trace, config, start=start)
+    return replays.timeline(capacity=capacity, limit=limit, addresses=addresses, places=places)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,32 +111,43 @@ class Replays:
         self._settles_ranges = not config.expandable_segments and not any(segment.expandable for segment in start)
 
     @cached_property
-    def ample(self) -> Timeline:
+    def ample(self) -> Replay:
         """With all the memory that is asked for."""
         made = self.timeline()
         self._outcomes.append(Outcome(made.peak_reserved, None, made.retries, made.oom))
         return made
 
     def timeline(
-        self, *, capacity: int | None = None, limit: int | None = None, addresses: AddressSource | None = None
-    ) -> Timeline:
-        player = self._player(capacity, limit, addresses, notes_sizes=True)
+        self, *, capacity: int | None = None, limit: int | None = None, addresses: AddressSource | None = None,
+        places: bool = False,
+    ) -> Replay:  # fmt: skip
+        """`places`: also where each block lay and what the driver did, which takes a few times as long."""
+        noted = NotingDriver(capacity, event=BEFORE) if places else None
+        player = self._player(capacity, limit, addresses, driver=noted, notes_sizes=True)
         oom = player.place_what_was_there()
         stats, progress = player.allocator.stats, player.progress
-        first_allocated, first_reserved = stats.allocated, stats.reserved
-        oom = oom or player.play()
-        sizes = np.array(progress.sizes, dtype=np.int64)
-        changes = _changes(self.trace, sizes)
+        allocated_before, reserved_before = stats.allocated, stats.reserved
+        address = None
+        if noted is None:
+            oom = oom or player.play()
+        else:
+            address = [0 if held is None else held.address for held in player.live]
+            oom = oom or player.play_noting(noted, address)
+        size = np.array(progress.sizes, dtype=np.int64)
+        changes = allocated_changes(self.trace, size)
         changes[progress.event :] = 0
-        allocated = first_allocated + changes.cumsum()
-        reserved = _after_each(progress, first_reserved, len(self.trace))
+        reserved = _after_each(progress, reserved_before, len(self.trace))
         reserved[progress.event :] = stats.reserved  # a failed request has released what it could
-        peak_allocated, peak_allocated_event = _peak(allocated, first_allocated)
-        _, peak_reserved_event = _peak(reserved, first_reserved)
-        return Timeline(
-            allocated=_column(allocated), reserved=_column(reserved), block_size=_column(sizes),
-            peak_allocated=peak_allocated, peak_allocated_event=peak_allocated_event,
-            peak_reserved=stats.reserved_peak, peak_reserved_event=peak_reserved_event,
+        calls = [] if noted is None else noted.calls
+        start = Ranges()
+        for event, action, where, nbytes, _ in calls:
+            if event == BEFORE:
+                start.do(action, where, nbytes)
+        return Replay(
+            trace=self.trace, size=size, allocated=allocated_before + changes.cumsum(), reserved=reserved,
+            allocated_before=allocated_before, reserved_before=reserved_before,
+            address=None if address is None else np.array(address, dtype=np.uint64), start=tuple(start),
+            driver=tuple(call for call in calls if call[0] != BEFORE),
             retries=stats.num_alloc_retries, oom=oom, stats=stats, allocator=player.allocator,
         )  # fmt: skip
 
@@ -191,10 +191,10 @@ class Replays:
 
     def _player(
         self, capacity: int | None, limit: int | None = None, addresses: AddressSource | None = None, *,
-        notes_sizes: bool = False,
+        driver: Driver | None = None, notes_sizes: bool = False,
     ) -> Player:  # fmt: skip
         allocator = CachingAllocator.from_segments(
-            self.start, self.config, capacity=capacity, limit=limit, addresses=addresses
+            self.start, self.config, capacity=capacity, limit=limit, addresses=addresses, driver=driver
         )
         return Player(self.trace, allocator, calls=self._calls, notes_sizes=notes_sizes)
 
@@ -238,6 +238,7 @@ class Player:
         blocks = len(trace.requested)
         self.progress = Progress([None] * blocks, [0] * blocks if notes_sizes else None)
         self._waits_at: dict[int, int] = {}
+        self._freed_before: set[int] = set()
 
     @property
     def live(self) -> list[Block | None]:
@@ -253,8 +254,11 @@ class Player:
 
     def place_what_was_there(self) -> OutOfMemoryEvent | None:
         there = {b.address: b for b in self.allocator.blocks() if b.state in (ALLOCATED, PENDING)}
-        for block in _there_before(self.trace):
+        for block, is_freed in _there_before(self.trace):
             held = there.get(self.trace.addresses[block])
+            if held is None and is_freed:
+                self._freed_before.add(block)
+                continue
             if held is None:
                 try:
                     held = self.allocator.malloc(self.trace.requested[block], self.trace.streams[block])
@@ -276,6 +280,18 @@ class Player:
             return _oom_event(error, progress.event, self.trace.subjects[progress.event])
         return None
 
+    def play_noting(self, driver: NotingDriver, address: list[int]) -> OutOfMemoryEvent | None:
+        """All events one by one: where each block is put, and at which event the driver is asked."""
+        for event, (action, subject) in enumerate(self.trace.events()):
+            driver.event = event
+            oom = self.play(until=event + 1)
+            if oom is not None:
+                return oom
+            held = self.live[subject] if action == Action.ALLOC else None
+            if held is not None:
+                address[subject] = held.address
+        return None
+
     def do(self, action: int, subject: int) -> None:
         """Any action of the program but ALLOC; what the driver did is left alone."""
         if action == Action.EMPTY_CACHE:
@@ -284,7 +300,7 @@ class Player:
             block = self.live[subject]
             if block is not None:
                 self._free(action, subject, block)
-            elif self.trace.requested[subject]:
+            elif self.trace.requested[subject] and subject not in self._freed_before:
                 raise InputError(f"the trace frees block {subject} while it is not allocated")
 
     def _free(self, action: int, subject: int, block: Block) -> None:
@@ -305,7 +321,7 @@ def _check_bytes(trace: Trace) -> None:
     requested = np.frombuffer(trace.requested, dtype=np.int64)
     if int(requested.max(initial=0)) * len(requested) <= MAX_LIVE_MIB * MiB:
         return
-    if _changes(trace, requested // MiB).cumsum().max(initial=0) > MAX_LIVE_MIB:
+    if allocated_changes(trace, requested // MiB).cumsum().max(initial=0) > MAX_LIVE_MIB:
         raise InputError("the job holds more than 2^60 bytes at once", hint="no GPU has even a millionth of that")
 
 
@@ -313,23 +329,17 @@ def _calls(trace: Trace) -> Calls:
     return Calls(trace.actions.tobytes(), trace.subjects.tolist(), trace.requested.tolist(), trace.streams.tolist())
 
 
-def _there_before(trace: Trace) -> list[int]:
-    """Blocks without an ALLOC event."""
-    births = np.frombuffer(trace.subjects, dtype=np.int64)[np.frombuffer(trace.actions, np.uint8) == Action.ALLOC]
-    count = np.bincount(births, minlength=len(trace.requested))
+def _there_before(trace: Trace) -> Iterator[tuple[int, bool]]:
+    """Blocks without an ALLOC event, and of each whether it was freed before: only the end of that is in the trace."""
+    actions, subjects = np.frombuffer(trace.actions, np.uint8), np.frombuffer(trace.subjects, np.int64)
+    count = np.bincount(subjects[actions == Action.ALLOC], minlength=len(trace.requested))
     if len(count) and count.max() > 1:
         raise InputError(f"the trace allocates block {count.argmax()} twice")
-    return [int(block) for block in np.flatnonzero(count == 0)]
-
-
-def _changes(trace: Trace, sizes: Ints) -> Ints:
-    """What each event adds to the bytes that are allocated."""
-    actions, subjects = np.frombuffer(trace.actions, np.uint8), np.frombuffer(trace.subjects, np.int64)
-    changes = np.zeros(len(actions), dtype=np.int64)
-    for action, sign in ((Action.ALLOC, 1), (Action.FREE, -1), (Action.FREE_REQUESTED, -1)):
-        at = np.flatnonzero(actions == action)
-        changes[at] = sign * sizes[subjects[at]]
-    return changes
+    is_freed = np.zeros(len(count), dtype=bool)
+    is_freed[subjects[actions == Action.FREE_COMPLETED]] = True
+    is_freed[subjects[actions == Action.FREE_REQUESTED]] = False
+    for block in np.flatnonzero(count == 0).tolist():
+        yield block, bool(is_freed[block])
 
 
 def _after_each(progress: Progress, first: int, events: int) -> Ints:
@@ -344,19 +354,10 @@ def _live_peak(trace: Trace, config: AllocatorConfig) -> int:
         sizes = -(-np.frombuffer(trace.requested, dtype=np.int64) // 512) * 512
     else:
         sizes = np.array([config.rounded(size) if size else 0 for size in trace.requested], dtype=np.int64)
-    changes = _changes(trace, sizes)
+    changes = allocated_changes(trace, sizes)
     before = int(sizes.sum() - changes[np.frombuffer(trace.actions, np.uint8) == Action.ALLOC].sum())
     peak = before + int(changes.cumsum().max(initial=0))
     return -(-peak // ROUND_LARGE) * ROUND_LARGE
-
-
-def _peak(column: Ints, before: int) -> tuple[int, int]:
-    at = int(column.argmax()) if len(column) else BEFORE
-    return (int(column[at]), at) if at >= 0 and column[at] > before else (before, BEFORE)
-
-
-def _column(values: Ints) -> array[int]:
-    return array("q", values.tobytes())
 
 
 def _oom_event(error: OutOfMemory, event: int, block: int) -> OutOfMemoryEvent:

@@ -28,10 +28,9 @@ from typing import Any
 from memfit.errors import InputError, UsageError
 from memfit.files import written_whole
 from memfit.replay.alloc_config import AllocatorConfig
-from memfit.replay.allocator import CachingAllocator, OutOfMemory
-from memfit.replay.driver import DriverCall, NotingDriver
+from memfit.replay.driver import DriverCall
 from memfit.replay.events import Action, Trace, between, kept_blocks
-from memfit.replay.replay import DEFAULTS, Player
+from memfit.replay.replay import DEFAULTS, replay
 from memfit.snapshots.read import FORMAT, Segment
 from memfit.units import format_bytes
 
@@ -243,45 +242,27 @@ def placed_snapshot(
     alloc_conf: str = "",
 ) -> dict[str, Any]:  # fmt: skip
     """The job from event `begin` on, as if the recording had been switched on there. Where memory runs out it ends."""
-    driver = NotingDriver(capacity)
-    allocator = CachingAllocator(config, driver=driver)
-    player = Player(trace, allocator)
-    player.place_what_was_there()
-    placements = {number: (held.address, held.size) for number, held in enumerate(player.live) if held is not None}
-    played = len(trace)
-    for event, (action, subject) in enumerate(trace.events()):
-        driver.event = event
-        if action != Action.ALLOC:
-            player.do(action, subject)
-            continue
-        try:
-            held = player.live[subject] = allocator.malloc(trace.requested[subject], trace.streams[subject])
-        except OutOfMemory as error:
-            free = (capacity or 0) - error.reserved
-            driver.calls.append((event, Action.OOM, max(free, 0), error.rounded, trace.streams[subject]))
-            played = event
-            break
-        if held is not None:
-            placements[subject] = held.address, held.size
-    settings = {
-        "PYTORCH_CUDA_ALLOC_CONF": alloc_conf, "expandable_segments": config.expandable_segments,
-        "max_split_size": config.max_split_size or -1,
-        "garbage_collection_threshold": config.garbage_collection_threshold,
-    }  # fmt: skip
-    return _written(trace, allocator, driver.calls, placements, begin, played) | {"allocator_settings": settings}
-
-
-def _written(
-    trace: Trace, allocator: CachingAllocator, calls: list[DriverCall], placements: dict[int, tuple[int, int]],
-    begin: int, played: int,
-) -> dict[str, Any]:  # fmt: skip
-    new_number = {old: new for new, old in enumerate(kept_blocks(trace, begin, played).tolist())}
+    placed = replay(trace, config, capacity=capacity, places=True)
+    calls, end = list(placed.driver), len(trace)
+    if placed.oom is not None:
+        free, end, stream = (capacity or 0) - placed.oom.reserved, placed.oom.event, trace.streams[placed.oom.block]
+        calls.append((end, Action.OOM, max(free, 0), placed.oom.rounded, stream))
+    assert placed.address is not None
+    places = list(zip(placed.address.tolist(), placed.size.tolist(), strict=True))
+    kept = kept_blocks(trace, begin, end).tolist()
     segments = [
         Segment(0, record.address, record.size, record.stream, "small" if record.small else "large", record.expandable)
-        for record in allocator.layout()
+        for record in placed.segments
     ]
     return snapshot_dict(
-        between(trace, begin, played), segments,
-        {new_number[block]: place for block, place in placements.items() if block in new_number},
+        between(trace, begin, end),
+        segments,
+        {number: places[block] for number, block in enumerate(kept) if placed.size[block]},
         driver=[(event - begin, *rest) for event, *rest in calls if event >= begin],  # type: ignore[misc]
-    )  # fmt: skip
+        settings={
+            "PYTORCH_CUDA_ALLOC_CONF": alloc_conf,
+            "expandable_segments": config.expandable_segments,
+            "max_split_size": config.max_split_size or -1,
+            "garbage_collection_threshold": config.garbage_collection_threshold,
+        },
+    )

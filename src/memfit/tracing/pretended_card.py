@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from memfit.errors import TraceError
 from memfit.gpus import Gpu
 from memfit.replay.alloc_config import AllocatorConfig
-from memfit.replay.replay import Timeline, replay
+from memfit.replay.replay import Replay, replay
 from memfit.tracing.answers import asking_line
 from memfit.tracing.cuda_names import TracedEvent
 from memfit.tracing.own_code import (
@@ -98,10 +98,10 @@ class Card:
     def __init__(self, tracer: OwnCodeTracer, gpu: Gpu, config: AllocatorConfig) -> None:
         self.tracer, self.gpu, self.config = tracer, gpu, config
         self._peak_from = 0
-        self._seen: tuple[int, Timeline] | None = None
+        self._seen: tuple[int, Replay] | None = None
 
     @property
-    def timeline(self) -> Timeline:
+    def timeline(self) -> Replay:
         events = len(self.tracer.trace)
         if self._seen is None or self._seen[0] != events:
             self._seen = (events, replay(self.tracer.trace, self.config))
@@ -114,10 +114,10 @@ class Card:
         return int(self.timeline.reserved[-1]) if len(self.tracer.trace) else 0
 
     def max_allocated(self, *_: Any) -> int:
-        return max(self.timeline.allocated[max(self._peak_from - 1, 0) :], default=0)
+        return int(self.timeline.allocated[max(self._peak_from - 1, 0) :].max(initial=0))
 
     def max_reserved(self, *_: Any) -> int:
-        return max(self.timeline.reserved[max(self._peak_from - 1, 0) :], default=0)
+        return int(self.timeline.reserved[max(self._peak_from - 1, 0) :].max(initial=0))
 
     def reset_peak(self, *_: Any) -> None:
         self._peak_from = len(self.tracer.trace)

@@ -1,28 +1,27 @@
-"""What became of a trace: where each block lay, how large it was, what was allocated and reserved after each event.
+"""What became of a trace: how large each block was and how long it lived, what was held after each event.
 
-A recording is taken at its word (`observed`): each block lies where it was seen. A prediction is placed by the model of
-the allocator (`placed`). What reads a `Course` need not know which it was.
-
-When each block of a trace is born and when it dies, as columns.
+A job that is predicted is replayed (`replay`), a recording is taken at its word (`analysis/observed.py`). What reads a
+`Timeline` need not know which it was.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from memfit.errors import InputError
-from memfit.replay.alloc_config import AllocatorConfig
-from memfit.replay.allocator import CachingAllocator
-from memfit.replay.driver import NotingDriver, Range, Ranges
+from memfit.replay.driver import DriverCall, Range, Ranges
 from memfit.replay.events import Action, Trace
-from memfit.replay.replay import Player
 
-Ints = npt.NDArray[np.int64]
 BEFORE = -1
+"""In place of an event: what was there before the first one."""
+MOST_BYTES = 2.0**62
+Ints = npt.NDArray[np.int64]
+Addresses = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,32 +81,42 @@ def _check_once(events: Ints, subjects: Ints, blocks: int) -> None:
         raise InputError(f"the trace allocates or frees block {twice[0]} twice")
 
 
-MOST = 2.0**62
-DriverEvent = tuple[int, int, int, int]  # at which event of the trace; action, address, size
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Timeline:
+    """`size` and `address` have one entry a block, `allocated` and `reserved` one an event: what was held after it."""
 
-
-@dataclass(frozen=True, slots=True)
-class Course:
     trace: Trace
-    lives: Lifetimes
-    size: Ints  # of each block, as the allocator counts it
-    address: npt.NDArray[np.uint64]
-    allocated: Ints  # after each event
-    reserved: Ints | None  # the same; None where it is not known
+    size: Ints  # as the allocator counts it; 0 if it was never placed
+    allocated: Ints
+    reserved: Ints | None  # None where it is not known
     allocated_before: int
     reserved_before: int
-    start: tuple[Range, ...]  # what was held from the driver before the first event
-    driver: tuple[DriverEvent, ...]
+    address: Addresses | None = None  # None where nobody asked for places
+    start: tuple[Range, ...] = ()  # what was held from the driver before the first event
+    driver: tuple[DriverCall, ...] = ()
     doubts: int = 0  # events that contradict what lies in memory
+    known_lives: Lifetimes | None = None  # where somebody has them already
 
-    @property
+    @cached_property
+    def lives(self) -> Lifetimes:
+        return self.known_lives or lifetimes(self.trace)
+
+    @cached_property
     def peak_event(self) -> int:
         """The first event at which most is allocated; BEFORE if that is how it began."""
         return _first_peak(self.allocated, self.allocated_before)
 
-    @property
+    @cached_property
     def reserved_peak_event(self) -> int | None:
         return None if self.reserved is None else _first_peak(self.reserved, self.reserved_before)
+
+    @property
+    def peak_allocated(self) -> int:
+        return self.allocated_at(self.peak_event)
+
+    @property
+    def peak_reserved(self) -> int | None:
+        return None if self.reserved_peak_event is None else self.reserved_at(self.reserved_peak_event)
 
     def allocated_at(self, event: int) -> int:
         return self.allocated_before if event < 0 else int(self.allocated[event])
@@ -119,36 +128,27 @@ class Course:
 
     def ranges_at(self, event: int) -> Ranges:
         held = Ranges(self.start)
-        for at, action, address, size in self.driver:
+        for at, action, address, size, _ in self.driver:
             if at > event:
                 break
             held.do(action, address, size)
         return held
 
 
-def columns(trace: Trace, lives: Lifetimes, size: Ints) -> tuple[Ints, int]:
-    """Bytes allocated after each event, and before the first."""
-    check_total(size)
-    change = np.zeros(len(trace) + 1, dtype=np.int64)
-    born, died = lives.birth >= 0, (lives.death >= 0) & (lives.death < len(trace))
-    change[lives.birth[born]] += size[born]
-    change[lives.death[died]] -= size[died]
-    before = int(size[~born & (lives.death != BEFORE)].sum())
-    return before + np.cumsum(change[:-1]), before
+def allocated_changes(trace: Trace, size: Ints) -> Ints:
+    """What each event adds to the bytes that are allocated."""
+    actions, subjects = np.frombuffer(trace.actions, np.uint8), np.frombuffer(trace.subjects, np.int64)
+    changes = np.zeros(len(actions), dtype=np.int64)
+    for action, sign in ((Action.ALLOC, 1), (Action.FREE, -1), (Action.FREE_REQUESTED, -1)):
+        at = np.flatnonzero(actions == action)
+        changes[at] = sign * size[subjects[at]]
+    return changes
 
 
 def check_total(sizes: npt.NDArray[Any]) -> None:
     """Sums are made of 64-bit numbers; no machine fills them, but a file can say so."""
-    if float(sizes.sum(dtype=np.float64)) >= MOST:
+    if float(sizes.sum(dtype=np.float64)) >= MOST_BYTES:
         raise InputError("its sizes add up to more than 4 EiB, which no run allocates", hint="is the file damaged?")
-
-
-def reserved_column(trace: Trace, driver: tuple[DriverEvent, ...], before: int) -> Ints:
-    check_total(np.array([before, *(size for _, _, _, size in driver)], dtype=np.float64))
-    change = np.zeros(len(trace), dtype=np.int64)
-    for event, action, _, size in driver:
-        change[event] += size if action in (Action.SEGMENT_ALLOC, Action.SEGMENT_MAP) else -size
-    return before + np.cumsum(change)
 
 
 def _first_peak(column: Ints, before: int) -> int:
@@ -156,39 +156,3 @@ def _first_peak(column: Ints, before: int) -> int:
         return BEFORE
     at = int(column.argmax())
     return at if column[at] > before else BEFORE
-
-
-# -- placed by the model -----------------------------------------------------------------------------------------
-
-
-def placed(trace: Trace, config: AllocatorConfig) -> Course:
-    """A trace without addresses, given some by the model of the allocator; there is always memory enough."""
-    lives = lifetimes(trace)
-    driver = NotingDriver(event=BEFORE)
-    player = Player(trace, CachingAllocator(config, driver=driver))
-    size, address = [0] * len(trace.requested), [0] * len(trace.requested)
-
-    def put(block: int) -> None:
-        held = player.live[block] = player.allocator.malloc(trace.requested[block], trace.streams[block])
-        if held is not None:
-            size[block], address[block] = held.size, held.address
-
-    for block in np.flatnonzero((lives.birth == BEFORE) & (lives.death != BEFORE)).tolist():
-        put(block)
-    start, calls = Ranges(), len(driver.calls)
-    for _, done, where, nbytes, _ in driver.calls:
-        start.do(done, where, nbytes)
-    for event, (action, subject) in enumerate(trace.events()):
-        driver.event = event
-        if action == Action.ALLOC:
-            put(subject)
-        elif action == Action.EMPTY_CACHE or (action <= Action.FREE_COMPLETED and player.live[subject] is not None):
-            player.do(action, subject)
-    sizes = np.array(size, dtype=np.int64)
-    allocated, before = columns(trace, lives, sizes)
-    made = tuple((event, action, where, nbytes) for event, action, where, nbytes, _ in driver.calls[calls:])
-    return Course(
-        trace=trace, lives=lives, size=sizes, address=np.array(address, dtype=np.uint64), allocated=allocated,
-        reserved=reserved_column(trace, made, start.total), allocated_before=before, reserved_before=start.total,
-        start=tuple(start), driver=made,
-    )  # fmt: skip
