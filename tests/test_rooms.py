@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "memfit"
 
 ORDER = (
     "errors", "units", "files", "gpus", "replay", "snapshots", "analysis", "extrapolation", "tracing", "models",
-    "recording", "jobs", "render", "planning", "guides", "fitting", "explaining", "checking", "cli",
+    "recording", "jobs", "render", "guides", "planning", "fitting", "explaining", "checking", "cli",
 )  # fmt: skip
 """From the ground up. A room may use those before it, but for these:"""
 NOT_USED: dict[str, tuple[str, ...]] = {
@@ -43,7 +43,6 @@ THIRD_PARTY: dict[str, set[str]] = {
     "jobs": {*TORCH, "safetensors", "bitsandbytes", "triton", "huggingface_hub", "pyarrow", "lm_eval", "yaml"},
     "render": {"rich"},
     "planning": TORCH,
-    "guides": TORCH,
     "fitting": TORCH,
     "explaining": TORCH,
     "checking": TORCH,

@@ -208,7 +208,7 @@ WRITERS = {
     "jobs/pruning/output.py": "into a folder of its own, which is renamed when whole; an old one may come back",
     "models/gguf.py": "into a folder of its own, which is renamed when whole",
     "planning/cache.py": "a link of the entry's name is replaced, not followed",
-    "guides/estimate_memory.py": "into a temporary folder",
+    "fitting/estimate_memory.py": "into a temporary folder",
 }
 """Who writes without the door, and why it may."""
 

@@ -10,7 +10,7 @@
     explain, check                  an out-of-memory error; a machine and a job before it starts
     report, diff, export            what a recorded file says; two of them; for another tool
     record, MemoryLog, Sampler      what a running program does take; trainer_memory, lightning_memory as callbacks
-    estimate_memory                 the pruning guide's function, predicted
+    estimate_memory                 what pruning a Llama of any size takes, predicted
 
 Settings are the flags of the commands with underscores. `print` shows a result as the command does; `to_json()` is the
 document of `--json`. What is wrong with a question is a `MemfitError` with a `hint`.
@@ -25,11 +25,11 @@ TYPE_CHECKING = False  # typing itself would be most of what `import memfit` cos
 if TYPE_CHECKING:
     from memfit.checking.check import Checked, check
     from memfit.explaining.explain import Explanation, explain
+    from memfit.fitting.estimate_memory import estimate_memory
     from memfit.fitting.fit import Fitted, fit
     from memfit.fitting.ladder import Ladder, ladder
     from memfit.fitting.table import Table
     from memfit.fitting.table import make_table as table
-    from memfit.guides.estimate_memory import estimate_memory
     from memfit.jobs.workload import Workload
     from memfit.planning.many import Refusal, predict_many
     from memfit.planning.own_code import trace_own_code as trace
@@ -82,10 +82,10 @@ __all__ = [
 _LATE = {
     "checking.check": "Checked check",
     "explaining.explain": "Explanation explain",
+    "fitting.estimate_memory": "estimate_memory",
     "fitting.fit": "Fitted fit",
     "fitting.ladder": "Ladder ladder",
     "fitting.table": "Table table",
-    "guides.estimate_memory": "estimate_memory",
     "jobs.workload": "Workload",
     "planning.many": "Refusal predict_many",
     "planning.own_code": "trace",

@@ -15,8 +15,8 @@ import pytest
 
 from memfit.fitting.forecast import Forecasts
 from memfit.gpus import find_gpu
-from memfit.guides.whole_model_pruning import predict_whole_model_pruning
 from memfit.jobs.workload import Workload
+from memfit.planning.whole_model_pruning import predict_whole_model_pruning
 
 MEASURED = Path(__file__).parents[2] / "accuracy" / "measured" / "fits.jsonl"
 RUNS = {run["id"]: run for run in map(json.loads, MEASURED.read_text(encoding="utf-8").splitlines())}

@@ -6,7 +6,7 @@ reported.run                 # for drawing; None if there is only a log
 
 A memory log as a document (memfit.report/1, its `log`): checkpoints, the peak, and between which two it came.
 
-A memory log read back: the CSV file with one row a checkpoint that memfit's jobs write, and that guides know.
+A memory log read back: the CSV file with one row a checkpoint that memfit's jobs write.
 
     Timestamp,Checkpoint,GPU_Allocated_GB,GPU_Reserved_GB,GPU_Peak_GB,CPU_Used_GB,CPU_Percent
     2025-12-28T00:15:45,02_model_loaded,2.300,2.500,2.300,2.450,6.10

@@ -1,7 +1,4 @@
-"""PYTORCH_CUDA_ALLOC_CONF: whether this torch knows every option in it, and whether the options cancel one another.
-
-Variables that guides set to save GPU memory and that do not.
-"""
+"""PYTORCH_CUDA_ALLOC_CONF: whether this torch knows every option in it, and whether the options cancel one another."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The flags of `memfit plan`, made from the fields of `Workload`: there is no second list to keep.
 
 A field is an option of the kinds of job that read it. Its type gives the choices, its default the default; only the
-sentence of help, and the guides' other spellings, are written here. Values are checked by `Workload` alone, so a wrong
+sentence of help, and other spellings, are written here. Values are checked by `Workload` alone, so a wrong
 one is told in the same words on the command line, in a line of `plan batch` and in Python.
 
 Flags that many commands have, in the same words.

@@ -150,7 +150,7 @@ def suite(
 
 def _profiler(device: str, gpu: str | None) -> Callable[[ProfileSettings], Profiled]:
     if device == PREDICT:
-        from memfit.guides.profile_suite import predict_profile
+        from memfit.planning.profile import predict_profile
 
         return lambda settings: predict_profile(settings, gpu)
     if gpu is not None:

@@ -313,8 +313,8 @@ def _fix(option: Option) -> Fix:
 def pruning_fixes(workload: Workload, gpu: Gpu | None) -> tuple[Plan | None, list[Fix]]:
     """Of a program that has the whole model and all windows on the GPU, as the public Wanda code does: the same at a
     usual length, and memfit's own way. The plan is that program's; None for a method that is not traced."""
-    from memfit.guides.whole_model_pruning import predict_whole_model_pruning
     from memfit.planning.predict import predict
+    from memfit.planning.whole_model_pruning import predict_whole_model_pruning
 
     capped = replace(workload, seq_len=min(workload.seq_len, USUAL_LENGTH))
     length = capped.seq_len if capped != workload else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 DOOR = {
     "durations": "Duration estimate estimate_training why_none",
+    "estimate_memory": "estimate_memory",
     "emit": "FORMS emit headline pruning_command",
     "fit": "Fitted Option fit options",
     "forecast": "few_micro_steps_note",

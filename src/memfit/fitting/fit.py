@@ -35,8 +35,8 @@ from memfit.fitting.levers import Lever, apply, checked_setting, levers_for
 from memfit.fitting.result import Alternative, Answer, Change, Fitted, set_aside
 from memfit.fitting.search import Found, Search, Set, dearness
 from memfit.fitting.step_cost import StepTime, step_time
+from memfit.fitting.whole_model import plan_whole_model
 from memfit.gpus import Gpu, find_gpu
-from memfit.guides.whole_model import whole_model
 from memfit.jobs.workload import Workload
 from memfit.models.presets import find_preset, presets
 from memfit.planning.predict import limit_note
@@ -150,7 +150,7 @@ class _Fitting:
             enough_gpu_bytes=self._enough_of_a_card(found.forecast) if fails else None,
             margin_left=self._margin_left(found.forecast) if fails else None,
             smaller_model=self._smaller_model(chosen) if fails else None,
-            whole_model=whole_model(self.work, self.card), notes=self._notes(found.forecast),
+            whole_model=plan_whole_model(self.work, self.card), notes=self._notes(found.forecast),
             predictions=self.forecasts.made, seconds=time.perf_counter() - started,
         )  # fmt: skip
 

@@ -28,17 +28,10 @@ from memfit.fitting.forecast import Forecast, Forecasts, batch_sizes, global_bat
 from memfit.fitting.levers import Lever
 from memfit.fitting.step_cost import step_time
 from memfit.gpus import Gpu, find_gpu
+from memfit.guides.claims import RUNGS
 from memfit.jobs.workload import Workload
 from memfit.models.presets import GATHER, is_gsa
 from memfit.render.shown import Renderer, Shown
-
-RUNGS = (
-    ("Safe", 2, 32, 1024, "60-70 % of the GPU"),
-    ("Medium", 3, 21, 1024, "70-80 %, '252 (close to 256)'"),
-    ("Aggressive", 4, 16, 1024, "80-90 %, risky"),
-    ("Maximum", 2, 32, 1536, "very risky, may run out"),
-)
-"""Name, micro-batch, accumulation, length, what it says; for four GPUs of 44 GB and a global batch of 256."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,8 +16,8 @@ from memfit.fitting.forecast import Forecast, global_batch_of
 from memfit.fitting.levers import CACHED, Lever
 from memfit.fitting.search import Found, Set, can_lower
 from memfit.fitting.step_cost import StepTime
+from memfit.fitting.whole_model import WholeModel
 from memfit.gpus import Gpu
-from memfit.guides.whole_model import WholeModel
 from memfit.jobs.workload import Workload
 from memfit.render.shown import Renderer, Shown
 from memfit.units import gib

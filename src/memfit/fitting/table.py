@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from memfit.errors import MemfitError, UnknownName, UsageError
+from memfit.fitting.claims import CheckedClaim, CheckedSaving, beside_weights, check_claim, check_saving, difference
+from memfit.fitting.whole_model import STREAMED, WHOLE, PlanMemo
 from memfit.gpus import Gpu, find_gpu
 from memfit.guides.claims import DECISIONS, EXAMPLES, GB, QUICK_REFERENCE, SAVINGS, QuickReference
-from memfit.guides.verdicts import CheckedClaim, CheckedSaving, beside_weights, check_claim, check_saving, difference
-from memfit.guides.whole_model import STREAMED, WHOLE, Plans
 from memfit.jobs.workload import KINDS, Workload
 from memfit.models.registry import resolve
 from memfit.planning.predict import SAFE_SHARE
@@ -198,7 +198,7 @@ def make_table(
     claims = [claim for claim in (*DECISIONS, *EXAMPLES) if resolve(claim.model).name in pruned]
     savings = [saving for saving in SAVINGS if resolve(saving.model).name in pruned]
     steps = _Steps(on_step, len(jobs) + len(claims) + len(savings))
-    plans = Plans()
+    plans = PlanMemo()
     rows: list[Row] = []
     refused: list[tuple[str, MemfitError]] = []
     for work, way in jobs:
@@ -274,14 +274,14 @@ def _cards(gpus: Sequence[str]) -> dict[str, Gpu]:
     return dict(sorted(cards.items(), key=lambda item: item[1].capacity_bytes))
 
 
-def _row(work: Workload, way: str | None, cards: Mapping[str, Gpu], plans: Plans) -> Row:
-    plan = plans.of(work, way, None)
+def _row(work: Workload, way: str | None, cards: Mapping[str, Gpu], plans: PlanMemo) -> Row:
+    plan = plans.plan(work, way, None)
     guide = None
     if way == WHOLE and (work.seq_len, work.nsamples) == (2048, 128):
         guide = next((row for row in QUICK_REFERENCE if resolve(row.model).name == plan.model), None)
 
     def planned(card: Gpu) -> Plan:
-        return plans.of(work, way, card)
+        return plans.plan(work, way, card)
 
     return Row(workload=work, way=way, plan=plan, guide=guide, cells=_cells(planned, plan, cards, way == STREAMED))
 

@@ -1,13 +1,10 @@
-"""The documents that memfit replaces: what they claim, and what is so."""
+"""The five documents that memfit answers: their titles, commands, claims, formulas and files."""
 
 from __future__ import annotations
 
 DOOR = {
-    "claims": "DECISIONS EXAMPLES GB QUICK_REFERENCE QuickReference SAVINGS",
-    "estimate_memory": "estimate_memory",
-    "profile_suite": "PARTS Suite predict_profile",
-    "verdicts": "CheckedClaim CheckedSaving beside_weights check_claim check_saving difference",
-    "whole_model": "Plans STREAMED WHOLE WholeModel whole_model",
-    "whole_model_pruning": "predict_whole_model_pruning",
+    "claims": "DECISIONS EXAMPLES GB QUICK_REFERENCE RUNGS SAVINGS Claim QuickReference Saving",
+    "formulas": "RuleOfThumb pruning_formulas rule_of_thumb",
+    "profile_suite": "PARTS Suite",
 }
 """What other rooms may use, by file."""

@@ -1,19 +1,24 @@
-"""What two guides on pruning with Wanda say, to be held against what is computed.
+"""What the documents on pruning and training say of memory, as data: tables, examples, advice and what it is to save.
 
-All of it is about the public code, which has the whole model on the GPU. GB is 10^9 bytes in the requirements guide
-(2 x 6.74 billion is its 14 GB for a 7B) and 2^30 in the debugging guide, whose formula divides by 1024**3.
+Those on pruning are about the public Wanda code, which has the whole model on the GPU. GB is 10^9 bytes in the
+requirements guide (2 x 6.74 billion is its 14 GB for a 7B) and 2^30 in the debugging guide, whose formula divides by
+1024**3. Those on training compare their GB with what `nvidia-smi` shows: 2^30.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
+from memfit.guides.documents import BOTH_ALLOCATOR_SETTINGS, DEBUGGING, GSA_512M, LORA_7B, REQUIREMENTS, Document
 from memfit.units import GiB
 
-DEBUGGING, REQUIREMENTS = "memory debugging guide", "requirements guide"
 GB = 10**9
 Range = tuple[float, float]
+
+
+# -- pruning -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,9 +78,9 @@ QUICK_REFERENCE = (
 class Claim:
     """A job that a guide names, with what it says of it. `total` in its GB, from and to; None where it gives none."""
 
-    guide: str
     said: str
     model: str
+    guide: str = REQUIREMENTS.name
     gpu: str
     seq_len: int = 2048
     nsamples: int = 128
@@ -87,51 +92,51 @@ class Claim:
 
     @property
     def total_bytes(self) -> tuple[int, int] | None:
-        return None if self.total is None else in_bytes(self.total, GiB if self.guide == DEBUGGING else GB)
+        return None if self.total is None else in_bytes(self.total, GiB if self.guide == DEBUGGING.name else GB)
 
 
 DECISIONS = (
-    Claim(guide=REQUIREMENTS, said="8-12 GB GPU: LLaMA 1B with --seqlen 1024", model="1b", gpu="8GB", seq_len=1024),
-    Claim(guide=REQUIREMENTS, said="16 GB GPU: LLaMA 1B-3B with default settings", model="3b", gpu="16GB"),
-    Claim(guide=REQUIREMENTS, said="24 GB GPU: LLaMA 7B with --seqlen 1024", model="7b", gpu="24GB", seq_len=1024),
-    Claim(guide=REQUIREMENTS, said="40-48 GB GPU: LLaMA 13B with default settings", model="13b", gpu="40GB"),
+    Claim(said="8-12 GB GPU: LLaMA 1B with --seqlen 1024", model="1b", gpu="8GB", seq_len=1024),
+    Claim(said="16 GB GPU: LLaMA 1B-3B with default settings", model="3b", gpu="16GB"),
+    Claim(said="24 GB GPU: LLaMA 7B with --seqlen 1024", model="7b", gpu="24GB", seq_len=1024),
+    Claim(said="40-48 GB GPU: LLaMA 13B with default settings", model="13b", gpu="40GB"),
     Claim(
-        guide=REQUIREMENTS, said="80 GB GPU: LLaMA 30B with optimization", model="30b", gpu="80GB", seq_len=1024,
+        said="80 GB GPU: LLaMA 30B with optimization", model="30b", gpu="80GB", seq_len=1024,
         nsamples=64, note="read as in its 7B example: --seqlen 1024 --nsamples 64",
     ),
-    Claim(guide=REQUIREMENTS, said="Multi-GPU: LLaMA 70B", model="70b", gpu="80GB", verdict="fails"),
+    Claim(said="Multi-GPU: LLaMA 70B", model="70b", gpu="80GB", verdict="fails"),
 )  # fmt: skip
 """Its decision matrix: what to run on which card."""
 
 EXAMPLES = (
     Claim(
-        guide=DEBUGGING, said="LLaMA 1B by its formula: 4.31 GB", model="1b", gpu="16GB", total=(4.31, 4.31),
+        guide=DEBUGGING.name, said="LLaMA 1B by its formula: 4.31 GB", model="1b", gpu="16GB", total=(4.31, 4.31),
         note="the formula itself gives 4.24",
     ),
-    Claim(guide=DEBUGGING, said="LLaMA 1B on 16 GB: ~5-6 GB, safe", model="1b", gpu="16GB", total=(5, 6)),
+    Claim(guide=DEBUGGING.name, said="LLaMA 1B on 16 GB: ~5-6 GB, safe", model="1b", gpu="16GB", total=(5, 6)),
     Claim(
-        guide=DEBUGGING, said="LLaMA 1B-3B on 16 GB: ~5-6 GB, safe", model="3b", gpu="16GB", total=(5, 6),
+        guide=DEBUGGING.name, said="LLaMA 1B-3B on 16 GB: ~5-6 GB, safe", model="3b", gpu="16GB", total=(5, 6),
         note="taken for the 3B",
     ),
-    Claim(guide=REQUIREMENTS, said="LLaMA 1B on 16 GB: ~5.9 GB, safe", model="1b", gpu="16GB", total=(5.9, 5.9)),
+    Claim(said="LLaMA 1B on 16 GB: ~5.9 GB, safe", model="1b", gpu="16GB", total=(5.9, 5.9)),
     Claim(
-        guide=REQUIREMENTS, said="LLaMA 7B on 24 GB: ~22.2 GB, tight", model="7b", gpu="24GB", total=(22.2, 22.2),
+        said="LLaMA 7B on 24 GB: ~22.2 GB, tight", model="7b", gpu="24GB", total=(22.2, 22.2),
         verdict="tight",
     ),
     Claim(
-        guide=REQUIREMENTS, said="LLaMA 7B on 24 GB with --nsamples 64 --seqlen 1024: ~18.5 GB, safe", model="7b",
+        said="LLaMA 7B on 24 GB with --nsamples 64 --seqlen 1024: ~18.5 GB, safe", model="7b",
         gpu="24GB", seq_len=1024, nsamples=64, total=(18.5, 18.5),
     ),
-    Claim(guide=REQUIREMENTS, said="LLaMA 13B on 16 GB: fails", model="13b", gpu="16GB", verdict="fails"),
+    Claim(said="LLaMA 13B on 16 GB: fails", model="13b", gpu="16GB", verdict="fails"),
     Claim(
-        guide=REQUIREMENTS, said="RTX 3060 is the minimum for LLaMA 1B-3B", model="3b", gpu="RTX 3060", smaller="8GB",
+        said="RTX 3060 is the minimum for LLaMA 1B-3B", model="3b", gpu="RTX 3060", smaller="8GB",
     ),
     Claim(
-        guide=REQUIREMENTS, said="RTX A6000 is the minimum for LLaMA 7B-13B", model="13b", gpu="RTX A6000",
+        said="RTX A6000 is the minimum for LLaMA 7B-13B", model="13b", gpu="RTX A6000",
         smaller="40GB",
     ),
     Claim(
-        guide=REQUIREMENTS, said="LLaMA 30B-70B require several A100 80GB", model="30b", gpu="A100 80GB",
+        said="LLaMA 30B-70B require several A100 80GB", model="30b", gpu="A100 80GB",
         verdict="fails",
     ),
 )  # fmt: skip
@@ -146,7 +151,7 @@ class Saving:
     share: float | None
     seq_len: int = 2048
     nsamples: int = 128
-    guide: str = REQUIREMENTS
+    guide: str = REQUIREMENTS.name
     model: str = "7b"
     """Of its worked example."""
 
@@ -158,3 +163,102 @@ SAVINGS = (
     Saving(said="--nsamples 32: further reduction", share=None, nsamples=32),
     Saving(said="--nsamples 64 --seqlen 1024: 7 GB become 3.5 GB", share=0.5, seq_len=1024, nsamples=64),
 )
+
+
+# -- training ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A change of settings, and the saving that is claimed for it, in words."""
+
+    said: str
+    saves: str
+    changes: Mapping[str, Any]
+    on: Mapping[str, Any] = field(default_factory=dict)
+    """What is changed before it."""
+
+
+@dataclass(frozen=True)
+class ClaimedTotal:
+    """A job of a document, and what that says that it takes."""
+
+    said: str
+    takes: str
+    settings: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class TrainingClaims:
+    document: Document
+    gpu: str
+    settings: Mapping[str, Any]
+    totals: tuple[ClaimedTotal, ...]
+    advice: tuple[Advice, ...]
+    no_prediction: tuple[str, ...]
+    """Advice that touches nothing on the GPU."""
+
+
+_AFTER = {"batch_size": 1, "grad_accum": 16, "seq_len": 1536}
+
+LORA_CLAIMS = TrainingClaims(
+    LORA_7B,
+    "RTX 4090",
+    {
+        "kind": "lora", "model": "qwen2.5-7b", "precision": "fp16", "rank": 128, "seq_len": 2048, "batch_size": 2,
+        "grad_accum": 8, "grad_checkpointing": True,
+    },
+    (
+        ClaimedTotal("before: 2 x 2048", "25.0", {}),
+        ClaimedTotal("after: 1 x 1536", "20.0", {**_AFTER, "alloc_conf": BOTH_ALLOCATOR_SETTINGS}),
+    ),
+    (
+        Advice("sequence 2048 to 1536", "1.5-2", {"seq_len": 1536}),
+        Advice("batch 2 x 8 to 1 x 16", "2-3", {"batch_size": 1, "grad_accum": 16}),
+        Advice(f"`{BOTH_ALLOCATOR_SETTINGS}`", "0.5-1", {"alloc_conf": BOTH_ALLOCATOR_SETTINGS}),
+        Advice("gradient checkpointing", "1-2", {"grad_checkpointing": True}, on={"grad_checkpointing": False}),
+        Advice("sequence 1536 to 1024", "1-2", {"seq_len": 1024}, on=_AFTER),
+        Advice("rank 128 to 64", "no figure", {"rank": 64}, on=_AFTER),
+    ),
+    (
+        "`TOKENIZERS_PARALLELISM=false` and `OMP_NUM_THREADS=4` (0.2-0.5 GB): threads of the host, nothing on the GPU",
+        "`empty_cache()` in a process of its own before the run: it empties that process's cache, not the run's",
+    ),
+)  # fmt: skip
+GSA_CLAIMS = TrainingClaims(
+    GSA_512M,
+    "44GB",
+    {
+        "kind": "train", "model": "gsa-512m-gather", "precision": "amp-bf16", "seq_len": 1024, "batch_size": 2,
+        "grad_accum": 32, "grad_checkpointing": True, "world_size": 4,
+    },
+    (
+        ClaimedTotal("old: 1 x 1024", "~35", {"batch_size": 1, "grad_accum": 64}),
+        ClaimedTotal("current: 2 x 1024", "38-40", {}),
+        ClaimedTotal("too aggressive: 8 x 2048", "51+", {"batch_size": 8, "grad_accum": 8, "seq_len": 2048}),
+    ),
+    (
+        Advice("micro-batch 2 to 1", "no figure", {"batch_size": 1, "grad_accum": 64}),
+        Advice("fp16 instead of bf16", "slightly", {"precision": "amp-fp16"}),
+        Advice("expandable segments", "no figure", {"alloc_conf": "expandable_segments:True"}),
+        Advice("gradient checkpointing", "no figure", {"grad_checkpointing": True}, on={"grad_checkpointing": False}),
+    ),
+    ("weights 7-8 GB and AdamW 14-16 GB for 512M parameters: the model has 184 million, 0.68 and 1.37 GiB in fp32",),
+)  # fmt: skip
+
+RUNGS = (
+    ("Safe", 2, 32, 1024, "60-70 % of the GPU"),
+    ("Medium", 3, 21, 1024, "70-80 %, '252 (close to 256)'"),
+    ("Aggressive", 4, 16, 1024, "80-90 %, risky"),
+    ("Maximum", 2, 32, 1536, "very risky, may run out"),
+)
+"""The ladder of the GSA guide: name, micro-batch, accumulation, length, what it says; for four GPUs of 44 GB and a
+global batch of 256."""
+
+LORA_BUDGET = {
+    "base": ("Base model (FP16)", (14.0, 14.0)), "adapter": ("LoRA adapters", (0.5, 0.5)),
+    "activation": ("Activations", (5.0, 2.0)), "loss": ("(logits and loss: no row)", None),
+    "gradient": ("Gradients", (2.5, 2.0)), "optimizer": ("Optimizer states", (1.5, 1.0)),
+    "overhead": ("Buffer/overhead", (1.5, 0.5)), "total": ("Total", (25.0, 20.0)),
+}  # fmt: skip
+"""The budget of the 7B guide in GB, before its changes and after them, by the rows of memfit's."""

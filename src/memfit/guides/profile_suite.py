@@ -1,13 +1,11 @@
-"""Every file of the profiling guide, and its questions (a) to (e) answered from what was measured or predicted.
+"""Every file of the *Memory Profiling Module*, and its parts (a) to (e) answered from measured or predicted profiles.
 
     results/memory_profiling/
         2.7B_ctx{128,256,512}_{forward,training}_snapshot.pickle
         2.7B_ctx512_{forward,training}_{fp32,bf16}_snapshot.pickle
         peak_memory_summary.txt, mixed_precision_memory_summary.txt, activation_size_analysis.txt, answers.md
 
-"MB" in the summaries is 2^20 bytes, as in the guide and in the course's hand-out.
-
-A profile without a GPU: the very steps of `jobs/profile.py`, traced, and put by a replay into torch's own format.
+"MB" in the summaries is 2^20 bytes, as there and in the course's hand-out.
 """
 
 from __future__ import annotations
@@ -20,22 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from memfit.analysis.stacks import code_line
-from memfit.analysis.summary import summarise_plan
-from memfit.errors import InputError
-from memfit.extrapolation.blocks import NotRepeating
-from memfit.extrapolation.steps import with_steps
 from memfit.files import written_whole
-from memfit.gpus import Gpu, find_gpu
-from memfit.jobs.profile import DoesNotFit, OnCard, Profiled, ProfileSettings
+from memfit.jobs.profile import DoesNotFit, Profiled, ProfileSettings
 from memfit.models.presets import SIZES
-from memfit.planning.predict import assess, context_of
-from memfit.planning.traced import Traced, trace_workload
-from memfit.replay.alloc_config import AllocatorConfig
-from memfit.replay.events import step_begins
-from memfit.replay.replay import replay
 from memfit.snapshots.schema import Frame
-from memfit.snapshots.write import placed_snapshot, save_snapshot
-from memfit.tracing.platform import platform_of
+from memfit.snapshots.write import save_snapshot
 from memfit.units import MiB, gib
 
 PARTS = ("a", "b", "c", "d", "e")
@@ -47,8 +34,8 @@ PLACES = 6
 ANSWERS, PEAKS, MIXED, ACTIVATIONS = (
     "answers.md", "peak_memory_summary.txt", "mixed_precision_memory_summary.txt", "activation_size_analysis.txt",
 )  # fmt: skip
-_OF_THE_GUIDE = re.compile(rf".*_snapshot(-\d+)?\.(pickle|pkl|json)|{ANSWERS}|{PEAKS}|{MIXED}|{ACTIVATIONS}")
-"""What the guide and `memfit profile` call their files."""
+_OWN_FILES = re.compile(rf".*_snapshot(-\d+)?\.(pickle|pkl|json)|{ANSWERS}|{PEAKS}|{MIXED}|{ACTIVATIONS}")
+"""What that module and `memfit profile` call their files."""
 Profiler = Callable[[ProfileSettings], Profiled]
 
 
@@ -83,7 +70,7 @@ class Suite:
         if not self.folder.is_dir():
             return None
         there = {path.name for path in self.folder.iterdir()}
-        if [name for name in there if not _OF_THE_GUIDE.fullmatch(name)]:
+        if [name for name in there if not _OWN_FILES.fullmatch(name)]:
             return "is not empty"
         taken = sorted(there & {name for part in parts for name in self._files_of(part)})
         if taken and not self._answers_there():
@@ -310,48 +297,3 @@ def _table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
     lines = [" | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in [header, *rows]]
     return "\n".join([lines[0], "-|-".join("-" * width for width in widths), *lines[1:]])
-
-
-def predict_profile(settings: ProfileSettings, gpu: str | Gpu | None = None) -> Profiled:
-    card = find_gpu(gpu) if isinstance(gpu, str) else gpu
-    config = AllocatorConfig.parse(settings.alloc_conf)
-    traced = trace_workload(settings.workload(), platform_of(card), stacks=True)
-    on_card, why = (None, ()) if card is None else _on_card(traced, config, card)
-    try:
-        trace = with_steps(traced.trace, settings.steps)
-    except NotRepeating as why:
-        known = max(mark.step for mark in traced.trace.marks)
-        raise InputError(
-            f"{known} steps do not tell the next ones of this job: {why}",
-            hint=f"--warmup-steps and --measure-steps may come to {known}, or profile it on a GPU",
-        ) from why
-    begin = step_begins(trace, settings.warmup_steps + 1) or 0
-    timeline = replay(trace, config)
-    before = max(begin - 1, 0)
-    phases: dict[str, int] = {}
-    for phase in summarise_plan(timeline).phases:
-        if phase.step > settings.warmup_steps:
-            phases[phase.name] = max(phases.get(phase.name, 0), phase.allocated_bytes)
-    return Profiled(
-        origin="predicted", gpu=card.name if card else "H200",
-        snapshot=placed_snapshot(trace, config, begin=begin, alloc_conf=settings.alloc_conf),
-        peak_allocated_bytes=int(timeline.allocated[before:].max()),
-        peak_reserved_bytes=int(timeline.reserved[before:].max()),
-        phases=phases, notes=(*why, "predicted, not measured: torch 2.11, CUDA 13.0", *traced.notes), on_card=on_card,
-    )  # fmt: skip
-
-
-def _on_card(traced: Traced, config: AllocatorConfig, card: Gpu) -> tuple[OnCard, tuple[str, ...]]:
-    """As `memfit plan` has it, of the same job on the same card; and what the verdict's reader should know."""
-    work = traced.workload
-    plan = assess(
-        traced.trace, config, card, context_of(work, card), started=0.0, notes=(), workload=work.settings(),
-        model=traced.model, parameters=traced.parameters, trainable_parameters=traced.trainable_parameters,
-    )  # fmt: skip
-    assert plan.fit is not None
-    told = OnCard(
-        verdict=plan.fit.verdict, capacity_bytes=plan.fit.capacity_bytes, headroom_bytes=plan.fit.headroom_bytes,
-        smallest_gpu_bytes=plan.smallest_gpu_bytes,
-    )  # fmt: skip
-    room = ("the snapshot shows the job with room enough: on this card it would end before",)
-    return told, (*(room if told.verdict == "fails" else ()), *plan.notes, *card.notes)

@@ -1,7 +1,7 @@
 """Profile the memory of a model's forward pass or training step on a GPU: warm up, record, take the snapshot.
 
 The steps are the jobs' own (`forward.py`, `training/plain.py`), so that what is profiled here and what is predicted
-(`guides/profile_suite.py`) cannot be two things.
+(`planning/profile.py`) cannot be two things.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class ProfileSettings:
         return self.file_name_on(None)
 
     def file_name_on(self, card: str | None) -> str:
-        """As the profiling guide names its files; what is set otherwise than there stands in the name, too."""
+        """Model, length and kind as in `guides/profile_suite.py`; what is set otherwise than there is added."""
         named = [self.model, f"ctx{self.context_length}", self.profile_type]
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)

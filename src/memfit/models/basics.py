@@ -1,4 +1,4 @@
-"""The Transformer of Stanford's CS336 course, which the profiling guide measures: pre-norm, RoPE, SwiGLU, untied head.
+"""The Transformer of Stanford's CS336 course: pre-norm, RoPE, SwiGLU, untied head.
 
 Written from the assignment's specification, nothing fused: attention makes its score matrix several times over, which
 is what its students are asked to find in the memory timeline.

@@ -22,7 +22,7 @@ PATHS = ("gather", "masked")
 
 
 class GsaConfig(PreTrainedConfig):  # type: ignore[misc,unused-ignore]
-    """As published, where nothing else is said; `models/presets.py` has the files of the pre-training guide."""
+    """As published, where nothing else is said; `models/presets.py` has the published settings of each size."""
 
     model_type = "gsa"
     attribute_map = {  # noqa: RUF012

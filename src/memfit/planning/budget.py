@@ -1,4 +1,4 @@
-"""The budget of a training job as the guides draw it up: a row for each thing that takes memory, and their sum.
+"""The budget of a training job as a table: a row for each thing that takes memory, and their sum.
 
 The rows are what is alive when most is allocated. What the allocator holds beyond that, and what CUDA itself takes, are
 the last row, so that the total is what the card must have. Where the job fits only because torch gives back what is

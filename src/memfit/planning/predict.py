@@ -3,21 +3,20 @@
 >>> plan = predict(kind="lora", model="qwen2.5-7b", batch_size=1, seq_len=1536, rank=128,
 ...                grad_checkpointing=True, gpu="24GiB")           # doctest: +SKIP
 >>> plan.peak.device_bytes, plan.verdict                           # doctest: +SKIP
-
-What people's guides would have said of a pruning job's memory, and where they are off.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from memfit.analysis.summary import Summary, summarise_plan
 from memfit.files import no_collector
 from memfit.gpus import Context, Gpu, find_gpu
+from memfit.guides.formulas import pruning_formulas
 from memfit.jobs.workload import Workload
 from memfit.planning import cache
 from memfit.render.shown import Renderer, Shown
@@ -25,7 +24,7 @@ from memfit.replay.alloc_config import AllocatorConfig
 from memfit.replay.events import Trace
 from memfit.replay.replay import Replay, Replays
 from memfit.tracing.platform import outside_tested
-from memfit.units import GiB, gib
+from memfit.units import gib
 
 if TYPE_CHECKING:
     from memfit.planning.traced import Traced
@@ -140,12 +139,11 @@ class Plan(Shown):
         return {"host": self.trace.facts["host"]} if self.trace.facts.get("host") else {}
 
     def _of_pruning(self) -> dict[str, Any]:
-        """What is in host memory, and what the guides' formulas would have said of the device."""
-
+        """What is in host memory, and what rules of thumb would have said of the device."""
         return {
             "host": self.trace.facts.get("host"),
             "placement": self.trace.facts.get("placement"),
-            "guides": pruning_guides(self.workload, self.parameters, self.trace.facts.get("hidden_size", 0)),
+            "guides": pruning_formulas(self.workload, self.parameters, self.trace.facts.get("hidden_size", 0)),
         }
 
 
@@ -173,7 +171,7 @@ def predict(
     return assess(
         traced.trace, config, card, context, workload=work.settings() | {"gpu": gpu if isinstance(gpu, str) else None},
         model=traced.model, parameters=traced.parameters, trainable_parameters=traced.trainable_parameters,
-        notes=(*_assumptions(work, card), *host_notes(work, traced.trace.facts), *traced.notes, *_guides(traced)),
+        notes=(*_assumptions(work, card), *host_notes(work, traced.trace.facts), *traced.notes, *_by_formula(traced)),
         started=started, id=id,
     )  # fmt: skip
 
@@ -190,13 +188,12 @@ def context_on(card: Gpu | None, *, training: bool, flash: bool) -> Context:
     return found if card is not None else dataclasses.replace(found, basis="assumed", source="as on the H200")
 
 
-def _guides(traced: Traced) -> tuple[str, ...]:
-    """Beside the prediction, what the guides' formulas would have said."""
+def _by_formula(traced: Traced) -> tuple[str, ...]:
+    """Beside the prediction, what people's formulas would have said."""
     if traced.workload.kind != "prune":
         return ()
-
     hidden = traced.trace.facts.get("hidden_size", 0)
-    told = pruning_guides(traced.workload.settings(), traced.parameters, hidden)
+    told = pruning_formulas(traced.workload.settings(), traced.parameters, hidden)
     return tuple(f"the {each['guide']}'s formula says {each['gib']:.2f} GiB: {each['off']}" for each in told)
 
 
@@ -300,34 +297,3 @@ def _assumptions(work: Workload, gpu: Gpu | None) -> tuple[str, ...]:
     if work.kind == "prune":
         notes.append("pruning alone: evaluation and zero-shot tasks are left out")
     return tuple(notes)
-
-
-BYTES = 2
-"""The guides know fp16 only."""
-
-
-def pruning_guides(workload: Mapping[str, Any], parameters: int, hidden: int) -> list[dict[str, Any]]:
-    """Both give the whole model to the GPU, as the public code does."""
-    windows, length = int(workload["nsamples"]), int(workload["seq_len"])
-    billions = parameters / 1e9
-    buffer = windows * length * hidden * BYTES / GiB
-    return [
-        {
-            "guide": "memory debugging guide",
-            "formula": "params * 2 / 2^30 + nsamples * seqlen * hidden * 2 / 2^30 + 1",
-            "gib": round(parameters * BYTES / GiB + buffer + 1, 3),
-            "off": (
-                "the public code it is about keeps two such buffers, and its sort takes 49 bytes for each weight of "
-                "the largest matrix; memfit keeps one buffer, one block in use and one on its way, and sorts nothing"
-            ),
-        },
-        {
-            "guide": "requirements guide",
-            "formula": "2 * billions + 2 * billions * seqlen / 2048 + 1",
-            "gib": round((billions * 2 + billions * 2 * length / 2048 + 1) * 1e9 / GiB, 3),
-            "off": (
-                "activations do not grow with the parameters: one block's, of a few windows, are there at a time, "
-                "whatever the depth; and the hidden states go by nsamples, which it leaves out"
-            ),
-        },
-    ]

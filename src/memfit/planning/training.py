@@ -1,4 +1,4 @@
-"""A training job, predicted before it starts: the guide's budget table, whether it fits, and `memory: auto`.
+"""A training job, predicted before it starts: its budget as a table, whether it fits, and `memory: auto`.
 
     plan = plan_training(prepare_job(load_config("qwen2.5-7b-lora-24gb")))
     print("\n".join(plan.in_lines()))

@@ -10,7 +10,7 @@ for `--resume`.
 What helps when memory runs out, by the stage in which it did. Only what makes that stage smaller is named.
 
 In this engine the device holds one block, the statistics of its inputs, and hidden states, which move to the host when
-they do not fit. So a smaller model, an empty cache or gradient checkpointing, which guides advise, would not help.
+they do not fit. So a smaller model, an empty cache or gradient checkpointing, which people advise, would not help.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a person asks of a pruning run, every value checked, with the defaults of the guides.
+"""What a person asks of a pruning run, every value checked, with the defaults of the public Wanda code.
 
 No torch here: `memfit prune --help` reads the defaults from these fields.
 """

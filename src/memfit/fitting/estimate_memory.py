@@ -15,21 +15,12 @@ from typing import Any, TypedDict
 
 from memfit.errors import UsageError
 from memfit.gpus import find_gpu, list_labels
+from memfit.guides.formulas import RuleOfThumb, rule_of_thumb
 from memfit.jobs.workload import Workload
 from memfit.models.presets import Preset, presets
 from memfit.planning.predict import SAFE_SHARE
 
 GB = 1e9
-
-
-class GuideEstimate(TypedDict):
-    """What the guide's function returns."""
-
-    model: float
-    activations: float
-    overhead: float
-    total: float
-    recommended_gpu: float
 
 
 class Estimate(TypedDict):
@@ -42,7 +33,7 @@ class Estimate(TypedDict):
     recommended_gpu: float | None
     streamed: float
     shape: str
-    guide: GuideEstimate
+    guide: RuleOfThumb
 
 
 def estimate_memory(model_params_billions: float, seqlen: int = 2048, nsamples: int = 128) -> Estimate:
@@ -63,8 +54,8 @@ def estimate_memory(model_params_billions: float, seqlen: int = 2048, nsamples: 
     the most of it; and half as much again for a card is a guess, where a tenth to spare is enough for a prediction.
     """
     billions = _checked(model_params_billions)
-    from memfit.guides.whole_model_pruning import predict_whole_model_pruning
     from memfit.planning.predict import predict
+    from memfit.planning.whole_model_pruning import predict_whole_model_pruning
 
     with llama_of_size(billions * 1e9) as (model, shape):
         work = Workload(kind="prune", model=model, precision="fp16", seq_len=seqlen, nsamples=nsamples)
@@ -78,18 +69,8 @@ def estimate_memory(model_params_billions: float, seqlen: int = 2048, nsamples: 
         "recommended_gpu": _recommended(peak.device_bytes),
         "streamed": streamed.peak.device_bytes / GB,
         "shape": shape,
-        "guide": guide_estimate(billions, seqlen),
+        "guide": rule_of_thumb(billions, seqlen),
     }
-
-
-def guide_estimate(model_params_billions: float, seqlen: int = 2048) -> GuideEstimate:
-    """The guide's arithmetic, as it stands there."""
-    model = model_params_billions * 2
-    activations = model_params_billions * 2 * (seqlen / 2048)
-    total = model + activations + 1.0
-    return {
-        "model": model, "activations": activations, "overhead": 1.0, "total": total, "recommended_gpu": total * 1.5,
-    }  # fmt: skip
 
 
 def _checked(billions: object) -> float:

@@ -8,7 +8,8 @@ import pytest
 
 import memfit
 from memfit.errors import UsageError
-from memfit.guides.estimate_memory import guide_estimate, llama_of_size
+from memfit.fitting.estimate_memory import llama_of_size
+from memfit.guides.formulas import rule_of_thumb
 from memfit.models.registry import load_config, resolve
 
 KEYS = {"model", "activations", "overhead", "total", "recommended_gpu"}
@@ -22,7 +23,7 @@ def test_the_guides_keys_exist_and_add_up() -> None:
 
 
 def test_the_guides_own_values_are_those_of_its_code() -> None:
-    assert guide_estimate(1.2) == pytest.approx(
+    assert rule_of_thumb(1.2) == pytest.approx(
         {"model": 2.4, "activations": 2.4, "overhead": 1.0, "total": 5.8, "recommended_gpu": 8.7}
     )
     assert set(memfit.estimate_memory(1.2)["guide"]) == KEYS

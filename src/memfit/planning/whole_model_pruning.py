@@ -1,4 +1,4 @@
-"""The other way to prune, which the guides are about: the whole model on the GPU.
+"""Pruning as the public Wanda code does it, predicted: the whole model on the GPU, nothing streamed.
 
 The public Wanda code holds all weights and two buffers of all hidden states; one window at a time goes through a block,
 and a matrix's scores are sorted at once. What that code keeps alive is written down here, to be traced beside memfit's
@@ -79,7 +79,7 @@ def prune_whole(decoder: Decoder, work: Workload, device: torch.device, phases: 
         for window in range(min(WINDOWS, work.nsamples)):
             inputs[window] = decoder.front(torch.zeros(1, work.seq_len, dtype=torch.int64, device=device))[0]
             calls = decoder.take_calls()
-    kept = _Kept()
+    kept = _LoopVariables()
     for index, block in enumerate(decoder.blocks[:BLOCKS]):
         matrices = [module for module in block.modules() if isinstance(module, nn.Linear)]
         with phases("statistics", index):
@@ -96,7 +96,7 @@ def prune_whole(decoder: Decoder, work: Workload, device: torch.device, phases: 
         inputs, outputs = outputs, inputs
 
 
-class _Kept:
+class _LoopVariables:
     """Variables of a loop live on until the next round assigns them: one matrix is sorted while the last one's result
     is there."""
 

@@ -6,9 +6,9 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from memfit.fitting.whole_model import STREAMED, WHOLE, PlanMemo
 from memfit.gpus import Gpu, find_gpu
 from memfit.guides.claims import Claim, Saving
-from memfit.guides.whole_model import STREAMED, WHOLE, Plans
 from memfit.jobs.workload import Workload
 
 if TYPE_CHECKING:
@@ -92,25 +92,25 @@ class CheckedSaving:
         }  # fmt: skip
 
 
-def check_claim(claim: Claim, plans: Plans) -> CheckedClaim:
+def check_claim(claim: Claim, plans: PlanMemo) -> CheckedClaim:
     card = find_gpu(claim.gpu)
     default = Workload(kind="prune", model=claim.model)
     asked = dataclasses.replace(default, seq_len=claim.seq_len, nsamples=claim.nsamples)
-    small = plans.of(default, STREAMED, find_gpu(SMALL))
+    small = plans.plan(default, STREAMED, find_gpu(SMALL))
     enough = small.verdict == "safe"
     return CheckedClaim(
-        claim=claim, card=card, whole=plans.of(asked, WHOLE, card),
-        whole_by_default=plans.of(default, WHOLE, card),
-        streamed=small if enough else plans.of(default, STREAMED, card), streamed_gpu=SMALL if enough else claim.gpu,
-        on_smaller=plans.of(asked, WHOLE, find_gpu(claim.smaller)) if claim.smaller else None,
+        claim=claim, card=card, whole=plans.plan(asked, WHOLE, card),
+        whole_by_default=plans.plan(default, WHOLE, card),
+        streamed=small if enough else plans.plan(default, STREAMED, card), streamed_gpu=SMALL if enough else claim.gpu,
+        on_smaller=plans.plan(asked, WHOLE, find_gpu(claim.smaller)) if claim.smaller else None,
     )  # fmt: skip
 
 
-def check_saving(saving: Saving, plans: Plans) -> CheckedSaving:
+def check_saving(saving: Saving, plans: PlanMemo) -> CheckedSaving:
     default = Workload(kind="prune", model=saving.model)
     asked = dataclasses.replace(default, seq_len=saving.seq_len, nsamples=saving.nsamples)
     return CheckedSaving(
-        saving=saving, before=plans.of(default, WHOLE, None), after=plans.of(asked, WHOLE, None)
+        saving=saving, before=plans.plan(default, WHOLE, None), after=plans.plan(asked, WHOLE, None)
     )  # fmt: skip
 
 
