@@ -324,6 +324,7 @@ FITTING = [
         "a refused lever is tried again",
         "or lever.name in useless or lever.name in self.refused",
         "or lever.name in useless",
+        harmless="it is refused again: one more question, the same answer",
     ),
     _SEARCH(
         "the nearest is the farthest",

@@ -43,6 +43,7 @@ def test_totals_are_those_of_plan(made: Table) -> None:
 
 
 def test_every_verdict_is_that_of_plan_on_that_card_also_where_it_follows_from_another(made: Table) -> None:
+    assert [len(row.cells) for row in made.rows] == [3] * 8, "two models, pruned in two ways, trained and run"
     for row in made.rows:
         for label, cell in row.cells.items():
             card = find_gpu(label)
@@ -60,7 +61,10 @@ def test_cards_go_from_small_to_large_and_the_smallest_is_the_first_that_does_no
 
 
 def test_the_decision_matrix_names_the_largest_model_that_is_safe(made: Table) -> None:
-    for line in made.to_json()["matrix"]:
+    matrix = made.to_json()["matrix"]
+    assert [line["gpu"] for line in matrix] == ["2GiB", "6GiB", "24GB"]
+    assert matrix[-1]["largest"]["prune"] == "llama-3.2-1b"
+    for line in matrix:
         for row in made.rows:
             if row.way == STREAMED and row.cells[line["gpu"]].verdict == "safe":
                 best = next(other for other in made.rows if other.plan.model == line["largest"]["prune"])
@@ -238,6 +242,7 @@ def test_markdown_has_as_many_cells_in_each_line_as_its_header(made: Table) -> N
             continue
         widths.add(line.count(" | "))
         assert len(widths) == 1
+    assert sum(line.startswith("|") for line in as_markdown(made.to_json()).splitlines()) > 2 * len(made.rows)
 
 
 def test_a_name_cannot_break_out_of_its_cell(made: Table) -> None:

@@ -123,3 +123,29 @@ def test_checkpointing_that_is_on_is_no_lever() -> None:
     on = Workload(kind="train", model="gpt2", grad_checkpointing=True)
 
     assert {each.group for each in levers_for(on)} & {"checkpointing"} == set()
+
+
+# -- how few questions -------------------------------------------------------------------------------------------------
+
+
+def test_where_the_last_step_of_a_group_is_not_enough_the_weaker_ones_are_not_asked_about() -> None:
+    many = Workload(kind="train", model="gpt2", batch_size=1024)
+    asked: list[int] = []
+
+    def never(work: Workload) -> Parts:
+        asked.append(work.batch_size)
+        return {"activations": 10 + work.batch_size}
+
+    assert search_of(never, 5, many).smallest() is None
+    assert set(asked) == {1024, 1}
+
+
+def test_what_has_raised_a_peak_is_asked_about_once() -> None:
+    asked: list[Workload] = []
+
+    def raised_by_chunks(work: Workload) -> Parts:
+        asked.append(work)
+        return {"activations": 8 * work.batch_size, "loss": 9 if work.loss == "chunked" else 1}
+
+    assert names(search_of(raised_by_chunks, 40).smallest()) == ["micro-batch 4"]
+    assert [work.batch_size for work in asked if work.loss == "chunked"] == [8]

@@ -72,7 +72,12 @@ def test_a_size_of_the_course_is_planned_like_the_module_that_it_is(kind: str) -
 
 
 def test_the_course_s_model_is_planned_in_16_bit_too() -> None:
-    assert predict(kind="train", model="basics-small", seq_len=128).peak.allocated_bytes > 0
+    plan = predict(kind="train", model="basics-small", seq_len=128)
+    weights, state = plan.report.breakdown["weights"], plan.report.breakdown["optimizer"]
+
+    assert plan.parameters == 128_625_408
+    assert 2 * plan.parameters <= weights < 2.1 * plan.parameters
+    assert 4 * plan.parameters <= state < 4.2 * plan.parameters, "two moments in 16 bit"
 
 
 @pytest.mark.parametrize(("settings", "why"), [
@@ -92,4 +97,7 @@ def test_what_these_models_cannot_do_is_said(settings: dict[str, Any], why: str)
 
 
 def test_gsa_is_pruned_like_any_other_decoder() -> None:
-    assert predict(kind="prune", model="gsa-512m", seq_len=512, nsamples=4).peak.allocated_bytes > 0
+    plan = predict(kind="prune", model="gsa-512m", seq_len=512, nsamples=4)
+
+    assert plan.report.breakdown["calibration"] == 4 * 512 * 512 * 2, "windows, tokens, width, bf16"
+    assert 0 < plan.report.breakdown["weights"] < plan.parameters, "not all of them at once"

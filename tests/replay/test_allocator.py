@@ -221,7 +221,8 @@ def test_peek_says_which_block_would_serve_and_changes_nothing() -> None:
     [block] = take(subject, 30 * MiB)
     assert subject.peek(30 * MiB) is None
     give(subject, block)
-    assert subject.peek(30 * MiB) is not None
+    assert subject.peek(30 * MiB) is block
+    assert shape(subject) == [[(30 * MiB, "free")]]
     check_invariants(subject)
 
 

@@ -397,7 +397,8 @@ def training_like(events: int) -> Trace:
 
 def test_150_000_events_take_well_under_two_seconds() -> None:
     trace = training_like(150_000)
-    begin = time.perf_counter()
+    begin = time.process_time()  # of this process: a machine that is busy with others is not slower code
     timeline = replay(trace)
-    assert time.perf_counter() - begin < 2  # about 0.3 s on an idle core; slack for a busy one
+    assert time.process_time() - begin < 2
+    assert len(timeline.reserved) == len(trace) >= 150_000
     assert timeline.peak_allocated < timeline.peak_reserved < 8 * GiB
