@@ -60,32 +60,15 @@ def _touch(model: Any) -> None:
 def model_of(order: dict[str, Any]) -> Any:
     """Read from its files, or built with random weights."""
     import torch
-    from transformers import AutoModelForCausalLM
 
-    from memfit.jobs.build import DTYPES
-
-    dtype = DTYPES.get(order["precision"], torch.float32)
-    if order["random"]:
-        return _built(order, dtype)
-    attention = None if order["attention"] == "sdpa" else order["attention"]  # eager where the family has no other
-    return AutoModelForCausalLM.from_pretrained(
-        order["model"], dtype=dtype, attn_implementation=attention, trust_remote_code=False,
-        local_files_only=True,
-    )  # fmt: skip
-
-
-def _built(order: dict[str, Any], dtype: Any) -> Any:
-    from transformers import AutoModelForCausalLM
-
+    from memfit.jobs.build import DTYPES, build_base_model
     from memfit.jobs.training.config import ModelConfig
-    from memfit.jobs.training.shapes import transformers_config
-    from memfit.models.registry import build_model, resolve
 
-    if not order["settings"]:
-        return build_model(resolve(order["model"]), dtype=dtype, init_weights=True)
-    changed = ModelConfig(name=order["model"], from_scratch=True, settings=order["settings"])
-    auto: Any = AutoModelForCausalLM
-    return auto.from_config(transformers_config(changed), dtype=dtype)
+    random, settings = order["random"], order["settings"]
+    attention: Any = "sdpa" if random else order["attention"]
+    model = ModelConfig(name=order["model"], from_scratch=True, attention=attention, settings=settings)
+    folder = None if random else order["model"]
+    return build_base_model(model, folder, DTYPES.get(order["precision"], torch.float32))
 
 
 def _of_gpu() -> dict[str, Any]:

@@ -1,11 +1,7 @@
-"""What happens in host memory before a job starts: build the model, add adapters, choose what is trained.
+"""The model of a job, in host memory: built or read, adapters added, its levers on; the same for a plan and a run.
 
-Run under `torch.device("meta")` this takes no memory, and on the CPU it makes the real thing; the job that follows
-cannot tell the difference until it moves the model to its device.
-
-LoRA's adapters by peft, the same for a plan and for a run.
-
-The model of a training job, on the host: built or read, adapters added, checkpointing and the loss switched on.
+Under `torch.device("meta")` this takes no memory, and on the CPU it makes the real thing; the job that follows cannot
+tell the difference until it moves the model to its device.
 """
 
 from __future__ import annotations
@@ -17,22 +13,29 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from memfit.errors import InputError, UsageError
-from memfit.jobs.training.config import FACTORY, MethodConfig
+from memfit.jobs.training.config import FACTORY, ModelConfig
 from memfit.jobs.training.foreign_weights import load_weights
 from memfit.jobs.training.job import TrainJob
 from memfit.jobs.training.offload.switch import use_block_levers
 from memfit.jobs.training.parallel import is_made_without_memory
-from memfit.jobs.training.shapes import basics_config, gsa_config, is_basics, transformers_config
+from memfit.jobs.training.shapes import is_basics, model_config
 from memfit.jobs.workload import Workload
 from memfit.models.config_check import Head, as_language_model
-from memfit.models.presets import is_gsa
-from memfit.models.registry import build_model, head_named, parameter_count, resolve, source_notes
+from memfit.models.registry import (
+    build_from_config,
+    build_model,
+    head_named,
+    parameter_count,
+    resolve,
+    source_notes,
+)
 
 NOT_TRUE = ("fan_in_fan_out", "The following rank_pattern keys", "The following alpha_pattern keys")
 """peft sets the first right for GPT-2's Conv1D itself; patterns do match experts, which it looks for among modules."""
@@ -47,10 +50,29 @@ class Refused(ValueError):
         self.of_experts, self.meant = of_experts, meant
 
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class SettingNames(NamedTuple):
+    """What settings are called in errors about them."""
+
+    targets: str
+    dropout: str
+    full: str
+    selective: str
+
+
+FLAGS = SettingNames("--target-modules", "--lora-dropout", "--grad-checkpointing", "--selective-checkpointing")
+KEYS = SettingNames("method.target_modules", "method.dropout", *["memory.gradient_checkpointing"] * 2)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Adapters:
+    """LoRA's, by peft."""
+
     rank: int
-    alpha: float
+    alpha: float | None = None
+    """None is twice the rank."""
     dropout: float
     targets: Sequence[str]
     dtype: torch.dtype | None
@@ -59,15 +81,15 @@ class Adapters:
     """Of a model that is no language model: its head is then trained too."""
 
     def on(self, model: nn.Module) -> tuple[nn.Module, list[str]]:
-        """The model with them, and what is to be known of it."""
+        """The model with them, and what is to be known of it. Raises Refused."""
         from peft import LoraConfig, get_peft_model
 
         names = [name for name, _ in model.named_modules()]
-        whole = float(self.alpha).is_integer()
+        alpha = 2 * self.rank if self.alpha is None else self.alpha
         config = LoraConfig(
-            r=self.rank, lora_alpha=int(self.alpha) if whole else self.alpha,  # type: ignore[arg-type,unused-ignore]
-            target_modules=list(self.targets), lora_dropout=self.dropout,
-            task_type=self.task or ("CAUSAL_LM" if getattr(model, "can_generate", lambda: False)() else None),
+            r=self.rank, target_modules=list(self.targets), lora_dropout=self.dropout,
+            lora_alpha=int(alpha) if float(alpha).is_integer() else alpha,  # type: ignore[arg-type,unused-ignore]
+            task_type=self.task or ("CAUSAL_LM" if _generates(model) else None),
         )  # fmt: skip
         try:
             with warnings.catch_warnings(record=True) as said:
@@ -101,7 +123,54 @@ def _of_experts(config: object, targets: Sequence[str]) -> list[str]:
     return [name for name in targets if name not in kept] if getattr(config, "target_parameters", None) else []
 
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+def add_adapters(
+    model: nn.Module, work: Workload, named: SettingNames, *, alpha: float | None = None, task: str | None = None
+) -> tuple[nn.Module, tuple[str, ...], list[str]]:
+    """The model with them, which layers they adapt, and what is to be known of it."""
+    names = linear_layers_of_blocks(model)
+    targets = work.target_modules or tuple(names)
+    if not targets:
+        raise UsageError(f"{work.model} has no linear layer that peft could adapt")
+    dtype = DTYPES[work.weight_precision] if work.adapter_dtype == "same" else None
+    dropout = work.lora_dropout
+    adapters = Adapters(rank=work.rank, alpha=alpha, dropout=dropout, targets=targets, dtype=dtype, task=task)
+    try:
+        adapted, notes = adapters.on(model)
+    except Refused as error:
+        if error.of_experts and dropout:
+            others = ",".join(name for name in names if name not in error.of_experts)
+            theirs = f"{', '.join(error.of_experts)} are theirs in {work.model}"
+            raise UsageError(
+                f"{named.dropout} {dropout}: peft has no dropout for experts, and {theirs}",
+                hint=f"{named.dropout} 0, or adapt other layers: {named.targets} {others}",
+            ) from error
+        hint = f"{error.meant}linear layers of a block: {', '.join(names)}"
+        raise UsageError(f"{named.targets}: {error}", hint=hint) from error
+    return adapted, targets, notes
+
+
+def switch_levers_on(model: Any, work: Workload, named: SettingNames) -> None:
+    """The loss in pieces, checkpointing, and what lies on the host; then it can be trained."""
+    model.train()
+    if work.loss == "chunked":
+        from memfit.jobs.training.chunked_loss import use_chunked_loss
+
+        use_chunked_loss(model, chunk=work.loss_chunk)
+    setting = named.selective if work.selective_checkpointing else named.full
+    lora, checkpointing, by_trainer = work.kind == "lora", work.checkpointing, trainer_checkpoints(work)
+    if by_trainer:
+        checkpointing = "none"
+        if not hasattr(model, "gradient_checkpointing_enable"):
+            raise UsageError(f"{setting} needs a transformers model", hint="checkpoint inside your own factory")
+        if lora:
+            model.enable_input_require_grads()  # the Trainer does not know that the embedding is frozen
+    offload = work.offload or ()
+    use_block_levers(model, checkpointing=checkpointing, offload=offload, adapters=lora, setting=setting)
+
+
+def trainer_checkpoints(work: Workload) -> bool:
+    """Whether it is the Hugging Face Trainer itself that switches checkpointing on."""
+    return work.loop == "trainer" and work.grad_checkpointing and "activations" not in (work.offload or ())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,25 +222,13 @@ def _prepared(workload: Workload, layers: int | None) -> Prepared:
         workload = dataclasses.replace(workload, attention="eager")
         notes = (f"transformers has no fused attention for {source.name}: eager, as it takes by itself", *notes)
     if workload.kind == "lora":
-        targets = workload.target_modules or tuple(linear_layers_of_blocks(model))
-        if not targets:
-            raise UsageError(f"{workload.model} has no linear layer that peft could adapt")
-        workload = dataclasses.replace(workload, target_modules=targets)
-        model, more = _with_adapters(model, workload, head)
-        notes = (*notes, *more)
+        task = None if head is None else head.task
+        model, targets, more = add_adapters(model, workload, FLAGS, task=task)
+        workload, notes = dataclasses.replace(workload, target_modules=targets), (*notes, *more)
     if workload.trains:
-        if workload.loop == "trainer" and head is None and not takes_labels(model):
-            raise UsageError(
-                f"--loop trainer: {workload.model} computes no loss of its own, which the Trainer expects of it",
-                hint="--loop plain works",
-            )
-        model.train()
+        _check_loop(model, workload, head)
         notes = (*notes, *_keep_all_blocks(model))
-        if workload.loss == "chunked":
-            from memfit.jobs.training.chunked_loss import use_chunked_loss
-
-            use_chunked_loss(model, chunk=workload.loss_chunk)
-        _use_block_levers(model, workload)
+        switch_levers_on(model, workload, FLAGS)
     else:
         model.eval()
     return Prepared(
@@ -194,6 +251,14 @@ def _check_head(head: Head | None, model: nn.Module, workload: Workload) -> None
         raise UsageError(
             f"{setting} is for language models, and {workload.model} is a {name} ('architectures')",
             hint=as_language_model(name),
+        )
+
+
+def _check_loop(model: nn.Module, workload: Workload, head: Head | None) -> None:
+    if workload.loop == "trainer" and head is None and not takes_labels(model):
+        raise UsageError(
+            f"--loop trainer: {workload.model} computes no loss of its own, which the Trainer expects of it",
+            hint="--loop plain works",
         )
 
 
@@ -223,32 +288,6 @@ def _check_offload(workload: Workload) -> None:
         )  # fmt: skip
 
 
-def _with_adapters(model: nn.Module, workload: Workload, head: Head | None) -> tuple[nn.Module, list[str]]:
-    """And what is to be known of them."""
-    adapters = Adapters(
-        rank=workload.rank, alpha=2 * workload.rank, dropout=workload.lora_dropout,
-        targets=workload.target_modules or (),
-        dtype=DTYPES[workload.weight_precision] if workload.adapter_dtype == "same" else None,
-        task=None if head is None else head.task,
-    )  # fmt: skip
-    names = linear_layers_of_blocks(model)
-    try:
-        return adapters.on(model)
-    except Refused as error:
-        raise _refusal(error, workload, names) from error
-
-
-def _refusal(error: Refused, workload: Workload, names: list[str]) -> UsageError:
-    if error.of_experts and workload.lora_dropout:
-        others = ",".join(name for name in names if name not in error.of_experts)
-        return UsageError(
-            f"--lora-dropout {workload.lora_dropout}: peft has no dropout for experts, and"
-            f" {', '.join(error.of_experts)} are theirs in {workload.model}",
-            hint=f"--lora-dropout 0, or adapt other layers: --target-modules {others}",
-        )
-    return UsageError(f"--target-modules: {error}", hint=f"{error.meant}linear layers of a block: {', '.join(names)}")
-
-
 def _generates(model: nn.Module) -> bool:
     return bool(getattr(model, "can_generate", lambda: False)())
 
@@ -266,27 +305,6 @@ def linear_layers_of_blocks(model: nn.Module) -> list[str]:
         if isinstance(module, (nn.Linear, Conv1D)) and module is not head and name.startswith(within)
     }
     return list(names)
-
-
-def _use_block_levers(model: Any, workload: Workload) -> None:
-    from memfit.jobs.training.offload.switch import use_block_levers
-
-    setting = "--selective-checkpointing" if workload.selective_checkpointing else "--grad-checkpointing"
-    left_to_trainer = trainer_checkpoints(workload)
-    if left_to_trainer and not hasattr(model, "gradient_checkpointing_enable"):
-        raise UsageError(f"{setting} needs a transformers model", hint="checkpoint inside your own factory")
-    if left_to_trainer and workload.kind == "lora":
-        model.enable_input_require_grads()  # the Trainer does not know that the embedding is frozen
-    use_block_levers(
-        model, checkpointing="none" if left_to_trainer else workload.checkpointing, offload=workload.offload or (),
-        adapters=workload.kind == "lora", setting=setting,
-    )  # fmt: skip
-
-
-def trainer_checkpoints(workload: Workload) -> bool:
-    """Whether it is the Hugging Face Trainer itself that switches checkpointing on."""
-    on_host = "activations" in (workload.offload or ())
-    return workload.loop == "trainer" and workload.grad_checkpointing and not on_host
 
 
 def _vocab_size(model: nn.Module) -> int:
@@ -334,79 +352,43 @@ def takes_labels(model: nn.Module) -> bool:
 
 
 def build_for_training(job: TrainJob) -> nn.Module:
-    """The same weights in every process, by the seed alone."""
-    config = job.config
+    """The model of a run; the same weights in every process, by the seed alone."""
+    config, work = job.config, job.config.workload
     torch.manual_seed(config.seed)
-    dtype = DTYPES.get(config.precision, torch.float32)
-    model = _built(job, dtype)
-    if config.method.kind == "lora":
-        model = _add_trained_adapters(model, config.method, dtype)
+    folder = None if job.source is None else job.source.folder
+    model = build_base_model(config.model, folder, DTYPES[work.weight_precision])
+    if work.kind == "lora":
+        model, _, _ = add_adapters(model, work, KEYS, alpha=config.method.alpha)
     if job.start_from is not None:
         load_weights(job.start_from, model)
-    if config.loss.kind == "chunked":
-        from memfit.jobs.training.chunked_loss import use_chunked_loss
-
-        use_chunked_loss(model, chunk=config.loss.chunk)
-    use_block_levers(
-        model, checkpointing=config.memory.gradient_checkpointing, offload=config.memory.offload,
-        adapters=config.method.kind == "lora", setting="memory.gradient_checkpointing",
-    )  # fmt: skip
-    model.train()
+    switch_levers_on(model, work, KEYS)
     return model
 
 
-def _built(job: TrainJob, dtype: torch.dtype) -> nn.Module:
+def build_base_model(model: ModelConfig, folder: Path | str | None, dtype: torch.dtype) -> nn.Module:
+    """With its weights: read from a folder, or drawn where there is none."""
     from transformers import AutoModelForCausalLM
 
     from memfit.models.own import make_known
 
     make_known()  # a folder may hold one of memfit's own models
-    model = job.config.model
     if FACTORY.fullmatch(model.name):
-        from memfit.models.registry import build_model, resolve
-
         return build_model(resolve(model.name), dtype=dtype)
-    if is_gsa(model.name):
-        from memfit.models.gsa import GsaForCausalLM
-
-        made: nn.Module = GsaForCausalLM._from_config(gsa_config(model), dtype=dtype)  # its tables stay fp32
-        return made
-    if is_basics(model.name):
-        from memfit.models.basics import BasicsTransformer
-
-        basics: Any = BasicsTransformer(basics_config(model)).to(dtype)
-        basics.config = None  # the Trainer would write into it, and it is no config of transformers
-        plain: nn.Module = basics
-        return plain
     attention = None if model.attention == "sdpa" else model.attention  # eager where the family has no other
+    made: Any
     try:
-        if job.source is None:
-            built: nn.Module = AutoModelForCausalLM.from_config(
-                transformers_config(model), dtype=dtype, attn_implementation=attention
-            )
+        if folder is None:
+            made = build_from_config(model_config(model), "AutoModelForCausalLM", dtype=dtype, attention=attention)
         else:
-            built = AutoModelForCausalLM.from_pretrained(
-                str(job.source.folder), dtype=dtype, attn_implementation=attention, trust_remote_code=False,
-                local_files_only=True,
-            )  # fmt: skip
+            made = AutoModelForCausalLM.from_pretrained(
+                str(folder), dtype=dtype, attn_implementation=attention, trust_remote_code=False, local_files_only=True
+            )
     except InputError:  # in memfit's own words
         raise
     except (ValueError, ImportError, OSError) as error:
         first = (str(error).strip().splitlines() or [""])[0]
         raise InputError(f"transformers cannot build {model.name}: {first}"[:400]) from error
+    if is_basics(model.name):
+        made.config = None  # the Trainer would write into it, and it is no config of transformers
+    built: nn.Module = made
     return built
-
-
-def _add_trained_adapters(model: nn.Module, method: MethodConfig, dtype: torch.dtype) -> nn.Module:
-    names = linear_layers_of_blocks(model)
-    adapters = Adapters(
-        rank=method.rank, alpha=method.scaling_alpha, dropout=method.dropout, targets=method.target_modules or names,
-        dtype=dtype if method.adapter_dtype == "same" else None,
-    )  # fmt: skip
-    try:
-        return adapters.on(model)[0]
-    except Refused as error:
-        raise UsageError(
-            f"method.target_modules: {error}",
-            hint=f"{error.meant}linear layers of a block: {', '.join(names) or 'none'}",
-        ) from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 DOOR = {
-    "basics": "BasicsTransformer",
+    "basics_settings": "BasicsSettings",
     "checkpoint": "INDEX Stored WEIGHTS WeightStore bytes_to_fetch first_line read_header why_no_hub",
     "config_check": "Head MAX_FILE_BYTES MAX_LAYERS as_language_model read_config without_doubles",
     "files": (
@@ -16,6 +16,9 @@ DOOR = {
     "presets": (
         "BASICS BasicsConfig GATHER GSA_SETTINGS GSA_SIZES GSA_TYPE LATER_SIZES Preset SIZES find_preset is_gsa presets"
     ),
-    "registry": "ModelSource build_model head_named is_encoder load_config parameter_count resolve source_notes",
+    "registry": (
+        "ModelSource build_from_config build_model head_named is_encoder load_config parameter_count resolve "
+        "source_notes"
+    ),
 }
 """What other rooms may use, by file."""

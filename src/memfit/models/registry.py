@@ -271,28 +271,40 @@ def build_model(
         if layers is not None:
             raise UsageError(f"the number of layers of '{source.target}' is up to its own code")
         return _call_factory(source.target, dtype)
-    import transformers
-
     config, head = load_config(source), head_named(source)
     config.use_cache = use_cache
     if layers is not None:
         _keep_layers(config, layers)
-    attention = _attention_had(config, attention, source)
+    attention, auto = _attention_had(config, attention, source), head.auto if head else _language_model(config)
     try:
-        with nullcontext() if init_weights else _uninitialised():
-            auto = getattr(transformers, head.auto if head else _language_model(config))
-            model = _build_plain(config, dtype) or auto.from_config(config, dtype=dtype, attn_implementation=attention)
-        if not init_weights and hasattr(model, "tie_weights"):
-            model.tie_weights()
+        built = build_from_config(config, auto, dtype=dtype, attention=attention, init_weights=init_weights)
     except Exception as error:
         where = source.target if source.kind != "preset" else f"preset {source.name}"
         why = f"{where}: transformers cannot build this model: {type(error).__name__}: {one_line(error)}"
         raise InputError(why) from error
-    built: nn.Module = model
     _check_built(built, source)
     named = (config.architectures or [""])[0]
     if head is not None and type(built).__name__ != named:
         raise InputError(f"{source.target}: memfit cannot plan a {show(named)} ('architectures')")
+    return built
+
+
+def build_from_config(
+    config: PretrainedConfig, auto: str, *, dtype: torch.dtype, attention: str | None, init_weights: bool = True
+) -> nn.Module:
+    """By the class of transformers that is called `auto`, but for memfit's plain modules. Raises what they raise."""
+    import transformers
+
+    from memfit.models.own import build_plain
+
+    with nullcontext() if init_weights else _uninitialised():
+        made = build_plain(config)
+        if made is not None:
+            return made.to(dtype)
+        model = getattr(transformers, auto).from_config(config, dtype=dtype, attn_implementation=attention)
+    if not init_weights and hasattr(model, "tie_weights"):
+        model.tie_weights()
+    built: nn.Module = model
     return built
 
 
@@ -305,13 +317,6 @@ def head_named(source: ModelSource) -> Head | None:
 
 def _language_model(config: PretrainedConfig) -> str:
     return "AutoModelForMaskedLM" if is_encoder(config) else "AutoModelForCausalLM"
-
-
-def _build_plain(config: PretrainedConfig, dtype: torch.dtype) -> Any:
-    from memfit.models.own import build_plain
-
-    with _default_dtype(dtype):
-        return build_plain(config)
 
 
 def _attention_had(config: PretrainedConfig, attention: Attention, source: ModelSource) -> Attention:

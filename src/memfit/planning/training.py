@@ -27,7 +27,7 @@ from memfit.jobs.training.batch import BatchSizes
 from memfit.jobs.training.config import ModelConfig, TrainConfig
 from memfit.jobs.training.job import TrainJob
 from memfit.jobs.training.result import PHASES
-from memfit.jobs.training.shapes import basics_config, gsa_config, is_basics, transformers_config
+from memfit.jobs.training.shapes import basics_config, gsa_config, is_basics, model_config
 from memfit.jobs.workload import Optimizer, Workload
 from memfit.models.presets import BASICS, is_gsa
 from memfit.planning.budget import budget_of, table
@@ -55,30 +55,15 @@ def workload_of_config(
     rows = batch.micro_batch_size
     if packed is None:
         packed = config.data.format != "instruction" if config.data.packing is None else config.data.packing
-    return Workload(
-        kind="lora" if config.method.kind == "lora" else "train",
+    return dataclasses.replace(
+        config.workload,
         model=_model(config.model, model_name),
         batch_size=rows,
         seq_len=longest,
-        precision=config.precision,
-        attention="eager" if config.model.attention == "eager" else "sdpa",  # which has flash kernels of its own
         padding=not packed and rows > 1,
-        loop="memfit",
-        loss=config.loss.kind,
-        loss_chunk=config.loss.chunk,
         optimizer=_optimizer(config.optimizer.name),
-        grad_checkpointing=config.memory.gradient_checkpointing == "full",
-        selective_checkpointing=config.memory.gradient_checkpointing == "selective",
-        offload=config.memory.offload,
         grad_accum=min(MICRO_STEPS, batch.gradient_accumulation_steps),
-        clip_grad=config.schedule.max_grad_norm > 0,
         world_size=batch.world_size,
-        parallel=config.parallel.kind,
-        gradient_as_bucket_view=config.parallel.gradient_as_bucket_view,
-        rank=config.method.rank,
-        target_modules=config.method.target_modules,
-        lora_dropout=config.method.dropout,
-        adapter_dtype=config.method.adapter_dtype,
         alloc_conf=os.environ.get(CUDA_VARIABLE) or config.memory.alloc_conf,
     ).without_unused()
 
@@ -102,8 +87,7 @@ def _settings(model: ModelConfig) -> dict[str, Any]:
     """As a config.json has them, with the changes that the job makes."""
     if is_basics(model.name):
         return {"model_type": BASICS, **dataclasses.asdict(basics_config(model))}
-    config = gsa_config(model) if is_gsa(model.name) else transformers_config(model)
-    made: dict[str, Any] = json.loads(config.to_json_string())
+    made: dict[str, Any] = json.loads(model_config(model).to_json_string())
     return made
 
 

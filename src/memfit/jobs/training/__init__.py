@@ -6,7 +6,7 @@ DOOR = {
     "batch": "BatchSizes divisors is_first launched processes processes_meant resolve_batch",
     "checkpoints": "check_checkpoint check_whole processes_of steps_done",
     "chunked_loss": "use_chunked_loss",
-    "config": "BatchConfig DataConfig FACTORY MethodConfig ModelConfig Optimizer TrainConfig",
+    "config": "BatchConfig DataConfig FACTORY ModelConfig Optimizer TrainConfig",
     "config_file": "SECTIONS as_yaml canonical config_from dump find_config load_config parse_yaml",
     "config_names": "LOOSE SECTION_ALIASES",
     "data": "Collator IGNORED TrainingData epoch_order read_training_data rows_of_full_length",
@@ -20,6 +20,6 @@ DOOR = {
     "parallel": "is_made_without_memory is_replicated is_sharded one_process_of to_device without_reduction",
     "result": "PHASES RanOut RunLog TrainEvent TrainResult in_a_line",
     "run": "Stopped train",
-    "shapes": "POSITIONS VOCABULARY basics_config gsa_config is_basics number_in shape_of transformers_config",
+    "shapes": "POSITIONS VOCABULARY basics_config gsa_config is_basics model_config number_in shape_of",
 }
 """What other rooms may use, by file."""

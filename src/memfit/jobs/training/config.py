@@ -11,9 +11,11 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal, get_args
 
 from memfit.errors import UnknownName, UsageError
+from memfit.jobs.workload import Workload
 from memfit.models.presets import GSA_SETTINGS, is_gsa
 
 Attention = Literal["sdpa", "eager", "flash_attention_2"]
@@ -353,6 +355,30 @@ class TrainConfig:
                 "memory.offload weights: only frozen layers can lie on the host, and method full trains them all",
                 hint="method: lora freezes them; for full training, offload optimizer or activations",
             )
+
+    @cached_property
+    def workload(self) -> Workload:
+        """What of the job decides its memory, but for the optimizer and the sizes of batches."""
+        return Workload(
+            kind="lora" if self.method.kind == "lora" else "train",
+            model=self.model.name,
+            precision=self.precision,
+            attention="eager" if self.model.attention == "eager" else "sdpa",  # which has flash kernels of its own
+            loop="memfit",
+            loss=self.loss.kind,
+            loss_chunk=self.loss.chunk,
+            grad_checkpointing=self.memory.gradient_checkpointing == "full",
+            selective_checkpointing=self.memory.gradient_checkpointing == "selective",
+            offload=self.memory.offload,
+            clip_grad=self.schedule.max_grad_norm > 0,
+            parallel=self.parallel.kind,
+            gradient_as_bucket_view=self.parallel.gradient_as_bucket_view,
+            rank=self.method.rank,
+            target_modules=self.method.target_modules,
+            lora_dropout=self.method.dropout,
+            adapter_dtype=self.method.adapter_dtype,
+            alloc_conf=self.memory.alloc_conf,
+        )
 
     @property
     def output_dir(self) -> str:

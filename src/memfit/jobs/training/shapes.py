@@ -77,6 +77,17 @@ def transformers_config(model: ModelConfig) -> Any:
     return config
 
 
+def model_config(model: ModelConfig) -> Any:
+    """Of a model that is trained from scratch, as transformers keeps it."""
+    if is_gsa(model.name):
+        return gsa_config(model)
+    if is_basics(model.name):
+        from memfit.models.basics_settings import BasicsSettings
+
+        return BasicsSettings(**dataclasses.asdict(basics_config(model)))
+    return transformers_config(model)
+
+
 def _check_kinds(model: ModelConfig, like: Mapping[str, Any]) -> None:
     """A setting is of the kind that its default is of, and a count is at least one."""
     for key, value in model.settings.items():
