@@ -10,8 +10,6 @@ The fitted job as a Python file of the reader's own: transformers and peft, and 
 
 What `--emit` can write.
 
-A workload's settings in the words of the Hugging Face Trainer: the fields of TrainingArguments.
-
 A pruning job as the flags of `memfit prune`.
 """
 
@@ -37,27 +35,6 @@ if TYPE_CHECKING:
 
 Form = Literal["yaml", "args", "python"]
 FORMS: tuple[str, ...] = get_args(Form)
-
-
-def trainer_settings(work: Workload) -> dict[str, Any]:
-    """What TrainingArguments has a field for."""
-    from memfit.jobs.training.optimizers import trainer_name
-
-    made: dict[str, Any] = {
-        "per_device_train_batch_size": work.batch_size,
-        "gradient_accumulation_steps": work.grad_accum,
-        "optim": trainer_name(str(work.optimizer)),
-        "max_grad_norm": 1.0 if work.clip_grad else 0.0,
-        "bf16": work.precision == "amp-bf16",
-        "fp16": work.precision == "amp-fp16",
-        "gradient_checkpointing": work.grad_checkpointing,
-    }
-    if work.grad_checkpointing:
-        made["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
-    if work.world_size > 1 and work.parallel == "fsdp2":
-        made["fsdp"] = True
-        made["fsdp_config"] = {"version": 2, "reshard_after_forward": True}
-    return made
 
 
 def environment(work: Workload) -> dict[str, str]:
@@ -180,6 +157,8 @@ def _adapters(work: Workload) -> Iterator[str]:
 
 
 def _training(work: Workload) -> Iterator[str]:
+    from memfit.jobs.training.loops import trainer_settings
+
     yield 'def training_arguments(output_dir="outputs/fitted"):'
     yield "    return TrainingArguments("
     yield f"{INDENT}output_dir=output_dir,"
@@ -374,6 +353,8 @@ def _left_to_the_script(work: Workload) -> Iterator[str]:
 
 def _trainer_flags(work: Workload) -> Iterator[tuple[str, str]]:
     """As HfArgumentParser reads the fields of TrainingArguments."""
+    from memfit.jobs.training.loops import trainer_settings
+
     settings: Mapping[str, Any] = {**trainer_settings(work), **_in_place_of_own_code(work)}
     for name, value in settings.items():
         said = json.dumps(value) if isinstance(value, dict) else str(value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 DOOR = {
-    "build": "DTYPES Prepared build_base_model build_for_training prepare takes_labels trainer_checkpoints",
+    "build": "DTYPES Prepared build_base_model build_for_training prepare takes_labels",
     "host": "Event HostMemory Lane as_bytes finished is_out_of_memory numbers on_the_host",
     "profile": "DoesNotFit OnCard ProfileSettings Profiled check_gpu course_size profile_on_gpu",
     "run": "Phases run_job wanted",

@@ -157,8 +157,8 @@ def switch_levers_on(model: Any, work: Workload, named: SettingNames) -> None:
 
         use_chunked_loss(model, chunk=work.loss_chunk)
     setting = named.selective if work.selective_checkpointing else named.full
-    lora, checkpointing, by_trainer = work.kind == "lora", work.checkpointing, trainer_checkpoints(work)
-    if by_trainer:
+    lora, checkpointing = work.kind == "lora", work.checkpointing
+    if work.loop == "trainer" and work.checkpoints_by_switch:  # the Trainer turns it
         checkpointing = "none"
         if not hasattr(model, "gradient_checkpointing_enable"):
             raise UsageError(f"{setting} needs a transformers model", hint="checkpoint inside your own factory")
@@ -166,11 +166,6 @@ def switch_levers_on(model: Any, work: Workload, named: SettingNames) -> None:
             model.enable_input_require_grads()  # the Trainer does not know that the embedding is frozen
     offload = work.offload or ()
     use_block_levers(model, checkpointing=checkpointing, offload=offload, adapters=lora, setting=setting)
-
-
-def trainer_checkpoints(work: Workload) -> bool:
-    """Whether it is the Hugging Face Trainer itself that switches checkpointing on."""
-    return work.loop == "trainer" and work.grad_checkpointing and "activations" not in (work.offload or ())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -155,6 +155,11 @@ class Workload:
         return "full" if self.grad_checkpointing else "selective" if self.selective_checkpointing else "none"
 
     @property
+    def checkpoints_by_switch(self) -> bool:
+        """Whether checkpointing is what transformers has a switch for."""
+        return self.grad_checkpointing and "activations" not in (self.offload or ())
+
+    @property
     def autocast(self) -> str | None:
         """The dtype of the autocast region, if there is one."""
         return self.precision.removeprefix("amp-") if self.precision.startswith("amp-") else None

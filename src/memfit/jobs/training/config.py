@@ -31,6 +31,7 @@ Offload = Literal["optimizer", "activations", "weights"]
 Optimizer = Literal[
     "adamw", "adamw-fused", "adamw-single", "adamw-8bit", "paged-adamw", "paged-adamw-8bit", "sgd", "adafactor"
 ]
+TORCH_ADAMW = ("adamw", "adamw-fused", "adamw-single")
 Loss = Literal["full", "chunked"]
 Parallel = Literal["ddp", "fsdp2"]
 

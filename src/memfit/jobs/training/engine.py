@@ -27,7 +27,7 @@ from memfit.jobs.training.checkpoints import Progress, steps_done, write_identit
 from memfit.jobs.training.data import IGNORED, rows_of_step
 from memfit.jobs.training.job import TrainJob
 from memfit.jobs.training.loops import find_unused_parameters
-from memfit.jobs.training.optimizers import choose_optimizer
+from memfit.jobs.training.optimizers import configured_optimizer
 from memfit.jobs.training.parallel import Together
 from memfit.jobs.training.recovery import Halved, RandomState, Recovery, Rows
 
@@ -129,7 +129,7 @@ class MemfitTrainer(Trainer):  # type: ignore[misc,unused-ignore]
         if self.optimizer is None:
             trained: Any = self.model if model is None else model
             decayed = set(self.get_decay_parameter_names(trained))
-            self.optimizer = choose_optimizer(self.job.config, trained, decayed)
+            self.optimizer = configured_optimizer(self.job.config, trained, decayed)
         return self.optimizer
 
     def get_train_dataloader(self) -> Any:

@@ -9,20 +9,18 @@ from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 
 from memfit.errors import UsageError
-from memfit.jobs.training.config import FACTORY, TrainConfig, no_effect
+from memfit.jobs.training.config import FACTORY, TORCH_ADAMW, TrainConfig, no_effect
 from memfit.jobs.training.shapes import is_basics
 from memfit.models.presets import is_gsa
-
-ON_HOST = ("adamw", "adamw-fused", "adamw-single")
 
 
 def check_offload(
     offload: Sequence[str], *, setting: str, optimizer: str, sharded: bool, checkpointing: bool
 ) -> None:  # fmt: skip
     """`setting` is how the user said it; `sharded`: by fsdp2."""
-    if "optimizer" in offload and optimizer not in ON_HOST:
+    if "optimizer" in offload and optimizer not in TORCH_ADAMW:
         raise UsageError(
-            f"{setting} optimizer is AdamW on the host, and the optimizer is {optimizer}", hint=", ".join(ON_HOST)
+            f"{setting} optimizer is AdamW on the host, and the optimizer is {optimizer}", hint=", ".join(TORCH_ADAMW)
         )
     if not sharded:
         return

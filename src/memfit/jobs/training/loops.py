@@ -1,15 +1,12 @@
-"""The Hugging Face Trainer itself, on random tokens: nothing of its loop is written here.
+"""The loops of the Hugging Face Trainer and of `memfit train`, on random tokens, and what they tell TrainingArguments.
 
-What `memfit train` does, on random tokens: its own Trainer, with the probe before the first step.
-
-A workload with `loop: memfit` is a training job without files: rows of exactly the length asked for, no tokenizer,
-nothing saved. The same code runs on a GPU and on the traced device.
-
-A training job as transformers' own TrainingArguments.
+Nothing of the Trainer's loop is written here. A workload with `loop: memfit` is a training job without files: rows of
+exactly the length asked for, no tokenizer, nothing saved. The same code runs on a GPU and on the traced device.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import tempfile
 import warnings
 from pathlib import Path
@@ -18,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from memfit.jobs.build import Prepared, trainer_checkpoints
+from memfit.jobs.build import Prepared
 from memfit.jobs.run import Phases, wanted
 from memfit.jobs.training.batch import BatchSizes
 from memfit.jobs.training.config import (
@@ -45,15 +42,6 @@ from memfit.jobs.training.recovery import Halved
 from memfit.jobs.training.result import RanOut
 from memfit.jobs.workload import Workload
 from memfit.models.presets import GSA_TYPE
-
-
-def sharding(**more: Any) -> dict[str, Any]:
-    """For the Trainer: FSDP2 as accelerate does it. Blocks, embedding, and norm and head are each a group."""
-    from transformers import TrainingArguments
-
-    settings = {"version": 2, "reshard_after_forward": True, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", **more}
-    reads_settings = hasattr(TrainingArguments, "_apply_legacy_fsdp_to_config")  # before 5.10 it needs the words
-    return {"fsdp": True if reads_settings else "full_shard auto_wrap", "fsdp_config": settings}
 
 
 class RandomTokens(Dataset[dict[str, torch.Tensor]]):
@@ -83,7 +71,10 @@ def run_trainer(job: Prepared, device: torch.device | str, phases: Phases, *, st
     data = RandomTokens(job, rows)
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*pin_memory.*")
-        args = arguments(job, folder, steps, use_cpu=torch.device(device).type == "cpu")
+        args = _training_arguments(
+            work, folder, steps, gpu=torch.device(device).type != "cpu", logging_steps=1, report_to=[],
+            **trainer_settings(work),
+        )  # fmt: skip
         trainer = Trainer(
             model=model, args=args, train_dataset=data, optimizer_cls_and_kwargs=_optimizer_on_host(job, args)
         )
@@ -92,29 +83,6 @@ def run_trainer(job: Prepared, device: torch.device | str, phases: Phases, *, st
             trainer.accelerator.ddp_handler.gradient_as_bucket_view = bool(work.gradient_as_bucket_view)
         with phases("trainer", 1):
             trainer.train()
-
-
-def arguments(job: Prepared, folder: str, steps: int, *, use_cpu: bool = False) -> Any:
-    from transformers import TrainingArguments
-
-    work = job.workload
-    return TrainingArguments(
-        output_dir=folder,
-        per_device_train_batch_size=work.batch_size,
-        gradient_accumulation_steps=work.grad_accum,
-        max_steps=steps,
-        max_grad_norm=1.0 if work.clip_grad else 0.0,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        bf16=work.autocast == "bf16",
-        fp16=work.autocast == "fp16",
-        gradient_checkpointing=trainer_checkpoints(work),
-        optim=trainer_name(str(work.optimizer)),
-        disable_tqdm=True,
-        use_cpu=use_cpu,
-        **(sharding() if is_sharded(work) else {}),
-    )
 
 
 def _optimizer_on_host(job: Prepared, args: Any) -> tuple[type[torch.optim.Optimizer], dict[str, Any]] | None:
@@ -229,47 +197,78 @@ def on_gpu(job: TrainJob) -> bool:
     return job.config.device != "cpu" and torch.cuda.is_available()
 
 
-def trainer_arguments(job: TrainJob, *, gpu: bool | None = None) -> Any:
-    """One batch of the Trainer is all that a process has of a step: how it is cut up is up to `recovery`."""
-    from transformers import TrainingArguments
+def trainer_settings(work: Workload) -> dict[str, Any]:
+    """A workload in the words of the Hugging Face Trainer: what TrainingArguments has a field for."""
+    made: dict[str, Any] = {
+        "per_device_train_batch_size": work.batch_size,
+        "gradient_accumulation_steps": work.grad_accum,
+        "optim": trainer_name(str(work.optimizer)),
+        "max_grad_norm": 1.0 if work.clip_grad else 0.0,
+        **_autocast(work),
+        "gradient_checkpointing": work.checkpoints_by_switch,
+    }
+    if work.checkpoints_by_switch:
+        made["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
+    return made | ({"fsdp": True, "fsdp_config": dict(FSDP2)} if is_sharded(work) else {})
 
+
+FSDP2 = {"version": 2, "reshard_after_forward": True}
+
+
+def _autocast(work: Workload) -> dict[str, bool]:
+    return {"bf16": work.autocast == "bf16", "fp16": work.autocast == "fp16"}
+
+
+def trainer_arguments(job: TrainJob, *, gpu: bool | None = None) -> Any:
+    """Of `memfit train`. One batch of the Trainer is all that a process has of a step: how it is cut up is up to
+    `recovery`."""
     config, schedule = job.config, job.config.schedule
     gpu = on_gpu(job) if gpu is None else gpu
     scheduler: dict[str, Any] = {"lr_scheduler_type": schedule.lr_scheduler}
     if schedule.min_learning_rate:
-        scheduler = {
-            "lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": schedule.min_learning_rate}
-        }  # fmt: skip
-    warmup = schedule.warmup_steps or int(schedule.warmup_ratio * job.total_steps)
-    sharded = config.parallel.kind == "fsdp2" and job.batch.world_size > 1
-    args = TrainingArguments(
-        output_dir=str(job.output_dir),
+        kwargs = {"min_lr": schedule.min_learning_rate}
+        scheduler = {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": kwargs}
+    work = dataclasses.replace(config.workload, world_size=job.batch.world_size)
+    args = _training_arguments(
+        work,
+        str(job.output_dir),
+        job.total_steps,
+        gpu=gpu,
         per_device_train_batch_size=job.batch.rows_per_process,
         gradient_accumulation_steps=1,
-        max_steps=job.total_steps,
         learning_rate=schedule.learning_rate,
-        warmup_steps=warmup,
+        warmup_steps=schedule.warmup_steps or int(schedule.warmup_ratio * job.total_steps),
         max_grad_norm=schedule.max_grad_norm,
         weight_decay=config.optimizer.weight_decay,
-        bf16=config.precision == "amp-bf16",
-        fp16=config.precision == "amp-fp16",
+        **_autocast(work),
         seed=config.seed,
         logging_strategy="no",
-        save_strategy="no",
         logging_nan_inf_filter=False,
         ignore_data_skip=True,
         remove_unused_columns=False,
-        disable_tqdm=True,
         report_to=_report_to(job),
-        use_cpu=not gpu,
         ddp_backend="gloo" if not gpu and job.batch.world_size > 1 else None,
         dataloader_pin_memory=gpu,
         **scheduler,
-        **(sharding(state_dict_type="FULL_STATE_DICT") if sharded else {}),
+        **({"fsdp_config": {"state_dict_type": "FULL_STATE_DICT"}} if is_sharded(work) else {}),
     )
     if job.batch.world_size == 1:
         args._n_gpu = min(1, args.n_gpu)  # several GPUs without torchrun: the Trainer would make threads of them
     return args
+
+
+def _training_arguments(work: Workload, folder: str, steps: int, *, gpu: bool, **fields: Any) -> Any:
+    """Nothing is saved but by `memfit train` itself. FSDP2 is accelerate's: blocks, embedding, and norm and head are
+    each a group."""
+    from transformers import TrainingArguments
+
+    if is_sharded(work):
+        reads_settings = hasattr(TrainingArguments, "_apply_legacy_fsdp_to_config")  # before 5.10 it needs the words
+        fields["fsdp"] = True if reads_settings else "full_shard auto_wrap"
+        fields["fsdp_config"] = {**FSDP2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", **fields["fsdp_config"]}
+    return TrainingArguments(
+        output_dir=folder, max_steps=steps, use_cpu=not gpu, save_strategy="no", disable_tqdm=True, **fields
+    )
 
 
 def _is_gsa(job: TrainJob) -> bool:

@@ -28,7 +28,7 @@ from typing import IO, Any, Literal, Protocol
 
 from memfit.errors import InputError, MemfitError
 from memfit.files import written_whole
-from memfit.jobs.training.config import TrainConfig
+from memfit.jobs.training.config import TORCH_ADAMW, TrainConfig
 from memfit.units import duration, gib
 
 SCHEMA = "memfit.train-result/1"
@@ -339,7 +339,6 @@ WHERE: dict[Place, str] = {
     "loading": "before the first step, while the model was put in its place", "micro-step": "in a micro-step",
     "optimizer": "in the optimizer's step", "between": "between two steps, while a checkpoint was written",
 }  # fmt: skip
-ADAM = ("adamw", "adamw-fused", "adamw-single")
 MOMENTS = 2
 """Adam keeps two numbers for each one that it trains, of its kind."""
 
@@ -351,7 +350,7 @@ class RanOut(MemfitError):
 def ran_out(place: Place, cause: str, config: TrainConfig, *, trained_bytes: int, probing: bool) -> RanOut:
     """`trained_bytes`: of the parameters that are trained."""
     where = f"{WHERE[place]} of the probe, before the run began" if probing and place == "optimizer" else WHERE[place]
-    if place == "optimizer" and config.optimizer.name in ADAM and trained_bytes:
+    if place == "optimizer" and config.optimizer.name in TORCH_ADAMW and trained_bytes:
         where += f" (it keeps {gib(MOMENTS * trained_bytes)} beside the weights)"
     return RanOut(f"memory ran out {where}: {cause}", hint="; ".join(_helps(place, config)))
 
