@@ -500,6 +500,7 @@ EXPLAINING = [
         "expandable segments are proposed where they are on",
         "if not (told or case.clues.expandable or",
         "if not (told or",
+        harmless="where they are on it is known already that memory is not in pieces",
     ),
     _TENSOR(
         "the phase's points are swapped",

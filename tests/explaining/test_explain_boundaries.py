@@ -12,11 +12,12 @@ from test_explain_tensors import of
 from memfit.explaining.account import Account, Recorded, fragmentation_of
 from memfit.explaining.cause import cause_of
 from memfit.explaining.clues import Clues
+from memfit.explaining.dimensions import Factor, fingerprints_of, preset_dimensions
 from memfit.explaining.explain import explain
 from memfit.explaining.fixes import _of_fragmentation
 from memfit.explaining.message import Oom, Size
 from memfit.explaining.place import CodeFrame, place_from
-from memfit.explaining.tensor import Reading, Readings
+from memfit.explaining.tensor import Reading, Readings, _able
 from memfit.units import GiB, MiB
 
 DATA = Path(__file__).parents[1] / "data"
@@ -129,6 +130,21 @@ def test_a_limit_is_the_cause_only_where_the_card_had_room(free: str, kind: str)
         assert found.cause.short_bytes == pytest.approx(held + GiB - 18 * GiB, abs=30 * MiB)
 
 
+def test_a_limit_is_the_cause_whoever_else_is_on_the_card() -> None:
+    found = told(message(asked="1.00 GiB", capacity="39.39 GiB", free="5.00 GiB", allowed="18.00 GiB", own="18.00 GiB",
+                         allocated="17.50 GiB", others={77: "10.00 GiB"}))  # fmt: skip
+    assert found.cause.kind == "limit"
+
+
+def test_where_an_old_message_says_what_is_reserved_the_difference_is_cached() -> None:
+    old = (
+        "RuntimeError: CUDA out of memory. Tried to allocate 40.00 MiB (GPU 0; 10.76 GiB total capacity; 9.00 GiB "
+        "already allocated; 14.00 MiB free; 9.50 GiB reserved in total by PyTorch)"
+    )
+    account = told(old).account
+    assert (account.allocated_bytes, account.cached_bytes) == (9 * GiB, GiB // 2)
+
+
 @pytest.mark.parametrize(("pools", "kind"), [("1.00 GiB", "private-pools"), ("100.00 MiB", "shortage")])
 def test_private_pools_are_the_cause_only_where_they_have_what_was_missing(pools: str, kind: str) -> None:
     assert told(message(asked="1.16 GiB", free="512.00 MiB", pools=pools)).cause.kind == kind
@@ -173,6 +189,15 @@ def test_of_an_fp32_job_16_bit_readings_lose_six_points() -> None:
         return next((each.points for each in found.candidates if each.kind == "logits" and each.itemsize == 2), None)
 
     assert (halves(None), halves("fp32")) == (7, 1)
+
+
+@pytest.mark.parametrize(("length", "able"), [(1024, True), (1025, False), (2048, False)])
+def test_a_model_has_no_scores_of_more_tokens_than_it_has_positions(length: int, able: bool) -> None:
+    gpt2 = preset_dimensions("gpt2")
+    assert gpt2 is not None and gpt2.positions == 1024
+    (scores, *_) = (each for each, _ in fingerprints_of((gpt2,)) if each.free == "rows-length-length")
+    side = Factor(symbol="tokens", value=length)
+    assert bool(_able((gpt2,), scores, (side, side))) is able
 
 
 # -- the place ---------------------------------------------------------------------------------------------------------

@@ -48,12 +48,12 @@ def test_a_gzip_that_unpacks_to_exactly_the_limit_is_read_and_one_byte_more_is_r
 
 
 def test_a_gzip_bomb_is_never_inflated_beyond_the_limit(tmp_path: Path) -> None:
-    path = written(tmp_path / "bomb.gz", gzip.compress(bytes(64 << 20)))
+    path = written(tmp_path / "bomb.gz", gzip.compress(bytes(16 << 20), compresslevel=1))
     tracemalloc.start()
     try:
         with pytest.raises(InputError, match="larger when unpacked"):
-            load_plain(path, max_bytes=1 << 20)
-        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+            load_plain(path, max_bytes=1 << 18)
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
     finally:
         tracemalloc.stop()
 

@@ -109,6 +109,16 @@ def test_blocks_count_from_the_first_on_without_a_gap(tmp_path: Path, order: tup
     assert [line["block"] for line in journal.blocks] == ([0] if 0 in order else [])
 
 
+def test_a_run_that_was_begun_with_other_settings_is_not_gone_on_with(tmp_path: Path) -> None:
+    journal = Journal.read(written(tmp_path / "j", FIRST, BLOCK[0]))
+    assert journal is not None
+    with pytest.raises(InputError, match="'out' was begun with other settings: a 1"):
+        journal.go_on({"a": 2}, save="out")
+    with pytest.raises(InputError, match="was begun with other settings"):
+        journal.go_on({"a": 1, "b": 1}, save="out")
+    assert (tmp_path / "j").read_text() == FIRST + BLOCK[0]
+
+
 def test_a_journal_of_another_version_is_refused(tmp_path: Path) -> None:
     other = FIRST.replace(FORMAT, "memfit.prune-journal/2")
     with pytest.raises(InputError, match="is of another version of memfit"):
