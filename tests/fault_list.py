@@ -39,7 +39,7 @@ class _Places:
 
 _JOURNAL = _in("jobs/pruning/journal.py", "jobs/pruning/test_durability.py")
 _OUTPUT = _in("jobs/pruning/output.py", "jobs/pruning/test_durability.py", "jobs/pruning/test_output.py")
-_STREAMING = _in("jobs/pruning/streaming.py", "jobs/pruning/test_streaming.py")
+_STREAMING = _in("jobs/pruning/streaming.py", "jobs/pruning/test_streaming.py", "jobs/pruning/test_durability.py")
 _SWEEP = _in("jobs/pruning/sweep.py", "jobs/pruning/test_durability.py", "jobs/pruning/test_output.py")
 
 PRUNING = [
@@ -601,15 +601,9 @@ CHECKING = [
     ),
 ]
 
-_ACTIVATIONS = _in(
-    "jobs/training/offload/activations.py", "jobs/training/test_offload_storages.py", "jobs/training/test_offload.py"
-)
-_WEIGHTS = _in(
-    "jobs/training/offload/weights.py", "jobs/training/test_offload_storages.py", "jobs/training/test_offload.py"
-)
-_ADAMW = _in(
-    "jobs/training/offload/optimizer.py", "jobs/training/test_offload_storages.py", "jobs/training/test_offload.py"
-)
+_ACTIVATIONS = _in("jobs/training/offload/activations.py", "jobs/training/test_offload_storages.py")
+_WEIGHTS = _in("jobs/training/offload/weights.py", "jobs/training/test_offload_storages.py")
+_ADAMW = _in("jobs/training/offload/optimizer.py", "jobs/training/test_offload_storages.py")
 _CHUNKED = _in(
     "jobs/training/chunked_loss.py", "jobs/training/test_offload_storages.py", "jobs/training/test_chunked_loss.py"
 )

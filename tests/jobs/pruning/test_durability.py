@@ -15,11 +15,14 @@ from test_output import BLOCKS, Stopped, contents, prune_without_finishing, run,
 from tiny_models import tiny_folder
 
 from memfit.errors import InputError
-from memfit.jobs.host import as_bytes
+from memfit.jobs.host import HostMemory, as_bytes
 from memfit.jobs.pruning import output as outputs
-from memfit.jobs.pruning.decoder import Decoder, Piece
+from memfit.jobs.pruning.decoder import Decoder, Layout, Piece, Slot
 from memfit.jobs.pruning.journal import FORMAT, Journal, forget_blocks
 from memfit.jobs.pruning.output import OutputFolder, _checksum, discard, journal_of, partial_of, replaced_of
+from memfit.jobs.pruning.streaming import Uploads, bring
+from memfit.jobs.pruning.sweep import Sweep
+from memfit.models.checkpoint import WeightStore
 
 
 @pytest.fixture(scope="module")
@@ -257,3 +260,30 @@ def test_a_run_that_is_resumed_goes_on_with_the_micro_batches_that_are_written_d
     outcome = prune_without_finishing(source, tmp_path / "out", size=5)
     assert (outcome.micro_batch, len(outcome.blocks)) == (2, BLOCKS)
     assert journal_of(tmp_path / "out").read_text().count("micro_batch") == 1
+
+
+def test_of_a_tensor_that_is_converted_what_lies_on_the_disk_is_shown(tmp_path: Path) -> None:
+    """Checksums are of the bytes that were written."""
+    value = torch.randn(5, 40)
+    save_file({"w": value}, tmp_path / "model.safetensors")
+    weights = WeightStore.open(tmp_path)
+    slot = Slot("w", (5, 40), torch.bfloat16, 0)
+    layout = Layout((slot,), (Piece(weights.stored["w"], slot, 0),), slot.nbytes)
+    flat, shown = torch.zeros(slot.nbytes, dtype=torch.uint8), bytearray()
+    cpu = torch.device("cpu")
+    bring(weights, layout, flat, Uploads(cpu, HostMemory(cpu), 64), lambda _, data: shown.extend(data))
+    weights.close()
+    assert bytes(shown) == bytes(as_bytes(value.view(-1).view(torch.uint8)))
+
+
+def test_outliers_that_were_counted_are_not_counted_again(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(Stopped):
+        run(source, tmp_path / "out", on_block=stop_at(1), allocation="owl")
+
+    def counted(_: Sweep) -> list[float]:
+        raise AssertionError("counted again")
+
+    monkeypatch.setattr(Sweep, "_outliers", counted)
+    run(source, tmp_path / "out", resume=True, allocation="owl")

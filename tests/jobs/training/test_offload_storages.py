@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from late_lane import LateLane
 from test_offload import BLOCKS, Silent, prepared
 from tiny_run import LLAMA
 from torch.autograd.graph import saved_tensors_hooks
@@ -15,6 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from memfit.jobs.run import run_job
 from memfit.jobs.training.chunked_loss import chunked_cross_entropy
 from memfit.jobs.training.offload import activations
+from memfit.jobs.training.offload import weights as weights_on_host
 from memfit.jobs.training.offload.optimizer import AdamWOnHost
 from memfit.jobs.training.offload.weights import FrozenWeightsOnHost
 
@@ -140,3 +142,45 @@ def test_fp16_gradients_of_a_trained_head_are_finite_over_many_more_tokens_than_
     chunked_cross_entropy(hidden, weight, torch.zeros(tokens, dtype=torch.long), chunk=4096).backward()
     assert weight.grad is not None and weight.grad.isfinite().all()
     assert torch.allclose(weight.grad[:, 0].float(), torch.tensor([-6.0, 2.0, 2.0, 2.0]), rtol=1e-2)
+
+
+# -- copies that come as late as they may ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_gradients_are_the_same_however_late_a_storage_leaves_and_comes(
+    monkeypatch: pytest.MonkeyPatch, late: bool
+) -> None:
+    if late:
+        monkeypatch.setattr(activations, "Lane", LateLane)
+    on_host = activations.ActivationsOnHost()
+    weights = [torch.full((size,), 0.5, requires_grad=True) for size in (5, 6, 7)]
+    inputs = [torch.arange(float(len(w))) + 1 for w in weights]
+    with saved_tensors_hooks(on_host.pack, on_host.unpack):
+        loss = torch.stack([((x * 1) * w).sum() for x, w in zip(inputs, weights, strict=True)]).sum()
+    loss.backward()
+    assert all(torch.equal(w.grad, x) for x, w in zip(inputs, weights, strict=True))  # type: ignore[arg-type]
+
+
+def test_what_nobody_will_ask_for_again_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = noted(activations._Carrier, monkeypatch)
+    on_host = activations.ActivationsOnHost()
+    weights = [torch.ones(size, requires_grad=True) for size in (1, 2, 3)]
+    with saved_tensors_hooks(on_host.pack, on_host.unpack):
+        sums = [(torch.randn(len(w)) * w).sum() for w in weights]
+    for number in (1, 2, 0):  # the middle one is done with when the last asks
+        sums[number].backward(retain_graph=True)
+    assert seen == ["asked 2", "comes 2", "comes 1", "asked 3", "asked 1"]
+
+
+def test_a_block_waits_for_its_weights_however_late_they_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_num_threads(1)
+
+    def gradients(**settings: Any) -> list[torch.Tensor]:
+        job = prepared(tmp_path, **settings)
+        run_job(job, "cpu", Silent(), steps=1)
+        return [each.detach().clone() for each in job.model.parameters() if each.requires_grad]
+
+    whole = gradients()
+    monkeypatch.setattr(weights_on_host, "Lane", LateLane)
+    assert all(map(torch.equal, gradients(offload=("weights",)), whole))
