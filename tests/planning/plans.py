@@ -41,6 +41,13 @@ def usual_plan(kind: str) -> Plan:
     return plan(kind, gpu="H200", **({"new_tokens": 4} if kind == "generate" else {}))
 
 
+def document(plan: Plan) -> dict[str, Any]:
+    """What is predicted: not how, nor how long that took."""
+    made = plan.to_json()
+    made["notes"].remove(plan.how.in_words())
+    return {name: value for name, value in made.items() if name not in ("how", "seconds")}
+
+
 class AsksForData(Bigram):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return super().forward(ids) * float(ids.max())

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from plans import LLAMA
+from plans import LLAMA, document
 
 from memfit.cli.main import main
 from memfit.fitting.step_cost import step_cost
@@ -69,11 +69,6 @@ def save_model(folder: Path, **changes: Any) -> str:
 
 def forward(model: str, **settings: Any) -> Plan:
     return predict(**{"kind": "forward", "model": model, "batch_size": 2, "seq_len": 64, **settings})
-
-
-def document(plan: Plan) -> dict[str, Any]:
-    """But for the time it took."""
-    return {name: value for name, value in plan.to_json().items() if name != "seconds"}
 
 
 def small_trace() -> Trace:
@@ -184,6 +179,7 @@ def test_another_card_of_the_class_or_another_allocator_setting_needs_no_torch(m
     assert heavy == []
     for plan, other in zip(plans, others, strict=True):
         del plan["seconds"]
+        assert plan.pop("how")["cached"] and plan["notes"].pop(1).startswith("read from the cache: ")
         assert (plan.pop("duration") is None) == (other["gpu"] == "1GiB")
         asked = document(predict(**job, **other, trace_cache=False))
         del asked["duration"]

@@ -25,7 +25,8 @@ KINDS = pytest.mark.parametrize("kind", ["forward", "train", "lora", "generate"]
 
 KEYS = [
     "schema", "id", "workload", "model", "gpu", "peak", "context", "at_peak", "breakdown", "phases", "verdict",
-    "headroom_bytes", "retries", "failed_at", "smallest_gpu_bytes", "largest", "duration", "notes", "seconds",
+    "headroom_bytes", "retries", "failed_at", "smallest_gpu_bytes", "largest", "duration", "how", "notes",
+    "seconds",
 ]  # fmt: skip
 
 
@@ -265,9 +266,18 @@ def on(made: Plan, capacity: int) -> Plan:
     """The same traced job, on a card of another size."""
     context = Context(made.peak.context_bytes, made.peak.context_bytes, "measured")
     return assess(
-        made.trace, AllocatorConfig.parse(made.workload["alloc_conf"]), card(capacity), context,
-        started=0.0, notes=(), workload=made.workload, model=made.model, parameters=0, trainable_parameters=0,
-    )  # fmt: skip
+        made.trace,
+        AllocatorConfig.parse(made.workload["alloc_conf"]),
+        card(capacity),
+        context,
+        started=0.0,
+        how=made.how,
+        notes=(),
+        workload=made.workload,
+        model=made.model,
+        parameters=0,
+        trainable_parameters=0,
+    )
 
 
 @pytest.fixture(scope="module")

@@ -47,6 +47,7 @@ from memfit.files import written_whole
 from memfit.jobs.workload import Workload
 from memfit.models.config_check import MAX_FILE_BYTES, MAX_LAYERS
 from memfit.models.registry import resolve
+from memfit.planning.provenance import Provenance
 from memfit.replay.events import Trace
 from memfit.tracing.platform import Platform
 from memfit.units import MiB
@@ -350,6 +351,7 @@ class Recipe:
     trainable_parameters: int
     settings: Mapping[str, Any]
     """As resolved, but for those that are asked anew."""
+    how: Provenance
     notes: tuple[str, ...] = ()
 
     def whole(self) -> Trace:
@@ -370,7 +372,7 @@ class Recipe:
     def facts(self) -> dict[str, Any]:
         """All but the trace, as JSON."""
         named = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "trace"}
-        return named | {"settings": dict(self.settings), "notes": list(self.notes)}
+        return named | {"settings": dict(self.settings), "how": self.how.facts(), "notes": list(self.notes)}
 
     @classmethod
     def from_facts(cls, trace: Trace, facts: Mapping[str, Any]) -> Recipe:
@@ -380,7 +382,8 @@ class Recipe:
             raise ValueError(f"impossible numbers: {numbers}")
         return cls(
             trace=trace, blocks=None if facts["blocks"] is None else str(facts["blocks"]),
-            settings=dict(facts["settings"]), notes=tuple(str(note) for note in facts["notes"]), **numbers,
+            settings=dict(facts["settings"]), how=Provenance.from_facts(facts["how"]),
+            notes=tuple(str(note) for note in facts["notes"]), **numbers,
         )  # fmt: skip
 
 

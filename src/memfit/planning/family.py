@@ -56,6 +56,8 @@ class Told:
     """Of a point that was traced: its trace, batch size and length are not those of this one."""
     trace: Trace
     """Of the whole job."""
+    shapes: int
+    """Of the points between which it lies."""
 
 
 class Family:
@@ -114,7 +116,7 @@ class Family:
         whole = _kept(
             (told_by, outlines), lambda: Whole(filling(sized, outlines), context.recipe, context.loss_modules)
         )
-        return Told(context.recipe, whole.trace(pool))
+        return Told(context.recipe, whole.trace(pool), len(known.piece.points))
 
     def _piece(self, part: Part, point: Point) -> _KnownPiece:
         around = [known for known in self._pieces[part].values() if known.piece.surrounds(point)]

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -38,6 +39,7 @@ from memfit.planning.cache import Recipe, settings_found
 from memfit.planning.categories import noting
 from memfit.planning.host_facts import scaled
 from memfit.planning.on_trace import prepare_without_memory, trace_job, trace_steps
+from memfit.planning.provenance import Provenance, Share
 from memfit.replay.events import Trace
 from memfit.tracing.platform import Platform
 from memfit.tracing.rule_answers import answers_on
@@ -111,18 +113,17 @@ def _blocks_of(source: ModelSource, attention: Any, changed: int) -> tuple[Block
     return find_blocks(built), parameter_count(built)
 
 
-def trace_generation(job: Prepared, platform: Platform) -> Trace:
+def trace_generation(job: Prepared, platform: Platform) -> tuple[Trace, Share | None]:
+    """With the share of the new tokens that was traced."""
     new = job.workload.new_tokens
-    if new <= 3 * PAIR * UNITS:
-        return trace_job(job, platform)
-    try:
-        return _from_few(job, platform, new)
-    except (NotRepeating, NotHoled):
-        return trace_job(job, platform)
+    if new > 3 * PAIR * UNITS:
+        traced = traced_tokens(new)
+        with suppress(NotRepeating, NotHoled):
+            return _from_few(job, platform, new, traced), Share(traced, new)
+    return trace_job(job, platform), None
 
 
-def _from_few(job: Prepared, platform: Platform, new: int) -> Trace:
-    traced = traced_tokens(new)
+def _from_few(job: Prepared, platform: Platform, new: int, traced: int) -> Trace:
     near = _noted(job, platform, traced)
     later = dataclasses.replace(job.workload, seq_len=job.workload.seq_len + new - traced, new_tokens=traced)
     far = _noted(dataclasses.replace(job, workload=later), platform, None)
@@ -169,37 +170,43 @@ def _of_few(work: Workload, platform: Platform, blocks: Blocks, parameters: int)
     if job.parameters + (blocks.units - UNITS) * blocks.unit_parameters != parameters:
         raise NotRepeating("they are not all that grows with the number of layers")
     inside = _inside_wrapper(job, blocks)
-    trace = _labelled(job, platform, blocks.traced)
+    trace, how = _labelled(job, platform, blocks.traced)
     trainable = _trainable(job, inside) if work.trains else 0
     more, of_all = blocks.count / blocks.traced, trainable / max(1, sum(p.numel() for p in job.trainable))
     trace.facts = scaled(trace.facts, weights=more, activations=more, optimizer=of_all)
     return Recipe(
         trace=trace, blocks=inside.path, period=blocks.period, units=blocks.units, parameters=parameters,
-        trainable_parameters=trainable,
-        settings=settings_found(job.workload), notes=job.notes,
+        trainable_parameters=trainable, settings=settings_found(job.workload),
+        how=dataclasses.replace(how, blocks=Share(blocks.traced, blocks.count)), notes=job.notes,
     )  # fmt: skip
 
 
 def _of_all(work: Workload, platform: Platform, notes: tuple[str, ...]) -> Recipe:
     job = prepare_without_memory(work)
+    trace, how = _labelled(job, platform)
     return Recipe(
-        trace=_labelled(job, platform), parameters=job.parameters,
+        trace=trace, parameters=job.parameters,
         trainable_parameters=sum(p.numel() for p in job.trainable) if work.trains else 0,
-        settings=settings_found(job.workload), notes=(*notes, *job.notes),
+        settings=settings_found(job.workload), how=how, notes=(*notes, *job.notes),
     )  # fmt: skip
 
 
-def _labelled(job: Prepared, platform: Platform, layers: int | None = None) -> Trace:
-    trace = trace_generation(job, platform) if job.workload.kind == "generate" else _all_steps(job, platform, layers)
+def _labelled(job: Prepared, platform: Platform, layers: int | None = None) -> tuple[Trace, Provenance]:
+    if job.workload.kind == "generate":
+        trace, tokens = trace_generation(job, platform)
+        how = Provenance(tokens=tokens)
+    else:
+        trace, steps = _all_steps(job, platform, layers)
+        how = Provenance(steps=steps)
     categories.label(trace, categories.loss_modules_of(job.model))
-    return trace
+    return trace, how
 
 
-def _all_steps(job: Prepared, platform: Platform, layers: int | None) -> Trace:
+def _all_steps(job: Prepared, platform: Platform, layers: int | None) -> tuple[Trace, Share | None]:
     try:
         return trace_steps(job, platform)
     except NotRepeating:
-        return trace_job(prepare_without_memory(job.workload, layers=layers), platform)
+        return trace_job(prepare_without_memory(job.workload, layers=layers), platform), None
 
 
 def _inside_wrapper(job: Prepared, blocks: Blocks) -> Blocks:

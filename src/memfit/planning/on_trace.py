@@ -39,6 +39,7 @@ from memfit.jobs.workload import Workload
 from memfit.planning.categories import note
 from memfit.planning.failures import failures_of_the_job
 from memfit.planning.host_facts import HOST
+from memfit.planning.provenance import Share
 from memfit.replay.events import Trace
 from memfit.tracing.answers import Answer, Answers, Site, Value
 from memfit.tracing.distributed import ddp_traced, fully_shard_traced
@@ -296,14 +297,14 @@ def prepare_without_memory(workload: Workload, *, layers: int | None = None) -> 
         return prepare(workload, layers=layers)
 
 
-def trace_steps(job: Prepared, platform: Platform = H200) -> Trace:
-    """As `trace_job`, but the last step of a training is told by the one before it. Raises NotRepeating where it is
-    not; the job has then run, and must be prepared anew."""
+def trace_steps(job: Prepared, platform: Platform = H200) -> tuple[Trace, Share | None]:
+    """As `trace_job`, but the last step of a training is told by the one before it; with the share of the steps that
+    was traced. Raises NotRepeating where it is not; the job has then run, and must be prepared anew."""
     if not job.workload.trains or is_replicated(job.workload):  # DDP makes its buckets anew in the second step
-        return trace_job(job, platform)
-    traced = trace_job(job, platform, steps=STEPS - 1)
-    missing = last_step(traced, steps_of(job.workload.loop))
-    return missing.of(traced) if missing else traced
+        return trace_job(job, platform), None
+    traced, steps = trace_job(job, platform, steps=STEPS - 1), steps_of(job.workload.loop)
+    missing = last_step(traced, steps)
+    return (missing.of(traced), Share(steps - 1, steps)) if missing else (traced, None)
 
 
 def trace_job(

@@ -29,6 +29,7 @@ from memfit.gpus import Gpu, find_gpu
 from memfit.planning.failures import failures_of_the_job
 from memfit.planning.on_trace import phases_by_what_runs
 from memfit.planning.predict import NOT_MODELLED, Plan, assess, context_on
+from memfit.planning.provenance import Provenance
 from memfit.replay.alloc_config import AllocatorConfig
 from memfit.replay.events import Action
 
@@ -82,20 +83,30 @@ def trace_own_code(
             hint='move the model and its inputs to "cuda" inside it: model.cuda(), torch.randn(8, 128, device="cuda")',
         )
     categories.label(made)
+    how = Provenance()
     trains = any(mark.phase == "backward" for mark in made.marks)
     context = context_on(card, training=trains, flash=True)
     notes = (
         *_not_modelled(tracer.unmodelled),
         f"predicted, not measured: traced with torch {torch.__version__}, kernels of 2.11",
+        how.in_words(),
         *(card.notes if card else ()),
         *table.meanings,
         *tracer.assumed,
     )
     return assess(
-        made, config, card, context, started=started, notes=notes, model=name or getattr(fn, "__name__", "function"),
-        parameters=parameters["all"], trainable_parameters=parameters["trainable"],
+        made,
+        config,
+        card,
+        context,
+        started=started,
+        how=how,
+        notes=notes,
+        model=name or getattr(fn, "__name__", "function"),
+        parameters=parameters["all"],
+        trainable_parameters=parameters["trainable"],
         workload={"kind": "own-code", "function": getattr(fn, "__qualname__", repr(fn)), "alloc_conf": alloc_conf},
-    )  # fmt: skip
+    )
 
 
 def _not_modelled(ops: Mapping[str, None]) -> Iterator[str]:

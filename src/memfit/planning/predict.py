@@ -19,6 +19,7 @@ from memfit.gpus import Context, Gpu, find_gpu
 from memfit.guides.formulas import pruning_formulas
 from memfit.jobs.workload import Workload
 from memfit.planning import cache
+from memfit.planning.provenance import Provenance
 from memfit.render.shown import Renderer, Shown
 from memfit.replay.alloc_config import AllocatorConfig
 from memfit.replay.events import Trace
@@ -79,6 +80,7 @@ class Plan(Shown):
     report: Summary
     fit: Fit | None
     smallest_gpu_bytes: int
+    how: Provenance
     notes: tuple[str, ...]
     seconds: float
     trace: Trace
@@ -130,6 +132,7 @@ class Plan(Shown):
             "largest": [asdict(group) for group in self.report.largest],
             **beside,
             "duration": self.duration,
+            "how": self.how.to_json(),
             "notes": list(self.notes),
             "seconds": round(self.seconds, 3),
         }  # fmt: skip
@@ -161,7 +164,6 @@ def predict(
     card = None if gpu is None else find_gpu(gpu)
     config = AllocatorConfig.parse(work.alloc_conf)
 
-    from memfit.planning.host_facts import host_notes
     from memfit.planning.traced import trace_workload
     from memfit.tracing.platform import platform_of
 
@@ -171,9 +173,21 @@ def predict(
     return assess(
         traced.trace, config, card, context, workload=work.settings() | {"gpu": gpu if isinstance(gpu, str) else None},
         model=traced.model, parameters=traced.parameters, trainable_parameters=traced.trainable_parameters,
-        notes=(*_assumptions(work, card), *host_notes(work, traced.trace.facts), *traced.notes, *_by_formula(traced)),
+        how=traced.how, notes=(*_assumptions(work, card, traced.how), *_learned(traced)),
         started=started, id=id,
     )  # fmt: skip
+
+
+def _learned(traced: Traced) -> Iterator[str]:
+    """What the tracing found out, and beside it what people's formulas would have said."""
+    from memfit.planning.host_facts import host_notes
+
+    work, facts = traced.workload, traced.trace.facts
+    yield from host_notes(work, facts)
+    yield from traced.notes
+    if work.kind == "prune":
+        for each in pruning_formulas(work.settings(), traced.parameters, facts.get("hidden_size", 0)):
+            yield f"the {each['guide']}'s formula says {each['gib']:.2f} GiB: {each['off']}"
 
 
 def context_of(work: Workload, card: Gpu | None) -> Context:
@@ -186,15 +200,6 @@ def context_on(card: Gpu | None, *, training: bool, flash: bool) -> Context:
     """As on the H200 where no card is named."""
     found = (card or find_gpu("H200")).context_after(training=training, flash=flash)
     return found if card is not None else dataclasses.replace(found, basis="assumed", source="as on the H200")
-
-
-def _by_formula(traced: Traced) -> tuple[str, ...]:
-    """Beside the prediction, what people's formulas would have said."""
-    if traced.workload.kind != "prune":
-        return ()
-    hidden = traced.trace.facts.get("hidden_size", 0)
-    told = pruning_formulas(traced.workload.settings(), traced.parameters, hidden)
-    return tuple(f"the {each['guide']}'s formula says {each['gib']:.2f} GiB: {each['off']}" for each in told)
 
 
 def _within(work: Workload, card: Gpu | None) -> Workload:
@@ -212,6 +217,7 @@ def assess(
     context: Context,
     *,
     started: float,
+    how: Provenance,
     notes: tuple[str, ...],
     **rest: Any,
 ) -> Plan:
@@ -230,7 +236,7 @@ def assess(
         notes = (f"traced with versions that memfit was not tested with: {strange}", *notes)
     reserved = timeline.peak_reserved
     return Plan(
-        gpu=gpu, context=context,
+        gpu=gpu, context=context, how=how,
         peak=Peak(
             allocated_bytes=timeline.peak_allocated, reserved_bytes=reserved, context_bytes=context.high_bytes,
             device_bytes=reserved + context.high_bytes,
@@ -279,8 +285,9 @@ def _of_processes(work: Workload) -> Iterator[str]:
     yield f"FSDP2: {how}; gathered weights go after each forward, gradients are reduced in every micro-step"
 
 
-def _assumptions(work: Workload, gpu: Gpu | None) -> tuple[str, ...]:
+def _assumptions(work: Workload, gpu: Gpu | None, how: Provenance) -> tuple[str, ...]:
     notes = [*work.without_effect(), "predicted, not measured: torch 2.11, CUDA 13.0, no other process on the card"]
+    notes.append(how.in_words())
     if work.precision == "fp16":
         notes.append("fp16 has two bytes, as bf16 has")
     if gpu is None:

@@ -33,6 +33,7 @@ from memfit.planning.cache import Recipe, settings_found
 from memfit.planning.failures import failures_of_the_job
 from memfit.planning.few import Blocks, blocks_of
 from memfit.planning.on_trace import PlannedHost
+from memfit.planning.provenance import Provenance, Share
 from memfit.replay.events import Action, Trace
 from memfit.tracing.answers import Answer, Answers, Site
 from memfit.tracing.platform import Platform
@@ -58,6 +59,7 @@ def trace_pruning(work: Workload, platform: Platform) -> tuple[Recipe, Trace]:
     check_decoder(source, load_config(source))
     blocks, parameters = blocks_of(work.model, work.attention)
     notes: tuple[str, ...] = ()
+    share: Share | None = None
     work, shortened = within_positions(work)
     if blocks is not None and blocks.worthwhile:
         try:
@@ -67,13 +69,17 @@ def trace_pruning(work: Workload, platform: Platform) -> tuple[Recipe, Trace]:
             notes = (f"all {blocks.count} blocks were traced one by one: {why}",)
             made = _traced(work, platform, None)
         else:
-            notes = (f"{blocks.traced} of {blocks.count} blocks were traced; the others repeat them",)
+            share = Share(blocks.traced, blocks.count)
     else:
         made = _traced(work, platform, None)
     recipe = Recipe(
-        trace=made.trace, parameters=parameters, trainable_parameters=0, settings=settings_found(work),
+        trace=made.trace,
+        parameters=parameters,
+        trainable_parameters=0,
+        settings=settings_found(work),
+        how=Provenance(blocks=share, micro_batches=made.share),
         notes=(*shortened, *made.notes(), *notes, *source_notes(source)),
-    )  # fmt: skip
+    )
     return recipe, made.trace
 
 
@@ -95,12 +101,16 @@ class _Traced:
     looked_at: int
     block_bytes: int
 
+    @property
+    def share(self) -> Share | None:
+        """Of the micro-batches."""
+        return Share(self.looked_at, self.micro_batches) if self.looked_at < self.micro_batches else None
+
     def notes(self) -> tuple[str, ...]:
         host: dict[str, int] = self.trace.facts["host"]
         lies = "on the device" if self.where == "device" else "in pinned host memory"
-        few = f"; {self.looked_at} of {self.micro_batches} were traced" if self.looked_at < self.micro_batches else ""
         return (
-            f"{self.micro_batches} micro-batches of {self.outcome.micro_batch} windows{few}; hidden states {lies}",
+            f"{self.micro_batches} micro-batches of {self.outcome.micro_batch} windows; hidden states {lies}",
             f"host memory for buffers: {format_bytes(host['peak_bytes'])}",
         )
 

@@ -17,6 +17,7 @@ from memfit.planning import cache
 from memfit.planning.cache import Recipe
 from memfit.planning.family import Family, Told, family_of
 from memfit.planning.host_facts import HOST, scaled
+from memfit.planning.provenance import Provenance
 from memfit.replay.events import Trace
 from memfit.tracing.platform import Platform
 
@@ -30,6 +31,7 @@ class Traced:
     model: str
     parameters: int
     trainable_parameters: int
+    how: Provenance
     notes: tuple[str, ...]
 
 
@@ -60,7 +62,8 @@ def trace_workload(
 
 def _told(work: Workload, told: Told) -> Traced:
     here = {"batch_size": work.batch_size, "seq_len": work.seq_len}
-    recipe = dataclasses.replace(told.recipe, settings={**told.recipe.settings, **here})
+    how = dataclasses.replace(told.recipe.how, shapes=told.shapes)
+    recipe = dataclasses.replace(told.recipe, settings={**told.recipe.settings, **here}, how=how)
     traced = told.recipe.settings["batch_size"] * told.recipe.settings["seq_len"]
     tokens = work.batch_size * work.seq_len / traced
     told.trace.facts |= scaled({HOST: told.recipe.trace.facts.get(HOST, {})}, activations=tokens)
@@ -91,5 +94,5 @@ def _traced_now(work: Workload, platform: Platform, key: cache.Key | None, famil
 def _result(work: Workload, recipe: Recipe, whole: Trace) -> Traced:
     return Traced(
         trace=whole, workload=recipe.resolved(work), model=resolve(work.model).name, parameters=recipe.parameters,
-        trainable_parameters=recipe.trainable_parameters, notes=recipe.notes,
+        trainable_parameters=recipe.trainable_parameters, how=recipe.how, notes=recipe.notes,
     )  # fmt: skip

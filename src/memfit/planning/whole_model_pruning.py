@@ -22,6 +22,7 @@ from memfit.jobs.workload import Workload
 from memfit.models.registry import build_model, parameter_count, resolve
 from memfit.planning.failures import failures_of_the_job
 from memfit.planning.predict import Plan, assess, context_on
+from memfit.planning.provenance import Provenance, Share
 from memfit.planning.pruning import ANSWERS, PruningPhases, label, within_positions
 from memfit.replay.alloc_config import AllocatorConfig
 from memfit.replay.events import Trace
@@ -37,16 +38,16 @@ def predict_whole_model_pruning(work: Workload, gpu: Gpu | None) -> Plan:
     """As `predict` for the same workload, but with all weights on the card."""
     started = time.perf_counter()
     work, shortened = within_positions(work)
-    made, parameters = _traced(work, platform_of(gpu))
+    made, parameters, how = _traced(work, platform_of(gpu))
     context = context_on(gpu, training=False, flash=work.precision != "fp32")
     return assess(
         made, AllocatorConfig.parse(work.alloc_conf), gpu, context, workload=work.settings() | {"gpu": None},
         model=resolve(work.model).name, parameters=parameters, trainable_parameters=0,
-        notes=(WHAT, *shortened), started=started,
+        how=how, notes=(WHAT, how.in_words(), *shortened), started=started,
     )  # fmt: skip
 
 
-def _traced(work: Workload, platform: Platform) -> tuple[Trace, int]:
+def _traced(work: Workload, platform: Platform) -> tuple[Trace, int, Provenance]:
     with torch.device("meta"):
         model = build_model(resolve(work.model), dtype=DTYPES[work.precision], attention=work.attention)
     parameters = parameter_count(model)
@@ -62,7 +63,12 @@ def _traced(work: Workload, platform: Platform) -> tuple[Trace, int]:
     with failures_of_the_job():
         made = trace(job, platform=platform, answers=Answers(ANSWERS))
     label(made)
-    return made, parameters
+    blocks, windows = len(decoder.blocks), work.nsamples
+    how = Provenance(
+        blocks=Share(BLOCKS, blocks) if blocks > BLOCKS else None,
+        micro_batches=Share(WINDOWS, windows) if windows > WINDOWS else None,
+    )
+    return made, parameters, how
 
 
 def prune_whole(decoder: Decoder, work: Workload, device: torch.device, phases: Phases) -> None:
