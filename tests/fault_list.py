@@ -216,14 +216,14 @@ REPLAY = [
     ),
 ]
 
-_FAMILY = _in("planning/family.py", "planning/test_family_guards.py")
+_FAMILY = _in("planning/interpolation/family.py", "planning/test_family_guards.py")
 _SHAPES = _in(
-    "extrapolation/shapes.py",
+    "planning/interpolation/shapes.py",
     "planning/test_family_guards.py",
     "extrapolation/test_pieces.py",
     "extrapolation/test_polynomials.py",
 )
-_CORNERS = _in("planning/corners.py", "planning/test_corners.py")
+_CORNERS = _in("planning/interpolation/corners.py", "planning/test_corners.py")
 _FEW = _in("planning/few.py", "planning/test_offload_plans.py")
 
 PLANNING = [

@@ -42,7 +42,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "recording": {"torch", "pynvml", "psutil", "transformers", "lightning", "pytorch_lightning"},
     "jobs": {*TORCH, "safetensors", "bitsandbytes", "triton", "huggingface_hub", "pyarrow", "lm_eval", "yaml"},
     "render": {"rich"},
-    "planning": TORCH,
+    "planning": {*TORCH, "numpy"},
     "fitting": TORCH,
     "explaining": TORCH,
     "checking": TORCH,

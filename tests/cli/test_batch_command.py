@@ -301,8 +301,8 @@ def sweep(model: str, count: int) -> list[dict[str, Any]]:
 def test_a_file_is_looked_through_for_jobs_that_differ_in_batch_and_length(
     memfit: Memfit, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from memfit.planning import family as families
     from memfit.planning import few as few_blocks
+    from memfit.planning.interpolation import family as families
 
     traced = []
     original = few_blocks.trace_few_blocks

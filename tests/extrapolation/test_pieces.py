@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 from asked_rules import written_call
 
-from memfit.extrapolation.shapes import Piece, TooFewPoints, Unproven, filling, surrounds
 from memfit.extrapolation.streams import CALLER, Answer, Call, Outline, answered, fingerprint, stream_of
+from memfit.planning.interpolation.shapes import Piece, TooFewPoints, Unproven, filling, surrounds
 from memfit.replay.events import Action, Trace
 
 CORNERS = [(2, 17), (2, 256), (64, 17), (64, 256)]

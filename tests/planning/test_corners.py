@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from memfit.extrapolation.shapes import surrounds
-from memfit.planning.corners import Corners
+from memfit.planning.interpolation.corners import Corners
+from memfit.planning.interpolation.shapes import surrounds
 
 Point = tuple[int, int]
 

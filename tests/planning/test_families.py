@@ -16,9 +16,9 @@ from told_points import CORNERS, INSIDE, at, fresh, knowing
 from memfit.extrapolation.streams import NotHoled
 from memfit.jobs.workload import Workload
 from memfit.models.registry import load_config, resolve, supports_sdpa
-from memfit.planning import family as families
 from memfit.planning import few as few_blocks
-from memfit.planning.family import family_of
+from memfit.planning.interpolation import family as families
+from memfit.planning.interpolation.family import family_of
 from memfit.planning.predict import predict
 from memfit.planning.traced import UNLIKE, trace_workload
 from memfit.tracing.platform import H200

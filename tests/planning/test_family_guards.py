@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 from miniatures import shrunk
 
-from memfit.extrapolation.shapes import Fits, Unproven, surrounds
 from memfit.extrapolation.streams import stream_of
 from memfit.jobs.workload import Workload
-from memfit.planning import family as families
 from memfit.planning.cache import Recipe
-from memfit.planning.family import Family, family_of
+from memfit.planning.interpolation import family as families
+from memfit.planning.interpolation.family import Family, family_of
+from memfit.planning.interpolation.shapes import Fits, Unproven, surrounds
+from memfit.planning.provenance import Provenance
 from memfit.replay.events import Trace
 from memfit.tracing.platform import H200
 
@@ -47,7 +48,7 @@ class Known:
     def __init__(self, model: str, **settings: Any) -> None:
         self.work = Workload(**{"kind": "forward", "model": model, **settings})
         self.family = Family(self.work, H200)
-        recipe = Recipe(trace=Trace(), parameters=1, trainable_parameters=0, settings={}, notes=())
+        recipe = Recipe(trace=Trace(), parameters=1, trainable_parameters=0, how=Provenance(), settings={}, notes=())
         self.context = families._Context("same", recipe, frozenset())
 
     def add(self, *points: tuple[int, int], **how: Any) -> Known:
@@ -177,7 +178,7 @@ def test_three_corners_do_not_surround_a_point(missing: int) -> None:
 
 def test_sizes_out_of_range_are_not_told(model: str) -> None:
     """A line that falls with the length would be below nothing further on."""
-    from memfit.extrapolation.shapes import Piece
+    from memfit.planning.interpolation.shapes import Piece
 
     points = [(1, 17), (1, 33), (1, 47), (1, 256)]
     made = {point: traced(*point, size=1000 - 4 * point[1] + 60) for point in points[:3]}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from memfit.jobs.workload import Workload
-from memfit.planning.family import Family
+from memfit.planning.interpolation.family import Family
 from memfit.planning.traced import trace_workload
 from memfit.replay.events import Trace
 from memfit.tracing.platform import H200

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 DOOR = {
     "blocks": "AFTER BEFORE Extension Ints LAST NotRepeating UNITS extend extension with_sizes",
-    "shapes": "Piece Point TooFewPoints Unproven filling",
     "steps": "last_step with_steps",
-    "streams": "Answer Ask CALLER Call Filled Holed NotHoled Outline Sized answered filled stream_of",
+    "streams": (
+        "Answer Ask CALLER Call Filled Holed NotHoled Outline Sized Stream answered filled fingerprint stream_of"
+    ),
     "tokens": "InTime PAIR traced_tokens",
 }
 """What other rooms may use, by file."""

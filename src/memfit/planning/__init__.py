@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 DOOR = {
-    "cache": "Key key_of load store",
+    "cache": "Key Recipe identity key_of load store",
     "card_here": "NOTICEABLE fit_command unusual_flags with_kernels_of",
-    "few": "Blocks blocks_of",
+    "categories": "Noted Part label noting parts_of",
+    "few": "Blocks blocks_of trace_few_blocks",
     "host_facts": "HOST WORDS",
     "many": "Refusal predict_many read_lines",
-    "on_trace": "prepare_without_memory trace_job",
+    "on_trace": "prepare_without_memory steps_of trace_job",
     "own_code": "trace_own_code",
     "predict": "Plan SAFE_SHARE SMALLEST_PRECISION Verdict capacity_for context_of limit_note predict",
     "profile": "predict_profile",

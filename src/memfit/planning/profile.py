@@ -50,9 +50,18 @@ def _on_card(traced: Traced, config: AllocatorConfig, card: Gpu) -> tuple[OnCard
     """As `memfit plan` has it, of the same job on the same card; and what the verdict's reader should know."""
     work = traced.workload
     plan = assess(
-        traced.trace, config, card, context_of(work, card), started=0.0, how=traced.how, notes=(),
-        workload=work.settings(), model=traced.model, parameters=traced.parameters, trainable_parameters=traced.trainable_parameters,
-    )  # fmt: skip
+        traced.trace,
+        config,
+        card,
+        context_of(work, card),
+        started=0.0,
+        how=traced.how,
+        notes=(),
+        workload=work.settings(),
+        model=traced.model,
+        parameters=traced.parameters,
+        trainable_parameters=traced.trainable_parameters,
+    )
     assert plan.fit is not None
     told = OnCard(
         verdict=plan.fit.verdict, capacity_bytes=plan.fit.capacity_bytes, headroom_bytes=plan.fit.headroom_bytes,

@@ -15,8 +15,8 @@ from memfit.jobs.workload import Workload
 from memfit.models.registry import resolve
 from memfit.planning import cache
 from memfit.planning.cache import Recipe
-from memfit.planning.family import Family, Told, family_of
 from memfit.planning.host_facts import HOST, scaled
+from memfit.planning.interpolation.family import Family, Told, family_of
 from memfit.planning.provenance import Provenance
 from memfit.replay.events import Trace
 from memfit.tracing.platform import Platform

@@ -8,14 +8,14 @@
       |  o---------o----o  shortest         its middle. Batch size 1 and length 1 are lines of their own.
       +------------------- batch size
 
-This is about what pays, not about what is true: no proof rests on it (`extrapolation/shapes.py` has those).
+This is about what pays, not about what is true: no proof rests on it (`planning/interpolation/shapes.py` has those).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from memfit.extrapolation.shapes import Point
+from memfit.planning.interpolation.shapes import Point
 
 ASKED_FIRST = 4
 """One job asked at so many points is a sweep or a search, and may have as many points again."""

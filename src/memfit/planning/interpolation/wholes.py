@@ -7,8 +7,8 @@ import dataclasses
 from memfit.extrapolation.blocks import Extension, Ints, extension, with_sizes
 from memfit.extrapolation.steps import last_step
 from memfit.extrapolation.streams import Filled
-from memfit.planning import categories
 from memfit.planning.cache import Recipe
+from memfit.planning.categories import label
 from memfit.planning.on_trace import steps_of
 from memfit.replay.events import Trace
 
@@ -23,7 +23,7 @@ class Whole:
         self._source = short.source
         self._extensions: list[Extension] = []
         frame = self._after(last_step(short.frame, steps_of(recipe.settings.get("loop", "plain"))), short.frame)
-        categories.label(frame, loss_modules)
+        label(frame, loss_modules)
         if recipe.blocks is not None:
             all_blocks = extension(frame, recipe.blocks, period=recipe.period, units=recipe.units)
             frame = self._after(all_blocks, frame)

@@ -1,9 +1,9 @@
 """One job at many batch sizes and lengths: after a few traces the others are told from those, to the byte.
 
 A family is a workload without its batch size and length. What was traced of it falls into pieces
-(`extrapolation/shapes.py`),
+(`planning/interpolation/shapes.py`),
 and a point that a piece surrounds needs no trace. Points are traced as they are asked for, at first; when enough have
-been asked, or are known to come, it pays to trace corners around them (`planning/corners.py`).
+been asked, or are known to come, it pays to trace corners around them (`planning/interpolation/corners.py`).
 
 Where there is no proof, each point is traced as if there were no family.
 """
@@ -20,20 +20,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from memfit.extrapolation.blocks import NotRepeating
-from memfit.extrapolation.shapes import Piece, Point, TooFewPoints, Unproven, filling
 from memfit.extrapolation.streams import Answer, Ask, Holed, NotHoled, Sized, answered, stream_of
 from memfit.extrapolation.tokens import InTime
 from memfit.jobs.workload import Workload
 from memfit.models.registry import load_config, resolve
-from memfit.planning import cache
-from memfit.planning.cache import Recipe
-from memfit.planning.corners import BATCH, LENGTH, Corners
+from memfit.planning.cache import Recipe, identity
+from memfit.planning.interpolation.corners import BATCH, LENGTH, Corners
+from memfit.planning.interpolation.shapes import Piece, Point, TooFewPoints, Unproven, filling
 from memfit.replay.events import Trace
 from memfit.tracing.platform import Platform
 
 if TYPE_CHECKING:
     from memfit.planning.categories import Noted, Part
-    from memfit.planning.wholes import Whole
+    from memfit.planning.interpolation.wholes import Whole
 
 MOST_FAMILIES = 64
 MOST_EVENTS_KEPT = 4_000_000
@@ -109,7 +108,7 @@ class Family:
         return self._generations[near, far]
 
     def _whole_of(self, known: _KnownPiece, sized: Sized, told_by: object) -> Told:
-        from memfit.planning.wholes import Whole
+        from memfit.planning.interpolation.wholes import Whole
 
         context = known.context
         outlines, pool = answered(sized, self._ask)
@@ -296,7 +295,7 @@ _wholes: OrderedDict[Hashable, Whole] = OrderedDict()
 
 def family_of(work: Workload, platform: Platform) -> Family | None:
     """None where a model's own code could do anything, and for pruning, whose micro-batches follow the length."""
-    model = cache.identity(work.model) or _own_factory(work.model)
+    model = identity(work.model) or _own_factory(work.model)
     if model is None or work.kind == "prune":
         return None
     apart = ("model", "alloc_conf", "batch_size", "seq_len")
