@@ -9,7 +9,7 @@ WORKERS ?= 4
 MEMFIT_TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-newest test-oldest faults check bench accuracy levers
+.PHONY: help setup demo test test-newest test-oldest faults check bench accuracy levers guides
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -74,3 +74,6 @@ accuracy: setup  ## compare predictions with measured runs: writes docs/accuracy
 
 levers: setup  ## predict every memory lever on three jobs: writes docs/levers.md
 	$(BIN)/python -m accuracy.levers
+
+guides: setup  ## predict what five documents claim: writes docs/guides.md
+	$(BIN)/python -m accuracy.guides

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accuracy import guide_advice
 from memfit.errors import MemfitError
 from memfit.fitting.forecast import Forecast, Forecasts
 from memfit.fitting.levers import Lever, apply, levers_for
@@ -208,8 +207,7 @@ def document() -> str:
         lines += _job_lines(looked, host_pace(timed))
         for each in looked.effects:
             known.setdefault(each.lever.name, each.lever)
-    print("the guides' advice ...", file=sys.stderr, flush=True)
-    lines += [*_how(known.values()), *guide_advice.lines(), *_reported(), *_measured_lines(timed)]
+    lines += [*_how(known.values()), *_reported(), *_measured_lines(timed)]
     return "\n".join(lines).rstrip() + "\n"
 
 

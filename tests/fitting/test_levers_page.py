@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from accuracy.guide_advice import GSA, GUIDES, row
 from accuracy.levers import JOBS, TARGET, Job, chosen_levers
 from memfit.fitting.forecast import Forecasts
 from memfit.fitting.levers import apply
@@ -44,14 +43,6 @@ def test_a_saving_on_the_page_is_what_is_predicted_now() -> None:
 
     assert said is not None
     assert float(said[0]) == round((before.device_bytes - after.device_bytes) / 2**30, 2)
-
-
-def test_a_guides_advice_is_on_the_page_as_it_is_predicted_now() -> None:
-    to_one = next(advice for advice in GSA.advice if advice.said == "micro-batch 2 to 1")
-
-    assert row(GSA, Forecasts(find_gpu(GSA.gpu), 0.1), to_one) in PAGE.splitlines()
-    for guide in GUIDES:
-        assert f"**{guide.title}**" in PAGE
 
 
 def test_the_makefile_has_the_command_that_writes_it() -> None:
