@@ -581,8 +581,8 @@ CHECKING = [
         "if config.expandable_segments and config.max_split_size is not None:",
         "if False:",
     ),
-    _PACKAGES("a version that is just met is unmet", '">=": left >= right', '">=": left > right'),
-    _PACKAGES("a compatible release may be older", 'and (sign != "~=" or have >= want)', ""),
+    _PACKAGES("a local part of a version counts", "Version(have).base_version", "have"),
+    _PACKAGES("what another extra needs counts", "counts and have is not None", "have is not None"),
     _CHECK_MODEL(
         "Adam keeps one moment",
         "return 2 * weight.numel() * weight.element_size()",

@@ -45,7 +45,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "planning": {*TORCH, "numpy"},
     "fitting": TORCH,
     "explaining": TORCH,
-    "checking": TORCH,
+    "checking": {*TORCH, "packaging"},
     "cli": {"typer", "rich"},
 }
 """Other packages that a room may import. planning has those with which it runs the Trainer on the traced device."""

@@ -1,4 +1,4 @@
-"""PYTORCH_CUDA_ALLOC_CONF: whether this torch knows every option in it, and whether the options cancel one another."""
+"""PYTORCH_CUDA_ALLOC_CONF: whether this torch knows its options, and whether they cancel one another."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from memfit.checking.packages import Version, numbers_of
+from memfit.checking.packages import release_of
 from memfit.checking.situation import Finding, Line, Situation
 from memfit.errors import UsageError
 from memfit.replay.alloc_config import CUDA_VARIABLE, NEW_VARIABLE, VARIABLES, AllocatorConfig, exported
@@ -19,11 +19,11 @@ from memfit.replay.alloc_config import CUDA_VARIABLE, NEW_VARIABLE, VARIABLES, A
 SETTINGS = Line("settings", "allocator")
 CLOSE = 0.85
 """How alike the name of a variable must be to be taken for a slip of the hand: of one word, not of two."""
-NEW_NAME_SINCE: Version = (2, 10)
+NEW_NAME_SINCE = (2, 10)
 NO_CACHING = "PYTORCH_NO_CUDA_MEMORY_CACHING"
 
 # pytorch: the releases in which these came (pull requests 44742, 74261, 74213, 96995, 136174, 161035, 172056).
-SINCE: dict[str, Version] = {
+SINCE: dict[str, tuple[int, ...]] = {
     "max_split_size_mb": (1, 10), "garbage_collection_threshold": (1, 12), "roundup_power2_divisions": (1, 12),
     "backend": (2, 0), "expandable_segments": (2, 1), "max_non_split_rounding_mb": (2, 6),
     "per_process_memory_fraction": (2, 10), "large_segment_size_mb": (2, 11),
@@ -105,7 +105,7 @@ def _names(there: Mapping[str, str], torch_version: str | None) -> Iterator[Find
             f"{used} and {' and '.join(others)} are set; torch reads {used} alone: {there[used]}",
             f"unset {' '.join(others)}",
         )
-    if list(there) == [NEW_VARIABLE] and torch_version is not None and numbers_of(torch_version) < NEW_NAME_SINCE:
+    if list(there) == [NEW_VARIABLE] and torch_version is not None and release_of(torch_version) < NEW_NAME_SINCE:
         yield SETTINGS.failed(
             f"torch {torch_version} does not read {NEW_VARIABLE} for CUDA; it does from 2.10 on",
             f"export {CUDA_VARIABLE}={there[NEW_VARIABLE]}",
@@ -149,7 +149,7 @@ def too_new_for(text: str, torch_version: str) -> list[str]:
     """Options of a text that is well-formed and that an older torch would not start with."""
     outside_lists = re.sub(r"\[.*?\]", "", re.sub(r"\s", "", text))
     said = [part.partition(":")[0] for part in outside_lists.split(",")]
-    return [name for name in said if numbers_of(torch_version) < SINCE.get(name, (0,))]
+    return [name for name in said if release_of(torch_version) < SINCE.get(name, (0,))]
 
 
 def started_with() -> dict[str, str] | None:

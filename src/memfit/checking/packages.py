@@ -1,81 +1,19 @@
-"""The packages that a run uses: there, new enough for one another, and loadable.
-
-Versions of packages, compared: as much of PEP 440 as requirements of real packages use.
-"""
+"""The packages that a run uses: there, new enough for one another, and loadable."""
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
+
+from packaging.requirements import Requirement
+from packaging.version import InvalidVersion, Version
 
 from memfit.checking.situation import CannotTell, Finding, Line, Situation
 from memfit.jobs.training.levers import NEEDS_BITSANDBYTES
 from memfit.tracing.platform import outside_tested
-
-Version = tuple[int, ...]
-_NUMBERS = re.compile(r"\d+(?:\.\d+)*")
-_REQUIREMENT = re.compile(r"\s*([A-Za-z0-9][A-Za-z0-9._-]*)\s*(?:\[[^\]]*\])?\s*\(?([^;)]*)\)?\s*(?:;(.*))?")
-_BOUND = re.compile(r"(===|==|~=|!=|<=|>=|<|>)\s*([0-9][^,\s]*)")
-EXTRA = re.compile(r"extra\s*==\s*['\"]([\w-]+)['\"]")
-
-
-def numbers_of(text: str) -> Version:
-    """`2.13.0+cpu` is (2, 13, 0): what follows the numbers does not count here."""
-    match = _NUMBERS.match(text)
-    return tuple(int(part) for part in match[0].split(".")) if match else ()
-
-
-@dataclass(frozen=True)
-class Requirement:
-    """That another package be there in some versions."""
-
-    package: str
-    bounds: tuple[tuple[str, str], ...]
-    extra: str | None
-    """Only where this extra is asked for."""
-    conditional: bool
-    """On the Python version or the system."""
-
-    def __str__(self) -> str:
-        return f"{self.package} {','.join(sign + said for sign, said in self.bounds)}"
-
-    def unmet_by(self, version: str) -> bool:
-        have = numbers_of(version)
-        return not all(_holds(have, sign, said) for sign, said in self.bounds)
-
-
-def requirements(lines: list[str]) -> Iterator[Requirement]:
-    for line in lines:
-        match = _REQUIREMENT.fullmatch(line)
-        if match is None:
-            continue
-        marker = match[3] or ""
-        extra = EXTRA.search(marker)
-        rest = EXTRA.sub("", marker).replace("and", "").strip(" ()")
-        yield Requirement(
-            package=match[1].lower().replace("_", "-"), bounds=tuple(_BOUND.findall(match[2])),
-            extra=extra[1] if extra else None, conditional=bool(rest),
-        )  # fmt: skip
-
-
-def _holds(have: Version, sign: str, said: str) -> bool:
-    want = numbers_of(said)
-    if said.endswith(".*") or sign == "~=":
-        stem = want[:-1] if sign == "~=" else want
-        alike = have[: len(stem)] == stem
-        return not alike if sign == "!=" else alike and (sign != "~=" or have >= want)
-    length = max(len(have), len(want))
-    left, right = (each + (0,) * (length - len(each)) for each in (have, want))
-    return {
-        "==": left == right, "===": left == right, "!=": left != right, ">=": left >= right, "<=": left <= right,
-        ">": left > right, "<": left < right,
-    }[sign]  # fmt: skip
-
 
 SET, LOADS = Line("settings", "packages"), Line("settings", "bitsandbytes")
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "safetensors", "huggingface-hub")
@@ -94,9 +32,11 @@ def version_set(situation: Situation) -> Iterator[Finding]:
     unmet = list(conflicts(there))
     for who, wants, has in unmet:
         yield SET.failed(
-            f"{wants.package} {has} is not what {who} needs ({wants}): options may be missing or renamed",
-            f"pip install '{str(wants).replace(' ', '')}'", packages=there,
-        )  # fmt: skip
+            f"{wants.name} {has} is not what {who} needs ({wants.name} {wants.specifier}): "
+            "options may be missing or renamed",
+            f"pip install '{wants.name}{wants.specifier}'",
+            packages=there,
+        )
     if missing or unmet:
         return
     if strange := ", ".join(outside_tested(there)):
@@ -116,10 +56,25 @@ def conflicts(there: Mapping[str, str]) -> Iterator[tuple[str, Requirement, str]
             lines = requires(who) or []
         except PackageNotFoundError:
             continue
-        for each in requirements(lines):
-            counts = not each.conditional and each.extra in (None, TRAINING_EXTRA if who == "transformers" else None)
-            if counts and each.package in there and each.unmet_by(there[each.package]):
-                yield who, each, there[each.package]
+        extra = TRAINING_EXTRA if who == "transformers" else ""
+        for each in map(Requirement, lines):
+            have = there.get(each.name.lower().replace("_", "-"))
+            counts = each.marker is None or each.marker.evaluate({"extra": extra})
+            if counts and have is not None and not is_met(each, have):
+                yield who, each, have
+
+
+def is_met(requirement: Requirement, have: str) -> bool:
+    """What follows the numbers of a version does not count: `2.13.0+cpu` and `2.13.0.dev1` are 2.13.0."""
+    return requirement.specifier.contains(Version(have).base_version)
+
+
+def release_of(version: str) -> tuple[int, ...]:
+    """`2.13.0+cpu` is (2, 13, 0)."""
+    try:
+        return Version(version).release
+    except InvalidVersion:
+        return ()
 
 
 def installed(name: str) -> str | None:
