@@ -119,11 +119,11 @@ class RandomWeights:
     """What a checkpoint of this model would hold, made up."""
 
     def __init__(self, model: nn.Module) -> None:
-        from memfit.models.checkpoint import Stored
+        from memfit.models.checkpoint import StoredTensor
 
         kinds = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
         self.stored = {
-            name: Stored(name, kinds[tensor.dtype], tuple(tensor.shape), 0, 0, tensor.nbytes)
+            name: StoredTensor(name, kinds[tensor.dtype], tuple(tensor.shape), 0, 0, tensor.nbytes)
             for name, tensor in model.state_dict().items()
         }
         dtype = next(model.parameters()).dtype

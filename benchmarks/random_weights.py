@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from memfit.jobs.pruning.decoder import Decoder
-from memfit.models.checkpoint import Stored
+from memfit.models.checkpoint import StoredTensor
 from memfit.units import MiB
 
 NAMES = {torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32"}
@@ -22,7 +22,7 @@ class MemoryWeights:
     """A model's weights as they lie in host memory, random; and the place that pruned blocks come back to."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self.stored: dict[str, Stored] = {}
+        self.stored: dict[str, StoredTensor] = {}
         self.tensors: dict[str, Tensor] = {}
         generator = torch.Generator(device).manual_seed(0)
         for name, parameter in model.named_parameters():
@@ -33,7 +33,7 @@ class MemoryWeights:
                 made.normal_(0, 0.02, generator=generator)
             self.tensors[name] = made.cpu()
             nbytes = made.numel() * made.element_size()
-            self.stored[name] = Stored(name, NAMES[made.dtype], tuple(made.shape), 0, 0, nbytes)
+            self.stored[name] = StoredTensor(name, NAMES[made.dtype], tuple(made.shape), 0, 0, nbytes)
         self.pool = ThreadPoolExecutor(4)
 
     def read_into(self, name: str, out: memoryview, start: int = 0) -> None:

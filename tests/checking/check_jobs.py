@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from memfit.checking.situation import Asked, Finding, Situation
+from memfit.checking.situation import CheckRequest, Finding, Situation
 from memfit.jobs.training.config_file import config_from
 
 LLAMA = {
@@ -117,7 +117,7 @@ def document(folder: Path, **changes: Any) -> dict[str, Any]:
 
 def situation(folder: Path, *, gpu: str | None = None, world_size: int = 1, **changes: Any) -> Situation:
     config = config_from(document(folder, **changes), name="tiny")
-    return Situation(Asked(config=config, gpu=gpu, world_size=world_size))
+    return Situation(CheckRequest(config=config, gpu=gpu, world_size=world_size))
 
 
 def factory_situation(

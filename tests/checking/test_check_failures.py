@@ -32,7 +32,7 @@ from memfit.checking import plan as peaks
 from memfit.checking.allocator import look
 from memfit.checking.check import check
 from memfit.checking.model import Flow
-from memfit.checking.situation import Asked, Finding, Situation, guarded
+from memfit.checking.situation import CheckRequest, Finding, Situation, guarded
 from memfit.jobs.workload import Workload
 from memfit.recording.machine import GpuProcess, GpuState
 from memfit.units import GiB
@@ -124,7 +124,7 @@ def test_rank_128_on_all_linears_of_qwen_trains_323_million_weights_and_not_239(
     work = Workload(kind="lora", model="qwen2.5-7b", rank=128, seq_len=2048)
     from memfit.jobs.training.loops import training_config
 
-    where = Situation(Asked(config=training_config(work, steps=1), workload=work))
+    where = Situation(CheckRequest(config=training_config(work, steps=1), workload=work))
     finding = only(trained_weights.trained_weights, where)
     assert finding.details["trained"] == 322_961_408 == 90_112 * 128 * 28
     assert (finding.status, finding.details["parameters"]) == ("ok", 7_615_616_512 + 322_961_408)
@@ -194,7 +194,7 @@ def test_what_a_turing_card_lacks_is_found(
 
 def sdpa_of(model: str, gpu: str, **settings: Any) -> Finding:
     work = Workload(kind="train", model=model, **settings)
-    return only(attention.attention, Situation(Asked(workload=work, gpu=gpu)))
+    return only(attention.attention, Situation(CheckRequest(workload=work, gpu=gpu)))
 
 
 @pytest.mark.parametrize(("model", "gpu", "precision", "status"), [
@@ -281,7 +281,7 @@ def test_an_interval_in_another_section_is_read_and_said(tmp_path: Path) -> None
     path.write_text(text)
     config, keys = config_keys.load(str(path), ())
     assert (config.saving.save_steps, config.logging.logging_steps) == (77, 5)
-    finding = only(config_keys.keys, Situation(Asked(config=config, keys=keys)))
+    finding = only(config_keys.keys, Situation(CheckRequest(config=config, keys=keys)))
     assert finding.details["elsewhere"] == {"logging.save_interval": "saving.save_steps"}
     assert "logging.save_interval is read as saving.save_steps" in finding.found
 
@@ -297,7 +297,7 @@ def test_options_of_evaluation_that_do_nothing_here_are_said(tmp_path: Path, key
     path = tmp_path / "c.yaml"
     path.write_text(f"model: gpt2\n{key}: true\n")
     config, keys = config_keys.load(str(path), ())
-    first, _ = config_keys.keys(Situation(Asked(config=config, keys=keys)))
+    first, _ = config_keys.keys(Situation(CheckRequest(config=config, keys=keys)))
     assert (first.status, f"{key} is of no effect" in first.found) == ("warning", True)
 
 
@@ -342,7 +342,7 @@ def test_a_peft_that_was_downgraded_to_0_4_0_is_found(tmp_path: Path) -> None:
 
 
 def test_the_packages_of_this_environment_fit_one_another() -> None:
-    assert only(packages.version_set, Situation(Asked())).status == "ok"
+    assert only(packages.version_set, Situation(CheckRequest())).status == "ok"
 
 
 # -- several processes -------------------------------------------------------------------------------------------------
@@ -373,7 +373,7 @@ def test_an_all_reduce_in_every_micro_step_is_found(loop: Any, status: str) -> N
     from memfit.jobs.training.loops import training_config
 
     work = Workload(kind="train", model="gpt2", loop=loop, grad_accum=32, world_size=4)
-    where = Situation(Asked(config=training_config(work, steps=1), workload=work, world_size=4))
+    where = Situation(CheckRequest(config=training_config(work, steps=1), workload=work, world_size=4))
     finding = only(parallel.reductions, where)
     assert finding.status == status
     assert ("32 all-reduces" in finding.found) == (loop == "plain")
@@ -386,7 +386,7 @@ def test_logits_that_an_evaluation_would_gather_are_counted() -> None:
     from memfit.jobs.training.loops import training_config
 
     work = Workload(kind="train", model="gpt2", seq_len=1024, loop="trainer")
-    where = Situation(Asked(config=training_config(work, steps=1), workload=work))
+    where = Situation(CheckRequest(config=training_config(work, steps=1), workload=work))
     finding = only(peaks.evaluation, where)
     assert (finding.status, finding.details["logits_bytes"]) == ("warning", 100 * 1024 * 50257 * 4)
     assert "eval_accumulation_steps" in str(finding.next)
@@ -498,7 +498,7 @@ def test_a_setting_that_the_engine_refuses_is_found(tmp_path: Path) -> None:
 
 
 def test_a_gpu_that_is_asked_for_and_not_here_is_found(tmp_path: Path) -> None:
-    if Situation(Asked()).here is not None:
+    if Situation(CheckRequest()).here is not None:
         pytest.skip("a GPU is here")
     where = situation(tmp_path, device="cuda")
     (finding,) = guarded(served.SERVED, lambda: served.served(where))
@@ -552,12 +552,12 @@ def test_weights_in_bf16_that_are_all_trained_are_said(tmp_path: Path) -> None:
 ])  # fmt: skip
 def test_positions_count_where_nothing_is_trained_too(settings: dict[str, Any], status: str, said: str) -> None:
     """A table of positions ends; rotations go on, past what the model was taught."""
-    finding = only(positions.positions, Situation(Asked(workload=Workload(**settings))))
+    finding = only(positions.positions, Situation(CheckRequest(workload=Workload(**settings))))
     assert (finding.status, said in str(finding.next)) == (status, True)
 
 
 def calibrated_on(dataset: str, **asked: Any) -> Finding:
-    where = Situation(Asked(workload=Workload(kind="prune", model="gpt2", dataset=dataset), **asked))
+    where = Situation(CheckRequest(workload=Workload(kind="prune", model="gpt2", dataset=dataset), **asked))
     (finding,) = guarded(calibration.CALIBRATION, lambda: calibration.calibration(where))
     return finding
 

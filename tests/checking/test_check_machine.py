@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from check_jobs import llama_folder, only, situation
+from packaging.requirements import Requirement
 
 import memfit
 from memfit.checking import allocator as allocator_settings
@@ -20,11 +21,11 @@ from memfit.checking import machine as host
 from memfit.checking import plan as fits
 from memfit.checking.allocator import look, too_new_for
 from memfit.checking.machine import runs_on
-from memfit.checking.packages import numbers_of, requirements
-from memfit.checking.situation import Asked, Line, Situation, guarded
+from memfit.checking.packages import conflicts, is_met, release_of
+from memfit.checking.situation import CheckRequest, Line, Situation, guarded
 from memfit.errors import UsageError
 from memfit.jobs.workload import Workload
-from memfit.recording.machine import Driver, GpuState, NoNvml
+from memfit.recording.machine import GpuDriver, GpuState, NoNvml
 from memfit.units import GiB
 
 WHEEL = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]
@@ -49,7 +50,7 @@ def test_without_a_driver_the_lines_on_gpus_say_why_they_are_skipped(monkeypatch
 
     monkeypatch.setattr("memfit.checking.situation.read_gpus", nothing)
     monkeypatch.setattr("memfit.checking.situation.read_driver", nothing)
-    where = Situation(Asked())
+    where = Situation(CheckRequest())
     (present,) = guarded(gpu_present.PRESENT, lambda: gpu_present.present(where))
     assert (present.status, present.found) == ("skipped", "no NVIDIA driver answers here")
     (build,) = guarded(gpu_software.BUILD, lambda: gpu_software.build(where))
@@ -59,9 +60,9 @@ def test_without_a_driver_the_lines_on_gpus_say_why_they_are_skipped(monkeypatch
 
 
 def test_a_size_names_no_card() -> None:
-    if Situation(Asked()).here is not None:
+    if Situation(CheckRequest()).here is not None:
         pytest.skip("a GPU is here, and its kernels count")
-    finding = only(gpu_software.abilities, Situation(Asked(gpu="24GB")))
+    finding = only(gpu_software.abilities, Situation(CheckRequest(gpu="24GB")))
     assert finding.found.startswith("a size names no card; one of compute capability")
     assert "RTX 3090" in str(finding.next)
 
@@ -72,7 +73,7 @@ def test_a_size_names_no_card() -> None:
     ("H200", "bf16 yes, flash attention yes, fp8 yes"),
 ])  # fmt: skip
 def test_a_card_is_told_by_what_it_can_do(card: str, words: str) -> None:
-    assert words in only(gpu_software.abilities, Situation(Asked(gpu=card))).found
+    assert words in only(gpu_software.abilities, Situation(CheckRequest(gpu=card))).found
 
 
 # -- allocator ---------------------------------------------------------------------------------------------------------
@@ -187,7 +188,7 @@ def test_variables_without_effect_on_the_gpu_are_said(monkeypatch: pytest.Monkey
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.delenv("CUDA_LAUNCH_BLOCKING", raising=False)
-    finding = only(environment.variables, Situation(Asked()))
+    finding = only(environment.variables, Situation(CheckRequest()))
     assert finding.found == "TOKENIZERS_PARALLELISM=false: threads of the host; no effect on GPU memory"
 
 
@@ -200,18 +201,18 @@ def test_variables_without_effect_on_the_gpu_are_said(monkeypatch: pytest.Monkey
     ("a~=1.4.2", "1.5.0", True), ("a~=1.4.2", "1.4.5", False), ("a<2", "2.0", True), ("a", "0", False),
 ])  # fmt: skip
 def test_a_requirement_is_met_or_not(line: str, have: str, unmet: bool) -> None:
-    (requirement,) = requirements([line])
-    assert requirement.unmet_by(have) is unmet
+    assert is_met(Requirement(line), have) is not unmet
 
 
-def test_markers_are_told_apart() -> None:
-    extra, system = requirements(['accelerate>=1.1.0; extra == "torch"', "x>=1; python_version < '3.9'"])
-    assert (extra.extra, extra.conditional, system.conditional) == ("torch", False, True)
+def test_only_what_a_training_here_needs_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [f'peft>=9; extra == "{extra}"' for extra in ("torch", "quality")] + ["peft>=9; python_version < '3.9'"]
+    monkeypatch.setattr("memfit.checking.packages.requires", lambda who: lines if who != "memfit" else [])
+    assert [who for who, _, _ in conflicts({"transformers": "5", "peft": "1"})] == ["transformers"]
 
 
 def test_a_local_part_of_a_version_does_not_count() -> None:
-    assert numbers_of(version("torch")) >= (2, 11)
-    assert numbers_of("weird") == ()
+    assert release_of(version("torch")) >= (2, 11)
+    assert release_of("weird") == ()
 
 
 # -- the host ----------------------------------------------------------------------------------------------------------
@@ -276,7 +277,7 @@ def state(index: int, free: int) -> GpuState:
 def three_gpus(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """What a driver would say of three cards, of which the second is nearly full."""
     states = (state(0, 139 * GiB), state(1, 5 * GiB), state(2, 139 * GiB))
-    driver = Driver(version="580.1", cuda=(13, 0), capabilities=((9, 0),) * 3)
+    driver = GpuDriver(version="580.1", cuda=(13, 0), capabilities=((9, 0),) * 3)
     monkeypatch.setattr("memfit.checking.situation.read_gpus", lambda: states)
     monkeypatch.setattr("memfit.checking.situation.read_driver", lambda: driver)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -284,7 +285,7 @@ def three_gpus(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def test_the_fullest_of_the_gpus_that_would_train_counts(three_gpus: pytest.MonkeyPatch) -> None:
-    alone, both = Situation(Asked()), Situation(Asked(world_size=2))
+    alone, both = Situation(CheckRequest()), Situation(CheckRequest(world_size=2))
     assert alone.here is not None and both.here is not None
     assert (alone.here.state.index, both.here.state.index) == (0, 1)
     assert both.here.with_what_is_free.capacity_bytes == 5 * GiB
@@ -294,7 +295,7 @@ def test_the_fullest_of_the_gpus_that_would_train_counts(three_gpus: pytest.Monk
 @pytest.mark.parametrize(("shown", "index"), [("2,0", 2), ("GPU-1", 1), ("1", 1)])
 def test_only_gpus_that_torch_would_see_count(three_gpus: pytest.MonkeyPatch, shown: str, index: int) -> None:
     three_gpus.setenv("CUDA_VISIBLE_DEVICES", shown)
-    here = Situation(Asked()).here
+    here = Situation(CheckRequest()).here
     assert here is not None
     assert here.state.index == index
 
@@ -303,35 +304,35 @@ def test_only_gpus_that_torch_would_see_count(three_gpus: pytest.MonkeyPatch, sh
 def test_what_hides_every_gpu_is_found_as_cuda_reads_it(three_gpus: pytest.MonkeyPatch, shown: str) -> None:
     """As far as the first name that is no GPU: torch on an H200 sees none under 7,0."""
     three_gpus.setenv("CUDA_VISIBLE_DEVICES", shown)
-    finding = only(gpu_present.present, Situation(Asked()))
+    finding = only(gpu_present.present, Situation(CheckRequest()))
     assert (finding.status, finding.next) == ("failed", "unset CUDA_VISIBLE_DEVICES")
 
 
 def test_names_after_a_wrong_one_are_not_read(three_gpus: pytest.MonkeyPatch) -> None:
     three_gpus.setenv("CUDA_VISIBLE_DEVICES", "2,7,0")
-    assert only(gpu_present.present, Situation(Asked())).details["gpus"] == 1
+    assert only(gpu_present.present, Situation(CheckRequest())).details["gpus"] == 1
 
 
 def test_a_size_says_nothing_of_kernels_which_are_those_of_the_gpu_that_is_here(three_gpus: pytest.MonkeyPatch) -> None:
-    where = Situation(Asked(gpu="24GB"))
+    where = Situation(CheckRequest(gpu="24GB"))
     assert where.named is not None
     assert (where.named.arch, where.named.capacity_bytes < 24 * GiB) == ((9, 0), True)
     assert "compute capability 9.0" in only(gpu_software.abilities, where).found
-    assert Situation(Asked(gpu="T4")).card.arch == (7, 5)
+    assert Situation(CheckRequest(gpu="T4")).card.arch == (7, 5)
 
 
 def test_a_limit_on_the_process_is_what_a_job_has_to_fit_into(three_gpus: pytest.MonkeyPatch) -> None:
     three_gpus.setenv("PYTORCH_CUDA_ALLOC_CONF", "per_process_memory_fraction:0.002")
     work = Workload(kind="forward", model="gpt2", seq_len=64, precision="fp32")
-    finding = only(fits.fits, Situation(Asked(workload=work)))
+    finding = only(fits.fits, Situation(CheckRequest(workload=work)))
     assert (finding.status, "what per_process_memory_fraction allows of" in finding.found) == ("failed", True)
     three_gpus.setenv("PYTORCH_CUDA_ALLOC_CONF", "per_process_memory_fraction:0.5")
-    assert only(fits.fits, Situation(Asked(workload=work))).status == "ok"
+    assert only(fits.fits, Situation(CheckRequest(workload=work))).status == "ok"
 
 
 def test_more_processes_than_gpus_are_found(three_gpus: pytest.MonkeyPatch) -> None:
     three_gpus.setenv("CUDA_VISIBLE_DEVICES", "0,2")
-    finding = only(gpu_present.present, Situation(Asked(world_size=4)))
+    finding = only(gpu_present.present, Situation(CheckRequest(world_size=4)))
     assert (finding.status, finding.next) == ("failed", "torchrun --nproc_per_node=2")
     assert "CUDA_VISIBLE_DEVICES=0,2" in finding.found
 
@@ -339,7 +340,7 @@ def test_more_processes_than_gpus_are_found(three_gpus: pytest.MonkeyPatch) -> N
 def test_a_job_is_planned_on_what_others_leave_free(three_gpus: pytest.MonkeyPatch) -> None:
     three_gpus.setenv("CUDA_VISIBLE_DEVICES", "1")
     work = Workload(kind="forward", model="gpt2", batch_size=64, seq_len=1024, precision="fp32")
-    finding = only(fits.fits, Situation(Asked(workload=work)))
+    finding = only(fits.fits, Situation(CheckRequest(workload=work)))
     assert (finding.status, finding.details["card"]["capacity_bytes"]) == ("failed", 5 * GiB)
     assert "what is free of the H200 here" in finding.found
 

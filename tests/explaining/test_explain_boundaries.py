@@ -9,7 +9,7 @@ import pytest
 from test_explain_answers import message, told, traps
 from test_explain_tensors import of
 
-from memfit.explaining.account import Account, Recorded, fragmentation_of
+from memfit.explaining.account import Account, RecordedRequest, fragmentation_of
 from memfit.explaining.cause import cause_of
 from memfit.explaining.clues import Clues
 from memfit.explaining.dimensions import Factor, fingerprints_of, preset_dimensions
@@ -37,7 +37,9 @@ DATA = Path(__file__).parents[1] / "data"
 def test_a_snapshot_tells_fragmentation_by_its_largest_free_piece(
     cached: int, hole: int | None, expandable: bool, verdict: str
 ) -> None:
-    recorded = Recorded(requested_bytes=16 * MiB, cached_bytes=cached, largest_hole_bytes=hole, expandable=expandable)
+    recorded = RecordedRequest(
+        requested_bytes=16 * MiB, cached_bytes=cached, largest_hole_bytes=hole, expandable=expandable
+    )
     assert fragmentation_of(Oom(form="snapshot"), Account(), recorded).verdict == verdict
 
 

@@ -34,18 +34,18 @@ def test_every_step_that_was_measured_lies_in_its_range() -> None:
     assert len(rows) == 27
     for took, bound, kernels in rows:
         for pace in (AS_MEASURED, ELSEWHERE):
-            found = pace.of(bound, kernels)
+            found = pace.estimate(bound, kernels)
             assert found.least <= took <= found.most
-        assert 0.6 < AS_MEASURED.of(bound, kernels).likely / took < 1.4
+        assert 0.6 < AS_MEASURED.estimate(bound, kernels).likely / took < 1.4
 
 
 def test_a_card_that_was_not_measured_has_a_wider_range() -> None:
-    here, there = AS_MEASURED.of(1.0, 100), ELSEWHERE.of(1.0, 100)
+    here, there = AS_MEASURED.estimate(1.0, 100), ELSEWHERE.estimate(1.0, 100)
     assert there.least < here.least < here.most < there.most
 
 
 def test_small_kernels_take_as_long_as_the_host_needs_to_launch_them() -> None:
-    found = AS_MEASURED.of(0.001, 10_000)
+    found = AS_MEASURED.estimate(0.001, 10_000)
     assert (found.least, found.likely, found.most) == pytest.approx((0.24, 0.3, 0.45))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from memfit.errors import UsageError
 from memfit.fitting.forecast import Forecast, Forecasts
 from memfit.fitting.levers import levers_for
-from memfit.fitting.search import Found, Search
+from memfit.fitting.search import Search, Solution
 from memfit.gpus import Context, find_gpu
 from memfit.jobs.workload import Workload
 from memfit.units import GiB
@@ -36,12 +36,12 @@ class Written(Forecasts):
         )  # fmt: skip
 
 
-def searched(parts: Callable[[Workload], Parts], capacity: int, work: Workload = JOB) -> tuple[Search, Found | None]:
+def searched(parts: Callable[[Workload], Parts], capacity: int, work: Workload = JOB) -> tuple[Search, Solution | None]:
     search = Search(work, levers_for(work), Written(parts, capacity))
     return search, search.smallest()
 
 
-def names(found: Found | None) -> list[str]:
+def names(found: Solution | None) -> list[str]:
     assert found is not None
     return [lever.name for lever in found.levers]
 

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from memfit.errors import InputError, MemfitError
-from memfit.models.config_check import MAX_FILE_BYTES, Family, check_config, one_line, read_config
+from memfit.models.config_check import MAX_FILE_BYTES, ConfigFamily, check_config, one_line, read_config
 from memfit.models.presets import presets
 from memfit.models.registry import build_model, load_config, resolve, source_notes
 
@@ -281,7 +281,7 @@ def test_a_folder_in_the_place_of_a_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_unknown_family_must_state_the_five_sizes_only() -> None:
-    family = Family("mine", {"hidden_size": 1, "num_key_value_heads": 8})
+    family = ConfigFamily("mine", {"hidden_size": 1, "num_key_value_heads": 8})
 
     assert check_config({"hidden_size": 4}, family, "f") == {"hidden_size": 4}
     with pytest.raises(InputError, match="'hidden_size' is missing"):

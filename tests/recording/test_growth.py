@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 import pytest
 
-from memfit.recording.growth import Growth, GrowthWatch, StepMemory, growth_of
+from memfit.recording.growth import GrowthWatch, MemoryGrowth, StepMemory, growth_of
 
 MIB, GIB = 1 << 20, 1 << 30
 HOST = 64 * GIB
 
 
-def verdict(steps: int = 60, **of: Callable[[int], int]) -> Growth:
+def verdict(steps: int = 60, **of: Callable[[int], int]) -> MemoryGrowth:
     """Of a job with a floor of 4 GiB, a peak of 8 and 9 reserved, but for what is given by step."""
     usual: dict[str, Callable[[int], int]] = {
         "allocated_bytes": lambda _: 4 * GIB, "peak_bytes": lambda _: 8 * GIB, "reserved_bytes": lambda _: 9 * GIB,

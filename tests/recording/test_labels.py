@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from memfit.recording.recorder import Labels
+from memfit.recording.recorder import CategoryNotes
 
 
 def event(action: str, address: int, at: int) -> dict[str, Any]:
@@ -14,7 +14,7 @@ def event(action: str, address: int, at: int) -> dict[str, Any]:
 
 
 def labelled(notes: list[tuple[int, int, str]], events: list[dict[str, Any]]) -> list[str]:
-    labels = Labels(torch.nn.Linear(1, 1))
+    labels = CategoryNotes(torch.nn.Linear(1, 1))
     labels.notes = notes
     labels.write_into({"device_traces": [events]}, 0)
     return [each["category"] for each in events if each["action"] == "alloc"]
@@ -36,6 +36,6 @@ def test_what_no_note_fits_stays_unknown() -> None:
 
 def test_hooks_are_gone_after_the_recording() -> None:
     model = torch.nn.Linear(2, 2)
-    with Labels(model, torch.optim.SGD(model.parameters())):
+    with CategoryNotes(model, torch.optim.SGD(model.parameters())):
         pass
     assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())

@@ -12,7 +12,7 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 import memfit
-from memfit.recording.growth import Growth, trainer_growth
+from memfit.recording.growth import MemoryGrowth, trainer_growth
 
 KEPT_BYTES = 4 << 20
 
@@ -61,7 +61,7 @@ def test_a_log_every_no_steps_is_refused() -> None:
 
 
 def test_a_trainer_that_keeps_what_it_was_given_is_told_once(tmp_path: Path) -> None:
-    told: list[Growth] = []
+    told: list[MemoryGrowth] = []
     train(tmp_path, trainer_growth(told.append, every=10), max_steps=60, save_strategy="no")
     (growth,) = told
     assert growth.kind == "host-growth"

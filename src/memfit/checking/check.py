@@ -19,7 +19,7 @@ from typing import Any
 from memfit.checking import allocator, data, loading, machine, model, packages, plan
 from memfit.checking import config as job_settings
 from memfit.checking.model import Flow
-from memfit.checking.situation import Asked, Finding, Line, Situation, Status, guarded
+from memfit.checking.situation import CheckRequest, Finding, Line, Situation, Status, guarded
 from memfit.errors import UsageError
 from memfit.gpus import find_gpu
 from memfit.jobs.training.batch import launched, processes, processes_meant
@@ -109,14 +109,14 @@ def _place(finding: Finding) -> int:
 def _asked(
     work: Workload | None, config: str | None, sets: tuple[str, ...], gpu: str | None, world_size: int | None,
     load: bool,
-) -> tuple[Asked, Finding | None]:  # fmt: skip
+) -> tuple[CheckRequest, Finding | None]:  # fmt: skip
     """And what is wrong with the config, if its settings cannot be. A file that is not there, or no YAML, is an
     error."""
     if work is not None:
         return _of_workload(work, gpu, load)
     count = world_size or processes()
     if config is None:
-        return Asked(gpu=gpu, world_size=count, load=load), None
+        return CheckRequest(gpu=gpu, world_size=count, load=load), None
     _, text, where = find_config(config)
     parse_yaml(text, where)
     try:
@@ -124,7 +124,7 @@ def _asked(
     except UsageError as error:
         if error.message.startswith("--set"):
             raise
-        return Asked(gpu=gpu, world_size=count), job_settings.KEYS.failed(error.message, error.hint)
+        return CheckRequest(gpu=gpu, world_size=count), job_settings.KEYS.failed(error.message, error.hint)
     wrong: Finding | None = None
     try:
         if read.memory.gpu is not None:
@@ -134,11 +134,11 @@ def _asked(
         read = dataclasses.replace(read, memory=dataclasses.replace(read.memory, gpu=None))
     if world_size is None and not launched():
         count = processes_meant(read.batch) or count
-    return Asked(config=read, keys=keys, gpu=gpu, world_size=count, load=load), wrong
+    return CheckRequest(config=read, keys=keys, gpu=gpu, world_size=count, load=load), wrong
 
 
-def _of_workload(work: Workload, gpu: str | None, load: bool) -> tuple[Asked, Finding | None]:
-    asked = partial(Asked, workload=work, gpu=gpu, world_size=work.world_size, load=load)
+def _of_workload(work: Workload, gpu: str | None, load: bool) -> tuple[CheckRequest, Finding | None]:
+    asked = partial(CheckRequest, workload=work, gpu=gpu, world_size=work.world_size, load=load)
     if not work.trains:
         return asked(), None
     try:
@@ -151,7 +151,7 @@ def _of_workload(work: Workload, gpu: str | None, load: bool) -> tuple[Asked, Fi
         return asked(), None
 
 
-def _checks(asked: Asked) -> Iterator[tuple[str, Look, Line]]:
+def _checks(asked: CheckRequest) -> Iterator[tuple[str, Look, Line]]:
     """(what to tell while it runs, the check, the line that an error of it stands on)."""
     training, from_file = asked.config is not None, asked.config is not None and asked.workload is None
     of_job = training or asked.workload is not None
@@ -184,7 +184,7 @@ def _checks(asked: Asked) -> Iterator[tuple[str, Look, Line]]:
         yield "planning", job_settings.attention, job_settings.ATTENTION
 
 
-def _of_training(asked: Asked, from_file: bool) -> Iterator[tuple[str, Look, Line]]:
+def _of_training(asked: CheckRequest, from_file: bool) -> Iterator[tuple[str, Look, Line]]:
     followed: list[Flow] = []
     yield "batch sizes", job_settings.global_batch, job_settings.BATCH
     if from_file:

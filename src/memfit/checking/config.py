@@ -1,19 +1,8 @@
-"""Whether every key of a config file is read, and as what.
+"""Whether a config is read as it is meant: keys, settings, batch, types, attention, processes, checkpoint.
 
-Whether the engine serves every setting, and what of them is without effect or worth a second thought.
-
-Whether the global batch is exactly what the config says.
-
-Types of numbers against the card.
-
-Whether attention keeps its scores whole: by the kernel that the plan of this very job found for this card.
-
-torch chooses among its kernels by type, head size, mask, grouped heads and card. The plain one, which takes anything,
-makes a tensor of every pair of tokens for each head.
-
-Several processes: how often gradients are reduced, and weights that no gradient reaches.
-
-Whether a checkpoint is whole and belongs to this job, and how it is read.
+Attention keeps its scores whole or not by the kernel that the plan of this very job found for this card: torch chooses
+by type, head size, mask, grouped heads and card, and the plain one, which takes anything, makes a tensor of every pair
+of tokens for each head.
 """
 
 from __future__ import annotations

@@ -1,11 +1,4 @@
-"""The data: readable, how long its samples are, how much of a batch is padding, and what of it is learned.
-
-The text that a pruning job calibrates on: here, or to be had.
-
-The tokenizer: here, loadable, and the one that the weights were trained with.
-
-Whether the model has a position for every token of a sequence.
-"""
+"""The data: readable, its lengths, padding and what of it is learned; tokenizer, positions, calibration text."""
 
 from __future__ import annotations
 

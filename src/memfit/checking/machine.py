@@ -1,11 +1,4 @@
-"""Which GPUs are here, how much of them is free, and who holds the rest.
-
-Whether driver, torch and GPU belong together: the CUDA of the build, the architectures in it, what the card has.
-
-The host: memory for loading and offload, shared memory for data workers, what may be locked.
-
-Room on disk for the checkpoints, and for a model that is still to be downloaded.
-"""
+"""The machine: its GPUs and who holds them, driver and torch, host memory, and room on disk."""
 
 from __future__ import annotations
 

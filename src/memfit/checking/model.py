@@ -1,14 +1,8 @@
-"""Which weights are trained: those that the config means, and as many.
+"""Which weights are trained, what their bytes come to, and whether every one of them gets a gradient.
 
-Bytes that follow from a model's shapes: what is loaded, what the optimizer keeps, what a checkpoint holds.
-
-The model of a training job as `memfit train` builds it, made small enough to be run here: its shapes alone, or its
-first blocks with random weights.
-
-Whether every trained tensor really gets a gradient: the model's first blocks, run on the CPU through two steps.
-
-The model is built as `memfit train` builds it, adapters, checkpointing and loss included; only its weights are random
-and its text is short. LoRA's B begins at zero, so that A has no gradient in the first step: the second one counts.
+The model is built as `memfit train` builds it, adapters, checkpointing and loss included: its shapes alone, or its
+first blocks with random weights, run on the CPU through two steps of a short text. LoRA's B begins at zero, so that A
+has no gradient in the first step: the second one counts.
 """
 
 from __future__ import annotations

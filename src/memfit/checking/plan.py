@@ -1,8 +1,6 @@
-"""The job's plan: on the card that it is meant for, and on what is free of the one that is here.
+"""Whether the job fits: its plan on the card that it is meant for, and on what is free of the one here.
 
-Whether the job fits: its plan on the card that it is meant for, and on what is free of the one that is here.
-
-Memory beside the training step: evaluation that gathers logits, and saving that copies weights.
+Memory beside the training step, too: evaluation that gathers logits, and saving that copies weights.
 """
 
 from __future__ import annotations
@@ -30,20 +28,20 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Planned:
+class CardPlan:
     workload: Workload
     plan: Plan
     where: str | None
     """The card, in words; None where there is none."""
 
 
-def planned(situation: Situation) -> list[Planned]:
+def planned(situation: Situation) -> list[CardPlan]:
     from memfit.planning.predict import predict
 
     cards: list[tuple[Gpu | None, str | None]] = [*_cards(situation)] or [(None, None)]
     try:
         workload = workload_of(situation)
-        return [Planned(workload, predict(workload, gpu=card), where) for card, where in cards]
+        return [CardPlan(workload, predict(workload, gpu=card), where) for card, where in cards]
     except MemfitError as error:
         if situation.asked.workload is not None and _can_be_built(situation):
             raise  # `memfit plan` refuses it too, and nothing else has said so
@@ -132,7 +130,7 @@ def fits(situation: Situation) -> Iterator[Finding]:
         yield of_plan(each.plan, each.where, _search(each, situation))
 
 
-def _search(planned: Planned, situation: Situation) -> str | None:
+def _search(planned: CardPlan, situation: Situation) -> str | None:
     if planned.plan.gpu is None:
         return None
     named, trains = situation.named_as, situation.asked.trains

@@ -1,5 +1,7 @@
-"""What makes a few blocks of a real model quick on any CPU, without another answer: weights that repeat their first
-rows, and products of 16-bit numbers by way of fp32."""
+"""A few blocks of a real model, quick on any CPU without another answer.
+
+Weights repeat their first rows, and products of 16-bit numbers go by way of fp32.
+"""
 
 from __future__ import annotations
 

@@ -1,12 +1,8 @@
-"""What is to be checked, and what several checks need of it: each part is looked for once, and only if it is asked for.
+"""What is to be checked, and what several checks need of it: looked for once, and only if asked for.
 
 Nothing here fetches anything from the Hub, and nothing starts CUDA in this process: a look must not cost what a run
-costs.
-
-Something that several checks need and that is looked for once: the one whose subject it is reports what went wrong,
-the others say that they cannot tell.
-
-One line of a pre-flight: what was looked at, what was found, and what to do next.
+costs. Of what goes wrong with a shared part, the check whose subject it is reports; the others say that they cannot
+tell.
 """
 
 from __future__ import annotations
@@ -28,13 +24,13 @@ from memfit.jobs.workload import Workload
 from memfit.models.files import NotHere, find_here, find_tokenizer_here
 from memfit.models.registry import resolve
 from memfit.planning.card_here import with_kernels_of
-from memfit.recording.machine import Driver, GpuState, NoNvml, read_driver, read_gpus
+from memfit.recording.machine import GpuDriver, GpuState, NoNvml, read_driver, read_gpus
 
 if TYPE_CHECKING:
     from torch import nn
 
     from memfit.checking.config import Read
-    from memfit.checking.plan import Planned
+    from memfit.checking.plan import CardPlan
     from memfit.jobs.training.data import TrainingData
     from memfit.jobs.training.examples import Examples
     from memfit.jobs.training.job import TrainJob
@@ -140,7 +136,7 @@ MOST_ROWS = 20_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class CheckRequest:
     """A training config, or a workload as `memfit plan` takes it, or neither: then only the machine is looked at."""
 
     config: TrainConfig | None = None
@@ -170,7 +166,7 @@ class Here:
 
 
 class Situation:
-    def __init__(self, asked: Asked, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(self, asked: CheckRequest, environment: Mapping[str, str] | None = None) -> None:
         """`environment` is what was exported, if some of it is set aside meanwhile."""
         self.asked = asked
         self.environment = os.environ if environment is None else environment
@@ -354,7 +350,7 @@ class Situation:
             resume_from=resume_from, start_from=start_from,
         )  # fmt: skip
 
-    def _plans(self) -> list[Planned]:
+    def _plans(self) -> list[CardPlan]:
         from memfit.checking.plan import planned
 
         return planned(self)
@@ -386,7 +382,7 @@ def _begins_uuid(name: str, gpu: GpuState) -> bool:
     return name.startswith("GPU-") and gpu.uuid.startswith(name)
 
 
-def _driver() -> Driver:
+def _driver() -> GpuDriver:
     try:
         return read_driver()
     except NoNvml as why:

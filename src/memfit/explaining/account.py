@@ -1,18 +1,15 @@
-"""The numbers of a message, added up: what torch uses and holds, what lies outside it, who else is there, what is left.
+"""The numbers of a message, added up: what torch holds, what lies outside it, who else is there, what is left.
 
     capacity = allocated + cached + outside torch + other processes + free + rest
 
 The rest is what the driver keeps, or what a process holds that is not listed. Every number was printed with two
-decimals, so sums have a tolerance; a rest below it means that the message is not what it seems (`traps.py`).
+decimals, so sums have a tolerance; a rest below it means that the message is not what it seems, and the traps say so.
 
-Whether fragmentation had a part in it: `yes` only with evidence.
+Fragmentation had a part in it only with evidence: enough was cached, expandable segments were off, and a snapshot shows
+that the largest free piece was too small. The text of a message never has that: there the answer is `no` or `cannot
+tell`.
 
-Enough was cached, expandable segments were off, and a snapshot shows that the largest free piece was too small. The
-text of a message never has that evidence: there the answer is `no` or `cannot tell`.
-
-What makes a number of the message mean something else than it says: each is told beside the numbers.
-
-How large the tensor was that could not be had: what torch prints is the segment that it asked of the driver.
+What torch prints as the request is the segment that it asked of the driver:
 
     2.00 MiB  was a request of at most 1 MiB         20.00 MiB  one of 1 to 10 MiB, or of 18 to 20 MiB
     X MiB     one of at most X, by less than 2 MiB   X GiB      the same, and half a hundredth more or less
@@ -35,7 +32,7 @@ MOST_OUTSIDE = 3 * GiB
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class AccountRow:
     name: str
     nbytes: int
     says: str
@@ -96,27 +93,29 @@ class Account:
         """What this process could have if the others stay: what it has and what is free."""
         return _sum(self.free_bytes, self.own_bytes)
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[AccountRow]:
         if self.allocated_bytes is not None:
-            yield Row("allocated", self.allocated_bytes - self.pools_bytes, "live tensors of this process")
+            yield AccountRow("allocated", self.allocated_bytes - self.pools_bytes, "live tensors of this process")
         if self.pools_bytes:
-            yield Row("private pools", self.pools_bytes, "free, but kept for CUDA graphs")
+            yield AccountRow("private pools", self.pools_bytes, "free, but kept for CUDA graphs")
         if self.cached_bytes is not None:
-            yield Row("cached", self.cached_bytes, "held by torch, in pieces between live tensors")
+            yield AccountRow("cached", self.cached_bytes, "held by torch, in pieces between live tensors")
         if self.outside_bytes is not None:
             said = "of this process: CUDA context, libraries, NCCL"
-            yield Row("outside torch", self.outside_bytes, said if self.beside_bytes is None else "of this process")
+            yield AccountRow(
+                "outside torch", self.outside_bytes, said if self.beside_bytes is None else "of this process"
+            )
         if self.others_bytes:
-            yield Row("other processes", self.others_bytes, "on the same GPU")
+            yield AccountRow("other processes", self.others_bytes, "on the same GPU")
         if self.not_told_apart_bytes is not None:
             said = "CUDA context, libraries, and processes that are not listed"
             cached = "" if self.cached_bytes is not None else "cached memory, "
-            yield Row("not told apart" if cached else "outside torch", self.not_told_apart_bytes, cached + said)
+            yield AccountRow("not told apart" if cached else "outside torch", self.not_told_apart_bytes, cached + said)
         if self.free_bytes is not None:
-            yield Row("free", self.free_bytes, "what the driver had left")
+            yield AccountRow("free", self.free_bytes, "what the driver had left")
         if self.rest_bytes is not None:
             said = "kept by the driver, or rounding" if self.rest_bytes >= -self.tolerance_bytes else "does not add up"
-            yield Row("rest", self.rest_bytes, said)
+            yield AccountRow("rest", self.rest_bytes, said)
 
 
 def account_of(oom: Oom) -> Account:
@@ -223,7 +222,7 @@ class Fragmentation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recorded:
+class RecordedRequest:
     """What a snapshot shows of the failed request."""
 
     requested_bytes: int
@@ -233,7 +232,7 @@ class Recorded:
 
 
 def fragmentation_of(
-    oom: Oom, account: Account, recorded: Recorded | None = None, *, expandable: bool = False
+    oom: Oom, account: Account, recorded: RecordedRequest | None = None, *, expandable: bool = False
 ) -> Fragmentation:
     """`expandable`: the text tells that expandable segments are on."""
     if recorded is not None and recorded.cached_bytes is not None:
@@ -256,7 +255,7 @@ def _tolerance(oom: Oom) -> int:
     return sum(size.tolerance for size in printed if size)
 
 
-def _by_record(recorded: Recorded, cached: int) -> Fragmentation:
+def _by_record(recorded: RecordedRequest, cached: int) -> Fragmentation:
     hole, asked = recorded.largest_hole_bytes, recorded.requested_bytes
     if cached < asked:
         said = f"only {format_bytes(cached)} was cached, less than the {format_bytes(asked)} asked for"

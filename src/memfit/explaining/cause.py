@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from memfit.explaining.account import Account, Fragmentation, Recorded, fragmentation_of, size_text
+from memfit.explaining.account import Account, Fragmentation, RecordedRequest, fragmentation_of, size_text
 from memfit.explaining.clues import Clues
 from memfit.explaining.message import NAME_ONLY, Oom, Size
 from memfit.units import GiB, format_bytes
@@ -35,7 +35,7 @@ class Cause:
 
 
 def cause_of(
-    oom: Oom, account: Account, clues: Clues, recorded: Recorded | None = None, *, card_bytes: int | None = None
+    oom: Oom, account: Account, clues: Clues, recorded: RecordedRequest | None = None, *, card_bytes: int | None = None
 ) -> Cause:
     """`card_bytes`: what the card has, where the message does not say it."""
     if oom.form == "cpu":

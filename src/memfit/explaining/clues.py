@@ -1,4 +1,4 @@
-"""What a log says of the job beside the error: which model, how many rows and tokens, what kind of job, which settings.
+"""What a log says of the job beside the error: model, rows and tokens, kind of job, settings.
 
 Read, not guessed: each clue keeps the words it was read from. Only what stands near the error or at the very beginning
 of the text is looked at, so a log of 64 MB costs no more than one of 300 KB.
@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from memfit.explaining.dimensions import Dimensions, dimensions_in_text
-from memfit.explaining.message import Located
-from memfit.explaining.place import Place
+from memfit.explaining.message import LocatedOom
+from memfit.explaining.place import FailurePlace
 from memfit.explaining.text import Excerpt, passages
 from memfit.models.presets import Preset, find_preset, presets
 
@@ -172,7 +172,7 @@ class Clues:
         return clue.value if clue is not None and isinstance(clue.value, int) else None
 
 
-def clues_in(text: str, located: Located | None, place: Place) -> Clues:
+def clues_in(text: str, located: LocatedOom | None, place: FailurePlace) -> Clues:
     earlier, after, before = _near(text, located)
     near = f"{earlier} {after}"
     kind = _kind(near, place)
@@ -193,7 +193,7 @@ def clues_in(text: str, located: Located | None, place: Place) -> Clues:
     )  # fmt: skip
 
 
-def _near(text: str, located: Located | None) -> tuple[str, str, str]:
+def _near(text: str, located: LocatedOom | None) -> tuple[str, str, str]:
     """The beginning of the text with what comes before the message; what comes after it; what is just before it."""
     start = next(iter(passages(Excerpt(text[:BEGINNING])))).flat
     if located is None:
@@ -248,7 +248,7 @@ def _pruning(text: str) -> Iterator[tuple[str, Clue]]:
             yield name, Clue(float(found[1]) if name == "sparsity" else found[1], _words(found[0]))
 
 
-def _kind(text: str, place: Place) -> Clue | None:
+def _kind(text: str, place: FailurePlace) -> Clue | None:
     frames = " ".join(f"{frame.path} {frame.function} {frame.code}" for frame in place.frames)
     whole = f"{text} {frames}"
     for name, pattern in _KINDS:
@@ -258,7 +258,7 @@ def _kind(text: str, place: Place) -> Clue | None:
     return None
 
 
-def _settings(text: str, place: Place) -> str:
+def _settings(text: str, place: FailurePlace) -> str:
     """The text without the code of the traceback: a softmax in fp32 does not make the job fp32."""
     for frame in place.frames:
         if frame.code and "from_pretrained(" not in frame.code:
@@ -307,7 +307,7 @@ def _preset(name: str) -> Preset | None:
     return find_preset(name) or find_preset(name.rpartition("/")[2])
 
 
-def _family(text: str, place: Place) -> str | None:
+def _family(text: str, place: FailurePlace) -> str | None:
     known = {preset.model_type for preset in presets()}
     for frame in reversed(place.frames):
         found = _MODELING.search(frame.path)

@@ -1,15 +1,11 @@
-"""`memfit explain`: an out-of-memory error, from whatever there is of it.
+"""`memfit explain`: an out-of-memory error, from whatever there is of it, as a document (memfit.explain/1).
 
     told = explain("CUDA out of memory. Tried to allocate 1.16 GiB. ...", model="qwen2.5-7b")
     told.cause.sentence, told.readings.likeliest, told.fixes, told.withheld
     explain("train.log", kind="lora", model="qwen2.5-7b", batch_size=1, seq_len=2048, rank=128)    # savings predicted
 
-What happened, by how much, which tensor, in which phase, what to do about it and what will not help. Where the text
-does not tell, that is the answer.
-
-An explanation as a document (memfit.explain/1).
-
-The command or the line of code with which to go on.
+What happened, by how much, which tensor, in which phase, what to do about it and what will not help, and the command
+with which to go on. Where the text does not tell, that is the answer.
 """
 
 from __future__ import annotations
@@ -28,10 +24,10 @@ from memfit.explaining.clues import Clues
 from memfit.explaining.fixes import USUAL_LENGTH, Fix, fixes_in_words, predicted_fixes, pruning_fixes
 from memfit.explaining.input import Case, Input, case_of, read_input
 from memfit.explaining.job import Job, card_of, job_of, with_length_of
-from memfit.explaining.message import Found, Located, Oom, Size
-from memfit.explaining.place import Place, collects, frame_text
+from memfit.explaining.message import LocatedOom, Oom, OomMessages, Size
+from memfit.explaining.place import FailurePlace, collects, frame_text
 from memfit.explaining.tensor import Readings, RunClues, readings
-from memfit.explaining.withheld import Situation, Withheld, withheld
+from memfit.explaining.withheld import Evidence, Withheld, withheld
 from memfit.fitting.forecast import few_micro_steps_note
 from memfit.gpus import Gpu
 from memfit.jobs.workload import Workload
@@ -59,9 +55,9 @@ class Explanation(Shown):
     source: Input
     cause: Cause
     oom: Oom | None = None
-    found: Found | None = None
+    found: OomMessages | None = None
     account: Account
-    place: Place
+    place: FailurePlace
     readings: Readings
     clues: Clues
     job: Job
@@ -136,7 +132,7 @@ def _explained(
     plan, fixes = _predicted(job, card, case.place, notes) if predict and cause.kind != "none" else (None, [])
     told: list[Withheld] = []
     if case.oom is not None:
-        situation = Situation(
+        situation = Evidence(
             oom=case.oom, account=account, cause=cause, clues=case.clues, place=case.place, readings=read,
             kind=job.kind, batch_size=job.number("batch_size"), precision=_text(job.settings.get("precision")),
             grad_checkpointing=bool(job.settings.get("grad_checkpointing")) or case.clues.grad_checkpointing,
@@ -186,7 +182,7 @@ def _readings(case: Case, job: Job) -> Readings:
     return readings(intervals, job.models, run)
 
 
-def _predicted(job: Job, card: Gpu | None, place: Place, notes: list[str]) -> tuple[Plan | None, list[Fix]]:
+def _predicted(job: Job, card: Gpu | None, place: FailurePlace, notes: list[str]) -> tuple[Plan | None, list[Fix]]:
     if job.workload is None:
         return None, []
     if place.phase in BESIDE.get(job.workload.kind, ()):
@@ -311,13 +307,13 @@ def _size(size: Size | None, why: str | None) -> dict[str, Any]:
     return {"text": size.text, "bytes": size.middle, "tolerance_bytes": size.tolerance, "unknown": None}
 
 
-def _found(found: Found | None) -> dict[str, Any] | None:
+def _found(found: OomMessages | None) -> dict[str, Any] | None:
     if found is None:
         return None
     return {"count": found.count, "first": _located(found.first), "last": _located(found.last)}
 
 
-def _located(located: Located) -> dict[str, Any]:
+def _located(located: LocatedOom) -> dict[str, Any]:
     requested = located.oom.requested
     return {"line": located.line, "form": located.oom.form, "requested": requested.text if requested else None,
             "text": located.oom.message}  # fmt: skip
@@ -331,7 +327,7 @@ def _account(account: Account) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _phase(place: Place) -> dict[str, Any]:
+def _phase(place: FailurePlace) -> dict[str, Any]:
     shown = place.shown
     return {
         "name": place.phase, "detail": place.detail, "code_line": frame_text(shown) if shown else None,

@@ -1,13 +1,8 @@
-"""One thing to do about it. A saving is there only if it was predicted.
+"""What to do about an out-of-memory error: levers predicted on the job that failed, or advice in words.
 
-What to do, in words: by the cause, and where the job is not known by the phase and the tensor (`smaller_job`).
-
-No saving is quoted here. What follows from the message alone (a process that holds so much, a tensor that is smaller at
+Words go by the cause, and where the job is not known by the engine, the phase and the tensor. No saving is quoted that
+was not predicted; what follows from the message alone (a process that holds so much, a tensor that is smaller at
 another length) is a fact or arithmetic on its numbers, and called that.
-
-Fixes with their savings: every lever predicted on the job that failed, the best first.
-
-A smaller job, in words: what the engine, the phase and the tensor that failed allow.
 """
 
 from __future__ import annotations
@@ -19,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 from memfit.explaining.account import request_intervals
 from memfit.explaining.place import Sign, checkpointed, of_another_engine
 from memfit.explaining.tensor import AHEAD, MOST_USUAL_LENGTH, Reading
-from memfit.explaining.withheld import Situation, by_fused_attention
+from memfit.explaining.withheld import Evidence, by_fused_attention
 from memfit.fitting.emit import pruning_command
 from memfit.gpus import Gpu
 from memfit.jobs.workload import Workload
@@ -62,7 +57,7 @@ USUAL_LENGTH = 2048
 CACHES = "cache_implementation='offloaded' or 'quantized' in generate"
 
 
-def smaller_job(case: Situation) -> Iterator[Fix]:
+def smaller_job(case: Evidence) -> Iterator[Fix]:
     """By what was going on: a pass of the model has rows and lengths, nothing else has."""
     phase = case.place.phase
     if of_another_engine(case.place):
@@ -83,7 +78,7 @@ def smaller_job(case: Situation) -> Iterator[Fix]:
             yield from _of_the_pass(case)
 
 
-def _of_the_pass(case: Situation) -> Iterator[Fix]:
+def _of_the_pass(case: Evidence) -> Iterator[Fix]:
     phase = case.place.phase
     if phase == "evaluation":
         said = "a batch of 1 (per_device_eval_batch_size, lm_eval --batch_size); where logits are collected, "
@@ -111,7 +106,7 @@ def _of_the_pass(case: Situation) -> Iterator[Fix]:
         yield in_words("shorter sequences", "fewer tokens in a row: this changes the experiment")
 
 
-def _of_the_optimizer(case: Situation) -> Iterator[Fix]:
+def _of_the_optimizer(case: Evidence) -> Iterator[Fix]:
     if any(frame.function.startswith("_multi_tensor_") for frame in case.place.frames):
         said = "no second copy of the states while they are changed"
         yield in_words("a fused optimizer", said, torch="AdamW(..., fused=True)", trainer="optim='adamw_torch_fused'")
@@ -119,7 +114,7 @@ def _of_the_optimizer(case: Situation) -> Iterator[Fix]:
     yield in_words("smaller optimizer states", said)
 
 
-def _of_the_engine(case: Situation) -> Iterator[Fix]:
+def _of_the_engine(case: Evidence) -> Iterator[Fix]:
     if any("/vllm/" in frame.inside for frame in case.place.frames):
         said = "a smaller max_model_len, max_num_seqs or max_num_batched_tokens; no CUDA graphs (enforce_eager=True)"
         yield in_words("a smaller engine", f"{said}; quantised weights, or more cards (tensor_parallel_size)")
@@ -129,7 +124,7 @@ def _of_the_engine(case: Situation) -> Iterator[Fix]:
         yield in_words("need less", "a smaller picture, batch or model, or the program's own low-memory mode")
 
 
-def _could_checkpoint(case: Situation) -> bool:
+def _could_checkpoint(case: Evidence) -> bool:
     trains = case.place.phase in ("forward", "backward") and case.kind not in ("forward", "generate", "prune")
     likeliest = case.readings.likeliest
     if likeliest is not None and likeliest.kind == "logits":
@@ -137,7 +132,7 @@ def _could_checkpoint(case: Situation) -> bool:
     return trains and not case.grad_checkpointing and not checkpointed(case.place)
 
 
-def of_the_tensor(case: Situation) -> Iterator[Fix]:
+def of_the_tensor(case: Evidence) -> Iterator[Fix]:
     """By what the tensor most likely is; where two are as likely, both count. A size alone is not evidence enough."""
     found = [each for each in case.readings.candidates[:2] if _is_evident(each, case)]
     kinds = {reading.kind for reading in found}
@@ -153,13 +148,13 @@ def of_the_tensor(case: Situation) -> Iterator[Fix]:
         yield from _cap(first, sure=first in found)
 
 
-def _is_evident(reading: Reading, case: Situation) -> bool:
+def _is_evident(reading: Reading, case: Evidence) -> bool:
     """The failing line works on such a tensor, or, where no line tells, the model and the run speak for it."""
     hints = case.place.hints
     return reading.kind in hints if hints else case.readings.grounded and reading.points >= AHEAD
 
 
-def _of_scores(case: Situation) -> Fix:
+def _of_scores(case: Evidence) -> Fix:
     if by_fused_attention(case):
         said = "sdpa made the scores all the same: a mask, fp32 or a head size keeps its fused kernels out"
         how = "with torch.nn.attention.sdpa_kernel(SDPBackend.FLASH_ATTENTION): its warnings say which"
@@ -181,7 +176,7 @@ def _cap(reading: Reading, *, sure: bool) -> Iterator[Fix]:
     yield in_words(f"cap the length at {USUAL_LENGTH:,}", said, basis="arithmetic", memfit=f"--seqlen {USUAL_LENGTH}")
 
 
-def _is_far_too_long(case: Situation) -> bool:
+def _is_far_too_long(case: Evidence) -> bool:
     """Windows to calibrate on that are as long as the model can take them: another number of them is no cure."""
     first = next(iter(case.readings.candidates), None)
     lengths = [factor.value for factor in first.factors if factor.symbol == "tokens"] if first else []
@@ -194,7 +189,7 @@ OF_THE_GPU = ("shortage", "other-processes", "limit", "refused", "impossible-req
 """Causes for which a smaller job is a cure."""
 
 
-def fixes_in_words(case: Situation, *, predicted: bool) -> list[Fix]:
+def fixes_in_words(case: Evidence, *, predicted: bool) -> list[Fix]:
     """`predicted`: levers of the job are told elsewhere, with figures."""
     made = [*_of_the_cause(case), *_of_pieces(case)]
     if predicted:
@@ -205,7 +200,7 @@ def fixes_in_words(case: Situation, *, predicted: bool) -> list[Fix]:
     return made
 
 
-def _of_the_cause(case: Situation) -> Iterator[Fix]:
+def _of_the_cause(case: Evidence) -> Iterator[Fix]:
     oom, kind = case.oom, case.cause.kind
     if kind == "other-processes":
         yield _others(case)
@@ -236,13 +231,13 @@ def _of_the_cause(case: Situation) -> Iterator[Fix]:
         yield in_words("less on the host", said)
 
 
-def _has_more(case: Situation) -> bool:
+def _has_more(case: Evidence) -> bool:
     """Whether the card had what was asked for."""
     free, requested = case.oom.free, case.oom.requested
     return requested is not None and (free is None or requested.low <= free.high)
 
 
-def _others(case: Situation) -> Fix:
+def _others(case: Evidence) -> Fix:
     pids = case.account.other_pids
     named = ", ".join(map(str, pids[:MOST_PIDS])) + (" ..." if len(pids) > MOST_PIDS else "")
     who, end = (f"process {named} holds", "it") if len(pids) == 1 else (f"processes {named} hold", "them")
@@ -251,7 +246,7 @@ def _others(case: Situation) -> Fix:
                 basis="message")  # fmt: skip
 
 
-def _of_fragmentation(case: Situation) -> Iterator[Fix]:
+def _of_fragmentation(case: Evidence) -> Iterator[Fix]:
     cached, held = case.account.cached_bytes or 0, case.account.held_bytes or 0
     said = "pieces that lie apart can then serve one request"
     if held > 4 * cached:
@@ -264,7 +259,7 @@ def _of_fragmentation(case: Situation) -> Iterator[Fix]:
         yield in_words("raise the memory fraction", said, basis="message")
 
 
-def _of_pieces(case: Situation) -> Iterator[Fix]:
+def _of_pieces(case: Evidence) -> Iterator[Fix]:
     """Where more was cached than was asked for: that it lies in pieces is likely, and to try costs nothing."""
     cached, asked = case.account.cached_bytes or 0, request_intervals(case.oom)
     untold = case.cause.fragmentation is not None and case.cause.fragmentation.verdict == "cannot tell"

@@ -1,11 +1,7 @@
-"""What was handed to `memfit explain`, told from its content: text, a snapshot, a memory log or a run's folder.
+"""What was handed to `memfit explain`, and the one error in it: from text, a snapshot, a memory log or a folder.
 
-Text of any length is read to its end, packed or not, and only a part of it is kept (`pasted_text.excerpt_of`). What was
-not read is told in the notes.
-
-The one error that is explained, of all that an input has: its numbers, its place, and what stands around it.
-
-An out-of-memory error as a snapshot has it, and what a memory log knows of one.
+Which it is its content tells. Text of any length is read to its end, packed or not, and only a part of it is kept
+(`explaining/text.py`). What was not read is told in the notes.
 """
 
 from __future__ import annotations
@@ -22,11 +18,11 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 from memfit.errors import InputError
-from memfit.explaining.account import Recorded
+from memfit.explaining.account import RecordedRequest
 from memfit.explaining.cause import Cause
 from memfit.explaining.clues import Clues, clues_in
-from memfit.explaining.message import SIZES, Found, Located, Oom, Size, find_ooms
-from memfit.explaining.place import Place, frames_of_stack, place_from, place_of
+from memfit.explaining.message import SIZES, LocatedOom, Oom, OomMessages, Size, find_ooms
+from memfit.explaining.place import FailurePlace, frames_of_stack, place_from, place_of
 from memfit.explaining.text import CHUNK, Excerpt, excerpt_of
 from memfit.units import GiB, format_bytes, gib
 
@@ -137,7 +133,7 @@ def _refuse_what_is_no_text(head: bytes, name: str, *, may_be_junk: bool) -> Non
 def _decoded(source: Any, name: str, *, most: int | None) -> tuple[Excerpt, tuple[str, ...]]:
     """UTF-8, or what PowerShell writes; bytes that are neither do not matter."""
     wide = source.peek(2).startswith((b"\xff\xfe", b"\xfe\xff"))
-    limited = _Limited(source, most)
+    limited = _LimitedStream(source, most)
     plain = io.BufferedReader(limited, CHUNK)
     excerpt = excerpt_of(io.TextIOWrapper(plain, "utf-16" if wide else "utf-8-sig", "replace", newline=""))
     if limited.damage is not None:
@@ -148,7 +144,7 @@ def _decoded(source: Any, name: str, *, most: int | None) -> tuple[Excerpt, tupl
     return excerpt, ()
 
 
-class _Limited(io.RawIOBase):
+class _LimitedStream(io.RawIOBase):
     """So many bytes of a stream; where it is damaged it ends."""
 
     def __init__(self, source: Any, most: int | None) -> None:
@@ -379,8 +375,8 @@ def _exact(nbytes: int) -> Size:
     return Size(format_bytes(nbytes), nbytes, nbytes)
 
 
-def record_of(event: Mapping[str, Any], settings: Mapping[str, Any]) -> Recorded:
-    return Recorded(
+def record_of(event: Mapping[str, Any], settings: Mapping[str, Any]) -> RecordedRequest:
+    return RecordedRequest(
         requested_bytes=event["requested_bytes"], cached_bytes=event["cached_bytes"],
         largest_hole_bytes=event["largest_hole_bytes"], expandable=bool(settings.get("expandable_segments")),
     )  # fmt: skip
@@ -435,10 +431,10 @@ class Case:
     """One error, as far as the input tells it."""
 
     oom: Oom | None
-    place: Place
+    place: FailurePlace
     clues: Clues
-    found: Found | None = None
-    recorded: Recorded | None = None
+    found: OomMessages | None = None
+    recorded: RecordedRequest | None = None
     cause: Cause | None = None
     holders: tuple[dict[str, Any], ...] = ()
     growth: dict[str, Any] | None = None
@@ -452,7 +448,7 @@ def case_of(source: Input) -> Case:
 def _from_text(source: Input) -> Case:
     found = find_ooms(source.excerpt)
     if not found:
-        return Case(oom=None, place=Place(), clues=clues_in(source.text, None, Place()))
+        return Case(oom=None, place=FailurePlace(), clues=clues_in(source.text, None, FailurePlace()))
     chosen = _chosen(source.text, found)
     place = place_of(chosen)
     return Case(
@@ -460,10 +456,10 @@ def _from_text(source: Input) -> Case:
     )  # fmt: skip
 
 
-def _chosen(text: str, found: Found) -> Located:
+def _chosen(text: str, found: OomMessages) -> LocatedOom:
     """The last, for what came before was survived; unless it is a consequence: then the first."""
     last = found.last
-    if last.oom.over_an_exabyte and len(found.ooms) > 1 and clues_in(text, last, Place()).after_nccl_timeout:
+    if last.oom.over_an_exabyte and len(found.ooms) > 1 and clues_in(text, last, FailurePlace()).after_nccl_timeout:
         return found.first
     return last
 
@@ -479,7 +475,7 @@ def _from_recording(source: Input) -> Case:
     if text is not None and text.oom is not None:
         return replace(text, growth=growth)
     cause = cause_of_log(log) if log else _nothing_in_recording(report)
-    return Case(oom=None, place=Place(), clues=text.clues if text else Clues(), cause=cause, growth=growth)
+    return Case(oom=None, place=FailurePlace(), clues=text.clues if text else Clues(), cause=cause, growth=growth)
 
 
 def _from_event(report: Mapping[str, Any], text: Case | None, growth: dict[str, Any] | None) -> Case:

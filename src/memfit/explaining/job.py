@@ -1,9 +1,8 @@
-"""The job that ran out of memory: what was given, what a config says, what the log tells, and what is missing of it.
+"""The job that ran out of memory: what was given, what a config says, what the log tells, what is missing.
 
-What a person gives wins over a config, and a config over the log. A workload is made only if nothing that decides its
-size is left to a default: a prediction of another job would be worse than none.
-
-The workload of a config of `memfit train`, with rows as long as it allows, and without reading its data.
+What a person gives wins over a config, and a config over the log. A config's rows are taken as long as it allows; its
+data are not read. A workload is made only if nothing that decides its size is left to a default: a prediction of
+another job would be worse than none.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from memfit.explaining.account import Account
 from memfit.explaining.clues import Clues
 from memfit.explaining.dimensions import Dimensions, dimensions_of_model, known_dimensions
 from memfit.explaining.message import Oom
-from memfit.explaining.place import Place, of_another_engine
+from memfit.explaining.place import FailurePlace, of_another_engine
 from memfit.explaining.tensor import Readings
 from memfit.gpus import Gpu, find_gpu, list_gpus
 from memfit.jobs.workload import Workload, flag, kinds_that_read
@@ -79,7 +78,11 @@ class Job:
 
 
 def job_of(
-    given: Mapping[str, Any], configured: Workload | None, clues: Clues, place: Place, allocated: int | None = None
+    given: Mapping[str, Any],
+    configured: Workload | None,
+    clues: Clues,
+    place: FailurePlace,
+    allocated: int | None = None,
 ) -> Job:
     """Raises UsageError where what was given is wrong; what was read may be wrong and is then only not used.
     `allocated`: what was alive when it failed."""
@@ -135,7 +138,7 @@ def _precision(said: str, kind: str, models: tuple[Dimensions, ...], allocated: 
     return said.removeprefix("amp-") if no_room or kind not in ("train", "lora") else said
 
 
-def _beyond(clues: Clues, place: Place, given: Mapping[str, Any]) -> str | None:
+def _beyond(clues: Clues, place: FailurePlace, given: Mapping[str, Any]) -> str | None:
     if of_another_engine(place):
         return "the engine in the traceback arranges memory its own way, and predictions are of plain torch"
     if clues.quantised:
@@ -167,7 +170,7 @@ def _workload(settings: dict[str, Any], given: Mapping[str, Any]) -> Workload:
     return Workload.from_mapping(settings, asked=given)
 
 
-def _by_trainer(place: Place) -> bool:
+def _by_trainer(place: FailurePlace) -> bool:
     return any("transformers/trainer.py" in frame.path.replace("\\", "/") for frame in place.frames)
 
 

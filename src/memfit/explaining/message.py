@@ -121,7 +121,7 @@ SIZES = tuple(each.name for each in fields(Oom) if each.type == "Size | None")
 
 
 @dataclass(frozen=True, slots=True)
-class Located:
+class LocatedOom:
     oom: Oom
     passage: Passage
     offset: int
@@ -134,8 +134,8 @@ class Located:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    ooms: tuple[Located, ...]
+class OomMessages:
+    ooms: tuple[LocatedOom, ...]
     """In the order of the text. Disguised ones are in it only if there is no other."""
     requests: int = 0
     """How many the whole text has by a count of words: of very many only the first and the last ones are read."""
@@ -145,11 +145,11 @@ class Found:
         return max(len(self.ooms), self.requests if self.ooms and _plain(self.last) else 0)
 
     @property
-    def first(self) -> Located:
+    def first(self) -> LocatedOom:
         return self.ooms[0]
 
     @property
-    def last(self) -> Located:
+    def last(self) -> LocatedOom:
         return self.ooms[-1]
 
     def __bool__(self) -> bool:
@@ -162,7 +162,7 @@ def find_oom(text: str) -> Oom | None:
     return found.last.oom if found else None
 
 
-def find_ooms(source: str | Excerpt) -> Found:
+def find_ooms(source: str | Excerpt) -> OomMessages:
     """All messages, each read as the text's line breaks make most sense."""
     text = source if isinstance(source, Excerpt) else Excerpt(source)
     found = _find(passages(text))
@@ -172,20 +172,20 @@ def find_ooms(source: str | Excerpt) -> Found:
     return replace(found, requests=text.requests)
 
 
-def _plain(located: Located) -> bool:
+def _plain(located: LocatedOom) -> bool:
     return located.oom.form != "disguised"
 
 
-def _find(all_passages: Iterable[Passage]) -> Found:
-    plain: list[Located] = []
-    disguised: list[Located] = []
+def _find(all_passages: Iterable[Passage]) -> OomMessages:
+    plain: list[LocatedOom] = []
+    disguised: list[LocatedOom] = []
     for passage in all_passages:
         here = [(at, oom) for reader in (_native, _async, _mps, _cpu) for at, oom in reader(passage.flat)]
         here.sort(key=lambda each: each[0])
-        plain += [Located(oom, passage, at) for at, oom in here]
+        plain += [LocatedOom(oom, passage, at) for at, oom in here]
         if not plain:
-            disguised += [Located(oom, passage, at) for at, oom in _without_words(passage)]
-    return Found(tuple(_ends(plain or disguised)))
+            disguised += [LocatedOom(oom, passage, at) for at, oom in _without_words(passage)]
+    return OomMessages(tuple(_ends(plain or disguised)))
 
 
 def _without_words(passage: Passage) -> list[tuple[int, Oom]]:

@@ -1,6 +1,6 @@
-"""Where in the program memory ran out: the traceback's frames, the phase of the job, and what the lines work on.
+"""Where in the program memory ran out: the traceback's frames, the phase of the job, what the lines work on.
 
-How frames of a traceback tell what was going on: by their files, their functions and the words of their code.
+Frames tell what was going on by their files, their functions and the words of their code.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from memfit.analysis.stacks import short_path
-from memfit.explaining.message import Located
+from memfit.explaining.message import LocatedOom
 
 _PACKAGES = re.compile(r"(?:site|dist)-packages/")
 
@@ -232,7 +232,7 @@ _ERROR = re.compile(r"\b[\w.]{1,80}(?:Error|Exception)\b(?::|$)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class FailurePlace:
     """`frames` is outermost first; phase None where nothing tells it."""
 
     frames: tuple[CodeFrame, ...] = ()
@@ -251,11 +251,11 @@ def frame_text(frame: CodeFrame) -> str:
     return f"{short_path(frame.path)}:{frame.line} {frame.function}".strip()
 
 
-def place_of(located: Located) -> Place:
+def place_of(located: LocatedOom) -> FailurePlace:
     return place_from(frames_before(located))
 
 
-def frames_before(located: Located) -> tuple[CodeFrame, ...]:
+def frames_before(located: LocatedOom) -> tuple[CodeFrame, ...]:
     """The frames of the traceback that ends in this message. Lines of other ranks do not count."""
     passage = located.passage
     at = passage.index_at(located.offset)
@@ -273,7 +273,7 @@ def frames_before(located: Located) -> tuple[CodeFrame, ...]:
     return tuple(_frames(text[: _end_of_frames(text, located)]))
 
 
-def _end_of_frames(text: str, located: Located) -> int:
+def _end_of_frames(text: str, located: LocatedOom) -> int:
     found = text.rfind(located.oom.message[:24]) if located.oom.message else -1
     return found if found >= 0 else len(text)
 
@@ -310,13 +310,13 @@ def frames_of_stack(lines: Sequence[str]) -> tuple[CodeFrame, ...]:
 _AROUND = ("evaluation", "generation", "calibration")
 
 
-def place_from(frames: Sequence[CodeFrame]) -> Place:
+def place_from(frames: Sequence[CodeFrame]) -> FailurePlace:
     """Frames are outermost first, as Python prints them."""
     if not frames:
-        return Place()
+        return FailurePlace()
     inner = list(reversed(frames))
     phase, because = phase_of(inner)
-    return Place(
+    return FailurePlace(
         frames=tuple(frames), phase=phase, because=because, detail=_detail(inner, phase),
         shown=next((frame for frame in inner if not LIBRARIES.at(frame)), inner[0]), hints=hints_of(inner, phase),
         written=_written(inner[0].code),
@@ -340,14 +340,14 @@ def _detail(inner: Sequence[CodeFrame], phase: str | None) -> str:
     return ""
 
 
-def of_another_engine(place: Place) -> bool:
+def of_another_engine(place: FailurePlace) -> bool:
     return any(map(ENGINES.at, place.frames))
 
 
-def collects(place: Place) -> bool:
+def collects(place: FailurePlace) -> bool:
     """Whether the tensor grows from batch to batch."""
     return any(map(COLLECTING.at, place.frames))
 
 
-def checkpointed(place: Place) -> bool:
+def checkpointed(place: FailurePlace) -> bool:
     return any(map(RECOMPUTING.at, place.frames))

@@ -17,7 +17,7 @@ from memfit.explaining.account import Interval
 from memfit.explaining.dimensions import (
     Dimensions,
     Factor,
-    Fingerprint,
+    TensorPattern,
     fingerprints_of,
     fingerprints_of_lora,
     is_round,
@@ -195,7 +195,7 @@ def _few_of_each(ranked: Iterable[Reading]) -> list[Reading]:
 
 
 def _matches(
-    print_: Fingerprint, having: tuple[Dimensions, ...], low: int, high: int, run: RunClues, sure: bool
+    print_: TensorPattern, having: tuple[Dimensions, ...], low: int, high: int, run: RunClues, sure: bool
 ) -> Iterator[Reading]:
     """`having`: the models that have such a tensor; none: it does not depend on the model."""
     positions = {model.positions for model in having if model.positions}
@@ -214,7 +214,7 @@ def _matches(
                 )  # fmt: skip
 
 
-def _able(having: tuple[Dimensions, ...], print_: Fingerprint, free: Sequence[Factor]) -> tuple[Dimensions, ...]:
+def _able(having: tuple[Dimensions, ...], print_: TensorPattern, free: Sequence[Factor]) -> tuple[Dimensions, ...]:
     """The models that have rows as long: gpt2 has no attention scores of 32,768 tokens. Windows to calibrate on are of
     those that have just so many positions, if there are such."""
     if print_.free in ("", "tokens"):
@@ -224,7 +224,7 @@ def _able(having: tuple[Dimensions, ...], print_: Fingerprint, free: Sequence[Fa
     return just or tuple(model for model in having if model.positions is None or model.positions >= length)
 
 
-def _by_moment(print_: Fingerprint, run: RunClues) -> int:
+def _by_moment(print_: TensorPattern, run: RunClues) -> int:
     points = 0
     if run.hints:
         points += RIGHT_LINE if print_.kind in run.hints else OTHER_LINE
@@ -234,7 +234,7 @@ def _by_moment(print_: Fingerprint, run: RunClues) -> int:
 
 
 def _free(
-    print_: Fingerprint, low: int, high: int, run: RunClues, positions: Collection[int], sure: bool
+    print_: TensorPattern, low: int, high: int, run: RunClues, positions: Collection[int], sure: bool
 ) -> Iterator[tuple[tuple[Factor, ...], int]]:
     """The numbers of the run that, times what is fixed, lie between `low` and `high`; and how good a guess they are."""
     if low > high or high < 1:

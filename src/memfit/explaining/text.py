@@ -1,4 +1,4 @@
-"""Text as people have it: wrapped by terminals, prefixed by loggers, escaped by JSON or HTML, coloured, megabytes long.
+"""Text as people have it: wrapped, prefixed by loggers, escaped by JSON or HTML, coloured, megabytes long.
 
     for passage in passages(excerpt_of(open_file)):
         passage.flat                    # one line, as the program wrote it
@@ -7,10 +7,9 @@
 A message may be broken at any place by any of these. A terminal that wraps breaks words, a person who wraps breaks at
 blanks: both ways of joining are offered, and the reader takes the one in which it finds more.
 
-Errors that mean 'out of memory' without its numbers: of libraries, of the driver, of the system.
-
-Most come up because torch's allocator already holds the memory that something else needs. So the cure is to leave room,
-not a smaller tensor: except on the host, where the process itself grew, and in programs that keep their own accounts.
+Some errors mean 'out of memory' without its numbers: of libraries, of the driver, of the system. Most come up because
+torch's allocator already holds the memory that something else needs. So the cure is to leave room, not a smaller
+tensor: except on the host, where the process itself grew, and in programs that keep their own accounts.
 """
 
 from __future__ import annotations

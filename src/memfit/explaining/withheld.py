@@ -12,7 +12,7 @@ from memfit.explaining.account import Account
 from memfit.explaining.cause import SIGNIFICANT, Cause
 from memfit.explaining.clues import Clues
 from memfit.explaining.message import Oom
-from memfit.explaining.place import Place, checkpointed
+from memfit.explaining.place import FailurePlace, checkpointed
 from memfit.explaining.tensor import Readings
 from memfit.units import format_bytes
 
@@ -34,14 +34,14 @@ class Withheld:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Situation:
+class Evidence:
     """All that the table looks at."""
 
     oom: Oom
     account: Account
     cause: Cause
     clues: Clues
-    place: Place
+    place: FailurePlace
     readings: Readings
     kind: str | None = None
     """Of the job: forward, train, lora, generate or prune."""
@@ -56,7 +56,7 @@ class Situation:
     """Levers that are predicted to save something on this job."""
 
 
-def withheld(case: Situation) -> list[Withheld]:
+def withheld(case: Evidence) -> list[Withheld]:
     if case.cause.kind == "host-memory":
         sure = case.cause.certainty == "certain"
         why = "the GPU's memory is not what ran out" if sure else "a GPU that is full raises an error and kills nothing"
@@ -71,7 +71,7 @@ def withheld(case: Situation) -> list[Withheld]:
     return [row for row in rows if not any(name.startswith(LEVERS.get(row.advice, "?")) for name in case.predicted)]
 
 
-def _empty_cache(case: Situation) -> Iterator[Withheld]:
+def _empty_cache(case: Evidence) -> Iterator[Withheld]:
     if case.cause.kind == "library":
         return  # there it gives memory to the library
     backend = case.oom.form if case.oom.form in ("xpu", "npu", "musa", "mlu") else "cuda"
@@ -79,7 +79,7 @@ def _empty_cache(case: Situation) -> Iterator[Withheld]:
     yield Withheld(f"torch.{backend}.empty_cache()", why)
 
 
-def _expandable(case: Situation) -> Iterator[Withheld]:
+def _expandable(case: Evidence) -> Iterator[Withheld]:
     name, fragmentation = "expandable_segments:True", case.cause.fragmentation
     if case.clues.expandable:
         yield Withheld(name, "it is on already; the message suggests it regardless")
@@ -95,7 +95,7 @@ def _expandable(case: Situation) -> Iterator[Withheld]:
         )
 
 
-def _split_size(case: Situation) -> Iterator[Withheld]:
+def _split_size(case: Evidence) -> Iterator[Withheld]:
     fragmentation = case.cause.fragmentation
     if fragmentation is None or fragmentation.verdict == "yes":
         return
@@ -105,7 +105,7 @@ def _split_size(case: Situation) -> Iterator[Withheld]:
     yield Withheld("max_split_size_mb", f"{why}, and it can raise what is reserved")
 
 
-def _smaller_batch(case: Situation) -> Iterator[Withheld]:
+def _smaller_batch(case: Evidence) -> Iterator[Withheld]:
     if case.place.phase == "loading":
         yield Withheld("a smaller batch", "it failed while loading: no batch was there yet")
     elif case.place.phase == "saving":
@@ -118,7 +118,7 @@ def _smaller_batch(case: Situation) -> Iterator[Withheld]:
         yield Withheld("a smaller batch", "it is 1 already; what can shrink is the sequence")
 
 
-def _checkpointing(case: Situation) -> Iterator[Withheld]:
+def _checkpointing(case: Evidence) -> Iterator[Withheld]:
     name = "gradient checkpointing"
     likeliest = case.readings.likeliest
     if case.kind in ("forward", "generate", "prune") or case.place.phase in INFERENCE:
@@ -135,7 +135,7 @@ def _when(phase: str | None) -> str:
     return f"while {phase}" if phase in ("loading", "saving") else f"in the {phase}"
 
 
-def _small_optimizer(case: Situation) -> Iterator[Withheld]:
+def _small_optimizer(case: Evidence) -> Iterator[Withheld]:
     name = "an 8-bit or paged optimizer"
     if case.kind in ("forward", "generate", "prune") or case.place.phase in INFERENCE:
         yield Withheld(name, "there is no optimizer here")
@@ -145,7 +145,7 @@ def _small_optimizer(case: Situation) -> Iterator[Withheld]:
         yield Withheld(name, f"the peak is {case.at_peak}, not optimizer states")
 
 
-def _autocast(case: Situation) -> Iterator[Withheld]:
+def _autocast(case: Evidence) -> Iterator[Withheld]:
     if (case.kind in ("forward", "generate") or case.place.phase in INFERENCE) and case.precision in (
         "fp32",
         "amp-bf16",
@@ -155,7 +155,7 @@ def _autocast(case: Situation) -> Iterator[Withheld]:
         )
 
 
-def _other_processes(case: Situation) -> Iterator[Withheld]:
+def _other_processes(case: Evidence) -> Iterator[Withheld]:
     name = "ending other processes"
     others = case.account.others_bytes
     if case.oom.form not in ("cuda", "hip") or not case.oom.processes or case.cause.kind == "limit":
@@ -169,14 +169,14 @@ def _other_processes(case: Situation) -> Iterator[Withheld]:
         yield Withheld(name, f"they hold {format_bytes(others)} in all, a display or a bare context")
 
 
-def _leak(case: Situation) -> Iterator[Withheld]:
+def _leak(case: Evidence) -> Iterator[Withheld]:
     if case.growth == "none":
         yield Withheld("looking for a memory leak", "the run's own record shows no growth between steps")
     elif case.growth == "long-batches":
         yield Withheld("looking for a memory leak", "the peak follows the length of the batch; nothing else grows")
 
 
-def _flash(case: Situation) -> Iterator[Withheld]:
+def _flash(case: Evidence) -> Iterator[Withheld]:
     likeliest, name = case.readings.likeliest, "flash attention"
     first = next(iter(case.readings.candidates), None)
     if first is not None and first.kind == "attention":
@@ -193,7 +193,7 @@ def _flash(case: Situation) -> Iterator[Withheld]:
         yield Withheld(name, f"it failed {_when(case.place.phase)}, not in attention")
 
 
-def by_fused_attention(case: Situation) -> bool:
+def by_fused_attention(case: Evidence) -> bool:
     """Whether the failing line is in an attention that can be fused."""
     frames = " ".join(f"{frame.path} {frame.function} {frame.code}" for frame in case.place.frames)
     return any(word in frames for word in FUSED)

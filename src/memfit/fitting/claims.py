@@ -1,4 +1,4 @@
-"""What a guide says of pruning, beside what is predicted of that very job, and which of the two is right."""
+"""What people say of pruning a model on a card, beside what is predicted of that very job, and who is right."""
 
 from __future__ import annotations
 

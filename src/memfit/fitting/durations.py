@@ -47,7 +47,7 @@ class Pace:
     of_roofline: Range
     kernel_seconds: Range
 
-    def of(self, roofline: float, kernels: int) -> Range:
+    def estimate(self, roofline: float, kernels: int) -> Range:
         pairs = zip(_three(self.of_roofline.times(roofline)), _three(self.kernel_seconds.times(kernels)), strict=True)
         return Range(*(max(pair) for pair in pairs))
 
@@ -119,7 +119,7 @@ def estimate(
     if tokens is not None:
         steps = -(-tokens // each)
     return Duration(
-        gpu=card, step=(AS_MEASURED if measured else ELSEWHERE).of(bound, cost.kernels), roofline_seconds=bound,
+        gpu=card, step=(AS_MEASURED if measured else ELSEWHERE).estimate(bound, cost.kernels), roofline_seconds=bound,
         kernels=cost.kernels, tokens_per_step=each, steps=steps, basis=_basis(work, card, measured),
     )  # fmt: skip
 

@@ -1,16 +1,10 @@
-"""`--emit`: the fitted job as something to run.
+"""`--emit`: the fitted job as something to run: a config, flags, or a Python file.
 
     yaml     a config for `memfit train --config`
     args     flags for a script of the Hugging Face Trainer, or for `memfit prune`
-    python   a file that trains with the Hugging Face Trainer, or runs the model
+    python   a file that trains with the Hugging Face Trainer, or runs the model; memfit only for its chunked loss
 
 A change for which there is no switch is refused with the form that has one: nothing of the answer is lost on the way.
-
-The fitted job as a Python file of the reader's own: transformers and peft, and memfit only for its chunked loss.
-
-What `--emit` can write.
-
-A pruning job as the flags of `memfit prune`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""The function of the guide on pruning requirements, under its own name and with its own keys, predicted.
+"""`memfit.estimate_memory`: what pruning a Llama of so many billion parameters takes, predicted.
 
-A Llama of any size: a shipped one where there is one of about that size, or else a shape between two of them.
+Parameters alone do not tell a shape: a shipped Llama where there is one of about that size, or else a shape between two
+of them.
 """
 
 from __future__ import annotations

@@ -4,9 +4,7 @@
     [change.lever.name for change in fitted.changes]
 
 Savings are never added up: every figure here is a prediction of the job with exactly those changes. What is cheap comes
-first (`fitting/levers.py`), and the global batch stays what it is.
-
-Models of the same kind that have fewer weights, for a job whose own model is too large for a card.
+first (`fitting/levers.py`), and the global batch stays what it is. Where nothing fits, a smaller model is looked for.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ from memfit.fitting.forecast import (
 )
 from memfit.fitting.levers import Lever, apply, checked_setting, levers_for
 from memfit.fitting.result import Alternative, Answer, Change, Fitted, set_aside
-from memfit.fitting.search import Found, Search, Set, dearness
+from memfit.fitting.search import Search, Set, Solution, dearness
 from memfit.fitting.step_cost import StepTime, step_time
 from memfit.fitting.whole_model import plan_whole_model
 from memfit.gpus import Gpu, find_gpu
@@ -101,7 +99,7 @@ def fit(
     check_margin(margin)
     work = with_global_batch(Workload.asked(workload, settings), global_batch)
     work = within(work, card, margin)
-    fitted = _Fitting(work, card, margin, tuple(checked_setting(name) for name in keep)).fitted(started)
+    fitted = _Fitter(work, card, margin, tuple(checked_setting(name) for name in keep)).fitted(started)
     if fitted.after.verdict == "fails":
         return fitted
     return dataclasses.replace(fitted, duration=estimate(fitted.fitted, card, steps=steps, tokens=tokens))
@@ -128,7 +126,7 @@ def check_margin(margin: float) -> None:
         raise UsageError(f"--margin {margin!r} is not a share between 0 and 1", hint="0.1 leaves a tenth of the card")
 
 
-class _Fitting:
+class _Fitter:
     def __init__(self, work: Workload, card: Gpu, margin: float, keep: tuple[str, ...]) -> None:
         self.work, self.card, self.margin, self.keep = work, card, margin, keep
         self.levers = levers_for(work, keep=keep)
@@ -154,18 +152,18 @@ class _Fitting:
             predictions=self.forecasts.made, seconds=time.perf_counter() - started,
         )  # fmt: skip
 
-    def _found(self, before: Forecast) -> tuple[Found, Answer]:
-        found = Found((), before) if before.fits else self._smallest()
+    def _found(self, before: Forecast) -> tuple[Solution, Answer]:
+        found = Solution((), before) if before.fits else self._smallest()
         if found is None:
             return self._nearest(), "nothing fits"
         whole = self.forecasts.of(found.forecast.workload, whole=True)
         if whole.fits:
-            return Found(found.levers, whole), "fits" if found.levers else "fits already"
+            return Solution(found.levers, whole), "fits" if found.levers else "fits already"
         self._look_at_every_micro_step()
         found = self._smallest()
         return (found, "fits") if found is not None else (self._nearest(), "nothing fits")
 
-    def _smallest(self) -> Found | None:
+    def _smallest(self) -> Solution | None:
         """Of two changes that cost time one may do, if it goes further; not where that takes longer."""
         found = self._as_if_alone() or self.search.smallest()
         fewer = self.search.fewer(found) if found is not None else None
@@ -173,14 +171,14 @@ class _Fitting:
             found, fewer = fewer, self.search.fewer(fewer)
         return found
 
-    def _as_if_alone(self) -> Found | None:
+    def _as_if_alone(self) -> Solution | None:
         """What makes a process without others fit mostly does so for one of DDP, whose forecasts take long: it is tried
         first, and left out of it what is not needed."""
         alone = without_others(self.work)
         found = None if alone is self.work else Search(alone, self.levers, self.forecasts).smallest()
         return self.search.shrunk(found) if found is not None and self.search.fits(found.levers) else None
 
-    def _is_slower(self, one: Found, other: Found) -> bool:
+    def _is_slower(self, one: Solution, other: Solution) -> bool:
         this, that = (self._time(each.forecast.workload) for each in (one, other))
         return this is None or that is None or not this.seconds or not that.seconds or this.seconds > that.seconds
 
@@ -196,7 +194,7 @@ class _Fitting:
         self.forecasts.made, self.forecasts.seconds = made, seconds
         self.search = Search(self.work, self.levers, self.forecasts)
 
-    def _nearest(self) -> Found:
+    def _nearest(self) -> Solution:
         """All that lowers the peak; of what runs, less what does not."""
         grown = self.search.nearest()
         kept, peak = grown.levers, grown.forecast.device_bytes
@@ -204,7 +202,7 @@ class _Fitting:
             fewer = tuple(each for each in kept if each is not lever)
             if self._bytes(fewer, peak) <= peak:
                 kept = fewer
-        return Found(kept, self.search.forecast(kept), grown.refused)
+        return Solution(kept, self.search.forecast(kept), grown.refused)
 
     def _bytes(self, levers: Set, most: int) -> float:
         """More than `most` is as good as any number."""
@@ -214,7 +212,7 @@ class _Fitting:
         except MemfitError:
             return float("inf")
 
-    def _changes(self, found: Found, *, proven: bool) -> Iterator[Change]:
+    def _changes(self, found: Solution, *, proven: bool) -> Iterator[Change]:
         """`proven`: each is needed. What does not run has no time."""
         chosen, timed = found.levers, found.forecast.runs
         before, time_before = self.search.forecast(()), self._time(self.work) if chosen and timed else None

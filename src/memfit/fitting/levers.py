@@ -1,16 +1,11 @@
-"""A change to a job's settings that can save memory, and what a person should know of it.
-
-What can be changed about a job so that it takes less memory, the cheapest first, and how to switch each on.
+"""What can be changed about a job so that it takes less memory, the cheapest first, and how to switch each on.
 
     levers = levers_for(workload, keep=("seq_len", "rank"))
     apply(workload, levers[:2])
 
 A lever only says which settings it changes. What it saves is not written anywhere: that is the difference of two
-predictions of the very job (`fitting/fit.py`). The global batch is never changed by any of them.
-
-Every lever that memfit knows, by kind of job, the cheapest first.
-
-Those that are on already, or that a job has no use for, are not named.
+predictions of the very job (`fitting/fit.py`). The global batch is never changed by any of them. Levers that are on
+already, or that a job has no use for, are not named.
 """
 
 from __future__ import annotations

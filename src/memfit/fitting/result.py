@@ -1,8 +1,4 @@
-"""What `memfit fit` answers, as data: the changes, each with its peak before and after, and the proof that none is too
-many.
-
-Levers that are not in the answer, each with the reason: it cannot help, it is not needed, it is not to be had.
-"""
+"""What `memfit fit` answers, as data: the changes with their peaks, the proof of each, and the levers left out."""
 
 from __future__ import annotations
 
@@ -14,7 +10,7 @@ from memfit.errors import MemfitError
 from memfit.fitting.durations import Duration
 from memfit.fitting.forecast import Forecast, global_batch_of
 from memfit.fitting.levers import CACHED, Lever
-from memfit.fitting.search import Found, Set, can_lower
+from memfit.fitting.search import Set, Solution, can_lower
 from memfit.fitting.step_cost import StepTime
 from memfit.fitting.whole_model import WholeModel
 from memfit.gpus import Gpu
@@ -32,7 +28,7 @@ PHASES = {"step": "the optimizer's step", "": "the traced code"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class SetAside:
+class UnusedLever:
     name: str
     cost: str
     why: Why
@@ -43,8 +39,8 @@ class SetAside:
 
 
 def set_aside(
-    levers: Sequence[Lever], found: Found, before: Forecast, refused: Mapping[str, str]
-) -> tuple[SetAside, ...]:
+    levers: Sequence[Lever], found: Solution, before: Forecast, refused: Mapping[str, str]
+) -> tuple[UnusedLever, ...]:
     """One for each group, under its strongest lever that is to be had; a group of the answer goes without saying.
     `refused` cannot be planned even alone."""
     taken = {lever.group for lever in found.levers}
@@ -58,7 +54,7 @@ def set_aside(
     )
 
 
-def _reason(lever: Lever, found: Found, before: Forecast, refused: Mapping[str, str]) -> SetAside:
+def _reason(lever: Lever, found: Solution, before: Forecast, refused: Mapping[str, str]) -> UnusedLever:
     after = found.forecast
     if lever.missing is not None:
         return _aside(lever, "unavailable", f"needs {lever.missing}, which is not installed")
@@ -74,8 +70,8 @@ def _reason(lever: Lever, found: Found, before: Forecast, refused: Mapping[str, 
     return _aside(lever, "would not help", why)
 
 
-def _aside(lever: Lever, why: Why, reason: str) -> SetAside:
-    return SetAside(name=WITH_STEPS.get(lever.group, lever.name), cost=lever.cost, why=why, reason=reason)
+def _aside(lever: Lever, why: Why, reason: str) -> UnusedLever:
+    return UnusedLever(name=WITH_STEPS.get(lever.group, lever.name), cost=lever.cost, why=why, reason=reason)
 
 
 def _nothing_there(lever: Lever, forecast: Forecast) -> str:
@@ -163,7 +159,7 @@ class Fitted(Shown):
     one_step_back: tuple[Lever, Forecast] | None
     """And that no weaker one of its kind will do: the next weaker lever, and the job with it instead."""
     alternatives: tuple[Alternative, ...]
-    set_aside: tuple[SetAside, ...]
+    set_aside: tuple[UnusedLever, ...]
     smallest_gpu_bytes: int | None
     """Where nothing fits: the least card on which the nearest set runs."""
     enough_gpu_bytes: int | None

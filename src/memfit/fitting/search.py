@@ -31,7 +31,7 @@ STRONGEST_FIRST = ("micro-batch", "sequence", "rank", "beams", "new tokens", "wi
 
 
 @dataclass(frozen=True)
-class Found:
+class Solution:
     levers: Set
     forecast: Forecast
     """Of the job with all of them."""
@@ -64,19 +64,19 @@ class Search:
         except MemfitError:  # a change that does not go without another
             return False
 
-    def smallest(self, *, start: Set = (), without: Iterable[str] = ()) -> Found | None:
+    def smallest(self, *, start: Set = (), without: Iterable[str] = ()) -> Solution | None:
         """With no lever of the groups in `without`; None where all levers together are not enough. A set to `start`
         from is one that is known to be of use."""
         banned = set(without)
         grown = next((each for each in self._ways(start, banned) if each.forecast.fits), None)
         return None if grown is None else self.shrunk(self._with_all_that_is_cheaper(grown, banned))
 
-    def nearest(self) -> Found:
+    def nearest(self) -> Solution:
         """Of what does not fit, the least."""
-        ways = [Found(each.levers, self.forecast(each.levers), each.refused) for each in self._ways((), set())]
+        ways = [Solution(each.levers, self.forecast(each.levers), each.refused) for each in self._ways((), set())]
         return min(ways, key=lambda each: each.forecast.device_bytes)
 
-    def _ways(self, start: Set, banned: set[str]) -> Iterator[Found]:
+    def _ways(self, start: Set, banned: set[str]) -> Iterator[Solution]:
         """Where two levers do not go together the dearer may be the one to take, so it is tried again without the
         other."""
         found = self.grown(start=start, without=banned)
@@ -86,7 +86,7 @@ class Search:
             other = self.grown(without={*banned, in_the_way.group})
             yield dataclasses.replace(other, refused=(*other.refused, in_the_way))
 
-    def _in_the_way(self, found: Found) -> Lever | None:
+    def _in_the_way(self, found: Solution) -> Lever | None:
         """The dearest that costs time and does not go with one that was refused."""
         chosen = [lever for lever in reversed(found.levers) if lever.cost == "time"]
         pairs = ((lever, other) for lever in chosen for other in found.refused)
@@ -95,9 +95,9 @@ class Search:
 
     # -- growing -------------------------------------------------------------------------------------------------------
 
-    def grown(self, *, start: Set = (), without: Iterable[str] = ()) -> Found:
+    def grown(self, *, start: Set = (), without: Iterable[str] = ()) -> Solution:
         """Until it fits, or nothing is left that could lower the peak."""
-        banned, found = set(without), Found(start, self.glance(start))
+        banned, found = set(without), Solution(start, self.glance(start))
         useless: set[str] = set()
         refused: dict[str, Lever] = {}
         while not found.forecast.fits:
@@ -113,13 +113,13 @@ class Search:
                 self._see_whether_it_goes_alone(lever)
                 continue
             if lowers:
-                found, useless = Found(larger, forecast), set()
+                found, useless = Solution(larger, forecast), set()
             else:
                 useless.add(lever.name)
                 if forecast.device_bytes > found.forecast.device_bytes:
                     self.raising.add(lever.name)
         together = tuple(lever for lever in refused.values() if lever.name not in self.refused)
-        return Found(found.levers, found.forecast, together)
+        return Solution(found.levers, found.forecast, together)
 
     def _is_lower(self, forecast: Forecast, before: Forecast) -> bool:
         """A bound that is no higher than a forecast says little of the two."""
@@ -134,7 +134,7 @@ class Search:
         if refusal is not None:
             self.refused[lever.name] = refusal.message
 
-    def _next(self, found: Found, banned: set[str], useless: set[str]) -> Lever | None:
+    def _next(self, found: Solution, banned: set[str], useless: set[str]) -> Lever | None:
         """The cheapest that is stronger than what the set has, and that could lower the peak."""
         for lever in self.levers:
             group = self.groups[lever.group]
@@ -160,7 +160,7 @@ class Search:
 
     # -- shrinking -----------------------------------------------------------------------------------------------------
 
-    def _with_all_that_is_cheaper(self, found: Found, banned: set[str]) -> Found:
+    def _with_all_that_is_cheaper(self, found: Solution, banned: set[str]) -> Solution:
         """What did not change the peak by itself may still spare a dearer change: shrinking tells."""
         dearest = max(self.levers.index(lever) for lever in found.levers)
         groups = {lever.group for lever in found.levers} | banned
@@ -170,25 +170,25 @@ class Search:
             cheaper = [lever for lever in group if self.levers.index(lever) < dearest and lever.name not in of_no_use]
             if name not in groups and cheaper:
                 more = self._with(more, cheaper[-1])
-        return Found(more, found.forecast) if more != found.levers and self.fits(more) else found
+        return Solution(more, found.forecast) if more != found.levers and self.fits(more) else found
 
-    def shrunk(self, found: Found) -> Found:
+    def shrunk(self, found: Solution) -> Solution:
         chosen = found.levers
         while True:
             smaller = chosen
             for lever in reversed(chosen):
                 smaller = self._as_little_as_will_do(smaller, lever)
             if smaller == chosen:
-                return Found(chosen, self.forecast(chosen))
+                return Solution(chosen, self.forecast(chosen))
             chosen = smaller
 
-    def fewer(self, found: Found) -> Found | None:
+    def fewer(self, found: Solution) -> Solution | None:
         """One change less that costs time, where others of the set that do go as far as they can instead."""
         for lever in reversed(found.levers):
             others = tuple(each for each in found.levers if each is not lever)
             further = self.ordered(self._strongest(each) if each.cost == "time" else each for each in others)
             if lever.cost == "time" and further != others and self.fits(further):
-                return self.shrunk(Found(further, self.forecast(further)))
+                return self.shrunk(Solution(further, self.forecast(further)))
         return None
 
     def _strongest(self, lever: Lever) -> Lever:

@@ -6,26 +6,16 @@
 
 Nothing is a formula of the model: the job's own step runs without memory while its ops are counted
 (`tracing/costs.py`), so what checkpointing computes again and what a chunked loss reads again is there by itself.
-Blocks are alike, so two models of few blocks give the line for any number of them, and a micro-step in the middle of an
-accumulation stands for the others.
+Blocks are alike, so two models of few blocks give the line for any number of them; a micro-step in the middle of an
+accumulation, and a micro-batch of a pruning, stand for the others. Each generated token reads a longer cache by the
+same amount: the line through the third and the fourth is held against the last, and where it does not meet that (a
+window that is full) all are counted.
 
 The time is a roofline, kernel by kernel: each takes the longer of its arithmetic at the card's peak and its bytes at
 the card's bandwidth, and one runs after the other; a phase takes as long as its kernels, or as its bytes over the link
 to the host where that is longer. No kernel reaches its peak, so this is a bound from below. What it is good for is the
 ratio of two of them: how much longer a step takes with a lever on. A small model's kernels are shorter than the host
 takes to launch them; there both time and ratio say little, and `kernels` tells how many there are.
-
-What a change does to one step: FLOPs, bytes, and by a roofline the least time on the card.
-
-What generating tokens costs, from its first few: each later token reads a longer cache, by the same amount more.
-
-The line through the third and the fourth token is held against the last one, counted after a prompt that ends where the
-generation does. A cache that stops growing at its window shows there, and all tokens are counted.
-
-What pruning costs: the engine's own passes over blocks and micro-batches, counted for few of each.
-
-Weights come from the host and go back there while a plan looks on from another thread and without them, so each block
-is counted once in and once out, over the link and in the GPU's memory.
 """
 
 from __future__ import annotations
@@ -218,8 +208,8 @@ def on_line(less: Mapping[str, Ops], more: Mapping[str, Ops], units: int) -> dic
     return {phase: combined([(less[phase], 1 - units), (more[phase], units)]) for phase in less}
 
 
-def by_mark(made: Trace, counter: OpCosts) -> list[Marked]:
-    return [Marked(mark.phase, mark.step, counter.by_mark.get(at, {})) for at, mark in enumerate(made.marks)]
+def by_mark(made: Trace, counter: OpCosts) -> list[MarkCount]:
+    return [MarkCount(mark.phase, mark.step, counter.by_mark.get(at, {})) for at, mark in enumerate(made.marks)]
 
 
 def combined(parts: Iterable[tuple[Ops, int]]) -> Ops:
@@ -246,7 +236,7 @@ def _counted(work: Workload, layers: int | None) -> dict[str, Ops]:
 
 
 @dataclass(frozen=True)
-class Marked:
+class MarkCount:
     """What was counted from one mark of a phase to the next."""
 
     phase: str
@@ -254,7 +244,7 @@ class Marked:
     ops: Ops
 
 
-def counted_marks(work: Workload, layers: int | None, *, tokens: int | None = None) -> list[Marked]:
+def counted_marks(work: Workload, layers: int | None, *, tokens: int | None = None) -> list[MarkCount]:
     from memfit.planning.on_trace import prepare_without_memory, trace_job
     from memfit.tracing.costs import OpCosts
 
@@ -269,12 +259,12 @@ def counted_marks(work: Workload, layers: int | None, *, tokens: int | None = No
     return by_mark(made, counters[-1])
 
 
-def last_step(marks: list[Marked]) -> list[Marked]:
+def last_step(marks: list[MarkCount]) -> list[MarkCount]:
     last = max(mark.step for mark in marks if mark.phase == "forward")
     return [mark for mark in marks if mark.step == last]
 
 
-def _with_all_micro_steps(marks: list[Marked], micro_steps: int) -> Iterator[Marked]:
+def _with_all_micro_steps(marks: list[MarkCount], micro_steps: int) -> Iterator[MarkCount]:
     forwards = [number for number, mark in enumerate(marks) if mark.phase == "forward"]
     yield from marks
     if micro_steps > MICRO_STEPS:
@@ -283,7 +273,7 @@ def _with_all_micro_steps(marks: list[Marked], micro_steps: int) -> Iterator[Mar
             yield dataclasses.replace(mark, ops=combined([(mark.ops, micro_steps - MICRO_STEPS)]))
 
 
-def summed(marks: Iterable[Marked]) -> dict[str, Ops]:
+def summed(marks: Iterable[MarkCount]) -> dict[str, Ops]:
     by_phase: dict[str, list[tuple[Ops, int]]] = {}
     for mark in marks:
         by_phase.setdefault(mark.phase, []).append((mark.ops, 1))
@@ -395,7 +385,7 @@ def _count_pruning(work: Workload, layers: int | None, few: int) -> tuple[dict[s
     made, windows, block_bytes = traced_with(work, H200, blocks, layers=layers, few=few, beside=counting)
     moved = {OpCost(0, False, block_bytes, block_bytes): 1}
 
-    def with_weights(mark: Marked) -> Marked:
+    def with_weights(mark: MarkCount) -> MarkCount:
         if mark.phase not in MOVES_THE_BLOCK:
             return mark
         return dataclasses.replace(mark, ops=combined([(mark.ops, 1), (moved, 1)]))

@@ -1,8 +1,8 @@
 """`memfit table`: models against workloads against cards, every figure a prediction.
 
-Two guides end in such a table, and in a matrix of what to run on which card. Theirs were estimated; here each row is
-what `memfit plan` says of that job, and each cell what it says of that card. For pruning there are two rows: memfit's
-own way, which streams the model, and the public code's, which has all of it on the card.
+A row is what `memfit plan` says of that job, a cell what it says of that card. For pruning there are two rows: memfit's
+own way, which streams the model, and the public code's, which has all of it on the card; beside them stands what people
+say of the same jobs (`memfit/guides/`).
 
 Not every cell needs a plan of its own. Far below what a job needs a card fails; far above, and above a card on which
 the job is safe, it is safe; what lies between is planned on that very card, with its own kernels.
@@ -61,7 +61,7 @@ class Cell:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class TableRow:
     workload: Workload
     way: str | None
     plan: Plan
@@ -103,7 +103,7 @@ class Table(Shown):
     seq_len: int
     nsamples: int
     cards: Mapping[str, Gpu]
-    rows: tuple[Row, ...]
+    rows: tuple[TableRow, ...]
     decisions: tuple[CheckedClaim, ...]
     examples: tuple[CheckedClaim, ...]
     savings: tuple[CheckedSaving, ...]
@@ -199,7 +199,7 @@ def make_table(
     savings = [saving for saving in SAVINGS if resolve(saving.model).name in pruned]
     steps = _Steps(on_step, len(jobs) + len(claims) + len(savings))
     plans = PlanMemo()
-    rows: list[Row] = []
+    rows: list[TableRow] = []
     refused: list[tuple[str, MemfitError]] = []
     for work, way in jobs:
         name = f"{work.kind} of {work.model}"
@@ -274,7 +274,7 @@ def _cards(gpus: Sequence[str]) -> dict[str, Gpu]:
     return dict(sorted(cards.items(), key=lambda item: item[1].capacity_bytes))
 
 
-def _row(work: Workload, way: str | None, cards: Mapping[str, Gpu], plans: PlanMemo) -> Row:
+def _row(work: Workload, way: str | None, cards: Mapping[str, Gpu], plans: PlanMemo) -> TableRow:
     plan = plans.plan(work, way, None)
     guide = None
     if way == WHOLE and (work.seq_len, work.nsamples) == (2048, 128):
@@ -283,7 +283,7 @@ def _row(work: Workload, way: str | None, cards: Mapping[str, Gpu], plans: PlanM
     def planned(card: Gpu) -> Plan:
         return plans.plan(work, way, card)
 
-    return Row(workload=work, way=way, plan=plan, guide=guide, cells=_cells(planned, plan, cards, way == STREAMED))
+    return TableRow(workload=work, way=way, plan=plan, guide=guide, cells=_cells(planned, plan, cards, way == STREAMED))
 
 
 def _cells(planned: Callable[[Gpu], Plan], plan: Plan, cards: Mapping[str, Gpu], adapts: bool) -> dict[str, Cell]:

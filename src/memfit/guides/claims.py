@@ -1,4 +1,4 @@
-"""What the documents on pruning and training say of memory, as data: tables, examples, advice and what it is to save.
+"""What the documents on pruning and training say of memory: tables, examples, and advice with its savings.
 
 Those on pruning are about the public Wanda code, which has the whole model on the GPU. GB is 10^9 bytes in the
 requirements guide (2 x 6.74 billion is its 14 GB for a 7B) and 2^30 in the debugging guide, whose formula divides by

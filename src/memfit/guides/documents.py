@@ -1,4 +1,4 @@
-"""The five documents that memfit answers: their titles, what each asks its reader to do, and the command that does it.
+"""The five documents that memfit answers: their titles, what each asks for, and the command that does it.
 
 docs/guides.md shows them beside what is predicted of their claims (`make guides`).
 """

@@ -1,4 +1,4 @@
-"""Every file of the *Memory Profiling Module*, and its parts (a) to (e) answered from measured or predicted profiles.
+"""Every file of the *Memory Profiling Module*, and its parts (a) to (e) answered from profiles.
 
     results/memory_profiling/
         2.7B_ctx{128,256,512}_{forward,training}_snapshot.pickle

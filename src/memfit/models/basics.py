@@ -14,7 +14,7 @@ from torch import nn
 from memfit.models.presets import SIZES, BasicsConfig
 
 
-class RMSNorm(nn.Module):
+class BasicsRMSNorm(nn.Module):
     def __init__(self, width: int, eps: float = 1e-5) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
@@ -38,7 +38,7 @@ class Linear(nn.Module):
         return torch.einsum("...i,oi->...o", x, self.weight)
 
 
-class RotaryPositions(nn.Module):
+class BasicsRotaryPositions(nn.Module):
     tables: torch.Tensor
 
     def __init__(self, width: int, context_length: int, theta: float) -> None:
@@ -96,10 +96,10 @@ class SwiGLU(nn.Module):
         return self.w2(gate * torch.sigmoid(gate) * self.w3(x))  # type: ignore[no-any-return]
 
 
-class Block(nn.Module):
+class BasicsBlock(nn.Module):
     def __init__(self, config: BasicsConfig) -> None:
         super().__init__()
-        self.ln1, self.ln2 = RMSNorm(config.d_model), RMSNorm(config.d_model)
+        self.ln1, self.ln2 = BasicsRMSNorm(config.d_model), BasicsRMSNorm(config.d_model)
         self.attn, self.ffn = Attention(config), SwiGLU(config)
 
     def forward(self, x: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
@@ -112,9 +112,11 @@ class BasicsTransformer(nn.Module):
         super().__init__()
         self.config = config
         self.token_embeddings = nn.Embedding(config.vocab_size, config.d_model)
-        self.positions = RotaryPositions(config.d_model // config.num_heads, config.context_length, config.rope_theta)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
-        self.ln_final = RMSNorm(config.d_model)
+        self.positions = BasicsRotaryPositions(
+            config.d_model // config.num_heads, config.context_length, config.rope_theta
+        )
+        self.layers = nn.ModuleList(BasicsBlock(config) for _ in range(config.num_layers))
+        self.ln_final = BasicsRMSNorm(config.d_model)
         self.lm_head = Linear(config.d_model, config.vocab_size)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Sizes of the CS336 course's Transformer as transformers keeps settings: under generic names, and in a config.json."""
+"""Sizes of the CS336 course's Transformer as transformers keeps settings, in a config.json."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ CONNECT_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredTensor:
     """One tensor in a file."""
 
     name: str
@@ -55,7 +55,7 @@ class Stored:
 @dataclass(frozen=True, slots=True)
 class WeightFile:
     path: Path
-    tensors: tuple[Stored, ...]
+    tensors: tuple[StoredTensor, ...]
     """In the order in which their bytes lie."""
     metadata: Mapping[str, str]
 
@@ -65,7 +65,7 @@ class WeightStore:
 
     def __init__(self, files: list[WeightFile]) -> None:
         self.files = tuple(files)
-        self.stored: dict[str, Stored] = {}
+        self.stored: dict[str, StoredTensor] = {}
         for file in files:
             for tensor in file.tensors:
                 if tensor.name in self.stored:
@@ -137,7 +137,7 @@ def read_header(path: Path, number: int = 0) -> WeightFile:
     return WeightFile(path, tuple(tensors), metadata if isinstance(metadata, dict) else {})
 
 
-def _tensor(path: Path, name: str, entry: Any, base: int, size: int, number: int) -> Stored:
+def _tensor(path: Path, name: str, entry: Any, base: int, size: int, number: int) -> StoredTensor:
     try:
         dtype, shape = str(entry["dtype"]), tuple(int(n) for n in entry["shape"])
         begin, end = (int(n) for n in entry["data_offsets"])
@@ -148,7 +148,7 @@ def _tensor(path: Path, name: str, entry: Any, base: int, size: int, number: int
     nbytes = math.prod(shape) * ITEM_BYTES[dtype]
     if min(shape, default=0) < 0 or begin < 0 or end - begin != nbytes or base + end > size:
         raise InputError(f"{path}: weight '{name}' does not lie where its table says; was the file cut off?")
-    return Stored(name, dtype, shape, number, base + begin, nbytes)
+    return StoredTensor(name, dtype, shape, number, base + begin, nbytes)
 
 
 def _files_of(folder: Path) -> Iterator[Path]:

@@ -5,10 +5,8 @@ model. Here a file must state the sizes itself, in possible numbers, and every r
 and the key as written. What transformers would run or look up by itself (`auto_map`, attention kernels from the Hub) is
 left out of what it gets to see.
 
-What a model ends in: the class that a config.json names under `architectures`.
-
-Most name a language model. Some name one that was fine-tuned into something else, with another head and another loss:
-it is planned as such, or refused.
+What a model ends in is the class under `architectures`. Most name a language model; some were fine-tuned into something
+else, with another head and another loss: such a one is planned as that, or refused.
 """
 
 from __future__ import annotations
@@ -59,7 +57,7 @@ UNSEEN |= {"experts_implementation", "_experts_implementation", "_experts_implem
 
 
 @dataclass(frozen=True)
-class Family:
+class ConfigFamily:
     """What a config class of transformers says of itself."""
 
     model_type: str
@@ -127,7 +125,7 @@ def model_type_of(data: Mapping[str, Any], where: str) -> str:
     return value
 
 
-def check_config(data: Mapping[str, Any], family: Family, where: str) -> dict[str, Any]:
+def check_config(data: Mapping[str, Any], family: ConfigFamily, where: str) -> dict[str, Any]:
     """The settings that transformers may see, once they are stated, of the right type and possible together."""
     unseen = UNSEEN | family.constants
     seen = {key: value for key, value in data.items() if key not in unseen and key.isidentifier()}
@@ -172,7 +170,7 @@ def _check_number(key: str, value: object, where: str) -> None:
         raise InputError(f"{where}: '{key}' is {show(value)}, which no model has")
 
 
-def _check_names(data: Mapping[str, Any], family: Family, where: str) -> None:
+def _check_names(data: Mapping[str, Any], family: ConfigFamily, where: str) -> None:
     for key in data:
         if key.startswith("__") or key in family.methods:
             raise InputError(f"{where}: '{key}' is not a setting of a '{family.model_type}' model")
@@ -180,7 +178,7 @@ def _check_names(data: Mapping[str, Any], family: Family, where: str) -> None:
         raise InputError(f"{where}: 'per_layer_config' (layers of different sizes) is not supported")
 
 
-def _check_stated(data: Mapping[str, Any], family: Family, where: str) -> None:
+def _check_stated(data: Mapping[str, Any], family: ConfigFamily, where: str) -> None:
     """Whatever the class would otherwise fill in by itself."""
     for name in (*GENERIC, *OWN_DEFAULT) if family.known else GENERIC:
         own = family.renamed.get(name, name)
@@ -191,7 +189,7 @@ def _check_stated(data: Mapping[str, Any], family: Family, where: str) -> None:
             )
 
 
-def _get(data: Mapping[str, Any], family: Family, name: str) -> tuple[str, Any] | None:
+def _get(data: Mapping[str, Any], family: ConfigFamily, name: str) -> tuple[str, Any] | None:
     """A setting under its own or its generic name: GPT-2 writes `n_embd` and also takes `hidden_size`."""
     for key in (family.renamed.get(name, name), name):
         if data.get(key) is not None:
@@ -199,7 +197,7 @@ def _get(data: Mapping[str, Any], family: Family, name: str) -> tuple[str, Any] 
     return None
 
 
-def _check_value(key: str, value: Any, family: Family, where: str) -> None:
+def _check_value(key: str, value: Any, family: ConfigFamily, where: str) -> None:
     if value is None:
         return
     if _is_size(key, family) and (family.known or not isinstance(value, list)):  # Gemma 3n has a size per layer
@@ -215,7 +213,7 @@ def _check_value(key: str, value: Any, family: Family, where: str) -> None:
         raise InputError(f"{where}: '{key}' is {show(value)}, not a number from 0 to 1")
 
 
-def _is_size(key: str, family: Family) -> bool:
+def _is_size(key: str, family: ConfigFamily) -> bool:
     """By its generic name, or by the family's own name for that."""
     return key in POSITIVE or any(own == key for name, own in family.renamed.items() if name in POSITIVE)
 
@@ -224,7 +222,7 @@ def _is_share(value: object) -> bool:
     return isinstance(value, int | float) and 0 <= value <= 1
 
 
-def _check_heads(data: Mapping[str, Any], family: Family, where: str) -> None:
+def _check_heads(data: Mapping[str, Any], family: ConfigFamily, where: str) -> None:
     """Only for known families: elsewhere a head's width may follow rules of its own, which transformers checks."""
     if not family.known:
         return
@@ -250,7 +248,7 @@ def _divisors_hint(hidden: int, heads: int) -> str:
     return f"{hidden} works with {', '.join(most) + ' or ' if most else ''}{last} heads"
 
 
-def _check_weights(data: Mapping[str, Any], family: Family, where: str) -> None:
+def _check_weights(data: Mapping[str, Any], family: ConfigFamily, where: str) -> None:
     """No single weight beyond `MAX_WEIGHT_ELEMENTS`, as far as the named sizes tell."""
 
     def size(*names: str) -> int:

@@ -1,9 +1,4 @@
-"""Whether a model's files are on this machine: the same places that a run looks in, without fetching anything.
-
-The tokenizer of a model on the Hub, without its weights.
-
-`--model` of a job that needs weights: a folder, a hub id, a GGUF file; and the tokenizer that belongs to it.
-"""
+"""A model's files on this machine: where a run looks for weights and tokenizer, without fetching anything."""
 
 from __future__ import annotations
 

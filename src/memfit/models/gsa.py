@@ -67,7 +67,7 @@ class GsaConfig(PreTrainedConfig):  # type: ignore[misc,unused-ignore]
         return self.d_model // self.n_heads
 
 
-class RMSNorm(nn.Module):
+class GsaRMSNorm(nn.Module):
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
@@ -80,7 +80,7 @@ class RMSNorm(nn.Module):
         )
 
 
-class RotaryPositions(nn.Module):
+class GsaRotaryPositions(nn.Module):
     cos: Tensor
     sin: Tensor
 
@@ -215,12 +215,12 @@ class FeedForward(nn.Module):
         return self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
 
 
-class Block(GradientCheckpointingLayer):  # type: ignore[misc,unused-ignore]
+class GsaBlock(GradientCheckpointingLayer):  # type: ignore[misc,unused-ignore]
     def __init__(self, config: GsaConfig) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(config.d_model, config.norm_eps)
+        self.attention_norm = GsaRMSNorm(config.d_model, config.norm_eps)
         self.attention = SparseAttention(config)
-        self.ffn_norm = RMSNorm(config.d_model, config.norm_eps)
+        self.ffn_norm = GsaRMSNorm(config.d_model, config.norm_eps)
         self.ffn = FeedForward(config)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -233,7 +233,7 @@ class GsaForCausalLM(PreTrainedModel):  # type: ignore[misc,unused-ignore]
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _supports_sdpa = True
-    _no_split_modules = ["Block"]  # noqa: RUF012
+    _no_split_modules = ["GsaBlock"]  # noqa: RUF012
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
 
     def __init__(self, config: GsaConfig) -> None:
@@ -275,7 +275,7 @@ class GsaForCausalLM(PreTrainedModel):  # type: ignore[misc,unused-ignore]
             nn.init.xavier_uniform_(module.weight_proj.weight, gain=0.1)
             nn.init.zeros_(module.weight_proj.bias)
             nn.init.zeros_(module.bias)
-        elif isinstance(module, RotaryPositions):
+        elif isinstance(module, GsaRotaryPositions):
             module.fill()
 
 
@@ -284,9 +284,9 @@ class GsaDecoder(nn.Module):
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.d_model)
         # One pair of tables for all layers: the published code has one for each, 4 GiB of them at its class defaults.
-        self.positions = RotaryPositions(config.head_dim, config.max_position_embeddings, config.rope_theta)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layers))
-        self.norm = RMSNorm(config.d_model, config.norm_eps)
+        self.positions = GsaRotaryPositions(config.head_dim, config.max_position_embeddings, config.rope_theta)
+        self.layers = nn.ModuleList(GsaBlock(config) for _ in range(config.n_layers))
+        self.norm = GsaRMSNorm(config.d_model, config.norm_eps)
 
     def forward(self, input_ids: Tensor, **_: Any) -> Tensor:
         x = self.embed_tokens(input_ids)

@@ -1,9 +1,7 @@
-"""The models that come with memfit as code, made known to transformers: GSA, and the Transformer of the CS336 course.
+"""The models that come with memfit as code, made known to transformers: GSA, and that of the CS336 course.
 
 GSA is a model of transformers' own kind in all respects. The course's Transformer is a plain module: transformers keeps
 its settings, and `build_plain` makes it.
-
-Where a model keeps its blocks.
 """
 
 from __future__ import annotations

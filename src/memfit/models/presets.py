@@ -2,13 +2,8 @@
 
 `presets.json` holds, for each published model, the fields of its `config.json` that change shapes, dropout, masks or
 token ids, the exact parameter count (a test builds every one of them), and where the numbers come from. The models that
-memfit has as code (`own_models.py`) have their sizes beside it.
-
-Sizes of GSA models, as the published code and its pre-training files have them: numbers only, no torch.
-
-Sizes of the CS336 course's Transformer, as its hand-out of 2025 has them: numbers only, no torch.
-
-What can be set of a GSA model, by name. No torch here: a config file is checked before torch is imported.
+memfit has as code (`own.py`) have their sizes here: GSA as the published code and its pre-training files have them, the
+CS336 course's as its hand-out of 2025 does. No torch: a config file is checked before torch is imported.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from memfit.errors import InputError, UnknownName, UsageError
 from memfit.models.config_check import (
     MAX_LAYERS,
     MAX_WEIGHT_ELEMENTS,
-    Family,
+    ConfigFamily,
     Head,
     check_config,
     class_named,
@@ -243,14 +243,14 @@ def _parts_of(config_class: Any) -> list[str]:
     return [name for name, part in inner.items() if getattr(part, "model_type", None) != ""]
 
 
-def _family(config_class: Any, data: dict[str, Any]) -> Family:
+def _family(config_class: Any, data: dict[str, Any]) -> ConfigFamily:
     defaults = {f.name: None if f.default is MISSING else f.default for f in fields(config_class)}
     others = {name: getattr(config_class, name, None) for name in dir(config_class) if name not in defaults}
     methods = frozenset(name for name, value in others.items() if callable(value))
     constants = {name for name, value in others.items() if not isinstance(value, property)} - methods - {"model_type"}
     model_type = str(data["model_type"])
     known = any(preset.model_type == model_type for preset in presets())
-    return Family(model_type, defaults, config_class.attribute_map, known, methods, frozenset(constants))
+    return ConfigFamily(model_type, defaults, config_class.attribute_map, known, methods, frozenset(constants))
 
 
 def build_model(

@@ -6,9 +6,10 @@ DOOR = {
     "callbacks": "lightning_memory trainer_memory",
     "growth": "FEWEST GrowthWatch StepMemory WARM_UP growth_of",
     "machine": (
-        "CSV_COLUMNS Driver GpuProcess GpuState NoNvml csv_rows host_memory look prometheus_text read_driver read_gpus"
+        "CSV_COLUMNS GpuDriver GpuProcess GpuState NoNvml csv_rows host_memory look prometheus_text read_driver "
+        "read_gpus"
     ),
-    "memory_log": "Checkpoint MemoryLog Part predicted_and_measured print_gpu_memory_summary",
+    "memory_log": "LogMoment MemoryLog StagePart predicted_and_measured print_gpu_memory_summary",
     "recorder": "record start_history stop_history",
     "sampler": "CudaMemory GpuReading GpuSource ProcessMemory Sampler find_gpu",
     "status": "publish published",

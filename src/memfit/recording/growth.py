@@ -53,7 +53,7 @@ class StepMemory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Growth:
+class MemoryGrowth:
     kind: Kind
     text: str
     bytes_per_step: float = 0.0
@@ -97,7 +97,7 @@ class GrowthWatch:
         peak, reserved = self._read_elsewhere
         self._read_elsewhere = max(peak, peak_bytes), max(reserved, reserved_bytes)
 
-    def verdict(self) -> Growth:
+    def verdict(self) -> MemoryGrowth:
         return growth_of(self.samples, capacity_bytes=self.capacity_bytes, host_bytes=self.host_total_bytes)
 
     def _read_gpu(self) -> dict[str, int]:
@@ -123,33 +123,33 @@ class GrowthWatch:
         }  # fmt: skip
 
 
-def growth_of(samples: Sequence[StepMemory], *, capacity_bytes: int | None, host_bytes: int) -> Growth:
+def growth_of(samples: Sequence[StepMemory], *, capacity_bytes: int | None, host_bytes: int) -> MemoryGrowth:
     """The most pressing kind: what ends a run comes before what only looks like it."""
     seen = _spread(samples[WARM_UP:])
     if len(seen) < FEWEST:
-        return Growth(kind="none", text=f"{len(samples)} steps are too few to tell growth from chance")
+        return MemoryGrowth(kind="none", text=f"{len(samples)} steps are too few to tell growth from chance")
     gpu = all(each.allocated_bytes is not None for each in seen)
     found = (_leak(seen, capacity_bytes) or _fragmentation(seen, capacity_bytes)) if gpu else None
     return (
         found or _host_growth(seen, host_bytes) or (_long_batches(seen) if gpu else None)
-        or Growth(kind="none", text=f"memory does not grow over {len(samples)} steps")
+        or MemoryGrowth(kind="none", text=f"memory does not grow over {len(samples)} steps")
     )  # fmt: skip
 
 
-def _leak(seen: Sequence[StepMemory], capacity: int | None) -> Growth | None:
+def _leak(seen: Sequence[StepMemory], capacity: int | None) -> MemoryGrowth | None:
     slope = rising(seen, [each.allocated_bytes or 0 for each in seen], least=LEAST_FLOOR)
     if slope is None:
         return None
     highest = max(each.peak_bytes or 0 for each in seen)
     end = _ends(seen[-1].step, slope, None if capacity is None else capacity - highest)
-    return Growth(
+    return MemoryGrowth(
         kind="leak", bytes_per_step=slope, runs_out_at_step=end,
         text=f"leak: what stays allocated after a step rises by {_size(slope)} a step{_until(end)}; something keeps "
         "tensors, such as a list of losses that still have their graphs (use .item() or .detach())",
     )  # fmt: skip
 
 
-def _fragmentation(seen: Sequence[StepMemory], capacity: int | None) -> Growth | None:
+def _fragmentation(seen: Sequence[StepMemory], capacity: int | None) -> MemoryGrowth | None:
     """What is reserved beyond the highest peak so far: long batches alone do not raise that."""
     highest, gaps = 0, []
     for each in seen:
@@ -161,26 +161,26 @@ def _fragmentation(seen: Sequence[StepMemory], capacity: int | None) -> Growth |
     end = _ends(seen[-1].step, slope, None if capacity is None else capacity - (seen[-1].reserved_bytes or 0))
     retries = seen[-1].retries - seen[0].retries
     also = f", and the allocator gave its cache back {retries} times" if retries else ""
-    return Growth(
+    return MemoryGrowth(
         kind="fragmentation", bytes_per_step=slope, runs_out_at_step=end,
         text=f"fragmentation: reserved memory rises by {_size(slope)} a step while what is used does not{also}"
         f"{_until(end)}; memory.alloc_conf: expandable_segments:True helps, or fewer different lengths",
     )  # fmt: skip
 
 
-def _host_growth(seen: Sequence[StepMemory], host_bytes: int) -> Growth | None:
+def _host_growth(seen: Sequence[StepMemory], host_bytes: int) -> MemoryGrowth | None:
     slope = rising(seen, [each.host_bytes for each in seen], least=LEAST_HOST)
     if slope is None:
         return None
     end = _ends(seen[-1].step, slope, host_bytes - seen[-1].host_bytes)
-    return Growth(
+    return MemoryGrowth(
         kind="host-growth", bytes_per_step=slope, runs_out_at_step=end,
         text=f"host growth: this process's memory rises by {_size(slope)} a step{_until(end)}; look at the data "
         "loader's workers and at lists of Python objects that grow",
     )  # fmt: skip
 
 
-def _long_batches(seen: Sequence[StepMemory]) -> Growth | None:
+def _long_batches(seen: Sequence[StepMemory]) -> MemoryGrowth | None:
     peaks = [each.peak_bytes or 0 for each in seen]
     lengths = [each.longest or each.tokens for each in seen]
     if max(peaks) - min(peaks) < VARIES * median(peaks) or len(set(lengths)) < 2:
@@ -188,7 +188,7 @@ def _long_batches(seen: Sequence[StepMemory]) -> Growth | None:
     if correlation(lengths, peaks) < FOLLOWS:
         return None
     top = max(range(len(seen)), key=lambda place: peaks[place])
-    return Growth(
+    return MemoryGrowth(
         kind="long-batches",
         text=f"long batches: the peak follows the length of the batch, {format_bytes(peaks[top])} at "
         f"{lengths[top]:,} tokens; nothing grows, and the longest batch decides",
@@ -238,7 +238,7 @@ def _size(slope: float) -> str:
     return format_bytes(round(slope))
 
 
-def trainer_growth(on_growth: Callable[[Growth], None] | None = None, *, every: int = 50) -> Any:
+def trainer_growth(on_growth: Callable[[MemoryGrowth], None] | None = None, *, every: int = 50) -> Any:
     """A callback for `transformers.Trainer`; without `on_growth`, each new verdict is logged as a warning."""
     import logging
 

@@ -1,13 +1,9 @@
-"""This machine at one moment: its GPUs and who holds them, host memory, and the memfit jobs that run. One document.
+"""This machine at one moment: its GPUs and who holds them, host memory, and the memfit jobs that run.
 
 {"schema": "memfit.watch/1", "time": "...", "gpus": [...], "no_gpus": null, "host": {...}, "jobs": [...]}
 
-What the driver says of the GPUs of this machine: memory, load and who holds it, through NVML.
-
 NVML sees every process, torch sees only its own: the two side by side tell a neighbour from a leak. Inside a container
 the driver may hide other processes or show them under the host's numbers; what it does not tell is None, never 0.
-
-The NVIDIA driver of this machine: its version, the newest CUDA that it serves, what each GPU can compute.
 """
 
 from __future__ import annotations
@@ -210,7 +206,7 @@ def _number(paths: tuple[str, ...]) -> int | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Driver:
+class GpuDriver:
     version: str
     cuda: tuple[int, int]
     """The newest that it serves."""
@@ -218,14 +214,14 @@ class Driver:
     """Of each GPU, in the driver's order: (9, 0) is sm_90."""
 
 
-def read_driver() -> Driver:
+def read_driver() -> GpuDriver:
     """Raises NoNvml where no driver answers. No CUDA context is made, so this takes no memory of a GPU."""
     with nvml() as library:
         version = library.nvmlSystemGetDriverVersion()
         cuda = int(library.nvmlSystemGetCudaDriverVersion_v2())
         handles = [library.nvmlDeviceGetHandleByIndex(index) for index in range(library.nvmlDeviceGetCount())]
         capabilities = [library.nvmlDeviceGetCudaComputeCapability(handle) for handle in handles]
-    return Driver(
+    return GpuDriver(
         version=version.decode() if isinstance(version, bytes) else str(version),
         cuda=(cuda // 1000, cuda % 1000 // 10),
         capabilities=tuple((int(major), int(minor)) for major, minor in capabilities),

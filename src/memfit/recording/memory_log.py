@@ -13,10 +13,8 @@ GPU figures are those of torch's allocator in this process; host figures are thi
 is no GPU they are n/a, and empty in the file. `GPU Peak` is the peak since the log began. Peaks of stretches and parts
 are found by resetting torch's own peak counter at each reading; `reset_peaks=False` leaves that alone.
 
-The memory log as text: the blocks, the table and the CSV in the form that people and scripts already know.
-
-"GB" in it is 2^30 bytes, as in the log that this follows; everywhere else memfit writes GiB. What is not known is
-`n/a`, and an empty cell in the CSV.
+Blocks, table and CSV have the form that people and scripts already know. "GB" in it is 2^30 bytes;
+everywhere else memfit writes GiB. What is not known is `n/a`, and an empty cell in the CSV.
 """
 
 from __future__ import annotations
@@ -45,7 +43,7 @@ UNKNOWN = "n/a"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Checkpoint:
+class LogMoment:
     """One named moment of a run."""
 
     name: str
@@ -59,7 +57,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class StagePart:
     """One of many alike within a stage, such as a block of the model."""
 
     stage: str
@@ -70,7 +68,7 @@ class Part:
     host: HostReading
 
 
-def checkpoint_block(point: Checkpoint) -> str:
+def checkpoint_block(point: LogMoment) -> str:
     host = point.host
     lines = [
         RULE, f"Memory Checkpoint: {point.name}{f' {FAILED}' if point.failed else ''}", RULE,
@@ -85,14 +83,14 @@ def gpu_status(gpu: GpuReading | None) -> str:
     return "\n".join([RULE, "GPU MEMORY STATUS", RULE, *_gpu_lines(gpu), f"Usage:     {usage}", RULE])
 
 
-def summary(points: Sequence[Checkpoint], peak_gpu: int | None, peak_host: int | None) -> str:
+def summary(points: Sequence[LogMoment], peak_gpu: int | None, peak_host: int | None) -> str:
     header = f"{'Checkpoint':<30} {'GPU Alloc':<12} {'GPU Peak':<12} CPU Used"
     lines = [RULE, "MEMORY USAGE SUMMARY", RULE, header, THIN, *(_summary_row(point) for point in points)]
     lines += [RULE, "", f"Peak GPU Memory: {_gb(peak_gpu)}", f"Peak CPU Memory: {_gb(peak_host)}", RULE]
     return "\n".join(lines)
 
 
-def where_it_broke(points: Sequence[Checkpoint]) -> str:
+def where_it_broke(points: Sequence[LogMoment]) -> str:
     """`04_after_pruning:  ERROR!`, below what was allocated at the checkpoints before."""
     wide = max(len(point.name) for point in points) + 2
     return "\n".join(
@@ -100,14 +98,14 @@ def where_it_broke(points: Sequence[Checkpoint]) -> str:
     )
 
 
-def csv_row(point: Checkpoint) -> str:
+def csv_row(point: LogMoment) -> str:
     gpu, host = point.gpu, point.host
     cells = ("", "", "") if gpu is None else (_gb3(gpu.allocated_bytes), _gb3(gpu.reserved_bytes), _gb3(gpu.peak_bytes))
     name = f"{point.name} {FAILED}" if point.failed else point.name
     return ",".join([_stamp(point.at), _quoted(name), *cells, _gb3(host.used_bytes), f"{host.percent:.2f}"])
 
 
-def parts_row(part: Part) -> str:
+def parts_row(part: StagePart) -> str:
     gpu, cells = part.gpu, ("", "", "")
     if gpu is not None:
         cells = (_gb3(gpu.allocated_bytes), _gb3(gpu.reserved_bytes), _gb3(gpu.stretch_peak_bytes))
@@ -115,10 +113,10 @@ def parts_row(part: Part) -> str:
     return ",".join([*named, *cells, _gb3(part.host.used_bytes), f"{part.seconds:.3f}"])
 
 
-def parts_table(parts: Sequence[Part]) -> str:
+def parts_table(parts: Sequence[StagePart]) -> str:
     """Peaks of the parts. Parts in a row whose figures read the same are one line."""
     lines = [RULE, "PEAK OF EACH PART", RULE, f"{'Part':<30} {'GPU Alloc':<12} {'GPU Peak':<12} CPU Used", THIN]
-    alike: list[tuple[str, list[Part]]] = []
+    alike: list[tuple[str, list[StagePart]]] = []
     for part in parts:
         peak = None if part.gpu is None else part.gpu.stretch_peak_bytes
         row = _row(_allocated(part.gpu), peak, part.host.used_bytes)
@@ -151,7 +149,7 @@ def _gpu_lines(gpu: GpuReading | None) -> list[str]:
     return [f"{name:<11}{_gb(value)}" for name, value in zip(names, values, strict=True)]
 
 
-def _summary_row(point: Checkpoint) -> str:
+def _summary_row(point: LogMoment) -> str:
     peak = None if point.gpu is None else point.gpu.peak_bytes
     figures = _row(_allocated(point.gpu), peak, point.host.used_bytes)
     if point.failed:
@@ -201,8 +199,8 @@ class MemoryLog:
         now: Callable[[], datetime] = datetime.now,
     ) -> None:  # fmt: skip
         self.path: Path | None = None
-        self.points: list[Checkpoint] = []
-        self.parts: list[Part] = []
+        self.points: list[LogMoment] = []
+        self.parts: list[StagePart] = []
         self._say: Say = (lambda _: None) if quiet else say or _to_stdout
         self._gpu = find_gpu(reset=reset_peaks) if gpu == "find" else gpu
         self._host = host or ProcessMemory()
@@ -219,11 +217,11 @@ class MemoryLog:
 
     # -- what the program says of itself
 
-    def checkpoint(self, name: str) -> Checkpoint:
+    def checkpoint(self, name: str) -> LogMoment:
         """Read, print and write down the memory of this moment."""
         return self._reached(name)
 
-    def failed(self, name: str) -> Checkpoint:
+    def failed(self, name: str) -> LogMoment:
         """The run broke on its way here: the memory of that moment."""
         return self._reached(name, failed=True)
 
@@ -243,14 +241,14 @@ class MemoryLog:
             self._towards = None
         self._reached(name)
 
-    def part(self, name: str) -> Part:
+    def part(self, name: str) -> StagePart:
         """One of many alike has ended: its peak, quietly."""
         now = time.perf_counter()
         gpu, host = self._read_gpu(), self._host.read()
         self._saw_host(host.used_bytes, host.high_water_bytes)
         stage = self._towards or (self.points[-1].name if self.points else "")
         seconds, self._part_began = now - self._part_began, now
-        part = Part(stage=stage, name=name, at=self._now(), seconds=seconds, gpu=gpu, host=host)
+        part = StagePart(stage=stage, name=name, at=self._now(), seconds=seconds, gpu=gpu, host=host)
         self._write_part(part, first=not self.parts)
         self.parts.append(part)
         return part
@@ -323,12 +321,12 @@ class MemoryLog:
 
     # -- readings
 
-    def _reached(self, name: str, *, failed: bool = False) -> Checkpoint:
+    def _reached(self, name: str, *, failed: bool = False) -> LogMoment:
         gpu, host = self._read_gpu(), self._host.read()
         self._saw_host(host.used_bytes, host.high_water_bytes)
         stretch = self._stretch if gpu is not None and self._stretch_known else None
         self._stretch, self._stretch_known = 0, True
-        point = Checkpoint(
+        point = LogMoment(
             name=name, at=self._now(), gpu=gpu, host=host, stretch_peak_bytes=stretch, failed=failed,
         )  # fmt: skip
         self.points.append(point)
@@ -358,7 +356,7 @@ class MemoryLog:
             self.path = None
             self._say(f"the memory log '{path}' ends here: {error.strerror}")
 
-    def _write_part(self, part: Part, *, first: bool) -> None:
+    def _write_part(self, part: StagePart, *, first: bool) -> None:
         if self.path is not None:
             if first:
                 _begin(self.parts_path(self.path), PARTS_HEADER, self._append)

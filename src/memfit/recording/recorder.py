@@ -13,8 +13,6 @@
 If memory runs out inside, the snapshot is taken at that very moment, before the stack unwinds and frees the evidence.
 With `model` and `optimizer` the categories of weights, gradients, optimizer state and saved tensors are exact.
 
-What a recorded allocation was for, where torch itself can tell: weights, gradients, optimizer state, saved tensors.
-
 torch's history knows addresses and times, not purposes. While a recording runs, each tensor whose purpose is certain
 is noted with its address at a moment when it is alive; afterwards that names the allocation which held the address
 then. Nothing is guessed: an allocation that no note fits stays unknown.
@@ -83,7 +81,7 @@ class record:
         record._active = self
         _watch_for_ooms()
         if self.model is not None:
-            self._labels = Labels(self.model, self.optimizer)
+            self._labels = CategoryNotes(self.model, self.optimizer)
             self._labels.__enter__()
         return self
 
@@ -192,7 +190,7 @@ CERTAINTY = (ACTIVATIONS, GRADIENTS, OPTIMIZER, WEIGHTS)
 """A weight that is saved for the backward pass is still a weight: the later one wins."""
 
 
-class Labels:
+class CategoryNotes:
     """Notes from entering to leaving; `write_into` puts them on the events of a snapshot."""
 
     def __init__(self, model: Any, optimizer: Any = None) -> None:
@@ -200,7 +198,7 @@ class Labels:
         self.notes: list[tuple[int, int, str]] = []  # microseconds, address, category
         self._open = ExitStack()
 
-    def __enter__(self) -> Labels:
+    def __enter__(self) -> CategoryNotes:
         import torch
 
         def saved(tensor: Any) -> Any:

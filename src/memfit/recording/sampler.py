@@ -6,13 +6,9 @@
 
 A sample costs some 50 microseconds in a thread of its own and never touches a stream, so the work does not wait for it.
 
-What torch's allocator says of one GPU, and peaks between two readings.
-
 torch keeps one peak, since it was last reset. To know the peak of each stretch of a run the counter has to be reset at
 every reading, and then the peak of the whole run is gone; so the source remembers that one itself. Where another
 program depends on torch's own counter, `reset=False` leaves it alone, and a stretch's peak is known only if it rose.
-
-This process's memory on the host: what is resident now, and the most that ever was.
 """
 
 from __future__ import annotations

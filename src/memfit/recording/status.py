@@ -1,4 +1,4 @@
-"""Where a running memfit job is, for `memfit watch` in another terminal: one small file a job, replaced as it goes on.
+"""Where a running memfit job is, for `memfit watch` in another terminal: one small file a job.
 
 The file lies in a folder of this user alone; what is read back is checked as any foreign text, and the file of a
 process that has ended is passed over.

@@ -23,7 +23,7 @@ import torch
 
 from memfit.errors import InputError
 from memfit.jobs.texts import Texts, find_texts
-from memfit.models.checkpoint import Stored, WeightStore
+from memfit.models.checkpoint import StoredTensor, WeightStore
 from memfit.units import GiB, MiB
 
 ENOUGH_TRIES = 1000
@@ -186,7 +186,7 @@ def check_files(weights: WeightStore, *, up_to: int = LOOK_UP_TO) -> bool:
     return True
 
 
-def _not_finite(weights: WeightStore, tensor: Stored) -> int:
+def _not_finite(weights: WeightStore, tensor: StoredTensor) -> int:
     kind, exponent = EXPONENTS[tensor.dtype]
     room, bad = bytearray(min(PIECE, tensor.nbytes)), 0
     for start in range(0, tensor.nbytes, PIECE):

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from memfit.errors import InputError
 from memfit.jobs.build import DTYPES
-from memfit.models.checkpoint import Stored, WeightStore
+from memfit.models.checkpoint import StoredTensor, WeightStore
 from memfit.models.registry import ModelSource, build_model, head_named, is_encoder, load_config, resolve
 
 ALIGN = 256
@@ -61,7 +61,7 @@ class Slot:
 class Piece:
     """A stored tensor, and the bytes of the block that it fills."""
 
-    stored: Stored
+    stored: StoredTensor
     slot: Slot
     offset: int
     """From the beginning of the block."""
@@ -85,7 +85,7 @@ class Layout:
         return {slot.name: slot.view(flat) for slot in self.slots}
 
 
-def lay_out(block: nn.Module, prefix: str, where: Mapping[str, list[tuple[Stored, int]]]) -> Layout:
+def lay_out(block: nn.Module, prefix: str, where: Mapping[str, list[tuple[StoredTensor, int]]]) -> Layout:
     """`where` says for each parameter of the model which stored tensors it is made of, and from which element on."""
     slots, pieces, at = [], [], 0
     for name, tensor in _persistent(block):
@@ -106,12 +106,12 @@ def _persistent(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 # -- names -------------------------------------------------------------------------------------------------------------
 
 
-def find_stored(model: nn.Module, stored: Mapping[str, Stored]) -> dict[str, list[tuple[Stored, int]]]:
+def find_stored(model: nn.Module, stored: Mapping[str, StoredTensor]) -> dict[str, list[tuple[StoredTensor, int]]]:
     """Each tensor of the model with the stored ones that fill it, in order. What the model has no use for (a saved
     mask, a rotary table) is in none."""
     wanted = dict(_persistent_with_tied(model))
     prefix = getattr(model, "base_model_prefix", "")
-    found: dict[str, list[tuple[Stored, int]]] = {}
+    found: dict[str, list[tuple[StoredTensor, int]]] = {}
     for name, tensor in stored.items():
         placed = _place(name, tensor, wanted, prefix)
         if placed is not None:
@@ -126,7 +126,7 @@ def _persistent_with_tied(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.state_dict(keep_vars=True).items()
 
 
-def _place(name: str, tensor: Stored, wanted: Mapping[str, Tensor], prefix: str) -> tuple[str, int] | None:
+def _place(name: str, tensor: StoredTensor, wanted: Mapping[str, Tensor], prefix: str) -> tuple[str, int] | None:
     for candidate in _spellings(name, prefix):
         if candidate in wanted:
             if tensor.shape != tuple(wanted[candidate].shape):
@@ -153,7 +153,9 @@ def _spellings(name: str, prefix: str) -> Iterable[str]:
             yield each.removeprefix(f"{prefix}.")
 
 
-def _part_of_experts(match: re.Match[str], tensor: Stored, wanted: Mapping[str, Tensor]) -> tuple[str, int] | None:
+def _part_of_experts(
+    match: re.Match[str], tensor: StoredTensor, wanted: Mapping[str, Tensor]
+) -> tuple[str, int] | None:
     """`experts.3.up_proj` is the second half of the fourth matrix of `experts.gate_up_proj`."""
     path, number, which = match[1], int(match[2]), match[3]
     target = f"{path}.gate_up_proj" if which in GATE_UP else f"{path}.down_proj"
@@ -174,7 +176,7 @@ class Weights(Protocol):
     """Where stored tensors come from: files, or memory."""
 
     @property
-    def stored(self) -> dict[str, Stored]: ...
+    def stored(self) -> dict[str, StoredTensor]: ...
 
     def read_into(self, name: str, out: memoryview, start: int = 0) -> None: ...
 
@@ -291,7 +293,7 @@ class Decoder:
         return logits
 
     @contextmanager
-    def outer_weights(self, load: Callable[[nn.Parameter, Sequence[Stored]], Tensor]) -> Iterator[None]:
+    def outer_weights(self, load: Callable[[nn.Parameter, Sequence[StoredTensor]], Tensor]) -> Iterator[None]:
         """While this is open, a module outside the blocks gets its weights when it is first called."""
         with self._outer.loading(load):
             yield
@@ -416,9 +418,9 @@ def _make_buffers(model: nn.Module) -> None:
 class _Outer:
     """The weights outside the blocks: embedding, final norm, head."""
 
-    def __init__(self, model: nn.Module, blocks: str, where: dict[str, list[tuple[Stored, int]]]) -> None:
+    def __init__(self, model: nn.Module, blocks: str, where: dict[str, list[tuple[StoredTensor, int]]]) -> None:
         self._owners: list[tuple[nn.Module, dict[str, nn.Parameter]]] = []
-        self._stored: dict[int, list[Stored]] = {}
+        self._stored: dict[int, list[StoredTensor]] = {}
         self._missing: list[str] = []
         tied: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -443,7 +445,7 @@ class _Outer:
             )
 
     @contextmanager
-    def loading(self, load: Callable[[nn.Parameter, Sequence[Stored]], Tensor]) -> Iterator[None]:
+    def loading(self, load: Callable[[nn.Parameter, Sequence[StoredTensor]], Tensor]) -> Iterator[None]:
         loaded: dict[int, nn.Parameter] = {}  # by the parameter on meta: a tied head is the embedding
 
         def fetch(module: nn.Module, own: dict[str, nn.Parameter]) -> None:

@@ -37,7 +37,7 @@ from memfit.jobs.pruning.result import BlockReport, Outcome
 from memfit.jobs.pruning.settings import PruneSettings
 from memfit.jobs.pruning.streaming import BlockReader, Load, Sink, Uploads, bring
 from memfit.jobs.run import Phases
-from memfit.models.checkpoint import Stored, WeightStore
+from memfit.models.checkpoint import StoredTensor, WeightStore
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -254,7 +254,7 @@ class Engine:
             self._uploads.release()
             self._uploads = None
 
-    def _load_outer(self, parameter: nn.Parameter, stored: Sequence[Stored]) -> Tensor:
+    def _load_outer(self, parameter: nn.Parameter, stored: Sequence[StoredTensor]) -> Tensor:
         """A weight outside the blocks."""
         made = torch.empty(parameter.shape, dtype=parameter.dtype, device=self.device)
         weights = self.decoder.weights

@@ -43,7 +43,7 @@ from memfit.jobs.pruning.observation import find_matrices
 from memfit.jobs.pruning.result import FILE, is_result
 from memfit.jobs.pruning.settings import PruneSettings
 from memfit.jobs.pruning.streaming import Parts
-from memfit.models.checkpoint import INDEX, WEIGHTS, Stored, WeightStore
+from memfit.models.checkpoint import INDEX, WEIGHTS, StoredTensor, WeightStore
 from memfit.units import format_bytes
 
 ALONG = (
@@ -60,7 +60,7 @@ SAFETENSORS_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16:
 class Target:
     """Where a tensor goes in the new files, and as what."""
 
-    stored: Stored
+    stored: StoredTensor
     dtype: str
     file: int
     start: int

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from memfit.errors import UsageError
 from memfit.files import written_whole
 from memfit.jobs.pruning.settings import PruneSettings
-from memfit.recording.memory_log import Checkpoint, Part
+from memfit.recording.memory_log import LogMoment, StagePart
 
 if TYPE_CHECKING:
     from memfit.jobs.pruning.calibration import Fingerprint
@@ -128,8 +128,8 @@ class Result:
     peak_gpu_bytes: int | None = None
     peak_host_bytes: int | None = None
     predicted: Prediction | None = None
-    points: Sequence[Checkpoint] = ()
-    parts: Sequence[Part] = ()
+    points: Sequence[LogMoment] = ()
+    parts: Sequence[StagePart] = ()
     notes: list[str] = field(default_factory=list)
     saved: str | None = None
     run: dict[str, Any] | None = None
@@ -239,7 +239,7 @@ def _layer(block: BlockReport, asked: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _checkpoint(point: Checkpoint) -> dict[str, Any]:
+def _checkpoint(point: LogMoment) -> dict[str, Any]:
     gpu = point.gpu
     return {
         "name": point.name, "time": point.at.isoformat(timespec="seconds"), "failed": point.failed,
@@ -250,7 +250,7 @@ def _checkpoint(point: Checkpoint) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _part(part: Part) -> dict[str, Any]:
+def _part(part: StagePart) -> dict[str, Any]:
     gpu = part.gpu
     return {
         "stage": part.stage, "name": part.name, "seconds": round(part.seconds, 3),
