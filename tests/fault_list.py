@@ -568,13 +568,13 @@ CHECKING = [
     _MACHINE("as many GPUs as processes are too few", "if len(gpus) < wanted:", "if len(gpus) <= wanted:"),
     _ALLOC(
         "an option of exactly this torch is too new",
-        "if numbers_of(torch_version) < SINCE.get(name, (0,))",
-        "if numbers_of(torch_version)[:2] <= SINCE.get(name, (0,))",
+        "if release_of(torch_version) < SINCE.get(name, (0,))",
+        "if release_of(torch_version)[:2] <= SINCE.get(name, (0,))",
     ),
     _ALLOC(
         "the new variable is read one release later",
-        "numbers_of(torch_version) < NEW_NAME_SINCE",
-        "numbers_of(torch_version)[:2] <= NEW_NAME_SINCE",
+        "release_of(torch_version) < NEW_NAME_SINCE",
+        "release_of(torch_version)[:2] <= NEW_NAME_SINCE",
     ),
     _ALLOC(
         "settings that cancel are fine",

@@ -314,8 +314,8 @@ def in_a_process(code: str, *, first_on_path: Path) -> dict[str, Any]:
 SHOW = """
 import json
 from memfit.checking.packages import {look}
-from memfit.checking.situation import Asked, Situation
-print(json.dumps([each.to_json() for each in {look}(Situation(Asked()))][0]))
+from memfit.checking.situation import CheckRequest, Situation
+print(json.dumps([each.to_json() for each in {look}(Situation(CheckRequest()))][0]))
 """
 
 

@@ -76,8 +76,8 @@ print(json.dumps(memfit.predict(kind="forward", model="gpt2", seq_len=16, trace_
 CHECK = """
 import json
 from memfit.checking.packages import version_set
-from memfit.checking.situation import Asked, Situation
-print(json.dumps([each.to_json() for each in version_set(Situation(Asked()))]))
+from memfit.checking.situation import CheckRequest, Situation
+print(json.dumps([each.to_json() for each in version_set(Situation(CheckRequest()))]))
 """
 
 
