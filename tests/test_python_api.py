@@ -101,6 +101,22 @@ def test_a_file_for_another_tool_is_the_commands(
         memfit.export(SNAPSHOTS[1], to="csv")
 
 
+def test_a_profile_is_the_commands(command: Command, tmp_path: Path) -> None:
+    one, two = tmp_path / "one.json", tmp_path / "two.json"
+
+    profile = memfit.profile(JOB["model"], context_length=64, device="predict", gpu="RTX 4090", output=one)
+
+    words = ("--model", JOB["model"], "--context-length", 64, "--device", "predict", "--gpu", "RTX 4090", "-f")
+    assert profile.found.fits and re.fullmatch(
+        "<Profile: forward of smollm2-135m, .* GiB predicted, .*>", repr(profile)
+    )
+    assert is_what_the_command_says(profile, command, "profile", *words, "--output", one)
+    command("profile", *words, "--output", two)
+    assert one.read_bytes() == two.read_bytes()
+    with pytest.raises(memfit.UsageError, match="--gpu is for --device predict"):
+        memfit.profile(JOB["model"], gpu="RTX 4090", output=tmp_path / "three.json")
+
+
 def test_many_jobs_are_answered_as_lines_of_a_batch_are(command: Command, tmp_path: Path) -> None:
     good, wrong = {**JOB, "id": "a", "gpu": "8GB"}, {**JOB, "model": "smolm2-135m", "id": 7}
     file = tmp_path / "jobs.jsonl"

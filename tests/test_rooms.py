@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "memfit"
 
 ORDER = (
     "errors", "units", "files", "gpus", "replay", "snapshots", "analysis", "extrapolation", "tracing", "models",
-    "recording", "jobs", "render", "guides", "planning", "fitting", "explaining", "checking", "cli",
+    "recording", "jobs", "render", "guides", "planning", "fitting", "explaining", "checking", "running", "cli",
 )  # fmt: skip
 """From the ground up. A room may use those before it, but for these:"""
 NOT_USED: dict[str, tuple[str, ...]] = {
@@ -46,6 +46,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "fitting": TORCH,
     "explaining": TORCH,
     "checking": {*TORCH, "packaging"},
+    "running": set(),
     "cli": {"typer", "rich"},
 }
 """Other packages that a room may import. planning has those with which it runs the Trainer on the traced device."""

@@ -8,6 +8,7 @@
     predict, predict_many, trace    what a job, many jobs, or code of your own will take
     fit, ladder, table              what makes it fit; settings for a card; models against cards
     explain, check                  an out-of-memory error; a machine and a job before it starts
+    train, prune, profile           the jobs themselves, planned first
     report, diff, export            what a recorded file says; two of them; for another tool
     record, MemoryLog, Sampler      what a running program does take; trainer_memory, lightning_memory as callbacks
     estimate_memory                 what pruning a Llama of any size takes, predicted
@@ -18,7 +19,7 @@ document of `--json`. What is wrong with a question is a `MemfitError` with a `h
 
 from __future__ import annotations
 
-from memfit.errors import InputError, MemfitError, TraceError, UnknownName, UsageError
+from memfit.errors import InputError, MemfitError, RanOut, Stopped, TraceError, UnknownName, UsageError
 
 TYPE_CHECKING = False  # typing itself would be most of what `import memfit` costs
 
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from memfit.fitting.ladder import Ladder, ladder
     from memfit.fitting.table import Table
     from memfit.fitting.table import make_table as table
+    from memfit.jobs.listener import Listener
+    from memfit.jobs.pruning.result import PruneResult
     from memfit.jobs.workload import Workload
     from memfit.planning.many import Refusal, predict_many
     from memfit.planning.own_code import trace_own_code as trace
@@ -39,6 +42,9 @@ if TYPE_CHECKING:
     from memfit.recording.recorder import record
     from memfit.recording.sampler import Sampler
     from memfit.render.recorded import Difference, FileReport, diff, export, report
+    from memfit.running.profile import Profile, profile
+    from memfit.running.prune import prune
+    from memfit.running.train import Trained, train
 
 __version__ = "0.1.0"
 
@@ -50,13 +56,19 @@ __all__ = [
     "Fitted",
     "InputError",
     "Ladder",
+    "Listener",
     "MemfitError",
     "MemoryLog",
     "Plan",
+    "Profile",
+    "PruneResult",
+    "RanOut",
     "Refusal",
     "Sampler",
+    "Stopped",
     "Table",
     "TraceError",
+    "Trained",
     "UnknownName",
     "UsageError",
     "Workload",
@@ -72,10 +84,13 @@ __all__ = [
     "predict",
     "predict_many",
     "print_gpu_memory_summary",
+    "profile",
+    "prune",
     "record",
     "report",
     "table",
     "trace",
+    "train",
     "trainer_memory",
 ]
 
@@ -86,6 +101,8 @@ _LATE = {
     "fitting.fit": "Fitted fit",
     "fitting.ladder": "Ladder ladder",
     "fitting.table": "Table table",
+    "jobs.listener": "Listener",
+    "jobs.pruning.result": "PruneResult",
     "jobs.workload": "Workload",
     "planning.many": "Refusal predict_many",
     "planning.own_code": "trace",
@@ -95,6 +112,9 @@ _LATE = {
     "recording.recorder": "record",
     "recording.sampler": "Sampler",
     "render.recorded": "Difference FileReport diff export report",
+    "running.profile": "Profile profile",
+    "running.prune": "prune",
+    "running.train": "Trained train",
 }
 _OTHERWISE = {"table": "make_table", "trace": "trace_own_code"}
 """What is called by another name where it stands."""

@@ -4,7 +4,9 @@
     ├── UsageError        a flag, a parameter or a key is wrong (also a ValueError)
     │   └── UnknownName   a name that is not in a list; carries the nearest ones
     ├── InputError        a file cannot be read or does not hold what it should (also a ValueError)
-    └── TraceError        the job's code cannot be traced: an op, a value or a device it asks for
+    ├── TraceError        the job's code cannot be traced: an op, a value or a device it asks for
+    ├── RanOut            a job that ran needed more memory than there is; the hint says what helps
+    └── Stopped           somebody asked a training to stop; what was trained is in a checkpoint
 
 A traceback means a bug in memfit; these never print one.
 """
@@ -37,6 +39,14 @@ class InputError(MemfitError, ValueError):
 
 class TraceError(MemfitError):
     pass
+
+
+class RanOut(MemfitError):
+    """Memory did not suffice for a job that ran. The hint says what helps."""
+
+
+class Stopped(MemfitError):
+    """As somebody asked for. What was trained is in a checkpoint, which the hint names."""
 
 
 class UnknownName(UsageError):

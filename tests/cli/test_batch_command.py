@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from tiny import TINY
 
 from memfit.cli import batch as batch_command
+from memfit.cli import output
 from memfit.gpus import find_gpu
 from memfit.jobs.workload import Workload
 from memfit.models.registry import resolve
@@ -330,8 +331,8 @@ def test_a_line_is_answered_before_the_next_one_is_written(tiny: str) -> None:
 
 
 def test_progress_is_silent_where_nobody_looks_on(capfd: pytest.CaptureFixture[str]) -> None:
-    with batch_command._progress("-") as advance:
-        advance()
+    with output.bar("spinner", "count") as tell:
+        tell(completed=1, total=2)
     assert capfd.readouterr() == ("", "")
 
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -28,30 +26,17 @@ def batch(
     """Predict many jobs in one process: one workload as JSON a line in, one plan as JSON a line out."""
     code = 0
     answers = memfit.predict_many(sys.stdin.buffer if file == "-" else Path(file), gpu=gpu)
-    with _progress(file) as advance:
-        for answer in output.each_quietly(answers):
+    looks_on = sys.stderr.isatty() and not sys.stdout.isatty()
+    total = _count(Path(file)) if looks_on else None
+    with output.bar("spinner", "workloads", "count", "elapsed", shown=looks_on, redirect_stdout=False) as tell:
+        for done, answer in enumerate(output.each_quietly(answers), 1):
             if isinstance(answer, memfit.Refusal):
                 code = max(code, BUG if answer.is_bug else BAD_LINES)
                 if answer.is_bug:
                     traceback.print_exception(answer.error)
             output.print_json(answer.to_json(), indent=None)
-            advance()
+            tell(completed=done, total=total)
     return code
-
-
-@contextmanager
-def _progress(file: str) -> Iterator[Callable[[], None]]:
-    """A bar on stderr if somebody looks on there, and the answers go elsewhere."""
-    err = output.errors_console()
-    if not err.is_terminal or sys.stdout.isatty():
-        yield lambda: None
-        return
-    from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    columns = (SpinnerColumn(), TextColumn("workloads"), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=err, transient=True, redirect_stdout=False) as progress:
-        task = progress.add_task("workloads", total=_count(Path(file)))
-        yield lambda: progress.advance(task)
 
 
 def _count(path: Path) -> int | None:

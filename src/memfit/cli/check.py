@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+import memfit
 from memfit.cli import late_conversion, output
 from memfit.cli.options import Json, with_options_of
 from memfit.errors import UsageError
 from memfit.jobs.workload import KINDS, Workload
 
 if TYPE_CHECKING:
-    from memfit.checking.check import Checked
+    pass
 
 FAILED = 1
 
@@ -71,30 +69,10 @@ def _check(
 
 
 def _run(*, json: bool, **asked: Any) -> int:
-    with _telling() as tell:
-        from memfit.checking.check import check as look
-
-        checked: Checked = look(on_progress=tell, **asked)
-    if json:
-        output.print_json(checked.to_json())
-    else:
-        from memfit.render.small import show_check
-
-        output.show(show_check, checked.to_json())
+    with output.working() as tell:
+        checked = memfit.check(on_progress=tell, **asked)
+    output.tell(checked, json=json)
     return FAILED if checked.failed else 0
-
-
-@contextmanager
-def _telling() -> Iterator[Callable[[str], None]]:
-    """A spinner that names what is looked at, where a person looks on. What libraries print goes to stderr."""
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    err = output.errors_console()
-    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
-    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
-        task = progress.add_task("")
-        with redirect_stdout(sys.stderr):
-            yield lambda what: progress.update(task, description=what)
 
 
 def _register(kind: str) -> None:

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+import memfit
 from memfit.cli import output
 from memfit.cli.options import Json, with_any_option
 from memfit.errors import UsageError
@@ -49,15 +50,8 @@ def _explain(
         name: tuple(value) if isinstance(value, list) else value for name, value in given.items()
     }
     with output.working("explaining"):
-        from memfit.explaining.explain import explain as explain_it
-
-        told = explain_it(source, gpu=gpu, config=config, kind=kind, **settings)
-    if json:
-        output.print_json(told.to_json())
-    else:
-        from memfit.render.explain import show_explanation
-
-        output.show(show_explanation, told.to_json())
+        told = memfit.explain(source, gpu=gpu, config=config, kind=kind, **settings)
+    output.tell(told, json=json)
     return 0 if told.known else NOTHING_FOUND
 
 

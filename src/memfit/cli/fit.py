@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+import memfit
 from memfit.cli import late_conversion, output
 from memfit.cli.options import Json, with_options_of
 from memfit.cli.plan import FAILS, check_names, how_much
@@ -88,31 +89,17 @@ def _fit(
     if ladder:
         return _ladder(workload, json=json, **asked)
     with output.working(f"fitting {workload.model}"):
-        from memfit.fitting.fit import fit as fit_job
-
-        fitted = fit_job(workload, **asked, steps=much.get("steps"), tokens=much.get("tokens"))
+        fitted = memfit.fit(workload, **asked, steps=much.get("steps"), tokens=much.get("tokens"))
     if emit is not None:
         return _emit(fitted, emit)
-    if json:
-        output.print_json(fitted.to_json())
-    else:
-        from memfit.render.fit import show_fit
-
-        output.show(show_fit, fitted.to_json())
+    output.tell(fitted, json=json)
     return 0 if fitted.fits else FAILS
 
 
 def _ladder(workload: Workload, *, json: bool, **asked: Any) -> int:
     with output.working(f"climbing with {workload.model}"):
-        from memfit.fitting.ladder import ladder as ladder_of
-
-        made = ladder_of(workload, **asked)
-    if json:
-        output.print_json(made.to_json())
-    else:
-        from memfit.render.fit import show_ladder
-
-        output.show(show_ladder, made.to_json())
+        made = memfit.ladder(workload, **asked)
+    output.tell(made, json=json)
     return 0 if made.rungs else FAILS
 
 

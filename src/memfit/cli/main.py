@@ -26,7 +26,7 @@ import typer
 import memfit
 from memfit.cli import late_conversion, output
 from memfit.cli.late_conversion import Grouped
-from memfit.errors import MemfitError, UsageError
+from memfit.errors import MemfitError, RanOut, UsageError
 from memfit.replay.alloc_config import exported
 
 TYPE_CHECKING = False  # typing takes longer to import than all else here
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 else:
     import _signal as signal  # `signal` itself makes enums of its numbers first
 
-WRONG_INPUT, BUG, INTERRUPTED, NOBODY_READS = 2, 70, 130, 141
+DOES_NOT_FIT, WRONG_INPUT, BUG, INTERRUPTED, NOBODY_READS = 1, 2, 70, 130, 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,7 +57,7 @@ def _ended(typed: list[str]) -> int:
         return run_command(typed)
     except MemfitError as error:
         output.complain(error.message, error.hint)
-        return WRONG_INPUT
+        return DOES_NOT_FIT if isinstance(error, RanOut) else WRONG_INPUT
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:

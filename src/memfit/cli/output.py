@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -143,22 +143,49 @@ def errors_console() -> Console:
     return Console(stderr=True, highlight=False, markup=False, emoji=False)
 
 
-@contextmanager
-def working(what: str) -> Iterator[None]:
-    """A spinner while something without a known length runs, and only where a person looks on. What the job's own code
-    prints meanwhile goes to stderr: stdout is for the result."""
-    if not sys.stderr.isatty():
-        with redirect_stdout(sys.stderr):
-            yield
-        return
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+COLUMNS = {
+    "spinner": "SpinnerColumn", "bar": "BarColumn", "count": "MofNCompleteColumn", "elapsed": "TimeElapsedColumn",
+    "left": "TimeRemainingColumn",
+}  # fmt: skip
 
-    err = errors_console()
-    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
-    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
-        progress.add_task(what, total=None)
-        with redirect_stdout(sys.stderr):
-            yield
+
+@contextmanager
+def bar(*columns: str, shown: bool = True, **options: Any) -> Iterator[Callable[..., None]]:
+    """How far something is, on stderr and only where a person looks on; drawn from the first time that it is told.
+    What is no name of a column is a text, with what is told as `state` or `description` in it."""
+    if not shown or not sys.stderr.isatty():
+        yield lambda **_: None
+        return
+    from rich import progress
+
+    drawn = progress.Progress(
+        *(getattr(progress, COLUMNS[each])() if each in COLUMNS else progress.TextColumn(each, markup=False)
+          for each in columns),
+        console=errors_console(), transient=True, **options,
+    )  # fmt: skip
+    task: progress.TaskID | None = None
+
+    def tell(**told: Any) -> None:
+        nonlocal task
+        if task is None:
+            drawn.start()
+            task = drawn.add_task("", total=None, state="")
+        drawn.update(task, **told)
+
+    try:
+        yield tell
+    finally:
+        drawn.stop()
+
+
+@contextmanager
+def working(what: str = "") -> Iterator[Callable[[str], None]]:
+    """A spinner while something without a known length runs; what it is may change. What the job's own code prints
+    meanwhile goes to stderr: stdout is for the result."""
+    with bar("spinner", "{task.description}", "elapsed") as tell, redirect_stdout(sys.stderr):
+        if what:
+            tell(description=what)
+        yield lambda now: tell(description=now)
 
 
 def _to_stderr(text: str) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+import memfit
 from memfit.cli import late_conversion, output
 from memfit.cli.batch import batch
 from memfit.cli.options import Json, with_options_of
@@ -79,19 +80,12 @@ def _plan(
     if save_trace is not None:
         check_free(save_trace, "--save-trace", force, inputs=files_of_model(workload.model))
     with output.working(f"tracing {workload.model}"):
-        from memfit.planning.predict import predict
-
-        made = predict(workload, gpu=gpu, trace_cache=not no_trace_cache, stacks=save_trace is not None)
+        made = memfit.predict(workload, gpu=gpu, trace_cache=not no_trace_cache, stacks=save_trace is not None)
         made = dataclasses.replace(made, duration=_duration(made, workload, asked))
     if save_trace is not None:
         with writing(save_trace, "--save-trace"):
             made.trace.save(save_trace)
-    if json:
-        output.print_json(made.to_json())
-    else:
-        from memfit.render.plan import show_plan
-
-        output.show(show_plan, made.to_json())
+    output.tell(made, json=json)
     return FAILS if made.verdict == "fails" else 0
 
 

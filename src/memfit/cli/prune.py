@@ -5,22 +5,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from os.path import abspath, expanduser
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+import memfit
 from memfit.cli import output
-from memfit.errors import MemfitError, UsageError
-from memfit.jobs.pruning.result import Listener, RunOptions
-from memfit.jobs.pruning.settings import PruneSettings, Sparsity
 from memfit.jobs.training.batch import is_first
-from memfit.units import gib, parse_bytes
+from memfit.units import gib
 
 if TYPE_CHECKING:
-    from memfit.jobs.pruning.result import Planned, Prediction, Progress
+    from memfit.jobs.pruning.result import Progress
 
-DOES_NOT_FIT = 1
 PRUNING, DATA, EVALUATION, OUTPUT, MACHINE = (
     "What is pruned, and how", "Calibration", "Evaluation", "What is written", "Machine",
 )  # fmt: skip
@@ -88,98 +84,33 @@ def prune(
     One block of the model is in memory at a time, on a GPU or the CPU. The result is a normal Hugging Face folder.
     Under torchrun the calibration windows are split over the processes.
     """
-    settings = PruneSettings(
-        model=model, method=prune_method.lower(), sparsity=Sparsity.parse(sparsity_type, sparsity_ratio),  # type: ignore[arg-type]
-        use_variant=use_variant, allocation=allocation.lower(), reconstruct=reconstruct, dtype=dtype.lower(),  # type: ignore[arg-type]
-        dataset=dataset, nsamples=nsamples, seqlen=seqlen, seed=seed, eval=evaluate is not False,
-        save=save_model or save, resume=resume, log_memory=log_memory, device=device,
-        max_gpu_memory=None if max_gpu_memory is None else parse_bytes(max_gpu_memory, flag="--max-gpu-memory"),
-    )  # fmt: skip
-    if evaluate is False and (eval_dataset, eval_windows, eval_seqlen) != (None, None, None):
-        raise UsageError("--no-eval leaves nothing to do for --eval-dataset, --eval-windows and --eval-seqlen")
-    options = RunOptions(
-        must_evaluate=evaluate is True, eval_dataset=eval_dataset, eval_windows=eval_windows,
-        eval_seqlen=eval_seqlen, zero_shot=eval_zero_shot, cache_dir=cache_dir, force=force,
-        results_also_in=save if save_model is not None and not _same_path(save, save_model) else None,
-    )  # fmt: skip
-    return _run(settings, options, json=json)
-
-
-def _same_path(one: str | None, other: str) -> bool:
-    return one is not None and abspath(expanduser(one)) == abspath(expanduser(other))
-
-
-def _run(settings: PruneSettings, options: RunOptions, *, json: bool) -> int:
-    with output.working(f"loading {settings.model}"):
-        from memfit.jobs.pruning.run import RanOut, run
-    say = output.note_lines if json else output.say
-    try:
-        with _bar() as progress:
-            listener = Listener(say=say, remark=output.note, progress=progress)
-            result = run(settings, options, listener, predict=_predicted if settings.log_memory else None)
-    except RanOut as error:
-        output.complain(error.message, error.hint)
-        return DOES_NOT_FIT
-    if not is_first():
-        return 0
-    if json:
-        output.print_json(result.to_json())
-    else:
-        output.say(result.in_a_line())
+    with _progress() as progress:
+        result = memfit.prune(
+            model, prune_method=prune_method, sparsity_ratio=sparsity_ratio, sparsity_type=sparsity_type,
+            use_variant=use_variant, allocation=allocation, reconstruct=reconstruct, dtype=dtype, dataset=dataset,
+            nsamples=nsamples, seqlen=seqlen, seed=seed, evaluate=evaluate, eval_dataset=eval_dataset,
+            eval_windows=eval_windows, eval_seqlen=eval_seqlen, eval_zero_shot=eval_zero_shot, save=save,
+            save_model=save_model, resume=resume, force=force, log_memory=log_memory, device=device,
+            max_gpu_memory=max_gpu_memory, cache_dir=cache_dir, listener=memfit.Listener(
+                say=output.note_lines if json else output.say, remark=output.note, progress=progress,
+                working=output.working,
+            ),
+        )  # fmt: skip
+    if is_first():
+        output.print_json(result.to_json()) if json else output.say(str(result))
     return 0
 
 
-def _predicted(planned: Planned) -> Prediction | None:
-    """What `memfit plan prune` says of this run, on this card and with the memory that was free."""
-    from memfit.gpus import find_gpu
-    from memfit.jobs.pruning.result import Prediction
-    from memfit.planning.predict import predict
-
-    settings = planned.settings
-    if settings.use_variant or settings.reconstruct or settings.allocation != "uniform":
-        return None  # not planned yet
-    try:
-        gpu = find_gpu(planned.gpu.removeprefix("NVIDIA ")).name
-        plan = predict(
-            kind="prune", model=str(planned.folder), gpu=gpu, method=settings.method, precision=planned.dtype,
-            sparsity=settings.sparsity.ratio, sparsity_type=settings.sparsity.kind, nsamples=settings.nsamples,
-            seq_len=planned.seqlen, max_gpu_memory=None if planned.budget is None else str(planned.budget),
-        )  # fmt: skip
-    except MemfitError as error:
-        output.note(f"note: no prediction beside the measurement: {error.message}")
-        return None
-    return Prediction(
-        gpu_allocated_bytes=plan.peak.allocated_bytes, gpu_reserved_bytes=plan.peak.reserved_bytes,
-        host_bytes=plan.trace.facts["host"]["peak_bytes"],
-    )  # fmt: skip
-
-
 @contextmanager
-def _bar() -> Iterator[Callable[[Progress], None]]:
-    """Blocks done, time left and memory, on stderr and only where a person looks on."""
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bar
-
-    err = output.errors_console()
-    columns = (
-        TextColumn("pruning blocks"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[memory]}"),
-        TimeRemainingColumn(),
-    )  # fmt: skip
+def _progress() -> Iterator[Callable[[Progress], None]]:
+    """Blocks done, time left and memory."""
     # Only if stdout is the same terminal may its lines go through the bar's console; else they must stay on stdout.
-    with Bar(
-        *columns, console=err, transient=True, disable=not err.is_terminal, redirect_stdout=sys.stdout.isatty(),
-        speed_estimate_period=300,
-    ) as bar:  # fmt: skip
-        task: Any = None
+    of_stdout: dict[str, Any] = {"redirect_stdout": sys.stdout.isatty(), "speed_estimate_period": 300}
+    with output.bar("pruning blocks", "bar", "count", "{task.fields[state]}", "left", **of_stdout) as tell:
 
-        def show(progress: Progress) -> None:
-            nonlocal task
-            gpu, host = progress.gpu_peak_bytes, progress.host_bytes
-            memory = f"host {gib(host)}" if gpu is None else f"GPU peak {gib(gpu)}, host {gib(host)}"
-            if task is None:
-                task = bar.add_task("", total=progress.total, memory=memory)
-            bar.update(task, completed=progress.done, memory=memory)
-            if progress.done == progress.total:
-                bar.update(task, visible=False)
+        def show(now: Progress) -> None:
+            gpu, host = now.gpu_peak_bytes, f"host {gib(now.host_bytes)}"
+            state = host if gpu is None else f"GPU peak {gib(gpu)}, {host}"
+            tell(completed=now.done, total=now.total, state=state, visible=now.done < now.total)
 
         yield show

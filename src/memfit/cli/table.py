@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import redirect_stdout
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -14,7 +13,7 @@ from memfit.errors import UsageError
 from memfit.jobs.spellings import split_names
 
 if TYPE_CHECKING:
-    from memfit.fitting.table import OnStep
+    pass
 
 FORMATS = ("terminal", "markdown", "csv", "json")
 
@@ -60,10 +59,12 @@ def table(
         raise UsageError(f"--json and --format {form} both say what is written", hint="give one")
     from memfit.fitting.table import GPUS, MODELS, WORKLOADS, make_table
 
-    with _progress() as on_step, redirect_stdout(sys.stderr):
+    columns = ("bar", "count", "elapsed", "{task.description}")
+    with output.bar(*columns, redirect_stdout=False) as tell, redirect_stdout(sys.stderr):
         made = make_table(
             split_names(models or []) or MODELS, split_names(workloads or []) or WORKLOADS,
-            split_names(gpus or []) or GPUS, seq_len=seq_len, nsamples=nsamples, guides=guides, on_step=on_step,
+            split_names(gpus or []) or GPUS, seq_len=seq_len, nsamples=nsamples, guides=guides,
+            on_step=lambda what, done, total: tell(description=what, completed=done, total=total),
         )  # fmt: skip
     _write(made.to_json(), "json" if json else form or "terminal")
 
@@ -79,18 +80,3 @@ def _write(document: dict[str, object], form: str) -> None:
         from memfit.render.table import as_csv, as_markdown
 
         output.say((as_csv if form == "csv" else as_markdown)(document))
-
-
-@contextmanager
-def _progress() -> Iterator[OnStep]:
-    """A bar on stderr, and only where a person looks on."""
-    err = output.errors_console()
-    if not err.is_terminal:
-        yield lambda what, done, total: None
-        return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
-    with Progress(*columns, console=err, transient=True, redirect_stdout=False) as progress:
-        task = progress.add_task("", total=None)
-        yield lambda what, done, total: progress.update(task, description=what, completed=done, total=total)

@@ -9,6 +9,6 @@ DOOR = {
     "fit": "Fitted Option fit options",
     "forecast": "few_micro_steps_note",
     "ladder": "Ladder ladder",
-    "table": "GPUS MODELS OnStep Table WORKLOADS make_table",
+    "table": "GPUS MODELS Table WORKLOADS make_table",
 }
 """What other rooms may use, by file."""

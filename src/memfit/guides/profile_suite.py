@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from memfit.analysis.stacks import code_line
+from memfit.errors import RanOut
 from memfit.files import written_whole
-from memfit.jobs.profile import DoesNotFit, Profiled, ProfileSettings
+from memfit.jobs.profile import Profiled, ProfileSettings
 from memfit.models.presets import SIZES
 from memfit.snapshots.schema import Frame
 from memfit.snapshots.write import save_snapshot
@@ -186,7 +187,7 @@ class Suite:
             assert self.profiler is not None
             try:
                 self._runs[key] = self.profiler(settings)
-            except DoesNotFit as error:
+            except RanOut as error:
                 self._runs[key] = f"does not fit: {error.message}"
         return self._runs[key]
 

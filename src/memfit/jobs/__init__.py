@@ -5,7 +5,8 @@ from __future__ import annotations
 DOOR = {
     "build": "DTYPES Prepared build_base_model build_for_training prepare takes_labels",
     "host": "Event HostMemory Lane as_bytes finished is_out_of_memory numbers on_the_host",
-    "profile": "DoesNotFit OnCard ProfileSettings Profiled check_gpu course_size profile_on_gpu",
+    "listener": "Listener",
+    "profile": "OnCard ProfileSettings Profiled check_gpu course_size profile_on_gpu",
     "run": "Phases run_job wanted",
     "spellings": "ALIASES plain_name plain_value setting_types split_names without_none",
     "text_files": "KINDS builtin_documents builtin_origin is_text_file read_rows",

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from memfit.errors import MemfitError, UnknownName, UsageError
+from memfit.errors import RanOut, UnknownName, UsageError
 from memfit.jobs.workload import Workload
 from memfit.snapshots.read import FORMAT
 
@@ -86,10 +86,6 @@ class ProfileSettings:
 
 def _in_a_name(text: str) -> str:
     return "".join(c if c.isalnum() or c in "._-" else "-" for c in text)
-
-
-class DoesNotFit(MemfitError):
-    """The profiled job ran out of memory."""
 
 
 def model_of(size: str) -> str:
@@ -170,7 +166,7 @@ def profile_on_gpu(settings: ProfileSettings, device: str, on_step: Callable[[in
         torch.cuda.synchronize(where)
         snapshot = torch.cuda.memory._snapshot(where)
     except torch.OutOfMemoryError as error:
-        raise DoesNotFit(f"{settings.profile_type} at context {settings.context_length} ran out of memory") from error
+        raise RanOut(f"{settings.profile_type} at context {settings.context_length} ran out of memory") from error
     finally:
         stop_history()
     phases.write_marks(snapshot, where.index or 0)

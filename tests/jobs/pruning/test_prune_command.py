@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_folder import english, model_folder
 
+import memfit as library
 from memfit.cli.main import main
 
 SMALL = ("--nsamples", "8", "--seqlen", "64", "--eval-windows", "4", "--device", "cpu")
@@ -94,6 +95,26 @@ def test_the_lines_that_scripts_look_for_come_in_this_order(memfit: Memfit, orig
     assert sum(line.startswith("pruning layer ") for line in lines) == 3 * 7
     assert re.search(r"^builtin perplexity \d+\.\d+$", ended.out, re.MULTILINE)
     assert lines[-1].endswith("not saved")
+
+
+def test_in_python_it_is_the_same_run_and_the_same_document(memfit: Memfit, original: Path, tmp_path: Path) -> None:
+    said: list[str] = []
+
+    result = library.prune(
+        str(original), dataset=TEXT, eval_dataset=TEXT, nsamples=8, seqlen=64, eval_windows=4, device="cpu",
+        save=str(tmp_path / "one"), listener=library.Listener(say=said.append),
+    )  # fmt: skip
+
+    ended = memfit("prune", "--model", original, *LITTLE, "--save", tmp_path / "two", "--json")
+    differs = {"seconds", "saved", "settings", "peaks", "checkpoints", "layers"}  # times, places
+    ours, theirs = json.loads(json.dumps(result.to_json())), json.loads(ended.out)
+    assert list(ours) == list(theirs)
+    assert {k: v for k, v in ours.items() if k not in differs} == {k: v for k, v in theirs.items() if k not in differs}
+    assert [each["zeros"] for each in ours["layers"]] == [each["zeros"] for each in theirs["layers"]]
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
+    assert all(torch.equal(one[name], two[name]) for name in two)
+    assert said == [line for line in ended.err.splitlines() if line in said]
+    assert repr(result) == f"<PruneResult: {result}>" and str(result).endswith(f"saved to {tmp_path / 'one'}")
 
 
 def test_without_save_nothing_is_written(memfit: Memfit, original: Path, tmp_path: Path) -> None:

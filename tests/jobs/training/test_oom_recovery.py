@@ -10,8 +10,8 @@ import pytest
 import torch
 from tiny_run import close, run, same
 
+from memfit.errors import RanOut
 from memfit.jobs.training.engine import MemfitTrainer
-from memfit.jobs.training.result import RanOut
 
 SHARES = {"global_batch_size": 8, "micro_batch_size": 4, "max_steps": 3}
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 from tiny_run import run
 
-from memfit.errors import InputError, UsageError
+from memfit.errors import InputError, RanOut, UsageError
 from memfit.jobs.training.config_file import config_from
-from memfit.jobs.training.result import RanOut, in_a_line, ran_out
+from memfit.jobs.training.result import in_a_line, ran_out
 from memfit.recording.memory_log import CSV_HEADER
 
 SHORT = {"max_steps": 4, "logging_steps": 2}

@@ -12,6 +12,7 @@ import pytest
 import yaml
 from training_folder import TINY_GSA, text_file
 
+import memfit
 from memfit.cli.main import main
 
 
@@ -72,6 +73,44 @@ def test_a_run_leaves_its_log_and_its_config(config: str, tmp_path: Path, capsys
     assert yaml.safe_load((tmp_path / "out" / "config.yaml").read_text())["data"]["max_seq_len"] == 64
 
 
+def test_in_python_it_is_the_same_run_and_the_same_document(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said: list[str] = []
+    events: list[str] = []
+    listener = memfit.Listener(say=said.append, progress=lambda event: events.append(event.kind))
+
+    trained = memfit.train(config, output_dir=str(tmp_path / "one"), listener=listener)
+
+    assert main(["train", "--config", config, "--output-dir", str(tmp_path / "two"), "--json"]) == 0
+    ours, theirs = json.loads(json.dumps(trained.to_json())), json.loads(capsys.readouterr().out)
+    assert trained.fits and trained.result is not None and events[-1] == "end"
+    assert [list(each) for each in (ours, ours["result"])] == [list(each) for each in (theirs, theirs["result"])]
+    assert ours["result"]["losses"] == theirs["result"]["losses"]
+    assert ours["job"]["batch"] == theirs["job"]["batch"] and ours["plan"]["budget"] == theirs["plan"]["budget"]
+    assert str(trained).splitlines()[: len(said)] == said and str(trained).splitlines()[-1].startswith("checkpoint: ")
+    assert repr(trained).startswith("<Trained: tiny, gsa: 2 steps, loss: ")
+
+
+def test_in_python_a_config_may_be_a_dict_and_a_dry_run_trains_nothing(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = yaml.safe_load(Path(config).read_text())
+
+    planned = memfit.train(document, sets=["seed=7"], dry_run=True)
+
+    assert planned.result is None and planned.job.config.seed == 7 and not (tmp_path / "out").exists()
+    assert main(["train", "--config", config, "--dry-run", "--set", "seed=7"]) == 0
+    assert capsys.readouterr().out == f"{planned}\n"
+    assert repr(planned) == "<Trained: train, gsa: not trained>"
+
+
+def test_in_python_what_does_not_fit_is_an_answer(config: str, tmp_path: Path) -> None:
+    refused = memfit.train(config, sets=["memory.gpu=300MiB"])
+
+    assert not refused.fits and refused.result is None and not (tmp_path / "out").exists()
+
+
 def test_a_config_that_lies_in_the_runs_own_folder_is_not_rewritten(config: str, tmp_path: Path) -> None:
     mine = tmp_path / "out" / "config.yaml"
     mine.parent.mkdir()
@@ -114,7 +153,7 @@ def test_what_does_not_fit_is_not_started_unless_forced(
 def test_of_many_processes_only_the_first_speaks(
     config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("memfit.cli.train.PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr("memfit.running.train.PATIENCE_SECONDS", 0.0)
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -6,8 +6,8 @@ DOOR = {
     "decoder": "Call Decoder check_decoder",
     "engine": "Engine",
     "placement": "MicroBatch NoRoom",
-    "result": "Listener Outcome Planned Prediction Progress RunOptions",
-    "run": "RanOut run",
+    "result": "Outcome Planned Prediction Progress PruneResult RunOptions",
+    "run": "run",
     "settings": "Method PruneSettings Sparsity",
     "streaming": "Parts",
 }

@@ -111,8 +111,10 @@ class Prediction:
     host_bytes: int | None = None
 
 
-@dataclass(kw_only=True)
-class Result:
+@dataclass(kw_only=True, repr=False)
+class PruneResult:
+    """What `memfit.prune` answers: everything a run was asked, found and reached. `print` shows it in a line."""
+
     settings: PruneSettings
     seqlen: int
     """As taken: not more than the model's positions."""
@@ -140,8 +142,10 @@ class Result:
         """Zeros among the weights of the blocks' matrices; embedding, head and norms do not count."""
         return sum(block.zeros for block in self.blocks) / max(1, sum(block.weights for block in self.blocks))
 
-    def in_a_line(self) -> str:
-        """For a person, at the end."""
+    def __repr__(self) -> str:
+        return f"<PruneResult: {self}>"
+
+    def __str__(self) -> str:
         parts = [f"{self.settings.method}: {100 * self.sparsity:.2f} % of the blocks' weights are zero"]
         if self.perplexity is not None:
             dense, pruned = (_number(value) for value in (self.perplexity.dense, self.perplexity.pruned))
@@ -200,7 +204,7 @@ def versions() -> dict[str, str | None]:
     return found
 
 
-def write_result(folder: Path, result: Result) -> None:
+def write_result(folder: Path, result: PruneResult) -> None:
     """Both files, each put in its place when it is whole; nothing in the folder is younger than the document."""
     ppl = None if result.perplexity is None else result.perplexity.pruned
     _put(folder / f"log_{result.settings.method}.txt", log_lines(result.settings.method, result.sparsity, ppl))
@@ -306,12 +310,3 @@ class Progress:
     total: int
     gpu_peak_bytes: int | None
     host_bytes: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Listener:
-    """Who is told: `say` the lines that scripts look for and the memory log, `remark` what only a person reads."""
-
-    say: Callable[[str], None] = lambda _: None
-    remark: Callable[[str], None] = lambda _: None
-    progress: Callable[[Progress], None] = lambda _: None

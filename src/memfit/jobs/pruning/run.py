@@ -28,8 +28,9 @@ from typing import Any
 
 import torch
 
-from memfit.errors import InputError, MemfitError, UsageError
+from memfit.errors import InputError, RanOut, UsageError
 from memfit.jobs.host import is_out_of_memory, on_the_host
+from memfit.jobs.listener import Listener
 from memfit.jobs.pruning import evaluation
 from memfit.jobs.pruning import output as output_folder
 from memfit.jobs.pruning.calibration import Windows, calibration_windows, check_files
@@ -41,13 +42,12 @@ from memfit.jobs.pruning.placement import Team
 from memfit.jobs.pruning.result import (
     FILE,
     BlockReport,
-    Listener,
     Outcome,
     Perplexity,
     Planned,
     Predict,
     Progress,
-    Result,
+    PruneResult,
     RunOptions,
     write_result,
 )
@@ -96,15 +96,13 @@ def give_back_freed_memory() -> None:
             ctypes.CDLL(None).malloc_trim(0)
 
 
-class RanOut(MemfitError):
-    """Memory ran out on the way to a checkpoint; the hint is what makes that stage smaller."""
-
-    def __init__(self, stage: str, settings: PruneSettings, error: BaseException, budget: int | None) -> None:
-        where = "host memory" if on_the_host(error) else "GPU memory"
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        first = first.partition(" If reserved but unallocated")[0]  # torch's own advice, which seldom fits
-        helps = "\n".join(fixes(stage, settings, error, budget))
-        super().__init__(f"{where} ran out before {stage}: {first}", hint=helps)
+def ran_out(stage: str, settings: PruneSettings, error: BaseException, budget: int | None) -> RanOut:
+    """On the way to a checkpoint; the hint is what makes that stage smaller."""
+    where = "host memory" if on_the_host(error) else "GPU memory"
+    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    first = first.partition(" If reserved but unallocated")[0]  # torch's own advice, which seldom fits
+    helps = "\n".join(fixes(stage, settings, error, budget))
+    return RanOut(f"{where} ran out before {stage}: {first}", hint=helps)
 
 
 def fixes(stage: str, settings: PruneSettings, error: BaseException, budget: int | None = None) -> list[str]:
@@ -161,8 +159,8 @@ STARS = "*" * 30
 def run(
     settings: PruneSettings, options: RunOptions | None = None, listener: Listener | None = None,
     predict: Predict | None = None,
-) -> Result:  # fmt: skip
-    """Everything. Raises `out_of_memory.RanOut` with what helps where memory did not suffice."""
+) -> PruneResult:  # fmt: skip
+    """Everything. Raises `RanOut` with what helps where memory did not suffice."""
     return _Run(settings, options or RunOptions(), listener or Listener(), predict).whole()
 
 
@@ -178,7 +176,7 @@ class _Run:
         self.seconds: dict[str, float] = {}
         self.budget: int | None = None
 
-    def whole(self) -> Result:
+    def whole(self) -> PruneResult:
         with ExitStack() as stack:
             stack.callback(self.team.leave)
             if self.team.leads:
@@ -199,7 +197,7 @@ class _Run:
             output_folder.check(settings, force=options.force)
             output_folder.check_results(options.results_also_in, settings, force=options.force)
 
-    def _logged(self) -> Result:
+    def _logged(self) -> PruneResult:
         settings = self.settings
         gpu = CudaMemory(self.device.index) if self.device.type == "cuda" else None
         quiet = not (settings.log_memory and self.team.leads)
@@ -210,10 +208,10 @@ class _Run:
                 return self._stages(log, began)
         except Exception as error:
             if is_out_of_memory(error):
-                raise RanOut(log.points[-1].name, settings, error, self.budget) from error
+                raise ran_out(log.points[-1].name, settings, error, self.budget) from error
             raise
 
-    def _stages(self, log: MemoryLog, began: float) -> Result:
+    def _stages(self, log: MemoryLog, began: float) -> PruneResult:
         say = self.listener.say
         log.checkpoint("01_start")
         with self._timed("data"):
@@ -235,11 +233,11 @@ class _Run:
             self._write_last(result, Path(result.saved))
         return result
 
-    def _work(self, log: MemoryLog, source: Source, engine: Engine, text: _Text) -> Result:
+    def _work(self, log: MemoryLog, source: Source, engine: Engine, text: _Text) -> PruneResult:
         say = self.listener.say
         say("pruning starts")
         windows, evaluated = text.windows, text.evaluated
-        result = Result(
+        result = PruneResult(
             settings=self.settings, seqlen=text.seqlen, device=described(self.device),
             model=self._model(source, engine), data=None if windows is None else windows.fingerprint,
         )  # fmt: skip
@@ -434,7 +432,7 @@ class _Run:
             self.settings, None if windows is None else windows.ids, output=output, on_block=on_block, pruned=along
         )
 
-    def _tell_sparsity(self, result: Result, outcome: Outcome) -> None:
+    def _tell_sparsity(self, result: PruneResult, outcome: Outcome) -> None:
         say = self.listener.say
         result.blocks, result.ratios = outcome.blocks, outcome.ratios
         result.placement = {
@@ -477,7 +475,7 @@ class _Run:
     def _on_window(self, number: int) -> None:
         self.listener.say(f"sample {number}")
 
-    def _save(self, log: MemoryLog, result: Result, output: OutputFolder) -> None:
+    def _save(self, log: MemoryLog, result: PruneResult, output: OutputFolder) -> None:
         log.checkpoint("07_before_save_model")
         with self._timed("save"), log.until("08_after_save_model"):
             result.saved, result.run = str(output.save), output.journal.key
@@ -486,7 +484,7 @@ class _Run:
                 write_result(output.working, result)
             log.moved_to(output.finish() / LOG_FILE)
 
-    def _write_last(self, result: Result, saved: Path) -> None:
+    def _write_last(self, result: PruneResult, saved: Path) -> None:
         """The model is whole by now, with its results up to the last checkpoint: a full disk does not undo that."""
         try:
             write_result(saved, result)
@@ -497,13 +495,13 @@ class _Run:
 
     # -- what came of it -------------------------------------------------------------------------------------------
 
-    def _fill(self, result: Result, log: MemoryLog) -> None:
+    def _fill(self, result: PruneResult, log: MemoryLog) -> None:
         result.seconds = dict(self.seconds)
         result.peak_gpu_bytes, result.peak_host_bytes = log.peak_gpu_bytes, log.peak_host_bytes
         result.points, result.parts = list(log.points), list(log.parts)
         result.notes = list(dict.fromkeys(self.notes))
 
-    def _compare(self, result: Result, log: MemoryLog, source: Source, decoder: Decoder) -> None:
+    def _compare(self, result: PruneResult, log: MemoryLog, source: Source, decoder: Decoder) -> None:
         """Predicted beside measured, where there is a GPU to measure. A plan knows of pruning alone: not of windows
         that go along for perplexity."""
         alone = result.perplexity is None or self.settings.save is not None

@@ -304,9 +304,12 @@ MAX_DEPTH = 12
 ENDINGS = (".yaml", ".yml")
 
 
-def load_config(path_or_name: str, *, sets: Iterable[str] = ()) -> TrainConfig:
-    """The settings of a run; `sets` are `key=value` and replace what the file says."""
-    name, text, where = find_config(path_or_name)
+def load_config(config: str | Mapping[str, Any], *, sets: Iterable[str] = ()) -> TrainConfig:
+    """The settings of a run, from a file, by the name of a shipped one, or as they are; `sets` are `key=value` and
+    replace them."""
+    if isinstance(config, Mapping):
+        return config_from(config, over=_assignments(sets))
+    name, text, where = find_config(config)
     document = parse_yaml(text, where)
     over = _assignments(sets)
     try:

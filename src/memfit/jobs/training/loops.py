@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
+from memfit.errors import RanOut
 from memfit.jobs.build import Prepared
 from memfit.jobs.run import Phases, wanted
 from memfit.jobs.training.batch import BatchSizes
@@ -39,7 +40,6 @@ from memfit.jobs.training.levers import has_tensorboard
 from memfit.jobs.training.optimizers import ADAMW, adamw, trainer_name
 from memfit.jobs.training.parallel import is_sharded
 from memfit.jobs.training.recovery import Halved
-from memfit.jobs.training.result import RanOut
 from memfit.jobs.workload import Workload
 from memfit.models.presets import GSA_TYPE
 

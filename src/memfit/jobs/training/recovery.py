@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memfit.errors import RanOut
 from memfit.jobs.host import is_out_of_memory
 from memfit.jobs.training.batch import BatchSizes
 from memfit.jobs.training.parallel import Together
-from memfit.jobs.training.result import RanOut
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO, Any, Literal, Protocol
 
-from memfit.errors import InputError, MemfitError
+from memfit.errors import InputError, RanOut
 from memfit.files import written_whole
 from memfit.jobs.training.config import TORCH_ADAMW, TrainConfig
 from memfit.units import duration, gib
@@ -343,12 +343,9 @@ MOMENTS = 2
 """Adam keeps two numbers for each one that it trains, of its kind."""
 
 
-class RanOut(MemfitError):
-    """A single row at a time is too much, or what does not depend on rows is. Checkpoints are as they were."""
-
-
 def ran_out(place: Place, cause: str, config: TrainConfig, *, trained_bytes: int, probing: bool) -> RanOut:
-    """`trained_bytes`: of the parameters that are trained."""
+    """A single row at a time is too much, or what does not depend on rows is. Checkpoints are as they were.
+    `trained_bytes`: of the parameters that are trained."""
     where = f"{WHERE[place]} of the probe, before the run began" if probing and place == "optimizer" else WHERE[place]
     if place == "optimizer" and config.optimizer.name in TORCH_ADAMW and trained_bytes:
         where += f" (it keeps {gib(MOMENTS * trained_bytes)} beside the weights)"

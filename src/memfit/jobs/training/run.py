@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 
-from memfit.errors import InputError, MemfitError
+from memfit.errors import InputError, RanOut, Stopped
 from memfit.jobs.build import build_for_training
 from memfit.jobs.host import is_out_of_memory
 from memfit.jobs.training.batch import is_first
@@ -47,7 +47,6 @@ from memfit.jobs.training.result import (
     Expected,
     PhasePeaks,
     Place,
-    RanOut,
     TrainEvent,
     TrainResult,
     beside,
@@ -59,10 +58,6 @@ from memfit.recording.sampler import GpuReading, GpuSource, find_gpu
 from memfit.recording.status import publish, published
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-
-class Stopped(MemfitError):
-    """As somebody asked for. What was trained is in a checkpoint."""
 
 
 def stopped(step: int, job: TrainJob) -> Stopped:

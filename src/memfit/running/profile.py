@@ -1,0 +1,120 @@
+"""`memfit.profile`: the snapshot of a forward pass or a training step, measured on a GPU or predicted without one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from memfit.errors import UsageError
+from memfit.files import check_free, files_of_model, writing
+from memfit.jobs.profile import Profiled, ProfileSettings, check_gpu, course_size, profile_on_gpu
+from memfit.render.shown import Renderer, Shown
+from memfit.units import gib
+
+if TYPE_CHECKING:
+    pass
+
+SCHEMA = "memfit.profile/1"
+PREDICT = "predict"
+RESULTS = Path("results") / "memory_profiling"
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Profile(Shown):
+    """What `memfit.profile` answers: the peak, by phase, and where the snapshot lies. `print` shows it."""
+
+    settings: ProfileSettings
+    found: Profiled
+    path: Path
+    """The snapshot, which pytorch.org/memory_viz opens."""
+
+    def __repr__(self) -> str:
+        peak, origin = gib(self.found.peak_allocated_bytes), self.found.origin
+        return f"<Profile: {self.settings.profile_type} of {self.settings.model}, {peak} {origin}, {self.path}>"
+
+    def renderer(self) -> Renderer:
+        from memfit.render.small import show_profile
+
+        return show_profile
+
+    def to_json(self) -> dict[str, Any]:
+        """memfit.profile/1"""
+        found, card = self.found, self.found.on_card
+        return {
+            "schema": SCHEMA, "origin": found.origin, "gpu": found.gpu,
+            "verdict": None if card is None else card.verdict,
+            "capacity_bytes": None if card is None else card.capacity_bytes,
+            "headroom_bytes": None if card is None else card.headroom_bytes,
+            "smallest_gpu_bytes": None if card is None else card.smallest_gpu_bytes,
+            "workload": self.settings.workload().settings(),
+            "peak": {"allocated_bytes": found.peak_allocated_bytes, "reserved_bytes": found.peak_reserved_bytes},
+            "phases": [{"name": name, "allocated_bytes": size} for name, size in found.phases.items()],
+            "snapshot": str(self.path), "notes": list(found.notes),
+        }  # fmt: skip
+
+
+def profile(
+    model: str | None = None, *, model_size: str | None = None, context_length: int = 512, batch_size: int = 4,
+    warmup_steps: int = 5, measure_steps: int = 10, profile_type: str = "forward", use_mixed_precision: bool = False,
+    dtype: str | None = None, output: str | os.PathLike[str] | None = None, device: str = "cuda",
+    gpu: str | None = None, force: bool = False,
+) -> Profile:  # fmt: skip
+    """Snapshot the memory of a forward pass or a training step, on a GPU, or predicted with `device="predict"`.
+
+    Settings are the flags of `memfit profile`: `model_size` is one of a course's, `model` any that a plan takes; `gpu`
+    names a card to predict for. The snapshot goes to `output`, .pickle or .json, or into a folder of results."""
+    from memfit.snapshots.write import save_snapshot
+
+    if (model_size is None) == (model is None):
+        raise UsageError("give --model-size or --model", hint="--model-size 2.7B is the profiling guide's")
+    if dtype not in (None, "bf16", "fp16"):
+        raise UsageError(f"--dtype {dtype!r} is not one of bf16, fp16")
+    if dtype is not None and not use_mixed_precision:
+        raise UsageError(
+            f"--dtype {dtype} is of the autocast region, and there is none", hint="add --use-mixed-precision"
+        )
+    settings = ProfileSettings(
+        model=course_size(model_size) if model_size else str(model), profile_type=profile_type,  # type: ignore[arg-type]
+        context_length=context_length, batch_size=batch_size, warmup_steps=warmup_steps, measure_steps=measure_steps,
+        dtype=(dtype or "bf16") if use_mixed_precision else None,  # type: ignore[arg-type]
+    )  # fmt: skip
+    path = _place(None if output is None else Path(output), settings, gpu, force)
+    found = profiler_on(device, gpu)(settings)
+    with writing(path, "--output"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_snapshot(found.snapshot, path)
+    return Profile(settings=settings, found=found, path=path)
+
+
+def profiler_on(device: str, gpu: str | None) -> Callable[[ProfileSettings], Profiled]:
+    if device == PREDICT:
+        from memfit.planning.profile import predict_profile
+
+        return lambda settings: predict_profile(settings, gpu)
+    if gpu is not None:
+        raise UsageError("--gpu is for --device predict", hint="on a GPU, that GPU is profiled")
+    check_gpu(device)
+    return lambda settings: profile_on_gpu(settings, device)
+
+
+def _place(asked: Path | None, settings: ProfileSettings, gpu: str | None, force: bool) -> Path:
+    path = asked or RESULTS / settings.file_name_on(gpu)
+    if asked is None and not force:
+        path = _free_beside(path)
+    if path.suffix not in (".pickle", ".pkl", ".json"):
+        raise UsageError(f"--output {str(path)!r} has no known ending", hint="end its name in .pickle or .json")
+    if asked is not None or path.parent.is_dir():
+        check_free(path, "--output", force, inputs=files_of_model(settings.model))
+    return path
+
+
+def _free_beside(path: Path) -> Path:
+    """Nobody named it, so it need not be in anybody's way."""
+    free, number = path, 1
+    while free.exists():
+        number += 1
+        free = path.with_stem(f"{path.stem}-{number}")
+    return free
