@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +188,34 @@ def test_points_that_are_known_to_come_need_fewer_traces(models: Models, traced_
     for point in sweep(40):
         trace_workload(at(work, point), H200)
     assert len(traced_points) <= 10
+
+
+ONE_PLAN = """
+import sys
+from memfit.planning.predict import predict
+
+def entered():
+    return any(name.startswith("memfit.planning.interpolation.") for name in sys.modules)
+
+for length in (64, 48):
+    predict(kind="forward", model=sys.argv[1], seq_len=length)
+    print(entered())
+
+from memfit.planning.interpolation import family
+(made,) = family._families.values()
+print(sorted(made._traced), sorted(made.corners.asked))
+"""
+
+
+def test_a_single_plan_does_not_enter_the_room_of_interpolation_and_a_second_knows_of_the_first(models: Models) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ONE_PLAN, models.folder("llama")],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
+    )
+    assert done.stdout.splitlines() == ["False", "True", "[(1, 48), (1, 64)] [(1, 48), (1, 64)]"]
 
 
 def test_a_few_plans_are_traced_each_by_itself(models: Models, traced_points: list[tuple[int, int]]) -> None:

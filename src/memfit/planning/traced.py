@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from memfit.jobs.workload import Workload
 from memfit.models.registry import resolve
 from memfit.planning import cache
 from memfit.planning.cache import Recipe
 from memfit.planning.host_facts import HOST, scaled
-from memfit.planning.interpolation.family import Family, Told, family_of
 from memfit.planning.provenance import Provenance
 from memfit.replay.events import Trace
 from memfit.tracing.platform import Platform
+
+if TYPE_CHECKING:
+    from memfit.planning.categories import Noted
+    from memfit.planning.interpolation.family import Family, Told
 
 UNLIKE = "traced by itself, not told from other batch sizes and lengths"
 
@@ -48,7 +51,7 @@ def trace_workload(
             return _traced_now(work, platform, None, None)
     if not cached:
         return _traced_now(work, platform, None, None)
-    family = family_of(work, platform)
+    family = _family(work, platform)
     told = family.told(work) if family else None
     if told is not None:
         return _told(work, told)
@@ -58,6 +61,52 @@ def trace_workload(
         return found
     told = family.told_after_more(work) if family and not few else None
     return _told(work, told) if told is not None else _traced_now(work, platform, key, family)
+
+
+@dataclass
+class FirstPlan:
+    """The first of this process, in place of a family: one plan is no sweep. What was traced of it is handed on when
+    there is a second."""
+
+    work: Workload
+    platform: Platform
+    lesson: tuple[Recipe, list[Noted]] | None = None
+    handed_on: bool = False
+    given_up: str | None = field(default=None, init=False)
+
+    def told(self, _: Workload) -> None:
+        return None
+
+    told_after_more = told
+
+    def learn(self, _: Workload, recipe: Recipe, heard: list[Noted]) -> None:
+        self.lesson = recipe, heard
+
+    def hand_on(self) -> None:
+        from memfit.planning.interpolation.family import family_of, point_of
+
+        family, lesson = family_of(self.work, self.platform), self.lesson
+        self.lesson, self.handed_on = None, True
+        if family is not None:
+            family.corners.asked.add(point_of(self.work))
+            if lesson is not None:
+                family.learn(self.work, *lesson)
+
+
+_first: FirstPlan | None = None
+
+
+def _family(work: Workload, platform: Platform) -> Family | FirstPlan | None:
+    """The only way into the room of interpolation, but for sweeps that say what is to come (`planning/many.py`)."""
+    global _first
+    if _first is None:
+        _first = FirstPlan(work, platform)
+        return _first
+    from memfit.planning.interpolation.family import family_of
+
+    if not _first.handed_on:
+        _first.hand_on()
+    return family_of(work, platform)
 
 
 def _told(work: Workload, told: Told) -> Traced:
@@ -75,7 +124,7 @@ def _kept(work: Workload, trace: Trace, facts: Mapping[str, Any]) -> Traced:
     return _result(work, recipe, recipe.whole())
 
 
-def _traced_now(work: Workload, platform: Platform, key: cache.Key | None, family: Family | None) -> Traced:
+def _traced_now(work: Workload, platform: Platform, key: cache.Key | None, family: Family | FirstPlan | None) -> Traced:
     from memfit.planning.categories import noting
     from memfit.planning.few import trace_few_blocks
 
