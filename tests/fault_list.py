@@ -223,7 +223,7 @@ _SHAPES = _in(
     "extrapolation/test_pieces.py",
     "extrapolation/test_polynomials.py",
 )
-_CORNERS = _in("planning/interpolation/corners.py", "planning/test_corners.py")
+_CORNERS = _in("planning/interpolation/corners.py", "planning/test_family_guards.py", "planning/test_corners.py")
 _FEW = _in("planning/few.py", "planning/test_offload_plans.py")
 
 PLANNING = [
@@ -619,6 +619,7 @@ TRAINING = [
         "a storage of another tensor is taken as kept",
         "of is None or of() is None or kept is None",
         "of is None or kept is None",
+        harmless="what is known of a storage goes with it",
     ),
     _ACTIVATIONS(
         "the neighbour is not fetched ahead",

@@ -155,7 +155,8 @@ def test_the_folder_of_a_training_run_tells_the_job(tmp_path: Path) -> None:
     assert work is not None and (work.kind, work.loop, work.rank) == ("lora", "memfit", config.method.rank)
     assert work.batch_size == 1  # as the log tells that it was halved
     assert global_batch_of(work) == config.batch.global_batch_size
-    assert not told.job.missing and told.gpu is not None
+    assert not told.job.missing
+    assert told.gpu is not None and told.gpu.capacity_bytes == GiB, "as the message says"
 
 
 def test_the_folder_of_a_run_tells_how_many_processes_shared_the_global_batch(tmp_path: Path) -> None:

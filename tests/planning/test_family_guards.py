@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from miniatures import shrunk
 
-from memfit.extrapolation.streams import stream_of
+from memfit.extrapolation.streams import NotHoled, stream_of
 from memfit.jobs.workload import Workload
 from memfit.planning.cache import Recipe
 from memfit.planning.interpolation import family as families
+from memfit.planning.interpolation.corners import Corners
 from memfit.planning.interpolation.family import Family, family_of
 from memfit.planning.interpolation.shapes import Fits, Unproven, surrounds
 from memfit.planning.provenance import Provenance
@@ -133,6 +135,44 @@ def test_a_job_that_follows_no_polynomial_is_given_up(model: str) -> None:
 
     assert known.family.given_up is not None
     assert known.family.told(known.work) is None
+
+
+def test_three_points_that_cannot_be_learned_from_are_enough_to_give_up(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = Known(model)
+    noted = SimpleNamespace(trace=Trace(), calls=[], loss_modules=frozenset())
+
+    def fail(*_: Any) -> None:
+        raise NotHoled("a rule's buffer is used outside of it")
+
+    monkeypatch.setattr("memfit.planning.categories.parts_of", lambda heard, length: {"all": noted})
+    monkeypatch.setattr(families, "stream_of", fail)
+    given_up = []
+    for batch in (2, 3, 4):
+        known.family.learn(dataclasses.replace(known.work, batch_size=batch), known.context.recipe, [])
+        given_up.append(known.family.given_up)
+    assert given_up == [None, None, "a rule's buffer is used outside of it"]
+
+
+def test_the_first_and_the_last_tokens_of_different_kinds_are_not_put_together(model: str) -> None:
+    known = Known(model, kind="generate", new_tokens=10)
+    other = dataclasses.replace(known.context, key="other")
+    for point in CORNERS:
+        known.family._traced[point] = {}
+        for part, context in (("near", known.context), ("far", other), ("all", known.context)):
+            known.family._add(part, point, traced(*point), context)  # type: ignore[arg-type]
+    with pytest.raises(Unproven, match="of different kinds"):
+        known.family._told((4, 900))
+
+
+def test_a_line_that_is_out_of_reach_is_not_drawn_again_for_a_longer_row() -> None:
+    made = Corners()
+    made.asked.update([(2, 40), (5, 100), (7, 120)])
+    assert made.around((5, 100))[-1] == (8, 128)
+    made.is_out_of_reach((8, 128))
+    made.asked.add((5, 125))
+    assert max(length for _, length in made.around((5, 125))) == 125
 
 
 def test_another_card_is_another_family_and_pruning_has_none(model: str) -> None:
