@@ -224,7 +224,7 @@ _SHAPES = _in(
     "extrapolation/test_polynomials.py",
 )
 _CORNERS = _in("planning/interpolation/corners.py", "planning/test_family_guards.py", "planning/test_corners.py")
-_FEW = _in("planning/few.py", "planning/test_offload_plans.py")
+_FEW = _in("planning/few.py", "planning/test_host_facts.py")
 
 PLANNING = [
     _FAMILY(

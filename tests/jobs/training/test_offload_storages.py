@@ -92,27 +92,36 @@ def test_what_was_asked_for_the_last_time_is_on_the_device_no_more(monkeypatch: 
     assert kept.here is None and kept.uses == 0
 
 
-def fetched_by(run: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    order: list[int] = []
-    usual = FrozenWeightsOnHost._fetch
+def fetched_by(run: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Which block's weights come, and when a block's backward begins."""
+    order: list[str] = []
+    fetches, goes_back = FrozenWeightsOnHost._fetch, FrozenWeightsOnHost._goes_back
 
     def fetch(self: FrozenWeightsOnHost, index: int) -> None:
-        order.append(index)
-        usual(self, index)
+        order.append(f"{index} comes")
+        fetches(self, index)
+
+    def back(self: FrozenWeightsOnHost, index: int) -> None:
+        order.append(f"back to {index}")
+        goes_back(self, index)
 
     monkeypatch.setattr(FrozenWeightsOnHost, "_fetch", fetch)
+    monkeypatch.setattr(FrozenWeightsOnHost, "_goes_back", back)
     run()
     return order
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_a_block_s_weights_come_once_on_the_way_there_and_once_on_the_way_back(
+def test_a_block_s_weights_come_once_each_way_and_one_block_ahead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpointing: bool
 ) -> None:
     settings: dict[str, Any] = {"grad_checkpointing": True} if checkpointing else {}
     job = prepared(tmp_path, offload=("weights",), **settings)
     order = fetched_by(lambda: run_job(job, "cpu", Silent(), steps=1), monkeypatch)
-    assert order == [0, 1, 2, 3, 4, 2, 1, 0]
+    there = ["0 comes", "1 comes", "2 comes", "3 comes", "4 comes"]
+    assert order == [
+        *there, "back to 4", "back to 3", "2 comes", "back to 2", "1 comes", "back to 1", "0 comes", "back to 0",
+    ]  # fmt: skip
 
 
 def test_a_weight_that_somebody_else_wrote_and_a_new_learning_rate_reach_the_optimizer_on_the_host() -> None:

@@ -1,0 +1,37 @@
+"""What lies on the host, told from a few blocks, is what a trace of all of them counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from miniatures import Miniatures, all_blocks
+
+from memfit.jobs.training.offload import activations
+from memfit.planning.few import blocks_of
+from memfit.planning.host_facts import HOST
+from memfit.planning.traced import trace_workload
+from memfit.tracing.platform import H200
+
+JOBS: dict[str, dict[str, Any]] = {
+    # The embedding and the head are trained too: the optimizer's share does not grow with the blocks alone.
+    "train": {"kind": "train", "offload": ("optimizer",), "optimizer": "adamw-fused"},
+    "lora": {"kind": "lora", "offload": ("optimizer", "activations", "weights"), "grad_checkpointing": True, "rank": 4},
+}
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_host_facts_of_few_blocks_are_those_of_all(
+    job: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(activations, "LEAST", 1)
+    work = Miniatures(tmp_path_factory.mktemp("host")).work("llama", 8, **JOBS[job])
+    blocks, _ = blocks_of(work.model, work.attention)
+    assert blocks is not None and blocks.worthwhile and blocks.traced < 8
+
+    told, (full, prepared) = trace_workload(work, H200, cached=False), all_blocks(work)
+
+    assert told.trace.facts[HOST] == full.facts[HOST]
+    assert set(told.trace.facts[HOST]) == set(JOBS[job]["offload"])
+    weights = sum(each.numel() * each.element_size() for each in prepared.trainable)
+    assert told.trace.facts[HOST]["optimizer"] == 2 * weights
