@@ -50,6 +50,7 @@ def test_every_command_on_a_page_is_one_with_flags_that_it_has(page: Path) -> No
         command, rest = ROOT_COMMAND, list(words)
         while rest and rest[0] in getattr(command, "commands", {}):
             command = command.commands[rest.pop(0)]
+        rest = rest[: rest.index("--")] if "--" in rest else rest  # what follows is another program's
         known = {"--help", *flags(command)}
         typed = {word.partition("=")[0].replace("_", "-") for word in rest if re.match(r"--?[a-z]", word)}
         assert command is not ROOT_COMMAND or not rest or rest[0].startswith("-"), words

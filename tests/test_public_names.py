@@ -108,6 +108,17 @@ FLAGS = {
     "plan generate": [*COMMON, *GENERATION, *LAST],
     "plan prune": [*(flag for flag in COMMON if flag not in ("--batch-size", "--padding")), *PRUNING, *LAST],
     "plan batch": ["--gpu"],
+    "plan script": [
+        "--alloc-conf",
+        "--answer",
+        "--force",
+        "--gpu",
+        "--json",
+        "--save-trace",
+        "--seconds",
+        "--steps",
+        "-f",
+    ],
     "profile": [
         "--model-size",
         "--model",

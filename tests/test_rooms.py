@@ -16,7 +16,8 @@ PACKAGE = Path(__file__).parents[1] / "src" / "memfit"
 
 ORDER = (
     "errors", "units", "files", "gpus", "replay", "snapshots", "analysis", "extrapolation", "tracing", "models",
-    "recording", "jobs", "render", "guides", "planning", "fitting", "explaining", "checking", "running", "cli",
+    "recording", "jobs", "render", "guides", "planning", "scripts", "fitting", "explaining", "checking", "running",
+    "cli",
 )  # fmt: skip
 """From the ground up. A room may use those before it, but for these:"""
 NOT_USED: dict[str, tuple[str, ...]] = {
@@ -43,6 +44,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "jobs": {*TORCH, "safetensors", "bitsandbytes", "triton", "huggingface_hub", "pyarrow", "lm_eval", "yaml"},
     "render": {"rich"},
     "planning": {*TORCH, "numpy"},
+    "scripts": {"torch"},
     "fitting": TORCH,
     "explaining": TORCH,
     "checking": {*TORCH, "packaging"},
@@ -161,5 +163,5 @@ def test_every_folder_is_a_room_of_the_table() -> None:
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: str(folder.relative_to(PACKAGE)))
-def test_no_room_has_more_than_twenty_files(folder: Path) -> None:
-    assert len(list(folder.glob("*.py"))) <= 20
+def test_no_room_has_more_than_twenty_files_beside_its_door(folder: Path) -> None:
+    assert len([path for path in folder.glob("*.py") if path.name != "__init__.py"]) <= 20

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from memfit.running.profile import Profile, profile
     from memfit.running.prune import prune
     from memfit.running.train import Trained, train
+    from memfit.scripts.plan import trace_script
 
 __version__ = "0.1.0"
 
@@ -90,6 +91,7 @@ __all__ = [
     "report",
     "table",
     "trace",
+    "trace_script",
     "train",
     "trainer_memory",
 ]
@@ -115,6 +117,7 @@ _LATE = {
     "running.profile": "Profile profile",
     "running.prune": "prune",
     "running.train": "Trained train",
+    "scripts.plan": "trace_script",
 }
 _OTHERWISE = {"table": "make_table", "trace": "trace_own_code"}
 """What is called by another name where it stands."""

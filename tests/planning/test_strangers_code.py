@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import sys
 import threading
 from collections.abc import Callable
@@ -198,14 +199,52 @@ def unknown_loss() -> torch.Tensor:
     return loss
 
 
+def test_a_number_that_nobody_knows_can_be_printed_and_reckoned_with() -> None:
+    said: list[object] = []
+
+    def step() -> None:
+        loss = unknown_loss()
+        total = 0.0 + loss.item()
+        said.append(f"{loss:.3f}|{loss.item():8.4f}|{math.exp(loss.item())}|{total / 2:.1f}|{round(total, 2)}|{-total}")
+        said.append([loss.item(), (loss > 0).long().item(), loss.tolist(), math.isnan(loss.item())])
+
+    plan = memfit.trace(step)
+    assert said[0] == "?|       ?|?|?|?|?"
+    assert str(said[1]) == "[?, ?, ?, False]"
+    assert "losses, norms and gradients are finite wherever the code looks" in plan.notes
+
+
+def decide_by_it() -> None:
+    if unknown_loss().item() > 3:
+        raise AssertionError("not reached")
+
+
 @pytest.mark.parametrize(
-    "ask", [lambda: f"{unknown_loss():.3f}", lambda: unknown_loss().item(), lambda: float(unknown_loss())]
+    "ask", [decide_by_it, lambda: int(unknown_loss()), lambda: [1, 2][round(unknown_loss().item())]]
 )
-def test_an_unknown_value_is_what_memfit_lacks_and_not_the_job_s_failure(ask: Callable[[], object]) -> None:
+def test_a_decision_by_an_unknown_number_is_what_memfit_lacks_and_not_the_job_s_failure(
+    ask: Callable[[], object],
+) -> None:
     with pytest.raises(TraceError, match=r"test_strangers_code.py:\d+") as caught:
         memfit.trace(ask)
     assert "the job itself fails" not in str(caught.value)
     assert 'answers={("train.py", ' in str(caught.value.hint)
+
+
+def test_the_best_so_far_is_answered_and_said() -> None:
+    seen: list[bool] = []
+
+    def step() -> None:
+        best = float("inf")
+        for _ in range(2):
+            loss = unknown_loss().item()
+            if loss < best:
+                best = loss
+                seen.append(True)
+
+    plan = memfit.trace(step)
+    assert seen == [True, True]
+    assert "each result that is compared with the best so far is a new best" in plan.notes
 
 
 # -- the card ----------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import memfit
 from memfit.cli import late_conversion, output
 from memfit.cli.batch import batch
 from memfit.cli.options import Json, with_options_of
+from memfit.cli.script import script
 from memfit.errors import UsageError
 from memfit.files import check_free, files_of_model, writing
 from memfit.jobs.workload import KINDS, Workload
@@ -142,3 +143,8 @@ plan.command(
     cls=late_conversion.Command,
     epilog=output.example("memfit plan batch examples/sweep.jsonl --gpu 24GB | jq -c '[.id, .verdict]'"),
 )(batch)
+plan.command(
+    cls=late_conversion.Command,
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+    epilog=output.example("memfit plan script --gpu 'RTX 4090' -- train.py --batch_size 8"),
+)(script)

@@ -10,7 +10,7 @@ DOOR = {
     "host_facts": "HOST WORDS",
     "many": "Refusal predict_many read_lines",
     "on_trace": "prepare_without_memory steps_of trace_job",
-    "own_code": "trace_own_code",
+    "own_code": "trace_code trace_own_code",
     "predict": "Plan SAFE_SHARE SMALLEST_PRECISION Verdict capacity_for context_of limit_note predict",
     "profile": "predict_profile",
     "pruning": "traced_with",

@@ -19,7 +19,7 @@ _NO_GPU = re.compile(
 """Words of torch about a machine without a GPU, or a tensor without memory."""
 _IN_BETWEEN = {
     _MEMFIT / "tracing" / name
-    for name in ("cuda_names.py", "outside.py", "memo.py", "own_code.py", "tracer.py", "values.py")
+    for name in ("cuda_names.py", "outside.py", "memo.py", "own_code.py", "pretended_card.py", "tracer.py", "values.py")
 }
 """Where the job's calls pass on their way to torch: what torch's own C++ raises seems to come from here."""
 
@@ -41,6 +41,12 @@ def failures_of_the_job() -> Iterator[None]:
         frames = traceback.extract_tb(error.__traceback__)
         if _is_memfit_s(error, frames):
             raise
+        if isinstance(error, ModuleNotFoundError) and error.name is not None:
+            place = _nearest_to_the_person(frames)
+            raise TraceError(
+                f"the code needs the package {error.name}, which is not here",
+                hint=f"imported at {place.filename}:{place.lineno}: pip install it, or put its folder into PYTHONPATH",
+            ) from error
         text = _text(error)
         said = text.strip().splitlines()[0] if text.strip() else ""
         place = _nearest_to_the_person(frames)
@@ -64,7 +70,7 @@ def _text(error: Exception) -> str:
 
 def _is_memfit_s(error: Exception, frames: traceback.StackSummary) -> bool:
     files = [Path(frame.filename) for frame in frames]
-    while isinstance(error, RuntimeError | IndexError | ValueError) and files[-1] in _IN_BETWEEN:
+    while isinstance(error, RuntimeError | IndexError | ValueError | ImportError) and files[-1] in _IN_BETWEEN:
         files.pop()
     return _MEMFIT in files[-1].parents
 

@@ -40,6 +40,20 @@ def trace_own_code(
 ) -> Plan:  # fmt: skip
     """Trace `fn` and report as `memfit plan` does. `answers` gives the values of tensors that the code asks for, by
     the end of the file's path and the function that asks."""
+    _check_function(fn)
+    return trace_code(
+        lambda _: fn(), gpu=gpu, alloc_conf=alloc_conf, name=name or str(getattr(fn, "__name__", "function")),
+        answers=_checked(answers),
+        workload={"kind": "own-code", "function": getattr(fn, "__qualname__", repr(fn)), "alloc_conf": alloc_conf},
+    )  # fmt: skip
+
+
+def trace_code(
+    code: Callable[[Any], object], *, gpu: str | Gpu | None, alloc_conf: str, name: str, workload: dict[str, Any],
+    answers: Mapping[tuple[str, str], bool | int | float] | None = None,
+    more_notes: Callable[[], tuple[str, ...]] = tuple,
+) -> Plan:  # fmt: skip
+    """`code` gets the tracer; `more_notes` is asked when it has run."""
     import torch
 
     from memfit.planning import categories
@@ -51,14 +65,14 @@ def trace_own_code(
     from memfit.tracing.pretended_card import card_pretended
     from memfit.tracing.python_stacks import keeping_stacks
     from memfit.tracing.tracer import check_not_nested, run_traced
+    from memfit.tracing.unknown import mathematics_of_unknown_numbers
 
     started = time.perf_counter()
-    _check_function(fn)
     card = None if gpu is None else find_gpu(gpu)
     config = AllocatorConfig.parse(alloc_conf)
     parameters: dict[str, int] = {"all": 0, "trainable": 0}
     table = Answers(
-        {Site(*place): value for place, value in _checked(answers).items()}, known=NO_OVERFLOW | TRAINER_KNOWN
+        {Site(*place): value for place, value in (answers or {}).items()}, known=NO_OVERFLOW | TRAINER_KNOWN
     )
     check_not_nested()
     with keeping_stacks():
@@ -72,8 +86,9 @@ def trace_own_code(
             _parameters_named(tracer, parameters),
             nothing_saved(tracer.assume, tracer.after_import),
             _generation_goes_on(tracer),
+            mathematics_of_unknown_numbers(tracer.assume),
         ):
-            fn()
+            code(tracer)
 
     with put_back(tracer.owns), failures_of_the_job():
         made = run_traced(run, tracer, names)
@@ -88,11 +103,11 @@ def trace_own_code(
     context = context_on(card, training=trains, flash=True)
     notes = (
         *_not_modelled(tracer.unmodelled),
+        *more_notes(),
         f"predicted, not measured: traced with torch {torch.__version__}, kernels of 2.11",
         how.in_words(),
         *(card.notes if card else ()),
-        *table.meanings,
-        *tracer.assumed,
+        *{**table.meanings, **tracer.assumed},
     )
     return assess(
         made,
@@ -102,10 +117,10 @@ def trace_own_code(
         started=started,
         how=how,
         notes=notes,
-        model=name or getattr(fn, "__name__", "function"),
+        model=name,
         parameters=parameters["all"],
         trainable_parameters=parameters["trainable"],
-        workload={"kind": "own-code", "function": getattr(fn, "__qualname__", repr(fn)), "alloc_conf": alloc_conf},
+        workload=workload,
     )
 
 

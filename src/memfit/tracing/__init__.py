@@ -12,6 +12,7 @@ DOOR = {
     "pretended_card": "card_pretended",
     "python_stacks": "keeping_stacks",
     "rule_answers": "answers_on",
+    "unknown": "mathematics_of_unknown_numbers",
     "tracer": "Tracer check_not_nested run_traced trace",
 }
 """What other rooms may use, by file."""

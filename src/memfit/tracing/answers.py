@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import linecache
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memfit.errors import TraceError
+from memfit.tracing.unknown import FINITE_NOTE, UnknownNumber
 
 if TYPE_CHECKING:
     from memfit.tracing.values import Values
@@ -55,6 +57,13 @@ KNOWN: dict[Site, tuple[Value, str]] = {
 }
 
 
+HARMLESS: tuple[tuple[re.Pattern[str], bool, str], ...] = (
+    (re.compile(r"isfinite"), True, FINITE_NOTE),
+    (re.compile(r"isnan|isinf|\bnan\b|\binf\b"), False, FINITE_NOTE),
+    (re.compile(r"best|lowest|highest"), True, "each result that is compared with the best so far is a new best"),
+)
+"""By what stands in the line that asks: decisions that change what is logged or kept, answered as most runs do, and
+where memory may depend on it, by the larger answer."""
 DRAWN = "whole numbers drawn at random on the GPU were drawn on the host: sizes that follow from them may differ"
 
 
@@ -66,6 +75,7 @@ class Answers:
     ) -> None:
         self._more = more or {}
         self._known = known
+        self._lines: dict[tuple[str, int], Value] = {}
         self.values: Values | None = None
         self.given: dict[str, Value] = {}
         self.meanings: dict[str, None] = {}
@@ -96,9 +106,17 @@ class Answers:
         if self.values is not None and self.values.drawn:
             self.meanings[DRAWN] = None
 
-    def unknown(self, tensor: torch.Tensor) -> TraceError:
-        """For a value that would be told to people, such as a loss."""
-        return TraceError(f"{asking_line()}the code asks {_kind(tensor)} for its value", hint=_HINT)
+    def unknown(self, tensor: torch.Tensor) -> Value:
+        """For a value that is told to people, such as a loss or a count of right answers."""
+        asked = f"the code asks {_kind(tensor)} for its value"
+        if tensor.dtype == torch.bool:
+            return self._answer(tensor, asked)
+        said = self._known_answer(tensor)[1]
+        if said is not None and type(said) is not bool:  # yes and no answer what the code makes of it
+            return said
+        with torch._C.DisableTorchFunction(), _disable_current_modes():
+            like = torch.zeros((), dtype=tensor.dtype)  # a number that is kept must not keep memory of the GPU
+        return UnknownNumber(lambda: bool(self._answer(like, "the code decides by a number that is not known")))
 
     def refusal(self, tensor: torch.Tensor) -> TraceError:
         """For code that takes all of a tensor to the host, where no single value would be an answer."""
@@ -109,21 +127,40 @@ class Answers:
             " take them outside the traced code",
         )
 
+    def answer_line(self, file: str, line: int, value: Value) -> None:
+        """What a person says is so in one line of their code."""
+        self._lines[file, line] = value
+
     def _answer(self, tensor: torch.Tensor, question: str) -> Value:
+        asker, said = self._known_answer(tensor)
+        if said is not None:
+            return said
+        if asker is None or self.values is None:
+            raise TraceError(_at(asker) + question, hint=_HINT)
+        for words, value, meaning in HARMLESS:
+            if words.search(_line(asker)):
+                self.meanings[meaning] = None
+                return self._say(asker, value)
+        raise TraceError(_at(asker) + question, hint=_HINT)
+
+    def _known_answer(self, tensor: torch.Tensor) -> tuple[FrameType | None, Value | None]:
         """Asked by the innermost code outside torch, or by torch itself on the way there; nobody further out counts."""
         asker = None
         for frame in _callers():
             asker, site = frame, _site(frame)
+            for (file, number), said in self._lines.items():
+                if frame.f_lineno == number and f"/{site.file}".endswith(f"/{file}"):
+                    return asker, self._say(frame, said)
             for known, answer in self._more.items():
                 if _same(known, site) and known.line in _line(frame):
-                    return self._say(frame, answer(tensor) if callable(answer) else answer)
+                    return asker, self._say(frame, answer(tensor) if callable(answer) else answer)
             for known, (value, meaning) in self._known.items():
                 if _same(known, site):
                     self.meanings[meaning] = None
-                    return self._say(frame, value)
+                    return asker, self._say(frame, value)
             if not _is_torch(frame):
                 break
-        raise TraceError(_at(asker) + question, hint=_HINT)
+        return asker, None
 
     def _say(self, frame: FrameType, value: Value) -> Value:
         self.given[_place(frame)] = value

@@ -28,6 +28,7 @@ from memfit.tracing.kernels import indexing
 from memfit.tracing.kernels.products import PRODUCTS
 from memfit.tracing.platform import Platform
 from memfit.tracing.tracer import KnownOp, Tracer
+from memfit.tracing.unknown import is_unknown
 from memfit.tracing.values import Values
 
 aten = torch.ops.aten
@@ -43,6 +44,9 @@ ANYWHERE = frozenset(
 )  # fmt: skip
 """Ops between devices, and those that only look at shapes and types."""
 RECURRENT = tuple(getattr(torch._VF, name) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu"))
+IN_TENSORS = "a number that nobody knows, such as a loss, is NaN where the code puts it into a tensor of the host"
+MOST_LISTED = 1 << 12
+"""Unknown numbers that `tolist` gives: logged, not computed with."""
 INDEXED_FROM_HOST = frozenset(indexing.BY_INDEX)
 """Indices may lie on the host: they move to the device."""
 
@@ -114,7 +118,8 @@ class OwnCodeTracer(Tracer):
         on_host = "cuda" not in places and any(tensor.device.type == self.device.type for tensor in tensors)
         if on_host and not (self.gpu_is_named and "device" in kwargs):
             return self._on_the_host(func, args, kwargs, "meta" if "meta" in places else "cpu")
-        if _is_unmodelled(func) and ("cuda" in places or not tensors):
+        made_here = not tensors and kwargs.get("device") == self.device
+        if _is_unmodelled(func) and ("cuda" in places or made_here):
             self.unmodelled[_plain_name(func)] = None
         if "cuda" in places:
             _check_places(func, tensors, places)
@@ -134,7 +139,7 @@ class OwnCodeTracer(Tracer):
     def _on_the_host(self, func: Any, args: Any, kwargs: Any, place: Place) -> Any:
         """What came from the GPU without its values has none here either."""
         if func is aten._local_scalar_dense.default:
-            raise self.answers.unknown(args[0])
+            return self.answers.value(args[0])
         if func is aten._to_copy.default and kwargs.get("device") == DEVICES["cpu"]:
             kwargs = {**kwargs, "device": self.device}
         with _disable_current_modes():
@@ -236,11 +241,15 @@ class OwnCodeNames(CudaNames):
             value = values.read(tensor)
             return how(value) if value is not None else without(tensor)
 
-        def unknown(tensor: Tensor) -> Any:
-            raise tracer.answers.unknown(tensor)
+        def number(tensor: Tensor) -> Any:
+            if tensor.device.type == "cpu" or tensor.numel() != 1 or values.read(tensor) is not None:
+                return NotImplemented
+            return tracer.answers.unknown(tensor)
 
-        def all_unknown(tensor: Tensor) -> Any:
-            raise tracer.answers.refusal(tensor)
+        def listed(tensor: Tensor) -> Any:
+            if not tensor.is_floating_point() or tensor.numel() > MOST_LISTED:
+                raise tracer.answers.refusal(tensor)
+            return _as_lists(tensor.shape, lambda: tracer.answers.unknown(tensor))
 
         self._answered: dict[Any, Callable[..., Any]] = {
             Tensor.device.__get__: lambda t: DEVICES[place(t)],
@@ -252,9 +261,15 @@ class OwnCodeNames(CudaNames):
             Tensor.pin_memory: lambda t, *_: t if place(t) == "cpu" else NotImplemented,
             Tensor.is_pinned: lambda t, *_: False,
             Tensor.data_ptr: lambda t: t.untyped_storage()._cdata + t.storage_offset(),
-            Tensor.tolist: lambda t: text(t, Tensor.tolist, all_unknown),
+            Tensor.item: number,
+            Tensor.tolist: lambda t: text(t, Tensor.tolist, listed),
             Tensor.numpy: self._numpy,
-            Tensor.__format__: lambda t, spec: text(t, lambda v: v.__format__(spec), unknown if spec else repr_of),
+            Tensor.__float__: lambda t: said if (said := number(t)) is NotImplemented else float(said),
+            Tensor.__format__: lambda t, spec: text(
+                t,
+                lambda v: v.__format__(spec),
+                lambda u: f"{number(u):{spec}}" if spec and u.numel() == 1 else repr_of(u),
+            ),
             Tensor.__repr__: lambda t, **_: text(t, lambda v: repr(v)[:-1] + ", device='cuda:0')", repr_of),
         }
         self._answered |= dict.fromkeys(RECURRENT, self._refuse_recurrent)
@@ -262,6 +277,8 @@ class OwnCodeNames(CudaNames):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if any(map(is_unknown, args)):
+            self.tracer.assume(IN_TENSORS)
         answer = self._answered.get(func)
         if (
             answer is not None
@@ -358,6 +375,10 @@ class OwnCodeNames(CudaNames):
         elif type(value) is torch.device:
             _check_number(value)
         return super()._device(value)
+
+
+def _as_lists(shape: torch.Size, make: Callable[[], Any]) -> Any:
+    return [_as_lists(shape[1:], make) for _ in range(shape[0])] if shape else make()
 
 
 def repr_of(tensor: Tensor) -> str:

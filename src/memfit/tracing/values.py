@@ -104,6 +104,9 @@ class Values:
             return  # views of what is known, or of what is not
         self.drawn = self.drawn or torch.Tag.nondeterministic_seeded in op.tags
         made = self.compute(op, args, kwargs)
+        if made is NotImplemented and op is aten.multinomial.default:
+            with _as_on_host():  # drawn from what nobody knows: any of them will do
+                made = torch.randint(args[0].shape[-1], tuple(out.shape))
         if made is NotImplemented:
             for tensor in written:
                 self._known.pop(tensor.untyped_storage()._cdata, None)

@@ -1,0 +1,86 @@
+"""Unmodified programs: what `memfit plan script` says of them beside what they take on a GPU.
+
+    python -m accuracy.scripts plan LIST.json        # here: writes LIST.planned.jsonl
+    python -m accuracy.scripts measure LIST.json     # on a GPU: as many steps as were planned; LIST.measured.jsonl
+    python -m accuracy.scripts compare LIST.json     # the table
+
+LIST.json has objects of `name`, `folder`, `command` and, where the program needs it, `path` (for PYTHONPATH); folders
+are relative to the list. Each program runs in a process of its own. The programs themselves are other people's and are
+not kept here; docs/scripts.md says where they come from.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+PLAN = """
+import json, sys, memfit
+made = memfit.trace_script(json.loads(sys.argv[1]), gpu="H200")
+stopped = [note for note in made.notes if note.startswith("stopped after")]
+steps = int(stopped[0].split()[2]) if stopped else 0
+peak = made.to_json()["peak"]
+print(json.dumps({"allocated": peak["allocated_bytes"], "reserved": peak["reserved_bytes"], "steps": steps}))
+"""
+MEASURE = """
+import json, sys, torch
+from memfit.scripts.command import read_command
+from memfit.scripts.run import Steps, run_program
+run_program(read_command(json.loads(sys.argv[1])), Steps(int(sys.argv[2]), lambda: 0), seconds=240)
+peak = {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+print(json.dumps(peak))
+"""
+
+
+def main(what: str, file: str) -> None:
+    jobs = json.loads(Path(file).read_text())
+    if what == "compare":
+        compare(file)
+        return
+    planned = read(file, "planned") if what == "measure" else {}
+    out = Path(file).with_suffix(".planned.jsonl" if what == "plan" else ".measured.jsonl")
+    with out.open("w") as lines:
+        for job in jobs:
+            if what == "measure" and "steps" not in planned.get(job["name"], {}):
+                continue
+            line = {"name": job["name"], **run(job, what, Path(file).resolve().parent, planned)}
+            print(json.dumps(line), file=lines, flush=True)
+            print(line, flush=True)
+
+
+def run(job: dict[str, Any], what: str, here: Path, planned: dict[str, Any]) -> dict[str, Any]:
+    path = [str(here / each) for each in job.get("path", [])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path("src").resolve()), *path])}
+    words = [sys.executable, "-c", PLAN if what == "plan" else MEASURE, json.dumps(job["command"])]
+    if what == "measure":
+        words.append(str(planned[job["name"]]["steps"]))
+    done = subprocess.run(words, cwd=here / job["folder"], env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        return {"error": done.stderr.strip().splitlines()[-1][:300] if done.stderr.strip() else str(done.returncode)}
+    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
+
+
+def read(file: str, what: str) -> dict[str, Any]:
+    path = Path(file).with_suffix(f".{what}.jsonl")
+    return {line["name"]: line for line in map(json.loads, path.read_text().splitlines())}
+
+
+def compare(file: str) -> None:
+    planned, measured = read(file, "planned"), read(file, "measured")
+    for name, plan in planned.items():
+        seen = measured.get(name, {})
+        if "error" in plan or "allocated" not in seen:
+            print(f"{name:28} {plan.get('error') or seen}")
+            continue
+        off = {key: 100 * (plan[key] / seen[key] - 1) for key in ("allocated", "reserved")}
+        print(f"{name:28} {plan['steps']:2} steps  allocated {seen['allocated']:14,} {off['allocated']:+.4f} %"
+              f"  reserved {seen['reserved']:14,} {off['reserved']:+.4f} %")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,88 @@
+"""`memfit plan script -- train.py ARGS`: a program as it is, run without a GPU for a few steps, and planned."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from memfit.cli import output
+from memfit.cli.options import Json
+from memfit.errors import UsageError
+from memfit.files import check_free, writing
+
+FAILS = 1
+ANSWERS = {"true": True, "false": False, "yes": True, "no": False}
+
+
+def script(
+    command: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="-- COMMAND", help="What you would run: train.py ARGS, -m package.train ARGS, python ..."
+        ),
+    ],
+    gpu: Annotated[
+        str | None,
+        typer.Option("--gpu", metavar="NAME|SIZE", help="A card (`memfit gpus`), or its size: gives a verdict."),
+    ] = None,
+    steps: Annotated[
+        str, typer.Option("--steps", metavar="N", help="Stop after so many steps of the optimizer.")
+    ] = "3",
+    seconds: Annotated[
+        str, typer.Option("--seconds", metavar="S", help="Give up where the script takes longer than this.")
+    ] = "600",
+    answer: Annotated[
+        list[str] | None,
+        typer.Option("--answer", metavar="FILE:LINE=VALUE", help="Where the script decides by a value nobody knows."),
+    ] = None,
+    alloc_conf: Annotated[
+        str, typer.Option("--alloc-conf", help="As PYTORCH_CUDA_ALLOC_CONF: expandable_segments:True, ...")
+    ] = "",
+    json: Json = False,
+    save_trace: Annotated[
+        Path | None, typer.Option("--save-trace", metavar="FILE", help="Keep the allocation events in this file.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", "-f", help="Overwrite that file if it is there.")] = False,
+) -> int:
+    """Predict a program of your own: it runs unmodified, without a GPU, until its optimizer has made a few steps."""
+    from memfit.gpus import find_gpu
+    from memfit.scripts.command import read_command
+
+    if gpu is not None:
+        find_gpu(gpu)
+    program = read_command(command)
+    asked = {"steps": _number("--steps", steps), "seconds": _number("--seconds", seconds)}
+    answers = dict(_answer(text) for text in answer or [])
+    if save_trace is not None:
+        check_free(save_trace, "--save-trace", force)
+    from memfit.scripts.plan import trace_script
+
+    made = trace_script(program, gpu=gpu, answers=answers, alloc_conf=alloc_conf, **asked)
+    if save_trace is not None:
+        with writing(save_trace, "--save-trace"):
+            made.trace.save(save_trace)
+    if json:
+        output.print_json(made.to_json())
+    else:
+        from memfit.render.plan import show_plan
+
+        output.show(show_plan, made.to_json())
+    return FAILS if made.verdict == "fails" else 0
+
+
+def _number(flag: str, text: str) -> int:
+    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= 10**6:
+        raise UsageError(f"{flag} {text!r} is not a whole number above 0", hint=f"such as {flag} 3")
+    return int(text)
+
+
+def _answer(text: str) -> tuple[str, bool | float]:
+    place, equals, said = text.rpartition("=")
+    if equals and said.lower() in ANSWERS:
+        return place, ANSWERS[said.lower()]
+    try:
+        return place, float(said)
+    except ValueError:
+        raise UsageError(f"--answer {text!r} gives no value", hint="--answer train.py:123=true") from None

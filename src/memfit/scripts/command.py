@@ -1,0 +1,102 @@
+"""The command that a person would run, as a program and its arguments: `python -m trainer --lr 1e-4`."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from memfit.errors import InputError, UsageError
+
+PYTHON = re.compile(r"python(\d+(\.\d+)?)?(\.exe)?")
+SWITCHES = ("-u", "-B", "-O", "-OO", "-s", "-S", "-E", "-I", "-b", "-q", "-v")
+WITH_VALUE = ("-X", "-W")
+HINT = "memfit plan script --gpu 24GB -- train.py --batch_size 8"
+
+
+@dataclass(frozen=True)
+class Program:
+    target: str
+    """A file, or the name of a module."""
+    is_module: bool
+    arguments: tuple[str, ...]
+    environment: tuple[tuple[str, str], ...] = ()
+    """What stands before the command, as in `WANDB_MODE=offline python train.py`."""
+
+    @property
+    def name(self) -> str:
+        return self.target if self.is_module else Path(self.target).name
+
+    @property
+    def words(self) -> list[str]:
+        return [*(["-m"] if self.is_module else []), self.target, *self.arguments]
+
+
+def read_command(command: str | Sequence[str]) -> Program:
+    words = shlex.split(command) if isinstance(command, str) else [str(word) for word in command]
+    environment = tuple(_variables(words))
+    words = words[len(environment) :]
+    if not words:
+        raise UsageError("which script?", hint=HINT)
+    launcher = Path(words[0]).name
+    if launcher in ("torchrun", "accelerate", "deepspeed") or words[:3][1:] == ["-m", "torch.distributed.run"]:
+        raise UsageError(
+            f"{launcher} starts several processes, and memfit does not cover that for scripts yet",
+            hint="give the script itself: its plan is that of one process",
+        )
+    if PYTHON.fullmatch(launcher):
+        words = _without_switches(words[1:])
+    if not words:
+        raise UsageError("python alone runs no script", hint=HINT)
+    if words[0] == "-c":
+        raise UsageError("-c is no script", hint="put the lines into a file")
+    if words[0] == "-m":
+        return _module(words[1:], environment)
+    return _file(words, environment)
+
+
+def _variables(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals or not name.isidentifier():
+            return
+        yield name, value
+
+
+def _without_switches(words: Sequence[str]) -> list[str]:
+    left = list(words)
+    while left and (left[0] in SWITCHES or left[0] in WITH_VALUE):
+        del left[: 2 if left[0] in WITH_VALUE else 1]
+    return left
+
+
+def _module(words: Sequence[str], environment: tuple[tuple[str, str], ...]) -> Program:
+    if not words:
+        raise UsageError("-m: which module?", hint="memfit plan script -- -m package.train --lr 1e-4")
+    return Program(words[0], True, tuple(words[1:]), environment)
+
+
+def _file(words: Sequence[str], environment: tuple[tuple[str, str], ...]) -> Program:
+    path = Path(words[0])
+    if path.is_dir() and (path / "__main__.py").is_file():
+        path = path / "__main__.py"
+    if not path.is_file():
+        raise InputError(
+            f"there is no script '{words[0]}'",
+            hint="a folder, not a file" if path.is_dir() else f"looked in '{os.getcwd()}'; a module is given with -m",
+        )
+    return Program(str(path), False, tuple(words[1:]), environment)
+
+
+def find_module(name: str) -> None:
+    """With the working folder on the path."""
+    try:
+        found = importlib.util.find_spec(name)
+    except (ImportError, ValueError, AttributeError):
+        found = None
+    if found is None:
+        raise InputError(f"there is no module '{name}'", hint=f"looked in '{os.getcwd()}' and in what is installed")

@@ -1,0 +1,61 @@
+"""`memfit.trace_script`: a program, run unmodified without a GPU, and what it would take on one.
+
+    print(memfit.trace_script("python train.py --batch_size 8", gpu="RTX 4090"))
+
+It runs in this process, with its own arguments, in the working folder, until its optimizer has made a few steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from memfit.errors import UsageError
+from memfit.gpus import Gpu
+from memfit.planning.own_code import trace_code
+from memfit.planning.predict import Plan
+from memfit.scripts.command import Program, read_command
+
+STEPS = 3
+SECONDS = 600.0
+
+
+def trace_script(
+    command: str | Sequence[str] | Program, *, gpu: str | Gpu | None = None, steps: int = STEPS, alloc_conf: str = "",
+    answers: Mapping[str, bool | int | float] | None = None, seconds: float = SECONDS,
+) -> Plan:  # fmt: skip
+    """`command` as it would be typed, or as a list of words. `answers` says what the program finds where it decides by
+    a value that nobody knows, by file and line: {"train.py:123": True}."""
+    from memfit.replay.replay import replay
+    from memfit.scripts.run import Steps, run_program
+
+    if steps < 1:
+        raise UsageError(f"--steps {steps} is not above 0", hint="such as --steps 3")
+    program = command if isinstance(command, Program) else read_command(command)
+    lines = [_place(place, value) for place, value in (answers or {}).items()]
+    seen: list[Steps] = []
+
+    def run(tracer: Any) -> None:
+        for file, number, value in lines:
+            tracer.answers.answer_line(file, number, value)
+        seen.append(Steps(steps, lambda: replay(tracer.trace).peak_allocated))
+        run_program(program, seen[-1], seconds=seconds)
+
+    def said() -> tuple[str, ...]:
+        done, rises = seen[-1].done, seen[-1].rises
+        if not done:
+            return ("the script ran to its end without a step of an optimizer",)
+        grows = "; the peak still rose in the last one: it may keep growing" if rises and done > 2 else ""
+        return (f"stopped after {done} optimizer step{'s' * (done != 1)}{grows}",)
+
+    return trace_code(
+        run, gpu=gpu, alloc_conf=alloc_conf, name=program.name, more_notes=said,
+        workload={"kind": "script", "command": program.words, "steps": steps, "alloc_conf": alloc_conf},
+    )  # fmt: skip
+
+
+def _place(place: str, value: bool | int | float) -> tuple[str, int, bool | int | float]:
+    file, _, line = place.rpartition(":")
+    if not file or not line.isdigit() or not isinstance(value, (bool, int, float)):
+        raise UsageError(f"the answer {place!r}: {value!r} has another form", hint="train.py:123=true")
+    return file, int(line), value

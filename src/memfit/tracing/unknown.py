@@ -1,0 +1,101 @@
+"""Numbers that nobody knows before a job runs, such as a loss: they can be printed and reckoned with, not decided by.
+
+`loss.item()` is asked for a log far more often than for a decision. So the answer is a number without a value: sums and
+means of it are unknown too, texts show it as "?", and only where the code branches by it is a question asked, which the
+table of answers knows, or the person answers, or stops the trace with the line.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+SHOWN = "?"
+_WIDTH = re.compile(r"(?:.?[<>=^])?[-+ ]?z?#?0?(\d*)")
+_FINITE = {"isfinite": True, "isnan": False, "isinf": False}
+FINITE_NOTE = "losses, norms and gradients are finite wherever the code looks"
+
+Decide = Callable[[], bool]
+
+
+class UnknownNumber(float):
+    """NaN to whatever reads it as a plain float, numpy for one."""
+
+    _decide: Decide
+
+    def __new__(cls, decide: Decide) -> UnknownNumber:
+        made = super().__new__(cls, math.nan)
+        made._decide = decide
+        return made
+
+    def _same(self, *_: Any) -> UnknownNumber:
+        return UnknownNumber(self._decide)
+
+    def _pair(self, *_: Any) -> tuple[UnknownNumber, UnknownNumber]:
+        return self._same(), self._same()
+
+    def _compare(self, _: Any) -> bool:
+        return self._decide()
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _same
+    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = _same
+    __pow__ = __rpow__ = __neg__ = __pos__ = __abs__ = _same
+    __divmod__ = __rdivmod__ = _pair
+    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = _compare
+
+    def __bool__(self) -> bool:
+        return self._decide()
+
+    def __int__(self) -> int:
+        return int(self._decide())
+
+    __trunc__ = __ceil__ = __floor__ = __index__ = __int__
+
+    def __round__(self, ndigits: Any = None) -> Any:
+        return self._same() if ndigits is not None else int(self)
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __repr__(self) -> str:
+        return SHOWN
+
+    __str__ = __repr__
+
+    def __format__(self, spec: str) -> str:
+        found = _WIDTH.match(spec)
+        return SHOWN.rjust(int(found[1] or 0) if found else 0)
+
+    def __reduce__(self) -> Any:
+        return float, (math.nan,)
+
+
+def is_unknown(value: object) -> bool:
+    return isinstance(value, UnknownNumber)
+
+
+@contextmanager
+def mathematics_of_unknown_numbers(assume: Callable[[str], None]) -> Iterator[None]:
+    """`math.exp(loss)` is as unknown as the loss; whether it is finite is the one thing that is taken for granted."""
+
+    def either(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def compute(*args: Any, **kwargs: Any) -> Any:
+            unknown = next((value for value in args if isinstance(value, UnknownNumber)), None)
+            if unknown is None:
+                return real(*args, **kwargs)
+            if name in _FINITE:
+                assume(FINITE_NOTE)
+                return _FINITE[name]
+            return int(unknown) if name in ("ceil", "floor", "trunc") else unknown + 0
+
+        return compute
+
+    with ExitStack() as stack:
+        for name, real in list(vars(math).items()):
+            if callable(real) and not name.startswith("_"):
+                stack.enter_context(mock.patch.object(math, name, either(name, real)))
+        yield

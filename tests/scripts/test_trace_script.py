@@ -1,0 +1,174 @@
+"""Programs as people write them, run unmodified on the pretended GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+import memfit
+from memfit.cli.main import main
+from memfit.errors import MemfitError
+
+HEAD = """
+import argparse, math, os, sys
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+parser = argparse.ArgumentParser()
+parser.add_argument("--batch_size", type=int, default=4)
+args = parser.parse_args()
+device = "cuda" if torch.cuda.is_available() else "cpu"
+model = nn.Sequential(nn.Embedding(1000, 64), nn.Linear(64, 1000)).to(device)
+data = TensorDataset(torch.arange(4096).reshape(256, 16) % 1000)
+loader = DataLoader(data, args.batch_size, num_workers=2, pin_memory=True)
+def step(ids):
+    logits = model(ids)
+    return nn.functional.cross_entropy(logits.view(-1, 1000), ids.view(-1))
+"""
+LOOP = """
+optimizer = torch.optim.AdamW(model.parameters())
+best, total = math.inf, 0.0
+for epoch in range(1000):
+    for ids, in loader:
+        loss = step(ids.to(device, non_blocking=True))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        total += loss.item()
+        print(f"loss {loss.item():.3f} peak {torch.cuda.max_memory_allocated()}")
+    if total < best:
+        torch.save(model.state_dict(), "best.pt")
+"""
+BY_HAND = """
+for ids, in loader:
+    model.zero_grad()
+    step(ids.to(device)).backward()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(p.grad, alpha=-0.1)
+open("ended", "w").close()
+"""
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
+    monkeypatch.chdir(tmp_path)
+
+    def put(text: str) -> str:
+        (tmp_path / "train.py").write_text(HEAD + text)
+        return "train.py"
+
+    return put
+
+
+def peak(plan: memfit.Plan) -> int:
+    found: int = plan.to_json()["peak"]["allocated_bytes"]
+    return found
+
+
+def test_a_script_that_would_train_for_days_is_planned_after_a_few_steps(write, capfd, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    plan = memfit.trace_script(f"python {write(LOOP)} --batch_size 8", gpu="RTX 4090")
+    printed = capfd.readouterr().err
+    assert any(note.startswith("stopped after 3 optimizer steps") for note in plan.notes)
+    assert "loss ? peak" in printed
+    assert plan.verdict == "safe" and plan.to_json()["workload"]["command"] == ["train.py", "--batch_size", "8"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["train.py"]
+    # what the script says of its own peak is the plan's, as far as it had come
+    told = [int(line.split()[-1]) for line in printed.splitlines() if line.startswith("loss")]
+    assert told[-1] == peak(plan)
+
+
+def test_its_own_arguments_reach_it_and_change_the_plan(write) -> None:  # type: ignore[no-untyped-def]
+    name = write(LOOP)
+    rows = 4 * 64 * 16 * 1000  # of fp32 logits, at the least once
+    assert peak(memfit.trace_script([name, "--batch_size", "64"])) > peak(memfit.trace_script([name])) + rows
+
+
+def test_a_script_is_planned_as_the_same_loop_handed_over_as_a_function(write) -> None:  # type: ignore[no-untyped-def]
+    import torch
+    from torch import arange, nn, optim
+
+    def loop() -> None:
+        model = nn.Sequential(nn.Embedding(1000, 64), nn.Linear(64, 1000)).to("cuda")
+        optimizer = optim.AdamW(model.parameters())
+
+        def step(ids: torch.Tensor) -> torch.Tensor:
+            logits = model(ids)
+            return nn.functional.cross_entropy(logits.view(-1, 1000), ids.view(-1))
+
+        for _ in range(4):
+            loss = step((arange(64).reshape(4, 16) % 1000).to("cuda"))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    assert peak(memfit.trace_script(write(LOOP))) == peak(memfit.trace(loop))
+    assert not torch.cuda.is_available()
+
+
+def test_weights_changed_by_hand_count_as_steps(write, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    plan = memfit.trace_script(write(BY_HAND))
+    assert any(note.startswith("stopped after") for note in plan.notes) and not (tmp_path / "ended").exists()
+
+
+def test_a_script_without_a_step_runs_to_its_end(write) -> None:  # type: ignore[no-untyped-def]
+    plan = memfit.trace_script(
+        write("with torch.no_grad():\n    step(next(iter(loader))[0].to(device))\nsys.exit(0)\n")
+    )
+    assert "the script ran to its end without a step of an optimizer" in plan.notes
+
+
+def test_afterwards_everything_is_as_it_was(write, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    (tmp_path / "helper_of_mine.py").write_text("x = 1\n")
+    before = (sys.argv[:], sys.path[:], dict(os.environ), os.getcwd())
+    memfit.trace_script(write("import helper_of_mine\nos.environ['MINE'] = '1'\nos.chdir('/')\n" + LOOP))
+    assert (sys.argv, sys.path, dict(os.environ), os.getcwd()) == before
+    assert "helper_of_mine" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("raise ValueError('my own')\n", "the job itself fails: ValueError: my own"),
+        ("model.cuda(); sys.exit(3)\n", r"the job ends itself: sys.exit\(3\)"),
+        ("import no_such_package_of_mine\n", "needs the package no_such_package_of_mine"),
+        ("torch.zeros(1, device='cuda:1')\n", "cuda:1"),
+        ("print(1)\n", "put nothing on the GPU"),
+        (
+            "if step(next(iter(loader))[0].to(device)).item() > 3: pass\n",
+            r"train.py:\d+, in <module>: the code decides",
+        ),
+    ],
+)
+def test_what_goes_wrong_is_told_with_the_script_s_own_line(write, text: str, said: str) -> None:  # type: ignore[no-untyped-def]
+    source = write(text)
+    if "nothing" in said:
+        Path(source).write_text(text)  # without the model
+    with pytest.raises(MemfitError, match=said):
+        memfit.trace_script(source)
+
+
+def test_a_script_that_never_steps_is_stopped_by_the_clock(write) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(MemfitError, match="within 2 s"):
+        memfit.trace_script(write("while True: pass\n"), seconds=2)
+
+
+def test_a_person_s_answer_decides(write) -> None:  # type: ignore[no-untyped-def]
+    text = "if step(next(iter(loader))[0].to(device)).item() > 3:\n    torch.empty(1 << 28, device='cuda')\n"
+    name = write(text)
+    line = HEAD.count("\n") + 1
+    small, large = (peak(memfit.trace_script(name, answers={f"train.py:{line}": said})) for said in (False, True))
+    assert large - small > 1 << 28
+
+
+def test_the_command_prints_the_plan_and_the_script_speaks_on_stderr(write, capfd) -> None:  # type: ignore[no-untyped-def]
+    assert main(["plan", "script", "--gpu", "24GB", "--json", "--", "python", write(LOOP), "--batch_size", "2"]) == 0
+    out, err = capfd.readouterr()
+    document = json.loads(out)
+    assert document["workload"]["kind"] == "script" and document["verdict"] == "safe" and "loss ?" in err
+    assert main(["plan", "script", "--steps", "0", "--", "train.py"]) == 2
+    assert main(["plan", "script", "--answer", "train.py:3", "--", "train.py"]) == 2
