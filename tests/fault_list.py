@@ -302,7 +302,7 @@ _FORECAST = _in("fitting/forecast.py", "fitting/test_search_boundaries.py")
 FITTING = [
     _SEARCH(
         "only_in of a lever is ignored",
-        "if lever.only_in is not None and lever.only_in != forecast.phase:",
+        "if lever.only_in is not None and lever.only_in != forecast.at_peak.phase:",
         "if False:",
     ),
     _SEARCH("a lever that saves nothing is kept", "            if lowers:\n", "            if True:\n"),
@@ -402,19 +402,19 @@ FITTING = [
     ),
     _LADDER(
         "the share is of the whole card where torch has less",
-        "(1 - share) * forecast.capacity_bytes",
-        "(1 - share) * self.card.capacity_bytes",
+        "judge(forecast.device_bytes, forecast.capacity_bytes, share)",
+        "judge(forecast.device_bytes, self.card.capacity_bytes, share)",
     ),
     _LADDER("the guide's other length is not called wrong", "if work.seq_len != asked.seq_len:", "if False:"),
-    _FORECAST(
-        "a forecast without the margin is safe",
-        '"safe" if use <= (1 - self.margin) * capacity else',
-        '"safe" if use <= capacity else',
+    _in("planning/verdict.py", "fitting/test_search_boundaries.py")(
+        "what leaves no margin is safe",
+        '"safe" if use_bytes <= (1 - margin) * capacity else',
+        '"safe" if use_bytes <= capacity else',
     ),
     _FORECAST(
         "a bound is taken for more than it is",
-        "less.allocated_bytes - ROUNDING + less.context_bytes <= most",
-        "less.allocated_bytes + less.context_bytes < most // 2",
+        "less.peak.allocated_bytes - ROUNDING + less.peak.context_bytes <= most",
+        "less.peak.allocated_bytes + less.peak.context_bytes < most // 2",
     ),
     _FORECAST("one micro-step is looked at", "MICRO_STEPS = 2\n", "MICRO_STEPS = 1\n"),
 ]

@@ -150,7 +150,7 @@ def test_levers_that_cannot_help_are_named_with_the_reason() -> None:
     answer = memfit.fit(kind="train", model="gpt2", batch_size=1, seq_len=64, gpu="1900MiB")
 
     aside = {each.name: each for each in answer.set_aside}
-    assert answer.before.phase == "step"
+    assert answer.before.at_peak.phase == "step"
     assert aside["checkpointing"].why == "would not help"
     assert "activations" in aside["checkpointing"].reason
 
@@ -315,7 +315,7 @@ def test_a_job_fits_into_what_its_process_is_allowed() -> None:
     fitted = memfit.fit(**job, alloc_conf=limit)
 
     assert (memfit.fit(**job).answer, fitted.answer) == ("fits already", "fits")
-    assert fitted.after.device_bytes < 0.03 * fitted.gpu.capacity_bytes + fitted.after.context_bytes
+    assert fitted.after.device_bytes < 0.03 * fitted.gpu.capacity_bytes + fitted.after.peak.context_bytes
     assert limit in fitted.fitted.alloc_conf
     assert any("per_process_memory_fraction leaves" in note for note in fitted.notes)
 

@@ -6,12 +6,12 @@ import subprocess
 import sys
 
 import pytest
+from forecasts import forecast
 
 from memfit.errors import UnknownName, UsageError
 from memfit.fitting.forecast import Forecast, global_batch_of, with_global_batch
 from memfit.fitting.levers import COSTS, Lever, apply, levers_for
 from memfit.fitting.search import can_lower
-from memfit.gpus import Context
 from memfit.jobs.workload import Workload
 
 JOBS = [
@@ -105,11 +105,7 @@ def test_expandable_segments_are_not_put_beside_what_cancels_them() -> None:
 
 def at_peak(phase: str, **breakdown: int) -> Forecast:
     work = Workload(kind="train", model="gpt2")
-    return Forecast(
-        workload=work, whole=True, verdict="fails", device_bytes=2 << 30, use_bytes=None, allocated_bytes=1 << 30,
-        reserved_bytes=1 << 30, context=Context(0, 0, "measured"), capacity_bytes=1 << 30, phase=phase, step=2,
-        breakdown=breakdown, parameters=1, trainable_parameters=1,
-    )  # fmt: skip
+    return forecast(work, "fails", 2 << 30, 1 << 30, breakdown, phase=phase, reserved=1 << 30)
 
 
 def test_checkpointing_cannot_help_where_the_peak_is_the_optimizers_step() -> None:

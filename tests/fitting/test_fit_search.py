@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from forecasts import forecast
+
 from memfit.errors import UsageError
 from memfit.fitting.forecast import Forecast, Forecasts
 from memfit.fitting.levers import levers_for
 from memfit.fitting.search import Search, Solution
-from memfit.gpus import Context, find_gpu
+from memfit.gpus import find_gpu
 from memfit.jobs.workload import Workload
 from memfit.units import GiB
 
@@ -26,14 +28,8 @@ class Written(Forecasts):
     def _predicted(self, work: Workload) -> Forecast:
         alive = {name: size * GiB for name, size in self.parts(work).items()}
         total = sum(alive.values())
-        fits = total <= self.gpu.capacity_bytes
-        return Forecast(
-            workload=work, whole=True, verdict="safe" if fits else "fails", device_bytes=total,
-            use_bytes=total if fits else None, allocated_bytes=total, reserved_bytes=total,
-            context=Context(0, 0, "measured"),
-            capacity_bytes=self.gpu.capacity_bytes, phase="backward", step=2, breakdown=alive, parameters=1,
-            trainable_parameters=1,
-        )  # fmt: skip
+        capacity = self.gpu.capacity_bytes
+        return forecast(work, "safe" if total <= capacity else "fails", total, capacity, alive)
 
 
 def searched(parts: Callable[[Workload], Parts], capacity: int, work: Workload = JOB) -> tuple[Search, Solution | None]:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+from forecasts import forecast
 
 import memfit
 from memfit.fitting import ladder as ladders
 from memfit.fitting.forecast import Forecast, Forecasts
 from memfit.fitting.ladder import Ladder
-from memfit.gpus import Context, Gpu
+from memfit.gpus import Gpu
 from memfit.jobs.workload import Workload
+from memfit.planning.verdict import Verdict
 from memfit.units import GiB
 
 CARD, USABLE = "120GiB", 100 * GiB
@@ -25,12 +27,8 @@ def climbed(monkeypatch: pytest.MonkeyPatch, *, fixed: int) -> Ladder:
     class Written(Forecasts):
         def _predicted(self, work: Workload) -> Forecast:
             total = fixed * GiB + work.batch_size * work.seq_len * GiB // LENGTH
-            return Forecast(
-                workload=work, whole=True, verdict="tight" if total <= USABLE else "fails", device_bytes=total,
-                use_bytes=total if total <= USABLE else None, allocated_bytes=total - 2 * GiB, reserved_bytes=total,
-                context=Context(0, 0, "measured"), capacity_bytes=USABLE, phase="backward", step=2, breakdown={},
-                parameters=1, trainable_parameters=1,
-            )  # fmt: skip
+            verdict: Verdict = "tight" if total <= USABLE else "fails"
+            return forecast(work, verdict, total, USABLE, {}, allocated=total - 2 * GiB)
 
     def seconds(work: Workload, card: Gpu) -> SimpleNamespace:
         return SimpleNamespace(seconds=7200 / work.batch_size)

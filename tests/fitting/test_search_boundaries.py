@@ -8,11 +8,11 @@ import pytest
 from test_fit_levers import at_peak, lever
 from test_fit_search import JOB, Parts, Written, by_rows, names
 
-from memfit.fitting.forecast import Forecasts, with_few_micro_steps
+from memfit.fitting.forecast import with_few_micro_steps
 from memfit.fitting.levers import apply, levers_for
 from memfit.fitting.search import Search, can_lower
-from memfit.gpus import find_gpu
 from memfit.jobs.workload import Workload
+from memfit.planning.verdict import judge
 from memfit.units import GiB, MiB
 
 
@@ -92,7 +92,7 @@ def test_of_a_group_the_weakest_that_will_do_is_taken() -> None:
     (0.1, None, "fails"),
 ])  # fmt: skip
 def test_safe_is_what_leaves_the_margin(margin: float, use: int | None, verdict: str) -> None:
-    assert Forecasts(find_gpu("24GiB"), margin)._verdict(use, 100) == verdict
+    assert judge(use, 100, margin) == verdict
 
 
 def test_of_many_micro_steps_the_first_two_are_looked_at() -> None:

@@ -9,6 +9,6 @@ DOOR = {
     "page": "page_data",
     "run": "open_run",
     "stacks": "code_line short_path",
-    "summary": "Summary summarise_plan",
+    "summary": "Moment Summary summarise_plan",
 }
 """What other rooms may use, by file."""

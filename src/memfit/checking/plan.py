@@ -158,12 +158,12 @@ def of_plan(plan: Plan, where: str | None, search: str | None) -> Finding:
         "smallest_gpu_bytes": plan.smallest_gpu_bytes,
         "card": None if plan.gpu is None else {"name": plan.gpu.name, "capacity_bytes": plan.gpu.capacity_bytes},
     }  # fmt: skip
-    if plan.fit is None or plan.gpu is None:
+    if plan.fit is None or plan.gpu is None or plan.headroom_bytes is None:
         return FITS.skipped(f"{found}; {NO_CARD}", **details)
     limited = plan.fit.capacity_bytes < plan.gpu.capacity_bytes
     room = f"{'what per_process_memory_fraction allows of ' if limited else ''}{where}, {gib(plan.fit.capacity_bytes)}"
     if plan.verdict == "fails":
-        short = gib(-plan.fit.headroom_bytes)
+        short = gib(-plan.headroom_bytes)
         return FITS.failed(
             f"{found}: {short} more than {room}; stops at {plan.fit.failed_at}",
             f"the smallest change that fits: {search}",
@@ -171,7 +171,7 @@ def of_plan(plan: Plan, where: str | None, search: str | None) -> Finding:
         )
     if plan.fit.retries:
         found += f", of which torch gives back what is idle: it runs with {gib(plan.needed_bytes)}"
-    left = f"{found}: {plan.verdict} on {room}, {gib(plan.fit.headroom_bytes)} left"
+    left = f"{found}: {plan.verdict} on {room}, {gib(plan.headroom_bytes)} left"
     if plan.verdict == "tight":
         return FITS.warning(left, f"what leaves more: {search}", **details)
     return FITS.ok(left, **details)

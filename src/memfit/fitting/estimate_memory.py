@@ -19,7 +19,7 @@ from memfit.gpus import find_gpu, list_labels
 from memfit.guides.formulas import RuleOfThumb, rule_of_thumb
 from memfit.jobs.workload import Workload
 from memfit.models.presets import Preset, presets
-from memfit.planning.predict import SAFE_SHARE
+from memfit.planning.verdict import judge
 
 GB = 1e9
 
@@ -83,7 +83,8 @@ def _checked(billions: object) -> float:
 
 
 def _recommended(needed: int) -> float | None:
-    return next((size for size in list_labels() if needed <= SAFE_SHARE * find_gpu(f"{size:g}GB").capacity_bytes), None)
+    cards = ((size, find_gpu(f"{size:g}GB")) for size in list_labels())
+    return next((size for size, card in cards if judge(needed, card.capacity_bytes) == "safe"), None)
 
 
 ABOUT = 0.1

@@ -37,7 +37,7 @@ from memfit.fitting.whole_model import plan_whole_model
 from memfit.gpus import Gpu, find_gpu
 from memfit.jobs.workload import Workload
 from memfit.models.presets import find_preset, presets
-from memfit.planning.predict import limit_note
+from memfit.planning.verdict import limit_note
 from memfit.units import GiB, gib
 
 if TYPE_CHECKING:

@@ -17,14 +17,15 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from memfit.analysis.summary import summarise_plan
+from memfit.analysis.summary import Moment, summarise_plan
 from memfit.errors import MemfitError, UsageError
 from memfit.files import no_collector
 from memfit.gpus import Context, Gpu
 from memfit.jobs.training.batch import BatchSizes, resolve_batch
 from memfit.jobs.training.config import BatchConfig
 from memfit.jobs.workload import Workload
-from memfit.planning.predict import SMALLEST_PRECISION, Verdict, capacity_for, context_of
+from memfit.planning.predict import Peak, context_of, peak_of
+from memfit.planning.verdict import Fit, Verdict, capacity_for, fit_card, smallest_card
 from memfit.replay.alloc_config import AllocatorConfig
 from memfit.replay.replay import Replays
 from memfit.units import MiB, in_mib
@@ -66,19 +67,12 @@ class Forecast:
     workload: Workload
     """As asked; whether it was looked at with all of its micro-steps `whole` says."""
     whole: bool
-    verdict: Verdict
-    """safe: with the margin asked for."""
-    device_bytes: int
-    """With all the memory that it asks for: reserved and context."""
-    use_bytes: int | None
-    """On this card, where torch gives cached memory back before it fails; None where it does fail."""
-    allocated_bytes: int
-    reserved_bytes: int
+    peak: Peak
+    """With all the memory that it asks for."""
+    fit: Fit
+    """On this card, where torch gives cached memory back before it fails; safe: with the margin asked for."""
     context: Context
-    capacity_bytes: int
-    """Of the card, what the process may use."""
-    phase: str
-    step: int
+    at_peak: Moment
     breakdown: dict[str, int] = field(hash=False)
     parameters: int
     trainable_parameters: int
@@ -87,6 +81,10 @@ class Forecast:
     those of a run that has it."""
     is_bound: bool = False
     """It takes at least this, and that does not fit."""
+
+    @property
+    def verdict(self) -> Verdict:
+        return self.fit.verdict
 
     @property
     def fits(self) -> bool:
@@ -98,27 +96,40 @@ class Forecast:
         return self.verdict != "fails"
 
     @property
-    def context_bytes(self) -> int:
-        return self.context.high_bytes
+    def device_bytes(self) -> int:
+        return self.peak.device_bytes
+
+    @property
+    def use_bytes(self) -> int | None:
+        """None where it fails."""
+        return self.fit.device_bytes if self.runs else None
+
+    @property
+    def capacity_bytes(self) -> int:
+        return self.fit.capacity_bytes
 
     @property
     def cached_bytes(self) -> int:
         """Held by the allocator beyond what is alive."""
-        return self.reserved_bytes - self.allocated_bytes
+        return self.peak.reserved_bytes - self.peak.allocated_bytes
 
     @property
     def wanted_bytes(self) -> int:
         """What it asks for, and the context; 0 where it does not ask."""
-        return 0 if self.asks_for_bytes is None else self.asks_for_bytes + self.context_bytes
+        return 0 if self.asks_for_bytes is None else self.asks_for_bytes + self.peak.context_bytes
 
     def to_json(self) -> dict[str, object]:
         return {
-            "verdict": self.verdict, "use_bytes": self.use_bytes, "device_bytes": self.device_bytes,
-            "allocated_bytes": self.allocated_bytes, "reserved_bytes": self.reserved_bytes,
-            "context_bytes": self.context_bytes, "context": dataclasses.asdict(self.context),
-            "at_peak": {"phase": self.phase, "step": self.step},
+            "verdict": self.verdict,
+            "use_bytes": self.use_bytes,
+            "device_bytes": self.peak.device_bytes,
+            "allocated_bytes": self.peak.allocated_bytes,
+            "reserved_bytes": self.peak.reserved_bytes,
+            "context_bytes": self.peak.context_bytes,
+            "context": dataclasses.asdict(self.context),
+            "at_peak": {"phase": self.at_peak.phase, "step": self.at_peak.step},
             "breakdown": dict(self.breakdown),
-        }  # fmt: skip
+        }
 
 
 class Forecasts:
@@ -162,7 +173,7 @@ class Forecasts:
         if alone is work:
             return None
         less = self.of(alone)
-        if less.allocated_bytes - ROUNDING + less.context_bytes <= most:
+        if less.peak.allocated_bytes - ROUNDING + less.peak.context_bytes <= most:
             return None
         return dataclasses.replace(less, workload=work, is_bound=True)
 
@@ -179,8 +190,7 @@ class Forecasts:
         traced = self._traced(with_few_micro_steps(work, self.micro_steps))
         replays = Replays(traced.trace, AllocatorConfig.parse(work.alloc_conf))
         with no_collector():
-            within = replays.ample.peak_reserved // SMALLEST_PRECISION
-            return replays.smallest_capacity(within=within) + context_of(traced.workload, self.gpu).high_bytes
+            return smallest_card(replays, context_of(traced.workload, self.gpu).high_bytes)
 
     def _predicted(self, work: Workload) -> Forecast:
         from memfit.jobs.pruning.placement import NoRoom
@@ -195,34 +205,21 @@ class Forecasts:
     def _with_room(self, work: Workload, least: int) -> Forecast:
         """Asked from above, so it may take less, and leave the margin all the same."""
         enough = self._replayed(work, self._traced(with_room(work, least)))
-        begins = least <= enough.capacity_bytes - enough.context_bytes
-        verdict: Verdict = enough.verdict if begins else "fails"
-        use = enough.use_bytes if begins else None
-        return dataclasses.replace(enough, asks_for_bytes=least, verdict=verdict, use_bytes=use)
+        begins = least <= enough.capacity_bytes - enough.peak.context_bytes
+        fit = enough.fit if begins else dataclasses.replace(enough.fit, verdict="fails")
+        return dataclasses.replace(enough, asks_for_bytes=least, fit=fit)
 
     def _replayed(self, work: Workload, traced: Traced) -> Forecast:
-        found = context_of(traced.workload, self.gpu)
-        context = found.high_bytes
+        context = context_of(traced.workload, self.gpu)
         replays = Replays(traced.trace, AllocatorConfig.parse(work.alloc_conf))
         with no_collector():
-            ample = replays.ample
-            capacity = capacity_for(self.gpu, replays.config, context)
-            limited = replays.outcome(max(capacity - context, 0))
-            use = limited.reserved_peak + context if limited.fits else None
-            report = summarise_plan(ample)
+            report = summarise_plan(replays.ample)
+            fit = fit_card(replays, self.gpu, context.high_bytes, self.margin)
         return Forecast(
-            workload=work, whole=True, verdict=self._verdict(use, capacity), use_bytes=use,
-            device_bytes=ample.peak_reserved + context, allocated_bytes=ample.peak_allocated,
-            reserved_bytes=ample.peak_reserved, context=found, capacity_bytes=capacity,
-            phase=report.at_peak.phase, step=report.at_peak.step, breakdown=dict(report.breakdown),
-            parameters=traced.parameters, trainable_parameters=traced.trainable_parameters,
+            workload=work, whole=True, peak=peak_of(replays.ample, context), fit=fit, context=context,
+            at_peak=report.at_peak, breakdown=report.breakdown, parameters=traced.parameters,
+            trainable_parameters=traced.trainable_parameters,
         )  # fmt: skip
-
-    def _verdict(self, use: int | None, capacity: int) -> Verdict:
-        """As a plan's, with this margin."""
-        if use is None:
-            return "fails"
-        return "safe" if use <= (1 - self.margin) * capacity else "tight"
 
     def _traced(self, work: Workload) -> Traced:
         from memfit.planning.traced import trace_workload

@@ -28,6 +28,7 @@ from memfit.gpus import Gpu, find_gpu
 from memfit.guides.claims import RUNGS
 from memfit.jobs.workload import Workload
 from memfit.models.presets import GATHER, is_gsa
+from memfit.planning.verdict import judge
 from memfit.render.shown import Renderer, Shown
 
 
@@ -227,7 +228,8 @@ class _Climb:
 
     def _leaves(self, share: float, rows: int) -> bool:
         forecast = self._of(rows)
-        return forecast.runs and (share == 0 or forecast.device_bytes <= (1 - share) * forecast.capacity_bytes)
+        leaves = judge(forecast.device_bytes, forecast.capacity_bytes, share) == "safe"
+        return forecast.runs and (share == 0 or leaves)
 
     def _rung(self, rows: int, names: tuple[str, ...], runs: int | None) -> Rung:
         """Rows that are `runs` tokens long are known to run."""

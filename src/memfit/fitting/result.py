@@ -75,8 +75,8 @@ def _aside(lever: Lever, why: Why, reason: str) -> UnusedLever:
 
 
 def _nothing_there(lever: Lever, forecast: Forecast) -> str:
-    where = PHASES.get(forecast.phase, f"the {forecast.phase} pass")
-    if lever.only_in is not None and lever.only_in != forecast.phase:
+    where = PHASES.get(forecast.at_peak.phase, f"the {forecast.at_peak.phase} pass")
+    if lever.only_in is not None and lever.only_in != forecast.at_peak.phase:
         return f"the peak is in {where}, not in {PHASES.get(lever.only_in, lever.only_in)}"
     if lever.lowers == (CACHED,):
         return f"only {gib(forecast.cached_bytes)} of what is reserved lies idle"

@@ -223,7 +223,7 @@ class Search:
 
 def can_lower(lever: Lever, forecast: Forecast) -> bool:
     """Whether the peak has any of what the lever lowers."""
-    if lever.only_in is not None and lever.only_in != forecast.phase:
+    if lever.only_in is not None and lever.only_in != forecast.at_peak.phase:
         return False
     alive = {**forecast.breakdown, CACHED: forecast.cached_bytes}
     return any(alive.get(name, 0) >= NOTHING_TO_LOWER for name in lever.lowers)

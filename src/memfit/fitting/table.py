@@ -23,11 +23,12 @@ from memfit.gpus import Gpu, find_gpu
 from memfit.guides.claims import DECISIONS, EXAMPLES, GB, QUICK_REFERENCE, SAVINGS, QuickReference
 from memfit.jobs.workload import KINDS, Workload
 from memfit.models.registry import resolve
-from memfit.planning.predict import SAFE_SHARE
+from memfit.planning.verdict import judge
 from memfit.render.shown import Renderer, Shown
 
 if TYPE_CHECKING:
-    from memfit.planning.predict import Plan, Verdict
+    from memfit.planning.predict import Plan
+    from memfit.planning.verdict import Verdict
 
 SCHEMA = "memfit.table/1"
 MODELS = tuple(row.model for row in QUICK_REFERENCE)
@@ -291,7 +292,7 @@ def _cells(planned: Callable[[Gpu], Plan], plan: Plan, cards: Mapping[str, Gpu],
     cells: dict[str, Cell] = {}
     safe = False
     for label, card in cards.items():
-        much_room = FAR * plan.peak.device_bytes <= SAFE_SHARE * card.capacity_bytes
+        much_room = judge(FAR * plan.peak.device_bytes, card.capacity_bytes) == "safe"
         if (safe or much_room) and card.arch >= FLASH:
             cells[label] = Cell(verdict="safe", device_bytes=None)
         elif not adapts and plan.smallest_gpu_bytes > FAR * card.capacity_bytes:

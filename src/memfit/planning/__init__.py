@@ -11,11 +11,12 @@ DOOR = {
     "many": "Refusal predict_many read_lines",
     "on_trace": "prepare_without_memory steps_of trace_job",
     "own_code": "trace_code trace_own_code",
-    "predict": "Plan SAFE_SHARE SMALLEST_PRECISION Verdict capacity_for context_of limit_note predict",
+    "predict": "Peak Plan context_of peak_of predict",
     "profile": "predict_profile",
     "pruning": "traced_with",
     "traced": "Traced trace_workload",
     "training": "TrainPlan decides plan_training workload_of workload_of_config",
+    "verdict": "Fit Verdict capacity_for fit_card judge limit_note smallest_card",
     "whole_model_pruning": "predict_whole_model_pruning",
 }
 """What other rooms may use, by file."""

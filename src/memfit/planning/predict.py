@@ -11,7 +11,7 @@ import dataclasses
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from memfit.analysis.summary import Summary, summarise_plan
 from memfit.files import no_collector
@@ -20,6 +20,7 @@ from memfit.guides.formulas import pruning_formulas
 from memfit.jobs.workload import Workload
 from memfit.planning import cache
 from memfit.planning.provenance import Provenance
+from memfit.planning.verdict import Fit, Verdict, fit_card, limit_note, smallest_card
 from memfit.render.shown import Renderer, Shown
 from memfit.replay.alloc_config import AllocatorConfig
 from memfit.replay.events import Trace
@@ -34,10 +35,6 @@ if TYPE_CHECKING:
 SCHEMA = "memfit.plan/1"
 NOT_MODELLED = "not modelled:"
 """How a note begins that a reader must see beside the verdict."""
-SAFE_SHARE = 0.9
-SMALLEST_PRECISION = 512
-"""The smallest card is found to one part in so many: each step of the search replays the whole job."""
-Verdict = Literal["safe", "tight", "fails"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,21 +46,6 @@ class Peak:
     context_bytes: int
     """The upper end, where it is not measured on this card."""
     device_bytes: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Fit:
-    """What a replay with the card's capacity came to."""
-
-    capacity_bytes: int
-    """Of the card, what the process may use."""
-    verdict: Verdict
-    headroom_bytes: int
-    """What the job leaves of the card; where torch must give back what is idle to fit, what the smallest card that runs
-    it would leave: a cache fills whatever there is."""
-    device_bytes: int
-    retries: int
-    failed_at: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,8 +77,18 @@ class Plan(Shown):
 
     @property
     def needed_bytes(self) -> int:
-        """What a card must have for this job, beside which the verdict's headroom is free."""
-        return self.fit.capacity_bytes - self.fit.headroom_bytes if self.fit else self.peak.device_bytes
+        """What a card must have for this job; where torch must give back what is idle to fit, that is the smallest card
+        that runs it: a cache fills whatever there is."""
+        if self.fit is None:
+            return self.peak.device_bytes
+        if self.fit.verdict == "fails":
+            return self.smallest_gpu_bytes
+        return min(self.smallest_gpu_bytes, self.fit.device_bytes) if self.fit.retries else self.fit.device_bytes
+
+    @property
+    def headroom_bytes(self) -> int | None:
+        """What the job leaves of the card."""
+        return None if self.fit is None else self.fit.capacity_bytes - self.needed_bytes
 
     def __repr__(self) -> str:
         on = f" on {self.gpu.name}: {self.verdict}" if self.gpu else ""
@@ -125,7 +117,7 @@ class Plan(Shown):
             "breakdown": self.report.breakdown,
             "phases": [phase.to_json() for phase in self.report.phases],
             "verdict": self.verdict,
-            "headroom_bytes": self.fit.headroom_bytes if self.fit else None,
+            "headroom_bytes": self.headroom_bytes,
             "retries": self.fit.retries if self.fit else None,
             "failed_at": self.fit.failed_at if self.fit else None,
             "smallest_gpu_bytes": self.smallest_gpu_bytes,
@@ -225,8 +217,8 @@ def assess(
     replays = Replays(trace, config)
     with no_collector():  # thousands of blocks that refer to each other, all of which go at once
         timeline = replays.ample
-        smallest = replays.smallest_capacity(within=timeline.peak_reserved // SMALLEST_PRECISION) + context.high_bytes
-        fit = None if gpu is None else _fit(replays, gpu, context.high_bytes, smallest)
+        smallest = smallest_card(replays, context.high_bytes)
+        fit = None if gpu is None else fit_card(replays, gpu, context.high_bytes)
     if fit and fit.retries and fit.verdict != "fails":
         times = "once" if fit.retries == 1 else f"{fit.retries} times"
         notes = (f"fits only because torch gives cached memory back {times}: each is a pause", *notes)
@@ -234,40 +226,21 @@ def assess(
         notes = (limit_note(fit.capacity_bytes), *notes)
     if strange := ", ".join(outside_tested(cache.versions())):
         notes = (f"traced with versions that memfit was not tested with: {strange}", *notes)
-    reserved = timeline.peak_reserved
     return Plan(
         gpu=gpu, context=context, how=how,
-        peak=Peak(
-            allocated_bytes=timeline.peak_allocated, reserved_bytes=reserved, context_bytes=context.high_bytes,
-            device_bytes=reserved + context.high_bytes,
-        ),
+        peak=peak_of(timeline, context),
         report=summarise_plan(timeline), fit=fit, smallest_gpu_bytes=smallest, notes=notes,
         seconds=time.perf_counter() - started, trace=trace, timeline=timeline, **rest,
     )  # fmt: skip
 
 
-def capacity_for(gpu: Gpu, config: AllocatorConfig, context: int) -> int:
-    """Of the card, what the process may use: `per_process_memory_fraction` limits what is reserved."""
-    limit = config.limit_on(gpu.capacity_bytes)
-    return gpu.capacity_bytes if limit is None else min(gpu.capacity_bytes, limit + context)
-
-
-def limit_note(capacity: int) -> str:
-    return f"per_process_memory_fraction leaves {gib(capacity)} of the card to the process"
-
-
-def _fit(replays: Replays, gpu: Gpu, context: int, smallest: int) -> Fit:
-    capacity = capacity_for(gpu, replays.config, context)
-    limited = replays.outcome(max(capacity - context, 0))
-    device = limited.reserved_peak + context
-    needed = smallest if limited.oom else min(smallest, device) if limited.retries else device
-    trace, failed = replays.trace, limited.oom
-    verdict: Verdict = "safe" if device <= SAFE_SHARE * capacity else "tight"
-    return Fit(
-        capacity_bytes=capacity, verdict="fails" if failed else verdict,
-        headroom_bytes=capacity - needed, device_bytes=device, retries=limited.retries,
-        failed_at=f"{trace.module(failed.block)} {trace.op(failed.block)}".strip() if failed else None,
-    )  # fmt: skip
+def peak_of(timeline: Replay, context: Context) -> Peak:
+    return Peak(
+        allocated_bytes=timeline.peak_allocated,
+        reserved_bytes=timeline.peak_reserved,
+        context_bytes=context.high_bytes,
+        device_bytes=timeline.peak_reserved + context.high_bytes,
+    )
 
 
 def _of_processes(work: Workload) -> Iterator[str]:

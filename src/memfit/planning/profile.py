@@ -62,9 +62,9 @@ def _on_card(traced: Traced, config: AllocatorConfig, card: Gpu) -> tuple[OnCard
         parameters=traced.parameters,
         trainable_parameters=traced.trainable_parameters,
     )
-    assert plan.fit is not None
+    assert plan.fit is not None and plan.headroom_bytes is not None
     told = OnCard(
-        verdict=plan.fit.verdict, capacity_bytes=plan.fit.capacity_bytes, headroom_bytes=plan.fit.headroom_bytes,
+        verdict=plan.fit.verdict, capacity_bytes=plan.fit.capacity_bytes, headroom_bytes=plan.headroom_bytes,
         smallest_gpu_bytes=plan.smallest_gpu_bytes,
     )  # fmt: skip
     room = ("the snapshot shows the job with room enough: on this card it would end before",)

@@ -33,7 +33,8 @@ from memfit.models.presets import BASICS, is_gsa
 from memfit.planning.budget import budget_of, table
 from memfit.planning.cache import shape_folder
 from memfit.planning.card_here import card_for, fit_command
-from memfit.planning.predict import Plan, Verdict, predict
+from memfit.planning.predict import Plan, predict
+from memfit.planning.verdict import Verdict, judge
 from memfit.replay.alloc_config import CUDA_VARIABLE
 from memfit.units import gib, in_mib
 
@@ -105,19 +106,19 @@ def largest_that_fits(job: TrainJob, card: Gpu | None) -> tuple[TrainJob, tuple[
     for rows in job.batch.rungs:
         plan = predict(workload_of(job.with_micro_batch(rows)), gpu=card)
         tried.append((rows, plan))
-        if not has_margin(plan, margin):
+        if verdict_of(plan, margin) != "safe":
             break
         best = rows
     return job.with_micro_batch(best or tried[0][0]), tuple(tried), (_why(best, tried, job, card),)
 
 
-def has_margin(plan: Plan, margin: float) -> bool:
-    """Without torch having to give back what it keeps, which is a pause each time."""
+def verdict_of(plan: Plan, margin: float) -> Verdict | None:
+    """Safe only where torch need not give back what it keeps, which is a pause each time."""
     fit, gpu = plan.fit, plan.gpu
-    return (
-        fit is not None and gpu is not None and fit.verdict != "fails" and not fit.retries
-        and fit.device_bytes <= (1 - margin) * gpu.capacity_bytes
-    )  # fmt: skip
+    if fit is None or gpu is None:
+        return None
+    found = judge(None if fit.verdict == "fails" else fit.device_bytes, gpu.capacity_bytes, margin)
+    return "tight" if fit.retries and found == "safe" else found
 
 
 def _why(best: int | None, tried: list[Rung], job: TrainJob, card: Gpu) -> str:
@@ -164,11 +165,7 @@ class TrainPlan:
 
     @property
     def verdict(self) -> Verdict | None:
-        if self.plan is None or self.plan.fit is None or self.gpu is None:
-            return None
-        if self.plan.fit.verdict == "fails":
-            return "fails"
-        return "safe" if has_margin(self.plan, self.job.config.memory.margin) else "tight"
+        return None if self.plan is None else verdict_of(self.plan, self.job.config.memory.margin)
 
     @property
     def peak_bytes(self) -> int | None:

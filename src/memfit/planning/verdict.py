@@ -1,0 +1,69 @@
+"""Whether a job fits a card, said in one place: safe, tight or fails, and by how much."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from memfit.gpus import Gpu
+from memfit.replay.alloc_config import AllocatorConfig
+from memfit.replay.replay import Replays
+from memfit.units import gib
+
+Verdict = Literal["safe", "tight", "fails"]
+MARGIN = 0.1
+"""The share of a card that stays free where a job is called safe, unless another is asked for."""
+SMALLEST_PRECISION = 512
+"""The smallest card is found to one part in so many: each step of the search replays the whole job."""
+
+
+def judge(use_bytes: float | None, capacity: int, margin: float = MARGIN) -> Verdict:
+    """`use_bytes`: what the job takes of what it may use, context included; None where memory runs out.
+
+    >>> judge(90, 100), judge(91, 100), judge(91, 100, margin=0.05), judge(None, 100)
+    ('safe', 'tight', 'safe', 'fails')
+    """
+    if use_bytes is None:
+        return "fails"
+    return "safe" if use_bytes <= (1 - margin) * capacity else "tight"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """What a replay with the card's capacity came to."""
+
+    capacity_bytes: int
+    """Of the card, what the process may use."""
+    verdict: Verdict
+    device_bytes: int
+    """The most that it held, where it fails before it did."""
+    retries: int
+    failed_at: str | None = None
+
+
+def fit_card(replays: Replays, gpu: Gpu, context: int, margin: float = MARGIN) -> Fit:
+    capacity = capacity_for(gpu, replays.config, context)
+    limited = replays.outcome(max(capacity - context, 0))
+    device, failed, trace = limited.reserved_peak + context, limited.oom, replays.trace
+    return Fit(
+        capacity_bytes=capacity,
+        verdict=judge(None if failed else device, capacity, margin),
+        device_bytes=device,
+        retries=limited.retries,
+        failed_at=f"{trace.module(failed.block)} {trace.op(failed.block)}".strip() if failed else None,
+    )
+
+
+def smallest_card(replays: Replays, context: int) -> int:
+    """On which the job runs, perhaps with cached memory given back."""
+    return replays.smallest_capacity(within=replays.ample.peak_reserved // SMALLEST_PRECISION) + context
+
+
+def capacity_for(gpu: Gpu, config: AllocatorConfig, context: int) -> int:
+    """Of the card, what the process may use: `per_process_memory_fraction` limits what is reserved."""
+    limit = config.limit_on(gpu.capacity_bytes)
+    return gpu.capacity_bytes if limit is None else min(gpu.capacity_bytes, limit + context)
+
+
+def limit_note(capacity: int) -> str:
+    return f"per_process_memory_fraction leaves {gib(capacity)} of the card to the process"
