@@ -406,7 +406,7 @@ FITTING = [
         "judge(forecast.device_bytes, self.card.capacity_bytes, share)",
     ),
     _LADDER("the guide's other length is not called wrong", "if work.seq_len != asked.seq_len:", "if False:"),
-    _in("planning/verdict.py", "fitting/test_search_boundaries.py")(
+    _in("analysis/verdict.py", "fitting/test_search_boundaries.py")(
         "what leaves no margin is safe",
         '"safe" if use_bytes <= (1 - margin) * capacity else',
         '"safe" if use_bytes <= capacity else',

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from memfit.analysis.summary import Moment
+from memfit.analysis.verdict import Fit, Verdict
 from memfit.fitting.forecast import Forecast
 from memfit.gpus import Context
 from memfit.jobs.workload import Workload
 from memfit.planning.predict import Peak
-from memfit.planning.verdict import Fit, Verdict
 
 
 def forecast(

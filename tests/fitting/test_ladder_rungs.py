@@ -8,12 +8,12 @@ import pytest
 from forecasts import forecast
 
 import memfit
+from memfit.analysis.verdict import Verdict
 from memfit.fitting import ladder as ladders
 from memfit.fitting.forecast import Forecast, Forecasts
 from memfit.fitting.ladder import Ladder
 from memfit.gpus import Gpu
 from memfit.jobs.workload import Workload
-from memfit.planning.verdict import Verdict
 from memfit.units import GiB
 
 CARD, USABLE = "120GiB", 100 * GiB

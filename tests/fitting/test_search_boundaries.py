@@ -8,11 +8,11 @@ import pytest
 from test_fit_levers import at_peak, lever
 from test_fit_search import JOB, Parts, Written, by_rows, names
 
+from memfit.analysis.verdict import judge
 from memfit.fitting.forecast import with_few_micro_steps
 from memfit.fitting.levers import apply, levers_for
 from memfit.fitting.search import Search, can_lower
 from memfit.jobs.workload import Workload
-from memfit.planning.verdict import judge
 from memfit.units import GiB, MiB
 
 

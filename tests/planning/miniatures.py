@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.comparison import format_comparison
 
-from memfit.analysis.compare import compare, format_comparison
+from memfit.analysis.compare import compare
 from memfit.jobs.build import Prepared
 from memfit.jobs.workload import Workload
 from memfit.models.presets import presets
@@ -95,9 +96,8 @@ def rows(trace: Trace) -> list[tuple[Any, ...]]:
 
 
 def first_difference(made: Trace, full: Trace) -> str:
-    difference = compare(made, full)
-    if not difference.same:
-        return format_comparison(difference, limit=4)
+    if not compare(made, full).same:
+        return format_comparison(made, full, limit=4)
     return str(next((a, b) for a, b in zip(rows(made), rows(full), strict=True) if a != b))
 
 

@@ -6,12 +6,13 @@ from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
+from support.addresses import rising_addresses
 from support.verify import InvariantError, check_invariants
 
 from memfit.replay.alloc_config import AllocatorConfig
 from memfit.replay.allocator import CachingAllocator, OutOfMemory
 from memfit.replay.blocks import Block, BlockRecord, SegmentRecord
-from memfit.replay.driver import AddressSource, Driver, falling_addresses, rising_addresses
+from memfit.replay.driver import AddressSource, Driver, falling_addresses
 from memfit.replay.events import Action
 from memfit.units import GiB, MiB
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.addresses import rising_addresses
 from support.verify import check_invariants
 
 from memfit.replay.alloc_config import AllocatorConfig
 from memfit.replay.allocator import CachingAllocator, OutOfMemory
 from memfit.replay.blocks import Block
-from memfit.replay.driver import rising_addresses
 from memfit.units import MiB
 
 EXAMPLES = settings(max_examples=120, deadline=None)

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.addresses import rising_addresses
 
 from memfit.errors import InputError
 from memfit.replay.alloc_config import AllocatorConfig
 from memfit.replay.blocks import BlockRecord, SegmentRecord
-from memfit.replay.driver import rising_addresses
 from memfit.replay.events import Action, Trace
 from memfit.replay.replay import DEFAULTS, Replays, replay
 from memfit.replay.timeline import BEFORE, Ints

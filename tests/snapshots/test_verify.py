@@ -7,13 +7,14 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.addresses import rising_addresses
 from support.verify import rewind, verify
 
 from memfit.errors import InputError
 from memfit.replay.alloc_config import AllocatorConfig
 from memfit.replay.allocator import CachingAllocator, OutOfMemory
 from memfit.replay.blocks import Block, BlockRecord, SegmentRecord
-from memfit.replay.driver import Driver, rising_addresses
+from memfit.replay.driver import Driver
 from memfit.replay.events import Action, Trace
 from memfit.units import GiB, MiB
 

@@ -32,6 +32,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
+from support.addresses import rising_addresses
+
 from memfit.errors import InputError
 from memfit.replay.alloc_config import MIN_BLOCK_SIZE, SMALL_SEGMENT_SIZE, SMALL_SIZE, AllocatorConfig
 from memfit.replay.allocator import MAX_ADDRESS, CachingAllocator, OutOfMemory
@@ -48,7 +50,7 @@ from memfit.replay.blocks import (
     SegmentRecord,
     Shelf,
 )
-from memfit.replay.driver import Driver, rising_addresses
+from memfit.replay.driver import Driver
 from memfit.replay.events import Action, Trace
 from memfit.replay.replay import DEFAULTS, Player
 from memfit.snapshots.read import Snapshot

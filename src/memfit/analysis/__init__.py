@@ -10,5 +10,6 @@ DOOR = {
     "run": "open_run",
     "stacks": "code_line short_path",
     "summary": "Moment Summary summarise_plan",
+    "verdict": "Fit Verdict capacity_for fit_card judge limit_note smallest_card",
 }
 """What other rooms may use, by file."""

@@ -1,7 +1,7 @@
 """Two traces, event by event: the tool with which errors of a prediction are hunted.
 
     difference = compare(predicted, recorded)
-    text = format_comparison(difference)
+    difference.same, difference.hunks, difference.lifetimes
 
 Addresses play no part. An allocation is known by its bytes and stream, a free by the allocation it ends; so the two
 streams of allocations are aligned first, and then for each allocation found in both it is asked between which
@@ -23,7 +23,6 @@ import numpy as np
 from memfit.analysis.align import Budget, Ints, Run, align
 from memfit.replay.events import Action, Mark, Trace
 from memfit.snapshots.schema import clean
-from memfit.units import format_bytes
 
 # -- what is found ---------------------------------------------------------------------------------------------
 
@@ -39,12 +38,6 @@ class Item:
     op: str
     module: str
     category: str
-
-    def __str__(self) -> str:
-        stream = f"stream {self.stream}" if self.stream else ""
-        return "  ".join(
-            part for part in (f"{format_bytes(self.size):>12}", self.op, self.module, self.category, stream) if part
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,20 +108,12 @@ class Comparison:
     hunks: tuple[Hunk, ...]
     lifetimes: tuple[Lifetime, ...]
     totals: tuple[Total, ...]  # largest first
-    peak_a: int  # of requested bytes
-    peak_b: int
     left_out: int = 0  # places beyond `detail`: counted above, not listed
     pairs: tuple[Ints, Ints] = field(default=_NONE, repr=False, compare=False)  # blocks that are one another's partner
 
     @property
     def same(self) -> bool:
         return self.allocs.only_a == self.allocs.only_b == 0 and not self.lifetimes and not self.frees.moved
-
-    @property
-    def first(self) -> Hunk | Lifetime | None:
-        """The earliest difference, in events of a: where to start looking."""
-        found: list[Hunk | Lifetime] = [*self.hunks[:1], *self.lifetimes[:1]]
-        return min(found, key=lambda difference: difference.event_a) if found else None
 
 
 # -- one trace, by birth ---------------------------------------------------------------------------------------
@@ -198,13 +183,6 @@ class _View:
             before=self.item(after) if after < len(self.birth) else None,
         )
 
-    def peak(self) -> int:
-        delta = np.zeros(len(self.trace) + 1, dtype=np.int64)
-        np.add.at(delta, np.maximum(self.birth, 0), self.size)
-        np.subtract.at(delta, self.death, self.size)  # what is never freed is taken off after the end
-        started = int(self.size[self.birth < 0].sum())
-        return max(started, int(np.cumsum(delta).max(initial=0)))
-
 
 # -- comparing -------------------------------------------------------------------------------------------------
 
@@ -229,8 +207,6 @@ def compare(
         hunks=hunks,
         lifetimes=lifetimes,
         totals=tuple(_totals(left, right, only_a, only_b)),
-        peak_a=left.peak(),
-        peak_b=right.peak(),
         left_out=hunks_left_out + lifetimes_left_out,
         pairs=(left.order[pair_a], right.order[pair_b]),
     )
@@ -339,75 +315,3 @@ def _totals(a: _View, b: _View, only_a: Ints, only_b: Ints) -> list[Total]:
     names = {"a": a.trace.names, "b": b.trace.names}
     totals = [Total(side, clean(names[side][op]), size, count) for (side, op, size), count in counts.items()]
     return sorted(totals, key=lambda total: (-total.nbytes, total.side, total.op, -total.size))
-
-
-# -- in words --------------------------------------------------------------------------------------------------
-
-
-def format_comparison(c: Comparison, limit: int = 30) -> str:
-    """Plain text: what was counted, where it begins, then up to `limit` differences of each kind."""
-    lines = list(_counted(c))
-    if c.same:
-        return "\n".join(["the same, event by event", *lines])
-    for hunk in c.hunks[:limit]:
-        lines += [
-            "",
-            f"@ event {hunk.event_a:,} of a, {hunk.event_b:,} of b" + (f", {hunk.phase}" if hunk.phase else ""),
-        ]
-        lines += _listed("-", hunk.only_a, limit) + _listed("+", hunk.only_b, limit)
-    lines += _more(len(c.hunks) - limit, "places")
-    for lifetime in c.lifetimes[:limit]:
-        lines += _told(lifetime)
-    lines += _more(len(c.lifetimes) - limit, "lifetimes") + _more(c.left_out, "places, not kept")
-    if c.totals:
-        lines += ["", "only on one side, by bytes:"]
-    for total in c.totals[:limit]:
-        times = f"{total.count:,} x {format_bytes(total.size)}"
-        lines.append(f"  {total.side}  {format_bytes(total.nbytes):>12}  = {times}  {total.op}".rstrip())
-    lines += _more(len(c.totals) - limit, "kinds")
-    return "\n".join(lines)
-
-
-def _counted(c: Comparison) -> Iterator[str]:
-    yield f"{'':<12}{'both':>10}{'only a':>10}{'only b':>10}{'moved':>10}"
-    for name, counts in (("allocations", c.allocs), ("frees", c.frees)):
-        moved = f"{counts.moved:,}" if name == "frees" else ""
-        yield f"{name:<12}{counts.both:>10,}{counts.only_a:>10,}{counts.only_b:>10,}{moved:>10}".rstrip()
-    difference = c.peak_b - c.peak_a
-    sign = "+" if difference > 0 else ""
-    yield (
-        f"requested peak: a {format_bytes(c.peak_a)}, b {format_bytes(c.peak_b)}"
-        + (f" ({sign}{format_bytes(difference)})" if difference else "")
-    )
-
-
-def _listed(sign: str, items: tuple[Item, ...], limit: int) -> list[str]:
-    return [f"  {sign} {item}" for item in items[:limit]] + _more(len(items) - limit, "allocations")
-
-
-def _told(lifetime: Lifetime) -> list[str]:
-    what = "1 block" if lifetime.count == 1 else f"{lifetime.count:,} blocks"
-    other = "b" if lifetime.earlier == "a" else "a"
-    lines = ["", f"freed earlier in {lifetime.earlier} than in {other}: {format_bytes(lifetime.nbytes)} in {what}"]
-    lines += _listed("=", tuple(pair[0] for pair in lifetime.pairs), 5)
-    for side, place in (("a", lifetime.freed_a), ("b", lifetime.freed_b)):
-        if place.event is None:
-            lines.append(f"    {side}: never")
-        else:
-            between = f"after {_name(place.after)}, before {_name(place.before)}"
-            lines.append(
-                f"    {side}: event {place.event:,}" + (f", {place.phase}" if place.phase else "") + f", {between}"
-            )
-    return lines
-
-
-def _name(item: Item | None) -> str:
-    return (
-        "nothing"
-        if item is None
-        else " ".join(part for part in (format_bytes(item.size), item.op, item.module) if part)
-    )
-
-
-def _more(count: int, what: str) -> list[str]:
-    return [f"  ... and {count:,} more {what}"] if count > 0 else []

@@ -14,12 +14,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypedDict
 
+from memfit.analysis.verdict import judge
 from memfit.errors import UsageError
 from memfit.gpus import find_gpu, list_labels
 from memfit.guides.formulas import RuleOfThumb, rule_of_thumb
 from memfit.jobs.workload import Workload
 from memfit.models.presets import Preset, presets
-from memfit.planning.verdict import judge
 
 GB = 1e9
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from memfit.analysis.verdict import limit_note
 from memfit.errors import MemfitError, UsageError
 from memfit.fitting.durations import estimate
 from memfit.fitting.forecast import (
@@ -37,7 +38,6 @@ from memfit.fitting.whole_model import plan_whole_model
 from memfit.gpus import Gpu, find_gpu
 from memfit.jobs.workload import Workload
 from memfit.models.presets import find_preset, presets
-from memfit.planning.verdict import limit_note
 from memfit.units import GiB, gib
 
 if TYPE_CHECKING:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from memfit.analysis.summary import Moment, summarise_plan
+from memfit.analysis.verdict import Fit, Verdict, capacity_for, fit_card, smallest_card
 from memfit.errors import MemfitError, UsageError
 from memfit.files import no_collector
 from memfit.gpus import Context, Gpu
@@ -25,7 +26,6 @@ from memfit.jobs.training.batch import BatchSizes, resolve_batch
 from memfit.jobs.training.config import BatchConfig
 from memfit.jobs.workload import Workload
 from memfit.planning.predict import Peak, context_of, peak_of
-from memfit.planning.verdict import Fit, Verdict, capacity_for, fit_card, smallest_card
 from memfit.replay.alloc_config import AllocatorConfig
 from memfit.replay.replay import Replays
 from memfit.units import MiB, in_mib
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 def room_for_pruning(work: Workload, card: Gpu, margin: float) -> int:
     """The margin is left free from the start: pruning makes do with what it may use. In whole MiB, to be typed."""
     context = context_of(work, card).high_bytes
-    capacity = capacity_for(card, AllocatorConfig.parse(work.alloc_conf), context)
+    capacity = capacity_for(card.capacity_bytes, AllocatorConfig.parse(work.alloc_conf), context)
     return max((int(capacity * (1 - margin)) - context) // MiB, 1) * MiB
 
 
@@ -214,7 +214,7 @@ class Forecasts:
         replays = Replays(traced.trace, AllocatorConfig.parse(work.alloc_conf))
         with no_collector():
             report = summarise_plan(replays.ample)
-            fit = fit_card(replays, self.gpu, context.high_bytes, self.margin)
+            fit = fit_card(replays, self.gpu.capacity_bytes, context.high_bytes, self.margin)
         return Forecast(
             workload=work, whole=True, peak=peak_of(replays.ample, context), fit=fit, context=context,
             at_peak=report.at_peak, breakdown=report.breakdown, parameters=traced.parameters,

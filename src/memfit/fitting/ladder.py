@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from memfit.analysis.verdict import judge
 from memfit.errors import MemfitError, UsageError
 from memfit.fitting.fit import check_margin, fit
 from memfit.fitting.forecast import Forecast, Forecasts, batch_sizes, global_batch_of, with_global_batch
@@ -28,7 +29,6 @@ from memfit.gpus import Gpu, find_gpu
 from memfit.guides.claims import RUNGS
 from memfit.jobs.workload import Workload
 from memfit.models.presets import GATHER, is_gsa
-from memfit.planning.verdict import judge
 from memfit.render.shown import Renderer, Shown
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from memfit.analysis.verdict import judge
 from memfit.errors import MemfitError, UnknownName, UsageError
 from memfit.fitting.claims import CheckedClaim, CheckedSaving, beside_weights, check_claim, check_saving, difference
 from memfit.fitting.whole_model import STREAMED, WHOLE, PlanMemo
@@ -23,12 +24,11 @@ from memfit.gpus import Gpu, find_gpu
 from memfit.guides.claims import DECISIONS, EXAMPLES, GB, QUICK_REFERENCE, SAVINGS, QuickReference
 from memfit.jobs.workload import KINDS, Workload
 from memfit.models.registry import resolve
-from memfit.planning.verdict import judge
 from memfit.render.shown import Renderer, Shown
 
 if TYPE_CHECKING:
+    from memfit.analysis.verdict import Verdict
     from memfit.planning.predict import Plan
-    from memfit.planning.verdict import Verdict
 
 SCHEMA = "memfit.table/1"
 MODELS = tuple(row.model for row in QUICK_REFERENCE)

@@ -16,7 +16,6 @@ DOOR = {
     "pruning": "traced_with",
     "traced": "Traced trace_workload",
     "training": "TrainPlan decides plan_training workload_of workload_of_config",
-    "verdict": "Fit Verdict capacity_for fit_card judge limit_note smallest_card",
     "whole_model_pruning": "predict_whole_model_pruning",
 }
 """What other rooms may use, by file."""

@@ -14,13 +14,13 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from memfit.analysis.summary import Summary, summarise_plan
+from memfit.analysis.verdict import Fit, Verdict, fit_card, limit_note, smallest_card
 from memfit.files import no_collector
 from memfit.gpus import Context, Gpu, find_gpu
 from memfit.guides.formulas import pruning_formulas
 from memfit.jobs.workload import Workload
 from memfit.planning import cache
 from memfit.planning.provenance import Provenance
-from memfit.planning.verdict import Fit, Verdict, fit_card, limit_note, smallest_card
 from memfit.render.shown import Renderer, Shown
 from memfit.replay.alloc_config import AllocatorConfig
 from memfit.replay.events import Trace
@@ -218,7 +218,7 @@ def assess(
     with no_collector():  # thousands of blocks that refer to each other, all of which go at once
         timeline = replays.ample
         smallest = smallest_card(replays, context.high_bytes)
-        fit = None if gpu is None else fit_card(replays, gpu, context.high_bytes)
+        fit = None if gpu is None else fit_card(replays, gpu.capacity_bytes, context.high_bytes)
     if fit and fit.retries and fit.verdict != "fails":
         times = "once" if fit.retries == 1 else f"{fit.retries} times"
         notes = (f"fits only because torch gives cached memory back {times}: each is a pause", *notes)

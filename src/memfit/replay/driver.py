@@ -30,18 +30,6 @@ FIRST_ADDRESS = 0x7000_0000_0000
 GAP = 2 * MiB  # segments never touch, so nothing can come to depend on their being neighbours
 
 
-def rising_addresses(start: int = FIRST_ADDRESS) -> AddressSource:
-    """Every segment above the one before; an address is not used again after a release."""
-
-    def next_address(size: int, small: bool) -> int:
-        nonlocal start
-        address = start
-        start += -(-size // GAP) * GAP + GAP
-        return address
-
-    return next_address
-
-
 def falling_addresses(start: int = FIRST_ADDRESS) -> AddressSource:
     """Every segment below the one before, as recordings mostly show. Only the order of addresses matters."""
 

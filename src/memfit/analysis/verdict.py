@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from memfit.gpus import Gpu
 from memfit.replay.alloc_config import AllocatorConfig
 from memfit.replay.replay import Replays
 from memfit.units import gib
@@ -41,8 +40,8 @@ class Fit:
     failed_at: str | None = None
 
 
-def fit_card(replays: Replays, gpu: Gpu, context: int, margin: float = MARGIN) -> Fit:
-    capacity = capacity_for(gpu, replays.config, context)
+def fit_card(replays: Replays, card_bytes: int, context: int, margin: float = MARGIN) -> Fit:
+    capacity = capacity_for(card_bytes, replays.config, context)
     limited = replays.outcome(max(capacity - context, 0))
     device, failed, trace = limited.reserved_peak + context, limited.oom, replays.trace
     return Fit(
@@ -59,10 +58,10 @@ def smallest_card(replays: Replays, context: int) -> int:
     return replays.smallest_capacity(within=replays.ample.peak_reserved // SMALLEST_PRECISION) + context
 
 
-def capacity_for(gpu: Gpu, config: AllocatorConfig, context: int) -> int:
+def capacity_for(card_bytes: int, config: AllocatorConfig, context: int) -> int:
     """Of the card, what the process may use: `per_process_memory_fraction` limits what is reserved."""
-    limit = config.limit_on(gpu.capacity_bytes)
-    return gpu.capacity_bytes if limit is None else min(gpu.capacity_bytes, limit + context)
+    limit = config.limit_on(card_bytes)
+    return card_bytes if limit is None else min(card_bytes, limit + context)
 
 
 def limit_note(capacity: int) -> str:
