@@ -1,4 +1,4 @@
-"""What is alive at a moment by any name, what is idle then and why, what comes and goes, and what grows by the step."""
+"""What is alive at a moment by any name, what lies idle, what comes and goes, what grows step by step."""
 
 from __future__ import annotations
 

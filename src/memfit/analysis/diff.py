@@ -1,7 +1,7 @@
-"""Two runs as a document (memfit.diff/1): how their peaks differ and what explains it, then everything event by event.
+"""Two runs as a document (memfit.diff/1): how their peaks differ and why, then everything event by event.
 
-Either may be predicted or measured; addresses play no part. Every block that is alive at one of the two peaks falls
-into exactly one of these, and together they are the difference to the byte:
+Either may be predicted or measured, whole or one step of it; addresses play no part. Every block that is alive at one
+of the two peaks falls into exactly one of these, and together they are the difference to the byte:
 
     only a, only b     an allocation that the other run does not make
     longer a, longer b both make it, but at its own peak the other run has freed it already
@@ -9,10 +9,6 @@ into exactly one of these, and together they are the difference to the byte:
     block size         both hold it, in blocks of different size
 
 What a recording does not say of a block (its category, its module) is taken from the block's partner, if that does.
-
-Two files that memfit can read, compared.
-
-A stretch of a run as a run of its own: one step of many, for comparing it with one step of another run.
 """
 
 from __future__ import annotations

@@ -1,29 +1,10 @@
-"""A run in the formats of other tools.
+"""A run in the formats of other tools: torch's viewer, Perfetto, speedscope, spreadsheets.
 
 memory-viz   a snapshot as torch writes it (pickle, protocol 4): pytorch.org/memory_viz and every other reader
 json         the same as JSON, which newer viewers read too
 perfetto     counters, phases and the largest allocations for ui.perfetto.dev
 speedscope   what is alive at the peak as a flame graph for speedscope.app
 csv          one row an allocation
-
-A run for ui.perfetto.dev (and chrome://tracing): counters by category, phases, and the largest allocations.
-
-The format is the JSON "trace event format": https://perfetto.dev/docs/getting-started/other-formats
-Times are microseconds since the first event. A prediction has none: there, one event is one microsecond.
-
-One row an allocation, for a spreadsheet or a data frame.
-
-Names come from the file that is exported. One that begins as a formula does gets an apostrophe in front, for a
-spreadsheet would run it.
-
-What is alive at the peak as a flame graph for speedscope.app: stacks weighed by their bytes.
-
-The format: https://github.com/jlfwong/speedscope/wiki/Importing-from-custom-sources
-
-A run as a snapshot that torch's own viewer reads.
-
-A recording is written anew from what was read of it: plain types, shared stacks, nothing that it may have held besides.
-A prediction is placed by the model of the allocator first. Rules of the viewer: docs of `snapshot_write`.
 """
 
 from __future__ import annotations
@@ -57,6 +38,9 @@ PID, PHASES, SCOPES, BLOCKS = 1, 1, 2, 3
 
 
 def perfetto_trace(run: Run) -> dict[str, Any]:
+    """The JSON "trace event format": https://perfetto.dev/docs/getting-started/other-formats
+
+    Times are microseconds since the first event. A prediction has none: there, one event is one microsecond."""
     events = [*_names(run), *_counters(run), *_phases(run), *_scopes(run), *_allocations(run)]
     unit = "microseconds" if run.times is not None else "events"
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"made_by": "memfit", "time_unit": unit}}
@@ -152,6 +136,7 @@ def csv_text(run: Run) -> str:
 
 
 def _text(name: str) -> str:
+    """Names come from the file that is exported, and a spreadsheet would run one that begins as a formula does."""
     return f"'{name}" if name.startswith(FORMULA) else name
 
 
@@ -165,6 +150,7 @@ def _seconds(run: Run, event: int | None) -> str:
 
 
 def speedscope_profile(run: Run) -> dict[str, Any]:
+    """https://github.com/jlfwong/speedscope/wiki/Importing-from-custom-sources"""
     numbers: dict[str, int] = {}
     samples, weights = [], []
     for path, nbytes, _ in paths(run, run.summary.alive):
@@ -200,6 +186,8 @@ def viewer_json(run: Run) -> bytes:
 
 
 def viewer_snapshot(run: Run) -> dict[str, Any]:
+    """A recording is written anew from what was read of it: plain types, shared stacks, nothing that it may have held
+    besides. A prediction is placed by the model of the allocator first."""
     if run.snapshot is None:
         return placed_snapshot(run.trace, run.config, alloc_conf=run.config.to_text())
     return _rewritten(run.snapshot)

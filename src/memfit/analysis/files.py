@@ -1,12 +1,10 @@
 """Whatever memfit can report on, from a path: a snapshot, a trace, a memory log, or the folder of a run.
 
-reported = report_file("run7/")
-reported.document            # memfit.report/1
-reported.run                 # for drawing; None if there is only a log
+    reported = report_file("run7/")
+    reported.document            # memfit.report/1
+    reported.run                 # for drawing; None if there is only a log
 
-A memory log as a document (memfit.report/1, its `log`): checkpoints, the peak, and between which two it came.
-
-A memory log read back: the CSV file with one row a checkpoint that memfit's jobs write.
+A memory log is the CSV file with one row a checkpoint that memfit's jobs write:
 
     Timestamp,Checkpoint,GPU_Allocated_GB,GPU_Reserved_GB,GPU_Peak_GB,CPU_Used_GB,CPU_Percent
     2025-12-28T00:15:45,02_model_loaded,2.300,2.500,2.300,2.450,6.10

@@ -1,7 +1,7 @@
-"""What each block of a run is: its category, module, op and line of code, as columns of numbers into lists of names.
+"""What each block of a run is (category, module, op, line of code), and in which phase an event lies.
 
 A prediction says it itself, as do the phases that its marks begin. What a recording without marks shows by its stacks
-is derived in `stacks.py`.
+is derived in `stacks.py`. Labels are columns of numbers into lists of names.
 """
 
 from __future__ import annotations

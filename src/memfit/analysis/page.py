@@ -1,15 +1,7 @@
 """What the HTML page draws, as one JSON document: the report, and columns of numbers as base64.
 
-Everything large was summed up beforehand, so that the page of a million events is a few MiB and stays smooth:
-60,000 samples of the timeline, the largest blocks one by one, the flame graph without what is too thin to see.
-
-A timeline of any length in a bounded number of samples, without losing a peak.
-
-Of every stretch of events two are kept: the one at which most is allocated, and the last. What is stored of a kept
-event is exact, and holds until the next one; so a drawing of the samples shows every peak at its full height, and
-every plateau at its own. Short timelines are kept whole.
-
-What is alive at a moment as a tree: from the program down to the line, or from the model down to the op.
+Everything large is summed up beforehand, so that the page of a million events is a few MiB and stays smooth: 60,000
+samples of the timeline, the largest blocks one by one, the flame graph without what is too thin to see.
 """
 
 from __future__ import annotations
@@ -43,7 +35,11 @@ class Samples:
 
 
 def sampled(timeline: Timeline, limit: int = MAX_SAMPLES, *, also: Ints | None = None) -> Samples:
-    """`also`: events that are kept in any case, such as those before a long pause, whose state is seen for long."""
+    """A timeline of any length in a bounded number of samples. Of every stretch of events two are kept: the one at
+    which most is allocated, and the last. What is stored of a kept event is exact, and holds until the next one; so
+    every peak is drawn at its full height, and every plateau at its own.
+
+    `also`: events that are kept in any case, such as those before a long pause, whose state is seen for long."""
     events = len(timeline.trace)
     changed = np.flatnonzero(_changes(timeline))
     if len(changed) <= limit:
@@ -138,6 +134,7 @@ def paths(run: Run, blocks: Ints) -> Iterator[tuple[tuple[str, ...], int, int]]:
 
 
 def tree(run: Run, blocks: Ints) -> Node:
+    """From the program down to the line, or from the model down to the op."""
     root = Node("all")
     for path, nbytes, count in paths(run, blocks):
         node = root

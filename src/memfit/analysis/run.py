@@ -1,4 +1,4 @@
-"""One device's run, ready to be reported, drawn, compared or exported: events, places, labels, times, stacks.
+"""One device's run, ready to be reported, drawn, compared or exported: timeline, labels, times, stacks.
 
 run = open_run("snapshot.pickle")        # or a saved trace
 run.summary.breakdown, run.seconds(12), run.frames(block)

@@ -1,4 +1,4 @@
-"""An explanation for a person: the sentence first, then the numbers that add up, the tensor, what helps, what does not.
+"""An explanation for a person: the sentence, the numbers that add up, the tensor, what helps, what does not.
 
 show_explanation(document, Console())      # document: memfit.explain/1, as `memfit explain --json` prints it
 """

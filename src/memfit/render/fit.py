@@ -1,9 +1,6 @@
-"""The answer of `memfit fit` for a person: what to change, in order, with the peak before and after each change.
+"""The answers of `memfit fit` for a person: what to change and what each change saves; the ladder of batches.
 
-show_fit(document, Console())      # document: memfit.fit/1, as `memfit fit --json` prints it
-
-The ladder of `memfit fit --ladder` for a person.
-
+show_fit(document, Console())         # document: memfit.fit/1, as `memfit fit --json` prints it
 show_ladder(document, Console())      # document: memfit.ladder/1
 """
 

@@ -1,9 +1,4 @@
-"""What all reports in a terminal are built of: sections, columns that line up, bars, words for categories.
-
-Small words that every report uses: counts, shares, names from elsewhere.
-
-The peaks of the phases, step by step: steps that are alike are one row, of many different ones a few are shown.
-"""
+"""What reports in a terminal are built of: sections, columns, bars, words for categories, rows of phases."""
 
 from __future__ import annotations
 

@@ -1,11 +1,9 @@
-"""A plan for a person: verdict, why, what is alive at the peak, phases, largest tensors, what is assumed, what next.
+"""A plan for a person: verdict, why, what is alive at the peak, phases, largest tensors, what next.
 
     show_plan(document, Console())      # document: memfit.plan/1, as `memfit plan --json` prints it
 
 Only what the document says is written. Text from elsewhere goes in as rich `Text`, never as markup. Colour repeats what
 a word or a glyph says already.
-
-The same reports as plain text, for logs and for `print`.
 """
 
 from __future__ import annotations

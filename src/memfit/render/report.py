@@ -1,4 +1,4 @@
-"""A report for a person: first what changes the meaning of the numbers, then the peak, why it is so, and what next.
+"""A report for a person: first what changes the numbers' meaning, then the peak, why it is so, and what next.
 
 show_report(document, Console())      # document: memfit.report/1, as `memfit report --json` prints it
 """

@@ -1,11 +1,4 @@
-"""A pre-flight for a person: by subject, a line for each check with its status, what was found, and what to do next.
-
-The lists of models and cards, from the documents that `memfit models --json` and `memfit gpus --json` print.
-
-A profile for a person: the peak, the phases, where the snapshot lies and what opens it.
-
-A machine's memory for a person who looks on: a bar for each GPU, who holds it, and the memfit jobs that run.
-"""
+"""Short documents for a person: a pre-flight, the lists of models and cards, a profile, a machine's memory."""
 
 from __future__ import annotations
 

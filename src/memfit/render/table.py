@@ -1,9 +1,4 @@
-"""`memfit table` as plain tables of words, from its document (memfit.table/1): what Markdown and terminal both show.
-
-`memfit table` in a terminal, from its document (memfit.table/1).
-
-`memfit table` as Markdown, to be pasted, and as CSV, to be computed with.
-"""
+"""`memfit table` from its document (memfit.table/1): in a terminal, as Markdown to be pasted, as CSV."""
 
 from __future__ import annotations
 

@@ -1,17 +1,7 @@
-"""What lies below the allocator: the CUDA driver, which hands out memory until there is none, and at which addresses.
+"""The CUDA driver below the allocator, and what it has handed out as ranges of addresses.
 
 Assumed: any request that fits in the bytes left is served. The driver maps pages of 2 MiB freely, so its own
 fragmentation does not count.
-
-What the driver has handed out, as ranges of addresses: played forwards, or undone backwards.
-
-A plain segment comes and goes whole. An expandable one grows and shrinks by ranges that merge where they touch.
-
->>> held = Ranges()
->>> held.do(Action.SEGMENT_MAP, 0, 10), held.do(Action.SEGMENT_MAP, 10, 5), held.undo(Action.SEGMENT_MAP, 0, 4)
-(True, True, True)
->>> list(held), held.total
-([(4, 15, True)], 11)
 """
 
 from __future__ import annotations
@@ -94,6 +84,16 @@ Range = tuple[int, int, bool]  # start, end, part of an expandable segment
 
 
 class Ranges:
+    """Played forwards, or undone backwards. A plain segment comes and goes whole; an expandable one grows and shrinks
+    by ranges that merge where they touch.
+
+    >>> held = Ranges()
+    >>> held.do(Action.SEGMENT_MAP, 0, 10), held.do(Action.SEGMENT_MAP, 10, 5), held.undo(Action.SEGMENT_MAP, 0, 4)
+    (True, True, True)
+    >>> list(held), held.total
+    ([(4, 15, True)], 11)
+    """
+
     def __init__(self, ranges: Iterable[Range] = ()) -> None:
         self._held = {start: (end, expandable) for start, end, expandable in ranges}
         self._starts = sorted(self._held)

@@ -15,16 +15,6 @@ no consumer asks which. It is columnar, because a large job has a million events
     >>> trace.free(x)
     >>> len(trace), trace.requested[x]
     (3, 1000)
-
-A stretch of a trace, as a recording that was switched on and off at its ends would show it.
-
->>> trace = Trace()
->>> weights = trace.alloc(100)
->>> gone = trace.alloc(200)
->>> trace.free(gone)
->>> later = between(trace, 3, 3)
->>> len(later), list(later.requested)
-(0, [100])
 """
 
 from __future__ import annotations
@@ -319,8 +309,15 @@ FREES = (Action.FREE, Action.FREE_COMPLETED)
 
 
 def between(trace: Trace, start: int, end: int) -> Trace:
-    """Events from `start` to `end`. What was live at the start has no beginning in it; what had died, and what was not
-    yet born at the end, is not in it at all."""
+    """Events from `start` to `end`, as a recording that was switched on and off there would show them. What was live at
+    the start has no beginning in it; what had died, and what was not yet born at the end, is not in it at all.
+
+    >>> trace = Trace()
+    >>> weights, gone = trace.alloc(100), trace.alloc(200)
+    >>> trace.free(gone)
+    >>> list(between(trace, 3, 3).requested)
+    [100]
+    """
     kept = kept_blocks(trace, start, end)
     new_number = np.full(len(trace.requested), -1, dtype=np.int64)
     new_number[kept] = np.arange(len(kept))

@@ -12,12 +12,6 @@ pass refuses, and why each can hurt even where no import is possible:
 
 The pass costs about as much as the unpickling itself (a second for a million events). What comes out may still be
 a few hundred bytes that unfold to 2^40 nodes (`l = [l, l]`), or nest two million deep: never walk it recursively.
-
-Which free ends which allocation, for a million events at once.
-
-An address is handed out, asked back and given back, again and again: alloc, free_requested, free_completed. Sorted by
-address (and, within one, by time) the events of a well-kept history repeat this pattern, and each has its partner right
-beside it. A history that breaks the pattern anywhere is not paired here: `None`, and it has to be read event by event.
 """
 
 from __future__ import annotations
@@ -271,6 +265,11 @@ class Paired:
 
 
 def paired(codes: npt.NDArray[np.uint8], addresses: npt.NDArray[np.uint64]) -> Paired | None:
+    """Which free ends which allocation, for a million events at once.
+
+    An address is handed out, asked back and given back, again and again: alloc, free_requested, free_completed. Sorted
+    by address (and, within one, by time) the events of a well-kept history repeat this pattern, and each has its
+    partner right beside it. A history that breaks the pattern anywhere has to be read event by event: None."""
     blocks = np.flatnonzero(codes >= ALLOC)
     by_address = blocks[np.argsort(addresses[blocks], kind="stable")]
     kind = codes[by_address].astype(np.int64) - ALLOC

@@ -1,18 +1,11 @@
-"""A trace as a file for PyTorch's own viewer (pytorch.org/memory_viz): a predicted job looks like a recorded one.
-
-    snapshot = snapshot_dict(trace, segments, placements)
-    save_snapshot(snapshot, "predicted.json")
-
-A trace says what was asked for and when; `segments` and `placements` say where a replay put it. The viewer shows
-the past by undoing the events one by one from the final state, so that state is not asked for but worked out here
-from the trace: what is live at its end lies in the segments, and all between is free.
-
-A predicted job as a snapshot in torch's own format: where a replay put each block, and what it had the driver do.
+"""A trace as a snapshot in torch's own format: a predicted job looks like a recorded one to every reader.
 
     snapshot = placed_snapshot(trace, config, begin=step_begins(trace, 6))
     save_snapshot(snapshot, "predicted.pickle")
 
-pytorch.org/memory_viz, `memfit report` and every other reader open it as they would a recording.
+A trace says what was asked for and when, a replay where it was put. PyTorch's viewer (pytorch.org/memory_viz) shows the
+past by undoing the events one by one from the final state, so that state is worked out here from the trace: what is
+live at its end lies in the segments, and all between is free.
 """
 
 from __future__ import annotations

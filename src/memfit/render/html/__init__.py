@@ -1,4 +1,4 @@
-"""A report as one self-contained page: it opens from disk, loads nothing, and works in the dark and in the light.
+"""A report as one self-contained page: it opens from disk, loads nothing, and works in dark and in light.
 
     write_page(report_file("snapshot.pickle"), "report.html")
 
