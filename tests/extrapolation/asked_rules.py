@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from memfit.extrapolation.streams import Answer, Call
+from memfit.extrapolation.streams import RuleAnswer, RuleCall
 from memfit.replay.events import Action, Trace
 
 
-def written_call(trace: Trace, form: str, numbers: tuple[int, ...], answer: Answer) -> Call:
+def written_call(trace: Trace, form: str, numbers: tuple[int, ...], answer: RuleAnswer) -> RuleCall:
     start, blocks = len(trace), {}
     for action, subject in zip(answer.outline.actions, answer.outline.subjects, strict=True):
         if action == Action.ALLOC:
             blocks[subject] = trace.alloc(answer.sizes[subject], op=answer.outline.ops[subject])
         else:
             trace.free(blocks[subject])
-    return Call(form, numbers, start, len(trace), "", "", ())
+    return RuleCall(form, numbers, start, len(trace), "", "", ())

@@ -5,7 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from memfit.extrapolation.streams import CALLER, Call, Filled, NotHoled, Outline, filled, fingerprint, stream_of
+from memfit.extrapolation.streams import (
+    CALLER,
+    FilledStream,
+    NotSeparable,
+    Outline,
+    RuleCall,
+    filled,
+    fingerprint,
+    stream_of,
+)
 from memfit.replay.events import Action, Trace
 
 BUFFER = Outline(actions=(Action.ALLOC, Action.FREE), subjects=(0, 0), ops=("buffer",), modules=(CALLER,))
@@ -20,11 +29,11 @@ SCRATCH_AND_RESULT = Outline(
 )
 
 
-def call(start: int, end: int, *numbers: int) -> Call:
-    return Call("rule", numbers, start, end, "mlp", "", ("embedding",))
+def call(start: int, end: int, *numbers: int) -> RuleCall:
+    return RuleCall("rule", numbers, start, end, "mlp", "", ("embedding",))
 
 
-def job(size: int, *, buffers: tuple[int, ...] = (), in_order: bool = True) -> tuple[Trace, list[Call]]:
+def job(size: int, *, buffers: tuple[int, ...] = (), in_order: bool = True) -> tuple[Trace, list[RuleCall]]:
     """A tensor, a reduction with its buffers, another tensor."""
     trace = Trace()
     trace.mark("forward", 1)
@@ -43,7 +52,7 @@ def job(size: int, *, buffers: tuple[int, ...] = (), in_order: bool = True) -> t
     return trace, made
 
 
-def says(filled_stream: Filled, *pool: int) -> str:
+def says(filled_stream: FilledStream, *pool: int) -> str:
     trace = filled_stream.trace(np.array(pool))
     words = {Action.ALLOC: "+", Action.FREE: "-", Action.MARK: "|"}
     return " ".join(
@@ -91,7 +100,7 @@ def test_filled_with_its_own_answers_a_trace_is_what_it_was(buffers: tuple[int, 
     assert fingerprint(made) == holed.fingerprint == fingerprint(trace)
 
 
-def with_result(size: int, scratch: int | None = None) -> tuple[Trace, list[Call]]:
+def with_result(size: int, scratch: int | None = None) -> tuple[Trace, list[RuleCall]]:
     trace = Trace()
     first = None if scratch is None else trace.alloc(scratch, op="scratch", module="mlp")
     result = trace.alloc(size, op="result" if scratch is None else "sum", module="mlp")
@@ -112,7 +121,7 @@ def test_a_rules_results_stay_in_the_stream_whatever_made_them() -> None:
 
 def test_an_answer_with_other_results_does_not_fill_the_hole() -> None:
     stream = stream_of(*with_result(8)).stream
-    with pytest.raises(NotHoled, match="other results"):
+    with pytest.raises(NotSeparable, match="other results"):
         filled(stream, [BUFFER], [0])
 
 
@@ -147,7 +156,7 @@ def test_a_rule_that_frees_what_is_not_its_own_cannot_be_taken_out() -> None:
     trace = Trace()
     block = trace.alloc(4)
     trace.free(block)
-    with pytest.raises(NotHoled):
+    with pytest.raises(NotSeparable):
         stream_of(trace, [call(1, 2)])
 
 

@@ -9,26 +9,26 @@ import pytest
 from asked_rules import written_call
 
 from memfit.extrapolation.blocks import NotRepeating
-from memfit.extrapolation.streams import CALLER, Answer, Call, Outline, answered, filled, fingerprint, stream_of
-from memfit.extrapolation.tokens import InTime, traced_tokens
+from memfit.extrapolation.streams import CALLER, Outline, RuleAnswer, RuleCall, answered, filled, fingerprint, stream_of
+from memfit.extrapolation.tokens import GenerationExtension, traced_tokens
 from memfit.replay.events import Action, Trace
 
 PROMPT, NEW = 10, 60
-NOTHING = Answer(Outline((), (), (), ()), ())
-Rule = Callable[[object, tuple[int, ...]], Answer]
+NOTHING = RuleAnswer(Outline((), (), (), ()), ())
+Rule = Callable[[object, tuple[int, ...]], RuleAnswer]
 
 
-def split_over_the_card(_: object, numbers: tuple[int, ...]) -> Answer:
+def split_over_the_card(_: object, numbers: tuple[int, ...]) -> RuleAnswer:
     """From 33 keys on they are shared out, and partial results meet in a buffer that grows with every 16th."""
     (keys,) = numbers
     if keys <= 32:
         return NOTHING
-    return Answer(Outline((Action.ALLOC, Action.FREE), (0, 0), ("partial",), (CALLER,)), (100 * (keys // 16),))
+    return RuleAnswer(Outline((Action.ALLOC, Action.FREE), (0, 0), ("partial",), (CALLER,)), (100 * (keys // 16),))
 
 
 def generation(
     prompt: int, tokens: int, *, rule: Rule = split_over_the_card, window: int = 10**9, at_the_end: int | None = None
-) -> tuple[Trace, list[Call]]:
+) -> tuple[Trace, list[RuleCall]]:
     """Each step makes a longer cache, drops the one before, and asks a rule."""
     trace, calls, done = Trace(), [], []
     cache = trace.alloc(4 * prompt, op="prefill")
@@ -49,12 +49,12 @@ def told(asked: list[int] | None = None, **how: Any) -> Trace:
     near = stream_of(*generation(PROMPT, traced, **how))
     far = stream_of(*generation(PROMPT + NEW - traced, traced, **how))
 
-    def ask(form: object, numbers: tuple[int, ...]) -> Answer:
+    def ask(form: object, numbers: tuple[int, ...]) -> RuleAnswer:
         if asked is not None:
             asked.append(numbers[0])
         return how.get("rule", split_over_the_card)(form, numbers)
 
-    sized = InTime(near.stream, far.stream, NEW).of(near.sized, far.sized, ask)
+    sized = GenerationExtension(near.stream, far.stream, NEW).apply(near.sized, far.sized, ask)
     outlines, pool = answered(sized, ask)
     return filled(sized.stream, outlines, sized.which).trace(pool)
 
@@ -79,7 +79,7 @@ def test_a_rule_is_not_asked_at_every_token_where_both_ends_agree() -> None:
 
 
 def test_divisibility_is_seen_at_the_ends() -> None:
-    def every_fourth(form: object, numbers: tuple[int, ...]) -> Answer:
+    def every_fourth(form: object, numbers: tuple[int, ...]) -> RuleAnswer:
         return split_over_the_card(form, (33,)) if numbers[0] % 4 == 0 else NOTHING
 
     assert fingerprint(told(rule=every_fourth)) == fingerprint(whole(rule=every_fourth))
@@ -98,7 +98,7 @@ def test_what_happens_only_in_the_first_steps_is_seen() -> None:
 def test_a_cache_that_stops_growing_is_seen() -> None:
     """Sizes may differ by 1 MiB, so the bytes of a token are many here."""
 
-    def large(prompt: int, tokens: int) -> tuple[Trace, list[Call]]:
+    def large(prompt: int, tokens: int) -> tuple[Trace, list[RuleCall]]:
         trace, calls = generation(prompt, tokens, window=PROMPT + 30)
         for block in range(len(trace.requested)):
             trace.requested[block] <<= 20
@@ -107,4 +107,4 @@ def test_a_cache_that_stops_growing_is_seen() -> None:
     traced = traced_tokens(NEW)
     near, far = stream_of(*large(PROMPT, traced)), stream_of(*large(PROMPT + NEW - traced, traced))
     with pytest.raises(NotRepeating):
-        InTime(near.stream, far.stream, NEW).of(near.sized, far.sized, split_over_the_card)
+        GenerationExtension(near.stream, far.stream, NEW).apply(near.sized, far.sized, split_over_the_card)

@@ -44,7 +44,7 @@ def text_of(trace: Trace) -> str:
 def with_last_step(trace: Trace, steps: int = 3) -> str:
     found = last_step(trace, steps)
     assert found is not None
-    return text_of(found.of(trace))
+    return text_of(found.apply(trace))
 
 
 def test_what_lies_between_the_ends_of_the_last_two_steps_comes_again() -> None:
@@ -93,7 +93,7 @@ def test_the_same_way_leads_to_the_sizes_of_another_trace() -> None:
     text = "|step:1 g8 |zero:1 -g |step:2 g8 t4 -t |zero:2"
     found = last_step(trace_of(text), 3)
     assert found is not None
-    other = found.of(trace_of(text.replace("8", "80").replace("t4", "t7")))
+    other = found.apply(trace_of(text.replace("8", "80").replace("t4", "t7")))
     assert list(other.requested) == [80, 80, 7, 80, 7]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from asked_rules import written_call
 
-from memfit.extrapolation.streams import CALLER, Answer, Call, Outline, answered, fingerprint, stream_of
+from memfit.extrapolation.streams import CALLER, Outline, RuleAnswer, RuleCall, answered, fingerprint, stream_of
 from memfit.planning.interpolation.shapes import Piece, TooFewPoints, Unproven, filling, surrounds
 from memfit.replay.events import Action, Trace
 
@@ -53,21 +53,21 @@ def test_even_batches_do_not_tell_of_odd_ones() -> None:
 # -- a job -------------------------------------------------------------------------------------------------------------
 
 
-def rule(form: object, numbers: tuple[int, ...]) -> Answer:
+def rule(form: object, numbers: tuple[int, ...]) -> RuleAnswer:
     """A kernel that sorts more than 3,072 indices, and then needs two buffers."""
     (count,) = numbers
     if count <= 3072:
-        return Answer(Outline((), (), (), ()), ())
+        return RuleAnswer(Outline((), (), (), ()), ())
     made = Outline(
         (Action.ALLOC, Action.ALLOC, Action.FREE, Action.FREE), (0, 1, 1, 0), ("sorted", "cub"), (CALLER, CALLER)
     )
-    return Answer(made, (8 * count, count // 100))
+    return RuleAnswer(made, (8 * count, count // 100))
 
 
-Job = Callable[[int, int], tuple[Trace, list[Call]]]
+Job = Callable[[int, int], tuple[Trace, list[RuleCall]]]
 
 
-def job(batch: int, length: int, *, size: int | None = None, more: bool = False) -> tuple[Trace, list[Call]]:
+def job(batch: int, length: int, *, size: int | None = None, more: bool = False) -> tuple[Trace, list[RuleCall]]:
     trace = Trace()
     x = trace.alloc(4 * batch * length if size is None else size, op="mm")
     if more:
@@ -78,7 +78,7 @@ def job(batch: int, length: int, *, size: int | None = None, more: bool = False)
     return trace, calls
 
 
-def windowed(batch: int, length: int) -> tuple[Trace, list[Call]]:
+def windowed(batch: int, length: int) -> tuple[Trace, list[RuleCall]]:
     return job(batch, length, size=4 * batch * min(length, 128))
 
 

@@ -41,14 +41,14 @@ def values(coefficients: tuple[int, ...], points: list[tuple[int, int]] = POINTS
     ],
 )
 def test_the_polynomial_through_the_points_is_found(numbers: list[int], wanted: tuple[int, ...]) -> None:
-    assert Fits(POINTS).of(numbers) == wanted
+    assert Fits(POINTS).find(numbers) == wanted
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.dictionaries(st.integers(0, PLAIN - 1), st.integers(1, 1 << 40), min_size=1, max_size=3))
 def test_any_three_terms_are_told_by_seven_points(terms: dict[int, int]) -> None:
     wanted = tuple(terms.get(i, 0) for i in range(len(TERMS)))
-    assert Fits(POINTS).of(values(wanted)) == wanted
+    assert Fits(POINTS).find(values(wanted)) == wanted
 
 
 @pytest.mark.parametrize(
@@ -62,26 +62,26 @@ def test_any_three_terms_are_told_by_seven_points(terms: dict[int, int]) -> None
     ],
 )
 def test_there_is_none_through_other_numbers(numbers: list[int]) -> None:
-    assert Fits(POINTS).of(numbers) is None
+    assert Fits(POINTS).find(numbers) is None
 
 
 def test_two_points_more_than_terms_are_needed() -> None:
-    assert Fits(POINTS[:2]).of([1, 1]) is None
-    assert Fits(POINTS[:3]).of([1, 1, 1]) == of(b0s0=1)
+    assert Fits(POINTS[:2]).find([1, 1]) is None
+    assert Fits(POINTS[:3]).find([1, 1, 1]) == of(b0s0=1)
     two_terms = of(b1s1=4, b1s0=3)
-    assert Fits(POINTS[:3]).of(values(two_terms, POINTS[:3])) is None
-    assert Fits(POINTS[:4]).of(values(two_terms, POINTS[:4])) == two_terms
+    assert Fits(POINTS[:3]).find(values(two_terms, POINTS[:3])) is None
+    assert Fits(POINTS[:4]).find(values(two_terms, POINTS[:4])) == two_terms
 
 
 def test_along_a_line_only_what_varies_is_looked_for() -> None:
     points = [(batch, 512) for batch in (2, 3, 8, 64)]
-    assert Fits(points).of([4 * b * s for b, s in points]) == of(b1s0=2048)
+    assert Fits(points).find([4 * b * s for b, s in points]) == of(b1s0=2048)
     points = [(1, length) for length in (17, 100, 512, 1000)]
-    assert Fits(points).of([4 * b * s * s for b, s in points]) == of(b0s2=4)
+    assert Fits(points).find([4 * b * s * s for b, s in points]) == of(b0s2=4)
 
 
 def test_points_that_cannot_tell_two_polynomials_apart_tell_none() -> None:
     multiples = [(2, 64), (2, 256), (8, 64), (8, 256), (5, 128), (7, 192)]
-    assert Fits(multiples).of([-(-s // 32) * 32 for _, s in multiples]) == of(b0s1=1)
+    assert Fits(multiples).find([-(-s // 32) * 32 for _, s in multiples]) == of(b0s1=1)
     diagonal = [(n, n) for n in (2, 3, 5, 8, 13, 40)]
-    assert Fits(diagonal).of([n for n, _ in diagonal]) is None
+    assert Fits(diagonal).find([n for n, _ in diagonal]) is None

@@ -15,7 +15,7 @@ from miniatures import rows, shrunk
 from plans import document
 from told_points import CORNERS, INSIDE, at, fresh, knowing
 
-from memfit.extrapolation.streams import NotHoled
+from memfit.extrapolation.streams import NotSeparable
 from memfit.jobs.workload import Workload
 from memfit.models.registry import load_config, resolve, supports_sdpa
 from memfit.planning import few as few_blocks
@@ -248,7 +248,7 @@ def test_a_job_that_cannot_be_learned_from_is_traced_and_says_so(
     models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any) -> None:
-        raise NotHoled("a rule's buffer is used outside of it")
+        raise NotSeparable("a rule's buffer is used outside of it")
 
     monkeypatch.setattr(families, "stream_of", fail)
     work = models.work(kind="forward")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from miniatures import shrunk
 
-from memfit.extrapolation.streams import NotHoled, stream_of
+from memfit.extrapolation.streams import NotSeparable, stream_of
 from memfit.jobs.workload import Workload
 from memfit.planning.cache import Recipe
 from memfit.planning.interpolation import family as families
@@ -144,7 +144,7 @@ def test_three_points_that_cannot_be_learned_from_are_enough_to_give_up(
     noted = SimpleNamespace(trace=Trace(), calls=[], loss_modules=frozenset())
 
     def fail(*_: Any) -> None:
-        raise NotHoled("a rule's buffer is used outside of it")
+        raise NotSeparable("a rule's buffer is used outside of it")
 
     monkeypatch.setattr("memfit.planning.categories.parts_of", lambda heard, length: {"all": noted})
     monkeypatch.setattr(families, "stream_of", fail)
@@ -189,7 +189,7 @@ def test_another_card_is_another_family_and_pruning_has_none(model: str) -> None
 
 def test_two_points_more_than_terms_are_needed() -> None:
     def fits(points: list[tuple[int, int]]) -> bool:
-        return Fits(points).of([3 * batch * length + 7 * length for batch, length in points]) is not None
+        return Fits(points).find([3 * batch * length + 7 * length for batch, length in points]) is not None
 
     points = [(2, 17), (3, 40), (5, 64), (7, 24), (4, 31)]
     assert fits(points[:4]) and not fits(points[:3])
@@ -198,15 +198,15 @@ def test_two_points_more_than_terms_are_needed() -> None:
 def test_where_two_polynomials_go_through_all_points_neither_is_taken() -> None:
     """All lengths are multiples of 8, so the length and the length rounded up are the same."""
     points = [(2, 16), (2, 32), (2, 48), (2, 64)]
-    assert Fits(points).of([5 * length * length for _, length in points]) is not None
+    assert Fits(points).find([5 * length * length for _, length in points]) is not None
     squares = [(n, n) for n in (3, 5, 7, 11, 13)]
-    assert Fits(squares).of([4 * n for n, _ in squares]) is None
+    assert Fits(squares).find([4 * n for n, _ in squares]) is None
 
 
 def test_coefficients_are_whole() -> None:
     points = [(1, 16), (1, 32), (1, 48), (1, 80)]
-    assert Fits(points).of([length // 2 for _, length in points]) is None
-    assert Fits(points).of([2 * length for _, length in points]) is not None
+    assert Fits(points).find([length // 2 for _, length in points]) is None
+    assert Fits(points).find([2 * length for _, length in points]) is not None
 
 
 @pytest.mark.parametrize("missing", range(4))

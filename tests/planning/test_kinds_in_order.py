@@ -5,7 +5,7 @@ from __future__ import annotations
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, masking_utils
 from transformers.models.gemma3 import modeling_gemma3
 
-from memfit.planning.on_trace import InOrder, kinds_in_order
+from memfit.planning.on_trace import OrderedSet, kinds_in_order
 
 NAMES = [f"kind {(7 * number) % 31}" for number in range(31)]
 
@@ -16,12 +16,12 @@ def small() -> Gemma3ForCausalLM:
 
 
 def test_members_come_in_the_order_in_which_they_came_first() -> None:
-    assert list(InOrder([*NAMES, *reversed(NAMES)])) == NAMES
-    assert sorted(InOrder(NAMES)) == sorted(NAMES)
+    assert list(OrderedSet([*NAMES, *reversed(NAMES)])) == NAMES
+    assert sorted(OrderedSet(NAMES)) == sorted(NAMES)
 
 
 def test_it_is_a_set_in_all_else() -> None:
-    some = InOrder(NAMES[:5])
+    some = OrderedSet(NAMES[:5])
     some.discard(NAMES[1])
     assert list(some) == [NAMES[0], *NAMES[2:5]]
     assert some - {NAMES[0]} == set(NAMES[2:5]) and NAMES[3] in some and len(some) == 4

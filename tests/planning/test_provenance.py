@@ -17,7 +17,7 @@ from memfit.jobs.training.job import prepare_job
 from memfit.jobs.workload import Workload
 from memfit.planning.own_code import trace_own_code
 from memfit.planning.predict import Plan, predict
-from memfit.planning.provenance import Provenance, Share
+from memfit.planning.provenance import Provenance, TracedShare
 from memfit.planning.training import plan_training
 
 ALL = {"blocks": None, "steps": None, "tokens": None, "micro_batches": None, "shapes": None}
@@ -130,6 +130,6 @@ def test_what_a_file_says_of_it_is_not_believed_unread(facts: dict[str, Any]) ->
 
 
 def test_what_is_kept_of_it_is_found_again() -> None:
-    made = Provenance(blocks=Share(4, 28), tokens=Share(13, 128))
+    made = Provenance(blocks=TracedShare(4, 28), tokens=TracedShare(13, 128))
     again = Provenance.from_facts(json.loads(json.dumps(made.facts())))
     assert again == dataclasses.replace(made, cached=True)

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from memfit.errors import TraceError
-from memfit.extrapolation.streams import Call, filled, fingerprint, stream_of
+from memfit.extrapolation.streams import RuleCall, filled, fingerprint, stream_of
 from memfit.replay.events import Trace
 from memfit.tracing.answers import Answers
 from memfit.tracing.platform import H200
@@ -26,8 +26,8 @@ from memfit.tracing.tracer import trace
 RECORDED = Path(__file__).parents[1] / "data" / "h200-ops.json"
 
 
-def traced(job: Callable[[Any], object], **options: Any) -> tuple[Trace, list[Call]]:
-    calls: list[Call] = []
+def traced(job: Callable[[Any], object], **options: Any) -> tuple[Trace, list[RuleCall]]:
+    calls: list[RuleCall] = []
 
     def run(tracer: Any) -> None:
         nonlocal calls
@@ -40,7 +40,7 @@ def traced(job: Callable[[Any], object], **options: Any) -> tuple[Trace, list[Ca
     return made, calls
 
 
-def asked_again(made: Trace, calls: list[Call], sizes: Any = None) -> Trace:
+def asked_again(made: Trace, calls: list[RuleCall], sizes: Any = None) -> Trace:
     """The trace without what rules said, filled with what they say now, and perhaps with other sizes."""
     rules, holed = RuleAnswers(H200), stream_of(made, calls)
     different: dict[Any, int] = {}
@@ -48,7 +48,7 @@ def asked_again(made: Trace, calls: list[Call], sizes: Any = None) -> Trace:
         different.setdefault((hole.form, numbers), len(different))
         for hole, numbers in zip(holed.stream.holes, holed.numbers, strict=True)
     ]
-    answers = [rules.of(form, numbers) for form, numbers in different]
+    answers = [rules.ask(form, numbers) for form, numbers in different]
     pool = np.array(
         [*(holed.sizes if sizes is None else sizes), *(size for answer in answers for size in answer.sizes)]
     )
@@ -59,7 +59,7 @@ FROM_EACH = 6
 
 
 @cache
-def recorded_ops() -> tuple[Trace, list[Call]]:
+def recorded_ops() -> tuple[Trace, list[RuleCall]]:
     """Some of each kind, far apart in the list: their shapes differ."""
     by_name: dict[str, list[dict[str, Any]]] = {}
     for probe in json.loads(RECORDED.read_text())["probes"]:
@@ -112,7 +112,7 @@ def test_a_call_from_below_a_threshold_tells_what_happens_above_it(
     assert [call.form for call in calls_below] == [call.form for call in calls_above]
     streams = stream_of(below, calls_below).stream, stream_of(above, calls_above).stream
     assert streams[0] == streams[1]
-    there = [Call(b.form, a.numbers, b.start, b.end, b.module, b.category, b.argument_modules)
+    there = [RuleCall(b.form, a.numbers, b.start, b.end, b.module, b.category, b.argument_modules)
              for b, a in zip(calls_below, calls_above, strict=True)]  # fmt: skip
     sizes = stream_of(above, calls_above).sizes
     assert fingerprint(asked_again(below, there, sizes=sizes)) == fingerprint(above)

@@ -6,8 +6,9 @@ DOOR = {
     "blocks": "AFTER BEFORE Extension Ints LAST NotRepeating UNITS extend extension with_sizes",
     "steps": "last_step with_steps",
     "streams": (
-        "Answer Ask CALLER Call Filled Holed NotHoled Outline Sized Stream answered filled fingerprint stream_of"
+        "Ask CALLER FilledStream NotSeparable Outline RuleAnswer RuleCall SizedStream Stream TracedStream answered "
+        "filled fingerprint stream_of"
     ),
-    "tokens": "InTime PAIR traced_tokens",
+    "tokens": "GenerationExtension PAIR traced_tokens",
 }
 """What other rooms may use, by file."""

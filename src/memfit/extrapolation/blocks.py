@@ -41,7 +41,7 @@ class NotRepeating(Exception):
 def extend(trace: Trace, blocks: str, *, period: int, units: int) -> Trace:
     """The trace of `units` units, from one of four. `blocks` is the path of the list of blocks: `model.layers`. Blocks
     left over when the pattern does not come out even belong to the last unit."""
-    return extension(trace, blocks, period=period, units=units).of(trace)
+    return extension(trace, blocks, period=period, units=units).apply(trace)
 
 
 def extension(trace: Trace, blocks: str, *, period: int, units: int) -> Extension:
@@ -49,7 +49,7 @@ def extension(trace: Trace, blocks: str, *, period: int, units: int) -> Extensio
     if units < UNITS:
         raise NotRepeating(f"fewer than {UNITS} units")
     unit_of = _units_of_blocks(trace, blocks, period)
-    events = _Events.of(trace)
+    events = _Events.read(trace)
     passes = list(_passes(events, unit_of))
     counting = np.array([int(block) for block in trace.facts.get("lists", {})], dtype=np.int64)
     for each in passes:
@@ -62,7 +62,7 @@ def extension_in_time(trace: Trace, starts: list[int], *, units: int) -> Extensi
     before did, with tensors that have grown by the same number of bytes."""
     if units < UNITS or len(starts) != UNITS:
         raise NotRepeating(f"fewer than {UNITS} steps")
-    events = _Events.of(trace)
+    events = _Events.read(trace)
     unit_of = np.full(len(trace.module_of), NONE, dtype=np.int64)
     born = np.flatnonzero(events.actions == Action.ALLOC)
     unit_of[events.subjects[born]] = np.searchsorted(starts, born, side="right") - 1
@@ -89,7 +89,7 @@ class Extension:
     growth: tuple[Ints, Ints, Ints] | None = None
     """How many times each block of the whole has grown, by the difference of which two traced ones."""
 
-    def of(self, trace: Trace) -> Trace:
+    def apply(self, trace: Trace) -> Trace:
         return with_sizes(self.frame, self.sizes(sizes_of(trace)))
 
     def sizes(self, traced: Ints) -> Ints:
@@ -122,7 +122,7 @@ class _Events:
     subjects: Ints
 
     @classmethod
-    def of(cls, trace: Trace) -> _Events:
+    def read(cls, trace: Trace) -> _Events:
         return cls(np.frombuffer(trace.actions, dtype=np.uint8), np.frombuffer(trace.subjects, dtype=np.int64))
 
     @property

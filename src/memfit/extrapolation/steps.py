@@ -49,7 +49,7 @@ LISTS = "lists"
 
 
 @dataclass(frozen=True, slots=True)
-class Heirs:
+class Replacements:
     """The blocks that a step finds and lets go, and those that it makes for the next step to find in their place."""
 
     dropped: Ints
@@ -78,7 +78,7 @@ def with_steps(trace: Trace, steps: int) -> Trace:
     numbered, before = in_birth_order(trace)
     trace = with_sizes(numbered, sizes_of(trace)[before])
     step = _Step(trace, _begin(trace, traced - 1), _begin(trace, traced))
-    return step.repeated(steps - traced, step.compared()).of(trace)
+    return step.repeated(steps - traced, step.compared()).apply(trace)
 
 
 def _begin(trace: Trace, step: int) -> int:
@@ -107,7 +107,7 @@ class _Step:
 
     # -- the two proofs ----------------------------------------------------------------------------------------------
 
-    def left_behind(self) -> Heirs:
+    def left_behind(self) -> Replacements:
         freed = self.subjects[self.start : self.end][self.actions[self.start : self.end] == Action.FREE]
         dropped = np.sort(freed[freed < self.first])
         left = np.setdiff1d(np.arange(self.first, self.after), freed)
@@ -117,9 +117,9 @@ class _Step:
             column = np.asarray(getattr(self.trace, name))
             if (column[dropped] != column[left]).any():
                 raise NotRepeating("a step leaves other tensors behind than it found")
-        return Heirs(dropped, left)
+        return Replacements(dropped, left)
 
-    def compared(self) -> Heirs:
+    def compared(self) -> Replacements:
         until = self.start + len(self.trace) - self.end  # as far as the next step goes
         if until > self.end:
             raise NotRepeating("the last step has more events than the one before")
@@ -139,11 +139,11 @@ class _Step:
         dropped, left = here[~own], next_[~own]
         if ((left < self.first) | (left >= self.after)).any():
             raise NotRepeating("a step frees what was made more than one step before")
-        return Heirs(dropped, left)
+        return Replacements(dropped, left)
 
     # -- the longer trace --------------------------------------------------------------------------------------------
 
-    def repeated(self, times: int, heirs: Heirs) -> Extension:
+    def repeated(self, times: int, heirs: Replacements) -> Extension:
         """What puts it in again, so many times."""
         out = self.trace.emptied()
         out.marks.clear()
@@ -156,7 +156,7 @@ class _Step:
         out.take_blocks(self.trace, chosen)
         return Extension(frame=out, chosen=chosen, alike=np.stack((heirs.dropped, heirs.left), axis=1), counted=())
 
-    def _put(self, out: Trace, start: int, end: int, steps_before: int, heirs: Heirs) -> range:
+    def _put(self, out: Trace, start: int, end: int, steps_before: int, heirs: Replacements) -> range:
         """A stretch of the trace, so many steps later than it was. Returns the blocks that are made there."""
         numbers = self._numbers(steps_before, heirs)
         first_mark, last_mark = self._count(Action.MARK, start), self._count(Action.MARK, end)
@@ -171,7 +171,7 @@ class _Step:
         self._put_lists(out, made, numbers)
         return made
 
-    def _numbers(self, steps_before: int, heirs: Heirs) -> Ints:
+    def _numbers(self, steps_before: int, heirs: Replacements) -> Ints:
         """New numbers of blocks, as events so many steps later name them."""
         numbers = np.arange(self.blocks, dtype=np.int64)
         numbers[self.first :] += steps_before * (self.after - self.first)

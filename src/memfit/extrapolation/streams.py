@@ -30,12 +30,12 @@ LISTS, TOKENS = "lists", "tokens"
 """Facts that name blocks and events by their numbers, which change with what fills the holes."""
 
 
-class NotHoled(Exception):
+class NotSeparable(Exception):
     """Why the answers of rules cannot be taken out of a trace."""
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class RuleCall:
     """A rule that was asked, and the events that came of it."""
 
     form: Hashable
@@ -64,7 +64,7 @@ class Outline(NamedTuple):
         return tuple(block for block in range(len(self.ops)) if block not in freed)
 
 
-class Answer(NamedTuple):
+class RuleAnswer(NamedTuple):
     outline: Outline
     sizes: tuple[int, ...]
 
@@ -101,7 +101,7 @@ class Stream(NamedTuple):
         return len(self.streams) // 8
 
 
-class Sized(NamedTuple):
+class SizedStream(NamedTuple):
     """A stream with all that its holes are filled from."""
 
     stream: Stream
@@ -118,7 +118,7 @@ class Sized(NamedTuple):
         return self.calls[self.which[hole]]
 
 
-class Holed(NamedTuple):
+class TracedStream(NamedTuple):
     stream: Stream
     sizes: Ints
     numbers: tuple[tuple[int, ...], ...]
@@ -127,22 +127,22 @@ class Holed(NamedTuple):
     """Of the trace with the answers in it."""
 
     @property
-    def sized(self) -> Sized:
+    def sized(self) -> SizedStream:
         calls: dict[tuple[Hashable, tuple[int, ...]], int] = {}
         pairs = zip(self.stream.holes, self.numbers, strict=True)
         which = [calls.setdefault((hole.form, numbers), len(calls)) for hole, numbers in pairs]
-        return Sized(self.stream, self.sizes, list(calls), which)
+        return SizedStream(self.stream, self.sizes, list(calls), which)
 
 
 # -- taking out ------------------------------------------------------------------------------------------------------
 
 
-def stream_of(trace: Trace, calls: Sequence[Call]) -> Holed:
+def stream_of(trace: Trace, calls: Sequence[RuleCall]) -> TracedStream:
     calls = [call for call in calls if call.end <= len(trace)]
     actions, subjects = np.frombuffer(trace.actions, np.uint8), np.frombuffer(trace.subjects, np.int64)
     births = subjects[actions == Action.ALLOC]
     if not np.array_equal(births, np.arange(len(trace.requested))):
-        raise NotHoled("blocks that are not born in their order")
+        raise NotSeparable("blocks that are not born in their order")
     inside = np.zeros(len(trace) + 1, dtype=np.int64)
     for call in calls:
         inside[call.start] += 1
@@ -158,7 +158,7 @@ def stream_of(trace: Trace, calls: Sequence[Call]) -> Holed:
     about_blocks = actions <= Action.FREE_COMPLETED
     renumbered = np.where(about_blocks, number[np.where(about_blocks, subjects, 0)] if len(number) else 0, subjects)
     if not in_stream[subjects[outside & about_blocks]].all():
-        raise NotHoled("a rule's buffer is used outside of it")
+        raise NotSeparable("a rule's buffer is used outside of it")
     before = np.concatenate([[0], np.cumsum(outside)])
     results = {block for answer in answers for block in answer.kept}
     names, labels = _names_in_order(trace, whose, [block in results for block in whose.tolist()])
@@ -174,7 +174,7 @@ def stream_of(trace: Trace, calls: Sequence[Call]) -> Holed:
         facts=json.dumps({k: v for k, v in trace.facts.items() if k not in (LISTS, TOKENS)}, sort_keys=True),
     )  # fmt: skip
     sizes = np.frombuffer(trace.requested, np.int64)[whose]
-    return Holed(stream, sizes, tuple(call.numbers for call in calls), fingerprint(trace))
+    return TracedStream(stream, sizes, tuple(call.numbers for call in calls), fingerprint(trace))
 
 
 def fingerprint(trace: Trace) -> str:
@@ -201,7 +201,7 @@ def _answer(actions: Any, subjects: Any) -> _Inside:
         elif action == Action.FREE and born.get(subject):
             born[subject] = False
         else:
-            raise NotHoled("inside a rule something happens that is not the rule's")
+            raise NotSeparable("inside a rule something happens that is not the rule's")
     return _Inside(tuple(b for b, lives in born.items() if lives), tuple(b for b, lives in born.items() if not lives))
 
 
@@ -222,12 +222,12 @@ def _lists(trace: Trace, number: Any, in_stream: Any) -> tuple[tuple[int, tuple[
     for block, members in trace.facts.get(LISTS, {}).items():
         named = [int(block), *(member for member in members if member is not None)]
         if not in_stream[named].all():
-            raise NotHoled("a rule's buffer is counted outside of it")
+            raise NotSeparable("a rule's buffer is counted outside of it")
         made.append((int(number[int(block)]), tuple(None if m is None else int(number[m]) for m in members)))
     return tuple(made)
 
 
-def _tokens(trace: Trace, calls: Sequence[Call], before: Any) -> tuple[tuple[int, int], ...]:
+def _tokens(trace: Trace, calls: Sequence[RuleCall], before: Any) -> tuple[tuple[int, int], ...]:
     ends = np.array([call.end for call in calls], dtype=np.int64)
     return tuple((int(before[at]), int((ends <= at).sum())) for at in trace.facts.get(TOKENS, ()))
 
@@ -236,7 +236,7 @@ def _tokens(trace: Trace, calls: Sequence[Call], before: Any) -> tuple[tuple[int
 
 
 @dataclass(frozen=True, slots=True)
-class Filled:
+class FilledStream:
     frame: Trace
     """All but the sizes."""
     source: Ints
@@ -246,11 +246,11 @@ class Filled:
         return with_sizes(self.frame, pool[self.source])
 
 
-Ask = Callable[[Hashable, tuple[int, ...]], Answer]
+Ask = Callable[[Hashable, tuple[int, ...]], RuleAnswer]
 """What a rule answers: its form, and numbers."""
 
 
-def answered(sized: Sized, ask: Ask) -> tuple[tuple[Outline, ...], Ints]:
+def answered(sized: SizedStream, ask: Ask) -> tuple[tuple[Outline, ...], Ints]:
     """How the holes are filled, and the sizes that this way of filling them chooses from."""
     answers = _answers(sized, ask)
     of_rules = np.array([size for answer in answers for size in answer.sizes], dtype=np.int64)
@@ -261,12 +261,12 @@ AT_EACH_END = 4
 """Steps at an end of a chain that must say the same."""
 
 
-def _answers(sized: Sized, ask: Ask) -> list[Answer]:
+def _answers(sized: SizedStream, ask: Ask) -> list[RuleAnswer]:
     """Along a chain, where the same is answered at both ends, four times each, it is in between: as numbers grow they
     pass a threshold once, and four steps show what divisibility by 2, 4 or 8 does."""
-    known: dict[int, Answer] = {}
+    known: dict[int, RuleAnswer] = {}
 
-    def answer(call: int) -> Answer:
+    def answer(call: int) -> RuleAnswer:
         if call not in known:
             known[call] = ask(*sized.calls[call])
         return known[call]
@@ -284,8 +284,8 @@ def _answers(sized: Sized, ask: Ask) -> list[Answer]:
     return [answer(call) for call in range(len(sized.calls))]
 
 
-def filled(stream: Stream, answers: Sequence[Outline], which: Sequence[int]) -> Filled:
-    """`which` of the answers fills each hole. Raises NotHoled if an answer has other results than the stream."""
+def filled(stream: Stream, answers: Sequence[Outline], which: Sequence[int]) -> FilledStream:
+    """`which` of the answers fills each hole. Raises NotSeparable if an answer has other results than the stream."""
     return _Filling(stream, answers, which).made()
 
 
@@ -305,7 +305,7 @@ class _Filling:
         self.ids = self.own + int(held.sum())
         self.names = {name: i for i, name in enumerate(stream.names)}
 
-    def made(self) -> Filled:
+    def made(self) -> FilledStream:
         stream = self.stream
         actions, subjects = np.frombuffer(stream.actions, np.uint8), np.frombuffer(stream.subjects, np.int64)
         places = np.array(stream.places, dtype=np.int64)
@@ -333,7 +333,7 @@ class _Filling:
         about_blocks = out_actions <= Action.FREE_COMPLETED
         out_subjects = np.where(about_blocks, number_of[np.where(about_blocks, out_ids, 0)] if self.ids else 0, out_ids)
         frame = self._frame(out_actions, out_subjects, births, labels, number_of)
-        return Filled(frame, source[births])
+        return FilledStream(frame, source[births])
 
     def _alike(self) -> dict[Outline, list[int]]:
         """Answers that differ in sizes alone, by their numbers."""
@@ -348,7 +348,7 @@ class _Filling:
         for row, call in enumerate(calls.tolist()):
             results = self.stream.holes[call].kept
             if len(results) != len(kept):
-                raise NotHoled("a kernel has other results here")
+                raise NotSeparable("a kernel has other results here")
             if results:
                 ids[row, list(kept)] = results
         return ids

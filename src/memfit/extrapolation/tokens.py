@@ -14,7 +14,7 @@ import numpy as np
 
 from memfit.extrapolation.blocks import UNITS, Ints, NotRepeating, extension_in_time, with_sizes
 from memfit.extrapolation.steps import in_birth_order
-from memfit.extrapolation.streams import Answer, Ask, Call, Outline, Sized, Stream, filled, stream_of
+from memfit.extrapolation.streams import Ask, Outline, RuleAnswer, RuleCall, SizedStream, Stream, filled, stream_of
 from memfit.replay.events import Action
 from memfit.units import MiB
 
@@ -34,7 +34,7 @@ def _skipped(new: int) -> int:
     return 3 + (new - 1 - 3) % PAIR
 
 
-class InTime:
+class GenerationExtension:
     """From the streams of the first and the last tokens to that of all `new` ones, whatever their sizes."""
 
     def __init__(self, near: Stream, far: Stream, new: int) -> None:
@@ -63,7 +63,7 @@ class InTime:
         for event, block in zip(born[is_marker].tolist(), before[is_marker].tolist(), strict=True):
             hole = near.holes[self._hole_of[self._extension.chosen[block]]]
             end = event + 2 + len(hole.kept)
-            calls.append(Call(hole.form, (), event, end, hole.module, hole.category, hole.argument_modules))
+            calls.append(RuleCall(hole.form, (), event, end, hole.module, hole.category, hole.argument_modules))
         told = stream_of(with_sizes(frame, before), calls)
         return told.stream, told.sizes, before[is_marker]
 
@@ -84,20 +84,20 @@ class InTime:
         is_own[[block for hole in far.holes for block in hole.kept]] = False
         self._own = is_own[first:]
 
-    def of(self, near: Sized, far: Sized, ask: Ask) -> Sized:
+    def apply(self, near: SizedStream, far: SizedStream, ask: Ask) -> SizedStream:
         """Raises NotRepeating if what the first tokens foretell of the last ones is not so."""
         sizes = self._sizes(near)
         differences = sizes[self._last_blocks.start :] - far.sizes[self._far_blocks.start :]
         if (abs(differences[self._own]) > TOLERATED_BYTES).any():
             raise NotRepeating("the last tokens are not as the first ones foretell")
         calls, which, chains = self._asked(near)
-        told = Sized(self.stream, sizes, calls, which, chains)
+        told = SizedStream(self.stream, sizes, calls, which, chains)
         asked_last = {(told.call(a), far.call(b)) for a, b in zip(self._last_holes, self._far_holes, strict=True)}
         if not all(told == traced or _alike(ask(*told), ask(*traced)) for told, traced in asked_last):
             raise NotRepeating("the last tokens are not as the first ones foretell")
         return told
 
-    def _asked(self, near: Sized) -> tuple[list[Any], list[int], list[list[int]]]:
+    def _asked(self, near: SizedStream) -> tuple[list[Any], list[int], list[list[int]]]:
         """What is asked at every step: numbers grow by the same from one to the next."""
         found: dict[tuple[int, int, int, int], int] = {}
         calls: dict[Any, int] = {}
@@ -122,7 +122,7 @@ class InTime:
             which.append(call)
         return list(calls), which, list(chains.values())
 
-    def _sizes(self, near: Sized) -> Ints:
+    def _sizes(self, near: SizedStream) -> Ints:
         own = len(near.sizes)
         of_blocks = np.where(self._marked.source < own, near.sizes[np.minimum(self._marked.source, own - 1)], 0)
         sizes: Ints = self._extension.sizes(of_blocks)[self._blocks]
@@ -137,7 +137,7 @@ def _done(stream: Stream, blocks: range, holes: range) -> tuple[Any, ...]:
     return made, asked
 
 
-def _alike(told: Answer, traced: Answer) -> bool:
+def _alike(told: RuleAnswer, traced: RuleAnswer) -> bool:
     sizes = zip(told.sizes, traced.sizes, strict=False)
     return told.outline == traced.outline and all(abs(a - b) <= TOLERATED_BYTES for a, b in sizes)
 

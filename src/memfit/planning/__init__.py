@@ -5,7 +5,7 @@ from __future__ import annotations
 DOOR = {
     "cache": "Key Recipe identity key_of load store",
     "card_here": "NOTICEABLE fit_command unusual_flags with_kernels_of",
-    "categories": "Noted Part label noting parts_of",
+    "categories": "TraceRecord Part label recording_traces parts_of",
     "few": "Blocks blocks_of trace_few_blocks",
     "host_facts": "HOST WORDS",
     "many": "Refusal predict_many read_lines",

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-from memfit.extrapolation.streams import Call
+from memfit.extrapolation.streams import RuleCall
 from memfit.replay.events import Action, Mark, Trace
 
 SURVIVORS = {"forward": "activations", "step": "optimizer", "load": "weights", "backward": "gradients"}
@@ -61,9 +61,9 @@ Part = Literal["all", "near", "far"]
 
 
 @dataclass(frozen=True)
-class Noted:
+class TraceRecord:
     trace: Trace
-    calls: list[Call]
+    calls: list[RuleCall]
     model: object
     """The built model that ran: traces of the same one belong together."""
     loss_modules: frozenset[str]
@@ -72,13 +72,13 @@ class Noted:
     seq_len: int
 
 
-_listeners: list[list[Noted]] = []
+_listeners: list[list[TraceRecord]] = []
 
 
 @contextmanager
-def noting() -> Iterator[list[Noted]]:
+def recording_traces() -> Iterator[list[TraceRecord]]:
     """What is traced inside is listed, in its order."""
-    heard: list[Noted] = []
+    heard: list[TraceRecord] = []
     _listeners.append(heard)
     try:
         yield heard
@@ -86,18 +86,18 @@ def noting() -> Iterator[list[Noted]]:
         _listeners.pop()
 
 
-def note(trace: Trace, calls: list[Call], model: object, tokens: int | None, seq_len: int) -> None:
+def record_trace(trace: Trace, calls: list[RuleCall], model: object, tokens: int | None, seq_len: int) -> None:
     """As it is now: labels are put on later, and in place."""
     if _listeners:
         kept = dataclasses.replace(trace, category_of=array("i", trace.category_of), facts=dict(trace.facts))
-        noted = Noted(kept, calls, model, loss_modules_of(model), tokens, seq_len)
+        noted = TraceRecord(kept, calls, model, loss_modules_of(model), tokens, seq_len)
         for heard in _listeners:
             heard.append(noted)
 
 
-def parts_of(heard: list[Noted], seq_len: int) -> dict[Part, Noted]:
+def parts_of(heard: list[TraceRecord], seq_len: int) -> dict[Part, TraceRecord]:
     """Those that the result rests on. The traces of few blocks do not count where all blocks were traced after them."""
-    parts: dict[Part, Noted] = {}
+    parts: dict[Part, TraceRecord] = {}
     for noted in heard:
         if noted.model is heard[-1].model:
             part: Part = "near" if noted.tokens is not None else "all" if noted.seq_len == seq_len else "far"

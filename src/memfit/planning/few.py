@@ -27,8 +27,8 @@ from torch import nn
 
 from memfit.errors import InputError, UsageError
 from memfit.extrapolation.blocks import BEFORE, UNITS, NotRepeating
-from memfit.extrapolation.streams import Holed, NotHoled, answered, filled, stream_of
-from memfit.extrapolation.tokens import PAIR, InTime, traced_tokens
+from memfit.extrapolation.streams import NotSeparable, TracedStream, answered, filled, stream_of
+from memfit.extrapolation.tokens import PAIR, GenerationExtension, traced_tokens
 from memfit.jobs.build import Prepared
 from memfit.jobs.training.parallel import is_replicated
 from memfit.jobs.workload import Workload
@@ -36,10 +36,10 @@ from memfit.models.own import block_list
 from memfit.models.registry import ModelSource, build_model, load_config, parameter_count, resolve
 from memfit.planning import categories
 from memfit.planning.cache import Recipe, settings_found
-from memfit.planning.categories import noting
+from memfit.planning.categories import recording_traces
 from memfit.planning.host_facts import scaled
 from memfit.planning.on_trace import prepare_without_memory, trace_job, trace_steps
-from memfit.planning.provenance import Provenance, Share
+from memfit.planning.provenance import Provenance, TracedShare
 from memfit.replay.events import Trace
 from memfit.tracing.platform import Platform
 from memfit.tracing.rule_answers import answers_on
@@ -113,13 +113,13 @@ def _blocks_of(source: ModelSource, attention: Any, changed: int) -> tuple[Block
     return find_blocks(built), parameter_count(built)
 
 
-def trace_generation(job: Prepared, platform: Platform) -> tuple[Trace, Share | None]:
+def trace_generation(job: Prepared, platform: Platform) -> tuple[Trace, TracedShare | None]:
     """With the share of the new tokens that was traced."""
     new = job.workload.new_tokens
     if new > 3 * PAIR * UNITS:
         traced = traced_tokens(new)
-        with suppress(NotRepeating, NotHoled):
-            return _from_few(job, platform, new, traced), Share(traced, new)
+        with suppress(NotRepeating, NotSeparable):
+            return _from_few(job, platform, new, traced), TracedShare(traced, new)
     return trace_job(job, platform), None
 
 
@@ -128,13 +128,13 @@ def _from_few(job: Prepared, platform: Platform, new: int, traced: int) -> Trace
     later = dataclasses.replace(job.workload, seq_len=job.workload.seq_len + new - traced, new_tokens=traced)
     far = _noted(dataclasses.replace(job, workload=later), platform, None)
     ask = answers_on(platform)
-    told = InTime(near.stream, far.stream, new).of(near.sized, far.sized, ask)
+    told = GenerationExtension(near.stream, far.stream, new).apply(near.sized, far.sized, ask)
     outlines, pool = answered(told, ask)
     return filled(told.stream, outlines, told.which).trace(pool)
 
 
-def _noted(job: Prepared, platform: Platform, tokens: int | None) -> Holed:
-    with noting() as heard:
+def _noted(job: Prepared, platform: Platform, tokens: int | None) -> TracedStream:
+    with recording_traces() as heard:
         trace_job(job, platform, tokens=tokens)
     return stream_of(heard[0].trace, heard[0].calls)
 
@@ -177,7 +177,7 @@ def _of_few(work: Workload, platform: Platform, blocks: Blocks, parameters: int)
     return Recipe(
         trace=trace, blocks=inside.path, period=blocks.period, units=blocks.units, parameters=parameters,
         trainable_parameters=trainable, settings=settings_found(job.workload),
-        how=dataclasses.replace(how, blocks=Share(blocks.traced, blocks.count)), notes=job.notes,
+        how=dataclasses.replace(how, blocks=TracedShare(blocks.traced, blocks.count)), notes=job.notes,
     )  # fmt: skip
 
 
@@ -202,7 +202,7 @@ def _labelled(job: Prepared, platform: Platform, layers: int | None = None) -> t
     return trace, how
 
 
-def _all_steps(job: Prepared, platform: Platform, layers: int | None) -> tuple[Trace, Share | None]:
+def _all_steps(job: Prepared, platform: Platform, layers: int | None) -> tuple[Trace, TracedShare | None]:
     try:
         return trace_steps(job, platform)
     except NotRepeating:

@@ -29,17 +29,17 @@ import torch
 from torch import nn
 
 from memfit.extrapolation.steps import last_step
-from memfit.extrapolation.streams import Call
+from memfit.extrapolation.streams import RuleCall
 from memfit.jobs.build import Prepared, prepare
 from memfit.jobs.host import HostMemory
 from memfit.jobs.run import run_job
 from memfit.jobs.training.offload.host import host_memory_by
 from memfit.jobs.training.parallel import is_replicated, is_sharded
 from memfit.jobs.workload import Workload
-from memfit.planning.categories import note
+from memfit.planning.categories import record_trace
 from memfit.planning.failures import failures_of_the_job
 from memfit.planning.host_facts import HOST
-from memfit.planning.provenance import Share
+from memfit.planning.provenance import TracedShare
 from memfit.replay.events import Trace
 from memfit.tracing.answers import Answer, Answers, Site, Value
 from memfit.tracing.distributed import ddp_traced, fully_shard_traced
@@ -222,7 +222,7 @@ def phases_by_what_runs(tracer: Any) -> Iterator[None]:
     tracer.on_backward = lambda begins: None
 
 
-class InOrder(set[Any]):
+class OrderedSet(set[Any]):
     """A set that gives its members in the order in which they first came."""
 
     def __init__(self, members: Iterable[Any] = ()) -> None:
@@ -241,7 +241,7 @@ def kinds_in_order(model: nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         for name in names & set(sys.modules):
             if name.startswith("transformers."):
-                stack.enter_context(mock.patch.object(sys.modules[name], "set", InOrder, create=True))
+                stack.enter_context(mock.patch.object(sys.modules[name], "set", OrderedSet, create=True))
         yield
 
 
@@ -297,14 +297,14 @@ def prepare_without_memory(workload: Workload, *, layers: int | None = None) -> 
         return prepare(workload, layers=layers)
 
 
-def trace_steps(job: Prepared, platform: Platform = H200) -> tuple[Trace, Share | None]:
+def trace_steps(job: Prepared, platform: Platform = H200) -> tuple[Trace, TracedShare | None]:
     """As `trace_job`, but the last step of a training is told by the one before it; with the share of the steps that
     was traced. Raises NotRepeating where it is not; the job has then run, and must be prepared anew."""
     if not job.workload.trains or is_replicated(job.workload):  # DDP makes its buckets anew in the second step
         return trace_job(job, platform), None
     traced, steps = trace_job(job, platform, steps=STEPS - 1), steps_of(job.workload.loop)
     missing = last_step(traced, steps)
-    return (missing.of(traced), Share(steps - 1, steps)) if missing else (traced, None)
+    return (missing.apply(traced), TracedShare(steps - 1, steps)) if missing else (traced, None)
 
 
 def trace_job(
@@ -315,7 +315,7 @@ def trace_job(
     entered inside the trace, around the job."""
     ends, here = 0, Trace()
     done: list[int] = []
-    calls: list[Call] = []
+    calls: list[RuleCall] = []
 
     def run(tracer: Tracer) -> None:
         nonlocal ends, here, calls
@@ -338,7 +338,7 @@ def trace_job(
     made.truncate(ends)  # what dies with the job's own variables dies after it
     if done:
         made.facts["tokens"] = done
-    note(made, calls, job.model, tokens, work.seq_len)
+    record_trace(made, calls, job.model, tokens, work.seq_len)
     return made
 
 

@@ -18,7 +18,7 @@ SHARES = {"blocks": "blocks", "steps": "steps", "tokens": "new tokens", "micro_b
 """Of what a share is kept, and how it is called."""
 
 
-class Share(NamedTuple):
+class TracedShare(NamedTuple):
     """How many of a job's blocks, steps or others were traced."""
 
     traced: int
@@ -29,11 +29,11 @@ class Share(NamedTuple):
 class Provenance:
     """A share is None where all of them were traced, or where the job has none."""
 
-    blocks: Share | None = None
-    steps: Share | None = None
+    blocks: TracedShare | None = None
+    steps: TracedShare | None = None
     """Of the optimizer, those of the probe included."""
-    tokens: Share | None = None
-    micro_batches: Share | None = None
+    tokens: TracedShare | None = None
+    micro_batches: TracedShare | None = None
     shapes: int | None = None
     """How many batch sizes and lengths it was interpolated between."""
     cached: bool = False
@@ -64,7 +64,7 @@ class Provenance:
     @classmethod
     def from_facts(cls, facts: Mapping[str, Any]) -> Provenance:
         """From a file, so nothing is believed unread: raises ValueError or TypeError."""
-        shares = {str(name): Share(*map(int, share)) for name, share in facts.items()}
+        shares = {str(name): TracedShare(*map(int, share)) for name, share in facts.items()}
         if not set(shares) <= set(SHARES) or any(not 0 < share.traced < share.all for share in shares.values()):
             raise ValueError(f"impossible shares: {shares}")
         return cls(**shares, cached=True)  # type: ignore[arg-type]

@@ -33,7 +33,7 @@ from memfit.planning.cache import Recipe, settings_found
 from memfit.planning.failures import failures_of_the_job
 from memfit.planning.few import Blocks, blocks_of
 from memfit.planning.on_trace import PlannedHost
-from memfit.planning.provenance import Provenance, Share
+from memfit.planning.provenance import Provenance, TracedShare
 from memfit.replay.events import Action, Trace
 from memfit.tracing.answers import Answer, Answers, Site
 from memfit.tracing.platform import Platform
@@ -59,7 +59,7 @@ def trace_pruning(work: Workload, platform: Platform) -> tuple[Recipe, Trace]:
     check_decoder(source, load_config(source))
     blocks, parameters = blocks_of(work.model, work.attention)
     notes: tuple[str, ...] = ()
-    share: Share | None = None
+    share: TracedShare | None = None
     work, shortened = within_positions(work)
     if blocks is not None and blocks.worthwhile:
         try:
@@ -69,7 +69,7 @@ def trace_pruning(work: Workload, platform: Platform) -> tuple[Recipe, Trace]:
             notes = (f"all {blocks.count} blocks were traced one by one: {why}",)
             made = _traced(work, platform, None)
         else:
-            share = Share(blocks.traced, blocks.count)
+            share = TracedShare(blocks.traced, blocks.count)
     else:
         made = _traced(work, platform, None)
     recipe = Recipe(
@@ -102,9 +102,9 @@ class _Traced:
     block_bytes: int
 
     @property
-    def share(self) -> Share | None:
+    def share(self) -> TracedShare | None:
         """Of the micro-batches."""
-        return Share(self.looked_at, self.micro_batches) if self.looked_at < self.micro_batches else None
+        return TracedShare(self.looked_at, self.micro_batches) if self.looked_at < self.micro_batches else None
 
     def notes(self) -> tuple[str, ...]:
         host: dict[str, int] = self.trace.facts["host"]

@@ -21,8 +21,8 @@ from memfit.replay.events import Trace
 from memfit.tracing.platform import Platform
 
 if TYPE_CHECKING:
-    from memfit.planning.categories import Noted
-    from memfit.planning.interpolation.family import Family, Told
+    from memfit.planning.categories import TraceRecord
+    from memfit.planning.interpolation.family import Family, Interpolation
 
 UNLIKE = "traced by itself, not told from other batch sizes and lengths"
 
@@ -70,7 +70,7 @@ class FirstPlan:
 
     work: Workload
     platform: Platform
-    lesson: tuple[Recipe, list[Noted]] | None = None
+    lesson: tuple[Recipe, list[TraceRecord]] | None = None
     handed_on: bool = False
     given_up: str | None = field(default=None, init=False)
 
@@ -79,7 +79,7 @@ class FirstPlan:
 
     told_after_more = told
 
-    def learn(self, _: Workload, recipe: Recipe, heard: list[Noted]) -> None:
+    def learn(self, _: Workload, recipe: Recipe, heard: list[TraceRecord]) -> None:
         self.lesson = recipe, heard
 
     def hand_on(self) -> None:
@@ -109,7 +109,7 @@ def _family(work: Workload, platform: Platform) -> Family | FirstPlan | None:
     return family_of(work, platform)
 
 
-def _told(work: Workload, told: Told) -> Traced:
+def _told(work: Workload, told: Interpolation) -> Traced:
     here = {"batch_size": work.batch_size, "seq_len": work.seq_len}
     how = dataclasses.replace(told.recipe.how, shapes=told.shapes)
     recipe = dataclasses.replace(told.recipe, settings={**told.recipe.settings, **here}, how=how)
@@ -125,10 +125,10 @@ def _kept(work: Workload, trace: Trace, facts: Mapping[str, Any]) -> Traced:
 
 
 def _traced_now(work: Workload, platform: Platform, key: cache.Key | None, family: Family | FirstPlan | None) -> Traced:
-    from memfit.planning.categories import noting
+    from memfit.planning.categories import recording_traces
     from memfit.planning.few import trace_few_blocks
 
-    with noting() as heard:
+    with recording_traces() as heard:
         recipe, whole = trace_few_blocks(work, platform)
     if key is not None and key == cache.key_of(work, platform):  # else a file has changed meanwhile
         cache.store(key, recipe.trace, recipe.facts())

@@ -22,7 +22,7 @@ from memfit.jobs.workload import Workload
 from memfit.models.registry import build_model, parameter_count, resolve
 from memfit.planning.failures import failures_of_the_job
 from memfit.planning.predict import Plan, assess, context_on
-from memfit.planning.provenance import Provenance, Share
+from memfit.planning.provenance import Provenance, TracedShare
 from memfit.planning.pruning import ANSWERS, PruningPhases, label, within_positions
 from memfit.replay.alloc_config import AllocatorConfig
 from memfit.replay.events import Trace
@@ -65,8 +65,8 @@ def _traced(work: Workload, platform: Platform) -> tuple[Trace, int, Provenance]
     label(made)
     blocks, windows = len(decoder.blocks), work.nsamples
     how = Provenance(
-        blocks=Share(BLOCKS, blocks) if blocks > BLOCKS else None,
-        micro_batches=Share(WINDOWS, windows) if windows > WINDOWS else None,
+        blocks=TracedShare(BLOCKS, blocks) if blocks > BLOCKS else None,
+        micro_batches=TracedShare(WINDOWS, windows) if windows > WINDOWS else None,
     )
     return made, parameters, how
 

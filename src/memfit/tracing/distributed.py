@@ -187,20 +187,20 @@ class Sent:
     def __init__(self) -> None:
         self._values: dict[int, tuple[weakref.ref[torch.UntypedStorage], Tensor]] = {}
 
-    def of(self, tensor: Tensor) -> Tensor | None:
+    def copy_of(self, tensor: Tensor) -> Tensor | None:
         storage = tensor.untyped_storage()
         kept = self._values.get(storage._cdata)
         return kept[1] if kept is not None and kept[0]() is storage else None
 
     def number(self, tensor: Tensor) -> int | None:
-        known = self.of(tensor)
+        known = self.copy_of(tensor)
         return None if known is None else int(known.flatten()[tensor.storage_offset()])
 
     def read_back(self, func: Any, args: Any, kwargs: Any) -> Tensor | None:
         """In host memory, if that is where this op copies to and the values are known."""
         if func is aten._to_copy.default and kwargs.get("device") == HOST:
-            return self.of(args[0])
-        if func is not aten.copy_.default or not args[0].is_cpu or (known := self.of(args[1])) is None:
+            return self.copy_of(args[0])
+        if func is not aten.copy_.default or not args[0].is_cpu or (known := self.copy_of(args[1])) is None:
             return None
         written: Tensor = args[0].copy_(known)
         return written
@@ -210,7 +210,7 @@ class Sent:
             source = args[0] if func is aten._to_copy.default else args[1]
             if source.is_cpu and not out.is_cpu and not source.is_floating_point():
                 self.put(out, source)
-        elif func is torch.ops.c10d.allgather_.default and (known := self.of(args[1][0])) is not None:
+        elif func is torch.ops.c10d.allgather_.default and (known := self.copy_of(args[1][0])) is not None:
             for gathered in args[0][0]:
                 self.put(gathered, known)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from memfit.extrapolation.streams import CALLER, Answer, Ask, Outline
+from memfit.extrapolation.streams import CALLER, Ask, Outline, RuleAnswer
 from memfit.replay.events import Trace
 from memfit.tracing.answers import Answers
 from memfit.tracing.kernels.products import Workspaces
@@ -25,7 +25,7 @@ _ARGUMENT = "argument "
 def answers_on(platform: Platform) -> Ask:
     """What rules answer on a platform, remembered; raises whatever a rule raises."""
     rules = RuleAnswers(platform)
-    return lru_cache(maxsize=8192)(rules.of)
+    return lru_cache(maxsize=8192)(rules.ask)
 
 
 class RuleAnswers(Tracer):
@@ -43,7 +43,7 @@ class RuleAnswers(Tracer):
         assert self._form is not None
         return _CALLER, "", self._form.outside
 
-    def of(self, form: Form, numbers: tuple[int, ...]) -> Answer:
+    def ask(self, form: Form, numbers: tuple[int, ...]) -> RuleAnswer:
         """With numbers that no tensor could have, torch raises."""
         self.trace, self._form, self._arguments = Trace(), form, 0
         self.modules._stack = [_CALLER] if form.inside_modules else []
@@ -85,14 +85,14 @@ class RuleAnswers(Tracer):
         self._arguments += 1
         return made
 
-    def _answer(self, start: int, end: int, born: int) -> Answer:
+    def _answer(self, start: int, end: int, born: int) -> RuleAnswer:
         trace, blocks = self.trace, range(born, len(self.trace.requested))
         outline = Outline(
             actions=tuple(trace.actions[start:end]), subjects=tuple(s - born for s in trace.subjects[start:end]),
             ops=tuple(trace.op(block) for block in blocks),
             modules=tuple(_whose(trace.module(block)) for block in blocks),
         )  # fmt: skip
-        return Answer(outline, tuple(trace.requested[born:]))
+        return RuleAnswer(outline, tuple(trace.requested[born:]))
 
 
 class _HeldWorkspaces(Workspaces):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from memfit.extrapolation.streams import Call
+from memfit.extrapolation.streams import RuleCall
 
 if TYPE_CHECKING:
     from memfit.tracing.tracer import Tracer
@@ -62,7 +62,7 @@ class RuleCalls:
     """The calls of one trace in their order. What rules ask of each other belongs to the outermost."""
 
     def __init__(self) -> None:
-        self.made: list[Call] = []
+        self.made: list[RuleCall] = []
         self._inside = False
         self._as_traced = False
 
@@ -89,7 +89,7 @@ class RuleCalls:
         if not self._as_traced:
             argument_modules = tuple(taken.modules) if outside else ()
             end = len(tracer.trace)
-            self.made.append(Call(form, tuple(taken.numbers), start, end, module, category, argument_modules))
+            self.made.append(RuleCall(form, tuple(taken.numbers), start, end, module, category, argument_modules))
 
 
 @dataclass(slots=True)

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 DOOR = {
-    "family": "Family Told family_of point_of",
+    "family": "Family Interpolation family_of point_of",
 }
 """What other rooms may use, by file."""

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from memfit.extrapolation.blocks import NotRepeating
-from memfit.extrapolation.streams import Answer, Ask, Holed, NotHoled, Sized, answered, stream_of
-from memfit.extrapolation.tokens import InTime
+from memfit.extrapolation.streams import Ask, NotSeparable, RuleAnswer, SizedStream, TracedStream, answered, stream_of
+from memfit.extrapolation.tokens import GenerationExtension
 from memfit.jobs.workload import Workload
 from memfit.models.registry import load_config, resolve
 from memfit.planning.cache import Recipe, identity
@@ -31,7 +31,7 @@ from memfit.replay.events import Trace
 from memfit.tracing.platform import Platform
 
 if TYPE_CHECKING:
-    from memfit.planning.categories import Noted, Part
+    from memfit.planning.categories import Part, TraceRecord
     from memfit.planning.interpolation.wholes import Whole
 
 MOST_FAMILIES = 64
@@ -50,7 +50,7 @@ THRESHOLDS = ("window", "position", "chunk", "length", "block", "max")
 
 
 @dataclass(frozen=True)
-class Told:
+class Interpolation:
     recipe: Recipe
     """Of a point that was traced: its trace, batch size and length are not those of this one."""
     trace: Trace
@@ -67,14 +67,14 @@ class Family:
         self._traced: dict[Point, dict[Part, _KnownPiece]] = {}
         """What was done there; nothing where the job failed, or cannot be learned from."""
         self._pieces: dict[Part, dict[Hashable, _KnownPiece]] = {"all": {}, "near": {}, "far": {}}
-        self._generations: dict[tuple[_KnownPiece, _KnownPiece], InTime] = {}
+        self._generations: dict[tuple[_KnownPiece, _KnownPiece], GenerationExtension] = {}
         self._numbers: dict[tuple[str, ...], list[int]] = {}
         self._divided = False
         self._told_points: set[Point] = set()
 
     # -- what is known ------------------------------------------------------------------------------------------------
 
-    def told(self, work: Workload) -> Told | None:
+    def told(self, work: Workload) -> Interpolation | None:
         """From what is known; nothing is traced."""
         point = point_of(work)
         self.corners.asked.add(point)
@@ -87,7 +87,7 @@ class Family:
         self._told_points.add(point)
         return told
 
-    def _told(self, point: Point) -> Told:
+    def _told(self, point: Point) -> Interpolation:
         """As `trace_generation` does it: by the first tokens and the last ones, or else by all."""
         if self._pieces["near"]:
             near, far = self._piece("near", point), self._piece("far", point)
@@ -95,19 +95,23 @@ class Family:
                 raise Unproven("its parts are of different kinds")
             with suppress(NotRepeating):
                 in_time = self._in_time(near, far)
-                return self._whole_of(near, in_time.of(self._at(near, point), self._at(far, point), self._ask), in_time)
+                return self._whole_of(
+                    near, in_time.apply(self._at(near, point), self._at(far, point), self._ask), in_time
+                )
         known = self._piece("all", point)
         return self._whole_of(known, self._at(known, point), known.piece)
 
-    def _at(self, known: _KnownPiece, point: Point) -> Sized:
+    def _at(self, known: _KnownPiece, point: Point) -> SizedStream:
         return known.piece.at(point, self._ask)
 
-    def _in_time(self, near: _KnownPiece, far: _KnownPiece) -> InTime:
+    def _in_time(self, near: _KnownPiece, far: _KnownPiece) -> GenerationExtension:
         if (near, far) not in self._generations:
-            self._generations[near, far] = InTime(near.piece.stream, far.piece.stream, self.work.new_tokens)
+            self._generations[near, far] = GenerationExtension(
+                near.piece.stream, far.piece.stream, self.work.new_tokens
+            )
         return self._generations[near, far]
 
-    def _whole_of(self, known: _KnownPiece, sized: Sized, told_by: object) -> Told:
+    def _whole_of(self, known: _KnownPiece, sized: SizedStream, told_by: object) -> Interpolation:
         from memfit.planning.interpolation.wholes import Whole
 
         context = known.context
@@ -115,7 +119,7 @@ class Family:
         whole = _kept(
             (told_by, outlines), lambda: Whole(filling(sized, outlines), context.recipe, context.loss_modules)
         )
-        return Told(context.recipe, whole.trace(pool), len(known.piece.points))
+        return Interpolation(context.recipe, whole.trace(pool), len(known.piece.points))
 
     def _piece(self, part: Part, point: Point) -> _KnownPiece:
         around = [known for known in self._pieces[part].values() if known.piece.surrounds(point)]
@@ -130,7 +134,7 @@ class Family:
         place = _place(length, numbers)
         return any(_place(point[LENGTH], numbers) == place for point in known.piece.points)
 
-    def _ask(self, form: Hashable, numbers: tuple[int, ...]) -> Answer:
+    def _ask(self, form: Hashable, numbers: tuple[int, ...]) -> RuleAnswer:
         try:
             return _answers_on(self.platform)(form, numbers)
         except Exception as why:
@@ -138,7 +142,7 @@ class Family:
 
     # -- learning -----------------------------------------------------------------------------------------------------
 
-    def told_after_more(self, work: Workload) -> Told | None:
+    def told_after_more(self, work: Workload) -> Interpolation | None:
         """Corners around the point are traced, if they pay."""
         point, told = point_of(work), None
         for _ in range(MOST_LINES):
@@ -155,7 +159,7 @@ class Family:
                 break
         return told
 
-    def learn(self, work: Workload, recipe: Recipe, heard: list[Noted]) -> None:
+    def learn(self, work: Workload, recipe: Recipe, heard: list[TraceRecord]) -> None:
         """From a trace that was made of one of the points."""
         from memfit.planning.categories import parts_of
 
@@ -166,13 +170,13 @@ class Family:
         try:
             for part, noted in parts_of(heard, work.seq_len).items():
                 traced = stream_of(noted.trace, noted.calls)
-                self._add(part, point, traced, _Context.of(recipe, noted.loss_modules))
-        except NotHoled as why:
+                self._add(part, point, traced, _Context.make(recipe, noted.loss_modules))
+        except NotSeparable as why:
             self._traced[point] = {}
             if sum(not parts for parts in self._traced.values()) >= FAILURES:
                 self.given_up = str(why)
 
-    def _add(self, part: Part, point: Point, traced: Holed, context: _Context) -> None:
+    def _add(self, part: Part, point: Point, traced: TracedStream, context: _Context) -> None:
         pieces = self._pieces[part]
         numbers = self._config_numbers(THRESHOLDS) if self._divided else []
         key = traced.stream, context.key, _place(point[LENGTH], numbers)
@@ -210,14 +214,14 @@ class Family:
 
     def _trace(self, point: Point) -> None:
         """A point that nobody has asked for: whoever asks for one like it is told what is wrong with it."""
-        from memfit.planning.categories import noting
+        from memfit.planning.categories import recording_traces
         from memfit.planning.few import trace_few_blocks
 
         if point in self._traced:
             return
         try:
             work = dataclasses.replace(self.work, batch_size=point[BATCH], seq_len=point[LENGTH])
-            with noting() as heard:
+            with recording_traces() as heard:
                 recipe, _ = trace_few_blocks(work, self.platform)
         except Exception:
             self._traced[point] = {}
@@ -257,7 +261,7 @@ class _Context:
     loss_modules: frozenset[str]
 
     @classmethod
-    def of(cls, recipe: Recipe, loss_modules: frozenset[str]) -> _Context:
+    def make(cls, recipe: Recipe, loss_modules: frozenset[str]) -> _Context:
         facts = recipe.facts()
         facts["settings"] = {k: v for k, v in facts["settings"].items() if k not in ("batch_size", "seq_len")}
         return cls(json.dumps(facts, sort_keys=True), dataclasses.replace(recipe, trace=Trace()), loss_modules)

@@ -17,10 +17,10 @@ Whole numbers as exact polynomials of batch size and length, found from a few po
 
 >>> points = [(2, 16), (3, 40), (5, 64), (7, 24), (4, 31)]
 >>> fits = Fits(points)
->>> polynomial = fits.of([4 * batch * length + 256 for batch, length in points])
+>>> polynomial = fits.find([4 * batch * length + 256 for batch, length in points])
 >>> evaluate(polynomial, 10, 100)
 4256
->>> fits.of([batch * min(length, 50) for batch, length in points]) is None
+>>> fits.find([batch * min(length, 50) for batch, length in points]) is None
 True
 
 The polynomial with the fewest terms is looked for. It is taken if no other with as many terms goes through all points
@@ -39,12 +39,12 @@ import numpy as np
 
 from memfit.extrapolation.streams import (
     Ask,
-    Filled,
-    Holed,
-    NotHoled,
+    FilledStream,
+    NotSeparable,
     Outline,
-    Sized,
+    SizedStream,
     Stream,
+    TracedStream,
     answered,
     filled,
     fingerprint,
@@ -88,7 +88,7 @@ class Fits:
         self._supports = supports
         self._solvers: dict[int, list[_Solver]] = {}
 
-    def of(self, values: Sequence[int]) -> Coefficients | None:
+    def find(self, values: Sequence[int]) -> Coefficients | None:
         """None if no polynomial goes through all points, or more than one does."""
         key = tuple(values)
         if key not in self._known:
@@ -106,7 +106,7 @@ class Fits:
 
     def _through(self, values: tuple[int, ...], number: int) -> Iterator[Coefficients]:
         if number not in self._solvers:
-            made = (_Solver.of(terms, self._rows) for terms in self._supports[number])
+            made = (_Solver.make(terms, self._rows) for terms in self._supports[number])
             self._solvers[number] = [solver for solver in made if solver]
         for solver in self._solvers[number]:
             found = solver.solve(values)
@@ -124,7 +124,7 @@ class _Solver:
         self._terms, self._points, self._inverse = terms, points, inverse
 
     @classmethod
-    def of(cls, terms: tuple[int, ...], rows: list[tuple[int, ...]]) -> _Solver | None:
+    def make(cls, terms: tuple[int, ...], rows: list[tuple[int, ...]]) -> _Solver | None:
         """None if the points do not determine them."""
         chosen: list[int] = []
         for at in range(len(rows)):
@@ -204,18 +204,18 @@ def _twos(value: int, most: int) -> int:
 class Piece:
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
-        self.points: dict[Point, Holed] = {}
+        self.points: dict[Point, TracedStream] = {}
         self._fitted: _Fitted | None = None
         self._why_not: Unproven = TooFewPoints("no points")
         self._checked = 0
 
-    def add(self, point: Point, traced: Holed) -> None:
+    def add(self, point: Point, traced: TracedStream) -> None:
         self.points[point] = traced._replace(stream=self.stream)
 
     def surrounds(self, point: Point) -> bool:
         return surrounds(self.points, point)
 
-    def at(self, point: Point, ask: Ask) -> Sized:
+    def at(self, point: Point, ask: Ask) -> SizedStream:
         """Raises Unproven where that cannot be told."""
         fitted = self.fit(ask)
         if not self.surrounds(point):
@@ -252,7 +252,7 @@ class Piece:
 class _Fitted:
     """One stream's sizes and its rules' numbers as polynomials."""
 
-    def __init__(self, stream: Stream, fits: Fits, traced: list[Holed]) -> None:
+    def __init__(self, stream: Stream, fits: Fits, traced: list[TracedStream]) -> None:
         self.stream = stream
         self._fits = fits
         self._polynomials: dict[Coefficients, int] = {ZERO: 0}
@@ -268,7 +268,7 @@ class _Fitted:
         ]
 
     def _polynomial(self, values: list[int]) -> int:
-        found = self._fits.of(values)
+        found = self._fits.find(values)
         if found is None:
             raise Unproven("a size is no polynomial of batch size and length")
         return self._polynomials.setdefault(found, len(self._polynomials))
@@ -277,15 +277,15 @@ class _Fitted:
         polynomials = tuple(self._polynomial(list(values)) for values in zip(*numbers, strict=True))
         return self._calls.setdefault((form, polynomials), len(self._calls))
 
-    def at(self, point: Point) -> Sized:
+    def at(self, point: Point) -> SizedStream:
         values = [evaluate(coefficients, *point) for coefficients in self._polynomials]
         sizes = [values[polynomial] for polynomial in self._sizes]
         if min(sizes, default=0) < 0 or max(sizes, default=0) >= LARGEST_SIZE:
             raise Unproven("a size out of range")
         calls = [(form, tuple([values[p] for p in polynomials])) for form, polynomials in self._calls]
-        return Sized(self.stream, np.array(sizes, dtype=np.int64)[self._size_of], calls, self._which)
+        return SizedStream(self.stream, np.array(sizes, dtype=np.int64)[self._size_of], calls, self._which)
 
-    def check(self, point: Point, traced: Holed, ask: Ask) -> None:
+    def check(self, point: Point, traced: TracedStream, ask: Ask) -> None:
         """What is told of a traced point is what was traced there."""
         sized = self.at(point)
         outlines, pool = answered(sized, ask)
@@ -293,9 +293,9 @@ class _Fitted:
             raise Unproven(f"batch size {point[0]}, length {point[1]} is not told as it was traced")
 
 
-def filling(sized: Sized, outlines: tuple[Outline, ...]) -> Filled:
+def filling(sized: SizedStream, outlines: tuple[Outline, ...]) -> FilledStream:
     """Raises Unproven if a kernel has other results there than at the traced points."""
     try:
         return filled(sized.stream, outlines, sized.which)
-    except NotHoled as why:
+    except NotSeparable as why:
         raise Unproven(str(why)) from why

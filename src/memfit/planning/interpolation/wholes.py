@@ -6,7 +6,7 @@ import dataclasses
 
 from memfit.extrapolation.blocks import Extension, Ints, extension, with_sizes
 from memfit.extrapolation.steps import last_step
-from memfit.extrapolation.streams import Filled
+from memfit.extrapolation.streams import FilledStream
 from memfit.planning.cache import Recipe
 from memfit.planning.categories import label
 from memfit.planning.on_trace import steps_of
@@ -19,7 +19,7 @@ class Whole:
     """The way from one to the other, for all traces that differ in sizes alone: the way that a fresh trace goes, on
     which NotRepeating is raised as it is there."""
 
-    def __init__(self, short: Filled, recipe: Recipe, loss_modules: frozenset[str]) -> None:
+    def __init__(self, short: FilledStream, recipe: Recipe, loss_modules: frozenset[str]) -> None:
         self._source = short.source
         self._extensions: list[Extension] = []
         frame = self._after(last_step(short.frame, steps_of(recipe.settings.get("loop", "plain"))), short.frame)
