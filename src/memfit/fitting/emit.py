@@ -263,7 +263,6 @@ def config_document(fitted: Fitted) -> dict[str, Any]:
     from memfit.fitting.forecast import global_batch_of
 
     work = fitted.fitted
-    checkpointing = "full" if work.grad_checkpointing else "selective" if work.selective_checkpointing else "none"
     document: dict[str, Any] = {
         "model": {"name": work.model, "attention": work.attention, **_tokenizer(work)},
         "method": _method(work),
@@ -272,7 +271,7 @@ def config_document(fitted: Fitted) -> dict[str, Any]:
         "schedule": {"max_grad_norm": CLIP_NORM if work.clip_grad else 0.0},
         "precision": work.precision,
         "memory": {
-            "gpu": _card(fitted.gpu), "margin": fitted.margin, "gradient_checkpointing": checkpointing,
+            "gpu": _card(fitted.gpu), "margin": fitted.margin, "gradient_checkpointing": work.checkpointing,
             "offload": list(work.offload or ()), "alloc_conf": work.alloc_conf,
         },
         "optimizer": {"name": work.optimizer},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 DOOR = {
     "build": "DTYPES Prepared build_base_model build_for_training prepare takes_labels",
+    "checks": "check_names check_number check_one_of check_text check_whole check_yes_or_no",
     "host": "Event HostMemory Lane as_bytes finished is_out_of_memory numbers on_the_host",
     "listener": "Listener",
     "profile": "OnCard ProfileSettings Profiled check_gpu course_size profile_on_gpu",
@@ -11,6 +12,9 @@ DOOR = {
     "spellings": "ALIASES plain_name plain_value setting_types split_names without_none",
     "text_files": "KINDS builtin_documents builtin_origin is_text_file read_rows",
     "texts": "Texts check_packages fetch_file find_split find_texts is_on_this_machine",
-    "workload": "KINDS Optimizer Workload flag kinds_that_read",
+    "workload": (
+        "AdapterDtype Checkpointing KINDS Loss MAX_SEQ_LEN Offload Optimizer Parallel Precision Workload check_setting "
+        "flag kinds_that_read"
+    ),
 }
 """What other rooms may use, by file."""

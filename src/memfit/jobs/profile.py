@@ -12,10 +12,11 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 from memfit.errors import RanOut, UnknownName, UsageError
-from memfit.jobs.workload import Workload
+from memfit.jobs.checks import check_one_of, check_whole
+from memfit.jobs.workload import Attention, Workload
 from memfit.snapshots.read import FORMAT
 
 if TYPE_CHECKING:
@@ -43,17 +44,13 @@ class ProfileSettings:
     """Of the autocast region; None: no mixed precision."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Of the weights."""
-    attention: Literal["sdpa", "eager"] = "sdpa"
-    alloc_conf: str = ""
+    attention: Attention = Workload.attention
+    alloc_conf: str = Workload.alloc_conf
 
     def __post_init__(self) -> None:
-        if self.profile_type not in get_args(ProfileType):
-            raise UsageError(f"--profile-type {self.profile_type!r} is not one of forward, training")
-        for name, least in (("warmup_steps", 0), ("measure_steps", 1)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or not least <= value <= MAX_STEPS:
-                flag = f"--{name.replace('_', '-')}"
-                raise UsageError(f"{flag} {value!r} is not a whole number between {least} and {MAX_STEPS:,}")
+        check_one_of("--profile-type", self.profile_type, ProfileType)
+        check_whole("--warmup-steps", self.warmup_steps, least=0, most=MAX_STEPS)
+        check_whole("--measure-steps", self.measure_steps, most=MAX_STEPS)
         if self.dtype is not None and self.precision != "fp32":
             raise UsageError("--use-mixed-precision is for fp32 weights", hint="leave --precision away")
 

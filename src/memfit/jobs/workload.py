@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from memfit.errors import UnknownName, UsageError
+from memfit.jobs.checks import check_names, check_one_of, check_whole, check_yes_or_no
 from memfit.jobs.pruning.settings import Method, PruneSettings, Sparsity
 from memfit.units import parse_bytes
 
@@ -22,6 +23,7 @@ Optimizer = Literal["adamw", "adamw-fused", "adamw-single", "sgd", "adafactor", 
 Loop = Literal["plain", "trainer", "memfit"]
 """A bare loop, the Hugging Face Trainer, or `memfit train`."""
 Loss = Literal["full", "chunked"]
+Checkpointing = Literal["none", "full", "selective"]
 Offload = Literal["optimizer", "activations", "weights"]
 Parallel = Literal["ddp", "fsdp2"]
 Cache = Literal["dynamic", "static"]
@@ -75,12 +77,12 @@ class Workload:
     decoding: Decoding = "greedy"
     num_beams: int = 4
     cache: Cache = "dynamic"
-    method: Method = "wanda"
+    method: Method = PruneSettings.method
     sparsity: float | None = None
     """None is a half, or what the type says."""
     sparsity_type: str = "unstructured"
-    nsamples: int = 128
-    dataset: str = "wikitext2"
+    nsamples: int = PruneSettings.nsamples
+    dataset: str = PruneSettings.dataset
     """Which text it is does not change the memory."""
     max_gpu_memory: str | None = None
     """What pruning may use of the device; None is the whole card."""
@@ -88,30 +90,19 @@ class Workload:
 
     def __post_init__(self) -> None:
         self._resolve()
-        for name, literal in _CHOICES.items():
-            _one_of(name, getattr(self, name), get_args(literal))
         if not isinstance(self.model, str) or not self.model:
             raise UsageError("model must be a name, a hub id, a folder, a config.json or module:factory")
-        _whole("batch_size", self.batch_size, MAX_BATCH)
-        _whole("seq_len", self.seq_len, MAX_SEQ_LEN)
-        _whole("grad_accum", self.grad_accum, MAX_ACCUM)
-        _whole("loss_chunk", self.loss_chunk, MAX_SEQ_LEN)
-        _whole("world_size", self.world_size, MAX_WORLD)
-        _whole("rank", self.rank, MAX_RANK)
+        for each in dataclasses.fields(self):
+            check_setting(each.name, getattr(self, each.name), flag(each.name))
         if self.batch_size * self.seq_len > MAX_TOKENS:
             raise UsageError(f"{self.batch_size} x {self.seq_len} tokens are more than any GPU holds")
-        _whole("new_tokens", self.new_tokens, MAX_SEQ_LEN)
-        _whole("num_beams", self.num_beams, 1 << 10)
-        for name in _YES_OR_NO:
-            if not isinstance(getattr(self, name), bool):
-                raise UsageError(f"{flag(name)} is yes or no, not {getattr(self, name)!r}")
         _share("lora_dropout", self.lora_dropout)
         self._check_offload()
         if self.selective_checkpointing and self.grad_checkpointing:
             raise UsageError("--grad-checkpointing and --selective-checkpointing both say what is computed again")
         if self.kind == "prune":
             self._check_pruning()
-        _names(self.target_modules)
+        check_names(flag("target_modules"), self.target_modules)
         if not isinstance(self.alloc_conf, str):
             raise UsageError(f"{flag('alloc_conf')} must be text, not {self.alloc_conf!r}")
 
@@ -130,7 +121,7 @@ class Workload:
         if not isinstance(self.offload, tuple):
             raise UsageError(f"{flag('offload')} {self.offload!r} is not a list", hint="such as optimizer,activations")
         for each in self.offload:
-            _one_of("offload", each, get_args(Offload))
+            check_one_of(flag("offload"), each, Offload)
         object.__setattr__(self, "offload", tuple(name for name in get_args(Offload) if name in self.offload))
         if "weights" in self.offload and self.kind == "train":
             raise UsageError("--offload weights is for frozen weights: all of them are trained here", hint="plan lora")
@@ -141,9 +132,14 @@ class Workload:
         if self.max_gpu_memory is not None:
             object.__setattr__(self, "max_gpu_memory", str(self.max_gpu_memory))
             parse_bytes(self.max_gpu_memory, flag=flag("max_gpu_memory"))
-        PruneSettings(
-            model=self.model, method=self.method, sparsity=asked, nsamples=self.nsamples, seqlen=self.seq_len,
-            dataset=self.dataset,
+        _ = self.pruning
+
+    @property
+    def pruning(self) -> PruneSettings:
+        """As `memfit prune` would be told it."""
+        return PruneSettings(
+            model=self.model, method=self.method, sparsity=Sparsity.parse(self.sparsity_type, self.sparsity),
+            nsamples=self.nsamples, seqlen=self.seq_len, dataset=self.dataset,
         )  # fmt: skip
 
     @property
@@ -151,7 +147,7 @@ class Workload:
         return self.kind in ("train", "lora")
 
     @property
-    def checkpointing(self) -> Literal["none", "full", "selective"]:
+    def checkpointing(self) -> Checkpointing:
         return "full" if self.grad_checkpointing else "selective" if self.selective_checkpointing else "none"
 
     @property
@@ -268,6 +264,10 @@ _CHOICES: dict[str, Any] = {
     "kind": Kind, "precision": Precision, "attention": Attention, "optimizer": Optimizer, "parallel": Parallel,
     "adapter_dtype": AdapterDtype, "loop": Loop, "loss": Loss, "cache": Cache, "decoding": Decoding, "method": Method,
 }  # fmt: skip
+_MOST = {
+    "batch_size": MAX_BATCH, "seq_len": MAX_SEQ_LEN, "grad_accum": MAX_ACCUM, "loss_chunk": MAX_SEQ_LEN,
+    "world_size": MAX_WORLD, "rank": MAX_RANK, "new_tokens": MAX_SEQ_LEN, "num_beams": 1 << 10,
+}  # fmt: skip
 _YES_OR_NO = ("grad_checkpointing", "selective_checkpointing", "clip_grad", "padding", "gradient_as_bucket_view")
 _OF_TRAINING = (
     "optimizer", "grad_checkpointing", "selective_checkpointing", "offload", "grad_accum", "clip_grad", "loop", "loss",
@@ -280,6 +280,16 @@ _READ_BY: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("batch_size", "padding"), ("forward", "train", "lora", "generate")),
     **dict.fromkeys(("method", "sparsity", "sparsity_type", "nsamples", "dataset", "max_gpu_memory"), ("prune",)),
 }
+
+
+def check_setting(name: str, value: object, said: str) -> None:
+    """A single one, `said` by a flag or by a config's key."""
+    if name in _CHOICES:
+        check_one_of(said, value, _CHOICES[name])
+    elif name in _MOST:
+        check_whole(said, value, most=_MOST[name])
+    elif name in _YES_OR_NO:
+        check_yes_or_no(said, value)
 
 
 _OF_PROCESSES = ("parallel", "gradient_as_bucket_view")
@@ -313,22 +323,6 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise UsageError(f"{flag(name)} {value!r} is not one of {', '.join(allowed)}")
-
-
-def _whole(name: str, value: object, most: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-        raise UsageError(f"{flag(name)} {value!r} is not a whole number between 1 and {most:,}")
-
-
 def _share(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
         raise UsageError(f"{flag(name)} {value!r} is not a share between 0 and 1")
-
-
-def _names(value: object) -> None:
-    fine = value is None or (isinstance(value, tuple) and value and all(isinstance(n, str) and n for n in value))
-    if not fine:
-        raise UsageError(f"{flag('target_modules')} {value!r} is not a list of module names")

@@ -25,7 +25,6 @@ from memfit.jobs.pruning.decoder import Decoder, check_decoder
 from memfit.jobs.pruning.engine import Engine
 from memfit.jobs.pruning.placement import MicroBatch
 from memfit.jobs.pruning.result import Outcome
-from memfit.jobs.pruning.settings import PruneSettings, Sparsity
 from memfit.jobs.pruning.streaming import Parts
 from memfit.jobs.workload import Workload
 from memfit.models.registry import build_model, load_config, resolve, source_notes
@@ -172,10 +171,6 @@ def _run(
             layers=layers or (None if blocks is None else blocks.traced),
         )  # fmt: skip
     decoder = Decoder(model, None)
-    settings = PruneSettings(
-        model=work.model, method=work.method, sparsity=Sparsity.parse(work.sparsity_type, work.sparsity),
-        nsamples=work.nsamples, seqlen=work.seq_len, dataset=work.dataset,
-    )  # fmt: skip
     ids = torch.zeros(work.nsamples, work.seq_len, dtype=torch.int64)
     done: list[tuple[Outcome, HostMemory, _Batches]] = []
 
@@ -188,7 +183,7 @@ def _run(
             decoder, device=tracer.device, budget=work.gpu_budget_bytes,
             phases=PruningPhases(tracer), host=host, whole=None if blocks is None else blocks.count, some=watch.some,
         ) as engine:  # fmt: skip
-            done.append((engine.prune(settings, ids, sink=_Nowhere()), host, watch))
+            done.append((engine.prune(work.pruning, ids, sink=_Nowhere()), host, watch))
 
     with failures_of_the_job():
         made = trace(job, platform=platform, answers=Answers(ANSWERS))

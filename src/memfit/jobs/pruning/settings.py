@@ -9,9 +9,10 @@ import dataclasses
 import math
 import re
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from memfit.errors import UsageError
+from memfit.jobs.checks import check_one_of, check_whole
 
 Method = Literal["magnitude", "wanda", "sparsegpt", "ria"]
 Allocation = Literal["uniform", "owl"]
@@ -118,12 +119,12 @@ class PruneSettings:
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model.strip():
             raise UsageError("--model is empty", hint="a folder with config.json, a hub id or a GGUF file")
-        for name, literal in (("method", Method), ("allocation", Allocation), ("dtype", Dtype)):
-            _one_of(name, getattr(self, name), get_args(literal))
-        _whole("nsamples", self.nsamples, MAX_SAMPLES)
-        _whole("seqlen", self.seqlen, MAX_SEQLEN)
-        if not isinstance(self.seed, int) or isinstance(self.seed, bool) or not 0 <= self.seed < 1 << 32:
-            raise UsageError(f"--seed {self.seed!r} is not a whole number between 0 and {(1 << 32) - 1:,}")
+        check_one_of("--prune-method", self.method, Method)
+        check_one_of("--allocation", self.allocation, Allocation)
+        check_one_of("--dtype", self.dtype, Dtype)
+        check_whole("--nsamples", self.nsamples, most=MAX_SAMPLES)
+        check_whole("--seqlen", self.seqlen, most=MAX_SEQLEN)
+        check_whole("--seed", self.seed, least=0, most=(1 << 32) - 1)
         if not isinstance(self.dataset, str) or not self.dataset.strip():
             raise UsageError("--dataset is empty", hint="wikitext2, c4, builtin, or a file or folder of text")
         if self.max_gpu_memory is not None and self.max_gpu_memory <= 0:
@@ -156,14 +157,3 @@ class PruneSettings:
         made["sparsity_ratio"], made["sparsity_type"] = self.sparsity.ratio, self.sparsity.kind
         del made["sparsity"]
         return made
-
-
-def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        flag = {"method": "prune-method"}.get(name, name)
-        raise UsageError(f"--{flag} {value!r} is not one of {', '.join(allowed)}")
-
-
-def _whole(name: str, value: object, most: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-        raise UsageError(f"--{name} {value!r} is not a whole number between 1 and {most:,}")

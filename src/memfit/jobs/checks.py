@@ -1,0 +1,57 @@
+"""What the value of a setting must be, said with the name by which the user called it: a flag or a config's key."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, get_args
+
+from memfit.errors import UsageError
+
+MOST = 1 << 31
+
+
+def check_one_of(key: str, value: object, literal: Any) -> None:
+    allowed = get_args(literal)
+    if value not in allowed:
+        raise UsageError(f"{key} {value!r} is not one of {', '.join(allowed)}")
+
+
+def check_whole(key: str, value: object, *, least: int = 1, most: int = MOST, none: bool = False) -> None:
+    if none and value is None:
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise UsageError(f"{key} {value!r} is not a whole number between {least} and {most:,}")
+
+
+def check_number(
+    key: str, value: object, *, least: float | None = None, above: float | None = None, below: float | None = None,
+    none: bool = False,
+) -> None:  # fmt: skip
+    if none and value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise UsageError(f"{key} {value!r} is not a number")
+    limits = (
+        ("at least", least, least is None or value >= least), ("above", above, above is None or value > above),
+        ("below", below, below is None or value < below),
+    )  # fmt: skip
+    if not all(holds for _, _, holds in limits):
+        wanted = " and ".join(f"{word} {limit:g}" for word, limit, _ in limits if limit is not None)
+        raise UsageError(f"{key} {value!r} is not {wanted}")
+
+
+def check_text(key: str, value: object, *, none: bool = False) -> None:
+    if not (none and value is None) and not (isinstance(value, str) and value.strip()):
+        raise UsageError(f"{key} {value!r} is not text")
+
+
+def check_yes_or_no(key: str, value: object, *, none: bool = False) -> None:
+    if not isinstance(value, bool) and not (none and value is None):
+        raise UsageError(f"{key} is yes or no, not {value!r}")
+
+
+def check_names(key: str, value: object, *, hint: str | None = None) -> None:
+    """Of modules; None is for all of them."""
+    fine = value is None or (isinstance(value, tuple) and value and all(isinstance(n, str) and n for n in value))
+    if not fine:
+        raise UsageError(f"{key} {value!r} is not a list of module names", hint=hint)
