@@ -1,4 +1,4 @@
-"""The model of a job, in host memory: built or read, adapters added, its levers on; the same for a plan and a run.
+"""The model of a job in host memory: built or read, adapters added, levers on; the same for a plan and a run.
 
 Under `torch.device("meta")` this takes no memory, and on the CPU it makes the real thing; the job that follows cannot
 tell the difference until it moves the model to its device.
@@ -23,6 +23,7 @@ from memfit.errors import InputError, UsageError
 from memfit.jobs.training.config import FACTORY, ModelConfig
 from memfit.jobs.training.foreign_weights import load_weights
 from memfit.jobs.training.job import TrainJob
+from memfit.jobs.training.levers import check_offload
 from memfit.jobs.training.offload.switch import use_block_levers
 from memfit.jobs.training.parallel import is_made_without_memory
 from memfit.jobs.training.shapes import is_basics, model_config
@@ -196,7 +197,8 @@ def prepare(workload: Workload, *, layers: int | None = None) -> Prepared:
 
 
 def _prepared(workload: Workload, layers: int | None) -> Prepared:
-    _check_offload(workload)
+    if workload.trains:
+        check_offload(workload, optimizer=str(workload.optimizer), setting="--offload")
     source = resolve(workload.model)
     model = build_model(
         source,
@@ -270,17 +272,6 @@ def _keep_all_blocks(model: nn.Module) -> Iterator[str]:
 
 def _is_eager(model: nn.Module) -> bool:
     return getattr(getattr(model, "config", None), "_attn_implementation", None) == "eager"
-
-
-def _check_offload(workload: Workload) -> None:
-    from memfit.jobs.training.levers import check_offload
-
-    if workload.trains:
-        check_offload(
-            workload.offload or (), setting="--offload", optimizer=str(workload.optimizer),
-            sharded=workload.world_size > 1 and workload.parallel == "fsdp2",
-            checkpointing=workload.checkpointing != "none",
-        )  # fmt: skip
 
 
 def _generates(model: nn.Module) -> bool:

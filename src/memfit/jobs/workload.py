@@ -147,6 +147,16 @@ class Workload:
         return self.kind in ("train", "lora")
 
     @property
+    def is_sharded(self) -> bool:
+        """By FSDP2, over several processes."""
+        return self.trains and self.world_size > 1 and self.parallel == "fsdp2"
+
+    @property
+    def is_replicated(self) -> bool:
+        """By DDP, over several processes."""
+        return self.trains and self.world_size > 1 and self.parallel == "ddp"
+
+    @property
     def checkpointing(self) -> Checkpointing:
         return "full" if self.grad_checkpointing else "selective" if self.selective_checkpointing else "none"
 

@@ -30,7 +30,6 @@ from memfit.extrapolation.blocks import BEFORE, UNITS, NotRepeating
 from memfit.extrapolation.streams import NotSeparable, TracedStream, answered, filled, stream_of
 from memfit.extrapolation.tokens import PAIR, GenerationExtension, traced_tokens
 from memfit.jobs.build import Prepared
-from memfit.jobs.training.parallel import is_replicated
 from memfit.jobs.workload import Workload
 from memfit.models.own import block_list
 from memfit.models.registry import ModelSource, build_model, load_config, parameter_count, resolve
@@ -146,7 +145,7 @@ def trace_few_blocks(work: Workload, platform: Platform) -> tuple[Recipe, Trace]
 
         return trace_pruning(work, platform)
     notes: tuple[str, ...] = ()
-    if is_replicated(work):
+    if work.is_replicated:
         notes = ("all blocks were traced one by one: DDP's buckets run across them",)
     elif ":" not in work.model:  # a factory's model is as large as its own code makes it
         blocks, parameters = blocks_of(work.model, work.attention)

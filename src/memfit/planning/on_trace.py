@@ -1,19 +1,13 @@
 """A prepared job as a Trace: its own code, on the traced device, with its phases marked.
 
-What the Hugging Face Trainer and accelerate must believe to run on the traced device.
+The Trainer and accelerate are made to believe in the traced device, and what they and `generate` ask of tensors is
+answered for a run that does exactly what was asked for. Host memory is counted, and not taken. Code that does not say
+its phases has them told from what runs: forward, but inside `backward()` and an optimizer's `step()`, which ends a
+step.
 
-What `generate` asks of its tensors, answered for a run that makes exactly the tokens asked for.
-
-Phases told from what runs, for code that does not say them: forward, but inside `backward()` and an optimizer's
-`step()`. A step ends when the optimizer has stepped.
-
-Kinds of layers are gone through in their order, so that a plan is the same in every process.
-
-transformers makes masks and rotary tables for each kind of layer that a model has, in the order of a Python set of
-their names, and that changes from process to process. On a GPU it does so too: of two runs one may then peak a little
-higher than the other.
-
-Host memory of a planned run: counted, and not taken.
+Kinds of layers are gone through in their order, so that a plan is the same in every process: transformers makes masks
+and rotary tables for each kind of layer that a model has, in the order of a Python set of their names, and that changes
+from process to process. On a GPU it does so too: of two runs one may then peak a little higher than the other.
 """
 
 from __future__ import annotations
@@ -34,7 +28,6 @@ from memfit.jobs.build import Prepared, prepare
 from memfit.jobs.host import HostMemory
 from memfit.jobs.run import run_job
 from memfit.jobs.training.offload.host import host_memory_by
-from memfit.jobs.training.parallel import is_replicated, is_sharded
 from memfit.jobs.workload import Workload
 from memfit.planning.categories import record_trace
 from memfit.planning.failures import failures_of_the_job
@@ -300,7 +293,7 @@ def prepare_without_memory(workload: Workload, *, layers: int | None = None) -> 
 def trace_steps(job: Prepared, platform: Platform = H200) -> tuple[Trace, TracedShare | None]:
     """As `trace_job`, but the last step of a training is told by the one before it; with the share of the steps that
     was traced. Raises NotRepeating where it is not; the job has then run, and must be prepared anew."""
-    if not job.workload.trains or is_replicated(job.workload):  # DDP makes its buckets anew in the second step
+    if not job.workload.trains or job.workload.is_replicated:  # DDP makes its buckets anew in the second step
         return trace_job(job, platform), None
     traced, steps = trace_job(job, platform, steps=STEPS - 1), steps_of(job.workload.loop)
     missing = last_step(traced, steps)
@@ -344,9 +337,9 @@ def trace_job(
 
 def _in_parallel(tracer: Tracer, work: Workload) -> AbstractContextManager[None]:
 
-    if is_sharded(work):
+    if work.is_sharded:
         return fully_shard_traced(tracer) if work.loop == "plain" else fully_shard_by_accelerate(tracer)
-    return ddp_traced(tracer) if is_replicated(work) else nullcontext()
+    return ddp_traced(tracer) if work.is_replicated else nullcontext()
 
 
 def _is_padded(work: Workload) -> bool:

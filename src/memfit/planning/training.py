@@ -5,10 +5,7 @@
     plan.job, plan.verdict          # the job to run, at the micro-batch that `memory: auto` chose
 
 What is predicted is `memfit train` itself, on the longest rows of the data (`jobs/training/loops.py`).
-
-`memory: auto`: the largest micro-batch that fits with the margin asked for, at the same global batch.
-
-A training job as the workload of one of its processes, which is what can be predicted.
+`memory: auto` takes the largest micro-batch that fits with the margin asked for, at the same global batch.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ DOOR = {
     "levers": "NEEDS_BITSANDBYTES check_levers check_offload missing_gpu missing_packages",
     "loops": "pads run_memfit run_trainer trainer_settings training_config training_job",
     "optimizers": "make_optimizer",
-    "parallel": "is_made_without_memory is_replicated is_sharded one_process_of to_device without_reduction",
+    "parallel": "is_made_without_memory one_process_of to_device without_reduction",
     "result": "PHASES RunLog TrainEvent TrainResult in_a_line",
     "run": "train",
     "shapes": "POSITIONS VOCABULARY basics_config gsa_config is_basics model_config number_in shape_of",

@@ -1,28 +1,26 @@
-"""What the engine cannot do is refused before the run, with one sentence: a setting is never ignored.
-
-What cannot lie on the host, said before anything is built.
-"""
+"""What the engine cannot do, or this machine lacks, is told before a run: a setting is never ignored."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import dataclasses
+from collections.abc import Iterator
 from importlib.util import find_spec
 
 from memfit.errors import UsageError
 from memfit.jobs.training.config import FACTORY, TORCH_ADAMW, TrainConfig, no_effect
 from memfit.jobs.training.shapes import is_basics
+from memfit.jobs.workload import Workload
 from memfit.models.presets import is_gsa
 
 
-def check_offload(
-    offload: Sequence[str], *, setting: str, optimizer: str, sharded: bool, checkpointing: bool
-) -> None:  # fmt: skip
-    """`setting` is how the user said it; `sharded`: by fsdp2."""
+def check_offload(work: Workload, *, optimizer: str, setting: str) -> None:
+    """`setting` is how the user said what lies on the host."""
+    offload = work.offload or ()
     if "optimizer" in offload and optimizer not in TORCH_ADAMW:
         raise UsageError(
             f"{setting} optimizer is AdamW on the host, and the optimizer is {optimizer}", hint=", ".join(TORCH_ADAMW)
         )
-    if not sharded:
+    if not work.is_sharded:
         return
     for name in ("optimizer", "weights"):
         if name in offload:
@@ -30,7 +28,7 @@ def check_offload(
                 f"{setting} {name} does not go with fsdp2, which shards what would lie on the host",
                 hint="more GPUs make the shards smaller, or train with ddp",
             )
-    if "activations" in offload and not checkpointing:
+    if "activations" in offload and work.checkpointing == "none":
         raise UsageError(
             f"{setting} activations with fsdp2 needs checkpointing: without it the gathered weights would go out too",
             hint="gradient_checkpointing: full, or --grad-checkpointing",
@@ -42,7 +40,8 @@ NEEDS_BITSANDBYTES = ("adamw-8bit", "paged-adamw", "paged-adamw-8bit")
 
 def check_levers(config: TrainConfig, *, world_size: int) -> tuple[str, ...]:
     """What no machine could run. Notes on what is of no effect here."""
-    _check_memory(config, world_size)
+    work = dataclasses.replace(config.workload, world_size=world_size)
+    check_offload(work, optimizer=config.optimizer.name, setting="memory.offload")
     _check_model(config)
     if config.device == "cpu":
         for error in _only_on_gpus(config, world_size):
@@ -66,14 +65,6 @@ def missing_gpu(config: TrainConfig, *, world_size: int) -> Iterator[UsageError]
             f"device cuda: torch {torch.__version__} finds no GPU here", hint="device: cpu trains without one"
         )
     yield from _only_on_gpus(config, world_size)
-
-
-def _check_memory(config: TrainConfig, world_size: int) -> None:
-    check_offload(
-        config.memory.offload, setting="memory.offload", optimizer=config.optimizer.name,
-        sharded=config.parallel.kind == "fsdp2" and world_size > 1,
-        checkpointing=config.memory.gradient_checkpointing != "none",
-    )  # fmt: skip
 
 
 def missing_packages(config: TrainConfig) -> Iterator[UsageError]:

@@ -1,4 +1,4 @@
-"""The loops of the Hugging Face Trainer and of `memfit train`, on random tokens, and what they tell TrainingArguments.
+"""The loops of the HF Trainer and of `memfit train` on random tokens, and the one writer of TrainingArguments.
 
 Nothing of the Trainer's loop is written here. A workload with `loop: memfit` is a training job without files: rows of
 exactly the length asked for, no tokenizer, nothing saved. The same code runs on a GPU and on the traced device.
@@ -37,7 +37,6 @@ from memfit.jobs.training.data import DataSummary, Lengths, TrainingData
 from memfit.jobs.training.job import TrainJob
 from memfit.jobs.training.levers import has_tensorboard
 from memfit.jobs.training.optimizers import ADAMW, adamw, trainer_name
-from memfit.jobs.training.parallel import is_sharded
 from memfit.jobs.training.recovery import Halved
 from memfit.jobs.workload import Workload
 from memfit.models.presets import GSA_TYPE
@@ -64,7 +63,7 @@ def run_trainer(job: Prepared, device: torch.device | str, phases: Phases, *, st
 
     model, work = job.model, job.workload
     with phases("load"):
-        if not is_sharded(work):
+        if not work.is_sharded:
             model.to(device)
     rows = work.batch_size * work.grad_accum * (steps + 1) * work.world_size
     data = RandomTokens(job, rows)
@@ -103,7 +102,7 @@ def run_memfit(job: Prepared, device: torch.device | str, phases: Phases, *, ste
     if not isinstance(getattr(model, "config", None), PreTrainedConfig):
         model.config = None  # the Trainer would write into it
     with phases("load"):
-        if not is_sharded(job.workload):
+        if not job.workload.is_sharded:
             model.to(device)
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(), phases("trainer", 1):
         warnings.filterwarnings("ignore", message=".*pin_memory.*")
@@ -205,7 +204,7 @@ def trainer_settings(work: Workload) -> dict[str, Any]:
     }
     if work.checkpoints_by_switch:
         made["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
-    return made | ({"fsdp": True, "fsdp_config": dict(FSDP2)} if is_sharded(work) else {})
+    return made | ({"fsdp": True, "fsdp_config": dict(FSDP2)} if work.is_sharded else {})
 
 
 FSDP2 = {"version": 2, "reshard_after_forward": True}
@@ -246,7 +245,7 @@ def trainer_arguments(job: TrainJob, *, gpu: bool | None = None) -> Any:
         ddp_backend="gloo" if not gpu and job.batch.world_size > 1 else None,
         dataloader_pin_memory=gpu,
         **scheduler,
-        **({"fsdp_config": {"state_dict_type": "FULL_STATE_DICT"}} if is_sharded(work) else {}),
+        **({"fsdp_config": {"state_dict_type": "FULL_STATE_DICT"}} if work.is_sharded else {}),
     )
     if job.batch.world_size == 1:
         args._n_gpu = min(1, args.n_gpu)  # several GPUs without torchrun: the Trainer would make threads of them
@@ -258,7 +257,7 @@ def _training_arguments(work: Workload, folder: str, steps: int, *, gpu: bool, *
     each a group."""
     from transformers import TrainingArguments
 
-    if is_sharded(work):
+    if work.is_sharded:
         reads_settings = hasattr(TrainingArguments, "_apply_legacy_fsdp_to_config")  # before 5.10 it needs the words
         fields["fsdp"] = True if reads_settings else "full_shard auto_wrap"
         fields["fsdp_config"] = {**FSDP2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", **fields["fsdp_config"]}

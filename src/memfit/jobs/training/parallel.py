@@ -1,16 +1,13 @@
-"""A model in one process of several that train together: torch's own DDP and FSDP2.
+"""A model in one process of several, by torch's own DDP and FSDP2, and what the processes do together.
 
 ddp     the whole model in each process; buckets of gradients, reduced after the last micro-step (`no_sync` before)
 fsdp2   each block of the model, and then the whole, `fully_shard`ed, and resharded after its forward. Gradients
         are reduced in each micro-step. `amp-bf16` is a mixed precision policy: fp32 shards, bf16 weights gathered,
         gradients reduced in fp32. The model is sharded before it has memory.
 
-This process as one of several, over a process group that sends nothing.
-
-What a process holds does not depend on what the others say, so one device shows exactly what each of many would hold,
-but for the buffers of the network library (NCCL), which lie outside torch's allocator.
-
-What the processes of a run do together: agree, add up, wait. In a single process all of it is free.
+A plan is of one process, over a process group that sends nothing: what a process holds does not depend on what the
+others say, so one device shows exactly what each of many would hold, but for the buffers of the network library (NCCL),
+which lie outside torch's allocator. In a run they agree, add up and wait; in a single process all of that is free.
 """
 
 from __future__ import annotations
@@ -32,27 +29,19 @@ from memfit.jobs.workload import Workload
 from memfit.models.own import block_list
 
 
-def is_sharded(work: Workload) -> bool:
-    return work.trains and work.world_size > 1 and work.parallel == "fsdp2"
-
-
 def is_made_without_memory(work: Workload) -> bool:
     """A bare loop shards first; the Trainer takes a model in host memory, and moves it group by group."""
-    return is_sharded(work) and work.loop == "plain"
-
-
-def is_replicated(work: Workload) -> bool:
-    return work.trains and work.world_size > 1 and work.parallel == "ddp"
+    return work.is_sharded and work.loop == "plain"
 
 
 def to_device(model: nn.Module, device: torch.device | str, work: Workload) -> nn.Module:
     """The model to be called from then on."""
-    if is_sharded(work):
+    if work.is_sharded:
         shard_blocks(model, work)
         model.to_empty(device=device)
         return model
     model.to(device)
-    if not is_replicated(work):
+    if not work.is_replicated:
         return model
     from torch.nn.parallel import DistributedDataParallel
 
@@ -85,7 +74,7 @@ def shard_blocks(model: nn.Module, work: Workload) -> None:
 
 def without_reduction(model: Any, work: Workload, *, last: bool) -> AbstractContextManager[Any]:
     """Of a micro-step: DDP need not reduce before the last one."""
-    return model.no_sync() if is_replicated(work) and not last else nullcontext()
+    return model.no_sync() if work.is_replicated and not last else nullcontext()
 
 
 ACCELERATES_OWN = ".*(torch.distributed|broadcast_buffers).*deprecated"
