@@ -1,9 +1,6 @@
-"""Host memory that a GPU can read by itself; on any other device, plain memory.
+"""Host memory that a GPU can read by itself, side streams to copy on, and which errors mean that memory ran out.
 
-Side streams to copy on. On a device without streams the same calls copy in line, so that whoever copies is written
-once.
-
-Which errors mean that memory ran out, also where a library says it in its own words.
+On a device without streams the same calls copy in line, in plain memory, so that whoever copies is written once.
 """
 
 from __future__ import annotations

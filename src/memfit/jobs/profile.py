@@ -1,6 +1,6 @@
 """Profile the memory of a model's forward pass or training step on a GPU: warm up, record, take the snapshot.
 
-The steps are the jobs' own (`forward.py`, `training/plain.py`), so that what is profiled here and what is predicted
+The steps are the jobs' own (`run.py`), so that what is profiled here and what is predicted
 (`planning/profile.py`) cannot be two things.
 """
 

@@ -1,14 +1,10 @@
-"""Run a prepared job on a device: the same call for a GPU and for a trace.
+"""Run a prepared job on a device, on random tokens: the same call for a GPU and for a trace.
 
-Batches of random tokens on the device, and the regions a forward pass runs in.
+    forward     passes without gradients, the output object kept until the next begins
+    generate    prefill, then one token after the other with a KV cache
+    train       the loop that everybody writes: forward, backward, maybe clip, step, zero; others: `training/loops`
 
-Forward passes without gradients, the output object kept until the next begins.
-
-`model.generate`: prefill, then one token after the other with a KV cache.
-
-The training loop that everybody writes: forward, backward, maybe clip, step, zero.
-
-How a job says where it is: `with phases("forward", step=2):`. A trace marks it, a GPU run measures it.
+A job says where it is, `with phases("forward", step=2):`; a trace marks it, a GPU run measures it.
 """
 
 from __future__ import annotations

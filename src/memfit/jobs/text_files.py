@@ -1,6 +1,7 @@
-"""The reference that Python itself carries: 0.7 MB of English on every machine, a quarter of it kept for tests.
+"""Texts on this machine: files of any usual kind, and the reference that Python itself carries.
 
-Files of text, as rows or as documents: plain text, JSON lines, JSON, Parquet; compressed with gzip or not.
+Files are read as rows or as documents: plain text, JSON lines, JSON, Parquet; compressed with gzip or not. The
+reference is 0.7 MB of English on every machine, a quarter of it kept for tests.
 """
 
 from __future__ import annotations

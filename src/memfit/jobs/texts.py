@@ -1,4 +1,4 @@
-"""`--dataset`: where the text for calibration and for perplexity comes from.
+"""`--dataset`: where text for calibration and perplexity comes from: this machine, or the Hugging Face Hub.
 
     wikitext2   WikiText-2 raw, train for calibration and test for perplexity
     c4          C4, one document at a time
@@ -9,10 +9,9 @@ A named set is looked for in the folder that MEMFIT_DATA names (`wikitext-2-raw/
 `c4/*.jsonl`), then in the cache of the Hugging Face Hub, then on the Hub. WikiText-2 is a Parquet file there, which the
 extra memfit[data] reads; C4 is compressed JSON, which needs nothing.
 
-Data sets of the Hugging Face Hub, file by file: from its cache, else fetched by `huggingface_hub`.
-
-Which files make up a split is what the set's own page says (`configs` in its README), else what their names say, as on
-the Hub. Files are read as they would be from this disk; a set that consists of something else is refused.
+A data set of the Hub comes file by file: from its cache, else fetched by `huggingface_hub`. Which files make up a split
+is what the set's own page says (`configs` in its README), else what their names say, as on the Hub. Files are read as
+they would be from this disk; a set that consists of something else is refused.
 """
 
 from __future__ import annotations

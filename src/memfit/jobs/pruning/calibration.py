@@ -1,15 +1,14 @@
-"""Calibration windows: the very same ones as the published code draws, or a clear error.
+"""Calibration windows as the published code draws them, and a look for weights that are not finite.
 
 WikiText-2 and other running text: everything joined with one space and tokenised once; each window starts at a place
 drawn by `randint(0, tokens - length - 1)`. C4: documents are drawn until one is longer than the window, then the start
 within it. The generator is Python's `random`, seeded once. Windows are full: no padding, no special tokens but those
 that the tokenizer put there, no regard for the ends of documents.
 
-NaN and infinite weights, found before any work: one look at the files.
-
-A number is not finite exactly if all bits of its exponent are set, which needs no arithmetic. A model of more than a
-few GiB is not looked through beforehand, for reading it twice would take as long as the work; there each block is
-checked when its turn comes, and what was done before it is kept.
+NaN and infinite weights are found before any work, by one look at the files. A number is not finite exactly if all bits
+of its exponent are set, which needs no arithmetic. A model of more than a few GiB is not looked through beforehand, for
+reading it twice would take as long as the work; there each block is checked when its turn comes, and what was done
+before it is kept.
 """
 
 from __future__ import annotations

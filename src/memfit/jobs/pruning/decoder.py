@@ -1,12 +1,10 @@
-"""A causal language model as a front, a list of blocks and a tail, without its weights.
+"""A causal language model as front, blocks and tail, without weights, and how a block's weights lie in memory.
 
 The model is built on meta. Its blocks are taken out and stand-ins put in their place, so that the model's own forward
 still runs: it embeds, builds masks and rotary tables, and calls each stand-in with what that block is to be given. The
 stand-ins write that down, per block, which is how sliding windows and several rotary tables come out right. The same
 forward with the last stand-in returning given hidden states is the tail: final norm, head, and whatever the model does
 to its logits.
-
-How a block's weights lie in one stretch of memory, and which stored tensors fill it.
 
 A block travels as one copy, so its tensors lie one after the other. A stored tensor is a whole parameter or, for
 experts that transformers keeps as one 3-D parameter and checkpoints store one by one, a part of one.

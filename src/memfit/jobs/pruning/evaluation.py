@@ -1,11 +1,11 @@
-"""Perplexity by the published protocol, streamed: no logits of a whole window, no more than a block on the device.
+"""Perplexity by the published protocol, streamed, and zero-shot accuracy of a saved model by lm-eval.
 
-The text is tokenised once and cut into windows of the same length, the tail dropped. Of each window, the mean
-cross-entropy of its tokens 2 to L given those before them; the mean of these means, exponentiated. Loss in fp32, sums
-in fp64. For WikiText-2 the text is the test rows joined with two line feeds; for C4 the first 1,100 validation
-documents joined with a space, of which the first 256 windows count.
+No logits of a whole window, no more than a block on the device. The text is tokenised once and cut into windows of the
+same length, the tail dropped. Of each window, the mean cross-entropy of its tokens 2 to L given those before them; the
+mean of these means, exponentiated. Loss in fp32, sums in fp64. For WikiText-2 the text is the test rows joined with two
+line feeds; for C4 the first 1,100 validation documents joined with a space, of which the first 256 windows count.
 
-Zero-shot accuracy of a saved model by lm-eval, on the tasks of the published tables: the extra memfit[eval].
+Zero-shot tasks are those of the published tables; lm-eval is the extra memfit[eval].
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Fewer and larger kernels on a GPU, where the mathematics is the same. On the CPU the model's own modules run as they
-are.
+"""Fewer and larger kernels on a GPU, where the mathematics is the same, and which attention kernel a run takes.
+
+On the CPU the model's own modules run as they are.
 
 RMSNorm     transformers takes six element-wise steps through fp32; torch has one kernel, which rounds once at the end
             where transformers rounds before it multiplies by the weight: in 16 bits the last bit may differ
@@ -12,7 +13,7 @@ The last two are Triton kernels. They are compiled on first use (two seconds, th
 used only where they save about as much in one run. Whether a module is what it is taken for, and whether a kernel says
 what the formula says, is tried on numbers.
 
-Which attention kernel a run takes. cuDNN's is the fastest, but it plans for 0.9 s before its first call in a process
+cuDNN's attention is the fastest, but it plans for 0.9 s before its first call in a process
 (H200, cuDNN 9.19: 879 ms against 17 ms for flash attention, and then 0.39 ms a call against 0.45). So it is left to
 runs with so much attention that they win that back.
 """

@@ -1,8 +1,6 @@
-"""The methods as the engine sees them: which statistic of the inputs they need, and what they do with it.
+"""The methods as the engine sees them: which statistic they need, what they do, how much of a block goes.
 
 An expert that saw no token has no statistic; its weights go by their magnitude.
-
-How much of each block goes.
 
 OWL (arXiv 2310.05175) keeps more of the blocks that have more outliers: scores far above their block's mean. The
 blocks' sparsities are spread over 2 * `spread` around the ratio that is asked for.

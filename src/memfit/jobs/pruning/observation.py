@@ -1,19 +1,16 @@
-"""Statistics of a block's inputs, from one run of the dense block over the calibration windows.
+"""What is pruned in a block, and statistics of its inputs from one run over the calibration windows.
 
 Matrices that are multiplied with the same tensor (q, k and v; gate and up) share one statistic. Which do is seen in the
 first micro-batch by the identity of the tensor. Once every input has been seen the rest of the block is not computed:
 the product of the last matrix is wanted by nobody.
 
-What is pruned in a block: its linear layers, whatever they are called, and the matrices of its experts.
+Pruned are a block's linear layers, whatever they are called, and the matrices of its experts. Routers, norms, biases,
+embeddings and the head are left alone. A matrix is seen as rows (outputs) by columns (inputs): a Linear's weight as it
+is, GPT-2's Conv1D turned over, and one expert of a 3-D parameter as a slice.
 
-Routers, norms, biases, embeddings and the head are left alone. A matrix is seen as rows (outputs) by columns (inputs):
-a Linear's weight as it is, GPT-2's Conv1D turned over, and one expert of a 3-D parameter as a slice.
-
-Mixtures of experts: each expert's own tokens reach its own statistics.
-
-transformers keeps the experts of a block as 3-D parameters and multiplies them in one grouped product, where no hook
-sees a single expert. While statistics are collected, the experts run one by one instead, each on the tokens that the
-router sent to it, in the order of the text.
+Each expert's own tokens reach its own statistics: transformers keeps the experts of a block as 3-D parameters and
+multiplies them in one grouped product, where no hook sees a single expert. While statistics are collected, the experts
+run one by one instead, each on the tokens that the router sent to it, in the order of the text.
 """
 
 from __future__ import annotations

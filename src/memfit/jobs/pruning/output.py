@@ -9,9 +9,7 @@ and nothing is renamed. A block's line is written only after its bytes are on di
 says what can be relied on, and `--resume` does the rest again. A run that was killed before its first block was done is
 begun anew.
 
-The folder of `--save` before and after a run: whose it is, whether it may be written, what a broken run leaves.
-
-NAME.partial.lock    while a run writes to NAME: locked, with the process that holds it; a killed one holds nothing
+    NAME.partial.lock    while a run writes to NAME: locked, with the process that holds it; a killed one holds nothing
 """
 
 from __future__ import annotations

@@ -4,12 +4,11 @@ Hidden states are the only thing carried from block to block: one buffer, writte
 if it fits; else in host memory, and two micro-batches of it are on the device while one is computed and the next comes
 in. The same micro-batches run in the same order wherever the buffer is, so the results are the same to the bit.
 
-Several processes, one a GPU, under torchrun: micro-batches are dealt, statistics come together, masks are the same.
-
-Each process runs whole micro-batches, so that every one has the shape and the numbers it has in a single process. Norms
-are kept one row a sequence: adding a process's rows to the others' zeros is exact, and the sum over sequences is then
-taken in the same order everywhere. Products X^T X are added up, in an order that is the library's. Each input's
-matrices are pruned by one process and sent to the others, so all go on with the same weights, to the bit.
+Of several processes under torchrun, one a GPU, each runs whole micro-batches, so that every one has the shape and the
+numbers it has in a single process. Norms are kept one row a sequence: adding a process's rows to the others' zeros is
+exact, and the sum over sequences is then taken in the same order everywhere. Products X^T X are added up, in an order
+that is the library's. Each input's matrices are pruned by one process and sent to the others, so all go on with the
+same weights, to the bit.
 """
 
 from __future__ import annotations

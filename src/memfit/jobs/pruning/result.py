@@ -1,8 +1,6 @@
-"""`result.json`: everything a run was asked, found and reached; and `log_{method}.txt`, two lines that scripts read.
+"""What surrounds a pruning run: options, who is told what, what each block came to, `result.json` and the log.
 
-What a pruning run came to, block by block.
-
-What surrounds a pruning run: options that leave the weights alone, and who is told what meanwhile.
+`result.json` has everything a run was asked, found and reached; `log_{method}.txt`, two lines that scripts read.
 """
 
 from __future__ import annotations

@@ -1,16 +1,13 @@
-"""`memfit prune`, whole: check everything, prune block by block, evaluate, save; with a memory log of nine checkpoints.
+"""`memfit prune`, whole: check everything, prune block by block, evaluate, save, log memory at nine checkpoints.
 
 Whatever can be wrong with what was asked is found before any weight is fetched or read: the device, the folder to save
 to and who else writes there, packages, the model's settings and tokenizer, the text, the room on the disk; and before
 the first block, weights that are not numbers. After that only the machine can fail, and then what is done is on disk
 for `--resume`.
 
-`--device`: where a run takes place.
-
-What helps when memory runs out, by the stage in which it did. Only what makes that stage smaller is named.
-
-In this engine the device holds one block, the statistics of its inputs, and hidden states, which move to the host when
-they do not fit. So a smaller model, an empty cache or gradient checkpointing, which people advise, would not help.
+Where memory runs out, only what makes that stage smaller is named. In this engine the device holds one block, the
+statistics of its inputs, and hidden states, which move to the host when they do not fit. So a smaller model, an empty
+cache or gradient checkpointing, which people advise, would not help.
 """
 
 from __future__ import annotations

@@ -1,14 +1,12 @@
-"""Which weights go: exact counts, ties to the lowest index, in place, a few rows at a time.
+"""Which weights go, by their scores: exact counts, ties to the lowest index, in place, a few rows at a time.
 
 Nothing of a matrix's size is made, and only Wanda's variant sorts. A row's k-th lowest score comes from a selection;
 what lies below it goes, and of those that equal it as many as there is room for, from the left. A CPU and a GPU choose
 the same weights. Scores must be finite (`statistics.check_finite`): no order is defined with NaN.
 
-How much a weight matters, by method: the lower the score, the sooner it goes.
-
-A scorer is called with some rows of a matrix and gives their scores in fp32, so that no score of a whole matrix ever
-exists. Sums that a score needs are taken in fp64 and rounded once: whatever the order of the sum, on a GPU or a CPU,
-the score has the same bits.
+The lower the score, the sooner a weight goes. A scorer is called with some rows of a matrix and gives their scores in
+fp32, so that no score of a whole matrix ever exists. Sums that a score needs are taken in fp64 and rounded once:
+whatever the order of the sum, on a GPU or a CPU, the score has the same bits.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
-"""What the inputs of a matrix are like: norms of their columns, and products of columns.
+"""Statistics of a matrix's inputs, norms and products of columns, and kept weights tuned to the dense answers.
 
-Both are gathered while the blocks run, from inputs as they are: a 16-bit input is never copied to fp32 on a GPU.
+Statistics are gathered while the blocks run, from inputs as they are: a 16-bit input is never copied to fp32 on a GPU.
 
-Tune the kept weights of a pruned block so that it answers as the dense one did (facts in arXiv 2406.15524).
-
-Adam on an fp32 copy of the weights, under autocast where the model has 16 bits; mean squared error to the dense
-block's outputs; the learning rate falls linearly to zero. 16 bytes a weight: copy, gradient, two moments.
-A removed weight is zero in the copy and its gradient is set to zero, which is W * mask in the forward without another
-copy of W: Adam moves nothing whose gradient was always zero.
-Same inputs in the same order give the same weights on a CPU; on a GPU as far as the kernels of attention's backward do.
+Kept weights are tuned so that a block answers as the dense one did (arXiv 2406.15524): Adam on an fp32 copy of the
+weights, under autocast where the model has 16 bits; mean squared error to the dense block's outputs; the learning rate
+falls linearly to zero. 16 bytes a weight: copy, gradient, two moments. A removed weight is zero in the copy and its
+gradient is set to zero, which is W * mask in the forward without another copy of W: Adam moves nothing whose gradient
+was always zero. Same inputs in the same order give the same weights on a CPU; on a GPU as far as the kernels of
+attention's backward do.
 """
 
 from __future__ import annotations

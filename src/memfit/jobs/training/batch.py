@@ -1,12 +1,11 @@
-"""How many rows: micro-batch x accumulation x processes = global batch, exactly, or an error that names what works.
+"""How many rows: micro-batch x accumulation x processes = global batch, exactly, or an error that names others.
 
     sizes = resolve_batch(BatchConfig(micro_batch_size=2, global_batch_size=256), world_size=4)
     sizes.gradient_accumulation_steps  # 32
 
 A rung is a micro-batch size that divides a process's share of the global batch. Memory is saved by going down a rung;
 the global batch, and so the experiment, stays the same.
-
-The processes that torchrun has started: how many, and whether this is the one that writes and speaks.
+How many processes there are is what torchrun says, and the first of them is the one that writes and speaks.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
-"""Checkpoints of a run, `step_N` in its output folder: which there are, and whether one belongs to this job.
+"""Checkpoints of a run, `step_N` in its output folder: written, found, whole or not, and of this job or not.
 
-How a checkpoint is written: beside its place and renamed, so that one that is there is whole, however a run ends.
+One is written beside its place and renamed, so that one that is there is whole, however a run ends. A disk that is full
+ends a run with what it has: half a checkpoint goes, the last whole one stays and is named.
 
-A disk that is full ends a run with what it has: half a checkpoint goes, the last whole one stays and is named.
-
-Whether the files of a checkpoint are all there and whole, without loading any of them.
-
-A copy that was cut off, or a disk that was full, leaves a folder that looks like a checkpoint. The Trainer stops in the
-middle of such a file, and where the optimizer's state is missing it says nothing and begins it anew.
+Whether all files are there and whole is told without loading any. A copy that was cut off, or a disk that was full,
+leaves a folder that looks like a checkpoint. The Trainer stops in the middle of such a file, and where the optimizer's
+state is missing it says nothing and begins it anew.
 """
 
 from __future__ import annotations

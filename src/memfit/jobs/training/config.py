@@ -1,7 +1,8 @@
 """A training job's settings, every one checked, in one place per subject.
 
-`config_file.load_config` makes one from a YAML file or from the name of a shipped config; `config_keys` knows the other
-names that a setting goes by. No torch here: `memfit train --help` must not need it.
+`config_file.load_config` makes one from a YAML file or from the name of a shipped config; `config_names` has the other
+names that a setting goes by. What decides memory is a `Workload`'s, by the same checks and with the same defaults, and
+`TrainConfig.workload` gives it. No torch here: `memfit train --help` must not need it.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
-"""`--config`: a YAML file, or the name of a config that comes with memfit.
+"""`--config`: a YAML file or a shipped config, its keys under every name that they go by, as a TrainConfig.
 
-YAML is read as plain data: a bounded file, no tags, no anchors, no key twice in one mapping.
-
-Keys of a config file, under every name that they go by, as the one name that memfit uses.
-
-A key may stand in its section or alone (`max_seq_len: 1024` or `data: {max_seq_len: 1024}`), and under other usual
-names, as Hugging Face's. What is not known is an error with a suggestion, all of them at once: a setting that nobody
-reads is worse than none. What is given twice must agree.
+YAML is read as plain data: a bounded file, no tags, no anchors, no key twice in one mapping. A key may stand in its
+section or alone (`max_seq_len: 1024` or `data: {max_seq_len: 1024}`), and under other usual names, as Hugging Face's.
+What is not known is an error with a suggestion, all of them at once: a setting that nobody reads is worse than none.
+What is given twice must agree.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The names that settings go by in other people's files: tables only.
-
-Values of a config file as the settings want them: YAML's quirks, and keys of others that mean several of ours.
-"""
+"""Names and values that settings go by in others' files, YAML's quirks, and keys that mean several of ours."""
 
 from __future__ import annotations
 

@@ -1,16 +1,12 @@
-"""The data of a training job: samples of tokens with their labels, cut or packed to length, and what became of them.
+"""The data of a training job: samples of tokens with labels, cut or packed to length, and what became of them.
 
     data = read_training_data(config.data, tokenizer)
     data.summary.truncated_samples, data.longest      # how many were cut, and which sample needs the most memory
 
-All tokens lie in one tensor: worker processes share it, and no Python object of it grows while they read.
-
-Samples of different lengths as one batch.
-
-Which rows each step of the optimizer sees: a matter of the seed and the step alone.
-
-Epoch follows epoch without a seam, and global batches are cut from that stream. So a run continues exactly from any
-step, and neither the number of processes nor the micro-batch changes what a step sees.
+All tokens lie in one tensor: worker processes share it, and no Python object of it grows while they read. Which rows a
+step of the optimizer sees is a matter of the seed and the step alone: epoch follows epoch without a seam, and global
+batches are cut from that stream. So a run continues exactly from any step, and neither the number of processes nor the
+micro-batch changes what a step sees.
 """
 
 from __future__ import annotations

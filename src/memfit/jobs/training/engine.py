@@ -1,10 +1,8 @@
-"""transformers' Trainer with memfit's steps: micro-batches that shrink when memory runs out, exact resume, whole
-checkpoints.
+"""transformers' Trainer with memfit's steps: smaller micro-batches after OOM, exact resume, whole checkpoints.
 
 The Trainer keeps what it is trusted for: DDP and FSDP by accelerate, mixed precision, clipping, schedules, logging. It
 is told that a step is one batch; what that batch is cut into, and run again with, is decided here.
-
-What a process reads for each step of the optimizer: its share of the global batch, from any step on.
+What a process reads for a step is its share of the global batch, from any step on.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
-"""What is learned, before it is tokens: running text, or prompts with the answers to them.
+"""What is learned: running text or prompts with answers, as tokens, by which tokenizer, and which of them count.
 
 Rows with `text` are running text. Rows with `instruction`, `input` and `output` (as Alpaca has them), or with `prompt`
-and `completion`, are prompts with answers. A plain file is one long text.
-
-Examples as tokens, and which of the tokens are learned.
-
-The tokenizer of a training job: the model's own, another one's, or plain bytes, which needs no file.
+and `completion`, are prompts with answers. A plain file is one long text. The tokenizer is the model's own, another
+one's, or plain bytes, which needs no file.
 """
 
 from __future__ import annotations

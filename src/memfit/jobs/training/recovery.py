@@ -3,8 +3,6 @@
 The rows of a step stay on the host until the step is done. When memory runs out in any process, all of them throw away
 what they have of the step, set their random numbers back to its start, and run the very same global batch with a
 smaller micro-batch: no sample is lost or seen twice, and the optimizer has not noticed. The smaller size stays.
-
-The random numbers of a process as they stand, so that a step can be run again with the very same ones.
 """
 
 from __future__ import annotations

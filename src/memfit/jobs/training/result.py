@@ -1,18 +1,11 @@
-"""What came of a training run, for a person and as result.json.
+"""What a training run tells: events and its log meanwhile, peaks of its phases, result.json, or why it ran out.
 
-The most that was allocated and reserved in each phase of the first steps: what a plan is held against.
+The most that was allocated and reserved in each phase of the first steps is what a plan is held against. torch has one
+counter, so it is read and set back whenever a phase begins or ends; after the first steps a training repeats itself.
 
-torch has one counter, so it is read and set back whenever a phase begins or ends. After the first steps nothing is done
-any more: a training repeats itself.
-
-What a training run tells while it runs. The command line draws a bar from it; the plain text log keeps its lines.
-
-The plain text log of a run: one line an event, with the time, in the run's folder.
-
-The end of a training run that does not fit: where memory ran out, and what makes that place smaller.
-
-In the middle of a step a smaller micro-batch helps, and `recovery` tries it. Elsewhere it would not: weights, gradients
-and the optimizer's state are as large for one row as for a hundred.
+Where memory ran out, what makes that place smaller is told. In the middle of a step a smaller micro-batch helps, and
+`recovery` tries it. Elsewhere it would not: weights, gradients and the optimizer's state are as large for one row as
+for a hundred.
 """
 
 from __future__ import annotations

@@ -1,19 +1,15 @@
-"""A training job, run: `train(prepare_job(config), on_event=print)`.
+"""A training job, run and followed: `train(prepare_job(config), on_event=print)`.
 
-The engine is transformers' Trainer on accelerate, alone or under torchrun; `trainer_engine` says what of it is
-memfit's. In the output folder: `step_N` (checkpoints), `result.json`, `memory_log.csv` if wanted, and `tensorboard/`
-where that is installed.
+The engine is transformers' Trainer on accelerate, alone or under torchrun; `engine` says what of it is memfit's. In the
+output folder: `step_N` (checkpoints), `result.json`, `memory_log.csv` if wanted, and `tensorboard/` where that is
+installed.
 
-What is told of a run while it runs: events for the command line and the log, a status for `memfit watch`, growth.
+Ctrl-C, and SIGTERM as schedulers send it: the step that runs is finished and saved, and the run ends there. A second
+one ends it at once, and then what was trained since the last checkpoint is lost.
 
-Ctrl-C, and SIGTERM as schedulers send it: the step that runs is finished and saved, and the run ends there.
-
-A second one ends it at once, and then what was trained since the last checkpoint is lost.
-
-The memory log of a training run: a row at its beginning, at every logging step, and where it ends or breaks.
-
-Only the first process keeps one. torch has a single counter of peaks, and the run's own watch sets it back after every
-step: `GPU Peak` comes from there.
+The memory log has a row at the beginning, at every logging step, and where the run ends or breaks. Only the first
+process keeps one. torch has a single counter of peaks, and the run's own watch sets it back after every step: `GPU
+Peak` comes from there.
 """
 
 from __future__ import annotations

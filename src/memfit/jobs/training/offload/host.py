@@ -1,7 +1,4 @@
-"""Pinned memory of the host, cut into pieces, and who makes it: a plan counts what a run takes.
-
-The blocks of a model, for levers that go block by block.
-"""
+"""Pinned memory of the host in pieces, which a run takes and a plan counts, and the blocks that levers go by."""
 
 from __future__ import annotations
 

@@ -1,12 +1,9 @@
-"""The memory levers of a model's blocks, switched on before it goes to its device: the same for a plan and a run.
+"""The memory levers of a model's blocks, switched on before it goes to its device, for a plan as for a run.
 
-Blocks computed again in backward: all of a block, or what is cheap of it; their inputs here or on the host.
-
-Which of a block's results are kept for backward: those that are dear to compute.
-
-Matrix products and attention are kept; norms, activation functions and all else between them is computed again. Two
-kinds of products are not worth their memory: the second one of an adapter, over no more terms than its rank, and the
-scores of attention written out, which are larger than what they are made of.
+A block is computed again in backward, all of it or what is cheap; its inputs lie here or on the host. Matrix products
+and attention are kept; norms, activation functions and all else between them is computed again. Two kinds of products
+are not worth their memory: the second one of an adapter, over no more terms than its rank, and the scores of attention
+written out, which are larger than what they are made of.
 """
 
 from __future__ import annotations
