@@ -122,8 +122,9 @@ def of_text(text: str, torch_version: str | None, *, where: str) -> Finding:
         first, since = too_new[0], ".".join(map(str, SINCE[too_new[0]]))
         return SETTINGS.failed(
             f"{where}={text}: torch {torch_version} stops with 'Unrecognized CachingAllocator option: {first}'",
-            f"torch {since} or newer knows it; or leave {first} out", too_new=too_new,
-        )  # fmt: skip
+            f"torch {since} or newer knows it; or leave {first} out",
+            too_new=too_new,
+        )
     if config.expandable_segments and config.max_split_size is not None:
         limit = config.max_split_size >> 20
         return SETTINGS.warning(

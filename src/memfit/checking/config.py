@@ -110,8 +110,9 @@ def global_batch(situation: Situation) -> Iterator[Finding]:
     if config.global_batch_size is None:
         yield BATCH.ok(
             f"{sizes.in_words()}; not stated, so it changes with the number of GPUs",
-            f"global_batch_size: {sizes.global_batch_size} keeps it", **details,
-        )  # fmt: skip
+            f"global_batch_size: {sizes.global_batch_size} keeps it",
+            **details,
+        )
         return
     start = f"start it under torchrun --nproc_per_node={sizes.world_size}" if sizes.world_size > processes() else None
     yield BATCH.ok(f"{sizes.in_words()}, as stated; micro-batches that keep it: {rungs}", start, **details)
@@ -219,8 +220,9 @@ def reductions(situation: Situation) -> Iterator[Finding]:
     if loop == "plain" and steps > 1:
         yield REDUCED.warning(
             f"a loop of your own under DDP: {steps} all-reduces of {gib(size)} in each step, where one would do",
-            f"run the first {steps - 1} micro-steps under `with model.no_sync():`", **details,
-        )  # fmt: skip
+            f"run the first {steps - 1} micro-steps under `with model.no_sync():`",
+            **details,
+        )
         return
     yield REDUCED.ok(f"{gib(size)} of gradients are reduced once a step, not in each of {steps} micro-steps", **details)
 
@@ -243,8 +245,9 @@ def unused_parameters(situation: Situation, followed: list[Flow]) -> Iterator[Fi
     if said is False and not config.memory.oom_recovery:
         yield UNUSED.failed(
             f"{count}: DDP stops with 'Expected to have finished reduction in the prior iteration'",
-            "parallel.find_unused_parameters: true, or freeze them", tensors=list(flow.without),
-        )  # fmt: skip
+            "parallel.find_unused_parameters: true, or freeze them",
+            tensors=list(flow.without),
+        )
         return
     yield UNUSED.ok(f"{count}; the reduction of gradients passes over them", tensors=list(flow.without))
 
@@ -276,8 +279,9 @@ def _belongs(folder: Path, situation: Situation) -> Iterator[Finding]:
     if done >= job.total_steps:
         yield RESUME.failed(
             f"'{folder}' has {done:,} steps, and this config ends at step {job.total_steps:,}",
-            "a larger max_steps or epochs goes on from there", **details,
-        )  # fmt: skip
+            "a larger max_steps or epochs goes on from there",
+            **details,
+        )
         return
     for note in notes:
         yield RESUME.warning(note, "resume with the config of that run", **details)
@@ -286,8 +290,9 @@ def _belongs(folder: Path, situation: Situation) -> Iterator[Finding]:
         yield RESUME.warning(
             f"'{folder}' holds the random numbers of {_processes(wrote)}, and {_processes(now)} would train: the data"
             " go on where they stopped, dropout draws anew",
-            f"the very same run goes on with --nproc_per_node={wrote}" if wrote else None, **details,
-        )  # fmt: skip
+            f"the very same run goes on with --nproc_per_node={wrote}" if wrote else None,
+            **details,
+        )
     elif not notes:
         yield RESUME.ok(
             f"step {done:,} of {job.total_steps:,}: whole, and of the same model, method, optimizer and data; each"

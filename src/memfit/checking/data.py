@@ -248,8 +248,9 @@ def labels(situation: Situation) -> Iterator[Finding]:
         yield LABELS.failed(
             f"{_share(stray, summary.learned_tokens):.0%} of what is learned is padding inside the data: token {token}"
             f" {stray:,} times",
-            "take the padding out of the file: memfit pads by itself, and masks it", **details,
-        )  # fmt: skip
+            "take the padding out of the file: memfit pads by itself, and masks it",
+            **details,
+        )
         return
     share = f"{summary.learned_tokens:,} of {summary.tokens:,} tokens are learned, at least one in each sample"
     if summary.format == "instruction" and not situation.config.data.mask_prompt:

@@ -76,9 +76,10 @@ def _of_gpu() -> dict[str, Any]:
     import torch
 
     return {
-        "allocated_bytes": torch.cuda.memory_allocated(), "reserved_bytes": torch.cuda.memory_reserved(),
+        "allocated_bytes": torch.cuda.memory_allocated(),
+        "reserved_bytes": torch.cuda.memory_reserved(),
         "device_bytes": _held_by_this_process(),
-    }  # fmt: skip
+    }
 
 
 def _held_by_this_process() -> int | None:

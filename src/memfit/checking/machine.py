@@ -67,8 +67,9 @@ def of_gpu(gpu: GpuState, *, alone: bool = False) -> Finding:
     if not gpu.processes:
         return FREE.warning(
             f"{found}; the driver does not say who holds the rest, as it does inside a container",
-            "nvidia-smi on the host names the processes", **details,
-        )  # fmt: skip
+            "nvidia-smi on the host names the processes",
+            **details,
+        )
     holders = "; ".join(_holder(process) for process in gpu.processes[:SHOWN])
     more = f"; and {len(gpu.processes) - SHOWN} more" if len(gpu.processes) > SHOWN else ""
     pids = " ".join(str(process.pid) for process in gpu.processes[:SHOWN] if process.name is not None)
@@ -245,8 +246,9 @@ def locked(situation: Situation) -> Iterator[Finding]:
         return
     yield LOCKED.ok(
         f"{format_bytes(limit)}: pinned memory of CUDA is not bound by it, NCCL over InfiniBand is",
-        "over InfiniBand: ulimit -l unlimited (docker run --ulimit memlock=-1)", limit_bytes=limit,
-    )  # fmt: skip
+        "over InfiniBand: ulimit -l unlimited (docker run --ulimit memlock=-1)",
+        limit_bytes=limit,
+    )
 
 
 CHECKPOINTS, WEIGHTS = Line("machine", "disk for checkpoints"), Line("model", "weights")

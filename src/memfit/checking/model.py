@@ -58,8 +58,9 @@ def trained_weights(situation: Situation) -> Iterator[Finding]:
     if idle := _targets_without_a_layer(method.target_modules, adapters):
         yield TRAINED.failed(
             f"method.target_modules: no layer is called {', '.join(idle)}",
-            f"layers with adapters: {', '.join(sorted(_adapted(adapters)))}", **details,
-        )  # fmt: skip
+            f"layers with adapters: {', '.join(sorted(_adapted(adapters)))}",
+            **details,
+        )
         return
     share = f"{mine:,} of {everything:,} parameters ({mine / everything:.2%})"
     if adapters:
@@ -319,8 +320,9 @@ def gradients(situation: Situation, followed: list[Flow]) -> Iterator[Finding]:
         yield GRADIENTS.warning(
             f"no gradient reaches {len(flow.without)} of {flow.tensors} trained tensors, which stay as they are:"
             f" {_some(flow.without)}",
-            "freeze them, or find out why nothing depends on them", **details,
-        )  # fmt: skip
+            "freeze them, or find out why nothing depends on them",
+            **details,
+        )
         return
     yield GRADIENTS.ok(f"all {flow.tensors} trained tensors get finite gradients other than zero in {what}", **details)
 

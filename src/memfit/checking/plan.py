@@ -195,8 +195,9 @@ def evaluation(situation: Situation) -> Iterator[Finding]:
     if workload is not None and workload.loop == "trainer":
         yield EVALUATION.warning(
             f"the Trainer gathers logits over an evaluation: {gathered}",
-            "prediction_loss_only=True, or eval_accumulation_steps=1 to move them to the host", **details,
-        )  # fmt: skip
+            "prediction_loss_only=True, or eval_accumulation_steps=1 to move them to the host",
+            **details,
+        )
         return
     yield EVALUATION.ok(f"nothing is evaluated during the run; {gathered}, which nobody gathers here", **details)
 

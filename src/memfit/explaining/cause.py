@@ -121,9 +121,10 @@ def _impossible(case: _Case) -> Cause | None:
     has = case.oom.capacity.text if case.oom.capacity else format_bytes(whole)
     said = f"{case.asked} at once, more than the whole card has ({has})"
     return case.cause(
-        "impossible-request", f"{said}: no setting of the allocator helps, the shape has to change",
+        "impossible-request",
+        f"{said}: no setting of the allocator helps, the shape has to change",
         short=case.requested.middle - whole,
-    )  # fmt: skip
+    )
 
 
 def _beyond_the_limit(case: _Case) -> Cause | None:
@@ -149,9 +150,10 @@ def _limited(case: _Case) -> Cause | None:
     said = f"The process's own limit was reached, not the card's: it may hold {allowed.text} (a memory fraction is set)"
     free = f"; {case.oom.free.text} of the card was free" if case.oom.free else ""
     return case.cause(
-        "limit", f"{said}, held {format_bytes(held)}, and {case.requested.text} more was asked for{free}",
+        "limit",
+        f"{said}, held {format_bytes(held)}, and {case.requested.text} more was asked for{free}",
         short=max(held + case.requested.middle - allowed.middle, 0),
-    )  # fmt: skip
+    )
 
 
 def _mps(case: _Case) -> Cause | None:
@@ -179,9 +181,10 @@ def _refused(case: _Case) -> Cause | None:
     where = "may stand in the part of the message that is missing" if cut else "torch 2.1 to 2.4 do not print"
     said = f"{case.requested.text} was refused although {free.text} was free: by a memory fraction, which {where}"
     return case.cause(
-        "refused", f"{said}, or by a limit of Windows, of the driver or of host memory; which one cannot be told",
+        "refused",
+        f"{said}, or by a limit of Windows, of the driver or of host memory; which one cannot be told",
         certainty="likely",
-    )  # fmt: skip
+    )
 
 
 def _others(case: _Case) -> Cause | None:
@@ -192,9 +195,10 @@ def _others(case: _Case) -> Cause | None:
         return None  # somebody is counted twice: how much the others really hold is not known
     said = f"Other processes hold {format_bytes(held)} of the card: {case.asked} and {case.free}"
     return case.cause(
-        "other-processes", f"{said}, so without them it would have fitted{_holds(case.oom, case.account)}",
+        "other-processes",
+        f"{said}, so without them it would have fitted{_holds(case.oom, case.account)}",
         short=case.short_bytes,
-    )  # fmt: skip
+    )
 
 
 def _private_pools(case: _Case) -> Cause | None:
@@ -210,9 +214,10 @@ def _private_pools(case: _Case) -> Cause | None:
 def _shortage(case: _Case) -> Cause:
     little = f"{format_bytes(case.short_bytes)} too little" if case.short_bytes else "just too little"
     return case.cause(
-        "shortage", f"The GPU was full: {case.asked} and {case.free}, {little}{_holds(case.oom, case.account)}",
+        "shortage",
+        f"The GPU was full: {case.asked} and {case.free}, {little}{_holds(case.oom, case.account)}",
         short=case.short_bytes,
-    )  # fmt: skip
+    )
 
 
 RULES: tuple[Callable[[_Case], Cause | None], ...] = (

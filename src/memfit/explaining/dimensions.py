@@ -163,8 +163,9 @@ def _of_model(of: Dimensions) -> Iterator[TensorPattern]:
     intermediate, heads = _factor("intermediate", of.intermediate), _factor("heads", of.heads)
     if vocabulary:
         loss = frozenset({"loss", "backward", "evaluation", "generation", "forward"})
-        yield TensorPattern("logits", "fp32 logits, their log-softmax or their gradient", vocabulary, (4,), "tokens",
-                           loss, 1)  # fmt: skip
+        yield TensorPattern(
+            "logits", "fp32 logits, their log-softmax or their gradient", vocabulary, (4,), "tokens", loss, 1
+        )
         yield TensorPattern("logits", "16-bit logits or their gradient", vocabulary, (2,), "tokens", loss)
     if heads:
         yield TensorPattern("attention", "attention scores", heads, (2, 4), "rows-length-length", _TRAINING)
@@ -177,8 +178,9 @@ def _of_model(of: Dimensions) -> Iterator[TensorPattern]:
     if hidden:
         yield TensorPattern("hidden", "hidden states", hidden, (2, 4), "tokens", _TRAINING, -1)
         calibration = frozenset({"forward", "calibration", "evaluation", "data"})
-        yield TensorPattern("calibration", "calibration inputs or outputs", hidden, (2, 4), "samples-length",
-                           calibration)  # fmt: skip
+        yield TensorPattern(
+            "calibration", "calibration inputs or outputs", hidden, (2, 4), "samples-length", calibration
+        )
     yield from _of_weights(of, vocabulary, hidden, intermediate)
     if of.layers and of.kv_heads and of.head_dim:
         one = (Factor(symbol="kv heads", value=of.kv_heads), Factor(symbol="head dim", value=of.head_dim))
@@ -199,8 +201,9 @@ def _of_weights(
         yield TensorPattern("weights", f"MLP matrix: {kept}", matrix, (2, 4), "", _WEIGHTS, 1)
         pruning = frozenset({"calibration", "forward"})
         yield TensorPattern("sort", "int64 indices of a sort over an MLP matrix", matrix, (8,), "", pruning, -1)
-        yield TensorPattern("hessian", "Hessian of the MLP's down projection", (*intermediate, *intermediate), (4,), "",
-                           pruning, -1)  # fmt: skip
+        yield TensorPattern(
+            "hessian", "Hessian of the MLP's down projection", (*intermediate, *intermediate), (4,), "", pruning, -1
+        )
     if hidden:
         square = (*hidden, *hidden)
         yield TensorPattern("weights", f"attention matrix: {kept}", square, (2, 4), "", _WEIGHTS)

@@ -40,9 +40,10 @@ if TYPE_CHECKING:
 
 WHOLE_MODEL_UNTOLD = "what the program itself takes is predicted for Wanda only, and this method is another one"
 BESIDE = {
-    "train": ("evaluation", "generation", "saving"), "lora": ("evaluation", "generation", "saving"),
+    "train": ("evaluation", "generation", "saving"),
+    "lora": ("evaluation", "generation", "saving"),
     "prune": ("evaluation", "generation", "saving"),
-}  # fmt: skip
+}
 """What runs beside a job's own steps, and settings of the job do not change."""
 NOTHING = "There is no out-of-memory message here."
 NOTHING_SO_FAR = "There is no out-of-memory message in what was read."
@@ -124,9 +125,10 @@ def _explained(
     notes += [job.beyond] if job.beyond else []
     card = card_of(case.oom, account, gpu)
     cause = case.cause or (
-        Cause(kind="none", sentence=NOTHING if source.is_read_whole else NOTHING_SO_FAR) if case.oom is None
+        Cause(kind="none", sentence=NOTHING if source.is_read_whole else NOTHING_SO_FAR)
+        if case.oom is None
         else cause_of(case.oom, account, case.clues, case.recorded, card_bytes=card.capacity_bytes if card else None)
-    )  # fmt: skip
+    )
     read = _readings(case, job)
     job = with_length_of(job, read, given)
     plan, fixes = _predicted(job, card, case.place, notes) if predict and cause.kind != "none" else (None, [])
@@ -322,9 +324,10 @@ def _located(located: LocatedOom) -> dict[str, Any]:
 def _account(account: Account) -> dict[str, Any]:
     return {
         "rows": [{"name": row.name, "bytes": row.nbytes, "says": row.says} for row in account.rows()],
-        "capacity_bytes": account.whole_bytes, "rest_bytes": account.rest_bytes,
+        "capacity_bytes": account.whole_bytes,
+        "rest_bytes": account.rest_bytes,
         "tolerance_bytes": account.tolerance_bytes,
-    }  # fmt: skip
+    }
 
 
 def _phase(place: FailurePlace) -> dict[str, Any]:

@@ -242,8 +242,9 @@ def _others(case: Evidence) -> Fix:
     named = ", ".join(map(str, pids[:MOST_PIDS])) + (" ..." if len(pids) > MOST_PIDS else "")
     who, end = (f"process {named} holds", "it") if len(pids) == 1 else (f"processes {named} hold", "them")
     said = f"{who} {format_bytes(case.account.others_bytes)}: end {end}"
-    return in_words("free the card of the others", f"{said}, or choose another GPU by CUDA_VISIBLE_DEVICES",
-                basis="message")  # fmt: skip
+    return in_words(
+        "free the card of the others", f"{said}, or choose another GPU by CUDA_VISIBLE_DEVICES", basis="message"
+    )
 
 
 def _of_fragmentation(case: Evidence) -> Iterator[Fix]:
@@ -251,8 +252,7 @@ def _of_fragmentation(case: Evidence) -> Iterator[Fix]:
     said = "pieces that lie apart can then serve one request"
     if held > 4 * cached:
         said += f"; but only {format_bytes(cached)} of {format_bytes(held)} is in pieces, the rest is in use"
-    yield in_words("expandable segments", said, basis="message",
-               shell=EXPANDABLE)  # fmt: skip
+    yield in_words("expandable segments", said, basis="message", shell=EXPANDABLE)
     free, requested = case.oom.free, case.oom.requested
     if free is not None and requested is not None and free.low >= requested.high:
         said = f"{free.text} of the card was free: torch.cuda.set_per_process_memory_fraction is in the way"

@@ -404,9 +404,10 @@ def cause_of_log(log: Mapping[str, Any]) -> Cause:
         said = f"No out-of-memory error is in this log: no checkpoint failed; {stood.replace(' until then', '')}."
         return Cause(kind="none", sentence=said)
     return Cause(
-        kind="no-numbers", certainty="possible",
+        kind="no-numbers",
+        certainty="possible",
         sentence=f"The run broke before it reached {failed['name']}; the log does not say why, and {stood}.",
-    )  # fmt: skip
+    )
 
 
 def growth_of_log(checkpoints: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
@@ -453,7 +454,7 @@ def _from_text(source: Input) -> Case:
     place = place_of(chosen)
     return Case(
         oom=chosen.oom, place=place, clues=clues_in(source.text, chosen, place), found=found, growth=source.growth
-    )  # fmt: skip
+    )
 
 
 def _chosen(text: str, found: OomMessages) -> LocatedOom:

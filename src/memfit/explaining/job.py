@@ -230,9 +230,10 @@ def workload_of_config(name: str, log: str = "", *, world_size: int = 1) -> Work
         sizes = sizes.with_micro_batch(rows[-1])
     made = workload_of(config, sizes, model, config.data.max_seq_len)
     return dataclasses.replace(
-        made, grad_accum=sizes.gradient_accumulation_steps,
+        made,
+        grad_accum=sizes.gradient_accumulation_steps,
         alloc_conf=config.memory.alloc_conf,  # not what is exported on this machine
-    )  # fmt: skip
+    )
 
 
 def _model(name: str, cache_dir: str | None) -> str:

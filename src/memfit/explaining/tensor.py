@@ -167,9 +167,10 @@ def _as_written(intervals: Sequence[Interval], run: RunClues, found: Iterable[Re
     if not any(low <= plain.nbytes <= high for low, high in intervals):
         return None
     named = [
-        each for each in found
+        each
+        for each in found
         if each.nbytes == plain.nbytes and each.itemsize == itemsize and each.factors[-1].value == shape[-1]
-    ]  # fmt: skip
+    ]
     return replace(named[0], known=True, points=plain.points) if len(named) == 1 else plain
 
 

@@ -109,9 +109,7 @@ def check_claim(claim: Claim, plans: PlanMemo) -> CheckedClaim:
 def check_saving(saving: Saving, plans: PlanMemo) -> CheckedSaving:
     default = Workload(kind="prune", model=saving.model)
     asked = dataclasses.replace(default, seq_len=saving.seq_len, nsamples=saving.nsamples)
-    return CheckedSaving(
-        saving=saving, before=plans.plan(default, WHOLE, None), after=plans.plan(asked, WHOLE, None)
-    )  # fmt: skip
+    return CheckedSaving(saving=saving, before=plans.plan(default, WHOLE, None), after=plans.plan(asked, WHOLE, None))
 
 
 def beside_weights(plan: Plan) -> int:

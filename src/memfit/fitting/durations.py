@@ -100,9 +100,7 @@ class Duration:
         return time_words(self.to_json())
 
 
-def estimate(
-    work: Workload, gpu: Gpu, *, steps: int | None = None, tokens: int | None = None
-) -> Duration | None:  # fmt: skip
+def estimate(work: Workload, gpu: Gpu, *, steps: int | None = None, tokens: int | None = None) -> Duration | None:
     """None where the card's speed is unknown, or the job's ops cannot be counted, or nothing is trained. `tokens` are
     all that are to be trained on, padding among them."""
     from memfit.fitting.step_cost import seconds

@@ -263,9 +263,10 @@ def _without_buckets(work: Workload, **changes: Any) -> Workload:
 
 
 FLAGS = {
-    "micro_batch_size": "--batch-size", "gradient_accumulation_steps": "--grad-accum",
+    "micro_batch_size": "--batch-size",
+    "gradient_accumulation_steps": "--grad-accum",
     "global_batch_size": "--global-batch",
-}  # fmt: skip
+}
 
 
 def with_global_batch(work: Workload, rows: int | None) -> Workload:

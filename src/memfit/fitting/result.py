@@ -134,9 +134,10 @@ class Alternative:
         return {
             "instead_of": self.instead_of,
             "changes": [{"name": lever.name, "cost": lever.cost} for lever in self.levers],
-            "settings": _plain(_settings(self.levers)), "verdict": self.forecast.verdict,
+            "settings": _plain(_settings(self.levers)),
+            "verdict": self.forecast.verdict,
             "device_bytes": self.forecast.device_bytes,
-        }  # fmt: skip
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,7 +195,8 @@ class Fitted(Shown):
             "answer": self.answer,
             "workload": self.workload.settings(),
             "model": {
-                "name": self.workload.model, "parameters": self.before.parameters,
+                "name": self.workload.model,
+                "parameters": self.before.parameters,
                 "trainable_parameters": self.before.trainable_parameters,
             },
             "gpu": {"name": self.gpu.name, "capacity_bytes": self.gpu.capacity_bytes},
@@ -218,7 +220,7 @@ class Fitted(Shown):
             "notes": list(self.notes),
             "predictions": self.predictions,
             "seconds": round(self.seconds, 3),
-        }  # fmt: skip
+        }
 
     def _proof(self) -> dict[str, Any] | None:
         if self.without_last is None:

@@ -326,9 +326,7 @@ class MemoryLog:
         self._saw_host(host.used_bytes, host.high_water_bytes)
         stretch = self._stretch if gpu is not None and self._stretch_known else None
         self._stretch, self._stretch_known = 0, True
-        point = LogMoment(
-            name=name, at=self._now(), gpu=gpu, host=host, stretch_peak_bytes=stretch, failed=failed,
-        )  # fmt: skip
+        point = LogMoment(name=name, at=self._now(), gpu=gpu, host=host, stretch_peak_bytes=stretch, failed=failed)
         self.points.append(point)
         self._write(self.path, csv_row(point))
         self._say(f"\n{checkpoint_block(point)}")
