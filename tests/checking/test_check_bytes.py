@@ -19,13 +19,13 @@ WEIGHTS = 2 * 300 * 16 + 3 * (2 * 16 * 16 + 2 * 16 * 8 + 3 * 16 * 32 + 2 * 16) +
 
 def test_weights_while_they_load_are_those_of_every_process(tmp_path: Path) -> None:
     for processes in (1, 2):
-        finding = only(machine.memory, situation(tmp_path, world_size=processes))
+        finding = only(machine.check_host_memory, situation(tmp_path, world_size=processes))
         assert finding.details["needed_bytes"] == {"weights while they load": processes * WEIGHTS * 4}
 
 
 def test_what_lies_on_the_host_is_that_of_every_process(tmp_path: Path) -> None:
     where = situation(tmp_path, world_size=2, offload=["optimizer"], optimizer="adamw", gpu="24GB")
-    assert only(machine.memory, where).details["needed_bytes"] == {
+    assert only(machine.check_host_memory, where).details["needed_bytes"] == {
         "weights while they load": 2 * WEIGHTS * 4,
         "weights and gradients for the optimizer": 2 * 2 * WEIGHTS * 4,
         "the optimizer's state": 2 * 2 * WEIGHTS * 4,
@@ -37,7 +37,7 @@ def test_workers_hold_two_batches_each_in_every_process(tmp_path: Path) -> None:
         pytest.skip("no /dev/shm on this system")
     rows = {1: 4, 2: 2}  # of the global batch of 4, those of a process
     for processes in (1, 2):
-        finding = only(machine.shared, situation(tmp_path, world_size=processes, num_workers=3))
+        finding = only(machine.check_shared_memory, situation(tmp_path, world_size=processes, num_workers=3))
         assert finding.details["needed_bytes"] == processes * 3 * 2 * rows[processes] * 32 * 16
 
 
@@ -46,15 +46,15 @@ def test_one_checkpoint_more_than_are_kept_is_on_the_disk_at_once(
 ) -> None:
     where = situation(tmp_path, save_total_limit=3, optimizer="adamw")
     each = 3 * WEIGHTS * 4  # the weights, and two moments of each
-    finding = only(machine.checkpoints, where)
+    finding = only(machine.check_room_for_checkpoints, where)
     assert (finding.details["checkpoints"], finding.details["checkpoint_bytes"]) == (4, each)
     for free, status in ((4 * each, "ok"), (4 * each - 1, "failed")):
         monkeypatch.setattr(machine, "free_on_disk", lambda _, free=free: free)
-        finding = only(machine.checkpoints, where)
+        finding = only(machine.check_room_for_checkpoints, where)
         assert finding.status == status
     assert finding.next == "save_total_limit: 2, or room on that disk"
     monkeypatch.setattr(machine, "free_on_disk", lambda _: 2 * each - 1)
-    assert str(only(machine.checkpoints, where).next).startswith("another --output_dir")
+    assert str(only(machine.check_room_for_checkpoints, where).next).startswith("another --output_dir")
 
 
 @pytest.mark.parametrize(("optimizer", "each"), [("sgd", 0), ("adamw", 2 * 4), ("adamw-fused", 2 * 4),

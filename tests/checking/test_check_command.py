@@ -266,5 +266,5 @@ def test_a_model_larger_than_the_machine_s_memory_is_not_loaded(
     folder, count = saved_model(tmp_path)
     monkeypatch.setattr(loading, "host_memory", lambda: {"total_bytes": count, "used_bytes": 0})
     work = Workload(kind="forward", model=folder, seq_len=16)
-    (finding,) = loading.loaded(Situation(CheckRequest(workload=work)))
+    (finding,) = loading.load_and_measure(Situation(CheckRequest(workload=work)))
     assert (finding.status, "of host memory are free" in finding.found) == ("failed", True)

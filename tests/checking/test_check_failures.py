@@ -41,7 +41,7 @@ from memfit.units import GiB
 def flow_of(where: Situation) -> tuple[Finding, list[Flow]]:
     """The line on gradients; the one on the loss is of another subject."""
     followed: list[Flow] = []
-    found = list(gradient_flow.gradients(where, followed))
+    found = list(gradient_flow.check_gradients(where, followed))
     return next(each for each in found if each.name == "gradient flow"), followed
 
 
@@ -58,7 +58,7 @@ def test_the_plan_is_of_the_longest_row_and_not_of_a_usual_one(tmp_path: Path) -
     rows = [{"text": "short"}] * 30 + [{"text": "long " * 60}]
     where = situation(tmp_path, gpu="24GB", **{"data.source": rows_file(tmp_path, rows), "packing": False,
                                                "max_seq_len": 400})  # fmt: skip
-    finding = only(fits.fits, where)
+    finding = only(fits.check_fit, where)
     assert finding.details["workload"]["seq_len"] == 301  # 300 bytes and the end of the text
     assert finding.status == "ok"
 
@@ -97,13 +97,13 @@ def test_a_block_that_no_gradient_reaches_is_named(tmp_path: Path, monkeypatch: 
 
 
 def test_a_base_model_that_was_not_frozen_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    finding = only(trained_weights.trained_weights, factory_situation(tmp_path, "base_not_frozen", monkeypatch))
+    finding = only(trained_weights.check_trained_weights, factory_situation(tmp_path, "base_not_frozen", monkeypatch))
     assert finding.status == "failed"
     assert "trained beside the adapters" in finding.found
 
 
 def test_a_model_without_a_trained_weight_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    finding = only(trained_weights.trained_weights, factory_situation(tmp_path, "all_frozen", monkeypatch))
+    finding = only(trained_weights.check_trained_weights, factory_situation(tmp_path, "all_frozen", monkeypatch))
     assert finding.status == "failed"
     assert "no weight is trained" in finding.found
 
@@ -115,7 +115,7 @@ def test_targets_that_match_nothing_are_found_though_others_match(
     tmp_path: Path, targets: list[str], said: str
 ) -> None:
     where = situation(tmp_path, method="lora", target_modules=targets)
-    (finding,) = guarded(trained_weights.TRAINED, lambda: trained_weights.trained_weights(where))
+    (finding,) = guarded(trained_weights.TRAINED, lambda: trained_weights.check_trained_weights(where))
     assert finding.status == "failed"
     assert said in finding.found
 
@@ -125,7 +125,7 @@ def test_rank_128_on_all_linears_of_qwen_trains_323_million_weights_and_not_239(
     from memfit.jobs.training.loops import training_config
 
     where = Situation(CheckRequest(config=training_config(work, steps=1), workload=work))
-    finding = only(trained_weights.trained_weights, where)
+    finding = only(trained_weights.check_trained_weights, where)
     assert finding.details["trained"] == 322_961_408 == 90_112 * 128 * 28
     assert (finding.status, finding.details["parameters"]) == ("ok", 7_615_616_512 + 322_961_408)
 
@@ -162,7 +162,7 @@ def test_a_device_map_is_refused_with_what_to_do_instead(tmp_path: Path, line: s
 
 
 def test_weights_in_fp16_without_a_scaler_are_found(tmp_path: Path) -> None:
-    finding = only(precision.precision, situation(tmp_path, method="lora", precision="fp16", gpu="RTX 4090"))
+    finding = only(precision.check_precision, situation(tmp_path, method="lora", precision="fp16", gpu="RTX 4090"))
     assert (finding.status, "65,504" in finding.found) == ("warning", True)
 
 
@@ -172,16 +172,16 @@ def test_a_loss_that_is_not_finite_is_found(
 ) -> None:
     changes: dict[str, Any] = {"method": "lora", "target_modules": ["q_proj"], "precision": said}
     where = factory_situation(tmp_path, "too_large_for_fp16", monkeypatch, **changes)
-    found = {each.name: each for each in gradient_flow.gradients(where, [])}
+    found = {each.name: each for each in gradient_flow.check_gradients(where, [])}
     assert (found["loss"].status, found["gradient flow"].status) == (status, status)
     assert json.dumps(found["loss"].to_json(), allow_nan=False)
 
 
 @pytest.mark.parametrize(("changes", "line", "status"), [
-    ({"precision": "bf16"}, precision.precision, "warning"),
-    ({"precision": "amp-fp16"}, precision.precision, "ok"),
-    ({"model.attention": "flash_attention_2"}, attention.attention, "failed"),
-    ({}, attention.attention, "ok"),
+    ({"precision": "bf16"}, precision.check_precision, "warning"),
+    ({"precision": "amp-fp16"}, precision.check_precision, "ok"),
+    ({"model.attention": "flash_attention_2"}, attention.check_attention, "failed"),
+    ({}, attention.check_attention, "ok"),
 ])  # fmt: skip
 def test_what_a_turing_card_lacks_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], line: Any, status: str
@@ -194,7 +194,7 @@ def test_what_a_turing_card_lacks_is_found(
 
 def sdpa_of(model: str, gpu: str, **settings: Any) -> Finding:
     work = Workload(kind="train", model=model, **settings)
-    return only(attention.attention, Situation(CheckRequest(workload=work, gpu=gpu)))
+    return only(attention.check_attention, Situation(CheckRequest(workload=work, gpu=gpu)))
 
 
 @pytest.mark.parametrize(("model", "gpu", "precision", "status"), [
@@ -231,7 +231,7 @@ def test_padding_that_is_learned_is_found(tmp_path: Path) -> None:
     where = situation(
         tmp_path, model=model, packing=False, **{"data.source": rows_file(tmp_path, rows)}, max_seq_len=64
     )
-    finding = only(data.labels, where)
+    finding = only(data.check_labels, where)
     assert (finding.status, finding.details["padding_in_the_data"]) == ("failed", 39)
     assert "token 0 ('<pad>')" in finding.found
     assert "take the padding out of the file" in str(finding.next)
@@ -239,7 +239,9 @@ def test_padding_that_is_learned_is_found(tmp_path: Path) -> None:
 
 def test_masked_padding_and_prompts_are_fine(tmp_path: Path) -> None:
     rows = [{"prompt": "What is it?", "completion": "it"}, {"prompt": "?", "completion": "a longer answer"}]
-    finding = only(data.labels, situation(tmp_path, **{"data.source": rows_file(tmp_path, rows), "max_seq_len": 64}))
+    finding = only(
+        data.check_labels, situation(tmp_path, **{"data.source": rows_file(tmp_path, rows), "max_seq_len": 64})
+    )
     assert (finding.status, finding.details["learned_tokens"]) == ("ok", 3 + 16)
     assert "prompts and padding are masked" in finding.found
 
@@ -247,29 +249,29 @@ def test_masked_padding_and_prompts_are_fine(tmp_path: Path) -> None:
 def test_padding_to_max_length_is_shown_beside_what_memfit_pads(tmp_path: Path) -> None:
     rows = [{"text": "x" * 9}, {"text": "x" * 29}]
     where = situation(tmp_path, **{"data.source": rows_file(tmp_path, rows), "packing": False, "max_seq_len": 400})
-    finding = only(data.padding, where)
+    finding = only(data.check_padding, where)
     assert finding.details["padding_share"] == pytest.approx(1 - 40 / 60)
     assert finding.details["padding_share_at_max_length"] == pytest.approx(1 - 20 / 400)
     one_row = situation(tmp_path, **{"data.source": rows_file(tmp_path, rows), "packing": False, "micro_batch_size": 1})
-    assert only(data.padding, one_row).details["padding_share"] == 0
+    assert only(data.check_padding, one_row).details["padding_share"] == 0
 
 
 def test_a_batch_that_is_mostly_padding_is_found(tmp_path: Path) -> None:
     rows = [{"text": "x"}, {"text": "x" * 299}]
     where = situation(tmp_path, **{"data.source": rows_file(tmp_path, rows), "packing": False, "max_seq_len": 400,
                                    "micro_batch_size": 4, "data.shuffle": False})  # fmt: skip
-    assert only(data.padding, where).status == "ok"
+    assert only(data.check_padding, where).status == "ok"
     rows_file(tmp_path, [*[{"text": "x"}] * 3, {"text": "x" * 299}])
     again = situation(tmp_path, **{"data.source": str(tmp_path / "rows.jsonl"), "packing": False, "max_seq_len": 400,
                                    "micro_batch_size": 4})  # fmt: skip
-    assert (only(data.padding, again).status, only(data.padding, again).next) == (
+    assert (only(data.check_padding, again).status, only(data.check_padding, again).next) == (
         "warning", "packing: true, or a smaller micro_batch_size",
     )  # fmt: skip
 
 
 def test_a_global_batch_of_252_instead_of_256_is_found(tmp_path: Path) -> None:
     where = situation(tmp_path, world_size=4, micro_batch_size=3, gradient_accumulation_steps=21, global_batch_size=256)
-    (finding,) = guarded(batch.BATCH, lambda: batch.global_batch(where))
+    (finding,) = guarded(batch.BATCH, lambda: batch.check_global_batch(where))
     assert finding.status == "failed"
     assert "is 252, not global_batch_size 256" in finding.found
     assert "1 x 64, 2 x 32, 4 x 16, 8 x 8" in str(finding.next)
@@ -281,7 +283,7 @@ def test_an_interval_in_another_section_is_read_and_said(tmp_path: Path) -> None
     path.write_text(text)
     config, keys = config_keys.load(str(path), ())
     assert (config.saving.save_steps, config.logging.logging_steps) == (77, 5)
-    finding = only(config_keys.keys, Situation(CheckRequest(config=config, keys=keys)))
+    finding = only(config_keys.check_keys, Situation(CheckRequest(config=config, keys=keys)))
     assert finding.details["elsewhere"] == {"logging.save_interval": "saving.save_steps"}
     assert "logging.save_interval is read as saving.save_steps" in finding.found
 
@@ -297,7 +299,7 @@ def test_options_of_evaluation_that_do_nothing_here_are_said(tmp_path: Path, key
     path = tmp_path / "c.yaml"
     path.write_text(f"model: gpt2\n{key}: true\n")
     config, keys = config_keys.load(str(path), ())
-    first, _ = config_keys.keys(Situation(CheckRequest(config=config, keys=keys)))
+    first, _ = config_keys.check_keys(Situation(CheckRequest(config=config, keys=keys)))
     assert (first.status, f"{key} is of no effect" in first.found) == ("warning", True)
 
 
@@ -321,14 +323,14 @@ print(json.dumps([each.to_json() for each in {look}(Situation(CheckRequest()))][
 
 def test_a_bitsandbytes_that_takes_the_process_down_is_found(tmp_path: Path) -> None:
     (tmp_path / "bitsandbytes.py").write_text("import os\nos.abort()\n")
-    finding = in_a_process(SHOW.format(look="bitsandbytes"), first_on_path=tmp_path)
+    finding = in_a_process(SHOW.format(look="check_bitsandbytes"), first_on_path=tmp_path)
     assert finding["status"] == "failed"
     assert "ends the process with signal 6" in finding["found"]
 
 
 def test_a_bitsandbytes_of_another_cuda_is_found(tmp_path: Path) -> None:
     (tmp_path / "bitsandbytes.py").write_text("raise RuntimeError('CUDA Setup failed: libbitsandbytes_cuda126.so')\n")
-    finding = in_a_process(SHOW.format(look="bitsandbytes"), first_on_path=tmp_path)
+    finding = in_a_process(SHOW.format(look="check_bitsandbytes"), first_on_path=tmp_path)
     assert (finding["status"], "libbitsandbytes_cuda126.so" in finding["found"]) == ("failed", True)
 
 
@@ -336,13 +338,13 @@ def test_a_peft_that_was_downgraded_to_0_4_0_is_found(tmp_path: Path) -> None:
     info = tmp_path / "peft-0.4.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: peft\nVersion: 0.4.0\n")
-    finding = in_a_process(SHOW.format(look="version_set"), first_on_path=tmp_path)
+    finding = in_a_process(SHOW.format(look="check_packages"), first_on_path=tmp_path)
     assert finding["status"] == "failed"
     assert "peft 0.4.0 is not what memfit needs (peft >=" in finding["found"]
 
 
 def test_the_packages_of_this_environment_fit_one_another() -> None:
-    assert only(packages.version_set, Situation(CheckRequest())).status == "ok"
+    assert only(packages.check_packages, Situation(CheckRequest())).status == "ok"
 
 
 # -- several processes -------------------------------------------------------------------------------------------------
@@ -352,7 +354,7 @@ def test_parameters_that_ddp_would_wait_for_are_found(tmp_path: Path, monkeypatc
     changes = {"find_unused_parameters": False, "oom_recovery": False}
     where = factory_situation(tmp_path, "with_an_unused_head", monkeypatch, world_size=2, **changes)
     _, followed = flow_of(where)
-    (finding,) = parallel.unused_parameters(where, followed)
+    (finding,) = parallel.check_unused_parameters(where, followed)
     assert (finding.status, finding.details["tensors"]) == ("failed", ["never_called.weight"])
     assert "Expected to have finished reduction" in finding.found
 
@@ -363,7 +365,7 @@ def test_gsa_s_indexer_gets_no_gradient_and_is_passed_over(tmp_path: Path) -> No
     where = situation(tmp_path, world_size=2, model=model)
     flow, followed = flow_of(where)
     assert (flow.status, "a choice of keys has no gradient" in flow.found) == ("ok", True)
-    (finding,) = parallel.unused_parameters(where, followed)
+    (finding,) = parallel.check_unused_parameters(where, followed)
     assert finding.status == "ok"
     assert all("indexer" in name for name in finding.details["tensors"])
 
@@ -374,7 +376,7 @@ def test_an_all_reduce_in_every_micro_step_is_found(loop: Any, status: str) -> N
 
     work = Workload(kind="train", model="gpt2", loop=loop, grad_accum=32, world_size=4)
     where = Situation(CheckRequest(config=training_config(work, steps=1), workload=work, world_size=4))
-    finding = only(parallel.reductions, where)
+    finding = only(parallel.check_reductions, where)
     assert finding.status == status
     assert ("32 all-reduces" in finding.found) == (loop == "plain")
 
@@ -387,7 +389,7 @@ def test_logits_that_an_evaluation_would_gather_are_counted() -> None:
 
     work = Workload(kind="train", model="gpt2", seq_len=1024, loop="trainer")
     where = Situation(CheckRequest(config=training_config(work, steps=1), workload=work))
-    finding = only(peaks.evaluation, where)
+    finding = only(peaks.check_evaluation, where)
     assert (finding.status, finding.details["logits_bytes"]) == ("warning", 100 * 1024 * 50257 * 4)
     assert "eval_accumulation_steps" in str(finding.next)
 
@@ -441,7 +443,7 @@ def test_a_card_that_is_held_by_nobody_that_can_be_seen_is_said() -> None:
 
 def test_a_disk_that_is_too_small_for_the_checkpoints_is_found(tmp_path: Path) -> None:
     where = situation(tmp_path, save_total_limit=(1 << 31) - 1)
-    finding = only(disk.checkpoints, where)
+    finding = only(disk.check_room_for_checkpoints, where)
     assert finding.status == "failed"
     assert finding.details["free_bytes"] < finding.details["checkpoint_bytes"] * (1 << 31)
     assert "save_total_limit:" in str(finding.next)
@@ -453,30 +455,36 @@ def test_a_disk_that_is_too_small_for_the_checkpoints_is_found(tmp_path: Path) -
 def test_data_that_are_all_longer_than_the_config_says_are_found(tmp_path: Path) -> None:
     rows = [{"text": "word " * 820}] * 3
     where = situation(tmp_path, **{"data.source": rows_file(tmp_path, rows), "packing": False, "max_seq_len": 100})
-    (finding,) = guarded(data.LENGTHS, lambda: data.lengths(where))
+    (finding,) = guarded(data.LENGTHS, lambda: data.check_lengths(where))
     assert finding.status == "failed"
     assert "all 3 samples are longer than max_seq_len 100 (4,101 to 4,101 tokens)" in finding.found
 
 
 def test_a_factory_that_makes_no_model_is_found(tmp_path: Path) -> None:
     where = situation(tmp_path, model={"name": "os:getcwd", "tokenizer": "bytes"})
-    (finding,) = guarded(trained_weights.TRAINED, partial(trained_weights.trained_weights, where))
+    (finding,) = guarded(trained_weights.TRAINED, partial(trained_weights.check_trained_weights, where))
     assert (finding.status, "returned a str" in finding.found) == ("failed", True)
 
 
 def test_a_data_set_on_the_hub_is_not_fetched_and_a_missing_file_is_a_failure(tmp_path: Path) -> None:
     where = situation(tmp_path, **{"data.source": "tatsu-lab/alpaca"})
-    for line, check_it in ((data.READABLE, data.readable), (data.LENGTHS, data.lengths), (data.LABELS, data.labels)):
+    for line, check_it in (
+        (data.READABLE, data.check_readable),
+        (data.LENGTHS, data.check_lengths),
+        (data.LABELS, data.check_labels),
+    ):
         (finding,) = guarded(line, partial(check_it, where))
         assert (finding.status, "which a look does not fetch" in finding.found) == ("skipped", True)
-    (missing,) = guarded(data.READABLE, partial(data.readable, situation(tmp_path, **{"data.source": "nowhere.jsonl"})))
+    (missing,) = guarded(
+        data.READABLE, partial(data.check_readable, situation(tmp_path, **{"data.source": "nowhere.jsonl"}))
+    )
     assert (missing.status, "no file 'nowhere.jsonl'" in missing.found) == ("failed", True)
 
 
 def test_data_that_are_mostly_cut_are_found_with_their_distribution(tmp_path: Path) -> None:
     rows = [{"text": "x" * 9}, *[{"text": "x" * 200}] * 3]
     where = situation(tmp_path, **{"data.source": rows_file(tmp_path, rows), "packing": False, "max_seq_len": 100})
-    finding = only(data.lengths, where)
+    finding = only(data.check_lengths, where)
     assert (finding.status, finding.details["truncated_share"]) == ("warning", 0.75)
     assert finding.found == "rows of 10 to 201 tokens, median 201, 95 % up to 201; max_seq_len 100 cuts 3 of 4 rows"
     assert str(finding.next).startswith("max_seq_len: 201 keeps 95 % of them whole")
@@ -484,16 +492,16 @@ def test_data_that_are_mostly_cut_are_found_with_their_distribution(tmp_path: Pa
 
 def test_a_tokenizer_of_another_model_is_found(tmp_path: Path) -> None:
     model = {**document(tmp_path)["model"], "settings": {"vocab_size": 100}}
-    finding = only(data.vocabulary, situation(tmp_path, model=model))
+    finding = only(data.check_vocabulary, situation(tmp_path, model=model))
     assert (finding.status, finding.details["highest"]) == ("failed", ord("t"))
-    assert only(data.vocabulary, situation(tmp_path)).status == "ok"
+    assert only(data.check_vocabulary, situation(tmp_path)).status == "ok"
 
 
 def test_a_setting_that_the_engine_refuses_is_found(tmp_path: Path) -> None:
     if find_spec("wandb") is not None:
         pytest.skip("W&B is installed here")
     where = situation(tmp_path, wandb=True)
-    (finding,) = guarded(served.SERVED, lambda: served.served(where))
+    (finding,) = guarded(served.SERVED, lambda: served.check_served(where))
     assert finding.status == "failed"
 
 
@@ -501,30 +509,30 @@ def test_a_gpu_that_is_asked_for_and_not_here_is_found(tmp_path: Path) -> None:
     if Situation(CheckRequest()).here is not None:
         pytest.skip("a GPU is here")
     where = situation(tmp_path, device="cuda")
-    (finding,) = guarded(served.SERVED, lambda: served.served(where))
+    (finding,) = guarded(served.SERVED, lambda: served.check_served(where))
     assert (finding.status, finding.next) == ("warning", "device: cpu trains without one")
     elsewhere = situation(tmp_path, device="cuda", gpu="24GB")
-    assert [each.status for each in served.served(elsewhere)] == ["ok"]
+    assert [each.status for each in served.check_served(elsewhere)] == ["ok"]
 
 
 def test_what_only_a_gpu_can_do_is_no_failure_on_a_laptop_that_checks_for_a_card(tmp_path: Path) -> None:
     laptop = situation(tmp_path, precision="amp-fp16", device="auto", gpu="T4")
     laptop.__dict__["here"] = None
-    assert [each.status for each in served.served(laptop)] == ["ok"]
+    assert [each.status for each in served.check_served(laptop)] == ["ok"]
 
 
 def test_what_only_a_gpu_can_do_is_a_warning_on_a_laptop_that_checks_for_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    finding = only(served.served, situation(tmp_path, precision="amp-fp16", device="auto"))
+    finding = only(served.check_served, situation(tmp_path, precision="amp-fp16", device="auto"))
     assert (finding.status, finding.found) == ("warning", "to run it here: precision amp-fp16 needs a GPU")
 
 
 def test_the_checkpoints_of_an_earlier_run_are_a_warning_with_the_way_on(tmp_path: Path) -> None:
     (tmp_path / "out" / "step_5").mkdir(parents=True)
     (tmp_path / "out" / "step_5" / "trainer_state.json").write_text("{}")
-    first, room = disk.checkpoints(situation(tmp_path))
+    first, room = disk.check_room_for_checkpoints(situation(tmp_path))
     assert (first.status, room.status) == ("warning", "ok")
     assert f"--resume_from {tmp_path / 'out' / 'step_5'}" in str(first.next)
 
@@ -540,7 +548,7 @@ def test_a_config_for_four_processes_is_checked_as_one_of_four(tmp_path: Path, m
 
 
 def test_weights_in_bf16_that_are_all_trained_are_said(tmp_path: Path) -> None:
-    finding = only(served.served, situation(tmp_path, precision="bf16"))
+    finding = only(served.check_served, situation(tmp_path, precision="bf16"))
     assert (finding.status, "small updates round away" in finding.found) == ("warning", True)
 
 
@@ -552,13 +560,13 @@ def test_weights_in_bf16_that_are_all_trained_are_said(tmp_path: Path) -> None:
 ])  # fmt: skip
 def test_positions_count_where_nothing_is_trained_too(settings: dict[str, Any], status: str, said: str) -> None:
     """A table of positions ends; rotations go on, past what the model was taught."""
-    finding = only(positions.positions, Situation(CheckRequest(workload=Workload(**settings))))
+    finding = only(positions.check_positions, Situation(CheckRequest(workload=Workload(**settings))))
     assert (finding.status, said in str(finding.next)) == (status, True)
 
 
 def calibrated_on(dataset: str, **asked: Any) -> Finding:
     where = Situation(CheckRequest(workload=Workload(kind="prune", model="gpt2", dataset=dataset), **asked))
-    (finding,) = guarded(calibration.CALIBRATION, lambda: calibration.calibration(where))
+    (finding,) = guarded(calibration.CALIBRATION, lambda: calibration.check_calibration(where))
     return finding
 
 
@@ -580,7 +588,7 @@ def test_text_to_calibrate_on_is_looked_for(tmp_path: Path, monkeypatch: pytest.
 
 def test_fewer_samples_than_a_global_batch_are_said(tmp_path: Path) -> None:
     rows = rows_file(tmp_path, [{"text": "x" * 9}] * 3)
-    finding = only(served.served, situation(tmp_path, **{"data.source": rows, "packing": False}))
+    finding = only(served.check_served, situation(tmp_path, **{"data.source": rows, "packing": False}))
     assert (finding.status, "3 samples are fewer than one global batch of 4" in finding.found) == ("warning", True)
 
 
@@ -590,26 +598,26 @@ def test_fewer_samples_than_a_global_batch_are_said(tmp_path: Path) -> None:
 ])  # fmt: skip
 def test_data_that_cannot_be_read_come_with_a_next_step(tmp_path: Path, name: str, content: bytes) -> None:
     (tmp_path / name).write_bytes(content)
-    finding = only(data.readable, situation(tmp_path, **{"data.source": str(tmp_path / name)}))
+    finding = only(data.check_readable, situation(tmp_path, **{"data.source": str(tmp_path / name)}))
     assert (finding.status, finding.next is not None) == ("failed", True)
 
 
 def test_data_that_nobody_named_are_not_called_fine(tmp_path: Path) -> None:
-    finding = only(data.readable, situation(tmp_path, **{"data.source": None}))
+    finding = only(data.check_readable, situation(tmp_path, **{"data.source": None}))
     assert (finding.status, finding.found) == ("failed", "data.source is empty: nothing says what to train on")
 
 
 def test_an_output_folder_that_is_a_file_comes_with_a_next_step(tmp_path: Path) -> None:
     (tmp_path / "out").write_text("")
-    finding = only(disk.checkpoints, situation(tmp_path))
+    finding = only(disk.check_room_for_checkpoints, situation(tmp_path))
     assert (finding.status, "--output_dir" in str(finding.next)) == ("failed", True)
 
 
 def test_weights_that_fsdp2_gathers_are_no_alarm_where_the_host_has_room(tmp_path: Path) -> None:
-    finding = only(peaks.saving, situation(tmp_path, parallel="fsdp2", world_size=2))
+    finding = only(peaks.check_saving, situation(tmp_path, parallel="fsdp2", world_size=2))
     assert (finding.status, "gathers the weights" in finding.found) == ("ok", True)
 
 
 def test_a_sequence_longer_than_the_model_s_positions_is_found(tmp_path: Path) -> None:
-    finding = only(positions.positions, situation(tmp_path, max_seq_len=1024))
+    finding = only(positions.check_positions, situation(tmp_path, max_seq_len=1024))
     assert (finding.status, finding.next) == ("failed", "max_seq_len: 512")

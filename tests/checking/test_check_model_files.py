@@ -25,12 +25,12 @@ def failures(folder: Path, model: Any, **changes: Any) -> list[Finding]:
 
 
 def of_weights(where: Situation) -> Finding:
-    (finding,) = guarded(disk.WEIGHTS, lambda: disk.weights(where))
+    (finding,) = guarded(disk.WEIGHTS, lambda: disk.check_weights_here(where))
     return finding
 
 
 def of_tokenizer(where: Situation) -> Finding:
-    (finding,) = guarded(tokenizer.TOKENIZER, lambda: tokenizer.tokenizer(where))
+    (finding,) = guarded(tokenizer.TOKENIZER, lambda: tokenizer.check_tokenizer(where))
     return finding
 
 
@@ -74,7 +74,7 @@ def test_a_tokenizer_that_is_not_here_is_told_with_the_download_of_it_alone(tmp_
     assert (finding.status, "hf download Qwen/Qwen2.5-7B --include 'tokenizer*'" in str(finding.next)) == (
         "warning", True,
     )  # fmt: skip
-    (lengths,) = guarded(data.LENGTHS, lambda: data.lengths(where))
+    (lengths,) = guarded(data.LENGTHS, lambda: data.check_lengths(where))
     assert (lengths.status, lengths.found) == ("skipped", "there is no tokenizer")
 
 
@@ -94,7 +94,7 @@ def test_published_weights_under_another_tokenizer_are_told(llama: Path, tmp_pat
     own = situation(tmp_path, model={"name": str(llama), "tokenizer": str(llama)}, **rows)
     assert of_tokenizer(own).status == "ok"
     other = situation(tmp_path, model={"name": str(llama), "tokenizer": "bytes"}, **rows)
-    assert only(data.vocabulary, other).status == "ok"  # every byte has a row: only the words differ
+    assert only(data.check_vocabulary, other).status == "ok"  # every byte has a row: only the words differ
     finding = of_tokenizer(other)
     assert (finding.status, "mean other words" in finding.found) == ("warning", True)
     scratch = situation(tmp_path, model={"name": str(llama), "tokenizer": "bytes", "from_scratch": True}, **rows)

@@ -33,7 +33,7 @@ def copied(run_folder: Path, tmp_path: Path) -> Path:
 
 def resumed(folder: Path, place: Path | str, **changes: Any) -> Finding:
     where = situation(folder, **{"method": "lora", "resume_from": str(place), **changes})
-    (finding,) = guarded(resuming.RESUME, lambda: resuming.resume(where))
+    (finding,) = guarded(resuming.RESUME, lambda: resuming.check_resume(where))
     return finding
 
 
@@ -68,7 +68,7 @@ def test_data_that_begin_anew_are_said(run_folder: Path, tmp_path: Path) -> None
 
 def test_another_number_of_processes_draws_other_random_numbers(run_folder: Path) -> None:
     where = situation(run_folder, world_size=2, method="lora", resume_from=str(run_folder / "out" / "step_2"))
-    finding = only(resuming.resume, where)
+    finding = only(resuming.check_resume, where)
     assert (finding.status, "random numbers of 1 process, and 2 processes" in finding.found) == ("warning", True)
     assert finding.next == "the very same run goes on with --nproc_per_node=1"
 

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.oom_messages import find_oom
 
 from memfit.errors import InputError
 from memfit.explaining.explain import Explanation, explain
-from memfit.explaining.message import find_oom, find_ooms
+from memfit.explaining.message import find_ooms
 from memfit.explaining.text import SMALL_TEXT, excerpt_of
 
 SIZES = {

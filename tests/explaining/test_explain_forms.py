@@ -9,9 +9,10 @@ import time
 from pathlib import Path
 
 import pytest
+from support.oom_messages import find_oom
 
 from memfit.explaining.explain import explain
-from memfit.explaining.message import Oom, find_oom, find_ooms
+from memfit.explaining.message import Oom, find_ooms
 
 ADVICE_1_10 = (
     " If reserved memory is >> allocated memory try setting max_split_size_mb to avoid fragmentation.  See "

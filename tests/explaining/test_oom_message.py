@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.oom_messages import find_oom
 
-from memfit.explaining.message import find_oom, parse_size
+from memfit.explaining.message import parse_size
 
 NEWEST = (
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.16 GiB. GPU 0 has a total capacity of "

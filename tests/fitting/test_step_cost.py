@@ -16,11 +16,11 @@ from memfit.fitting.step_cost import (
     PhaseCost,
     StepCost,
     _after,
-    counted_marks,
+    count_marks,
     last_step,
     seconds,
     step_cost,
-    summed,
+    sum_by_phase,
 )
 from memfit.gpus import find_gpu
 from memfit.jobs.workload import Workload
@@ -115,13 +115,13 @@ def test_a_fused_optimizer_moves_less_and_computes_the_same() -> None:
 def test_two_small_models_give_the_line_that_all_blocks_lie_on(kind: str) -> None:
     work = workload(kind=kind, clip_grad=True)
 
-    assert totals(step_cost(work)) == totals_of(summed(last_step(counted_marks(work, None))))
+    assert totals(step_cost(work)) == totals_of(sum_by_phase(last_step(count_marks(work, None))))
 
 
 def test_micro_steps_in_the_middle_are_alike() -> None:
     work = workload(grad_accum=6, seq_len=64)
 
-    assert totals(step_cost(work)) == totals_of(summed(last_step(counted_marks(work, None))))
+    assert totals(step_cost(work)) == totals_of(sum_by_phase(last_step(count_marks(work, None))))
 
 
 @pytest.mark.parametrize("loop", ["trainer", "memfit"])

@@ -75,9 +75,9 @@ print(json.dumps(memfit.predict(kind="forward", model="gpt2", seq_len=16, trace_
 """
 CHECK = """
 import json
-from memfit.checking.packages import version_set
+from memfit.checking.packages import check_packages
 from memfit.checking.situation import CheckRequest, Situation
-print(json.dumps([each.to_json() for each in version_set(Situation(CheckRequest()))]))
+print(json.dumps([each.to_json() for each in check_packages(Situation(CheckRequest()))]))
 """
 
 

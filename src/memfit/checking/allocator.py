@@ -30,7 +30,7 @@ SINCE: dict[str, tuple[int, ...]] = {
 }  # fmt: skip
 
 
-def settings(situation: Situation) -> Iterator[Finding]:
+def check_allocator_settings(situation: Situation) -> Iterator[Finding]:
     try:
         torch_version: str | None = version("torch")
     except PackageNotFoundError:
@@ -166,7 +166,7 @@ ENVIRONMENT = Line("settings", "environment")
 WITHOUT_EFFECT = ("TOKENIZERS_PARALLELISM", "OMP_NUM_THREADS")
 
 
-def variables(situation: Situation) -> Iterator[Finding]:
+def check_variables(situation: Situation) -> Iterator[Finding]:
     found = [f"{name}={os.environ[name]}" for name in WITHOUT_EFFECT if os.environ.get(name)]
     if found:
         yield ENVIRONMENT.ok(f"{', '.join(found)}: threads of the host; no effect on GPU memory")

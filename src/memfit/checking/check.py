@@ -155,56 +155,56 @@ def _checks(asked: CheckRequest) -> Iterator[tuple[str, Look, Line]]:
     """(what to tell while it runs, the check, the line that an error of it stands on)."""
     training, from_file = asked.config is not None, asked.config is not None and asked.workload is None
     of_job = training or asked.workload is not None
-    yield "looking for GPUs", machine.present, machine.PRESENT
-    yield "asking who holds them", machine.free, machine.FREE
-    yield "driver and torch", machine.build, machine.BUILD
-    yield "what the card can do", machine.abilities, machine.ABILITIES
-    yield "settings of the allocator", allocator.settings, allocator.SETTINGS
-    yield "environment", allocator.variables, allocator.ENVIRONMENT
-    yield "packages", packages.version_set, packages.SET
-    yield "bitsandbytes", packages.bitsandbytes, packages.LOADS
+    yield "looking for GPUs", machine.check_gpus, machine.PRESENT
+    yield "asking who holds them", machine.check_free_memory, machine.FREE
+    yield "driver and torch", machine.check_build, machine.BUILD
+    yield "what the card can do", machine.check_abilities, machine.ABILITIES
+    yield "settings of the allocator", allocator.check_allocator_settings, allocator.SETTINGS
+    yield "environment", allocator.check_variables, allocator.ENVIRONMENT
+    yield "packages", packages.check_packages, packages.SET
+    yield "bitsandbytes", packages.check_bitsandbytes, packages.LOADS
     if from_file:
-        yield "keys of the config", job_settings.keys, job_settings.KEYS
+        yield "keys of the config", job_settings.check_keys, job_settings.KEYS
     if of_job:
-        yield "precision", job_settings.precision, job_settings.PRECISION
+        yield "precision", job_settings.check_precision, job_settings.PRECISION
     if training:
         yield from _of_training(asked, from_file)
     elif asked.workload is not None and asked.workload.kind == "prune":
-        yield "calibration data", data.calibration, data.CALIBRATION
+        yield "calibration data", data.check_calibration, data.CALIBRATION
     elif asked.workload is not None:  # pruning takes no more positions than there are
-        yield "positions", data.positions, data.POSITIONS
-    yield "host memory", machine.memory, machine.MEMORY
-    yield "shared memory", machine.shared, machine.SHARED
+        yield "positions", data.check_positions, data.POSITIONS
+    yield "host memory", machine.check_host_memory, machine.MEMORY
+    yield "shared memory", machine.check_shared_memory, machine.SHARED
     if asked.world_size > 1 or (asked.config is not None and asked.config.memory.offload):
-        yield "locked memory", machine.locked, machine.LOCKED
+        yield "locked memory", machine.check_locked_memory, machine.LOCKED
     if of_job and asked.load:
-        yield "loading the model", loading.loaded, loading.LOADED
+        yield "loading the model", loading.load_and_measure, loading.LOADED
     if of_job:
-        yield "planning", plan.fits, plan.FITS
-        yield "planning", job_settings.attention, job_settings.ATTENTION
+        yield "planning", plan.check_fit, plan.FITS
+        yield "planning", job_settings.check_attention, job_settings.ATTENTION
 
 
 def _of_training(asked: CheckRequest, from_file: bool) -> Iterator[tuple[str, Look, Line]]:
     followed: list[Flow] = []
-    yield "batch sizes", job_settings.global_batch, job_settings.BATCH
+    yield "batch sizes", job_settings.check_global_batch, job_settings.BATCH
     if from_file:
-        yield "settings of the engine", job_settings.served, job_settings.SERVED
-        yield "looking for the weights", machine.weights, machine.WEIGHTS
-        yield "looking for the tokenizer", data.tokenizer, data.TOKENIZER
-        yield "reading data", data.readable, data.READABLE
-        yield "cutting data into tokens", data.lengths, data.LENGTHS
-        yield "padding", data.padding, data.PADDING
-        yield "labels", data.labels, data.LABELS
-        yield "checkpoint", job_settings.resume, job_settings.RESUME
-    yield "the model's shapes", model.trained_weights, model.TRAINED
-    yield "positions", data.positions, data.POSITIONS
+        yield "settings of the engine", job_settings.check_served, job_settings.SERVED
+        yield "looking for the weights", machine.check_weights_here, machine.WEIGHTS
+        yield "looking for the tokenizer", data.check_tokenizer, data.TOKENIZER
+        yield "reading data", data.check_readable, data.READABLE
+        yield "cutting data into tokens", data.check_lengths, data.LENGTHS
+        yield "padding", data.check_padding, data.PADDING
+        yield "labels", data.check_labels, data.LABELS
+        yield "checkpoint", job_settings.check_resume, job_settings.RESUME
+    yield "the model's shapes", model.check_trained_weights, model.TRAINED
+    yield "positions", data.check_positions, data.POSITIONS
     if from_file:
-        yield "vocabulary", data.vocabulary, data.VOCABULARY
-    yield "two steps of the first blocks", partial(model.gradients, followed=followed), model.GRADIENTS
+        yield "vocabulary", data.check_vocabulary, data.VOCABULARY
+    yield "two steps of the first blocks", partial(model.check_gradients, followed=followed), model.GRADIENTS
     if asked.world_size > 1:
-        yield "reductions", job_settings.reductions, job_settings.REDUCED
-        yield "unused parameters", partial(job_settings.unused_parameters, followed=followed), job_settings.UNUSED
-    yield "peaks beside the step", plan.evaluation, plan.EVALUATION
-    yield "peaks beside the step", plan.saving, plan.SAVING
+        yield "reductions", job_settings.check_reductions, job_settings.REDUCED
+        yield "unused parameters", partial(job_settings.check_unused_parameters, followed=followed), job_settings.UNUSED
+    yield "peaks beside the step", plan.check_evaluation, plan.EVALUATION
+    yield "peaks beside the step", plan.check_saving, plan.SAVING
     if from_file:
-        yield "disk", machine.checkpoints, machine.CHECKPOINTS
+        yield "disk", machine.check_room_for_checkpoints, machine.CHECKPOINTS

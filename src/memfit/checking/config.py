@@ -55,7 +55,7 @@ def load(said: str, sets: Iterable[str]) -> tuple[TrainConfig, tuple[Read, ...]]
     return config, tuple(Read(each.key, setting) for setting, each in given.items())
 
 
-def keys(situation: Situation) -> Iterator[Finding]:
+def check_keys(situation: Situation) -> Iterator[Finding]:
     config, read = situation.config, situation.asked.keys
     for remark in config.remarks:
         yield KEYS.warning(remark, "take it out of the file")
@@ -68,7 +68,7 @@ def keys(situation: Situation) -> Iterator[Finding]:
 SERVED = Line("config", "settings")
 
 
-def served(situation: Situation) -> Iterator[Finding]:
+def check_served(situation: Situation) -> Iterator[Finding]:
     """Where there is no GPU, what needs one is meant for another machine: it is said, and no failure."""
     config, processes = situation.config, situation.asked.world_size
     notes = [*config.notes(), *check_levers(config, world_size=processes), *_of_data(situation)]
@@ -98,7 +98,7 @@ BATCH = Line("config", "global batch")
 SHOWN_SIZES = 8
 
 
-def global_batch(situation: Situation) -> Iterator[Finding]:
+def check_global_batch(situation: Situation) -> Iterator[Finding]:
     sizes, config = situation.batch.get(), situation.config.batch
     rungs = ", ".join(str(rows) for rows in sizes.rungs[:SHOWN_SIZES]) + (
         ", ..." if len(sizes.rungs) > SHOWN_SIZES else ""
@@ -121,7 +121,7 @@ def global_batch(situation: Situation) -> Iterator[Finding]:
 PRECISION = Line("config", "precision")
 
 
-def precision(situation: Situation) -> Iterator[Finding]:
+def check_precision(situation: Situation) -> Iterator[Finding]:
     said = _precision(situation)
     if said == "fp16" and situation.asked.trains:
         yield PRECISION.warning(
@@ -153,7 +153,7 @@ MUCH = 0.1
 """Of the peak, from which on whole scores are worth a warning."""
 
 
-def attention(situation: Situation) -> Iterator[Finding]:
+def check_attention(situation: Situation) -> Iterator[Finding]:
     config, workload = situation.asked.config, situation.asked.workload
     said = config.model.attention if config else workload.attention if workload else "sdpa"
     if said == "eager":
@@ -210,7 +210,7 @@ def scores_bytes(plan: Plan) -> tuple[int, int | None]:
 REDUCED, UNUSED = Line("config", "no_sync"), Line("config", "unused parameters")
 
 
-def reductions(situation: Situation) -> Iterator[Finding]:
+def check_reductions(situation: Situation) -> Iterator[Finding]:
     """Once a step, or once in every micro-step."""
     sizes = situation.batch.needed()
     steps = sizes.gradient_accumulation_steps
@@ -227,7 +227,7 @@ def reductions(situation: Situation) -> Iterator[Finding]:
     yield REDUCED.ok(f"{gib(size)} of gradients are reduced once a step, not in each of {steps} micro-steps", **details)
 
 
-def unused_parameters(situation: Situation, followed: list[Flow]) -> Iterator[Finding]:
+def check_unused_parameters(situation: Situation, followed: list[Flow]) -> Iterator[Finding]:
     """`followed` is what was seen of the gradients, if anything was."""
     config = situation.config
     if not followed:
@@ -255,7 +255,7 @@ def unused_parameters(situation: Situation, followed: list[Flow]) -> Iterator[Fi
 RESUME = Line("config", "resume")
 
 
-def resume(situation: Situation) -> Iterator[Finding]:
+def check_resume(situation: Situation) -> Iterator[Finding]:
     from memfit.jobs.training.job import find_beginning, note_on_weights
 
     config = situation.config

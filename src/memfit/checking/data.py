@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 CALIBRATION = Line("config", "calibration data")
 
 
-def calibration(situation: Situation) -> Iterator[Finding]:
+def check_calibration(situation: Situation) -> Iterator[Finding]:
     from memfit.jobs.texts import check_packages, find_texts, is_on_this_machine
 
     workload = situation.asked.workload
@@ -38,7 +38,7 @@ def calibration(situation: Situation) -> Iterator[Finding]:
 TOKENIZER = Line("model", "tokenizer")
 
 
-def tokenizer(situation: Situation) -> Iterator[Finding]:
+def check_tokenizer(situation: Situation) -> Iterator[Finding]:
     model = situation.config.model
     named = model.tokenizer or model.name
     try:
@@ -71,7 +71,7 @@ ROTARY = ("rope_parameters", "rope_theta", "rope_scaling")
 """Settings of positions that are computed: such a model runs past them, and was never taught what they mean."""
 
 
-def positions(situation: Situation) -> Iterator[Finding]:
+def check_positions(situation: Situation) -> Iterator[Finding]:
     from memfit.jobs.training.shapes import POSITIONS as NAMES
     from memfit.jobs.training.shapes import number_in
 
@@ -128,7 +128,7 @@ STRAY_SHARE = 0.01
 """Of the learned tokens, that may be padding inside the data before it is worth a word."""
 
 
-def readable(situation: Situation) -> Iterator[Finding]:
+def check_readable(situation: Situation) -> Iterator[Finding]:
     try:
         examples = situation.examples.get()
     except InputError as error:
@@ -141,7 +141,7 @@ def readable(situation: Situation) -> Iterator[Finding]:
     yield READABLE.ok(f"{first} of {kind} from {examples.origin}{empty}", rows=count, empty_rows=examples.empty)
 
 
-def lengths(situation: Situation) -> Iterator[Finding]:
+def check_lengths(situation: Situation) -> Iterator[Finding]:
     data, config = situation.data.get(), situation.config.data
     summary, rows = data.summary, row_lengths(situation)
     details: dict[str, Any] = {
@@ -178,7 +178,7 @@ def row_lengths(situation: Situation) -> dict[str, int]:
     }  # fmt: skip
 
 
-def vocabulary(situation: Situation) -> Iterator[Finding]:
+def check_vocabulary(situation: Situation) -> Iterator[Finding]:
     """A token that the model has no row for stops a run on the GPU with an assertion that names nothing."""
     from memfit.jobs.training.shapes import VOCABULARY as NAMES
     from memfit.jobs.training.shapes import number_in
@@ -195,7 +195,7 @@ def vocabulary(situation: Situation) -> Iterator[Finding]:
         yield VOCABULARY.ok(f"tokens up to {highest:,} in the data, of {words:,} that the model knows")
 
 
-def padding(situation: Situation) -> Iterator[Finding]:
+def check_padding(situation: Situation) -> Iterator[Finding]:
     data, config = situation.data.needed(), situation.config
     if data.packed:
         yield PADDING.ok("none: samples are packed to full length")
@@ -224,7 +224,7 @@ def padding_share(data: TrainingData, rows: int, *, seed: int, shuffle: bool) ->
     return 1 - int(full.sum()) / computed
 
 
-def labels(situation: Situation) -> Iterator[Finding]:
+def check_labels(situation: Situation) -> Iterator[Finding]:
     """Padding is masked in a real batch, every sample has something to learn, and what is learned is not padding."""
     from memfit.jobs.training.data import IGNORED, Collator
     from memfit.jobs.training.examples import pad_id_of

@@ -21,7 +21,7 @@ PROCESS = "memfit.checking.loading_process"
 PATIENCE_SECONDS = 1800.0
 
 
-def loaded(situation: Situation) -> Iterator[Finding]:
+def load_and_measure(situation: Situation) -> Iterator[Finding]:
     order = order_of(situation)
     wanted = _bytes_of(order)
     if short := _too_small(situation, wanted, on_gpu=order["device"] == "cuda"):

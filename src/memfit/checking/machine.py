@@ -29,7 +29,7 @@ SHOWN = 4
 LONGEST_NAME = 60
 
 
-def present(situation: Situation) -> Iterator[Finding]:
+def check_gpus(situation: Situation) -> Iterator[Finding]:
     gpus, wanted = situation.gpus.get(), situation.asked.world_size
     shown = os.environ.get(VISIBLE)
     by = "" if shown is None else f" ({VISIBLE}={shown})"
@@ -47,7 +47,7 @@ def present(situation: Situation) -> Iterator[Finding]:
     yield PRESENT.ok(found, gpus=len(gpus))
 
 
-def free(situation: Situation) -> Iterator[Finding]:
+def check_free_memory(situation: Situation) -> Iterator[Finding]:
     gpus = situation.gpus_here()
     for gpu in gpus:
         yield of_gpu(gpu, alone=len(gpus) == 1)
@@ -98,7 +98,7 @@ INSTALL = "https://pytorch.org/get-started/locally has the build for a driver"
 _ARCH = re.compile(r"(sm|compute)_(\d+)(\d)[a-z]?")
 
 
-def build(situation: Situation) -> Iterator[Finding]:
+def check_build(situation: Situation) -> Iterator[Finding]:
     situation.gpus_here()
     driver = situation.driver.get()
     try:
@@ -149,7 +149,7 @@ def runs_on(archs: Sequence[str], capability: tuple[int, int]) -> bool:
     return False
 
 
-def abilities(situation: Situation) -> Iterator[Finding]:
+def check_abilities(situation: Situation) -> Iterator[Finding]:
     card = situation.card
     major, minor = card.arch
     words = [
@@ -180,7 +180,7 @@ PREFETCHED = 2
 """Batches that each worker of a DataLoader holds ready."""
 
 
-def memory(situation: Situation) -> Iterator[Finding]:
+def check_host_memory(situation: Situation) -> Iterator[Finding]:
     host = host_memory()
     unused = host["total_bytes"] - host["used_bytes"]
     found = f"{gib(unused)} of {gib(host['total_bytes'])} free"
@@ -212,7 +212,7 @@ def _needs(situation: Situation) -> dict[str, int]:
     return needs
 
 
-def shared(situation: Situation) -> Iterator[Finding]:
+def check_shared_memory(situation: Situation) -> Iterator[Finding]:
     if not SHM.is_dir():
         raise CannotTell("this system has no /dev/shm")
     total, unused = (getattr(shutil.disk_usage(SHM), name) for name in ("total", "free"))
@@ -234,7 +234,7 @@ def shared(situation: Situation) -> Iterator[Finding]:
         yield SHARED.ok(found + (f"; data workers keep {format_bytes(needed)} there" if needed else ""), **details)
 
 
-def locked(situation: Situation) -> Iterator[Finding]:
+def check_locked_memory(situation: Situation) -> Iterator[Finding]:
     """CUDA pins memory through its driver, which this limit does not bind; InfiniBand registers it as anybody else."""
     try:
         import resource
@@ -256,7 +256,7 @@ PUBLISHED_BYTES = 2
 """Of a weight: models are published in 16 bit."""
 
 
-def checkpoints(situation: Situation) -> Iterator[Finding]:
+def check_room_for_checkpoints(situation: Situation) -> Iterator[Finding]:
     from memfit.jobs.training.job import EarlierRun, check_output, find_beginning
 
     config, folder = situation.config, output_folder(situation.config)
@@ -284,7 +284,7 @@ def checkpoints(situation: Situation) -> Iterator[Finding]:
     yield CHECKPOINTS.ok(f"{found} take {format_bytes(count * each)}", **details)
 
 
-def weights(situation: Situation) -> Iterator[Finding]:
+def check_weights_here(situation: Situation) -> Iterator[Finding]:
     """Whether they are here and whole; if they are not here, whether there is room for them."""
     try:
         folder = situation.folder.get()

@@ -37,7 +37,7 @@ SAVED_WHOLE = "modules_to_save"
 """What peft calls a module that is trained beside the adapters because somebody asked for it."""
 
 
-def trained_weights(situation: Situation) -> Iterator[Finding]:
+def check_trained_weights(situation: Situation) -> Iterator[Finding]:
     model, method = situation.shapes.get(), situation.config.method
     named = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
     everything = sum(each.numel() for each in model.parameters())
@@ -281,7 +281,7 @@ def _within_vocabulary(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, 
     return {name: each.where(each < words, each % words) for name, each in batch.items()}
 
 
-def gradients(situation: Situation, followed: list[Flow]) -> Iterator[Finding]:
+def check_gradients(situation: Situation, followed: list[Flow]) -> Iterator[Finding]:
     """What it finds is also put into `followed`, for the checks that come after."""
     try:
         flow = follow(situation)

@@ -23,7 +23,7 @@ PATIENCE_SECONDS = 60.0
 LOADING = "import bitsandbytes; print(bitsandbytes.__version__)"
 
 
-def version_set(situation: Situation) -> Iterator[Finding]:
+def check_packages(situation: Situation) -> Iterator[Finding]:
     there = {name: found for name in PACKAGES if (found := installed(name)) is not None}
     missing = [name for name in PACKAGES if name not in there]
     listed = ", ".join(f"{name} {found}" for name, found in there.items())
@@ -84,7 +84,7 @@ def installed(name: str) -> str | None:
         return None
 
 
-def bitsandbytes(situation: Situation) -> Iterator[Finding]:
+def check_bitsandbytes(situation: Situation) -> Iterator[Finding]:
     """In a process of its own: built for another CUDA it may take the process down, and peft imports it unasked."""
     config = situation.asked.config
     needed = config is not None and config.optimizer.name in NEEDS_BITSANDBYTES

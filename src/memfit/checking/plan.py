@@ -35,7 +35,7 @@ class CardPlan:
     """The card, in words; None where there is none."""
 
 
-def planned(situation: Situation) -> list[CardPlan]:
+def plan_on_cards(situation: Situation) -> list[CardPlan]:
     from memfit.planning.predict import predict
 
     cards: list[tuple[Gpu | None, str | None]] = [*_cards(situation)] or [(None, None)]
@@ -125,7 +125,7 @@ def _cards(situation: Situation) -> Iterator[tuple[Gpu, str]]:
 FITS = Line("plan", "fits")
 
 
-def fits(situation: Situation) -> Iterator[Finding]:
+def check_fit(situation: Situation) -> Iterator[Finding]:
     for each in situation.plans.get():
         yield of_plan(each.plan, each.where, _search(each, situation))
 
@@ -182,7 +182,7 @@ EVALUATED_ROWS = 100
 FP32_BYTES = 4
 
 
-def evaluation(situation: Situation) -> Iterator[Finding]:
+def check_evaluation(situation: Situation) -> Iterator[Finding]:
     words = getattr(getattr(situation.shapes.needed(), "config", None), "vocab_size", None)
     if not isinstance(words, int):
         raise CannotTell("the model does not say how many words it knows")
@@ -202,7 +202,7 @@ def evaluation(situation: Situation) -> Iterator[Finding]:
     yield EVALUATION.ok(f"nothing is evaluated during the run; {gathered}, which nobody gathers here", **details)
 
 
-def saving(situation: Situation) -> Iterator[Finding]:
+def check_saving(situation: Situation) -> Iterator[Finding]:
     model, config = situation.shapes.needed(), situation.config
     written = checkpoint_bytes(model, config)
     if config.parallel.kind == "fsdp2" and situation.asked.world_size > 1:

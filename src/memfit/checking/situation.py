@@ -351,9 +351,9 @@ class Situation:
         )  # fmt: skip
 
     def _plans(self) -> list[CardPlan]:
-        from memfit.checking.plan import planned
+        from memfit.checking.plan import plan_on_cards
 
-        return planned(self)
+        return plan_on_cards(self)
 
 
 def output_folder(config: TrainConfig) -> Path:

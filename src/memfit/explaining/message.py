@@ -156,14 +156,8 @@ class OomMessages:
         return bool(self.ooms)
 
 
-def find_oom(text: str) -> Oom | None:
-    """The last message in the text, for what came before it was survived. A plain one goes before a disguised one."""
-    found = find_ooms(text)
-    return found.last.oom if found else None
-
-
 def find_ooms(source: str | Excerpt) -> OomMessages:
-    """All messages, each read as the text's line breaks make most sense."""
+    """All messages, each read as the text's line breaks make most sense; what came before the last one was survived."""
     text = source if isinstance(source, Excerpt) else Excerpt(source)
     found = _find(passages(text))
     if may_break_words(text.text):

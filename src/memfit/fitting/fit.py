@@ -31,7 +31,7 @@ from memfit.fitting.forecast import (
     without_others,
 )
 from memfit.fitting.levers import Lever, apply, checked_setting, levers_for
-from memfit.fitting.result import Alternative, Answer, Change, Fitted, set_aside
+from memfit.fitting.result import Alternative, Answer, Change, Fitted, list_unused
 from memfit.fitting.search import Search, Set, Solution, dearness
 from memfit.fitting.step_cost import StepTime, step_time
 from memfit.fitting.whole_model import plan_whole_model
@@ -143,7 +143,7 @@ class _Fitter:
             without_last=self._without_last(chosen) if fits else None,
             one_step_back=self._one_step_back(chosen) if fits else None,
             alternatives=tuple(self._alternatives(chosen)) if fits else (),
-            set_aside=() if answer == "fits already" else set_aside(self.levers, found, before, self.search.refused),
+            set_aside=() if answer == "fits already" else list_unused(self.levers, found, before, self.search.refused),
             smallest_gpu_bytes=self._smallest_card(found.forecast) if fails else None,
             enough_gpu_bytes=self._enough_of_a_card(found.forecast) if fails else None,
             margin_left=self._margin_left(found.forecast) if fails else None,

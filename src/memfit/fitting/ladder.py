@@ -30,6 +30,7 @@ from memfit.guides.claims import RUNGS
 from memfit.jobs.workload import Workload
 from memfit.models.presets import GATHER, is_gsa
 from memfit.render.shown import Renderer, Shown
+from memfit.units import gib
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,8 +107,8 @@ class Rung:
         length = self.workload.seq_len
         ends = self.longest is not None and self.longest < LONGER[-1] * length
         longer = [f"rows longer than {self.longest} tokens"] if ends else []
-        idle = f"fragmentation: {_gib(self.forecast.cached_bytes)} GiB of what is reserved already lies idle"
-        return (*longer, f"another program that takes {_gib(max(spare, 0))} GiB of the card", idle)
+        idle = f"fragmentation: {gib(self.forecast.cached_bytes)} of what is reserved already lies idle"
+        return (*longer, f"another program that takes {gib(max(spare, 0))} of the card", idle)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,7 +264,3 @@ def _row(forecast: Forecast, gpu: Gpu) -> dict[str, Any]:
         "seq_len": work.seq_len, "verdict": forecast.verdict, "device_bytes": forecast.device_bytes,
         "use": round(forecast.device_bytes / gpu.capacity_bytes, 4),
     }  # fmt: skip
-
-
-def _gib(count: int) -> str:
-    return f"{count / 2**30:.2f}"

@@ -38,7 +38,7 @@ class UnusedLever:
         return asdict(self)
 
 
-def set_aside(
+def list_unused(
     levers: Sequence[Lever], found: Solution, before: Forecast, refused: Mapping[str, str]
 ) -> tuple[UnusedLever, ...]:
     """One for each group, under its strongest lever that is to be had; a group of the answer goes without saying.

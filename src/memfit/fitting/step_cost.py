@@ -205,14 +205,14 @@ def _few(blocks: Blocks) -> int:
 
 def on_line(less: Mapping[str, Ops], more: Mapping[str, Ops], units: int) -> dict[str, Ops]:
     """Phase by phase, what was counted with so many `units` more, where `more` has one more than `less`."""
-    return {phase: combined([(less[phase], 1 - units), (more[phase], units)]) for phase in less}
+    return {phase: combine([(less[phase], 1 - units), (more[phase], units)]) for phase in less}
 
 
 def by_mark(made: Trace, counter: OpCosts) -> list[MarkCount]:
     return [MarkCount(mark.phase, mark.step, counter.by_mark.get(at, {})) for at, mark in enumerate(made.marks)]
 
 
-def combined(parts: Iterable[tuple[Ops, int]]) -> Ops:
+def combine(parts: Iterable[tuple[Ops, int]]) -> Ops:
     """Each so many times, together."""
     total: Counter[OpCost] = Counter()
     for ops, times in parts:
@@ -231,8 +231,8 @@ def _counted(work: Workload, layers: int | None) -> dict[str, Ops]:
     if work.kind == "prune":
         return pruning_cost(work, layers)
     few = dataclasses.replace(work, grad_accum=min(work.grad_accum, MICRO_STEPS)) if work.trains else work
-    marks = last_step(counted_marks(few, layers))
-    return summed(_with_all_micro_steps(marks, work.grad_accum) if work.trains else marks)
+    marks = last_step(count_marks(few, layers))
+    return sum_by_phase(_with_all_micro_steps(marks, work.grad_accum) if work.trains else marks)
 
 
 @dataclass(frozen=True)
@@ -244,7 +244,7 @@ class MarkCount:
     ops: Ops
 
 
-def counted_marks(work: Workload, layers: int | None, *, tokens: int | None = None) -> list[MarkCount]:
+def count_marks(work: Workload, layers: int | None, *, tokens: int | None = None) -> list[MarkCount]:
     from memfit.planning.on_trace import prepare_without_memory, trace_job
     from memfit.tracing.costs import OpCosts
 
@@ -270,14 +270,14 @@ def _with_all_micro_steps(marks: list[MarkCount], micro_steps: int) -> Iterator[
     if micro_steps > MICRO_STEPS:
         middle = marks[forwards[1] : forwards[2]]
         for mark in middle:
-            yield dataclasses.replace(mark, ops=combined([(mark.ops, micro_steps - MICRO_STEPS)]))
+            yield dataclasses.replace(mark, ops=combine([(mark.ops, micro_steps - MICRO_STEPS)]))
 
 
-def summed(marks: Iterable[MarkCount]) -> dict[str, Ops]:
+def sum_by_phase(marks: Iterable[MarkCount]) -> dict[str, Ops]:
     by_phase: dict[str, list[tuple[Ops, int]]] = {}
     for mark in marks:
         by_phase.setdefault(mark.phase, []).append((mark.ops, 1))
-    return {phase: combined(parts) for phase, parts in by_phase.items()}
+    return {phase: combine(parts) for phase, parts in by_phase.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -333,17 +333,17 @@ def generation_cost(work: Workload, layers: int | None) -> dict[str, Ops]:
         near = [_after(work, layers, tokens) for tokens in (FEW_TOKENS - 2, FEW_TOKENS - 1, FEW_TOKENS)]
         late = dataclasses.replace(work, seq_len=work.seq_len + work.new_tokens - FEW_TOKENS, new_tokens=FEW_TOKENS)
         far = [_after(late, layers, tokens) for tokens in (FEW_TOKENS - 1, FEW_TOKENS)]
-        third, fourth, last = (combined([(b, 1), (a, -1)]) for a, b in ((near[0], near[1]), (near[1], near[2]), far))
+        third, fourth, last = (combine([(b, 1), (a, -1)]) for a, b in ((near[0], near[1]), (near[1], near[2]), far))
         steps = work.new_tokens - FEW_TOKENS
-        told = combined([(fourth, 1 + steps), (third, -steps)])
+        told = combine([(fourth, 1 + steps), (third, -steps)])
         if _totals(told) == _totals(last):
             more = steps * (steps + 1) // 2
-            return {PHASE: combined([(near[2], 1), (fourth, steps + more), (third, -more)])}
+            return {PHASE: combine([(near[2], 1), (fourth, steps + more), (third, -more)])}
     return {PHASE: _after(work, layers, None)}
 
 
 def _after(work: Workload, layers: int | None, tokens: int | None) -> Ops:
-    return summed(counted_marks(work, layers, tokens=tokens))[PHASE]
+    return sum_by_phase(count_marks(work, layers, tokens=tokens))[PHASE]
 
 
 def _totals(ops: Ops) -> tuple[int, int, int]:
@@ -388,6 +388,6 @@ def _count_pruning(work: Workload, layers: int | None, few: int) -> tuple[dict[s
     def with_weights(mark: MarkCount) -> MarkCount:
         if mark.phase not in MOVES_THE_BLOCK:
             return mark
-        return dataclasses.replace(mark, ops=combined([(mark.ops, 1), (moved, 1)]))
+        return dataclasses.replace(mark, ops=combine([(mark.ops, 1), (moved, 1)]))
 
-    return summed(with_weights(mark) for mark in by_mark(made, counters[-1])), windows
+    return sum_by_phase(with_weights(mark) for mark in by_mark(made, counters[-1])), windows
