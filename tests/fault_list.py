@@ -393,7 +393,7 @@ FITTING = [
         "rows of any length are a risk", "self.longest < LONGER[-1] * length", "self.longest <= LONGER[-1] * length"
     ),
     _LADDER(
-        "what another program takes is the whole card", "{gib(max(spare, 0))}", "{_gib(self.forecast.capacity_bytes)}"
+        "what another program takes is the whole card", "{gib(max(spare, 0))}", "{gib(self.forecast.capacity_bytes)}"
     ),
     _LADDER(
         "a rung's time is not beside that of the first",
