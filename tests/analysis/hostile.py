@@ -32,7 +32,7 @@ from made import DATA, random_trace, training
 
 from memfit.analysis.diff import diff_files
 from memfit.analysis.export import FORMATS
-from memfit.analysis.files import Reported, report_file
+from memfit.analysis.files import Report, report_file
 from memfit.errors import MemfitError
 from memfit.render.diff import show_diff
 from memfit.render.html import page
@@ -355,7 +355,7 @@ def use(path: Path, *, all_of_it: bool) -> str:
     return "reported"
 
 
-def check_sums(reported: Reported) -> None:
+def check_sums(reported: Report) -> None:
     document = reported.document
     if "breakdown" in document:
         assert sum(document["breakdown"].values()) == document["peak"]["allocated_bytes"]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from made import MiB, as_measured, random_trace, training
 
 from memfit.analysis.alive import growth, idle_at, temporaries
-from memfit.analysis.page import group_sums, paths, pruned, sampled, tree
+from memfit.analysis.page import group_sums, merge_thin, paths, sample, tree
 from memfit.analysis.report import report_run
 from memfit.analysis.run import Run, run_of_trace, runs_of_snapshot
 from memfit.errors import InputError
@@ -132,7 +132,7 @@ def test_ranges_undo_what_they_did() -> None:
 def test_samples_keep_every_peak_of_a_stretch_and_the_groups_sum_to_the_whole(seed: int, limit: int) -> None:
     timeline = replay(random_trace(seed, 500))
 
-    samples = sampled(timeline, limit)
+    samples = sample(timeline, limit)
 
     assert len(samples.event) <= max(limit + 3, 4)
     assert int(samples.allocated.max()) == max(int(timeline.allocated.max()), timeline.allocated_before)
@@ -145,7 +145,7 @@ def test_samples_keep_every_peak_of_a_stretch_and_the_groups_sum_to_the_whole(se
 def test_a_short_timeline_is_kept_whole() -> None:
     timeline = replay(random_trace(1, 60))
 
-    assert sampled(timeline).stride == 1
+    assert sample(timeline).stride == 1
 
 
 # -- the flame graph -------------------------------------------------------------------------------------------------
@@ -172,7 +172,7 @@ def test_what_is_too_thin_to_see_is_put_together_and_nothing_is_lost() -> None:
     run = run_of_trace(trace)
     blocks = np.arange(51)
 
-    node = pruned(tree(run, blocks)).children["weights"]
+    node = merge_thin(tree(run, blocks)).children["weights"]
 
     assert sorted(node.children) == ["50 smaller", "big"]
     assert sum(child.nbytes for child in node.children.values()) == node.nbytes

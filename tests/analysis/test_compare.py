@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.comparison import first_of, format_comparison
 
-from memfit.analysis.align import Budget, align
+from memfit.analysis.align import EditBudget, align
 from memfit.analysis.compare import Counts, Hunk, Lifetime, compare
 from memfit.replay.events import Action, Trace
 from memfit.snapshots.read import read_snapshot
@@ -320,7 +320,7 @@ SHORT = st.lists(st.integers(0, 3), max_size=11)  # shorter than AGREE: the exac
 def test_what_is_aligned_is_equal_in_order_and_for_short_sequences_the_most_there_is(
     a: list[int], b: list[int]
 ) -> None:
-    runs = list(align(np.array(a, dtype=np.int64), np.array(b, dtype=np.int64), Budget()))
+    runs = list(align(np.array(a, dtype=np.int64), np.array(b, dtype=np.int64), EditBudget()))
 
     i = j = 0
     for at_a, at_b, n in runs:
@@ -340,7 +340,7 @@ def test_sequences_with_any_rate_of_differences_are_aligned_soundly(
     b = [x if chance.random() > rate else chance.randrange(alphabet) for x in a if chance.random() > rate / 3]
 
     i = j = 0
-    for at_a, at_b, n in align(np.array(a, dtype=np.int64), np.array(b, dtype=np.int64), Budget()):
+    for at_a, at_b, n in align(np.array(a, dtype=np.int64), np.array(b, dtype=np.int64), EditBudget()):
         assert (n > 0, at_a >= i, at_b >= j) == (True, True, True)
         assert a[at_a : at_a + n] == b[at_b : at_b + n]
         i, j = at_a + n, at_b + n

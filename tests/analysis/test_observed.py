@@ -10,7 +10,7 @@ from made import CONFIGS, DATA, MiB, as_measured, random_trace, training
 
 from memfit.analysis.alive import idle_at
 from memfit.analysis.export import viewer_snapshot
-from memfit.analysis.observed import observed
+from memfit.analysis.observed import observe
 from memfit.analysis.run import runs_of_snapshot
 from memfit.replay.alloc_config import AllocatorConfig
 from memfit.replay.events import Trace
@@ -21,7 +21,7 @@ from memfit.units import GiB
 
 
 def timeline_of(snapshot: Snapshot) -> Timeline:
-    return observed(snapshot, 0, AllocatorConfig.from_snapshot(snapshot.settings))
+    return observe(snapshot, 0, AllocatorConfig.from_snapshot(snapshot.settings))
 
 
 def closes(timeline: Timeline, event: int) -> bool:

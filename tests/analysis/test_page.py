@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from made import DATA, random_trace, save, training
 
-from memfit.analysis.files import Reported, report_file
+from memfit.analysis.files import Report, report_file
 from memfit.analysis.page import MAX_BLOCKS, page_data
 from memfit.analysis.report import report_run
 from memfit.analysis.run import run_of_trace
@@ -108,7 +108,7 @@ def test_the_flame_graph_on_the_page_adds_up() -> None:
 def test_what_is_too_much_for_a_page_is_left_out_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("memfit.analysis.page.MAX_BLOCKS", 10)
     run = run_of_trace(random_trace(3))
-    made = page_data(Reported({**report_run(run), "source": {"path": "x"}}, run))
+    made = page_data(Report({**report_run(run), "source": {"path": "x"}}, run))
 
     assert made["timeline"]["blocks"]["count"] == 10
     assert made["timeline"]["blocks"]["left_out"] == int((run.timeline.size > 0).sum()) - 10

@@ -14,14 +14,14 @@ from made import as_measured, random_trace
 from memfit.analysis.export import viewer_snapshot
 from memfit.analysis.run import runs_of_snapshot
 from memfit.snapshots import schema as snapshot_schema
-from memfit.snapshots.file import ALLOC, COMPLETED, REQUESTED, paired
+from memfit.snapshots.file import ALLOC, COMPLETED, REQUESTED, pair_events
 from memfit.snapshots.read import Snapshot, snapshot_of
 
 
 def both_ways(raw: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Snapshot, Snapshot]:
     quick = snapshot_of(copy.deepcopy(raw))
     with monkeypatch.context() as patch:
-        patch.setattr(snapshot_schema, "paired", lambda codes, addresses: None)
+        patch.setattr(snapshot_schema, "pair_events", lambda codes, addresses: None)
         return quick, snapshot_of(copy.deepcopy(raw))
 
 
@@ -56,7 +56,7 @@ def test_any_order_of_events_reads_the_same_both_ways(order: list[tuple[str, int
 
 def test_a_history_that_breaks_the_pattern_is_not_paired() -> None:
     def found(*codes: int) -> bool:
-        return paired(np.array(codes, dtype=np.uint8), np.zeros(len(codes), dtype=np.uint64)) is not None
+        return pair_events(np.array(codes, dtype=np.uint8), np.zeros(len(codes), dtype=np.uint64)) is not None
 
     assert found(ALLOC, REQUESTED, COMPLETED, ALLOC)
     assert found(REQUESTED, COMPLETED, ALLOC)  # it was there before

@@ -5,7 +5,7 @@ from __future__ import annotations
 DOOR = {
     "diff": "diff_files",
     "export": "find_format write_export",
-    "files": "Reported files_read looks_like_a_log report_file",
+    "files": "Report files_read looks_like_a_log report_file",
     "page": "page_data",
     "run": "open_run",
     "stacks": "code_line short_path",

@@ -26,7 +26,7 @@ REACH = 20_000  # how far ahead it is looked for first
 
 
 @dataclass(slots=True)
-class Budget:
+class EditBudget:
     """One for a whole comparison: what keeps two sequences that have nothing in common from taking hours."""
 
     steps: int = MAX_STEPS
@@ -36,7 +36,7 @@ class Budget:
         return MAX_EDITS if self.steps > 0 else 8
 
 
-def align(a: Ints, b: Ints, budget: Budget) -> Iterator[Run]:
+def align(a: Ints, b: Ints, budget: EditBudget) -> Iterator[Run]:
     """The stretches that both have, in order."""
     i = j = 0
     stretches = True
@@ -78,7 +78,7 @@ class _Edit:
     good: bool  # they agree from there on; or at least, most of the way was agreement
 
 
-def _cheapest_edit(a: Ints, b: Ints, budget: Budget) -> _Edit:
+def _cheapest_edit(a: Ints, b: Ints, budget: EditBudget) -> _Edit:
     """Myers' greedy diff from the start of both, until they agree for a good while, both end, or the edits run out.
 
     `best[k]` is how far along a the cheapest path on diagonal k (place in a less place in b) has come.

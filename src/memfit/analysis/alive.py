@@ -181,7 +181,7 @@ SETTLED = 2  # the first step makes what stays: optimizer state, workspaces
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StepMemory:
     step: int
     begin: int
     end: int
@@ -190,29 +190,29 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Growth:
-    steps: tuple[Step, ...]
+class StepGrowth:
+    steps: tuple[StepMemory, ...]
     per_step_bytes: int | None  # what each step after the second leaves behind, in the middle; None if too few
     grows: bool | None  # whether every step after the second left more than the one before
     survivors: tuple[Share, ...]  # made in those steps and never freed
 
 
-def growth(timeline: Timeline, labels: Labels) -> Growth:
+def growth(timeline: Timeline, labels: Labels) -> StepGrowth:
     steps = tuple(_steps(timeline, labels.phases))
     later = [step.left_bytes for step in steps if step.step >= SETTLED]
     changes = np.diff(later)
     if len(changes) < 2:
-        return Growth(steps, None, None, ())
+        return StepGrowth(steps, None, None, ())
     grows = bool((changes > 0).all())
     survivors: tuple[Share, ...] = ()
     if grows:
         begin = next(step.end for step in steps if step.step >= SETTLED)
         blocks = _survivors(timeline, begin, steps[-1].end)
         survivors = (by_line if labels.stacks else by_module)(timeline, labels, blocks, limit=8)
-    return Growth(steps, int(np.median(changes)), grows, survivors)
+    return StepGrowth(steps, int(np.median(changes)), grows, survivors)
 
 
-def _steps(timeline: Timeline, phases: tuple[Phase, ...]) -> list[Step]:
+def _steps(timeline: Timeline, phases: tuple[Phase, ...]) -> list[StepMemory]:
     found: dict[int, tuple[int, int]] = {}
     for phase in phases:
         if phase.step > 0:
@@ -220,7 +220,7 @@ def _steps(timeline: Timeline, phases: tuple[Phase, ...]) -> list[Step]:
             found[phase.step] = begin, phase.end
     complete = {phase.step for phase in phases if phase.name in ("step", "backward")}
     return [
-        Step(step, begin, end, int(timeline.allocated[begin:end].max()), timeline.allocated_at(end - 1))
+        StepMemory(step, begin, end, int(timeline.allocated[begin:end].max()), timeline.allocated_at(end - 1))
         for step, (begin, end) in found.items()
         if begin < end and step in complete
     ]

@@ -20,7 +20,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from memfit.analysis.align import Budget, Ints, Run, align
+from memfit.analysis.align import EditBudget, Ints, Run, align
 from memfit.replay.events import Action, Mark, Trace
 from memfit.snapshots.schema import clean
 
@@ -52,7 +52,7 @@ class Hunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class FreePlace:
     """Where in a trace something is freed: between which two allocations."""
 
     event: int | None  # None: never
@@ -68,8 +68,8 @@ class Lifetime:
     event_a: int  # where the two begin to differ
     event_b: int
     pairs: tuple[tuple[Item, Item], ...]
-    freed_a: Place
-    freed_b: Place
+    freed_a: FreePlace
+    freed_b: FreePlace
     earlier: str  # a or b
     apart: int  # that many allocations of both sides lie between the two frees
     count: int
@@ -173,10 +173,10 @@ class _View:
         """Where the next allocation is, or would be."""
         return max(int(self.birth[place]), 0) if place < len(self.birth) else len(self.trace)
 
-    def freed(self, place: int) -> Place:
+    def freed(self, place: int) -> FreePlace:
         event = int(self.death[place])
         after = int(np.searchsorted(self.birth, event, side="left"))
-        return Place(
+        return FreePlace(
             event=event if event < len(self.trace) else None,
             phase=self.phase(event),
             after=self.item(after - 1) if after else None,
@@ -217,11 +217,11 @@ def _runs(a: _View, b: _View) -> Iterator[Run]:
     names: dict[Mark, int] = {}
     marks = [np.array([names.setdefault(mark, len(names)) for mark in view.marks], dtype=np.int64) for view in (a, b)]
     edges = [(0, 0), (int((a.birth < 0).sum()), int((b.birth < 0).sum()))]
-    for i, j, n in align(marks[0], marks[1], Budget()):
+    for i, j, n in align(marks[0], marks[1], EditBudget()):
         at_a = np.searchsorted(a.birth, a.mark_events[i : i + n]).tolist()
         edges += zip(at_a, np.searchsorted(b.birth, b.mark_events[j : j + n]).tolist(), strict=True)
     edges.append((len(a.keys), len(b.keys)))
-    budget = Budget()
+    budget = EditBudget()
     for (i, j), (end_i, end_j) in pairwise(edges):
         for x, y, n in align(a.keys[i:end_i], b.keys[j:end_j], budget):
             yield i + x, j + y, n

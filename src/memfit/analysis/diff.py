@@ -143,13 +143,13 @@ class _Names:
 
 
 @dataclass(frozen=True, slots=True)
-class _Labels:
+class _SharedNames:
     category: _Names
     module: _Names
     lent: int  # blocks that took a partner's category
 
 
-def _shared_labels(a: _Side, b: _Side) -> _Labels:
+def _shared_labels(a: _Side, b: _Side) -> _SharedNames:
     categories = {side: _categories(side.run) for side in (a, b)}
     modules = {side: _modules(side.run) for side in (a, b)}
     lent = 0
@@ -160,7 +160,7 @@ def _shared_labels(a: _Side, b: _Side) -> _Labels:
                 lent += 1
             if not modules[mine][own]:
                 modules[mine][own] = modules[other][its]
-    return _Labels(_Names(categories[a], categories[b]), _Names(modules[a], modules[b]), lent)
+    return _SharedNames(_Names(categories[a], categories[b]), _Names(modules[a], modules[b]), lent)
 
 
 def _categories(run: Run) -> list[str]:
@@ -183,7 +183,7 @@ class Reason:
     largest: list[dict[str, Any]]
 
 
-def _explained(a: _Side, b: _Side, labels: _Labels) -> Iterator[Reason]:
+def _explained(a: _Side, b: _Side, labels: _SharedNames) -> Iterator[Reason]:
     parts: dict[str, list[tuple[int, int, int]]] = defaultdict(list)  # side (0 or 1), block, bytes
     for number, (mine, other, sign) in enumerate(((a, b, -1), (b, a, 1))):
         name = "ab"[number]
@@ -210,7 +210,7 @@ def _explained(a: _Side, b: _Side, labels: _Labels) -> Iterator[Reason]:
     yield from sorted(found, key=lambda reason: -abs(reason.difference_bytes))
 
 
-def _largest(parts: list[tuple[int, int, int]], a: _Side, b: _Side, labels: _Labels) -> list[dict[str, Any]]:
+def _largest(parts: list[tuple[int, int, int]], a: _Side, b: _Side, labels: _SharedNames) -> list[dict[str, Any]]:
     sums: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
     for number, block, size in parts:
         side, names = ((a, labels.category.a), (b, labels.category.b))[number]
@@ -284,7 +284,7 @@ def _left_out(found: Comparison) -> dict[str, int]:
     }
 
 
-def _notes(a: Run, b: Run, labels: _Labels) -> Iterator[str]:
+def _notes(a: Run, b: Run, labels: _SharedNames) -> Iterator[str]:
     yield "allocations are paired by their bytes and order, never by address; a difference is b less a"
     if labels.lent:
         yield f"{labels.lent:,} blocks without a category of their own take that of their partner"

@@ -22,7 +22,7 @@ import numpy as np
 
 from memfit.analysis.alive import largest
 from memfit.analysis.labels import ALL_CATEGORIES
-from memfit.analysis.page import group_sums, paths, sampled
+from memfit.analysis.page import group_sums, paths, sample
 from memfit.analysis.report import spans
 from memfit.analysis.run import Run, stack_lines
 from memfit.errors import UnknownName
@@ -58,7 +58,7 @@ def _names(run: Run) -> Iterator[dict[str, Any]]:
 
 
 def _counters(run: Run) -> Iterator[dict[str, Any]]:
-    samples = sampled(run.timeline, MAX_SAMPLES)
+    samples = sample(run.timeline, MAX_SAMPLES)
     used = [i for i in range(len(ALL_CATEGORIES)) if (run.labels.category == i).any()]
     table = np.zeros(len(ALL_CATEGORIES), dtype=np.int64)
     table[used] = np.arange(len(used))
@@ -194,7 +194,7 @@ def viewer_snapshot(run: Run) -> dict[str, Any]:
 
 
 def _rewritten(snapshot: Snapshot) -> dict[str, Any]:
-    writer = _Writer(snapshot)
+    writer = _Rewriter(snapshot)
     traces = [list(writer.events(device)) for device in range(len(snapshot.traces))]
     return {
         "segments": [writer.segment(segment) for segment in snapshot.segments],
@@ -207,7 +207,7 @@ def _rewritten(snapshot: Snapshot) -> dict[str, Any]:
     }
 
 
-class _Writer:
+class _Rewriter:
     def __init__(self, snapshot: Snapshot) -> None:
         self.snapshot = snapshot
         frames = [{"filename": f.filename, "line": f.line, "name": f.name} for f in snapshot.frame_table]

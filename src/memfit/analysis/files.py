@@ -47,7 +47,7 @@ PRECISION_BYTES = GiB // 2000  # three decimals
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Checkpoint:
+class LogRow:
     name: str
     stage: str
     at: datetime | None
@@ -60,17 +60,17 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class MemoryLogFile:
-    checkpoints: tuple[Checkpoint, ...]
+    checkpoints: tuple[LogRow, ...]
     warnings: tuple[Remark, ...]
 
     @property
-    def peak(self) -> Checkpoint | None:
+    def peak(self) -> LogRow | None:
         """The first checkpoint by which the highest peak had been reached."""
-        known = [point for point in self.checkpoints if _most_of_log(point) is not None]
-        return max(known, key=lambda point: _most_of_log(point) or 0, default=None)
+        known = [point for point in self.checkpoints if _most(point) is not None]
+        return max(known, key=lambda point: _most(point) or 0, default=None)
 
 
-def _most_of_log(point: Checkpoint) -> int | None:
+def _most(point: LogRow) -> int | None:
     return point.allocated_bytes if point.peak_bytes is None else point.peak_bytes
 
 
@@ -106,7 +106,7 @@ def _text(path: str | Path) -> str:
         raise InputError(f"cannot read memory log {str(path)!r}: {error.strerror}") from error
 
 
-def _rows(path: str | Path, text: str) -> list[Checkpoint | None]:
+def _rows(path: str | Path, text: str) -> list[LogRow | None]:
     lines = [line for line in text.splitlines() if line.strip("\0 \t")]
     if len(lines) > MAX_ROWS:
         raise InputError(f"refused to open {str(path)!r}: it has {len(lines):,} rows, the limit is {MAX_ROWS:,}")
@@ -121,7 +121,7 @@ def _rows(path: str | Path, text: str) -> list[Checkpoint | None]:
     return [_checkpoint(dict(zip(header, row, strict=False))) if row else None for row in reader]
 
 
-def _checkpoint(cells: dict[str, str]) -> Checkpoint | None:
+def _checkpoint(cells: dict[str, str]) -> LogRow | None:
     name = next((cells[column] for column in NAME_COLUMNS if cells.get(column, "").strip()), "").strip()
     if not name:
         return None
@@ -130,7 +130,7 @@ def _checkpoint(cells: dict[str, str]) -> Checkpoint | None:
     except ValueError:
         return None
     failed = name.endswith(FAILED)
-    return Checkpoint(
+    return LogRow(
         name=clean(name.removesuffix(FAILED).strip()), stage=clean(cells.get("Stage", "").strip()),
         at=_when(cells.get("Timestamp", "")), failed=failed, **sizes,
     )  # fmt: skip
@@ -153,11 +153,11 @@ def _when(cell: str) -> datetime | None:
         return None
 
 
-def _warnings(points: tuple[Checkpoint, ...], unread: int, text: str) -> list[Remark]:
+def _warnings(points: tuple[LogRow, ...], unread: int, text: str) -> list[Remark]:
     found = []
     if not points:
         found.append(Remark("empty", "no checkpoint in it: the run ended before the first one, or logged nothing"))
-    elif all(_most_of_log(point) is None for point in points):
+    elif all(_most(point) is None for point in points):
         found.append(Remark("no_gpu", "no GPU figures in it: the run was on a machine without a GPU"))
     if unread:
         whole = "one row" if unread == 1 else f"{unread:,} rows"
@@ -211,11 +211,7 @@ def log_part(log: MemoryLogFile, parts: MemoryLogFile | None = None) -> dict[str
     }
 
 
-def _most(point: Checkpoint) -> int | None:
-    return point.allocated_bytes if point.peak_bytes is None else point.peak_bytes
-
-
-def _between(points: Sequence[Checkpoint], peak: Checkpoint) -> str:
+def _between(points: Sequence[LogRow], peak: LogRow) -> str:
     """A peak at a checkpoint was reached on the way to it."""
     at = points.index(peak)
     if _most(peak) == peak.allocated_bytes:
@@ -223,7 +219,7 @@ def _between(points: Sequence[Checkpoint], peak: Checkpoint) -> str:
     return f"between {points[at - 1].name} and {peak.name}" if at else f"before {peak.name}"
 
 
-def _row(point: Checkpoint, first: Any) -> dict[str, Any]:
+def _row(point: LogRow, first: Any) -> dict[str, Any]:
     return {
         "name": point.name, "stage": point.stage, "failed": point.failed,
         "seconds": None if point.at is None else (point.at - first).total_seconds(),
@@ -253,29 +249,29 @@ MAX_RESULT_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Reported:
+class Report:
     document: dict[str, Any]
     run: Run | None = None
 
 
-def report_file(path: str | Path, *, device: int | None = None, alloc_conf: str | None = None) -> Reported:
+def report_file(path: str | Path, *, device: int | None = None, alloc_conf: str | None = None) -> Report:
     path = Path(path)
     if _is_folder(path):
         return _folder(path, device)
     if _is_log(path):
         if device is not None or alloc_conf is not None:
             raise UsageError(f"--device and --alloc-conf say nothing about {str(path)!r}, which is a memory log")
-        return Reported(_named(report_log(read_memory_log(path)), path, "memory_log"))
+        return Report(_named(report_log(read_memory_log(path)), path, "memory_log"))
     if is_trace_file(path):
         run = open_run(path, device=device, alloc_conf=alloc_conf)
-        return Reported(_named(report_run(run), path, "trace"), run)
+        return Report(_named(report_run(run), path, "trace"), run)
     if alloc_conf is not None:
         open_run(path, device=device, alloc_conf=alloc_conf)
     runs = runs_of_file(path)
     run = pick(runs, device)
     document = _named(report_run(run), path, "snapshot")
     document["devices"] = [_device(each) for each in runs]
-    return Reported(document, run)
+    return Report(document, run)
 
 
 def files_read(path: Path) -> list[Path]:
@@ -320,7 +316,7 @@ def _is_log(path: Path) -> bool:
 # -- a folder ----------------------------------------------------------------------------------------------------
 
 
-def _folder(folder: Path, device: int | None) -> Reported:
+def _folder(folder: Path, device: int | None) -> Report:
     """The recording that needed most is reported; the log, the result and the other recordings stand beside it."""
     files = sorted(_files(folder))
     log = _log(folder / LOG, files)
@@ -355,7 +351,7 @@ def _folder(folder: Path, device: int | None) -> Reported:
     }  # fmt: skip
     document["log"] = None if log is None else log_part(log, parts)
     document["result"] = _result(folder / RESULT)
-    return Reported(document, run)
+    return Report(document, run)
 
 
 def _files(folder: Path) -> Iterator[Path]:
@@ -401,7 +397,7 @@ def _log(path: Path, files: list[Path]) -> MemoryLogFile | None:
         return None
 
 
-def _peak(reported: Reported) -> int:
+def _peak(reported: Report) -> int:
     return int(reported.document["peak"]["allocated_bytes"] or 0)
 
 

@@ -27,7 +27,7 @@ NEVER_SPLIT = 1 << 62
 MAX_SEARCHED = 5_000_000  # steps of a search that an honest recording needs a few of
 
 
-def observed(snapshot: Snapshot, device: int, config: AllocatorConfig) -> Timeline:
+def observe(snapshot: Snapshot, device: int, config: AllocatorConfig) -> Timeline:
     trace = snapshot.traces[device]
     lives = lifetimes(trace)
     final = [segment for segment in snapshot.segments if segment.device == device]

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memfit.analysis.alive import largest
-from memfit.analysis.files import Reported
+from memfit.analysis.files import Report
 from memfit.analysis.labels import ALL_CATEGORIES, QUIET_PHASES, UNKNOWN
 from memfit.analysis.run import Run, stack_lines
 from memfit.analysis.stacks import is_python, line_text
@@ -34,7 +34,7 @@ class Samples:
     stride: int  # events in a stretch; 1 if none was left out
 
 
-def sampled(timeline: Timeline, limit: int = MAX_SAMPLES, *, also: Ints | None = None) -> Samples:
+def sample(timeline: Timeline, limit: int = MAX_SAMPLES, *, also: Ints | None = None) -> Samples:
     """A timeline of any length in a bounded number of samples. Of every stretch of events two are kept: the one at
     which most is allocated, and the last. What is stored of a kept event is exact, and holds until the next one; so
     every peak is drawn at its full height, and every plateau at its own.
@@ -145,7 +145,7 @@ def tree(run: Run, blocks: Ints) -> Node:
     return root
 
 
-def pruned(root: Node) -> Node:
+def merge_thin(root: Node) -> Node:
     """Siblings that would be thinner than a hair become one. No recursion: a stack may be deep."""
     least = root.nbytes * LEAST_SHARE
     todo = [root]
@@ -190,7 +190,7 @@ BEFORE_NAME = "before the recording"
 UNIT = 512
 
 
-def page_data(reported: Reported) -> dict[str, Any]:
+def page_data(reported: Report) -> dict[str, Any]:
     data: dict[str, Any] = {"report": reported.document}
     if reported.run is not None:
         data["timeline"] = _timeline(reported.run)
@@ -199,7 +199,7 @@ def page_data(reported: Reported) -> dict[str, Any]:
 
 def _timeline(run: Run) -> dict[str, Any]:
     timeline = run.timeline
-    samples = sampled(timeline, also=_long_seen(run))
+    samples = sample(timeline, also=_long_seen(run))
     alive = run.summary.alive
     unit = _unit(run)
     blocks = _blocks(run)
@@ -240,7 +240,7 @@ def _timeline(run: Run) -> dict[str, Any]:
             for phase in run.labels.phases[:MAX_PHASES]
             if phase.name not in QUIET_PHASES
         ],
-        "flame": _flame(pruned(tree(run, alive)), words),
+        "flame": _flame(merge_thin(tree(run, alive)), words),
     }  # fmt: skip
 
 

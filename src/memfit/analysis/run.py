@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memfit.analysis.labels import Labels, labels_of_trace
-from memfit.analysis.observed import observed
+from memfit.analysis.observed import observe
 from memfit.analysis.stacks import labels_of_snapshot, line_text
 from memfit.analysis.summary import Summary
 from memfit.errors import InputError, UsageError
@@ -180,7 +180,7 @@ def _config(snapshot: Snapshot) -> tuple[AllocatorConfig, tuple[Remark, ...]]:
 
 
 def _run_of_device(snapshot: Snapshot, device: int, config: AllocatorConfig, doubt: tuple[Remark, ...]) -> Run:
-    timeline = observed(snapshot, device, config)
+    timeline = observe(snapshot, device, config)
     labels = labels_of_snapshot(timeline, snapshot, device)
     messages = (*_own(snapshot, device), *doubt, *_remarks(timeline, labels))
     origin = timeline.trace.origin

@@ -78,7 +78,7 @@ def replay(
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ReplayOutcome:
     """What a replay with some capacity came to. With any capacity from the peak it reached up to the smallest sum it
     was refused, everything would have gone the same way (in plain segments)."""
 
@@ -106,7 +106,7 @@ class Replays:
         self.start = start
         _check_bytes(trace)
         self._calls = _calls(trace)
-        self._outcomes: list[Outcome] = []
+        self._outcomes: list[ReplayOutcome] = []
         # Expandable segments reserve addresses in proportion to the capacity, so each capacity has its own course.
         self._settles_ranges = not config.expandable_segments and not any(segment.expandable for segment in start)
 
@@ -114,7 +114,7 @@ class Replays:
     def ample(self) -> Replay:
         """With all the memory that is asked for."""
         made = self.timeline()
-        self._outcomes.append(Outcome(made.peak_reserved, None, made.retries, made.oom))
+        self._outcomes.append(ReplayOutcome(made.peak_reserved, None, made.retries, made.oom))
         return made
 
     def timeline(
@@ -151,7 +151,7 @@ class Replays:
             retries=stats.num_alloc_retries, oom=oom, stats=stats, allocator=player.allocator,
         )  # fmt: skip
 
-    def outcome(self, capacity: int) -> Outcome:
+    def outcome(self, capacity: int) -> ReplayOutcome:
         """As `timeline` with this capacity, without its columns."""
         for known in self._outcomes:
             if known.is_also_that_of(capacity):
@@ -198,7 +198,7 @@ class Replays:
         )
         return Player(self.trace, allocator, calls=self._calls, notes_sizes=notes_sizes)
 
-    def _played(self, capacity: int) -> Outcome:
+    def _played(self, capacity: int) -> ReplayOutcome:
         oom: OutOfMemoryEvent | None = None
         if self._beginning is not None and self._beginning.allocator.stats.reserved_peak <= capacity:
             player = self._beginning.twin(capacity)
@@ -207,7 +207,9 @@ class Replays:
             oom = player.place_what_was_there()
         oom = oom or player.play()
         stats = player.allocator.stats
-        return Outcome(stats.reserved_peak, player.allocator.driver.smallest_refusal, stats.num_alloc_retries, oom)
+        return ReplayOutcome(
+            stats.reserved_peak, player.allocator.driver.smallest_refusal, stats.num_alloc_retries, oom
+        )
 
     @cached_property
     def _least(self) -> int:

@@ -251,7 +251,7 @@ _MAY_FOLLOW = np.array([[0, 1, 0], [0, 0, 1], [1, 0, 0], [1, 1, 0]], dtype=bool)
 
 
 @dataclass(frozen=True, slots=True)
-class Paired:
+class Pairs:
     """Events as a `Trace` has them. Blocks are numbered by their ALLOC; -1, -2, ... are those without one."""
 
     source: Ints  # of each event, its place among those given
@@ -264,7 +264,7 @@ class Paired:
     leaving: dict[int, int]  # the same, between the two halves of a free
 
 
-def paired(codes: npt.NDArray[np.uint8], addresses: npt.NDArray[np.uint64]) -> Paired | None:
+def pair_events(codes: npt.NDArray[np.uint8], addresses: npt.NDArray[np.uint64]) -> Pairs | None:
     """Which free ends which allocation, for a million events at once.
 
     An address is handed out, asked back and given back, again and again: alloc, free_requested, free_completed. Sorted
@@ -307,4 +307,4 @@ def paired(codes: npt.NDArray[np.uint8], addresses: npt.NDArray[np.uint64]) -> P
         for found in (by_address[last & (kind == state)],)
     }
     source = np.flatnonzero(kept)
-    return Paired(source, actions[source], number[source], allocs, orphans, ranges, ends[0], ends[1])
+    return Pairs(source, actions[source], number[source], allocs, orphans, ranges, ends[0], ends[1])

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memfit.replay.events import Action, Trace
-from memfit.snapshots.file import ALLOC, COMPLETED, REQUESTED, Ints, paired
+from memfit.snapshots.file import ALLOC, COMPLETED, REQUESTED, Ints, pair_events
 
 MAX_DEVICES = 256
 MAX_EVENTS = 20_000_000
@@ -233,7 +233,7 @@ class History:
         known = np.flatnonzero(codes < _SKIP)
         codes = codes[known]
         addresses = columns.addresses[known]
-        found = paired(codes, addresses)
+        found = pair_events(codes, addresses)
         if found is None:
             return False
         sizes, streams, times = (column[known] for column in (columns.sizes, columns.streams, columns.times))

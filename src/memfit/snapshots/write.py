@@ -51,7 +51,7 @@ def snapshot_dict(
     placements   block -> (address, block size); a block that has none was never placed and is left out
     driver       what a replay had the driver do; without it, what the trace itself recorded
     """
-    writer = _Writer(trace, placements, device)
+    writer = _SnapshotWriter(trace, placements, device)
     writer.events_of(sorted(driver, key=lambda event: event[0]) if driver is not None else None)
     final = [writer.segment(segment) for segment in sorted(segments, key=attrgetter("address"))]
     writer.check_all_placed()
@@ -93,7 +93,7 @@ def as_json(snapshot: dict[str, Any]) -> bytes:
     return json.dumps(snapshot, separators=(",", ":"), allow_nan=False).encode()
 
 
-class _Writer:
+class _SnapshotWriter:
     def __init__(self, trace: Trace, placements: Mapping[int, tuple[int, int]], device: int) -> None:
         self.trace, self.placements, self.device = trace, placements, device
         self.events: list[dict[str, Any]] = []

@@ -17,7 +17,7 @@ from functools import cache
 from importlib.resources import files
 from pathlib import Path
 
-from memfit.analysis.files import Reported
+from memfit.analysis.files import Report
 from memfit.analysis.page import page_data
 from memfit.files import written_whole
 
@@ -27,7 +27,7 @@ SCRIPTS = (
 )  # fmt: skip
 
 
-def page(reported: Reported) -> str:
+def page(reported: Report) -> str:
     script, style = _script(), _asset("style.css")
     title = Path(str(reported.document["source"]["path"])).name or "report"
     data = page_data(reported)
@@ -45,7 +45,7 @@ def page(reported: Reported) -> str:
     return "".join(parts[piece] if i % 2 else piece for i, piece in enumerate(pieces))
 
 
-def write_page(reported: Reported, path: str | Path) -> None:
+def write_page(reported: Report, path: str | Path) -> None:
     text = page(reported).encode("utf-8", "backslashreplace")
     with written_whole(path) as beside:
         beside.write_bytes(text)
