@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import memfit
-from memfit.cli import late_conversion, output
-from memfit.cli.options import Json, with_options_of
+from memfit.cli import output
+from memfit.cli.options import Json, add_kinds
+from memfit.cli.typed import Group
 from memfit.errors import UsageError
 from memfit.jobs.workload import KINDS, Workload
 
@@ -33,7 +34,7 @@ EXTRA: dict[str, tuple[Any, Any]] = {
 }
 
 check = typer.Typer(
-    cls=late_conversion.Group,
+    cls=Group,
     help="Check machine, settings, config, model and plan before a run: each line says what to do next.",
     short_help="Check machine, settings and job before a run.",
     epilog=output.example("memfit check --config qwen2.5-7b-lora-24gb --gpu 24GB"),
@@ -68,22 +69,12 @@ def _check(
     return _run(config=config, sets=tuple(set_ or ()), world_size=world_size, gpu=gpu, load=load, json=json)
 
 
-def _run(*, json: bool, **asked: Any) -> int:
+def _run(workload: Workload | None = None, *, json: bool, **asked: Any) -> int:
     with output.working() as tell:
-        checked = memfit.check(on_progress=tell, **asked)
+        checked = memfit.check(workload=workload, on_progress=tell, **asked)
     output.tell(checked, json=json)
     return FAILED if checked.failed else 0
 
 
-def _register(kind: str) -> None:
-    def run(**given: Any) -> int:
-        extra = {name: given.pop(name) for name in EXTRA}
-        return _run(workload=Workload.from_mapping({"kind": kind, **given}), **extra)
-
-    example = f"memfit check {kind} --model qwen2.5-7b --gpu 24GB"
-    register = check.command(name=kind, cls=late_conversion.Command, help=WHAT[kind], epilog=output.example(example))
-    register(with_options_of(kind, run, EXTRA))
-
-
-for _kind in KINDS:
-    _register(_kind)
+EXAMPLES = {kind: f"memfit check {kind} --model qwen2.5-7b --gpu 24GB" for kind in KINDS}
+add_kinds(check, _run, EXTRA, what=WHAT, examples=EXAMPLES)

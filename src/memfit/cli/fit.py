@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import memfit
-from memfit.cli import late_conversion, output
-from memfit.cli.options import Json, with_options_of
-from memfit.cli.plan import FAILS, check_names, how_much
-from memfit.cli.plan import OF_TRAINING as HOW_MUCH
+from memfit.cli import output
+from memfit.cli.options import HOW_MUCH, Json, add_kinds, check_names, how_much
+from memfit.cli.plan import FAILS
+from memfit.cli.typed import Group
 from memfit.errors import UsageError
 from memfit.jobs.spellings import plain_name, split_names
-from memfit.jobs.workload import KINDS, Workload
+from memfit.jobs.workload import Workload
 
 if TYPE_CHECKING:
     from memfit.fitting.fit import Fitted
@@ -64,7 +64,7 @@ OF_TRAINING: dict[str, tuple[Any, Any]] = {
 }
 
 fit = typer.Typer(
-    cls=late_conversion.Group,
+    cls=Group,
     help="Find the smallest set of changes with which a job fits a card: each set predicted, the cheapest first.",
     short_help="Find the smallest change that makes a job fit.",
     epilog=output.example(EXAMPLES["lora"]),
@@ -139,18 +139,4 @@ def _rows(text: str | None) -> int | None:
     return int(text)
 
 
-def _register(kind: str) -> None:
-    extra = {**EXTRA, **(OF_TRAINING if kind in ("train", "lora") else {})}
-
-    def run(**given: Any) -> int:
-        asked = {name: given.pop(name) for name in extra}
-        return _fit(Workload.from_mapping({"kind": kind, **given}), **asked)
-
-    register = fit.command(
-        name=kind, cls=late_conversion.Command, help=WHAT[kind], epilog=output.example(EXAMPLES[kind])
-    )
-    register(with_options_of(kind, run, extra))
-
-
-for _kind in KINDS:
-    _register(_kind)
+add_kinds(fit, _fit, EXTRA, of_training=OF_TRAINING, what=WHAT, examples=EXAMPLES)

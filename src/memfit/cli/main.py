@@ -1,16 +1,11 @@
-"""`memfit` as the shell calls it, and the one place where what went wrong becomes an exit code.
+"""`memfit` as the shell calls it: which commands there are, and what went wrong as an exit code.
 
     0  fine            1  does not fit, or a check failed       2  wrong usage or input, or no room for the output
     70 a bug in memfit 130 interrupted                          141 nobody reads the output any more (`| head`)
 
-Nothing is imported here that takes time: a command can be interrupted from its first moment on, without a traceback.
-
-Settings of torch's allocator in the environment that torch does not survive: it reads them while it is imported, and
-ends the process at `expandable_segments=True` (torch 2.11 for CUDA), without a word that a user could act on.
-
-The command line: which commands there are, and how one is found and run.
-
-Nothing here imports torch: `memfit --help` answers at once.
+Nothing is imported here that takes time: `memfit --help` answers at once, without torch, and a command can be
+interrupted from its first moment on, without a traceback. Settings of torch's allocator that torch does not survive are
+refused before it is imported: it ends the process at `expandable_segments=True` (torch 2.11 for CUDA) without a word.
 """
 
 from __future__ import annotations
@@ -24,8 +19,8 @@ from typing import Annotated, Any
 import typer
 
 import memfit
-from memfit.cli import late_conversion, output
-from memfit.cli.late_conversion import Grouped
+from memfit.cli import output
+from memfit.cli.typed import Group, Grouped
 from memfit.errors import MemfitError, RanOut, UsageError
 from memfit.replay.alloc_config import exported
 
@@ -202,7 +197,7 @@ COMMANDS: dict[str, str | None] = {
 """In the order of the help, with an example; a group has its own. Each is what its module in `memfit.cli` is called."""
 
 
-class _InOrder(late_conversion.Group):
+class _InOrder(Group):
     """typer would list groups of commands after all others."""
 
     def list_commands(self, ctx: Any) -> list[str]:

@@ -1,10 +1,8 @@
-"""The flags of `memfit plan`, made from the fields of `Workload`: there is no second list to keep.
+"""The flags of `plan`, `fit` and `check`, made from the fields of `Workload`: there is no second list to keep.
 
 A field is an option of the kinds of job that read it. Its type gives the choices, its default the default; only the
-sentence of help, and other spellings, are written here. Values are checked by `Workload` alone, so a wrong
-one is told in the same words on the command line, in a line of `plan batch` and in Python.
-
-Flags that many commands have, in the same words.
+sentence of help is written here. Values are checked by `Workload` alone, so a wrong one is told in the same words on
+the command line, in a line of `plan batch` and in Python. Below: flags that many commands have, in the same words.
 """
 
 from __future__ import annotations
@@ -12,13 +10,16 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
+from memfit.cli import output
+from memfit.cli.typed import Command
 from memfit.errors import UsageError
 from memfit.jobs.spellings import ALIASES, plain_value, setting_types, split_names, without_none
-from memfit.jobs.workload import Workload, flag
+from memfit.jobs.workload import KINDS, Workload, flag
 
 HELP = {
     "model": "Preset (`memfit models`), hub id, folder, config.json or module:factory.",
@@ -68,6 +69,22 @@ def settings_of(kind: str) -> tuple[str, ...]:
             for value in get_args(setting_types()[name]):
                 read.update(dataclasses.replace(plain, **{name: value}).settings())
     return tuple(f.name for f in dataclasses.fields(Workload) if f.name in read and f.name != "kind")
+
+
+def add_kinds(
+    group: typer.Typer, ask: Callable[..., int], extra: Mapping[str, tuple[Any, Any]], *, what: Mapping[str, str],
+    examples: Mapping[str, str], of_training: Mapping[str, tuple[Any, Any]] | None = None,
+) -> None:  # fmt: skip
+    """A command for each kind of job, with its settings and some more as flags: `ask(workload, **more)`."""
+    for kind in KINDS:
+        more = {**extra, **((of_training or {}) if kind in ("train", "lora") else {})}
+        register = group.command(name=kind, cls=Command, help=what[kind], epilog=output.example(examples[kind]))
+        register(with_options_of(kind, partial(_ask, ask, kind, tuple(more)), more))
+
+
+def _ask(ask: Callable[..., int], kind: str, more: tuple[str, ...], **given: Any) -> int:
+    asked = {name: given.pop(name) for name in more}
+    return ask(Workload.from_mapping({"kind": kind, **given}), **asked)
 
 
 def with_options_of(kind: str, run: Callable[..., int], extra: Mapping[str, tuple[Any, Any]]) -> Callable[..., int]:
@@ -143,3 +160,36 @@ def _value(name: str, given: Any) -> Any:
 
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout instead of the report.")]
+
+STEPS_FLAG = typer.Option("--steps", metavar="N", show_default=False, help="Optimizer steps: how long they take.")
+TOKENS_FLAG = typer.Option(
+    "--tokens", metavar="N", show_default=False, help="Tokens to train on in all: how long that takes, as 300000000."
+)
+HOW_MUCH: dict[str, tuple[Any, Any]] = {
+    "steps": (Annotated[str | None, STEPS_FLAG], None),
+    "tokens": (Annotated[str | None, TOKENS_FLAG], None),
+}
+"""How long a training is."""
+
+
+def how_much(steps: str | None, tokens: str | None) -> dict[str, int]:
+    """What `--steps` or `--tokens` says."""
+    given = {name: text for name, text in (("steps", steps), ("tokens", tokens)) if text is not None}
+    if len(given) > 1:
+        raise UsageError("--steps and --tokens both say how long it trains", hint="give one of them")
+    for name, text in given.items():
+        number = text.replace(",", "").replace("_", "")
+        if not number.isascii() or not number.isdigit() or not 1 <= int(number) <= 10**18:
+            raise UsageError(f"--{name} {text!r} is not a whole number above 0", hint=f"such as --{name} 5000")
+        given[name] = number
+    return {name: int(number) for name, number in given.items()}
+
+
+def check_names(model: str, gpu: str | None) -> None:
+    """What is wrong with a name is told before torch is loaded."""
+    from memfit.gpus import find_gpu
+    from memfit.models.registry import resolve
+
+    if gpu is not None:
+        find_gpu(gpu)
+    resolve(model)

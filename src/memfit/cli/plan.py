@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import memfit
-from memfit.cli import late_conversion, output
+from memfit.cli import output
 from memfit.cli.batch import batch
-from memfit.cli.options import Json, with_options_of
+from memfit.cli.options import HOW_MUCH, Json, add_kinds, check_names, how_much
 from memfit.cli.script import script
+from memfit.cli.typed import Command, Group
 from memfit.errors import UsageError
 from memfit.files import check_free, files_of_model, writing
-from memfit.jobs.workload import KINDS, Workload
+from memfit.jobs.workload import Workload
 
 if TYPE_CHECKING:
     from memfit.planning.predict import Plan
@@ -41,10 +42,6 @@ GPU_FLAG = typer.Option(
     "--gpu", metavar="NAME|SIZE", help="A card (`memfit gpus`), its label as 24GB, or exactly 23.5GiB: gives a verdict."
 )
 SAVE_FLAG = typer.Option("--save-trace", metavar="FILE", help="Keep the allocation events in this file.")
-STEPS_FLAG = typer.Option("--steps", metavar="N", show_default=False, help="Optimizer steps: how long they take.")
-TOKENS_FLAG = typer.Option(
-    "--tokens", metavar="N", show_default=False, help="Tokens to train on in all: how long that takes, as 300000000."
-)
 NO_CACHE_FLAG = typer.Option("--no-trace-cache", help="Trace anew, and keep nothing for the next time.")
 FORCE_FLAG = typer.Option("--force", "-f", help="Overwrite that file if it is there.")
 
@@ -56,13 +53,8 @@ EXTRA: dict[str, tuple[Any, Any]] = {
     "no_trace_cache": (Annotated[bool, NO_CACHE_FLAG], False),
 }
 
-OF_TRAINING: dict[str, tuple[Any, Any]] = {
-    "steps": (Annotated[str | None, STEPS_FLAG], None),
-    "tokens": (Annotated[str | None, TOKENS_FLAG], None),
-}
-
 plan = typer.Typer(
-    cls=late_conversion.Group,
+    cls=Group,
     help="Predict a job's peak memory, without a GPU: allocated, reserved, device; what is alive; whether it fits.",
     short_help="Predict a job's peak memory, without a GPU.",
     epilog=output.example(EXAMPLES["lora"]),
@@ -102,49 +94,13 @@ def _duration(made: Plan, workload: Workload, asked: dict[str, int]) -> dict[str
     return None if time is None else time.to_json()
 
 
-def how_much(steps: str | None, tokens: str | None) -> dict[str, int]:
-    """What `--steps` or `--tokens` says."""
-    given = {name: text for name, text in (("steps", steps), ("tokens", tokens)) if text is not None}
-    if len(given) > 1:
-        raise UsageError("--steps and --tokens both say how long it trains", hint="give one of them")
-    for name, text in given.items():
-        number = text.replace(",", "").replace("_", "")
-        if not number.isascii() or not number.isdigit() or not 1 <= int(number) <= 10**18:
-            raise UsageError(f"--{name} {text!r} is not a whole number above 0", hint=f"such as --{name} 5000")
-        given[name] = number
-    return {name: int(number) for name, number in given.items()}
-
-
-def check_names(model: str, gpu: str | None) -> None:
-    """What is wrong with a name is told before torch is loaded."""
-    from memfit.gpus import find_gpu
-    from memfit.models.registry import resolve
-
-    if gpu is not None:
-        find_gpu(gpu)
-    resolve(model)
-
-
-def _register(kind: str) -> None:
-    flags = {**EXTRA, **(OF_TRAINING if kind in ("train", "lora") else {})}
-
-    def run(**given: Any) -> int:
-        extra = {name: given.pop(name) for name in flags}
-        return _plan(Workload.from_mapping({"kind": kind, **given}), **extra)
-
-    epilog = output.example(EXAMPLES.get(kind, f"memfit plan {kind} --model gpt2"))
-    register = plan.command(name=kind, cls=late_conversion.Command, help=WHAT.get(kind), epilog=epilog)
-    register(with_options_of(kind, run, flags))
-
-
-for _kind in KINDS:
-    _register(_kind)
+add_kinds(plan, _plan, EXTRA, of_training=HOW_MUCH, what=WHAT, examples=EXAMPLES)
 plan.command(
-    cls=late_conversion.Command,
+    cls=Command,
     epilog=output.example("memfit plan batch examples/sweep.jsonl --gpu 24GB | jq -c '[.id, .verdict]'"),
 )(batch)
 plan.command(
-    cls=late_conversion.Command,
+    cls=Command,
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
     epilog=output.example("memfit plan script --gpu 'RTX 4090' -- train.py --batch_size 8"),
 )(script)

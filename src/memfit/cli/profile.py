@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import memfit
-from memfit.cli import late_conversion, output
+from memfit.cli import output
 from memfit.cli.options import Json
+from memfit.cli.typed import Group
 from memfit.errors import InputError, UsageError
 from memfit.files import writing
 
@@ -27,7 +28,7 @@ profile = typer.Typer(
     ),
     invoke_without_command=True,
     rich_markup_mode=None,
-    cls=late_conversion.Group,
+    cls=Group,
 )
 
 Size = Annotated[str | None, typer.Option("--model-size", metavar="small|medium|large|xl|2.7B", help="A CS336 size.")]

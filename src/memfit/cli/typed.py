@@ -1,15 +1,11 @@
-"""Commands that convert what was typed only where there is something to convert, and take no option twice.
-
-typer gives every value to pydantic, also an option that was not given, and text that is to stay text. To import that
-costs a third of what a plan takes whose trace is known.
-
-A command whose help shows its options under headings: those given as `rich_help_panel`, in the order they occur.
-"""
+"""Commands as typer runs them, but that text stays text, no option counts twice, and help has headings."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
@@ -17,16 +13,16 @@ from typer.core import TyperCommand, TyperGroup
 from memfit.errors import UsageError
 
 A_SENTENCE = 200
+REST = "Options"
 
 
-class _Late:
-    """In place of the method that makes an option's converter, and of the converter."""
+@dataclass(frozen=True)
+class _TextAsItIs:
+    """In place of an option's converter. typer gives every value to pydantic, also an option that was not given and
+    text that is to stay text; to import that takes as long as the rest of a plan whose trace is known, and typer has no
+    switch for it. What does have to be converted goes the usual way."""
 
-    def __init__(self, make: Callable[[], Any]) -> None:
-        self.make = make
-
-    def __call__(self) -> _Late:
-        return self
+    make: Callable[[], Any]
 
     def coerce(self, value: Any, *, param: Any, ctx: Any) -> Any:
         many, annotation = param.multiple or param.nargs == -1, param.type_descriptor.annotation
@@ -42,8 +38,8 @@ class _Late:
 def _late(parameters: list[Any]) -> list[Any]:
     for each in parameters:
         make = getattr(each, "get_runtime_param", None)
-        if make is not None and not isinstance(make, _Late):
-            each.get_runtime_param = _Late(make)
+        if make is not None and not isinstance(make, partial):
+            each.get_runtime_param = partial(_TextAsItIs, make)
     return parameters
 
 
@@ -70,6 +66,19 @@ class Command(TyperCommand):
         return _once(super().make_parser(ctx))
 
 
+class Grouped(Command):
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Under the headings given as `rich_help_panel`, in the order they occur."""
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                groups.setdefault(getattr(parameter, "rich_help_panel", None) or REST, []).append(record)
+        for heading, records in groups.items():
+            with formatter.section(heading):
+                formatter.write_dl(records)
+
+
 class Group(TyperGroup):
     def get_params(self, ctx: Any) -> list[Any]:
         return _late(super().get_params(ctx))
@@ -83,18 +92,3 @@ class Group(TyperGroup):
             formatter.write_dl(
                 [(name, self.commands[name].get_short_help_str(A_SENTENCE)) for name in self.list_commands(ctx)]
             )
-
-
-REST = "Options"
-
-
-class Grouped(Command):
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        groups: dict[str, list[tuple[str, str]]] = {}
-        for parameter in self.get_params(ctx):
-            record = parameter.get_help_record(ctx)
-            if record is not None:
-                groups.setdefault(getattr(parameter, "rich_help_panel", None) or REST, []).append(record)
-        for heading, records in groups.items():
-            with formatter.section(heading):
-                formatter.write_dl(records)
