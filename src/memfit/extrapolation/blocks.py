@@ -253,9 +253,12 @@ class _Extension:
         out.subjects.frombytes(np.concatenate(subjects).tobytes())
         chosen = self._write_blocks(out)
         return Extension(
-            frame=out, chosen=chosen, alike=self._pairs(), counted=self._counted(),
+            frame=out,
+            chosen=chosen,
+            alike=self._pairs(),
+            counted=self._counted(),
             growth=self._growth() if self.grows else None,
-        )  # fmt: skip
+        )
 
     def _written(self, each: _Pass, numbers: dict[bool, Ints]) -> Iterator[tuple[Any, Ints]]:
         if not each.bounds:

@@ -167,12 +167,18 @@ def stream_of(trace: Trace, calls: Sequence[RuleCall]) -> TracedStream:
         for c, answer in zip(calls, answers, strict=True)
     )
     stream = Stream(
-        actions=actions[outside].tobytes(), subjects=renumbered[outside].tobytes(),
-        streams=np.frombuffer(trace.streams, np.int64)[whose].tobytes(), labels=labels.tobytes(), names=names,
-        marks=tuple(trace.marks), holes=holes, places=tuple(int(before[call.start]) for call in calls),
-        lists=_lists(trace, number, in_stream), tokens=_tokens(trace, calls, before),
+        actions=actions[outside].tobytes(),
+        subjects=renumbered[outside].tobytes(),
+        streams=np.frombuffer(trace.streams, np.int64)[whose].tobytes(),
+        labels=labels.tobytes(),
+        names=names,
+        marks=tuple(trace.marks),
+        holes=holes,
+        places=tuple(int(before[call.start]) for call in calls),
+        lists=_lists(trace, number, in_stream),
+        tokens=_tokens(trace, calls, before),
         facts=json.dumps({k: v for k, v in trace.facts.items() if k not in (LISTS, TOKENS)}, sort_keys=True),
-    )  # fmt: skip
+    )
     sizes = np.frombuffer(trace.requested, np.int64)[whose]
     return TracedStream(stream, sizes, tuple(call.numbers for call in calls), fingerprint(trace))
 
@@ -382,12 +388,18 @@ class _Filling:
         streams[: self.own] = np.frombuffer(stream.streams, np.int64)
         names = list(self.names)
         return Trace(
-            facts=facts, actions=array("B", actions.tobytes()), subjects=array("q", subjects.tobytes()),
-            streams=array("q", streams[births].tobytes()), addresses=array("Q", bytes(8 * len(births))),
-            category_of=_column(in_order[:, CATEGORY]), op_of=_column(in_order[:, OP]),
-            module_of=_column(in_order[:, MODULE]), marks=list(stream.marks), names=names,
+            facts=facts,
+            actions=array("B", actions.tobytes()),
+            subjects=array("q", subjects.tobytes()),
+            streams=array("q", streams[births].tobytes()),
+            addresses=array("Q", bytes(8 * len(births))),
+            category_of=_column(in_order[:, CATEGORY]),
+            op_of=_column(in_order[:, OP]),
+            module_of=_column(in_order[:, MODULE]),
+            marks=list(stream.marks),
+            names=names,
             _name_ids={name: i for i, name in enumerate(names)},
-        )  # fmt: skip
+        )
 
 
 def _column(values: Any) -> array[int]:

@@ -48,10 +48,13 @@ class GenerationExtension:
         times, later, earlier = self._extension.growth
         self._of_hole = list(
             zip(
-                self._hole_of[self._extension.chosen[markers]].tolist(), times[markers].tolist(),
-                self._hole_of[later[markers]].tolist(), self._hole_of[earlier[markers]].tolist(), strict=True,
+                self._hole_of[self._extension.chosen[markers]].tolist(),
+                times[markers].tolist(),
+                self._hole_of[later[markers]].tolist(),
+                self._hole_of[earlier[markers]].tolist(),
+                strict=True,
             )
-        )  # fmt: skip
+        )
         self._compare_with(far, skipped)
 
     def _told_stream(self, near: Stream) -> tuple[Stream, Ints, Ints]:

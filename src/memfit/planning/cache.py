@@ -381,10 +381,13 @@ class Recipe:
         if min(numbers.values()) < 0 or not 0 < numbers["period"] <= MAX_LAYERS or numbers["units"] > MAX_LAYERS:
             raise ValueError(f"impossible numbers: {numbers}")
         return cls(
-            trace=trace, blocks=None if facts["blocks"] is None else str(facts["blocks"]),
-            settings=dict(facts["settings"]), how=Provenance.from_facts(facts["how"]),
-            notes=tuple(str(note) for note in facts["notes"]), **numbers,
-        )  # fmt: skip
+            trace=trace,
+            blocks=None if facts["blocks"] is None else str(facts["blocks"]),
+            settings=dict(facts["settings"]),
+            how=Provenance.from_facts(facts["how"]),
+            notes=tuple(str(note) for note in facts["notes"]),
+            **numbers,
+        )
 
 
 def settings_found(work: Workload) -> dict[str, Any]:

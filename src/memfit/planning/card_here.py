@@ -51,11 +51,16 @@ def card_for(asked: str | None) -> Gpu | None:
 
 def with_kernels_of(card: Gpu, here: Gpu) -> Gpu:
     return dataclasses.replace(
-        card, arch=here.arch, sm_count=here.sm_count, max_threads_per_sm=here.max_threads_per_sm,
-        context_start_bytes=here.context_start_bytes, context_basis=here.context_basis,
-        context_source=here.context_source, context_seen=here.context_seen,
+        card,
+        arch=here.arch,
+        sm_count=here.sm_count,
+        max_threads_per_sm=here.max_threads_per_sm,
+        context_start_bytes=here.context_start_bytes,
+        context_basis=here.context_basis,
+        context_source=here.context_source,
+        context_seen=here.context_seen,
         notes=(*card.notes[:-1], f"kernels and context as on the {here.name} that is here"),
-    )  # fmt: skip
+    )
 
 
 def _index(count: int) -> int:
@@ -81,9 +86,13 @@ def _known(found: Any) -> Gpu:
             notes=(note,),
         )
     return dataclasses.replace(
-        like, name=str(found.name), capacity_bytes=int(found.total_memory), arch=arch, sm_count=sm_count,
+        like,
+        name=str(found.name),
+        capacity_bytes=int(found.total_memory),
+        arch=arch,
+        sm_count=sm_count,
         max_threads_per_sm=threads,
-    )  # fmt: skip
+    )
 
 
 def _within_share(card: Gpu, total: int, index: int) -> Gpu:

@@ -174,20 +174,29 @@ def _of_few(work: Workload, platform: Platform, blocks: Blocks, parameters: int)
     more, of_all = blocks.count / blocks.traced, trainable / max(1, sum(p.numel() for p in job.trainable))
     trace.facts = scaled(trace.facts, weights=more, activations=more, optimizer=of_all)
     return Recipe(
-        trace=trace, blocks=inside.path, period=blocks.period, units=blocks.units, parameters=parameters,
-        trainable_parameters=trainable, settings=settings_found(job.workload),
-        how=dataclasses.replace(how, blocks=TracedShare(blocks.traced, blocks.count)), notes=job.notes,
-    )  # fmt: skip
+        trace=trace,
+        blocks=inside.path,
+        period=blocks.period,
+        units=blocks.units,
+        parameters=parameters,
+        trainable_parameters=trainable,
+        settings=settings_found(job.workload),
+        how=dataclasses.replace(how, blocks=TracedShare(blocks.traced, blocks.count)),
+        notes=job.notes,
+    )
 
 
 def _of_all(work: Workload, platform: Platform, notes: tuple[str, ...]) -> Recipe:
     job = prepare_without_memory(work)
     trace, how = _labelled(job, platform)
     return Recipe(
-        trace=trace, parameters=job.parameters,
+        trace=trace,
+        parameters=job.parameters,
         trainable_parameters=sum(p.numel() for p in job.trainable) if work.trains else 0,
-        settings=settings_found(job.workload), how=how, notes=(*notes, *job.notes),
-    )  # fmt: skip
+        settings=settings_found(job.workload),
+        how=how,
+        notes=(*notes, *job.notes),
+    )
 
 
 def _labelled(job: Prepared, platform: Platform, layers: int | None = None) -> tuple[Trace, Provenance]:

@@ -301,9 +301,13 @@ def trace_steps(job: Prepared, platform: Platform = H200) -> tuple[Trace, Traced
 
 
 def trace_job(
-    job: Prepared, platform: Platform = H200, *, steps: int = STEPS, tokens: int | None = None,
+    job: Prepared,
+    platform: Platform = H200,
+    *,
+    steps: int = STEPS,
+    tokens: int | None = None,
     beside: Callable[[Tracer], AbstractContextManager[object]] = nullcontext,
-) -> Trace:  # fmt: skip
+) -> Trace:
     """`tokens` ends a generation early; the events at which tokens were done are in `facts`. What `beside` makes is
     entered inside the trace, around the job."""
     ends, here = 0, Trace()
@@ -354,9 +358,12 @@ def padding_answers(padded: bool) -> dict[Site, Answer]:
     """Is the attention mask all ones? If so, transformers drops it, and the kernels without a mask run."""
     masks = "transformers/masking_utils.py"
     asking = (
-        "_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa", "sdpa_mask", "flash_attention_mask",
+        "_ignore_causal_mask_sdpa",
+        "_ignore_bidirectional_mask_sdpa",
+        "sdpa_mask",
+        "flash_attention_mask",
         "create_recurrent_attention_mask",
-    )  # fmt: skip
+    )
     return {Site(masks, function): not padded for function in asking}
 
 

@@ -35,24 +35,36 @@ from memfit.replay.events import Action
 
 
 def trace_own_code(
-    fn: Callable[[], object], *, gpu: str | Gpu | None = None, alloc_conf: str = "", name: str | None = None,
+    fn: Callable[[], object],
+    *,
+    gpu: str | Gpu | None = None,
+    alloc_conf: str = "",
+    name: str | None = None,
     answers: Mapping[tuple[str, str], bool | int | float] | None = None,
-) -> Plan:  # fmt: skip
+) -> Plan:
     """Trace `fn` and report as `memfit plan` does. `answers` gives the values of tensors that the code asks for, by
     the end of the file's path and the function that asks."""
     _check_function(fn)
     return trace_code(
-        lambda _: fn(), gpu=gpu, alloc_conf=alloc_conf, name=name or str(getattr(fn, "__name__", "function")),
+        lambda _: fn(),
+        gpu=gpu,
+        alloc_conf=alloc_conf,
+        name=name or str(getattr(fn, "__name__", "function")),
         answers=_checked(answers),
         workload={"kind": "own-code", "function": getattr(fn, "__qualname__", repr(fn)), "alloc_conf": alloc_conf},
-    )  # fmt: skip
+    )
 
 
 def trace_code(
-    code: Callable[[Any], object], *, gpu: str | Gpu | None, alloc_conf: str, name: str, workload: dict[str, Any],
+    code: Callable[[Any], object],
+    *,
+    gpu: str | Gpu | None,
+    alloc_conf: str,
+    name: str,
+    workload: dict[str, Any],
     answers: Mapping[tuple[str, str], bool | int | float] | None = None,
     more_notes: Callable[[], tuple[str, ...]] = tuple,
-) -> Plan:  # fmt: skip
+) -> Plan:
     """`code` gets the tracer; `more_notes` is asked when it has run."""
     import torch
 

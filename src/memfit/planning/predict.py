@@ -143,9 +143,14 @@ class Plan(Shown):
 
 
 def predict(
-    workload: Workload | None = None, *, gpu: str | Gpu | None = None, id: object = None, trace_cache: bool = True,
-    stacks: bool = False, **settings: Any,
-) -> Plan:  # fmt: skip
+    workload: Workload | None = None,
+    *,
+    gpu: str | Gpu | None = None,
+    id: object = None,
+    trace_cache: bool = True,
+    stacks: bool = False,
+    **settings: Any,
+) -> Plan:
     """Predict a job's memory without a GPU.
 
     Settings are those of `memfit plan`, with underscores: `kind` and `model` at least, `gpu` for a verdict. Those given
@@ -160,14 +165,24 @@ def predict(
     from memfit.tracing.platform import platform_of
 
     traced = trace_workload(_within(work, card), platform_of(card), cached=trace_cache, stacks=stacks)
-    work = dataclasses.replace(traced.workload, max_gpu_memory=work.max_gpu_memory)  # as asked for
+    asked, work = work, traced.workload
+    if work.max_gpu_memory != asked.max_gpu_memory:
+        work = dataclasses.replace(work, max_gpu_memory=asked.max_gpu_memory)
     context = context_of(work, card)
     return assess(
-        traced.trace, config, card, context, workload=work.settings() | {"gpu": gpu if isinstance(gpu, str) else None},
-        model=traced.model, parameters=traced.parameters, trainable_parameters=traced.trainable_parameters,
-        how=traced.how, notes=(*_assumptions(work, card, traced.how), *_learned(traced)),
-        started=started, id=id,
-    )  # fmt: skip
+        traced.trace,
+        config,
+        card,
+        context,
+        workload=work.settings() | {"gpu": gpu if isinstance(gpu, str) else None},
+        model=traced.model,
+        parameters=traced.parameters,
+        trainable_parameters=traced.trainable_parameters,
+        how=traced.how,
+        notes=(*_assumptions(work, card, traced.how), *_learned(traced)),
+        started=started,
+        id=id,
+    )
 
 
 def _learned(traced: Traced) -> Iterator[str]:
@@ -227,11 +242,19 @@ def assess(
     if strange := ", ".join(outside_tested(cache.versions())):
         notes = (f"traced with versions that memfit was not tested with: {strange}", *notes)
     return Plan(
-        gpu=gpu, context=context, how=how,
+        gpu=gpu,
+        context=context,
+        how=how,
         peak=peak_of(timeline, context),
-        report=summarise_plan(timeline), fit=fit, smallest_gpu_bytes=smallest, notes=notes,
-        seconds=time.perf_counter() - started, trace=trace, timeline=timeline, **rest,
-    )  # fmt: skip
+        report=summarise_plan(timeline),
+        fit=fit,
+        smallest_gpu_bytes=smallest,
+        notes=notes,
+        seconds=time.perf_counter() - started,
+        trace=trace,
+        timeline=timeline,
+        **rest,
+    )
 
 
 def peak_of(timeline: Replay, context: Context) -> Peak:

@@ -38,12 +38,15 @@ def predict_profile(settings: ProfileSettings, gpu: str | Gpu | None = None) -> 
         if phase.step > settings.warmup_steps:
             phases[phase.name] = max(phases.get(phase.name, 0), phase.allocated_bytes)
     return Profiled(
-        origin="predicted", gpu=card.name if card else "H200",
+        origin="predicted",
+        gpu=card.name if card else "H200",
         snapshot=placed_snapshot(trace, config, begin=begin, alloc_conf=settings.alloc_conf),
         peak_allocated_bytes=int(timeline.allocated[before:].max()),
         peak_reserved_bytes=int(timeline.reserved[before:].max()),
-        phases=phases, notes=(*why, "predicted, not measured: torch 2.11, CUDA 13.0", *traced.notes), on_card=on_card,
-    )  # fmt: skip
+        phases=phases,
+        notes=(*why, "predicted, not measured: torch 2.11, CUDA 13.0", *traced.notes),
+        on_card=on_card,
+    )
 
 
 def _on_card(traced: Traced, config: AllocatorConfig, card: Gpu) -> tuple[OnCard, tuple[str, ...]]:
@@ -64,8 +67,10 @@ def _on_card(traced: Traced, config: AllocatorConfig, card: Gpu) -> tuple[OnCard
     )
     assert plan.fit is not None and plan.headroom_bytes is not None
     told = OnCard(
-        verdict=plan.fit.verdict, capacity_bytes=plan.fit.capacity_bytes, headroom_bytes=plan.headroom_bytes,
+        verdict=plan.fit.verdict,
+        capacity_bytes=plan.fit.capacity_bytes,
+        headroom_bytes=plan.headroom_bytes,
         smallest_gpu_bytes=plan.smallest_gpu_bytes,
-    )  # fmt: skip
+    )
     room = ("the snapshot shows the job with room enough: on this card it would end before",)
     return told, (*(room if told.verdict == "fails" else ()), *plan.notes, *card.notes)

@@ -161,15 +161,22 @@ def _traced(work: Workload, platform: Platform, blocks: Blocks | None) -> _Trace
 
 
 def _run(
-    work: Workload, platform: Platform, blocks: Blocks | None, few: int | None, *, layers: int | None = None,
+    work: Workload,
+    platform: Platform,
+    blocks: Blocks | None,
+    few: int | None,
+    *,
+    layers: int | None = None,
     beside: Callable[[Tracer], AbstractContextManager[object]] = nullcontext,
-) -> tuple[_Traced, _Batches]:  # fmt: skip
+) -> tuple[_Traced, _Batches]:
     """With so many `layers`, the few that tell the rest by default. What `beside` makes is entered around the job."""
     with torch.device("meta"):
         model = build_model(
-            resolve(work.model), dtype=DTYPES[work.precision], attention=work.attention,
+            resolve(work.model),
+            dtype=DTYPES[work.precision],
+            attention=work.attention,
             layers=layers or (None if blocks is None else blocks.traced),
-        )  # fmt: skip
+        )
     decoder = Decoder(model, None)
     ids = torch.zeros(work.nsamples, work.seq_len, dtype=torch.int64)
     done: list[tuple[Outcome, HostMemory, _Batches]] = []
@@ -179,10 +186,18 @@ def _run(
         for index, block in enumerate(decoder.blocks):
             tracer.modules.know(block, f"{decoder.path}.{index}")
         host, watch = PlannedHost(tracer), _Batches(tracer.trace, few)
-        with beside(tracer), Engine(
-            decoder, device=tracer.device, budget=work.gpu_budget_bytes,
-            phases=PruningPhases(tracer), host=host, whole=None if blocks is None else blocks.count, some=watch.some,
-        ) as engine:  # fmt: skip
+        with (
+            beside(tracer),
+            Engine(
+                decoder,
+                device=tracer.device,
+                budget=work.gpu_budget_bytes,
+                phases=PruningPhases(tracer),
+                host=host,
+                whole=None if blocks is None else blocks.count,
+                some=watch.some,
+            ) as engine,
+        ):
             done.append((engine.prune(work.pruning, ids, sink=_Nowhere()), host, watch))
 
     with failures_of_the_job():
@@ -203,9 +218,14 @@ def _run(
 
 
 def traced_with(
-    work: Workload, platform: Platform, blocks: Blocks | None, *, layers: int | None, few: int | None,
+    work: Workload,
+    platform: Platform,
+    blocks: Blocks | None,
+    *,
+    layers: int | None,
+    few: int | None,
     beside: Callable[[Tracer], AbstractContextManager[object]],
-) -> tuple[Trace, int, int]:  # fmt: skip
+) -> tuple[Trace, int, int]:
     """Of so many layers and `few` micro-batches (and a last one that is smaller): the trace, the windows of a
     micro-batch, and the bytes of a block."""
     work, _ = within_positions(work)

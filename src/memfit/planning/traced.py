@@ -142,6 +142,11 @@ def _traced_now(work: Workload, platform: Platform, key: cache.Key | None, famil
 
 def _result(work: Workload, recipe: Recipe, whole: Trace) -> Traced:
     return Traced(
-        trace=whole, workload=recipe.resolved(work), model=resolve(work.model).name, parameters=recipe.parameters,
-        trainable_parameters=recipe.trainable_parameters, how=recipe.how, notes=recipe.notes,
-    )  # fmt: skip
+        trace=whole,
+        workload=recipe.resolved(work),
+        model=resolve(work.model).name,
+        parameters=recipe.parameters,
+        trainable_parameters=recipe.trainable_parameters,
+        how=recipe.how,
+        notes=recipe.notes,
+    )

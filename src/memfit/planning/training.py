@@ -273,9 +273,14 @@ def plan_training(job: TrainJob) -> TrainPlan:
         plan = dict(rungs).get(work.batch_size) or predict(work, gpu=card)
         plain, levers = _without_levers(chosen)
         return TrainPlan(
-            job=chosen, gpu=card, plan=plan, plain=plain, levers=levers, rungs=rungs,
+            job=chosen,
+            gpu=card,
+            plan=plan,
+            plain=plain,
+            levers=levers,
+            rungs=rungs,
             said=(*said, *_what_to_try(work, chosen, plan)),
-        )  # fmt: skip
+        )
     except MemfitError as error:
         return TrainPlan(job=job, gpu=card, said=(f"plan: none, for this job cannot be predicted: {error.message}",))
 

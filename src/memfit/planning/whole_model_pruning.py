@@ -41,10 +41,18 @@ def predict_whole_model_pruning(work: Workload, gpu: Gpu | None) -> Plan:
     made, parameters, how = _traced(work, platform_of(gpu))
     context = context_on(gpu, training=False, flash=work.precision != "fp32")
     return assess(
-        made, AllocatorConfig.parse(work.alloc_conf), gpu, context, workload=work.settings() | {"gpu": None},
-        model=resolve(work.model).name, parameters=parameters, trainable_parameters=0,
-        how=how, notes=(WHAT, how.in_words(), *shortened), started=started,
-    )  # fmt: skip
+        made,
+        AllocatorConfig.parse(work.alloc_conf),
+        gpu,
+        context,
+        workload=work.settings() | {"gpu": None},
+        model=resolve(work.model).name,
+        parameters=parameters,
+        trainable_parameters=0,
+        how=how,
+        notes=(WHAT, how.in_words(), *shortened),
+        started=started,
+    )
 
 
 def _traced(work: Workload, platform: Platform) -> tuple[Trace, int, Provenance]:

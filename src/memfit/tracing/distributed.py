@@ -117,9 +117,7 @@ class OnHost(TorchFunctionMode):
 # -- kernels -----------------------------------------------------------------------------------------------------------
 
 
-def _copied_out(
-    tracer: Tracer, _: None, gathered: Tensor, sizes: Sequence[int], dim: int = 0, **named: Any
-) -> None:  # fmt: skip
+def _copied_out(tracer: Tracer, _: None, gathered: Tensor, sizes: Sequence[int], dim: int = 0, **named: Any) -> None:
     """TensorShape.cu, split_with_sizes_copy_out_cuda_contiguous_no_cast: a list of which thread block copies what."""
     width = math.prod(gathered.shape[dim + 1 :]) * gathered.element_size()
     pieces = [size * width for size in sizes]
@@ -132,9 +130,7 @@ def _copied_out(
     tracer.rule_calls.as_traced()
 
 
-def _copied_in(
-    tracer: Tracer, _: None, gradients: Sequence[Tensor], dim: int, chunks: int, **named: Tensor
-) -> None:  # fmt: skip
+def _copied_in(tracer: Tracer, _: None, gradients: Sequence[Tensor], dim: int, chunks: int, **named: Tensor) -> None:
     """TensorShape.cu, get_chunk_cat_metadata, for gradients that lie dense and are not converted but from bf16."""
     into = named["out"]
     if gradients[0].dtype != into.dtype and (gradients[0].dtype, into.dtype) != (torch.bfloat16, torch.float32):

@@ -38,10 +38,13 @@ CUDA = torch.device("cuda", 0)
 DEVICES: dict[str, torch.device] = {"cuda": CUDA, "cpu": torch.device("cpu"), "meta": torch.device("meta")}
 ANYWHERE = frozenset(
     {
-        aten.copy_.default, aten._to_copy.default, aten._foreach_copy_.default, aten.is_same_size.default,
+        aten.copy_.default,
+        aten._to_copy.default,
+        aten._foreach_copy_.default,
+        aten.is_same_size.default,
         aten._has_compatible_shallow_copy_type.default,
     }
-)  # fmt: skip
+)
 """Ops between devices, and those that only look at shapes and types."""
 RECURRENT = tuple(getattr(torch._VF, name) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu"))
 IN_TENSORS = "a number that nobody knows, such as a loss, is NaN where the code puts it into a tensor of the host"

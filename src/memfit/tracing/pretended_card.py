@@ -37,11 +37,27 @@ from memfit.tracing.own_code import (
 RANDOM_STATE_BYTES = 16
 CUDA_VERSION = "13.0"
 NOT_COVERED = (
-    "CUDAGraph", "graph", "make_graphed_callables", "MemPool", "use_mem_pool", "CUDAPluggableAllocator", "cudart",
-    "change_current_allocator", "caching_allocator_alloc", "memory_snapshot", "utilization", "temperature",
-    "power_draw", "clock_rate", "memory_usage", "device_memory_used", "list_gpu_processes", "memory_summary",
-    "ExternalStream", "set_per_process_memory_fraction",
-)  # fmt: skip
+    "CUDAGraph",
+    "graph",
+    "make_graphed_callables",
+    "MemPool",
+    "use_mem_pool",
+    "CUDAPluggableAllocator",
+    "cudart",
+    "change_current_allocator",
+    "caching_allocator_alloc",
+    "memory_snapshot",
+    "utilization",
+    "temperature",
+    "power_draw",
+    "clock_rate",
+    "memory_usage",
+    "device_memory_used",
+    "list_gpu_processes",
+    "memory_summary",
+    "ExternalStream",
+    "set_per_process_memory_fraction",
+)
 REMEMBER = {"transformers.utils.import_utils": ("cuda", "gpu", "bf16"), "torch.utils._triton": ("triton",)}
 TASK_SECONDS = 2.0
 """How long a task of a thread pool is waited for before the code goes on: tasks in their order give one answer."""
@@ -136,9 +152,12 @@ class Card:
     def properties(self, *_: Any) -> DeviceProperties:
         gpu = self.gpu
         return DeviceProperties(
-            gpu.name if gpu.name.startswith("NVIDIA") else f"NVIDIA {gpu.name}", *gpu.arch, gpu.capacity_bytes,
-            gpu.sm_count, gpu.max_threads_per_sm,
-        )  # fmt: skip
+            gpu.name if gpu.name.startswith("NVIDIA") else f"NVIDIA {gpu.name}",
+            *gpu.arch,
+            gpu.capacity_bytes,
+            gpu.sm_count,
+            gpu.max_threads_per_sm,
+        )
 
 
 def _random_state(*_: Any) -> torch.Tensor:

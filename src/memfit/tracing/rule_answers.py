@@ -88,10 +88,11 @@ class RuleAnswers(Tracer):
     def _answer(self, start: int, end: int, born: int) -> RuleAnswer:
         trace, blocks = self.trace, range(born, len(self.trace.requested))
         outline = Outline(
-            actions=tuple(trace.actions[start:end]), subjects=tuple(s - born for s in trace.subjects[start:end]),
+            actions=tuple(trace.actions[start:end]),
+            subjects=tuple(s - born for s in trace.subjects[start:end]),
             ops=tuple(trace.op(block) for block in blocks),
             modules=tuple(_whose(trace.module(block)) for block in blocks),
-        )  # fmt: skip
+        )
         return RuleAnswer(outline, tuple(trace.requested[born:]))
 
 

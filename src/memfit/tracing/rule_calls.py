@@ -78,9 +78,15 @@ class RuleCalls:
         module, category, outside = tracer.surroundings()
         modules, taken = tracer.modules, _Taken(tracer, module)
         form = Form(
-            op, hidden, taken.form(arguments), taken.form(tuple(named.items())), tracer.in_backward, modules.depth > 0,
-            modules.depth_above_backward > 0, outside,
-        )  # fmt: skip
+            op,
+            hidden,
+            taken.form(arguments),
+            taken.form(tuple(named.items())),
+            tracer.in_backward,
+            modules.depth > 0,
+            modules.depth_above_backward > 0,
+            outside,
+        )
         start, self._inside, self._as_traced = len(tracer.trace), True, False
         try:
             yield

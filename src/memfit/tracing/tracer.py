@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
     _get_current_dispatch_mode_stack,
-)  # fmt: skip
+)
 from torch.utils._pytree import tree_leaves
 
 from memfit.errors import TraceError
@@ -186,9 +186,7 @@ class Tracer(TorchDispatchMode):
             module = self.trace.module(block) if block is not None else module
         if self._stacks is not None:
             self._stacks.note()
-        return self.trace.alloc(
-            nbytes, stream=self.streams.current.stream_id, op=op, module=module, category=category
-        )  # fmt: skip
+        return self.trace.alloc(nbytes, stream=self.streams.current.stream_id, op=op, module=module, category=category)
 
     def surroundings(self) -> tuple[str, str, bool]:
         """Module and category of what is made now, and whether that is outside all modules."""
@@ -349,12 +347,18 @@ class KnownOp:
 @cache
 def _known_op(func: Any) -> KnownOp:
     return KnownOp(
-        name=str(func), gives=what_is_given(func), replaced=REPLACED.get(func), hidden=_hidden(func),
-        multiplies=func in PRODUCTS, adds=func is aten.add.Tensor, indexes=func in indexing.BY_INDEX,
+        name=str(func),
+        gives=what_is_given(func),
+        replaced=REPLACED.get(func),
+        hidden=_hidden(func),
+        multiplies=func in PRODUCTS,
+        adds=func is aten.add.Tensor,
+        indexes=func in indexing.BY_INDEX,
         asks_value=func is aten._local_scalar_dense.default,
-        detaches=func is aten.detach.default, is_composite=_is_composite(func),
+        detaches=func is aten.detach.default,
+        is_composite=_is_composite(func),
         resizes=func in (aten.resize_.default, aten.resize_as_.default),
-    )  # fmt: skip
+    )
 
 
 def _is_composite(func: Any) -> bool:

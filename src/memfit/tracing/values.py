@@ -27,16 +27,27 @@ MOST_FLOATS = 1 << 12
 
 MADE_EMPTY = frozenset(
     {
-        aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default, aten.new_empty.default,
-        aten.new_empty_strided.default, aten.empty_permuted.default, aten.resize_.default,
+        aten.empty.memory_format,
+        aten.empty_strided.default,
+        aten.empty_like.default,
+        aten.new_empty.default,
+        aten.new_empty_strided.default,
+        aten.empty_permuted.default,
+        aten.resize_.default,
     }
-)  # fmt: skip
+)
 OVERWRITES = frozenset(
     {
-        aten.copy_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default, aten.random_.default,
-        getattr(aten.random_, "from"), aten.random_.to, aten.bernoulli_.float,
+        aten.copy_.default,
+        aten.fill_.Scalar,
+        aten.fill_.Tensor,
+        aten.zero_.default,
+        aten.random_.default,
+        getattr(aten.random_, "from"),
+        aten.random_.to,
+        aten.bernoulli_.float,
     }
-)  # fmt: skip
+)
 """Whatever their first argument held before, it is known afterwards."""
 
 

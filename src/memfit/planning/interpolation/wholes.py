@@ -45,7 +45,10 @@ class Whole:
         for added in self._extensions:
             sizes = added.sizes(sizes)
         return dataclasses.replace(
-            with_sizes(self._frame, sizes), facts=dict(self._frame.facts), marks=list(self._frame.marks),
-            names=list(self._frame.names), _name_ids=dict(self._frame._name_ids),
+            with_sizes(self._frame, sizes),
+            facts=dict(self._frame.facts),
+            marks=list(self._frame.marks),
+            names=list(self._frame.names),
+            _name_ids=dict(self._frame._name_ids),
             **{name: getattr(self._frame, name)[:] for name in COLUMNS},
-        )  # fmt: skip
+        )

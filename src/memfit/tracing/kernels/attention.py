@@ -98,9 +98,16 @@ def _efficient_can(q: Tensor, k: Tensor, v: Tensor, grouped: bool, platform: Pla
 
 
 def attention(
-    platform: Platform, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, causal: bool,
-    scale: float | None, gqa: bool,
-) -> Tensor:  # fmt: skip
+    platform: Platform,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    causal: bool,
+    scale: float | None,
+    gqa: bool,
+) -> Tensor:
     backend = choose_backend(q, k, v, mask, dropout, causal, gqa, platform)
     if mask is not None and mask.dtype == torch.bool:
         mask = _additive(mask, q.dtype)
@@ -327,8 +334,10 @@ def efficient_backward(
     b, h, s, d = q.shape
     wants = rest[5]
     half = q.dtype in HALF
-    grads = [torch.empty(t.shape[0], t.shape[2], t.shape[1], t.shape[3], dtype=t.dtype, device=t.device).transpose(1, 2)
-             for t in (q, k, v)]  # fmt: skip
+    grads = [
+        torch.empty(t.shape[0], t.shape[2], t.shape[1], t.shape[3], dtype=t.dtype, device=t.device).transpose(1, 2)
+        for t in (q, k, v)
+    ]
     grad_bias = None
     if bias is not None and wants[3]:
         whole = torch.empty(*bias.shape[:-1], -(-bias.shape[-1] // 16) * 16, dtype=bias.dtype, device=bias.device)

@@ -126,9 +126,13 @@ TENSOR_MAPS = 4
 
 
 def grouped_mm(
-    tracer: Tracer, a: Tensor, b: Tensor, offsets: Tensor | None = None, bias: Tensor | None = None,
+    tracer: Tracer,
+    a: Tensor,
+    b: Tensor,
+    offsets: Tensor | None = None,
+    bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     out = _output(a, b, offsets, out_dtype or a.dtype)
     if a.dtype == b.dtype == out.dtype == torch.bfloat16 and tracer.platform.arch[0] in (9, 10):
         with tracer.temporaries() as hold:
@@ -251,9 +255,17 @@ def _is_depthwise(x: Tensor, weight: Tensor, transposed: bool, groups: int) -> b
 
 
 def _convolve(
-    tracer: Tracer, x: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequence[int], padding: Sequence[int],
-    dilation: Sequence[int], transposed: bool, output_padding: Sequence[int], groups: int,
-) -> Any:  # fmt: skip
+    tracer: Tracer,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+) -> Any:
     if not _is_depthwise(x, weight, transposed, groups) or x.is_contiguous():
         return NotImplemented
     with tracer.temporaries() as hold:
@@ -265,10 +277,19 @@ def _convolve(
 
 
 def _convolve_backward(
-    tracer: Tracer, grad: Tensor, x: Tensor, weight: Tensor, bias_sizes: Sequence[int] | None, stride: Sequence[int],
-    padding: Sequence[int], dilation: Sequence[int], transposed: bool, output_padding: Sequence[int], groups: int,
+    tracer: Tracer,
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias_sizes: Sequence[int] | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
     wanted: Sequence[bool],
-) -> Any:  # fmt: skip
+) -> Any:
     if not _is_depthwise(x, weight, transposed, groups):
         return NotImplemented
     with tracer.temporaries() as hold:

@@ -57,23 +57,39 @@ def _layer_norm(tracer: Tracer, x: Tensor, *others: Any) -> Any:
 
 
 def _layer_norm_backward(
-    tracer: Tracer, grad: Tensor, x: Tensor, shape: Sequence[int], mean: Tensor, rstd: Tensor, weight: Tensor | None,
-    bias: Tensor | None, wanted: Sequence[bool],
-) -> tuple[Tensor | None, ...]:  # fmt: skip
+    tracer: Tracer,
+    grad: Tensor,
+    x: Tensor,
+    shape: Sequence[int],
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    wanted: Sequence[bool],
+) -> tuple[Tensor | None, ...]:
     return _norm_backward(tracer, grad, x, shape, (weight, bias), wanted)
 
 
 def _rms_norm_backward(
-    tracer: Tracer, grad: Tensor, x: Tensor, shape: Sequence[int], rstd: Tensor, weight: Tensor | None,
+    tracer: Tracer,
+    grad: Tensor,
+    x: Tensor,
+    shape: Sequence[int],
+    rstd: Tensor,
+    weight: Tensor | None,
     wanted: Sequence[bool],
-) -> tuple[Tensor | None, ...]:  # fmt: skip
+) -> tuple[Tensor | None, ...]:
     return _norm_backward(tracer, grad, x, shape, (weight,), wanted)
 
 
 def _norm_backward(
-    tracer: Tracer, grad: Tensor, x: Tensor, shape: Sequence[int], weights: Sequence[Tensor | None],
+    tracer: Tracer,
+    grad: Tensor,
+    x: Tensor,
+    shape: Sequence[int],
+    weights: Sequence[Tensor | None],
     wanted: Sequence[bool],
-) -> tuple[Tensor | None, ...]:  # fmt: skip
+) -> tuple[Tensor | None, ...]:
     """layer_norm_kernel.cu: the input is copied before the results are made, its gradient when the kernel begins."""
     with tracer.temporaries() as hold:
         hold(contiguous_copy(x), "norm input, contiguous")

@@ -160,7 +160,7 @@ def _native_dropout(tracer: Tracer, x: Tensor, p: float, train: bool | None) -> 
 
 def _loss_by_position(
     tracer: Tracer, x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignored: int
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """NLLLoss2d.cu: the sum of weights is made before the loss."""
     weights = x.new_empty(())
     return x.new_empty(() if reduction else target.shape), weights
