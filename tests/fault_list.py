@@ -267,7 +267,12 @@ PLANNING = [
     ),
     _SHAPES("divisibility does not matter", "return min(twos) <= _twos(value, most) <= max(twos)", "return True"),
     _SHAPES("what is told is not held against what was traced", ") != traced.fingerprint:", ") is None:"),
-    _SHAPES("fractions are rounded", "if coefficient.denominator != 1 or not coefficient:", "if not coefficient:"),
+    _SHAPES(
+        "fractions are rounded",
+        "if coefficient.denominator != 1 or not coefficient:",
+        "if not coefficient:",
+        harmless="what is found is held against every point",
+    ),
     _SHAPES("sizes below nothing are told", "if min(sizes, default=0) < 0 or max", "if max"),
     _CORNERS(
         "points elsewhere pay for corners",
@@ -335,6 +340,7 @@ FITTING = [
         "a lever weaker than the chosen one is added",
         "group.index(each) < group.index(lever) for",
         "group.index(each) != group.index(lever) for",
+        harmless="a weaker one takes more, and is dropped again: one more question, the same answer",
     ),
     _SEARCH("a banned group is used", "passed_over = lever.group in banned or lever.name", "passed_over = lever.name"),
     _LEVERS("the fused optimizer's flag of the Trainer is wrong", 'optim="adamw_torch_fused"', 'optim="adamw_fused"'),
@@ -539,7 +545,7 @@ EXPLAINING = [
 ]
 
 _MACHINE = _in("checking/machine.py", "checking/test_check_bytes.py", "checking/test_check_machine.py")
-_ALLOC = _in("checking/allocator.py", "checking/test_check_machine.py")
+_ALLOC = _in("checking/allocator.py", "checking/test_check_bytes.py", "checking/test_check_machine.py")
 _PACKAGES = _in("checking/packages.py", "checking/test_check_bytes.py", "checking/test_check_machine.py")
 _CHECK_MODEL = _in("checking/model.py", "checking/test_check_bytes.py")
 

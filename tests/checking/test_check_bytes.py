@@ -10,8 +10,11 @@ from check_jobs import only, situation
 from packaging.requirements import Requirement
 
 from memfit.checking import machine
+from memfit.checking.allocator import look
 from memfit.checking.model import checkpoint_bytes, loading_bytes, state_bytes
 from memfit.checking.packages import is_met
+from memfit.recording.machine import GpuState
+from memfit.units import GiB
 
 WEIGHTS = 2 * 300 * 16 + 3 * (2 * 16 * 16 + 2 * 16 * 8 + 3 * 16 * 32 + 2 * 16) + 16
 """Of the Llama of these jobs: embedding and head, three blocks, the last norm."""
@@ -86,3 +89,41 @@ def test_a_checkpoint_of_lora_has_its_adapters_and_their_moments_alone(tmp_path:
 ])  # fmt: skip
 def test_a_version_at_the_very_bound(line: str, have: str, unmet: bool) -> None:
     assert is_met(Requirement(line), have) is not unmet
+
+
+# -- cards -------------------------------------------------------------------------------------------------------------
+
+
+def card(used: int, index: int = 0) -> GpuState:
+    return GpuState(index=index, uuid=f"GPU-{index}", name="NVIDIA H200", total_bytes=140 * GiB, used_bytes=used,
+                    busy_percent=None, processes=())  # fmt: skip
+
+
+@pytest.mark.parametrize(("used", "status"), [(0, "ok"), (GiB, "ok"), (GiB + 1, "warning")])
+def test_up_to_1_gib_of_a_card_that_nobody_holds_is_the_driver_s_own(used: int, status: str) -> None:
+    assert machine.of_gpu(card(used)).status == status
+
+
+@pytest.mark.parametrize(("processes", "status"), [(1, "ok"), (2, "ok"), (3, "failed")])
+def test_as_many_processes_as_gpus_may_train(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: int, status: str
+) -> None:
+    monkeypatch.setattr("memfit.checking.situation.read_gpus", lambda: (card(0, 0), card(0, 1)))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    finding = only(machine.present, situation(tmp_path, world_size=processes))
+    assert (finding.status, finding.details["gpus"]) == (status, 2)
+
+
+def test_expandable_segments_beside_max_split_size_cancel() -> None:
+    (finding,) = look({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,max_split_size_mb:64"}, "2.11.0")
+    assert (finding.status, "the two cancel" in finding.found) == ("warning", True)
+    (alone,) = look({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, "2.11.0")
+    assert alone.status == "ok"
+
+
+@pytest.mark.parametrize(("line", "have"), [
+    ("torch==2.13.0", "2.13.0+cpu"), ("torch<=2.13.0", "2.13.0+cu130"), ("torch>=2.13", "2.13.0.dev20260101"),
+    ("torch~=2.13.0", "2.13.0rc1"),
+])  # fmt: skip
+def test_what_follows_the_numbers_of_a_version_does_not_count(line: str, have: str) -> None:
+    assert is_met(Requirement(line), have)

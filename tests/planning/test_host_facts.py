@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 from miniatures import Miniatures, all_blocks
 
+from memfit.extrapolation.blocks import NotRepeating
 from memfit.jobs.training.offload import activations
+from memfit.planning import few
 from memfit.planning.few import blocks_of
 from memfit.planning.host_facts import HOST
 from memfit.planning.traced import trace_workload
@@ -35,3 +37,14 @@ def test_host_facts_of_few_blocks_are_those_of_all(
     assert set(told.trace.facts[HOST]) == set(JOBS[job]["offload"])
     weights = sum(each.numel() * each.element_size() for each in prepared.trainable)
     assert told.trace.facts[HOST]["optimizer"] == 2 * weights
+
+
+def test_a_model_of_which_more_grows_than_its_blocks_is_not_told_from_few(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    work = Miniatures(tmp_path_factory.mktemp("host")).work("llama", 8, kind="forward")
+    blocks, parameters = blocks_of(work.model, work.attention)
+    assert blocks is not None
+    for counted in (parameters - 1, parameters + 1):
+        with pytest.raises(NotRepeating, match="they are not all that grows with the number of layers"):
+            few._of_few(work, H200, blocks, counted)
