@@ -247,6 +247,11 @@ PLANNING = [
         "found |= {number - self.work.new_tokens for number in found}",
         "pass",
     ),
+    _in("planning/interpolation/family.py", "planning/test_host_facts.py")(
+        "what lies on the host is forgotten in a family",
+        "Trace(facts={HOST: recipe.trace.facts[HOST]} if HOST in recipe.trace.facts else {})",
+        "Trace()",
+    ),
     _FAMILY("two pieces around a point are one", "if len(around) != 1 or", "if not around or"),
     _FAMILY(
         "a number of the config and the next one are one place",
@@ -294,7 +299,7 @@ PLANNING = [
         "scaled(trace.facts, weights=more,",
     ),
     _FEW("models that grow otherwise are told from few blocks", "!= parameters:", "is None:"),
-    _in("planning/traced.py", "planning/test_offload_plans.py")(
+    _in("planning/traced.py", "planning/test_host_facts.py")(
         "host bytes of another batch are those of the traced one", "activations=tokens)", "activations=1)"
     ),
 ]

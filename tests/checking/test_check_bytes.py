@@ -110,7 +110,7 @@ def test_as_many_processes_as_gpus_may_train(
 ) -> None:
     monkeypatch.setattr("memfit.checking.situation.read_gpus", lambda: (card(0, 0), card(0, 1)))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    finding = only(machine.present, situation(tmp_path, world_size=processes))
+    finding = only(machine.check_gpus, situation(tmp_path, world_size=processes))
     assert (finding.status, finding.details["gpus"]) == (status, 2)
 
 

@@ -9,10 +9,16 @@ from miniatures import Miniatures, all_blocks
 
 from memfit.extrapolation.blocks import NotRepeating
 from memfit.jobs.training.offload import activations
+from memfit.jobs.workload import Workload
 from memfit.planning import few
+from memfit.planning import traced as traced_plans
+from memfit.planning.cache import Recipe
 from memfit.planning.few import blocks_of
 from memfit.planning.host_facts import HOST
+from memfit.planning.interpolation import family as families
+from memfit.planning.provenance import Provenance
 from memfit.planning.traced import trace_workload
+from memfit.replay.events import Trace
 from memfit.tracing.platform import H200
 
 JOBS: dict[str, dict[str, Any]] = {
@@ -48,3 +54,17 @@ def test_a_model_of_which_more_grows_than_its_blocks_is_not_told_from_few(
     for counted in (parameters - 1, parameters + 1):
         with pytest.raises(NotRepeating, match="they are not all that grows with the number of layers"):
             few._of_few(work, H200, blocks, counted)
+
+
+def test_a_plan_that_is_told_from_other_shapes_has_what_lies_on_the_host() -> None:
+    """Of activations as many times as much as it has tokens; of weights and the optimizer the same."""
+    work = Workload(kind="lora", model="gpt2", batch_size=6, seq_len=100)
+    traced = Recipe(
+        trace=Trace(facts={HOST: {"weights": 70, "optimizer": 50, "activations": 1000}, "lists": [1]}), parameters=1,
+        trainable_parameters=1, settings={"batch_size": 2, "seq_len": 150}, notes=(), how=Provenance(),
+    )  # fmt: skip
+    recipe = families._Context.make(traced, frozenset()).recipe
+
+    assert recipe.trace.facts == {HOST: {"weights": 70, "optimizer": 50, "activations": 1000}}
+    told = traced_plans._told(work, families.Interpolation(recipe, Trace(), 5))
+    assert told.trace.facts[HOST] == {"weights": 70, "optimizer": 50, "activations": 2000}

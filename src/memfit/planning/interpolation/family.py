@@ -25,6 +25,7 @@ from memfit.extrapolation.tokens import GenerationExtension
 from memfit.jobs.workload import Workload
 from memfit.models.registry import load_config, resolve
 from memfit.planning.cache import Recipe, identity
+from memfit.planning.host_facts import HOST
 from memfit.planning.interpolation.corners import BATCH, LENGTH, Corners
 from memfit.planning.interpolation.shapes import Piece, Point, TooFewPoints, Unproven, filling
 from memfit.replay.events import Trace
@@ -264,7 +265,8 @@ class _Context:
     def make(cls, recipe: Recipe, loss_modules: frozenset[str]) -> _Context:
         facts = recipe.facts()
         facts["settings"] = {k: v for k, v in facts["settings"].items() if k not in ("batch_size", "seq_len")}
-        return cls(json.dumps(facts, sort_keys=True), dataclasses.replace(recipe, trace=Trace()), loss_modules)
+        kept = Trace(facts={HOST: recipe.trace.facts[HOST]} if HOST in recipe.trace.facts else {})
+        return cls(json.dumps(facts, sort_keys=True), dataclasses.replace(recipe, trace=kept), loss_modules)
 
 
 @dataclass(eq=False)
