@@ -9,7 +9,7 @@ WORKERS ?= 4
 MEMFIT_TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-newest test-oldest faults check bench accuracy levers guides
+.PHONY: help setup demo test test-all test-newest test-oldest faults check bench accuracy house levers guides
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -43,6 +43,9 @@ test: setup $(BROWSER)  ## run the test suite
 	$(BIN)/python -m pytest -q -n auto --maxprocesses $(WORKERS) --dist loadfile
 
 # What is newest changes from day to day, so pip is asked every time.
+test-all: setup $(BROWSER)  ## the test suite, with what predicts every measured run
+	$(BIN)/python -m pytest -q -n auto --maxprocesses $(WORKERS) --dist loadfile -m ''
+
 test-newest:  ## the test suite with the newest versions on the index, in .venv-newest
 	$(call tested_with,.venv-newest,--upgrade --upgrade-strategy eager)
 
@@ -71,6 +74,9 @@ bench: setup  ## time the predictions
 
 accuracy: setup  ## compare predictions with measured runs: writes docs/accuracy.md
 	$(BIN)/python -m accuracy.table
+
+house: setup  ## write the map of the rooms, docs/house.md, from the docstrings
+	$(BIN)/python tests/support/house.py
 
 levers: setup  ## predict every memory lever on three jobs: writes docs/levers.md
 	$(BIN)/python -m accuracy.levers
