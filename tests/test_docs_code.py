@@ -14,7 +14,7 @@ import pytest
 import typer.main
 
 import memfit
-from memfit.cli.main import app_of
+from memfit.cli.app import app_of
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -9,7 +9,7 @@ import pytest
 import typer.main
 
 import memfit
-from memfit.cli.main import app_of
+from memfit.cli.app import app_of
 from memfit.cli.options import HELP, settings_of
 from memfit.jobs.workload import KINDS
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from memfit.cli.main import WITH_TORCH, refuse_what_torch_dies_of
+from memfit.cli.app import WITH_TORCH, refuse_what_torch_dies_of
 
 
 def run(*argv: str, setting: str) -> subprocess.CompletedProcess[str]:
@@ -39,6 +39,6 @@ def test_whatever_torch_reads_is_left_to_torch(setting: str) -> None:
 
 
 def test_every_command_that_is_looked_after_exists() -> None:
-    from memfit.cli.main import COMMANDS as ALL
+    from memfit.cli.app import COMMANDS as ALL
 
     assert set(WITH_TORCH) <= set(ALL)

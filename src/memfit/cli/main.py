@@ -1,28 +1,17 @@
-"""`memfit` as the shell calls it: which commands there are, and what went wrong as an exit code.
+"""`memfit` as the shell calls it, and the one place where what went wrong becomes an exit code.
 
     0  fine            1  does not fit, or a check failed       2  wrong usage or input, or no room for the output
     70 a bug in memfit 130 interrupted                          141 nobody reads the output any more (`| head`)
 
-Nothing is imported here that takes time: `memfit --help` answers at once, without torch, and a command can be
-interrupted from its first moment on, without a traceback. Settings of torch's allocator that torch does not survive are
-refused before it is imported: it ends the process at `expandable_segments=True` (torch 2.11 for CUDA) without a word.
+Nothing is imported here that takes time: a command can be interrupted from its first moment on, without a traceback.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Mapping
-from importlib import import_module
-from typing import Annotated, Any
 
-import typer
-
-import memfit
-from memfit.cli import output
-from memfit.cli.typed import Group, Grouped
-from memfit.errors import MemfitError, RanOut, UsageError
-from memfit.replay.alloc_config import exported
+from memfit.errors import MemfitError, RanOut
 
 TYPE_CHECKING = False  # typing takes longer to import than all else here
 if TYPE_CHECKING:
@@ -48,6 +37,7 @@ def _ended(typed: list[str]) -> int:
     try:
         if signal.getsignal(signal.SIGINT) is _leave:
             signal.signal(signal.SIGINT, _interrupt)
+        from memfit.cli.app import run_command
 
         return run_command(typed)
     except MemfitError as error:
@@ -162,101 +152,3 @@ def _leave(*_: object) -> NoReturn:
 
 if __name__ == "__main__":
     run()
-
-
-WITH_TORCH = ("plan", "fit", "table", "prune", "train", "profile")
-"""Those that import torch. `check` looks at the variables itself."""
-
-
-def refuse_what_torch_dies_of(environment: Mapping[str, str]) -> None:
-    for name, text in exported(environment).items():
-        if any("=" in setting and ":" not in setting for setting in text.split(",")):
-            raise UsageError(
-                f"{name}={text}: a setting is written key:value", hint=f"export {name}={text.replace('=', ':')}"
-            )
-
-
-COMMANDS: dict[str, str | None] = {
-    "plan": None,
-    "fit": None,
-    "table": "memfit table --models 7b,13b --workloads prune,lora --gpus 16GB,24GB --format markdown",
-    "check": None,
-    "prune": (
-        "memfit prune --model ./llama-3.2-1b --prune-method wanda --sparsity-ratio 0.5 --save out/wanda --log-memory"
-    ),
-    "train": "memfit train --config smollm2-lora-demo --output-dir outputs/demo",
-    "profile": None,
-    "explain": "memfit explain train.log --kind lora --model qwen2.5-7b --batch-size 1 --seq-len 2048 --rank 128",
-    "watch": "memfit watch --interval 2 --csv memory.csv",
-    "report": "memfit report snapshot.pickle --html report.html",
-    "diff": "memfit diff predicted.npz snapshot.pickle --step-a 2 --step-b 1",
-    "export": "memfit export predicted.npz --to memory-viz",
-    "models": "memfit models --json",
-    "gpus": "memfit gpus",
-}
-"""In the order of the help, with an example; a group has its own. Each is what its module in `memfit.cli` is called."""
-
-
-class _InOrder(Group):
-    """typer would list groups of commands after all others."""
-
-    def list_commands(self, ctx: Any) -> list[str]:
-        return [name for name in COMMANDS if name in self.commands]
-
-
-def _underscores_too(token: str) -> str:
-    return token.replace("_", "-")
-
-
-def _say_version(wanted: bool) -> None:
-    if wanted:
-        output.say(f"memfit {memfit.__version__}")
-        raise typer.Exit
-
-
-def _root(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Show the version and leave.")
-    ] = False,
-) -> None:
-    pass
-
-
-def app_of(names: Iterable[str] = tuple(COMMANDS)) -> typer.Typer:
-    """The command line with these commands only: what is not asked for is not imported."""
-    app = typer.Typer(
-        name="memfit",
-        cls=_InOrder,
-        help="GPU memory of transformer jobs, known before they run.",
-        epilog=output.example("memfit plan train --model gpt2 --batch-size 8 --seq-len 1024 --gpu 'RTX 4090'"),
-        context_settings={
-            "token_normalize_func": _underscores_too, "help_option_names": ["-h", "--help"], "max_content_width": 100,
-        },
-        add_completion=False,
-        no_args_is_help=True,
-        pretty_exceptions_enable=False,
-        rich_markup_mode=None,  # plain help: rich's boxes cut long flags short
-    )  # fmt: skip
-    app.callback()(_root)
-    for name in names:
-        module = import_module(f"memfit.cli.{name}")
-        command, example = getattr(module, name), COMMANDS[name]
-        if example is None:
-            app.add_typer(command, name=name)
-        else:
-            app.command(cls=Grouped, epilog=output.example(example))(command)
-    return app
-
-
-def run_command(typed: list[str]) -> int:
-    """What a command returns is its exit code; what the option parser refuses is told here."""
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its remarks on configs are none of the user's business
-    try:
-        app = app_of(typed[:1]) if typed and typed[0] in COMMANDS else app_of()
-        if typed and typed[0] in WITH_TORCH:
-            refuse_what_torch_dies_of(os.environ)
-        code = app(typed, prog_name="memfit", standalone_mode=False)
-        return code if isinstance(code, int) else 0
-    except typer.TyperException as error:
-        output.complain_of_usage(error)
-        return error.exit_code
