@@ -23,4 +23,6 @@ def test_a_file_says_in_one_sentence_what_it_is_about(path: object) -> None:
 def test_files_that_the_text_names_are_there() -> None:
     named = re.findall(r"`((?:\w+/)+\w+\.py)`", PAGE.read_text(encoding="utf-8"))
     assert named
-    assert [name for name in named if not (PACKAGE / name).is_file() and not (PACKAGE.parents[1] / name).is_file()] == []
+    assert [
+        name for name in named if not (PACKAGE / name).is_file() and not (PACKAGE.parents[1] / name).is_file()
+    ] == []

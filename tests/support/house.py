@@ -11,7 +11,6 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "memfit"
 PAGE = ROOT / "docs" / "house.md"
 BEGIN, END = "<!-- rooms: written by `make house` from the docstrings -->", "<!-- end of the rooms -->"
-WIDTH = 160
 
 
 def first_sentence(path: Path) -> str:
@@ -41,7 +40,9 @@ def room_lines(folder: Path) -> Iterator[str]:
 
 
 def rooms() -> str:
-    ground = [f"- `{path.name}`: {first_sentence(path)}" for path in sorted(PACKAGE.glob("*.py")) if path.stem[0] != "_"]
+    ground = [
+        f"- `{path.name}`: {first_sentence(path)}" for path in sorted(PACKAGE.glob("*.py")) if path.stem[0] != "_"
+    ]
     lines = ["### On the ground", "", *ground, ""]
     for folder in folders():
         lines += room_lines(folder)

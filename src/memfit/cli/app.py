@@ -52,6 +52,10 @@ COMMANDS: dict[str, str | None] = {
 """In the order of the help, with an example; a group has its own. Each is what its module in `memfit.cli` is called."""
 
 
+ELSEWHERE = {"gpus": "lists", "models": "lists"}
+"""Commands that have no file of their own name."""
+
+
 class _InOrder(Group):
     """typer would list groups of commands after all others."""
 
@@ -94,7 +98,7 @@ def app_of(names: Iterable[str] = tuple(COMMANDS)) -> typer.Typer:
     )  # fmt: skip
     app.callback()(_root)
     for name in names:
-        module = import_module(f"memfit.cli.{name}")
+        module = import_module(f"memfit.cli.{ELSEWHERE.get(name, name)}")
         command, example = getattr(module, name), COMMANDS[name]
         if example is None:
             app.add_typer(command, name=name)

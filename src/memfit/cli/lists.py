@@ -1,11 +1,11 @@
-"""`memfit gpus`: the cards that --gpu knows by name."""
+"""`memfit gpus` and `memfit models`: the cards and the models that are known by name."""
 
 from __future__ import annotations
 
 from memfit.cli import output
 from memfit.cli.options import Json
 
-SCHEMA = "memfit.gpus/1"
+GPUS_SCHEMA, MODELS_SCHEMA = "memfit.gpus/1", "memfit.models/1"
 
 
 def gpus(
@@ -21,7 +21,7 @@ def gpus(
     from memfit.gpus import list_gpus, list_slices
 
     document = {
-        "schema": SCHEMA,
+        "schema": GPUS_SCHEMA,
         "gpus": [
             {
                 "name": card.name,
@@ -46,3 +46,35 @@ def gpus(
         from memfit.render.small import show_gpus
 
         output.show(show_gpus, document)
+
+
+def models(
+    json: Json = False,
+) -> None:
+    """List the models that --model knows by name.
+
+    They are hyper-parameters only: nothing is downloaded, for memory does not depend on the values of weights.
+    """
+    from memfit.models.presets import presets
+
+    document = {
+        "schema": MODELS_SCHEMA,
+        "models": [
+            {
+                "name": preset.name,
+                "type": preset.model_type,
+                "parameters": preset.parameters,
+                "hub_ids": [alias for alias in preset.aliases if "/" in alias],
+                "aliases": [alias for alias in preset.aliases if "/" not in alias],
+                "source": preset.source,
+                "note": preset.note,
+            }
+            for preset in presets()
+        ],
+    }
+    if json:
+        output.print_json(document)
+    else:
+        from memfit.render.small import show_models
+
+        output.show(show_models, document)
