@@ -219,8 +219,24 @@ def decide_by_it() -> None:
         raise AssertionError("not reached")
 
 
+def decide_by_its_float() -> None:
+    if float(unknown_loss()) > 3:
+        raise AssertionError("not reached")
+
+
+def test_a_float_of_an_unknown_number_is_named() -> None:
+    losses: list[float] = []
+
+    def step() -> None:
+        losses.append(float(unknown_loss()))
+
+    plan = memfit.trace(step)
+    assert math.isnan(losses[0]) and "float() of a number that nobody knows, such as a loss, is NaN" in plan.notes
+
+
 @pytest.mark.parametrize(
-    "ask", [decide_by_it, lambda: int(unknown_loss()), lambda: [1, 2][round(unknown_loss().item())]]
+    "ask",
+    [decide_by_it, decide_by_its_float, lambda: int(unknown_loss()), lambda: [1, 2][round(unknown_loss().item())]],
 )
 def test_a_decision_by_an_unknown_number_is_what_memfit_lacks_and_not_the_job_s_failure(
     ask: Callable[[], object],

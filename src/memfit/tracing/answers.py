@@ -9,6 +9,7 @@ after one token and sends the Trainer into its NaN branch.
 from __future__ import annotations
 
 import linecache
+import math
 import os
 import re
 import sys
@@ -64,6 +65,8 @@ HARMLESS: tuple[tuple[re.Pattern[str], bool, str], ...] = (
 )
 """By what stands in the line that asks: decisions that change what is logged or kept, answered as most runs do, and
 where memory may depend on it, by the larger answer."""
+_DECIDES = re.compile(r"\b(if|while|assert|and|or|not|min|max)\b|[<>]|[=!]=")
+AS_FLOAT = "float() of a number that nobody knows, such as a loss, is NaN"
 DRAWN = "whole numbers drawn at random on the GPU were drawn on the host: sizes that follow from them may differ"
 
 
@@ -117,6 +120,16 @@ class Answers:
         with torch._C.DisableTorchFunction(), _disable_current_modes():
             like = torch.zeros((), dtype=tensor.dtype)  # a number that is kept must not keep memory of the GPU
         return UnknownNumber(lambda: bool(self._answer(like, "the code decides by a number that is not known")))
+
+    def plain_float(self, tensor: torch.Tensor) -> float:
+        """`float(loss)` is Python's own float and no longer known as unknown: a line that decides by it asks here."""
+        asker, said = self._known_answer(tensor)
+        if said is not None:
+            return float(said)
+        if asker is not None and _DECIDES.search(_line(asker)):
+            return float(self._answer(tensor, "the code decides by a number that is not known"))
+        self.meanings[AS_FLOAT] = None
+        return math.nan
 
     def refusal(self, tensor: torch.Tensor) -> TraceError:
         """For code that takes all of a tensor to the host, where no single value would be an answer."""

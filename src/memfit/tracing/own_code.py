@@ -244,10 +244,11 @@ class OwnCodeNames(CudaNames):
             value = values.read(tensor)
             return how(value) if value is not None else without(tensor)
 
+        def is_hidden(tensor: Tensor) -> bool:
+            return tensor.device.type != "cpu" and tensor.numel() == 1 and values.read(tensor) is None
+
         def number(tensor: Tensor) -> Any:
-            if tensor.device.type == "cpu" or tensor.numel() != 1 or values.read(tensor) is not None:
-                return NotImplemented
-            return tracer.answers.unknown(tensor)
+            return tracer.answers.unknown(tensor) if is_hidden(tensor) else NotImplemented
 
         def listed(tensor: Tensor) -> Any:
             if not tensor.is_floating_point() or tensor.numel() > MOST_LISTED:
@@ -267,7 +268,7 @@ class OwnCodeNames(CudaNames):
             Tensor.item: number,
             Tensor.tolist: lambda t: text(t, Tensor.tolist, listed),
             Tensor.numpy: self._numpy,
-            Tensor.__float__: lambda t: said if (said := number(t)) is NotImplemented else float(said),
+            Tensor.__float__: lambda t: tracer.answers.plain_float(t) if is_hidden(t) else NotImplemented,
             Tensor.__format__: lambda t, spec: text(
                 t,
                 lambda v: v.__format__(spec),
