@@ -284,7 +284,7 @@ def test_a_process_alone_takes_no_more_than_one_of_ddp(kind: Any, view: bool) ->
     less, more = forecasts.of(alone), forecasts.of(ddp)
 
     assert less.peak.allocated_bytes - ROUNDING <= more.peak.allocated_bytes
-    bound = forecasts.bound(ddp, less.context_bytes)
+    bound = forecasts.bound(ddp, less.peak.context_bytes)
     assert bound is not None
     assert bound.peak.allocated_bytes == less.peak.allocated_bytes
     assert forecasts.bound(ddp, more.device_bytes) is None
