@@ -428,17 +428,17 @@ REAL = sorted((Path(__file__).parents[1] / "data" / "ooms").glob("*.txt"))
 TEXTS += [path.read_text() for path in REAL if path.stat().st_size < 1700]
 
 
-def test_ten_thousand_mutated_texts_are_explained_or_refused_without_a_crash() -> None:
+@pytest.mark.parametrize("number", [1_000, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_mutated_texts_are_explained_or_refused_without_a_crash(number: int) -> None:
     rng = random.Random(20251115)
-    started = time.perf_counter()
     slowest = 0.0
-    for _ in range(10_000):
+    for _ in range(number):
         text = mutated(rng.choice(TEXTS), rng)
-        begun = time.perf_counter()
+        begun = time.process_time()
         told = explain(text.encode("utf-8", "surrogatepass"), predict=False)
-        slowest = max(slowest, time.perf_counter() - begun)
+        slowest = max(slowest, time.process_time() - begun)
         assert told.cause.sentence
-    assert slowest < 5 and time.perf_counter() - started < 240  # about 20 s and 0.05 s on an idle machine
+    assert slowest < 5  # about 0.05 s
 
 
 @pytest.mark.parametrize("junk", [b"", b"\0" * 4096, bytes(range(256)) * 64])
