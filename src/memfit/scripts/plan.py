@@ -45,8 +45,9 @@ def trace_script(
         done, rises = seen[-1].done, seen[-1].rises
         if not done:
             return ("the script ran to its end without a step of an optimizer",)
-        grows = "; the peak still rose in the last one: it may keep growing" if rises and done > 2 else ""
-        return (f"stopped after {done} optimizer step{'s' * (done != 1)}{grows}",)
+        grows = "; the peak still rose in the last one and may keep growing" if rises and done > 2 else ""
+        later = "what comes later, such as an evaluation or a longer batch, is not in the plan"
+        return (f"stopped after {done} optimizer step{'s' * (done != 1)}: {later}{grows}",)
 
     return trace_code(
         run, gpu=gpu, alloc_conf=alloc_conf, name=program.name, more_notes=said,
