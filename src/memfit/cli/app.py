@@ -52,7 +52,7 @@ COMMANDS: dict[str, str | None] = {
 """In the order of the help, with an example; a group has its own. Each is what its module in `memfit.cli` is called."""
 
 
-ELSEWHERE = {"gpus": "lists", "models": "lists"}
+ELSEWHERE = {"gpus": "lists", "models": "lists", **dict.fromkeys(("report", "diff", "export"), "recorded")}
 """Commands that have no file of their own name."""
 
 
