@@ -45,6 +45,7 @@ def test_words_are_taken_as_they_are() -> None:
         ("python", "runs no script"),
         ("python -c 'print(1)'", "-c is no script"),
         ("python -m", "which module"),
+        ("--bogus train.py", "--bogus is no flag of plan script"),
         ("trian.py", "there is no script 'trian.py'"),
         ("torchrun --nproc_per_node 2 train.py", "does not cover that for scripts yet"),
         ("accelerate launch train.py", "does not cover that for scripts yet"),

@@ -102,7 +102,7 @@ def trace_code(
         ):
             code(tracer)
 
-    with put_back(tracer.owns), failures_of_the_job():
+    with put_back(tracer.owns), _saved_is_missed(tracer), failures_of_the_job():
         made = run_traced(run, tracer, names)
     if Action.ALLOC not in made.actions:
         raise TraceError(
@@ -134,6 +134,22 @@ def trace_code(
         trainable_parameters=parameters["trainable"],
         workload=workload,
     )
+
+
+@contextmanager
+def _saved_is_missed(tracer: Any) -> Iterator[None]:
+    """A file that the code wanted to read back may be one that was left out here: then that is no fault of the code."""
+    from memfit.tracing.outside import LEFT_OUT
+
+    try:
+        yield
+    except TraceError as error:
+        if isinstance(error.__cause__, (FileNotFoundError, EOFError)) and LEFT_OUT in tracer.assumed:
+            raise TraceError(
+                f"memfit does not cover code that reads back what it has saved: {error.message}",
+                hint=f"{error.hint}: in a trace no checkpoint is written",
+            ) from error.__cause__
+        raise
 
 
 def _not_modelled(ops: Mapping[str, None]) -> Iterator[str]:

@@ -56,6 +56,10 @@ def read_command(command: str | Sequence[str]) -> Program:
         raise UsageError("-c is no script", hint="put the lines into a file")
     if words[0] == "-m":
         return _module(words[1:], environment)
+    if words[0].startswith("-"):
+        raise UsageError(
+            f"{words[0]} is no flag of plan script", hint=f"what belongs to the script follows its name: {HINT}"
+        )
     return _file(words, environment)
 
 

@@ -6,7 +6,7 @@ DOOR = {
     "answers": "Answer Answers NO_OVERFLOW Site Value",
     "costs": "OpCosts",
     "distributed": "OnHost ddp_traced fully_shard_traced",
-    "outside": "nothing_saved put_back",
+    "outside": "LEFT_OUT nothing_saved put_back",
     "own_code": "OwnCodeNames OwnCodeTracer",
     "platform": "H200 Platform outside_tested platform_of",
     "pretended_card": "card_pretended",

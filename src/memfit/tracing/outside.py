@@ -117,6 +117,7 @@ def _restore(module: nn.Module, before: _Before) -> None:
             module._buffers[name] = buffer
 
 
+LEFT_OUT = "checkpoints that the code saves are left out: nothing was written"
 WRITERS = (
     ("torch", "save"),
     ("torch.serialization", "save"),
@@ -141,7 +142,7 @@ def nothing_saved(assume: Callable[[str], None], after_import: list[Callable[[],
                 f"{asking_line()}the code saves tensors into memory, which memfit does not cover",
                 hint="without data there is nothing to save: leave it out of the traced code",
             )
-        assume("checkpoints that the code saves are left out: nothing was written")
+        assume(LEFT_OUT)
 
     with ExitStack() as stack:
         for module, name in WRITERS:
