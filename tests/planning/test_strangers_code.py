@@ -211,6 +211,7 @@ def test_a_number_that_nobody_knows_can_be_printed_and_reckoned_with() -> None:
     plan = memfit.trace(step)
     assert said[0] == "?|       ?|?|?|?|?"
     assert str(said[1]) == "[?, ?, ?, False]"
+    assert any("numpy takes them for NaN" in note for note in plan.notes)
     assert "losses, norms and gradients are finite wherever the code looks" in plan.notes
 
 

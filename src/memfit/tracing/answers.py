@@ -66,6 +66,7 @@ HARMLESS: tuple[tuple[re.Pattern[str], bool, str], ...] = (
 """By what stands in the line that asks: decisions that change what is logged or kept, answered as most runs do, and
 where memory may depend on it, by the larger answer."""
 _DECIDES = re.compile(r"\b(if|while|assert|and|or|not|min|max)\b|[<>]|[=!]=")
+UNKNOWN = "numbers that nobody knows, such as a loss, show as ?; numpy takes them for NaN, also where it compares"
 AS_FLOAT = "float() of a number that nobody knows, such as a loss, is NaN"
 DRAWN = "whole numbers drawn at random on the GPU were drawn on the host: sizes that follow from them may differ"
 
@@ -117,6 +118,7 @@ class Answers:
         said = self._known_answer(tensor)[1]
         if said is not None and type(said) is not bool:  # yes and no answer what the code makes of it
             return said
+        self.meanings[UNKNOWN] = None
         with torch._C.DisableTorchFunction(), _disable_current_modes():
             like = torch.zeros((), dtype=tensor.dtype)  # a number that is kept must not keep memory of the GPU
         return UnknownNumber(lambda: bool(self._answer(like, "the code decides by a number that is not known")))
