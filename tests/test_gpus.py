@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from memfit.errors import MemfitError, UnknownName, UsageError
 from memfit.gpus import MAX_THREADS_PER_SM, find_gpu, list_gpus, list_slices
-from memfit.tracing.platform import platform_of
+from memfit.platform import platform_of
 from memfit.units import GiB, MiB
 
 CARDS = json.loads(files("memfit").joinpath("gpus.json").read_text())["cards"]

@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from memfit.cli.app import WITH_TORCH, refuse_what_torch_dies_of
+from memfit.cli.app import WITH_TORCH
+from memfit.environment import refuse_what_torch_dies_of
 
 
 def run(*argv: str, setting: str) -> subprocess.CompletedProcess[str]:

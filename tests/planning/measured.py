@@ -12,7 +12,7 @@ from memfit.analysis.summary import PhasePeak
 from memfit.jobs.workload import Workload
 from memfit.planning import cache as traces
 from memfit.planning.predict import Plan, predict
-from memfit.tracing.platform import release_of
+from memfit.versions import release_of
 
 MEASURED = Path(__file__).parents[1] / "data" / "measured.jsonl"
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

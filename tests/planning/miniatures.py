@@ -18,8 +18,8 @@ from memfit.planning import categories
 from memfit.planning.few import blocks_of
 from memfit.planning.on_trace import prepare_without_memory, trace_job
 from memfit.planning.traced import Traced, trace_workload
+from memfit.platform import H200
 from memfit.replay.events import Action, Trace
-from memfit.tracing.platform import H200
 
 SMALL: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 64, "n_embd": 64, "word_embed_proj_dim": 64, "intermediate_size": 96,

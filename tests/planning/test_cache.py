@@ -25,8 +25,8 @@ from memfit.jobs.workload import Workload
 from memfit.planning import cache
 from memfit.planning import few as few_blocks
 from memfit.planning.predict import Plan, predict
+from memfit.platform import H200, platform_of
 from memfit.replay.events import Trace
-from memfit.tracing.platform import H200, platform_of
 from memfit.units import MiB
 
 KEY = cache.Key('{"job": 1}')
@@ -249,6 +249,7 @@ def own_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
     for room in cache.ROOMS:
         (package / room / "inner").mkdir(parents=True)
     (package / "__init__.py").write_text('__version__ = "1"')
+    (package / "platform.py").write_text("H200 = 1")
     (package / "models" / "presets.json").write_text("{}")
     (package / "tracing" / "inner" / "rules.py").write_text("ROUND = 512")
     monkeypatch.setattr(cache, "_package", lambda: package)
@@ -257,7 +258,9 @@ def own_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
     cache._first_look.cache_clear()
 
 
-@pytest.mark.parametrize("changed", ["__init__.py", "models/presets.json", "tracing/inner/rules.py", "replay/new.py"])
+@pytest.mark.parametrize(
+    "changed", ["__init__.py", "platform.py", "models/presets.json", "tracing/inner/rules.py", "replay/new.py"]
+)
 def test_a_changed_source_file_is_another_entry(own_source: Path, changed: str) -> None:
     before = cache.key_of(job(), H200)
     (own_source / changed).write_text("something else")

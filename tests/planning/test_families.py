@@ -23,7 +23,7 @@ from memfit.planning.interpolation import family as families
 from memfit.planning.interpolation.family import family_of
 from memfit.planning.predict import predict
 from memfit.planning.traced import UNLIKE, trace_workload
-from memfit.tracing.platform import H200
+from memfit.platform import H200
 
 BERT = {
     "model_type": "bert", "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 5,

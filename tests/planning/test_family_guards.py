@@ -18,8 +18,8 @@ from memfit.planning.interpolation.corners import Corners
 from memfit.planning.interpolation.family import Family, family_of
 from memfit.planning.interpolation.shapes import Fits, Unproven, surrounds
 from memfit.planning.provenance import Provenance
+from memfit.platform import H200
 from memfit.replay.events import Trace
-from memfit.tracing.platform import H200
 
 CORNERS = [(2, 601), (2, 2048), (16, 601), (16, 2048), (5, 700), (3, 1800)]
 """On both sides of the largest number in the config, 1,024 positions; none just there."""

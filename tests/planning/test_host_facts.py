@@ -18,8 +18,8 @@ from memfit.planning.host_facts import HOST
 from memfit.planning.interpolation import family as families
 from memfit.planning.provenance import Provenance
 from memfit.planning.traced import trace_workload
+from memfit.platform import H200
 from memfit.replay.events import Trace
-from memfit.tracing.platform import H200
 
 JOBS: dict[str, dict[str, Any]] = {
     # The embedding and the head are trained too: the optimizer's share does not grow with the blocks alone.

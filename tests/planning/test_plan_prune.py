@@ -15,7 +15,7 @@ from memfit.jobs.workload import Workload
 from memfit.planning import pruning
 from memfit.planning.few import blocks_of
 from memfit.planning.predict import Plan, predict
-from memfit.tracing.platform import platform_of
+from memfit.platform import platform_of
 from memfit.units import GiB, MiB
 
 PLATFORM = platform_of(None)

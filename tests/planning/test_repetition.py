@@ -28,7 +28,7 @@ from memfit.planning.few import blocks_of
 from memfit.planning.on_trace import prepare_without_memory
 from memfit.planning.predict import predict
 from memfit.planning.traced import trace_workload
-from memfit.tracing.platform import H200
+from memfit.platform import H200
 
 
 @pytest.fixture(scope="module")

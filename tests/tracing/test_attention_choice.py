@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from ops import DTYPES, attention
 
+from memfit.platform import H200, Platform
 from memfit.tracing.kernels.attention import choose_backend
-from memfit.tracing.platform import H200, Platform
 from memfit.tracing.tracer import Tracer, trace
 
 RECORDED = Path(__file__).parents[1] / "data" / "h200-ops.json"

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from reading import story
 
-from memfit.tracing.platform import Platform
+from memfit.platform import Platform
 from memfit.tracing.tracer import Tracer
 
 H200, A100, B200, RTX4090 = Platform(), Platform(arch=(8, 0)), Platform(arch=(10, 0)), Platform(arch=(8, 9))

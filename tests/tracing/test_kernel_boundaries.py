@@ -8,10 +8,10 @@ import pytest
 import torch
 from test_reductions import buffers
 
+from memfit.platform import H200, Platform
 from memfit.tracing.kernels.attention import _cudnn_splits, _flash_splits
 from memfit.tracing.kernels.products import cublas_bytes
 from memfit.tracing.kernels.rows import radix_sort_bytes, reduce_bytes
-from memfit.tracing.platform import H200, Platform
 from memfit.tracing.tracer import trace
 from memfit.units import KiB, MiB
 

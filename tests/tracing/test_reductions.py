@@ -10,8 +10,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from memfit.platform import H200, Platform
 from memfit.tracing.kernels.rows import ReductionBuffers, accumulated_bytes, reduction_buffers
-from memfit.tracing.platform import H200, Platform
 from memfit.units import MiB
 
 B200_LIKE = Platform(sm_count=264)

@@ -13,8 +13,9 @@ from pathlib import Path
 
 from memfit.checking.packages import release_of
 from memfit.checking.situation import Finding, Line, Situation
+from memfit.environment import CUDA_VARIABLE, NEW_VARIABLE, VARIABLES, exported
 from memfit.errors import UsageError
-from memfit.replay.alloc_config import CUDA_VARIABLE, NEW_VARIABLE, VARIABLES, AllocatorConfig, exported
+from memfit.replay.alloc_config import AllocatorConfig
 
 SETTINGS = Line("settings", "allocator")
 CLOSE = 0.85

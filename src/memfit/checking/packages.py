@@ -13,7 +13,7 @@ from packaging.version import InvalidVersion, Version
 
 from memfit.checking.situation import CannotTell, Finding, Line, Situation
 from memfit.jobs.training.levers import NEEDS_BITSANDBYTES
-from memfit.tracing.platform import outside_tested
+from memfit.versions import outside_tested
 
 SET, LOADS = Line("settings", "packages"), Line("settings", "bitsandbytes")
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "safetensors", "huggingface-hub")

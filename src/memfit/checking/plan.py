@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from memfit.checking.model import checkpoint_bytes, loading_bytes
 from memfit.checking.situation import NO_CARD, CannotTell, Finding, Line, Situation, output_folder
+from memfit.environment import exported
 from memfit.errors import MemfitError
 from memfit.gpus import Gpu
 from memfit.jobs.training.config import DataConfig
 from memfit.jobs.workload import Workload
 from memfit.planning.card_here import fit_command
 from memfit.recording.machine import host_memory
-from memfit.replay.alloc_config import exported
 from memfit.units import gib, in_mib
 
 if TYPE_CHECKING:

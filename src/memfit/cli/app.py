@@ -1,13 +1,12 @@
 """Which commands there are, and how a line that was typed becomes one of them.
 
-`memfit --help` answers at once, without torch. Settings of torch's allocator that torch does not survive are refused
-before it is imported: it ends the process at `expandable_segments=True` (torch 2.11 for CUDA) without a word.
+`memfit --help` answers at once, without torch.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -16,19 +15,10 @@ import typer
 import memfit
 from memfit.cli import output
 from memfit.cli.typed import Group, Grouped
-from memfit.errors import UsageError
-from memfit.replay.alloc_config import exported
+from memfit.environment import refuse_what_torch_dies_of
 
 WITH_TORCH = ("plan", "fit", "table", "prune", "train", "profile")
 """Those that import torch. `check` looks at the variables itself."""
-
-
-def refuse_what_torch_dies_of(environment: Mapping[str, str]) -> None:
-    for name, text in exported(environment).items():
-        if any("=" in setting and ":" not in setting for setting in text.split(",")):
-            raise UsageError(
-                f"{name}={text}: a setting is written key:value", hint=f"export {name}={text.replace('=', ':')}"
-            )
 
 
 COMMANDS: dict[str, str | None] = {

@@ -16,12 +16,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from memfit.environment import CUDA_VARIABLE
 from memfit.errors import MemfitError, UsageError
 from memfit.gpus import Gpu, find_gpu
 from memfit.jobs.training.shapes import is_basics
 from memfit.jobs.workload import Workload, flag
 from memfit.models.presets import find_preset, is_gsa
-from memfit.replay.alloc_config import CUDA_VARIABLE
 from memfit.units import gib, in_mib
 
 if TYPE_CHECKING:

@@ -223,7 +223,7 @@ class Forecasts:
 
     def _traced(self, work: Workload) -> Traced:
         from memfit.planning.traced import trace_workload
-        from memfit.tracing.platform import platform_of
+        from memfit.platform import platform_of
 
         plain = dataclasses.replace(work, alloc_conf="")
         if plain not in self._traces:

@@ -149,7 +149,7 @@ def _step_cost(work: Workload) -> StepCost:
 
 def _key(work: Workload) -> Key | None:
     from memfit.planning.cache import Key, key_of
-    from memfit.tracing.platform import platform_of
+    from memfit.platform import platform_of
 
     key = key_of(work, platform_of(None))
     return None if key is None else Key(f"step cost {sha256(Path(__file__).read_bytes()).hexdigest()} {key.text}")
@@ -372,8 +372,8 @@ def _count_pruning(work: Workload, layers: int | None, few: int) -> tuple[dict[s
     """And the windows of a micro-batch."""
     from memfit.planning.few import blocks_of
     from memfit.planning.pruning import traced_with
+    from memfit.platform import H200
     from memfit.tracing.costs import OpCosts
-    from memfit.tracing.platform import H200
 
     counters: list[OpCosts] = []
 

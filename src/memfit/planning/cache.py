@@ -30,7 +30,6 @@ import json
 import os
 import re
 import stat
-import sys
 import tempfile
 import time
 import zipfile
@@ -48,9 +47,10 @@ from memfit.jobs.workload import Workload
 from memfit.models.config_check import MAX_FILE_BYTES, MAX_LAYERS
 from memfit.models.registry import resolve
 from memfit.planning.provenance import Provenance
+from memfit.platform import Platform
 from memfit.replay.events import Trace
-from memfit.tracing.platform import Platform
 from memfit.units import MiB
+from memfit.versions import versions
 
 FORMAT = "memfit.cached-trace/1"
 VARIABLE = "MEMFIT_CACHE"
@@ -63,11 +63,8 @@ LOOK_EVERY_BYTES = MAX_TOTAL_BYTES // 64
 """A process looks at the size of the folder with its first entry, and again when it has written so much more."""
 ABANDONED_SECONDS = 3600
 
-PACKAGES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes")
-SELDOM_THERE = ("bitsandbytes",)
-DIST_INFO = ".dist-info"
 ROOMS = ("extrapolation", "jobs", "models", "planning", "replay", "tracing")
-OTHER_FILES = ("__init__.py", "models/presets.json")
+OTHER_FILES = ("__init__.py", "platform.py", "models/presets.json")
 """The parts of memfit that have a say in a trace; its version stands in the first of these files."""
 
 ENTRY = re.compile(r"[0-9a-f]{64}\.npz")
@@ -119,39 +116,6 @@ def identity(model: str) -> dict[str, Any] | None:
     except OSError:
         return None  # the tracing will say what is wrong with it
     return {"sha256": hashlib.sha256(content).hexdigest()} if len(content) <= MAX_FILE_BYTES else None
-
-
-@cache
-def versions() -> dict[str, str | None]:
-    """To import the packages is what the cache saves."""
-    found: dict[str, str | None] = {"python": f"{sys.version_info.major}.{sys.version_info.minor}"}
-    by_folder = _versions_by_folder()
-    for name in PACKAGES:
-        found[name] = by_folder.get(name) or (None if name in SELDOM_THERE else _recorded_version(name))
-    return found
-
-
-def _versions_by_folder() -> dict[str, str]:
-    """Read off `torch-2.11.0.dist-info`: `importlib.metadata` takes longer to import than all the rest of the key."""
-    found: dict[str, str] = {}
-    for place in sys.path:
-        here: dict[str, list[str]] = {}
-        with suppress(OSError):
-            for entry in os.listdir(place or os.curdir):
-                name, _, version = entry.removesuffix(DIST_INFO).partition("-")
-                if version and entry.endswith(DIST_INFO) and name in PACKAGES:
-                    here.setdefault(name, []).append(version)
-        found = {name: ",".join(sorted(versions)) for name, versions in here.items()} | found
-    return found
-
-
-def _recorded_version(name: str) -> str | None:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def _own_code() -> str | None:

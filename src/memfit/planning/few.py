@@ -39,8 +39,8 @@ from memfit.planning.categories import recording_traces
 from memfit.planning.host_facts import scaled
 from memfit.planning.on_trace import prepare_without_memory, trace_job, trace_steps
 from memfit.planning.provenance import Provenance, TracedShare
+from memfit.platform import Platform
 from memfit.replay.events import Trace
-from memfit.tracing.platform import Platform
 from memfit.tracing.rule_answers import answers_on
 
 MAX_PERIOD = 8

@@ -102,7 +102,7 @@ def _look_ahead(jobs: Any, gpu: str | Gpu | None) -> None:
     if not (Path(jobs).is_file() if isinstance(jobs, (str, os.PathLike)) else isinstance(jobs, Sequence)):
         return
     from memfit.planning.interpolation.family import family_of, point_of
-    from memfit.tracing.platform import platform_of
+    from memfit.platform import platform_of
 
     with suppress(MemfitError, OSError), _numbered(jobs) as numbered:
         for _, job in itertools.islice(numbered, MOST_AHEAD):

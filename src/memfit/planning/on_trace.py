@@ -33,10 +33,10 @@ from memfit.planning.categories import record_trace
 from memfit.planning.failures import failures_of_the_job
 from memfit.planning.host_facts import HOST
 from memfit.planning.provenance import TracedShare
+from memfit.platform import H200, Platform
 from memfit.replay.events import Trace
 from memfit.tracing.answers import Answer, Answers, Site, Value
 from memfit.tracing.distributed import ddp_traced, fully_shard_traced
-from memfit.tracing.platform import H200, Platform
 from memfit.tracing.tracer import Tracer, trace
 
 TRAINER_KNOWN: dict[Site, tuple[Value, str]] = {

@@ -70,10 +70,10 @@ def trace_code(
 
     from memfit.planning import categories
     from memfit.planning.on_trace import TRAINER_KNOWN
+    from memfit.platform import platform_of
     from memfit.tracing.answers import NO_OVERFLOW, Answers, Site
     from memfit.tracing.outside import nothing_saved, put_back
     from memfit.tracing.own_code import OwnCodeNames, OwnCodeTracer
-    from memfit.tracing.platform import platform_of
     from memfit.tracing.pretended_card import card_pretended
     from memfit.tracing.python_stacks import keeping_stacks
     from memfit.tracing.tracer import check_not_nested, run_traced

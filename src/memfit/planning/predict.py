@@ -19,14 +19,13 @@ from memfit.files import no_collector
 from memfit.gpus import Context, Gpu, find_gpu
 from memfit.guides.formulas import pruning_formulas
 from memfit.jobs.workload import Workload
-from memfit.planning import cache
 from memfit.planning.provenance import Provenance
 from memfit.render.shown import Renderer, Shown
 from memfit.replay.alloc_config import AllocatorConfig
 from memfit.replay.events import Trace
 from memfit.replay.replay import Replay, Replays
-from memfit.tracing.platform import outside_tested
 from memfit.units import gib
+from memfit.versions import outside_tested, versions
 
 if TYPE_CHECKING:
     from memfit.planning.traced import Traced
@@ -162,7 +161,7 @@ def predict(
     config = AllocatorConfig.parse(work.alloc_conf)
 
     from memfit.planning.traced import trace_workload
-    from memfit.tracing.platform import platform_of
+    from memfit.platform import platform_of
 
     traced = trace_workload(_within(work, card), platform_of(card), cached=trace_cache, stacks=stacks)
     asked, work = work, traced.workload
@@ -239,7 +238,7 @@ def assess(
         notes = (f"fits only because torch gives cached memory back {times}: each is a pause", *notes)
     if fit and gpu and fit.capacity_bytes < gpu.capacity_bytes:
         notes = (limit_note(fit.capacity_bytes), *notes)
-    if strange := ", ".join(outside_tested(cache.versions())):
+    if strange := ", ".join(outside_tested(versions())):
         notes = (f"traced with versions that memfit was not tested with: {strange}", *notes)
     return Plan(
         gpu=gpu,

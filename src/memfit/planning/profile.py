@@ -10,11 +10,11 @@ from memfit.gpus import Gpu, find_gpu
 from memfit.jobs.profile import OnCard, Profiled, ProfileSettings
 from memfit.planning.predict import assess, context_of
 from memfit.planning.traced import Traced, trace_workload
+from memfit.platform import platform_of
 from memfit.replay.alloc_config import AllocatorConfig
 from memfit.replay.events import step_begins
 from memfit.replay.replay import replay
 from memfit.snapshots.write import placed_snapshot
-from memfit.tracing.platform import platform_of
 
 
 def predict_profile(settings: ProfileSettings, gpu: str | Gpu | None = None) -> Profiled:

@@ -33,9 +33,9 @@ from memfit.planning.failures import failures_of_the_job
 from memfit.planning.few import Blocks, blocks_of
 from memfit.planning.on_trace import PlannedHost
 from memfit.planning.provenance import Provenance, TracedShare
+from memfit.platform import Platform
 from memfit.replay.events import Action, Trace
 from memfit.tracing.answers import Answer, Answers, Site
-from memfit.tracing.platform import Platform
 from memfit.tracing.tracer import Tracer, trace
 from memfit.units import format_bytes
 

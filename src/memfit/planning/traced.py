@@ -17,8 +17,8 @@ from memfit.planning import cache
 from memfit.planning.cache import Recipe
 from memfit.planning.host_facts import HOST, scaled
 from memfit.planning.provenance import Provenance
+from memfit.platform import Platform
 from memfit.replay.events import Trace
-from memfit.tracing.platform import Platform
 
 if TYPE_CHECKING:
     from memfit.planning.categories import TraceRecord

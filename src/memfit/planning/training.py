@@ -19,6 +19,7 @@ from functools import cached_property
 from typing import Any, get_args
 
 from memfit.analysis.verdict import Verdict, judge
+from memfit.environment import CUDA_VARIABLE
 from memfit.errors import MemfitError, UsageError
 from memfit.gpus import Gpu
 from memfit.jobs.training.batch import BatchSizes
@@ -32,7 +33,6 @@ from memfit.planning.budget import budget_of, table
 from memfit.planning.cache import shape_folder
 from memfit.planning.card_here import card_for, fit_command
 from memfit.planning.predict import Plan, predict
-from memfit.replay.alloc_config import CUDA_VARIABLE
 from memfit.units import gib, in_mib
 
 OPTIMIZERS: tuple[Optimizer, ...] = get_args(Optimizer)

@@ -24,10 +24,10 @@ from memfit.planning.failures import failures_of_the_job
 from memfit.planning.predict import Plan, assess, context_on
 from memfit.planning.provenance import Provenance, TracedShare
 from memfit.planning.pruning import ANSWERS, PruningPhases, label, within_positions
+from memfit.platform import Platform, platform_of
 from memfit.replay.alloc_config import AllocatorConfig
 from memfit.replay.events import Trace
 from memfit.tracing.answers import Answers
-from memfit.tracing.platform import Platform, platform_of
 from memfit.tracing.tracer import Tracer, trace
 
 BLOCKS, WINDOWS = 2, 2

@@ -13,7 +13,7 @@ import os
 from importlib.machinery import EXTENSION_SUFFIXES
 
 DOOR = {
-    "alloc_config": "AllocatorConfig CUDA_VARIABLE MIN_BLOCK_SIZE NEW_VARIABLE SMALL_SIZE VARIABLES exported",
+    "alloc_config": "AllocatorConfig MIN_BLOCK_SIZE SMALL_SIZE",
     "driver": "COMES DRIVER_ACTIONS DriverCall Range Ranges",
     "events": "Action BLOCK_COLUMNS CATEGORIES FrameRow Mark OpCost Trace between kept_blocks step_begins",
     "replay": "DEFAULTS Replay Replays replay",

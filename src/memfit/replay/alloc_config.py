@@ -18,12 +18,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from memfit.environment import CUDA_VARIABLE
 from memfit.errors import UnknownName, UsageError
 from memfit.units import MiB
-
-CUDA_VARIABLE, NEW_VARIABLE = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
-VARIABLES = (CUDA_VARIABLE, "PYTORCH_HIP_ALLOC_CONF", NEW_VARIABLE)
-"""In the order in which torch looks for them: the first that is there wins."""
 
 # pytorch c10/core/AllocatorConfig.h (up to 2.10 in c10/cuda/CUDACachingAllocator.cpp); the same in 1.10, 2.1, 2.4,
 # 2.11 and 2.13. The large segment size was the constant kLargeBuffer before it became an option in 2.11.
@@ -51,11 +48,6 @@ WITH_EFFECT = (
     "backend", "expandable_segments", "garbage_collection_threshold", "large_segment_size_mb",
     "max_non_split_rounding_mb", "max_split_size_mb", "per_process_memory_fraction", "roundup_power2_divisions",
 )  # fmt: skip
-
-
-def exported(environment: Mapping[str, str]) -> dict[str, str]:
-    """Each variable that is set; torch reads the first."""
-    return {name: environment[name] for name in VARIABLES if environment.get(name)}
 
 
 @dataclass(frozen=True, kw_only=True)

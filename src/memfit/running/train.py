@@ -13,11 +13,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from memfit.environment import CUDA_VARIABLE
 from memfit.errors import InputError, MemfitError, RanOut, Stopped, UsageError
 from memfit.files import written_whole
 from memfit.jobs.listener import Listener
 from memfit.jobs.training.batch import is_first
-from memfit.replay.alloc_config import CUDA_VARIABLE
 
 if TYPE_CHECKING:
     from memfit.explaining.explain import Explanation

@@ -8,7 +8,6 @@ DOOR = {
     "distributed": "OnHost ddp_traced fully_shard_traced",
     "outside": "LEFT_OUT nothing_saved put_back",
     "own_code": "OwnCodeNames OwnCodeTracer",
-    "platform": "H200 Platform outside_tested platform_of",
     "pretended_card": "card_pretended",
     "python_stacks": "keeping_stacks",
     "rule_answers": "answers_on",

@@ -22,11 +22,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from memfit.errors import TraceError
+from memfit.platform import Platform
 from memfit.tracing.answers import Answers, asking_line
 from memfit.tracing.cuda_names import FROM_HOST, CudaNames
 from memfit.tracing.kernels import indexing
 from memfit.tracing.kernels.products import PRODUCTS
-from memfit.tracing.platform import Platform
 from memfit.tracing.tracer import KnownOp, Tracer
 from memfit.tracing.unknown import is_unknown
 from memfit.tracing.values import Values

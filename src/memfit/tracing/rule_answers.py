@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from memfit.extrapolation.streams import CALLER, Ask, Outline, RuleAnswer
+from memfit.platform import Platform
 from memfit.replay.events import Trace
 from memfit.tracing.answers import Answers
 from memfit.tracing.kernels.products import Workspaces
 from memfit.tracing.kernels.rules import HIDDEN
-from memfit.tracing.platform import Platform
 from memfit.tracing.rule_calls import Fixed, Form, ListForm, TensorForm, WholeNumber
 from memfit.tracing.tracer import REPLACED, Tracer
 

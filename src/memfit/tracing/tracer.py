@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves
 
 from memfit.errors import TraceError
+from memfit.platform import H200, Platform
 from memfit.replay.events import Trace
 from memfit.tracing import distributed
 from memfit.tracing.answers import Answers
@@ -35,7 +36,6 @@ from memfit.tracing.kernels import attention, composites, indexing, products, ru
 from memfit.tracing.kernels.composites import EngineSums
 from memfit.tracing.kernels.products import PRODUCTS, Workspaces
 from memfit.tracing.memo import Gives, Remembered, what_is_given
-from memfit.tracing.platform import H200, Platform
 from memfit.tracing.python_stacks import stacks_of
 from memfit.tracing.rule_calls import RuleCalls
 

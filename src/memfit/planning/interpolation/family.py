@@ -28,8 +28,8 @@ from memfit.planning.cache import Recipe, identity
 from memfit.planning.host_facts import HOST
 from memfit.planning.interpolation.corners import BATCH, LENGTH, Corners
 from memfit.planning.interpolation.shapes import Piece, Point, TooFewPoints, Unproven, filling
+from memfit.platform import Platform
 from memfit.replay.events import Trace
-from memfit.tracing.platform import Platform
 
 if TYPE_CHECKING:
     from memfit.planning.categories import Part, TraceRecord

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from memfit.platform import Platform
 from memfit.tracing.kernels.layouts import added, is_dense
-from memfit.tracing.platform import Platform
 
 if TYPE_CHECKING:
     from memfit.tracing.tracer import Tracer

@@ -26,9 +26,9 @@ import torch
 from torch.library import Library
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from memfit.platform import Platform
 from memfit.tracing.kernels.attention import attention
 from memfit.tracing.kernels.layouts import added, is_dense
-from memfit.tracing.platform import Platform
 
 if TYPE_CHECKING:
     from memfit.tracing.tracer import Tracer

@@ -31,8 +31,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from memfit.platform import Platform
 from memfit.tracing.kernels.layouts import contiguous_copy, is_dense
-from memfit.tracing.platform import Platform
 from memfit.units import KiB, MiB
 
 if TYPE_CHECKING:

@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from memfit.platform import Platform
 from memfit.tracing.kernels.layouts import contiguous_copy
-from memfit.tracing.platform import Platform
 
 if TYPE_CHECKING:
     from memfit.tracing.tracer import Tracer
