@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from memfit.running.prune import prune
     from memfit.running.train import Trained, train
     from memfit.scripts.plan import trace_script
+    from memfit.scripts.trials import Trials, try_script
 
 __version__ = "0.1.0"
 
@@ -70,6 +71,7 @@ __all__ = [
     "Table",
     "TraceError",
     "Trained",
+    "Trials",
     "UnknownName",
     "UsageError",
     "Workload",
@@ -94,6 +96,7 @@ __all__ = [
     "trace_script",
     "train",
     "trainer_memory",
+    "try_script",
 ]
 
 _LATE = {
@@ -118,6 +121,7 @@ _LATE = {
     "running.prune": "prune",
     "running.train": "Trained train",
     "scripts.plan": "trace_script",
+    "scripts.trials": "Trials try_script",
 }
 _OTHERWISE = {"table": "make_table", "trace": "trace_own_code"}
 """What is called by another name where it stands."""

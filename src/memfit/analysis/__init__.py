@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 DOOR = {
+    "advice": "Advice WORTH advise gradients_zeroed zeroed_in_place",
     "diff": "diff_files",
     "export": "find_format write_export",
     "files": "Report files_read looks_like_a_log report_file",
+    "own_lines": "is_own lines_alive",
     "page": "page_data",
     "run": "open_run",
     "stacks": "code_line short_path",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -37,6 +37,10 @@ def script(
         list[str] | None,
         typer.Option("--answer", metavar="FILE:LINE=VALUE", help="Where the script decides by a value nobody knows."),
     ] = None,
+    tries: Annotated[
+        list[str] | None,
+        typer.Option("--try", metavar="KEY=V,V", help="Plan it with each of these values of one of its arguments."),
+    ] = None,
     alloc_conf: Annotated[
         str, typer.Option("--alloc-conf", help="As PYTORCH_CUDA_ALLOC_CONF: expandable_segments:True, ...")
     ] = "",
@@ -57,19 +61,31 @@ def script(
     answers = dict(_answer(text) for text in answer or [])
     if save_trace is not None:
         check_free(save_trace, "--save-trace", force)
+    settings: dict[str, Any] = {"gpu": gpu, "answers": answers, "alloc_conf": alloc_conf, **asked}
+    changes = dict(_change(text) for text in tries or [])
+    if changes:
+        if save_trace is not None:
+            raise UsageError("--save-trace keeps one trace, and --try makes several", hint="leave one of them out")
+        from memfit.scripts.trials import try_script
+
+        tried = try_script(program, changes, **settings)
+        output.tell(tried, json=json)
+        return FAILS if all(run.plan is None or run.plan.verdict == "fails" for run in tried.runs) else 0
     from memfit.scripts.plan import trace_script
 
-    made = trace_script(program, gpu=gpu, answers=answers, alloc_conf=alloc_conf, **asked)
+    made = trace_script(program, **settings)
     if save_trace is not None:
         with writing(save_trace, "--save-trace"):
             made.trace.save(save_trace)
-    if json:
-        output.print_json(made.to_json())
-    else:
-        from memfit.render.plan import show_plan
-
-        output.show(show_plan, made.to_json())
+    output.tell(made, json=json)
     return FAILS if made.verdict == "fails" else 0
+
+
+def _change(text: str) -> tuple[str, list[str]]:
+    key, equals, values = text.partition("=")
+    if not key.strip() or not equals or not values.strip(","):
+        raise UsageError(f"--try {text!r} names no values", hint="--try batch_size=4,8,16")
+    return key.strip(), [value for value in values.split(",") if value]
 
 
 def _number(flag: str, text: str) -> int:

@@ -17,6 +17,7 @@ forward until `backward()`, the optimizer's `step()`, and so on.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -24,6 +25,8 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
+from memfit.analysis.advice import advise
+from memfit.analysis.own_lines import is_own
 from memfit.errors import TraceError, UsageError
 from memfit.gpus import Gpu, find_gpu
 from memfit.planning.failures import failures_of_the_job
@@ -64,14 +67,17 @@ def trace_code(
     workload: dict[str, Any],
     answers: Mapping[tuple[str, str], bool | int | float] | None = None,
     more_notes: Callable[[], tuple[str, ...]] = tuple,
+    drops_gradients: bool = False,
 ) -> Plan:
-    """`code` gets the tracer; `more_notes` is asked when it has run."""
+    """`code` gets the tracer; `more_notes` is asked when it has run. `drops_gradients`: as if the code never kept
+    gradients that it zeroes."""
     import torch
 
     from memfit.planning import categories
     from memfit.planning.on_trace import TRAINER_KNOWN
     from memfit.platform import platform_of
     from memfit.tracing.answers import NO_OVERFLOW, Answers, Site
+    from memfit.tracing.held import noting_what_is_held
     from memfit.tracing.outside import nothing_saved, put_back
     from memfit.tracing.own_code import OwnCodeNames, OwnCodeTracer
     from memfit.tracing.pretended_card import card_pretended
@@ -95,6 +101,7 @@ def trace_code(
         with (
             card_pretended(names, card or find_gpu("H200"), config),
             phases_by_what_runs(tracer),
+            noting_what_is_held(tracer, is_own, drops_gradients=drops_gradients),
             _parameters_named(tracer, parameters),
             nothing_saved(tracer.assume, tracer.after_import),
             _generation_goes_on(tracer),
@@ -121,7 +128,7 @@ def trace_code(
         *(card.notes if card else ()),
         *{**table.meanings, **tracer.assumed},
     )
-    return assess(
+    made_plan = assess(
         made,
         config,
         card,
@@ -134,6 +141,8 @@ def trace_code(
         trainable_parameters=parameters["trainable"],
         workload=workload,
     )
+    report = made_plan.report
+    return dataclasses.replace(made_plan, advice=advise(made_plan.timeline, report.labels, config))
 
 
 @contextmanager

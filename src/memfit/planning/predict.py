@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from memfit.analysis.advice import Advice
+from memfit.analysis.own_lines import lines_alive
 from memfit.analysis.summary import Summary, summarise_plan
 from memfit.analysis.verdict import Fit, Verdict, fit_card, limit_note, smallest_card
 from memfit.files import no_collector
@@ -69,6 +71,8 @@ class Plan(Shown):
     id: object = None
     duration: dict[str, Any] | None = None
     """How long it takes, where somebody has estimated it (`fitting/durations.py`): predicting memory does not."""
+    advice: tuple[Advice, ...] | None = None
+    """What a person's own code could do to take less; None for memfit's own jobs, which have `memfit fit`."""
 
     @property
     def verdict(self) -> Verdict | None:
@@ -102,6 +106,9 @@ class Plan(Shown):
         """The contract that other tools read (memfit.plan/1)."""
         at = self.report.at_peak
         beside = self._of_pruning() if self.workload.get("kind") == "prune" else self._on_host()
+        if self.advice is not None:
+            lines = lines_alive(self.timeline, self.report.labels, self.report.alive)
+            beside |= {"lines": [asdict(each) for each in lines], "advice": [asdict(each) for each in self.advice]}
         return {
             "schema": SCHEMA,
             "id": self.id,

@@ -11,5 +11,6 @@ DOOR = {
     "shown": "Renderer Shown",
     "small": "show_check show_gpus show_models show_profile show_watch watch_view",
     "table": "as_csv as_markdown show_table",
+    "trials": "show_trials",
 }
 """What other rooms may use, by file."""

@@ -36,7 +36,7 @@ from memfit.render.pieces import (
     time_basis,
     time_words,
 )
-from memfit.units import gib
+from memfit.units import format_bytes, gib
 
 Plan = Mapping[str, Any]
 
@@ -64,6 +64,10 @@ def _parts(plan: Plan, console: Console) -> Iterator[RenderableType]:
         yield section("phases", steps_table(plan["phases"], peak, glyphs.peak))
     if plan.get("largest"):
         yield section("largest at the peak, by module and op", _largest(plan, console.width))
+    if plan.get("lines"):
+        yield section("at the peak, by the lines of your code", _own_lines(plan, console.width))
+    if plan.get("advice"):
+        yield section("what would take less", _advice(plan["advice"]))
     yield section("the job", _job(plan))
     yield section("assumed", bullets([*plan["notes"], *time_basis(plan)]))
     yield Text()
@@ -191,6 +195,36 @@ def _made_where(group: Mapping[str, Any], room: int) -> Text:
     op = "" if group["category"] == "weights" else tail(clean(short_op(group["op"])), room)
     module = tail(clean(group["module"]), room - len(op) - 2) if room - len(op) > 6 else ""
     return Text.assemble(module, "  " if module and op else "", (op, "dim"))
+
+
+def _own_lines(plan: Plan, width: int) -> Table:
+    total = plan["peak"]["allocated_bytes"]
+    table = grid("right", "right", "left", "left", "left")
+    for each in plan["lines"][:LARGEST]:
+        place = f"{clean(each['file']).replace(chr(92), '/').rpartition('/')[2]}:{each['line']}"
+        made = f"{'backward of ' * each['backward']}{clean(each['code'])}"
+        table.add_row(
+            small(each["allocated_bytes"]), percent(each["allocated_bytes"], total),
+            Text(category_word(each["category"]), CATEGORY_STYLES.get(each["category"], "")), place,
+            Text(made, "dim", overflow="ellipsis", no_wrap=True),
+        )  # fmt: skip
+    return table
+
+
+def _advice(advice: Sequence[Mapping[str, Any]]) -> RenderableType:
+    """Each as replayed by itself; together they may save less than their sum."""
+    return bullets(_advice_words(each) for each in advice)
+
+
+def _advice_words(each: Mapping[str, Any]) -> str:
+    place = f"{clean(each['place'])}: " if each["place"] else ""
+    saved = each["saves_allocated_bytes"]
+    saves = (
+        f" (saves {format_bytes(saved)} of the peak, {format_bytes(each['saves_reserved_bytes'])} reserved)"
+        if saved
+        else ""
+    )
+    return f"{place}{clean(each['what'])}: {clean(each['how'])}{saves}"
 
 
 def _job(plan: Plan) -> RenderableType:

@@ -15,7 +15,7 @@ from importlib.machinery import EXTENSION_SUFFIXES
 DOOR = {
     "alloc_config": "AllocatorConfig MIN_BLOCK_SIZE SMALL_SIZE",
     "driver": "COMES DRIVER_ACTIONS DriverCall Range Ranges",
-    "events": "Action BLOCK_COLUMNS CATEGORIES FrameRow Mark OpCost Trace between kept_blocks step_begins",
+    "events": "Action BLOCK_COLUMNS CATEGORIES FREES FrameRow Mark OpCost Trace between kept_blocks step_begins",
     "replay": "DEFAULTS Replay Replays replay",
     "timeline": "BEFORE Ints Lifetimes Timeline allocated_changes check_total lifetimes",
 }

@@ -5,5 +5,6 @@ from __future__ import annotations
 DOOR = {
     "command": "read_command",
     "plan": "trace_script",
+    "trials": "Trials try_script",
 }
 """What other rooms may use, by file."""

@@ -7,9 +7,12 @@ It runs in this process, with its own arguments, in the working folder, until it
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
+from memfit.analysis.advice import WORTH, gradients_zeroed, zeroed_in_place
 from memfit.errors import UsageError
 from memfit.gpus import Gpu
 from memfit.planning.own_code import trace_code
@@ -21,11 +24,37 @@ SECONDS = 600.0
 
 
 def trace_script(
-    command: str | Sequence[str] | Program, *, gpu: str | Gpu | None = None, steps: int = STEPS, alloc_conf: str = "",
-    answers: Mapping[str, bool | int | float] | None = None, seconds: float = SECONDS,
-) -> Plan:  # fmt: skip
+    command: str | Sequence[str] | Program,
+    *,
+    gpu: str | Gpu | None = None,
+    steps: int = STEPS,
+    alloc_conf: str = "",
+    answers: Mapping[str, bool | int | float] | None = None,
+    seconds: float = SECONDS,
+) -> Plan:
     """`command` as it would be typed, or as a list of words. `answers` says what the program finds where it decides by
-    a value that nobody knows, by file and line: {"train.py:123": True}."""
+    a value that nobody knows, by file and line: {"train.py:123": True}. A program that zeroes its gradients in place is
+    run a second time, to tell what that costs."""
+    once = partial(trace_once, command, gpu=gpu, steps=steps, alloc_conf=alloc_conf, answers=answers, seconds=seconds)
+    plan = once()
+    place = zeroed_in_place(plan.trace)
+    if place is None or plan.report.breakdown["gradients"] < plan.peak.allocated_bytes * WORTH:
+        return plan
+    peak, dropped = plan.peak, once(drops_gradients=True).peak
+    saved = peak.allocated_bytes - dropped.allocated_bytes, peak.reserved_bytes - dropped.reserved_bytes
+    return dataclasses.replace(plan, advice=(*(plan.advice or ()), gradients_zeroed(place, *saved)))
+
+
+def trace_once(
+    command: str | Sequence[str] | Program,
+    *,
+    gpu: str | Gpu | None,
+    steps: int,
+    alloc_conf: str,
+    answers: Mapping[str, bool | int | float] | None,
+    seconds: float,
+    drops_gradients: bool = False,
+) -> Plan:
     from memfit.replay.replay import replay
     from memfit.scripts.run import Steps, run_program
 
@@ -41,18 +70,23 @@ def trace_script(
         seen.append(Steps(steps, lambda: replay(tracer.trace).peak_allocated))
         run_program(program, seen[-1], seconds=seconds)
 
-    def said() -> tuple[str, ...]:
-        done, rises = seen[-1].done, seen[-1].rises
-        if not done:
-            return ("the script ran to its end without a step of an optimizer",)
-        grows = "; the peak still rose in the last one and may keep growing" if rises and done > 2 else ""
-        later = "what comes later, such as an evaluation or a longer batch, is not in the plan"
-        return (f"stopped after {done} optimizer step{'s' * (done != 1)}: {later}{grows}",)
-
     return trace_code(
-        run, gpu=gpu, alloc_conf=alloc_conf, name=program.name, more_notes=said,
+        run,
+        gpu=gpu,
+        alloc_conf=alloc_conf,
+        name=program.name,
+        more_notes=lambda: (_stopped(seen[-1].done, seen[-1].rises),),
+        drops_gradients=drops_gradients,
         workload={"kind": "script", "command": program.words, "steps": steps, "alloc_conf": alloc_conf},
-    )  # fmt: skip
+    )
+
+
+def _stopped(done: int, rises: bool) -> str:
+    if not done:
+        return "the script ran to its end without a step of an optimizer"
+    grows = "; the peak still rose in the last one and may keep growing" if rises and done > 2 else ""
+    later = "what comes later, such as an evaluation or a longer batch, is not in the plan"
+    return f"stopped after {done} optimizer step{'s' * (done != 1)}: {later}{grows}"
 
 
 def _place(place: str, value: bool | int | float) -> tuple[str, int, bool | int | float]:

@@ -31,6 +31,10 @@ MOST_STEPS = 10
 """A peak that still rises after so many steps rises for ever."""
 
 
+NOTICED = 1e-4
+"""A peak rises where that shows: a number that is kept of every step is no reason to go on."""
+
+
 class EnoughSeen(BaseException):
     """Ends the program from within. No `except Exception` of its own stops it."""
 
@@ -65,7 +69,7 @@ class Steps:
         if self.done < self.wanted - 1:
             return
         peak, before = self._peak(), self._seen
-        self._seen, self.rises = peak, peak > before
+        self._seen, self.rises = peak, peak > before * (1 + NOTICED)
         if (self.done >= max(self.wanted, 2) and (not self.rises or self.done >= MOST_STEPS)) or self.wanted == 1:
             raise EnoughSeen
 

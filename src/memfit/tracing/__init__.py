@@ -6,6 +6,7 @@ DOOR = {
     "answers": "Answer Answers NO_OVERFLOW Site Value",
     "costs": "OpCosts",
     "distributed": "OnHost ddp_traced fully_shard_traced",
+    "held": "noting_what_is_held",
     "outside": "LEFT_OUT nothing_saved put_back",
     "own_code": "OwnCodeNames OwnCodeTracer",
     "pretended_card": "card_pretended",

@@ -25,7 +25,7 @@ _wanted: ContextVar[bool] = ContextVar("wanted", default=False)
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _PACKAGE = os.path.dirname(_HERE)
-_OURS = tuple(os.path.join(_PACKAGE, room, "") for room in ("tracing", "planning", "advice", "cli"))
+OURS = tuple(os.path.join(_PACKAGE, room, "") for room in ("tracing", "planning", "scripts", "cli"))
 _TORCH = os.path.join(os.path.dirname(os.path.abspath(torch.__file__)), "")
 _DISPATCH = tuple(
     os.path.join(_TORCH, *parts)
@@ -113,7 +113,7 @@ class PythonStacks:
         named: list[FrameRow] = []
         inner: CodeType | None = None
         for code, at in zip((self._codes[number] for number in places[::2]), places[1::2], strict=True):
-            if code.co_filename.startswith(_OURS) or code.co_filename in _DISPATCH or _is_hook(code):
+            if code.co_filename.startswith(OURS) or code.co_filename in _DISPATCH or _is_hook(code):
                 continue
             if code is inner and code.co_filename.startswith(_TORCH):  # it has called itself for a mode's sake
                 continue

@@ -1,0 +1,250 @@
+"""What a program could do to take less, told from its trace alone, each saving by replaying the trace so changed.
+
+outputs kept      a variable holds what backward does not need           `del outputs` before it
+growth            every step leaves something behind                     which lines made it
+loaded twice      the weights lie on the GPU twice before the first step
+in fp32           a 16-bit tensor, the logits for one, copied to fp32, and what is made of the copy
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from memfit.analysis.alive import growth
+from memfit.analysis.labels import Labels
+from memfit.analysis.own_lines import lines_alive
+from memfit.replay.alloc_config import AllocatorConfig
+from memfit.replay.events import FREES, Action, Trace
+from memfit.replay.replay import replay
+from memfit.replay.timeline import Ints, Timeline
+from memfit.units import format_bytes
+
+WORTH = 0.005
+"""Of the peak: what saves less is not worth a line."""
+LASTING = ("weights", "gradients", "optimizer")
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    what: str
+    how: str
+    place: str
+    """File and line."""
+    saves_allocated_bytes: int
+    """Of the peak."""
+    saves_reserved_bytes: int
+
+
+def advise(timeline: Timeline, labels: Labels, config: AllocatorConfig) -> tuple[Advice, ...]:
+    """The largest saving first. What grows comes before all: its saving has no end."""
+    look = _Look(timeline, labels, config)
+    grows = list(_growing(look))
+    others = [*_held(look), *_loaded_twice(look), *_in_fp32(look)]
+    return (*grows, *sorted(others, key=lambda each: -each.saves_allocated_bytes))
+
+
+def zeroed_in_place(trace: Trace) -> str | None:
+    """The line that zeroes gradients instead of dropping them."""
+    if "zeroed" not in trace.facts:
+        return None
+    place = trace.facts["zeroed"]
+    return "" if place is None else _at(*place)
+
+
+def gradients_zeroed(place: str, allocated: int, reserved: int) -> Advice:
+    return Advice(
+        "gradients are set to zero in place, so they stay through every forward pass",
+        "zero_grad(set_to_none=True), torch's default",
+        place,
+        allocated,
+        reserved,
+    )
+
+
+@dataclass(frozen=True)
+class _Look:
+    timeline: Timeline
+    labels: Labels
+    config: AllocatorConfig
+
+    @property
+    def trace(self) -> Trace:
+        return self.timeline.trace
+
+    def saved_by(self, changed: Trace) -> tuple[int, int]:
+        after = replay(changed, self.config)
+        before = self.timeline
+        return before.peak_allocated - after.peak_allocated, (before.peak_reserved or 0) - after.peak_reserved
+
+    def matters(self, saving: int) -> bool:
+        return saving >= max(self.timeline.peak_allocated * WORTH, 1 << 20)
+
+
+def _held(look: _Look) -> Iterator[Advice]:
+    """A variable's blocks go when backward begins; those that autograd holds too, when it ends."""
+    by_name: dict[str, list[tuple[int, dict[str, Any]]]] = defaultdict(list)
+    for event, variables in look.trace.facts.get("held", []):
+        for variable in variables:
+            by_name[variable["name"]].append((event, variable))
+    for name, times in by_name.items():
+        others, dies = _sizes_held_elsewhere(look, times), {}
+        for event, variable in times:
+            ends = _end_of_backward(look.labels, event)
+            for block in variable["blocks"]:
+                if look.trace.requested[block] not in others:
+                    dies[block] = ends if block in variable["saved"] else event
+        allocated, reserved = look.saved_by(_dying_earlier(look.trace, dies))
+        if look.matters(allocated):
+            last = times[-1][1]
+            how = f"`del {name}` before that line"
+            if last["read_again"]:
+                how = f"take what line {last['read_again']} needs of it first, then {how}"
+            yield Advice(
+                f"`{name}` keeps tensors alive that the backward pass does not need",
+                how, _at(last["file"], last["line"]), allocated, reserved,
+            )  # fmt: skip
+
+
+def _sizes_held_elsewhere(look: _Look, times: Sequence[tuple[int, dict[str, Any]]]) -> set[int]:
+    """What outlives the variable's next value is kept by something else, too. In the last step that shows only by
+    its size."""
+    death, requested = look.timeline.lives.death, look.trace.requested
+    return {
+        requested[block]
+        for (_, variable), (next_event, _) in pairwise(times)
+        for block in variable["blocks"]
+        if death[block] > next_event
+    }
+
+
+def _end_of_backward(labels: Labels, event: int) -> int:
+    return next((phase.end for phase in labels.phases if phase.name == "backward" and phase.end > event), event)
+
+
+def _growing(look: _Look) -> Iterator[Advice]:
+    found = growth(look.timeline, look.labels)
+    if not found.grows or not found.per_step_bytes:
+        return
+    first, last = found.steps[0].end, found.steps[-1].end
+    lives = look.timeline.lives
+    left = np.flatnonzero((lives.birth >= first) & (lives.birth < last) & (lives.death >= last))
+    lines = lines_alive(look.timeline, look.labels, left)
+    made = f"; most of it was made by `{lines[0].code}`" if lines and lines[0].code else ""
+    yield Advice(
+        f"every step leaves {format_bytes(found.per_step_bytes)} behind: something keeps tensors and graphs alive",
+        f"keep numbers instead: loss.item(), x.detach().cpu(){made}",
+        _at(lines[0].file, lines[0].line) if lines else "", 0, 0,
+    )  # fmt: skip
+
+
+def _loaded_twice(look: _Look) -> Iterator[Advice]:
+    """What is there before the first forward pass and gone when it begins."""
+    begin = next((phase.begin for phase in look.labels.phases if phase.name == "forward"), None)
+    if not begin:
+        return
+    timeline = look.timeline
+    peak = int(timeline.allocated[:begin].argmax())
+    there = timeline.lives.alive_at(peak)
+    gone = there[timeline.lives.death[there] < begin]
+    if not len(gone):
+        return
+    allocated, reserved = look.saved_by(_without(look.trace, set(gone.tolist())))
+    if look.matters(allocated):
+        lines = lines_alive(timeline, look.labels, gone)
+        yield Advice(
+            "more lies on the GPU while the model is loaded than in any step: weights are there twice",
+            "build and convert on the host, then move once; torch.load(..., map_location='cpu')",
+            _at(lines[0].file, lines[0].line) if lines else "",
+            allocated, reserved,
+        )  # fmt: skip
+
+
+def _in_fp32(look: _Look) -> Iterator[Advice]:
+    """The largest 16-bit tensor that is copied to fp32, and what is made of its size from then on."""
+    timeline, trace = look.timeline, look.trace
+    requested = np.frombuffer(trace.requested, dtype=np.int64)
+    of_jobs = np.isin(look.labels.category, [look.labels.categories.index(name) for name in LASTING], invert=True)
+    copies = [
+        block
+        for block in np.flatnonzero(of_jobs & (requested >= timeline.peak_allocated * WORTH)).tolist()
+        if trace.op(block).startswith("aten._to_copy") and _is_wider(timeline, block)
+    ]
+    if not copies:
+        return
+    copy = max(copies, key=lambda block: int(requested[block]))
+    alike = np.flatnonzero(of_jobs & (requested == requested[copy]))
+    allocated, reserved = look.saved_by(_halved(trace, alike))
+    if look.matters(allocated):
+        lines = lines_alive(timeline, look.labels, np.array([copy]))
+        yield Advice(
+            f"a 16-bit tensor of {format_bytes(int(requested[copy]) // 2)} is copied to fp32, and so is what follows",
+            "keep it in 16 bits (the saving told here), or compute the loss in pieces, which saves more",
+            _at(lines[0].file, lines[0].line) if lines else "", allocated, reserved,
+        )  # fmt: skip
+
+
+def _is_wider(timeline: Timeline, block: int) -> bool:
+    """Whether something half its size was there when it was made."""
+    requested = np.frombuffer(timeline.trace.requested, dtype=np.int64)
+    there = timeline.lives.alive_at(int(timeline.lives.birth[block]))
+    return bool((2 * requested[there] == requested[block]).any())
+
+
+def _halved(trace: Trace, blocks: Ints) -> Trace:
+    made = _with_events(trace, trace.events(), np.arange(len(trace.requested)))
+    for block in blocks.tolist():
+        made.requested[block] //= 2
+    return made
+
+
+def _dying_earlier(trace: Trace, dies: dict[int, int]) -> Trace:
+    """Blocks freed before the given event, unless they die sooner."""
+    ends = {trace.subjects[e]: e for e, action in enumerate(trace.actions) if action in FREES}
+    moved = {block: event for block, event in dies.items() if event < ends.get(block, len(trace))}
+    at: dict[int, list[int]] = defaultdict(list)
+    for block, event in moved.items():
+        at[event].append(block)
+
+    def events() -> Iterator[tuple[int, int]]:
+        for event, (action, subject) in enumerate(trace.events()):
+            for block in at.get(event, ()):
+                yield Action.FREE, block
+            if action not in (*FREES, Action.FREE_REQUESTED) or subject not in moved:
+                yield action, subject
+
+    return _with_events(trace, events(), np.arange(len(trace.requested)))
+
+
+def _without(trace: Trace, blocks: set[int]) -> Trace:
+    """As if these had never been asked for."""
+    kept = np.array([block for block in range(len(trace.requested)) if block not in blocks], dtype=np.int64)
+    number = dict(zip(kept.tolist(), range(len(kept)), strict=True))
+    of_blocks = Action.FREE_COMPLETED
+    events = (
+        (action, number[subject] if action <= of_blocks else subject)
+        for action, subject in trace.events()
+        if action > of_blocks or subject in number
+    )
+    return _with_events(trace, events, kept)
+
+
+def _with_events(trace: Trace, events: Iterable[tuple[int, int]], kept: Ints) -> Trace:
+    made = trace.emptied()
+    made.take_blocks(trace, kept)
+    made.requested = array("q", np.frombuffer(trace.requested, dtype=np.int64)[kept].tobytes())
+    for action, subject in events:
+        made.actions.append(action)
+        made.subjects.append(subject)
+    return made
+
+
+def _at(file: str, line: int) -> str:
+    return f"{Path(file).name}:{line}"

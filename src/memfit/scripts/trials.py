@@ -1,0 +1,111 @@
+"""`--try batch_size=4,8,16`: a program planned again and again, with its own arguments changed."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from memfit.errors import MemfitError, UsageError
+from memfit.gpus import Gpu
+from memfit.planning.predict import Plan
+from memfit.render.shown import Renderer, Shown
+from memfit.scripts.command import Program, read_command
+from memfit.scripts.plan import SECONDS, STEPS, trace_once
+
+SCHEMA = "memfit.trials/1"
+MOST = 64
+_BARE = re.compile(r"[\w.]+=.*")
+
+
+@dataclass(frozen=True)
+class Trial:
+    changed: dict[str, str]
+    program: Program
+    plan: Plan | None
+    error: str | None
+
+    def to_json(self) -> dict[str, Any]:
+        plan = None if self.plan is None else self.plan.to_json()
+        return {"changed": self.changed, "command": self.program.words, "plan": plan, "error": self.error}
+
+
+@dataclass(frozen=True)
+class Trials(Shown):
+    program: Program
+    runs: tuple[Trial, ...]
+
+    def renderer(self) -> Renderer:
+        from memfit.render.trials import show_trials
+
+        return show_trials
+
+    def to_json(self) -> dict[str, Any]:
+        return {"schema": SCHEMA, "command": self.program.words, "runs": [run.to_json() for run in self.runs]}
+
+
+def try_script(
+    command: str | Sequence[str] | Program,
+    changes: Mapping[str, Sequence[object]],
+    *,
+    gpu: str | Gpu | None = None,
+    steps: int = STEPS,
+    alloc_conf: str = "",
+    answers: Mapping[str, bool | int | float] | None = None,
+    seconds: float = SECONDS,
+) -> Trials:
+    """Every combination of the values in `changes` ({"batch_size": [4, 8]}); the rest as for `trace_script`.
+    A run that fails is told with its error, and the others go on."""
+    program = command if isinstance(command, Program) else read_command(command)
+    combinations = list(itertools.product(*changes.values()))
+    if not changes or not combinations:
+        raise UsageError("nothing to try", hint="--try batch_size=4,8,16")
+    if len(combinations) > MOST:
+        raise UsageError(f"{len(combinations)} runs are more than {MOST}", hint="fewer values, or fewer keys")
+    once = partial(trace_once, gpu=gpu, steps=steps, alloc_conf=alloc_conf, answers=answers, seconds=seconds)
+    runs = (_try(program, dict(zip(changes, map(str, values), strict=True)), once) for values in combinations)
+    return Trials(program, tuple(runs))
+
+
+def _try(program: Program, changed: dict[str, str], once: Callable[[Program], Plan]) -> Trial:
+    arguments = program.arguments
+    for key, value in changed.items():
+        arguments = with_argument(arguments, key, value)
+    asked = dataclasses.replace(program, arguments=arguments)
+    try:
+        return Trial(changed, asked, once(asked), None)
+    except UsageError:
+        raise
+    except MemfitError as error:
+        return Trial(changed, asked, None, error.message)
+
+
+def with_argument(arguments: Sequence[str], key: str, value: str) -> tuple[str, ...]:
+    """In the form in which the argument is there already, or else in that of the others.
+
+    >>> with_argument(("--batch_size", "8", "--lr=1"), "batch_size", "4"), with_argument(("--lr=1",), "b", "4")
+    (('--batch_size', '4', '--lr=1'), ('--lr=1', '--b=4'))
+    >>> with_argument(("model.lr=1",), "model.size", "2")
+    ('model.lr=1', 'model.size=2')
+    """
+    names = {f"{dashes}{spelt}" for dashes in ("--", "-", "") for spelt in _spellings(key)}
+    done = list(arguments)
+    for at, word in enumerate(arguments):
+        name, equals, _ = word.partition("=")
+        if name in names and equals:
+            done[at] = f"{name}={value}"
+            return tuple(done)
+        if name in names and name.startswith("-") and at + 1 < len(arguments):
+            done[at + 1] = value
+            return tuple(done)
+    bare = any(_BARE.fullmatch(word) for word in arguments) and not any(word.startswith("-") for word in arguments)
+    return (*arguments, f"{'' if bare or key.startswith('-') else '--'}{key}={value}")
+
+
+def _spellings(key: str) -> set[str]:
+    plain = key.lstrip("-")
+    return {plain, plain.replace("-", "_"), plain.replace("_", "-")}

@@ -1,0 +1,176 @@
+"""What the traced program's own variables hold when a backward pass begins, and gradients that it zeroes in place.
+
+`outputs = model(**batch); outputs.loss.backward()` keeps the logits while the gradients are made, and until the next
+batch's forward pass has ended. Which blocks those are, and which of them autograd holds as well, goes into the facts of
+the trace: what it costs is computed later (`analysis/advice.py`).
+"""
+
+from __future__ import annotations
+
+import dis
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from inspect import CO_OPTIMIZED
+from types import FrameType
+from typing import Any
+from unittest import mock
+
+import torch
+
+from memfit.replay.events import Action, Trace
+from memfit.tracing.python_stacks import OURS
+
+HELD, ZEROED = "held", "zeroed"
+MOST_LOOKS = 32
+"""Backward passes that are looked at: more of them show nothing new."""
+DEEPEST, MOST_ITEMS = 3, 256
+
+
+@contextmanager
+def noting_what_is_held(tracer: Any, is_own: Callable[[str], bool], *, drops_gradients: bool) -> Iterator[None]:
+    """`drops_gradients`: as if every `zero_grad` let them go."""
+    around, looks = tracer.on_backward, 0
+
+    def look_first(begins: bool) -> None:
+        nonlocal looks
+        if begins and looks < MOST_LOOKS:
+            looks += 1
+            found = _held(tracer, is_own)
+            if found:
+                tracer.trace.facts.setdefault(HELD, []).append([len(tracer.trace), found])
+        around(begins)
+
+    tracer.on_backward = look_first
+    with _noting_zeroed(tracer, is_own, drops_gradients):
+        yield
+    tracer.on_backward = around
+
+
+def _held(tracer: Any, is_own: Callable[[str], bool]) -> list[dict[str, Any]]:
+    begin = _first_block_of_forward(tracer.trace)
+    variables: dict[str, tuple[FrameType, list[torch.Tensor]]] = {}
+    for frame in _own_frames(is_own):
+        variables_there = frame.f_locals
+        for name, value in variables_there.items():
+            made = [t for t in _tensors(value) if _made_since(tracer, t, begin)]
+            if made:
+                variables.setdefault(name, (frame, made))
+        if frame.f_code.co_flags & CO_OPTIMIZED and isinstance(variables_there, dict):
+            variables_there.clear()  # before Python 3.13 the frame keeps this copy, and all that is in it
+    if not variables:
+        return []
+    saved = _saved_by_autograd(tracer, [t for _, tensors in variables.values() for t in tensors])
+    found = []
+    for name, (frame, tensors) in variables.items():
+        blocks = sorted({tracer.block_of(tensor) for tensor in tensors})
+        found.append(
+            {
+                "name": name, "file": frame.f_code.co_filename, "line": frame.f_lineno, "blocks": blocks,
+                "saved": [block for block in blocks if block in saved], "read_again": _read_again(frame, name),
+            }
+        )  # fmt: skip
+    return found
+
+
+def _first_block_of_forward(trace: Trace) -> int:
+    """Blocks are numbered in the order of their making."""
+    begin = len(trace.requested)
+    for event in range(len(trace) - 1, -1, -1):
+        if trace.actions[event] == Action.ALLOC:
+            begin = trace.subjects[event]
+        elif trace.actions[event] == Action.MARK and trace.marks[trace.subjects[event]].phase == "forward":
+            break
+    return begin
+
+
+def _own_frames(is_own: Callable[[str], bool]) -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_name == "run_traced":
+            return
+        if is_own(frame.f_code.co_filename) and not frame.f_code.co_filename.startswith(OURS):
+            yield frame
+        frame = frame.f_back
+
+
+def _tensors(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.nn.Parameter):
+        return
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth < DEEPEST and isinstance(value, (list, tuple)):
+        for item in value[-MOST_ITEMS:]:
+            yield from _tensors(item, depth + 1)
+    elif depth < DEEPEST and isinstance(value, Mapping) and len(value) <= MOST_ITEMS:
+        for item in list(value.values()):
+            yield from _tensors(item, depth + 1)
+    elif depth < DEEPEST and hasattr(type(value), "__dataclass_fields__"):
+        yield from _tensors(dict(vars(value)), depth + 1)
+
+
+def _made_since(tracer: Any, tensor: torch.Tensor, begin: int) -> bool:
+    block = tracer.block_of(tensor)
+    return block is not None and block >= begin and not tensor.is_leaf
+
+
+def _saved_by_autograd(tracer: Any, tensors: list[torch.Tensor]) -> set[int]:
+    """Blocks that nodes of these tensors' graphs keep for the backward pass."""
+    waiting: list[Any] = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    seen, saved = set(waiting), set()
+    while waiting:
+        node = waiting.pop()
+        for tensor in _saved_tensors(node):
+            if (block := tracer.block_of(tensor)) is not None:
+                saved.add(block)
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                waiting.append(following)
+    return saved
+
+
+def _saved_tensors(node: Any) -> Iterator[torch.Tensor]:
+    for name in dir(node):
+        if not name.startswith("_saved_") and name != "saved_tensors":
+            continue
+        try:
+            value = getattr(node, name)
+        except RuntimeError:  # freed, or changed in place since
+            continue
+        yield from _tensors(value)
+
+
+def _read_again(frame: FrameType, name: str) -> int:
+    """The line after this one that reads the variable before it is bound anew; 0 if there is none."""
+    line = 0
+    for each in dis.get_instructions(frame.f_code):
+        line = (each.positions.lineno if each.positions else None) or line
+        if each.offset <= frame.f_lasti or each.argval != name:
+            continue
+        if each.opname.startswith(("STORE_", "DELETE_")):
+            return 0
+        if each.opname.startswith("LOAD_"):
+            return line
+    return 0
+
+
+@contextmanager
+def _noting_zeroed(tracer: Any, is_own: Callable[[str], bool], drops: bool) -> Iterator[None]:
+    """`zero_grad(set_to_none=False)`: gradients stay where they are, through every forward pass."""
+
+    def noting(zero: Callable[..., None]) -> Callable[..., None]:
+        def zero_grad(self: Any, set_to_none: bool = True) -> None:
+            if not set_to_none and ZEROED not in tracer.trace.facts:
+                frame = next(_own_frames(is_own), None)
+                tracer.trace.facts[ZEROED] = None if frame is None else [frame.f_code.co_filename, frame.f_lineno]
+            zero(self, drops or set_to_none)
+
+        return zero_grad
+
+    optimizer, module = torch.optim.Optimizer, torch.nn.Module
+    with (
+        mock.patch.object(optimizer, "zero_grad", noting(optimizer.zero_grad)),
+        mock.patch.object(module, "zero_grad", noting(module.zero_grad)),
+    ):
+        yield

@@ -1,0 +1,118 @@
+"""What a script could do to take less, each saving held against the script so changed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import memfit
+
+BATCH, WORDS, WIDTH = 64, 4096, 64
+HEAD = f"""
+import torch
+from torch import nn
+model = nn.Sequential(nn.Embedding({WORDS}, {WIDTH}), nn.Linear({WIDTH}, {WORDS})).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+kept = []
+def train():
+    for _ in range(100):
+        ids = torch.arange({BATCH} * 16, device="cuda") % {WORDS}
+        logits = model(ids)
+        loss = nn.functional.cross_entropy(logits, ids)
+"""
+END = """
+        optimizer.step()
+        optimizer.zero_grad()
+train()
+"""
+BACKWARD = "        loss.backward()"
+
+
+@pytest.fixture
+def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
+    monkeypatch.chdir(tmp_path)
+
+    def planned(text: str) -> memfit.Plan:
+        (tmp_path / "train.py").write_text(text)
+        return memfit.trace_script("train.py")
+
+    return planned
+
+
+def named(plan: memfit.Plan, word: str) -> list[memfit.analysis.advice.Advice]:  # type: ignore[name-defined]
+    return [each for each in plan.advice or () if word in each.what]
+
+
+def test_a_variable_that_keeps_logits_is_named_with_what_deleting_it_saves(plan) -> None:  # type: ignore[no-untyped-def]
+    keeps = plan(HEAD + BACKWARD + END)
+    (advice,) = named(keeps, "`logits` keeps")
+    deleted = plan(HEAD + "        del logits\n" + BACKWARD + END)
+    assert advice.saves_allocated_bytes == keeps.peak.allocated_bytes - deleted.peak.allocated_bytes > 0
+    assert advice.saves_reserved_bytes == keeps.peak.reserved_bytes - deleted.peak.reserved_bytes
+    assert advice.place == f"train.py:{HEAD.count(chr(10)) + 1}" and advice.how == "`del logits` before that line"
+    assert not named(deleted, "`logits` keeps")
+
+
+def test_a_variable_that_is_read_after_backward_is_said_to_be(plan) -> None:  # type: ignore[no-untyped-def]
+    (advice,) = named(plan(HEAD + BACKWARD + "\n        print(logits.shape)" + END), "`logits` keeps")
+    assert f"take what line {HEAD.count(chr(10)) + 2} needs of it first" in advice.how
+
+
+def test_what_something_else_keeps_too_is_no_saving_of_a_del(plan) -> None:  # type: ignore[no-untyped-def]
+    grows = plan(HEAD + "        kept.append(logits)\n" + BACKWARD + END)
+    assert not named(grows, "`logits` keeps")
+    (advice,) = named(grows, "every step leaves")
+    logits = 4 * BATCH * 16 * WORDS
+    assert f"{logits / 2**20:.2f} MiB" in advice.what and "logits = model(ids)" in advice.how
+
+
+def test_gradients_that_are_zeroed_in_place_cost_what_dropping_them_saves(plan) -> None:  # type: ignore[no-untyped-def]
+    text = HEAD + BACKWARD + END
+    zeroed, dropped = plan(text.replace("zero_grad()", "zero_grad(set_to_none=False)")), plan(text)
+    (advice,) = named(zeroed, "set to zero in place")
+    assert advice.saves_allocated_bytes == zeroed.peak.allocated_bytes - dropped.peak.allocated_bytes > 0
+    assert advice.place == f"train.py:{text[: text.index('optimizer.zero_grad')].count(chr(10)) + 1}"
+    assert not named(dropped, "set to zero")
+
+
+def test_weights_that_lie_on_the_gpu_twice_while_loading_are_told(plan) -> None:  # type: ignore[no-untyped-def]
+    body = """
+import torch
+from torch import nn
+model = nn.Linear(4096, 4096){}
+x = torch.ones(4, 4096, device="cuda", dtype=torch.half)
+for _ in range(3):
+    model(x).sum()
+"""
+    twice, once = plan(body.format(".cuda().half()")), plan(body.format(".half().cuda()"))
+    (advice,) = named(twice, "weights are there twice")
+    assert advice.saves_allocated_bytes == twice.peak.allocated_bytes - once.peak.allocated_bytes > 0
+    assert not named(once, "twice") and advice.place == "train.py:4"
+
+
+def test_logits_that_become_fp32_are_told_with_what_16_bits_would_save(plan) -> None:  # type: ignore[no-untyped-def]
+    half = HEAD.replace(".cuda()", ".cuda().bfloat16()")
+    text = half.replace("cross_entropy(logits,", "cross_entropy(logits.float(),") + BACKWARD + END
+    in_fp32, in_16 = plan(text), plan(half + BACKWARD + END)
+    (advice,) = named(in_fp32, "copied to fp32")
+    saved = in_fp32.peak.allocated_bytes - in_16.peak.allocated_bytes
+    assert abs(advice.saves_allocated_bytes - saved) < 0.1 * saved
+    assert not named(in_16, "fp32")
+
+
+def test_what_is_alive_at_the_peak_is_told_by_the_script_s_own_lines(plan) -> None:  # type: ignore[no-untyped-def]
+    document = plan(HEAD + BACKWARD + END).to_json()
+    lines = {(each["code"], each["category"], each["backward"]): each for each in document["lines"]}
+    logits = lines["logits = model(ids)", "activations", False]
+    assert logits["line"] == 10 and logits["allocated_bytes"] >= 4 * BATCH * 16 * WORDS
+    assert ("optimizer.step()", "optimizer", False) in lines
+    assert any(backward for _, _, backward in lines)
+    assert sum(each["allocated_bytes"] for each in document["lines"]) <= document["peak"]["allocated_bytes"]
+
+
+def test_looking_at_variables_keeps_nothing_alive(plan) -> None:  # type: ignore[no-untyped-def]
+    """The step's tensors live in a function's variables: the same loop at the top of a file peaks no lower."""
+    inside = HEAD + BACKWARD + END
+    outside = inside.replace("def train():", "if True:").replace("\ntrain()\n", "\n")
+    assert plan(inside).peak == plan(outside).peak
