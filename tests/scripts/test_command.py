@@ -47,8 +47,6 @@ def test_words_are_taken_as_they_are() -> None:
         ("python -m", "which module"),
         ("--bogus train.py", "--bogus is no flag of plan script"),
         ("trian.py", "there is no script 'trian.py'"),
-        ("torchrun --nproc_per_node 2 train.py", "does not cover that for scripts yet"),
-        ("accelerate launch train.py", "does not cover that for scripts yet"),
     ],
 )
 def test_what_is_no_program_is_said_with_what_to_do(typed: str, said: str) -> None:

@@ -17,10 +17,8 @@ _NO_GPU = re.compile(
     re.IGNORECASE,
 )
 """Words of torch about a machine without a GPU, or a tensor without memory."""
-_IN_BETWEEN = {
-    _MEMFIT / "tracing" / name
-    for name in ("cuda_names.py", "outside.py", "memo.py", "own_code.py", "pretended_card.py", "tracer.py", "values.py")
-}
+_STATIONS = "cuda_names outside memo own_code pretended_card processes tracer values"
+_IN_BETWEEN = {_MEMFIT / "tracing" / f"{name}.py" for name in _STATIONS.split()}
 """Where the job's calls pass on their way to torch: what torch's own C++ raises seems to come from here."""
 
 

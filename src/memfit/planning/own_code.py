@@ -81,6 +81,7 @@ def trace_code(
     from memfit.tracing.outside import nothing_saved, put_back
     from memfit.tracing.own_code import OwnCodeNames, OwnCodeTracer
     from memfit.tracing.pretended_card import card_pretended
+    from memfit.tracing.processes import processes_pretended
     from memfit.tracing.python_stacks import keeping_stacks
     from memfit.tracing.tracer import check_not_nested, run_traced
     from memfit.tracing.unknown import mathematics_of_unknown_numbers
@@ -100,6 +101,7 @@ def trace_code(
     def run(_: OwnCodeTracer) -> None:
         with (
             card_pretended(names, card or find_gpu("H200"), config),
+            processes_pretended(tracer),
             phases_by_what_runs(tracer),
             noting_what_is_held(tracer, is_own, drops_gradients=drops_gradients),
             _parameters_named(tracer, parameters),

@@ -7,10 +7,11 @@ import os
 import re
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from memfit.errors import InputError, UsageError
+from memfit.scripts.launchers import launcher_of, read_launch
 
 PYTHON = re.compile(r"python(\d+(\.\d+)?)?(\.exe)?")
 SWITCHES = ("-u", "-B", "-O", "-OO", "-s", "-S", "-E", "-I", "-b", "-q", "-v")
@@ -25,7 +26,11 @@ class Program:
     is_module: bool
     arguments: tuple[str, ...]
     environment: tuple[tuple[str, str], ...] = ()
-    """What stands before the command, as in `WANDB_MODE=offline python train.py`."""
+    """What stands before the command, as in `WANDB_MODE=offline python train.py`, and what a launcher sets."""
+    processes: int = 1
+    """Of which this is the first."""
+    notes: tuple[str, ...] = ()
+    """What the command leaves open."""
 
     @property
     def name(self) -> str:
@@ -42,18 +47,20 @@ def read_command(command: str | Sequence[str]) -> Program:
     words = words[len(environment) :]
     if not words:
         raise UsageError("which script?", hint=HINT)
-    launcher = Path(words[0]).name
-    if launcher in ("torchrun", "accelerate", "deepspeed") or words[:3][1:] == ["-m", "torch.distributed.run"]:
-        raise UsageError(
-            f"{launcher} starts several processes, and memfit does not cover that for scripts yet",
-            hint="give the script itself: its plan is that of one process",
-        )
-    if PYTHON.fullmatch(launcher):
+    if PYTHON.fullmatch(Path(words[0]).name):
         words = _without_switches(words[1:])
     if not words:
         raise UsageError("python alone runs no script", hint=HINT)
     if words[0] == "-c":
         raise UsageError("-c is no script", hint="put the lines into a file")
+    if (found := launcher_of(words)) is not None:
+        launch = read_launch(*found)
+        program = _program(launch.words, (*launch.environment, *environment))
+        return replace(program, processes=launch.processes, notes=launch.notes)
+    return _program(words, environment)
+
+
+def _program(words: list[str], environment: tuple[tuple[str, str], ...]) -> Program:
     if words[0] == "-m":
         return _module(words[1:], environment)
     if words[0].startswith("-"):

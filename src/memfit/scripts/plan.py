@@ -75,9 +75,15 @@ def trace_once(
         gpu=gpu,
         alloc_conf=alloc_conf,
         name=program.name,
-        more_notes=lambda: (_stopped(seen[-1].done, seen[-1].rises),),
+        more_notes=lambda: (_stopped(seen[-1].done, seen[-1].rises), *program.notes),
         drops_gradients=drops_gradients,
-        workload={"kind": "script", "command": program.words, "steps": steps, "alloc_conf": alloc_conf},
+        workload={
+            "kind": "script",
+            "command": program.words,
+            "processes": program.processes,
+            "steps": steps,
+            "alloc_conf": alloc_conf,
+        },
     )
 
 

@@ -107,6 +107,7 @@ def _as_started_by_hand(program: Program) -> Iterator[None]:
         stack.enter_context(mock.patch.dict(os.environ, {**OFFLINE, **dict(program.environment)}))
         stack.enter_context(contextlib.redirect_stdout(sys.stderr))
         _hub_is_offline(stack)
+        stack.enter_context(_accelerate_begins_anew())
         try:
             yield
         finally:
@@ -120,6 +121,27 @@ def _hub_is_offline(stack: ExitStack) -> None:
     """It reads its variable when it is imported, which may have been long before."""
     constants = importlib.import_module("huggingface_hub.constants")
     stack.enter_context(mock.patch.object(constants, "HF_HUB_OFFLINE", True))
+
+
+@contextmanager
+def _accelerate_begins_anew() -> Iterator[None]:
+    """It remembers for the whole process how many others there are, and how precisely they compute."""
+
+    def states() -> list[dict[str, Any]]:
+        module = sys.modules.get("accelerate.state")
+        kinds = ("AcceleratorState", "GradientState", "PartialState")
+        return [] if module is None else [getattr(module, kind)._shared_state for kind in kinds]
+
+    before = [dict(state) for state in states()]
+    for state in states():
+        state.clear()
+    try:
+        yield
+    finally:
+        for state in states():
+            state.clear()
+        for state, held in zip(states(), before, strict=False):
+            state.update(held)
 
 
 @contextmanager

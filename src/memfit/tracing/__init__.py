@@ -10,6 +10,7 @@ DOOR = {
     "outside": "LEFT_OUT nothing_saved put_back",
     "own_code": "OwnCodeNames OwnCodeTracer",
     "pretended_card": "card_pretended",
+    "processes": "processes_pretended",
     "python_stacks": "keeping_stacks",
     "rule_answers": "answers_on",
     "unknown": "mathematics_of_unknown_numbers",

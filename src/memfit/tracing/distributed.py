@@ -155,7 +155,8 @@ COPIES = (aten._to_copy.default, aten.copy_.default)
 
 
 @contextmanager
-def ddp_traced(tracer: Tracer) -> Iterator[None]:
+def ddp_traced(tracer: Tracer, *, keeps_sent: bool = True) -> Iterator[None]:
+    """`keeps_sent` for a tracer that follows no values by itself."""
     from torch._C._distributed_c10d import Logger
     from torch.nn.parallel import DistributedDataParallel
 
@@ -170,10 +171,11 @@ def ddp_traced(tracer: Tracer) -> Iterator[None]:
         for name in ("__init__", "_pre_forward"):  # buckets are made, and made anew in the second step
             wrapped = about_gradients(getattr(DistributedDataParallel, name))
             stack.enter_context(mock.patch.object(DistributedDataParallel, name, wrapped))
-        # a future looks for tensors in its value, to wait for their device
-        stack.enter_context(mock.patch.object(torch._jit_internal, "_extract_tensors", lambda value: []))
         stack.enter_context(mock.patch.object(Logger, "set_runtime_stats_and_log", lambda _: None))
-        stack.enter_context(mock.patch.object(tracer, "sent", Sent()))
+        if keeps_sent:
+            # a future looks for tensors in its value, to wait for their device
+            stack.enter_context(mock.patch.object(torch._jit_internal, "_extract_tensors", lambda value: []))
+            stack.enter_context(mock.patch.object(tracer, "sent", Sent()))
         yield
 
 

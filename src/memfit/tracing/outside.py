@@ -55,7 +55,11 @@ def put_back(is_on_gpu: Callable[[torch.Tensor], bool]) -> Iterator[None]:
             name = next((name for name, p in moving[-1]._parameters.items() if p is here), None)
             if name is not None:
                 seen[moving[-1]].weights.setdefault(name, there)
+        elif is_on_gpu(here) and not is_on_gpu(there):
+            alone.append((weakref.ref(here), there))
 
+    alone: list[tuple[weakref.ref[torch.Tensor], torch.Tensor]] = []
+    """Tensors that were given memory of the GPU by themselves, with what they held."""
     states: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
     def remember_state(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -79,6 +83,9 @@ def put_back(is_on_gpu: Callable[[torch.Tensor], bool]) -> Iterator[None]:
             put(value)
         for module, before in list(seen.items()):
             _restore(module, before)
+        for held, there in reversed(alone):
+            if (here := held()) is not None and is_on_gpu(here):
+                torch._C._swap_tensor_impl(here, there)
         for optimizer, state in list(states.items()):
             optimizer.state.clear()
             optimizer.state.update(state)

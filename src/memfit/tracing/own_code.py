@@ -264,6 +264,7 @@ class OwnCodeNames(CudaNames):
             Tensor.type: self._type,
             Tensor.pin_memory: lambda t, *_: t if place(t) == "cpu" else NotImplemented,
             Tensor.is_pinned: lambda t, *_: False,
+            Tensor.data.__set__: self._set_data,  # type: ignore[attr-defined]
             Tensor.data_ptr: lambda t: t.untyped_storage()._cdata + t.storage_offset(),
             Tensor.item: number,
             Tensor.tolist: lambda t: text(t, Tensor.tolist, listed),
@@ -315,6 +316,16 @@ class OwnCodeNames(CudaNames):
             value = given if isinstance(given, Tensor) else torch.tensor(given, dtype=made.dtype, device="cpu")
             if (known := self.tracer.values.read(value)) is not None:
                 self.tracer.values.put(made, known)
+
+    def _set_data(self, tensor: Tensor, value: Tensor) -> Any:
+        """`p.data = p.data.cuda()`: torch sets no data of another device's kind, but it swaps whole tensors."""
+        if tensor.device.type == value.device.type:
+            return NotImplemented
+        made = value.detach()
+        if isinstance(tensor, torch.nn.Parameter):
+            made = torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
+        torch.utils.swap_tensors(tensor, made)
+        return None
 
     def _numpy(self, tensor: Tensor, **_: Any) -> Any:
         if self.tracer.place(tensor) == "cuda":

@@ -7,6 +7,7 @@ replay of the trace up to there, so that code which prints its own peak prints t
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -195,10 +196,15 @@ def _refuse_compiled(*_: Any, **__: Any) -> Any:
     )
 
 
+def _device_count() -> int:
+    """One; under a launcher, one for each process of this machine, of which this process uses the first."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
 def _of_cuda(card: Card) -> dict[str, Any]:
     arch = card.gpu.arch
     names: dict[str, Any] = {
-        "is_available": lambda: True, "device_count": lambda: 1, "current_device": lambda: 0,
+        "is_available": lambda: True, "device_count": _device_count, "current_device": lambda: 0,
         "is_initialized": lambda: True, "init": lambda: None,
         "get_device_name": lambda *_: card.properties().name, "get_device_capability": lambda *_: arch,
         "get_device_properties": card.properties, "_get_device_properties": card.properties,
@@ -220,7 +226,7 @@ def _of_cuda(card: Card) -> dict[str, Any]:
 
 def _of_accelerator(card: Card) -> dict[str, Any]:
     return {
-        "is_available": lambda: True, "device_count": lambda: 1, "current_accelerator": lambda *_, **__: CUDA,
+        "is_available": lambda: True, "device_count": _device_count, "current_accelerator": lambda *_, **__: CUDA,
         "current_device_index": lambda: 0, "current_device_idx": lambda: 0, "synchronize": lambda *_: None,
         "set_device_index": _check_index, "set_device_idx": _check_index,
         "memory_allocated": card.allocated, "memory_reserved": card.reserved, "memory_stats": card.stats,
