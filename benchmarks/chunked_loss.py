@@ -30,7 +30,7 @@ from benchmarks.device import reset, synchronize
 from memfit.jobs.build import prepare
 from memfit.jobs.run import loss_of, token_ids
 from memfit.jobs.training.chunked_loss import chunked_cross_entropy
-from memfit.jobs.training.optimizers import make_optimizer
+from memfit.jobs.training.optimizers import choose_optimizer
 from memfit.jobs.workload import Workload
 from memfit.units import GiB
 
@@ -207,7 +207,7 @@ def _job(case: Step, loss: str, device: torch.device) -> Callable[[], None]:
     with torch.no_grad():
         for parameter in job.model.parameters():
             nn.init.normal_(parameter, std=0.02)
-    optimizer = make_optimizer(str(job.workload.optimizer), job.trainable)
+    optimizer = choose_optimizer(str(job.workload.optimizer))(job.trainable, lr=1e-4)
 
     def run() -> None:
         for _ in range(job.workload.grad_accum):

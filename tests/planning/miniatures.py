@@ -11,12 +11,12 @@ import pytest
 from support.comparison import format_comparison
 
 from memfit.analysis.compare import compare
-from memfit.jobs.build import Prepared
+from memfit.jobs.build import Prepared, prepare_without_memory
 from memfit.jobs.workload import Workload
 from memfit.models.presets import presets
 from memfit.planning import categories
 from memfit.planning.few import blocks_of
-from memfit.planning.on_trace import prepare_without_memory, trace_job
+from memfit.planning.on_trace import trace_job
 from memfit.planning.traced import Traced, trace_workload
 from memfit.platform import H200
 from memfit.replay.events import Action, Trace
@@ -113,7 +113,7 @@ def check(work: Workload) -> tuple[Traced, Trace]:
 
 def check_extended(work: Workload) -> None:
     """And it was extended, not traced in full."""
-    blocks, _ = blocks_of(work.model, work.attention)
+    blocks, _ = blocks_of(work.source, work.attention)
     assert blocks is not None and blocks.worthwhile
     made, _ = check(work)
     assert not any("one by one" in note for note in made.notes)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from memfit.models.presets import presets
+from memfit.models.registry import resolve
 from memfit.planning.few import Blocks, blocks_of, find_blocks
 
 
@@ -152,7 +153,7 @@ FAMILIES = {preset.model_type: preset for preset in presets()}
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_blocks_of_every_family_have_their_period(family: str) -> None:
     preset = FAMILIES[family]
-    blocks, parameters = blocks_of(preset.name, "eager" if family == "gpt_oss" else "sdpa")
+    blocks, parameters = blocks_of(resolve(preset.name), "eager" if family == "gpt_oss" else "sdpa")
     names = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
     layers = next(preset.config[name] for name in names if name in preset.config)
     assert blocks is not None
@@ -169,7 +170,7 @@ LLAMA: dict[str, Any] = {
 def test_a_config_that_was_changed_is_read_again(tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps(LLAMA))
-    assert blocks_of(str(tmp_path), "sdpa")[0] == Blocks("model.layers", 6, 1)
+    assert blocks_of(resolve(str(tmp_path)), "sdpa")[0] == Blocks("model.layers", 6, 1)
     config.write_text(json.dumps(LLAMA | {"num_hidden_layers": 9}))
     os.utime(config, ns=(0, 1))  # however coarse the clock of the file system is
-    assert blocks_of(str(tmp_path), "sdpa")[0] == Blocks("model.layers", 9, 1)
+    assert blocks_of(resolve(str(tmp_path)), "sdpa")[0] == Blocks("model.layers", 9, 1)

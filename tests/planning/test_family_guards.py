@@ -12,12 +12,11 @@ from miniatures import shrunk
 
 from memfit.extrapolation.streams import NotSeparable, stream_of
 from memfit.jobs.workload import Workload
-from memfit.planning.cache import Recipe
 from memfit.planning.interpolation import family as families
 from memfit.planning.interpolation.corners import Corners
 from memfit.planning.interpolation.family import Family, family_of
 from memfit.planning.interpolation.shapes import Fits, Unproven, surrounds
-from memfit.planning.provenance import Provenance
+from memfit.planning.traced import Provenance, Recipe
 from memfit.platform import H200
 from memfit.replay.events import Trace
 

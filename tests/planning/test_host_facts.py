@@ -12,12 +12,9 @@ from memfit.jobs.training.offload import activations
 from memfit.jobs.workload import Workload
 from memfit.planning import few
 from memfit.planning import traced as traced_plans
-from memfit.planning.cache import Recipe
 from memfit.planning.few import blocks_of
-from memfit.planning.host_facts import HOST
 from memfit.planning.interpolation import family as families
-from memfit.planning.provenance import Provenance
-from memfit.planning.traced import trace_workload
+from memfit.planning.traced import HOST, Provenance, Recipe, trace_workload
 from memfit.platform import H200
 from memfit.replay.events import Trace
 
@@ -34,7 +31,7 @@ def test_host_facts_of_few_blocks_are_those_of_all(
 ) -> None:
     monkeypatch.setattr(activations, "LEAST", 1)
     work = Miniatures(tmp_path_factory.mktemp("host")).work("llama", 8, **JOBS[job])
-    blocks, _ = blocks_of(work.model, work.attention)
+    blocks, _ = blocks_of(work.source, work.attention)
     assert blocks is not None and blocks.worthwhile and blocks.traced < 8
 
     told, (full, prepared) = trace_workload(work, H200, cached=False), all_blocks(work)
@@ -49,7 +46,7 @@ def test_a_model_of_which_more_grows_than_its_blocks_is_not_told_from_few(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     work = Miniatures(tmp_path_factory.mktemp("host")).work("llama", 8, kind="forward")
-    blocks, parameters = blocks_of(work.model, work.attention)
+    blocks, parameters = blocks_of(work.source, work.attention)
     assert blocks is not None
     for counted in (parameters - 1, parameters + 1):
         with pytest.raises(NotRepeating, match="they are not all that grows with the number of layers"):

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from miniatures import Miniatures, check_extended
 
+from memfit.jobs.build import prepare_without_memory
 from memfit.jobs.training.offload import activations
 from memfit.jobs.workload import Workload
-from memfit.planning.on_trace import prepare_without_memory, trace_job
+from memfit.planning.on_trace import trace_job
 from memfit.planning.predict import Plan, predict
 from memfit.replay.events import Action, Trace
 

@@ -12,6 +12,7 @@ from plans import document
 
 from memfit.errors import InputError, UsageError
 from memfit.jobs.workload import Workload
+from memfit.models.registry import resolve
 from memfit.planning import pruning
 from memfit.planning.few import blocks_of
 from memfit.planning.predict import Plan, predict
@@ -56,7 +57,7 @@ def peaks(model: str, *, blocks: bool, few: int | None, **settings: Any) -> tupl
     from memfit.replay.replay import replay
 
     work = Workload(kind="prune", model=model, seq_len=64, **settings)
-    found = blocks_of(model, "sdpa")[0] if blocks else None
+    found = blocks_of(resolve(model), "sdpa")[0] if blocks else None
     made, _ = pruning._run(work, PLATFORM, found, few)
     timeline = replay(made.trace, AllocatorConfig.parse(""))
     return timeline.peak_allocated, timeline.peak_reserved

@@ -17,7 +17,7 @@ from memfit.jobs.training.job import prepare_job
 from memfit.jobs.workload import Workload
 from memfit.planning.own_code import trace_own_code
 from memfit.planning.predict import Plan, predict
-from memfit.planning.provenance import Provenance, TracedShare
+from memfit.planning.traced import Provenance, TracedShare
 from memfit.planning.training import plan_training
 
 ALL = {"blocks": None, "steps": None, "tokens": None, "micro_batches": None, "shapes": None}

@@ -22,10 +22,10 @@ from miniatures import (
 from plans import document
 
 from memfit.jobs import run as plain
+from memfit.jobs.build import prepare_without_memory
 from memfit.jobs.workload import Workload
 from memfit.planning import on_trace as tracing_jobs
 from memfit.planning.few import blocks_of
-from memfit.planning.on_trace import prepare_without_memory
 from memfit.planning.predict import predict
 from memfit.planning.traced import trace_workload
 from memfit.platform import H200
@@ -104,7 +104,7 @@ def test_any_number_of_blocks_from_five_on_is_made_from_four(small: Miniatures, 
 @pytest.mark.parametrize("layers", [10, 13])
 def test_blocks_left_over_by_the_pattern_come_last(small: Miniatures, layers: int) -> None:
     work = small.work("gemma2", layers, kind="forward", batch_size=1)
-    blocks, _ = blocks_of(work.model, work.attention)
+    blocks, _ = blocks_of(work.source, work.attention)
     assert blocks is not None
     assert (blocks.period, blocks.units, blocks.traced) == (2, -(-layers // 2), 8 - layers % 2)
     check_extended(work)
@@ -113,7 +113,7 @@ def test_blocks_left_over_by_the_pattern_come_last(small: Miniatures, layers: in
 @pytest.mark.parametrize(("family", "layers"), [("llama", 4), ("llama", 1), ("gemma2", 7), ("gpt2", 2)])
 def test_fewer_than_five_units_are_all_traced(small: Miniatures, family: str, layers: int) -> None:
     work = small.work(family, layers, kind="forward")
-    blocks, _ = blocks_of(work.model, work.attention)
+    blocks, _ = blocks_of(work.source, work.attention)
     assert blocks is None or not blocks.worthwhile
     made, _ = check(work)
     assert not [note for note in made.notes if "traced" in note]
@@ -148,7 +148,7 @@ class Hoarder(torch.optim.SGD):
 
 
 def test_steps_that_do_not_repeat_are_all_traced(small: Miniatures, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plain, "make_optimizer", lambda _, parameters, **__: Hoarder(parameters, lr=1e-4))
+    monkeypatch.setattr(plain, "choose_optimizer", lambda *_, **__: Hoarder)
     _, full = check(small.work("gpt2"))
     kept = [b for b in range(len(full.requested)) if "zeros_like" in full.op(b) and full.category(b) == "optimizer"]
     assert len(kept) == 3
@@ -175,7 +175,7 @@ def not_alike(small: Miniatures, which: str) -> Workload:
 @pytest.mark.parametrize("which", NOT_ALIKE)
 def test_blocks_that_are_not_alike_are_all_traced_and_the_plan_says_so(small: Miniatures, which: str) -> None:
     work = not_alike(small, which)
-    assert blocks_of(work.model, work.attention)[0] is None
+    assert blocks_of(work.source, work.attention)[0] is None
     made, _ = check(work)
     assert any("one by one" in note for note in made.notes)
 

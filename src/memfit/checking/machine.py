@@ -18,7 +18,8 @@ from memfit.gpus import is_size
 from memfit.models.checkpoint import WeightStore
 from memfit.models.files import NotHere, cache_folder
 from memfit.planning.card_here import NOTICEABLE
-from memfit.planning.host_facts import HOST, WORDS
+from memfit.planning.predict import HOST_WORDS
+from memfit.planning.traced import HOST
 from memfit.recording.machine import GpuProcess, GpuState, host_memory
 from memfit.units import GiB, MiB, format_bytes, gib
 
@@ -206,7 +207,7 @@ def _needs(situation: Situation) -> dict[str, int]:
     needs = {"weights while they load": loading_bytes(model) * processes}
     if config.memory.offload:
         host: dict[str, int] = situation.plans.needed()[0].plan.trace.facts.get(HOST, {})
-        needs |= {WORDS[what]: size * processes for what, size in host.items()}
+        needs |= {HOST_WORDS[what]: size * processes for what, size in host.items()}
         if "optimizer" in config.memory.offload:
             needs["the optimizer's state"] = state_bytes(model, config.optimizer.name) * processes
     return needs

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 import typer
 
 import memfit
 from memfit.cli import output
-from memfit.cli.options import Json, add_kinds
+from memfit.cli.options import Json, add_kinds, read_workload
 from memfit.cli.typed import Group
 from memfit.errors import UsageError
-from memfit.jobs.workload import KINDS, Workload
-
-if TYPE_CHECKING:
-    pass
+from memfit.jobs.workload import KINDS
 
 FAILED = 1
 
@@ -66,10 +64,11 @@ def _check(
         raise UsageError("--set changes a config, and no --config is given")
     if world_size is not None and world_size < 1:
         raise UsageError(f"--world-size {world_size} is no number of processes")
-    return _run(config=config, sets=tuple(set_ or ()), world_size=world_size, gpu=gpu, load=load, json=json)
+    return _run(None, config=config, sets=tuple(set_ or ()), world_size=world_size, gpu=gpu, load=load, json=json)
 
 
-def _run(workload: Workload | None = None, *, json: bool, **asked: Any) -> int:
+def _run(typed: Mapping[str, Any] | None, *, json: bool, **asked: Any) -> int:
+    workload = None if typed is None else read_workload(typed)
     with output.working() as tell:
         checked = memfit.check(workload=workload, on_progress=tell, **asked)
     output.tell(checked, json=json)

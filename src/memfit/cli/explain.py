@@ -9,7 +9,7 @@ import typer
 
 import memfit
 from memfit.cli import output
-from memfit.cli.options import Json, with_any_option
+from memfit.cli.options import Json, read_settings, with_any_option
 from memfit.errors import UsageError
 from memfit.jobs.workload import KINDS
 
@@ -47,7 +47,7 @@ def _explain(
         raise UsageError(f"--kind {kind!r} is not one of {', '.join(KINDS)}")
     source = _stdin() if file in (None, "-") else _path(str(file))
     settings: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in given.items()
+        name: tuple(value) if isinstance(value, list) else value for name, value in read_settings(given).items()
     }
     with output.working("explaining"):
         told = memfit.explain(source, gpu=gpu, config=config, kind=kind, **settings)

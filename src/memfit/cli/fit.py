@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 import memfit
 from memfit.cli import output
-from memfit.cli.options import HOW_MUCH, Json, add_kinds, check_names, how_much
+from memfit.cli.options import HOW_MUCH, Json, add_kinds, how_much, read_workload
 from memfit.cli.plan import FAILS
 from memfit.cli.typed import Group
 from memfit.errors import UsageError
@@ -73,10 +74,10 @@ fit = typer.Typer(
 
 
 def _fit(
-    workload: Workload, *, gpu: str, keep: list[str] | None, margin: str, emit: str | None, json: bool,
+    typed: Mapping[str, Any], *, gpu: str, keep: list[str] | None, margin: str, emit: str | None, json: bool,
     global_batch: str | None = None, ladder: bool = False, steps: str | None = None, tokens: str | None = None,
 ) -> int:  # fmt: skip
-    check_names(workload.model, gpu)
+    workload = read_workload(typed)
     much = how_much(steps, tokens)
     if much and (ladder or emit is not None):
         other = "--ladder" if ladder else "--emit"

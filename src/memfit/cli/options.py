@@ -75,7 +75,7 @@ def add_kinds(
     group: typer.Typer, ask: Callable[..., int], extra: Mapping[str, tuple[Any, Any]], *, what: Mapping[str, str],
     examples: Mapping[str, str], of_training: Mapping[str, tuple[Any, Any]] | None = None,
 ) -> None:  # fmt: skip
-    """A command for each kind of job, with its settings and some more as flags: `ask(workload, **more)`."""
+    """A command for each kind of job, with its settings and some more as flags: `ask(typed, **more)`."""
     for kind in KINDS:
         more = {**extra, **((of_training or {}) if kind in ("train", "lora") else {})}
         register = group.command(name=kind, cls=Command, help=what[kind], epilog=output.example(examples[kind]))
@@ -84,12 +84,21 @@ def add_kinds(
 
 def _ask(ask: Callable[..., int], kind: str, more: tuple[str, ...], **given: Any) -> int:
     asked = {name: given.pop(name) for name in more}
-    return ask(Workload.from_mapping({"kind": kind, **given}), **asked)
+    return ask({"kind": kind, **given}, **asked)
+
+
+def read_workload(typed: Mapping[str, Any]) -> Workload:
+    """The job that was typed."""
+    return Workload.from_mapping(read_settings(typed))
+
+
+def read_settings(typed: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _value(name, given) for name, given in typed.items()}
 
 
 def with_options_of(kind: str, run: Callable[..., int], extra: Mapping[str, tuple[Any, Any]]) -> Callable[..., int]:
-    """`run(**settings)` as a command: typer reads the options from the signature it is given here. What was not typed
-    is not passed, so that `Workload` knows what was asked for."""
+    """`run(**typed)` as a command: typer reads the options from the signature it is given here. What was not typed is
+    not passed, so that `Workload` knows what was asked for."""
     names = settings_of(kind)
     return _command(names, {**{name: _option(name) for name in names}, **extra}, run)
 
@@ -115,9 +124,8 @@ def _command(
     ]
 
     def command(context: typer.Context, **given: Any) -> int:
-        typed = {name for name in names if _was_typed(context, name)}
         rest = {name: value for name, value in given.items() if name not in names}
-        return run(**{name: _value(name, given[name]) for name in names if name in typed}, **rest)
+        return run(**{name: given[name] for name in names if _was_typed(context, name)}, **rest)
 
     command.__signature__ = inspect.Signature(parameters, return_annotation=int)  # type: ignore[attr-defined]
     command.__annotations__ = {p.name: p.annotation for p in parameters} | {"return": int}
@@ -183,13 +191,3 @@ def how_much(steps: str | None, tokens: str | None) -> dict[str, int]:
             raise UsageError(f"--{name} {text!r} is not a whole number above 0", hint=f"such as --{name} 5000")
         given[name] = number
     return {name: int(number) for name, number in given.items()}
-
-
-def check_names(model: str, gpu: str | None) -> None:
-    """What is wrong with a name is told before torch is loaded."""
-    from memfit.gpus import find_gpu
-    from memfit.models.registry import resolve
-
-    if gpu is not None:
-        find_gpu(gpu)
-    resolve(model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +12,7 @@ import typer
 import memfit
 from memfit.cli import output
 from memfit.cli.batch import batch
-from memfit.cli.options import HOW_MUCH, Json, add_kinds, check_names, how_much
+from memfit.cli.options import HOW_MUCH, Json, add_kinds, how_much, read_workload
 from memfit.cli.script import script
 from memfit.cli.typed import Command, Group
 from memfit.errors import UsageError
@@ -63,10 +64,10 @@ plan = typer.Typer(
 
 
 def _plan(
-    workload: Workload, *, gpu: str | None, json: bool, save_trace: Path | None, force: bool, no_trace_cache: bool,
-    steps: str | None = None, tokens: str | None = None,
+    typed: Mapping[str, Any], *, gpu: str | None, json: bool, save_trace: Path | None, force: bool,
+    no_trace_cache: bool, steps: str | None = None, tokens: str | None = None,
 ) -> int:  # fmt: skip
-    check_names(workload.model, gpu)
+    workload = read_workload(typed)
     asked = how_much(steps, tokens)
     if asked and gpu is None:
         raise UsageError(f"--{next(iter(asked))}: no card is named whose time could be told", hint="--gpu 'RTX 4090'")

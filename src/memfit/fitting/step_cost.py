@@ -182,17 +182,15 @@ def _blocks(work: Workload) -> Blocks | None:
         return None
     import torch
 
-    from memfit.models.registry import build_model, parameter_count, resolve
+    from memfit.models.registry import build_model, parameter_count
     from memfit.planning.few import blocks_of
 
-    blocks, parameters = blocks_of(work.model, work.attention)
+    blocks, parameters = blocks_of(work.source, work.attention)
     if blocks is None or blocks.units <= 2 * UNITS:
         return None
     try:
         with torch.device("meta"):
-            small = build_model(
-                resolve(work.model), dtype=torch.bfloat16, attention=work.attention, layers=_few(blocks)
-            )
+            small = build_model(work.source, dtype=torch.bfloat16, attention=work.attention, layers=_few(blocks))
     except MemfitError:
         return None
     grown = parameter_count(small) + (blocks.units - UNITS) * blocks.unit_parameters
@@ -245,7 +243,8 @@ class MarkCount:
 
 
 def count_marks(work: Workload, layers: int | None, *, tokens: int | None = None) -> list[MarkCount]:
-    from memfit.planning.on_trace import prepare_without_memory, trace_job
+    from memfit.jobs.build import prepare_without_memory
+    from memfit.planning.on_trace import trace_job
     from memfit.tracing.costs import OpCosts
 
     counters: list[OpCosts] = []
@@ -381,7 +380,7 @@ def _count_pruning(work: Workload, layers: int | None, few: int) -> tuple[dict[s
         counters.append(OpCosts(tracer))
         return counters[-1]
 
-    blocks, _ = blocks_of(work.model, work.attention) if layers else (None, 0)
+    blocks, _ = blocks_of(work.source, work.attention) if layers else (None, 0)
     made, windows, block_bytes = traced_with(work, H200, blocks, layers=layers, few=few, beside=counting)
     moved = {OpCost(0, False, block_bytes, block_bytes): 1}
 

@@ -6,10 +6,9 @@ tell the difference until it moves the model to its device.
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -34,7 +33,6 @@ from memfit.models.registry import (
     build_model,
     head_named,
     parameter_count,
-    resolve,
     source_notes,
 )
 
@@ -169,6 +167,9 @@ def switch_levers_on(model: Any, work: Workload, named: SettingNames) -> None:
     use_block_levers(model, checkpointing=checkpointing, offload=offload, adapters=lora, setting=setting)
 
 
+Loop = Callable[..., None]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
     workload: Workload
@@ -179,6 +180,8 @@ class Prepared:
     notes: tuple[str, ...] = ()
     head: Head | None = None
     """None is a language model's."""
+    loop: Loop
+    """How it runs: `loop(job, device, phases, steps=3)`."""
 
     @property
     def config(self) -> Any:
@@ -196,10 +199,17 @@ def prepare(workload: Workload, *, layers: int | None = None) -> Prepared:
         return _prepared(workload, layers)
 
 
+def prepare_without_memory(workload: Workload, *, layers: int | None = None) -> Prepared:
+    with torch.device("meta"):
+        return prepare(workload, layers=layers)
+
+
 def _prepared(workload: Workload, layers: int | None) -> Prepared:
+    from memfit.jobs.run import choose_loop  # which needs what is here
+
     if workload.trains:
         check_offload(workload, optimizer=str(workload.optimizer), setting="--offload")
-    source = resolve(workload.model)
+    source = workload.source
     model = build_model(
         source,
         dtype=DTYPES[workload.weight_precision],
@@ -216,12 +226,12 @@ def _prepared(workload: Workload, layers: int | None) -> Prepared:
     parameters = parameter_count(model)
     notes = source_notes(source)
     if source.kind != "factory" and workload.attention == "sdpa" and _is_eager(model):
-        workload = dataclasses.replace(workload, attention="eager")
+        workload = workload.with_found(attention="eager")
         notes = (f"transformers has no fused attention for {source.name}: eager, as it takes by itself", *notes)
     if workload.kind == "lora":
         task = None if head is None else head.task
         model, targets, more = add_adapters(model, workload, FLAGS, task=task)
-        workload, notes = dataclasses.replace(workload, target_modules=targets), (*notes, *more)
+        workload, notes = workload.with_found(target_modules=targets), (*notes, *more)
     if workload.trains:
         _check_loop(model, workload, head)
         notes = (*notes, *_keep_all_blocks(model))
@@ -230,7 +240,7 @@ def _prepared(workload: Workload, layers: int | None) -> Prepared:
         model.eval()
     return Prepared(
         workload=workload, model=model, name=source.name, vocab_size=_vocab_size(model), parameters=parameters,
-        notes=notes, head=head,
+        notes=notes, head=head, loop=choose_loop(workload)
     )  # fmt: skip
 
 
@@ -359,7 +369,7 @@ def build_base_model(model: ModelConfig, folder: Path | str | None, dtype: torch
 
     make_known()  # a folder may hold one of memfit's own models
     if FACTORY.fullmatch(model.name):
-        return build_model(resolve(model.name), dtype=dtype)
+        return build_model(model.source, dtype=dtype)
     attention = None if model.attention == "sdpa" else model.attention  # eager where the family has no other
     made: Any
     try:

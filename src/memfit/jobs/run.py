@@ -9,16 +9,21 @@ A job says where it is, `with phases("forward", step=2):`; a trace marks it, a G
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from memfit.jobs.build import DTYPES, Prepared, takes_labels
-from memfit.jobs.training.optimizers import make_optimizer
+from memfit.jobs.build import DTYPES, Loop, Prepared, takes_labels
+from memfit.jobs.training.optimizers import choose_optimizer
 from memfit.jobs.training.parallel import one_process_of, to_device, without_reduction
+from memfit.jobs.workload import Workload
+
+LEARNING_RATE = 1e-4
 
 
 def token_ids(job: Prepared, device: torch.device | str) -> torch.Tensor:
@@ -71,24 +76,18 @@ class Phases(Protocol):
 def run_job(job: Prepared, device: torch.device | str, phases: Phases, *, steps: int = 3) -> None:
     """Of several processes that train together, one."""
     with one_process_of(job.workload.world_size if job.workload.trains else 1):
-        _run(job, device, phases, steps)
+        job.loop(job, device, phases, steps=steps)
 
 
-def _run(job: Prepared, device: torch.device | str, phases: Phases, steps: int) -> None:
-    if job.workload.kind == "forward":
-        run_forward(job, device, phases, steps=steps)
-    elif job.workload.kind == "generate":
-        run_generate(job, device, phases)
-    elif job.workload.loop == "trainer":
-        from memfit.jobs.training.loops import run_trainer
+def choose_loop(work: Workload) -> Loop:
+    if not work.trains:
+        return run_generate if work.kind == "generate" else run_forward
+    if work.loop == "plain":
+        on_host = "optimizer" in (work.offload or ())
+        return partial(run_training, choose_optimizer(str(work.optimizer), on_host=on_host))
+    from memfit.jobs.training.loops import run_memfit, run_trainer
 
-        run_trainer(job, device, phases, steps=steps)
-    elif job.workload.loop == "memfit":
-        from memfit.jobs.training.loops import run_memfit
-
-        run_memfit(job, device, phases, steps=steps)
-    else:
-        run_training(job, device, phases, steps=steps)
+    return run_trainer if work.loop == "trainer" else run_memfit
 
 
 def run_forward(job: Prepared, device: torch.device | str, phases: Phases, *, steps: int = 3) -> None:
@@ -104,7 +103,8 @@ def run_forward(job: Prepared, device: torch.device | str, phases: Phases, *, st
         del output
 
 
-def run_generate(job: Prepared, device: torch.device | str, phases: Phases) -> None:
+def run_generate(job: Prepared, device: torch.device | str, phases: Phases, *, steps: int = 1) -> None:
+    """Once, however many steps a training would have."""
     model, work = job.model, job.workload
     with phases("load"):
         model.to(device)
@@ -123,12 +123,19 @@ def run_generate(job: Prepared, device: torch.device | str, phases: Phases) -> N
         model.generate(**inputs, **options)  # type: ignore[operator]
 
 
-def run_training(job: Prepared, device: torch.device | str, phases: Phases, *, steps: int = 3) -> None:
+def run_training(
+    make_optimizer: Callable[..., torch.optim.Optimizer],
+    job: Prepared,
+    device: torch.device | str,
+    phases: Phases,
+    *,
+    steps: int = 3,
+) -> None:
     model, work = job.model, job.workload
     with phases("load"):
         called = to_device(model, device, work)
     parameters = job.trainable
-    optimizer = make_optimizer(str(work.optimizer), parameters, on_host="optimizer" in (work.offload or ()))
+    optimizer = make_optimizer(parameters, lr=LEARNING_RATE)
     scaler = torch.amp.GradScaler(torch.device(device).type, enabled=work.precision == "amp-fp16")
     for step in range(1, steps + 1):
         for micro_step in range(1, work.grad_accum + 1):

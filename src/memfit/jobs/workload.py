@@ -5,14 +5,17 @@ A line of `plan batch`, the flags of `plan`, and the arguments of `memfit.predic
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, get_args
 
 from memfit.errors import UnknownName, UsageError
 from memfit.jobs.checks import check_names, check_one_of, check_whole, check_yes_or_no
 from memfit.jobs.pruning.settings import Method, PruneSettings, Sparsity
+from memfit.models.registry import ModelSource, resolve
 from memfit.units import parse_bytes
 
 Kind = Literal["forward", "train", "lora", "generate", "prune"]
@@ -107,15 +110,19 @@ class Workload:
             raise UsageError(f"{flag('alloc_conf')} must be text, not {self.alloc_conf!r}")
 
     def _resolve(self) -> None:
+        for name, value in self._by_itself().items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+
+    def _by_itself(self) -> dict[str, Any]:
+        """What a loop takes where nothing is said."""
         by_trainer = self.loop != "plain"
-        if self.optimizer is None:
-            object.__setattr__(self, "optimizer", "adamw-fused" if by_trainer else "adamw")
-        if self.clip_grad is None:
-            object.__setattr__(self, "clip_grad", by_trainer)
-        if self.gradient_as_bucket_view is None:
-            object.__setattr__(self, "gradient_as_bucket_view", self.loop == "memfit")
-        if self.offload is None:
-            object.__setattr__(self, "offload", ())
+        return {
+            "optimizer": "adamw-fused" if by_trainer else "adamw",
+            "clip_grad": by_trainer,
+            "gradient_as_bucket_view": self.loop == "memfit",
+            "offload": (),
+        }
 
     def _check_offload(self) -> None:
         if not isinstance(self.offload, tuple):
@@ -142,6 +149,17 @@ class Workload:
             nsamples=self.nsamples, seqlen=self.seq_len, dataset=self.dataset,
         )  # fmt: skip
 
+    @cached_property
+    def source(self) -> ModelSource:
+        """Where the model comes from, looked for once. Raises what is wrong with its name."""
+        return resolve(self.model)
+
+    def with_found(self, **found: Any) -> Workload:
+        """The same job with what was found out about it, which needs no check."""
+        made = copy.copy(self)
+        vars(made).update(found)
+        return made
+
     @property
     def trains(self) -> bool:
         return self.kind in ("train", "lora")
@@ -155,6 +173,12 @@ class Workload:
     def is_replicated(self) -> bool:
         """By DDP, over several processes."""
         return self.trains and self.world_size > 1 and self.parallel == "ddp"
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether a batch has rows of unequal length: `memfit train` pads no single row."""
+        alone = self.batch_size == 1 or self.seq_len <= 2
+        return self.padding and not (self.trains and self.loop == "memfit" and alone)
 
     @property
     def checkpointing(self) -> Checkpointing:
@@ -227,31 +251,34 @@ class Workload:
         """In words: settings that are not what they would be by themselves, and change nothing all the same."""
         usual = self._usual()
         for name, why in self.unused():
-            if getattr(self, name) != getattr(usual, name):
+            if getattr(self, name) != usual[name]:
                 yield f"{self._said(name)} has no effect: {why}"
         if self.kind == "lora" and self.adapter_dtype == "same" and self.weight_precision == "fp32":
             yield f"{self._said('adapter_dtype')} has no effect: the base model is fp32 too"
         if self.kind == "prune":
             yield from self._without_effect_on_pruning(usual)
 
-    def _without_effect_on_pruning(self, usual: Workload) -> Iterator[str]:
+    def _without_effect_on_pruning(self, usual: Mapping[str, Any]) -> Iterator[str]:
         """What a run obeys, while its memory stays the same."""
         if self.method == "magnitude":
             for name in ("nsamples", "seq_len", "dataset"):
-                if getattr(self, name) != getattr(usual, name):
+                if getattr(self, name) != usual[name]:
                     yield f"{self._said(name)} has no effect: pruning by magnitude reads no text"
-        elif self.dataset != usual.dataset:
+        elif self.dataset != usual["dataset"]:
             yield f"{self._said('dataset')} does not change the memory, whatever the text"
-        if self.sparsity not in (usual.sparsity, Sparsity.parse(self.sparsity_type, None).ratio):
+        if self.sparsity not in (usual["sparsity"], Sparsity.parse(self.sparsity_type, None).ratio):
             yield f"{self._said('sparsity')} does not change the memory: zeros take as much"
 
     def without_unused(self, *, but: Collection[str] = ()) -> Workload:
         """The same job, what it does not use as it would be by itself."""
         usual = self._usual()
-        return dataclasses.replace(self, **{n: getattr(usual, n) for n, _ in self.unused() if n not in but})
+        return self.with_found(**{name: usual[name] for name, _ in self.unused() if name not in but})
 
-    def _usual(self) -> Workload:
-        return Workload(kind=self.kind, model=self.model, loop=self.loop)
+    def _usual(self) -> dict[str, Any]:
+        """Every setting as it would be where only the kind, the model and the loop are said."""
+        said = {"kind": self.kind, "model": self.model, "loop": self.loop}
+        pruned = {"sparsity": Sparsity.parse(Workload.sparsity_type, None).ratio} if self.kind == "prune" else {}
+        return {each.name: each.default for each in dataclasses.fields(self)} | self._by_itself() | pruned | said
 
     def _said(self, name: str) -> str:
         """As it would be typed."""

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 DOOR = {
-    "cache": "Key Recipe identity key_of load store",
+    "cache": "Key identity key_of load store",
     "card_here": "NOTICEABLE fit_command unusual_flags with_kernels_of",
     "categories": "TraceRecord Part label recording_traces parts_of",
     "few": "Blocks blocks_of trace_few_blocks",
-    "host_facts": "HOST WORDS",
     "many": "Refusal predict_many read_lines",
-    "on_trace": "prepare_without_memory steps_of trace_job",
+    "on_trace": "steps_of trace_job",
     "own_code": "trace_code trace_own_code",
-    "predict": "Peak Plan context_of peak_of predict",
+    "predict": "HOST_WORDS Peak Plan context_of peak_of predict",
     "profile": "predict_profile",
     "pruning": "traced_with",
-    "traced": "Traced trace_workload",
+    "traced": "HOST Recipe Traced trace_workload",
     "training": "TrainPlan decides plan_training workload_of workload_of_config",
     "whole_model_pruning": "predict_whole_model_pruning",
 }

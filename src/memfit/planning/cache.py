@@ -16,9 +16,7 @@ damaged, too large, someone else's, a link, or about another job is not read. An
 `Trace.load`), is written aside and renamed, so that any number of processes may share the folder, and carries the whole
 of its key. When the folder is full, those that were not used for longest go first.
 
-A model's settings as a folder with config.json, for a shape that no preset has.
-
-A job as it was traced, and how to make the whole of it: what the cache keeps.
+A model of a shape that no preset has is found again as a folder with its config.json, beside the traces.
 """
 
 from __future__ import annotations
@@ -41,12 +39,10 @@ from pathlib import Path
 from shutil import rmtree
 from typing import Any, TypeVar
 
-from memfit.extrapolation.blocks import extend
 from memfit.files import written_whole
 from memfit.jobs.workload import Workload
-from memfit.models.config_check import MAX_FILE_BYTES, MAX_LAYERS
-from memfit.models.registry import resolve
-from memfit.planning.provenance import Provenance
+from memfit.models.config_check import MAX_FILE_BYTES
+from memfit.models.registry import ModelSource
 from memfit.platform import Platform
 from memfit.replay.events import Trace
 from memfit.units import MiB
@@ -90,7 +86,7 @@ def key_of(work: Workload, platform: Platform) -> Key | None:
     """None where nothing is to be kept: the cache is off, or what the trace depends on cannot be told."""
     if folder() is None:
         return None
-    model, own_code = identity(work.model), _own_code()
+    model, own_code = identity(work.source), _own_code()
     if model is None or own_code is None:
         return None
     settings = {name: value for name, value in work.settings().items() if name not in ("model", "gpu", "alloc_conf")}
@@ -101,9 +97,8 @@ def key_of(work: Workload, platform: Platform) -> Key | None:
     return Key(json.dumps(document, sort_keys=True))
 
 
-def identity(model: str) -> dict[str, Any] | None:
+def identity(source: ModelSource) -> dict[str, Any] | None:
     """What a model is, whatever it is called; None if that cannot be told."""
-    source = resolve(model)
     if source.kind == "factory":
         return None
     if source.kind == "preset":
@@ -297,62 +292,3 @@ def _of_this_process() -> Path:
     made = tempfile.mkdtemp(prefix="memfit-")
     atexit.register(rmtree, made, ignore_errors=True)
     return Path(made)
-
-
-ASKED_ANEW = ("model", "alloc_conf")
-"""Settings that are the asker's own: a model has many spellings, and the allocator comes after the trace."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recipe:
-    trace: Trace
-    """Labelled. Of four units of blocks, or of all blocks where `blocks` is None."""
-    blocks: str | None = None
-    """The path of the list of blocks that repeat, with their period and the number of units to make."""
-    period: int = 1
-    units: int = 0
-    parameters: int
-    trainable_parameters: int
-    settings: Mapping[str, Any]
-    """As resolved, but for those that are asked anew."""
-    how: Provenance
-    notes: tuple[str, ...] = ()
-
-    def whole(self) -> Trace:
-        """Raises NotRepeating where the blocks turn out to differ."""
-        if self.blocks is None:
-            return self.trace
-        return extend(self.trace, self.blocks, period=self.period, units=self.units)
-
-    def resolved(self, work: Workload) -> Workload:
-        """The workload with what the tracing found out, such as the names of the linear layers."""
-        names = {field.name for field in dataclasses.fields(Workload)} - set(ASKED_ANEW)
-        known: dict[str, Any] = {name: self.settings[name] for name in names & set(self.settings)}
-        for name in ("target_modules", "offload"):
-            if isinstance(known.get(name), list):
-                known[name] = tuple(known[name])
-        return dataclasses.replace(work, **known)
-
-    def facts(self) -> dict[str, Any]:
-        """All but the trace, as JSON."""
-        named = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "trace"}
-        return named | {"settings": dict(self.settings), "how": self.how.facts(), "notes": list(self.notes)}
-
-    @classmethod
-    def from_facts(cls, trace: Trace, facts: Mapping[str, Any]) -> Recipe:
-        """From a file, so nothing is believed unread: raises ValueError, KeyError or TypeError."""
-        numbers = {name: int(facts[name]) for name in ("period", "units", "parameters", "trainable_parameters")}
-        if min(numbers.values()) < 0 or not 0 < numbers["period"] <= MAX_LAYERS or numbers["units"] > MAX_LAYERS:
-            raise ValueError(f"impossible numbers: {numbers}")
-        return cls(
-            trace=trace,
-            blocks=None if facts["blocks"] is None else str(facts["blocks"]),
-            settings=dict(facts["settings"]),
-            how=Provenance.from_facts(facts["how"]),
-            notes=tuple(str(note) for note in facts["notes"]),
-            **numbers,
-        )
-
-
-def settings_found(work: Workload) -> dict[str, Any]:
-    return {name: value for name, value in work.settings().items() if name not in ASKED_ANEW}

@@ -1,47 +1,30 @@
-"""Which part of a model repeats, and proof that it does.
+"""A job told from as few blocks of its model as tell the rest; from all of them where they are not alike.
 
-The proof is on the model itself, built without memory: every block has the same modules, with the same settings and
-weights, as the block one period before it. A setting that differs and is not the block's own number breaks the
-pattern, whether or not it would change memory.
-
-Trace as few blocks of a model as tell the rest; all of them where they are not alike.
-
-Trace as few new tokens of a generation as tell the rest.
-
-A dozen tokens are traced from the prompt, and as many from a prompt that ends where the generation does: what the first
-ones foretell for the last steps is held against those (`extrapolation/tokens.py`). A cache that stops growing at its
-window shows there, and all tokens are traced.
+Which part of a model repeats is proved on the model itself, built without memory: every block has the same modules,
+with the same settings and weights, as the block one period before it. A setting that differs and is not the block's own
+number breaks the pattern, whether or not it would change memory.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from memfit.errors import InputError, UsageError
 from memfit.extrapolation.blocks import BEFORE, UNITS, NotRepeating
-from memfit.extrapolation.streams import NotSeparable, TracedStream, answered, filled, stream_of
-from memfit.extrapolation.tokens import PAIR, GenerationExtension, traced_tokens
-from memfit.jobs.build import Prepared
 from memfit.jobs.workload import Workload
-from memfit.models.own import block_list
-from memfit.models.registry import ModelSource, build_model, load_config, parameter_count, resolve
-from memfit.planning import categories
-from memfit.planning.cache import Recipe, settings_found
-from memfit.planning.categories import recording_traces
-from memfit.planning.host_facts import scaled
-from memfit.planning.on_trace import prepare_without_memory, trace_job, trace_steps
-from memfit.planning.provenance import Provenance, TracedShare
+from memfit.models.registry import ModelSource, build_model, load_config, parameter_count
+from memfit.planning.traced import Recipe, TracedShare, scaled, settings_found
 from memfit.platform import Platform
 from memfit.replay.events import Trace
-from memfit.tracing.rule_answers import answers_on
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from memfit.jobs.build import Prepared
 
 MAX_PERIOD = 8
 PLAIN = (bool, int, float, str, type(None))
@@ -73,6 +56,8 @@ class Blocks:
 
 def find_blocks(model: nn.Module) -> Blocks | None:
     """The list of blocks, if it has a period."""
+    from memfit.models.own import block_list
+
     found = block_list(model)
     if found is None:
         return None
@@ -96,15 +81,16 @@ def _facts(name: str, module: nn.Module) -> tuple[Any, ...]:
     return name, type(module), settings, weights, buffers
 
 
-def blocks_of(model: str, attention: str) -> tuple[Blocks | None, int]:
-    """The blocks and the number of parameters of a model by name, from its full size built without memory."""
-    source = resolve(model)
+def blocks_of(source: ModelSource, attention: str) -> tuple[Blocks | None, int]:
+    """The blocks and the number of parameters of a model, from its full size built without memory."""
     changed = os.stat(source.target).st_mtime_ns if os.path.exists(source.target) else 0
     return _blocks_of(source, attention, changed)
 
 
 @lru_cache(maxsize=128)
 def _blocks_of(source: ModelSource, attention: Any, changed: int) -> tuple[Blocks | None, int]:
+    import torch
+
     with torch.device("meta"):
         built = build_model(source, dtype=torch.bfloat16, attention=attention)
     if getattr(getattr(built, "config", None), "rescale_every", None):
@@ -112,34 +98,10 @@ def _blocks_of(source: ModelSource, attention: Any, changed: int) -> tuple[Block
     return find_blocks(built), parameter_count(built)
 
 
-def trace_generation(job: Prepared, platform: Platform) -> tuple[Trace, TracedShare | None]:
-    """With the share of the new tokens that was traced."""
-    new = job.workload.new_tokens
-    if new > 3 * PAIR * UNITS:
-        traced = traced_tokens(new)
-        with suppress(NotRepeating, NotSeparable):
-            return _from_few(job, platform, new, traced), TracedShare(traced, new)
-    return trace_job(job, platform), None
-
-
-def _from_few(job: Prepared, platform: Platform, new: int, traced: int) -> Trace:
-    near = _noted(job, platform, traced)
-    later = dataclasses.replace(job.workload, seq_len=job.workload.seq_len + new - traced, new_tokens=traced)
-    far = _noted(dataclasses.replace(job, workload=later), platform, None)
-    ask = answers_on(platform)
-    told = GenerationExtension(near.stream, far.stream, new).apply(near.sized, far.sized, ask)
-    outlines, pool = answered(told, ask)
-    return filled(told.stream, outlines, told.which).trace(pool)
-
-
-def _noted(job: Prepared, platform: Platform, tokens: int | None) -> TracedStream:
-    with recording_traces() as heard:
-        trace_job(job, platform, tokens=tokens)
-    return stream_of(heard[0].trace, heard[0].calls)
-
-
 def trace_few_blocks(work: Workload, platform: Platform) -> tuple[Recipe, Trace]:
-    """What was traced, and the whole of the job made from it."""
+    """What was traced, and the whole of the job made from it. What is wrong with the model's name is told before torch
+    is loaded."""
+    source = work.source
     if work.kind == "prune":
         from memfit.planning.pruning import trace_pruning
 
@@ -147,21 +109,24 @@ def trace_few_blocks(work: Workload, platform: Platform) -> tuple[Recipe, Trace]
     notes: tuple[str, ...] = ()
     if work.is_replicated:
         notes = ("all blocks were traced one by one: DDP's buckets run across them",)
-    elif ":" not in work.model:  # a factory's model is as large as its own code makes it
-        blocks, parameters = blocks_of(work.model, work.attention)
+    elif source.kind != "factory":  # a factory's model is as large as its own code makes it
+        blocks, parameters = blocks_of(source, work.attention)
         if blocks is not None and blocks.worthwhile:
             try:
                 recipe = _of_few(work, platform, blocks, parameters)
                 return recipe, recipe.whole()
             except NotRepeating as why:
                 notes = (f"all {blocks.count} blocks were traced one by one: {why}",)
-        elif blocks is None and getattr(load_config(resolve(work.model)), "num_hidden_layers", 0) > UNITS:
+        elif blocks is None and getattr(load_config(source), "num_hidden_layers", 0) > UNITS:
             notes = ("all blocks were traced one by one: they are not alike",)
     recipe = _of_all(work, platform, notes)
     return recipe, recipe.trace
 
 
 def _of_few(work: Workload, platform: Platform, blocks: Blocks, parameters: int) -> Recipe:
+    from memfit.jobs.build import prepare_without_memory
+    from memfit.planning.few_steps import trace_labelled
+
     try:
         job = prepare_without_memory(work, layers=blocks.traced)
     except (InputError, UsageError) as why:  # if it is not about the number of blocks, all of them will say so too
@@ -169,7 +134,7 @@ def _of_few(work: Workload, platform: Platform, blocks: Blocks, parameters: int)
     if job.parameters + (blocks.units - UNITS) * blocks.unit_parameters != parameters:
         raise NotRepeating("they are not all that grows with the number of layers")
     inside = _inside_wrapper(job, blocks)
-    trace, how = _labelled(job, platform, blocks.traced)
+    trace, how = trace_labelled(job, platform, blocks.traced)
     trainable = _trainable(job, inside) if work.trains else 0
     more, of_all = blocks.count / blocks.traced, trainable / max(1, sum(p.numel() for p in job.trainable))
     trace.facts = scaled(trace.facts, weights=more, activations=more, optimizer=of_all)
@@ -187,8 +152,11 @@ def _of_few(work: Workload, platform: Platform, blocks: Blocks, parameters: int)
 
 
 def _of_all(work: Workload, platform: Platform, notes: tuple[str, ...]) -> Recipe:
+    from memfit.jobs.build import prepare_without_memory
+    from memfit.planning.few_steps import trace_labelled
+
     job = prepare_without_memory(work)
-    trace, how = _labelled(job, platform)
+    trace, how = trace_labelled(job, platform)
     return Recipe(
         trace=trace,
         parameters=job.parameters,
@@ -197,24 +165,6 @@ def _of_all(work: Workload, platform: Platform, notes: tuple[str, ...]) -> Recip
         how=how,
         notes=(*notes, *job.notes),
     )
-
-
-def _labelled(job: Prepared, platform: Platform, layers: int | None = None) -> tuple[Trace, Provenance]:
-    if job.workload.kind == "generate":
-        trace, tokens = trace_generation(job, platform)
-        how = Provenance(tokens=tokens)
-    else:
-        trace, steps = _all_steps(job, platform, layers)
-        how = Provenance(steps=steps)
-    categories.label(trace, categories.loss_modules_of(job.model))
-    return trace, how
-
-
-def _all_steps(job: Prepared, platform: Platform, layers: int | None) -> tuple[Trace, TracedShare | None]:
-    try:
-        return trace_steps(job, platform)
-    except NotRepeating:
-        return trace_job(prepare_without_memory(job.workload, layers=layers), platform), None
 
 
 def _inside_wrapper(job: Prepared, blocks: Blocks) -> Blocks:

@@ -22,17 +22,15 @@ from unittest import mock
 import torch
 from torch import nn
 
-from memfit.extrapolation.steps import last_step
 from memfit.extrapolation.streams import RuleCall
-from memfit.jobs.build import Prepared, prepare
+from memfit.jobs.build import Prepared
 from memfit.jobs.host import HostMemory
 from memfit.jobs.run import run_job
 from memfit.jobs.training.offload.host import host_memory_by
 from memfit.jobs.workload import Workload
 from memfit.planning.categories import record_trace
 from memfit.planning.failures import failures_of_the_job
-from memfit.planning.host_facts import HOST
-from memfit.planning.provenance import TracedShare
+from memfit.planning.traced import HOST
 from memfit.platform import H200, Platform
 from memfit.replay.events import Trace
 from memfit.tracing.answers import Answer, Answers, Site, Value
@@ -261,8 +259,11 @@ class PlannedHost(HostMemory):
 
 
 @contextmanager
-def levers_counted(tracer: Tracer) -> Iterator[None]:
+def _levers_counted(tracer: Tracer, work: Workload) -> Iterator[None]:
     """What the levers of a training take of the host is written down, lever by lever."""
+    if not work.offload:
+        yield
+        return
     hosts: dict[str, PlannedHost] = {}
 
     def make(device: torch.device, lever: str) -> HostMemory:
@@ -285,21 +286,6 @@ def steps_of(loop: str) -> int:
     return STEPS + PROBE_STEPS if loop == "memfit" else STEPS
 
 
-def prepare_without_memory(workload: Workload, *, layers: int | None = None) -> Prepared:
-    with torch.device("meta"):
-        return prepare(workload, layers=layers)
-
-
-def trace_steps(job: Prepared, platform: Platform = H200) -> tuple[Trace, TracedShare | None]:
-    """As `trace_job`, but the last step of a training is told by the one before it; with the share of the steps that
-    was traced. Raises NotRepeating where it is not; the job has then run, and must be prepared anew."""
-    if not job.workload.trains or job.workload.is_replicated:  # DDP makes its buckets anew in the second step
-        return trace_job(job, platform), None
-    traced, steps = trace_job(job, platform, steps=STEPS - 1), steps_of(job.workload.loop)
-    missing = last_step(traced, steps)
-    return (missing.apply(traced), TracedShare(steps - 1, steps)) if missing else (traced, None)
-
-
 def trace_job(
     job: Prepared,
     platform: Platform = H200,
@@ -318,14 +304,14 @@ def trace_job(
         nonlocal ends, here, calls
         here, calls = tracer.trace, tracer.rule_calls.made
         phases = MarkedPhases(tracer, job)
-        with beside(tracer), _in_parallel(tracer, job.workload), levers_counted(tracer):
+        with beside(tracer), _in_parallel(tracer, job.workload), _levers_counted(tracer, job.workload):
             run_job(job, tracer.device, phases, steps=steps)
         ends = phases.ends
 
     work = job.workload
-    table = padding_answers(_is_padded(work)) | rope_answers(job)
+    table = padding_answers(work.is_padded) | rope_answers(job)
     if work.kind == "generate":
-        table |= generate_answers(tokens or work.new_tokens, lambda: done.append(len(here)), padded=_is_padded(work))
+        table |= generate_answers(tokens or work.new_tokens, lambda: done.append(len(here)), padded=work.is_padded)
     around: AbstractContextManager[None] = nullcontext()
     if work.trains and work.loop != "plain":
         table |= TRAINER_ANSWERS
@@ -344,14 +330,6 @@ def _in_parallel(tracer: Tracer, work: Workload) -> AbstractContextManager[None]
     if work.is_sharded:
         return fully_shard_traced(tracer) if work.loop == "plain" else fully_shard_by_accelerate(tracer)
     return ddp_traced(tracer) if work.is_replicated else nullcontext()
-
-
-def _is_padded(work: Workload) -> bool:
-    if not work.trains or work.loop != "memfit":
-        return work.padding
-    from memfit.jobs.training.loops import pads
-
-    return pads(work)
 
 
 def padding_answers(padded: bool) -> dict[Site, Answer]:

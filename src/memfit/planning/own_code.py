@@ -32,7 +32,7 @@ from memfit.gpus import Gpu, find_gpu
 from memfit.planning.failures import failures_of_the_job
 from memfit.planning.on_trace import phases_by_what_runs
 from memfit.planning.predict import NOT_MODELLED, Plan, assess, context_on
-from memfit.planning.provenance import Provenance
+from memfit.planning.traced import Provenance
 from memfit.replay.alloc_config import AllocatorConfig
 from memfit.replay.events import Action
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from memfit.analysis.advice import Advice
 from memfit.analysis.own_lines import lines_alive
@@ -21,21 +21,23 @@ from memfit.files import no_collector
 from memfit.gpus import Context, Gpu, find_gpu
 from memfit.guides.formulas import pruning_formulas
 from memfit.jobs.workload import Workload
-from memfit.planning.provenance import Provenance
+from memfit.planning.traced import HOST, Provenance, Traced, trace_workload
+from memfit.platform import platform_of
 from memfit.render.shown import Renderer, Shown
 from memfit.replay.alloc_config import AllocatorConfig
 from memfit.replay.events import Trace
 from memfit.replay.replay import Replay, Replays
-from memfit.units import gib
+from memfit.units import format_bytes, gib
 from memfit.versions import outside_tested, versions
-
-if TYPE_CHECKING:
-    from memfit.planning.traced import Traced
-
 
 SCHEMA = "memfit.plan/1"
 NOT_MODELLED = "not modelled:"
 """How a note begins that a reader must see beside the verdict."""
+HOST_WORDS = {
+    "weights": "frozen weights",
+    "optimizer": "weights and gradients for the optimizer",
+    "activations": "activations",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,21 +167,17 @@ def predict(
     started = time.perf_counter()
     work = Workload.asked(workload, settings)
     card = None if gpu is None else find_gpu(gpu)
-    config = AllocatorConfig.parse(work.alloc_conf)
-
-    from memfit.planning.traced import trace_workload
-    from memfit.platform import platform_of
-
+    if work.alloc_conf:
+        AllocatorConfig.parse(work.alloc_conf)  # what is wrong with it is told before torch is loaded
     traced = trace_workload(_within(work, card), platform_of(card), cached=trace_cache, stacks=stacks)
     asked, work = work, traced.workload
     if work.max_gpu_memory != asked.max_gpu_memory:
-        work = dataclasses.replace(work, max_gpu_memory=asked.max_gpu_memory)
-    context = context_of(work, card)
+        work = work.with_found(max_gpu_memory=asked.max_gpu_memory)
     return assess(
         traced.trace,
-        config,
+        AllocatorConfig.parse(work.alloc_conf),
         card,
-        context,
+        context_of(work, card),
         workload=work.settings() | {"gpu": gpu if isinstance(gpu, str) else None},
         model=traced.model,
         parameters=traced.parameters,
@@ -193,14 +191,27 @@ def predict(
 
 def _learned(traced: Traced) -> Iterator[str]:
     """What the tracing found out, and beside it what people's formulas would have said."""
-    from memfit.planning.host_facts import host_notes
-
     work, facts = traced.workload, traced.trace.facts
-    yield from host_notes(work, facts)
+    yield from _host_notes(work, facts)
     yield from traced.notes
     if work.kind == "prune":
         for each in pruning_formulas(work.settings(), traced.parameters, facts.get("hidden_size", 0)):
             yield f"the {each['guide']}'s formula says {each['gib']:.2f} GiB: {each['off']}"
+
+
+def _host_notes(work: Workload, facts: Mapping[str, Any]) -> tuple[str, ...]:
+    host: Mapping[str, int] = facts.get(HOST, {}) if work.trains else {}
+    if "activations" in (work.offload or ()) and work.trains and not host.get("activations"):
+        return ("--offload activations moves nothing: none that is kept has 1 MiB or more",)
+    if not host:
+        return ()
+    parts = ", ".join(f"{HOST_WORDS[lever]} {format_bytes(count)}" for lever, count in host.items())
+    notes = [f"host memory: {format_bytes(sum(host.values()))} pinned ({parts})"]
+    if "optimizer" in host:  # two moments, as many bytes as a weight and its gradient
+        notes.append(f"host memory for AdamW's moments: {format_bytes(host['optimizer'])}, not pinned")
+    if "weights" in host:
+        notes.append("of the frozen weights, those of two blocks, the embedding and the head are on the GPU")
+    return tuple(notes)
 
 
 def context_of(work: Workload, card: Gpu | None) -> Context:
@@ -220,7 +231,7 @@ def _within(work: Workload, card: Gpu | None) -> Workload:
     if work.kind != "prune" or card is None or work.max_gpu_memory is not None:
         return work
     context = card.context_after(training=False, flash=work.precision != "fp32")
-    return dataclasses.replace(work, max_gpu_memory=f"{max(card.capacity_bytes - context.high_bytes, 1)}B")
+    return work.with_found(max_gpu_memory=f"{max(card.capacity_bytes - context.high_bytes, 1)}B")
 
 
 def assess(

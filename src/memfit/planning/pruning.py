@@ -9,7 +9,6 @@ same memory again and again. Where the proof fails, all is traced.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -27,12 +26,11 @@ from memfit.jobs.pruning.placement import MicroBatch
 from memfit.jobs.pruning.result import Outcome
 from memfit.jobs.pruning.streaming import Parts
 from memfit.jobs.workload import Workload
-from memfit.models.registry import build_model, load_config, resolve, source_notes
-from memfit.planning.cache import Recipe, settings_found
+from memfit.models.registry import build_model, load_config, source_notes
 from memfit.planning.failures import failures_of_the_job
 from memfit.planning.few import Blocks, blocks_of
 from memfit.planning.on_trace import PlannedHost
-from memfit.planning.provenance import Provenance, TracedShare
+from memfit.planning.traced import Provenance, Recipe, TracedShare, settings_found
 from memfit.platform import Platform
 from memfit.replay.events import Action, Trace
 from memfit.tracing.answers import Answer, Answers, Site
@@ -50,13 +48,13 @@ PASSES = ("embed", "statistics", "propagate", "evaluate", "outliers")
 
 
 def trace_pruning(work: Workload, platform: Platform) -> tuple[Recipe, Trace]:
-    source = resolve(work.model)
+    source = work.source
     if source.kind == "factory":
         raise UsageError(f"{work.model}: a factory's model is not pruned", hint="give a preset, a folder or a hub id")
     if work.autocast:
         raise UsageError(f"--precision {work.precision}: pruning has no autocast", hint="fp32, bf16 or fp16")
     check_decoder(source, load_config(source))
-    blocks, parameters = blocks_of(work.model, work.attention)
+    blocks, parameters = blocks_of(source, work.attention)
     notes: tuple[str, ...] = ()
     share: TracedShare | None = None
     work, shortened = within_positions(work)
@@ -84,11 +82,11 @@ def trace_pruning(work: Workload, platform: Platform) -> tuple[Recipe, Trace]:
 
 def within_positions(work: Workload) -> tuple[Workload, tuple[str, ...]]:
     """As a run does: windows are never longer than what the model can take."""
-    longest = getattr(load_config(resolve(work.model)), "max_position_embeddings", None)
+    longest = getattr(load_config(work.source), "max_position_embeddings", None)
     if not isinstance(longest, int) or work.seq_len <= longest:
         return work, ()
     note = f"--seqlen {work.seq_len} is more than the model's {longest} positions: {longest} is taken"
-    return dataclasses.replace(work, seq_len=longest), (note,)
+    return work.with_found(seq_len=longest), (note,)
 
 
 @dataclass
@@ -172,7 +170,7 @@ def _run(
     """With so many `layers`, the few that tell the rest by default. What `beside` makes is entered around the job."""
     with torch.device("meta"):
         model = build_model(
-            resolve(work.model),
+            work.source,
             dtype=DTYPES[work.precision],
             attention=work.attention,
             layers=layers or (None if blocks is None else blocks.traced),

@@ -1,4 +1,4 @@
-"""A workload as a labelled trace: from the cache, or traced now and kept there.
+"""A workload as a labelled trace, and how that was made: told by others, from the cache, or traced now and kept.
 
 torch and transformers are imported only where there is something to trace, so a job that was traced before is planned
 for another card of its class, or with other settings of the allocator, without them.
@@ -9,14 +9,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from memfit.extrapolation.blocks import extend
 from memfit.jobs.workload import Workload
-from memfit.models.registry import resolve
+from memfit.models.config_check import MAX_LAYERS
 from memfit.planning import cache
-from memfit.planning.cache import Recipe
-from memfit.planning.host_facts import HOST, scaled
-from memfit.planning.provenance import Provenance
 from memfit.platform import Platform
 from memfit.replay.events import Trace
 
@@ -25,6 +23,143 @@ if TYPE_CHECKING:
     from memfit.planning.interpolation.family import Family, Interpolation
 
 UNLIKE = "traced by itself, not told from other batch sizes and lengths"
+
+# -- how it was made ---------------------------------------------------------------------------------------------------
+
+Way = Literal["traced", "extended", "interpolated"]
+"""All of it; a part of its blocks, steps, tokens or micro-batches, which the others repeat; at other batch sizes and
+lengths, between which this one lies."""
+SHARES = {"blocks": "blocks", "steps": "steps", "tokens": "new tokens", "micro_batches": "micro-batches"}
+"""Of what a share is kept, and how it is called."""
+
+
+class TracedShare(NamedTuple):
+    """How many of a job's blocks, steps or others were traced."""
+
+    traced: int
+    all: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Provenance:
+    """What of a job was traced, and from what the rest of it is known. A share is None where all of them were traced,
+    or where the job has none. What was read from the cache was made in one of the first two ways, at another time."""
+
+    blocks: TracedShare | None = None
+    steps: TracedShare | None = None
+    """Of the optimizer, those of the probe included."""
+    tokens: TracedShare | None = None
+    micro_batches: TracedShare | None = None
+    shapes: int | None = None
+    """How many batch sizes and lengths it was interpolated between."""
+    cached: bool = False
+
+    @property
+    def way(self) -> Way:
+        if self.shapes is not None:
+            return "interpolated"
+        return "extended" if self._parts() else "traced"
+
+    def in_words(self) -> str:
+        *first, last = self._parts() or [""]
+        parts = f"{', '.join(first)}{' and ' if first else ''}{last}"
+        if self.shapes is not None:
+            told = f"interpolated between {self.shapes} traced batch sizes and lengths"
+            return f"{told}, each from {parts}" if parts else told
+        told = f"extended from {parts}: the others repeat them" if parts else "traced whole"
+        return f"read from the cache: {told}" if self.cached else told
+
+    def to_json(self) -> dict[str, Any]:
+        shares = {name: share and share._asdict() for name in SHARES for share in (getattr(self, name),)}
+        return {"way": self.way, "cached": self.cached, **shares, "shapes": self.shapes}
+
+    def facts(self) -> dict[str, Any]:
+        """What the cache keeps of it."""
+        return {name: getattr(self, name) for name in SHARES if getattr(self, name) is not None}
+
+    @classmethod
+    def from_facts(cls, facts: Mapping[str, Any]) -> Provenance:
+        """From a file, so nothing is believed unread: raises ValueError or TypeError."""
+        shares = {str(name): TracedShare(*map(int, share)) for name, share in facts.items()}
+        if not set(shares) <= set(SHARES) or any(not 0 < share.traced < share.all for share in shares.values()):
+            raise ValueError(f"impossible shares: {shares}")
+        return cls(**shares, cached=True)  # type: ignore[arg-type]
+
+    def _parts(self) -> list[str]:
+        shares = {word: getattr(self, name) for name, word in SHARES.items()}
+        return [f"{share.traced} of {share.all} {word}" for word, share in shares.items() if share is not None]
+
+
+HOST = "host"
+"""Among the facts of a trace: how much host memory the levers of a training take, lever by lever."""
+
+
+def scaled(facts: Mapping[str, Any], **times: float) -> dict[str, Any]:
+    """The same facts where there is so many times as much of each lever's."""
+    if HOST not in facts:
+        return dict(facts)
+    host = {lever: round(count * times.get(lever, 1)) for lever, count in facts[HOST].items()}
+    return {**facts, HOST: host}
+
+
+ASKED_ANEW = ("model", "alloc_conf")
+"""Settings that are the asker's own: a model has many spellings, and the allocator comes after the trace."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    trace: Trace
+    """Labelled. Of four units of blocks, or of all blocks where `blocks` is None."""
+    blocks: str | None = None
+    """The path of the list of blocks that repeat, with their period and the number of units to make."""
+    period: int = 1
+    units: int = 0
+    parameters: int
+    trainable_parameters: int
+    settings: Mapping[str, Any]
+    """As they turned out, but for those that are asked anew."""
+    how: Provenance
+    notes: tuple[str, ...] = ()
+
+    def whole(self) -> Trace:
+        """Raises NotRepeating where the blocks turn out to differ."""
+        if self.blocks is None:
+            return self.trace
+        return extend(self.trace, self.blocks, period=self.period, units=self.units)
+
+    @property
+    def found(self) -> dict[str, Any]:
+        """Settings of the workload with what the tracing found out, such as the names of the linear layers."""
+        names = {field.name for field in dataclasses.fields(Workload)} - set(ASKED_ANEW)
+        lists = {name: tuple(value) for name, value in self.settings.items() if isinstance(value, list)}
+        return {name: value for name, value in {**self.settings, **lists}.items() if name in names}
+
+    def facts(self) -> dict[str, Any]:
+        """All but the trace, as JSON."""
+        named = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "trace"}
+        return named | {"settings": dict(self.settings), "how": self.how.facts(), "notes": list(self.notes)}
+
+    @classmethod
+    def from_facts(cls, trace: Trace, facts: Mapping[str, Any]) -> Recipe:
+        """From a file, so nothing is believed unread: raises ValueError, KeyError or TypeError."""
+        numbers = {name: int(facts[name]) for name in ("period", "units", "parameters", "trainable_parameters")}
+        if min(numbers.values()) < 0 or not 0 < numbers["period"] <= MAX_LAYERS or numbers["units"] > MAX_LAYERS:
+            raise ValueError(f"impossible numbers: {numbers}")
+        return cls(
+            trace=trace,
+            blocks=None if facts["blocks"] is None else str(facts["blocks"]),
+            settings=dict(facts["settings"]),
+            how=Provenance.from_facts(facts["how"]),
+            notes=tuple(str(note) for note in facts["notes"]),
+            **numbers,
+        )
+
+
+def settings_found(work: Workload) -> dict[str, Any]:
+    return {name: value for name, value in work.settings().items() if name not in ASKED_ANEW}
+
+
+# -- from where --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +256,7 @@ def _told(work: Workload, told: Interpolation) -> Traced:
 
 def _kept(work: Workload, trace: Trace, facts: Mapping[str, Any]) -> Traced:
     recipe = Recipe.from_facts(trace, facts)
+    dataclasses.replace(work, **recipe.found)  # checks every setting that the file has
     return _result(work, recipe, recipe.whole())
 
 
@@ -143,8 +279,8 @@ def _traced_now(work: Workload, platform: Platform, key: cache.Key | None, famil
 def _result(work: Workload, recipe: Recipe, whole: Trace) -> Traced:
     return Traced(
         trace=whole,
-        workload=recipe.resolved(work),
-        model=resolve(work.model).name,
+        workload=work.with_found(**recipe.found),
+        model=work.source.name,
         parameters=recipe.parameters,
         trainable_parameters=recipe.trainable_parameters,
         how=recipe.how,

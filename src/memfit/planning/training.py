@@ -42,8 +42,10 @@ MICRO_STEPS = 3
 
 def workload_of(job: TrainJob) -> Workload:
     """Of the longest rows, at the job's own micro-batch. Raises UsageError for what cannot be planned."""
-    name = job.config.model.name if job.source is None else str(job.source.folder)
-    return workload_of_config(job.config, job.batch, name, int(job.data.lengths.max()), packed=job.data.packed)
+    model = job.config.model
+    name = model.name if job.source is None else str(job.source.folder)
+    made = workload_of_config(job.config, job.batch, name, int(job.data.lengths.max()), packed=job.data.packed)
+    return made.with_found(source=model.source) if made.model == model.name else made
 
 
 def workload_of_config(
@@ -130,8 +132,6 @@ def _why(best: int | None, tried: list[Rung], job: TrainJob, card: Gpu) -> str:
         return f"{said}: all rows of a step at once"
     return f"{said}; the next rung, {last_rows} rows, takes {takes}, more than a margin of {margin:.0%} leaves"
 
-
-__all__ = ["TrainPlan", "decides", "plan_training", "workload_of", "workload_of_config"]
 
 SCHEMA = "memfit.train-plan/1"
 
@@ -271,7 +271,7 @@ def plan_training(job: TrainJob) -> TrainPlan:
         chosen, rungs, said = largest_that_fits(job, card) if memory.auto else (job, (), ())
         work = workload_of(chosen)
         plan = dict(rungs).get(work.batch_size) or predict(work, gpu=card)
-        plain, levers = _without_levers(chosen)
+        plain, levers = _without_levers(chosen, work)
         return TrainPlan(
             job=chosen,
             gpu=card,
@@ -298,10 +298,11 @@ def _named(card: Gpu) -> str:
 # -- the levers of a job -----------------------------------------------------------------------------------------------
 
 
-def _without_levers(job: TrainJob) -> tuple[Workload, tuple[str, ...]]:
+def _without_levers(job: TrainJob, work: Workload) -> tuple[Workload, tuple[str, ...]]:
     """The same job as most people would start it, and what of memfit's it then lacks."""
     gathering = _as_published(job)
-    work = workload_of(gathering or job)
+    if gathering is not None:
+        work = workload_of(gathering)
     on: dict[str, tuple[bool, dict[str, Any]]] = {
         "gradient checkpointing": (work.grad_checkpointing, {"grad_checkpointing": False}),
         "selective checkpointing": (work.selective_checkpointing, {"selective_checkpointing": False}),
@@ -310,7 +311,7 @@ def _without_levers(job: TrainJob) -> tuple[Workload, tuple[str, ...]]:
     }
     names = tuple(name for name, (is_on, _) in on.items() if is_on)
     off = {key: value for is_on, change in on.values() if is_on for key, value in change.items()}
-    plain = dataclasses.replace(work, **off).without_unused()
+    plain = work.with_found(**off).without_unused()
     return plain, names if gathering is None else (*names, "masked attention")
 
 

@@ -22,8 +22,8 @@ from memfit.jobs.workload import Workload
 from memfit.models.registry import build_model, parameter_count, resolve
 from memfit.planning.failures import failures_of_the_job
 from memfit.planning.predict import Plan, assess, context_on
-from memfit.planning.provenance import Provenance, TracedShare
 from memfit.planning.pruning import ANSWERS, PruningPhases, label, within_positions
+from memfit.planning.traced import Provenance, TracedShare
 from memfit.platform import Platform, platform_of
 from memfit.replay.alloc_config import AllocatorConfig
 from memfit.replay.events import Trace

@@ -28,6 +28,7 @@ from memfit.jobs.workload import (
     check_setting,
 )
 from memfit.models.presets import GSA_SETTINGS, is_gsa
+from memfit.models.registry import ModelSource, resolve
 
 Attention = Literal["sdpa", "eager", "flash_attention_2"]
 Method = Literal["full", "lora"]
@@ -65,7 +66,7 @@ class ModelConfig:
         check_yes_or_no("model.from_scratch", self.from_scratch, none=True)
         check_text("model.tokenizer", self.tokenizer, none=True)
         check_text("model.cache_dir", self.cache_dir, none=True)
-        if is_gsa(self.name):
+        if self.settings and is_gsa(self.name):
             for key in self.settings:
                 if key not in GSA_SETTINGS:
                     more = f"settings of {self.name}: {', '.join(GSA_SETTINGS)}"
@@ -78,6 +79,11 @@ class ModelConfig:
                 f"{changed}: the published weights of {self.name} fit its own shape only",
                 hint="from_scratch: true trains the changed shape from random weights",
             )
+
+    @cached_property
+    def source(self) -> ModelSource:
+        """Where its architecture comes from, looked for once. Raises what is wrong with the name."""
+        return resolve(self.name)
 
     @property
     def starts_from_scratch(self) -> bool:

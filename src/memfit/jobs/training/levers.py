@@ -86,7 +86,7 @@ def has_tensorboard() -> bool:
 def _check_model(config: TrainConfig) -> None:
     """What a factory makes only its own code can tell: what it lacks is said when it is called."""
     name = config.model.name
-    if (is_gsa(name) or is_basics(name) or FACTORY.fullmatch(name)) and config.model.attention != "sdpa":
+    if config.model.attention != "sdpa" and (is_gsa(name) or is_basics(name) or FACTORY.fullmatch(name)):
         raise UsageError(f"model.attention {config.model.attention}: the attention of {name} is its own")
     if not is_basics(name):
         return

@@ -6,7 +6,6 @@ exactly the length asked for, no tokenizer, nothing saved. The same code runs on
 
 from __future__ import annotations
 
-import dataclasses
 import tempfile
 import warnings
 from pathlib import Path
@@ -151,7 +150,7 @@ def training_config(work: Workload, *, steps: int) -> TrainConfig:
 def _random_rows(work: Workload, vocab_size: int) -> TrainingData:
     """Every batch has a row of full length. With padding every second row is half as long, so that the mask is there
     for a reason; a single row at a time is never padded."""
-    lengths = [work.seq_len, work.seq_len // 2] if pads(work) else [work.seq_len]
+    lengths = [work.seq_len, work.seq_len // 2] if work.is_padded else [work.seq_len]
     starts = torch.tensor([0, *lengths]).cumsum(0)
     tokens = int(starts[-1])
     summary = DataSummary(
@@ -166,10 +165,6 @@ def _random_rows(work: Workload, vocab_size: int) -> TrainingData:
     ids = torch.randint(0, vocab_size, (tokens,), dtype=torch.int32)
     learned = torch.ones(tokens, dtype=torch.bool)
     return TrainingData(ids, learned, starts, packed=not work.padding, summary=summary)
-
-
-def pads(work: Workload) -> bool:
-    return work.padding and work.batch_size > 1 and work.seq_len > 2
 
 
 def _fail(halved: Halved) -> None:
@@ -223,7 +218,7 @@ def trainer_arguments(job: TrainJob, *, gpu: bool | None = None) -> Any:
     if schedule.min_learning_rate:
         kwargs = {"min_lr": schedule.min_learning_rate}
         scheduler = {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": kwargs}
-    work = dataclasses.replace(config.workload, world_size=job.batch.world_size)
+    work = config.workload.with_found(world_size=job.batch.world_size)
     args = _training_arguments(
         work,
         str(job.output_dir),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,28 +27,26 @@ TRAINER_NAMES = {
 }
 
 
-def make_optimizer(
-    name: str, trained: Sequence[Any], *, on_host: bool = False, rate: float = 1e-4, setting: str = "--optimizer",
-    **of_adam: Any,
-) -> torch.optim.Optimizer:  # fmt: skip
-    """Of weights, or of groups of them. `setting` is how the user said it; `of_adam` are its betas and eps."""
-    kind: Any
-    if name == "sgd":
-        return torch.optim.SGD(trained, lr=rate)
+def choose_optimizer(
+    name: str, *, on_host: bool = False, setting: str = "--optimizer", **of_adam: Any
+) -> Callable[..., torch.optim.Optimizer]:
+    """To be called with weights, or groups of them, and `lr`. `setting` is how the user said it; `of_adam`:
+    betas and eps."""
+    kind: Any = torch.optim.SGD
+    settings: dict[str, Any] = {}
     if name == "adafactor":
         from transformers.optimization import Adafactor as kind
 
-        settings: dict[str, Any] = {"scale_parameter": False, "relative_step": False}
+        settings = {"scale_parameter": False, "relative_step": False}
     elif name in BITSANDBYTES:
         try:
             import bitsandbytes.optim as bnb  # type: ignore[import-not-found,unused-ignore]
         except ImportError as error:
             raise UsageError(f"{setting} {name} needs bitsandbytes", hint="pip install bitsandbytes") from error
         kind, settings = getattr(bnb, BITSANDBYTES[name]), of_adam
-    else:
+    elif name in ADAMW:
         kind, settings = adamw(on_host), of_adam | ADAMW[name]
-    made: torch.optim.Optimizer = kind(trained, lr=rate, **settings)
-    return made
+    return partial(kind, **settings)
 
 
 def adamw(on_host: bool) -> type[torch.optim.Optimizer]:
@@ -65,10 +64,9 @@ def configured_optimizer(config: TrainConfig, model: nn.Module, decayed: set[str
         {"params": [each for name, each in trained if name in decayed], "weight_decay": said.weight_decay},
         {"params": [each for name, each in trained if name not in decayed], "weight_decay": 0.0},
     ]
-    return make_optimizer(
-        said.name, [group for group in groups if group["params"]], rate=config.schedule.learning_rate,
-        betas=(said.beta1, said.beta2), eps=said.eps, on_host="optimizer" in config.memory.offload, setting="optimizer",
-    )  # fmt: skip
+    on_host, betas = "optimizer" in config.memory.offload, (said.beta1, said.beta2)
+    make = choose_optimizer(said.name, on_host=on_host, setting="optimizer", betas=betas, eps=said.eps)
+    return make([group for group in groups if group["params"]], lr=config.schedule.learning_rate)
 
 
 def trainer_name(name: str) -> str:

@@ -64,9 +64,9 @@ def basics_config(model: ModelConfig) -> BasicsConfig:
 
 def transformers_config(model: ModelConfig) -> Any:
     """Of a model that is trained from scratch: its published config with the changes."""
-    from memfit.models.registry import load_config, resolve
+    from memfit.models.registry import load_config
 
-    config: Any = load_config(resolve(model.name))
+    config: Any = load_config(model.source)
     for key, value in model.settings.items():
         if not hasattr(config, key):
             raise UnknownName("setting of the model", f"model.{key}", [f"model.{each}" for each in config.to_dict()])

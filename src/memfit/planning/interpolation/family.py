@@ -23,11 +23,11 @@ from memfit.extrapolation.blocks import NotRepeating
 from memfit.extrapolation.streams import Ask, NotSeparable, RuleAnswer, SizedStream, TracedStream, answered, stream_of
 from memfit.extrapolation.tokens import GenerationExtension
 from memfit.jobs.workload import Workload
-from memfit.models.registry import load_config, resolve
-from memfit.planning.cache import Recipe, identity
-from memfit.planning.host_facts import HOST
+from memfit.models.registry import ModelSource, load_config
+from memfit.planning.cache import identity
 from memfit.planning.interpolation.corners import BATCH, LENGTH, Corners
 from memfit.planning.interpolation.shapes import Piece, Point, TooFewPoints, Unproven, filling
+from memfit.planning.traced import HOST, Recipe
 from memfit.platform import Platform
 from memfit.replay.events import Trace
 
@@ -245,7 +245,7 @@ class Family:
 
     def _config_numbers(self, names: tuple[str, ...] = ("",)) -> list[int]:
         if names not in self._numbers:
-            source = resolve(self.work.model)
+            source = self.work.source
             found = set() if source.kind == "factory" else set(_numbers_in(load_config(source).to_dict(), names))
             if self.work.kind == "generate":
                 found |= {number - self.work.new_tokens for number in found}
@@ -301,7 +301,7 @@ _wholes: OrderedDict[Hashable, Whole] = OrderedDict()
 
 def family_of(work: Workload, platform: Platform) -> Family | None:
     """None where a model's own code could do anything, and for pruning, whose micro-batches follow the length."""
-    model = identity(work.model) or _own_factory(work.model)
+    model = identity(work.source) or _own_factory(work.source)
     if model is None or work.kind == "prune":
         return None
     apart = ("model", "alloc_conf", "batch_size", "seq_len")
@@ -316,9 +316,8 @@ def family_of(work: Workload, platform: Platform) -> Family | None:
     return found
 
 
-def _own_factory(model: str) -> dict[str, str] | None:
+def _own_factory(source: ModelSource) -> dict[str, str] | None:
     """The models that come with memfit as code."""
-    source = resolve(model)
     return {"factory": source.target} if source.kind == "factory" and source.target.startswith("memfit.") else None
 
 

@@ -7,9 +7,9 @@ import dataclasses
 from memfit.extrapolation.blocks import Extension, Ints, extension, with_sizes
 from memfit.extrapolation.steps import last_step
 from memfit.extrapolation.streams import FilledStream
-from memfit.planning.cache import Recipe
 from memfit.planning.categories import label
 from memfit.planning.on_trace import steps_of
+from memfit.planning.traced import Recipe
 from memfit.replay.events import Trace
 
 COLUMNS = ("actions", "subjects", "streams", "addresses", "category_of", "op_of", "module_of")
