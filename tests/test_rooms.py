@@ -15,9 +15,9 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "src" / "memfit"
 
 ORDER = (
-    "errors", "units", "files", "versions", "environment", "gpus", "platform", "replay", "snapshots", "analysis",
-    "extrapolation", "tracing", "models", "recording", "jobs", "render", "guides", "planning", "scripts", "fitting",
-    "explaining", "checking", "running", "cli",
+    "errors", "units", "files", "versions", "environment", "gpus", "platform", "events", "replay", "snapshots",
+    "analysis", "extrapolation", "tracing", "models", "recording", "jobs", "render", "guides", "planning", "scripts",
+    "fitting", "explaining", "checking", "running", "cli",
 )  # fmt: skip
 """From the ground up. A room may use those before it, but for these:"""
 NOT_USED: dict[str, tuple[str, ...]] = {
@@ -34,6 +34,7 @@ LIBRARY = "memfit"
 LATE = {"transformers", "peft", "accelerate"}
 TORCH = {"torch", *LATE}
 THIRD_PARTY: dict[str, set[str]] = {
+    "events": {"numpy"},
     "replay": {"numpy", "mypy_extensions"},  # the latter only for the type checker and mypyc
     "snapshots": {"numpy"},
     "analysis": {"numpy"},

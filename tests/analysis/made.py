@@ -7,10 +7,10 @@ import random
 from pathlib import Path
 from typing import Any
 
+from memfit.events import Action, Trace
 from memfit.replay.alloc_config import AllocatorConfig
 from memfit.replay.allocator import CachingAllocator
 from memfit.replay.driver import Driver
-from memfit.replay.events import Action, Trace
 from memfit.snapshots.read import Snapshot, snapshot_of
 from memfit.snapshots.write import placed_snapshot
 

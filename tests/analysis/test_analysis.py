@@ -13,8 +13,8 @@ from memfit.analysis.page import group_sums, merge_thin, paths, sample, tree
 from memfit.analysis.report import report_run
 from memfit.analysis.run import Run, run_of_trace, runs_of_snapshot
 from memfit.errors import InputError
+from memfit.events import Trace
 from memfit.replay.driver import Ranges
-from memfit.replay.events import Trace
 from memfit.replay.replay import replay
 from memfit.replay.timeline import lifetimes
 from memfit.snapshots.read import snapshot_of

@@ -9,7 +9,7 @@ import pytest
 from made import DATA, MiB, random_trace, save, training
 
 from memfit.cli.main import main
-from memfit.replay.events import Trace
+from memfit.events import Trace
 
 SNAPSHOT = str(DATA / "snap-oom.pickle")
 

@@ -14,7 +14,7 @@ from support.comparison import first_of, format_comparison
 
 from memfit.analysis.align import EditBudget, align
 from memfit.analysis.compare import Counts, Hunk, Lifetime, compare
-from memfit.replay.events import Action, Trace
+from memfit.events import Action, Trace
 from memfit.snapshots.read import read_snapshot
 
 DATA = Path(__file__).parents[1] / "data"

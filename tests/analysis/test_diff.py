@@ -14,9 +14,9 @@ from made import DATA, MiB, as_measured, random_trace, save, training
 from memfit.analysis.diff import REASONS, diff_files, diff_runs
 from memfit.analysis.run import run_of_trace, runs_of_snapshot
 from memfit.errors import InputError, UsageError
+from memfit.events import Trace
 from memfit.render.diff import show_diff
 from memfit.render.plan import as_text
-from memfit.replay.events import Trace
 from memfit.snapshots.read import snapshot_of
 
 

@@ -17,7 +17,7 @@ from memfit.analysis.export import FORMATS, csv_text, find_format, viewer_snapsh
 from memfit.analysis.report import report_run
 from memfit.analysis.run import Run, open_run, run_of_trace, runs_of_snapshot
 from memfit.errors import UnknownName
-from memfit.replay.events import Trace
+from memfit.events import Trace
 from memfit.snapshots.read import read_snapshot, snapshot_of
 
 # what torch/utils/viz/MemoryViz.js knows, up to its version of January 2026

@@ -12,8 +12,8 @@ from memfit.analysis.alive import idle_at
 from memfit.analysis.export import viewer_snapshot
 from memfit.analysis.observed import observe
 from memfit.analysis.run import runs_of_snapshot
+from memfit.events import Trace
 from memfit.replay.alloc_config import AllocatorConfig
-from memfit.replay.events import Trace
 from memfit.replay.replay import replay
 from memfit.replay.timeline import Timeline
 from memfit.snapshots.read import Snapshot, read_snapshot, snapshot_of

@@ -12,8 +12,8 @@ from hostile import MARKUP
 from made import DATA, MiB, frame, save, training
 
 from memfit.analysis.files import report_file
+from memfit.events import Trace
 from memfit.render.html import write_page
-from memfit.replay.events import Trace
 
 pytest.importorskip("playwright", reason="playwright is not installed: no browser to open pages with")
 from playwright.sync_api import Browser, Page, sync_playwright

@@ -7,7 +7,7 @@ import pytest
 from memfit.analysis.alive import idle_at
 from memfit.analysis.labels import any_layer
 from memfit.analysis.summary import LARGEST, LiveGroup, Moment, PhasePeak, Summary, moment, summarise_plan
-from memfit.replay.events import CATEGORIES, Trace
+from memfit.events import CATEGORIES, Trace
 from memfit.replay.replay import replay
 from memfit.units import MiB
 

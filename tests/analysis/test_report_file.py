@@ -15,7 +15,7 @@ from memfit.analysis.export import viewer_snapshot
 from memfit.analysis.files import report_file
 from memfit.analysis.run import run_of_trace, runs_of_snapshot
 from memfit.errors import InputError, UsageError
-from memfit.replay.events import Trace
+from memfit.events import Trace
 
 BASE = 0x7F00_0000_0000
 LOG = "Timestamp,Checkpoint,GPU_Allocated_GB,GPU_Reserved_GB,GPU_Peak_GB,CPU_Used_GB,CPU_Percent\n"

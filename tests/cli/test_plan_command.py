@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from memfit.cli.main import main
+from memfit.events import Trace
 from memfit.jobs.workload import KINDS
-from memfit.replay.events import Trace
 
 Memfit = Callable[..., Any]
 

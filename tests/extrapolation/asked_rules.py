@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from memfit.events import Action, Trace
 from memfit.extrapolation.streams import RuleAnswer, RuleCall
-from memfit.replay.events import Action, Trace
 
 
 def written_call(trace: Trace, form: str, numbers: tuple[int, ...], answer: RuleAnswer) -> RuleCall:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from memfit.events import Action, Trace
 from memfit.extrapolation.streams import (
     CALLER,
     FilledStream,
@@ -15,7 +16,6 @@ from memfit.extrapolation.streams import (
     fingerprint,
     stream_of,
 )
-from memfit.replay.events import Action, Trace
 
 BUFFER = Outline(actions=(Action.ALLOC, Action.FREE), subjects=(0, 0), ops=("buffer",), modules=(CALLER,))
 TWO_BUFFERS = Outline(

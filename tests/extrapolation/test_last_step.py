@@ -6,9 +6,9 @@ import re
 
 import pytest
 
+from memfit.events import Action, Trace
 from memfit.extrapolation.blocks import NotRepeating
 from memfit.extrapolation.steps import last_step
-from memfit.replay.events import Action, Trace
 
 ALLOC = re.compile(r"([a-z]+)(\d+)")
 

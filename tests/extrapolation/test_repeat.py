@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memfit.analysis.compare import compare
+from memfit.events import Action, Trace
 from memfit.extrapolation.blocks import NotRepeating, extend
-from memfit.replay.events import Action, Trace
 from memfit.replay.replay import replay
 
 ALLOC = re.compile(r"(?:(\d+)\.)?([a-z]+)(\d+)")

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from memfit.events import BLOCK_COLUMNS, Action, Trace, between, step_begins
 from memfit.extrapolation.blocks import NotRepeating
 from memfit.extrapolation.steps import with_steps
-from memfit.replay.events import BLOCK_COLUMNS, Action, Trace, between, step_begins
 from memfit.replay.replay import replay
 from memfit.snapshots.read import read_snapshot
 from memfit.snapshots.write import placed_snapshot, save_snapshot

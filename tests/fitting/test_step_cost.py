@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from memfit.events import OpCost
 from memfit.fitting import step_cost as pruning_cost
 from memfit.fitting.step_cost import (
     PHASE,
@@ -25,7 +26,6 @@ from memfit.fitting.step_cost import (
 from memfit.gpus import find_gpu
 from memfit.jobs.workload import Workload
 from memfit.models.registry import load_config, resolve
-from memfit.replay.events import OpCost
 
 MODEL = "smollm2-135m"
 TOKENS = 256

@@ -11,6 +11,7 @@ import pytest
 from support.comparison import format_comparison
 
 from memfit.analysis.compare import compare
+from memfit.events import Action, Trace
 from memfit.jobs.build import Prepared, prepare_without_memory
 from memfit.jobs.workload import Workload
 from memfit.models.presets import presets
@@ -19,7 +20,6 @@ from memfit.planning.few import blocks_of
 from memfit.planning.on_trace import trace_job
 from memfit.planning.traced import Traced, trace_workload
 from memfit.platform import H200
-from memfit.replay.events import Action, Trace
 
 SMALL: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 64, "n_embd": 64, "word_embed_proj_dim": 64, "intermediate_size": 96,

@@ -19,6 +19,7 @@ import pytest
 from plans import LLAMA, document
 
 from memfit.cli.main import main
+from memfit.events import Trace
 from memfit.fitting.step_cost import step_cost
 from memfit.gpus import find_gpu
 from memfit.jobs.workload import Workload
@@ -26,7 +27,6 @@ from memfit.planning import cache
 from memfit.planning import few as few_blocks
 from memfit.planning.predict import Plan, predict
 from memfit.platform import H200, platform_of
-from memfit.replay.events import Trace
 from memfit.units import MiB
 
 KEY = cache.Key('{"job": 1}')
@@ -249,7 +249,8 @@ def own_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
     for room in cache.ROOMS:
         (package / room / "inner").mkdir(parents=True)
     (package / "__init__.py").write_text('__version__ = "1"')
-    (package / "platform.py").write_text("H200 = 1")
+    for name in ("events.py", "platform.py"):
+        (package / name).write_text("H200 = 1")
     (package / "models" / "presets.json").write_text("{}")
     (package / "tracing" / "inner" / "rules.py").write_text("ROUND = 512")
     monkeypatch.setattr(cache, "_package", lambda: package)
@@ -439,7 +440,7 @@ def test_impossible_facts_are_traced_again(
 # -- several processes -------------------------------------------------------------------------------------------------
 
 WRITER = """
-from memfit.replay.events import Trace
+from memfit.events import Trace
 from memfit.planning import cache
 
 cache.LOOK_EVERY_BYTES = 0  # each entry also tidies the folder

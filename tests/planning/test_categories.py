@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from memfit.events import Trace
 from memfit.planning.categories import label, loss_modules_of
-from memfit.replay.events import Trace
 
 
 def outliving(phase: str, module: str = "layers.0", category: str = "", loss: tuple[str, ...] = ()) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from miniatures import shrunk
 
+from memfit.events import Trace
 from memfit.extrapolation.streams import NotSeparable, stream_of
 from memfit.jobs.workload import Workload
 from memfit.planning.interpolation import family as families
@@ -18,7 +19,6 @@ from memfit.planning.interpolation.family import Family, family_of
 from memfit.planning.interpolation.shapes import Fits, Unproven, surrounds
 from memfit.planning.traced import Provenance, Recipe
 from memfit.platform import H200
-from memfit.replay.events import Trace
 
 CORNERS = [(2, 601), (2, 2048), (16, 601), (16, 2048), (5, 700), (3, 1800)]
 """On both sides of the largest number in the config, 1,024 positions; none just there."""

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from miniatures import Miniatures, all_blocks
 
+from memfit.events import Trace
 from memfit.extrapolation.blocks import NotRepeating
 from memfit.jobs.training.offload import activations
 from memfit.jobs.workload import Workload
@@ -16,7 +17,6 @@ from memfit.planning.few import blocks_of
 from memfit.planning.interpolation import family as families
 from memfit.planning.traced import HOST, Provenance, Recipe, trace_workload
 from memfit.platform import H200
-from memfit.replay.events import Trace
 
 JOBS: dict[str, dict[str, Any]] = {
     # The embedding and the head are trained too: the optimizer's share does not grow with the blocks alone.

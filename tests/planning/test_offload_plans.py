@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from miniatures import Miniatures, check_extended
 
+from memfit.events import Action, Trace
 from memfit.jobs.build import prepare_without_memory
 from memfit.jobs.training.offload import activations
 from memfit.jobs.workload import Workload
 from memfit.planning.on_trace import trace_job
 from memfit.planning.predict import Plan, predict
-from memfit.replay.events import Action, Trace
 
 ALL = ("optimizer", "activations", "weights")
 BLOCKS, HIDDEN, TOKENS = 8, 256, 2 * 512

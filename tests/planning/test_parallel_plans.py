@@ -17,12 +17,12 @@ from miniatures import Miniatures, check_extended
 from plans import LLAMA, plan, small_llama
 
 from memfit.errors import UsageError
+from memfit.events import Action, Trace
 from memfit.jobs.build import prepare_without_memory
 from memfit.jobs.training.parallel import one_process_of
 from memfit.jobs.workload import Workload
 from memfit.planning.on_trace import trace_job
 from memfit.planning.predict import Plan, predict
-from memfit.replay.events import Action, Trace
 
 
 @pytest.fixture(scope="module")

@@ -11,11 +11,11 @@ from plans import plan, small_llama, usual_plan
 
 import memfit
 from memfit.errors import MemfitError, TraceError, UnknownName, UsageError
+from memfit.events import CATEGORIES
 from memfit.gpus import Context, Gpu, find_gpu
 from memfit.jobs.workload import Workload
 from memfit.planning.predict import Plan, assess
 from memfit.replay.alloc_config import AllocatorConfig
-from memfit.replay.events import CATEGORIES
 from memfit.replay.replay import replay
 from memfit.units import MiB
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
+from memfit.events import Trace
 from memfit.jobs.workload import Workload
 from memfit.planning.interpolation.family import Family
 from memfit.planning.traced import trace_workload
 from memfit.platform import H200
-from memfit.replay.events import Trace
 
 CORNERS = [(2, 129), (2, 512), (16, 129), (16, 512)]
 INSIDE = [(5, 300)]

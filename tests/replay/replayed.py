@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import random
 
+from memfit.events import Trace
 from memfit.replay import allocator
 from memfit.replay.alloc_config import AllocatorConfig
-from memfit.replay.events import Trace
 from memfit.replay.replay import Replay, Replays
 from memfit.units import MiB
 

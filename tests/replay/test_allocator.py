@@ -9,11 +9,11 @@ import pytest
 from support.addresses import rising_addresses
 from support.verify import InvariantError, check_invariants
 
+from memfit.events import Action
 from memfit.replay.alloc_config import AllocatorConfig
 from memfit.replay.allocator import CachingAllocator, OutOfMemory
 from memfit.replay.blocks import Block, BlockRecord, SegmentRecord
 from memfit.replay.driver import AddressSource, Driver, falling_addresses
-from memfit.replay.events import Action
 from memfit.units import GiB, MiB
 
 KB512 = MiB // 2

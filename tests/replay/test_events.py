@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from memfit.errors import InputError
-from memfit.replay.events import Action, Mark, Trace
+from memfit.events import Action, Mark, Trace
 
 FUZZ = settings(max_examples=150, deadline=5000, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -234,7 +234,7 @@ def test_a_zip_bomb_is_not_inflated(path: Path, monkeypatch: pytest.MonkeyPatch)
     example().save(path)
     with zipfile.ZipFile(path, "a", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("bomb.npy", bytes(8 << 20))
-    monkeypatch.setattr("memfit.replay.events.MAX_INFLATED_BYTES", 4 << 20)
+    monkeypatch.setattr("memfit.events.MAX_INFLATED_BYTES", 4 << 20)
 
     assert "refused to open" in refusal(path)
 

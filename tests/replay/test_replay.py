@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from support.addresses import rising_addresses
 
 from memfit.errors import InputError
+from memfit.events import Action, Trace
 from memfit.replay.alloc_config import AllocatorConfig
 from memfit.replay.blocks import BlockRecord, SegmentRecord
-from memfit.replay.events import Action, Trace
 from memfit.replay.replay import DEFAULTS, Replays, replay
 from memfit.replay.timeline import BEFORE, Ints
 from memfit.units import GiB, MiB

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from test_allocator import allocator, give, log, take
 
+from memfit.events import Action, Trace
 from memfit.replay.alloc_config import AllocatorConfig
 from memfit.replay.blocks import BlockRecord, SegmentRecord
 from memfit.replay.driver import Ranges
-from memfit.replay.events import Action, Trace
 from memfit.replay.replay import Replays, replay
 from memfit.units import MiB
 

@@ -16,11 +16,11 @@ import pytest
 from support.addresses import rising_addresses
 from support.verify import check_invariants, final_layout, rewind, verify
 
+from memfit.events import Action, Trace
 from memfit.replay.alloc_config import AllocatorConfig
 from memfit.replay.allocator import CachingAllocator
 from memfit.replay.blocks import SegmentRecord
 from memfit.replay.driver import AddressSource, falling_addresses
-from memfit.replay.events import Action, Trace
 from memfit.replay.replay import Player, replay
 from memfit.snapshots.read import read_snapshot
 from memfit.units import GiB, MiB

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from memfit.errors import InputError, UsageError
-from memfit.replay.events import Action, Trace
+from memfit.events import Action, Trace
 from memfit.snapshots.read import Block, Segment, Snapshot, read_snapshot
 from memfit.snapshots.write import save_snapshot, snapshot_dict
 

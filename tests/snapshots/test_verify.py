@@ -11,11 +11,11 @@ from support.addresses import rising_addresses
 from support.verify import rewind, verify
 
 from memfit.errors import InputError
+from memfit.events import Action, Trace
 from memfit.replay.alloc_config import AllocatorConfig
 from memfit.replay.allocator import CachingAllocator, OutOfMemory
 from memfit.replay.blocks import Block, BlockRecord, SegmentRecord
 from memfit.replay.driver import Driver
-from memfit.replay.events import Action, Trace
 from memfit.units import GiB, MiB
 
 BASE = 0x1000_0000

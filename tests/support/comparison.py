@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from memfit.analysis.compare import Comparison, Hunk, Item, Lifetime, compare
-from memfit.replay.events import Action, Trace
+from memfit.events import Action, Trace
 from memfit.units import format_bytes
 
 

@@ -35,6 +35,7 @@ from itertools import pairwise
 from support.addresses import rising_addresses
 
 from memfit.errors import InputError
+from memfit.events import Action, Trace
 from memfit.replay.alloc_config import MIN_BLOCK_SIZE, SMALL_SEGMENT_SIZE, SMALL_SIZE, AllocatorConfig
 from memfit.replay.allocator import MAX_ADDRESS, CachingAllocator, OutOfMemory
 from memfit.replay.blocks import (
@@ -51,7 +52,6 @@ from memfit.replay.blocks import (
     Shelf,
 )
 from memfit.replay.driver import Driver
-from memfit.replay.events import Action, Trace
 from memfit.replay.replay import DEFAULTS, Player
 from memfit.snapshots.read import Snapshot
 

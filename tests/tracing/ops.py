@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from memfit.errors import TraceError
-from memfit.replay.events import Action, Trace
+from memfit.events import Action, Trace
 from memfit.tracing.answers import Answers, Site
 from memfit.tracing.tracer import trace
 

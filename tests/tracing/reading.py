@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from memfit.replay.events import Action, Trace
+from memfit.events import Action, Trace
 from memfit.tracing.tracer import Tracer, trace
 
 

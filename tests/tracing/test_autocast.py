@@ -14,8 +14,8 @@ from torch import nn
 from torch.amp import autocast_mode
 from torch.utils.checkpoint import checkpoint
 
+from memfit.events import Action, Trace
 from memfit.platform import Platform
-from memfit.replay.events import Action, Trace
 from memfit.tracing.tracer import Tracer, trace
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

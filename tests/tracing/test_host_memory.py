@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from memfit.replay.events import Action, Trace
+from memfit.events import Action, Trace
 from memfit.tracing.tracer import Tracer, trace
 
 

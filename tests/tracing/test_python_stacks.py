@@ -14,9 +14,9 @@ from torch import nn
 from memfit.analysis.run import open_run, run_of_trace
 from memfit.cli.main import main
 from memfit.errors import InputError
+from memfit.events import Trace
 from memfit.planning.own_code import trace_own_code
 from memfit.planning.predict import predict
-from memfit.replay.events import Trace
 from memfit.snapshots.read import snapshot_of
 from memfit.tracing.python_stacks import keeping_stacks
 from memfit.tracing.tracer import Tracer, trace

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from memfit.replay.events import Action
+from memfit.events import Action
 from memfit.tracing.memo import Gives, Remembered, what_is_given
 from memfit.tracing.tracer import Tracer, trace
 

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from memfit.errors import TraceError
+from memfit.events import Trace
 from memfit.extrapolation.streams import RuleCall, filled, fingerprint, stream_of
 from memfit.platform import H200
-from memfit.replay.events import Trace
 from memfit.tracing.answers import Answers
 from memfit.tracing.rule_answers import RuleAnswers
 from memfit.tracing.tracer import trace

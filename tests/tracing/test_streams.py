@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from memfit.replay.events import Action
+from memfit.events import Action
 from memfit.tracing.tracer import Tracer, trace
 
 

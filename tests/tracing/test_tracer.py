@@ -17,8 +17,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from memfit.errors import TraceError
+from memfit.events import Action, Trace
 from memfit.platform import Platform
-from memfit.replay.events import Action, Trace
 from memfit.tracing.kernels.products import cublas_bytes, cublaslt_bytes
 from memfit.tracing.tracer import Tracer, trace
 from memfit.units import MiB

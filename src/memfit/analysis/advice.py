@@ -21,8 +21,8 @@ import numpy as np
 from memfit.analysis.alive import growth
 from memfit.analysis.labels import Labels
 from memfit.analysis.own_lines import lines_alive
+from memfit.events import FREES, Action, Trace
 from memfit.replay.alloc_config import AllocatorConfig
-from memfit.replay.events import FREES, Action, Trace
 from memfit.replay.replay import replay
 from memfit.replay.timeline import Ints, Timeline
 from memfit.units import format_bytes

@@ -9,7 +9,7 @@ import numpy as np
 
 from memfit.analysis.labels import ALL_CATEGORIES, Labels, Phase, phase_numbers
 from memfit.analysis.summary import groups
-from memfit.replay.events import Action
+from memfit.events import Action
 from memfit.replay.timeline import BEFORE, Ints, Timeline
 
 

@@ -21,7 +21,7 @@ from itertools import pairwise
 import numpy as np
 
 from memfit.analysis.align import EditBudget, Ints, Run, align
-from memfit.replay.events import Action, Mark, Trace
+from memfit.events import Action, Mark, Trace
 from memfit.snapshots.schema import clean
 
 # -- what is found ---------------------------------------------------------------------------------------------

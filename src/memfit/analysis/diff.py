@@ -27,7 +27,7 @@ from memfit.analysis.labels import ALL_CATEGORIES, QUIET_PHASES, UNKNOWN, Labels
 from memfit.analysis.run import Run, is_trace_file, open_run
 from memfit.analysis.summary import PhasePeak
 from memfit.errors import InputError, UsageError
-from memfit.replay.events import Mark, between, kept_blocks
+from memfit.events import Mark, between, kept_blocks
 from memfit.replay.timeline import BEFORE, Ints, Lifetimes, Timeline
 from memfit.snapshots.schema import clean
 

@@ -26,8 +26,8 @@ from memfit.analysis.page import group_sums, paths, sample
 from memfit.analysis.report import spans
 from memfit.analysis.run import Run, stack_lines
 from memfit.errors import UnknownName
+from memfit.events import Action, Trace
 from memfit.files import written_whole
-from memfit.replay.events import Action, Trace
 from memfit.replay.timeline import BEFORE
 from memfit.snapshots.read import Segment, Snapshot
 from memfit.snapshots.write import as_json, placed_snapshot

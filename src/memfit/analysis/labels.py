@@ -14,7 +14,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from memfit.replay.events import CATEGORIES, Action, Trace
+from memfit.events import CATEGORIES, Action, Trace
 from memfit.replay.timeline import Ints, Timeline
 
 UNKNOWN = "unknown"

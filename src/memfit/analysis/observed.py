@@ -17,9 +17,9 @@ from functools import cached_property
 
 import numpy as np
 
+from memfit.events import Action, Trace
 from memfit.replay.alloc_config import MIN_BLOCK_SIZE, SMALL_SIZE, AllocatorConfig
 from memfit.replay.driver import COMES, DRIVER_ACTIONS, DriverCall, Range, Ranges
-from memfit.replay.events import Action, Trace
 from memfit.replay.timeline import BEFORE, Ints, Lifetimes, Timeline, allocated_changes, check_total, lifetimes
 from memfit.snapshots.read import Snapshot
 

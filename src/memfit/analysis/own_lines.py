@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from memfit.analysis.labels import Labels
-from memfit.replay.events import FrameRow
+from memfit.events import FrameRow
 from memfit.replay.timeline import Ints, Timeline
 
 BACKWARD_OF = "backward of "

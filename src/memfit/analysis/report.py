@@ -14,7 +14,7 @@ from memfit.analysis.labels import ALL_CATEGORIES
 from memfit.analysis.run import Run, stack_lines
 from memfit.analysis.stacks import code_line
 from memfit.analysis.summary import breakdown, moment
-from memfit.replay.events import Action
+from memfit.events import Action
 from memfit.replay.timeline import BEFORE, Ints
 from memfit.units import format_bytes
 

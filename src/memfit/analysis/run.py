@@ -21,8 +21,8 @@ from memfit.analysis.observed import observe
 from memfit.analysis.stacks import labels_of_snapshot, line_text
 from memfit.analysis.summary import Summary
 from memfit.errors import InputError, UsageError
+from memfit.events import Trace
 from memfit.replay.alloc_config import AllocatorConfig
-from memfit.replay.events import Trace
 from memfit.replay.replay import replay
 from memfit.replay.timeline import Ints, Timeline, check_total
 from memfit.snapshots.read import Remark, Snapshot, read_snapshot

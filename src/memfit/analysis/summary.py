@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from memfit.analysis.labels import QUIET_PHASES, Labels, labels_of_trace
-from memfit.replay.events import CATEGORIES, Action
+from memfit.events import CATEGORIES, Action
 from memfit.replay.timeline import BEFORE, Ints, Timeline
 
 LARGEST = 12

@@ -18,8 +18,6 @@ from memfit.gpus import is_size
 from memfit.models.checkpoint import WeightStore
 from memfit.models.files import NotHere, cache_folder
 from memfit.planning.card_here import NOTICEABLE
-from memfit.planning.predict import HOST_WORDS
-from memfit.planning.traced import HOST
 from memfit.recording.machine import GpuProcess, GpuState, host_memory
 from memfit.units import GiB, MiB, format_bytes, gib
 
@@ -206,6 +204,9 @@ def _needs(situation: Situation) -> dict[str, int]:
     processes = situation.asked.world_size
     needs = {"weights while they load": loading_bytes(model) * processes}
     if config.memory.offload:
+        from memfit.planning.predict import HOST_WORDS
+        from memfit.planning.traced import HOST
+
         host: dict[str, int] = situation.plans.needed()[0].plan.trace.facts.get(HOST, {})
         needs |= {HOST_WORDS[what]: size * processes for what, size in host.items()}
         if "optimizer" in config.memory.offload:

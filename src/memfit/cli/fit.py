@@ -77,7 +77,7 @@ def _fit(
     typed: Mapping[str, Any], *, gpu: str, keep: list[str] | None, margin: str, emit: str | None, json: bool,
     global_batch: str | None = None, ladder: bool = False, steps: str | None = None, tokens: str | None = None,
 ) -> int:  # fmt: skip
-    workload = read_workload(typed)
+    workload = read_workload(typed, gpu)
     much = how_much(steps, tokens)
     if much and (ladder or emit is not None):
         other = "--ladder" if ladder else "--emit"

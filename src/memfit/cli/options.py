@@ -18,6 +18,7 @@ import typer
 from memfit.cli import output
 from memfit.cli.typed import Command
 from memfit.errors import UsageError
+from memfit.gpus import find_gpu
 from memfit.jobs.spellings import ALIASES, plain_value, setting_types, split_names, without_none
 from memfit.jobs.workload import KINDS, Workload, flag
 
@@ -87,9 +88,13 @@ def _ask(ask: Callable[..., int], kind: str, more: tuple[str, ...], **given: Any
     return ask({"kind": kind, **given}, **asked)
 
 
-def read_workload(typed: Mapping[str, Any]) -> Workload:
-    """The job that was typed."""
-    return Workload.from_mapping(read_settings(typed))
+def read_workload(typed: Mapping[str, Any], gpu: str | None = None) -> Workload:
+    """The job that was typed. A wrong name of a card or a model is told before anything slow is loaded."""
+    made = Workload.from_mapping(read_settings(typed))
+    if gpu is not None:
+        find_gpu(gpu)
+    _ = made.source
+    return made
 
 
 def read_settings(typed: Mapping[str, Any]) -> dict[str, Any]:

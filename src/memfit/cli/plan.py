@@ -67,7 +67,7 @@ def _plan(
     typed: Mapping[str, Any], *, gpu: str | None, json: bool, save_trace: Path | None, force: bool,
     no_trace_cache: bool, steps: str | None = None, tokens: str | None = None,
 ) -> int:  # fmt: skip
-    workload = read_workload(typed)
+    workload = read_workload(typed, gpu)
     asked = how_much(steps, tokens)
     if asked and gpu is None:
         raise UsageError(f"--{next(iter(asked))}: no card is named whose time could be told", hint="--gpu 'RTX 4090'")

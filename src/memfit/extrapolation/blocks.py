@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from memfit.replay.events import Action, Trace
+from memfit.events import Action, Trace
 
 UNITS = 4
 FIRST, BEFORE, AFTER, LAST = range(UNITS)  # the traced units; BEFORE and AFTER are the inner ones

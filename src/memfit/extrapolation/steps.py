@@ -25,8 +25,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from memfit.events import BLOCK_COLUMNS, Action, Mark, Trace, between, step_begins
 from memfit.extrapolation.blocks import Extension, Ints, NotRepeating, sizes_of, with_sizes
-from memfit.replay.events import BLOCK_COLUMNS, Action, Mark, Trace, between, step_begins
 
 
 def in_birth_order(trace: Trace) -> tuple[Trace, Ints]:

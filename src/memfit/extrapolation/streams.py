@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from memfit.events import Action, Mark, Trace
 from memfit.extrapolation.blocks import Ints, with_sizes
-from memfit.replay.events import Action, Mark, Trace
 
 CALLER = -1
 """In place of an argument's number: the module that called the rule."""

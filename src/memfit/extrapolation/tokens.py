@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from memfit.events import Action
 from memfit.extrapolation.blocks import UNITS, Ints, NotRepeating, extension_in_time, with_sizes
 from memfit.extrapolation.steps import in_birth_order
 from memfit.extrapolation.streams import Ask, Outline, RuleAnswer, RuleCall, SizedStream, Stream, filled, stream_of
-from memfit.replay.events import Action
 from memfit.units import MiB
 
 PAIR = 2

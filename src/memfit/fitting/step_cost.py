@@ -31,9 +31,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memfit.errors import MemfitError
+from memfit.events import OpCost, Trace
 from memfit.gpus import Gpu
 from memfit.jobs.workload import Workload
-from memfit.replay.events import OpCost, Trace
 
 if TYPE_CHECKING:
     from memfit.planning.cache import Key

@@ -39,12 +39,12 @@ from pathlib import Path
 from shutil import rmtree
 from typing import Any, TypeVar
 
+from memfit.events import Trace
 from memfit.files import written_whole
 from memfit.jobs.workload import Workload
 from memfit.models.config_check import MAX_FILE_BYTES
 from memfit.models.registry import ModelSource
 from memfit.platform import Platform
-from memfit.replay.events import Trace
 from memfit.units import MiB
 from memfit.versions import versions
 
@@ -60,7 +60,7 @@ LOOK_EVERY_BYTES = MAX_TOTAL_BYTES // 64
 ABANDONED_SECONDS = 3600
 
 ROOMS = ("extrapolation", "jobs", "models", "planning", "replay", "tracing")
-OTHER_FILES = ("__init__.py", "platform.py", "models/presets.json")
+OTHER_FILES = ("__init__.py", "events.py", "platform.py", "models/presets.json")
 """The parts of memfit that have a say in a trace; its version stands in the first of these files."""
 
 ENTRY = re.compile(r"[0-9a-f]{64}\.npz")

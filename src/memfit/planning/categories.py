@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
+from memfit.events import Action, Mark, Trace
 from memfit.extrapolation.streams import RuleCall
-from memfit.replay.events import Action, Mark, Trace
 
 SURVIVORS = {"forward": "activations", "step": "optimizer", "load": "weights", "backward": "gradients"}
 LOSS_PHASES = ("forward", "backward")

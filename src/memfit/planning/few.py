@@ -11,20 +11,21 @@ import dataclasses
 import os
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import nn
 
 from memfit.errors import InputError, UsageError
+from memfit.events import Trace
 from memfit.extrapolation.blocks import BEFORE, UNITS, NotRepeating
+from memfit.jobs.build import Prepared, prepare_without_memory
 from memfit.jobs.workload import Workload
+from memfit.models.own import block_list
 from memfit.models.registry import ModelSource, build_model, load_config, parameter_count
+from memfit.planning.few_steps import trace_labelled
 from memfit.planning.traced import Recipe, TracedShare, scaled, settings_found
 from memfit.platform import Platform
-from memfit.replay.events import Trace
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from memfit.jobs.build import Prepared
 
 MAX_PERIOD = 8
 PLAIN = (bool, int, float, str, type(None))
@@ -56,8 +57,6 @@ class Blocks:
 
 def find_blocks(model: nn.Module) -> Blocks | None:
     """The list of blocks, if it has a period."""
-    from memfit.models.own import block_list
-
     found = block_list(model)
     if found is None:
         return None
@@ -89,8 +88,6 @@ def blocks_of(source: ModelSource, attention: str) -> tuple[Blocks | None, int]:
 
 @lru_cache(maxsize=128)
 def _blocks_of(source: ModelSource, attention: Any, changed: int) -> tuple[Blocks | None, int]:
-    import torch
-
     with torch.device("meta"):
         built = build_model(source, dtype=torch.bfloat16, attention=attention)
     if getattr(getattr(built, "config", None), "rescale_every", None):
@@ -99,8 +96,7 @@ def _blocks_of(source: ModelSource, attention: Any, changed: int) -> tuple[Block
 
 
 def trace_few_blocks(work: Workload, platform: Platform) -> tuple[Recipe, Trace]:
-    """What was traced, and the whole of the job made from it. What is wrong with the model's name is told before torch
-    is loaded."""
+    """What was traced, and the whole of the job made from it."""
     source = work.source
     if work.kind == "prune":
         from memfit.planning.pruning import trace_pruning
@@ -124,9 +120,6 @@ def trace_few_blocks(work: Workload, platform: Platform) -> tuple[Recipe, Trace]
 
 
 def _of_few(work: Workload, platform: Platform, blocks: Blocks, parameters: int) -> Recipe:
-    from memfit.jobs.build import prepare_without_memory
-    from memfit.planning.few_steps import trace_labelled
-
     try:
         job = prepare_without_memory(work, layers=blocks.traced)
     except (InputError, UsageError) as why:  # if it is not about the number of blocks, all of them will say so too
@@ -152,9 +145,6 @@ def _of_few(work: Workload, platform: Platform, blocks: Blocks, parameters: int)
 
 
 def _of_all(work: Workload, platform: Platform, notes: tuple[str, ...]) -> Recipe:
-    from memfit.jobs.build import prepare_without_memory
-    from memfit.planning.few_steps import trace_labelled
-
     job = prepare_without_memory(work)
     trace, how = trace_labelled(job, platform)
     return Recipe(

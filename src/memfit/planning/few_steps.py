@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from contextlib import suppress
 
+from memfit.events import Trace
 from memfit.extrapolation.blocks import UNITS, NotRepeating
 from memfit.extrapolation.steps import last_step
 from memfit.extrapolation.streams import NotSeparable, TracedStream, answered, filled, stream_of
@@ -20,7 +21,6 @@ from memfit.planning import categories
 from memfit.planning.on_trace import STEPS, steps_of, trace_job
 from memfit.planning.traced import Provenance, TracedShare
 from memfit.platform import H200, Platform
-from memfit.replay.events import Trace
 from memfit.tracing.rule_answers import answers_on
 
 

@@ -22,6 +22,7 @@ from unittest import mock
 import torch
 from torch import nn
 
+from memfit.events import Trace
 from memfit.extrapolation.streams import RuleCall
 from memfit.jobs.build import Prepared
 from memfit.jobs.host import HostMemory
@@ -32,7 +33,6 @@ from memfit.planning.categories import record_trace
 from memfit.planning.failures import failures_of_the_job
 from memfit.planning.traced import HOST
 from memfit.platform import H200, Platform
-from memfit.replay.events import Trace
 from memfit.tracing.answers import Answer, Answers, Site, Value
 from memfit.tracing.distributed import ddp_traced, fully_shard_traced
 from memfit.tracing.tracer import Tracer, trace

@@ -28,13 +28,13 @@ from unittest import mock
 from memfit.analysis.advice import advise
 from memfit.analysis.own_lines import is_own
 from memfit.errors import TraceError, UsageError
+from memfit.events import Action
 from memfit.gpus import Gpu, find_gpu
 from memfit.planning.failures import failures_of_the_job
 from memfit.planning.on_trace import phases_by_what_runs
 from memfit.planning.predict import NOT_MODELLED, Plan, assess, context_on
 from memfit.planning.traced import Provenance
 from memfit.replay.alloc_config import AllocatorConfig
-from memfit.replay.events import Action
 
 
 def trace_own_code(

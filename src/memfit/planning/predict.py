@@ -17,6 +17,7 @@ from memfit.analysis.advice import Advice
 from memfit.analysis.own_lines import lines_alive
 from memfit.analysis.summary import Summary, summarise_plan
 from memfit.analysis.verdict import Fit, Verdict, fit_card, limit_note, smallest_card
+from memfit.events import Trace
 from memfit.files import no_collector
 from memfit.gpus import Context, Gpu, find_gpu
 from memfit.guides.formulas import pruning_formulas
@@ -25,7 +26,6 @@ from memfit.planning.traced import HOST, Provenance, Traced, trace_workload
 from memfit.platform import platform_of
 from memfit.render.shown import Renderer, Shown
 from memfit.replay.alloc_config import AllocatorConfig
-from memfit.replay.events import Trace
 from memfit.replay.replay import Replay, Replays
 from memfit.units import format_bytes, gib
 from memfit.versions import outside_tested, versions

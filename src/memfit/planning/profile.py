@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from memfit.analysis.summary import summarise_plan
 from memfit.errors import InputError
+from memfit.events import step_begins
 from memfit.extrapolation.blocks import NotRepeating
 from memfit.extrapolation.steps import with_steps
 from memfit.gpus import Gpu, find_gpu
@@ -12,7 +13,6 @@ from memfit.planning.predict import assess, context_of
 from memfit.planning.traced import Traced, trace_workload
 from memfit.platform import platform_of
 from memfit.replay.alloc_config import AllocatorConfig
-from memfit.replay.events import step_begins
 from memfit.replay.replay import replay
 from memfit.snapshots.write import placed_snapshot
 

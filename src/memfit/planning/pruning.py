@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from memfit.errors import UsageError
+from memfit.events import Action, Trace
 from memfit.extrapolation.blocks import AFTER, BEFORE, LAST, NotRepeating
 from memfit.jobs.build import DTYPES
 from memfit.jobs.host import HostMemory
@@ -32,7 +33,6 @@ from memfit.planning.few import Blocks, blocks_of
 from memfit.planning.on_trace import PlannedHost
 from memfit.planning.traced import Provenance, Recipe, TracedShare, settings_found
 from memfit.platform import Platform
-from memfit.replay.events import Action, Trace
 from memfit.tracing.answers import Answer, Answers, Site
 from memfit.tracing.tracer import Tracer, trace
 from memfit.units import format_bytes

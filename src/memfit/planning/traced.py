@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from memfit.events import Trace
 from memfit.extrapolation.blocks import extend
 from memfit.jobs.workload import Workload
 from memfit.models.config_check import MAX_LAYERS
 from memfit.planning import cache
 from memfit.platform import Platform
-from memfit.replay.events import Trace
 
 if TYPE_CHECKING:
     from memfit.planning.categories import TraceRecord

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from memfit.events import Trace
 from memfit.gpus import Gpu
 from memfit.jobs.build import DTYPES
 from memfit.jobs.pruning.decoder import Call, Decoder
@@ -26,7 +27,6 @@ from memfit.planning.pruning import ANSWERS, PruningPhases, label, within_positi
 from memfit.planning.traced import Provenance, TracedShare
 from memfit.platform import Platform, platform_of
 from memfit.replay.alloc_config import AllocatorConfig
-from memfit.replay.events import Trace
 from memfit.tracing.answers import Answers
 from memfit.tracing.tracer import Tracer, trace
 

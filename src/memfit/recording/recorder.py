@@ -31,8 +31,8 @@ from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
 from memfit.errors import MemfitError
+from memfit.events import Trace
 from memfit.files import check_free, written_whole
-from memfit.replay.events import Trace
 
 MAX_ENTRIES = 1_000_000
 P = ParamSpec("P")

@@ -1,4 +1,4 @@
-"""Events of memory, and the model of torch's allocator in which they are replayed. No torch here.
+"""The model of torch's allocator, in which events of memory are replayed. No torch here.
 
 The modules named in COMPILED may be there twice: as Python, and in the folder `_compiled` as machine code that mypyc
 has made of that same Python at installation (`hatch_build.py`). It replays some twelve times as fast. A digest beside
@@ -15,7 +15,6 @@ from importlib.machinery import EXTENSION_SUFFIXES
 DOOR = {
     "alloc_config": "AllocatorConfig MIN_BLOCK_SIZE SMALL_SIZE",
     "driver": "COMES DRIVER_ACTIONS DriverCall Range Ranges",
-    "events": "Action BLOCK_COLUMNS CATEGORIES FREES FrameRow Mark OpCost Trace between kept_blocks step_begins",
     "replay": "DEFAULTS Replay Replays replay",
     "timeline": "BEFORE Ints Lifetimes Timeline allocated_changes check_total lifetimes",
 }

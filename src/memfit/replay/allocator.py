@@ -26,6 +26,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from memfit.errors import InputError
+from memfit.events import Action
 from memfit.replay.alloc_config import MAX_REQUEST, MIN_BLOCK_SIZE, SMALL_SIZE, AllocatorConfig
 from memfit.replay.blocks import (
     ALLOCATED,
@@ -41,7 +42,6 @@ from memfit.replay.blocks import (
     records,
 )
 from memfit.replay.driver import AddressSource, Driver
-from memfit.replay.events import Action
 from memfit.replay.expandable import ExpandableMemory, reach
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from bisect import bisect_right, insort
 from collections.abc import Callable, Iterable, Iterator
 
+from memfit.events import Action
 from memfit.replay.blocks import AllocatorStats
-from memfit.replay.events import Action
 from memfit.units import MiB
 
 AddressSource = Callable[[int, bool], int]

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from memfit.events import Action
 from memfit.replay.alloc_config import SMALL_SEGMENT_SIZE
 from memfit.replay.blocks import FREE, UNMAPPED, Block, Segment, Shelf
 from memfit.replay.driver import Driver
-from memfit.replay.events import Action
 
 if TYPE_CHECKING:
     from mypy_extensions import i64

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from memfit.events import Action
 from memfit.replay.allocator import CachingAllocator
 from memfit.replay.blocks import Block
-from memfit.replay.events import Action
 
 if TYPE_CHECKING:
     from mypy_extensions import i64

@@ -22,11 +22,11 @@ from functools import cached_property
 import numpy as np
 
 from memfit.errors import InputError
+from memfit.events import Action, Trace
 from memfit.replay.alloc_config import ROUND_LARGE, AllocatorConfig
 from memfit.replay.allocator import CachingAllocator, OutOfMemory
 from memfit.replay.blocks import ALLOCATED, PENDING, AllocatorStats, Block, SegmentRecord
 from memfit.replay.driver import AddressSource, Driver, NotingDriver, Ranges
-from memfit.replay.events import Action, Trace
 from memfit.replay.playing import Calls, Progress, play
 from memfit.replay.timeline import BEFORE, Ints, Timeline, allocated_changes
 from memfit.units import MiB

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from memfit.errors import InputError
+from memfit.events import Action, Trace
 from memfit.replay.driver import DriverCall, Range, Ranges
-from memfit.replay.events import Action, Trace
 
 BEFORE = -1
 """In place of an event: what was there before the first one."""

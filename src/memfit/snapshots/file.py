@@ -33,8 +33,8 @@ import numpy as np
 import numpy.typing as npt
 
 from memfit.errors import InputError
+from memfit.events import Action
 from memfit.files import no_collector
-from memfit.replay.events import Action
 from memfit.units import format_bytes
 
 MAX_BYTES = 512 << 20  # of the file, and of what it inflates to; PyTorch's own viewer gives up near there

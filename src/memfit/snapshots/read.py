@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from memfit.errors import InputError
+from memfit.events import Trace
 from memfit.files import no_collector
-from memfit.replay.events import Trace
 from memfit.snapshots.file import MAX_BYTES, load_plain
 from memfit.snapshots.schema import (
     MAX_DEVICES,

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from memfit.replay.events import Action, Trace
+from memfit.events import Action, Trace
 from memfit.snapshots.file import ALLOC, COMPLETED, REQUESTED, Ints, pair_events
 
 MAX_DEVICES = 256

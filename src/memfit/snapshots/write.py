@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from memfit.errors import InputError, UsageError
+from memfit.events import Action, Trace, between, kept_blocks
 from memfit.files import written_whole
 from memfit.replay.alloc_config import AllocatorConfig
 from memfit.replay.driver import DriverCall
-from memfit.replay.events import Action, Trace, between, kept_blocks
 from memfit.replay.replay import DEFAULTS, replay
 from memfit.snapshots.read import FORMAT, Segment
 from memfit.units import format_bytes

@@ -18,7 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from memfit.replay.events import OpCost
+from memfit.events import OpCost
 from memfit.tracing.tracer import Tracer
 
 aten = torch.ops.aten

@@ -18,7 +18,7 @@ from unittest import mock
 
 import torch
 
-from memfit.replay.events import Action, Trace
+from memfit.events import Action, Trace
 from memfit.tracing.python_stacks import OURS
 
 HELD, ZEROED = "held", "zeroed"

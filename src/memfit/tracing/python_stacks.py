@@ -19,7 +19,7 @@ from types import CodeType
 
 import torch
 
-from memfit.replay.events import FrameRow, Trace
+from memfit.events import FrameRow, Trace
 
 _wanted: ContextVar[bool] = ContextVar("wanted", default=False)
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from memfit.events import Trace
 from memfit.extrapolation.streams import CALLER, Ask, Outline, RuleAnswer
 from memfit.platform import Platform
-from memfit.replay.events import Trace
 from memfit.tracing.answers import Answers
 from memfit.tracing.kernels.products import Workspaces
 from memfit.tracing.kernels.rules import HIDDEN

@@ -26,8 +26,8 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves
 
 from memfit.errors import TraceError
+from memfit.events import Trace
 from memfit.platform import H200, Platform
-from memfit.replay.events import Trace
 from memfit.tracing import distributed
 from memfit.tracing.answers import Answers
 from memfit.tracing.cuda_names import Streams

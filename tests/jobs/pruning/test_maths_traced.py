@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from memfit.events import Action, Trace
 from memfit.jobs.pruning.methods import outlier_percentage
 from memfit.jobs.pruning.selection import (
     Magnitude,
@@ -21,7 +22,6 @@ from memfit.jobs.pruning.selection import (
 )
 from memfit.jobs.pruning.sparsegpt import Sweeps, prune_with_updates_
 from memfit.jobs.pruning.statistics import ColumnNorms, Gram, Tuning, check_finite, reconstruct_
-from memfit.replay.events import Action, Trace
 from memfit.tracing.answers import Answers, Site
 from memfit.tracing.tracer import trace
 from memfit.units import MiB

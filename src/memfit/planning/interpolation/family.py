@@ -19,6 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from memfit.events import Trace
 from memfit.extrapolation.blocks import NotRepeating
 from memfit.extrapolation.streams import Ask, NotSeparable, RuleAnswer, SizedStream, TracedStream, answered, stream_of
 from memfit.extrapolation.tokens import GenerationExtension
@@ -29,7 +30,6 @@ from memfit.planning.interpolation.corners import BATCH, LENGTH, Corners
 from memfit.planning.interpolation.shapes import Piece, Point, TooFewPoints, Unproven, filling
 from memfit.planning.traced import HOST, Recipe
 from memfit.platform import Platform
-from memfit.replay.events import Trace
 
 if TYPE_CHECKING:
     from memfit.planning.categories import Part, TraceRecord

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
+from memfit.events import Trace
 from memfit.extrapolation.blocks import Extension, Ints, extension, with_sizes
 from memfit.extrapolation.steps import last_step
 from memfit.extrapolation.streams import FilledStream
 from memfit.planning.categories import label
 from memfit.planning.on_trace import steps_of
 from memfit.planning.traced import Recipe
-from memfit.replay.events import Trace
 
 COLUMNS = ("actions", "subjects", "streams", "addresses", "category_of", "op_of", "module_of")
 
