@@ -174,3 +174,14 @@ def test_the_command_prints_the_plan_and_the_script_speaks_on_stderr(write, capf
     assert document["workload"]["kind"] == "script" and document["verdict"] == "safe" and "loss ?" in err
     assert main(["plan", "script", "--steps", "0", "--", "train.py"]) == 2
     assert main(["plan", "script", "--answer", "train.py:3", "--", "train.py"]) == 2
+
+
+def test_a_number_is_a_gpu_and_data_parallel_with_one_card_copies_on_a_stream_of_its_own(write) -> None:  # type: ignore[no-untyped-def]
+    """What comes from the host lies in that stream's segment, as on a GPU: the same job without it reserves less."""
+    body = (
+        "wide = {}(nn.Linear(256, 256)).to(0)\nfor _ in range(3):\n    wide(torch.ones(8192, 256{})).sum().backward()\n"
+    )
+    parallel = memfit.trace_script(write(body.format("nn.DataParallel", "")))
+    plain = memfit.trace_script(write(body.format("", ", device=0")))
+    assert len(set(parallel.trace.streams)) == 2 and set(plain.trace.streams) == {0}
+    assert peak(parallel) == peak(plain)

@@ -291,7 +291,7 @@ class OwnCodeNames(CudaNames):
         ):
             return said
         if func is torch._C._nn._parse_to:  # it only reads what `Module.to` was given
-            return func(*args, **kwargs)
+            return func(*map(_numbered, args), **{name: _numbered(value) for name, value in kwargs.items()})
         if func in self._constructors and kwargs.get("device") is None and default_device.CURRENT_DEVICE is not None:
             kwargs = {**kwargs, "device": default_device.CURRENT_DEVICE}
         if func is Tensor.to and len(args) > 1 and isinstance(args[1], Tensor):
@@ -390,6 +390,11 @@ class OwnCodeNames(CudaNames):
         elif type(value) is torch.device:
             _check_number(value)
         return super()._device(value)
+
+
+def _numbered(value: Any) -> Any:
+    """`model.to(0)`: a number is a GPU's."""
+    return torch.device("cuda", value) if type(value) is int else value
 
 
 def _as_lists(shape: torch.Size, make: Callable[[], Any]) -> Any:

@@ -12,8 +12,9 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 from unittest import mock
 
@@ -227,6 +228,7 @@ def _of_cuda(card: Card) -> dict[str, Any]:
 def _of_accelerator(card: Card) -> dict[str, Any]:
     return {
         "is_available": lambda: True, "device_count": _device_count, "current_accelerator": lambda *_, **__: CUDA,
+        "device_index": lambda *_: nullcontext(),
         "current_device_index": lambda: 0, "current_device_idx": lambda: 0, "synchronize": lambda *_: None,
         "set_device_index": _check_index, "set_device_idx": _check_index,
         "memory_allocated": card.allocated, "memory_reserved": card.reserved, "memory_stats": card.stats,
@@ -261,6 +263,14 @@ def _snapshots_left_out(tracer: OwnCodeTracer) -> Callable[..., None]:
     return left_out
 
 
+def _scatter_to_one(
+    tensor: torch.Tensor, devices: Any, chunk_sizes: Any = None, dim: int = 0, streams: Any = None, **_: Any
+) -> tuple[torch.Tensor]:
+    """What DataParallel does with one card: what is on the host is copied on a stream of its own."""
+    with torch.cuda.stream(streams[0]) if streams and streams[0] is not None else nullcontext():
+        return (tensor.to("cuda", non_blocking=True),)
+
+
 @contextmanager
 def card_pretended(names: OwnCodeNames, gpu: Gpu, config: AllocatorConfig) -> Iterator[None]:
     tracer = names.tracer
@@ -277,6 +287,8 @@ def card_pretended(names: OwnCodeNames, gpu: Gpu, config: AllocatorConfig) -> It
         (torch.backends.cudnn, {"is_acceptable": lambda *_: False}),  # asked for recurrent layers, which are refused
         (torch, {"Generator": CardGenerator, "compile": _compiled(tracer)}),
         (torch.UntypedStorage, {"data_ptr": lambda storage: storage._cdata}),
+        (torch.nn.parallel.comm, {"scatter": _scatter_to_one}),
+        (torch.nn.parallel._functions, {"_get_stream": cache(lambda _: torch.cuda.Stream())}),
     ]  # fmt: skip
     with ExitStack() as stack:
         for owner, names_of in replaced:
