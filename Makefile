@@ -42,10 +42,11 @@ demo: setup  ## predict real jobs on real cards and prune a real model, without 
 test: setup $(BROWSER)  ## run the test suite
 	$(BIN)/python -m pytest -q -n auto --maxprocesses $(WORKERS) --dist loadfile
 
-# What is newest changes from day to day, so pip is asked every time.
-test-all: setup $(BROWSER)  ## the test suite, with what predicts every measured run
+test-all: setup $(BROWSER)  ## the test suite, with what predicts every measured run and the examples of other packages
+	$(BIN)/python -m pip install -qq --disable-pip-version-check -e '.[dev,examples]' -c constraints.txt
 	$(BIN)/python -m pytest -q -n auto --maxprocesses $(WORKERS) --dist loadfile -m ''
 
+# What is newest changes from day to day, so pip is asked every time.
 test-newest:  ## the test suite with the newest versions on the index, in .venv-newest
 	$(call tested_with,.venv-newest,--upgrade --upgrade-strategy eager)
 

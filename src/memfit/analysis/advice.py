@@ -186,7 +186,7 @@ def _in_fp32(look: _Look) -> Iterator[Advice]:
         lines = lines_alive(timeline, look.labels, np.array([copy]))
         yield Advice(
             f"a 16-bit tensor of {format_bytes(int(requested[copy]) // 2)} is copied to fp32, and so is what follows",
-            "keep it in 16 bits (the saving told here), or compute the loss in pieces, which saves more",
+            "keep it in 16 bits, which saves this; of logits, a loss that is computed in pieces saves more",
             _at(lines[0].file, lines[0].line) if lines else "", allocated, reserved,
         )  # fmt: skip
 
