@@ -28,7 +28,7 @@ from torch.nn.functional import linear
 from benchmarks.aligned import aligned
 from benchmarks.device import reset, synchronize
 from memfit.jobs.build import prepare
-from memfit.jobs.run import loss_of, token_ids
+from memfit.jobs.run import outputs_and_loss, token_ids, wanted
 from memfit.jobs.training.chunked_loss import chunked_cross_entropy
 from memfit.jobs.training.optimizers import choose_optimizer
 from memfit.jobs.workload import Workload
@@ -211,7 +211,8 @@ def _job(case: Step, loss: str, device: torch.device) -> Callable[[], None]:
 
     def run() -> None:
         for _ in range(job.workload.grad_accum):
-            loss_of(job, token_ids(job, device)).backward()  # type: ignore[no-untyped-call,unused-ignore]
+            ids = token_ids(job, device)
+            outputs_and_loss(job, ids, wanted(job, ids))[1].backward()  # type: ignore[no-untyped-call,unused-ignore]
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 

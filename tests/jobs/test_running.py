@@ -13,7 +13,7 @@ import torch
 from small_models import model_folder
 
 from memfit.jobs.build import Prepared, prepare
-from memfit.jobs.run import loss_of, run_job, token_ids, wanted
+from memfit.jobs.run import outputs_and_loss, run_job, token_ids, wanted
 from memfit.jobs.workload import Workload
 
 
@@ -49,7 +49,7 @@ def on_the_cpu(model: str, kind: str, **settings: Any) -> Prepared:
 
 
 def loss(job: Prepared) -> float:
-    return float(loss_of(job, ids := token_ids(job, "cpu"), wanted(job, ids)).detach())
+    return float(outputs_and_loss(job, ids := token_ids(job, "cpu"), wanted(job, ids))[1].detach())
 
 
 def trained(job: Prepared, steps: int = 2) -> list[tuple[str, int]]:

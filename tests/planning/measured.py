@@ -72,6 +72,7 @@ class Run:
             else:
                 settings["optimizer"] = spec.get("optim", "adamw").replace("_", "-")
                 settings["clip_grad"] = bool(spec.get("clip"))
+                settings["outputs"] = "dropped"
         if spec["kind"] == "lora":
             settings |= {"rank": spec["rank"], "target_modules": tuple(spec.get("targets", TARGETS))}
         return Workload(**settings)

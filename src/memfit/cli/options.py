@@ -32,6 +32,7 @@ HELP = {
     "loop": "A bare PyTorch loop, the Hugging Face Trainer, or `memfit train`.",
     "loss": "How logits become a loss; chunked is the same loss, some tokens at a time.",
     "loss_chunk": "Tokens at a time, for --loss chunked.",
+    "outputs": "Whether the loop's variable keeps the model's outputs through backward. Default: a plain loop does.",
     "optimizer": "adamw is torch's foreach. Default: what the loop takes by itself.",
     "grad_checkpointing": "Recompute a block's activations in the backward pass.",
     "selective_checkpointing": "Recompute only what is cheap: matrix products and attention are kept.",

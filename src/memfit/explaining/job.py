@@ -28,8 +28,8 @@ _ROWS = ("batch_size", "seq_len")
 NEEDED = {"train": _ROWS, "lora": (*_ROWS, "rank"), "forward": _ROWS, "generate": _ROWS, "prune": ()}
 """Settings that decide the size of each kind of job."""
 ASSUMED = (
-    "precision", "attention", "loop", "optimizer", "grad_checkpointing", "grad_accum", "world_size", "target_modules",
-    "new_tokens", "decoding", "method", "sparsity", "nsamples",
+    "precision", "attention", "loop", "outputs", "optimizer", "grad_checkpointing", "grad_accum", "world_size",
+    "target_modules", "new_tokens", "decoding", "method", "sparsity", "nsamples",
 )  # fmt: skip
 
 

@@ -336,6 +336,8 @@ def _left_to_the_script(work: Workload) -> Iterator[str]:
         return
     model = f"dtype {work.weight_precision}, attn_implementation {work.attention}, rows of {work.seq_len} tokens"
     targets = ",".join(work.target_modules) if work.target_modules else "all-linear"
+    if work.outputs == "kept" and work.loop == "plain":
+        yield "predicted for a loop that keeps the model's outputs (--outputs kept): the Trainer drops them"
     if work.loss == "chunked":
         yield "use_liger_kernel needs the package liger-kernel; its chunks of the loss are its own, not those predicted"
     if work.world_size > 1 and work.parallel == "ddp" and work.gradient_as_bucket_view:

@@ -68,6 +68,7 @@ def catalogue(work: Workload) -> Iterator[Lever]:
 
 
 def _training(work: Workload) -> Iterator[Lever]:
+    yield from _dropped_outputs(work)
     yield from _attention(work)
     yield from _masked_path(work)
     yield from _fused_optimizer(work)
@@ -107,6 +108,17 @@ def _pruning(work: Workload) -> Iterator[Lever]:
 
 
 # -- free --------------------------------------------------------------------------------------------------------------
+
+
+def _dropped_outputs(work: Workload) -> Iterator[Lever]:
+    if work.loop == "plain" and work.outputs == "kept":
+        way = "loss = outputs.loss; del outputs"
+        yield Lever(
+            name="outputs dropped", cost="free", group="outputs", settings={"outputs": "dropped"},
+            says="`del outputs` after the loss: logits do not stay through backward and into the next forward pass",
+            price="none", risk="same results", lowers=("loss", "kv_cache", "activations", CACHED),
+            how={"memfit": "--outputs dropped (memfit train drops them)", "trainer": "it drops them", "accelerate": way},
+        )  # fmt: skip
 
 
 def _attention(work: Workload) -> Iterator[Lever]:

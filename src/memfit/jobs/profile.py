@@ -63,7 +63,7 @@ class ProfileSettings:
             kind="train" if self.profile_type == "training" else "forward", model=model_of(self.model),
             batch_size=self.batch_size, seq_len=self.context_length, attention=self.attention,
             precision=f"amp-{self.dtype}" if self.dtype else self.precision,  # type: ignore[arg-type]
-            alloc_conf=self.alloc_conf,
+            alloc_conf=self.alloc_conf, outputs="dropped",
         )  # fmt: skip
 
     @property

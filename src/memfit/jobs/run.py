@@ -2,7 +2,8 @@
 
     forward     passes without gradients, the output object kept until the next begins
     generate    prefill, then one token after the other with a KV cache
-    train       the loop that everybody writes: forward, backward, maybe clip, step, zero; others: `training/loops`
+    train       the loop that everybody writes: forward, backward, maybe clip, step, zero, its variables kept until they
+                are bound anew, or dropped; others: `training/loops`
 
 A job says where it is, `with phases("forward", step=2):`; a trace marks it, a GPU run measures it.
 """
@@ -144,10 +145,11 @@ def run_training(
                 targets = wanted(job, ids)
             with without_reduction(called, work, last=micro_step == work.grad_accum):
                 with phases("forward", step):
-                    loss = loss_of(job, ids, targets, called)
+                    outputs, loss = outputs_and_loss(job, ids, targets, called)
                 with phases("backward", step):
                     scaler.scale(loss).backward()
-            del loss, targets
+            if outputs is None:
+                del loss, targets
         if work.clip_grad:
             with phases("clip", step):
                 scaler.unscale_(optimizer)
@@ -159,14 +161,18 @@ def run_training(
             optimizer.zero_grad(set_to_none=True)
 
 
-def loss_of(
+def outputs_and_loss(
     job: Prepared, ids: torch.Tensor, targets: dict[str, torch.Tensor], called: nn.Module | None = None
-) -> torch.Tensor:
-    """`called` is the model, or what holds it."""
+) -> tuple[Any, torch.Tensor]:
+    """`called` is the model, or what holds it. Outputs that are dropped go as soon as there is a loss."""
     model: Any = called or job.model
     with autocast(job, ids.device):
         if job.head is not None or takes_labels(job.model):
-            loss: torch.Tensor = model(**model_inputs(job, ids), **targets).loss
-            return loss
-        logits = model(ids)
-        return cross_entropy(logits.flatten(0, 1).float(), ids.flatten())
+            outputs = model(**model_inputs(job, ids), **targets)
+            loss: torch.Tensor = outputs.loss
+        else:
+            outputs = model(ids)
+            loss = cross_entropy(outputs.flatten(0, 1).float(), ids.flatten())
+        if job.workload.outputs == "dropped":
+            outputs = None
+    return outputs, loss

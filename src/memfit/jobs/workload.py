@@ -26,6 +26,7 @@ Optimizer = Literal["adamw", "adamw-fused", "adamw-single", "sgd", "adafactor", 
 Loop = Literal["plain", "trainer", "memfit"]
 """A bare loop, the Hugging Face Trainer, or `memfit train`."""
 Loss = Literal["full", "chunked"]
+Outputs = Literal["kept", "dropped"]
 Checkpointing = Literal["none", "full", "selective"]
 Offload = Literal["optimizer", "activations", "weights"]
 Parallel = Literal["ddp", "fsdp2"]
@@ -55,6 +56,9 @@ class Workload:
     """chunked: the same loss and gradients, the logits never whole."""
     loss_chunk: int = 256
     """Tokens at a time."""
+    outputs: Outputs | None = None
+    """kept: the loop's variable holds what the model gave, logits too, until the next forward pass has ended. None is
+    what the loop does by itself: a plain one keeps them, as everybody writes it, the others drop them."""
     optimizer: Optimizer | None = None
     """None is what the loop takes by itself: torch's foreach AdamW, or the Trainer's fused one."""
     grad_checkpointing: bool = False
@@ -121,6 +125,7 @@ class Workload:
             "optimizer": "adamw-fused" if by_trainer else "adamw",
             "clip_grad": by_trainer,
             "gradient_as_bucket_view": self.loop == "memfit",
+            "outputs": "dropped" if by_trainer else "kept",
             "offload": (),
         }
 
@@ -235,6 +240,8 @@ class Workload:
             yield "num_beams", f"{self.decoding} decoding has no beams, --decoding beam has"
         if self.trains and self.loss != "chunked":
             yield "loss_chunk", f"a {self.loss} loss has no chunks, --loss chunked has"
+        if self.trains and self.loop != "plain" and self.outputs == "kept":
+            yield "outputs", f"{'the Trainer' if self.loop == 'trainer' else 'memfit train'} drops them before backward"
         if self.trains and self.world_size == 1:
             yield "parallel", "there is a single process"
         if self.trains and (self.world_size == 1 or self.parallel != "ddp"):
@@ -299,7 +306,7 @@ class Workload:
 
 _CHOICES: dict[str, Any] = {
     "kind": Kind, "precision": Precision, "attention": Attention, "optimizer": Optimizer, "parallel": Parallel,
-    "adapter_dtype": AdapterDtype, "loop": Loop, "loss": Loss, "cache": Cache, "decoding": Decoding, "method": Method,
+    "adapter_dtype": AdapterDtype, "loop": Loop, "loss": Loss, "outputs": Outputs, "cache": Cache, "decoding": Decoding, "method": Method,
 }  # fmt: skip
 _MOST = {
     "batch_size": MAX_BATCH, "seq_len": MAX_SEQ_LEN, "grad_accum": MAX_ACCUM, "loss_chunk": MAX_SEQ_LEN,
@@ -308,7 +315,7 @@ _MOST = {
 _YES_OR_NO = ("grad_checkpointing", "selective_checkpointing", "clip_grad", "padding", "gradient_as_bucket_view")
 _OF_TRAINING = (
     "optimizer", "grad_checkpointing", "selective_checkpointing", "offload", "grad_accum", "clip_grad", "loop", "loss",
-    "loss_chunk", "world_size", "parallel", "gradient_as_bucket_view",
+    "loss_chunk", "outputs", "world_size", "parallel", "gradient_as_bucket_view",
 )  # fmt: skip
 _READ_BY: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(_OF_TRAINING, ("train", "lora")),

@@ -31,6 +31,10 @@ from memfit.units import format_bytes, gib
 from memfit.versions import outside_tested, versions
 
 SCHEMA = "memfit.plan/1"
+OUTPUTS = {
+    "kept": "the loop's variable keeps the model's outputs, logits too, until the next forward pass has ended",
+    "dropped": "the model's outputs are dropped once there is a loss",
+}
 NOT_MODELLED = "not modelled:"
 """How a note begins that a reader must see beside the verdict."""
 HOST_WORDS = {
@@ -311,6 +315,8 @@ def _assumptions(work: Workload, gpu: Gpu | None, how: Provenance) -> tuple[str,
         rows = "rows of unequal length" if work.padding else "no padding"
         probe = "the probe and " if work.loop == "memfit" else ""
         notes.append(f"{probe}three optimizer steps of full batches, {rows}; data loading and checkpoints are left out")
+        if work.loop == "plain":
+            notes.append(OUTPUTS[str(work.outputs)])
         notes.extend(_of_processes(work))
     if work.kind == "lora":
         notes.append("adapters as peft makes them; the base model is frozen")
