@@ -35,6 +35,7 @@ HELP = {
     "outputs": "Whether the loop's variable keeps the model's outputs through backward. Default: a plain loop does.",
     "optimizer": "adamw is torch's foreach. Default: what the loop takes by itself.",
     "grad_checkpointing": "Recompute a block's activations in the backward pass.",
+    "use_cache": "Leave config.use_cache on: the forward pass also keeps keys and values, as for generation.",
     "selective_checkpointing": "Recompute only what is cheap: matrix products and attention are kept.",
     "offload": "What lies in host memory: optimizer, activations, weights (frozen ones).",
     "world_size": "GPUs that train together; the plan is of one of them.",
@@ -42,7 +43,9 @@ HELP = {
     "gradient_as_bucket_view": "Gradients lie in DDP's buckets. Default: what the loop does by itself.",
     "grad_accum": "Forward and backward passes before one optimizer step.",
     "clip_grad": "Clip the norm of the gradients. Default: what the loop does by itself.",
-    "rank": "Rank of the LoRA adapters.",
+    "adapter": "Which adapter of peft: lora, dora, ia3, loha, lokr, vera, adalora, oft, boft, prefix, prompt, ...",
+    "adapter_config": "What else its config says: KEY=VALUE,... or a JSON or YAML file.",
+    "rank": "Rank of the adapters. Default: 16 of LoRA, else what peft has.",
     "target_modules": "Modules with adapters: a,b or the flag repeated. Default: all linear layers of a block.",
     "lora_dropout": "Dropout in front of the adapters.",
     "adapter_dtype": "Type of the adapters' weights; fp32 is what peft makes.",
@@ -59,6 +62,7 @@ HELP = {
     "alloc_conf": "What PYTORCH_CUDA_ALLOC_CONF would hold, such as expandable_segments:True.",
 }
 METAVARS = {int: "N", float: "X", str: "TEXT"}
+MOST_CHOICES = 12
 NUMBERS = {int: "a whole number", float: "a number"}
 
 
@@ -149,7 +153,8 @@ def _option(name: str) -> tuple[Any, Any]:
     names = [flag(each) for each in (name, *ALIASES.get(name, ()))]
     if kind is bool and default is not False:  # off has to be sayable too
         names = [f"{each}/--no-{each.removeprefix('--')}" for each in names]
-    metavar = "|".join(get_args(kind)) if get_origin(kind) is Literal else METAVARS.get(kind, "NAMES")
+    choices = get_args(kind) if get_origin(kind) is Literal else ()
+    metavar = "NAME" if len(choices) > MOST_CHOICES else "|".join(choices) or METAVARS.get(kind, "NAMES")
     show = isinstance(default, (int, float, str)) and default is not False and default != ""
     info = typer.Option(*names, help=HELP.get(name), metavar=None if kind is bool else metavar, show_default=show)
     given: Any = bool if kind is bool else list[str] if get_origin(kind) is tuple else str

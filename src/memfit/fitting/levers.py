@@ -398,7 +398,7 @@ def _shorter(work: Workload) -> Iterator[Lever]:
 
 
 def _lower_rank(work: Workload) -> Iterator[Lever]:
-    rank = work.rank // 2
+    rank = (work.rank or 0) // 2
     while work.kind == "lora" and rank >= LOWEST_RANK:
         way = f"LoraConfig(r={rank})"
         yield Lever(

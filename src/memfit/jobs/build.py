@@ -7,18 +7,17 @@ tell the difference until it moves the model to its device.
 from __future__ import annotations
 
 import inspect
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from memfit.errors import InputError, UsageError
+from memfit.jobs.adapters import DTYPES, FLAGS, KEYS, SettingNames, add_adapters, generates
 from memfit.jobs.training.config import FACTORY, ModelConfig
 from memfit.jobs.training.foreign_weights import load_weights
 from memfit.jobs.training.job import TrainJob
@@ -35,117 +34,6 @@ from memfit.models.registry import (
     parameter_count,
     source_notes,
 )
-
-NOT_TRUE = ("fan_in_fan_out", "The following rank_pattern keys", "The following alpha_pattern keys")
-"""peft sets the first right for GPT-2's Conv1D itself; patterns do match experts, which it looks for among modules."""
-
-
-class Refused(ValueError):
-    """peft cannot adapt these layers. `of_experts` are those that it takes for experts'; `meant` asks about a name that
-    the model does not have."""
-
-    def __init__(self, why: str, *, of_experts: Sequence[str] = (), meant: str = "") -> None:
-        super().__init__(why.splitlines()[0])
-        self.of_experts, self.meant = of_experts, meant
-
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-class SettingNames(NamedTuple):
-    """What settings are called in errors about them."""
-
-    targets: str
-    dropout: str
-    full: str
-    selective: str
-
-
-FLAGS = SettingNames("--target-modules", "--lora-dropout", "--grad-checkpointing", "--selective-checkpointing")
-KEYS = SettingNames("method.target_modules", "method.dropout", *["memory.gradient_checkpointing"] * 2)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Adapters:
-    """LoRA's, by peft."""
-
-    rank: int
-    alpha: float | None = None
-    """None is twice the rank."""
-    dropout: float
-    targets: Sequence[str]
-    dtype: torch.dtype | None
-    """None is fp32, as peft makes them whatever the base model has."""
-    task: str | None = None
-    """Of a model that is no language model: its head is then trained too."""
-
-    def on(self, model: nn.Module) -> tuple[nn.Module, list[str]]:
-        """The model with them, and what is to be known of it. Raises Refused."""
-        from peft import LoraConfig, get_peft_model
-
-        names = [name for name, _ in model.named_modules()]
-        alpha = 2 * self.rank if self.alpha is None else self.alpha
-        config = LoraConfig(
-            r=self.rank, target_modules=list(self.targets), lora_dropout=self.dropout,
-            lora_alpha=int(alpha) if float(alpha).is_integer() else alpha,  # type: ignore[arg-type,unused-ignore]
-            task_type=self.task or ("CAUSAL_LM" if _generates(model) else None),
-        )  # fmt: skip
-        try:
-            with warnings.catch_warnings(record=True) as said:
-                warnings.simplefilter("always")
-                adapted: nn.Module = get_peft_model(model, config, autocast_adapter_dtype=self.dtype is None)  # type: ignore[arg-type,unused-ignore]
-        except ValueError as error:
-            self._refuse_unknown(names, config)
-            raise Refused(str(error), of_experts=_of_experts(config, self.targets)) from error
-        self._refuse_unknown(names, config)
-        if self.dtype is not None:
-            for parameter in adapted.parameters():  # peft does this itself, but not for a model on meta
-                if parameter.requires_grad:
-                    parameter.data = parameter.data.to(self.dtype)
-        notes = [f"peft: {text}" for w in said if not (text := str(w.message).splitlines()[0]).startswith(NOT_TRUE)]
-        if of_experts := _of_experts(config, self.targets):
-            notes.append(f"peft adapts every expert by {', '.join(of_experts)}, and no other layer of these names")
-        return adapted, notes
-
-    def _refuse_unknown(self, names: Sequence[str], config: object) -> None:
-        """peft adapts what it finds and says nothing about the rest."""
-        experts = _of_experts(config, self.targets)
-        for target in self.targets:
-            if target not in experts and not any(f".{name}".endswith(f".{target}") for name in names):
-                near = get_close_matches(target, sorted({name.rpartition(".")[2] for name in names}), n=1)
-                raise Refused(f"no module is called {target!r}", meant=f"did you mean {near[0]!r}? " if near else "")
-
-
-def _of_experts(config: object, targets: Sequence[str]) -> list[str]:
-    """peft replaces names that older versions of transformers had for experts by those of their 3-D parameters."""
-    kept = getattr(config, "target_modules", None) or ()
-    return [name for name in targets if name not in kept] if getattr(config, "target_parameters", None) else []
-
-
-def add_adapters(
-    model: nn.Module, work: Workload, named: SettingNames, *, alpha: float | None = None, task: str | None = None
-) -> tuple[nn.Module, tuple[str, ...], list[str]]:
-    """The model with them, which layers they adapt, and what is to be known of it."""
-    names = linear_layers_of_blocks(model)
-    targets = work.target_modules or tuple(names)
-    if not targets:
-        raise UsageError(f"{work.model} has no linear layer that peft could adapt")
-    dtype = DTYPES[work.weight_precision] if work.adapter_dtype == "same" else None
-    dropout = work.lora_dropout
-    adapters = Adapters(rank=work.rank, alpha=alpha, dropout=dropout, targets=targets, dtype=dtype, task=task)
-    try:
-        adapted, notes = adapters.on(model)
-    except Refused as error:
-        if error.of_experts and dropout:
-            others = ",".join(name for name in names if name not in error.of_experts)
-            theirs = f"{', '.join(error.of_experts)} are theirs in {work.model}"
-            raise UsageError(
-                f"{named.dropout} {dropout}: peft has no dropout for experts, and {theirs}",
-                hint=f"{named.dropout} 0, or adapt other layers: {named.targets} {others}",
-            ) from error
-        hint = f"{error.meant}linear layers of a block: {', '.join(names)}"
-        raise UsageError(f"{named.targets}: {error}", hint=hint) from error
-    return adapted, targets, notes
 
 
 def switch_levers_on(model: Any, work: Workload, named: SettingNames) -> None:
@@ -215,23 +103,24 @@ def _prepared(workload: Workload, layers: int | None) -> Prepared:
         dtype=DTYPES[workload.weight_precision],
         attention=workload.attention,
         layers=layers,
-        use_cache=workload.kind == "generate",
+        use_cache=workload.kind == "generate" or workload.use_cache,
     )
     model.to(torch.get_default_device())  # `torch.normal`, for one, does not ask which that is
     _check_positions(model, workload)
     head = head_named(source)
     _check_head(head, model, workload)
-    if workload.kind == "generate" and not _generates(model):
+    if workload.kind == "generate" and not generates(model):
         raise UsageError(f"{workload.model} does not generate text", hint="memfit plan forward fits an encoder")
     parameters = parameter_count(model)
     notes = source_notes(source)
     if source.kind != "factory" and workload.attention == "sdpa" and _is_eager(model):
         workload = workload.with_found(attention="eager")
         notes = (f"transformers has no fused attention for {source.name}: eager, as it takes by itself", *notes)
+    notes = (*notes, *_of_cache(model, workload))
     if workload.kind == "lora":
         task = None if head is None else head.task
-        model, targets, more = add_adapters(model, workload, FLAGS, task=task)
-        workload, notes = workload.with_found(target_modules=targets), (*notes, *more)
+        model, found, more = add_adapters(model, workload, FLAGS, task=task)
+        workload, notes = workload.with_found(**found), (*notes, *more)
     if workload.trains:
         _check_loop(model, workload, head)
         notes = (*notes, *_keep_all_blocks(model))
@@ -242,6 +131,16 @@ def _prepared(workload: Workload, layers: int | None) -> Prepared:
         workload=workload, model=model, name=source.name, vocab_size=_vocab_size(model), parameters=parameters,
         notes=notes, head=head, loop=choose_loop(workload)
     )  # fmt: skip
+
+
+def _of_cache(model: nn.Module, workload: Workload) -> Iterator[str]:
+    """transformers builds one in every forward pass, in training too, unless it is told not to."""
+    if workload.use_cache and not generates(model):
+        yield "--use-cache has no effect: this model has no key-value cache"
+    if workload.use_cache or not generates(model) or workload.kind in ("generate", "prune"):
+        return
+    if not workload.trains or (workload.loop == "plain" and workload.checkpointing == "none"):
+        yield "no key-value cache is built: config.use_cache = False, which --use-cache leaves on"
 
 
 def _check_head(head: Head | None, model: nn.Module, workload: Workload) -> None:
@@ -282,25 +181,6 @@ def _keep_all_blocks(model: nn.Module) -> Iterator[str]:
 
 def _is_eager(model: nn.Module) -> bool:
     return getattr(getattr(model, "config", None), "_attn_implementation", None) == "eager"
-
-
-def _generates(model: nn.Module) -> bool:
-    return bool(getattr(model, "can_generate", lambda: False)())
-
-
-def linear_layers_of_blocks(model: nn.Module) -> list[str]:
-    """The last part of the names of all linear layers but those of the head."""
-    from transformers.pytorch_utils import Conv1D
-
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    prefix = getattr(model, "base_model_prefix", "")
-    within = "" if head is not None or not hasattr(model, prefix) else f"{prefix}."
-    names = {
-        name.rpartition(".")[2]: None
-        for name, module in model.named_modules()
-        if isinstance(module, (nn.Linear, Conv1D)) and module is not head and name.startswith(within)
-    }
-    return list(names)
 
 
 def _vocab_size(model: nn.Module) -> int:

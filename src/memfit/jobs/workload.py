@@ -7,12 +7,22 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, get_args
 
 from memfit.errors import UnknownName, UsageError
+from memfit.jobs.adapter_names import (
+    LORAS,
+    NO_RANK,
+    NO_TARGETS,
+    PROMPTS,
+    USUAL_RANK,
+    Adapter,
+    adapter_config_of,
+)
 from memfit.jobs.checks import check_names, check_one_of, check_whole, check_yes_or_no
 from memfit.jobs.pruning.settings import Method, PruneSettings, Sparsity
 from memfit.models.registry import ModelSource, resolve
@@ -62,6 +72,8 @@ class Workload:
     optimizer: Optimizer | None = None
     """None is what the loop takes by itself: torch's foreach AdamW, or the Trainer's fused one."""
     grad_checkpointing: bool = False
+    use_cache: bool = False
+    """Whether config.use_cache is left on: a forward pass then keeps its keys and values beside the logits."""
     selective_checkpointing: bool = False
     """Of a block, keep what is dear to compute (matrix products, attention) and compute the rest again."""
     offload: tuple[Offload, ...] | None = None
@@ -74,7 +86,12 @@ class Workload:
     parallel: Parallel = "ddp"
     gradient_as_bucket_view: bool | None = None
     """Of DDP: gradients lie in its buckets. None is what the loop does by itself: only `memfit train` does it."""
-    rank: int = 16
+    adapter: Adapter = "lora"
+    """Of peft."""
+    adapter_config: str | None = None
+    """What else its config says, as JSON; given as an object, as KEY=VALUE,... or as a file."""
+    rank: int | None = None
+    """None is 16 of LoRA, and of the others what peft has for them."""
     target_modules: tuple[str, ...] | None = None
     """None means all linear layers of a block."""
     lora_dropout: float = 0.0
@@ -114,6 +131,8 @@ class Workload:
             raise UsageError(f"{flag('alloc_conf')} must be text, not {self.alloc_conf!r}")
 
     def _resolve(self) -> None:
+        if self.kind == "lora":
+            self._resolve_adapter()
         for name, value in self._by_itself().items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
@@ -127,7 +146,26 @@ class Workload:
             "gradient_as_bucket_view": self.loop == "memfit",
             "outputs": "dropped" if by_trainer else "kept",
             "offload": (),
+            "rank": USUAL_RANK if self.adapter in LORAS else None,
         }
+
+    def _resolve_adapter(self) -> None:
+        """What has a flag of its own is said once: there, or in the config."""
+        check_one_of(flag("adapter"), self.adapter, Adapter)
+        config = {} if self.adapter_config is None else adapter_config_of(self.adapter_config, self.adapter)
+        if self.loop == "memfit" and (self.adapter != "lora" or config):
+            what = f"--adapter {self.adapter}" if self.adapter != "lora" else "--adapter-config"
+            raise UsageError(f"{what}: `memfit train` has plain LoRA only", hint="--loop plain or --loop trainer")
+        usual = {"rank": None, "target_modules": None, "lora_dropout": 0.0}
+        for name, key in (("rank", "r"), ("target_modules", "target_modules"), ("lora_dropout", "lora_dropout")):
+            if key not in config or (name == "target_modules" and isinstance(config[key], str)):
+                continue
+            value, own = config.pop(key), getattr(self, name)
+            value = tuple(value) if isinstance(value, list) else value
+            if own != usual[name] and own != value:
+                raise UsageError(f"{self._said(name)} and {key}={value} of --adapter-config both say it")
+            object.__setattr__(self, name, value)
+        object.__setattr__(self, "adapter_config", json.dumps(config, sort_keys=True) if config else None)
 
     def _check_offload(self) -> None:
         if not isinstance(self.offload, tuple):
@@ -236,17 +274,31 @@ class Workload:
         for name, kinds in _READ_BY.items():
             if self.kind not in kinds:
                 yield name, f"it is a setting of {' and '.join(kinds)}, not of {self.kind}"
+        if self.kind == "lora":
+            yield from self._unused_by_adapter()
         if self.kind == "generate" and self.decoding != "beam":
             yield "num_beams", f"{self.decoding} decoding has no beams, --decoding beam has"
         if self.trains and self.loss != "chunked":
             yield "loss_chunk", f"a {self.loss} loss has no chunks, --loss chunked has"
         if self.trains and self.loop != "plain" and self.outputs == "kept":
             yield "outputs", f"{'the Trainer' if self.loop == 'trainer' else 'memfit train'} drops them before backward"
+        if self.trains and self.use_cache and (self.loop != "plain" or self.checkpointing != "none"):
+            yield "use_cache", f"{'the Trainer' if self.loop != 'plain' else 'checkpointing'} switches it off"
         if self.trains and self.world_size == 1:
             yield "parallel", "there is a single process"
         if self.trains and (self.world_size == 1 or self.parallel != "ddp"):
             alone = self.world_size == 1
             yield "gradient_as_bucket_view", "there is a single process" if alone else f"{self.parallel} has no buckets"
+
+    def _unused_by_adapter(self) -> Iterator[tuple[str, str]]:
+        if self.adapter in NO_RANK:
+            yield "rank", f"--adapter {self.adapter} has no rank"
+        if self.adapter in NO_TARGETS:
+            yield "target_modules", f"--adapter {self.adapter} is put into no layers of one's choice"
+        if self.adapter in PROMPTS:
+            yield "adapter_dtype", f"the tokens of --adapter {self.adapter} have the type that peft gives them"
+        if self.adapter not in (*LORAS, "adalora"):
+            yield "lora_dropout", f"--adapter {self.adapter} is no LoRA: its own is a key of --adapter-config"
 
     def _refuse_unused(self, given: Collection[str]) -> None:
         """How processes work together is no mistake where there is one: a plan notes it."""
@@ -301,26 +353,33 @@ class Workload:
         for name in ("target_modules", "offload"):
             if isinstance(made.get(name), tuple):
                 made[name] = list(made[name])
+        if made.get("adapter_config") is not None:
+            made["adapter_config"] = json.loads(made["adapter_config"])
         return made
 
 
 _CHOICES: dict[str, Any] = {
     "kind": Kind, "precision": Precision, "attention": Attention, "optimizer": Optimizer, "parallel": Parallel,
-    "adapter_dtype": AdapterDtype, "loop": Loop, "loss": Loss, "outputs": Outputs, "cache": Cache, "decoding": Decoding, "method": Method,
+    "adapter_dtype": AdapterDtype, "loop": Loop, "loss": Loss, "outputs": Outputs, "adapter": Adapter, "cache": Cache, "decoding": Decoding, "method": Method,
 }  # fmt: skip
 _MOST = {
     "batch_size": MAX_BATCH, "seq_len": MAX_SEQ_LEN, "grad_accum": MAX_ACCUM, "loss_chunk": MAX_SEQ_LEN,
     "world_size": MAX_WORLD, "rank": MAX_RANK, "new_tokens": MAX_SEQ_LEN, "num_beams": 1 << 10,
 }  # fmt: skip
-_YES_OR_NO = ("grad_checkpointing", "selective_checkpointing", "clip_grad", "padding", "gradient_as_bucket_view")
+_YES_OR_NO = (
+    "grad_checkpointing", "selective_checkpointing", "clip_grad", "padding", "gradient_as_bucket_view", "use_cache",
+)  # fmt: skip
 _OF_TRAINING = (
     "optimizer", "grad_checkpointing", "selective_checkpointing", "offload", "grad_accum", "clip_grad", "loop", "loss",
     "loss_chunk", "outputs", "world_size", "parallel", "gradient_as_bucket_view",
 )  # fmt: skip
 _READ_BY: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(_OF_TRAINING, ("train", "lora")),
-    **dict.fromkeys(("rank", "target_modules", "lora_dropout", "adapter_dtype"), ("lora",)),
+    **dict.fromkeys(
+        ("adapter", "adapter_config", "rank", "target_modules", "lora_dropout", "adapter_dtype"), ("lora",)
+    ),
     **dict.fromkeys(("new_tokens", "decoding", "num_beams", "cache"), ("generate",)),
+    "use_cache": ("forward", "train", "lora"),
     **dict.fromkeys(("batch_size", "padding"), ("forward", "train", "lora", "generate")),
     **dict.fromkeys(("method", "sparsity", "sparsity_type", "nsamples", "dataset", "max_gpu_memory"), ("prune",)),
 }
@@ -330,6 +389,8 @@ def check_setting(name: str, value: object, said: str) -> None:
     """A single one, `said` by a flag or by a config's key."""
     if name in _CHOICES:
         check_one_of(said, value, _CHOICES[name])
+    elif name == "rank" and value is None:
+        return
     elif name in _MOST:
         check_whole(said, value, most=_MOST[name])
     elif name in _YES_OR_NO:

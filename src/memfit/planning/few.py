@@ -19,6 +19,7 @@ from torch import nn
 from memfit.errors import InputError, UsageError
 from memfit.events import Trace
 from memfit.extrapolation.blocks import BEFORE, UNITS, NotRepeating
+from memfit.jobs.adapter_names import BEYOND_BLOCKS
 from memfit.jobs.build import Prepared, prepare_without_memory
 from memfit.jobs.workload import Workload
 from memfit.models.own import block_list
@@ -105,6 +106,8 @@ def trace_few_blocks(work: Workload, platform: Platform) -> tuple[Recipe, Trace]
     notes: tuple[str, ...] = ()
     if work.is_replicated:
         notes = ("all blocks were traced one by one: DDP's buckets run across them",)
+    elif work.kind == "lora" and work.adapter in BEYOND_BLOCKS:
+        notes = (f"all blocks were traced one by one: --adapter {work.adapter} has parts that belong to none of them",)
     elif source.kind != "factory":  # a factory's model is as large as its own code makes it
         blocks, parameters = blocks_of(source, work.attention)
         if blocks is not None and blocks.worthwhile:

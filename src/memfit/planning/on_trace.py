@@ -362,7 +362,7 @@ class MarkedPhases:
 
     def __init__(self, tracer: Tracer, job: Prepared) -> None:
         self.tracer = tracer
-        self.model = job.model
+        self.model, self.use_cache = job.model, job.workload.use_cache
         tracer.modules.know(job.model, "")  # whatever else will hold it
         self.ends = 0
 
@@ -385,6 +385,6 @@ class MarkedPhases:
     def _inside(self, name: str) -> AbstractContextManager[None]:
         if name == "trainer":
             return phases_by_what_runs(self.tracer)
-        if name == "generate":
+        if name == "generate" or (name == "forward" and self.use_cache):
             return cache_labelled(self.tracer)
         return nullcontext()

@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from memfit.errors import UnknownName, UsageError
+from memfit.jobs.adapter_names import USUAL_RANK
 from memfit.jobs.checks import check_names, check_number, check_one_of, check_text, check_whole, check_yes_or_no
 from memfit.jobs.workload import (
     MAX_SEQ_LEN,
@@ -96,7 +97,7 @@ class ModelConfig:
 @dataclass(frozen=True, kw_only=True)
 class MethodConfig:
     kind: Method = "full"
-    rank: int = Workload.rank
+    rank: int = USUAL_RANK
     alpha: float | None = None
     """None: twice the rank."""
     dropout: float = Workload.lora_dropout

@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import Dataset
 
 from memfit.errors import RanOut
+from memfit.jobs.adapter_names import USUAL_RANK
 from memfit.jobs.build import Prepared
 from memfit.jobs.run import Phases, wanted
 from memfit.jobs.training.batch import BatchSizes
@@ -132,7 +133,7 @@ def training_config(work: Workload, *, steps: int) -> TrainConfig:
     return TrainConfig(
         model=ModelConfig(name=work.model, from_scratch=True, attention=work.attention),
         method=MethodConfig(
-            kind="lora" if work.kind == "lora" else "full", rank=work.rank, dropout=work.lora_dropout,
+            kind="lora" if work.kind == "lora" else "full", rank=work.rank or USUAL_RANK, dropout=work.lora_dropout,
             target_modules=work.target_modules, adapter_dtype=work.adapter_dtype,
         ),
         data=DataConfig(max_seq_len=max(2, work.seq_len), packing=not work.padding, shuffle=False),
