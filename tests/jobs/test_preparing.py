@@ -11,7 +11,8 @@ from small_models import LLAMA, model_folder
 
 import memfit
 from memfit.errors import MemfitError, UsageError
-from memfit.jobs.build import Prepared, linear_layers_of_blocks, prepare, takes_labels
+from memfit.jobs.adapters import linear_layers_of_blocks
+from memfit.jobs.build import Prepared, prepare, takes_labels
 from memfit.jobs.run import wanted
 from memfit.jobs.workload import Workload
 from memfit.models.registry import parameter_count

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from memfit.environment import CUDA_VARIABLE
 from memfit.errors import MemfitError, UsageError
 from memfit.gpus import Gpu, find_gpu
+from memfit.jobs.adapter_names import NO_TARGETS
 from memfit.jobs.training.shapes import is_basics
 from memfit.jobs.workload import Workload, flag
 from memfit.models.presets import find_preset, is_gsa
@@ -104,7 +105,9 @@ def _imports(work: Workload) -> Iterator[str]:
     if names:
         yield f"from transformers import {', '.join(names)}"
     if work.kind == "lora":
-        yield "from peft import LoraConfig, get_peft_model"
+        from memfit.jobs.adapters import config_arguments
+
+        yield f"from peft import {config_arguments(work, ())[0].__name__}, get_peft_model"
     if _shows_buckets(work):
         yield "from accelerate.utils import DistributedDataParallelKwargs"
     if not _hub_id(work.model):
@@ -144,9 +147,13 @@ def _model(work: Workload) -> Iterator[str]:
 
 
 def _adapters(work: Workload) -> Iterator[str]:
+    from memfit.jobs.adapters import config_arguments
+
     targets = list(work.target_modules) if work.target_modules else "all-linear"
-    settings = f"r={work.rank}, lora_alpha={2 * work.rank}, lora_dropout={work.lora_dropout}"
-    yield f'    config = LoraConfig({settings}, target_modules={targets!r}, task_type="CAUSAL_LM")'
+    kind, made = config_arguments(work, work.target_modules or ())
+    made = {**made, "target_modules": targets} if work.adapter not in NO_TARGETS else made
+    settings = ", ".join(f"{name}={value!r}" for name, value in made.items())
+    yield f'    config = {kind.__name__}({settings}, task_type="CAUSAL_LM")'
     yield f"    model = get_peft_model(model, config, autocast_adapter_dtype={work.adapter_dtype == 'fp32'})"
 
 
@@ -302,6 +309,8 @@ def _tokenizer(work: Workload) -> dict[str, str]:
 def _method(work: Workload) -> dict[str, Any]:
     if work.kind != "lora":
         return {"kind": "full"}
+    if work.adapter != "lora" or work.adapter_config:
+        raise UsageError("--emit yaml: `memfit train` has plain LoRA only", hint="--emit python")
     made: dict[str, Any] = {
         "kind": "lora", "rank": work.rank, "dropout": work.lora_dropout, "adapter_dtype": work.adapter_dtype
     }  # fmt: skip
@@ -342,7 +351,9 @@ def _left_to_the_script(work: Workload) -> Iterator[str]:
         yield "use_liger_kernel needs the package liger-kernel; its chunks of the loss are its own, not those predicted"
     if work.world_size > 1 and work.parallel == "ddp" and work.gradient_as_bucket_view:
         yield "train.py itself sets trainer.accelerator.ddp_handler, with gradient_as_bucket_view=True (--emit python)"
-    adapters = f"; LoRA of rank {work.rank} on {targets}, autocast_adapter_dtype={work.adapter_dtype == 'fp32'}"
+    rank = "" if work.rank is None else f" of rank {work.rank}"
+    name, casts = "LoRA" if work.adapter == "lora" else work.adapter, work.adapter_dtype == "fp32"
+    adapters = f"; {name}{rank} on {targets}, autocast_adapter_dtype={casts}"
     yield f"train.py itself sets: {model}{adapters if work.kind == 'lora' else ''}"
 
 

@@ -111,13 +111,15 @@ def _pruning(work: Workload) -> Iterator[Lever]:
 
 
 def _dropped_outputs(work: Workload) -> Iterator[Lever]:
-    if work.loop == "plain" and work.outputs == "kept":
+    if work.loop == "plain" and work.outputs == "kept" and (work.loss == "full" or work.use_cache):
         way = "loss = outputs.loss; del outputs"
         yield Lever(
             name="outputs dropped", cost="free", group="outputs", settings={"outputs": "dropped"},
             says="`del outputs` after the loss: logits do not stay through backward and into the next forward pass",
             price="none", risk="same results", lowers=("loss", "kv_cache", "activations", CACHED),
-            how={"memfit": "--outputs dropped (memfit train drops them)", "trainer": "it drops them", "accelerate": way},
+            how={
+                "memfit": "--outputs dropped (memfit train drops them)", "trainer": "it drops them", "accelerate": way,
+            },
         )  # fmt: skip
 
 

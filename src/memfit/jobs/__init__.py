@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 DOOR = {
-    "adapter_names": "BEYOND_BLOCKS USUAL_RANK",
+    "adapter_names": "BEYOND_BLOCKS NO_TARGETS USUAL_RANK",
+    "adapters": "config_arguments",
     "build": "DTYPES Prepared build_base_model build_for_training prepare_without_memory takes_labels",
     "checks": "check_names check_number check_one_of check_text check_whole check_yes_or_no",
     "host": "Event HostMemory Lane as_bytes finished is_out_of_memory numbers on_the_host",

@@ -17,7 +17,6 @@ from memfit.errors import MemfitError, UnknownName, UsageError
 from memfit.jobs.adapter_names import LORAS, NO_TARGETS, OWN_TARGETS, PROMPTS, peft_type
 from memfit.jobs.workload import Workload
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NOT_TRUE = ("fan_in_fan_out", "The following rank_pattern keys", "The following alpha_pattern keys")
 """peft sets the first right for GPT-2's Conv1D itself; patterns do match experts, which it looks for among modules."""
 OF_VALUES = ("boft", "unilora")
@@ -65,7 +64,7 @@ def add_adapters(
                 f"{named.dropout} {work.lora_dropout}: peft has no dropout for experts, and {theirs}",
                 hint=f"{named.dropout} 0, or adapt other layers: {named.targets} {others}",
             ) from error
-        if isinstance(error, MemfitError) or not isinstance(error, ValueError) and work.adapter in LORAS:
+        if isinstance(error, MemfitError) or (not isinstance(error, ValueError) and work.adapter in LORAS):
             raise
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         if work.adapter in LORAS:
@@ -81,7 +80,17 @@ def add_adapters(
 
 
 def _config(work: Workload, targets: Sequence[str], *, alpha: float | None, task: str | None) -> Any:
-    """Flags and `--adapter-config` in the words of peft."""
+    kind, made = config_arguments(work, targets, alpha=alpha)
+    try:
+        return kind(**made, task_type=task)
+    except (ValueError, TypeError, ImportError) as error:
+        raise UsageError(f"--adapter {work.adapter}: {' '.join(str(error).split())}"[:300]) from error
+
+
+def config_arguments(
+    work: Workload, targets: Sequence[str], *, alpha: float | None = None
+) -> tuple[type[Any], dict[str, Any]]:
+    """Flags and `--adapter-config` in the words of peft: a class, and what it is to be told."""
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
     kind: Any = PEFT_TYPE_TO_CONFIG_MAPPING.get(peft_type(work.adapter))  # type: ignore[call-overload,unused-ignore]
@@ -113,17 +122,14 @@ def _config(work: Workload, targets: Sequence[str], *, alpha: float | None, task
         made["lora_alpha"] = int(alpha) if float(alpha).is_integer() else alpha
     if work.adapter == "dora":
         made["use_dora"] = True
-    try:
-        return kind(**{**made, **given, "task_type": task})
-    except (ValueError, TypeError, ImportError) as error:
-        raise UsageError(f"--adapter {work.adapter}: {' '.join(str(error).split())}"[:300]) from error
+    return kind, made | given
 
 
 def _adapted(model: nn.Module, config: Any, work: Workload) -> tuple[nn.Module, list[str]]:
     from peft import get_peft_model
 
-    dtype = DTYPES[work.weight_precision] if work.adapter_dtype == "same" and work.adapter not in PROMPTS else None
-    device = next(model.parameters()).device
+    of_base = next(model.parameters())
+    device, dtype = of_base.device, of_base.dtype if work.adapter_dtype == "same" else None
     with (
         torch.device("cpu") if work.adapter in OF_VALUES else nullcontext(),
         warnings.catch_warnings(record=True) as said,
@@ -132,7 +138,7 @@ def _adapted(model: nn.Module, config: Any, work: Workload) -> tuple[nn.Module, 
         adapted: nn.Module = get_peft_model(model, config, autocast_adapter_dtype=dtype is None)  # type: ignore[arg-type,unused-ignore]
     if work.adapter in OF_VALUES:
         adapted.to(device)
-    if dtype is not None:
+    if dtype is not None and work.adapter not in PROMPTS:
         for parameter in adapted.parameters():  # peft does this itself, but not for a model on meta
             if parameter.requires_grad:
                 parameter.data = parameter.data.to(dtype)

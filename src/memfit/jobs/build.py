@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from memfit.errors import InputError, UsageError
-from memfit.jobs.adapters import DTYPES, FLAGS, KEYS, SettingNames, add_adapters, generates
+from memfit.jobs.adapters import FLAGS, KEYS, SettingNames, add_adapters, generates
 from memfit.jobs.training.config import FACTORY, ModelConfig
 from memfit.jobs.training.foreign_weights import load_weights
 from memfit.jobs.training.job import TrainJob
@@ -34,6 +34,8 @@ from memfit.models.registry import (
     parameter_count,
     source_notes,
 )
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def switch_levers_on(model: Any, work: Workload, named: SettingNames) -> None:
@@ -116,7 +118,8 @@ def _prepared(workload: Workload, layers: int | None) -> Prepared:
     if source.kind != "factory" and workload.attention == "sdpa" and _is_eager(model):
         workload = workload.with_found(attention="eager")
         notes = (f"transformers has no fused attention for {source.name}: eager, as it takes by itself", *notes)
-    notes = (*notes, *_of_cache(model, workload))
+    if workload.use_cache and not generates(model):
+        notes = (*notes, "--use-cache has no effect: this model has no key-value cache")
     if workload.kind == "lora":
         task = None if head is None else head.task
         model, found, more = add_adapters(model, workload, FLAGS, task=task)
@@ -131,16 +134,6 @@ def _prepared(workload: Workload, layers: int | None) -> Prepared:
         workload=workload, model=model, name=source.name, vocab_size=_vocab_size(model), parameters=parameters,
         notes=notes, head=head, loop=choose_loop(workload)
     )  # fmt: skip
-
-
-def _of_cache(model: nn.Module, workload: Workload) -> Iterator[str]:
-    """transformers builds one in every forward pass, in training too, unless it is told not to."""
-    if workload.use_cache and not generates(model):
-        yield "--use-cache has no effect: this model has no key-value cache"
-    if workload.use_cache or not generates(model) or workload.kind in ("generate", "prune"):
-        return
-    if not workload.trains or (workload.loop == "plain" and workload.checkpointing == "none"):
-        yield "no key-value cache is built: config.use_cache = False, which --use-cache leaves on"
 
 
 def _check_head(head: Head | None, model: nn.Module, workload: Workload) -> None:

@@ -360,7 +360,8 @@ class Workload:
 
 _CHOICES: dict[str, Any] = {
     "kind": Kind, "precision": Precision, "attention": Attention, "optimizer": Optimizer, "parallel": Parallel,
-    "adapter_dtype": AdapterDtype, "loop": Loop, "loss": Loss, "outputs": Outputs, "adapter": Adapter, "cache": Cache, "decoding": Decoding, "method": Method,
+    "adapter": Adapter, "adapter_dtype": AdapterDtype, "loop": Loop, "loss": Loss, "outputs": Outputs, "cache": Cache,
+    "decoding": Decoding, "method": Method,
 }  # fmt: skip
 _MOST = {
     "batch_size": MAX_BATCH, "seq_len": MAX_SEQ_LEN, "grad_accum": MAX_ACCUM, "loss_chunk": MAX_SEQ_LEN,

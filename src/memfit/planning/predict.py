@@ -318,6 +318,9 @@ def _assumptions(work: Workload, gpu: Gpu | None, how: Provenance) -> tuple[str,
         if work.loop == "plain":
             notes.append(OUTPUTS[str(work.outputs)])
         notes.extend(_of_processes(work))
+    by_itself = work.loop != "plain" or work.checkpointing != "none"  # it is off then, whatever the config says
+    if not work.use_cache and (work.kind == "forward" or (work.trains and not by_itself)):
+        notes.append("config.use_cache is off: keys and values are not kept beside the logits (--use-cache)")
     if work.kind == "lora":
         notes.append("adapters as peft makes them; the base model is frozen")
     if work.kind == "prune":
