@@ -20,7 +20,7 @@ import memfit
 from memfit.fitting.forecast import Forecast, Forecasts
 from memfit.fitting.ladder import guide_ladder
 from memfit.gpus import find_gpu
-from memfit.guides.claims import GSA_CLAIMS, LORA_BUDGET, LORA_CLAIMS, Advice, TrainingClaims
+from memfit.guides.claims import GSA_CLAIMS, LORA_BUDGET, LORA_CLAIMS, Tip, TrainingClaims
 from memfit.guides.documents import DEBUGGING, DOCUMENTS, GSA_512M, LORA_7B, PROFILING, REQUIREMENTS, Document
 from memfit.jobs.profile import ProfileSettings
 from memfit.jobs.workload import Workload
@@ -235,7 +235,7 @@ def training(claims: TrainingClaims) -> Iterator[str]:
     yield ""
 
 
-def advice_row(claims: TrainingClaims, forecasts: Forecasts, advice: Advice) -> str:
+def advice_row(claims: TrainingClaims, forecasts: Forecasts, advice: Tip) -> str:
     before = forecast(claims, forecasts, advice.on).device_bytes
     after = forecast(claims, forecasts, {**advice.on, **advice.changes}).device_bytes
     saves = f"{advice.saves} GB" if advice.saves[0].isdigit() else advice.saves
@@ -243,7 +243,7 @@ def advice_row(claims: TrainingClaims, forecasts: Forecasts, advice: Advice) -> 
 
 
 def forecast(claims: TrainingClaims, forecasts: Forecasts, settings: Mapping[str, Any]) -> Forecast:
-    return forecasts.of(job(claims, settings))
+    return forecasts.ask(job(claims, settings))
 
 
 def job(claims: TrainingClaims, settings: Mapping[str, Any]) -> Workload:

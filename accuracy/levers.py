@@ -108,7 +108,7 @@ def look_at(job: Job) -> Looked:
         if any(lever.missing for lever in levers):
             return None
         try:
-            return forecasts.of(apply(job.workload, levers))
+            return forecasts.ask(apply(job.workload, levers))
         except MemfitError:
             return None
 
@@ -116,7 +116,7 @@ def look_at(job: Job) -> Looked:
         Effect(each, forecast(each), forecast(again, each) if each.group != again.group else None, _cost(job, each))
         for each in chosen
     ]
-    return Looked(job, forecasts.of(job.workload), forecasts.of(apply(job.workload, [again])), effects)
+    return Looked(job, forecasts.ask(job.workload), forecasts.ask(apply(job.workload, [again])), effects)
 
 
 def chosen_levers(work: Workload) -> list[Lever]:

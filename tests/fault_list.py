@@ -392,8 +392,8 @@ FITTING = [
     _LADDER("Aggressive leaves 5 %", '"Aggressive": 0.1', '"Aggressive": 0.05'),
     _LADDER(
         "the rung above is the last one",
-        "self._of(higher[0]) if higher else None",
-        "self._of(higher[-1]) if higher else None",
+        "self._ask(higher[0]) if higher else None",
+        "self._ask(higher[-1]) if higher else None",
     ),
     _LADDER(
         "the risk of longer rows is not told",

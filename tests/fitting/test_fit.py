@@ -281,7 +281,7 @@ def test_a_process_alone_takes_no_more_than_one_of_ddp(kind: Any, view: bool) ->
     ddp = dataclasses.replace(alone, world_size=2, gradient_as_bucket_view=view)
     forecasts = Forecasts(find_gpu("8GiB"), 0.1)
 
-    less, more = forecasts.of(alone), forecasts.of(ddp)
+    less, more = forecasts.ask(alone), forecasts.ask(ddp)
 
     assert less.peak.allocated_bytes - ROUNDING <= more.peak.allocated_bytes
     bound = forecasts.bound(ddp, less.peak.context_bytes)

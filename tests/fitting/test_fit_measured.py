@@ -31,7 +31,7 @@ def predicted(run: dict[str, Any]) -> tuple[bool, int, int]:
     if run["id"].endswith("-whole"):
         plan = predict_whole_model_pruning(work, gpu)
         return plan.verdict != "fails", plan.peak.allocated_bytes, plan.peak.reserved_bytes
-    forecast = Forecasts(gpu, 0.0).of(work, whole=not run["oom"])
+    forecast = Forecasts(gpu, 0.0).ask(work, whole=not run["oom"])
     return forecast.runs, forecast.peak.allocated_bytes, forecast.peak.reserved_bytes
 
 

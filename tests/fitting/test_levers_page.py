@@ -37,7 +37,7 @@ def test_a_saving_on_the_page_is_what_is_predicted_now() -> None:
     job = JOBS[1]
     forecasts = Forecasts(find_gpu(job.gpu), 0.1)
     lever = next(each for each in chosen_levers(job.workload) if each.name == "chunked loss")
-    before, after = forecasts.of(job.workload), forecasts.of(apply(job.workload, [lever]))
+    before, after = forecasts.ask(job.workload), forecasts.ask(apply(job.workload, [lever]))
 
     said = re.fullmatch(r"-?\d+\.\d\d", rows(job)[lever.name][2])
 

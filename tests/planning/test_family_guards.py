@@ -50,7 +50,7 @@ class Known:
         self.work = Workload(**{"kind": "forward", "model": model, **settings})
         self.family = Family(self.work, H200)
         recipe = Recipe(trace=Trace(), parameters=1, trainable_parameters=0, how=Provenance(), settings={}, notes=())
-        self.context = families._Context("same", recipe, frozenset())
+        self.context = families._PieceFacts("same", recipe, frozenset())
 
     def add(self, *points: tuple[int, int], **how: Any) -> Known:
         for point in points:

@@ -60,7 +60,7 @@ def test_a_plan_that_is_told_from_other_shapes_has_what_lies_on_the_host() -> No
         trace=Trace(facts={HOST: {"weights": 70, "optimizer": 50, "activations": 1000}, "lists": [1]}), parameters=1,
         trainable_parameters=1, settings={"batch_size": 2, "seq_len": 150}, notes=(), how=Provenance(),
     )  # fmt: skip
-    recipe = families._Context.make(traced, frozenset()).recipe
+    recipe = families._PieceFacts.make(traced, frozenset()).recipe
 
     assert recipe.trace.facts == {HOST: {"weights": 70, "optimizer": 50, "activations": 1000}}
     told = traced_plans._told(work, families.Interpolation(recipe, Trace(), 5))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from memfit.recording.growth import GrowthWatch, MemoryGrowth, StepMemory, growth_of
+from memfit.recording.growth import GrowthWatch, MemoryGrowth, StepReading, growth_of
 
 MIB, GIB = 1 << 20, 1 << 30
 HOST = 64 * GIB
@@ -19,7 +19,7 @@ def verdict(steps: int = 60, **of: Callable[[int], int]) -> MemoryGrowth:
         "allocated_bytes": lambda _: 4 * GIB, "peak_bytes": lambda _: 8 * GIB, "reserved_bytes": lambda _: 9 * GIB,
         "host_bytes": lambda _: 2 * GIB, "longest": lambda _: 1024,
     }  # fmt: skip
-    made = [StepMemory(step=n, **{name: get(n) for name, get in (usual | of).items()}) for n in range(1, steps + 1)]
+    made = [StepReading(step=n, **{name: get(n) for name, get in (usual | of).items()}) for n in range(1, steps + 1)]
     return growth_of(made, capacity_bytes=24 * GIB, host_bytes=HOST)
 
 

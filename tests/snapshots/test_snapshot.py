@@ -16,7 +16,7 @@ import pytest
 
 from memfit.errors import InputError, UsageError
 from memfit.events import Action, Trace
-from memfit.snapshots.read import Block, Segment, Snapshot, read_snapshot
+from memfit.snapshots.read import Snapshot, SnapshotBlock, SnapshotSegment, read_snapshot
 from memfit.snapshots.write import save_snapshot, snapshot_dict
 
 DATA = Path(__file__).parents[1] / "data"
@@ -292,12 +292,12 @@ def test_blocks_without_addresses_lie_one_after_the_other(tmp_path: Path) -> Non
     snapshot = opened(tmp_path, {"segments": [segment((512, "a"), (1024, "i"), (512, "p"))]})
 
     assert snapshot.segments == (
-        Segment(
+        SnapshotSegment(
             0, BASE, 2048, 0, "large", False,
             (
-                Block(BASE, 512, 504, "active_allocated"),
-                Block(BASE + 512, 1024, 0, "inactive"),  # the requested size of a free block is stale
-                Block(BASE + 1536, 512, 504, "active_pending_free"),
+                SnapshotBlock(BASE, 512, 504, "active_allocated"),
+                SnapshotBlock(BASE + 512, 1024, 0, "inactive"),  # the requested size of a free block is stale
+                SnapshotBlock(BASE + 1536, 512, 504, "active_pending_free"),
             ),
         ),
     )  # fmt: skip
@@ -381,7 +381,7 @@ def test_what_torch_itself_says_about_dropped_events_decides(tmp_path: Path, sai
 # -- writing ---------------------------------------------------------------------------------------------------
 
 
-def job() -> tuple[Trace, list[Segment], dict[int, tuple[int, int]]]:
+def job() -> tuple[Trace, list[SnapshotSegment], dict[int, tuple[int, int]]]:
     """Two segments; a freed block, one reused place, one block that waits for a stream, one that lives on."""
     trace = Trace(origin="predicted")
     trace.mark("load")
@@ -396,8 +396,8 @@ def job() -> tuple[Trace, list[Segment], dict[int, tuple[int, int]]]:
     trace.free(z)
     v = trace.alloc(500, op="aten.sum")
     segments = [
-        Segment(0, BASE, 2 * MiB, 0, "small", False),
-        Segment(0, BASE + 64 * MiB, 20 * MiB, 7, "large", False),
+        SnapshotSegment(0, BASE, 2 * MiB, 0, "small", False),
+        SnapshotSegment(0, BASE + 64 * MiB, 20 * MiB, 7, "large", False),
     ]
     placements = {
         w: (BASE, 1024), x: (BASE + 64 * MiB, 3 * MiB), y: (BASE + 64 * MiB, 2 * MiB),
@@ -477,7 +477,7 @@ def test_categories_always_include_the_unknown_that_the_viewer_stumbles_over() -
     trace = Trace()
     block = trace.alloc(512, category="weights")
 
-    written = snapshot_dict(trace, [Segment(0, BASE, 512, 0, "small", False)], {block: (BASE, 512)})
+    written = snapshot_dict(trace, [SnapshotSegment(0, BASE, 512, 0, "small", False)], {block: (BASE, 512)})
 
     assert {each["category"] for each in written["device_traces"][0]} == {"weights", "unknown"}
 
@@ -486,7 +486,7 @@ def test_driver_calls_of_a_replay_take_the_place_of_recorded_ones() -> None:
     trace = Trace()
     trace.driver(Action.SEGMENT_ALLOC, address=1, size=2)
     block = trace.alloc(512)
-    room = [Segment(0, BASE, 2 * MiB, 0, "small", False)]
+    room = [SnapshotSegment(0, BASE, 2 * MiB, 0, "small", False)]
     modelled = [(1, Action.SEGMENT_ALLOC, BASE, 2 * MiB, 0)]
 
     own = snapshot_dict(trace, room, {block: (BASE, 512)})
@@ -502,7 +502,7 @@ def test_driver_calls_of_a_replay_take_the_place_of_recorded_ones() -> None:
 def test_a_layout_that_cannot_be_is_refused() -> None:
     trace = Trace()
     a, b = trace.alloc(512), trace.alloc(512)
-    room = [Segment(0, BASE, 2048, 0, "small", False)]
+    room = [SnapshotSegment(0, BASE, 2048, 0, "small", False)]
 
     with pytest.raises(ValueError, match="lies in no segment"):
         snapshot_dict(trace, room, {a: (BASE, 512), b: (BASE + 4096, 512)})

@@ -29,7 +29,7 @@ from memfit.errors import UnknownName
 from memfit.events import Action, Trace
 from memfit.files import written_whole
 from memfit.replay.timeline import BEFORE
-from memfit.snapshots.read import Segment, Snapshot
+from memfit.snapshots.read import Snapshot, SnapshotSegment
 from memfit.snapshots.write import as_json, placed_snapshot
 
 MAX_SAMPLES = 40_000
@@ -251,7 +251,7 @@ class _Rewriter:
         name = "oom" if action == Action.OOM else _DRIVER[Action(action)]
         return {"action": name, **place, "size": size, "stream": stream, "time_us": time, "frames": stack}
 
-    def segment(self, segment: Segment) -> dict[str, Any]:
+    def segment(self, segment: SnapshotSegment) -> dict[str, Any]:
         blocks = []
         for block in segment.blocks:
             number = self.at_end[segment.device].get(block.address) if block.state != "inactive" else None

@@ -15,7 +15,7 @@ from memfit.jobs.training.batch import is_first
 from memfit.units import gib
 
 if TYPE_CHECKING:
-    from memfit.jobs.pruning.result import Progress
+    from memfit.jobs.pruning.result import BlockProgress
 
 PRUNING, DATA, EVALUATION, OUTPUT, MACHINE = (
     "What is pruned, and how", "Calibration", "Evaluation", "What is written", "Machine",
@@ -102,13 +102,13 @@ def prune(
 
 
 @contextmanager
-def _progress() -> Iterator[Callable[[Progress], None]]:
+def _progress() -> Iterator[Callable[[BlockProgress], None]]:
     """Blocks done, time left and memory."""
     # Only if stdout is the same terminal may its lines go through the bar's console; else they must stay on stdout.
     of_stdout: dict[str, Any] = {"redirect_stdout": sys.stdout.isatty(), "speed_estimate_period": 300}
     with output.bar("pruning blocks", "bar", "count", "{task.fields[state]}", "left", **of_stdout) as tell:
 
-        def show(now: Progress) -> None:
+        def show(now: BlockProgress) -> None:
             gpu, host = now.gpu_peak_bytes, f"host {gib(now.host_bytes)}"
             state = host if gpu is None else f"GPU peak {gib(gpu)}, {host}"
             tell(completed=now.done, total=now.total, state=state, visible=now.done < now.total)

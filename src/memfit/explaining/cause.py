@@ -51,7 +51,7 @@ def cause_of(
         return Cause(kind="fragmentation", sentence=said, fragmentation=fragmentation)
     if oom.requested is None:
         return Cause(kind="no-numbers", sentence=_nothing_asked(oom, account), fragmentation=fragmentation)
-    case = _Case(oom, oom.requested, account, fragmentation, card_bytes)
+    case = _Numbers(oom, oom.requested, account, fragmentation, card_bytes)
     return next(found for rule in RULES if (found := rule(case)) is not None)
 
 
@@ -88,7 +88,7 @@ def _why_no_more(oom: Oom) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Case:
+class _Numbers:
     oom: Oom
     requested: Size
     account: Account
@@ -114,7 +114,7 @@ class _Case:
         )
 
 
-def _impossible(case: _Case) -> Cause | None:
+def _impossible(case: _Numbers) -> Cause | None:
     whole = case.account.whole_bytes or case.card_bytes
     if whole is None or case.requested.low <= whole or (case.account.free_bytes or 0) > whole:
         return None
@@ -127,7 +127,7 @@ def _impossible(case: _Case) -> Cause | None:
     )
 
 
-def _beyond_the_limit(case: _Case) -> Cause | None:
+def _beyond_the_limit(case: _Numbers) -> Cause | None:
     allowed = case.oom.allowed
     if allowed is None or case.requested.low <= allowed.high:
         return None
@@ -137,7 +137,7 @@ def _beyond_the_limit(case: _Case) -> Cause | None:
     )
 
 
-def _limited(case: _Case) -> Cause | None:
+def _limited(case: _Numbers) -> Cause | None:
     """By a memory fraction: what torch may hold is less than the card has."""
     allowed, account = case.oom.allowed, case.account
     held = account.allocated_bytes if account.held_bytes is None else account.held_bytes
@@ -156,7 +156,7 @@ def _limited(case: _Case) -> Cause | None:
     )
 
 
-def _mps(case: _Case) -> Cause | None:
+def _mps(case: _Numbers) -> Cause | None:
     oom = case.oom
     if oom.form != "mps":
         return None
@@ -166,14 +166,14 @@ def _mps(case: _Case) -> Cause | None:
     return case.cause("limit" if oom.allowed else "shortage", f"{said} allocated by torch{others}{limit}")
 
 
-def _free_unknown(case: _Case) -> Cause | None:
+def _free_unknown(case: _Numbers) -> Cause | None:
     if case.account.free_bytes is not None:
         return None
     said = f"The GPU had no room for {case.requested.text}; how much was free is not in the text"
     return case.cause("shortage", f"{said}{_holds(case.oom, case.account)}")
 
 
-def _refused(case: _Case) -> Cause | None:
+def _refused(case: _Numbers) -> Cause | None:
     free = case.oom.free
     if free is None or free.low < case.requested.high:
         return None
@@ -187,7 +187,7 @@ def _refused(case: _Case) -> Cause | None:
     )
 
 
-def _others(case: _Case) -> Cause | None:
+def _others(case: _Numbers) -> Cause | None:
     held, rest = case.account.others_bytes, case.account.rest_bytes
     if held < max(case.short_bytes, SIGNIFICANT):
         return None
@@ -201,7 +201,7 @@ def _others(case: _Case) -> Cause | None:
     )
 
 
-def _private_pools(case: _Case) -> Cause | None:
+def _private_pools(case: _Numbers) -> Cause | None:
     pools = case.oom.private_pools
     if pools is None or pools.low < case.short_bytes:
         return None
@@ -211,7 +211,7 @@ def _private_pools(case: _Case) -> Cause | None:
     )
 
 
-def _shortage(case: _Case) -> Cause:
+def _shortage(case: _Numbers) -> Cause:
     little = f"{format_bytes(case.short_bytes)} too little" if case.short_bytes else "just too little"
     return case.cause(
         "shortage",
@@ -220,7 +220,7 @@ def _shortage(case: _Case) -> Cause:
     )
 
 
-RULES: tuple[Callable[[_Case], Cause | None], ...] = (
+RULES: tuple[Callable[[_Numbers], Cause | None], ...] = (
     _impossible, _beyond_the_limit, _limited, _mps, _free_unknown, _refused, _others, _private_pools, _shortage,
 )  # fmt: skip
 

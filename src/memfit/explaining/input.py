@@ -412,12 +412,12 @@ def cause_of_log(log: Mapping[str, Any]) -> Cause:
 
 def growth_of_log(checkpoints: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     """Over the rows in their order; None where there is nothing to judge."""
-    from memfit.recording.growth import FEWEST, WARM_UP, StepMemory, growth_of
+    from memfit.recording.growth import FEWEST, WARM_UP, StepReading, growth_of
 
     if len(checkpoints) < FEWEST + WARM_UP:
         return None
     samples = [
-        StepMemory(
+        StepReading(
             step=number, host_bytes=point["cpu_used_bytes"] or 0, allocated_bytes=point["allocated_bytes"],
             reserved_bytes=point["reserved_bytes"], peak_bytes=point["peak_bytes"],
         )

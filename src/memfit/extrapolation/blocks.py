@@ -54,7 +54,7 @@ def extension(trace: Trace, blocks: str, *, period: int, units: int) -> Extensio
     counting = np.array([int(block) for block in trace.facts.get("lists", {})], dtype=np.int64)
     for each in passes:
         each.claim(events, unit_of, counting)
-    return _Extension(trace, events, unit_of, blocks, period, units).write(passes)
+    return _Renumbering(trace, events, unit_of, blocks, period, units).write(passes)
 
 
 def extension_in_time(trace: Trace, starts: list[int], *, units: int) -> Extension:
@@ -66,7 +66,7 @@ def extension_in_time(trace: Trace, starts: list[int], *, units: int) -> Extensi
     unit_of = np.full(len(trace.module_of), NONE, dtype=np.int64)
     born = np.flatnonzero(events.actions == Action.ALLOC)
     unit_of[events.subjects[born]] = np.searchsorted(starts, born, side="right") - 1
-    return _Extension(trace, events, unit_of, "", 1, units, grows=True).write([_Pass(0, len(trace), starts)])
+    return _Renumbering(trace, events, unit_of, "", 1, units, grows=True).write([_Pass(0, len(trace), starts)])
 
 
 def _units_of_blocks(trace: Trace, blocks: str, period: int) -> Ints:
@@ -219,7 +219,7 @@ def _made(run: list[tuple[int, int]], start: int, end: int) -> _Pass:
 # -- writing -----------------------------------------------------------------------------------------------------
 
 
-class _Extension:
+class _Renumbering:
     """New numbers for blocks: those of no unit, those of the first unit, of each inner one, of the last."""
 
     def __init__(

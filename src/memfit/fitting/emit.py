@@ -260,7 +260,7 @@ def _in_own_loop(fitted: Fitted) -> str:
     if fitted.fitted.loop == "memfit":
         return ""
     try:
-        own = Forecasts(fitted.gpu, fitted.margin).of(dataclasses.replace(fitted.fitted, loop="memfit"))
+        own = Forecasts(fitted.gpu, fitted.margin).ask(dataclasses.replace(fitted.fitted, loop="memfit"))
     except MemfitError:
         return ""
     return f"# That is a {fitted.fitted.loop} loop; memfit train: predicted {gib(own.device_bytes)}, {own.verdict}.\n"

@@ -156,7 +156,7 @@ class _Fitter:
         found = Solution((), before) if before.fits else self._smallest()
         if found is None:
             return self._nearest(), "nothing fits"
-        whole = self.forecasts.of(found.forecast.workload, whole=True)
+        whole = self.forecasts.ask(found.forecast.workload, whole=True)
         if whole.fits:
             return Solution(found.levers, whole), "fits" if found.levers else "fits already"
         self._look_at_every_micro_step()
@@ -208,7 +208,7 @@ class _Fitter:
         """More than `most` is as good as any number."""
         work = apply(self.work, levers)
         try:
-            return float("inf") if self.forecasts.bound(work, most) else self.forecasts.of(work).device_bytes
+            return float("inf") if self.forecasts.bound(work, most) else self.forecasts.ask(work).device_bytes
         except MemfitError:
             return float("inf")
 
@@ -238,7 +238,7 @@ class _Fitter:
         if isinstance(few, MemfitError):
             return None
         clear = few.device_bytes > (1 + CLEAR) * few.capacity_bytes
-        return few if clear else self.forecasts.of(few.workload, whole=True)
+        return few if clear else self.forecasts.ask(few.workload, whole=True)
 
     def _one_step_back(self, chosen: Set) -> tuple[Lever, Forecast] | None:
         found = self.search.one_step_back(chosen)

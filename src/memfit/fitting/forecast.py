@@ -143,7 +143,7 @@ class Forecasts:
         self._known: dict[Workload, Forecast | MemfitError] = {}
         self._traces: OrderedDict[Workload, Traced] = OrderedDict()
 
-    def of(self, work: Workload, *, whole: bool = False) -> Forecast:
+    def ask(self, work: Workload, *, whole: bool = False) -> Forecast:
         """Raises what `predict` would: a setting that cannot be planned, or not together with another."""
         asked = with_few_micro_steps(work, MOST_MICRO_STEPS if whole else self.micro_steps)
         if asked not in self._known:
@@ -164,7 +164,7 @@ class Forecasts:
 
     def glance(self, work: Workload) -> Forecast:
         """As `of`, but where a bound from below already does not leave the margin, only that."""
-        return self.bound(work, (1 - self.margin) * self.gpu.capacity_bytes) or self.of(work)
+        return self.bound(work, (1 - self.margin) * self.gpu.capacity_bytes) or self.ask(work)
 
     def bound(self, work: Workload, most: float) -> Forecast | None:
         """A process of DDP has all that one alone has, which is traced sooner, and its buckets besides. What one alone
@@ -172,7 +172,7 @@ class Forecasts:
         alone = without_others(work)
         if alone is work:
             return None
-        less = self.of(alone)
+        less = self.ask(alone)
         if less.peak.allocated_bytes - ROUNDING + less.peak.context_bytes <= most:
             return None
         return dataclasses.replace(less, workload=work, is_bound=True)
@@ -180,7 +180,7 @@ class Forecasts:
     def refusal(self, work: Workload) -> MemfitError | None:
         """Of a process of DDP: what one alone would not do either."""
         try:
-            self.of(without_others(work))
+            self.ask(without_others(work))
         except MemfitError as refusal:
             return refusal
         return None

@@ -58,7 +58,7 @@ def guide_ladder(asked: Workload, forecasts: Forecasts) -> tuple[GuideRung, ...]
     for name, rows, steps, length, claims in RUNGS:
         work = dataclasses.replace(_as_published(asked), batch_size=rows, grad_accum=steps, seq_len=length)
         try:
-            forecast = forecasts.of(work)
+            forecast = forecasts.ask(work)
         except MemfitError:
             return ()
         rungs.append(GuideRung(name=name, claims=claims, forecast=forecast, wrong=_wrong(asked, work)))
@@ -186,7 +186,7 @@ def _one_row_that_fits(
 ) -> tuple[Workload, tuple[Lever, ...], int]:
     """The job one row at a time; changed by `fit` where that does not run."""
     single = _with_micro_batch(asked, 1)
-    if forecasts.of(single).runs:
+    if forecasts.ask(single).runs:
         return single, (), 0
     fitted = fit(single, gpu=card, keep=keep, margin=margin)
     return fitted.fitted, tuple(change.lever for change in fitted.changes), fitted.predictions
@@ -211,7 +211,7 @@ class _Climb:
             found.insert(0, self._rung(rows, names, found[0].longest if found else None))
         top = ends["Maximum"]
         higher = [rows for rows in self.sizes if top is None or rows > top]
-        return tuple(found), self._of(higher[0]) if higher else None
+        return tuple(found), self._ask(higher[0]) if higher else None
 
     def _last(self, numbers: Sequence[int], holds: Callable[[int], bool]) -> int | None:
         """By bisection: it holds up to some number, and not beyond."""
@@ -224,17 +224,17 @@ class _Climb:
                 high = middle
         return numbers[low - 1] if low else None
 
-    def _of(self, rows: int) -> Forecast:
-        return self.forecasts.of(_with_micro_batch(self.work, rows))
+    def _ask(self, rows: int) -> Forecast:
+        return self.forecasts.ask(_with_micro_batch(self.work, rows))
 
     def _leaves(self, share: float, rows: int) -> bool:
-        forecast = self._of(rows)
+        forecast = self._ask(rows)
         leaves = judge(forecast.device_bytes, forecast.capacity_bytes, share) == "safe"
         return forecast.runs and (share == 0 or leaves)
 
     def _rung(self, rows: int, names: tuple[str, ...], runs: int | None) -> Rung:
         """Rows that are `runs` tokens long are known to run."""
-        forecast = self._of(rows)
+        forecast = self._ask(rows)
         time_of = step_time(forecast.workload, self.card)
         return Rung(
             names=names, forecast=forecast, seconds=None if time_of is None else time_of.seconds,
@@ -250,7 +250,7 @@ class _Climb:
             return None
 
     def _of_length(self, work: Workload, length: int) -> Forecast:
-        return self.forecasts.of(dataclasses.replace(work, seq_len=length))
+        return self.forecasts.ask(dataclasses.replace(work, seq_len=length))
 
 
 def _distinct(ends: dict[str, int | None]) -> list[int]:

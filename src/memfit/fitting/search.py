@@ -52,7 +52,7 @@ class Search:
         """Levers with which a peak was higher."""
 
     def forecast(self, levers: Iterable[Lever]) -> Forecast:
-        return self.forecasts.of(apply(self.workload, levers))
+        return self.forecasts.ask(apply(self.workload, levers))
 
     def glance(self, levers: Iterable[Lever]) -> Forecast:
         """Where a bound does not fit, that."""
@@ -124,9 +124,9 @@ class Search:
     def _is_lower(self, forecast: Forecast, before: Forecast) -> bool:
         """A bound that is no higher than a forecast says little of the two."""
         if before.is_bound and not forecast.is_bound and forecast.device_bytes >= before.device_bytes:
-            before = self.forecasts.of(before.workload)
+            before = self.forecasts.ask(before.workload)
         if forecast.is_bound and not before.is_bound and forecast.device_bytes < before.device_bytes:
-            forecast = self.forecasts.of(forecast.workload)
+            forecast = self.forecasts.ask(forecast.workload)
         return forecast.device_bytes < before.device_bytes
 
     def _see_whether_it_goes_alone(self, lever: Lever) -> None:

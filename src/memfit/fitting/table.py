@@ -198,7 +198,7 @@ def make_table(
     pruned = {resolve(work.model).name for work, _ in jobs if work.kind == "prune"} if guides else set()
     claims = [claim for claim in (*DECISIONS, *EXAMPLES) if resolve(claim.model).name in pruned]
     savings = [saving for saving in SAVINGS if resolve(saving.model).name in pruned]
-    steps = _Steps(on_step, len(jobs) + len(claims) + len(savings))
+    steps = _CellsDone(on_step, len(jobs) + len(claims) + len(savings))
     plans = PlanMemo()
     rows: list[TableRow] = []
     refused: list[tuple[str, MemfitError]] = []
@@ -222,7 +222,7 @@ def make_table(
     )  # fmt: skip
 
 
-class _Steps:
+class _CellsDone:
     """How far it is."""
 
     def __init__(self, on_step: OnStep, total: int) -> None:

@@ -169,7 +169,7 @@ SAVINGS = (
 
 
 @dataclass(frozen=True)
-class Advice:
+class Tip:
     """A change of settings, and the saving that is claimed for it, in words."""
 
     said: str
@@ -194,7 +194,7 @@ class TrainingClaims:
     gpu: str
     settings: Mapping[str, Any]
     totals: tuple[ClaimedTotal, ...]
-    advice: tuple[Advice, ...]
+    advice: tuple[Tip, ...]
     no_prediction: tuple[str, ...]
     """Advice that touches nothing on the GPU."""
 
@@ -213,12 +213,12 @@ LORA_CLAIMS = TrainingClaims(
         ClaimedTotal("after: 1 x 1536", "20.0", {**_AFTER, "alloc_conf": BOTH_ALLOCATOR_SETTINGS}),
     ),
     (
-        Advice("sequence 2048 to 1536", "1.5-2", {"seq_len": 1536}),
-        Advice("batch 2 x 8 to 1 x 16", "2-3", {"batch_size": 1, "grad_accum": 16}),
-        Advice(f"`{BOTH_ALLOCATOR_SETTINGS}`", "0.5-1", {"alloc_conf": BOTH_ALLOCATOR_SETTINGS}),
-        Advice("gradient checkpointing", "1-2", {"grad_checkpointing": True}, on={"grad_checkpointing": False}),
-        Advice("sequence 1536 to 1024", "1-2", {"seq_len": 1024}, on=_AFTER),
-        Advice("rank 128 to 64", "no figure", {"rank": 64}, on=_AFTER),
+        Tip("sequence 2048 to 1536", "1.5-2", {"seq_len": 1536}),
+        Tip("batch 2 x 8 to 1 x 16", "2-3", {"batch_size": 1, "grad_accum": 16}),
+        Tip(f"`{BOTH_ALLOCATOR_SETTINGS}`", "0.5-1", {"alloc_conf": BOTH_ALLOCATOR_SETTINGS}),
+        Tip("gradient checkpointing", "1-2", {"grad_checkpointing": True}, on={"grad_checkpointing": False}),
+        Tip("sequence 1536 to 1024", "1-2", {"seq_len": 1024}, on=_AFTER),
+        Tip("rank 128 to 64", "no figure", {"rank": 64}, on=_AFTER),
     ),
     (
         "`TOKENIZERS_PARALLELISM=false` and `OMP_NUM_THREADS=4` (0.2-0.5 GB): threads of the host, nothing on the GPU",
@@ -238,10 +238,10 @@ GSA_CLAIMS = TrainingClaims(
         ClaimedTotal("too aggressive: 8 x 2048", "51+", {"batch_size": 8, "grad_accum": 8, "seq_len": 2048}),
     ),
     (
-        Advice("micro-batch 2 to 1", "no figure", {"batch_size": 1, "grad_accum": 64}),
-        Advice("fp16 instead of bf16", "slightly", {"precision": "amp-fp16"}),
-        Advice("expandable segments", "no figure", {"alloc_conf": "expandable_segments:True"}),
-        Advice("gradient checkpointing", "no figure", {"grad_checkpointing": True}, on={"grad_checkpointing": False}),
+        Tip("micro-batch 2 to 1", "no figure", {"batch_size": 1, "grad_accum": 64}),
+        Tip("fp16 instead of bf16", "slightly", {"precision": "amp-fp16"}),
+        Tip("expandable segments", "no figure", {"alloc_conf": "expandable_segments:True"}),
+        Tip("gradient checkpointing", "no figure", {"grad_checkpointing": True}, on={"grad_checkpointing": False}),
     ),
     ("weights 7-8 GB and AdamW 14-16 GB for 512M parameters: the model has 184 million, 0.68 and 1.37 GiB in fp32",),
 )  # fmt: skip

@@ -24,7 +24,7 @@ from memfit.jobs.host import HostMemory
 from memfit.jobs.pruning.decoder import Decoder, check_decoder
 from memfit.jobs.pruning.engine import Engine
 from memfit.jobs.pruning.placement import MicroBatch
-from memfit.jobs.pruning.result import Outcome
+from memfit.jobs.pruning.result import PruningOutcome
 from memfit.jobs.pruning.streaming import Parts
 from memfit.jobs.workload import Workload
 from memfit.models.registry import build_model, load_config, source_notes
@@ -90,9 +90,9 @@ def within_positions(work: Workload) -> tuple[Workload, tuple[str, ...]]:
 
 
 @dataclass
-class _Traced:
+class _TracedPruning:
     trace: Trace
-    outcome: Outcome
+    outcome: PruningOutcome
     where: str
     micro_batches: int
     looked_at: int
@@ -148,7 +148,7 @@ class _Watched(list[MicroBatch]):
             yield batch
 
 
-def _traced(work: Workload, platform: Platform, blocks: Blocks | None) -> _Traced:
+def _traced(work: Workload, platform: Platform, blocks: Blocks | None) -> _TracedPruning:
     few = FEW
     made, watch = _run(work, platform, blocks, few)
     try:
@@ -166,7 +166,7 @@ def _run(
     *,
     layers: int | None = None,
     beside: Callable[[Tracer], AbstractContextManager[object]] = nullcontext,
-) -> tuple[_Traced, _Batches]:
+) -> tuple[_TracedPruning, _Batches]:
     """With so many `layers`, the few that tell the rest by default. What `beside` makes is entered around the job."""
     with torch.device("meta"):
         model = build_model(
@@ -177,7 +177,7 @@ def _run(
         )
     decoder = Decoder(model, None)
     ids = torch.zeros(work.nsamples, work.seq_len, dtype=torch.int64)
-    done: list[tuple[Outcome, HostMemory, _Batches]] = []
+    done: list[tuple[PruningOutcome, HostMemory, _Batches]] = []
 
     def job(tracer: Tracer) -> None:
         tracer.modules.know(model, "")
@@ -212,7 +212,7 @@ def _run(
     made.facts["placement"] = {"micro_batch": outcome.micro_batch, "hidden_states_on": outcome.hidden_on}
     every = -(-work.nsamples // outcome.micro_batch)
     looked = max((len(starts) for starts in watch.passes), default=0)
-    return _Traced(made, outcome, outcome.hidden_on, every, looked, decoder.block_bytes), watch
+    return _TracedPruning(made, outcome, outcome.hidden_on, every, looked, decoder.block_bytes), watch
 
 
 def traced_with(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 DOOR = {
     "callbacks": "lightning_memory trainer_memory",
-    "growth": "FEWEST GrowthWatch StepMemory WARM_UP growth_of",
+    "growth": "FEWEST GrowthWatch StepReading WARM_UP growth_of",
     "machine": (
         "CSV_COLUMNS GpuDriver GpuProcess GpuState NoNvml csv_rows host_memory look prometheus_text read_driver "
         "read_gpus"

@@ -37,7 +37,7 @@ FOLLOWS, VARIES = 0.7, 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepMemory:
+class StepReading:
     """Read at one moment of each step, after the gradients are gone; None where there is no GPU."""
 
     step: int
@@ -71,7 +71,7 @@ class GrowthWatch:
 
         self._gpu = torch.cuda.is_available() if gpu is None else gpu
         self._host = host or ProcessMemory()
-        self.samples: list[StepMemory] = []
+        self.samples: list[StepReading] = []
         self.peak_bytes: int | None = None
         self.reserved_bytes: int | None = None
         self.host_peak_bytes = self._host.read().used_bytes
@@ -81,10 +81,10 @@ class GrowthWatch:
         if self._gpu and torch.cuda.is_initialized():  # type: ignore[no-untyped-call,unused-ignore]
             torch.cuda.reset_peak_memory_stats()  # what went before in this process is not of this run
 
-    def sample(self, step: int, *, tokens: int = 0, longest: int = 0) -> StepMemory:
+    def sample(self, step: int, *, tokens: int = 0, longest: int = 0) -> StepReading:
         host = self._host.read()
         self.host_peak_bytes = max(self.host_peak_bytes, host.used_bytes)
-        made = StepMemory(step=step, host_bytes=host.used_bytes, tokens=tokens, longest=longest, **self._read_gpu())
+        made = StepReading(step=step, host_bytes=host.used_bytes, tokens=tokens, longest=longest, **self._read_gpu())
         self.samples.append(made)
         return made
 
@@ -123,7 +123,7 @@ class GrowthWatch:
         }  # fmt: skip
 
 
-def growth_of(samples: Sequence[StepMemory], *, capacity_bytes: int | None, host_bytes: int) -> MemoryGrowth:
+def growth_of(samples: Sequence[StepReading], *, capacity_bytes: int | None, host_bytes: int) -> MemoryGrowth:
     """The most pressing kind: what ends a run comes before what only looks like it."""
     seen = _spread(samples[WARM_UP:])
     if len(seen) < FEWEST:
@@ -136,7 +136,7 @@ def growth_of(samples: Sequence[StepMemory], *, capacity_bytes: int | None, host
     )  # fmt: skip
 
 
-def _leak(seen: Sequence[StepMemory], capacity: int | None) -> MemoryGrowth | None:
+def _leak(seen: Sequence[StepReading], capacity: int | None) -> MemoryGrowth | None:
     slope = rising(seen, [each.allocated_bytes or 0 for each in seen], least=LEAST_FLOOR)
     if slope is None:
         return None
@@ -149,7 +149,7 @@ def _leak(seen: Sequence[StepMemory], capacity: int | None) -> MemoryGrowth | No
     )  # fmt: skip
 
 
-def _fragmentation(seen: Sequence[StepMemory], capacity: int | None) -> MemoryGrowth | None:
+def _fragmentation(seen: Sequence[StepReading], capacity: int | None) -> MemoryGrowth | None:
     """What is reserved beyond the highest peak so far: long batches alone do not raise that."""
     highest, gaps = 0, []
     for each in seen:
@@ -168,7 +168,7 @@ def _fragmentation(seen: Sequence[StepMemory], capacity: int | None) -> MemoryGr
     )  # fmt: skip
 
 
-def _host_growth(seen: Sequence[StepMemory], host_bytes: int) -> MemoryGrowth | None:
+def _host_growth(seen: Sequence[StepReading], host_bytes: int) -> MemoryGrowth | None:
     slope = rising(seen, [each.host_bytes for each in seen], least=LEAST_HOST)
     if slope is None:
         return None
@@ -180,7 +180,7 @@ def _host_growth(seen: Sequence[StepMemory], host_bytes: int) -> MemoryGrowth | 
     )  # fmt: skip
 
 
-def _long_batches(seen: Sequence[StepMemory]) -> MemoryGrowth | None:
+def _long_batches(seen: Sequence[StepReading]) -> MemoryGrowth | None:
     peaks = [each.peak_bytes or 0 for each in seen]
     lengths = [each.longest or each.tokens for each in seen]
     if max(peaks) - min(peaks) < VARIES * median(peaks) or len(set(lengths)) < 2:
@@ -195,7 +195,7 @@ def _long_batches(seen: Sequence[StepMemory]) -> MemoryGrowth | None:
     )
 
 
-def rising(seen: Sequence[StepMemory], values: Sequence[int], *, least: int) -> float | None:
+def rising(seen: Sequence[StepReading], values: Sequence[int], *, least: int) -> float | None:
     """Bytes a step, where they rise steadily and by more than `least` over all; None otherwise."""
     steps = [each.step for each in seen]
     slopes = [
@@ -220,7 +220,7 @@ def _still(values: Sequence[int]) -> bool:
     return median(later[-quarter:]) > median(later[:quarter])
 
 
-def _spread(samples: Sequence[StepMemory]) -> list[StepMemory]:
+def _spread(samples: Sequence[StepReading]) -> list[StepReading]:
     if len(samples) <= MOST:
         return list(samples)
     return [samples[place * (len(samples) - 1) // (MOST - 1)] for place in range(MOST)]

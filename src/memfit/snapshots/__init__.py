@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 DOOR = {
-    "read": "Annotation FORMAT Remark Segment Snapshot read_snapshot snapshot_of",
+    "read": "Annotation FORMAT Remark SnapshotSegment Snapshot read_snapshot snapshot_of",
     "schema": "Frame Malformed clean scalar",
     "write": "as_json placed_snapshot save_snapshot",
 }

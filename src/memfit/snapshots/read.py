@@ -55,7 +55,7 @@ _STATES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class SnapshotBlock:
     address: int
     size: int
     requested_size: int  # 0 where the block is free: torch leaves a stale figure there
@@ -63,7 +63,7 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class SnapshotSegment:
     """A range the driver handed out (if expandable: one contiguous mapped part of it), tiled by its blocks."""
 
     device: int
@@ -72,7 +72,7 @@ class Segment:
     stream: int
     segment_type: str  # small or large
     is_expandable: bool
-    blocks: tuple[Block, ...] = ()
+    blocks: tuple[SnapshotBlock, ...] = ()
     pool_id: tuple[int, int] = (0, 0)  # other than (0, 0): a private pool, such as that of a CUDA graph
 
 
@@ -100,7 +100,7 @@ class Annotation:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    segments: tuple[Segment, ...]
+    segments: tuple[SnapshotSegment, ...]
     traces: tuple[Trace, ...] = field(repr=False)  # one a device, by its index
     settings: dict[str, Any]
     annotations: tuple[Annotation, ...]
@@ -180,7 +180,7 @@ def _snapshot(raw: Any) -> Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    segment: Segment
+    segment: SnapshotSegment
     active: list[tuple[int, int, bool, int]]  # address, requested bytes, awaiting its free, stack
 
 
@@ -192,7 +192,7 @@ def _segments(raw: Any, stacks: Stacks) -> Iterator[_Found]:
         blocks, active = _blocks(entry.get("blocks", []), where, address, stacks)
         if sum(block.size for block in blocks) != total:
             raise Malformed(f"the blocks of {where} do not add up to its 'total_size' {total}")
-        segment = Segment(
+        segment = SnapshotSegment(
             device=integer(entry, "device", where, 0, MAX_DEVICES - 1, default=0),
             address=address,
             total_size=total,
@@ -205,7 +205,9 @@ def _segments(raw: Any, stacks: Stacks) -> Iterator[_Found]:
         yield _Found(segment, active)
 
 
-def _blocks(raw: Any, where: str, start: int, stacks: Stacks) -> tuple[list[Block], list[tuple[int, int, bool, int]]]:
+def _blocks(
+    raw: Any, where: str, start: int, stacks: Stacks
+) -> tuple[list[SnapshotBlock], list[tuple[int, int, bool, int]]]:
     blocks, active, address = [], [], start
     for i, entry in enumerate(records(raw, f"{where}.blocks", 1 << 24)):
         at = f"{where}.blocks[{i}]"
@@ -218,7 +220,7 @@ def _blocks(raw: Any, where: str, start: int, stacks: Stacks) -> tuple[list[Bloc
             requested = 0
         else:
             active.append((address, requested, state == "active_pending_free", stacks.stack(frames, at)))
-        blocks.append(Block(address, size, requested, state))
+        blocks.append(SnapshotBlock(address, size, requested, state))
         address += size
     return blocks, active
 

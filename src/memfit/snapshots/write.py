@@ -24,7 +24,7 @@ from memfit.files import written_whole
 from memfit.replay.alloc_config import AllocatorConfig
 from memfit.replay.driver import DriverCall
 from memfit.replay.replay import DEFAULTS, replay
-from memfit.snapshots.read import FORMAT, Segment
+from memfit.snapshots.read import FORMAT, SnapshotSegment
 from memfit.units import format_bytes
 
 MAX_JSON_BYTES = 1 << 30  # the viewer gives up well before
@@ -38,7 +38,7 @@ _SEGMENT_ACTIONS = {
 
 def snapshot_dict(
     trace: Trace,
-    segments: Iterable[Segment],
+    segments: Iterable[SnapshotSegment],
     placements: Mapping[int, tuple[int, int]],
     *,
     device: int = 0,
@@ -190,7 +190,7 @@ class _SnapshotWriter:
 
     # -- the final state -----------------------------------------------------------------------------------------
 
-    def segment(self, segment: Segment) -> dict[str, Any]:
+    def segment(self, segment: SnapshotSegment) -> dict[str, Any]:
         end = segment.address + segment.total_size
         first, last = (bisect_left(self._layout, (edge, 0, 0)) for edge in (segment.address, end))
         blocks: list[dict[str, Any]] = []
@@ -244,7 +244,9 @@ def placed_snapshot(
     places = list(zip(placed.address.tolist(), placed.size.tolist(), strict=True))
     kept = kept_blocks(trace, begin, end).tolist()
     segments = [
-        Segment(0, record.address, record.size, record.stream, "small" if record.small else "large", record.expandable)
+        SnapshotSegment(
+            0, record.address, record.size, record.stream, "small" if record.small else "large", record.expandable
+        )
         for record in placed.segments
     ]
     return snapshot_dict(

@@ -32,10 +32,10 @@ class TracedEvent:
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
 
-    def record(self, stream: TracedStream | None = None) -> None:
+    def record(self, stream: StreamOfCuda | None = None) -> None:
         pass
 
-    def wait(self, stream: TracedStream | None = None) -> None:
+    def wait(self, stream: StreamOfCuda | None = None) -> None:
         pass
 
     def synchronize(self) -> None:
@@ -45,7 +45,7 @@ class TracedEvent:
         return True
 
 
-class TracedStream:
+class StreamOfCuda:
     """Made with whatever `torch.cuda.Stream` takes."""
 
     numbers: ClassVar[Iterator[int]]
@@ -70,7 +70,7 @@ class TracedStream:
     def wait_event(self, event: TracedEvent) -> None:
         pass
 
-    def wait_stream(self, stream: TracedStream) -> None:
+    def wait_stream(self, stream: StreamOfCuda) -> None:
         pass
 
     def synchronize(self) -> None:
@@ -84,12 +84,12 @@ class Streams:
     """Those of one trace, and which one is current."""
 
     def __init__(self) -> None:
-        self.kind: type[TracedStream] = type("Stream", (TracedStream,), {"numbers": count()})
+        self.kind: type[StreamOfCuda] = type("Stream", (StreamOfCuda,), {"numbers": count()})
         self.default = self.kind()
         self.current = self.default
 
     @contextmanager
-    def within(self, stream: TracedStream | None) -> Iterator[None]:
+    def within(self, stream: StreamOfCuda | None) -> Iterator[None]:
         """None is allowed, as it is by torch: nothing changes."""
         before, self.current = self.current, stream or self.current
         try:
@@ -97,7 +97,7 @@ class Streams:
         finally:
             self.current = before
 
-    def set_current(self, stream: TracedStream) -> None:
+    def set_current(self, stream: StreamOfCuda) -> None:
         self.current = stream
 
 

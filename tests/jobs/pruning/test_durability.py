@@ -17,7 +17,7 @@ from tiny_models import tiny_folder
 from memfit.errors import InputError
 from memfit.jobs.host import HostMemory, as_bytes
 from memfit.jobs.pruning import output as outputs
-from memfit.jobs.pruning.decoder import Decoder, Layout, Piece, Slot
+from memfit.jobs.pruning.decoder import Decoder, Layout, Slot, StoredPiece
 from memfit.jobs.pruning.journal import FORMAT, Journal, forget_blocks
 from memfit.jobs.pruning.output import OutputFolder, _checksum, discard, journal_of, partial_of, replaced_of
 from memfit.jobs.pruning.streaming import Uploads, bring
@@ -229,7 +229,7 @@ def test_a_part_in_the_middle_of_a_tensor_goes_to_its_place_in_a_file_of_another
     output = OutputFolder.create(tmp_path / "out", Decoder.open(source), {})
     sent: dict[str, torch.Tensor] = {}
 
-    def parts(piece: Piece) -> Iterator[tuple[int, memoryview]]:
+    def parts(piece: StoredPiece) -> Iterator[tuple[int, memoryview]]:
         sent[piece.stored.name] = value = torch.randn(piece.slot.shape).to(piece.slot.dtype)
         data = as_bytes(value.view(-1).view(torch.uint8))
         for start in range(0, len(data), 64):
@@ -268,7 +268,7 @@ def test_of_a_tensor_that_is_converted_what_lies_on_the_disk_is_shown(tmp_path: 
     save_file({"w": value}, tmp_path / "model.safetensors")
     weights = WeightStore.open(tmp_path)
     slot = Slot("w", (5, 40), torch.bfloat16, 0)
-    layout = Layout((slot,), (Piece(weights.stored["w"], slot, 0),), slot.nbytes)
+    layout = Layout((slot,), (StoredPiece(weights.stored["w"], slot, 0),), slot.nbytes)
     flat, shown = torch.zeros(slot.nbytes, dtype=torch.uint8), bytearray()
     cpu = torch.device("cpu")
     bring(weights, layout, flat, Uploads(cpu, HostMemory(cpu), 64), lambda _, data: shown.extend(data))

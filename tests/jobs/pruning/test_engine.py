@@ -15,7 +15,7 @@ from memfit.errors import InputError, UsageError
 from memfit.jobs.pruning.decoder import Decoder
 from memfit.jobs.pruning.engine import Engine
 from memfit.jobs.pruning.output import OutputFolder
-from memfit.jobs.pruning.result import Outcome
+from memfit.jobs.pruning.result import PruningOutcome
 from memfit.jobs.pruning.settings import PruneSettings, Sparsity
 
 SIZE = 2
@@ -23,7 +23,7 @@ SIZE = 2
 DENSE = [name for name in FAMILIES if name not in ("mixtral", "qwen3_moe")]
 
 
-def pruned(folder: Path, save: Path, **changes: Any) -> tuple[Any, Outcome]:
+def pruned(folder: Path, save: Path, **changes: Any) -> tuple[Any, PruningOutcome]:
     """The model that the engine saves, as transformers loads it."""
     from transformers import AutoModelForCausalLM
 

@@ -19,7 +19,7 @@ from memfit.errors import InputError
 from memfit.jobs.pruning.decoder import Decoder
 from memfit.jobs.pruning.engine import Engine
 from memfit.jobs.pruning.output import OutputFolder, journal_of, partial_of
-from memfit.jobs.pruning.result import BlockReport, Outcome
+from memfit.jobs.pruning.result import BlockReport, PruningOutcome
 from memfit.jobs.pruning.settings import PruneSettings
 from memfit.models.checkpoint import WeightStore
 
@@ -193,7 +193,7 @@ def test_the_micro_batches_of_the_first_run_are_kept(
     assert contents(save) == undisturbed
 
 
-def prune_without_finishing(source: Path, save: Path, size: int = 2) -> Outcome:
+def prune_without_finishing(source: Path, save: Path, size: int = 2) -> PruningOutcome:
     """All blocks are on disk and in the journal; then the run ends, as if it were killed."""
     decoder = Decoder.open(source)
     output = OutputFolder.create(save, decoder, {"method": "same"}, resume=True)

@@ -10,8 +10,8 @@ from memfit.jobs.host import HostMemory, Lane
 from memfit.jobs.pruning.placement import (
     SELECTION,
     WORKSPACES,
+    DeviceNeeds,
     HiddenStates,
-    Needs,
     Placement,
     Where,
     choose,
@@ -20,7 +20,7 @@ from memfit.jobs.pruning.placement import (
 )
 
 CPU = torch.device("cpu")
-NEEDS = Needs(hidden_per_window=10, activations_per_window=100, block=1000, fixed=500)
+NEEDS = DeviceNeeds(hidden_per_window=10, activations_per_window=100, block=1000, fixed=500)
 ALWAYS = 500 + WORKSPACES + SELECTION
 
 

@@ -159,9 +159,9 @@ def test_what_cannot_be_is_refused(how: dict[str, object]) -> None:
 def test_sweeps_are_kept_by_shape_and_the_oldest_go() -> None:
     sweeps = Sweeps()
     cpu = torch.device("cpu")
-    first = sweeps.of(4, 3, cpu, None)
-    assert sweeps.of(4, 3, cpu, None) is first
-    assert sweeps.of(4, 3, cpu, (2, 4)) is not first
+    first = sweeps.find(4, 3, cpu, None)
+    assert sweeps.find(4, 3, cpu, None) is first
+    assert sweeps.find(4, 3, cpu, (2, 4)) is not first
     for rows in range(Sweeps.MOST):
-        sweeps.of(2, rows, cpu, None)
-    assert sweeps.of(4, 3, cpu, None) is not first
+        sweeps.find(2, rows, cpu, None)
+    assert sweeps.find(4, 3, cpu, None) is not first

@@ -12,7 +12,7 @@ import torch
 
 from memfit.errors import InputError
 from memfit.jobs.host import HostMemory, as_bytes
-from memfit.jobs.pruning.decoder import Layout, Piece, Slot
+from memfit.jobs.pruning.decoder import Layout, Slot, StoredPiece
 from memfit.jobs.pruning.streaming import BlockReader, BlockWriter, Downloads, Load, Parts, Uploads, bring
 from memfit.models.checkpoint import WeightStore
 
@@ -54,7 +54,7 @@ def test_a_tensor_of_another_type_than_the_models_comes_in_whole_through_small_c
     save_file({"before": torch.ones(3), "w": value}, tmp_path / "model.safetensors")
     weights = WeightStore.open(tmp_path)
     slot = Slot("w", (7, 33), model, 0)
-    layout = Layout((slot,), (Piece(weights.stored["w"], slot, 0),), slot.nbytes)
+    layout = Layout((slot,), (StoredPiece(weights.stored["w"], slot, 0),), slot.nbytes)
     flat = torch.zeros(slot.nbytes, dtype=torch.uint8)
     bring(weights, layout, flat, Uploads(CPU, HostMemory(CPU), CHUNK))
     weights.close()

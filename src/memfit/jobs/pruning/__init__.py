@@ -6,7 +6,7 @@ DOOR = {
     "decoder": "Call Decoder check_decoder",
     "engine": "Engine",
     "placement": "MicroBatch NoRoom",
-    "result": "Outcome Planned Prediction Progress PruneResult RunOptions",
+    "result": "PruningOutcome Planned Prediction BlockProgress PruneResult RunOptions",
     "run": "run",
     "settings": "Method PruneSettings Sparsity",
     "streaming": "Parts",

@@ -56,7 +56,7 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class StoredPiece:
     """A stored tensor, and the bytes of the block that it fills."""
 
     stored: StoredTensor
@@ -76,7 +76,7 @@ class Piece:
 @dataclass(frozen=True, slots=True)
 class Layout:
     slots: tuple[Slot, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[StoredPiece, ...]
     nbytes: int
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
@@ -90,7 +90,7 @@ def lay_out(block: nn.Module, prefix: str, where: Mapping[str, list[tuple[Stored
         slot = Slot(name, tuple(tensor.shape), tensor.dtype, at)
         slots.append(slot)
         for stored, first in where.get(f"{prefix}.{name}", ()):
-            pieces.append(Piece(stored, slot, at + first * slot.dtype.itemsize))
+            pieces.append(StoredPiece(stored, slot, at + first * slot.dtype.itemsize))
         at = -(-(at + slot.nbytes) // ALIGN) * ALIGN
     return Layout(tuple(slots), tuple(pieces), at)
 

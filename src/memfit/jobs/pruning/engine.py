@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from memfit.errors import InputError
 from memfit.jobs.host import Event, HostMemory, Lane
 from memfit.jobs.pruning import kernels
-from memfit.jobs.pruning.decoder import Call, Decoder, Layout, Piece, Slot
+from memfit.jobs.pruning.decoder import Call, Decoder, Layout, Slot, StoredPiece
 from memfit.jobs.pruning.observation import Matrix, Observer, Pattern, Statistic, find_matrices
 from memfit.jobs.pruning.output import OutputFolder
 from memfit.jobs.pruning.placement import (
+    DeviceNeeds,
     HiddenStates,
     MicroBatch,
-    Needs,
     Placement,
     Team,
     Where,
@@ -33,7 +33,7 @@ from memfit.jobs.pruning.placement import (
     deal,
     usual_micro_batch,  # fmt: skip
 )
-from memfit.jobs.pruning.result import BlockReport, Outcome
+from memfit.jobs.pruning.result import BlockReport, PruningOutcome
 from memfit.jobs.pruning.settings import PruneSettings
 from memfit.jobs.pruning.streaming import BlockReader, Load, Sink, Uploads, bring
 from memfit.jobs.run import Phases
@@ -42,7 +42,7 @@ from memfit.models.checkpoint import StoredTensor, WeightStore
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["BlockReport", "Engine", "Outcome"]
+__all__ = ["BlockReport", "Engine", "PruningOutcome"]
 
 
 @contextmanager
@@ -91,7 +91,7 @@ class Engine:
         self, settings: PruneSettings, windows: Tensor | None, *, output: OutputFolder | None = None,
         sink: Sink | None = None, on_block: Callable[[BlockReport], None] = lambda _: None,
         dense: Tensor | None = None, pruned: Tensor | None = None,
-    ) -> Outcome:  # fmt: skip
+    ) -> PruningOutcome:  # fmt: skip
         """`windows` [samples, length] may be None where the method reads no data. `dense` and `pruned` are windows to
         evaluate: they go through each block before it is pruned and after. `sink` takes the blocks instead of files."""
         from memfit.jobs.pruning.sweep import Sweep
@@ -161,7 +161,7 @@ class Engine:
         self._places = chosen.blocks
         return dataclasses.replace(chosen, where=where or chosen.where)
 
-    def _needs(self, length: int, samples: int, settings: PruneSettings | None) -> Needs:
+    def _needs(self, length: int, samples: int, settings: PruneSettings | None) -> DeviceNeeds:
         decoder, item = self.decoder, self.decoder.dtype.itemsize
         statistics = 0
         if settings is not None and settings.method == "sparsegpt":
@@ -175,7 +175,7 @@ class Engine:
         widest = max(activations_per_token(block, decoder.hidden_size, item, experts) for block in decoder.blocks)
         if getattr(decoder.config, "_attn_implementation", "sdpa") == "eager":
             widest += 3 * item * int(decoder.config.num_attention_heads) * length
-        return Needs(
+        return DeviceNeeds(
             hidden_per_window=length * decoder.hidden_size * item, activations_per_window=length * widest,
             block=decoder.block_bytes, fixed=max(statistics, table),
         )  # fmt: skip
@@ -261,7 +261,7 @@ class Engine:
         if weights is not None:
             (tensor,) = stored
             slot = Slot("", tuple(parameter.shape), parameter.dtype, 0)
-            layout = Layout((slot,), (Piece(tensor, slot, 0),), slot.nbytes)
+            layout = Layout((slot,), (StoredPiece(tensor, slot, 0),), slot.nbytes)
             self.uploads.after(self.lanes[0].now())
             bring(weights, layout, made.view(-1).view(torch.uint8), self.uploads)
             self.lanes[0].wait(self.uploads.arrived())

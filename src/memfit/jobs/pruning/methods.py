@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from memfit.jobs.pruning.observation import Group, Statistic
+from memfit.jobs.pruning.observation import SharedInput, Statistic
 from memfit.jobs.pruning.selection import (
     SCRATCH_BYTES,
     Magnitude,
@@ -53,7 +53,7 @@ class Method(Protocol):
 
     def statistic(self, samples: int, columns: int, device: torch.device) -> Statistic: ...
 
-    def prune(self, weights: Sequence[Tensor], group: Group | None, sparsity: Sparsity) -> tuple[str, ...]:
+    def prune(self, weights: Sequence[Tensor], group: SharedInput | None, sparsity: Sparsity) -> tuple[str, ...]:
         """In place; what should be known of it."""
         ...
 
@@ -72,7 +72,7 @@ class ByMagnitude:
     def statistic(self, samples: int, columns: int, device: torch.device) -> Statistic:
         raise AssertionError("magnitude looks at no inputs")
 
-    def prune(self, weights: Sequence[Tensor], group: Group | None, sparsity: Sparsity) -> tuple[str, ...]:
+    def prune(self, weights: Sequence[Tensor], group: SharedInput | None, sparsity: Sparsity) -> tuple[str, ...]:
         for weight in weights:
             if sparsity.group is not None and sparsity.removed is not None:
                 prune_groups_(weight, Magnitude(), sparsity.removed, sparsity.group)
@@ -96,7 +96,7 @@ class ByNorms:
     def scorer(self, weight: Tensor, squared: Tensor) -> Scorer:
         return Ria(weight, squared) if self._ria else Wanda(squared)
 
-    def prune(self, weights: Sequence[Tensor], group: Group | None, sparsity: Sparsity) -> tuple[str, ...]:
+    def prune(self, weights: Sequence[Tensor], group: SharedInput | None, sparsity: Sparsity) -> tuple[str, ...]:
         assert group is not None and isinstance(group.statistic, Norms)
         squared = group.statistic.mean() if group.seen != 0 else torch.ones_like(group.statistic.mean())
         for weight in weights:
@@ -123,7 +123,7 @@ class WithUpdates:
     def statistic(self, samples: int, columns: int, device: torch.device) -> Statistic:
         return Products(samples, columns, device)
 
-    def prune(self, weights: Sequence[Tensor], group: Group | None, sparsity: Sparsity) -> tuple[str, ...]:
+    def prune(self, weights: Sequence[Tensor], group: SharedInput | None, sparsity: Sparsity) -> tuple[str, ...]:
         assert group is not None and isinstance(group.statistic, Products)
         statistic = group.statistic
         if group.seen == 0 or (sparsity.group is not None and sparsity.removed in (0, sparsity.group)):

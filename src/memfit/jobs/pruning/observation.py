@@ -57,13 +57,13 @@ class Matrix:
 
 
 def find_matrices(block: nn.Module) -> list[Matrix]:
-    found = list(_of(block))
+    found = list(_list_matrices(block))
     if not found:
         raise InputError(f"a {type(block).__name__} has no linear layers to prune")
     return found
 
 
-def _of(block: nn.Module) -> Iterator[Matrix]:
+def _list_matrices(block: nn.Module) -> Iterator[Matrix]:
     from transformers.pytorch_utils import Conv1D
 
     for name, module in block.named_modules():
@@ -170,7 +170,7 @@ class Enough(Exception):
 
 
 @dataclass
-class Group:
+class SharedInput:
     """Matrices with one input."""
 
     matrices: list[Matrix]
@@ -204,12 +204,12 @@ class Observer:
     pattern: Pattern | None = None
     whole: bool = False
     """Whether the block's output is wanted too."""
-    groups: list[Group] = field(default_factory=list)
-    _seen: list[tuple[weakref.ref[Tensor], Group]] = field(default_factory=list)
+    groups: list[SharedInput] = field(default_factory=list)
+    _seen: list[tuple[weakref.ref[Tensor], SharedInput]] = field(default_factory=list)
     _order: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._of_expert: dict[tuple[nn.Module, int, str], Group] = {}
+        self._of_expert: dict[tuple[nn.Module, int, str], SharedInput] = {}
         for matrix in self.matrices:
             if matrix.expert is not None:
                 self._join_expert(matrix)
@@ -248,7 +248,7 @@ class Observer:
         if not self.whole and self.pattern is not None and matrix.name == self.pattern.last:
             raise Enough
 
-    def _group_of(self, matrix: Matrix, x: Tensor) -> Group | None:
+    def _group_of(self, matrix: Matrix, x: Tensor) -> SharedInput | None:
         """None if the statistics have this tensor already."""
         if self.pattern is not None:
             return next(group for group in self.groups if group.matrices[0] is matrix)
@@ -256,7 +256,7 @@ class Observer:
             if known() is x and group.columns == matrix.columns:
                 group.matrices.append(matrix)
                 return None
-        group = Group([matrix], self.make(matrix.columns))
+        group = SharedInput([matrix], self.make(matrix.columns))
         self.groups.append(group)
         self._seen.append((weakref.ref(x), group))
         return group
@@ -278,7 +278,7 @@ class Observer:
             self._of_expert[key].matrices.append(matrix)
             return
         counted = torch.zeros((), dtype=torch.int64, device=self.device)
-        group = Group([matrix], self.make(matrix.columns), counted)
+        group = SharedInput([matrix], self.make(matrix.columns), counted)
         self._of_expert[key] = group
         self.groups.append(group)
 
@@ -310,7 +310,7 @@ class Observer:
         by_name = {matrix.name: matrix for matrix in self.matrices}
         for names in pattern.groups:
             members = [by_name[name] for name in names]
-            self.groups.append(Group(members, self.make(members[0].columns)))
+            self.groups.append(SharedInput(members, self.make(members[0].columns)))
 
     @property
     def unseen(self) -> list[Matrix]:

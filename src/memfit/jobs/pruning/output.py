@@ -35,7 +35,7 @@ import torch
 from memfit.errors import InputError, MemfitError, UsageError
 from memfit.files import written_whole
 from memfit.jobs.host import as_bytes
-from memfit.jobs.pruning.decoder import TORCH_DTYPES, Decoder, Piece
+from memfit.jobs.pruning.decoder import TORCH_DTYPES, Decoder, StoredPiece
 from memfit.jobs.pruning.journal import Journal, forget_blocks, sync_folder
 from memfit.jobs.pruning.observation import find_matrices
 from memfit.jobs.pruning.result import FILE, is_result
@@ -55,7 +55,7 @@ SAFETENSORS_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16:
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class NewTensor:
     """Where a tensor goes in the new files, and as what."""
 
     stored: StoredTensor
@@ -238,7 +238,7 @@ class OutputFolder:
             config["dtype"] = str(self._decoder.dtype).removeprefix("torch.")
             path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
-    def _pruned_pieces(self, block: int) -> list[Piece]:
+    def _pruned_pieces(self, block: int) -> list[StoredPiece]:
         return [p for p in self._decoder.layouts[block].pieces if p.stored.name in self._written]
 
     def _settle(self, block: int, files: list[int], checksum: int, facts: Mapping[str, Any]) -> None:
@@ -246,7 +246,7 @@ class OutputFolder:
             self._sync(files)
             self.journal.add_block(block, checksum, facts)
 
-    def _outgoing(self, piece: Piece, start: int, part: memoryview) -> tuple[int, memoryview]:
+    def _outgoing(self, piece: StoredPiece, start: int, part: memoryview) -> tuple[int, memoryview]:
         """A part in the type of its file, and where in the tensor it begins there."""
         dtype = TORCH_DTYPES[self._targets[piece.stored.name].dtype]
         if dtype == piece.slot.dtype:
@@ -264,7 +264,7 @@ class OutputFolder:
             self._sync(range(len(self._files)))
             self.journal.remember("rest", True)
 
-    def _copy(self, target: Target) -> None:
+    def _copy(self, target: NewTensor) -> None:
         stored, descriptor = target.stored, self._files[target.file]
         if target.dtype != stored.dtype:
             raw = torch.empty(stored.nbytes, dtype=torch.uint8)
@@ -307,9 +307,9 @@ class Check:
 # -- the plan of the new files -----------------------------------------------------------------------------------------
 
 
-def _plan(decoder: Decoder) -> tuple[dict[str, Target], list[bytes], list[int]]:
+def _plan(decoder: Decoder) -> tuple[dict[str, NewTensor], list[bytes], list[int]]:
     assert isinstance(decoder.weights, WeightStore)
-    targets: dict[str, Target] = {}
+    targets: dict[str, NewTensor] = {}
     headers, sizes = [], []
     for number, file in enumerate(decoder.weights.files):
         table: dict[str, Any] = {"__metadata__": {**file.metadata, "format": "pt"}}
@@ -327,7 +327,7 @@ def _plan(decoder: Decoder) -> tuple[dict[str, Target], list[bytes], list[int]]:
         text += b" " * (-len(text) % 8)
         header = len(text).to_bytes(8, "little") + text
         for stored, dtype, start, nbytes in placed:
-            targets[stored.name] = Target(stored, dtype, number, len(header) + start, nbytes)
+            targets[stored.name] = NewTensor(stored, dtype, number, len(header) + start, nbytes)
         headers.append(header)
         sizes.append(len(header) + at)
     return targets, headers, sizes

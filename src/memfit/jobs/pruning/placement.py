@@ -176,7 +176,7 @@ class Placement:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Needs:
+class DeviceNeeds:
     """Bytes on the device, estimated from above; the plan has them exactly."""
 
     hidden_per_window: int
@@ -202,7 +202,7 @@ def usual_micro_batch(windows: int, length: int) -> int:
     return max(1, min(TOKENS // length, windows))
 
 
-def choose(needs: Needs, windows: int, size: int, budget: int | None, *, smaller: bool = True) -> Placement:
+def choose(needs: DeviceNeeds, windows: int, size: int, budget: int | None, *, smaller: bool = True) -> Placement:
     """Micro-batches of `size`, with the hidden states on the device if that fits, on the host if not; with room for one
     block only, and then smaller micro-batches, when nothing else fits. `windows` are those of this process."""
     if budget is None:

@@ -72,7 +72,7 @@ class BlockReport:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class PruningOutcome:
     blocks: tuple[BlockReport, ...]
     ratios: tuple[float, ...]
     """What was asked of each block."""
@@ -302,7 +302,7 @@ class RunOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Progress:
+class BlockProgress:
     what: str
     done: int
     total: int

@@ -38,13 +38,13 @@ from memfit.jobs.pruning.output import OutputFolder, absolute, check_room, ident
 from memfit.jobs.pruning.placement import Team
 from memfit.jobs.pruning.result import (
     FILE,
+    BlockProgress,
     BlockReport,
-    Outcome,
     Perplexity,
     Planned,
     Predict,
-    Progress,
     PruneResult,
+    PruningOutcome,
     RunOptions,
     write_result,
 )
@@ -158,10 +158,10 @@ def run(
     predict: Predict | None = None,
 ) -> PruneResult:  # fmt: skip
     """Everything. Raises `RanOut` with what helps where memory did not suffice."""
-    return _Run(settings, options or RunOptions(), listener or Listener(), predict).whole()
+    return _PruningRun(settings, options or RunOptions(), listener or Listener(), predict).whole()
 
 
-class _Run:
+class _PruningRun:
     def __init__(
         self, settings: PruneSettings, options: RunOptions, listener: Listener, predict: Predict | None
     ) -> None:
@@ -401,7 +401,7 @@ class _Run:
     def _prune(
         self, log: MemoryLog, engine: Engine, windows: Windows | None, output: OutputFolder | None,
         evaluated: Windows | None,
-    ) -> Outcome:  # fmt: skip
+    ) -> PruningOutcome:  # fmt: skip
         total = len(engine.decoder.blocks)
         done = 0
 
@@ -416,20 +416,22 @@ class _Run:
             peak = None if part.gpu is None else part.gpu.stretch_peak_bytes
             self._publish(f"block {report.index}", part.gpu, done, total)
             self.listener.progress(
-                Progress(what="block", done=done, total=total, gpu_peak_bytes=peak, host_bytes=part.host.used_bytes)
+                BlockProgress(
+                    what="block", done=done, total=total, gpu_peak_bytes=peak, host_bytes=part.host.used_bytes
+                )
             )
 
         # What is not saved is gone when its block goes, and other processes do not see the folder: then the windows
         # for perplexity go along with the pruning.
         along = evaluated.ids if evaluated is not None and (output is None or self.team.size > 1) else None
         self.listener.progress(
-            Progress(what="block", done=0, total=total, gpu_peak_bytes=None, host_bytes=log.peak_host_bytes)
+            BlockProgress(what="block", done=0, total=total, gpu_peak_bytes=None, host_bytes=log.peak_host_bytes)
         )
         return engine.prune(
             self.settings, None if windows is None else windows.ids, output=output, on_block=on_block, pruned=along
         )
 
-    def _tell_sparsity(self, result: PruneResult, outcome: Outcome) -> None:
+    def _tell_sparsity(self, result: PruneResult, outcome: PruningOutcome) -> None:
         say = self.listener.say
         result.blocks, result.ratios = outcome.blocks, outcome.ratios
         result.placement = {
@@ -445,7 +447,7 @@ class _Run:
         say(STARS)
 
     def _evaluate(
-        self, engine: Engine, evaluated: Windows, outcome: Outcome, output: OutputFolder | None
+        self, engine: Engine, evaluated: Windows, outcome: PruningOutcome, output: OutputFolder | None
     ) -> Perplexity:
         say, ids, data = self.listener.say, evaluated.ids, evaluated.fingerprint
         name = {"wikitext2": "wikitext"}.get(data.dataset, data.dataset)

@@ -153,7 +153,7 @@ def _sweep_(
     width = block if groups is None else max(block // groups[1], 1) * groups[1]
     for start in range(0, columns, width):
         end = min(start + width, columns)
-        sweep = sweeps.of(end - start, rows, stacked.device, groups)
+        sweep = sweeps.find(end - start, rows, stacked.device, groups)
         sweep.weights.copy_(stacked[start:end])
         sweep.factor.copy_(factor[start:end, start:end])
         sweep.diagonal.copy_(diagonal[start:end])
@@ -245,7 +245,7 @@ class Sweeps:
     def __init__(self) -> None:
         self._made: dict[tuple[int, int, torch.device, Groups | None], ColumnSweep] = {}
 
-    def of(self, width: int, rows: int, device: torch.device, groups: Groups | None) -> ColumnSweep:
+    def find(self, width: int, rows: int, device: torch.device, groups: Groups | None) -> ColumnSweep:
         key = (width, rows, device, groups)
         sweep = self._made.pop(key, None) or ColumnSweep(width, rows, device, groups)
         self._made[key] = sweep

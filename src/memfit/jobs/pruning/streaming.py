@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from memfit.jobs.host import Event, HostMemory, Lane, as_bytes, finished
-from memfit.jobs.pruning.decoder import TORCH_DTYPES, Layout, Piece, Weights
+from memfit.jobs.pruning.decoder import TORCH_DTYPES, Layout, StoredPiece, Weights
 from memfit.units import MiB
 
 CHUNK = 32 * MiB
 Origin = Literal["source", "output"]
-Parts = Callable[[Piece], Iterator[tuple[int, memoryview]]]
+Parts = Callable[[StoredPiece], Iterator[tuple[int, memoryview]]]
 """A tensor's bytes as they are on the device, from the start on, in parts."""
 
 
@@ -186,7 +186,7 @@ class BlockWriter:
     def _run(self, block: int, flat: Tensor, ready: Event, facts: Callable[[], Mapping[str, Any]]) -> None:
         self._downloads.after(ready)
 
-        def parts(piece: Piece) -> Iterator[tuple[int, memoryview]]:
+        def parts(piece: StoredPiece) -> Iterator[tuple[int, memoryview]]:
             return self._downloads.fetch(flat[piece.offset : piece.offset + piece.nbytes])
 
         self._sink.write(block, parts, facts())
@@ -207,7 +207,7 @@ def bring(
         uploads.send(target, lambda out, start, piece=piece: read_as(weights, piece, out, start, seen))  # type: ignore[misc]
 
 
-def read_as(weights: Weights, piece: Piece, out: memoryview, start: int, seen: Seen) -> None:
+def read_as(weights: Weights, piece: StoredPiece, out: memoryview, start: int, seen: Seen) -> None:
     """Bytes of a stored tensor in the type that the model has, from a start on."""
     name, stored = piece.stored.name, TORCH_DTYPES[weights.stored[piece.stored.name].dtype]
     if stored == piece.slot.dtype:

@@ -29,10 +29,10 @@ from memfit.jobs.pruning import kernels
 from memfit.jobs.pruning.engine import Engine
 from memfit.jobs.pruning.kernels import attention_kernels
 from memfit.jobs.pruning.methods import ByNorms, Method, method_of, outlier_percentage, owl, owl_groups
-from memfit.jobs.pruning.observation import Group, Matrix, Statistic
+from memfit.jobs.pruning.observation import Matrix, SharedInput, Statistic
 from memfit.jobs.pruning.output import OutputFolder
 from memfit.jobs.pruning.placement import HiddenStates, Placement
-from memfit.jobs.pruning.result import BlockReport, MatrixReport, Outcome
+from memfit.jobs.pruning.result import BlockReport, MatrixReport, PruningOutcome
 from memfit.jobs.pruning.selection import Wanda, check_groups
 from memfit.jobs.pruning.settings import PruneSettings, Sparsity
 from memfit.jobs.pruning.statistics import check_finite, reconstruct_
@@ -66,7 +66,7 @@ class Sweep:
         self.notes: tuple[str, ...] = ()
         self.placement = self._settled_placement()
 
-    def run(self, on_block: Callable[[BlockReport], None]) -> Outcome:
+    def run(self, on_block: Callable[[BlockReport], None]) -> PruningOutcome:
         engine, reports = self.engine, list[BlockReport]()
         sparsities = self._sparsities()
         states = None if self.ids is None else engine.embed(self.ids, self.placement)
@@ -90,7 +90,7 @@ class Sweep:
                 each.settle()
         if states is not None:
             states.release()
-        return Outcome(
+        return PruningOutcome(
             blocks=tuple(reports), ratios=tuple(s.ratio for s in sparsities), micro_batch=self.placement.micro_batch,
             hidden_on=self.placement.where, host_peak_bytes=engine.host.peak_bytes,
             notes=(*self.notes, *notes, *dict.fromkeys(note for report in reports for note in report.notes)),
@@ -219,11 +219,11 @@ class Sweep:
 
     def _groups(
         self, index: int, states: HiddenStates | None
-    ) -> tuple[list[Group], HiddenStates | None, tuple[str, ...]]:
+    ) -> tuple[list[SharedInput], HiddenStates | None, tuple[str, ...]]:
         """The block's matrices by input, with statistics; and the dense block's outputs, where they are wanted."""
         engine, targets = self.engine, None
         if not self.method.needs_data and not self.settings.reconstruct:
-            return [Group([matrix], _NOTHING) for matrix in engine.matrices[index]], None, ()
+            return [SharedInput([matrix], _NOTHING) for matrix in engine.matrices[index]], None, ()
         assert states is not None
         if self.settings.reconstruct:
             with engine.phases("calibration"):
@@ -238,7 +238,7 @@ class Sweep:
         samples, device = 0 if self.ids is None else len(self.ids), self.engine.device
         return lambda columns: method.statistic(samples, columns, device)
 
-    def _select(self, index: int, groups: Sequence[Group], sparsity: Sparsity) -> tuple[str, ...]:
+    def _select(self, index: int, groups: Sequence[SharedInput], sparsity: Sparsity) -> tuple[str, ...]:
         engine, notes = self.engine, list[str]()
         slots = engine.weights(index)
         path = f"{engine.decoder.path}.{index}"
@@ -254,7 +254,7 @@ class Sweep:
         return (*(f"{path}: {note}" for note in notes), *_few_tokens(path, groups))
 
     def _looked_at(
-        self, path: str, groups: Sequence[Group], slots: Mapping[str, Tensor]
+        self, path: str, groups: Sequence[SharedInput], slots: Mapping[str, Tensor]
     ) -> Iterator[tuple[str, Tensor]]:
         for name in dict.fromkeys(matrix.slot for group in groups for matrix in group.matrices):
             yield f"{path}.{name}", slots[name]
@@ -262,7 +262,7 @@ class Sweep:
             if group.statistic is not _NOTHING:
                 yield f"inputs of {path}.{group.matrices[0].name}", group.statistic.summary()
 
-    def _ask_tokens(self, groups: Sequence[Group]) -> None:
+    def _ask_tokens(self, groups: Sequence[SharedInput]) -> None:
         counted = [group for group in groups if group.tokens is not None]
         if counted:
             together = torch.stack([group.tokens for group in counted if group.tokens is not None])
@@ -270,7 +270,7 @@ class Sweep:
                 for group, seen in zip(counted, together.tolist(), strict=True):
                     group.seen = seen
 
-    def _count(self, index: int, groups: Sequence[Group]) -> Callable[[], list[MatrixReport]]:
+    def _count(self, index: int, groups: Sequence[SharedInput]) -> Callable[[], list[MatrixReport]]:
         """Zeros of each matrix: counted on the device now, asked for later so that nothing waits."""
         engine, slots = self.engine, self.engine.weights(index)
         matrices = [(matrix, group.seen) for group in groups for matrix in group.matrices]
@@ -391,7 +391,7 @@ def _zeros(weight: Tensor) -> Tensor:
     return torch.stack([part.eq(0).sum() for part in flat.split(COUNTED_AT_ONCE)]).sum()
 
 
-def _few_tokens(path: str, groups: Iterable[Group]) -> tuple[str, ...]:
+def _few_tokens(path: str, groups: Iterable[SharedInput]) -> tuple[str, ...]:
     """Experts whose statistics say little."""
     seen = {_expert(group.matrices[0]): group.seen for group in groups if group.seen is not None}
     if not seen:

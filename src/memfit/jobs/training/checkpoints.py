@@ -186,7 +186,7 @@ TRIED_BYTES = 1 << 20
 
 
 @dataclass(kw_only=True)
-class Progress:
+class RunState:
     """What a run knows of itself beyond what the Trainer saves."""
 
     micro_batch_size: int
@@ -198,7 +198,7 @@ class Progress:
         (folder / PROGRESS).write_text(json.dumps(self.__dict__), encoding="utf-8")
 
     @classmethod
-    def read(cls, folder: Path) -> Progress | None:
+    def read(cls, folder: Path) -> RunState | None:
         """None in a checkpoint that the Trainer alone has written."""
         path = folder / PROGRESS
         if not path.is_file():
@@ -384,7 +384,7 @@ def incomplete(folder: Path, *, lora: bool) -> Iterator[str]:
     """What is wrong with each of its files, in words."""
     try:
         steps_done(folder)
-        Progress.read(folder)
+        RunState.read(folder)
     except InputError as error:
         yield error.message
     try:

@@ -134,7 +134,7 @@ class _Chunked(torch.autograd.Function):
         device, (of_hidden, of_weight, of_bias) = hidden.device.type, ctx.needs_input_grad[:3]
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
         with torch.autocast(device, enabled=False):  # each is cast once, not for every chunk
-            head = _Head(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype), cap)
+            head = _HeadInputs(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype), cap)
             counted = (labels != ignored)[:, None]
             words = labels.clamp(min=0)[:, None]
             grad_hidden = torch.empty_like(hidden) if of_hidden else None
@@ -162,7 +162,7 @@ class _Chunked(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class _Head:
+class _HeadInputs:
     hidden: Tensor
     weight: Tensor
     bias: Tensor | None
@@ -192,7 +192,7 @@ class _Learned:
 
 
 def _by_tokens(
-    head: _Head, words: Tensor, counted: Tensor, chunk: int, grad_hidden: Tensor | None
+    head: _HeadInputs, words: Tensor, counted: Tensor, chunk: int, grad_hidden: Tensor | None
 ) -> tuple[Tensor, _Learned]:
     """The sum of the losses, and what hidden states get: some tokens and all words at a time."""
     total = torch.zeros((), dtype=torch.float32, device=counted.device)
@@ -219,7 +219,7 @@ def _by_tokens(
 
 
 def _by_words(
-    head: _Head, words: Tensor, learned: _Learned, chunk: int, shares: Tensor, grad_weight: Tensor | None,
+    head: _HeadInputs, words: Tensor, learned: _Learned, chunk: int, shares: Tensor, grad_weight: Tensor | None,
     grad_bias: Tensor | None,
 ) -> None:  # fmt: skip
     """What the head gets: all tokens and some words at a time, so that each row of its gradient is made in one product.

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Sampler
 from transformers import Trainer
 
 from memfit.jobs.training import checkpoints
-from memfit.jobs.training.checkpoints import Progress, steps_done, write_identity
+from memfit.jobs.training.checkpoints import RunState, steps_done, write_identity
 from memfit.jobs.training.data import IGNORED, rows_of_step
 from memfit.jobs.training.job import TrainJob
 from memfit.jobs.training.loops import find_unused_parameters
@@ -81,7 +81,7 @@ class MemfitTrainer(Trainer):  # type: ignore[misc,unused-ignore]
         super().__init__(model=model, args=args, train_dataset=job.data, data_collator=job.collate)
         self.together = Together(args.device)
         self.first_step = 0 if job.resume_from is None else steps_done(job.resume_from)
-        self.progress = Progress(micro_batch_size=job.batch.micro_batch_size)
+        self.progress = RunState(micro_batch_size=job.batch.micro_batch_size)
         self.recovery = Recovery(
             job.batch, self.together, enabled=job.config.memory.oom_recovery and not self._sharded,
             on_halved=self._halved,
@@ -338,7 +338,7 @@ class MemfitTrainer(Trainer):  # type: ignore[misc,unused-ignore]
             part.load_state_dict(torch.load(Path(checkpoint) / name, map_location="cpu", weights_only=True))
 
     def _go_on_from(self, folder: Path) -> None:
-        before = Progress.read(folder)
+        before = RunState.read(folder)
         if before is None:
             return
         self.progress = before

@@ -121,7 +121,7 @@ def prepare_job(
 
     Where the job is only planned (`to_run=False`) nothing is fetched but a tokenizer, and what a run would need of this
     machine is a note."""
-    needs = Needs(to_run)
+    needs = MachineNeeds(to_run)
     has_source = needs.met(lambda: source_of(config.data)) is not None
     batch = resolve_batch(config.batch, _processes(config, world_size, needs))
     output_dir = Path(os.path.abspath(os.path.expanduser(config.output_dir)))
@@ -156,7 +156,7 @@ def prepare_job(
     return dataclasses.replace(job, notes=(*notes, *needs.notes))
 
 
-class Needs:
+class MachineNeeds:
     """What a run needs of this machine: an error where the job is to run, a note where it is only planned."""
 
     def __init__(self, to_run: bool) -> None:
@@ -181,7 +181,7 @@ class Needs:
             self.notes.append(f"to run it here: {error.message}{hint}")
 
 
-def _processes(config: TrainConfig, world_size: int | None, needs: Needs) -> int:
+def _processes(config: TrainConfig, world_size: int | None, needs: MachineNeeds) -> int:
     if world_size is not None:
         return world_size
     meant = None if needs.to_run or launched() else processes_meant(config.batch)
@@ -293,7 +293,7 @@ def _later(checkpoints: list[Path], done: int) -> list[Path]:
     return [each for each in after if not any(incomplete(each, lora=(each / ADAPTERS).exists()))]
 
 
-def _source(model: ModelConfig, needs: Needs, say: Callable[[str], None] | None) -> Source | None:
+def _source(model: ModelConfig, needs: MachineNeeds, say: Callable[[str], None] | None) -> Source | None:
     """Where the weights are; None where there are none, or where a plan does without them."""
     if model.starts_from_scratch:
         return None
@@ -328,7 +328,7 @@ def _named_wrong(model: ModelConfig) -> bool:
     return model.tokenizer.count("/") != 1 or model.tokenizer.startswith((".", "/", "~"))
 
 
-def _data(config: DataConfig, tokenizer: Any, needs: Needs) -> TrainingData | None:
+def _data(config: DataConfig, tokenizer: Any, needs: MachineNeeds) -> TrainingData | None:
     return needs.met(lambda: read_training_data(config, tokenizer), unless=not is_on_hub(source_of(config)))
 
 

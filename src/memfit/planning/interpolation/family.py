@@ -171,13 +171,13 @@ class Family:
         try:
             for part, noted in parts_of(heard, work.seq_len).items():
                 traced = stream_of(noted.trace, noted.calls)
-                self._add(part, point, traced, _Context.make(recipe, noted.loss_modules))
+                self._add(part, point, traced, _PieceFacts.make(recipe, noted.loss_modules))
         except NotSeparable as why:
             self._traced[point] = {}
             if sum(not parts for parts in self._traced.values()) >= FAILURES:
                 self.given_up = str(why)
 
-    def _add(self, part: Part, point: Point, traced: TracedStream, context: _Context) -> None:
+    def _add(self, part: Part, point: Point, traced: TracedStream, context: _PieceFacts) -> None:
         pieces = self._pieces[part]
         numbers = self._config_numbers(THRESHOLDS) if self._divided else []
         key = traced.stream, context.key, _place(point[LENGTH], numbers)
@@ -254,7 +254,7 @@ class Family:
 
 
 @dataclass(frozen=True)
-class _Context:
+class _PieceFacts:
     """What a piece needs to become a plan, and a key that is the same where that is."""
 
     key: str
@@ -262,7 +262,7 @@ class _Context:
     loss_modules: frozenset[str]
 
     @classmethod
-    def make(cls, recipe: Recipe, loss_modules: frozenset[str]) -> _Context:
+    def make(cls, recipe: Recipe, loss_modules: frozenset[str]) -> _PieceFacts:
         facts = recipe.facts()
         facts["settings"] = {k: v for k, v in facts["settings"].items() if k not in ("batch_size", "seq_len")}
         kept = Trace(facts={HOST: recipe.trace.facts[HOST]} if HOST in recipe.trace.facts else {})
@@ -272,7 +272,7 @@ class _Context:
 @dataclass(eq=False)
 class _KnownPiece:
     piece: Piece
-    context: _Context
+    context: _PieceFacts
     contradicted: bool = False
     """The job did something else at a point inside: comparisons and powers of two do not tell it all."""
 

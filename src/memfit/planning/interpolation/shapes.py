@@ -205,7 +205,7 @@ class Piece:
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
         self.points: dict[Point, TracedStream] = {}
-        self._fitted: _Fitted | None = None
+        self._fitted: _Polynomials | None = None
         self._why_not: Unproven = TooFewPoints("no points")
         self._checked = 0
 
@@ -222,7 +222,7 @@ class Piece:
             raise TooFewPoints("no traced points all around")
         return fitted.at(point)
 
-    def fit(self, ask: Ask) -> _Fitted:
+    def fit(self, ask: Ask) -> _Polynomials:
         """Find the polynomials, or see that those found before hold for the points that have been added."""
         new = list(self.points)[self._checked :]
         self._checked = len(self.points)
@@ -241,15 +241,15 @@ class Piece:
             raise self._why_not
         return self._fitted
 
-    def _found(self) -> _Fitted:
+    def _found(self) -> _Polynomials:
         points = list(self.points)
         varying = sum(len({p[axis] for p in points}) > 1 for axis in (0, 1))
         if len(points) < LEAST_POINTS[varying]:
             raise TooFewPoints(f"{len(points)} points")
-        return _Fitted(self.stream, Fits(points), list(self.points.values()))
+        return _Polynomials(self.stream, Fits(points), list(self.points.values()))
 
 
-class _Fitted:
+class _Polynomials:
     """One stream's sizes and its rules' numbers as polynomials."""
 
     def __init__(self, stream: Stream, fits: Fits, traced: list[TracedStream]) -> None:
