@@ -63,7 +63,9 @@ def test_an_unknown_question_is_an_error_that_names_file_line_and_function(ask: 
 def test_the_error_says_what_was_asked_and_what_to_do() -> None:
     with pytest.raises(TraceError, match="asks an int64 tensor for its value") as caught:
         trace(lambda _: as_int())
-    assert 'answers={("train.py", ' in str(caught.value.hint)
+    line = as_int.__code__.co_firstlineno + 1
+    assert f"--answer test_answers.py:{line}=true" in str(caught.value.hint)
+    assert 'answers={("test_answers.py", "as_int"): True}' in str(caught.value.hint)
 
 
 def two_questions() -> tuple[bool, bool]:

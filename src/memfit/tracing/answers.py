@@ -151,12 +151,12 @@ class Answers:
         if said is not None:
             return said
         if asker is None or self.values is None:
-            raise TraceError(_at(asker) + question, hint=_HINT)
+            raise TraceError(_at(asker) + question, hint=_hint(asker))
         for words, value, meaning in HARMLESS:
             if words.search(_line(asker)):
                 self.meanings[meaning] = None
                 return self._say(asker, value)
-        raise TraceError(_at(asker) + question, hint=_HINT)
+        raise TraceError(_at(asker) + question, hint=_hint(asker))
 
     def _known_answer(self, tensor: torch.Tensor) -> tuple[FrameType | None, Value | None]:
         """Asked by the innermost code outside torch, or by torch itself on the way there; nobody further out counts."""
@@ -182,10 +182,15 @@ class Answers:
         return value
 
 
-_HINT = (
-    "memfit runs the code without data, so there is no value, and a guess could be wrong: leave the line out of the"
-    ' traced code, or pass answers={("train.py", "the_function_that_asks"): value}'
-)
+def _hint(asker: FrameType | None) -> str:
+    file, line, function = "train.py", 123, "the_function_that_asks"
+    if asker is not None:
+        file, line, function = os.path.basename(asker.f_code.co_filename), asker.f_lineno, asker.f_code.co_name
+    return (
+        "memfit runs the code without data, so there is no value, and a guess could be wrong: leave the line out of the"
+        f' traced code, or give the value: --answer {file}:{line}=true of plan script, answers={{("{file}",'
+        f' "{function}"): True}} of memfit.trace'
+    )
 
 
 def asking_line() -> str:
