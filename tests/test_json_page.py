@@ -13,6 +13,8 @@ import pytest
 import memfit
 from memfit.cli.main import main
 
+pytestmark = pytest.mark.usefixtures("shared_traces")
+
 PAGE = (Path(__file__).parents[1] / "docs" / "json.md").read_text(encoding="utf-8")
 FORWARD: dict[str, Any] = {"kind": "forward", "model": "smollm2-135m", "seq_len": 64}
 LORA: dict[str, Any] = {"kind": "lora", "model": "smollm2-135m", "rank": 8, "seq_len": 64}

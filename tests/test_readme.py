@@ -9,11 +9,13 @@ import doctest
 import os
 import re
 import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from support.warm_python import warm_python
+
+pytestmark = pytest.mark.usefixtures("shared_traces")
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -30,8 +32,9 @@ def commands() -> list[tuple[str, str]]:
 
 
 def run(command: str) -> str:
-    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "NO_COLOR": "1"}
-    done = subprocess.run(["bash", "-c", command], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    env = {**os.environ, "NO_COLOR": "1"}
+    said = f'memfit() {{ "{warm_python()}" -m memfit "$@"; }}; {command}'
+    done = subprocess.run(["bash", "-c", said], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
     assert done.stderr == ""
     return done.stdout.strip("\n")
 
@@ -107,7 +110,7 @@ def test_the_makefile_says_what_each_target_does() -> None:
 
 def test_a_step_of_ones_own_is_reported() -> None:
     done = subprocess.run(
-        [sys.executable, "examples/own_step.py"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=120
+        [warm_python(), "examples/own_step.py"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=120
     )
     assert done.stdout.startswith("safe: ")
 

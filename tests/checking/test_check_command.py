@@ -23,6 +23,8 @@ from memfit.errors import UsageError
 from memfit.jobs.workload import Workload
 from memfit.planning.card_here import fit_command
 
+pytestmark = pytest.mark.usefixtures("shared_traces")
+
 KEYS = {"subject", "name", "status", "found", "next", "details"}
 
 

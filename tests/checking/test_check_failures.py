@@ -37,6 +37,8 @@ from memfit.jobs.workload import Workload
 from memfit.recording.machine import GpuProcess, GpuState
 from memfit.units import GiB
 
+pytestmark = pytest.mark.usefixtures("shared_traces")
+
 
 def flow_of(where: Situation) -> tuple[Finding, list[Flow]]:
     """The line on gradients; the one on the loss is of another subject."""

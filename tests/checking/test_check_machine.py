@@ -28,6 +28,8 @@ from memfit.jobs.workload import Workload
 from memfit.recording.machine import GpuDriver, GpuState, NoNvml
 from memfit.units import GiB
 
+pytestmark = pytest.mark.usefixtures("shared_traces")
+
 WHEEL = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]
 """Architectures of a torch wheel for CUDA 12.8."""
 
@@ -130,8 +132,8 @@ import os, sys
 from memfit.cli.main import main
 class Finder:
     def find_spec(self, name, path=None, target=None):
-        if name == "torch" and "PYTORCH_CUDA_ALLOC_CONF" in os.environ:
-            os.abort()
+        if name == "torch":
+            os._exit(99 if "PYTORCH_CUDA_ALLOC_CONF" in os.environ else 0)
 sys.meta_path.insert(0, Finder())
 sys.exit(main(["check", "train", "--model", "gpt2", "--seq-len", "64", "--gpu", "8GB", "--json"]))
 """
@@ -141,7 +143,7 @@ def test_nothing_imports_torch_before_they_are_set_aside() -> None:
     there = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments=True"}
     done = subprocess.run([sys.executable, "-c", SETTINGS_AT_IMPORT], env=there, capture_output=True, timeout=120,
                           check=False)  # fmt: skip
-    assert done.returncode == 1, done.stderr[-500:]
+    assert done.returncode == 0, done.stderr[-500:]
 
 
 def test_of_two_variables_the_one_that_torch_reads_is_named() -> None:

@@ -7,7 +7,6 @@ import json
 import math
 import random
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.warm_python import warm_python
 from tiny import TINY
 
 from memfit.cli import batch as batch_command
@@ -324,7 +324,7 @@ def test_a_file_is_looked_through_for_jobs_that_differ_in_batch_and_length(
 
 
 def test_a_line_is_answered_before_the_next_one_is_written(tiny: str) -> None:
-    command = [sys.executable, "-m", "memfit", "plan", "batch", "-"]
+    command = [warm_python(), "-m", "memfit", "plan", "batch", "-"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         assert process.stdin is not None and process.stdout is not None
         for line in sweep(tiny, 2):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.warm_python import warm_python
 
 Memfit = Callable[..., Any]
 
@@ -73,7 +74,7 @@ def _heeds_control_c() -> None:
 
 def test_control_c_ends_with_130_and_what_was_answered_before_is_out(tiny: str) -> None:
     line = json.dumps({"kind": "forward", "model": tiny, "seq_len": 16, "id": 1})
-    command = [sys.executable, "-m", "memfit", "plan", "batch", "-"]
+    command = [warm_python(), "-m", "memfit", "plan", "batch", "-"]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, preexec_fn=_heeds_control_c) as process:
         assert process.stdin is not None
@@ -107,7 +108,7 @@ def test_a_full_disk_is_an_error_in_a_line_and_no_verdict(command: list[str], ti
     line = json.dumps({"kind": "forward", "model": tiny, "seq_len": 16})
     with open("/dev/full", "wb") as full:
         done = subprocess.run(
-            [sys.executable, "-m", "memfit", *command], stdout=full, stderr=subprocess.PIPE, input=line.encode()
+            [warm_python(), "-m", "memfit", *command], stdout=full, stderr=subprocess.PIPE, input=line.encode()
         )
     assert done.returncode == 2
     assert done.stderr.splitlines()[0] == b"error: the output cannot be written: No space left on device"
@@ -118,7 +119,7 @@ def test_a_plan_that_does_not_fit_and_cannot_be_printed_is_not_a_verdict(tiny: s
     asked = [str(word) for word in (*FORWARD, "--model", tiny, "--gpu", "600MiB")]
     for extra in ([], ["--json"]):
         with open("/dev/full", "wb") as full:
-            assert subprocess.run([sys.executable, "-m", "memfit", *asked, *extra], stdout=full).returncode == 2
+            assert subprocess.run([warm_python(), "-m", "memfit", *asked, *extra], stdout=full).returncode == 2
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
@@ -127,7 +128,7 @@ def test_a_pipe_that_nobody_reads_is_left_quietly(command: list[str], tiny: str)
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run(
-        [sys.executable, "-m", "memfit", *command], stdout=writer, stderr=subprocess.PIPE, input=line.encode()
+        [warm_python(), "-m", "memfit", *command], stdout=writer, stderr=subprocess.PIPE, input=line.encode()
     )
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, b"")

@@ -7,13 +7,13 @@ import pickle
 import shutil
 import stat
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.warm_python import warm_python
 
 Memfit = Callable[..., Any]
 DATA = Path(__file__).parents[1] / "data"
@@ -71,7 +71,7 @@ def test_an_export_can_be_read_from_a_pipe_and_the_pipe_stays(memfit: Memfit, re
 
 
 def test_an_export_to_stdout_is_the_export_and_nothing_else(recording: Path) -> None:
-    command = [sys.executable, "-m", "memfit", "export", recording, "--to", "csv", "-o", "/dev/stdout"]
+    command = [warm_python(), "-m", "memfit", "export", recording, "--to", "csv", "-o", "/dev/stdout"]
     piped = subprocess.run(command, capture_output=True, check=True).stdout
     assert subprocess.run([*command[:-1], recording.with_name("a.csv")], capture_output=True).returncode == 0
     assert piped == recording.with_name("a.csv").read_bytes()

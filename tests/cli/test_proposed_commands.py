@@ -13,6 +13,8 @@ import yaml
 
 from memfit.cli.main import main
 
+pytestmark = pytest.mark.usefixtures("shared_traces")
+
 LLAMA = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("shared_traces")
+
 Memfit = Callable[..., Any]
 SMALL = ("--models", "smollm2-135m", "--workloads", "forward,prune", "--gpus", "8GB,2GiB", "--seq-len", "128")
 

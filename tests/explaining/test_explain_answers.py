@@ -9,6 +9,8 @@ import pytest
 from memfit.explaining.explain import Explanation, explain
 from memfit.units import GiB, MiB
 
+pytestmark = pytest.mark.usefixtures("shared_traces")
+
 
 def message(
     *, asked: str = "1.16 GiB", capacity: str = "23.64 GiB", free: str = "512.00 MiB", own: str = "22.83 GiB",

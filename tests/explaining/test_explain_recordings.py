@@ -25,6 +25,8 @@ from memfit.jobs.workload import Workload, flag
 from memfit.planning.card_here import unusual_flags
 from memfit.units import GiB, MiB
 
+pytestmark = pytest.mark.usefixtures("shared_traces")
+
 DATA = Path(__file__).parents[1] / "data"
 TINY = {
     "model_type": "llama", "vocab_size": 32_000, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,

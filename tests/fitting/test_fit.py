@@ -17,6 +17,8 @@ from memfit.gpus import find_gpu
 from memfit.jobs.workload import Workload
 from memfit.units import gib
 
+pytestmark = pytest.mark.usefixtures("shared_traces")
+
 GPU = "2560MiB"
 JOB: dict[str, Any] = {"kind": "train", "model": "gpt2", "batch_size": 4, "seq_len": 512, "global_batch": 8}
 """4.2 GiB as it is."""

@@ -22,6 +22,8 @@ from memfit.gpus import find_gpu
 from memfit.jobs.training.batch import resolve_batch
 from memfit.jobs.training.config_file import load_config
 
+pytestmark = pytest.mark.usefixtures("shared_traces")
+
 JOB: dict[str, Any] = {
     "kind": "lora", "model": "gpt2", "batch_size": 8, "seq_len": 512, "global_batch": 16, "rank": 8, "gpu": "2GiB",
     "keep": ("selective_checkpointing", "offload", "seq_len", "rank", "adapter_dtype"),

@@ -16,6 +16,8 @@ from memfit.jobs.workload import Workload
 from memfit.render.fit import show_ladder
 from memfit.render.plan import as_text
 
+pytestmark = pytest.mark.usefixtures("shared_traces")
+
 GPU = "6GiB"
 
 

@@ -25,6 +25,8 @@ from memfit.planning.whole_model_pruning import predict_whole_model_pruning
 from memfit.render.plan import as_text
 from memfit.render.table import as_csv, as_markdown, show_table
 
+pytestmark = pytest.mark.usefixtures("shared_traces")
+
 MODELS, CARDS = ("smollm2-135m", "llama-3.2-1b"), ("24GB", "2GiB", "6GiB")
 
 

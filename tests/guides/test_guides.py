@@ -18,6 +18,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from support.warm_python import warm_python
+
+pytestmark = pytest.mark.usefixtures("shared_traces")
 
 TESTS = Path(__file__).parents[1]
 sys.path.append(str(TESTS / "jobs" / "pruning"))
@@ -60,10 +63,11 @@ def shell(hub: Path, tmp_path: Path) -> Shell:
         words = shlex.split(line.replace("\\\n", " "))
         module = {"memfit": ["-m", "memfit"], "torchrun": ["-m", "torch.distributed.run", "--standalone"]}
         done = subprocess.run(
-            [sys.executable, *module[words[0]], *words[1:]], cwd=tmp_path, capture_output=True, text=True, timeout=600,
+            [warm_python(), *module[words[0]], *words[1:]], cwd=tmp_path, capture_output=True, text=True, timeout=600,
             env={
                 **os.environ, "HF_HOME": str(hub), "HF_HUB_OFFLINE": "1", "MEMFIT_DATA": str(hub / "data"),
-                "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SOURCE), "NO_COLOR": "1", **env,
+                "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(SOURCE), "NO_COLOR": "1", "PYTHON_EXEC": warm_python(),
+                **env,
             },
         )  # fmt: skip
         assert done.returncode == code, (

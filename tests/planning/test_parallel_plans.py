@@ -15,6 +15,7 @@ import torch
 from measured import Pair, assert_measured, is_pinned, pair, peak, runs
 from miniatures import Miniatures, check_extended
 from plans import LLAMA, plan, small_llama
+from support.quick import quick
 
 from memfit.errors import UsageError
 from memfit.events import Action, Trace
@@ -191,12 +192,12 @@ REPEATING: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", REPEATING)
+@pytest.mark.parametrize("kind", quick(("amp", "lora"), REPEATING))
 def test_sharded_blocks_repeat(small: Miniatures, kind: str) -> None:
     check_extended(small.work("llama", **REPEATING[kind], world_size=4, parallel="fsdp2"))
 
 
-@pytest.mark.parametrize("family", ["gpt2", "gemma2"])
+@pytest.mark.parametrize("family", quick(["gpt2"], ["gpt2", "gemma2"]))
 def test_so_do_those_of_other_families(small: Miniatures, family: str) -> None:
     check_extended(small.work(family, **REPEATING["amp"], world_size=4, parallel="fsdp2"))
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from support.warm_python import warm_python
 from tiny_models import tiny_folder, tiny_windows
 
 from memfit.errors import UsageError
@@ -63,11 +63,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         prune(tiny_folder(where, family), where / f"one-{method}", method, Team())
     with pytest.raises(KeyboardInterrupt):
         prune(where / "llama", where / "resumed", "wanda", Team(), stop_at=1)
-    here = Path(__file__).parent
-    environment = {**os.environ, "PYTHONPATH": f"{here}{os.pathsep}{here.parents[2] / 'src'}", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHON_EXEC": warm_python()}
     script = where / "worker.py"
-    script.write_text(WORKER)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    script.write_text(f"import sys; sys.path.append({str(Path(__file__).parent)!r})\n{WORKER}")
+    command = [warm_python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
         [*command, str(script), str(where)], env=environment, capture_output=True, text=True, check=False
     )
@@ -147,11 +146,11 @@ def test_torchrun_with_fewer_micro_batches_than_processes_comes_to_the_weights_o
         "--eval-dataset", str(tmp_path / "text.txt"), "--eval-windows", "1", "--nsamples", "3", "--seqlen", "64",
         "--device", "cpu",
     ]  # fmt: skip
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHON_EXEC": warm_python()}
     two = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     ended = [
         subprocess.run(
-            [sys.executable, *start, *asked, "--save", str(tmp_path / name)], env=environment, capture_output=True,
+            [warm_python(), *start, *asked, "--save", str(tmp_path / name)], env=environment, capture_output=True,
             text=True, check=False, timeout=300,
         )
         for start, name in (([], "one"), (two, "two"))

@@ -6,12 +6,13 @@ import hashlib
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.quick import quick
+from support.warm_python import warm_python
 from tiny_folder import english, model_folder
 
 from memfit.cli.main import main
@@ -85,7 +86,7 @@ def test_a_killed_run_is_resumed_to_the_same_bytes(
     model: Path, undisturbed: dict[str, str], tmp_path: Path, moment: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    command = [sys.executable, "-c", KILLED, moment, *asked(model, out)]
+    command = [warm_python(), "-c", KILLED, moment, *asked(model, out)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # as here: the order of sums is part of the bytes
     killed = subprocess.run(command, capture_output=True, timeout=120, env=environment, check=False)
     assert killed.returncode == -9, killed.stderr.decode()
@@ -172,10 +173,12 @@ for point in points:
     assert [path.name for path in where.iterdir()] == ["out"], (point, left, os.listdir(where))
 print("POINTS", len(points), "of", steps)
 """
+EVERY = [("once", 29), ("again", 140), ("once", 11), ("again", 60)]
+"""At every so many of the steps, and at each of the last ones, at which the result is put in its place."""
 
 
-@pytest.mark.parametrize("first", ["once", "again"])
-def test_a_run_killed_before_any_step_to_the_disk_is_never_a_dead_end(tmp_path: Path, first: str) -> None:
+@pytest.mark.parametrize(("first", "every"), quick([("once", 29), ("again", 140)], EVERY))
+def test_a_run_killed_before_any_step_to_the_disk_is_never_a_dead_end(tmp_path: Path, first: str, every: int) -> None:
     """Before the journal, within its lines, between the renames; also of a run that replaces an earlier result."""
     (tmp_path / "text.txt").write_text(english(20))
     asked = [
@@ -183,8 +186,8 @@ def test_a_run_killed_before_any_step_to_the_disk_is_never_a_dead_end(tmp_path: 
         "--nsamples", "2", "--seqlen", "32", "--no-eval", "--device", "cpu",
     ]  # fmt: skip
     (tmp_path / "runs").mkdir()
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "EVERY": "11" if first == "once" else "60"}
-    command = [sys.executable, "-c", ANYWHERE, str(tmp_path / "runs"), first, *asked]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "EVERY": str(every)}
+    command = [warm_python(), "-c", ANYWHERE, str(tmp_path / "runs"), first, *asked]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "POINTS" in done.stdout
@@ -241,7 +244,7 @@ def test_a_disk_that_fills_up_is_said_and_the_run_goes_on_once_there_is_room(
 ) -> None:
     filler = small_disk / "filler"
     full = subprocess.run(
-        [sys.executable, "-c", FILLS, moment, *asked(model, small_disk / "out")], capture_output=True, text=True,
+        [warm_python(), "-c", FILLS, moment, *asked(model, small_disk / "out")], capture_output=True, text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", "FILLER": str(filler)}, timeout=200, check=False,
     )  # fmt: skip
     assert full.returncode == 2, full.stderr

@@ -5,23 +5,27 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
+import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from support.warm_python import warm_python
 from tiny_folder import english, model_folder
 
 from memfit.cli.main import main
 
 STOPS = """
 import os, signal, sys
+from pathlib import Path
 from memfit.jobs.pruning.output import OutputFolder
 
 plain = OutputFolder.write
 def write(self, block, *rest):
     if block == 2:
         self.settle()  # so that there is something to resume
+        Path(os.environ["NUMBER"]).write_text(f"{os.getpid()}\\n")
         os.kill(os.getpid(), signal.SIGSTOP)
     return plain(self, block, *rest)
 
@@ -29,7 +33,16 @@ OutputFolder.write = write
 from memfit.cli.main import main
 sys.exit(main(sys.argv[1:]))
 """
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+@dataclass(frozen=True)
+class Stopped:
+    pid: int
+    run: subprocess.Popen[str]
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+        self.run.wait(timeout=60)
 
 
 @pytest.fixture(scope="module")
@@ -44,20 +57,29 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.fixture
-def stopped(asked: list[str], tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+def stopped(asked: list[str], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stopped]:
     """A run in the middle of its work, alive and not moving."""
-    command = [sys.executable, "-c", STOPS, *asked, "--save", str(tmp_path / "out")]
-    process = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    _, status = os.waitpid(process.pid, os.WUNTRACED)
-    assert os.WIFSTOPPED(status), process.communicate()[1]
-    yield process
-    process.kill()
-    process.communicate()
+    number = tmp_path_factory.mktemp("number") / "pid"
+    command = [warm_python(), "-c", STOPS, *asked, "--save", str(tmp_path / "out")]
+    with subprocess.Popen(
+        command, env={**os.environ, "NUMBER": str(number)}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as run:
+        while not (number.exists() and is_stopped(number.read_text())):
+            assert run.poll() is None, run.communicate()[1]
+            time.sleep(0.02)
+        stopped = Stopped(int(number.read_text()), run)
+        yield stopped
+        if run.poll() is None:
+            stopped.kill()
+
+
+def is_stopped(number: str) -> bool:
+    return number.endswith("\n") and Path(f"/proc/{number.strip()}/stat").read_text().rpartition(") ")[2][0] == "T"
 
 
 @pytest.mark.parametrize("how", [[], ["--resume"], ["--force"]])
 def test_a_second_run_is_told_who_has_the_folder_and_touches_nothing(
-    asked: list[str], stopped: subprocess.Popen[str], tmp_path: Path, how: list[str], capfd: pytest.CaptureFixture[str]
+    asked: list[str], stopped: Stopped, tmp_path: Path, how: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     assert main([*asked, "--save", str(tmp_path / "out"), *how]) == 2
@@ -67,36 +89,31 @@ def test_a_second_run_is_told_who_has_the_folder_and_touches_nothing(
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
     if how == ["--force"]:  # and it is unharmed
         os.kill(stopped.pid, signal.SIGCONT)
-        assert stopped.wait(timeout=120) == 0
+        assert stopped.run.wait(timeout=120) == 0
         assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_the_results_folder_beside_save_model_is_held_too(
-    asked: list[str], stopped: subprocess.Popen[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    asked: list[str], stopped: Stopped, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*asked, "--save", str(tmp_path / "out"), "--save-model", str(tmp_path / "other")]) == 2
     assert f"is being written by process {stopped.pid}" in capfd.readouterr().err
     assert not (tmp_path / "other").exists()
 
 
-def test_a_killed_process_holds_nothing(asked: list[str], stopped: subprocess.Popen[str], tmp_path: Path) -> None:
+def test_a_killed_process_holds_nothing(asked: list[str], stopped: Stopped, tmp_path: Path) -> None:
     stopped.kill()
-    stopped.wait()
     assert (tmp_path / "out.partial.lock").is_file()
     assert main([*asked, "--save", str(tmp_path / "out"), "--resume"]) == 0
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_of_two_that_resume_at_once_one_works_and_one_is_told(
-    asked: list[str], stopped: subprocess.Popen[str], tmp_path: Path
+    asked: list[str], stopped: Stopped, tmp_path: Path
 ) -> None:
     stopped.kill()
-    stopped.wait()
-    command = [sys.executable, "-m", "memfit", *asked, "--save", str(tmp_path / "out"), "--resume"]
-    both = [
-        subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
+    command = [warm_python(), "-m", "memfit", *asked, "--save", str(tmp_path / "out"), "--resume"]
+    both = [subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) for _ in range(2)]
     said = [process.communicate(timeout=200)[1] for process in both]
     assert sorted(process.returncode for process in both) == [0, 2], said
     told = said[[process.returncode for process in both].index(2)]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import yaml
+from support.warm_python import warm_python
 from tiny_run import document
 
 SCRIPT = str(Path(__file__).parent / "disturbed_run.py")
@@ -20,12 +20,12 @@ def launch(folder: Path, name: str, *, processes: int = 2, resume: bool = False,
            **changes: Any) -> subprocess.CompletedProcess[str]:  # fmt: skip
     config = folder / f"{name}.yaml"
     config.write_text(yaml.safe_dump(document(folder, output_dir=str(folder / name), **(SIZES | changes))))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    command = [warm_python(), "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     if processes == 1:
-        command = [sys.executable]
+        command = [warm_python()]
     command += [SCRIPT, "train", "--config", str(config), *(["--resume_from", "latest"] if resume else [])]
     return subprocess.run(
-        command, env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}, capture_output=True, text=True,
+        command, env={**os.environ, "PYTHON_EXEC": warm_python(), **(env or {})}, capture_output=True, text=True,
         timeout=150, check=False,
     )  # fmt: skip
 

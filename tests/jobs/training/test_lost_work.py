@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
-import resource
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
+from support.warm_python import warm_python
 from tiny_run import document, run, same, tiny_job
 
 from memfit.errors import InputError
 from memfit.jobs.training import checkpoints as checkpointing
 from memfit.jobs.training.checkpoints import CannotSave, why_not_written
-
-MEMFIT = (sys.executable, "-m", "memfit", "train", "--config")
 
 
 def config(folder: Path, **changes: object) -> str:
@@ -29,11 +25,10 @@ def config(folder: Path, **changes: object) -> str:
     return str(path)
 
 
-def started(*words: str, **options: object) -> subprocess.Popen[str]:
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [*MEMFIT, *words], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
-    )  # type: ignore[call-overload,no-any-return]
+def started(config: str, *, limits: str = "pass") -> subprocess.Popen[str]:
+    code = f"{limits}; from memfit.cli.main import run; run()"
+    command = [warm_python(), "-c", code, "train", "--config", config]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def names(folder: Path) -> set[str]:
@@ -103,10 +98,8 @@ def test_a_disk_without_room_for_the_first_checkpoint_says_so(small_disk: Path, 
 
 
 def test_a_limit_on_files_is_told_in_the_system_s_words(tmp_path: Path) -> None:
-    def limited() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (8_000, 8_000))
-
-    done = started(config(tmp_path), preexec_fn=limited)
+    limits = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (8_000, 8_000))"
+    done = started(config(tmp_path), limits=limits)
     _, said = done.communicate(timeout=300)
     assert done.returncode == 2
     assert "error: the checkpoint of step 2 could not be written: File too large" in said

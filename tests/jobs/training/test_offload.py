@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from late_lane import LateLane
+from support.quick import quick
 from tiny_run import LLAMA, run, same, tiny_job
 
 from memfit.errors import UsageError
@@ -62,8 +63,14 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 # -- a loop of one's own and the Hugging Face Trainer ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("loop", ["plain", "trainer"])
-@pytest.mark.parametrize("checkpointing", ["none", "grad_checkpointing", "selective_checkpointing"])
+LOOPS = [
+    (how, loop) for how in ("none", "grad_checkpointing", "selective_checkpointing") for loop in ("plain", "trainer")
+]
+
+
+@pytest.mark.parametrize(
+    ("checkpointing", "loop"), quick([each for each in LOOPS if each[1] == "plain" or each[0] == "none"], LOOPS)
+)
 def test_lora_learns_the_same_whatever_lies_on_the_host(tmp_path: Path, loop: str, checkpointing: str) -> None:
     settings = {"loop": loop, "clip_grad": True, "grad_accum": 2}
     settings |= {} if checkpointing == "none" else {checkpointing: True}
@@ -73,7 +80,7 @@ def test_lora_learns_the_same_whatever_lies_on_the_host(tmp_path: Path, loop: st
         assert equal(trained(tmp_path, offload=offload, **settings), whole), offload
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("attention", quick(["sdpa"], ["eager", "sdpa"]))
 @pytest.mark.parametrize("checkpointing", ["none", "grad_checkpointing", "selective_checkpointing"])
 def test_copies_that_come_as_late_as_they_may_change_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpointing: str, attention: str

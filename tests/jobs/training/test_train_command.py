@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from support.warm_python import warm_python
 from training_folder import TINY_GSA, text_file
 
 import memfit
@@ -195,7 +195,7 @@ def test_wrong_usage_ends_with_2_and_one_error(
 
 def test_a_world_size_that_does_not_divide_is_found_under_torchrun_s_variables(config: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "memfit", "train", "--config", config, "--set", "global_batch_size=8"],
+        [warm_python(), "-m", "memfit", "train", "--config", config, "--set", "global_batch_size=8"],
         env={**os.environ, "WORLD_SIZE": "3", "RANK": "0"}, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 2
