@@ -263,8 +263,8 @@ def test_a_limit_that_was_asked_for_and_is_too_small_is_refused_in_its_own_words
 
 def test_a_change_that_another_does_not_go_without_is_told_as_such() -> None:
     answer = memfit.fit(
-        kind="lora", model="gpt2", batch_size=32, seq_len=1024, world_size=2, parallel="fsdp2", loss="chunked",
-        gpu="4200MiB", keep=("batch_size", "seq_len", "rank", "alloc_conf", "adapter_dtype"),
+        kind="lora", model="gpt2", batch_size=12, seq_len=1024, world_size=2, parallel="fsdp2", loss="chunked",
+        gpu="2250MiB", margin=0.0, keep=("batch_size", "seq_len", "rank", "alloc_conf", "adapter_dtype"),
     )  # fmt: skip
 
     without = {change["name"]: change["without"] for change in answer.to_json()["changes"]}
