@@ -40,6 +40,7 @@ def prune(folder: Path, save: Path, method: str, team: Team, *, stop_at: int | N
         output.finish()
 
 
+HERE = Path(__file__).parent
 WORKER = """
 import sys, torch
 from pathlib import Path
@@ -65,7 +66,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         prune(where / "llama", where / "resumed", "wanda", Team(), stop_at=1)
     environment = {**os.environ, "PYTHON_EXEC": warm_python()}
     script = where / "worker.py"
-    script.write_text(f"import sys; sys.path.append({str(Path(__file__).parent)!r})\n{WORKER}")
+    script.write_text(f"import sys; sys.path += {[str(HERE), str(HERE.parents[1])]}\n{WORKER}")
     command = [warm_python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
         [*command, str(script), str(where)], env=environment, capture_output=True, text=True, check=False
