@@ -166,3 +166,12 @@ def test_every_folder_is_a_room_of_the_table() -> None:
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: str(folder.relative_to(PACKAGE)))
 def test_no_room_has_more_than_twenty_files(folder: Path) -> None:
     assert len(list(folder.glob("*.py"))) <= 20
+
+
+def test_a_class_name_occurs_once() -> None:
+    found: dict[str, list[str]] = {}
+    for path in FILES:
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name.lstrip("_"), []).append(str(path.relative_to(PACKAGE)))
+    assert {name: files for name, files in found.items() if len(files) > 1} == {}

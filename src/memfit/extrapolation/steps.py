@@ -1,5 +1,7 @@
-"""More steps than were traced. From its second step on a job repeats itself, with new tensors: what lies between two
-like places of a trace is put in again behind the second, as often as steps are missing.
+"""More steps than were traced: a step of the trace is put in again, as often as steps are missing.
+
+From its second step on a job repeats itself, with new tensors: what lies between two like places of a trace is put in
+again behind the second.
 
 A step lets go what the step before it made (its gradients, a batch), so the step that is put in must be told which of
 the tensors it finds stand for those. There are two proofs, made anew for each trace; where they fail, NotRepeating is
@@ -14,8 +16,6 @@ raised and no step is added.
 
     |step w8 m8 g4 |zero -g |step h4 |zero -h        becomes
     |step w8 m8 g4 |zero -g |step h4 |zero -h |step i4 |zero -i
-
-The same trace, with blocks numbered as they are born.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from memfit.extrapolation.blocks import Extension, Ints, NotRepeating, sizes_of,
 
 
 def in_birth_order(trace: Trace) -> tuple[Trace, Ints]:
-    """Without sizes; and of each block its number before. Facts are as they were: traces whose facts name blocks are
-    in this order already."""
+    """The same trace with blocks numbered as they are born, without sizes; and of each block its number before. Facts
+    are as they were: traces whose facts name blocks are in this order already."""
     actions, subjects = np.frombuffer(trace.actions, np.uint8), np.frombuffer(trace.subjects, np.int64)
     births: Ints = subjects[actions == Action.ALLOC]
     number = np.zeros(len(trace.op_of), dtype=np.int64)

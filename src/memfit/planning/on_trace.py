@@ -1,13 +1,7 @@
 """A prepared job as a Trace: its own code, on the traced device, with its phases marked.
 
 The Trainer and accelerate are made to believe in the traced device, and what they and `generate` ask of tensors is
-answered for a run that does exactly what was asked for. Host memory is counted, and not taken. Code that does not say
-its phases has them told from what runs: forward, but inside `backward()` and an optimizer's `step()`, which ends a
-step.
-
-Kinds of layers are gone through in their order, so that a plan is the same in every process: transformers makes masks
-and rotary tables for each kind of layer that a model has, in the order of a Python set of their names, and that changes
-from process to process. On a GPU it does so too: of two runs one may then peak a little higher than the other.
+answered for a run that does exactly what was asked for. Host memory is counted, and not taken.
 """
 
 from __future__ import annotations
@@ -177,6 +171,8 @@ def true_at(count: int, on_token: Callable[[], None]) -> Callable[[torch.Tensor]
 
 @contextmanager
 def phases_by_what_runs(tracer: Any) -> Iterator[None]:
+    """Of code that does not say its phases: forward, but inside `backward()` and an optimizer's `step()`, which ends a
+    step."""
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
     mark, step, depth = tracer.trace.mark, 1, 0
@@ -226,7 +222,9 @@ class OrderedSet(set[Any]):
 
 @contextmanager
 def kinds_in_order(model: nn.Module) -> Iterator[None]:
-    """In the code of transformers that `model` runs."""
+    """In the code of transformers that `model` runs: it makes masks and rotary tables for each kind of layer in the
+    order of a Python set of their names, which changes from process to process. A plan is the same in all of them; of
+    two runs on a GPU one may peak a little higher than the other."""
     base = getattr(model, "get_base_model", lambda: model)()
     names = {"transformers.masking_utils", type(base).__module__}
     with ExitStack() as stack:

@@ -22,19 +22,22 @@ import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from memfit.analysis.advice import advise
 from memfit.analysis.own_lines import is_own
 from memfit.errors import TraceError, UsageError
-from memfit.events import Action
+from memfit.events import Action, Trace
 from memfit.gpus import Gpu, find_gpu
 from memfit.planning.failures import failures_of_the_job
 from memfit.planning.on_trace import phases_by_what_runs
 from memfit.planning.predict import NOT_MODELLED, Plan, assess, context_on
 from memfit.planning.traced import Provenance
 from memfit.replay.alloc_config import AllocatorConfig
+
+if TYPE_CHECKING:
+    from memfit.tracing.own_code import OwnCodeTracer
 
 
 def trace_own_code(
@@ -73,34 +76,74 @@ def trace_code(
     gradients that it zeroes."""
     import torch
 
-    from memfit.planning import categories
     from memfit.planning.on_trace import TRAINER_KNOWN
     from memfit.platform import platform_of
     from memfit.tracing.answers import NO_OVERFLOW, Answers, Site
-    from memfit.tracing.held import noting_what_is_held
-    from memfit.tracing.outside import nothing_saved, put_back
-    from memfit.tracing.own_code import OwnCodeNames, OwnCodeTracer
-    from memfit.tracing.pretended_card import card_pretended
-    from memfit.tracing.processes import processes_pretended
+    from memfit.tracing.own_code import OwnCodeTracer
     from memfit.tracing.python_stacks import keeping_stacks
-    from memfit.tracing.tracer import check_not_nested, run_traced
-    from memfit.tracing.unknown import mathematics_of_unknown_numbers
+    from memfit.tracing.tracer import check_not_nested
 
     started = time.perf_counter()
     card = None if gpu is None else find_gpu(gpu)
     config = AllocatorConfig.parse(alloc_conf)
-    parameters: dict[str, int] = {"all": 0, "trainable": 0}
     table = Answers(
         {Site(*place): value for place, value in (answers or {}).items()}, known=NO_OVERFLOW | TRAINER_KNOWN
     )
     check_not_nested()
     with keeping_stacks():
         tracer = OwnCodeTracer(torch.device("meta"), platform_of(card), table)
+    parameters: dict[str, int] = {"all": 0, "trainable": 0}
+    made = _run_traced(code, tracer, card or find_gpu("H200"), config, parameters, drops_gradients=drops_gradients)
+    how = Provenance()
+    notes = (
+        *_not_modelled(tracer.unmodelled),
+        *more_notes(),
+        f"predicted, not measured: traced with torch {torch.__version__}, kernels of 2.11",
+        how.in_words(),
+        *(card.notes if card else ()),
+        *{**table.meanings, **tracer.assumed},
+    )
+    trains = any(mark.phase == "backward" for mark in made.marks)
+    plan = assess(
+        made,
+        config,
+        card,
+        context_on(card, training=trains, flash=True),
+        started=started,
+        how=how,
+        notes=notes,
+        model=name,
+        parameters=parameters["all"],
+        trainable_parameters=parameters["trainable"],
+        workload=workload,
+    )
+    return dataclasses.replace(plan, advice=advise(plan.timeline, plan.report.labels, config))
+
+
+def _run_traced(
+    code: Callable[[Any], object],
+    tracer: OwnCodeTracer,
+    card: Gpu,
+    config: AllocatorConfig,
+    parameters: dict[str, int],
+    *,
+    drops_gradients: bool,
+) -> Trace:
+    """Labelled. Weights are counted as they are met."""
+    from memfit.planning import categories
+    from memfit.tracing.held import noting_what_is_held
+    from memfit.tracing.outside import nothing_saved, put_back
+    from memfit.tracing.own_code import OwnCodeNames
+    from memfit.tracing.pretended_card import card_pretended
+    from memfit.tracing.processes import processes_pretended
+    from memfit.tracing.tracer import run_traced
+    from memfit.tracing.unknown import mathematics_of_unknown_numbers
+
     names = OwnCodeNames(tracer)
 
     def run(_: OwnCodeTracer) -> None:
         with (
-            card_pretended(names, card or find_gpu("H200"), config),
+            card_pretended(names, card, config),
             processes_pretended(tracer),
             phases_by_what_runs(tracer),
             noting_what_is_held(tracer, is_own, drops_gradients=drops_gradients),
@@ -119,32 +162,7 @@ def trace_code(
             hint='move the model and its inputs to "cuda" inside it: model.cuda(), torch.randn(8, 128, device="cuda")',
         )
     categories.label(made)
-    how = Provenance()
-    trains = any(mark.phase == "backward" for mark in made.marks)
-    context = context_on(card, training=trains, flash=True)
-    notes = (
-        *_not_modelled(tracer.unmodelled),
-        *more_notes(),
-        f"predicted, not measured: traced with torch {torch.__version__}, kernels of 2.11",
-        how.in_words(),
-        *(card.notes if card else ()),
-        *{**table.meanings, **tracer.assumed},
-    )
-    made_plan = assess(
-        made,
-        config,
-        card,
-        context,
-        started=started,
-        how=how,
-        notes=notes,
-        model=name,
-        parameters=parameters["all"],
-        trainable_parameters=parameters["trainable"],
-        workload=workload,
-    )
-    report = made_plan.report
-    return dataclasses.replace(made_plan, advice=advise(made_plan.timeline, report.labels, config))
+    return made
 
 
 @contextmanager

@@ -5,11 +5,8 @@
     shelf     the free blocks of one pool and one stream, in the order of torch's std::set: size, then address
     pool      small (blocks of up to 1 MiB) or large; it also counts searches, which is how torch measures age
 
-Of two blocks that merge the lower one stays, so the object at the start of a segment is the same all its life.
-
-Segments and blocks as plain data, in the words of torch's snapshots.
-
-What the allocator counts: the figures of `torch.cuda.memory_stats()`, for all pools together.
+Of two blocks that merge the lower one stays, so the object at the start of a segment is the same all its life. What is
+counted of them are the figures of `torch.cuda.memory_stats()`, for all pools together.
 """
 
 from __future__ import annotations
