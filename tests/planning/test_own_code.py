@@ -52,7 +52,8 @@ def by_hand() -> Plan:
 
 @pytest.fixture(scope="module")
 def by_flags() -> Plan:
-    return memfit.predict(kind="train", model=small_llama(), batch_size=4, seq_len=128, precision="bf16", gpu="H200")
+    job = {"kind": "train", "model": small_llama(), "batch_size": 4, "seq_len": 128, "outputs": "dropped"}
+    return memfit.predict(**job, precision="bf16", gpu="H200")
 
 
 def test_a_loop_written_by_hand_comes_to_the_peak_of_the_planned_job(by_hand: Plan, by_flags: Plan) -> None:
@@ -87,7 +88,8 @@ def test_phases_are_told_from_what_runs(by_hand: Plan, by_flags: Plan) -> None:
 
 def test_the_report_has_the_contract_s_form(by_hand: Plan, by_flags: Plan) -> None:
     document = by_hand.to_json()
-    assert list(document) == list(by_flags.to_json())
+    own = ("lines", "advice")  # which a workload has no code for
+    assert [key for key in document if key not in own] == list(by_flags.to_json())
     assert document["workload"]["kind"] == "own-code"
     assert document["model"]["name"] == "train_by_hand"
     assert sum(document["breakdown"].values()) == document["peak"]["allocated_bytes"]
