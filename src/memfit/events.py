@@ -207,10 +207,16 @@ class Trace:
     def emptied(self) -> Trace:
         """The same origin, facts, marks, names and stacks; no events and no blocks."""
         return Trace(
-            origin=self.origin, facts=dict(self.facts), marks=list(self.marks), names=list(self.names),
-            _name_ids=dict(self._name_ids), stacks=list(self.stacks), frames=list(self.frames),
-            _stack_ids=dict(self._stack_ids), _frame_ids=dict(self._frame_ids),
-        )  # fmt: skip
+            origin=self.origin,
+            facts=dict(self.facts),
+            marks=list(self.marks),
+            names=list(self.names),
+            _name_ids=dict(self._name_ids),
+            stacks=list(self.stacks),
+            frames=list(self.frames),
+            _stack_ids=dict(self._stack_ids),
+            _frame_ids=dict(self._frame_ids),
+        )
 
     def take_blocks(self, source: Trace, chosen: npt.NDArray[np.int64]) -> None:
         """Blocks of a trace with the same names, all but their sizes."""

@@ -112,10 +112,16 @@ def idle_at(timeline: Timeline, event: int) -> Idle | None:
     allocated = int(timeline.size[alive].sum())
     waiting = int(timeline.size[held].sum()) - allocated
     return Idle(
-        event=event, reserved_bytes=reserved, allocated_bytes=allocated, waiting_bytes=waiting,
-        idle_bytes=reserved - allocated - waiting, holes=len(holes), largest_hole_bytes=max(holes, default=0),
-        releasable_bytes=releasable, rounding_bytes=allocated - int(requested.sum()),
-    )  # fmt: skip
+        event=event,
+        reserved_bytes=reserved,
+        allocated_bytes=allocated,
+        waiting_bytes=waiting,
+        idle_bytes=reserved - allocated - waiting,
+        holes=len(holes),
+        largest_hole_bytes=max(holes, default=0),
+        releasable_bytes=releasable,
+        rounding_bytes=allocated - int(requested.sum()),
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -188,9 +188,13 @@ class _View:
 
 
 def compare(
-    a: Trace, b: Trace, *, detail: int = 10_000, marks_a: Sequence[tuple[int, Mark]] | None = None,
+    a: Trace,
+    b: Trace,
+    *,
+    detail: int = 10_000,
+    marks_a: Sequence[tuple[int, Mark]] | None = None,
     marks_b: Sequence[tuple[int, Mark]] | None = None,
-) -> Comparison:  # fmt: skip
+) -> Comparison:
     """How two traces differ. At most `detail` allocations are listed in hunks; all are counted. Where phases begin is
     read off the traces' own marks, unless `marks_a` or `marks_b` say it: (event, mark), in order."""
     left, right = _View(a, marks_a), _View(b, marks_b)

@@ -324,23 +324,28 @@ def cut(run: Run, begin: int, end: int, *, first_step: int = 1) -> Run:
     kept = kept_blocks(run.trace, begin, end)
     timeline = _cut_timeline(run.timeline, kept, begin, end)
     return replace(
-        run, timeline=timeline, labels=_cut_labels(run.labels, kept, begin, end, first_step),
+        run,
+        timeline=timeline,
+        labels=_cut_labels(run.labels, kept, begin, end, first_step),
         times=None if run.times is None else run.times[begin:end],
         rows=kept if run.rows is None else run.rows[kept],
-    )  # fmt: skip
+    )
 
 
 def _cut_timeline(timeline: Timeline, kept: Ints, begin: int, end: int) -> Timeline:
     return Timeline(
-        trace=between(timeline.trace, begin, end), known_lives=_cut_lives(timeline.lives, kept, begin, end),
-        size=timeline.size[kept], address=None if timeline.address is None else timeline.address[kept],
+        trace=between(timeline.trace, begin, end),
+        known_lives=_cut_lives(timeline.lives, kept, begin, end),
+        size=timeline.size[kept],
+        address=None if timeline.address is None else timeline.address[kept],
         allocated=timeline.allocated[begin:end],
         reserved=None if timeline.reserved is None else timeline.reserved[begin:end],
-        allocated_before=timeline.allocated_at(begin - 1), reserved_before=timeline.reserved_at(begin - 1) or 0,
+        allocated_before=timeline.allocated_at(begin - 1),
+        reserved_before=timeline.reserved_at(begin - 1) or 0,
         start=tuple(timeline.ranges_at(begin - 1)),
         driver=tuple((event - begin, *rest) for event, *rest in timeline.driver if begin <= event < end),  # type: ignore[misc]
         doubts=timeline.doubts,
-    )  # fmt: skip
+    )
 
 
 def _cut_lives(lives: Lifetimes, kept: Ints, begin: int, end: int) -> Lifetimes:

@@ -126,12 +126,22 @@ def csv_text(run: Run) -> str:
         phase = None if born is None else run.labels.phase_at(born)
         writer.writerow(
             (
-                block, int(run.timeline.size[block]), trace.requested[block], ALL_CATEGORIES[labels.category[block]],
-                _text(trace.module(block)), _text(trace.op(block)), _text(labels.lines[labels.line[block]]),
-                trace.streams[block], _known(born), _known(freed), _seconds(run, born), _seconds(run, freed),
-                _text(phase.name) if phase else "", phase.step if phase else "",
+                block,
+                int(run.timeline.size[block]),
+                trace.requested[block],
+                ALL_CATEGORIES[labels.category[block]],
+                _text(trace.module(block)),
+                _text(trace.op(block)),
+                _text(labels.lines[labels.line[block]]),
+                trace.streams[block],
+                _known(born),
+                _known(freed),
+                _seconds(run, born),
+                _seconds(run, freed),
+                _text(phase.name) if phase else "",
+                phase.step if phase else "",
             )
-        )  # fmt: skip
+        )
     return out.getvalue()
 
 
@@ -258,10 +268,13 @@ class _Rewriter:
             stack = 0 if number is None else self.snapshot.stack_of[segment.device][number]
             blocks.append(
                 {
-                    "address": block.address, "size": block.size, "requested_size": block.requested_size,
-                    "state": block.state, "frames": self.stacks[stack],
+                    "address": block.address,
+                    "size": block.size,
+                    "requested_size": block.requested_size,
+                    "state": block.state,
+                    "frames": self.stacks[stack],
                 }
-            )  # fmt: skip
+            )
         used = [block for block in segment.blocks if block.state != "inactive"]
         return {
             "device": segment.device, "address": segment.address, "total_size": segment.total_size,

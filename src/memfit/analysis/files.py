@@ -131,9 +131,12 @@ def _checkpoint(cells: dict[str, str]) -> LogRow | None:
         return None
     failed = name.endswith(FAILED)
     return LogRow(
-        name=clean(name.removesuffix(FAILED).strip()), stage=clean(cells.get("Stage", "").strip()),
-        at=_when(cells.get("Timestamp", "")), failed=failed, **sizes,
-    )  # fmt: skip
+        name=clean(name.removesuffix(FAILED).strip()),
+        stage=clean(cells.get("Stage", "").strip()),
+        at=_when(cells.get("Timestamp", "")),
+        failed=failed,
+        **sizes,
+    )
 
 
 def _bytes(cell: str) -> int | None:

@@ -77,9 +77,15 @@ def labels_of_trace(timeline: Timeline, categories: Names = ALL_CATEGORIES) -> L
 
 
 def make_labels(
-    timeline: Timeline, derived: Ints | None, line: Ints, lines: Names, phases: tuple[Phase, ...], *, stacks: bool,
+    timeline: Timeline,
+    derived: Ints | None,
+    line: Ints,
+    lines: Names,
+    phases: tuple[Phase, ...],
+    *,
+    stacks: bool,
     categories: Names = ALL_CATEGORIES,
-) -> Labels:  # fmt: skip
+) -> Labels:
     """`derived`: what stacks say of the blocks' categories, where the trace does not."""
     trace = timeline.trace
     names = tuple(trace.names)
@@ -92,12 +98,19 @@ def make_labels(
         category = np.where(missing, derived, given)
         source = _SOURCES[labelled, bool((derived[missing] != ALL_CATEGORIES.index(UNKNOWN)).any())]
     return Labels(
-        categories=categories, category=category,
-        module=np.frombuffer(trace.module_of, dtype=np.int32).astype(np.int64), modules=names,
-        op=np.frombuffer(trace.op_of, dtype=np.int32).astype(np.int64), ops=names,
-        line=line, lines=lines, phases=phases, source=source,
-        phase_source="none" if not phases else "marks" if derived is None else "derived", stacks=stacks,
-    )  # fmt: skip
+        categories=categories,
+        category=category,
+        module=np.frombuffer(trace.module_of, dtype=np.int32).astype(np.int64),
+        modules=names,
+        op=np.frombuffer(trace.op_of, dtype=np.int32).astype(np.int64),
+        ops=names,
+        line=line,
+        lines=lines,
+        phases=phases,
+        source=source,
+        phase_source="none" if not phases else "marks" if derived is None else "derived",
+        stacks=stacks,
+    )
 
 
 _SOURCES = {(True, True): "both", (True, False): "labels", (False, True): "derived", (False, False): "none"}

@@ -45,10 +45,18 @@ def observe(snapshot: Snapshot, device: int, config: AllocatorConfig) -> Timelin
     reserved = start + _reserved_changes(trace, driver, start).cumsum()
     known = bool(final or driver) and bool((reserved >= allocated).all()) and start >= before
     return Timeline(
-        trace=trace, size=size, address=np.frombuffer(trace.addresses, dtype=np.uint64),
-        allocated=allocated, reserved=reserved if known else None, allocated_before=before, reserved_before=start,
-        start=tuple(held), driver=driver, doubts=doubts + memory.doubts, known_lives=lives,
-    )  # fmt: skip
+        trace=trace,
+        size=size,
+        address=np.frombuffer(trace.addresses, dtype=np.uint64),
+        allocated=allocated,
+        reserved=reserved if known else None,
+        allocated_before=before,
+        reserved_before=start,
+        start=tuple(held),
+        driver=driver,
+        doubts=doubts + memory.doubts,
+        known_lives=lives,
+    )
 
 
 def rounded_sizes(trace: Trace, config: AllocatorConfig) -> Ints:
@@ -87,9 +95,7 @@ def _undone(final: Iterable[Range], driver: tuple[DriverCall, ...]) -> tuple[Ran
 class _Memory:
     """Free pieces by where they begin and by where they end. Pieces of two segments never merge."""
 
-    def __init__(
-        self, trace: Trace, lives: Lifetimes, rounded: Ints, config: AllocatorConfig, held: Ranges
-    ) -> None:  # fmt: skip
+    def __init__(self, trace: Trace, lives: Lifetimes, rounded: Ints, config: AllocatorConfig, held: Ranges) -> None:
         self.trace, self.lives, self.config, self.held = trace, lives, config, held
         self.rounded = rounded.tolist()
         self.slack = _slack(rounded, config).tolist()

@@ -368,8 +368,11 @@ def _flame(root: Node, words: _Words) -> dict[str, list[int]]:
     for node, parent in todo:
         number = len(columns["word"])
         for name, value in (
-            ("word", words.number(node.name)), ("parent", parent), ("bytes", node.nbytes), ("count", node.count)
-        ):  # fmt: skip
+            ("word", words.number(node.name)),
+            ("parent", parent),
+            ("bytes", node.nbytes),
+            ("count", node.count),
+        ):
             columns[name].append(value)
         todo.extend((child, number) for child in sorted(node.children.values(), key=_place))
     return columns

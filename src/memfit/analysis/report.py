@@ -203,7 +203,7 @@ def _ooms(run: Run) -> Iterator[dict[str, Any]]:
             "by_code_line": [asdict(share) for share in alive.by_line(run.timeline, run.labels, blocks, limit=10)],
             "code_line": code_line(frames),
             "stack": stack_lines(frames),
-        }  # fmt: skip
+        }
 
 
 def _notes(run: Run) -> Iterator[str]:

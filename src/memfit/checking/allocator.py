@@ -44,9 +44,12 @@ def check_allocator_settings(situation: Situation) -> Iterator[Finding]:
 
 
 def look(
-    environment: Mapping[str, str], torch_version: str | None, *, wanted: str = "",
+    environment: Mapping[str, str],
+    torch_version: str | None,
+    *,
+    wanted: str = "",
     at_start: Mapping[str, str] | None = None,
-) -> Iterator[Finding]:  # fmt: skip
+) -> Iterator[Finding]:
     """`wanted` is what the config asks for; `at_start` the environment in which this process began."""
     there = exported(environment)
     if environment.get(NO_CACHING, "0") not in ("", "0"):

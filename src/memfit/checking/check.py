@@ -68,10 +68,16 @@ class Checked(Shown):
 
 
 def check(
-    workload: Workload | None = None, *, config: str | None = None, sets: Iterable[str] = (), gpu: str | None = None,
-    world_size: int | None = None, load: bool = False, on_progress: Callable[[str], None] | None = None,
+    workload: Workload | None = None,
+    *,
+    config: str | None = None,
+    sets: Iterable[str] = (),
+    gpu: str | None = None,
+    world_size: int | None = None,
+    load: bool = False,
+    on_progress: Callable[[str], None] | None = None,
     **settings: Any,
-) -> Checked:  # fmt: skip
+) -> Checked:
     """Look at this machine, and at a training config (`config`, a file or a name) or a workload (`kind`, `model` and
     the other settings of `memfit plan`)."""
     began = time.perf_counter()
@@ -92,11 +98,15 @@ def check(
             found.extend(guarded(line, partial(look, situation)))
     return Checked(
         asked={
-            "config": config, "workload": None if work is None else work.settings(), "gpu": gpu,
-            "world_size": asked.world_size, "load": load,
+            "config": config,
+            "workload": None if work is None else work.settings(),
+            "gpu": gpu,
+            "world_size": asked.world_size,
+            "load": load,
         },
-        findings=tuple(sorted(found, key=_place)), seconds=time.perf_counter() - began,
-    )  # fmt: skip
+        findings=tuple(sorted(found, key=_place)),
+        seconds=time.perf_counter() - began,
+    )
 
 
 SUBJECTS = ("machine", "settings", "config", "model", "plan")
@@ -107,9 +117,13 @@ def _place(finding: Finding) -> int:
 
 
 def _asked(
-    work: Workload | None, config: str | None, sets: tuple[str, ...], gpu: str | None, world_size: int | None,
+    work: Workload | None,
+    config: str | None,
+    sets: tuple[str, ...],
+    gpu: str | None,
+    world_size: int | None,
     load: bool,
-) -> tuple[CheckRequest, Finding | None]:  # fmt: skip
+) -> tuple[CheckRequest, Finding | None]:
     """And what is wrong with the config, if its settings cannot be. A file that is not there, or no YAML, is an
     error."""
     if work is not None:

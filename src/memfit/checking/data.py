@@ -189,8 +189,10 @@ def check_vocabulary(situation: Situation) -> Iterator[Finding]:
     elif highest >= words:
         yield VOCABULARY.failed(
             f"token {highest:,} is in the data, and the model knows {words:,} tokens",
-            "model.tokenizer is not the one of this model", highest=highest, words=words,
-        )  # fmt: skip
+            "model.tokenizer is not the one of this model",
+            highest=highest,
+            words=words,
+        )
     else:
         yield VOCABULARY.ok(f"tokens up to {highest:,} in the data, of {words:,} that the model knows")
 

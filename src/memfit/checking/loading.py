@@ -84,9 +84,13 @@ def run(order: dict[str, Any]) -> dict[str, Any]:
     """What the process says of the loading, or `error`."""
     try:
         done = subprocess.run(
-            [sys.executable, "-m", PROCESS], input=json.dumps(order), capture_output=True, text=True,
-            timeout=PATIENCE_SECONDS, check=False,
-        )  # fmt: skip
+            [sys.executable, "-m", PROCESS],
+            input=json.dumps(order),
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_SECONDS,
+            check=False,
+        )
     except subprocess.TimeoutExpired:
         return {"error": f"not done within {PATIENCE_SECONDS:g} seconds"}
     last = (done.stdout.strip().splitlines() or [""])[-1]

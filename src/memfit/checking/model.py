@@ -52,8 +52,10 @@ def check_trained_weights(situation: Situation) -> Iterator[Finding]:
         size = sum(each.numel() for _, each in base)
         yield TRAINED.failed(
             f"{count(size)} weights of the base model are trained beside the adapters, such as {base[0][0]}",
-            "freeze the base model before the adapters are added", **details, base=size,
-        )  # fmt: skip
+            "freeze the base model before the adapters are added",
+            **details,
+            base=size,
+        )
         return
     if idle := _targets_without_a_layer(method.target_modules, adapters):
         yield TRAINED.failed(
@@ -132,9 +134,12 @@ def small_job(config: TrainConfig, model_name: str, settings: dict[str, Any]) ->
     from memfit.jobs.training.loops import training_job
 
     model = dataclasses.replace(
-        config.model, name=model_name, from_scratch=True, settings={**config.model.settings, **settings},
+        config.model,
+        name=model_name,
+        from_scratch=True,
+        settings={**config.model.settings, **settings},
         attention="sdpa" if config.model.attention == "flash_attention_2" else config.model.attention,
-    )  # fmt: skip
+    )
     small = dataclasses.replace(
         config, model=model, memory=dataclasses.replace(config.memory, auto=False, offload=()), device="cpu"
     )
@@ -234,10 +239,12 @@ def follow(situation: Situation) -> Flow:
         loss = _steps(model, _within_vocabulary(model, job.collate([job.data[0]])), list(trained.values()), job.config)
     gradients = {name: each.grad for name, each in trained.items()}
     return Flow(
-        blocks=blocks, tensors=len(trained), loss=loss,
+        blocks=blocks,
+        tensors=len(trained),
+        loss=loss,
         without=tuple(name for name, each in gradients.items() if each is None or not each.count_nonzero()),
         not_finite=tuple(name for name, each in gradients.items() if each is not None and not each.isfinite().all()),
-    )  # fmt: skip
+    )
 
 
 def _steps(model: nn.Module, batch: dict[str, Tensor], trained: list[nn.Parameter], config: TrainConfig) -> float:

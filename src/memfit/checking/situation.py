@@ -345,10 +345,17 @@ class Situation:
         resume_from, start_from = find_beginning(config, output_dir)
         source = None if config.model.starts_from_scratch else Source(folder=self.folder.needed())
         return TrainJob(
-            config=config, batch=self.batch.needed(), data=self.data.needed(), tokenizer=tokenizer,
-            pad_id=pad_id_of(tokenizer), source=source, shape=shape_of(config.model, source), output_dir=output_dir,
-            resume_from=resume_from, start_from=start_from,
-        )  # fmt: skip
+            config=config,
+            batch=self.batch.needed(),
+            data=self.data.needed(),
+            tokenizer=tokenizer,
+            pad_id=pad_id_of(tokenizer),
+            source=source,
+            shape=shape_of(config.model, source),
+            output_dir=output_dir,
+            resume_from=resume_from,
+            start_from=start_from,
+        )
 
     def _plans(self) -> list[CardPlan]:
         from memfit.checking.plan import plan_on_cards

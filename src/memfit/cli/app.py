@@ -79,13 +79,15 @@ def app_of(names: Iterable[str] = tuple(COMMANDS)) -> typer.Typer:
         help="GPU memory of transformer jobs, known before they run.",
         epilog=output.example("memfit plan train --model gpt2 --batch-size 8 --seq-len 1024 --gpu 'RTX 4090'"),
         context_settings={
-            "token_normalize_func": _underscores_too, "help_option_names": ["-h", "--help"], "max_content_width": 100,
+            "token_normalize_func": _underscores_too,
+            "help_option_names": ["-h", "--help"],
+            "max_content_width": 100,
         },
         add_completion=False,
         no_args_is_help=True,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,  # plain help: rich's boxes cut long flags short
-    )  # fmt: skip
+    )
     app.callback()(_root)
     for name in names:
         module = import_module(f"memfit.cli.{ELSEWHERE.get(name, name)}")

@@ -44,16 +44,37 @@ check = typer.Typer(
 @check.callback()
 def _check(
     context: typer.Context,
-    config: Annotated[str | None, typer.Option("--config", metavar="FILE|NAME", show_default=False,
-        help="A training config, as `memfit train` takes it. Without one, only the machine is looked at.")] = None,
-    set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", show_default=False,
-        help="Replace a setting of the config; may be given several times.")] = None,
-    world_size: Annotated[int | None, typer.Option("--world-size", metavar="N", show_default=False,
-        help="Processes that would train. Default: what torchrun says, or 1.")] = None,
+    config: Annotated[
+        str | None,
+        typer.Option(
+            "--config",
+            metavar="FILE|NAME",
+            show_default=False,
+            help="A training config, as `memfit train` takes it. Without one, only the machine is looked at.",
+        ),
+    ] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            show_default=False,
+            help="Replace a setting of the config; may be given several times.",
+        ),
+    ] = None,
+    world_size: Annotated[
+        int | None,
+        typer.Option(
+            "--world-size",
+            metavar="N",
+            show_default=False,
+            help="Processes that would train. Default: what torchrun says, or 1.",
+        ),
+    ] = None,
     gpu: Annotated[str | None, GPU] = None,
     load: Annotated[bool, LOAD] = False,
     json: Json = False,
-) -> int:  # fmt: skip
+) -> int:
     """Check machine, settings, config, model and plan before a run: each line says what to do next."""
     if context.invoked_subcommand is not None:
         given = {"--config": config, "--set": set_, "--world-size": world_size, "--gpu": gpu, "--load": load}

@@ -17,16 +17,20 @@ NOTHING_FOUND = 1
 PANEL = "The job"
 
 FILE = typer.Argument(
-    metavar="FILE|-", show_default=False,
+    metavar="FILE|-",
+    show_default=False,
     help="A log, a snapshot, a memory log or the folder of a run; `-` or nothing is a text on stdin.",
-)  # fmt: skip
+)
 KIND_FLAG = typer.Option(
     "--kind", metavar="|".join(KINDS), show_default=False, rich_help_panel=PANEL, help="What kind of job it was."
 )
 CONFIG_FLAG = typer.Option(
-    "--config", metavar="FILE|NAME", show_default=False, rich_help_panel=PANEL,
+    "--config",
+    metavar="FILE|NAME",
+    show_default=False,
+    rich_help_panel=PANEL,
     help="The job as a config of `memfit train`, instead of flags.",
-)  # fmt: skip
+)
 GPU_FLAG = typer.Option(
     "--gpu", metavar="NAME|SIZE", show_default=False, help="The card to predict for. Default: the one in the message."
 )

@@ -43,9 +43,11 @@ KEEP_FLAG = typer.Option(
 )
 MARGIN_FLAG = typer.Option("--margin", metavar="SHARE", help="Share of the card that stays free.")
 GLOBAL_FLAG = typer.Option(
-    "--global-batch", metavar="N", show_default=False,
+    "--global-batch",
+    metavar="N",
+    show_default=False,
     help="Rows of one optimizer step over all GPUs; never changed. Default: what the other flags make.",
-)  # fmt: skip
+)
 LADDER_FLAG = typer.Option("--ladder", help="Show how far the micro-batch can go, from safe to all of the card.")
 EMIT_FLAG = typer.Option(
     "--emit", metavar="yaml|args|python", show_default=False, help="Write the fitted job to stdout in this form."
@@ -74,9 +76,18 @@ fit = typer.Typer(
 
 
 def _fit(
-    typed: Mapping[str, Any], *, gpu: str, keep: list[str] | None, margin: str, emit: str | None, json: bool,
-    global_batch: str | None = None, ladder: bool = False, steps: str | None = None, tokens: str | None = None,
-) -> int:  # fmt: skip
+    typed: Mapping[str, Any],
+    *,
+    gpu: str,
+    keep: list[str] | None,
+    margin: str,
+    emit: str | None,
+    json: bool,
+    global_batch: str | None = None,
+    ladder: bool = False,
+    steps: str | None = None,
+    tokens: str | None = None,
+) -> int:
     workload = read_workload(typed, gpu)
     much = how_much(steps, tokens)
     if much and (ladder or emit is not None):

@@ -37,9 +37,12 @@ class Stdout(io.TextIOWrapper):
         stream = sys.stdout
         assert isinstance(stream, io.TextIOWrapper)
         return cls(
-            stream.buffer, encoding=stream.encoding, errors=stream.errors,
-            line_buffering=stream.line_buffering, write_through=stream.write_through,
-        )  # fmt: skip
+            stream.buffer,
+            encoding=stream.encoding,
+            errors=stream.errors,
+            line_buffering=stream.line_buffering,
+            write_through=stream.write_through,
+        )
 
     def write(self, text: str) -> int:
         with self._noting():
@@ -159,10 +162,14 @@ def bar(*columns: str, shown: bool = True, **options: Any) -> Iterator[Callable[
     from rich import progress
 
     drawn = progress.Progress(
-        *(getattr(progress, COLUMNS[each])() if each in COLUMNS else progress.TextColumn(each, markup=False)
-          for each in columns),
-        console=errors_console(), transient=True, **options,
-    )  # fmt: skip
+        *(
+            getattr(progress, COLUMNS[each])() if each in COLUMNS else progress.TextColumn(each, markup=False)
+            for each in columns
+        ),
+        console=errors_console(),
+        transient=True,
+        **options,
+    )
     task: progress.TaskID | None = None
 
     def tell(**told: Any) -> None:

@@ -64,9 +64,16 @@ plan = typer.Typer(
 
 
 def _plan(
-    typed: Mapping[str, Any], *, gpu: str | None, json: bool, save_trace: Path | None, force: bool,
-    no_trace_cache: bool, steps: str | None = None, tokens: str | None = None,
-) -> int:  # fmt: skip
+    typed: Mapping[str, Any],
+    *,
+    gpu: str | None,
+    json: bool,
+    save_trace: Path | None,
+    force: bool,
+    no_trace_cache: bool,
+    steps: str | None = None,
+    tokens: str | None = None,
+) -> int:
     workload = read_workload(typed, gpu)
     asked = how_much(steps, tokens)
     if asked and gpu is None:

@@ -75,11 +75,20 @@ def _profile(
         return 0
     with output.working(f"profiling {model_size or model}"):
         found = memfit.profile(
-            model, model_size=model_size, context_length=context_length, batch_size=batch_size,
-            warmup_steps=warmup_steps, measure_steps=measure_steps, profile_type=profile_type,
-            use_mixed_precision=use_mixed_precision, dtype=dtype, output=output_file, device=device, gpu=gpu,
+            model,
+            model_size=model_size,
+            context_length=context_length,
+            batch_size=batch_size,
+            warmup_steps=warmup_steps,
+            measure_steps=measure_steps,
+            profile_type=profile_type,
+            use_mixed_precision=use_mixed_precision,
+            dtype=dtype,
+            output=output_file,
+            device=device,
+            gpu=gpu,
             force=force,
-        )  # fmt: skip
+        )
     output.tell(found, json=json)
     return 0 if found.found.fits else DOES_NOT_FIT
 

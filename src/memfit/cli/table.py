@@ -62,10 +62,14 @@ def table(
     columns = ("bar", "count", "elapsed", "{task.description}")
     with output.bar(*columns, redirect_stdout=False) as tell, redirect_stdout(sys.stderr):
         made = make_table(
-            split_names(models or []) or MODELS, split_names(workloads or []) or WORKLOADS,
-            split_names(gpus or []) or GPUS, seq_len=seq_len, nsamples=nsamples, guides=guides,
+            split_names(models or []) or MODELS,
+            split_names(workloads or []) or WORKLOADS,
+            split_names(gpus or []) or GPUS,
+            seq_len=seq_len,
+            nsamples=nsamples,
+            guides=guides,
             on_step=lambda what, done, total: tell(description=what, completed=done, total=total),
-        )  # fmt: skip
+        )
     _write(made.to_json(), "json" if json else form or "terminal")
 
 

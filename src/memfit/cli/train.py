@@ -22,22 +22,52 @@ DOES_NOT_FIT, INTERRUPTED = 1, 130
 
 
 def train(
-    config: Annotated[str, typer.Option("--config", metavar="FILE|NAME", show_default=False, help=(
-        "YAML file, or a config that comes with memfit: smollm2-lora-demo, qwen2.5-7b-lora-24gb, gsa-512m."
-    ))],
-    output_dir: Annotated[str | None, typer.Option("--output-dir", metavar="FOLDER", show_default=False,
-        help="Where checkpoints and the log go. Default: outputs/ and the config's name.")] = None,
-    resume_from: Annotated[str | None, typer.Option("--resume-from", metavar="FOLDER|latest", show_default=False,
-        help="Continue from this checkpoint, step_N or checkpoint-N.")] = None,
-    set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", show_default=False,
-        help="Replace a setting of the config; may be given several times.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run",
-        help="Check the config, read the data, show the plan, and train nothing.")] = False,
-    force: Annotated[bool, typer.Option("--force", "-f",
-        help="Train even if the plan says that it does not fit.")] = False,
-    json: Annotated[bool, typer.Option("--json",
-        help="The result as one document on stdout, everything else on stderr.")] = False,
-) -> int:  # fmt: skip
+    config: Annotated[
+        str,
+        typer.Option(
+            "--config",
+            metavar="FILE|NAME",
+            show_default=False,
+            help=("YAML file, or a config that comes with memfit: smollm2-lora-demo, qwen2.5-7b-lora-24gb, gsa-512m."),
+        ),
+    ],
+    output_dir: Annotated[
+        str | None,
+        typer.Option(
+            "--output-dir",
+            metavar="FOLDER",
+            show_default=False,
+            help="Where checkpoints and the log go. Default: outputs/ and the config's name.",
+        ),
+    ] = None,
+    resume_from: Annotated[
+        str | None,
+        typer.Option(
+            "--resume-from",
+            metavar="FOLDER|latest",
+            show_default=False,
+            help="Continue from this checkpoint, step_N or checkpoint-N.",
+        ),
+    ] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            show_default=False,
+            help="Replace a setting of the config; may be given several times.",
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check the config, read the data, show the plan, and train nothing.")
+    ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", "-f", help="Train even if the plan says that it does not fit.")
+    ] = False,
+    json: Annotated[
+        bool, typer.Option("--json", help="The result as one document on stdout, everything else on stderr.")
+    ] = False,
+) -> int:
     """Train a model from a YAML file: LoRA or all of its weights.
 
     The job is planned before it starts, and its global batch stays the same on any number of GPUs:
@@ -47,9 +77,14 @@ def train(
     try:
         with _progress() as progress, redirect_stdout(sys.stderr):
             trained = memfit.train(
-                config, sets=set_ or (), output_dir=output_dir, resume_from=resume_from, dry_run=dry_run, force=force,
+                config,
+                sets=set_ or (),
+                output_dir=output_dir,
+                resume_from=resume_from,
+                dry_run=dry_run,
+                force=force,
                 listener=memfit.Listener(say=say, remark=output.note, progress=progress, working=output.working),
-            )  # fmt: skip
+            )
     except memfit.RanOut as error:
         output.complain(error.message, error.hint)
         _explain(error)

@@ -123,11 +123,17 @@ def account_of(oom: Oom) -> Account:
     own, others = _processes(oom, _sum(allocated, cached))
     printed = (oom.capacity, oom.free, oom.allocated, oom.unallocated or oom.reserved)
     return Account(
-        whole_bytes=_whole(oom), free_bytes=_middle(oom.free), allocated_bytes=allocated, cached_bytes=cached,
-        pools_bytes=_middle(oom.private_pools) or 0, beside_bytes=_middle(oom.other_allocations),
-        own_bytes=_middle(own.used) if own else None, own_by_size=own.pid if own else None, others=others,
+        whole_bytes=_whole(oom),
+        free_bytes=_middle(oom.free),
+        allocated_bytes=allocated,
+        cached_bytes=cached,
+        pools_bytes=_middle(oom.private_pools) or 0,
+        beside_bytes=_middle(oom.other_allocations),
+        own_bytes=_middle(own.used) if own else None,
+        own_by_size=own.pid if own else None,
+        others=others,
         tolerance_bytes=sum(size.tolerance for size in (*printed, *(use.used for use in oom.processes)) if size),
-    )  # fmt: skip
+    )
 
 
 def _whole(oom: Oom) -> int | None:

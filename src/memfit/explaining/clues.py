@@ -180,17 +180,24 @@ def clues_in(text: str, located: LocatedOom | None, place: FailurePlace) -> Clue
     model = _model(near)
     return Clues(
         dimensions=None if model else dimensions_in_text(near),
-        numbers={**numbers, **_processes(earlier, numbers)}, model=model, kind=kind,
+        numbers={**numbers, **_processes(earlier, numbers)},
+        model=model,
+        kind=kind,
         family=None if model else _family(near, place),
         precision=_precision(_settings(near, place)),
-        choices=dict(_choices(near, kind)), pruning=dict(_pruning(near)) if kind and kind.value == "prune" else {},
+        choices=dict(_choices(near, kind)),
+        pruning=dict(_pruning(near)) if kind and kind.value == "prune" else {},
         by_memfit=bool(_BY_MEMFIT.search(near)),
-        grad_checkpointing=bool(_FLAGS["grad_checkpointing"].search(near)), eager=bool(_FLAGS["eager"].search(near)),
-        quantised=bool(_FLAGS["quantised"].search(near)), sharded=bool(_FLAGS["sharded"].search(near)),
-        expandable=bool(_EXPANDABLE.search(near)), split_size=bool(_SPLIT_SIZE.search(near)),
-        windows=bool(_WINDOWS.search(near)), after_nccl_timeout=bool(_NCCL_TIMEOUT.search(before)),
+        grad_checkpointing=bool(_FLAGS["grad_checkpointing"].search(near)),
+        eager=bool(_FLAGS["eager"].search(near)),
+        quantised=bool(_FLAGS["quantised"].search(near)),
+        sharded=bool(_FLAGS["sharded"].search(near)),
+        expandable=bool(_EXPANDABLE.search(near)),
+        split_size=bool(_SPLIT_SIZE.search(near)),
+        windows=bool(_WINDOWS.search(near)),
+        after_nccl_timeout=bool(_NCCL_TIMEOUT.search(before)),
         handled=bool(_HANDLED.search(after)),
-    )  # fmt: skip
+    )
 
 
 def _near(text: str, located: LocatedOom | None) -> tuple[str, str, str]:

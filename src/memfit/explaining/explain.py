@@ -96,9 +96,13 @@ class Explanation(Shown):
 
 
 def explain(
-    text_or_path: str | bytes | BinaryIO | os.PathLike[str], *, gpu: str | None = None, config: str | None = None,
-    predict: bool = True, **settings: Any,
-) -> Explanation:  # fmt: skip
+    text_or_path: str | bytes | BinaryIO | os.PathLike[str],
+    *,
+    gpu: str | None = None,
+    config: str | None = None,
+    predict: bool = True,
+    **settings: Any,
+) -> Explanation:
     """Explain a message, a log, a snapshot, a memory log or a run's folder.
 
     `settings` are those of `memfit plan`, as many as are known: the model names the tensor, a whole job lets savings be
@@ -115,9 +119,15 @@ def explain(
 
 
 def _explained(
-    source: Input, case: Case, given: Mapping[str, Any], *, gpu: str | None, config: str | None, predict: bool,
+    source: Input,
+    case: Case,
+    given: Mapping[str, Any],
+    *,
+    gpu: str | None,
+    config: str | None,
+    predict: bool,
     started: float,
-) -> Explanation:  # fmt: skip
+) -> Explanation:
     notes = [*source.notes, *case.notes]
     account = account_of(case.oom) if case.oom else Account()
     configured = _configured(source, config, given, notes)
@@ -135,20 +145,42 @@ def _explained(
     told: list[Withheld] = []
     if case.oom is not None:
         situation = Evidence(
-            oom=case.oom, account=account, cause=cause, clues=case.clues, place=case.place, readings=read,
-            kind=job.kind, batch_size=job.number("batch_size"), precision=_text(job.settings.get("precision")),
+            oom=case.oom,
+            account=account,
+            cause=cause,
+            clues=case.clues,
+            place=case.place,
+            readings=read,
+            kind=job.kind,
+            batch_size=job.number("batch_size"),
+            precision=_text(job.settings.get("precision")),
             grad_checkpointing=bool(job.settings.get("grad_checkpointing")) or case.clues.grad_checkpointing,
-            at_peak=_at_peak(plan), growth=None if case.growth is None else str(case.growth.get("kind")),
+            at_peak=_at_peak(plan),
+            growth=None if case.growth is None else str(case.growth.get("kind")),
             predicted=tuple(fix.name for fix in fixes),
-        )  # fmt: skip
+        )
         fixes = [*fixes_in_words(situation, predicted=bool(fixes)), *fixes]
         told = withheld(situation)
     return Explanation(
-        source=source, cause=cause, oom=case.oom, found=case.found, account=account, place=case.place, readings=read,
-        clues=case.clues, job=job, gpu=card, plan=plan, fixes=tuple(fixes), withheld=tuple(told), holders=case.holders,
-        growth=case.growth, traps=tuple(traps_of(case.oom, account, case.clues)) if case.oom else (),
-        notes=tuple(notes), seconds=time.perf_counter() - started,
-    )  # fmt: skip
+        source=source,
+        cause=cause,
+        oom=case.oom,
+        found=case.found,
+        account=account,
+        place=case.place,
+        readings=read,
+        clues=case.clues,
+        job=job,
+        gpu=card,
+        plan=plan,
+        fixes=tuple(fixes),
+        withheld=tuple(told),
+        holders=case.holders,
+        growth=case.growth,
+        traps=tuple(traps_of(case.oom, account, case.clues)) if case.oom else (),
+        notes=tuple(notes),
+        seconds=time.perf_counter() - started,
+    )
 
 
 def _configured(source: Input, config: str | None, given: Mapping[str, Any], notes: list[str]) -> Workload | None:
@@ -173,11 +205,16 @@ def _readings(case: Case, job: Job) -> Readings:
         return Readings((), (), "")
     hints = case.place.hints or (frozenset({"calibration"}) if job.kind == "prune" else frozenset())
     run = RunClues(
-        batch_size=None if collects(case.place) else job.number("batch_size"), seq_len=job.number("seq_len"),
-        rank=job.number("rank"), nsamples=job.number("nsamples"), precision=_text(job.settings.get("precision")),
-        phase=case.place.phase, hints=hints, written=case.place.written,
+        batch_size=None if collects(case.place) else job.number("batch_size"),
+        seq_len=job.number("seq_len"),
+        rank=job.number("rank"),
+        nsamples=job.number("nsamples"),
+        precision=_text(job.settings.get("precision")),
+        phase=case.place.phase,
+        hints=hints,
+        written=case.place.written,
         card_bytes=case.oom.capacity.high if case.oom.capacity else None,
-    )  # fmt: skip
+    )
     intervals = request_intervals(case.oom)
     if case.recorded is not None:
         intervals = exact_interval(case.recorded.requested_bytes)

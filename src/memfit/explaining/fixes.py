@@ -139,8 +139,12 @@ def of_the_tensor(case: Evidence) -> Iterator[Fix]:
     if "logits" in kinds and case.place.phase == "generation":
         yield in_words("logits of the last token only", "logits_to_keep=1: the prompt's are not needed")
     elif "logits" in kinds and not any(WHOLE_ANYWAY.at(frame) for frame in case.place.frames):
-        yield in_words("the loss in chunks", "the same loss and gradients, the logits never whole",
-                   memfit="loss: chunked", trainer="use_liger_kernel=True")  # fmt: skip
+        yield in_words(
+            "the loss in chunks",
+            "the same loss and gradients, the logits never whole",
+            memfit="loss: chunked",
+            trainer="use_liger_kernel=True",
+        )
     if found and found[0].tensor == "attention scores":
         yield _of_scores(case)
     first = next(iter(case.readings.candidates), None)
@@ -299,10 +303,17 @@ def _mildest(group: Sequence[Option]) -> Option:
 def _fix(option: Option) -> Fix:
     lever = option.lever
     return Fix(
-        name=lever.name, says=lever.says, basis="predicted", cost=lever.cost, price=lever.price,
-        saved_bytes=option.saved_bytes, after_bytes=_held(option.after), verdict=option.after.verdict,
-        changes=dict(lever.settings), how=dict(lever.how),
-    )  # fmt: skip
+        name=lever.name,
+        says=lever.says,
+        basis="predicted",
+        cost=lever.cost,
+        price=lever.price,
+        saved_bytes=option.saved_bytes,
+        after_bytes=_held(option.after),
+        verdict=option.after.verdict,
+        changes=dict(lever.settings),
+        how=dict(lever.how),
+    )
 
 
 def pruning_fixes(workload: Workload, gpu: Gpu | None) -> tuple[Plan | None, list[Fix]]:
@@ -332,9 +343,16 @@ def _pruned(name: str, says: str, before: Plan | None, after: Plan, length: int 
     """`length`: another one than the program's, which makes it another experiment."""
     saved = None if before is None else before.peak.device_bytes - after.peak.device_bytes
     return Fix(
-        name=name, says=says, basis="predicted", cost="experiment" if length else "free", saved_bytes=saved,
-        after_bytes=_held(after), verdict=after.verdict, changes={"seq_len": length} if length else {}, how=how,
-    )  # fmt: skip
+        name=name,
+        says=says,
+        basis="predicted",
+        cost="experiment" if length else "free",
+        saved_bytes=saved,
+        after_bytes=_held(after),
+        verdict=after.verdict,
+        changes={"seq_len": length} if length else {},
+        how=how,
+    )
 
 
 def _held(plan: Plan) -> int:

@@ -232,10 +232,17 @@ def _folder(folder: Path) -> Input:
             hint="a run's folder has a log (*.log, *.txt, packed or not), a snapshot (*.pickle) or a memory_log.csv",
         )
     return Input(
-        kind="run_folder", path=str(folder), excerpt=found.excerpt, text_from=found.name, report=report,
-        config=config if config.is_file() else None, growth=growth if isinstance(growth, dict) else None, result=result,
-        notes=(*found.notes, *notes), is_read_whole=found.is_read_whole,
-    )  # fmt: skip
+        kind="run_folder",
+        path=str(folder),
+        excerpt=found.excerpt,
+        text_from=found.name,
+        report=report,
+        config=config if config.is_file() else None,
+        growth=growth if isinstance(growth, dict) else None,
+        result=result,
+        notes=(*found.notes, *notes),
+        is_read_whole=found.is_read_whole,
+    )
 
 
 @dataclass(frozen=True)
@@ -377,9 +384,11 @@ def _exact(nbytes: int) -> Size:
 
 def record_of(event: Mapping[str, Any], settings: Mapping[str, Any]) -> RecordedRequest:
     return RecordedRequest(
-        requested_bytes=event["requested_bytes"], cached_bytes=event["cached_bytes"],
-        largest_hole_bytes=event["largest_hole_bytes"], expandable=bool(settings.get("expandable_segments")),
-    )  # fmt: skip
+        requested_bytes=event["requested_bytes"],
+        cached_bytes=event["cached_bytes"],
+        largest_hole_bytes=event["largest_hole_bytes"],
+        expandable=bool(settings.get("expandable_segments")),
+    )
 
 
 def holders_of(event: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -488,9 +497,14 @@ def _from_event(report: Mapping[str, Any], text: Case | None, growth: dict[str, 
     if len(events) > 1:
         notes.insert(0, f"{len(events)} requests failed in this recording; this is the last")
     made = Case(
-        oom=oom_of_record(event), place=place, clues=clues_in(" ".join(event["stack"]), None, place), growth=growth,
-        recorded=record_of(event, report.get("settings") or {}), holders=tuple(holders_of(event)), notes=tuple(notes),
-    )  # fmt: skip
+        oom=oom_of_record(event),
+        place=place,
+        clues=clues_in(" ".join(event["stack"]), None, place),
+        growth=growth,
+        recorded=record_of(event, report.get("settings") or {}),
+        holders=tuple(holders_of(event)),
+        notes=tuple(notes),
+    )
     if text is None or text.oom is None:
         return made
     made = replace(made, clues=text.clues, found=text.found, place=place if place.frames else text.place)

@@ -271,9 +271,13 @@ def _by_clauses(form: str, head: str, requested: Size | None, rest: str) -> Oom:
     unknown["other_allocations"] = "only MPS prints it"
     device = _DEVICE.search(rest)
     return Oom(
-        form=form, device=int(device[1]) if device else None, processes=tuple(_processes(rest)),
-        message=head + rest[: max((m.end() for m in _END.finditer(rest)), default=0)], unknown=unknown, **sizes,
-    )  # fmt: skip
+        form=form,
+        device=int(device[1]) if device else None,
+        processes=tuple(_processes(rest)),
+        message=head + rest[: max((m.end() for m in _END.finditer(rest)), default=0)],
+        unknown=unknown,
+        **sizes,
+    )
 
 
 def _clause(text: str, patterns: Iterable[re.Pattern[str]]) -> tuple[Size | None, str | None]:
@@ -341,10 +345,17 @@ def _async(line: str) -> Iterator[tuple[int, Oom]]:
     for start in _ASYNC.finditer(line):
         rest = line[start.end() : start.end() + 1000]
         sizes, unknown = _sizes(rest, _ASYNC_CLAUSES)
-        yield start.start(), Oom(
-            form="cuda-async", device=int(start[1]) if start[1] else None, requests_exactly=True, message=start[0],
-            unknown=unknown, **sizes,
-        )  # fmt: skip
+        yield (
+            start.start(),
+            Oom(
+                form="cuda-async",
+                device=int(start[1]) if start[1] else None,
+                requests_exactly=True,
+                message=start[0],
+                unknown=unknown,
+                **sizes,
+            ),
+        )
 
 
 def _mps(line: str) -> Iterator[tuple[int, Oom]]:
@@ -359,10 +370,18 @@ def _mps(line: str) -> Iterator[tuple[int, Oom]]:
 def _cpu(line: str) -> Iterator[tuple[int, Oom]]:
     for start in _CPU.finditer(line):
         unknown = dict.fromkeys((name for name in SIZES if name != "requested"), "host memory: no GPU is in it")
-        yield start.start(), Oom(
-            form="cpu", requested=parse_size(start[1], "bytes"), requests_exactly=True, message=start[0], where="host",
-            says="host memory ran out, not the GPU's", unknown=unknown,
-        )  # fmt: skip
+        yield (
+            start.start(),
+            Oom(
+                form="cpu",
+                requested=parse_size(start[1], "bytes"),
+                requests_exactly=True,
+                message=start[0],
+                where="host",
+                says="host memory ran out, not the GPU's",
+                unknown=unknown,
+            ),
+        )
 
 
 def _sizes(text: str, clauses: dict[str, re.Pattern[str]]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -395,10 +414,15 @@ def _disguised(passage: Passage) -> list[tuple[int, Oom]]:
 
 def _in_disguise(disguise: Disguise, message: str) -> Oom:
     return Oom(
-        form="disguised", certainty=disguise.certainty, where=disguise.where, says=disguise.says,
-        remedy=disguise.remedy, cure=disguise.cure, message=message,
+        form="disguised",
+        certainty=disguise.certainty,
+        where=disguise.where,
+        says=disguise.says,
+        remedy=disguise.remedy,
+        cure=disguise.cure,
+        message=message,
         unknown=dict.fromkeys(SIZES, "this message gives no numbers"),
-    )  # fmt: skip
+    )
 
 
 NAME_ONLY = "the name of the error without its message"
@@ -408,8 +432,16 @@ _BARE = re.compile(r"\b(?:torch\.cuda\.|torch\.)?OutOfMemoryError\b|\bCUDA OOM\b
 def _bare(passage: Passage) -> list[tuple[int, Oom]]:
     unknown = dict.fromkeys(SIZES, "the text has only the name of the error")
     return [
-        (each.start(), Oom(form="disguised", says=NAME_ONLY, message=each[0], unknown=unknown,
-                           cure="find the message",
-                           remedy="the whole message, which follows this name, has the numbers"))
+        (
+            each.start(),
+            Oom(
+                form="disguised",
+                says=NAME_ONLY,
+                message=each[0],
+                unknown=unknown,
+                cure="find the message",
+                remedy="the whole message, which follows this name, has the numbers",
+            ),
+        )
         for each in _BARE.finditer(passage.flat)
-    ]  # fmt: skip
+    ]

@@ -317,10 +317,14 @@ def place_from(frames: Sequence[CodeFrame]) -> FailurePlace:
     inner = list(reversed(frames))
     phase, because = phase_of(inner)
     return FailurePlace(
-        frames=tuple(frames), phase=phase, because=because, detail=_detail(inner, phase),
-        shown=next((frame for frame in inner if not LIBRARIES.at(frame)), inner[0]), hints=hints_of(inner, phase),
+        frames=tuple(frames),
+        phase=phase,
+        because=because,
+        detail=_detail(inner, phase),
+        shown=next((frame for frame in inner if not LIBRARIES.at(frame)), inner[0]),
+        hints=hints_of(inner, phase),
         written=_written(inner[0].code),
-    )  # fmt: skip
+    )
 
 
 def _written(code: str) -> tuple[tuple[int, ...], int] | None:

@@ -161,9 +161,14 @@ def _as_written(intervals: Sequence[Interval], run: RunClues, found: Iterable[Re
         return None
     shape, itemsize = run.written
     plain = Reading(
-        kind="written", tensor="the buffer that the failing line makes", itemsize=itemsize, models=(), known=True,
-        factors=tuple(Factor(symbol="", value=side) for side in shape), points=OF_THE_RUN + RIGHT_LINE,
-    )  # fmt: skip
+        kind="written",
+        tensor="the buffer that the failing line makes",
+        itemsize=itemsize,
+        models=(),
+        known=True,
+        factors=tuple(Factor(symbol="", value=side) for side in shape),
+        points=OF_THE_RUN + RIGHT_LINE,
+    )
     if not any(low <= plain.nbytes <= high for low, high in intervals):
         return None
     named = [
@@ -210,9 +215,14 @@ def _matches(
             points += WRONG_TYPE if run.precision == "fp32" and itemsize == 2 else 0
             if (points > 0 or (sure and points > -AHEAD)) and len(able) >= min(len(having), 1):
                 yield Reading(
-                    kind=print_.kind, tensor=print_.tensor, factors=(*free, *print_.fixed), itemsize=itemsize,
-                    models=tuple(model.model for model in able), known=weight >= KNOWN, points=points,
-                )  # fmt: skip
+                    kind=print_.kind,
+                    tensor=print_.tensor,
+                    factors=(*free, *print_.fixed),
+                    itemsize=itemsize,
+                    models=tuple(model.model for model in able),
+                    known=weight >= KNOWN,
+                    points=points,
+                )
 
 
 def _able(having: tuple[Dimensions, ...], print_: TensorPattern, free: Sequence[Factor]) -> tuple[Dimensions, ...]:
@@ -335,6 +345,11 @@ def _cubes(low: int, high: int) -> Iterator[Reading]:
             for side in round_decimals(bottom, root_below(most, power)):
                 factors = (Factor(symbol="", value=side),) * power
                 yield Reading(
-                    kind="plain", tensor=f"{shape} of {itemsize}-byte elements", factors=factors, itemsize=itemsize,
-                    models=(), known=False, points=POSSIBLE if power == 3 else ANY,
-                )  # fmt: skip
+                    kind="plain",
+                    tensor=f"{shape} of {itemsize}-byte elements",
+                    factors=factors,
+                    itemsize=itemsize,
+                    models=(),
+                    known=False,
+                    points=POSSIBLE if power == 3 else ANY,
+                )

@@ -99,11 +99,14 @@ def check_claim(claim: Claim, plans: PlanMemo) -> CheckedClaim:
     small = plans.plan(default, STREAMED, find_gpu(SMALL))
     enough = small.verdict == "safe"
     return CheckedClaim(
-        claim=claim, card=card, whole=plans.plan(asked, WHOLE, card),
+        claim=claim,
+        card=card,
+        whole=plans.plan(asked, WHOLE, card),
         whole_by_default=plans.plan(default, WHOLE, card),
-        streamed=small if enough else plans.plan(default, STREAMED, card), streamed_gpu=SMALL if enough else claim.gpu,
+        streamed=small if enough else plans.plan(default, STREAMED, card),
+        streamed_gpu=SMALL if enough else claim.gpu,
         on_smaller=plans.plan(asked, WHOLE, find_gpu(claim.smaller)) if claim.smaller else None,
-    )  # fmt: skip
+    )
 
 
 def check_saving(saving: Saving, plans: PlanMemo) -> CheckedSaving:

@@ -117,9 +117,14 @@ def estimate(work: Workload, gpu: Gpu, *, steps: int | None = None, tokens: int 
     if tokens is not None:
         steps = -(-tokens // each)
     return Duration(
-        gpu=card, step=(AS_MEASURED if measured else ELSEWHERE).estimate(bound, cost.kernels), roofline_seconds=bound,
-        kernels=cost.kernels, tokens_per_step=each, steps=steps, basis=_basis(work, card, measured),
-    )  # fmt: skip
+        gpu=card,
+        step=(AS_MEASURED if measured else ELSEWHERE).estimate(bound, cost.kernels),
+        roofline_seconds=bound,
+        kernels=cost.kernels,
+        tokens_per_step=each,
+        steps=steps,
+        basis=_basis(work, card, measured),
+    )
 
 
 def estimate_training(job: TrainJob, gpu: Gpu) -> Duration | None:

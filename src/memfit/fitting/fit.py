@@ -87,9 +87,16 @@ class Option:
 
 
 def fit(
-    workload: Workload | None = None, *, gpu: Gpu | str, global_batch: int | None = None, keep: Sequence[str] = (),
-    margin: float = 0.1, steps: int | None = None, tokens: int | None = None, **settings: Any,
-) -> Fitted:  # fmt: skip
+    workload: Workload | None = None,
+    *,
+    gpu: Gpu | str,
+    global_batch: int | None = None,
+    keep: Sequence[str] = (),
+    margin: float = 0.1,
+    steps: int | None = None,
+    tokens: int | None = None,
+    **settings: Any,
+) -> Fitted:
     """The smallest set of changes with which the job leaves the margin, a share of the card, free.
 
     `keep` names settings that must stay as they are; `steps` of the optimizer, or `tokens`, say how much is trained,
@@ -138,8 +145,15 @@ class _Fitter:
         found, answer = self._found(before)
         chosen, fits, fails = found.levers, answer == "fits", answer == "nothing fits"
         return Fitted(
-            answer=answer, workload=self.work, fitted=found.forecast.workload, gpu=self.card, margin=self.margin,
-            keep=self.keep, before=before, after=found.forecast, changes=tuple(self._changes(found, proven=fits)),
+            answer=answer,
+            workload=self.work,
+            fitted=found.forecast.workload,
+            gpu=self.card,
+            margin=self.margin,
+            keep=self.keep,
+            before=before,
+            after=found.forecast,
+            changes=tuple(self._changes(found, proven=fits)),
             without_last=self._without_last(chosen) if fits else None,
             one_step_back=self._one_step_back(chosen) if fits else None,
             alternatives=tuple(self._alternatives(chosen)) if fits else (),
@@ -148,9 +162,11 @@ class _Fitter:
             enough_gpu_bytes=self._enough_of_a_card(found.forecast) if fails else None,
             margin_left=self._margin_left(found.forecast) if fails else None,
             smaller_model=self._smaller_model(chosen) if fails else None,
-            whole_model=plan_whole_model(self.work, self.card), notes=self._notes(found.forecast),
-            predictions=self.forecasts.made, seconds=time.perf_counter() - started,
-        )  # fmt: skip
+            whole_model=plan_whole_model(self.work, self.card),
+            notes=self._notes(found.forecast),
+            predictions=self.forecasts.made,
+            seconds=time.perf_counter() - started,
+        )
 
     def _found(self, before: Forecast) -> tuple[Solution, Answer]:
         found = Solution((), before) if before.fits else self._smallest()
@@ -222,9 +238,13 @@ class _Fitter:
             costs_time = lever.cost != "free" and timed
             time_after = self._time(after.workload) if costs_time else time_before
             yield Change(
-                lever=lever, before=before, after=after, without=self._without(chosen, lever) if proven else None,
-                time_before=time_before if costs_time else None, time_after=time_after if costs_time else None,
-            )  # fmt: skip
+                lever=lever,
+                before=before,
+                after=after,
+                without=self._without(chosen, lever) if proven else None,
+                time_before=time_before if costs_time else None,
+                time_after=time_after if costs_time else None,
+            )
             before, time_before = after, time_after
 
     def _without(self, chosen: Set, left_out: Lever) -> Forecast | MemfitError:

@@ -216,10 +216,16 @@ class Forecasts:
             report = summarise_plan(replays.ample)
             fit = fit_card(replays, self.gpu.capacity_bytes, context.high_bytes, self.margin)
         return Forecast(
-            workload=work, whole=True, peak=peak_of(replays.ample, context), fit=fit, context=context,
-            at_peak=report.at_peak, breakdown=report.breakdown, parameters=traced.parameters,
+            workload=work,
+            whole=True,
+            peak=peak_of(replays.ample, context),
+            fit=fit,
+            context=context,
+            at_peak=report.at_peak,
+            breakdown=report.breakdown,
+            parameters=traced.parameters,
             trainable_parameters=traced.trainable_parameters,
-        )  # fmt: skip
+        )
 
     def _traced(self, work: Workload) -> Traced:
         from memfit.planning.traced import trace_workload

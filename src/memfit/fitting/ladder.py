@@ -67,9 +67,16 @@ def guide_ladder(asked: Workload, forecasts: Forecasts) -> tuple[GuideRung, ...]
 
 def _as_published(asked: Workload) -> Workload:
     return dataclasses.replace(
-        asked, model=asked.model.removesuffix(GATHER) + GATHER, precision="amp-bf16", grad_checkpointing=True,
-        selective_checkpointing=False, loss="full", offload=(), optimizer="adamw", alloc_conf="",
-    )  # fmt: skip
+        asked,
+        model=asked.model.removesuffix(GATHER) + GATHER,
+        precision="amp-bf16",
+        grad_checkpointing=True,
+        selective_checkpointing=False,
+        loss="full",
+        offload=(),
+        optimizer="adamw",
+        alloc_conf="",
+    )
 
 
 def _wrong(asked: Workload, work: Workload) -> tuple[str, ...]:
@@ -161,9 +168,14 @@ class Ladder(Shown):
 
 
 def ladder(
-    workload: Workload | None = None, *, gpu: Gpu | str, global_batch: int | None = None, keep: Sequence[str] = (),
-    margin: float = 0.1, **settings: Any,
-) -> Ladder:  # fmt: skip
+    workload: Workload | None = None,
+    *,
+    gpu: Gpu | str,
+    global_batch: int | None = None,
+    keep: Sequence[str] = (),
+    margin: float = 0.1,
+    **settings: Any,
+) -> Ladder:
     """Safe, Medium, Aggressive and Maximum of a training job on a card."""
     started = time.perf_counter()
     card = find_gpu(gpu)
@@ -176,9 +188,15 @@ def ladder(
     climb = _Climb(work, card, forecasts)
     rungs, above = climb.rungs()
     return Ladder(
-        workload=work, gpu=card, changes=changes, rungs=rungs, above=above, guide=guide_ladder(asked, forecasts),
-        predictions=forecasts.made + more, seconds=time.perf_counter() - started,
-    )  # fmt: skip
+        workload=work,
+        gpu=card,
+        changes=changes,
+        rungs=rungs,
+        above=above,
+        guide=guide_ladder(asked, forecasts),
+        predictions=forecasts.made + more,
+        seconds=time.perf_counter() - started,
+    )
 
 
 def _one_row_that_fits(
@@ -237,9 +255,11 @@ class _Climb:
         forecast = self._ask(rows)
         time_of = step_time(forecast.workload, self.card)
         return Rung(
-            names=names, forecast=forecast, seconds=None if time_of is None else time_of.seconds,
+            names=names,
+            forecast=forecast,
+            seconds=None if time_of is None else time_of.seconds,
             longest=self._longest(forecast.workload, runs or forecast.workload.seq_len),
-        )  # fmt: skip
+        )
 
     def _longest(self, work: Workload, runs: int) -> int | None:
         """Of the lengths in LONGER, the last that runs."""

@@ -290,9 +290,11 @@ class StepTime:
     def times(self, number: int) -> StepTime:
         """Of so many passes, one after the other."""
         return StepTime(
-            flops=number * self.flops, bytes_moved=number * self.bytes_moved, host_bytes=number * self.host_bytes,
+            flops=number * self.flops,
+            bytes_moved=number * self.bytes_moved,
+            host_bytes=number * self.host_bytes,
             seconds=None if self.seconds is None else number * self.seconds,
-        )  # fmt: skip
+        )
 
     def to_json(self) -> dict[str, Any]:
         return {

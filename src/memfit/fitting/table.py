@@ -179,10 +179,15 @@ class Table(Shown):
 
 
 def make_table(
-    models: Sequence[str] | str = MODELS, workloads: Sequence[str] | str = WORKLOADS, gpus: Sequence[str] | str = GPUS,
-    *, seq_len: int = 2048, nsamples: int | None = None, guides: bool = True,
+    models: Sequence[str] | str = MODELS,
+    workloads: Sequence[str] | str = WORKLOADS,
+    gpus: Sequence[str] | str = GPUS,
+    *,
+    seq_len: int = 2048,
+    nsamples: int | None = None,
+    guides: bool = True,
     on_step: OnStep = lambda what, done, total: None,
-) -> Table:  # fmt: skip
+) -> Table:
     """Plan every model for every workload, and say which of the cards it fits on; `print` shows it.
 
     Names are those of `memfit plan`: models, kinds of jobs, cards or sizes; one of them, several with commas, or a
@@ -213,13 +218,16 @@ def make_table(
         raise refused[0][1]
     checked = {claim: check_claim(claim, plans) for claim in claims if steps.next(claim.said)}
     return Table(
-        seq_len=seq_len, nsamples=nsamples, cards=cards, rows=tuple(rows),
+        seq_len=seq_len,
+        nsamples=nsamples,
+        cards=cards,
+        rows=tuple(rows),
         decisions=tuple(checked[claim] for claim in DECISIONS if claim in checked),
         examples=tuple(checked[claim] for claim in EXAMPLES if claim in checked),
         savings=tuple(check_saving(saving, plans) for saving in savings if steps.next(saving.said)),
         left_out=tuple(dict.fromkeys(f"{name}: {error.message}" for name, error in refused)),
         seconds=time.perf_counter() - started,
-    )  # fmt: skip
+    )
 
 
 class _CellsDone:

@@ -205,8 +205,14 @@ LORA_CLAIMS = TrainingClaims(
     LORA_7B,
     "RTX 4090",
     {
-        "kind": "lora", "model": "qwen2.5-7b", "precision": "fp16", "rank": 128, "seq_len": 2048, "batch_size": 2,
-        "grad_accum": 8, "grad_checkpointing": True,
+        "kind": "lora",
+        "model": "qwen2.5-7b",
+        "precision": "fp16",
+        "rank": 128,
+        "seq_len": 2048,
+        "batch_size": 2,
+        "grad_accum": 8,
+        "grad_checkpointing": True,
     },
     (
         ClaimedTotal("before: 2 x 2048", "25.0", {}),
@@ -224,13 +230,19 @@ LORA_CLAIMS = TrainingClaims(
         "`TOKENIZERS_PARALLELISM=false` and `OMP_NUM_THREADS=4` (0.2-0.5 GB): threads of the host, nothing on the GPU",
         "`empty_cache()` in a process of its own before the run: it empties that process's cache, not the run's",
     ),
-)  # fmt: skip
+)
 GSA_CLAIMS = TrainingClaims(
     GSA_512M,
     "44GB",
     {
-        "kind": "train", "model": "gsa-512m-gather", "precision": "amp-bf16", "seq_len": 1024, "batch_size": 2,
-        "grad_accum": 32, "grad_checkpointing": True, "world_size": 4,
+        "kind": "train",
+        "model": "gsa-512m-gather",
+        "precision": "amp-bf16",
+        "seq_len": 1024,
+        "batch_size": 2,
+        "grad_accum": 32,
+        "grad_checkpointing": True,
+        "world_size": 4,
     },
     (
         ClaimedTotal("old: 1 x 1024", "~35", {"batch_size": 1, "grad_accum": 64}),
@@ -244,7 +256,7 @@ GSA_CLAIMS = TrainingClaims(
         Tip("gradient checkpointing", "no figure", {"grad_checkpointing": True}, on={"grad_checkpointing": False}),
     ),
     ("weights 7-8 GB and AdamW 14-16 GB for 512M parameters: the model has 184 million, 0.68 and 1.37 GiB in fp32",),
-)  # fmt: skip
+)
 
 RUNGS = (
     ("Safe", 2, 32, 1024, "60-70 % of the GPU"),

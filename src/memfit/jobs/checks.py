@@ -24,9 +24,14 @@ def check_whole(key: str, value: object, *, least: int = 1, most: int = MOST, no
 
 
 def check_number(
-    key: str, value: object, *, least: float | None = None, above: float | None = None, below: float | None = None,
+    key: str,
+    value: object,
+    *,
+    least: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
     none: bool = False,
-) -> None:  # fmt: skip
+) -> None:
     if none and value is None:
         return
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):

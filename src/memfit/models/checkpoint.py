@@ -132,8 +132,10 @@ def read_header(path: Path, number: int = 0) -> WeightFile:
     if not isinstance(table, dict):
         raise InputError(f"{path}: its table of tensors is damaged")
     metadata = table.pop("__metadata__", {})
-    tensors = sorted((_tensor(path, name, entry, 8 + length, size, number) for name, entry in table.items()),
-                     key=lambda t: (t.start, t.name))  # fmt: skip
+    tensors = sorted(
+        (_tensor(path, name, entry, 8 + length, size, number) for name, entry in table.items()),
+        key=lambda t: (t.start, t.name),
+    )
     return WeightFile(path, tuple(tensors), metadata if isinstance(metadata, dict) else {})
 
 

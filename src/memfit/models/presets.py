@@ -125,17 +125,24 @@ def _basics() -> Iterator[Preset]:
     for name, size in {**SIZES, **LATER_SIZES}.items():
         year = 2026 if name in LATER_SIZES else 2025
         yield Preset(
-            f"{BASICS}-{name.lower()}", (), size.parameters, {"model_type": BASICS, **asdict(size)},
+            f"{BASICS}-{name.lower()}",
+            (),
+            size.parameters,
+            {"model_type": BASICS, **asdict(size)},
             f"hand-out of Stanford's CS336, assignment 2, {year}",
-        )  # fmt: skip
+        )
 
 
 def _gsa() -> Iterator[Preset]:
     for name, size in sorted(GSA_SIZES.items(), key=lambda each: parameters_of(each[1])):
         yield Preset(
-            name, (), parameters_of(size), {"model_type": GSA_TYPE, **size},
-            "github alfredcs/Gated-Sparse-Attention@b23ccad, and arXiv 2601.15305", _paths(name),
-        )  # fmt: skip
+            name,
+            (),
+            parameters_of(size),
+            {"model_type": GSA_TYPE, **size},
+            "github alfredcs/Gated-Sparse-Attention@b23ccad, and arXiv 2601.15305",
+            _paths(name),
+        )
 
 
 def _paths(name: str) -> str:

@@ -85,10 +85,14 @@ def _state(library: Any, index: int) -> GpuState:
     memory = library.nvmlDeviceGetMemoryInfo(handle)
     load = _asked(library, lambda: library.nvmlDeviceGetUtilizationRates(handle).gpu)
     return GpuState(
-        index=index, uuid=_text(library.nvmlDeviceGetUUID(handle)), name=_text(library.nvmlDeviceGetName(handle)),
-        total_bytes=int(memory.total), used_bytes=int(memory.used), busy_percent=load,
+        index=index,
+        uuid=_text(library.nvmlDeviceGetUUID(handle)),
+        name=_text(library.nvmlDeviceGetName(handle)),
+        total_bytes=int(memory.total),
+        used_bytes=int(memory.used),
+        busy_percent=load,
         processes=tuple(_processes(library, handle)),
-    )  # fmt: skip
+    )
 
 
 def _processes(library: Any, handle: Any) -> Iterator[GpuProcess]:

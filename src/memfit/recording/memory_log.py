@@ -194,10 +194,17 @@ class MemoryLog:
     """Checkpoints of one run. `quiet` prints nothing; `say` takes each text instead of stdout."""
 
     def __init__(
-        self, path: str | Path | None = None, *, quiet: bool = False, say: Say | None = None, append: bool = False,
-        gpu: GpuSource | Literal["find"] | None = "find", host: HostSource | None = None, reset_peaks: bool = True,
+        self,
+        path: str | Path | None = None,
+        *,
+        quiet: bool = False,
+        say: Say | None = None,
+        append: bool = False,
+        gpu: GpuSource | Literal["find"] | None = "find",
+        host: HostSource | None = None,
+        reset_peaks: bool = True,
         now: Callable[[], datetime] = datetime.now,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.path: Path | None = None
         self.points: list[LogMoment] = []
         self.parts: list[StagePart] = []

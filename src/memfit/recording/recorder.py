@@ -45,9 +45,15 @@ class record:
     _active: record | None = None
 
     def __init__(
-        self, path: str | Path | None = None, *, device: int | None = None, max_entries: int = MAX_ENTRIES,
-        model: Any = None, optimizer: Any = None, force: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        path: str | Path | None = None,
+        *,
+        device: int | None = None,
+        max_entries: int = MAX_ENTRIES,
+        model: Any = None,
+        optimizer: Any = None,
+        force: bool = False,
+    ) -> None:
         self.path = None if path is None else Path(path)
         self.device, self.max_entries, self.force = device, max_entries, force
         self.model, self.optimizer = model, optimizer
@@ -61,9 +67,13 @@ class record:
         @functools.wraps(function)
         def recorded(*args: P.args, **kwargs: P.kwargs) -> R:
             with type(self)(
-                self.path, device=self.device, max_entries=self.max_entries, model=self.model,
-                optimizer=self.optimizer, force=self.force,
-            ):  # fmt: skip
+                self.path,
+                device=self.device,
+                max_entries=self.max_entries,
+                model=self.model,
+                optimizer=self.optimizer,
+                force=self.force,
+            ):
                 return function(*args, **kwargs)
 
         return recorded

@@ -103,8 +103,10 @@ class Sampler:
         return Sample(
             time_s=round(at, 6),
             device_used_bytes=None if handle is None else int(library.nvmlDeviceGetMemoryInfo(handle).used),
-            allocated_bytes=allocated, reserved_bytes=reserved, host_bytes=process.memory_info().rss,
-        )  # fmt: skip
+            allocated_bytes=allocated,
+            reserved_bytes=reserved,
+            host_bytes=process.memory_info().rss,
+        )
 
 
 def _torch_counts(device: int) -> tuple[int | None, int | None]:
@@ -167,8 +169,10 @@ class CudaMemory:
         return GpuReading(
             allocated_bytes=int(allocated.get("current", 0)),
             reserved_bytes=int(reserved.get("current", 0)),
-            peak_bytes=self._peak, stretch_peak_bytes=peak if self.reset or rose else None, total_bytes=self._total,
-        )  # fmt: skip
+            peak_bytes=self._peak,
+            stretch_peak_bytes=peak if self.reset or rose else None,
+            total_bytes=self._total,
+        )
 
 
 def find_gpu(*, reset: bool = True) -> CudaMemory | None:

@@ -131,9 +131,13 @@ def _phases(rows: Sequence[Mapping[str, Any]]) -> Table:
     for row in rows[:24]:
         sizes = row["allocated_bytes"]
         table.add_row(
-            f"step {row['step']}" if row["step"] else "start", clean(row["name"]), gib(sizes["a"]), gib(sizes["b"]),
-            _signed(sizes["difference"]), _signed(row["reserved_bytes"]["difference"]),
-        )  # fmt: skip
+            f"step {row['step']}" if row["step"] else "start",
+            clean(row["name"]),
+            gib(sizes["a"]),
+            gib(sizes["b"]),
+            _signed(sizes["difference"]),
+            _signed(row["reserved_bytes"]["difference"]),
+        )
     return table
 
 

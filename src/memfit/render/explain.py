@@ -134,9 +134,12 @@ def _holders(holders: Sequence[Mapping[str, Any]], account: Document, width: int
     for each in holders[:HOLDERS]:
         category = "" if each["category"] == "unknown" else category_word(each["category"])
         table.add_row(
-            small(each["allocated_bytes"]), percent(each["allocated_bytes"], total), f"{each['count']:,} x", category,
+            small(each["allocated_bytes"]),
+            percent(each["allocated_bytes"], total),
+            f"{each['count']:,} x",
+            category,
             tail(clean(each["name"]) or "(no name)", max(width - 44, 24)),
-        )  # fmt: skip
+        )
     return table
 
 

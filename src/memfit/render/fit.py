@@ -119,9 +119,13 @@ def _changes(fitted: Fitted) -> Table:
     table.add_row("", Text("change", "dim"), Text("cost", "dim"), Text("before", "dim"), Text("after", "dim"), "")
     for number, change in enumerate(fitted["changes"], 1):
         table.add_row(
-            f"{number}.", Text(clean(change["name"]), "bold"), Text(change["cost"], COST_STYLES[change["cost"]]),
-            gib(change["before_bytes"]), gib(change["after_bytes"]), Text(clean(change["says"]), "dim"),
-        )  # fmt: skip
+            f"{number}.",
+            Text(clean(change["name"]), "bold"),
+            Text(change["cost"], COST_STYLES[change["cost"]]),
+            gib(change["before_bytes"]),
+            gib(change["after_bytes"]),
+            Text(clean(change["says"]), "dim"),
+        )
     return table
 
 
@@ -287,9 +291,13 @@ def _rungs(rungs: Sequence[Mapping[str, Any]]) -> Table:
     for rung in rungs:
         relative = "n/a" if rung["relative_step_time"] is None else f"{100 * rung['relative_step_time']:.0f} %"
         table.add_row(
-            Text(_names(rung), RUNG_STYLES[rung["names"][-1]]), f"{rung['micro_batch']} x {rung['grad_accum']}",
-            str(rung["global_batch"]), gib(rung["device_bytes"]), f"{100 * rung['use']:.0f} %", relative,
-        )  # fmt: skip
+            Text(_names(rung), RUNG_STYLES[rung["names"][-1]]),
+            f"{rung['micro_batch']} x {rung['grad_accum']}",
+            str(rung["global_batch"]),
+            gib(rung["device_bytes"]),
+            f"{100 * rung['use']:.0f} %",
+            relative,
+        )
     return table
 
 
@@ -313,10 +321,14 @@ def _guide(guide: Sequence[Mapping[str, Any]], capacity: int) -> Table:
     for rung in guide:
         wrong = f"; but {'; '.join(clean(each) for each in rung['wrong'])}" if rung["wrong"] else ""
         table.add_row(
-            clean(rung["name"]), f"{rung['micro_batch']} x {rung['grad_accum']}", str(rung["seq_len"]),
-            str(rung["global_batch"]), gib(rung["device_bytes"]), f"{100 * rung['device_bytes'] / capacity:.0f} %",
+            clean(rung["name"]),
+            f"{rung['micro_batch']} x {rung['grad_accum']}",
+            str(rung["seq_len"]),
+            str(rung["global_batch"]),
+            gib(rung["device_bytes"]),
+            f"{100 * rung['device_bytes'] / capacity:.0f} %",
             Text(f"{clean(rung['claims'])}{wrong}"),
-        )  # fmt: skip
+        )
     return table
 
 

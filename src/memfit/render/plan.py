@@ -204,10 +204,12 @@ def _own_lines(plan: Plan, width: int) -> Table:
         place = f"{clean(each['file']).replace(chr(92), '/').rpartition('/')[2]}:{each['line']}"
         made = f"{'backward of ' * each['backward']}{clean(each['code'])}"
         table.add_row(
-            small(each["allocated_bytes"]), percent(each["allocated_bytes"], total),
-            Text(category_word(each["category"]), CATEGORY_STYLES.get(each["category"], "")), place,
+            small(each["allocated_bytes"]),
+            percent(each["allocated_bytes"], total),
+            Text(category_word(each["category"]), CATEGORY_STYLES.get(each["category"], "")),
+            place,
             Text(made, "dim", overflow="ellipsis", no_wrap=True),
-        )  # fmt: skip
+        )
     return table
 
 
@@ -271,9 +273,12 @@ WIDTH = 100
 
 
 def as_text(
-    show: Callable[[Mapping[str, Any], Console], None], document: Mapping[str, Any], *, width: int = WIDTH,
+    show: Callable[[Mapping[str, Any], Console], None],
+    document: Mapping[str, Any],
+    *,
+    width: int = WIDTH,
     encoding: str = "utf-8",
-) -> str:  # fmt: skip
+) -> str:
     """What `show` writes to an output of that encoding, without the blanks that rich pads lines with."""
     out = io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors="replace")
     console = Console(file=out, width=width, color_system=None, force_terminal=False, highlight=False, markup=False)

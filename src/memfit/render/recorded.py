@@ -59,9 +59,13 @@ class Difference(Shown):
 
 
 def report(
-    file: AnyPath, *, html: AnyPath | None = None, device: int | None = None, alloc_conf: str | None = None,
+    file: AnyPath,
+    *,
+    html: AnyPath | None = None,
+    device: int | None = None,
+    alloc_conf: str | None = None,
     force: bool = False,
-) -> FileReport:  # fmt: skip
+) -> FileReport:
     """Report on a snapshot, a trace, a memory log or the folder of a run.
 
     `html` also writes it as one self-contained page, over what is there only with `force`. `device` is the GPU to

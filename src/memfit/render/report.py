@@ -157,9 +157,12 @@ def _shares(shares: Sequence[Mapping[str, Any]], total: int, width: int) -> Tabl
     for share in shares[:ROWS]:
         name = clean(short_op(share["name"])) or "(no name)"
         table.add_row(
-            small(share["allocated_bytes"]), percent(share["allocated_bytes"], total), f"{share['count']:,} x",
-            _category(share["category"]), tail(name, max(width - 50, 24)),
-        )  # fmt: skip
+            small(share["allocated_bytes"]),
+            percent(share["allocated_bytes"], total),
+            f"{share['count']:,} x",
+            _category(share["category"]),
+            tail(name, max(width - 50, 24)),
+        )
     return table
 
 
@@ -249,9 +252,11 @@ def _temporaries(rows: Sequence[Mapping[str, Any]], width: int) -> Table:
     for row in rows[:ROWS]:
         name = clean(short_op(row["name"])) or "(no name)"
         table.add_row(
-            format_bytes(row["at_once_bytes"]), format_bytes(row["largest_bytes"]), f"{row['count']:,}",
+            format_bytes(row["at_once_bytes"]),
+            format_bytes(row["largest_bytes"]),
+            f"{row['count']:,}",
             tail(name, max(width - 44, 24)),
-        )  # fmt: skip
+        )
     return table
 
 

@@ -60,8 +60,9 @@ def _summary(document: Mapping[str, Any]) -> Text:
     wrong = ", ".join(dict.fromkeys(clean(each["name"]) for each in document["checks"] if each["status"] == "failed"))
     said = ", ".join(
         f"{counts[status]} {named.get(status, status)}" + (f" ({wrong})" if status == "failed" else "")
-        for status in ORDER if counts[status]
-    )  # fmt: skip
+        for status in ORDER
+        if counts[status]
+    )
     words = {"failed": "not ready", "warning": "ready, with warnings", "ok": "ready"}
     verdict = document["verdict"]
     return Text.assemble((words[verdict], STYLES[verdict]), f": {said} ({document['seconds']:.1f} s)")

@@ -55,9 +55,16 @@ class OutOfMemory(Exception):
     """The allocator gave up. `alloc_size` is what torch's message says it tried to allocate."""
 
     def __init__(
-        self, *, requested: int, rounded: int, alloc_size: int, allocated: int, reserved: int,
-        capacity: int | None, limit: int | None,
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        requested: int,
+        rounded: int,
+        alloc_size: int,
+        allocated: int,
+        reserved: int,
+        capacity: int | None,
+        limit: int | None,
+    ) -> None:
         super().__init__(f"no room for {alloc_size} bytes: {allocated} allocated, {reserved} reserved")
         self.requested = requested
         self.rounded = rounded
@@ -73,9 +80,14 @@ class CachingAllocator:
     `set_per_process_memory_fraction` allows it (see `AllocatorConfig.limit_on`): past either, memory is refused."""
 
     def __init__(
-        self, config: AllocatorConfig | None = None, *, capacity: int | None = None, limit: int | None = None,
-        addresses: AddressSource | None = None, driver: Driver | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        config: AllocatorConfig | None = None,
+        *,
+        capacity: int | None = None,
+        limit: int | None = None,
+        addresses: AddressSource | None = None,
+        driver: Driver | None = None,
+    ) -> None:
         self.config = config = config or AllocatorConfig()
         self.driver = driver or Driver(capacity, addresses)
         self.stats: AllocatorStats = self.driver.stats
@@ -227,9 +239,14 @@ class CachingAllocator:
                 return block
         self.stats.num_ooms += 1
         raise OutOfMemory(
-            requested=requested, rounded=size, alloc_size=alloc_size, allocated=self.stats.allocated,
-            reserved=self.stats.reserved, capacity=self.driver.capacity, limit=self.limit,
-        )  # fmt: skip
+            requested=requested,
+            rounded=size,
+            alloc_size=alloc_size,
+            allocated=self.stats.allocated,
+            reserved=self.stats.reserved,
+            capacity=self.driver.capacity,
+            limit=self.limit,
+        )
 
     def _attempt(self, shelf: Shelf, size: i64, alloc_size: i64) -> Block | None:
         """The limit is compared with a whole segment even where expandable segments would map less."""
@@ -350,9 +367,15 @@ class CachingAllocator:
 
     @classmethod
     def from_segments(
-        cls, segments: Sequence[SegmentRecord], config: AllocatorConfig | None = None, *, capacity: int | None = None,
-        limit: int | None = None, addresses: AddressSource | None = None, driver: Driver | None = None,
-    ) -> CachingAllocator:  # fmt: skip
+        cls,
+        segments: Sequence[SegmentRecord],
+        config: AllocatorConfig | None = None,
+        *,
+        capacity: int | None = None,
+        limit: int | None = None,
+        addresses: AddressSource | None = None,
+        driver: Driver | None = None,
+    ) -> CachingAllocator:
         """An allocator that already holds these segments and blocks, as if it had got there by itself."""
         if max((record.address + record.size for record in segments), default=0) > MAX_ADDRESS:
             raise InputError(f"a segment lies beyond {MAX_ADDRESS:#x}, where no GPU has memory")

@@ -69,9 +69,15 @@ class Replay(Timeline):
 
 
 def replay(
-    trace: Trace, config: AllocatorConfig = DEFAULTS, *, capacity: int | None = None, limit: int | None = None,
-    start: Sequence[SegmentRecord] = (), addresses: AddressSource | None = None, places: bool = False,
-) -> Replay:  # fmt: skip
+    trace: Trace,
+    config: AllocatorConfig = DEFAULTS,
+    *,
+    capacity: int | None = None,
+    limit: int | None = None,
+    start: Sequence[SegmentRecord] = (),
+    addresses: AddressSource | None = None,
+    places: bool = False,
+) -> Replay:
     """Blocks of the trace without an ALLOC event were there before: where `start` has them, or else allocated first."""
     replays = Replays(trace, config, start=start)
     return replays.timeline(capacity=capacity, limit=limit, addresses=addresses, places=places)
@@ -118,9 +124,13 @@ class Replays:
         return made
 
     def timeline(
-        self, *, capacity: int | None = None, limit: int | None = None, addresses: AddressSource | None = None,
+        self,
+        *,
+        capacity: int | None = None,
+        limit: int | None = None,
+        addresses: AddressSource | None = None,
         places: bool = False,
-    ) -> Replay:  # fmt: skip
+    ) -> Replay:
         """`places`: also where each block lay and what the driver did, which takes a few times as long."""
         noted = NotingDriver(capacity, event=BEFORE) if places else None
         player = self._player(capacity, limit, addresses, driver=noted, notes_sizes=True)
@@ -144,12 +154,20 @@ class Replays:
             if event == BEFORE:
                 start.do(action, where, nbytes)
         return Replay(
-            trace=self.trace, size=size, allocated=allocated_before + changes.cumsum(), reserved=reserved,
-            allocated_before=allocated_before, reserved_before=reserved_before,
-            address=None if address is None else np.array(address, dtype=np.uint64), start=tuple(start),
+            trace=self.trace,
+            size=size,
+            allocated=allocated_before + changes.cumsum(),
+            reserved=reserved,
+            allocated_before=allocated_before,
+            reserved_before=reserved_before,
+            address=None if address is None else np.array(address, dtype=np.uint64),
+            start=tuple(start),
             driver=tuple(call for call in calls if call[0] != BEFORE),
-            retries=stats.num_alloc_retries, oom=oom, stats=stats, allocator=player.allocator,
-        )  # fmt: skip
+            retries=stats.num_alloc_retries,
+            oom=oom,
+            stats=stats,
+            allocator=player.allocator,
+        )
 
     def outcome(self, capacity: int) -> ReplayOutcome:
         """As `timeline` with this capacity, without its columns."""
@@ -190,9 +208,14 @@ class Replays:
     # -- how it is done ----------------------------------------------------------------------------------------
 
     def _player(
-        self, capacity: int | None, limit: int | None = None, addresses: AddressSource | None = None, *,
-        driver: Driver | None = None, notes_sizes: bool = False,
-    ) -> Player:  # fmt: skip
+        self,
+        capacity: int | None,
+        limit: int | None = None,
+        addresses: AddressSource | None = None,
+        *,
+        driver: Driver | None = None,
+        notes_sizes: bool = False,
+    ) -> Player:
         allocator = CachingAllocator.from_segments(
             self.start, self.config, capacity=capacity, limit=limit, addresses=addresses, driver=driver
         )

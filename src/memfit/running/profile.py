@@ -57,11 +57,21 @@ class Profile(Shown):
 
 
 def profile(
-    model: str | None = None, *, model_size: str | None = None, context_length: int = 512, batch_size: int = 4,
-    warmup_steps: int = 5, measure_steps: int = 10, profile_type: str = "forward", use_mixed_precision: bool = False,
-    dtype: str | None = None, output: str | os.PathLike[str] | None = None, device: str = "cuda",
-    gpu: str | None = None, force: bool = False,
-) -> Profile:  # fmt: skip
+    model: str | None = None,
+    *,
+    model_size: str | None = None,
+    context_length: int = 512,
+    batch_size: int = 4,
+    warmup_steps: int = 5,
+    measure_steps: int = 10,
+    profile_type: str = "forward",
+    use_mixed_precision: bool = False,
+    dtype: str | None = None,
+    output: str | os.PathLike[str] | None = None,
+    device: str = "cuda",
+    gpu: str | None = None,
+    force: bool = False,
+) -> Profile:
     """Snapshot the memory of a forward pass or a training step, on a GPU, or predicted with `device="predict"`.
 
     Settings are the flags of `memfit profile`: `model_size` is one of a course's, `model` any that a plan takes; `gpu`
@@ -77,10 +87,14 @@ def profile(
             f"--dtype {dtype} is of the autocast region, and there is none", hint="add --use-mixed-precision"
         )
     settings = ProfileSettings(
-        model=course_size(model_size) if model_size else str(model), profile_type=profile_type,  # type: ignore[arg-type]
-        context_length=context_length, batch_size=batch_size, warmup_steps=warmup_steps, measure_steps=measure_steps,
+        model=course_size(model_size) if model_size else str(model),
+        profile_type=profile_type,  # type: ignore[arg-type]
+        context_length=context_length,
+        batch_size=batch_size,
+        warmup_steps=warmup_steps,
+        measure_steps=measure_steps,
         dtype=(dtype or "bf16") if use_mixed_precision else None,  # type: ignore[arg-type]
-    )  # fmt: skip
+    )
     path = _place(None if output is None else Path(output), settings, gpu, force)
     found = profiler_on(device, gpu)(settings)
     with writing(path, "--output"):

@@ -105,9 +105,15 @@ class TrainingRanOut(RanOut):
 
 
 def train(
-    config: str | os.PathLike[str] | Mapping[str, Any], *, sets: Iterable[str] = (), output_dir: str | None = None,
-    resume_from: str | None = None, dry_run: bool = False, force: bool = False, listener: Listener | None = None,
-) -> Trained:  # fmt: skip
+    config: str | os.PathLike[str] | Mapping[str, Any],
+    *,
+    sets: Iterable[str] = (),
+    output_dir: str | None = None,
+    resume_from: str | None = None,
+    dry_run: bool = False,
+    force: bool = False,
+    listener: Listener | None = None,
+) -> Trained:
     """Train a model: LoRA, or all of its weights. The job is planned first, and runs if it fits, or with `force`.
 
     `config` is a YAML file, the name of one that comes with memfit, or its keys as a dict; `sets` are `key=value` and

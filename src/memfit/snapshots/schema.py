@@ -408,9 +408,16 @@ class _Columns:
     def rows(self) -> Any:
         nothing = [""] * len(self.codes)
         return zip(
-            self.codes, self.addresses.tolist(), self.sizes.tolist(), self.streams.tolist(), self.times.tolist(),
-            self.frames, self.categories or nothing, self.labels or nothing, strict=True,
-        )  # fmt: skip
+            self.codes,
+            self.addresses.tolist(),
+            self.sizes.tolist(),
+            self.streams.tolist(),
+            self.times.tolist(),
+            self.frames,
+            self.categories or nothing,
+            self.labels or nothing,
+            strict=True,
+        )
 
     def _column(self, key: str, default: Any) -> list[Any]:
         try:

@@ -231,9 +231,13 @@ class _SnapshotWriter:
 
 
 def placed_snapshot(
-    trace: Trace, config: AllocatorConfig = DEFAULTS, *, begin: int = 0, capacity: int | None = None,
+    trace: Trace,
+    config: AllocatorConfig = DEFAULTS,
+    *,
+    begin: int = 0,
+    capacity: int | None = None,
     alloc_conf: str = "",
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """The job from event `begin` on, as if the recording had been switched on there. Where memory runs out it ends."""
     placed = replay(trace, config, capacity=capacity, places=True)
     calls, end = list(placed.driver), len(trace)

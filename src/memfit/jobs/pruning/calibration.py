@@ -85,10 +85,18 @@ def fingerprint_of(
         tokenizers = None
     digest = hashlib.sha256(ids.to(torch.int64).contiguous().numpy().astype("<i8").tobytes()).hexdigest()
     return Fingerprint(
-        dataset=texts.name, split=texts.split, origin=texts.origin, windows=len(ids), seqlen=ids.shape[1], seed=seed,
-        text_tokens=tokens, sha256=digest, tokenizers=tokenizers, tokenizer=type(tokenizer).__name__,
+        dataset=texts.name,
+        split=texts.split,
+        origin=texts.origin,
+        windows=len(ids),
+        seqlen=ids.shape[1],
+        seed=seed,
+        text_tokens=tokens,
+        sha256=digest,
+        tokenizers=tokenizers,
+        tokenizer=type(tokenizer).__name__,
         python=platform.python_version() if texts.name == "builtin" else None,
-    )  # fmt: skip
+    )
 
 
 def _from_running_text(

@@ -52,10 +52,19 @@ def no_phases(name: str, step: int = 0) -> Iterator[None]:
 
 class Engine:
     def __init__(
-        self, decoder: Decoder, *, device: torch.device | str, budget: int | None = None, phases: Phases = no_phases,
-        micro_batch: int | None = None, where: Where | None = None, host: HostMemory | None = None,
-        team: Team | None = None, whole: int | None = None, some: Callable[[list[MicroBatch]], list[MicroBatch]] = list,
-    ) -> None:  # fmt: skip
+        self,
+        decoder: Decoder,
+        *,
+        device: torch.device | str,
+        budget: int | None = None,
+        phases: Phases = no_phases,
+        micro_batch: int | None = None,
+        where: Where | None = None,
+        host: HostMemory | None = None,
+        team: Team | None = None,
+        whole: int | None = None,
+        some: Callable[[list[MicroBatch]], list[MicroBatch]] = list,
+    ) -> None:
         """`budget` is in bytes of the device's memory, all that is free by default; `micro_batch` and `where` settle
         what it would decide. A plan looks at `some` micro-batches of all, and at some blocks of a `whole` number."""
         self.decoder = decoder
@@ -88,10 +97,16 @@ class Engine:
 
     @torch.no_grad()
     def prune(
-        self, settings: PruneSettings, windows: Tensor | None, *, output: OutputFolder | None = None,
-        sink: Sink | None = None, on_block: Callable[[BlockReport], None] = lambda _: None,
-        dense: Tensor | None = None, pruned: Tensor | None = None,
-    ) -> PruningOutcome:  # fmt: skip
+        self,
+        settings: PruneSettings,
+        windows: Tensor | None,
+        *,
+        output: OutputFolder | None = None,
+        sink: Sink | None = None,
+        on_block: Callable[[BlockReport], None] = lambda _: None,
+        dense: Tensor | None = None,
+        pruned: Tensor | None = None,
+    ) -> PruningOutcome:
         """`windows` [samples, length] may be None where the method reads no data. `dense` and `pruned` are windows to
         evaluate: they go through each block before it is pruned and after. `sink` takes the blocks instead of files."""
         from memfit.jobs.pruning.sweep import Sweep
@@ -121,9 +136,16 @@ class Engine:
         decoder, calls = self.decoder, dict[int, Sequence[Call]]()
         with self.phases("calibration"):
             states = HiddenStates(
-                batches, ids.shape[1], decoder.hidden_size, decoder.dtype, self.device, placement.where, self.host,
-                self.lanes, self._some(batches),
-            )  # fmt: skip
+                batches,
+                ids.shape[1],
+                decoder.hidden_size,
+                decoder.dtype,
+                self.device,
+                placement.where,
+                self.host,
+                self.lanes,
+                self._some(batches),
+            )
         with self.phases("embed"), decoder.outer_weights(self._load_outer):
             for number, batch in enumerate(self._some(batches)):
                 hidden = decoder.front(ids[batch.first : batch.first + batch.count].to(self.device))
@@ -176,9 +198,11 @@ class Engine:
         if getattr(decoder.config, "_attn_implementation", "sdpa") == "eager":
             widest += 3 * item * int(decoder.config.num_attention_heads) * length
         return DeviceNeeds(
-            hidden_per_window=length * decoder.hidden_size * item, activations_per_window=length * widest,
-            block=decoder.block_bytes, fixed=max(statistics, table),
-        )  # fmt: skip
+            hidden_per_window=length * decoder.hidden_size * item,
+            activations_per_window=length * widest,
+            block=decoder.block_bytes,
+            fixed=max(statistics, table),
+        )
 
     # -- a block comes and goes ------------------------------------------------------------------------------------
 

@@ -130,9 +130,13 @@ class WithUpdates:
             return ByMagnitude().prune(weights, group, sparsity)
         groups = (sparsity.removed, sparsity.group) if sparsity.removed and sparsity.group else None
         outcome = prune_with_updates_(
-            weights, statistic.finish(statistic.samples), ratio=sparsity.ratio if groups is None else None,
-            groups=groups, names=[matrix.name for matrix in group.matrices], sweeps=self._sweeps,
-        )  # fmt: skip
+            weights,
+            statistic.finish(statistic.samples),
+            ratio=sparsity.ratio if groups is None else None,
+            groups=groups,
+            names=[matrix.name for matrix in group.matrices],
+            sweeps=self._sweeps,
+        )
         return outcome.warnings
 
 

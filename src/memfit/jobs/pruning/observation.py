@@ -94,9 +94,15 @@ def _of_experts(name: str, module: nn.Module) -> Iterator[Matrix]:
     for expert in range(experts):
         for number, which in enumerate(("gate_proj", "up_proj")):
             yield Matrix(
-                f"{name}.{expert}.{which}", module, f"{name}.gate_up_proj", double // 2, columns,
-                expert=expert, first_row=number * double // 2, side="in",
-            )  # fmt: skip
+                f"{name}.{expert}.{which}",
+                module,
+                f"{name}.gate_up_proj",
+                double // 2,
+                columns,
+                expert=expert,
+                first_row=number * double // 2,
+                side="in",
+            )
         yield Matrix(
             f"{name}.{expert}.down_proj", module, f"{name}.down_proj", rows, narrow, expert=expert, side="down"
         )

@@ -80,9 +80,14 @@ class OutputFolder:
 
     @classmethod
     def create(
-        cls, save: str | Path, decoder: Decoder, run_key: Mapping[str, Any], *, resume: bool = False,
+        cls,
+        save: str | Path,
+        decoder: Decoder,
+        run_key: Mapping[str, Any],
+        *,
+        resume: bool = False,
         replace: bool = False,
-    ) -> OutputFolder:  # fmt: skip
+    ) -> OutputFolder:
         """Everything that can be wrong with `--save` is found here, before any work. With `replace`, a result that is
         there goes when the new one is whole."""
         path = absolute(save)

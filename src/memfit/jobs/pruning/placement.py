@@ -58,9 +58,17 @@ class HiddenStates:
     """By the size of a micro-batch: what the model gives each block with it (`decoder.Call`)."""
 
     def __init__(
-        self, batches: list[MicroBatch], length: int, width: int, dtype: torch.dtype, device: torch.device,
-        where: Where, host: HostMemory, lanes: tuple[Lane, Lane], some: list[MicroBatch] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        batches: list[MicroBatch],
+        length: int,
+        width: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        where: Where,
+        host: HostMemory,
+        lanes: tuple[Lane, Lane],
+        some: list[MicroBatch] | None = None,
+    ) -> None:
         """Room for all of the micro-batches; `some` of them are gone through, in a plan."""
         self.where = where
         self.calls = {}

@@ -66,9 +66,12 @@ class BlockReport:
     def from_json(cls, facts: Mapping[str, Any]) -> BlockReport:
         """As the journal of an earlier run has it."""
         return cls(
-            index=int(facts["index"]), matrices=tuple(MatrixReport(**each) for each in facts["matrices"]),
-            seconds=float(facts["seconds"]), notes=tuple(facts["notes"]), resumed=True,
-        )  # fmt: skip
+            index=int(facts["index"]),
+            matrices=tuple(MatrixReport(**each) for each in facts["matrices"]),
+            seconds=float(facts["seconds"]),
+            notes=tuple(facts["notes"]),
+            resumed=True,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -154,9 +154,11 @@ STARS = "*" * 30
 
 
 def run(
-    settings: PruneSettings, options: RunOptions | None = None, listener: Listener | None = None,
+    settings: PruneSettings,
+    options: RunOptions | None = None,
+    listener: Listener | None = None,
     predict: Predict | None = None,
-) -> PruneResult:  # fmt: skip
+) -> PruneResult:
     """Everything. Raises `RanOut` with what helps where memory did not suffice."""
     return _PruningRun(settings, options or RunOptions(), listener or Listener(), predict).whole()
 
@@ -235,9 +237,12 @@ class _PruningRun:
         say("pruning starts")
         windows, evaluated = text.windows, text.evaluated
         result = PruneResult(
-            settings=self.settings, seqlen=text.seqlen, device=described(self.device),
-            model=self._model(source, engine), data=None if windows is None else windows.fingerprint,
-        )  # fmt: skip
+            settings=self.settings,
+            seqlen=text.seqlen,
+            device=described(self.device),
+            model=self._model(source, engine),
+            data=None if windows is None else windows.fingerprint,
+        )
         output = self._output(engine, text)
         try:
             with log.until("03_before_pruning"):
@@ -399,9 +404,13 @@ class _PruningRun:
     # -- the work --------------------------------------------------------------------------------------------------
 
     def _prune(
-        self, log: MemoryLog, engine: Engine, windows: Windows | None, output: OutputFolder | None,
+        self,
+        log: MemoryLog,
+        engine: Engine,
+        windows: Windows | None,
+        output: OutputFolder | None,
         evaluated: Windows | None,
-    ) -> PruningOutcome:  # fmt: skip
+    ) -> PruningOutcome:
         total = len(engine.decoder.blocks)
         done = 0
 
@@ -508,9 +517,13 @@ class _PruningRun:
             return
         dtype = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}[str(decoder.dtype).removeprefix("torch.")]
         planned = Planned(
-            settings=self.settings, seqlen=result.seqlen, folder=source.folder, dtype=dtype, budget=self.budget,
+            settings=self.settings,
+            seqlen=result.seqlen,
+            folder=source.folder,
+            dtype=dtype,
+            budget=self.budget,
             gpu=str(result.device["name"]),
-        )  # fmt: skip
+        )
         result.predicted = self.predict(planned)
         if result.predicted is not None:
             pruned = next(point for point in log.points if point.name == "04_after_pruning")

@@ -47,9 +47,15 @@ NAMED = 8
 
 class Sweep:
     def __init__(
-        self, engine: Engine, settings: PruneSettings, windows: Tensor | None, output: OutputFolder | None,
-        sink: Sink | None, dense: Tensor | None, pruned: Tensor | None,
-    ) -> None:  # fmt: skip
+        self,
+        engine: Engine,
+        settings: PruneSettings,
+        windows: Tensor | None,
+        output: OutputFolder | None,
+        sink: Sink | None,
+        dense: Tensor | None,
+        pruned: Tensor | None,
+    ) -> None:
         self.engine, self.settings, self.output = engine, settings, output
         self.sink = (sink or output) if engine.team.leads else None
         self.method = method_of(settings)
@@ -91,11 +97,15 @@ class Sweep:
         if states is not None:
             states.release()
         return PruningOutcome(
-            blocks=tuple(reports), ratios=tuple(s.ratio for s in sparsities), micro_batch=self.placement.micro_batch,
-            hidden_on=self.placement.where, host_peak_bytes=engine.host.peak_bytes,
+            blocks=tuple(reports),
+            ratios=tuple(s.ratio for s in sparsities),
+            micro_batch=self.placement.micro_batch,
+            hidden_on=self.placement.where,
+            host_peak_bytes=engine.host.peak_bytes,
             notes=(*self.notes, *notes, *dict.fromkeys(note for report in reports for note in report.notes)),
-            dense_states=riders.get("dense"), pruned_states=riders.get("pruned"),
-        )  # fmt: skip
+            dense_states=riders.get("dense"),
+            pruned_states=riders.get("pruned"),
+        )
 
     # -- what is settled beforehand --------------------------------------------------------------------------------
 
@@ -185,9 +195,14 @@ class Sweep:
     # -- one block -------------------------------------------------------------------------------------------------
 
     def _prune(
-        self, index: int, reader: BlockReader, writer: BlockWriter | None, states: HiddenStates | None,
-        riders: Mapping[str, HiddenStates], sparsity: Sparsity,
-    ) -> BlockReport:  # fmt: skip
+        self,
+        index: int,
+        reader: BlockReader,
+        writer: BlockWriter | None,
+        states: HiddenStates | None,
+        riders: Mapping[str, HiddenStates],
+        sparsity: Sparsity,
+    ) -> BlockReport:
         engine, phases = self.engine, self.engine.phases
         started = time.perf_counter()
         with phases("load", index):
@@ -400,9 +415,11 @@ def _few_tokens(path: str, groups: Iterable[SharedInput]) -> tuple[str, ...]:
     notes = []
     for what, few in (
         ("saw no token, so their weights went by magnitude", [n for n, count in seen.items() if count == 0]),
-        (f"saw fewer than {even * FEW_TOKENS:.0f} tokens (an even share is {even:.0f})",
-         [n for n, count in seen.items() if 0 < count < even * FEW_TOKENS]),
-    ):  # fmt: skip
+        (
+            f"saw fewer than {even * FEW_TOKENS:.0f} tokens (an even share is {even:.0f})",
+            [n for n, count in seen.items() if 0 < count < even * FEW_TOKENS],
+        ),
+    ):
         if few:
             named = ", ".join(few[:NAMED]) + (f" and {len(few) - NAMED} more" if len(few) > NAMED else "")
             notes.append(f"{path}: experts {named} {what}")

@@ -15,9 +15,18 @@ ELEMENTS = 2048
 
 @triton.jit
 def _rotate(
-    x, cos, sin, length, heads, stride_batch, stride_head, stride_token, stride_table,
-    HALF: tl.constexpr, HEADS: tl.constexpr,
-):  # fmt: skip
+    x,
+    cos,
+    sin,
+    length,
+    heads,
+    stride_batch,
+    stride_head,
+    stride_token,
+    stride_table,
+    HALF: tl.constexpr,
+    HEADS: tl.constexpr,
+):
     token = tl.program_id(0)
     batch, at = token // length, token % length
     half = tl.arange(0, HALF)
@@ -44,9 +53,19 @@ def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     batch, heads, length, size = x.shape
     table = cos.stride(0) if cos.shape[0] > 1 else 0
     _rotate[(batch * length,)](
-        x, cos, sin, length, heads, x.stride(0), x.stride(1), x.stride(2), table, HALF=size // 2, HEADS=HEADS,
+        x,
+        cos,
+        sin,
+        length,
+        heads,
+        x.stride(0),
+        x.stride(1),
+        x.stride(2),
+        table,
+        HALF=size // 2,
+        HEADS=HEADS,
         num_warps=4,
-    )  # fmt: skip
+    )
     return x
 
 

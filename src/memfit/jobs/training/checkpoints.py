@@ -206,9 +206,10 @@ class RunState:
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
             return cls(
-                micro_batch_size=int(found["micro_batch_size"]), halved=list(found["halved"]),
+                micro_batch_size=int(found["micro_batch_size"]),
+                halved=list(found["halved"]),
                 losses={int(step): float(loss) for step, loss in found["losses"].items()},
-            )  # fmt: skip
+            )
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise InputError(f"'{path}' is damaged", hint="resume from an earlier checkpoint") from error
 

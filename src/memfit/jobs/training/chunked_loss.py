@@ -93,9 +93,14 @@ def _asks_for_its_loss(model: Any) -> bool:
 
 def _loss_function(head: Any, chunk: int, cap: float | None) -> Callable[..., Tensor]:
     def loss(
-        logits: Tensor, labels: Tensor, vocab_size: int, num_items_in_batch: Any = None, ignore_index: int = IGNORED,
-        shift_labels: Tensor | None = None, **_: Any,
-    ) -> Tensor:  # fmt: skip
+        logits: Tensor,
+        labels: Tensor,
+        vocab_size: int,
+        num_items_in_batch: Any = None,
+        ignore_index: int = IGNORED,
+        shift_labels: Tensor | None = None,
+        **_: Any,
+    ) -> Tensor:
         """The signature of transformers' own; `logits` are hidden states while training."""
         if shift_labels is None:
             shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:].contiguous()
@@ -107,17 +112,30 @@ def _loss_function(head: Any, chunk: int, cap: float | None) -> Callable[..., Te
             return whole if num_items_in_batch is None else whole / num_items_in_batch
         hidden = logits.reshape(-1, logits.shape[-1])
         return chunked_cross_entropy(
-            hidden, head.weight, wanted, bias=getattr(head, "bias", None), chunk=chunk, cap=cap,
-            ignored=ignore_index, items=num_items_in_batch,
-        )  # fmt: skip
+            hidden,
+            head.weight,
+            wanted,
+            bias=getattr(head, "bias", None),
+            chunk=chunk,
+            cap=cap,
+            ignored=ignore_index,
+            items=num_items_in_batch,
+        )
 
     return loss
 
 
 def chunked_cross_entropy(
-    hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None = None, chunk: int = CHUNK,
-    cap: float | None = None, ignored: int = IGNORED, items: Any = None,
-) -> Tensor:  # fmt: skip
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    chunk: int = CHUNK,
+    cap: float | None = None,
+    ignored: int = IGNORED,
+    items: Any = None,
+) -> Tensor:
     """The mean loss of [tokens, width] hidden states against [tokens] labels, or its sum over `items`."""
     loss: Tensor = _Chunked.apply(hidden, weight, bias, labels, chunk, cap, ignored, items)
     return loss
@@ -128,9 +146,16 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, chunk: int, cap: float | None,
-        ignored: int, items: Any,
-    ) -> Tensor:  # fmt: skip
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        chunk: int,
+        cap: float | None,
+        ignored: int,
+        items: Any,
+    ) -> Tensor:
         device, (of_hidden, of_weight, of_bias) = hidden.device.type, ctx.needs_input_grad[:3]
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
         with torch.autocast(device, enabled=False):  # each is cast once, not for every chunk
@@ -219,9 +244,14 @@ def _by_tokens(
 
 
 def _by_words(
-    head: _HeadInputs, words: Tensor, learned: _Learned, chunk: int, shares: Tensor, grad_weight: Tensor | None,
+    head: _HeadInputs,
+    words: Tensor,
+    learned: _Learned,
+    chunk: int,
+    shares: Tensor,
+    grad_weight: Tensor | None,
     grad_bias: Tensor | None,
-) -> None:  # fmt: skip
+) -> None:
     """What the head gets: all tokens and some words at a time, so that each row of its gradient is made in one product.
 
     Summed up over chunks of tokens it would need a copy in fp32, which for a wide head is more than the logits are; the

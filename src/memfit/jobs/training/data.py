@@ -262,20 +262,32 @@ def _summary(
 ) -> DataSummary:
     lengths = starts.diff().sort().values
     return DataSummary(
-        source=source_of(config), origin=examples.origin, format="instruction" if examples.instruction else "text",
-        packed=packed, rows=len(examples.rows), empty_rows=examples.empty, samples=len(lengths),
-        tokens=int(lengths.sum()), learned_tokens=int(learned.sum()), truncated_samples=cut.truncated,
-        dropped_samples=cut.dropped, tokens_left_out=cut.left_out, max_seq_len=config.max_seq_len,
+        source=source_of(config),
+        origin=examples.origin,
+        format="instruction" if examples.instruction else "text",
+        packed=packed,
+        rows=len(examples.rows),
+        empty_rows=examples.empty,
+        samples=len(lengths),
+        tokens=int(lengths.sum()),
+        learned_tokens=int(learned.sum()),
+        truncated_samples=cut.truncated,
+        dropped_samples=cut.dropped,
+        tokens_left_out=cut.left_out,
+        max_seq_len=config.max_seq_len,
         lengths=_lengths(lengths),
-    )  # fmt: skip
+    )
 
 
 def _lengths(ordered: Tensor) -> Lengths:
     last = len(ordered) - 1
     return Lengths(
-        shortest=int(ordered[0]), median=int(ordered[last // 2]), mean=float(ordered.double().mean()),
-        percentile_95=int(ordered[last * 95 // 100]), longest=int(ordered[-1]),
-    )  # fmt: skip
+        shortest=int(ordered[0]),
+        median=int(ordered[last // 2]),
+        mean=float(ordered.double().mean()),
+        percentile_95=int(ordered[last * 95 // 100]),
+        longest=int(ordered[-1]),
+    )
 
 
 class Collator:

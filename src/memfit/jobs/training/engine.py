@@ -43,19 +43,25 @@ class StepRows(Sampler[list[int]]):
         job, share = self.job, self.job.batch.rows_per_process
         for step in range(self.first_step, job.total_steps):
             rows = rows_of_step(
-                step, samples=len(job.data), global_batch_size=job.batch.global_batch_size, seed=job.config.seed,
+                step,
+                samples=len(job.data),
+                global_batch_size=job.batch.global_batch_size,
+                seed=job.config.seed,
                 shuffle=job.config.data.shuffle,
-            )  # fmt: skip
+            )
             yield rows[self.rank * share : (self.rank + 1) * share].tolist()
 
 
 def step_loader(job: TrainJob, *, rank: int, first_step: int, pin: bool) -> DataLoader[Any]:
     """Rows as they are: they are made a batch only when it is known how many go through the model at a time."""
     return DataLoader(
-        job.data, batch_sampler=StepRows(job, rank=rank, first_step=first_step), collate_fn=_as_they_are,
-        num_workers=job.config.data.num_workers, pin_memory=pin,
+        job.data,
+        batch_sampler=StepRows(job, rank=rank, first_step=first_step),
+        collate_fn=_as_they_are,
+        num_workers=job.config.data.num_workers,
+        pin_memory=pin,
         generator=torch.Generator().manual_seed(job.config.seed),  # else it draws from the run's random numbers
-    )  # fmt: skip
+    )
 
 
 def _as_they_are(rows: Rows) -> Rows:
@@ -73,19 +79,27 @@ PROBE_STEPS = 2
 
 class MemfitTrainer(Trainer):  # type: ignore[misc,unused-ignore]
     def __init__(
-        self, job: TrainJob, model: torch.nn.Module, args: Any, *, on_halved: Callable[[Halved], None],
-        on_probed: Callable[[int], None], on_reached: Callable[[str, int, int], None] | None = None,
+        self,
+        job: TrainJob,
+        model: torch.nn.Module,
+        args: Any,
+        *,
+        on_halved: Callable[[Halved], None],
+        on_probed: Callable[[int], None],
+        on_reached: Callable[[str, int, int], None] | None = None,
         on_note: Callable[[str], None] = lambda _: None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.job = job
         super().__init__(model=model, args=args, train_dataset=job.data, data_collator=job.collate)
         self.together = Together(args.device)
         self.first_step = 0 if job.resume_from is None else steps_done(job.resume_from)
         self.progress = RunState(micro_batch_size=job.batch.micro_batch_size)
         self.recovery = Recovery(
-            job.batch, self.together, enabled=job.config.memory.oom_recovery and not self._sharded,
+            job.batch,
+            self.together,
+            enabled=job.config.memory.oom_recovery and not self._sharded,
             on_halved=self._halved,
-        )  # fmt: skip
+        )
         self._on_halved, self._on_probed, self._on_reached = on_halved, on_probed, on_reached
         self._on_note = on_note
         self._new_losses: dict[int, Tensor] = {}

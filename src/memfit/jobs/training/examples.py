@@ -60,9 +60,12 @@ def read_examples(config: DataConfig) -> Examples:
     if not kept:
         raise InputError(f"data.source {config.source!r}: none of its {len(rows):,} rows holds any text ({origin})")
     return Examples(
-        origin=origin, instruction=len(columns) == 2, rows=kept, raw_prompt=columns[0] == "prompt",
+        origin=origin,
+        instruction=len(columns) == 2,
+        rows=kept,
+        raw_prompt=columns[0] == "prompt",
         empty=len(made) - len(kept),
-    )  # fmt: skip
+    )
 
 
 # -- where the rows come from ------------------------------------------------------------------------------------------

@@ -133,9 +133,13 @@ def _spellings(stored: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
 
 
 def _no_match(
-    found: ForeignWeights, source: str, stored: Mapping[str, Tensor], wanted: Mapping[str, Tensor], missing: list[str],
+    found: ForeignWeights,
+    source: str,
+    stored: Mapping[str, Tensor],
+    wanted: Mapping[str, Tensor],
+    missing: list[str],
     other: list[str],
-) -> InputError:  # fmt: skip
+) -> InputError:
     said = [f"{len(wanted) - len(missing) - len(other):,} of {len(wanted):,} weights of this model are there"]
     if missing:
         more = f" and {len(missing) - SHOWN:,} more" if len(missing) > SHOWN else ""

@@ -140,10 +140,18 @@ def prepare_job(
         _check_vocabulary(config, data, shape)
     notes = [*config.notes(), *of_levers, *(() if data is None else notes_on_data(config, batch, data))]
     job = TrainJob(
-        config=config, batch=batch, data=data or rows_of_full_length(config.data), data_read=data is not None,
-        tokenizer=tokenizer, pad_id=pad_id_of(tokenizer), source=source, shape=shape, output_dir=output_dir,
-        resume_from=resume_from, start_from=start_from,
-    )  # fmt: skip
+        config=config,
+        batch=batch,
+        data=data or rows_of_full_length(config.data),
+        data_read=data is not None,
+        tokenizer=tokenizer,
+        pad_id=pad_id_of(tokenizer),
+        source=source,
+        shape=shape,
+        output_dir=output_dir,
+        resume_from=resume_from,
+        start_from=start_from,
+    )
     if start_from is not None:
         notes.append(note_on_weights(job, start_from))
     if resume_from is not None and data is not None:
@@ -217,9 +225,10 @@ def note_on_weights(job: TrainJob, found: ForeignWeights) -> str:
     model = job.config.model
     name = model.name if job.source is None else str(job.source.folder)
     plain = dataclasses.replace(
-        job.config, model=dataclasses.replace(model, name=name, from_scratch=True),
+        job.config,
+        model=dataclasses.replace(model, name=name, from_scratch=True),
         memory=dataclasses.replace(job.config.memory, auto=False, offload=()),
-    )  # fmt: skip
+    )
     with torch.random.fork_rng(devices=()), torch.device("meta"):
         built = build_for_training(dataclasses.replace(job, config=plain, source=None, start_from=None))
     return check_weights(found, built)

@@ -46,9 +46,10 @@ def to_device(model: nn.Module, device: torch.device | str, work: Workload) -> n
     from torch.nn.parallel import DistributedDataParallel
 
     return DistributedDataParallel(
-        model, gradient_as_bucket_view=bool(work.gradient_as_bucket_view),
+        model,
+        gradient_as_bucket_view=bool(work.gradient_as_bucket_view),
         find_unused_parameters=_has_unused_weights(model),
-    )  # fmt: skip
+    )
 
 
 def _has_unused_weights(model: nn.Module) -> bool:

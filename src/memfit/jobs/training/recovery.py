@@ -129,10 +129,14 @@ class Recovery:
         self.batch = smaller
         self._on_halved(
             Halved(
-                step=step, micro_step=number + 1, longest_row=longest, rows_before=before.micro_batch_size,
-                rows_after=smaller.micro_batch_size, cause=cause,
+                step=step,
+                micro_step=number + 1,
+                longest_row=longest,
+                rows_before=before.micro_batch_size,
+                rows_after=smaller.micro_batch_size,
+                cause=cause,
             )
-        )  # fmt: skip
+        )
 
 
 def cause_of(error: BaseException) -> str:

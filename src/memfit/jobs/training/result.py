@@ -221,10 +221,15 @@ def beside(predicted: dict[str, tuple[int, int]], measured: dict[str, tuple[int,
         if phase not in predicted and phase not in measured:
             continue
         said, seen = (each.get(phase, (None, None)) for each in (predicted, measured))
-        rows.append({
-            "phase": phase, "predicted_allocated_bytes": said[0], "measured_allocated_bytes": seen[0],
-            "predicted_reserved_bytes": said[1], "measured_reserved_bytes": seen[1],
-        })  # fmt: skip
+        rows.append(
+            {
+                "phase": phase,
+                "predicted_allocated_bytes": said[0],
+                "measured_allocated_bytes": seen[0],
+                "predicted_reserved_bytes": said[1],
+                "measured_reserved_bytes": seen[1],
+            }
+        )
     return rows
 
 

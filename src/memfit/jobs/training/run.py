@@ -143,10 +143,14 @@ class Following:
         last = self.watch.samples[-1]
         if self.first:
             publish(
-                self.command, f"step {step}", done=step, total=self.job.total_steps,
-                allocated_bytes=last.allocated_bytes, peak_bytes=self.watch.peak_bytes,
+                self.command,
+                f"step {step}",
+                done=step,
+                total=self.job.total_steps,
+                allocated_bytes=last.allocated_bytes,
+                peak_bytes=self.watch.peak_bytes,
                 capacity_bytes=self.watch.capacity_bytes,
-            )  # fmt: skip
+            )
 
     def logged(self, trainer: Any, step: int, learning_rate: float) -> None:
         losses = list(trainer.drain_losses().values())
@@ -154,11 +158,16 @@ class Following:
         seconds, waited = now - self._logged_at, trainer.data_wait_seconds - self._waited
         self._logged_at, self._waited, self._logged_step = now, trainer.data_wait_seconds, step
         self.say(
-            kind="step", step=step, loss=sum(losses) / len(losses) if losses else None, learning_rate=learning_rate,
-            seconds_per_step=seconds / max(1, steps), seconds_left=self._seconds_left(step, now),
+            kind="step",
+            step=step,
+            loss=sum(losses) / len(losses) if losses else None,
+            learning_rate=learning_rate,
+            seconds_per_step=seconds / max(1, steps),
+            seconds_left=self._seconds_left(step, now),
             data_wait_share=min(1.0, waited / max(seconds, 1e-9)),
-            gpu_peak_bytes=self.watch.peak_bytes, host_bytes=self.watch.samples[-1].host_bytes,
-        )  # fmt: skip
+            gpu_peak_bytes=self.watch.peak_bytes,
+            host_bytes=self.watch.samples[-1].host_bytes,
+        )
         self.mark(f"step_{step}")
         verdict = self.watch.verdict()
         if verdict.kind not in ("none", self._said_of_growth):
@@ -248,9 +257,11 @@ def train(job: TrainJob, *, on_event: Callable[[TrainEvent], None], plan: Expect
     if following.first:
         remove_halves(job.output_dir)
     with (
-        _quiet_libraries(), _tensorboard_in(job.output_dir / "tensorboard"), published(following.command),
+        _quiet_libraries(),
+        _tensorboard_in(job.output_dir / "tensorboard"),
+        published(following.command),
         disk_errors_told(job.output_dir),
-    ):  # fmt: skip
+    ):
         try:
             trainer, seconds = _run(job, following)
         except RanOut:
@@ -261,9 +272,12 @@ def train(job: TrainJob, *, on_event: Callable[[TrainEvent], None], plan: Expect
                 raise
             following.mark("out_of_memory", failed=True)
             raise ran_out(
-                following.place, cause_of(error), job.config, trained_bytes=following.trained_bytes,
+                following.place,
+                cause_of(error),
+                job.config,
+                trained_bytes=following.trained_bytes,
                 probing=following.probing,
-            ) from None  # fmt: skip
+            ) from None
         finally:
             following.phases.end()
         result = _result(job, trainer, following, seconds, plan)
@@ -304,9 +318,14 @@ def _run(job: TrainJob, following: Following) -> tuple[Any, float]:
 
     following.phases.begin()
     trainer = MemfitTrainer(
-        job, model, args, on_halved=halved, on_probed=probed, on_reached=following.reached,
+        job,
+        model,
+        args,
+        on_halved=halved,
+        on_probed=probed,
+        on_reached=following.reached,
         on_note=lambda text: following.say(kind="note", text=text),
-    )  # fmt: skip
+    )
     following.phases.reached("end")
     following.mark("03_model_loaded")
     trainer.remove_callback(PrinterCallback)
@@ -327,17 +346,26 @@ def _result(job: TrainJob, trainer: Any, following: Following, seconds: float, p
     model, watch = trainer.model, following.watch
     sizes = trainer.recovery.batch
     return TrainResult(
-        steps=int(trainer.state.global_step), first_step=trainer.first_step, losses=dict(trainer.progress.losses),
-        seconds=seconds, tokens=following.tokens,
+        steps=int(trainer.state.global_step),
+        first_step=trainer.first_step,
+        losses=dict(trainer.progress.losses),
+        seconds=seconds,
+        tokens=following.tokens,
         data_wait_share=min(1.0, trainer.data_wait_seconds / max(seconds, 1e-9)),
-        micro_batch_size=sizes.micro_batch_size, gradient_accumulation_steps=sizes.gradient_accumulation_steps,
-        world_size=sizes.world_size, parameters=sum(each.numel() for each in model.parameters()),
+        micro_batch_size=sizes.micro_batch_size,
+        gradient_accumulation_steps=sizes.gradient_accumulation_steps,
+        world_size=sizes.world_size,
+        parameters=sum(each.numel() for each in model.parameters()),
         trained_parameters=sum(each.numel() for each in model.parameters() if each.requires_grad),
-        gpu_peak_bytes=watch.peak_bytes, gpu_reserved_bytes=watch.reserved_bytes, host_peak_bytes=watch.host_peak_bytes,
+        gpu_peak_bytes=watch.peak_bytes,
+        gpu_reserved_bytes=watch.reserved_bytes,
+        host_peak_bytes=watch.host_peak_bytes,
         checkpoint=job.output_dir / f"step_{trainer.state.global_step}",
-        out_of_memory=tuple(trainer.progress.halved), growth=watch.verdict().to_json(), predicted=_predicted(plan),
+        out_of_memory=tuple(trainer.progress.halved),
+        growth=watch.verdict().to_json(),
+        predicted=_predicted(plan),
         phases=tuple(beside({} if plan is None else plan.phases, following.phases.peaks)),
-    )  # fmt: skip
+    )
 
 
 def _predicted(plan: Expected | None) -> dict[str, int]:
