@@ -88,7 +88,7 @@ def workspace_events() -> dict[str, str]:
     return {name: as_text(made, start) for name, start in starts.items()}
 
 
-def as_text(trace: Trace, start: int) -> str:
+def as_text(trace: Trace, start: int, to_the_end: bool = False) -> str:
     numbers: dict[int, int] = {}
     words = []
     for at in range(start, len(trace)):
@@ -98,7 +98,7 @@ def as_text(trace: Trace, start: int) -> str:
             words.append(f"+{trace.requested[subject]}")
         elif action == Action.FREE:
             words.append(f"-{numbers.get(subject, '?')}")
-        elif action == Action.MARK:
+        elif action == Action.MARK and not to_the_end:
             break
     return " ".join(words)
 
@@ -113,6 +113,14 @@ def canonical(events: str) -> str:
             words += [*sorted(run), word]
             run = []
     return " ".join(words[:-1])
+
+
+def without_last_frees(events: str) -> str:
+    """What goes when all is over is in no recording."""
+    words = canonical(events).split()
+    while words and words[-1][0] == "-":
+        words.pop()
+    return " ".join(words)
 
 
 def leaf(*shape: int, dt: str) -> torch.Tensor:

@@ -43,10 +43,12 @@ ANYWHERE = frozenset(
         aten._foreach_copy_.default,
         aten.is_same_size.default,
         aten._has_compatible_shallow_copy_type.default,
+        aten._pack_padded_sequence.default,
+        aten._ctc_loss.Tensor,
+        aten._ctc_loss_backward.Tensor,
     }
 )
 """Ops between devices, and those that only look at shapes and types."""
-RECURRENT = tuple(getattr(torch._VF, name) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu"))
 IN_TENSORS = "a number that nobody knows, such as a loss, is NaN where the code puts it into a tensor of the host"
 MOST_LISTED = 1 << 12
 """Unknown numbers that `tolist` gives: logged, not computed with."""
@@ -58,10 +60,9 @@ _WITHOUT_RULES = """
     randperm cdist _cdist_forward _cdist_backward _unique2 unique_consecutive unique_dim _linalg_svd _linalg_eigh
     linalg_eig linalg_qr linalg_inv_ex linalg_lu_factor_ex linalg_lu _linalg_solve_ex linalg_lstsq linalg_pinv
     linalg_matrix_exp _linalg_slogdet _linalg_det geqrf ormqr lu_unpack linalg_ldl_factor_ex _scaled_mm _int_mm
-    native_group_norm native_group_norm_backward native_batch_norm native_batch_norm_backward cudnn_batch_norm
-    _native_batch_norm_legit _batch_norm_with_update batch_norm_backward _embedding_bag _embedding_bag_forward_only
-    _ctc_loss grid_sampler_2d max_pool2d_with_indices histc bincount kthvalue median mode one_hot _fft_r2c _fft_c2c
-    _fft_c2r pinverse linalg_cholesky_ex cholesky_inverse
+    cudnn_batch_norm _native_batch_norm_legit _batch_norm_with_update batch_norm_backward bincount _fft_r2c _fft_c2c
+    _fft_c2r pinverse _pdist_forward _pdist_backward _trilinear _euclidean_dist upsample_bicubic2d_backward
+    adaptive_max_pool2d adaptive_max_pool2d_backward affine_grid_generator glu_backward take put
 """
 UNMODELLED = frozenset(_WITHOUT_RULES.split())
 """Ops whose kernels take memory beside their results that no rule here tells: a plan with one of them says so."""
@@ -73,8 +74,6 @@ class OwnCodeTracer(Tracer):
         self.values = answers.values = Values(device)
         self.assumed: dict[str, None] = {}
         """What was taken for granted, to be told with the plan."""
-        self.unmodelled: dict[str, None] = {}
-        """Ops that were met whose kernels may take more than is planned."""
         self.after_import: list[Callable[[], None]] = []
         """To be called when the code has imported something."""
         self.gpu_is_named = False
@@ -277,7 +276,6 @@ class OwnCodeNames(CudaNames):
             ),
             Tensor.__repr__: lambda t, **_: text(t, lambda v: repr(v)[:-1] + ", device='cuda:0')", repr_of),
         }
-        self._answered |= dict.fromkeys(RECURRENT, self._refuse_recurrent)
         self._constructors = default_device._device_constructors()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -333,14 +331,6 @@ class OwnCodeNames(CudaNames):
         if tensor.device.type == self.tracer.device.type:
             raise self.tracer.answers.refusal(tensor)
         return NotImplemented
-
-    def _refuse_recurrent(self, input: Tensor, *_: Any) -> Any:
-        if self.tracer.place(input) != "cuda":
-            return NotImplemented
-        raise TraceError(
-            f"{asking_line()}the code runs a recurrent layer, and memfit does not cover cuDNN's kernels for it",
-            hint="what they keep for backward differs from what the plain layer keeps, so a plan would be wrong",
-        )
 
     def _type(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         if args or kwargs or self.tracer.place(tensor) != "cuda":

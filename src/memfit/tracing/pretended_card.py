@@ -19,6 +19,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.backends.cudnn.rnn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memfit.errors import TraceError
@@ -38,6 +39,9 @@ from memfit.tracing.own_code import (
 
 RANDOM_STATE_BYTES = 16
 CUDA_VERSION = "13.0"
+CUDNN_MODES = {"RNN_RELU": 0, "RNN_TANH": 1, "LSTM": 2, "GRU": 3}
+CUDNN_DTYPES = (torch.half, torch.float, torch.double)
+"""`torch.backends.cudnn` has no bf16: weights of such a recurrent layer stay where they are."""
 NOT_COVERED = (
     "CUDAGraph",
     "graph",
@@ -284,8 +288,10 @@ def card_pretended(names: OwnCodeNames, gpu: Gpu, config: AllocatorConfig) -> It
             name: value for name, value in _of_cuda(card).items() if hasattr(torch.cuda.memory, name)}}),
         (torch.version, {"cuda": CUDA_VERSION}),
         (torch.backends.cuda, {"is_built": lambda: True}),
-        (torch.backends.cudnn, {"is_acceptable": lambda *_: False}),  # asked for recurrent layers, which are refused
-        (torch, {"Generator": CardGenerator, "compile": _compiled(tracer)}),
+        (torch.backends.cudnn, {"is_acceptable": lambda tensor: tensor.dtype in CUDNN_DTYPES}),
+        (torch.backends.cudnn.rnn, {"get_cudnn_mode": lambda kind: CUDNN_MODES[kind]}),
+        (torch, {"Generator": CardGenerator, "compile": _compiled(tracer),
+                 "_use_cudnn_rnn_flatten_weight": lambda: True}),
         (torch.UntypedStorage, {"data_ptr": lambda storage: storage._cdata}),
         (torch.nn.parallel.comm, {"scatter": _scatter_to_one}),
         (torch.nn.parallel._functions, {"_get_stream": cache(lambda _: torch.cuda.Stream())}),

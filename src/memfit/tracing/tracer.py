@@ -32,7 +32,17 @@ from memfit.tracing import distributed
 from memfit.tracing.answers import Answers
 from memfit.tracing.cuda_names import Streams
 from memfit.tracing.distributed import Sent
-from memfit.tracing.kernels import attention, composites, indexing, products, rules
+from memfit.tracing.kernels import (
+    attention,
+    composites,
+    convolutions,
+    indexing,
+    losses,
+    normalisation,
+    products,
+    recurrent,
+    rules,
+)
 from memfit.tracing.kernels.composites import EngineSums
 from memfit.tracing.kernels.products import PRODUCTS, Workspaces
 from memfit.tracing.memo import Gives, Remembered, what_is_given
@@ -47,7 +57,8 @@ _FAKE = torch._C._TorchDispatchModeKey.FAKE
 ACCUMULATE_GRAD = "torch::autograd::AccumulateGrad"
 REPLACED: dict[Any, Callable[..., Any]] = {
     **attention.RULES, **composites.IN_INFERENCE_MODE, **products.RULES, **rules.REPLACED,
-    **indexing.REPLACED, **products.REPLACED_CONVOLUTIONS,
+    **indexing.REPLACED, **convolutions.REPLACED, **recurrent.REPLACED,
+    **losses.REPLACED, **normalisation.REPLACED,
 }  # fmt: skip
 
 
@@ -66,6 +77,8 @@ class Tracer(TorchDispatchMode):
         self._gpu_is_awake = False
         self.sent: Sent | None = None
         """What DDP sends to other processes and reads back."""
+        self.unmodelled: dict[str, None] = {}
+        """Ops that were met whose kernels may take more than is traced."""
         self.default_category = ""
         self.on_backward: Callable[[bool], None] = lambda begins: None
         self._engine_sums = EngineSums(device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 DOOR = {
-    "": "attention composites indexing products rules",
+    "": "attention composites convolutions indexing losses normalisation products recurrent rules",
     "composites": "EngineSums",
     "products": "PRODUCTS Workspaces",
     "rules": "HIDDEN",

@@ -29,6 +29,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from memfit.platform import Platform
 from memfit.tracing.kernels.attention import attention
 from memfit.tracing.kernels.layouts import added, is_dense
+from memfit.tracing.kernels.losses import COMPOSITES as LOSSES
+from memfit.tracing.kernels.recurrent import COMPOSITES as RECURRENT
 
 if TYPE_CHECKING:
     from memfit.tracing.tracer import Tracer
@@ -120,7 +122,26 @@ def _replacements(platform: Platform) -> dict[str, Callable[..., Any]]:
         "log_softmax.int": _log_softmax,
         "rms_norm": _rms_norm,
         "linear": _linear,
+        **RECURRENT,
+        **LOSSES,
+        "mish_backward": _mish_backward,
     }
+
+
+def _mish_backward(grad: Tensor, x: Tensor) -> Tensor:
+    """native/cuda/ActivationMishKernel.cu: one kernel; elsewhere it is made of others."""
+    if torch.is_grad_enabled() and (grad.requires_grad or x.requires_grad):
+        return aten.mish_backward.default.decompose(grad, x)  # type: ignore[no-any-return]
+    return grad * x
+
+
+def _overload(name: str) -> Any:
+    op, _, overload = name.partition(".")
+    return getattr(getattr(aten, op), overload or "default")
+
+
+def _without_tracer(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda _, *args, **kwargs: function(*args, **kwargs)
 
 
 def _sdpa_in_inference_mode(tracer: Tracer, *args: Any, **kwargs: Any) -> Any:
@@ -134,6 +155,7 @@ IN_INFERENCE_MODE: dict[Any, Callable[..., Any]] = {
     aten.rms_norm.default: lambda _, *args, **kwargs: _rms_norm(*args, **kwargs),
     aten.linear.default: lambda _, *args, **kwargs: _linear(*args, **kwargs),
     aten.dropout.default: lambda _, *args, **kwargs: _dropout(*args, **kwargs),
+    **{_overload(name): _without_tracer(function) for name, function in {**RECURRENT, **LOSSES}.items()},
 }
 """Inference mode leaves autograd's level out, and the dispatch mode is shown the composites themselves."""
 

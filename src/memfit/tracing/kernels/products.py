@@ -15,24 +15,17 @@ Cholesky factorisations and what is solved with them, as cuSOLVER and torch run 
 A matrix is copied by columns and factorised in place, in a workspace whose size only cuSOLVER knows; then the host asks
 whether that went well. The sizes of workspaces were read off an H200 for every n from 1 to 28,672 that models have
 (`tests/data/h200-ops.json`): they follow the formulas below without exception.
-
-Depthwise convolutions, as Mamba and other models with short convolutions use them.
-
-torch's own kernel runs them (native/cuda/DepthwiseConv2d.cu), or cuDNN in fp16. Both want their input contiguous; in
-backward torch's computes the weight's gradient first. Workspaces of cuDNN are not modelled, nor other convolutions.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from memfit.platform import Platform
-from memfit.tracing.kernels.layouts import contiguous_copy, is_dense
+from memfit.tracing.kernels.layouts import is_dense
 from memfit.units import KiB, MiB
 
 if TYPE_CHECKING:
@@ -79,6 +72,12 @@ class Workspaces:
 
     def hold_for_product(self, tracer: Tracer) -> None:
         self._hold(tracer, "cublas", self._thread(tracer), self._cublas)
+
+    def hold_dropout_state(self, tracer: Tracer, size: int) -> None:
+        """cuDNN's random numbers, made once for all recurrent layers; the seed is drawn before (cudnn/RNN.cpp)."""
+        if ("cudnn dropout", "main") not in self._held:
+            tracer.temporary(8, "seed of cuDNN's dropout")
+        self._hold(tracer, "cudnn dropout", "main", size)
 
     @staticmethod
     def _thread(tracer: Tracer) -> str:
@@ -244,64 +243,4 @@ HIDDEN: dict[Any, Any] = {
 REPLACED_SOLVES: dict[Any, Any] = {
     aten.cholesky_inverse.default: _inverse,
     aten.cholesky_solve.default: _solve,
-}
-
-
-DENSE = torch.contiguous_format
-
-
-def _is_depthwise(x: Tensor, weight: Tensor, transposed: bool, groups: int) -> bool:
-    return not transposed and groups == x.shape[1] and weight.shape[1] == 1 and weight.shape[0] % groups == 0
-
-
-def _convolve(
-    tracer: Tracer,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    transposed: bool,
-    output_padding: Sequence[int],
-    groups: int,
-) -> Any:
-    if not _is_depthwise(x, weight, transposed, groups) or x.is_contiguous():
-        return NotImplemented
-    with tracer.temporaries() as hold:
-        hold(contiguous_copy(x), "convolution input, contiguous")
-        with _disable_current_modes():
-            result = aten.convolution(x, weight, bias, stride, padding, dilation, transposed, output_padding, groups)
-        tracer.track(result, "aten.convolution.default", x)
-    return result
-
-
-def _convolve_backward(
-    tracer: Tracer,
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias_sizes: Sequence[int] | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    transposed: bool,
-    output_padding: Sequence[int],
-    groups: int,
-    wanted: Sequence[bool],
-) -> Any:
-    if not _is_depthwise(x, weight, transposed, groups):
-        return NotImplemented
-    with tracer.temporaries() as hold:
-        hold(contiguous_copy(grad), "convolution gradient, contiguous")
-        hold(contiguous_copy(x), "convolution input, contiguous")
-        order = (0, 1) if grad.dtype == torch.float16 else (1, 0)
-        made = {at: torch.empty_like((x, weight)[at], memory_format=DENSE) for at in order if wanted[at]}
-        grad_bias = grad.sum([0, *range(2, grad.dim())]) if wanted[2] else None
-    return made.get(0), made.get(1), grad_bias
-
-
-REPLACED_CONVOLUTIONS: dict[Any, Any] = {
-    aten.convolution.default: _convolve,
-    aten.convolution_backward.default: _convolve_backward,
 }

@@ -18,6 +18,7 @@ from memfit.errors import TraceError
 from memfit.tracing.kernels import products
 from memfit.tracing.kernels.indexing import positions_held, target_of
 from memfit.tracing.kernels.layouts import contiguous_copy, is_dense
+from memfit.tracing.kernels.normalisation import HIDDEN as HIDDEN_OF_NORMS
 from memfit.tracing.kernels.rows import HIDDEN as HIDDEN_OF_ROWS
 from memfit.tracing.kernels.rows import (
     INT32_MAX,
@@ -36,6 +37,7 @@ aten = torch.ops.aten
 Tensor = torch.Tensor
 Rule = Callable[..., Any]
 
+BAG_MAX = 2
 SMALL_SORT = 4096
 """Sort.h, should_use_small_sort."""
 SHARED_ROWS = ((20, 20_000), (40, 10_000), (80, 8_000), (199, 5_000), (799, 3_000), (4_000, 800), (2**32, 400))
@@ -71,6 +73,11 @@ def _over_dims(tracer: Tracer, out: Any, x: Tensor, dims: Any = None, *_: Any, *
     with tracer.temporaries() as hold:
         hold(x.numel() * out.element_size(), "reduction input in the output's dtype")
         _reduce(tracer, torch.empty_like(x, dtype=out.dtype), dims)
+
+
+def reduced(tracer: Tracer, x: Tensor) -> None:
+    """Into one number that has memory already."""
+    _reduce(tracer, x, None)
 
 
 def _over_all(tracer: Tracer, out: Any, x: Tensor, *_: Any, **__: Any) -> None:
@@ -176,6 +183,68 @@ def _embedding(tracer: Tracer, weight: Tensor, indices: Tensor, *_: Any) -> Any:
     return found
 
 
+def _bags(
+    tracer: Tracer, weight: Tensor, indices: Tensor, offsets: Tensor, by_frequency: bool = False, mode: int = 0,
+    sparse: bool = False, factors: Tensor | None = None, last: bool = False, padding: int = -1,
+) -> Any:  # fmt: skip
+    """EmbeddingBag.cu, `_embedding_bag_cuda`."""
+    bags = offsets.shape[0] - last
+    sizes = indices.new_empty(bags)
+    owners = indices.new_empty(indices.shape[0])
+    out = weight.new_empty(bags, weight.shape[1])
+    return out, owners, sizes, indices.new_empty((bags, weight.shape[1]) if mode == BAG_MAX else 0)
+
+
+def _bags_backward(
+    tracer: Tracer, grad: Tensor, indices: Tensor, offsets: Tensor, owners: Tensor, sizes: Tensor, largest: Tensor,
+    rows: int, by_frequency: bool, mode: int, sparse: bool, factors: Tensor | None, padding: int = -1,
+) -> Any:  # fmt: skip
+    """The gradient of a table's rows is summed as that of an embedding, however few there are."""
+    if sparse:
+        return NotImplemented
+    if mode == BAG_MAX:
+        return grad.new_empty(rows, grad.shape[-1])
+    return _summed_by_index(tracer, grad, indices, rows, by_frequency, few=0)
+
+
+def _pool_backward(tracer: Tracer, out: Tensor, grad: Tensor, x: Tensor, *_: Any, **__: Any) -> None:
+    """DilatedMaxPool2d.cu: the gradient is read as the input lies."""
+    last = x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+    with tracer.temporaries() as hold:
+        read = grad.is_contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
+        hold(0 if read else grad.numel() * grad.element_size(), "pooling gradient, as the kernel reads it")
+
+
+def _roll(tracer: Tracer, x: Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> Any:
+    """native/TensorTransformations.h, `roll_common`: one dimension after the other."""
+    if len(dims) < 2:
+        return NotImplemented
+    once = torch.empty_like(x)
+    for _ in dims[1:]:
+        once = torch.empty_like(once)
+    return once
+
+
+def _columns(tracer: Tracer, x: Tensor, kernel: Sequence[int], *rest: Any) -> Tensor:
+    """Im2Col.cu: a result like the input is made first, and grows."""
+    with tracer.temporaries() as hold:
+        hold(x.numel() * x.element_size(), "unfolded, before it grows")
+        with _disable_current_modes():
+            shape = aten.im2col(x, kernel, *rest).shape
+        return x.new_empty(shape)
+
+
+def _from_columns(tracer: Tracer, x: Tensor, size: Sequence[int], *rest: Any) -> Tensor:
+    """Col2Im.cu: a result like the input is made, and shrinks, which gives nothing back."""
+    result = torch.empty_like(x)
+    with _disable_current_modes():
+        return result.resize_(aten.col2im(x, size, *rest).shape)
+
+
+def _nothing(tracer: Tracer, *_: Any, **__: Any) -> None:
+    """A fused optimizer works in place."""
+
+
 def _embedding_backward(
     tracer: Tracer, grad: Tensor, indices: Tensor, rows: int, padding: int, by_frequency: bool
 ) -> Tensor:
@@ -186,11 +255,13 @@ def _embedding_backward(
         return _summed_by_index(tracer, grad, indices, rows, by_frequency)
 
 
-def _summed_by_index(tracer: Tracer, grad: Tensor, indices: Tensor, rows: int, by_frequency: bool) -> Tensor:
+def _summed_by_index(
+    tracer: Tracer, grad: Tensor, indices: Tensor, rows: int, by_frequency: bool, few: int = 3072
+) -> Tensor:
     """EmbeddingBackwardKernel.cu: few indices go straight into the table's gradient; more than 3,072 are sorted, and
     the rows of equal indices are summed in runs of ten into fp32."""
     count, width = indices.numel(), grad.shape[-1]
-    if count <= 3072 and not by_frequency:
+    if count <= few and not by_frequency:
         return grad.new_empty(rows, width)
     index = indices.element_size()
     runs = min(count, rows)
@@ -384,6 +455,9 @@ def _multinomial(tracer: Tracer, x: Tensor, count: int, replacement: bool = Fals
     noise of its size, and take the largest."""
     drawn = x.new_empty((*x.shape[:-1], count), dtype=torch.int64)
     if count > 1 and replacement:
+        with tracer.temporaries() as hold:
+            for name in ("rows", "distribution", "sums"):
+                hold(x.numel() * x.element_size(), f"multinomial {name}")
         return drawn
     largest = x.max()
     finite = largest < math.inf
@@ -423,7 +497,9 @@ HIDDEN: dict[Any, Rule] = {
     aten.histc.default: _histogram,
     aten.pow.Scalar: _power_of_number,
     **products.HIDDEN,
+    aten.max_pool2d_with_indices_backward.default: _pool_backward,
     **HIDDEN_OF_ROWS,
+    **HIDDEN_OF_NORMS,
 }
 
 REPLACED: dict[Any, Rule] = {
@@ -445,5 +521,12 @@ REPLACED: dict[Any, Rule] = {
     aten.log_sigmoid_forward.default: _log_sigmoid,
     aten.softplus_backward.default: _softplus_backward,
     **products.REPLACED_SOLVES,
+    aten._embedding_bag.default: _bags,
+    aten._embedding_bag_forward_only.default: _bags,
+    aten._embedding_bag_backward.default: _bags_backward,
+    aten.roll.default: _roll,
+    aten.im2col.default: _columns,
+    aten.col2im.default: _from_columns,
+    aten._fused_sgd_.default: _nothing,
     **REPLACED_ROWS,
 }
