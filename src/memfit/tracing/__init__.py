@@ -4,6 +4,7 @@ from __future__ import annotations
 
 DOOR = {
     "answers": "Answer Answers NO_OVERFLOW Site Value",
+    "autocast": "Autocast",
     "costs": "OpCosts",
     "distributed": "OnHost ddp_traced fully_shard_traced",
     "held": "noting_what_is_held",
