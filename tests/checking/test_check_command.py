@@ -18,7 +18,7 @@ import memfit
 from memfit.checking import loading
 from memfit.checking.situation import CheckRequest, Situation
 from memfit.cli.main import main
-from memfit.cli.options import with_options_of
+from memfit.cli.options import read_workload, with_options_of
 from memfit.errors import UsageError
 from memfit.jobs.workload import Workload
 from memfit.planning.card_here import fit_command
@@ -101,7 +101,7 @@ def workload_of(kind: str, flags: list[str]) -> Workload:
     made: list[Workload] = []
 
     def take(**given: Any) -> int:
-        made.append(Workload.from_mapping({"kind": kind, **given}))
+        made.append(read_workload({"kind": kind, **given}))
         return 0
 
     app.command()(with_options_of(kind, take, {}))

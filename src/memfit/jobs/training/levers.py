@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from importlib.util import find_spec
 
@@ -40,7 +39,7 @@ NEEDS_BITSANDBYTES = ("adamw-8bit", "paged-adamw", "paged-adamw-8bit")
 
 def check_levers(config: TrainConfig, *, world_size: int) -> tuple[str, ...]:
     """What no machine could run. Notes on what is of no effect here."""
-    work = dataclasses.replace(config.workload, world_size=world_size)
+    work = config.workload.with_found(world_size=world_size)
     check_offload(work, optimizer=config.optimizer.name, setting="memory.offload")
     _check_model(config)
     if config.device == "cpu":
