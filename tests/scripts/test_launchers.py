@@ -32,7 +32,7 @@ dist.init_process_group(sys.argv[1] if len(sys.argv) > 1 else "nccl")
 local, world = int(os.environ["LOCAL_RANK"]), dist.get_world_size()
 torch.cuda.set_device(local)
 assert torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]) and os.environ["RANK"] == "0"
-model = DistributedDataParallel(net().to(f"cuda:{local}"), device_ids=[local])
+model = DistributedDataParallel(net().to(local), device_ids=[local])
 optimizer = torch.optim.AdamW(model.parameters())
 for _ in range(10):
     loss = step(model, optimizer)
