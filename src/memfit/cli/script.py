@@ -20,7 +20,7 @@ def script(
     command: Annotated[
         list[str],
         typer.Argument(
-            metavar="-- COMMAND", help="What you would run: train.py ARGS, -m package.train ARGS, python ..."
+            metavar="-- COMMAND", help="What you would run: train.py ARGS, -m package.train ARGS, torchrun ..."
         ),
     ],
     gpu: Annotated[
@@ -41,6 +41,9 @@ def script(
         list[str] | None,
         typer.Option("--try", metavar="KEY=V,V", help="Plan it with each of these values of one of its arguments."),
     ] = None,
+    synthetic_data: Annotated[
+        bool, typer.Option("--synthetic-data", help="Make up tokenizers and data sets that are not on this machine.")
+    ] = False,
     alloc_conf: Annotated[
         str, typer.Option("--alloc-conf", help="As PYTORCH_CUDA_ALLOC_CONF: expandable_segments:True, ...")
     ] = "",
@@ -61,7 +64,8 @@ def script(
     answers = dict(_answer(text) for text in answer or [])
     if save_trace is not None:
         check_free(save_trace, "--save-trace", force)
-    settings: dict[str, Any] = {"gpu": gpu, "answers": answers, "alloc_conf": alloc_conf, **asked}
+    settings: dict[str, Any] = {"gpu": gpu, "answers": answers, "alloc_conf": alloc_conf, **asked,
+                                "synthetic_data": synthetic_data}  # fmt: skip
     changes = dict(_change(text) for text in tries or [])
     if changes:
         if save_trace is not None:

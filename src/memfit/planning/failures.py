@@ -17,7 +17,7 @@ _NO_GPU = re.compile(
     re.IGNORECASE,
 )
 """Words of torch about a machine without a GPU, or a tensor without memory."""
-_STATIONS = "cuda_names outside memo own_code pretended_card processes tracer values"
+_STATIONS = "cuda_names outside memo own_code pretended_card processes stored tracer values"
 _IN_BETWEEN = {_MEMFIT / "tracing" / f"{name}.py" for name in _STATIONS.split()}
 """Where the job's calls pass on their way to torch: what torch's own C++ raises seems to come from here."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -31,11 +32,13 @@ def trace_script(
     alloc_conf: str = "",
     answers: Mapping[str, bool | int | float] | None = None,
     seconds: float = SECONDS,
+    synthetic_data: bool = False,
 ) -> Plan:
     """`command` as it would be typed, or as a list of words. `answers` says what the program finds where it decides by
     a value that nobody knows, by file and line: {"train.py:123": True}. A program that zeroes its gradients in place is
-    run a second time, to tell what that costs."""
-    once = partial(trace_once, command, gpu=gpu, steps=steps, alloc_conf=alloc_conf, answers=answers, seconds=seconds)
+    run a second time, to tell what that costs. `synthetic_data` makes up tokenizers and data sets that are not here."""
+    once = partial(trace_once, command, gpu=gpu, steps=steps, alloc_conf=alloc_conf, answers=answers, seconds=seconds,
+                   synthetic_data=synthetic_data)  # fmt: skip
     plan = once()
     place = zeroed_in_place(plan.trace)
     if place is None or plan.report.breakdown["gradients"] < plan.peak.allocated_bytes * WORTH:
@@ -53,9 +56,12 @@ def trace_once(
     alloc_conf: str,
     answers: Mapping[str, bool | int | float] | None,
     seconds: float,
+    synthetic_data: bool = False,
     drops_gradients: bool = False,
 ) -> Plan:
     from memfit.replay.replay import replay
+    from memfit.scripts.hub import hub_pretended
+    from memfit.scripts.made_up import data_made_up
     from memfit.scripts.run import Steps, run_program
 
     if steps < 1:
@@ -68,7 +74,8 @@ def trace_once(
         for file, number, value in lines:
             tracer.answers.answer_line(file, number, value)
         seen.append(Steps(steps, lambda: replay(tracer.trace).peak_allocated))
-        run_program(program, seen[-1], seconds=seconds)
+        with hub_pretended(tracer), data_made_up(tracer) if synthetic_data else nullcontext():
+            run_program(program, seen[-1], seconds=seconds)
 
     return trace_code(
         run,
@@ -83,6 +90,7 @@ def trace_once(
             "processes": program.processes,
             "steps": steps,
             "alloc_conf": alloc_conf,
+            "synthetic_data": synthetic_data,
         },
     )
 

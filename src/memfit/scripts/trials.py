@@ -57,6 +57,7 @@ def try_script(
     alloc_conf: str = "",
     answers: Mapping[str, bool | int | float] | None = None,
     seconds: float = SECONDS,
+    synthetic_data: bool = False,
 ) -> Trials:
     """Every combination of the values in `changes` ({"batch_size": [4, 8]}); the rest as for `trace_script`.
     A run that fails is told with its error, and the others go on."""
@@ -66,7 +67,8 @@ def try_script(
         raise UsageError("nothing to try", hint="--try batch_size=4,8,16")
     if len(combinations) > MOST:
         raise UsageError(f"{len(combinations)} runs are more than {MOST}", hint="fewer values, or fewer keys")
-    once = partial(trace_once, gpu=gpu, steps=steps, alloc_conf=alloc_conf, answers=answers, seconds=seconds)
+    once = partial(trace_once, gpu=gpu, steps=steps, alloc_conf=alloc_conf, answers=answers, seconds=seconds,
+                   synthetic_data=synthetic_data)  # fmt: skip
     runs = (_try(program, dict(zip(changes, map(str, values), strict=True)), once) for values in combinations)
     return Trials(program, tuple(runs))
 

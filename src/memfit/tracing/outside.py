@@ -134,6 +134,7 @@ WRITERS = (
     ("safetensors.torch", "_flatten_as_ptr"),
 )
 """What safetensors offers has been imported by name all over; these are what it calls, by its versions."""
+IN_TORCH = (torch, torch.serialization)
 FOLDER_WRITERS = (
     ("transformers.modeling_utils", "PreTrainedModel"),
     ("peft.peft_model", "PeftModel"),
@@ -142,7 +143,15 @@ FOLDER_WRITERS = (
 
 
 @contextmanager
-def nothing_saved(assume: Callable[[str], None], after_import: list[Callable[[], None]]) -> Iterator[None]:
+def nothing_saved(
+    assume: Callable[[str], None], after_import: list[Callable[[], None]], keep: Callable[[Any, Any], None]
+) -> Iterator[None]:
+    """`keep` is given what torch saves, and where to."""
+
+    def kept(thing: Any, f: Any, *_: Any, **__: Any) -> None:
+        keep(thing, f)
+        assume(LEFT_OUT)
+
     def left_out(*given: Any, **named: Any) -> None:
         if any(hasattr(value, "write") and not hasattr(value, "name") for value in (*given, *named.values())):
             raise TraceError(
@@ -155,7 +164,7 @@ def nothing_saved(assume: Callable[[str], None], after_import: list[Callable[[],
         for module, name in WRITERS:
             owner = sys.modules.get(module) or import_module(module)
             if hasattr(owner, name):
-                stack.enter_context(mock.patch.object(owner, name, left_out))
+                stack.enter_context(mock.patch.object(owner, name, kept if owner in IN_TORCH else left_out))
         patched: set[Any] = set()
 
         def leave_folders_out() -> None:

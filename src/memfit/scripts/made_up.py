@@ -1,0 +1,180 @@
+"""`--synthetic-data`: tokenizers and data sets that are not on this machine, made up in the form they would have.
+
+A made-up tokenizer has the model's vocabulary and makes one id of four characters; a made-up data set has the columns
+of the public one, where its name tells them, and long rows: what bounds them is the program's own truncation.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+CHARACTERS_A_TOKEN = 4
+ROWS = {"train": 1000, "validation": 100, "test": 100}
+WORDS, FEW_WORDS = 1000, 100
+LONG = ("text", "content", "context", "article", "document", "dialogue", "sentence", "sentence1", "premise", "review")
+_TALK = [{"role": "user", "content": "{few}"}, {"role": "assistant", "content": "{few}"}]
+COLUMNS: tuple[tuple[str, dict[str, Any]], ...] = (
+    (r"mrpc|rte|stsb|wnli", {"sentence1": "", "sentence2": "", "label": 0, "idx": 0}),
+    (r"mnli|snli|xnli|anli", {"premise": "", "hypothesis": "", "label": 0, "idx": 0}),
+    (r"qqp", {"question1": "", "question2": "", "label": 0, "idx": 0}),
+    (r"sst2|cola|glue", {"sentence": "", "label": 0, "idx": 0}),
+    (r"squad", {"id": "", "title": "", "context": "", "question": "", "answers": {"text": [""], "answer_start": [0]}}),
+    (r"ultrafeedback.*binarized|dpo|preference|hh-rlhf", {"prompt": "", "chosen": "", "rejected": ""}),
+    (r"gsm8k", {"question": "", "answer": ""}),
+    (r"alpaca|dolly", {"instruction": "", "input": "", "output": "", "text": ""}),
+    (r"ultrachat|capybara|no_robots|smoltalk|chat", {"messages": _TALK}),
+    (r"tldr", {"prompt": "", "completion": ""}),
+    (r"cnn_dailymail", {"article": "", "highlights": "", "id": ""}),
+    (r"xsum", {"document": "", "summary": "", "id": ""}),
+    (r"samsum", {"id": "", "dialogue": "", "summary": ""}),
+    (r"wmt|opus|translation", {"translation": {"en": "", "de": "", "fr": "", "ro": ""}}),
+    (r"conll|wnut|\bner\b", {"id": "", "tokens": [""] * 8, "ner_tags": [0] * 8}),
+    (r"imdb|yelp|ag_news|amazon|emotion|rotten", {"text": "", "label": 0}),
+    (r"", {"text": "", "label": 0}),
+)
+"""By what stands in the data set's name; the last is taken for all others."""
+TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+WITH_MASK = re.compile("bert|electra|mpnet|deberta|ernie|xlnet|camembert|roformer")
+
+
+@contextmanager
+def data_made_up(tracer: Any) -> Iterator[None]:
+    done: set[str] = set()
+    with ExitStack() as stack:
+
+        def patch() -> None:
+            for module, name in (
+                ("transformers.tokenization_utils_base", "PreTrainedTokenizerBase"),
+                ("transformers.models.auto.tokenization_auto", "AutoTokenizer"),
+            ):
+                kind = getattr(sys.modules.get(module), name, None)
+                if kind is not None and name not in done:
+                    done.add(name)
+                    found = classmethod(_found_or_made(kind.__dict__["from_pretrained"].__func__, tracer))
+                    stack.enter_context(mock.patch.object(kind, "from_pretrained", found))
+            data: Any = sys.modules.get("datasets")
+            if hasattr(data, "load_dataset") and hasattr(data, "Dataset") and "data" not in done:
+                done.add("data")
+                for name in ("load_dataset", "load_from_disk"):
+                    made = _loaded_or_made(getattr(data, name), data, tracer)
+                    stack.enter_context(mock.patch.object(data, name, made))
+
+        patch()
+        tracer.after_import.append(patch)
+        try:
+            yield
+        finally:
+            tracer.after_import.remove(patch)
+
+
+# -- tokenizers --------------------------------------------------------------------------------------------------------
+
+
+def _found_or_made(find: Callable[..., Any], tracer: Any) -> Callable[..., Any]:
+    def from_pretrained(cls: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return find(cls, name, *args, **kwargs)
+        except OSError:
+            made = make_tokenizer(str(name), kwargs)
+            tracer.assume(
+                f"{name}: a made-up tokenizer of {len(made):,} tokens, one for {CHARACTERS_A_TOKEN} characters of text"
+            )
+            return made
+
+    return from_pretrained
+
+
+def make_tokenizer(name: str, asked: dict[str, Any]) -> Any:
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+    from transformers import AutoConfig, PreTrainedTokenizerFast
+
+    config = AutoConfig.from_pretrained(name).get_text_config()
+    special: dict[str, int] = {}
+    for kind in ("bos", "eos", "pad"):
+        number = getattr(config, f"{kind}_token_id", None)
+        number = number[0] if isinstance(number, (list, tuple)) and number else number
+        if isinstance(number, int) and 0 <= number < config.vocab_size:
+            special[kind] = number
+    special.setdefault("eos", config.vocab_size - 1)
+    special.setdefault("pad", special["eos"])
+    free = (number for number in range(config.vocab_size) if number not in special.values())
+    if WITH_MASK.search(config.model_type):
+        special |= {kind: next(free) for kind in ("cls", "sep", "mask")}
+    words = {number: f"<{number}>" for number in range(config.vocab_size)}
+    words |= {number: f"<|{kind}|>" for kind, number in special.items()}
+    unknown = words[next(free)]
+    made = Tokenizer(models.WordLevel({word: number for number, word in words.items()}, unk_token=unknown))
+    made.pre_tokenizer = pre_tokenizers.Split(Regex(f"[\\s\\S]{{1,{CHARACTERS_A_TOKEN}}}"), "isolated")
+    longest = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or int(1e30)
+    kept = {key: value for key, value in asked.items() if key in ("padding_side", "truncation_side", "pad_token")}
+    tokens = {f"{kind}_token": words[number] for kind, number in special.items()}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=made, name_or_path=name, model_max_length=asked.get("model_max_length") or longest,
+        **{**tokens, **kept},
+    )  # fmt: skip
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+# -- data sets ---------------------------------------------------------------------------------------------------------
+
+
+def _loaded_or_made(load: Callable[..., Any], data: Any, tracer: Any) -> Callable[..., Any]:
+    def load_dataset(path: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return load(path, *args, **kwargs)
+        except Exception as error:
+            if not _is_missing(error):
+                raise
+        named = " ".join(str(each) for each in (path, *args[:1], kwargs.get("name")) if each)
+        row = columns_of(named)
+        tracer.assume(f"{named}: a made-up data set with the columns {', '.join(row)}, up to {WORDS:,} words a text")
+        made = {split: data.Dataset.from_list([row] * rows) for split, rows in ROWS.items()}
+        split = kwargs.get("split")
+        if split is None:
+            return (
+                data.IterableDatasetDict({name: each.to_iterable_dataset() for name, each in made.items()})
+                if (kwargs.get("streaming"))
+                else data.DatasetDict(made)
+            )
+        if isinstance(split, (list, tuple)):
+            return [made[_split(each)] for each in split]
+        found = made[_split(split)]
+        return found.to_iterable_dataset() if kwargs.get("streaming") else found
+
+    return load_dataset
+
+
+def _split(asked: Any) -> str:
+    name = re.split(r"[\[+]", str(asked))[0]
+    return name if name in ROWS else "train" if name.startswith("train") else "test"
+
+
+def _is_missing(error: Exception) -> bool:
+    return isinstance(error, (ConnectionError, FileNotFoundError)) or any(
+        word in f"{type(error).__name__} {error}" for word in ("NotFound", "offline", "Offline", "Hub")
+    )
+
+
+def columns_of(name: str) -> dict[str, Any]:
+    """A row, by what the data set is called."""
+    row = next(columns for words, columns in COLUMNS if re.search(words, name, re.IGNORECASE))
+    return {column: _filled(value, column) for column, value in row.items()}
+
+
+def _filled(value: Any, column: str) -> Any:
+    if isinstance(value, dict):
+        return {key: _filled(each, key) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_filled(each, column) for each in value]
+    if value in ("", "{few}"):
+        return "word " * (WORDS if column in LONG and value == "" else FEW_WORDS)
+    return value

@@ -1,0 +1,305 @@
+"""Tensors in files as a trace reads and writes them: shapes and small values, no gigabytes.
+
+Weights that a program loads become tensors of the host without memory: their shapes come from the headers, and they
+take GPU memory when they are moved there. What it saves is kept here, in the same form, and is what it then loads.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from memfit.tracing.own_code import OwnCodeTracer
+
+Tensor = torch.Tensor
+SMALL_BYTES = 1 << 14
+"""So much is read as it is: ids, positions, a table of frequencies."""
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64, "U16": torch.uint16,
+    "U32": torch.uint32, "U64": torch.uint64,
+}  # fmt: skip
+"""As safetensors writes them."""
+MARK = b"memfit: saved in a trace, "
+
+
+class Headers:
+    """An open safetensors file of which only the header is read."""
+
+    def __init__(self, file: Any, tracer: OwnCodeTracer, device: Any) -> None:
+        self._file, self._tracer, self._device = file, tracer, device
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def __enter__(self) -> Headers:
+        self._file.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._file.__exit__(*error)
+
+    def get_tensor(self, name: str) -> Tensor:
+        return self.get_slice(name)[...]
+
+    def get_tensors(self) -> dict[str, Tensor]:
+        return {name: self.get_tensor(name) for name in self._file.keys()}  # noqa: SIM118
+
+    def get_slice(self, name: str) -> Piece:
+        return Piece(self._file, name, self._tracer, self._device)
+
+
+class Piece:
+    """One of its tensors, to be indexed."""
+
+    def __init__(self, file: Any, name: str, tracer: OwnCodeTracer, device: Any) -> None:
+        self._header, self._name, self._file = file.get_slice(name), name, file
+        self._tracer, self._device = tracer, device
+
+    def get_shape(self) -> list[int]:
+        found: list[int] = self._header.get_shape()
+        return found
+
+    def get_dtype(self) -> str:
+        return str(self._header.get_dtype())
+
+    def __getitem__(self, index: Any) -> Tensor:
+        dtype = DTYPES.get(self.get_dtype())
+        made = None if dtype is None else without_memory(self._tracer, self.get_shape(), dtype)
+        if made is None or made.nbytes <= SMALL_BYTES:
+            with _disable_current_modes(), torch._C.DisableTorchFunction():
+                made = self._file.get_tensor(self._name)
+        return made[index] if self._device is None else made[index].to(self._device)
+
+
+def without_memory(tracer: OwnCodeTracer, shape: Any, dtype: torch.dtype) -> Tensor:
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        made = torch.empty(tuple(shape), dtype=dtype, device=tracer.device)
+    tracer.put_on_host(made, "cpu")
+    return made
+
+
+@dataclass
+class StoredStorage:
+    nbytes: int
+    is_on_gpu: bool
+    value: Tensor | None
+    """Its bytes, where they are known and few."""
+
+
+class Shelf:
+    """What the program has saved, by path. Tensors are taken out of it and put back as they were."""
+
+    def __init__(self, tracer: OwnCodeTracer) -> None:
+        self.tracer = tracer
+        self._kept: dict[str, tuple[bytes, list[Any], list[StoredStorage]]] = {}
+
+    def keep(self, thing: Any, file: Any) -> None:
+        tensors: list[Any] = []
+        storages: list[StoredStorage] = []
+        numbers: dict[int, int] = {}
+
+        class Writer(pickle.Pickler):
+            def persistent_id(_, each: Any) -> int | None:
+                if not isinstance(each, Tensor):
+                    return None
+                tensors.append(self._describe(each, storages, numbers))
+                return len(tensors) - 1
+
+        written = io.BytesIO()
+        try:
+            with torch._C.DisableTorchFunction():
+                Writer(written).dump(thing)
+        except Exception:  # it cannot be pickled: then it is merely left out
+            return
+        name = _name(file)
+        if name is None:
+            name = str(len(self._kept))
+            file.write(MARK + name.encode())
+        self._kept[name] = (written.getvalue(), tensors, storages)
+
+    def find(self, file: Any) -> str | None:
+        name = _name(file)
+        if name is None and hasattr(file, "read") and hasattr(file, "seek"):
+            here = file.tell()
+            start = file.read(len(MARK) + 20)
+            file.seek(here)
+            name = start[len(MARK) :].decode() if start.startswith(MARK) else None
+        return name if name in self._kept else None
+
+    def take(self, name: str, where: Callable[[str], Any]) -> Any:
+        """`where` says to which device what lay on "cuda" or "cpu" goes."""
+        written, tensors, storages = self._kept[name]
+        made: dict[int, Tensor] = {}
+
+        class Reader(pickle.Unpickler):
+            def persistent_load(_, number: int) -> Tensor:
+                return self._restore(tensors[number], storages, made, where)
+
+        return Reader(io.BytesIO(written)).load()
+
+    def _describe(self, tensor: Tensor, storages: list[StoredStorage], numbers: dict[int, int]) -> Any:
+        key = tensor.untyped_storage()._cdata
+        if key not in numbers:
+            numbers[key] = len(storages)
+            whole = _bytes_of(tensor)
+            value = self.tracer.values.read(whole) if whole.nbytes <= SMALL_BYTES else None
+            place = self.tracer.place(tensor) == "cuda"
+            storages.append(StoredStorage(whole.nbytes, place, None if value is None else value.clone()))
+        shape, kind = (tensor.storage_offset(), tuple(tensor.shape), tensor.stride()), type(tensor)
+        return numbers[key], tensor.dtype, shape, issubclass(kind, nn.Parameter), tensor.requires_grad
+
+    def _restore(
+        self, described: Any, storages: list[StoredStorage], made: dict[int, Tensor], where: Callable[[str], Any]
+    ) -> Tensor:
+        number, dtype, (offset, shape, stride), is_parameter, needs_grad = described
+        if number not in made:
+            stored = storages[number]
+            whole = stored.value
+            if whole is None:
+                whole = without_memory(self.tracer, (stored.nbytes,), torch.uint8)
+            device = where("cuda:0" if stored.is_on_gpu else "cpu")
+            made[number] = whole.clone() if torch.device(device).type == "cpu" else whole.to(device)
+        tensor = seen_as(made[number], dtype, offset, shape, stride)
+        return nn.Parameter(tensor, needs_grad) if is_parameter else tensor.requires_grad_(needs_grad)
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    storage = tensor.untyped_storage()
+    return seen_as(tensor, torch.uint8, 0, (storage.nbytes(),), (1,))
+
+
+def seen_as(whole: Tensor, dtype: torch.dtype, offset: int, shape: Any, stride: Any) -> Tensor:
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        made = torch.empty(0, dtype=dtype, device=whole.device)
+        return made.set_(whole.untyped_storage(), offset, shape, stride)  # type: ignore[no-any-return]
+
+
+def _name(file: Any) -> str | None:
+    if isinstance(file, (str, os.PathLike)):
+        return os.path.abspath(os.fspath(file))
+    return os.path.abspath(file.name) if isinstance(getattr(file, "name", None), str) else None
+
+
+@contextmanager
+def files_read_as_shapes(tracer: OwnCodeTracer, shelf: Shelf) -> Iterator[None]:
+    """`torch.load` and safetensors, in whatever package they were imported."""
+    load, active = torch.load, [True]
+
+    def load_shapes(file: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if not active:
+            return load(file, map_location, *args, **kwargs)
+        if (name := shelf.find(file)) is not None:
+            return shelf.take(name, _destination(map_location))
+        return _load_without_memory(tracer, load, file, map_location, args, kwargs)
+
+    with ExitStack() as stack:
+        for owner in (torch, torch.serialization):
+            stack.enter_context(mock.patch.object(owner, "load", load_shapes))
+        seen: set[str] = set()
+        opened: dict[Any, Any] = {}
+
+        def patch() -> None:
+            package = sys.modules.get("safetensors")
+            real = opened.setdefault("real", getattr(package, "safe_open", None)) if package else None
+            if real is None:
+                return
+            if "ours" not in opened:
+                opened["ours"] = _opening_headers(real, tracer, active)
+            for name in set(sys.modules) - seen:
+                seen.add(name)
+                if getattr(sys.modules[name], "__dict__", {}).get("safe_open") is real:
+                    stack.enter_context(mock.patch.object(sys.modules[name], "safe_open", opened["ours"]))
+
+        patch()
+        tracer.after_import.append(patch)
+        try:
+            yield
+        finally:
+            tracer.after_import.remove(patch)
+            active.clear()
+
+
+def _opening_headers(real: Any, tracer: OwnCodeTracer, active: list[bool]) -> Callable[..., Any]:
+    def safe_open(file: Any, framework: str = "pt", device: Any = "cpu", **kwargs: Any) -> Any:
+        if not active or framework not in ("pt", "torch", "pytorch"):
+            return real(file, framework, device, **kwargs)
+        on_host = torch.device(device if type(device) is not int else f"cuda:{device}").type == "cpu"
+        return Headers(real(file, framework, "cpu", **kwargs), tracer, None if on_host else device)
+
+    return safe_open
+
+
+def _destination(map_location: Any) -> Callable[[str], Any]:
+    """Of a storage by where it was, as torch.load has it."""
+    if map_location is None:
+        return lambda place: place
+    if isinstance(map_location, dict):
+        return lambda place: map_location.get(place, place)
+    if callable(map_location):
+        return lambda place: "cpu"  # `lambda storage, place: storage`
+    return lambda _: map_location
+
+
+def _load_without_memory(tracer: OwnCodeTracer, load: Any, file: Any, map_location: Any, args: Any, kwargs: Any) -> Any:
+    places: dict[int, str] = {}
+
+    def note(storage: Any, place: str) -> Any:
+        places[storage._cdata] = place
+        return storage
+
+    on_disk = isinstance(file, (str, os.PathLike))
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        try:
+            found = load(file, note, *args, **{**kwargs, "mmap": on_disk or None})
+        except RuntimeError as error:
+            if "mmap" not in str(error):
+                raise
+            found = load(file, note, *args, **{**kwargs, "mmap": None})
+    where, made = _destination(map_location), {}
+
+    def placed(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        device = where(places.get(storage._cdata, "cpu"))
+        stays = torch.device(device).type == "cpu"
+        if stays and storage.nbytes() <= SMALL_BYTES:
+            return tensor
+        if storage._cdata not in made:
+            few = storage.nbytes() <= SMALL_BYTES
+            whole = _bytes_of(tensor) if few else without_memory(tracer, (storage.nbytes(),), torch.uint8)
+            made[storage._cdata] = whole if stays else whole.to(device)
+        shape = tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+        seen = seen_as(made[storage._cdata], tensor.dtype, *shape)
+        is_parameter = isinstance(tensor, nn.Parameter)
+        return nn.Parameter(seen, tensor.requires_grad) if is_parameter else seen.requires_grad_(tensor.requires_grad)
+
+    return _with_tensors(found, placed)
+
+
+def _with_tensors(thing: Any, placed: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(thing, Tensor):
+        return placed(thing)
+    if isinstance(thing, dict):
+        for key, value in thing.items():
+            thing[key] = _with_tensors(value, placed)
+    elif isinstance(thing, list):
+        thing[:] = [_with_tensors(each, placed) for each in thing]
+    elif type(thing) is tuple:
+        return tuple(_with_tensors(each, placed) for each in thing)
+    elif isinstance(thing, nn.Module):
+        for module in thing.modules():
+            for held in (module._parameters, module._buffers):
+                held.update({name: placed(each) for name, each in held.items() if each is not None})
+    return thing
