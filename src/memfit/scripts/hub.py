@@ -80,7 +80,8 @@ def _told(error: OSError) -> Exception:
     said = str(error)
     if "huggingface.co" not in said and "offline" not in said.lower():
         return error
-    own = [frame for frame in traceback.extract_tb(error.__traceback__) if is_own(frame.filename)]
+    frames, here = traceback.extract_tb(error.__traceback__), str(Path(__file__).parents[1])
+    own = [frame for frame in frames if is_own(frame.filename) and not frame.filename.startswith(here)]
     where = f"{own[-1].filename}:{own[-1].lineno}: " if own else ""
     return TraceError(
         f"{where}the code loads something from the Hub that is not on this machine, and memfit fetches nothing:"

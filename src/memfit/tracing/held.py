@@ -131,14 +131,16 @@ def _saved_by_autograd(tracer: Any, tensors: list[torch.Tensor]) -> set[int]:
 
 
 def _saved_tensors(node: Any) -> Iterator[torch.Tensor]:
+    """As they were packed: to unpack them would run checkpointed blocks again."""
     for name in dir(node):
-        if not name.startswith("_saved_") and name != "saved_tensors":
+        if not name.startswith("_raw_saved_"):
             continue
-        try:
-            value = getattr(node, name)
-        except RuntimeError:  # freed, or changed in place since
-            continue
-        yield from _tensors(value)
+        raw = getattr(node, name)
+        for each in raw if isinstance(raw, (list, tuple)) else [raw]:
+            try:
+                yield from _tensors(each.data)
+            except RuntimeError:  # freed, or changed in place since
+                continue
 
 
 def _read_again(frame: FrameType, name: str) -> int:

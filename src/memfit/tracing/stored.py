@@ -184,7 +184,7 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 def seen_as(whole: Tensor, dtype: torch.dtype, offset: int, shape: Any, stride: Any) -> Tensor:
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         made = torch.empty(0, dtype=dtype, device=whole.device)
-        return made.set_(whole.untyped_storage(), offset, shape, stride)  # type: ignore[no-any-return]
+        return made.set_(whole.untyped_storage(), offset, shape, stride)
 
 
 def _name(file: Any) -> str | None:
@@ -280,8 +280,8 @@ def _load_without_memory(tracer: OwnCodeTracer, load: Any, file: Any, map_locati
             few = storage.nbytes() <= SMALL_BYTES
             whole = _bytes_of(tensor) if few else without_memory(tracer, (storage.nbytes(),), torch.uint8)
             made[storage._cdata] = whole if stays else whole.to(device)
-        shape = tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
-        seen = seen_as(made[storage._cdata], tensor.dtype, *shape)
+        offset = int(tensor.storage_offset())
+        seen = seen_as(made[storage._cdata], tensor.dtype, offset, tensor.shape, tensor.stride())
         is_parameter = isinstance(tensor, nn.Parameter)
         return nn.Parameter(seen, tensor.requires_grad) if is_parameter else seen.requires_grad_(tensor.requires_grad)
 
@@ -301,5 +301,6 @@ def _with_tensors(thing: Any, placed: Callable[[Tensor], Tensor]) -> Any:
     elif isinstance(thing, nn.Module):
         for module in thing.modules():
             for held in (module._parameters, module._buffers):
-                held.update({name: placed(each) for name, each in held.items() if each is not None})
+                tensors: dict[str, Any] = held
+                tensors.update({name: placed(each) for name, each in tensors.items() if each is not None})
     return thing

@@ -1,0 +1,148 @@
+"""Weights, checkpoints and models by name: shapes reach the GPU, gigabytes are neither read nor written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import memfit
+from memfit.errors import MemfitError
+
+SMALL = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+         "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
+HEAD = """
+import json, pathlib
+import torch
+from torch import nn
+def note(**told):
+    pathlib.Path("told.json").write_text(json.dumps(told))
+"""
+LOADED = """
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained({name!r}, {more})
+first = next(model.parameters())
+where = str(first.device)
+model = model.to("cuda")
+weights = sum(p.nbytes for p in model.parameters())
+note(where=where, dtype=str(first.dtype), weights=weights, held=torch.cuda.memory_allocated(),
+     reserved=torch.cuda.memory_reserved(), tied=model.lm_head.weight is model.get_input_embeddings().weight)
+"""
+GPT2 = """
+from transformers import GPT2LMHeadModel
+from torch import nn
+known = GPT2LMHeadModel.from_pretrained("gpt2").state_dict()
+mine = nn.Linear(768, 2304)
+with torch.no_grad():
+    mine.weight.copy_(known["transformer.h.0.attn.c_attn.weight"].t())
+mine.cuda()
+note(keys=len(known), shape=list(known["transformer.wte.weight"].shape))
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+
+    def run(text: str) -> tuple[dict[str, object], memfit.Plan]:
+        (tmp_path / "train.py").write_text(HEAD + text)
+        plan = memfit.trace_script("train.py")
+        return json.loads((tmp_path / "told.json").read_text()), plan
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    made = tmp_path_factory.mktemp("small")
+    LlamaForCausalLM(LlamaConfig(**SMALL, tie_word_embeddings=True)).to(torch.bfloat16).save_pretrained(made)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("more", "dtype", "where"),
+    [
+        ("", "torch.bfloat16", "cpu"),
+        ("dtype=torch.float32", "torch.float32", "cpu"),
+        ("device_map='cuda'", "torch.bfloat16", "cuda:0"),
+        ("device_map='auto', dtype='float16'", "torch.float16", "cuda:0"),
+        ("device_map={'': 0}", "torch.bfloat16", "cuda:0"),
+    ],
+)
+def test_a_folder_s_weights_take_gpu_memory_once_and_host_memory_never(run, folder, more, dtype, where) -> None:  # type: ignore[no-untyped-def]
+    told, _ = run(LOADED.format(name=str(folder), more=more))
+    assert (told["dtype"], told["where"], told["tied"]) == (dtype, where, True)
+    assert told["weights"] <= told["held"] < told["weights"] + 64 * 512
+
+
+def test_a_name_on_the_hub_is_read_as_the_config_that_memfit_knows(run) -> None:  # type: ignore[no-untyped-def]
+    told, plan = run(LOADED.format(name="Qwen/Qwen2.5-7B", more=""))
+    assert told["weights"] == 2 * 7_615_616_512 and told["dtype"] == "torch.bfloat16"
+    assert plan.to_json()["peak"]["allocated_bytes"] == pytest.approx(told["weights"], rel=4e-3)
+    assert any("Qwen/Qwen2.5-7B: its config as memfit ships it" in note for note in plan.notes)
+    assert any(note.startswith("weights that are not on this machine") for note in plan.notes)
+
+
+def test_known_weights_are_copied_into_a_model_of_one_s_own(run) -> None:  # type: ignore[no-untyped-def]
+    told, plan = run(GPT2)
+    assert told["shape"] == [50257, 768]
+    assert any("keep the values they were made with" in note for note in plan.notes)
+
+
+def test_a_model_that_nobody_knows_is_one_clear_error(run) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(MemfitError, match=r"train.py:\d+: the code loads something from the Hub") as caught:
+        run(LOADED.format(name="nobody/no-such-model", more=""))
+    assert "hf download" in str(caught.value.hint)
+
+
+def test_what_a_script_saves_it_loads_again(run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    told, _ = run("""
+import io
+model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512)).cuda()
+model[1].weight = model[0].weight
+optimizer = torch.optim.AdamW(model.parameters())
+model(torch.ones(4, 512, device="cuda")).sum().backward()
+optimizer.step()
+states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+torch.save({**states, "step": 7, "ids": torch.arange(5)}, "c.pt")
+held = torch.cuda.memory_allocated()
+found = torch.load("c.pt", map_location="cpu")
+host = torch.cuda.memory_allocated() - held
+there = torch.load("c.pt")
+gpu = torch.cuda.memory_allocated() - held
+model.load_state_dict(found["model"])
+optimizer.load_state_dict(found["optimizer"])
+kept = io.BytesIO()
+torch.save(found["ids"], kept)
+kept.seek(0)
+one, other = there["model"]["0.weight"], there["model"]["1.weight"]
+note(step=found["step"], ids=torch.load(kept).tolist(), host=host, gpu=gpu, where=str(one.device),
+     shared=one.data_ptr() == other.data_ptr())
+""")
+    assert (told["step"], told["ids"], told["host"], told["shared"]) == (7, [0, 1, 2, 3, 4], 0, True)
+    weights = 4 * (512 * 512 + 2 * 512)
+    assert told["where"] == "cuda:0" and 3 * weights <= told["gpu"] < 3 * weights + 32 * 512
+    assert not (tmp_path / "c.pt").exists()
+
+
+@pytest.mark.parametrize(
+    ("where", "share"), [("'cpu'", 0), ("'cuda'", 1), ("lambda s, _: s", 0), ("{'cpu': 'cuda:0'}", 1)]
+)
+def test_a_checkpoint_on_disk_is_read_without_its_numbers(run, tmp_path: Path, where: str, share: int) -> None:  # type: ignore[no-untyped-def]
+    import torch
+
+    torch.save({"weights": {"a": torch.zeros(1 << 20), "b": torch.arange(4.0)}, "epoch": 3}, tmp_path / "old.pt")
+    told, _ = run(f"""
+found = torch.load("old.pt", map_location={where}, weights_only=True)
+held = torch.cuda.memory_allocated()
+model = nn.Linear(1024, 1024, bias=False).cuda()
+model.load_state_dict({{"weight": found["weights"]["a"].view(1024, 1024)}})
+note(epoch=found["epoch"], b=found["weights"]["b"].tolist(), held=held)
+""")
+    assert told["epoch"] == 3 and told["b"] == [0.0, 1.0, 2.0, 3.0]
+    assert told["held"] == share * ((4 << 20) + 512)
