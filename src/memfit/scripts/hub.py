@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import tempfile
 import traceback
@@ -19,6 +20,9 @@ from memfit.models.presets import find_preset
 from memfit.tracing.stored import without_memory
 
 CONFIG = "config.json"
+_FROM_HUB = re.compile(
+    r"huggingface\.co|offline|on the Hub|Couldn't (find any data file|find a dataset|reach)", re.IGNORECASE
+)
 NO_WEIGHTS = "weights that are not on this machine are taken to have the shapes and type that the config says"
 
 
@@ -78,7 +82,7 @@ def _shipped_configs(find: Callable[..., Any], tracer: Any, folder: Path) -> Cal
 def _told(error: OSError) -> Exception:
     """A folder's own faults are told by the one who finds them."""
     said = str(error)
-    if "huggingface.co" not in said and "offline" not in said.lower():
+    if not _FROM_HUB.search(said):
         return error
     frames, here = traceback.extract_tb(error.__traceback__), str(Path(__file__).parents[1])
     own = [frame for frame in frames if is_own(frame.filename) and not frame.filename.startswith(here)]

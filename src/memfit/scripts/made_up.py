@@ -6,6 +6,7 @@ of the public one, where its name tells them, and long rows: what bounds them is
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -14,6 +15,8 @@ from typing import Any
 from unittest import mock
 
 CHARACTERS_A_TOKEN = 4
+FEWEST_TOKENS = 100
+"""Those of bytes have more; one without its files has a handful."""
 ROWS = {"train": 1000, "validation": 100, "test": 100}
 WORDS, FEW_WORDS = 1000, 100
 LONG = ("text", "content", "context", "article", "document", "dialogue", "sentence", "sentence1", "premise", "review")
@@ -34,6 +37,7 @@ COLUMNS: tuple[tuple[str, dict[str, Any]], ...] = (
     (r"samsum", {"id": "", "dialogue": "", "summary": ""}),
     (r"wmt|opus|translation", {"translation": {"en": "", "de": "", "fr": "", "ro": ""}}),
     (r"conll|wnut|\bner\b", {"id": "", "tokens": [""] * 8, "ner_tags": [0] * 8}),
+    (r"wikitext|bookcorpus|\bc4\b|openwebtext|pile|fineweb|tinystories|wikipedia|slimpajama", {"text": ""}),
     (r"imdb|yelp|ag_news|amazon|emotion|rotten", {"text": "", "label": 0}),
     (r"", {"text": "", "label": 0}),
 )
@@ -46,7 +50,8 @@ WITH_MASK = re.compile("bert|electra|mpnet|deberta|ernie|xlnet|camembert|roforme
 
 
 @contextmanager
-def data_made_up(tracer: Any) -> Iterator[None]:
+def data_made_up(tracer: Any, *, wanted: bool) -> Iterator[None]:
+    """Unless it is `wanted`, what is not here is an error, also where transformers makes an empty tokenizer of it."""
     done: set[str] = set()
     with ExitStack() as stack:
 
@@ -58,10 +63,10 @@ def data_made_up(tracer: Any) -> Iterator[None]:
                 kind = getattr(sys.modules.get(module), name, None)
                 if kind is not None and name not in done:
                     done.add(name)
-                    found = classmethod(_found_or_made(kind.__dict__["from_pretrained"].__func__, tracer))
+                    found = classmethod(_found_or_made(kind.__dict__["from_pretrained"].__func__, tracer, wanted))
                     stack.enter_context(mock.patch.object(kind, "from_pretrained", found))
             data: Any = sys.modules.get("datasets")
-            if hasattr(data, "load_dataset") and hasattr(data, "Dataset") and "data" not in done:
+            if hasattr(data, "load_dataset") and hasattr(data, "Dataset") and wanted and "data" not in done:
                 done.add("data")
                 for name in ("load_dataset", "load_from_disk"):
                     made = _loaded_or_made(getattr(data, name), data, tracer)
@@ -78,16 +83,21 @@ def data_made_up(tracer: Any) -> Iterator[None]:
 # -- tokenizers --------------------------------------------------------------------------------------------------------
 
 
-def _found_or_made(find: Callable[..., Any], tracer: Any) -> Callable[..., Any]:
+def _found_or_made(find: Callable[..., Any], tracer: Any, wanted: bool) -> Callable[..., Any]:
     def from_pretrained(cls: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            return find(cls, name, *args, **kwargs)
+            found = find(cls, name, *args, **kwargs)
+            if len(found) >= FEWEST_TOKENS or os.path.isdir(name):
+                return found
+            raise OSError(f"the tokenizer of {name} is not in the cache of huggingface.co")
         except OSError:
-            made = make_tokenizer(str(name), kwargs)
-            tracer.assume(
-                f"{name}: a made-up tokenizer of {len(made):,} tokens, one for {CHARACTERS_A_TOKEN} characters of text"
-            )
-            return made
+            if not wanted:
+                raise
+        made = make_tokenizer(str(name), kwargs)
+        tracer.assume(
+            f"{name}: a made-up tokenizer of {len(made):,} tokens, one for {CHARACTERS_A_TOKEN} characters of text"
+        )
+        return made
 
     return from_pretrained
 
@@ -116,7 +126,8 @@ def make_tokenizer(name: str, asked: dict[str, Any]) -> Any:
     longest = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or int(1e30)
     kept = {key: value for key, value in asked.items() if key in ("padding_side", "truncation_side", "pad_token")}
     tokens = {f"{kind}_token": words[number] for kind, number in special.items()}
-    tokenizer = PreTrainedTokenizerFast(
+    fast: Any = PreTrainedTokenizerFast
+    tokenizer = fast(
         tokenizer_object=made, name_or_path=name, model_max_length=asked.get("model_max_length") or longest,
         **{**tokens, **kept},
     )  # fmt: skip

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -74,7 +73,7 @@ def trace_once(
         for file, number, value in lines:
             tracer.answers.answer_line(file, number, value)
         seen.append(Steps(steps, lambda: replay(tracer.trace).peak_allocated))
-        with hub_pretended(tracer), data_made_up(tracer) if synthetic_data else nullcontext():
+        with hub_pretended(tracer), data_made_up(tracer, wanted=synthetic_data):
             run_program(program, seen[-1], seconds=seconds)
 
     return trace_code(

@@ -1,0 +1,79 @@
+"""Tokenizers and data sets that are not on this machine: one clear error, or made up where that is asked for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import memfit
+from memfit.cli.main import main
+from memfit.errors import MemfitError
+from memfit.scripts.made_up import columns_of
+
+TOKENIZED = """
+import json, pathlib
+import torch
+from transformers import AutoTokenizer, GPT2Tokenizer
+tokenizer = AutoTokenizer.from_pretrained("Qwen/Qwen2.5-0.5B", padding_side="left")
+batch = tokenizer(["a" * 400, "b" * 40], padding=True, truncation=True, max_length=64, return_tensors="pt")
+talk = tokenizer.apply_chat_template([{"role": "user", "content": "hello there"}], tokenize=False)
+pathlib.Path("told.json").write_text(json.dumps({
+    "shape": list(batch["input_ids"].shape), "mask": batch["attention_mask"].sum(1).tolist(), "size": len(tokenizer),
+    "highest": int(batch["input_ids"].max()), "eos": tokenizer.eos_token_id, "talk": talk,
+    "pad": tokenizer.pad_token_id, "other": len(GPT2Tokenizer.from_pretrained("gpt2")),
+}))
+batch.to("cuda")
+"""
+DATA = """
+import torch
+from datasets import load_dataset
+whole = load_dataset("imdb")
+rows = load_dataset("glue", "mrpc", split="train[:10%]")
+stream = load_dataset("wikitext", "wikitext-2-raw-v1", split="train", streaming=True)
+assert set(whole) == {"train", "validation", "test"} and set(whole["train"].column_names) == {"text", "label"}
+assert {"sentence1", "sentence2", "label"} <= set(rows.column_names) and len(next(iter(stream))["text"]) > 4000
+torch.zeros(1, device="cuda")
+"""
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+
+
+def test_a_made_up_tokenizer_has_the_model_s_vocabulary_and_plausible_lengths(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TOKENIZED)
+    plan = memfit.trace_script("train.py", synthetic_data=True)
+    told = json.loads((tmp_path / "told.json").read_text())
+    assert told["shape"] == [2, 64] and told["mask"] == [64, 10] and told["talk"] == "user: hello there\n"
+    assert told["size"] == 151936 and told["highest"] < told["size"] and told["other"] == 50257
+    assert told["eos"] is not None and told["pad"] is not None
+    assert any("Qwen/Qwen2.5-0.5B: a made-up tokenizer" in note for note in plan.notes)
+
+
+def test_without_the_flag_a_missing_tokenizer_is_one_clear_error(tmp_path: Path, capfd) -> None:  # type: ignore[no-untyped-def]
+    (tmp_path / "train.py").write_text(TOKENIZED)
+    assert main(["plan", "script", "--", "train.py"]) == 2
+    said = capfd.readouterr().err
+    assert "train.py:5: the code loads something from the Hub" in said and "--synthetic-data" in said
+    assert main(["plan", "script", "--synthetic-data", "--json", "--", "train.py"]) == 0
+    assert json.loads(capfd.readouterr().out)["workload"]["synthetic_data"] is True
+
+
+def test_a_data_set_s_columns_are_told_by_its_name() -> None:
+    assert list(columns_of("glue mrpc")) == ["sentence1", "sentence2", "label", "idx"]
+    assert list(columns_of("HuggingFaceH4/ultrachat_200k")) == ["messages"]
+    assert list(columns_of("my/own")) == ["text", "label"]
+    assert len(columns_of("xsum")["document"]) > len(columns_of("xsum")["summary"]) > 0
+
+
+def test_data_sets_are_made_up_where_that_is_asked_for(tmp_path: Path) -> None:
+    pytest.importorskip("datasets", reason="datasets is not installed: `make test-all` does")
+    (tmp_path / "train.py").write_text(DATA)
+    plan = memfit.trace_script("train.py", synthetic_data=True)
+    assert any("imdb: a made-up data set with the columns text, label" in note for note in plan.notes)
+    with pytest.raises(MemfitError, match=r"train.py:4: the code loads something from the Hub"):
+        memfit.trace_script("train.py")
