@@ -45,7 +45,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "jobs": {*TORCH, "safetensors", "bitsandbytes", "triton", "huggingface_hub", "pyarrow", "lm_eval", "yaml"},
     "render": {"rich"},
     "planning": {*TORCH, "numpy"},
-    "scripts": TORCH,
+    "scripts": {*TORCH, "tokenizers"},
     "fitting": TORCH,
     "explaining": TORCH,
     "checking": {*TORCH, "packaging"},
