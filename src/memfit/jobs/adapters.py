@@ -189,14 +189,14 @@ def _of_experts(config: object, targets: Sequence[str]) -> list[str]:
 
 
 def linear_layers_of_blocks(model: nn.Module) -> list[str]:
-    """The last part of the names of all linear layers but those of the head."""
+    """The last part of the names of all linear layers but those of the head; the last two where that is a number."""
     from transformers.pytorch_utils import Conv1D
 
     head = getattr(model, "get_output_embeddings", lambda: None)()
     prefix = getattr(model, "base_model_prefix", "")
     within = "" if head is not None or not hasattr(model, prefix) else f"{prefix}."
     names = {
-        name.rpartition(".")[2]: None
+        ".".join(name.split(".")[-2 if name.rpartition(".")[2].isdigit() else -1 :]): None
         for name, module in model.named_modules()
         if isinstance(module, (nn.Linear, Conv1D)) and module is not head and name.startswith(within)
     }

@@ -25,8 +25,9 @@ from memfit.jobs.training.levers import check_offload
 from memfit.jobs.training.offload.switch import use_block_levers
 from memfit.jobs.training.parallel import is_made_without_memory
 from memfit.jobs.training.shapes import is_basics, model_config
-from memfit.jobs.workload import Workload
-from memfit.models.config_check import Head, as_language_model
+from memfit.jobs.workload import Workload, flag
+from memfit.models.config_check import HEAD_NAMES, Head, as_language_model
+from memfit.models.images import picture
 from memfit.models.registry import (
     build_from_config,
     build_model,
@@ -74,6 +75,10 @@ class Prepared:
     """How it runs: `loop(job, device, phases, steps=3)`."""
 
     @property
+    def reads(self) -> str:
+        return "text" if self.head is None else self.head.reads
+
+    @property
     def config(self) -> Any:
         """Of a transformers model."""
         return self.model.config
@@ -106,15 +111,17 @@ def _prepared(workload: Workload, layers: int | None) -> Prepared:
         attention=workload.attention,
         layers=layers,
         use_cache=workload.kind == "generate" or workload.use_cache,
+        head=HEAD_NAMES[workload.head] if workload.head else None,
     )
     model.to(torch.get_default_device())  # `torch.normal`, for one, does not ask which that is
-    _check_positions(model, workload)
-    head = head_named(source)
+    head = head_of(workload)
+    workload, given = _with_what_it_reads(workload, head, model)
+    _check_positions(model, workload, head)
     _check_head(head, model, workload)
     if workload.kind == "generate" and not generates(model):
         raise UsageError(f"{workload.model} does not generate text", hint="memfit plan forward fits an encoder")
     parameters = parameter_count(model)
-    notes = source_notes(source)
+    notes = (*source_notes(source), *given)
     if source.kind != "factory" and workload.attention == "sdpa" and _is_eager(model):
         workload = workload.with_found(attention="eager")
         notes = (f"transformers has no fused attention for {source.name}: eager, as it takes by itself", *notes)
@@ -136,14 +143,58 @@ def _prepared(workload: Workload, layers: int | None) -> Prepared:
     )  # fmt: skip
 
 
+def head_of(workload: Workload) -> Head | None:
+    """None is a language model's, causal or masked."""
+    head = HEAD_NAMES[workload.head] if workload.head else head_named(workload.source)
+    return None if head is not None and head.auto in ("AutoModelForCausalLM", "AutoModelForMaskedLM") else head
+
+
+def _with_what_it_reads(workload: Workload, head: Head | None, model: nn.Module) -> tuple[Workload, tuple[str, ...]]:
+    """The job with lengths and pictures that its model has a use for, and what is to be known of them."""
+    reads, name = "text" if head is None else head.reads, workload.model
+    lacking = {
+        "target_len": None if reads == "text to text" else f"{name} is no encoder-decoder",
+        "images": None if reads == "pictures and text" else f"{name} does not read pictures beside text",
+        "image_size": None if reads.startswith("pictures") else f"{name} reads no pictures",
+        "padding": None if reads == "text" or not workload.padding else f"rows of {name} are planned of one length",
+    }
+    for setting, why in lacking.items():
+        if why and getattr(workload, setting) not in (None, False):
+            raise UsageError(f"{flag(setting)} has no effect: {why}", hint=f"leave {flag(setting)} out")
+    if reads == "text":
+        return workload, ()
+    if workload.kind == "generate" or (workload.trains and workload.loop != "plain" and reads == "pictures and text"):
+        what = "plan generate" if workload.kind == "generate" else f"--loop {workload.loop}"
+        raise UsageError(f"{what}: not for a model that reads {reads} yet", hint="plan forward, train or lora")
+    if reads == "text to text":
+        return workload.with_found(target_len=workload.target_len or TARGET_LEN), ()
+    config: Any = model.config
+    one = picture(config, workload.image_size)
+    if reads == "pictures":
+        return workload, ("--seq-len has no effect: there is no text beside the pictures, one a row",)
+    images = 1 if workload.images is None else workload.images
+    if images * (one.tokens + 1) > workload.seq_len:
+        raise UsageError(
+            f"--seq-len {workload.seq_len} has no room for text: {images} pictures are {images * one.tokens} tokens",
+            hint=f"--seq-len {images * one.tokens + 256}",
+        )
+    shape = f"{one.grid[2]}x{one.grid[1]} patches" if one.grid else f"{one.pixels[-1]}x{one.pixels[-2]} pixels"
+    said = f"--seq-len counts the tokens of pictures too: {images} a row, each {one.tokens} ({shape})"
+    return workload.with_found(images=images), (said,)
+
+
+TARGET_LEN = 128
+"""Where nothing is said: half a page, as summaries and translations have it."""
+
+
 def _check_head(head: Head | None, model: nn.Module, workload: Workload) -> None:
     if head is None or not workload.trains:
         return
     name = type(model).__name__
-    if head.task is None:
+    if not head.learns:
         raise UsageError(
             f"{workload.model} is a {name} ('architectures'), which has no head and so no loss to train on",
-            hint=as_language_model(name),
+            hint=f"{as_language_model(name)}, or say --head",
         )
     if workload.loop == "memfit" or workload.loss == "chunked":
         setting = "--loop memfit" if workload.loop == "memfit" else "--loss chunked"
@@ -178,21 +229,27 @@ def _is_eager(model: nn.Module) -> bool:
 
 def _vocab_size(model: nn.Module) -> int:
     config = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
     if isinstance(getattr(config, "vocab_size", None), int):
         return int(config.vocab_size)  # type: ignore[union-attr]
+    if getattr(config, "patch_size", None) or getattr(config, "num_channels", None):
+        return 0
     tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
     if not tables:
         raise UsageError("the factory's model has neither config.vocab_size nor an embedding to tell its vocabulary")
     return max(tables)
 
 
-def _check_positions(model: nn.Module, workload: Workload) -> None:
+def _check_positions(model: nn.Module, workload: Workload, head: Head | None) -> None:
     """Positions in a table are a limit: a longer sequence fails on the GPU with an index error."""
+    if head is not None and head.reads.startswith("pictures"):
+        return
     config = getattr(model, "config", None)
     own = getattr(model, "longest_sequence", None)  # of memfit's own models, whose rotations are tables too
     longest = own or getattr(config, "max_position_embeddings", None)
     generates = workload.kind == "generate"
     reached = workload.seq_len + (workload.new_tokens - 1 if generates else 0)  # the last token is not read
+    reached = max(reached, workload.target_len or 0)
     if not isinstance(longest, int) or reached <= longest:
         return
     tables = _rows_of_tables(model, getattr(config, "vocab_size", None))

@@ -20,45 +20,12 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from memfit.jobs.build import DTYPES, Loop, Prepared, takes_labels
+from memfit.jobs.inputs import beside_ids, model_inputs, token_ids, wanted
 from memfit.jobs.training.optimizers import choose_optimizer
 from memfit.jobs.training.parallel import one_process_of, to_device, without_reduction
 from memfit.jobs.workload import Workload
 
 LEARNING_RATE = 1e-4
-
-
-def token_ids(job: Prepared, device: torch.device | str) -> torch.Tensor:
-    work = job.workload
-    return torch.randint(0, job.vocab_size, (work.batch_size, work.seq_len), device=device)
-
-
-def model_inputs(job: Prepared, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """With padding, half of the last row is not there: its end, or its beginning where text is to be continued."""
-    if not job.workload.padding:
-        return {"input_ids": ids}
-    mask, half = torch.ones_like(ids), ids.shape[1] // 2
-    if job.workload.kind == "generate":
-        mask[-1, :half] = 0
-    else:
-        mask[-1, half:] = 0
-    return {"input_ids": ids, "attention_mask": mask}
-
-
-def wanted(job: Prepared, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What the model is to say of the tokens of a batch or of a row; a language model, the tokens themselves."""
-    if job.head is None:
-        return {"labels": ids}
-    rows, config = ids.shape[:-1], job.config
-    if job.head.task == "QUESTION_ANS":
-        places = {"start_positions", "end_positions"}
-        return {place: torch.randint(0, ids.shape[-1], rows, device=ids.device) for place in sorted(places)}
-    if job.head.task == "TOKEN_CLS":
-        return {"labels": torch.randint(0, config.num_labels, ids.shape, device=ids.device)}
-    if config.problem_type == "multi_label_classification":
-        return {"labels": torch.rand((*rows, config.num_labels), device=ids.device)}
-    if config.problem_type == "regression" or (config.problem_type is None and config.num_labels == 1):
-        return {"labels": torch.rand(rows, device=ids.device)}
-    return {"labels": torch.randint(0, config.num_labels, rows, device=ids.device)}
 
 
 def autocast(job: Prepared, device: torch.device | str) -> AbstractContextManager[None]:
@@ -99,8 +66,9 @@ def run_forward(job: Prepared, device: torch.device | str, phases: Phases, *, st
     for step in range(1, steps + 1):
         with phases("data", step):
             ids = token_ids(job, device)
+            beside = beside_ids(job, ids)
         with torch.no_grad(), autocast(job, device), phases("forward", step):
-            output = model(**model_inputs(job, ids)) if named else model(ids)
+            output = model(**model_inputs(job, ids), **beside) if named else model(ids)
         del output
 
 

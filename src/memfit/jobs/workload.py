@@ -37,6 +37,10 @@ Loop = Literal["plain", "trainer", "memfit"]
 """A bare loop, the Hugging Face Trainer, or `memfit train`."""
 Loss = Literal["full", "chunked"]
 Outputs = Literal["kept", "dropped"]
+HeadName = Literal[
+    "causal-lm", "masked-lm", "seq2seq-lm", "sequence-classification", "token-classification", "question-answering",
+    "image-classification",
+]  # fmt: skip
 Checkpointing = Literal["none", "full", "selective"]
 Offload = Literal["optimizer", "activations", "weights"]
 Parallel = Literal["ddp", "fsdp2"]
@@ -61,6 +65,14 @@ class Workload:
     attention: Attention = "sdpa"
     padding: bool = False
     """Whether rows of a batch differ in length: a mask then forces other attention kernels."""
+    head: HeadName | None = None
+    """What the model ends in; None is what its config.json names."""
+    target_len: int | None = None
+    """Tokens of the text that an encoder-decoder writes; None is 128 of one."""
+    images: int | None = None
+    """Pictures in a row of text; None is one of a model that reads both."""
+    image_size: str | None = None
+    """WIDTHxHEIGHT; None is what the model's processor makes of any picture."""
     loop: Loop = "plain"
     loss: Loss = "full"
     """chunked: the same loss and gradients, the logits never whole."""
@@ -360,12 +372,13 @@ class Workload:
 
 _CHOICES: dict[str, Any] = {
     "kind": Kind, "precision": Precision, "attention": Attention, "optimizer": Optimizer, "parallel": Parallel,
-    "adapter": Adapter, "adapter_dtype": AdapterDtype, "loop": Loop, "loss": Loss, "outputs": Outputs, "cache": Cache,
-    "decoding": Decoding, "method": Method,
+    "adapter": Adapter, "adapter_dtype": AdapterDtype, "loop": Loop, "loss": Loss, "outputs": Outputs, "head": HeadName,
+    "cache": Cache, "decoding": Decoding, "method": Method,
 }  # fmt: skip
 _MOST = {
     "batch_size": MAX_BATCH, "seq_len": MAX_SEQ_LEN, "grad_accum": MAX_ACCUM, "loss_chunk": MAX_SEQ_LEN,
-    "world_size": MAX_WORLD, "rank": MAX_RANK, "new_tokens": MAX_SEQ_LEN, "num_beams": 1 << 10,
+    "world_size": MAX_WORLD, "rank": MAX_RANK, "target_len": MAX_SEQ_LEN, "images": 1 << 10,
+    "new_tokens": MAX_SEQ_LEN, "num_beams": 1 << 10,
 }  # fmt: skip
 _YES_OR_NO = (
     "grad_checkpointing", "selective_checkpointing", "clip_grad", "padding", "gradient_as_bucket_view", "use_cache",
@@ -380,7 +393,7 @@ _READ_BY: dict[str, tuple[str, ...]] = {
         ("adapter", "adapter_config", "rank", "target_modules", "lora_dropout", "adapter_dtype"), ("lora",)
     ),
     **dict.fromkeys(("new_tokens", "decoding", "num_beams", "cache"), ("generate",)),
-    "use_cache": ("forward", "train", "lora"),
+    **dict.fromkeys(("use_cache", "head", "target_len", "images", "image_size"), ("forward", "train", "lora")),
     **dict.fromkeys(("batch_size", "padding"), ("forward", "train", "lora", "generate")),
     **dict.fromkeys(("method", "sparsity", "sparsity_type", "nsamples", "dataset", "max_gpu_memory"), ("prune",)),
 }
@@ -388,9 +401,11 @@ _READ_BY: dict[str, tuple[str, ...]] = {
 
 def check_setting(name: str, value: object, said: str) -> None:
     """A single one, `said` by a flag or by a config's key."""
+    if name == "head" and value is None:
+        return
     if name in _CHOICES:
         check_one_of(said, value, _CHOICES[name])
-    elif name == "rank" and value is None:
+    elif value is None and name in ("rank", "target_len", "images"):
         return
     elif name in _MOST:
         check_whole(said, value, most=_MOST[name])

@@ -5,13 +5,14 @@ from __future__ import annotations
 DOOR = {
     "basics_settings": "BasicsSettings",
     "checkpoint": "INDEX StoredTensor WEIGHTS WeightStore bytes_to_fetch first_line read_header why_no_hub",
-    "config_check": "Head MAX_FILE_BYTES MAX_LAYERS as_language_model read_config without_doubles",
+    "config_check": "HEAD_NAMES Head MAX_FILE_BYTES MAX_LAYERS as_language_model read_config without_doubles",
     "files": (
         "NotHere Source cache_folder find_here find_source find_tokenizer_here load_tokenizer look_at_source "
         "tokenizer_folder"
     ),
     "gguf": "gguf_file",
     "gsa": "GsaConfig GsaForCausalLM",
+    "images": "picture",
     "own": "block_list make_known",
     "presets": (
         "BASICS BasicsConfig GATHER GSA_SETTINGS GSA_SIZES GSA_TYPE LATER_SIZES Preset SIZES find_preset is_gsa presets"

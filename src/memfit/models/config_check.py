@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from memfit.errors import InputError
 from memfit.units import MiB, format_bytes
@@ -293,22 +293,43 @@ USUAL_LABELS = 2
 """As transformers has it where a file says nothing."""
 PROBLEMS = ("regression", "single_label_classification", "multi_label_classification")
 LANGUAGE_MODELS = ("ForCausalLM", "ForMaskedLM", "LMHeadModel", "ModelWithLMHead")
+Reads = Literal["text", "text to text", "pictures", "pictures and text"]
 
 
 @dataclass(frozen=True)
 class Head:
     auto: str
     """The class of transformers that finds the model."""
-    task: str | None
-    """As peft calls it; None where there is nothing to train on."""
+    task: str | None = None
+    """As peft calls it, where it has a word for it."""
+    reads: Reads = "text"
+    learns: bool = True
+    """Whether there is anything to train on."""
+    labels: bool = False
+    """Whether its size is a number of labels."""
 
 
+TEXT_TO_TEXT = Head("AutoModelForSeq2SeqLM", "SEQ_2_SEQ_LM", "text to text")
+PICTURES_AND_TEXT = Head("AutoModelForImageTextToText", "CAUSAL_LM", "pictures and text")
 HEADS = {
-    "ForSequenceClassification": Head("AutoModelForSequenceClassification", "SEQ_CLS"),
-    "ForTokenClassification": Head("AutoModelForTokenClassification", "TOKEN_CLS"),
+    "ForSequenceClassification": Head("AutoModelForSequenceClassification", "SEQ_CLS", labels=True),
+    "ForTokenClassification": Head("AutoModelForTokenClassification", "TOKEN_CLS", labels=True),
     "ForQuestionAnswering": Head("AutoModelForQuestionAnswering", "QUESTION_ANS"),
-    "Model": Head("AutoModel", None),
+    "ForImageClassification": Head("AutoModelForImageClassification", None, "pictures", labels=True),
+    "ForConditionalGeneration": TEXT_TO_TEXT,
+    "MTModel": TEXT_TO_TEXT,
+    "Model": Head("AutoModel", learns=False),
 }
+HEAD_NAMES: dict[str, Head] = {
+    "causal-lm": Head("AutoModelForCausalLM", "CAUSAL_LM"),
+    "masked-lm": Head("AutoModelForMaskedLM"),
+    "seq2seq-lm": TEXT_TO_TEXT,
+    "sequence-classification": HEADS["ForSequenceClassification"],
+    "token-classification": HEADS["ForTokenClassification"],
+    "question-answering": HEADS["ForQuestionAnswering"],
+    "image-classification": HEADS["ForImageClassification"],
+}
+"""As `--head` has them, whatever `architectures` says."""
 
 
 def class_named(data: Mapping[str, Any]) -> str | None:
@@ -319,8 +340,11 @@ def class_named(data: Mapping[str, Any]) -> str | None:
 def head_of(data: Mapping[str, Any], where: str) -> Head | None:
     """None is a language model's."""
     name = class_named(data)
+    if isinstance(data.get("vision_config"), dict) and (name is None or name.endswith("ForConditionalGeneration")):
+        return PICTURES_AND_TEXT
     if name is None or name.endswith(LANGUAGE_MODELS):
-        return None
+        both = data.get("is_encoder_decoder") is True and not (name or "").endswith("ForCausalLM")
+        return TEXT_TO_TEXT if both else None
     for ending, head in HEADS.items():
         if name.endswith(ending):
             return head

@@ -26,8 +26,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from memfit.errors import InputError, UnknownName, UsageError
 from memfit.models.config_check import (
+    HEAD_NAMES,
+    LANGUAGE_MODELS,
     MAX_LAYERS,
     MAX_WEIGHT_ELEMENTS,
+    TEXT_TO_TEXT,
     ConfigFamily,
     Head,
     check_config,
@@ -40,6 +43,7 @@ from memfit.models.config_check import (
     read_config,
     show,
 )
+from memfit.models.images import FAMILIES as PICTURE_FAMILIES
 from memfit.models.presets import find_preset, presets
 
 if TYPE_CHECKING:
@@ -47,6 +51,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PretrainedConfig
 
+CAUSAL = ("ForCausalLM", "LMHeadModel")
 Kind = Literal["preset", "config", "folder", "hub", "factory"]
 Attention = Literal["sdpa", "eager"]
 
@@ -173,9 +178,10 @@ def _left_out(data: dict[str, Any], where: str) -> Iterator[str]:
     for name in ("_attn_implementation", "attn_implementation", "output_attentions"):
         if data.get(name):
             yield f"{name} in config.json is left out: --attention says how attention is computed, no scores are kept"
-    if (head := head_of(data, where)) is not None:
-        labels = f" of {labels_of(data, where)} labels" if head.task in ("SEQ_CLS", "TOKEN_CLS") else ""
-        yield f"a {class_named(data)}{labels}, as config.json names it: no language-model head"
+    if (head := head_of(data, where)) is not None and class_named(data) is not None:
+        labels = f" of {labels_of(data, where)} labels" if head.labels else ""
+        own = "" if head.reads in ("text to text", "pictures and text") else ": no language-model head"
+        yield f"a {class_named(data)}{labels}, as config.json names it{own}"
 
 
 def load_config(source: ModelSource) -> PretrainedConfig:
@@ -195,7 +201,7 @@ def load_config(source: ModelSource) -> PretrainedConfig:
         config: PretrainedConfig = config_class.from_dict(seen)
     except Exception as error:
         raise InputError(f"{where}: transformers cannot read these settings: {one_line(error)}") from error
-    if head_of(data, where) is not None:
+    if source.kind != "preset":
         config.num_labels, config.problem_type = labels_of(data, where), problem_of(data, where)
     return config
 
@@ -213,7 +219,14 @@ def _refuse_quantised(data: dict[str, Any], where: str) -> None:
 
 
 def _config_class(data: dict[str, Any], where: str) -> Any:
-    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
+    from transformers import (
+        CONFIG_MAPPING,
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        MODEL_FOR_MASKED_LM_MAPPING,
+        MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    )
 
     from memfit.models.own import make_known
 
@@ -227,13 +240,17 @@ def _config_class(data: dict[str, Any], where: str) -> Any:
         guess = f"did you mean {' or '.join(repr(n) for n in near)}?" if near else None
         raise InputError(f"{where}: transformers knows no model_type {show(model_type)}", hint=guess)
     config_class = CONFIG_MAPPING[model_type]
-    if parts := _parts_of(config_class):
-        why = f"{where}: a '{model_type}' model has several parts ({', '.join(parts)}); only text models are planned"
-        raise InputError(why, hint="save its text_config as a config.json of its own")
-    if config_class not in MODEL_FOR_CAUSAL_LM_MAPPING and config_class not in MODEL_FOR_MASKED_LM_MAPPING:
+    if (parts := _parts_of(config_class)) and model_type not in PICTURE_FAMILIES:
+        why = f"{where}: a '{model_type}' model has several parts ({', '.join(parts)}); of those memfit plans only"
         raise InputError(
-            f"{where}: a '{model_type}' model is no language model, causal or masked; memfit plans only those"
+            f"{why} {', '.join(PICTURE_FAMILIES)}", hint="save its text_config as a config.json of its own"
         )
+    kinds = (
+        MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+        MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    )  # fmt: skip
+    if not any(config_class in kind for kind in kinds):
+        raise InputError(f"{where}: a '{model_type}' model reads neither text nor pictures; memfit plans only those")
     return config_class
 
 
@@ -261,21 +278,26 @@ def build_model(
     layers: int | None = None,
     use_cache: bool = False,
     init_weights: bool = False,
+    head: Head | None = None,
 ) -> nn.Module:
     """The model, in training mode. Call it under `torch.device("meta")` to get shapes without memory.
 
     Weights are left as the memory was found, for their values do not matter to memory and random numbers take minutes;
-    `init_weights=True` fills them. `layers` keeps only the first so many blocks.
+    `init_weights=True` fills them. `layers` keeps only the first so many blocks; `head` is
+    another one than the config.json names.
     """
     if source.kind == "factory":
         if layers is not None:
             raise UsageError(f"the number of layers of '{source.target}' is up to its own code")
         return _call_factory(source.target, dtype)
-    config, head = load_config(source), head_named(source)
-    config.use_cache = use_cache
+    config, said = load_config(source), head_named(source)
+    for part in (config, config.get_text_config()):
+        part.use_cache = use_cache
     if layers is not None:
         _keep_layers(config, layers)
-    attention, auto = _attention_had(config, attention, source), head.auto if head else _language_model(config)
+    chosen = head or said
+    auto = chosen.auto if chosen else _language_model(config)
+    attention = _attention_had(config, attention, source, auto)
     try:
         built = build_from_config(config, auto, dtype=dtype, attention=attention, init_weights=init_weights)
     except Exception as error:
@@ -284,7 +306,8 @@ def build_model(
         raise InputError(why) from error
     _check_built(built, source)
     named = (config.architectures or [""])[0]
-    if head is not None and type(built).__name__ != named:
+    own = head is None and said is not None and not named.endswith(LANGUAGE_MODELS)
+    if own and named and type(built).__name__ != named:
         raise InputError(f"{source.target}: memfit cannot plan a {show(named)} ('architectures')")
     return built
 
@@ -309,21 +332,33 @@ def build_from_config(
 
 
 def head_named(source: ModelSource) -> Head | None:
-    """What the model ends in where that is no language model's head: its config.json names another class."""
+    """What the model ends in where that is no language model's head: its config.json names another class, or names none
+    and is of a family that has no language model."""
     if source.kind in ("factory", "preset"):
         return None
-    return head_of(read_config(Path(source.target)), source.target)
+    data = read_config(Path(source.target))
+    found = head_of(data, source.target)
+    return found if found is not None or class_named(data) else _head_of_family(_config_class(data, source.target))
+
+
+def _head_of_family(config_class: Any) -> Head | None:
+    from transformers import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+
+    if config_class in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING:
+        return HEAD_NAMES["image-classification"]
+    both = getattr(config_class, "is_encoder_decoder", False) and config_class in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+    return TEXT_TO_TEXT if both else None
 
 
 def _language_model(config: PretrainedConfig) -> str:
     return "AutoModelForMaskedLM" if is_encoder(config) else "AutoModelForCausalLM"
 
 
-def _attention_had(config: PretrainedConfig, attention: Attention, source: ModelSource) -> Attention:
+def _attention_had(config: PretrainedConfig, attention: Attention, source: ModelSource, auto: str) -> Attention:
     """transformers, too, takes eager attention by itself where a family has no other."""
     if attention != "sdpa" and _attention_is_its_own(config):
         raise UsageError(f"--attention {attention}: the attention of {source.name} is its own")
-    return attention if supports_sdpa(config) else "eager"
+    return attention if supports_sdpa(config, auto) else "eager"
 
 
 def _attention_is_its_own(config: PretrainedConfig) -> bool:
@@ -339,19 +374,24 @@ def _check_built(model: nn.Module, source: ModelSource) -> None:
 
 
 def is_encoder(config: PretrainedConfig) -> bool:
-    """A model that fills in masked words, as BERT does, unless its config says that it is used as a decoder."""
+    """A model that fills in masked words, as BERT does, unless its config says that it is used as a decoder, or names a
+    class that goes from word to word."""
     from transformers import MODEL_FOR_MASKED_LM_MAPPING
 
-    return type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False)
+    named = (config.architectures or [""])[0]
+    decodes = getattr(config, "is_decoder", False) or (named.endswith(CAUSAL) and "WithLM" not in named)
+    return type(config) in MODEL_FOR_MASKED_LM_MAPPING and not decodes
 
 
-def supports_sdpa(config: PretrainedConfig) -> bool:
+def supports_sdpa(config: PretrainedConfig, auto: str | None = None) -> bool:
     """Whether transformers has fused attention for this family. gpt-oss has eager attention only; so has Gemma 2 in
     5.22, where it was fused in 5.17."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
+    import transformers
 
-    known: Any = MODEL_FOR_MASKED_LM_MAPPING if is_encoder(config) else MODEL_FOR_CAUSAL_LM_MAPPING
-    return bool(getattr(known[type(config)], "_supports_sdpa", False)) or _attention_is_its_own(config)
+    known: Any = getattr(transformers, auto or _language_model(config))._model_mapping
+    kind = known.get(type(config), None)
+    first = kind[0] if isinstance(kind, tuple) else kind
+    return bool(getattr(first, "_supports_sdpa", False)) or _attention_is_its_own(config)
 
 
 def _keep_layers(config: PretrainedConfig, layers: int) -> None:

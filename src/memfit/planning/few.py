@@ -20,8 +20,9 @@ from memfit.errors import InputError, UsageError
 from memfit.events import Trace
 from memfit.extrapolation.blocks import BEFORE, UNITS, NotRepeating
 from memfit.jobs.adapter_names import BEYOND_BLOCKS
-from memfit.jobs.build import Prepared, prepare_without_memory
+from memfit.jobs.build import Prepared, head_of, prepare_without_memory
 from memfit.jobs.workload import Workload
+from memfit.models.config_check import HEAD_NAMES
 from memfit.models.own import block_list
 from memfit.models.registry import ModelSource, build_model, load_config, parameter_count
 from memfit.planning.few_steps import trace_labelled
@@ -81,16 +82,16 @@ def _facts(name: str, module: nn.Module) -> tuple[Any, ...]:
     return name, type(module), settings, weights, buffers
 
 
-def blocks_of(source: ModelSource, attention: str) -> tuple[Blocks | None, int]:
+def blocks_of(source: ModelSource, attention: str, head: str | None = None) -> tuple[Blocks | None, int]:
     """The blocks and the number of parameters of a model, from its full size built without memory."""
     changed = os.stat(source.target).st_mtime_ns if os.path.exists(source.target) else 0
-    return _blocks_of(source, attention, changed)
+    return _blocks_of(source, attention, head, changed)
 
 
 @lru_cache(maxsize=128)
-def _blocks_of(source: ModelSource, attention: Any, changed: int) -> tuple[Blocks | None, int]:
+def _blocks_of(source: ModelSource, attention: Any, head: str | None, changed: int) -> tuple[Blocks | None, int]:
     with torch.device("meta"):
-        built = build_model(source, dtype=torch.bfloat16, attention=attention)
+        built = build_model(source, dtype=torch.bfloat16, attention=attention, head=HEAD_NAMES[head] if head else None)
     if getattr(getattr(built, "config", None), "rescale_every", None):
         return None, parameter_count(built)  # RWKV: what a block does depends on its number, which no module shows
     return find_blocks(built), parameter_count(built)
@@ -108,8 +109,10 @@ def trace_few_blocks(work: Workload, platform: Platform) -> tuple[Recipe, Trace]
         notes = ("all blocks were traced one by one: DDP's buckets run across them",)
     elif work.kind == "lora" and work.adapter in BEYOND_BLOCKS:
         notes = (f"all blocks were traced one by one: --adapter {work.adapter} has parts that belong to none of them",)
+    elif (head := head_of(work)) is not None and head.reads != "text":
+        notes = (f"all blocks were traced one by one: a model that reads {head.reads} has more than one kind of them",)
     elif source.kind != "factory":  # a factory's model is as large as its own code makes it
-        blocks, parameters = blocks_of(source, work.attention)
+        blocks, parameters = blocks_of(source, work.attention, work.head)
         if blocks is not None and blocks.worthwhile:
             try:
                 recipe = _of_few(work, platform, blocks, parameters)

@@ -18,6 +18,7 @@ from torch import nn
 
 from memfit.events import Trace
 from memfit.extrapolation.streams import RuleCall
+from memfit.gpus import find_gpu
 from memfit.jobs.build import Prepared
 from memfit.jobs.host import HostMemory
 from memfit.jobs.run import run_job
@@ -27,9 +28,12 @@ from memfit.planning.categories import record_trace
 from memfit.planning.failures import failures_of_the_job
 from memfit.planning.traced import HOST
 from memfit.platform import H200, Platform
+from memfit.replay.alloc_config import AllocatorConfig
 from memfit.tracing.answers import Answer, Answers, Site, Value
 from memfit.tracing.distributed import ddp_traced, fully_shard_traced
-from memfit.tracing.tracer import Tracer, trace
+from memfit.tracing.own_code import OwnCodeNames, OwnCodeTracer
+from memfit.tracing.pretended_card import card_pretended
+from memfit.tracing.tracer import Tracer, run_traced, trace
 
 TRAINER_KNOWN: dict[Site, tuple[Value, str]] = {
     Site("transformers/trainer.py", "_run_epoch"): (False, "the loss is a finite number"),
@@ -273,6 +277,9 @@ def _levers_counted(tracer: Tracer, work: Workload) -> Iterator[None]:
         tracer.trace.facts[HOST] = {lever: host.peak_bytes for lever, host in hosts.items()}
 
 
+ADAPTER_ANSWERS: dict[Site, Answer] = {
+    Site("peft/tuners/vblora/layer.py", "_get_lora_matrices"): False,  # are these adapters that were saved to be used?
+}
 STEPS = 3
 """The optimizer's state is there from the second step on, and the pools have settled by the third."""
 
@@ -303,11 +310,12 @@ def trace_job(
         here, calls = tracer.trace, tracer.rule_calls.made
         phases = MarkedPhases(tracer, job)
         with beside(tracer), _in_parallel(tracer, job.workload), _levers_counted(tracer, job.workload):
-            run_job(job, tracer.device, phases, steps=steps)
+            run_job(job, "cuda" if by_values else tracer.device, phases, steps=steps)
         ends = phases.ends
 
     work = job.workload
-    table = padding_answers(work.is_padded) | rope_answers(job)
+    by_values = job.reads == "pictures and text"  # which tokens are pictures decides what runs
+    table = padding_answers(work.is_padded) | rope_answers(job) | ADAPTER_ANSWERS
     if work.kind == "generate":
         table |= generate_answers(tokens or work.new_tokens, lambda: done.append(len(here)), padded=work.is_padded)
     around: AbstractContextManager[None] = nullcontext()
@@ -315,12 +323,24 @@ def trace_job(
         table |= TRAINER_ANSWERS
         around = trainer_on_cuda()
     with around, kinds_in_order(job.model), failures_of_the_job():
-        made = trace(run, platform=platform, answers=Answers(table))
+        made = (_trace_by_values if by_values else trace)(run, platform=platform, answers=Answers(table))
     made.truncate(ends)  # what dies with the job's own variables dies after it
     if done:
         made.facts["tokens"] = done
     record_trace(made, calls, job.model, tokens, work.seq_len)
     return made
+
+
+def _trace_by_values(run: Callable[[Any], None], *, platform: Platform, answers: Answers) -> Trace:
+    """As a person's own code is traced: numbers that come from the host are known on the device too."""
+    tracer = OwnCodeTracer(torch.device("meta"), platform, answers)
+    names = OwnCodeNames(tracer)
+
+    def run_on_card(_: OwnCodeTracer) -> None:
+        with card_pretended(names, find_gpu("H200"), AllocatorConfig.parse("")):
+            run(tracer)
+
+    return run_traced(run_on_card, tracer, names)
 
 
 def _in_parallel(tracer: Tracer, work: Workload) -> AbstractContextManager[None]:
@@ -361,6 +381,8 @@ class MarkedPhases:
     def __init__(self, tracer: Tracer, job: Prepared) -> None:
         self.tracer = tracer
         self.model, self.use_cache = job.model, job.workload.use_cache
+        if isinstance(tracer, OwnCodeTracer):
+            tracer.put_on_host([*job.model.parameters(), *job.model.buffers()], "cpu")
         tracer.modules.know(job.model, "")  # whatever else will hold it
         self.ends = 0
 

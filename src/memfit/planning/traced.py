@@ -102,7 +102,7 @@ def scaled(facts: Mapping[str, Any], **times: float) -> dict[str, Any]:
     return {**facts, HOST: host}
 
 
-ASKED_ANEW = ("model", "alloc_conf")
+ASKED_ANEW = ("model", "alloc_conf", "adapter_config")
 """Settings that are the asker's own: a model has many spellings, and the allocator comes after the trace."""
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
 from typing import Any, Literal
 from unittest import mock
@@ -322,10 +322,20 @@ class OwnCodeNames(CudaNames):
         return made
 
     def _keep_values(self, made: Tensor, given: Any) -> None:
-        with _disable_current_modes():
-            value = given if isinstance(given, Tensor) else torch.tensor(given, dtype=made.dtype, device="cpu")
+        with _disable_current_modes(), suppress(LookupError):  # one of them is not known
+            value = given if isinstance(given, Tensor) else torch.tensor(self._numbers(given), dtype=made.dtype)
             if (known := self.tracer.values.read(value)) is not None:
                 self.tracer.values.put(made, known)
+
+    def _numbers(self, given: Any) -> Any:
+        """A list in which numbers may be tensors of one number."""
+        if isinstance(given, (list, tuple)):
+            return [self._numbers(each) for each in given]
+        if not isinstance(given, Tensor):
+            return given
+        if (known := self.tracer.values.read(given)) is None:
+            raise LookupError
+        return known.tolist()
 
     def _set_data(self, tensor: Tensor, value: Tensor) -> Any:
         """`p.data = p.data.cuda()`: torch sets no data of another device's kind, but it swaps whole tensors."""

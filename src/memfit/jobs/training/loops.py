@@ -17,7 +17,8 @@ from torch.utils.data import Dataset
 from memfit.errors import RanOut
 from memfit.jobs.adapter_names import USUAL_RANK
 from memfit.jobs.build import Prepared
-from memfit.jobs.run import Phases, wanted
+from memfit.jobs.inputs import token_ids, wanted
+from memfit.jobs.run import Phases
 from memfit.jobs.training.batch import BatchSizes
 from memfit.jobs.training.config import (
     BatchConfig,
@@ -51,6 +52,9 @@ class RandomTokens(Dataset[dict[str, torch.Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         work = self.job.workload
+        if self.job.reads == "pictures":
+            pixels = token_ids(self.job, "cpu")[0]
+            return {"pixel_values": pixels, **wanted(self.job, pixels)}
         ids = torch.randint(0, self.job.vocab_size, (work.seq_len,))
         mask = torch.ones_like(ids)
         if work.padding:

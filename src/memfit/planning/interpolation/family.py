@@ -24,7 +24,8 @@ from memfit.extrapolation.blocks import NotRepeating
 from memfit.extrapolation.streams import Ask, NotSeparable, RuleAnswer, SizedStream, TracedStream, answered, stream_of
 from memfit.extrapolation.tokens import GenerationExtension
 from memfit.jobs.workload import Workload
-from memfit.models.registry import ModelSource, load_config
+from memfit.models.config_check import HEAD_NAMES
+from memfit.models.registry import ModelSource, head_named, load_config
 from memfit.planning.cache import identity
 from memfit.planning.interpolation.corners import BATCH, LENGTH, Corners
 from memfit.planning.interpolation.shapes import Piece, Point, TooFewPoints, Unproven, filling
@@ -302,7 +303,7 @@ _wholes: OrderedDict[Hashable, Whole] = OrderedDict()
 def family_of(work: Workload, platform: Platform) -> Family | None:
     """None where a model's own code could do anything, and for pruning, whose micro-batches follow the length."""
     model = identity(work.source) or _own_factory(work.source)
-    if model is None or work.kind == "prune":
+    if model is None or work.kind == "prune" or _reads_more_than_text(work):
         return None
     apart = ("model", "alloc_conf", "batch_size", "seq_len")
     settings = {name: value for name, value in work.settings().items() if name not in apart}
@@ -314,6 +315,11 @@ def family_of(work: Workload, platform: Platform) -> Family | None:
     if len(_families) > MOST_FAMILIES:
         _families.popitem(last=False)
     return found
+
+
+def _reads_more_than_text(work: Workload) -> bool:
+    head = HEAD_NAMES[work.head] if work.head else head_named(work.source)
+    return head is not None and head.reads != "text"
 
 
 def _own_factory(source: ModelSource) -> dict[str, str] | None:
