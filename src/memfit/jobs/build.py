@@ -32,6 +32,7 @@ from memfit.models.registry import (
     build_from_config,
     build_model,
     head_named,
+    language_model,
     parameter_count,
     source_notes,
 )
@@ -229,7 +230,8 @@ def _is_eager(model: nn.Module) -> bool:
 
 def _vocab_size(model: nn.Module) -> int:
     config = getattr(model, "config", None)
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    if config is not None and hasattr(config, "get_text_config"):
+        config = config.get_text_config()
     if isinstance(getattr(config, "vocab_size", None), int):
         return int(config.vocab_size)  # type: ignore[union-attr]
     if getattr(config, "patch_size", None) or getattr(config, "num_channels", None):
@@ -292,8 +294,9 @@ def build_for_training(job: TrainJob) -> nn.Module:
 
 
 def build_base_model(model: ModelConfig, folder: Path | str | None, dtype: torch.dtype) -> nn.Module:
-    """With its weights: read from a folder, or drawn where there is none."""
-    from transformers import AutoModelForCausalLM
+    """With its weights: read from a folder, or drawn where there is none. Its head is its own, as in a plan: an encoder
+    fills in masked words."""
+    import transformers
 
     from memfit.models.own import make_known
 
@@ -304,9 +307,11 @@ def build_base_model(model: ModelConfig, folder: Path | str | None, dtype: torch
     made: Any
     try:
         if folder is None:
-            made = build_from_config(model_config(model), "AutoModelForCausalLM", dtype=dtype, attention=attention)
+            config = model_config(model)
+            made = build_from_config(config, language_model(config), dtype=dtype, attention=attention)
         else:
-            made = AutoModelForCausalLM.from_pretrained(
+            found = transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True)
+            made = getattr(transformers, language_model(found)).from_pretrained(
                 str(folder), dtype=dtype, attn_implementation=attention, trust_remote_code=False, local_files_only=True
             )
     except InputError:  # in memfit's own words

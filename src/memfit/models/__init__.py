@@ -18,8 +18,8 @@ DOOR = {
         "BASICS BasicsConfig GATHER GSA_SETTINGS GSA_SIZES GSA_TYPE LATER_SIZES Preset SIZES find_preset is_gsa presets"
     ),
     "registry": (
-        "ModelSource build_from_config build_model head_named is_encoder load_config parameter_count resolve "
-        "source_notes"
+        "ModelSource build_from_config build_model head_named is_encoder language_model load_config parameter_count "
+        "resolve source_notes"
     ),
 }
 """What other rooms may use, by file."""

@@ -201,9 +201,13 @@ def load_config(source: ModelSource) -> PretrainedConfig:
         config: PretrainedConfig = config_class.from_dict(seen)
     except Exception as error:
         raise InputError(f"{where}: transformers cannot read these settings: {one_line(error)}") from error
-    if source.kind != "preset":
-        config.num_labels, config.problem_type = labels_of(data, where), problem_of(data, where)
+    if head_of(data, where) is not None:
+        _set_labels(config, data, where)
     return config
+
+
+def _set_labels(config: Any, data: dict[str, Any], where: str) -> None:
+    config.num_labels, config.problem_type = labels_of(data, where), problem_of(data, where)
 
 
 def _refuse_quantised(data: dict[str, Any], where: str) -> None:
@@ -250,7 +254,8 @@ def _config_class(data: dict[str, Any], where: str) -> Any:
         MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     )  # fmt: skip
     if not any(config_class in kind for kind in kinds):
-        raise InputError(f"{where}: a '{model_type}' model reads neither text nor pictures; memfit plans only those")
+        why = f"{where}: a '{model_type}' model is no language model and classifies no pictures"
+        raise InputError(f"{why}; memfit plans only those")
     return config_class
 
 
@@ -296,7 +301,9 @@ def build_model(
     if layers is not None:
         _keep_layers(config, layers)
     chosen = head or said
-    auto = chosen.auto if chosen else _language_model(config)
+    if head is not None and head.labels and source.kind != "preset":
+        _set_labels(config, read_config(Path(source.target)), source.target)
+    auto = chosen.auto if chosen else language_model(config)
     attention = _attention_had(config, attention, source, auto)
     try:
         built = build_from_config(config, auto, dtype=dtype, attention=attention, init_weights=init_weights)
@@ -350,7 +357,7 @@ def _head_of_family(config_class: Any) -> Head | None:
     return TEXT_TO_TEXT if both else None
 
 
-def _language_model(config: PretrainedConfig) -> str:
+def language_model(config: PretrainedConfig) -> str:
     return "AutoModelForMaskedLM" if is_encoder(config) else "AutoModelForCausalLM"
 
 
@@ -388,7 +395,7 @@ def supports_sdpa(config: PretrainedConfig, auto: str | None = None) -> bool:
     5.22, where it was fused in 5.17."""
     import transformers
 
-    known: Any = getattr(transformers, auto or _language_model(config))._model_mapping
+    known: Any = getattr(transformers, auto or language_model(config))._model_mapping
     kind = known.get(type(config), None)
     first = kind[0] if isinstance(kind, tuple) else kind
     return bool(getattr(first, "_supports_sdpa", False)) or _attention_is_its_own(config)

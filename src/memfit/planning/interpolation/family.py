@@ -303,7 +303,9 @@ _wholes: OrderedDict[Hashable, Whole] = OrderedDict()
 def family_of(work: Workload, platform: Platform) -> Family | None:
     """None where a model's own code could do anything, and for pruning, whose micro-batches follow the length."""
     model = identity(work.source) or _own_factory(work.source)
-    if model is None or work.kind == "prune" or _reads_more_than_text(work):
+    if model is None or work.kind == "prune":
+        return None
+    if _reads_more_than_text(work):
         return None
     apart = ("model", "alloc_conf", "batch_size", "seq_len")
     settings = {name: value for name, value in work.settings().items() if name not in apart}
