@@ -136,11 +136,11 @@ def _run_traced(
     from memfit.tracing.own_code import OwnCodeNames
     from memfit.tracing.pretended_card import card_pretended
     from memfit.tracing.processes import processes_pretended
-    from memfit.tracing.stored import Shelf, files_read_as_shapes
+    from memfit.tracing.stored import SavedThings, files_read_as_shapes
     from memfit.tracing.tracer import run_traced
     from memfit.tracing.unknown import mathematics_of_unknown_numbers
 
-    names, shelf = OwnCodeNames(tracer), Shelf(tracer)
+    names, saved = OwnCodeNames(tracer), SavedThings(tracer)
 
     def run(_: OwnCodeTracer) -> None:
         with (
@@ -149,8 +149,8 @@ def _run_traced(
             phases_by_what_runs(tracer),
             noting_what_is_held(tracer, is_own, drops_gradients=drops_gradients),
             _parameters_named(tracer, parameters),
-            nothing_saved(tracer.assume, tracer.after_import, shelf.keep),
-            files_read_as_shapes(tracer, shelf),
+            nothing_saved(tracer.assume, tracer.after_import, saved.keep),
+            files_read_as_shapes(tracer, saved),
             _generation_goes_on(tracer),
             mathematics_of_unknown_numbers(tracer.assume),
         ):

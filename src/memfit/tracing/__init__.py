@@ -14,7 +14,7 @@ DOOR = {
     "processes": "processes_pretended",
     "python_stacks": "keeping_stacks",
     "rule_answers": "answers_on",
-    "stored": "Shelf files_read_as_shapes without_memory",
+    "stored": "SavedThings files_read_as_shapes without_memory",
     "unknown": "mathematics_of_unknown_numbers",
     "tracer": "Tracer check_not_nested run_traced trace",
 }

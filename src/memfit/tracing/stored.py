@@ -57,11 +57,11 @@ class Headers:
     def get_tensors(self) -> dict[str, Tensor]:
         return {name: self.get_tensor(name) for name in self._file.keys()}  # noqa: SIM118
 
-    def get_slice(self, name: str) -> Piece:
-        return Piece(self._file, name, self._tracer, self._device)
+    def get_slice(self, name: str) -> StoredSlice:
+        return StoredSlice(self._file, name, self._tracer, self._device)
 
 
-class Piece:
+class StoredSlice:
     """One of its tensors, to be indexed."""
 
     def __init__(self, file: Any, name: str, tracer: OwnCodeTracer, device: Any) -> None:
@@ -99,7 +99,7 @@ class StoredStorage:
     """Its bytes, where they are known and few."""
 
 
-class Shelf:
+class SavedThings:
     """What the program has saved, by path. Tensors are taken out of it and put back as they were."""
 
     def __init__(self, tracer: OwnCodeTracer) -> None:
@@ -194,15 +194,15 @@ def _name(file: Any) -> str | None:
 
 
 @contextmanager
-def files_read_as_shapes(tracer: OwnCodeTracer, shelf: Shelf) -> Iterator[None]:
+def files_read_as_shapes(tracer: OwnCodeTracer, saved: SavedThings) -> Iterator[None]:
     """`torch.load` and safetensors, in whatever package they were imported."""
     load, active = torch.load, [True]
 
     def load_shapes(file: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
         if not active:
             return load(file, map_location, *args, **kwargs)
-        if (name := shelf.find(file)) is not None:
-            return shelf.take(name, _destination(map_location))
+        if (name := saved.find(file)) is not None:
+            return saved.take(name, _destination(map_location))
         return _load_without_memory(tracer, load, file, map_location, args, kwargs)
 
     with ExitStack() as stack:
