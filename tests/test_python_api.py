@@ -15,8 +15,6 @@ import pytest
 import memfit
 from memfit.cli.main import main
 
-pytestmark = pytest.mark.usefixtures("shared_traces")
-
 JOB: dict[str, Any] = {"kind": "forward", "model": "smollm2-135m", "seq_len": 256}
 LORA: dict[str, Any] = {"kind": "lora", "model": "smollm2-135m", "rank": 8, "seq_len": 256}
 OOM = Path(__file__).parents[1] / "examples" / "oom.txt"
