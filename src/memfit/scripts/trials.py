@@ -36,6 +36,8 @@ class Trial:
 
 @dataclass(frozen=True)
 class Trials(Shown):
+    """A program and its plans, one for each way in which its arguments were changed."""
+
     program: Program
     runs: tuple[Trial, ...]
 
