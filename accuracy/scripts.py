@@ -3,10 +3,11 @@
     python -m accuracy.scripts plan LIST.json        # here: writes LIST.planned.jsonl
     python -m accuracy.scripts measure LIST.json     # on a GPU: as many steps as were planned; LIST.measured.jsonl
     python -m accuracy.scripts compare LIST.json     # the table
+    python -m accuracy.scripts keep LIST.json        # both sides into measured/scripts.jsonl, for docs/accuracy.md
 
-LIST.json has objects of `name`, `folder`, `command` and, where the program needs it, `path` (for PYTHONPATH); folders
-are relative to the list. Each program runs in a process of its own. The programs themselves are other people's and are
-not kept here; docs/scripts.md says where they come from.
+LIST.json has objects of `name`, `from`, `folder`, `command` and, where the program needs it, `path` (for PYTHONPATH);
+folders are relative to the list. Each program runs in a process of its own. The programs themselves are other people's
+and are not kept here; `from` says where they are.
 """
 
 from __future__ import annotations
@@ -15,16 +16,20 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+KEPT = Path(__file__).parent / "measured" / "scripts.jsonl"
 PLAN = """
 import json, sys, memfit
 made = memfit.trace_script(json.loads(sys.argv[1]), gpu="H200")
 stopped = [note for note in made.notes if note.startswith("stopped after")]
 steps = int(stopped[0].split()[2]) if stopped else 0
 peak = made.to_json()["peak"]
-print(json.dumps({"allocated": peak["allocated_bytes"], "reserved": peak["reserved_bytes"], "steps": steps}))
+notes = [note for note in made.notes if note.startswith("not modelled:")]
+found = {"allocated": peak["allocated_bytes"], "reserved": peak["reserved_bytes"], "steps": steps, "notes": notes}
+print(json.dumps(found))
 """
 MEASURE = """
 import json, sys, torch
@@ -38,8 +43,8 @@ print(json.dumps(peak))
 
 def main(what: str, file: str) -> None:
     jobs = json.loads(Path(file).read_text())
-    if what == "compare":
-        compare(file)
+    if what in ("compare", "keep"):
+        compare(file) if what == "compare" else keep(jobs, file)
         return
     planned = read(file, "planned") if what == "measure" else {}
     out = Path(file).with_suffix(".planned.jsonl" if what == "plan" else ".measured.jsonl")
@@ -80,6 +85,33 @@ def compare(file: str) -> None:
         off = {key: 100 * (plan[key] / seen[key] - 1) for key in ("allocated", "reserved")}
         print(f"{name:28} {plan['steps']:2} steps  allocated {seen['allocated']:14,} {off['allocated']:+.4f} %"
               f"  reserved {seen['reserved']:14,} {off['reserved']:+.4f} %")  # fmt: skip
+
+
+def keep(jobs: list[dict[str, Any]], file: str) -> None:
+    planned, measured = read(file, "planned"), read(file, "measured")
+    with KEPT.open("w") as out:
+        for job in jobs:
+            plan, seen = planned.get(job["name"], {}), measured.get(job["name"], {})
+            line = {key: job[key] for key in ("name", "from", "command")}
+            print(json.dumps({**line, "predicted": plan, "measured": seen}), file=out)
+
+
+def section() -> Iterator[str]:
+    """Of docs/accuracy.md."""
+    yield "| program | from | steps | allocated, bytes | off | reserved, bytes | off | |"
+    yield "|---|---|---:|---:|---:|---:|---:|---|"
+    for job in map(json.loads, KEPT.read_text().splitlines()):
+        plan, seen = job["predicted"], job["measured"]
+        head = f"| `{job['command']}` | {job['from']} |"
+        if "allocated" not in plan:
+            yield f"{head} | {seen['allocated']:,} | no answer | {seen['reserved']:,} | | {plan['error']} |"
+            continue
+        figures = (f"{seen[key]:,} | {_off(plan[key], seen[key])}" for key in ("allocated", "reserved"))
+        yield f"{head} {plan['steps']} | {' | '.join(figures)} | {'; '.join(plan['notes'])} |"
+
+
+def _off(predicted: int, measured: int) -> str:
+    return "exact" if predicted == measured else f"{predicted / measured - 1:+.3%}"
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from accuracy import scripts
 from memfit.planning.predict import Plan, predict
 from memfit.units import GiB
 
@@ -218,6 +219,14 @@ def document(found: list[Row]) -> str:
         " `torch.cuda.set_per_process_memory_fraction`.",
         "",
         *verdicts(),
+        "",
+        "## Programs as they are",
+        "",
+        "Unmodified programs, run on the H200 for as many steps as `memfit plan script` had looked at, on made-up data"
+        " where the public data was not at hand. Predicted before, and not anew by this command: most of the programs"
+        " are other people's, and not kept here.",
+        "",
+        *scripts.section(),
         "",
         "## Every run",
         "",
