@@ -136,6 +136,7 @@ def _run_traced(
     from memfit.tracing.own_code import OwnCodeNames
     from memfit.tracing.pretended_card import card_pretended
     from memfit.tracing.processes import processes_pretended
+    from memfit.tracing.repeated_calls import repeated_calls_skipped
     from memfit.tracing.stored import SavedThings, files_read_as_shapes
     from memfit.tracing.tracer import run_traced
     from memfit.tracing.unknown import mathematics_of_unknown_numbers
@@ -153,6 +154,7 @@ def _run_traced(
             files_read_as_shapes(tracer, saved),
             _generation_goes_on(tracer),
             mathematics_of_unknown_numbers(tracer.assume),
+            repeated_calls_skipped(names),
         ):
             code(tracer)
 

@@ -85,6 +85,8 @@ class Answers:
         self._known = known
         self._lines: dict[tuple[str, int], Value] = {}
         self.values: Values | None = None
+        self.questions = 0
+        """How often the code has asked for values, known or not."""
         self.given: dict[str, Value] = {}
         self.meanings: dict[str, None] = {}
         """What the answers given from the table mean."""
@@ -102,6 +104,7 @@ class Answers:
         return int(self._answer(tensor, f"the code selects by {_kind(tensor)}, and how much depends on its values"))
 
     def _read(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        self.questions += 1
         if self.values is None:
             return None
         with torch._C.DisableTorchFunction(), _disable_current_modes():
@@ -111,6 +114,7 @@ class Answers:
         return found
 
     def note_draws(self) -> None:
+        self.questions += 1
         if self.values is not None and self.values.drawn:
             self.meanings[DRAWN] = None
 
@@ -164,6 +168,7 @@ class Answers:
 
     def _known_answer(self, tensor: torch.Tensor) -> tuple[FrameType | None, Value | None]:
         """Asked by the innermost code outside torch, or by torch itself on the way there; nobody further out counts."""
+        self.questions += 1
         asker = None
         for frame in _callers():
             asker, site = frame, _site(frame)

@@ -111,6 +111,12 @@ class OwnCodeTracer(Tracer):
 
     # -- the mode ----------------------------------------------------------------------------------------------------
 
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunction():
+            if _is_of_host(args, kwargs):
+                return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
     def _run(self, op: KnownOp, func: Any, args: Any, kwargs: Any) -> Any:
         with self._lock:
             return self._run_alone(op, func, args, kwargs)
@@ -190,6 +196,26 @@ class OwnCodeTracer(Tracer):
 
 def _without_memory(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, device="meta") if tensor.device.type == "cpu" and tensor.dim() else tensor
+
+
+def _is_of_host(args: Any, kwargs: Any) -> bool:
+    """Whether an op works on tensors in host memory alone, and its results stay there: programs that read data do
+    little else."""
+    if kwargs and "device" in kwargs:
+        return False
+    found = False
+    for value in args:
+        if isinstance(value, Tensor):
+            if value.device.type != "cpu":
+                return False
+            found = True
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                if isinstance(item, Tensor):
+                    if item.device.type != "cpu":
+                        return False
+                    found = True
+    return found and not any(isinstance(value, (Tensor, list, tuple)) for value in (kwargs or {}).values())
 
 
 def _plain_name(func: Any) -> str:

@@ -229,7 +229,7 @@ class Tracer(TorchDispatchMode):
             return NotImplemented  # and what it is made of comes here next
         if torch._C._get_dispatch_mode(_FAKE) is not None:
             return func(*args, **(kwargs or {}))  # torch asks itself for shapes
-        if self._stacks is not None:
+        if self._stacks is not None and torch.is_grad_enabled():
             self._stacks.passes()
         with torch._C.DisableTorchFunction():  # else every look at a shape in backward goes through `CudaNames`
             return self._run(_known_op(func), func, args, kwargs or {})
