@@ -116,6 +116,14 @@ def _scan(tracer: Tracer, out: Tensor, x: Tensor, dim: int, *_: Any, **__: Any) 
             hold(scan_bytes(x.numel(), out.element_size()), "scan")
 
 
+def _masked_scatter(tracer: Tracer, out: Tensor, x: Tensor, mask: Tensor, *_: Any, **__: Any) -> None:
+    """IndexKernel.cu: where each number goes is counted over the whole mask, which must lie in one piece."""
+    with tracer.temporaries() as hold:
+        hold(out.numel() * 8, "places of a masked scatter")
+        hold(contiguous_copy(mask.expand(out.shape)), "mask, contiguous")
+        hold(scan_bytes(out.numel()), "scan")
+
+
 def _histogram(tracer: Tracer, out: Tensor, x: Tensor, bins: int = 100, low: float = 0, high: float = 0) -> None:
     """SummaryOps.cu: without bounds, the smallest and the largest value are looked for."""
     for _ in range(2 if low == high else 0):
@@ -490,6 +498,7 @@ HIDDEN: dict[Any, Rule] = {
     **dict.fromkeys((aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim), _with_index),
     **dict.fromkeys((aten.var.correction, aten.std.correction, aten.var_mean.correction), _moments),
     **dict.fromkeys((aten.cumsum.default, aten.cumprod.default), _scan),
+    **dict.fromkeys((aten.masked_scatter.default, aten.masked_scatter_.default), _masked_scatter),
     aten.topk.default: _topk,
     **dict.fromkeys((aten.sort.default, aten.sort.stable), _sort),
     aten.index_put_.default: _sort_of_indices,
