@@ -162,7 +162,10 @@ def test_gpt2_takes_the_generic_names_as_well_as_its_own(path: Path) -> None:
         ({"model_type": None}, "'model_type' is missing"),
         ({"model_type": 7}, "'model_type' is 7, not a name"),
         ({"model_type": "lama"}, "transformers knows no model_type 'lama'"),
-        ({"model_type": "clip_text_model"}, "a 'clip_text_model' model is no language model and classifies no pictures"),
+        (
+            {"model_type": "clip_text_model"},
+            "a 'clip_text_model' model is no language model and classifies no pictures",
+        ),
         ({"model_type": "gemma3"}, "a 'gemma3' model has several parts (text_config, vision_config)"),
     ],
 )

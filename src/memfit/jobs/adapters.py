@@ -21,6 +21,7 @@ NOT_TRUE = ("fan_in_fan_out", "The following rank_pattern keys", "The following 
 """peft sets the first right for GPT-2's Conv1D itself; patterns do match experts, which it looks for among modules."""
 OF_VALUES = ("boft", "unilora")
 """They read numbers that they have drawn, so they are made in host memory, layer by layer."""
+BY_FFT = ("c3a", "fourierft")
 VIRTUAL_TOKENS = 20
 """As peft's examples have it; its configs have no default."""
 FOR_ALL = {"adalora": {"total_step": 1000}, "adaption-prompt": {"adapter_len": 10}}
@@ -74,6 +75,8 @@ def add_adapters(
     notes = [f"peft: {text}" for text in said if not text.startswith(NOT_TRUE)]
     if of_experts := _of_experts(config, targets):
         notes.append(f"peft adapts every expert by {', '.join(of_experts)}, and no other layer of these names")
+    if work.adapter in BY_FFT:
+        notes.append("not modelled: what cuFFT takes beside its results: the peak may be higher")
     if work.adapter not in LORAS:
         notes.append(f"{type(config).__name__}: {_shown(config)}")
     return adapted, _found(config, work, targets), notes

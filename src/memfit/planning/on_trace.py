@@ -26,7 +26,7 @@ from memfit.jobs.training.offload.host import host_memory_by
 from memfit.jobs.workload import Workload
 from memfit.planning.categories import record_trace
 from memfit.planning.failures import failures_of_the_job
-from memfit.planning.traced import HOST
+from memfit.planning.traced import HOST, UNMODELLED
 from memfit.platform import H200, Platform
 from memfit.replay.alloc_config import AllocatorConfig
 from memfit.tracing.answers import Answer, Answers, Site, Value
@@ -340,7 +340,9 @@ def _trace_by_values(run: Callable[[Any], None], *, platform: Platform, answers:
         with card_pretended(names, find_gpu("H200"), AllocatorConfig.parse("")):
             run(tracer)
 
-    return run_traced(run_on_card, tracer, names)
+    made = run_traced(run_on_card, tracer, names)
+    made.facts[UNMODELLED] = list(tracer.unmodelled)
+    return made
 
 
 def _in_parallel(tracer: Tracer, work: Workload) -> AbstractContextManager[None]:

@@ -32,7 +32,7 @@ from memfit.events import Action, Trace
 from memfit.gpus import Gpu, find_gpu
 from memfit.planning.failures import failures_of_the_job
 from memfit.planning.on_trace import phases_by_what_runs
-from memfit.planning.predict import NOT_MODELLED, Plan, assess, context_on
+from memfit.planning.predict import Plan, assess, context_on, not_modelled
 from memfit.planning.traced import Provenance
 from memfit.replay.alloc_config import AllocatorConfig
 
@@ -96,7 +96,7 @@ def trace_code(
     made = _run_traced(code, tracer, card or find_gpu("H200"), config, parameters, drops_gradients=drops_gradients)
     how = Provenance()
     notes = (
-        *_not_modelled(tracer.unmodelled),
+        *not_modelled(tracer.unmodelled),
         *more_notes(),
         f"predicted, not measured: traced with torch {torch.__version__}, kernels of 2.11",
         how.in_words(),
@@ -183,12 +183,6 @@ def _saved_is_missed(tracer: Any) -> Iterator[None]:
                 hint=f"{error.hint}: in a trace no checkpoint is written",
             ) from error.__cause__
         raise
-
-
-def _not_modelled(ops: Mapping[str, None]) -> Iterator[str]:
-    if ops:
-        names = ", ".join(name.lstrip("_") for name in ops)
-        yield f"{NOT_MODELLED} what the kernels of {names} take beside their results: the peak may be higher"
 
 
 def _check_function(fn: object) -> None:

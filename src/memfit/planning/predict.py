@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from memfit.files import no_collector
 from memfit.gpus import Context, Gpu, find_gpu
 from memfit.guides.formulas import pruning_formulas
 from memfit.jobs.workload import Workload
-from memfit.planning.traced import HOST, Provenance, Traced, trace_workload
+from memfit.planning.traced import HOST, UNMODELLED, Provenance, Traced, trace_workload
 from memfit.platform import platform_of
 from memfit.render.shown import Renderer, Shown
 from memfit.replay.alloc_config import AllocatorConfig
@@ -196,11 +196,17 @@ def predict(
 def _learned(traced: Traced) -> Iterator[str]:
     """What the tracing found out, and beside it what people's formulas would have said."""
     work, facts = traced.workload, traced.trace.facts
+    yield from not_modelled(facts.get(UNMODELLED, ()))
     yield from _host_notes(work, facts)
     yield from traced.notes
     if work.kind == "prune":
         for each in pruning_formulas(work.settings(), traced.parameters, facts.get("hidden_size", 0)):
             yield f"the {each['guide']}'s formula says {each['gib']:.2f} GiB: {each['off']}"
+
+
+def not_modelled(ops: Iterable[str]) -> Iterator[str]:
+    if names := ", ".join(name.lstrip("_") for name in ops):
+        yield f"{NOT_MODELLED} what the kernels of {names} take beside their results: the peak may be higher"
 
 
 def _host_notes(work: Workload, facts: Mapping[str, Any]) -> tuple[str, ...]:

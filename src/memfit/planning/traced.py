@@ -92,6 +92,8 @@ class Provenance:
 
 HOST = "host"
 """Among the facts of a trace: how much host memory the levers of a training take, lever by lever."""
+UNMODELLED = "unmodelled"
+"""Among them too: ops that were met whose kernels no rule covers."""
 
 
 def scaled(facts: Mapping[str, Any], **times: float) -> dict[str, Any]:
