@@ -52,11 +52,11 @@ GROUPS = {
     " allocation that explains it was looked for",
     "drawn": "Drawn at random over kinds, models (33 families that had never run before), shapes and settings, and"
     " predicted before they were measured; one was off, for a copy that a norm makes of an input with gaps",
-    "loops": "Loops as people write them, in plain PyTorch, their outputs kept, some with config.use_cache on; predicted"
+    "loops": "Loops as people write them, in plain PyTorch, their outputs kept, some with the cache on; predicted"
     " before they were measured (`accuracy.loops`)",
     "adapters": "Adapters of peft other than LoRA, in such a loop; predicted before they were measured",
-    "kinds": "Encoder-decoders, encoders with a head, pictures, pictures and text, in such a loop; predicted before they"
-    " were measured, and the copies that putting pictures into text makes on CUDA were found by them",
+    "kinds": "Encoder-decoders, encoders with a head, pictures, pictures and text, in such a loop; predicted before"
+    " they were measured, and the copies that putting pictures into text makes on CUDA were found by them",
     "drawn again": "Drawn and predicted once more after that",
 }
 ADDRESSES = (

@@ -27,9 +27,10 @@ def token_ids(job: Prepared, device: torch.device | str) -> torch.Tensor:
 def _row(job: Prepared) -> torch.Tensor:
     """On the host, as a processor makes it: the places of the pictures, a word after each, then text."""
     work, one = job.workload, picture(job.config, job.workload.image_size)
-    ids = torch.randint(0, PLAIN_WORDS, (1, work.seq_len), device="cpu")
+    token = image_token(job.config)
+    ids = torch.randint(0, min(PLAIN_WORDS, token), (1, work.seq_len), device="cpu")
     for first in range(0, (one.tokens + 1) * int(work.images or 0), one.tokens + 1):
-        ids[0, first : first + one.tokens] = image_token(job.config)
+        ids[0, first : first + one.tokens] = token
     return ids
 
 
