@@ -31,7 +31,6 @@ from memfit.models.images import picture
 from memfit.models.registry import (
     build_from_config,
     build_model,
-    head_named,
     language_model,
     parameter_count,
     source_notes,
@@ -115,7 +114,7 @@ def _prepared(workload: Workload, layers: int | None) -> Prepared:
         head=HEAD_NAMES[workload.head] if workload.head else None,
     )
     model.to(torch.get_default_device())  # `torch.normal`, for one, does not ask which that is
-    head = head_of(workload)
+    head = workload.other_head
     workload, given = _with_what_it_reads(workload, head, model)
     _check_positions(model, workload, head)
     _check_head(head, model, workload)
@@ -142,12 +141,6 @@ def _prepared(workload: Workload, layers: int | None) -> Prepared:
         workload=workload, model=model, name=source.name, vocab_size=_vocab_size(model), parameters=parameters,
         notes=notes, head=head, loop=choose_loop(workload)
     )  # fmt: skip
-
-
-def head_of(workload: Workload) -> Head | None:
-    """None is a language model's, causal or masked."""
-    head = HEAD_NAMES[workload.head] if workload.head else head_named(workload.source)
-    return None if head is not None and head.auto in ("AutoModelForCausalLM", "AutoModelForMaskedLM") else head
 
 
 def _with_what_it_reads(workload: Workload, head: Head | None, model: nn.Module) -> tuple[Workload, tuple[str, ...]]:

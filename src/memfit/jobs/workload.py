@@ -25,7 +25,8 @@ from memfit.jobs.adapter_names import (
 )
 from memfit.jobs.checks import check_names, check_one_of, check_whole, check_yes_or_no
 from memfit.jobs.pruning.settings import Method, PruneSettings, Sparsity
-from memfit.models.registry import ModelSource, resolve
+from memfit.models.config_check import HEAD_NAMES, Head
+from memfit.models.registry import ModelSource, head_named, resolve
 from memfit.units import parse_bytes
 
 Kind = Literal["forward", "train", "lora", "generate", "prune"]
@@ -208,6 +209,12 @@ class Workload:
     def source(self) -> ModelSource:
         """Where the model comes from, looked for once. Raises what is wrong with its name."""
         return resolve(self.model)
+
+    @property
+    def other_head(self) -> Head | None:
+        """What the model ends in; None is a language model's head, causal or masked."""
+        head = HEAD_NAMES[self.head] if self.head else head_named(self.source)
+        return None if head is not None and head.auto in ("AutoModelForCausalLM", "AutoModelForMaskedLM") else head
 
     def with_found(self, **found: Any) -> Workload:
         """The same job with what was found out about it, which needs no check."""

@@ -20,7 +20,7 @@ from memfit.errors import InputError, UsageError
 from memfit.events import Trace
 from memfit.extrapolation.blocks import BEFORE, UNITS, NotRepeating
 from memfit.jobs.adapter_names import BEYOND_BLOCKS
-from memfit.jobs.build import Prepared, head_of, prepare_without_memory
+from memfit.jobs.build import Prepared, prepare_without_memory
 from memfit.jobs.workload import Workload
 from memfit.models.config_check import HEAD_NAMES
 from memfit.models.own import block_list
@@ -109,7 +109,7 @@ def trace_few_blocks(work: Workload, platform: Platform) -> tuple[Recipe, Trace]
         notes = ("all blocks were traced one by one: DDP's buckets run across them",)
     elif work.kind == "lora" and work.adapter in BEYOND_BLOCKS:
         notes = (f"all blocks were traced one by one: --adapter {work.adapter} has parts that belong to none of them",)
-    elif (head := head_of(work)) is not None and head.reads != "text":
+    elif (head := work.other_head) is not None and head.reads != "text":
         notes = (f"all blocks were traced one by one: a model that reads {head.reads} has more than one kind of them",)
     elif source.kind != "factory":  # a factory's model is as large as its own code makes it
         blocks, parameters = blocks_of(source, work.attention, work.head)

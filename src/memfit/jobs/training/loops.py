@@ -17,8 +17,7 @@ from torch.utils.data import Dataset
 from memfit.errors import RanOut
 from memfit.jobs.adapter_names import USUAL_RANK
 from memfit.jobs.build import Prepared
-from memfit.jobs.inputs import token_ids, wanted
-from memfit.jobs.run import Phases
+from memfit.jobs.run import Phases, token_ids, wanted
 from memfit.jobs.training.batch import BatchSizes
 from memfit.jobs.training.config import (
     BatchConfig,
