@@ -74,7 +74,7 @@ def trace_once(
             tracer.answers.answer_line(file, number, value)
         seen.append(Steps(steps, lambda: replay(tracer.trace).peak_allocated))
         with hub_pretended(tracer), data_made_up(tracer, wanted=synthetic_data):
-            run_program(program, seen[-1], seconds=seconds)
+            run_program(program, seen[-1], seconds=seconds, assume=tracer.assume)
 
     return trace_code(
         run,

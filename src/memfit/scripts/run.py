@@ -16,7 +16,9 @@ from types import FrameType
 from typing import Any
 from unittest import mock
 
+from memfit.analysis.own_lines import is_own
 from memfit.errors import TraceError
+from memfit.scripts.children import processes_at_home
 from memfit.scripts.command import Program, find_module
 
 OFFLINE = {
@@ -74,13 +76,19 @@ class Steps:
             raise EnoughSeen
 
 
-def run_program(program: Program, steps: Steps, *, seconds: float) -> None:
+def run_program(program: Program, steps: Steps, *, seconds: float, assume: Callable[[str], None]) -> None:
     """To its end, or to enough steps; an error if neither comes within the time limit."""
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     hook = register_optimizer_step_post_hook(steps.count)
     try:
-        with _as_started_by_hand(program), _workers_at_home(), _steps_by_hand(steps), _time_limit(seconds):
+        with (
+            _as_started_by_hand(program),
+            _workers_at_home(),
+            processes_at_home(assume),
+            _steps_by_hand(steps),
+            _time_limit(seconds),
+        ):
             if program.is_module:
                 find_module(program.target)
                 runpy.run_module(program.target, run_name="__main__", alter_sys=True)
@@ -198,6 +206,8 @@ def _time_limit(seconds: float) -> Iterator[None]:
         return
 
     def stop(_: int, frame: FrameType | None) -> None:
+        while frame is not None and not is_own(frame.f_code.co_filename):
+            frame = frame.f_back
         where = "" if frame is None else f" (then at {frame.f_code.co_filename}:{frame.f_lineno})"
         raise TraceError(
             f"the script made no step of an optimizer that ended the trace within {seconds:.0f} s{where}",

@@ -41,6 +41,7 @@ class Site:
     """A piece of the line that asks, where the function asks several things."""
 
 
+_OURS = re.compile("/memfit/(tracing|scripts)/")
 _TORCH = os.path.dirname(torch.__file__).replace("\\", "/") + "/"
 
 VALID = "what distributions and losses check their arguments for, they find"
@@ -210,7 +211,7 @@ def asking_line() -> str:
 def _callers() -> Iterator[FrameType]:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if "/memfit/tracing/" not in _site(frame).file:
+        if not _OURS.search(_site(frame).file):
             yield frame
         frame = frame.f_back
 

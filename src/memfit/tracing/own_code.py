@@ -7,6 +7,7 @@ tensor has a place, an op on several of them is checked as CUDA checks it, and w
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -90,8 +91,7 @@ class OwnCodeTracer(Tracer):
     def place(self, tensor: Tensor) -> Place:
         """Tensors on meta are of three kinds: those of the traced device, what came from there to the host, and those
         that were asked for on meta, also before the trace began."""
-        while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-            tensor = torch._C._functorch.get_unwrapped(tensor)
+        tensor = _unwrapped(tensor)
         if tensor.device.type != self.device.type:
             return "cpu"
         storage = tensor.untyped_storage()
@@ -102,6 +102,9 @@ class OwnCodeTracer(Tracer):
 
     def owns(self, tensor: Tensor) -> bool:
         return self.block_of(tensor) is not None
+
+    def block_of(self, tensor: Tensor) -> int | None:
+        return super().block_of(_unwrapped(tensor))
 
     def put_on_host(self, made: Any, place: Place) -> Any:
         for tensor in tree_leaves(made):
@@ -171,6 +174,11 @@ class OwnCodeTracer(Tracer):
                 return self.put_on_host(func(*args, **{**kwargs, "device": self.device}), "cpu")
         if func is aten.copy_.default and self.place(args[0]) == "cpu" and args[0].device.type == "cpu":
             value = self.values.read(args[1])
+            if value is None and args[0].is_floating_point():
+                self.assume(IN_TENSORS)
+                self.values.hide(args[0])
+                with _disable_current_modes():
+                    return args[0].fill_(math.nan)
             if value is None:
                 raise TraceError(
                     f"{asking_line()}the code copies a {_kind(args[1])} from the GPU into a tensor of the host, and"
@@ -192,6 +200,13 @@ class OwnCodeTracer(Tracer):
         if isinstance(found, (tuple, list)):
             return type(found)(self._to_gpu(each, op) for each in found)
         return found
+
+
+def _unwrapped(tensor: Tensor) -> Tensor:
+    """What torch.func computes with holds others."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
 
 
 def _without_memory(tensor: Tensor) -> Tensor:
@@ -326,6 +341,8 @@ class OwnCodeNames(CudaNames):
             and (said := answer(*args[:1] if _is_getter(func) else args, **kwargs)) is not NotImplemented
         ):
             return said
+        if func is Tensor.cuda and type(where := kwargs.get("device", args[1] if len(args) > 1 else None)) is int:
+            _check_number(torch.device("cuda", where))
         if func is torch._C._nn._parse_to:  # it only reads what `Module.to` was given
             return func(*map(_numbered, args), **{name: _numbered(value) for name, value in kwargs.items()})
         if func in self._constructors and kwargs.get("device") is None and default_device.CURRENT_DEVICE is not None:

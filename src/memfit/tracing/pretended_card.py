@@ -39,6 +39,7 @@ from memfit.tracing.own_code import (
 
 RANDOM_STATE_BYTES = 16
 CUDA_VERSION = "13.0"
+KIND = torch.device("cuda")
 CUDNN_MODES = {"RNN_RELU": 0, "RNN_TANH": 1, "LSTM": 2, "GRU": 3}
 CUDNN_DTYPES = (torch.half, torch.float, torch.double)
 """`torch.backends.cudnn` has no bf16: weights of such a recurrent layer stay where they are."""
@@ -53,14 +54,9 @@ NOT_COVERED = (
     "change_current_allocator",
     "caching_allocator_alloc",
     "memory_snapshot",
-    "utilization",
-    "temperature",
-    "power_draw",
-    "clock_rate",
     "memory_usage",
     "device_memory_used",
     "list_gpu_processes",
-    "memory_summary",
     "ExternalStream",
     "set_per_process_memory_fraction",
 )
@@ -106,14 +102,6 @@ class CardGenerator(torch.Generator):
         return CUDA
 
 
-class TimedEvent(TracedEvent):
-    def elapsed_time(self, _: Any) -> float:
-        raise TraceError(
-            f"{asking_line()}the code asks how long something took on the GPU, and nothing runs in a trace",
-            hint="memfit does not cover timing: leave it out of the traced code",
-        )
-
-
 class Card:
     """Answers about memory at the moment of asking."""
 
@@ -154,6 +142,21 @@ class Card:
         made = {f"{name}.all.current": value for name, value in now.items()}
         made |= {f"{name}.all.peak": peak.get(name, self.max_reserved()) for name in now}
         return made | {"num_alloc_retries": 0, "num_ooms": 0}
+
+    def summary(self, *_: Any, **__: Any) -> str:
+        """Shorter than torch's own, which counts what nobody needs here."""
+        told = [f"{self.properties().name}, predicted"]
+        for what, now, peak in (
+            ("allocated", self.allocated(), self.max_allocated()),
+            ("reserved", self.reserved(), self.max_reserved()),
+        ):
+            told.append(f"{what:<9} {now >> 20:>8,} MiB now, {peak >> 20:>8,} MiB at the peak")
+        return "\n".join(told)
+
+    def measured(self, *_: Any) -> Any:
+        """Milliseconds, degrees, watts: told to people, and nobody knows them."""
+        with torch._C.DisableTorchFunction(), _disable_current_modes():
+            return self.tracer.answers.unknown(torch.zeros(()))
 
     def properties(self, *_: Any) -> DeviceProperties:
         gpu = self.gpu
@@ -219,9 +222,12 @@ def _of_cuda(card: Card) -> dict[str, Any]:
         "memory_cached": card.reserved, "max_memory_cached": card.max_reserved, "memory_stats": card.stats,
         "reset_peak_memory_stats": card.reset_peak, "reset_max_memory_allocated": card.reset_peak,
         "reset_accumulated_memory_stats": lambda *_: None, "get_rng_state": _random_state,
-        "get_rng_state_all": lambda: [_random_state()], "set_rng_state": lambda *_, **__: None,
+        "set_device": _check_index, "get_rng_state_all": lambda: [_random_state()],
+        "set_rng_state": lambda *_, **__: None,
         "set_rng_state_all": lambda *_: None, "seed": lambda: None, "seed_all": lambda: None,
-        "initial_seed": lambda: 0, "Event": TimedEvent, "device": _DeviceContext, "device_of": _DeviceContext,
+        "initial_seed": lambda: 0, "Event": type("Event", (TracedEvent,), {"elapsed_time": lambda *_: card.measured()}),
+        "memory_summary": card.summary, "utilization": card.measured, "temperature": card.measured,
+        "power_draw": card.measured, "clock_rate": card.measured, "device": _DeviceContext, "device_of": _DeviceContext,
         "default_generators": (CardGenerator("cuda"),), "ipc_collect": lambda: None,
         "is_current_stream_capturing": lambda: False, "can_device_access_peer": lambda *_: False,
     }  # fmt: skip
@@ -231,7 +237,7 @@ def _of_cuda(card: Card) -> dict[str, Any]:
 
 def _of_accelerator(card: Card) -> dict[str, Any]:
     return {
-        "is_available": lambda: True, "device_count": _device_count, "current_accelerator": lambda *_, **__: CUDA,
+        "is_available": lambda: True, "device_count": _device_count, "current_accelerator": lambda *_, **__: KIND,
         "device_index": lambda *_: nullcontext(),
         "current_device_index": lambda: 0, "current_device_idx": lambda: 0, "synchronize": lambda *_: None,
         "set_device_index": _check_index, "set_device_idx": _check_index,
@@ -243,6 +249,8 @@ def _of_accelerator(card: Card) -> dict[str, Any]:
 
 
 def _check_index(device: Any) -> None:
+    if device is None or (type(device) is int and device < 0):  # torch takes these for "as it is"
+        return
     torch.zeros(0, device=device if isinstance(device, (str, torch.device)) else f"cuda:{int(device)}")
 
 

@@ -57,16 +57,21 @@ class Values:
         self.drawn = False
         """Whether whole numbers were drawn at random on the GPU: the host's draw stands in for them."""
         self._known: dict[int, tuple[weakref.ref[Storage], Storage]] = {}
+        self._hidden: weakref.WeakSet[Storage] = weakref.WeakSet()
+        """Of the host, but filled from the GPU with what nobody knows."""
 
     def read(self, tensor: Tensor) -> Tensor | None:
         """In host memory, sharing what later ops in place write; None if unknown."""
         if tensor.device.type == "cpu":
-            return tensor
+            return None if self._hidden and tensor.untyped_storage() in self._hidden else tensor
         found = self._known.get(tensor.untyped_storage()._cdata)
         if found is None:
             return torch.empty(tensor.shape, dtype=tensor.dtype) if tensor.numel() == 0 else None
         made = torch.empty(0, dtype=tensor.dtype)
         return made.set_(found[1], tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    def hide(self, tensor: Tensor) -> None:
+        self._hidden.add(tensor.untyped_storage())
 
     def put(self, tensor: Tensor, value: Tensor) -> None:
         if not _is_followed(tensor):

@@ -1,0 +1,167 @@
+"""Everything that programs ask of a card, in one program, and programs that ask for what one process has not."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+import memfit
+from memfit.cli.main import main
+from memfit.errors import MemfitError
+
+PROGRAM = """
+import pathlib
+import torch
+from torch import nn
+from torch.func import functional_call, grad, vmap
+from torch.utils.data import DataLoader, TensorDataset
+start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+start.record()
+card = torch.cuda.get_device_properties(0)
+kind = torch.accelerator.current_accelerator()
+assert torch.cuda.mem_get_info("cuda:0")[1] == card.total_memory and torch.get_device_module("cuda") is torch.cuda
+assert (torch.accelerator.device_count(), torch.accelerator.current_device_index(), str(kind)) == (1, 0, "cuda")
+torch.accelerator.set_device_index(0)
+torch.accelerator.synchronize()
+generator = torch.Generator("cuda").manual_seed(3)
+assert torch.randn(4, generator=generator, device="cuda").shape == (4,)
+assert torch.Generator(device=kind).device.index == 0
+pooled = nn.AdaptiveAvgPool2d(4), nn.Flatten()
+net = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), *pooled, nn.Linear(256, 10))
+net.to("cuda", memory_format=torch.channels_last)
+data = TensorDataset(torch.randn(64, 3, 32, 32), torch.randint(0, 10, (64,)))
+loader = DataLoader(data, 8, shuffle=True, num_workers=4, pin_memory=True, persistent_workers=True, prefetch_factor=4)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+scaler, side = torch.amp.GradScaler("cuda"), torch.cuda.Stream()
+frozen = {name: each.detach() for name, each in net.named_parameters()}
+def loss_of(weights, x, y):
+    return nn.functional.cross_entropy(functional_call(net, weights, (x,)), y)
+for x, y in loader:
+    with torch.cuda.stream(side):
+        x = x.to("cuda", non_blocking=True, memory_format=torch.channels_last)
+        y = y.to("cuda", non_blocking=True)
+    torch.cuda.current_stream().wait_stream(side)
+    x.record_stream(torch.cuda.current_stream())
+    with torch.autograd.graph.save_on_cpu(pin_memory=True), torch.autocast("cuda", dtype=torch.float16):
+        loss = nn.functional.cross_entropy(net(x), y)
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+    with torch.inference_mode():
+        right = (net(x).argmax(1) == y).float().mean()
+    assert set(grad(loss_of)(frozen, x, y)) == set(frozen)
+    each = vmap(grad(loss_of), in_dims=(None, 0, 0))(frozen, x.unsqueeze(1), y.unsqueeze(1))
+    assert each["4.bias"].shape == (8, 10)
+    del each
+    before = torch.cuda.memory_reserved()
+    torch.empty(1 << 28, device="cuda")
+    held = torch.cuda.memory_reserved()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= before < held
+    end.record()
+    took = start.elapsed_time(end)
+    print(f"right {right.item():.2f}, {took:.1f} ms, {8000 / took:.0f} a second, {torch.cuda.utilization()} % busy")
+    pathlib.Path("told.txt").write_text(torch.cuda.memory_summary(abbreviated=True))
+    assert torch.accelerator.max_memory_allocated() == torch.cuda.memory_stats()["allocated_bytes.all.peak"]
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+"""
+SPAWNED = """
+import os, sys
+import torch, torch.distributed as dist, torch.multiprocessing as mp
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+def work(rank, world, width):
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="12355")
+    dist.init_process_group("nccl", rank=rank, world_size=world)
+    torch.cuda.set_device(rank)
+    model = DistributedDataParallel(nn.Linear(width, width).to(rank), device_ids=[rank])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(8):
+        model(torch.randn(4, width, device=rank)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    dist.destroy_process_group()
+if __name__ == "__main__":
+    world = int(sys.argv[1]) if len(sys.argv) > 1 else torch.cuda.device_count()
+    mp.spawn(work, args=(world, 256), nprocs=world, join=True)
+"""
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
+    monkeypatch.chdir(tmp_path)
+
+    def put(text: str) -> str:
+        (tmp_path / "train.py").write_text(text)
+        return "train.py"
+
+    return put
+
+
+def test_a_program_may_ask_a_card_for_everything(write, capfd, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    plan = memfit.trace_script(write(PROGRAM), gpu="RTX 4090")
+    assert "right ?, ? ms, ? a second, ? % busy" in capfd.readouterr().err
+    assert (tmp_path / "told.txt").read_text().startswith("NVIDIA RTX 4090, predicted\nallocated")
+    assert any(note.startswith("stopped after 3") for note in plan.notes)
+
+
+@pytest.mark.parametrize("world", ["", " 4"])
+def test_processes_that_a_program_spawns_are_shown_by_the_first(write, world: str) -> None:  # type: ignore[no-untyped-def]
+    plan = memfit.trace_script(f"{write(SPAWNED)}{world}")
+    assert any(note.startswith("stopped after 3") for note in plan.notes)
+    assert any("of 4" in note for note in plan.notes) == bool(world)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("import multiprocessing\ndef work(): pass\np = multiprocessing.Process(target=work)\np.start()\n",
+         r"train.py:4, in <module>: the code starts a process of its own"),
+        ("import os\nif os.fork() == 0: os._exit(0)\n", r"train.py:2, in <module>: the code forks"),
+        ("import torch\ntorch.zeros(1, device='cuda:1')\n", "the code uses cuda:1, and memfit traces one GPU"),
+        ("import torch\ntorch.zeros(1).cuda(1)\n", "the code uses cuda:1, and memfit traces one GPU"),
+        ("import torch\ntorch.cuda.set_device(1)\n", "the code uses cuda:1, and memfit traces one GPU"),
+        ("import nowhere_to_be_found\n", "needs the package nowhere_to_be_found"),
+        ("import sys, torch\ntorch.zeros(1).cuda()\nsys.exit('bad data')\n", "sys.exit"),
+        ("def f(:\n", "SyntaxError"),
+        ("import os\nos._exit(3)\n", r"train.py:2, in <module>: the code ends the whole process"),
+    ],
+)  # fmt: skip
+def test_what_memfit_does_not_cover_is_one_clear_message_and_leaves_nothing(write, text, said, capfd) -> None:  # type: ignore[no-untyped-def]
+    import torch
+
+    name = write(text)
+    with pytest.raises(MemfitError):
+        memfit.trace_script(name)  # what is imported for the first time sets variables of its own
+    before = _state()
+    with pytest.raises(MemfitError, match=said) as caught:
+        memfit.trace_script(name)
+    assert caught.value.hint and _state() == before and not torch.distributed.is_initialized()
+    assert main(["plan", "script", "--", name]) == 2
+    out, err = capfd.readouterr()
+    assert not out and "error: " in err and "Traceback" not in err
+
+
+def _state() -> tuple[object, ...]:
+    import torch
+
+    left = sorted(name for name in os.listdir(tempfile.gettempdir()) if name.startswith("memfit-"))
+    patched = torch.cuda.is_available, torch.load, torch.save, torch.multiprocessing.spawn, os.fork, sys.excepthook
+    return (dict(os.environ), os.getcwd(), list(sys.path), sys.argv[:], left, *patched)
+
+
+def test_a_pool_that_prepares_data_may_run_beside(write, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    name = write(
+        "import json, multiprocessing, pathlib, torch\n"
+        "with multiprocessing.get_context('fork').Pool(2) as pool:\n    found = pool.map(abs, [-1, 2])\n"
+        "pathlib.Path('told.json').write_text(json.dumps(found))\ntorch.zeros(1, device='cuda')\n"
+    )
+    memfit.trace_script(name)
+    assert json.loads((tmp_path / "told.json").read_text()) == [1, 2]
