@@ -526,6 +526,29 @@ def test_what_is_saved_into_memory_is_loaded_from_there() -> None:
     memfit.trace(step)
 
 
+def test_what_is_saved_into_memory_is_loaded_back() -> None:
+    def save_and_load() -> None:
+        there = io.BytesIO()
+        saved = torch.randn(1024, 1024, device="cuda")
+        torch.save({"saved": saved}, there)
+        there.seek(0)
+        assert torch.load(there)["saved"].shape == saved.shape
+
+    assert memfit.trace(save_and_load).peak.allocated_bytes == 2 * 4 * 1024**2
+
+
 def test_values_that_came_to_the_host_unknown_are_no_array() -> None:
     with pytest.raises(TraceError, match="for all its values"):
         memfit.trace(lambda: torch.randn(100, 100, device="cuda").cpu().numpy())
+
+
+def test_that_cudnn_tries_its_kernels_is_said_beside_the_verdict() -> None:
+    def convolve(tries: bool) -> memfit.Plan:
+        def run() -> None:
+            torch.backends.cudnn.benchmark = tries
+            nn.Conv2d(8, 8, 3).cuda().half()(torch.ones(2, 8, 16, 16, device="cuda", dtype=torch.half))
+
+        return memfit.trace(run)
+
+    assert any("cudnn.benchmark" in note and note.startswith("not modelled:") for note in convolve(True).notes)
+    assert not any("cudnn.benchmark" in note for note in convolve(False).notes)

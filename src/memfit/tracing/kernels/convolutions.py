@@ -29,6 +29,7 @@ Tensor = torch.Tensor
 
 FEW_CHANNELS = 4
 TILE = 64 * 64
+TRIED = "convolution (cudnn.benchmark tries all of them at each new shape, with workspaces of up to gigabytes)"
 
 
 @dataclass(frozen=True)
@@ -146,6 +147,8 @@ def _convolve(
     last = _lies_channels_last(x, weight)
     own_kernel = _is_depthwise(x, weight, transposed, groups) and not last
     kind = _format(last, x.dim())
+    if torch.backends.cudnn.benchmark and not own_kernel:
+        tracer.unmodelled[TRIED] = None
     with tracer.temporaries() as hold:
         hold(_copy_bytes(x, kind), "convolution input, as the kernel reads it")
         hold(0 if own_kernel else _copy_bytes(weight, kind), "convolution weight, as the kernel reads it")
