@@ -26,7 +26,8 @@ first = next(model.parameters())
 where = str(first.device)
 model = model.to("cuda")
 weights = sum(p.nbytes for p in model.parameters())
-note(where=where, dtype=str(first.dtype), weights=weights, held=torch.cuda.memory_allocated(),
+import resource
+note(host=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10, where=where, dtype=str(first.dtype), weights=weights, held=torch.cuda.memory_allocated(),
      reserved=torch.cuda.memory_reserved(), tied=model.lm_head.weight is model.get_input_embeddings().weight)
 """
 GPT2 = """
@@ -83,6 +84,7 @@ def test_a_folder_s_weights_take_gpu_memory_once_and_host_memory_never(run, fold
 def test_a_name_on_the_hub_is_read_as_the_config_that_memfit_knows(run) -> None:  # type: ignore[no-untyped-def]
     told, plan = run(LOADED.format(name="Qwen/Qwen2.5-7B", more=""))
     assert told["weights"] == 2 * 7_615_616_512 and told["dtype"] == "torch.bfloat16"
+    assert told["host"] < 3 << 30
     assert plan.to_json()["peak"]["allocated_bytes"] == pytest.approx(told["weights"], rel=4e-3)
     assert any("Qwen/Qwen2.5-7B: its config as memfit ships it" in note for note in plan.notes)
     assert any(note.startswith("weights that are not on this machine") for note in plan.notes)
