@@ -27,8 +27,9 @@ where = str(first.device)
 model = model.to("cuda")
 weights = sum(p.nbytes for p in model.parameters())
 import resource
-note(host=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10, where=where, dtype=str(first.dtype), weights=weights, held=torch.cuda.memory_allocated(),
-     reserved=torch.cuda.memory_reserved(), tied=model.lm_head.weight is model.get_input_embeddings().weight)
+host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+note(host=host, where=where, dtype=str(first.dtype), weights=weights,
+     held=torch.cuda.memory_allocated(), reserved=torch.cuda.memory_reserved(), tied=model.lm_head.weight is model.get_input_embeddings().weight)
 """
 GPT2 = """
 from transformers import GPT2LMHeadModel
