@@ -29,7 +29,8 @@ weights = sum(p.nbytes for p in model.parameters())
 import resource
 host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 note(host=host, where=where, dtype=str(first.dtype), weights=weights,
-     held=torch.cuda.memory_allocated(), reserved=torch.cuda.memory_reserved(), tied=model.lm_head.weight is model.get_input_embeddings().weight)
+     held=torch.cuda.memory_allocated(),
+     tied=model.lm_head.weight is model.get_input_embeddings().weight)
 """
 GPT2 = """
 from transformers import GPT2LMHeadModel
