@@ -24,6 +24,7 @@ WHAT = {
     "forward": "Make a forward pass fit.",
     "train": "Make training of all weights fit, at the same global batch.",
     "lora": "Make LoRA fine-tuning fit, at the same global batch.",
+    "qlora": "Make LoRA on 4-bit weights fit: `fit lora` from the settings of the QLoRA paper.",
     "generate": "Make generation fit.",
     "prune": "Make pruning fit, beside what the whole model on the card would take.",
 }
@@ -31,6 +32,7 @@ EXAMPLES = {
     "forward": "memfit fit forward --model llama-3.1-8b --batch-size 32 --gpu 24GB",
     "train": "memfit fit train --model llama-3.1-8b --global-batch 8 --gpu 80GiB",
     "lora": "memfit fit lora --model qwen2.5-7b --rank 128 --seq-len 2048 --global-batch 16 --gpu 24GiB",
+    "qlora": "memfit fit qlora --model qwen2.5-7b --seq-len 2048 --gpu 8GB",
     "generate": "memfit fit generate --model llama-3.1-8b --batch-size 64 --new-tokens 512 --gpu 24GB",
     "prune": "memfit fit prune --model llama-2-13b --gpu 16GiB",
 }

@@ -20,13 +20,18 @@ from memfit.cli.typed import Command
 from memfit.errors import UsageError
 from memfit.gpus import find_gpu
 from memfit.jobs.spellings import ALIASES, plain_value, setting_types, split_names, without_none
-from memfit.jobs.workload import KINDS, Workload, flag
+from memfit.jobs.workload import KINDS, QLORA, Workload, flag
 
 HELP = {
     "model": "Preset (`memfit models`), hub id, folder, config.json or module:factory.",
     "batch_size": "Sequences in one forward pass.",
     "seq_len": "Tokens in a sequence.",
     "precision": "Type of the weights; amp is fp32 weights under autocast.",
+    "autocast": "Type of the autocast region, whatever the weights are. Default: none, or what an amp precision says.",
+    "quant": "Base model's linear layers in 4 or 8 bits, by bitsandbytes, as from_pretrained loads them.",
+    "double_quant": "Quantise the scales of 4-bit weights too.",
+    "quant_compute": "Type in which 4-bit layers compute. Default: that of the other weights.",
+    "kbit_prepare": "peft's prepare_model_for_kbit_training: 16-bit weights become fp32. Default: with --quant.",
     "attention": "Fused kernels, or the plain formula.",
     "padding": "Rows of a batch differ in length: the mask forces other attention kernels.",
     "loop": "A bare PyTorch loop, the Hugging Face Trainer, or `memfit train`.",
@@ -86,10 +91,10 @@ def add_kinds(
     examples: Mapping[str, str], of_training: Mapping[str, tuple[Any, Any]] | None = None,
 ) -> None:  # fmt: skip
     """A command for each kind of job, with its settings and some more as flags: `ask(typed, **more)`."""
-    for kind in KINDS:
-        more = {**extra, **((of_training or {}) if kind in ("train", "lora") else {})}
+    for kind in (kind for kind in (*KINDS, QLORA) if kind in what):
+        more = {**extra, **((of_training or {}) if kind in ("train", "lora", QLORA) else {})}
         register = group.command(name=kind, cls=Command, help=what[kind], epilog=output.example(examples[kind]))
-        register(with_options_of(kind, partial(_ask, ask, kind, tuple(more)), more))
+        register(with_options_of("lora" if kind == QLORA else kind, partial(_ask, ask, kind, tuple(more)), more))
 
 
 def _ask(ask: Callable[..., int], kind: str, more: tuple[str, ...], **given: Any) -> int:

@@ -28,6 +28,8 @@ WHAT = {
     "forward": "Predict a forward pass without gradients.",
     "train": "Predict training of all weights.",
     "lora": "Predict LoRA fine-tuning: adapters are trained, the base model is frozen.",
+    "qlora": "Predict LoRA as the QLoRA paper does it: nf4 with double quantisation, bf16 compute, "
+    "kbit preparation, checkpointing, paged AdamW; flags of `plan lora` change it.",
     "generate": "Predict token-by-token generation.",
     "prune": "Predict one-shot pruning, one block of the model on the GPU at a time.",
 }
@@ -35,6 +37,7 @@ EXAMPLES = {
     "forward": "memfit plan forward --model llama-3.1-8b --batch-size 4 --seq-len 4096 --gpu 24GB",
     "train": "memfit plan train --model gpt2 --batch-size 8 --seq-len 1024 --precision fp32 --gpu 'RTX 4090'",
     "lora": "memfit plan lora --model qwen2.5-7b --seq-len 1536 --rank 128 --grad-checkpointing --gpu 24GiB",
+    "qlora": "memfit plan qlora --model qwen2.5-7b --seq-len 2048 --gpu 'RTX 4060 Ti 16GB'",
     "generate": "memfit plan generate --model llama-3.1-8b --batch-size 8 --new-tokens 512 --gpu 24GB",
     "prune": "memfit plan prune --model llama-3.3-70b --gpu 16GiB",
 }

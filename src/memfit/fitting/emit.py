@@ -187,7 +187,7 @@ def _forward(work: Workload) -> Iterator[str]:
     yield "def forward(input_ids):"
     yield f'    """In batches of {work.batch_size}; what comes back lies on the host."""'
     yield "    model = load_model()"
-    autocast = f", dtype={DTYPES[work.autocast]}" if work.autocast else ", enabled=False"
+    autocast = f", dtype={DTYPES[work.autocast_type]}" if work.autocast_type else ", enabled=False"
     yield f'    with torch.autocast("cuda"{autocast}):'
     yield f'{INDENT}return [model(rows.to("cuda")).logits.cpu() for rows in input_ids.split({work.batch_size})]'
 

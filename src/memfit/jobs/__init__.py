@@ -10,13 +10,15 @@ DOOR = {
     "host": "Event HostMemory Lane as_bytes finished is_out_of_memory numbers on_the_host",
     "listener": "Listener",
     "profile": "OnCard ProfileSettings Profiled check_gpu course_size profile_on_gpu",
-    "run": "Phases run_job token_ids wanted",
+    "quantised": "kernels_of loaded_bytes",
+    "run": "Phases put_on run_job token_ids wanted",
+    "small_states": "KINDS SmallStates",
     "spellings": "ALIASES plain_name plain_value setting_types split_names without_none",
     "text_files": "KINDS builtin_documents builtin_origin is_text_file read_rows",
     "texts": "Texts check_packages fetch_file find_split find_texts is_on_this_machine",
     "workload": (
-        "AdapterDtype Checkpointing KINDS Loss MAX_SEQ_LEN Offload Optimizer Parallel Precision Workload check_setting "
-        "flag kinds_that_read"
+        "AdapterDtype Checkpointing KINDS Loss MAX_SEQ_LEN Offload Optimizer Parallel Precision QLORA Workload "
+        "check_setting flag kinds_that_read"
     ),
 }
 """What other rooms may use, by file."""

@@ -132,7 +132,8 @@ def _adapted(model: nn.Module, config: Any, work: Workload) -> tuple[nn.Module, 
     from peft import get_peft_model
 
     of_base = next(model.parameters())
-    device, dtype = of_base.device, of_base.dtype if work.adapter_dtype == "same" else None
+    same = work.adapter_dtype == "same" and not work.is_quantised
+    device, dtype = of_base.device, of_base.dtype if same else None
     with (
         torch.device("cpu") if work.adapter in OF_VALUES else nullcontext(),
         warnings.catch_warnings(record=True) as said,

@@ -18,6 +18,7 @@ from torch import nn
 
 from memfit.errors import InputError, UsageError
 from memfit.jobs.adapters import FLAGS, KEYS, SettingNames, add_adapters, generates
+from memfit.jobs.quantised import adapt_as_peft_does, quantise
 from memfit.jobs.training.config import FACTORY, ModelConfig
 from memfit.jobs.training.foreign_weights import load_weights
 from memfit.jobs.training.job import TrainJob
@@ -55,7 +56,10 @@ def switch_levers_on(model: Any, work: Workload, named: SettingNames) -> None:
         if lora:
             model.enable_input_require_grads()  # the Trainer does not know that the embedding is frozen
     offload = work.offload or ()
-    use_block_levers(model, checkpointing=checkpointing, offload=offload, adapters=lora, setting=setting)
+    reentrant = work.is_kbit_prepared and work.loop == "plain"  # peft's preparation switches it on, as torch has it
+    use_block_levers(
+        model, checkpointing=checkpointing, offload=offload, adapters=lora, setting=setting, reentrant=reentrant
+    )
 
 
 Loop = Callable[..., None]
@@ -71,6 +75,8 @@ class Prepared:
     notes: tuple[str, ...] = ()
     head: Head | None = None
     """None is a language model's."""
+    loaded_bytes: int | None = None
+    """Of quantised weights: those of the whole model, where this has only some of its blocks."""
     loop: Loop
     """How it runs: `loop(job, device, phases, steps=3)`."""
 
@@ -127,10 +133,14 @@ def _prepared(workload: Workload, layers: int | None) -> Prepared:
         notes = (f"transformers has no fused attention for {source.name}: eager, as it takes by itself", *notes)
     if workload.use_cache and not generates(model):
         notes = (*notes, "--use-cache has no effect: this model has no key-value cache")
+    if workload.is_quantised:
+        workload.check_quantised()
+        notes = (*notes, *quantise(model, workload))
     if workload.kind == "lora":
         task = None if head is None else head.task
         model, found, more = add_adapters(model, workload, FLAGS, task=task)
         workload, notes = workload.with_found(**found), (*notes, *more)
+        adapt_as_peft_does(model)
     if workload.trains:
         _check_loop(model, workload, head)
         notes = (*notes, *_keep_all_blocks(model))

@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from memfit.jobs.build import DTYPES, Loop, Prepared, takes_labels
+from memfit.jobs.quantised import load
 from memfit.jobs.training.optimizers import choose_optimizer
 from memfit.jobs.training.parallel import one_process_of, to_device, without_reduction
 from memfit.jobs.workload import Workload
@@ -123,7 +124,7 @@ def wanted(job: Prepared, ids: torch.Tensor) -> dict[str, torch.Tensor]:
 
 def autocast(job: Prepared, device: torch.device | str) -> AbstractContextManager[None]:
     kind = torch.device(device).type
-    wanted = job.workload.autocast
+    wanted = job.workload.autocast_type
     region: AbstractContextManager[None] = torch.autocast(
         kind, dtype=DTYPES[wanted] if wanted else None, enabled=wanted is not None
     )
@@ -140,6 +141,15 @@ def run_job(job: Prepared, device: torch.device | str, phases: Phases, *, steps:
         job.loop(job, device, phases, steps=steps)
 
 
+def put_on(job: Prepared, device: torch.device | str, phases: Phases) -> nn.Module:
+    """The model on its device, and what is to be called from then on."""
+    if job.workload.is_quantised:
+        load(job.model, device, job.loaded_bytes, phases, job.workload)
+        return job.model
+    with phases("load"):
+        return to_device(job.model, device, job.workload)
+
+
 def choose_loop(work: Workload) -> Loop:
     if not work.trains:
         return run_generate if work.kind == "generate" else run_forward
@@ -152,9 +162,7 @@ def choose_loop(work: Workload) -> Loop:
 
 
 def run_forward(job: Prepared, device: torch.device | str, phases: Phases, *, steps: int = 3) -> None:
-    model = job.model
-    with phases("load"):
-        model.to(device)
+    model = put_on(job, device, phases)
     named = job.head is not None or takes_labels(model)
     for step in range(1, steps + 1):
         with phases("data", step):
@@ -167,9 +175,7 @@ def run_forward(job: Prepared, device: torch.device | str, phases: Phases, *, st
 
 def run_generate(job: Prepared, device: torch.device | str, phases: Phases, *, steps: int = 1) -> None:
     """Once, however many steps a training would have."""
-    model, work = job.model, job.workload
-    with phases("load"):
-        model.to(device)
+    model, work = put_on(job, device, phases), job.workload
     with phases("data", 1):
         ids = token_ids(job, device)
         inputs = {"attention_mask": torch.ones_like(ids), **model_inputs(job, ids)}
@@ -193,12 +199,11 @@ def run_training(
     *,
     steps: int = 3,
 ) -> None:
-    model, work = job.model, job.workload
-    with phases("load"):
-        called = to_device(model, device, work)
+    work = job.workload
+    called = put_on(job, device, phases)
     parameters = job.trainable
     optimizer = make_optimizer(parameters, lr=LEARNING_RATE)
-    scaler = torch.amp.GradScaler(torch.device(device).type, enabled=work.precision == "amp-fp16")
+    scaler = torch.amp.GradScaler(torch.device(device).type, enabled=work.autocast_type == "fp16")
     for step in range(1, steps + 1):
         for micro_step in range(1, work.grad_accum + 1):
             with phases("data", step):

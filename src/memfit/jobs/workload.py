@@ -33,7 +33,13 @@ Kind = Literal["forward", "train", "lora", "generate", "prune"]
 Precision = Literal["fp32", "bf16", "fp16", "amp-bf16", "amp-fp16"]
 """amp: fp32 weights under autocast, and for fp16 a gradient scaler."""
 Attention = Literal["sdpa", "eager"]
-Optimizer = Literal["adamw", "adamw-fused", "adamw-single", "sgd", "adafactor", "adamw-8bit"]
+Quant = Literal["none", "nf4", "fp4", "int8"]
+QuantCompute = Literal["bf16", "fp16", "fp32"]
+AutocastType = Literal["none", "bf16", "fp16"]
+Optimizer = Literal[
+    "adamw", "adamw-fused", "adamw-single", "sgd", "adafactor", "adamw-8bit", "paged-adamw-8bit", "paged-adamw",
+    "lion-8bit",
+]  # fmt: skip
 Loop = Literal["plain", "trainer", "memfit"]
 """A bare loop, the Hugging Face Trainer, or `memfit train`."""
 Loss = Literal["full", "chunked"]
@@ -50,6 +56,12 @@ Decoding = Literal["greedy", "sample", "beam"]
 AdapterDtype = Literal["fp32", "same"]
 
 KINDS: tuple[str, ...] = get_args(Kind)
+QLORA = "qlora"
+AS_IN_QLORA: dict[str, Any] = {
+    "quant": "nf4", "double_quant": True, "quant_compute": "bf16", "kbit_prepare": True, "grad_checkpointing": True,
+    "optimizer": "paged-adamw",
+}  # fmt: skip
+"""LoRA as the QLoRA paper (arXiv 2305.14314) does it; its optimizer is paged, with states of 32 bits."""
 MAX_BATCH, MAX_SEQ_LEN, MAX_ACCUM, MAX_RANK = 1 << 20, 1 << 24, 1 << 16, 1 << 16
 MAX_TOKENS, MAX_WORLD = 1 << 32, 1 << 16
 
@@ -63,6 +75,17 @@ class Workload:
     batch_size: int = 1
     seq_len: int = 2048
     precision: Precision = "bf16"
+    autocast: AutocastType | None = None
+    """The type of the autocast region. None is what the precision says: amp-bf16 is fp32 weights in one of bf16."""
+    quant: Quant = "none"
+    """Linear layers of the base model in 4 or 8 bits, by bitsandbytes, as `from_pretrained` loads them."""
+    double_quant: bool = False
+    """Scales of 4-bit weights are quantised too."""
+    quant_compute: QuantCompute | None = None
+    """The type in which 4-bit layers compute. None is that of the other weights."""
+    kbit_prepare: bool | None = None
+    """Of a quantised LoRA: peft's `prepare_model_for_kbit_training`, which makes every 16-bit weight fp32. None is
+    yes, as peft's documentation has it."""
     attention: Attention = "sdpa"
     padding: bool = False
     """Whether rows of a batch differ in length: a mask then forces other attention kernels."""
@@ -142,6 +165,37 @@ class Workload:
         check_names(flag("target_modules"), self.target_modules)
         if not isinstance(self.alloc_conf, str):
             raise UsageError(f"{flag('alloc_conf')} must be text, not {self.alloc_conf!r}")
+        self._check_autocast()
+
+    def _check_autocast(self) -> None:
+        """What has two ways to be said is said once."""
+        if self.autocast is None:
+            return
+        if self.precision.startswith("amp-") and f"amp-{self.autocast}" != self.precision:
+            raise UsageError(
+                f"--precision {self.precision} and --autocast {self.autocast} contradict each other",
+                hint="--precision fp32, bf16 or fp16 is the type of the weights, --autocast that of the region",
+            )
+        if self.kind == "train" and self.precision == self.autocast == "fp16":
+            raise UsageError(
+                "--precision fp16 --autocast fp16: the gradient scaler refuses fp16 gradients",
+                hint="--precision amp-fp16 has fp32 weights",
+            )
+
+    def check_quantised(self) -> None:
+        """What goes together with quantised weights, in a plan as in the libraries."""
+        if not self.is_quantised:
+            return
+        clash = {
+            "--loop memfit": self.trains and self.loop == "memfit",
+            "--world-size": self.trains and self.world_size > 1,
+            "--offload weights": self.trains and "weights" in (self.offload or ()),
+            "--selective-checkpointing": self.trains and self.selective_checkpointing,
+            f"--adapter {self.adapter}": self.kind == "lora" and self.adapter != "lora",
+            "--adapter-config": self.kind == "lora" and self.adapter_config is not None,
+        }
+        for setting in (name for name, here in clash.items() if here):
+            raise UsageError(f"--quant {self.quant} is not planned together with {setting}", hint=f"without {setting}")
 
     def _resolve(self) -> None:
         if self.kind == "lora":
@@ -252,13 +306,29 @@ class Workload:
         return self.grad_checkpointing and "activations" not in (self.offload or ())
 
     @property
-    def autocast(self) -> str | None:
+    def autocast_type(self) -> str | None:
         """The dtype of the autocast region, if there is one."""
+        if self.autocast is not None:
+            return None if self.autocast == "none" else self.autocast
         return self.precision.removeprefix("amp-") if self.precision.startswith("amp-") else None
 
     @property
     def weight_precision(self) -> str:
-        return "fp32" if self.autocast else self.precision
+        """Of weights that are not quantised."""
+        return "fp32" if self.precision.startswith("amp-") else self.precision
+
+    @property
+    def is_quantised(self) -> bool:
+        return self.quant != "none" and self.kind in _READ_BY["quant"]
+
+    @property
+    def compute_precision(self) -> str:
+        """Of 4-bit layers."""
+        return self.quant_compute or self.weight_precision
+
+    @property
+    def is_kbit_prepared(self) -> bool:
+        return self.is_quantised and self.kind == "lora" and self.kbit_prepare is not False
 
     @property
     def gpu_budget_bytes(self) -> int | None:
@@ -272,7 +342,12 @@ class Workload:
         _check_names(values)
         if "kind" not in values or "model" not in values:
             raise UsageError("a workload needs at least 'kind' and 'model'")
+        if values["kind"] == QLORA:
+            given = [name for name in (values if asked is None else asked) if name != "kind"]
+            said = {name: value for name, value in values.items() if name in given or name not in AS_IN_QLORA}
+            return cls.from_mapping({**AS_IN_QLORA, **said, "kind": "lora"}, asked=given)
         made = cls(**_as_fields(values))
+        made.check_quantised()
         made._refuse_unused([name for name in (values if asked is None else asked) if values[name] is not None])
         return made if asked is None else made.without_unused(but=asked)
 
@@ -295,6 +370,7 @@ class Workload:
                 yield name, f"it is a setting of {' and '.join(kinds)}, not of {self.kind}"
         if self.kind == "lora":
             yield from self._unused_by_adapter()
+        yield from self._unused_by_quant()
         if self.kind == "generate" and self.decoding != "beam":
             yield "num_beams", f"{self.decoding} decoding has no beams, --decoding beam has"
         if self.trains and self.loss != "chunked":
@@ -308,6 +384,17 @@ class Workload:
         if self.trains and (self.world_size == 1 or self.parallel != "ddp"):
             alone = self.world_size == 1
             yield "gradient_as_bucket_view", "there is a single process" if alone else f"{self.parallel} has no buckets"
+
+    def _unused_by_quant(self) -> Iterator[tuple[str, str]]:
+        if self.kind not in _READ_BY["quant"]:
+            return
+        if self.quant not in ("nf4", "fp4"):
+            for name in ("double_quant", "quant_compute"):
+                yield name, f"--quant {self.quant} has no 4-bit weights, --quant nf4 has"
+        if self.kind == "lora" and self.quant == "none":
+            yield "kbit_prepare", "no weights are quantised, --quant nf4 does it"
+        if self.kind == "lora" and self.quant != "none":
+            yield "adapter_dtype", "peft makes adapters of quantised layers in fp32"
 
     def _unused_by_adapter(self) -> Iterator[tuple[str, str]]:
         if self.adapter in NO_RANK:
@@ -331,6 +418,8 @@ class Workload:
         for name, why in self.unused():
             if getattr(self, name) != usual[name]:
                 yield f"{self._said(name)} has no effect: {why}"
+        if self.autocast == "none" and self.kind in _READ_BY["autocast"]:
+            yield "--autocast none has no effect: nothing else asks for a region"
         if self.kind == "lora" and self.adapter_dtype == "same" and self.weight_precision == "fp32":
             yield f"{self._said('adapter_dtype')} has no effect: the base model is fp32 too"
         if self.kind == "prune":
@@ -380,7 +469,8 @@ class Workload:
 _CHOICES: dict[str, Any] = {
     "kind": Kind, "precision": Precision, "attention": Attention, "optimizer": Optimizer, "parallel": Parallel,
     "adapter": Adapter, "adapter_dtype": AdapterDtype, "loop": Loop, "loss": Loss, "outputs": Outputs, "head": HeadName,
-    "cache": Cache, "decoding": Decoding, "method": Method,
+    "cache": Cache, "decoding": Decoding, "method": Method, "quant": Quant, "quant_compute": QuantCompute,
+    "autocast": AutocastType,
 }  # fmt: skip
 _MOST = {
     "batch_size": MAX_BATCH, "seq_len": MAX_SEQ_LEN, "grad_accum": MAX_ACCUM, "loss_chunk": MAX_SEQ_LEN,
@@ -389,7 +479,10 @@ _MOST = {
 }  # fmt: skip
 _YES_OR_NO = (
     "grad_checkpointing", "selective_checkpointing", "clip_grad", "padding", "gradient_as_bucket_view", "use_cache",
+    "double_quant", "kbit_prepare",
 )  # fmt: skip
+_LEFT_OPEN = ("autocast", "quant_compute", "kbit_prepare", "rank", "head", "target_len", "images")
+"""None is what other settings make of it."""
 _OF_TRAINING = (
     "optimizer", "grad_checkpointing", "selective_checkpointing", "offload", "grad_accum", "clip_grad", "loop", "loss",
     "loss_chunk", "outputs", "world_size", "parallel", "gradient_as_bucket_view",
@@ -401,6 +494,9 @@ _READ_BY: dict[str, tuple[str, ...]] = {
     ),
     **dict.fromkeys(("new_tokens", "decoding", "num_beams", "cache"), ("generate",)),
     **dict.fromkeys(("use_cache", "head", "target_len", "images", "image_size"), ("forward", "train", "lora")),
+    **dict.fromkeys(("quant", "double_quant", "quant_compute"), ("forward", "lora", "generate")),
+    "kbit_prepare": ("lora",),
+    "autocast": ("forward", "train", "lora", "generate"),
     **dict.fromkeys(("batch_size", "padding"), ("forward", "train", "lora", "generate")),
     **dict.fromkeys(("method", "sparsity", "sparsity_type", "nsamples", "dataset", "max_gpu_memory"), ("prune",)),
 }
@@ -408,12 +504,10 @@ _READ_BY: dict[str, tuple[str, ...]] = {
 
 def check_setting(name: str, value: object, said: str) -> None:
     """A single one, `said` by a flag or by a config's key."""
-    if name == "head" and value is None:
+    if value is None and name in _LEFT_OPEN:
         return
     if name in _CHOICES:
         check_one_of(said, value, _CHOICES[name])
-    elif value is None and name in ("rank", "target_len", "images"):
-        return
     elif name in _MOST:
         check_whole(said, value, most=_MOST[name])
     elif name in _YES_OR_NO:

@@ -15,7 +15,10 @@ from typing import Literal
 from memfit.events import Action, Mark, Trace
 from memfit.extrapolation.streams import RuleCall
 
-SURVIVORS = {"forward": "activations", "step": "optimizer", "load": "weights", "backward": "gradients"}
+SURVIVORS = {
+    "forward": "activations", "step": "optimizer", "load": "weights", "prepare": "weights", "adapt": "weights",
+    "backward": "gradients",
+}  # fmt: skip
 LOSS_PHASES = ("forward", "backward")
 
 

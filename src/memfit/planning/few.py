@@ -21,6 +21,7 @@ from memfit.events import Trace
 from memfit.extrapolation.blocks import BEFORE, UNITS, NotRepeating
 from memfit.jobs.adapter_names import BEYOND_BLOCKS
 from memfit.jobs.build import Prepared, prepare_without_memory
+from memfit.jobs.quantised import loaded_bytes
 from memfit.jobs.workload import Workload
 from memfit.models.config_check import HEAD_NAMES
 from memfit.models.own import block_list
@@ -133,6 +134,9 @@ def _of_few(work: Workload, platform: Platform, blocks: Blocks, parameters: int)
     if job.parameters + (blocks.units - UNITS) * blocks.unit_parameters != parameters:
         raise NotRepeating("they are not all that grows with the number of layers")
     inside = _inside_wrapper(job, blocks)
+    if work.is_quantised:
+        unit = loaded_bytes(job.model, tuple(f"{blocks.path}.{blocks.period + i}." for i in range(blocks.period)))
+        job = dataclasses.replace(job, loaded_bytes=loaded_bytes(job.model) + (blocks.units - UNITS) * unit)
     trace, how = trace_labelled(job, platform, blocks.traced)
     trainable = _trainable(job, inside) if work.trains else 0
     more, of_all = blocks.count / blocks.traced, trainable / max(1, sum(p.numel() for p in job.trainable))

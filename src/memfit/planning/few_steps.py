@@ -39,7 +39,8 @@ def _all_steps(job: Prepared, platform: Platform, layers: int | None) -> tuple[T
     try:
         return trace_steps(job, platform)
     except NotRepeating:
-        return trace_job(prepare_without_memory(job.workload, layers=layers), platform), None
+        anew = prepare_without_memory(job.workload, layers=layers)
+        return trace_job(dataclasses.replace(anew, loaded_bytes=job.loaded_bytes), platform), None
 
 
 def trace_steps(job: Prepared, platform: Platform = H200) -> tuple[Trace, TracedShare | None]:

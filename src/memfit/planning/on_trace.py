@@ -21,6 +21,7 @@ from memfit.extrapolation.streams import RuleCall
 from memfit.gpus import find_gpu
 from memfit.jobs.build import Prepared
 from memfit.jobs.host import HostMemory
+from memfit.jobs.quantised import kernels_of
 from memfit.jobs.run import run_job
 from memfit.jobs.training.offload.host import host_memory_by
 from memfit.jobs.workload import Workload
@@ -280,6 +281,7 @@ def _levers_counted(tracer: Tracer, work: Workload) -> Iterator[None]:
 ADAPTER_ANSWERS: dict[Site, Answer] = {
     Site("peft/tuners/vblora/layer.py", "_get_lora_matrices"): False,  # are these adapters that were saved to be used?
 }
+LOADING = ("load", "prepare", "adapt")
 STEPS = 3
 """The optimizer's state is there from the second step on, and the pools have settled by the third."""
 
@@ -309,7 +311,8 @@ def trace_job(
         nonlocal ends, here, calls
         here, calls = tracer.trace, tracer.rule_calls.made
         phases = MarkedPhases(tracer, job)
-        with beside(tracer), _in_parallel(tracer, job.workload), _levers_counted(tracer, job.workload):
+        chosen = kernels_of(platform.arch, platform.sm_count)
+        with beside(tracer), _in_parallel(tracer, job.workload), _levers_counted(tracer, job.workload), chosen:
             run_job(job, "cuda" if by_values else tracer.device, phases, steps=steps)
         ends = phases.ends
 
@@ -385,6 +388,7 @@ class MarkedPhases:
         self.model, self.use_cache = job.model, job.workload.use_cache
         if isinstance(tracer, OwnCodeTracer):
             tracer.put_on_host([*job.model.parameters(), *job.model.buffers()], "cpu")
+        self.weights = "" if job.workload.is_quantised else "weights"  # of what loading makes some is soon gone
         tracer.modules.know(job.model, "")  # whatever else will hold it
         self.ends = 0
 
@@ -392,13 +396,13 @@ class MarkedPhases:
     def __call__(self, name: str, step: int = 0) -> Iterator[None]:
         tracer = self.tracer
         tracer.trace.mark(name, step)
-        before, tracer.default_category = tracer.default_category, "weights" if name == "load" else ""
+        before, tracer.default_category = tracer.default_category, self.weights if name == "load" else ""
         try:
             with self._inside(name):
                 yield
         finally:
             tracer.default_category = before
-        if name == "load":
+        if name in LOADING:
             for path, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
                 if tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size():
                     tracer.name(tensor, path)  # room that many share, in turns, is nobody's

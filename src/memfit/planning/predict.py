@@ -301,11 +301,35 @@ def _of_processes(work: Workload) -> Iterator[str]:
         reduced = "before the last micro-step no gradients are reduced (no_sync); " if work.grad_accum > 1 else ""
         yield f"{reduced}DDP makes its buckets anew before the second step"
         return
-    policy = "; fp32 shards, bf16 weights gathered, gradients reduced in fp32" if work.autocast == "bf16" else ""
+    policy = "; fp32 shards, bf16 weights gathered, gradients reduced in fp32" if work.autocast_type == "bf16" else ""
     how = (
         "as accelerate shards a model" if work.loop != "plain" else "each block and then the whole are sharded" + policy
     )
     yield f"FSDP2: {how}; gathered weights go after each forward, gradients are reduced in every micro-step"
+
+
+BITSANDBYTES = "0.50"
+"""Whose layers and kernels the rules were read from."""
+
+
+def _of_bitsandbytes(work: Workload) -> Iterator[str]:
+    """What a plan takes for granted of quantised weights and of small or paged states."""
+    small = work.trains and str(work.optimizer).endswith("8bit")
+    paged = work.trains and str(work.optimizer).startswith("paged")
+    if not work.is_quantised and not small and not paged:
+        return
+    here = versions().get("bitsandbytes")
+    of = f"; {here} is installed here" if here and not here.startswith(BITSANDBYTES) else ""
+    yield f"bitsandbytes {BITSANDBYTES} by its shapes and rules, its own code does not run{of}"
+    if work.is_quantised:
+        yield "from_pretrained quantises weight after weight on the GPU; embedding, head and norms are not quantised"
+    if work.kind == "lora" and work.is_quantised:
+        done = "makes every 16-bit weight fp32 (--no-kbit-prepare)" if work.is_kbit_prepared else "is not called"
+        yield f"prepare_model_for_kbit_training {done}"
+    if work.quant == "int8" and work.is_quantised:
+        yield "no column of the activations stands out (beyond 6): those that do take some more"
+    if paged:
+        yield "paged states of 100,000 entries or more lie in managed memory: neither allocated nor reserved"
 
 
 def _assumptions(work: Workload, gpu: Gpu | None, how: Provenance) -> tuple[str, ...]:
@@ -329,6 +353,7 @@ def _assumptions(work: Workload, gpu: Gpu | None, how: Provenance) -> tuple[str,
         notes.append("config.use_cache is off: keys and values are not kept beside the logits (--use-cache)")
     if work.kind == "lora":
         notes.append("adapters as peft makes them; the base model is frozen")
+    notes.extend(_of_bitsandbytes(work))
     if work.kind == "prune":
         notes.append("pruning alone: evaluation and zero-shot tasks are left out")
     return tuple(notes)

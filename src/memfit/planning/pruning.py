@@ -51,7 +51,7 @@ def trace_pruning(work: Workload, platform: Platform) -> tuple[Recipe, Trace]:
     source = work.source
     if source.kind == "factory":
         raise UsageError(f"{work.model}: a factory's model is not pruned", hint="give a preset, a folder or a hub id")
-    if work.autocast:
+    if work.autocast_type:
         raise UsageError(f"--precision {work.precision}: pruning has no autocast", hint="fp32, bf16 or fp16")
     check_decoder(source, load_config(source))
     blocks, parameters = blocks_of(source, work.attention)

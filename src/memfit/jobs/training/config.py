@@ -38,7 +38,15 @@ Template = Literal["alpaca", "chat"]
 TooLong = Literal["truncate", "drop", "split"]
 Scheduler = Literal["linear", "cosine", "constant", "constant_with_warmup"]
 Optimizer = Literal[
-    "adamw", "adamw-fused", "adamw-single", "adamw-8bit", "paged-adamw", "paged-adamw-8bit", "sgd", "adafactor"
+    "adamw",
+    "adamw-fused",
+    "adamw-single",
+    "adamw-8bit",
+    "paged-adamw",
+    "paged-adamw-8bit",
+    "lion-8bit",
+    "sgd",
+    "adafactor",
 ]
 TORCH_ADAMW = ("adamw", "adamw-fused", "adamw-single")
 

@@ -34,7 +34,7 @@ def check_offload(work: Workload, *, optimizer: str, setting: str) -> None:
         )
 
 
-NEEDS_BITSANDBYTES = ("adamw-8bit", "paged-adamw", "paged-adamw-8bit")
+NEEDS_BITSANDBYTES = ("adamw-8bit", "paged-adamw", "paged-adamw-8bit", "lion-8bit")
 
 
 def check_levers(config: TrainConfig, *, world_size: int) -> tuple[str, ...]:

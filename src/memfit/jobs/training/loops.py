@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.data import Dataset
 
 from memfit.errors import RanOut
 from memfit.jobs.adapter_names import USUAL_RANK
 from memfit.jobs.build import Prepared
-from memfit.jobs.run import Phases, token_ids, wanted
+from memfit.jobs.run import Phases, put_on, token_ids, wanted
+from memfit.jobs.small_states import KINDS, SmallStates
 from memfit.jobs.training.batch import BatchSizes
 from memfit.jobs.training.config import (
     BatchConfig,
@@ -65,9 +67,12 @@ def run_trainer(job: Prepared, device: torch.device | str, phases: Phases, *, st
     from transformers import PrinterCallback, Trainer
 
     model, work = job.model, job.workload
-    with phases("load"):
-        if not work.is_sharded:
-            model.to(device)
+    if work.is_quantised:
+        put_on(job, device, phases)
+    else:
+        with phases("load"):
+            if not work.is_sharded:
+                model.to(device)
     rows = work.batch_size * work.grad_accum * (steps + 1) * work.world_size
     data = RandomTokens(job, rows)
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
@@ -77,7 +82,7 @@ def run_trainer(job: Prepared, device: torch.device | str, phases: Phases, *, st
             **trainer_settings(work),
         )  # fmt: skip
         trainer = Trainer(
-            model=model, args=args, train_dataset=data, optimizer_cls_and_kwargs=_optimizer_on_host(job, args)
+            model=model, args=args, train_dataset=data, optimizer_cls_and_kwargs=_own_optimizer(job, args, device)
         )
         trainer.remove_callback(PrinterCallback)
         if trainer.accelerator.ddp_handler is not None:
@@ -86,9 +91,18 @@ def run_trainer(job: Prepared, device: torch.device | str, phases: Phases, *, st
             trainer.train()
 
 
-def _optimizer_on_host(job: Prepared, args: Any) -> tuple[type[torch.optim.Optimizer], dict[str, Any]] | None:
+def _own_optimizer(
+    job: Prepared, args: Any, device: torch.device | str
+) -> tuple[type[torch.optim.Optimizer], dict[str, Any]] | None:
     """None leaves it to the Trainer."""
     work = job.workload
+    if work.optimizer in KINDS and torch.device(device).type == "meta":
+        tables = [m.weight for m in job.model.modules() if isinstance(m, nn.Embedding)]  # which it keeps in fp32
+        return SmallStates, {
+            "lr": args.learning_rate,
+            "whole": {id(table) for table in tables},
+            **KINDS[work.optimizer],
+        }
     if "optimizer" not in (work.offload or ()):
         return None
     settings = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
@@ -210,7 +224,7 @@ FSDP2 = {"version": 2, "reshard_after_forward": True}
 
 
 def _autocast(work: Workload) -> dict[str, bool]:
-    return {"bf16": work.autocast == "bf16", "fp16": work.autocast == "fp16"}
+    return {"bf16": work.autocast_type == "bf16", "fp16": work.autocast_type == "fp16"}
 
 
 def trainer_arguments(job: TrainJob, *, gpu: bool | None = None) -> Any:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from memfit.errors import UsageError
+from memfit.jobs.small_states import KINDS, SmallStates
 from memfit.jobs.training.config import TrainConfig
 
 ADAMW: dict[str, dict[str, Any]] = {
@@ -17,13 +18,19 @@ ADAMW: dict[str, dict[str, Any]] = {
     "adamw-fused": {"fused": True},
     "adamw-single": {"foreach": False},
 }
-BITSANDBYTES = {"adamw-8bit": "AdamW8bit", "paged-adamw": "PagedAdamW", "paged-adamw-8bit": "PagedAdamW8bit"}
+BITSANDBYTES = {
+    "adamw-8bit": "AdamW8bit", "paged-adamw": "PagedAdamW", "paged-adamw-8bit": "PagedAdamW8bit",
+    "lion-8bit": "Lion8bit",
+}  # fmt: skip
 TRAINER_NAMES = {
     "adamw": "adamw_torch",
     "adamw-fused": "adamw_torch_fused",
     "sgd": "sgd",
     "adafactor": "adafactor",
     "adamw-8bit": "adamw_bnb_8bit",
+    "paged-adamw-8bit": "paged_adamw_8bit",
+    "paged-adamw": "paged_adamw_32bit",
+    "lion-8bit": "lion_8bit",
 }
 
 
@@ -39,14 +46,25 @@ def choose_optimizer(
 
         settings = {"scale_parameter": False, "relative_step": False}
     elif name in BITSANDBYTES:
-        try:
-            import bitsandbytes.optim as bnb  # type: ignore[import-not-found,unused-ignore]
-        except ImportError as error:
-            raise UsageError(f"{setting} {name} needs bitsandbytes", hint="pip install bitsandbytes") from error
-        kind, settings = getattr(bnb, BITSANDBYTES[name]), of_adam
+        if name == "lion-8bit":
+            of_adam = {key: value for key, value in of_adam.items() if key != "eps"}
+        return partial(_of_bitsandbytes, name, setting, of_adam)
     elif name in ADAMW:
         kind, settings = adamw(on_host), of_adam | ADAMW[name]
     return partial(kind, **settings)
+
+
+def _of_bitsandbytes(name: str, setting: str, settings: dict[str, Any], weights: Any, **more: Any) -> Any:
+    """In a plan, where weights have no memory, its shapes are enough."""
+    weights = list(weights)
+    first = weights[0]["params"][0] if isinstance(weights[0], dict) else weights[0]
+    if first.device.type == "meta":
+        return SmallStates(weights, **KINDS[name], **more)
+    try:
+        import bitsandbytes.optim as bnb  # type: ignore[import-not-found,unused-ignore]
+    except ImportError as error:
+        raise UsageError(f"{setting} {name} needs bitsandbytes", hint="pip install bitsandbytes") from error
+    return getattr(bnb, BITSANDBYTES[name])(weights, **settings, **more)
 
 
 def adamw(on_host: bool) -> type[torch.optim.Optimizer]:

@@ -65,7 +65,7 @@ def shard_blocks(model: nn.Module, work: Workload) -> None:
 
     mesh = init_device_mesh("cuda", (work.world_size,))
     policy = MixedPrecisionPolicy()
-    if work.autocast == "bf16":
+    if work.autocast_type == "bf16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     found = block_list(model)
     for block in found[1] if found else ():

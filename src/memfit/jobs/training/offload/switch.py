@@ -23,13 +23,14 @@ from memfit.jobs.workload import Checkpointing
 
 
 def checkpoint_blocks(
-    model: Any, *, setting: str, frozen: bool, selective: bool = False, on_host: ActivationsOnHost | None = None
-) -> None:
+    model: Any, *, setting: str, frozen: bool, selective: bool = False, on_host: ActivationsOnHost | None = None,
+    reentrant: bool = False,
+) -> None:  # fmt: skip
     if not hasattr(model, "gradient_checkpointing_enable"):
         raise UsageError(f"{setting} needs a transformers model", hint="checkpoint inside your own factory")
     if frozen:
         model.enable_input_require_grads()  # the embedding is frozen: without this no block would have gradients
-    settings: dict[str, Any] = {"use_reentrant": False}
+    settings: dict[str, Any] = {"use_reentrant": reentrant}
     if selective:
         settings["context_fn"] = selective_contexts(model)
     try:
@@ -44,13 +45,16 @@ def checkpoint_blocks(
 
 
 def use_block_levers(
-    model: nn.Module, *, checkpointing: Checkpointing, offload: Collection[str], adapters: bool, setting: str
-) -> None:
+    model: nn.Module, *, checkpointing: Checkpointing, offload: Collection[str], adapters: bool, setting: str,
+    reentrant: bool = False,
+) -> None:  # fmt: skip
     """`setting` is how the user asked for checkpointing."""
     on_host = ActivationsOnHost() if "activations" in offload else None
     if checkpointing != "none":
         selective = checkpointing == "selective"
-        checkpoint_blocks(model, setting=setting, frozen=adapters, selective=selective, on_host=on_host)
+        checkpoint_blocks(
+            model, setting=setting, frozen=adapters, selective=selective, on_host=on_host, reentrant=reentrant
+        )
     elif on_host is not None:
         on_host.watch_blocks(model)
     if "weights" in offload:

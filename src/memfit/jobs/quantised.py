@@ -1,0 +1,325 @@
+"""Weights of 4 and 8 bits as a plan sees them: bitsandbytes' layers, its loading and peft's preparation, shapes only.
+
+What is allocated, in which order and for how long is what bitsandbytes 0.50 does on CUDA (nn/modules.py,
+autograd/_functions.py, backends/cuda/ops.py), transformers 5 where it loads a checkpoint (core_model_loading.py,
+`caching_allocator_warmup`), and peft where it prepares and adapts such a model. The numbers themselves are nobody's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from memfit.errors import UsageError
+from memfit.jobs.four_bit_kernels import reads_packed
+from memfit.jobs.workload import Workload
+
+BLOCK, BLOCK_OF_SCALES = 64, 256
+HALVES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+COMPUTE = {name: dtype for dtype, name in HALVES.items()}
+_card: tuple[tuple[int, int], int] = ((9, 0), 132)
+
+
+@contextmanager
+def kernels_of(arch: tuple[int, int], sms: int) -> Iterator[None]:
+    """The card whose kernels are chosen inside."""
+    global _card
+    before, _card = _card, (arch, sms)
+    try:
+        yield
+    finally:
+        _card = before
+
+
+# -- layers ------------------------------------------------------------------------------------------------------------
+
+
+class QuantisedLinear(nn.Linear):
+    """In host memory the weight is as the checkpoint has it; `pack` is what loading makes of it on the GPU."""
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, *, transposed: bool) -> None:
+        nn.Module.__init__(self)
+        self.transposed = transposed
+        rows, columns = weight.shape
+        self.in_features, self.out_features = (rows, columns) if transposed else (columns, rows)
+        self.weight, self.bias = weight, bias  # type: ignore[assignment]
+        self.requires_grad_(False)
+
+    def pack(self, loaded: Tensor, shared: list[Tensor]) -> None:
+        raise NotImplementedError
+
+
+class FourBitLinear(QuantisedLinear):
+    absmax: Tensor
+    offset: Tensor
+
+    def __init__(self, *args: Any, compute: torch.dtype, double: bool, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.compute, self.scales_packed = compute, double
+        self.dtype = self.weight.dtype
+
+    def pack(self, loaded: Tensor, shared: list[Tensor]) -> None:
+        """`quantize_4bit`. Scales of scales are looked up in a table that is made once and kept in `shared`."""
+        device = loaded.device
+        scales = -(-loaded.numel() // BLOCK)
+        absmax = torch.empty(scales, dtype=torch.float32, device=device)
+        packed = torch.empty(((loaded.numel() + 1) // 2, 1), dtype=torch.uint8, device=device)
+        code = torch.tensor([0.0] * 16, device=device)
+        code.div_(code.abs().max())
+        kept = {"absmax": absmax, "code": code}
+        if self.scales_packed:
+            offset = absmax.mean()
+            centred = absmax - offset
+            if not shared:
+                shared.append(torch.tensor([0.0] * 256, device=device))
+            second = torch.empty(-(-scales // BLOCK_OF_SCALES), dtype=torch.float32, device=device)
+            small = torch.empty_like(centred, dtype=torch.uint8)
+            kept |= {"absmax": small, "offset": offset, "absmax2": second, "code2": shared[0].clone()}
+            del centred
+        self.weight.data = packed
+        for name, tensor in kept.items():
+            self.register_buffer(name, tensor, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        given = x.dtype
+        x = x.to(self.compute)
+        bias = self.bias
+        if bias is not None and bias.dtype != x.dtype:
+            bias.data = bias.data.to(x.dtype)
+        needs_grad = torch.is_grad_enabled() and x.requires_grad
+        made: Tensor = PackedProduct.apply(x, self) if needs_grad else self.product(x)
+        return made.to(given)
+
+    def product(self, x: Tensor) -> Tensor:
+        """`gemm_4bit`: a kernel that reads packed weights, or `_dequant_linear_fallback`."""
+        arch, sms = _card
+        rows = x.numel() // x.shape[-1]
+        if reads_packed(
+            arch, sms, half=HALVES[x.dtype], rows=rows, out=self.out_features, inner=self.in_features
+        ):  # fmt: skip
+            x = x.contiguous()
+            return torch.empty((*x.shape[:-1], self.out_features), dtype=x.dtype, device=x.device)
+        if self.scales_packed:
+            scales = torch.empty_like(self.absmax, dtype=torch.float32)
+            shifted = scales + self.offset  # noqa: F841  both live until the product is done
+        unpacked = torch.empty((self.out_features, self.in_features), dtype=x.dtype, device=x.device)
+        return linear(x, unpacked, self.bias)
+
+    def unpacked(self) -> Tensor:
+        """`dequantize_4bit`, in the type that the checkpoint had."""
+        if self.scales_packed:
+            scales = torch.empty_like(self.absmax, dtype=torch.float32)
+            scales += self.offset
+        return torch.empty((self.out_features, self.in_features), dtype=self.dtype, device=self.weight.device)
+
+
+class PackedProduct(torch.autograd.Function):
+    """`MatMul4Bit`: nothing but the packed weight is kept for backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: FourBitLinear) -> Tensor:
+        ctx.layer = layer
+        return layer.product(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,) = grads
+        return torch.matmul(grad, ctx.layer.unpacked().to(grad.dtype)), None
+
+
+class EightBitLinear(QuantisedLinear):
+    scales: Tensor
+
+    def pack(self, loaded: Tensor, shared: list[Tensor]) -> None:
+        """`Int8Params`: it goes back to the host, and comes again as fp16 beside what was loaded first."""
+        half = torch.empty_like(loaded, dtype=torch.float16)
+        scales = torch.empty(self.out_features, dtype=torch.float32, device=loaded.device)
+        self.weight.data = torch.empty_like(half, dtype=torch.int8)
+        self.register_buffer("scales", scales, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.bias is not None and self.bias.dtype != x.dtype:
+            self.bias.data = self.bias.data.to(x.dtype)
+        made: Tensor = Int8Product.apply(x, self)
+        return made
+
+    def product(self, x: Tensor) -> Tensor:
+        _kept = _rounded(x.to(torch.float16))
+        added = torch.empty((x.shape[0], self.out_features), dtype=torch.int32, device=x.device)
+        out = torch.empty_like(added, dtype=torch.float16)
+        if self.bias is not None and self.bias.dtype != torch.float16:
+            out.add_(self.bias)
+        return out.to(x.dtype)
+
+
+def _rounded(x: Tensor) -> tuple[Tensor, Tensor]:
+    """`int8_vectorwise_quant` of activations among which no column stands out."""
+    scales = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
+    rows = torch.empty_like(x, dtype=torch.int8)
+    outliers = x.abs() >= 6.0
+    outliers.any()
+    return rows, scales
+
+
+class Int8Product(torch.autograd.Function):
+    """`MatMul8bitLt`: the input is kept by the node itself, so that checkpointing does not let go of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: EightBitLinear) -> Tensor:
+        shape = x.shape
+        x = x.reshape(-1, shape[-1])
+        made = layer.product(x)
+        ctx.layer, ctx.shape, ctx.dtype = layer, shape, x.dtype
+        ctx.kept = x if ctx.needs_input_grad[0] else None
+        return made.reshape(*shape[:-1], layer.out_features)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        grad, layer = grads[0], ctx.layer
+        grad = grad.reshape(-1, grad.shape[-1]).contiguous()
+        weight = layer.weight.to(ctx.dtype, copy=True).mul_(layer.scales.unsqueeze(1).mul(1.0 / 127.0))
+        return torch.matmul(grad.to(ctx.dtype), weight).view(ctx.shape), None
+
+
+# -- the model ---------------------------------------------------------------------------------------------------------
+
+
+def quantise(model: nn.Module, work: Workload) -> tuple[str, ...]:
+    """Every linear layer but those that transformers leaves as they are; what is to be known of it."""
+    from transformers import PreTrainedModel
+    from transformers.pytorch_utils import Conv1D
+    from transformers.quantizers.base import get_keys_to_not_convert
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    if not isinstance(model, PreTrainedModel):
+        raise UsageError(f"--quant {work.quant} needs a transformers model", hint="quantise inside your own factory")
+    left = [*get_keys_to_not_convert(model), *(model._keep_in_fp32_modules or ())]
+    compute = COMPUTE[work.compute_precision]
+    for name, module in list(model.named_modules()):
+        if not (type(module) is nn.Linear or isinstance(module, Conv1D)) or not should_convert_module(name, left):
+            continue
+        given: Any = (module.weight, module.bias)
+        transposed = isinstance(module, Conv1D)
+        made: QuantisedLinear = (
+            EightBitLinear(*given, transposed=transposed)
+            if work.quant == "int8"
+            else FourBitLinear(*given, transposed=transposed, compute=compute, double=work.double_quant)
+        )
+        model.set_submodule(name, made)
+    layers = [each for each in model.modules() if isinstance(each, QuantisedLinear)]
+    if not layers:
+        raise UsageError(f"--quant {work.quant}: {work.model} has no linear layer that transformers would quantise")
+    inside = {id(each.weight) for each in layers}
+    experts = [
+        (name, p) for name, p in model.named_parameters() if p.dim() == 3 and id(p) not in inside and "expert" in name
+    ]
+    if not experts:
+        return ()
+    share = sum(p.numel() for _, p in experts) / sum(p.numel() for p in model.parameters())
+    return (f"the fused experts stay as they are: transformers 5 quantises none of them ({share:.0%} of the weights)",)
+
+
+def adapt_as_peft_does(model: nn.Module) -> None:
+    """peft's LoRA around a layer of bitsandbytes (tuners/lora/bnb.py) is not the one around a plain layer."""
+    for module in model.modules():
+        if isinstance(getattr(module, "base_layer", None), QuantisedLinear):
+            module.forward = MethodType(_adapted_forward, module)
+
+
+def _adapted_forward(self: Any, x: Tensor) -> Tensor:
+    result: Tensor = self.base_layer(x)
+    if isinstance(self.base_layer, FourBitLinear):
+        result = result.clone()
+    for name in self.active_adapters:
+        first, second = self.lora_A[name], self.lora_B[name]
+        dropout, scaling = self.lora_dropout[name], self.scaling[name]
+        converts, expected = not torch.is_autocast_enabled(), result.dtype
+        if converts:
+            x = self._cast_input_dtype(x, first.weight.dtype)
+        output = second(first(dropout(x))) * scaling
+        if converts:
+            output = output.to(expected)
+        result = result + output
+    return result
+
+
+# -- loading -----------------------------------------------------------------------------------------------------------
+
+
+def loaded_bytes(model: nn.Module, within: tuple[str, ...] = ("",)) -> int:
+    """What transformers asks for at once before it loads: all weights, quantised ones without their scales."""
+    bits = {id(each.weight): 8 if isinstance(each, EightBitLinear) else 4 for each in _layers(model)}
+    counted = [
+        (p, bits.get(id(p), 8 * p.element_size())) for name, p in _base_weights(model) if name.startswith(within)
+    ]
+    return sum(p.numel() * size for p, size in counted) // 8
+
+
+def load(model: nn.Module, device: torch.device | str, whole_bytes: int | None, phases: Any, work: Workload) -> None:
+    """`from_pretrained`, `prepare_model_for_kbit_training`, and the adapters, each as a phase of its own."""
+    if torch.device(device).type != "meta":
+        raise UsageError(f"--quant {work.quant} is planned, not run", hint="memfit plan")
+    layers = {id(layer.weight): layer for layer in _layers(model)}
+    base = sorted(_base_weights(model), key=lambda each: _natural(each[0]))
+    with phases("load"):
+        at_once = loaded_bytes(model) if whole_bytes is None else whole_bytes
+        torch.empty(at_once // 2, dtype=torch.float16, device=device)
+        shared: list[Tensor] = []
+        for _, parameter in base:
+            _load_weight(parameter, layers.get(id(parameter)), device, shared)
+        vars(model)["table_of_scales"] = shared
+        _move_buffers(model, device)
+    if work.is_kbit_prepared:
+        with phases("prepare"):
+            for parameter in model.parameters():
+                if parameter.dtype in (torch.float16, torch.bfloat16) and not parameter.requires_grad:
+                    parameter.data = parameter.data.to(torch.float32)
+            torch.cuda.empty_cache()
+    if work.kind == "lora":
+        with phases("adapt"):
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.data = parameter.data.to(device)
+
+
+def _load_weight(
+    parameter: nn.Parameter, layer: QuantisedLinear | None, device: torch.device | str, shared: list[Tensor]
+) -> None:
+    loaded = parameter.data.to(device)
+    if layer is None:
+        parameter.data = loaded
+        return
+    turned = loaded.t().contiguous() if layer.transposed else loaded
+    layer.pack(turned, shared)
+
+
+def _move_buffers(model: nn.Module, device: torch.device | str) -> None:
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)
+
+
+def _layers(model: nn.Module) -> Iterator[QuantisedLinear]:
+    return (each for each in model.modules() if isinstance(each, QuantisedLinear))
+
+
+def _base_weights(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """All but adapters, by the names that the checkpoint has."""
+    named = [(name, p) for name, p in model.named_parameters() if not p.requires_grad or not _is_adapted(model)]
+    return [(name.removeprefix("base_model.model.").replace(".base_layer.", "."), p) for name, p in named]
+
+
+def _is_adapted(model: nn.Module) -> bool:
+    return hasattr(model, "peft_config")
+
+
+def _natural(name: str) -> tuple[tuple[int, Any], ...]:
+    """transformers loads weights in the order of their names, numbers as numbers."""
+    return tuple((0, int(part)) if part.isdigit() else (1, part) for part in name.split("."))

@@ -1,0 +1,145 @@
+"""Plans with 4-bit and 8-bit weights: what was measured on an H200, the phases before training, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memfit.errors import UsageError
+from memfit.jobs.workload import Workload
+from memfit.planning.predict import Plan, predict
+
+MEASURED = Path(__file__).parents[2] / "accuracy" / "measured" / "quantised.jsonl"
+OF_A_RUN = ("id", "group", "phases", "peak_allocated", "peak_reserved", "loaded")
+RUNS: dict[str, dict[str, Any]] = {run["id"]: run for run in map(json.loads, MEASURED.read_text().splitlines())}
+QUICK = ("q01", "q05", "q08")
+SIZES: dict[str, Any] = {"batch_size": 2, "seq_len": 64}
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> str:
+    config = {
+        "model_type": "llama", "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return str(tmp_path)
+
+
+def settings_of(run: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in run.items() if name not in OF_A_RUN}
+
+
+@pytest.mark.parametrize("run_id", [pytest.param(i, marks=() if i in QUICK else pytest.mark.slow) for i in RUNS])
+def test_a_quantised_run_takes_what_was_measured(run_id: str) -> None:
+    run = RUNS[run_id]
+    plan = predict(Workload(**settings_of(run)), gpu="H200")
+    assert plan.peak.allocated_bytes == pytest.approx(run["peak_allocated"], rel=0.0005)
+    assert plan.peak.reserved_bytes == pytest.approx(run["peak_reserved"], rel=0.02)
+    for name in {"load", "prepare"} & set(run["phases"]):
+        (before,) = (phase for phase in plan.report.phases if phase.name == name)
+        assert before.allocated_bytes == pytest.approx(run["phases"][name][0][0], rel=0.0005)
+
+
+def phases(plan: Plan) -> dict[str, int]:
+    return {each.name: each.allocated_bytes for each in plan.report.phases if each.step == 0}
+
+
+def test_loading_holds_a_16_bit_weight_beside_its_packed_one(tiny: str) -> None:
+    plan = predict(kind="forward", model=tiny, quant="nf4", **SIZES)
+    made = {plan.trace.op(block): plan.trace.category(block) for block in range(len(plan.trace.requested))}
+    assert phases(plan)["load"] < phases(predict(kind="forward", model=tiny, **SIZES))["load"]
+    assert "temporaries" in made.values()
+
+
+def test_preparing_makes_other_weights_fp32(tiny: str) -> None:
+    prepared = phases(predict(kind="lora", model=tiny, quant="nf4", **SIZES))
+    left = phases(predict(kind="lora", model=tiny, quant="nf4", kbit_prepare=False, **SIZES))
+    assert "prepare" not in left
+    assert prepared["adapt"] > left["adapt"]
+
+
+@pytest.mark.parametrize("quant", ["nf4", "int8"])
+def test_weights_take_less_the_fewer_bits(tiny: str, quant: str) -> None:
+    plain, packed = (predict(kind="forward", model=tiny, quant=each, **SIZES) for each in ("none", quant))
+    assert packed.report.breakdown["weights"] < plain.report.breakdown["weights"]
+    assert packed.parameters == plain.parameters
+
+
+def test_double_quantisation_takes_less_of_a_large_weight() -> None:
+    once, twice = (
+        predict(kind="forward", model="llama-3.2-1b", quant="nf4", double_quant=each, batch_size=1, seq_len=8)
+        for each in (False, True)
+    )
+    assert twice.report.breakdown["weights"] < once.report.breakdown["weights"]
+
+
+def test_qlora_is_lora_with_the_settings_of_the_paper(tiny: str) -> None:
+    made = Workload.from_mapping({"kind": "qlora", "model": tiny, **SIZES})
+    assert (made.kind, made.quant, made.double_quant, made.compute_precision) == ("lora", "nf4", True, "bf16")
+    assert (made.is_kbit_prepared, made.grad_checkpointing, made.optimizer) == (True, True, "paged-adamw")
+
+
+def test_what_is_said_of_qlora_goes_before_the_paper(tiny: str) -> None:
+    made = Workload.from_mapping({"kind": "qlora", "model": tiny, "quant": "int8", "optimizer": "adamw", **SIZES})
+    assert (made.quant, made.double_quant, made.optimizer) == ("int8", False, "adamw")
+    with pytest.raises(UsageError, match="--double-quant has no effect"):
+        Workload.from_mapping({"kind": "qlora", "model": tiny, "quant": "int8", "double_quant": True})
+
+
+@pytest.mark.parametrize(("settings", "why"), [
+    ({"quant": "none", "double_quant": True}, "--double-quant has no effect"),
+    ({"quant": "int8", "quant_compute": "bf16"}, "--quant-compute bf16 has no effect"),
+    ({"kbit_prepare": True}, "--kbit-prepare has no effect"),
+    ({"quant": "nf4", "loop": "memfit"}, "not planned together with --loop memfit"),
+    ({"quant": "nf4", "offload": ["weights"]}, "not planned together with --offload weights"),
+    ({"quant": "nf4", "adapter": "dora"}, "not planned together with --adapter dora"),
+    ({"quant": "nf4", "world_size": 2}, "not planned together with --world-size"),
+    ({"precision": "amp-bf16", "autocast": "fp16"}, "contradict each other"),
+    ({"precision": "amp-bf16", "autocast": "none"}, "contradict each other"),
+    ({"quant": "nf5"}, "is not one of none, nf4, fp4, int8"),
+])  # fmt: skip
+def test_settings_that_do_not_go_together_are_refused(tiny: str, settings: dict[str, Any], why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        Workload.from_mapping({"kind": "lora", "model": tiny, **settings})
+
+
+def test_training_of_all_weights_has_none_that_are_quantised(tiny: str) -> None:
+    with pytest.raises(UsageError, match="not of train"):
+        Workload.from_mapping({"kind": "train", "model": tiny, "quant": "nf4"})
+
+
+def test_autocast_over_16_bit_weights_is_neither_precision(tiny: str) -> None:
+    weights = {"kind": "lora", "model": tiny, "loop": "trainer", **SIZES}
+    regions = [predict(**weights, **said) for said in ({}, {"autocast": "bf16"}, {"precision": "amp-bf16"})]
+    assert len({plan.peak.allocated_bytes for plan in regions}) == 3
+    assert predict(**weights, precision="amp-bf16", autocast="bf16").peak == regions[2].peak
+
+
+def test_a_plan_says_what_it_takes_for_granted_of_the_package(tiny: str) -> None:
+    notes = " ".join(predict(kind="qlora", model=tiny, **SIZES).notes)
+    assert "bitsandbytes 0.50 by its shapes and rules" in notes
+    assert "prepare_model_for_kbit_training makes every 16-bit weight fp32" in notes
+    assert "managed memory" in notes
+
+
+def test_fused_experts_stay_as_they_are(tmp_path: Path) -> None:
+    config = {
+        "model_type": "mixtral", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 128,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "max_position_embeddings": 128,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    plan = predict(kind="forward", model=str(tmp_path), quant="nf4", **SIZES)
+    assert any("fused experts stay as they are" in note for note in plan.notes)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw-8bit", "paged-adamw-8bit", "paged-adamw", "lion-8bit"])
+@pytest.mark.parametrize("loop", ["plain", "trainer"])
+def test_small_and_paged_states_are_planned_without_the_package(tiny: str, optimizer: str, loop: str) -> None:
+    said = {"kind": "train", "model": tiny, "loop": loop, **SIZES}
+    small, usual = predict(**said, optimizer=optimizer), predict(**said, optimizer="adamw-fused")
+    assert small.report.breakdown["optimizer"] <= usual.report.breakdown["optimizer"]
