@@ -420,6 +420,8 @@ class Workload:
                 yield f"{self._said(name)} has no effect: {why}"
         if self.autocast == "none" and self.kind in _READ_BY["autocast"]:
             yield "--autocast none has no effect: nothing else asks for a region"
+        if self.autocast is not None and self.autocast == self.weight_precision and self.kind in _READ_BY["autocast"]:
+            yield f"--autocast {self.autocast} changes only what is made in fp32: weights are {self.autocast} already"
         if self.kind == "lora" and self.adapter_dtype == "same" and self.weight_precision == "fp32":
             yield f"{self._said('adapter_dtype')} has no effect: the base model is fp32 too"
         if self.kind == "prune":
