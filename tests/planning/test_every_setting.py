@@ -27,7 +27,7 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 TEXTS = {
     "sparsity_type": ["2:4"], "dataset": ["c4"], "max_gpu_memory": ["64MiB", "3MiB"],
-    "alloc_conf": ["expandable_segments:True"], "adapter_config": ["r=4"],
+    "alloc_conf": ["expandable_segments:True"], "adapter_config": ["bias=all"], "image_size": ["64x64"],
 }  # fmt: skip
 LISTS = {"target_modules": [("q_proj",)]}
 SHARES = [0.25]

@@ -79,6 +79,8 @@ def add_adapters(
         notes.append("not modelled: what cuFFT takes beside its results: the peak may be higher")
     if work.adapter not in LORAS:
         notes.append(f"{type(config).__name__}: {_shown(config)}")
+    elif work.adapter_config:
+        notes.append(f"--adapter-config {work.adapter_config}")
     return adapted, _found(config, work, targets), notes
 
 

@@ -128,6 +128,8 @@ def _prepared(workload: Workload, layers: int | None) -> Prepared:
         raise UsageError(f"{workload.model} does not generate text", hint="memfit plan forward fits an encoder")
     parameters = parameter_count(model)
     notes = (*source_notes(source), *given)
+    if workload.head:
+        notes = (f"--head {workload.head}: a {type(model).__name__}", *notes)
     if source.kind != "factory" and workload.attention == "sdpa" and _is_eager(model):
         workload = workload.with_found(attention="eager")
         notes = (f"transformers has no fused attention for {source.name}: eager, as it takes by itself", *notes)
