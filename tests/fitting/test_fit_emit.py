@@ -224,3 +224,16 @@ def test_a_switch_without_a_value_stands_alone() -> None:
 
     lines = [line.strip(" \\") for line in emit(answer, "args").splitlines()]
     assert "--padding" in lines
+
+
+def test_quantised_weights_are_written_as_python_alone() -> None:
+    answer = memfit.fit(kind="qlora", model="llama-3.2-1b", batch_size=1, seq_len=256, gpu="24GB", margin=0.0)
+    source = emit(answer, "python")
+    compile(source, "run.py", "exec")
+
+    assert "load_in_4bit=True, bnb_4bit_quant_type='nf4', bnb_4bit_use_double_quant=True" in source
+    assert "prepare_model_for_kbit_training(model, use_gradient_checkpointing=True)" in source
+    assert "optim='paged_adamw_32bit'" in source
+    for form in ("yaml", "args"):
+        with pytest.raises(UsageError, match=f"--emit {form}: "):
+            emit(answer, form)

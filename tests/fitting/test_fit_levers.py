@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from forecasts import forecast
@@ -153,3 +154,22 @@ def test_levers_are_known_without_torch() -> None:
 def test_a_setting_of_another_kind_of_job_cannot_be_kept() -> None:
     with pytest.raises(UsageError, match="--keep rank has no effect: it is a setting of lora"):
         levers_for(Workload(kind="train", model="gpt2"), keep=["rank"])
+
+
+@pytest.mark.parametrize("kind", ["forward", "lora", "generate"])
+def test_a_base_model_in_8_and_4_bits_changes_the_numbers(kind: Any) -> None:
+    found = {each.name: each for each in levers_for(Workload(kind=kind, model="gpt2")) if each.group == "quantised"}
+
+    assert list(found) == ["8-bit weights", "4-bit weights"]
+    assert {each.cost for each in found.values()} == {"precision"}
+    assert apply(Workload(kind=kind, model="gpt2"), [found["4-bit weights"]]).quant == "nf4"
+
+
+def test_kbit_preparation_can_be_left_out() -> None:
+    prepared = Workload(kind="lora", model="gpt2", quant="nf4")
+    (lever,) = (each for each in levers_for(prepared) if each.group == "kbit preparation")
+
+    assert not apply(prepared, [lever]).is_kbit_prepared
+    assert not [
+        each for each in levers_for(apply(prepared, [lever])) if each.group in ("kbit preparation", "quantised")
+    ]

@@ -38,6 +38,8 @@ def environment(work: Workload) -> dict[str, str]:
 
 
 def refuse_what_has_no_switch(work: Workload, form: str) -> None:
+    if form == "args" and work.is_quantised:
+        raise UsageError("--emit args: no flag of the HF Trainer quantises weights", hint="--emit python")
     lacking = [f"{what} on the host" for what in work.offload or ()]
     if work.selective_checkpointing:
         lacking.append("selective checkpointing")
@@ -79,6 +81,8 @@ INDENT = " " * 8
 def python_of(work: Workload, headline: str) -> str:
     if work.trains:
         refuse_what_has_no_switch(work, "python")
+    if work.is_quantised and not _hub_id(work.model):
+        raise UsageError(f"--emit python: {work.model} has no weights on the hub that could be quantised")
     parts = [f'"""{_safe(headline)}."""\n', *_environment(work), *_imports(work), "", "", *_model(work), "", ""]
     if work.kind == "prune":
         return "\n".join([parts[0], *_environment(work), *_prune(work)]) + "\n"
@@ -102,12 +106,16 @@ def _imports(work: Workload) -> Iterator[str]:
     names = ["Trainer", "TrainingArguments"] if work.trains else []
     if _hub_id(work.model):
         names.insert(0, "AutoModelForCausalLM")
+    if work.is_quantised:
+        names.append("BitsAndBytesConfig")
     if names:
         yield f"from transformers import {', '.join(names)}"
     if work.kind == "lora":
         from memfit.jobs.adapters import config_arguments
 
         yield f"from peft import {config_arguments(work, ())[0].__name__}, get_peft_model"
+        if work.is_kbit_prepared:
+            yield "from peft import prepare_model_for_kbit_training"
     if _shows_buckets(work):
         yield "from accelerate.utils import DistributedDataParallelKwargs"
     if not _hub_id(work.model):
@@ -131,19 +139,36 @@ def _model(work: Workload) -> Iterator[str]:
     yield "def load_model():"
     if hub:
         yield "    model = AutoModelForCausalLM.from_pretrained("
-        yield f"{INDENT}{hub!r}, dtype={dtype}, attn_implementation={work.attention!r}"
+        yield f"{INDENT}{hub!r}, dtype={dtype}, attn_implementation={work.attention!r},"
+        yield from _quantisation(work)
         yield "    )"
     else:
         yield "    model = build_model("
         yield f"{INDENT}resolve({work.model!r}), dtype={dtype}, attention={work.attention!r}, init_weights=True"
         yield "    )"
+    if work.is_kbit_prepared:
+        checkpointed = f"use_gradient_checkpointing={work.grad_checkpointing}"
+        yield f"    model = prepare_model_for_kbit_training(model, {checkpointed})"
     if work.kind == "lora":
         yield from _adapters(work)
     if work.trains and work.loss == "chunked":
         yield f"    use_chunked_loss(model, chunk={work.loss_chunk})"
     if work.trains and work.kind == "lora" and work.grad_checkpointing:
         yield "    model.enable_input_require_grads()  # the embedding is frozen"
-    yield "    return model" if work.trains else '    return model.to("cuda").eval()'
+    on_gpu = "model" if work.is_quantised else 'model.to("cuda")'
+    yield "    return model" if work.trains else f"    return {on_gpu}.eval()"
+
+
+def _quantisation(work: Workload) -> Iterator[str]:
+    if not work.is_quantised:
+        return
+    said = "load_in_8bit=True"
+    if work.quant != "int8":
+        said = (
+            f"load_in_4bit=True, bnb_4bit_quant_type={work.quant!r}, bnb_4bit_use_double_quant={work.double_quant},"
+            f" bnb_4bit_compute_dtype={DTYPES[work.compute_precision]}"
+        )
+    yield f'{INDENT}device_map={{"": 0}}, quantization_config=BitsAndBytesConfig({said}),'
 
 
 def _adapters(work: Workload) -> Iterator[str]:
@@ -243,6 +268,8 @@ def headline(fitted: Fitted) -> str:
 def yaml_of(fitted: Fitted) -> str:
     from memfit.jobs.training.config_file import as_yaml, config_from
 
+    if fitted.fitted.is_quantised:
+        raise UsageError("--emit yaml: `memfit train` has no quantised weights", hint="--emit python")
     if not fitted.fitted.trains:
         raise UsageError(f"--emit yaml: a config is for training, not for {fitted.workload.kind}", hint="--emit args")
     document = config_document(fitted)

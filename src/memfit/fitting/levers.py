@@ -83,6 +83,7 @@ def _training(work: Workload) -> Iterator[Lever]:
     yield from _adapters(work)
     yield from _eight_bit(work)
     yield from _precision(work)
+    yield from _quantised(work)
     yield from _shorter(work)
     yield from _lower_rank(work)
 
@@ -94,6 +95,7 @@ def _inference(work: Workload) -> Iterator[Lever]:
     yield from _allocator(work)
     yield from _smaller_batches(work)
     yield from _precision(work)
+    yield from _quantised(work)
     yield from _fewer_beams(work)
     yield from _fewer_tokens(work)
     yield from _shorter(work)
@@ -312,7 +314,7 @@ def _offloading(work: Workload) -> Iterator[Lever]:
             {"trainer": 'DeepSpeed: "offload_optimizer": {"device": "cpu"}',
              "accelerate": 'DeepSpeedPlugin(zero_stage=2, offload_optimizer_device="cpu")'},
         )  # fmt: skip
-    if "weights" not in on_host and work.kind == "lora":
+    if "weights" not in on_host and work.kind == "lora" and not work.is_quantised:
         none = "no switch of its own: a device_map with a CPU part breaks the backward pass of checkpointing"
         yield _offload(
             "weights", "frozen blocks lie in host memory and come one after the other",
@@ -331,7 +333,12 @@ def _offload(what: str, says: str, price: str, lowers: tuple[str, ...], how: Map
 
 
 def _adapters(work: Workload) -> Iterator[Lever]:
-    if work.kind == "lora" and work.adapter_dtype == "fp32" and work.weight_precision != "fp32":
+    if (
+        work.kind == "lora"
+        and work.adapter_dtype == "fp32"
+        and work.weight_precision != "fp32"
+        and not work.is_quantised
+    ):
         way = "get_peft_model(model, config, autocast_adapter_dtype=False)"
         yield Lever(
             name=f"{work.weight_precision} adapters", cost="precision", group="adapters",
@@ -379,6 +386,40 @@ def _precision(work: Workload) -> Iterator[Lever]:
             how={
                 "memfit": f"{own}{' (precision: bf16)' if work.trains else ''}", "trainer": way, "accelerate": way,
             },
+        )  # fmt: skip
+
+
+def _quantised(work: Workload) -> Iterator[Lever]:
+    """Of a base model that is not trained."""
+    if work.is_kbit_prepared:
+        way = "do not call prepare_model_for_kbit_training; model.enable_input_require_grads() with checkpointing"
+        yield Lever(
+            name="no kbit preparation", cost="precision", group="kbit preparation", settings={"kbit_prepare": False},
+            says=f"embedding, head, norms and what they make stay in {work.weight_precision}",
+            price="none: it is faster", risk="norms and the head round more", lowers=("weights", *MADE_BY_TOKENS),
+            how={"memfit": "--no-kbit-prepare", "trainer": way, "accelerate": way},
+        )  # fmt: skip
+    if work.kind not in kinds_that_read(["quant"]) or work.is_quantised:
+        return
+    try:
+        dataclasses.replace(work, quant="nf4").check_quantised()
+    except UsageError:  # what is on already does not go with it
+        return
+    missing = None if find_spec("bitsandbytes") else "bitsandbytes"
+    made: tuple[tuple[str, dict[str, Any], str], ...] = (
+        ("8-bit", {"quant": "int8"}, "load_in_8bit=True"),
+        ("4-bit", {"quant": "nf4", "double_quant": True}, 'load_in_4bit=True, bnb_4bit_quant_type="nf4", ...'),
+    )
+    for name, settings, way in made:
+        prepare = {"kbit_prepare": False} if work.kind == "lora" else {}
+        flags = " ".join(f"{flag(key)}{'' if value is True else f' {value}'}" for key, value in settings.items())
+        load = f"from_pretrained(..., quantization_config=BitsAndBytesConfig({way}))"
+        yield Lever(
+            name=f"{name} weights", cost="precision", group="quantised", settings={**settings, **prepare},
+            says=f"linear layers of the base model in {name[0]} bits, by bitsandbytes",
+            price="weights are made whole again in each pass", risk="answers of the base model change a little",
+            lowers=("weights",), missing=missing,
+            how={"memfit": f"{flags} (plans only)", "trainer": load, "accelerate": load},
         )  # fmt: skip
 
 
