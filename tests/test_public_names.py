@@ -16,18 +16,24 @@ from memfit.jobs.workload import KINDS
 COMMON = [
     "--model", "--batch-size", "--seq-len", "--seqlen", "--context-length", "--precision", "--attention", "--padding",
 ]  # fmt: skip
+SHAPES = ["--head", "--image-size", "--images", "--target-len", "--use-cache"]
+QUANTISED = ["--quant", "--double-quant", "--quant-compute"]
 TRAINING = [
-    "--loop", "--loss", "--loss-chunk", "--optimizer", "--grad-checkpointing", "--selective-checkpointing", "--offload",
+    "--outputs", "--autocast", "--loop", "--loss", "--loss-chunk", "--optimizer", "--grad-checkpointing", "--selective-checkpointing", "--offload",
     "--world-size", "--parallel", "--gradient-as-bucket-view", "--no-gradient-as-bucket-view",
     "--grad-accum", "--clip-grad", "--no-clip-grad",
 ]  # fmt: skip
 HOW_LONG = ["--steps", "--tokens"]
-LORA = ["--rank", "--target-modules", "--lora-dropout", "--adapter-dtype"]
+LORA = [
+    "--rank", "--target-modules", "--lora-dropout", "--adapter-dtype", "--adapter", "--adapter-config",
+    "--kbit-prepare", "--no-kbit-prepare", *QUANTISED,
+]  # fmt: skip
 PRUNING = [
     "--method", "--prune-method", "--sparsity", "--sparsity-ratio", "--sparsity-type", "--nsamples", "--dataset",
     "--max-gpu-memory",
 ]  # fmt: skip
 GENERATION = ["--new-tokens", "--decoding", "--num-beams", "--cache"]
+FORWARD = [*SHAPES, "--autocast", *QUANTISED]
 OF_FIT = ["--alloc-conf", "--gpu", "--keep", "--margin", "--emit", "--json"]
 LAST = ["--alloc-conf", "--gpu", "--json", "--save-trace", "--force", "-f", "--no-trace-cache"]
 
@@ -78,6 +84,7 @@ FLAGS = {
         "--gpu",
         "--json",
         *COMMON,
+        *SHAPES,
         *TRAINING,
         *LORA,
         *GENERATION,
@@ -88,24 +95,27 @@ FLAGS = {
     **{
         f"check {kind}": [*flags, "--alloc-conf", "--gpu", "--load", "--json"]
         for kind, flags in {
-            "forward": COMMON,
-            "train": [*COMMON, *TRAINING],
-            "lora": [*COMMON, *TRAINING, *LORA],
-            "generate": [*COMMON, *GENERATION],
+            "forward": [*COMMON, *FORWARD],
+            "train": [*COMMON, *SHAPES, *TRAINING],
+            "lora": [*COMMON, *SHAPES, *TRAINING, *LORA],
+            "generate": [*COMMON, "--autocast", *QUANTISED, *GENERATION],
             "prune": [*(flag for flag in COMMON if flag not in ("--batch-size", "--padding")), *PRUNING],
         }.items()
     },
     "fit": [],
-    "fit forward": [*COMMON, *OF_FIT],
-    "fit train": [*COMMON, *TRAINING, *OF_FIT, *HOW_LONG, "--global-batch", "--ladder"],
-    "fit lora": [*COMMON, *TRAINING, *LORA, *OF_FIT, *HOW_LONG, "--global-batch", "--ladder"],
-    "fit generate": [*COMMON, *GENERATION, *OF_FIT],
+    "fit forward": [*COMMON, *FORWARD, *OF_FIT],
+    "fit train": [*COMMON, *SHAPES, *TRAINING, *OF_FIT, *HOW_LONG, "--global-batch", "--ladder"],
+    **{
+        f"fit {kind}": [*COMMON, *SHAPES, *TRAINING, *LORA, *OF_FIT, *HOW_LONG, "--global-batch", "--ladder"]
+        for kind in ("lora", "qlora")
+    },
+    "fit generate": [*COMMON, "--autocast", *QUANTISED, *GENERATION, *OF_FIT],
     "fit prune": [*(flag for flag in COMMON if flag not in ("--batch-size", "--padding")), *PRUNING, *OF_FIT],
     "plan": [],
-    "plan forward": [*COMMON, *LAST],
-    "plan train": [*COMMON, *TRAINING, *HOW_LONG, *LAST],
-    "plan lora": [*COMMON, *TRAINING, *LORA, *HOW_LONG, *LAST],
-    "plan generate": [*COMMON, *GENERATION, *LAST],
+    "plan forward": [*COMMON, *FORWARD, *LAST],
+    "plan train": [*COMMON, *SHAPES, *TRAINING, *HOW_LONG, *LAST],
+    **{f"plan {kind}": [*COMMON, *SHAPES, *TRAINING, *LORA, *HOW_LONG, *LAST] for kind in ("lora", "qlora")},
+    "plan generate": [*COMMON, "--autocast", *QUANTISED, *GENERATION, *LAST],
     "plan prune": [*(flag for flag in COMMON if flag not in ("--batch-size", "--padding")), *PRUNING, *LAST],
     "plan batch": ["--gpu"],
     "plan script": [
@@ -117,6 +127,8 @@ FLAGS = {
         "--save-trace",
         "--seconds",
         "--steps",
+        "--synthetic-data",
+        "--try",
         "-f",
     ],
     "profile": [
