@@ -143,3 +143,11 @@ def test_small_and_paged_states_are_planned_without_the_package(tiny: str, optim
     said = {"kind": "train", "model": tiny, "loop": loop, **SIZES}
     small, usual = predict(**said, optimizer=optimizer), predict(**said, optimizer="adamw-fused")
     assert small.report.breakdown["optimizer"] <= usual.report.breakdown["optimizer"]
+
+
+def test_adapters_of_4_bit_layers_are_first_made_in_the_type_that_they_compute_in(tiny: str) -> None:
+    said = {"kind": "lora", "model": tiny, "quant": "nf4", "kbit_prepare": False, **SIZES}
+    fp32, same = predict(**said), predict(**said, adapter_dtype="same")
+    assert same.report.breakdown["weights"] < fp32.report.breakdown["weights"]
+    with pytest.raises(UsageError, match="8-bit layers in fp32"):
+        predict(kind="lora", model=tiny, quant="int8", adapter_dtype="same", **SIZES)

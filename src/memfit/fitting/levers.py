@@ -337,7 +337,7 @@ def _adapters(work: Workload) -> Iterator[Lever]:
         work.kind == "lora"
         and work.adapter_dtype == "fp32"
         and work.weight_precision != "fp32"
-        and not work.is_quantised
+        and work.quant != "int8"
     ):
         way = "get_peft_model(model, config, autocast_adapter_dtype=False)"
         yield Lever(

@@ -222,7 +222,10 @@ def quantise(model: nn.Module, work: Workload) -> tuple[str, ...]:
     if not experts:
         return ()
     share = sum(p.numel() for _, p in experts) / sum(p.numel() for p in model.parameters())
-    return (f"the fused experts stay as they are: transformers 5 quantises none of them ({share:.0%} of the weights)",)
+    return (
+        f"the fused experts stay as they are: transformers 5 quantises none of them ({share:.0%} of the weights)",
+        "loading takes more than is planned while experts that lie apart in the files are stacked",
+    )
 
 
 def adapt_as_peft_does(model: nn.Module) -> None:
@@ -283,9 +286,17 @@ def load(model: nn.Module, device: torch.device | str, whole_bytes: int | None, 
             torch.cuda.empty_cache()
     if work.kind == "lora":
         with phases("adapt"):
-            for parameter in model.parameters():
-                if parameter.requires_grad:
-                    parameter.data = parameter.data.to(device)
+            _load_adapters([each for each in model.parameters() if each.requires_grad], device, work)
+
+
+def _load_adapters(adapters: list[nn.Parameter], device: torch.device | str, work: Workload) -> None:
+    """Around a 4-bit layer they come in the type that it computes in; then each becomes fp32, if at all."""
+    for parameter in adapters:
+        first = parameter.dtype if work.quant == "int8" else COMPUTE[work.compute_precision]
+        parameter.data = parameter.data.to(device, first)
+    for parameter in adapters:
+        if work.adapter_dtype == "fp32":
+            parameter.data = parameter.data.to(torch.float32)
 
 
 def _load_weight(

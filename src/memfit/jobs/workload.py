@@ -393,8 +393,8 @@ class Workload:
                 yield name, f"--quant {self.quant} has no 4-bit weights, --quant nf4 has"
         if self.kind == "lora" and self.quant == "none":
             yield "kbit_prepare", "no weights are quantised, --quant nf4 does it"
-        if self.kind == "lora" and self.quant != "none":
-            yield "adapter_dtype", "peft makes adapters of quantised layers in fp32"
+        if self.kind == "lora" and self.quant == "int8":
+            yield "adapter_dtype", "peft makes adapters of 8-bit layers in fp32"
 
     def _unused_by_adapter(self) -> Iterator[tuple[str, str]]:
         if self.adapter in NO_RANK:
