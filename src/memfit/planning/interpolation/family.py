@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
@@ -321,6 +322,9 @@ def family_of(work: Workload, platform: Platform) -> Family | None:
 
 
 def _reads_more_than_text(work: Workload) -> bool:
+    """Without transformers nothing was traced here that a family could tell from; with it, this is asked again."""
+    if not work.head and "transformers" not in sys.modules:
+        return False
     head = HEAD_NAMES[work.head] if work.head else head_named(work.source)
     return head is not None and head.reads != "text"
 
