@@ -241,7 +241,7 @@ def _job(plan: Plan) -> RenderableType:
 def _setting(name: str, value: object) -> str:
     """`batch-size 4`, `grad-checkpointing`; what is off or empty goes without saying."""
     word = clean(name).replace("_", "-")
-    if value is None or value is False or value in ("", []):
+    if value is None or value is False or value in ("", "none", []):
         return ""
     if value is True:
         return word
