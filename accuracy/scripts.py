@@ -89,29 +89,38 @@ def compare(file: str) -> None:
 
 def keep(jobs: list[dict[str, Any]], file: str) -> None:
     planned, measured = read(file, "planned"), read(file, "measured")
-    with KEPT.open("w") as out:
+    with KEPT.open("a") as out:
         for job in jobs:
-            plan, seen = planned.get(job["name"], {}), measured.get(job["name"], {})
-            line = {key: job[key] for key in ("name", "from", "command")}
-            print(json.dumps({**line, "predicted": plan, "measured": seen}), file=out)
+            plan, seen = planned[job["name"]], measured[job["name"]]
+            line = {key: job[key] for key in ("name", "from", "command")} | {"allocated": seen["allocated"]}
+            if "allocated" in plan:
+                line |= {
+                    "steps": plan["steps"],
+                    "allocated_off_bytes": plan["allocated"] - seen["allocated"],
+                    "reserved_off": plan["reserved"] / seen["reserved"] - 1,
+                    "note": "; ".join(plan["notes"]),
+                }
+            else:
+                line |= {"steps": 0, "allocated_off_bytes": None, "reserved_off": None, "note": plan["error"]}
+            print(json.dumps(line), file=out)
 
 
 def section() -> Iterator[str]:
     """Of docs/accuracy.md."""
-    yield "| program | from | steps | allocated, bytes | off | reserved, bytes | off | |"
-    yield "|---|---|---:|---:|---:|---:|---:|---|"
-    for job in map(json.loads, KEPT.read_text().splitlines()):
-        plan, seen = job["predicted"], job["measured"]
-        head = f"| `{job['command']}` | {job['from']} |"
-        if "allocated" not in plan:
-            yield f"{head} | {seen['allocated']:,} | no answer | {seen['reserved']:,} | | {plan['error']} |"
-            continue
-        figures = (f"{seen[key]:,} | {_off(plan[key], seen[key])}" for key in ("allocated", "reserved"))
-        yield f"{head} {plan['steps']} | {' | '.join(figures)} | {'; '.join(plan['notes'])} |"
+    yield "| program | from | steps | allocated, bytes | off | reserved off | |"
+    yield "|---|---|---:|---:|---:|---:|---|"
+    for run in map(json.loads, KEPT.read_text().splitlines()):
+        missing = run["allocated_off_bytes"] is None
+        off = "no answer | " if missing else f"{_off(run)} | {_percent(run['reserved_off'])}"
+        yield f"| `{run['command']}` | {run['from']} | {run['steps']} | {run['allocated']:,} | {off} | {run['note']} |"
 
 
-def _off(predicted: int, measured: int) -> str:
-    return "exact" if predicted == measured else f"{predicted / measured - 1:+.3%}"
+def _off(run: dict[str, Any]) -> str:
+    return _percent(run["allocated_off_bytes"] / run["allocated"])
+
+
+def _percent(share: float) -> str:
+    return f"{share:+.4%}" if share else "exact"
 
 
 if __name__ == "__main__":
