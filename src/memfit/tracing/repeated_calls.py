@@ -1,14 +1,17 @@
 """A model called again and again without gradients, on tensors of the same shapes, as evaluations do hundreds of times.
 
-Once a few such calls have made the same events, the next ones are not run: their events are written down again, and
-what they would return is made without them. A call counts only if nothing in it asked for a value, nothing that it made
-stays but what it returns and the weights that autocast keeps, and no block of before it was freed.
+Once some such calls have made the same events, the next ones are not run: their events are written down again, and what
+they would return is made without them. A call counts only if nothing in it asked for a value, nothing that it made stays
+but what it returns and the weights that autocast keeps, nobody else holds that, and no block of before it was freed.
+It is told from others only while the model is what it was then: weights, modes, attributes, and no hooks.
 """
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,8 +24,12 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from memfit.events import Action
 
 Tensor = torch.Tensor
-ALIKE = 3
-"""Calls in a row that must have been the same."""
+ALIKE = 8
+"""Calls in a row that must have been the same: nobody waits for fewer."""
+SKIPPED = (
+    "calls of a model without gradients, on the same shapes, were told from the ones before: every one was taken to do"
+    " the same"
+)
 PLAIN = (int, float, bool, str, bytes, type(None), torch.dtype, torch.Size)
 
 
@@ -55,14 +62,13 @@ class RepeatedCalls:
     def __init__(self, names: Any) -> None:
         self._tracer, self._autocast = names.tracer, names.autocast
         self._seen: dict[Any, _NotedCall] = {}
-        self.skipped = 0
 
     def run(self, module: torch.nn.Module, call: Callable[[], Any], args: Any, kwargs: Any) -> Any:
         with torch._C.DisableTorchFunction():  # tensors as they are, not as the traced code sees them
             key = self._key(module, args, kwargs)
             before = self._seen.get(key)
             if before is not None and before.times >= ALIKE:
-                self.skipped += 1
+                self._tracer.assume(SKIPPED)
                 return self._repeat(before)
         if key is None:
             return call()
@@ -89,9 +95,12 @@ class RepeatedCalls:
                 signs.append(leaf)
             else:
                 return None
-        cast = torch.is_autocast_enabled("cuda"), len(self._autocast._cache)
+        state = _state(module)
+        if state is None:
+            return None
+        cast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"), len(self._autocast._cache)
         phase = [mark.phase for mark in self._tracer.trace.marks[-1:]]  # the first call of a phase begins it
-        return weakref.ref(module), str(form), tuple(signs), cast, torch.is_inference_mode_enabled(), *phase
+        return weakref.ref(module), state, str(form), tuple(signs), cast, _settings(), *phase
 
     def _noted(self, first_event: int, first_block: int, out: Any) -> _NotedCall | None:
         trace = self._tracer.trace
@@ -104,6 +113,8 @@ class RepeatedCalls:
             events.append((action, block))
             alive.add(block) if action == Action.ALLOC else alive.remove(block)
         leaves, form = tree_flatten(out)
+        if _held_elsewhere(leaves):
+            return None
         returned = [self._made(leaf, first_block) for leaf in leaves]
         weights, cast = [], []
         for weight, copy in self._autocast._cache.values():
@@ -169,6 +180,51 @@ class RepeatedCalls:
                 self._tracer._follow(storages[made.block], first + made.block)
             empty = torch.empty(0, dtype=made.dtype, device=self._tracer.device)
             return empty.set_(storages[made.block], made.offset, made.shape, made.stride)
+
+
+def _settings() -> tuple[Any, ...]:
+    """Of torch, which choose kernels."""
+    cuda = torch.backends.cuda
+    kernels = (cuda.flash_sdp_enabled, cuda.mem_efficient_sdp_enabled, cuda.math_sdp_enabled, cuda.cudnn_sdp_enabled)
+    return (
+        *(enabled() for enabled in kernels), torch.is_inference_mode_enabled(), torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.enabled,
+    )  # fmt: skip
+
+
+def _state(module: torch.nn.Module) -> tuple[Any, ...] | None:
+    """What a call may depend on beside its arguments; None where a hook could do anything."""
+    found: list[Any] = []
+    for each in module.modules():
+        if each._forward_hooks or each._forward_pre_hooks:
+            return None
+        found.append(id(each))
+        found.extend(sign for name, value in vars(each).items() if name not in HOOKS for sign in (name, _sign(value)))
+    return tuple(found)
+
+
+HOOKS = frozenset(name for name in vars(torch.nn.Module()) if name not in ("training", "_parameters", "_buffers"))
+
+
+def _sign(value: Any, depth: int = 0) -> Any:
+    """Of a plain value itself, of a tensor what it is like, of a container or an object what is in it."""
+    if isinstance(value, Tensor):
+        return id(value), value.dtype, value.shape
+    if isinstance(value, PLAIN):
+        return value if value == value else "nan"
+    if depth < 2 and isinstance(value, Mapping):
+        return id(value), len(value), *(_sign(each, depth + 1) for each in value.values())
+    if isinstance(value, (list, tuple, set, frozenset, deque)):
+        return id(value), len(value)
+    if depth < 1 and hasattr(value, "__dict__") and not isinstance(value, (type, torch.nn.Module)):
+        return id(value), *(_sign(each, 2) for each in vars(value).values())
+    return id(value)
+
+
+def _held_elsewhere(leaves: list[Any]) -> bool:
+    """Whether somebody beside the caller has a tensor that a call returns."""
+    own = 4  # the structure that is returned, the list here, the name below, the argument of `getrefcount`
+    return any(isinstance(leaf, Tensor) and sys.getrefcount(leaf) > own for leaf in leaves)
 
 
 @contextmanager
