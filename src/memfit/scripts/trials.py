@@ -98,7 +98,7 @@ def with_argument(arguments: Sequence[str], key: str, value: str) -> tuple[str, 
     """
     names = {f"{dashes}{spelt}" for dashes in ("--", "-", "") for spelt in _spellings(key)}
     done = list(arguments)
-    for at, word in enumerate(arguments):
+    for at, word in reversed(list(enumerate(arguments))):  # of two, a parser takes the last
         name, equals, _ = word.partition("=")
         if name in names and equals:
             done[at] = f"{name}={value}"

@@ -1,9 +1,9 @@
 """A model called again and again without gradients, on tensors of the same shapes, as evaluations do hundreds of times.
 
-Once some such calls have made the same events, the next ones are not run: their events are written down again, and what
-they would return is made without them. A call counts only if nothing in it asked for a value, nothing that it made stays
-but what it returns and the weights that autocast keeps, nobody else holds that, and no block of before it was freed.
-It is told from others only while the model is what it was then: weights, modes, attributes, and no hooks.
+Once some such calls have made the same events, the next ones are not run: their events are written down again, and
+what they would return is made without them. A call counts only if nothing in it asked for a value, nothing that it made
+stays but what it returns and the weights that autocast keeps, nobody else holds that, and no block of before it was
+freed. It is told from others only while the model is what it was then: weights, modes, attributes, and no hooks.
 """
 
 from __future__ import annotations
