@@ -19,7 +19,8 @@ COMMON = [
 SHAPES = ["--head", "--image-size", "--images", "--target-len", "--use-cache"]
 QUANTISED = ["--quant", "--double-quant", "--quant-compute"]
 TRAINING = [
-    "--outputs", "--autocast", "--loop", "--loss", "--loss-chunk", "--optimizer", "--grad-checkpointing", "--selective-checkpointing", "--offload",
+    "--outputs", "--autocast",
+    "--loop", "--loss", "--loss-chunk", "--optimizer", "--grad-checkpointing", "--selective-checkpointing", "--offload",
     "--world-size", "--parallel", "--gradient-as-bucket-view", "--no-gradient-as-bucket-view",
     "--grad-accum", "--clip-grad", "--no-clip-grad",
 ]  # fmt: skip

@@ -91,7 +91,7 @@ def test_the_verdict_on_the_card_comes_first_and_is_that_of_a_plan(
     told = json.loads(out)
     plan = predict(
         kind="train", model="memfit.models.basics:two_point_seven_b", batch_size=4, seq_len=512, precision="fp32",
-        gpu="40GB",
+        outputs="dropped", gpu="40GB",
     )  # fmt: skip
     assert (code, told["verdict"], told["headroom_bytes"]) == (1, "fails", plan.to_json()["headroom_bytes"])
     assert told["smallest_gpu_bytes"] == plan.smallest_gpu_bytes > told["capacity_bytes"]

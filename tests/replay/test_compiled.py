@@ -34,7 +34,7 @@ def copy(folder: Path) -> Path:
     """The package without what needs torch, where it can be edited."""
     kept = folder / "memfit"
     kept.mkdir()
-    for name in ("__init__.py", "errors.py", "files.py", "units.py"):
+    for name in ("__init__.py", "environment.py", "errors.py", "events.py", "files.py", "units.py"):
         shutil.copy(PACKAGE / name, kept)
     shutil.copytree(PACKAGE / "replay", kept / "replay", ignore=shutil.ignore_patterns("__pycache__"))
     return kept / "replay"

@@ -16,6 +16,7 @@ from unittest import mock
 
 from memfit.analysis.own_lines import is_own
 from memfit.errors import TraceError
+from memfit.files import written_whole
 from memfit.models.presets import find_preset
 from memfit.tracing.stored import without_memory
 
@@ -70,7 +71,8 @@ def _shipped_configs(find: Callable[..., Any], tracer: Any, folder: Path) -> Cal
             tracer.assume(f"{name}: its config as memfit ships it ({preset.name})")
             path = folder / preset.name / CONFIG
             path.parent.mkdir(exist_ok=True)
-            path.write_text(json.dumps({"torch_dtype": "float32", **preset.config}))
+            with written_whole(path) as beside:
+                beside.write_text(json.dumps({"torch_dtype": "float32", **preset.config}))
             return [str(path)]
         if missing is not None:
             raise missing
