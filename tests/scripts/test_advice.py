@@ -116,3 +116,44 @@ def test_looking_at_variables_keeps_nothing_alive(plan) -> None:  # type: ignore
     inside = HEAD + BACKWARD + END
     outside = inside.replace("def train():", "if True:").replace("\ntrain()\n", "\n")
     assert plan(inside).peak == plan(outside).peak
+
+
+def test_two_names_of_one_tensor_are_deleted_together(plan) -> None:  # type: ignore[no-untyped-def]
+    named_twice = HEAD + "        same = logits\n"
+    keeps, one = plan(named_twice + BACKWARD + END), plan(named_twice + "        del logits\n" + BACKWARD + END)
+    both = plan(named_twice + "        del logits, same\n" + BACKWARD + END)
+    (advice,) = named(keeps, "keep tensors alive")
+    assert advice.how == "`del logits, same` before that line"
+    assert (
+        keeps.peak == one.peak
+        and keeps.peak.allocated_bytes - both.peak.allocated_bytes == advice.saves_allocated_bytes
+    )
+
+
+def test_what_an_attribute_holds_too_is_not_freed_by_a_del(plan) -> None:  # type: ignore[no-untyped-def]
+    assert not named(plan(HEAD + "        model.last = logits\n" + BACKWARD + END), "`logits`")
+
+
+def test_outputs_of_transformers_hold_each_tensor_twice_and_are_named(plan) -> None:  # type: ignore[no-untyped-def]
+    text = """
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+model = LlamaForCausalLM(LlamaConfig(vocab_size=8000, hidden_size=64, intermediate_size=64, num_hidden_layers=1,
+                                     num_attention_heads=2)).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def train():
+    for _ in range(9):
+        ids = torch.zeros(4, 64, dtype=torch.long, device="cuda")
+        outputs = model(input_ids=ids, labels=ids)
+        outputs.loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+train()
+"""
+    (advice,) = named(plan(text), "`outputs` keeps")
+    assert advice.saves_allocated_bytes >= 4 * 4 * 64 * 8000
+
+
+def test_only_a_16_bit_tensor_that_becomes_fp32_is_said_to(plan) -> None:  # type: ignore[no-untyped-def]
+    text = HEAD.replace("cross_entropy(logits,", "cross_entropy(logits.double(),") + BACKWARD + END
+    assert not named(plan(text), "fp32")

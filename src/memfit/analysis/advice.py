@@ -90,11 +90,11 @@ class _Look:
 
 def _held(look: _Look) -> Iterator[Advice]:
     """A variable's blocks go when backward begins; those that autograd holds too, when it ends."""
-    by_name: dict[str, list[tuple[int, dict[str, Any]]]] = defaultdict(list)
+    by_names: dict[tuple[str, ...], list[tuple[int, dict[str, Any]]]] = defaultdict(list)
     for event, variables in look.trace.facts.get("held", []):
-        for variable in variables:
-            by_name[variable["name"]].append((event, variable))
-    for name, times in by_name.items():
+        for names, joined in _sharing(variables):
+            by_names[names].append((event, joined))
+    for names, times in by_names.items():
         others, dies = _sizes_held_elsewhere(look, times), {}
         for event, variable in times:
             ends = _end_of_backward(look.labels, event)
@@ -104,13 +104,26 @@ def _held(look: _Look) -> Iterator[Advice]:
         allocated, reserved = look.saved_by(_dying_earlier(look.trace, dies))
         if look.matters(allocated):
             last = times[-1][1]
-            how = f"`del {name}` before that line"
+            how = f"`del {', '.join(names)}` before that line"
             if last["read_again"]:
                 how = f"take what line {last['read_again']} needs of it first, then {how}"
             yield Advice(
-                f"`{name}` keeps tensors alive that the backward pass does not need",
+                f"{' and '.join(f'`{name}`' for name in names)} {'keep' if len(names) > 1 else 'keeps'} tensors alive"
+                " that the backward pass does not need",
                 how, _at(last["file"], last["line"]), allocated, reserved,
             )  # fmt: skip
+
+
+def _sharing(variables: Sequence[dict[str, Any]]) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
+    """Variables that hold a block in common: only a `del` of all of them frees it."""
+    groups: list[list[dict[str, Any]]] = []
+    for variable in variables:
+        shared = [group for group in groups if any(set(each["blocks"]) & set(variable["blocks"]) for each in group)]
+        groups = [group for group in groups if group not in shared] + [[*(v for g in shared for v in g), variable]]
+    for group in groups:
+        again = max(each["read_again"] for each in group)
+        joined = {key: sorted({block for each in group for block in each[key]}) for key in ("blocks", "saved")}
+        yield tuple(each["name"] for each in group), {**group[-1], **joined, "read_again": again}
 
 
 def _sizes_held_elsewhere(look: _Look, times: Sequence[tuple[int, dict[str, Any]]]) -> set[int]:
@@ -172,11 +185,8 @@ def _in_fp32(look: _Look) -> Iterator[Advice]:
     timeline, trace = look.timeline, look.trace
     requested = np.frombuffer(trace.requested, dtype=np.int64)
     of_jobs = np.isin(look.labels.category, [look.labels.categories.index(name) for name in LASTING], invert=True)
-    copies = [
-        block
-        for block in np.flatnonzero(of_jobs & (requested >= timeline.peak_allocated * WORTH)).tolist()
-        if trace.op(block).startswith("aten._to_copy") and _is_wider(timeline, block)
-    ]
+    least = timeline.peak_allocated * WORTH
+    copies = [block for block in trace.facts.get("widened", []) if of_jobs[block] and requested[block] >= least]
     if not copies:
         return
     copy = max(copies, key=lambda block: int(requested[block]))
@@ -189,13 +199,6 @@ def _in_fp32(look: _Look) -> Iterator[Advice]:
             "keep it in 16 bits, which saves this; of logits, a loss that is computed in pieces saves more",
             _at(lines[0].file, lines[0].line) if lines else "", allocated, reserved,
         )  # fmt: skip
-
-
-def _is_wider(timeline: Timeline, block: int) -> bool:
-    """Whether something half its size was there when it was made."""
-    requested = np.frombuffer(timeline.trace.requested, dtype=np.int64)
-    there = timeline.lives.alive_at(int(timeline.lives.birth[block]))
-    return bool((2 * requested[there] == requested[block]).any())
 
 
 def _halved(trace: Trace, blocks: Ints) -> Trace:

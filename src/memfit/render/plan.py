@@ -221,11 +221,8 @@ def _advice(advice: Sequence[Mapping[str, Any]]) -> RenderableType:
 def _advice_words(each: Mapping[str, Any]) -> str:
     place = f"{clean(each['place'])}: " if each["place"] else ""
     saved = each["saves_allocated_bytes"]
-    saves = (
-        f" (saves {format_bytes(saved)} of the peak, {format_bytes(each['saves_reserved_bytes'])} reserved)"
-        if saved
-        else ""
-    )
+    reserved = f", {format_bytes(each['saves_reserved_bytes'])} reserved" if each["saves_reserved_bytes"] > 0 else ""
+    saves = f" (saves {format_bytes(saved)} of the peak{reserved})" if saved else ""
     return f"{place}{clean(each['what'])}: {clean(each['how'])}{saves}"
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dis
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from inspect import CO_OPTIMIZED
@@ -48,29 +49,41 @@ def noting_what_is_held(tracer: Any, is_own: Callable[[str], bool], *, drops_gra
 
 
 def _held(tracer: Any, is_own: Callable[[str], bool]) -> list[dict[str, Any]]:
+    """Not what something else refers to as well, an attribute for one: there a `del` frees nothing."""
     begin = _first_block_of_forward(tracer.trace)
-    variables: dict[str, tuple[FrameType, list[torch.Tensor]]] = {}
+    variables: dict[str, tuple[FrameType, set[int]]] = {}
+    tensors: dict[int, torch.Tensor] = {}
+    references: dict[int, int] = defaultdict(int)
     for frame in _own_frames(is_own):
         variables_there = frame.f_locals
         for name, value in variables_there.items():
-            made = [t for t in _tensors(value) if _made_since(tracer, t, begin)]
-            if made:
-                variables.setdefault(name, (frame, made))
+            for tensor, times in _tensors(value):
+                if _made_since(tracer, tensor, begin):
+                    tensors[id(tensor)] = tensor
+                    references[id(tensor)] += times
+                    variables.setdefault(name, (frame, set()))[1].add(id(tensor))
+                del tensor
+            del value
         if frame.f_code.co_flags & CO_OPTIMIZED and isinstance(variables_there, dict):
             variables_there.clear()  # before Python 3.13 the frame keeps this copy, and all that is in it
-    if not variables:
-        return []
-    saved = _saved_by_autograd(tracer, [t for _, tensors in variables.values() for t in tensors])
+    saved = _saved_by_autograd(tracer, list(tensors.values()))
+    free = {number: tracer.block_of(tensors[number]) for number in tensors if _is_held_by(tensors, number, references)}
     found = []
-    for name, (frame, tensors) in variables.items():
-        blocks = sorted({tracer.block_of(tensor) for tensor in tensors})
-        found.append(
-            {
-                "name": name, "file": frame.f_code.co_filename, "line": frame.f_lineno, "blocks": blocks,
-                "saved": [block for block in blocks if block in saved], "read_again": _read_again(frame, name),
-            }
-        )  # fmt: skip
+    for name, (frame, numbers) in variables.items():
+        blocks = sorted({free[number] for number in numbers if number in free})
+        if blocks:
+            found.append(
+                {
+                    "name": name, "file": frame.f_code.co_filename, "line": frame.f_lineno, "blocks": blocks,
+                    "saved": [block for block in blocks if block in saved], "read_again": _read_again(frame, name),
+                }
+            )  # fmt: skip
     return found
+
+
+def _is_held_by(tensors: Mapping[int, torch.Tensor], number: int, references: Mapping[int, int]) -> bool:
+    """Whether these references are all that there are: but the one in `tensors`, and the argument of `getrefcount`."""
+    return sys.getrefcount(tensors[number]) - 2 <= references[number]
 
 
 def _first_block_of_forward(trace: Trace) -> int:
@@ -94,19 +107,22 @@ def _own_frames(is_own: Callable[[str], bool]) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def _tensors(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
+def _tensors(value: Any, depth: int = 0) -> Iterator[tuple[torch.Tensor, int]]:
+    """With how often they are referred to from here: what transformers returns has each as an item and an attribute."""
     if isinstance(value, torch.nn.Parameter):
         return
     if isinstance(value, torch.Tensor):
-        yield value
+        yield value, 1
     elif depth < DEEPEST and isinstance(value, (list, tuple)):
         for item in value[-MOST_ITEMS:]:
             yield from _tensors(item, depth + 1)
     elif depth < DEEPEST and isinstance(value, Mapping) and len(value) <= MOST_ITEMS:
+        attributes = list(map(id, getattr(value, "__dict__", {}).values()))
         for item in list(value.values()):
-            yield from _tensors(item, depth + 1)
+            for tensor, times in _tensors(item, depth + 1):
+                yield tensor, times + attributes.count(id(tensor))
     elif depth < DEEPEST and hasattr(type(value), "__dataclass_fields__"):
-        yield from _tensors(dict(vars(value)), depth + 1)
+        yield from _tensors(list(vars(value).values()), depth + 1)
 
 
 def _made_since(tracer: Any, tensor: torch.Tensor, begin: int) -> bool:
@@ -138,7 +154,7 @@ def _saved_tensors(node: Any) -> Iterator[torch.Tensor]:
         raw = getattr(node, name)
         for each in raw if isinstance(raw, (list, tuple)) else [raw]:
             try:
-                yield from _tensors(each.data)
+                yield from (tensor for tensor, _ in _tensors(each.data))
             except RuntimeError:  # freed, or changed in place since
                 continue
 

@@ -52,6 +52,7 @@ ANYWHERE = frozenset(
 """Ops between devices, and those that only look at shapes and types."""
 IN_TENSORS = "a number that nobody knows, such as a loss, is NaN where the code puts it into a tensor of the host"
 KEPT_AS_MADE = "tensors of the host into which weights without values are copied keep the values they were made with"
+SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 MOST_LISTED = 1 << 12
 """Unknown numbers that `tolist` gives: logged, not computed with."""
 INDEXED_FROM_HOST = frozenset(indexing.BY_INDEX)
@@ -144,9 +145,16 @@ class OwnCodeTracer(Tracer):
                 return self._to_gpu(found, op.name)
         del tensors  # gradients are summed in place only where nobody else holds them
         out = super()._run(op, func, args, kwargs)
+        if func is aten._to_copy.default:
+            self._note_widened(args[0], out)
         if not (op.is_composite and torch.is_inference_mode_enabled()):  # else what it is made of has been followed
             self.values.follow(func, args, kwargs, out)
         return out
+
+    def _note_widened(self, source: Tensor, copy: Tensor) -> None:
+        block = self.block_of(copy)
+        if copy.dtype == torch.float32 and source.dtype in SIXTEEN_BITS and block is not None:
+            self.trace.facts.setdefault("widened", []).append(block)
 
     def _on_the_host(self, func: Any, args: Any, kwargs: Any, place: Place) -> Any:
         """What came from the GPU without its values has none here either."""
