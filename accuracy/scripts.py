@@ -119,7 +119,9 @@ def _off(run: dict[str, Any]) -> str:
     return _percent(run["allocated_off_bytes"] / run["allocated"])
 
 
-def _percent(share: float) -> str:
+def _percent(share: float | None) -> str:
+    if share is None:
+        return "not kept"
     return f"{share:+.4%}" if share else "exact"
 
 
