@@ -235,7 +235,8 @@ def document(found: list[Row]) -> str:
         "## Programs as they are",
         "",
         "Unmodified programs, run on the H200 for as many steps as `memfit plan script` had looked at, on made-up data"
-        " where the public data was not at hand. Predicted before, and not anew by this command: most of the programs"
+        " where the public data was not at hand. Predicted before (those of pytorch/examples with recurrent layers or"
+        " convolutions: planned again when these had rules), and not anew by this command: most of the programs"
         " are other people's, and not kept here.",
         "",
         *scripts.section(),
