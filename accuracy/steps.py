@@ -15,7 +15,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -674,6 +674,16 @@ def compare() -> None:
         off = {key: 100 * (made[key] / seen[key] - 1) for key in ("allocated", "reserved")}
         print(f"{name:28} allocated {seen['allocated']:14,} {off['allocated']:+9.4f} %"
               f"  reserved {seen['reserved']:14,} {off['reserved']:+9.4f} %")  # fmt: skip
+
+
+def section() -> Iterator[str]:
+    """Of docs/accuracy.md: every step planned again, beside what it took."""
+    yield "| step | allocated, bytes | off | reserved off |"
+    yield "|---|---:|---:|---:|"
+    for name, seen in read(MEASURED).items():
+        made = in_process("plan", name)
+        off = [f"{made[key] / seen[key] - 1:+.4%}" for key in ("allocated", "reserved")]
+        yield f"| `{name}` | {seen['allocated']:,} | {off[0]} | {off[1]} |"
 
 
 def main(what: str, *names: str) -> None:
