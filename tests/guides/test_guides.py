@@ -186,8 +186,7 @@ def baseline_7b(folder: Path, settings: dict[str, object]) -> None:
 
 def test_the_7b_guides_commands_run_in_their_order(shell: Shell, tmp_path: Path) -> None:
     baseline_7b(tmp_path, BEFORE)
-    dropped = "--outputs dropped"  # as the guide's Trainer does
-    plan = f"memfit plan lora --model qwen2.5-7b --rank 128 --grad-checkpointing {dropped} --gpu 24GiB "
+    plan = "memfit plan lora --model qwen2.5-7b --loop trainer --rank 128 --grad-checkpointing --gpu 24GiB "
     shell(plan + "--batch-size 2 --grad-accum 8 --seq-len 2048", code=1)
     shell(plan + "--batch-size 1 --grad-accum 16 --seq-len 1536")
 

@@ -207,6 +207,7 @@ LORA_CLAIMS = TrainingClaims(
     {
         "kind": "lora",
         "model": "qwen2.5-7b",
+        "loop": "trainer",
         "precision": "fp16",
         "rank": 128,
         "seq_len": 2048,

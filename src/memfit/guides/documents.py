@@ -29,7 +29,7 @@ class Document:
 _PRUNE = "memfit prune --model meta-llama/Llama-3.2-1B --prune_method wanda --sparsity_ratio 0.5"
 _UNSTRUCTURED = f"{_PRUNE} --sparsity_type unstructured"
 _PROFILE = "memfit profile --model-size 2.7B --context-length 512 --device predict"
-_LORA = "--model qwen2.5-7b --precision fp16 --rank 128 --grad-checkpointing --gpu 24GB"
+_LORA = "--model qwen2.5-7b --loop trainer --precision fp16 --rank 128 --grad-checkpointing --gpu 24GB"
 _GSA = "--model gsa-512m-gather --precision amp-bf16 --grad-checkpointing --world-size 4 --gpu 44GB"
 _GSA_RUN = (
     "--config training/configs/pretrain_512m_low_memory.yaml --output_dir outputs/gsa-512m "
