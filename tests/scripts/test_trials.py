@@ -42,6 +42,12 @@ def test_each_value_is_planned_as_if_it_had_been_typed() -> None:
         assert run.plan.peak == memfit.trace_script(run.program.words, gpu="24GB").peak
 
 
+def test_an_argument_that_was_not_typed_is_spelt_as_the_script_does() -> None:
+    tried = memfit.try_script("train.py", {"batch_size": [8]}, gpu="24GB").runs[0]
+    assert tried.program.arguments == ("--batch-size=8",)
+    assert tried.plan is not None
+
+
 def test_the_command_prints_a_row_a_run_and_goes_on_after_one_that_fails(capfd) -> None:  # type: ignore[no-untyped-def]
     line = ["plan", "script", "--gpu", "24GB", "--try", "width=64,many", "--try", "batch-size=2,4"]
     assert main([*line, "--json", "--", "train.py"]) == 0

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from memfit.errors import MemfitError, UsageError
@@ -76,9 +77,9 @@ def try_script(
 
 
 def _try(program: Program, changed: dict[str, str], once: Callable[[Program], Plan]) -> Trial:
-    arguments = program.arguments
+    arguments, source = program.arguments, _source(program)
     for key, value in changed.items():
-        arguments = with_argument(arguments, key, value)
+        arguments = with_argument(arguments, key, value, source)
     asked = dataclasses.replace(program, arguments=arguments)
     try:
         return Trial(changed, asked, once(asked), None)
@@ -88,8 +89,12 @@ def _try(program: Program, changed: dict[str, str], once: Callable[[Program], Pl
         return Trial(changed, asked, None, error.message)
 
 
-def with_argument(arguments: Sequence[str], key: str, value: str) -> tuple[str, ...]:
-    """In the form in which the argument is there already, or else in that of the others.
+def _source(program: Program) -> str:
+    return "" if program.is_module else Path(program.target).read_text(encoding="utf-8", errors="replace")
+
+
+def with_argument(arguments: Sequence[str], key: str, value: str, source: str = "") -> tuple[str, ...]:
+    """In the form in which the argument is there already, or as the program's own text spells it, or as the others.
 
     >>> with_argument(("--batch_size", "8", "--lr=1"), "batch_size", "4"), with_argument(("--lr=1",), "b", "4")
     (('--batch_size', '4', '--lr=1'), ('--lr=1', '--b=4'))
@@ -106,10 +111,13 @@ def with_argument(arguments: Sequence[str], key: str, value: str) -> tuple[str, 
         if name in names and name.startswith("-") and at + 1 < len(arguments):
             done[at + 1] = value
             return tuple(done)
+    for spelt in _spellings(key):
+        if re.search(rf"""(["'])--{re.escape(spelt)}\1""", source):
+            return (*arguments, f"--{spelt}={value}")
     bare = any(_BARE.fullmatch(word) for word in arguments) and not any(word.startswith("-") for word in arguments)
     return (*arguments, f"{'' if bare or key.startswith('-') else '--'}{key}={value}")
 
 
-def _spellings(key: str) -> set[str]:
+def _spellings(key: str) -> tuple[str, ...]:
     plain = key.lstrip("-")
-    return {plain, plain.replace("-", "_"), plain.replace("_", "-")}
+    return plain, plain.replace("-", "_"), plain.replace("_", "-")
