@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from memfit.checking.situation import CannotTell, Finding, Line, Situation
 from memfit.errors import MemfitError
-from memfit.jobs.training.config import FACTORY, Optimizer, TrainConfig
-from memfit.jobs.workload import Workload
+from memfit.jobs.training.config import FACTORY, TrainConfig
+from memfit.jobs.workload import Optimizer, Workload
 from memfit.models.presets import is_gsa
 from memfit.recording.machine import host_memory
 from memfit.render.pieces import count

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
@@ -134,6 +135,43 @@ def _unset(annotation: Any, _: Any) -> tuple[Any, None]:
     return Annotated[without_none(kind) | None, info], None
 
 
+Told = tuple[str, str | None, str]
+"""Flags, metavar, help."""
+YES_OR_NO = inspect.Parameter("flag", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=bool)
+
+
+def command_of(
+    function: Callable[..., object], told: Mapping[str, Mapping[str, Told]], run: Callable[..., int]
+) -> Callable[..., int]:  # fmt: skip
+    """`run(**settings)` as a command whose options are parameters of a function of the library, by their own types and
+    defaults; heading by heading it is `told` which flags, which metavar and which help they have. What the function
+    does not know is yes or no."""
+    known = inspect.signature(function, eval_str=True).parameters
+    made = _command(
+        (),
+        {
+            name: _parameter(known.get(name, YES_OR_NO), heading, *words)
+            for heading, each in told.items()
+            for name, words in each.items()
+        },
+        run,
+    )
+    made.__name__, made.__doc__ = function.__name__, run.__doc__
+    return made
+
+
+def _parameter(known: inspect.Parameter, heading: str, flags: str, metavar: str | None, said: str) -> tuple[Any, Any]:
+    """Where text will do it is text."""
+    kinds, kind, default = get_args(known.annotation), known.annotation, known.default
+    if get_origin(kind) is Iterable:
+        kind, default = list[str] | None, None
+    elif str in kinds:
+        kind = str | None if NoneType in kinds else str
+    shown = default not in (None, inspect.Parameter.empty)
+    info = typer.Option(*flags.split(), help=said, metavar=metavar, show_default=shown, rich_help_panel=heading or None)
+    return Annotated[kind, info], default
+
+
 def _command(
     names: tuple[str, ...], options: Mapping[str, tuple[Any, Any]], run: Callable[..., int]
 ) -> Callable[..., int]:  # fmt: skip
@@ -143,6 +181,8 @@ def _command(
     ]
 
     def command(context: typer.Context, **given: Any) -> int:
+        if context.invoked_subcommand is not None:  # of a group, and that one does it
+            return 0
         rest = {name: value for name, value in given.items() if name not in names}
         return run(**{name: given[name] for name in names if _was_typed(context, name)}, **rest)
 

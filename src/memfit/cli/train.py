@@ -6,12 +6,11 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 import memfit
 from memfit.cli import output
+from memfit.cli.options import Told, command_of
 from memfit.jobs.training.batch import is_first
 from memfit.units import duration, gib
 
@@ -21,53 +20,23 @@ if TYPE_CHECKING:
 DOES_NOT_FIT, INTERRUPTED = 1, 130
 
 
-def train(
-    config: Annotated[
-        str,
-        typer.Option(
-            "--config",
-            metavar="FILE|NAME",
-            show_default=False,
-            help=("YAML file, or a config that comes with memfit: smollm2-lora-demo, qwen2.5-7b-lora-24gb, gsa-512m."),
-        ),
-    ],
-    output_dir: Annotated[
-        str | None,
-        typer.Option(
-            "--output-dir",
-            metavar="FOLDER",
-            show_default=False,
-            help="Where checkpoints and the log go. Default: outputs/ and the config's name.",
-        ),
-    ] = None,
-    resume_from: Annotated[
-        str | None,
-        typer.Option(
-            "--resume-from",
-            metavar="FOLDER|latest",
-            show_default=False,
-            help="Continue from this checkpoint, step_N or checkpoint-N.",
-        ),
-    ] = None,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY=VALUE",
-            show_default=False,
-            help="Replace a setting of the config; may be given several times.",
-        ),
-    ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check the config, read the data, show the plan, and train nothing.")
-    ] = False,
-    force: Annotated[
-        bool, typer.Option("--force", "-f", help="Train even if the plan says that it does not fit.")
-    ] = False,
-    json: Annotated[
-        bool, typer.Option("--json", help="The result as one document on stdout, everything else on stderr.")
-    ] = False,
-) -> int:
+OPTIONS: dict[str, Told] = {
+    "config": (
+        "--config", "FILE|NAME",
+        "YAML file, or a config that comes with memfit: smollm2-lora-demo, qwen2.5-7b-lora-24gb, gsa-512m.",
+    ),
+    "output_dir": (
+        "--output-dir", "FOLDER", "Where checkpoints and the log go. Default: outputs/ and the config's name.",
+    ),
+    "resume_from": ("--resume-from", "FOLDER|latest", "Continue from this checkpoint, step_N or checkpoint-N."),
+    "sets": ("--set", "KEY=VALUE", "Replace a setting of the config; may be given several times."),
+    "dry_run": ("--dry-run", None, "Check the config, read the data, show the plan, and train nothing."),
+    "force": ("--force -f", None, "Train even if the plan says that it does not fit."),
+    "json": ("--json", None, "The result as one document on stdout, everything else on stderr."),
+}  # fmt: skip
+
+
+def _train(*, json: bool, sets: list[str] | None, dry_run: bool, **settings: Any) -> int:
     """Train a model from a YAML file: LoRA or all of its weights.
 
     The job is planned before it starts, and its global batch stays the same on any number of GPUs:
@@ -76,15 +45,8 @@ def train(
     say = output.note_lines if json else partial(print, file=sys.stdout)
     try:
         with _progress() as progress, redirect_stdout(sys.stderr):
-            trained = memfit.train(
-                config,
-                sets=set_ or (),
-                output_dir=output_dir,
-                resume_from=resume_from,
-                dry_run=dry_run,
-                force=force,
-                listener=memfit.Listener(say=say, remark=output.note, progress=progress, working=output.working),
-            )
+            told = memfit.Listener(say=say, remark=output.note, progress=progress, working=output.working)
+            trained = memfit.train(**settings, sets=sets or (), dry_run=dry_run, listener=told)
     except memfit.RanOut as error:
         output.complain(error.message, error.hint)
         _explain(error)
@@ -103,6 +65,9 @@ def train(
         for line in trained.result_lines():
             output.say(line)
     return 0 if trained.fits or trained.result is not None else DOES_NOT_FIT
+
+
+train = command_of(memfit.train, {"": OPTIONS}, _train)
 
 
 def _explain(error: memfit.RanOut) -> None:

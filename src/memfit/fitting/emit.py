@@ -20,6 +20,7 @@ from memfit.environment import CUDA_VARIABLE
 from memfit.errors import MemfitError, UsageError
 from memfit.gpus import Gpu, find_gpu
 from memfit.jobs.adapter_names import NO_TARGETS
+from memfit.jobs.training.config import keys_of
 from memfit.jobs.training.shapes import is_basics
 from memfit.jobs.workload import Workload, flag
 from memfit.models.presets import find_preset, is_gsa
@@ -243,9 +244,6 @@ def _prune(work: Workload) -> Iterator[str]:
     yield ")"
 
 
-CLIP_NORM = 1.0
-
-
 def emit(fitted: Fitted, form: str) -> str:
     if form not in FORMS:
         raise UsageError(f"--emit {form!r} is not one of {', '.join(FORMS)}")
@@ -297,24 +295,16 @@ def config_document(fitted: Fitted) -> dict[str, Any]:
     from memfit.fitting.forecast import global_batch_of
 
     work = fitted.fitted
-    document: dict[str, Any] = {
-        "model": {"name": work.model, "attention": work.attention, **_tokenizer(work)},
-        "method": _method(work),
+    keys = keys_of(work)
+    keys["model"] |= _tokenizer(work)
+    return {
+        "model": keys.pop("model"), "method": keys.pop("method"),
         "data": {"source": "builtin", "max_seq_len": work.seq_len},
         "batch": {"micro_batch_size": work.batch_size, "global_batch_size": global_batch_of(work)},
-        "schedule": {"max_grad_norm": CLIP_NORM if work.clip_grad else 0.0},
-        "precision": work.precision,
-        "memory": {
-            "gpu": _card(fitted.gpu), "margin": fitted.margin, "gradient_checkpointing": work.checkpointing,
-            "offload": list(work.offload or ()), "alloc_conf": work.alloc_conf,
-        },
-        "optimizer": {"name": work.optimizer},
-        "loss": {"kind": work.loss, "chunk": work.loss_chunk},
+        "schedule": keys.pop("schedule"), "precision": keys.pop("precision"),
+        "memory": {"gpu": _card(fitted.gpu), "margin": fitted.margin, **keys.pop("memory")},
+        **keys,
     }  # fmt: skip
-    if work.world_size > 1:
-        view = {"gradient_as_bucket_view": work.gradient_as_bucket_view} if work.parallel == "ddp" else {}
-        document["parallel"] = {"kind": work.parallel, **view}
-    return document
 
 
 def _card(gpu: Gpu) -> str:
@@ -331,19 +321,6 @@ def _card(gpu: Gpu) -> str:
 def _tokenizer(work: Workload) -> dict[str, str]:
     """A model that comes with none: this one needs no file."""
     return {"tokenizer": "bytes"} if is_gsa(work.model) or is_basics(work.model) else {}
-
-
-def _method(work: Workload) -> dict[str, Any]:
-    if work.kind != "lora":
-        return {"kind": "full"}
-    if work.adapter != "lora" or work.adapter_config:
-        raise UsageError("--emit yaml: `memfit train` has plain LoRA only", hint="--emit python")
-    made: dict[str, Any] = {
-        "kind": "lora", "rank": work.rank, "dropout": work.lora_dropout, "adapter_dtype": work.adapter_dtype
-    }  # fmt: skip
-    if work.target_modules is not None:
-        made["target_modules"] = list(work.target_modules)
-    return made
 
 
 def args_of(fitted: Fitted) -> str:

@@ -6,7 +6,7 @@ DOOR = {
     "adapter_names": "BEYOND_BLOCKS NO_TARGETS USUAL_RANK",
     "adapters": "config_arguments",
     "build": "DTYPES Prepared build_base_model build_for_training prepare_without_memory takes_labels",
-    "checks": "check_names check_number check_one_of check_text check_whole check_yes_or_no",
+    "checks": "check_by_type check_names check_one_of check_whole",
     "host": "Event HostMemory Lane as_bytes finished is_out_of_memory numbers on_the_host",
     "listener": "Listener",
     "profile": "OnCard ProfileSettings Profiled check_gpu course_size profile_on_gpu",
@@ -17,8 +17,8 @@ DOOR = {
     "text_files": "KINDS builtin_documents builtin_origin is_text_file read_rows",
     "texts": "Texts check_packages fetch_file find_split find_texts is_on_this_machine",
     "workload": (
-        "AdapterDtype Checkpointing KINDS Loss MAX_SEQ_LEN Offload Optimizer Parallel Precision QLORA Workload "
-        "check_setting flag kinds_that_read"
+        "AdapterDtype Checkpointing KINDS Loss MAX_RANK MAX_SEQ_LEN Offload Optimizer Parallel Precision QLORA "
+        "Workload check_setting flag kinds_that_read"
     ),
 }
 """What other rooms may use, by file."""

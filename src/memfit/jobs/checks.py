@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import math
-from typing import Any, get_args
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 from memfit.errors import UsageError
 
 MOST = 1 << 31
+
+
+def check_by_type(key: str, value: object, hint: Any, **limits: Any) -> None:
+    """As the setting's own type has it; `limits` are those of a number."""
+    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    if (value is None and NoneType in kinds) or (isinstance(value, bool) and bool in kinds):
+        return
+    kind = [each for each in kinds if each is not NoneType][-1]
+    if get_origin(kind) is Literal:
+        check_one_of(key, value, kind)
+    elif check := {bool: check_yes_or_no, str: check_text, int: check_whole, float: check_number}.get(kind):
+        check(key, value, **limits)
 
 
 def check_one_of(key: str, value: object, literal: Any) -> None:
@@ -45,8 +58,8 @@ def check_number(
         raise UsageError(f"{key} {value!r} is not {wanted}")
 
 
-def check_text(key: str, value: object, *, none: bool = False) -> None:
-    if not (none and value is None) and not (isinstance(value, str) and value.strip()):
+def check_text(key: str, value: object, *, none: bool = False, empty: bool = False) -> None:
+    if not (none and value is None) and not (isinstance(value, str) and (empty or value.strip())):
         raise UsageError(f"{key} {value!r} is not text")
 
 

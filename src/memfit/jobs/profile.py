@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from memfit.errors import RanOut, UnknownName, UsageError
 from memfit.jobs.checks import check_one_of, check_whole
-from memfit.jobs.workload import Attention, Workload
-from memfit.snapshots.read import FORMAT
+from memfit.jobs.workload import Workload
 
 if TYPE_CHECKING:
     import torch
@@ -41,18 +40,12 @@ class ProfileSettings:
     warmup_steps: int = 5
     measure_steps: int = 10
     dtype: Literal["bf16", "fp16"] | None = None
-    """Of the autocast region; None: no mixed precision."""
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Of the weights."""
-    attention: Attention = Workload.attention
-    alloc_conf: str = Workload.alloc_conf
+    """Of the autocast region; None: no mixed precision. Weights are fp32."""
 
     def __post_init__(self) -> None:
         check_one_of("--profile-type", self.profile_type, ProfileType)
         check_whole("--warmup-steps", self.warmup_steps, least=0, most=MAX_STEPS)
         check_whole("--measure-steps", self.measure_steps, most=MAX_STEPS)
-        if self.dtype is not None and self.precision != "fp32":
-            raise UsageError("--use-mixed-precision is for fp32 weights", hint="leave --precision away")
 
     @property
     def steps(self) -> int:
@@ -61,9 +54,8 @@ class ProfileSettings:
     def workload(self) -> Workload:
         return Workload(
             kind="train" if self.profile_type == "training" else "forward", model=model_of(self.model),
-            batch_size=self.batch_size, seq_len=self.context_length, attention=self.attention,
-            precision=f"amp-{self.dtype}" if self.dtype else self.precision,  # type: ignore[arg-type]
-            alloc_conf=self.alloc_conf, outputs="dropped",
+            batch_size=self.batch_size, seq_len=self.context_length, outputs="dropped",
+            precision=f"amp-{self.dtype}" if self.dtype else "fp32",  # type: ignore[arg-type]
         )  # fmt: skip
 
     @property
@@ -212,6 +204,8 @@ class _MeasuredPhases:
         self.on_step(step)
 
     def write_marks(self, snapshot: dict[str, Any], device: int) -> None:
+        from memfit.snapshots.read import FORMAT
+
         times = [event["time_us"] for event in snapshot["device_traces"][device]]
         marks = [{"before": bisect_left(times, at), "phase": name, "step": step} for at, name, step in self.began]
         snapshot["memfit"] = {"format": FORMAT, "origin": "measured", "device": device, "marks": marks}

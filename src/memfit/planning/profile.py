@@ -19,7 +19,7 @@ from memfit.snapshots.write import placed_snapshot
 
 def predict_profile(settings: ProfileSettings, gpu: str | Gpu | None = None) -> Profiled:
     card = find_gpu(gpu) if isinstance(gpu, str) else gpu
-    config = AllocatorConfig.parse(settings.alloc_conf)
+    config = AllocatorConfig.parse("")
     traced = trace_workload(settings.workload(), platform_of(card), stacks=True)
     on_card, why = (None, ()) if card is None else _on_card(traced, config, card)
     try:
@@ -40,7 +40,7 @@ def predict_profile(settings: ProfileSettings, gpu: str | Gpu | None = None) -> 
     return Profiled(
         origin="predicted",
         gpu=card.name if card else "H200",
-        snapshot=placed_snapshot(trace, config, begin=begin, alloc_conf=settings.alloc_conf),
+        snapshot=placed_snapshot(trace, config, begin=begin),
         peak_allocated_bytes=int(timeline.allocated[before:].max()),
         peak_reserved_bytes=int(timeline.reserved[before:].max()),
         phases=phases,

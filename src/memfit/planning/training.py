@@ -16,18 +16,18 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, get_args
+from typing import Any
 
 from memfit.analysis.verdict import Verdict, judge
 from memfit.environment import CUDA_VARIABLE
-from memfit.errors import MemfitError, UsageError
+from memfit.errors import MemfitError
 from memfit.gpus import Gpu
 from memfit.jobs.training.batch import BatchSizes
 from memfit.jobs.training.config import ModelConfig, TrainConfig
 from memfit.jobs.training.job import TrainJob
 from memfit.jobs.training.result import PHASES
 from memfit.jobs.training.shapes import basics_config, gsa_config, is_basics, model_config
-from memfit.jobs.workload import Optimizer, Workload
+from memfit.jobs.workload import Workload
 from memfit.models.presets import BASICS, is_gsa
 from memfit.planning.budget import budget_of, table
 from memfit.planning.cache import shape_folder
@@ -35,7 +35,6 @@ from memfit.planning.card_here import card_for, fit_command
 from memfit.planning.predict import Plan, predict
 from memfit.units import gib, in_mib
 
-OPTIMIZERS: tuple[Optimizer, ...] = get_args(Optimizer)
 MICRO_STEPS = 3
 """Every later micro-step does what the third does: it finds gradients to add to, and the sum of losses before."""
 
@@ -61,18 +60,10 @@ def workload_of_config(
         batch_size=rows,
         seq_len=longest,
         padding=not packed and rows > 1,
-        optimizer=_optimizer(config.optimizer.name),
         grad_accum=min(MICRO_STEPS, batch.gradient_accumulation_steps),
         world_size=batch.world_size,
         alloc_conf=os.environ.get(CUDA_VARIABLE) or config.memory.alloc_conf,
     ).without_unused()
-
-
-def _optimizer(name: str) -> Optimizer:
-    for known in OPTIMIZERS:
-        if known == name:
-            return known
-    raise UsageError(f"optimizer {name} cannot be planned: its state moves between GPU and host")
 
 
 # -- the model ---------------------------------------------------------------------------------------------------------

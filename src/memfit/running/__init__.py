@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 DOOR = {
-    "profile": "Profile profile profiler_on",
+    "profile": "Profile prepare_suite profile",
     "prune": "prune",
     "train": "Trained TrainingRanOut train",
 }

@@ -6,16 +6,13 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from memfit.errors import UsageError
+from memfit.errors import InputError, UsageError
 from memfit.files import check_free, files_of_model, writing
 from memfit.jobs.profile import Profiled, ProfileSettings, check_gpu, course_size, profile_on_gpu
 from memfit.render.shown import Renderer, Shown
 from memfit.units import gib
-
-if TYPE_CHECKING:
-    pass
 
 SCHEMA = "memfit.profile/1"
 PREDICT = "predict"
@@ -112,6 +109,38 @@ def profiler_on(device: str, gpu: str | None) -> Callable[[ProfileSettings], Pro
         raise UsageError("--gpu is for --device predict", hint="on a GPU, that GPU is profiled")
     check_gpu(device)
     return lambda settings: profile_on_gpu(settings, device)
+
+
+def prepare_suite(
+    *,
+    model_size: str = "2.7B",
+    batch_size: int = 4,
+    warmup_steps: int = 5,
+    measure_steps: int = 1,
+    part: list[str] | None = None,
+    device: str = "cuda",
+    gpu: str | None = None,
+    output_dir: str = str(RESULTS),
+    force: bool = False,
+) -> tuple[Any, list[str]]:
+    """Every file of the profiling guide, about to be made, and the parts of it that are wanted."""
+    from memfit.guides.profile_suite import PARTS, Suite
+
+    wanted = [each.strip().lower() for given in part or PARTS for each in given.split(",")]
+    if unknown := [each for each in wanted if each not in PARTS]:
+        raise UsageError(f"--part {unknown[0]!r} is not one of {', '.join(PARTS)}")
+    folder = Path(output_dir)
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"--output-dir {output_dir!r} is a file")
+    base = ProfileSettings(
+        model=course_size(model_size), batch_size=batch_size, warmup_steps=warmup_steps, measure_steps=measure_steps
+    )
+    profiler = None if wanted == ["d"] else profiler_on(device, gpu)  # (d) is arithmetic
+    where = f"predicted for {gpu or 'H200'}" if device == PREDICT else f"measured on {device}"
+    whole = Suite(base, profiler, folder, where=where)
+    if not force and (why := whole.not_free(wanted)):
+        raise InputError(f"--output-dir {output_dir!r} {why}", hint="--force overwrites files there")
+    return whole, wanted
 
 
 def _place(asked: Path | None, settings: ProfileSettings, gpu: str | None, force: bool) -> Path:

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from os.path import abspath, expanduser
-from typing import TYPE_CHECKING
 
 from memfit.errors import MemfitError, UsageError
 from memfit.jobs.listener import Listener
-from memfit.jobs.pruning.result import Planned, Prediction, RunOptions
+from memfit.jobs.pruning.result import Planned, Prediction, PruneResult, RunOptions
 from memfit.jobs.pruning.settings import PruneSettings, Sparsity
 from memfit.units import parse_bytes
-
-if TYPE_CHECKING:
-    from memfit.jobs.pruning.result import PruneResult
 
 
 def prune(

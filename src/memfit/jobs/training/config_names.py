@@ -107,10 +107,13 @@ INSTEAD = {
 }
 """What to write in place of a key that there is not."""
 
-OPTIMIZERS = {
-    "adamw_torch": "adamw", "adamw_torch_fused": "adamw-fused", "adamw_8bit": "adamw-8bit",
-    "adamw_bnb_8bit": "adamw-8bit", "paged_adamw_32bit": "paged-adamw",
+TRAINER_NAMES = {
+    "adamw": "adamw_torch", "adamw-fused": "adamw_torch_fused", "sgd": "sgd", "adafactor": "adafactor",
+    "adamw-8bit": "adamw_bnb_8bit", "paged-adamw-8bit": "paged_adamw_8bit", "paged-adamw": "paged_adamw_32bit",
+    "lion-8bit": "lion_8bit",
 }  # fmt: skip
+"""Optimizers as the Trainer calls them."""
+OPTIMIZERS = {"adamw_8bit": "adamw-8bit", **{theirs: ours for ours, theirs in TRAINER_NAMES.items()}}
 PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
 
 

@@ -16,25 +16,12 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from memfit.errors import RanOut
-from memfit.jobs.adapter_names import USUAL_RANK
 from memfit.jobs.build import Prepared
 from memfit.jobs.run import Phases, put_on, token_ids, wanted
 from memfit.jobs.small_states import KINDS, SmallStates
 from memfit.jobs.training.batch import BatchSizes
-from memfit.jobs.training.config import (
-    BatchConfig,
-    DataConfig,
-    LoggingConfig,
-    LossConfig,
-    MemoryConfig,
-    MethodConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    SavingConfig,
-    ScheduleConfig,
-    TrainConfig,
-)
+from memfit.jobs.training.config import TrainConfig, keys_of
+from memfit.jobs.training.config_file import config_from
 from memfit.jobs.training.data import DataSummary, Lengths, TrainingData
 from memfit.jobs.training.job import TrainJob
 from memfit.jobs.training.levers import has_tensorboard
@@ -147,22 +134,13 @@ def training_job(work: Workload, vocab_size: int, *, steps: int, folder: Path) -
 
 def training_config(work: Workload, *, steps: int) -> TrainConfig:
     """What decides memory, as `memfit train` would be told it."""
-    return TrainConfig(
-        model=ModelConfig(name=work.model, from_scratch=True, attention=work.attention),
-        method=MethodConfig(
-            kind="lora" if work.kind == "lora" else "full", rank=work.rank or USUAL_RANK, dropout=work.lora_dropout,
-            target_modules=work.target_modules, adapter_dtype=work.adapter_dtype,
-        ),
-        data=DataConfig(max_seq_len=max(2, work.seq_len), packing=not work.padding, shuffle=False),
-        batch=BatchConfig(micro_batch_size=work.batch_size, gradient_accumulation_steps=work.grad_accum),
-        schedule=ScheduleConfig(max_steps=steps, max_grad_norm=1.0 if work.clip_grad else 0.0),
-        precision=work.precision,
-        memory=MemoryConfig(gradient_checkpointing=work.checkpointing, offload=work.offload or ()),
-        optimizer=OptimizerConfig(name=work.optimizer or "adamw-fused"),
-        loss=LossConfig(kind=work.loss, chunk=work.loss_chunk),
-        parallel=ParallelConfig(kind=work.parallel, gradient_as_bucket_view=bool(work.gradient_as_bucket_view)),
-        logging=LoggingConfig(logging_steps=1, tensorboard=False), saving=SavingConfig(save_steps=None),
-    )  # fmt: skip
+    keys = keys_of(work)
+    keys["model"]["from_scratch"] = True
+    keys["data"] = {"max_seq_len": max(2, work.seq_len), "packing": not work.padding, "shuffle": False}
+    keys["batch"] = {"micro_batch_size": work.batch_size, "gradient_accumulation_steps": work.grad_accum}
+    keys["schedule"]["max_steps"] = steps
+    keys["logging"] = {"logging_steps": 1, "tensorboard": False}
+    return config_from({**keys, "saving": {"save_steps": None}})
 
 
 def _random_rows(work: Workload, vocab_size: int) -> TrainingData:

@@ -12,6 +12,7 @@ from torch import nn
 from memfit.errors import UsageError
 from memfit.jobs.small_states import KINDS, SmallStates
 from memfit.jobs.training.config import TrainConfig
+from memfit.jobs.training.config_names import TRAINER_NAMES
 
 ADAMW: dict[str, dict[str, Any]] = {
     "adamw": {"foreach": True},
@@ -22,16 +23,6 @@ BITSANDBYTES = {
     "adamw-8bit": "AdamW8bit", "paged-adamw": "PagedAdamW", "paged-adamw-8bit": "PagedAdamW8bit",
     "lion-8bit": "Lion8bit",
 }  # fmt: skip
-TRAINER_NAMES = {
-    "adamw": "adamw_torch",
-    "adamw-fused": "adamw_torch_fused",
-    "sgd": "sgd",
-    "adafactor": "adafactor",
-    "adamw-8bit": "adamw_bnb_8bit",
-    "paged-adamw-8bit": "paged_adamw_8bit",
-    "paged-adamw": "paged_adamw_32bit",
-    "lion-8bit": "lion_8bit",
-}
 
 
 def choose_optimizer(
