@@ -226,14 +226,18 @@ def test_a_switch_without_a_value_stands_alone() -> None:
     assert "--padding" in lines
 
 
-def test_quantised_weights_are_written_as_python_alone() -> None:
+def test_quantised_weights_are_written_in_every_form() -> None:
     answer = memfit.fit(kind="qlora", model="llama-3.2-1b", batch_size=1, seq_len=256, gpu="24GB", margin=0.0)
     source = emit(answer, "python")
     compile(source, "run.py", "exec")
 
-    assert "load_in_4bit=True, bnb_4bit_quant_type='nf4', bnb_4bit_use_double_quant=True" in source
+    loaded = "load_in_4bit=True, bnb_4bit_quant_type='nf4', bnb_4bit_use_double_quant=True"
+    assert loaded in source
     assert "prepare_model_for_kbit_training(model, use_gradient_checkpointing=True)" in source
     assert "optim='paged_adamw_32bit'" in source
-    for form in ("yaml", "args"):
-        with pytest.raises(UsageError, match=f"--emit {form}: "):
-            emit(answer, form)
+    flags = emit(answer, "args")
+    assert f"# train.py itself loads with quantization_config=BitsAndBytesConfig({loaded}" in flags
+    assert "then prepare_model_for_kbit_training" in flags and "--optim paged_adamw_32bit" in flags
+    config = config_from(parse_yaml(emit(answer, "yaml"), "emitted"))
+    assert config.workload.is_kbit_prepared and config.quant.double and config.quant.compute == "bf16"
+    assert config.workload.optimizer == "paged-adamw" and config.memory.gradient_checkpointing == "full"

@@ -96,7 +96,6 @@ def test_what_is_said_of_qlora_goes_before_the_paper(tiny: str) -> None:
     ({"quant": "none", "double_quant": True}, "--double-quant has no effect"),
     ({"quant": "int8", "quant_compute": "bf16"}, "--quant-compute bf16 has no effect"),
     ({"kbit_prepare": True}, "--kbit-prepare has no effect"),
-    ({"quant": "nf4", "loop": "memfit"}, "not planned together with --loop memfit"),
     ({"quant": "nf4", "offload": ["weights"]}, "not planned together with --offload weights"),
     ({"quant": "nf4", "adapter": "dora"}, "not planned together with --adapter dora"),
     ({"quant": "nf4", "world_size": 2}, "not planned together with --world-size"),
@@ -107,6 +106,19 @@ def test_what_is_said_of_qlora_goes_before_the_paper(tiny: str) -> None:
 def test_settings_that_do_not_go_together_are_refused(tiny: str, settings: dict[str, Any], why: str) -> None:
     with pytest.raises(UsageError, match=why):
         Workload.from_mapping({"kind": "lora", "model": tiny, **settings})
+
+
+@pytest.mark.parametrize("quant", ["nf4", "int8"])
+def test_memfit_train_loads_prepares_and_adapts_as_the_trainer_does(tiny: str, quant: str) -> None:
+    """What is loaded is not the loop's; only int8 is checkpointed in another way."""
+    job: dict[str, Any] = {"kind": "lora", "model": tiny, "quant": quant, "autocast": "bf16", **SIZES}
+    own, theirs = (predict(loop=loop, **job) for loop in ("memfit", "trainer"))
+    assert phases(own) == phases(theirs)
+    assert own.peak.allocated_bytes == pytest.approx(theirs.peak.allocated_bytes, rel=0.1)
+    lean = [predict(loop=loop, grad_checkpointing=True, **job) for loop in ("memfit", "trainer")]
+    assert lean[0].peak.allocated_bytes < own.peak.allocated_bytes
+    if quant == "int8":  # reentrant: the inputs of 8-bit layers go
+        assert lean[0].peak.allocated_bytes < lean[1].peak.allocated_bytes
 
 
 def test_training_of_all_weights_has_none_that_are_quantised(tiny: str) -> None:

@@ -141,7 +141,10 @@ def small_job(config: TrainConfig, model_name: str, settings: dict[str, Any]) ->
         attention="sdpa" if config.model.attention == "flash_attention_2" else config.model.attention,
     )
     small = dataclasses.replace(
-        config, model=model, memory=dataclasses.replace(config.memory, auto=False, offload=()), device="cpu"
+        config.without_quant(),
+        model=model,
+        memory=dataclasses.replace(config.memory, auto=False, offload=()),
+        device="cpu",
     )
     rows = Workload(kind="train", model=model_name, seq_len=TOKENS)
     job = training_job(rows, WORDS, steps=1, folder=Path())

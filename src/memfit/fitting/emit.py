@@ -39,8 +39,6 @@ def environment(work: Workload) -> dict[str, str]:
 
 
 def refuse_what_has_no_switch(work: Workload, form: str) -> None:
-    if form == "args" and work.is_quantised:
-        raise UsageError("--emit args: no flag of the HF Trainer quantises weights", hint="--emit python")
     lacking = [f"{what} on the host" for what in work.offload or ()]
     if work.selective_checkpointing:
         lacking.append("selective checkpointing")
@@ -161,15 +159,17 @@ def _model(work: Workload) -> Iterator[str]:
 
 
 def _quantisation(work: Workload) -> Iterator[str]:
-    if not work.is_quantised:
-        return
-    said = "load_in_8bit=True"
-    if work.quant != "int8":
-        said = (
-            f"load_in_4bit=True, bnb_4bit_quant_type={work.quant!r}, bnb_4bit_use_double_quant={work.double_quant},"
-            f" bnb_4bit_compute_dtype={DTYPES[work.compute_precision]}"
-        )
-    yield f'{INDENT}device_map={{"": 0}}, quantization_config=BitsAndBytesConfig({said}),'
+    if work.is_quantised:
+        yield f'{INDENT}device_map={{"": 0}}, quantization_config={_bits_and_bytes(work)},'
+
+
+def _bits_and_bytes(work: Workload) -> str:
+    if work.quant == "int8":
+        return "BitsAndBytesConfig(load_in_8bit=True)"
+    return (
+        f"BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type={work.quant!r}, bnb_4bit_use_double_quant="
+        f"{work.double_quant}, bnb_4bit_compute_dtype={DTYPES[work.compute_precision]})"
+    )
 
 
 def _adapters(work: Workload) -> Iterator[str]:
@@ -266,10 +266,10 @@ def headline(fitted: Fitted) -> str:
 def yaml_of(fitted: Fitted) -> str:
     from memfit.jobs.training.config_file import as_yaml, config_from
 
-    if fitted.fitted.is_quantised:
-        raise UsageError("--emit yaml: `memfit train` has no quantised weights", hint="--emit python")
     if not fitted.fitted.trains:
         raise UsageError(f"--emit yaml: a config is for training, not for {fitted.workload.kind}", hint="--emit args")
+    if fitted.fitted.kind == "lora" and (fitted.fitted.adapter != "lora" or fitted.fitted.adapter_config):
+        raise UsageError("--emit yaml: `memfit train` has plain LoRA only", hint="--emit python")
     document = config_document(fitted)
     config_from(document, name="fitted")  # what the engine does not take is said now, not when the file is read
     alone = fitted.fitted.world_size == 1
@@ -351,6 +351,9 @@ def _left_to_the_script(work: Workload) -> Iterator[str]:
     targets = ",".join(work.target_modules) if work.target_modules else "all-linear"
     if work.outputs == "kept" and work.loop == "plain":
         yield "predicted for a loop that keeps the model's outputs (--outputs kept): the Trainer drops them"
+    if work.is_quantised:
+        prepared = "; then prepare_model_for_kbit_training" if work.is_kbit_prepared else ""
+        yield f"train.py itself loads with quantization_config={_bits_and_bytes(work)}{prepared}"
     if work.loss == "chunked":
         yield "use_liger_kernel needs the package liger-kernel; its chunks of the loss are its own, not those predicted"
     if work.world_size > 1 and work.parallel == "ddp" and work.gradient_as_bucket_view:

@@ -56,7 +56,8 @@ def switch_levers_on(model: Any, work: Workload, named: SettingNames) -> None:
         if lora:
             model.enable_input_require_grads()  # the Trainer does not know that the embedding is frozen
     offload = work.offload or ()
-    reentrant = work.is_kbit_prepared and work.loop == "plain"  # peft's preparation switches it on, as torch has it
+    # peft's preparation switches it on, as torch has it; and 8-bit layers hold on to their inputs under the other kind.
+    reentrant = (work.is_kbit_prepared and work.loop == "plain") or (work.quant == "int8" and work.loop == "memfit")
     use_block_levers(
         model, checkpointing=checkpointing, offload=offload, adapters=lora, setting=setting, reentrant=reentrant
     )
@@ -284,13 +285,20 @@ def takes_labels(model: nn.Module) -> bool:
     return "labels" in inspect.signature(base.forward).parameters
 
 
-def build_for_training(job: TrainJob) -> nn.Module:
-    """The model of a run; the same weights in every process, by the seed alone."""
+def build_for_training(job: TrainJob, reached: Callable[[str], None] = lambda _: None) -> nn.Module:
+    """The model of a run; the same weights in every process, by the seed alone. Quantised weights are read straight to
+    the GPU, and there prepared and adapted: that each of these is `reached` is told."""
     config, work = job.config, job.config.workload
     torch.manual_seed(config.seed)
     folder = None if job.source is None else job.source.folder
-    model = build_base_model(config.model, folder, DTYPES[work.weight_precision])
+    model = build_base_model(config.model, folder, DTYPES[work.weight_precision], **_on_the_way_to_gpu(work))
+    if work.is_kbit_prepared:
+        from peft import prepare_model_for_kbit_training
+
+        reached("prepare")
+        model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     if work.kind == "lora":
+        reached("adapt")
         model, _, _ = add_adapters(model, work, KEYS, alpha=config.method.alpha)
     if job.start_from is not None:
         load_weights(job.start_from, model)
@@ -298,9 +306,25 @@ def build_for_training(job: TrainJob) -> nn.Module:
     return model
 
 
-def build_base_model(model: ModelConfig, folder: Path | str | None, dtype: torch.dtype) -> nn.Module:
+def _on_the_way_to_gpu(work: Workload) -> dict[str, Any]:
+    """What `from_pretrained` is told so that it quantises."""
+    if not work.is_quantised:
+        return {}
+    from transformers import BitsAndBytesConfig
+
+    said: dict[str, Any] = {"load_in_8bit": True}
+    if work.quant != "int8":
+        compute = DTYPES[work.compute_precision]
+        said = {
+            "load_in_4bit": True, "bnb_4bit_quant_type": work.quant, "bnb_4bit_use_double_quant": work.double_quant,
+            "bnb_4bit_compute_dtype": compute,
+        }  # fmt: skip
+    return {"quantization_config": BitsAndBytesConfig(**said), "device_map": {"": torch.cuda.current_device()}}
+
+
+def build_base_model(model: ModelConfig, folder: Path | str | None, dtype: torch.dtype, **loading: Any) -> nn.Module:
     """With its weights: read from a folder, or drawn where there is none. Its head is its own, as in a plan: an encoder
-    fills in masked words."""
+    fills in masked words. `loading` is for `from_pretrained`."""
     import transformers
 
     from memfit.models.own import make_known
@@ -317,8 +341,9 @@ def build_base_model(model: ModelConfig, folder: Path | str | None, dtype: torch
         else:
             found = transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True)
             made = getattr(transformers, language_model(found)).from_pretrained(
-                str(folder), dtype=dtype, attn_implementation=attention, trust_remote_code=False, local_files_only=True
-            )
+                str(folder), dtype=dtype, attn_implementation=attention, trust_remote_code=False, local_files_only=True,
+                **loading,
+            )  # fmt: skip
     except InputError:  # in memfit's own words
         raise
     except (ValueError, ImportError, OSError) as error:

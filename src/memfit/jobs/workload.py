@@ -187,7 +187,6 @@ class Workload:
         if not self.is_quantised:
             return
         clash = {
-            "--loop memfit": self.trains and self.loop == "memfit",
             "--world-size": self.trains and self.world_size > 1,
             "--offload weights": self.trains and "weights" in (self.offload or ()),
             "--selective-checkpointing": self.trains and self.selective_checkpointing,

@@ -68,7 +68,8 @@ def table(columns: dict[str, Plan]) -> Iterator[str]:
 
 def _labels(plan: Plan) -> list[tuple[str, str]]:
     work = plan.workload
-    rows = [("base", f"Base model ({work['precision'].replace('amp-bf16', 'fp32').replace('amp-fp16', 'fp32')})")]
+    of_base = work["precision"].replace("amp-bf16", "fp32").replace("amp-fp16", "fp32")
+    rows = [("base", f"Base model ({of_base if work.get('quant', 'none') == 'none' else work['quant']})")]
     if work["kind"] == "lora":
         dtype = "fp32" if work["adapter_dtype"] == "fp32" else work["precision"]
         rows.append(("adapter", f"LoRA adapters (rank {work['rank']}, {dtype})"))

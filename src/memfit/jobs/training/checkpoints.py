@@ -95,6 +95,10 @@ def identity_of(job: TrainJob) -> dict[str, Any]:
             "rank": config.method.rank, "alpha": config.method.scaling_alpha,
             "target_modules": None if targets is None else sorted(targets),
         }  # fmt: skip
+    if config.quant.kind != "none":
+        work = config.workload
+        method |= {"quant": work.quant, "kbit_prepare": work.is_kbit_prepared}
+        method |= {} if work.quant == "int8" else {"double": work.double_quant, "compute": work.compute_precision}
     return {
         "schema": SCHEMA, "model": config.model.name, "shape": job.shape, "method": method,
         "optimizer": config.optimizer.name, "precision": config.precision,

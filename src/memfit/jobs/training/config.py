@@ -21,12 +21,15 @@ from memfit.jobs.workload import (
     MAX_RANK,
     MAX_SEQ_LEN,
     AdapterDtype,
+    AutocastType,
     Checkpointing,
     Loss,
     Offload,
     Optimizer,
     Parallel,
     Precision,
+    Quant,
+    QuantCompute,
     Workload,
     check_setting,
 )
@@ -69,7 +72,8 @@ def _types(section: Any) -> dict[str, Any]:
 
 
 SAID = {
-    **{f"{section}.kind": section for section in ("method", "loss", "parallel")}, "optimizer.name": "optimizer",
+    **{f"{section}.kind": section for section in ("method", "quant", "loss", "parallel")},
+    "optimizer.name": "optimizer",
     **{f"batch.{name}": name for name in ("micro_batch_size", "gradient_accumulation_steps", "global_batch_size")},
 }  # fmt: skip
 """Keys by the shorter names that people write."""
@@ -140,6 +144,18 @@ class MethodConfig(Section):
     @property
     def scaling_alpha(self) -> float:
         return 2.0 * self.rank if self.alpha is None else self.alpha
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantConfig(Section):
+    kind: Quant = Workload.quant
+    """The base model's linear layers in 4 or 8 bits, by bitsandbytes: `load_in_4bit`, `load_in_8bit`. For LoRA."""
+    double: bool = Workload.double_quant
+    """Scales of 4-bit weights are quantised too: `bnb_4bit_use_double_quant`."""
+    compute: QuantCompute | None = Workload.quant_compute
+    """The type in which 4-bit layers compute, `bnb_4bit_compute_dtype`. None: that of the other weights."""
+    prepare: bool | None = Workload.kbit_prepare
+    """peft's `prepare_model_for_kbit_training`: every weight that is not quantised becomes fp32. None: yes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -295,6 +311,9 @@ class TrainConfig:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     precision: Precision = Workload.precision
     """Of the weights; amp is autocast over fp32 weights, with a gradient scaler for fp16."""
+    autocast: AutocastType | None = Workload.autocast
+    """The type of the autocast region, whatever the weights are. None: what the precision says."""
+    quant: QuantConfig = field(default_factory=QuantConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     loss: LossConfig = field(default_factory=LossConfig)
@@ -309,6 +328,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check_setting("precision", self.precision, "precision")
+        check_setting("autocast", self.autocast, "autocast")
         check_whole("seed", self.seed, least=0, most=(1 << 32) - 1)
         if self.device not in ("auto", "cpu", "cuda"):
             raise UsageError(
@@ -318,6 +338,13 @@ class TrainConfig:
             raise UsageError(
                 "precision fp16: weights that are themselves fp16 cannot be trained; small updates are lost",
                 hint="amp-fp16 keeps them in fp32 and scales the gradients; bf16 needs no scaling",
+            )
+        if self.precision.startswith("amp-") and self.autocast not in (None, self.precision.removeprefix("amp-")):
+            raise UsageError(f"precision {self.precision} and autocast {self.autocast} contradict each other")
+        if self.quant.kind != "none" and self.method.kind == "full":
+            raise UsageError(
+                f"quant {self.quant.kind}: weights of few bits cannot be trained themselves",
+                hint="method: lora trains adapters beside them",
             )
         if "weights" in self.memory.offload and self.method.kind == "full":
             raise UsageError(
@@ -347,6 +374,10 @@ class TrainConfig:
     def _without_effect(self) -> Iterator[str]:
         """Settings that this very job does not use."""
         schedule, optimizer = self.schedule, self.optimizer.name
+        if self.quant.kind == "none":
+            yield from no_effect("quant", self.quant, ("double", "compute", "prepare"), "without quantised weights")
+        elif self.quant.kind == "int8":
+            yield from no_effect("quant", self.quant, ("double", "compute"), "with int8: they are of 4-bit weights")
         if self.loss.kind == "full":
             yield from no_effect("loss", self.loss, ("chunk",), "without loss: chunked")
         if self.method.kind == "full":
@@ -361,6 +392,10 @@ class TrainConfig:
             yield from no_effect("optimizer", self.optimizer, ("beta1", "beta2", "eps"), f"with {optimizer}")
         if self.device == "cpu":
             yield from no_effect("memory", self.memory, ("alloc_conf",), "on the CPU")
+
+    def without_quant(self) -> TrainConfig:
+        """Where only shapes and gradients are looked at, which needs neither a GPU nor bitsandbytes."""
+        return dataclasses.replace(self, quant=QuantConfig())
 
     def to_json(self) -> dict[str, Any]:
         """Every setting as resolved; `config_keys.config_from` reads it back."""
@@ -377,6 +412,8 @@ KEYS = {
     "model.name": "model", "model.attention": "attention", "method.kind": "kind", "method.rank": "rank",
     "method.dropout": "lora_dropout", "method.adapter_dtype": "adapter_dtype",
     "method.target_modules": "target_modules", "schedule.max_grad_norm": "clip_grad", "precision": "precision",
+    "autocast": "autocast", "quant.kind": "quant", "quant.double": "double_quant", "quant.compute": "quant_compute",
+    "quant.prepare": "kbit_prepare",
     "memory.gradient_checkpointing": "checkpointing", "memory.offload": "offload", "memory.alloc_conf": "alloc_conf",
     "optimizer.name": "optimizer", "loss.kind": "loss", "loss.chunk": "loss_chunk", "parallel.kind": "parallel",
     "parallel.gradient_as_bucket_view": "gradient_as_bucket_view",
@@ -405,7 +442,7 @@ def settings_of(config: TrainConfig) -> dict[str, Any]:
 def keys_of(work: Workload) -> dict[str, Any]:
     """A workload as a config has it, section by section; what it does not use is left out."""
     if work.kind == "lora" and (work.adapter != "lora" or work.adapter_config):
-        raise UsageError("`memfit train` has plain LoRA only", hint="--emit python")
+        raise UsageError("`memfit train` has plain LoRA only", hint="--loop plain or --loop trainer")
     made: dict[str, Any] = {}
     unused = {name for name, _ in work.unused()} - {"loss_chunk"}
     for key, setting in KEYS.items():

@@ -25,7 +25,10 @@ from memfit.jobs.training.config_names import (
     ALIASES,
     AUTOCAST,
     FIXED,
+    FOUR_BIT_TYPE,
     IGNORED,
+    IN_4_BITS,
+    IN_8_BITS,
     IN_SECTION,
     INSTEAD,
     LOOSE,
@@ -72,7 +75,20 @@ def _fields() -> dict[str, list[str]]:
 FIELDS = _fields()
 SECTIONS = tuple(section for section in FIELDS if section)
 _LEAVES = [leaf for section in SECTIONS for leaf in FIELDS[section]]
-_NEEDS_ITS_SECTION = (*SECTIONS, *FIELDS[""], "auto", "settings", "format", "subset", "split", "source", "gpu")
+_NEEDS_ITS_SECTION = (
+    *SECTIONS,
+    *FIELDS[""],
+    "auto",
+    "settings",
+    "format",
+    "subset",
+    "split",
+    "source",
+    "gpu",
+    "double",
+    "compute",
+    "prepare",
+)
 ALONE = {
     leaf: f"{section}.{leaf}"
     for section in SECTIONS
@@ -96,9 +112,14 @@ def config_from(
     """A file's content as a config; what is in `over` replaces what the file says."""
     remarks: list[str] = []
     given, replaced = canonical(document, remarks), canonical(over or {}, remarks)
-    replaced = _with_precision(replaced, remarks)
-    of_file = _with_precision(given, [] if "precision" in replaced else remarks)
+    quant = _quant({**given, **replaced}, remarks)
+    replaced = _with_precision(replaced, remarks, quantised=quant is not None)
+    of_file = _with_precision(given, [] if "precision" in replaced else remarks, quantised=quant is not None)
     given = {"name": Given(name, "name"), **of_file, **replaced}
+    for path in (IN_4_BITS, IN_8_BITS, FOUR_BIT_TYPE):
+        given.pop(path, None)
+    if quant is not None:
+        given["quant.kind"] = quant
     _make_adapters(given)
     if "model.name" not in given and any(each.key.split(".")[-2:-1] == ["gsa"] for each in given.values()):
         given["model.name"] = Given("gsa", "gsa")
@@ -249,15 +270,40 @@ def _make_adapters(given: dict[str, Given]) -> None:
         given["method.kind"] = Given("lora", said[0].key)
 
 
-def _with_precision(given: dict[str, Given], remarks: list[str]) -> dict[str, Given]:
+def _quant(given: Mapping[str, Given], remarks: list[str]) -> Given | None:
+    """What `quant`, `load_in_4bit` and `load_in_8bit` say together; None where the weights stay as they are."""
+    said = given.get("quant.kind", Given(None, ""))
+    asked = [each for path in (IN_4_BITS, IN_8_BITS) if (each := given.get(path)) is not None and each.value]
+    four, kind = given.get(IN_4_BITS, Given(None, "")), given.get(FOUR_BIT_TYPE)
+    if len(asked) == 2:
+        raise UsageError(f"{asked[0].key} and {asked[1].key} are both yes", hint="keep one of them")
+    if not asked:
+        if kind is not None and said.value is None:
+            remarks.append(f"{kind.key} is of no effect without load_in_4bit")
+        if kind is not None and said.value in ("nf4", "fp4") and said.value != kind.value:
+            raise UsageError(f"{said.key} {said.value} and {kind.key} {kind.value} do not agree", hint="keep one")
+        return None if said.value in (None, "none") else said
+    if asked[0] is four and kind is None and said.value not in ("nf4", "fp4"):
+        remarks.append(f"{four.key} without bnb_4bit_quant_type: nf4, as in QLoRA (BitsAndBytesConfig alone takes fp4)")
+    meant = "int8" if asked[0] is not four else kind.value if kind else said.value or "nf4"
+    if said.value not in (None, meant):
+        raise UsageError(f"{said.key} {said.value} and {asked[0].key} do not agree", hint="keep one of them")
+    return Given(meant, asked[0].key)
+
+
+def _with_precision(given: dict[str, Given], remarks: list[str], *, quantised: bool) -> dict[str, Given]:
     """`bf16: true` is autocast over fp32 weights, as Hugging Face means it; 16-bit weights are asked for by their own
-    type. With `bf16: false` and no type there are no 16 bits anywhere."""
+    type. With `bf16: false` and no type there are no 16 bits anywhere. Beside quantised weights it is autocast over
+    others of 16 bits."""
     without = {name: off for name in ("bf16", "fp16") if (off := given.pop(f"{NO_AUTOCAST}{name}", None))}
     autocast = given.pop(AUTOCAST, None)
     weights = given.get("precision")
     said = autocast or next(iter(without.values()), None)
     if said is None:
         return given
+    if quantised:
+        half = {"autocast": autocast, "precision": weights or autocast} if autocast and autocast.value else {}
+        return {**given, **half}
     if weights is None or weights.value in (None, "fp32"):
         return {**given, "precision": Given(f"amp-{said.value}" if said.value else "fp32", said.key)}
     type_of_weights = str(weights.value)

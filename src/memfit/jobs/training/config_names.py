@@ -11,17 +11,23 @@ from memfit.jobs.training.config import TrainConfig
 from memfit.models.presets import GSA_SETTINGS
 
 SETTINGS = "model.settings"
-AUTOCAST, NO_AUTOCAST = "autocast", "no autocast to "
+AUTOCAST, NO_AUTOCAST = "autocast as Hugging Face has it", "no autocast to "
 """What Hugging Face calls bf16, fp16 and mixed_precision; with the type of the weights it becomes a precision."""
+
+IN_4_BITS, IN_8_BITS, FOUR_BIT_TYPE = "weights in 4 bits", "weights in 8 bits", "type of 4-bit weights"
+"""What it calls load_in_4bit, load_in_8bit and bnb_4bit_quant_type."""
 
 SHORTHAND = {
     "model": "model.name", "method": "method.kind", "data": "data.source", "memory": "memory.auto",
-    "optimizer": "optimizer.name", "loss": "loss.kind", "parallel": "parallel.kind",
+    "optimizer": "optimizer.name", "loss": "loss.kind", "parallel": "parallel.kind", "quant": "quant.kind",
     "schedule": "schedule.lr_scheduler",
 }  # fmt: skip
 """`method: lora` is `method: {kind: lora}`."""
 
-LOOSE = ("training", "train", "trainer", "training_arguments", "training_args", "training_config", "distributed")
+LOOSE = (
+    "training", "train", "trainer", "training_arguments", "training_args", "training_config", "distributed",
+    "quantization_config", "quantization", "bnb_config", "bitsandbytes",
+)  # fmt: skip
 """Sections of other people's files: what stands in them is read as if it stood alone."""
 
 SECTION_ALIASES = {
@@ -62,6 +68,8 @@ ALIASES = {
     "save_interval": "saving.save_steps",
     "resume_from_checkpoint": "saving.resume_from", "keep_last": "saving.save_total_limit",
     "torch_dtype": "precision", "dtype": "precision",
+    "bnb_4bit_use_double_quant": "quant.double", "double_quant": "quant.double", "use_bnb_nested_quant": "quant.double",
+    "bnb_4bit_compute_dtype": "quant.compute", "quant_compute": "quant.compute", "kbit_prepare": "quant.prepare",
 }  # fmt: skip
 """Other names, wherever they stand."""
 
@@ -81,8 +89,8 @@ IN_SECTION = {
 
 FIXED: dict[str, tuple[object, ...]] = {
     "use_value_gate": (True,), "use_output_gate": (True,), "bias": ("none",), "task_type": ("CAUSAL_LM",),
-    "device_map": (None,), "auto_find_batch_size": (False,), "load_in_4bit": (False,), "load_in_8bit": (False,),
-    "group_by_length": (False,), "trust_remote_code": (False,),
+    "device_map": (None,), "auto_find_batch_size": (False,), "group_by_length": (False,),
+    "trust_remote_code": (False,), "bnb_4bit_quant_storage": ("uint8", None), "quant_method": ("bitsandbytes",),
 }  # fmt: skip
 """Keys with one value that memfit can serve; then there is nothing to set."""
 
@@ -146,7 +154,7 @@ def _value(path: str, value: Any) -> Any:
         return None
     if path == "optimizer.name" and isinstance(value, str):
         return OPTIMIZERS.get(value, value.replace("_", "-"))
-    if path == "precision" and isinstance(value, str):
+    if path in ("precision", "quant.compute") and isinstance(value, str):
         return PRECISIONS.get(value.removeprefix("torch."), value)
     if path == "method.target_modules" and isinstance(value, str):
         value = None if value in ("all", "all-linear") else [part.strip() for part in value.split(",")]
@@ -231,8 +239,26 @@ def _activations(value: Any, key: str) -> Made:
         yield "memory.offload", ("activations",)
 
 
+def _bits(name: str) -> Callable[[Any, str], Made]:
+    """`load_in_4bit` and `load_in_8bit`; with `bnb_4bit_quant_type` they become a kind of quantisation."""
+
+    def loaded(value: Any, key: str) -> Made:
+        if value is not None:
+            yield name, _flag(value, key)
+
+    return loaded
+
+
+def _type_of_4_bits(value: Any, key: str) -> Made:
+    if value not in ("nf4", "fp4", None):
+        raise UsageError(f"{key} {value!r} is not one of nf4, fp4")
+    if value is not None:
+        yield FOUR_BIT_TYPE, value
+
+
 SEVERAL: dict[str, Callable[[Any, str], Made]] = {
     "bf16": _bf16, "fp16": _fp16, "mixed_precision": _mixed, "betas": _betas, "use_lora": _use_lora,
     "report_to": _report_to, "gradient_checkpointing_kwargs": _not_reentrant, "fsdp": _fsdp,
-    "activation_offloading": _activations,
+    "activation_offloading": _activations, "load_in_4bit": _bits(IN_4_BITS), "load_in_8bit": _bits(IN_8_BITS),
+    "bnb_4bit_quant_type": _type_of_4_bits,
 }  # fmt: skip

@@ -25,7 +25,7 @@ from memfit.jobs.training.checkpoints import RunState, steps_done, write_identit
 from memfit.jobs.training.data import IGNORED, rows_of_step
 from memfit.jobs.training.job import TrainJob
 from memfit.jobs.training.loops import find_unused_parameters
-from memfit.jobs.training.optimizers import configured_optimizer
+from memfit.jobs.training.optimizers import begin_anew, configured_optimizer, load_state
 from memfit.jobs.training.parallel import Together
 from memfit.jobs.training.recovery import Halved, RandomState, Recovery, Rows
 
@@ -262,7 +262,7 @@ class MemfitTrainer(Trainer):  # type: ignore[misc,unused-ignore]
             model.zero_grad()
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
-        optimizer.optimizer.state.clear()
+        begin_anew(optimizer.optimizer)
         if scaler is not None:
             scaler.load_state_dict(scaling)
         if resume_from is not None:
@@ -347,9 +347,10 @@ class MemfitTrainer(Trainer):  # type: ignore[misc,unused-ignore]
             super()._load_optimizer_and_scheduler(checkpoint)
             return
         # On the host first: the Trainer's own way needs room for it twice on each GPU, and fails for many CPUs.
-        part: Any
-        for name, part in (("optimizer.pt", self.optimizer), ("scheduler.pt", self.lr_scheduler)):
-            part.load_state_dict(torch.load(Path(checkpoint) / name, map_location="cpu", weights_only=True))
+        optimizer: Any = self.optimizer
+        schedule: Any = self.lr_scheduler
+        load_state(optimizer.optimizer, _read(Path(checkpoint) / "optimizer.pt"))
+        schedule.load_state_dict(_read(Path(checkpoint) / "scheduler.pt"))
 
     def _go_on_from(self, folder: Path) -> None:
         before = RunState.read(folder)
@@ -360,6 +361,10 @@ class MemfitTrainer(Trainer):  # type: ignore[misc,unused-ignore]
         if before.halved and rows in self.job.batch.rungs:
             self.recovery.batch = self.job.batch.with_micro_batch(rows)
         self.progress.micro_batch_size = self.recovery.batch.micro_batch_size
+
+
+def _read(path: Path) -> Any:
+    return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def _why_it_failed(part: Callable[[], object], folder: Path) -> str | None:

@@ -10,6 +10,7 @@ from memfit.jobs.training.config import FACTORY, TORCH_ADAMW, TrainConfig, no_ef
 from memfit.jobs.training.shapes import is_basics
 from memfit.jobs.workload import Workload
 from memfit.models.presets import is_gsa
+from memfit.versions import release_of, versions
 
 
 def check_offload(work: Workload, *, optimizer: str, setting: str) -> None:
@@ -35,6 +36,8 @@ def check_offload(work: Workload, *, optimizer: str, setting: str) -> None:
 
 
 NEEDS_BITSANDBYTES = ("adamw-8bit", "paged-adamw", "paged-adamw-8bit", "lion-8bit")
+OLDEST_BITSANDBYTES = (0, 46)
+"""The oldest that transformers 5 quantises with."""
 
 
 def check_levers(config: TrainConfig, *, world_size: int) -> tuple[str, ...]:
@@ -42,6 +45,7 @@ def check_levers(config: TrainConfig, *, world_size: int) -> tuple[str, ...]:
     work = config.workload.with_found(world_size=world_size)
     check_offload(work, optimizer=config.optimizer.name, setting="memory.offload")
     _check_model(config)
+    _check_quant(config, world_size)
     if config.device == "cpu":
         for error in _only_on_gpus(config, world_size):
             raise error
@@ -55,7 +59,10 @@ def unmet_needs(config: TrainConfig, *, world_size: int) -> Iterator[UsageError]
 
 
 def missing_gpu(config: TrainConfig, *, world_size: int) -> Iterator[UsageError]:
-    if config.device == "cpu" or _has_gpu():
+    if config.device == "cpu":
+        return
+    if _has_gpu():
+        yield from _card_lacks(config)
         return
     if config.device == "cuda":
         import torch
@@ -67,15 +74,26 @@ def missing_gpu(config: TrainConfig, *, world_size: int) -> Iterator[UsageError]
 
 
 def missing_packages(config: TrainConfig) -> Iterator[UsageError]:
-    name = config.optimizer.name
-    if name in NEEDS_BITSANDBYTES and find_spec("bitsandbytes") is None:
-        yield UsageError(f"optimizer {name} needs bitsandbytes", hint="pip install bitsandbytes, or adamw-fused")
+    yield from _lacks_bitsandbytes(config)
     if config.logging.wandb and find_spec("wandb") is None:
         yield UsageError("logging.wandb needs W&B", hint="pip install wandb")
     if config.logging.tensorboard and not has_tensorboard():
         yield UsageError("logging.tensorboard needs TensorBoard", hint="pip install tensorboard")
     if config.model.attention == "flash_attention_2" and find_spec("flash_attn") is None:
         yield UsageError("model.attention flash_attention_2 needs flash-attn", hint="sdpa has flash kernels of its own")
+
+
+def _lacks_bitsandbytes(config: TrainConfig) -> Iterator[UsageError]:
+    kind, name = config.quant.kind, config.optimizer.name
+    what, instead = (f"quant {kind}", "quant: none") if kind != "none" else (f"optimizer {name}", "adamw-fused")
+    if kind == "none" and name not in NEEDS_BITSANDBYTES:
+        return
+    found = None if find_spec("bitsandbytes") is None else versions()["bitsandbytes"] or "0.0"
+    if found is None:
+        yield UsageError(f"{what} needs bitsandbytes", hint=f"pip install bitsandbytes, or {instead}")
+    elif kind != "none" and release_of(found) < OLDEST_BITSANDBYTES:
+        oldest = ".".join(map(str, OLDEST_BITSANDBYTES))
+        yield UsageError(f"{what} needs bitsandbytes {oldest}, and {found} is here", hint="pip install -U bitsandbytes")
 
 
 def has_tensorboard() -> bool:
@@ -97,7 +115,36 @@ def _check_model(config: TrainConfig) -> None:
         raise UsageError(f"method lora: the linear layers of {name} are its own, and peft knows none of them")
 
 
+def _check_quant(config: TrainConfig, world_size: int) -> None:
+    """What goes together with quantised weights."""
+    kind, model = config.quant.kind, config.model
+    if kind == "none":
+        return
+    clash = {
+        "several processes": world_size > 1,
+        "memory.offload weights": "weights" in config.memory.offload,
+        "memory.gradient_checkpointing selective": config.memory.gradient_checkpointing == "selective",
+        "model.from_scratch: only weights of a checkpoint are quantised": model.starts_from_scratch,
+    }
+    for setting in (name for name, here in clash.items() if here):
+        raise UsageError(f"quant {kind} does not go with {setting}", hint="quant: none, or without it")
+
+
+def _card_lacks(config: TrainConfig) -> Iterator[UsageError]:
+    import torch
+
+    work = config.workload
+    halves = (work.weight_precision, work.compute_precision, work.autocast_type)
+    if work.is_quantised and "bf16" in halves and not torch.cuda.is_bf16_supported(including_emulation=False):
+        yield UsageError(
+            f"quant {work.quant} in bf16: {torch.cuda.get_device_name()} has no bf16",
+            hint="precision: fp16 and quant.compute: fp16, with autocast: fp16",
+        )
+
+
 def _only_on_gpus(config: TrainConfig, world_size: int) -> Iterator[UsageError]:
+    if config.quant.kind != "none":
+        yield UsageError(f"quant {config.quant.kind} needs a GPU", hint="--dry-run plans it without one")
     if config.precision == "amp-fp16":
         yield UsageError("precision amp-fp16 needs a GPU", hint="amp-bf16 and fp32 work on the CPU")
     if config.optimizer.name in NEEDS_BITSANDBYTES:

@@ -54,12 +54,7 @@ def run_trainer(job: Prepared, device: torch.device | str, phases: Phases, *, st
     from transformers import PrinterCallback, Trainer
 
     model, work = job.model, job.workload
-    if work.is_quantised:
-        put_on(job, device, phases)
-    else:
-        with phases("load"):
-            if not work.is_sharded:
-                model.to(device)
+    _load(job, device, phases)
     rows = work.batch_size * work.grad_accum * (steps + 1) * work.world_size
     data = RandomTokens(job, rows)
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
@@ -76,6 +71,16 @@ def run_trainer(job: Prepared, device: torch.device | str, phases: Phases, *, st
             trainer.accelerator.ddp_handler.gradient_as_bucket_view = bool(work.gradient_as_bucket_view)
         with phases("trainer", 1):
             trainer.train()
+
+
+def _load(job: Prepared, device: torch.device | str, phases: Phases) -> None:
+    """A model that is to be sharded stays on the host."""
+    if job.workload.is_quantised:
+        put_on(job, device, phases)
+        return
+    with phases("load"):
+        if not job.workload.is_sharded:
+            job.model.to(device)
 
 
 def _own_optimizer(
@@ -105,9 +110,7 @@ def run_memfit(job: Prepared, device: torch.device | str, phases: Phases, *, ste
     model: Any = job.model
     if not isinstance(getattr(model, "config", None), PreTrainedConfig):
         model.config = None  # the Trainer would write into it
-    with phases("load"):
-        if not job.workload.is_sharded:
-            model.to(device)
+    _load(job, device, phases)
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(), phases("trainer", 1):
         warnings.filterwarnings("ignore", message=".*pin_memory.*")
         warnings.filterwarnings("ignore", message=".*returned a view tensor.*")  # which nothing changes in place

@@ -58,6 +58,45 @@ def _of_bitsandbytes(name: str, setting: str, settings: dict[str, Any], weights:
     return getattr(bnb, BITSANDBYTES[name])(weights, **settings, **more)
 
 
+def begin_anew(optimizer: torch.optim.Optimizer) -> None:
+    """Its state as before the first step. That of bitsandbytes stays where it is: managed memory never goes back."""
+    if not _has_small_states(optimizer):
+        optimizer.state.clear()
+        return
+    for state in optimizer.state.values():
+        state["step"] = 0
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and not name.startswith("qmap"):
+                value.zero_()
+
+
+def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    """bitsandbytes itself would put states that were paged, and a table for each weight, on the GPU."""
+    if not _has_small_states(optimizer):
+        optimizer.load_state_dict(saved)
+        return
+    of_bitsandbytes: Any = optimizer
+    before = dict(optimizer.state)
+    of_bitsandbytes.load_state_dict(saved, move_to_device=False)
+    for index, group in enumerate(optimizer.param_groups):
+        for number, weight in enumerate(group["params"]):
+            read = optimizer.state.pop(weight, None)
+            if not read:
+                continue
+            made = optimizer.state[weight] = before.get(weight) or {}
+            if not made:
+                of_bitsandbytes.init_state(group, weight, index, number)
+            for name, value in read.items():
+                if not isinstance(value, torch.Tensor):
+                    made[name] = value
+                elif not name.startswith("qmap"):
+                    made[name].copy_(value)
+
+
+def _has_small_states(optimizer: torch.optim.Optimizer) -> bool:
+    return isinstance(optimizer, SmallStates) or hasattr(optimizer, "page_mng")
+
+
 def adamw(on_host: bool) -> type[torch.optim.Optimizer]:
     if not on_host:
         return torch.optim.AdamW

@@ -67,7 +67,7 @@ class TrainResult:
     predicted: dict[str, Any] = field(default_factory=dict)
     """By the plan: peak_bytes and reserved_bytes, where there was one."""
     phases: tuple[dict[str, Any], ...] = ()
-    """Load, forward, backward and step: what the plan said of each beside what the first steps took."""
+    """Load, forward, backward, step and so on: what the plan said of each beside what the first steps took."""
 
     @property
     def seconds_per_step(self) -> float:
@@ -160,7 +160,8 @@ class TrainResult:
             beside.write_text(json.dumps(self.to_json(), indent=1), encoding="utf-8")
 
 
-PHASES = ("load", "forward", "backward", "step")
+PHASES = ("load", "prepare", "adapt", "forward", "backward", "step")
+"""Quantised weights are prepared and adapted on the GPU."""
 STEPS = 2
 """The first makes the optimizer's state, the second runs with it."""
 BETWEEN = ""

@@ -299,7 +299,10 @@ def _run(job: TrainJob, following: Following) -> tuple[Any, float]:
     following.mark("01_start")
     # Cards that differ may have been planned for differently.
     job = job.with_micro_batch(Together(args.device).smallest(job.batch.micro_batch_size))
-    model = build_for_training(job)
+    loads_to_gpu = job.config.quant.kind != "none"
+    if loads_to_gpu:
+        following.phases.begin()
+    model = build_for_training(job, following.phases.reached if loads_to_gpu else lambda _: None)
     following.mark("02_model_built")
     following.trained_bytes = sum(each.nbytes for each in model.parameters() if each.requires_grad)
     following.probing = job.config.memory.probe
@@ -316,7 +319,8 @@ def _run(job: TrainJob, following: Following) -> tuple[Any, float]:
         following.watch.forget()
         following.probing = False
 
-    following.phases.begin()
+    if not loads_to_gpu:
+        following.phases.begin()
     trainer = MemfitTrainer(
         job,
         model,
