@@ -20,7 +20,7 @@ from memfit.fitting.emit import emit
 from memfit.fitting.fit import Fitted
 from memfit.gpus import find_gpu
 from memfit.jobs.training.batch import resolve_batch
-from memfit.jobs.training.config_file import load_config
+from memfit.jobs.training.config_file import config_from, load_config, parse_yaml
 
 pytestmark = pytest.mark.usefixtures("shared_traces")
 

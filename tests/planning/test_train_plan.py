@@ -63,6 +63,15 @@ def test_each_shipped_config_fits_the_card_that_it_is_for(name: str, shipped_pla
     json.dumps(plan.to_json())
 
 
+@pytest.mark.slow
+def test_the_shipped_config_in_4_bits_fits_a_card_of_8_gb_and_not_without_them(tmp_path: Path) -> None:
+    sets = ["model.tokenizer=bytes", f"saving.output_dir={tmp_path}"]
+    plan = plan_training(prepare_job(load_config("qwen2.5-7b-qlora-8gb", sets=sets), to_run=False))
+    assert plan.verdict in ("safe", "tight") and list(plan.phases)[:2] == ["load", "adapt"]
+    wide = load_config("qwen2.5-7b-qlora-8gb", sets=[*sets, "load_in_4bit=false"])
+    assert plan_training(prepare_job(wide, to_run=False)).verdict == "fails"
+
+
 def test_the_guide_s_lora_job_keeps_sequence_and_rank_and_leaves_room(shipped_plan: Callable[[str], TrainPlan]) -> None:
     plan = shipped_plan("qwen2.5-7b-lora-24gb")
     assert (plan.reserved_bytes or 0) < 22 * GiB

@@ -23,7 +23,8 @@ DOES_NOT_FIT, INTERRUPTED = 1, 130
 OPTIONS: dict[str, Told] = {
     "config": (
         "--config", "FILE|NAME",
-        "YAML file, or a config that comes with memfit: smollm2-lora-demo, qwen2.5-7b-lora-24gb, gsa-512m.",
+        "YAML file, or a config that comes with memfit: smollm2-lora-demo, qwen2.5-7b-lora-24gb,"
+        " qwen2.5-7b-qlora-8gb, gsa-512m.",
     ),
     "output_dir": (
         "--output-dir", "FOLDER", "Where checkpoints and the log go. Default: outputs/ and the config's name.",

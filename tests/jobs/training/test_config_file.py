@@ -17,7 +17,7 @@ def written(folder: Path, text: str, name: str = "my.yaml") -> str:
 
 
 def test_these_configs_come_with_memfit() -> None:
-    assert shipped_configs() == ("gsa-512m", "qwen2.5-7b-lora-24gb", "smollm2-lora-demo")
+    assert shipped_configs() == ("gsa-512m", "qwen2.5-7b-lora-24gb", "qwen2.5-7b-qlora-8gb", "smollm2-lora-demo")
 
 
 @pytest.mark.parametrize("name", shipped_configs())

@@ -277,7 +277,8 @@ def test_no_value_of_any_key_is_more_than_an_error_for_a_person(model: str) -> N
 
 def test_the_sections_are_those_of_the_dataclass() -> None:
     assert SECTIONS == (
-        "model", "method", "data", "batch", "schedule", "memory", "optimizer", "loss", "parallel", "logging", "saving",
+        "model", "method", "data", "batch", "schedule", "quant", "memory", "optimizer", "loss", "parallel",
+        "logging", "saving",
     )  # fmt: skip
 
 

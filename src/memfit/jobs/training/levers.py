@@ -90,7 +90,7 @@ def _lacks_bitsandbytes(config: TrainConfig) -> Iterator[UsageError]:
         return
     found = None if find_spec("bitsandbytes") is None else versions()["bitsandbytes"] or "0.0"
     if found is None:
-        yield UsageError(f"{what} needs bitsandbytes", hint=f"pip install bitsandbytes, or {instead}")
+        yield UsageError(f"{what} needs bitsandbytes", hint=f"pip install 'memfit[quant]', or {instead}")
     elif kind != "none" and release_of(found) < OLDEST_BITSANDBYTES:
         oldest = ".".join(map(str, OLDEST_BITSANDBYTES))
         yield UsageError(f"{what} needs bitsandbytes {oldest}, and {found} is here", hint="pip install -U bitsandbytes")
