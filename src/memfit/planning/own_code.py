@@ -134,6 +134,7 @@ def _run_traced(
     from memfit.tracing.held import noting_what_is_held
     from memfit.tracing.outside import nothing_saved, put_back
     from memfit.tracing.own_code import OwnCodeNames
+    from memfit.tracing.packages.bitsandbytes import bitsandbytes_traced
     from memfit.tracing.pretended_card import card_pretended
     from memfit.tracing.processes import processes_pretended
     from memfit.tracing.repeated_calls import repeated_calls_skipped
@@ -155,6 +156,7 @@ def _run_traced(
             _generation_goes_on(tracer),
             mathematics_of_unknown_numbers(tracer.assume),
             repeated_calls_skipped(names),
+            bitsandbytes_traced(tracer),
         ):
             code(tracer)
 

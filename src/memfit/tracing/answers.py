@@ -45,11 +45,13 @@ _OURS = re.compile("/memfit/(tracing|scripts)/")
 _TORCH = os.path.dirname(torch.__file__).replace("\\", "/") + "/"
 
 VALID = "what distributions and losses check their arguments for, they find"
+NO_OUTLIERS = "8-bit products: no activation is beyond the threshold from which its column is multiplied in 16 bits"
 NO_OVERFLOW: dict[Site, tuple[Value, str]] = {
     Site("torch/amp/grad_scaler.py", "_maybe_opt_step"): (0.0, "no gradient overflowed"),
     Site("torch/distributions/distribution.py", "__init__"): (True, VALID),
     Site("torch/distributions/distribution.py", "_validate_sample"): (True, VALID),
     Site("torch/nn/functional.py", "gaussian_nll_loss"): (False, VALID),
+    Site("bitsandbytes/backends/cuda/ops.py", "_"): (False, NO_OUTLIERS),
 }
 KNOWN: dict[Site, tuple[Value, str]] = {
     Site("transformers/masking_utils.py", "_ignore_causal_mask_sdpa"): (True, "no padding: the mask is all ones"),

@@ -35,19 +35,25 @@ def put_back(is_on_gpu: Callable[[torch.Tensor], bool]) -> Iterator[None]:
     moving: list[nn.Module] = []
     apply, swap = nn.Module._apply, torch.utils.swap_tensors
 
-    def apply_and_remember(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def apply_and_remember(module: nn.Module, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if module not in seen:
             gradients = {name: p.grad for name, p in module._parameters.items() if p is not None}
             seen[module] = _Before(dict(module._buffers), gradients)
         moving.append(module)
         try:
-            return apply(module, *args, **kwargs)
+            return apply(module, lambda tensor: _as_tensor(fn(tensor)), *args, **kwargs)
         finally:
             moving.pop()
 
     def swap_and_remember(here: torch.Tensor, there: torch.Tensor) -> None:
-        there.__dict__.update(here.__dict__)  # a GPU run changes what is inside a parameter, not its attributes
-        swap(here, there)
+        if moving and is_on_gpu(here) and is_on_gpu(there):  # as torch does on a GPU: a graph may hold what is swapped
+            here.data = there
+            return
+        if type(here) in (torch.Tensor, nn.Parameter):
+            there.__dict__.update(here.__dict__)  # a GPU run changes what is inside a parameter, not its attributes
+            swap(here, there)
+        else:
+            torch._C._swap_tensor_impl(here, there)  # nor its class
         if moving and is_on_gpu(here) and not is_on_gpu(there):
             name = next((name for name, p in moving[-1]._parameters.items() if p is here), None)
             if name is not None:
@@ -86,6 +92,14 @@ def put_back(is_on_gpu: Callable[[torch.Tensor], bool]) -> Iterator[None]:
         for optimizer, state in list(states.items()):
             optimizer.state.clear()
             optimizer.state.update(state)
+
+
+def _as_tensor(made: Any) -> Any:
+    """A parameter of a class of its own, such as packed weights: what is in it goes into the one that is there."""
+    if type(made) is nn.Parameter or not isinstance(made, nn.Parameter):
+        return made
+    with torch._C.DisableTorchFunction():
+        return made.as_subclass(torch.Tensor)
 
 
 def _settings() -> list[tuple[Callable[[Any], Any], Any]]:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal
 from unittest import mock
 
@@ -36,6 +36,7 @@ aten = torch.ops.aten
 Tensor = torch.Tensor
 Place = Literal["cuda", "cpu", "meta"]
 CUDA = torch.device("cuda", 0)
+BY_DEFAULT = torch._C.DispatchKey.CompositeExplicitAutograd
 DEVICES: dict[str, torch.device] = {"cuda": CUDA, "cpu": torch.device("cpu"), "meta": torch.device("meta")}
 ANYWHERE = frozenset(
     {
@@ -79,8 +80,11 @@ class OwnCodeTracer(Tracer):
         """What was taken for granted, to be told with the plan."""
         self.after_import: list[Callable[[], None]] = []
         """To be called when the code has imported something."""
+        self.kernels_of: dict[str, Mapping[str, Callable[..., Any]]] = {}
+        """Of packages that bring their own: by namespace and op, what they do on CUDA."""
         self.gpu_is_named = False
         """Whether the call that runs names "cuda" as its device."""
+        self._in_kernel = False
         self._lock = threading.RLock()
         self._on_host: weakref.WeakKeyDictionary[torch.UntypedStorage, Place] = weakref.WeakKeyDictionary()
 
@@ -134,6 +138,8 @@ class OwnCodeTracer(Tracer):
         made_here = not tensors and kwargs.get("device") == self.device
         if _is_unmodelled(func) and ("cuda" in places or made_here):
             self.unmodelled[_plain_name(func)] = None
+        if "cuda" in places and (kernels := self.kernels_of.get(func.namespace)) is not None:
+            return self._run_kernel(kernels.get(func.name(), partial(func._op_dk, BY_DEFAULT)), args, kwargs)
         if "cuda" in places:
             _check_places(func, tensors, places)
             if func in PRODUCTS:
@@ -147,9 +153,22 @@ class OwnCodeTracer(Tracer):
         out = super()._run(op, func, args, kwargs)
         if func is aten._to_copy.default:
             self._note_widened(args[0], out)
-        if not (op.is_composite and torch.is_inference_mode_enabled()):  # else what it is made of has been followed
+        if not (op.is_composite and self.meets_composites):  # else what it is made of has been followed
             self.values.follow(func, args, kwargs, out)
         return out
+
+    @property
+    def meets_composites(self) -> bool:
+        return self._in_kernel or super().meets_composites
+
+    def _run_kernel(self, kernel: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A package's own code for CUDA: what it asks of torch is traced."""
+        before, self._in_kernel = self._in_kernel, True
+        try:
+            with self:
+                return kernel(*args, **kwargs)
+        finally:
+            self._in_kernel = before
 
     def _note_widened(self, source: Tensor, copy: Tensor) -> None:
         block = self.block_of(copy)
@@ -341,6 +360,10 @@ class OwnCodeNames(CudaNames):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if type(kwargs.get("device")) is int:
+            kwargs = {**kwargs, "device": _numbered(kwargs["device"])}
+        if func is Tensor.to and len(args) > 1:
+            args = (args[0], _numbered(args[1]), *args[2:])
         if any(map(is_unknown, args)):
             self.tracer.assume(IN_TENSORS)
         answer = self._answered.get(func)
@@ -350,7 +373,7 @@ class OwnCodeNames(CudaNames):
         ):
             return said
         if func is Tensor.cuda and type(where := kwargs.get("device", args[1] if len(args) > 1 else None)) is int:
-            _check_number(torch.device("cuda", where))
+            check_number(torch.device("cuda", where))
         if func is torch._C._nn._parse_to:  # it only reads what `Module.to` was given
             return func(*map(_numbered, args), **{name: _numbered(value) for name, value in kwargs.items()})
         if func in self._constructors and kwargs.get("device") is None and default_device.CURRENT_DEVICE is not None:
@@ -444,20 +467,23 @@ class OwnCodeNames(CudaNames):
     def _made_device(self, *args: Any, **kwargs: Any) -> torch.device:
         first = kwargs.get("type", args[0] if args else None)
         made = torch.device("cuda", first) if type(first) is int else torch.device(*args, **kwargs)
-        _check_number(made)
+        check_number(made)
         return made
 
     def _device(self, value: Any) -> Any:
         if type(value) is str and (value == "cuda" or value.startswith("cuda:")):
-            _check_number(torch.device(value))
+            check_number(torch.device(value))
         elif type(value) is torch.device:
-            _check_number(value)
+            check_number(value)
         return super()._device(value)
 
 
 def _numbered(value: Any) -> Any:
     """`model.to(0)`: a number is a GPU's."""
-    return torch.device("cuda", value) if type(value) is int else value
+    if type(value) is not int:
+        return value
+    check_number(device := torch.device("cuda", value))
+    return device
 
 
 def _as_lists(shape: torch.Size, make: Callable[[], Any]) -> Any:
@@ -489,7 +515,7 @@ def _is_device(value: Any, kind: str) -> bool:
     return type(value) is str and value.split(":")[0] == kind
 
 
-def _check_number(device: torch.device) -> None:
+def check_number(device: torch.device) -> None:
     if device.type == "cuda" and device.index not in (None, 0):
         raise TraceError(
             f"{asking_line()}the code uses {device}, and memfit traces one GPU",

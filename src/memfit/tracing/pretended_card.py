@@ -32,6 +32,7 @@ from memfit.tracing.own_code import (
     CUDA,
     OwnCodeNames,
     OwnCodeTracer,
+    check_number,
     devices_grouped_by_name,
     saved_tensors_met_by_name,
     streams_recorded,
@@ -61,6 +62,8 @@ NOT_COVERED = (
     "set_per_process_memory_fraction",
 )
 REMEMBER = {"transformers.utils.import_utils": ("cuda", "gpu", "bf16"), "torch.utils._triton": ("triton",)}
+WITHOUT_CARD = ("bitsandbytes",)
+"""Packages that load a library of kernels where they find a GPU: here they are imported as on a machine without one."""
 TASK_SECONDS = 2.0
 """How long a task of a thread pool is waited for before the code goes on: tasks in their order give one answer."""
 
@@ -251,7 +254,7 @@ def _of_accelerator(card: Card) -> dict[str, Any]:
 def _check_index(device: Any) -> None:
     if device is None or (type(device) is int and device < 0):  # torch takes these for "as it is"
         return
-    torch.zeros(0, device=device if isinstance(device, (str, torch.device)) else f"cuda:{int(device)}")
+    check_number(torch.device(device) if isinstance(device, (str, torch.device)) else torch.device("cuda", int(device)))
 
 
 class _DeviceContext:
@@ -315,7 +318,7 @@ def card_pretended(names: OwnCodeNames, gpu: Gpu, config: AllocatorConfig) -> It
         stack.enter_context(streams_recorded(tracer))
         stack.enter_context(_default_device_kept())
         stack.enter_context(_threads_traced(names, active))
-        stack.enter_context(_imports_as_before(tracer))
+        stack.enter_context(_imports_as_before(tracer, active))
         stack.enter_context(_caches_forgotten())
         stack.callback(active.clear)
         yield
@@ -379,12 +382,18 @@ def _threads_traced(names: OwnCodeNames, active: list[bool]) -> Iterator[None]:
 
 
 @contextmanager
-def _imports_as_before(tracer: OwnCodeTracer) -> Iterator[None]:
+def _imports_as_before(tracer: OwnCodeTracer, active: list[bool]) -> Iterator[None]:
     """A package that the code imports late must not be traced while it sets itself up."""
     bootstrap: Any = importlib._bootstrap
     find, importing = bootstrap._find_and_load, threading.local()
 
     def load(*args: Any) -> Any:
+        if args[0] in WITHOUT_CARD and active:
+            active.clear()
+            try:
+                return find(*args)
+            finally:
+                active.append(True)
         if getattr(importing, "now", False):
             return find(*args)
         importing.now = True

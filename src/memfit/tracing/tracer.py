@@ -89,6 +89,11 @@ class Tracer(TorchDispatchMode):
     # -- what the traced code and the rules see ----------------------------------------------------------------
 
     @property
+    def meets_composites(self) -> bool:
+        """Whether ops written in terms of others come here as they are: below autograd nobody takes them apart."""
+        return torch.is_inference_mode_enabled()
+
+    @property
     def in_backward(self) -> bool:
         return torch._C._current_autograd_node() is not None
 
@@ -256,7 +261,7 @@ class Tracer(TorchDispatchMode):
                 replaced = op.replaced(self, *args, **kwargs)
             if replaced is not NotImplemented:
                 return replaced
-        if op.is_composite and torch.is_inference_mode_enabled() and self._is_traced(args):
+        if op.is_composite and self.meets_composites and self._is_traced(args):
             with self:
                 return func.decompose(*args, **kwargs)
         try:
