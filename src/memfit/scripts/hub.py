@@ -114,10 +114,16 @@ def _weights_made_up(load: Callable[..., Any], tracer: Any) -> Callable[..., Any
         if state_dict is None and files is None:
             tracer.assume(NO_WEIGHTS)
             tied = getattr(model, "all_tied_weights_keys", None) or {}
+            turned = {f"{name}.weight" for name, module in model.named_modules() if _stands_for_conv1d(module)}
             state_dict = {
-                name: without_memory(tracer, each.shape, each.dtype)
+                name: without_memory(tracer, each.shape[::-1] if name in turned else each.shape, each.dtype)
                 for name, each in model.state_dict().items() if name not in tied
             }  # fmt: skip
         return load(model, state_dict, files, *args, **kwargs)
 
     return load_weights
+
+
+def _stands_for_conv1d(module: Any) -> bool:
+    """A quantised layer in the place of one whose weight the file has the other way round."""
+    return getattr(getattr(module, "source_cls", None), "__name__", "") == "Conv1D"

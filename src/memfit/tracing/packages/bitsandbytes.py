@@ -54,9 +54,10 @@ def bitsandbytes_traced(tracer: OwnCodeTracer) -> Iterator[None]:
             tracer.after_import.remove(settle)
             tracer.kernels_of.pop(PACKAGE, None)
             if library.managed_bytes:
+                managed = format_bytes(library.managed_bytes)
                 tracer.assume(
-                    f"paged optimizer states: {format_bytes(library.managed_bytes)} of managed memory, which moves between"
-                    " host and GPU as there is room; neither allocated nor reserved by torch, and not counted here"
+                    f"paged optimizer states: {managed} of managed memory, which moves between host and GPU as there is"
+                    " room; neither allocated nor reserved by torch, and not counted here"
                 )
 
 
@@ -127,4 +128,6 @@ def _kernels(library: KernelsThatDoNothing) -> dict[str, Callable[..., Any]]:
 def _tell_version(tracer: OwnCodeTracer) -> None:
     here = version(PACKAGE)
     if not here.startswith(SEEN):
-        tracer.assume(f"bitsandbytes {here} was not compared with a GPU (0.50 was): its own code was traced all the same")
+        tracer.assume(
+            f"bitsandbytes {here} was not compared with a GPU (0.50 was): its own code was traced all the same"
+        )
