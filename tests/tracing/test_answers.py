@@ -191,6 +191,8 @@ def functions_of(file: Path) -> set[str]:
 def test_every_known_place_is_in_the_installed_library(site: Site) -> None:
     library, _, inside = site.file.partition("/")
     found = find_spec(library)
+    if library == "bitsandbytes" and found is None:
+        pytest.skip("bitsandbytes is not installed")
     assert found is not None and found.submodule_search_locations
     assert site.function in functions_of(Path(found.submodule_search_locations[0]) / inside)
 

@@ -17,6 +17,7 @@ from unittest import mock
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 @dataclass
@@ -49,11 +50,11 @@ def put_back(is_on_gpu: Callable[[torch.Tensor], bool]) -> Iterator[None]:
         if moving and is_on_gpu(here) and is_on_gpu(there):  # as torch does on a GPU: a graph may hold what is swapped
             here.data = there
             return
-        if type(here) in (torch.Tensor, nn.Parameter):
+        if _has_its_own_class(here):
+            torch._C._swap_tensor_impl(here, there)
+        else:
             there.__dict__.update(here.__dict__)  # a GPU run changes what is inside a parameter, not its attributes
             swap(here, there)
-        else:
-            torch._C._swap_tensor_impl(here, there)  # nor its class
         if moving and is_on_gpu(here) and not is_on_gpu(there):
             name = next((name for name, p in moving[-1]._parameters.items() if p is here), None)
             if name is not None:
@@ -94,9 +95,18 @@ def put_back(is_on_gpu: Callable[[torch.Tensor], bool]) -> Iterator[None]:
             optimizer.state.update(state)
 
 
+def _has_its_own_class(tensor: Any) -> bool:
+    """A parameter that holds one tensor and knows more of it, such as packed weights."""
+    return (
+        isinstance(tensor, nn.Parameter)
+        and type(tensor) not in (nn.Parameter, nn.UninitializedParameter)
+        and not is_traceable_wrapper_subclass(tensor)
+    )
+
+
 def _as_tensor(made: Any) -> Any:
-    """A parameter of a class of its own, such as packed weights: what is in it goes into the one that is there."""
-    if type(made) is nn.Parameter or not isinstance(made, nn.Parameter):
+    """What is in such a parameter goes into the one that is there."""
+    if not _has_its_own_class(made):
         return made
     with torch._C.DisableTorchFunction():
         return made.as_subclass(torch.Tensor)
