@@ -101,6 +101,7 @@ def test_what_is_said_of_qlora_goes_before_the_paper(tiny: str) -> None:
     ({"quant": "nf4", "world_size": 2}, "not planned together with --world-size"),
     ({"precision": "amp-bf16", "autocast": "fp16"}, "contradict each other"),
     ({"precision": "amp-bf16", "autocast": "none"}, "contradict each other"),
+    ({"quant": "nf4", "precision": "fp16", "autocast": "fp16", "adapter_dtype": "same"}, "refuses fp16 gradients"),
     ({"quant": "nf5"}, "is not one of none, nf4, fp4, int8"),
 ])  # fmt: skip
 def test_settings_that_do_not_go_together_are_refused(tiny: str, settings: dict[str, Any], why: str) -> None:

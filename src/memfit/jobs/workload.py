@@ -176,10 +176,11 @@ class Workload:
                 f"--precision {self.precision} and --autocast {self.autocast} contradict each other",
                 hint="--precision fp32, bf16 or fp16 is the type of the weights, --autocast that of the region",
             )
-        if self.kind == "train" and self.precision == self.autocast == "fp16":
+        narrow = self.kind == "lora" and self.adapter_dtype == "same" and self.quant != "int8"
+        if (self.kind == "train" or narrow) and self.precision == self.autocast == "fp16":
             raise UsageError(
                 "--precision fp16 --autocast fp16: the gradient scaler refuses fp16 gradients",
-                hint="--precision amp-fp16 has fp32 weights",
+                hint="--adapter-dtype fp32" if narrow else "--precision amp-fp16 has fp32 weights",
             )
 
     def check_quantised(self) -> None:

@@ -101,7 +101,7 @@ def identity_of(job: TrainJob) -> dict[str, Any]:
         method |= {} if work.quant == "int8" else {"double": work.double_quant, "compute": work.compute_precision}
     return {
         "schema": SCHEMA, "model": config.model.name, "shape": job.shape, "method": method,
-        "optimizer": config.optimizer.name, "precision": config.precision,
+        "optimizer": config.optimizer.name, "precision": config.precision, "autocast": config.autocast,
         "data": job.data.fingerprint, "global_batch_size": job.batch.global_batch_size, "seed": config.seed,
         "shuffle": config.data.shuffle, "max_seq_len": config.data.max_seq_len,
     }  # fmt: skip
@@ -128,7 +128,7 @@ def check_checkpoint(folder: Path, job: TrainJob) -> tuple[str, ...]:
                 f"'{folder}' was trained with {key} {_said(saved.get(key))}, and this config says {_said(own[key])}",
                 hint="continue with the config of that run, or start anew without resume_from",
             )
-    changed = [key for key in ("precision", "data", "global_batch_size", "seed", "shuffle", "max_seq_len")
+    changed = [key for key in ("precision", "autocast", "data", "global_batch_size", "seed", "shuffle", "max_seq_len")
                if saved.get(key) != own[key]]  # fmt: skip
     if not changed:
         return ()
