@@ -13,9 +13,9 @@ from memfit.jobs.workload import Workload
 from memfit.planning.predict import Plan, predict
 
 MEASURED = Path(__file__).parents[2] / "accuracy" / "measured" / "quantised.jsonl"
-OF_A_RUN = ("id", "group", "phases", "peak_allocated", "peak_reserved", "loaded")
+OF_A_RUN = ("id", "group", "phases", "peak_allocated", "peak_reserved", "loaded", "cap_bytes")
 RUNS: dict[str, dict[str, Any]] = {run["id"]: run for run in map(json.loads, MEASURED.read_text().splitlines())}
-QUICK = ("q01", "q05", "q08")
+QUICK = ("q01", "q05", "q08", "m13")
 SIZES: dict[str, Any] = {"batch_size": 2, "seq_len": 64}
 
 
@@ -36,7 +36,7 @@ def settings_of(run: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("run_id", [pytest.param(i, marks=() if i in QUICK else pytest.mark.slow) for i in RUNS])
 def test_a_quantised_run_takes_what_was_measured(run_id: str) -> None:
     run = RUNS[run_id]
-    plan = predict(Workload(**settings_of(run)), gpu="H200")
+    plan = predict(**settings_of(run), gpu="H200")
     assert plan.peak.allocated_bytes == pytest.approx(run["peak_allocated"], rel=0.001)
     assert plan.peak.reserved_bytes == pytest.approx(run["peak_reserved"], rel=0.02)
     for name in (

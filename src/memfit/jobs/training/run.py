@@ -297,12 +297,13 @@ def _run(job: TrainJob, following: Following) -> tuple[Any, float]:
     if following.first:
         following.memory = open_memory_log(job, following.watch, gpu=on_gpu(job))
     following.mark("01_start")
-    # Cards that differ may have been planned for differently.
-    job = job.with_micro_batch(Together(args.device).smallest(job.batch.micro_batch_size))
+    if job.batch.world_size > 1:  # cards that differ may have been planned for differently
+        job = job.with_micro_batch(Together(args.device).smallest(job.batch.micro_batch_size))
     loads_to_gpu = job.config.quant.kind != "none"
     if loads_to_gpu:
         following.phases.begin()
     model = build_for_training(job, following.phases.reached if loads_to_gpu else lambda _: None)
+    following.phases.reached("end")
     following.mark("02_model_built")
     following.trained_bytes = sum(each.nbytes for each in model.parameters() if each.requires_grad)
     following.probing = job.config.memory.probe
