@@ -683,7 +683,11 @@ TRAINING = [
         '"global_batch_size", "seed", "shuffle", "max_seq_len")\n',
         '"global_batch_size", "shuffle", "max_seq_len")\n',
     ),
-    _CHECKPOINTS("a changed precision is not told", 'for key in ("precision", "data",', 'for key in ("data",'),
+    _CHECKPOINTS(
+        "a changed precision is not told",
+        'for key in ("precision", "autocast", "data",',
+        'for key in ("autocast", "data",',
+    ),
     _CHECKPOINTS("a changed length is not told", '"shuffle", "max_seq_len")\n', '"shuffle")\n'),
     _CHECKPOINTS(
         "a changed global batch is not told",

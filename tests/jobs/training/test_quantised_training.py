@@ -108,7 +108,7 @@ def test_every_setting_of_memory_comes_back_from_the_config_that_it_is_written_a
         kind="lora", model="gpt2", loop="memfit", quant="fp4", double_quant=True, quant_compute="fp16", autocast="fp16",
         kbit_prepare=False, precision="fp16", optimizer="lion-8bit", rank=4, lora_dropout=0.1, loss="chunked",
         loss_chunk=64, grad_checkpointing=True, offload=("activations",), alloc_conf="expandable_segments:True",
-        target_modules=("c_attn",), adapter_dtype="same", clip_grad=False,
+        target_modules=("c_attn",), clip_grad=False,
     )  # fmt: skip
     again = config_from(keys_of(work)).workload
     assert again == work
