@@ -292,26 +292,6 @@ def test_notes_say_what_is_left_out(folder: Path) -> None:
     assert source_notes(resolve("gpt2")) == ()
 
 
-@pytest.mark.parametrize(
-    "quantised",
-    [
-        {"quantization_config": {"quant_method": "gptq", "bits": 4}},
-        {"quantization_config": {"load_in_8bit": True}},
-        {"compression_config": {"format": "pack-quantized", "quant_method": "compressed-tensors"}},
-    ],
-)
-def test_a_quantised_checkpoint_is_refused_as_something_that_memfit_lacks(
-    folder: Path, quantised: dict[str, Any]
-) -> None:
-    (folder / "config.json").write_text(json.dumps({**TINY, **quantised}))
-    (key,) = quantised
-
-    with pytest.raises(InputError, match=f"quantised.*'{key}'.*memfit cannot plan yet") as caught:
-        load_config(resolve(str(folder)))
-
-    assert f"a copy of this one without '{key}'" in str(caught.value.hint)
-
-
 def test_a_config_is_fresh_each_time() -> None:
     source = resolve("gpt2")
     load_config(source).n_layer = 1

@@ -110,7 +110,9 @@ def _state_of(weight: Tensor, optimizer: Optimizer) -> int:
     if optimizer == "adafactor":  # fp32 sums over rows and over columns, or one of each number of a vector
         kept = sum(weight.numel() // size for size in weight.shape[-2:]) if weight.dim() > 1 else weight.numel()
         return 4 * kept
-    if optimizer.endswith("8bit"):
+    if "4bit" in optimizer:
+        return weight.numel()
+    if "8bit" in optimizer:
         return 2 * weight.numel()
     return 2 * weight.numel() * weight.element_size()
 

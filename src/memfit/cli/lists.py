@@ -53,9 +53,10 @@ def models(
 ) -> None:
     """List the models that --model knows by name.
 
-    They are hyper-parameters only: nothing is downloaded, for memory does not depend on the values of weights.
+    They are hyper-parameters only: nothing is downloaded, for memory does not depend on the values of weights. Those
+    that are published quantised too go by the hub ids of such checkpoints (--json has them).
     """
-    from memfit.models.presets import presets
+    from memfit.models.presets import presets, variants
 
     document = {
         "schema": MODELS_SCHEMA,
@@ -66,6 +67,10 @@ def models(
                 "parameters": preset.parameters,
                 "hub_ids": [alias for alias in preset.aliases if "/" in alias],
                 "aliases": [alias for alias in preset.aliases if "/" not in alias],
+                "quantised": [
+                    {"hub_id": name, "storage": each.storage, "quantization_config": each.config["quantization_config"]}
+                    for name, each in variants().get(preset.name, {}).items()
+                ],
                 "source": preset.source,
                 "note": preset.note,
             }

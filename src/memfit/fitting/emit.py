@@ -80,6 +80,8 @@ INDENT = " " * 8
 def python_of(work: Workload, headline: str) -> str:
     if work.trains:
         refuse_what_has_no_switch(work, "python")
+    if work.is_quantised and (work.stored is not None or work.quant not in ("nf4", "fp4", "int8")):
+        raise UsageError("--emit python writes no settings for torchao or for a checkpoint that is quantised already")
     if work.is_quantised and not _hub_id(work.model):
         raise UsageError(f"--emit python: {work.model} has no weights on the hub that could be quantised")
     parts = [f'"""{_safe(headline)}."""\n', *_environment(work), *_imports(work), "", "", *_model(work), "", ""]

@@ -19,6 +19,7 @@ from torch import nn
 from memfit.errors import InputError, UsageError
 from memfit.jobs.adapters import FLAGS, KEYS, SettingNames, add_adapters, generates
 from memfit.jobs.quantised import adapt_as_peft_does, quantise
+from memfit.jobs.stored import as_stored
 from memfit.jobs.training.config import FACTORY, ModelConfig
 from memfit.jobs.training.foreign_weights import load_weights
 from memfit.jobs.training.job import TrainJob
@@ -36,6 +37,7 @@ from memfit.models.registry import (
     parameter_count,
     source_notes,
 )
+from memfit.models.stored_weights import refuse_stored
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -112,6 +114,8 @@ def _prepared(workload: Workload, layers: int | None) -> Prepared:
     if workload.trains:
         check_offload(workload, optimizer=str(workload.optimizer), setting="--offload")
     source = workload.source
+    if not workload.is_quantised:
+        refuse_stored(source.kind, source.target, workload.model)
     model = build_model(
         source,
         dtype=DTYPES[workload.weight_precision],
@@ -138,7 +142,12 @@ def _prepared(workload: Workload, layers: int | None) -> Prepared:
         notes = (*notes, "--use-cache has no effect: this model has no key-value cache")
     if workload.is_quantised:
         workload.check_quantised()
-        notes = (*notes, *quantise(model, workload))
+        stored = workload.stored
+        if stored is None:
+            known = quantise(model, workload)
+        else:
+            workload, known = as_stored(model, workload, stored)
+        notes = (*known, *notes)
     if workload.kind == "lora":
         task = None if head is None else head.task
         model, found, more = add_adapters(model, workload, FLAGS, task=task)

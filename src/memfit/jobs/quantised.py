@@ -23,6 +23,9 @@ from memfit.jobs.workload import Workload
 BLOCK, BLOCK_OF_SCALES = 64, 256
 HALVES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 COMPUTE = {name: dtype for dtype, name in HALVES.items()}
+ARRIVES = "arrives"
+"""An attribute of a weight that is made from something else while it is loaded: what comes to the device, given the
+weight and the device; and how, given that."""
 _card: tuple[tuple[int, int], int] = ((9, 0), 132)
 
 
@@ -51,13 +54,25 @@ class QuantisedLinear(nn.Linear):
         self.weight, self.bias = weight, bias  # type: ignore[assignment]
         self.requires_grad_(False)
 
+    bits = 8
+
     def pack(self, loaded: Tensor, shared: list[Tensor]) -> None:
         raise NotImplementedError
+
+    def place(self, device: torch.device | str) -> None:
+        """What a checkpoint has of it when it is quantised already."""
+        raise NotImplementedError
+
+    def keep(self, packed: Tensor, **kept: Tensor) -> None:
+        self.weight.data = packed
+        for name, tensor in kept.items():
+            self.register_buffer(name, tensor, persistent=False)
 
 
 class FourBitLinear(QuantisedLinear):
     absmax: Tensor
     offset: Tensor
+    bits = 4
 
     def __init__(self, *args: Any, compute: torch.dtype, double: bool, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -82,9 +97,24 @@ class FourBitLinear(QuantisedLinear):
             small = torch.empty_like(centred, dtype=torch.uint8)
             kept |= {"absmax": small, "offset": offset, "absmax2": second, "code2": shared[0].clone()}
             del centred
-        self.weight.data = packed
-        for name, tensor in kept.items():
-            self.register_buffer(name, tensor, persistent=False)
+        self.keep(packed, **kept)
+
+    def place(self, device: torch.device | str) -> None:
+        """`Params4bit.from_prequantized`, after the file's tensors came one by one."""
+        count, small = self.weight.numel(), {"dtype": torch.float32, "device": device}
+        scales = -(-count // BLOCK)
+        packed = torch.empty(((count + 1) // 2, 1), dtype=torch.uint8, device=device)
+        kept = {
+            "absmax": torch.empty(scales, dtype=torch.uint8 if self.scales_packed else torch.float32, device=device)
+        }
+        if self.scales_packed:
+            kept["absmax2"] = torch.empty(-(-scales // BLOCK_OF_SCALES), **small)  # type: ignore[call-overload]
+            kept["code2"] = torch.empty(256, **small)  # type: ignore[call-overload]
+        kept["code"] = torch.empty(16, **small)  # type: ignore[call-overload]
+        _described = torch.empty(100, dtype=torch.uint8, device=device)
+        if self.scales_packed:
+            kept["offset"] = torch.empty((), **small)  # type: ignore[call-overload]
+        self.keep(packed, **kept)
 
     def forward(self, x: Tensor) -> Tensor:
         given = x.dtype
@@ -140,8 +170,11 @@ class EightBitLinear(QuantisedLinear):
         """`Int8Params`: it goes back to the host, and comes again as fp16 beside what was loaded first."""
         half = torch.empty_like(loaded, dtype=torch.float16)
         scales = torch.empty(self.out_features, dtype=torch.float32, device=loaded.device)
-        self.weight.data = torch.empty_like(half, dtype=torch.int8)
-        self.register_buffer("scales", scales, persistent=False)
+        self.keep(torch.empty_like(half, dtype=torch.int8), scales=scales)
+
+    def place(self, device: torch.device | str) -> None:
+        scales = torch.empty(self.out_features, dtype=torch.float32, device=device)
+        self.keep(torch.empty((self.out_features, self.in_features), dtype=torch.int8, device=device), scales=scales)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.bias is not None and self.bias.dtype != x.dtype:
@@ -190,8 +223,11 @@ class Int8Product(torch.autograd.Function):
 # -- the model ---------------------------------------------------------------------------------------------------------
 
 
-def quantise(model: nn.Module, work: Workload) -> tuple[str, ...]:
-    """Every linear layer but those that transformers leaves as they are; what is to be known of it."""
+def quantise(
+    model: nn.Module, work: Workload, kept: tuple[str, ...] | None = None, group: int = 128
+) -> tuple[str, ...]:
+    """Every linear layer but those that transformers leaves, or a checkpoint has `kept`; what is to be known of it.
+    `group` is of torchao's 4-bit weights."""
     from transformers import PreTrainedModel
     from transformers.pytorch_utils import Conv1D
     from transformers.quantizers.base import get_keys_to_not_convert
@@ -199,19 +235,16 @@ def quantise(model: nn.Module, work: Workload) -> tuple[str, ...]:
 
     if not isinstance(model, PreTrainedModel):
         raise UsageError(f"--quant {work.quant} needs a transformers model", hint="quantise inside your own factory")
-    left = [*get_keys_to_not_convert(model), *(model._keep_in_fp32_modules or ())]
-    compute = COMPUTE[work.compute_precision]
+    skipped = get_keys_to_not_convert(model) if kept is None else kept
+    left = [*skipped, *(model._keep_in_fp32_modules or ())]
+    by_torchao = work.quant.startswith("torchao-")
     for name, module in list(model.named_modules()):
-        if not (type(module) is nn.Linear or isinstance(module, Conv1D)) or not should_convert_module(name, left):
+        turned = isinstance(module, Conv1D) and not by_torchao
+        if not (type(module) is nn.Linear or turned) or not should_convert_module(name, left):
             continue
-        given: Any = (module.weight, module.bias)
-        transposed = isinstance(module, Conv1D)
-        made: QuantisedLinear = (
-            EightBitLinear(*given, transposed=transposed)
-            if work.quant == "int8"
-            else FourBitLinear(*given, transposed=transposed, compute=compute, double=work.double_quant)
-        )
-        model.set_submodule(name, made)
+        if work.quant == "torchao-int4" and int(module.in_features) % group:
+            continue  # torchao leaves it as it is
+        model.set_submodule(name, _layer(module, work, turned, group))
     layers = [each for each in model.modules() if isinstance(each, QuantisedLinear)]
     if not layers:
         raise UsageError(f"--quant {work.quant}: {work.model} has no linear layer that transformers would quantise")
@@ -228,10 +261,23 @@ def quantise(model: nn.Module, work: Workload) -> tuple[str, ...]:
     )
 
 
+def _layer(module: Any, work: Workload, turned: bool, group: int) -> QuantisedLinear:
+    given = (module.weight, module.bias)
+    if work.quant.startswith("torchao-"):
+        from memfit.jobs.torchao import LAYERS  # which needs what is here
+
+        more: dict[str, Any] = {"group": group} if work.quant == "torchao-int4" else {}
+        return LAYERS[work.quant](*given, transposed=False, **more)
+    if work.quant == "int8":
+        return EightBitLinear(*given, transposed=turned)
+    compute = COMPUTE[work.compute_precision]
+    return FourBitLinear(*given, transposed=turned, compute=compute, double=work.double_quant)
+
+
 def adapt_as_peft_does(model: nn.Module) -> None:
     """peft's LoRA around a layer of bitsandbytes (tuners/lora/bnb.py) is not the one around a plain layer."""
     for module in model.modules():
-        if isinstance(getattr(module, "base_layer", None), QuantisedLinear):
+        if isinstance(getattr(module, "base_layer", None), (FourBitLinear, EightBitLinear)):
             module.forward = MethodType(_adapted_forward, module)
 
 
@@ -257,7 +303,7 @@ def _adapted_forward(self: Any, x: Tensor) -> Tensor:
 
 def loaded_bytes(model: nn.Module, within: tuple[str, ...] = ("",)) -> int:
     """What transformers asks for at once before it loads: all weights, quantised ones without their scales."""
-    bits = {id(each.weight): 8 if isinstance(each, EightBitLinear) else 4 for each in _layers(model)}
+    bits = {id(each.weight): each.bits for each in _layers(model)}
     counted = [
         (p, bits.get(id(p), 8 * p.element_size())) for name, p in _base_weights(model) if name.startswith(within)
     ]
@@ -267,47 +313,67 @@ def loaded_bytes(model: nn.Module, within: tuple[str, ...] = ("",)) -> int:
 def load(model: nn.Module, device: torch.device | str, whole_bytes: int | None, phases: Any, work: Workload) -> None:
     """`from_pretrained`, `prepare_model_for_kbit_training`, and the adapters, each as a phase of its own."""
     if torch.device(device).type != "meta":
-        raise UsageError(f"--quant {work.quant} is planned, not run", hint="memfit plan")
+        raise UsageError(f"quantised weights ({work.quant}) are planned, not run", hint="memfit plan")
     layers = {id(layer.weight): layer for layer in _layers(model)}
     base = sorted(_base_weights(model), key=lambda each: _natural(each[0]))
     with phases("load"):
         at_once = loaded_bytes(model) if whole_bytes is None else whole_bytes
         torch.empty(at_once // 2, dtype=torch.float16, device=device)
         shared: list[Tensor] = []
-        for _, parameter in base:
-            _load_weight(parameter, layers.get(id(parameter)), device, shared)
+        brought: list[tuple[Any, ...]] = []
+        for _, weight in base:
+            if (layer := layers.get(id(weight))) is not None and work.stored is not None:
+                layer.place(device)
+            elif layer is not None:
+                loaded = weight.data.to(device)
+                layer.pack(loaded.t().contiguous() if layer.transposed else loaded, shared)
+                del loaded
+            elif ARRIVES in vars(weight):
+                bring, make = vars(weight)[ARRIVES]
+                brought.append((weight, make, *bring(weight, device)))
+            else:
+                weight.data = weight.data.to(device)
+        while brought:  # threads are faster than what is made of each
+            weight, make, *parts = brought.pop(0)
+            weight.data = make(weight, *parts)
+            del parts
         vars(model)["table_of_scales"] = shared
         _move_buffers(model, device)
-    if work.is_kbit_prepared:
+        if work.stored is not None and work.stored.method == "mxfp4":
+            torch.cuda.empty_cache()  # its quantizer does, once all are there
+    if work.stored is not None and work.stored.method == "compressed-tensors":
+        from memfit.jobs.stored import decompress  # which needs what is here
+
+        with phases("decompress"):  # before anything else is there, be it at the end of loading or in the first pass
+            decompress(model)
+    if work.is_kbit_prepared and work.casts_when_prepared:
         with phases("prepare"):
-            for parameter in model.parameters():
-                if parameter.dtype in (torch.float16, torch.bfloat16) and not parameter.requires_grad:
-                    parameter.data = parameter.data.to(torch.float32)
-            torch.cuda.empty_cache()
+            _prepare(model)
     if work.kind == "lora":
         with phases("adapt"):
             _load_adapters([each for each in model.parameters() if each.requires_grad], device, work)
 
 
+def _prepare(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        if parameter.dtype in (torch.float16, torch.bfloat16) and not parameter.requires_grad:
+            parameter.data = parameter.data.to(torch.float32)
+    torch.cuda.empty_cache()
+
+
 def _load_adapters(adapters: list[nn.Parameter], device: torch.device | str, work: Workload) -> None:
-    """Around a 4-bit layer they come in the type that it computes in; then each becomes fp32, if at all."""
+    """Around a 4-bit layer they come in the type that it computes in, around what shows a 16-bit type in that; then
+    each becomes fp32, if at all."""
+    first = None
+    if work.quant in ("nf4", "fp4"):
+        first = COMPUTE[work.compute_precision]
+    elif work.quant != "none" and work.quant != "int8":
+        first = COMPUTE[work.weight_precision]
     for parameter in adapters:
-        first = parameter.dtype if work.quant == "int8" else COMPUTE[work.compute_precision]
-        parameter.data = parameter.data.to(device, first)
+        parameter.data = parameter.data.to(device, first or parameter.dtype)
     for parameter in adapters:
         if work.adapter_dtype == "fp32":
             parameter.data = parameter.data.to(torch.float32)
-
-
-def _load_weight(
-    parameter: nn.Parameter, layer: QuantisedLinear | None, device: torch.device | str, shared: list[Tensor]
-) -> None:
-    loaded = parameter.data.to(device)
-    if layer is None:
-        parameter.data = loaded
-        return
-    turned = loaded.t().contiguous() if layer.transposed else loaded
-    layer.pack(turned, shared)
 
 
 def _move_buffers(model: nn.Module, device: torch.device | str) -> None:
@@ -323,7 +389,12 @@ def _layers(model: nn.Module) -> Iterator[QuantisedLinear]:
 
 def _base_weights(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """All but adapters, by the names that the checkpoint has."""
-    named = [(name, p) for name, p in model.named_parameters() if not p.requires_grad or not _is_adapted(model)]
+    named: list[tuple[str, Any]] = [
+        (name, p) for name, p in model.named_parameters() if not p.requires_grad or not _is_adapted(model)
+    ]
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):  # has buffers if its tensors are those of a packed format
+            named += [(f"{name}.{own}", buffer) for own, buffer in module._buffers.items() if buffer is not None]
     return [(name.removeprefix("base_model.model.").replace(".base_layer.", "."), p) for name, p in named]
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, get_args
 
-from memfit.errors import UnknownName, UsageError
+from memfit.errors import InputError, UnknownName, UsageError
 from memfit.jobs.adapter_names import (
     LORAS,
     NO_RANK,
@@ -27,18 +27,20 @@ from memfit.jobs.checks import check_names, check_one_of, check_whole, check_yes
 from memfit.jobs.pruning.settings import Method, PruneSettings, Sparsity
 from memfit.models.config_check import HEAD_NAMES, Head
 from memfit.models.registry import ModelSource, head_named, resolve
+from memfit.models.stored_weights import StoredWeights, stored_weights
 from memfit.units import parse_bytes
 
 Kind = Literal["forward", "train", "lora", "generate", "prune"]
 Precision = Literal["fp32", "bf16", "fp16", "amp-bf16", "amp-fp16"]
 """amp: fp32 weights under autocast, and for fp16 a gradient scaler."""
 Attention = Literal["sdpa", "eager"]
-Quant = Literal["none", "nf4", "fp4", "int8"]
+Quant = Literal["none", "nf4", "fp4", "int8", "torchao-int8", "torchao-int4", "torchao-float8", "dequantize"]
+BY_BITSANDBYTES = ("nf4", "fp4", "int8")
 QuantCompute = Literal["bf16", "fp16", "fp32"]
 AutocastType = Literal["none", "bf16", "fp16"]
 Optimizer = Literal[
     "adamw", "adamw-fused", "adamw-single", "sgd", "adafactor", "adamw-8bit", "paged-adamw-8bit", "paged-adamw",
-    "lion-8bit",
+    "lion-8bit", "adamw-8bit-torchao", "adamw-4bit-torchao",
 ]  # fmt: skip
 Loop = Literal["plain", "trainer", "memfit"]
 """A bare loop, the Hugging Face Trainer, or `memfit train`."""
@@ -57,6 +59,8 @@ AdapterDtype = Literal["fp32", "same"]
 
 KINDS: tuple[str, ...] = get_args(Kind)
 QLORA = "qlora"
+NO_MODEL = "-"
+"""In place of one where only the settings matter."""
 AS_IN_QLORA: dict[str, Any] = {
     "quant": "nf4", "double_quant": True, "quant_compute": "bf16", "kbit_prepare": True, "grad_checkpointing": True,
     "optimizer": "paged-adamw",
@@ -78,14 +82,15 @@ class Workload:
     autocast: AutocastType | None = None
     """The type of the autocast region. None is what the precision says: amp-bf16 is fp32 weights in one of bf16."""
     quant: Quant = "none"
-    """Linear layers of the base model in 4 or 8 bits, by bitsandbytes, as `from_pretrained` loads them."""
+    """Linear layers of the base model in 4 or 8 bits, by bitsandbytes or torchao, as `from_pretrained` loads them. Of a
+    checkpoint that is quantised already, none is as it is stored, and dequantize makes it 16-bit while it is loaded."""
     double_quant: bool = False
     """Scales of 4-bit weights are quantised too."""
     quant_compute: QuantCompute | None = None
     """The type in which 4-bit layers compute. None is that of the other weights."""
     kbit_prepare: bool | None = None
     """Of a quantised LoRA: peft's `prepare_model_for_kbit_training`, which makes every 16-bit weight fp32. None is
-    yes, as peft's documentation has it."""
+    yes, as peft's documentation has it, unless weights become 16-bit."""
     attention: Attention = "sdpa"
     padding: bool = False
     """Whether rows of a batch differ in length: a mask then forces other attention kernels."""
@@ -187,7 +192,13 @@ class Workload:
         """What goes together with quantised weights, in a plan as in the libraries."""
         if not self.is_quantised:
             return
+        if self.quant == "dequantize" and self.stored is None:
+            raise UsageError(f"--quant dequantize: {self.model} is not quantised", hint="leave --quant out")
+        if self.quant == "torchao-int4" and (self.kind == "lora" or self.weight_precision != "bf16"):
+            what = "has no backward pass" if self.kind == "lora" else "is for bf16 weights alone"
+            raise UsageError(f"--quant torchao-int4 {what}", hint="--quant torchao-int8, or nf4")
         clash = {
+            "--loop memfit": self.trains and self.loop == "memfit" and not self.runs_in_memfit_train,
             "--world-size": self.trains and self.world_size > 1,
             "--offload weights": self.trains and "weights" in (self.offload or ()),
             "--selective-checkpointing": self.trains and self.selective_checkpointing,
@@ -195,7 +206,8 @@ class Workload:
             "--adapter-config": self.kind == "lora" and self.adapter_config is not None,
         }
         for setting in (name for name, here in clash.items() if here):
-            raise UsageError(f"--quant {self.quant} is not planned together with {setting}", hint=f"without {setting}")
+            what = f"--quant {self.quant}" if self.stored is None else f"{self.model} ({self.stored.in_words()})"
+            raise UsageError(f"{what} is not planned together with {setting}", hint=f"without {setting}")
 
     def _resolve(self) -> None:
         if self.kind == "lora":
@@ -264,6 +276,18 @@ class Workload:
         """Where the model comes from, looked for once. Raises what is wrong with its name."""
         return resolve(self.model)
 
+    @cached_property
+    def stored(self) -> StoredWeights | None:
+        """How the checkpoint itself is quantised. Raises what is wrong with that; who has no such model learns it from
+        `source`."""
+        if self.model == NO_MODEL:
+            return None
+        try:
+            source = self.source
+        except (InputError, UsageError):
+            return None
+        return stored_weights(source.kind, source.target)
+
     @property
     def other_head(self) -> Head | None:
         """What the model ends in; None is a language model's head, causal or masked."""
@@ -319,7 +343,7 @@ class Workload:
 
     @property
     def is_quantised(self) -> bool:
-        return self.quant != "none" and self.kind in _READ_BY["quant"]
+        return self.kind in _READ_BY["quant"] and (self.quant != "none" or self.stored is not None)
 
     @property
     def compute_precision(self) -> str:
@@ -328,7 +352,19 @@ class Workload:
 
     @property
     def is_kbit_prepared(self) -> bool:
-        return self.is_quantised and self.kind == "lora" and self.kbit_prepare is not False
+        asked = self.quant != "dequantize" if self.kbit_prepare is None else self.kbit_prepare
+        return self.is_quantised and self.kind == "lora" and asked
+
+    @property
+    def runs_in_memfit_train(self) -> bool:
+        """What it quantises itself, by bitsandbytes."""
+        return self.quant in ("none", *BY_BITSANDBYTES) and self.stored is None
+
+    @property
+    def casts_when_prepared(self) -> bool:
+        """peft leaves the weights beside those of torchao and GPTQ as they are."""
+        by_gptq = self.stored is not None and self.stored.method == "gptq"
+        return not self.quant.startswith("torchao-") and not by_gptq
 
     @property
     def gpu_budget_bytes(self) -> int | None:
@@ -347,7 +383,8 @@ class Workload:
             said = {name: value for name, value in values.items() if name in given or name not in AS_IN_QLORA}
             return cls.from_mapping({**AS_IN_QLORA, **said, "kind": "lora"}, asked=given)
         made = cls(**_as_fields(values))
-        made.check_quantised()
+        if made.quant != "none":
+            made.check_quantised()
         made._refuse_unused([name for name in (values if asked is None else asked) if values[name] is not None])
         return made if asked is None else made.without_unused(but=asked)
 
@@ -390,8 +427,8 @@ class Workload:
             return
         if self.quant not in ("nf4", "fp4"):
             for name in ("double_quant", "quant_compute"):
-                yield name, f"--quant {self.quant} has no 4-bit weights, --quant nf4 has"
-        if self.kind == "lora" and self.quant == "none":
+                yield name, f"--quant {self.quant} has no 4-bit weights by bitsandbytes, --quant nf4 has"
+        if self.kind == "lora" and not self.is_quantised:
             yield "kbit_prepare", "no weights are quantised, --quant nf4 does it"
         if self.kind == "lora" and self.quant == "int8":
             yield "adapter_dtype", "peft makes adapters of 8-bit layers in fp32"

@@ -15,11 +15,13 @@ DOOR = {
     "images": "picture",
     "own": "block_list make_known",
     "presets": (
-        "BASICS BasicsConfig GATHER GSA_SETTINGS GSA_SIZES GSA_TYPE LATER_SIZES Preset SIZES find_preset is_gsa presets"
+        "BASICS BasicsConfig GATHER GSA_SETTINGS GSA_SIZES GSA_TYPE LATER_SIZES Preset SIZES find_preset is_gsa "
+        "presets variants"
     ),
     "registry": (
         "ModelSource build_from_config build_model head_named is_encoder language_model load_config parameter_count "
         "resolve source_notes"
     ),
+    "stored_weights": "StoredWeights facts_of refuse_stored stored_weights",
 }
 """What other rooms may use, by file."""

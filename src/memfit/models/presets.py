@@ -3,7 +3,8 @@
 `presets.json` holds, for each published model, the fields of its `config.json` that change shapes, dropout, masks or
 token ids, the exact parameter count (a test builds every one of them), and where the numbers come from. The models that
 memfit has as code (`own.py`) have their sizes here: GSA as the published code and its pre-training files have them, the
-CS336 course's as its hand-out of 2025 does. No torch: a config file is checked before torch is imported.
+CS336 course's as its hand-out of 2025 does. `variants.json` has the same models as they are published quantised: by hub
+id, with what of `quantization_config` decides their storage. No torch: a config file is checked before it is imported.
 """
 
 from __future__ import annotations
@@ -107,6 +108,8 @@ class Preset:
     config: Mapping[str, Any]
     source: str
     note: str | None = None
+    storage: str | None = None
+    """Of a variant, how it is quantised; None is plain weights."""
 
     @property
     def model_type(self) -> str:
@@ -162,14 +165,32 @@ def name_key(name: str) -> str:
 
 
 @cache
+def variants() -> dict[str, dict[str, Preset]]:
+    """Quantised checkpoints of the presets: by preset, then by the name of a storage and a hub id."""
+    document = json.loads(files(__package__).joinpath("variants.json").read_text(encoding="utf-8"))
+    plain, made = {preset.name: preset for preset in presets()}, dict[str, dict[str, Preset]]()
+    for entry in document["variants"]:
+        base, said = plain[entry["of"]], document["storages"][entry["storage"]]
+        for name in entry["ids"]:
+            config = {**base.config, "quantization_config": said}
+            source = f"{base.name} as {name} stores it"
+            made.setdefault(base.name, {})[name] = Preset(
+                name, (name,), base.parameters, config, source, storage=entry["storage"]
+            )
+    return made
+
+
+@cache
 def _by_key() -> dict[str, Preset]:
     """A hub id is known without its owner too, if no two models are called that."""
     bare: dict[str, set[Preset]] = {}
-    for preset in presets():
+    quantised = [each for named in variants().values() for each in named.values()]
+    for preset in (*presets(), *quantised):
         for alias in preset.aliases:
             bare.setdefault(name_key(alias.rpartition("/")[2]), set()).add(preset)
     known = {key: owners.pop() for key, owners in bare.items() if len(owners) == 1}
-    return known | {name_key(name): preset for preset in presets() for name in (preset.name, *preset.aliases)}
+    everyone = (*quantised, *presets())  # whose own names go before
+    return known | {name_key(name): preset for preset in everyone for name in (preset.name, *preset.aliases)}
 
 
 def find_preset(name: str) -> Preset | None:

@@ -194,7 +194,6 @@ def load_config(source: ModelSource) -> PretrainedConfig:
         data, where = copy.deepcopy(dict(preset.config)), f"preset {preset.name}"
     else:
         data, where = read_config(Path(source.target)), source.target
-    _refuse_quantised(data, where)
     config_class = _config_class(data, where)
     seen = check_config(data, _family(config_class, data), where)
     try:
@@ -208,18 +207,6 @@ def load_config(source: ModelSource) -> PretrainedConfig:
 
 def _set_labels(config: Any, data: dict[str, Any], where: str) -> None:
     config.num_labels, config.problem_type = labels_of(data, where), problem_of(data, where)
-
-
-def _refuse_quantised(data: dict[str, Any], where: str) -> None:
-    """Planned in 16 bits, such a checkpoint would take four times what it does."""
-    for key in ("quantization_config", "compression_config"):
-        if (said := data.get(key)) is not None:
-            method = said.get("quant_method") if isinstance(said, dict) else None
-            by = f" by {show(method)}" if method else ""
-            raise InputError(
-                f"{where}: its weights are quantised{by} ('{key}'), which memfit cannot plan yet",
-                hint=f"to plan the unquantised model give its own config.json, or a copy of this one without '{key}'",
-            )
 
 
 def _config_class(data: dict[str, Any], where: str) -> Any:

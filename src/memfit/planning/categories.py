@@ -16,8 +16,8 @@ from memfit.events import Action, Mark, Trace
 from memfit.extrapolation.streams import RuleCall
 
 SURVIVORS = {
-    "forward": "activations", "step": "optimizer", "load": "weights", "prepare": "weights", "adapt": "weights",
-    "backward": "gradients",
+    "forward": "activations", "step": "optimizer", "load": "weights", "decompress": "weights", "prepare": "weights",
+    "adapt": "weights", "backward": "gradients",
 }  # fmt: skip
 LOSS_PHASES = ("forward", "backward")
 

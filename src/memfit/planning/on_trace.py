@@ -281,7 +281,7 @@ def _levers_counted(tracer: Tracer, work: Workload) -> Iterator[None]:
 ADAPTER_ANSWERS: dict[Site, Answer] = {
     Site("peft/tuners/vblora/layer.py", "_get_lora_matrices"): False,  # are these adapters that were saved to be used?
 }
-LOADING = ("load", "prepare", "adapt")
+LOADING = ("load", "decompress", "prepare", "adapt")
 STEPS = 3
 """The optimizer's state is there from the second step on, and the pools have settled by the third."""
 

@@ -17,6 +17,7 @@ from memfit.analysis.advice import Advice
 from memfit.analysis.own_lines import lines_alive
 from memfit.analysis.summary import Summary, summarise_plan
 from memfit.analysis.verdict import Fit, Verdict, fit_card, limit_note, smallest_card
+from memfit.errors import UsageError
 from memfit.events import Trace
 from memfit.files import no_collector
 from memfit.gpus import Context, Gpu, find_gpu
@@ -77,6 +78,8 @@ class Plan(Shown):
     id: object = None
     duration: dict[str, Any] | None = None
     """How long it takes, where somebody has estimated it (`fitting/durations.py`): predicting memory does not."""
+    stored: dict[str, Any] | None = None
+    """How the checkpoint itself is quantised, if it is."""
     advice: tuple[Advice, ...] | None = None
     """What a person's own code could do to take less; None for memfit's own jobs, which have `memfit fit`."""
 
@@ -121,6 +124,7 @@ class Plan(Shown):
             "workload": self.workload,
             "model": {
                 "name": self.model, "parameters": self.parameters, "trainable_parameters": self.trainable_parameters,
+                **({} if self.stored is None else {"stored": self.stored}),
             },
             "gpu": None if self.gpu is None else {"name": self.gpu.name, "capacity_bytes": self.gpu.capacity_bytes},
             "peak": asdict(self.peak),
@@ -173,6 +177,7 @@ def predict(
     card = None if gpu is None else find_gpu(gpu)
     if work.alloc_conf:
         AllocatorConfig.parse(work.alloc_conf)  # what is wrong with it is told before torch is loaded
+    _refuse_unfit_card(work, card)
     traced = trace_workload(_within(work, card), platform_of(card), cached=trace_cache, stacks=stacks)
     asked, work = work, traced.workload
     if work.max_gpu_memory != asked.max_gpu_memory:
@@ -190,7 +195,27 @@ def predict(
         notes=(*_assumptions(work, card, traced.how), *_learned(traced)),
         started=started,
         id=id,
+        stored=None if work.stored is None else work.stored.to_json(),
     )
+
+
+LEAST_ARCH = {"fp8": (8, 9), "mxfp4": (7, 5), "torchao-int4": (8, 0)}
+"""The oldest cards whose kernels take such weights: transformers 5 and torchao say so themselves."""
+
+
+def _refuse_unfit_card(work: Workload, card: Gpu | None) -> None:
+    if card is None or not work.is_quantised or work.quant == "dequantize":
+        return
+    what = work.stored.method if work.stored is not None and work.quant == "none" else work.quant
+    least = LEAST_ARCH.get(what)
+    if least is not None and card.arch < least:
+        raise UsageError(
+            f"{what} weights need a card of compute capability {least[0]}.{least[1]}, and {card.name} has "
+            f"{card.arch[0]}.{card.arch[1]}",
+            hint="--quant dequantize: transformers makes them 16-bit there"
+            if work.stored is not None
+            else "--quant nf4",
+        )
 
 
 def _learned(traced: Traced) -> Iterator[str]:
@@ -308,25 +333,31 @@ def _of_processes(work: Workload) -> Iterator[str]:
     yield f"FSDP2: {how}; gathered weights go after each forward, gradients are reduced in every micro-step"
 
 
-BITSANDBYTES = "0.50"
-"""Whose layers and kernels the rules were read from."""
+RULES_OF = {"bitsandbytes": "0.50", "torchao": "0.18"}
+"""Whose layers, kernels and optimizers the rules were read from."""
 
 
-def _of_bitsandbytes(work: Workload) -> Iterator[str]:
+def _of_quantised(work: Workload) -> Iterator[str]:
     """What a plan takes for granted of quantised weights and of small or paged states."""
-    small = work.trains and str(work.optimizer).endswith("8bit")
-    paged = work.trains and str(work.optimizer).startswith("paged")
-    if not work.is_quantised and not small and not paged:
-        return
-    here = versions().get("bitsandbytes")
-    of = f"; {here} is installed here" if here and not here.startswith(BITSANDBYTES) else ""
-    yield f"bitsandbytes {BITSANDBYTES} by its shapes and rules, its own code does not run{of}"
-    if work.is_quantised:
+    optimizer, quant = str(work.optimizer) if work.trains else "", work.quant if work.is_quantised else "none"
+    paged = optimizer.startswith("paged")
+    used = {
+        "bitsandbytes": quant in ("nf4", "fp4", "int8") or paged or optimizer.endswith("8bit"),
+        "torchao": quant.startswith("torchao-") or optimizer.endswith("torchao"),
+    }
+    for package in (name for name, here in used.items() if here):
+        here, seen = versions().get(package), RULES_OF[package]
+        of = f"; {here} is installed here" if here and not here.startswith(seen) else ""
+        yield f"{package} {seen} by its shapes and rules, its own code does not run{of}"
+    if quant not in ("none", "dequantize") and work.stored is None:
         yield "from_pretrained quantises weight after weight on the GPU; embedding, head and norms are not quantised"
-    if work.kind == "lora" and work.is_quantised:
-        done = "makes every 16-bit weight fp32 (--no-kbit-prepare)" if work.is_kbit_prepared else "is not called"
-        yield f"prepare_model_for_kbit_training {done}"
-    if work.quant == "int8" and work.is_quantised:
+    if quant == "torchao-int4":
+        yield "Int4WeightOnlyConfig packs tiles (tile_packed_to_4d), in groups of 128; other formats need mslk"
+    if work.kind == "lora" and work.is_quantised and quant != "dequantize":
+        casts = work.casts_when_prepared
+        done = f"makes {'every 16-bit weight fp32' if casts else 'no weight fp32'} (--no-kbit-prepare)"
+        yield f"prepare_model_for_kbit_training {done if work.is_kbit_prepared else 'is not called'}"
+    if quant == "int8":
         yield "no column of the activations stands out (beyond 6): those that do take some more"
     if paged:
         yield "paged states of 100,000 entries or more lie in managed memory: neither allocated nor reserved"
@@ -353,7 +384,7 @@ def _assumptions(work: Workload, gpu: Gpu | None, how: Provenance) -> tuple[str,
         notes.append("config.use_cache is off: keys and values are not kept beside the logits (--use-cache)")
     if work.kind == "lora":
         notes.append("adapters as peft makes them; the base model is frozen")
-    notes.extend(_of_bitsandbytes(work))
+    notes.extend(_of_quantised(work))
     if work.kind == "prune":
         notes.append("pruning alone: evaluation and zero-shot tasks are left out")
     return tuple(notes)

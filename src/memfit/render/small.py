@@ -69,10 +69,12 @@ def _summary(document: Mapping[str, Any]) -> Text:
 
 
 def show_models(document: Mapping[str, Any], console: Console) -> None:
-    table = _table("name", "type", ("parameters", "right"), "hub ids")
+    table = _table("name", "type", ("parameters", "right"), "quantised", "hub ids")
     for model in document["models"]:
-        ids = Text(", ".join(clean(name) for name in model["hub_ids"]), "dim")
-        table.add_row(clean(model["name"]), clean(model["type"]), count(model["parameters"]), ids)
+        kinds = Text(", ".join(dict.fromkeys(clean(each["storage"]) for each in model["quantised"])), "dim")
+        known = [*model["hub_ids"], *(each["hub_id"] for each in model["quantised"])]
+        ids = Text(", ".join(clean(name) for name in known), "dim")
+        table.add_row(clean(model["name"]), clean(model["type"]), count(model["parameters"]), kinds, ids)
     console.print(table)
 
 

@@ -67,7 +67,7 @@ def _shipped_configs(find: Callable[..., Any], tracer: Any, folder: Path) -> Cal
         except OSError as error:
             missing = error
         preset = find_preset(name) if filenames == [CONFIG] and not os.path.isdir(name) else None
-        if preset is not None:
+        if preset is not None and preset.storage is None:
             tracer.assume(f"{name}: its config as memfit ships it ({preset.name})")
             path = folder / preset.name / CONFIG
             path.parent.mkdir(exist_ok=True)

@@ -28,6 +28,7 @@ from memfit.errors import InputError
 from memfit.jobs.build import DTYPES
 from memfit.models.checkpoint import StoredTensor, WeightStore
 from memfit.models.registry import ModelSource, build_model, head_named, is_encoder, load_config, resolve
+from memfit.models.stored_weights import refuse_stored
 
 ALIGN = 256
 TORCH_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
@@ -208,6 +209,7 @@ class _Reached(Exception):
 
 
 def check_decoder(source: ModelSource, config: Any) -> None:
+    refuse_stored(source.kind, source.target, source.name)
     if head_named(source) is not None:
         raise InputError(f"{source.name} is a {config.architectures[0]}; only language models are pruned")
     if is_encoder(config):

@@ -18,6 +18,7 @@ from memfit.errors import UnknownName, UsageError
 from memfit.jobs.adapter_names import USUAL_RANK
 from memfit.jobs.checks import check_by_type, check_names, check_one_of, check_whole
 from memfit.jobs.workload import (
+    BY_BITSANDBYTES,
     MAX_RANK,
     MAX_SEQ_LEN,
     AdapterDtype,
@@ -341,6 +342,10 @@ class TrainConfig:
             )
         if self.precision.startswith("amp-") and self.autocast not in (None, self.precision.removeprefix("amp-")):
             raise UsageError(f"precision {self.precision} and autocast {self.autocast} contradict each other")
+        if self.quant.kind not in ("none", *BY_BITSANDBYTES):
+            raise UsageError(
+                f"quant {self.quant.kind} is planned, not trained", hint=f"quant: {', '.join(BY_BITSANDBYTES)}"
+            )
         if self.quant.kind != "none" and self.method.kind == "full":
             raise UsageError(
                 f"quant {self.quant.kind}: weights of few bits cannot be trained themselves",

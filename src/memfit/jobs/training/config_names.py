@@ -118,7 +118,7 @@ INSTEAD = {
 TRAINER_NAMES = {
     "adamw": "adamw_torch", "adamw-fused": "adamw_torch_fused", "sgd": "sgd", "adafactor": "adafactor",
     "adamw-8bit": "adamw_bnb_8bit", "paged-adamw-8bit": "paged_adamw_8bit", "paged-adamw": "paged_adamw_32bit",
-    "lion-8bit": "lion_8bit",
+    "lion-8bit": "lion_8bit", "adamw-8bit-torchao": "adamw_torch_8bit", "adamw-4bit-torchao": "adamw_torch_4bit",
 }  # fmt: skip
 """Optimizers as the Trainer calls them."""
 OPTIMIZERS = {"adamw_8bit": "adamw-8bit", **{theirs: ours for ours, theirs in TRAINER_NAMES.items()}}

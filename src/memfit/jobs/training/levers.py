@@ -75,6 +75,9 @@ def missing_gpu(config: TrainConfig, *, world_size: int) -> Iterator[UsageError]
 
 def missing_packages(config: TrainConfig) -> Iterator[UsageError]:
     yield from _lacks_bitsandbytes(config)
+    name = config.optimizer.name
+    if name.endswith("torchao") and find_spec("torchao") is None:
+        yield UsageError(f"optimizer {name} needs torchao", hint="pip install torchao, or adamw-fused")
     if config.logging.wandb and find_spec("wandb") is None:
         yield UsageError("logging.wandb needs W&B", hint="pip install wandb")
     if config.logging.tensorboard and not has_tensorboard():
@@ -147,7 +150,7 @@ def _only_on_gpus(config: TrainConfig, world_size: int) -> Iterator[UsageError]:
         yield UsageError(f"quant {config.quant.kind} needs a GPU", hint="--dry-run plans it without one")
     if config.precision == "amp-fp16":
         yield UsageError("precision amp-fp16 needs a GPU", hint="amp-bf16 and fp32 work on the CPU")
-    if config.optimizer.name in NEEDS_BITSANDBYTES:
+    if config.optimizer.name in NEEDS_BITSANDBYTES or config.optimizer.name.endswith("torchao"):
         yield UsageError(f"optimizer {config.optimizer.name} needs a GPU")
     if config.parallel.kind == "fsdp2" and world_size > 1:
         yield UsageError("parallel fsdp2 needs GPUs: accelerate shards nothing on CPUs", hint="parallel: ddp")

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 from memfit.errors import RanOut
 from memfit.jobs.build import Prepared
 from memfit.jobs.run import Phases, put_on, token_ids, wanted
-from memfit.jobs.small_states import KINDS, SmallStates
+from memfit.jobs.small_states import KINDS, OF_TORCHAO, by_shapes
 from memfit.jobs.training.batch import BatchSizes
 from memfit.jobs.training.config import TrainConfig, keys_of
 from memfit.jobs.training.config_file import config_from
@@ -88,13 +88,12 @@ def _own_optimizer(
 ) -> tuple[type[torch.optim.Optimizer], dict[str, Any]] | None:
     """None leaves it to the Trainer."""
     work = job.workload
-    if work.optimizer in KINDS and torch.device(device).type == "meta":
+    optimizer = str(work.optimizer)
+    if optimizer in (*KINDS, *OF_TORCHAO) and torch.device(device).type == "meta":
+        kind, settings = by_shapes(optimizer)
         tables = [m.weight for m in job.model.modules() if isinstance(m, nn.Embedding)]  # which it keeps in fp32
-        return SmallStates, {
-            "lr": args.learning_rate,
-            "whole": {id(table) for table in tables},
-            **KINDS[work.optimizer],
-        }
+        whole = {"whole": {id(table) for table in tables}} if optimizer in KINDS else {}
+        return kind, {"lr": args.learning_rate, **whole, **settings}
     if "optimizer" not in (work.offload or ()):
         return None
     settings = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from memfit.errors import UsageError
-from memfit.jobs.small_states import KINDS, SmallStates
+from memfit.jobs.small_states import SmallStates, by_shapes
 from memfit.jobs.training.config import TrainConfig
 from memfit.jobs.training.config_names import TRAINER_NAMES
 
@@ -19,10 +20,12 @@ ADAMW: dict[str, dict[str, Any]] = {
     "adamw-fused": {"fused": True},
     "adamw-single": {"foreach": False},
 }
-BITSANDBYTES = {
-    "adamw-8bit": "AdamW8bit", "paged-adamw": "PagedAdamW", "paged-adamw-8bit": "PagedAdamW8bit",
-    "lion-8bit": "Lion8bit",
+OF_PACKAGES = {
+    "adamw-8bit": "bitsandbytes.AdamW8bit", "paged-adamw": "bitsandbytes.PagedAdamW",
+    "paged-adamw-8bit": "bitsandbytes.PagedAdamW8bit", "lion-8bit": "bitsandbytes.Lion8bit",
+    "adamw-8bit-torchao": "torchao.AdamW8bit", "adamw-4bit-torchao": "torchao.AdamW4bit",
 }  # fmt: skip
+"""The package, whose `optim` has it, and the class there."""
 
 
 def choose_optimizer(
@@ -36,26 +39,28 @@ def choose_optimizer(
         from transformers.optimization import Adafactor as kind
 
         settings = {"scale_parameter": False, "relative_step": False}
-    elif name in BITSANDBYTES:
+    elif name in OF_PACKAGES:
         if name == "lion-8bit":
             of_adam = {key: value for key, value in of_adam.items() if key != "eps"}
-        return partial(_of_bitsandbytes, name, setting, of_adam)
+        return partial(_of_package, name, setting, of_adam)
     elif name in ADAMW:
         kind, settings = adamw(on_host), of_adam | ADAMW[name]
     return partial(kind, **settings)
 
 
-def _of_bitsandbytes(name: str, setting: str, settings: dict[str, Any], weights: Any, **more: Any) -> Any:
+def _of_package(name: str, setting: str, settings: dict[str, Any], weights: Any, **more: Any) -> Any:
     """In a plan, where weights have no memory, its shapes are enough."""
     weights = list(weights)
     first = weights[0]["params"][0] if isinstance(weights[0], dict) else weights[0]
     if first.device.type == "meta":
-        return SmallStates(weights, **KINDS[name], **more)
+        kind, shapes = by_shapes(name)
+        return kind(weights, **shapes, **more)
+    package, _, made = OF_PACKAGES[name].partition(".")
     try:
-        import bitsandbytes.optim as bnb  # type: ignore[import-not-found,unused-ignore]
+        optimizers = importlib.import_module(f"{package}.optim")
     except ImportError as error:
-        raise UsageError(f"{setting} {name} needs bitsandbytes", hint="pip install bitsandbytes") from error
-    return getattr(bnb, BITSANDBYTES[name])(weights, **settings, **more)
+        raise UsageError(f"{setting} {name} needs {package}", hint=f"pip install {package}") from error
+    return getattr(optimizers, made)(weights, **settings, **more)
 
 
 def begin_anew(optimizer: torch.optim.Optimizer) -> None:

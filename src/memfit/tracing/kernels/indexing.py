@@ -3,7 +3,8 @@
 `x[mask]`, `x[mask] = values`, `masked_select` and `where` all look for the true elements first
 (native/cuda/Nonzero.cu): they are counted, and their positions written down as 64-bit numbers, one for each dimension.
 Only filling through a single mask with a number needs no positions. Numbers in host memory, such as a list, move to the
-device; several tensors of numbers must lie alike, and are copied if they do not (native/TensorAdvancedIndexing.cpp).
+device; those of 32 bits become 64-bit ones; several tensors of numbers must lie alike, and are copied if they do not
+(native/TensorAdvancedIndexing.cpp).
 """
 
 from __future__ import annotations
@@ -54,7 +55,12 @@ def _masked_select(tracer: Tracer, x: Tensor, mask: Tensor) -> Tensor:
 
 
 def _copies(x: Tensor, indices: Indices) -> list[int]:
-    return [*_from_host(x, indices), *_to_lie_alike(indices)]
+    return [*_from_host(x, indices), *_as_long(indices), *_to_lie_alike(indices)]
+
+
+def _as_long(indices: Indices) -> list[int]:
+    """`make_info`: the kernels read 64-bit numbers alone."""
+    return [8 * index.numel() for index in indices if index is not None and index.dtype == torch.int32]
 
 
 def _from_host(x: Tensor, indices: Indices) -> Iterator[int]:

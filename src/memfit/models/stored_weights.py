@@ -1,0 +1,271 @@
+"""Weights that are stored quantised: what a config.json says of them, and which tensors a layer then has.
+
+Sizes follow the formats themselves: bitsandbytes 0.50, GPTQ and AWQ as gptqmodel packs them, block-wise fp8 and MXFP4
+as transformers 5 has them, compressed-tensors 0.20, torchao 0.18. A method that is not here is refused, never planned
+in 16 bits. No torch: types go by the names that torch has for them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from memfit.errors import InputError
+from memfit.models.config_check import read_config, show
+from memfit.models.presets import find_preset
+
+KEYS = ("quantization_config", "compression_config")
+HALVES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+PACKED_FORMATS = ("pack-quantized", "float-quantized", "int-quantized", "naive-quantized")
+TORCHAO = {"Int8WeightOnlyConfig": "int8", "Float8WeightOnlyConfig": "float8", "Int4WeightOnlyConfig": "int4"}
+GROUPS_OF_INT4 = (32, 64, 128, 256)
+
+Tensors = dict[str, tuple[tuple[int, ...], str]]
+"""Names in the files, shapes, types."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredWeights:
+    """How a checkpoint has its linear layers."""
+
+    method: str
+    """bitsandbytes, gptq, awq, fp8, mxfp4, compressed-tensors or torchao."""
+    kind: str
+    """Within the method: nf4, fp4, int8 of bitsandbytes; int8, int4, float8 of torchao; a format."""
+    bits: int
+    group: int = 0
+    """Weights that share a scale; 0 is a whole row."""
+    symmetric: bool = True
+    kept: tuple[str, ...] | None = None
+    """Modules that are as they were; None is those that transformers leaves by itself."""
+    head_too: bool = False
+    double: bool = False
+    compute: str = "fp32"
+    """Of 4-bit layers by bitsandbytes."""
+    said: Mapping[str, Any]
+    """As it stands in the file."""
+
+    def in_words(self) -> str:
+        """As a plan and a list show it."""
+        group = f", groups of {self.group}" if self.group else ""
+        named = {
+            "bitsandbytes": f"bitsandbytes {self.kind}{', double quantisation' if self.double else ''}",
+            "compressed-tensors": f"compressed-tensors {self.kind}, {self.bits} bits{group}",
+            "torchao": f"torchao {self.kind} weight-only{group}",
+        }
+        return named.get(self.method, f"{self.method}, {self.bits} bits{group}")
+
+    def to_json(self) -> dict[str, Any]:
+        return {"method": self.method, "kind": self.kind, "bits": self.bits, "group": self.group or None}
+
+    def keeps(self, name: str) -> bool:
+        """Whether a layer is left out by a rule of compressed-tensors or gptqmodel: a name, or a pattern."""
+        return any(re.match(rule[3:], name) if rule.startswith("re:") else rule == name for rule in self.kept or ())
+
+    def tensors(self, out: int, inner: int, half: str) -> Tensors:
+        """Of a layer, its bias aside. `half` is the type of what is not quantised."""
+        groups = -(-inner // self.group) if self.group else 1
+        words, zeros = -(-inner * self.bits // 32), -(-out * self.bits // 32)
+        if self.method == "gptq":
+            return {
+                "g_idx": ((inner,), "int32"), "qweight": ((words, out), "int32"),
+                "qzeros": ((groups, zeros), "int32"), "scales": ((groups, out), "float16"),
+            }  # fmt: skip
+        if self.method == "awq":
+            return {
+                "qweight": ((inner, zeros), "int32"), "qzeros": ((groups, zeros), "int32"),
+                "scales": ((groups, out), "float16"),
+            }  # fmt: skip
+        weights = self._weights_said()
+        rows = 1 if weights.get("strategy") == "tensor" else out
+        scales: Tensors = {"weight_scale": ((rows, groups), half)}
+        if self.kind != "pack-quantized":
+            made = {"weight": ((out, inner), "float8_e4m3fn" if weights.get("type") == "float" else "int8"), **scales}
+            return made | ({"input_scale": ((1,), half)} if self._has_input_scale() else {})
+        offset: Tensors = {} if self.symmetric else {"weight_zero_point": ((zeros, groups), "int32")}
+        return {"weight_packed": ((out, words), "int32"), **scales, "weight_shape": ((2,), "int64"), **offset}
+
+    def _weights_said(self) -> Mapping[str, Any]:
+        (first, *_) = self.said["config_groups"].values()
+        return dict(first["weights"])
+
+    def _has_input_scale(self) -> bool:
+        (first, *_) = self.said["config_groups"].values()
+        inputs = first.get("input_activations")
+        return isinstance(inputs, dict) and not inputs.get("dynamic", False)
+
+
+def stored_weights(kind: str, target: str) -> StoredWeights | None:
+    """Of a preset by its name, or of a config.json; None where weights are plain."""
+    if kind == "factory":
+        return None
+    if kind == "preset":
+        preset = find_preset(target)
+        return read_stored({} if preset is None else preset.config, f"preset {target}")
+    return read_stored(read_config(Path(target)), target)
+
+
+def refuse_stored(kind: str, target: str, name: str) -> None:
+    """Of jobs that need all weights as numbers."""
+    if (stored := stored_weights(kind, target)) is not None:
+        raise InputError(
+            f"{name}: its weights are quantised ({stored.in_words()}), and such weights are neither trained nor pruned",
+            hint="plan lora trains adapters beside them; or give the plain model",
+        )
+
+
+def read_stored(data: Mapping[str, Any], where: str) -> StoredWeights | None:
+    said = next((data[key] for key in KEYS if data.get(key) is not None), None)
+    if said is None:
+        return None
+    if not isinstance(said, dict):
+        raise InputError(f"{where}: 'quantization_config' is {show(said)}, not an object")
+    method = said.get("quant_method") or ("bitsandbytes" if _loads_in(said) else None)
+    readers = {
+        "bitsandbytes": _bitsandbytes, "gptq": _gptq, "awq": _awq, "fp8": _fp8, "mxfp4": _mxfp4,
+        "compressed-tensors": _compressed, "torchao": _torchao,
+    }  # fmt: skip
+    if method not in readers:
+        raise InputError(
+            f"{where}: its weights are quantised by {show(method)}, whose storage memfit does not know",
+            hint=f"it knows {', '.join(readers)}; the unquantised model has a config.json of its own",
+        )
+    return readers[method](said, where)
+
+
+def _loads_in(said: Mapping[str, Any]) -> str:
+    """`load_in_4bit`, as transformers has it, or as it is written by older versions."""
+    for bits in ("4bit", "8bit"):
+        if said.get(f"load_in_{bits}") or said.get(f"_load_in_{bits}"):
+            return bits
+    return ""
+
+
+def _refused(where: str, method: str, what: str) -> InputError:
+    return InputError(f"{where}: {method} with {what} is not planned", hint="give the config.json of the plain model")
+
+
+def _names(said: Mapping[str, Any], key: str, where: str) -> tuple[str, ...] | None:
+    names = said.get(key)
+    if names is None:
+        return None
+    if not isinstance(names, (list, tuple)) or not all(isinstance(each, str) for each in names):
+        raise InputError(f"{where}: '{key}' is {show(names)}, not a list of names")
+    return tuple(names)
+
+
+def _whole(said: Mapping[str, Any], key: str, where: str, usual: int | None = None) -> int:
+    value = said.get(key, usual)
+    if isinstance(value, bool) or not isinstance(value, int) or not -1 <= value <= 1 << 20:
+        raise InputError(f"{where}: '{key}' is {show(value)}, not a number that weights can be packed by")
+    return value
+
+
+def _bitsandbytes(said: Mapping[str, Any], where: str) -> StoredWeights:
+    kept = _names(said, "llm_int8_skip_modules", where)
+    if _loads_in(said) == "8bit":
+        if said.get("llm_int8_has_fp16_weight"):
+            raise _refused(where, "bitsandbytes", "fp16 weights beside the 8-bit ones")
+        return StoredWeights(method="bitsandbytes", kind="int8", bits=8, kept=kept, said=said)
+    kind, compute = said.get("bnb_4bit_quant_type", "fp4"), str(said.get("bnb_4bit_compute_dtype", "float32"))
+    compute = HALVES.get(compute.removeprefix("torch."), compute)
+    if kind not in ("nf4", "fp4") or compute not in HALVES.values():
+        raise _refused(where, "bitsandbytes", f"4-bit weights of the type {show(kind)} computed in {show(compute)}")
+    double = bool(said.get("bnb_4bit_use_double_quant"))
+    return StoredWeights(
+        method="bitsandbytes", kind=kind, bits=4, kept=kept, double=double, compute=compute, said=said
+    )  # fmt: skip
+
+
+def _gptq(said: Mapping[str, Any], where: str) -> StoredWeights:
+    bits, group = _whole(said, "bits", where), max(0, _whole(said, "group_size", where, 128))
+    if bits not in (2, 3, 4, 8):
+        raise _refused(where, "gptq", f"{bits} bits")
+    rules = said.get("dynamic") or {}
+    if not isinstance(rules, dict) or any(not str(rule).startswith("-:") for rule in rules):
+        raise _refused(where, "gptq", "bits that differ from layer to layer ('dynamic')")
+    return StoredWeights(
+        method="gptq", kind="gptq", bits=bits, group=group, symmetric=bool(said.get("sym", True)),
+        kept=tuple(f"re:{rule[2:]}" for rule in rules), head_too=bool(said.get("lm_head")), said=said,
+    )  # fmt: skip
+
+
+def _awq(said: Mapping[str, Any], where: str) -> StoredWeights:
+    bits, group = _whole(said, "bits", where, 4), max(0, _whole(said, "group_size", where, 128))
+    version = str(said.get("version", said.get("format", "gemm"))).lower()
+    if bits != 4 or version != "gemm":
+        raise _refused(where, "awq", f"{bits} bits packed as {show(version)}")
+    return StoredWeights(
+        method="awq", kind=version, bits=bits, group=group, symmetric=not said.get("zero_point", True),
+        kept=_names(said, "modules_to_not_convert", where), said=said,
+    )  # fmt: skip
+
+
+def _fp8(said: Mapping[str, Any], where: str) -> StoredWeights:
+    block = said.get("weight_block_size", [128, 128])
+    sizes = isinstance(block, (list, tuple)) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block)
+    if block is not None and not sizes:
+        raise InputError(f"{where}: 'weight_block_size' is {show(block)}, not two sizes")
+    if said.get("modules_to_convert"):
+        raise _refused(where, "fp8", "embeddings in 8 bits ('modules_to_convert')")
+    kept = _names(said, "modules_to_not_convert", where)
+    kept = _names(said, "ignored_layers", where) if kept is None else kept
+    return StoredWeights(method="fp8", kind="fp8", bits=8, kept=kept, said=said)
+
+
+def _mxfp4(said: Mapping[str, Any], where: str) -> StoredWeights:
+    kept = _names(said, "modules_to_not_convert", where)
+    return StoredWeights(method="mxfp4", kind="mxfp4", bits=4, group=32, kept=kept, said=said)
+
+
+def _compressed(said: Mapping[str, Any], where: str) -> StoredWeights:
+    schemes, form = said.get("config_groups"), said.get("format", "dense")
+    if not isinstance(schemes, dict) or not schemes or form not in PACKED_FORMATS:
+        raise _refused(where, "compressed-tensors", f"the format {show(form)}")
+    (scheme, *more) = schemes.values()
+    weights = scheme.get("weights") if isinstance(scheme, dict) else None
+    if more or not isinstance(weights, dict) or scheme.get("targets") != ["Linear"]:
+        raise _refused(where, "compressed-tensors", "layers that differ from each other ('config_groups')")
+    if weights.get("strategy") not in ("group", "channel", "tensor"):
+        raise _refused(where, "compressed-tensors", f"scales by {show(weights.get('strategy'))}")
+    group = _whole(weights, "group_size", where) if weights["strategy"] == "group" else 0
+    return StoredWeights(
+        method="compressed-tensors", kind=form, bits=_whole(weights, "num_bits", where), group=group,
+        symmetric=bool(weights.get("symmetric", True)), kept=_names(said, "ignore", where), said=said,
+    )  # fmt: skip
+
+
+def _torchao(said: Mapping[str, Any], where: str) -> StoredWeights:
+    asked = said.get("quant_type")
+    asked = asked.get("default") if isinstance(asked, dict) else asked
+    name = asked.get("_type") if isinstance(asked, dict) else asked
+    details: Mapping[str, Any] = dict(asked.get("_data") or {}) if isinstance(asked, dict) else {}
+    if name not in TORCHAO:
+        raise _refused(where, "torchao", f"{show(name)} ('quant_type')")
+    if said.get("include_input_output_embeddings"):
+        raise _refused(where, "torchao", "a quantised embedding")
+    packing = details.get("int4_packing_format", "plain")
+    packing = packing.get("_data") if isinstance(packing, dict) else packing
+    group = _whole(details, "group_size", where, 128) if name == "Int4WeightOnlyConfig" else 0
+    if group and (str(packing).lower() != "tile_packed_to_4d" or group not in GROUPS_OF_INT4):
+        raise _refused(where, "torchao", f"int4 weights packed as {show(packing)} in groups of {group}")
+    return StoredWeights(
+        method="torchao", kind=TORCHAO[name], bits=4 if group else 8, group=group,
+        kept=_names(said, "modules_to_not_convert", where), said=said,
+    )  # fmt: skip
+
+
+def facts_of(stored: StoredWeights) -> Iterator[str]:
+    """What a plan of such a checkpoint leaves out, beside what it counts."""
+    kernels = {
+        "gptq": "what gptqmodel's kernels take beside their results, and its repacking after loading",
+        "awq": "what gptqmodel's kernels take beside their results, and its repacking after loading",
+        "fp8": "what DeepGEMM's or Triton's fp8 kernels (package 'kernels') take beside their results",
+        "mxfp4": "what the Triton kernels of gpt-oss (package 'kernels') take for routing and for their layout",
+        "compressed-tensors": "the steps by which compressed-tensors unpacks a weight",
+    }
+    if stored.method in kernels:
+        yield kernels[stored.method]

@@ -1,0 +1,108 @@
+"""What a config.json says of quantised weights: which tensors a layer has, what is refused, the published variants."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memfit.errors import InputError
+from memfit.models.presets import find_preset, presets, variants
+from memfit.models.registry import resolve
+from memfit.models.stored_weights import StoredWeights, read_stored, refuse_stored, stored_weights
+
+ITEM_BYTES = {"int32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "int8": 1, "int64": 8}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}
+W4A16: dict[str, Any] = {
+    "quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"],
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": {
+        "num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}}},
+}  # fmt: skip
+
+
+def stored(said: dict[str, Any]) -> StoredWeights:
+    found = read_stored({"quantization_config": said}, "config.json")
+    assert found is not None
+    return found
+
+
+def test_a_gptq_layer_has_the_tensors_of_the_published_files() -> None:
+    assert stored(GPTQ).tensors(18944, 3584, "bfloat16") == {  # Qwen2.5-7B-Instruct-GPTQ-Int4, gate_proj
+        "g_idx": ((3584,), "int32"), "qweight": ((448, 18944), "int32"), "qzeros": ((28, 2368), "int32"),
+        "scales": ((28, 18944), "float16"),
+    }  # fmt: skip
+
+
+def test_an_awq_layer_has_the_tensors_of_the_published_files() -> None:
+    assert stored(AWQ).tensors(18944, 3584, "bfloat16") == {
+        "qweight": ((3584, 2368), "int32"), "qzeros": ((28, 2368), "int32"), "scales": ((28, 18944), "float16"),
+    }  # fmt: skip
+
+
+def test_compressed_tensors_packs_eight_weights_into_a_word() -> None:
+    tensors = stored(W4A16).tensors(4096, 14336, "bfloat16")
+    assert tensors["weight_packed"] == ((4096, 1792), "int32")
+    assert tensors["weight_scale"] == ((4096, 112), "bfloat16")
+    assert "weight_zero_point" not in tensors
+
+
+def test_8_bit_weights_of_compressed_tensors_are_whole_bytes() -> None:
+    said = json.loads(json.dumps(W4A16))
+    said["format"], group = "int-quantized", said["config_groups"]["group_0"]
+    group["weights"] |= {"num_bits": 8, "strategy": "channel", "group_size": None}
+    tensors = stored(said).tensors(64, 32, "bfloat16")
+    assert tensors == {"weight": ((64, 32), "int8"), "weight_scale": ((64, 1), "bfloat16")}
+
+
+@pytest.mark.parametrize(("said", "kind"), [
+    ({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}, "nf4"),
+    ({"_load_in_8bit": True, "quant_method": "bitsandbytes"}, "int8"), ({"load_in_4bit": True}, "fp4"),
+])  # fmt: skip
+def test_what_bitsandbytes_has_stored_is_one_of_its_kinds(said: dict[str, Any], kind: str) -> None:
+    assert (stored(said).method, stored(said).kind) == ("bitsandbytes", kind)
+    assert stored(said).double == bool(said.get("bnb_4bit_use_double_quant"))
+
+
+@pytest.mark.parametrize(("said", "why"), [
+    ({"quant_method": "hqq"}, "whose storage memfit does not know"), ({}, "does not know"), ("gptq", "not an object"),
+    ({**GPTQ, "bits": 5}, "5 bits"), ({**GPTQ, "bits": "4"}, "not a number"), ({**AWQ, "version": "gemv"}, "gemv"),
+    ({**GPTQ, "dynamic": {"+:.*up_proj": {"bits": 8}}}, "differ from layer to layer"),
+    ({**W4A16, "format": "marlin-24"}, "the format"), ({**W4A16, "ignore": "lm_head"}, "not a list of names"),
+    ({"quant_method": "fp8", "weight_block_size": [128]}, "not two sizes"),
+    ({"quant_method": "torchao", "quant_type": "int4_weight_only"}, "quant_type"),
+])  # fmt: skip
+def test_what_memfit_does_not_know_is_one_clear_error(said: Any, why: str) -> None:
+    with pytest.raises(InputError, match=why):
+        read_stored({"quantization_config": said}, "config.json")
+
+
+def test_layers_that_gptqmodel_leaves_out_are_kept() -> None:
+    rules = stored({**GPTQ, "dynamic": {"-:.*k_proj": {}}})
+    assert rules.keeps("model.layers.0.self_attn.k_proj")
+    assert not rules.keeps("model.layers.0.self_attn.q_proj")
+
+
+def test_plain_weights_are_not_stored_quantised(tmp_path: Path) -> None:
+    assert stored_weights("preset", "gpt2") is None
+    assert stored_weights("factory", "a:b") is None
+    refuse_stored("preset", "gpt2", "gpt2")
+    with pytest.raises(InputError, match="neither trained nor pruned"):
+        refuse_stored("preset", "openai/gpt-oss-20b", "gpt-oss")
+
+
+def test_every_variant_is_known_by_its_hub_id_and_can_be_read() -> None:
+    plain = {preset.name: preset for preset in presets()}
+    for name, found in variants().items():
+        for hub_id, variant in found.items():
+            assert find_preset(hub_id) is variant
+            assert variant.parameters == plain[name].parameters
+            assert stored_weights("preset", resolve(hub_id).target) is not None
+
+
+def test_the_published_gpt_oss_is_the_quantised_one() -> None:
+    assert resolve("openai/gpt-oss-20b").name == "openai/gpt-oss-20b"
+    assert resolve("gpt-oss-20b").name == "gpt-oss-20b"
+    assert find_preset("Llama-3.2-1B-bnb-4bit") is find_preset("unsloth/Llama-3.2-1B-bnb-4bit")
