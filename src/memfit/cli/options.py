@@ -29,7 +29,8 @@ HELP = {
     "seq_len": "Tokens in a sequence.",
     "precision": "Type of the weights; amp is fp32 weights under autocast.",
     "autocast": "Type of the autocast region, whatever the weights are. Default: none, or what an amp precision says.",
-    "quant": "Base model's linear layers in 4 or 8 bits, by bitsandbytes, as from_pretrained loads them.",
+    "quant": "Base model's linear layers in 4 or 8 bits, by bitsandbytes or torchao, as from_pretrained loads them; "
+    "dequantize makes a quantised checkpoint 16-bit.",
     "double_quant": "Quantise the scales of 4-bit weights too.",
     "quant_compute": "Type in which 4-bit layers compute. Default: that of the other weights.",
     "kbit_prepare": "peft's prepare_model_for_kbit_training: 16-bit weights become fp32. Default: with --quant.",

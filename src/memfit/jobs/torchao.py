@@ -24,13 +24,7 @@ class Int8Rows(QuantisedLinear):
     offsets: Tensor
 
     def pack(self, loaded: Tensor, shared: list[Tensor]) -> None:
-        least, most = loaded.amin(1, keepdim=True), loaded.amax(1, keepdim=True)
-        least, most = torch.min(least, torch.zeros_like(least)), torch.max(most, torch.zeros_like(most))
-        most = torch.max(-least, most)
-        halves = most / 127.5
-        zeros = torch.full_like(halves, 0)
-        halves = torch.clamp(halves, min=1e-7)
-        scales, offsets = halves.to(torch.float32), zeros.to(torch.int8)
+        scales, offsets = _scales_of_rows(loaded)
         rounded = torch.clamp(torch.round(loaded * (1.0 / scales)) + offsets, -128, 127)
         self.keep(rounded.to(torch.int8), scales=scales, offsets=offsets)
 
@@ -45,6 +39,18 @@ class Int8Rows(QuantisedLinear):
         if self.bias is not None:
             y += self.bias
         return y.to(x.dtype)
+
+
+def _scales_of_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """`choose_qparams_affine`, symmetric."""
+    least, most = weight.amin(1, keepdim=True), weight.amax(1, keepdim=True)
+    below = torch.min(least, torch.zeros_like(least))
+    above = torch.max(most, torch.zeros_like(most))
+    above = torch.max(-below, above)
+    halves = above / 127.5
+    zeros = torch.full_like(halves, 0)
+    halves = torch.clamp(halves, min=1e-7)
+    return halves.to(torch.float32), zeros.to(torch.int8)
 
 
 class Float8Rows(QuantisedLinear):
@@ -92,9 +98,7 @@ class Int4Tiles(QuantisedLinear):
     def pack(self, loaded: Tensor, shared: list[Tensor]) -> None:
         whole = pad(loaded, (0, self.width - self.in_features, 0, self.rows - self.out_features))
         grouped = whole.view(self.rows, self.width // self.group, self.group)
-        least, most = grouped.amin(2), grouped.amax(2)
-        scales = torch.clamp((most - least) / 15.0, min=1e-7)
-        zeros = least + scales * 8.0
+        scales, zeros = _scales_of_groups(grouped)
         codes = self._rounded(grouped, scales.unsqueeze(2), zeros.unsqueeze(2))
         packed = self._tiles(codes)
         both = torch.cat([scales.unsqueeze(-1), zeros.unsqueeze(-1)], 2)
@@ -122,6 +126,13 @@ class Int4Tiles(QuantisedLinear):
         if self.bias is not None:
             y += self.bias.to(y.dtype)
         return y.to(x.dtype)
+
+
+def _scales_of_groups(grouped: Tensor) -> tuple[Tensor, Tensor]:
+    """`_choose_qparams_affine_tinygemm`."""
+    least, most = grouped.amin(2), grouped.amax(2)
+    scales = torch.clamp((most - least) / 15.0, min=1e-7)
+    return scales, least + scales * 8.0
 
 
 LAYERS: dict[str, type[QuantisedLinear]] = {

@@ -351,6 +351,8 @@ def _of_quantised(work: Workload) -> Iterator[str]:
         yield f"{package} {seen} by its shapes and rules, its own code does not run{of}"
     if quant not in ("none", "dequantize") and work.stored is None:
         yield "from_pretrained quantises weight after weight on the GPU; embedding, head and norms are not quantised"
+    if optimizer.endswith("torchao"):
+        yield "its compiled step with kernels that were tuned before: tuning takes the card's L2 cache more, once"
     if quant == "torchao-int4":
         yield "Int4WeightOnlyConfig packs tiles (tile_packed_to_4d), in groups of 128; other formats need mslk"
     if work.kind == "lora" and work.is_quantised and quant != "dequantize":
