@@ -165,3 +165,22 @@ def test_a_pool_that_prepares_data_may_run_beside(write, tmp_path: Path) -> None
     )
     memfit.trace_script(name)
     assert json.loads((tmp_path / "told.json").read_text()) == [1, 2]
+
+
+OLD_NAMES = """
+import numpy, torch
+Tensor = torch.cuda.FloatTensor if torch.cuda.is_available() else torch.FloatTensor
+made = [Tensor(4, 5), Tensor(numpy.ones((4, 5))), Tensor([[1.0] * 5] * 4), torch.ones(4, 5).type(Tensor)]
+made += [Tensor(made[0].size())]
+assert all(each.is_cuda and each.shape == (4, 5) and each.dtype == torch.float32 for each in made)
+assert isinstance(made[0], Tensor) and not isinstance(torch.ones(1), Tensor) and Tensor().shape == (0,)
+assert torch.ones(2).type("torch.cuda.LongTensor").type() == "torch.cuda.LongTensor"
+assert made[0].type(torch.FloatTensor).device.type == "cpu" and made[0].type(torch.half).is_cuda
+on_meta = torch.ones(3, device="meta")
+assert all(torch.empty_like(on_meta, device=gpu).is_cuda for gpu in (0, "cuda", "cuda:0"))
+assert torch.ones(3).to(0).is_cuda
+"""
+
+
+def test_tensors_by_their_old_names_and_cards_by_their_numbers_are_on_the_gpu(write) -> None:  # type: ignore[no-untyped-def]
+    assert memfit.trace_script(str(write(OLD_NAMES)), gpu="24GB").peak.allocated_bytes > 0

@@ -13,7 +13,7 @@ from memfit.errors import MemfitError, TraceError
 _MEMFIT = Path(__file__).parents[1]
 _NO_GPU = re.compile(
     r"\bmeta\b|not compiled with CUDA|compiled without|NVIDIA driver|accelerator|data pointer|TensorWrapper"
-    r"|incompatible tensor type|swap|CUDA error|cuda runtime|_cuda_|torch\.cuda|libcuda",
+    r"|incompatible tensor type|swap|CUDA error|ATen_cuda|cuda runtime|_cuda_|torch\.cuda|libcuda",
     re.IGNORECASE,
 )
 """Words of torch about a machine without a GPU, or a tensor without memory."""

@@ -276,3 +276,27 @@ def _storages_resized(tracer: Tracer) -> Iterator[None]:
 
     with mock.patch.object(torch.UntypedStorage, "resize_", resize_):
         yield
+
+
+class CudaTensorType(type):
+    """Old names for tensors of one type on the GPU, such as `torch.cuda.FloatTensor`: they make one, and tell one."""
+
+    dtype: torch.dtype
+
+    def __call__(cls, *given: Any, device: Any = None) -> Any:
+        where: dict[str, Any] = {"dtype": cls.dtype, "device": "cuda"}
+        if len(given) != 1 or isinstance(given[0], (int, torch.Size)):
+            return torch.empty(given[0] if given and isinstance(given[0], torch.Size) else given or (0,), **where)
+        return given[0].to(**where) if isinstance(given[0], torch.Tensor) else torch.tensor(given[0], **where)
+
+    def __instancecheck__(cls, value: Any) -> bool:
+        return isinstance(value, torch.Tensor) and value.is_cuda and value.dtype == cls.dtype
+
+
+def _tensor_type(name: str) -> CudaTensorType:
+    dtype = getattr(torch, name).dtype
+    return CudaTensorType(name, (), {"dtype": dtype, "__module__": "torch.cuda", "is_cuda": True})
+
+
+_KINDS = ("Float", "Double", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool")
+CUDA_TENSOR_TYPES = {f"{kind}Tensor": _tensor_type(f"{kind}Tensor") for kind in _KINDS}

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from memfit.errors import TraceError
 from memfit.platform import Platform
 from memfit.tracing.answers import Answers, asking_line
-from memfit.tracing.cuda_names import FROM_HOST, CudaNames
+from memfit.tracing.cuda_names import CUDA_TENSOR_TYPES, FROM_HOST, CudaNames, CudaTensorType
 from memfit.tracing.kernels import indexing
 from memfit.tracing.kernels.products import PRODUCTS
 from memfit.tracing.tracer import KnownOp, Tracer
@@ -429,9 +429,18 @@ class OwnCodeNames(CudaNames):
         return NotImplemented
 
     def _type(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if args or kwargs or self.tracer.place(tensor) != "cuda":
-            return NotImplemented
-        return torch.empty(0, dtype=tensor.dtype).type().replace("torch.", "torch.cuda.")
+        on_gpu = self.tracer.place(tensor) == "cuda"
+        kind = args[0] if args else kwargs.get("dtype")
+        if kind is None:
+            return (
+                torch.empty(0, dtype=tensor.dtype).type().replace("torch.", "torch.cuda.") if on_gpu else NotImplemented
+            )
+        if type(kind) is str and kind.startswith("torch.cuda."):
+            kind = CUDA_TENSOR_TYPES.get(kind.removeprefix("torch.cuda."), kind)
+        if isinstance(kind, CudaTensorType) or (on_gpu and isinstance(kind, type(torch.FloatTensor))):
+            with self:
+                return tensor.to("cuda" if isinstance(kind, CudaTensorType) else "cpu", kind.dtype)
+        return NotImplemented
 
     def _on_meta(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Shapes without memory, asked for by that name: no GPU memory."""

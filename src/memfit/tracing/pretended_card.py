@@ -27,7 +27,7 @@ from memfit.gpus import Gpu
 from memfit.replay.alloc_config import AllocatorConfig
 from memfit.replay.replay import Replay, replay
 from memfit.tracing.answers import asking_line
-from memfit.tracing.cuda_names import TracedEvent
+from memfit.tracing.cuda_names import CUDA_TENSOR_TYPES, TracedEvent
 from memfit.tracing.own_code import (
     CUDA,
     OwnCodeNames,
@@ -235,7 +235,7 @@ def _of_cuda(card: Card) -> dict[str, Any]:
         "is_current_stream_capturing": lambda: False, "can_device_access_peer": lambda *_: False,
     }  # fmt: skip
     missing = {name: getattr(torch.cuda, name) for name in NOT_COVERED if hasattr(torch.cuda, name)}
-    return names | {name: _not_covered(name, real) for name, real in missing.items()}
+    return names | CUDA_TENSOR_TYPES | {name: _not_covered(name, real) for name, real in missing.items()}
 
 
 def _of_accelerator(card: Card) -> dict[str, Any]:
