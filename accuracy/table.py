@@ -94,6 +94,9 @@ EXPLAINED = dict.fromkeys(OTHER_ADDRESSES, ADDRESSES) | {
     "q10": "cuFFT's buffers are not modelled, and the plan says so",
     **dict.fromkeys(("p13", "z43", "i074"), KINDS_IN_A_SET),
 }
+QUANTISED = {
+    "r25": "experts that lie apart in the files are stacked while they are loaded, which is not modelled; the plan says so",
+}
 
 
 @dataclass(frozen=True)
@@ -154,9 +157,11 @@ def describe(settings: dict[str, Any]) -> str:
     ]  # fmt: skip
     flags = {
         "grad_checkpointing": "ckpt", "selective_checkpointing": "selective ckpt", "clip_grad": "clip",
-        "padding": "padded",
+        "padding": "padded", "kbit_prepare": "prepared",
     }  # fmt: skip
     parts += [word for key, word in flags.items() if settings.get(key)]
+    if settings.get("quant"):
+        parts.append(settings["quant"] + (" twice" if settings.get("double_quant") else ""))
     if settings.get("attention") == "eager":
         parts.append("eager")
     if settings.get("loss") == "chunked":
@@ -203,7 +208,7 @@ def table(found: list[Row]) -> Iterator[str]:
     yield "| id | job | allocated, GiB: predicted | measured | error | reserved, GiB: predicted | measured | error | |"
     yield "|---|---|---|---|---|---|---|---|---|"
     for row in found:
-        explained = EXPLAINED.get(row.id, "")
+        explained = (QUANTISED if row.group == "quantised" else EXPLAINED).get(row.id, "")
         if max(abs(row.allocated_error), abs(row.reserved_error)) > 0.0005 and not explained:
             explained = "not explained yet"
         yield (
