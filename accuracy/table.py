@@ -95,7 +95,7 @@ EXPLAINED = dict.fromkeys(OTHER_ADDRESSES, ADDRESSES) | {
     **dict.fromkeys(("p13", "z43", "i074"), KINDS_IN_A_SET),
 }
 QUANTISED = {
-    "r25": "experts that lie apart in the files are stacked while they are loaded, which is not modelled; the plan says so",
+    "r25": "experts that lie apart in the files are stacked while they are loaded, which is not modelled, and said",
 }
 
 
