@@ -143,7 +143,7 @@ def small_job(config: TrainConfig, model_name: str, settings: dict[str, Any]) ->
         attention="sdpa" if config.model.attention == "flash_attention_2" else config.model.attention,
     )
     small = dataclasses.replace(
-        config.without_quant(),
+        config,
         model=model,
         memory=dataclasses.replace(config.memory, auto=False, offload=()),
         device="cpu",

@@ -59,7 +59,7 @@ def switch_levers_on(model: Any, work: Workload, named: SettingNames) -> None:
             model.enable_input_require_grads()  # the Trainer does not know that the embedding is frozen
     offload = work.offload or ()
     # peft's preparation switches it on, as torch has it; and 8-bit layers hold on to their inputs under the other kind.
-    reentrant = (work.is_kbit_prepared and work.loop == "plain") or (work.quant == "int8" and work.loop == "memfit")
+    reentrant = (work.is_kbit_prepared and work.loop == "plain") or (work.eight_bit and work.loop == "memfit")
     use_block_levers(
         model, checkpointing=checkpointing, offload=offload, adapters=lora, setting=setting, reentrant=reentrant
     )
@@ -300,8 +300,10 @@ def build_for_training(job: TrainJob, reached: Callable[[str], None] = lambda _:
     config, work = job.config, job.config.workload
     torch.manual_seed(config.seed)
     folder = None if job.source is None else job.source.folder
-    model = build_base_model(config.model, folder, DTYPES[work.weight_precision], **_on_the_way_to_gpu(work))
-    if work.is_kbit_prepared:
+    quantised = work.is_quantised and folder is not None
+    loading = _on_the_way_to_gpu(work) if quantised else {}
+    model = build_base_model(config.model, folder, DTYPES[work.weight_precision], **loading)
+    if quantised and work.is_kbit_prepared:
         from peft import prepare_model_for_kbit_training
 
         reached("prepare")
@@ -316,9 +318,10 @@ def build_for_training(job: TrainJob, reached: Callable[[str], None] = lambda _:
 
 
 def _on_the_way_to_gpu(work: Workload) -> dict[str, Any]:
-    """What `from_pretrained` is told so that it quantises."""
-    if not work.is_quantised:
-        return {}
+    """What `from_pretrained` is told so that it quantises; a checkpoint that is quantised already says it itself."""
+    place: dict[str, Any] = {"device_map": {"": torch.cuda.current_device()}}
+    if work.stored is not None:
+        return place
     from transformers import BitsAndBytesConfig
 
     said: dict[str, Any] = {"load_in_8bit": True}
@@ -328,7 +331,7 @@ def _on_the_way_to_gpu(work: Workload) -> dict[str, Any]:
             "load_in_4bit": True, "bnb_4bit_quant_type": work.quant, "bnb_4bit_use_double_quant": work.double_quant,
             "bnb_4bit_compute_dtype": compute,
         }  # fmt: skip
-    return {"quantization_config": BitsAndBytesConfig(**said), "device_map": {"": torch.cuda.current_device()}}
+    return {"quantization_config": BitsAndBytesConfig(**said), **place}
 
 
 def build_base_model(model: ModelConfig, folder: Path | str | None, dtype: torch.dtype, **loading: Any) -> nn.Module:

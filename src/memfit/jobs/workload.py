@@ -357,8 +357,21 @@ class Workload:
 
     @property
     def runs_in_memfit_train(self) -> bool:
-        """What it quantises itself, by bitsandbytes."""
-        return self.quant in ("none", *BY_BITSANDBYTES) and self.stored is None
+        """What bitsandbytes quantises there, or has quantised for the checkpoint."""
+        if self.stored is not None:
+            return self.quant == "none" and self.stored.method == "bitsandbytes"
+        return self.quant in ("none", *BY_BITSANDBYTES)
+
+    @property
+    def few_bits(self) -> str:
+        """Quantised weights in words, by the name that brought them."""
+        stored = self.stored
+        return f"quant {self.quant}" if stored is None else f"{self.model} ({stored.in_words()})"
+
+    @property
+    def eight_bit(self) -> bool:
+        stored = self.stored
+        return self.quant == "int8" or (stored is not None and (stored.method, stored.kind) == ("bitsandbytes", "int8"))
 
     @property
     def casts_when_prepared(self) -> bool:

@@ -259,3 +259,47 @@ def test_memory_that_runs_out_halves_the_rows_of_a_quantised_run_too(
     monkeypatch.setattr(MemfitTrainer, "compute_loss", scarce)
     halved = trained(on_cpu, "halved", **{"memory.probe": False})
     assert halved == pytest.approx(whole, rel=2e-2)
+
+
+# -- a checkpoint that is quantised already ----------------------------------------------------------------------------
+
+
+def stored_folder(folder: Path, said: dict[str, Any]) -> str:
+    place = folder / "stored"
+    place.mkdir(exist_ok=True)
+    (place / "config.json").write_text(json.dumps({**LLAMA, "quantization_config": said}))
+    return str(place)
+
+
+@pytest.mark.parametrize(("stored", "changes", "said"), [
+    ({"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True}, {"quant": "none"}, "does not take it"),
+    ({"quant_method": "bitsandbytes", "load_in_8bit": True}, {}, "memfit train does not take it"),
+    ({"quant_method": "bitsandbytes", "load_in_8bit": True}, {"quant": "none", "method": "full"}, "cannot be trained"),
+])  # fmt: skip
+def test_what_is_quantised_already_is_trained_by_lora_and_bitsandbytes_alone(
+    tmp_path: Path, stored: dict[str, Any], changes: dict[str, Any], said: str
+) -> None:
+    model = {"name": stored_folder(tmp_path, stored), "tokenizer": "bytes"}
+    with pytest.raises(UsageError, match=said):
+        prepare_job(config_from(tiny(tmp_path, **{"model": model, **changes})), to_run=False)
+
+
+@needs_bitsandbytes
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_a_checkpoint_that_bitsandbytes_has_quantised_is_trained_as_it_is(on_cpu: Path, kind: str) -> None:
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    how: dict[str, Any] = (
+        {"load_in_8bit": True} if kind == "int8" else {"load_in_4bit": True, "bnb_4bit_quant_type": kind}
+    )
+    loaded = AutoModelForCausalLM.from_pretrained(
+        on_cpu / "w", quantization_config=BitsAndBytesConfig(**how), device_map={"": "cpu"}, dtype=torch.bfloat16
+    )
+    loaded.save_pretrained(on_cpu / "packed")
+    shutil.move(on_cpu / "w", on_cpu / "plain")
+    shutil.move(on_cpu / "packed", on_cpu / "w")
+    losses = trained(on_cpu, "out", quant="none")
+    shutil.move(on_cpu / "w", on_cpu / "packed")
+    shutil.move(on_cpu / "plain", on_cpu / "w")
+    again = trained(on_cpu, "again", quant={"kind": kind, "compute": "fp32"} if kind == "nf4" else kind)
+    assert losses == pytest.approx(again, rel=1e-3) and losses[6] < losses[1]

@@ -95,8 +95,7 @@ def identity_of(job: TrainJob) -> dict[str, Any]:
             "rank": config.method.rank, "alpha": config.method.scaling_alpha,
             "target_modules": None if targets is None else sorted(targets),
         }  # fmt: skip
-    if config.quant.kind != "none":
-        work = config.workload
+    if (work := config.workload).is_quantised:
         method |= {"quant": work.quant, "kbit_prepare": work.is_kbit_prepared}
         method |= {} if work.quant == "int8" else {"double": work.double_quant, "compute": work.compute_precision}
     return {

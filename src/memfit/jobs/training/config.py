@@ -379,7 +379,7 @@ class TrainConfig:
     def _without_effect(self) -> Iterator[str]:
         """Settings that this very job does not use."""
         schedule, optimizer = self.schedule, self.optimizer.name
-        if self.quant.kind == "none":
+        if self.quant.kind == "none" and not self.workload.is_quantised:
             yield from no_effect("quant", self.quant, ("double", "compute", "prepare"), "without quantised weights")
         elif self.quant.kind == "int8":
             yield from no_effect("quant", self.quant, ("double", "compute"), "with int8: they are of 4-bit weights")
@@ -397,10 +397,6 @@ class TrainConfig:
             yield from no_effect("optimizer", self.optimizer, ("beta1", "beta2", "eps"), f"with {optimizer}")
         if self.device == "cpu":
             yield from no_effect("memory", self.memory, ("alloc_conf",), "on the CPU")
-
-    def without_quant(self) -> TrainConfig:
-        """Where only shapes and gradients are looked at, which needs neither a GPU nor bitsandbytes."""
-        return dataclasses.replace(self, quant=QuantConfig())
 
     def to_json(self) -> dict[str, Any]:
         """Every setting as resolved; `config_keys.config_from` reads it back."""

@@ -92,8 +92,8 @@ class TrainJob:
     def in_lines(self) -> list[str]:
         config = self.config
         how = config.method.kind if config.method.kind == "full" else f"LoRA of rank {config.method.rank}"
-        if config.quant.kind != "none":
-            how += f" on {config.quant.kind} weights"
+        if (work := config.workload).is_quantised:
+            how += f" on {work.quant if work.stored is None else work.stored.in_words()} weights"
         begun = "from scratch" if config.model.starts_from_scratch else "pre-trained"
         if self.start_from is not None:
             begun = f"with the weights in {self.start_from.folder}"
@@ -227,7 +227,7 @@ def note_on_weights(job: TrainJob, found: ForeignWeights) -> str:
     model = job.config.model
     name = model.name if job.source is None else str(job.source.folder)
     plain = dataclasses.replace(
-        job.config.without_quant(),
+        job.config,
         model=dataclasses.replace(model, name=name, from_scratch=True),
         memory=dataclasses.replace(job.config.memory, auto=False, offload=()),
     )

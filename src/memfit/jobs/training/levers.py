@@ -87,14 +87,14 @@ def missing_packages(config: TrainConfig) -> Iterator[UsageError]:
 
 
 def _lacks_bitsandbytes(config: TrainConfig) -> Iterator[UsageError]:
-    kind, name = config.quant.kind, config.optimizer.name
-    what, instead = (f"quant {kind}", "quant: none") if kind != "none" else (f"optimizer {name}", "adamw-fused")
-    if kind == "none" and name not in NEEDS_BITSANDBYTES:
+    work, name = config.workload, config.optimizer.name
+    what, instead = (work.few_bits, "weights of 16 bits") if work.is_quantised else (f"optimizer {name}", "adamw-fused")
+    if not work.is_quantised and name not in NEEDS_BITSANDBYTES:
         return
     found = None if find_spec("bitsandbytes") is None else versions()["bitsandbytes"] or "0.0"
     if found is None:
         yield UsageError(f"{what} needs bitsandbytes", hint=f"pip install 'memfit[quant]', or {instead}")
-    elif kind != "none" and release_of(found) < OLDEST_BITSANDBYTES:
+    elif work.is_quantised and release_of(found) < OLDEST_BITSANDBYTES:
         oldest = ".".join(map(str, OLDEST_BITSANDBYTES))
         yield UsageError(f"{what} needs bitsandbytes {oldest}, and {found} is here", hint="pip install -U bitsandbytes")
 
@@ -120,17 +120,25 @@ def _check_model(config: TrainConfig) -> None:
 
 def _check_quant(config: TrainConfig, world_size: int) -> None:
     """What goes together with quantised weights."""
-    kind, model = config.quant.kind, config.model
-    if kind == "none":
+    work = config.workload
+    if work.stored is not None and (not work.runs_in_memfit_train or config.method.kind == "full"):
+        why = (
+            "all of its weights cannot be trained" if config.method.kind == "full" else "memfit train does not take it"
+        )
+        raise UsageError(
+            f"{work.few_bits} is quantised already, and {why}",
+            hint="LoRA on what bitsandbytes has quantised, without `quant`; or the model in 16 bits",
+        )
+    if not work.is_quantised:
         return
     clash = {
         "several processes": world_size > 1,
         "memory.offload weights": "weights" in config.memory.offload,
         "memory.gradient_checkpointing selective": config.memory.gradient_checkpointing == "selective",
-        "model.from_scratch: only weights of a checkpoint are quantised": model.starts_from_scratch,
+        "model.from_scratch: only weights of a checkpoint are quantised": config.model.starts_from_scratch,
     }
     for setting in (name for name, here in clash.items() if here):
-        raise UsageError(f"quant {kind} does not go with {setting}", hint="quant: none, or without it")
+        raise UsageError(f"{work.few_bits} does not go with {setting}", hint="weights of 16 bits, or without it")
 
 
 def _card_lacks(config: TrainConfig) -> Iterator[UsageError]:
@@ -140,14 +148,14 @@ def _card_lacks(config: TrainConfig) -> Iterator[UsageError]:
     halves = (work.weight_precision, work.compute_precision, work.autocast_type)
     if work.is_quantised and "bf16" in halves and not torch.cuda.is_bf16_supported(including_emulation=False):
         yield UsageError(
-            f"quant {work.quant} in bf16: {torch.cuda.get_device_name()} has no bf16",
+            f"{work.few_bits} in bf16: {torch.cuda.get_device_name()} has no bf16",
             hint="precision: fp16 and quant.compute: fp16, with autocast: fp16",
         )
 
 
 def _only_on_gpus(config: TrainConfig, world_size: int) -> Iterator[UsageError]:
-    if config.quant.kind != "none":
-        yield UsageError(f"quant {config.quant.kind} needs a GPU", hint="--dry-run plans it without one")
+    if config.workload.is_quantised:
+        yield UsageError(f"{config.workload.few_bits} needs a GPU", hint="--dry-run plans it without one")
     if config.precision == "amp-fp16":
         yield UsageError("precision amp-fp16 needs a GPU", hint="amp-bf16 and fp32 work on the CPU")
     if config.optimizer.name in NEEDS_BITSANDBYTES or config.optimizer.name.endswith("torchao"):

@@ -299,7 +299,7 @@ def _run(job: TrainJob, following: Following) -> tuple[Any, float]:
     following.mark("01_start")
     if job.batch.world_size > 1:  # cards that differ may have been planned for differently
         job = job.with_micro_batch(Together(args.device).smallest(job.batch.micro_batch_size))
-    loads_to_gpu = job.config.quant.kind != "none"
+    loads_to_gpu = job.config.workload.is_quantised
     if loads_to_gpu:
         following.phases.begin()
     model = build_for_training(job, following.phases.reached if loads_to_gpu else lambda _: None)
