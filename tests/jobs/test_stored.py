@@ -106,7 +106,7 @@ def test_what_has_no_backward_pass_is_not_adapted(stored: Stored, said: dict[str
 
 @pytest.mark.parametrize(("said", "settings", "why"), [
     (GPTQ, {"quant": "nf4"}, "already quantised"), (GPTQ, {"quant": "dequantize"}, "does not do it to gptq"),
-    (NF4, {"quant": "int8"}, "already quantised"), (NF4, {"kind": "lora", "loop": "memfit"}, "not planned together"),
+    (NF4, {"quant": "int8"}, "already quantised"), (GPTQ, {"kind": "lora", "loop": "memfit"}, "not planned together"),
 ])  # fmt: skip
 def test_settings_that_a_stored_checkpoint_contradicts_are_refused(
     stored: Stored, said: dict[str, Any], settings: dict[str, Any], why: str

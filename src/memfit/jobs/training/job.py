@@ -93,7 +93,8 @@ class TrainJob:
         config = self.config
         how = config.method.kind if config.method.kind == "full" else f"LoRA of rank {config.method.rank}"
         if (work := config.workload).is_quantised:
-            how += f" on {work.quant if work.stored is None else work.stored.in_words()} weights"
+            bits = f"{work.quant} weights" if work.stored is None else f"weights stored as {work.stored.in_words()}"
+            how += f" on {bits}"
         begun = "from scratch" if config.model.starts_from_scratch else "pre-trained"
         if self.start_from is not None:
             begun = f"with the weights in {self.start_from.folder}"
