@@ -54,6 +54,11 @@ def failures_of_the_job() -> Iterator[None]:
                 f"memfit does not cover what the code does at {line}: {type(error).__name__}: {said[:300]}",
                 hint="a GPU may well run it: this comes from the device without memory that memfit runs the code on",
             ) from error
+        if isinstance(error, ImportError) and "pip install" in text:
+            raise TraceError(
+                f"the code needs a package that is not here: {said[:300]}",
+                hint=f"asked for at {line}: install it where memfit runs; no GPU is needed for it",
+            ) from error
         raise TraceError(
             f"the job itself fails: {type(error).__name__}: {said[:300]}", hint=f"raised at {line}"
         ) from error
