@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import memfit
-from memfit.tracing import repeated_calls
-from memfit.tracing.repeated_calls import ALIKE, RepeatedCalls
+from memfit.tracing.repeated import skipping
+from memfit.tracing.repeated.calls import ALIKE, RepeatedCalls
 
 
 class Model(nn.Module):
@@ -58,7 +58,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 def both(run: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> tuple[int, memfit.Plan, memfit.Plan]:
     with counted(monkeypatch) as skipped:
         told = memfit.trace(run)
-    monkeypatch.setattr(repeated_calls, "repeated_calls_skipped", lambda _: nullcontext())
+    monkeypatch.setattr(skipping, "repeated_calls_skipped", lambda *_: nullcontext())
     return skipped[0], told, memfit.trace(run)
 
 

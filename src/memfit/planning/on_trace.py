@@ -205,13 +205,13 @@ def phases_by_what_runs(tracer: Any) -> Iterator[None]:
     from torch.nn.modules.module import register_module_forward_pre_hook
 
     mark("data", step)
-    tracer.on_backward = around_backward
+    tracer.on_backward, tracer.on_call = around_backward, lambda: entering(None, None)
     with ExitStack() as stack:
         stack.callback(register_optimizer_step_pre_hook(stepping).remove)
         stack.callback(register_optimizer_step_post_hook(stepped).remove)
         stack.callback(register_module_forward_pre_hook(entering).remove)
         yield
-    tracer.on_backward = lambda begins: None
+    tracer.on_backward, tracer.on_call = lambda begins: None, lambda: None
 
 
 class OrderedSet(set[Any]):

@@ -21,7 +21,7 @@ import dataclasses
 import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -81,19 +81,26 @@ def trace_code(
     from memfit.tracing.answers import NO_OVERFLOW, Answers, Site
     from memfit.tracing.own_code import OwnCodeTracer
     from memfit.tracing.python_stacks import keeping_stacks
+    from memfit.tracing.repeated.skipping import Unlike
     from memfit.tracing.tracer import check_not_nested
 
     started = time.perf_counter()
     card = None if gpu is None else find_gpu(gpu)
     config = AllocatorConfig.parse(alloc_conf)
-    table = Answers(
-        {Site(*place): value for place, value in (answers or {}).items()}, known=NO_OVERFLOW | TRAINER_KNOWN
-    )
     check_not_nested()
-    with keeping_stacks():
-        tracer = OwnCodeTracer(torch.device("meta"), platform_of(card), table)
-    parameters: dict[str, int] = {"all": 0, "trainable": 0}
-    made = _run_traced(code, tracer, card or find_gpu("H200"), config, parameters, drops_gradients=drops_gradients)
+    for skips in (True, False):
+        table = Answers(
+            {Site(*place): value for place, value in (answers or {}).items()}, known=NO_OVERFLOW | TRAINER_KNOWN
+        )
+        with keeping_stacks():
+            tracer = OwnCodeTracer(torch.device("meta"), platform_of(card), table)
+        parameters: dict[str, int] = {"all": 0, "trainable": 0}
+        try:
+            made = _run_traced(code, tracer, card or find_gpu("H200"), config, parameters,
+                               drops_gradients=drops_gradients, skips=skips)  # fmt: skip
+            break
+        except Unlike:
+            continue
     how = Provenance()
     notes = (
         *not_modelled(tracer.unmodelled),
@@ -128,6 +135,7 @@ def _run_traced(
     parameters: dict[str, int],
     *,
     drops_gradients: bool,
+    skips: bool,
 ) -> Trace:
     """Labelled. Weights are counted as they are met."""
     from memfit.planning import categories
@@ -137,7 +145,7 @@ def _run_traced(
     from memfit.tracing.packages.bitsandbytes import bitsandbytes_traced
     from memfit.tracing.pretended_card import card_pretended
     from memfit.tracing.processes import processes_pretended
-    from memfit.tracing.repeated_calls import repeated_calls_skipped
+    from memfit.tracing.repeated.skipping import repeated_calls_skipped
     from memfit.tracing.stored import SavedThings, files_read_as_shapes
     from memfit.tracing.tracer import run_traced
     from memfit.tracing.unknown import mathematics_of_unknown_numbers
@@ -155,7 +163,7 @@ def _run_traced(
             files_read_as_shapes(tracer, saved),
             _generation_goes_on(tracer),
             mathematics_of_unknown_numbers(tracer.assume),
-            repeated_calls_skipped(names),
+            repeated_calls_skipped(names, is_own) if skips else nullcontext(),
             bitsandbytes_traced(tracer),
         ):
             code(tracer)

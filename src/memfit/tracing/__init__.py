@@ -13,7 +13,7 @@ DOOR = {
     "pretended_card": "card_pretended",
     "processes": "processes_pretended",
     "python_stacks": "keeping_stacks",
-    "repeated_calls": "repeated_calls_skipped",
+    "repeated.skipping": "Unlike repeated_calls_skipped",
     "rule_answers": "answers_on",
     "stored": "SavedThings files_read_as_shapes without_memory",
     "unknown": "mathematics_of_unknown_numbers",

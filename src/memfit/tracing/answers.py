@@ -13,7 +13,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -90,6 +90,10 @@ class Answers:
         self.values: Values | None = None
         self.questions = 0
         """How often the code has asked for values, known or not."""
+        self.unexplained = 0
+        """How often for such as do not follow from tensors whose origin is noted."""
+        self.asked_about: set[int] = set()
+        """The origins of the others."""
         self.given: dict[str, Value] = {}
         self.meanings: dict[str, None] = {}
         """What the answers given from the table mean."""
@@ -113,11 +117,15 @@ class Answers:
         with torch._C.DisableTorchFunction(), _disable_current_modes():
             found = self.values.read(tensor)
         if found is not None:
-            self.note_draws()
+            self.note_draws([tensor])
         return found
 
-    def note_draws(self) -> None:
+    def note_draws(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Values of these tensors, which are known, are given to the code."""
         self.questions += 1
+        for origins in map(self.values.origins, tensors) if self.values is not None else ():
+            self.unexplained += origins is None
+            self.asked_about |= origins or set()
         if self.values is not None and self.values.drawn:
             self.meanings[DRAWN] = None
 
@@ -172,6 +180,7 @@ class Answers:
     def _known_answer(self, tensor: torch.Tensor) -> tuple[FrameType | None, Value | None]:
         """Asked by the innermost code outside torch, or by torch itself on the way there; nobody further out counts."""
         self.questions += 1
+        self.unexplained += 1
         asker = None
         for frame in _callers():
             asker, site = frame, _site(frame)

@@ -136,6 +136,8 @@ def _saved_by_autograd(tracer: Any, tensors: list[torch.Tensor]) -> set[int]:
     seen, saved = set(waiting), set()
     while waiting:
         node = waiting.pop()
+        for storage in getattr(node, "held", {}).values():  # of calls that were told
+            saved.add(tracer._blocks[storage._cdata][1])
         for tensor in _saved_tensors(node):
             if (block := tracer.block_of(tensor)) is not None:
                 saved.add(block)

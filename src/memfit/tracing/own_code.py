@@ -147,7 +147,7 @@ class OwnCodeTracer(Tracer):
             if (read := self._read_back(func, args, kwargs)) is not NotImplemented:
                 return read
             if _needs_data(func) and (found := self.values.compute(func, args, kwargs)) is not NotImplemented:
-                self.answers.note_draws()
+                self.answers.note_draws(tensors)
                 return self._to_gpu(found, op.name)
         del tensors  # gradients are summed in place only where nobody else holds them
         out = super()._run(op, func, args, kwargs)
@@ -196,6 +196,7 @@ class OwnCodeTracer(Tracer):
         if func is aten._to_copy.default and kwargs.get("device") == DEVICES["cpu"]:
             known = self.values.compute(func, args, kwargs)
             if known is not NotImplemented:
+                self.answers.note_draws(args[:1])
                 return known.clone()
             with _disable_current_modes():
                 return self.put_on_host(func(*args, **{**kwargs, "device": self.device}), "cpu")
@@ -212,6 +213,7 @@ class OwnCodeTracer(Tracer):
                     " memfit knows no values for it",
                     hint="memfit does not cover this: x.cpu() or x.to('cpu') gives a tensor without values instead",
                 )
+            self.answers.note_draws(args[1:2])
             with _disable_current_modes():
                 return args[0].copy_(value)
         return NotImplemented
@@ -321,7 +323,10 @@ class OwnCodeNames(CudaNames):
             if place(tensor) != "cuda":
                 return NotImplemented
             value = values.read(tensor)
-            return how(value) if value is not None else without(tensor)
+            if value is None:
+                return without(tensor)
+            tracer.answers.note_draws([tensor])
+            return how(value)
 
         def is_hidden(tensor: Tensor) -> bool:
             return tensor.device.type != "cpu" and tensor.numel() == 1 and values.read(tensor) is None

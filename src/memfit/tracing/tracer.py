@@ -81,6 +81,8 @@ class Tracer(TorchDispatchMode):
         """Ops that were met whose kernels may take more than is traced."""
         self.default_category = ""
         self.on_backward: Callable[[bool], None] = lambda begins: None
+        self.on_call: Callable[[], None] = lambda: None
+        """Before a model is called."""
         self._engine_sums = EngineSums(device)
         self._remembered = Remembered(device) if device.type == "meta" else None
         self._blocks: dict[int, tuple[weakref.ref[torch.UntypedStorage], int | None]] = {}
@@ -154,6 +156,15 @@ class Tracer(TorchDispatchMode):
             trace.free(block)
 
         self._blocks[key] = (weakref.ref(storage, died), block)
+
+    def alive_blocks(self) -> set[int]:
+        return {block for _, block in self._blocks.values() if block is not None}
+
+    def free_now(self, tensor: torch.Tensor) -> None:
+        """Before it dies."""
+        _, block = self._blocks.pop(tensor.untyped_storage()._cdata)
+        if block is not None:
+            self.trace.free(block)
 
     def host_empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A buffer in host memory, without data as all else here, to copy from and to: no block of the device."""

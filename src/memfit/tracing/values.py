@@ -57,6 +57,7 @@ class Values:
         self.drawn = False
         """Whether whole numbers were drawn at random on the GPU: the host's draw stands in for them."""
         self._known: dict[int, tuple[weakref.ref[Storage], Storage]] = {}
+        self._origins: dict[int, frozenset[int]] | None = None
         self._hidden: weakref.WeakSet[Storage] = weakref.WeakSet()
         """Of the host, but filled from the GPU with what nobody knows."""
 
@@ -70,6 +71,16 @@ class Values:
         made = torch.empty(0, dtype=tensor.dtype)
         return made.set_(found[1], tensor.storage_offset(), tensor.shape, tensor.stride())
 
+    def begin_origins(self, named: dict[int, Tensor] | None) -> None:
+        """From now on it is followed from which of these tensors values come; from none, if there are none."""
+        self._origins = None if named is None else {
+            each.untyped_storage()._cdata: frozenset({i}) for i, each in named.items()
+        }  # fmt: skip
+
+    def origins(self, tensor: Tensor) -> frozenset[int] | None:
+        """None where that is not known."""
+        return None if self._origins is None else self._origins.get(tensor.untyped_storage()._cdata)
+
     def hide(self, tensor: Tensor) -> None:
         self._hidden.add(tensor.untyped_storage())
 
@@ -79,8 +90,10 @@ class Values:
         storage = tensor.untyped_storage()
         key = storage._cdata
 
-        def died(_: object, known: dict[int, Any] = self._known) -> None:
-            known.pop(key, None)
+        def died(_: object) -> None:
+            self._known.pop(key, None)
+            if self._origins is not None:
+                self._origins.pop(key, None)
 
         with _as_on_host():
             beside = torch.zeros(storage.nbytes(), dtype=torch.uint8).untyped_storage()
@@ -119,6 +132,7 @@ class Values:
         if not written and any(_shares(made, args) for made in new):
             return  # views of what is known, or of what is not
         self.drawn = self.drawn or torch.Tag.nondeterministic_seeded in op.tags
+        self._follow_origins(op, args, kwargs, (*written, *new))
         made = self.compute(op, args, kwargs)
         if made is NotImplemented and op is aten.multinomial.default:
             with _as_on_host():  # drawn from what nobody knows: any of them will do
@@ -130,6 +144,18 @@ class Values:
         for tensor, value in zip(_tensors(out), _tensors(made), strict=False):
             if tensor.device.type == self._device.type and not _is_among(tensor, written):
                 self.put(tensor, value)
+
+    def _follow_origins(self, op: Any, args: Any, kwargs: Any, made: Sequence[Tensor]) -> None:
+        if self._origins is None:
+            return
+        found = [self.origins(tensor) for tensor in _tensors((args, kwargs))]
+        drawn = torch.Tag.nondeterministic_seeded in op.tags
+        for tensor in made:
+            if drawn or any(each is None for each in found):
+                self._origins.pop(tensor.untyped_storage()._cdata, None)
+            else:
+                of_all = frozenset[int]().union(*(each for each in found if each is not None))
+                self._origins[tensor.untyped_storage()._cdata] = of_all
 
 
 class _as_on_host:

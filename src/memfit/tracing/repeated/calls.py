@@ -1,0 +1,135 @@
+"""A model called again and again without gradients, on tensors of the same shapes, as evaluations do hundreds of times.
+
+Once some such calls have made the same events, the next ones are not run: their events are written down again, and
+what they would return is made without them. A call counts only if nothing in it asked for a value, nothing that it made
+stays but what it returns and the weights that autocast keeps, nobody else holds that, and no block of before it was
+freed. It is told from others only while the model is what it was then: weights, modes, attributes, and no hooks.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from memfit.events import Action
+from memfit.tracing.repeated.made_again import MadeAgain, Maker, held_elsewhere
+from memfit.tracing.repeated.state import key_of_call
+
+Tensor = torch.Tensor
+ALIKE = 8
+"""Calls in a row that must have been the same: nobody waits for fewer."""
+SKIPPED = (
+    "calls of a model without gradients, on the same shapes, were told from the ones before: every one was taken to do"
+    " the same"
+)
+
+
+@dataclass
+class _NotedCall:
+    events: list[tuple[int, int]]
+    """Blocks are numbered from the first of the call."""
+    blocks: list[tuple[Any, ...]]
+    returned: list[Any]
+    form: TreeSpec
+    cast: list[MadeAgain]
+    """What autocast keeps of weights."""
+    weights: list[weakref.ref[Tensor]] = field(compare=False)
+    times: int = field(default=1, compare=False)
+
+
+class RepeatedCalls:
+    def __init__(self, names: Any) -> None:
+        self._names, self._tracer, self._autocast = names, names.tracer, names.autocast
+        self._maker = Maker(names.tracer)
+        self._seen: dict[Any, _NotedCall] = {}
+
+    def run(self, module: torch.nn.Module, call: Callable[[], Any], args: Any, kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunction():  # tensors as they are, not as the traced code sees them
+            key = key_of_call(self._names, module, args, kwargs, lambda hook: False)
+            before = self._seen.get(key)
+            if before is not None and before.times >= ALIKE:
+                self._tracer.assume(SKIPPED)
+                return self._repeat(before)
+        if key is None:
+            return call()
+        tracer, trace = self._tracer, self._tracer.trace
+        events, blocks, asked = len(trace), len(trace.requested), tracer.answers.questions
+        out = call()
+        with torch._C.DisableTorchFunction():
+            now = None if tracer.answers.questions != asked else self._noted(events, blocks, out)
+        if now is None:
+            self._seen.pop(key, None)
+        elif now == before:
+            before.times += 1
+        else:
+            self._seen[key] = now
+        return out
+
+    def _noted(self, first_event: int, first_block: int, out: Any) -> _NotedCall | None:
+        events = events_of_call(self._tracer.trace, first_event, first_block)
+        leaves, form = tree_flatten(out)
+        if events is None or held_elsewhere(out, leaves):
+            return None
+        returned = [self._maker.form(leaf, first_block) for leaf in leaves]
+        weights, cast = kept_by_autocast(self._autocast, self._maker, first_block)
+        kept = {each.block for each in (*returned, *cast) if isinstance(each, MadeAgain)}
+        if any(each is None for each in returned) or kept != still_alive(events):
+            return None
+        return _NotedCall(events, self._maker.noted_blocks(first_block), returned, form, cast, weights)
+
+    def _repeat(self, call: _NotedCall) -> Any:
+        first = self._maker.repeat(call.events, call.blocks)
+        storages = {
+            number: self._maker.storage(first + number, call.blocks[number][0])
+            for number in {each.block for each in (*call.returned, *call.cast) if isinstance(each, MadeAgain)}
+        }
+        put_into_autocast(self._tracer, self._autocast, call.weights, [
+            self._maker.tensor(copy, storages[copy.block]) for copy in call.cast
+        ])  # fmt: skip
+        leaves = [
+            self._maker.tensor(each, storages[each.block]) if isinstance(each, MadeAgain) else each[0]
+            for each in call.returned
+        ]
+        return tree_unflatten(leaves, call.form)
+
+
+def events_of_call(trace: Any, first_event: int, first_block: int) -> list[tuple[int, int]] | None:
+    """None where it did more than make blocks and free its own."""
+    events: list[tuple[int, int]] = []
+    for at in range(first_event, len(trace)):
+        action, block = trace.actions[at], trace.subjects[at] - first_block
+        if action not in (Action.ALLOC, Action.FREE) or block < 0:
+            return None
+        events.append((action, block))
+    return events
+
+
+def still_alive(events: list[tuple[int, int]]) -> set[int]:
+    alive: set[int] = set()
+    for action, block in events:
+        alive.add(block) if action == Action.ALLOC else alive.remove(block)
+    return alive
+
+
+def kept_by_autocast(autocast: Any, maker: Maker, first_block: int) -> tuple[list[Any], list[MadeAgain]]:
+    """Weights, and the copies of them that were made since."""
+    weights, cast = [], []
+    for weight, copy in autocast._cache.values():
+        if (form := maker.form_of_tensor(copy, first_block)) is not None:
+            weights.append(weakref.ref(weight))
+            cast.append(form)
+    return weights, cast
+
+
+def put_into_autocast(tracer: Any, autocast: Any, weights: list[Any], copies: list[Tensor]) -> None:
+    for reference, made in zip(weights, copies, strict=True):
+        weight = reference()
+        assert weight is not None, "the model is there, and so are its weights"
+        if (known := tracer.values.read(weight)) is not None:
+            tracer.values.put(made, known)
+        autocast._cache[id(weight)] = (weight, made)

@@ -1,0 +1,81 @@
+"""What a call of a model may depend on: its arguments, the model as it is then, and torch's settings."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping
+from inspect import unwrap
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten
+
+Tensor = torch.Tensor
+PLAIN = (int, float, bool, str, bytes, type(None), torch.dtype, torch.Size)
+
+
+def key_of_call(names: Any, module: torch.nn.Module, args: Any, kwargs: Any, is_harmless: Callable[[Any], bool]) -> Any:
+    """None where nobody can tell. `is_harmless`: whether a hook is left to what it is seen to do."""
+    tracer, autocast = names.tracer, names.autocast
+    leaves, form = tree_flatten((args, kwargs))
+    signs: list[Any] = []
+    for leaf in leaves:
+        if type(leaf) is Tensor and tracer.place(leaf) == "cuda":
+            signs.append((leaf.dtype, leaf.shape, leaf.stride(), leaf.requires_grad))
+        elif isinstance(leaf, PLAIN):
+            signs.append(leaf)
+        else:
+            return None
+    state = _state(module, is_harmless)
+    if state is None:
+        return None
+    cast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"), len(autocast._cache)
+    phase = [mark.phase for mark in tracer.trace.marks[-1:]]  # the first call of a phase begins it
+    return weakref.ref(module), state, str(form), tuple(signs), cast, _settings(), *phase
+
+
+def code_of(hook: Any) -> Any:
+    return getattr(getattr(unwrap(hook), "__func__", unwrap(hook)), "__code__", None)
+
+
+def _settings() -> tuple[Any, ...]:
+    """Of torch, which choose kernels."""
+    cuda = torch.backends.cuda
+    kernels = (cuda.flash_sdp_enabled, cuda.mem_efficient_sdp_enabled, cuda.math_sdp_enabled, cuda.cudnn_sdp_enabled)
+    return (
+        *(enabled() for enabled in kernels), torch.is_inference_mode_enabled(), torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.enabled,
+    )  # fmt: skip
+
+
+def _state(module: torch.nn.Module, is_harmless: Callable[[Any], bool]) -> tuple[Any, ...] | None:
+    """What a call may depend on beside its arguments; None where a hook could do anything."""
+    found: list[Any] = []
+    for each in module.modules():
+        kinds = (each._forward_hooks, each._forward_pre_hooks, each._backward_hooks, each._backward_pre_hooks)
+        hooks = [hook for kind in kinds for hook in kind.values()]
+        if not all(map(is_harmless, hooks)):
+            return None
+        found.extend(map(id, hooks))
+        found.append(id(each))
+        found.extend(sign for name, value in vars(each).items() if name not in HOOKS for sign in (name, _sign(value)))
+    return tuple(found)
+
+
+HOOKS = frozenset(name for name in vars(torch.nn.Module()) if name not in ("training", "_parameters", "_buffers"))
+
+
+def _sign(value: Any, depth: int = 0) -> Any:
+    """Of a plain value itself, of a tensor what it is like, of a container or an object what is in it."""
+    if isinstance(value, Tensor):
+        return id(value), value.dtype, value.shape
+    if isinstance(value, PLAIN):
+        return value if value == value else "nan"
+    if depth < 2 and isinstance(value, Mapping):
+        return id(value), len(value), *(_sign(each, depth + 1) for each in value.values())
+    if isinstance(value, (list, tuple, set, frozenset, deque)):
+        return id(value), len(value)
+    if depth < 1 and hasattr(value, "__dict__") and not isinstance(value, (type, torch.nn.Module)):
+        return id(value), *(_sign(each, 2) for each in vars(value).values())
+    return id(value)
