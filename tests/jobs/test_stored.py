@@ -197,3 +197,16 @@ def test_states_are_those_of_torchao(name: str, their_name: str) -> None:
     own: Any = by_shapes(name)[0]([weight], lr=0.1, **OF_TORCHAO[name])
     parts = own._made(weight, "exp_avg")
     assert [each.nbytes for each in parts.values()] == [made.codes.nbytes, made.scale.nbytes, made.qmap.nbytes]
+
+
+def test_files_that_say_something_else_than_the_config_are_refused(stored: Stored, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    name = "model.layers.0.mlp.up_proj.qweight"
+    save_file({name: torch.zeros(32, 512, dtype=torch.int32)}, tmp_path / "model.safetensors")
+    prepared(stored(GPTQ))
+    save_file({name: torch.zeros(64, 512, dtype=torch.int32)}, tmp_path / "model.safetensors")
+    with pytest.raises(
+        InputError, match=r"up_proj.qweight has the shape \[64, 512\], and by its config.json \[32, 512\]"
+    ):
+        prepared(stored(GPTQ))

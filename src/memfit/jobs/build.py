@@ -19,7 +19,7 @@ from torch import nn
 from memfit.errors import InputError, UsageError
 from memfit.jobs.adapters import FLAGS, KEYS, SettingNames, add_adapters, generates
 from memfit.jobs.quantised import adapt_as_peft_does, quantise
-from memfit.jobs.stored import as_stored
+from memfit.jobs.stored import as_stored, check_files
 from memfit.jobs.training.config import FACTORY, ModelConfig
 from memfit.jobs.training.foreign_weights import load_weights
 from memfit.jobs.training.job import TrainJob
@@ -147,6 +147,8 @@ def _prepared(workload: Workload, layers: int | None) -> Prepared:
             known = quantise(model, workload)
         else:
             workload, known = as_stored(model, workload, stored)
+            if source.kind in ("folder", "hub"):
+                check_files(model, Path(source.target).parent)
         notes = (*known, *notes)
     if workload.kind == "lora":
         task = None if head is None else head.task

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -19,9 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from memfit.errors import UsageError
-from memfit.jobs.quantised import ARRIVES, quantise
+from memfit.errors import InputError, UsageError
+from memfit.jobs.quantised import ARRIVES, FourBitLinear, quantise
+from memfit.jobs.torchao import Float8Rows, Int4Tiles, Int8Rows
 from memfit.jobs.workload import Workload
+from memfit.models.checkpoint import WeightStore
 from memfit.models.stored_weights import StoredWeights, facts_of
 
 NOT_MODELLED = "not modelled:"
@@ -101,6 +104,32 @@ def left_out(work: Workload, stored: StoredWeights) -> Iterator[str]:
         yield f"{NOT_MODELLED} {each}: the peak may be higher"
     if work.kind == "lora":
         yield f"{NOT_MODELLED} how gptqmodel unpacks weights: a 16-bit copy of each is kept for backward"
+
+
+def check_files(model: nn.Module, folder: Path) -> None:
+    """Where the weights themselves are at hand, their headers must say what the config.json says."""
+    try:
+        store = WeightStore.open(folder)
+    except InputError:  # none, or not all of them
+        return
+    store.close()
+    for name, module in model.named_modules():
+        for own, shape in _expected(module):
+            found = store.stored.get(f"{name}.{own}")
+            if found is not None and found.shape != shape:
+                raise InputError(
+                    f"{folder}: {name}.{own} has the shape {list(found.shape)}, and by its config.json {list(shape)}",
+                    hint="the weights are quantised in another way than 'quantization_config' says",
+                )
+
+
+def _expected(module: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
+    if isinstance(module, StoredLinear):
+        yield from ((name, tuple(each.shape)) for name, each in module.named_buffers())
+    elif isinstance(module, FourBitLinear):
+        yield "weight", ((module.weight.numel() + 1) // 2, 1)
+    elif isinstance(module, nn.Linear) and not isinstance(module, (Int4Tiles, Int8Rows, Float8Rows)):
+        yield "weight", tuple(module.weight.shape)
 
 
 # -- layers ------------------------------------------------------------------------------------------------------------
