@@ -15,9 +15,10 @@ from torch import nn
 from memfit.errors import UsageError
 from memfit.jobs.build import prepare_without_memory
 from memfit.jobs.four_bit_kernels import reads_packed
-from memfit.jobs.quantised import EightBitLinear, FourBitLinear, loaded_bytes
+from memfit.jobs.quantised import EightBitLinear, FourBitLinear, _rounded, loaded_bytes
 from memfit.jobs.small_states import KINDS, SmallStates
 from memfit.jobs.workload import Workload
+from memfit.tracing.tracer import trace
 
 SIZES = (64, 256, 704, 768, 1024, 1536, 2048, 3072, 4096, 8192, 11008, 14336, 18944, 28672)
 ROWS = (1, 4, 5, 7, 8, 12, 16, 17, 32, 33, 64, 65, 128, 129, 320, 321, 512, 513, 1536)
@@ -106,6 +107,17 @@ def test_transformers_asks_at_once_for_half_a_byte_of_each_packed_weight(tiny: s
     assert packed > 0
     assert loaded_bytes(model) == packed // 2 + 2 * others
     assert type(model.lm_head) is nn.Linear
+
+
+def test_rounding_several_rows_makes_the_0_that_outliers_are_set_to() -> None:
+    """bitsandbytes sets none of a single row."""
+
+    def single_bytes(rows: int) -> int:
+        given = (rows, 64)
+        made = trace(lambda tracer: _rounded(torch.empty(given, dtype=torch.float16, device=tracer.device)))
+        return sum(1 for size in made.requested if size == 1)
+
+    assert (single_bytes(1), single_bytes(2)) == (1, 2)  # the other one: whether any stands out
 
 
 def test_a_model_of_a_factory_is_not_quantised() -> None:
