@@ -10,7 +10,7 @@ import pytest
 
 from memfit.errors import InputError
 from memfit.models.presets import find_preset, presets, variants
-from memfit.models.registry import resolve
+from memfit.models.registry import resolve, source_notes
 from memfit.models.stored_weights import StoredWeights, read_stored, refuse_stored, stored_weights
 
 ITEM_BYTES = {"int32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "int8": 1, "int64": 8}
@@ -106,3 +106,8 @@ def test_the_published_gpt_oss_is_the_quantised_one() -> None:
     assert resolve("openai/gpt-oss-20b").name == "openai/gpt-oss-20b"
     assert resolve("gpt-oss-20b").name == "gpt-oss-20b"
     assert find_preset("Llama-3.2-1B-bnb-4bit") is find_preset("unsloth/Llama-3.2-1B-bnb-4bit")
+
+
+def test_a_plan_says_whose_word_the_storage_of_a_variant_is() -> None:
+    (note,) = source_notes(resolve("Qwen/Qwen3-8B-FP8"))
+    assert note.startswith("how Qwen/Qwen3-8B-FP8 is stored is what memfit ships")

@@ -174,8 +174,9 @@ def variants() -> dict[str, dict[str, Preset]]:
         for name in entry["ids"]:
             config = {**base.config, "quantization_config": said}
             source = f"{base.name} as {name} stores it"
+            note = f"how {name} is stored is what memfit ships; a copy in the Hugging Face cache goes before"
             made.setdefault(base.name, {})[name] = Preset(
-                name, (name,), base.parameters, config, source, storage=entry["storage"]
+                name, (name,), base.parameters, config, source, note, entry["storage"]
             )
     return made
 

@@ -125,6 +125,8 @@ def _shipped(text: str) -> ModelSource | None:
             sizes = [p.name for p in presets() if p.name.startswith("llama-")]
             raise UnknownName("Llama", text, sizes, more=f"a bare size means a Llama: {', '.join(sizes)}")
         return None
+    if preset.storage is not None and (copy_here := _cached(text)) is not None:
+        return copy_here
     origin = "preset" if wanted == text else f"preset; '{text}' is read as {preset.name}, the Llama of that size"
     return ModelSource("preset", preset.name, origin, preset.name)
 
