@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -78,6 +79,9 @@ class Autocast:
         self.enabled = False
         self.dtype = torch.float16
         self._cache: dict[int, tuple[Tensor, Tensor]] = {}
+        self.functions = SimpleNamespace()
+        """What torch's functions of these names are, while this answers for them."""
+        self._tells_torch = False
 
     def switch(self, enabled: bool) -> None:
         self.enabled = enabled
@@ -85,6 +89,25 @@ class Autocast:
             _lists_in_place()
         torch._C._dispatch_tls_set_dispatch_key_included(LAYER, enabled)
         torch._C._dispatch_tls_set_dispatch_key_excluded(LAYER, not enabled)
+        self._tell_torch()
+
+    @contextmanager
+    def told_to_torch(self) -> Iterator[None]:
+        """torch's own state for "cuda" follows: its compiler guards it, and no tensor here heeds it."""
+        before = torch._C.is_autocast_enabled("cuda"), torch._C.get_autocast_dtype("cuda")
+        self._tells_torch = True
+        self._tell_torch()
+        try:
+            yield
+        finally:
+            self._tells_torch = False
+            torch._C.set_autocast_enabled("cuda", before[0])
+            torch._C.set_autocast_dtype("cuda", before[1])
+
+    def _tell_torch(self) -> None:
+        if self._tells_torch:
+            torch._C.set_autocast_enabled("cuda", self.enabled)
+            torch._C.set_autocast_dtype("cuda", self.dtype)
 
     def clear(self) -> None:
         self._cache.clear()
@@ -156,6 +179,7 @@ class Autocast:
         def use_dtype(device_type: str, dtype: torch.dtype) -> None:
             if device_type in names:
                 self.dtype = dtype
+                self._tell_torch()
             else:
                 set_dtype(device_type, dtype)
 
@@ -180,6 +204,7 @@ class Autocast:
                 (torch.cuda, "is_bf16_supported", lambda including_emulation=True: True),
             ):
                 stack.enter_context(mock.patch.object(owner, name, replacement))
+                setattr(self.functions, name, replacement)
             stack.enter_context(_transformers_regions())
             stack.enter_context(mock.patch.object(Autocast, "running", self))
             stack.callback(self.switch, False)

@@ -186,27 +186,6 @@ def _not_covered(name: str, real: Any) -> Any:
     return type(name, (real,), {"__new__": refuse}) if isinstance(real, type) else refuse
 
 
-def _compiled(tracer: OwnCodeTracer) -> Callable[..., Any]:
-    """`torch.compile` may stand at the top of a file that is never used: only the call is refused."""
-
-    def compile(model: Any = None, **_: Any) -> Any:
-        if model is None:
-            return compile
-        if isinstance(model, torch.nn.Module):
-            model.register_forward_pre_hook(_refuse_compiled)
-            return model
-        return _refuse_compiled
-
-    return compile
-
-
-def _refuse_compiled(*_: Any, **__: Any) -> Any:
-    raise TraceError(
-        f"{asking_line()}the code runs what torch.compile has made, which memfit does not cover yet",
-        hint="trace it without torch.compile: the plan is then that of eager mode, which often needs more",
-    )
-
-
 def _device_count() -> int:
     """One; under a launcher, one for each process of this machine, of which this process uses the first."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -301,8 +280,7 @@ def card_pretended(names: OwnCodeNames, gpu: Gpu, config: AllocatorConfig) -> It
         (torch.backends.cuda, {"is_built": lambda: True}),
         (torch.backends.cudnn, {"is_acceptable": lambda tensor: tensor.dtype in CUDNN_DTYPES}),
         (torch.backends.cudnn.rnn, {"get_cudnn_mode": lambda kind: CUDNN_MODES[kind]}),
-        (torch, {"Generator": CardGenerator, "compile": _compiled(tracer),
-                 "_use_cudnn_rnn_flatten_weight": lambda: True}),
+        (torch, {"Generator": CardGenerator, "_use_cudnn_rnn_flatten_weight": lambda: True}),
         (torch.UntypedStorage, {"data_ptr": lambda storage: storage._cdata}),
         (torch.nn.parallel.comm, {"scatter": _scatter_to_one}),
         (torch.nn.parallel._functions, {"_get_stream": cache(lambda _: torch.cuda.Stream())}),

@@ -80,6 +80,8 @@ class Tracer(TorchDispatchMode):
         self.unmodelled: dict[str, None] = {}
         """Ops that were met whose kernels may take more than is traced."""
         self.default_category = ""
+        self.maker: str | None = None
+        """The module whose result compiled code makes now; None outside of it."""
         self.on_backward: Callable[[bool], None] = lambda begins: None
         self.on_call: Callable[[], None] = lambda: None
         """Before a model is called."""
@@ -219,6 +221,8 @@ class Tracer(TorchDispatchMode):
 
     def surroundings(self) -> tuple[str, str, bool]:
         """Module and category of what is made now, and whether that is outside all modules."""
+        if self.maker is not None:
+            return self.maker, self.default_category, False
         node = torch._C._current_autograd_node()
         module, category = self.modules.current, self.default_category
         outside = self.modules.depth == 0
@@ -237,6 +241,11 @@ class Tracer(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         """torch would wrap every call for the sake of its compiler, at half the cost of a trace."""
         return False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Else torch.compile would leave all code as it is."""
+        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(_is_made_of_others(kind) for kind in types):
@@ -441,6 +450,9 @@ class ModuleStack:
         for name, child in module.named_modules():
             self._names[child] = ".".join(part for part in (path, name) if part)
 
+    def known(self) -> list[tuple[torch.nn.Module, str]]:
+        return list(self._names.items())
+
     def name_of(self, module: torch.nn.Module) -> str:
         return self._names.get(module, "")
 
@@ -486,7 +498,8 @@ class ModuleStack:
         if module not in self._names:
             root = "" if not self._stack else self.current
             for name, child in module.named_modules():
-                self._names.setdefault(child, ".".join(part for part in (root, name) if part))
+                path = ".".join(part for part in (root, name) if part)
+                self._names.setdefault(child, path.replace("_orig_mod.", "").removesuffix("_orig_mod"))
         self._stack.append(self._names[module])
         self._bound()
 
@@ -548,6 +561,7 @@ def check_not_nested() -> None:
 
 
 def run_traced(fn: Callable[[Any], object], tracer: Tracer, names: CudaNames) -> Trace:
+    from memfit.tracing.compiled.hooks import compiling
     from memfit.tracing.cuda_names import cuda_names
 
     with ExitStack() as stack:
@@ -555,6 +569,7 @@ def run_traced(fn: Callable[[Any], object], tracer: Tracer, names: CudaNames) ->
         stack.enter_context(composites.composites_of_cuda(tracer.platform, tracer.device))
         stack.enter_context(tracer.modules.watching())
         stack.enter_context(cuda_names(names))
+        stack.enter_context(compiling(names))
         stack.enter_context(tracer)
         result = fn(tracer)
         tracer.forget()

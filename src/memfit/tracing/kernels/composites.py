@@ -17,10 +17,12 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache
 from types import FrameType
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 from torch.library import Library
@@ -172,6 +174,75 @@ def composites_of_cuda(platform: Platform, device: torch.device) -> Iterator[Non
         yield
     finally:
         library._destroy()
+
+
+def _for_compiler(platform: Platform) -> dict[str, Callable[..., Any]]:
+    """As above, but what is made of other ops stays so: the compiler writes kernels for these."""
+
+    def rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+        if weight is None or weight.dtype == x.dtype:
+            return aten._fused_rms_norm(x, shape, weight, eps)[0]  # type: ignore[no-any-return]
+        return aten.rms_norm.default.decompose(x, shape, weight, eps)  # type: ignore[no-any-return]
+
+    return {
+        "scaled_dot_product_attention": _sdpa(platform),
+        "dropout": _dropout,
+        "softmax.int": _softmax,
+        "log_softmax.int": _log_softmax,
+        "rms_norm": rms_norm,
+        "linear": aten.linear.default.decompose,
+        **{name: _overload(name).decompose for name in LOSSES},
+    }
+
+
+NOT_SHOWN = ("linear", "dropout")
+"""torch itself takes these apart in inference mode, as it does for CUDA."""
+
+
+@contextmanager
+def composites_of_compiler(platform: Platform, key: str, only: Container[str] | None = None) -> Iterator[None]:
+    """For the graphs that torch.compile makes. In inference mode nothing goes by autograd's level, and torch's Python
+    dispatcher is asked; that has kernels of Python for composites on meta, which would hide what they are made of."""
+    chosen = {name: f for name, f in _for_compiler(platform).items() if only is None or name in only}
+    library = Library("aten", "IMPL")
+    with ExitStack() as stack:
+        stack.callback(library._destroy)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for name, function in chosen.items():
+                library.impl(name, function, key, allow_override=True)
+        if key == "AutogradMeta":
+            for name, function in chosen.items():
+                if name not in NOT_SHOWN:
+                    stack.enter_context(_dispatched(_overload(name), {_COMPOSITE: function}))
+            for op in _hidden_composites():
+                stack.enter_context(_dispatched(op, {}, without=_META))
+        yield
+
+
+_COMPOSITE, _META = torch._C.DispatchKey.CompositeImplicitAutograd, torch._C.DispatchKey.Meta
+
+
+@contextmanager
+def _dispatched(op: Any, kernels: dict[Any, Callable[..., Any]], without: Any = None) -> Iterator[None]:
+    with mock.patch.dict(op.py_kernels, kernels):
+        op.py_kernels.pop(without, None)
+        op._dispatch_cache.clear()
+        try:
+            yield
+        finally:
+            op._dispatch_cache.clear()
+    op._dispatch_cache.clear()
+
+
+@cache
+def _hidden_composites() -> list[Any]:
+    """Composites with a kernel of Python for meta: autograd would lose its way there (aten.nll_loss)."""
+    from torch._decomp import global_decomposition_table
+
+    ops = {op for table in global_decomposition_table.values() for op in table if isinstance(op, torch._ops.OpOverload)}
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    return [op for op in ops if _META in op.py_kernels and has(op.name(), "CompositeImplicitAutograd")]
 
 
 Holders = tuple[int, int, int]

@@ -67,7 +67,7 @@ class Workspaces:
             for size in _copied_operands(args):
                 hold(size, "operand that cuBLAS cannot read as it lies")
             self.hold_for_product(tracer)
-            if op is aten.addmm.default and _bias_is_fused(args):
+            if op in (aten.addmm.default, aten.addmm.out) and _bias_is_fused(args):
                 self._hold(tracer, "cublaslt", self._thread(tracer), self._cublaslt)
 
     def hold_for_product(self, tracer: Tracer) -> None:

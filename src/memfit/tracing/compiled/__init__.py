@@ -1,0 +1,6 @@
+"""torch.compile in a trace: torch's own compiler plans the memory, and what it has written runs on the traced device."""
+
+from __future__ import annotations
+
+DOOR = {"hooks": "compiling"}
+"""What other rooms may use, by file."""

@@ -1,0 +1,136 @@
+"""The code that Inductor has generated, run on the traced device with kernels that do nothing.
+
+It is the plan of memory itself: which buffers are made and when, which are used again, when each is dropped, which
+kernels of libraries are called and on what. Nothing of it has to be read; it is run. What only a kernel's result would
+need is left out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+
+from memfit.tracing.compiled.torch_names import compiler
+
+MADE = re.compile(r"^( +)(buf\d+) = (?!buf\d+|reinterpret_tensor)", re.MULTILINE)
+"""A line that makes a buffer, or asks a library's kernel for one."""
+OF_TRITON = ("import triton", "from torch._inductor.runtime.triton_heuristics")
+FILE = "<inductor>"
+
+
+class NoKernel:
+    """What it would write lies in buffers that were made for it."""
+
+    def run(self, *_: Any, **__: Any) -> None:
+        pass
+
+    __call__ = run
+
+    def __getitem__(self, _: Any) -> Callable[..., None]:
+        return self.run
+
+
+class GeneratedCode:
+    """In place of the module that Inductor would write to a file and import."""
+
+    __file__ = FILE
+
+    def __init__(self, text: str, constants: Mapping[str, Any], tracer: Any, whose: Mapping[str, str]) -> None:
+        """`whose`: the module whose result a buffer holds, by its name in the text."""
+        self._tracer = tracer
+        scope: dict[str, Any] = {"__name__": "inductor_generated", "__file__": FILE}
+        with _kernels_left_out(self._empty):
+            exec(compile(_prepared(text), FILE, "exec"), scope)
+
+        def at(buffer: str) -> None:
+            tracer.maker = whose.get(buffer, "")
+
+        scope |= constants
+        scope |= {"at_buffer": at, "torch": _TorchOfGraph(), "device": self._device}
+        for name in ("assert_size_stride", "assert_alignment"):
+            scope[name] = lambda *_: None
+        self._call = scope["call"]
+        self.runner = scope.get("runner")
+
+    def call(self, args: Any) -> Any:
+        before, self._tracer.maker = self._tracer.maker, ""
+        try:
+            with (
+                torch.no_grad(),
+                torch._C.DisableTorchFunction(),
+                mock.patch.object(torch.cuda, "_DeviceGuard", lambda _: nullcontext()),
+                mock.patch.object(torch.cuda, "set_device", lambda _: None),
+            ):
+                return self._call(args)
+        finally:
+            self._tracer.maker = before
+
+    def _empty(self, size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty_strided(size, stride, dtype=dtype, device=self._tracer.device)
+
+    def _device(self, type: str, index: int | None = None) -> torch.device:  # noqa: A002 - as torch.device calls it
+        return self._tracer.device if type == "cuda" else torch.device(type, index)  # type: ignore[no-any-return]
+
+
+def _prepared(text: str) -> str:
+    if find_spec("triton") is None:
+        text = "\n".join(line for line in text.splitlines() if not line.startswith(OF_TRITON))
+    return MADE.sub(r"\1at_buffer('\2')\n\g<0>", text)
+
+
+@contextmanager
+def _kernels_left_out(empty: Callable[..., torch.Tensor]) -> Iterator[None]:
+    asynchronous = compiler().async_compile.AsyncCompile
+    kernels = ("triton", "cpp_pybinding", "cpp", "multi_kernel")
+    with (
+        mock.patch.multiple(asynchronous, **{name: lambda *_, **__: NoKernel() for name in kernels}),
+        mock.patch.object(asynchronous, "wait", lambda *_, **__: None),
+        mock.patch.object(torch._C._dynamo.guards, "_empty_strided_cuda", empty, create=True),
+        mock.patch.object(torch._C, "_cuda_getCurrentRawStream", lambda *_: 0, create=True),
+    ):
+        yield
+
+
+class _TorchOfGraph:
+    """`torch` as the generated code sees it: an op that is run again with the same random numbers is just run."""
+
+    def __init__(self) -> None:
+        self.ops = _OpsOfGraph()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+class _OpsOfGraph:
+    higher_order = SimpleNamespace(
+        graphsafe_run_with_rng_state=lambda op, *args, rng_state=None, **kwargs: op(*args, **kwargs)
+    )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.ops, name)
+
+
+def whose_buffers(graph: Any, name_of: Callable[[str], str]) -> dict[str, str]:
+    """Of the buffers of a lowered graph: the module that made each, or whose gradient it is a part of. `name_of` knows
+    the modules by their `id`, as text."""
+    found: dict[str, str] = {}
+    for buffer in graph.buffers:
+        node = getattr(buffer, "origin_node", None) or next(iter(buffer.get_origins()), None)
+        path = _module_of(node, name_of) if node is not None else ""
+        found[buffer.get_name()] = path
+    return found
+
+
+def _module_of(node: Any, name_of: Callable[[str], str]) -> str:
+    for key in ("nn_module_stack", "fwd_nn_module_stack"):
+        for ident in reversed(node.meta.get(key) or {}):
+            if name := name_of(str(ident)):
+                return name
+    return ""

@@ -1,0 +1,333 @@
+"""Where memfit takes hold of torch.compile: put on when a trace first compiles something, taken off when it ends."""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.autograd.function import BackwardCFunction
+from torch.utils._python_dispatch import _disable_current_modes
+
+from memfit.errors import TraceError
+from memfit.tracing.autocast import LAYER
+from memfit.tracing.compiled.generated import GeneratedCode, whose_buffers
+from memfit.tracing.compiled.pretended_gpu import CUDA, PRETENDED, forget_the_card, gpu_pretended, guard_of_no_device
+from memfit.tracing.compiled.stages import FakeDevice, nothing_computed, without_function_modes
+from memfit.tracing.compiled.torch_names import EAGERLY, compiler
+from memfit.tracing.kernels.composites import composites_of_compiler
+
+MEMFIT = Path(__file__).parents[2]
+OF_JOBS = tuple(str(MEMFIT / room) for room in ("jobs", "models"))
+"""What runs elsewhere in memfit is none of the job's code."""
+PASSED_THROUGH = str(MEMFIT / "tracing" / "repeated_calls.py")
+"""It calls the job's code."""
+AUTOCAST = ("is_autocast_enabled", "get_autocast_dtype", "get_autocast_gpu_dtype", "set_autocast_enabled",
+            "set_autocast_dtype", "clear_autocast_cache")  # fmt: skip
+NOT_GUARDED = frozenset((*AUTOCAST, *PRETENDED, "__call__"))
+"""Names whose values memfit changes between the compiler's look at the code and the code's run."""
+REFUSED = {
+    "triton.cudagraphs": 'mode="reduce-overhead", whose CUDA graphs keep pools of memory of their own',
+    "max_autotune": 'mode="max-autotune", which times kernels on the card and takes the fastest',
+    "max_autotune_gemm": "max_autotune_gemm, which times kernels on the card and takes the fastest",
+    "cpp_wrapper": "cpp_wrapper",
+    "memory_planning": "memory_planning",
+}
+
+
+@contextmanager
+def compiling(names: Any) -> Iterator[None]:
+    """torch.compile in the traced code is torch's own; code that compiles nothing is not touched."""
+    hooks = Hooks(names)
+    inductor, others = torch._TorchCompileInductorWrapper, torch._TorchCompileWrapper
+    make, compile_graph, make_other = inductor.__init__, inductor.__call__, others.__init__
+
+    def made(self: Any, *args: Any, **kwargs: Any) -> None:
+        hooks.put_on()
+        make(self, *args, **kwargs)
+
+    def compiled(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _refuse_uncovered(self.config)
+        return compile_graph(self, *args, **kwargs)
+
+    def made_other(self: Any, backend: Any, *args: Any, **kwargs: Any) -> None:
+        raise TraceError(f"memfit does not cover torch.compile with backend={backend!r}", hint=EAGERLY)
+
+    with ExitStack() as stack:
+        stack.callback(hooks.take_off)
+        stack.enter_context(mock.patch.object(inductor, "__init__", made))
+        stack.enter_context(mock.patch.object(inductor, "__call__", compiled))
+        stack.enter_context(mock.patch.object(others, "__init__", made_other))
+        if "torch._dynamo.convert_frame" in sys.modules:  # something may have been compiled before the trace
+            hooks.put_on()
+        yield
+
+
+def _refuse_uncovered(config: dict[str, Any]) -> None:
+    for setting, what in REFUSED.items():
+        if config.get(setting, getattr_path(compiler().inductor_config, setting)):
+            raise TraceError(f"memfit does not cover torch.compile with {what}", hint=EAGERLY)
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        raise TraceError("memfit does not cover torch.compile in a job of several processes yet", hint=EAGERLY)
+
+
+def getattr_path(owner: Any, path: str) -> Any:
+    for part in path.split("."):
+        owner = getattr(owner, part, None)
+    return owner
+
+
+class Hooks:
+    """Of one trace."""
+
+    def __init__(self, names: Any) -> None:
+        self.names, self.tracer = names, names.tracer
+        self._device = FakeDevice()
+        self._stack = ExitStack()
+        self._is_on = False
+        self._codes: set[Any] = set()
+        """Functions that were compiled in this trace: what was made for them is dropped at its end."""
+        self._modules: dict[str, str] = {}
+
+    # -- on and off --------------------------------------------------------------------------------------------------
+
+    def put_on(self) -> None:
+        if self._is_on:
+            return
+        self._is_on = True
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            torchs = compiler()
+            forget_the_card()
+        stack, fx = self._stack, torchs.compile_fx
+        stack.callback(forget_the_card)
+        stack.callback(self._forget_codes)
+        stack.enter_context(guard_of_no_device())
+        stack.enter_context(self.names.autocast.told_to_torch())
+        stack.enter_context(torchs.inductor_config.patch({
+            "compile_threads": 1, "fx_graph_cache": False, "fx_graph_remote_cache": False}))  # fmt: skip
+        stack.enter_context(torchs.functorch_config.patch({"enable_autograd_cache": False}))
+        stack.enter_context(torchs.dynamo_config.patch({"automatic_dynamic_local_pgo": False}))
+        for owner, name, value in (
+            (torchs.known_shapes, "_CODE_STATE", None),
+            (torchs.known_shapes, "_INIT_CODE_STATE", None),
+            (torchs.function_modes.SymbolicTorchFunctionState, "__init__", self._function_modes()),
+            (torchs.convert_frame.CatchErrorsWrapper, "__call__", self._frames()),
+            (fx, "compile_fx", self._whole_graphs()),
+            (fx, "partition_fn", self._partition()),
+            (fx, "compile_fx_forward", self._forward()),
+            (fx, "compile_fx_backward", self._backward()),
+            (torchs.graph.GraphLowering, "_compile_to_module_lines", self._generated()),
+            (torchs.pad_mm, "get_cached_should_pad", self._should_pad),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, value))
+        if self.tracer.platform.torch < (2, 12) and hasattr(BackwardCFunction, "apply_boxed"):
+            stack.enter_context(mock.patch.object(BackwardCFunction, "apply_boxed", _holding_tangents()))
+
+    def take_off(self) -> None:
+        self._stack.close()
+
+    def _forget_codes(self) -> None:
+        for code in self._codes:
+            compiler().eval_frame.reset_code(code)
+
+    # -- Dynamo ------------------------------------------------------------------------------------------------------
+
+    def _function_modes(self) -> Callable[..., None]:
+        """The mode that gives "cuda" its meaning is guarded, but is no code of the job."""
+        make = compiler().function_modes.SymbolicTorchFunctionState.__init__
+
+        def made(state: Any, modes: Sequence[Any], *args: Any, **kwargs: Any) -> None:
+            make(state, [mode for mode in modes if mode is not self.names], *args, **kwargs)
+
+        return made
+
+    def _frames(self) -> Callable[..., Any]:
+        torchs = compiler()
+        convert, action = torchs.convert_frame.CatchErrorsWrapper.__call__, torchs.dynamo_types.FrameAction
+
+        def skipped(then: Any) -> Any:
+            strategy = torchs.convert_frame.FrameExecStrategy(action.SKIP, then)
+            return torchs.convert_frame.ConvertFrameReturn(frame_exec_strategy=strategy)
+
+        def converted(wrapper: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
+            self._codes.add(frame.f_code)
+            file = frame.f_code.co_filename
+            if file.startswith(str(MEMFIT)) and not file.startswith(OF_JOBS):
+                return skipped(action.DEFAULT if file == PASSED_THROUGH else action.SKIP)
+            filtered = wrapper.hooks.guard_filter_fn
+            wrapper.hooks.guard_filter_fn = _guards_kept(filtered)
+            try:
+                with self._dynamo():
+                    return convert(wrapper, frame, *args, **kwargs)
+            except Exception as error:
+                raise _refusal_in(error) or _compiler_fails(error) from error
+            finally:
+                wrapper.hooks.guard_filter_fn = filtered
+
+        return converted
+
+    @contextmanager
+    def _dynamo(self) -> Iterator[None]:
+        """The layer of autocast stays as it is: guards on tensors see it."""
+        on = torch._C._dispatch_tls_is_dispatch_key_included(LAYER)
+        hooks = compiler().module_hooks
+        none: dict[str, Any] = {name: OrderedDict() for name in vars(hooks) if name.startswith("_global_forward")}
+        with (
+            _disable_current_modes(),
+            gpu_pretended(self.tracer.platform),
+            self._at(CUDA, layer=on, autocast=torch._C),
+            composites_of_compiler(self.tracer.platform, "AutogradCUDA", ("scaled_dot_product_attention",)),
+            mock.patch.multiple(hooks, **none),
+            mock.patch.object(torch.nn.Module, "__call__", torch.nn.Module._wrapped_call_impl),
+            mock.patch.object(torch.autograd, "_engine_run_backward", torch.autograd.graph._engine_run_backward),
+        ):
+            yield
+
+    @contextmanager
+    def _at(self, device: torch.device, *, layer: bool, autocast: Any) -> Iterator[None]:
+        """Whether memfit's layer of autocast is on, and who answers about autocast: torch itself, or memfit."""
+        tls = torch._C
+        was = tls._dispatch_tls_is_dispatch_key_included(LAYER), tls._dispatch_tls_is_dispatch_key_excluded(LAYER)
+        answers = {name: getattr(autocast, name) for name in AUTOCAST}
+        if layer != was[0]:
+            tls._dispatch_tls_set_dispatch_key_included(LAYER, layer)
+            tls._dispatch_tls_set_dispatch_key_excluded(LAYER, not layer)
+        try:
+            with self._device.at(device), self._device.followed(), mock.patch.multiple(torch, **answers):
+                yield
+        finally:
+            tls._dispatch_tls_set_dispatch_key_included(LAYER, was[0])
+            tls._dispatch_tls_set_dispatch_key_excluded(LAYER, was[1])
+
+    # -- AOTAutograd -------------------------------------------------------------------------------------------------
+
+    def _whole_graphs(self) -> Callable[..., Any]:
+        whole = compiler().compile_fx.compile_fx
+
+        def compile_whole(graph: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._device.now != CUDA:
+                return whole(graph, inputs, *args, **kwargs)
+            with self._autograd():
+                return whole(graph, self._device.carry(graph, inputs, propagate=False), *args, **kwargs)
+
+        return compile_whole
+
+    @contextmanager
+    def _autograd(self) -> Iterator[None]:
+        autocast = self.names.autocast
+        with (
+            self._at(self.tracer.device, layer=autocast.enabled, autocast=autocast.functions),
+            composites_of_compiler(self.tracer.platform, "AutogradMeta"),
+        ):
+            yield
+
+    # -- Inductor ----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _lowering(self) -> Iterator[None]:
+        with (
+            _disable_current_modes(),
+            without_function_modes(),
+            gpu_pretended(self.tracer.platform),
+            self._at(CUDA, layer=False, autocast=torch._C),
+            nothing_computed(),
+        ):
+            yield
+
+    def _partition(self) -> Callable[..., Any]:
+        partition = compiler().compile_fx.partition_fn
+
+        def partitioned(graph: Any, inputs: Any, **kwargs: Any) -> Any:
+            with self._lowering():
+                return partition(graph, self._device.carry(graph, inputs), **kwargs)
+
+        return partitioned
+
+    def _forward(self) -> Callable[..., Any]:
+        compile_forward = compiler().compile_fx.compile_fx_forward
+
+        def forward(graph: Any, inputs: Any, *args: Any, is_inference: bool = False, **kwargs: Any) -> Any:
+            with self._lowering():
+                if is_inference:
+                    inputs = self._device.carry(graph, inputs)
+                else:
+                    inputs = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
+                return compile_forward(graph, inputs, *args, is_inference=is_inference, **kwargs)
+
+        return forward
+
+    def _backward(self) -> Callable[..., Any]:
+        """It is compiled when it first runs."""
+        compile_backward = compiler().compile_fx.compile_fx_backward
+
+        def backward(graph: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            with self._lowering():
+                return compile_backward(
+                    graph, self._device.carry(graph, inputs, propagate=False), *args, **kwargs
+                )
+
+        return backward
+
+    def _generated(self) -> Callable[..., Any]:
+        def generated(graph: Any, code: Any) -> GeneratedCode:
+            constants = {**graph.constants, **graph.torchbind_constants}
+            whose = whose_buffers(graph, self._names_by_id())
+            return GeneratedCode(code.value, constants, self.tracer, whose)
+
+        return generated
+
+    def _names_by_id(self) -> Callable[[str], str]:
+        known = {str(id(module)): name for module, name in self.tracer.modules.known()}
+        return lambda ident: known.get(ident, "")
+
+    def _should_pad(self, key: str) -> bool | None:
+        """Inductor would time a product with and without padding, where nobody has done so before."""
+        return None if key.startswith("base mm time") else False
+
+
+def _guards_kept(filtered: Callable[..., Any] | None) -> Callable[[Sequence[Any]], list[bool]]:
+    def kept(guards: Sequence[Any]) -> list[bool]:
+        asked = filtered(guards) if filtered is not None else [True] * len(guards)
+        return [bool(keep) and not _is_memfit_s(guard.name) for keep, guard in zip(asked, guards, strict=True)]
+
+    return kept
+
+
+def _is_memfit_s(name: str) -> bool:
+    return name.rpartition(".")[2] in NOT_GUARDED or "_global_forward" in name
+
+
+def _refusal_in(error: BaseException | None) -> TraceError | None:
+    while error is not None:
+        if isinstance(error, TraceError):
+            return error
+        error = getattr(error, "inner_exception", None) or error.__cause__ or error.__context__
+    return None
+
+
+def _compiler_fails(error: Exception) -> TraceError:
+    said = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    inner = getattr(error, "inner_exception", None)
+    if inner is not None:
+        said = f"{type(inner).__name__}: {str(inner).strip().splitlines()[0] if str(inner).strip() else ''}"
+    return TraceError(f"torch's compiler fails on this code: {said[:300]}", hint=EAGERLY)
+
+
+def _holding_tangents() -> Callable[..., Any]:
+    """Before 2.12 the engine held the gradients of all outputs until the backward of the graph had returned; 2.13 hands
+    them over in a list, which the code empties."""
+    apply = BackwardCFunction.apply_boxed
+
+    def apply_boxed(self: Any, *args: Any) -> Any:
+        held = [list(each) if isinstance(each, list) else each for each in args]
+        try:
+            return apply(self, *args)
+        finally:
+            del held
+
+    return apply_boxed
