@@ -48,6 +48,8 @@ HELP = {
     "grad_checkpointing": "Recompute a block's activations in the backward pass.",
     "use_cache": "Leave config.use_cache on: the forward pass also keeps keys and values, as for generation.",
     "selective_checkpointing": "Recompute only what is cheap: matrix products and attention are kept.",
+    "compile": "torch.compile the whole model.",
+    "compile_blocks": "torch.compile each block by itself (regional compilation).",
     "offload": "What lies in host memory: optimizer, activations, weights (frozen ones).",
     "world_size": "GPUs that train together; the plan is of one of them.",
     "parallel": "How: DDP has all on each, FSDP2 shards.",

@@ -25,6 +25,7 @@ from memfit.jobs.training.optimizers import choose_optimizer
 from memfit.jobs.training.parallel import one_process_of, to_device, without_reduction
 from memfit.jobs.workload import Workload
 from memfit.models.images import picture
+from memfit.models.own import block_list
 
 LEARNING_RATE = 1e-4
 PLAIN_WORDS = 1000
@@ -147,7 +148,16 @@ def put_on(job: Prepared, device: torch.device | str, phases: Phases) -> nn.Modu
         load(job.model, device, job.loaded_bytes, phases, job.workload)
         return job.model
     with phases("load"):
-        return to_device(job.model, device, job.workload)
+        return _compiled(to_device(job.model, device, job.workload), job.workload)
+
+
+def _compiled(model: nn.Module, work: Workload) -> nn.Module:
+    """As people write it: `torch.compile(model)`, or `block.compile()` for each block."""
+    if work.compile_blocks:
+        found = block_list(model)
+        for block in () if found is None else found[1]:
+            block.compile()
+    return torch.compile(model) if work.compile else model  # type: ignore[return-value]
 
 
 def choose_loop(work: Workload) -> Loop:
@@ -231,7 +241,7 @@ def outputs_and_loss(
     job: Prepared, ids: torch.Tensor, targets: dict[str, torch.Tensor], called: nn.Module | None = None
 ) -> tuple[Any, torch.Tensor]:
     """`called` is the model, or what holds it. Outputs that are dropped go as soon as there is a loss."""
-    model: Any = called or job.model
+    model: Any = job.model if called is None else called
     with autocast(job, ids.device):
         if job.head is not None or takes_labels(job.model):
             outputs = model(**model_inputs(job, ids), **targets)

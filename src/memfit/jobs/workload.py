@@ -117,6 +117,10 @@ class Workload:
     """Whether config.use_cache is left on: a forward pass then keeps its keys and values beside the logits."""
     selective_checkpointing: bool = False
     """Of a block, keep what is dear to compute (matrix products, attention) and compute the rest again."""
+    compile: bool = False
+    """torch.compile of the whole model."""
+    compile_blocks: bool = False
+    """torch.compile of each block by itself: regional compilation."""
     offload: tuple[Offload, ...] | None = None
     """What lies on the host; weights are the frozen ones of LoRA."""
     grad_accum: int = 1
@@ -208,6 +212,25 @@ class Workload:
         for setting in (name for name, here in clash.items() if here):
             what = f"--quant {self.quant}" if self.stored is None else f"{self.model} ({self.stored.in_words()})"
             raise UsageError(f"{what} is not planned together with {setting}", hint=f"without {setting}")
+
+    def check_compiled(self) -> None:
+        """What torch.compile is planned together with."""
+        if not self.is_compiled:
+            return
+        said = "--compile" if self.compile else "--compile-blocks"
+        if self.compile and self.compile_blocks:
+            raise UsageError("--compile and --compile-blocks both say what torch.compile is given")
+        clash = {
+            f"--loop {self.loop}": self.trains and self.loop != "plain",
+            "--world-size": self.trains and self.world_size > 1,
+            "--offload": self.trains and bool(self.offload),
+            "--selective-checkpointing": self.trains and self.selective_checkpointing,
+            "--loss chunked": self.trains and self.loss == "chunked",
+            "quantised weights": self.is_quantised,
+            f"--adapter {self.adapter}": self.kind == "lora" and self.adapter != "lora",
+        }
+        for setting in (name for name, here in clash.items() if here):
+            raise UsageError(f"{said} is not planned together with {setting}", hint=f"without {setting}")
 
     def _resolve(self) -> None:
         if self.kind == "lora":
@@ -346,6 +369,10 @@ class Workload:
         return self.kind in _READ_BY["quant"] and (self.quant != "none" or self.stored is not None)
 
     @property
+    def is_compiled(self) -> bool:
+        return (self.compile or self.compile_blocks) and self.kind in _READ_BY["compile"]
+
+    @property
     def compute_precision(self) -> str:
         """Of 4-bit layers."""
         return self.quant_compute or self.weight_precision
@@ -398,6 +425,7 @@ class Workload:
         made = cls(**_as_fields(values))
         if made.quant != "none":
             made.check_quantised()
+        made.check_compiled()
         made._refuse_unused([name for name in (values if asked is None else asked) if values[name] is not None])
         return made if asked is None else made.without_unused(but=asked)
 
@@ -531,7 +559,7 @@ _MOST = {
 }  # fmt: skip
 _YES_OR_NO = (
     "grad_checkpointing", "selective_checkpointing", "clip_grad", "padding", "gradient_as_bucket_view", "use_cache",
-    "double_quant", "kbit_prepare",
+    "double_quant", "kbit_prepare", "compile", "compile_blocks",
 )  # fmt: skip
 _LEFT_OPEN = ("autocast", "quant_compute", "kbit_prepare", "rank", "head", "target_len", "images")
 """None is what other settings make of it."""
@@ -546,6 +574,7 @@ _READ_BY: dict[str, tuple[str, ...]] = {
     ),
     **dict.fromkeys(("new_tokens", "decoding", "num_beams", "cache"), ("generate",)),
     **dict.fromkeys(("use_cache", "head", "target_len", "images", "image_size"), ("forward", "train", "lora")),
+    **dict.fromkeys(("compile", "compile_blocks"), ("forward", "train", "lora")),
     **dict.fromkeys(("quant", "double_quant", "quant_compute"), ("forward", "lora", "generate")),
     "kbit_prepare": ("lora",),
     "autocast": ("forward", "train", "lora", "generate"),

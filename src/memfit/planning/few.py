@@ -42,15 +42,17 @@ class Blocks:
     period: int
     unit_parameters: int = field(default=0, compare=False)
     """Parameters of one period of blocks."""
+    ahead: int = 0
+    """Periods that belong to the first unit beside its own: what is compiled is done otherwise next to an end."""
 
     @property
     def units(self) -> int:
         """Periods; the last of them may be cut short."""
-        return -(-self.count // self.period)
+        return -(-self.count // self.period) - self.ahead
 
     @property
     def traced(self) -> int:
-        """How many blocks to trace: three periods, and the last one as it is."""
+        """How many blocks to trace: three units, and the last one as it is."""
         return self.count - (self.units - UNITS) * self.period
 
     @property
@@ -114,6 +116,8 @@ def trace_few_blocks(work: Workload, platform: Platform) -> tuple[Recipe, Trace]
         notes = (f"all blocks were traced one by one: a model that reads {head.reads} has more than one kind of them",)
     elif source.kind != "factory":  # a factory's model is as large as its own code makes it
         blocks, parameters = blocks_of(source, work.attention, work.head)
+        if blocks is not None and work.is_compiled:
+            blocks = dataclasses.replace(blocks, ahead=1)
         if blocks is not None and blocks.worthwhile:
             try:
                 recipe = _of_few(work, platform, blocks, parameters)
@@ -123,7 +127,7 @@ def trace_few_blocks(work: Workload, platform: Platform) -> tuple[Recipe, Trace]
         elif blocks is None and getattr(load_config(source), "num_hidden_layers", 0) > UNITS:
             notes = ("all blocks were traced one by one: they are not alike",)
     recipe = _of_all(work, platform, notes)
-    return recipe, recipe.trace
+    return recipe, recipe.whole()
 
 
 def _of_few(work: Workload, platform: Platform, blocks: Blocks, parameters: int) -> Recipe:
@@ -146,6 +150,7 @@ def _of_few(work: Workload, platform: Platform, blocks: Blocks, parameters: int)
         blocks=inside.path,
         period=blocks.period,
         units=blocks.units,
+        ahead=blocks.ahead,
         parameters=parameters,
         trainable_parameters=trainable,
         settings=settings_found(job.workload),

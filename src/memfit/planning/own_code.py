@@ -29,6 +29,7 @@ from memfit.analysis.advice import advise
 from memfit.analysis.own_lines import is_own
 from memfit.errors import TraceError, UsageError
 from memfit.events import Action, Trace
+from memfit.extrapolation.reused import COMPILED, joined
 from memfit.gpus import Gpu, find_gpu
 from memfit.planning.failures import failures_of_the_job
 from memfit.planning.on_trace import phases_by_what_runs
@@ -169,7 +170,8 @@ def _run_traced(
             code(tracer)
 
     with put_back(tracer.owns), _saved_is_missed(tracer), failures_of_the_job():
-        made = run_traced(run, tracer, names)
+        made = joined(run_traced(run, tracer, names))
+    made.facts.pop(COMPILED, None)
     if Action.ALLOC not in made.actions:
         raise TraceError(
             "the traced code put nothing on the GPU",

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from memfit.events import Trace
 from memfit.extrapolation.blocks import extend
+from memfit.extrapolation.reused import joined
 from memfit.jobs.workload import Workload
 from memfit.models.config_check import MAX_LAYERS
 from memfit.planning import cache
@@ -116,6 +117,7 @@ class Recipe:
     """The path of the list of blocks that repeat, with their period and the number of units to make."""
     period: int = 1
     units: int = 0
+    ahead: int = 0
     parameters: int
     trainable_parameters: int
     settings: Mapping[str, Any]
@@ -126,8 +128,8 @@ class Recipe:
     def whole(self) -> Trace:
         """Raises NotRepeating where the blocks turn out to differ."""
         if self.blocks is None:
-            return self.trace
-        return extend(self.trace, self.blocks, period=self.period, units=self.units)
+            return joined(self.trace)
+        return joined(extend(self.trace, self.blocks, period=self.period, units=self.units, ahead=self.ahead))
 
     @property
     def found(self) -> dict[str, Any]:
@@ -144,8 +146,10 @@ class Recipe:
     @classmethod
     def from_facts(cls, trace: Trace, facts: Mapping[str, Any]) -> Recipe:
         """From a file, so nothing is believed unread: raises ValueError, KeyError or TypeError."""
-        numbers = {name: int(facts[name]) for name in ("period", "units", "parameters", "trainable_parameters")}
-        if min(numbers.values()) < 0 or not 0 < numbers["period"] <= MAX_LAYERS or numbers["units"] > MAX_LAYERS:
+        names = ("period", "units", "ahead", "parameters", "trainable_parameters")
+        numbers = {name: int(facts[name]) for name in names}
+        counts = max(numbers["units"], numbers["ahead"])
+        if min(numbers.values()) < 0 or not 0 < numbers["period"] <= MAX_LAYERS or counts > MAX_LAYERS:
             raise ValueError(f"impossible numbers: {numbers}")
         return cls(
             trace=trace,

@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from memfit.errors import TraceError
 from memfit.events import Trace
+from memfit.extrapolation.reused import REUSED
 from memfit.platform import H200, Platform
 from memfit.tracing import distributed
 from memfit.tracing.answers import Answers
@@ -137,6 +138,14 @@ class Tracer(TorchDispatchMode):
             self._follow(storage, self._alloc(nbytes, "resize"))
         if known is not None and known[1] is not None:
             self.trace.free(known[1])
+
+    def passed_on(self, tensor: torch.Tensor) -> None:
+        """Compiled code uses a buffer for something else."""
+        storage = tensor.untyped_storage()
+        entry = self._blocks.get(storage._cdata)
+        if entry is not None and entry[1] is not None:
+            self.trace.free(entry[1])
+            self._follow(storage, self._alloc(self.trace.requested[entry[1]], REUSED))
 
     def track(self, tensor: torch.Tensor, op: str, source: torch.Tensor | None = None) -> None:
         """Begin the life of a storage not seen before. Outside all modules it belongs to the module of its source: a

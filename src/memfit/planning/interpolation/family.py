@@ -303,9 +303,9 @@ _wholes: OrderedDict[Hashable, Whole] = OrderedDict()
 
 def family_of(work: Workload, platform: Platform) -> Family | None:
     """None where a model's own code could do anything, for pruning, whose micro-batches follow the length, and for
-    quantised weights, whose kernels do."""
+    quantised weights, whose kernels do, and for what torch.compile plans anew for every shape."""
     model = identity(work.source) or _own_factory(work.source)
-    if model is None or work.kind == "prune" or work.is_quantised:
+    if model is None or work.kind == "prune" or work.is_quantised or work.is_compiled:
         return None
     if _reads_more_than_text(work):
         return None

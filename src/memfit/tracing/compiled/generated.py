@@ -17,8 +17,11 @@ from unittest import mock
 
 import torch
 
+from memfit.extrapolation.reused import COMPILED
 from memfit.tracing.compiled.torch_names import compiler
 
+REUSED = re.compile(r"^( +)(buf\d+) = (?:reinterpret_tensor\()?(\w+).*; del \3  # reuse$", re.MULTILINE)
+"""A line that uses a buffer again that nobody needs any more."""
 MADE = re.compile(r"^( +)(buf\d+) = (?!buf\d+|reinterpret_tensor)", re.MULTILINE)
 """A line that makes a buffer, or asks a library's kernel for one."""
 OF_TRITON = ("import triton", "from torch._inductor.runtime.triton_heuristics")
@@ -52,14 +55,20 @@ class GeneratedCode:
         def at(buffer: str) -> None:
             tracer.maker = whose.get(buffer, "")
 
+        def reuse(buffer: str, old: torch.Tensor) -> None:
+            at(buffer)
+            tracer.passed_on(old)
+
         scope |= constants
-        scope |= {"at_buffer": at, "torch": _TorchOfGraph(), "device": self._device}
+        scope |= {"at_buffer": at, "reuse_buffer": reuse, "torch": _TorchOfGraph(), "device": self._device}
         for name in ("assert_size_stride", "assert_alignment"):
             scope[name] = lambda *_: None
         self._call = scope["call"]
         self.runner = scope.get("runner")
 
     def call(self, args: Any) -> Any:
+        trace = self._tracer.trace
+        began = len(trace)
         before, self._tracer.maker = self._tracer.maker, ""
         try:
             with (
@@ -71,6 +80,7 @@ class GeneratedCode:
                 return self._call(args)
         finally:
             self._tracer.maker = before
+            trace.facts.setdefault(COMPILED, []).append([began, len(trace)])
 
     def _empty(self, size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty_strided(size, stride, dtype=dtype, device=self._tracer.device)
@@ -82,6 +92,7 @@ class GeneratedCode:
 def _prepared(text: str) -> str:
     if find_spec("triton") is None:
         text = "\n".join(line for line in text.splitlines() if not line.startswith(OF_TRITON))
+    text = REUSED.sub(r"\1reuse_buffer('\2', \3)\n\g<0>", text)
     return MADE.sub(r"\1at_buffer('\2')\n\g<0>", text)
 
 
