@@ -38,18 +38,18 @@ class NotRepeating(Exception):
     """Why a trace cannot be extended, for the notes of a plan."""
 
 
-def extend(trace: Trace, blocks: str, *, period: int, units: int, ahead: int = 0) -> Trace:
+def extend(trace: Trace, blocks: str, *, period: int, units: int, edge: int = 0) -> Trace:
     """The trace of `units` units, from one of four. `blocks` is the path of the list of blocks: `model.layers`. Blocks
-    left over when the pattern does not come out even belong to the last unit; so many more periods as stand `ahead`
-    belong to the first."""
-    return extension(trace, blocks, period=period, units=units, ahead=ahead).apply(trace)
+    left over when the pattern does not come out even belong to the last unit; `edge` more periods belong to the first,
+    and as many to the last."""
+    return extension(trace, blocks, period=period, units=units, edge=edge).apply(trace)
 
 
-def extension(trace: Trace, blocks: str, *, period: int, units: int, ahead: int = 0) -> Extension:
+def extension(trace: Trace, blocks: str, *, period: int, units: int, edge: int = 0) -> Extension:
     """As `extend`, for all traces that differ from this one in sizes alone."""
     if units < UNITS:
         raise NotRepeating(f"fewer than {UNITS} units")
-    unit_of = _units_of_blocks(trace, blocks, period, ahead)
+    unit_of = _units_of_blocks(trace, blocks, period, edge)
     events = _Events.read(trace)
     passes = list(_passes(events, unit_of))
     counting = np.array([int(block) for block in trace.facts.get("lists", {})], dtype=np.int64)
@@ -70,10 +70,10 @@ def extension_in_time(trace: Trace, starts: list[int], *, units: int) -> Extensi
     return _Renumbering(trace, events, unit_of, "", 1, units, grows=True).write([_Pass(0, len(trace), starts)])
 
 
-def _units_of_blocks(trace: Trace, blocks: str, period: int, ahead: int) -> Ints:
+def _units_of_blocks(trace: Trace, blocks: str, period: int, edge: int) -> Ints:
     pattern = re.compile(re.escape(blocks) + r"\.(\d+)(?:\.|$)")
     matches = (pattern.match(name) for name in trace.names)
-    by_name = [NONE if m is None else min(max(int(m[1]) // period - ahead, FIRST), LAST) for m in matches]
+    by_name = [NONE if m is None else min(max(int(m[1]) // period - edge, FIRST), LAST) for m in matches]
     found: Ints = np.array(by_name, dtype=np.int64)[np.frombuffer(trace.module_of, dtype=np.int32)]
     return found
 
@@ -313,7 +313,9 @@ class _Renumbering:
         if foreign.any():
             raise NotRepeating("an inner unit frees what is not its own nor its neighbour's")
         ops = np.frombuffer(self.trace.op_of, dtype=np.int32)
-        if (ops[x] != ops[y])[kinds == Action.ALLOC].any():  # what goes may have been made otherwise by a unit at an end
+        if (ops[x] != ops[y])[
+            kinds == Action.ALLOC
+        ].any():  # what goes may have been made otherwise by a unit at an end
             raise NotRepeating("tensors of inner units differ")
         if not self.grows:
             self.alike.append(np.stack((x, y), axis=1))

@@ -42,13 +42,13 @@ class Blocks:
     period: int
     unit_parameters: int = field(default=0, compare=False)
     """Parameters of one period of blocks."""
-    ahead: int = 0
-    """Periods that belong to the first unit beside its own: what is compiled is done otherwise next to an end."""
+    edge: int = 0
+    """Periods that belong to the first and to the last unit beside their own: compiled code differs next to an end."""
 
     @property
     def units(self) -> int:
         """Periods; the last of them may be cut short."""
-        return -(-self.count // self.period) - self.ahead
+        return -(-self.count // self.period) - 2 * self.edge
 
     @property
     def traced(self) -> int:
@@ -117,7 +117,7 @@ def trace_few_blocks(work: Workload, platform: Platform) -> tuple[Recipe, Trace]
     elif source.kind != "factory":  # a factory's model is as large as its own code makes it
         blocks, parameters = blocks_of(source, work.attention, work.head)
         if blocks is not None and work.is_compiled:
-            blocks = dataclasses.replace(blocks, ahead=1)
+            blocks = dataclasses.replace(blocks, edge=1)
         if blocks is not None and blocks.worthwhile:
             try:
                 recipe = _of_few(work, platform, blocks, parameters)
@@ -150,7 +150,7 @@ def _of_few(work: Workload, platform: Platform, blocks: Blocks, parameters: int)
         blocks=inside.path,
         period=blocks.period,
         units=blocks.units,
-        ahead=blocks.ahead,
+        edge=blocks.edge,
         parameters=parameters,
         trainable_parameters=trainable,
         settings=settings_found(job.workload),

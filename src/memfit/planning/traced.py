@@ -117,7 +117,7 @@ class Recipe:
     """The path of the list of blocks that repeat, with their period and the number of units to make."""
     period: int = 1
     units: int = 0
-    ahead: int = 0
+    edge: int = 0
     parameters: int
     trainable_parameters: int
     settings: Mapping[str, Any]
@@ -129,7 +129,7 @@ class Recipe:
         """Raises NotRepeating where the blocks turn out to differ."""
         if self.blocks is None:
             return joined(self.trace)
-        return joined(extend(self.trace, self.blocks, period=self.period, units=self.units, ahead=self.ahead))
+        return joined(extend(self.trace, self.blocks, period=self.period, units=self.units, edge=self.edge))
 
     @property
     def found(self) -> dict[str, Any]:
@@ -146,9 +146,9 @@ class Recipe:
     @classmethod
     def from_facts(cls, trace: Trace, facts: Mapping[str, Any]) -> Recipe:
         """From a file, so nothing is believed unread: raises ValueError, KeyError or TypeError."""
-        names = ("period", "units", "ahead", "parameters", "trainable_parameters")
+        names = ("period", "units", "edge", "parameters", "trainable_parameters")
         numbers = {name: int(facts[name]) for name in names}
-        counts = max(numbers["units"], numbers["ahead"])
+        counts = max(numbers["units"], numbers["edge"])
         if min(numbers.values()) < 0 or not 0 < numbers["period"] <= MAX_LAYERS or counts > MAX_LAYERS:
             raise ValueError(f"impossible numbers: {numbers}")
         return cls(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +18,7 @@ from unittest import mock
 import torch
 
 from memfit.extrapolation.reused import COMPILED
+from memfit.tracing.compiled.autotuning import Kernels
 from memfit.tracing.compiled.torch_names import compiler
 
 REUSED = re.compile(r"^( +)(buf\d+) = (?:reinterpret_tensor\()?(\w+).*; del \3  # reuse$", re.MULTILINE)
@@ -28,28 +29,17 @@ OF_TRITON = ("import triton", "from torch._inductor.runtime.triton_heuristics")
 FILE = "<inductor>"
 
 
-class NoKernel:
-    """What it would write lies in buffers that were made for it."""
-
-    def run(self, *_: Any, **__: Any) -> None:
-        pass
-
-    __call__ = run
-
-    def __getitem__(self, _: Any) -> Callable[..., None]:
-        return self.run
-
-
 class GeneratedCode:
     """In place of the module that Inductor would write to a file and import."""
 
     __file__ = FILE
 
-    def __init__(self, text: str, constants: Mapping[str, Any], tracer: Any, whose: Mapping[str, str]) -> None:
+    def __init__(self, text: str, constants: Mapping[str, Any], kernels: Kernels, whose: Mapping[str, str]) -> None:
         """`whose`: the module whose result a buffer holds, by its name in the text."""
+        tracer = kernels.tracer
         self._tracer = tracer
         scope: dict[str, Any] = {"__name__": "inductor_generated", "__file__": FILE}
-        with _kernels_left_out(self._empty):
+        with _kernels_left_out(kernels, self._empty):
             exec(compile(_prepared(text), FILE, "exec"), scope)
 
         def at(buffer: str) -> None:
@@ -85,8 +75,9 @@ class GeneratedCode:
     def _empty(self, size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty_strided(size, stride, dtype=dtype, device=self._tracer.device)
 
-    def _device(self, type: str, index: int | None = None) -> torch.device:  # noqa: A002 - as torch.device calls it
-        return self._tracer.device if type == "cuda" else torch.device(type, index)  # type: ignore[no-any-return]
+    def _device(self, type: str, index: int = 0) -> torch.device:
+        device: torch.device = self._tracer.device
+        return device if type == "cuda" else torch.device(type, index)
 
 
 def _prepared(text: str) -> str:
@@ -97,11 +88,20 @@ def _prepared(text: str) -> str:
 
 
 @contextmanager
-def _kernels_left_out(empty: Callable[..., torch.Tensor]) -> Iterator[None]:
+def _replaced(owner: Any, values: Mapping[str, Any]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for name, value in values.items():
+            stack.enter_context(mock.patch.object(owner, name, value))
+        yield
+
+
+@contextmanager
+def _kernels_left_out(kernels: Kernels, empty: Callable[..., torch.Tensor]) -> Iterator[None]:
     asynchronous = compiler().async_compile.AsyncCompile
-    kernels = ("triton", "cpp_pybinding", "cpp", "multi_kernel")
+    by_triton = {"triton": lambda _, name, source, *__, **___: kernels.kernel(source)}
+    others = {name: lambda *_, **__: kernels.kernel("") for name in ("cpp_pybinding", "cpp", "multi_kernel")}
     with (
-        mock.patch.multiple(asynchronous, **{name: lambda *_, **__: NoKernel() for name in kernels}),
+        _replaced(asynchronous, by_triton | others),
         mock.patch.object(asynchronous, "wait", lambda *_, **__: None),
         mock.patch.object(torch._C._dynamo.guards, "_empty_strided_cuda", empty, create=True),
         mock.patch.object(torch._C, "_cuda_getCurrentRawStream", lambda *_: 0, create=True),

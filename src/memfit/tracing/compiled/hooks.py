@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from memfit.errors import TraceError
 from memfit.tracing.autocast import LAYER
+from memfit.tracing.compiled.autotuning import Kernels
 from memfit.tracing.compiled.generated import GeneratedCode, whose_buffers
 from memfit.tracing.compiled.pretended_gpu import CUDA, PRETENDED, forget_the_card, gpu_pretended, guard_of_no_device
 from memfit.tracing.compiled.stages import FakeDevice, nothing_computed, without_function_modes
@@ -45,7 +46,7 @@ def compiling(names: Any) -> Iterator[None]:
     """torch.compile in the traced code is torch's own; code that compiles nothing is not touched."""
     hooks = Hooks(names)
     inductor, others = torch._TorchCompileInductorWrapper, torch._TorchCompileWrapper
-    make, compile_graph, make_other = inductor.__init__, inductor.__call__, others.__init__
+    make, compile_graph = inductor.__init__, inductor.__call__
 
     def made(self: Any, *args: Any, **kwargs: Any) -> None:
         hooks.put_on()
@@ -63,8 +64,10 @@ def compiling(names: Any) -> Iterator[None]:
         stack.enter_context(mock.patch.object(inductor, "__init__", made))
         stack.enter_context(mock.patch.object(inductor, "__call__", compiled))
         stack.enter_context(mock.patch.object(others, "__init__", made_other))
-        if "torch._dynamo.convert_frame" in sys.modules:  # something may have been compiled before the trace
-            hooks.put_on()
+        if loaded := sys.modules.get(
+            "torch._dynamo.convert_frame"
+        ):  # compiled before the trace, maybe
+            stack.enter_context(hooks.at_the_first_frame(loaded.CatchErrorsWrapper))
         yield
 
 
@@ -88,11 +91,12 @@ class Hooks:
     def __init__(self, names: Any) -> None:
         self.names, self.tracer = names, names.tracer
         self._device = FakeDevice()
+        self._kernels = Kernels(self.tracer)
         self._stack = ExitStack()
         self._is_on = False
+        self._wait_no_more: Callable[[], None] = lambda: None
         self._codes: set[Any] = set()
         """Functions that were compiled in this trace: what was made for them is dropped at its end."""
-        self._modules: dict[str, str] = {}
 
     # -- on and off --------------------------------------------------------------------------------------------------
 
@@ -100,6 +104,7 @@ class Hooks:
         if self._is_on:
             return
         self._is_on = True
+        self._wait_no_more()
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             torchs = compiler()
             forget_the_card()
@@ -123,10 +128,29 @@ class Hooks:
             (fx, "compile_fx_backward", self._backward()),
             (torchs.graph.GraphLowering, "_compile_to_module_lines", self._generated()),
             (torchs.pad_mm, "get_cached_should_pad", self._should_pad),
+            (torchs.optimizers, "_is_static_for_cudagraphs", lambda _: True),
+            (torchs.module_hooks, "_has_any_global_hook", lambda: False),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
         if self.tracer.platform.torch < (2, 12) and hasattr(BackwardCFunction, "apply_boxed"):
             stack.enter_context(mock.patch.object(BackwardCFunction, "apply_boxed", _holding_tangents()))
+
+    @contextmanager
+    def at_the_first_frame(self, wrapper: Any) -> Iterator[None]:
+        convert = wrapper.__call__
+
+        def put_on_first(frames: Any, *args: Any, **kwargs: Any) -> Any:
+            self.put_on()
+            return wrapper.__call__(frames, *args, **kwargs)
+
+        def wait_no_more() -> None:
+            wrapper.__call__ = convert
+
+        self._wait_no_more, wrapper.__call__ = wait_no_more, put_on_first
+        try:
+            yield
+        finally:
+            self._wait_no_more()
 
     def take_off(self) -> None:
         self._stack.close()
@@ -267,9 +291,7 @@ class Hooks:
 
         def backward(graph: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             with self._lowering():
-                return compile_backward(
-                    graph, self._device.carry(graph, inputs, propagate=False), *args, **kwargs
-                )
+                return compile_backward(graph, self._device.carry(graph, inputs, propagate=False), *args, **kwargs)
 
         return backward
 
@@ -277,7 +299,7 @@ class Hooks:
         def generated(graph: Any, code: Any) -> GeneratedCode:
             constants = {**graph.constants, **graph.torchbind_constants}
             whose = whose_buffers(graph, self._names_by_id())
-            return GeneratedCode(code.value, constants, self.tracer, whose)
+            return GeneratedCode(code.value, constants, self._kernels, whose)
 
         return generated
 

@@ -18,8 +18,8 @@ from memfit.tracing.compiled.torch_names import DEVICE_KINDS, GUARDS, KIND_CUDA,
 
 CUDA = torch.device("cuda", 0)
 CUDA_VERSION = "13.0"
-L2_BYTES = {(9, 0): 60 << 20}
-"""Of cards whose autotuning was recorded; it flushes that much."""
+L2_BYTES = {(8, 0): 40 << 20, (8, 6): 6 << 20, (8, 9): 72 << 20, (9, 0): 60 << 20, (10, 0): 126 << 20, (12, 0): 96 << 20}
+"""The largest of an architecture; the H200's was measured."""
 OPT_IN_SHARED_BYTES = 232_448
 SHARED_BYTES = 49_152
 REGISTERS = 65_536
@@ -35,13 +35,17 @@ class PretendedGenerator(torch.Generator):
     def device(self) -> torch.device:  # type: ignore[override]
         return CUDA
 
-    def clone_state(self) -> PretendedGenerator:  # type: ignore[override]
+    def clone_state(self) -> PretendedGenerator:
         return self
 
     graphsafe_get_state = clone_state
 
-    def graphsafe_set_state(self, _: Any) -> PretendedGenerator:  # type: ignore[override]
+    def graphsafe_set_state(self, _: Any) -> PretendedGenerator:
         return self
+
+
+def l2_bytes(platform: Platform) -> int:
+    return L2_BYTES.get(platform.arch, 50 << 20)
 
 
 def properties_of(platform: Platform) -> Any:
@@ -56,7 +60,7 @@ def properties_of(platform: Platform) -> Any:
         warp_size=32,
         max_threads_per_block=1024,
         regs_per_multiprocessor=REGISTERS,
-        L2_cache_size=L2_BYTES.get(platform.arch, 50 << 20),
+        L2_cache_size=l2_bytes(platform),
         shared_memory_per_block=SHARED_BYTES,
         shared_memory_per_block_optin=OPT_IN_SHARED_BYTES,
         shared_memory_per_multiprocessor=OPT_IN_SHARED_BYTES + 1024,

@@ -139,5 +139,3 @@ def without_function_modes() -> Iterator[None]:
         yield
     finally:
         torchs.dynamo_utils.set_torch_function_mode_stack(stack)
-
-

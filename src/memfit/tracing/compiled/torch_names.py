@@ -15,6 +15,7 @@ NEEDED = {
     "convert_frame": ("torch._dynamo.convert_frame", "CatchErrorsWrapper ConvertFrameReturn FrameExecStrategy"),
     "eval_frame": ("torch._dynamo.eval_frame", "reset_code"),
     "function_modes": ("torch._dynamo.variables.torch_function", "SymbolicTorchFunctionState"),
+    "optimizers": ("torch._dynamo.variables.optimizer", "_is_static_for_cudagraphs"),
     "dynamo_utils": ("torch._dynamo.utils", "clear_torch_function_mode_stack set_torch_function_mode_stack"),
     "dynamo_config": ("torch._dynamo.config", ""),
     "dynamo_types": ("torch._dynamo.types", "FrameAction"),
@@ -34,7 +35,7 @@ NEEDED = {
     "fake_tensor": ("torch._subclasses.fake_tensor", "FakeTensor init_gpu_context"),
     "triton_asked": ("torch.utils._triton", ""),
     "fake_prop": ("torch.fx.passes.fake_tensor_prop", "FakeTensorProp"),
-    "module_hooks": ("torch.nn.modules.module", "_global_forward_hooks _global_forward_pre_hooks"),
+    "module_hooks": ("torch.nn.modules.module", "_global_forward_hooks _global_forward_pre_hooks _has_any_global_hook"),
 }  # fmt: skip
 """By what they are called here: the module, and what must be in it (torch 2.11 to 2.13)."""
 GUARDS = "_ZN3c104impl26device_guard_impl_registryE"

@@ -19,7 +19,7 @@ import sys
 import warnings
 from collections.abc import Callable, Container, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import cache
+from functools import cache, partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -182,7 +182,7 @@ def _for_compiler(platform: Platform) -> dict[str, Callable[..., Any]]:
     def rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
         if weight is None or weight.dtype == x.dtype:
             return aten._fused_rms_norm(x, shape, weight, eps)[0]  # type: ignore[no-any-return]
-        return aten.rms_norm.default.decompose(x, shape, weight, eps)  # type: ignore[no-any-return]
+        return _taken_apart("rms_norm")(x, shape, weight, eps)  # type: ignore[no-any-return]
 
     return {
         "scaled_dot_product_attention": _sdpa(platform),
@@ -190,9 +190,14 @@ def _for_compiler(platform: Platform) -> dict[str, Callable[..., Any]]:
         "softmax.int": _softmax,
         "log_softmax.int": _log_softmax,
         "rms_norm": rms_norm,
-        "linear": aten.linear.default.decompose,
-        **{name: _overload(name).decompose for name in LOSSES},
+        "linear": _taken_apart("linear"),
+        **{name: _taken_apart(name) for name in LOSSES},
     }
+
+
+def _taken_apart(name: str) -> Callable[..., Any]:
+    """As C++ has it, whatever Python says."""
+    return partial(_overload(name)._op_dk, _COMPOSITE)
 
 
 NOT_SHOWN = ("linear", "dropout")

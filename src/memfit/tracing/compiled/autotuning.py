@@ -1,0 +1,144 @@
+"""Generated kernels: they do nothing, but those with several configurations are timed when they are first launched.
+
+Inductor's own heuristics say how many there are (torch/_inductor/runtime/triton_heuristics.py). Each is timed
+(runtime/benchmarking.py, `benchmark_gpu`) beside a buffer as large as the card's L2 cache, with copies of what the
+kernel changes in place. Recorded on an H200: exactly these buffers, in this order. What earlier runs left on disk spares
+all of it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+from unittest import mock
+
+import torch
+
+from memfit.events import Action, Trace
+from memfit.tracing.compiled.pretended_gpu import l2_bytes
+
+DECORATED = re.compile(r"^@triton_heuristics\.(\w+\(.*?)^@triton\.jit\s+def \w+\((.*?)\):", re.MULTILINE | re.DOTALL)
+FLUSH = "autotuning: a buffer as large as the L2 cache"
+COPY = "autotuning: a copy of what a kernel changes"
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How a kernel is timed."""
+
+    configurations: int
+    arguments: tuple[str, ...]
+    changed: frozenset[str]
+    within_peak: bool
+    """Copies that would raise the peak are made on the host."""
+
+
+def tuning_of(source: str) -> Tuning:
+    found = DECORATED.search(source)
+    if found is None:
+        return Tuning(1, (), frozenset(), False)
+    asked: dict[str, Any] = {}
+    heuristics = import_module("torch._inductor.runtime.triton_heuristics")
+    hints = import_module("torch._inductor.runtime.hints")
+
+    def noted(_: Any, configs: list[Any], *__: Any, inductor_meta: dict[str, Any] | None = None, **___: Any) -> Any:
+        asked.update(inductor_meta or {}, configs=heuristics.unique_configs(configs))
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(heuristics, "cached_autotune", noted))
+        for name in ("Config", "InductorConfig") if heuristics.Config is object else ():  # triton is not here
+            stack.enter_context(mock.patch.object(heuristics, name, _Config, create=True))
+        stubs = dict.fromkeys(("AttrsDescriptor", "instance_descriptor"), lambda *_, **__: None)
+        scope = {**stubs, **vars(hints), "torch": torch, "h": heuristics, "__file__": "kernel.py"}
+        eval("h." + found[1].rstrip(), scope)
+    arguments = tuple(each.split(":")[0].strip() for each in found[2].split(","))
+    changed = frozenset(asked.get("mutated_arg_names", ()))
+    return Tuning(len(asked.get("configs", [0])), arguments, changed, bool(asked.get("optimize_mem", True)))
+
+
+class _Config:
+    """triton's, where it is not installed."""
+
+    def __init__(self, kwargs: dict[str, Any], num_warps: int = 4, num_stages: int = 3, **others: Any) -> None:
+        self.kwargs, self.num_warps, self.num_stages = kwargs, num_warps, num_stages
+        vars(self).update(others)
+
+
+class Kernels:
+    """Those of one trace."""
+
+    def __init__(self, tracer: Any) -> None:
+        self.tracer = tracer
+        self._tuned: set[str] = set()
+        self._seen, self._now, self._most = 0, 0, 0
+
+    def kernel(self, source: str) -> Kernel:
+        return Kernel(source, self)
+
+    def launch(self, source: str, args: Sequence[Any]) -> None:
+        if source in self._tuned:
+            return
+        self._tuned.add(source)
+        how = tuning_of(source)
+        if how.configurations < 2:
+            return
+        tracer = self.tracer
+        copies = [
+            _stored(arg)
+            for name, arg in zip(how.arguments, args, strict=False)
+            if name in how.changed and isinstance(arg, torch.Tensor)
+        ]
+        for _ in range(how.configurations):
+            kept = self._within_peak(copies) if how.within_peak else copies
+            self._copied(kept)
+            with tracer.temporaries() as hold:
+                hold(l2_bytes(tracer.platform), FLUSH)
+                self._copied(kept)
+
+    def _copied(self, sizes: list[int]) -> None:
+        with self.tracer.temporaries() as hold:
+            for size in sizes:
+                hold(size, COPY)
+
+    def _within_peak(self, copies: list[int]) -> list[int]:
+        room, kept = self._room(self.tracer.trace), []
+        for size in copies:
+            if size <= room:
+                room -= size
+                kept.append(size)
+        return kept
+
+    def _room(self, trace: Trace) -> int:
+        """How far what is allocated now lies below its peak so far."""
+        for at in range(self._seen, len(trace)):
+            action, block = trace.actions[at], trace.subjects[at]
+            if action in (Action.ALLOC, Action.FREE):
+                size = -(-max(trace.requested[block], 1) // 512) * 512
+                self._now += size if action == Action.ALLOC else -size
+                self._most = max(self._most, self._now)
+        self._seen = len(trace)
+        return self._most - self._now
+
+
+def _stored(tensor: torch.Tensor) -> int:
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size() if tensor.numel() else 0
+
+
+class Kernel:
+    """What it would write lies in buffers that were made for it."""
+
+    def __init__(self, source: str, kernels: Kernels) -> None:
+        self._source, self._kernels = source, kernels
+
+    def run(self, *args: Any, **_: Any) -> None:
+        self._kernels.launch(self._source, args)
+
+    __call__ = run
+
+    def __getitem__(self, _: Any) -> Callable[..., None]:
+        return self.run
