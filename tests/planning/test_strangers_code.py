@@ -311,7 +311,6 @@ def test_streams_events_generators_and_pinned_memory_are_there() -> None:
     ("use", "what"),
     [
         (lambda: torch.cuda.CUDAGraph(), "torch.cuda.CUDAGraph"),
-        (lambda: torch.compile(nn.Linear(2, 2).cuda())(torch.ones(1, 2, device="cuda")), "torch.compile"),
     ],
 )
 def test_what_memfit_lacks_is_named_with_the_line(use: Callable[[], object], what: str) -> None:

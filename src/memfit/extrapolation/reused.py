@@ -16,8 +16,16 @@ import numpy.typing as npt
 from memfit.events import Action, Trace
 
 REUSED = "a buffer used again"
+SAID = "compiler"
+"""Among the facts of a trace: what is to be known about the compiler's plan, in words."""
 COMPILED = "compiled"
 """Among the facts of a trace: the events between which compiled code ran."""
+
+
+def say(trace: Trace, what: str) -> None:
+    said = trace.facts.setdefault(SAID, [])
+    if what not in said:
+        said.append(what)
 
 
 def frees_in_order(trace: Trace) -> None:

@@ -29,7 +29,7 @@ from memfit.analysis.advice import advise
 from memfit.analysis.own_lines import is_own
 from memfit.errors import TraceError, UsageError
 from memfit.events import Action, Trace
-from memfit.extrapolation.reused import COMPILED, joined
+from memfit.extrapolation.reused import COMPILED, SAID, joined
 from memfit.gpus import Gpu, find_gpu
 from memfit.planning.failures import failures_of_the_job
 from memfit.planning.on_trace import phases_by_what_runs
@@ -105,6 +105,7 @@ def trace_code(
     how = Provenance()
     notes = (
         *not_modelled(tracer.unmodelled),
+        *made.facts.pop(SAID, ()),
         *more_notes(),
         f"predicted, not measured: traced with torch {torch.__version__}, kernels of 2.11",
         how.in_words(),

@@ -19,6 +19,7 @@ from memfit.analysis.summary import Summary, summarise_plan
 from memfit.analysis.verdict import Fit, Verdict, fit_card, limit_note, smallest_card
 from memfit.errors import UsageError
 from memfit.events import Trace
+from memfit.extrapolation.reused import SAID
 from memfit.files import no_collector
 from memfit.gpus import Context, Gpu, find_gpu
 from memfit.guides.formulas import pruning_formulas
@@ -222,6 +223,7 @@ def _learned(traced: Traced) -> Iterator[str]:
     """What the tracing found out, and beside it what people's formulas would have said."""
     work, facts = traced.workload, traced.trace.facts
     yield from not_modelled(facts.get(UNMODELLED, ()))
+    yield from facts.get(SAID, ())
     yield from _host_notes(work, facts)
     yield from traced.notes
     if work.kind == "prune":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 DOOR = {
     "answers": "Answer Answers asking_line NO_OVERFLOW Site Value",
-    "autocast": "Autocast",
+    "autocast": "Autocast LAYER",
     "costs": "OpCosts",
     "distributed": "OnHost ddp_traced fully_shard_traced",
     "held": "noting_what_is_held",

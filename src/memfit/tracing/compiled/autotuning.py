@@ -2,8 +2,8 @@
 
 Inductor's own heuristics say how many there are (torch/_inductor/runtime/triton_heuristics.py). Each is timed
 (runtime/benchmarking.py, `benchmark_gpu`) beside a buffer as large as the card's L2 cache, with copies of what the
-kernel changes in place. Recorded on an H200: exactly these buffers, in this order. What earlier runs left on disk spares
-all of it.
+kernel changes in place. Recorded on an H200: exactly these buffers, in this order. What earlier runs left on disk
+spares all of it.
 """
 
 from __future__ import annotations
@@ -19,10 +19,15 @@ from unittest import mock
 import torch
 
 from memfit.events import Action, Trace
+from memfit.extrapolation.reused import say
 from memfit.tracing.compiled.pretended_gpu import l2_bytes
 
 DECORATED = re.compile(r"^@triton_heuristics\.(\w+\(.*?)^@triton\.jit\s+def \w+\((.*?)\):", re.MULTILINE | re.DOTALL)
 FLUSH = "autotuning: a buffer as large as the L2 cache"
+TIMED = (
+    "generated kernels are timed at their first launch, as in a first run: what earlier runs left in torch's cache on"
+    " disk spares that, and some of what is reserved"
+)
 COPY = "autotuning: a copy of what a kernel changes"
 
 
@@ -50,8 +55,9 @@ def tuning_of(source: str) -> Tuning:
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(heuristics, "cached_autotune", noted))
-        for name in ("Config", "InductorConfig") if heuristics.Config is object else ():  # triton is not here
-            stack.enter_context(mock.patch.object(heuristics, name, _Config, create=True))
+        if heuristics.Config is object:  # triton is not here
+            for owner, name in ((heuristics, "Config"), (heuristics, "InductorConfig"), (heuristics.triton, "Config")):
+                stack.enter_context(mock.patch.object(owner, name, _Config, create=True))
         stubs = dict.fromkeys(("AttrsDescriptor", "instance_descriptor"), lambda *_, **__: None)
         scope = {**stubs, **vars(hints), "torch": torch, "h": heuristics, "__file__": "kernel.py"}
         eval("h." + found[1].rstrip(), scope)
@@ -83,10 +89,15 @@ class Kernels:
         if source in self._tuned:
             return
         self._tuned.add(source)
-        how = tuning_of(source)
+        try:
+            how = tuning_of(source)
+        except Exception:  # a heuristic that asks for what is not here
+            self.tracer.unmodelled["autotuning of a generated kernel"] = None
+            return
         if how.configurations < 2:
             return
         tracer = self.tracer
+        say(tracer.trace, TIMED)
         copies = [
             _stored(arg)
             for name, arg in zip(how.arguments, args, strict=False)

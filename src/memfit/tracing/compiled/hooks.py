@@ -15,6 +15,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memfit.errors import TraceError
+from memfit.extrapolation.reused import say
 from memfit.tracing.autocast import LAYER
 from memfit.tracing.compiled.autotuning import Kernels
 from memfit.tracing.compiled.generated import GeneratedCode, whose_buffers
@@ -32,6 +33,10 @@ AUTOCAST = ("is_autocast_enabled", "get_autocast_dtype", "get_autocast_gpu_dtype
             "set_autocast_dtype", "clear_autocast_cache")  # fmt: skip
 NOT_GUARDED = frozenset((*AUTOCAST, *PRETENDED, "__call__"))
 """Names whose values memfit changes between the compiler's look at the code and the code's run."""
+PADS = (
+    "some products have a side that is no multiple of 8 (4 in fp32): torch would time them on the card with padding and"
+    " without (pad_mm); planned without. TORCHINDUCTOR_SHAPE_PADDING=0 makes a run do so"
+)
 REFUSED = {
     "triton.cudagraphs": 'mode="reduce-overhead", whose CUDA graphs keep pools of memory of their own',
     "max_autotune": 'mode="max-autotune", which times kernels on the card and takes the fastest',
@@ -64,9 +69,7 @@ def compiling(names: Any) -> Iterator[None]:
         stack.enter_context(mock.patch.object(inductor, "__init__", made))
         stack.enter_context(mock.patch.object(inductor, "__call__", compiled))
         stack.enter_context(mock.patch.object(others, "__init__", made_other))
-        if loaded := sys.modules.get(
-            "torch._dynamo.convert_frame"
-        ):  # compiled before the trace, maybe
+        if loaded := sys.modules.get("torch._dynamo.convert_frame"):  # compiled before the trace, maybe
             stack.enter_context(hooks.at_the_first_frame(loaded.CatchErrorsWrapper))
         yield
 
@@ -108,6 +111,7 @@ class Hooks:
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             torchs = compiler()
             forget_the_card()
+        say(self.tracer.trace, f"torch.compile: buffers as the compiler of torch {torch.__version__} plans them")
         stack, fx = self._stack, torchs.compile_fx
         stack.callback(forget_the_card)
         stack.callback(self._forget_codes)
@@ -309,7 +313,10 @@ class Hooks:
 
     def _should_pad(self, key: str) -> bool | None:
         """Inductor would time a product with and without padding, where nobody has done so before."""
-        return None if key.startswith("base mm time") else False
+        if key.startswith("base mm time"):
+            return None
+        say(self.tracer.trace, PADS)
+        return False
 
 
 def _guards_kept(filtered: Callable[..., Any] | None) -> Callable[[Sequence[Any]], list[bool]]:

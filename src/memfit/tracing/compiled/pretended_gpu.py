@@ -18,7 +18,7 @@ from memfit.tracing.compiled.torch_names import DEVICE_KINDS, GUARDS, KIND_CUDA,
 
 CUDA = torch.device("cuda", 0)
 CUDA_VERSION = "13.0"
-L2_BYTES = {(8, 0): 40 << 20, (8, 6): 6 << 20, (8, 9): 72 << 20, (9, 0): 60 << 20, (10, 0): 126 << 20, (12, 0): 96 << 20}
+L2_MIB = {(8, 0): 40, (8, 6): 6, (8, 9): 72, (9, 0): 60, (10, 0): 126, (12, 0): 96}
 """The largest of an architecture; the H200's was measured."""
 OPT_IN_SHARED_BYTES = 232_448
 SHARED_BYTES = 49_152
@@ -45,7 +45,7 @@ class PretendedGenerator(torch.Generator):
 
 
 def l2_bytes(platform: Platform) -> int:
-    return L2_BYTES.get(platform.arch, 50 << 20)
+    return L2_MIB.get(platform.arch, 50) << 20
 
 
 def properties_of(platform: Platform) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 DOOR = {
     "": "attention composites convolutions indexing losses normalisation products recurrent rules",
-    "composites": "EngineSums",
+    "composites": "EngineSums composites_of_compiler",
     "products": "PRODUCTS Workspaces",
     "rules": "HIDDEN",
 }
