@@ -262,7 +262,7 @@ PLANNING = [
     _FAMILY("lengths are not divided at a window", "                self._divide()\n", "                pass\n"),
     _FAMILY("a family is never given up", "                self.given_up = str(why)\n", "                pass\n"),
     _FAMILY("the card is no part of a family", "dataclasses.asdict(platform)]", "1]"),
-    _FAMILY("pruning has a family", 'or work.kind == "prune" or work.is_quantised:', "or work.is_quantised:"),
+    _FAMILY("pruning has a family", 'or work.kind == "prune" or work.is_quantised or', "or work.is_quantised or"),
     _SHAPES("one spare point is enough", "SPARE_POINTS = 2", "SPARE_POINTS = 1"),
     _SHAPES("of two polynomials the first is taken", "return found[0] if len(found) == 1 else None", "return found[0]"),
     _SHAPES(

@@ -27,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memfit.events import Action, Trace
+from memfit.extrapolation.reused import REUSED
 
 UNITS = 4
 FIRST, BEFORE, AFTER, LAST = range(UNITS)  # the traced units; BEFORE and AFTER are the inner ones
@@ -313,9 +314,9 @@ class _Renumbering:
         if foreign.any():
             raise NotRepeating("an inner unit frees what is not its own nor its neighbour's")
         ops = np.frombuffer(self.trace.op_of, dtype=np.int32)
-        if (ops[x] != ops[y])[
-            kinds == Action.ALLOC
-        ].any():  # what goes may have been made otherwise by a unit at an end
+        again = self.trace.names.index(REUSED) if REUSED in self.trace.names else NONE
+        passed_on = (kinds != Action.ALLOC) & ((ops[x] == again) | (ops[y] == again))  # an end may have made it itself
+        if ((ops[x] != ops[y]) & ~passed_on).any():
             raise NotRepeating("tensors of inner units differ")
         if not self.grows:
             self.alike.append(np.stack((x, y), axis=1))

@@ -32,7 +32,7 @@ COPY = "autotuning: a copy of what a kernel changes"
 
 
 @dataclass(frozen=True)
-class Tuning:
+class KernelTiming:
     """How a kernel is timed."""
 
     configurations: int
@@ -42,10 +42,10 @@ class Tuning:
     """Copies that would raise the peak are made on the host."""
 
 
-def tuning_of(source: str) -> Tuning:
+def tuning_of(source: str) -> KernelTiming:
     found = DECORATED.search(source)
     if found is None:
-        return Tuning(1, (), frozenset(), False)
+        return KernelTiming(1, (), frozenset(), False)
     asked: dict[str, Any] = {}
     heuristics = import_module("torch._inductor.runtime.triton_heuristics")
     hints = import_module("torch._inductor.runtime.hints")
@@ -63,7 +63,7 @@ def tuning_of(source: str) -> Tuning:
         eval("h." + found[1].rstrip(), scope)
     arguments = tuple(each.split(":")[0].strip() for each in found[2].split(","))
     changed = frozenset(asked.get("mutated_arg_names", ()))
-    return Tuning(len(asked.get("configs", [0])), arguments, changed, bool(asked.get("optimize_mem", True)))
+    return KernelTiming(len(asked.get("configs", [0])), arguments, changed, bool(asked.get("optimize_mem", True)))
 
 
 class _Config:
@@ -74,7 +74,7 @@ class _Config:
         vars(self).update(others)
 
 
-class Kernels:
+class GeneratedKernels:
     """Those of one trace."""
 
     def __init__(self, tracer: Any) -> None:
@@ -82,8 +82,8 @@ class Kernels:
         self._tuned: set[str] = set()
         self._seen, self._now, self._most = 0, 0, 0
 
-    def kernel(self, source: str) -> Kernel:
-        return Kernel(source, self)
+    def kernel(self, source: str) -> GeneratedKernel:
+        return GeneratedKernel(source, self)
 
     def launch(self, source: str, args: Sequence[Any]) -> None:
         if source in self._tuned:
@@ -140,10 +140,10 @@ def _stored(tensor: torch.Tensor) -> int:
     return (last + 1) * tensor.element_size() if tensor.numel() else 0
 
 
-class Kernel:
+class GeneratedKernel:
     """What it would write lies in buffers that were made for it."""
 
-    def __init__(self, source: str, kernels: Kernels) -> None:
+    def __init__(self, source: str, kernels: GeneratedKernels) -> None:
         self._source, self._kernels = source, kernels
 
     def run(self, *args: Any, **_: Any) -> None:

@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 
 from memfit.extrapolation.reused import COMPILED
-from memfit.tracing.compiled.autotuning import Kernels
+from memfit.tracing.compiled.autotuning import GeneratedKernels
 from memfit.tracing.compiled.torch_names import compiler
 
 REUSED = re.compile(r"^( +)(buf\d+) = (?:reinterpret_tensor\()?(\w+).*; del \3  # reuse$", re.MULTILINE)
@@ -34,7 +34,9 @@ class GeneratedCode:
 
     __file__ = FILE
 
-    def __init__(self, text: str, constants: Mapping[str, Any], kernels: Kernels, whose: Mapping[str, str]) -> None:
+    def __init__(
+        self, text: str, constants: Mapping[str, Any], kernels: GeneratedKernels, whose: Mapping[str, str]
+    ) -> None:
         """`whose`: the module whose result a buffer holds, by its name in the text."""
         tracer = kernels.tracer
         self._tracer = tracer
@@ -96,7 +98,7 @@ def _replaced(owner: Any, values: Mapping[str, Any]) -> Iterator[None]:
 
 
 @contextmanager
-def _kernels_left_out(kernels: Kernels, empty: Callable[..., torch.Tensor]) -> Iterator[None]:
+def _kernels_left_out(kernels: GeneratedKernels, empty: Callable[..., torch.Tensor]) -> Iterator[None]:
     asynchronous = compiler().async_compile.AsyncCompile
     by_triton = {"triton": lambda _, name, source, *__, **___: kernels.kernel(source)}
     others = {name: lambda *_, **__: kernels.kernel("") for name in ("cpp_pybinding", "cpp", "multi_kernel")}

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from memfit.errors import TraceError
 from memfit.extrapolation.reused import say
 from memfit.tracing.autocast import LAYER
-from memfit.tracing.compiled.autotuning import Kernels
+from memfit.tracing.compiled.autotuning import GeneratedKernels
 from memfit.tracing.compiled.generated import GeneratedCode, whose_buffers
 from memfit.tracing.compiled.pretended_gpu import CUDA, PRETENDED, forget_the_card, gpu_pretended, guard_of_no_device
 from memfit.tracing.compiled.stages import FakeDevice, nothing_computed, without_function_modes
@@ -94,7 +94,7 @@ class Hooks:
     def __init__(self, names: Any) -> None:
         self.names, self.tracer = names, names.tracer
         self._device = FakeDevice()
-        self._kernels = Kernels(self.tracer)
+        self._kernels = GeneratedKernels(self.tracer)
         self._stack = ExitStack()
         self._is_on = False
         self._wait_no_more: Callable[[], None] = lambda: None

@@ -95,7 +95,7 @@ class FakeDevice:
         return here
 
 
-class OnHost(TorchDispatchMode):
+class FoldedOnHost(TorchDispatchMode):
     """Inductor computes single values to fold constants, on the card if there is one."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -119,7 +119,7 @@ def nothing_computed() -> Iterator[None]:
         return torch.empty(made.shape, dtype=made.dtype, device=device)
 
     def fold_on_host(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with OnHost():
+        with FoldedOnHost():
             return fold(self, *args, **kwargs)
 
     with (
