@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from memfit.models.own import OWN_TYPES
-from memfit.models.presets import Preset, find_preset, name_key, presets
+from memfit.models.presets import Preset, encoders, find_preset, name_key, presets
 from memfit.models.registry import build_model, load_config, parameter_count, resolve, supports_sdpa
 
 # The models that memfit's accuracy is measured on, written out from the measuring scripts:
@@ -97,10 +97,24 @@ def test_phi_3_mini_is_what_its_class_makes_by_itself_and_the_published_one_has_
 
 
 def test_no_two_presets_answer_to_the_same_name() -> None:
-    owners = {(name_key(name), preset.name) for preset in presets() for name in (preset.name, *preset.aliases)}
+    everyone = (*presets(), *encoders())
+    owners = {(name_key(name), preset.name) for preset in everyone for name in (preset.name, *preset.aliases)}
     keys = Counter(key for key, _ in owners)
 
     assert [key for key, count in keys.items() if count > 1] == []
+
+
+@pytest.mark.parametrize("preset", encoders(), ids=lambda preset: preset.name)
+def test_every_encoder_builds_and_has_its_published_parameter_count(preset: Preset) -> None:
+    import transformers
+
+    settings = dict(preset.config)
+    config = transformers.CONFIG_MAPPING[settings.pop("model_type")](**settings)
+    kind = "AutoModelForImageClassification" if "num_labels" in settings else "AutoModel"
+    kind = "AutoModelForSeq2SeqLM" if preset.model_type == "t5" else kind
+    with torch.device("meta"):
+        model = getattr(transformers, kind).from_config(config)
+    assert parameter_count(model) == preset.parameters
 
 
 def test_every_preset_says_where_its_numbers_come_from() -> None:

@@ -98,12 +98,6 @@ def test_known_weights_are_copied_into_a_model_of_one_s_own(run) -> None:  # typ
     assert any("keep the values they were made with" in note for note in plan.notes)
 
 
-def test_a_model_that_nobody_knows_is_one_clear_error(run) -> None:  # type: ignore[no-untyped-def]
-    with pytest.raises(MemfitError, match=r"train.py:\d+: the code loads something from the Hub") as caught:
-        run(LOADED.format(name="nobody/no-such-model", more=""))
-    assert "hf download" in str(caught.value.hint)
-
-
 def test_what_a_script_saves_it_loads_again(run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     told, _ = run("""
 import io
@@ -150,3 +144,31 @@ note(epoch=found["epoch"], b=found["weights"]["b"].tolist(), held=held)
 """)
     assert told["epoch"] == 3 and told["b"] == [0.0, 1.0, 2.0, 3.0]
     assert told["held"] == share * ((4 << 20) + 512)
+
+
+@pytest.mark.parametrize(
+    "kind, name", [("SequenceClassification", "bert-base-uncased"), ("Seq2SeqLM", "google-t5/t5-small")]
+)
+def test_encoders_and_translators_come_by_their_names_on_the_hub(run: object, kind: str, name: str) -> None:
+    told, plan = run(
+        f"from transformers import AutoModelFor{kind}\n"
+        f"model = AutoModelFor{kind}.from_pretrained({name!r}).cuda()\n"
+        "note(weights=sum(p.numel() for p in model.parameters()))"
+    )  # type: ignore[operator]
+    assert told["weights"] == {"bert-base-uncased": 109_483_778, "google-t5/t5-small": 60_506_624}[name]
+    assert any(note.startswith(f"{name}: its config as memfit ships it") for note in plan.notes)
+
+
+def test_a_folder_with_a_config_alone_has_weights_of_the_shapes_that_it_says(run: object, tmp_path: Path) -> None:
+    (tmp_path / "llama").mkdir()
+    (tmp_path / "llama" / "config.json").write_text(json.dumps({"model_type": "llama", **SMALL}))
+    told, plan = run(LOADED.format(name="./llama", more=""))  # type: ignore[operator]
+    assert told["weights"] and any(note.startswith("weights that are not on this machine") for note in plan.notes)
+
+
+def test_what_is_missing_is_named_with_its_id_and_no_flag_that_would_not_help(run: object) -> None:
+    with pytest.raises(
+        MemfitError, match=r"train\.py:\d+: the code loads config\.json of nobody/nothing from the Hub"
+    ) as error:
+        run(LOADED.format(name="nobody/nothing", more=""))  # type: ignore[operator]
+    assert "hf download nobody/nothing" in error.value.hint and "--synthetic-data" not in error.value.hint

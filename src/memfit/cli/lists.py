@@ -56,7 +56,7 @@ def models(
     They are hyper-parameters only: nothing is downloaded, for memory does not depend on the values of weights. Those
     that are published quantised too go by the hub ids of such checkpoints (--json has them).
     """
-    from memfit.models.presets import presets, variants
+    from memfit.models.presets import encoders, presets, variants
 
     document = {
         "schema": MODELS_SCHEMA,
@@ -74,7 +74,7 @@ def models(
                 "source": preset.source,
                 "note": preset.note,
             }
-            for preset in presets()
+            for preset in (*presets(), *encoders())
         ],
     }
     if json:

@@ -1,10 +1,11 @@
 """The shipped models: hyper-parameters only, for memory does not depend on the values of weights.
 
-`presets.json` holds, for each published model, the fields of its `config.json` that change shapes, dropout, masks or
-token ids, the exact parameter count (a test builds every one of them), and where the numbers come from. The models that
-memfit has as code (`own.py`) have their sizes here: GSA as the published code and its pre-training files have them, the
-CS336 course's as its hand-out of 2025 does. `variants.json` has the same models as they are published quantised: by hub
-id, with what of `quantization_config` decides their storage. No torch: a config file is checked before it is imported.
+`presets.json`, and `encoders.json` for all but decoders of text, holds, for each published model, the fields of its
+`config.json` that change shapes, dropout, masks or token ids, the exact parameter count (a test builds every one of
+them), and where the numbers come from. The models that memfit has as code (`own.py`) have their sizes here: GSA as the
+published code and its pre-training files have them, the CS336 course's as its hand-out of 2025 does. `variants.json`
+has the same models as they are published quantised: by hub id, with what of `quantization_config` decides their
+storage. No torch: a config file is checked before it is imported.
 """
 
 from __future__ import annotations
@@ -124,6 +125,17 @@ def presets() -> tuple[Preset, ...]:
     return (*published, *_basics(), *_gsa())
 
 
+@cache
+def encoders() -> tuple[Preset, ...]:
+    """Published models that are no decoders of text: those that read texts, translate them, see or listen. Scripts load
+    them by their hub ids; `plan` takes those whose kind it has."""
+    document = json.loads(files(__package__).joinpath("encoders.json").read_text(encoding="utf-8"))
+    return tuple(
+        Preset(**{**entry, "aliases": tuple(entry["aliases"])}, source=document["source"])
+        for entry in document["presets"]
+    )
+
+
 def _basics() -> Iterator[Preset]:
     for name, size in {**SIZES, **LATER_SIZES}.items():
         year = 2026 if name in LATER_SIZES else 2025
@@ -186,11 +198,11 @@ def _by_key() -> dict[str, Preset]:
     """A hub id is known without its owner too, if no two models are called that."""
     bare: dict[str, set[Preset]] = {}
     quantised = [each for named in variants().values() for each in named.values()]
-    for preset in (*presets(), *quantised):
+    for preset in (*presets(), *quantised, *encoders()):
         for alias in preset.aliases:
             bare.setdefault(name_key(alias.rpartition("/")[2]), set()).add(preset)
     known = {key: owners.pop() for key, owners in bare.items() if len(owners) == 1}
-    everyone = (*quantised, *presets())  # whose own names go before
+    everyone = (*quantised, *encoders(), *presets())  # whose own names go before
     return known | {name_key(name): preset for preset in everyone for name in (preset.name, *preset.aliases)}
 
 

@@ -43,7 +43,8 @@ def failures_of_the_job() -> Iterator[None]:
             place = _nearest_to_the_person(frames)
             raise TraceError(
                 f"the code needs the package {error.name}, which is not here",
-                hint=f"imported at {place.filename}:{place.lineno}: pip install it, or put its folder into PYTHONPATH",
+                hint=f"imported at {place.filename}:{place.lineno}: pip install it where memfit runs, without GPU, or"
+                " put its folder into PYTHONPATH",
             ) from error
         text = _text(error)
         said = text.strip().splitlines()[0] if text.strip() else ""

@@ -24,12 +24,16 @@ CONFIG = "config.json"
 _FROM_HUB = re.compile(
     r"huggingface\.co|offline|on the Hub|Couldn't (find any data file|find a dataset|reach)", re.IGNORECASE
 )
-NO_WEIGHTS = "weights that are not on this machine are taken to have the shapes and type that the config says"
+NO_WEIGHTS = (
+    "weights that are not on this machine are taken to have the shapes and type that the config says, fp32 if none"
+)
 
 
 @contextmanager
-def hub_pretended(tracer: Any) -> Iterator[None]:
+def hub_pretended(tracer: Any, *, made_up: bool = False) -> Iterator[None]:
+    """`made_up`: whether tokenizers and data are."""
     done: set[str] = set()
+    missed: list[str] = []
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="memfit-")))
 
@@ -37,7 +41,7 @@ def hub_pretended(tracer: Any) -> Iterator[None]:
             hub: Any = sys.modules.get("transformers.utils.hub")
             if hasattr(hub, "cached_files") and "files" not in done:
                 done.add("files")
-                found = _shipped_configs(hub.cached_files, tracer, folder)
+                found = _shipped_configs(hub.cached_files, tracer, folder, missed)
                 stack.enter_context(mock.patch.object(hub, "cached_files", found))
             models: Any = sys.modules.get("transformers.modeling_utils")
             if hasattr(models, "PreTrainedModel") and "models" not in done:
@@ -45,6 +49,8 @@ def hub_pretended(tracer: Any) -> Iterator[None]:
                 kind = models.PreTrainedModel
                 find, load = _weights_or_none(models._get_resolved_checkpoint_files), kind._load_pretrained_model
                 stack.enter_context(mock.patch.object(models, "_get_resolved_checkpoint_files", find))
+                if hasattr(models, "_get_dtype"):
+                    stack.enter_context(mock.patch.object(models, "_get_dtype", _type_or_fp32(models._get_dtype)))
                 made = staticmethod(_weights_made_up(load, tracer))
                 stack.enter_context(mock.patch.object(kind, "_load_pretrained_model", made))
 
@@ -53,12 +59,12 @@ def hub_pretended(tracer: Any) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            raise _told(error) from error
+            raise _told(error, missed, made_up) from error
         finally:
             tracer.after_import.remove(patch)
 
 
-def _shipped_configs(find: Callable[..., Any], tracer: Any, folder: Path) -> Callable[..., Any]:
+def _shipped_configs(find: Callable[..., Any], tracer: Any, folder: Path, missed: list[str]) -> Callable[..., Any]:
     def cached_files(path_or_repo_id: Any, filenames: list[str], **kwargs: Any) -> Any:
         name, missing = str(path_or_repo_id), None
         try:
@@ -75,13 +81,15 @@ def _shipped_configs(find: Callable[..., Any], tracer: Any, folder: Path) -> Cal
                 beside.write_text(json.dumps({"torch_dtype": "float32", **preset.config}))
             return [str(path)]
         if missing is not None:
+            missed[:] = [name, *filenames]
+            missing.missed = missed  # type: ignore[attr-defined]
             raise missing
         return None
 
     return cached_files
 
 
-def _told(error: OSError) -> Exception:
+def _told(error: OSError, missed: list[str], made_up: bool) -> Exception:
     """A folder's own faults are told by the one who finds them."""
     said = str(error)
     if not _FROM_HUB.search(said):
@@ -89,12 +97,24 @@ def _told(error: OSError) -> Exception:
     frames, here = traceback.extract_tb(error.__traceback__), str(Path(__file__).parents[1])
     own = [frame for frame in frames if is_own(frame.filename) and not frame.filename.startswith(here)]
     where = f"{own[-1].filename}:{own[-1].lineno}: " if own else ""
+    name, what = (missed[0], ", ".join(missed[1:])) if _is_about_files(error, missed) else ("", "something")
+    hint = f"`hf download {name or 'NAME'}` first, or name a folder"
+    if what == CONFIG:
+        hint += f" with its {CONFIG}; `memfit models` lists models whose configs come with memfit"
+    elif not made_up:
+        hint += "; --synthetic-data makes up tokenizers and data"
     return TraceError(
-        f"{where}the code loads something from the Hub that is not on this machine, and memfit fetches nothing:"
-        f" {(own[-1].line or '').strip() if own else said.splitlines()[0]}",
-        hint="`hf download NAME` first, or name a folder; `memfit models` lists models whose configs come with memfit;"
-        " --synthetic-data makes up tokenizers and data",
+        f"{where}the code loads {what}{f' of {name}' * bool(name)} from the Hub that is not on this machine, and memfit"
+        f" fetches nothing: {(own[-1].line or '').strip() if own else said.splitlines()[0]}",
+        hint=hint,
     )
+
+
+def _is_about_files(error: BaseException | None, missed: list[str]) -> bool:
+    """Whether it comes from the last files that were not found, and not from a data set."""
+    while error is not None and getattr(error, "missed", None) is not missed:
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _weights_or_none(find: Callable[..., Any]) -> Callable[..., Any]:
@@ -102,11 +122,26 @@ def _weights_or_none(find: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return find(*args, **kwargs)
         except OSError:
-            if os.path.isdir(str(kwargs.get("pretrained_model_name_or_path", args[0] if args else ""))):
+            folder = Path(str(kwargs.get("pretrained_model_name_or_path", args[0] if args else "")))
+            if folder.is_dir() and (not (folder / CONFIG).is_file() or any(map(_is_weights, folder.iterdir()))):
                 raise
             return None, None
 
     return resolve
+
+
+def _is_weights(file: Path) -> bool:
+    return file.suffix in (".safetensors", ".bin", ".gguf", ".msgpack", ".h5") or file.name.endswith(".index.json")
+
+
+def _type_or_fp32(find: Callable[..., Any]) -> Callable[..., Any]:
+    """Where neither the config nor weights tell."""
+
+    def get_dtype(dtype: Any, files: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
+        told = dtype != "auto" or files is not None or getattr(config, "dtype", None) is not None
+        return find(dtype if told else "float32", files, config, *args, **kwargs)
+
+    return get_dtype
 
 
 def _weights_made_up(load: Callable[..., Any], tracer: Any) -> Callable[..., Any]:

@@ -73,7 +73,7 @@ def trace_once(
         for file, number, value in lines:
             tracer.answers.answer_line(file, number, value)
         seen.append(Steps(steps, lambda: replay(tracer.trace).peak_allocated))
-        with hub_pretended(tracer), data_made_up(tracer, wanted=synthetic_data):
+        with hub_pretended(tracer, made_up=synthetic_data), data_made_up(tracer, wanted=synthetic_data):
             run_program(program, seen[-1], seconds=seconds, assume=tracer.assume)
 
     return trace_code(
