@@ -123,6 +123,8 @@ class RepeatedPasses:
     def _key(self, module: torch.nn.Module, args: Any, kwargs: Any, leaves: list[Any]) -> Any:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             return None
+        if torch._C._functorch.peek_interpreter_stack() is not None:  # inside torch.func
+            return None
         if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
             return None
         if any(weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None)
