@@ -103,13 +103,14 @@ class RepeatedPasses:
                 if before.times >= ALIKE and before.asked == self._values(leaves, before.asked):
                     tracer.assume(SKIPPED)
                     return self._repeat(before, leaves)
-            if key is None:
-                return call()
-            values = self._values(leaves, range(len(leaves)))
-            tracer.values.begin_origins({i: leaves[i] for i in values})
-            tracer.answers.asked_about.clear()
-            arguments = {tracer.block_of(leaf): i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+            if key is not None:
+                values = self._values(leaves, range(len(leaves)))
+                tracer.values.begin_origins({i: leaves[i] for i in values})
+                tracer.answers.asked_about.clear()
+                arguments = {tracer.block_of(leaf): i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
             del leaves
+        if key is None:
+            return call()
         event, block, unexplained = len(tracer.trace), len(tracer.trace.requested), tracer.answers.unexplained
         lists = len(tracer.trace.facts.get(LISTS, ()))
         out = call()
