@@ -414,6 +414,23 @@ def test_a_fused_bias_brings_the_workspace_of_cublaslt() -> None:
     ]
 
 
+def test_a_product_of_8_bit_floats_brings_the_workspace_of_cublaslt() -> None:
+    def multiply(_: Tracer) -> object:
+        rows = torch.empty(32, 64, dtype=torch.float8_e4m3fn, device=CUDA)
+        scale = torch.empty((), device=CUDA)
+        return torch._scaled_mm(rows, rows[:16].t(), scale, scale, out_dtype=torch.bfloat16)
+
+    assert ("cublaslt workspace (main thread)", 1 * MiB) in workspaces(trace(multiply))
+
+
+def test_32_bit_indices_become_64_bit_ones() -> None:
+    def look_up(_: Tracer) -> object:
+        table = torch.empty(16, dtype=torch.bfloat16, device=CUDA)
+        return table[torch.empty(1000, dtype=torch.int32, device=CUDA)]
+
+    assert story(look_up).startswith("+32 +4000 +8000 +2000 -2")
+
+
 def test_ampere_takes_a_smaller_workspace() -> None:
     made = trace(lambda tracer: one_step(tracer, bias=False), platform=Platform(arch=(8, 0), sm_count=108))
     assert [size for _, size in workspaces(made)] == [8_519_680, 8_519_680]

@@ -39,8 +39,10 @@ PRODUCTS = {
     aten.dot.default, aten.vdot.default, aten.addbmm.default,
     aten.mm.out, aten.addmm.out, aten.bmm.out, aten.baddbmm.out, aten.addmv.out, aten.mv.out, aten.dot.out,
     aten.addmm_.default, aten.baddbmm_.default, aten.addmv_.default, aten.addbmm_.default,
-    aten.mm.dtype, aten.addmm.dtype, aten.bmm.dtype, aten.baddbmm.dtype,
+    aten.mm.dtype, aten.addmm.dtype, aten.bmm.dtype, aten.baddbmm.dtype, aten._scaled_mm.default, aten._scaled_mm.out,
 }  # fmt: skip
+SCALED = (aten._scaled_mm.default, aten._scaled_mm.out)
+"""Of 8-bit floats: cuBLASLt's, measured with torchao's float8 training on an H200."""
 
 
 def cublas_bytes(platform: Platform) -> int:
@@ -67,7 +69,7 @@ class Workspaces:
             for size in _copied_operands(args):
                 hold(size, "operand that cuBLAS cannot read as it lies")
             self.hold_for_product(tracer)
-            if op in (aten.addmm.default, aten.addmm.out) and _bias_is_fused(args):
+            if op in SCALED or (op in (aten.addmm.default, aten.addmm.out) and _bias_is_fused(args)):
                 self._hold(tracer, "cublaslt", self._thread(tracer), self._cublaslt)
 
     def hold_for_product(self, tracer: Tracer) -> None:
