@@ -116,6 +116,16 @@ def _facts(facts: dict[str, Any], number: Any) -> dict[str, Any]:
             str(number(int(block))): [None if each is None else number(each) for each in members]
             for block, members in facts["lists"].items()
         }
-    if "widened" in facts:
-        made["widened"] = [number(block) for block in facts["widened"]]
     return made
+
+
+def peak_of(trace: Trace) -> int:
+    """The sum of what is requested, at its highest."""
+    now = most = 0
+    for action, subject in trace.events():
+        if action == Action.ALLOC:
+            now += trace.requested[subject]
+            most = max(most, now)
+        elif action in (Action.FREE, Action.FREE_REQUESTED):
+            now -= trace.requested[subject]
+    return most

@@ -19,6 +19,7 @@ from torch import nn
 from memfit.errors import InputError, UsageError
 from memfit.events import Trace
 from memfit.extrapolation.blocks import BEFORE, UNITS, NotRepeating
+from memfit.extrapolation.reused import SAID, peak_of
 from memfit.jobs.adapter_names import BEYOND_BLOCKS
 from memfit.jobs.build import Prepared, prepare_without_memory
 from memfit.jobs.quantised import loaded_bytes
@@ -29,8 +30,11 @@ from memfit.models.registry import ModelSource, build_model, load_config, parame
 from memfit.planning.few_steps import trace_labelled
 from memfit.planning.traced import Recipe, TracedShare, scaled, settings_found
 from memfit.platform import Platform
+from memfit.tracing.compiled.hooks import PADS, products_padded
+from memfit.units import format_bytes
 
 MAX_PERIOD = 8
+LARGER = "the plan is of the larger"
 PLAIN = (bool, int, float, str, type(None))
 OWN_NUMBER = ("layer_idx", "layer_id", "block_idx")
 
@@ -101,7 +105,21 @@ def _blocks_of(source: ModelSource, attention: Any, head: str | None, changed: i
 
 
 def trace_few_blocks(work: Workload, platform: Platform) -> tuple[Recipe, Trace]:
-    """What was traced, and the whole of the job made from it."""
+    """What was traced, and the whole of the job made from it. Where the card would decide whether products are padded,
+    both are traced, and the larger is told."""
+    recipe, whole = _trace_few_blocks(work, platform)
+    if PADS not in whole.facts.get(SAID, ()):
+        return recipe, whole
+    with products_padded():
+        padded, whole_padded = _trace_few_blocks(work, platform)
+    low, high = peak_of(whole), peak_of(whole_padded)
+    note = f"at the peak {format_bytes(low)} without padded products and {format_bytes(high)} with them: {LARGER}"
+    if high > low:
+        recipe, whole = padded, whole_padded
+    return dataclasses.replace(recipe, notes=(note, *recipe.notes)), whole
+
+
+def _trace_few_blocks(work: Workload, platform: Platform) -> tuple[Recipe, Trace]:
     source = work.source
     if work.kind == "prune":
         from memfit.planning.pruning import trace_pruning

@@ -29,13 +29,14 @@ from memfit.analysis.advice import advise
 from memfit.analysis.own_lines import is_own
 from memfit.errors import TraceError, UsageError
 from memfit.events import Action, Trace
-from memfit.extrapolation.reused import COMPILED, SAID, joined
+from memfit.extrapolation.reused import COMPILED, SAID
 from memfit.gpus import Gpu, find_gpu
 from memfit.planning.failures import failures_of_the_job
 from memfit.planning.on_trace import phases_by_what_runs
 from memfit.planning.predict import Plan, assess, context_on, not_modelled
 from memfit.planning.traced import Provenance
 from memfit.replay.alloc_config import AllocatorConfig
+from memfit.units import format_bytes
 
 if TYPE_CHECKING:
     from memfit.tracing.own_code import OwnCodeTracer
@@ -52,14 +53,33 @@ def trace_own_code(
     """Trace `fn` and report as `memfit plan` does. `answers` gives the values of tensors that the code asks for, by
     the end of the file's path and the function that asks."""
     _check_function(fn)
-    return trace_code(
-        lambda _: fn(),
-        gpu=gpu,
-        alloc_conf=alloc_conf,
-        name=name or str(getattr(fn, "__name__", "function")),
-        answers=_checked(answers),
-        workload={"kind": "own-code", "function": getattr(fn, "__qualname__", repr(fn)), "alloc_conf": alloc_conf},
-    )
+
+    def plan() -> Plan:
+        return trace_code(
+            lambda _: fn(),
+            gpu=gpu,
+            alloc_conf=alloc_conf,
+            name=name or str(getattr(fn, "__name__", "function")),
+            answers=_checked(answers),
+            workload={"kind": "own-code", "function": getattr(fn, "__qualname__", repr(fn)), "alloc_conf": alloc_conf},
+        )
+
+    return _larger_of_both(plan)
+
+
+def _larger_of_both(plan: Callable[[], Plan]) -> Plan:
+    """Where the card would decide whether products are padded, both are planned."""
+    first = plan()
+    if not any(note.startswith("some products have a side") for note in first.notes):
+        return first
+    from memfit.tracing.compiled.hooks import products_padded
+
+    with products_padded():
+        padded = plan()
+    low, high = first.peak.allocated_bytes, padded.peak.allocated_bytes
+    note = f"at the peak {format_bytes(low)} without padded products and {format_bytes(high)} with them:"
+    larger = padded if high > low else first
+    return dataclasses.replace(larger, notes=(f"{note} the plan is of the larger", *larger.notes))
 
 
 def trace_code(
@@ -171,7 +191,7 @@ def _run_traced(
             code(tracer)
 
     with put_back(tracer.owns), _saved_is_missed(tracer), failures_of_the_job():
-        made = joined(run_traced(run, tracer, names))
+        made = run_traced(run, tracer, names)
     made.facts.pop(COMPILED, None)
     if Action.ALLOC not in made.actions:
         raise TraceError(

@@ -111,6 +111,9 @@ class OwnCodeTracer(Tracer):
     def block_of(self, tensor: Tensor) -> int | None:
         return super().block_of(_unwrapped(tensor))
 
+    def passed_on(self, tensor: Tensor) -> None:
+        """Nothing is told of it: what is noted beside the trace names blocks."""
+
     def put_on_host(self, made: Any, place: Place) -> Any:
         for tensor in tree_leaves(made):
             if isinstance(tensor, Tensor) and tensor.device.type == self.device.type and not self.owns(tensor):

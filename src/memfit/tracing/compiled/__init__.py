@@ -2,5 +2,5 @@
 
 from __future__ import annotations
 
-DOOR = {"hooks": "compiling"}
+DOOR = {"hooks": "PADS compiling products_padded"}
 """What other rooms may use, by file."""

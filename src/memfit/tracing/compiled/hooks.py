@@ -6,6 +6,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,16 +28,29 @@ from memfit.tracing.kernels.composites import composites_of_compiler
 MEMFIT = Path(__file__).parents[2]
 OF_JOBS = tuple(str(MEMFIT / room) for room in ("jobs", "models"))
 """What runs elsewhere in memfit is none of the job's code."""
-PASSED_THROUGH = str(MEMFIT / "tracing" / "repeated_calls.py")
-"""It calls the job's code."""
+PASSED_THROUGH = str(MEMFIT / "tracing" / "repeated")
+"""What runs there calls the job's code."""
 AUTOCAST = ("is_autocast_enabled", "get_autocast_dtype", "get_autocast_gpu_dtype", "set_autocast_enabled",
             "set_autocast_dtype", "clear_autocast_cache")  # fmt: skip
 NOT_GUARDED = frozenset((*AUTOCAST, *PRETENDED, "__call__"))
 """Names whose values memfit changes between the compiler's look at the code and the code's run."""
 PADS = (
-    "some products have a side that is no multiple of 8 (4 in fp32): torch would time them on the card with padding and"
-    " without (pad_mm); planned without. TORCHINDUCTOR_SHAPE_PADDING=0 makes a run do so"
+    "some products have a side that is no multiple of 8 (4 in fp32): torch times them on the card, padded and not"
+    " (pad_mm), and takes the faster; TORCHINDUCTOR_SHAPE_PADDING=0 settles it"
 )
+_padded: ContextVar[bool] = ContextVar("padded", default=False)
+
+
+@contextmanager
+def products_padded() -> Iterator[None]:
+    """As if padding were the faster wherever torch asks."""
+    token = _padded.set(True)
+    try:
+        yield
+    finally:
+        _padded.reset(token)
+
+
 REFUSED = {
     "triton.cudagraphs": 'mode="reduce-overhead", whose CUDA graphs keep pools of memory of their own',
     "max_autotune": 'mode="max-autotune", which times kernels on the card and takes the fastest',
@@ -186,7 +200,7 @@ class Hooks:
             self._codes.add(frame.f_code)
             file = frame.f_code.co_filename
             if file.startswith(str(MEMFIT)) and not file.startswith(OF_JOBS):
-                return skipped(action.DEFAULT if file == PASSED_THROUGH else action.SKIP)
+                return skipped(action.DEFAULT if file.startswith(PASSED_THROUGH) else action.SKIP)
             filtered = wrapper.hooks.guard_filter_fn
             wrapper.hooks.guard_filter_fn = _guards_kept(filtered)
             try:
@@ -316,7 +330,7 @@ class Hooks:
         if key.startswith("base mm time"):
             return None
         say(self.tracer.trace, PADS)
-        return False
+        return _padded.get()
 
 
 def _guards_kept(filtered: Callable[..., Any] | None) -> Callable[[Sequence[Any]], list[bool]]:

@@ -124,6 +124,7 @@ def gpu_pretended(platform: Platform) -> Iterator[None]:
     replaced: list[tuple[Any, dict[str, Any]]] = [
         (torch.cuda, _of_cuda(platform)),
         (torch._C, _IN_C),
+        (torch, {"Generator": torch._C.Generator}),
         (torch.version, {"cuda": CUDA_VERSION}),
         (interface, {name: staticmethod(value) for name, value in _of_interface(platform).items()}),
         (interface.Worker, {"get_device_properties": staticmethod(lambda *_: properties_of(platform)),
