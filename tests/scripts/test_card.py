@@ -130,7 +130,7 @@ def test_processes_that_a_program_spawns_are_shown_by_the_first(write, world: st
         ("import torch\ntorch.cuda.set_device(1)\n", "the code uses cuda:1, and memfit traces one GPU"),
         ("import nowhere_to_be_found\n", "needs the package nowhere_to_be_found"),
         ("import sys, torch\ntorch.zeros(1).cuda()\nsys.exit('bad data')\n", "sys.exit"),
-        ("def f(:\n", "SyntaxError"),
+        ("def f(:\n", "train.py:1 is no Python"),
         ("import os\nos._exit(3)\n", r"train.py:2, in <module>: the code ends the whole process"),
     ],
 )  # fmt: skip

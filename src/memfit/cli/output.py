@@ -27,6 +27,12 @@ def say(text: str) -> None:
     print(text)
 
 
+def say_all(text: str) -> None:
+    """As it was written elsewhere."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
 class Stdout(io.TextIOWrapper):
     """Remembers why it failed: what could not be written is no longer there to be written again."""
 
@@ -59,6 +65,11 @@ class Stdout(io.TextIOWrapper):
         except OSError as error:
             self.failed = error
             raise
+
+
+def is_of_this_process() -> bool:
+    """Whether the process is a command's own: not that of a program which calls `main`."""
+    return isinstance(sys.stdout, Stdout)
 
 
 def print_anything() -> None:

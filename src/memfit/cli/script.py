@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -55,34 +56,51 @@ def script(
 ) -> int:
     """Predict a program of your own: it runs unmodified, without a GPU, until its optimizer has made a few steps."""
     from memfit.gpus import find_gpu
-    from memfit.scripts.command import read_command
+    from memfit.scripts.watched import watch
 
     if gpu is not None:
         find_gpu(gpu)
-    program = read_command(command)
-    asked = {"steps": _number("--steps", steps), "seconds": _number("--seconds", seconds)}
-    answers = dict(_answer(text) for text in answer or [])
+    settings: dict[str, Any] = {
+        "gpu": gpu,
+        "steps": _number("--steps", steps),
+        "seconds": _number("--seconds", seconds),
+        "answers": dict(_answer(text) for text in answer or []),
+        "alloc_conf": alloc_conf,
+        "synthetic_data": synthetic_data,
+    }
+    changes = dict(_change(text) for text in tries or [])
     if save_trace is not None:
         check_free(save_trace, "--save-trace", force)
-    settings: dict[str, Any] = {"gpu": gpu, "answers": answers, "alloc_conf": alloc_conf, **asked,
-                                "synthetic_data": synthetic_data}  # fmt: skip
-    changes = dict(_change(text) for text in tries or [])
-    if changes:
-        if save_trace is not None:
+        if changes:
             raise UsageError("--save-trace keeps one trace, and --try makes several", hint="leave one of them out")
-        from memfit.scripts.trials import try_script
 
-        tried = try_script(program, changes, **settings)
-        output.tell(tried, json=json)
-        return FAILS if all(run.plan is None or run.plan.verdict == "fails" for run in tried.runs) else 0
+    def plan() -> int:
+        return _try(command, changes, settings, json) if changes else _plan(command, settings, json, save_trace)
+
+    if not output.is_of_this_process() or not hasattr(os, "fork"):
+        return plan()
+    code, text = watch(plan)
+    output.say_all(text)
+    return code
+
+
+def _plan(command: list[str], settings: dict[str, Any], json: bool, save_trace: Path | None) -> int:
     from memfit.scripts.plan import trace_script
 
-    made = trace_script(program, **settings)
+    made = trace_script(command, **settings)
     if save_trace is not None:
         with writing(save_trace, "--save-trace"):
             made.trace.save(save_trace)
     output.tell(made, json=json)
     return FAILS if made.verdict == "fails" else 0
+
+
+def _try(command: list[str], changes: dict[str, list[str]], settings: dict[str, Any], json: bool) -> int:
+    from memfit.scripts.trials import try_script
+
+    tried = try_script(command, changes, **settings)
+    output.tell(tried, json=json)
+    return FAILS if all(run.plan is None or run.plan.verdict == "fails" for run in tried.runs) else 0
 
 
 def _change(text: str) -> tuple[str, list[str]]:

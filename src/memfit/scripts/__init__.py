@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 DOOR = {
-    "command": "read_command",
     "plan": "trace_script",
     "trials": "Trials try_script",
+    "watched": "watch",
 }
 """What other rooms may use, by file."""

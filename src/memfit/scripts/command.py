@@ -8,6 +8,7 @@ import re
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 from memfit.errors import InputError, UsageError
@@ -103,11 +104,14 @@ def _file(words: Sequence[str], environment: tuple[tuple[str, str], ...]) -> Pro
     return Program(str(path), False, tuple(words[1:]), environment)
 
 
-def find_module(name: str) -> None:
-    """With the working folder on the path."""
+def find_module(name: str) -> ModuleSpec:
+    """With the working folder on the path; of a package, what `python -m` runs."""
     try:
         found = importlib.util.find_spec(name)
+        if found is not None and found.submodule_search_locations is not None:
+            found = importlib.util.find_spec(f"{name}.__main__")
     except (ImportError, ValueError, AttributeError):
         found = None
-    if found is None:
+    if found is None or not hasattr(found.loader, "get_code"):
         raise InputError(f"there is no module '{name}'", hint=f"looked in '{os.getcwd()}' and in what is installed")
+    return found

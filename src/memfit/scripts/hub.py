@@ -18,6 +18,7 @@ from memfit.analysis.own_lines import is_own
 from memfit.errors import TraceError
 from memfit.files import written_whole
 from memfit.models.presets import find_preset
+from memfit.scripts.watched import folder_for_files
 from memfit.tracing.stored import without_memory
 
 CONFIG = "config.json"
@@ -35,7 +36,7 @@ def hub_pretended(tracer: Any, *, made_up: bool = False) -> Iterator[None]:
     done: set[str] = set()
     missed: list[str] = []
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="memfit-")))
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="memfit-", dir=folder_for_files())))
 
         def patch() -> None:
             hub: Any = sys.modules.get("transformers.utils.hub")

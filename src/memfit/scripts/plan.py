@@ -58,10 +58,10 @@ def trace_once(
     synthetic_data: bool = False,
     drops_gradients: bool = False,
 ) -> Plan:
-    from memfit.replay.replay import replay
     from memfit.scripts.hub import hub_pretended
     from memfit.scripts.made_up import data_made_up
-    from memfit.scripts.run import Steps, run_program
+    from memfit.scripts.run import run_program
+    from memfit.scripts.stopping import Steps
 
     if steps < 1:
         raise UsageError(f"--steps {steps} is not above 0", hint="such as --steps 3")
@@ -72,9 +72,9 @@ def trace_once(
     def run(tracer: Any) -> None:
         for file, number, value in lines:
             tracer.answers.answer_line(file, number, value)
-        seen.append(Steps(steps, lambda: replay(tracer.trace).peak_allocated))
+        seen.append(Steps(steps, tracer))
         with hub_pretended(tracer, made_up=synthetic_data), data_made_up(tracer, wanted=synthetic_data):
-            run_program(program, seen[-1], seconds=seconds, assume=tracer.assume)
+            run_program(program, seen[-1], seconds=seconds, tracer=tracer)
 
     return trace_code(
         run,

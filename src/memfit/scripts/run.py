@@ -2,81 +2,32 @@
 
 from __future__ import annotations
 
-import contextlib
+import atexit
 import importlib
 import os
-import runpy
-import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from types import FrameType
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
 from memfit.analysis.own_lines import is_own
-from memfit.errors import TraceError
+from memfit.errors import InputError
 from memfit.scripts.children import processes_at_home
 from memfit.scripts.command import Program, find_module
+from memfit.scripts.stopping import EnoughSeen, Steps, ended_in_time
 
 OFFLINE = {
     "WANDB_MODE": "disabled", "WANDB_SILENT": "true", "MLFLOW_TRACKING_URI": "", "COMET_MODE": "disabled",
     "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "NEPTUNE_MODE": "debug",
 }  # fmt: skip
 """Nothing is fetched or sent."""
-OF_WORKERS = (
-    "num_workers", "pin_memory", "prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout",
-)  # fmt: skip
-MOST_STEPS = 10
-"""A peak that still rises after so many steps rises for ever."""
+AT_EXIT = "what the program leaves for its end (atexit) is not run"
 
 
-NOTICED = 1e-4
-"""A peak rises where that shows: a number that is kept of every step is no reason to go on."""
-
-
-class EnoughSeen(BaseException):
-    """Ends the program from within. No `except Exception` of its own stops it."""
-
-
-class Steps:
-    """Of the optimizer that steps most; tells when enough of them were seen. A program without any optimizer changes
-    its weights by hand: there each backward pass counts."""
-
-    def __init__(self, wanted: int, peak: Callable[[], int]) -> None:
-        self.wanted = wanted
-        self.done = 0
-        self.rises = False
-        """Whether the peak still rose in the last step that was seen."""
-        self._peak = peak
-        self._seen = 0
-        self._by_optimizer: dict[int, int] = {}
-        self._backward_seen = False
-
-    def count(self, optimizer: Any, *_: Any) -> None:
-        self._by_optimizer[id(optimizer)] = self._by_optimizer.get(id(optimizer), 0) + 1
-        if self._by_optimizer[id(optimizer)] > self.done:
-            self._look()
-
-    def begin_by_hand(self) -> None:
-        """Before a backward pass of a program without an optimizer: the step of the one before is done."""
-        if self._backward_seen:
-            self._look()
-        self._backward_seen = True
-
-    def _look(self) -> None:
-        self.done += 1
-        if self.done < self.wanted - 1:
-            return
-        peak, before = self._peak(), self._seen
-        self._seen, self.rises = peak, peak > before * (1 + NOTICED)
-        if (self.done >= max(self.wanted, 2) and (not self.rises or self.done >= MOST_STEPS)) or self.wanted == 1:
-            raise EnoughSeen
-
-
-def run_program(program: Program, steps: Steps, *, seconds: float, assume: Callable[[str], None]) -> None:
+def run_program(program: Program, steps: Steps, *, seconds: float, tracer: Any) -> None:
     """To its end, or to enough steps; an error if neither comes within the time limit."""
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -84,16 +35,14 @@ def run_program(program: Program, steps: Steps, *, seconds: float, assume: Calla
     try:
         with (
             _as_started_by_hand(program),
+            _speaks_on_stderr(),
+            _leaves_nothing_for_the_end(tracer.assume),
             _workers_at_home(),
-            processes_at_home(assume),
+            processes_at_home(tracer.assume),
             _steps_by_hand(steps),
-            _time_limit(seconds),
+            ended_in_time(seconds, tracer),
         ):
-            if program.is_module:
-                find_module(program.target)
-                runpy.run_module(program.target, run_name="__main__", alter_sys=True)
-            else:
-                runpy.run_path(program.target, run_name="__main__")
+            _run_as_main(*(_module(program.target) if program.is_module else _file(program.target)))
     except EnoughSeen:
         pass
     except SystemExit as end:
@@ -103,9 +52,41 @@ def run_program(program: Program, steps: Steps, *, seconds: float, assume: Calla
         hook.remove()
 
 
+def _run_as_main(code: Any, names: dict[str, Any]) -> None:
+    main, before = ModuleType("__main__"), sys.modules["__main__"]
+    main.__dict__.update(names)
+    sys.modules["__main__"] = main
+    try:
+        exec(code, main.__dict__)
+    finally:
+        sys.modules["__main__"] = before
+
+
+def _file(path: str) -> tuple[Any, dict[str, Any]]:
+    try:
+        return compile(Path(path).read_bytes(), path, "exec", dont_inherit=True), {"__file__": path}
+    except (SyntaxError, ValueError) as error:
+        line = getattr(error, "lineno", None)
+        raise InputError(
+            f"{path}{f':{line}' if line else ''} is no Python: {getattr(error, 'msg', error)}",
+            hint=(getattr(error, "text", None) or "").strip() or None,
+        ) from None
+
+
+def _module(name: str) -> tuple[Any, dict[str, Any]]:
+    spec = find_module(name)
+    loader: Any = spec.loader
+    try:
+        code = loader.get_code(spec.name)
+    except SyntaxError as error:
+        raise InputError(f"{error.filename}:{error.lineno} is no Python: {error.msg}") from None
+    sys.argv[0] = str(spec.origin)
+    return code, {"__file__": spec.origin, "__package__": spec.parent, "__spec__": spec, "__loader__": loader}
+
+
 @contextmanager
 def _as_started_by_hand(program: Program) -> Iterator[None]:
-    """What the program prints is no result of memfit's: it goes where notes go. Afterwards everything is as before."""
+    """Afterwards everything is as before."""
     folder = os.getcwd() if program.is_module else str(Path(program.target).resolve().parent)
     before = set(sys.modules)
     here = os.getcwd()
@@ -113,7 +94,6 @@ def _as_started_by_hand(program: Program) -> Iterator[None]:
         stack.enter_context(mock.patch.object(sys, "argv", [program.target, *program.arguments]))
         stack.enter_context(mock.patch.object(sys, "path", [folder, *sys.path]))
         stack.enter_context(mock.patch.dict(os.environ, {**OFFLINE, **dict(program.environment)}))
-        stack.enter_context(contextlib.redirect_stdout(sys.stderr))
         _hub_is_offline(stack)
         stack.enter_context(_accelerate_begins_anew())
         try:
@@ -123,6 +103,47 @@ def _as_started_by_hand(program: Program) -> Iterator[None]:
             for name in set(sys.modules) - before:
                 if str(getattr(sys.modules[name], "__file__", None) or "").startswith(folder + os.sep):
                     del sys.modules[name]
+
+
+@contextmanager
+def _speaks_on_stderr() -> Iterator[None]:
+    """What the program prints is no result of memfit's: it goes where notes go, also what its child processes print.
+    It may close what it is given."""
+    with suppress(OSError, ValueError, AttributeError):
+        sys.stdout.flush()
+    held: dict[int, int] = {}
+    for number in (1, 2):
+        with suppress(OSError):
+            held[number] = os.dup(number)
+    streams = sys.stdout, sys.stderr
+    if 2 in held:
+        os.dup2(2, 1)
+        sys.stdout = sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
+    try:
+        yield
+    finally:
+        with suppress(OSError, ValueError):
+            sys.stdout.flush()
+        sys.stdout, sys.stderr = streams
+        for number, copy in held.items():
+            with suppress(OSError):
+                os.dup2(copy, number)
+                os.close(copy)
+
+
+@contextmanager
+def _leaves_nothing_for_the_end(assume: Callable[[str], None]) -> Iterator[None]:
+    """The card is gone when Python ends. What libraries leave for then is theirs."""
+    register = atexit.register
+
+    def register_of_libraries(function: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_own(sys._getframe(1).f_code.co_filename):
+            return register(function, *args, **kwargs)
+        assume(AT_EXIT)
+        return function
+
+    with mock.patch.object(atexit, "register", register_of_libraries):
+        yield
 
 
 def _hub_is_offline(stack: ExitStack) -> None:
@@ -197,27 +218,3 @@ def _steps_by_hand(steps: Steps) -> Iterator[None]:
         mock.patch.object(torch.autograd, "backward", backward_and_count),
     ):
         yield
-
-
-@contextmanager
-def _time_limit(seconds: float) -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
-        yield
-        return
-
-    def stop(_: int, frame: FrameType | None) -> None:
-        while frame is not None and not is_own(frame.f_code.co_filename):
-            frame = frame.f_back
-        where = "" if frame is None else f" (then at {frame.f_code.co_filename}:{frame.f_lineno})"
-        raise TraceError(
-            f"the script made no step of an optimizer that ended the trace within {seconds:.0f} s{where}",
-            hint="--seconds gives it more, --steps 1 asks for less; a run on less data shows the same peak",
-        )
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)

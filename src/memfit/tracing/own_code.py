@@ -82,6 +82,8 @@ class OwnCodeTracer(Tracer):
         """To be called when the code has imported something."""
         self.kernels_of: dict[str, Mapping[str, Callable[..., Any]]] = {}
         """Of packages that bring their own: by namespace and op, what they do on CUDA."""
+        self.stopped: type[BaseException] | None = None
+        """Why the code is to end here: from then on nothing is written down, whatever it catches."""
         self.gpu_is_named = False
         """Whether the call that runs names "cuda" as its device."""
         self._in_kernel = False
@@ -123,6 +125,9 @@ class OwnCodeTracer(Tracer):
     # -- the mode ----------------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.stopped is not None:
+            self.forget()
+            raise self.stopped
         with torch._C.DisableTorchFunction():
             if _is_of_host(args, kwargs):
                 return func(*args, **(kwargs or {}))

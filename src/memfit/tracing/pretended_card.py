@@ -337,6 +337,9 @@ def _threads_traced(names: OwnCodeNames, active: list[bool]) -> Iterator[None]:
         try:
             with names, names.tracer:
                 return run(thread)
+        except BaseException as error:
+            if names.tracer.stopped is None or not isinstance(error, names.tracer.stopped):
+                raise
         finally:
             running.discard(thread)
 
@@ -350,7 +353,7 @@ def _threads_traced(names: OwnCodeNames, active: list[bool]) -> Iterator[None]:
         mock.patch.object(threading.Thread, "run", run_traced),
     ):
         yield
-        for thread in [each for each in tuple(running) if not each.daemon]:
+        for thread in [each for each in tuple(running) if not each.daemon and names.tracer.stopped is None]:
             thread.join(TASK_SECONDS)
             if thread.is_alive():
                 raise TraceError(

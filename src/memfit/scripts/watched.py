@@ -1,0 +1,172 @@
+"""A program in a process of its own, which another one watches: ends it in time, cleans up after it, speaks for it.
+
+A program may catch what should end it, close its outputs, crash, kill its process or leave others behind. The two
+processes talk by files in a folder of theirs: such a program may close every descriptor.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import io
+import math
+import os
+import pickle
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+from memfit.errors import MemfitError, TraceError
+from memfit.files import written_whole
+
+PATIENCE = 5.0
+"""Seconds that a program has to end by itself once its time is up."""
+LEAVES_WITHIN = 2.0
+"""The same, once its answer is known."""
+LOOKS = 0.02
+"""Seconds between two looks at it."""
+NO_PLAN = "it did so before it had made enough steps for a plan"
+ANSWER, DEADLINE = "answer", "deadline"
+_folder: Path | None = None
+"""In the process that is watched."""
+
+
+def tell_deadline(seconds: float | None) -> None:
+    """By when the program should have ended, to who watches, if anybody does."""
+    if _folder is not None:
+        with written_whole(_folder / DEADLINE) as beside:
+            beside.write_bytes(pickle.dumps((seconds, time.monotonic())))
+
+
+def folder_for_files() -> str | None:
+    """Where to put what is to be gone when the program is: it may be killed."""
+    return None if _folder is None else str(_folder)
+
+
+def watch(work: Callable[[], int]) -> tuple[int, str]:
+    """What `work` returns in a process of its own, and what it has written to `sys.stdout`."""
+    sys.stdout.flush()
+    folder, child = Path(tempfile.mkdtemp(prefix="memfit-")), 0
+    try:
+        child = os.fork()
+        if child == 0:
+            _be_watched(work, folder)
+        with suppress(OSError):  # it does so itself: whoever comes first
+            os.setpgid(child, child)
+        status = _wait(child, folder)
+        return _answer(folder, status)
+    finally:
+        if child:
+            _end(child)
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _wait(child: int, folder: Path) -> int | None:
+    """How it has ended, as the system tells it; nothing where its answer is there and it does not end."""
+    answered = math.inf
+    while True:
+        ended, status = os.waitpid(child, os.WNOHANG | os.WUNTRACED)
+        if ended and os.WIFSTOPPED(status):
+            raise TraceError("the script waits for somebody to type", hint="give it its input: memfit ... < input.txt")
+        if ended:
+            return status
+        now = time.monotonic()
+        if math.isinf(answered) and (folder / ANSWER).exists():
+            answered = now
+        if now > answered + LEAVES_WITHIN:
+            return None
+        seconds, begun = _read(folder / DEADLINE) or (None, 0.0)
+        if math.isinf(answered) and seconds is not None and now > begun + seconds + PATIENCE:
+            raise TraceError(
+                f"the script made no step of an optimizer that ended the trace within {seconds:.0f} s, and went on when"
+                " it was told to end",
+                hint="--seconds gives it more; where it catches everything, `except Exception:` lets it end",
+            )
+        time.sleep(LOOKS)
+
+
+def _answer(folder: Path, status: int | None) -> tuple[int, str]:
+    found = _read(folder / ANSWER)
+    if found is not None:
+        code, text, error = found
+        if isinstance(error, str):
+            raise RuntimeError(f"in the process of the script:\n{error}")
+        if error is not None:
+            raise MemfitError(error[0], hint=error[1])
+        return code, text
+    code = os.waitstatus_to_exitcode(status or 0)
+    if code >= 0:
+        raise TraceError(f"the script ended its process past memfit, with exit code {code}", hint=NO_PLAN)
+    name = signal.Signals(-code).name
+    why = "killed from outside, where memory runs out for one, or by itself" if code == -signal.SIGKILL else "a crash"
+    raise TraceError(f"the process of the script ended by the signal {name}: {why}", hint=NO_PLAN)
+
+
+def _read(path: Path) -> Any:
+    try:
+        return pickle.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+
+
+def _end(child: int) -> None:
+    """It and all that it has left behind."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(OSError):
+            os.killpg(child, number)
+        for _ in range(25):
+            with suppress(ChildProcessError):
+                os.waitpid(child, os.WNOHANG)
+            try:
+                os.killpg(child, 0)
+            except OSError:
+                return
+            time.sleep(LOOKS)
+
+
+# -- in the process that is watched ------------------------------------------------------------------------------------
+
+
+class StdoutKept(io.TextIOWrapper):
+    """As if it were the stream in whose place it stands."""
+
+    def __init__(self, stream: Any) -> None:
+        super().__init__(io.BytesIO(), encoding=stream.encoding, errors=stream.errors, write_through=True)
+        self._is_terminal = stream.isatty()
+
+    def isatty(self) -> bool:
+        return bool(self._is_terminal)
+
+    def text(self) -> str:
+        self.seek(0)
+        return self.read()
+
+
+def _be_watched(work: Callable[[], int], folder: Path) -> NoReturn:
+    global _folder
+    _folder = folder
+    with suppress(OSError):
+        os.setpgid(0, 0)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    faulthandler.enable(file=os.dup(2), all_threads=False)
+    kept = sys.stdout = StdoutKept(sys.stdout)
+    os.dup2(2, 1)
+    code = 1
+    error: tuple[str, str | None] | str | None = None
+    try:
+        code = work()
+    except MemfitError as told:
+        error = (told.message, told.hint)
+    except Exception:
+        error = traceback.format_exc()
+    with written_whole(folder / ANSWER) as beside:
+        beside.write_bytes(pickle.dumps((code, kept.text(), error)))
+    raise SystemExit(code)

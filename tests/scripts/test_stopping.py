@@ -1,0 +1,127 @@
+"""Programs that catch, delay or outlive the end that memfit puts to them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from support.warm_python import warm_python
+
+import memfit
+from memfit.errors import MemfitError
+
+HEAD = """
+import atexit, ctypes, os, signal, subprocess, sys, threading, time
+import torch
+model = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(4)]).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def step():
+    model(torch.randn(4096, 512, device="cuda")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+LOOP = "for _ in range(20):\n    step()\n"
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
+    monkeypatch.chdir(tmp_path)
+
+    def put(text: str) -> str:
+        (tmp_path / "train.py").write_text(HEAD + text)
+        return "train.py"
+
+    return put
+
+
+def plan(*flags: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+    """Its outputs end with it: a process that it leaves behind would hold them."""
+    command = [warm_python(), "-m", "memfit", "plan", "script", "--json", *flags, "--", "train.py"]
+    environment = {**os.environ, "TMPDIR": str(Path.cwd() / "tmp")}
+    Path("tmp").mkdir(exist_ok=True)
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment)
+
+
+@pytest.mark.parametrize("loop", ["for _ in range(20)", "while True"])
+def test_a_script_that_catches_everything_is_planned_by_the_steps_looked_at(write, loop: str) -> None:  # type: ignore[no-untyped-def]
+    plain = memfit.trace_script(write(LOOP))
+    caught = memfit.trace_script(write(f"{loop}:\n    try: step()\n    except BaseException: continue\n"), seconds=20)
+    assert caught.peak.allocated_bytes == plain.peak.allocated_bytes
+    assert any(note.startswith("stopped after 3 optimizer steps") for note in caught.notes)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "while True:\n    try: time.sleep(1000)\n    except BaseException: pass\n",
+        "while True:\n    try:\n        while True: pass\n    except Exception: pass\n",
+        "signal.signal(signal.SIGALRM, lambda *_: None); signal.alarm(0)\nwhile True: time.sleep(0.1)\n",
+    ],
+)
+def test_the_clock_ends_a_script_whatever_it_catches_or_does_with_alarms(write, text: str) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(MemfitError, match=r"within 1 s \(then at .*train.py:\d+"):
+        memfit.trace_script(write(text), seconds=1)
+    assert signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
+
+
+def test_a_training_in_a_thread_ends_the_script_without_a_traceback(write, capfd) -> None:  # type: ignore[no-untyped-def]
+    text = "def train():\n    while True: step()\nthreading.Thread(target=train).start()\nthreading.Event().wait()\n"
+    made = memfit.trace_script(write(text), seconds=20)
+    assert any(note.startswith("stopped after 3 optimizer steps") for note in made.notes)
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_what_a_script_leaves_for_its_end_is_left_out_and_said(write, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    made = plan_of(write("atexit.register(lambda: open('ended', 'w'))\n" + LOOP))
+    assert "what the program leaves for its end (atexit) is not run" in made["notes"]
+    assert not (tmp_path / "ended").exists()
+
+
+def plan_of(_: str) -> dict[str, object]:
+    run = plan()
+    assert run.returncode == 0, run.stderr
+    document: dict[str, object] = json.loads(run.stdout)
+    return document
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "os.system('echo mine'); subprocess.run(['echo', 'mine']); os.write(1, b'mine\\n')\n" + LOOP,
+        "subprocess.Popen(['sleep', '300'])\n" + LOOP,
+        "threading.Thread(target=time.sleep, args=(300,)).start()\n" + LOOP,
+        "sys.stdout.close(); sys.stderr.close(); os.closerange(0, 1000)\n" + LOOP,
+    ],
+)
+def test_stdout_holds_one_document_whatever_a_script_prints_closes_or_leaves_running(write, text: str) -> None:  # type: ignore[no-untyped-def]
+    begun = time.monotonic()
+    assert plan_of(write(text))["schema"] == "memfit.plan/1"
+    assert time.monotonic() - begun < 45
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("ctypes.string_at(0)\n", "ended by the signal SIGSEGV"),
+        ("os.kill(os.getpid(), signal.SIGKILL)\n", "ended by the signal SIGKILL"),
+        ("ctypes.CDLL(None)._exit(0)\n", "ended its process past memfit, with exit code 0"),
+        (
+            "threading.Thread(target=time.sleep, args=(300,)).start()\n",
+            r"a thread that the code started (Thread-1 (sleep)) still runs",
+        ),
+        (
+            "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])\nwhile True: pass\n",
+            "within 1 s, and went on when it was told to end",
+        ),
+    ],
+)
+def test_a_process_that_ends_or_never_ends_past_memfit_is_told(write, text: str, said: str) -> None:  # type: ignore[no-untyped-def]
+    write("model(torch.randn(1, 512, device='cuda'))\n" + text)
+    run = plan("--seconds", "1")
+    assert (run.returncode, run.stdout) == (2, "") and said in run.stderr
+    assert list(Path("tmp").glob("memfit-*")) == []
