@@ -15,8 +15,8 @@ DOOR = {
     "images": "picture",
     "own": "block_list make_known",
     "presets": (
-        "BASICS BasicsConfig GATHER GSA_SETTINGS GSA_SIZES GSA_TYPE LATER_SIZES Preset SIZES find_preset is_gsa "
-        "presets variants"
+        "BASICS BasicsConfig GATHER GSA_SETTINGS GSA_SIZES GSA_TYPE LATER_SIZES Preset SIZES encoders find_preset "
+        "is_gsa presets variants"
     ),
     "registry": (
         "ModelSource build_from_config build_model head_named is_encoder language_model load_config parameter_count "
