@@ -35,7 +35,8 @@ MEASURE = """
 import json, sys, torch
 from memfit.scripts.command import read_command
 from memfit.scripts.run import Steps, run_program
-run_program(read_command(json.loads(sys.argv[1])), Steps(int(sys.argv[2]), lambda: 0), seconds=240, assume=lambda _: None)
+steps = Steps(int(sys.argv[2]), lambda: 0)
+run_program(read_command(json.loads(sys.argv[1])), steps, seconds=240, assume=lambda _: None)
 peak = {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
 print(json.dumps(peak))
 """

@@ -166,3 +166,12 @@ def test_adapters_of_4_bit_layers_are_first_made_in_the_type_that_they_compute_i
     assert same.report.breakdown["weights"] < fp32.report.breakdown["weights"]
     with pytest.raises(UsageError, match="8-bit layers in fp32"):
         predict(kind="lora", model=tiny, quant="int8", adapter_dtype="same", **SIZES)
+
+
+def test_paged_states_are_told_as_managed_memory_weight_by_weight() -> None:
+    plan = predict(kind="qlora", model="tinyllama-1.1b", seq_len=64, rank=64)
+    wide, deep, narrow, rank = 2048, 5632, 256, 64
+    into, out = [wide] * 6 + [deep], [wide, narrow, narrow, wide, deep, deep, wide]
+    states = [8 * entries * rank for entries in into + out if entries * rank >= 100_000]
+    assert plan.to_json()["host"] == {"managed": 22 * sum(states)}
+    assert any("of paged states lie in managed memory" in note for note in plan.notes)

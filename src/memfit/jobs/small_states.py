@@ -104,6 +104,12 @@ class CompiledStates(torch.optim.Optimizer):
         return {f"{name}_codes": codes, f"{name}_scale": scales, f"{name}_qmap": table}
 
 
+def managed_bytes(optimizer: str | None, entries: int) -> int:
+    """Of managed memory, for a weight of so many entries."""
+    kind = KINDS.get(optimizer or "", {})
+    return entries * kind["states"] * kind["bits"] // 8 if kind.get("paged") and entries >= FEWEST_PAGED else 0
+
+
 def by_shapes(name: str) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     """The optimizer of that name without its package, and what it is made with."""
     return (CompiledStates, OF_TORCHAO[name]) if name in OF_TORCHAO else (SmallStates, KINDS[name])

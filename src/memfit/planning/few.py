@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -23,12 +24,13 @@ from memfit.extrapolation.reused import SAID, peak_of
 from memfit.jobs.adapter_names import BEYOND_BLOCKS
 from memfit.jobs.build import Prepared, prepare_without_memory
 from memfit.jobs.quantised import loaded_bytes
+from memfit.jobs.small_states import managed_bytes
 from memfit.jobs.workload import Workload
 from memfit.models.config_check import HEAD_NAMES
 from memfit.models.own import block_list
 from memfit.models.registry import ModelSource, build_model, load_config, parameter_count
 from memfit.planning.few_steps import trace_labelled
-from memfit.planning.traced import Recipe, TracedShare, scaled, settings_found
+from memfit.planning.traced import HOST, MANAGED, Recipe, TracedShare, scaled, settings_found
 from memfit.platform import Platform
 from memfit.tracing.compiled.hooks import PADS, products_padded
 from memfit.units import format_bytes
@@ -163,6 +165,7 @@ def _of_few(work: Workload, platform: Platform, blocks: Blocks, parameters: int)
     trainable = _trainable(job, inside) if work.trains else 0
     more, of_all = blocks.count / blocks.traced, trainable / max(1, sum(p.numel() for p in job.trainable))
     trace.facts = scaled(trace.facts, weights=more, activations=more, optimizer=of_all)
+    _note_managed(trace, _trainable(job, inside, partial(managed_bytes, job.workload.optimizer)) if work.trains else 0)
     return Recipe(
         trace=trace,
         blocks=inside.path,
@@ -180,6 +183,9 @@ def _of_few(work: Workload, platform: Platform, blocks: Blocks, parameters: int)
 def _of_all(work: Workload, platform: Platform, notes: tuple[str, ...]) -> Recipe:
     job = prepare_without_memory(work)
     trace, how = trace_labelled(job, platform)
+    _note_managed(
+        trace, sum(managed_bytes(job.workload.optimizer, p.numel()) for p in job.trainable) if work.trains else 0
+    )
     return Recipe(
         trace=trace,
         parameters=job.parameters,
@@ -198,8 +204,14 @@ def _inside_wrapper(job: Prepared, blocks: Blocks) -> Blocks:
     return dataclasses.replace(blocks, path=path)
 
 
-def _trainable(job: Prepared, blocks: Blocks) -> int:
+def _note_managed(trace: Trace, count: int) -> None:
+    if count:
+        trace.facts[HOST] = {**trace.facts.get(HOST, {}), MANAGED: count}
+
+
+def _trainable(job: Prepared, blocks: Blocks, count: Callable[[int], int] = int) -> int:
+    """Entries of trained weights in all blocks, or what is counted of a weight's entries."""
     inner = tuple(f"{blocks.path}.{BEFORE * blocks.period + i}." for i in range(blocks.period))
-    counts = {name: p.numel() for name, p in job.model.named_parameters() if p.requires_grad}
+    counts = {name: count(p.numel()) for name, p in job.model.named_parameters() if p.requires_grad}
     in_unit = sum(count for name, count in counts.items() if name.startswith(inner))
     return sum(counts.values()) + (blocks.units - UNITS) * in_unit

@@ -24,7 +24,7 @@ from memfit.files import no_collector
 from memfit.gpus import Context, Gpu, find_gpu
 from memfit.guides.formulas import pruning_formulas
 from memfit.jobs.workload import Workload
-from memfit.planning.traced import HOST, UNMODELLED, Provenance, Traced, trace_workload
+from memfit.planning.traced import HOST, MANAGED, UNMODELLED, Provenance, Traced, trace_workload
 from memfit.platform import platform_of
 from memfit.render.shown import Renderer, Shown
 from memfit.replay.alloc_config import AllocatorConfig
@@ -236,19 +236,26 @@ def not_modelled(ops: Iterable[str]) -> Iterator[str]:
         yield f"{NOT_MODELLED} what the kernels of {names} take beside their results: the peak may be higher"
 
 
-def _host_notes(work: Workload, facts: Mapping[str, Any]) -> tuple[str, ...]:
-    host: Mapping[str, int] = facts.get(HOST, {}) if work.trains else {}
+def _host_notes(work: Workload, facts: Mapping[str, Any]) -> Iterator[str]:
+    host: dict[str, int] = dict(facts.get(HOST, {})) if work.trains else {}
+    if managed := host.pop(MANAGED, 0):
+        yield (
+            f"{format_bytes(managed)} of paged states lie in managed memory, which moves between host and GPU as there"
+            " is room: neither allocated nor reserved"
+        )
+    elif work.trains and str(work.optimizer).startswith("paged"):
+        yield "no trained weight has 100,000 entries: the paged optimizer keeps all states on the GPU, none in managed memory"
     if "activations" in (work.offload or ()) and work.trains and not host.get("activations"):
-        return ("--offload activations moves nothing: none that is kept has 1 MiB or more",)
+        yield "--offload activations moves nothing: none that is kept has 1 MiB or more"
+        return
     if not host:
-        return ()
+        return
     parts = ", ".join(f"{HOST_WORDS[lever]} {format_bytes(count)}" for lever, count in host.items())
-    notes = [f"host memory: {format_bytes(sum(host.values()))} pinned ({parts})"]
+    yield f"host memory: {format_bytes(sum(host.values()))} pinned ({parts})"
     if "optimizer" in host:  # two moments, as many bytes as a weight and its gradient
-        notes.append(f"host memory for AdamW's moments: {format_bytes(host['optimizer'])}, not pinned")
+        yield f"host memory for AdamW's moments: {format_bytes(host['optimizer'])}, not pinned"
     if "weights" in host:
-        notes.append("of the frozen weights, those of two blocks, the embedding and the head are on the GPU")
-    return tuple(notes)
+        yield "of the frozen weights, those of two blocks, the embedding and the head are on the GPU"
 
 
 def context_of(work: Workload, card: Gpu | None) -> Context:
@@ -363,8 +370,6 @@ def _of_quantised(work: Workload) -> Iterator[str]:
         yield f"prepare_model_for_kbit_training {done if work.is_kbit_prepared else 'is not called'}"
     if quant == "int8":
         yield "no column of the activations stands out (beyond 6): those that do take some more"
-    if paged:
-        yield "paged states of 100,000 entries or more lie in managed memory: neither allocated nor reserved"
 
 
 def _assumptions(work: Workload, gpu: Gpu | None, how: Provenance) -> tuple[str, ...]:

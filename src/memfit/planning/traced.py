@@ -93,6 +93,8 @@ class Provenance:
 
 HOST = "host"
 """Among the facts of a trace: how much host memory the levers of a training take, lever by lever."""
+MANAGED = "managed"
+"""In there: states of paged optimizers."""
 UNMODELLED = "unmodelled"
 """Among them too: ops that were met whose kernels no rule covers."""
 
