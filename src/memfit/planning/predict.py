@@ -244,7 +244,7 @@ def _host_notes(work: Workload, facts: Mapping[str, Any]) -> Iterator[str]:
             " is room: neither allocated nor reserved"
         )
     elif work.trains and str(work.optimizer).startswith("paged"):
-        yield "no trained weight has 100,000 entries: all states of the paged optimizer are on the GPU, none in managed memory"
+        yield "no trained weight has 100,000 entries: the paged optimizer has all states on the GPU, no managed memory"
     if "activations" in (work.offload or ()) and work.trains and not host.get("activations"):
         yield "--offload activations moves nothing: none that is kept has 1 MiB or more"
         return
