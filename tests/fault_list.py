@@ -619,6 +619,9 @@ _CHUNKED = _in(
     "jobs/training/chunked_loss.py", "jobs/training/test_offload_storages.py", "jobs/training/test_chunked_loss.py"
 )
 _CHECKPOINTS = _in("jobs/training/checkpoints.py", "jobs/training/test_checkpoint_identity.py")
+_QUANT = "jobs/training/test_quantised_training.py"
+_KEYS, _KEYS_READ = _in("jobs/training/config.py", _QUANT), _in("jobs/training/config_file.py", _QUANT)
+_NEEDS, _BITS = _in("jobs/training/levers.py", _QUANT), _in("jobs/training/checkpoints.py", _QUANT)
 
 TRAINING = [
     _ACTIVATIONS(
@@ -683,6 +686,15 @@ TRAINING = [
         '"global_batch_size", "seed", "shuffle", "max_seq_len")\n',
         '"global_batch_size", "shuffle", "max_seq_len")\n',
     ),
+    _KEYS("kbit preparation is lost between config and job", '    "quant.prepare": "kbit_prepare",\n', ""),
+    _KEYS("gradients are clipped at a norm of 0", 'made["clip_grad"] > 0', 'made["clip_grad"] >= 0'),
+    _KEYS_READ("4 and 8 bits at once are taken", "if len(asked) == 2:", "if len(asked) == 3:"),
+    _KEYS_READ("8 bits are read as 4", '"int8" if asked[0] is not four', '"nf4" if asked[0] is not four'),
+    _KEYS_READ("autocast over quantised weights is lost", '{"autocast": autocast, "precision":', '{"precision":'),
+    _NEEDS("an old bitsandbytes is good enough", "release_of(found) < OLDEST", "release_of(found) > OLDEST"),
+    _NEEDS("a card with bf16 is refused", '"bf16" in halves and not torch', '"bf16" in halves and torch'),
+    _NEEDS("what gptq has quantised is trained", "not work.runs_in_memfit_train or config", "config"),
+    _BITS("a checkpoint of other scales is continued", '{"double": work.double_quant, "compute"', '{"compute"'),
     _CHECKPOINTS(
         "a changed precision is not told",
         'for key in ("precision", "autocast", "data",',
