@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from types import NoneType
@@ -149,11 +150,12 @@ def command_of(
     """`run(**settings)` as a command whose options are parameters of a function of the library, by their own types and
     defaults; heading by heading it is `told` which flags, which metavar and which help they have. What the function
     does not know is yes or no."""
-    known = inspect.signature(function, eval_str=True).parameters
+    known = inspect.signature(function).parameters
+    names = vars(sys.modules[function.__module__])
     made = _command(
         (),
         {
-            name: _parameter(known.get(name, YES_OR_NO), heading, *words)
+            name: _parameter(_evaluated(known.get(name, YES_OR_NO), names), heading, *words)
             for heading, each in told.items()
             for name, words in each.items()
         },
@@ -161,6 +163,12 @@ def command_of(
     )
     made.__name__, made.__doc__ = function.__name__, run.__doc__
     return made
+
+
+def _evaluated(known: inspect.Parameter, names: Mapping[str, Any]) -> inspect.Parameter:
+    """Alone: what the function returns need not be imported for it."""
+    written = known.annotation
+    return known.replace(annotation=eval(written, dict(names))) if isinstance(written, str) else known
 
 
 def _parameter(known: inspect.Parameter, heading: str, flags: str, metavar: str | None, said: str) -> tuple[Any, Any]:

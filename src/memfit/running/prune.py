@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from os.path import abspath, expanduser
+from typing import TYPE_CHECKING
 
 from memfit.errors import MemfitError, UsageError
 from memfit.jobs.listener import Listener
-from memfit.jobs.pruning.result import Planned, Prediction, PruneResult, RunOptions
 from memfit.jobs.pruning.settings import PruneSettings, Sparsity
 from memfit.units import parse_bytes
+
+if TYPE_CHECKING:
+    from memfit.jobs.pruning.result import Planned, Prediction, PruneResult
 
 
 def prune(
@@ -66,6 +69,8 @@ def prune(
     )
     if evaluate is False and (eval_dataset, eval_windows, eval_seqlen) != (None, None, None):
         raise UsageError("--no-eval leaves nothing to do for --eval-dataset, --eval-windows and --eval-seqlen")
+    from memfit.jobs.pruning.result import RunOptions
+
     options = RunOptions(
         must_evaluate=evaluate is True,
         eval_dataset=_path(eval_dataset),
@@ -95,6 +100,7 @@ def _prediction(remark: Callable[[str], None]) -> Callable[[Planned], Prediction
 
     def predicted(planned: Planned) -> Prediction | None:
         from memfit.gpus import find_gpu
+        from memfit.jobs.pruning.result import Prediction
         from memfit.planning.predict import predict
 
         settings = planned.settings
