@@ -157,3 +157,30 @@ train()
 def test_only_a_16_bit_tensor_that_becomes_fp32_is_said_to(plan) -> None:  # type: ignore[no-untyped-def]
     text = HEAD.replace("cross_entropy(logits,", "cross_entropy(logits.double(),") + BACKWARD + END
     assert not named(plan(text), "fp32")
+
+
+def test_a_statement_of_several_lines_is_named_by_its_first(plan) -> None:  # type: ignore[no-untyped-def]
+    text = HEAD.replace(
+        "logits = model(ids)", "logits = model(\n            ids\n        ).view(\n            -1, 4096)"
+    )
+    lines = plan(text + BACKWARD + END).to_json()["lines"]
+    assert {(each["line"], each["code"]) for each in lines if "model(" in each["code"]} == {(10, "logits = model(")}
+
+
+def test_a_loop_without_an_optimizer_is_said_to_stop_after_backward_passes(plan) -> None:  # type: ignore[no-untyped-def]
+    head = HEAD.replace("optimizer = torch.optim.AdamW(model.parameters())", "")
+    made = plan(head + BACKWARD + "\n        model.zero_grad()\ntrain()\n")
+    assert any(note.startswith("stopped after 3 backward passes") for note in made.notes)
+
+
+def test_a_segment_that_a_device_map_asks_for_is_told_where_it_costs(plan) -> None:  # type: ignore[no-untyped-def]
+    warmup = """
+import torch
+def caching_allocator_warmup():  # as transformers' own is called
+    torch.empty(512 << 20, dtype=torch.uint8, device="cuda")
+caching_allocator_warmup()
+"""
+    mapped, moved = plan(warmup + HEAD + BACKWARD + END), plan(HEAD + BACKWARD + END)
+    (advice,) = named(mapped, "device_map asks for all weights at once, 512.00 MiB")
+    assert advice.saves_reserved_bytes == mapped.peak.reserved_bytes - moved.peak.reserved_bytes > 0
+    assert not named(moved, "device_map") and advice.place == "train.py:4"

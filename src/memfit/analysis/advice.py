@@ -3,6 +3,7 @@
 outputs kept      a variable holds what backward does not need           `del outputs` before it
 growth            every step leaves something behind                     which lines made it
 loaded twice      the weights lie on the GPU twice before the first step
+asked at once     a device map warms the allocator up with one block      load, then move
 in fp32           a 16-bit tensor, the logits for one, copied to fp32, and what is made of the copy
 """
 
@@ -29,6 +30,9 @@ from memfit.units import format_bytes
 
 WORTH = 0.005
 """Of the peak: what saves less is not worth a line."""
+WARMUP = "caching_allocator_warmup"
+FEW = 4
+"""Logits have no more copies than these: themselves, their softmax, and gradients."""
 LASTING = ("weights", "gradients", "optimizer")
 
 
@@ -47,7 +51,7 @@ def advise(timeline: Timeline, labels: Labels, config: AllocatorConfig) -> tuple
     """The largest saving first. What grows comes before all: its saving has no end."""
     look = _Look(timeline, labels, config)
     grows = list(_growing(look))
-    others = [*_held(look), *_loaded_twice(look), *_in_fp32(look)]
+    others = [*_held(look), *_loaded_twice(look), *_asked_at_once(look), *_in_fp32(look)]
     return (*grows, *sorted(others, key=lambda each: -each.saves_allocated_bytes))
 
 
@@ -180,6 +184,26 @@ def _loaded_twice(look: _Look) -> Iterator[Advice]:
         )  # fmt: skip
 
 
+def _asked_at_once(look: _Look) -> Iterator[Advice]:
+    """Where a device map tells transformers where weights will lie, it asks for the memory of all of them in one block,
+    which it lets go again: its segment stays, and weights are cut from it."""
+    trace, timeline = look.trace, look.timeline
+    column = np.frombuffer(trace.stack_of, dtype=np.int32)
+    warm = [number for number, stack in enumerate(trace.stacks) if any(trace.frames[i][2] == WARMUP for i in stack)]
+    blocks = np.flatnonzero(np.isin(column, warm))
+    if not len(blocks):
+        return
+    allocated, reserved = look.saved_by(_without(trace, set(blocks.tolist())))
+    if look.matters(reserved):
+        lines = lines_alive(timeline, look.labels, blocks)
+        yield Advice(
+            f"a device_map asks for all weights at once, {format_bytes(int(timeline.size[blocks].sum()))}, and that"
+            " segment stays, cut up",
+            "load without device_map, then move the model: .to('cuda')",
+            _at(lines[0].file, lines[0].line) if lines else "", allocated, reserved,
+        )  # fmt: skip
+
+
 def _in_fp32(look: _Look) -> Iterator[Advice]:
     """The largest 16-bit tensor that is copied to fp32, and what is made of its size from then on."""
     timeline, trace = look.timeline, look.trace
@@ -194,9 +218,13 @@ def _in_fp32(look: _Look) -> Iterator[Advice]:
     allocated, reserved = look.saved_by(_halved(trace, alike))
     if look.matters(allocated):
         lines = lines_alive(timeline, look.labels, np.array([copy]))
+        many = int(np.isin(alike, timeline.lives.alive_at(timeline.peak_event)).sum())
         yield Advice(
-            f"a 16-bit tensor of {format_bytes(int(requested[copy]) // 2)} is copied to fp32, and so is what follows",
-            "keep it in 16 bits, which saves this; of logits, a loss that is computed in pieces saves more",
+            f"a 16-bit tensor of {format_bytes(int(requested[copy]) // 2)} is copied to fp32, and so is what follows:"
+            f" {many} such at the peak",
+            "autocast computes norms, softmax and losses in fp32: a model in 16 bits throughout does not" if many > FEW
+            else "keep it in 16 bits, which saves this; of logits, a loss that is computed in pieces saves more"
+            " (Trainer: use_liger_kernel)",
             _at(lines[0].file, lines[0].line) if lines else "", allocated, reserved,
         )  # fmt: skip
 

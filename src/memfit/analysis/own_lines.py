@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import linecache
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -65,7 +67,30 @@ def lines_alive(timeline: Timeline, labels: Labels, blocks: Ints) -> tuple[OwnLi
 def _place(frames: Sequence[FrameRow]) -> tuple[FrameRow | None, bool]:
     backward = any(name.startswith(BACKWARD_OF) for _, _, name in frames)
     own = next((frame for frame in frames if is_own(frame[0])), None)
-    return (None if own is None else (own[0], own[1], "")), backward
+    return (None if own is None else (own[0], first_line(own[0], own[1]), "")), backward
+
+
+def first_line(file: str, line: int) -> int:
+    """Of the statement to which the line belongs, where the file is here."""
+    if Path(file).suffix != ".py":
+        return line
+    linecache.checkcache(file)
+    return _first_lines("".join(linecache.getlines(file))).get(line, line)
+
+
+@lru_cache(maxsize=16)
+def _first_lines(text: str) -> dict[int, int]:
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError):
+        return {}
+    found: dict[int, int] = {}
+    for node in ast.walk(tree):  # from the outside in: an inner statement has the last word
+        if isinstance(node, ast.stmt):
+            inner = getattr(node, "body", None)
+            end = inner[0].lineno - 1 if inner else node.end_lineno or node.lineno
+            found |= dict.fromkeys(range(node.lineno, end + 1), node.lineno)
+    return found
 
 
 def code_at(file: str, line: int) -> str:

@@ -260,7 +260,10 @@ def _levers(plan: Plan) -> Iterator[str]:
     """Where no setting can help, none is looked for."""
     work, peak, alive = plan["workload"], plan["peak"], plan["breakdown"]
     room = plan["gpu"]["capacity_bytes"] - peak["context_bytes"]
-    if alive["weights"] > room and work.get("kind") != "lora":
+    if work.get("kind") == "script":
+        yield "less at a time: `--try batch_size=1,2,4` plans the script with other values of its arguments"
+        yield "gradient checkpointing in it; `memfit fit` shows what that and other levers save in a job of this kind"
+    elif alive["weights"] > room and work.get("kind") != "lora":
         yield f"a smaller model: the weights alone take {gib(alive['weights'])}"
     elif "model" in work:
         yield f"`memfit fit {clean(work.get('kind', ''))}` with these flags: the smallest change that makes it fit"

@@ -81,7 +81,7 @@ def trace_once(
         gpu=gpu,
         alloc_conf=alloc_conf,
         name=program.name,
-        more_notes=lambda: (_stopped(seen[-1].done, seen[-1].rises), *program.notes),
+        more_notes=lambda: (_stopped(seen[-1]), *program.notes),
         drops_gradients=drops_gradients,
         workload={
             "kind": "script",
@@ -94,12 +94,14 @@ def trace_once(
     )
 
 
-def _stopped(done: int, rises: bool) -> str:
+def _stopped(steps: Any) -> str:
+    done = steps.done
     if not done:
         return "the script ran to its end without a step of an optimizer"
-    grows = "; the peak still rose in the last one and may keep growing" if rises and done > 2 else ""
+    grows = "; the peak still rose in the last one and may keep growing" if steps.rises and done > 2 else ""
     later = "what comes later, such as an evaluation or a longer batch, is not in the plan"
-    return f"stopped after {done} optimizer step{'s' * (done != 1)}: {later}{grows}"
+    counted = f"backward pass{'es' * (done != 1)}" if steps.by_hand else f"optimizer step{'s' * (done != 1)}"
+    return f"stopped after {done} {counted}: {later}{grows}"
 
 
 def _place(place: str, value: bool | int | float) -> tuple[str, int, bool | int | float]:

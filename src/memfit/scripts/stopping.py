@@ -54,7 +54,8 @@ class Steps:
         self._tracer = tracer
         self._seen = 0
         self._by_optimizer: dict[int, int] = {}
-        self._backward_seen = False
+        self.by_hand = False
+        """Whether there is no optimizer, so that backward passes are counted."""
 
     def count(self, optimizer: Any, *_: Any) -> None:
         self._by_optimizer[id(optimizer)] = self._by_optimizer.get(id(optimizer), 0) + 1
@@ -63,9 +64,9 @@ class Steps:
 
     def begin_by_hand(self) -> None:
         """Before a backward pass of a program without an optimizer: the step of the one before is done."""
-        if self._backward_seen:
+        if self.by_hand:
             self._look()
-        self._backward_seen = True
+        self.by_hand = True
 
     def _look(self) -> None:
         if self._tracer.stopped is not None:
