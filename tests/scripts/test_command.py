@@ -53,3 +53,25 @@ def test_what_is_no_program_is_said_with_what_to_do(typed: str, said: str) -> No
     with pytest.raises(MemfitError, match=said) as caught:
         read_command(typed)
     assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        (None, "None is no command"),
+        (5, "5 is no command"),
+        (b"train.py", "is no command"),
+        ("train.py --x 'unclosed", "cannot be read as a shell would"),
+        ("env FOO=1 python train.py", "env is no Python program"),
+        ("bash x.sh", "bash is no Python program"),
+        ("/dev/null", "'/dev/null' is not a file"),
+    ],
+)
+def test_what_is_no_command_is_told_in_words(typed: object, said: str) -> None:
+    with pytest.raises(MemfitError, match=said):
+        read_command(typed)  # type: ignore[arg-type]
+
+
+def test_a_file_s_name_may_hold_an_equals_sign(tmp_path: Path) -> None:
+    (tmp_path / "we=ird.py").write_text("")
+    assert read_command("we=ird.py 3") == Program("we=ird.py", False, ("3",))

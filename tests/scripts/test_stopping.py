@@ -125,3 +125,16 @@ def test_a_process_that_ends_or_never_ends_past_memfit_is_told(write, text: str,
     run = plan("--seconds", "1")
     assert (run.returncode, run.stdout) == (2, "") and said in run.stderr
     assert list(Path("tmp").glob("memfit-*")) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_script_with_all_that_it_has_begun(write, number: int) -> None:  # type: ignore[no-untyped-def]
+    write("open('begun', 'w').close()\nwhile True:\n    try: time.sleep(1)\n    except BaseException: pass\n")
+    Path("tmp").mkdir()
+    command = [warm_python(), "-m", "memfit", "plan", "script", "--", "train.py"]
+    process = subprocess.Popen(command, env={**os.environ, "TMPDIR": str(Path("tmp").absolute())})
+    while not Path("begun").exists():
+        time.sleep(0.1)
+    process.send_signal(number)
+    assert process.wait(20) == 128 + number
+    assert list(Path("tmp").glob("memfit-*")) == []

@@ -50,11 +50,11 @@ def test_an_argument_that_was_not_typed_is_spelt_as_the_script_does() -> None:
 
 def test_the_command_prints_a_row_a_run_and_goes_on_after_one_that_fails(capfd) -> None:  # type: ignore[no-untyped-def]
     line = ["plan", "script", "--gpu", "24GB", "--try", "width=64,many", "--try", "batch-size=2,4"]
-    assert main([*line, "--json", "--", "train.py"]) == 0
+    assert main([*line, "--json", "--", "train.py"]) == 2
     document = json.loads(capfd.readouterr().out)
     assert document["schema"] == "memfit.trials/1" and len(document["runs"]) == 4
     assert [run["plan"] is None for run in document["runs"]] == [False, False, True, True]
-    assert main([*line, "--", "train.py"]) == 0
+    assert main([*line, "--", "train.py"]) == 2
     shown = capfd.readouterr().out
     assert shown.count("safe") == 2 and shown.count("no answer") == 2 and "width=many, batch-size=2: " in shown
 
@@ -83,3 +83,14 @@ def test_what_cannot_be_tried_is_said(capfd) -> None:  # type: ignore[no-untyped
     assert main(["plan", "script", "--try", "width=1", "--save-trace", "t.npz", "--", "train.py"]) == 2
     with pytest.raises(UsageError, match="125 runs are more than 64"):
         memfit.try_script("train.py", {key: range(1, 6) for key in "abc"})
+
+
+def test_values_that_change_nothing_are_run_once_and_told() -> None:
+    tried = memfit.try_script("train.py", {"seed": [1, 1, "1"]})
+    assert len(tried.runs) == 1 and tried.notes == ()
+
+
+@pytest.mark.parametrize("changes", [None, {"bs": 5}, {5: [1]}, {"bs": "12"}])
+def test_a_table_of_another_form_is_refused(changes: object) -> None:
+    with pytest.raises(UsageError, match="is no table of values to try"):
+        memfit.try_script("train.py", changes)  # type: ignore[arg-type]

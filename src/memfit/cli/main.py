@@ -1,7 +1,7 @@
 """`memfit` as the shell calls it, and the one place where what went wrong becomes an exit code.
 
     0  fine            1  does not fit, or a check failed       2  wrong usage or input, or no room for the output
-    70 a bug in memfit 130 interrupted                          141 nobody reads the output any more (`| head`)
+    70 a bug in memfit 130 interrupted, 143 and 129 by a signal 141 nobody reads the output any more (`| head`)
 
 Nothing is imported here that takes time: a command can be interrupted from its first moment on, without a traceback.
 """
@@ -23,6 +23,9 @@ else:
     import _signal as signal  # `signal` itself makes enums of its numbers first
 
 DOES_NOT_FIT, WRONG_INPUT, BUG, INTERRUPTED, NOBODY_READS = 1, 2, 70, 130, 141
+_heard: list[int] = []
+"""Signals that asked for an end."""
+ENDED_BY = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -95,10 +98,15 @@ def run() -> NoReturn:
     heeds = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # a job in the background ignores it
     if heeds:
         signal.signal(signal.SIGINT, _leave)
+    for number in ENDED_BY:
+        if signal.getsignal(number) == signal.SIG_DFL:
+            signal.signal(number, _interrupt)
     try:
         code = _run()
     except KeyboardInterrupt:
         code = INTERRUPTED
+    if _heard and code == INTERRUPTED:
+        code = 128 + _heard[0]
     if heeds:
         signal.signal(signal.SIGINT, _leave)
     if "torch" in sys.modules:
@@ -134,20 +142,22 @@ def _streams_are_open() -> bool:
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:
-    """Ctrl-C while a command runs. Amid an import it would be swallowed by some package, or printed and forgotten;
-    nothing that has to be finished has begun there, so the process ends at once."""
+    """Ctrl-C while a command runs, or a request to end: what has been begun is cleaned up. Amid an import it would be
+    swallowed by some package, or printed and forgotten; nothing that has to be finished has begun there, so the process
+    ends at once."""
     here = frame
     while here is not None:
         if here.f_code.co_filename.startswith("<frozen importlib"):
-            _leave()
+            _leave(signum)
         here = here.f_back
+    _heard.append(signum)
     raise KeyboardInterrupt
 
 
-def _leave(*_: object) -> NoReturn:
+def _leave(signum: int = 2, _: object = None) -> NoReturn:
     if os.isatty(2):
         os.write(2, b"\x1b[?25h\n")  # a spinner hides the cursor
-    os._exit(INTERRUPTED)
+    os._exit(128 + signum)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from memfit.cli.options import Json
 from memfit.errors import UsageError
 from memfit.files import check_free, writing
 
-FAILS = 1
+FAILS, NO_ANSWER = 1, 2
 ANSWERS = {"true": True, "false": False, "yes": True, "no": False}
 
 
@@ -100,7 +100,9 @@ def _try(command: list[str], changes: dict[str, list[str]], settings: dict[str, 
 
     tried = try_script(command, changes, **settings)
     output.tell(tried, json=json)
-    return FAILS if all(run.plan is None or run.plan.verdict == "fails" for run in tried.runs) else 0
+    if any(run.plan is None for run in tried.runs):
+        return NO_ANSWER
+    return FAILS if all(run.plan is not None and run.plan.verdict == "fails" for run in tried.runs) else 0
 
 
 def _change(text: str) -> tuple[str, list[str]]:

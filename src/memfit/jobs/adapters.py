@@ -115,7 +115,7 @@ def config_arguments(
     if targets and "target_modules" not in given:
         made["target_modules"] = list(targets)
     if work.adapter in PROMPTS:
-        made["num_virtual_tokens"] = VIRTUAL_TOKENS
+        made["num_virtual_tokens"] = virtual_tokens(work)
     if work.rank is not None and "r" in known:
         made["init_r" if work.adapter == "adalora" else "r"] = work.rank
     if work.adapter == "oft" and work.rank is not None:
@@ -129,6 +129,16 @@ def config_arguments(
     if work.adapter == "dora":
         made["use_dora"] = True
     return kind, made | given
+
+
+def virtual_tokens(work: Workload) -> int:
+    """What an adapter puts before each row: they take positions, too."""
+    if work.adapter not in PROMPTS:
+        return 0
+    asked = json.loads(work.adapter_config or "{}").get("num_virtual_tokens", VIRTUAL_TOKENS)
+    if type(asked) is not int or asked < 1:
+        raise UsageError(f"num_virtual_tokens {asked} is not a whole number above 0", hint="such as 20")
+    return asked
 
 
 def _adapted(model: nn.Module, config: Any, work: Workload) -> tuple[nn.Module, list[str]]:
@@ -165,7 +175,10 @@ def _found(config: Any, work: Workload, targets: Sequence[str]) -> dict[str, Any
 
 def _shown(config: Any) -> str:
     """What decides its size."""
-    left_out = ("task_type", "peft_type", "inference_mode", "target_modules", "runtime_config", "peft_version")
+    left_out = (
+        "task_type", "peft_type", "inference_mode", "target_modules", "runtime_config", "peft_version",
+        "num_layers",  # those of the model that was traced, which may be a part of the whole
+    )  # fmt: skip
     return ", ".join(
         f"{field.name} {value}"
         for field in dataclasses.fields(config)

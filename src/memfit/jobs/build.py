@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from memfit.errors import InputError, UsageError
-from memfit.jobs.adapters import FLAGS, KEYS, SettingNames, add_adapters, generates
+from memfit.jobs.adapters import FLAGS, KEYS, SettingNames, add_adapters, generates, virtual_tokens
 from memfit.jobs.quantised import adapt_as_peft_does, quantise
 from memfit.jobs.stored import as_stored, check_files
 from memfit.jobs.training.config import FACTORY, ModelConfig
@@ -268,13 +268,16 @@ def _check_positions(model: nn.Module, workload: Workload, head: Head | None) ->
     longest = own or getattr(config, "max_position_embeddings", None)
     generates = workload.kind == "generate"
     reached = workload.seq_len + (workload.new_tokens - 1 if generates else 0)  # the last token is not read
-    reached = max(reached, workload.target_len or 0)
+    reached = max(reached, workload.target_len or 0) + (virtual := virtual_tokens(workload))
     if not isinstance(longest, int) or reached <= longest:
         return
     tables = _rows_of_tables(model, getattr(config, "vocab_size", None))
     if own or any(longest <= rows <= longest + 16 for rows in tables):
         more = f" and --new-tokens {workload.new_tokens}" if generates else ""
-        takes = f"together at most {longest + 1}" if generates else f"--seq-len {longest} is the longest it takes"
+        more += f" and num_virtual_tokens {virtual}" if virtual else ""
+        takes = f"--seq-len {longest} is the longest it takes"
+        if generates or virtual:
+            takes = f"together at most {longest + generates}"
         raise UsageError(
             f"--seq-len {workload.seq_len}{more} is more than the {longest} positions that {workload.model} has",
             hint=takes,

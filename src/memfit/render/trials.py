@@ -40,6 +40,8 @@ def _parts(document: Mapping[str, Any], table: RenderableType) -> Iterator[Rende
         said = ", ".join(f"{clean(key)}={clean(value)}" for key, value in run["changed"].items())
         if run["error"]:
             yield Text(f"{said}: {clean(run['error'])}", "red")
+    for note in document["notes"]:
+        yield Text(f"  {clean(note)}")
     notes = dict.fromkeys(note for run in document["runs"] if run["plan"] for note in run["plan"]["notes"][:1])
     for note in notes:
         yield Text(f"  {clean(note)}", "dim")

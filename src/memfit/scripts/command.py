@@ -17,6 +17,7 @@ from memfit.scripts.launchers import launcher_of, read_launch
 PYTHON = re.compile(r"python(\d+(\.\d+)?)?(\.exe)?")
 SWITCHES = ("-u", "-B", "-O", "-OO", "-s", "-S", "-E", "-I", "-b", "-q", "-v")
 WITH_VALUE = ("-X", "-W")
+SHELLS = ("env", "bash", "sh", "zsh")
 HINT = "memfit plan script --gpu 24GB -- train.py --batch_size 8"
 
 
@@ -43,7 +44,7 @@ class Program:
 
 
 def read_command(command: str | Sequence[str]) -> Program:
-    words = shlex.split(command) if isinstance(command, str) else [str(word) for word in command]
+    words = _words(command)
     environment = tuple(_variables(words))
     words = words[len(environment) :]
     if not words:
@@ -61,6 +62,17 @@ def read_command(command: str | Sequence[str]) -> Program:
     return _program(words, environment)
 
 
+def _words(command: object) -> list[str]:
+    try:
+        if isinstance(command, str):
+            return shlex.split(command)
+    except ValueError as error:
+        raise UsageError(f"{command!r} cannot be read as a shell would: {error}", hint=HINT) from None
+    if not isinstance(command, Sequence) or isinstance(command, bytes):
+        raise UsageError(f"{command!r} is no command", hint='"train.py --batch_size 8", or a list of words')
+    return [str(word) for word in command]
+
+
 def _program(words: list[str], environment: tuple[tuple[str, str], ...]) -> Program:
     if words[0] == "-m":
         return _module(words[1:], environment)
@@ -74,7 +86,7 @@ def _program(words: list[str], environment: tuple[tuple[str, str], ...]) -> Prog
 def _variables(words: Sequence[str]) -> Iterator[tuple[str, str]]:
     for word in words:
         name, equals, value = word.partition("=")
-        if not equals or not name.isidentifier():
+        if not equals or not name.isidentifier() or Path(word).is_file():
             return
         yield name, value
 
@@ -96,6 +108,10 @@ def _file(words: Sequence[str], environment: tuple[tuple[str, str], ...]) -> Pro
     path = Path(words[0])
     if path.is_dir() and (path / "__main__.py").is_file():
         path = path / "__main__.py"
+    if path.name in SHELLS and not path.is_file():
+        raise UsageError(f"{path.name} is no Python program", hint=f"name the one that it runs: {HINT}")
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise InputError(f"'{words[0]}' is not a file", hint="put the lines into one: it may be run more than once")
     if not path.is_file():
         raise InputError(
             f"there is no script '{words[0]}'",

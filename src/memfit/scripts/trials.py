@@ -48,7 +48,20 @@ class Trials(Shown):
         return show_trials
 
     def to_json(self) -> dict[str, Any]:
-        return {"schema": SCHEMA, "command": self.program.words, "runs": [run.to_json() for run in self.runs]}
+        return {
+            "schema": SCHEMA,
+            "command": self.program.words,
+            "runs": [run.to_json() for run in self.runs],
+            "notes": list(self.notes),
+        }
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Values that change nothing may never have been read."""
+        peaks = {None if run.plan is None else run.plan.peak for run in self.runs}
+        if len(self.runs) < 2 or len(peaks) > 1 or None in peaks:
+            return ()
+        return (f"every run needs the same: does the script read {', '.join(self.runs[0].changed)}?",)
 
 
 def try_script(
@@ -65,15 +78,25 @@ def try_script(
     """Every combination of the values in `changes` ({"batch_size": [4, 8]}); the rest as for `trace_script`.
     A run that fails is told with its error, and the others go on."""
     program = command if isinstance(command, Program) else read_command(command)
-    combinations = list(itertools.product(*changes.values()))
+    _check(changes)
+    combinations = list(itertools.product(*(dict.fromkeys(map(str, values)) for values in changes.values())))
     if not changes or not combinations:
         raise UsageError("nothing to try", hint="--try batch_size=4,8,16")
     if len(combinations) > MOST:
         raise UsageError(f"{len(combinations)} runs are more than {MOST}", hint="fewer values, or fewer keys")
     once = partial(trace_once, gpu=gpu, steps=steps, alloc_conf=alloc_conf, answers=answers, seconds=seconds,
                    synthetic_data=synthetic_data)  # fmt: skip
-    runs = (_try(program, dict(zip(changes, map(str, values), strict=True)), once) for values in combinations)
+    runs = (_try(program, dict(zip(changes, values, strict=True)), once) for values in combinations)
     return Trials(program, tuple(runs))
+
+
+def _check(changes: object) -> None:
+    fine = isinstance(changes, Mapping) and all(
+        isinstance(key, str) and isinstance(values, Sequence) and not isinstance(values, (str, bytes))
+        for key, values in changes.items()
+    )
+    if not fine:
+        raise UsageError(f"{changes!r} is no table of values to try", hint='{"batch_size": [4, 8]}')
 
 
 def _try(program: Program, changed: dict[str, str], once: Callable[[Program], Plan]) -> Trial:
