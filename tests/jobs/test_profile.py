@@ -199,6 +199,7 @@ def test_the_size_of_an_activation_needs_no_gpu(tmp_path: Path, capsys: pytest.C
     code, out, _ = run(capsys, "suite", "--part", "d", "--output-dir", str(tmp_path))
     assert code == 0
     assert "4 x 512 x 2560 x 4 B = 20,971,520 B = 20.00 MB" in out
+    assert "measured on" not in (tmp_path / "answers.md").read_text()
 
 
 def test_a_suite_that_does_not_fit_the_card_says_so_and_ends_with_1(

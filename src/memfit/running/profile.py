@@ -137,6 +137,8 @@ def prepare_suite(
     )
     profiler = None if wanted == ["d"] else profiler_on(device, gpu)  # (d) is arithmetic
     where = f"predicted for {gpu or 'H200'}" if device == PREDICT else f"measured on {device}"
+    if profiler is None and device != PREDICT:
+        where = "computed, nothing measured"
     whole = Suite(base, profiler, folder, where=where)
     if not force and (why := whole.not_free(wanted)):
         raise InputError(f"--output-dir {output_dir!r} {why}", hint="--force overwrites files there")

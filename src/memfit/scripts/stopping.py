@@ -16,6 +16,7 @@ from memfit.analysis.own_lines import is_own
 from memfit.errors import TraceError
 from memfit.replay.replay import replay
 from memfit.scripts.watched import tell_deadline
+from memfit.units import format_bytes
 
 MOST_STEPS = 10
 """A peak that still rises after so many steps rises for ever."""
@@ -112,9 +113,12 @@ def ended_in_time(seconds: float, tracer: Any) -> Iterator[None]:
         with _alarm_kept(tracer.assume):
             yield
     except TimeIsUp:
+        so_far = format_bytes(replay(tracer.trace).peak_allocated)
         raise TraceError(
-            f"the script made no step of an optimizer that ended the trace within {seconds:.0f} s{late[0]}",
-            hint="--seconds gives it more, --steps 1 asks for less; a run on less data shows the same peak",
+            f"the script made no step of an optimizer that ended the trace within {seconds:.0f} s{late[0]}; its peak so"
+            f" far: {so_far} allocated",
+            hint="--seconds gives it more, --steps 1 asks for less; a run on less data, or one that accumulates fewer"
+            " batches (3), shows the same peak",
         ) from None
     except EnoughSeen:
         pass
