@@ -43,6 +43,9 @@ def bitsandbytes_traced(tracer: OwnCodeTracer) -> Iterator[None]:
                 return
             settled.append(True)
             stack.enter_context(mock.patch.object(functional, "lib", library))
+            stack.enter_context(
+                mock.patch.object(functional, "name2qmap", {})
+            )  # tables on a device, made once a process
             tracer.kernels_of[PACKAGE] = _kernels(library)
             _tell_version(tracer)
 
