@@ -298,6 +298,11 @@ def _parameters_named(tracer: Any, counts: dict[str, int]) -> Iterator[None]:
             and not torch.is_grad_enabled()
         ):
             tracer.assume(FUSED_NOTE)
+        compiled = hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+        for each in module.modules() if compiled else (module,):  # those inside compiled code are never called
+            name_weights(each)
+
+    def name_weights(module: Any) -> None:
         for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
             block = tracer.block_of(tensor)
             if block is None or block in seen:

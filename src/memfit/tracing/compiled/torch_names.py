@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import cache
 from importlib import import_module
 from types import SimpleNamespace
@@ -46,7 +47,16 @@ DEVICE_KINDS, KIND_CUDA, KIND_META = 22, 1, 14
 @cache
 def compiler() -> SimpleNamespace:
     """The modules of `NEEDED`; to be called where no mode is on."""
-    found = SimpleNamespace()
+    found, logged = SimpleNamespace(), logging.root.manager.disable
+    logging.disable(logging.WARNING)  # modules say as they are imported that triton is not here
+    try:
+        _import_all(found)
+    finally:
+        logging.disable(logged)
+    return found
+
+
+def _import_all(found: SimpleNamespace) -> None:
     for short, (module, names) in NEEDED.items():
         try:
             owner = import_module(module)
@@ -56,7 +66,6 @@ def compiler() -> SimpleNamespace:
             if not hasattr(owner, name):
                 raise missing(f"{module}.{name}")
         setattr(found, short, owner)
-    return found
 
 
 def missing(name: str) -> TraceError:
