@@ -1,4 +1,4 @@
-"""Buffers that compiled code uses again: each use is told by itself, so that blocks can be compared, and played as one.
+"""Buffers that compiled code uses again: told use by use, to compare blocks of a model; played as one block.
 
 torch's compiler gives a buffer that is no longer needed to whoever wants one of its size. Which one that is differs
 from block to block of a model, while what is needed does not. So a trace has such a buffer freed and made anew, as an

@@ -1,4 +1,4 @@
-"""torch.compile in a trace: torch's own compiler plans the memory, and the code it writes runs on the traced device."""
+"""torch.compile in a trace: torch's own compiler plans, and the code that it writes runs on the traced device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Generated kernels: they do nothing, but those with several configurations are timed when they are first launched.
+"""Generated kernels do nothing here, but those with several configurations are timed at their first launch.
 
 Inductor's own heuristics say how many there are (torch/_inductor/runtime/triton_heuristics.py). Each is timed
 (runtime/benchmarking.py, `benchmark_gpu`) beside a buffer as large as the card's L2 cache, with copies of what the
