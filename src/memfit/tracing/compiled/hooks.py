@@ -1,4 +1,4 @@
-"""Where memfit takes hold of torch.compile: put on when a trace first compiles something, taken off when it ends."""
+"""Where memfit takes hold of torch.compile: from the first thing that a trace compiles until the trace ends."""
 
 from __future__ import annotations
 
