@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
-import time
 
 HEAVY = ["torch", "transformers", "peft", "accelerate", "numpy"]
 NOT_FOR_TEXT = ["pydantic", "rich.progress", "memfit.cli.prune"]
@@ -65,8 +65,9 @@ def test_a_plan_imports_neither_what_converts_text_nor_other_commands() -> None:
     assert json.loads(done.stdout) == {line: [ANSWERS[line], []] for line in lines}
 
 
-def test_help_answers_within_two_seconds() -> None:
-    """About 0.15 s on an idle machine; torch alone would take more than the limit."""
-    started = time.perf_counter()
+def test_help_answers_within_two_seconds_of_work() -> None:
+    """About half a second; torch alone would take more than the limit. A busy machine takes longer for the same work."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run([sys.executable, "-m", "memfit", "--help"], capture_output=True, check=True, timeout=60)
-    assert time.perf_counter() - started < 2
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert (after.ru_utime + after.ru_stime) - (before.ru_utime + before.ru_stime) < 2
