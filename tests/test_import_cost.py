@@ -66,7 +66,7 @@ def test_a_plan_imports_neither_what_converts_text_nor_other_commands() -> None:
 
 
 def test_help_answers_within_two_seconds_of_work() -> None:
-    """About half a second; torch alone would take more than the limit. A busy machine takes longer for the same work."""
+    """About half a second; torch alone would take more than the limit. A busy machine takes longer for the same."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run([sys.executable, "-m", "memfit", "--help"], capture_output=True, check=True, timeout=60)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -16,7 +16,7 @@ from memfit.jobs.workload import KINDS
 COMMON = [
     "--model", "--batch-size", "--seq-len", "--seqlen", "--context-length", "--precision", "--attention", "--padding",
 ]  # fmt: skip
-SHAPES = ["--head", "--image-size", "--images", "--target-len", "--use-cache"]
+SHAPES = ["--head", "--image-size", "--images", "--target-len", "--use-cache", "--compile", "--compile-blocks"]
 QUANTISED = ["--quant", "--double-quant", "--quant-compute"]
 TRAINING = [
     "--outputs", "--autocast",
