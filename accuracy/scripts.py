@@ -33,10 +33,13 @@ print(json.dumps(found))
 """
 MEASURE = """
 import json, sys, torch
+from types import SimpleNamespace
+from memfit.events import Trace
 from memfit.scripts.command import read_command
-from memfit.scripts.run import Steps, run_program
-steps = Steps(int(sys.argv[2]), lambda: 0)
-run_program(read_command(json.loads(sys.argv[1])), steps, seconds=240, assume=lambda _: None)
+from memfit.scripts.run import run_program
+from memfit.scripts.stopping import Steps
+untraced = SimpleNamespace(stopped=None, trace=Trace(), assume=lambda _: None)
+run_program(read_command(json.loads(sys.argv[1])), Steps(int(sys.argv[2]), untraced), seconds=240, tracer=untraced)
 peak = {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
 print(json.dumps(peak))
 """

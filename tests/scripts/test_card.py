@@ -184,3 +184,15 @@ assert torch.ones(3).to(0).is_cuda
 
 def test_tensors_by_their_old_names_and_cards_by_their_numbers_are_on_the_gpu(write) -> None:  # type: ignore[no-untyped-def]
     assert memfit.trace_script(str(write(OLD_NAMES)), gpu="24GB").peak.allocated_bytes > 0
+
+
+def test_several_cards_in_one_process_are_told_as_not_covered(write) -> None:  # type: ignore[no-untyped-def]
+    model = "model = torch.nn.DataParallel(torch.nn.Linear(8, 8).cuda(), device_ids=[0, 1])"
+    with pytest.raises(MemfitError, match="the code uses cuda:1, and memfit traces one GPU"):
+        memfit.trace_script(write(f"import torch\n{model}\nmodel(torch.ones(4, 8).cuda())\n"), gpu="24GB")
+
+
+def test_an_answer_that_no_line_asks_for_is_said_to_have_no_effect(write) -> None:  # type: ignore[no-untyped-def]
+    script = write("import torch\nx = torch.ones(4, device='cuda')\n")
+    plan = memfit.trace_script(script, gpu="24GB", answers={"train.py:99": True})
+    assert any("--answer train.py:99 had no effect" in note for note in plan.notes)

@@ -154,8 +154,9 @@ LORA_7B = Document(
             memfit=f"memfit plan lora {_LORA} --batch-size 2 --grad-accum 8 --seq-len 2048",
         ),
         Instruction(
-            asks="the budget after: batch 1, accumulation 16, 1536 tokens",
-            memfit=f"memfit plan lora {_LORA} --batch-size 1 --grad-accum 16 --seq-len 1536",
+            asks="the budget after: batch 1, accumulation 16, 1536 tokens, both allocator settings",
+            memfit=f"memfit plan lora {_LORA} --batch-size 1 --grad-accum 16 --seq-len 1536 "
+            f"--alloc-conf {BOTH_ALLOCATOR_SETTINGS}",
         ),
         Instruction(
             asks="what to change so that it fits, with the sequence, the rank and the effective batch kept",

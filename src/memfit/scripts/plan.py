@@ -8,7 +8,7 @@ It runs in this process, with its own arguments, in the working folder, until it
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -68,8 +68,10 @@ def trace_once(
     program = command if isinstance(command, Program) else read_command(command)
     lines = [_place(place, value) for place, value in (answers or {}).items()]
     seen: list[Steps] = []
+    asked: list[Any] = []
 
     def run(tracer: Any) -> None:
+        asked.append(tracer.answers)
         for file, number, value in lines:
             tracer.answers.answer_line(file, number, value)
         seen.append(Steps(steps, tracer))
@@ -81,7 +83,7 @@ def trace_once(
         gpu=gpu,
         alloc_conf=alloc_conf,
         name=program.name,
-        more_notes=lambda: (_stopped(seen[-1]), *program.notes),
+        more_notes=lambda: (*_not_asked(asked[-1].lines_not_asked()), _stopped(seen[-1]), *program.notes),
         drops_gradients=drops_gradients,
         workload={
             "kind": "script",
@@ -92,6 +94,11 @@ def trace_once(
             "synthetic_data": synthetic_data,
         },
     )
+
+
+def _not_asked(places: list[str]) -> Iterator[str]:
+    if places:
+        yield f"--answer {', '.join(places)} had no effect: no such line asked for a value that is not known"
 
 
 def _stopped(steps: Any) -> str:

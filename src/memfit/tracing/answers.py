@@ -87,6 +87,7 @@ class Answers:
         self._more = more or {}
         self._known = known
         self._lines: dict[tuple[str, int], Value] = {}
+        self._lines_asked: set[tuple[str, int]] = set()
         self.values: Values | None = None
         self.questions = 0
         """How often the code has asked for values, known or not."""
@@ -165,6 +166,10 @@ class Answers:
         """What a person says is so in one line of their code."""
         self._lines[file, line] = value
 
+    def lines_not_asked(self) -> list[str]:
+        """Answers of a person that no line has asked for."""
+        return [f"{file}:{line}" for file, line in self._lines if (file, line) not in self._lines_asked]
+
     def _answer(self, tensor: torch.Tensor, question: str) -> Value:
         asker, said = self._known_answer(tensor)
         if said is not None:
@@ -186,6 +191,7 @@ class Answers:
             asker, site = frame, _site(frame)
             for (file, number), said in self._lines.items():
                 if frame.f_lineno == number and f"/{site.file}".endswith(f"/{file}"):
+                    self._lines_asked.add((file, number))
                     return asker, self._say(frame, said)
             for known, answer in self._more.items():
                 if _same(known, site) and known.line in _line(frame):

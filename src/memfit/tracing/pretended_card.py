@@ -261,6 +261,8 @@ def _scatter_to_one(
     tensor: torch.Tensor, devices: Any, chunk_sizes: Any = None, dim: int = 0, streams: Any = None, **_: Any
 ) -> tuple[torch.Tensor]:
     """What DataParallel does with one card: what is on the host is copied on a stream of its own."""
+    for device in devices:
+        _check_index(device)
     with torch.cuda.stream(streams[0]) if streams and streams[0] is not None else nullcontext():
         return (tensor.to("cuda", non_blocking=True),)
 
