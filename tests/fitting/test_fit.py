@@ -223,7 +223,7 @@ def test_where_nothing_fits_a_card_is_named_on_which_it_does() -> None:
 
 def test_where_nothing_leaves_the_margin_the_one_that_is_left_fits() -> None:
     job: dict[str, Any] = {"kind": "forward", "model": "gpt2", "seq_len": 64, "gpu": "1050MiB"}
-    keep = ("alloc_conf", "precision")
+    keep = ("alloc_conf", "precision", "quant")
     answer = memfit.fit(**job, keep=keep)
 
     assert (answer.answer, answer.after.verdict) == ("nothing fits", "tight")

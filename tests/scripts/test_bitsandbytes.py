@@ -97,3 +97,9 @@ def test_afterwards_the_package_has_its_own_library_again() -> None:
     planned(LAYER.format(layer="Linear4bit(1024, 2048, compute_dtype=torch.float16)"))
     assert functional.lib is cextension.lib
     assert type(functional.lib).__module__ == "bitsandbytes.cextension"
+
+
+def test_a_plan_by_shapes_is_that_of_the_packages_own_code() -> None:
+    eight = LOADED.replace("load_in_4bit=True", "load_in_8bit=True").replace("(2, 512)", "(1, 64)")
+    said = memfit.predict(kind="forward", model="gpt2", quant="int8", batch_size=1, seq_len=64, gpu="H200").peak
+    assert planned(eight).peak == said

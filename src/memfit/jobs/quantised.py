@@ -81,6 +81,7 @@ class FourBitLinear(QuantisedLinear):
 
     def pack(self, loaded: Tensor, shared: list[Tensor]) -> None:
         """`quantize_4bit`. Scales of scales are looked up in a table that is made once and kept in `shared`."""
+        loaded = loaded.t().contiguous() if self.transposed else loaded
         device = loaded.device
         scales = -(-loaded.numel() // BLOCK)
         absmax = torch.empty(scales, dtype=torch.float32, device=device)
@@ -168,7 +169,7 @@ class EightBitLinear(QuantisedLinear):
 
     def pack(self, loaded: Tensor, shared: list[Tensor]) -> None:
         """`Int8Params`: it goes back to the host, and comes again as fp16 beside what was loaded first."""
-        half = torch.empty_like(loaded, dtype=torch.float16)
+        half = torch.empty((self.out_features, self.in_features), dtype=torch.float16, device=loaded.device)
         scales = torch.empty(self.out_features, dtype=torch.float32, device=loaded.device)
         self.keep(torch.empty_like(half, dtype=torch.int8), scales=scales)
 
@@ -328,7 +329,7 @@ def load(model: nn.Module, device: torch.device | str, whole_bytes: int | None, 
                 layer.place(device)
             elif layer is not None:
                 loaded = weight.data.to(device)
-                layer.pack(loaded.t().contiguous() if layer.transposed else loaded, shared)
+                layer.pack(loaded, shared)
                 del loaded
             elif ARRIVES in vars(weight):
                 bring, make = vars(weight)[ARRIVES]
