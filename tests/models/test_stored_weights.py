@@ -111,3 +111,25 @@ def test_the_published_gpt_oss_is_the_quantised_one() -> None:
 def test_a_plan_says_whose_word_the_storage_of_a_variant_is() -> None:
     (note,) = source_notes(resolve("Qwen/Qwen3-8B-FP8"))
     assert note.startswith("how Qwen/Qwen3-8B-FP8 is stored is what memfit ships")
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ({"quant_method": "bitsandbytes"}, "neither load_in_4bit nor load_in_8bit"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": True}, "both load_in_4bit and"),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": "false"}, "neither true nor false"),
+        (
+            {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_use_double_quant": "false"},
+            "neither true nor false",
+        ),
+        (
+            {"quant_method": "bitsandbytes", "load_in_4bit": True, "llm_int8_skip_modules": ["(["]},
+            "is no pattern",
+        ),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {"-:([": {}}}, "is no pattern"),
+    ],
+)
+def test_what_transformers_would_not_load_is_refused_by_name(said: dict[str, Any], why: str) -> None:
+    with pytest.raises(InputError, match=why):
+        read_stored({"quantization_config": said}, "config.json")

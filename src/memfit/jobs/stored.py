@@ -73,7 +73,8 @@ def as_stored(model: nn.Module, work: Workload, stored: StoredWeights) -> tuple[
     """The model with its layers as the checkpoint has them, the job with what that says, and what is to be known."""
     if work.quant == "dequantize":
         return work, tuple(_make_plain(model, work, stored))
-    if work.quant not in ("none", stored.kind, f"torchao-{stored.kind}"):
+    same = {"bitsandbytes": stored.kind, "torchao": f"torchao-{stored.kind}"}.get(stored.method, "none")
+    if work.quant not in ("none", same):
         raise already_quantised(work, stored)
     if work.kind == "lora" and (stored.method not in TO_TRAIN or stored.kind == "int4"):
         way = "--quant dequantize plans 16-bit weights under adapters" if stored.method in TO_DEQUANTISE else None
@@ -89,7 +90,9 @@ def as_stored(model: nn.Module, work: Workload, stored: StoredWeights) -> tuple[
 
 
 def already_quantised(work: Workload, stored: StoredWeights) -> UsageError:
-    way = "plan it without --quant"
+    way = f"memfit plan {work.kind} without --quant plans it as it is stored"
+    if work.kind == "lora":
+        way += " (plan qlora is plan lora --quant nf4)"
     if stored.method in TO_DEQUANTISE:
         way += ", or with --quant dequantize"
     return UsageError(f"--quant {work.quant}: {work.model} is already quantised ({stored.in_words()})", hint=way)

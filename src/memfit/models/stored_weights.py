@@ -133,15 +133,26 @@ def read_stored(data: Mapping[str, Any], where: str) -> StoredWeights | None:
             f"{where}: its weights are quantised by {show(method)}, whose storage memfit does not know",
             hint=f"it knows {', '.join(readers)}; the unquantised model has a config.json of its own",
         )
-    return readers[method](said, where)
+    stored = readers[method](said, where)
+    for rule in stored.kept or ():
+        try:
+            re.compile(rule.removeprefix("re:"))
+        except re.error as error:
+            raise InputError(f"{where}: {show(rule)}, a module that is left out, is no pattern: {error}") from None
+    return stored
 
 
 def _loads_in(said: Mapping[str, Any]) -> str:
     """`load_in_4bit`, as transformers has it, or as it is written by older versions."""
-    for bits in ("4bit", "8bit"):
-        if said.get(f"load_in_{bits}") or said.get(f"_load_in_{bits}"):
-            return bits
-    return ""
+    bits = [each for each in ("4bit", "8bit") if said.get(f"load_in_{each}") or said.get(f"_load_in_{each}")]
+    return " and ".join(bits)
+
+
+def _yes(said: Mapping[str, Any], key: str, where: str) -> bool:
+    value = said.get(key, False)
+    if not isinstance(value, bool):
+        raise InputError(f"{where}: '{key}' is {show(value)}, neither true nor false")
+    return value
 
 
 def _refused(where: str, method: str, what: str) -> InputError:
@@ -166,7 +177,12 @@ def _whole(said: Mapping[str, Any], key: str, where: str, usual: int | None = No
 
 def _bitsandbytes(said: Mapping[str, Any], where: str) -> StoredWeights:
     kept = _names(said, "llm_int8_skip_modules", where)
-    if _loads_in(said) == "8bit":
+    for key in ("load_in_4bit", "load_in_8bit", "_load_in_4bit", "_load_in_8bit"):
+        _yes(said, key, where)
+    if (bits := _loads_in(said)) not in ("4bit", "8bit"):
+        what = "both load_in_4bit and load_in_8bit" if bits else "neither load_in_4bit nor load_in_8bit"
+        raise InputError(f"{where}: 'quantization_config' has {what}; transformers loads no such checkpoint")
+    if bits == "8bit":
         if said.get("llm_int8_has_fp16_weight"):
             raise _refused(where, "bitsandbytes", "fp16 weights beside the 8-bit ones")
         return StoredWeights(method="bitsandbytes", kind="int8", bits=8, kept=kept, said=said)
@@ -174,7 +190,7 @@ def _bitsandbytes(said: Mapping[str, Any], where: str) -> StoredWeights:
     compute = HALVES.get(compute.removeprefix("torch."), compute)
     if kind not in ("nf4", "fp4") or compute not in HALVES.values():
         raise _refused(where, "bitsandbytes", f"4-bit weights of the type {show(kind)} computed in {show(compute)}")
-    double = bool(said.get("bnb_4bit_use_double_quant"))
+    double = _yes(said, "bnb_4bit_use_double_quant", where)
     return StoredWeights(
         method="bitsandbytes", kind=kind, bits=4, kept=kept, double=double, compute=compute, said=said
     )  # fmt: skip

@@ -200,21 +200,23 @@ def predict(
     )
 
 
-LEAST_ARCH = {"fp8": (8, 9), "mxfp4": (7, 5), "torchao-int4": (8, 0)}
-"""The oldest cards whose kernels take such weights: transformers 5 and torchao say so themselves."""
+LEAST_ARCH = {"fp8": (8, 9), "mxfp4": (7, 5), "torchao-int4": (8, 0), "int8": (7, 5)}
+"""The oldest cards whose kernels take such weights: transformers 5, torchao and bitsandbytes say so themselves."""
 
 
 def _refuse_unfit_card(work: Workload, card: Gpu | None) -> None:
     if card is None or not work.is_quantised or work.quant == "dequantize":
         return
-    what = work.stored.method if work.stored is not None and work.quant == "none" else work.quant
+    what: str = work.quant
+    if work.stored is not None and what == "none":
+        what = work.stored.kind if work.stored.method == "bitsandbytes" else work.stored.method
     least = LEAST_ARCH.get(what)
     if least is not None and card.arch < least:
         raise UsageError(
             f"{what} weights need a card of compute capability {least[0]}.{least[1]}, and {card.name} has "
             f"{card.arch[0]}.{card.arch[1]}",
             hint="--quant dequantize: transformers makes them 16-bit there"
-            if work.stored is not None
+            if work.stored is not None and what != "int8"
             else "--quant nf4",
         )
 
@@ -381,6 +383,10 @@ def _assumptions(work: Workload, gpu: Gpu | None, how: Provenance) -> tuple[str,
         notes.append("no --gpu given: kernels and context as on the H200")
     else:
         notes.extend(gpu.notes)
+        if gpu.arch < (8, 0) and "bf16" in (work.precision, work.autocast, work.precision.removeprefix("amp-")):
+            notes.insert(
+                0, f"{gpu.name} has no bf16: torch emulates it, slowly, and some libraries refuse; fp16 is its own"
+            )
     if work.trains:
         rows = "rows of unequal length" if work.padding else "no padding"
         probe = "the probe and " if work.loop == "memfit" else ""

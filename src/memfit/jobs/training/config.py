@@ -373,7 +373,13 @@ class TrainConfig:
             said.append("precision bf16: small updates round away in bf16 weights; amp-bf16 keeps them in fp32")
         if self.precision.startswith("amp-") and self.method.kind == "lora":
             half = self.precision.removeprefix("amp-")
-            said.append(f"precision {self.precision}: the frozen base model is in fp32 too; {half} halves it")
+            base, way = "the frozen base model is in fp32 too", f"{half} halves it"
+            if self.workload.is_quantised:
+                base, way = (
+                    "what is not quantised is in fp32, prepared or not",
+                    f"precision {half}, autocast {half} halves it",
+                )
+            said.append(f"precision {self.precision}: {base}; {way}")
         return (*said, *self._without_effect())
 
     def _without_effect(self) -> Iterator[str]:
