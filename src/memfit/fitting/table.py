@@ -22,7 +22,7 @@ from memfit.fitting.claims import CheckedClaim, CheckedSaving, beside_weights, c
 from memfit.fitting.whole_model import STREAMED, WHOLE, PlanMemo
 from memfit.gpus import Gpu, find_gpu
 from memfit.guides.claims import DECISIONS, EXAMPLES, GB, QUICK_REFERENCE, SAVINGS, QuickReference
-from memfit.jobs.workload import KINDS, Workload
+from memfit.jobs.workload import QLORA, Workload
 from memfit.models.registry import resolve
 from memfit.render.shown import Renderer, Shown
 
@@ -38,6 +38,7 @@ MOST_ROWS = 1000
 SETTINGS: dict[str, dict[str, Any]] = {
     "prune": {},
     "lora": {"rank": 16, "grad_checkpointing": True},
+    QLORA: {"rank": 16},
     "train": {"optimizer": "adamw-fused", "grad_checkpointing": True},
     "forward": {},
     "generate": {"new_tokens": 128},
@@ -86,7 +87,7 @@ class TableRow:
     def to_json(self) -> dict[str, Any]:
         plan = self.plan
         return {
-            "model": plan.model, "parameters": plan.parameters, "workload": self.workload.kind, "way": self.way,
+            "model": plan.model, "parameters": plan.parameters, "workload": kind_of(self.workload), "way": self.way,
             "settings": {name: value for name, value in plan.workload.items() if name != "gpu"},
             "weights_bytes": plan.report.breakdown["weights"], "activations_bytes": beside_weights(plan),
             "total_bytes": plan.peak.device_bytes, "smallest_bytes": plan.smallest_gpu_bytes,
@@ -166,7 +167,8 @@ class Table(Shown):
         """The largest model that is safe on a card, for each workload and way."""
         largest: dict[str, str | None] = {}
         for row in self.rows:
-            name = row.workload.kind if row.way in (None, STREAMED) else f"{row.workload.kind} ({row.way})"
+            kind = kind_of(row.workload)
+            name = kind if row.way in (None, STREAMED) else f"{kind} ({row.way})"
             largest.setdefault(name, None)
             if row.cells[label].verdict == "safe":
                 best = largest[name]
@@ -208,7 +210,7 @@ def make_table(
     rows: list[TableRow] = []
     refused: list[tuple[str, MemfitError]] = []
     for work, way in jobs:
-        name = f"{work.kind} of {work.model}"
+        name = f"{kind_of(work)} of {work.model}"
         steps.next(name)
         try:
             rows.append(_row(work, way, cards, plans))
@@ -255,8 +257,8 @@ def jobs_of(
 ) -> list[tuple[Workload, str | None]]:
     """Each with its way of doing it, where there are two."""
     for name in workloads:
-        if name not in KINDS:
-            raise UnknownName("workload", name, list(KINDS), more=f"workloads: {', '.join(KINDS)}")
+        if name not in SETTINGS:
+            raise UnknownName("workload", name, list(SETTINGS), more=f"workloads: {', '.join(SETTINGS)}")
     if len(models) * len(workloads) > MOST_ROWS:
         raise UsageError(f"{len(models)} models and {len(workloads)} workloads are more than {MOST_ROWS} rows")
     for model in models:
@@ -266,6 +268,11 @@ def jobs_of(
         works = [_workload(kind, model, seq_len, nsamples) for model in models]
         jobs += [(work, way) for way in ((STREAMED, WHOLE) if kind == "prune" else (None,)) for work in works]
     return jobs
+
+
+def kind_of(work: Workload) -> str:
+    """By the name under which it was asked for."""
+    return QLORA if work.kind == "lora" and work.quant != "none" else work.kind
 
 
 def _workload(kind: str, model: str, seq_len: int, nsamples: int) -> Workload:
