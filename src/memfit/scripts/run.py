@@ -118,7 +118,7 @@ def _speaks_on_stderr() -> Iterator[None]:
     streams = sys.stdout, sys.stderr
     if 2 in held:
         os.dup2(2, 1)
-        sys.stdout = sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
+        sys.stdout = sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
     try:
         yield
     finally:
