@@ -208,3 +208,17 @@ def test_a_real_failure_while_loading_is_the_output_head() -> None:
     told = explain(text, predict=False, **JOB)  # type: ignore[arg-type]
     assert told.place.phase == "loading"
     assert likeliest(told.readings).product == "152,064 vocabulary x 3,584 hidden x 2 bytes"
+
+
+def test_a_copy_of_a_4_bit_weight_is_told_by_the_line_that_makes_it() -> None:
+    place = '  File "/x/site-packages/bitsandbytes/autograd/_functions.py", line 320, in forward\n'
+    line = "    output = linear(A, F.dequantize_4bit(B, quant_state).to(A.dtype).t(), bias)\n"
+    full = (
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 112.00 MiB. GPU 0 has a total capacity of 7.78"
+        " GiB of which 60.00 MiB is free. Including non-PyTorch memory, this process has 7.70 GiB memory in use. Of the"
+        " allocated memory 7.10 GiB is allocated by PyTorch, and 120.00 MiB is reserved by PyTorch but unallocated."
+    )
+    told = explain(f"Traceback (most recent call last):\n{place}{line}{full}").to_json()["tensor"]["readings"]
+    assert told[0]["tensor"] == "MLP matrix: copy of a 4-bit weight, for one product"
+    plain = explain(full).to_json()["tensor"]["readings"]
+    assert not any("4-bit" in each["tensor"] for each in plain)

@@ -155,6 +155,8 @@ class TensorPattern:
 
 
 _TRAINING = frozenset({"forward", "loss", "backward", "evaluation", "generation"})
+_PASSES = frozenset({"forward", "backward", "evaluation", "generation"})
+_UNPACKED = "copy of a 4-bit weight, for one product"
 _WEIGHTS = frozenset({"loading", "backward", "optimizer step", "saving"})
 
 
@@ -199,6 +201,7 @@ def _of_weights(
     if intermediate and hidden:
         matrix = (*hidden, *intermediate)
         yield TensorPattern("weights", f"MLP matrix: {kept}", matrix, (2, 4), "", _WEIGHTS, 1)
+        yield TensorPattern("packed weights", f"MLP matrix: {_UNPACKED}", matrix, (2, 4), "", _PASSES, -1)
         pruning = frozenset({"calibration", "forward"})
         yield TensorPattern("sort", "int64 indices of a sort over an MLP matrix", matrix, (8,), "", pruning, -1)
         yield TensorPattern(
@@ -207,6 +210,7 @@ def _of_weights(
     if hidden:
         square = (*hidden, *hidden)
         yield TensorPattern("weights", f"attention matrix: {kept}", square, (2, 4), "", _WEIGHTS)
+        yield TensorPattern("packed weights", f"attention matrix: {_UNPACKED}", square, (2, 4), "", _PASSES, -2)
         yield TensorPattern(
             "hessian", "Hessian of a hidden-sized input", square, (4,), "", frozenset({"calibration"}), -1
         )

@@ -150,8 +150,14 @@ HINTS = (
     _sign(
         "weights",
         paths="/torch/optim/ /core_model_loading.py /bitsandbytes/optim/ /distributed/fsdp/",
-        functions="from_pretrained _init_group convert load_state_dict __deepcopy__ get_delta_weight dequantize_4bit",
+        functions="from_pretrained _init_group convert load_state_dict __deepcopy__ get_delta_weight",
         code="zeros_like(p | exp_avg",
+    ),
+    _sign(
+        "packed weights",
+        paths="/bitsandbytes/autograd/ /bitsandbytes/backends/cuda/",
+        functions="dequantize_4bit _dequant_linear_fallback gemm_4bit matmul_4bit",
+        code="dequantize_4bit( | gemm_4bit(",
     ),
 )
 """What the failing line works on."""

@@ -47,7 +47,7 @@ MOST_USUAL_LENGTH = 8192
 """Longer windows are the mistake that the public code is known for; shorter ones, of a job of which nothing is known,
 are one guess more."""
 MAX_ROWS, MIN_TOKENS, MAX_TOKENS = 1 << 12, 64, 1 << 18
-OF_PRUNING = ("hessian", "sort")
+IN_LINES_OF_THEIR_OWN = ("hessian", "sort", "packed weights")
 CALIBRATION_SAMPLES = (128, 256, 512, 64, 32, 1024)
 
 
@@ -180,8 +180,8 @@ def _as_written(intervals: Sequence[Interval], run: RunClues, found: Iterable[Re
 
 
 def _may_be_of_any(reading: Reading, hints: frozenset[str]) -> bool:
-    """Of all models some tensor has any size: only what the failing line makes counts, and of pruning only there."""
-    return reading.kind in hints if hints else reading.kind not in OF_PRUNING
+    """Of all models some tensor has any size: only what the failing line makes counts; some kinds only there."""
+    return reading.kind in hints if hints else reading.kind not in IN_LINES_OF_THEIR_OWN
 
 
 @lru_cache(maxsize=64)
