@@ -15,6 +15,7 @@ import torch
 from plans import small_llama
 
 from memfit.cli.main import main
+from memfit.errors import TraceError
 from memfit.jobs.build import build_for_training
 from memfit.jobs.training.config_file import config_from, load_config
 from memfit.jobs.training.job import TrainJob, prepare_job
@@ -162,11 +163,14 @@ def test_without_a_gpu_there_is_a_prediction_and_no_verdict(tmp_path: Path) -> N
 
 
 def test_a_job_that_cannot_be_predicted_can_still_be_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def meets_an_unknown_op(*_: object, **__: object) -> None:
+        raise TraceError("cannot trace somebody.kernel")
+
     job = small_job(tmp_path)
-    monkeypatch.setattr("memfit.planning.training.OPTIMIZERS", ())  # as if this one could only be run
+    monkeypatch.setattr("memfit.planning.training.predict", meets_an_unknown_op)
     plan = plan_training(job)
     assert (plan.verdict, plan.peak_bytes, plan.job) == (None, None, job)
-    assert f"{job.config.optimizer.name} cannot be planned" in plan.in_lines()[0]
+    assert "this job cannot be predicted: cannot trace somebody.kernel" in plan.in_lines()[0]
 
 
 MODELS: dict[str, dict[str, Any]] = {
