@@ -366,7 +366,7 @@ def _of_quantised(work: Workload) -> Iterator[str]:
         yield "its compiled step with kernels that were tuned before: tuning takes the card's L2 cache more, once"
     if quant == "torchao-int4":
         yield "Int4WeightOnlyConfig packs tiles (tile_packed_to_4d), in groups of 128; other formats need mslk"
-    if work.kind == "lora" and work.is_quantised and quant != "dequantize":
+    if work.kind == "lora" and work.is_quantised and (quant != "dequantize" or work.is_kbit_prepared):
         casts = work.casts_when_prepared
         done = f"makes {'every 16-bit weight fp32' if casts else 'no weight fp32'} (--no-kbit-prepare)"
         yield f"prepare_model_for_kbit_training {done if work.is_kbit_prepared else 'is not called'}"
