@@ -110,6 +110,18 @@ def test_passes_that_are_told_leave_the_events_of_passes_that_ran(
     assert told[0] == TOLD and SKIPPED in plan.notes
 
 
+def test_passes_are_told_in_an_interpreter_that_dynamo_has_changed(
+    told: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dynamo = pytest.importorskip("torch._C._dynamo.eval_frame")
+    before = dynamo.set_eval_frame(False)  # as Dynamo leaves it: calls of Python hold their arguments twice
+    try:
+        check_alike(accumulating(plain, by_own_loss), monkeypatch)
+    finally:
+        dynamo.set_eval_frame(before)
+    assert told[0] == TOLD
+
+
 def llama(frozen: bool) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 

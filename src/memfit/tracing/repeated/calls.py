@@ -59,28 +59,28 @@ class RepeatedCalls:
             return call()
         tracer, trace = self._tracer, self._tracer.trace
         events, blocks, asked = len(trace), len(trace.requested), tracer.answers.questions
-        out = call()
+        returned = [call()]
         with torch._C.DisableTorchFunction():
-            now = None if tracer.answers.questions != asked else self._noted(events, blocks, out)
+            now = None if tracer.answers.questions != asked else self._noted(events, blocks, returned)
         if now is None:
             self._seen.pop(key, None)
         elif now == before:
             before.times += 1
         else:
             self._seen[key] = now
-        return out
+        return returned[0]
 
-    def _noted(self, first_event: int, first_block: int, out: Any) -> _NotedCall | None:
+    def _noted(self, first_event: int, first_block: int, returned: list[Any]) -> _NotedCall | None:
         events = events_of_call(self._tracer.trace, first_event, first_block)
-        leaves, form = tree_flatten(out)
-        if events is None or held_elsewhere(out, leaves):
+        leaves, form = tree_flatten(returned)
+        if events is None or held_elsewhere(returned, leaves):
             return None
-        returned = [self._maker.form(leaf, first_block) for leaf in leaves]
+        forms = [self._maker.form(leaf, first_block) for leaf in leaves]
         weights, cast = kept_by_autocast(self._autocast, self._maker, first_block)
-        kept = {each.block for each in (*returned, *cast) if isinstance(each, MadeAgain)}
-        if any(each is None for each in returned) or kept != still_alive(events):
+        kept = {each.block for each in (*forms, *cast) if isinstance(each, MadeAgain)}
+        if any(each is None for each in forms) or kept != still_alive(events):
             return None
-        return _NotedCall(events, self._maker.noted_blocks(first_block), returned, form, cast, weights)
+        return _NotedCall(events, self._maker.noted_blocks(first_block), forms, form, cast, weights)
 
     def _repeat(self, call: _NotedCall) -> Any:
         first = self._maker.repeat(call.events, call.blocks)
@@ -95,7 +95,7 @@ class RepeatedCalls:
             self._maker.tensor(each, storages[each.block]) if isinstance(each, MadeAgain) else each[0]
             for each in call.returned
         ]
-        return tree_unflatten(leaves, call.form)
+        return tree_unflatten(leaves, call.form)[0]
 
 
 def events_of_call(trace: Any, first_event: int, first_block: int) -> list[tuple[int, int]] | None:

@@ -94,13 +94,11 @@ class Maker:
             return empty.set_(storage, made.offset, made.shape, made.stride)
 
 
-def held_elsewhere(out: Any, leaves: list[Any]) -> bool:
+def held_elsewhere(returned: list[Any], leaves: list[Any]) -> bool:
     """Whether somebody beside the caller has a tensor that a call returns. What transformers returns has each as an
-    item and as an attribute."""
-    attributes = {id(value) for value in getattr(out, "__dict__", {}).values()} if isinstance(out, Mapping) else set()
+    item and as an attribute. `returned`: a list of that alone, for an interpreter that Dynamo has changed counts the
+    arguments of a call twice."""
+    is_mapping = isinstance(returned[0], Mapping)
+    attributes = {id(value) for value in getattr(returned[0], "__dict__", {}).values()} if is_mapping else set()
     own = 4  # the structure that is returned, the list here, the name below, the argument of `getrefcount`
-    for leaf in leaves:
-        named = 2 * (leaf is out)  # by those who call this, instead of a structure
-        if isinstance(leaf, Tensor) and sys.getrefcount(leaf) > own + named + (id(leaf) in attributes):
-            return True
-    return False
+    return any(isinstance(leaf, Tensor) and sys.getrefcount(leaf) > own + (id(leaf) in attributes) for leaf in leaves)

@@ -113,13 +113,13 @@ class RepeatedPasses:
             return call()
         event, block, unexplained = len(tracer.trace), len(tracer.trace.requested), tracer.answers.unexplained
         lists = len(tracer.trace.facts.get(LISTS, ()))
-        out = call()
+        returned = [call()]
         with torch._C.DisableTorchFunction():
-            noted = self._noted_call(event, block, out)
+            noted = self._noted_call(event, block, returned)
             explained = tracer.answers.unexplained == unexplained and len(tracer.trace.facts.get(LISTS, ())) == lists
             if noted is not None and explained:
-                self._wait(_Begun(key, noted, block, arguments, values), out)
-        return out
+                self._wait(_Begun(key, noted, block, arguments, values), returned)
+        return returned[0]
 
     def _key(self, module: torch.nn.Module, args: Any, kwargs: Any, leaves: list[Any]) -> Any:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -153,21 +153,21 @@ class RepeatedPasses:
 
     # -- noting ------------------------------------------------------------------------------------------------------
 
-    def _noted_call(self, first_event: int, first_block: int, out: Any) -> _NotedPass | None:
+    def _noted_call(self, first_event: int, first_block: int, returned: list[Any]) -> _NotedPass | None:
         events = events_of_call(self._tracer.trace, first_event, first_block)
-        leaves, form = tree_flatten(out)
-        if events is None or held_elsewhere(out, leaves):
+        leaves, form = tree_flatten(returned)
+        if events is None or held_elsewhere(returned, leaves):
             return None
-        returned = [self._maker.form(leaf, first_block) for leaf in leaves]
-        if any(each is None for each in returned):
+        forms = [self._maker.form(leaf, first_block) for leaf in leaves]
+        if any(each is None for each in forms):
             return None
         weights, cast = kept_by_autocast(self._autocast, self._maker, first_block)
-        return _NotedPass(events, self._maker.noted_blocks(first_block), returned, form, cast, weights)
+        return _NotedPass(events, self._maker.noted_blocks(first_block), forms, form, cast, weights)
 
-    def _wait(self, begun: _Begun, out: Any) -> None:
+    def _wait(self, begun: _Begun, returned: list[Any]) -> None:
         """For the first node of the call's that a backward pass comes to: from there on all nodes are the call's, for
         those that were made later have run."""
-        tensors = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        tensors = [leaf for leaf in tree_leaves(returned) if isinstance(leaf, Tensor)]
         nodes = [tensor.grad_fn for tensor in tensors]
         if len({id(node) for node in nodes if node is not None}) != sum(node is not None for node in nodes):
             return
@@ -262,9 +262,8 @@ class RepeatedPasses:
         with torch._C.DisableTorchFunction():
             begin = torch.empty(0, device="cpu", requires_grad=True)
             tensors = iter(_Told.apply(begin, make, self, noted))
-        return tree_unflatten(
-            [next(tensors) if isinstance(each, MadeAgain) else each[0] for each in noted.returned], noted.form
-        )
+        told = [next(tensors) if isinstance(each, MadeAgain) else each[0] for each in noted.returned]
+        return tree_unflatten(told, noted.form)[0]
 
     def pass_backward(self, noted: _NotedPass, held: dict[tuple[str, int], Any], gradients: Sequence[Any]) -> None:
         given = [i for i, each in enumerate(gradients) if each is not None]
