@@ -21,14 +21,16 @@ from memfit.analysis.files import Report
 from memfit.analysis.page import page_data
 from memfit.files import written_whole
 
-SCRIPTS = (
-    "words.js", "dom.js", "data.js", "chart.js", "timeline_drawing.js", "timeline.js", "flame.js", "table.js",
-    "sections.js", "main.js",
+MODULES = (
+    "words.js", "dom.js", "data.js", "chart.js", "theme.js", "timeline_drawing.js", "timeline.js", "flame.js", "table.js",
+    "sections.js", "report_view.js",
 )  # fmt: skip
+"""What this page and the served one are made of, each after those that it imports."""
+SCRIPTS = (*MODULES, "main.js")
 
 
 def page(reported: Report) -> str:
-    script, style = _script(), _asset("style.css")
+    script, style = _script(), asset("style.css")
     title = Path(str(reported.document["source"]["path"])).name or "report"
     data = page_data(reported)
     data["title"] = title
@@ -41,7 +43,7 @@ def page(reported: Report) -> str:
         "DATA": _as_json(data),
         "SCRIPT": script,
     }
-    pieces = re.split(r"\{\{([A-Z]+)\}\}", _asset("page.html"))  # once: no text of the data is taken for a place
+    pieces = re.split(r"\{\{([A-Z]+)\}\}", asset("page.html"))  # once: no text of the data is taken for a place
     return "".join(parts[piece] if i % 2 else piece for i, piece in enumerate(pieces))
 
 
@@ -52,14 +54,15 @@ def write_page(reported: Report, path: str | Path) -> None:
 
 
 @cache
-def _asset(name: str) -> str:
+def asset(name: str) -> str:
     return files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
 @cache
 def _script() -> str:
-    """All files as one function: nothing of them is global."""
-    return '(() => {\n"use strict";\n' + "\n".join(_asset(name) for name in SCRIPTS) + "\n})();"
+    """All modules as one function: a page opened from disk may not import any. Nothing of them is global."""
+    text = "\n".join(asset(name) for name in SCRIPTS)
+    return '(() => {\n"use strict";\n' + re.sub(r"^(?:import .*\n|export )", "", text, flags=re.MULTILINE) + "\n})();"
 
 
 def _hash(text: str) -> str:

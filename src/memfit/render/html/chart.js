@@ -1,6 +1,6 @@
 // What both canvases share: sharp pixels, and colours that follow the theme.
 
-class Surface {
+export class Surface {
   constructor(canvas) {
     this.canvas = canvas;
     this.context = canvas.getContext("2d");
@@ -20,7 +20,7 @@ class Surface {
   }
 }
 
-const Theme = {
+export const Theme = {
   colors: new Map(),
   get(name) {
     if (!this.colors.has(name)) this.colors.set(name, getComputedStyle(document.documentElement).getPropertyValue(name).trim() || "#888");
@@ -31,10 +31,10 @@ const Theme = {
   },
 };
 
-const FONT = '12px system-ui, -apple-system, "Segoe UI", Roboto, sans-serif';
+export const FONT = '12px system-ui, -apple-system, "Segoe UI", Roboto, sans-serif';
 
 // The text if it fits, a beginning of it if that says something, or nothing.
-function fitted(context, text, room) {
+export function fitted(context, text, room) {
   if (room < 14) return "";
   const wide = context.measureText(text).width;
   if (wide <= room) return text;
@@ -43,7 +43,7 @@ function fitted(context, text, room) {
 }
 
 // One drawing a frame, however many things ask for it.
-function onNextFrame(draw) {
+export function onNextFrame(draw) {
   let waiting = false;
   return () => {
     if (waiting) return;

@@ -1,5 +1,8 @@
 // The numbers of the page: columns, unpacked from base64 once.
 
+import { duration, number, shortOp } from "./words.js";
+import { cssKey } from "./dom.js";
+
 function unpack(text, Kind) {
   const raw = atob(text);
   const bytes = new Uint8Array(raw.length);
@@ -7,7 +10,7 @@ function unpack(text, Kind) {
   return new Kind(bytes.buffer);
 }
 
-class Run {
+export class Run {
   constructor(data) {
     const { samples, blocks } = data;
     this.data = data;
@@ -91,12 +94,12 @@ class Run {
   }
 }
 
-function phaseName([name, step]) {
+export function phaseName([name, step]) {
   return step ? `${name} ${step}` : name;
 }
 
 // How many entries are not above a value; the column rises.
-function upperBound(column, value) {
+export function upperBound(column, value) {
   let low = 0, high = column.length;
   while (low < high) {
     const middle = (low + high) >> 1;

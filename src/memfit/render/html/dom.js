@@ -1,6 +1,6 @@
 // Elements are made here, and text is only ever put into them as text.
 
-function make(tag, options = {}, ...children) {
+export function make(tag, options = {}, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(options)) {
     if (value === null || value === undefined || value === false) continue;
@@ -14,19 +14,19 @@ function make(tag, options = {}, ...children) {
   return element;
 }
 
-function svg(tag, attributes = {}, ...children) {
+export function svg(tag, attributes = {}, ...children) {
   const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
   for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, String(value));
   element.append(...children.flat());
   return element;
 }
 
-function card(id, title, sub, ...children) {
+export function card(id, title, sub, ...children) {
   return make("section", { class: "card", id }, make("h2", { text: title }), sub ? make("p", { class: "sub", text: sub }) : null, ...children);
 }
 
 // columns: [title, "num" | "where" | ""]
-function dataTable(columns, rows, options = {}) {
+export function dataTable(columns, rows, options = {}) {
   const head = make("tr", {}, columns.map(([title, kind]) => make("th", { class: kind === "num" ? "num" : "", scope: "col", text: title })));
   const body = rows.map((cells, i) => {
     const classes = options.rowClass ? options.rowClass(i) : "";
@@ -39,27 +39,27 @@ function dataTable(columns, rows, options = {}) {
 }
 
 // A path that breaks where it may, with its folders stepping back.
-function place(text) {
+export function place(text) {
   const cut = text.lastIndexOf("/", text.indexOf(" ") < 0 ? text.length : text.indexOf(" ")) + 1;
   const folders = text.slice(0, cut).split(/(?<=\/)/).flatMap((part) => [part, make("wbr")]);
   return make("span", { class: "place" }, cut ? make("span", { class: "faint" }, folders) : null, text.slice(cut));
 }
 
-function swatch(color) {
+export function swatch(color) {
   return make("span", { class: "swatch", css: { background: color } });
 }
 
-function category(name) {
+export function category(name) {
   return make("span", { class: "cat" }, swatch(`var(--c-${cssKey(name)})`), name.replace("_", " "));
 }
 
-function cssKey(name) {
+export function cssKey(name) {
   const key = name.replace(" ", "_");
   const known = ["weights", "gradients", "optimizer", "activations", "loss", "calibration", "kv_cache", "temporaries", "workspaces", "other", "unknown", "before"];
   return known.includes(key) ? key : "unknown";
 }
 
-function stackList(lines, here) {
+export function stackList(lines, here) {
   const items = lines.map((line, i) => {
     const library = line.startsWith("torch/");
     return make("li", { class: line === here || (i === 0 && !here) ? "here" : library ? "library" : "", text: line });

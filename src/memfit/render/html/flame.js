@@ -1,8 +1,12 @@
 // What is alive at the peak, from the outside in: each row is called by the one above it, and as wide as its bytes.
 
+import { percent, plural, shortOp, size } from "./words.js";
+import { make } from "./dom.js";
+import { fitted, onNextFrame, Surface, Theme } from "./chart.js";
+
 const ROW = 21;
 
-class Flame {
+export class Flame {
   constructor(data, peak) {
     const { word, parent, bytes, count } = data.flame;
     this.peak = peak;

@@ -1,23 +1,14 @@
 // The parts of the page that do not move: first what changes the meaning of the numbers, then the peak, then the rest.
 
-function topBar(data) {
-  const { report, title } = data;
-  const links = [["timeline", "Timeline"], ["flame", "Flame graph"], ["allocations", "Allocations"], ["details", "Details"]];
-  const known = links.filter(([id]) => id === "details" || data.timeline);
-  const device = report.device === null || report.device === undefined ? "" : `, GPU ${report.device}`;
-  return make("header", { class: "bar" },
-    make("span", { class: "brand", text: "memfit" }), make("span", { class: "file", text: title, title: report.source.path }),
-    make("span", { class: `badge ${report.origin === "predicted" ? "predicted" : ""}`, text: `${report.origin}${device}` }),
-    make("nav", { "aria-label": "Sections" }, known.map(([id, text]) => make("a", { href: `#${id}`, text }))),
-    themeButton());
-}
+import { duration, number, percent, shortOp, size, sizeParts, sizesIn, sizeTicks } from "./words.js";
+import { card, category, cssKey, dataTable, make, stackList, svg, swatch } from "./dom.js";
 
-function messages(report) {
+export function messages(report) {
   if (!report.messages.length) return null;
   return make("div", { class: "message", role: "note" }, make("b", { text: "Before you read on" }), make("div", {}, report.messages.map((each) => make("p", { text: each.text }))));
 }
 
-function hero(report, run) {
+export function hero(report, run) {
   const peak = report.peak.allocated_bytes;
   const [figure, unit] = peak === null ? ["n/a", ""] : sizeParts(peak);
   const tile = (label, value) => make("div", { class: "tile" }, make("div", { class: "label", text: label }), make("div", { class: "value", text: value }));
@@ -69,7 +60,7 @@ function breakdown(report) {
   return make("div", {}, make("div", { class: "label", text: `alive at the peak, by category${derived ? ` (${derived})` : ""}` }), bar, table);
 }
 
-function outOfMemory(report) {
+export function outOfMemory(report) {
   const oom = report.ooms && report.ooms[report.ooms.length - 1];
   if (!oom) return null;
   const facts = [
@@ -87,7 +78,7 @@ function outOfMemory(report) {
   return section;
 }
 
-function shares(report, key, title) {
+export function shares(report, key, title) {
   const rows = report[key] || [];
   if (!rows.some((row) => row.name)) return null;
   const total = report.peak.allocated_bytes, inUnit = sizesIn(total);
@@ -98,7 +89,7 @@ function shares(report, key, title) {
   ].filter((cell) => cell !== false))));
 }
 
-function phases(report) {
+export function phases(report) {
   if (!report.phases || !report.phases.length) return null;
   const at = report.at_peak, many = report.phases.length > 24;
   const rows = many ? report.phases.filter((each, i) => i < 12 || i >= report.phases.length - 9 || (each.step === at.step && each.name === at.phase)) : report.phases;
@@ -110,7 +101,7 @@ function phases(report) {
     many ? make("p", { class: "sub", text: `${number(report.phases.length - rows.length)} in the middle are left out here` }) : null);
 }
 
-function idleMemory(report) {
+export function idleMemory(report) {
   const idle = report.idle;
   if (!idle || !(idle.reserved_peak || idle.end)) return null;
   const rows = [["when most was reserved", idle.reserved_peak], ["at the end", idle.end]].filter(([, each]) => each);
@@ -121,14 +112,14 @@ function idleMemory(report) {
   return card(null, "Held but idle", "memory that torch keeps from the driver without a live tensor in it", table, groups);
 }
 
-function temporaries(report) {
+export function temporaries(report) {
   if (!report.temporaries || !report.temporaries.length) return null;
   return card(null, "Temporaries", report.phases.length ? "made and gone within one phase: the most that one place needs at once" : "made and freed again: the most that one place needs at once",
     dataTable([["at once", "num"], ["largest", "num"], ["times", "num"], ["", "where"]],
       report.temporaries.map((each) => [size(each.at_once_bytes), size(each.largest_bytes), number(each.count), shortOp(each.name) || "(no name)"])));
 }
 
-function growthOfSteps(report) {
+export function growthOfSteps(report) {
   const growth = report.growth;
   if (!growth || growth.steps.length < 2) return null;
   const top = Math.max(...growth.steps.map((step) => step.left_bytes), 1);
@@ -140,14 +131,14 @@ function growthOfSteps(report) {
   return card(null, "Growth between steps", `what is still allocated when a step ends; ${growth.steps.length} steps`, bars, make("p", { text: said }), survivors);
 }
 
-function programScopes(report) {
+export function programScopes(report) {
   if (!report.annotations || !report.annotations.length) return null;
   const rows = [...report.annotations].sort((a, b) => b.allocated_bytes - a.allocated_bytes).slice(0, 12);
   return card(null, "Named by the program", "scopes of record_function, with the peak in each",
     dataTable([["peak", "num"], ["from", "num"], ["to", "num"], ["", "where"]], rows.map((each) => [size(each.allocated_bytes), duration(each.begin_seconds), duration(each.end_seconds), each.name])));
 }
 
-function checkpoints(log) {
+export function checkpoints(log) {
   if (!log || !log.checkpoints.length) return null;
   const columns = [["checkpoint", ""], ["allocated", "num"], ["reserved", "num"], ["peak", "num"], ["host", "num"], ["", ""]];
   const row = (each) => [each.name, size(each.allocated_bytes), size(each.reserved_bytes), size(each.peak_bytes), size(each.cpu_used_bytes), each.failed ? "the run broke here" : ""];
@@ -157,7 +148,7 @@ function checkpoints(log) {
     highest.length ? make("div", {}, make("h2", { text: "Parts with the highest peaks" }), dataTable(columns, highest.map(row))) : null);
 }
 
-function logChart(points) {
+export function logChart(points) {
   const known = points.filter((each) => each.allocated_bytes !== null);
   if (known.length < 2) return null;
   const wide = 1200, high = 260, left = 74, bottom = 30, top = 12;
@@ -195,33 +186,22 @@ function logChart(points) {
   return make("figure", {}, svg("svg", { class: "log", viewBox: `0 0 ${wide} ${high}`, role: "img" }, ...grid, line("reserved_bytes", "--s1", "6 4"), line("peak_bytes", "--s4", "2 4"), line("allocated_bytes", "--s0", ""), ...dots, ...names), key);
 }
 
-function recordings(report) {
+export function recordings(report) {
   const { files, reported } = report.source;
   if (!files || !files.length) return null;
   return card(null, "Recordings in the folder", "the one that needed most is shown", dataTable([["", "where"], ["", ""], ["allocated", "num"], ["reserved", "num"]],
     files.map((each) => [each.name, each.origin, size(each.allocated_bytes), size(each.reserved_bytes)]), { rowClass: (i) => (files[i].name === reported ? "peak" : "") }));
 }
 
-function nextSteps(report) {
+export function nextSteps(report) {
   if (!report.next.length) return null;
   return make("section", { class: "card next", id: "next" }, make("h2", { text: "What next" }), report.next.map((each) => make("p", { text: `${each[0].toUpperCase()}${each.slice(1)}.` })));
 }
 
-function notes(report) {
+export function notes(report) {
   const settings = Object.entries(report.settings || {}).filter(([, value]) => typeof value !== "object" && value !== "" && value !== null);
   const result = Object.entries(report.result || {});
   return card("details", "How to read it", null, make("ul", { class: "notes" }, report.notes.map((note) => make("li", { text: note }))),
     settings.length ? dataTable([["allocator setting", "where"], ["", ""]], settings.map(([name, value]) => [name, String(value)])) : null,
     result.length ? dataTable([["result", "where"], ["", ""]], result.map(([name, value]) => [name, String(value)])) : null);
-}
-
-function themeButton() {
-  const picture = svg("svg", { viewBox: "0 0 16 16", "aria-hidden": "true" }, svg("circle", { cx: 8, cy: 8, r: 5.5 }), svg("path", { d: "M8 2.5 A5.5 5.5 0 0 1 8 13.5 Z", fill: "currentColor", stroke: "none" }));
-  const button = make("button", { class: "plain icon theme", type: "button", id: "theme", "aria-label": "Dark or light", title: "Dark or light" }, picture);
-  button.addEventListener("click", () => {
-    const root = document.documentElement.dataset;
-    root.theme = root.theme === "dark" ? "light" : "dark";
-    document.dispatchEvent(new Event("themechange"));
-  });
-  return button;
 }

@@ -1,8 +1,12 @@
 // The allocations themselves, with search: alive at the peak, alive at the moment that was clicked, or all.
 
+import { number, plural, size } from "./words.js";
+import { category, make, place } from "./dom.js";
+import { onNextFrame } from "./chart.js";
+
 const PAGE_ROWS = 60;
 
-class Allocations {
+export class Allocations {
   constructor(run, choose) {
     this.run = run;
     this.choose = choose;

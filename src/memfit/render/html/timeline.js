@@ -1,6 +1,11 @@
 // Memory over time, as one looks at it: which part is shown and how, what lies under the pointer, hands and keys.
 
-class Timeline extends Drawing {
+import { number, shortOp, size } from "./words.js";
+import { make, swatch } from "./dom.js";
+import { onNextFrame } from "./chart.js";
+import { BOTTOM, Drawing, LEFT, RIGHT, TOP } from "./timeline_drawing.js";
+
+export class Timeline extends Drawing {
   constructor(run, choose) {
     super();
     this.run = run;

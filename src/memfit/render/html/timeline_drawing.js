@@ -1,11 +1,15 @@
 // How memory over time is drawn. Each column of pixels shows the moment at which most was allocated in it, so no peak is
 // lost; what is shown one by one is solid, and what is too small for that is the pale rest of its group.
 
-const LEFT = 74, RIGHT = 12, TOP = 30, BOTTOM = 26;
+import { eventTicks, sizeTicks, timeTicks } from "./words.js";
+import { phaseName, upperBound } from "./data.js";
+import { fitted, FONT, Surface, Theme } from "./chart.js";
+
+export const LEFT = 74, RIGHT = 12, TOP = 30, BOTTOM = 26;
 const LEAST_HEIGHT = 0.8; // of a block that is drawn by itself, in pixels
 const LEAST_EDGE = 4; // of one that has a line around it
 
-class Drawing {
+export class Drawing {
   // -- columns of pixels
 
   columns() {
