@@ -32,6 +32,7 @@ COMMANDS: dict[str, str | None] = {
     "train": "memfit train --config smollm2-lora-demo --output-dir outputs/demo",
     "profile": None,
     "explain": "memfit explain train.log --kind lora --model qwen2.5-7b --batch-size 1 --seq-len 2048 --rank 128",
+    "serve": "memfit serve --dir outputs",
     "watch": "memfit watch --interval 2 --csv memory.csv",
     "report": "memfit report snapshot.pickle --html report.html",
     "diff": "memfit diff predicted.npz snapshot.pickle --step-a 2 --step-b 1",

@@ -1,0 +1,79 @@
+"""`memfit serve`: a port is taken, the page is served from it until Ctrl-C."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from memfit.errors import UsageError
+from memfit.serving.settings import ServeSettings
+
+GRACE_SECONDS = 1
+
+
+def serve(settings: ServeSettings, on_ready: Callable[[str], None]) -> None:
+    """Until somebody interrupts it. `on_ready` is told the address, once it answers there."""
+    import uvicorn
+
+    from memfit.serving.app import make_app
+
+    if not settings.dir.is_dir():
+        raise UsageError(f"--dir {str(settings.dir)!r} is no folder", hint="a folder of runs, snapshots or models")
+    with _taken(settings.host, settings.port) as taken:
+        settings = replace(settings, port=taken.getsockname()[1])
+        config = uvicorn.Config(
+            make_app(settings),
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            lifespan="on",
+            timeout_graceful_shutdown=GRACE_SECONDS,
+        )
+
+        class Server(uvicorn.Server):
+            async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+                await super().startup(sockets)
+                if self.started:
+                    on_ready(address(settings))
+
+        Server(config).run(sockets=[taken])
+
+
+def address(settings: ServeSettings) -> str:
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(settings.host, settings.host)
+    return f"http://{f'[{host}]' if ':' in host and host[0] != '[' else host}:{settings.port}/?token={settings.token}"
+
+
+def forwarding(port: int, environment: Mapping[str, str] = os.environ) -> str | None:
+    """The line that brings the port to the machine of a person who came here by SSH; None if nobody did."""
+    connection = environment.get("SSH_CONNECTION", "").split()
+    if len(connection) != 4:
+        return None
+    user = environment.get("USER") or environment.get("LOGNAME")
+    there = connection[2] if user is None else f"{user}@{connection[2]}"
+    other = "" if connection[3] == "22" else f" -p {connection[3]}"
+    return f"ssh -N -L {port}:127.0.0.1:{port}{other} {there}"
+
+
+def _taken(host: str, port: int) -> socket.socket:
+    """Taken before anything is said of it, so that the port which is printed is the one that answers."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        taken = socket.socket(found[0], socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise UsageError(f"--host {host!r} is no address of this machine", hint="127.0.0.1, or 0.0.0.0") from error
+    try:
+        if os.name == "posix":
+            taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        taken.bind(found[4])
+    except OSError as error:
+        taken.close()
+        if error.errno == errno.EADDRINUSE:
+            raise UsageError(f"port {port} is taken", hint="--port 0 takes any that is free") from error
+        if error.errno == errno.EACCES:
+            raise UsageError(f"port {port} may not be taken", hint="ports from 1024 on are anybody's") from error
+        raise UsageError(f"--host {host!r}: {error.strerror or error}", hint="an address of this machine") from error
+    return taken

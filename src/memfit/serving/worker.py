@@ -1,0 +1,62 @@
+"""A process that answers questions of the page, one after the other: a line of JSON in, a document out.
+
+A question is `["plan", {...}]`; an answer is its status as in HTTP, its length, and a document of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from importlib import import_module
+from typing import Any
+
+from memfit.errors import MemfitError, TraceError
+from memfit.units import GiB
+
+DOES = {
+    "plan": "planned:plan", "timeline": "planned:timeline", "fit": "planned:fit", "emit": "planned:emit_fitted",
+    "explain": "planned:explain_text", "table": "planned:table",
+}  # fmt: skip
+"""By file of this room and function: from the settings that were asked about to a document."""
+MOST_BYTES = 3 * GiB
+"""A process that has grown so large ends after its answer; the next question starts another."""
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what a model's own code prints is no answer
+    sys.stdout = sys.stderr
+    for line in sys.stdin.buffer:
+        do, about = json.loads(line)
+        status, document = answer(do, about)
+        body = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
+        answers.write(b"%d %d\n" % (status, len(body)) + body)
+        answers.flush()
+        if _resident_bytes() > MOST_BYTES:
+            return
+
+
+def answer(do: str, about: dict[str, Any]) -> tuple[int, Any]:
+    file, _, name = DOES[do].partition(":")
+    try:
+        return 200, getattr(import_module(f"memfit.serving.{file}"), name)(**about)
+    except MemfitError as error:
+        return (501 if isinstance(error, TraceError) else 422), {"error": error.message, "hint": error.hint}
+    except Exception as error:
+        import traceback
+
+        traceback.print_exc()
+        return 500, {"error": f"{type(error).__name__}: {error}", "hint": "this is a bug in memfit, please report it"}
+
+
+def _resident_bytes() -> int:
+    try:
+        with open("/proc/self/statm", encoding="ascii") as stream:
+            return int(stream.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError):
+        return 0
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+"""Processes that trace, beside the one that answers: one for plans, one for what takes longer.
+
+Equal questions share one answer while it is being made, and find it again afterwards, within bounds. Of a client that
+asks anew before its turn has come only the newest question is worked on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections import OrderedDict, deque
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from memfit.units import MiB
+
+LANES = ("plan", "search")
+"""A search for what fits takes its time; plans do not wait for it."""
+MOST_KEPT_BYTES = 64 * MiB
+MOST_WAITING = 200
+LONGEST_SECONDS = 900.0
+MOST_LINE_BYTES = 64 * MiB
+
+
+@dataclass(frozen=True)
+class Answer:
+    """As it goes to the browser."""
+
+    status: int
+    body: bytes
+
+
+SUPERSEDED = Answer(409, b'{"error": "a newer question came before this one was answered", "hint": null}')
+TOO_MANY = Answer(503, b'{"error": "too many questions are waiting", "hint": "try again in a moment"}')
+
+
+def said(status: int, message: str, hint: str | None = None) -> Answer:
+    return Answer(status, json.dumps({"error": message, "hint": hint}).encode())
+
+
+@dataclass(eq=False)
+class Question:
+    key: str
+    line: bytes
+    answer: asyncio.Future[Answer]
+    asking: set[str] = field(default_factory=set)
+    """Clients; what nobody waits for any more is not begun."""
+
+
+class Workers:
+    def __init__(self) -> None:
+        self.lanes = {name: WorkerQueue() for name in LANES}
+        self._kept: OrderedDict[str, Answer] = OrderedDict()
+        self._kept_bytes = 0
+        self.made = 0
+        """Answers that a process had to be asked for."""
+
+    def start(self) -> None:
+        for lane in self.lanes.values():
+            lane.start()
+
+    async def stop(self) -> None:
+        await asyncio.gather(*(lane.stop() for lane in self.lanes.values()))
+
+    async def ask(
+        self, do: str, about: Mapping[str, Any], *, lane: str = "plan", client: str = "", keep: bool = True
+    ) -> Answer:
+        """What `memfit.serving.worker` answers to `do`; `client` says who asks, for whom only the newest counts."""
+        key = json.dumps([do, about], sort_keys=True)
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            return self._kept[key]
+        answer = await self.lanes[lane].ask(key, client, self._count)
+        if keep and answer.status == 200:
+            self._keep(key, answer)
+        return answer
+
+    def _count(self) -> None:
+        self.made += 1
+
+    def _keep(self, key: str, answer: Answer) -> None:
+        if key in self._kept:
+            return
+        self._kept[key] = answer
+        self._kept_bytes += len(answer.body) + len(key)
+        while self._kept_bytes > MOST_KEPT_BYTES:
+            old, gone = self._kept.popitem(last=False)
+            self._kept_bytes -= len(gone.body) + len(old)
+
+
+class WorkerQueue:
+    """One process and the questions that wait for it."""
+
+    def __init__(self) -> None:
+        self.waiting: deque[Question] = deque()
+        self.open: dict[str, Question] = {}
+        self._newest: dict[str, Question] = {}
+        self._process: Process | None = None
+        self._wake = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._work())
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._task
+        self._end()
+        if self._process is not None:
+            await self._process.wait()
+
+    async def ask(self, key: str, client: str, count: Any) -> Answer:
+        question = self.open.get(key)
+        if question is None:
+            if len(self.waiting) >= MOST_WAITING:
+                return TOO_MANY
+            question = Question(key, key.encode() + b"\n", asyncio.get_running_loop().create_future())
+            self.open[key] = question
+            self.waiting.append(question)
+            count()
+            self._wake.set()
+        if client:
+            self._supersede(client, question)
+        else:
+            question.asking.add("")
+        return await asyncio.shield(question.answer)
+
+    def _supersede(self, client: str, question: Question) -> None:
+        older = self._newest.get(client)
+        question.asking.add(client)
+        self._newest[client] = question
+        if older is None or older is question:
+            return
+        older.asking.discard(client)
+        if not older.asking and older in self.waiting:
+            self.waiting.remove(older)
+            self._close(older, SUPERSEDED)
+
+    def _close(self, question: Question, answer: Answer) -> None:
+        self.open.pop(question.key, None)
+        for client in question.asking:
+            if self._newest.get(client) is question:
+                del self._newest[client]
+        if not question.answer.done():
+            question.answer.set_result(answer)
+
+    async def _work(self) -> None:
+        with suppress(OSError):
+            await self._started()  # torch is imported while the first page is drawn
+        while True:
+            while not self.waiting:
+                self._wake.clear()
+                await self._wake.wait()
+            question = self.waiting.popleft()
+            self._close(question, await self._answered(question))
+
+    async def _answered(self, question: Question) -> Answer:
+        try:
+            return await asyncio.wait_for(self._exchange(question.line), LONGEST_SECONDS)
+        except asyncio.TimeoutError:  # another one in Python 3.10
+            self._end()
+            return said(504, f"there was no answer within {LONGEST_SECONDS:.0f} seconds", "ask for less at once")
+        except (asyncio.IncompleteReadError, ConnectionError, ValueError, OSError):
+            self._end()
+            return said(500, "the process that works on this has ended", "it may have run out of host memory")
+
+    async def _exchange(self, line: bytes) -> Answer:
+        process = await self._started()
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(line)
+        await process.stdin.drain()
+        status, length = (await process.stdout.readuntil(b"\n")).split()
+        return Answer(int(status), await process.stdout.readexactly(int(length)))
+
+    async def _started(self) -> Process:
+        if self._process is None or self._process.returncode is not None:
+            command = (sys.executable, "-m", "memfit.serving.worker")
+            self._process = await asyncio.create_subprocess_exec(
+                *command, stdin=PIPE, stdout=PIPE, limit=MOST_LINE_BYTES, start_new_session=True
+            )
+        return self._process
+
+    def _end(self) -> None:
+        """A new session, so Ctrl-C in the terminal does not reach it: it is ended here, or by the end of its input."""
+        if self._process is not None and self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                self._process.kill()
