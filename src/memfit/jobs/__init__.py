@@ -12,6 +12,7 @@ DOOR = {
     "profile": "OnCard ProfileSettings Profiled check_gpu course_size profile_on_gpu",
     "quantised": "kernels_of loaded_bytes",
     "run": "Phases put_on run_job token_ids wanted",
+    "setting_help": "HELP settings_of",
     "small_states": "KINDS OF_TORCHAO SmallStates by_shapes managed_bytes",
     "spellings": "ALIASES plain_name plain_value setting_types split_names without_none",
     "text_files": "KINDS builtin_documents builtin_origin is_text_file read_rows",
