@@ -6,12 +6,13 @@ DOOR = {
     "advice": "Advice WORTH advise gradients_zeroed zeroed_in_place",
     "diff": "diff_files",
     "export": "find_format write_export",
-    "files": "Report files_read looks_like_a_log report_file",
+    "files": "ENDINGS LOG RESULT Report files_read looks_like_a_log may_be_recording report_file",
     "own_lines": "is_own lines_alive",
     "page": "page_data",
     "run": "open_run",
     "stacks": "code_line short_path",
     "summary": "Moment Summary summarise_plan",
+    "viewing": "Viewed",
     "verdict": "Fit Verdict capacity_for fit_card judge limit_note smallest_card",
 }
 """What other rooms may use, by file."""

@@ -21,7 +21,7 @@ import json
 import math
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -257,7 +257,14 @@ class Report:
     run: Run | None = None
 
 
-def report_file(path: str | Path, *, device: int | None = None, alloc_conf: str | None = None) -> Report:
+def report_file(
+    path: str | Path,
+    *,
+    device: int | None = None,
+    alloc_conf: str | None = None,
+    on_read: Callable[[int], None] = lambda events: None,
+) -> Report:
+    """`on_read` is told of how many events, once the file itself has been read."""
     path = Path(path)
     if _is_folder(path):
         return _folder(path, device)
@@ -270,7 +277,7 @@ def report_file(path: str | Path, *, device: int | None = None, alloc_conf: str 
         return Report(_named(report_run(run), path, "trace"), run)
     if alloc_conf is not None:
         open_run(path, device=device, alloc_conf=alloc_conf)
-    runs = runs_of_file(path)
+    runs = runs_of_file(path, on_read)
     run = pick(runs, device)
     document = _named(report_run(run), path, "snapshot")
     document["devices"] = [_device(each) for each in runs]
@@ -368,7 +375,7 @@ def _files(folder: Path) -> Iterator[Path]:
 
 def _recordings(files: list[Path]) -> list[Path]:
     """Newest first, as many as can be read in a while."""
-    found = [path for path in files if path.name.endswith(ENDINGS) and _may_be_recording(path)]
+    found = [path for path in files if path.name.endswith(ENDINGS) and may_be_recording(path)]
     found.sort(key=lambda path: path.stat().st_mtime, reverse=True)
     kept: list[Path] = []
     size = 0
@@ -380,7 +387,7 @@ def _recordings(files: list[Path]) -> list[Path]:
     return sorted(kept)
 
 
-def _may_be_recording(path: Path) -> bool:
+def may_be_recording(path: Path) -> bool:
     """Of JSON files only those that begin as a snapshot does."""
     if not path.name.endswith(".json"):
         return True

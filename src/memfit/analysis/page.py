@@ -25,52 +25,78 @@ MAX_SAMPLES = 60_000
 
 
 @dataclass(frozen=True, slots=True)
+class Window:
+    """What is drawn: events from `first` up to `last`, which is no longer in it. `edges` are where columns of pixels
+    begin, if somebody looks at it now; a page that is zoomed later has None."""
+
+    first: int
+    last: int
+    edges: Ints | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Samples:
-    """`event[0]` is BEFORE: how it began. Sums have one row a group and one column a sample."""
+    """`event[0]` is the one before the window: how it began. Sums have one row a group and one column a sample."""
 
     event: Ints
     allocated: Ints
     reserved: Ints | None
-    stride: int  # events in a stretch; 1 if none was left out
+    stride: int  # events in a stretch, on average; 1 if none was left out
 
 
-def sample(timeline: Timeline, limit: int = MAX_SAMPLES, *, also: Ints | None = None) -> Samples:
+def sample(
+    timeline: Timeline, limit: int = MAX_SAMPLES, *, also: Ints | None = None, window: Window | None = None
+) -> Samples:
     """A timeline of any length in a bounded number of samples. Of every stretch of events two are kept: the one at
     which most is allocated, and the last. What is stored of a kept event is exact, and holds until the next one; so
     every peak is drawn at its full height, and every plateau at its own.
 
     `also`: events that are kept in any case, such as those before a long pause, whose state is seen for long."""
-    events = len(timeline.trace)
-    changed = np.flatnonzero(_changes(timeline))
-    if len(changed) <= limit:
-        kept, stride = changed, 1
-    else:
-        stride = -(-2 * events // limit)
-        whole = events // stride * stride
-        highest = timeline.allocated[:whole].reshape(-1, stride).argmax(axis=1) + np.arange(0, whole, stride)
-        last = np.arange(stride - 1, events, stride)
-        ends = [] if whole == events else [int(timeline.allocated[whole:].argmax()) + whole]
-        more = np.zeros(0, dtype=np.int64) if also is None else also[(also >= 0) & (also < events)]
-        kept = np.unique(np.concatenate((highest, last, more, np.array([*ends, events - 1], dtype=np.int64))))
-    event = np.concatenate(([BEFORE], kept)).astype(np.int64)
-    reserved = None
-    if timeline.reserved is not None:
-        reserved = np.concatenate(([timeline.reserved_before], timeline.reserved[kept]))
-    return Samples(event, np.concatenate(([timeline.allocated_before], timeline.allocated[kept])), reserved, stride)
+    first, last = (0, len(timeline.trace)) if window is None else (window.first, window.last)
+    edges = None if window is None else window.edges
+    kept, stride = np.flatnonzero(_changes(timeline)[first:last]) + first, 1
+    if len(kept) > limit or (edges is not None and len(kept) > 2 * len(edges)):
+        stride = -(-2 * (last - first) // limit) if edges is None else -(-(last - first) // len(edges))
+        edges = np.arange(first, last, stride) if edges is None else np.unique(edges)
+        more = np.zeros(0, dtype=np.int64) if also is None else also[(also >= first) & (also < last)]
+        kept = np.unique(np.concatenate((_highest(timeline.allocated, edges, last), edges[1:] - 1, more, [last - 1])))
+    event = np.concatenate(([first - 1], kept)).astype(np.int64)
+    reserved = (
+        None if timeline.reserved is None else _beginning(timeline.reserved_at(first - 1), timeline.reserved[kept])
+    )
+    return Samples(event, _beginning(timeline.allocated_at(first - 1), timeline.allocated[kept]), reserved, stride)
+
+
+def _beginning(before: int | None, column: Ints) -> Ints:
+    return np.concatenate((np.array([before], dtype=np.int64), column))
+
+
+def _highest(column: Ints, edges: Ints, last: int) -> Ints:
+    """Of each stretch the first event at which the column is highest."""
+    inside = column[edges[0] : last]
+    most = np.maximum.reduceat(inside, edges - edges[0])
+    of_stretch = np.repeat(np.arange(len(edges)), np.diff(np.append(edges, last)))
+    highest = np.flatnonzero(inside == most[of_stretch])
+    return np.asarray(highest[np.unique(of_stretch[highest], return_index=True)[1]] + edges[0])
 
 
 def group_sums(timeline: Timeline, samples: Samples, group: Ints, groups: int) -> Ints:
     """Bytes allocated in each group at each sample; the rows sum to `samples.allocated` exactly."""
-    lives, size, length = timeline.lives, timeline.size, len(timeline.trace)
-    counts = (lives.death != BEFORE) & (size > 0)
-    sums = np.empty((groups, len(samples.event)), dtype=np.int64)
-    for number in range(groups):
-        blocks = np.flatnonzero(counts & (group == number))
-        change = np.zeros(length + 2, dtype=np.int64)  # the first entry stands for what was there before
-        np.add.at(change, lives.birth[blocks] + 1, size[blocks])
-        np.subtract.at(change, lives.death[blocks] + 1, size[blocks])
-        sums[number] = np.cumsum(change)[samples.event + 1]
-    return sums
+    blocks = np.flatnonzero((timeline.lives.death != BEFORE) & (timeline.size > 0))
+    begins, ends = seen(timeline, samples, blocks)
+    change = np.zeros((groups, len(samples.event) + 1), dtype=np.int64)
+    row = group[blocks] * change.shape[1]
+    np.add.at(change.reshape(-1), row + begins, timeline.size[blocks])
+    np.subtract.at(change.reshape(-1), row + ends, timeline.size[blocks])
+    return np.asarray(np.cumsum(change, axis=1)[:, :-1])
+
+
+def seen(timeline: Timeline, samples: Samples, blocks: Ints) -> tuple[Ints, Ints]:
+    """The first sample at which each block is there, and the first after that at which it is not."""
+    kept = np.zeros(len(timeline.trace) + 2, dtype=np.int64)  # an entry an event, from BEFORE on
+    kept[samples.event + 1] = 1
+    sample_at = np.cumsum(kept) - kept  # of each event, the sample that is the first to show it
+    return sample_at[timeline.lives.birth[blocks] + 1], sample_at[timeline.lives.death[blocks] + 1]
 
 
 def top_groups(
@@ -182,6 +208,7 @@ def _module_parts(module: str) -> Sequence[str]:
 
 
 MAX_BLOCKS = 120_000
+MAX_TIMED = 10_000
 MAX_STACK_LINES = 200_000
 MAX_PHASES = 5000
 GROUPS = 9
@@ -190,25 +217,28 @@ BEFORE_NAME = "before the recording"
 UNIT = 512
 
 
-def page_data(reported: Report) -> dict[str, Any]:
+def page_data(reported: Report, *, max_samples: int = MAX_SAMPLES, max_blocks: int | None = None) -> dict[str, Any]:
     data: dict[str, Any] = {"report": reported.document}
-    if reported.run is not None:
-        data["timeline"] = _timeline(reported.run)
+    if (run := reported.run) is not None:
+        whole = Window(0, len(run.trace))
+        data["timeline"], words = drawn_window(run, whole, max_samples=max_samples, max_blocks=max_blocks or MAX_BLOCKS)
+        data["timeline"]["flame"] = _flame(merge_thin(tree(run, run.summary.alive)), words)
     return data
 
 
-def _timeline(run: Run) -> dict[str, Any]:
+def drawn_window(run: Run, window: Window, *, max_samples: int, max_blocks: int) -> tuple[dict[str, Any], Words]:
     timeline = run.timeline
-    samples = sample(timeline, also=_long_seen(run))
+    samples = sample(timeline, max_samples, also=_long_seen(run), window=window)
     alive = run.summary.alive
     unit = _unit(run)
-    blocks = _blocks(run)
+    blocks, left_out = _blocks(run, window, samples, max_blocks)
     groupings = [_by_category(run), *_by_name(run, alive)]
-    words = _Words()
+    words = Words()
     kinds, kind_of = _kinds(run, blocks, words)
-    return {
+    drawn = {
+        "first": window.first, "last": window.last,
         "events": len(run.trace), "end_seconds": run.seconds(len(run.trace)), "stride": samples.stride, "unit": unit,
-        "peak_event": timeline.peak_event,
+        "peak_event": timeline.peak_event, "peak_seconds": run.seconds(timeline.peak_event),
         "samples": {
             "count": len(samples.event),
             "event": _packed(samples.event, np.int32),
@@ -225,23 +255,24 @@ def _timeline(run: Run) -> dict[str, Any]:
             for name, names, number, palette in groupings
         ],
         "blocks": {
-            "count": len(blocks), "left_out": int((timeline.size > 0).sum()) - len(blocks),
+            "count": len(blocks), "left_out": left_out, "number": _packed(blocks, np.int32),
             "birth": _packed(timeline.lives.birth[blocks], np.int32),
             "death": _packed(timeline.lives.death[blocks], np.int32),
             "size": _packed(timeline.size[blocks] // unit, np.uint32),
             "waste": _packed(_waste(run, blocks), np.uint32),
             "category": _packed(run.labels.category[blocks], np.uint8),
             "kind": _packed(kind_of, np.uint32),
+            **_lifetimes(run, blocks),
         },
         "categories": [name.replace("_", " ") for name in ALL_CATEGORIES],
         "kinds": kinds, "stacks": words.stacks, "words": words.words,
         "phases": [
-            [phase.name, phase.step, phase.begin, phase.end]
+            [phase.name, phase.step, phase.begin, phase.end, run.seconds(phase.begin), run.seconds(phase.end)]
             for phase in run.labels.phases[:MAX_PHASES]
             if phase.name not in QUIET_PHASES
         ],
-        "flame": _flame(merge_thin(tree(run, alive)), words),
     }  # fmt: skip
+    return drawn, words
 
 
 def _long_seen(run: Run) -> Ints:
@@ -264,11 +295,18 @@ def _unit(run: Run) -> int:
     return unit
 
 
-def _blocks(run: Run) -> Ints:
-    """The largest ones, largest first; of equal ones the older first."""
-    timeline = run.timeline
-    real = np.flatnonzero((timeline.size > 0) & (timeline.lives.death != BEFORE))
-    return largest(timeline, real, MAX_BLOCKS)
+def _blocks(run: Run, window: Window, samples: Samples, limit: int) -> tuple[Ints, int]:
+    """Largest first, of equal ones the older first; and how many there are beside. Where not all have room, those come
+    before others that are there at a sample, and can be seen."""
+    timeline, lives = run.timeline, run.timeline.lives
+    there = (lives.birth < window.last) & (lives.death >= window.first)
+    real = np.flatnonzero((timeline.size > 0) & (lives.death != BEFORE) & there)
+    kept = real
+    if len(real) > limit:
+        begins, ends = seen(timeline, samples, real)
+        kept = largest(timeline, real[begins < ends], limit)
+        kept = np.concatenate((kept, largest(timeline, real[begins >= ends], limit - len(kept))))
+    return largest(timeline, kept), len(real) - len(kept)
 
 
 def _waste(run: Run, blocks: Ints) -> Ints:
@@ -280,6 +318,15 @@ def _waste(run: Run, blocks: Ints) -> Ints:
 def _seconds(run: Run, events: Ints) -> npt.NDArray[np.float64]:
     assert run.times is not None
     return run.times[np.maximum(events, 0)] if len(run.times) else np.zeros(len(events))
+
+
+def _lifetimes(run: Run, blocks: Ints) -> dict[str, str]:
+    """When each came and went, where that can be said of all of them; else the samples say it, about."""
+    if run.times is None or not len(run.times) or len(blocks) > MAX_TIMED:
+        return {}
+    lives, last = run.timeline.lives, len(run.times) - 1
+    moments = {"made": lives.birth[blocks], "freed": np.minimum(lives.death[blocks], last)}
+    return {name: _packed(_seconds(run, events), np.float64) for name, events in moments.items()}
 
 
 def _by_category(run: Run) -> tuple[str, list[str], Ints, list[str]]:
@@ -319,7 +366,7 @@ def _by_name(run: Run, alive: Ints) -> Iterable[tuple[str, list[str], Ints, list
         yield "module", names, number, []
 
 
-class _Words:
+class Words:
     """Every text once; texts are most of what a page weighs."""
 
     def __init__(self) -> None:
@@ -345,7 +392,7 @@ class _Words:
         return len(self.stacks) - 1
 
 
-def _kinds(run: Run, blocks: Ints, words: _Words) -> tuple[list[list[int]], Ints]:
+def _kinds(run: Run, blocks: Ints, words: Words) -> tuple[list[list[int]], Ints]:
     """Blocks from one place share what is said of them: [line, module, op, stack]."""
     labels = run.labels
     stack_of = run.stack_numbers()
@@ -361,7 +408,7 @@ def _kinds(run: Run, blocks: Ints, words: _Words) -> tuple[list[list[int]], Ints
     return kinds, which.reshape(-1)
 
 
-def _flame(root: Node, words: _Words) -> dict[str, list[int]]:
+def _flame(root: Node, words: Words) -> dict[str, list[int]]:
     """The tree as columns, parents before children; JSON that nests could be too deep to parse."""
     columns: dict[str, list[int]] = {"word": [], "parent": [], "bytes": [], "count": []}
     todo = [(root, -1)]

@@ -7,7 +7,7 @@ run.summary.breakdown, run.seconds(12), run.frames(block)
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -100,10 +100,12 @@ def open_run(path: str | Path, *, device: int | None = None, alloc_conf: str | N
     return pick(runs_of_file(path), device)
 
 
-def runs_of_file(path: str | Path) -> list[Run]:
+def runs_of_file(path: str | Path, on_read: Callable[[int], None] = lambda events: None) -> list[Run]:
     """Of each device of a snapshot."""
     with naming(path):
-        return runs_of_snapshot(read_snapshot(path))
+        snapshot = read_snapshot(path)
+        on_read(sum(len(trace) for trace in snapshot.traces))
+        return runs_of_snapshot(snapshot)
 
 
 @contextmanager

@@ -14,7 +14,8 @@ from starlette.responses import JSONResponse, Response
 
 from memfit.errors import MemfitError
 from memfit.render.html import MODULES, asset
-from memfit.serving import explained, heat, planner
+from memfit.serving import explained, heat, planner, runs, viewer
+from memfit.serving.readers import Readers
 from memfit.serving.security import Guard, OutsidePath
 from memfit.serving.settings import ServeSettings
 from memfit.serving.workers import Workers
@@ -23,11 +24,12 @@ TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 
 
 def make_app(settings: ServeSettings) -> FastAPI:
-    """In `app.state`: the `settings`, and `workers` that do what takes long."""
+    """In `app.state`: the `settings`, `workers` that do what takes long, and `readers` of recordings."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, lifespan=_with_workers)
     app.state.settings = settings
     app.state.workers = Workers()
-    for view in (planner, explained, heat):
+    app.state.readers = Readers()
+    for view in (planner, runs, viewer, explained, heat):
         app.include_router(view.router)
     app.add_api_route("/", _page)
     app.add_api_route("/assets/{name}", _file)
@@ -41,6 +43,7 @@ def make_app(settings: ServeSettings) -> FastAPI:
 async def _with_workers(app: FastAPI) -> AsyncIterator[None]:
     app.state.workers.start()
     yield
+    await app.state.readers.stop()
     await app.state.workers.stop()
 
 

@@ -37,7 +37,7 @@ from memfit.events import Action
 from memfit.files import no_collector
 from memfit.units import format_bytes
 
-MAX_BYTES = 512 << 20  # of the file, and of what it inflates to; PyTorch's own viewer gives up near there
+MAX_BYTES = 1 << 30  # of the file, and of what it inflates to; PyTorch's own viewer gives up at half of it
 MAX_LOADED = 6 << 30  # in memory: a list is one byte in the file and 80 there
 MAX_STRING = 1 << 20
 

@@ -15,6 +15,7 @@ export class Run {
     const { samples, blocks } = data;
     this.data = data;
     this.unit = data.unit;
+    [this.first, this.last] = [data.first, data.last]; // events that it shows; there may be others
     this.events = data.events;
     this.count = samples.count;
     this.event = unpack(samples.event, Int32Array);
@@ -30,12 +31,15 @@ export class Run {
     }));
     this.blocks = blocks.count;
     this.leftOut = blocks.left_out;
+    this.number = unpack(blocks.number, Int32Array); // of each block, in the whole run
     this.birth = unpack(blocks.birth, Int32Array);
     this.death = unpack(blocks.death, Int32Array);
     this.size = unpack(blocks.size, Uint32Array);
     this.waste = unpack(blocks.waste, Uint32Array);
     this.category = unpack(blocks.category, Uint8Array);
     this.kind = unpack(blocks.kind, Uint32Array);
+    this.madeAt = blocks.made ? unpack(blocks.made, Float64Array) : null;
+    this.freedAt = blocks.freed ? unpack(blocks.freed, Float64Array) : null;
     this.byBirth = Uint32Array.from({ length: this.blocks }, (_, i) => i).sort((a, b) => this.birth[a] - this.birth[b] || a - b);
     this.positions = { event: Float64Array.from(this.event, (event) => event + 1), time: this.seconds };
     this.ends = { event: this.events + 1, time: Math.max(data.end_seconds || 0, 1e-6) };
@@ -75,6 +79,16 @@ export class Run {
 
   secondsAt(event) {
     return this.seconds === null ? null : this.seconds[this.sampleAt(event)];
+  }
+
+  made(block) {
+    if (this.birth[block] < 0) return "before";
+    return this.madeAt ? duration(this.madeAt[block]) : this.when(this.birth[block]);
+  }
+
+  freed(block) {
+    if (this.death[block] >= this.events) return "never";
+    return this.freedAt ? duration(this.freedAt[block]) : this.when(this.death[block]);
   }
 
   phaseAt(event) {

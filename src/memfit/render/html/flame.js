@@ -8,6 +8,13 @@ const ROW = 21;
 
 export class Flame {
   constructor(data, peak) {
+    this.query = "";
+    this.schedule = onNextFrame(() => this.draw());
+    this.build();
+    this.use(data, peak);
+  }
+
+  use(data, peak) {
     const { word, parent, bytes, count } = data.flame;
     this.peak = peak;
     this.nodes = word.map((each, i) => ({ name: data.words[each], parent: parent[i], bytes: bytes[i], count: count[i], depth: 0, from: 0 }));
@@ -20,9 +27,7 @@ export class Flame {
       used[node.parent] += node.bytes;
     });
     this.root = 0;
-    this.query = "";
-    this.schedule = onNextFrame(() => this.draw());
-    this.build();
+    this.schedule();
   }
 
   build() {

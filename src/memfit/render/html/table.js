@@ -57,8 +57,14 @@ export class Allocations {
     if (this.scope === "moment") this.schedule();
   }
 
-  select(block) {
-    this.selected = block;
+  // By its number in the whole run.
+  select(number) {
+    this.selected = number;
+    this.schedule();
+  }
+
+  useRun(run) {
+    this.run = run;
     this.schedule();
   }
 
@@ -93,7 +99,7 @@ export class Allocations {
     const shown = list.slice(0, this.rows);
     const bytes = list.reduce((sum, row) => sum + row.total, 0) * run.unit;
     const count = list.reduce((sum, row) => sum + row.count, 0);
-    const missing = run.leftOut > 0 ? `; ${number(run.leftOut)} smaller ones are not listed one by one` : "";
+    const missing = run.leftOut > 0 ? `; ${number(run.leftOut)} others are not listed one by one` : "";
     const when = this.scope === "moment" ? (this.moment === null ? " (click into the timeline to choose one)" : ` (${run.when(Math.max(this.moment, 0))})`) : "";
     this.note.textContent = `${plural(count, "allocation")}, ${size(bytes)}${when}${missing}`;
     const head = (title, sort, kind) => make("th", { class: kind, scope: "col" }, sort ? make("button", { type: "button", text: `${title}${this.sort === sort ? " ▾" : ""}`, on: { click: () => { this.sort = sort; this.schedule(); } } }) : title);
@@ -107,14 +113,12 @@ export class Allocations {
 
   row({ block, count, total }) {
     const { run } = this;
-    const born = run.birth[block] < 0 ? "before" : run.when(run.birth[block]);
-    const freed = run.death[block] >= run.events ? "never" : run.when(run.death[block]);
     const cells = [
       make("td", { class: "num", text: size(total * run.unit) }), make("td", { class: "num muted", text: count > 1 ? `${number(count)} ×` : "" }),
       make("td", { class: "num", text: size(run.bytes(block)) }), make("td", {}, category(run.categoryName(block))),
-      make("td", { class: "num muted", text: born }), make("td", { class: "num muted", text: freed }), make("td", { class: "where" }, place(run.where(block))),
+      make("td", { class: "num muted", text: run.made(block) }), make("td", { class: "num muted", text: run.freed(block) }), make("td", { class: "where" }, place(run.where(block))),
     ];
     const pick = () => this.choose(block);
-    return make("tr", { class: block === this.selected ? "pick chosen-row" : "pick", tabindex: 0, on: { click: pick, keydown: (event) => event.key === "Enter" && pick() } }, cells);
+    return make("tr", { class: run.number[block] === this.selected ? "pick chosen-row" : "pick", tabindex: 0, on: { click: pick, keydown: (event) => event.key === "Enter" && pick() } }, cells);
   }
 }

@@ -6,13 +6,16 @@ import { onNextFrame } from "./chart.js";
 import { BOTTOM, Drawing, LEFT, RIGHT, TOP } from "./timeline_drawing.js";
 
 export class Timeline extends Drawing {
-  constructor(run, choose) {
+  // `onRange`: what to do with a stretch that was selected; `detail`: the share of allocations that is shown one by one.
+  constructor(run, choose, { onRange = null, detail = 10 } = {}) {
     super();
-    this.run = run;
+    this.run = this.whole = run;
+    this.onRange = onRange;
+    this.range = null;
     this.choose = choose;
     this.axis = run.seconds === null ? "event" : "time";
     this.grouping = run.groupings[0];
-    this.detail = 10;
+    this.detail = detail;
     this.reservedShown = run.reserved !== null;
     this.selected = -1;
     this.heights = null; // from which size to which; null: all of it
@@ -64,13 +67,39 @@ export class Timeline extends Drawing {
       axes.length > 1 ? picker("axis", axes, (value) => { this.axis = value; this.reset(); }, "axis") : null,
       make("label", {}, "one by one: the largest", slider, this.shown),
       this.run.reserved === null ? null : make("label", {}, reserved, "reserved"),
-      make("div", { class: "right" }, button("to the peak", () => this.toPeak(), "to-peak"), button("show all", () => this.reset(), "show-all")));
+      make("div", { class: "right" }, this.onRange ? this.buildRange(button) : null, button("to the peak", () => this.toPeak(), "to-peak"), button("show all", () => this.reset(), "show-all")));
+  }
+
+  buildRange(button) {
+    this.selecting = false;
+    this.rangeButton = button("select a range", () => this.setSelecting(!this.selecting), "select-range");
+    return [this.rangeButton, button("sum what is in view", () => this.setRange(this.from, this.to), "sum-view")];
+  }
+
+  setSelecting(on) {
+    this.selecting = on;
+    this.rangeButton.setAttribute("aria-pressed", String(on));
+  }
+
+  setRange(from, to, done = true) {
+    this.range = from === null ? null : [Math.max(Math.min(from, to), 0), Math.min(Math.max(from, to), this.end)];
+    this.schedule();
+    if (done) this.onRange(this.range, this.axis);
+  }
+
+  // The same run, looked at more closely or as a whole; what was chosen stays chosen.
+  useRun(run, whole = this.whole) {
+    const index = this.run.groupings.indexOf(this.grouping);
+    [this.run, this.whole] = [run, whole];
+    this.grouping = run.groupings[index] || run.groupings[0];
+    this.schedule();
   }
 
   buildHelp() {
     const key = (name) => make("kbd", { text: name });
     return make("p", { class: "help" }, "Wheel or ", key("+"), " ", key("−"), " zooms in time, with ", key("Alt"), " or ", key("↑"), " ", key("↓"), " in size; dragging or ", key("←"), " ", key("→"),
-      " pans, a click chooses an allocation, ", key("p"), " goes to the peak, ", key("0"), " shows all, ", key("Esc"), " lets go.");
+      " pans, a click chooses an allocation, ", key("p"), " goes to the peak, ", key("0"), " shows all, ", key("Esc"), " lets go.",
+      this.onRange ? [" Dragging with ", key("Shift"), " selects a range and sums it up; ", key("s"), " sums what is in view."] : null);
   }
 
   useGrouping(index) {
@@ -119,40 +148,46 @@ export class Timeline extends Drawing {
     this.show(around - (around - this.from) * factor, around + (this.to - around) * factor);
   }
 
-  position(event) {
+  positionAt(x) {
+    return this.from + ((x - LEFT) / this.plotWidth) * (this.to - this.from);
+  }
+
+  // `seconds`: where somebody knows them; samples tell the time about.
+  position(event, seconds = null) {
     if (this.axis === "event") return event + 1;
-    return this.run.secondsAt(event) || 0;
+    return seconds === null ? this.whole.secondsAt(event) || 0 : seconds;
   }
 
   toPeak() {
-    const peak = this.position(this.run.data.peak_event);
+    const peak = this.position(this.run.data.peak_event, this.run.data.peak_seconds);
     const span = this.end / 20;
     this.show(peak - span / 2, peak + span / 2);
   }
 
-  toBlock(block) {
-    const run = this.run;
-    const from = this.position(Math.max(run.birth[block], 0)), to = this.position(Math.min(run.death[block], run.events));
+  toBlock(run, block) {
+    const times = run.madeAt ? [run.madeAt[block], run.freedAt[block]] : [null, null];
+    const from = this.position(Math.max(run.birth[block], 0), times[0]), to = this.position(Math.min(run.death[block], run.events), times[1]);
     if (to < this.from || from > this.to) {
       const span = Math.max((to - from) * 1.6, this.end / 200);
       this.show((from + to - span) / 2, (from + to + span) / 2);
     }
   }
 
-  select(block) {
-    this.selected = block;
+  // By its number in the whole run.
+  select(number) {
+    this.selected = number;
     this.schedule();
   }
 
   describe() {
     const { run, grouping } = this;
     this.shown.textContent = `${this.detail} %, ${number(this.drawn)} in view`;
-    if (this.described === grouping) return;
+    if (this.described === grouping) return; // a window of the run has groupings of its own
     this.described = grouping;
     const present = grouping.names.map((_, i) => grouping.sums[i].some((sum) => sum > 0));
     this.key.replaceChildren(
       ...grouping.names.map((name, i) => present[i] && make("span", { title: name }, swatch(`var(${grouping.colors[i]})`), make("em", { text: shortOp(name) }))).filter(Boolean),
-      make("span", { class: "faint", text: run.data.stride > 1 ? `of every ${run.data.stride} events the highest and the last are drawn` : "" }),
+      make("span", { class: "faint", text: run.data.stride > 1 ? `of every ${number(run.data.stride)} events the highest and the last are drawn` : "" }),
     );
   }
 
@@ -238,15 +273,16 @@ export class Timeline extends Drawing {
       }
       if (whole && event.deltaY > 0) return; // nothing further out: the page may scroll
       event.preventDefault();
-      const around = this.from + ((event.offsetX - LEFT) / this.plotWidth) * (this.to - this.from);
-      this.zoom(factor, around);
+      this.zoom(factor, this.positionAt(event.offsetX));
     }, { passive: false });
     canvas.addEventListener("pointerdown", (event) => {
-      drag = { x: event.offsetX, y: event.offsetY, from: this.from, to: this.to, low: this.low, high: this.high, moved: false };
+      if (this.onRange && (event.shiftKey || this.selecting)) drag = { selects: this.positionAt(event.offsetX) };
+      else drag = { x: event.offsetX, y: event.offsetY, from: this.from, to: this.to, low: this.low, high: this.high, moved: false };
       canvas.setPointerCapture(event.pointerId);
     });
     canvas.addEventListener("pointermove", (event) => {
       if (!drag) return this.showTip(event.offsetX, event.offsetY);
+      if (drag.selects !== undefined) return this.setRange(drag.selects, this.positionAt(event.offsetX), false);
       const by = ((drag.x - event.offsetX) / this.plotWidth) * (drag.to - drag.from);
       if (Math.abs(drag.x - event.offsetX) > 3 || (this.heights && Math.abs(drag.y - event.offsetY) > 3)) drag.moved = true;
       if (drag.moved) {
@@ -260,13 +296,18 @@ export class Timeline extends Drawing {
       }
     });
     canvas.addEventListener("pointerup", (event) => {
+      if (drag && drag.selects !== undefined) {
+        this.setRange(drag.selects, this.positionAt(event.offsetX));
+        drag = null;
+        return;
+      }
       const clicked = drag && !drag.moved;
       drag = null;
       canvas.classList.remove("dragging");
       if (clicked) this.click(event.offsetX, event.offsetY);
     });
     canvas.addEventListener("pointerleave", () => this.hideTip());
-    canvas.addEventListener("dblclick", (event) => this.zoom(0.4, this.from + ((event.offsetX - LEFT) / this.plotWidth) * (this.to - this.from)));
+    canvas.addEventListener("dblclick", (event) => this.zoom(0.4, this.positionAt(event.offsetX)));
     canvas.addEventListener("keydown", (event) => this.press(event));
     const jump = (event) => {
       const middle = ((event.offsetX - LEFT) / this.plotWidth) * this.end, half = (this.to - this.from) / 2;
@@ -282,7 +323,7 @@ export class Timeline extends Drawing {
   click(x, y) {
     const found = this.at(x, y);
     if (!found) return;
-    this.select(found.block);
+    this.select(found.block < 0 ? -1 : this.run.number[found.block]);
     this.choose(found, this.grouping);
   }
 
@@ -300,8 +341,9 @@ export class Timeline extends Drawing {
       End: () => this.show(this.end - (this.to - this.from), this.end),
       0: () => this.reset(),
       p: () => this.toPeak(),
-      Escape: () => { this.select(-1); this.choose(null); },
+      Escape: () => { this.select(-1); this.choose(null); if (this.range) this.setRange(null); },
     };
+    if (this.onRange) actions.s = () => this.setRange(this.from, this.to);
     if (!actions[event.key] || event.ctrlKey || event.metaKey || event.altKey) return;
     event.preventDefault();
     actions[event.key]();

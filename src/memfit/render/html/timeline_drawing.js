@@ -50,12 +50,14 @@ export class Drawing {
     this.drawBlocks(context);
     this.drawReserved(context);
     context.restore();
+    this.drawRange(context);
     this.drawMarks(context);
     this.drawOverview();
     this.describe();
     Object.assign(this.canvas.dataset, {
-      from: this.from, to: this.to, end: this.end, low: this.low, high: this.high, drawn: this.drawn, milliseconds: (performance.now() - began).toFixed(2),
+      from: this.from, to: this.to, first: this.run.first, last: this.run.last, end: this.end, low: this.low, high: this.high, drawn: this.drawn, milliseconds: (performance.now() - began).toFixed(2),
     });
+    this.onDrawn?.();
   }
 
   measure() {
@@ -65,7 +67,7 @@ export class Drawing {
       top = this.most = Math.max(this.most, this.run.allocated[sample], 1);
     }
     for (const sample of this.samples) {
-      if (this.reservedShown) top = Math.max(top, this.run.reserved[sample]);
+      if (this.reservedShown && this.run.reserved) top = Math.max(top, this.run.reserved[sample]);
     }
     this.top = top * 1.06;
     [this.low, this.high] = this.heights || [0, this.top];
@@ -151,7 +153,7 @@ export class Drawing {
     const seen = [];
     const steps = new Map();
     for (const phase of phases) {
-      const from = this.position(phase[2]), to = phase[3] >= this.run.events ? this.end : this.position(phase[3]);
+      const from = this.position(phase[2], phase[4]), to = phase[3] >= this.run.events ? this.end : this.position(phase[3], phase[5]);
       if (to < this.from || from > this.to) continue;
       seen.push([phaseName(phase), from, to, PHASE_TINTS[phase[0]] || "--s9"]);
       const step = steps.get(phase[1]);
@@ -234,7 +236,7 @@ export class Drawing {
         context.lineWidth = 0.7;
         context.stroke();
       }
-      if (block === this.selected) this.chosenArea = [below.slice(first, last), above.slice(first, last), first];
+      if (run.number[block] === this.selected) this.chosenArea = [below.slice(first, last), above.slice(first, last), first];
       drawn++;
     }
     this.drawn = drawn;
@@ -258,7 +260,7 @@ export class Drawing {
   }
 
   drawReserved(context) {
-    if (!this.reservedShown) return;
+    if (!this.reservedShown || !this.run.reserved) return;
     context.strokeStyle = Theme.get("--muted");
     context.lineWidth = 1.25;
     context.setLineDash([5, 4]);
@@ -272,9 +274,25 @@ export class Drawing {
     context.setLineDash([]);
   }
 
+  drawRange(context) {
+    if (!this.range) return;
+    const [left, right] = this.range.map((position) => Math.min(Math.max(this.x(position), LEFT), LEFT + this.plotWidth));
+    context.fillStyle = context.strokeStyle = Theme.get("--accent");
+    context.globalAlpha = 0.14;
+    context.fillRect(left, TOP, right - left, this.plotHeight);
+    context.globalAlpha = 1;
+    context.lineWidth = 1;
+    for (const x of [left, right]) {
+      context.beginPath();
+      context.moveTo(Math.round(x) + 0.5, TOP);
+      context.lineTo(Math.round(x) + 0.5, this.surface.height - BOTTOM);
+      context.stroke();
+    }
+  }
+
   drawMarks(context) {
-    const peak = this.position(this.run.data.peak_event);
-    const marks = [[peak, "peak", "--text"], ...this.failures().map((event) => [this.position(event), "out of memory", "--bad"])];
+    const peak = this.position(this.run.data.peak_event, this.run.data.peak_seconds);
+    const marks = [[peak, "peak", "--text"], ...(this.ooms || []).map((oom) => [this.position(oom.event, oom.seconds), "out of memory", "--bad"])];
     context.textBaseline = "top";
     for (const [position, label, color] of marks) {
       if (position < this.from || position > this.to) continue;
@@ -299,19 +317,15 @@ export class Drawing {
     }
   }
 
-  failures() {
-    return (this.oomEvents || []);
-  }
-
   drawOverview() {
     this.small = this.small || new Surface(this.overview);
     this.small.resize(44);
     const { context, width, height } = this.small;
-    const run = this.run, positions = run.positions[this.axis], columns = Math.floor(this.plotWidth);
+    const run = this.whole, positions = run.positions[this.axis], columns = Math.floor(this.plotWidth);
     context.clearRect(0, 0, width, height);
     const key = `${this.axis} ${columns} ${Theme.get("--muted")}`;
-    if (this.overviewKey !== key) {
-      this.overviewKey = key;
+    if (this.overviewKey !== key || this.overviewOf !== run) {
+      [this.overviewKey, this.overviewOf] = [key, run];
       this.overviewColumn = new Float64Array(columns);
       let held = 0;
       for (let i = 0, column = 0; column < columns; column++) {

@@ -1,0 +1,138 @@
+"""The view Viewer: recordings below the folder that is served, or dropped onto the page, drawn a window at a time."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+import tempfile
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from fastapi import APIRouter, Request
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from memfit.errors import InputError
+from memfit.serving.found import look_below
+from memfit.serving.readers import OpenedFile, Readers
+from memfit.serving.security import inside
+from memfit.serving.workers import Answer
+from memfit.snapshots.schema import clean
+from memfit.units import GiB, format_bytes
+
+MOST_UPLOAD_BYTES, MOST_UPLOADS = GiB, 2
+MOST_LISTED = 500
+MAX_NAME = 200
+MAX_QUESTION = 16 << 10
+QUESTIONS = ("page", "whole", "stretch", "sums")
+
+router = APIRouter(prefix="/api/viewer")
+
+
+@router.get("/files")
+def list_files(request: Request) -> dict[str, Any]:
+    found = look_below(request.app.state.settings.dir)
+    listed = found.recordings[:MOST_LISTED]
+    return {
+        "files": [
+            {"name": clean(each.name), "path": each.name, "bytes": each.size, "changed": each.changed}
+            for each in listed
+        ],
+        "more": found.more or len(listed) < len(found.recordings),
+    }
+
+
+@router.post("/open")
+async def open_file(request: Request) -> dict[str, Any]:
+    name = (await _question(request)).get("path")
+    if not isinstance(name, str):
+        raise HTTPException(400, "which file?")
+    path = inside(request.app.state.settings.dir, name)
+    if not await run_in_threadpool(path.is_file):
+        raise InputError(f"no file {clean(name)!r} below the folder that is served")
+    info = path.stat()
+    key = hashlib.sha256(f"{path}\0{info.st_mtime_ns}\0{info.st_size}".encode("utf-8", "replace")).hexdigest()[:24]
+    reader = await _readers(request).open(key, path, clean(name))
+    return {"key": key, **reader.state}
+
+
+@router.post("/upload")
+async def upload(request: Request, name: str = "dropped") -> dict[str, Any]:
+    """Into a file of a bounded size that goes as soon as it is read, or when the server ends."""
+    readers = _readers(request)
+    if readers.receiving >= MOST_UPLOADS:
+        raise HTTPException(429, f"{MOST_UPLOADS} files are being received already")
+    handle, place = tempfile.mkstemp(prefix="memfit-")
+    readers.receiving += 1
+    try:
+        with open(handle, "wb") as out:
+            await _receive(request, out)
+        key = f"u{secrets.token_hex(12)}"
+        reader = await readers.open(key, Path(place), clean(name)[:MAX_NAME] or "dropped", temporary=True)
+    except BaseException:
+        Path(place).unlink(missing_ok=True)
+        raise
+    finally:
+        readers.receiving -= 1
+    return {"key": key, **reader.state}
+
+
+async def _receive(request: Request, out: BinaryIO) -> None:
+    size = 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > MOST_UPLOAD_BYTES:
+            raise HTTPException(413, f"a dropped file may have {format_bytes(MOST_UPLOAD_BYTES)} at most")
+        await run_in_threadpool(out.write, chunk)
+    if not size:
+        raise HTTPException(400, "the file that was dropped is empty")
+
+
+@router.get("/{key}/state")
+async def tell_state(request: Request, key: str) -> dict[str, Any]:
+    return _find(request, key).state
+
+
+@router.post("/{key}/close")
+async def close(request: Request, key: str) -> dict[str, Any]:
+    await _readers(request).close(key)
+    return {}
+
+
+@router.post("/{key}/{question}")
+async def answer(request: Request, key: str, question: str) -> Response:
+    if question not in QUESTIONS:
+        raise HTTPException(404, "there is no such question")
+    return _response(await _find(request, key).ask(question, await _question(request)))
+
+
+def _readers(request: Request) -> Readers:
+    readers: Readers = request.app.state.readers
+    return readers
+
+
+def _find(request: Request, key: str) -> OpenedFile:
+    return _readers(request).find(key)
+
+
+async def _question(request: Request) -> dict[str, Any]:
+    body = b""
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_QUESTION:
+            raise HTTPException(413, "a question is a short text")
+    try:
+        asked = json.loads(body or b"{}")
+    except (ValueError, RecursionError):
+        asked = None
+    if type(asked) is not dict:
+        raise HTTPException(400, "a question is an object of JSON")
+    return asked
+
+
+def _response(said: Answer) -> Response:
+    if said.body[:2] != b"\x1f\x8b":
+        return Response(said.body, said.status, media_type="application/json")
+    return Response(said.body, said.status, {"content-encoding": "gzip"}, media_type="application/json")
