@@ -1,6 +1,6 @@
 """The README's commands print what it says, its Python runs, every link leads somewhere, every example works.
 
-python tests/test_readme.py      # writes the present output of the commands into the README
+python tests/test_readme.py      # writes the present output of the commands into the pages
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import doctest
 import os
 import re
 import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -19,6 +20,8 @@ pytestmark = pytest.mark.usefixtures("shared_traces")
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
+SHOWN = [README, ROOT / "docs" / "plan.md"]
+"""Pages whose commands are run."""
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 CONSOLE = re.compile(r"```console\n(.*?)```", re.DOTALL)
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
@@ -26,22 +29,22 @@ LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
 
 def commands() -> list[tuple[str, str]]:
     """(command, what it is said to print)"""
-    blocks = "\n".join(CONSOLE.findall(README.read_text(encoding="utf-8")))
+    blocks = "\n".join(block for page in SHOWN for block in CONSOLE.findall(page.read_text(encoding="utf-8")))
     _, *parts = re.split(r"^\$ ", blocks, flags=re.MULTILINE)
     return [(part.partition("\n")[0], part.partition("\n")[2].strip("\n")) for part in parts]
 
 
-def run(command: str) -> str:
+def run(command: str, python: str) -> str:
     env = {**os.environ, "NO_COLOR": "1"}
-    said = f'memfit() {{ "{warm_python()}" -m memfit "$@"; }}; {command}'
-    done = subprocess.run(["bash", "-c", said], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    said = f'memfit() {{ "{python}" -m memfit "$@"; }}; {command}'
+    done = subprocess.run(["bash", "-c", said], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
     assert done.stderr == ""
     return done.stdout.strip("\n")
 
 
 @pytest.mark.parametrize(("command", "said"), commands(), ids=[command[:40] for command, _ in commands()])
 def test_a_command_of_the_readme_prints_what_it_says(command: str, said: str) -> None:
-    assert run(command) == said, "if the change is meant: python tests/test_readme.py"
+    assert run(command, warm_python()) == said, "if the change is meant: python tests/test_readme.py"
 
 
 @pytest.mark.parametrize(
@@ -66,10 +69,12 @@ def test_the_file_tour_names_only_what_is_there() -> None:
     assert [path for path in paths if not (ROOT / path).is_dir()] == []
 
 
-def test_the_readme_lists_every_kind_of_job() -> None:
+def test_the_page_of_plan_lists_every_kind_of_job() -> None:
     from memfit.jobs.workload import KINDS
 
-    covered = README.read_text(encoding="utf-8").partition("## What it covers")[2].partition("## ")[0]
+    covered = (
+        (ROOT / "docs" / "plan.md").read_text(encoding="utf-8").partition("## What it covers")[2].partition("## ")[0]
+    )
     assert re.findall(r"^\| `(\w+)`", covered, flags=re.MULTILINE) == list(KINDS)
 
 
@@ -116,11 +121,12 @@ def test_a_step_of_ones_own_is_reported() -> None:
 
 
 def rewrite() -> None:
-    text = README.read_text(encoding="utf-8")
-    for block in CONSOLE.findall(text):
-        asked = [line for line in block.splitlines() if line.startswith("$ ")]
-        text = text.replace(block, "".join(f"{line}\n{run(line[2:])}\n" for line in asked))
-    README.write_text(text, encoding="utf-8")
+    for page in SHOWN:
+        text = page.read_text(encoding="utf-8")
+        for block in CONSOLE.findall(text):
+            asked = [line for line in block.splitlines() if line.startswith("$ ")]
+            text = text.replace(block, "".join(f"{line}\n{run(line[2:], sys.executable)}\n" for line in asked))
+        page.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":
