@@ -5,10 +5,11 @@ from __future__ import annotations
 DOOR = {
     "durations": "Duration estimate estimate_training why_none",
     "estimate_memory": "estimate_memory",
-    "emit": "FORMS emit headline pruning_command",
+    "emit": "FORMS config_document emit headline pruning_command",
     "fit": "Fitted Option fit options",
     "forecast": "few_micro_steps_note",
     "ladder": "Ladder ladder",
+    "levers": "COSTS Lever levers_for",
     "table": "GPUS MODELS Table WORKLOADS make_table",
 }
 """What other rooms may use, by file."""

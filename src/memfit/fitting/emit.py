@@ -272,7 +272,7 @@ def yaml_of(fitted: Fitted) -> str:
         raise UsageError(f"--emit yaml: a config is for training, not for {fitted.workload.kind}", hint="--emit args")
     if fitted.fitted.kind == "lora" and (fitted.fitted.adapter != "lora" or fitted.fitted.adapter_config):
         raise UsageError("--emit yaml: `memfit train` has plain LoRA only", hint="--emit python")
-    document = config_document(fitted)
+    document = config_document(fitted.fitted, fitted.gpu, fitted.margin)
     config_from(document, name="fitted")  # what the engine does not take is said now, not when the file is read
     alone = fitted.fitted.world_size == 1
     launcher = "memfit train" if alone else f"torchrun --nproc_per_node={fitted.fitted.world_size} -m memfit train"
@@ -293,18 +293,19 @@ def _in_own_loop(fitted: Fitted) -> str:
     return f"# That is a {fitted.fitted.loop} loop; memfit train: predicted {gib(own.device_bytes)}, {own.verdict}.\n"
 
 
-def config_document(fitted: Fitted) -> dict[str, Any]:
+def config_document(work: Workload, gpu: Gpu | None, margin: float) -> dict[str, Any]:
+    """A training as a config has it."""
     from memfit.fitting.forecast import global_batch_of
 
-    work = fitted.fitted
     keys = keys_of(work)
     keys["model"] |= _tokenizer(work)
+    card = {} if gpu is None else {"gpu": _card(gpu)}
     return {
         "model": keys.pop("model"), "method": keys.pop("method"),
         "data": {"source": "builtin", "max_seq_len": work.seq_len},
         "batch": {"micro_batch_size": work.batch_size, "global_batch_size": global_batch_of(work)},
         "schedule": keys.pop("schedule"), "precision": keys.pop("precision"),
-        "memory": {"gpu": _card(fitted.gpu), "margin": fitted.margin, **keys.pop("memory")},
+        "memory": {**card, "margin": margin, **keys.pop("memory")},
         **keys,
     }  # fmt: skip
 

@@ -6,7 +6,7 @@ DOOR = {
     "explain": "show_explanation",
     "fit": "show_fit show_ladder",
     "pieces": "count time_words",
-    "plan": "as_text show_plan",
+    "plan": "as_text say_verdict say_why show_plan",
     "recorded": "Difference FileReport diff export report",
     "shown": "Renderer Shown",
     "small": "show_check show_gpus show_models show_profile show_watch watch_view",

@@ -50,8 +50,8 @@ def show_plan(plan: Plan, console: Console) -> None:
 
 def _parts(plan: Plan, console: Console) -> Iterator[RenderableType]:
     glyphs = Glyphs(console.encoding)
-    yield _verdict(plan)
-    yield Padding(_why(plan), (0, 0, 0, 2))
+    yield say_verdict(plan)
+    yield Padding(say_why(plan), (0, 0, 0, 2))
     for note in plan["notes"]:
         if note.startswith("not modelled:"):
             yield Padding(Text(note, style="yellow"), (0, 0, 0, 2))
@@ -74,7 +74,7 @@ def _parts(plan: Plan, console: Console) -> Iterator[RenderableType]:
     yield Text.assemble(("next: ", "bold"), clean(_next_step(plan)))
 
 
-def _verdict(plan: Plan) -> Text:
+def say_verdict(plan: Plan) -> Text:
     if plan["verdict"] is None:
         return Text.assemble(
             ("no verdict", "bold"), f": {gib(plan['peak']['device_bytes'])} at the peak, no card named"
@@ -91,7 +91,7 @@ def verdict_line(document: Mapping[str, Any], capacity: int) -> Text:
     return Text.assemble((verdict, VERDICT_STYLES[verdict]), f": {rest}")
 
 
-def _why(plan: Plan) -> Text:
+def say_why(plan: Plan) -> Text:
     peak, at = plan["peak"], plan["at_peak"]
     name, most = max(plan["breakdown"].items(), key=lambda item: item[1])
     where = clean(at["phase"]) or "the traced code"

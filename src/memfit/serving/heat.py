@@ -1,7 +1,46 @@
-"""The view of that name: what it asks of memfit."""
+"""The view of cards against models: `memfit table`, a few rows at a time, so that they show as they are planned."""
 
 from __future__ import annotations
 
-from fastapi import APIRouter
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from memfit.errors import UsageError
+from memfit.fitting.table import GPUS, MODELS, WORKLOADS
+from memfit.serving.known_models import find_model
+from memfit.serving.planner import Asked, short_text
 
 router = APIRouter()
+
+MOST = 24
+"""Names of one sort."""
+
+
+@router.get("/api/table")
+async def table_names() -> dict[str, Any]:
+    return {"models": MODELS, "workloads": WORKLOADS, "gpus": GPUS, "seq_len": 2048}
+
+
+@router.post("/api/table")
+async def table(asked: Asked, request: Request) -> Response:
+    folder = request.app.state.settings.dir
+    length = asked.get("seq_len", 2048)
+    if not isinstance(length, int):
+        raise UsageError("--seq-len is not a whole number")
+    about = {
+        "models": [find_model(folder, name)[0] for name in _names("models", asked)],
+        "workloads": _names("workloads", asked),
+        "gpus": _names("gpus", asked),
+        "seq_len": length,
+    }
+    answer = await request.app.state.workers.ask("table", about, lane="search")
+    return Response(answer.body, answer.status, media_type="application/json")
+
+
+def _names(what: str, asked: dict[str, Any]) -> list[str]:
+    given = asked.get(what)
+    if not isinstance(given, list) or not 0 < len(given) <= MOST:
+        raise UsageError(f"{what}: a list of 1 to {MOST} names")
+    return [short_text(what, name) or "" for name in given]

@@ -1,7 +1,147 @@
-"""The view of that name: what it asks of memfit."""
+"""The planner's questions: which models, cards and settings there are, a plan, its picture, what would make it fit."""
 
 from __future__ import annotations
 
-from fastapi import APIRouter
+import dataclasses
+from functools import cache
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from fastapi import APIRouter, Body, Request
+from starlette.responses import Response
+
+from memfit.errors import UnknownName, UsageError
+from memfit.gpus import list_gpus, list_labels
+from memfit.jobs.setting_help import HELP, settings_of
+from memfit.jobs.spellings import setting_types
+from memfit.jobs.workload import AS_IN_QLORA, KINDS, QLORA, Workload, flag
+from memfit.serving.known_models import find_model, list_models
+from memfit.serving.workers import Workers
 
 router = APIRouter()
+
+READ_FILES = ("adapter_config", "dataset")
+"""Settings that may name a file: the page has none of them."""
+LONGEST_TEXT, MOST_NAMES = 200, 64
+Asked = Annotated[dict[str, Any], Body()]
+
+
+@router.get("/api/planner")
+async def planner_options() -> dict[str, Any]:
+    return _options()
+
+
+@router.get("/api/models")
+def models(request: Request) -> dict[str, Any]:
+    return {"models": list_models(request.app.state.settings.dir)}
+
+
+@router.post("/api/plan")
+async def plan(asked: Asked, request: Request) -> Response:
+    return await answered(request, "plan", asked)
+
+
+@router.post("/api/plan/timeline")
+async def timeline(asked: Asked, request: Request) -> Response:
+    return await answered(request, "timeline", asked)
+
+
+@router.post("/api/fit")
+async def fit(asked: Asked, request: Request) -> Response:
+    if not isinstance(asked.get("gpu"), str):
+        raise UsageError("no card is named that it could fit", hint="choose a card")
+    return await answered(request, "fit", asked, lane="search")
+
+
+async def answered(request: Request, do: str, asked: dict[str, Any], lane: str = "plan") -> Response:
+    """`{"job": {"kind": ..., "model": ...}, "gpu": ..., "client": ...}`, checked as far as it can be without torch."""
+    job, stamp = read_job(asked.get("job"), request)
+    about = {"job": job, "gpu": short_text("gpu", asked.get("gpu")), "stamp": stamp}
+    client = short_text("client", asked.get("client"))
+    workers: Workers = request.app.state.workers
+    answer = await workers.ask(do, about, lane=lane, client=f"{do} {client}" if client else "")
+    return Response(answer.body, answer.status, media_type="application/json")
+
+
+def read_job(given: object, request: Request, *, whole: bool = True) -> tuple[dict[str, Any], Any]:
+    """The settings of a job, none of which names a file or code; and how its model's folder looks now."""
+    if not isinstance(given, dict):
+        raise UsageError("a question needs a job", hint='{"job": {"kind": "train", "model": "gpt2"}}')
+    job = {str(name): value for name, value in given.items() if value is not None}
+    known = [name for name in _settings() if name not in READ_FILES]
+    for name, value in job.items():
+        if name not in ("kind", *known):
+            raise UnknownName("setting", name[:LONGEST_TEXT], known)
+        _check_plain(name, value)
+    if "model" not in job:
+        if whole:
+            raise UsageError("no model is named", hint="`memfit models` lists the presets")
+        return job, None
+    job["model"], stamp = find_model(request.app.state.settings.dir, str(job["model"]))
+    return job, stamp
+
+
+def short_text(name: str, value: object) -> str | None:
+    if value is None or value == "":
+        return None
+    if not isinstance(value, str) or len(value) > LONGEST_TEXT:
+        raise UsageError(f"{name} is not a short text")
+    return value
+
+
+def _check_plain(name: str, value: object) -> None:
+    """What a setting must be is for `Workload` to say; here, that it is no more than a number, a text or names."""
+    values = value if isinstance(value, list) else [value]
+    plain = len(values) <= MOST_NAMES and all(isinstance(each, (bool, int, float, str)) for each in values)
+    if not plain or any(isinstance(each, str) and len(each) > LONGEST_TEXT for each in values):
+        raise UsageError(f"{flag(name)} is neither a number nor a short text")
+
+
+# -- what there is to choose from --------------------------------------------------------------------------------------
+
+
+@cache
+def _options() -> dict[str, Any]:
+    return {
+        "kinds": [*KINDS, QLORA],
+        "settings": _settings(),
+        "of_kind": {kind: _readable(kind) for kind in (*KINDS, QLORA)},
+        "qlora": AS_IN_QLORA,
+        "cards": [{"name": card.name, "capacity_bytes": card.capacity_bytes} for card in list_gpus()],
+        "labels": [f"{label:g}GB" for label in list_labels()],
+    }
+
+
+def _readable(kind: str) -> list[str]:
+    return [name for name in settings_of("lora" if kind == QLORA else kind) if name not in (*READ_FILES, "model")]
+
+
+@cache
+def _settings() -> dict[str, dict[str, Any]]:
+    """Every setting with its type, choices, default and sentence: the page has no list of its own."""
+    defaults = {field.name: field.default for field in dataclasses.fields(Workload)}
+    return {
+        name: {
+            "flag": flag(name),
+            "help": HELP.get(name, ""),
+            "type": _type_name(kind),
+            "choices": [*get_args(get_args(kind)[0] if get_origin(kind) is tuple else kind)]
+            if get_origin(kind) is Literal or _is_named(kind)
+            else None,
+            "default": None if defaults[name] is dataclasses.MISSING else defaults[name],
+        }
+        for name, kind in setting_types().items()
+        if name != "kind"
+    }
+
+
+def _is_named(kind: Any) -> bool:
+    """A list of names out of a few."""
+    return get_origin(kind) is tuple and get_origin(get_args(kind)[0]) is Literal
+
+
+def _type_name(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return "choice"
+    if get_origin(kind) is tuple:
+        return "names"
+    return {bool: "yes or no", int: "whole", float: "number"}.get(kind, "text")

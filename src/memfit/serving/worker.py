@@ -15,8 +15,8 @@ from memfit.errors import MemfitError, TraceError
 from memfit.units import GiB
 
 DOES = {
-    "plan": "planned:plan", "timeline": "planned:timeline", "fit": "planned:fit", "emit": "planned:emit_fitted",
-    "explain": "planned:explain_text", "table": "planned:table",
+    "warm": "planned:warm", "plan": "planned:plan_job", "timeline": "planned:draw_job", "fit": "planned:fit_job",
+    "explain": "planned:explain_text", "table": "planned:table_of",
 }  # fmt: skip
 """By file of this room and function: from the settings that were asked about to a document."""
 MOST_BYTES = 3 * GiB

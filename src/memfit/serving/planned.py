@@ -1,0 +1,161 @@
+"""What the page asks about a job, answered in a process that may trace: plan, picture, changes, explanation, table."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+from memfit.errors import MemfitError
+from memfit.fitting.durations import estimate
+from memfit.fitting.emit import config_document
+from memfit.fitting.fit import fit
+from memfit.fitting.levers import Lever, levers_for
+from memfit.fitting.table import make_table
+from memfit.gpus import find_gpu
+from memfit.jobs.training.config_file import as_yaml, config_from
+from memfit.jobs.workload import Workload
+from memfit.planning.card_here import unusual_flags
+from memfit.planning.predict import Plan, predict
+from memfit.render.plan import say_verdict, say_why
+from memfit.replay.alloc_config import AllocatorConfig
+
+Job = Mapping[str, Any]
+MARGIN = 0.1
+MOST_PLANS = 6
+_plans: OrderedDict[str, Plan] = OrderedDict()
+"""Of the last questions: their pictures are asked for next."""
+
+
+def warm() -> dict[str, Any]:
+    """What takes seconds to import, before anybody waits for it."""
+    import peft
+    import torch
+    import transformers
+
+    return {"torch": torch.__version__, "transformers": transformers.__version__, "peft": peft.__version__}
+
+
+def plan_job(job: Job, gpu: str | None, stamp: object = None) -> dict[str, Any]:
+    """The document of `memfit plan --json`, and beside it what the page says of it in words."""
+    work = Workload.from_mapping(job)
+    made = _predicted(job, gpu)
+    document = made.to_json()
+    return {
+        "plan": document,
+        "verdict": say_verdict(document).plain,
+        "why": say_why(document).plain,
+        "how": made.how.in_words(),
+        "levers": [_switch(lever, work) for lever in _levers(work)],
+        "copies": {"command": command_of(work, gpu), "python": python_of(job, gpu), **_yaml(work, gpu)},
+    }
+
+
+def _predicted(job: Job, gpu: str | None) -> Plan:
+    key = json.dumps([job, gpu], sort_keys=True)
+    if key not in _plans:
+        work = Workload.from_mapping(job)
+        made = predict(work, gpu=gpu)
+        _plans[key] = dataclasses.replace(made, duration=_duration(made, work))
+        while len(_plans) > MOST_PLANS:
+            _plans.popitem(last=False)
+    _plans.move_to_end(key)
+    return _plans[key]
+
+
+def _duration(made: Plan, work: Workload) -> dict[str, Any] | None:
+    """As `memfit plan` tells it."""
+    if made.gpu is None or made.verdict == "fails" or not work.trains:
+        return None
+    time = estimate(work, made.gpu)
+    return None if time is None else time.to_json()
+
+
+MOST_SAMPLES, MOST_BLOCKS = 4_000, 4_000
+
+
+def draw_job(job: Job, gpu: str | None, stamp: object = None) -> dict[str, Any]:
+    """The timeline of the predicted steps, as the page of a report draws it, with fewer samples."""
+    from memfit.analysis.labels import labels_of_trace
+    from memfit.analysis.page import page_timeline
+    from memfit.analysis.run import Run
+
+    made = _predicted(job, gpu)
+    config = AllocatorConfig.parse(str(made.workload["alloc_conf"]))
+    run = Run(made.timeline, labels_of_trace(made.timeline), "predicted", (), config)
+    return page_timeline(run, max_samples=MOST_SAMPLES, max_blocks=MOST_BLOCKS)
+
+
+# -- switches ----------------------------------------------------------------------------------------------------------
+
+
+def _levers(work: Workload) -> list[Lever]:
+    """Those that can be switched on, and those that are on: the latter are levers of the same job without them."""
+    plain = {"kind": work.kind, "model": work.model, "batch_size": work.batch_size, "seq_len": work.seq_len,
+             "loop": work.loop, "precision": work.precision, "world_size": work.world_size}  # fmt: skip
+    if work.kind == "prune":
+        plain = {name: value for name, value in plain.items() if name in ("kind", "model", "seq_len", "precision")}
+    found = {lever.name: lever for lever in levers_for(Workload.from_mapping(plain, asked=()))}
+    return list({**found, **{lever.name: lever for lever in levers_for(work)}}.values())
+
+
+def _switch(lever: Lever, work: Workload) -> dict[str, Any]:
+    return {
+        "name": lever.name, "group": lever.group, "cost": lever.cost, "says": lever.says, "price": lever.price,
+        "risk": lever.risk, "missing": lever.missing,
+        "settings": {key: [*value] if isinstance(value, tuple) else value for key, value in lever.settings.items()},
+        "on": all(_holds(getattr(work, name), value) for name, value in lever.settings.items()),
+    }  # fmt: skip
+
+
+def _holds(is_set: object, wanted: object) -> bool:
+    if isinstance(wanted, tuple):
+        return isinstance(is_set, tuple) and {*wanted} <= {*is_set}
+    return is_set == wanted
+
+
+# -- to be taken elsewhere ---------------------------------------------------------------------------------------------
+
+
+def command_of(work: Workload, gpu: str | None) -> str:
+    parts = ["memfit", "plan", work.kind, "--model", work.model, *unusual_flags(work)]
+    return shlex.join([*parts, *(() if gpu is None else ("--gpu", gpu))])
+
+
+def python_of(job: Job, gpu: str | None) -> str:
+    said = {**job, **({} if gpu is None else {"gpu": gpu})}
+    settings = "".join(f"    {name}={value!r},\n" for name, value in said.items())
+    return f"import memfit\n\nplan = memfit.predict(\n{settings})\nprint(plan)\n"
+
+
+def _yaml(work: Workload, gpu: str | None) -> dict[str, str]:
+    """Of a training that `memfit train` can do: its config."""
+    if not work.trains or (work.kind == "lora" and work.adapter != "lora"):
+        return {}
+    try:
+        document = config_document(work, None if gpu is None else find_gpu(gpu), MARGIN)
+        config_from(document, name="planned")
+    except MemfitError:
+        return {}
+    return {"yaml": f"# memfit train --config THIS.yaml --set data.source=my.jsonl\n{as_yaml(document)}"}
+
+
+# -- what takes longer -------------------------------------------------------------------------------------------------
+
+
+def fit_job(job: Job, gpu: str, stamp: object = None) -> dict[str, Any]:
+    return fit(Workload.from_mapping(job), gpu=gpu, margin=MARGIN).to_json()
+
+
+def explain_text(text: str, job: Job, gpu: str | None) -> dict[str, Any]:
+    """As bytes: a text is never taken for the name of a file."""
+    from memfit.explaining.explain import explain
+
+    return explain(text.encode("utf-8", "replace"), gpu=gpu, **job).to_json()
+
+
+def table_of(models: list[str], workloads: list[str], gpus: list[str], seq_len: int) -> dict[str, Any]:
+    return make_table(models, workloads, gpus, seq_len=seq_len, guides=False).to_json()
