@@ -8,7 +8,7 @@ DOOR = {
     "export": "find_format write_export",
     "files": "ENDINGS LOG RESULT Report files_read looks_like_a_log may_be_recording report_file",
     "own_lines": "is_own lines_alive",
-    "page": "page_data",
+    "page": "draw_plan page_data",
     "run": "open_run",
     "stacks": "code_line short_path",
     "summary": "Moment Summary summarise_plan",

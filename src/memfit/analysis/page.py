@@ -19,6 +19,8 @@ from memfit.analysis.files import Report
 from memfit.analysis.labels import ALL_CATEGORIES, QUIET_PHASES, UNKNOWN
 from memfit.analysis.run import Run, stack_lines
 from memfit.analysis.stacks import is_python, line_text
+from memfit.analysis.summary import Summary
+from memfit.replay.alloc_config import AllocatorConfig
 from memfit.replay.timeline import BEFORE, Ints, Timeline
 
 MAX_SAMPLES = 60_000
@@ -224,6 +226,12 @@ def page_data(reported: Report, *, max_samples: int = MAX_SAMPLES, max_blocks: i
         data["timeline"], words = drawn_window(run, whole, max_samples=max_samples, max_blocks=max_blocks or MAX_BLOCKS)
         data["timeline"]["flame"] = _flame(merge_thin(tree(run, run.summary.alive)), words)
     return data
+
+
+def draw_plan(summary: Summary, *, max_samples: int, max_blocks: int) -> dict[str, Any]:
+    """The timeline of a job that was predicted."""
+    run = Run(summary.timeline, summary.labels, "predicted", (), AllocatorConfig())
+    return drawn_window(run, Window(0, len(run.trace)), max_samples=max_samples, max_blocks=max_blocks)[0]
 
 
 def drawn_window(run: Run, window: Window, *, max_samples: int, max_blocks: int) -> tuple[dict[str, Any], Words]:

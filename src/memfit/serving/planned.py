@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shlex
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
+from memfit.analysis.page import draw_plan
 from memfit.errors import MemfitError
 from memfit.fitting.durations import estimate
 from memfit.fitting.emit import config_document
@@ -21,7 +21,6 @@ from memfit.jobs.workload import Workload
 from memfit.planning.card_here import unusual_flags
 from memfit.planning.predict import Plan, predict
 from memfit.render.plan import say_verdict, say_why
-from memfit.replay.alloc_config import AllocatorConfig
 
 Job = Mapping[str, Any]
 MARGIN = 0.1
@@ -58,35 +57,19 @@ def _predicted(job: Job, gpu: str | None) -> Plan:
     key = json.dumps([job, gpu], sort_keys=True)
     if key not in _plans:
         work = Workload.from_mapping(job)
-        made = predict(work, gpu=gpu)
-        _plans[key] = dataclasses.replace(made, duration=_duration(made, work))
+        _plans[key] = predict(work, gpu=gpu)
         while len(_plans) > MOST_PLANS:
             _plans.popitem(last=False)
     _plans.move_to_end(key)
     return _plans[key]
 
 
-def _duration(made: Plan, work: Workload) -> dict[str, Any] | None:
-    """As `memfit plan` tells it."""
-    if made.gpu is None or made.verdict == "fails" or not work.trains:
-        return None
-    time = estimate(work, made.gpu)
-    return None if time is None else time.to_json()
-
-
-MOST_SAMPLES, MOST_BLOCKS = 4_000, 4_000
+MOST_SAMPLES, MOST_BLOCKS = 1_500, 2_000
 
 
 def draw_job(job: Job, gpu: str | None, stamp: object = None) -> dict[str, Any]:
     """The timeline of the predicted steps, as the page of a report draws it, with fewer samples."""
-    from memfit.analysis.labels import labels_of_trace
-    from memfit.analysis.page import page_timeline
-    from memfit.analysis.run import Run
-
-    made = _predicted(job, gpu)
-    config = AllocatorConfig.parse(str(made.workload["alloc_conf"]))
-    run = Run(made.timeline, labels_of_trace(made.timeline), "predicted", (), config)
-    return page_timeline(run, max_samples=MOST_SAMPLES, max_blocks=MOST_BLOCKS)
+    return draw_plan(_predicted(job, gpu).report, max_samples=MOST_SAMPLES, max_blocks=MOST_BLOCKS)
 
 
 # -- switches ----------------------------------------------------------------------------------------------------------
@@ -144,6 +127,14 @@ def _yaml(work: Workload, gpu: str | None) -> dict[str, str]:
 
 
 # -- what takes longer -------------------------------------------------------------------------------------------------
+
+
+def time_job(job: Job, gpu: str, stamp: object = None) -> dict[str, Any] | None:
+    """`duration` of the plan's document, as `memfit plan` tells it: it counts the operations of a step, which is a
+    trace of its own."""
+    work = Workload.from_mapping(job)
+    time = estimate(work, find_gpu(gpu)) if work.trains else None
+    return None if time is None else time.to_json()
 
 
 def fit_job(job: Job, gpu: str, stamp: object = None) -> dict[str, Any]:

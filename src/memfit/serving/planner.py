@@ -45,11 +45,21 @@ async def timeline(asked: Asked, request: Request) -> Response:
     return await answered(request, "timeline", asked)
 
 
+@router.post("/api/plan/duration")
+async def duration(asked: Asked, request: Request) -> Response:
+    _check_card(asked)
+    return await answered(request, "duration", asked, lane="search")
+
+
 @router.post("/api/fit")
 async def fit(asked: Asked, request: Request) -> Response:
-    if not isinstance(asked.get("gpu"), str):
-        raise UsageError("no card is named that it could fit", hint="choose a card")
+    _check_card(asked)
     return await answered(request, "fit", asked, lane="search")
+
+
+def _check_card(asked: dict[str, Any]) -> None:
+    if not isinstance(asked.get("gpu"), str):
+        raise UsageError("no card is named", hint="choose a card")
 
 
 async def answered(request: Request, do: str, asked: dict[str, Any], lane: str = "plan") -> Response:

@@ -15,10 +15,12 @@ from memfit.errors import MemfitError, TraceError
 from memfit.units import GiB
 
 DOES = {
-    "warm": "planned:warm", "plan": "planned:plan_job", "timeline": "planned:draw_job", "fit": "planned:fit_job",
-    "explain": "planned:explain_text", "table": "planned:table_of",
+    "plan": "planned:plan_job", "timeline": "planned:draw_job", "duration": "planned:time_job",
+    "fit": "planned:fit_job", "explain": "planned:explain_text", "table": "planned:table_of",
 }  # fmt: skip
 """By file of this room and function: from the settings that were asked about to a document."""
+WARM = "--warm"
+IDLE_SECONDS = 2.0
 MOST_BYTES = 3 * GiB
 """A process that has grown so large ends after its answer; the next question starts another."""
 
@@ -27,7 +29,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a model's own code prints is no answer
     sys.stdout = sys.stderr
-    for line in sys.stdin.buffer:
+    while line := _next_line():
         do, about = json.loads(line)
         status, document = answer(do, about)
         body = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
@@ -35,6 +37,15 @@ def main() -> None:
         answers.flush()
         if _resident_bytes() > MOST_BYTES:
             return
+
+
+def _next_line() -> bytes:
+    """While nobody asks, what takes seconds to import is imported: not before a question that can do without it."""
+    import select
+
+    if WARM in sys.argv and "peft" not in sys.modules and not select.select([0], [], [], IDLE_SECONDS)[0]:
+        import_module("memfit.serving.planned").warm()
+    return sys.stdin.buffer.readline()
 
 
 def answer(do: str, about: dict[str, Any]) -> tuple[int, Any]:

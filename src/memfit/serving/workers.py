@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections import OrderedDict, deque
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from tempfile import TemporaryDirectory
 from typing import Any
 
+from memfit.serving.worker import WARM
 from memfit.units import MiB
 
 LANES = ("plan", "search")
@@ -53,7 +56,7 @@ class Question:
 
 class Workers:
     def __init__(self) -> None:
-        self.lanes = {name: WorkerQueue() for name in LANES}
+        self.lanes = {name: WorkerQueue(warm=name == "plan") for name in LANES}
         self._kept: OrderedDict[str, Answer] = OrderedDict()
         self._kept_bytes = 0
         self.made = 0
@@ -95,11 +98,13 @@ class Workers:
 class WorkerQueue:
     """One process and the questions that wait for it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, warm: bool) -> None:
+        self._warm = warm
         self.waiting: deque[Question] = deque()
         self.open: dict[str, Question] = {}
         self._newest: dict[str, Question] = {}
         self._process: Process | None = None
+        self._folder: TemporaryDirectory[str] | None = None
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -114,6 +119,8 @@ class WorkerQueue:
         self._end()
         if self._process is not None:
             await self._process.wait()
+        if self._folder is not None:
+            self._folder.cleanup()
 
     async def ask(self, key: str, client: str, count: Any) -> Answer:
         question = self.open.get(key)
@@ -151,8 +158,9 @@ class WorkerQueue:
             question.answer.set_result(answer)
 
     async def _work(self) -> None:
-        with suppress(OSError):
-            await self._started()  # torch is imported while the first page is drawn
+        if self._warm:
+            with suppress(OSError):
+                await self._started()
         while True:
             while not self.waiting:
                 self._wake.clear()
@@ -180,9 +188,18 @@ class WorkerQueue:
 
     async def _started(self) -> Process:
         if self._process is None or self._process.returncode is not None:
-            command = (sys.executable, "-m", "memfit.serving.worker")
+            if self._folder is None:
+                self._folder = TemporaryDirectory(prefix="memfit-serve-")  # empty: no name of a model is a path in it
+            command = [sys.executable, "-m", "memfit.serving.worker", *([WARM] if self._warm else [])]
+            paths = [path for path in sys.path if os.path.isabs(path)]
             self._process = await asyncio.create_subprocess_exec(
-                *command, stdin=PIPE, stdout=PIPE, limit=MOST_LINE_BYTES, start_new_session=True
+                *command,
+                stdin=PIPE,
+                stdout=PIPE,
+                limit=MOST_LINE_BYTES,
+                start_new_session=True,
+                cwd=self._folder.name,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
             )
         return self._process
 

@@ -1,0 +1,109 @@
+// A plan (memfit.plan/1) as the planner shows it: verdict, the bar against the card, what is alive, phases, largest tensors.
+
+import { card, category, cssKey, dataTable, make, swatch } from "./dom.js";
+import { duration, number, percent, shortOp, size, sizesIn } from "./words.js";
+
+export const SIGNS = { safe: "✓", tight: "!", fails: "✕" };
+const WAYS = {
+  traced: "every block and step was traced", extended: "a part was traced, which the rest repeats", interpolated: "lies between batch sizes and lengths that were traced",
+};
+
+// [name, bytes, colour], from the bottom up: what is alive, what torch holds beyond it, what CUDA itself takes
+export function barParts(plan) {
+  const alive = Object.entries(plan.breakdown).filter(([, bytes]) => bytes > 0).map(([name, bytes]) => [name.replace("_", " "), bytes, `--c-${cssKey(name)}`]);
+  const held = plan.peak.reserved_bytes - plan.peak.allocated_bytes;
+  return [...alive, ["held, idle", held, "--c-idle"], ["CUDA context", plan.peak.context_bytes, "--c-context"]].filter(([, bytes]) => bytes > 0);
+}
+
+export function verdictCard(answer, pinned, tools) {
+  const { plan } = answer;
+  const verdict = plan.verdict;
+  const parts = barParts(plan);
+  const rows = [[pinned ? "now" : "", plan], ...(pinned ? [["pinned", pinned.plan]] : [])];
+  const scale = Math.max(...rows.flatMap(([, each]) => [each.peak.device_bytes, each.gpu ? each.gpu.capacity_bytes : 0]));
+  const unmodelled = plan.notes.filter((note) => note.startsWith("not modelled:"));
+  return make("section", { class: `card verdict ${verdict || "none"}`, id: "verdict" },
+    make("h2", {}, verdict ? make("span", { class: "sign", "aria-hidden": "true", text: SIGNS[verdict] }) : null, make("span", { id: "verdict-line", text: answer.verdict })),
+    unmodelled.length ? make("div", { class: "message" }, make("div", {}, unmodelled.map((note) => make("p", { text: note })))) : null,
+    make("p", { class: "sub", text: `${answer.why}.` }),
+    rows.map(([label, each]) => bar(each, scale, label)),
+    scaleLine(plan, scale),
+    legend(parts, plan),
+    make("p", { class: "origin" }, make("span", { class: "badge predicted", text: `predicted: ${answer.how}`, title: WAYS[plan.how.way] }), make("span", { id: "time", class: "badge" })),
+    tools);
+}
+
+function bar(plan, scale, label) {
+  const parts = barParts(plan);
+  const words = `${label ? `${label}: ` : ""}${size(plan.peak.device_bytes)} at the peak${plan.gpu ? ` of ${size(plan.gpu.capacity_bytes)}` : ""}`;
+  return make("div", { class: "against" }, label ? make("span", { class: "which", text: label }) : null,
+    make("div", { class: "track", role: "img", "aria-label": words },
+      plan.gpu ? make("span", { class: "room", css: { width: `${(100 * plan.gpu.capacity_bytes) / scale}%` } }) : null,
+      make("span", { class: "stack" }, parts.map(([name, bytes, color]) => make("i", { title: `${name} ${size(bytes)}`, css: { background: `var(${color})`, width: `${(100 * bytes) / scale}%` } }))),
+      plan.gpu ? make("b", { class: "limit", css: { left: `${(100 * plan.gpu.capacity_bytes) / scale}%` } }) : null));
+}
+
+function scaleLine(plan, scale) {
+  const used = plan.peak.device_bytes;
+  return make("p", { class: "scale muted" },
+    make("span", { text: `device ${size(used)}` }), plan.gpu ? make("span", { text: `${plan.gpu.name}: ${size(plan.gpu.capacity_bytes)}` }) : make("span", { text: "no card named" }));
+}
+
+function legend(parts, plan) {
+  const inUnit = sizesIn(plan.peak.device_bytes);
+  const free = plan.gpu ? plan.gpu.capacity_bytes - plan.peak.device_bytes : 0;
+  const rows = [...parts, ...(free > 0 ? [["free", free, "--c-free"]] : [])];
+  return make("ul", { class: "parts" }, rows.map(([name, bytes, color]) => make("li", {}, swatch(`var(${color})`), make("span", { text: name }), make("span", { class: "num", text: inUnit(bytes) }))));
+}
+
+export function timeWords(told) {
+  if (!told) return "";
+  const { least, likely, most } = told.step_seconds;
+  return `estimated: ${duration(likely)} a step (${duration(least)} to ${duration(most)})`;
+}
+
+// -- compared with what is pinned
+
+export function comparison(now, pinned, unpin) {
+  const [a, b] = [pinned.plan, now.plan];
+  const settings = [...new Set([...Object.keys(a.workload), ...Object.keys(b.workload)])]
+    .filter((name) => JSON.stringify(a.workload[name]) !== JSON.stringify(b.workload[name]))
+    .map((name) => [name.replaceAll("_", " "), shown(a.workload[name]), shown(b.workload[name]), ""]);
+  const bytes = [["allocated", a.peak.allocated_bytes, b.peak.allocated_bytes], ["reserved", a.peak.reserved_bytes, b.peak.reserved_bytes], ["device", a.peak.device_bytes, b.peak.device_bytes],
+    ...Object.keys({ ...a.breakdown, ...b.breakdown }).map((name) => [`alive: ${name.replace("_", " ")}`, a.breakdown[name] || 0, b.breakdown[name] || 0])];
+  const rows = bytes.filter(([, one, other]) => one || other).map(([name, one, other]) => [name, size(one), size(other), one === other ? "same" : `${other > one ? "+" : "−"}${size(Math.abs(other - one))}`]);
+  const verdicts = [["verdict", a.verdict || "none", b.verdict || "none", ""]];
+  return make("section", { class: "card", id: "comparison" }, make("h2", { text: "Pinned, and now" }),
+    dataTable([["", ""], ["pinned", "num"], ["now", "num"], ["difference", "num"]], [...verdicts, ...settings, ...rows]),
+    make("button", { class: "plain more", type: "button", id: "unpin", text: "let go of the pin", on: { click: unpin } }));
+}
+
+function shown(value) {
+  return value === undefined || value === null ? "–" : Array.isArray(value) ? value.join(", ") || "none" : String(value);
+}
+
+// -- the rest
+
+export function phasesCard(plan) {
+  if (!plan.phases.length) return null;
+  const at = plan.at_peak, top = Math.max(...plan.phases.map((phase) => phase.reserved_bytes), 1);
+  const isPeak = (phase) => phase.name === at.phase && phase.step === at.step;
+  return card("phases", "Phases", "the peak in each",
+    dataTable([["step", ""], ["phase", ""], ["allocated", "num"], ["reserved", "num"], ["", "wide"]],
+      plan.phases.map((phase) => [phase.step ? String(phase.step) : "start", phase.name, size(phase.allocated_bytes), size(phase.reserved_bytes), make("span", { class: "meter", css: { width: `${(100 * phase.allocated_bytes) / top}%` } })]),
+      { rowClass: (i) => (isPeak(plan.phases[i]) ? "peak" : "") }));
+}
+
+export function largestCard(plan) {
+  if (!plan.largest || !plan.largest.length) return null;
+  const total = plan.peak.allocated_bytes, inUnit = sizesIn(total);
+  return card("largest", "Largest at the peak", "by module and op", dataTable([["bytes", "num"], ["share", "num"], ["times", "num"], ["category", ""], ["", "where"]],
+    plan.largest.map((each) => [inUnit(each.allocated_bytes), percent(each.allocated_bytes, total), number(each.count), category(each.category), `${each.module}  ${shortOp(each.op)}`])));
+}
+
+export function assumedCard(plan) {
+  const host = Object.entries(plan.host || {}).filter(([, bytes]) => typeof bytes === "number" && bytes > 0);
+  return card("assumed", "Assumed", `${number(plan.model.parameters)} parameters, ${number(plan.model.trainable_parameters)} of them trained; planned in ${duration(plan.seconds)}`,
+    host.length ? dataTable([["host memory", ""], ["", "num"]], host.map(([name, bytes]) => [name.replaceAll("_", " "), size(bytes)])) : null,
+    make("ul", { class: "notes" }, plan.notes.filter((note) => !note.startsWith("not modelled:")).map((note) => make("li", { text: note }))));
+}
