@@ -9,7 +9,7 @@ DOOR = {
     "fit": "Fitted Option fit options",
     "forecast": "few_micro_steps_note",
     "ladder": "Ladder ladder",
-    "levers": "COSTS Lever levers_for",
+    "levers": "Lever levers_for",
     "table": "GPUS MODELS Table WORKLOADS make_table",
 }
 """What other rooms may use, by file."""

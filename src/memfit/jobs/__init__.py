@@ -18,8 +18,8 @@ DOOR = {
     "text_files": "KINDS builtin_documents builtin_origin is_text_file read_rows",
     "texts": "Texts check_packages fetch_file find_split find_texts is_on_this_machine",
     "workload": (
-        "AdapterDtype AutocastType BY_BITSANDBYTES Checkpointing KINDS Loss MAX_RANK MAX_SEQ_LEN Offload Optimizer "
-        "Parallel Precision QLORA Quant QuantCompute Workload check_setting flag kinds_that_read"
+        "AS_IN_QLORA AdapterDtype AutocastType BY_BITSANDBYTES Checkpointing KINDS Loss MAX_RANK MAX_SEQ_LEN Offload "
+        "Optimizer Parallel Precision QLORA Quant QuantCompute Workload check_setting flag kinds_that_read"
     ),
 }
 """What other rooms may use, by file."""

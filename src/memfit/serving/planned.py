@@ -6,6 +6,7 @@ import json
 import shlex
 from collections import OrderedDict
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any
 
 from memfit.analysis.page import draw_plan
@@ -29,13 +30,10 @@ _plans: OrderedDict[str, Plan] = OrderedDict()
 """Of the last questions: their pictures are asked for next."""
 
 
-def warm() -> dict[str, Any]:
+def warm() -> None:
     """What takes seconds to import, before anybody waits for it."""
-    import peft
-    import torch
-    import transformers
-
-    return {"torch": torch.__version__, "transformers": transformers.__version__, "peft": peft.__version__}
+    for name in ("torch", "transformers", "peft"):
+        import_module(name)
 
 
 def plan_job(job: Job, gpu: str | None, stamp: object = None) -> dict[str, Any]:

@@ -24,16 +24,17 @@ export async function show(container, texts, shell) {
     turn = new AbortController();
     const { signal } = turn;
     shell.keep({ ...texts, workload });
-    body.replaceChildren(...models.map((model) => make("tr", {}, make("th", { scope: "row", text: model }), make("td", { class: "num muted", text: "…" }), gpus.map(() => make("td")))));
+    const rows = models.map((model) => make("tr", {}, make("th", { scope: "row", text: model }), make("td", { class: "num muted", text: "…" }), gpus.map(() => make("td"))));
+    body.replaceChildren(...rows);
     for (const [i, model] of models.entries()) {
       status.textContent = `planning ${model} …`;
       try {
         const made = await shell.post("/api/table", { models: [model], workloads: [workload], gpus, seq_len: names.seq_len }, { signal });
-        body.children[i].replaceWith(...made.rows.map((row) => line(row, gpus, workload, shell, model)));
+        rows[i].replaceWith(...made.rows.map((row) => line(row, gpus, workload, shell, model)));
         settings.textContent = said(made.rows[0]);
       } catch (error) {
         if (error.name === "AbortError") return;
-        body.children[i].replaceChildren(make("th", { scope: "row", text: model }), make("td", { class: "muted", colspan: gpus.length + 1, text: error.message }));
+        rows[i].replaceChildren(make("th", { scope: "row", text: model }), make("td", { class: "muted", colspan: gpus.length + 1, text: error.message }));
       }
     }
     status.textContent = "";

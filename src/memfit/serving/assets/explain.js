@@ -96,5 +96,5 @@ function fixes(told, shell) {
 
 function withheld(told) {
   if (!told.withheld.length) return null;
-  return card("withheld", "What does not help here", null, dataTable([["", ""], ["", "wide"]], told.withheld.map((each) => [each.name || each.advice || "", make("span", { class: "muted", text: each.reason || each.why || each.says || "" })])));
+  return card("withheld", "What does not help here", null, dataTable([["", ""], ["", "wide"]], told.withheld.map((each) => [each.advice, make("span", { class: "muted", text: each.why })])));
 }
