@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from memfit.scripts.plan import trace_script
     from memfit.scripts.trials import Trials, try_script
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Checked",
