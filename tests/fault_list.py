@@ -692,7 +692,7 @@ TRAINING = [
     _KEYS_READ("8 bits are read as 4", '"int8" if asked[0] is not four', '"nf4" if asked[0] is not four'),
     _KEYS_READ("autocast over quantised weights is lost", '{"autocast": autocast, "precision":', '{"precision":'),
     _NEEDS("an old bitsandbytes is good enough", "release_of(found) < OLDEST", "release_of(found) > OLDEST"),
-    _NEEDS("a card with bf16 is refused", '"bf16" in halves and not torch', '"bf16" in halves and torch'),
+    _NEEDS("a card with bf16 is refused", "work.has_bf16 and not torch", "work.has_bf16 and torch"),
     _NEEDS("what gptq has quantised is trained", "not work.runs_in_memfit_train or config", "config"),
     _BITS("a checkpoint of other scales is continued", '{"double": work.double_quant, "compute"', '{"compute"'),
     _CHECKPOINTS(

@@ -29,6 +29,7 @@ LORA = [
     "--rank", "--target-modules", "--lora-dropout", "--adapter-dtype", "--adapter", "--adapter-config",
     "--kbit-prepare", "--no-kbit-prepare", *QUANTISED,
 ]  # fmt: skip
+OF_LORA: dict[str, list[str]] = {"lora": [], "qlora": ["--no-double-quant", "--no-grad-checkpointing"]}
 PRUNING = [
     "--method", "--prune-method", "--sparsity", "--sparsity-ratio", "--sparsity-type", "--nsamples", "--dataset",
     "--max-gpu-memory",
@@ -98,7 +99,7 @@ FLAGS = {
         for kind, flags in {
             "forward": [*COMMON, *FORWARD],
             "train": [*COMMON, *SHAPES, *TRAINING],
-            "lora": [*COMMON, *SHAPES, *TRAINING, *LORA],
+            **{kind: [*COMMON, *SHAPES, *TRAINING, *LORA, *off] for kind, off in OF_LORA.items()},
             "generate": [*COMMON, "--autocast", *QUANTISED, *GENERATION],
             "prune": [*(flag for flag in COMMON if flag not in ("--batch-size", "--padding")), *PRUNING],
         }.items()
@@ -107,15 +108,15 @@ FLAGS = {
     "fit forward": [*COMMON, *FORWARD, *OF_FIT],
     "fit train": [*COMMON, *SHAPES, *TRAINING, *OF_FIT, *HOW_LONG, "--global-batch", "--ladder"],
     **{
-        f"fit {kind}": [*COMMON, *SHAPES, *TRAINING, *LORA, *OF_FIT, *HOW_LONG, "--global-batch", "--ladder"]
-        for kind in ("lora", "qlora")
+        f"fit {kind}": [*COMMON, *SHAPES, *TRAINING, *LORA, *off, *OF_FIT, *HOW_LONG, "--global-batch", "--ladder"]
+        for kind, off in OF_LORA.items()
     },
     "fit generate": [*COMMON, "--autocast", *QUANTISED, *GENERATION, *OF_FIT],
     "fit prune": [*(flag for flag in COMMON if flag not in ("--batch-size", "--padding")), *PRUNING, *OF_FIT],
     "plan": [],
     "plan forward": [*COMMON, *FORWARD, *LAST],
     "plan train": [*COMMON, *SHAPES, *TRAINING, *HOW_LONG, *LAST],
-    **{f"plan {kind}": [*COMMON, *SHAPES, *TRAINING, *LORA, *HOW_LONG, *LAST] for kind in ("lora", "qlora")},
+    **{f"plan {kind}": [*COMMON, *SHAPES, *TRAINING, *LORA, *off, *HOW_LONG, *LAST] for kind, off in OF_LORA.items()},
     "plan generate": [*COMMON, "--autocast", *QUANTISED, *GENERATION, *LAST],
     "plan prune": [*(flag for flag in COMMON if flag not in ("--batch-size", "--padding")), *PRUNING, *LAST],
     "plan batch": ["--gpu"],

@@ -231,3 +231,30 @@ def test_nobody_else_writes_files() -> None:
     found = {str(path.relative_to(SOURCE)): list(writes(path)) for path in SOURCE.rglob("*.py")}
     assert {name: calls for name, calls in found.items() if calls and name not in WRITERS} == {}
     assert [name for name in WRITERS if name not in found] == []
+
+
+def _ended_process() -> int:
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        process.wait()
+        return process.pid
+
+
+def test_what_a_killed_process_left_beside_a_file_goes_when_that_file_is_written_again(tmp_path: Path) -> None:
+    path, gone = tmp_path / "report.html", _ended_process()
+    left = tmp_path / f".report.html.{gone}"
+    kept = [
+        tmp_path / f".report.html.{os.getppid()}", tmp_path / f".other.html.{gone}", tmp_path / f".report.html.{gone}x",
+        tmp_path / f"report.html.{gone}",
+    ]  # fmt: skip
+    for each in (left, *kept):
+        each.write_text("half")
+        os.utime(each, (0, 0))
+    write(path, "new")
+    assert sorted(tmp_path.iterdir()) == sorted([path, *kept])
+
+
+def test_what_was_left_just_now_may_be_another_machines_and_stays(tmp_path: Path) -> None:
+    young = tmp_path / f".report.html.{_ended_process()}"
+    young.write_text("half")
+    write(tmp_path / "report.html", "new")
+    assert young.exists()

@@ -15,6 +15,7 @@ import shutil
 import stat
 import sys
 import tempfile
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -36,6 +37,7 @@ def written_whole(path: str | Path) -> Iterator[Path]:
         return
     beside = target.with_name(f".{target.name}.{os.getpid()}")
     beside.unlink(missing_ok=True)  # a link that somebody put there would be followed
+    _sweep(target)
     try:
         yield beside
         if there is not None:
@@ -44,6 +46,35 @@ def written_whole(path: str | Path) -> Iterator[Path]:
         beside.replace(target)
     finally:
         beside.unlink(missing_ok=True)
+
+
+UNTOUCHED_SECONDS = 600.0
+"""A process of another machine, which shares the folder, may still write what is younger."""
+
+
+def _sweep(target: Path) -> None:
+    """What was written beside this very file by processes that were killed and are gone."""
+    begins = f".{target.name}."
+    with suppress(OSError), os.scandir(target.parent) as there:
+        for each in there:
+            number = each.name.removeprefix(begins)
+            if each.name == number or not number.isdecimal() or not each.is_file(follow_symlinks=False):
+                continue
+            untouched = time.time() - each.stat(follow_symlinks=False).st_mtime > UNTOUCHED_SECONDS
+            if untouched and not _is_alive(int(number)):
+                Path(each.path).unlink(missing_ok=True)
+
+
+def _is_alive(process: int) -> bool:
+    if not hasattr(os, "fork"):  # where a signal is an end, whatever its number
+        return True
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):  # another's, or no number of a process
+        return True
+    return True
 
 
 def check_free(

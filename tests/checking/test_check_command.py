@@ -15,7 +15,7 @@ import yaml
 from check_jobs import document
 
 import memfit
-from memfit.checking import loading
+from memfit.checking import loading, packages
 from memfit.checking.situation import CheckRequest, Situation
 from memfit.cli.main import main
 from memfit.cli.options import read_workload, with_options_of
@@ -270,3 +270,24 @@ def test_a_model_larger_than_the_machine_s_memory_is_not_loaded(
     work = Workload(kind="forward", model=folder, seq_len=16)
     (finding,) = loading.load_and_measure(Situation(CheckRequest(workload=work)))
     assert (finding.status, "of host memory are free" in finding.found) == ("failed", True)
+
+
+@pytest.mark.parametrize(("line", "missing", "said"), [
+    ("qlora --model gpt2 --seq-len 64", "bitsandbytes", "not installed, and quant nf4 needs it"),
+    ("forward --model Qwen/Qwen2.5-0.5B-Instruct-AWQ --seq-len 64", "gptqmodel", "needs gptqmodel, not installed"),
+    ("forward --model gpt2 --quant torchao-int8 --seq-len 64", "torchao", "quant torchao-int8 needs torchao"),
+])  # fmt: skip
+def test_a_package_that_quantised_weights_need_is_looked_for(
+    line: str, missing: str, said: str, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, there = packages.find_spec, packages.installed
+    monkeypatch.setattr(packages, "find_spec", lambda name: None if name == missing else found(name))
+    monkeypatch.setattr(packages, "installed", lambda name: None if name == missing else there(name))
+    assert main(["check", *line.split(), "--gpu", "24GB", "--json"]) == 1
+    assert any(each["status"] == "failed" and said in each["found"] for each in json_of(capsys)["checks"])
+
+
+def test_a_quantised_job_in_bf16_on_an_old_card_is_told_what_to_set(capsys: Any) -> None:
+    main(["check", "qlora", "--model", "gpt2", "--seq-len", "64", "--gpu", "T4", "--json"])
+    (said,) = (each for each in json_of(capsys)["checks"] if each["name"] == "precision")
+    assert said["status"] == "warning" and "T4 has no bf16" in said["found"] and "quant.compute: fp16" in said["next"]

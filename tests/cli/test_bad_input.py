@@ -143,3 +143,28 @@ def test_a_trace_that_cannot_be_written_is_told(memfit: Memfit, tiny: str, tmp_p
 
 def test_errors_do_not_depend_on_json(memfit: Memfit) -> None:
     refused(memfit("plan", "train", "--model", "gtp2", "--json"), "no model called 'gtp2'")
+
+
+@pytest.mark.parametrize(("setting", "said"), [
+    (["--images", "2"], "gpt2 does not read pictures beside text"),
+    (["--target-len", "5"], "gpt2 is no encoder-decoder"),
+])  # fmt: skip
+def test_what_a_model_does_not_read_is_told_before_it_is_built(
+    memfit: Memfit, monkeypatch: pytest.MonkeyPatch, setting: list[str], said: str
+) -> None:
+    monkeypatch.setattr("memfit.planning.predict.trace_workload", None)
+    refused(memfit("plan", "forward", "--model", "gpt2", "--seq-len", 64, *setting), said)
+
+
+def test_a_head_that_a_family_has_not_is_told_with_those_that_it_has(memfit: Memfit) -> None:
+    ended = memfit("plan", "forward", "--model", "gpt2", "--seq-len", 64, "--head", "image-classification")
+    refused(ended, "no such head for gpt2, a 'gpt2' model", "it has causal-lm, sequence-classification")
+
+
+def test_an_interruption_is_told_in_a_line(memfit: Memfit, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("memfit.planning.predict.predict", interrupted)
+    ended = memfit("plan", "forward", "--model", "gpt2", "--json")
+    assert (ended.code, ended.out, ended.err) == (130, "", "error: interrupted\n")

@@ -523,3 +523,18 @@ def test_savings_of_training_are_not_predicted_for_what_failed_in_evaluation() -
     assert found.place.phase == "evaluation" and found.job.workload is not None and found.plan is None
     assert {fix.basis for fix in found.fixes} == {"words"} and "evaluate in smaller pieces" in names(found)
     assert any("failed in evaluation, not in training" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("text", [
+    '  File "/home/u/prune_model.py", line 40, in <module>\n    prune.l1_unstructured(module, "weight", amount=0.5)\n'
+    '  File "/site-packages/torch/nn/utils/prune.py", line 160, in apply\n    mask = torch.ones_like(orig)\n',
+    "$ python scripts/wanda_prune.py --sparsity 0.5\nPruning layer 3\n",
+])  # fmt: skip
+def test_a_script_that_prunes_is_not_told_to_halve_its_micro_batch(text: str) -> None:
+    message = (
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 448.00 MiB. GPU 0 has a total capacity of 23.69 "
+        "GiB of which 60.00 MiB is free. Including non-PyTorch memory, this process has 23.60 GiB memory in use. Of "
+        "the allocated memory 22.31 GiB is allocated by PyTorch, and 50.00 MiB is reserved by PyTorch but unallocated."
+    )
+    told = str(explain(text + message))
+    assert "what helps" in told and "micro-batch" not in told

@@ -118,7 +118,7 @@ def test_a_size_has_no_speed_and_nothing_is_made_up(capsys: pytest.CaptureFixtur
     assert main([*PLAN, "--gpu", "24GB", "--steps", "10"]) == 0
     captured = capsys.readouterr()
     assert json.loads(captured.out)["duration"] is None
-    assert "no time: a size has no speed: 24 GB card is no card" in captured.err
+    assert "no time: a size has no speed, and 24 GB card is no card" in captured.err
 
 
 @pytest.mark.parametrize(("words", "said"), [

@@ -36,7 +36,8 @@ BESIDE: dict[str, dict[str, Any]] = {
     "num_beams": {"decoding": "beam"}, "loss_chunk": {"loss": "chunked"}, "parallel": {"world_size": 2},
     "gradient_as_bucket_view": {"world_size": 2}, "adapter_dtype": {"precision": "fp32"},
     "nsamples": {"method": "magnitude"}, "dataset": {"method": "magnitude"}, "seq_len": {"method": "magnitude"},
-    "sparsity": {"sparsity_type": "2:4"},
+    "sparsity": {"sparsity_type": "2:4"}, "double_quant": {"quant": "nf4"}, "quant_compute": {"quant": "fp4"},
+    "kbit_prepare": {"quant": "torchao-int8"},
 }  # fmt: skip
 """What makes a setting count, or not count any more: it is asked with this too."""
 
@@ -80,7 +81,12 @@ def told(plan: Plan) -> dict[str, Any]:
     """All of a plan but the settings it shows back."""
     document = plan.to_json()
     said = {key: document[key] for key in ("peak", "breakdown", "phases", "largest", "notes", "smallest_gpu_bytes")}
-    return {**said, "host": document.get("host"), "events": len(plan.trace)}
+    return {
+        **said,
+        "host": document.get("host"),
+        "events": len(plan.trace),
+        "requested": int(sum(plan.trace.requested)),
+    }
 
 
 @pytest.mark.parametrize(("kind", "name"), list(cases()))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from memfit.cli.main import main
 from memfit.errors import UsageError
 from memfit.jobs.workload import Workload
 from memfit.planning.predict import Plan, predict
@@ -85,6 +86,45 @@ def test_qlora_is_lora_with_the_settings_of_the_paper(tiny: str) -> None:
     assert (made.is_kbit_prepared, made.grad_checkpointing, made.optimizer) == (True, True, "paged-adamw")
 
 
+def test_a_document_says_what_was_applied_where_nothing_was_said(tiny: str) -> None:
+    said = predict(kind="lora", model=tiny, quant="nf4", precision="fp16", **SIZES).to_json()["workload"]
+    assert (said["quant_compute"], said["kbit_prepare"]) == ("fp16", True)
+    again = predict(**{name: value for name, value in said.items() if value is not None}).to_json()["workload"]
+    assert again == said
+
+
+def test_the_help_of_qlora_shows_its_own_defaults_and_switches_them_off(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "qlora", "--help"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for name in ("double-quant", "grad-checkpointing", "kbit-prepare"):
+        assert f"--{name} / --no-{name}" in text
+    assert "[default: nf4]" in text and "that of the other weights" not in text
+    assert main(["plan", "lora", "--help"]) == 0
+    assert "--no-grad-checkpointing" not in capsys.readouterr().out
+
+
+def test_qlora_without_checkpointing_and_double_quantisation_can_be_typed(
+    tiny: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    off = ["--no-double-quant", "--no-grad-checkpointing", "--no-kbit-prepare", "--optimizer", "adamw"]
+    sizes = ["--batch-size", "2", "--seq-len", "64"]
+    assert main(["plan", "qlora", "--model", tiny, *sizes, *off, "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)["workload"]
+    assert (said["double_quant"], said["grad_checkpointing"], said["kbit_prepare"]) == (False, False, False)
+
+
+def test_qlora_without_quantised_weights_is_refused(tiny: str) -> None:
+    with pytest.raises(UsageError, match="has no quantised weights"):
+        Workload.from_mapping({"kind": "qlora", "model": tiny, "quant": "none"})
+
+
+@pytest.mark.parametrize("settings", [{"precision": "bf16"}, {"precision": "fp16", "quant_compute": "bf16"}])
+def test_a_card_without_bf16_is_told_beside_the_verdict(tiny: str, settings: dict[str, str]) -> None:
+    plan = predict(kind="lora", model=tiny, quant="nf4", gpu="T4", **settings, **SIZES)
+    assert "no bf16 on" in "\n".join(str(plan).splitlines()[:6])
+    assert "no bf16 on" not in str(predict(kind="lora", model=tiny, quant="nf4", gpu="T4", precision="fp16", **SIZES))
+
+
 def test_what_is_said_of_qlora_goes_before_the_paper(tiny: str) -> None:
     made = Workload.from_mapping({"kind": "qlora", "model": tiny, "quant": "int8", "optimizer": "adamw", **SIZES})
     assert (made.quant, made.double_quant, made.optimizer) == ("int8", False, "adamw")
@@ -96,6 +136,8 @@ def test_what_is_said_of_qlora_goes_before_the_paper(tiny: str) -> None:
     ({"quant": "none", "double_quant": True}, "--double-quant has no effect"),
     ({"quant": "int8", "quant_compute": "bf16"}, "--quant-compute bf16 has no effect"),
     ({"kbit_prepare": True}, "--kbit-prepare has no effect"),
+    ({"quant": "torchao-int8", "kbit_prepare": True}, "--kbit-prepare has no effect: peft casts nothing"),
+    ({"quant": "torchao-int8", "kbit_prepare": False, "loop": "trainer", "grad_checkpointing": True}, "has no effect"),
     ({"quant": "nf4", "offload": ["weights"]}, "not planned together with --offload weights"),
     ({"quant": "nf4", "adapter": "dora"}, "not planned together with --adapter dora"),
     ({"quant": "nf4", "world_size": 2}, "not planned together with --world-size"),

@@ -80,7 +80,7 @@ def test_settings_of_torchao_that_do_not_go_together_are_refused(settings: dict[
 def test_a_plan_names_the_torchao_that_it_was_read_from() -> None:
     plan = predict(kind="lora", model="qwen2.5-0.5b", quant="torchao-int8", optimizer="adamw-8bit-torchao", **SIZES)
     assert any(note.startswith("torchao 0.18 by its shapes") for note in plan.notes)
-    assert any("makes no weight fp32" in note for note in plan.notes)
+    assert any("kbit_training casts no weight" in note for note in plan.notes)
 
 
 @pytest.mark.parametrize("loop", ["plain", "trainer", "memfit"])

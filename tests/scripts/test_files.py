@@ -172,3 +172,20 @@ def test_what_is_missing_is_named_with_its_id_and_no_flag_that_would_not_help(ru
     ) as error:
         run(LOADED.format(name="nobody/nothing", more=""))  # type: ignore[operator]
     assert "hf download nobody/nothing" in error.value.hint and "--synthetic-data" not in error.value.hint
+
+
+@pytest.mark.parametrize("more", ["", "a config alone"])
+def test_a_checkpoint_that_is_quantised_already_is_refused_without_its_weights(
+    run: object, tmp_path: Path, more: str
+) -> None:
+    name = "unsloth/Llama-3.2-1B-bnb-4bit"
+    if more:
+        pytest.importorskip("bitsandbytes")
+        (tmp_path / "llama").mkdir()
+        stored = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+        config = {"model_type": "llama", **SMALL, "quantization_config": stored}
+        (tmp_path / "llama" / "config.json").write_text(json.dumps(config))
+        name = "./llama"
+    with pytest.raises(MemfitError, match=f"{name} is a checkpoint that is quantised already") as error:
+        run(LOADED.format(name=name, more=""))  # type: ignore[operator]
+    assert f"memfit plan lora --model {name}" in error.value.hint

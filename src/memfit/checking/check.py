@@ -99,7 +99,7 @@ def check(
     return Checked(
         asked={
             "config": config,
-            "workload": None if work is None else work.settings(),
+            "workload": None if work is None else work.document(),
             "gpu": gpu,
             "world_size": asked.world_size,
             "load": load,
@@ -177,6 +177,8 @@ def _checks(asked: CheckRequest) -> Iterator[tuple[str, Look, Line]]:
     yield "environment", allocator.check_variables, allocator.ENVIRONMENT
     yield "packages", packages.check_packages, packages.SET
     yield "bitsandbytes", packages.check_bitsandbytes, packages.LOADS
+    if asked.job is not None and asked.job.is_quantised and asked.job.quantised_by != "bitsandbytes":
+        yield "packages of quantised weights", packages.check_weights, packages.WEIGHTS
     if from_file:
         yield "keys of the config", job_settings.check_keys, job_settings.KEYS
     if of_job:

@@ -131,6 +131,11 @@ def check_precision(situation: Situation) -> Iterator[Finding]:
         return
     card = situation.card
     major, minor = card.arch
+    job = situation.asked.job
+    if job is not None and job.is_quantised and job.has_bf16 and card.arch < BF16_SINCE:
+        refusal = job.refusal_without_bf16(card.name)
+        yield PRECISION.warning(f"{refusal.message}: `memfit train` refuses, torch alone emulates it", refusal.hint)
+        return
     if "bf16" in said and card.arch < BF16_SINCE:
         yield PRECISION.warning(
             f"{said} on the {card.name} (compute capability {major}.{minor}): only by emulation, many times slower",

@@ -86,11 +86,13 @@ def installed(name: str) -> str | None:
 
 def check_bitsandbytes(situation: Situation) -> Iterator[Finding]:
     """In a process of its own: built for another CUDA it may take the process down, and peft imports it unasked."""
-    config = situation.asked.config
+    config, work = situation.asked.config, situation.asked.job
+    by_weights = work is not None and work.is_quantised and work.quantised_by == "bitsandbytes"
     needed = config is not None and config.optimizer.name in NEEDS_BITSANDBYTES
     if find_spec("bitsandbytes") is None:
-        if needed:
-            yield LOADS.failed("not installed, and the optimizer needs it", "pip install bitsandbytes")
+        if work is not None and (needed or by_weights):
+            who = work.few_bits if by_weights else "the optimizer"
+            yield LOADS.failed(f"not installed, and {who} needs it", "pip install 'memfit[quant]'")
             return
         raise CannotTell("not installed, and nothing here needs it")
     try:
@@ -109,3 +111,28 @@ def check_bitsandbytes(situation: Situation) -> Iterator[Finding]:
         f"{how}: {last}; peft imports it even where nothing uses it",
         "pip uninstall bitsandbytes, or the build for this CUDA: pip install -U bitsandbytes",
     )
+
+
+WEIGHTS = Line("settings", "quantised weights")
+PACKAGES_OF = {
+    "torchao": ("torchao",), "gptq": ("gptqmodel", "optimum"), "awq": ("gptqmodel",), "fp8": ("kernels",),
+    "mxfp4": ("kernels",), "compressed-tensors": ("compressed-tensors",),
+}  # fmt: skip
+"""Which transformers asks for when it loads such weights."""
+
+
+def check_weights(situation: Situation) -> Iterator[Finding]:
+    work = situation.asked.job
+    if work is None or not work.is_quantised or work.quantised_by == "bitsandbytes":
+        raise CannotTell("none, or of bitsandbytes")
+    method = work.quantised_by
+    unpacked = work.quant == "dequantize" and method in ("fp8", "mxfp4")  # by transformers itself
+    needed = () if unpacked else PACKAGES_OF[method]
+    missing = [name for name in needed if installed(name) is None]
+    if missing:
+        way = "; or --quant dequantize" if method in ("fp8", "mxfp4") else ""
+        yield WEIGHTS.failed(
+            f"{work.few_bits} needs {' and '.join(missing)}, not installed", f"pip install {' '.join(missing)}{way}"
+        )
+    else:
+        yield WEIGHTS.ok(f"{work.few_bits}: {', '.join(f'{name} {installed(name)}' for name in needed) or method}")

@@ -151,6 +151,10 @@ class CheckRequest:
     def trains(self) -> bool:
         return self.config is not None
 
+    @property
+    def job(self) -> Workload | None:
+        return self.workload or (None if self.config is None else self.config.workload)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Here:

@@ -12,7 +12,7 @@ from memfit.cli import output
 from memfit.cli.options import Json, add_kinds, read_workload
 from memfit.cli.typed import Group
 from memfit.errors import UsageError
-from memfit.jobs.workload import KINDS
+from memfit.jobs.workload import KINDS, QLORA
 
 FAILED = 1
 
@@ -20,6 +20,7 @@ WHAT = {
     "forward": "Check a forward pass without gradients, with the flags of `memfit plan forward`.",
     "train": "Check training of all weights, with the flags of `memfit plan train`.",
     "lora": "Check LoRA fine-tuning, with the flags of `memfit plan lora`.",
+    "qlora": "Check LoRA as the QLoRA paper does it, with the flags of `memfit plan qlora`.",
     "generate": "Check generation, with the flags of `memfit plan generate`.",
     "prune": "Check one-shot pruning, with the flags of `memfit plan prune`.",
 }
@@ -96,5 +97,5 @@ def _run(typed: Mapping[str, Any] | None, *, json: bool, **asked: Any) -> int:
     return FAILED if checked.failed else 0
 
 
-EXAMPLES = {kind: f"memfit check {kind} --model qwen2.5-7b --gpu 24GB" for kind in KINDS}
+EXAMPLES = {kind: f"memfit check {kind} --model qwen2.5-7b --gpu 24GB" for kind in (*KINDS, QLORA)}
 add_kinds(check, _run, EXTRA, what=WHAT, examples=EXAMPLES)

@@ -12,7 +12,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from types import NoneType
+from types import MappingProxyType, NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
@@ -23,7 +23,7 @@ from memfit.errors import UsageError
 from memfit.gpus import find_gpu
 from memfit.jobs.setting_help import HELP, settings_of
 from memfit.jobs.spellings import ALIASES, plain_value, setting_types, split_names, without_none
-from memfit.jobs.workload import KINDS, QLORA, Workload, flag
+from memfit.jobs.workload import AS_IN_QLORA, KINDS, QLORA, Workload, flag
 
 METAVARS = {int: "N", float: "X", str: "TEXT"}
 MOST_CHOICES = 12
@@ -38,7 +38,7 @@ def add_kinds(
     for kind in (kind for kind in (*KINDS, QLORA) if kind in what):
         more = {**extra, **((of_training or {}) if kind in ("train", "lora", QLORA) else {})}
         register = group.command(name=kind, cls=Command, help=what[kind], epilog=output.example(examples[kind]))
-        register(with_options_of("lora" if kind == QLORA else kind, partial(_ask, ask, kind, tuple(more)), more))
+        register(with_options_of(kind, partial(_ask, ask, kind, tuple(more)), more))
 
 
 def _ask(ask: Callable[..., int], kind: str, more: tuple[str, ...], **given: Any) -> int:
@@ -62,8 +62,8 @@ def read_settings(typed: Mapping[str, Any]) -> dict[str, Any]:
 def with_options_of(kind: str, run: Callable[..., int], extra: Mapping[str, tuple[Any, Any]]) -> Callable[..., int]:
     """`run(**typed)` as a command: typer reads the options from the signature it is given here. What was not typed is
     not passed, so that `Workload` knows what was asked for."""
-    names = settings_of(kind)
-    return _command(names, {**{name: _option(name) for name in names}, **extra}, run)
+    names, usual = settings_of("lora" if kind == QLORA else kind), AS_IN_QLORA if kind == QLORA else {}
+    return _command(names, {**{name: _option(name, usual) for name in names}, **extra}, run)
 
 
 def with_any_option(run: Callable[..., int], extra: Mapping[str, tuple[Any, Any]]) -> Callable[..., int]:
@@ -146,16 +146,20 @@ def _was_typed(context: typer.Context, name: str) -> bool:
     return source is not None and source.name == "COMMANDLINE"
 
 
-def _option(name: str) -> tuple[Any, Any]:
-    """A field as typer wants it: an annotation that holds the flag, and a default."""
-    kind, default = setting_types()[name], {f.name: f.default for f in dataclasses.fields(Workload)}[name]
+def _option(name: str, usual: Mapping[str, Any] = MappingProxyType({})) -> tuple[Any, Any]:
+    """A field as typer wants it: an annotation that holds the flag, and a default, its own or the `usual` one."""
+    kind, default = (
+        setting_types()[name],
+        ({f.name: f.default for f in dataclasses.fields(Workload)} | dict(usual))[name],
+    )
     names = [flag(each) for each in (name, *ALIASES.get(name, ()))]
     if kind is bool and default is not False:  # off has to be sayable too
         names = [f"{each}/--no-{each.removeprefix('--')}" for each in names]
     choices = get_args(kind) if get_origin(kind) is Literal else ()
     metavar = "NAME" if len(choices) > MOST_CHOICES else "|".join(choices) or METAVARS.get(kind, "NAMES")
     show = isinstance(default, (int, float, str)) and default is not False and default != ""
-    info = typer.Option(*names, help=HELP.get(name), metavar=None if kind is bool else metavar, show_default=show)
+    said = HELP.get(name, "").split(" Default:")[0] if name in usual else HELP.get(name)
+    info = typer.Option(*names, help=said, metavar=None if kind is bool else metavar, show_default=show)
     given: Any = bool if kind is bool else list[str] if get_origin(kind) is tuple else str
     if default is dataclasses.MISSING:
         return Annotated[given, info], inspect.Parameter.empty

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shlex
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -77,6 +79,8 @@ def script(
     def plan() -> int:
         return _try(command, changes, settings, json) if changes else _plan(command, settings, json, save_trace)
 
+    if not json and sys.stderr.isatty():  # a bar would be drawn over by what the script itself prints
+        output.note(f"planning {shlex.join(command)}: it runs here without a GPU, for {steps} steps or some more")
     if not output.is_of_this_process() or not hasattr(os, "fork"):
         return plan()
     code, text = watch(plan)

@@ -31,7 +31,10 @@ OPTIONS: dict[str, Told] = {
     ),
     "resume_from": ("--resume-from", "FOLDER|latest", "Continue from this checkpoint, step_N or checkpoint-N."),
     "sets": ("--set", "KEY=VALUE", "Replace a setting of the config; may be given several times."),
-    "dry_run": ("--dry-run", None, "Check the config, read the data, show the plan, and train nothing."),
+    "dry_run": (
+        "--dry-run", None, "Check the config, read the data, show the plan, and train nothing. The plan is for the GPU"
+        " that is here, or for another one: --set memory.gpu='RTX 4090'.",
+    ),
     "force": ("--force -f", None, "Train even if the plan says that it does not fit."),
     "json": ("--json", None, "The result as one document on stdout, everything else on stderr."),
 }  # fmt: skip

@@ -1,4 +1,7 @@
-"""Commands as typer runs them, but that text stays text, no option counts twice, and help has headings."""
+"""Commands as typer runs them, but that text stays text, no option counts twice, and help has headings.
+
+An interruption is told in a line.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
 
+from memfit.cli import output
 from memfit.errors import UsageError
 
 A_SENTENCE = 200
@@ -64,6 +68,14 @@ class Command(TyperCommand):
 
     def make_parser(self, ctx: Any) -> Any:
         return _once(super().make_parser(ctx))
+
+    def invoke(self, ctx: Any) -> Any:
+        """Of an interruption typer makes an exit code, without a word."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            output.complain("interrupted")
+            raise
 
 
 class Grouped(Command):

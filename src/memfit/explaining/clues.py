@@ -110,7 +110,10 @@ _PRUNING = {
 _KINDS = tuple(
     (name, re.compile("|".join(map(re.escape, words.split()))))
     for name, words in (
-        ("prune", "prune_method prune-method prune_wanda prune_sparsegpt sparsity_ratio prepare_calibration_input"),
+        (
+            "prune",
+            "prune_method prune-method prune.py prune_wanda prune_sparsegpt sparsity_ratio prepare_calibration_input",
+        ),
         ("lora", "LoraConfig peft/ peft\\ get_peft_model lora_r lora_alpha PeftModel QLoRA"),
         ("train", "training_step TrainingArguments .backward( optimizer.step( trainer.train( train_micro_batch"),
         ("generate", ".generate( generation/utils.py"),

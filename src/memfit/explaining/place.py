@@ -149,7 +149,7 @@ HINTS = (
     ),
     _sign(
         "weights",
-        paths="/torch/optim/ /core_model_loading.py /bitsandbytes/optim/ /distributed/fsdp/",
+        paths="/torch/optim/ /core_model_loading.py /bitsandbytes/optim/ /distributed/fsdp/ /nn/utils/prune.py",
         functions="from_pretrained _init_group convert load_state_dict __deepcopy__ get_delta_weight",
         code="zeros_like(p | exp_avg",
     ),

@@ -167,7 +167,7 @@ def why_none(gpu: Gpu | None) -> str:
     if gpu is None:
         return "no card is named"
     if name_in_catalogue(gpu.name) is None:
-        return f"a size has no speed: {gpu.name} is no card of `memfit gpus`"
+        return f"a size has no speed, and {gpu.name} is no card of `memfit gpus`, as 'RTX 4090' is"
     if gpu.bandwidth is None:
         return f"the speed of the {gpu.name} is not known"
     return "the operations of this job cannot be counted"

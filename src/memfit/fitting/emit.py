@@ -84,11 +84,9 @@ def python_of(work: Workload, headline: str) -> str:
         raise UsageError("--emit python writes no settings for torchao or for a checkpoint that is quantised already")
     if work.is_quantised and not _hub_id(work.model):
         raise UsageError(f"--emit python: {work.model} has no weights on the hub that could be quantised")
-    parts = [f'"""{_safe(headline)}."""\n', *_environment(work), *_imports(work), "", "", *_model(work), "", ""]
-    if work.kind == "prune":
-        return "\n".join([parts[0], *_environment(work), *_prune(work)]) + "\n"
-    body = _training(work) if work.trains else _generation(work) if work.kind == "generate" else _forward(work)
-    return "\n".join([*parts, *body]) + "\n"
+    write = {"train": _training, "lora": _training, "generate": _generation, "forward": _forward, "prune": _prune}
+    model = [] if work.kind == "prune" else [*_imports(work), "", "", *_model(work), "", ""]
+    return "\n".join([f'"""{_safe(headline)}."""\n', *_environment(work), *model, *write[work.kind](work)]) + "\n"
 
 
 def _safe(text: str) -> str:

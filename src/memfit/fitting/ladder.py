@@ -147,7 +147,7 @@ class Ladder(Shown):
         first = self.rungs[0].seconds if self.rungs else None
         return {
             "schema": SCHEMA,
-            "workload": self.workload.settings(),
+            "workload": self.workload.document(),
             "gpu": {"name": self.gpu.name, "capacity_bytes": self.gpu.capacity_bytes},
             "global_batch": global_batch_of(self.workload),
             "changes": [{"name": lever.name, "cost": lever.cost, "says": lever.says} for lever in self.changes],

@@ -63,8 +63,10 @@ OWN_ENGINE = "memfit prune only"
 
 
 def catalogue(work: Workload) -> Iterator[Lever]:
-    by_kind = {"train": _training, "lora": _training, "forward": _inference, "generate": _inference}
-    yield from by_kind.get(work.kind, _pruning)(work)
+    by_kind = {
+        "train": _training, "lora": _training, "forward": _inference, "generate": _inference, "prune": _pruning,
+    }  # fmt: skip
+    yield from by_kind[work.kind](work)
 
 
 def _training(work: Workload) -> Iterator[Lever]:

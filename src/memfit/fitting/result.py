@@ -193,7 +193,7 @@ class Fitted(Shown):
         return {
             "schema": SCHEMA,
             "answer": self.answer,
-            "workload": self.workload.settings(),
+            "workload": self.workload.document(),
             "model": {
                 "name": self.workload.model,
                 "parameters": self.before.parameters,
@@ -206,7 +206,7 @@ class Fitted(Shown):
             "before": self.before.to_json(),
             "changes": [change.to_json() for change in self.changes],
             "after": self.after.to_json(),
-            "fitted_workload": self.fitted.settings(),
+            "fitted_workload": self.fitted.document(),
             "without_last": self._proof(),
             "one_step_back": self._weaker(),
             "alternatives": [each.to_json() for each in self.alternatives],
@@ -227,7 +227,7 @@ class Fitted(Shown):
             return None
         return {
             "change": self.changes[-1].lever.name, "verdict": self.without_last.verdict,
-            "device_bytes": self.without_last.device_bytes, "workload": self.without_last.workload.settings(),
+            "device_bytes": self.without_last.device_bytes, "workload": self.without_last.workload.document(),
         }  # fmt: skip
 
     def _weaker(self) -> dict[str, Any] | None:
@@ -236,7 +236,7 @@ class Fitted(Shown):
         lever, forecast = self.one_step_back
         return {
             "change": lever.name, "verdict": forecast.verdict, "device_bytes": forecast.device_bytes,
-            "workload": forecast.workload.settings(),
+            "workload": forecast.workload.document(),
         }  # fmt: skip
 
     def _smaller_model(self) -> dict[str, Any] | None:

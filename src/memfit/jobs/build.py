@@ -27,7 +27,7 @@ from memfit.jobs.training.levers import check_offload
 from memfit.jobs.training.offload.switch import use_block_levers
 from memfit.jobs.training.parallel import is_made_without_memory
 from memfit.jobs.training.shapes import is_basics, model_config
-from memfit.jobs.workload import Workload, flag
+from memfit.jobs.workload import Workload
 from memfit.models.config_check import HEAD_NAMES, Head, as_language_model
 from memfit.models.images import picture
 from memfit.models.registry import (
@@ -169,16 +169,8 @@ def _prepared(workload: Workload, layers: int | None) -> Prepared:
 
 def _with_what_it_reads(workload: Workload, head: Head | None, model: nn.Module) -> tuple[Workload, tuple[str, ...]]:
     """The job with lengths and pictures that its model has a use for, and what is to be known of them."""
-    reads, name = "text" if head is None else head.reads, workload.model
-    lacking = {
-        "target_len": None if reads == "text to text" else f"{name} is no encoder-decoder",
-        "images": None if reads == "pictures and text" else f"{name} does not read pictures beside text",
-        "image_size": None if reads.startswith("pictures") else f"{name} reads no pictures",
-        "padding": None if reads == "text" or not workload.padding else f"rows of {name} are planned of one length",
-    }
-    for setting, why in lacking.items():
-        if why and getattr(workload, setting) not in (None, False):
-            raise UsageError(f"{flag(setting)} has no effect: {why}", hint=f"leave {flag(setting)} out")
+    reads = "text" if head is None else head.reads
+    workload.check_inputs()
     if reads == "text":
         return workload, ()
     if workload.kind == "generate" or (workload.trains and workload.loop != "plain" and reads == "pictures and text"):

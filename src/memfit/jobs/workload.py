@@ -213,6 +213,22 @@ class Workload:
             what = f"--quant {self.quant}" if self.stored is None else f"{self.model} ({self.stored.in_words()})"
             raise UsageError(f"{what} is not planned together with {setting}", hint=f"without {setting}")
 
+    def check_inputs(self) -> None:
+        """Lengths and pictures that the model has no use for, by its config.json alone."""
+        given = [name for name in ("target_len", "images", "image_size", "padding") if getattr(self, name)]
+        if self.kind == "prune" or not given:
+            return
+        head = self.other_head
+        reads, name = "text" if head is None else head.reads, self.model
+        lacking = {
+            "target_len": None if reads == "text to text" else f"{name} is no encoder-decoder",
+            "images": None if reads == "pictures and text" else f"{name} does not read pictures beside text",
+            "image_size": None if reads.startswith("pictures") else f"{name} reads no pictures",
+            "padding": None if reads == "text" else f"rows of {name} are planned of one length",
+        }
+        for setting in (each for each in given if lacking[each]):
+            raise UsageError(f"{flag(setting)} has no effect: {lacking[setting]}", hint=f"leave {flag(setting)} out")
+
     def check_compiled(self) -> None:
         """What torch.compile is planned together with."""
         if not self.is_compiled:
@@ -378,6 +394,18 @@ class Workload:
         return self.quant_compute or self.weight_precision
 
     @property
+    def has_bf16(self) -> bool:
+        computed = self.compute_precision if self.is_quantised else self.weight_precision
+        return "bf16" in (self.weight_precision, self.autocast_type, computed)
+
+    def refusal_without_bf16(self, card: str) -> UsageError:
+        """Of `memfit train`, where torch would emulate it inside bitsandbytes' layers."""
+        return UsageError(
+            f"{self.few_bits} in bf16: {card} has no bf16",
+            hint="precision: fp16 and quant.compute: fp16, with autocast: fp16",
+        )
+
+    @property
     def is_kbit_prepared(self) -> bool:
         asked = self.quant != "dequantize" if self.kbit_prepare is None else self.kbit_prepare
         return self.is_quantised and self.kind == "lora" and asked
@@ -396,6 +424,13 @@ class Workload:
         return f"quant {self.quant}" if stored is None else f"{self.model} ({stored.in_words()})"
 
     @property
+    def quantised_by(self) -> str:
+        """Whose quantised weights they are, where they are quantised."""
+        if self.stored is not None:
+            return self.stored.method
+        return "torchao" if self.quant.startswith("torchao-") else "bitsandbytes"
+
+    @property
     def eight_bit(self) -> bool:
         stored = self.stored
         return self.quant == "int8" or (stored is not None and (stored.method, stored.kind) == ("bitsandbytes", "int8"))
@@ -405,6 +440,11 @@ class Workload:
         """peft leaves the weights beside those of torchao and GPTQ as they are."""
         by_gptq = self.stored is not None and self.stored.method == "gptq"
         return not self.quant.startswith("torchao-") and not by_gptq
+
+    @property
+    def _checkpoints_when_prepared(self) -> bool:
+        """Checkpointing of a plain loop is switched on by the preparation, in torch's reentrant kind."""
+        return self.loop == "plain" and self.checkpoints_by_switch
 
     @property
     def gpu_budget_bytes(self) -> int | None:
@@ -421,6 +461,8 @@ class Workload:
         if values["kind"] == QLORA:
             given = [name for name in (values if asked is None else asked) if name != "kind"]
             said = {name: value for name, value in values.items() if name in given or name not in AS_IN_QLORA}
+            if said.get("quant") == "none":
+                raise UsageError("qlora with --quant none has no quantised weights", hint="kind lora is that")
             return cls.from_mapping({**AS_IN_QLORA, **said, "kind": "lora"}, asked=given)
         made = cls(**_as_fields(values))
         if made.quant != "none":
@@ -471,6 +513,8 @@ class Workload:
                 yield name, f"--quant {self.quant} has no 4-bit weights by bitsandbytes, --quant nf4 has"
         if self.kind == "lora" and not self.is_quantised:
             yield "kbit_prepare", "no weights are quantised, --quant nf4 does it"
+        elif self.kind == "lora" and not self.casts_when_prepared and not self._checkpoints_when_prepared:
+            yield "kbit_prepare", f"peft casts nothing beside {self.few_bits}, and switches no checkpointing on here"
         if self.kind == "lora" and self.quant == "int8":
             yield "adapter_dtype", "peft makes adapters of 8-bit layers in fp32"
 
@@ -507,7 +551,7 @@ class Workload:
 
     def _without_effect_on_pruning(self, usual: Mapping[str, Any]) -> Iterator[str]:
         """What a run obeys, while its memory stays the same."""
-        if self.method == "magnitude":
+        if not self.pruning.needs_data:
             for name in ("nsamples", "seq_len", "dataset"):
                 if getattr(self, name) != usual[name]:
                     yield f"{self._said(name)} has no effect: pruning by magnitude reads no text"
@@ -544,6 +588,11 @@ class Workload:
         if made.get("adapter_config") is not None:
             made["adapter_config"] = json.loads(made["adapter_config"])
         return made
+
+    def document(self) -> dict[str, Any]:
+        """The settings with what was left open as it is applied: to be read, and asked again."""
+        applied = {"quant_compute": self.compute_precision, "kbit_prepare": self.is_kbit_prepared}
+        return {name: applied.get(name, value) for name, value in self.settings().items()}
 
 
 _CHOICES: dict[str, Any] = {

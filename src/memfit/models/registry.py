@@ -293,6 +293,8 @@ def build_model(
     if head is not None and head.labels and source.kind != "preset":
         _set_labels(config, read_config(Path(source.target)), source.target)
     auto = chosen.auto if chosen else language_model(config)
+    if head is not None:
+        _refuse_other_family(head, config, source)
     attention = _attention_had(config, attention, source, auto)
     try:
         built = build_from_config(config, auto, dtype=dtype, attention=attention, init_weights=init_weights)
@@ -306,6 +308,18 @@ def build_model(
     if own and named and type(built).__name__ != named:
         raise InputError(f"{source.target}: memfit cannot plan a {show(named)} ('architectures')")
     return built
+
+
+def _refuse_other_family(head: Head, config: PretrainedConfig, source: ModelSource) -> None:
+    import transformers
+
+    had = [name for name, each in HEAD_NAMES.items() if type(config) in getattr(transformers, each.auto)._model_mapping]
+    said = next(name for name, each in HEAD_NAMES.items() if each.auto == head.auto)
+    if said not in had:
+        raise UsageError(
+            f"--head {said}: transformers has no such head for {source.name}, a {config.model_type!r} model",
+            hint=f"it has {', '.join(had)}" if had else "leave --head out",
+        )
 
 
 def build_from_config(

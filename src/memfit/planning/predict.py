@@ -26,7 +26,7 @@ from memfit.guides.formulas import pruning_formulas
 from memfit.jobs.workload import Workload
 from memfit.planning.traced import HOST, MANAGED, UNMODELLED, Provenance, Traced, trace_workload
 from memfit.platform import platform_of
-from memfit.render.shown import Renderer, Shown
+from memfit.render.shown import NO_BF16, NOT_MODELLED, Renderer, Shown
 from memfit.replay.alloc_config import AllocatorConfig
 from memfit.replay.replay import Replay, Replays
 from memfit.units import format_bytes, gib
@@ -37,8 +37,6 @@ OUTPUTS = {
     "kept": "the loop's variable keeps the model's outputs, logits too, until the next forward pass has ended",
     "dropped": "the model's outputs are dropped once there is a loss",
 }
-NOT_MODELLED = "not modelled:"
-"""How a note begins that a reader must see beside the verdict."""
 HOST_WORDS = {
     "weights": "frozen weights",
     "optimizer": "weights and gradients for the optimizer",
@@ -178,7 +176,9 @@ def predict(
     card = None if gpu is None else find_gpu(gpu)
     if work.alloc_conf:
         AllocatorConfig.parse(work.alloc_conf)  # what is wrong with it is told before torch is loaded
-    _refuse_unfit_card(work, card)
+    refuse_unfit_card(work, card)
+    if not work.padding:  # which is common, and would have to ask transformers
+        work.check_inputs()
     traced = trace_workload(_within(work, card), platform_of(card), cached=trace_cache, stacks=stacks)
     asked, work = work, traced.workload
     if work.max_gpu_memory != asked.max_gpu_memory:
@@ -188,7 +188,7 @@ def predict(
         AllocatorConfig.parse(work.alloc_conf),
         card,
         context_of(work, card),
-        workload=work.settings() | {"gpu": gpu if isinstance(gpu, str) else None},
+        workload=work.document() | {"gpu": gpu if isinstance(gpu, str) else None},
         model=traced.model,
         parameters=traced.parameters,
         trainable_parameters=traced.trainable_parameters,
@@ -204,9 +204,12 @@ LEAST_ARCH = {"fp8": (8, 9), "mxfp4": (7, 5), "torchao-int4": (8, 0), "int8": (7
 """The oldest cards whose kernels take such weights: transformers 5, torchao and bitsandbytes say so themselves."""
 
 
-def _refuse_unfit_card(work: Workload, card: Gpu | None) -> None:
+def refuse_unfit_card(work: Workload, card: Gpu | None) -> None:
+    """Weights for which the card has no kernels, or that `memfit train` refuses on it."""
     if card is None or not work.is_quantised or work.quant == "dequantize":
         return
+    if work.trains and work.loop == "memfit" and work.has_bf16 and card.arch < (8, 0):
+        raise work.refusal_without_bf16(card.name)
     what: str = work.quant
     if work.stored is not None and what == "none":
         what = work.stored.kind if work.stored.method == "bitsandbytes" else work.stored.method
@@ -367,8 +370,7 @@ def _of_quantised(work: Workload) -> Iterator[str]:
     if quant == "torchao-int4":
         yield "Int4WeightOnlyConfig packs tiles (tile_packed_to_4d), in groups of 128; other formats need mslk"
     if work.kind == "lora" and work.is_quantised and (quant != "dequantize" or work.is_kbit_prepared):
-        casts = work.casts_when_prepared
-        done = f"makes {'every 16-bit weight fp32' if casts else 'no weight fp32'} (--no-kbit-prepare)"
+        done = "makes every 16-bit weight fp32 (--no-kbit-prepare)" if work.casts_when_prepared else "casts no weight"
         yield f"prepare_model_for_kbit_training {done if work.is_kbit_prepared else 'is not called'}"
     if quant == "int8":
         yield "no column of the activations stands out (beyond 6): those that do take some more"
@@ -383,10 +385,8 @@ def _assumptions(work: Workload, gpu: Gpu | None, how: Provenance) -> tuple[str,
         notes.append("no --gpu given: kernels and context as on the H200")
     else:
         notes.extend(gpu.notes)
-        if gpu.arch < (8, 0) and "bf16" in (work.precision, work.autocast, work.precision.removeprefix("amp-")):
-            notes.insert(
-                0, f"{gpu.name} has no bf16: torch emulates it, slowly, and some libraries refuse; fp16 is its own"
-            )
+        if gpu.arch < (8, 0) and work.has_bf16:
+            notes.insert(0, f"{NO_BF16} {gpu.name}: torch emulates it, slowly, and some libraries refuse; fp16 works")
     if work.trains:
         rows = "rows of unequal length" if work.padding else "no padding"
         probe = "the probe and " if work.loop == "memfit" else ""

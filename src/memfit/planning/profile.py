@@ -60,7 +60,7 @@ def _on_card(traced: Traced, config: AllocatorConfig, card: Gpu) -> tuple[OnCard
         started=0.0,
         how=traced.how,
         notes=(),
-        workload=work.settings(),
+        workload=work.document(),
         model=traced.model,
         parameters=traced.parameters,
         trainable_parameters=traced.trainable_parameters,

@@ -32,7 +32,8 @@ from memfit.models.presets import BASICS, is_gsa
 from memfit.planning.budget import budget_of, table
 from memfit.planning.cache import shape_folder
 from memfit.planning.card_here import card_for, fit_command
-from memfit.planning.predict import Plan, predict
+from memfit.planning.predict import Plan, predict, refuse_unfit_card
+from memfit.render.shown import stands_in_front
 from memfit.units import gib, in_mib
 
 MICRO_STEPS = 3
@@ -205,7 +206,8 @@ class TrainPlan:
 
     def _heading(self) -> Iterator[str]:
         if self.gpu is not None:
-            yield from (f"note: {note}" for note in self.gpu.notes)
+            in_front = [note for note in self.plan.notes if stands_in_front(note)] if self.plan else []
+            yield from (f"note: {note}" for note in (*in_front, *self.gpu.notes))
             yield f"plan: predicted for {_named(self.gpu)}"
         else:
             yield "plan: predicted with the H200's kernels; no GPU is used and memory.gpu names none, so no verdict"
@@ -258,6 +260,7 @@ def decides(job: TrainJob) -> bool:
 def plan_training(job: TrainJob) -> TrainPlan:
     """For `memory.gpu`, or the GPU that is there, or none. A job that cannot be predicted is no reason not to train."""
     memory, card = job.config.memory, _card(job)
+    refuse_unfit_card(job.config.workload, card)
     try:
         chosen, rungs, said = largest_that_fits(job, card) if memory.auto else (job, (), ())
         work = workload_of(chosen)

@@ -36,6 +36,7 @@ from memfit.render.pieces import (
     time_basis,
     time_words,
 )
+from memfit.render.shown import stands_in_front
 from memfit.units import format_bytes, gib
 
 Plan = Mapping[str, Any]
@@ -53,7 +54,7 @@ def _parts(plan: Plan, console: Console) -> Iterator[RenderableType]:
     yield say_verdict(plan)
     yield Padding(say_why(plan), (0, 0, 0, 2))
     for note in plan["notes"]:
-        if note.startswith("not modelled:"):
+        if stands_in_front(note):
             yield Padding(Text(note, style="yellow"), (0, 0, 0, 2))
     if plan.get("duration"):
         yield Padding(Text(f"time: {time_words(plan['duration'])} (estimated)"), (0, 0, 0, 2))

@@ -10,6 +10,12 @@ if TYPE_CHECKING:
 
 Renderer: TypeAlias = "Callable[[Mapping[str, Any], Console], None]"
 """Writes a document for a person."""
+NOT_MODELLED, NO_BF16 = "not modelled:", "no bf16 on"
+
+
+def stands_in_front(note: str) -> bool:
+    """What a reader must see beside the verdict."""
+    return note.startswith((NOT_MODELLED, NO_BF16))
 
 
 class Shown:

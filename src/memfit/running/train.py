@@ -167,7 +167,7 @@ def _with_duration(made: Trained, told: Listener) -> Trained:
 
     with told.working("counting operations"):
         made = replace(made, duration=estimate_training(made.job, plan.gpu))
-    _say(told, made.time_lines() or [f"time: n/a, for {why_none(plan.gpu)}"])
+    _say(told, made.time_lines() or [f"no time is told: {why_none(plan.gpu)}"])
     return made
 
 

@@ -74,7 +74,9 @@ def _shipped_configs(find: Callable[..., Any], tracer: Any, folder: Path, missed
         except OSError as error:
             missing = error
         preset = find_preset(name) if filenames == [CONFIG] and not os.path.isdir(name) else None
-        if preset is not None and preset.storage is None:
+        if preset is not None and preset.storage is not None:
+            raise _quantised_already(name)
+        if preset is not None:
             tracer.assume(f"{name}: its config as memfit ships it ({preset.name})")
             path = folder / preset.name / CONFIG
             path.parent.mkdir(exist_ok=True)
@@ -148,6 +150,9 @@ def _type_or_fp32(find: Callable[..., Any]) -> Callable[..., Any]:
 def _weights_made_up(load: Callable[..., Any], tracer: Any) -> Callable[..., Any]:
     def load_weights(model: Any, state_dict: Any, files: Any, *args: Any, **kwargs: Any) -> Any:
         if state_dict is None and files is None:
+            how = args[0] if args else kwargs.get("load_config")
+            if getattr(getattr(how, "hf_quantizer", None), "pre_quantized", False):
+                raise _quantised_already(str(model.config.name_or_path or "the model"))
             tracer.assume(NO_WEIGHTS)
             tied = getattr(model, "all_tied_weights_keys", None) or {}
             turned = {f"{name}.weight" for name, module in model.named_modules() if _stands_for_conv1d(module)}
@@ -158,6 +163,15 @@ def _weights_made_up(load: Callable[..., Any], tracer: Any) -> Callable[..., Any
         return load(model, state_dict, files, *args, **kwargs)
 
     return load_weights
+
+
+def _quantised_already(name: str) -> TraceError:
+    """Which tensors such a file has, only the file says."""
+    return TraceError(
+        f"{name} is a checkpoint that is quantised already, and its weights are not on this machine",
+        hint=f"`hf download {name}` first; or the model that it was made of, with a quantization_config;\n"
+        f"`memfit plan lora --model {name}` (forward, generate) plans the checkpoint by itself",
+    )
 
 
 def _stands_for_conv1d(module: Any) -> bool:

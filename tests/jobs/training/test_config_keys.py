@@ -290,3 +290,19 @@ def test_gsa_s_settings_are_those_of_its_config() -> None:
 
     of_any = {each.name for each in dataclasses.fields(PreTrainedConfig)}
     assert sorted(GSA_SETTINGS) == sorted({each.name for each in dataclasses.fields(GsaConfig)} - of_any)
+
+
+def test_constants_of_a_config_py_are_keys_and_sections() -> None:
+    made = config_from({
+        "MODEL_NAME": "gpt2", "MAX_SEQ_LENGTH": 512, "LORA_CONFIG": {"r": 128, "lora_alpha": 256},
+        "TRAINING_CONFIG": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 16},
+    })  # fmt: skip
+    assert (made.model.name, made.data.max_seq_len, made.method.rank, made.method.alpha) == ("gpt2", 512, 128, 256)
+    assert (made.batch.micro_batch_size, made.batch.gradient_accumulation_steps) == (2, 16)
+
+
+def test_a_section_that_is_misspelt_is_told_by_its_own_name() -> None:
+    with pytest.raises(UsageError) as raised:
+        config_from({"model": "gpt2", "lora_confg": {"r": 8}, "trainig_config": {"lr": 1e-4}})
+    assert "lora_confg: did you mean 'lora_config' (which is method)" in str(raised.value.hint)
+    assert "trainig_config: did you mean 'training_config'" in str(raised.value.hint)

@@ -22,7 +22,7 @@ from memfit.jobs.training.config_file import config_from, dump, parse_yaml
 from memfit.jobs.training.job import prepare_job
 from memfit.jobs.training.run import train
 from memfit.jobs.workload import Workload
-from memfit.planning.training import workload_of
+from memfit.planning.training import plan_training, workload_of
 
 QLORA: dict[str, Any] = {
     "model": "gpt2", "lora_r": 8, "load_in_4bit": True, "bnb_4bit_quant_type": "nf4",
@@ -175,6 +175,22 @@ def test_a_card_without_bf16_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert error.message == "quant nf4 in bf16: Tesla T4 has no bf16"
     half = read(bf16=None, fp16=True, bnb_4bit_compute_dtype="float16")
     assert half.workload.weight_precision == "fp16" and list(levers.missing_gpu(half, world_size=1)) == []
+
+
+def test_a_plan_for_a_card_without_bf16_is_the_same_refusal(tmp_path: Path) -> None:
+    job = prepare_job(config_from(tiny(tmp_path, memory={"gpu": "T4"})), to_run=False)
+    with pytest.raises(UsageError, match="quant nf4 in bf16: T4 has no bf16"):
+        plan_training(job)
+
+
+def test_16_bit_weights_on_a_card_without_bf16_are_told_in_the_first_lines(tmp_path: Path) -> None:
+    job = prepare_job(config_from(tiny(tmp_path, quant="none", memory={"gpu": "T4"})), to_run=False)
+    assert plan_training(job).in_lines()[0].startswith("note: no bf16 on T4: torch emulates it")
+
+
+def test_bf16_over_a_checkpoint_that_is_quantised_is_autocast_over_16_bits(tmp_path: Path) -> None:
+    work = config_from({"model": "unsloth/Llama-3.2-1B-bnb-4bit", "lora_r": 8, "bf16": True}).workload
+    assert work.stored is not None and (work.weight_precision, work.autocast_type) == ("bf16", "bf16")
 
 
 def test_a_dry_run_plans_the_quantised_job_without_the_package(tmp_path: Path) -> None:

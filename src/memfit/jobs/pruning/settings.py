@@ -138,7 +138,7 @@ class PruneSettings:
             raise UsageError(f"--use-variant is not defined for --sparsity-type {self.sparsity.kind}")
         if self.use_variant and self.allocation != "uniform":
             raise UsageError("--use-variant sets the share of each row itself, beside --allocation uniform only")
-        if self.allocation == "owl" and self.method == "magnitude":
+        if self.allocation == "owl" and not self._looks_at_inputs:
             raise UsageError(
                 "--allocation owl needs calibration data, which magnitude pruning does not read",
                 hint="--prune-method wanda reads it",
@@ -149,7 +149,11 @@ class PruneSettings:
     @property
     def needs_data(self) -> bool:
         """Whether the calibration windows are read at all."""
-        return self.method != "magnitude" or self.reconstruct
+        return self._looks_at_inputs or self.reconstruct
+
+    @property
+    def _looks_at_inputs(self) -> bool:
+        return self.method != "magnitude"
 
     def to_json(self) -> dict[str, Any]:
         """Every setting as it was resolved, for result.json and the journal."""

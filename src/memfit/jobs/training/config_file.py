@@ -42,6 +42,7 @@ from memfit.jobs.training.config_names import (
     converted,
     type_of,
 )
+from memfit.jobs.workload import Workload
 
 if TYPE_CHECKING:
     import yaml
@@ -113,8 +114,9 @@ def config_from(
     remarks: list[str] = []
     given, replaced = canonical(document, remarks), canonical(over or {}, remarks)
     quant = _quant({**given, **replaced}, remarks)
-    replaced = _with_precision(replaced, remarks, quantised=quant is not None)
-    of_file = _with_precision(given, [] if "precision" in replaced else remarks, quantised=quant is not None)
+    quantised = quant is not None or _is_stored_quantised({**given, **replaced})
+    replaced = _with_precision(replaced, remarks, quantised=quantised)
+    of_file = _with_precision(given, [] if "precision" in replaced else remarks, quantised=quantised)
     given = {"name": Given(name, "name"), **of_file, **replaced}
     for path in (IN_4_BITS, IN_8_BITS, FOUR_BIT_TYPE):
         given.pop(path, None)
@@ -175,7 +177,7 @@ def _all_in_one(wrong: Mapping[str, UsageError]) -> UsageError:
 
 def _walk(document: Mapping[str, Any], inside: str = "") -> Found:
     for raw, value in document.items():
-        key = str(raw)
+        key = _in_small_letters(raw)
         section = SECTION_ALIASES.get(key, key)
         if key in LOOSE and isinstance(value, Mapping):
             yield from _walk(value, f"{inside}{key}.")
@@ -190,11 +192,16 @@ def _walk(document: Mapping[str, Any], inside: str = "") -> Found:
             yield _alone(key, inside), value, f"{inside}{key}"
 
 
+def _in_small_letters(key: object) -> str:
+    """Constants of a config.py are keys too: MAX_SEQ_LENGTH, LORA_CONFIG."""
+    return str(key).lower() if str(key).isupper() else str(key)
+
+
 def _walk_section(section: str, values: Mapping[str, Any], said: str) -> Found:
     if said in LORA_SECTIONS:
         yield "method.kind", "lora", said
     for raw, value in values.items():
-        key = str(raw)
+        key = _in_small_letters(raw)
         if section == "model" and key == "settings":
             if value is not None and not isinstance(value, Mapping):
                 raise UsageError(f"{said}.settings {value!r} is not a mapping of names to values")
@@ -247,6 +254,8 @@ def _every_name() -> Iterator[tuple[str, str]]:
     yield from ((leaf, f"{section}.{leaf}") for section in SECTIONS for leaf in FIELDS[section])
     yield from ((name, f"model.{name}") for name in MODEL_SETTINGS)
     yield from ALIASES.items()
+    yield from SECTION_ALIASES.items()
+    yield from ((name, name) for name in LOOSE)
     yield from ((name, name) for name in (*FIELDS[""], *SEVERAL, *SECTIONS))
 
 
@@ -289,6 +298,11 @@ def _quant(given: Mapping[str, Given], remarks: list[str]) -> Given | None:
     if said.value not in (None, meant):
         raise UsageError(f"{said.key} {said.value} and {asked[0].key} do not agree", hint="keep one of them")
     return Given(meant, asked[0].key)
+
+
+def _is_stored_quantised(given: Mapping[str, Given]) -> bool:
+    name = given.get("model.name", Given(None, "")).value
+    return isinstance(name, str) and bool(name) and Workload(kind="lora", model=name).stored is not None
 
 
 def _with_precision(given: dict[str, Given], remarks: list[str], *, quantised: bool) -> dict[str, Given]:

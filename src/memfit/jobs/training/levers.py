@@ -145,12 +145,8 @@ def _card_lacks(config: TrainConfig) -> Iterator[UsageError]:
     import torch
 
     work = config.workload
-    halves = (work.weight_precision, work.compute_precision, work.autocast_type)
-    if work.is_quantised and "bf16" in halves and not torch.cuda.is_bf16_supported(including_emulation=False):
-        yield UsageError(
-            f"{work.few_bits} in bf16: {torch.cuda.get_device_name()} has no bf16",
-            hint="precision: fp16 and quant.compute: fp16, with autocast: fp16",
-        )
+    if work.is_quantised and work.has_bf16 and not torch.cuda.is_bf16_supported(including_emulation=False):
+        yield work.refusal_without_bf16(torch.cuda.get_device_name())
 
 
 def _only_on_gpus(config: TrainConfig, world_size: int) -> Iterator[UsageError]:
