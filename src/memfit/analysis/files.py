@@ -81,8 +81,11 @@ def looks_like_a_log(start: bytes) -> bool:
     return bool({b"Checkpoint", b"Part"} & names) and any(name.endswith(b"_GB") for name in names)
 
 
-def read_memory_log(path: str | Path) -> MemoryLogFile:
+def read_memory_log(path: str | Path, *, whole_lines: bool = False) -> MemoryLogFile:
+    """`whole_lines`: a last line without an end is left out, for it is being written."""
     text = _text(path)
+    if whole_lines:
+        text = text[: text.rfind("\n") + 1]
     try:
         rows = list(_rows(path, text))
     except csv.Error as error:

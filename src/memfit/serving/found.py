@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from memfit.analysis.files import ENDINGS, LOG, RESULT, may_be_recording
+from memfit.analysis.files import ENDINGS, may_be_recording
+from memfit.analysis.run_folder import RUN_FILES
 from memfit.serving.security import OutsidePath, inside
 
 MAX_DEPTH = 6
 MAX_ENTRIES = 20_000
 """A home folder has millions of files: those that come first are looked at, and that there are more is said."""
-RUN_FILES = (LOG, RESULT, "train.log")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +34,9 @@ class ServedFiles:
     """Not everything was looked at."""
 
 
-def look_below(folder: Path) -> ServedFiles:
+def look_below(folder: Path, depth: int = MAX_DEPTH) -> ServedFiles:
     root, found, seen = folder.resolve(), ServedFiles([], {}), 0
-    for entry in _entries(root, MAX_DEPTH):
+    for entry in _entries(root, depth):
         seen += 1
         if seen > MAX_ENTRIES:
             found.more = True

@@ -22,8 +22,8 @@ from memfit.analysis.page import page_data
 from memfit.files import written_whole
 
 MODULES = (
-    "words.js", "dom.js", "data.js", "chart.js", "theme.js", "timeline_drawing.js", "timeline.js", "flame.js",
-    "table.js", "sections.js", "report_view.js",
+    "words.js", "dom.js", "data.js", "chart.js", "curves.js", "theme.js", "timeline_drawing.js", "timeline.js",
+    "flame.js", "table.js", "sections.js", "report_view.js",
 )  # fmt: skip
 """What this page and the served one are made of, each after those that it imports."""
 SCRIPTS = (*MODULES, "main.js")

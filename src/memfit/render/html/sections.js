@@ -1,7 +1,8 @@
 // The parts of the page that do not move: first what changes the meaning of the numbers, then the peak, then the rest.
 
 import { duration, number, percent, shortOp, size, sizeParts, sizesIn, sizeTicks } from "./words.js";
-import { card, category, cssKey, dataTable, make, stackList, svg, swatch } from "./dom.js";
+import { curves } from "./curves.js";
+import { card, category, cssKey, dataTable, make, stackList, swatch } from "./dom.js";
 
 export function messages(report) {
   if (!report.messages.length) return null;
@@ -145,45 +146,18 @@ export function checkpoints(log) {
   const highest = [...log.parts].sort((a, b) => (b.peak_bytes || 0) - (a.peak_bytes || 0)).slice(0, 10);
   return make("section", { class: "card", id: "log" }, make("h2", { text: "Checkpoints" }), make("p", { class: "sub", text: "what the run's memory log says; its figures have three decimals of GiB" }),
     logChart(log.checkpoints), dataTable(columns, log.checkpoints.slice(0, 200).map(row)),
-    highest.length ? make("div", {}, make("h2", { text: "Parts with the highest peaks" }), dataTable(columns, highest.map(row))) : null);
+    highest.length ? make("div", {}, make("h3", { class: "inner", text: "Parts with the highest peaks" }), dataTable(columns, highest.map(row))) : null);
 }
 
-export function logChart(points) {
+function logChart(points) {
   const known = points.filter((each) => each.allocated_bytes !== null);
-  if (known.length < 2) return null;
-  const wide = 1200, high = 260, left = 74, bottom = 30, top = 12;
-  const most = Math.max(...known.map((each) => Math.max(each.peak_bytes || 0, each.reserved_bytes || 0, each.allocated_bytes))) * 1.08 || 1;
-  const timed = known.every((each) => each.seconds !== null) && known[known.length - 1].seconds > known[0].seconds;
-  const span = timed ? known[known.length - 1].seconds - known[0].seconds : known.length - 1;
-  const x = (each, i) => left + ((timed ? each.seconds - known[0].seconds : i) / span) * (wide - left - 20);
-  const y = (bytes) => high - bottom - (bytes / most) * (high - bottom - top);
-  const line = (name, color, dash) => {
-    const path = known.map((each, i) => (each[name] === null ? "" : `${i ? "L" : "M"}${x(each, i).toFixed(1)},${y(each[name]).toFixed(1)}`)).join("");
-    return svg("path", { d: path.replace(/^L/, "M"), fill: "none", stroke: `var(${color})`, "stroke-width": 2, "stroke-dasharray": dash });
-  };
-  const grid = sizeTicks(0, most, 4).map(([value, label]) => {
-    const text = svg("text", { x: left - 10, y: y(value) + 4, "text-anchor": "end" });
-    text.textContent = label;
-    return [svg("line", { x1: left, x2: wide - 20, y1: y(value), y2: y(value), stroke: "var(--line)" }), text];
+  const timed = known.every((each) => each.seconds !== null) && known.length > 1 && known[known.length - 1].seconds > known[0].seconds;
+  const line = (name, color, key, dash, dots) => ({
+    name, color, dash, dots,
+    points: known.flatMap((each, i) => (each[key] === null ? [] : [[timed ? each.seconds - known[0].seconds : i, each[key], each.name]])),
   });
-  const dots = known.map((each, i) => {
-    const dot = svg("circle", { cx: x(each, i), cy: y(each.allocated_bytes), r: 4, fill: "var(--s0)" });
-    const title = svg("title");
-    title.textContent = `${each.name}: ${size(each.allocated_bytes)}`;
-    dot.append(title);
-    return dot;
-  });
-  let free = 0;
-  const names = known.flatMap((each, i) => {
-    const at = x(each, i);
-    if (at < free) return [];
-    free = at + 9 * Math.min(each.name.length, 18) + 14;
-    const text = svg("text", { x: Math.min(at, wide - 20), y: high - 10, "text-anchor": i ? (at > wide - 120 ? "end" : "middle") : "start" });
-    text.textContent = each.name.length > 18 ? `${each.name.slice(0, 17)}…` : each.name;
-    return [text];
-  });
-  const key = make("div", { class: "key" }, [["--s0", "allocated"], ["--s1", "reserved"], ["--s4", "peak so far"]].map(([color, text]) => make("span", {}, swatch(`var(${color})`), text)));
-  return make("figure", {}, svg("svg", { class: "log", viewBox: `0 0 ${wide} ${high}`, role: "img" }, ...grid, line("reserved_bytes", "--s1", "6 4"), line("peak_bytes", "--s4", "2 4"), line("allocated_bytes", "--s0", ""), ...dots, ...names), key);
+  const lines = [line("reserved", "--s1", "reserved_bytes", "6 4"), line("peak so far", "--s4", "peak_bytes", "2 4"), line("allocated", "--s0", "allocated_bytes", "", true)];
+  return curves(lines, { ticks: sizeTicks, words: size, names: true });
 }
 
 export function recordings(report) {
