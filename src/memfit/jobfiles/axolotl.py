@@ -1,0 +1,277 @@
+"""Axolotl's YAML: its keys, its own defaults, and what it makes of them.
+
+Facts of its sources: a model is loaded in the type of bf16 or fp16, adapters become fp32 by peft; with adapters, norms
+and embeddings are put back into that type after kbit preparation; packed samples lie in one row of micro_batch_size x
+sequence_len tokens where the attention takes rows of many samples; rows are padded to a multiple of 64.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from memfit.jobfiles.huggingface import (
+    ENGINE,
+    TRAINER_IDLE,
+    TRAINER_REFUSED,
+    fsdp_settings,
+    note_reentrant,
+    optimizer_setting,
+    written_optimizer,
+    written_rows,
+)
+from memfit.jobfiles.keys import NOT_MODELLED, Edits, Format, Key, Refused, Values
+
+FLAGS_OF_ATTENTION = {
+    "xformers_attention": "xformers", "sage_attention": "sage", "flex_attention": "flex_attention",
+    "flash_attention": "flash_attention_2", "sdp_attention": "sdpa", "eager_attention": "eager",
+}  # fmt: skip
+"""Older names of attn_implementation, the first that is on."""
+FUSED = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
+FOR_MANY_SAMPLES = ("flash_attention_2", "flash_attention_3")
+PLANNED = {"sdpa": "sdpa", "eager": "eager", "flash_attention_2": "sdpa", "flash_attention_3": "sdpa"}
+
+KEYS = {
+    "base_model": Key(None, "text"),
+    "adapter": Key(None, "text"),
+    "load_in_8bit": Key(False, "yes"),
+    "load_in_4bit": Key(False, "yes"),
+    "lora_r": Key(None, "whole"),
+    "lora_dropout": Key(0.0, "number"),
+    "lora_target_modules": Key((), "names"),
+    "lora_target_linear": Key(False, "yes"),
+    "peft_use_dora": Key(False, "yes"),
+    "peft_autocast_adapter_dtype": Key(True, "yes"),
+    "sequence_len": Key(512, "whole"),
+    "sample_packing": Key(False, "yes"),
+    "multipack_real_batches": Key(None, "yes"),
+    "pad_to_sequence_len": Key(None, "yes"),
+    "pad_to_multiple_of": Key(64, "whole"),
+    "micro_batch_size": Key(1, "whole"),
+    "gradient_accumulation_steps": Key(None, "whole"),
+    "batch_size": Key(None, "whole"),
+    "eval_batch_size": Key(None, "whole"),
+    "optimizer": Key("adamw_torch_fused", "text"),
+    "max_grad_norm": Key(1.0, "number"),
+    "bf16": Key("auto"),
+    "fp16": Key(False, "yes"),
+    "bfloat16": Key(False, "yes"),
+    "float16": Key(False, "yes"),
+    "gradient_checkpointing": Key(False),
+    "gradient_checkpointing_kwargs": Key(None),
+    "attn_implementation": Key(None, "text"),
+    **{name: Key(False, "yes") for name in (*FLAGS_OF_ATTENTION, *FUSED)},
+    "fsdp": Key(None),
+    "fsdp_config": Key(None),
+    "fsdp_version": Key(None, "whole"),
+}
+IDLE = (
+    "strict base_model_config base_model_ignore_patterns model_type tokenizer_* processor_* trust_remote_code datasets "
+    "test_datasets dataset_* shuffle_* val_set_size pretraining_dataset skip_prepare_dataset push_dataset_to_hub "
+    "num_dataset_shards_to_save output_dir lora_alpha lora_fan_in_fan_out lora_model_dir peft_use_rslora "
+    "peft_init_lora_weights loraplus_* train_on_inputs num_epochs lr_scheduler* cosine_* lr_* learning_rate "
+    "embedding_lr* optim_args adam_beta3 adam_epsilon2 wandb_* mlflow_* comet_* use_wandb use_comet use_mlflow "
+    "use_tensorboard float32 chat_template* special_tokens default_system_message eot_tokens saves_per_epoch "
+    "evals_per_epoch early_stopping_patience loss_watchdog_* excess_length_strategy min_sample_len sample_packing_* "
+    "eval_* is_*_derived_model hf_use_auth_token auto_resume_from_checkpoints gc_steps gc_collect_steps "
+    "jagged_* streaming* pretrain_multipack_* pretraining_sample_concatenation curriculum_sampling device local_rank "
+    "world_size ddp merge_* do_*_eval bench_* mean_resizing_embeddings fix_untrained_tokens profiler_* include_tkps "
+    "experimental_skip_move_to_device low_cpu_mem_usage axolotl_config_path total_* embeddings_skip_upcast "
+    "qlora_sharded_model_loading tf32 warmup_* gpu_memory_limit max_memory device_map rl_beta version"
+)
+FUSED_WORDS = "fused LoRA kernels keep other tensors than peft's layers"
+REFUSED = {
+    **{name: each for name, each in TRAINER_REFUSED.items() if name not in ("use_liger_kernel",)},
+    "deepspeed": Refused(ENGINE, (None, "", False), instead=("parallel",)),
+    "rl": Refused("it trains with more than one pass or model; supervised training is planned", (None, "")),
+    "reward_model": Refused("reward models are not planned"),
+    "process_reward_model": Refused("reward models are not planned"),
+    "plugins": Refused("plugins replace kernels and losses of the model", (None, [], "")),
+    "unfrozen_parameters": Refused("training chosen weights only is not modelled", (None, [])),
+    "lora_modules_to_save": Refused("modules that are trained whole beside the adapters are not modelled", (None, [])),
+    "lora_target_parameters": Refused("adapters on bare parameters are not modelled", (None, [], "")),
+    "lora_rank_pattern": Refused("ranks that differ by module are not modelled", (None, {})),
+    "peft_layers_to_transform": Refused("adapters in chosen blocks are not modelled", (None, [])),
+    "peft_layer_replication": Refused("repeated blocks are not modelled", (None, [])),
+    "peft": Refused("LoftQ is not modelled", (None, {})),
+    "peft_trainable_token_indices": Refused("trained tokens are not modelled", (None, [])),
+    "bnb_config_kwargs": Refused("other settings of bitsandbytes are not read", (None, {})),
+    "gptq": Refused("name the quantised checkpoint as --model with `memfit plan lora`"),
+    "relora": Refused("ReLoRA is not modelled"),
+    "lora_on_cpu": Refused("adapters on the host are not modelled"),
+    "batch_flattening": Refused("rows without padding have attention kernels of their own"),
+    "flash_attn_cross_entropy": Refused("its fused loss is not modelled"),
+    "flash_attn_rms_norm": Refused("its fused norm is not modelled"),
+    "flash_attn_fuse_mlp": Refused("its fused layers are not modelled"),
+    "flash_attn_fuse_qkv": Refused("its fused layers are not modelled"),
+    "chunked_cross_entropy": Refused("its chunked loss is not memfit's"),
+    "cut_cross_entropy": Refused("its fused loss is not modelled"),
+    "tiled_mlp": Refused("MLPs in tiles are not modelled"),
+    "use_eaft": Refused("its loss is not the plain one"),
+    "use_kernels": Refused("kernels of the hub are not modelled"),
+    "activation_offloading": Refused("activations on the host are not modelled as Axolotl puts them there"),
+    "layer_offloading": Refused("blocks on the host are not modelled as Axolotl puts them there"),
+    "selective_checkpointing": Refused("what its selective checkpointing keeps is not modelled"),
+    "fp8": Refused("training in 8-bit floats is not modelled"),
+    "qat": Refused("quantisation-aware training is not modelled", (None,)),
+    "fp32_norms": Refused("norms in fp32 beside 16-bit weights are not modelled"),
+    "quantize_moe_experts": Refused("experts that are quantised by Axolotl are not modelled"),
+    "sequence_parallel_degree": Refused("rows shared out over GPUs are not modelled", (None, 0, 1)),
+    "context_parallel_size": Refused("rows shared out over GPUs are not modelled", (None, 0, 1)),
+    "tensor_parallel_size": Refused("tensor parallelism is not modelled", (None, 0, 1)),
+    "dp_replicate_size": Refused("two ways of sharding at once are not modelled", (None, 0, 1)),
+    "tokens": Refused("more tokens are not the model's own shape", (None, [])),
+    "resize_token_embeddings_to_32x": Refused("a larger vocabulary is not the model's own shape"),
+    "shrink_embeddings": Refused("a smaller vocabulary is not the model's own shape"),
+    "overrides_of_model_config": Refused("another shape than the model's own is not looked at", (None, {})),
+    "overrides_of_model_kwargs": Refused("another shape than the model's own is not looked at", (None, {})),
+    "use_pose": Refused("PoSE is not modelled"),
+}
+
+
+def _settle(values: Values) -> dict[str, Any]:
+    attention, half = _attention(values), _half(values)
+    made: dict[str, Any] = {
+        "loop": "trainer", "clip_grad": values["max_grad_norm"] > 0, **_checkpointing(values),
+        **optimizer_setting(values, "optimizer"), **fsdp_settings(values, values["fsdp_version"]), **_method(values, half, attention),
+        **_rows(values, attention), "attention": PLANNED.get(attention or "sdpa", "sdpa"),
+    }  # fmt: skip
+    if values["base_model"]:
+        made["model"] = values["base_model"]
+    return made
+
+
+def _attention(values: Values) -> str | None:
+    said = values["attn_implementation"]
+    found = said or next((name for key, name in FLAGS_OF_ATTENTION.items() if values[key]), None)
+    key = "attn_implementation" if said else next((k for k, name in FLAGS_OF_ATTENTION.items() if name == found), "")
+    if found is not None and found not in PLANNED:
+        values.refuse(key, Refused(f"attention by {found} is not modelled", instead=("attention",)))
+    if found in FOR_MANY_SAMPLES:
+        values.notes.append(f"{found} is planned as torch's own flash kernel")
+    return found
+
+
+def _half(values: Values) -> tuple[str | None, str | None]:
+    """(the type of the weights, that of the autocast region); None is fp32, and no region."""
+    bf16, fp16 = values["bf16"], values["fp16"]
+    if bf16 not in (True, False, "auto", "full"):
+        values.refuse("bf16", "it is yes, no or auto")
+    region = "fp16" if fp16 and bf16 is not True else "bf16" if bf16 else None
+    if bf16 == "auto" and not fp16:
+        values.notes.append("bf16 auto: taken as yes, as on every card since Ampere")
+    loaded = "bf16" if region == "bf16" or values["bfloat16"] else None
+    return loaded or ("fp16" if region == "fp16" or values["float16"] or values["load_in_8bit"] else None), region
+
+
+def _method(values: Values, half: tuple[str | None, str | None], attention: str | None) -> dict[str, Any]:
+    loaded, region = half
+    types = {"precision": loaded or "fp32", **({"autocast": region} if region else {})}
+    adapter = values["adapter"]
+    if adapter is None:
+        if loaded is not None and attention not in FOR_MANY_SAMPLES:
+            values.refuse(
+                "attn_implementation",
+                f"without a flash attention Axolotl trains norms and embeddings in fp32 beside {loaded} weights",
+            )
+        return {"kind": "train", **types}
+    if adapter not in ("lora", "qlora"):
+        values.refuse("adapter", f"the adapter {adapter} is not planned from a job file")
+    _fused_kernels(values)
+    rank, targets = values["lora_r"], values["lora_target_modules"]
+    if rank is None:
+        values.refuse("adapter", "lora_r is not said")
+    everywhere = values["lora_target_linear"]
+    if not everywhere and not targets:
+        values.refuse(
+            "adapter",
+            Refused("neither lora_target_linear nor lora_target_modules says where", instead=("target_modules",)),
+        )
+    return {
+        "kind": "lora", **types, "rank": rank, "lora_dropout": values["lora_dropout"],
+        "adapter": "dora" if values["peft_use_dora"] else "lora",
+        "adapter_dtype": "fp32" if values["peft_autocast_adapter_dtype"] else "same",
+        **({} if everywhere else {"target_modules": targets}), **_quantised(values, loaded),
+    }  # fmt: skip
+
+
+def _fused_kernels(values: Values) -> None:
+    """Axolotl switches them on by itself, unless one of them is said or the weights are of 8 bits."""
+    said = [name for name in FUSED if values.has(name)]
+    for name in (name for name in said if values[name]):
+        values.refuse(name, FUSED_WORDS)
+    if not said and not values["load_in_8bit"]:
+        values.notes.append(
+            f"{NOT_MODELLED} {FUSED_WORDS}, and Axolotl switches them on by itself (lora_mlp_kernel: false does not)"
+        )
+
+
+def _quantised(values: Values, loaded: str | None) -> dict[str, Any]:
+    four, eight = values["load_in_4bit"], values["load_in_8bit"]
+    if four and eight:
+        values.refuse("load_in_8bit", "load_in_4bit is yes too")
+    if four:
+        return {"quant": "nf4", "double_quant": True, "quant_compute": loaded or "fp32", "kbit_prepare": False}
+    return {"quant": "int8", "kbit_prepare": False} if eight else {}
+
+
+def _checkpointing(values: Values) -> dict[str, Any]:
+    wanted, kwargs = values["gradient_checkpointing"], values["gradient_checkpointing_kwargs"]
+    if wanted not in (True, False, None):
+        values.refuse(
+            "gradient_checkpointing", f"{wanted}: activations on the host are not modelled as Axolotl puts them there"
+        )
+        return {}
+    reentrant = kwargs.get("use_reentrant", True) if isinstance(kwargs, dict) else True
+    note_reentrant(values, bool(wanted and reentrant))
+    return {"grad_checkpointing": bool(wanted)}
+
+
+def _rows(values: Values, attention: str | None) -> dict[str, Any]:
+    """Those of the file, as long as they may be; packed ones of a batch are one row."""
+    rows, length, whole = values["micro_batch_size"], values["sequence_len"], values["batch_size"]
+    steps = values["gradient_accumulation_steps"] or (max(whole // rows, 1) if whole and rows else 1)
+    multiple = values["pad_to_multiple_of"]
+    if values["pad_to_sequence_len"] is not False or values["sample_packing"]:
+        length = -(-length // multiple) * multiple if multiple > 0 else length
+    evaluated = values["eval_batch_size"] or rows
+    if evaluated > rows:
+        values.notes.append(f"{NOT_MODELLED} evaluation, with {evaluated} rows at a time where training has {rows}")
+    real = values["multipack_real_batches"]
+    if values["sample_packing"] and attention not in FOR_MANY_SAMPLES:
+        values.refuse(
+            "sample_packing",
+            "without a flash attention, samples of a row are kept apart by masks that are not modelled",
+        )
+    if values["sample_packing"] and not real:
+        return {"batch_size": 1, "seq_len": rows * length, "grad_accum": steps, "padding": False}
+    return {
+        "batch_size": rows, "seq_len": length, "grad_accum": steps,
+        "padding": rows > 1 and attention not in FOR_MANY_SAMPLES,
+    }  # fmt: skip
+
+
+def _written_quant(value: str) -> Edits:
+    if value == "int8":
+        return {"load_in_8bit": True, "load_in_4bit": False}
+    return {"adapter": "qlora", "load_in_4bit": True, "load_in_8bit": False}
+
+
+AXOLOTL = Format(
+    name="axolotl",
+    title="Axolotl",
+    keys=KEYS,
+    idle=f"{TRAINER_IDLE} {IDLE}",
+    refused=REFUSED,
+    settle=_settle,
+    written={
+        "batch_size": written_rows("micro_batch_size"),
+        "grad_accum": written_rows("gradient_accumulation_steps"),
+        "seq_len": written_rows("sequence_len"),
+        "rank": written_rows("lora_r"),
+        "optimizer": written_optimizer("optimizer"),
+        "grad_checkpointing": written_rows("gradient_checkpointing"),
+        "quant": _written_quant,
+        "double_quant": lambda value: {},
+        "kbit_prepare": lambda value: {},
+    },
+)  # fmt: skip

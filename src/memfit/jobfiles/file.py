@@ -1,0 +1,270 @@
+"""`--from`: the job file of another tool as a job of memfit, told key by key, and written back once it fits.
+
+    job = read_job("train.yaml")            # LLaMA-Factory, Axolotl, torchtune, TrainingArguments, accelerate, ...
+    memfit.predict(job.workload), job.to_json()
+
+Which tool a file belongs to is told from its keys. Nothing in it is run, and no file that it names is opened but a JSON
+beside it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from memfit.errors import InputError, UnknownName, UsageError
+from memfit.jobfiles.axolotl import AXOLOTL
+from memfit.jobfiles.edit import with_heading, with_values
+from memfit.jobfiles.huggingface import HUGGINGFACE
+from memfit.jobfiles.keys import Format, Values
+from memfit.jobfiles.launchers import ACCELERATE, DEEPSPEED
+from memfit.jobfiles.llamafactory import LLAMAFACTORY
+from memfit.jobfiles.torchtune import TORCHTUNE
+from memfit.jobs.training.config_file import parse_yaml
+from memfit.jobs.workload import Workload, flag, kinds_that_read
+from memfit.models.config_check import without_doubles
+
+FORMATS = {each.name: each for each in (LLAMAFACTORY, AXOLOTL, TORCHTUNE, HUGGINGFACE, ACCELERATE, DEEPSPEED)}
+TOLD_BY: dict[str, tuple[str, ...]] = {
+    "torchtune": ("checkpointer", "metric_logger", "enable_activation_checkpointing"),
+    "axolotl": ("base_model",),
+    "accelerate": ("compute_environment", "distributed_type"),
+    "deepspeed": ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size"),
+    "llamafactory": ("finetuning_type", "stage", "cutoff_len", "lora_target", "quantization_bit"),
+    "huggingface": (
+        "per_device_train_batch_size", "num_train_epochs", "gradient_accumulation_steps", "optim", "lr_scheduler_type",
+        "max_grad_norm", "logging_steps",
+    ),
+}  # fmt: skip
+"""One of these tells whose file it is; the first tool counts, for LLaMA-Factory has all keys of TrainingArguments."""
+OF_OTHER_KINDS = ("dist_config", "peft_config", "init_config")
+"""Of LLaMA-Factory's second generation, which has keys of its own."""
+MAX_BYTES = 1 << 20
+NEEDED = {"model": "which model it trains", "seq_len": "how long its rows are"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobFile:
+    """One job file, or several that go together, as settings of memfit. `to_json()` says what became of each key."""
+
+    files: tuple[Path, ...]
+    formats: tuple[Format, ...]
+    texts: tuple[str, ...]
+    settings: Mapping[str, Any]
+    """All of the job's, those of flags too."""
+    asked: Mapping[str, Any]
+    """Those of flags alone."""
+    used: Mapping[str, Any]
+    defaults: Mapping[str, Any]
+    """Keys that are absent, and what the tool takes for them."""
+    idle: tuple[str, ...]
+    unknown: tuple[str, ...]
+    left_out: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def workload(self) -> Workload:
+        for name, what in NEEDED.items():
+            if self.settings.get(name) is None:
+                raise UsageError(f"{self.where} does not say {what}", hint=f"{flag(name)} does")
+        return Workload.from_mapping(self.settings, asked=self.asked)
+
+    @property
+    def where(self) -> str:
+        return " and ".join(f"'{each}'" for each in self.files)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "files": [str(each) for each in self.files], "formats": [each.name for each in self.formats],
+            "used": _plain(self.used), "defaults": _plain(self.defaults), "without_influence": list(self.idle),
+            "unknown": list(self.unknown), "left_out": list(self.left_out), "by_flags": _plain(self.asked),
+            "notes": list(self.notes),
+        }  # fmt: skip
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """Settings that no key of the file could be changed for: a fit leaves them as they are."""
+        work, written = self.workload, {"alloc_conf", *(name for each in self.formats for name in each.written)}
+        if len(self.files) > 1 or (work.batch_size == 1 and self.formats[0] is AXOLOTL):
+            written -= {"seq_len", "batch_size", "grad_accum"} if self._is_packed() else set()
+        names = [each.name for each in dataclasses.fields(Workload) if each.name not in ("kind", "model")]
+        return tuple(name for name in names if name not in written and work.kind in kinds_that_read([name]))
+
+    def _is_packed(self) -> bool:
+        return bool(self.used.get("sample_packing"))
+
+    def write(self, fitted: Workload) -> str:
+        """The file with the keys changed that make this job of it. What was given by flags is written too."""
+        if len(self.files) > 1:
+            raise UsageError("a job of several files is not written back", hint="--emit args or python")
+        before, (form,), (text,) = self.workload, self.formats, self.texts
+        changed = {n: v for n, v in fitted.settings().items() if v != before.settings().get(n) or n in self.asked}
+        edits: dict[str, Any] = {}
+        for name, value in changed.items():
+            if name in form.written:
+                edits |= form.written[name](value)
+        heading = []
+        if fitted.alloc_conf and fitted.alloc_conf != before.alloc_conf:
+            heading.append(f"run with PYTORCH_CUDA_ALLOC_CONF={fitted.alloc_conf} in the environment")
+        is_json = _is_json(self.files[0], text)
+        made = with_values(text, edits, is_json=is_json, nested=form.nested)
+        self._check(made, fitted, set(changed))
+        return made if is_json else with_heading(made, heading)
+
+    def _check(self, text: str, fitted: Workload, changed: set[str]) -> None:
+        """It is read again: a file that says another job than the answer is not written."""
+        given = {name: value for name, value in self.asked.items() if name not in changed or name not in self._writable}
+        again = _read(self.files[0], text, self.formats[0], given, self.left_out)
+        made = Workload.from_mapping({**again.settings, "alloc_conf": fitted.alloc_conf}, asked=given)
+        wrong = [name for name, value in fitted.settings().items() if made.settings().get(name) != value]
+        if wrong:
+            raise UsageError(
+                f"{self.where}: no key of {self.formats[0].title} says {', '.join(flag(name) for name in wrong)}",
+                hint=f"--keep {','.join(name.replace('_', '-') for name in wrong)} does without, or --emit args",
+            )
+
+    @property
+    def _writable(self) -> set[str]:
+        return {name for each in self.formats for name in each.written}
+
+
+def read_job(*files: str | Path, format: str | None = None, without: Collection[str] = (), **settings: Any) -> JobFile:
+    """A job from the files of another tool, read as that tool would. `settings` are those of `memfit.predict` and
+    replace the file's; `without` names keys that are taken as if they were not there."""
+    if not files:
+        raise UsageError("no job file is named")
+    if format is not None and format not in FORMATS:
+        raise UnknownName("format", format, FORMATS, more=f"formats: {', '.join(FORMATS)}")
+    parts = []
+    for path in map(Path, files):
+        text = _text_of(path)
+        document = _parsed(path, text)
+        form = FORMATS[format] if format is not None and len(files) == 1 else told_by_keys(document, str(path))
+        there = [key for key in without if len(files) == 1 or key.split(".")[0] in document]
+        parts.append(_read(path, text, form, settings, there))
+    return parts[0] if len(parts) == 1 else _together(parts, settings)
+
+
+def told_by_keys(document: Mapping[str, Any], where: str) -> Format:
+    found = next((name for name, keys in TOLD_BY.items() if any(key in document for key in keys)), None)
+    if found is None or any(key in document for key in OF_OTHER_KINDS):
+        raise InputError(
+            f"'{where}' is no job file that memfit knows",
+            hint=f"--from-format says which it is: {', '.join(FORMATS)}; a config of `memfit train` goes to --config",
+        )
+    return FORMATS[found]
+
+
+def is_job_file(path: str) -> bool:
+    """Of another tool, not of `memfit train`, whose configs have sections and may have some of their keys."""
+    place = Path(path)
+    if not place.is_file():
+        return False
+    document = _parsed(place, _text_of(place))
+    own = any(isinstance(document.get(name), Mapping) for name in ("data", "method", "batch", "memory", "schedule"))
+    tools = [keys for name, keys in TOLD_BY.items() if name != "huggingface"]
+    return not own and any(key in document for keys in tools for key in keys)
+
+
+def _read(path: Path, text: str, form: Format, given: Mapping[str, Any], without: Collection[str]) -> JobFile:
+    document = _parsed(path, text)
+    values = Values(form, f"'{path}'", document, given, str(path.parent), tuple(without))
+    settings = form.settle(values)
+    _tell_stage(values, path)
+    values.check()
+    return JobFile(
+        files=(path,), formats=(form,), texts=(text,), settings={**settings, **given}, asked=dict(given),
+        used=values.used, defaults={k: v for k, v in values.defaults.items() if v is not None},
+        idle=tuple(values.idle), unknown=tuple(values.unknown), left_out=tuple(values.left_out),
+        notes=tuple(values.notes),
+    )  # fmt: skip
+
+
+def _together(parts: list[JobFile], given: Mapping[str, Any]) -> JobFile:
+    """What two of them say must agree; which loop it is, the file that names a Trainer knows."""
+    settings: dict[str, Any] = {}
+    by: dict[str, JobFile] = {}
+    own = [each for each in parts if each.formats[0] not in (ACCELERATE, DEEPSPEED)]
+    if len(own) > 1:
+        raise UsageError(f"{own[0].where} and {own[1].where} are two jobs", hint="beside one, a config of accelerate")
+    for part in parts:
+        for name, value in part.settings.items():
+            launched = part not in own and own and name in ("kind", "precision", "autocast")
+            if launched and name in own[0].settings:
+                continue
+            if name in settings and settings[name] != value and name not in given:
+                raise UsageError(
+                    f"{by[name].where} and {part.where} both say {flag(name)}", hint=f"{flag(name)} decides"
+                )
+            settings[name], by[name] = value, part
+    return JobFile(
+        files=tuple(each for part in parts for each in part.files),
+        formats=tuple(each for part in parts for each in part.formats),
+        texts=tuple(each for part in parts for each in part.texts),
+        settings=settings, asked=dict(given), used=_merged(part.used for part in parts),
+        defaults=_merged(part.defaults for part in parts),
+        idle=tuple(key for part in parts for key in part.idle),
+        unknown=tuple(key for part in parts for key in part.unknown),
+        left_out=tuple(key for part in parts for key in part.left_out),
+        notes=tuple(dict.fromkeys(note for part in parts for note in part.notes)),
+    )  # fmt: skip
+
+
+def _merged(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    return {key: value for part in parts for key, value in part.items()}
+
+
+def _tell_stage(values: Values, path: Path) -> None:
+    """Of a DeepSpeed config that lies beside: its stage, for the error."""
+    said, problem = values.document.get("deepspeed"), values.problems.get("deepspeed")
+    if problem is None or not isinstance(said, str):
+        return
+    beside = path.parent / Path(said).name
+    try:
+        stage = _parsed(beside, _text_of(beside))["zero_optimization"]["stage"]
+    except (InputError, KeyError, TypeError):
+        return
+    values.problems["deepspeed"] = dataclasses.replace(problem, why=f"{problem.why} (ZeRO stage {stage!r:.20})")
+
+
+def _text_of(path: Path) -> str:
+    try:
+        if not path.is_file():
+            raise InputError(f"no job file '{path}'" if not path.exists() else f"'{path}' is not a file")
+        if path.stat().st_size > MAX_BYTES:
+            raise InputError(f"'{path}' has {path.stat().st_size:,} bytes; a job file has at most {MAX_BYTES:,}")
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(f"'{path}' is not UTF-8 text") from error
+    except (OSError, ValueError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"cannot read '{path}': {getattr(error, 'strerror', None) or error}") from error
+
+
+def _is_json(path: Path, text: str) -> bool:
+    return path.suffix.lower() == ".json" or text.lstrip().startswith("{")
+
+
+def _parsed(path: Path, text: str) -> Mapping[str, Any]:
+    if not _is_json(path, text):
+        return {str(key): value for key, value in parse_yaml(text, f"'{path}'").items()}
+    try:
+        document = json.loads(text, object_pairs_hook=without_doubles)
+    except InputError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"'{path}' is not JSON that can be read: {str(error)[:100]}") from error
+    if not isinstance(document, dict):
+        raise InputError(f"'{path}' is not a mapping of keys to values")
+    return document
+
+
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """As JSON has it: dates, tuples and what else YAML knows as text."""
+    made: dict[str, Any] = json.loads(json.dumps(dict(values), default=str))
+    return made

@@ -1,0 +1,223 @@
+"""TrainingArguments of Hugging Face as JSON; and what every tool that trains with its Trainer has of them.
+
+Defaults are those of transformers 5. Not in the file, and so by flags: the model, the type of its weights, adapters,
+and how long rows are; a file of TRL's SFTConfig says the last.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from memfit.jobfiles.keys import NOT_MODELLED, Edits, Format, Key, Refused, Values
+from memfit.jobs.training.config_names import OPTIMIZERS, TRAINER_NAMES
+
+TRAINER_KEYS = {
+    "per_device_train_batch_size": Key(8, "whole"),
+    "gradient_accumulation_steps": Key(1, "whole"),
+    "optim": Key("adamw_torch_fused", "text"),
+    "max_grad_norm": Key(1.0, "number"),
+    "bf16": Key(False, "yes"),
+    "fp16": Key(False, "yes"),
+    "gradient_checkpointing": Key(False, "yes"),
+    "gradient_checkpointing_kwargs": Key(None),
+    "eval_strategy": Key("no"),
+    "per_device_eval_batch_size": Key(8, "whole"),
+    "fsdp": Key(None),
+    "fsdp_config": Key(None),
+}
+"""What decides memory, wherever the Trainer trains."""
+
+TRAINER_IDLE = (
+    "output_dir overwrite_output_dir num_train_epochs max_steps learning_rate lr_scheduler_type lr_scheduler_kwargs "
+    "warmup_steps warmup_ratio optim_args weight_decay adam_beta1 adam_beta2 adam_epsilon tf32 logging_* log_* "
+    "average_tokens_across_devices bf16_full_eval fp16_full_eval bf16_backend half_precision_backend use_cache "
+    "include_num_input_tokens_seen include_tokens_per_second disable_tqdm report_to run_name project trackio_* eval_* "
+    "evaluation_strategy prediction_loss_only include_for_metrics include_inputs_for_metrics batch_eval_metrics save_* "
+    "enable_jit_checkpoint push_to_hub* hub_* load_best_model_at_end metric_for_best_model greater_is_better "
+    "ignore_data_skip restore_callback_states_from_checkpoint seed data_seed accelerator_config dataloader_* "
+    "remove_unused_columns label_names train_sampling_strategy group_by_length length_column_name "
+    "ddp_find_unused_parameters ddp_broadcast_buffers ddp_backend ddp_timeout debug skip_memory_metrics do_train "
+    "do_eval do_predict resume_from_checkpoint local_rank sortish_sampler predict_with_generate generation_* "
+    "past_index no_cuda use_mps_device jit_mode_eval torch_compile_backend torch_compile_mode liger_kernel_config "
+    "split_batches per_gpu_* mp_parameters transformers_version _n_gpu distributed_state deepspeed_plugin"
+)
+
+ENGINE = "DeepSpeed's engine keeps weights, gradients and states in buffers of its own"
+TRAINER_REFUSED = {
+    "deepspeed": Refused(ENGINE, instead=("parallel",)),
+    "torch_compile": Refused("torch.compile is planned in a plain loop only, not in the Trainer's"),
+    "use_liger_kernel": Refused("Liger's kernels take other memory than the model's own"),
+    "neftune_noise_alpha": Refused("the noise that NEFTune adds to embeddings is not modelled", (0, None)),
+    "auto_find_batch_size": Refused("it halves the batch until it fits: `memfit fit` says which does"),
+    "label_smoothing_factor": Refused("a smoothed loss keeps more than a plain one", (0, 0.0)),
+    "torch_empty_cache_steps": Refused("emptying the cache between steps is not modelled", (None,)),
+    "optim_target_modules": Refused("optimizers of chosen modules are not modelled", (None, [])),
+    "full_determinism": Refused("deterministic kernels take other memory"),
+    "parallelism_config": Refused("tensor, context and expert parallelism are not modelled", (None,)),
+    "ddp_bucket_cap_mb": Refused("DDP's buckets are planned at their usual 25 MB", (None, 25)),
+    "ddp_static_graph": Refused("DDP is planned without a static graph"),
+    "use_cpu": Refused("it trains on the CPU: nothing is on a GPU"),
+    "tp_size": Refused("tensor parallelism is not modelled", (0, 1)),
+    "activation_offloading": Refused("TRL's offloading of activations is not modelled"),
+}
+
+
+def trainer_settings(values: Values) -> dict[str, Any]:
+    """What the Trainer itself decides: rows, optimizer, checkpointing, processes."""
+    made: dict[str, Any] = {
+        "loop": "trainer",
+        "batch_size": values["per_device_train_batch_size"],
+        "grad_accum": values["gradient_accumulation_steps"],
+        "clip_grad": values["max_grad_norm"] > 0,
+        "grad_checkpointing": values["gradient_checkpointing"],
+        **optimizer_setting(values, "optim"),
+        **fsdp_settings(values),
+    }
+    note_evaluation(values, made["batch_size"])
+    return made
+
+
+def optimizer_setting(values: Values, key: str) -> dict[str, Any]:
+    name = values[key].lower()
+    if name not in OPTIMIZERS:
+        values.refuse(key, Refused(f"the optimizer {name} is not modelled", instead=("optimizer",)))
+        return {}
+    return {"optimizer": OPTIMIZERS[name]}
+
+
+def note_evaluation(values: Values, rows: int) -> None:
+    """Passes without gradients; only where they have more rows can they be what is most."""
+    wanted, evaluated = values["eval_strategy"], values["per_device_eval_batch_size"]
+    if wanted not in ("no", None, False) and evaluated > rows:
+        values.notes.append(
+            f"{NOT_MODELLED} evaluation, with {evaluated} rows at a time (per_device_eval_batch_size) where training "
+            f"has {rows}: memfit plan forward --batch-size {evaluated} tells what its passes take"
+        )
+
+
+def note_reentrant(values: Values, reentrant: bool) -> None:
+    if reentrant:
+        values.notes.append("checkpointing is reentrant in this job; it is planned as torch's other kind")
+
+
+def fsdp_settings(values: Values, version: int | None = None) -> dict[str, Any]:
+    """FSDP2 shards after each forward pass, and nothing lies on the host. `version`: where it stands beside."""
+    wanted, config = values["fsdp"], values["fsdp_config"]
+    config = {str(key).removeprefix("fsdp_"): each for key, each in config.items()} if isinstance(config, dict) else {}
+    if not wanted and not config:
+        return {}
+    words = (
+        wanted.split()
+        if isinstance(wanted, str)
+        else [str(each) for each in wanted]
+        if isinstance(wanted, list)
+        else []
+    )
+    if str(config.get("version", version or 1)) != "2":
+        values.refuse(
+            "fsdp" if wanted else "fsdp_config", Refused("FSDP1 is not modelled, FSDP2 is", instead=("parallel",))
+        )
+    if "offload" in words or _on(config.get("offload_params")):
+        values.refuse("fsdp" if wanted else "fsdp_config", "FSDP's offloading of weights is not modelled")
+    if config.get("reshard_after_forward") in (False, "false", "SHARD_GRAD_OP") or "shard_grad_op" in words:
+        values.refuse(
+            "fsdp" if wanted else "fsdp_config", "weights that stay gathered after the forward pass are not modelled"
+        )
+    return {
+        "parallel": "fsdp2",
+        **({"grad_checkpointing": True} if _on(config.get("activation_checkpointing")) else {}),
+    }
+
+
+def _on(value: object) -> bool:
+    return value in (True, "true", "True")
+
+
+def autocast_of(values: Values) -> str | None:
+    wanted = [name for name in ("bf16", "fp16") if values[name]]
+    if len(wanted) == 2:
+        values.refuse("fp16", "bf16 and fp16 are both yes")
+    return wanted[0] if wanted else None
+
+
+def weights_unsaid(values: Values, autocast: str | None) -> dict[str, Any]:
+    """Where the file has the autocast region, and flags the type of the weights."""
+    said = values.given.get("precision")
+    if said is not None:
+        same = str(said).startswith("amp-") or autocast is None
+        return {} if same or "autocast" in values.given else {"autocast": autocast}
+    if values.given.get("quant", "none") != "none":
+        return {"precision": autocast or "bf16", **({"autocast": autocast} if autocast else {})}
+    values.notes.append(
+        "weights are taken as fp32: the file does not say their type (--precision bf16 where they are loaded so)"
+    )
+    return {"precision": f"amp-{autocast}" if autocast else "fp32"}
+
+
+OF_LORA = (
+    "rank",
+    "target_modules",
+    "lora_dropout",
+    "adapter",
+    "adapter_config",
+    "adapter_dtype",
+    "quant",
+    "kbit_prepare",
+)
+
+
+def kind_meant(values: Values) -> str:
+    """A setting of adapters means them."""
+    return "lora" if any(name in values.given for name in OF_LORA) else "train"
+
+
+def _settle(values: Values) -> dict[str, Any]:
+    made = trainer_settings(values)
+    kwargs = values["gradient_checkpointing_kwargs"]
+    note_reentrant(
+        values, isinstance(kwargs, dict) and bool(kwargs.get("use_reentrant")) and made["grad_checkpointing"]
+    )
+    length = values["max_length"] or values["max_seq_length"]
+    if values["packing"]:
+        values.refuse("packing", "rows packed by TRL have masks of their own")
+    return {
+        **made, "kind": kind_meant(values), **weights_unsaid(values, autocast_of(values)),
+        **({"seq_len": length} if length else {}),
+        **({"model": values["model_name_or_path"]} if values["model_name_or_path"] else {}),
+    }  # fmt: skip
+
+
+def written_rows(key: str) -> Any:
+    return lambda value: {key: value}
+
+
+def written_optimizer(key: str) -> Any:
+    return lambda value: {key: TRAINER_NAMES[value]} if value in TRAINER_NAMES else {}
+
+
+def _written_checkpointing(value: bool) -> Edits:
+    return {"gradient_checkpointing": value, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+
+
+HUGGINGFACE = Format(
+    name="huggingface",
+    title="TrainingArguments",
+    keys={
+        **TRAINER_KEYS, "max_length": Key(None, "whole"), "max_seq_length": Key(None, "whole"),
+        "packing": Key(False, "yes"),
+        "model_name_or_path": Key(None, "text"),
+    },
+    idle=f"{TRAINER_IDLE} dataset_* eos_token pad_token chat_template_path assistant_only_loss completion_only_loss "
+    "shuffle_dataset pad_to_multiple_of model_init_kwargs",
+    refused={
+        **TRAINER_REFUSED, "padding_free": Refused("rows without padding have attention kernels of their own"),
+        "loss_type": Refused("losses of TRL other than nll are not modelled", ("nll", None)),
+    },
+    settle=_settle,
+    written={
+        "batch_size": written_rows("per_device_train_batch_size"),
+        "grad_accum": written_rows("gradient_accumulation_steps"),
+        "optimizer": written_optimizer("optim"),
+        "grad_checkpointing": _written_checkpointing,
+    },
+)  # fmt: skip

@@ -1,0 +1,117 @@
+"""Configs of accelerate and of DeepSpeed, beside flags: how many processes, which types, what is sharded.
+
+They say nothing of the model, its rows and its optimizer. DeepSpeed's engine has no plan: a flag says what to plan in
+its place.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from memfit.jobfiles.huggingface import ENGINE, kind_meant, weights_unsaid
+from memfit.jobfiles.keys import Format, Key, Refused, Values
+
+ONE, DDP, FSDP = "NO", "MULTI_GPU", "FSDP"
+
+
+def _settle_accelerate(values: Values) -> dict[str, Any]:
+    kind, count = values["distributed_type"].upper(), values["num_processes"]
+    made: dict[str, Any] = {"kind": kind_meant(values), **weights_unsaid(values, _autocast(values))}
+    if kind not in (ONE, DDP, FSDP):
+        values.refuse("distributed_type", Refused(f"{kind} is not modelled", instead=("parallel",)))
+    if count > 1:
+        made["world_size"] = count
+    if kind == FSDP:
+        made |= _fsdp(values)
+    elif count > 1:
+        made["parallel"] = "ddp"
+    return made
+
+
+def _autocast(values: Values) -> str | None:
+    said = values["mixed_precision"]
+    if said not in ("no", "bf16", "fp16", False):
+        values.refuse("mixed_precision", f"{said} is not modelled")
+    return said if said in ("bf16", "fp16") else None
+
+
+def _fsdp(values: Values) -> dict[str, Any]:
+    if values["fsdp_config.fsdp_version"] != 2:
+        values.refuse("fsdp_config.fsdp_version", Refused("FSDP1 is not modelled, FSDP2 is", instead=("parallel",)))
+    if values["fsdp_config.fsdp_reshard_after_forward"] not in (True, "FULL_SHARD"):
+        values.refuse("fsdp_config.fsdp_reshard_after_forward", "weights that stay gathered are not modelled")
+    checkpointing = {"grad_checkpointing": True} if values["fsdp_config.fsdp_activation_checkpointing"] else {}
+    return {"parallel": "fsdp2", **checkpointing}
+
+
+ACCELERATE = Format(
+    name="accelerate",
+    title="accelerate",
+    nested=True,
+    keys={
+        "distributed_type": Key(ONE, "text"),
+        "num_processes": Key(1, "whole"),
+        "mixed_precision": Key("no"),
+        "fsdp_config.fsdp_version": Key(1, "whole"),
+        "fsdp_config.fsdp_reshard_after_forward": Key(True),
+        "fsdp_config.fsdp_activation_checkpointing": Key(False, "yes"),
+    },
+    idle="compute_environment debug downcast_bf16 machine_rank main_* num_machines rdzv_* same_network tpu_* gpu_ids "
+    "enable_cpu_affinity fsdp_config.fsdp_auto_wrap_policy fsdp_config.fsdp_cpu_ram_efficient_loading "
+    "fsdp_config.fsdp_state_dict_type fsdp_config.fsdp_sync_module_states fsdp_config.fsdp_transformer_layer_cls_to_wrap "
+    "fsdp_config.fsdp_backward_prefetch fsdp_config.fsdp_forward_prefetch fsdp_config.fsdp_use_orig_params "
+    "fsdp_config.fsdp_sharding_strategy fsdp_config.fsdp_min_num_params",
+    refused={
+        "fsdp_config.fsdp_offload_params": Refused("FSDP's offloading of weights is not modelled"),
+        "deepspeed_config": Refused(ENGINE, (None, {}), instead=("parallel",)),
+        **{
+            f"deepspeed_config.{name}": Refused(ENGINE, (None,), instead=("parallel",))
+            for name in ("zero_stage", "deepspeed_config_file")
+        },
+        "dynamo_config.dynamo_backend": Refused("give --compile", (None, "no", "NO"), instead=("compile",)),
+        "use_cpu": Refused("it trains on the CPU: nothing is on a GPU"),
+        "megatron_lm_config": Refused("Megatron's engine is not modelled", (None, {})),
+        "fp8_config": Refused("training in 8-bit floats is not modelled", (None, {})),
+        "parallelism_config": Refused("other parallelism is not modelled", (None, {})),
+    },
+    settle=_settle_accelerate,
+)
+
+
+def _settle_deepspeed(values: Values) -> dict[str, Any]:
+    stage = values["zero_optimization.stage"]
+    values.refuse(
+        "zero_optimization" if values.has("zero_optimization.stage") else "train_micro_batch_size_per_gpu",
+        Refused(f"{ENGINE} (ZeRO stage {stage})", instead=("parallel",)),
+    )
+    autocast = next((name for name in ("bf16", "fp16") if values[f"{name}.enabled"] is True), None)
+    made: dict[str, Any] = {"kind": kind_meant(values), **weights_unsaid(values, autocast)}
+    for key, setting in (
+        ("train_micro_batch_size_per_gpu", "batch_size"),
+        ("gradient_accumulation_steps", "grad_accum"),
+    ):
+        if isinstance(values[key], int):
+            made[setting] = values[key]
+    if isinstance(values["gradient_clipping"], (int, float)):
+        made["clip_grad"] = values["gradient_clipping"] > 0
+    return made
+
+
+DEEPSPEED = Format(
+    name="deepspeed",
+    title="DeepSpeed",
+    nested=True,
+    keys={
+        "zero_optimization.stage": Key(0, "whole"),
+        "train_micro_batch_size_per_gpu": Key("auto"),
+        "gradient_accumulation_steps": Key("auto"),
+        "gradient_clipping": Key("auto"),
+        "bf16.enabled": Key("auto"),
+        "fp16.enabled": Key("auto"),
+    },
+    idle="train_batch_size zero_allow_untested_optimizer steps_per_print wall_clock_breakdown zero_optimization.* fp16.* "
+    "bf16.* optimizer.* scheduler.* zero_force_ds_cpu_optimizer communication_data_type prescale_gradients "
+    "zero_optimization dump_state",
+    refused={},
+    settle=_settle_deepspeed,
+)

@@ -1,0 +1,199 @@
+"""LLaMA-Factory's YAML: its keys, its own defaults, and what it makes of them.
+
+Facts of its sources: a model is loaded in the type of autocast, and what is trained becomes fp32; checkpointing is on
+unless it is switched off; rows are padded to a multiple of 8, packed ones are as long as cutoff_len; 4-bit weights are
+nf4 with their scales quantised too, and peft's kbit preparation is not called.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from memfit.jobfiles.huggingface import (
+    TRAINER_IDLE,
+    TRAINER_KEYS,
+    TRAINER_REFUSED,
+    autocast_of,
+    note_reentrant,
+    trainer_settings,
+    written_optimizer,
+    written_rows,
+)
+from memfit.jobfiles.keys import Edits, Format, Key, Refused, Values
+
+KEYS = {
+    **TRAINER_KEYS,
+    "model_name_or_path": Key(None, "text"),
+    "do_train": Key(False, "yes"),
+    "stage": Key("sft", "text"),
+    "finetuning_type": Key("lora", "text"),
+    "lora_rank": Key(8, "whole"),
+    "lora_dropout": Key(0.0, "number"),
+    "lora_target": Key(("all",), "names"),
+    "use_dora": Key(False, "yes"),
+    "pure_bf16": Key(False, "yes"),
+    "cutoff_len": Key(2048, "whole"),
+    "packing": Key(None, "yes"),
+    "flash_attn": Key("auto", "text"),
+    "disable_gradient_checkpointing": Key(False, "yes"),
+    "use_reentrant_gc": Key(True, "yes"),
+    "quantization_bit": Key(None, "whole"),
+    "quantization_method": Key("bnb", "text"),
+    "quantization_type": Key("nf4", "text"),
+    "double_quantization": Key(True, "yes"),
+    "ray_num_workers": Key(1, "whole"),
+}
+IDLE = (
+    "trust_remote_code template dataset eval_dataset dataset_dir media_dir max_samples val_size overwrite_cache "
+    "preprocessing_* streaming buffer_size mix_strategy interleave_probs train_on_prompt mask_history tool_format "
+    "default_system enable_thinking preserve_thinking tokenized_path data_shared_file_system ignore_pad_token_for_loss "
+    "eval_num_beams plot_loss lora_alpha use_rslora loraplus_lr_ratio loraplus_lr_embedding pissa_* cache_dir "
+    "use_fast_tokenizer split_special_tokens model_revision low_cpu_mem_usage infer_* offload_folder use_kv_cache "
+    "*_hub_token print_param_status ray_* master_addr master_port use_swanlab swanlab_* compute_accuracy "
+    "disable_shuffling early_stopping_steps include_effective_tokens_per_second freeze_vision_tower "
+    "freeze_multi_modal_projector freeze_language_model image_* video_* export_* vllm_* sglang_* do_sample temperature "
+    "top_p top_k num_beams max_length max_new_tokens repetition_penalty length_penalty skip_special_tokens pref_* "
+    "galore_* apollo_* badam_* freeze_trainable_* freeze_extra_modules oft_* module_dropout asft_alpha eaft_alpha "
+    "moe_aux_loss_coef train_from_scratch create_new_adapter enable_torch_profiler profiler_* fp8_*"
+)
+LOSS = "its loss is not the plain one, and keeps other tensors"
+OPTIMIZER = "its optimizer is not modelled"
+REFUSED = {
+    **TRAINER_REFUSED,
+    "enable_liger_kernel": TRAINER_REFUSED["use_liger_kernel"],
+    "use_unsloth": Refused("Unsloth's kernels and checkpointing are its own"),
+    "use_unsloth_gc": Refused("Unsloth's checkpointing puts activations on the host"),
+    "neat_packing": Refused("samples kept apart in a row have attention masks or kernels of their own"),
+    "shift_attn": Refused("shifted attention is not modelled"),
+    "mixture_of_depths": Refused("mixture of depths is not modelled", (None,)),
+    "upcast_layernorm": Refused("norms in fp32 beside 16-bit weights are not modelled"),
+    "upcast_lmhead_output": Refused("logits that become fp32 by a hook are not modelled"),
+    "resize_vocab": Refused("a larger vocabulary is not the model's own shape"),
+    "add_tokens": Refused("more tokens are not the model's own shape", (None, "")),
+    "add_special_tokens": Refused("more tokens are not the model's own shape", (None, "")),
+    "new_special_tokens_config": Refused("more tokens are not the model's own shape", (None, "")),
+    "rope_scaling": Refused("a longer context by scaling is not modelled", (None, "")),
+    "additional_target": Refused("modules that are trained whole beside the adapters are not modelled", (None, "")),
+    "adapter_name_or_path": Refused("adapters of before are not looked at", (None, "")),
+    "use_llama_pro": Refused("blocks that are added are not modelled"),
+    "use_galore": Refused(OPTIMIZER), "use_apollo": Refused(OPTIMIZER), "use_badam": Refused(OPTIMIZER),
+    "use_adam_mini": Refused(OPTIMIZER), "use_muon": Refused(OPTIMIZER),
+    "use_dft_loss": Refused(LOSS), "use_asft_loss": Refused(LOSS), "use_eaft_loss": Refused(LOSS),
+    "use_mca": Refused("Megatron's engine is not modelled"),
+    "use_megatron_bridge": Refused("Megatron's engine is not modelled"),
+    "use_hyper_parallel": Refused("its engine is not modelled"),
+    "hyper_parallel_args": Refused("its engine is not modelled", (None, "")),
+    "use_kt": Refused("KTransformers keeps experts on the host"),
+    "use_v1_kernels": Refused("its own kernels are not modelled"),
+    "fp8": Refused("training in 8-bit floats is not modelled"),
+    "ref_model": Refused("a second model on the card is not modelled", (None, "")),
+    "reward_model": Refused("a second model on the card is not modelled", (None, "")),
+}  # fmt: skip
+ATTENTIONS = {"auto": "sdpa", "sdpa": "sdpa", "disabled": "eager", "fa2": "sdpa"}
+
+
+def _settle(values: Values) -> dict[str, Any]:
+    made = {**trainer_settings(values), **_method(values), **_rows(values)}
+    if values["model_name_or_path"]:
+        made["model"] = values["model_name_or_path"]
+    made["grad_checkpointing"] = made["grad_checkpointing"] or not values["disable_gradient_checkpointing"]
+    note_reentrant(values, made["grad_checkpointing"] and values["use_reentrant_gc"] and made.get("parallel") is None)
+    attention = values["flash_attn"]
+    if attention not in ATTENTIONS:
+        values.refuse("flash_attn", Refused(f"attention by {attention} is not modelled", instead=("attention",)))
+    if attention == "fa2":
+        values.notes.append("flash_attn fa2 is planned as torch's own flash kernel")
+    made["attention"] = ATTENTIONS.get(attention, "sdpa")
+    if values["ray_num_workers"] > 1:
+        made["world_size"] = values["ray_num_workers"]
+    return made
+
+
+def _method(values: Values) -> dict[str, Any]:
+    """Which weights are trained, and the types of all of them."""
+    stage, method, autocast = values["stage"], values["finetuning_type"], autocast_of(values)
+    if not values["do_train"]:
+        values.refuse("do_train", "it is not yes: the job trains nothing")
+    if stage not in ("sft", "pt"):
+        values.refuse("stage", f"{stage} trains with more than one pass or model; sft and pt are planned")
+    half = "bf16" if values["pure_bf16"] else autocast
+    region = {"autocast": autocast} if autocast else {}
+    if method == "full":
+        if half is None:
+            return {"kind": "train", "precision": "fp32"}
+        return {
+            "kind": "train",
+            **({"precision": "bf16", **region} if values["pure_bf16"] else {"precision": f"amp-{half}"}),
+        }
+    if method != "lora":
+        values.refuse("finetuning_type", f"{method} is not planned from a job file; full and lora are")
+    if half is None:
+        values.notes.append("neither bf16 nor fp16: base weights are taken as bf16, as most checkpoints store them")
+    targets = values["lora_target"]
+    made = {
+        "kind": "lora", "precision": half or "bf16", **region, "rank": values["lora_rank"],
+        "lora_dropout": values["lora_dropout"], "adapter": "dora" if values["use_dora"] else "lora",
+        **({} if targets == ("all",) else {"target_modules": targets}),
+    }  # fmt: skip
+    return {**made, **_quantised(values, half or "bf16")}
+
+
+def _quantised(values: Values, half: str) -> dict[str, Any]:
+    bits = values["quantization_bit"]
+    if bits is None:
+        return {}
+    method = values["quantization_method"].lower()
+    if method not in ("bnb", "bitsandbytes") or bits not in (4, 8):
+        values.refuse("quantization_bit", f"{bits} bits by {method} are not modelled; 4 and 8 by bnb are")
+        return {}
+    if bits == 8:
+        return {"quant": "int8", "kbit_prepare": False}
+    kind = values["quantization_type"]
+    if kind not in ("nf4", "fp4"):
+        values.refuse("quantization_type", f"{kind} is neither nf4 nor fp4")
+        return {}
+    return {
+        "quant": kind, "double_quant": values["double_quantization"], "quant_compute": half, "kbit_prepare": False,
+    }  # fmt: skip
+
+
+def _rows(values: Values) -> dict[str, Any]:
+    """As long as they may be."""
+    length, batch = values["cutoff_len"], values["per_device_train_batch_size"]
+    if values["stage"] == "pt":
+        packed = values["packing"]
+        return {"seq_len": length - 1 if packed else length, "padding": packed is False and batch > 1}
+    whole = -(-length // 8) * 8
+    padded = whole != length or (not values["packing"] and batch > 1)
+    if padded:
+        values.notes.append("rows of a batch differ in length and are padded to cutoff_len: a mask goes with them")
+    return {"seq_len": whole, "padding": padded}
+
+
+def _written_quant(value: str) -> Edits:
+    return {
+        "quantization_bit": 8 if value == "int8" else 4,
+        **({} if value == "int8" else {"quantization_type": value}),
+    }
+
+
+LLAMAFACTORY = Format(
+    name="llamafactory",
+    title="LLaMA-Factory",
+    keys=KEYS,
+    idle=f"{TRAINER_IDLE} {IDLE}",
+    refused=REFUSED,
+    settle=_settle,
+    written={
+        "batch_size": written_rows("per_device_train_batch_size"),
+        "grad_accum": written_rows("gradient_accumulation_steps"),
+        "seq_len": written_rows("cutoff_len"),
+        "rank": written_rows("lora_rank"),
+        "optimizer": written_optimizer("optim"),
+        "grad_checkpointing": lambda value: {"disable_gradient_checkpointing": not value},
+        "attention": lambda value: {"flash_attn": value},
+        "quant": _written_quant,
+        "double_quant": lambda value: {"double_quantization": value},
+        "kbit_prepare": lambda value: {},
+    },
+)  # fmt: skip
