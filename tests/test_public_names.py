@@ -37,6 +37,11 @@ PRUNING = [
 GENERATION = ["--new-tokens", "--decoding", "--num-beams", "--cache"]
 FORWARD = [*SHAPES, "--autocast", *QUANTISED]
 OF_FIT = ["--alloc-conf", "--gpu", "--keep", "--margin", "--emit", "--json"]
+EVERY = [
+    *COMMON, *SHAPES, *TRAINING, *LORA, *GENERATION, *PRUNING, "--alloc-conf", "--from", "--from-format", "--without",
+    "--kind",
+]  # fmt: skip
+"""Of `--from`: what the file says can be replaced."""
 LAST = ["--alloc-conf", "--gpu", "--json", "--save-trace", "--force", "-f", "--no-trace-cache"]
 
 FLAGS = {
@@ -93,7 +98,7 @@ FLAGS = {
         *PRUNING,
         "--alloc-conf",
     ],
-    "check": ["--config", "--set", "--world-size", "--gpu", "--load", "--json"],
+    "check": [*EVERY, "--config", "--set", "--gpu", "--load", "--json"],
     **{
         f"check {kind}": [*flags, "--alloc-conf", "--gpu", "--load", "--json"]
         for kind, flags in {
@@ -104,7 +109,7 @@ FLAGS = {
             "prune": [*(flag for flag in COMMON if flag not in ("--batch-size", "--padding")), *PRUNING],
         }.items()
     },
-    "fit": [],
+    "fit": [*EVERY, *OF_FIT[1:], *HOW_LONG, "--global-batch", "--ladder", "--force", "-f"],
     "fit forward": [*COMMON, *FORWARD, *OF_FIT],
     "fit train": [*COMMON, *SHAPES, *TRAINING, *OF_FIT, *HOW_LONG, "--global-batch", "--ladder"],
     **{
@@ -113,7 +118,7 @@ FLAGS = {
     },
     "fit generate": [*COMMON, "--autocast", *QUANTISED, *GENERATION, *OF_FIT],
     "fit prune": [*(flag for flag in COMMON if flag not in ("--batch-size", "--padding")), *PRUNING, *OF_FIT],
-    "plan": [],
+    "plan": [*EVERY, *HOW_LONG, *LAST[1:]],
     "plan forward": [*COMMON, *FORWARD, *LAST],
     "plan train": [*COMMON, *SHAPES, *TRAINING, *HOW_LONG, *LAST],
     **{f"plan {kind}": [*COMMON, *SHAPES, *TRAINING, *LORA, *off, *HOW_LONG, *LAST] for kind, off in OF_LORA.items()},

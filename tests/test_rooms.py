@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "memfit"
 
 ORDER = (
     "errors", "units", "files", "versions", "environment", "gpus", "platform", "events", "replay", "snapshots",
-    "analysis", "extrapolation", "tracing", "models", "recording", "jobs", "render", "guides", "planning", "scripts",
+    "analysis", "extrapolation", "tracing", "models", "recording", "jobs", "jobfiles", "render", "guides", "planning", "scripts",
     "fitting", "explaining", "checking", "running", "serving", "cli",
 )  # fmt: skip
 """From the ground up. A room may use those before it, but for these:"""
@@ -43,6 +43,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "models": {"torch", "transformers", "huggingface_hub", "gguf", "tokenizers"},
     "recording": {"torch", "pynvml", "psutil", "transformers", "lightning", "pytorch_lightning"},
     "jobs": {*TORCH, "safetensors", "bitsandbytes", "triton", "huggingface_hub", "pyarrow", "lm_eval", "yaml"},
+    "jobfiles": {"yaml"},
     "render": {"rich"},
     "planning": {*TORCH, "numpy"},
     "scripts": {*TORCH, "tokenizers"},

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from memfit.fitting.ladder import Ladder, ladder
     from memfit.fitting.table import Table
     from memfit.fitting.table import make_table as table
+    from memfit.jobfiles.file import JobFile, read_job
     from memfit.jobs.listener import Listener
     from memfit.jobs.pruning.result import PruneResult
     from memfit.jobs.workload import Workload
@@ -57,6 +58,7 @@ __all__ = [
     "FileReport",
     "Fitted",
     "InputError",
+    "JobFile",
     "Ladder",
     "Listener",
     "MemfitError",
@@ -89,6 +91,7 @@ __all__ = [
     "print_gpu_memory_summary",
     "profile",
     "prune",
+    "read_job",
     "record",
     "report",
     "table",
@@ -106,6 +109,7 @@ _LATE = {
     "fitting.fit": "Fitted fit",
     "fitting.ladder": "Ladder ladder",
     "fitting.table": "Table table",
+    "jobfiles.file": "JobFile read_job",
     "jobs.listener": "Listener",
     "jobs.pruning.result": "PruneResult",
     "jobs.workload": "Workload",

@@ -40,6 +40,8 @@ class Checked(Shown):
     asked: dict[str, Any]
     findings: tuple[Finding, ...]
     seconds: float
+    job_file: dict[str, Any] | None = None
+    """Of a job that was read from another tool's file: what became of each key (`jobfiles/file.py`)."""
 
     @property
     def failed(self) -> tuple[Finding, ...]:
@@ -62,7 +64,8 @@ class Checked(Shown):
     def to_json(self) -> dict[str, Any]:
         counts = {status: sum(each.status == status for each in self.findings) for status in STATUSES}
         return {
-            "schema": SCHEMA, "asked": self.asked, "verdict": self.verdict, "counts": counts,
+            "schema": SCHEMA, **({} if self.job_file is None else {"from": self.job_file}), "asked": self.asked,
+            "verdict": self.verdict, "counts": counts,
             "checks": [each.to_json() for each in self.findings], "seconds": round(self.seconds, 3),
         }  # fmt: skip
 

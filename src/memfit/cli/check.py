@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 import memfit
 from memfit.cli import output
-from memfit.cli.options import Json, add_kinds, read_workload
+from memfit.cli.options import Json, add_job_files, add_kinds, read_workload
 from memfit.cli.typed import Group
 from memfit.errors import UsageError
-from memfit.jobs.workload import KINDS, QLORA
+from memfit.jobs.workload import KINDS, QLORA, Workload, flag
+
+if TYPE_CHECKING:
+    from memfit.jobfiles.file import JobFile
 
 FAILED = 1
 
@@ -32,70 +36,79 @@ EXTRA: dict[str, tuple[Any, Any]] = {
     "json": (Json, False),
 }
 
+OF_CONFIG: dict[str, tuple[Any, Any]] = {
+    "config": (
+        Annotated[
+            str | None,
+            typer.Option(
+                "--config",
+                metavar="FILE|NAME",
+                show_default=False,
+                help="A training config, as `memfit train` takes it. Without one, only the machine is looked at.",
+            ),
+        ],
+        None,
+    ),
+    "sets": (
+        Annotated[
+            list[str] | None,
+            typer.Option(
+                "--set",
+                metavar="KEY=VALUE",
+                show_default=False,
+                help="Replace a setting of the config; may be given several times.",
+            ),
+        ],
+        None,
+    ),
+}
+SUMMARY = "Check machine, settings, config, model and plan before a run: each line says what to do next."
+
 check = typer.Typer(
     cls=Group,
-    help="Check machine, settings, config, model and plan before a run: each line says what to do next.",
+    help=SUMMARY,
     short_help="Check machine, settings and job before a run.",
     epilog=output.example("memfit check --config qwen2.5-7b-lora-24gb --gpu 24GB"),
-    invoke_without_command=True,
     rich_markup_mode=None,
 )
 
 
-@check.callback()
 def _check(
-    context: typer.Context,
-    config: Annotated[
-        str | None,
-        typer.Option(
-            "--config",
-            metavar="FILE|NAME",
-            show_default=False,
-            help="A training config, as `memfit train` takes it. Without one, only the machine is looked at.",
-        ),
-    ] = None,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY=VALUE",
-            show_default=False,
-            help="Replace a setting of the config; may be given several times.",
-        ),
-    ] = None,
-    world_size: Annotated[
-        int | None,
-        typer.Option(
-            "--world-size",
-            metavar="N",
-            show_default=False,
-            help="Processes that would train. Default: what torchrun says, or 1.",
-        ),
-    ] = None,
-    gpu: Annotated[str | None, GPU] = None,
-    load: Annotated[bool, LOAD] = False,
-    json: Json = False,
+    job: JobFile | None,
+    *,
+    config: str | None,
+    sets: list[str] | None,
+    typed: Mapping[str, Any] | None = None,
+    **asked: Any,
 ) -> int:
-    """Check machine, settings, config, model and plan before a run: each line says what to do next."""
-    if context.invoked_subcommand is not None:
-        given = {"--config": config, "--set": set_, "--world-size": world_size, "--gpu": gpu, "--load": load}
-        if said := [flag for flag, value in {**given, "--json": json}.items() if value]:
-            raise UsageError(f"{said[0]} stands before {context.invoked_subcommand}", hint="write flags after the kind")
-        return 0
-    if set_ and config is None:
+    if job is not None:
+        if config is not None:
+            raise UsageError("--from and --config are two jobs", hint="check one, then the other")
+        return _show(job.workload, job, **asked)
+    if sets and config is None:
         raise UsageError("--set changes a config, and no --config is given")
-    if world_size is not None and world_size < 1:
-        raise UsageError(f"--world-size {world_size} is no number of processes")
-    return _run(None, config=config, sets=tuple(set_ or ()), world_size=world_size, gpu=gpu, load=load, json=json)
+    settings = dict(typed or {})
+    count = settings.pop("world_size", None)
+    if settings:
+        raise UsageError(f"{flag(next(iter(settings)))} is of a job, and none is named", hint="memfit check lora ...")
+    if count is not None and count < 1:
+        raise UsageError(f"--world-size {count} is no number of processes")
+    return _show(None, None, config=config, sets=tuple(sets or ()), world_size=count, **asked)
 
 
-def _run(typed: Mapping[str, Any] | None, *, json: bool, **asked: Any) -> int:
-    workload = None if typed is None else read_workload(typed)
+def _run(typed: Mapping[str, Any], **asked: Any) -> int:
+    return _show(read_workload(typed), None, **asked)
+
+
+def _show(workload: Workload | None, job: JobFile | None, *, json: bool, **asked: Any) -> int:
     with output.working() as tell:
         checked = memfit.check(workload=workload, on_progress=tell, **asked)
+    if job is not None:
+        checked = dataclasses.replace(checked, job_file=job.to_json())
     output.tell(checked, json=json)
     return FAILED if checked.failed else 0
 
 
 EXAMPLES = {kind: f"memfit check {kind} --model qwen2.5-7b --gpu 24GB" for kind in (*KINDS, QLORA)}
+add_job_files(check, _check, {**OF_CONFIG, **EXTRA}, summary=SUMMARY, needed="")
 add_kinds(check, _run, EXTRA, what=WHAT, examples=EXAMPLES)

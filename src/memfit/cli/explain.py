@@ -29,7 +29,7 @@ CONFIG_FLAG = typer.Option(
     metavar="FILE|NAME",
     show_default=False,
     rich_help_panel=PANEL,
-    help="The job as a config of `memfit train`, instead of flags.",
+    help="The job as a config of `memfit train`, or as another tool's job file, instead of flags.",
 )
 GPU_FLAG = typer.Option(
     "--gpu", metavar="NAME|SIZE", show_default=False, help="The card to predict for. Default: the one in the message."

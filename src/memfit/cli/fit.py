@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 import memfit
 from memfit.cli import output
-from memfit.cli.options import HOW_MUCH, Json, add_kinds, how_much, read_workload
+from memfit.cli.options import HOW_MUCH, Json, add_job_files, add_kinds, how_much, read_workload
 from memfit.cli.plan import FAILS
 from memfit.cli.typed import Group
 from memfit.errors import UsageError
+from memfit.files import check_free, writing, written_whole
+from memfit.gpus import find_gpu
 from memfit.jobs.spellings import plain_name, split_names
 from memfit.jobs.workload import Workload
 
 if TYPE_CHECKING:
     from memfit.fitting.fit import Fitted
+    from memfit.jobfiles.file import JobFile
 
 WHAT = {
     "forward": "Make a forward pass fit.",
@@ -52,7 +57,11 @@ GLOBAL_FLAG = typer.Option(
 )
 LADDER_FLAG = typer.Option("--ladder", help="Show how far the micro-batch can go, from safe to all of the card.")
 EMIT_FLAG = typer.Option(
-    "--emit", metavar="yaml|args|python", show_default=False, help="Write the fitted job to stdout in this form."
+    "--emit",
+    metavar="yaml|args|python",
+    show_default=False,
+    help="Write the fitted job to stdout in this form; of "
+    "--from, by its format or to a FILE: the same file with only the needed keys changed.",
 )
 
 EXTRA: dict[str, tuple[Any, Any]] = {
@@ -68,9 +77,12 @@ OF_TRAINING: dict[str, tuple[Any, Any]] = {
     **HOW_MUCH,
 }
 
+FORCE = (Annotated[bool, typer.Option("--force", "-f", help="Overwrite the file of --emit if it is there.")], False)
+SUMMARY = "Find the smallest set of changes with which a job fits a card: each set predicted, the cheapest first."
+
 fit = typer.Typer(
     cls=Group,
-    help="Find the smallest set of changes with which a job fits a card: each set predicted, the cheapest first.",
+    help=SUMMARY,
     short_help="Find the smallest change that makes a job fit.",
     epilog=output.example(EXAMPLES["lora"]),
     no_args_is_help=True,
@@ -90,22 +102,52 @@ def _fit(
     steps: str | None = None,
     tokens: str | None = None,
 ) -> int:
-    workload = read_workload(typed, gpu)
-    much = how_much(steps, tokens)
+    return _answer(
+        read_workload(typed, gpu), None, gpu=gpu, keep=keep, margin=margin, emit=emit, json=json,
+        global_batch=global_batch, ladder=ladder, much=how_much(steps, tokens), force=False,
+    )  # fmt: skip
+
+
+def _fit_file(job: JobFile, *, gpu: str | None, steps: str | None, tokens: str | None, **asked: Any) -> int:
+    if gpu is None:
+        raise UsageError("missing option '--gpu'", hint="the card, as 24GB or 'RTX 4090'")
+    find_gpu(gpu)
+    return _answer(job.workload, job, gpu=gpu, much=how_much(steps, tokens), **asked)
+
+
+def _answer(
+    workload: Workload,
+    job: JobFile | None,
+    *,
+    gpu: str,
+    keep: list[str] | None,
+    margin: str,
+    emit: str | None,
+    json: bool,
+    global_batch: str | None,
+    ladder: bool,
+    much: dict[str, int],
+    force: bool,
+) -> int:
     if much and (ladder or emit is not None):
         other = "--ladder" if ladder else "--emit"
         raise UsageError(f"--{next(iter(much))} has no effect with {other}", hint=f"without {other} the time is told")
-    _check_together(emit, json, ladder)
+    _check_together(emit, json, ladder, job, force)
+    kept = [plain_name(name) for name in split_names(keep or [])]
+    if job is not None:
+        _ = workload.source
+        kept += [name for name in job.kept if name not in kept]
     asked: dict[str, Any] = {
-        "gpu": gpu, "keep": [plain_name(name) for name in split_names(keep or [])], "margin": _share(margin),
-        "global_batch": _rows(global_batch),
+        "gpu": gpu, "keep": kept, "margin": _share(margin), "global_batch": _rows(global_batch),
     }  # fmt: skip
     if ladder:
         return _ladder(workload, json=json, **asked)
     with output.working(f"fitting {workload.model}"):
         fitted = memfit.fit(workload, **asked, steps=much.get("steps"), tokens=much.get("tokens"))
+    if job is not None:
+        fitted = dataclasses.replace(fitted, job_file=job.to_json())
     if emit is not None:
-        return _emit(fitted, emit)
+        return _emit(fitted, emit, job)
     output.tell(fitted, json=json)
     return 0 if fitted.fits else FAILS
 
@@ -117,25 +159,44 @@ def _ladder(workload: Workload, *, json: bool, **asked: Any) -> int:
     return 0 if made.rungs else FAILS
 
 
-def _emit(fitted: Fitted, form: str) -> int:
-    from memfit.fitting.emit import emit, headline
+def _emit(fitted: Fitted, form: str, job: JobFile | None) -> int:
+    from memfit.fitting.emit import FORMS, emit, headline
 
     if not fitted.fits:
         output.complain("nothing fits, so nothing was written", "without --emit the nearest set is shown")
         return FAILS
-    text = emit(fitted, form)
+    text = emit(fitted, form) if form in FORMS or job is None else job.write(fitted.fitted)
     output.note(headline(fitted))
+    if form not in FORMS and job is not None and form not in [each.name for each in job.formats]:
+        place = Path(form)
+        with writing(place, "--emit"), written_whole(place) as beside:
+            beside.write_text(text, encoding="utf-8")
+        output.note(f"written to {place}")
+        return 0
     output.say(text.rstrip("\n"))
     return 0
 
 
-def _check_together(emit: str | None, json: bool, ladder: bool) -> None:
+def _check_together(emit: str | None, json: bool, ladder: bool, job: JobFile | None, force: bool) -> None:
     from memfit.fitting.emit import FORMS
 
     if emit is not None and emit not in FORMS:
-        raise UsageError(f"--emit {emit!r} is not one of {', '.join(FORMS)}")
+        _check_written_back(emit, job, force)
     if emit is not None and (json or ladder):
         raise UsageError(f"--emit and {'--json' if json else '--ladder'} both say what is printed", hint="give one")
+
+
+def _check_written_back(emit: str, job: JobFile | None, force: bool) -> None:
+    """The name of the file's own format, or a file to write."""
+    from memfit.fitting.emit import FORMS
+
+    own = [each.name for each in job.formats] if job else []
+    if emit in own:
+        return
+    if job is None or not Path(emit).suffix:
+        files = f", or a file such as fitted{job.files[0].suffix}" if job else ""
+        raise UsageError(f"--emit {emit!r} is not one of {', '.join([*FORMS, *own])}{files}")
+    check_free(Path(emit), "--emit", force, inputs=job.files)
 
 
 def _share(text: str) -> float:
@@ -153,4 +214,8 @@ def _rows(text: str | None) -> int | None:
     return int(text)
 
 
+add_job_files(
+    fit, _fit_file, {**EXTRA, "gpu": (Annotated[str | None, GPU_FLAG], None), **OF_TRAINING, "force": FORCE},
+    summary=SUMMARY, needed="memfit fit lora --model qwen2.5-7b --gpu 24GB, or memfit fit --from train.yaml --gpu 24GB",
+)  # fmt: skip
 add_kinds(fit, _fit, EXTRA, of_training=OF_TRAINING, what=WHAT, examples=EXAMPLES)

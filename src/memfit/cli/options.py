@@ -72,6 +72,44 @@ def with_any_option(run: Callable[..., int], extra: Mapping[str, tuple[Any, Any]
     return _command(names, {**extra, **{name: _unset(*_option(name)) for name in names}}, run)
 
 
+def add_job_files(
+    group: typer.Typer, ask: Callable[..., int], extra: Mapping[str, tuple[Any, Any]], *, summary: str, needed: str
+) -> None:
+    """The group itself as a command, for `--from`: `ask(job, **more)`. Flags of every kind of job replace what the file
+    says; help lists them by kind."""
+
+    def run(
+        *, from_: list[str] | None, from_format: str | None, without: list[str] | None, kind: str | None, **given: Any
+    ) -> int:
+        more = {name: given.pop(name) for name in extra}
+        if not from_:
+            _refuse_without_file(needed, {"--from-format": from_format, "--without": without, "--kind": kind})
+            return ask(None, typed=read_settings(given), **more)
+        if kind is not None and kind not in KINDS:
+            raise UsageError(f"--kind {kind!r} is not one of {', '.join(KINDS)}")
+        from memfit.jobfiles.file import read_job
+
+        typed = {**read_settings(given), **({"kind": kind} if kind else {})}
+        return ask(read_job(*from_, format=from_format, without=split_names(without or []), **typed), **more)
+
+    made = with_any_option(run, {**FROM, **extra})
+    for parameter in inspect.signature(made).parameters.values():
+        if (info := _info(parameter)) is not None and info.rich_help_panel == "The job":
+            info.hidden = True
+    group.callback(invoke_without_command=True, no_args_is_help=bool(needed), cls=group.info.cls, help=summary)(made)
+
+
+def _info(parameter: inspect.Parameter) -> Any:
+    return next((each for each in get_args(parameter.annotation) if hasattr(each, "rich_help_panel")), None)
+
+
+def _refuse_without_file(needed: str, of_files: Mapping[str, object]) -> None:
+    if said := [name for name, value in of_files.items() if value]:
+        raise UsageError(f"{said[0]} is for a job file, and no --from is given")
+    if needed:
+        raise UsageError("no kind of job is named, and no job file", hint=needed)
+
+
 def _unset(annotation: Any, _: Any) -> tuple[Any, None]:
     kind, info = get_args(annotation)
     info.show_default, info.rich_help_panel = False, "The job"
@@ -132,6 +170,7 @@ def _command(
 
     def command(context: typer.Context, **given: Any) -> int:
         if context.invoked_subcommand is not None:  # of a group, and that one does it
+            _refuse_before(context)
             return 0
         rest = {name: value for name, value in given.items() if name not in names}
         return run(**{name: given[name] for name in names if _was_typed(context, name)}, **rest)
@@ -139,6 +178,13 @@ def _command(
     command.__signature__ = inspect.Signature(parameters, return_annotation=int)  # type: ignore[attr-defined]
     command.__annotations__ = {p.name: p.annotation for p in parameters} | {"return": int}
     return command
+
+
+def _refuse_before(context: typer.Context) -> None:
+    typed = [each for each in context.command.params if each.name and _was_typed(context, each.name)]
+    if typed:
+        flags = f"{typed[0].opts[0]} stands before {context.invoked_subcommand}"
+        raise UsageError(flags, hint="write flags after the kind")
 
 
 def _was_typed(context: typer.Context, name: str) -> bool:
@@ -180,6 +226,59 @@ def _value(name: str, given: Any) -> Any:
             raise UsageError(f"{flag(name)} {given!r} is not {NUMBERS[kind]}") from error
     return plain_value(name, given)
 
+
+FROM: dict[str, tuple[Any, Any]] = {
+    "from_": (
+        Annotated[
+            list[str] | None,
+            typer.Option(
+                "--from",
+                metavar="FILE",
+                show_default=False,
+                help="A job file of LLaMA-Factory, Axolotl, torchtune or the HF Trainer; beside it, again, one of "
+                "accelerate. Flags of the kinds below replace what it says.",
+            ),
+        ],
+        None,
+    ),
+    "from_format": (
+        Annotated[
+            str | None,
+            typer.Option(
+                "--from-format",
+                metavar="NAME",
+                show_default=False,
+                help="llamafactory, axolotl, torchtune, huggingface, accelerate, deepspeed. Default: told by its keys.",
+            ),
+        ],
+        None,
+    ),
+    "without": (
+        Annotated[
+            list[str] | None,
+            typer.Option(
+                "--without",
+                metavar="KEYS",
+                show_default=False,
+                help="Keys of the file that are taken as if they were not there.",
+            ),
+        ],
+        None,
+    ),
+    "kind": (
+        Annotated[
+            str | None,
+            typer.Option(
+                "--kind",
+                metavar="train|lora",
+                show_default=False,
+                help="Where the file does not say it. Default: lora where a flag is one of adapters.",
+            ),
+        ],
+        None,
+    ),
+}
+"""What `plan`, `fit` and `check` have for job files of other tools."""
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout instead of the report.")]
 

@@ -12,14 +12,16 @@ import typer
 import memfit
 from memfit.cli import output
 from memfit.cli.batch import batch
-from memfit.cli.options import HOW_MUCH, Json, add_kinds, how_much, read_workload
+from memfit.cli.options import HOW_MUCH, Json, add_job_files, add_kinds, how_much, read_workload
 from memfit.cli.script import script
 from memfit.cli.typed import Command, Group
 from memfit.errors import UsageError
 from memfit.files import check_free, files_of_model, writing
+from memfit.gpus import find_gpu
 from memfit.jobs.workload import Workload
 
 if TYPE_CHECKING:
+    from memfit.jobfiles.file import JobFile
     from memfit.planning.predict import Plan
 
 FAILS = 1
@@ -57,9 +59,11 @@ EXTRA: dict[str, tuple[Any, Any]] = {
     "no_trace_cache": (Annotated[bool, NO_CACHE_FLAG], False),
 }
 
+SUMMARY = "Predict a job's peak memory, without a GPU: allocated, reserved, device; what is alive; whether it fits."
+
 plan = typer.Typer(
     cls=Group,
-    help="Predict a job's peak memory, without a GPU: allocated, reserved, device; what is alive; whether it fits.",
+    help=SUMMARY,
     short_help="Predict a job's peak memory, without a GPU.",
     epilog=output.example(EXAMPLES["lora"]),
     no_args_is_help=True,
@@ -77,15 +81,38 @@ def _plan(
     steps: str | None = None,
     tokens: str | None = None,
 ) -> int:
-    workload = read_workload(typed, gpu)
-    asked = how_much(steps, tokens)
+    return _tell(
+        read_workload(typed, gpu), None, gpu=gpu, json=json, save_trace=save_trace, force=force,
+        no_trace_cache=no_trace_cache, asked=how_much(steps, tokens),
+    )  # fmt: skip
+
+
+def _plan_file(job: JobFile, *, gpu: str | None, steps: str | None, tokens: str | None, **asked: Any) -> int:
+    if gpu is not None:
+        find_gpu(gpu)
+    return _tell(job.workload, job, gpu=gpu, asked=how_much(steps, tokens), **asked)
+
+
+def _tell(
+    workload: Workload,
+    job: JobFile | None,
+    *,
+    gpu: str | None,
+    json: bool,
+    save_trace: Path | None,
+    force: bool,
+    no_trace_cache: bool,
+    asked: dict[str, int],
+) -> int:
     if asked and gpu is None:
         raise UsageError(f"--{next(iter(asked))}: no card is named whose time could be told", hint="--gpu 'RTX 4090'")
     if save_trace is not None:
-        check_free(save_trace, "--save-trace", force, inputs=files_of_model(workload.model))
+        inputs = [*files_of_model(workload.model), *(job.files if job else ())]
+        check_free(save_trace, "--save-trace", force, inputs=inputs)
     with output.working(f"tracing {workload.model}"):
         made = memfit.predict(workload, gpu=gpu, trace_cache=not no_trace_cache, stacks=save_trace is not None)
-        made = dataclasses.replace(made, duration=_duration(made, workload, asked))
+        from_file = job.to_json() if job else None
+        made = dataclasses.replace(made, duration=_duration(made, workload, asked), job_file=from_file)
     if save_trace is not None:
         with writing(save_trace, "--save-trace"):
             made.trace.save(save_trace)
@@ -106,6 +133,10 @@ def _duration(made: Plan, workload: Workload, asked: dict[str, int]) -> dict[str
 
 
 add_kinds(plan, _plan, EXTRA, of_training=HOW_MUCH, what=WHAT, examples=EXAMPLES)
+add_job_files(
+    plan, _plan_file, {**EXTRA, **HOW_MUCH}, summary=SUMMARY,
+    needed="memfit plan lora --model qwen2.5-7b, or memfit plan --from train.yaml",
+)  # fmt: skip
 plan.command(
     cls=Command,
     epilog=output.example("memfit plan batch examples/sweep.jsonl --gpu 24GB | jq -c '[.id, .verdict]'"),

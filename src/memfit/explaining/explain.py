@@ -106,7 +106,7 @@ def explain(
     """Explain a message, a log, a snapshot, a memory log or a run's folder.
 
     `settings` are those of `memfit plan`, as many as are known: the model names the tensor, a whole job lets savings be
-    predicted (`predict=False` leaves that out). `config` is one of `memfit train`."""
+    predicted (`predict=False` leaves that out). `config` is one of `memfit train`, or another tool's job file."""
     started = time.perf_counter()
     if not (isinstance(text_or_path, (str, bytes, os.PathLike)) or hasattr(text_or_path, "read")):
         raise UsageError(f"there is nothing to explain in {text_or_path!r}", hint="a message, a path or an open file")
@@ -188,9 +188,14 @@ def _configured(source: Input, config: str | None, given: Mapping[str, Any], not
     if config is None and source.config is None:
         return None
     from memfit.explaining.job import workload_of_config
+    from memfit.jobfiles.file import is_job_file, read_job
 
     said = given.get("world_size", source.result.get("world_size"))
     world_size = said if isinstance(said, int) and said > 0 else 1
+    if config is not None and is_job_file(config):
+        job = read_job(config, **given)
+        notes += [f"{job.where} ({job.formats[0].title}): {line}" for line in job.in_lines()]
+        return job.workload
     if config is not None:
         return workload_of_config(config, world_size=world_size)
     try:

@@ -172,6 +172,8 @@ class Fitted(Shown):
     notes: tuple[str, ...]
     predictions: int
     seconds: float
+    job_file: dict[str, Any] | None = None
+    """Of a job that was read from another tool's file: what became of each key (`jobfiles/file.py`)."""
     duration: Duration | None = None
     """How long it takes with the changes; None where that cannot be told, or it does not run."""
 
@@ -193,6 +195,7 @@ class Fitted(Shown):
         return {
             "schema": SCHEMA,
             "answer": self.answer,
+            **({} if self.job_file is None else {"from": self.job_file}),
             "workload": self.workload.document(),
             "model": {
                 "name": self.workload.model,

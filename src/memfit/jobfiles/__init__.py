@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 DOOR = {
-    "file": "JobFile read_job",
+    "file": "JobFile is_job_file read_job",
 }
 """What other rooms may use, by file."""

@@ -19,7 +19,7 @@ from memfit.jobfiles.huggingface import (
     written_optimizer,
     written_rows,
 )
-from memfit.jobfiles.keys import NOT_MODELLED, Edits, Format, Key, Refused, Values
+from memfit.jobfiles.keys import NOT_MODELLED, Edits, JobFormat, FileKey, Refused, KeyValues
 
 FLAGS_OF_ATTENTION = {
     "xformers_attention": "xformers", "sage_attention": "sage", "flex_attention": "flex_attention",
@@ -31,38 +31,38 @@ FOR_MANY_SAMPLES = ("flash_attention_2", "flash_attention_3")
 PLANNED = {"sdpa": "sdpa", "eager": "eager", "flash_attention_2": "sdpa", "flash_attention_3": "sdpa"}
 
 KEYS = {
-    "base_model": Key(None, "text"),
-    "adapter": Key(None, "text"),
-    "load_in_8bit": Key(False, "yes"),
-    "load_in_4bit": Key(False, "yes"),
-    "lora_r": Key(None, "whole"),
-    "lora_dropout": Key(0.0, "number"),
-    "lora_target_modules": Key((), "names"),
-    "lora_target_linear": Key(False, "yes"),
-    "peft_use_dora": Key(False, "yes"),
-    "peft_autocast_adapter_dtype": Key(True, "yes"),
-    "sequence_len": Key(512, "whole"),
-    "sample_packing": Key(False, "yes"),
-    "multipack_real_batches": Key(None, "yes"),
-    "pad_to_sequence_len": Key(None, "yes"),
-    "pad_to_multiple_of": Key(64, "whole"),
-    "micro_batch_size": Key(1, "whole"),
-    "gradient_accumulation_steps": Key(None, "whole"),
-    "batch_size": Key(None, "whole"),
-    "eval_batch_size": Key(None, "whole"),
-    "optimizer": Key("adamw_torch_fused", "text"),
-    "max_grad_norm": Key(1.0, "number"),
-    "bf16": Key("auto"),
-    "fp16": Key(False, "yes"),
-    "bfloat16": Key(False, "yes"),
-    "float16": Key(False, "yes"),
-    "gradient_checkpointing": Key(False),
-    "gradient_checkpointing_kwargs": Key(None),
-    "attn_implementation": Key(None, "text"),
-    **{name: Key(False, "yes") for name in (*FLAGS_OF_ATTENTION, *FUSED)},
-    "fsdp": Key(None),
-    "fsdp_config": Key(None),
-    "fsdp_version": Key(None, "whole"),
+    "base_model": FileKey(None, "text"),
+    "adapter": FileKey(None, "text"),
+    "load_in_8bit": FileKey(False, "yes"),
+    "load_in_4bit": FileKey(False, "yes"),
+    "lora_r": FileKey(None, "whole"),
+    "lora_dropout": FileKey(0.0, "number"),
+    "lora_target_modules": FileKey((), "names"),
+    "lora_target_linear": FileKey(False, "yes"),
+    "peft_use_dora": FileKey(False, "yes"),
+    "peft_autocast_adapter_dtype": FileKey(True, "yes"),
+    "sequence_len": FileKey(512, "whole"),
+    "sample_packing": FileKey(False, "yes"),
+    "multipack_real_batches": FileKey(None, "yes"),
+    "pad_to_sequence_len": FileKey(None, "yes"),
+    "pad_to_multiple_of": FileKey(64, "whole"),
+    "micro_batch_size": FileKey(1, "whole"),
+    "gradient_accumulation_steps": FileKey(None, "whole"),
+    "batch_size": FileKey(None, "whole"),
+    "eval_batch_size": FileKey(None, "whole"),
+    "optimizer": FileKey("adamw_torch_fused", "text"),
+    "max_grad_norm": FileKey(1.0, "number"),
+    "bf16": FileKey("auto"),
+    "fp16": FileKey(False, "yes"),
+    "bfloat16": FileKey(False, "yes"),
+    "float16": FileKey(False, "yes"),
+    "gradient_checkpointing": FileKey(False),
+    "gradient_checkpointing_kwargs": FileKey(None),
+    "attn_implementation": FileKey(None, "text"),
+    **{name: FileKey(False, "yes") for name in (*FLAGS_OF_ATTENTION, *FUSED)},
+    "fsdp": FileKey(None),
+    "fsdp_config": FileKey(None),
+    "fsdp_version": FileKey(None, "whole"),
 }
 IDLE = (
     "strict base_model_config base_model_ignore_patterns model_type tokenizer_* processor_* trust_remote_code datasets "
@@ -80,7 +80,7 @@ IDLE = (
 )
 FUSED_WORDS = "fused LoRA kernels keep other tensors than peft's layers"
 REFUSED = {
-    **{name: each for name, each in TRAINER_REFUSED.items() if name not in ("use_liger_kernel",)},
+    **{name: each for name, each in TRAINER_REFUSED.items() if name != "use_liger_kernel"},
     "deepspeed": Refused(ENGINE, (None, "", False), instead=("parallel",)),
     "rl": Refused("it trains with more than one pass or model; supervised training is planned", (None, "")),
     "reward_model": Refused("reward models are not planned"),
@@ -128,19 +128,20 @@ REFUSED = {
 }
 
 
-def _settle(values: Values) -> dict[str, Any]:
+def _settle(values: KeyValues) -> dict[str, Any]:
     attention, half = _attention(values), _half(values)
     made: dict[str, Any] = {
         "loop": "trainer", "clip_grad": values["max_grad_norm"] > 0, **_checkpointing(values),
-        **optimizer_setting(values, "optimizer"), **fsdp_settings(values, values["fsdp_version"]), **_method(values, half, attention),
-        **_rows(values, attention), "attention": PLANNED.get(attention or "sdpa", "sdpa"),
+        **optimizer_setting(values, "optimizer"), **fsdp_settings(values, values["fsdp_version"] or 1),
+        **_method(values, half, attention), **_rows(values, attention),
+        "attention": PLANNED.get(attention or "sdpa", "sdpa"),
     }  # fmt: skip
     if values["base_model"]:
         made["model"] = values["base_model"]
     return made
 
 
-def _attention(values: Values) -> str | None:
+def _attention(values: KeyValues) -> str | None:
     said = values["attn_implementation"]
     found = said or next((name for key, name in FLAGS_OF_ATTENTION.items() if values[key]), None)
     key = "attn_implementation" if said else next((k for k, name in FLAGS_OF_ATTENTION.items() if name == found), "")
@@ -151,7 +152,7 @@ def _attention(values: Values) -> str | None:
     return found
 
 
-def _half(values: Values) -> tuple[str | None, str | None]:
+def _half(values: KeyValues) -> tuple[str | None, str | None]:
     """(the type of the weights, that of the autocast region); None is fp32, and no region."""
     bf16, fp16 = values["bf16"], values["fp16"]
     if bf16 not in (True, False, "auto", "full"):
@@ -163,7 +164,7 @@ def _half(values: Values) -> tuple[str | None, str | None]:
     return loaded or ("fp16" if region == "fp16" or values["float16"] or values["load_in_8bit"] else None), region
 
 
-def _method(values: Values, half: tuple[str | None, str | None], attention: str | None) -> dict[str, Any]:
+def _method(values: KeyValues, half: tuple[str | None, str | None], attention: str | None) -> dict[str, Any]:
     loaded, region = half
     types = {"precision": loaded or "fp32", **({"autocast": region} if region else {})}
     adapter = values["adapter"]
@@ -194,7 +195,7 @@ def _method(values: Values, half: tuple[str | None, str | None], attention: str 
     }  # fmt: skip
 
 
-def _fused_kernels(values: Values) -> None:
+def _fused_kernels(values: KeyValues) -> None:
     """Axolotl switches them on by itself, unless one of them is said or the weights are of 8 bits."""
     said = [name for name in FUSED if values.has(name)]
     for name in (name for name in said if values[name]):
@@ -205,7 +206,7 @@ def _fused_kernels(values: Values) -> None:
         )
 
 
-def _quantised(values: Values, loaded: str | None) -> dict[str, Any]:
+def _quantised(values: KeyValues, loaded: str | None) -> dict[str, Any]:
     four, eight = values["load_in_4bit"], values["load_in_8bit"]
     if four and eight:
         values.refuse("load_in_8bit", "load_in_4bit is yes too")
@@ -214,7 +215,7 @@ def _quantised(values: Values, loaded: str | None) -> dict[str, Any]:
     return {"quant": "int8", "kbit_prepare": False} if eight else {}
 
 
-def _checkpointing(values: Values) -> dict[str, Any]:
+def _checkpointing(values: KeyValues) -> dict[str, Any]:
     wanted, kwargs = values["gradient_checkpointing"], values["gradient_checkpointing_kwargs"]
     if wanted not in (True, False, None):
         values.refuse(
@@ -222,11 +223,11 @@ def _checkpointing(values: Values) -> dict[str, Any]:
         )
         return {}
     reentrant = kwargs.get("use_reentrant", True) if isinstance(kwargs, dict) else True
-    note_reentrant(values, bool(wanted and reentrant))
+    note_reentrant(values, bool(wanted and reentrant), "lora" if values["adapter"] else "train")
     return {"grad_checkpointing": bool(wanted)}
 
 
-def _rows(values: Values, attention: str | None) -> dict[str, Any]:
+def _rows(values: KeyValues, attention: str | None) -> dict[str, Any]:
     """Those of the file, as long as they may be; packed ones of a batch are one row."""
     rows, length, whole = values["micro_batch_size"], values["sequence_len"], values["batch_size"]
     steps = values["gradient_accumulation_steps"] or (max(whole // rows, 1) if whole and rows else 1)
@@ -256,7 +257,7 @@ def _written_quant(value: str) -> Edits:
     return {"adapter": "qlora", "load_in_4bit": True, "load_in_8bit": False}
 
 
-AXOLOTL = Format(
+AXOLOTL = JobFormat(
     name="axolotl",
     title="Axolotl",
     keys=KEYS,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from memfit.errors import InputError, UnknownName, UsageError
 from memfit.jobfiles.axolotl import AXOLOTL
 from memfit.jobfiles.edit import with_heading, with_values
 from memfit.jobfiles.huggingface import HUGGINGFACE
-from memfit.jobfiles.keys import Format, Values
+from memfit.jobfiles.keys import JobFormat, KeyValues
 from memfit.jobfiles.launchers import ACCELERATE, DEEPSPEED
 from memfit.jobfiles.llamafactory import LLAMAFACTORY
 from memfit.jobfiles.torchtune import TORCHTUNE
@@ -52,7 +52,7 @@ class JobFile:
     """One job file, or several that go together, as settings of memfit. `to_json()` says what became of each key."""
 
     files: tuple[Path, ...]
-    formats: tuple[Format, ...]
+    formats: tuple[JobFormat, ...]
     texts: tuple[str, ...]
     settings: Mapping[str, Any]
     """All of the job's, those of flags too."""
@@ -84,6 +84,17 @@ class JobFile:
             "unknown": list(self.unknown), "left_out": list(self.left_out), "by_flags": _plain(self.asked),
             "notes": list(self.notes),
         }  # fmt: skip
+
+    def in_lines(self) -> Iterator[str]:
+        """What a person should know of it beside the figures."""
+        yield from self.notes
+        for names, what in (
+            (self.unknown, "unknown keys, which may mean anything"),
+            (self.left_out, "planned as if these keys were not there"),
+            (self.idle, "of no influence on memory"),
+        ):
+            if names:
+                yield f"{what}: {', '.join(names)}"
 
     @property
     def kept(self) -> tuple[str, ...]:
@@ -120,7 +131,8 @@ class JobFile:
         given = {name: value for name, value in self.asked.items() if name not in changed or name not in self._writable}
         again = _read(self.files[0], text, self.formats[0], given, self.left_out)
         made = Workload.from_mapping({**again.settings, "alloc_conf": fitted.alloc_conf}, asked=given)
-        wrong = [name for name, value in fitted.settings().items() if made.settings().get(name) != value]
+        same = {**made.settings(), "padding": fitted.padding}  # a file with fewer rows has no mask, and takes less
+        wrong = [name for name, value in fitted.settings().items() if same.get(name) != value]
         if wrong:
             raise UsageError(
                 f"{self.where}: no key of {self.formats[0].title} says {', '.join(flag(name) for name in wrong)}",
@@ -149,7 +161,7 @@ def read_job(*files: str | Path, format: str | None = None, without: Collection[
     return parts[0] if len(parts) == 1 else _together(parts, settings)
 
 
-def told_by_keys(document: Mapping[str, Any], where: str) -> Format:
+def told_by_keys(document: Mapping[str, Any], where: str) -> JobFormat:
     found = next((name for name, keys in TOLD_BY.items() if any(key in document for key in keys)), None)
     if found is None or any(key in document for key in OF_OTHER_KINDS):
         raise InputError(
@@ -170,9 +182,9 @@ def is_job_file(path: str) -> bool:
     return not own and any(key in document for keys in tools for key in keys)
 
 
-def _read(path: Path, text: str, form: Format, given: Mapping[str, Any], without: Collection[str]) -> JobFile:
+def _read(path: Path, text: str, form: JobFormat, given: Mapping[str, Any], without: Collection[str]) -> JobFile:
     document = _parsed(path, text)
-    values = Values(form, f"'{path}'", document, given, str(path.parent), tuple(without))
+    values = KeyValues(form, f"'{path}'", document, given, str(path.parent), tuple(without))
     settings = form.settle(values)
     _tell_stage(values, path)
     values.check()
@@ -218,7 +230,7 @@ def _merged(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     return {key: value for part in parts for key, value in part.items()}
 
 
-def _tell_stage(values: Values, path: Path) -> None:
+def _tell_stage(values: KeyValues, path: Path) -> None:
     """Of a DeepSpeed config that lies beside: its stage, for the error."""
     said, problem = values.document.get("deepspeed"), values.problems.get("deepspeed")
     if problem is None or not isinstance(said, str):

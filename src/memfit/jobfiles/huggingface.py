@@ -8,22 +8,23 @@ from __future__ import annotations
 
 from typing import Any
 
-from memfit.jobfiles.keys import NOT_MODELLED, Edits, Format, Key, Refused, Values
+from memfit.jobfiles.keys import NOT_MODELLED, Edits, JobFormat, FileKey, Refused, KeyValues
 from memfit.jobs.training.config_names import OPTIMIZERS, TRAINER_NAMES
 
 TRAINER_KEYS = {
-    "per_device_train_batch_size": Key(8, "whole"),
-    "gradient_accumulation_steps": Key(1, "whole"),
-    "optim": Key("adamw_torch_fused", "text"),
-    "max_grad_norm": Key(1.0, "number"),
-    "bf16": Key(False, "yes"),
-    "fp16": Key(False, "yes"),
-    "gradient_checkpointing": Key(False, "yes"),
-    "gradient_checkpointing_kwargs": Key(None),
-    "eval_strategy": Key("no"),
-    "per_device_eval_batch_size": Key(8, "whole"),
-    "fsdp": Key(None),
-    "fsdp_config": Key(None),
+    "per_device_train_batch_size": FileKey(8, "whole"),
+    "gradient_accumulation_steps": FileKey(1, "whole"),
+    "optim": FileKey("adamw_torch_fused", "text"),
+    "max_grad_norm": FileKey(1.0, "number"),
+    "bf16": FileKey(False, "yes"),
+    "fp16": FileKey(False, "yes"),
+    "gradient_checkpointing": FileKey(False, "yes"),
+    "gradient_checkpointing_kwargs": FileKey(None),
+    "eval_strategy": FileKey("no"),
+    "evaluation_strategy": FileKey("no"),
+    "per_device_eval_batch_size": FileKey(8, "whole"),
+    "fsdp": FileKey(None),
+    "fsdp_config": FileKey(None),
 }
 """What decides memory, wherever the Trainer trains."""
 
@@ -32,14 +33,16 @@ TRAINER_IDLE = (
     "warmup_steps warmup_ratio optim_args weight_decay adam_beta1 adam_beta2 adam_epsilon tf32 logging_* log_* "
     "average_tokens_across_devices bf16_full_eval fp16_full_eval bf16_backend half_precision_backend use_cache "
     "include_num_input_tokens_seen include_tokens_per_second disable_tqdm report_to run_name project trackio_* eval_* "
-    "evaluation_strategy prediction_loss_only include_for_metrics include_inputs_for_metrics batch_eval_metrics save_* "
+    "prediction_loss_only include_for_metrics include_inputs_for_metrics batch_eval_metrics save_* "
     "enable_jit_checkpoint push_to_hub* hub_* load_best_model_at_end metric_for_best_model greater_is_better "
     "ignore_data_skip restore_callback_states_from_checkpoint seed data_seed accelerator_config dataloader_* "
     "remove_unused_columns label_names train_sampling_strategy group_by_length length_column_name "
     "ddp_find_unused_parameters ddp_broadcast_buffers ddp_backend ddp_timeout debug skip_memory_metrics do_train "
     "do_eval do_predict resume_from_checkpoint local_rank sortish_sampler predict_with_generate generation_* "
     "past_index no_cuda use_mps_device jit_mode_eval torch_compile_backend torch_compile_mode liger_kernel_config "
-    "split_batches per_gpu_* mp_parameters transformers_version _n_gpu distributed_state deepspeed_plugin"
+    "split_batches dispatch_batches per_gpu_* mp_parameters transformers_version _n_gpu distributed_state "
+    "deepspeed_plugin fp16_opt_level fp16_backend use_ipex tpu_* ray_scope torchdynamo use_legacy_prediction_loop "
+    "fsdp_min_num_params fsdp_transformer_layer_cls_to_wrap xpu_backend"
 )
 
 ENGINE = "DeepSpeed's engine keeps weights, gradients and states in buffers of its own"
@@ -57,12 +60,13 @@ TRAINER_REFUSED = {
     "ddp_bucket_cap_mb": Refused("DDP's buckets are planned at their usual 25 MB", (None, 25)),
     "ddp_static_graph": Refused("DDP is planned without a static graph"),
     "use_cpu": Refused("it trains on the CPU: nothing is on a GPU"),
+    "adafactor": Refused("give --optimizer adafactor", instead=("optimizer",)),
     "tp_size": Refused("tensor parallelism is not modelled", (0, 1)),
     "activation_offloading": Refused("TRL's offloading of activations is not modelled"),
 }
 
 
-def trainer_settings(values: Values) -> dict[str, Any]:
+def trainer_settings(values: KeyValues) -> dict[str, Any]:
     """What the Trainer itself decides: rows, optimizer, checkpointing, processes."""
     made: dict[str, Any] = {
         "loop": "trainer",
@@ -77,7 +81,7 @@ def trainer_settings(values: Values) -> dict[str, Any]:
     return made
 
 
-def optimizer_setting(values: Values, key: str) -> dict[str, Any]:
+def optimizer_setting(values: KeyValues, key: str) -> dict[str, Any]:
     name = values[key].lower()
     if name not in OPTIMIZERS:
         values.refuse(key, Refused(f"the optimizer {name} is not modelled", instead=("optimizer",)))
@@ -85,9 +89,10 @@ def optimizer_setting(values: Values, key: str) -> dict[str, Any]:
     return {"optimizer": OPTIMIZERS[name]}
 
 
-def note_evaluation(values: Values, rows: int) -> None:
+def note_evaluation(values: KeyValues, rows: int) -> None:
     """Passes without gradients; only where they have more rows can they be what is most."""
     wanted, evaluated = values["eval_strategy"], values["per_device_eval_batch_size"]
+    wanted = values["evaluation_strategy"] if wanted == "no" else wanted  # its name of before transformers 4.46
     if wanted not in ("no", None, False) and evaluated > rows:
         values.notes.append(
             f"{NOT_MODELLED} evaluation, with {evaluated} rows at a time (per_device_eval_batch_size) where training "
@@ -95,16 +100,22 @@ def note_evaluation(values: Values, rows: int) -> None:
         )
 
 
-def note_reentrant(values: Values, reentrant: bool) -> None:
-    if reentrant:
+def note_reentrant(values: KeyValues, reentrant: bool, kind: str) -> None:
+    """With frozen weights both kinds take the same; where all are trained, torch reserves a few percent more."""
+    if reentrant and kind == "train":
+        values.notes.append(
+            f"{NOT_MODELLED} reentrant checkpointing: planned as torch's other kind, which reserves less"
+        )
+    elif reentrant:
         values.notes.append("checkpointing is reentrant in this job; it is planned as torch's other kind")
 
 
-def fsdp_settings(values: Values, version: int | None = None) -> dict[str, Any]:
-    """FSDP2 shards after each forward pass, and nothing lies on the host. `version`: where it stands beside."""
+def fsdp_settings(values: KeyValues, version: int | None = None) -> dict[str, Any]:
+    """FSDP2 shards after each forward pass, and nothing lies on the host. `version`: where it stands beside; then the
+    config alone asks for it. A file of all TrainingArguments has one that says nothing."""
     wanted, config = values["fsdp"], values["fsdp_config"]
     config = {str(key).removeprefix("fsdp_"): each for key, each in config.items()} if isinstance(config, dict) else {}
-    if not wanted and not config:
+    if not wanted and not (config and version):
         return {}
     words = (
         wanted.split()
@@ -133,14 +144,14 @@ def _on(value: object) -> bool:
     return value in (True, "true", "True")
 
 
-def autocast_of(values: Values) -> str | None:
+def autocast_of(values: KeyValues) -> str | None:
     wanted = [name for name in ("bf16", "fp16") if values[name]]
     if len(wanted) == 2:
         values.refuse("fp16", "bf16 and fp16 are both yes")
     return wanted[0] if wanted else None
 
 
-def weights_unsaid(values: Values, autocast: str | None) -> dict[str, Any]:
+def weights_unsaid(values: KeyValues, autocast: str | None) -> dict[str, Any]:
     """Where the file has the autocast region, and flags the type of the weights."""
     said = values.given.get("precision")
     if said is not None:
@@ -166,17 +177,16 @@ OF_LORA = (
 )
 
 
-def kind_meant(values: Values) -> str:
+def kind_meant(values: KeyValues) -> str:
     """A setting of adapters means them."""
     return "lora" if any(name in values.given for name in OF_LORA) else "train"
 
 
-def _settle(values: Values) -> dict[str, Any]:
+def _settle(values: KeyValues) -> dict[str, Any]:
     made = trainer_settings(values)
     kwargs = values["gradient_checkpointing_kwargs"]
-    note_reentrant(
-        values, isinstance(kwargs, dict) and bool(kwargs.get("use_reentrant")) and made["grad_checkpointing"]
-    )
+    reentrant = isinstance(kwargs, dict) and bool(kwargs.get("use_reentrant"))
+    note_reentrant(values, reentrant and made["grad_checkpointing"], kind_meant(values))
     length = values["max_length"] or values["max_seq_length"]
     if values["packing"]:
         values.refuse("packing", "rows packed by TRL have masks of their own")
@@ -199,13 +209,13 @@ def _written_checkpointing(value: bool) -> Edits:
     return {"gradient_checkpointing": value, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
 
 
-HUGGINGFACE = Format(
+HUGGINGFACE = JobFormat(
     name="huggingface",
     title="TrainingArguments",
     keys={
-        **TRAINER_KEYS, "max_length": Key(None, "whole"), "max_seq_length": Key(None, "whole"),
-        "packing": Key(False, "yes"),
-        "model_name_or_path": Key(None, "text"),
+        **TRAINER_KEYS, "max_length": FileKey(None, "whole"), "max_seq_length": FileKey(None, "whole"),
+        "packing": FileKey(False, "yes"),
+        "model_name_or_path": FileKey(None, "text"),
     },
     idle=f"{TRAINER_IDLE} dataset_* eos_token pad_token chat_template_path assistant_only_loss completion_only_loss "
     "shuffle_dataset pad_to_multiple_of model_init_kwargs",

@@ -22,7 +22,7 @@ NOT_MODELLED = "not modelled:"
 
 
 @dataclass(frozen=True)
-class Key:
+class FileKey:
     """A key that decides memory."""
 
     default: Any
@@ -36,25 +36,25 @@ class Refused:
 
     why: str
     harmless: tuple[object, ...] = (False, 0, "")
-    """Values with which it does nothing."""
+    """KeyValues with which it does nothing."""
     instead: tuple[str, ...] = ()
     """Flags that say what to plan in its place."""
 
 
 Edits = Mapping[str, Any]
-"""Key, and the value that it is to have."""
+"""FileKey, and the value that it is to have."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Format:
+class JobFormat:
     name: str
     title: str
     """As the tool calls itself."""
-    keys: Mapping[str, Key]
+    keys: Mapping[str, FileKey]
     idle: str
     """Names, or patterns with a star, of keys without influence on memory."""
     refused: Mapping[str, Refused]
-    settle: Callable[[Values], dict[str, Any]]
+    settle: Callable[[KeyValues], dict[str, Any]]
     written: Mapping[str, Callable[[Any], Edits]] = field(default_factory=dict)
     """By setting: what to write for a new value."""
     nested: bool = False
@@ -69,10 +69,10 @@ class Format:
 
 
 @dataclass
-class Values:
+class KeyValues:
     """The values of one file, and what was found out about its keys while they were read."""
 
-    format: Format
+    format: JobFormat
     where: str
     document: Mapping[str, Any]
     given: Mapping[str, Any]
@@ -188,7 +188,10 @@ def _number(value: object) -> float | None:
 
 
 def _yes(value: object) -> bool | None:
-    return value if isinstance(value, bool) else {0: False, 1: True}.get(value) if isinstance(value, int) else None
+    """In JSON that people write, also as a word."""
+    if isinstance(value, (bool, int)):
+        return bool(value) if value in (0, 1) else None
+    return {"true": True, "false": False}.get(value.lower()) if isinstance(value, str) else None
 
 
 def _text(value: object) -> str | None:

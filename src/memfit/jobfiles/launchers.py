@@ -9,12 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 from memfit.jobfiles.huggingface import ENGINE, kind_meant, weights_unsaid
-from memfit.jobfiles.keys import Format, Key, Refused, Values
+from memfit.jobfiles.keys import JobFormat, FileKey, Refused, KeyValues
 
 ONE, DDP, FSDP = "NO", "MULTI_GPU", "FSDP"
 
 
-def _settle_accelerate(values: Values) -> dict[str, Any]:
+def _settle_accelerate(values: KeyValues) -> dict[str, Any]:
     kind, count = values["distributed_type"].upper(), values["num_processes"]
     made: dict[str, Any] = {"kind": kind_meant(values), **weights_unsaid(values, _autocast(values))}
     if kind not in (ONE, DDP, FSDP):
@@ -28,14 +28,14 @@ def _settle_accelerate(values: Values) -> dict[str, Any]:
     return made
 
 
-def _autocast(values: Values) -> str | None:
+def _autocast(values: KeyValues) -> str | None:
     said = values["mixed_precision"]
     if said not in ("no", "bf16", "fp16", False):
         values.refuse("mixed_precision", f"{said} is not modelled")
     return said if said in ("bf16", "fp16") else None
 
 
-def _fsdp(values: Values) -> dict[str, Any]:
+def _fsdp(values: KeyValues) -> dict[str, Any]:
     if values["fsdp_config.fsdp_version"] != 2:
         values.refuse("fsdp_config.fsdp_version", Refused("FSDP1 is not modelled, FSDP2 is", instead=("parallel",)))
     if values["fsdp_config.fsdp_reshard_after_forward"] not in (True, "FULL_SHARD"):
@@ -44,23 +44,24 @@ def _fsdp(values: Values) -> dict[str, Any]:
     return {"parallel": "fsdp2", **checkpointing}
 
 
-ACCELERATE = Format(
+ACCELERATE = JobFormat(
     name="accelerate",
     title="accelerate",
     nested=True,
     keys={
-        "distributed_type": Key(ONE, "text"),
-        "num_processes": Key(1, "whole"),
-        "mixed_precision": Key("no"),
-        "fsdp_config.fsdp_version": Key(1, "whole"),
-        "fsdp_config.fsdp_reshard_after_forward": Key(True),
-        "fsdp_config.fsdp_activation_checkpointing": Key(False, "yes"),
+        "distributed_type": FileKey(ONE, "text"),
+        "num_processes": FileKey(1, "whole"),
+        "mixed_precision": FileKey("no"),
+        "fsdp_config.fsdp_version": FileKey(1, "whole"),
+        "fsdp_config.fsdp_reshard_after_forward": FileKey(True),
+        "fsdp_config.fsdp_activation_checkpointing": FileKey(False, "yes"),
     },
     idle="compute_environment debug downcast_bf16 machine_rank main_* num_machines rdzv_* same_network tpu_* gpu_ids "
     "enable_cpu_affinity fsdp_config.fsdp_auto_wrap_policy fsdp_config.fsdp_cpu_ram_efficient_loading "
-    "fsdp_config.fsdp_state_dict_type fsdp_config.fsdp_sync_module_states fsdp_config.fsdp_transformer_layer_cls_to_wrap "
+    "fsdp_config.fsdp_state_dict_type fsdp_config.fsdp_sync_module_states "
+    "fsdp_config.fsdp_transformer_layer_cls_to_wrap "
     "fsdp_config.fsdp_backward_prefetch fsdp_config.fsdp_forward_prefetch fsdp_config.fsdp_use_orig_params "
-    "fsdp_config.fsdp_sharding_strategy fsdp_config.fsdp_min_num_params",
+    "fsdp_config.fsdp_sharding_strategy fsdp_config.fsdp_min_num_params parallelism_config.* deepspeed_config.*",
     refused={
         "fsdp_config.fsdp_offload_params": Refused("FSDP's offloading of weights is not modelled"),
         "deepspeed_config": Refused(ENGINE, (None, {}), instead=("parallel",)),
@@ -72,13 +73,16 @@ ACCELERATE = Format(
         "use_cpu": Refused("it trains on the CPU: nothing is on a GPU"),
         "megatron_lm_config": Refused("Megatron's engine is not modelled", (None, {})),
         "fp8_config": Refused("training in 8-bit floats is not modelled", (None, {})),
-        "parallelism_config": Refused("other parallelism is not modelled", (None, {})),
+        **{
+            f"parallelism_config.parallelism_config_{name}": Refused("other parallelism is not modelled", (None, 0, 1))
+            for name in ("dp_replicate_size", "tp_size", "cp_size", "sp_size")
+        },
     },
     settle=_settle_accelerate,
 )
 
 
-def _settle_deepspeed(values: Values) -> dict[str, Any]:
+def _settle_deepspeed(values: KeyValues) -> dict[str, Any]:
     stage = values["zero_optimization.stage"]
     values.refuse(
         "zero_optimization" if values.has("zero_optimization.stage") else "train_micro_batch_size_per_gpu",
@@ -97,20 +101,20 @@ def _settle_deepspeed(values: Values) -> dict[str, Any]:
     return made
 
 
-DEEPSPEED = Format(
+DEEPSPEED = JobFormat(
     name="deepspeed",
     title="DeepSpeed",
     nested=True,
     keys={
-        "zero_optimization.stage": Key(0, "whole"),
-        "train_micro_batch_size_per_gpu": Key("auto"),
-        "gradient_accumulation_steps": Key("auto"),
-        "gradient_clipping": Key("auto"),
-        "bf16.enabled": Key("auto"),
-        "fp16.enabled": Key("auto"),
+        "zero_optimization.stage": FileKey(0, "whole"),
+        "train_micro_batch_size_per_gpu": FileKey("auto"),
+        "gradient_accumulation_steps": FileKey("auto"),
+        "gradient_clipping": FileKey("auto"),
+        "bf16.enabled": FileKey("auto"),
+        "fp16.enabled": FileKey("auto"),
     },
-    idle="train_batch_size zero_allow_untested_optimizer steps_per_print wall_clock_breakdown zero_optimization.* fp16.* "
-    "bf16.* optimizer.* scheduler.* zero_force_ds_cpu_optimizer communication_data_type prescale_gradients "
+    idle="train_batch_size zero_allow_untested_optimizer steps_per_print wall_clock_breakdown zero_optimization.* "
+    "fp16.* bf16.* optimizer.* scheduler.* zero_force_ds_cpu_optimizer communication_data_type prescale_gradients "
     "zero_optimization dump_state",
     refused={},
     settle=_settle_deepspeed,

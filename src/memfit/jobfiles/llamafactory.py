@@ -19,29 +19,29 @@ from memfit.jobfiles.huggingface import (
     written_optimizer,
     written_rows,
 )
-from memfit.jobfiles.keys import Edits, Format, Key, Refused, Values
+from memfit.jobfiles.keys import Edits, JobFormat, FileKey, Refused, KeyValues
 
 KEYS = {
     **TRAINER_KEYS,
-    "model_name_or_path": Key(None, "text"),
-    "do_train": Key(False, "yes"),
-    "stage": Key("sft", "text"),
-    "finetuning_type": Key("lora", "text"),
-    "lora_rank": Key(8, "whole"),
-    "lora_dropout": Key(0.0, "number"),
-    "lora_target": Key(("all",), "names"),
-    "use_dora": Key(False, "yes"),
-    "pure_bf16": Key(False, "yes"),
-    "cutoff_len": Key(2048, "whole"),
-    "packing": Key(None, "yes"),
-    "flash_attn": Key("auto", "text"),
-    "disable_gradient_checkpointing": Key(False, "yes"),
-    "use_reentrant_gc": Key(True, "yes"),
-    "quantization_bit": Key(None, "whole"),
-    "quantization_method": Key("bnb", "text"),
-    "quantization_type": Key("nf4", "text"),
-    "double_quantization": Key(True, "yes"),
-    "ray_num_workers": Key(1, "whole"),
+    "model_name_or_path": FileKey(None, "text"),
+    "do_train": FileKey(False, "yes"),
+    "stage": FileKey("sft", "text"),
+    "finetuning_type": FileKey("lora", "text"),
+    "lora_rank": FileKey(8, "whole"),
+    "lora_dropout": FileKey(0.0, "number"),
+    "lora_target": FileKey(("all",), "names"),
+    "use_dora": FileKey(False, "yes"),
+    "pure_bf16": FileKey(False, "yes"),
+    "cutoff_len": FileKey(2048, "whole"),
+    "packing": FileKey(None, "yes"),
+    "flash_attn": FileKey("auto", "text"),
+    "disable_gradient_checkpointing": FileKey(False, "yes"),
+    "use_reentrant_gc": FileKey(True, "yes"),
+    "quantization_bit": FileKey(None, "whole"),
+    "quantization_method": FileKey("bnb", "text"),
+    "quantization_type": FileKey("nf4", "text"),
+    "double_quantization": FileKey(True, "yes"),
+    "ray_num_workers": FileKey(1, "whole"),
 }
 IDLE = (
     "trust_remote_code template dataset eval_dataset dataset_dir media_dir max_samples val_size overwrite_cache "
@@ -92,12 +92,13 @@ REFUSED = {
 ATTENTIONS = {"auto": "sdpa", "sdpa": "sdpa", "disabled": "eager", "fa2": "sdpa"}
 
 
-def _settle(values: Values) -> dict[str, Any]:
+def _settle(values: KeyValues) -> dict[str, Any]:
     made = {**trainer_settings(values), **_method(values), **_rows(values)}
     if values["model_name_or_path"]:
         made["model"] = values["model_name_or_path"]
     made["grad_checkpointing"] = made["grad_checkpointing"] or not values["disable_gradient_checkpointing"]
-    note_reentrant(values, made["grad_checkpointing"] and values["use_reentrant_gc"] and made.get("parallel") is None)
+    reentrant = made["grad_checkpointing"] and values["use_reentrant_gc"] and made.get("parallel") is None
+    note_reentrant(values, reentrant, made["kind"])
     attention = values["flash_attn"]
     if attention not in ATTENTIONS:
         values.refuse("flash_attn", Refused(f"attention by {attention} is not modelled", instead=("attention",)))
@@ -109,7 +110,7 @@ def _settle(values: Values) -> dict[str, Any]:
     return made
 
 
-def _method(values: Values) -> dict[str, Any]:
+def _method(values: KeyValues) -> dict[str, Any]:
     """Which weights are trained, and the types of all of them."""
     stage, method, autocast = values["stage"], values["finetuning_type"], autocast_of(values)
     if not values["do_train"]:
@@ -138,7 +139,7 @@ def _method(values: Values) -> dict[str, Any]:
     return {**made, **_quantised(values, half or "bf16")}
 
 
-def _quantised(values: Values, half: str) -> dict[str, Any]:
+def _quantised(values: KeyValues, half: str) -> dict[str, Any]:
     bits = values["quantization_bit"]
     if bits is None:
         return {}
@@ -157,7 +158,7 @@ def _quantised(values: Values, half: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _rows(values: Values) -> dict[str, Any]:
+def _rows(values: KeyValues) -> dict[str, Any]:
     """As long as they may be."""
     length, batch = values["cutoff_len"], values["per_device_train_batch_size"]
     if values["stage"] == "pt":
@@ -177,7 +178,7 @@ def _written_quant(value: str) -> Edits:
     }
 
 
-LLAMAFACTORY = Format(
+LLAMAFACTORY = JobFormat(
     name="llamafactory",
     title="LLaMA-Factory",
     keys=KEYS,

@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 from memfit.jobfiles.huggingface import written_rows
-from memfit.jobfiles.keys import NOT_MODELLED, Edits, Format, Key, Refused, Values
+from memfit.jobfiles.keys import NOT_MODELLED, Edits, JobFormat, FileKey, Refused, KeyValues
 from memfit.models.presets import find_preset
 
 OPTIMIZERS = {
@@ -26,23 +26,23 @@ LOSSES = ("LinearCrossEntropyLoss", "CEWithChunkedOutputLoss", "CrossEntropyLoss
 SIZES = {"phi4_14b": "phi-4", "phi3_mini": "phi-3-mini-4k"}
 
 KEYS = {
-    "model._component_": Key(None, "text"),
-    "model.lora_attn_modules": Key((), "names"),
-    "model.apply_lora_to_mlp": Key(False, "yes"),
-    "model.lora_rank": Key(8, "whole"),
-    "model.lora_dropout": Key(0.0, "number"),
-    "model.use_dora": Key(False, "yes"),
-    "tokenizer.max_seq_len": Key(None, "whole"),
-    "dataset.packed": Key(False, "yes"),
-    "batch_size": Key(1, "whole"),
-    "gradient_accumulation_steps": Key(1, "whole"),
-    "optimizer._component_": Key("torch.optim.AdamW", "text"),
-    "optimizer.fused": Key(False, "yes"),
-    "loss._component_": Key("LinearCrossEntropyLoss", "text"),
-    "clip_grad_norm": Key(None),
-    "compile": Key(False, "yes"),
-    "dtype": Key("bf16", "text"),
-    "enable_activation_checkpointing": Key(False, "yes"),
+    "model._component_": FileKey(None, "text"),
+    "model.lora_attn_modules": FileKey((), "names"),
+    "model.apply_lora_to_mlp": FileKey(False, "yes"),
+    "model.lora_rank": FileKey(8, "whole"),
+    "model.lora_dropout": FileKey(0.0, "number"),
+    "model.use_dora": FileKey(False, "yes"),
+    "tokenizer.max_seq_len": FileKey(None, "whole"),
+    "dataset.packed": FileKey(False, "yes"),
+    "batch_size": FileKey(1, "whole"),
+    "gradient_accumulation_steps": FileKey(1, "whole"),
+    "optimizer._component_": FileKey("torch.optim.AdamW", "text"),
+    "optimizer.fused": FileKey(False, "yes"),
+    "loss._component_": FileKey("LinearCrossEntropyLoss", "text"),
+    "clip_grad_norm": FileKey(None),
+    "compile": FileKey(False, "yes"),
+    "dtype": FileKey("bf16", "text"),
+    "enable_activation_checkpointing": FileKey(False, "yes"),
 }
 REFUSED = {
     "optimizer_in_bwd": Refused("steps of the optimizer inside the backward pass are not modelled"),
@@ -64,12 +64,12 @@ IDLE = (
     "output_dir tokenizer.* checkpointer.* resume_from_checkpoint save_adapter_weights_only dataset.* dataset_val.* "
     "batch_size_val run_val_every_n_steps seed shuffle epochs max_steps_per_epoch lr_scheduler.* optimizer.* loss.* "
     "metric_logger.* log_* profiler.* model.lora_alpha model.*_dropout collate_fn num_warmup_steps ac_option "
-    "memory_efficient_fsdp_wrap use_distributed_state_dict data_parallel_shard_dim low_cpu_ram cudnn_deterministic_mode "
-    "enable_async_checkpointing save_every_n_epochs checkpoint_dir model_dir name"
+    "memory_efficient_fsdp_wrap use_distributed_state_dict data_parallel_shard_dim low_cpu_ram "
+    "cudnn_deterministic_mode enable_async_checkpointing save_every_n_epochs checkpoint_dir model_dir name"
 )
 
 
-def _settle(values: Values) -> dict[str, Any]:
+def _settle(values: KeyValues) -> dict[str, Any]:
     kind, name = _component(values)
     made: dict[str, Any] = {
         "kind": "train", "loop": "plain", "outputs": "dropped", "batch_size": values["batch_size"],
@@ -94,7 +94,7 @@ def _settle(values: Values) -> dict[str, Any]:
     return made if kind == "full" else {**made, **_adapters(values, kind)}
 
 
-def _component(values: Values) -> tuple[str, str | None]:
+def _component(values: KeyValues) -> tuple[str, str | None]:
     """(full, lora or qlora; a model that memfit knows)."""
     said = (values["model._component_"] or "").rpartition(".")[2]
     kind, name = next(
@@ -110,13 +110,13 @@ def _component(values: Values) -> tuple[str, str | None]:
     return kind, None if found is None else found.name
 
 
-def _precision(values: Values) -> str:
+def _precision(values: KeyValues) -> str:
     if values["dtype"] not in PRECISIONS:
         values.refuse("dtype", f"{values['dtype']} is neither bf16 nor fp32")
     return str(values["dtype"])
 
 
-def _optimizer(values: Values) -> dict[str, Any]:
+def _optimizer(values: KeyValues) -> dict[str, Any]:
     name = values["optimizer._component_"]
     if name not in OPTIMIZERS:
         values.refuse("optimizer._component_", Refused(f"the optimizer {name} is not modelled", instead=("optimizer",)))
@@ -125,7 +125,7 @@ def _optimizer(values: Values) -> dict[str, Any]:
     return {"optimizer": "adamw-fused" if fused else OPTIMIZERS[name]}
 
 
-def _adapters(values: Values, kind: str) -> dict[str, Any]:
+def _adapters(values: KeyValues, kind: str) -> dict[str, Any]:
     if kind == "qlora":
         values.refuse("model._component_", Refused("torchao's 4-bit tensors are not modelled", instead=("quant",)))
     attention = tuple(MODULES.get(name, name) for name in values["model.lora_attn_modules"])
@@ -145,7 +145,7 @@ def _written_optimizer(value: str) -> Edits:
     return {} if theirs is None else {"optimizer._component_": theirs, "optimizer.fused": None}
 
 
-TORCHTUNE = Format(
+TORCHTUNE = JobFormat(
     name="torchtune",
     title="torchtune",
     nested=True,

@@ -79,6 +79,8 @@ class Plan(Shown):
     """How long it takes, where somebody has estimated it (`fitting/durations.py`): predicting memory does not."""
     stored: dict[str, Any] | None = None
     """How the checkpoint itself is quantised, if it is."""
+    job_file: dict[str, Any] | None = None
+    """Of a job that was read from another tool's file: what became of each key (`jobfiles/file.py`)."""
     advice: tuple[Advice, ...] | None = None
     """What a person's own code could do to take less; None for memfit's own jobs, which have `memfit fit`."""
 
@@ -120,6 +122,7 @@ class Plan(Shown):
         return {
             "schema": SCHEMA,
             "id": self.id,
+            **({} if self.job_file is None else {"from": self.job_file}),
             "workload": self.workload,
             "model": {
                 "name": self.model, "parameters": self.parameters, "trainable_parameters": self.trainable_parameters,

@@ -19,6 +19,8 @@ from memfit.render.pieces import (
     category_word,
     clean,
     grid,
+    job_file_section,
+    job_file_warnings,
     percent,
     phase_words,
     print_parts,
@@ -48,6 +50,8 @@ def show_fit(fitted: Fitted, console: Console) -> None:
 def _parts(fitted: Fitted) -> Iterator[RenderableType]:
     yield _headline(fitted)
     yield Padding(_before(fitted), (0, 0, 0, 2))
+    for warning in job_file_warnings(fitted):
+        yield Padding(warning, (0, 0, 0, 2))
     if fitted["duration"]:
         yield Padding(Text(f"time: {time_words(fitted['duration'])} (estimated)"), (0, 0, 0, 2))
     if fitted["changes"]:
@@ -63,6 +67,7 @@ def _parts(fitted: Fitted) -> Iterator[RenderableType]:
         yield section("or instead", _alternatives(fitted["alternatives"]))
     if fitted["set_aside"]:
         yield section("not in the answer", _set_aside(fitted["set_aside"]))
+    yield from job_file_section(fitted)
     yield section("assumed", bullets([*fitted["notes"], *time_basis(fitted), _search(fitted)]))
     yield Text()
     yield Text.assemble(("next: ", "bold"), clean(_next(fitted)))
@@ -237,6 +242,8 @@ def _next(fitted: Fitted) -> str:
         return "--emit args writes the command of memfit prune"
     if fitted["global_batch"] is None or fitted["answer"] == "fits already":
         return "run it with these settings" if fitted["changes"] else "run it as it is"
+    if fitted.get("from"):
+        return "--emit FILE writes the same file with only these keys changed; --ladder shows more room"
     return (
         "--emit yaml writes a config for `memfit train`, --emit python one for the HF Trainer; --ladder shows more room"
     )

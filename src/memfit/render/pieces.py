@@ -110,6 +110,39 @@ def bullets(notes: Iterable[str]) -> RenderableType:
     return table
 
 
+def job_file_warnings(document: Mapping[str, Any]) -> Iterator[Text]:
+    """Of a job file: what the figures below do not have, to be read before them."""
+    job = document.get("from") or {}
+    for note in job.get("notes", ()):
+        if note.startswith("not modelled:"):
+            yield Text(clean(note), "yellow")
+    if job.get("unknown"):
+        yield Text(f"unknown keys, which may mean anything: {', '.join(map(clean, job['unknown']))}", "yellow")
+    if job.get("left_out"):
+        yield Text(f"planned as if these keys were not there: {', '.join(map(clean, job['left_out']))}", "yellow")
+
+
+def job_file_section(document: Mapping[str, Any]) -> Iterator[RenderableType]:
+    """What became of each of its keys."""
+    job = document.get("from")
+    if not job:
+        return
+    used = ", ".join(f"{clean(key)} {_value_word(value)}" for key, value in job["used"].items())
+    usual = ", ".join(f"{clean(key)} {_value_word(value)}" for key, value in job["defaults"].items())
+    lines = [f"read: {used}", f"by default: {usual}", *job["notes"]]
+    lines += [f"of no influence on memory: {', '.join(job['without_influence'])}"] * bool(job["without_influence"])
+    named = " and ".join(
+        f"{clean(file)} ({clean(form)})" for file, form in zip(job["files"], job["formats"], strict=True)
+    )
+    yield section(f"from {named}", bullets(note for note in lines if not note.startswith("not modelled:")))
+
+
+def _value_word(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return clean(", ".join(map(str, value)) if isinstance(value, list) else value)
+
+
 def category_word(name: str) -> str:
     return clean(name).replace("_", " ")
 

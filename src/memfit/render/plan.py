@@ -26,6 +26,8 @@ from memfit.render.pieces import (
     clean,
     count,
     grid,
+    job_file_section,
+    job_file_warnings,
     percent,
     print_parts,
     section,
@@ -56,6 +58,8 @@ def _parts(plan: Plan, console: Console) -> Iterator[RenderableType]:
     for note in plan["notes"]:
         if stands_in_front(note):
             yield Padding(Text(note, style="yellow"), (0, 0, 0, 2))
+    for warning in job_file_warnings(plan):
+        yield Padding(warning, (0, 0, 0, 2))
     if plan.get("duration"):
         yield Padding(Text(f"time: {time_words(plan['duration'])} (estimated)"), (0, 0, 0, 2))
     yield section("memory", _memory(plan, glyphs, console.width))
@@ -70,6 +74,7 @@ def _parts(plan: Plan, console: Console) -> Iterator[RenderableType]:
     if plan.get("advice"):
         yield section("what would take less", _advice(plan["advice"]))
     yield section("the job", _job(plan))
+    yield from job_file_section(plan)
     yield section("assumed", bullets([*plan["notes"], *time_basis(plan)]))
     yield Text()
     yield Text.assemble(("next: ", "bold"), clean(_next_step(plan)))
@@ -267,7 +272,9 @@ def _levers(plan: Plan) -> Iterator[str]:
     elif alive["weights"] > room and work.get("kind") != "lora":
         yield f"a smaller model: the weights alone take {gib(alive['weights'])}"
     elif "model" in work:
-        yield f"`memfit fit {clean(work.get('kind', ''))}` with these flags: the smallest change that makes it fit"
+        files = " ".join(f"--from {clean(each)}" for each in (plan.get("from") or {}).get("files", ()))
+        same = f"{files}` with this card" if files else f"{clean(work.get('kind', ''))}` with these flags"
+        yield f"`memfit fit {same}: the smallest change that makes it fit"
 
 
 WIDTH = 100

@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from memfit.render.pieces import clean, count, percent, print_parts, section, tail
+from memfit.render.pieces import clean, count, job_file_section, job_file_warnings, percent, print_parts, section, tail
 from memfit.render.plan import verdict_line
 from memfit.units import gib
 
@@ -24,8 +24,10 @@ def show_check(document: Mapping[str, Any], console: Console) -> None:
 
 def _parts(document: Mapping[str, Any]) -> Iterator[RenderableType]:
     yield _heading(document)
+    yield from job_file_warnings(document)
     for subject in dict.fromkeys(each["subject"] for each in document["checks"]):
         yield section(clean(subject), _lines([each for each in document["checks"] if each["subject"] == subject]))
+    yield from job_file_section(document)
     yield Text()
     yield _summary(document)
 

@@ -1,0 +1,310 @@
+"""Job files of other tools are read as those tools would: public examples, their defaults, what cannot be planned."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from public_examples import ALL
+
+from memfit.errors import InputError, MemfitError, UsageError
+from memfit.jobfiles.edit import with_values
+from memfit.jobfiles.file import FORMATS, is_job_file, read_job
+from memfit.jobs.workload import Workload
+
+EXAMPLES = [(form, *each) for form, examples in ALL.items() for each in examples]
+LLAMAFACTORY = {
+    "do_train": True, "stage": "sft", "finetuning_type": "lora", "model_name_or_path": "gpt2", "bf16": True,
+}  # fmt: skip
+AXOLOTL = {
+    "base_model": "gpt2", "adapter": "lora", "lora_r": 16, "lora_target_linear": True, "micro_batch_size": 2,
+    "gradient_accumulation_steps": 4, "attn_implementation": "flash_attention_2",
+}  # fmt: skip
+
+
+def written(folder: Path, keys: dict[str, Any], name: str = "job.yaml") -> Path:
+    path = folder / name
+    path.write_text(json.dumps(keys) if name.endswith(".json") else yaml.safe_dump(keys))
+    return path
+
+
+@pytest.mark.parametrize(("form", "source", "keys", "expected"), EXAMPLES, ids=[each[1] for each in EXAMPLES])
+def test_a_public_example_is_read_as_its_own_tool_would(
+    form: str, source: str, keys: dict[str, Any], expected: dict[str, Any] | str, tmp_path: Path
+) -> None:
+    given = {"seq_len": 1024} if form == "torchtune" else {}
+    path = written(tmp_path, keys, "job.json" if form in ("huggingface", "deepspeed") else "job.yaml")
+    if isinstance(expected, str):
+        with pytest.raises(UsageError) as refused:
+            read_job(path, **given)
+        assert refused.value.message.endswith(f"memfit has no plan for {expected}")
+        return
+    job = read_job(path, **given)
+    assert [each.name for each in job.formats] == [form]
+    assert {name: job.settings.get(name) for name in expected} == expected
+    assert job.unknown == ()
+    Workload.from_mapping({"model": "gpt2", "seq_len": 1024, **job.settings}, asked=())
+
+
+def test_there_are_ten_public_examples_of_each_format() -> None:
+    assert set(ALL) == set(FORMATS)
+    assert all(len(each) >= 10 for each in ALL.values())
+
+
+def test_the_tools_own_defaults_stand_where_a_key_is_absent(tmp_path: Path) -> None:
+    job = read_job(written(tmp_path, LLAMAFACTORY))
+    work = job.workload
+    assert (work.batch_size, work.grad_accum, work.seq_len, work.rank) == (8, 1, 2048, 8)
+    assert (work.grad_checkpointing, work.optimizer, work.padding) == (True, "adamw-fused", True)
+    assert job.defaults["per_device_train_batch_size"] == 8 and job.defaults["cutoff_len"] == 2048
+    small = read_job(written(tmp_path, AXOLOTL)).workload
+    assert (small.seq_len, small.optimizer, small.precision, small.grad_checkpointing) == (
+        512,
+        "adamw-fused",
+        "bf16",
+        False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("keys", "settings"),
+    [
+        ({"finetuning_type": "full"}, {"kind": "train", "precision": "amp-bf16"}),
+        ({"finetuning_type": "full", "bf16": False}, {"kind": "train", "precision": "fp32"}),
+        ({"finetuning_type": "full", "pure_bf16": True, "bf16": False}, {"precision": "bf16", "autocast": None}),
+        ({"fp16": True, "bf16": False}, {"kind": "lora", "precision": "fp16", "autocast": "fp16"}),
+        ({"use_dora": True}, {"adapter": "dora"}),
+        ({"lora_target": "q_proj, v_proj"}, {"target_modules": ("q_proj", "v_proj")}),
+        ({"quantization_bit": 8}, {"quant": "int8"}),
+        ({"disable_gradient_checkpointing": True}, {"grad_checkpointing": False}),
+        ({"flash_attn": "disabled"}, {"attention": "eager"}),
+        ({"cutoff_len": 1001, "per_device_train_batch_size": 1}, {"seq_len": 1008, "padding": True}),
+        ({"packing": True}, {"seq_len": 2048, "padding": False}),
+        ({"stage": "pt", "packing": True}, {"seq_len": 2047, "padding": False}),
+        ({"optim": "adamw_8bit"}, {"optimizer": "adamw-8bit"}),
+        ({"max_grad_norm": 0}, {"clip_grad": False}),
+    ],
+)
+def test_a_key_of_llamafactory_is_this_setting(keys: dict[str, Any], settings: dict[str, Any], tmp_path: Path) -> None:
+    work = read_job(written(tmp_path, {**LLAMAFACTORY, **keys})).workload
+    assert {name: getattr(work, name) for name in settings} == settings
+
+
+@pytest.mark.parametrize(
+    ("keys", "settings"),
+    [
+        ({"sample_packing": True, "sequence_len": 1000}, {"batch_size": 1, "seq_len": 2048}),
+        ({"sample_packing": True, "multipack_real_batches": True}, {"batch_size": 2, "seq_len": 512}),
+        ({"batch_size": 8, "gradient_accumulation_steps": None}, {"batch_size": 2, "grad_accum": 4}),
+        ({"load_in_4bit": True, "adapter": "qlora"}, {"quant": "nf4", "double_quant": True, "kbit_prepare": False}),
+        ({"flash_attention": True, "attn_implementation": None}, {"attention": "sdpa", "padding": False}),
+        ({"sdp_attention": True, "attn_implementation": None}, {"attention": "sdpa", "padding": True}),
+        ({"peft_autocast_adapter_dtype": False}, {"adapter_dtype": "same"}),
+        ({"fp16": True}, {"precision": "fp16", "autocast": "fp16"}),
+        ({"fsdp_version": 2, "fsdp_config": {"reshard_after_forward": True}}, {"parallel": "fsdp2"}),
+    ],
+)
+def test_a_key_of_axolotl_is_this_setting(keys: dict[str, Any], settings: dict[str, Any], tmp_path: Path) -> None:
+    count = {"world_size": 2} if "fsdp_version" in keys else {}
+    job = read_job(written(tmp_path, {**AXOLOTL, **keys}), **count)
+    assert {name: getattr(job.workload, name) for name in settings} == settings
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["enable_liger_kernel", "use_unsloth", "neftune_noise_alpha", "neat_packing", "upcast_layernorm", "deepspeed"],
+)
+def test_what_memfit_cannot_honour_is_an_error_and_never_planned(key: str, tmp_path: Path) -> None:
+    path = written(tmp_path, {**LLAMAFACTORY, key: "ds.json" if key == "deepspeed" else True})
+    with pytest.raises(UsageError, match=f"no plan for {key}") as refused:
+        read_job(path)
+    assert f"--without {key}" in str(refused.value.hint)
+    job = read_job(path, without=[key])
+    assert job.left_out == (key,) and job.workload.kind == "lora"
+
+
+def test_two_keys_that_cannot_be_planned_are_one_error(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no plan for enable_liger_kernel, stage"):
+        read_job(written(tmp_path, {**LLAMAFACTORY, "stage": "dpo", "enable_liger_kernel": True}))
+
+
+def test_deepspeed_is_planned_otherwise_only_where_a_flag_says_how(tmp_path: Path) -> None:
+    written(tmp_path, {"zero_optimization": {"stage": 3}}, "z3.json")
+    path = written(tmp_path, {**LLAMAFACTORY, "deepspeed": "configs/z3.json"})
+    with pytest.raises(UsageError) as refused:
+        read_job(path)
+    assert "ZeRO stage 3" in str(refused.value.hint)
+    job = read_job(path, parallel="fsdp2", world_size=4)
+    assert job.workload.parallel == "fsdp2"
+    assert any(note.startswith("not modelled: deepspeed") for note in job.notes)
+
+
+def test_a_deepspeed_config_elsewhere_is_not_opened(tmp_path: Path) -> None:
+    (tmp_path / "inner").mkdir()
+    written(tmp_path, {"zero_optimization": {"stage": 3}}, "z3.json")
+    path = written(tmp_path / "inner", {**LLAMAFACTORY, "deepspeed": "../z3.json"})
+    with pytest.raises(UsageError) as refused:
+        read_job(path)
+    assert "stage" not in str(refused.value.hint)
+
+
+def test_unknown_keys_are_named_and_idle_ones_too(tmp_path: Path) -> None:
+    job = read_job(written(tmp_path, {**LLAMAFACTORY, "lora_ranc": 4, "template": "qwen", "learning_rate": 1e-4}))
+    assert job.unknown == ("lora_ranc",)
+    assert set(job.idle) == {"template", "learning_rate"}
+    document = job.to_json()
+    assert document["unknown"] == ["lora_ranc"] and document["used"]["stage"] == "sft"
+    assert json.dumps(document, allow_nan=False)
+
+
+def test_flags_replace_what_the_file_says(tmp_path: Path) -> None:
+    job = read_job(written(tmp_path, {**LLAMAFACTORY, "lora_rank": 4}), rank=64, model="qwen2.5-0.5b")
+    assert (job.workload.rank, job.workload.model) == (64, "qwen2.5-0.5b")
+    assert job.to_json()["by_flags"] == {"rank": 64, "model": "qwen2.5-0.5b"}
+
+
+def test_what_a_file_does_not_say_is_asked_for(tmp_path: Path) -> None:
+    path = written(tmp_path, {"per_device_train_batch_size": 2, "bf16": True}, "args.json")
+    with pytest.raises(UsageError, match="which model") as missing:
+        _ = read_job(path).workload
+    assert missing.value.hint == "--model does"
+    with pytest.raises(UsageError, match="how long its rows are"):
+        _ = read_job(path, model="gpt2").workload
+    assert read_job(path, model="gpt2", seq_len=128).workload.precision == "amp-bf16"
+    assert read_job(path, model="gpt2", seq_len=128, precision="bf16").workload.autocast == "bf16"
+    assert read_job(path, model="gpt2", seq_len=128, rank=4).workload.kind == "lora"
+
+
+def test_a_config_of_accelerate_stands_beside_another_file(tmp_path: Path) -> None:
+    arguments = written(tmp_path, {"per_device_train_batch_size": 2, "bf16": True}, "args.json")
+    launch = written(tmp_path, {"distributed_type": "MULTI_GPU", "num_processes": 4, "mixed_precision": "bf16"})
+    work = read_job(arguments, launch, model="gpt2", seq_len=128).workload
+    assert (work.world_size, work.parallel, work.batch_size, work.loop) == (4, "ddp", 2, "trainer")
+    with pytest.raises(UsageError, match="two jobs"):
+        read_job(arguments, written(tmp_path, LLAMAFACTORY, "other.yaml"))
+
+
+def test_the_format_can_be_said_and_a_wrong_one_is_told(tmp_path: Path) -> None:
+    path = written(tmp_path, LLAMAFACTORY)
+    assert read_job(path, format="llamafactory").formats[0].title == "LLaMA-Factory"
+    with pytest.raises(UsageError, match="no format called 'lamafactory'"):
+        read_job(path, format="lamafactory")
+    with pytest.raises(InputError, match="no job file that memfit knows"):
+        read_job(written(tmp_path, {"some": "thing"}, "x.yaml"))
+
+
+def test_a_config_of_memfit_train_is_no_job_file_of_another_tool(tmp_path: Path) -> None:
+    assert is_job_file(str(written(tmp_path, LLAMAFACTORY)))
+    assert not is_job_file(str(written(tmp_path, {"model": "gpt2", "data": {"source": "builtin"}}, "own.yaml")))
+    assert not is_job_file("qwen2.5-7b-lora-24gb")
+
+
+TEXT = """# my job
+model_name_or_path: gpt2   # small
+stage: sft
+do_train: true
+finetuning_type: lora
+
+### rows
+per_device_train_batch_size: 8  # as many as fit
+gradient_accumulation_steps:
+cutoff_len: 512
+bf16: true
+"""
+
+
+def test_a_file_is_written_back_with_only_the_needed_keys_changed(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(TEXT)
+    job = read_job(path)
+    work = job.workload
+    fitted = Workload.from_mapping(
+        {**work.settings(), "batch_size": 2, "grad_accum": 4, "optimizer": "adamw-8bit"}, asked=()
+    )
+    made = job.write(fitted)
+    expected = TEXT.replace("batch_size: 8 ", "batch_size: 2 ").replace("steps:\n", "steps: 4\n")
+    assert made == expected + "optim: adamw_bnb_8bit\n"
+    assert "alloc_conf" in {*vars(fitted)} and "offload" in job.kept and "rank" not in job.kept
+
+
+def test_the_environment_that_a_fit_needs_is_a_remark_at_the_top(tmp_path: Path) -> None:
+    job = read_job(written(tmp_path, LLAMAFACTORY))
+    fitted = Workload.from_mapping({**job.workload.settings(), "alloc_conf": "expandable_segments:True"}, asked=())
+    assert job.write(fitted).startswith("# run with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True")
+
+
+def test_what_no_key_says_is_not_written(tmp_path: Path) -> None:
+    job = read_job(written(tmp_path, LLAMAFACTORY))
+    fitted = Workload.from_mapping({**job.workload.settings(), "offload": ("optimizer",)}, asked=())
+    with pytest.raises(UsageError, match="no key of LLaMA-Factory says --offload"):
+        job.write(fitted)
+
+
+def test_values_are_written_where_they_stand() -> None:
+    text = "a: 1  # one\nmodel:\n  rank: 8 # r\n  name: x\nlast: {b: 2}\n"
+    made = with_values(
+        text, {"model.rank": 4, "a": True, "model.new": "y", "last.b": 3, "end": 5}, is_json=False, nested=True
+    )
+    assert made == "a: true  # one\nmodel:\n  rank: 4 # r\n  name: x\n  new: y\nlast: {b: 3}\nend: 5\n"
+    assert (
+        with_values('{\n  "a": 1\n}\n', {"a": 2, "b": "x"}, is_json=True, nested=False)
+        == '{\n  "a": 2,\n  "b": "x"\n}\n'
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a: &x [1]\nb: *x\n", "!!python/object/apply:os.system ['true']\n", "- 1\n", "", "stage: [\n", "{" * 4000,
+        "stage: sft\nstage: pt\n", "\x00", "stage: 2020-99-99\n",
+    ],
+)  # fmt: skip
+def test_a_hostile_or_broken_file_is_an_error_in_words(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(text)
+    with pytest.raises(MemfitError):
+        read_job(path)
+
+
+def test_a_file_that_is_too_large_or_none_is_told(tmp_path: Path) -> None:
+    big = tmp_path / "big.yaml"
+    big.write_text("stage: sft\n" + "#" * (1 << 20))
+    for path, words in ((big, "at most"), (tmp_path, "is not a file"), (tmp_path / "none.yaml", "no job file")):
+        with pytest.raises(InputError, match=words):
+            read_job(path)
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=6,
+)
+NAMES = {
+    name: sorted({*form.keys, *form.refused, *form.idle.replace("*", "x").split()}) for name, form in FORMATS.items()
+}
+
+
+@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_no_file_crashes_the_reading(data: st.DataObject, tmp_path: Path) -> None:
+    form = data.draw(st.sampled_from(sorted(FORMATS)))
+    keys = data.draw(st.dictionaries(st.sampled_from(NAMES[form]), VALUES, max_size=8))
+    nested: dict[str, Any] = {}
+    for key, value in keys.items():
+        section, _, leaf = key.rpartition(".")
+        place = nested.setdefault(section, {}) if section and FORMATS[form].nested else nested
+        if isinstance(place, dict):
+            place[leaf if section and FORMATS[form].nested else key] = value
+    path = tmp_path / "job.json"
+    path.write_text(json.dumps(nested))
+    try:
+        job = read_job(path, format=form, model="gpt2", seq_len=64)
+        json.dumps(job.to_json())
+        _ = job.workload
+    except MemfitError:
+        pass
