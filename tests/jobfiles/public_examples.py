@@ -125,8 +125,8 @@ TT = "pytorch/torchtune recipes/configs"
 def _recipe(component: str, rank: int, batch: int, *, checkpointing: bool = True, **more: Any) -> dict[str, Any]:
     return {
         "model": {"_component_": f"torchtune.models.{component}",
-                  "lora_attn_modules": ["q_proj", "v_proj", "output_proj"], "apply_lora_to_mlp": True, "lora_rank": rank,
-                  **more.pop("model", {})},
+                  "lora_attn_modules": ["q_proj", "v_proj", "output_proj"], "apply_lora_to_mlp": True,
+                  "lora_rank": rank, **more.pop("model", {})},
         "tokenizer": {"max_seq_len": None}, "dataset": {"packed": False}, "batch_size": batch,
         "optimizer": {"_component_": "torch.optim.AdamW", "fused": True}, "gradient_accumulation_steps": 8,
         "loss": {"_component_": "torchtune.modules.loss.LinearCrossEntropyLoss"}, "clip_grad_norm": None,

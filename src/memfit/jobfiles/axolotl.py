@@ -19,7 +19,7 @@ from memfit.jobfiles.huggingface import (
     written_optimizer,
     written_rows,
 )
-from memfit.jobfiles.keys import NOT_MODELLED, Edits, JobFormat, FileKey, Refused, KeyValues
+from memfit.jobfiles.keys import NOT_MODELLED, Edits, FileKey, JobFormat, KeyValues, Refused
 
 FLAGS_OF_ATTENTION = {
     "xformers_attention": "xformers", "sage_attention": "sage", "flex_attention": "flex_attention",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from memfit.jobfiles.keys import NOT_MODELLED, Edits, JobFormat, FileKey, Refused, KeyValues
+from memfit.jobfiles.keys import NOT_MODELLED, Edits, FileKey, JobFormat, KeyValues, Refused
 from memfit.jobs.training.config_names import OPTIMIZERS, TRAINER_NAMES
 
 TRAINER_KEYS = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from memfit.jobfiles.huggingface import ENGINE, kind_meant, weights_unsaid
-from memfit.jobfiles.keys import JobFormat, FileKey, Refused, KeyValues
+from memfit.jobfiles.keys import FileKey, JobFormat, KeyValues, Refused
 
 ONE, DDP, FSDP = "NO", "MULTI_GPU", "FSDP"
 

@@ -19,7 +19,7 @@ from memfit.jobfiles.huggingface import (
     written_optimizer,
     written_rows,
 )
-from memfit.jobfiles.keys import Edits, JobFormat, FileKey, Refused, KeyValues
+from memfit.jobfiles.keys import Edits, FileKey, JobFormat, KeyValues, Refused
 
 KEYS = {
     **TRAINER_KEYS,

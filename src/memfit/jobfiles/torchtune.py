@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 from memfit.jobfiles.huggingface import written_rows
-from memfit.jobfiles.keys import NOT_MODELLED, Edits, JobFormat, FileKey, Refused, KeyValues
+from memfit.jobfiles.keys import NOT_MODELLED, Edits, FileKey, JobFormat, KeyValues, Refused
 from memfit.models.presets import find_preset
 
 OPTIMIZERS = {
