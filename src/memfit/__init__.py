@@ -25,6 +25,7 @@ TYPE_CHECKING = False  # typing itself would be most of what `import memfit` cos
 
 if TYPE_CHECKING:
     from memfit.checking.check import Checked, check
+    from memfit.checking.gate import GateResult, gate
     from memfit.explaining.explain import Explanation, explain
     from memfit.fitting.estimate_memory import estimate_memory
     from memfit.fitting.fit import Fitted, fit
@@ -57,6 +58,7 @@ __all__ = [
     "Explanation",
     "FileReport",
     "Fitted",
+    "GateResult",
     "InputError",
     "JobFile",
     "Ladder",
@@ -84,6 +86,7 @@ __all__ = [
     "explain",
     "export",
     "fit",
+    "gate",
     "ladder",
     "lightning_memory",
     "predict",
@@ -104,6 +107,7 @@ __all__ = [
 
 _LATE = {
     "checking.check": "Checked check",
+    "checking.gate": "GateResult gate",
     "explaining.explain": "Explanation explain",
     "fitting.estimate_memory": "estimate_memory",
     "fitting.fit": "Fitted fit",

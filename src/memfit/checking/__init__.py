@@ -4,5 +4,6 @@ from __future__ import annotations
 
 DOOR = {
     "check": "Checked check",
+    "gate": "GateResult gate",
 }
 """What other rooms may use, by file."""

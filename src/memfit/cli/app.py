@@ -17,7 +17,7 @@ from memfit.cli import output
 from memfit.cli.typed import Group, Grouped
 from memfit.environment import refuse_what_torch_dies_of
 
-WITH_TORCH = ("plan", "fit", "table", "prune", "train", "profile")
+WITH_TORCH = ("plan", "fit", "gate", "table", "prune", "train", "profile")
 """Those that import torch. `check` looks at the variables itself."""
 
 
@@ -31,6 +31,7 @@ COMMANDS: dict[str, str | None] = {
     ),
     "train": "memfit train --config smollm2-lora-demo --output-dir outputs/demo",
     "profile": None,
+    "gate": "memfit gate examples/gate.yaml --baseline memory.json",
     "explain": "memfit explain train.log --kind lora --model qwen2.5-7b --batch-size 1 --seq-len 2048 --rank 128",
     "serve": "memfit serve --dir outputs",
     "watch": "memfit watch --interval 2 --csv memory.csv",
@@ -43,7 +44,12 @@ COMMANDS: dict[str, str | None] = {
 """In the order of the help, with an example; a group has its own. Each is what its module in `memfit.cli` is called."""
 
 
-ELSEWHERE = {"gpus": "lists", "models": "lists", **dict.fromkeys(("report", "diff", "export"), "recorded")}
+ELSEWHERE = {
+    "gate": "automation",
+    "gpus": "lists",
+    "models": "lists",
+    **dict.fromkeys(("report", "diff", "export"), "recorded"),
+}
 """Commands that have no file of their own name."""
 
 

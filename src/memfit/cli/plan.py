@@ -1,8 +1,14 @@
-"""`memfit plan forward|train|lora|...`: predict a job's memory without a GPU."""
+"""`memfit plan forward|train|lora|...`: predict a job's memory without a GPU.
+
+Of `plan batch` there is one line out for each line in that is not blank, in the same order, written when it is known:
+its plan, or `{"schema": "memfit.error/1", "id": 7, "line": 3, "error": "...", "hint": "..."}` where the line was wrong.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import sys
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,7 +17,6 @@ import typer
 
 import memfit
 from memfit.cli import output
-from memfit.cli.batch import batch
 from memfit.cli.options import HOW_MUCH, Json, add_job_files, add_kinds, how_much, read_workload
 from memfit.cli.script import script
 from memfit.cli.typed import Command, Group
@@ -25,6 +30,7 @@ if TYPE_CHECKING:
     from memfit.planning.predict import Plan
 
 FAILS = 1
+BAD_LINES, BUG = 2, 70
 
 WHAT = {
     "forward": "Predict a forward pass without gradients.",
@@ -130,6 +136,36 @@ def _duration(made: Plan, workload: Workload, asked: dict[str, int]) -> dict[str
     if time is None and asked:
         output.note(f"note: no time: {why_none(made.gpu)}")
     return None if time is None else time.to_json()
+
+
+def batch(
+    file: Annotated[str, typer.Argument(metavar="FILE|-", help="One workload as JSON a line; - is standard input.")],
+    gpu: Annotated[str | None, typer.Option("--gpu", help="For lines that name no card themselves.")] = None,
+) -> int:
+    """Predict many jobs in one process: one workload as JSON a line in, one plan as JSON a line out."""
+    code = 0
+    answers = memfit.predict_many(sys.stdin.buffer if file == "-" else Path(file), gpu=gpu)
+    looks_on = sys.stderr.isatty() and not sys.stdout.isatty()
+    total = _count(Path(file)) if looks_on else None
+    with output.bar("spinner", "workloads", "count", "elapsed", shown=looks_on, redirect_stdout=False) as tell:
+        for done, answer in enumerate(output.each_quietly(answers), 1):
+            if isinstance(answer, memfit.Refusal):
+                code = max(code, BUG if answer.is_bug else BAD_LINES)
+                if answer.is_bug:
+                    traceback.print_exception(answer.error)
+            output.print_json(answer.to_json(), indent=None)
+            tell(completed=done, total=total)
+    return code
+
+
+def _count(path: Path) -> int | None:
+    """Lines to do; unknown for a pipe, which can be read only once."""
+    from memfit.planning.many import read_lines
+
+    if not path.is_file():
+        return None
+    with path.open("rb") as stream:
+        return sum(1 for _ in read_lines(stream))
 
 
 add_kinds(plan, _plan, EXTRA, of_training=HOW_MUCH, what=WHAT, examples=EXAMPLES)

@@ -195,3 +195,42 @@ def _jobs(jobs: list[Mapping[str, Any]], width: int) -> Iterator[RenderableType]
 
 def _size(value: int | None) -> str:
     return "n/a" if value is None else gib(value)
+
+
+GATE_STYLES = {"ok": "green", "new": "cyan", "over limit": "bold red", "grew": "bold yellow", "no plan": "bold red"}
+
+
+def show_gate(document: Mapping[str, Any], console: Console) -> None:
+    print_parts(_gate_parts(document), console)
+
+
+def _gate_parts(document: Mapping[str, Any]) -> Iterator[RenderableType]:
+    word = "passed" if document["passed"] else "failed"
+    failed = [each for each in document["jobs"] if each["status"] not in ("ok", "new")]
+    jobs = f"{len(failed)} of {len(document['jobs'])} jobs" if failed else f"all {len(document['jobs'])} jobs"
+    yield Text.assemble(
+        (word, "bold green" if document["passed"] else "bold red"), f": {jobs} of {clean(document['file'])}"
+    )
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=True, header_style="dim")
+    for name in ("job", "takes", "limit", "baseline", "grown", ""):
+        table.add_column(name, justify="left" if name in ("job", "") else "right", no_wrap=name != "")
+    for each in document["jobs"]:
+        table.add_row(*_gate_row(each))
+    yield Padding(table, (0, 0, 0, 2))
+    for note in document["notes"]:
+        yield Text(f"note: {clean(note)}", "dim")
+    if document["updated"]:
+        yield Text(f"{clean(document['baseline'])} has the new figures")
+    elif failed:
+        yield Text.assemble(("next: ", "bold"), "`memfit plan` and `memfit diff` tell why; --update accepts what grew")
+
+
+def _gate_row(job: Mapping[str, Any]) -> tuple[str, str, str, str, str, Text]:
+    grown, before = job["grown_bytes"], job["baseline_bytes"]
+    share = "" if grown is None or not before else f"{100 * grown / before:+.1f} %"
+    limit = job["limit_bytes"] if job["limit_bytes"] is not None else job["capacity_bytes"]
+    said = job["status"] if job["error"] is None else f"{job['status']}: {clean(job['error'])}"
+    takes = job["needed_bytes"] if job["status"] == "over limit" else job["device_bytes"]
+    sizes = (gib(size) if size is not None else "" for size in (takes, limit, before))
+    first, second, third = sizes
+    return clean(job["name"]), first, second, third, share, Text(said, GATE_STYLES[job["status"]])
