@@ -9,6 +9,7 @@ from functools import cache
 from importlib.resources import files
 
 from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
@@ -35,6 +36,7 @@ def make_app(settings: ServeSettings) -> FastAPI:
     app.add_api_route("/assets/{name}", _file)
     app.add_exception_handler(MemfitError, _refused)
     app.add_exception_handler(HTTPException, _refused)
+    app.add_exception_handler(RequestValidationError, _refused)
     app.add_middleware(Guard, token=settings.token, port=settings.port, host=settings.host)
     return app
 
@@ -51,6 +53,8 @@ async def _refused(_: Request, error: Exception) -> Response:
     if isinstance(error, MemfitError):
         status = 403 if isinstance(error, OutsidePath) else 422
         return JSONResponse({"error": error.message, "hint": error.hint}, status)
+    if isinstance(error, RequestValidationError):
+        return JSONResponse({"error": "this is no question that can be read", "hint": "an object in JSON"}, 422)
     assert isinstance(error, HTTPException)
     return JSONResponse({"error": str(error.detail), "hint": None}, error.status_code)
 

@@ -107,7 +107,7 @@ def command_of(work: Workload, gpu: str | None) -> str:
 
 
 def python_of(job: Job, gpu: str | None) -> str:
-    said = {**job, **({} if gpu is None else {"gpu": gpu})}
+    said = {"kind": job["kind"], "model": job["model"], **job, **({} if gpu is None else {"gpu": gpu})}
     settings = "".join(f"    {name}={value!r},\n" for name, value in said.items())
     return f"import memfit\n\nplan = memfit.predict(\n{settings})\nprint(plan)\n"
 

@@ -95,7 +95,6 @@ class Planner {
   async askMore({ plan }, question, options) {
     this.fit.replaceChildren();
     if (plan.verdict === "fails" || plan.verdict === "tight") await this.askFit(question, options);
-    else if (plan.gpu) this.fit.replaceChildren(make("button", { class: "plain", type: "button", text: "what would take less?", on: { click: () => this.askFit(question, options).catch((error) => this.refuse(error)) } }));
     if (plan.gpu && plan.verdict !== "fails" && ["train", "lora"].includes(plan.workload.kind)) {
       const told = await this.shell.post("/api/plan/duration", question, options);
       const place = this.verdict.querySelector("#time");
