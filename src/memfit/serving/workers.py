@@ -116,9 +116,7 @@ class WorkerQueue:
             self._task.cancel()
             with suppress(asyncio.CancelledError):
                 await self._task
-        self._end()
-        if self._process is not None:
-            await self._process.wait()
+        await self._discard(at_once=True)
         if self._folder is not None:
             self._folder.cleanup()
 
@@ -169,14 +167,16 @@ class WorkerQueue:
             self._close(question, await self._answered(question))
 
     async def _answered(self, question: Question) -> Answer:
-        try:
-            return await asyncio.wait_for(self._exchange(question.line), LONGEST_SECONDS)
-        except asyncio.TimeoutError:  # another one in Python 3.10
-            self._end()
-            return said(504, f"there was no answer within {LONGEST_SECONDS:.0f} seconds", "ask for less at once")
-        except (asyncio.IncompleteReadError, ConnectionError, ValueError, OSError):
-            self._end()
-            return said(500, "the process that works on this has ended", "it may have run out of host memory")
+        for _ in range(2):
+            try:
+                return await asyncio.wait_for(self._exchange(question.line), LONGEST_SECONDS)
+            except asyncio.TimeoutError:  # another one in Python 3.10
+                await self._discard(at_once=True)
+                return said(504, f"there was no answer within {LONGEST_SECONDS:.0f} seconds", "ask for less at once")
+            except (asyncio.IncompleteReadError, ConnectionError, ValueError, OSError):
+                if await self._discard() != 0:  # 0: it had grown too large, and another one is asked
+                    break
+        return said(500, "the process that works on this has ended", "it may have run out of host memory")
 
     async def _exchange(self, line: bytes) -> Answer:
         process = await self._started()
@@ -203,8 +203,14 @@ class WorkerQueue:
             )
         return self._process
 
-    def _end(self) -> None:
-        """A new session, so Ctrl-C in the terminal does not reach it: it is ended here, or by the end of its input."""
-        if self._process is not None and self._process.returncode is None:
-            with suppress(ProcessLookupError):
-                self._process.kill()
+    async def _discard(self, *, at_once: bool = False) -> int | None:
+        """It is in a session of its own, so Ctrl-C in the terminal does not reach it; the end of its input does."""
+        process, self._process = self._process, None
+        if process is None:
+            return None
+        if not at_once:
+            with suppress(asyncio.TimeoutError):
+                return await asyncio.wait_for(process.wait(), 1)
+        with suppress(ProcessLookupError):
+            process.kill()
+        return await process.wait()

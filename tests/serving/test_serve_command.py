@@ -1,0 +1,109 @@
+"""`memfit serve` as a command: its port, its words, its end."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("fastapi", reason="memfit[web] is not installed")
+import httpx
+
+from memfit.cli.main import main
+from memfit.serving.server import address, forwarding
+from memfit.serving.settings import ServeSettings
+
+
+def test_a_port_that_is_taken_is_said_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert main(["serve", "--port", str(port), "--no-browser"]) == 2
+    assert capsys.readouterr().err == f"error: port {port} is taken\n  --port 0 takes any that is free\n"
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        (["--port", "70000"], "--port 70000 is not between 0 and 65535"),
+        (["--dir", "nowhere-at-all"], "--dir 'nowhere-at-all' is no folder"),
+        (["--host", "no.such.host.invalid", "--port", "0"], "--host 'no.such.host.invalid'"),
+    ],
+)
+def test_what_cannot_be_served_is_said(typed: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--no-browser", *typed]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_missing_package_is_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("memfit.cli.serve.find_spec", lambda name: None)
+    assert main(["serve"]) == 2
+    assert capsys.readouterr().err == ("error: `memfit serve` needs fastapi and uvicorn\n  pip install 'memfit[web]'\n")
+
+
+def test_over_ssh_the_line_that_forwards_the_port_is_told() -> None:
+    over = {"SSH_CONNECTION": "10.0.0.2 50000 10.0.0.1 22", "USER": "ada"}
+    assert forwarding(8642, over) == "ssh -N -L 8642:127.0.0.1:8642 ada@10.0.0.1"
+    other = {"SSH_CONNECTION": "10.0.0.2 50000 10.0.0.1 2222"}
+    assert forwarding(8642, other) == "ssh -N -L 8642:127.0.0.1:8642 -p 2222 10.0.0.1"
+    assert forwarding(8642, {}) is None
+
+
+def test_the_address_has_a_token_that_nobody_guesses() -> None:
+    one, other = ServeSettings(), ServeSettings()
+    assert one.token != other.token and len(one.token) >= 32
+    assert address(one) == f"http://127.0.0.1:8642/?token={one.token}"
+    assert address(ServeSettings(host="::1", token="t")) == "http://[::1]:8642/?token=t"
+
+
+def left_behind() -> set[Path]:
+    return set(Path(tempfile.gettempdir()).glob("memfit-serve-*"))
+
+
+def test_ctrl_c_ends_it_and_its_processes_and_leaves_nothing(tmp_path: Path) -> None:
+    before = left_behind()
+    environment = {**os.environ, "SSH_CONNECTION": "10.0.0.2 50000 10.0.0.1 22"}
+    command = [sys.executable, "-m", "memfit", "serve", "--port", "0", "--dir", str(tmp_path)]
+    running = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
+    )
+    try:
+        assert running.stdout is not None
+        told = re.fullmatch(r"memfit is at (http://127\.0\.0\.1:(\d+)/\?token=(\S+))\n", running.stdout.readline())
+        assert told is not None
+        assert running.stdout.readline() == (f"from your own machine: {forwarding(int(told[2]), environment)}\n")
+        assert httpx.get(told[1], follow_redirects=True).status_code == 200
+        children = children_of(running.pid)
+        assert children
+        running.send_signal(signal.SIGINT)
+        out, err = running.communicate(timeout=20)
+    finally:
+        running.kill()
+    assert running.returncode == 130
+    assert out == "" and "Traceback" not in err
+    assert list(tmp_path.iterdir()) == []
+    assert left_behind() <= before
+    deadline = time.monotonic() + 5
+    while any(Path(f"/proc/{child}").exists() for child in children) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(Path(f"/proc/{child}").exists() for child in children)
+
+
+def children_of(pid: int) -> list[int]:
+    """The process that traces is started with the server."""
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True, check=False)
+        if listed.stdout.split():
+            return [int(each) for each in listed.stdout.split()]
+        time.sleep(0.05)
+    return []
