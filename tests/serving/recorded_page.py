@@ -74,5 +74,5 @@ def look(browser: Browser, address: str, *, theme: Any = "light", width: int = 1
     page.on("console", lambda said: looked.complaints.append(said.text) if said.type == "error" else None)
     page.on("pageerror", lambda error: looked.complaints.append(str(error)))
     page.on("dialog", lambda dialog: (looked.complaints.append("a dialog"), dialog.dismiss()))
-    page.goto(f"{address}?token=t")
+    page.request.get(f"{address}?token=t")  # the page has the cookie now; a view is not opened yet
     return looked

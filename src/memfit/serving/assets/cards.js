@@ -12,6 +12,7 @@ export async function show(container, texts, shell) {
   const models = texts.models ? texts.models.split(",") : names.models, gpus = texts.gpus ? texts.gpus.split(",") : names.gpus;
   const workloads = names.workloads.includes("qlora") ? names.workloads : [...names.workloads, "qlora"];
   let workload = workloads.includes(texts.workload) ? texts.workload : "lora";
+  const length = Number(texts.seq_len) || names.seq_len;
   let turn = null;
   const body = make("tbody");
   const status = make("span", { class: "muted", role: "status" });
@@ -29,7 +30,7 @@ export async function show(container, texts, shell) {
     for (const [i, model] of models.entries()) {
       status.textContent = `planning ${model} …`;
       try {
-        const made = await shell.post("/api/table", { models: [model], workloads: [workload], gpus, seq_len: names.seq_len }, { signal });
+        const made = await shell.post("/api/table", { models: [model], workloads: [workload], gpus, seq_len: length }, { signal });
         rows[i].replaceWith(...made.rows.map((row) => line(row, gpus, workload, shell, model)));
         settings.textContent = said(made.rows[0]);
       } catch (error) {

@@ -82,7 +82,10 @@ class Shell {
       if (error.name === "AbortError") throw error;
       throw new Refused(0, "the server does not answer", "is `memfit serve` still running?");
     }
-    const body = await response.json().catch(() => ({ error: `the server answered ${response.status}` }));
+    const body = await response.json().catch((error) => {
+      if (error.name === "AbortError") throw error;
+      throw new Refused(response.status, `the server answered ${response.status}, and nothing that can be read`);
+    });
     if (!response.ok) throw new Refused(response.status, body.error, body.hint);
     return body;
   }
