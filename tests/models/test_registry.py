@@ -282,6 +282,12 @@ def test_gpt_oss_has_no_fused_attention_and_gets_what_transformers_would_take() 
     assert config._attn_implementation == "eager"
 
 
+def test_a_head_of_its_own_that_transformers_ties_by_itself_is_said(folder: Path) -> None:
+    config = {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "tie_word_embeddings": False}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert any(note.startswith("not modelled: the head's own weights") for note in source_notes(resolve(str(folder))))
+
+
 def test_notes_say_what_is_left_out(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**TINY, "auto_map": {"A": "b"}}))
 

@@ -96,7 +96,8 @@ def test_a_setting_changes_the_plan_or_is_refused_or_noted(kind: str, name: str,
         before = planned(json.dumps(base))
         if isinstance(before, MemfitError):
             continue  # what stands beside it is already refused
-        usual = getattr(Workload.from_mapping(base), name)
+        applied = Workload.from_mapping(base)
+        usual = applied.document().get(name, getattr(applied, name))
         for value in values_of(name):
             after = planned(json.dumps({**base, name: value}))
             if value == usual or isinstance(after, MemfitError):

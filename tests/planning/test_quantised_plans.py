@@ -192,6 +192,7 @@ def test_fused_experts_stay_as_they_are(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     plan = predict(kind="forward", model=str(tmp_path), quant="nf4", **SIZES)
     assert any("fused experts stay as they are" in note for note in plan.notes)
+    assert "not modelled: experts" in "\n".join(str(plan).splitlines()[:6])
 
 
 @pytest.mark.parametrize("optimizer", ["adamw-8bit", "paged-adamw-8bit", "paged-adamw", "lion-8bit"])

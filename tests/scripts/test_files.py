@@ -189,3 +189,10 @@ def test_a_checkpoint_that_is_quantised_already_is_refused_without_its_weights(
     with pytest.raises(MemfitError, match=f"{name} is a checkpoint that is quantised already") as error:
         run(LOADED.format(name=name, more=""))  # type: ignore[operator]
     assert f"memfit plan lora --model {name}" in error.value.hint
+
+
+def test_a_processor_that_is_not_here_is_told_without_a_flag_that_would_not_help(run: object) -> None:
+    code = "from transformers import AutoFeatureExtractor\nAutoFeatureExtractor.from_pretrained('nobody/sound')\n"
+    with pytest.raises(MemfitError, match="nobody/sound") as error:
+        run(code)  # type: ignore[operator]
+    assert "a processor of pictures or sound is not made up" in error.value.hint

@@ -260,7 +260,7 @@ def quantise(
     share = sum(p.numel() for _, p in experts) / sum(p.numel() for p in model.parameters())
     return (
         f"the fused experts stay as they are: transformers 5 quantises none of them ({share:.0%} of the weights)",
-        "loading takes more than is planned while experts that lie apart in the files are stacked",
+        "not modelled: experts that lie apart in the files are stacked while they are loaded, which takes more then",
     )
 
 

@@ -51,6 +51,8 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PretrainedConfig
 
+TIED_BY_CONFIG = ("longt5", "mt5", "t5", "umt5")
+"""Whose config is made to say that weights are tied; those of a checkpoint that has both are not."""
 CAUSAL = ("ForCausalLM", "LMHeadModel")
 Kind = Literal["preset", "config", "folder", "hub", "factory"]
 Attention = Literal["sdpa", "eager"]
@@ -175,6 +177,8 @@ def source_notes(source: ModelSource) -> tuple[str, ...]:
 def _left_out(data: dict[str, Any], where: str) -> Iterator[str]:
     if data.get("auto_map"):
         yield "the code that comes with this model (auto_map) is not run; transformers' own class is used"
+    if data.get("tie_word_embeddings") is False and data.get("model_type") in TIED_BY_CONFIG:
+        yield "not modelled: the head's own weights (tie_word_embeddings: false): transformers ties them here"
     if data.get("gradient_checkpointing"):
         yield "config.json itself switches gradient checkpointing on, whatever the setting says"
     for name in ("_attn_implementation", "attn_implementation", "output_attentions"):

@@ -25,6 +25,7 @@ CONFIG = "config.json"
 _FROM_HUB = re.compile(
     r"huggingface\.co|offline|on the Hub|Couldn't (find any data file|find a dataset|reach)", re.IGNORECASE
 )
+_OF_PROCESSORS = re.compile(r"\b(image_processing|feature_extraction|processing)_\w+\.py$")
 NO_WEIGHTS = (
     "weights that are not on this machine are taken to have the shapes and type that the config says, fp32 if none"
 )
@@ -104,6 +105,8 @@ def _told(error: OSError, missed: list[str], made_up: bool) -> Exception:
     hint = f"`hf download {name or 'NAME'}` first, or name a folder"
     if what == CONFIG:
         hint += f" with its {CONFIG}; `memfit models` lists models whose configs come with memfit"
+    elif any(_OF_PROCESSORS.search(frame.filename) for frame in frames):
+        hint += "; a processor of pictures or sound is not made up, whatever --synthetic-data says"
     elif not made_up:
         hint += "; --synthetic-data makes up tokenizers and data"
     return TraceError(
