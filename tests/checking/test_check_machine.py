@@ -20,9 +20,10 @@ from memfit.checking import machine as gpu_software
 from memfit.checking import machine as host
 from memfit.checking import plan as fits
 from memfit.checking.allocator import look, too_new_for
+from memfit.checking.check import _checks
 from memfit.checking.machine import runs_on
-from memfit.checking.packages import conflicts, is_met, release_of
-from memfit.checking.situation import CheckRequest, Line, Situation, guarded
+from memfit.checking.packages import COMPILER, check_compiler, conflicts, is_met, release_of
+from memfit.checking.situation import CheckRequest, Finding, Line, Situation, guarded
 from memfit.errors import UsageError
 from memfit.jobs.workload import Workload
 from memfit.recording.machine import GpuDriver, GpuState, NoNvml
@@ -360,3 +361,29 @@ def test_large_weights_repeat_their_first_rows_and_small_ones_are_drawn_whole() 
     assert len(large.weight[:rows].unique(dim=0)) == rows
     assert large.weight.abs().max() <= (1 << 10) ** -0.5
     assert len(small.weight.unique(dim=0)) == 8
+
+
+# -- torch.compile -----------------------------------------------------------------------------------------------------
+
+
+def _compiler(gpu: str) -> Finding:
+    asked = CheckRequest(workload=Workload(kind="train", model="gpt2", compile=True), gpu=gpu)
+    return only(check_compiler, Situation(asked))
+
+
+def test_a_compiled_job_is_planned_by_the_torch_that_is_here() -> None:
+    found = _compiler("H100")
+    assert found.status == "ok"
+    assert version("torch") in found.found
+
+
+def test_without_triton_compiled_code_does_not_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memfit.checking.packages.find_spec", lambda _: None)
+    monkeypatch.setattr(Situation, "runs_here", True)
+    found = _compiler("H100")
+    assert (found.status, "triton" in found.found) == ("failed", True)
+
+
+def test_a_job_that_is_not_compiled_has_no_line_on_it() -> None:
+    checks = [line for _, _, line in _checks(CheckRequest(workload=Workload(kind="forward", model="gpt2")))]
+    assert COMPILER not in checks

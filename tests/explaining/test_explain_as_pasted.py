@@ -332,6 +332,26 @@ def test_compiled_code_spells_out_the_shape_that_failed() -> None:
     assert other is not None and other.product == "300 x 7 x 99,991 x 4 bytes"
 
 
+def test_compiled_code_is_named_and_planned_as_such() -> None:
+    code = "buf12 = empty_strided_cuda((4096, 152064), (152064, 1), torch.float32)"
+    text = frame("/tmp/torchinductor_u/ab/cabcd.py", "call", code) + message("2.32 GiB")
+    assert told(text).place.detail == "in code that torch.compile generated"
+    given = {"kind": "train", "model": "qwen2.5-0.5b", "batch_size": 4, "seq_len": 1024}
+    work = told(text, **given).job.workload
+    assert work is not None and work.compile
+    assert "compiled" in str(told(text).job.beyond)
+
+
+def test_a_kernel_that_is_timed_is_told_from_the_step_itself() -> None:
+    code = "buffer = torch.empty(self.L2_cache_size // 4, dtype=torch.int)"
+    text = frame("/tmp/torchinductor_u/ab/cabcd.py", "call", "triton_poi_fused_0.run(arg0, 4096)") + frame(
+        f"{TORCH}/_inductor/runtime/benchmarking.py", "benchmark_gpu", code
+    )
+    found = told(text + message("60.00 MiB"))
+    assert found.place.detail.startswith("timing a generated kernel")
+    assert "keep torch's cache of compiled kernels" in fixes(found)
+
+
 def test_a_training_step_in_the_optimizers_closure_is_a_loss_where_it_makes_the_loss() -> None:
     text = frame(f"{TORCH}/optim/adamw.py", "step", "loss = closure()") + frame(
         "/w/my.py", "training_step", "return F.cross_entropy(self(x), y)"

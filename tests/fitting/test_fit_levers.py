@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from typing import Any
@@ -11,8 +12,9 @@ from forecasts import forecast
 
 from memfit.errors import UnknownName, UsageError
 from memfit.fitting.forecast import Forecast, global_batch_of, with_global_batch
-from memfit.fitting.levers import COSTS, Lever, apply, levers_for
+from memfit.fitting.levers import COMPILE, COSTS, Lever, apply, levers_for
 from memfit.fitting.search import can_lower
+from memfit.fitting.step_cost import step_cost
 from memfit.jobs.workload import Workload
 
 JOBS = [
@@ -173,3 +175,30 @@ def test_kbit_preparation_can_be_left_out() -> None:
     assert not [
         each for each in levers_for(apply(prepared, [lever])) if each.group in ("kbit preparation", "quantised")
     ]
+
+
+# -- torch.compile -----------------------------------------------------------------------------------------------------
+
+
+def test_compiling_is_a_lever_only_where_it_is_asked_for() -> None:
+    work = Workload(kind="train", model="gpt2")
+    assert COMPILE not in names(levers_for(work))
+    (found,) = (each for each in levers_for(work, try_compile=True) if each.name == COMPILE)
+    assert apply(work, [found]).compile
+    assert (found.cost, "start-up" in found.price) == ("time", True)
+
+
+@pytest.mark.parametrize("changes", [{"compile": True}, {"loss": "chunked"}, {"world_size": 2}])
+def test_compiling_is_no_lever_beside_what_it_is_not_planned_with(changes: dict[str, Any]) -> None:
+    work = Workload(kind="train", model="gpt2", **changes)
+    assert COMPILE not in names(levers_for(work, try_compile=True))
+
+
+def test_generation_is_not_compiled_to_make_it_fit() -> None:
+    with pytest.raises(UsageError, match="--try-compile has no effect"):
+        levers_for(Workload(kind="generate", model="gpt2"), try_compile=True)
+
+
+def test_the_operations_of_a_compiled_step_are_those_of_the_step_as_written() -> None:
+    plain = Workload(kind="forward", model="gpt2", batch_size=1, seq_len=16)
+    assert step_cost(dataclasses.replace(plain, compile=True)) == step_cost(plain)

@@ -192,8 +192,7 @@ def test_of_buffers_of_one_size_the_last_goes_first() -> None:
     blocks = [trace.alloc(1024) for _ in range(3)]
     for block in blocks:
         trace.free(block)
-    trace.facts["compiled"] = [[0, len(trace)]]
-    frees_in_order(trace)
+    frees_in_order(trace, [[0, len(trace)]])
     assert list(trace.subjects[3:]) == [2, 1, 0]
 
 

@@ -182,6 +182,8 @@ def _checks(asked: CheckRequest) -> Iterator[tuple[str, Look, Line]]:
     yield "bitsandbytes", packages.check_bitsandbytes, packages.LOADS
     if asked.job is not None and asked.job.is_quantised and asked.job.quantised_by != "bitsandbytes":
         yield "packages of quantised weights", packages.check_weights, packages.WEIGHTS
+    if asked.workload is not None and asked.workload.is_compiled:
+        yield "torch.compile", packages.check_compiler, packages.COMPILER
     if from_file:
         yield "keys of the config", job_settings.check_keys, job_settings.KEYS
     if of_job:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -13,9 +15,11 @@ from packaging.version import InvalidVersion, Version
 
 from memfit.checking.situation import CannotTell, Finding, Line, Situation
 from memfit.jobs.training.levers import NEEDS_BITSANDBYTES
-from memfit.versions import outside_tested
+from memfit.versions import TESTED, outside_tested
 
 SET, LOADS = Line("settings", "packages"), Line("settings", "bitsandbytes")
+COMPILER = Line("settings", "torch.compile")
+C_COMPILERS = ("CC", "gcc", "clang", "cc")
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "safetensors", "huggingface-hub")
 TRAINING_EXTRA = "torch"
 """Under which transformers says what its Trainer needs."""
@@ -136,3 +140,28 @@ def check_weights(situation: Situation) -> Iterator[Finding]:
         )
     else:
         yield WEIGHTS.ok(f"{work.few_bits}: {', '.join(f'{name} {installed(name)}' for name in needed) or method}")
+
+
+def check_compiler(situation: Situation) -> Iterator[Finding]:
+    """Of a job that is compiled: what Inductor needs on the machine that runs it, and whether memfit knows this one."""
+    torch = installed("torch") or ""
+    if strange := ", ".join(outside_tested({"torch": torch})):
+        yield COMPILER.warning(
+            f"the plan is of the compiler of {strange}, which memfit was not tested with",
+            f"torch {' to '.join(TESTED['torch'])}",
+        )
+        return
+    lacking = [] if not situation.runs_here else list(_lacking_for_kernels())
+    if lacking:
+        yield COMPILER.failed(f"{' and '.join(lacking)} not here: torch.compile fails at its first kernel",
+                              "pip install triton; apt install gcc")  # fmt: skip
+        return
+    where = "" if situation.runs_here else "; the machine with the card needs triton and a C compiler"
+    yield COMPILER.ok(f"planned by the compiler of torch {torch}: run it with that version{where}")
+
+
+def _lacking_for_kernels() -> Iterator[str]:
+    if find_spec("triton") is None:
+        yield "triton"
+    if not any(shutil.which(os.environ.get(name, name)) for name in C_COMPILERS):
+        yield "a C compiler"

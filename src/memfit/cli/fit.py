@@ -63,11 +63,15 @@ EMIT_FLAG = typer.Option(
     help="Write the fitted job to stdout in this form; of "
     "--from, by its format or to a FILE: the same file with only the needed keys changed.",
 )
+COMPILE_FLAG = typer.Option(
+    "--try-compile", help="torch.compile may be a change too: start-up time, and minutes more to find the answer."
+)
 
 EXTRA: dict[str, tuple[Any, Any]] = {
     "gpu": (Annotated[str, GPU_FLAG], inspect.Parameter.empty),
     "keep": (Annotated[list[str] | None, KEEP_FLAG], None),
     "margin": (Annotated[str, MARGIN_FLAG], "0.1"),
+    "try_compile": (Annotated[bool, COMPILE_FLAG], False),
     "emit": (Annotated[str | None, EMIT_FLAG], None),
     "json": (Json, False),
 }
@@ -95,6 +99,7 @@ def _fit(
     gpu: str,
     keep: list[str] | None,
     margin: str,
+    try_compile: bool,
     emit: str | None,
     json: bool,
     global_batch: str | None = None,
@@ -141,9 +146,13 @@ def _answer(
         "gpu": gpu, "keep": kept, "margin": _share(margin), "global_batch": _rows(global_batch),
     }  # fmt: skip
     if ladder:
+        if try_compile:
+            raise UsageError("--try-compile has no effect with --ladder", hint="--compile climbs with compiled steps")
         return _ladder(workload, json=json, **asked)
     with output.working(f"fitting {workload.model}"):
-        fitted = memfit.fit(workload, **asked, steps=much.get("steps"), tokens=much.get("tokens"))
+        fitted = memfit.fit(
+            workload, **asked, try_compile=try_compile, steps=much.get("steps"), tokens=much.get("tokens")
+        )
     if job is not None:
         fitted = dataclasses.replace(fitted, job_file=job.to_json())
     if emit is not None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from memfit.explaining.account import request_intervals
-from memfit.explaining.place import Sign, checkpointed, of_another_engine
+from memfit.explaining.place import Sign, checkpointed, of_another_engine, times_kernels
 from memfit.explaining.tensor import AHEAD, MOST_USUAL_LENGTH, Reading
 from memfit.explaining.withheld import Evidence, by_fused_attention
 from memfit.fitting.emit import pruning_command
@@ -60,6 +60,9 @@ CACHES = "cache_implementation='offloaded' or 'quantized' in generate"
 def smaller_job(case: Evidence) -> Iterator[Fix]:
     """By what was going on: a pass of the model has rows and lengths, nothing else has."""
     phase = case.place.phase
+    if times_kernels(case.place):
+        said = "kernels are timed once, beside the step: what earlier runs left in TORCHINDUCTOR_CACHE_DIR spares it"
+        yield in_words("keep torch's cache of compiled kernels", said)
     if of_another_engine(case.place):
         yield from _of_the_engine(case)
     elif phase == "loading":

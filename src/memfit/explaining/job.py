@@ -18,7 +18,7 @@ from memfit.explaining.account import Account
 from memfit.explaining.clues import Clues
 from memfit.explaining.dimensions import Dimensions, dimensions_of_model, known_dimensions
 from memfit.explaining.message import Oom
-from memfit.explaining.place import FailurePlace, of_another_engine
+from memfit.explaining.place import FailurePlace, compiled, of_another_engine
 from memfit.explaining.tensor import Readings
 from memfit.gpus import Gpu, find_gpu, list_gpus
 from memfit.jobs.workload import Workload, flag, kinds_that_read
@@ -112,6 +112,8 @@ def job_of(
         settings.setdefault("loop", "trainer")
     if clues.eager:
         settings.setdefault("attention", "eager")
+    if compiled(place) and kind in kinds_that_read(["compile"]):
+        settings.setdefault("compile", True)
     made = _workload(settings, given)
     own = clues.by_memfit or any("/memfit/" in frame.path.replace("\\", "/") for frame in place.frames)
     return Job(workload=made, models=models, settings=settings, read=read, beyond=beyond, by_memfit=own)
@@ -143,6 +145,8 @@ def _beyond(clues: Clues, place: FailurePlace, given: Mapping[str, Any]) -> str 
         return "the engine in the traceback arranges memory its own way, and predictions are of plain torch"
     if clues.quantised:
         return "the text has quantised weights, and predictions have them in 16 or 32 bits"
+    if compiled(place):
+        return "the code was compiled, which takes minutes to predict: --kind tells that it should be"
     if clues.sharded and "parallel" not in given:
         return "the text has a job that is sharded over several cards: --world-size N --parallel fsdp2 tells it"
     return None

@@ -166,6 +166,8 @@ ENGINES = _sign("engines", paths="/vllm/ /sglang/ /comfy/ /diffusers/")
 """Programs that arrange memory their own way: what memfit predicts is not what they do."""
 COLLECTING = _sign("collecting", paths="/trainer_pt_utils.py", functions="nested_concat")
 """Logits of several batches, joined for the metrics."""
+COMPILED = _sign("compiled", paths="/torchinductor_ /_inductor/ /_functorch/_aot_autograd/")
+TIMING = _sign("timing", paths="/_inductor/runtime/benchmarking.py /_inductor/runtime/triton_heuristics.py")
 RECOMPUTING = _sign("recomputing", paths="/torch/utils/checkpoint.py gradient_checkpointing")
 LIBRARIES = _sign(
     "libraries", paths="/torch/ /accelerate/ /lightning/ /pytorch_lightning/ /deepspeed/ /peft/tuners/ /torch_xla/"
@@ -343,6 +345,9 @@ def _written(code: str) -> tuple[tuple[int, ...], int] | None:
 def _detail(inner: Sequence[CodeFrame], phase: str | None) -> str:
     if phase in ("backward", "forward") and any(map(RECOMPUTING.at, inner)):
         return "computing a checkpointed block again" if phase == "backward" else "in a checkpointed block"
+    if any(map(COMPILED.within, inner)):
+        timing = any(map(TIMING.within, inner))
+        return "timing a generated kernel, at its first launch" if timing else "in code that torch.compile generated"
     if phase == "loss" and any("lm_head(" in frame.code for frame in inner[:INNERMOST]):
         return "making the logits"
     if phase in _AROUND:
@@ -352,6 +357,16 @@ def _detail(inner: Sequence[CodeFrame], phase: str | None) -> str:
 
 def of_another_engine(place: FailurePlace) -> bool:
     return any(map(ENGINES.at, place.frames))
+
+
+def compiled(place: FailurePlace) -> bool:
+    """Whether torch's compiler had written the code that failed."""
+    return any(map(COMPILED.within, place.frames))
+
+
+def times_kernels(place: FailurePlace) -> bool:
+    """Copies and a buffer as large as the L2 cache, beside what the step holds: once for each kernel."""
+    return any(map(TIMING.within, place.frames))
 
 
 def collects(place: FailurePlace) -> bool:

@@ -8,6 +8,7 @@ op of its own name; what is replayed has it as the one block that it is.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -28,11 +29,11 @@ def say(trace: Trace, what: str) -> None:
         said.append(what)
 
 
-def frees_in_order(trace: Trace) -> None:
+def frees_in_order(trace: Trace, ranges: Sequence[Sequence[int]]) -> None:
     """Which of several buffers of one size goes first is the compiler's choice, by names, and differs from block to
     block: here it is the one that was made last. What is let go at one time goes by size. What is allocated stays the
-    same at every event."""
-    ranges = trace.facts.pop(COMPILED, [])
+    same at every event; where the free places are, and so what is reserved, may change. `ranges`: the events between
+    which compiled code ran."""
     inside = np.zeros(len(trace), dtype=bool)
     for start, end in ranges:
         inside[start:end] = True

@@ -27,6 +27,7 @@ import numpy as np
 
 from memfit.events import BLOCK_COLUMNS, Action, Mark, Trace, between, step_begins
 from memfit.extrapolation.blocks import Extension, Ints, NotRepeating, sizes_of, with_sizes
+from memfit.extrapolation.reused import COMPILED
 
 
 def in_birth_order(trace: Trace) -> tuple[Trace, Ints]:
@@ -148,6 +149,8 @@ class _Step:
         out = self.trace.emptied()
         out.marks.clear()
         out.facts.pop(LISTS, None)
+        if COMPILED in out.facts:
+            out.facts[COMPILED] = self._ranges(out.facts[COMPILED], times)
         made: list[range] = []
         again = [(self.start, self.end, n) for n in range(1, times + 1)]
         for start, end, steps_before in ((0, self.end, 0), *again, (self.end, len(self.trace), times)):
@@ -155,6 +158,17 @@ class _Step:
         chosen: Ints = np.concatenate([np.arange(each.start, each.stop) for each in made])
         out.take_blocks(self.trace, chosen)
         return Extension(frame=out, chosen=chosen, alike=np.stack((heirs.dropped, heirs.left), axis=1), counted=())
+
+    def _ranges(self, ranges: list[list[int]], times: int) -> list[list[int]]:
+        length = self.end - self.start
+        again = [
+            [start + n * length, end + n * length]
+            for n in range(1, times + 1)
+            for start, end in ranges
+            if self.start <= start < self.end
+        ]
+        shifts = [(start, end, times * length if start >= self.end else 0) for start, end in ranges]
+        return [[start + by, end + by] for start, end, by in shifts] + again
 
     def _put(self, out: Trace, start: int, end: int, steps_before: int, heirs: Replacements) -> range:
         """A stretch of the trace, so many steps later than it was. Returns the blocks that are made there."""

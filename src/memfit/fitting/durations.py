@@ -157,9 +157,10 @@ def _mean_longest(job: TrainJob) -> float:
 def _basis(work: Workload, card: str, measured: bool) -> str:
     where = "on this card" if measured else f"on an {MEASURED_ON}; on the {card} nothing was measured"
     alone = "" if work.world_size == 1 else ", traffic between GPUs"
+    eager = ", of the step without torch.compile, which takes longer" if work.is_compiled else ""
     return (
-        f"counted operations at the peak speed of the {card} and kernels that the host launches, times what steps"
-        f" were measured to take beyond that {where}; reading data and saving{alone} left out"
+        f"counted operations{eager} at the peak speed of the {card} and kernels that the host launches, times what"
+        f" steps were measured to take beyond that {where}; reading data and saving{alone} left out"
     )
 
 

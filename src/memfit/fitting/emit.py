@@ -42,6 +42,8 @@ def refuse_what_has_no_switch(work: Workload, form: str) -> None:
     lacking = [f"{what} on the host" for what in work.offload or ()]
     if work.selective_checkpointing:
         lacking.append("selective checkpointing")
+    if work.compile_blocks:
+        raise UsageError(f"--emit {form}: the HF Trainer has no switch for compiled blocks", hint="--compile has one")
     if lacking:
         raise UsageError(
             f"--emit {form}: the HF Trainer has no switch for {' and '.join(lacking)}",
@@ -115,6 +117,8 @@ def _imports(work: Workload) -> Iterator[str]:
         yield f"from peft import {config_arguments(work, ())[0].__name__}, get_peft_model"
         if work.is_kbit_prepared:
             yield "from peft import prepare_model_for_kbit_training"
+    if work.compile_blocks and not work.trains:
+        yield "from accelerate.utils import compile_regions"
     if _shows_buckets(work):
         yield "from accelerate.utils import DistributedDataParallelKwargs"
     if not _hub_id(work.model):
@@ -155,7 +159,12 @@ def _model(work: Workload) -> Iterator[str]:
     if work.trains and work.kind == "lora" and work.grad_checkpointing:
         yield "    model.enable_input_require_grads()  # the embedding is frozen"
     on_gpu = "model" if work.is_quantised else 'model.to("cuda")'
-    yield "    return model" if work.trains else f"    return {on_gpu}.eval()"
+    if work.trains:
+        yield "    return model"
+    elif work.is_compiled:
+        yield f"    return {'torch.compile' if work.compile else 'compile_regions'}({on_gpu}.eval())"
+    else:
+        yield f"    return {on_gpu}.eval()"
 
 
 def _quantisation(work: Workload) -> Iterator[str]:
@@ -270,6 +279,8 @@ def yaml_of(fitted: Fitted) -> str:
         raise UsageError(f"--emit yaml: a config is for training, not for {fitted.workload.kind}", hint="--emit args")
     if fitted.fitted.kind == "lora" and (fitted.fitted.adapter != "lora" or fitted.fitted.adapter_config):
         raise UsageError("--emit yaml: `memfit train` has plain LoRA only", hint="--emit python")
+    if fitted.fitted.is_compiled:
+        raise UsageError("--emit yaml: `memfit train` does not compile", hint="--emit python, or without --try-compile")
     document = config_document(fitted.fitted, fitted.gpu, fitted.margin)
     config_from(document, name="fitted")  # what the engine does not take is said now, not when the file is read
     alone = fitted.fitted.world_size == 1

@@ -93,20 +93,23 @@ def fit(
     global_batch: int | None = None,
     keep: Sequence[str] = (),
     margin: float = 0.1,
+    try_compile: bool = False,
     steps: int | None = None,
     tokens: int | None = None,
     **settings: Any,
 ) -> Fitted:
     """The smallest set of changes with which the job leaves the margin, a share of the card, free.
 
-    `keep` names settings that must stay as they are; `steps` of the optimizer, or `tokens`, say how much is trained,
+    `keep` names settings that must stay as they are; with `try_compile` torch.compile may be one of the changes, which
+    takes a compilation for each set that is looked at; `steps` of the optimizer, or `tokens`, say how much is trained,
     for the time it takes; other settings are those of `memfit.predict`."""
     started = time.perf_counter()
     card = find_gpu(gpu)
     check_margin(margin)
     work = with_global_batch(Workload.asked(workload, settings), global_batch)
     work = within(work, card, margin)
-    fitted = _Fitter(work, card, margin, tuple(checked_setting(name) for name in keep)).fitted(started)
+    kept = tuple(checked_setting(name) for name in keep)
+    fitted = _Fitter(work, card, margin, kept, try_compile=try_compile).fitted(started)
     if fitted.after.verdict == "fails":
         return fitted
     return dataclasses.replace(fitted, duration=estimate(fitted.fitted, card, steps=steps, tokens=tokens))
@@ -134,9 +137,11 @@ def check_margin(margin: float) -> None:
 
 
 class _Fitter:
-    def __init__(self, work: Workload, card: Gpu, margin: float, keep: tuple[str, ...]) -> None:
+    def __init__(
+        self, work: Workload, card: Gpu, margin: float, keep: tuple[str, ...], *, try_compile: bool = False
+    ) -> None:
         self.work, self.card, self.margin, self.keep = work, card, margin, keep
-        self.levers = levers_for(work, keep=keep)
+        self.levers = levers_for(work, keep=keep, try_compile=try_compile)
         self.forecasts = Forecasts(card, margin)
         self.search = Search(work, self.levers, self.forecasts)
 

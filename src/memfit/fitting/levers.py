@@ -28,6 +28,8 @@ COSTS: tuple[Cost, ...] = ("free", "time", "precision", "experiment")
 CACHED = "cached"
 """What the allocator holds beyond the tensors that are alive: no category of a breakdown, but a lever lowers it."""
 SAME = "same results but for rounding"
+COMPILE = "torch.compile"
+"""Only where it is asked for: each set with it takes a compilation to predict."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +79,7 @@ def _training(work: Workload) -> Iterator[Lever]:
     yield from (lever for lever in _chunked_loss(work) if lever.cost == "free")
     yield from _bucket_view(work)
     yield from _allocator(work)
+    yield from _compiled(work)
     yield from (lever for lever in _chunked_loss(work) if lever.cost == "time")
     yield from _micro_batches(work)
     yield from _checkpointing(work)
@@ -95,6 +98,7 @@ def _inference(work: Workload) -> Iterator[Lever]:
     yield from _masked_path(work)
     yield from _cache(work)
     yield from _allocator(work)
+    yield from _compiled(work)
     yield from _smaller_batches(work)
     yield from _precision(work)
     yield from _quantised(work)
@@ -222,6 +226,25 @@ def _allocator(work: Workload) -> Iterator[Lever]:
 
 
 # -- time --------------------------------------------------------------------------------------------------------------
+
+
+def _compiled(work: Workload) -> Iterator[Lever]:
+    if work.is_compiled or work.kind not in kinds_that_read(["compile"]):
+        return
+    try:
+        dataclasses.replace(work, compile=True).check_compiled()
+    except UsageError:  # what is on already does not go with it
+        return
+    yield Lever(
+        name=COMPILE, cost="time", group=COMPILE, settings={"compile": True},
+        says="chains of small ops become one kernel, and what lies between them is never stored",
+        price="start-up: minutes of compiling, and again for other shapes; steps are faster",
+        lowers=("temporaries", "other", *MADE_BY_TOKENS),
+        how={
+            "memfit": "--compile (plans only)", "trainer": "torch_compile=True",
+            "accelerate": 'Accelerator(dynamo_backend="inductor"), or torch.compile(model)',
+        },
+    )  # fmt: skip
 
 
 def _micro_batches(work: Workload) -> Iterator[Lever]:
@@ -492,16 +515,19 @@ def _fewer_windows(work: Workload) -> Iterator[Lever]:
         windows //= 2
 
 
-__all__ = ["CACHED", "COSTS", "Cost", "Lever", "apply", "checked_setting", "levers_for"]
+__all__ = ["CACHED", "COMPILE", "COSTS", "Cost", "Lever", "apply", "checked_setting", "levers_for"]
 
 
-def levers_for(workload: Workload, *, keep: Sequence[str] = ()) -> list[Lever]:
+def levers_for(workload: Workload, *, keep: Sequence[str] = (), try_compile: bool = False) -> list[Lever]:
     """Those that apply and are not on, the cheapest first. `keep` names settings that must stay as they are."""
     kept = {checked_setting(name) for name in keep}
     for name in kept:
         if workload.kind not in (kinds := kinds_that_read([name])):
             raise UsageError(f"--keep {name} has no effect: it is a setting of {' and '.join(kinds)}")
-    return [lever for lever in catalogue(workload) if not kept & set(lever.settings)]
+    if try_compile and workload.kind not in (kinds := kinds_that_read(["compile"])):
+        raise UsageError(f"--try-compile has no effect: torch.compile is planned for {', '.join(kinds)}")
+    left_out = kept if try_compile else {*kept, "compile"}
+    return [lever for lever in catalogue(workload) if not left_out & set(lever.settings)]
 
 
 def apply(workload: Workload, levers: Iterable[Lever]) -> Workload:

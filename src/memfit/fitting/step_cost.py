@@ -109,8 +109,9 @@ class StepCost:
 
 
 def step_cost(workload: Workload) -> StepCost:
-    """Traced once for each job in a process: settings of the allocator do not count."""
-    return _step_cost(dataclasses.replace(workload, alloc_conf=""))
+    """Traced once for each job in a process: settings of the allocator do not count. Of compiled code, what it would
+    cost as it is written."""
+    return _step_cost(dataclasses.replace(workload, alloc_conf="", compile=False, compile_blocks=False))
 
 
 def seconds(cost: StepCost, gpu: Gpu) -> float | None:

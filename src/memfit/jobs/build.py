@@ -140,6 +140,7 @@ def _prepared(workload: Workload, layers: int | None) -> Prepared:
         notes = (f"transformers has no fused attention for {source.name}: eager, as it takes by itself", *notes)
     if workload.use_cache and not generates(model):
         notes = (*notes, "--use-cache has no effect: this model has no key-value cache")
+    workload.check_compiled()
     if workload.is_quantised:
         workload.check_quantised()
         stored = workload.stored

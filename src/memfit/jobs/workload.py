@@ -237,7 +237,8 @@ class Workload:
         if self.compile and self.compile_blocks:
             raise UsageError("--compile and --compile-blocks both say what torch.compile is given")
         clash = {
-            f"--loop {self.loop}": self.trains and self.loop != "plain",
+            "--loop memfit": self.trains and self.loop == "memfit",
+            "--loop trainer": self.compile_blocks and self.trains and self.loop == "trainer",
             "--world-size": self.trains and self.world_size > 1,
             "--offload": self.trains and bool(self.offload),
             "--selective-checkpointing": self.trains and self.selective_checkpointing,

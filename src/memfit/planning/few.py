@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 from memfit.errors import InputError, UsageError
-from memfit.events import Trace
+from memfit.events import Action, Trace
 from memfit.extrapolation.blocks import BEFORE, UNITS, NotRepeating
-from memfit.extrapolation.reused import SAID, peak_of
+from memfit.extrapolation.reused import COMPILED, SAID, frees_in_order, peak_of
 from memfit.jobs.adapter_names import BEYOND_BLOCKS
 from memfit.jobs.build import Prepared, prepare_without_memory
 from memfit.jobs.quantised import loaded_bytes
@@ -37,6 +37,10 @@ from memfit.units import format_bytes
 
 MAX_PERIOD = 8
 LARGER = "the plan is of the larger"
+IN_ORDER = (
+    "blocks of compiled code are alike but for which of two like buffers is let go first: what is reserved may be some"
+    " percent more or less"
+)
 PLAIN = (bool, int, float, str, type(None))
 OWN_NUMBER = ("layer_idx", "layer_id", "block_idx")
 
@@ -140,8 +144,7 @@ def _trace_few_blocks(work: Workload, platform: Platform) -> tuple[Recipe, Trace
             blocks = dataclasses.replace(blocks, edge=1)
         if blocks is not None and blocks.worthwhile:
             try:
-                recipe = _of_few(work, platform, blocks, parameters)
-                return recipe, recipe.whole()
+                return _of_few(work, platform, blocks, parameters)
             except NotRepeating as why:
                 notes = (f"all {blocks.count} blocks were traced one by one: {why}",)
         elif blocks is None and getattr(load_config(source), "num_hidden_layers", 0) > UNITS:
@@ -150,7 +153,7 @@ def _trace_few_blocks(work: Workload, platform: Platform) -> tuple[Recipe, Trace
     return recipe, recipe.whole()
 
 
-def _of_few(work: Workload, platform: Platform, blocks: Blocks, parameters: int) -> Recipe:
+def _of_few(work: Workload, platform: Platform, blocks: Blocks, parameters: int) -> tuple[Recipe, Trace]:
     try:
         job = prepare_without_memory(work, layers=blocks.traced)
     except (InputError, UsageError) as why:  # if it is not about the number of blocks, all of them will say so too
@@ -166,7 +169,10 @@ def _of_few(work: Workload, platform: Platform, blocks: Blocks, parameters: int)
     more, of_all = blocks.count / blocks.traced, trainable / max(1, sum(p.numel() for p in job.trainable))
     trace.facts = scaled(trace.facts, weights=more, activations=more, optimizer=of_all)
     _note_managed(trace, _trainable(job, inside, partial(managed_bytes, job.workload.optimizer)) if work.trains else 0)
-    return Recipe(
+    compiled = trace.facts.pop(COMPILED, [])
+    if work.is_compiled and not _says_whose(trace, inside, compiled):
+        raise NotRepeating("compiled code does not say which of them it runs for")
+    recipe = Recipe(
         trace=trace,
         blocks=inside.path,
         period=blocks.period,
@@ -178,11 +184,29 @@ def _of_few(work: Workload, platform: Platform, blocks: Blocks, parameters: int)
         how=dataclasses.replace(how, blocks=TracedShare(blocks.traced, blocks.count)),
         notes=job.notes,
     )
+    try:
+        return recipe, recipe.whole()
+    except NotRepeating:
+        if not compiled:
+            raise
+    frees_in_order(trace, compiled)
+    return dataclasses.replace(recipe, notes=(IN_ORDER, *recipe.notes)), recipe.whole()
+
+
+def _says_whose(trace: Trace, blocks: Blocks, compiled: Sequence[Sequence[int]]) -> bool:
+    """Whether what compiled code makes has the names of inner blocks."""
+    inner = f"{blocks.path}.{(BEFORE + blocks.edge) * blocks.period}."
+    return any(
+        action == Action.ALLOC and trace.module(block).startswith(inner)
+        for start, end in compiled
+        for action, block in zip(trace.actions[start:end], trace.subjects[start:end], strict=True)
+    )
 
 
 def _of_all(work: Workload, platform: Platform, notes: tuple[str, ...]) -> Recipe:
     job = prepare_without_memory(work)
     trace, how = trace_labelled(job, platform)
+    trace.facts.pop(COMPILED, None)
     _note_managed(
         trace, sum(managed_bytes(job.workload.optimizer, p.numel()) for p in job.trainable) if work.trains else 0
     )

@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from memfit.events import Trace
-from memfit.extrapolation.reused import frees_in_order
 from memfit.extrapolation.streams import RuleCall
 from memfit.gpus import find_gpu
 from memfit.jobs.build import Prepared
@@ -331,8 +330,6 @@ def trace_job(
     made.truncate(ends)  # what dies with the job's own variables dies after it
     if done:
         made.facts["tokens"] = done
-    if work.is_compiled:
-        frees_in_order(made)
     record_trace(made, calls, job.model, tokens, work.seq_len)
     return made
 

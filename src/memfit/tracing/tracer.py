@@ -512,6 +512,15 @@ class ModuleStack:
         self._stack.append(self._names[module])
         self._bound()
 
+    @contextmanager
+    def running(self, module: torch.nn.Module) -> Iterator[None]:
+        """Of one that is called past its hooks."""
+        self._enter(module, None)
+        try:
+            yield
+        finally:
+            self._leave()
+
     def _leave(self, *_: Any) -> None:
         if self._stack:
             self._stack.pop()

@@ -116,6 +116,7 @@ def test_a_name_alone_is_enough_where_a_section_has_one_main_setting() -> None:
     ({"nonsense": 1}, "unknown key 'nonsense'", "sections: model, method, data"),
     ({"max_memory": {0: "20GB"}}, "unknown key 'max_memory'", "memory.offload"),
     ({"device_map": "auto"}, "device_map can only be empty", "memory.offload"),
+    ({"torch_compile": True}, "torch_compile can only be false", "--loop trainer --compile"),
 ])  # fmt: skip
 def test_an_unknown_key_is_refused_with_the_nearest_name_and_its_section(
     document: dict[str, Any], said: str, hint: str

@@ -90,7 +90,8 @@ IN_SECTION = {
 FIXED: dict[str, tuple[object, ...]] = {
     "use_value_gate": (True,), "use_output_gate": (True,), "bias": ("none",), "task_type": ("CAUSAL_LM",),
     "device_map": (None,), "auto_find_batch_size": (False,), "group_by_length": (False,),
-    "trust_remote_code": (False,), "bnb_4bit_quant_storage": ("uint8", None), "quant_method": ("bitsandbytes",),
+    "trust_remote_code": (False,), "torch_compile": (False,), "torch_compile_backend": (None,),
+    "torch_compile_mode": (None,), "bnb_4bit_quant_storage": ("uint8", None), "quant_method": ("bitsandbytes",),
 }  # fmt: skip
 """Keys with one value that memfit can serve; then there is nothing to set."""
 
@@ -106,13 +107,15 @@ IGNORED = {
 }  # fmt: skip
 """Keys without effect, each with the reason that the run says."""
 
+NOT_COMPILED = "`memfit train` runs the model as it is; `memfit plan train --loop trainer --compile` is of the Trainer"
 INSTEAD = {
     "max_memory": "memory.offload: [weights] keeps frozen layers on the host without a device map",
     "device_map": "memory.offload: [weights] keeps frozen layers on the host without a device map",
     "auto_find_batch_size": "memory: auto picks the micro-batch, and the global batch stays as it is",
     "use_liger_kernel": "loss: chunked keeps the logits from being whole",
     "pytorch_cuda_alloc_conf": "memory.alloc_conf takes the same text",
-}
+    "torch_compile": NOT_COMPILED, "torch_compile_backend": NOT_COMPILED, "torch_compile_mode": NOT_COMPILED,
+}  # fmt: skip
 """What to write in place of a key that there is not."""
 
 TRAINER_NAMES = {

@@ -197,6 +197,8 @@ def trainer_settings(work: Workload) -> dict[str, Any]:
     }
     if work.checkpoints_by_switch:
         made["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
+    if work.compile:
+        made["torch_compile"] = True
     return made | ({"fsdp": True, "fsdp_config": dict(FSDP2)} if work.is_sharded else {})
 
 

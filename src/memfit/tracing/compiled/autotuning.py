@@ -94,8 +94,6 @@ class GeneratedKernels:
         except Exception:  # a heuristic that asks for what is not here
             self.tracer.unmodelled["autotuning of a generated kernel"] = None
             return
-        if "@triton_heuristics.foreach" in source:  # measured once, 12 % above
-            self.tracer.unmodelled["a compiled optimizer"] = None
         if how.configurations < 2:
             return
         tracer = self.tracer

@@ -39,13 +39,13 @@ class GeneratedCode:
     ) -> None:
         """`whose`: the module whose result a buffer holds, by its name in the text."""
         tracer = kernels.tracer
-        self._tracer = tracer
+        self._tracer, self._caller = tracer, ""
         scope: dict[str, Any] = {"__name__": "inductor_generated", "__file__": FILE}
         with _kernels_left_out(kernels, self._empty):
             exec(compile(_prepared(text), FILE, "exec"), scope)
 
         def at(buffer: str) -> None:
-            tracer.maker = whose.get(buffer, "")
+            tracer.maker = called_by(self._caller, whose.get(buffer, ""))
 
         def reuse(buffer: str, old: torch.Tensor) -> None:
             at(buffer)
@@ -61,7 +61,9 @@ class GeneratedCode:
     def call(self, args: Any) -> Any:
         trace = self._tracer.trace
         began = len(trace)
-        before, self._tracer.maker = self._tracer.maker, ""
+        before = self._tracer.maker
+        self._caller = self._tracer.surroundings()[0]
+        self._tracer.maker = self._caller
         try:
             with (
                 torch.no_grad(),
@@ -128,6 +130,15 @@ class _OpsOfGraph:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.ops, name)
+
+
+def called_by(caller: str, module: str) -> str:
+    """What was compiled for one block runs for others too: the same part of the block that is called."""
+    parts, found = caller.split("."), module.split(".")
+    same = len(parts) <= len(found) and all(
+        a == b or (a.isdigit() and b.isdigit()) for a, b in zip(parts, found, strict=False)
+    )
+    return ".".join([*parts, *found[len(parts) :]]) if caller and same else module
 
 
 def whose_buffers(graph: Any, name_of: Callable[[str], str]) -> dict[str, str]:

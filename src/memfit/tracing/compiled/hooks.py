@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -114,6 +115,8 @@ class Hooks:
         self._wait_no_more: Callable[[], None] = lambda: None
         self._codes: set[Any] = set()
         """Functions that were compiled in this trace: what was made for them is dropped at its end."""
+        self._called: list[tuple[weakref.ref[torch.nn.Module], Any]] = []
+        """Modules that were compiled by themselves in this trace, and how they were called then."""
 
     # -- on and off --------------------------------------------------------------------------------------------------
 
@@ -135,7 +138,9 @@ class Hooks:
             "compile_threads": 1, "fx_graph_cache": False, "fx_graph_remote_cache": False}))  # fmt: skip
         stack.enter_context(torchs.functorch_config.patch({"enable_autograd_cache": False}))
         stack.enter_context(torchs.dynamo_config.patch({"automatic_dynamic_local_pgo": False}))
+        stack.callback(self._give_calls_back)
         for owner, name, value in (
+            (torch.nn.Module, "compile", self._blocks()),
             (torchs.known_shapes, "_CODE_STATE", None),
             (torchs.known_shapes, "_INIT_CODE_STATE", None),
             (torchs.function_modes.SymbolicTorchFunctionState, "__init__", self._function_modes()),
@@ -147,6 +152,7 @@ class Hooks:
             (torchs.graph.GraphLowering, "_compile_to_module_lines", self._generated()),
             (torchs.pad_mm, "get_cached_should_pad", self._should_pad),
             (torchs.optimizers, "_is_static_for_cudagraphs", lambda _: True),
+            (torchs.optimizers.OptimizerVariable, "call_method", self._optimizers()),
             (torchs.module_hooks, "_has_any_global_hook", lambda: False),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
@@ -187,6 +193,46 @@ class Hooks:
             make(state, [mode for mode in modes if mode is not self.names], *args, **kwargs)
 
         return made
+
+    def _blocks(self) -> Callable[..., None]:
+        """Compiled by themselves, modules are called past the hooks that say which of them runs."""
+        compile_it = torch.nn.Module.compile
+
+        def compile_module(module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+            compile_it(module, *args, **kwargs)
+            compiled = module._compiled_call_impl
+
+            def call(*args: Any, **kwargs: Any) -> Any:
+                with self.tracer.modules.running(module):
+                    return compiled(*args, **kwargs)  # type: ignore[misc]
+
+            module._compiled_call_impl = call
+            self._called.append((weakref.ref(module), compiled))
+
+        return compile_module
+
+    def _give_calls_back(self) -> None:
+        for reference, compiled in self._called:
+            if (module := reference()) is not None:
+                module._compiled_call_impl = compiled
+
+    def _optimizers(self) -> Callable[..., Any]:
+        """Dynamo has an optimizer make its state while it reads the step: that is the job's doing."""
+        call = compiler().optimizers.OptimizerVariable.call_method
+
+        def call_method(variable: Any, reader: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+            make = getattr(variable.value, name, None)
+            if name != "_init_group" or make is None:
+                return call(variable, reader, name, *args, **kwargs)
+
+            def traced(*args: Any, **kwargs: Any) -> Any:
+                with self.tracer:
+                    return make(*args, **kwargs)
+
+            with mock.patch.object(variable.value, name, traced):
+                return call(variable, reader, name, *args, **kwargs)
+
+        return call_method
 
     def _frames(self) -> Callable[..., Any]:
         torchs = compiler()

@@ -16,7 +16,7 @@ NEEDED = {
     "convert_frame": ("torch._dynamo.convert_frame", "CatchErrorsWrapper ConvertFrameReturn FrameExecStrategy"),
     "eval_frame": ("torch._dynamo.eval_frame", "reset_code"),
     "function_modes": ("torch._dynamo.variables.torch_function", "SymbolicTorchFunctionState"),
-    "optimizers": ("torch._dynamo.variables.optimizer", "_is_static_for_cudagraphs"),
+    "optimizers": ("torch._dynamo.variables.optimizer", "_is_static_for_cudagraphs OptimizerVariable"),
     "dynamo_utils": ("torch._dynamo.utils", "clear_torch_function_mode_stack set_torch_function_mode_stack"),
     "dynamo_config": ("torch._dynamo.config", ""),
     "dynamo_types": ("torch._dynamo.types", "FrameAction"),
