@@ -157,7 +157,8 @@ def test_an_error_of_the_compiler_is_told_with_a_way_out() -> None:
     ("settings", "what"),
     [
         ({"compile_blocks": True}, "both say"),
-        ({"loop": "trainer"}, "--loop trainer"),
+        ({"loop": "memfit"}, "--loop memfit"),
+        ({"loop": "trainer", "compile": False, "compile_blocks": True}, "--loop trainer"),
         ({"world_size": 2}, "--world-size"),
         ({"offload": ["activations"]}, "--offload"),
         ({"loss": "chunked"}, "--loss chunked"),

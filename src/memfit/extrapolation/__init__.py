@@ -4,7 +4,7 @@ from __future__ import annotations
 
 DOOR = {
     "blocks": "AFTER BEFORE Extension Ints LAST NotRepeating UNITS extend extension with_sizes",
-    "reused": "COMPILED REUSED SAID frees_in_order joined peak_of say",
+    "reused": "COMPILED RANGE REUSED SAID frees_in_order joined peak_of say",
     "steps": "last_step with_steps",
     "streams": (
         "Ask CALLER FilledStream NotSeparable Outline RuleAnswer RuleCall SizedStream Stream TracedStream answered "

@@ -19,6 +19,9 @@ from memfit.events import Action, Trace
 REUSED = "a buffer used again"
 SAID = "compiler"
 """Among the facts of a trace: what is to be known about the compiler's plan, in words."""
+RANGE = "padded products"
+"""Among the facts of a trace: bytes at the peak without and with them, where the card decides. The trace is of the
+larger."""
 COMPILED = "compiled"
 """Among the facts of a trace: the events between which compiled code ran."""
 

@@ -9,7 +9,7 @@ DOOR = {
     "few": "Blocks blocks_of trace_few_blocks",
     "many": "Refusal predict_many read_lines",
     "on_trace": "steps_of trace_job",
-    "own_code": "trace_code trace_own_code",
+    "own_code": "larger_of_both trace_code trace_own_code",
     "predict": "HOST_WORDS Peak Plan context_of peak_of predict",
     "profile": "predict_profile",
     "pruning": "traced_with",

@@ -20,7 +20,7 @@ from torch import nn
 from memfit.errors import InputError, UsageError
 from memfit.events import Action, Trace
 from memfit.extrapolation.blocks import BEFORE, UNITS, NotRepeating
-from memfit.extrapolation.reused import COMPILED, SAID, frees_in_order, peak_of
+from memfit.extrapolation.reused import COMPILED, RANGE, SAID, frees_in_order, peak_of
 from memfit.jobs.adapter_names import BEYOND_BLOCKS
 from memfit.jobs.build import Prepared, prepare_without_memory
 from memfit.jobs.quantised import loaded_bytes
@@ -122,6 +122,7 @@ def trace_few_blocks(work: Workload, platform: Platform) -> tuple[Recipe, Trace]
     note = f"at the peak {format_bytes(low)} without padded products and {format_bytes(high)} with them: {LARGER}"
     if high > low:
         recipe, whole = padded, whole_padded
+    whole.facts[RANGE] = recipe.trace.facts[RANGE] = [low, high]
     return dataclasses.replace(recipe, notes=(note, *recipe.notes)), whole
 
 

@@ -29,7 +29,7 @@ from memfit.analysis.advice import advise
 from memfit.analysis.own_lines import is_own
 from memfit.errors import TraceError, UsageError
 from memfit.events import Action, Trace
-from memfit.extrapolation.reused import COMPILED, SAID
+from memfit.extrapolation.reused import COMPILED, RANGE, SAID
 from memfit.gpus import Gpu, find_gpu
 from memfit.planning.failures import failures_of_the_job
 from memfit.planning.on_trace import phases_by_what_runs
@@ -64,10 +64,10 @@ def trace_own_code(
             workload={"kind": "own-code", "function": getattr(fn, "__qualname__", repr(fn)), "alloc_conf": alloc_conf},
         )
 
-    return _larger_of_both(plan)
+    return larger_of_both(plan)
 
 
-def _larger_of_both(plan: Callable[[], Plan]) -> Plan:
+def larger_of_both(plan: Callable[[], Plan]) -> Plan:
     """Where the card would decide whether products are padded, both are planned."""
     first = plan()
     if not any(note.startswith("some products have a side") for note in first.notes):
@@ -78,7 +78,8 @@ def _larger_of_both(plan: Callable[[], Plan]) -> Plan:
         padded = plan()
     low, high = first.peak.allocated_bytes, padded.peak.allocated_bytes
     note = f"at the peak {format_bytes(low)} without padded products and {format_bytes(high)} with them:"
-    larger = padded if high > low else first
+    larger = max(first, padded, key=lambda made: made.peak.device_bytes)
+    larger.trace.facts[RANGE] = [low, high]
     return dataclasses.replace(larger, notes=(f"{note} the plan is of the larger", *larger.notes))
 
 

@@ -19,7 +19,7 @@ from memfit.analysis.summary import Summary, summarise_plan
 from memfit.analysis.verdict import Fit, Verdict, fit_card, limit_note, smallest_card
 from memfit.errors import UsageError
 from memfit.events import Trace
-from memfit.extrapolation.reused import SAID
+from memfit.extrapolation.reused import RANGE, SAID
 from memfit.files import no_collector
 from memfit.gpus import Context, Gpu, find_gpu
 from memfit.guides.formulas import pruning_formulas
@@ -130,6 +130,7 @@ class Plan(Shown):
             },
             "gpu": None if self.gpu is None else {"name": self.gpu.name, "capacity_bytes": self.gpu.capacity_bytes},
             "peak": asdict(self.peak),
+            **self._range(),
             "context": asdict(self.context),
             "at_peak": {"phase": at.phase, "step": at.step, "module": at.module, "op": at.op},
             "breakdown": self.report.breakdown,
@@ -146,6 +147,11 @@ class Plan(Shown):
             "notes": list(self.notes),
             "seconds": round(self.seconds, 3),
         }  # fmt: skip
+
+    def _range(self) -> dict[str, Any]:
+        """What is allocated at the peak, where the card decides on padded products: the plan is of the most."""
+        found = self.trace.facts.get(RANGE)
+        return {} if found is None else {"range": {"unpadded_bytes": found[0], "padded_bytes": found[1]}}
 
     def _on_host(self) -> dict[str, Any]:
         """Bytes of the host's memory by lever, where a training has any there."""

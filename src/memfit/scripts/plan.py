@@ -15,7 +15,7 @@ from typing import Any
 from memfit.analysis.advice import WORTH, gradients_zeroed, zeroed_in_place
 from memfit.errors import UsageError
 from memfit.gpus import Gpu
-from memfit.planning.own_code import trace_code
+from memfit.planning.own_code import larger_of_both, trace_code
 from memfit.planning.predict import Plan
 from memfit.scripts.command import Program, read_command
 
@@ -38,7 +38,7 @@ def trace_script(
     run a second time, to tell what that costs. `synthetic_data` makes up tokenizers and data sets that are not here."""
     once = partial(trace_once, command, gpu=gpu, steps=steps, alloc_conf=alloc_conf, answers=answers, seconds=seconds,
                    synthetic_data=synthetic_data)  # fmt: skip
-    plan = once()
+    plan = larger_of_both(once)
     place = zeroed_in_place(plan.trace)
     if place is None or plan.report.breakdown["gradients"] < plan.peak.allocated_bytes * WORTH:
         return plan

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -21,6 +21,7 @@ import torch
 from memfit.events import Action, Trace
 from memfit.extrapolation.reused import say
 from memfit.tracing.compiled.pretended_gpu import l2_bytes
+from memfit.tracing.compiled.registers import NO_TRITON, REDUCTION, configurations_compiled, is_triton_here
 
 DECORATED = re.compile(r"^@triton_heuristics\.(\w+\(.*?)^@triton\.jit\s+def \w+\((.*?)\):", re.MULTILINE | re.DOTALL)
 FLUSH = "autotuning: a buffer as large as the L2 cache"
@@ -94,21 +95,31 @@ class GeneratedKernels:
         except Exception:  # a heuristic that asks for what is not here
             self.tracer.unmodelled["autotuning of a generated kernel"] = None
             return
-        if how.configurations < 2:
-            return
         tracer = self.tracer
+        configurations = self._compiled(source) or how.configurations
+        if configurations < 2:
+            return
         say(tracer.trace, TIMED)
         copies = [
             _stored(arg)
             for name, arg in zip(how.arguments, args, strict=False)
             if name in how.changed and isinstance(arg, torch.Tensor)
         ]
-        for _ in range(how.configurations):
+        for _ in range(configurations):
             kept = self._within_peak(copies) if how.within_peak else copies
             self._copied(kept)
             with tracer.temporaries() as hold:
                 hold(l2_bytes(tracer.platform), FLUSH)
                 self._copied(kept)
+
+    def _compiled(self, source: str) -> int | None:
+        if REDUCTION not in source:
+            return None
+        if is_triton_here():
+            with suppress(Exception):  # whatever triton says: then it is not known
+                return configurations_compiled(source)
+        say(self.tracer.trace, NO_TRITON)
+        return None
 
     def _copied(self, sizes: list[int]) -> None:
         with self.tracer.temporaries() as hold:
