@@ -19,6 +19,9 @@ from memfit.events import Action, Trace
 from memfit.extrapolation.reused import REUSED, frees_in_order, joined
 from memfit.jobs.workload import Workload
 from memfit.tracing.compiled.autotuning import FLUSH, tuning_of
+from memfit.tracing.compiled.generated import called_by
+from memfit.tracing.compiled.hooks import _refuse_nodes
+from memfit.tracing.compiled.registers import is_triton_here
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 MiB = 1 << 20
@@ -148,6 +151,145 @@ def test_an_error_of_the_compiler_is_told_with_a_way_out() -> None:
     with pytest.raises(TraceError, match="torch's compiler fails on this code") as failure:
         memfit.trace(lambda: breaks(torch.ones(8, device="cuda")))
     assert "plan it without torch.compile" in str(failure.value.hint)
+
+
+def test_after_a_failing_trace_the_interpreter_runs_frames_as_before() -> None:
+    frames = torch._C._dynamo.eval_frame
+
+    def evaluator() -> object:
+        found = frames.set_eval_frame(None)
+        frames.set_eval_frame(found)
+        return found
+
+    before = evaluator()
+    with pytest.raises(TraceError):
+        memfit.trace(_compiled_with(mode="reduce-overhead"))
+    assert evaluator() is before
+
+
+def test_flex_attention_is_refused_by_name() -> None:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    def attend() -> None:
+        q = torch.randn(1, 2, 128, 64, device="cuda", requires_grad=True)
+        torch.compile(flex_attention)(q, q, q)
+
+    with pytest.raises(TraceError, match=r"does not cover torch\.compile with FlexAttention"):
+        memfit.trace(attend, gpu="H200")
+
+
+def test_a_triton_kernel_of_ones_own_is_refused_by_name() -> None:
+    with pytest.raises(TraceError, match="a Triton kernel of the program's own"):
+        _refuse_nodes("sin triton_kernel_wrapper_mutation cos")
+
+
+# -- what runs ---------------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("memfit_test::doubled", mutates_args=())
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+
+def _compiled_doubling() -> None:
+    torch.compile(lambda x: doubled(x.sin()).cos())(torch.randn(MiB, device="cuda"))
+
+
+def test_an_op_of_ones_own_needs_a_fake_kernel_and_then_makes_its_result() -> None:
+    with pytest.raises(TraceError, match="no fake impl registered"):
+        memfit.trace(_compiled_doubling)
+    doubled.register_fake(torch.empty_like)
+    plan = memfit.trace(_compiled_doubling)
+    made = [size for block, size in enumerate(plan.trace.requested) if "doubled" in plan.trace.op(block)]
+    assert made == [4 * MiB]
+
+
+def test_a_compiled_optimizer_makes_its_state() -> None:
+    def step() -> None:
+        model = nn.Linear(1024, 1024, bias=False, device="cuda")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-3))
+        model(torch.randn(8, 1024, device="cuda")).sum().backward()
+        torch.compile(optimizer.step)()
+
+    plan = memfit.trace(step)
+    state = [plan.trace.op(block) for block, size in enumerate(plan.trace.requested) if size == 4 * MiB]
+    assert state.count("aten.zeros_like.default") == 2
+    assert not any("not modelled" in note for note in plan.notes)
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Parts() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_one_code_for_all_blocks_makes_the_buffers_of_the_block_that_runs() -> None:
+    def run() -> None:
+        model = Two().cuda()
+        for block in model.blocks:
+            block.compile()
+        model(torch.randn(64, 256, device="cuda", requires_grad=True)).sum().backward()
+
+    plan = memfit.trace(run)
+    modules = [
+        plan.trace.module(block)
+        for block in range(len(plan.trace.requested))
+        if plan.trace.op(block) == "aten.empty_strided.default"
+    ]
+    assert {"blocks.0", "blocks.0.up", "blocks.0.down", "blocks.1", "blocks.1.up", "blocks.1.down"} <= set(modules)
+
+
+def test_a_module_is_called_as_before_when_the_trace_has_ended() -> None:
+    model = Parts()
+
+    def run() -> None:
+        model.cuda().compile()
+        model(torch.randn(64, 256, device="cuda"))
+
+    memfit.trace(run)
+    assert "memfit" not in str(getattr(model._compiled_call_impl, "__module__", ""))
+
+
+@pytest.mark.parametrize(
+    ("caller", "module", "found"),
+    [
+        ("model.layers.3", "model.layers.0.mlp", "model.layers.3.mlp"),
+        ("model.layers.3", "model.layers.0", "model.layers.3"),
+        ("", "model.layers.0.mlp", "model.layers.0.mlp"),
+        ("model", "model.layers.0.mlp", "model.layers.0.mlp"),
+        ("model.layers.3", "lm_head", "lm_head"),
+        ("model.layers.3", "", "model.layers.3"),
+    ],
+)
+def test_a_buffer_is_of_the_block_that_calls(caller: str, module: str, found: str) -> None:
+    assert called_by(caller, module) == found
+
+
+def test_where_the_card_decides_on_padding_both_are_in_the_document() -> None:
+    def run() -> None:
+        left, right = (torch.randn(*shape, device="cuda") for shape in ((4096, 4097), (4097, 4099)))
+        torch.compile(torch.mm)(left, right)
+
+    plan = memfit.trace(run, gpu="H200")
+    ends = plan.to_json()["range"]
+    assert max(ends.values()) == plan.peak.allocated_bytes
+    assert ends["unpadded_bytes"] < ends["padded_bytes"]
+
+
+@pytest.mark.skipif(not is_triton_here(), reason="triton compiles the kernel")
+def test_a_reduction_that_takes_many_registers_is_timed_with_shorter_rows_too() -> None:
+    def run() -> None:
+        torch.compile(lambda x: x.float().log_softmax(-1).bfloat16())(
+            torch.randn(8192, 32000, device="cuda", dtype=torch.bfloat16)
+        )
+
+    plan = memfit.trace(run, gpu="H200")
+    assert not any("many registers" in note for note in plan.notes)
 
 
 # -- settings ----------------------------------------------------------------------------------------------------------

@@ -138,7 +138,7 @@ def called_by(caller: str, module: str) -> str:
     same = len(parts) <= len(found) and all(
         a == b or (a.isdigit() and b.isdigit()) for a, b in zip(parts, found, strict=False)
     )
-    return ".".join([*parts, *found[len(parts) :]]) if caller and same else module
+    return ".".join([*parts, *found[len(parts) :]]) if caller and same else module or caller
 
 
 def whose_buffers(graph: Any, name_of: Callable[[str], str]) -> dict[str, str]:

@@ -60,6 +60,12 @@ REFUSED = {
     "memory_planning": "memory_planning",
 }
 
+UNCOVERED = {
+    "flex_attention": "FlexAttention in it",
+    "triton_kernel_wrapper": "a Triton kernel of the program's own in it, which torch looks into on the card",
+}
+"""By the names that nodes of a graph have."""
+
 
 @contextmanager
 def compiling(names: Any) -> Iterator[None]:
@@ -253,6 +259,7 @@ class Hooks:
                 with self._dynamo():
                     return convert(wrapper, frame, *args, **kwargs)
             except Exception as error:
+                _refuse_nodes(str(error))
                 raise _refusal_in(error) or _compiler_fails(error) from error
             finally:
                 wrapper.hooks.guard_filter_fn = filtered
@@ -300,6 +307,7 @@ class Hooks:
         def compile_whole(graph: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             if self._device.now != CUDA:
                 return whole(graph, inputs, *args, **kwargs)
+            _refuse_nodes(" ".join(str(node.target) for node in graph.graph.nodes))
             with self._autograd():
                 return whole(graph, self._device.carry(graph, inputs, propagate=False), *args, **kwargs)
 
@@ -400,11 +408,18 @@ def _refusal_in(error: BaseException | None) -> TraceError | None:
 
 
 def _compiler_fails(error: Exception) -> TraceError:
-    said = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    inner = getattr(error, "inner_exception", None)
-    if inner is not None:
-        said = f"{type(inner).__name__}: {str(inner).strip().splitlines()[0] if str(inner).strip() else ''}"
-    return TraceError(f"torch's compiler fails on this code: {said[:300]}", hint=EAGERLY)
+    """What lies deepest says most."""
+    said: BaseException = getattr(error, "inner_exception", None) or error
+    while (deeper := said.__cause__ or said.__context__) is not None:
+        said = deeper
+    line = next((line for line in str(said).splitlines() if line.strip()), "")
+    return TraceError(f"torch's compiler fails on this code: {type(said).__name__}: {line[:300]}", hint=EAGERLY)
+
+
+def _refuse_nodes(names: str) -> None:
+    for name, what in UNCOVERED.items():
+        if name in names:
+            raise TraceError(f"memfit does not cover torch.compile with {what}", hint=EAGERLY)
 
 
 def _holding_tangents() -> Callable[..., Any]:
