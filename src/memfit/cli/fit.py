@@ -108,7 +108,8 @@ def _fit(
     tokens: str | None = None,
 ) -> int:
     return _answer(
-        read_workload(typed, gpu), None, gpu=gpu, keep=keep, margin=margin, emit=emit, json=json,
+        read_workload(typed, gpu), None, gpu=gpu, keep=keep, margin=margin, try_compile=try_compile, emit=emit,
+        json=json,
         global_batch=global_batch, ladder=ladder, much=how_much(steps, tokens), force=False,
     )  # fmt: skip
 
@@ -127,6 +128,7 @@ def _answer(
     gpu: str,
     keep: list[str] | None,
     margin: str,
+    try_compile: bool,
     emit: str | None,
     json: bool,
     global_batch: str | None,
