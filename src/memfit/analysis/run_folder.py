@@ -1,4 +1,4 @@
-"""The folder of a run as a document (memfit.run/1): checkpoints, peaks by phase beside the plan's, losses, growth.
+"""The folder of a run as a document (memfit.run/1): checkpoints, peaks beside the plan's, losses, growth.
 
 A run that is still going has only its logs: they are read as far as they are written, without the last line where that
 is half a line. What came to its end has a result.json, which knows more.

@@ -32,19 +32,21 @@ GONE = "this file is no longer open here"
 class Readers:
     def __init__(self) -> None:
         self._open: OrderedDict[str, OpenedFile] = OrderedDict()
+        self._opening = asyncio.Lock()
         self.receiving = 0
         """Files that are on their way here."""
 
     async def open(self, key: str, path: Path, title: str, *, temporary: bool = False) -> OpenedFile:
         """`temporary`: the file goes as soon as it is read."""
-        reader = self._open.get(key)
-        if reader is None or reader.refused is not None:
-            await self.close(key)
-            while len(self._open) >= MOST_OPEN:
-                await self.close(next(iter(self._open)))
-            reader = self._open[key] = OpenedFile(path, title, temporary)
-        self._open.move_to_end(key)
-        return reader
+        async with self._opening:
+            reader = self._open.get(key)
+            if reader is None or reader.refused is not None:
+                await self.close(key)
+                while len(self._open) >= MOST_OPEN:
+                    await self.close(next(iter(self._open)))
+                reader = self._open[key] = OpenedFile(path, title, temporary)
+            self._open.move_to_end(key)
+            return reader
 
     def find(self, key: str) -> OpenedFile:
         if key not in self._open:

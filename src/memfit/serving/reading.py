@@ -22,7 +22,7 @@ from memfit.errors import MemfitError
 from memfit.snapshots.schema import clean
 from memfit.units import GiB, format_bytes
 
-MOST_BYTES = 12 * GiB
+MOST_BYTES = 8 * GiB
 """Of address space: what would unfold to more ends in a message, and takes nobody's memory."""
 
 

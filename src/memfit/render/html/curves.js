@@ -2,20 +2,21 @@
 
 import { make, svg, swatch } from "./dom.js";
 
-const WIDE = 1200, HIGH = 260, LEFT_EDGE = 74, RIGHT_EDGE = 20, LOWER = 30, UPPER = 12;
+const HIGH = 260, LEFT_EDGE = 74, RIGHT_EDGE = 20, LOWER = 30, UPPER = 12;
 
 // A line is { name, color, dash, dots, points: [[x, y, title], ...] }; `ticks` and `words` are of its values, `names`
 // puts the points' own names below them, `places` are ticks of x.
 export function curves(lines, { ticks, words, names = false, places = null, from = 0 }) {
   const all = lines.flatMap((line) => line.points);
+  const wide = Math.max(320, Math.min(1200, innerWidth - 60)); // on a phone it is not a small picture of a large one
   if (lines.every((line) => line.points.length < 2)) return null;
   const [first, last] = [Math.min(...all.map(([x]) => x)), Math.max(...all.map(([x]) => x))];
   const highest = Math.max(...all.map(([, y]) => y)), low = from === null ? Math.min(...all.map(([, y]) => y)) : from;
   const most = low + ((highest - low) * 1.08 || 1);
-  const at = (x) => LEFT_EDGE + ((x - first) / (last - first || 1)) * (WIDE - LEFT_EDGE - RIGHT_EDGE);
+  const at = (x) => LEFT_EDGE + ((x - first) / (last - first || 1)) * (wide - LEFT_EDGE - RIGHT_EDGE);
   const up = (y) => HIGH - LOWER - ((y - low) / (most - low)) * (HIGH - LOWER - UPPER);
   const grid = ticks(low, most, 4).filter(([value]) => value >= low).flatMap(([value, label]) => [
-    svg("line", { x1: LEFT_EDGE, x2: WIDE - RIGHT_EDGE, y1: up(value), y2: up(value), stroke: "var(--line)" }), textAt(label, LEFT_EDGE - 10, up(value) + 4, "end")]);
+    svg("line", { x1: LEFT_EDGE, x2: wide - RIGHT_EDGE, y1: up(value), y2: up(value), stroke: "var(--line)" }), textAt(label, LEFT_EDGE - 10, up(value) + 4, "end")]);
   const paths = lines.filter((line) => line.points.length).map((line) => svg("path", {
     d: `M${line.points.map(([x, y]) => `${at(x).toFixed(1)},${up(y).toFixed(1)}`).join("L")}`, fill: "none", stroke: `var(${line.color})`, "stroke-width": 2, "stroke-dasharray": line.dash || "",
   }));
@@ -25,18 +26,18 @@ export function curves(lines, { ticks, words, names = false, places = null, from
     dot.append(told);
     return dot;
   }));
-  const below = names ? named(lines[lines.length - 1].points, at) : (places ? places(first, last, 9) : []).map(([x, label]) => textAt(label, at(x), HIGH - 10, "middle"));
+  const below = names ? named(lines[lines.length - 1].points, at, wide) : (places ? places(first, last, wide / 130) : []).map(([x, label]) => textAt(label, at(x), HIGH - 10, "middle"));
   const key = make("div", { class: "key" }, lines.filter((line) => line.points.length).map((line) => make("span", { title: line.name }, swatch(`var(${line.color})`), make("em", { text: line.name }))));
-  return make("figure", {}, svg("svg", { class: "log", viewBox: `0 0 ${WIDE} ${HIGH}`, role: "img", "aria-label": lines.map((line) => line.name).join(", ") }, ...grid, ...paths, ...dots, ...below), key);
+  return make("figure", {}, svg("svg", { class: "log", viewBox: `0 0 ${wide} ${HIGH}`, role: "img", "aria-label": lines.map((line) => line.name).join(", ") }, ...grid, ...paths, ...dots, ...below), key);
 }
 
-function named(points, at) {
+function named(points, at, wide) {
   let free = 0;
   return points.flatMap(([x, , name], i) => {
     const place = at(x);
     if (place < free) return [];
     free = place + 9 * Math.min(name.length, 18) + 14;
-    return [textAt(name.length > 18 ? `${name.slice(0, 17)}…` : name, Math.min(place, WIDE - RIGHT_EDGE), HIGH - 10, i ? (place > WIDE - 120 ? "end" : "middle") : "start")];
+    return [textAt(name.length > 18 ? `${name.slice(0, 17)}…` : name, Math.min(place, wide - RIGHT_EDGE), HIGH - 10, i ? (place > wide - 120 ? "end" : "middle") : "start")];
   });
 }
 

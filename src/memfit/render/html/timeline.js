@@ -82,6 +82,7 @@ export class Timeline extends Drawing {
   }
 
   setRange(from, to, done = true) {
+    this.hideTip();
     this.range = from === null ? null : [Math.max(Math.min(from, to), 0), Math.min(Math.max(from, to), this.end)];
     this.schedule();
     if (done) this.onRange(this.range, this.axis);
@@ -291,6 +292,7 @@ export class Timeline extends Drawing {
           this.moveHeight(Math.max(drag.low + up, 0), Math.max(drag.low + up, 0) + drag.high - drag.low);
         }
         canvas.classList.add("dragging");
+        this.moving = true;
         this.hideTip();
         this.show(drag.from + by, drag.to + by);
       }
@@ -304,6 +306,8 @@ export class Timeline extends Drawing {
       const clicked = drag && !drag.moved;
       drag = null;
       canvas.classList.remove("dragging");
+      if (this.moving) this.schedule();
+      this.moving = false;
       if (clicked) this.click(event.offsetX, event.offsetY);
     });
     canvas.addEventListener("pointerleave", () => this.hideTip());

@@ -8,6 +8,7 @@ import { fitted, FONT, Surface, Theme } from "./chart.js";
 export const LEFT = 74, RIGHT = 12, TOP = 30, BOTTOM = 26;
 const LEAST_HEIGHT = 0.8; // of a block that is drawn by itself, in pixels
 const LEAST_EDGE = 4; // of one that has a line around it
+const MOST_MOVING = 1000; // blocks drawn by themselves while the picture moves; the others come when it rests
 
 export class Drawing {
   // -- columns of pixels
@@ -205,7 +206,7 @@ export class Drawing {
       const middle = (low + high) >> 1;
       if (this.run.size[middle] >= least) low = middle + 1; else high = middle;
     }
-    return Math.min(share, low);
+    return Math.min(share, low, this.moving ? MOST_MOVING : low);
   }
 
   drawBlocks(context) {

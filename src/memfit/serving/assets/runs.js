@@ -135,9 +135,9 @@ class Runs {
     const names = [...new Set(runs.flatMap((run) => run.facts.map(([name]) => name)))];
     if (!names.length) return null;
     const value = (run, name) => (run.facts.find(([each]) => each === name) || [])[1];
-    const text = (found) => (found === undefined ? "" : typeof found === "number" ? number(Number(found.toPrecision(6))) : found);
+    const text = (found) => (found === undefined ? "" : typeof found === "number" ? number(Number.isInteger(found) ? found : Number(found.toPrecision(6))) : found);
     const rows = names.map((name) => [name, ...runs.map((run) => text(value(run, name)))]);
-    const differ = (cells) => new Set(cells.slice(1)).size > 1;
+    const differ = (cells) => new Set(cells.slice(1).filter(Boolean)).size > 1;
     return card("run-facts", "Results", runs.length > 1 ? "what differs is bold" : null, dataTable([["", ""], ...runs.map((run) => [run.name, "num"])], rows, { rowClass: (i) => (differ(rows[i]) ? "peak" : "") }));
   }
 
@@ -147,7 +147,7 @@ class Runs {
 
   // Which of several it is.
   mark(run, runs) {
-    return runs.length > 1 ? [make("span", { class: "cat" }, swatch(`var(${this.color(run.path)})`), run.name)] : [];
+    return runs.length > 1 ? [make("span", { class: "cat" }, swatch(`var(${this.color(run.path)})`), make("span", { class: "of-run", text: run.name }))] : [];
   }
 
   markColumn(runs) {
@@ -177,8 +177,9 @@ function where(run) {
 
 function off(predicted, measured) {
   if (predicted === null || predicted === undefined || !measured) return "";
-  const by = predicted - measured;
-  return by === 0 ? "0" : `${by > 0 ? "+" : ""}${percent(by, measured)}`;
+  const by = predicted - measured, sign = by > 0 ? "+" : "−";
+  if (by === 0) return "0";
+  return sign + (Math.abs(by) < measured / 1000 ? size(Math.abs(by)) : percent(Math.abs(by), measured));
 }
 
 function along(points, key) {

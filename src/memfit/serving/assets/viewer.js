@@ -113,8 +113,14 @@ class Viewer {
       make("progress", { max: 1, value: share, "aria-label": title })));
   }
 
-  ask(question, about = {}) {
-    return this.shell.post(`/api/viewer/${this.key}/${question}`, about);
+  async ask(question, about = {}) {
+    try {
+      return await this.shell.post(`/api/viewer/${this.key}/${question}`, about);
+    } catch (error) {
+      if (error.status !== 410 || !this.state.file) throw error; // other files came, and this one went: it is there still
+      this.key = (await this.shell.post("/api/viewer/open", { path: this.state.file })).key;
+      return this.shell.post(`/api/viewer/${this.key}/${question}`, about);
+    }
   }
 
   // -- what is drawn
@@ -202,7 +208,7 @@ class FilterBar {
   constructor(state, changed) {
     this.chosen = new Set((state.categories || "").split(",").filter(Boolean));
     const input = (name, label, more = {}) => make("input", { class: "search", id: `filter-${name}`, value: state[name] || "", placeholder: label, "aria-label": label, ...more, on: { input: () => this.later() } });
-    this.inputs = { text: input("text", "any name holds", { type: "search" }), module: input("module", "module holds", { type: "search" }), least: input("least", "from, as 1 MiB"), most: input("most", "to, as 1 GiB") };
+    this.inputs = { text: input("text", "name contains", { type: "search" }), module: input("module", "module contains", { type: "search" }), least: input("least", "at least, as 1 MiB"), most: input("most", "at most, as 1 GiB") };
     this.changed = changed;
     this.chips = make("div", { class: "chips", role: "group", "aria-label": "Categories" });
     this.said = make("p", { class: "sub", role: "status" });
