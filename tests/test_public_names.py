@@ -81,6 +81,7 @@ FLAGS = {
         "--cache-dir",
     ],
     "gpus": ["--json"],
+    "mcp": [],
     "gate": ["--baseline", "--tolerance", "--gpu", "--update", "--json"],
     "train": ["--config", "--output-dir", "--resume-from", "--set", "--dry-run", "--force", "-f", "--json"],
     "report": ["--html", "--json", "--device", "--alloc-conf", "--force", "-f"],

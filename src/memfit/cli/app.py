@@ -38,6 +38,7 @@ COMMANDS: dict[str, str | None] = {
     "report": "memfit report snapshot.pickle --html report.html",
     "diff": "memfit diff predicted.npz snapshot.pickle --step-a 2 --step-b 1",
     "export": "memfit export predicted.npz --to memory-viz",
+    "mcp": "memfit mcp",
     "models": "memfit models --json",
     "gpus": "memfit gpus",
 }
@@ -46,6 +47,7 @@ COMMANDS: dict[str, str | None] = {
 
 ELSEWHERE = {
     "gate": "automation",
+    "mcp": "automation",
     "gpus": "lists",
     "models": "lists",
     **dict.fromkeys(("report", "diff", "export"), "recorded"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +11,7 @@ import typer
 import memfit
 from memfit.cli import output
 from memfit.cli.options import Json
+from memfit.errors import UsageError
 
 FAILED = 1
 
@@ -39,3 +41,16 @@ def gate(
         result = memfit.gate(file, baseline=baseline, tolerance=tolerance, gpu=gpu, update=update)
     output.tell(result, json=json)
     return 0 if result.passed else FAILED
+
+
+def mcp() -> int:
+    """Serve plan, fit, explain, check and report as tools for coding agents, over stdio (Model Context Protocol).
+
+    No tool runs code or writes files. It ends when its input does.
+    """
+    if find_spec("mcp") is None:
+        raise UsageError("`memfit mcp` needs mcp", hint="pip install 'memfit[agent]'")
+    from memfit.agents.server import make_server
+
+    make_server(memfit.__version__).run("stdio")
+    return 0

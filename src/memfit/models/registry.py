@@ -133,9 +133,19 @@ def _shipped(text: str) -> ModelSource | None:
     return ModelSource("preset", preset.name, origin, preset.name)
 
 
+_CODE_IS_REFUSED: list[bool] = []
+
+
+def refuse_code() -> None:
+    """From now on, in this process: `module:factory` is no model, whoever asks for it, and nothing of it is imported."""
+    _CODE_IS_REFUSED.append(True)
+
+
 def _factory(text: str) -> ModelSource | None:
     if not _FACTORY.fullmatch(text):
         return None
+    if _CODE_IS_REFUSED:
+        raise UsageError(f"model {text!r} names code, and none is run here", hint="a preset, a hub id or a folder")
     return ModelSource("factory", text.partition(":")[2], f"factory '{text}'", text)
 
 

@@ -1,0 +1,120 @@
+"""`memfit mcp`: plan, fit, explain, check and report as tools over stdio, each answering with its `--json` document.
+
+No tool runs code: a model is a preset, a hub id or a folder, never `module:factory`; there are no scripts, nothing is
+loaded. No tool writes a file; traces are kept in memfit's own cache, as by every command.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+from mcp.server.mcpserver import MCPServer
+from mcp.server.mcpserver.exceptions import ToolError
+
+from memfit.checking.check import check as look_over
+from memfit.errors import MemfitError
+from memfit.explaining.explain import explain as explain_error
+from memfit.fitting.fit import fit as make_fit
+from memfit.jobfiles.file import read_job
+from memfit.jobs.spellings import plain_name, plain_value
+from memfit.jobs.workload import Workload
+from memfit.models.registry import refuse_code
+from memfit.planning.predict import predict
+from memfit.render.recorded import report as report_file
+from memfit.render.shown import Shown
+
+INSTRUCTIONS = (
+    "memfit predicts the GPU memory of transformer jobs to the byte, without a GPU. Sizes in answers are bytes. "
+    "A job is `kind` (train, lora, qlora, forward, generate, prune), `model` (a preset such as llama-3.1-8b, a hub id, "
+    "a folder) and `settings` (batch_size, seq_len, precision, rank, optimizer, grad_checkpointing, quant, ...), or "
+    "`job_file`, a file of LLaMA-Factory, Axolotl, torchtune or the HF Trainer; settings beside it replace its own."
+)
+MOST_TEXT = 1 << 20
+Settings = dict[str, Any]
+_one_at_a_time = threading.Lock()
+
+
+def make_server(version: str) -> MCPServer[Any]:
+    """In a process that is to serve and nothing else: it runs no model's code from here on."""
+    refuse_code()
+    server: MCPServer[Any] = MCPServer("memfit", instructions=INSTRUCTIONS, version=version, log_level="WARNING")
+    for tool in (plan, fit, explain, check, report):
+        server.add_tool(tool)
+    return server
+
+
+def plan(
+    kind: str | None = None, model: str | None = None, gpu: str | None = None, settings: Settings | None = None,
+    job_file: str | None = None, without: list[str] | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Predict a job's peak GPU memory: allocated, reserved, device; what is alive then; and, with `gpu` ("RTX 4090",
+    "24GB"), whether it fits. The answer is a memfit.plan/1 document."""
+    return _answer(lambda: predict(_job(kind, model, settings, job_file, without), gpu=gpu))
+
+
+def fit(
+    gpu: str, kind: str | None = None, model: str | None = None, settings: Settings | None = None,
+    keep: list[str] | None = None, job_file: str | None = None, without: list[str] | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Find the smallest set of changes with which a job fits a card, the cheapest first. `keep` names settings that
+    must stay. The answer is a memfit.fit/1 document: `changes` says what to change and how."""
+    return _answer(lambda: make_fit(_job(kind, model, settings, job_file, without), gpu=gpu, keep=tuple(keep or ())))
+
+
+def explain(
+    text: str | None = None, path: str | None = None, gpu: str | None = None, kind: str | None = None,
+    model: str | None = None, settings: Settings | None = None, job_file: str | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Explain an out-of-memory error, from its `text`, or from the `path` of a log, a snapshot or a run's folder. With
+    the job, every fix is predicted on it. The answer is a memfit.explain/1 document."""
+    if (text is None) == (path is None):
+        raise ToolError("give text or path")
+    if text is not None and len(text) > MOST_TEXT:
+        raise ToolError(f"text has more than {MOST_TEXT:,} characters: give the path of the file")
+    given = _given(kind, model, settings)
+    source: Any = text.encode() if text is not None else Path(str(path))
+    return _answer(lambda: explain_error(source, gpu=gpu, config=job_file, **given))
+
+
+def check(
+    gpu: str | None = None, kind: str | None = None, model: str | None = None, settings: Settings | None = None,
+    job_file: str | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Look over this machine and, if one is given, a job before it runs: GPUs, drivers, packages, settings, plan. The
+    answer is a memfit.check/1 document."""
+    named = any(each is not None for each in (kind, model, settings, job_file))
+    return _answer(lambda: look_over(_job(kind, model, settings, job_file, None) if named else None, gpu=gpu))
+
+
+def report(path: str, device: int | None = None) -> dict[str, Any]:
+    """Report on a recorded torch memory snapshot, a memfit trace, a memory log or a run's folder: its peak, what was
+    alive, why. Files are parsed, never unpickled. The answer is a memfit.report/1 document."""
+    return _answer(lambda: report_file(path, device=device))
+
+
+def _answer(ask: Callable[[], Shown]) -> dict[str, Any]:
+    """One at a time. Stdout is the protocol's: what a library prints goes to stderr."""
+    try:
+        with _one_at_a_time, redirect_stdout(sys.stderr):
+            return ask().to_json()
+    except MemfitError as error:
+        raise ToolError("\n".join(part for part in (error.message, error.hint) if part)) from error
+
+
+def _job(
+    kind: str | None, model: str | None, settings: Settings | None, job_file: str | None, without: list[str] | None
+) -> Workload:
+    given = _given(kind, model, settings)
+    if job_file is None:
+        return Workload.from_mapping(given)
+    return read_job(job_file, without=without or (), **given).workload
+
+
+def _given(kind: str | None, model: str | None, settings: Settings | None) -> Settings:
+    made = {plain_name(name): plain_value(plain_name(name), value) for name, value in (settings or {}).items()}
+    return {**made, **({"kind": kind} if kind else {}), **({"model": model} if model else {})}
