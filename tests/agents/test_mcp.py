@@ -22,9 +22,9 @@ TINY = {
 }  # fmt: skip
 EVIL = "from pathlib import Path\nPath('ran').write_text('yes')\ndef make():\n    print('made')\n"
 OOM = (
-    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.64 GiB of "
-    "which 512.00 MiB is free. Of the allocated memory 21.93 GiB is allocated by PyTorch, and 300.25 MiB is reserved by "
-    "PyTorch but unallocated."
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.64 GiB "
+    "of which 512.00 MiB is free. Of the allocated memory 21.93 GiB is allocated by PyTorch, and 300.25 MiB is "
+    "reserved by PyTorch but unallocated."
 )
 
 

@@ -137,7 +137,7 @@ _CODE_IS_REFUSED: list[bool] = []
 
 
 def refuse_code() -> None:
-    """From now on, in this process: `module:factory` is no model, whoever asks for it, and nothing of it is imported."""
+    """From now on, in this process: `module:factory` is no model, whoever asks for it, and nothing is imported."""
     _CODE_IS_REFUSED.append(True)
 
 
