@@ -36,7 +36,7 @@ PRUNING = [
 ]  # fmt: skip
 GENERATION = ["--new-tokens", "--decoding", "--num-beams", "--cache"]
 FORWARD = [*SHAPES, "--autocast", *QUANTISED]
-OF_FIT = ["--alloc-conf", "--gpu", "--keep", "--margin", "--emit", "--json"]
+OF_FIT = ["--alloc-conf", "--gpu", "--keep", "--margin", "--emit", "--json", "--try-compile"]
 EVERY = [
     *COMMON, *SHAPES, *TRAINING, *LORA, *GENERATION, *PRUNING, "--alloc-conf", "--from", "--from-format", "--without",
     "--kind",
@@ -82,6 +82,7 @@ FLAGS = {
     ],
     "gpus": ["--json"],
     "mcp": [],
+    "serve": ["--dir", "--port", "--host", "--browser", "--no-browser"],
     "gate": ["--baseline", "--tolerance", "--gpu", "--update", "--json"],
     "train": ["--config", "--output-dir", "--resume-from", "--set", "--dry-run", "--force", "-f", "--json"],
     "report": ["--html", "--json", "--device", "--alloc-conf", "--force", "-f"],
