@@ -195,6 +195,16 @@ def test_fused_experts_stay_as_they_are(tmp_path: Path) -> None:
     assert "not modelled: experts" in "\n".join(str(plan).splitlines()[:6])
 
 
+def test_a_head_that_is_quantised_and_would_be_trained_is_refused(tmp_path: Path) -> None:
+    config = {
+        "model_type": "bert", "architectures": ["BertForSequenceClassification"], "vocab_size": 128, "hidden_size": 64,
+        "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 128,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UsageError, match="quantises 'classifier' too, and peft would train it"):
+        predict(kind="qlora", model=str(tmp_path), **SIZES)
+
+
 @pytest.mark.parametrize("optimizer", ["adamw-8bit", "paged-adamw-8bit", "paged-adamw", "lion-8bit"])
 @pytest.mark.parametrize("loop", ["plain", "trainer"])
 def test_small_and_paged_states_are_planned_without_the_package(tiny: str, optimizer: str, loop: str) -> None:

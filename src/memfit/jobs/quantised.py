@@ -279,7 +279,13 @@ def _layer(module: Any, work: Workload, turned: bool, group: int) -> QuantisedLi
 
 def adapt_as_peft_does(model: nn.Module) -> None:
     """peft's LoRA around a layer of bitsandbytes (tuners/lora/bnb.py) is not the one around a plain layer."""
-    for module in model.modules():
+    for name, module in model.named_modules():
+        if isinstance(module, QuantisedLinear) and module.weight.requires_grad:
+            head = name.removeprefix("base_model.model.").partition(".modules_to_save")[0]
+            raise UsageError(
+                f"transformers quantises {head!r} too, and peft would train it: quantised weights have no gradient",
+                hint="leave --quant out; in code of your own, llm_int8_skip_modules keeps it as it is",
+            )
         if isinstance(getattr(module, "base_layer", None), (FourBitLinear, EightBitLinear)):
             module.forward = MethodType(_adapted_forward, module)
 
