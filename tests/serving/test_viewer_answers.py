@@ -103,6 +103,18 @@ def test_an_upload_is_read_and_its_file_deleted(client: TestClient, monkeypatch:
     assert client.post(f"/api/viewer/{state['key']}/page").status_code == 410
 
 
+def test_what_is_still_being_read_goes_when_the_server_ends(folder: Path) -> None:
+    before = set(Path(tempfile.gettempdir()).glob("memfit-*"))
+    app = make_app(ServeSettings(dir=folder, port=1, token="t"))
+    with TestClient(app, base_url="http://127.0.0.1:1", headers={"authorization": "Bearer t"}) as client:
+        body = (DATA / "snap-oom.pickle").read_bytes()
+        key = client.post("/api/viewer/upload", content=body).json()["key"]
+        reader = app.state.readers.find(key)
+
+    assert reader._process is None or reader._process.returncode is not None
+    assert {path for path in Path(tempfile.gettempdir()).glob("memfit-*") if path.is_file()} <= before
+
+
 class Evil:
     def __reduce__(self) -> Any:
         return os.system, ("touch /tmp/memfit-was-here",)

@@ -26,7 +26,7 @@ from memfit.serving.workers import Answer, said
 MOST_OPEN = 3
 LONGEST_READING, LONGEST_ANSWER = 900.0, 60.0
 MOST_LINE_BYTES = 1 << 16
-GONE = "this file is no longer open here"
+GONE = "this file is no longer open here: others were opened since"
 
 
 class Readers:
@@ -98,7 +98,7 @@ class OpenedFile:
                 return await asyncio.wait_for(self._message(process), LONGEST_ANSWER)
             except (asyncio.IncompleteReadError, asyncio.TimeoutError, ConnectionError, ValueError):
                 await self._end()
-                self.refused = said(410, GONE, "open it again")
+                self.refused = said(410, "the process that read this file has ended", "open it again")
                 return self.refused
 
     async def close(self) -> None:

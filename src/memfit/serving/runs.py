@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from memfit.serving.security import inside
 from memfit.snapshots.schema import clean
 
 MOST_LISTED = 100
+SOON = 60
 
 router = APIRouter(prefix="/api/runs")
 
@@ -35,10 +37,18 @@ def tell_run(request: Request, name: str) -> dict[str, Any]:
 
 
 def _row(folder: Path, name: str) -> dict[str, Any] | None:
+    files = [folder / name / file for file in RUN_FILES]
     try:
-        run = _read(folder, name)
-    except MemfitError:  # it went meanwhile, or cannot be read
+        written = [(info.st_mtime_ns, info.st_size) for file in files if file.is_file() for info in (file.stat(),)]
+        return _row_as_of(folder, name, tuple(written), int(time.time() // SOON))
+    except (MemfitError, OSError):  # it went meanwhile, or cannot be read
         return None
+
+
+@lru_cache(maxsize=4 * MOST_LISTED)
+def _row_as_of(folder: Path, name: str, written: tuple[tuple[int, int], ...], now: int) -> dict[str, Any]:
+    """A page looks every few seconds: what was not written to is not read again. But a run may have fallen silent."""
+    run = _read(folder, name)
     kept = ("name", "path", "kind", "state", "written", "steps", "peaks", "growth")
     last = run["losses"][-1][1] if run["losses"] else None
     points = run["log"]["checkpoints"] if run["log"] else []

@@ -41,10 +41,12 @@ class Runs {
       this.drawDetails(details);
     }
     clearTimeout(this.waiting);
-    this.waiting = setTimeout(() => this.look().catch((error) => this.failed(error)), POLL);
+    const going = [...runs, ...details].some((run) => run.state === "running");
+    this.waiting = setTimeout(() => this.look().catch((error) => this.failed(error)), going ? POLL : 5 * POLL);
   }
 
   failed(error) {
+    if (this.closed) return;
     this.shell.complain(error);
     this.waiting = setTimeout(() => this.look().then(() => this.shell.say(), (again) => this.failed(again)), 3 * POLL);
   }

@@ -43,6 +43,7 @@ class Viewer {
   close() {
     this.closed = true;
     this.view?.close();
+    this.request?.abort();
     clearTimeout(this.waiting);
   }
 
@@ -71,7 +72,7 @@ class Viewer {
   upload(file) {
     const name = file.name;
     this.open(() => new Promise((done, failed) => {
-      const request = new XMLHttpRequest();
+      const request = (this.request = new XMLHttpRequest());
       request.open("POST", `/api/viewer/upload?${new URLSearchParams({ name })}`);
       request.upload.onprogress = (event) => this.tell(`sending ${name}`, `${size(event.loaded)} of ${size(event.total)}`, event.loaded / event.total);
       request.onload = () => {
@@ -193,7 +194,7 @@ class Viewer {
   sums({ events, begin_seconds, end_seconds, first_event, last_event, peak, categories, total, made }) {
     const when = begin_seconds === null ? `events ${number(first_event)} to ${number(last_event)}` : `${duration(begin_seconds)} to ${duration(end_seconds)}`;
     const cells = (row) => ["before", "allocated", "freed", "after"].flatMap((name) => [size(row[`${name}_bytes`]), number(row[`${name}_count`])]);
-    const columns = [["", ""], ["there before", "num"], ["", "num"], ["allocated", "num"], ["", "num"], ["freed", "num"], ["", "num"], ["there after", "num"], ["", "num"]];
+    const columns = [["", ""], ...["there before", "allocated", "freed", "there after"].flatMap((name) => [[name, "num"], ["blocks", "num"]])];
     const rows = [...categories.map((row) => [category(row.category), ...cells(row)]), ["all", ...cells(total)]];
     const places = made.filter((share) => share.name);
     return make("div", { class: "summed" }, make("h3", { text: `${when}: ${plural(events, "event")}, ${size(peak.allocated_bytes)} at its highest` }),
