@@ -3,6 +3,8 @@
     python -m accuracy.compiled plan [NAME...]       # here: adds to compiled.planned.jsonl in the working folder
     python -m accuracy.compiled measure [NAME...]    # on a GPU: compiled.measured.jsonl
     python -m accuracy.compiled compare              # the table, against accuracy/measured/compiled.jsonl if need be
+    python -m accuracy.compiled eager NAME...        # here: the same steps as they are without torch.compile
+    python -m accuracy.compiled picture              # docs/compiled.svg, from accuracy/measured/compiled.jsonl
 
 They were planned before they were measured, by the rules as they stood then. Each runs in a process of its own, and on
 the GPU with caches of its own: what torch keeps of earlier compilations changes what is reserved.
@@ -439,6 +441,18 @@ def plan(name: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def eager(name: str) -> dict[str, Any]:
+    """Planned: as if nothing were compiled."""
+    from unittest import mock
+
+    with mock.patch.object(torch, "compile", _as_it_is), mock.patch.object(nn.Module, "compile", lambda *_, **__: None):
+        return plan(name)
+
+
+def _as_it_is(what: Any = None, **_: Any) -> Any:
+    return _as_it_is if what is None else what
+
+
 def measure(name: str) -> dict[str, Any]:
     started = time.perf_counter()
     torch.manual_seed(0)
@@ -480,14 +494,49 @@ def compare() -> None:
               f"  reserved {seen['reserved']:14,} {off['reserved']:+9.4f} %")  # fmt: skip
 
 
+SHOWN = {
+    "gpt_autocast": "GPT, autocast", "llama_bf16": "Llama, bf16", "llama_lora": "Llama with LoRA",
+    "gpt_checkpointed": "GPT, checkpointed", "gpt_inference": "GPT, inference", "vit": "ViT",
+}  # fmt: skip
+BAR, WIDE, LEFT = 13, 520, 150
+
+
+def picture() -> None:
+    """Eager beside compiled."""
+    rows = [(said, read(MEASURED)[name]) for name, said in SHOWN.items()]
+    most = max(max(row["eager"], row["allocated"]) for _, row in rows)
+    high = 40 * len(rows) + 50
+    title = "Peak of what is allocated: eager (planned) beside torch.compile (measured on an H200)"
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 760 {high}" font-family="sans-serif" font-size="13">',
+        f'<title>{title}</title>\n<rect width="760" height="{high}" fill="#fff"/>',
+    ]
+    for number, (said, row) in enumerate(rows):
+        top = 40 * number + 12
+        lines.append(f'<text x="{LEFT - 8}" y="{top + 18}" text-anchor="end" fill="#333">{said}</text>')
+        for below, key, colour in ((0, "eager", "#b9c3d0"), (BAR + 1, "allocated", "#2f6fb3")):
+            wide = round(WIDE * row[key] / most)
+            lines.append(f'<rect x="{LEFT}" y="{top + below}" width="{wide}" height="{BAR}" fill="{colour}"/>')
+            said_size = f"{row[key] / 2**30:.2f} GiB"
+            lines.append(
+                f'<text x="{LEFT + wide + 6}" y="{top + below + 11}" font-size="11" fill="#555">{said_size}</text>'
+            )
+    lines.append(
+        f'<text x="{LEFT}" y="{high - 14}" fill="#555">grey: eager, planned; blue: torch.compile, measured</text></svg>'
+    )
+    (Path(__file__).parents[1] / "docs" / "compiled.svg").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
 def main(what: str, *names: str) -> None:
     if names[:1] == ("--one",):
-        print(json.dumps({"plan": plan, "measure": measure}[what](names[1])))
-    elif what == "compare":
-        compare()
+        print(json.dumps({"plan": plan, "eager": eager, "measure": measure}[what](names[1])))
+    elif what in ("compare", "picture"):
+        {"compare": compare, "picture": picture}[what]()
     else:
-        out = Path("compiled.planned.jsonl" if what == "plan" else "compiled.measured.jsonl")
-        with out.open("a") as written, ThreadPoolExecutor(1 if what == "plan" else AT_ONCE) as pool:
+        out = Path(
+            {"plan": "compiled.planned.jsonl", "eager": "compiled.eager.jsonl"}.get(what, "compiled.measured.jsonl")
+        )
+        with out.open("a") as written, ThreadPoolExecutor(AT_ONCE if what == "measure" else 1) as pool:
             for found in pool.map(lambda name: in_process(what, name), names or STEPS):
                 written.write(json.dumps(found) + "\n")
                 written.flush()

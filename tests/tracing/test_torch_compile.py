@@ -16,7 +16,10 @@ from torch import nn
 import memfit
 from memfit.errors import TraceError, UsageError
 from memfit.events import Action, Trace
-from memfit.extrapolation.reused import REUSED, frees_in_order, joined
+from memfit.extrapolation.reused import COMPILED, REUSED, frees_in_order, joined
+from memfit.extrapolation.steps import last_step
+from memfit.fitting.emit import python_of
+from memfit.jobs.training.loops import trainer_settings
 from memfit.jobs.workload import Workload
 from memfit.tracing.compiled.autotuning import FLUSH, tuning_of
 from memfit.tracing.compiled.generated import called_by
@@ -312,8 +315,22 @@ def test_what_is_not_planned_together_is_an_error(settings: dict[str, Any], what
 
 
 def test_generation_is_no_kind_that_is_compiled() -> None:
-    with pytest.raises(UsageError, match="compile"):
+    with pytest.raises(UsageError, match="runs the model as it is"):
         Workload.from_mapping({"kind": "generate", "model": "gpt2", "compile": True})
+
+
+def test_the_trainer_is_told_to_compile() -> None:
+    work = Workload.from_mapping({"kind": "train", "model": "gpt2", "loop": "trainer", "compile": True})
+    assert trainer_settings(work)["torch_compile"] is True
+    assert "torch_compile" not in trainer_settings(Workload(kind="train", model="gpt2", loop="trainer"))
+
+
+def test_a_fitted_job_that_is_compiled_is_written_so() -> None:
+    assert "torch_compile=True" in python_of(Workload(kind="train", model="gpt2", compile=True), "fits")
+    assert "torch.compile(model.to(" in python_of(Workload(kind="forward", model="gpt2", compile=True), "fits")
+    assert "compile_regions(" in python_of(Workload(kind="forward", model="gpt2", compile_blocks=True), "fits")
+    with pytest.raises(UsageError, match="no switch for compiled blocks"):
+        python_of(Workload(kind="train", model="gpt2", compile_blocks=True), "fits")
 
 
 # -- buffers used again ------------------------------------------------------------------------------------------------
@@ -337,6 +354,23 @@ def test_of_buffers_of_one_size_the_last_goes_first() -> None:
         trace.free(block)
     frees_in_order(trace, [[0, len(trace)]])
     assert list(trace.subjects[3:]) == [2, 1, 0]
+
+
+def test_a_step_that_is_told_says_where_compiled_code_ran_in_it() -> None:
+    trace, ranges = Trace(), []
+    for step in (1, 2):
+        trace.mark("step", step)
+        began = len(trace)
+        made = trace.alloc(1024, op="made")
+        ranges.append([began, len(trace)])
+        trace.mark("zero", step)
+        trace.free(made)
+    trace.facts[COMPILED] = ranges
+    missing = last_step(trace, 3)
+    assert missing is not None
+    longer = missing.apply(trace)
+    found = [longer.actions[start] for start, _ in longer.facts[COMPILED]]
+    assert found == [Action.ALLOC] * 3
 
 
 POINTWISE = """

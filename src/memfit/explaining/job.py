@@ -112,7 +112,7 @@ def job_of(
         settings.setdefault("loop", "trainer")
     if clues.eager:
         settings.setdefault("attention", "eager")
-    if compiled(place) and kind in kinds_that_read(["compile"]):
+    if compiled(place) and kind in ("forward", "train", "lora"):
         settings.setdefault("compile", True)
     made = _workload(settings, given)
     own = clues.by_memfit or any("/memfit/" in frame.path.replace("\\", "/") for frame in place.frames)

@@ -524,8 +524,8 @@ def levers_for(workload: Workload, *, keep: Sequence[str] = (), try_compile: boo
     for name in kept:
         if workload.kind not in (kinds := kinds_that_read([name])):
             raise UsageError(f"--keep {name} has no effect: it is a setting of {' and '.join(kinds)}")
-    if try_compile and workload.kind not in (kinds := kinds_that_read(["compile"])):
-        raise UsageError(f"--try-compile has no effect: torch.compile is planned for {', '.join(kinds)}")
+    if try_compile and workload.kind in ("generate", "prune"):
+        raise UsageError("--try-compile has no effect: torch.compile is planned for forward, train and lora")
     left_out = kept if try_compile else {*kept, "compile"}
     return [lever for lever in catalogue(workload) if not left_out & set(lever.settings)]
 

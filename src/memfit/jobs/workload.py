@@ -234,6 +234,12 @@ class Workload:
         if not self.is_compiled:
             return
         said = "--compile" if self.compile else "--compile-blocks"
+        if self.kind == "generate":
+            raise UsageError(
+                f"{said} is not planned for generate: torch.compile(model).generate runs the model as it is, and what"
+                " transformers compiles for a static cache are CUDA graphs, with pools of memory of their own",
+                hint=f"without {said}",
+            )
         if self.compile and self.compile_blocks:
             raise UsageError("--compile and --compile-blocks both say what torch.compile is given")
         clash = {
@@ -624,7 +630,7 @@ _READ_BY: dict[str, tuple[str, ...]] = {
     ),
     **dict.fromkeys(("new_tokens", "decoding", "num_beams", "cache"), ("generate",)),
     **dict.fromkeys(("use_cache", "head", "target_len", "images", "image_size"), ("forward", "train", "lora")),
-    **dict.fromkeys(("compile", "compile_blocks"), ("forward", "train", "lora")),
+    **dict.fromkeys(("compile", "compile_blocks"), ("forward", "train", "lora", "generate")),
     **dict.fromkeys(("quant", "double_quant", "quant_compute"), ("forward", "lora", "generate")),
     "kbit_prepare": ("lora",),
     "autocast": ("forward", "train", "lora", "generate"),

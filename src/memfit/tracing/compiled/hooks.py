@@ -159,6 +159,7 @@ class Hooks:
             (torchs.pad_mm, "get_cached_should_pad", self._should_pad),
             (torchs.optimizers, "_is_static_for_cudagraphs", lambda _: True),
             (torchs.optimizers.OptimizerVariable, "call_method", self._optimizers()),
+            (torchs.optimizers.OptimizerVariable, "_set_capturable", self._steps_on_the_card()),
             (torchs.module_hooks, "_has_any_global_hook", lambda: False),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
@@ -239,6 +240,19 @@ class Hooks:
                 return call(variable, reader, name, *args, **kwargs)
 
         return call_method
+
+    def _steps_on_the_card(self) -> Callable[..., None]:
+        """Of weights on a card, Dynamo has an optimizer count its steps there too, if it has no state yet."""
+        set_capturable = compiler().optimizers.OptimizerVariable._set_capturable
+
+        def set_here(variable: Any, *args: Any) -> None:
+            for group in variable.value.param_groups:
+                weights = group.get("params", [])
+                if all(p.device == self.tracer.device and p not in variable.value.state for p in weights):
+                    group.update({"capturable": True} if "capturable" in group else {})
+            set_capturable(variable, *args)
+
+        return set_here
 
     def _frames(self) -> Callable[..., Any]:
         torchs = compiler()
