@@ -45,8 +45,13 @@ def make_app(settings: ServeSettings) -> FastAPI:
 async def _with_workers(app: FastAPI) -> AsyncIterator[None]:
     app.state.workers.start()
     yield
-    await app.state.readers.stop()
+    await end_workers(app)
+
+
+async def end_workers(app: FastAPI) -> None:
+    """Who waits for an answer then has one: that this ends."""
     await app.state.workers.stop()
+    await app.state.readers.stop()
 
 
 async def _refused(_: Request, error: Exception) -> Response:

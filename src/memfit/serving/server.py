@@ -6,6 +6,7 @@ import errno
 import os
 import socket
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 
 from memfit.errors import UsageError
@@ -18,14 +19,15 @@ def serve(settings: ServeSettings, on_ready: Callable[[str], None]) -> None:
     """Until somebody interrupts it. `on_ready` is told the address, once it answers there."""
     import uvicorn
 
-    from memfit.serving.app import make_app
+    from memfit.serving.app import end_workers, make_app
 
     if not settings.dir.is_dir():
         raise UsageError(f"--dir {str(settings.dir)!r} is no folder", hint="a folder of runs, snapshots or models")
     with _taken(settings.host, settings.port) as taken:
         settings = replace(settings, port=taken.getsockname()[1])
+        app = make_app(settings)
         config = uvicorn.Config(
-            make_app(settings),
+            app,
             log_level="warning",
             access_log=False,
             server_header=False,
@@ -39,7 +41,12 @@ def serve(settings: ServeSettings, on_ready: Callable[[str], None]) -> None:
                 if self.started:
                     on_ready(address(settings))
 
-        Server(config).run(sockets=[taken])
+            async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+                await end_workers(app)
+                await super().shutdown(sockets)
+
+        with suppress(KeyboardInterrupt):  # the usual way to end it
+            Server(config).run(sockets=[taken])
 
 
 def address(settings: ServeSettings) -> str:

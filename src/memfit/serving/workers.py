@@ -38,6 +38,7 @@ class Answer:
 
 
 SUPERSEDED = Answer(409, b'{"error": "a newer question came before this one was answered", "hint": null}')
+ENDING = Answer(503, b'{"error": "the server ends", "hint": null}')
 TOO_MANY = Answer(503, b'{"error": "too many questions are waiting", "hint": "try again in a moment"}')
 
 
@@ -116,6 +117,10 @@ class WorkerQueue:
             self._task.cancel()
             with suppress(asyncio.CancelledError):
                 await self._task
+            self._task = None
+        for question in [*self.open.values()]:
+            self._close(question, ENDING)
+        self.waiting.clear()
         await self._discard(at_once=True)
         if self._folder is not None:
             self._folder.cleanup()
@@ -123,6 +128,8 @@ class WorkerQueue:
     async def ask(self, key: str, client: str, count: Any) -> Answer:
         question = self.open.get(key)
         if question is None:
+            if self._task is None:
+                return ENDING
             if len(self.waiting) >= MOST_WAITING:
                 return TOO_MANY
             question = Question(key, key.encode() + b"\n", asyncio.get_running_loop().create_future())
