@@ -10,10 +10,10 @@ export function fitCard(fitted, apply) {
   const sub = fitted.answer === "fits already" ? `a tenth of ${gpu.name} stays free`
     : `each change is predicted on this very job; with all of them ${size(after.device_bytes)} of ${size(gpu.capacity_bytes)}${fitted.answer === "fits" ? ", a tenth of the card stays free" : `: the nearest set; it needs a card of ${size(fitted.smallest_gpu_bytes)}`}`;
   return make("section", { class: "card", id: "fit" }, make("h2", { text: title }), make("p", { class: "sub", text: sub }),
-    changes.length ? dataTable([["change", ""], ["price", "wide"], ["saves", "num"], ["then", "num"], ["", ""]], changes.map((change) => [
-      make("span", {}, change.name, " ", make("span", { class: `cost ${change.cost}`, text: change.cost })),
+    changes.length ? dataTable([["", ""], ["change", ""], ["saves", "num"], ["then", "num"], ["price", "wide"]], changes.map((change) => [
+      button("apply", () => apply(change.settings), change.name),
+      make("span", {}, change.name, " ", make("span", { class: `cost ${change.cost}`, text: change.cost })), size(change.saved_bytes), size(change.after_bytes),
       make("span", {}, make("span", { text: change.says }), make("br"), make("span", { class: "muted", text: `${change.price}; ${change.risk}` })),
-      size(change.saved_bytes), size(change.after_bytes), button("apply", () => apply(change.settings), change.name),
     ])) : null,
     changes.length > 1 ? make("p", { class: "more" }, button(`apply all ${changes.length}`, () => apply(all), "all")) : null,
     fitted.alternatives.map((each) => make("p", { class: "more" }, `Or, without ${each.instead_of}: ${each.changes.map((change) => change.name).join(", ")}; ${size(each.device_bytes)}, ${each.verdict} `,

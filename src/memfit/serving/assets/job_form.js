@@ -32,7 +32,7 @@ export class JobForm {
     this.rest = make("div", { class: "settings" });
     this.slider = {};
     this.element.append(this.model.element, this.kinds, this.card.element, this.sliders,
-      make("h3", { text: "levers" }), this.levers,
+      make("details", { open: innerWidth > 860 }, make("summary", { text: "levers" }), this.levers),
       make("details", {}, make("summary", { text: "every setting" }), this.rest),
       make("button", { class: "plain", type: "button", text: "start over", on: { click: () => this.reset() } }));
   }

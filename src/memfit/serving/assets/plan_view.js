@@ -40,13 +40,15 @@ function bar(plan, scale, label) {
     make("div", { class: "track", role: "img", "aria-label": words },
       plan.gpu ? make("span", { class: "room", css: { width: `${(100 * plan.gpu.capacity_bytes) / scale}%` } }) : null,
       make("span", { class: "stack" }, parts.map(([name, bytes, color]) => make("i", { title: `${name} ${size(bytes)}`, css: { background: `var(${color})`, width: `${(100 * bytes) / scale}%` } }))),
+      plan.gpu && plan.peak.device_bytes > plan.gpu.capacity_bytes ? make("span", { class: "over", title: "more than the card has", css: { left: `${(100 * plan.gpu.capacity_bytes) / scale}%`, width: `${(100 * (plan.peak.device_bytes - plan.gpu.capacity_bytes)) / scale}%` } }) : null,
       plan.gpu ? make("b", { class: "limit", css: { left: `${(100 * plan.gpu.capacity_bytes) / scale}%` } }) : null));
 }
 
+// The card's name stands at its end of the bar.
 function scaleLine(plan, scale) {
-  const used = plan.peak.device_bytes;
-  return make("p", { class: "scale muted" },
-    make("span", { text: `device ${size(used)}` }), plan.gpu ? make("span", { text: `${plan.gpu.name}: ${size(plan.gpu.capacity_bytes)}` }) : make("span", { text: "no card named" }));
+  const end = plan.gpu ? (100 * plan.gpu.capacity_bytes) / scale : 100;
+  return make("p", { class: "scale muted" }, make("span", { text: `device ${size(plan.peak.device_bytes)}` }),
+    make("span", { class: "card-end", text: plan.gpu ? `${plan.gpu.name}: ${size(plan.gpu.capacity_bytes)}` : "no card named", css: { "margin-right": `${Math.min(100 - end, 55)}%` } }));
 }
 
 function legend(parts, plan) {

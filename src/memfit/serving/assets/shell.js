@@ -14,7 +14,7 @@ class Shell {
     this.tabs = new Map(VIEWS.map(([name, title]) => [name, make("a", { href: `#${name}`, text: title })]));
     this.notice = make("div", { class: "notices", role: "alert" });
     this.container = make("main", { id: "view", tabindex: -1 });
-    document.getElementById("page").append(
+    document.getElementById("page").replaceChildren(
       make("header", { class: "bar" }, make("span", { class: "brand", text: "memfit" }), make("nav", { class: "tabs", "aria-label": "Views" }, [...this.tabs.values()]), themeButton()),
       this.notice, this.container);
   }
@@ -43,7 +43,10 @@ class Shell {
   async open() {
     const { name, state } = this.read();
     for (const [each, tab] of this.tabs) {
-      if (each === name) tab.setAttribute("aria-current", "page"); else tab.removeAttribute("aria-current");
+      if (each === name) {
+        tab.setAttribute("aria-current", "page");
+        tab.scrollIntoView({ block: "nearest", inline: "nearest" }); // on a phone they are wider than the bar
+      } else tab.removeAttribute("aria-current");
     }
     document.title = `${this.tabs.get(name).textContent} · memfit`;
     delete document.documentElement.dataset.ready;
