@@ -45,7 +45,7 @@ EVERY = [
 LAST = ["--alloc-conf", "--gpu", "--json", "--save-trace", "--force", "-f", "--no-trace-cache"]
 
 FLAGS = {
-    "": ["--version"],
+    "": ["--version", "--install-completion", "--show-completion"],
     "models": ["--json"],
     "prune": [
         "--model",

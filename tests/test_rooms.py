@@ -50,7 +50,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "fitting": TORCH,
     "explaining": TORCH,
     "checking": {*TORCH, "packaging"},
-    "running": set(),
+    "running": {"torch"},
     "serving": {"fastapi", "starlette", "uvicorn"},
     "agents": {"mcp"},
     "cli": {"typer", "rich"},

@@ -125,6 +125,7 @@ _LATE = {
     "recording.recorder": "record",
     "recording.sampler": "Sampler",
     "render.recorded": "Difference FileReport diff export report",
+    "running.magic": "load_ipython_extension",
     "running.profile": "Profile profile",
     "running.prune": "prune",
     "running.train": "Trained train",

@@ -92,7 +92,7 @@ def app_of(names: Iterable[str] = tuple(COMMANDS)) -> typer.Typer:
             "help_option_names": ["-h", "--help"],
             "max_content_width": 100,
         },
-        add_completion=False,
+        add_completion=True,
         no_args_is_help=True,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,  # plain help: rich's boxes cut long flags short

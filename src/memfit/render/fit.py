@@ -48,7 +48,7 @@ def show_fit(fitted: Fitted, console: Console) -> None:
 
 
 def _parts(fitted: Fitted) -> Iterator[RenderableType]:
-    yield _headline(fitted)
+    yield say_fit(fitted)
     yield Padding(_before(fitted), (0, 0, 0, 2))
     for warning in job_file_warnings(fitted):
         yield Padding(warning, (0, 0, 0, 2))
@@ -73,7 +73,7 @@ def _parts(fitted: Fitted) -> Iterator[RenderableType]:
     yield Text.assemble(("next: ", "bold"), clean(_next(fitted)))
 
 
-def _headline(fitted: Fitted) -> Text:
+def say_fit(fitted: Fitted) -> Text:
     after, capacity = fitted["after"], fitted["gpu"]["capacity_bytes"]
     taken = after["use_bytes"] or after["device_bytes"]
     use = f"{gib(taken)} of {gib(capacity)} ({percent(taken, capacity)})"

@@ -30,6 +30,12 @@ class Shown:
         """Imported only where somebody reads it."""
         raise NotImplementedError
 
+    def _repr_html_(self) -> str | None:
+        """As a notebook shows it; None where there is only text."""
+        from memfit.render.notebook import as_html
+
+        return as_html(self.to_json())
+
     def __str__(self) -> str:
         from memfit.render.plan import as_text
 
