@@ -109,7 +109,7 @@ def _picture(parts: Iterable[Part], whole: int) -> Iterator[str]:
     shown = [part for part in parts if part[1] > 0]
     yield _bar(shown, whole)
     rows = [(name, gib(size), percent(size, whole)) for name, size, _ in shown]
-    yield _table(("", "bytes", "share"), rows, numbers=(1, 2), keys=[colour for *_, colour in shown])
+    yield _table(("", "size", "share"), rows, numbers=(1, 2), keys=[colour for *_, colour in shown])
 
 
 def _bar(parts: list[Part], whole: int) -> str:
