@@ -210,7 +210,7 @@ def _module_parts(module: str) -> Sequence[str]:
 
 
 MAX_BLOCKS = 120_000
-MAX_TIMED = 10_000
+FEW = 10_000
 MAX_STACK_LINES = 200_000
 MAX_PHASES = 5000
 GROUPS = 9
@@ -263,14 +263,14 @@ def drawn_window(run: Run, window: Window, *, max_samples: int, max_blocks: int)
             for name, names, number, palette in groupings
         ],
         "blocks": {
-            "count": len(blocks), "left_out": left_out, "number": _packed(blocks, np.int32),
+            "count": len(blocks), "left_out": left_out,
             "birth": _packed(timeline.lives.birth[blocks], np.int32),
             "death": _packed(timeline.lives.death[blocks], np.int32),
             "size": _packed(timeline.size[blocks] // unit, np.uint32),
             "waste": _packed(_waste(run, blocks), np.uint32),
             "category": _packed(run.labels.category[blocks], np.uint8),
             "kind": _packed(kind_of, np.uint32),
-            **_lifetimes(run, blocks),
+            **_more_of_few(run, blocks),
         },
         "categories": [name.replace("_", " ") for name in ALL_CATEGORIES],
         "kinds": kinds, "stacks": words.stacks, "words": words.words,
@@ -328,13 +328,17 @@ def _seconds(run: Run, events: Ints) -> npt.NDArray[np.float64]:
     return run.times[np.maximum(events, 0)] if len(run.times) else np.zeros(len(events))
 
 
-def _lifetimes(run: Run, blocks: Ints) -> dict[str, str]:
-    """When each came and went, where that can be said of all of them; else the samples say it, about."""
-    if run.times is None or not len(run.times) or len(blocks) > MAX_TIMED:
+def _more_of_few(run: Run, blocks: Ints) -> dict[str, str]:
+    """The number of each in the whole run, by which another document tells it again; and when each came and went, which
+    samples say only about."""
+    if len(blocks) > FEW:
         return {}
-    lives, last = run.timeline.lives, len(run.times) - 1
-    moments = {"made": lives.birth[blocks], "freed": np.minimum(lives.death[blocks], last)}
-    return {name: _packed(_seconds(run, events), np.float64) for name, events in moments.items()}
+    more = {"number": _packed(blocks, np.int32)}
+    if run.times is not None and len(run.times):
+        lives, last = run.timeline.lives, len(run.times) - 1
+        moments = {"made": lives.birth[blocks], "freed": np.minimum(lives.death[blocks], last)}
+        more |= {name: _packed(_seconds(run, events), np.float64) for name, events in moments.items()}
+    return more
 
 
 def _by_category(run: Run) -> tuple[str, list[str], Ints, list[str]]:

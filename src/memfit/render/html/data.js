@@ -31,7 +31,7 @@ export class Run {
     }));
     this.blocks = blocks.count;
     this.leftOut = blocks.left_out;
-    this.number = unpack(blocks.number, Int32Array); // of each block, in the whole run
+    this.number = blocks.number ? unpack(blocks.number, Int32Array) : Int32Array.from({ length: this.blocks }, (_, i) => i); // in the whole run
     this.birth = unpack(blocks.birth, Int32Array);
     this.death = unpack(blocks.death, Int32Array);
     this.size = unpack(blocks.size, Uint32Array);
