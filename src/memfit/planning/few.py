@@ -142,7 +142,7 @@ def _trace_few_blocks(work: Workload, platform: Platform) -> tuple[Recipe, Trace
     elif source.kind != "factory":  # a factory's model is as large as its own code makes it
         blocks, parameters = blocks_of(source, work.attention, work.head)
         if blocks is not None and work.is_compiled:
-            blocks = dataclasses.replace(blocks, edge=1)
+            blocks = _of_compiled(blocks, work)
         if blocks is not None and blocks.worthwhile:
             try:
                 return _of_few(work, platform, blocks, parameters)
@@ -152,6 +152,14 @@ def _trace_few_blocks(work: Workload, platform: Platform) -> tuple[Recipe, Trace
             notes = ("all blocks were traced one by one: they are not alike",)
     recipe = _of_all(work, platform, notes)
     return recipe, recipe.whole()
+
+
+def _of_compiled(blocks: Blocks, work: Workload) -> Blocks:
+    """With LoRA, code lets go what was made two blocks away: two of them are a unit."""
+    times = 2 if work.kind == "lora" and work.compile else 1
+    return dataclasses.replace(
+        blocks, edge=1, period=times * blocks.period, unit_parameters=times * blocks.unit_parameters
+    )
 
 
 def _of_few(work: Workload, platform: Platform, blocks: Blocks, parameters: int) -> tuple[Recipe, Trace]:

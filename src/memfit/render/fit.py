@@ -244,6 +244,10 @@ def _next(fitted: Fitted) -> str:
         return "run it with these settings" if fitted["changes"] else "run it as it is"
     if fitted.get("from"):
         return "--emit FILE writes the same file with only these keys changed; --ladder shows more room"
+    if any(change["name"] == "torch.compile" for change in fitted["changes"]):
+        return (
+            "--emit python writes a file for the HF Trainer; without --try-compile, --emit yaml one for `memfit train`"
+        )
     return (
         "--emit yaml writes a config for `memfit train`, --emit python one for the HF Trainer; --ladder shows more room"
     )
