@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from memfit.errors import InputError, UsageError
+from memfit.errors import InputError, MemfitError, UsageError
 from memfit.jobs.quantised import ARRIVES, FourBitLinear, quantise
 from memfit.jobs.torchao import Float8Rows, Int4Tiles, Int8Rows
 from memfit.jobs.workload import Workload
-from memfit.models.checkpoint import WeightStore
+from memfit.models.checkpoint import MissingWeights, WeightStore, first_line
 from memfit.models.stored_weights import StoredWeights, facts_of
 
 NOT_MODELLED = "not modelled:"
@@ -71,6 +71,15 @@ class StoredLinear(nn.Linear):
 
 def as_stored(model: nn.Module, work: Workload, stored: StoredWeights) -> tuple[Workload, tuple[str, ...]]:
     """The model with its layers as the checkpoint has them, the job with what that says, and what is to be known."""
+    try:
+        return _as_stored(model, work, stored)
+    except (TypeError, AttributeError, ValueError, LookupError) as error:  # transformers trusts what it is given
+        if isinstance(error, MemfitError):
+            raise
+        raise InputError(f"{work.model}: its 'quantization_config' cannot be used: {first_line(error)}") from error
+
+
+def _as_stored(model: nn.Module, work: Workload, stored: StoredWeights) -> tuple[Workload, tuple[str, ...]]:
     if work.quant == "dequantize":
         return work, tuple(_make_plain(model, work, stored))
     same = {"bitsandbytes": stored.kind, "torchao": f"torchao-{stored.kind}"}.get(stored.method, "none")
@@ -113,7 +122,7 @@ def check_files(model: nn.Module, folder: Path) -> None:
     """Where the weights themselves are at hand, their headers must say what the config.json says."""
     try:
         store = WeightStore.open(folder)
-    except InputError:  # none, or not all of them
+    except MissingWeights:
         return
     store.close()
     for name, module in model.named_modules():

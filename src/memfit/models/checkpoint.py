@@ -27,6 +27,7 @@ from memfit.errors import InputError
 ITEM_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
     "U16": 2, "U32": 4, "U64": 8, "F8_E4M3": 1, "F8_E5M2": 1,
+    "F8_E8M0": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1, "C64": 8,
 }  # fmt: skip
 MAX_HEADER_BYTES = 100 << 20
 PIECE_BYTES = 8 << 20
@@ -37,6 +38,10 @@ SETTINGS = ("*.json", "*.model", "*.txt", "*.jinja")
 """What a download brings beside the weights: settings and the tokenizer."""
 WEIGHTS = "*.safetensors"
 CONNECT_SECONDS = 5.0
+
+
+class MissingWeights(InputError):
+    """A folder has none, or not all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +148,7 @@ def _tensor(path: Path, name: str, entry: Any, base: int, size: int, number: int
     try:
         dtype, shape = str(entry["dtype"]), tuple(int(n) for n in entry["shape"])
         begin, end = (int(n) for n in entry["data_offsets"])
-    except (TypeError, KeyError, ValueError) as error:
+    except (TypeError, KeyError, ValueError, OverflowError) as error:
         raise InputError(f"{path}: the entry of weight '{name}' is damaged") from error
     if dtype not in ITEM_BYTES:
         raise InputError(f"{path}: weight '{name}' has the unknown type {dtype!r}")
@@ -168,26 +173,26 @@ def _files_of(folder: Path) -> Iterator[Path]:
 def _indexed(folder: Path, index: Path) -> Iterator[Path]:
     try:
         names = sorted({str(name) for name in json.loads(index.read_bytes())["weight_map"].values()})
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise InputError(f"cannot read {index}: it holds no map of weights") from error
+    if outside := [name for name in names if Path(name).name != name]:
+        raise InputError(f"{index} names a file in another folder: {outside[0]!r}")
     for name in names:
         path = folder / name
-        if Path(name).name != name:
-            raise InputError(f"{index} names a file in another folder: {name!r}")
         if not path.is_file():
-            raise InputError(f"{folder} lacks the file {name} that its index names", hint="download it again")
+            raise MissingWeights(f"{folder} lacks the file {name} that its index names", hint="download it again")
         yield path
 
 
-def _no_weights(folder: Path) -> InputError:
+def _no_weights(folder: Path) -> MissingWeights:
     if list(folder.glob("*.bin")) or list(folder.glob("*.pt")) or list(folder.glob("*.pth")):
-        return InputError(
+        return MissingWeights(
             f"'{folder}' holds pickled weights (*.bin), which may run any code when they are read",
             hint="load them once with transformers and `model.save_pretrained(folder)`: that writes safetensors",
         )
     if list(folder.glob("*.gguf")):
-        return InputError(f"'{folder}' holds a GGUF file", hint="give the file itself: --model FOLDER/NAME.gguf")
-    return InputError(f"'{folder}' holds no weights", hint=f"a model's folder has {SINGLE} or {INDEX}")
+        return MissingWeights(f"'{folder}' holds a GGUF file", hint="give the file itself: --model FOLDER/NAME.gguf")
+    return MissingWeights(f"'{folder}' holds no weights", hint=f"a model's folder has {SINGLE} or {INDEX}")
 
 
 # -- where a model's folder is -----------------------------------------------------------------------------------------

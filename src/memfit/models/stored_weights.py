@@ -22,6 +22,11 @@ HALVES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 PACKED_FORMATS = ("pack-quantized", "float-quantized", "int-quantized", "naive-quantized")
 TORCHAO = {"Int8WeightOnlyConfig": "int8", "Float8WeightOnlyConfig": "float8", "Int4WeightOnlyConfig": "int4"}
 GROUPS_OF_INT4 = (32, 64, 128, 256)
+LEFT_OUT = ("llm_int8_skip_modules", "dynamic", "modules_to_not_convert", "ignored_layers", "ignore")
+"""Keys whose entries are matched as patterns against the names of modules."""
+NAME_LENGTH = 64
+MAX_PATTERN = 1000
+MAX_WAYS = 1 << 26
 
 Tensors = dict[str, tuple[tuple[int, ...], str]]
 """Names in the files, shapes, types."""
@@ -128,18 +133,48 @@ def read_stored(data: Mapping[str, Any], where: str) -> StoredWeights | None:
         "bitsandbytes": _bitsandbytes, "gptq": _gptq, "awq": _awq, "fp8": _fp8, "mxfp4": _mxfp4,
         "compressed-tensors": _compressed, "torchao": _torchao,
     }  # fmt: skip
+    if method is not None and not isinstance(method, str):
+        raise InputError(f"{where}: 'quant_method' of 'quantization_config' is {show(method)}, not a name")
     if method not in readers:
         raise InputError(
             f"{where}: its weights are quantised by {show(method)}, whose storage memfit does not know",
             hint=f"it knows {', '.join(readers)}; the unquantised model has a config.json of its own",
         )
     stored = readers[method](said, where)
+    _check_patterns(stored, where)
+    return stored
+
+
+def _check_patterns(stored: StoredWeights, where: str) -> None:
+    key = next((key for key in LEFT_OUT if stored.said.get(key)), "quantization_config")
+    ways = 0
     for rule in stored.kept or ():
         try:
             re.compile(rule.removeprefix("re:"))
-        except re.error as error:
-            raise InputError(f"{where}: {show(rule)}, a module that is left out, is no pattern: {error}") from None
-    return stored
+        except (re.error, RecursionError, OverflowError) as error:
+            raise InputError(f"{where}: '{key}': {show(rule)} is no pattern: {error}") from None
+        ways += _ways_to_match(rule)
+        if ways > MAX_WAYS:
+            raise InputError(
+                f"{where}: '{key}': {show(rule)} may take for ever to match",
+                hint=f"a pattern has at most {MAX_PATTERN} characters, four .* and no repeated group",
+            )
+
+
+def _ways_to_match(pattern: str) -> int:
+    """At most so many are tried on a name. A repeated group may be tried without end."""
+    text = re.sub(r"(\\d|\[0-9\])[*+]?", "0", pattern)  # numbers of layers are short
+    text = re.sub(r"\\.|\[\^?\]?(\\.|[^\]\\])*\]", "c", text, flags=re.DOTALL)
+    if len(pattern) > MAX_PATTERN or re.search(r"\)[*+{]", text):
+        return MAX_WAYS + 1
+    repeated, optional = len(re.findall(r"[*+{]", text)), len(re.findall(r"(?<![(*+?}])\?", text))
+    if repeated + optional > MAX_WAYS.bit_length():
+        return MAX_WAYS + 1
+    ways: int = NAME_LENGTH**repeated << optional
+    while group := re.search(r"\(([^()]*)\)", text):  # the innermost first
+        ways *= group[1].count("|") + 1
+        text = text[: group.start()] + "c" + text[group.end() :]
+    return ways * (text.count("|") + 1)
 
 
 def _loads_in(said: Mapping[str, Any]) -> str:
@@ -227,6 +262,8 @@ def _fp8(said: Mapping[str, Any], where: str) -> StoredWeights:
         raise InputError(f"{where}: 'weight_block_size' is {show(block)}, not two sizes")
     if said.get("modules_to_convert"):
         raise _refused(where, "fp8", "embeddings in 8 bits ('modules_to_convert')")
+    if str(scheme := said.get("activation_scheme", "dynamic")).lower() not in ("dynamic", "static"):
+        raise InputError(f"{where}: 'activation_scheme' is {show(scheme)}, neither 'dynamic' nor 'static'")
     kept = _names(said, "modules_to_not_convert", where)
     kept = _names(said, "ignored_layers", where) if kept is None else kept
     return StoredWeights(method="fp8", kind="fp8", bits=8, kept=kept, said=said)
@@ -239,7 +276,9 @@ def _mxfp4(said: Mapping[str, Any], where: str) -> StoredWeights:
 
 def _compressed(said: Mapping[str, Any], where: str) -> StoredWeights:
     schemes, form = said.get("config_groups"), said.get("format", "dense")
-    if not isinstance(schemes, dict) or not schemes or form not in PACKED_FORMATS:
+    if not isinstance(schemes, dict) or not schemes:
+        raise InputError(f"{where}: 'config_groups' is {show(schemes)}, not an object that says what is quantised")
+    if form not in PACKED_FORMATS:
         raise _refused(where, "compressed-tensors", f"the format {show(form)}")
     (scheme, *more) = schemes.values()
     weights = scheme.get("weights") if isinstance(scheme, dict) else None
@@ -258,8 +297,10 @@ def _torchao(said: Mapping[str, Any], where: str) -> StoredWeights:
     asked = said.get("quant_type")
     asked = asked.get("default") if isinstance(asked, dict) else asked
     name = asked.get("_type") if isinstance(asked, dict) else asked
-    details: Mapping[str, Any] = dict(asked.get("_data") or {}) if isinstance(asked, dict) else {}
-    if name not in TORCHAO:
+    details = asked.get("_data") or {} if isinstance(asked, dict) else {}
+    if not isinstance(details, dict):
+        raise InputError(f"{where}: '_data' of 'quant_type' is {show(details)}, not an object")
+    if not isinstance(name, str) or name not in TORCHAO:
         raise _refused(where, "torchao", f"{show(name)} ('quant_type')")
     if said.get("include_input_output_embeddings"):
         raise _refused(where, "torchao", "a quantised embedding")
