@@ -242,6 +242,17 @@ def test_another_content_of_the_config_is_another_entry(tmp_path: Path) -> None:
     assert cache.key_of(job(folder), H200) != before
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
+def test_other_weights_beside_the_config_are_another_entry(tmp_path: Path, name: str) -> None:
+    folder = save_model(tmp_path / "model")
+    keys = [cache.key_of(job(folder), H200)]
+    for content in (b"{", b"{}"):
+        (tmp_path / "model" / name).write_bytes(content)
+        keys.append(cache.key_of(job(folder), H200))
+
+    assert len(set(keys)) == 3
+
+
 @pytest.fixture
 def own_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A source of memfit's that can be changed."""

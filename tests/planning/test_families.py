@@ -218,6 +218,26 @@ def test_a_single_plan_does_not_enter_the_room_of_interpolation_and_a_second_kno
     assert done.stdout.splitlines() == ["False", "True", "[(1, 48), (1, 64)] [(1, 48), (1, 64)]"]
 
 
+FIRST_UNKNOWN = """
+import sys
+from memfit.errors import MemfitError
+from memfit.planning.predict import predict
+
+for model in ("nobody-knows-it", sys.argv[1], sys.argv[1]):
+    try:
+        print(predict(kind="forward", model=model, seq_len=32).peak.allocated_bytes > 0)
+    except MemfitError as error:
+        print(error)
+"""
+
+
+def test_a_first_job_that_cannot_be_planned_is_no_error_of_the_second(models: Models) -> None:
+    command = [sys.executable, "-c", FIRST_UNKNOWN, models.folder("llama")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    first, *others = done.stdout.splitlines()
+    assert "nobody-knows-it" in first and others == ["True", "True"]
+
+
 def test_a_few_plans_are_traced_each_by_itself(models: Models, traced_points: list[tuple[int, int]]) -> None:
     work = models.work(kind="forward")
     for point in sweep(3):

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -138,3 +139,19 @@ def test_a_signal_ends_a_script_with_all_that_it_has_begun(write, number: int) -
     process.send_signal(number)
     assert process.wait(20) == 128 + number
     assert list(Path("tmp").glob("memfit-*")) == []
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux ends a process with its parent")
+def test_a_script_ends_where_who_watches_it_is_killed(write) -> None:  # type: ignore[no-untyped-def]
+    write("open('begun', 'w').write(str(os.getpid()))\nwhile True: time.sleep(1)\n")
+    process = subprocess.Popen([warm_python(), "-m", "memfit", "plan", "script", "--", "train.py"])
+    while not Path("begun").exists() or not Path("begun").read_text():
+        time.sleep(0.1)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait(20)
+    running = Path("/proc") / Path("begun").read_text() / "stat"
+    for _ in range(200):
+        if not running.exists() or running.read_text().rpartition(")")[2].split()[0] == "Z":
+            return
+        time.sleep(0.05)
+    raise AssertionError("the script runs on")

@@ -108,9 +108,19 @@ def identity(source: ModelSource) -> dict[str, Any] | None:
             return None
         with open(source.target, "rb") as stream:
             content = stream.read(MAX_FILE_BYTES + 1)
+        beside = _weights_in(os.path.dirname(source.target))
     except OSError:
         return None  # the tracing will say what is wrong with it
-    return {"sha256": hashlib.sha256(content).hexdigest()} if len(content) <= MAX_FILE_BYTES else None
+    if len(content) > MAX_FILE_BYTES:
+        return None
+    return {"sha256": hashlib.sha256(content).hexdigest(), "weights": beside}
+
+
+def _weights_in(folder: str) -> list[tuple[str, int, int]]:
+    """Files whose headers a plan may read: of a quantised checkpoint they say how its weights lie there."""
+    with os.scandir(folder or ".") as entries:
+        found = [entry for entry in entries if entry.name.endswith((".safetensors", ".safetensors.index.json"))]
+        return sorted((entry.name, entry.stat().st_size, entry.stat().st_mtime_ns) for entry in found)
 
 
 def _own_code() -> str | None:

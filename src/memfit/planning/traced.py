@@ -228,8 +228,11 @@ class FirstPlan:
     def hand_on(self) -> None:
         from memfit.planning.interpolation.family import family_of, point_of
 
-        family, lesson = family_of(self.work, self.platform), self.lesson
-        self.lesson, self.handed_on = None, True
+        lesson, self.lesson, self.handed_on = self.lesson, None, True
+        try:
+            family = family_of(self.work, self.platform)
+        except Exception:  # it has had its own error, of which the second knows nothing
+            return
         if family is not None:
             family.corners.asked.add(point_of(self.work))
             if lesson is not None:

@@ -6,6 +6,7 @@ processes talk by files in a folder of theirs: such a program may close every de
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import io
 import math
@@ -31,6 +32,7 @@ LEAVES_WITHIN = 2.0
 """The same, once its answer is known."""
 LOOKS = 0.02
 """Seconds between two looks at it."""
+PR_SET_PDEATHSIG = 1
 NO_PLAN = "it did so before it had made enough steps for a plan"
 ANSWER, DEADLINE = "answer", "deadline"
 _folder: Path | None = None
@@ -148,11 +150,18 @@ class StdoutKept(io.TextIOWrapper):
         return self.read()
 
 
+def _end_with_who_watches() -> None:
+    """Where the one that watches is killed, nobody else would end the program. Linux alone has a word for it."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def _be_watched(work: Callable[[], int], folder: Path) -> NoReturn:
     global _folder
     _folder = folder
     with suppress(OSError):
         os.setpgid(0, 0)
+    _end_with_who_watches()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
