@@ -30,7 +30,10 @@ def with_heading(text: str, lines: list[str]) -> str:
 
 def _in_json(text: str, values: Mapping[str, Any]) -> str:
     """There are no comments in it."""
-    document = json.loads(text)
+    try:
+        document = json.loads(text)
+    except ValueError:
+        raise UsageError("YAML that begins with a brace is not written back", hint="--emit args or python") from None
     document.update({key: value for key, value in values.items() if value is not None})
     second = next((line for line in text.splitlines()[1:] if line.strip()), "")
     indent = len(second) - len(second.lstrip()) or None

@@ -270,7 +270,13 @@ def _parsed(path: Path, text: str) -> Mapping[str, Any]:
     except InputError:
         raise
     except (ValueError, RecursionError) as error:
-        raise InputError(f"'{path}' is not JSON that can be read: {str(error)[:100]}") from error
+        why = f"'{path}' is not JSON that can be read: {str(error)[:100]}"
+        if path.suffix.lower() == ".json":
+            raise InputError(why) from error
+        try:  # a mapping of YAML may begin so too
+            document = parse_yaml(text, f"'{path}'")
+        except InputError as other:
+            raise InputError(f"{why}; nor YAML: {other.message}") from error
     if not isinstance(document, dict):
         raise InputError(f"'{path}' is not a mapping of keys to values")
     return document

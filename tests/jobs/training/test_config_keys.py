@@ -249,7 +249,7 @@ def test_max_steps_of_minus_one_means_by_epochs() -> None:
     ({"precision": "fp16"}, "weights that are themselves fp16 cannot be trained"),
     ({"offload": ["weights"]}, "only frozen layers can lie on the host"),
     ({"offload": ["gradients"]}, "memory.offload 'gradients' is not one of"),
-    ({"packing": "maybe"}, "data.packing is yes or no"),
+    ({"packing": "maybe"}, "data.packing is true or false"),
     ({"epochs": 1, "max_steps": 2}, "both say how long"),
     ({"target_modules": []}, "not a list of module names"),
     ({"model": {"name": "gpt2", "n_layers": 3}}, "fit its own shape only"),

@@ -92,7 +92,7 @@ def test_autocast_is_a_key_of_its_own_whatever_the_weights_are() -> None:
     ({"load_in_8bit": True}, "load_in_4bit and load_in_8bit are both yes"),
     ({"quant": "int8"}, "quant int8 and load_in_4bit do not agree"),
     ({"bnb_4bit_quant_type": "nf5"}, "bnb_4bit_quant_type 'nf5' is not one of nf4, fp4"),
-    ({"load_in_4bit": "yes please"}, "load_in_4bit is yes or no"),
+    ({"load_in_4bit": "yes please"}, "load_in_4bit is true or false"),
     ({"bnb_4bit_compute_dtype": "int8"}, "quant.compute 'int8' is not one of bf16, fp16, fp32"),
     ({"method": "full"}, "quant nf4: weights of few bits cannot be trained themselves"),
     ({"precision": "amp-bf16", "autocast": "fp16", "bf16": None}, "contradict each other"),

@@ -147,6 +147,9 @@ def canonical(document: Mapping[str, Any], remarks: list[str] | None = None) -> 
 
 def _refused(path: str | Unknown, value: Any, key: str) -> UsageError | None:
     if isinstance(path, Unknown):
+        last = key.rpartition(".")[2]
+        if last in LOOSE or SECTION_ALIASES.get(last, last) in SECTIONS:
+            return UsageError(f"{key} is {value!r}, not a section of keys and values", hint=f"{key}.KEY is one of its")
         return UsageError(f"unknown key '{key}'", hint=path.hint)
     return _not_as_fixed(path, key) if path in FIXED and value not in FIXED[path] else None
 

@@ -185,7 +185,7 @@ def _typed(path: str, value: Any) -> Any:
 
 def _flag(value: Any, key: str) -> bool:
     if not isinstance(value, bool):
-        raise UsageError(f"{key} is yes or no, not {value!r}")
+        raise UsageError(f"{key} is true or false, not {value!r}")
     return value
 
 
