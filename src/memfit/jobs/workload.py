@@ -516,11 +516,8 @@ class Workload:
         if self.kind not in _READ_BY["quant"]:
             return
         if self.quant not in ("nf4", "fp4"):
-            for name in ("double_quant", "quant_compute"):
-                yield (
-                    name,
-                    "it is for --quant nf4 or fp4; a checkpoint that is stored so says it in its config.json",
-                )
+            why = "it is for --quant nf4 or fp4; a checkpoint that is stored so says it in its config.json"
+            yield from ((name, why) for name in ("double_quant", "quant_compute"))
         if self.kind == "lora" and not self.is_quantised:
             yield "kbit_prepare", "no weights are quantised, --quant nf4 does it"
         elif self.kind == "lora" and not self.casts_when_prepared and not self._checkpoints_when_prepared:

@@ -100,11 +100,23 @@ def _rows_at(path: Path, said: str, config: DataConfig) -> tuple[str, list[Any]]
         return f"'{said}'", [row for each in files for row in read_rows(each)]
     if path.exists():
         return f"'{said}'", read_rows(path)
+    _refuse_absent(path, said)
+    return f"the Hugging Face Hub ({said}, {config.split})", _from_hub(config, said)
+
+
+def _refuse_absent(path: Path, said: str) -> None:
     if _looks_like_a_file(path, said):
         raise InputError(f"data.source: no file '{said}'", hint=_near(path))
     if not _HUB_NAME.fullmatch(said):
         raise InputError(f"data.source '{said}' is no file and no name of a data set")
-    return f"the Hugging Face Hub ({said}, {config.split})", _from_hub(config, said)
+
+
+def check_there(config: DataConfig) -> None:
+    """As much as can be known of texts without a tokenizer."""
+    said = source_of(config)
+    path = os.path.expanduser(said)
+    if said.lower() != BUILTIN and not os.path.exists(path):
+        _refuse_absent(Path(path), said)
 
 
 def is_on_hub(source: str) -> bool:

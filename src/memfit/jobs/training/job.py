@@ -24,7 +24,14 @@ from memfit.jobs.training.checkpoints import (
 )
 from memfit.jobs.training.config import DataConfig, ModelConfig, TrainConfig, no_effect
 from memfit.jobs.training.data import Collator, TrainingData, read_training_data, rows_of_full_length, total_steps
-from memfit.jobs.training.examples import is_on_hub, pad_id_of, source_of, tokenizer_named, tokenizer_of_shape
+from memfit.jobs.training.examples import (
+    check_there,
+    is_on_hub,
+    pad_id_of,
+    source_of,
+    tokenizer_named,
+    tokenizer_of_shape,
+)
 from memfit.jobs.training.foreign_weights import ForeignWeights, check_weights, find_weights, not_a_checkpoint
 from memfit.jobs.training.levers import check_levers, unmet_needs
 from memfit.jobs.training.result import is_written_to
@@ -138,6 +145,8 @@ def prepare_job(
     tokenizer = needs.met(lambda: _tokenizer(config.model, source, say), unless=_named_wrong(config.model))
     shape = shape_of(config.model, source)
     _check_positions(config, shape)
+    if has_source and tokenizer is None:
+        check_there(config.data)
     data = _data(config.data, tokenizer, needs) if has_source and tokenizer is not None else None
     if data is not None:
         _check_vocabulary(config, data, shape)
