@@ -54,6 +54,28 @@ def names_of(job: Prepared, kind: type) -> list[str]:
     return [name for name, module in job.model.named_modules() if isinstance(module, kind)]
 
 
+@pytest.mark.parametrize("asked", [
+    {"quant_compute": "fp16"}, {"quant_compute": "fp32"}, {"double_quant": False}, {},
+    {"quant_compute": "bf16", "double_quant": True},
+])  # fmt: skip
+@pytest.mark.parametrize("kind", ["lora", "qlora", "forward"])
+def test_what_is_asked_beside_a_stored_checkpoint_must_be_what_is_stored(
+    stored: Stored, kind: str, asked: dict[str, Any]
+) -> None:
+    said = {"bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": "bfloat16"}
+    settings = {"kind": kind, "model": stored({**NF4, **said}), "quant": "nf4", **asked}
+    if len(asked) != 1:
+        Workload.from_mapping(settings)
+        return
+    with pytest.raises(UsageError, match="is stored as nf4, double quantisation, compute bf16") as told:
+        Workload.from_mapping(settings)
+    assert told.value.hint == f"leave --{next(iter(asked)).replace('_', '-')} out"
+
+
+def test_defaults_of_qlora_are_not_asked_beside_a_stored_checkpoint(stored: Stored) -> None:
+    Workload.from_mapping({"kind": "qlora", "model": stored(NF4)})
+
+
 @pytest.mark.parametrize("said", [GPTQ, AWQ])
 def test_all_linear_layers_but_the_head_are_packed(stored: Stored, said: dict[str, Any]) -> None:
     job = prepared(stored(said))

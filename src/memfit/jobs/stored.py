@@ -89,7 +89,7 @@ def _as_stored(model: nn.Module, work: Workload, stored: StoredWeights) -> tuple
         way = "--quant dequantize plans 16-bit weights under adapters" if stored.method in TO_DEQUANTISE else None
         raise UsageError(f"{work.model}: {stored.in_words()} has no backward pass", hint=way)
     if stored.method == "bitsandbytes":
-        work = work.with_found(quant=stored.kind, double_quant=stored.double, quant_compute=stored.compute)
+        work = work.with_found(**stored.by_bitsandbytes)
         return work, (_said(stored), *quantise(model, work, stored.kept))
     if stored.method == "torchao":
         work = work.with_found(quant=f"torchao-{stored.kind}")

@@ -421,7 +421,7 @@ class Workload:
     def runs_in_memfit_train(self) -> bool:
         """What bitsandbytes quantises there, or has quantised for the checkpoint."""
         if self.stored is not None:
-            return self.quant == "none" and self.stored.method == "bitsandbytes"
+            return self.quant in ("none", self.stored.kind) and self.stored.method == "bitsandbytes"
         return self.quant in ("none", *BY_BITSANDBYTES)
 
     @property
@@ -475,7 +475,9 @@ class Workload:
         if made.quant != "none":
             made.check_quantised()
         made.check_compiled()
-        made._refuse_unused([name for name in (values if asked is None else asked) if values[name] is not None])
+        given = [name for name in (values if asked is None else asked) if values[name] is not None]
+        made._refuse_unlike_stored(given)
+        made._refuse_unused(given)
         return made if asked is None else made.without_unused(but=asked)
 
     @classmethod
@@ -534,6 +536,18 @@ class Workload:
             yield "adapter_dtype", f"the tokens of --adapter {self.adapter} have the type that peft gives them"
         if self.adapter not in (*LORAS, "adalora"):
             yield "lora_dropout", f"--adapter {self.adapter} is no LoRA: its own is a key of --adapter-config"
+
+    def _refuse_unlike_stored(self, given: Collection[str]) -> None:
+        """What bitsandbytes has stored is loaded as its config.json says, whatever is asked."""
+        if self.kind not in _READ_BY["quant"] or self.quant not in ("nf4", "fp4") or self.stored is None:
+            return
+        loaded = self.stored.by_bitsandbytes
+        for name in ("double_quant", "quant_compute"):
+            if name in given and self.quant == loaded.get("quant") and getattr(self, name) != loaded[name]:
+                raise UsageError(
+                    f"{self._said(name)}: {self.model} is stored as {self.stored.as_loaded()}",
+                    hint=f"leave {flag(name)} out",
+                )
 
     def _refuse_unused(self, given: Collection[str]) -> None:
         """How processes work together is no mistake where there is one: a plan notes it."""

@@ -63,6 +63,17 @@ class StoredWeights:
         }
         return named.get(self.method, f"{self.method}, {self.bits} bits{group}")
 
+    @property
+    def by_bitsandbytes(self) -> dict[str, Any]:
+        """The settings of a job that say the same; none of other methods."""
+        loaded = {"quant": self.kind, "double_quant": self.double, "quant_compute": self.compute}
+        return loaded if self.method == "bitsandbytes" else {}
+
+    def as_loaded(self) -> str:
+        """What bitsandbytes has stored, with what it does when it runs."""
+        double = "double" if self.double else "no double"
+        return self.kind if self.bits == 8 else f"{self.kind}, {double} quantisation, compute {self.compute}"
+
     def to_json(self) -> dict[str, Any]:
         return {"method": self.method, "kind": self.kind, "bits": self.bits, "group": self.group or None}
 

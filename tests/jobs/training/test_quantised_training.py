@@ -289,7 +289,7 @@ def stored_folder(folder: Path, said: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize(("stored", "changes", "said"), [
     ({"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True}, {"quant": "none"}, "does not take it"),
-    ({"quant_method": "bitsandbytes", "load_in_8bit": True}, {}, "memfit train does not take it"),
+    ({"quant_method": "bitsandbytes", "load_in_8bit": True}, {}, "is stored as int8"),
     ({"quant_method": "bitsandbytes", "load_in_8bit": True}, {"quant": "none", "method": "full"}, "cannot be trained"),
 ])  # fmt: skip
 def test_what_is_quantised_already_is_trained_by_lora_and_bitsandbytes_alone(
@@ -298,6 +298,41 @@ def test_what_is_quantised_already_is_trained_by_lora_and_bitsandbytes_alone(
     model = {"name": stored_folder(tmp_path, stored), "tokenizer": "bytes"}
     with pytest.raises(UsageError, match=said):
         prepare_job(config_from(tiny(tmp_path, **{"model": model, **changes})), to_run=False)
+
+
+PACKED = {
+    "quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4",
+    "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": "bfloat16",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("said", [
+    {}, {"load_in_4bit": True}, {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, {"quant": {"kind": "nf4"}},
+    {key: value for key, value in PACKED.items() if key != "quant_method"},
+])  # fmt: skip
+def test_a_config_may_say_what_is_stored_and_the_same_is_planned(tmp_path: Path, said: dict[str, Any]) -> None:
+    model = {"name": stored_folder(tmp_path, PACKED), "tokenizer": "bytes"}
+    job = prepare_job(config_from(tiny(tmp_path, **{"model": model, "quant": None, **said})), to_run=False)
+    assert "weights stored as bitsandbytes nf4, double quantisation" in job.in_lines()[0]
+    told = [note for note in job.notes if "stored as nf4, double quantisation, compute bf16, and loaded so" in note]
+    assert len(told) == (1 if said else 0)
+
+
+@pytest.mark.parametrize("said", [
+    {"bnb_4bit_compute_dtype": "float32"}, {"load_in_4bit": True, "bnb_4bit_compute_dtype": "float16"},
+    {"load_in_4bit": True, "bnb_4bit_use_double_quant": False}, {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
+    {"load_in_8bit": True},
+])  # fmt: skip
+def test_a_config_that_says_other_than_is_stored_is_refused(tmp_path: Path, said: dict[str, Any]) -> None:
+    model = {"name": stored_folder(tmp_path, PACKED), "tokenizer": "bytes"}
+    with pytest.raises(UsageError, match="the checkpoint is stored as nf4, double quantisation, compute bf16"):
+        config_from(tiny(tmp_path, **{"model": model, "quant": None, **said}))
+
+
+def test_no_double_quantisation_beside_a_checkpoint_that_has_it_is_told(tmp_path: Path) -> None:
+    model = {"name": stored_folder(tmp_path, PACKED), "tokenizer": "bytes"}
+    (note,) = config_from(tiny(tmp_path, model=model, quant={"double": False})).remarks
+    assert note.startswith("quant.double False has no effect: the checkpoint is stored as nf4, double quantisation")
 
 
 @needs_bitsandbytes

@@ -387,7 +387,7 @@ class TrainConfig:
         schedule, optimizer = self.schedule, self.optimizer.name
         if self.quant.kind == "none" and not self.workload.is_quantised:
             yield from no_effect("quant", self.quant, ("double", "compute", "prepare"), "without quantised weights")
-        elif self.quant.kind == "int8":
+        elif self.workload.eight_bit:
             yield from no_effect("quant", self.quant, ("double", "compute"), "with int8: they are of 4-bit weights")
         if self.loss.kind == "full":
             yield from no_effect("loss", self.loss, ("chunk",), "without loss: chunked")

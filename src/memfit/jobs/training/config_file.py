@@ -43,6 +43,7 @@ from memfit.jobs.training.config_names import (
     type_of,
 )
 from memfit.jobs.workload import Workload
+from memfit.models.stored_weights import StoredWeights
 
 if TYPE_CHECKING:
     import yaml
@@ -113,8 +114,9 @@ def config_from(
     """A file's content as a config; what is in `over` replaces what the file says."""
     remarks: list[str] = []
     given, replaced = canonical(document, remarks), canonical(over or {}, remarks)
-    quant = _quant({**given, **replaced}, remarks)
-    quantised = quant is not None or _is_stored_quantised({**given, **replaced})
+    stored = _stored({**given, **replaced})
+    quant = _quant({**given, **replaced}, stored, remarks)
+    quantised = quant is not None or stored is not None
     replaced = _with_precision(replaced, remarks, quantised=quantised)
     of_file = _with_precision(given, [] if "precision" in replaced else remarks, quantised=quantised)
     given = {"name": Given(name, "name"), **of_file, **replaced}
@@ -282,8 +284,34 @@ def _make_adapters(given: dict[str, Given]) -> None:
         given["method.kind"] = Given("lora", said[0].key)
 
 
-def _quant(given: Mapping[str, Given], remarks: list[str]) -> Given | None:
-    """What `quant`, `load_in_4bit` and `load_in_8bit` say together; None where the weights stay as they are."""
+def _quant(given: Mapping[str, Given], stored: StoredWeights | None, remarks: list[str]) -> Given | None:
+    """What `quant`, `load_in_4bit` and `load_in_8bit` say together; None where the weights stay as they are. Beside a
+    checkpoint that bitsandbytes has quantised it must be what is stored, which counts."""
+    if stored is None or stored.method != "bitsandbytes":
+        return _asked_quant(given, None, remarks)
+    asked = _asked_quant(given, stored, remarks)
+    fixed = {"quant.double": stored.double, "quant.compute": stored.compute} if stored.bits == 4 else {}
+    said = {path: given[path] for path in fixed if path in given and given[path].value is not None}
+    unlike = [each for path, each in said.items() if each.value != fixed[path]]
+    if asked is None:  # a double of no is the default, and may have been written by memfit
+        remarks.extend(
+            f"{each.key} {each.value} has no effect: {_as_stored(stored)}" for each in unlike if not each.value
+        )
+        unlike = [each for each in unlike if each.value]
+    elif asked.value != stored.kind:
+        unlike = [asked]
+    else:
+        remarks.append(f"{asked.key}: {_as_stored(stored)}, and loaded so")
+    for each in unlike:
+        raise UsageError(f"{each.key} {each.value}: {_as_stored(stored)}", hint=f"leave {each.key} out")
+    return asked
+
+
+def _as_stored(stored: StoredWeights) -> str:
+    return f"the checkpoint is stored as {stored.as_loaded()}"
+
+
+def _asked_quant(given: Mapping[str, Given], stored: StoredWeights | None, remarks: list[str]) -> Given | None:
     said = given.get("quant.kind", Given(None, ""))
     asked = [each for path in (IN_4_BITS, IN_8_BITS) if (each := given.get(path)) is not None and each.value]
     four, kind = given.get(IN_4_BITS, Given(None, "")), given.get(FOUR_BIT_TYPE)
@@ -295,17 +323,18 @@ def _quant(given: Mapping[str, Given], remarks: list[str]) -> Given | None:
         if kind is not None and said.value in ("nf4", "fp4") and said.value != kind.value:
             raise UsageError(f"{said.key} {said.value} and {kind.key} {kind.value} do not agree", hint="keep one")
         return None if said.value in (None, "none") else said
-    if asked[0] is four and kind is None and said.value not in ("nf4", "fp4"):
+    usual = stored.kind if stored is not None and stored.bits == 4 else "nf4"
+    if asked[0] is four and kind is None and said.value not in ("nf4", "fp4") and stored is None:
         remarks.append(f"{four.key} without bnb_4bit_quant_type: nf4, as in QLoRA (BitsAndBytesConfig alone takes fp4)")
-    meant = "int8" if asked[0] is not four else kind.value if kind else said.value or "nf4"
+    meant = "int8" if asked[0] is not four else kind.value if kind else said.value or usual
     if said.value not in (None, meant):
         raise UsageError(f"{said.key} {said.value} and {asked[0].key} do not agree", hint="keep one of them")
     return Given(meant, asked[0].key)
 
 
-def _is_stored_quantised(given: Mapping[str, Given]) -> bool:
+def _stored(given: Mapping[str, Given]) -> StoredWeights | None:
     name = given.get("model.name", Given(None, "")).value
-    return isinstance(name, str) and bool(name) and Workload(kind="lora", model=name).stored is not None
+    return Workload(kind="lora", model=name).stored if isinstance(name, str) and name else None
 
 
 def _with_precision(given: dict[str, Given], remarks: list[str], *, quantised: bool) -> dict[str, Given]:
