@@ -398,7 +398,7 @@ def test_a_model_larger_than_the_card_is_not_a_reading() -> None:
     assert named and not named & {"llama-3.1-405b", "llama-2-70b", "opt-66b"}
 
 
-def test_quantised_weights_name_the_model_and_stop_the_prediction() -> None:
+def test_quantised_weights_name_the_model_and_stop_the_prediction_until_they_are_told() -> None:
     log = (
         'model_name = "unsloth/Qwen2.5-7B-bnb-4bit", load_in_4bit = True\nper_device_train_batch_size=2 '
         "max_seq_length=2048 lora_r=16\n"
@@ -407,7 +407,10 @@ def test_quantised_weights_name_the_model_and_stop_the_prediction() -> None:
     assert found.job.settings["model"] == "qwen2.5-7b" and found.job.settings["kind"] == "lora"
     assert found.job.workload is None and any("quantised" in note for note in found.notes)
     given = told(log + message(), kind="lora")
-    assert given.job.workload is not None and any("quantised" in note for note in given.notes)
+    assert given.job.workload is None and any("without --quant" in note for note in given.notes)
+    for said in ({"kind": "lora", "quant": "nf4"}, {"kind": "qlora"}):
+        work = told(log + message(), **said).job.workload
+        assert work is not None and (work.kind, work.quant, work.double_quant) == ("lora", "nf4", "quant" not in said)
 
 
 def test_a_config_of_axolotl_is_a_job() -> None:

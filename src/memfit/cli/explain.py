@@ -11,7 +11,7 @@ import memfit
 from memfit.cli import output
 from memfit.cli.options import Json, read_settings, with_any_option
 from memfit.errors import UsageError
-from memfit.jobs.workload import KINDS
+from memfit.jobs.workload import KINDS, QLORA
 
 NOTHING_FOUND = 1
 PANEL = "The job"
@@ -22,7 +22,11 @@ FILE = typer.Argument(
     help="A log, a snapshot, a memory log or the folder of a run; `-` or nothing is a text on stdin.",
 )
 KIND_FLAG = typer.Option(
-    "--kind", metavar="|".join(KINDS), show_default=False, rich_help_panel=PANEL, help="What kind of job it was."
+    "--kind",
+    metavar="|".join((*KINDS, QLORA)),
+    show_default=False,
+    rich_help_panel=PANEL,
+    help="What kind of job it was.",
 )
 CONFIG_FLAG = typer.Option(
     "--config",
@@ -47,8 +51,8 @@ EXTRA: dict[str, tuple[Any, Any]] = {
 def _explain(
     *, file: str | None, kind: str | None, config: str | None, gpu: str | None, json: bool, **given: Any
 ) -> int:
-    if kind is not None and kind not in KINDS:
-        raise UsageError(f"--kind {kind!r} is not one of {', '.join(KINDS)}")
+    if kind not in (None, *KINDS, QLORA):
+        raise UsageError(f"--kind {kind!r} is not one of {', '.join((*KINDS, QLORA))}")
     source = _stdin() if file in (None, "-") else _path(str(file))
     settings: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in read_settings(given).items()

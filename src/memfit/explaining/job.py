@@ -21,7 +21,7 @@ from memfit.explaining.message import Oom
 from memfit.explaining.place import FailurePlace, compiled, of_another_engine
 from memfit.explaining.tensor import Readings
 from memfit.gpus import Gpu, find_gpu, list_gpus
-from memfit.jobs.workload import Workload, flag, kinds_that_read
+from memfit.jobs.workload import AS_IN_QLORA, NO_MODEL, QLORA, Workload, flag, kinds_that_read
 from memfit.units import MiB
 
 _ROWS = ("batch_size", "seq_len")
@@ -31,6 +31,9 @@ ASSUMED = (
     "precision", "attention", "loop", "outputs", "optimizer", "grad_checkpointing", "grad_accum", "world_size",
     "target_modules", "new_tokens", "decoding", "method", "sparsity", "nsamples",
 )  # fmt: skip
+WHICH_QUANT = (
+    "the text has quantised weights, and not which: nothing is predicted without --quant (nf4, int8; or --kind qlora)"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +96,10 @@ def job_of(
         workload = Workload.asked(configured, given)
         return Job(workload=workload, models=_dimensions(workload.model), settings=workload.settings(), read={})
     found: dict[str, Any] = {name: clue.value for name, clue in _clues(clues).items()}
-    settings = {**found, **given}
+    usual: Mapping[str, Any] = {}
+    if given.get("kind") == QLORA:
+        usual, given = AS_IN_QLORA, {**given, "kind": "lora"}
+    settings = {**usual, **found, **given}
     read = {name: said for name, said in read.items() if name not in given}
     models = _dimensions(str(settings["model"])) if "model" in settings else _family(clues)
     kind = settings.get("kind")
@@ -101,8 +107,8 @@ def job_of(
         settings["precision"] = _precision(str(settings["precision"]), str(kind), models, allocated)
     needed = ("kind", "model", *NEEDED.get(str(kind), _ROWS))
     missing = tuple(name for name in needed if name not in settings)
-    beyond = _beyond(clues, place, given)
-    if beyond and "kind" not in given:
+    beyond = _beyond(clues, place, given, settings)
+    if beyond and ("kind" not in given or beyond == WHICH_QUANT):
         return Job(models=models, settings=settings, read=read, beyond=beyond)
     if missing:
         return Job(models=models, settings=settings, read=read, missing=missing, beyond=beyond)
@@ -140,16 +146,23 @@ def _precision(said: str, kind: str, models: tuple[Dimensions, ...], allocated: 
     return said.removeprefix("amp-") if no_room or kind not in ("train", "lora") else said
 
 
-def _beyond(clues: Clues, place: FailurePlace, given: Mapping[str, Any]) -> str | None:
+def _beyond(clues: Clues, place: FailurePlace, given: Mapping[str, Any], settings: Mapping[str, Any]) -> str | None:
     if of_another_engine(place):
         return "the engine in the traceback arranges memory its own way, and predictions are of plain torch"
-    if clues.quantised:
-        return "the text has quantised weights, and predictions have them in 16 or 32 bits"
+    if clues.quantised and "quant" not in settings and not _is_stored_quantised(str(settings.get("model", NO_MODEL))):
+        return WHICH_QUANT
     if compiled(place):
         return "the code was compiled, which takes minutes to predict: --kind tells that it should be"
     if clues.sharded and "parallel" not in given:
         return "the text has a job that is sharded over several cards: --world-size N --parallel fsdp2 tells it"
     return None
+
+
+def _is_stored_quantised(model: str) -> bool:
+    try:
+        return Workload(kind="lora", model=model).stored is not None
+    except MemfitError:
+        return False
 
 
 def _clues(clues: Clues) -> dict[str, Any]:
