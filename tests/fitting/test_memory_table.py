@@ -215,6 +215,22 @@ def test_a_job_that_cannot_be_planned_is_left_out_with_the_reason() -> None:
     assert f"left out: {made.left_out[0]}" in made.to_json()["notes"]
 
 
+def test_rows_that_are_not_modelled_in_part_are_marked_and_the_quantisation_is_named(tmp_path: Path) -> None:
+    shape = {
+        "model_type": "llama", "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False,
+    }  # fmt: skip
+    packed = {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128}}
+    for name, more in (("plain", {}), ("packed", packed)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({**shape, **more}))
+    text = str(make_table(str(tmp_path / "plain"), "qlora", "24GB", seq_len=64, guides=False))
+    assert "quant nf4, double-quant, quant-compute bf16, kbit-prepare" in " ".join(text.split())
+    assert " *" not in text
+    text = str(make_table(str(tmp_path / "packed"), "lora", "24GB", seq_len=64, guides=False))
+    assert "packed *" in text and ": not modelled: how gptqmodel unpacks weights" in " ".join(text.split())
+
+
 def test_where_nothing_can_be_planned_the_first_reason_is_the_error() -> None:
     with pytest.raises(UsageError, match="more than the 1024 positions"):
         make_table(["gpt2"], ["forward"], ["8GB"])

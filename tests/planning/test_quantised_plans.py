@@ -122,7 +122,20 @@ def test_qlora_without_quantised_weights_is_refused(tiny: str) -> None:
 def test_a_card_without_bf16_is_told_beside_the_verdict(tiny: str, settings: dict[str, str]) -> None:
     plan = predict(kind="lora", model=tiny, quant="nf4", gpu="T4", **settings, **SIZES)
     assert "no bf16 on" in "\n".join(str(plan).splitlines()[:6])
+    assert ("--quant-compute fp16" in str(plan)) == ("quant_compute" in settings)
     assert "no bf16 on" not in str(predict(kind="lora", model=tiny, quant="nf4", gpu="T4", precision="fp16", **SIZES))
+
+
+def test_a_plan_of_qlora_that_fails_points_to_fit_qlora(tiny: str) -> None:
+    plan = predict(kind="qlora", model=tiny, gpu="1MiB", **SIZES)
+    assert "`memfit fit qlora` with these flags" in " ".join(str(plan).split())
+
+
+@pytest.mark.parametrize("name", ["load_in_4bit", "bnb_4bit_compute_dtype"])
+def test_names_of_bitsandbytes_in_a_plan_are_told_those_of_memfit(tiny: str, name: str) -> None:
+    with pytest.raises(UsageError) as told:
+        Workload.from_mapping({"kind": "lora", "model": tiny, name: True})
+    assert told.value.hint == "quant, double_quant, quant_compute say it"
 
 
 def test_what_is_said_of_qlora_goes_before_the_paper(tiny: str) -> None:

@@ -21,7 +21,7 @@ from memfit.explaining.message import Oom
 from memfit.explaining.place import FailurePlace, compiled, of_another_engine
 from memfit.explaining.tensor import Readings
 from memfit.gpus import Gpu, find_gpu, list_gpus
-from memfit.jobs.workload import AS_IN_QLORA, NO_MODEL, QLORA, Workload, flag, kinds_that_read
+from memfit.jobs.workload import AS_IN_QLORA, QLORA, Workload, flag, kinds_that_read
 from memfit.units import MiB
 
 _ROWS = ("batch_size", "seq_len")
@@ -149,7 +149,7 @@ def _precision(said: str, kind: str, models: tuple[Dimensions, ...], allocated: 
 def _beyond(clues: Clues, place: FailurePlace, given: Mapping[str, Any], settings: Mapping[str, Any]) -> str | None:
     if of_another_engine(place):
         return "the engine in the traceback arranges memory its own way, and predictions are of plain torch"
-    if clues.quantised and "quant" not in settings and not _is_stored_quantised(str(settings.get("model", NO_MODEL))):
+    if clues.quantised and "quant" not in settings and not _is_stored_quantised(settings.get("model")):
         return WHICH_QUANT
     if compiled(place):
         return "the code was compiled, which takes minutes to predict: --kind tells that it should be"
@@ -158,9 +158,9 @@ def _beyond(clues: Clues, place: FailurePlace, given: Mapping[str, Any], setting
     return None
 
 
-def _is_stored_quantised(model: str) -> bool:
+def _is_stored_quantised(model: str | None) -> bool:
     try:
-        return Workload(kind="lora", model=model).stored is not None
+        return model is not None and Workload(kind="lora", model=model).stored is not None
     except MemfitError:
         return False
 

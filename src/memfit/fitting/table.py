@@ -24,7 +24,7 @@ from memfit.gpus import Gpu, find_gpu
 from memfit.guides.claims import DECISIONS, EXAMPLES, GB, QUICK_REFERENCE, SAVINGS, QuickReference
 from memfit.jobs.workload import QLORA, Workload
 from memfit.models.registry import resolve
-from memfit.render.shown import Renderer, Shown
+from memfit.render.shown import NOT_MODELLED, Renderer, Shown
 
 if TYPE_CHECKING:
     from memfit.analysis.verdict import Verdict
@@ -77,6 +77,10 @@ class TableRow:
         return bool(self.plan.workload["seq_len"] != self.workload.seq_len)
 
     @property
+    def not_modelled(self) -> list[str]:
+        return [note for note in self.plan.notes if note.startswith(NOT_MODELLED)]
+
+    @property
     def smallest(self) -> str | None:
         return next((name for name, cell in self.cells.items() if cell.verdict != "fails"), None)
 
@@ -91,7 +95,7 @@ class TableRow:
             "settings": {name: value for name, value in plan.workload.items() if name != "gpu"},
             "weights_bytes": plan.report.breakdown["weights"], "activations_bytes": beside_weights(plan),
             "total_bytes": plan.peak.device_bytes, "smallest_bytes": plan.smallest_gpu_bytes,
-            "breakdown": plan.report.breakdown,
+            "breakdown": plan.report.breakdown, "not_modelled": self.not_modelled,
             "cells": {name: dataclasses.asdict(cell) for name, cell in self.cells.items()},
             "smallest_gpu": self.smallest, "recommended_gpu": self.recommended,
             "guide": None if self.guide is None else _beside(self.guide, plan),
@@ -161,6 +165,8 @@ class Table(Shown):
             yield f"{model} is pruned with windows of {length} tokens: it has no more positions"
         if any(row.guide for row in self.rows):
             yield "the guide's table is about the whole model on the card; its GB are 10^9 bytes"
+        for row in self.rows:
+            yield from (f"* {kind_of(row.workload)} of {row.plan.model}: {note}" for note in row.not_modelled)
         yield from (f"left out: {why}" for why in self.left_out)
 
     def _decision(self, label: str) -> dict[str, Any]:

@@ -405,6 +405,14 @@ class Workload:
         computed = self.compute_precision if self.is_quantised else self.weight_precision
         return "bf16" in (self.weight_precision, self.autocast_type, computed)
 
+    @property
+    def without_bf16(self) -> str:
+        """What is to be done on a card that has none."""
+        if not self.is_quantised or self.quant_compute != "bf16":
+            return "fp16 works"
+        stored = self.stored is not None
+        return "the checkpoint is stored to compute in it" if stored else "fp16 works, with --quant-compute fp16"
+
     def refusal_without_bf16(self, card: str) -> UsageError:
         """Of `memfit train`, where torch would emulate it inside bitsandbytes' layers."""
         return UsageError(
@@ -677,6 +685,8 @@ def _check_names(values: Mapping[str, Any]) -> None:
     known = [f.name for f in dataclasses.fields(Workload)]
     for name in values:
         if name not in known:
+            if str(name).startswith(("load_in_", "bnb_4bit_")):
+                raise UsageError(f"'{name}' is no setting of a plan", hint="quant, double_quant, quant_compute say it")
             raise UnknownName("setting", str(name), known, more=f"settings: {', '.join(known)}")
 
 

@@ -395,7 +395,9 @@ def _assumptions(work: Workload, gpu: Gpu | None, how: Provenance) -> tuple[str,
     else:
         notes.extend(gpu.notes)
         if gpu.arch < (8, 0) and work.has_bf16:
-            notes.insert(0, f"{NO_BF16} {gpu.name}: torch emulates it, slowly, and some libraries refuse; fp16 works")
+            notes.insert(
+                0, f"{NO_BF16} {gpu.name}: torch emulates it, slowly, and some libraries refuse; {work.without_bf16}"
+            )
     if work.trains:
         rows = "rows of unequal length" if work.padding else "no padding"
         probe = "the probe and " if work.loop == "memfit" else ""

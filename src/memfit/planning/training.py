@@ -1,6 +1,6 @@
 """A training job, predicted before it starts: its budget as a table, whether it fits, and `memory: auto`.
 
-    plan = plan_training(prepare_job(load_config("qwen2.5-7b-lora-24gb")))
+    plan = plan_training(prepare_job(load_config("qwen2.5-7b-lora-24gb"), to_run=False))
     print("\n".join(plan.in_lines()))
     plan.job, plan.verdict          # the job to run, at the micro-batch that `memory: auto` chose
 
@@ -217,7 +217,7 @@ class TrainPlan:
 
     def _on_host(self) -> Iterator[str]:
         for note in self.plan.notes if self.plan else ():
-            if note.startswith("host memory"):
+            if note.startswith("host memory") or "managed memory" in note:
                 yield f"plan: {note}"
 
     def _columns(self) -> dict[str, Plan]:

@@ -273,7 +273,9 @@ def _levers(plan: Plan) -> Iterator[str]:
         yield f"a smaller model: the weights alone take {gib(alive['weights'])}"
     elif "model" in work:
         files = " ".join(f"--from {clean(each)}" for each in (plan.get("from") or {}).get("files", ()))
-        same = f"{files}` with this card" if files else f"{clean(work.get('kind', ''))}` with these flags"
+        in_few_bits = work.get("kind") == "lora" and work.get("quant", "none") != "none"
+        kind = "lora` or `memfit fit qlora" if in_few_bits else clean(work.get("kind", ""))
+        same = f"{files}` with this card" if files else f"{kind}` with these flags"
         yield f"`memfit fit {same}: the smallest change that makes it fit"
 
 

@@ -56,7 +56,7 @@ def _quick_reference(document: Document) -> Part:
     headers = ("workload", "model", "params", "weights", "activations", "total", "smallest", "recommended")
     rows = [
         (
-            clean(_workload(row)), clean(row["model"]), _billions(row["parameters"]), _gib(row["weights_bytes"]),
+            clean(_workload(row)), _model(row), _billions(row["parameters"]), _gib(row["weights_bytes"]),
             _gib(row["activations_bytes"]), _gib(row["total_bytes"]), clean(row["smallest_gpu"] or NONE_OF_THEM),
             clean(row["recommended_gpu"] or NONE_OF_THEM),
         )
@@ -138,12 +138,14 @@ def settings_in_words(document: Document) -> Iterator[str]:
         if kind not in told:
             told.add(kind)
             chosen = {name: row["settings"][name] for name in _SHOWN if name in row["settings"]}
-            yield f"{kind}: " + ", ".join(_setting(name, value) for name, value in chosen.items() if value is not False)
+            yield f"{kind}: " + ", ".join(
+                _setting(name, value) for name, value in chosen.items() if value not in (False, "none")
+            )
 
 
 _SHOWN = (
     "method", "sparsity", "nsamples", "batch_size", "seq_len", "new_tokens", "precision", "rank", "optimizer",
-    "grad_checkpointing",
+    "grad_checkpointing", "quant", "double_quant", "quant_compute", "kbit_prepare",
 )  # fmt: skip
 
 
@@ -154,6 +156,11 @@ def _setting(name: str, value: object) -> str:
 
 def _workload(row: Document) -> str:
     return str(row["workload"]) if row["way"] is None else f"{row['workload']}, {row['way']}"
+
+
+def _model(row: Document) -> str:
+    """With a mark that a note explains."""
+    return clean(row["model"]) + (" *" if row["not_modelled"] else "")
 
 
 def _both(said: str, predicted: str) -> str:

@@ -193,6 +193,11 @@ def test_bf16_over_a_checkpoint_that_is_quantised_is_autocast_over_16_bits(tmp_p
     assert work.stored is not None and (work.weight_precision, work.autocast_type) == ("bf16", "bf16")
 
 
+def test_the_lines_of_a_plan_tell_where_paged_states_lie(tmp_path: Path) -> None:
+    job = prepare_job(config_from(tiny(tmp_path, optim="paged_adamw_8bit", memory={"gpu": "24GB"})), to_run=False)
+    assert any("managed memory" in line for line in plan_training(job).in_lines())
+
+
 def test_a_dry_run_plans_the_quantised_job_without_the_package(tmp_path: Path) -> None:
     job = prepare_job(config_from(tiny(tmp_path)), to_run=False)
     assert any("needs a GPU" in note for note in job.notes)

@@ -151,7 +151,10 @@ def _card_lacks(config: TrainConfig) -> Iterator[UsageError]:
 
 def _only_on_gpus(config: TrainConfig, world_size: int) -> Iterator[UsageError]:
     if config.workload.is_quantised:
-        yield UsageError(f"{config.workload.few_bits} needs a GPU", hint="--dry-run plans it without one")
+        yield UsageError(
+            f"{config.workload.few_bits} needs a GPU",
+            hint="--dry-run, prepare_job(..., to_run=False) in Python, plans it without",
+        )
     if config.precision == "amp-fp16":
         yield UsageError("precision amp-fp16 needs a GPU", hint="amp-bf16 and fp32 work on the CPU")
     if config.optimizer.name in NEEDS_BITSANDBYTES or config.optimizer.name.endswith("torchao"):
