@@ -127,7 +127,7 @@ def test_a_card_without_bf16_is_told_beside_the_verdict(tiny: str, settings: dic
 
 
 def test_a_plan_of_qlora_that_fails_points_to_fit_qlora(tiny: str) -> None:
-    plan = predict(kind="qlora", model=tiny, gpu="1MiB", **SIZES)
+    plan = predict(kind="qlora", model=tiny, gpu="256MiB", **SIZES)
     assert "`memfit fit qlora` with these flags" in " ".join(str(plan).split())
 
 
