@@ -93,6 +93,7 @@ def test_a_job_that_cannot_be_planned_fails_and_says_why(folder: Path) -> None:
         ({"jobs": [{"name": "a"}, {"name": "a"}]}, "two jobs"), ({"jobs": [{"name": "a"}], "gpus": 1}, "unknown key"),
         ({"jobs": [{"name": "a", "limit": "big"}]}, "not a size"),
         ({"jobs": [{"name": "a", "tolerance": "-1"}]}, "not a share"),
+        ({"jobs": [{"name": "a", "tolerance": 2}]}, "not a share"),
     ],
 )  # fmt: skip
 def test_a_wrong_file_is_told_in_words(document: dict[str, Any], words: str, folder: Path) -> None:

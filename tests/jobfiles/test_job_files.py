@@ -84,7 +84,8 @@ def test_the_tools_own_defaults_stand_where_a_key_is_absent(tmp_path: Path) -> N
         ({"disable_gradient_checkpointing": True}, {"grad_checkpointing": False}),
         ({"flash_attn": "disabled"}, {"attention": "eager"}),
         ({"cutoff_len": 1001, "per_device_train_batch_size": 1}, {"seq_len": 1008, "padding": True}),
-        ({"packing": True}, {"seq_len": 2048, "padding": False}),
+        ({"packing": True}, {"seq_len": 2056, "padding": True}),
+        ({"packing": True, "cutoff_len": 2047}, {"seq_len": 2048, "padding": False}),
         ({"stage": "pt", "packing": True}, {"seq_len": 2047, "padding": False}),
         ({"optim": "adamw_8bit"}, {"optimizer": "adamw-8bit"}),
         ({"max_grad_norm": 0}, {"clip_grad": False}),
@@ -126,6 +127,18 @@ def test_what_memfit_cannot_honour_is_an_error_and_never_planned(key: str, tmp_p
     assert f"--without {key}" in str(refused.value.hint)
     job = read_job(path, without=[key])
     assert job.left_out == (key,) and job.workload.kind == "lora"
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        ({**LLAMAFACTORY, "finetuning_type": "full", "quantization_bit": 4}, "quantization_bit"),
+        ({**AXOLOTL, "adapter": "qlora"}, "adapter"),
+    ],
+)
+def test_what_the_tool_itself_refuses_is_no_plan(keys: dict[str, Any], named: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=f"no plan for {named}"):
+        read_job(written(tmp_path, keys))
 
 
 def test_two_keys_that_cannot_be_planned_are_one_error(tmp_path: Path) -> None:

@@ -222,7 +222,7 @@ def _share(said: Any, what: str) -> float:
         share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except ValueError:
         share = -1.0
-    if not 0 <= share < 10:
+    if not 0 <= share < (10 if text.endswith("%") else 1):  # 2 would be 200 %, and nobody means that
         raise UsageError(f"{what} {text!r} is not a share", hint="such as 0.02 or 2%")
     return share
 

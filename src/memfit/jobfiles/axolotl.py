@@ -172,7 +172,8 @@ def _method(values: KeyValues, half: tuple[str | None, str | None], attention: s
         if loaded is not None and attention not in FOR_MANY_SAMPLES:
             values.refuse(
                 "attn_implementation",
-                f"without a flash attention Axolotl trains norms and embeddings in fp32 beside {loaded} weights",
+                f"without a flash attention (flash_attention: true) Axolotl trains norms and embeddings in fp32 beside"
+                f" {loaded} weights",
             )
         return {"kind": "train", **types}
     if adapter not in ("lora", "qlora"):
@@ -210,6 +211,8 @@ def _quantised(values: KeyValues, loaded: str | None) -> dict[str, Any]:
     four, eight = values["load_in_4bit"], values["load_in_8bit"]
     if four and eight:
         values.refuse("load_in_8bit", "load_in_4bit is yes too")
+    if values["adapter"] == "qlora" and not four:
+        values.refuse("adapter", "Axolotl starts qlora only with load_in_4bit: true")
     if four:
         return {"quant": "nf4", "double_quant": True, "quant_compute": loaded or "fp32", "kbit_prepare": False}
     return {"quant": "int8", "kbit_prepare": False} if eight else {}

@@ -103,7 +103,7 @@ def _settle(values: KeyValues) -> dict[str, Any]:
     if attention not in ATTENTIONS:
         values.refuse("flash_attn", Refused(f"attention by {attention} is not modelled", instead=("attention",)))
     if attention == "fa2":
-        values.notes.append("flash_attn fa2 is planned as torch's own flash kernel")
+        values.notes.append("flash_attn fa2 is planned as torch's own attention, with the mask where rows are padded")
     made["attention"] = ATTENTIONS.get(attention, "sdpa")
     if values["ray_num_workers"] > 1:
         made["world_size"] = values["ray_num_workers"]
@@ -119,6 +119,8 @@ def _method(values: KeyValues) -> dict[str, Any]:
         values.refuse("stage", f"{stage} trains with more than one pass or model; sft and pt are planned")
     half = "bf16" if values["pure_bf16"] else autocast
     region = {"autocast": autocast} if autocast else {}
+    if method != "lora" and values["quantization_bit"] is not None:
+        values.refuse("quantization_bit", f"LLaMA-Factory quantises only what LoRA trains beside, not {method}")
     if method == "full":
         if half is None:
             return {"kind": "train", "precision": "fp32"}
@@ -164,10 +166,11 @@ def _rows(values: KeyValues) -> dict[str, Any]:
     if values["stage"] == "pt":
         packed = values["packing"]
         return {"seq_len": length - 1 if packed else length, "padding": packed is False and batch > 1}
-    whole = -(-length // 8) * 8
-    padded = whole != length or (not values["packing"] and batch > 1)
+    rows = length + 1 if values["packing"] else length  # packed ones are filled to one token more
+    whole = -(-rows // 8) * 8
+    padded = whole != rows or (not values["packing"] and batch > 1)
     if padded:
-        values.notes.append("rows of a batch differ in length and are padded to cutoff_len: a mask goes with them")
+        values.notes.append(f"rows are padded, at most to {whole:,} tokens: a mask goes with them")
     return {"seq_len": whole, "padding": padded}
 
 
