@@ -321,6 +321,7 @@ def test_a_config_may_say_what_is_stored_and_the_same_is_planned(tmp_path: Path,
     assert "weights stored as bitsandbytes nf4, double quantisation" in job.in_lines()[0]
     told = [note for note in job.notes if "stored as nf4, double quantisation, compute bf16, and loaded so" in note]
     assert len(told) == (1 if said else 0)
+    assert config_from(job.config.to_json()).quant == job.config.quant  # as a run writes it
 
 
 @pytest.mark.parametrize("said", [

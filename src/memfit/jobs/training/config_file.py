@@ -124,6 +124,10 @@ def config_from(
         given.pop(path, None)
     if quant is not None:
         given["quant.kind"] = quant
+        if stored is not None and stored.method == "bitsandbytes" and stored.bits == 4:
+            given["quant.double"], given["quant.compute"] = (
+                Given(value, quant.key) for value in (stored.double, stored.compute)
+            )
     _make_adapters(given)
     if "model.name" not in given and any(each.key.split(".")[-2:-1] == ["gsa"] for each in given.values()):
         given["model.name"] = Given("gsa", "gsa")
