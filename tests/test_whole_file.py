@@ -209,6 +209,8 @@ WRITERS = {
     "models/gguf.py": "into a folder of its own, which is renamed when whole",
     "planning/cache.py": "a link of the entry's name is replaced, not followed",
     "fitting/estimate_memory.py": "into a temporary folder",
+    "serving/viewer.py": "what is dropped onto the page, into a temporary file",
+    "tracing/compiled/registers.py": "a kernel that another program is asked about, into a temporary folder",
 }
 """Who writes without the door, and why it may."""
 
