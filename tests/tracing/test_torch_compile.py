@@ -170,6 +170,19 @@ def test_after_a_failing_trace_the_interpreter_runs_frames_as_before() -> None:
     assert evaluator() is before
 
 
+def _references_of_an_argument(argument: object) -> int:
+    return sys.getrefcount(argument)
+
+
+def test_after_an_error_inside_dynamo_calls_hold_their_arguments_no_longer_than_before() -> None:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    before = _references_of_an_argument(object())
+    with pytest.raises(TraceError):
+        memfit.trace(lambda: torch.compile(flex_attention)(*[torch.randn(1, 2, 128, 64, device="cuda")] * 3))
+    assert _references_of_an_argument(object()) == before
+
+
 def test_flex_attention_is_refused_by_name() -> None:
     from torch.nn.attention.flex_attention import flex_attention
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,21 @@ def getattr_path(owner: Any, path: str) -> Any:
     return owner
 
 
+def _run_frames_as_before() -> None:
+    """An error inside Dynamo leaves its evaluator in the interpreter, where calls of Python hold their arguments longer:
+    tensors of later traces would die later."""
+    frames, python = sys.modules.get("torch._C._dynamo.eval_frame"), ctypes.pythonapi
+    if frames is None:
+        return
+    if (callback := frames.set_eval_frame(None)) is not None:  # the caller is compiled itself
+        frames.set_eval_frame(callback)
+        return
+    with suppress(AttributeError):
+        here, evaluate = python.PyInterpreterState_Get, python._PyInterpreterState_SetEvalFrameFunc
+        here.restype, evaluate.argtypes, evaluate.restype = ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_void_p], None
+        evaluate(here(), ctypes.cast(python._PyEval_EvalFrameDefault, ctypes.c_void_p))
+
+
 class Hooks:
     """Of one trace."""
 
@@ -185,6 +201,8 @@ class Hooks:
 
     def take_off(self) -> None:
         self._stack.close()
+        if self._is_on:
+            _run_frames_as_before()
 
     def _forget_codes(self) -> None:
         for code in self._codes:
