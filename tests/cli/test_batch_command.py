@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from support.warm_python import warm_python
 from tiny import TINY
 
-from memfit.cli import plan as batch_command
 from memfit.cli import output
+from memfit.cli import plan as batch_command
 from memfit.gpus import find_gpu
 from memfit.jobs.workload import Workload
 from memfit.models.registry import resolve

@@ -180,7 +180,8 @@ def test_after_an_error_inside_dynamo_calls_hold_their_arguments_no_longer_than_
     before = _references_of_an_argument(object())
     with pytest.raises(TraceError):
         memfit.trace(lambda: torch.compile(flex_attention)(*[torch.randn(1, 2, 128, 64, device="cuda")] * 3))
-    assert _references_of_an_argument(object()) == before
+    after = _references_of_an_argument(object())
+    assert after == before
 
 
 def test_flex_attention_is_refused_by_name() -> None:

@@ -111,8 +111,8 @@ def getattr_path(owner: Any, path: str) -> Any:
 
 
 def _run_frames_as_before() -> None:
-    """An error inside Dynamo leaves its evaluator in the interpreter, where calls of Python hold their arguments longer:
-    tensors of later traces would die later."""
+    """An error inside Dynamo leaves its evaluator in the interpreter, where calls hold their arguments longer: tensors
+    of later traces would die later."""
     frames, python = sys.modules.get("torch._C._dynamo.eval_frame"), ctypes.pythonapi
     if frames is None:
         return
