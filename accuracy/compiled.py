@@ -427,6 +427,216 @@ def function_with_its_loss() -> None:
     train(model, lambda: loss_of(torch.randn(16384, 2048, device=GPU)), torch.optim.AdamW(model.parameters()))
 
 
+# -- as others write them ----------------------------------------------------------------------------------------------
+
+
+@step
+def nanogpt_124m() -> None:
+    model = Gpt(layers=12).to(GPU)
+    called, optimizer = torch.compile(model), torch.optim.AdamW(model.parameters(), lr=6e-4, fused=True)
+    for _ in range(3):
+        for _ in range(2):
+            ids = tokens(8, 1025)
+            with torch.autocast("cuda", dtype=BF16):
+                loss = called(ids[:, :-1].contiguous(), ids[:, 1:].contiguous()) / 2
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+
+def qwen(layers: int, dtype: Any = BF16) -> Any:
+    return hugging(
+        "Qwen2", "AutoModelForCausalLM", dtype, hidden_size=896, intermediate_size=4864, num_hidden_layers=layers,
+        num_attention_heads=14, num_key_value_heads=2, vocab_size=151936, tie_word_embeddings=True, use_cache=False,
+    )  # fmt: skip
+
+
+@step
+def qwen_lora_autocast() -> None:
+    model = with_lora(qwen(10), 8).to(GPU)
+    called = torch.compile(model)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], fused=True)
+
+    def loss() -> Any:
+        ids = tokens(4, 1024, 151936)
+        with torch.autocast("cuda", dtype=BF16):
+            return called(input_ids=ids, labels=ids).loss
+
+    train(model, loss, optimizer)
+
+
+@step
+def llama_1b_checkpointed() -> None:
+    """As wide as the 1B, under autocast."""
+    model = llama(6, dtype=torch.float32).to(GPU)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()
+    called, optimizer = torch.compile(model), torch.optim.AdamW(model.parameters(), fused=True)
+
+    def loss() -> Any:
+        ids = tokens(2, 2048, 128256)
+        with torch.autocast("cuda", dtype=BF16):
+            return called(input_ids=ids, labels=ids).loss
+
+    train(model, loss, optimizer)
+
+
+@step
+def llama_blocks_two_lengths() -> None:
+    model = llama(4).to(GPU)
+    for layer in model.model.layers:
+        layer.compile()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    for length in (1024, 768, 1024):
+        ids = tokens(4, length, 128256)
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+
+@step
+def loss_alone_smoothed() -> None:
+    model = qwen(3).to(GPU)
+
+    @torch.compile(dynamic=False)
+    def loss_of(logits: Any, labels: Any) -> Any:
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), label_smoothing=0.1)
+
+    def loss() -> Any:
+        ids = tokens(2, 1024, 151936)
+        return loss_of(model(input_ids=ids).logits, ids)
+
+    train(model, loss, torch.optim.AdamW(model.parameters(), fused=True))
+
+
+@step
+def qwen_inference_two_lengths() -> None:
+    model = qwen(8).to(GPU).eval()
+    called = torch.compile(model, fullgraph=True)
+    with torch.inference_mode():
+        for length in (1024, 512, 256):
+            called(input_ids=tokens(8, length, 151936)).logits[:, -1].softmax(-1)
+
+
+@step
+def bert_mlm_tf32() -> None:
+    torch.set_float32_matmul_precision("high")
+    model = hugging("Bert", "AutoModelForMaskedLM", torch.float32, num_hidden_layers=6).to(GPU)
+    called, optimizer = torch.compile(model), torch.optim.AdamW(model.parameters(), fused=True)
+
+    def loss() -> Any:
+        ids = tokens(16, 256, 30522)
+        return called(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids).loss
+
+    train(model, loss, optimizer)
+
+
+@step
+def t5_bf16() -> None:
+    model = hugging("T5", "AutoModelForSeq2SeqLM", num_layers=3, num_decoder_layers=3, use_cache=False,
+                    decoder_start_token_id=0).to(GPU)  # fmt: skip
+    model.train()
+    called, optimizer = torch.compile(model), torch.optim.AdamW(model.parameters(), fused=True)
+
+    def loss() -> Any:
+        return called(input_ids=tokens(16, 512, 32128), labels=tokens(16, 128, 32128)).loss
+
+    train(model, loss, optimizer)
+
+
+@step
+def several_models() -> None:
+    """A student, a frozen teacher and their loss in one function."""
+    student, teacher = Gpt(layers=2).to(GPU), Gpt(layers=4).to(GPU).eval().requires_grad_(False)
+
+    @torch.compile
+    def loss_of(ids: Any) -> Any:
+        with torch.no_grad():
+            wanted = teacher(ids).float().softmax(-1)
+        return F.cross_entropy(student(ids).float().flatten(0, 1), wanted.flatten(0, 1))
+
+    def loss() -> Any:
+        with torch.autocast("cuda", dtype=BF16):
+            return loss_of(tokens(4, 512))
+
+    train(student, loss, torch.optim.AdamW(student.parameters(), fused=True))
+
+
+class FlexBlock(Block):
+    mask: Any = None
+
+    def forward(self, x: Any) -> Any:
+        from torch.nn.attention.flex_attention import flex_attention
+
+        batch, length, width = x.shape
+        q, k, v = self.qkv(self.norm1(x)).split(width, dim=2)
+        q, k, v = (t.view(batch, length, self.heads, width // self.heads).transpose(1, 2) for t in (q, k, v))
+        y = flex_attention(q, k, v, block_mask=self.mask)
+        x = x + self.out(y.transpose(1, 2).contiguous().view(batch, length, width))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+@step
+def flex_attention_window() -> None:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    mask = create_block_mask(lambda b, h, i, j: (i >= j) & (i - j < 256), None, None, 1024, 1024, device=GPU)
+    model = Gpt(layers=0)
+    model.blocks = nn.ModuleList(FlexBlock(768, 12, 0.0) for _ in range(3))
+    for block in model.blocks:
+        block.mask = mask
+    model = model.to(GPU)
+    gpt_steps(model, torch.compile(model), 8, 1024)
+
+
+@step
+def own_triton_kernel() -> None:
+    from accuracy.silu_kernel import silu_times
+
+    model = nn.ModuleList(nn.Linear(1024, 2 * 4096, bias=False) for _ in range(4)).to(GPU, BF16).requires_grad_(False)
+    down = nn.ModuleList(nn.Linear(4096, 1024, bias=False) for _ in range(4)).to(GPU, BF16).requires_grad_(False)
+
+    @torch.compile
+    def run(x: Any) -> Any:
+        for up, back in zip(model, down, strict=True):
+            gate, value = up(F.layer_norm(x, (1024,))).chunk(2, dim=-1)
+            x = x + back(silu_times(gate.contiguous(), value.contiguous()))
+        return x
+
+    for _ in range(2):
+        run(torch.randn(16384, 1024, device=GPU, dtype=BF16))
+
+
+@step
+def flex_attention_grouped() -> None:
+    """Scores with a bias by distance that is learned, fewer heads of keys than of queries."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 1024, 1024, device=GPU)
+    slopes = nn.Parameter(torch.ones(16, device=GPU))
+    attend = torch.compile(flex_attention)
+    inputs = [torch.randn(8, heads, 1024, 64, device=GPU, dtype=BF16, requires_grad=True) for heads in (16, 4, 4)]
+    for _ in range(2):
+        y = attend(
+            *inputs, score_mod=lambda score, b, h, i, j: score - slopes[h] * (i - j), block_mask=mask, enable_gqa=True
+        )
+        y.square().mean().backward()
+
+
+@step
+def autotuned_triton_kernel() -> None:
+    from accuracy.silu_kernel import silu_times_tuned
+
+    @torch.compile
+    def run(x: Any) -> Any:
+        gate, value = F.layer_norm(x, (2048,)).chunk(2, dim=-1)
+        return silu_times_tuned(gate.contiguous(), value.contiguous()) + 1
+
+    for _ in range(2):
+        run(torch.randn(16384, 2048, device=GPU, dtype=BF16))
+
+
 # -- planned and measured ----------------------------------------------------------------------------------------------
 
 

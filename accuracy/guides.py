@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import memfit
+from accuracy.guide_claims import GSA_CLAIMS, LORA_BUDGET, LORA_CLAIMS, Tip, TrainingClaims
+from accuracy.guide_steps import STEPS
 from memfit.fitting.forecast import Forecast, Forecasts
 from memfit.fitting.ladder import guide_ladder
 from memfit.gpus import find_gpu
-from memfit.guides.claims import GSA_CLAIMS, LORA_BUDGET, LORA_CLAIMS, Tip, TrainingClaims
 from memfit.guides.documents import DEBUGGING, DOCUMENTS, GSA_512M, LORA_7B, PROFILING, REQUIREMENTS, Document
 from memfit.jobs.profile import ProfileSettings
 from memfit.jobs.workload import Workload
@@ -39,9 +40,9 @@ def page() -> str:
     lines = [
         "# The five guides: what they ask, what they claim, what is so",
         "",
-        "Written by `make guides` from `src/memfit/guides/`; every figure beside a claim is predicted. Five documents",
-        "that people wrote about the memory of their own jobs are what memfit was built to answer: whatever they have",
-        "their reader run is one command here, and whatever they estimate is computed.",
+        "Written by `make guides` from `src/memfit/guides/` and `accuracy/guide_*.py`; every figure beside a claim is",
+        "predicted. Five documents that people wrote about the memory of their own jobs are what memfit was built to",
+        "answer: whatever they have their reader run is one command here, and whatever they estimate is computed.",
         "",
         *(f"{number}. [{each.title}](#{anchor(each)}): {each.about}" for number, each in enumerate(DOCUMENTS, start=1)),
         "",
@@ -61,7 +62,7 @@ def anchor(document: Document) -> str:
 def steps_of(document: Document) -> Iterator[str]:
     yield "| it asks for | with memfit |"
     yield "| --- | --- |"
-    for step in document.steps:
+    for step in STEPS[document.name]:
         typed = step.memfit if "`" in step.memfit else f"`{step.memfit}`"
         yield f"| {step.asks} | {typed} |"
     yield ""
@@ -196,9 +197,7 @@ def lora() -> Iterator[str]:
     yield "| GiB | before: says, is | after: says, is |"
     yield "| --- | ---: | ---: |"
     for name, (label, said) in LORA_BUDGET.items():
-        cells = [
-            f"{said[at] if said else '-'}, {gib(getattr(each, f'{name}_bytes'))}" for at, each in enumerate(budgets)
-        ]
+        cells = [f"{said[at] if said else '-'}, {gib(each[f'{name}_bytes'])}" for at, each in enumerate(budgets)]
         yield f"| {label} | {' | '.join(cells)} |"
     yield ""
     yield from training(LORA_CLAIMS)

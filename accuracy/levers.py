@@ -220,6 +220,7 @@ def _head() -> Iterator[str]:
     yield "on, so each is predicted alone and once more on top of checkpointing; 0.00 there means that the peak is"
     yield "elsewhere. n/a: it replaces checkpointing, or cannot be planned here. safe: a tenth of the card is left."
     yield "A peak above the card that is tight, not failing, fits because torch gives back what it only caches."
+    yield "torch.compile is left out, as each set with it takes a compilation: [compile.md](compile.md)."
     yield ""
     yield "Step time is the ratio of two rooflines: kernel by kernel the longer of arithmetic and memory at the card's"
     yield "peak, transfers to the host beside them. It is a bound of what must be done: without launches, without what"

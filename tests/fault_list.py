@@ -140,8 +140,11 @@ REPLAY = [
         "        reserved[progress.event :] = stats.reserved  # a failed request has released what it could\n",
         "",
     ),
-    _REPLAY("the margin of the smallest capacity is not tried", "for each in {answer, margin}", "for each in {answer}"),
-    _REPLAY("the smallest capacity is not tried itself", "for each in {answer, margin}", "for each in {margin}"),
+    _REPLAY(
+        "the margin of the smallest capacity is not tried",
+        "if margin >= ample or (outcome := self.outcome(margin)).fits:",
+        "if margin >= ample or (outcome := self.outcome(high)).fits:",
+    ),
     _REPLAY("a refused capacity is reused", "capacity < self.smallest_refusal)", "capacity <= self.smallest_refusal)"),
     _REPLAY(
         "the reached peak is not reused",
@@ -169,7 +172,6 @@ REPLAY = [
         "return at if column[at] > before else",
         "return at if column[at] >= before else",
     ),
-    _REPLAY("the answer is not rounded up", "answer = -(-high // ROUND_LARGE) * ROUND_LARGE", "answer = high"),
     _REPLAY(
         "a completed free is completed again",
         "elif self._waits_at.pop(subject, None) == waits:",
@@ -261,8 +263,8 @@ PLANNING = [
     _FAMILY("parts of different kinds are put together", "if near.context.key != far.context.key:", "if False:"),
     _FAMILY("lengths are not divided at a window", "                self._divide()\n", "                pass\n"),
     _FAMILY("a family is never given up", "                self.given_up = str(why)\n", "                pass\n"),
-    _FAMILY("the card is no part of a family", "dataclasses.asdict(platform)]", "1]"),
-    _FAMILY("pruning has a family", 'or work.kind == "prune" or work.is_quantised or', "or work.is_quantised or"),
+    _FAMILY("the card is no part of a family", "platform.facts(compiled=False)]", "1]"),
+    _FAMILY("pruning has a family", 'or work.kind == "prune" or work.is_compiled', "or work.is_compiled"),
     _SHAPES("one spare point is enough", "SPARE_POINTS = 2", "SPARE_POINTS = 1"),
     _SHAPES("of two polynomials the first is taken", "return found[0] if len(found) == 1 else None", "return found[0]"),
     _SHAPES(
@@ -383,7 +385,7 @@ FITTING = [
     ),
     _LEVERS(
         "what lies on the host is forgotten",
-        'changes.get("_offload", workload.offload or ())',
+        'changes.get("_offload", workload.offload)',
         'changes.get("_offload", ())',
     ),
     _LEVERS("checkpointing is a lever where it is on", "    if work.grad_checkpointing:\n        return\n", ""),
@@ -567,7 +569,9 @@ CHECKING = [
         "size for what, size in host.items()",
     ),
     _MACHINE(
-        "the optimizer's state counts for one process", "config.optimizer.name) * processes", "config.optimizer.name)"
+        "the optimizer's state counts for one process",
+        "config.workload.optimizer)) * processes",
+        "config.workload.optimizer))",
     ),
     _MACHINE("one batch a worker is prefetched", "PREFETCHED = 2", "PREFETCHED = 1"),
     _MACHINE("shared memory is that of one process", "needed = processes * workers *", "needed = workers *"),
@@ -601,10 +605,10 @@ CHECKING = [
     ),
     _CHECK_MODEL(
         "a checkpoint of LoRA has the whole model",
-        'trained(model) if config.method.kind == "lora" else list(model.parameters())',
+        'trained(model) if work.kind == "lora" else list(model.parameters())',
         "list(model.parameters())",
     ),
-    _CHECK_MODEL("a checkpoint has no optimizer state", " + state_bytes(model, config.optimizer.name)", ""),
+    _CHECK_MODEL("a checkpoint has no optimizer state", " + state_bytes(model, str(work.optimizer))", ""),
     _CHECK_MODEL(
         "8-bit moments take as much as others",
         "return 2 * weight.numel()\n",
@@ -686,14 +690,14 @@ TRAINING = [
         '"global_batch_size", "seed", "shuffle", "max_seq_len")\n',
         '"global_batch_size", "shuffle", "max_seq_len")\n',
     ),
-    _KEYS("kbit preparation is lost between config and job", '    "quant.prepare": "kbit_prepare",\n', ""),
-    _KEYS("gradients are clipped at a norm of 0", 'made["clip_grad"] > 0', 'made["clip_grad"] >= 0'),
+    _KEYS("kbit preparation is lost between config and job", '"quant.prepare": "kbit_prepare",', ""),
+    _KEYS("gradients are clipped at a norm of 0", "schedule.max_grad_norm > 0", "schedule.max_grad_norm >= 0"),
     _KEYS_READ("4 and 8 bits at once are taken", "if len(asked) == 2:", "if len(asked) == 3:"),
     _KEYS_READ("8 bits are read as 4", '"int8" if asked[0] is not four', '"nf4" if asked[0] is not four'),
     _KEYS_READ("autocast over quantised weights is lost", '{"autocast": autocast, "precision":', '{"precision":'),
     _NEEDS("an old bitsandbytes is good enough", "release_of(found) < OLDEST", "release_of(found) > OLDEST"),
     _NEEDS("a card with bf16 is refused", "work.has_bf16 and not torch", "work.has_bf16 and torch"),
-    _NEEDS("what gptq has quantised is trained", "not work.runs_in_memfit_train or config", "config"),
+    _NEEDS("what gptq has quantised is trained", "not work.runs_in_memfit_train or work", "work"),
     _BITS("a checkpoint of other scales is continued", '{"double": work.double_quant, "compute"', '{"compute"'),
     _CHECKPOINTS(
         "a changed precision is not told",
@@ -843,9 +847,27 @@ _ROWS = _in(
     "tracing/test_reductions.py",
     "tracing/test_sorting.py",
 )
+_CONVOLUTIONS = _in("tracing/kernels/convolutions.py", "tracing/test_cudnn.py")
 _PRODUCTS = _in("tracing/kernels/products.py", "tracing/test_kernel_boundaries.py", "tracing/test_ops_as_recorded.py")
 
 TRACING = [
+    _CONVOLUTIONS(
+        "cuDNN tries its plans at every call",
+        "if torch.backends.cudnn.benchmark and met not in tracer.tuned:",
+        "if torch.backends.cudnn.benchmark:",
+    ),
+    _CONVOLUTIONS("the cache is kept when plans were tried", "            tracer.trace.empty_cache()\n", ""),
+    _CONVOLUTIONS("a view lies as its block does", "begins & -begins or ALIGNED", "ALIGNED"),
+    _CONVOLUTIONS(
+        "what cuDNN says is not taken",
+        "plans[0] if plans else of.bytes_by_rule(kind, tracer.platform)",
+        "of.bytes_by_rule(kind, tracer.platform)",
+    ),
+    _ATTENTION(
+        "mem-efficient attention reads a gradient as it lies",
+        "copied = 0 if grad.transpose(1, 2).is_contiguous() else grad.numel() * grad.element_size()",
+        "copied = 0",
+    ),
     _ATTENTION("flash splits to 95 % of the best fill", "fill[n] >= 0.85 * best", "fill[n] >= 0.95 * best"),
     _ATTENTION("flash splits a card that is 80 % full", "if work >= 0.8 * slots:", "if work >= 0.9 * slots:"),
     _ATTENTION(
@@ -861,8 +883,8 @@ TRACING = [
     _ATTENTION("cudnn splits 512 keys", "if keys <= 512 or", "if keys < 512 or"),
     _ATTENTION(
         "cudnn splits into parts of 64",
-        "_power_of_two_below((keys - 1) // 127)",
-        "_power_of_two_below((keys - 1) // 63)",
+        "power_of_two_below((keys - 1) // 127)",
+        "power_of_two_below((keys - 1) // 63)",
     ),
     _ATTENTION("flash with dropout splits", " if dropout == 0 else 1\n", "\n"),
     _ATTENTION(
@@ -904,6 +926,188 @@ TRACING = [
     _PRODUCTS("eight systems are solved at once", "at_once = _batch(out) > 8 or", "at_once = _batch(out) >= 8 or"),
 ]
 
+_GATE = _in("checking/gate.py", "checking/test_gate.py")
+_AGENTS = _in("agents/server.py", "agents/test_tools.py", "agents/test_mcp.py")
+_KEYS = _in("jobfiles/keys.py", "jobfiles/test_job_files.py")
+_EDIT = _in("jobfiles/edit.py", "jobfiles/test_job_files.py")
+_AXOLOTL = _in("jobfiles/axolotl.py", "jobfiles/test_job_files.py")
+_LAUNCHERS = _in("jobfiles/launchers.py", "jobfiles/test_job_files.py")
+_SECURITY = _in("serving/security.py", "serving/test_security.py")
+_WORKERS = _in("serving/workers.py", "serving/test_workers.py")
+_READERS = _in("serving/readers.py", "serving/test_viewer_answers.py")
+_FOUND = _in("serving/found.py", "serving/test_viewer_answers.py", "serving/test_security.py")
+_GENERATED = _in("tracing/compiled/generated.py", "tracing/test_torch_compile.py")
+_AUTOTUNING = _in("tracing/compiled/autotuning.py", "tracing/test_torch_compile.py")
+_PADDED = _in("planning/padded.py", "tracing/test_torch_compile.py")
+_VERDICT = _in("analysis/verdict.py", "analysis/test_verdict.py")
+_COMPILING = _in("tracing/compiled/hooks.py", "tracing/test_torch_compile.py")
+_COMPILERS_SETTINGS = _in("tracing/compiled/settings.py", "tracing/test_torch_compile.py")
+_STAGES = _in("tracing/compiled/stages.py", "tracing/test_torch_compile.py")
+_REFUSED = _in("tracing/tracer.py", "tracing/test_torch_compile.py")
+_QUANTISED = _in("jobs/quantised.py", "jobs/test_quantised.py", "planning/test_quantised_plans.py")
+_STATES = _in("jobs/small_states.py", "jobs/test_quantised.py")
+
+NEWER = [
+    _PADDED("a mixture takes no copies", " + _copies(unpadded)[0]", ""),
+    _PADDED("a product is padded while it is timed", "held[_allocated_by(timeline, OPERAND) == 0]", "held"),
+    _PADDED("two kernels are timed at once", "timeline.allocated - kernels + buffer", "timeline.allocated + buffer"),
+    _VERDICT("only what is allocated may be more", "int(max(allocated, max(", "int(max(allocated, -max("),
+    _VERDICT("a card need not have what it may yet take", "context if ends is None else", "context if True else"),
+    _PADDED("every padding is negligible", "_copies(trace)[1] * NEGLIGIBLE <", "NEGLIGIBLE <"),
+    _GATE("a gate's limit is held against the bare peak", "self.needed_bytes > self.limit_bytes)", "False)"),
+    _GATE(
+        "growth of exactly the tolerance fails",
+        "self.device_bytes > self.baseline_bytes * (1 + self.tolerance)",
+        "self.device_bytes >= self.baseline_bytes * (1 + self.tolerance)",
+    ),
+    _GATE(
+        "an update lifts a limit",
+        '(*PASSED, "grew") if self.updated',
+        '(*PASSED, "grew", "over limit") if self.updated',
+    ),
+    _GATE("two jobs may have one name", "        names.add(name)\n", ""),
+    _GATE("a share of a job is not its own", 'if "tolerance" in job else usual', "if False else usual"),
+    _GATE("a percent is a share of one", '/ (100 if text.endswith("%") else 1)', "/ 1"),
+    _GATE("a gone job of the baseline is not told", "    if gone:\n", "    if False:\n"),
+    _AGENTS("tools run a model's own code", "    refuse_code()\n", ""),
+    _AGENTS("what is to be kept is forgotten", "keep=tuple(keep or ())", "keep=()"),
+    _AGENTS(
+        "what is printed goes into the protocol",
+        "with _one_at_a_time, redirect_stdout(sys.stderr):",
+        "with _one_at_a_time:",
+    ),
+    _AGENTS("a hint is not told to agents", "(error.message, error.hint) if part", "(error.message,) if part"),
+    _AGENTS("a file's keys are never left out", "without=without or (), **given", "**given"),
+    _KEYS(
+        "a flag beside a refused key plans nothing",
+        "if any(name in self.given for name in refused.instead):",
+        "if False:",
+    ),
+    _KEYS("what is off is refused", "value is None or value in refused.harmless", "value is None"),
+    _KEYS(
+        "a section is not left out with its name",
+        'if any(key == each or key.startswith(f"{each}.") for each in self.without):',
+        "if any(key == each for each in self.without):",
+    ),
+    _KEYS("a half is a whole number", "number == int(number) and abs", "abs"),
+    _EDIT(
+        "a key that a file lacks is not written",
+        "    return _added(text, above, path[-1], value)\n",
+        "    return text\n",
+    ),
+    _EDIT(
+        "what is there is written beside it",
+        'return f"{text[:start]}{_yaml(value)}{rest}{text[end:]}"',
+        'return f"{text[:start]}{_yaml(value)}{rest}{text[start:]}"',
+    ),
+    _AXOLOTL(
+        "packed rows of Axolotl are as long as one",
+        '"seq_len": rows * length, "grad_accum": steps',
+        '"seq_len": length, "grad_accum": steps',
+    ),
+    _AXOLOTL(
+        "Axolotl's rows are not rounded to 64",
+        "-(-length // multiple) * multiple if multiple > 0",
+        "length if multiple > 0",
+    ),
+    _AXOLOTL(
+        "Axolotl's scales are not quantised again",
+        '"quant": "nf4", "double_quant": True',
+        '"quant": "nf4", "double_quant": False',
+    ),
+    _LAUNCHERS(
+        "FSDP1 of accelerate is planned as FSDP2",
+        'values["fsdp_config.fsdp_version"] != 2',
+        'values["fsdp_config.fsdp_version"] > 2',
+    ),
+    _LAUNCHERS(
+        "accelerate's checkpointing is not seen",
+        '{"grad_checkpointing": True} if values',
+        '{"grad_checkpointing": False} if values',
+    ),
+    _SECURITY("a path may lead out of the folder", "if found != root and root not in found.parents:", "if False:"),
+    _SECURITY("another page may ask", 'if origin is not None and origin != f"http://{asked.host}":', "if False:"),
+    _SECURITY("any name of a host is this machine", "if not is_this_machine(asked.host, self.host):", "if False:"),
+    _SECURITY("a second Host counts", 'return "" if self.doubled else', "return"),
+    _SECURITY("a body without a length is not counted", "        if read > most:\n", "        if False:\n"),
+    _SECURITY("scripts read the cookie", "httponly=True, ", ""),
+    _WORKERS("errors are kept", "if keep and answer.status == 200:", "if keep:"),
+    _WORKERS("answers are kept without bound", "while self._kept_bytes > MOST_KEPT_BYTES:", "while False:"),
+    _WORKERS("an older question is worked on all the same", "            self.waiting.remove(older)\n", ""),
+    _WORKERS(
+        "a question that others wait for is dropped",
+        "if not older.asking and older in self.waiting:",
+        "if older in self.waiting:",
+    ),
+    _READERS("files stay open without bound", "while len(self._open) >= MOST_OPEN:", "while False:"),
+    _READERS("a dropped file stays on disk", "            if self._temporary:\n", "            if False:\n"),
+    _FOUND("hidden files are listed", 'if entry.name.startswith("."):', "if False:"),
+    _FOUND("links lead out of the folder", "if not inside(root, name).is_file():", "if not path.is_file():"),
+    _FOUND("a folder has no end", "        if seen > MAX_ENTRIES:\n", "        if False:\n"),
+    _GENERATED("a buffer that is used again is a new one", "            tracer.passed_on(old)\n", "            pass\n"),
+    _GENERATED(
+        "compiled calls are not marked",
+        "            trace.facts.setdefault(COMPILED, []).append([began, len(trace)])\n",
+        "            pass\n",
+    ),
+    _AUTOTUNING("kernels are timed at every launch", "        self._tuned.add(source)\n", ""),
+    _AUTOTUNING("one configuration is timed", "if configurations < 2:", "if configurations < 1:"),
+    _AUTOTUNING(
+        "copies of what a kernel changes are not made",
+        "if name in how.changed and isinstance",
+        "if False and isinstance",
+    ),
+    _AUTOTUNING(
+        "copies above the peak are made on the card", "            if size <= room:\n", "            if True:\n"
+    ),
+    _COMPILING(
+        "another backend is planned",
+        '        refuse(TraceError(f"memfit does not cover torch.compile with backend={backend!r}", hint=EAGERLY))\n',
+        "        pass\n",
+    ),
+    _COMPILING(
+        "bf16 on a card without it is an error",
+        "error if isinstance(error, skip) else make(error, *args)",
+        "make(error, *args)",
+    ),
+    _COMPILING(
+        "a device of one's own is not guarded", '    if last in PRETENDED and "torch" not in name:\n', "    if False:\n"
+    ),
+    _COMPILERS_SETTINGS(
+        "what a job sets in the compiler stays",
+        "                setattr(module, each, was)\n",
+        "                pass\n",
+    ),
+    _STAGES("a product with 0 is folded on the card", "on_host(folder.__init__)", "folder.__init__"),
+    _REFUSED("a refusal may be passed over", "    if tracer.answers.refused is not None:\n", "    if False:\n"),
+    _GENERATED("compiled buffers have no lines", "origin.module), origin.lines", "origin.module), ()"),
+    _AUTOTUNING("timing is of no category", 'tracer.making("workspaces")', 'tracer.making("")'),
+    _QUANTISED("scales have blocks of 128", "BLOCK, BLOCK_OF_SCALES = 64, 256", "BLOCK, BLOCK_OF_SCALES = 128, 256"),
+    _QUANTISED(
+        "what 8-bit loading brings again is as small as what is kept",
+        "dtype=torch.float16, device=loaded.device)",
+        "dtype=torch.int8, device=loaded.device)",
+    ),
+    _QUANTISED(
+        "the input of an 8-bit layer is not kept",
+        "ctx.kept = x if ctx.needs_input_grad[0] else None",
+        "ctx.kept = None",
+    ),
+    _QUANTISED("weights load in the order of letters", "(0, int(part)) if part.isdigit() else (1, part)", "(1, part)"),
+    _QUANTISED(
+        "what transformers asks for at once is twice that",
+        "for p, size in counted) // 8",
+        "for p, size in counted) // 4",
+    ),
+    _QUANTISED("adapters stay in the type of the layer", 'work.adapter_dtype == "fp32" else ():', "False else ():"),
+    _STATES(
+        "states of few entries are of 8 bits too", "weight.numel() >= FEWEST_IN_8_BITS and id(weight)", "id(weight)"
+    ),
+    _STATES(
+        "a paged state is on the device", "managed = self.paged and weight.numel() >= FEWEST_PAGED", "managed = False"
+    ),
+]
+
 FAULTS: list[Fault] = [
-    *PRUNING, *REPLAY, *PLANNING, *FITTING, *EXPLAINING, *CHECKING, *TRAINING, *SNAPSHOTS, *ANALYSIS, *TRACING,
+    *PRUNING, *REPLAY, *PLANNING, *FITTING, *EXPLAINING, *CHECKING, *TRAINING, *SNAPSHOTS, *ANALYSIS, *TRACING, *NEWER,
 ]  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from importlib.resources import files
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -359,3 +360,18 @@ def test_any_text_is_a_card_or_refused(text: str) -> None:
         assert find_gpu(text).capacity_bytes > 0
     except MemfitError as error:
         assert error.message
+
+
+@pytest.mark.parametrize("card", CARDS, ids=lambda card: card["name"])
+def test_each_card_has_an_l2_cache_and_says_how_it_is_known(card: dict[str, Any]) -> None:
+    gpu = find_gpu(card["name"])
+    assert (MiB <= gpu.l2_bytes <= 128 * MiB) and gpu.l2_bytes % (MiB // 4) == 0
+    assert gpu.l2_basis == card.get("l2", "assumed")
+    assert ("l2" in card) == ("l2_mib" in card)
+    alike = [find_gpu(each["name"]).l2_bytes for each in CARDS if each["arch"] == card["arch"]]
+    if gpu.l2_basis == "assumed":
+        assert gpu.l2_bytes == max(alike)
+
+
+def test_a_slice_has_its_share_of_the_l2_cache() -> None:
+    assert find_gpu("A100 40GB MIG 3g.20gb").l2_bytes == 20 * MiB

@@ -7,6 +7,8 @@ import resource
 import subprocess
 import sys
 
+from support.warm_python import warm_python
+
 HEAVY = ["torch", "transformers", "peft", "accelerate", "numpy"]
 NOT_FOR_TEXT = ["pydantic", "rich.progress", "memfit.cli.prune"]
 
@@ -15,6 +17,7 @@ import contextlib, io, json, sys
 from memfit.cli.main import main
 
 heavy, lines = json.loads(sys.argv[1])
+sys.executable = sys.argv[2]  # of the process in which `check` tries an import
 loaded = {}
 for line in lines:
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
@@ -53,14 +56,14 @@ ANSWERS = {
 
 
 def test_nothing_heavy_is_imported_before_a_prediction_starts() -> None:
-    command = [sys.executable, "-c", SCRIPT, json.dumps([HEAVY, list(ANSWERS)])]
+    command = [sys.executable, "-c", SCRIPT, json.dumps([HEAVY, list(ANSWERS)]), warm_python()]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     assert json.loads(done.stdout) == {line: [code, []] for line, code in ANSWERS.items()}
 
 
 def test_a_plan_imports_neither_what_converts_text_nor_other_commands() -> None:
     lines = [line for line in ANSWERS if line.startswith("plan") and "gtp2" not in line]
-    command = [sys.executable, "-c", SCRIPT, json.dumps([NOT_FOR_TEXT, lines])]
+    command = [sys.executable, "-c", SCRIPT, json.dumps([NOT_FOR_TEXT, lines]), warm_python()]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     assert json.loads(done.stdout) == {line: [ANSWERS[line], []] for line in lines}
 

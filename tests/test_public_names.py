@@ -11,7 +11,7 @@ import typer.main
 import memfit
 from memfit.cli.app import app_of
 from memfit.cli.options import HELP, settings_of
-from memfit.jobs.workload import KINDS
+from memfit.jobs.settings import KINDS
 
 COMMON = [
     "--model", "--batch-size", "--seq-len", "--seqlen", "--context-length", "--precision", "--attention", "--padding",
@@ -108,7 +108,7 @@ FLAGS = {
             "forward": [*COMMON, *FORWARD],
             "train": [*COMMON, *SHAPES, *TRAINING],
             **{kind: [*COMMON, *SHAPES, *TRAINING, *LORA, *off] for kind, off in OF_LORA.items()},
-            "generate": [*COMMON, "--autocast", "--compile", "--compile-blocks", *QUANTISED, *GENERATION],
+            "generate": [*COMMON, "--autocast", "--compile", *QUANTISED, *GENERATION],
             "prune": [*(flag for flag in COMMON if flag not in ("--batch-size", "--padding")), *PRUNING],
         }.items()
     },
@@ -119,13 +119,13 @@ FLAGS = {
         f"fit {kind}": [*COMMON, *SHAPES, *TRAINING, *LORA, *off, *OF_FIT, *HOW_LONG, "--global-batch", "--ladder"]
         for kind, off in OF_LORA.items()
     },
-    "fit generate": [*COMMON, "--autocast", "--compile", "--compile-blocks", *QUANTISED, *GENERATION, *OF_FIT],
-    "fit prune": [*(flag for flag in COMMON if flag not in ("--batch-size", "--padding")), *PRUNING, *OF_FIT],
+    "fit generate": [*COMMON, "--autocast", "--compile", *QUANTISED, *GENERATION, *OF_FIT[:-1]],
+    "fit prune": [*(flag for flag in COMMON if flag not in ("--batch-size", "--padding")), *PRUNING, *OF_FIT[:-1]],
     "plan": [*EVERY, *HOW_LONG, *LAST[1:]],
     "plan forward": [*COMMON, *FORWARD, *LAST],
     "plan train": [*COMMON, *SHAPES, *TRAINING, *HOW_LONG, *LAST],
     **{f"plan {kind}": [*COMMON, *SHAPES, *TRAINING, *LORA, *off, *HOW_LONG, *LAST] for kind, off in OF_LORA.items()},
-    "plan generate": [*COMMON, "--autocast", "--compile", "--compile-blocks", *QUANTISED, *GENERATION, *LAST],
+    "plan generate": [*COMMON, "--autocast", "--compile", *QUANTISED, *GENERATION, *LAST],
     "plan prune": [*(flag for flag in COMMON if flag not in ("--batch-size", "--padding")), *PRUNING, *LAST],
     "plan batch": ["--gpu"],
     "plan script": [

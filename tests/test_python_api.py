@@ -15,6 +15,8 @@ import pytest
 import memfit
 from memfit.cli.main import main
 
+pytestmark = pytest.mark.usefixtures("shared_traces")
+
 JOB: dict[str, Any] = {"kind": "forward", "model": "smollm2-135m", "seq_len": 256}
 LORA: dict[str, Any] = {"kind": "lora", "model": "smollm2-135m", "rank": 8, "seq_len": 256}
 OOM = Path(__file__).parents[1] / "examples" / "oom.txt"
@@ -117,7 +119,10 @@ def test_a_profile_is_the_commands(command: Command, tmp_path: Path) -> None:
         memfit.profile(JOB["model"], gpu="RTX 4090", output=tmp_path / "three.json")
 
 
-def test_many_jobs_are_answered_as_lines_of_a_batch_are(command: Command, tmp_path: Path) -> None:
+def test_many_jobs_are_answered_as_lines_of_a_batch_are(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEMFIT_CACHE", "off")  # a plan says whether it was found there
     good, wrong = {**JOB, "id": "a", "gpu": "8GB"}, {**JOB, "model": "smolm2-135m", "id": 7}
     file = tmp_path / "jobs.jsonl"
     file.write_text("".join(json.dumps(each) + "\n" for each in (good, wrong, JOB)))

@@ -14,6 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from support.quick import quick
 from support.warm_python import warm_python
 
 pytestmark = pytest.mark.usefixtures("shared_traces")
@@ -42,14 +43,21 @@ def run(command: str, python: str) -> str:
     return done.stdout.strip("\n")
 
 
-@pytest.mark.parametrize(("command", "said"), commands(), ids=[command[:40] for command, _ in commands()])
+EACH_TIME = [each for each in commands() if "--grad-accum" not in each[0]]  # every micro-step is traced
+
+
+@pytest.mark.parametrize(
+    ("command", "said"), quick(EACH_TIME, commands()), ids=[command[:40] for command, _ in commands()]
+)
 def test_a_command_of_the_readme_prints_what_it_says(command: str, said: str) -> None:
     assert run(command, warm_python()) == said, "if the change is meant: python tests/test_readme.py"
 
 
-@pytest.mark.parametrize(
-    "page", [README, *(ROOT / "docs" / name for name in ("concepts.md", "python.md", "table.md"))], ids=lambda p: p.name
-)
+WITH_PYTHON = [README, *(ROOT / "docs" / name for name in ("concepts.md", "python.md", "table.md"))]
+BUT_ONE = [page for page in WITH_PYTHON if page.stem != "python"]
+
+
+@pytest.mark.parametrize("page", quick(BUT_ONE, WITH_PYTHON), ids=lambda page: page.name)
 def test_the_python_of_a_page_gives_what_it_says(page: Path) -> None:
     failed, tried = doctest.testfile(str(page), module_relative=False)
     assert tried > 0
@@ -70,7 +78,7 @@ def test_the_file_tour_names_only_what_is_there() -> None:
 
 
 def test_the_page_of_plan_lists_every_kind_of_job() -> None:
-    from memfit.jobs.workload import KINDS
+    from memfit.jobs.settings import KINDS
 
     covered = (
         (ROOT / "docs" / "plan.md").read_text(encoding="utf-8").partition("## What it covers")[2].partition("## ")[0]

@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-
-import pytest
+from typing import TypeVar
 
 PACKAGE = Path(__file__).parents[1] / "src" / "memfit"
 
@@ -58,8 +57,16 @@ THIRD_PARTY: dict[str, set[str]] = {
 """Other packages that a room may import. planning has those with which it runs the Trainer on the traced device."""
 
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE or path.stem in ORDER)
-FILE = pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 FOLDERS = sorted({path.parent for path in FILES} - {PACKAGE})
+
+
+T = TypeVar("T")
+
+
+def found_in(files: Iterable[Path], wrong: Callable[[Path], T]) -> dict[str, T]:
+    """By file, what should not be there."""
+    looked = {str(path.relative_to(PACKAGE)): wrong(path) for path in files}
+    return {name: found for name, found in looked.items() if found}
 
 
 def room_of(path: Path) -> str:
@@ -100,35 +107,41 @@ def used_rooms(path: Path) -> set[str]:
             for module, name in own_imports(path)}  # fmt: skip
 
 
-@FILE
-def test_a_file_imports_only_rooms_below_its_own(path: Path) -> None:
-    room = room_of(path)
-    below = {*ORDER[: ORDER.index(room) + 1]} - {*NOT_USED.get(room, ())}
-    assert used_rooms(path) <= below | ({LIBRARY} if room == "cli" else set())
+def test_a_file_imports_only_rooms_below_its_own() -> None:
+    def above(path: Path) -> set[str]:
+        room = room_of(path)
+        below = {*ORDER[: ORDER.index(room) + 1]} - {*NOT_USED.get(room, ())}
+        return used_rooms(path) - below - ({LIBRARY} if room == "cli" else set())
+
+    assert found_in(FILES, above) == {}
 
 
-@FILE
-def test_a_file_imports_only_the_packages_that_its_room_may(path: Path) -> None:
-    others = {module.split(".")[0] for module, _ in imports(path)} - {"memfit"} - set(sys.stdlib_module_names)
-    assert others <= THIRD_PARTY.get(room_of(path), set())
+def test_a_file_imports_only_the_packages_that_its_room_may() -> None:
+    def others(path: Path) -> set[str]:
+        known = {"memfit", *sys.stdlib_module_names, *THIRD_PARTY.get(room_of(path), ())}
+        return {module.split(".")[0] for module, _ in imports(path)} - known
+
+    assert found_in(FILES, others) == {}
 
 
-@FILE
-def test_what_is_slow_to_import_is_imported_where_it_is_used(path: Path) -> None:
+def test_what_is_slow_to_import_is_imported_where_it_is_used() -> None:
     # Models and settings of transformers' own kind, and its Trainer's subclass: imported only where one is built.
-    if path not in [
-        PACKAGE / name for name in ("models/gsa.py", "models/basics_settings.py", "jobs/training/engine.py")
-    ]:
-        assert not {module.split(".")[0] for module, _ in imports(path, at_once=True)} & LATE
+    built = {PACKAGE / name for name in ("models/gsa.py", "models/basics_settings.py", "jobs/training/engine.py")}
+
+    def slow(path: Path) -> set[str]:
+        return {module.split(".")[0] for module, _ in imports(path, at_once=True)} & LATE
+
+    assert found_in((path for path in FILES if path not in built), slow) == {}
 
 
-@FILE
-def test_a_file_comes_into_another_room_through_its_door(path: Path) -> None:
-    windows = [
-        f"{module}.{name}" for module, name in own_imports(path)
-        if (there := entered(path, module, name)) is not None and not is_open(there, module, name)
-    ]  # fmt: skip
-    assert windows == [], "not named in the DOOR of that room's __init__.py"
+def test_a_file_comes_into_another_room_through_its_door() -> None:
+    def windows(path: Path) -> list[str]:
+        return [
+            f"{module}.{name}" for module, name in own_imports(path)
+            if (there := entered(path, module, name)) is not None and not is_open(there, module, name)
+        ]  # fmt: skip
+
+    assert found_in(FILES, windows) == {}, "not named in the DOOR of that room's __init__.py"
 
 
 def entered(path: Path, module: str, name: str) -> Path | None:
@@ -146,13 +159,17 @@ def is_open(folder: Path, module: str, name: str) -> bool:
     return name in door.get(module.removeprefix(room).lstrip("."), "").split()  # "": files that are used whole
 
 
-@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: str(folder.relative_to(PACKAGE)))
-def test_a_door_names_only_what_is_there_and_what_others_use(folder: Path) -> None:
-    room = ".".join(("memfit", *folder.relative_to(PACKAGE).parts))
-    door: dict[str, str] = getattr(import_module(room), "DOOR", {})
-    named = {(f"{room}.{file}".rstrip("."), name) for file, names in door.items() for name in names.split()}
-    assert named <= {each for path in PACKAGE.rglob("*.py") if path.parent != folder for each in own_imports(path)}
-    assert [len(names.split()) for names in door.values()] == [len({*names.split()}) for names in door.values()]
+def test_a_door_names_only_what_is_there_and_what_others_use() -> None:
+    used = {path: own_imports(path) for path in PACKAGE.rglob("*.py")}
+
+    def unused(folder: Path) -> list[tuple[str, str]]:
+        room = ".".join(("memfit", *folder.relative_to(PACKAGE).parts))
+        door: dict[str, str] = getattr(import_module(room), "DOOR", {})
+        named = [(f"{room}.{file}".rstrip("."), name) for file, names in door.items() for name in names.split()]
+        others = {each for path, imported in used.items() if path.parent != folder for each in imported}
+        return [each for each in named if each not in others or named.count(each) > 1]
+
+    assert found_in(FOLDERS, unused) == {}, "or named twice"
 
 
 def test_what_is_below_tracing_and_what_renders_have_no_torch() -> None:
@@ -166,9 +183,8 @@ def test_every_folder_is_a_room_of_the_table() -> None:
     assert set(THIRD_PARTY) <= set(ORDER)
 
 
-@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: str(folder.relative_to(PACKAGE)))
-def test_no_room_has_more_than_twenty_files(folder: Path) -> None:
-    assert len(list(folder.glob("*.py"))) <= 20
+def test_no_room_has_more_than_twenty_files() -> None:
+    assert found_in(FOLDERS, lambda folder: len(list(folder.glob("*.py"))) > 20) == {}
 
 
 def test_a_class_name_occurs_once() -> None:

@@ -63,6 +63,10 @@ ContextBasis = Literal["measured", "reported", "estimated", "assumed"]
 """Measured on this card; its start reported by others; estimated from the chip; as on the H200, as no card is named."""
 
 
+L2Basis = Literal["measured", "reported", "given", "assumed"]
+"""`l2_basis` in `gpus.json` says in words what each is."""
+
+
 @dataclass(frozen=True)
 class Context:
     """What CUDA itself holds once a job's kernels are loaded. Both ends are one where it was measured."""
@@ -92,6 +96,9 @@ class Gpu:
     context_source: str = ""
     context_seen: tuple[int, int] | None = None
     """The least and the most that others saw on this card after a job, in bytes."""
+    l2_bytes: int = 60 * MiB
+    """Of its L2 cache: as large is the buffer beside which torch.compile times kernels."""
+    l2_basis: L2Basis = "assumed"
     bandwidth: float | None = None
     """Bytes a second of its memory, as the maker gives them; None where unknown, as with the three that follow."""
     flops_16bit: float | None = None
@@ -268,6 +275,7 @@ def _sliced(name: str, profile: str) -> dict[str, Any]:
         "total_mib": own["total_mib"],
         "total": "reported",
         "sm_count": own["sm_count"],
+        "l2_mib": _l2_mib(card) * own["memory_eighths"] / 8,
         "source": cut["source"],
         "speed": speed,
     }
@@ -298,6 +306,8 @@ def _gpu(card: dict[str, Any], name: str, capacity: int, notes: tuple[str, ...],
         context_basis=basis,
         context_source=context_source,
         context_seen=None if seen is None else (seen["low_mib"] * MiB, seen["high_mib"] * MiB),
+        l2_bytes=int(_l2_mib(card) * MiB),
+        l2_basis=card.get("l2", "assumed"),
         **_speeds(card),
     )
 
@@ -314,6 +324,17 @@ def _speeds(card: dict[str, Any]) -> dict[str, float | None]:
     giga, tera = 1e9, 1e12
     units = {"bandwidth": giga, "flops_16bit": tera, "flops_fp32": tera, "link_bandwidth": giga}
     return {name: known[name] * unit if name in known else None for name, unit in units.items()}
+
+
+def _l2_mib(card: dict[str, Any]) -> float:
+    return float(card.get("l2_mib", _document()["l2_mib_of_arch"][card["arch"]]))
+
+
+def l2_note(gpu: Gpu | None) -> str:
+    """For plans in which the size of the L2 cache matters."""
+    card = gpu or find_gpu(REFERENCE)
+    size, basis = format_bytes(card.l2_bytes), _document()["l2_basis"][card.l2_basis]
+    return f"kernels and products are timed beside a buffer as large as the L2 cache: {size} on {card.name}, {basis}"
 
 
 def _arch(card: dict[str, Any]) -> tuple[int, int]:

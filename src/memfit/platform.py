@@ -7,9 +7,11 @@ machine on which every rule of `tracing/kernels` was measured.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from memfit.gpus import Gpu
+from memfit.units import MiB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,10 +20,15 @@ class Platform:
     """Compute capability."""
     sm_count: int = 132
     max_threads_per_sm: int = 2048
+    l2_bytes: int = 60 * MiB
     torch: tuple[int, int] = (2, 11)
     """The torch that will run the job, not the one that traces it."""
     cudnn: int = 91900
     """Runtime cuDNN as `torch.backends.cudnn.version()` prints it (9.19.0 comes with the cu130 wheels)."""
+
+    def facts(self, *, compiled: bool) -> dict[str, Any]:
+        """What a trace depends on: the L2 cache only by what torch's compiler times."""
+        return {name: value for name, value in asdict(self).items() if compiled or name != "l2_bytes"}
 
     @property
     def prefers_cudnn_attention(self) -> bool:
@@ -39,4 +46,6 @@ def platform_of(gpu: Gpu | None) -> Platform:
     """The card's own kernels; without a card, those of the reference machine."""
     if gpu is None:
         return H200
-    return Platform(arch=gpu.arch, sm_count=gpu.sm_count, max_threads_per_sm=gpu.max_threads_per_sm)
+    return Platform(
+        arch=gpu.arch, sm_count=gpu.sm_count, max_threads_per_sm=gpu.max_threads_per_sm, l2_bytes=gpu.l2_bytes
+    )

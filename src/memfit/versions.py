@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import cache
 
-PACKAGES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes", "torchao")
-SELDOM_THERE = ("bitsandbytes", "torchao")
+PACKAGES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes", "torchao", "triton")
+SELDOM_THERE = ("bitsandbytes", "torchao", "triton")
 DIST_INFO = ".dist-info"
 
 TESTED: dict[str, tuple[str, str]] = {

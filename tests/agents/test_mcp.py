@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.warm_python import FOLDER, READ_AT_IMPORT, warm_python
 
 pytest.importorskip("mcp")
 
@@ -30,9 +30,9 @@ OOM = (
 
 async def talk(folder: Path) -> dict[str, Any]:
     """Everything in one session: a process takes seconds to start."""
-    keep = ("PATH", "PYTHONPATH", "MEMFIT_CACHE", "HOME", "OMP_NUM_THREADS")
-    env = {name: value for name, value in os.environ.items() if name in keep}
-    process = StdioServerParameters(command=sys.executable, args=["-m", "memfit", "mcp"], env=env, cwd=folder)
+    keep = ("PATH", "PYTHONPATH", "MEMFIT_CACHE", FOLDER, *READ_AT_IMPORT)
+    env = {name: value for name, value in os.environ.items() if name.startswith(keep)}
+    process = StdioServerParameters(command=warm_python(), args=["-m", "memfit", "mcp"], env=env, cwd=folder)
     job = {"kind": "lora", "model": str(folder / "tiny"), "settings": {"batch-size": 1, "seq_len": 32, "rank": 4}}
     found: dict[str, Any] = {}
     async with Client(stdio_client(process)) as client:
@@ -45,6 +45,7 @@ async def talk(folder: Path) -> dict[str, Any]:
             ("in file", "plan", {"job_file": str(folder / "evil.yaml")}),
             ("in config", "explain", {"text": OOM, "job_file": str(folder / "own.yaml")}),
             ("wrong", "plan", {"kind": "train", "model": "gpt2", "settings": {"batchsize": 1}}),
+            ("beside", "plan", {"kind": "train", "model": "gpt2", "batch_size": 8}),
             ("nothing", "report", {"path": str(folder / "none.pickle")}),
             ("both", "explain", {}),
         ):
@@ -85,7 +86,8 @@ def test_answers_are_the_documents_of_json(said: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", ["factory", "in file", "in config"])
 def test_no_tool_runs_code_wherever_it_is_named(said: dict[str, Any], name: str) -> None:
-    assert said[name].is_error and "names code, and none is run here" in text_of(said[name])
+    words = "names Python code, which no job file may run" if name == "in file" else "names code, and none is run here"
+    assert said[name].is_error and words in text_of(said[name])
     assert not said["ran"]
 
 
@@ -98,3 +100,8 @@ def test_no_tool_writes_a_file(said: dict[str, Any]) -> None:
 )
 def test_what_is_wrong_is_told_in_the_words_of_the_command(said: dict[str, Any], name: str, words: str) -> None:
     assert said[name].is_error and words in text_of(said[name])
+
+
+def test_a_setting_beside_the_settings_is_told_and_not_passed_over(said: dict[str, Any]) -> None:
+    assert said["beside"].is_error and "plan has no argument 'batch_size'" in text_of(said["beside"])
+    assert 'put it into settings: {"batch_size": ...}' in text_of(said["beside"])

@@ -355,10 +355,10 @@ def test_a_hundred_thousand_nearly_equal_events_take_a_moment() -> None:
         if chance.random() < 0.99:
             b.free(b.alloc(size))
 
-    start = time.perf_counter()
+    start = time.process_time()
     found = compare(a, b)
 
-    assert time.perf_counter() - start < 5  # about 0.2 s
+    assert time.process_time() - start < 5  # about 0.2 s
     assert found.allocs.both == len(b.requested)
 
 
@@ -368,8 +368,8 @@ def test_traces_that_have_nothing_in_common_take_seconds_not_hours() -> None:
         a.alloc(2 * i)
         b.alloc(2 * i + 1)
 
-    start = time.perf_counter()
+    start = time.process_time()
     found = compare(a, b)
 
-    assert time.perf_counter() - start < 20  # about 2 s
+    assert time.process_time() - start < 20  # about 2 s
     assert found.allocs == Counts(0, 40_000, 40_000)

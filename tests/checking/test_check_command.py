@@ -13,6 +13,7 @@ import pytest
 import typer
 import yaml
 from check_jobs import document
+from support.warm_python import warm_python
 
 import memfit
 from memfit.checking import loading, packages
@@ -176,10 +177,11 @@ def test_the_micro_batch_that_memory_auto_would_choose_is_planned(tmp_path: Path
     assert fits.details["workload"]["batch_size"] == 4  # all rows of a step
 
 
-WITHOUT_TORCH = """
+WITHOUT_TORCH = f"""
 import sys
 for name in ("torch", "transformers", "peft", "accelerate"):
     sys.modules[name] = None
+sys.executable = {warm_python()!r}  # of the process that tries an import
 from memfit.cli.main import main
 sys.exit(main(sys.argv[1:]))
 """

@@ -18,6 +18,7 @@ from memfit.checking import allocator as environment
 from memfit.checking import machine as gpu_present
 from memfit.checking import machine as gpu_software
 from memfit.checking import machine as host
+from memfit.checking import packages
 from memfit.checking import plan as fits
 from memfit.checking.allocator import look, too_new_for
 from memfit.checking.check import _checks
@@ -375,6 +376,23 @@ def test_a_compiled_job_is_planned_by_the_torch_that_is_here() -> None:
     found = _compiler("H100")
     assert found.status == "ok"
     assert version("torch") in found.found
+
+
+@pytest.mark.parametrize(
+    ("triton", "gcc", "said"),
+    [(True, "/usr/bin/gcc", "here: triton (3.9) and a C compiler (/usr/bin/gcc)"),
+     (False, "/usr/bin/gcc", "here triton is missing, which no plan needs"),
+     (False, None, "here triton and a C compiler is missing")],
+)  # fmt: skip
+def test_what_compiled_code_needs_is_looked_for_here_too(
+    triton: bool, gcc: str | None, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = packages.installed
+    monkeypatch.setattr(packages, "find_spec", lambda _: triton or None)
+    monkeypatch.setattr(packages, "installed", lambda name: "3.9" if name == "triton" else known(name))
+    monkeypatch.setattr(packages.shutil, "which", lambda _: gcc)
+    found = _compiler("H100")
+    assert found.status == "ok" and said in found.found
 
 
 def test_without_triton_compiled_code_does_not_run_here(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,7 +52,8 @@ def test_a_job_within_its_limit_passes_and_one_above_it_does_not(folder: Path) -
 def test_growth_beyond_the_tolerance_fails_until_it_is_accepted(folder: Path) -> None:
     path, baseline = written(folder, job(folder)), folder / "memory.json"
     assert gate(path, baseline=baseline, update=True).passed
-    assert [each.status for each in gate(path, baseline=baseline).jobs] == ["ok"]
+    for tolerance in (None, 0):  # to grow by none at all is not to grow
+        assert [each.status for each in gate(path, baseline=baseline, tolerance=tolerance).jobs] == ["ok"]
     document = json.loads(baseline.read_text())
     document["jobs"]["one"]["device_bytes"] -= 20 << 20
     document["jobs"]["gone"] = {"device_bytes": 1}
@@ -92,6 +93,8 @@ def test_a_job_that_cannot_be_planned_fails_and_says_why(folder: Path) -> None:
         ({}, "is empty"), ({"jobs": []}, "not a list of jobs"), ({"jobs": [{"kind": "train"}]}, "has no name"),
         ({"jobs": [{"name": "a"}, {"name": "a"}]}, "two jobs"), ({"jobs": [{"name": "a"}], "gpus": 1}, "unknown key"),
         ({"jobs": [{"name": "a", "limit": "big"}]}, "not a size"),
+        ({"jobs": [{"name": "a", "limit": None}]}, "not a size"),
+        ({"jobs": [{"name": "a", "limit": 0}]}, "takes nothing"),
         ({"jobs": [{"name": "a", "tolerance": "-1"}]}, "not a share"),
         ({"jobs": [{"name": "a", "tolerance": 2}]}, "not a share"),
     ],
@@ -112,6 +115,35 @@ def test_a_baseline_that_is_none_is_told(folder: Path) -> None:
         gate(path, baseline=folder / "other.json")
     with pytest.raises(UsageError, match="none is named"):
         gate(path, update=True)
+    with pytest.raises(InputError, match="is not a file"):
+        gate(path, baseline="/dev/zero")
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        {"jobs": {"one": 5}}, {"jobs": {"one": {"device_bytes": float("nan")}}},
+        {"jobs": {"one": {"device_bytes": "9"}}},
+        {"jobs": {"one": {"device_bytes": -1}}}, {"jobs": []}, {"versions": 5}, {"schema": "memfit.plan/1"},
+    ],
+)  # fmt: skip
+def test_a_damaged_baseline_is_told_and_neither_believed_nor_replaced(damaged: dict[str, Any], folder: Path) -> None:
+    path, baseline = written(folder, job(folder)), folder / "memory.json"
+    whole = {"schema": "memfit.gate-baseline/1", "versions": {}, "jobs": {"one": {"device_bytes": 1}}}
+    baseline.write_text(json.dumps(whole | damaged))
+    for update in (False, True):
+        with pytest.raises(InputError, match="not a baseline") as told:
+            gate(path, baseline=baseline, update=update)
+        assert "bring it back" in str(told.value.hint)
+    assert json.loads(baseline.read_text()).keys() == whole.keys()
+
+
+def test_an_update_keeps_the_figures_of_a_job_that_has_no_plan(folder: Path) -> None:
+    baseline = folder / "memory.json"
+    gate(written(folder, job(folder)), baseline=baseline, update=True)
+    known = json.loads(baseline.read_text())["jobs"]["one"]
+    assert not gate(written(folder, job(folder, rank=3)), baseline=baseline, update=True).passed
+    assert json.loads(baseline.read_text())["jobs"]["one"] == known
 
 
 def test_the_command_ends_with_1_and_the_document(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:

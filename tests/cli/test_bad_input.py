@@ -45,6 +45,11 @@ def refused(ended: Any, *said: str) -> None:
         (["--model"], ["--model", "requires an argument"]),
         ([], ["missing option '--model'"]),
         (["--model", "gpt2", "extra"], ["extra"]),
+        (["--model", "gpt2", "--compile", "--compile-blocks"], ["leave one out"]),
+        (
+            ["--model", "gpt2", "--compile=reduce-overhead"],
+            ["'--compile' does not take a value", "write --compile alone"],
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )

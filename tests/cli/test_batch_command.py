@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.quick import examples
 from support.warm_python import warm_python
 from tiny import TINY
 
+from memfit.cli import many_jobs as batch_command
 from memfit.cli import output
-from memfit.cli import plan as batch_command
 from memfit.gpus import find_gpu
 from memfit.jobs.workload import Workload
 from memfit.models.registry import resolve
@@ -243,7 +244,7 @@ def run_batch(data: bytes) -> tuple[list[str], int]:
 
 @pytest.mark.usefixtures("checks_only")
 class TestAnyLine:
-    @settings(max_examples=400, deadline=None)
+    @settings(max_examples=examples(400), deadline=None)
     @given(data=st.lists(lines, max_size=6))
     def test_has_exactly_one_answer_and_never_a_bug(self, data: list[bytes]) -> None:
         said, code = run_batch(b"\n".join(data))
@@ -253,7 +254,7 @@ class TestAnyLine:
         assert {document["schema"] for document in documents} <= {"memfit.plan/1", "memfit.error/1"}
         assert (code == 2) == any(document["schema"] == "memfit.error/1" for document in documents)
 
-    @settings(max_examples=200, deadline=None)
+    @settings(max_examples=examples(200), deadline=None)
     @given(
         value=workloads,
         mark=json_values.filter(lambda v: "NaN" not in json.dumps(v) and "Infinity" not in json.dumps(v)),
@@ -282,7 +283,7 @@ SMALL = st.fixed_dictionaries(
 )  # fmt: skip
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 @given(work=SMALL)
 def test_any_sensible_workload_has_a_plan_whose_parts_add_up(work: dict[str, Any], tmp_path_factory: Any) -> None:
     folder = tmp_path_factory.mktemp("model")

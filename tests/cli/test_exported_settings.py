@@ -1,15 +1,17 @@
-"""Allocator settings at which torch ends the process are refused in words before it is imported."""
+"""Settings of the environment at which torch ends the process are refused in words before it is imported."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from memfit.cli.app import WITH_TORCH
 from memfit.environment import refuse_what_torch_dies_of
+from memfit.errors import UsageError
 
 
 def run(*argv: str, setting: str) -> subprocess.CompletedProcess[str]:
@@ -43,3 +45,28 @@ def test_every_command_that_is_looked_after_exists() -> None:
     from memfit.cli.app import COMMANDS as ALL
 
     assert set(WITH_TORCH) <= set(ALL)
+
+
+def test_a_folder_that_torchs_compiler_cannot_make_is_told_before_torch_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "file" / "x")}
+    command = [sys.executable, "-m", "memfit", "plan", "train", "--model", "gpt2", "--json"]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr.startswith("error: TORCHINDUCTOR_CACHE_DIR=")
+    assert f"{tmp_path / 'file'} is no folder\n  unset TORCHINDUCTOR_CACHE_DIR" in ended.stderr
+
+
+def test_a_folder_of_torchs_compiler_in_one_that_cannot_be_written_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, _: Path(path) != tmp_path)  # root may write everywhere
+    with pytest.raises(UsageError, match="not writable"):
+        refuse_what_torch_dies_of({"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "new" / "x")})
+
+
+def test_a_folder_that_torchs_compiler_finds_or_can_make_is_left_to_it(tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "new" / "x"):
+        refuse_what_torch_dies_of({"TORCHINDUCTOR_CACHE_DIR": str(folder)})
+    assert not list(tmp_path.iterdir())

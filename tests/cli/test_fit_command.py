@@ -23,7 +23,10 @@ def test_the_answer_is_one_json_document(memfit: Run, tiny: str) -> None:
 
 
 def test_what_has_to_change_is_told_in_order_with_how_to_do_it(memfit: Run, tiny: str) -> None:
-    done = memfit("fit", "train", "--model", tiny, "--batch-size", 256, "--seq-len", 256, "--gpu", "1GiB")
+    job = ("train", "--model", tiny, "--batch-size", 32, "--seq-len", 256)
+    card = memfit("plan", *job, "--json").json["smallest_gpu_bytes"] - (4 << 20)
+
+    done = memfit("fit", *job, "--gpu", f"{card}B", "--margin", 0)
 
     assert done.code == 0
     assert "change this" in done.out
@@ -90,3 +93,11 @@ def test_wrong_input_is_one_error_and_exit_code_2(memfit: Run, argv: tuple[str, 
     assert done.code == 2
     assert done.out == ""
     assert said in done.err
+
+
+@pytest.mark.parametrize("command", ["fit", "plan"])
+@pytest.mark.parametrize("flag", ["--compile-blocks", "--try-compile"])
+def test_what_is_not_planned_of_a_generation_is_not_offered(memfit: Run, command: str, flag: str) -> None:
+    done = memfit(command, "generate", "--model", "gpt2", "--gpu", "24GB", flag)
+
+    assert (done.code, f"no such option: {flag}" in done.err) == (2, True)

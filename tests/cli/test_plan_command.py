@@ -12,7 +12,7 @@ import pytest
 
 from memfit.cli.main import main
 from memfit.events import Trace
-from memfit.jobs.workload import KINDS
+from memfit.jobs.settings import KINDS
 
 Memfit = Callable[..., Any]
 
@@ -133,6 +133,8 @@ def test_models_are_listed_with_type_parameters_and_ids(memfit: Memfit) -> None:
     gpt2 = next(model for model in document["models"] if model["name"] == "gpt2")
     assert (gpt2["type"], gpt2["parameters"]) == ("gpt2", 124_439_808)
     assert "openai-community/gpt2" in gpt2["hub_ids"]
+    shown = memfit("models").out.split()
+    assert all(name in shown for model in document["models"] for name in model["hub_ids"]), "each whole, to be copied"
     table = memfit("models").out
     assert "openai-community/gpt2" in table
     assert table.count("\n") >= len(document["models"])

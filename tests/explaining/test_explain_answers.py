@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -538,3 +540,22 @@ def test_a_script_that_prunes_is_not_told_to_halve_its_micro_batch(text: str) ->
     )
     told = str(explain(text + message))
     assert "what helps" in told and "micro-batch" not in told
+
+
+def test_fixes_that_are_enough_come_first_and_the_cheapest_of_them_before_the_others(tmp_path: Path) -> None:
+    from memfit.explaining.fixes import predicted_fixes
+    from memfit.fitting.levers import COSTS
+    from memfit.gpus import find_gpu
+    from memfit.jobs.workload import Workload
+
+    (tmp_path / "config.json").write_text(json.dumps({
+        "model_type": "llama", "vocab_size": 32000, "hidden_size": 256, "intermediate_size": 512,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 4096,
+    }))  # fmt: skip
+    work = Workload(kind="lora", model=str(tmp_path), batch_size=64, seq_len=2048, rank=8)
+    _, fixes = predicted_fixes(work, find_gpu("RTX 4090"))
+    enough = [fix for fix in fixes if fix.verdict in ("safe", "tight")]
+    assert len({fix.cost for fix in enough}) > 1 and fixes[: len(enough)] == enough
+    assert [COSTS.index(fix.cost) for fix in enough] == sorted(COSTS.index(fix.cost) for fix in enough)
+    saved = [fix.saved_bytes for fix in fixes[len(enough) :]]
+    assert saved == sorted(saved, reverse=True)

@@ -218,7 +218,11 @@ def test_a_copy_of_a_4_bit_weight_is_told_by_the_line_that_makes_it() -> None:
         " GiB of which 60.00 MiB is free. Including non-PyTorch memory, this process has 7.70 GiB memory in use. Of the"
         " allocated memory 7.10 GiB is allocated by PyTorch, and 120.00 MiB is reserved by PyTorch but unallocated."
     )
-    told = explain(f"Traceback (most recent call last):\n{place}{line}{full}").to_json()["tensor"]["readings"]
+    document = explain(f"Traceback (most recent call last):\n{place}{line}{full}").to_json()
+    assert document["answer"].endswith("a product with packed weights, which makes a 16-bit copy of one of them.")
+    told = document["tensor"]["readings"]
     assert told[0]["tensor"] == "MLP matrix: copy of a 4-bit weight, for one product"
-    plain = explain(full).to_json()["tensor"]["readings"]
+    without = explain(full).to_json()
+    plain = without["tensor"]["readings"]
+    assert "packed weights" not in without["answer"]
     assert not any("4-bit" in each["tensor"] for each in plain)

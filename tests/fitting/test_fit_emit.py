@@ -24,9 +24,12 @@ from memfit.jobs.training.config_file import config_from, load_config, parse_yam
 
 pytestmark = pytest.mark.usefixtures("shared_traces")
 
+BLOCKS = str(Path(__file__).with_name("gpt2_of_two_blocks"))
 JOB: dict[str, Any] = {
-    "kind": "lora", "model": "gpt2", "batch_size": 8, "seq_len": 512, "global_batch": 16, "rank": 8, "gpu": "2GiB",
-    "keep": ("selective_checkpointing", "offload", "seq_len", "rank", "adapter_dtype"),
+    "kind": "lora", "model": BLOCKS, "batch_size": 8, "seq_len": 512, "global_batch": 16, "rank": 8, "gpu": "1300MiB",
+    "keep": (
+        "selective_checkpointing", "offload", "seq_len", "rank", "adapter_dtype", "attention", "precision", "quant",
+    ),
 }  # fmt: skip
 
 
@@ -47,10 +50,10 @@ def test_the_yaml_is_a_config_that_memfit_train_reads(tmp_path: Path) -> None:
     sizes = resolve_batch(config.batch)
     assert (sizes.micro_batch_size, sizes.gradient_accumulation_steps) == (work.batch_size, work.grad_accum)
     assert sizes.global_batch_size == 16
-    assert (config.method.kind, config.method.rank, config.data.max_seq_len) == ("lora", 8, 512)
-    assert (config.loss.kind, config.optimizer.name) == (work.loss, work.optimizer)
-    assert config.memory.gradient_checkpointing == ("full" if work.grad_checkpointing else "none")
-    assert config.memory.alloc_conf == work.alloc_conf
+    assert (config.workload.kind, config.workload.rank, config.data.max_seq_len) == ("lora", 8, 512)
+    assert (config.workload.loss, config.workload.optimizer) == (work.loss, work.optimizer)
+    assert config.workload.checkpointing == ("full" if work.grad_checkpointing else "none")
+    assert config.workload.alloc_conf == work.alloc_conf
     assert config.remarks == ()
 
 
@@ -227,7 +230,7 @@ def test_a_switch_without_a_value_stands_alone() -> None:
 
 
 def test_quantised_weights_are_written_in_every_form() -> None:
-    answer = memfit.fit(kind="qlora", model="llama-3.2-1b", batch_size=1, seq_len=256, gpu="24GB", margin=0.0)
+    answer = memfit.fit(kind="qlora", model=BLOCKS, batch_size=1, seq_len=256, gpu="24GB", margin=0.0)
     source = emit(answer, "python")
     compile(source, "run.py", "exec")
 
@@ -239,5 +242,5 @@ def test_quantised_weights_are_written_in_every_form() -> None:
     assert f"# train.py itself loads with quantization_config=BitsAndBytesConfig({loaded}" in flags
     assert "then prepare_model_for_kbit_training" in flags and "--optim paged_adamw_32bit" in flags
     config = config_from(parse_yaml(emit(answer, "yaml"), "emitted"))
-    assert config.workload.is_kbit_prepared and config.quant.double and config.quant.compute == "bf16"
-    assert config.workload.optimizer == "paged-adamw" and config.memory.gradient_checkpointing == "full"
+    assert config.workload.is_kbit_prepared and config.workload.double_quant and config.workload.quant_compute == "bf16"
+    assert config.workload.optimizer == "paged-adamw" and config.workload.checkpointing == "full"

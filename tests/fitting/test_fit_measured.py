@@ -46,6 +46,15 @@ DEAR = (
     "train1b24-fits",
     "generate8-back",
     "llama8b80long-fits",
+    "gsa44-less",
+    "gsa44free-less",
+    "llama8b80-back",
+    "llama8b80-fits",
+    "llama8b80long-back",
+    "lora3b12-back",
+    "lora3b12-less",
+    "qwen24-less",
+    "generate8-less",
 )
 """Seconds each; of every one a sibling of the same job is predicted each time."""
 

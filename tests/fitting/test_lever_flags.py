@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from memfit.fitting.levers import Lever, apply, levers_for
+from memfit.jobs.settings import flag
 from memfit.jobs.training.config_file import config_from
-from memfit.jobs.workload import Workload, flag
+from memfit.jobs.workload import Workload
 
 TRAIN = Workload(kind="train", model="gpt2", batch_size=4, precision="fp32", world_size=2, attention="eager")
 LORA = Workload(kind="lora", model="gpt2", batch_size=4, grad_accum=2, rank=32, precision="bf16")

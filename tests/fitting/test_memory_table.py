@@ -27,7 +27,7 @@ from memfit.render.table import as_csv, as_markdown, show_table
 
 pytestmark = pytest.mark.usefixtures("shared_traces")
 
-MODELS, CARDS = ("smollm2-135m", "llama-3.2-1b"), ("24GB", "2GiB", "6GiB")
+MODELS, CARDS = ("pythia-14m", "llama-3.2-1b"), ("24GB", "2GiB", "6GiB")
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,7 @@ def test_streaming_takes_less_than_the_whole_model(made: Table) -> None:
 def test_the_guides_rows_and_claims_stand_beside_the_models_that_they_are_about(made: Table) -> None:
     rows = {row.plan.model: row.guide for row in made.rows if row.way == WHOLE}
 
-    assert rows["smollm2-135m"] is None
+    assert rows["pythia-14m"] is None
     assert rows["llama-3.2-1b"] == QUICK_REFERENCE[0]
     assert [each.claim for each in made.decisions] == [DECISIONS[0]]
     assert {each.claim.model for each in made.examples} == {"1b"}
@@ -181,16 +181,16 @@ def test_the_guides_can_be_left_out() -> None:
 def test_progress_counts_up_to_the_number_of_steps() -> None:
     steps: list[tuple[int, int]] = []
     make_table(
-        ["smollm2-135m"], ["forward", "prune"], ["8GB"], on_step=lambda _, done, total: steps.append((done, total))
+        ["pythia-14m"], ["forward", "prune"], ["8GB"], on_step=lambda _, done, total: steps.append((done, total))
     )
 
     assert steps == [(0, 3), (1, 3), (2, 3)]
 
 
 def test_names_may_be_written_as_on_the_command_line() -> None:
-    made = memfit.table("smollm2-135m, gpt2", "forward", "8GB,24GB", seq_len=512)
+    made = memfit.table("pythia-14m, gpt2", "forward", "8GB,24GB", seq_len=512)
 
-    assert [row.plan.model for row in made.rows] == ["smollm2-135m", "gpt2"]
+    assert [row.plan.model for row in made.rows] == ["pythia-14m", "gpt2"]
     assert list(made.cards) == ["8GB", "24GB"]
 
 
@@ -208,9 +208,9 @@ def test_the_cards_of_the_guides_table_are_among_the_default_ones() -> None:
 
 
 def test_a_job_that_cannot_be_planned_is_left_out_with_the_reason() -> None:
-    made = make_table(["gpt2", "smollm2-135m"], ["forward"], ["8GB"])
+    made = make_table(["gpt2", "pythia-14m"], ["forward"], ["8GB"])
 
-    assert [row.plan.model for row in made.rows] == ["smollm2-135m"]
+    assert [row.plan.model for row in made.rows] == ["pythia-14m"]
     assert made.left_out == ("forward of gpt2: --seq-len 2048 is more than the 1024 positions that gpt2 has",)
     assert f"left out: {made.left_out[0]}" in made.to_json()["notes"]
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from support.quick import quick
 from support.warm_python import warm_python
 
 pytestmark = pytest.mark.usefixtures("shared_traces")
@@ -120,6 +121,7 @@ def test_the_debugging_guides_commands_run_in_their_order(shell: Shell, tmp_path
 # -- estimating memory for pruning -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow  # what they do is in the guide above; as they are written: jobs/pruning/test_from_the_hub.py
 def test_the_estimating_guides_examples_run_in_their_order(shell: Shell) -> None:
     shell(PRUNE + "--dataset wikitext2 --nsamples 128 --seqlen 2048")
     shell(PRUNE.replace("Llama-3.2-1B", "Llama-7B") + "--dataset wikitext2 --nsamples 64 --seqlen 1024")
@@ -139,6 +141,7 @@ def test_the_estimating_guides_examples_are_planned_before_they_run(shell: Shell
 PROFILE = "memfit profile --model-size 2.7B --context-length 512 --device predict "
 
 
+@pytest.mark.slow  # of a small model: jobs/test_profile.py
 def test_the_profiling_guides_three_commands_run_in_their_order(shell: Shell, tmp_path: Path) -> None:
     results = tmp_path / "results" / "memory_profiling"
     shell(PROFILE + "--profile-type forward")
@@ -167,7 +170,6 @@ def test_the_profiling_guides_run_all_makes_every_file_that_it_lists(shell: Shel
 
 # -- LoRA of a 7B model in 24 GB ---------------------------------------------------------------------------------------
 
-BEFORE = {"max_seq_length": 2048, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 8}
 AFTER = {"max_seq_length": 1536, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 16}
 LORA = {
     "model": "Qwen/Qwen2.5-7B-Instruct", "r": 128, "lora_alpha": 256, "gradient_checkpointing": True,
@@ -184,12 +186,15 @@ def baseline_7b(folder: Path, settings: dict[str, object]) -> None:
     (folder / "baseline_7b.yaml").write_text(yaml.safe_dump(document))
 
 
-def test_the_7b_guides_commands_run_in_their_order(shell: Shell, tmp_path: Path) -> None:
-    baseline_7b(tmp_path, BEFORE)
+@pytest.mark.parametrize("accumulation", quick([1], [1, 8]))
+def test_the_7b_guides_jobs_before_and_after_are_planned(shell: Shell, accumulation: int) -> None:
+    """The guide accumulates over 8 micro-steps before, and each is traced."""
     plan = "memfit plan lora --model qwen2.5-7b --loop trainer --rank 128 --grad-checkpointing --gpu 24GiB "
-    shell(plan + "--batch-size 2 --grad-accum 8 --seq-len 2048", code=1)
-    shell(plan + "--batch-size 1 --grad-accum 16 --seq-len 1536")
+    shell(plan + f"--batch-size 2 --grad-accum {accumulation} --seq-len 2048", code=1)
+    shell(plan + f"--batch-size 1 --grad-accum {2 * accumulation} --seq-len 1536")
 
+
+def test_the_7b_guides_commands_run_in_their_order(shell: Shell, tmp_path: Path) -> None:
     baseline_7b(tmp_path, AFTER)
     shell("memfit train --config baseline_7b.yaml --dry-run", PYTORCH_CUDA_ALLOC_CONF=ALLOCATOR)
     shell("memfit train --config baseline_7b.yaml", PYTORCH_CUDA_ALLOC_CONF=ALLOCATOR, TOKENIZERS_PARALLELISM="false")
@@ -207,7 +212,7 @@ LADDER = (
     {"micro_batch_size": 4, "gradient_accumulation_steps": 16, "max_seq_len": 1024},
     {"micro_batch_size": 2, "gradient_accumulation_steps": 32, "max_seq_len": 1536},
 )
-TRAIN = "torchrun --nproc_per_node=4 -m memfit train --config training/configs/pretrain_512m_low_memory.yaml "
+TRAIN = "torchrun --nproc_per_node={} -m memfit train --config training/configs/pretrain_512m_low_memory.yaml "
 
 
 def pretrain_512m(folder: Path, steps: int) -> None:
@@ -223,15 +228,17 @@ def pretrain_512m(folder: Path, steps: int) -> None:
     (configs / "pretrain_512m_low_memory.yaml").write_text(yaml.safe_dump(document))
 
 
-def test_the_gsa_guides_commands_run_in_their_order(shell: Shell, tmp_path: Path) -> None:
+@pytest.mark.parametrize("processes", quick([2], [2, 4]))
+def test_the_gsa_guides_commands_run_in_their_order(shell: Shell, tmp_path: Path, processes: int) -> None:
+    train = TRAIN.format(processes)
     expandable = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     made = tmp_path / "outputs" / "gsa-512m"
     pretrain_512m(tmp_path, steps=2)
-    shell(TRAIN + "--output_dir outputs/gsa-512m", **expandable)
+    shell(train + "--output_dir outputs/gsa-512m", **expandable)
     assert (made / "step_2").is_dir()
 
     pretrain_512m(tmp_path, steps=4)
-    shell(TRAIN + "--output_dir outputs/gsa-512m --resume_from outputs/gsa-512m/step_2", **expandable)
+    shell(train + "--output_dir outputs/gsa-512m --resume_from outputs/gsa-512m/step_2", **expandable)
     result = json.loads((made / "result.json").read_text())
     assert sorted(map(int, result["losses"]))[-1] == 4 and (made / "step_4").is_dir()
     shell("memfit watch --count 1 --interval 2")
@@ -239,7 +246,7 @@ def test_the_gsa_guides_commands_run_in_their_order(shell: Shell, tmp_path: Path
     elsewhere = tmp_path / "outputs" / "their-own" / "step_5000"  # of the guide's own program: weights, and no more
     elsewhere.mkdir(parents=True)
     (elsewhere / "model.safetensors").write_bytes((made / "step_4" / "model.safetensors").read_bytes())
-    begun = shell(TRAIN + "--output_dir outputs/begun --resume_from outputs/their-own/step_5000", **expandable)
+    begun = shell(train + "--output_dir outputs/begun --resume_from outputs/their-own/step_5000", **expandable)
     assert "step_5000" in begun.stdout + begun.stderr
     assert (tmp_path / "outputs" / "begun" / "step_4").is_dir()
 

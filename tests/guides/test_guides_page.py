@@ -8,12 +8,16 @@ from pathlib import Path
 import pytest
 
 import memfit
+from accuracy.guide_claims import BOTH_ALLOCATOR_SETTINGS, GSA_CLAIMS, LORA_CLAIMS, TrainingClaims
+from accuracy.guide_steps import STEPS
 from accuracy.guides import TARGET, advice_row, anchor, claims_of, steps_of
 from memfit.fitting.forecast import Forecasts
 from memfit.gpus import find_gpu
-from memfit.guides.claims import GSA_CLAIMS, LORA_CLAIMS, RUNGS, SAVINGS, TrainingClaims
+from memfit.guides.claims import RUNGS, SAVINGS
 from memfit.guides.documents import DEBUGGING, DOCUMENTS, REQUIREMENTS, Document
 from memfit.guides.formulas import rule_of_thumb
+
+pytestmark = pytest.mark.usefixtures("shared_traces")
 
 LINES = TARGET.read_text(encoding="utf-8").splitlines()
 ROOT = Path(__file__).parents[2]
@@ -34,8 +38,8 @@ def test_the_titles_are_five_and_each_names_one() -> None:
 @DOCUMENT
 def test_each_document_is_answered_by_commands(document: Document) -> None:
     """Their flags are checked with those of all pages (tests/test_docs_code.py)."""
-    assert sum(step.memfit.startswith(("memfit ", "torchrun ")) for step in document.steps) >= 5
-    assert all("\n" not in step.memfit and "|" not in step.asks + step.memfit for step in document.steps)
+    assert sum(step.memfit.startswith(("memfit ", "torchrun ")) for step in STEPS[document.name]) >= 5
+    assert all("\n" not in step.memfit and "|" not in step.asks + step.memfit for step in STEPS[document.name])
 
 
 @pytest.mark.parametrize("claims", [LORA_CLAIMS, GSA_CLAIMS], ids=lambda claims: claims.document.name)
@@ -48,10 +52,14 @@ def test_every_advice_and_total_is_on_the_page(claims: TrainingClaims) -> None:
         assert f"- {why}" in LINES
 
 
-def test_an_advice_on_the_page_is_what_is_predicted_now() -> None:
-    to_one = next(advice for advice in GSA_CLAIMS.advice if advice.said == "micro-batch 2 to 1")
+IN_FOUR_PROCESSES = pytest.param(GSA_CLAIMS, "micro-batch 2 to 1", marks=pytest.mark.slow)
 
-    assert advice_row(GSA_CLAIMS, Forecasts(find_gpu(GSA_CLAIMS.gpu), 0.1), to_one) in LINES
+
+@pytest.mark.parametrize(("claims", "said"), [(LORA_CLAIMS, f"`{BOTH_ALLOCATOR_SETTINGS}`"), IN_FOUR_PROCESSES])
+def test_an_advice_on_the_page_is_what_is_predicted_now(claims: TrainingClaims, said: str) -> None:
+    (tip,) = (each for each in claims.advice if each.said == said)
+
+    assert advice_row(claims, Forecasts(find_gpu(claims.gpu), 0.1), tip) in LINES
 
 
 def test_every_rung_and_saving_is_on_the_page() -> None:

@@ -11,7 +11,8 @@ from memfit.jobfiles.edit import with_values
 from memfit.jobfiles.file import read_job
 
 BRACED = (
-    "{base_model: gpt2, adapter: lora, lora_r: 16, lora_target_linear: true, micro_batch_size: 2, sequence_len: 64}\n"
+    "{base_model: gpt2, adapter: lora, lora_r: 16, lora_target_linear: true, micro_batch_size: 2, batch_size: 2, "
+    "sequence_len: 64}\n"
 )
 
 

@@ -202,6 +202,25 @@ def test_a_config_of_accelerate_stands_beside_another_file(tmp_path: Path) -> No
         read_job(arguments, written(tmp_path, LLAMAFACTORY, "other.yaml"))
 
 
+def test_a_section_of_accelerate_is_read_or_left_out_whole(tmp_path: Path) -> None:
+    section = {"fsdp_version": 2, "fsdp_activation_checkpointing": True, "fsdp_offload_params": True}
+    launch = {"distributed_type": "FSDP", "num_processes": 2, "mixed_precision": "bf16", "fsdp_config": section}
+    asked: dict[str, Any] = {"model": "gpt2", "seq_len": 128, "batch_size": 2, "kind": "train"}
+    with pytest.raises(UsageError, match=r"no plan for fsdp_config\.fsdp_offload_params"):
+        read_job(written(tmp_path, launch), **asked)
+    job = read_job(written(tmp_path, launch), without=["fsdp_config.fsdp_offload_params"], **asked)
+    assert (job.workload.parallel, job.workload.grad_checkpointing) == ("fsdp2", True)
+    job = read_job(written(tmp_path, launch), without=["fsdp_config"], parallel="fsdp2", **asked)
+    assert job.left_out == tuple(f"fsdp_config.{key}" for key in sorted(section))
+    assert not job.workload.grad_checkpointing
+
+
+@pytest.mark.parametrize("rows", [1.5, "2.5", "many"])
+def test_rows_that_are_no_whole_number_are_told(rows: object, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"micro_batch_size .* is not a whole number"):
+        read_job(written(tmp_path, {**AXOLOTL, "micro_batch_size": rows}))
+
+
 def test_the_format_can_be_said_and_a_wrong_one_is_told(tmp_path: Path) -> None:
     path = written(tmp_path, LLAMAFACTORY)
     assert read_job(path, format="llamafactory").formats[0].title == "LLaMA-Factory"
@@ -321,3 +340,45 @@ def test_no_file_crashes_the_reading(data: st.DataObject, tmp_path: Path) -> Non
         _ = job.workload
     except MemfitError:
         pass
+
+
+@pytest.mark.parametrize(
+    "keys", [{**LLAMAFACTORY, "model_name_or_path": "evil:make"}, {**AXOLOTL, "base_model": "evil:make"}]
+)
+def test_code_that_a_file_names_as_its_model_is_not_imported(
+    keys: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "evil.py").write_text("from pathlib import Path\nPath('ran').touch()\ndef make(): ...\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UsageError, match="which no job file may run"):
+        read_job(written(tmp_path, keys))
+    assert not Path("ran").exists()
+    assert read_job(written(tmp_path, keys), model="evil:make").settings["model"] == "evil:make"
+
+
+def test_axolotl_wants_two_of_three_batch_keys(tmp_path: Path) -> None:
+    one = {key: value for key, value in AXOLOTL.items() if key != "gradient_accumulation_steps"}
+    with pytest.raises(UsageError, match="memfit has no plan for micro_batch_size"):
+        read_job(written(tmp_path, one))
+    assert read_job(written(tmp_path, {**one, "batch_size": 8})).settings["grad_accum"] == 4
+
+
+def test_torch_compile_of_the_trainer_is_planned_compiled(tmp_path: Path) -> None:
+    assert read_job(written(tmp_path, {**LLAMAFACTORY, "torch_compile": True})).workload.compile is True
+    assert read_job(written(tmp_path, LLAMAFACTORY)).workload.compile is False
+    assert read_job(written(tmp_path, {**LLAMAFACTORY, "torch_compile_backend": "inductor"})).workload.compile is True
+    with pytest.raises(UsageError, match="no plan for torch_compile_backend"):
+        read_job(written(tmp_path, {**LLAMAFACTORY, "torch_compile_backend": "eager"}))
+    with pytest.raises(UsageError, match="no plan for torch_compile"):
+        read_job(written(tmp_path, {**AXOLOTL, "torch_compile": True}))
+
+
+def test_a_word_for_yes_in_a_file_is_told_to_be_text(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="torch_compile 'yes' is text; true or false is wanted"):
+        read_job(written(tmp_path, {**LLAMAFACTORY, "torch_compile": "yes"}))
+
+
+def test_checkpointing_that_is_on_is_not_told_to_be_off_by_default(tmp_path: Path) -> None:
+    job = read_job(written(tmp_path, LLAMAFACTORY))
+    assert job.workload.grad_checkpointing and "gradient_checkpointing" not in job.defaults

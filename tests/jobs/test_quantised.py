@@ -14,10 +14,10 @@ from torch import nn
 
 from memfit.errors import UsageError
 from memfit.jobs.build import prepare_without_memory
-from memfit.jobs.four_bit_kernels import reads_packed
-from memfit.jobs.quantised import EightBitLinear, FourBitLinear, _rounded, loaded_bytes
+from memfit.jobs.quantised import EightBitLinear, FourBitLinear, _natural, _rounded, loaded_bytes
 from memfit.jobs.small_states import KINDS, SmallStates
 from memfit.jobs.workload import Workload
+from memfit.tracing.kernels.four_bit import reads_packed
 from memfit.tracing.tracer import trace
 
 SIZES = (64, 256, 704, 768, 1024, 1536, 2048, 3072, 4096, 8192, 11008, 14336, 18944, 28672)
@@ -71,6 +71,13 @@ def test_an_8_bit_weight_has_the_storage_of_the_package() -> None:
     assert (layer.scales.shape, layer.scales.dtype) == (scales.shape, scales.dtype)
 
 
+def test_an_8_bit_weight_is_loaded_beside_a_copy_in_fp16() -> None:
+    """The checkpoint's own type, here of 4 bytes, is there first; what is kept comes last."""
+    made = trace(lambda tracer: quantised("int8", torch.empty(96, 128, device=tracer.device)))
+    values = 96 * 128
+    assert [size for size in made.requested if size > 512] == [4 * values, 4 * values, 2 * values, values]
+
+
 def test_the_kernel_is_the_one_that_the_package_takes() -> None:
     package = pytest.importorskip("bitsandbytes")
     source = (Path(package.__file__).parent / "backends/cuda/ops.py").read_text()  # needs its CUDA library to be run
@@ -98,6 +105,11 @@ def test_many_rows_and_odd_lengths_need_a_copy_of_the_weight() -> None:
     assert not reads_packed((9, 0), 132, half="bf16", rows=1537, out=64, inner=64)
     assert not reads_packed((9, 0), 132, half="bf16", rows=1, out=64, inner=96)
     assert reads_packed((9, 0), 132, half="bf16", rows=4, out=64, inner=64)
+
+
+def test_weights_are_loaded_in_the_order_of_their_names_with_numbers_as_numbers() -> None:
+    names = [f"model.layers.{block}.{part}.weight" for block in (0, 2, 10) for part in ("mlp", "self_attn")]
+    assert sorted(names, key=_natural) == names
 
 
 def test_transformers_asks_at_once_for_half_a_byte_of_each_packed_weight(tiny: str) -> None:

@@ -82,6 +82,6 @@ def test_whatever_transformers_raises_on_such_values_names_file_and_key(
 
     monkeypatch.setattr(stored, "_fp8", fails)
     work: Any = SimpleNamespace(model="a/model", quant="none", kind="forward")
-    said: Any = SimpleNamespace(method="fp8", kind="fp8")
+    said: Any = SimpleNamespace(method="fp8", kind="fp8", said={})
     with pytest.raises(InputError, match=r"^a/model: its 'quantization_config' cannot be used: '?x"):
         stored.as_stored(nn.Module(), work, said)

@@ -11,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memfit.errors import MemfitError, UnknownName, UsageError
-from memfit.jobs.workload import KINDS, Workload
+from memfit.jobs.settings import KINDS
+from memfit.jobs.together import without_effect
+from memfit.jobs.workload import Workload
 
 FIELDS = [field.name for field in dataclasses.fields(Workload)]
 
@@ -169,18 +171,18 @@ def test_nothing_given_is_nothing_asked() -> None:
 
 def test_how_processes_work_together_may_be_said_of_a_single_one() -> None:
     made = workload(parallel="fsdp2", gradient_as_bucket_view=True)
-    assert list(made.without_effect()) == [
+    assert list(without_effect(made)) == [
         "--parallel fsdp2 has no effect: there is a single process",
         "--gradient-as-bucket-view has no effect: there is a single process",
     ]
-    assert not list(workload(parallel="ddp").without_effect())
+    assert not list(without_effect(workload(parallel="ddp")))
 
 
 def test_a_workload_made_by_hand_knows_what_has_no_effect() -> None:
-    assert list(Workload(kind="train", model="gpt2", rank=64).without_effect()) == [
+    assert list(without_effect(Workload(kind="train", model="gpt2", rank=64))) == [
         "--rank 64 has no effect: it is a setting of lora, not of train"
     ]
-    assert not list(Workload(kind="train", model="gpt2", loop="memfit").without_effect())
+    assert not list(without_effect(Workload(kind="train", model="gpt2", loop="memfit")))
 
 
 def test_settings_beside_a_workload_replace_its_own_and_what_hung_on_them() -> None:
@@ -222,3 +224,10 @@ def test_any_mapping_is_a_workload_or_an_error_in_words(settings: dict[str, Any]
         return
     json.dumps(made.settings(), allow_nan=False)
     assert 1 <= made.batch_size * made.seq_len <= 1 << 32
+
+
+def test_a_norm_to_clip_at_is_a_number() -> None:
+    assert Workload.from_mapping({"kind": "train", "model": "gpt2", "clip_grad": 0.5}).clip_grad is True
+    assert Workload.from_mapping({"kind": "train", "model": "gpt2", "clip_grad": -1}).clip_grad is False
+    with pytest.raises(UsageError, match="clip-grad nan"):
+        Workload.from_mapping({"kind": "train", "model": "gpt2", "clip_grad": float("nan")})

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.quick import examples
 
 from memfit.errors import InputError, MemfitError
 from memfit.models.config_check import MAX_FILE_BYTES, ConfigFamily, check_config, one_line, read_config
@@ -226,10 +227,10 @@ def test_a_cause_inside_transformers_is_told_in_one_line(path: Path) -> None:
 
 
 def test_labels_without_end_are_not_made(path: Path) -> None:
-    began = time.monotonic()
+    began = time.process_time()
     build(path, {**LLAMA, "num_labels": 10**9})
 
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5
 
 
 def test_a_range_open_to_infinity_is_read_but_no_other_infinity(path: Path) -> None:
@@ -336,7 +337,7 @@ def mutated(draw: st.DrawFn) -> dict[str, Any]:
     return config
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(config=mutated())
 def test_a_mutated_config_builds_or_is_refused_in_one_line(tmp_path: Path, config: dict[str, Any]) -> None:
     path = tmp_path / "config.json"
@@ -348,7 +349,7 @@ def test_a_mutated_config_builds_or_is_refused_in_one_line(tmp_path: Path, confi
         assert error.message and "\n" not in error.message
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(content=st.binary(max_size=64) | st.text(max_size=64).map(lambda text: text.encode("utf-8", "surrogatepass")))
 def test_any_bytes_are_an_object_or_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "config.json"

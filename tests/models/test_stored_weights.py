@@ -71,7 +71,7 @@ def test_what_bitsandbytes_has_stored_is_one_of_its_kinds(said: dict[str, Any], 
     ({**GPTQ, "bits": 5}, "5 bits"), ({**GPTQ, "bits": "4"}, "not a number"), ({**AWQ, "version": "gemv"}, "gemv"),
     ({**GPTQ, "dynamic": {"+:.*up_proj": {"bits": 8}}}, "differ from layer to layer"),
     ({**W4A16, "format": "marlin-24"}, "the format"), ({**W4A16, "ignore": "lm_head"}, "not a list of names"),
-    ({"quant_method": "fp8", "weight_block_size": [128]}, "not two sizes"),
+    ({"quant_method": "fp8", "weight_block_size": [128]}, "not two powers of two"),
     ({"quant_method": "torchao", "quant_type": "int4_weight_only"}, "quant_type"),
 ])  # fmt: skip
 def test_what_memfit_does_not_know_is_one_clear_error(said: Any, why: str) -> None:
@@ -128,6 +128,72 @@ def test_a_plan_says_whose_word_the_storage_of_a_variant_is() -> None:
             "is no pattern",
         ),
         ({"quant_method": "gptq", "bits": 4, "dynamic": {"-:([": {}}}, "is no pattern"),
+        *(
+            ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_storage": each}, "_storage' is")
+            for each in (9, "float8", True, [1])
+        ),
+        *(
+            ({"quant_method": "bitsandbytes", "load_in_8bit": True, "llm_int8_threshold": each}, "_threshold' is")
+            for each in (-1, 6, 0.0, -0.5, "6.0", True)
+        ),
+        *(
+            ({"quant_method": method, "bits": 4, "group_size": each}, "'group_size' is")
+            for method, each in (("gptq", 0), ("gptq", 100), ("gptq", -5), ("awq", 0), ("awq", 512), ("awq", "128"))
+        ),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "the format 'marlin'"),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": []}, "the format"),
+        ({"quant_method": "gptq", "bits": 4, "sym": "no"}, "neither true nor false"),
+        ({"quant_method": "gptq", "bits": 4, "damp_percent": 3}, "not between 0 and 1"),
+        ({"quant_method": "gptq", "bits": 4, "modules_in_block_to_quantize": [["q_proj"]]}, "some layers of a block"),
+        ({"quant_method": "mxfp4", "dequantize": "x"}, "neither true nor false"),
+        ({**W4A16, "kv_cache_scheme": {"num_bits": 8}}, "a quantised cache"),
+        ({**W4A16, "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse weights"),
+        ({**W4A16, "quantization_status": 3}, "neither 'compressed' nor 'frozen'"),
+        ({"quant_method": "awq", "backend": 3}, "not a name"),
+        ({"quant_method": "awq", "zero_point": 1}, "neither true nor false"),
+        *(
+            ({"quant_method": "fp8", "weight_block_size": each}, "two powers of two from 16 to 1024")
+            for each in ([10**9, 10**9], [100, 128], [True, 128], 128, [128], [0, 0], ["128", 128])
+        ),
+        (
+            {
+                "quant_method": "torchao",
+                "quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_data": {"group_size": -5}}},
+            },
+            "int8 weights in groups of -5",
+        ),
+        (
+            {
+                "quant_method": "torchao",
+                "quant_type": {
+                    "default": {
+                        "_type": "Int4WeightOnlyConfig",
+                        "_data": {"group_size": 0, "int4_packing_format": "tile_packed_to_4d"},
+                    }
+                },
+            },
+            "in groups of 0",
+        ),
+        *(
+            (
+                {
+                    "quant_method": "compressed-tensors",
+                    "format": "pack-quantized",
+                    "config_groups": {
+                        "group_0": {
+                            "targets": ["Linear"],
+                            "weights": {"strategy": "group", "num_bits": bits, "group_size": group},
+                        }
+                    },
+                },
+                why,
+            )
+            for bits, group, why in (
+                (4, 0, "'group_size' of 'config_groups' is 0"),
+                (-1, 128, "-1 bits"),
+                (7, 128, "7 bits"),
+            )
+        ),
     ],
 )
 def test_what_transformers_would_not_load_is_refused_by_name(said: dict[str, Any], why: str) -> None:

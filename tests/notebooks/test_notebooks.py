@@ -120,16 +120,26 @@ def test_a_cell_is_predicted_without_a_gpu_and_leaves_no_names() -> None:
     assert "made_here" not in shell.user_ns
 
 
+def test_two_dashes_part_flags_from_code_and_may_stand_first() -> None:
+    for line in ("-- x = 'a -- b'; torch.ones(1, device='cuda')", "--predict -- torch.ones(1, device='cuda')"):
+        shell = Shell()
+        shell.user_ns["torch"] = __import__("torch")
+        assert look_at(shell, line, None).to_json()["peak"]["allocated_bytes"] == 512
+
+
 def test_wrong_flags_are_told_and_no_traceback_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     shell = Shell()
     load_ipython_extension(shell)
     for line, words in (
         ("--gpus 24GB", "--gpus: no such flag"),
         ("--gpu nothing", "nothing"),
+        ("--gpu '8GB", "No closing quotation"),
         ("--predict", "no code"),
     ):
         assert shell.magics["memfit"](line, "" if words == "no code" else "1") is None
         assert words in capsys.readouterr().err
+    assert shell.magics["memfit"]("--predict", "x = (") is None
+    assert "the cell is not Python that can be read" in capsys.readouterr().err
 
 
 def test_ipython_loads_it_and_runs_a_line_and_a_cell() -> None:
@@ -138,5 +148,7 @@ def test_ipython_loads_it_and_runs_a_line_and_a_cell() -> None:
     shell.run_line_magic("load_ext", "memfit")
     shell.user_ns["side"] = 256
     line = shell.run_line_magic("memfit", "--gpu 24GB -- x = __import__('torch').ones(side, side, device='cuda')")
+    plain = shell.run_line_magic("memfit", "-- y = __import__('torch').ones(side, side, device='cuda')")
+    assert plain.peak.allocated_bytes == 4 * 256 * 256
     cell = shell.run_cell_magic("memfit", "--predict", CELL)
     assert line.verdict == "safe" and cell.gpu is None and "x" not in shell.user_ns

@@ -51,8 +51,8 @@ def shrunk(family: str, layers: int) -> dict[str, Any]:
 
 
 def layers_of(family: str) -> int:
-    """One unit more than can be told from, or two where units are small; the last of a pattern may be cut short."""
-    return {"gemma2": 11, "gpt_oss": 10, "gemma3_text": 26}.get(family, 6)
+    """One unit more than can be told from; the last of a pattern may be cut short."""
+    return {"gemma2": 9, "gpt_oss": 10, "gemma3_text": 26}.get(family, 5)
 
 
 @dataclass(frozen=True)

@@ -199,6 +199,14 @@ def test_the_card_is_known_by_its_class_alone() -> None:
     assert keys["H200"] == keys["24GiB"] == keys["H100"] != keys["A100 80GB"]
 
 
+def test_the_l2_cache_counts_where_a_compiler_times_kernels() -> None:
+    eager, compiled = (
+        [cache.key_of(job(compile=way), platform_of(find_gpu(name))) for name in ("H200", "H100")]
+        for way in (False, True)
+    )
+    assert eager[0] == eager[1] and compiled[0] != compiled[1]
+
+
 @pytest.mark.parametrize(
     "change", [{"arch": (8, 0)}, {"sm_count": 114}, {"max_threads_per_sm": 1536}, {"torch": (2, 9)}, {"cudnn": 91000}]
 )
@@ -229,9 +237,32 @@ def test_other_versions_are_another_entry(monkeypatch: pytest.MonkeyPatch) -> No
     before = cache.key_of(job(), H200)
     versions = cache.versions()
 
+    assert {"torch", "transformers", "triton"} <= set(versions)
     for package in versions:
         monkeypatch.setattr(cache, "versions", lambda package=package: versions | {package: "0.0.1"})
         assert cache.key_of(job(), H200) != before
+
+
+@pytest.mark.parametrize(
+    "variable", ["TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE", "TORCHINDUCTOR_SHAPE_PADDING", "AOT_PARTITIONER_DEBUG"]
+)
+def test_a_compiled_job_with_other_variables_of_the_compiler_is_another_entry(
+    variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = [cache.key_of(job(compile=compiled), H200) for compiled in (True, False)]
+    monkeypatch.setenv(variable, "1")
+
+    assert cache.key_of(job(compile=True), H200) != before[0]
+    assert cache.key_of(job(), H200) == before[1]
+
+
+def test_a_compiled_job_in_a_process_that_has_set_the_compiler_otherwise_is_not_kept() -> None:
+    from torch._dynamo import config
+
+    with config.patch(suppress_errors=True):
+        assert cache.key_of(job(compile=True), H200) is None
+        assert cache.key_of(job(), H200) is not None
+    assert cache.key_of(job(compile=True), H200) is not None
 
 
 def test_another_content_of_the_config_is_another_entry(tmp_path: Path) -> None:

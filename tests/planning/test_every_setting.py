@@ -12,12 +12,12 @@ from typing import Any, Literal, get_args, get_origin
 import pytest
 
 from memfit.errors import MemfitError
-from memfit.jobs.spellings import setting_types
-from memfit.jobs.workload import KINDS, Workload
+from memfit.jobs.settings import KINDS, kinds_that_read, setting_types
+from memfit.jobs.workload import Workload
 from memfit.planning.predict import Plan, predict
 
 MODEL = {
-    "model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+    "model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096,
 }  # fmt: skip
 SIZES: dict[str, dict[str, Any]] = {
@@ -43,10 +43,12 @@ BESIDE: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder: Path = tmp_path_factory.mktemp("tiny")
-    (folder / "config.json").write_text(json.dumps(MODEL))
-    return str(folder)
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
+    """By the number of their blocks."""
+    folders: dict[int, Path] = {blocks: tmp_path_factory.mktemp("tiny") for blocks in (1, 2)}
+    for blocks, folder in folders.items():
+        (folder / "config.json").write_text(json.dumps({**MODEL, "num_hidden_layers": blocks}))
+    return {blocks: str(folder) for blocks, folder in folders.items()}
 
 
 def values_of(name: str) -> list[Any]:
@@ -66,7 +68,12 @@ def cases() -> Iterator[Any]:
     for kind in KINDS:
         for field in dataclasses.fields(Workload):
             if field.name not in ("kind", "model"):
-                yield pytest.param(kind, field.name, id=f"{kind}-{field.name}")
+                like = {"lora": "train", "generate": "forward"}.get(kind)
+                alike = like in kinds_that_read([field.name])
+                alike |= field.name == "adapter"  # of which there are many: test_loops_as_written.py has some
+                yield pytest.param(
+                    kind, field.name, id=f"{kind}-{field.name}", marks=[pytest.mark.slow] if alike else []
+                )
 
 
 @cache
@@ -90,7 +97,8 @@ def told(plan: Plan) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("kind", "name"), list(cases()))
-def test_a_setting_changes_the_plan_or_is_refused_or_noted(kind: str, name: str, model: str) -> None:
+def test_a_setting_changes_the_plan_or_is_refused_or_noted(kind: str, name: str, models: dict[int, str]) -> None:
+    model = models[2 if name == "compile_blocks" else 1]  # a list of one module is not taken for blocks
     for beside in ({}, BESIDE.get(name, {})):
         base = {"kind": kind, "model": model, **SIZES[kind], **beside}
         before = planned(json.dumps(base))

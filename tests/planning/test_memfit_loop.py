@@ -12,6 +12,7 @@ import pytest
 import torch
 from miniatures import Miniatures, check_extended, rows
 from plans import plan, small_llama
+from support.quick import quick
 from told_points import CORNERS, INSIDE, at, fresh, knowing
 
 from memfit.jobs.build import prepare
@@ -40,11 +41,12 @@ def test_the_probe_is_part_of_what_is_predicted() -> None:
     assert any("probe" in note for note in made.notes)
 
 
-@pytest.mark.parametrize("settings", [LORA, MIXED])
+@pytest.mark.parametrize("settings", [pytest.param(LORA, marks=pytest.mark.slow), MIXED])
 def test_a_few_blocks_and_steps_tell_all_of_them(tmp_path: Path, settings: dict[str, Any]) -> None:
     check_extended(Miniatures(tmp_path).work("llama", loop="memfit", **settings))
 
 
+@pytest.mark.slow  # of other loops: test_families.py
 def test_other_batches_and_lengths_are_told_from_a_few(tmp_path: Path) -> None:
     work = Workload(model=Miniatures(tmp_path).folder("llama", 5), loop="memfit", **{**LORA, "loss": "full"})
     told = knowing(work, CORNERS + INSIDE).told(at(work, (7, 333)))
@@ -52,7 +54,7 @@ def test_other_batches_and_lengths_are_told_from_a_few(tmp_path: Path) -> None:
     assert rows(told.trace) == rows(fresh(at(work, (7, 333))))
 
 
-@pytest.mark.parametrize("settings", [LORA, MIXED])
+@pytest.mark.parametrize("settings", [pytest.param(LORA, marks=pytest.mark.slow), MIXED])
 def test_more_micro_steps_than_three_take_no_more_memory(settings: dict[str, Any]) -> None:
     few, many = (plan(**{**settings, "loop": "memfit", "grad_accum": count}) for count in (MICRO_STEPS, 7))
     assert few.peak == many.peak
@@ -110,8 +112,9 @@ NOT_TO_THE_BYTE = {"f04": 2e-4, "f15": 2e-7}
 f15, of FSDP2: one block of 512 bytes."""
 
 
-@pytest.mark.parametrize("run", QUICK, ids=lambda run: run["id"])
-def test_what_an_h200_measured_is_what_is_predicted(run: dict[str, Any]) -> None:
+@pytest.mark.parametrize("name", quick(("f03", "f04", "f06", "f15"), [run["id"] for run in QUICK]))
+def test_what_an_h200_measured_is_what_is_predicted(name: str) -> None:
+    run = next(run for run in QUICK if run["id"] == name)
     settings = {name: value for name, value in run.items() if name in Workload.__dataclass_fields__}
     peak = predict(Workload.from_mapping(settings), gpu="H200").peak
     assert peak.reserved_bytes == run["peak_reserved"]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 from miniatures import Miniatures, check_extended
+from support.quick import quick
 
 from memfit.events import Action, Trace
 from memfit.jobs.build import prepare_without_memory
@@ -55,12 +55,15 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+ALSO = ("lora, selective", "train, optimizer", "memfit")
+
+
+@pytest.mark.parametrize("kind", quick(ALSO, KINDS))
 def test_blocks_whose_memory_lies_on_the_host_repeat(small: Miniatures, kind: str) -> None:
     check_extended(small.work("llama", **KINDS[kind]))
 
 
-@pytest.mark.parametrize("family", ["gpt2", "gemma2", "qwen3_moe"])
+@pytest.mark.parametrize("family", quick(["gpt2"], ["gpt2", "gemma2", "qwen3_moe"]))
 def test_so_do_those_of_other_families(small: Miniatures, family: str) -> None:
     check_extended(small.work(family, **KINDS["lora, all on the host"]))
 
@@ -127,12 +130,10 @@ def test_host_memory_is_that_of_all_blocks_though_few_were_traced(small: Miniatu
     }  # fmt: skip
 
 
-def test_host_memory_of_another_batch_is_told_without_a_trace(small: Miniatures, tmp_path: Path) -> None:
+@pytest.mark.parametrize("rows", [1, 3])
+def test_host_memory_grows_with_the_batch(small: Miniatures, rows: int) -> None:
     folder = small.folder("llama", BLOCKS, **LLAMA)
-    plans = [
-        predict(kind="lora", model=folder, batch_size=rows, seq_len=64, grad_checkpointing=True,
-                offload=("activations",))
-        for rows in (1, 2, 3, 4, 6, 8)
-    ]  # fmt: skip
-    for rows, told in zip((1, 2, 3, 4, 6, 8), plans, strict=True):
-        assert told.trace.facts["host"] == {"activations": BLOCKS * rows * 64 * HIDDEN * 2}
+    told = predict(
+        kind="train", model=folder, batch_size=rows, seq_len=64, grad_checkpointing=True, offload=("activations",)
+    )
+    assert told.trace.facts["host"] == {"activations": BLOCKS * rows * 64 * HIDDEN * 2}

@@ -14,6 +14,8 @@ from memfit.models.presets import GSA_SIZES
 from memfit.planning.predict import Plan, predict
 from memfit.units import GiB
 
+pytestmark = pytest.mark.usefixtures("shared_traces")
+
 SAFE: dict[str, Any] = {
     "kind": "train", "precision": "amp-bf16", "grad_checkpointing": True, "batch_size": 2, "seq_len": 1024,
     "grad_accum": 2,

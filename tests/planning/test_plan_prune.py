@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from plans import document
+from support.quick import quick
 
 from memfit.errors import InputError, UsageError
 from memfit.jobs.workload import Workload
@@ -46,7 +47,10 @@ def planned(model: str, **settings: Any) -> Plan:
     return predict(kind="prune", model=model, trace_cache=False, **settings)
 
 
-@pytest.mark.parametrize(("model", "settings", "measured"), MEASURED)
+@pytest.mark.parametrize(
+    ("model", "settings", "measured"),
+    [case if case[0] == "llama-3.2-1b" else pytest.param(*case, marks=pytest.mark.slow) for case in MEASURED],
+)
 def test_the_peak_is_the_one_that_was_measured(model: str, settings: dict[str, Any], measured: int) -> None:
     made = planned(model, precision="fp16", gpu="H200", **settings)
     assert made.peak.allocated_bytes == pytest.approx(measured, rel=1e-4)
@@ -63,7 +67,7 @@ def peaks(model: str, *, blocks: bool, few: int | None, **settings: Any) -> tupl
     return timeline.peak_allocated, timeline.peak_reserved
 
 
-@pytest.mark.parametrize("method", ["wanda", "sparsegpt", "magnitude"])
+@pytest.mark.parametrize("method", quick(["sparsegpt"], ["wanda", "sparsegpt", "magnitude"]))
 def test_few_blocks_and_micro_batches_tell_all(method: str, tmp_path: Path) -> None:
     model = folder(tmp_path)
     settings = {"method": method, "nsamples": 1000, "max_gpu_memory": GiB}
@@ -74,7 +78,7 @@ def test_a_pattern_of_blocks_is_told_by_its_period(tmp_path: Path) -> None:
     model = folder(tmp_path, GEMMA)
     made = planned(model, seq_len=64)
     assert made.how.blocks == (20, 26)
-    assert peaks(model, blocks=True, few=4) == peaks(model, blocks=False, few=None)
+    assert (made.peak.allocated_bytes, made.peak.reserved_bytes) == peaks(model, blocks=False, few=None)
 
 
 def test_a_last_micro_batch_that_is_smaller_is_looked_at_too(tmp_path: Path) -> None:

@@ -39,3 +39,9 @@ def test_settings_of_4_bit_weights_leave_a_stored_checkpoint_as_it_is(tmp_path: 
         assert "a checkpoint that is stored so says it in its config.json" in each
     (said,) = refusals([job | {"double_quant": "yes"}])
     assert said.endswith("is true or false, not 'yes'")
+
+
+def test_a_word_where_yes_or_no_is_wanted_is_told_with_a_next_step() -> None:
+    (refusal,) = predict_many([{"kind": "train", "model": "gpt2", "compile": "max-autotune"}])
+    assert isinstance(refusal, Refusal)
+    assert refusal.hint == "write true or false without quotes, or leave it out"

@@ -64,12 +64,12 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 EVERY_KIND = ("checkpointed", "amp", "lora", "trainer", "generate")
 SAMPLES = [
-    ("llama", "lora amp trainer"), ("llama", "padded"), ("llama", "static cache"), ("llama", "adafactor"),
-    ("llama", "static cache of beams"), ("llama", "odd beams"),
-    ("gpt2", "single"), ("gpt2", "beam"), ("qwen2", "batch of 1"), ("qwen3", "fused"),
-    ("mistral", "amp forward"), ("gemma2", "generate"), ("phi", "amp fp16"), ("gpt_neox", "eager"),
+    ("llama", "padded"), ("llama", "adafactor"), ("llama", "static cache of beams"), ("gpt2", "single"),
+    ("mistral", "amp forward"), ("gpt_neox", "eager"),
 ]  # fmt: skip
 MORE_SAMPLES = [
+    ("llama", "lora amp trainer"), ("llama", "static cache"), ("llama", "odd beams"), ("gpt2", "beam"),
+    ("qwen2", "batch of 1"), ("qwen3", "fused"), ("gemma2", "generate"), ("phi", "amp fp16"),
     ("qwen3_moe", "generate"), ("mistral", "generate"), ("mixtral", "fused"), ("gemma2", "amp"), ("phi3", "trainer"),
     ("opt", "amp checkpointed"), ("deepseek_v2", "generate"),
 ]  # fmt: skip
@@ -80,7 +80,7 @@ def test_a_forward_pass_of_every_family_repeats(small: Miniatures, family: str) 
     check_extended(small.work(family, kind="forward"))
 
 
-@pytest.mark.parametrize("family", quick(("basics", "deepseek_v2", "gpt2", "qwen3", "qwen3_moe"), FAMILIES))
+@pytest.mark.parametrize("family", quick(("basics", "gpt2", "qwen3_moe"), FAMILIES))
 def test_training_of_every_family_repeats(small: Miniatures, family: str) -> None:
     check_extended(small.work(family, kind="train"))
 
@@ -184,14 +184,14 @@ def test_blocks_that_are_not_alike_are_all_traced_and_the_plan_says_so(small: Mi
 
 
 STABLELM: dict[str, Any] = {
-    "model_type": "stablelm", "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6,
+    "model_type": "stablelm", "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 5,
     "num_attention_heads": 8, "num_key_value_heads": 8, "max_position_embeddings": 64, "qk_layernorm": True,
     "bos_token_id": 0, "eos_token_id": 1,
 }  # fmt: skip
 
 
 TWO_LISTS: dict[str, Any] = {
-    "model_type": "hrm_text", "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6,
+    "model_type": "hrm_text", "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 5,
     "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16, "bos_token_id": 0, "eos_token_id": 1,
 }  # fmt: skip
 
@@ -220,7 +220,7 @@ RECURRENT: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("family", RECURRENT)
 def test_a_config_that_derives_the_kinds_of_its_blocks_is_shortened(tmp_path: Path, family: str, kind: Any) -> None:
     pytest.importorskip(f"transformers.models.{family}")
-    shared = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 6, "bos_token_id": 0, "eos_token_id": 1}
+    shared = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 5, "bos_token_id": 0, "eos_token_id": 1}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": family, **shared, **RECURRENT[family]}))
     check_extended(Workload(kind=kind, model=str(tmp_path), batch_size=2, seq_len=24, attention="eager"))
 
@@ -243,7 +243,7 @@ def an_odd_block(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("an_odd_block")
 def test_blocks_that_only_look_alike_are_all_traced_and_the_plan_says_so(small: Miniatures) -> None:
     made, _ = check(small.work("llama", kind="train"))
-    assert any(note.startswith("all 6 blocks were traced one by one: inner units") for note in made.notes)
+    assert any(note.startswith("all 5 blocks were traced one by one: inner units") for note in made.notes)
 
 
 @pytest.mark.usefixtures("an_odd_block")

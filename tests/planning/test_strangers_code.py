@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 import sys
 import threading
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import torch
 from plans import small_llama
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import memfit
 from memfit.errors import TraceError
@@ -206,10 +208,11 @@ def test_a_number_that_nobody_knows_can_be_printed_and_reckoned_with() -> None:
         loss = unknown_loss()
         total = 0.0 + loss.item()
         said.append(f"{loss:.3f}|{loss.item():8.4f}|{math.exp(loss.item())}|{total / 2:.1f}|{round(total, 2)}|{-total}")
+        said[0] = f"{said[0]}|{round(total)}|{math.ceil(total)}"
         said.append([loss.item(), (loss > 0).long().item(), loss.tolist(), math.isnan(loss.item())])
 
     plan = memfit.trace(step)
-    assert said[0] == "?|       ?|?|?|?|?"
+    assert said[0] == "?|       ?|?|?|?|?|?|?"
     assert str(said[1]) == "[?, ?, ?, False]"
     assert any("numpy takes them for NaN" in note for note in plan.notes)
     assert "losses, norms and gradients are finite wherever the code looks" in plan.notes
@@ -246,6 +249,18 @@ def test_a_decision_by_an_unknown_number_is_what_memfit_lacks_and_not_the_job_s_
         memfit.trace(ask)
     assert "the job itself fails" not in str(caught.value)
     assert 'answers={("test_strangers_code.py", ' in str(caught.value.hint)
+
+
+def test_right_answers_are_counted_and_that_is_said() -> None:
+    seen: list[int] = []
+
+    def step() -> None:
+        num_correct = 0
+        for label in range(3):
+            num_correct += int(torch.randn(4, device="cuda").argmin().item() == label)
+        seen.append(num_correct)
+
+    assert "answers whose right ones are counted are right" in memfit.trace(step).notes and seen == [3]
 
 
 def test_the_best_so_far_is_answered_and_said() -> None:
@@ -468,6 +483,43 @@ def test_code_that_exits_does_not_end_the_caller() -> None:
         memfit.trace(lambda: sys.exit(3))
 
 
+def test_reentrant_checkpoints_have_a_backward_pass_inside_the_backward_pass() -> None:
+    def run(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(torch.tanh(x @ weight) @ weight)
+
+    def step() -> None:
+        weight = torch.randn(64, 64, device="cuda", requires_grad=True)
+        x = torch.randn(128, 64, device="cuda", requires_grad=True)
+        for _ in range(3):
+            x = checkpoint(run, x, weight, use_reentrant=True)
+        x.sum().backward()
+
+    marks = [mark.phase for mark in memfit.trace(step).trace.marks]
+    assert marks == ["data", "backward", "data"]
+
+
+def test_a_trace_that_somebody_else_begins_meanwhile_waits_for_the_first() -> None:
+    runs, other_waits, plans = threading.Event(), threading.Event(), []
+
+    def first() -> None:
+        kept = torch.zeros(1000, device="cuda")
+        runs.set()
+        other_waits.wait(20)
+        del kept
+
+    threads = [
+        threading.Thread(target=lambda: plans.append(memfit.trace(first))),
+        threading.Thread(target=lambda: plans.append(memfit.trace(lambda: torch.zeros(2000, device="cuda")))),
+    ]
+    threads[0].start()
+    runs.wait(20)
+    threads[1].start()
+    other_waits.set()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(list(plan.trace.requested) for plan in plans) == [[4000], [8000]]
+
+
 def test_a_thread_that_goes_on_after_the_code_is_refused() -> None:
     wait = threading.Event()
 
@@ -536,9 +588,23 @@ def test_what_is_saved_into_memory_is_loaded_back() -> None:
     assert memfit.trace(save_and_load).peak.allocated_bytes == 2 * 4 * 1024**2
 
 
-def test_values_that_came_to_the_host_unknown_are_no_array() -> None:
-    with pytest.raises(TraceError, match="for all its values"):
-        memfit.trace(lambda: torch.randn(100, 100, device="cuda").cpu().numpy())
+def test_numbers_that_numpy_is_given_unknown_are_nan_and_that_is_said() -> None:
+    seen: list[Any] = []
+    plan = memfit.trace(lambda: seen.append(torch.randn(100, 100, device="cuda").cpu().numpy()))
+    assert seen[0].shape == (100, 100) and seen[0].dtype == "float32" and (seen[0] != seen[0]).all()
+    (said,) = (note for note in plan.notes if "numpy is given" in note)
+    assert said.startswith("not modelled:") and said.split(": ", 1)[1] in " ".join(str(plan).split("\n\n")[0].split())
+    with pytest.raises(TraceError, match="requires grad"):
+        memfit.trace(lambda: torch.randn(2, device="cuda", requires_grad=True).cpu().numpy())
+
+
+def test_whole_numbers_that_nobody_knows_are_no_array_and_no_list() -> None:
+    for take in (lambda t: t.cpu().numpy(), lambda t: t.tolist()):
+        with pytest.raises(TraceError, match="for all its values") as told:
+            memfit.trace(lambda take=take: take(torch.randn(100, 100, device="cuda").argmax(-1)))
+        assert "--answer test_strangers_code.py:" in str(told.value.hint) and "=0 of plan script" in str(
+            told.value.hint
+        )
 
 
 def test_that_cudnn_tries_its_kernels_is_said_beside_the_verdict() -> None:
@@ -551,3 +617,128 @@ def test_that_cudnn_tries_its_kernels_is_said_beside_the_verdict() -> None:
 
     assert any("cudnn.benchmark" in note and note.startswith("not modelled:") for note in convolve(True).notes)
     assert not any("cudnn.benchmark" in note for note in convolve(False).notes)
+
+
+def test_a_table_from_the_host_is_known_where_one_of_its_numbers_is_asked_for() -> None:
+    angles = torch.outer(torch.arange(2048).float(), torch.rand(64) + 1).cos()
+    seen: list[Any] = []
+
+    def step() -> None:
+        there = angles.to("cuda")
+        seen.extend([bool(there[0, 0] == 1), bool(there.isnan().any())])
+        there.copy_(torch.zeros_like(angles))
+        seen.append(bool(there[0, 0] == 1))
+        there.mul_(torch.rand(2048, 64, device="cuda"))
+        seen.append(there[0, 0].item())
+
+    memfit.trace(step)
+    assert seen[:3] == [True, False, False] and str(seen[3]) == "?"
+
+
+def test_a_mask_of_fractions_selects_as_the_one_that_it_was_made_of() -> None:
+    labels = torch.where(torch.arange(12_000) % 3 == 0, -100, 7).view(3, 4_000)
+    seen: list[int] = []
+
+    def step() -> None:
+        mask = (labels.cuda() != -100).float()
+        seen.append(len(torch.randn(12_000, 16, device="cuda")[mask.view(-1) == 1]))
+
+    memfit.trace(step)
+    assert seen == [8_000]
+
+
+def test_weights_are_not_kept_on_the_host_for_their_values() -> None:
+    seen: list[Any] = []
+    memfit.trace(lambda: seen.append(torch.nn.Linear(100, 100).cuda().weight[0, 0].item()))
+    assert str(seen[0]) == "?"
+
+
+class Experts(torch.nn.Module):
+    """Written by hand, as many are: which rows an expert gets follows from what the router chooses."""
+
+    def __init__(self, count: int, width: int) -> None:
+        super().__init__()
+        self.router = torch.nn.Linear(width, count)
+        self.experts = torch.nn.ModuleList(torch.nn.Linear(width, width) for _ in range(count))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen = self.router(x).topk(2, dim=-1).indices
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            mask = (chosen == number).any(-1)
+            if mask.any():
+                out[mask] += expert(x[mask])
+        return out
+
+
+def test_choices_that_a_person_calls_even_tell_the_sizes_that_follow_from_them() -> None:
+    rows: list[int] = []
+
+    def step() -> None:
+        layer = Experts(count=8, width=64).cuda()
+        for expert in layer.experts:
+            expert.register_forward_hook(lambda _, given, out: rows.append(len(out)))
+        layer(torch.randn(400, 64, device="cuda")).sum().backward()
+
+    with pytest.raises(TraceError, match=r"bool tensor for its value.*") as refused:
+        memfit.trace(step)
+    assert re.search(r"test_strangers_code.py:\d+ chooses, such as experts: --answer .*=even", str(refused.value.hint))
+    rows.clear()
+    plan = memfit.trace(step, answers={("test_strangers_code.py", "forward"): "even"})
+    assert rows == [100] * 8
+    assert any("chooses is spread evenly, as answered" in note for note in plan.notes)
+
+
+@pytest.mark.parametrize(
+    ("choose", "shape"),
+    [
+        (lambda x: x.topk(3, dim=0).indices, (3, 40)),
+        (lambda x: x.argmax(-1), (24,)),
+        (lambda x: x.argmax(), ()),
+        (lambda x: x.max(dim=0, keepdim=True).indices, (1, 40)),
+        (lambda x: x.topk(2).indices, (24, 2)),
+    ],
+)
+def test_an_even_choice_is_one_that_could_be_made(
+    choose: Callable[[torch.Tensor], torch.Tensor], shape: tuple[int, ...]
+) -> None:
+    seen: list[torch.Tensor] = []
+
+    def choosing() -> None:
+        seen.append(choose(torch.randn(24, 40, device="cuda")).cpu())
+
+    memfit.trace(choosing, answers={("test_strangers_code.py", "<lambda>"): "even"})
+    (chosen,) = seen
+    counts = chosen.flatten().bincount()
+    assert chosen.shape == shape and counts.max() - counts.min() <= 1
+    if shape == (3, 40):
+        assert all(len(set(column.tolist())) == 3 for column in chosen.T), "three different ones in each column"
+
+
+def test_a_time_that_nobody_knows_is_above_zero_and_no_more_is_known_of_it() -> None:
+    seen: list[Any] = []
+
+    def step() -> None:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        seconds = start.elapsed_time(end) / 1000
+        total = 0.0 + seconds
+        seen.append((bool(total > 0), total <= 0, total == 0, 5 / total > 0, bool(total), f"{total:.2f}"))
+        if total - seconds > 0:
+            seen.append("a difference is known")
+
+    with pytest.raises(TraceError, match="decides by a number that is not known"):
+        memfit.trace(step)
+    assert seen == [(True, False, False, True, True, "?")]
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_an_embedding_gets_rows_for_new_words_wherever_it_lies(device: str) -> None:
+    def step() -> None:
+        model = language_model().to(device)
+        before = model.get_input_embeddings().num_embeddings
+        model.resize_token_embeddings(before + 1)
+        ids = torch.full((1, 4), before, device="cuda")
+        model.cuda()(input_ids=ids, labels=ids).loss.backward()
+
+    plan = memfit.trace(step)
+    assert any("new rows of an embedding" in note for note in plan.notes) == (device == "cuda")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.warm_python import warm_python
 
 from memfit.versions import TESTED, outside_tested, release_of, versions
 
@@ -84,10 +83,8 @@ def with_peft_from_the_future(code: str, tmp_path: Path) -> Any:
     info = tmp_path / "peft-9.1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: peft\nVersion: 9.1.0\n")
-    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=True
-    )
+    first = f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\n"
+    done = subprocess.run([warm_python(), "-c", first + code], capture_output=True, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 

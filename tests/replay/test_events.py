@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from memfit.errors import InputError
 from memfit.events import Action, Mark, Trace
 
-FUZZ = settings(max_examples=150, deadline=5000, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FUZZ = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def example() -> Trace:
@@ -130,10 +130,10 @@ def test_any_trace_survives_the_disk(path: Path, calls: list[tuple[str, int, str
 
 
 def refusal(path: Path) -> str:
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(InputError) as caught:
         Trace.load(path)
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
     return caught.value.message
 
 

@@ -7,9 +7,10 @@ from test_allocator import allocator, give, log, take
 
 from memfit.events import Action, Trace
 from memfit.replay.alloc_config import AllocatorConfig
+from memfit.replay.allocator import CachingAllocator
 from memfit.replay.blocks import BlockRecord, SegmentRecord
 from memfit.replay.driver import Ranges
-from memfit.replay.replay import Replays, replay
+from memfit.replay.replay import Player, Replays, replay
 from memfit.units import MiB
 
 
@@ -134,6 +135,20 @@ def test_a_twin_is_in_the_same_state_and_goes_its_own_way() -> None:
     assert subject.layout() == before
     subject.empty_cache()
     assert subject.stats == other.stats
+
+
+def test_who_goes_on_from_the_middle_lets_go_of_what_waited_there() -> None:
+    """A request to free that another stream has yet to let through is between the two halves."""
+    trace = made(("kept", 12), ("waits", 30, 1))
+    trace.free_requested(1)
+    trace.free_completed(1)
+    first = Player(trace, CachingAllocator(AllocatorConfig.parse("")))
+    assert first.play(until=3) is None
+    assert first.allocator.stats.active == 42 * MiB
+    second = first.twin(100 * MiB)
+    for player in (second, first):
+        assert player.play() is None
+        assert player.allocator.stats.active == 12 * MiB
 
 
 def test_expandable_ranges_that_touch_are_one_from_either_side() -> None:

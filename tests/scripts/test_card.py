@@ -134,9 +134,13 @@ def test_processes_that_a_program_spawns_are_shown_by_the_first(write, world: st
         ("import os\nos._exit(3)\n", r"train.py:2, in <module>: the code ends the whole process"),
     ],
 )  # fmt: skip
-def test_what_memfit_does_not_cover_is_one_clear_message_and_leaves_nothing(write, text, said, capfd) -> None:  # type: ignore[no-untyped-def]
+def test_what_memfit_does_not_cover_is_one_clear_message_and_leaves_nothing(  # type: ignore[no-untyped-def]
+    write, text, said, capfd, tmp_path, monkeypatch
+) -> None:
     import torch
 
+    (own := tmp_path / "temporary").mkdir()  # other tests leave and sweep folders of theirs in the usual one
+    monkeypatch.setattr(tempfile, "tempdir", str(own))
     name = write(text)
     with pytest.raises(MemfitError):
         memfit.trace_script(name)  # what is imported for the first time sets variables of its own

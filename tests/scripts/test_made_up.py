@@ -77,3 +77,21 @@ def test_data_sets_are_made_up_where_that_is_asked_for(tmp_path: Path) -> None:
     assert any("imdb: a made-up data set with the columns text, label" in note for note in plan.notes)
     with pytest.raises(MemfitError, match=r"train.py:4: the code loads something from the Hub"):
         memfit.trace_script("train.py")
+
+
+METRIC = """
+import torch, evaluate
+metric = evaluate.load("glue", "mrpc")
+metric.add_batch(predictions=torch.randn(4, 2, device="cuda").argmax(-1), references=torch.zeros(4))
+print("scores", metric.compute())
+"""
+
+
+def test_a_metric_that_is_not_here_has_scores_that_nobody_knows(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "evaluate.py").write_text("def load(*_): raise FileNotFoundError('not on the Hub')")
+    (tmp_path / "train.py").write_text(METRIC)
+    plan = memfit.trace_script("train.py", synthetic_data=True)
+    assert "'accuracy': ?" in capfd.readouterr().err
+    assert any("glue: a metric that is not here" in note for note in plan.notes)

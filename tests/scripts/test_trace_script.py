@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,7 +12,8 @@ import pytest
 
 import memfit
 from memfit.cli.main import main
-from memfit.errors import MemfitError
+from memfit.environment import CUDA_VARIABLE as ALLOCATOR
+from memfit.errors import MemfitError, TraceError, UsageError
 
 HEAD = """
 import argparse, math, os, sys
@@ -128,6 +130,53 @@ def test_afterwards_everything_is_as_it_was(write, tmp_path: Path) -> None:  # t
     memfit.trace_script(write("import helper_of_mine\nos.environ['MINE'] = '1'\nos.chdir('/')\n" + LOOP))
     assert (sys.argv, sys.path, dict(os.environ), os.getcwd()) == before
     assert "helper_of_mine" not in sys.modules
+
+
+def test_variables_before_a_command_are_there_before_torch_is_imported(write) -> None:  # type: ignore[no-untyped-def]
+    given = {"TORCH_COMPILE_DISABLE": "1", "TORCHINDUCTOR_SHAPE_PADDING": "0", ALLOCATOR: "expandable_segments:True"}
+    write("import torch._inductor.config\nassert not torch._inductor.config.shape_padding\n"
+          "torch.compile(torch.sin)(torch.ones(1024, device='cuda'))\n")  # fmt: skip
+    words = [sys.executable, "-m", "memfit", "plan", "script", "--json", "--"]
+    words += [*(f"{name}={value}" for name, value in given.items()), "python", "train.py"]
+    made = subprocess.run(words, capture_output=True, text=True, timeout=200)
+    assert made.returncode == 0, made.stderr
+    plan = json.loads(made.stdout)
+    assert any(note.startswith("torch.compile was asked for, and compiled nothing") for note in plan["notes"])
+    assert plan["workload"]["alloc_conf"] == "expandable_segments:True"
+
+
+def test_the_allocator_of_a_script_is_set_by_its_variable_and_by_what_is_asked_for_before(write, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    path = write(LOOP)
+
+    def settings(command: str, **asked: str) -> object:
+        return memfit.trace_script(command, **asked).workload["alloc_conf"]  # type: ignore[arg-type]
+
+    monkeypatch.setenv(ALLOCATOR, "max_split_size_mb:64")
+    assert settings(path) == "max_split_size_mb:64"
+    assert settings(f"{ALLOCATOR}=expandable_segments:True python {path}") == "expandable_segments:True"
+    assert settings(path, alloc_conf="max_split_size_mb:128") == "max_split_size_mb:128"
+
+
+def test_a_script_that_sets_the_allocator_itself_is_told_of_it(write) -> None:  # type: ignore[no-untyped-def]
+    plan = memfit.trace_script(write(f"os.environ['{ALLOCATOR}'] = 'expandable_segments:True'\n" + LOOP))
+    assert any(note.startswith(f"the script itself sets {ALLOCATOR}=expandable") for note in plan.notes)
+    assert ALLOCATOR not in os.environ
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch's compiler, when it is imported
+def test_a_script_that_sets_the_compiler_itself_is_refused_where_it_compiles(write) -> None:  # type: ignore[no-untyped-def]
+    sets = "os.environ['TORCH_COMPILE_DISABLE'] = '1'\nos.environ['TORCHINDUCTOR_CACHE_DIR'] = '/tmp/x'\n"
+    memfit.trace_script(write(sets + LOOP))
+    with pytest.raises(TraceError, match="the script itself sets TORCH_COMPILE_DISABLE=1") as refusal:
+        memfit.trace_script(write(sets + "torch.compile(torch.sin)(torch.ones(1024, device='cuda'))\n" + LOOP))
+    assert "TORCH_COMPILE_DISABLE=1 python" in str(refusal.value.hint)
+
+
+@pytest.mark.parametrize("variable", ["TORCH_COMPILE_DISABLE=1", f"{ALLOCATOR}=expandable_segments=True"])
+def test_a_variable_that_comes_too_late_or_that_torch_dies_of_is_told(write, variable: str) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(UsageError) as refusal:
+        memfit.trace_script(f"{variable} python {write(LOOP)}")
+    assert f"export {variable.partition('=')[0]}=" in str(refusal.value.hint)
 
 
 @pytest.mark.parametrize(

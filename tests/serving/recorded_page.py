@@ -10,9 +10,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import uvicorn
 from playwright.sync_api import Browser, Page
+from support.warm_python import warm_python
 
 from memfit.serving.app import make_app
 from memfit.serving.settings import ServeSettings
@@ -27,14 +29,15 @@ def served(folder: Path) -> Iterator[str]:
     settings = ServeSettings(dir=folder, port=0, token="t")
     server = uvicorn.Server(uvicorn.Config(make_app(settings), port=0, log_level="error", timeout_graceful_shutdown=1))
     thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    try:
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/"
-    finally:
-        server.should_exit = True
-        thread.join(20)
+    with mock.patch("sys.executable", warm_python()):  # of the processes that it starts
+        thread.start()
+        while not server.started:
+            time.sleep(0.01)
+        try:
+            yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/"
+        finally:
+            server.should_exit = True
+            thread.join(20)
 
 
 @dataclass

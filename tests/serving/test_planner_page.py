@@ -21,7 +21,8 @@ from recorded_page import CHROMIUM, Looked, look, served
 
 from memfit.fitting.levers import levers_for
 from memfit.jobs.setting_help import settings_of
-from memfit.jobs.workload import KINDS, Workload
+from memfit.jobs.settings import KINDS
+from memfit.jobs.workload import Workload
 from memfit.planning.predict import predict
 
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium: apt-get install chromium")
@@ -278,8 +279,21 @@ def test_what_is_wrong_is_said_and_the_old_picture_stays(planner: Looked) -> Non
     page.press("input[aria-label='length, exactly']", "Enter")
     page.wait_for_selector(".results .message.bad", timeout=SLOW)
     assert "more than the 1024 positions that gpt2 has" in page.inner_text(".results .message.bad")
+    page.fill("input[aria-label='length, exactly']", "-5")
+    page.press("input[aria-label='length, exactly']", "Enter")
+    assert page.input_value("input[aria-label='length, exactly']") == "2048", (
+        "what no job can have is not left standing"
+    )
     assert page.query_selector("#verdict-line") is not None
     planner.complaints.clear()  # the browser itself reports an answer that is no 200
+
+
+@needs_browser
+@pytest.mark.parametrize("word", ["__proto__", "constructor"])
+def test_an_address_with_names_of_the_language_is_no_harm(planner: Looked, word: str) -> None:
+    planner.view(f"planner?kind={word}&{word}=1&model=gpt2&seq_len=512&gpu={CARD}")
+    planner.page.wait_for_selector("#verdict", timeout=SLOW)
+    assert planner.page.get_attribute(".job .segments input:checked", "value") == "lora"
 
 
 @needs_browser
@@ -339,6 +353,16 @@ def test_a_pasted_message_is_explained(browser: Browser, address: str) -> None:
     assert "1.16 GiB" in looked.page.inner_text("#answer")
     assert "23.52 GiB, added up" in looked.page.inner_text("#account")
     assert looked.page.title() == "Explain · memfit" and looked.complaints == []
+    looked.page.click(".ask summary")
+    looked.page.get_by_role("combobox", name="model").fill("gpt2")
+    looked.page.keyboard.press("Enter")
+    for label, number in (("batch", "32"), ("length", "512")):
+        looked.page.get_by_label(label, exact=True).fill(number)
+    looked.page.click(".segments >> text=train")
+    looked.page.click("#explain")
+    looked.page.click("#fixes summary >> nth=0", timeout=SLOW)
+    first = looked.page.inner_text("#fixes tbody tr >> nth=0")
+    assert "per_device_train_batch_size=" in first and "plan it" in first and "fits" in first
     looked.page.close()
 
 

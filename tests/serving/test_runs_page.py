@@ -109,6 +109,7 @@ def test_two_runs_stand_side_by_side(looked: Looked) -> None:
     looked.view("runs")
     for name in ("first", "second"):
         looked.page.get_by_label(f"Show {name}", exact=True).check()
+        looked.page.wait_for_function(f"document.activeElement.getAttribute('aria-label') === 'Show {name}'")
         looked.page.get_by_role("heading", name=name).wait_for()
 
     assert looked.page.locator("#run-loss svg path").count() == 2

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -13,7 +16,7 @@ pytest.importorskip("fastapi", reason="memfit[web] is not installed")
 import httpx
 from recorded_page import served
 
-from memfit.serving.security import MOST_OTHERWISE, OutsidePath, inside, is_this_machine
+from memfit.serving.security import MOST_OTHERWISE, Guard, OutsidePath, inside, is_this_machine
 
 WITH_TOKEN = {"authorization": "Bearer t"}
 JOB = {"job": {"kind": "train", "model": "gpt2"}}
@@ -84,6 +87,24 @@ def test_the_page_has_nothing_inline_and_names_no_other_host(client: httpx.Clien
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:8642", "127.0.0.1.evil.example", "192.168.0.7", ""])
 def test_a_name_that_somebody_lets_point_here_is_refused(client: httpx.Client, host: str) -> None:
     assert client.get("/api/planner", headers={"host": host}).status_code == 421
+
+
+@pytest.mark.parametrize("second", [b"evil.example", b"127.0.0.1"])
+def test_two_names_of_a_host_are_none(second: bytes) -> None:
+    """Who reads the first and who reads the last would not agree. Not every server refuses it before this."""
+    headers = [(b"host", b"127.0.0.1"), (b"authorization", b"Bearer t"), (b"host", second)]
+    scope: Any = {"type": "http", "method": "GET", "path": "/api/models", "query_string": b"", "headers": headers}
+    sent: list[Any] = []
+
+    async def ask() -> None:
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        app: Any = None
+        await Guard(app, token="t", port=1)(scope, app, send)
+
+    asyncio.run(ask())
+    assert sent[0]["status"] == 421
 
 
 def test_a_forwarded_port_is_answered(client: httpx.Client) -> None:
@@ -193,3 +214,26 @@ def test_a_name_leads_into_the_folder_or_nowhere(tmp_path: Path) -> None:
     for name in ("..", "/etc/passwd", "a/../..", "~", "\\x", "a\0"):
         with pytest.raises(OutsidePath):
             inside(tmp_path, name)
+
+
+def test_names_on_disk_that_are_no_text_hide_nothing_else(tmp_path: Path) -> None:
+    for folder in (b"run", b"raw\xff"):
+        place = os.fsencode(tmp_path) + b"/" + folder
+        try:
+            os.mkdir(place)
+        except OSError:
+            pytest.skip("this file system has text for names")
+        for name, text in ((b"memory_log.csv", b""), (b"config.json", b"{}")):
+            with open(place + b"/" + name, "wb") as stream:
+                stream.write(text)
+    with served(tmp_path) as address, httpx.Client(base_url=address, headers=WITH_TOKEN) as client:
+        runs, models = client.get("/api/runs"), client.get("/api/models")
+    assert (runs.status_code, models.status_code) == (200, 200)
+    assert runs.json()["more"] is True
+    assert [each["name"] for each in models.json()["models"] if each["from"] == "folder"] == ["./run"]
+
+
+@pytest.mark.parametrize("name", ["x" * 5_000, "a/" * 3_000, "x" * 300])
+def test_a_name_that_no_file_can_have_is_refused_and_nothing_fails(client: httpx.Client, name: str) -> None:
+    assert client.post("/api/viewer/open", json={"path": name}).status_code == 403
+    assert client.get("/api/runs/run", params={"name": name}).status_code == 403

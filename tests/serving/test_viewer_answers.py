@@ -9,11 +9,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 pytest.importorskip("fastapi", reason="memfit[web] is not installed")
 from starlette.testclient import TestClient
+from support.warm_python import warm_python
 
 from memfit.serving import found, viewer
 from memfit.serving.app import make_app
@@ -28,7 +30,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("served")
     inside = root / "inside"
     (inside / "deep" / "er").mkdir(parents=True)
-    for name in ("snap.pickle", HOSTILE, "two\nlines.pickle", "schön ✓.pickle", "deep/er/snap-oom.pickle"):
+    (inside / ".kept").mkdir()
+    hidden = (".snap.pickle", ".kept/snap.pickle")
+    for name in ("snap.pickle", HOSTILE, "two\nlines.pickle", "schön ✓.pickle", "deep/er/snap-oom.pickle", *hidden):
         (inside / name).write_bytes((DATA / "snap-oom.pickle").read_bytes())
     (inside / "settings.json").write_text('{"no": "snapshot"}')
     (root / "secret.pickle").write_bytes((DATA / "snap-oom.pickle").read_bytes())
@@ -40,14 +44,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def client(folder: Path) -> Iterator[TestClient]:
     app = make_app(ServeSettings(dir=folder, port=1, token="t"))
-    with TestClient(app, base_url="http://127.0.0.1:1", headers={"authorization": "Bearer t"}) as made:
+    with (
+        mock.patch("sys.executable", warm_python()),
+        TestClient(app, base_url="http://127.0.0.1:1", headers={"authorization": "Bearer t"}) as made,
+    ):
         yield made
 
 
 def opened(client: TestClient, answer: Any) -> dict[str, Any]:
     assert answer.status_code == 200, answer.text
     key, state = answer.json()["key"], answer.json()
-    for _ in range(600):
+    for _ in range(2400):  # two minutes, on a busy machine
         if state["state"] != "reading":
             break
         time.sleep(0.05)

@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
 from collections.abc import Callable, Coroutine
+from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import pytest
@@ -150,3 +159,46 @@ def test_a_process_that_ends_is_an_answer_and_the_next_question_starts_another()
         assert lane._process is None
 
     asyncio.run(run())
+
+
+def test_a_process_ends_when_its_server_was_killed_though_it_could_still_be_asked() -> None:
+    starts = (
+        "import subprocess, sys; "
+        "print(subprocess.Popen([sys.executable, '-m', 'memfit.serving.worker']).pid, flush=True); input()"
+    )
+    with subprocess.Popen([sys.executable, "-c", starts], stdin=PIPE, stdout=PIPE, text=True) as server:
+        assert server.stdin is not None and server.stdout is not None
+        worker = int(server.stdout.readline())
+        time.sleep(2)  # it looks once a second
+        os.kill(worker, 0)
+        server.kill()
+        server.wait()
+        for _ in range(100):
+            if not is_alive(worker):
+                return
+            time.sleep(0.1)
+        os.kill(worker, signal.SIGKILL)
+        pytest.fail("it goes on")
+
+
+def is_alive(process: int) -> bool:
+    """One that has ended and that nobody has asked about is not."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_an_ended_process_leaves_no_pipe_to_an_event_loop_that_is_gone() -> None:
+    async def run() -> int:
+        held_longer = ["sh", "-c", "sleep 0.3 & exit 3"]
+        process = await asyncio.create_subprocess_exec(*held_longer, stdin=PIPE, stdout=PIPE)
+        while process.returncode is None:
+            await asyncio.sleep(0.01)
+        return await module.end(process)
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert asyncio.run(run()) == 3
+        gc.collect()
+    assert not [each for each in told if issubclass(each.category, ResourceWarning)]

@@ -1,4 +1,4 @@
-"""Some cases of a parametrised test run each time; the others, which go the same way, with `make test-all`."""
+"""Some cases of a test run each time; the others, which go the same way, with `make test-all`."""
 
 from __future__ import annotations
 
@@ -16,3 +16,12 @@ def quick(some: Collection[Any], cases: Iterable[Any]) -> list[Any]:
         case if case in some else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=slow)
         for case in every
     ]
+
+
+ALL = False
+"""Whether nothing is left out: `make test-all`."""
+
+
+def examples(most: int) -> int:
+    """How many hypothesis makes up."""
+    return most if ALL else max(most // 3, min(most, 5))

@@ -226,7 +226,9 @@ class _Checker:
 
     def _settle(self) -> None:
         self._complete()
-        self.allocator.expandable.forget_empty()  # the recording does not say where they lie
+        expandable = self.allocator.expandable
+        for segment in [each for each in expandable.segments.values() if each.expandable]:
+            expandable.drop_if_empty(segment)  # memory was refused for it: the recording does not say where it lies
 
     def _complete(self) -> None:
         for block in self.completed:

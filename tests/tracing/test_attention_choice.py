@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from ops import DTYPES, attention
 
+import memfit
 from memfit.platform import H200, Platform
 from memfit.tracing.kernels.attention import choose_backend
 from memfit.tracing.tracer import Tracer, trace
@@ -250,3 +251,18 @@ def test_fused_kernels_keep_output_and_row_statistics() -> None:
 def test_math_keeps_scaled_queries_expanded_keys_and_values_and_the_softmax() -> None:
     rows, scores = 16 * 512 * 64, 16 * 512 * 512
     assert peak_of("fp32", 4) == 4 * (rows + rows + rows + scores + rows)  # q, k, v, softmax, output
+
+
+@pytest.mark.parametrize(("order", "copies"), [((0, 2, 1, 3), 0), ((1, 2, 0, 3), 1)])
+def test_mem_efficient_attention_copies_a_gradient_that_does_not_lie_as_its_result(order: Any, copies: int) -> None:
+    """nn.MultiheadAttention asks for [S, B, H, D]: what comes back lies so."""
+    shape = {(0, 2, 1, 3): (2, 64, 8, 64), (1, 2, 0, 3): (64, 2, 8, 64)}[order]
+
+    def step() -> None:
+        q = torch.randn(2, 8, 64, 64, device="cuda", requires_grad=True)
+        out = F.scaled_dot_product_attention(q, q, q)
+        out.backward(torch.ones(shape, device="cuda").permute(order))
+
+    made = memfit.trace(step).trace
+    labels = [made.op(block) for block in range(len(made.requested))]
+    assert labels.count("mem-efficient backward gradient, as the kernel reads it") == copies

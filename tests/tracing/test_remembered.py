@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from memfit.events import Action
-from memfit.tracing.memo import Gives, Remembered, what_is_given
+from memfit.platform import H200, Platform
+from memfit.tracing import memo
+from memfit.tracing.memo import Gives, Remembered, remembered_on, what_is_given
 from memfit.tracing.tracer import Tracer, trace
 
 aten = torch.ops.aten
@@ -160,3 +162,20 @@ def test_a_remembered_result_lives_and_dies_like_any_other() -> None:
     events = [(Action(action), made.requested[block]) for action, block in made.events()]
     once = [(Action.ALLOC, 4000), (Action.FREE, 4000)]
     assert events[1:7] == 3 * once
+
+
+def test_the_next_trace_for_the_same_card_remembers_and_one_for_another_does_not() -> None:
+    first, other = (remembered_on(META, platform) for platform in (H200, Platform(arch=(8, 9))))
+    counted = Counted(aten.mul.Tensor)
+    for known, calls in ((first, 1), (remembered_on(META, Platform()), 1), (other, 2)):
+        known.call(counted, Gives.NEW, (meta(4), 7), {})
+        assert counted.calls == calls
+
+
+def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memo, "MOST", 10)
+    known = Remembered(META)
+    for size in range(25):
+        assert known.call(aten.neg.default, Gives.NEW, (meta(size),), {}).shape == (size,)
+        known.call(aten.neg_.default, Gives.FIRST, (meta(size),), {})
+        assert len(known._known) <= 10 and len(known._written) <= 10

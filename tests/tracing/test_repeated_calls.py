@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import memfit
-from memfit.tracing.repeated import skipping
+from memfit.tracing.repeated import passes
 from memfit.tracing.repeated.calls import ALIKE, RepeatedCalls
 
 
@@ -58,7 +58,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 def both(run: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> tuple[int, memfit.Plan, memfit.Plan]:
     with counted(monkeypatch) as skipped:
         told = memfit.trace(run)
-    monkeypatch.setattr(skipping, "repeated_calls_skipped", lambda *_: nullcontext())
+    monkeypatch.setattr(passes, "repeated_calls_skipped", lambda *_: nullcontext())
     return skipped[0], told, memfit.trace(run)
 
 

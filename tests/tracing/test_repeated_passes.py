@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 import memfit
-from memfit.tracing.repeated import skipping
+from memfit.tracing.repeated import passes
 from memfit.tracing.repeated.passes import ALIKE, SKIPPED, RepeatedPasses
 
 PASSES, STEPS = 6, 2
@@ -63,7 +64,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 def check_alike(run: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> memfit.Plan:
     plan = memfit.trace(run)
-    monkeypatch.setattr(skipping, "repeated_calls_skipped", lambda *_: nullcontext())
+    monkeypatch.setattr(passes, "repeated_calls_skipped", lambda *_: nullcontext())
     ran = memfit.trace(run)
     for column in ("actions", "requested", "streams", "op_of", "module_of", "category_of"):
         assert getattr(plan.trace, column) == getattr(ran.trace, column)
@@ -125,7 +126,7 @@ def test_passes_are_told_in_an_interpreter_that_dynamo_has_changed(
 def llama(frozen: bool) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
     model: Any = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=1000, use_cache=False))
     model.model.embed_tokens.requires_grad_(not frozen)  # then what it makes is a leaf that gets a gradient
     model.gradient_checkpointing_enable()
@@ -187,3 +188,32 @@ def test_models_with_hooks_on_gradients_are_run(told: list[int], monkeypatch: py
 
     check_alike(accumulating(hooked, kept), monkeypatch)
     assert told[0] == 0
+
+
+def test_an_evaluator_that_an_error_left_in_the_interpreter_changes_no_plan() -> None:
+    dynamo = pytest.importorskip("torch._C._dynamo.eval_frame")
+    asked = {"kind": "train", "model": "gpt2", "seq_len": 16, "grad_checkpointing": True, "trace_cache": False}
+    plan = memfit.predict(**asked)
+    python = ctypes.pythonapi
+    here, now, put = (
+        getattr(python, name)
+        for name in (
+            "PyInterpreterState_Get",
+            "_PyInterpreterState_GetEvalFrameFunc",
+            "_PyInterpreterState_SetEvalFrameFunc",
+        )
+    )
+    here.restype, now.argtypes, now.restype = ctypes.c_void_p, [ctypes.c_void_p], ctypes.c_void_p
+    put.argtypes, put.restype = [ctypes.c_void_p, ctypes.c_void_p], None
+    usual = now(here())
+    before = dynamo.set_eval_frame(False)
+    dynamos = now(here())
+    dynamo.set_eval_frame(before)
+    assert dynamos != usual
+    put(here(), dynamos)
+    try:
+        again = memfit.predict(**asked)
+        assert now(here()) == usual
+    finally:
+        put(here(), usual)
+    assert again.trace.requested == plan.trace.requested and again.trace.subjects == plan.trace.subjects

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from importlib import import_module
@@ -16,6 +17,7 @@ from reading import as_story, born_in, by_op, cases, sizes_in, story
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import memfit
 from memfit.errors import TraceError
 from memfit.events import Action, Trace
 from memfit.platform import Platform
@@ -386,6 +388,29 @@ def test_a_thread_takes_one_workspace_at_its_first_product_and_keeps_it() -> Non
     ]
     assert not {subject for action, subject in made.events() if action == Action.FREE} & set(held)
     assert {made.category(block) for block in held} == {"workspaces"}
+
+
+def test_a_stream_takes_a_workspace_of_its_own() -> None:
+    def run(tracer: Tracer) -> None:
+        x = torch.ones(64, 64, device=CUDA)
+        x @ x
+        with tracer.streams.within(tracer.streams.kind()):
+            x @ x
+            x @ x
+
+    assert [size for _, size in workspaces(trace(run))] == [32 * MiB, 32 * MiB]
+
+
+def test_a_thread_has_a_workspace_of_its_own_and_one_that_has_ended_gives_it_on() -> None:
+    def run() -> None:
+        x = torch.ones(64, 64, device="cuda")
+        x @ x
+        for _ in range(2):
+            thread = threading.Thread(target=lambda: x @ x)
+            thread.start()
+            thread.join()
+
+    assert [size for _, size in workspaces(memfit.trace(run).trace)] == [32 * MiB, 32 * MiB]
 
 
 def test_the_autograd_thread_takes_its_workspace_in_the_first_backward() -> None:

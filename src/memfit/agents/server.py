@@ -6,6 +6,7 @@ loaded. No tool writes a file; traces are kept in memfit's own cache, as by ever
 
 from __future__ import annotations
 
+import inspect
 import sys
 import threading
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from memfit.errors import MemfitError
 from memfit.explaining.explain import explain as explain_error
 from memfit.fitting.fit import fit as make_fit
 from memfit.jobfiles.file import read_job
-from memfit.jobs.spellings import plain_name, plain_value
+from memfit.jobs.settings import plain_name, plain_value
 from memfit.jobs.workload import Workload
 from memfit.models.registry import refuse_code
 from memfit.planning.predict import predict
@@ -39,11 +40,24 @@ Settings = dict[str, Any]
 _one_at_a_time = threading.Lock()
 
 
+class StrictServer(MCPServer[Any]):
+    """The SDK passes over arguments that a tool does not have: a setting beside `settings` would be no part of the job,
+    and nobody would know."""
+
+    async def call_tool(self, name: str, arguments: dict[str, Any], context: Any = None) -> Any:
+        known = [*inspect.signature(TOOLS[name]).parameters] if name in TOOLS else list(arguments)
+        for each in arguments:
+            if each not in known:
+                put = f'; put it into settings: {{"{each}": ...}}' if "settings" in known else ""
+                raise ToolError(f"{name} has no argument {each!r} (it has {', '.join(known)}){put}")
+        return await super().call_tool(name, arguments, context)
+
+
 def make_server(version: str) -> MCPServer[Any]:
     """In a process that is to serve and nothing else: it runs no model's code from here on."""
     refuse_code()
-    server: MCPServer[Any] = MCPServer("memfit", instructions=INSTRUCTIONS, version=version, log_level="WARNING")
-    for tool in (plan, fit, explain, check, report):
+    server = StrictServer("memfit", instructions=INSTRUCTIONS, version=version, log_level="WARNING")
+    for tool in TOOLS.values():
         server.add_tool(tool)
     return server
 
@@ -94,7 +108,14 @@ def check(
 def report(path: str, device: int | None = None) -> dict[str, Any]:
     """Report on a recorded torch memory snapshot, a memfit trace, a memory log or a run's folder: its peak, what was
     alive, why. Files are parsed, never unpickled. The answer is a memfit.report/1 document."""
+    if not path.strip():
+        raise ToolError("path is empty")
     return _answer(lambda: report_file(path, device=device))
+
+
+TOOLS: dict[str, Callable[..., dict[str, Any]]] = {
+    "plan": plan, "fit": fit, "explain": explain, "check": check, "report": report
+}  # fmt: skip
 
 
 def _answer(ask: Callable[[], Shown]) -> dict[str, Any]:

@@ -150,7 +150,7 @@ class _SharedNames:
 
 
 def _shared_labels(a: _Side, b: _Side) -> _SharedNames:
-    categories = {side: _categories(side.run) for side in (a, b)}
+    categories = {side: [ALL_CATEGORIES[i] for i in side.run.labels.category.tolist()] for side in (a, b)}
     modules = {side: _modules(side.run) for side in (a, b)}
     lent = 0
     for block_a, block_b in zip(a.blocks.tolist(), b.blocks.tolist(), strict=True):
@@ -161,10 +161,6 @@ def _shared_labels(a: _Side, b: _Side) -> _SharedNames:
             if not modules[mine][own]:
                 modules[mine][own] = modules[other][its]
     return _SharedNames(_Names(categories[a], categories[b]), _Names(modules[a], modules[b]), lent)
-
-
-def _categories(run: Run) -> list[str]:
-    return [ALL_CATEGORIES[i] for i in run.labels.category.tolist()]
 
 
 def _modules(run: Run) -> list[str]:

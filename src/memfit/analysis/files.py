@@ -166,8 +166,8 @@ def _warnings(points: tuple[LogRow, ...], unread: int, text: str) -> list[Remark
     elif all(_most(point) is None for point in points):
         found.append(Remark("no_gpu", "no GPU figures in it: the run was on a machine without a GPU"))
     if unread:
-        whole = "one row" if unread == 1 else f"{unread:,} rows"
-        found.append(Remark("truncated", f"{whole} could not be read and were passed over"))
+        whole = "one row could not be read and was" if unread == 1 else f"{unread:,} rows could not be read and were"
+        found.append(Remark("truncated", f"{whole} passed over"))
     elif text and not text.endswith("\n"):
         found.append(Remark("truncated", "it ends without a line break: the last row may be cut off"))
     if any(point.failed for point in points):

@@ -18,7 +18,9 @@ from memfit.replay.timeline import Ints, Timeline
 
 BACKWARD_OF = "backward of "
 SHOWN = 12
-_LIBRARY = re.compile(r"^<|[/\\](?:site-packages|dist-packages|lib[/\\]python\d[\d.]*)[/\\]")
+_LIBRARY = re.compile(
+    r"^<(?!cell>|stdin>|ipython-input)|[/\\](?:site-packages|dist-packages|lib[/\\]python\d[\d.]*)[/\\]"
+)
 _LONGEST = 200
 
 
@@ -37,8 +39,8 @@ class OwnLine:
 
 def is_own(file: str) -> bool:
     """
-    >>> is_own("/home/me/train.py"), is_own("/usr/lib/python3.12/runpy.py"), is_own("<frozen runpy>")
-    (True, False, False)
+    >>> is_own("/home/me/train.py"), is_own("/usr/lib/python3.12/runpy.py"), is_own("<frozen runpy>"), is_own("<cell>")
+    (True, False, False, True)
     """
     return not _LIBRARY.search(file)
 

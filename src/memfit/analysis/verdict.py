@@ -1,9 +1,13 @@
-"""Whether a job fits a card, said in one place: safe, tight or fails, and by how much."""
+"""Whether a job fits a card, said in one place: safe, tight or fails, and by how much.
+
+What a card must have is what is reserved, CUDA's own (the context), and what the card may yet decide to take.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from memfit.replay.alloc_config import AllocatorConfig
 from memfit.replay.replay import Replays
@@ -12,6 +16,8 @@ from memfit.units import gib
 Verdict = Literal["safe", "tight", "fails"]
 MARGIN = 0.1
 """The share of a card that stays free where a job is called safe, unless another is asked for."""
+RANGE = "padded products"
+"""Among the facts of a trace: bytes at the peak without and with them, where the card decides."""
 SMALLEST_PRECISION = 512
 """The smallest card is found to one part in so many: each step of the search replays the whole job."""
 
@@ -40,10 +46,15 @@ class Fit:
     failed_at: str | None = None
 
 
+def needed_with_room(replays: Replays, context: int) -> int:
+    """Where torch need not give anything back."""
+    return replays.ample.peak_reserved + _beside(replays, context)
+
+
 def fit_card(replays: Replays, card_bytes: int, context: int, margin: float = MARGIN) -> Fit:
-    capacity = capacity_for(card_bytes, replays.config, context)
-    limited = replays.outcome(max(capacity - context, 0))
-    device, failed, trace = limited.reserved_peak + context, limited.oom, replays.trace
+    capacity, beside = capacity_for(card_bytes, replays.config, context), _beside(replays, context)
+    limited = replays.outcome(max(capacity - beside, 0))
+    device, failed, trace = limited.reserved_peak + beside, limited.oom, replays.trace
     return Fit(
         capacity_bytes=capacity,
         verdict=judge(None if failed else device, capacity, margin),
@@ -55,7 +66,21 @@ def fit_card(replays: Replays, card_bytes: int, context: int, margin: float = MA
 
 def smallest_card(replays: Replays, context: int) -> int:
     """On which the job runs, perhaps with cached memory given back."""
-    return replays.smallest_capacity(within=replays.ample.peak_reserved // SMALLEST_PRECISION) + context
+    precision = replays.ample.peak_reserved // SMALLEST_PRECISION
+    return replays.smallest_capacity(within=precision) + _beside(replays, context)
+
+
+def _beside(replays: Replays, context: int) -> int:
+    """What a card must have beside the replayed job."""
+    ends = replays.trace.facts.get(RANGE)
+    return context if ends is None else context + _undecided(ends)
+
+
+def _undecided(ends: Mapping[str, Any]) -> int:
+    """The job that is replayed is that of one end. The other may reserve more, a mixture may have more allocated."""
+    planned, names = ends["planned"], ("unpadded_reserved_bytes", "padded_reserved_bytes")
+    allocated = ends["most_bytes"] - ends[f"{planned}_bytes"]
+    return int(max(allocated, max(ends[name] for name in names) - ends[f"{planned}_reserved_bytes"]))
 
 
 def capacity_for(card_bytes: int, config: AllocatorConfig, context: int) -> int:

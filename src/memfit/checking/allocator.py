@@ -36,9 +36,7 @@ def check_allocator_settings(situation: Situation) -> Iterator[Finding]:
         torch_version: str | None = version("torch")
     except PackageNotFoundError:
         torch_version = None
-    config = situation.asked.config
-    workload = situation.asked.workload
-    wanted = config.memory.alloc_conf if config else workload.alloc_conf if workload else ""
+    wanted = situation.asked.job.alloc_conf if situation.asked.job else ""
     found = list(look(situation.environment, torch_version, wanted=wanted, at_start=started_with()))
     yield from found or [SETTINGS.ok("torch's own settings: no variable is set")]
 

@@ -196,7 +196,7 @@ def _checks(asked: CheckRequest) -> Iterator[tuple[str, Look, Line]]:
         yield "positions", data.check_positions, data.POSITIONS
     yield "host memory", machine.check_host_memory, machine.MEMORY
     yield "shared memory", machine.check_shared_memory, machine.SHARED
-    if asked.world_size > 1 or (asked.config is not None and asked.config.memory.offload):
+    if asked.world_size > 1 or (asked.config is not None and asked.config.workload.offload):
         yield "locked memory", machine.check_locked_memory, machine.LOCKED
     if of_job and asked.load:
         yield "loading the model", loading.load_and_measure, loading.LOADED

@@ -122,7 +122,8 @@ PRECISION = Line("config", "precision")
 
 
 def check_precision(situation: Situation) -> Iterator[Finding]:
-    said = _precision(situation)
+    job = situation.asked.job
+    said = "fp32" if job is None else job.precision
     if said == "fp16" and situation.asked.trains:
         yield PRECISION.warning(
             "fp16 weights without a gradient scaler: numbers above 65,504 become inf, and the loss NaN",
@@ -131,7 +132,6 @@ def check_precision(situation: Situation) -> Iterator[Finding]:
         return
     card = situation.card
     major, minor = card.arch
-    job = situation.asked.job
     if job is not None and job.is_quantised and job.has_bf16 and card.arch < BF16_SINCE:
         refusal = job.refusal_without_bf16(card.name)
         yield PRECISION.warning(f"{refusal.message}: `memfit train` refuses, torch alone emulates it", refusal.hint)
@@ -143,11 +143,6 @@ def check_precision(situation: Situation) -> Iterator[Finding]:
         )
         return
     yield PRECISION.ok(f"{said}, which the {card.name} computes itself")
-
-
-def _precision(situation: Situation) -> str:
-    config, workload = situation.asked.config, situation.asked.workload
-    return config.precision if config else workload.precision if workload else "fp32"
 
 
 ATTENTION = Line("config", "attention")

@@ -19,7 +19,7 @@ from memfit.errors import InputError, MemfitError, UsageError
 from memfit.files import check_free, writing, written_whole
 from memfit.gpus import find_gpu
 from memfit.jobfiles.file import read_job
-from memfit.jobs.spellings import plain_name, plain_value
+from memfit.jobs.settings import plain_name, plain_value
 from memfit.jobs.training.config_file import parse_yaml
 from memfit.planning.many import predict_many
 from memfit.planning.predict import Plan, predict
@@ -141,7 +141,7 @@ def gate(
     for each in _jobs(document, path):
         jobs.append(_gated(each, path.parent, card, usual, known.get(each["name"])))
     if update and baseline is not None:
-        _update(Path(baseline), jobs)
+        _update(Path(baseline), jobs, known)
     return GateResult(
         file=str(path), baseline=None if baseline is None else str(baseline), jobs=tuple(jobs), updated=update,
         notes=tuple(_notes(before, jobs)), seconds=time.perf_counter() - started,
@@ -174,21 +174,27 @@ def _jobs(document: Mapping[str, Any], path: Path) -> list[dict[str, Any]]:
 
 
 def _gated(job: dict[str, Any], folder: Path, usual_card: Any, usual: float, before: Any) -> GatedJob:
-    name, limit = job["name"], job.get("limit")
+    name = job["name"]
     card = job.get("gpu", usual_card)
     if card is not None:
         find_gpu(str(card))
-    known = before.get("device_bytes") if isinstance(before, dict) else None
     found = {
         "name": name, "gpu": None if card is None else str(card),
-        "limit_bytes": None if limit is None else parse_bytes(str(limit), flag=f"limit of {name}"),
+        "limit_bytes": _limit(job["limit"], name) if "limit" in job else None,
         "tolerance": _share(job["tolerance"], f"tolerance of {name}") if "tolerance" in job else usual,
-        "baseline_bytes": known if isinstance(known, int) else None,
+        "baseline_bytes": None if before is None else before["device_bytes"],
     }  # fmt: skip
     try:
         return GatedJob(**found, plan=_plan(job, folder, found["gpu"]))
     except MemfitError as error:
         return GatedJob(**found, error=error.message)
+
+
+def _limit(said: Any, name: str) -> int:
+    size = parse_bytes(str(said), flag=f"limit of {name}")
+    if size == 0:
+        raise UsageError(f"limit of {name}: no job takes nothing", hint="such as 20GiB")
+    return size
 
 
 def _plan(job: Mapping[str, Any], folder: Path, card: str | None) -> Plan:
@@ -229,6 +235,8 @@ def _share(said: Any, what: str) -> float:
 
 def _text(path: Path) -> str:
     try:
+        if path.exists() and not path.is_file():
+            raise InputError(f"'{path}' is not a file")
         if path.stat().st_size > MAX_BYTES:
             raise InputError(f"'{path}' has more than {MAX_BYTES:,} bytes")
         return path.read_text(encoding="utf-8")
@@ -245,17 +253,34 @@ def _before(baseline: str | Path | None, *, missing_is_new: bool) -> dict[str, A
         raise InputError(f"no baseline '{baseline}'", hint="--update writes it")
     try:
         found = json.loads(_text(Path(baseline)))
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise InputError(f"'{baseline}' is not a baseline: no JSON") from error
-    if not isinstance(found, dict) or found.get("schema") != BASELINE or not isinstance(found.get("jobs"), dict):
-        raise InputError(f"'{baseline}' is not a baseline of `memfit gate`", hint="--update writes one")
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise _no_baseline(baseline, "it is no JSON") from error
+    if not isinstance(found, dict) or found.get("schema") != BASELINE:
+        raise _no_baseline(baseline, "another kind of document")
+    if not isinstance(found.get("jobs"), dict) or not isinstance(found.get("versions"), dict):
+        raise _no_baseline(baseline, "its jobs or versions are not there")
+    for name, job in found["jobs"].items():
+        size = job.get("device_bytes") if isinstance(job, dict) else None
+        if type(size) is not int or size <= 0:
+            raise _no_baseline(baseline, f"job {name[:100]!r} has no size of more than 0 bytes")
     return found
 
 
-def _update(path: Path, jobs: list[GatedJob]) -> None:
+def _no_baseline(baseline: str | Path, why: str) -> InputError:
+    """What was damaged is not replaced unasked: its figures may be had back."""
+    hint = "bring it back from version control; or delete it, and --update makes it anew"
+    return InputError(f"'{baseline}' is not a baseline of `memfit gate`: {why}", hint=hint)
+
+
+def _update(path: Path, jobs: list[GatedJob], known: Mapping[str, Any]) -> None:
+    """A job without a plan keeps the figures that it had: when it has one again, its growth is seen."""
     figures = {
-        job.name: {**_peak(job.plan), "workload": job.plan.workload} for job in jobs if job.plan is not None
-    }  # fmt: skip
+        job.name: known[job.name] if job.plan is None else {**_peak(job.plan), "workload": job.plan.workload}
+        for job in jobs
+        if job.plan is not None or job.name in known
+    }
     made = {"schema": BASELINE, "versions": versions(), "jobs": figures}
     with writing(path, "--baseline"), written_whole(path) as beside:
         beside.write_text(json.dumps(made, indent=1, allow_nan=False) + "\n", encoding="utf-8")

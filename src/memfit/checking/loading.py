@@ -46,7 +46,7 @@ def order_of(situation: Situation) -> dict[str, Any]:
         random = config.model.starts_from_scratch
         folder = config.model.name if random else _here(config.model.name, config.model.cache_dir)
         settings = dict(config.model.settings)
-        precision, attention, device = config.precision, config.model.attention, config.device
+        precision, attention, device = config.workload.precision, config.model.attention, config.device
     else:
         raise CannotTell("no model is named")
     gpu = situation.here is not None and device != "cpu"

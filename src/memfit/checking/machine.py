@@ -191,7 +191,7 @@ def check_host_memory(situation: Situation) -> Iterator[Finding]:
         return
     said = ", ".join(f"{gib(size)} for {what}" for what, size in needs.items())
     if wanted > unused:
-        offloads = situation.config.memory.offload
+        offloads = situation.config.workload.offload
         advice = "offload less" if offloads else "close other programs; a machine with more memory"
         short = f"{found}, and the job takes {gib(wanted)}: {said}"
         yield (MEMORY.failed if situation.runs_here else MEMORY.warning)(short, advice, **details)
@@ -203,14 +203,14 @@ def _needs(situation: Situation) -> dict[str, int]:
     model, config = situation.shapes.needed(), situation.config
     processes = situation.asked.world_size
     needs = {"weights while they load": loading_bytes(model) * processes}
-    if config.memory.offload:
+    if config.workload.offload:
         from memfit.planning.predict import HOST_WORDS
         from memfit.planning.traced import HOST
 
         host: dict[str, int] = situation.plans.needed()[0].plan.trace.facts.get(HOST, {})
         needs |= {HOST_WORDS[what]: size * processes for what, size in host.items()}
-        if "optimizer" in config.memory.offload:
-            needs["the optimizer's state"] = state_bytes(model, config.optimizer.name) * processes
+        if "optimizer" in config.workload.offload:
+            needs["the optimizer's state"] = state_bytes(model, str(config.workload.optimizer)) * processes
     return needs
 
 

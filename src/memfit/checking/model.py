@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from memfit.checking.situation import CannotTell, Finding, Line, Situation
 from memfit.errors import MemfitError
 from memfit.jobs.training.config import FACTORY, TrainConfig
-from memfit.jobs.workload import Optimizer, Workload
+from memfit.jobs.workload import Workload
 from memfit.models.presets import is_gsa
 from memfit.recording.machine import host_memory
 from memfit.render.pieces import count
@@ -38,7 +38,7 @@ SAVED_WHOLE = "modules_to_save"
 
 
 def check_trained_weights(situation: Situation) -> Iterator[Finding]:
-    model, method = situation.shapes.get(), situation.config.method
+    model, targets = situation.shapes.get(), situation.config.workload.target_modules
     named = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
     everything = sum(each.numel() for each in model.parameters())
     mine = sum(each.numel() for _, each in named)
@@ -57,7 +57,7 @@ def check_trained_weights(situation: Situation) -> Iterator[Finding]:
             base=size,
         )
         return
-    if idle := _targets_without_a_layer(method.target_modules, adapters):
+    if idle := _targets_without_a_layer(targets, adapters):
         yield TRAINED.failed(
             f"method.target_modules: no layer is called {', '.join(idle)}",
             f"layers with adapters: {', '.join(sorted(_adapted(adapters)))}",
@@ -99,12 +99,12 @@ def trained(model: nn.Module) -> list[nn.Parameter]:
     return [each for each in model.parameters() if each.requires_grad]
 
 
-def state_bytes(model: nn.Module, optimizer: Optimizer) -> int:
+def state_bytes(model: nn.Module, optimizer: str) -> int:
     """What the optimizer keeps for the trained weights: two of each for Adam, in their own type or in eight bits."""
     return sum(_state_of(each, optimizer) for each in trained(model))
 
 
-def _state_of(weight: Tensor, optimizer: Optimizer) -> int:
+def _state_of(weight: Tensor, optimizer: str) -> int:
     if optimizer == "sgd":
         return 0
     if optimizer == "adafactor":  # fp32 sums over rows and over columns, or one of each number of a vector
@@ -119,8 +119,9 @@ def _state_of(weight: Tensor, optimizer: Optimizer) -> int:
 
 def checkpoint_bytes(model: nn.Module, config: TrainConfig) -> int:
     """The weights that are trained (LoRA saves its adapters alone), and the optimizer's state."""
-    weights = trained(model) if config.method.kind == "lora" else list(model.parameters())
-    return sum(each.numel() * each.element_size() for each in weights) + state_bytes(model, config.optimizer.name)
+    work = config.workload
+    weights = trained(model) if work.kind == "lora" else list(model.parameters())
+    return sum(each.numel() * each.element_size() for each in weights) + state_bytes(model, str(work.optimizer))
 
 
 TOKENS = 16
@@ -142,12 +143,7 @@ def small_job(config: TrainConfig, model_name: str, settings: dict[str, Any]) ->
         settings={**config.model.settings, **settings},
         attention="sdpa" if config.model.attention == "flash_attention_2" else config.model.attention,
     )
-    small = dataclasses.replace(
-        config,
-        model=model,
-        memory=dataclasses.replace(config.memory, auto=False, offload=()),
-        device="cpu",
-    )
+    small = dataclasses.replace(config.without_offload(model), device="cpu")
     rows = Workload(kind="train", model=model_name, seq_len=TOKENS)
     job = training_job(rows, WORDS, steps=1, folder=Path())
     return dataclasses.replace(job, config=small)
@@ -258,7 +254,7 @@ def _steps(model: nn.Module, batch: dict[str, Tensor], trained: list[nn.Paramete
 
     from memfit.checking.repeated_weights import ProductsByFp32
 
-    amp = config.precision.startswith("amp-")
+    amp = config.workload.precision.startswith("amp-")
     optimizer = torch.optim.SGD(trained, lr=RATE)
     for step in range(1, STEPS + 1):
         optimizer.zero_grad()

@@ -92,7 +92,7 @@ def check_bitsandbytes(situation: Situation) -> Iterator[Finding]:
     """In a process of its own: built for another CUDA it may take the process down, and peft imports it unasked."""
     config, work = situation.asked.config, situation.asked.job
     by_weights = work is not None and work.is_quantised and work.quantised_by == "bitsandbytes"
-    needed = config is not None and config.optimizer.name in NEEDS_BITSANDBYTES
+    needed = config is not None and config.workload.optimizer in NEEDS_BITSANDBYTES
     if find_spec("bitsandbytes") is None:
         if work is not None and (needed or by_weights):
             who = work.few_bits if by_weights else "the optimizer"
@@ -151,17 +151,22 @@ def check_compiler(situation: Situation) -> Iterator[Finding]:
             f"torch {' to '.join(TESTED['torch'])}",
         )
         return
-    lacking = [] if not situation.runs_here else list(_lacking_for_kernels())
-    if lacking:
-        yield COMPILER.failed(f"{' and '.join(lacking)} not here: torch.compile fails at its first kernel",
+    found = _for_kernels()
+    lacking = " and ".join(name for name, here in found.items() if here is None)
+    if lacking and situation.runs_here:
+        yield COMPILER.failed(f"{lacking} not here: torch.compile fails at its first kernel",
                               "pip install triton; apt install gcc")  # fmt: skip
         return
+    here = " and ".join(f"{name} ({where})" for name, where in found.items() if where is not None)
+    at_hand = f"here: {here}" if not lacking else f"here {lacking} is missing, which no plan needs"
     where = "" if situation.runs_here else "; the machine with the card needs triton and a C compiler"
-    yield COMPILER.ok(f"planned by the compiler of torch {torch}: run it with that version{where}")
+    yield COMPILER.ok(f"planned by the compiler of torch {torch}: run it with that version{where}; {at_hand}")
 
 
-def _lacking_for_kernels() -> Iterator[str]:
-    if find_spec("triton") is None:
-        yield "triton"
-    if not any(shutil.which(os.environ.get(name, name)) for name in C_COMPILERS):
-        yield "a C compiler"
+def _for_kernels() -> dict[str, str | None]:
+    """What Inductor needs on the machine that runs a job: where it is on this one."""
+    compilers = (shutil.which(os.environ.get(name, name)) for name in C_COMPILERS)
+    return {
+        "triton": None if find_spec("triton") is None else installed("triton") or "without a version",
+        "a C compiler": next(filter(None, compilers), None),
+    }

@@ -152,7 +152,9 @@ def of_plan(plan: Plan, where: str | None, search: str | None) -> Finding:
     peak, work = plan.peak, plan.workload
     rows = f"{work.get('batch_size', 1)} x {work['seq_len']:,} tokens"
     sizes = f"{gib(peak.allocated_bytes)} allocated, {gib(peak.reserved_bytes)} reserved, {gib(peak.device_bytes)}"
-    found = f"predicted for {rows}{_steps(work)}: {sizes} on the device"
+    more = peak.device_bytes - peak.reserved_bytes - peak.context_bytes
+    padding = f" ({gib(more)} of it only if the card pads some products)" if more else ""
+    found = f"predicted for {rows}{_steps(work)}: {sizes} on the device{padding}"
     details: dict[str, Any] = {
         "verdict": plan.verdict, "peak": plan.to_json()["peak"], "workload": work,
         "smallest_gpu_bytes": plan.smallest_gpu_bytes,
@@ -193,9 +195,9 @@ def check_evaluation(situation: Situation) -> Iterator[Finding]:
     gathered = f"the fp32 logits of {EVALUATED_ROWS} rows of {length:,} tokens are {gib(size)}"
     details: dict[str, Any] = {"rows": EVALUATED_ROWS, "logits_bytes": size}
     if workload is not None and workload.loop == "trainer":
-        yield EVALUATION.warning(
-            f"the Trainer gathers logits over an evaluation: {gathered}",
-            "prediction_loss_only=True, or eval_accumulation_steps=1 to move them to the host",
+        yield EVALUATION.ok(
+            f"the Trainer gathers logits only for compute_metrics; then {gathered}, unless eval_accumulation_steps=1"
+            " moves them to the host",
             **details,
         )
         return
@@ -205,7 +207,7 @@ def check_evaluation(situation: Situation) -> Iterator[Finding]:
 def check_saving(situation: Situation) -> Iterator[Finding]:
     model, config = situation.shapes.needed(), situation.config
     written = checkpoint_bytes(model, config)
-    if config.parallel.kind == "fsdp2" and situation.asked.world_size > 1:
+    if config.workload.parallel == "fsdp2" and situation.asked.world_size > 1:
         whole, host = loading_bytes(model), host_memory()
         unused = host["total_bytes"] - host["used_bytes"]
         found = f"fsdp2 gathers the weights for a checkpoint, {gib(whole)} on the host of the first process"

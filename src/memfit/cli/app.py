@@ -46,8 +46,8 @@ COMMANDS: dict[str, str | None] = {
 
 
 ELSEWHERE = {
-    "gate": "automation",
-    "mcp": "automation",
+    "gate": "many_jobs",
+    "mcp": "serve",
     "gpus": "lists",
     "models": "lists",
     **dict.fromkeys(("report", "diff", "export"), "recorded"),

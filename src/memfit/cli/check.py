@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 import memfit
 from memfit.cli import output
-from memfit.cli.options import Json, add_job_files, add_kinds, read_workload
+from memfit.cli.options import Json, Option, add_job_files, add_kinds, option, read_workload
 from memfit.cli.typed import Group
 from memfit.errors import UsageError
-from memfit.jobs.workload import KINDS, QLORA, Workload, flag
+from memfit.jobs.settings import KINDS, QLORA, flag
+from memfit.jobs.workload import Workload
 
 if TYPE_CHECKING:
     from memfit.jobfiles.file import JobFile
@@ -28,40 +29,22 @@ WHAT = {
     "generate": "Check generation, with the flags of `memfit plan generate`.",
     "prune": "Check one-shot pruning, with the flags of `memfit plan prune`.",
 }
-GPU = typer.Option("--gpu", metavar="NAME|SIZE", help="The card to check against. Default: the one that is here.")
-LOAD = typer.Option("--load", help="Really load the model, in a process of its own, and say what it took.")
-EXTRA: dict[str, tuple[Any, Any]] = {
-    "gpu": (Annotated[str | None, GPU], None),
-    "load": (Annotated[bool, LOAD], False),
+EXTRA: dict[str, Option] = {
+    "gpu": option(str | None, "--gpu", "NAME|SIZE", "The card to check against. Default: the one that is here."),
+    "load": option(
+        bool, "--load", None, "Really load the model, in a process of its own, and say what it took.", False
+    ),
     "json": (Json, False),
 }
-
-OF_CONFIG: dict[str, tuple[Any, Any]] = {
-    "config": (
-        Annotated[
-            str | None,
-            typer.Option(
-                "--config",
-                metavar="FILE|NAME",
-                show_default=False,
-                help="A training config, as `memfit train` takes it. Without one, only the machine is looked at.",
-            ),
-        ],
-        None,
+OF_CONFIG: dict[str, Option] = {
+    "config": option(
+        str | None, "--config", "FILE|NAME",
+        "A training config, as `memfit train` takes it. Without one, only the machine is looked at.",
     ),
-    "sets": (
-        Annotated[
-            list[str] | None,
-            typer.Option(
-                "--set",
-                metavar="KEY=VALUE",
-                show_default=False,
-                help="Replace a setting of the config; may be given several times.",
-            ),
-        ],
-        None,
+    "sets": option(
+        list[str] | None, "--set", "KEY=VALUE", "Replace a setting of the config; may be given several times.",
     ),
-}
+}  # fmt: skip
 SUMMARY = "Check machine, settings, config, model and plan before a run: each line says what to do next."
 
 check = typer.Typer(

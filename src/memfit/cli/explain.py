@@ -11,7 +11,7 @@ import memfit
 from memfit.cli import output
 from memfit.cli.options import Json, read_settings, with_any_option
 from memfit.errors import UsageError
-from memfit.jobs.workload import KINDS, QLORA
+from memfit.jobs.settings import KINDS, QLORA
 
 NOTHING_FOUND = 1
 PANEL = "The job"

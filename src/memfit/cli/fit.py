@@ -6,19 +6,18 @@ import dataclasses
 import inspect
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 import memfit
 from memfit.cli import output
-from memfit.cli.options import HOW_MUCH, Json, add_job_files, add_kinds, how_much, read_workload
+from memfit.cli.options import HOW_MUCH, Json, Option, add_job_files, add_kinds, how_much, option, read_workload, whole
 from memfit.cli.plan import FAILS
 from memfit.cli.typed import Group
 from memfit.errors import UsageError
-from memfit.files import check_free, writing, written_whole
 from memfit.gpus import find_gpu
-from memfit.jobs.spellings import plain_name, split_names
+from memfit.jobs.settings import plain_name, split_names
 from memfit.jobs.workload import Workload
 
 if TYPE_CHECKING:
@@ -42,46 +41,39 @@ EXAMPLES = {
     "prune": "memfit fit prune --model llama-2-13b --gpu 16GiB",
 }
 
-GPU_FLAG = typer.Option(
-    "--gpu", metavar="NAME|SIZE", show_default=False, help="The card (`memfit gpus`), as 24GB, or exactly 23.5GiB."
-)
-KEEP_FLAG = typer.Option(
-    "--keep", metavar="NAMES", show_default=False, help="Settings that stay as they are: seq-len,rank,precision."
-)
-MARGIN_FLAG = typer.Option("--margin", metavar="SHARE", help="Share of the card that stays free.")
-GLOBAL_FLAG = typer.Option(
-    "--global-batch",
-    metavar="N",
-    show_default=False,
-    help="Rows of one optimizer step over all GPUs; never changed. Default: what the other flags make.",
-)
-LADDER_FLAG = typer.Option("--ladder", help="Show how far the micro-batch can go, from safe to all of the card.")
-EMIT_FLAG = typer.Option(
-    "--emit",
-    metavar="yaml|args|python",
-    show_default=False,
-    help="Write the fitted job to stdout in this form; of "
-    "--from, by its format or to a FILE: the same file with only the needed keys changed.",
-)
-COMPILE_FLAG = typer.Option(
-    "--try-compile", help="torch.compile may be a change too: start-up time, and minutes more to find the answer."
-)
-
-EXTRA: dict[str, tuple[Any, Any]] = {
-    "gpu": (Annotated[str, GPU_FLAG], inspect.Parameter.empty),
-    "keep": (Annotated[list[str] | None, KEEP_FLAG], None),
-    "margin": (Annotated[str, MARGIN_FLAG], "0.1"),
-    "try_compile": (Annotated[bool, COMPILE_FLAG], False),
-    "emit": (Annotated[str | None, EMIT_FLAG], None),
+CARD = ("--gpu", "NAME|SIZE", "The card (`memfit gpus`), as 24GB, or exactly 23.5GiB.")
+EXTRA: dict[str, Option] = {
+    "gpu": option(str, *CARD, inspect.Parameter.empty),
+    "keep": option(list[str] | None, "--keep", "NAMES", "Settings that stay as they are: seq-len,rank,precision."),
+    "margin": option(str, "--margin", "SHARE", "Share of the card that stays free.", "0.1", shown=True),
+    "emit": option(
+        str | None, "--emit", "yaml|args|python", "Write the fitted job to stdout in this form; of --from, by its "
+        "format or to a FILE: the same file with only the needed keys changed.",
+    ),
     "json": (Json, False),
-}
-OF_TRAINING: dict[str, tuple[Any, Any]] = {
-    "global_batch": (Annotated[str | None, GLOBAL_FLAG], None),
-    "ladder": (Annotated[bool, LADDER_FLAG], False),
+}  # fmt: skip
+TRY_COMPILE: dict[str, Option] = {
+    "try_compile": option(
+        bool, "--try-compile", None,
+        "torch.compile may be a change too: start-up time, and minutes more to find the answer.", False,
+    ),
+}  # fmt: skip
+"""Not of generate and prune."""
+OF_TRAINING: dict[str, Option] = {
+    "global_batch": option(
+        str | None, "--global-batch", "N",
+        "Rows of one optimizer step over all GPUs; never changed. Default: what the other flags make.",
+    ),
+    "ladder": option(
+        bool, "--ladder", None, "Show how far the micro-batch can go, from safe to all of the card.", False,
+    ),
     **HOW_MUCH,
-}
+}  # fmt: skip
+OF_FILES: dict[str, Option] = {
+    **EXTRA, **TRY_COMPILE, "gpu": option(str | None, *CARD), **OF_TRAINING,
+    "force": option(bool, "--force -f", None, "Overwrite the file of --emit if it is there.", False),
+}  # fmt: skip
 
-FORCE = (Annotated[bool, typer.Option("--force", "-f", help="Overwrite the file of --emit if it is there.")], False)
 SUMMARY = "Find the smallest set of changes with which a job fits a card: each set predicted, the cheapest first."
 
 fit = typer.Typer(
@@ -93,32 +85,15 @@ fit = typer.Typer(
 )
 
 
-def _fit(
-    typed: Mapping[str, Any],
-    *,
-    gpu: str,
-    keep: list[str] | None,
-    margin: str,
-    try_compile: bool,
-    emit: str | None,
-    json: bool,
-    global_batch: str | None = None,
-    ladder: bool = False,
-    steps: str | None = None,
-    tokens: str | None = None,
-) -> int:
-    return _answer(
-        read_workload(typed, gpu), None, gpu=gpu, keep=keep, margin=margin, try_compile=try_compile, emit=emit,
-        json=json,
-        global_batch=global_batch, ladder=ladder, much=how_much(steps, tokens), force=False,
-    )  # fmt: skip
+def _fit(typed: Mapping[str, Any], **asked: Any) -> int:
+    return _answer(read_workload(typed, asked["gpu"]), None, **asked)
 
 
-def _fit_file(job: JobFile, *, gpu: str | None, steps: str | None, tokens: str | None, **asked: Any) -> int:
+def _fit_file(job: JobFile, *, gpu: str | None, **asked: Any) -> int:
     if gpu is None:
         raise UsageError("missing option '--gpu'", hint="the card, as 24GB or 'RTX 4090'")
     find_gpu(gpu)
-    return _answer(job.workload, job, gpu=gpu, much=how_much(steps, tokens), **asked)
+    return _answer(job.workload, job, gpu=gpu, **asked)
 
 
 def _answer(
@@ -128,33 +103,28 @@ def _answer(
     gpu: str,
     keep: list[str] | None,
     margin: str,
-    try_compile: bool,
     emit: str | None,
     json: bool,
-    global_batch: str | None,
-    ladder: bool,
-    much: dict[str, int],
-    force: bool,
+    try_compile: bool = False,
+    global_batch: str | None = None,
+    ladder: bool = False,
+    steps: str | None = None,
+    tokens: str | None = None,
+    force: bool = False,
 ) -> int:
-    if much and (ladder or emit is not None):
-        other = "--ladder" if ladder else "--emit"
-        raise UsageError(f"--{next(iter(much))} has no effect with {other}", hint=f"without {other} the time is told")
-    _check_together(emit, json, ladder, job, force)
+    much = how_much(steps, tokens)
+    _check_emitted(emit, job, force)
+    _check_together(much, emit, ladder, try_compile, json)
     kept = [plain_name(name) for name in split_names(keep or [])]
     if job is not None:
         _ = workload.source
         kept += [name for name in job.kept if name not in kept]
-    asked: dict[str, Any] = {
-        "gpu": gpu, "keep": kept, "margin": _share(margin), "global_batch": _rows(global_batch),
-    }  # fmt: skip
+    rows = None if global_batch is None else whole("--global-batch", global_batch, 1 << 24, "256")
+    asked: dict[str, Any] = {"gpu": gpu, "keep": kept, "margin": _share(margin), "global_batch": rows}
     if ladder:
-        if try_compile:
-            raise UsageError("--try-compile has no effect with --ladder", hint="--compile climbs with compiled steps")
         return _ladder(workload, json=json, **asked)
     with output.working(f"fitting {workload.model}"):
-        fitted = memfit.fit(
-            workload, **asked, try_compile=try_compile, steps=much.get("steps"), tokens=much.get("tokens")
-        )
+        fitted = memfit.fit(workload, **asked | much, try_compile=try_compile)
     if job is not None:
         fitted = dataclasses.replace(fitted, job_file=job.to_json())
     if emit is not None:
@@ -171,43 +141,35 @@ def _ladder(workload: Workload, *, json: bool, **asked: Any) -> int:
 
 
 def _emit(fitted: Fitted, form: str, job: JobFile | None) -> int:
-    from memfit.fitting.emit import FORMS, emit, headline
+    from memfit.fitting.emit import emit_as_file, headline
 
     if not fitted.fits:
         output.complain("nothing fits, so nothing was written", "without --emit the nearest set is shown")
         return FAILS
-    text = emit(fitted, form) if form in FORMS or job is None else job.write(fitted.fitted)
+    made = emit_as_file(fitted, form, job)
     output.note(headline(fitted))
-    if form not in FORMS and job is not None and form not in [each.name for each in job.formats]:
-        place = Path(form)
-        with writing(place, "--emit"), written_whole(place) as beside:
-            beside.write_text(text, encoding="utf-8")
-        output.note(f"written to {place}")
-        return 0
-    output.say(text.rstrip("\n"))
+    if isinstance(made, Path):
+        output.note(f"written to {made}")
+    else:
+        output.say(made.rstrip("\n"))
     return 0
 
 
-def _check_together(emit: str | None, json: bool, ladder: bool, job: JobFile | None, force: bool) -> None:
-    from memfit.fitting.emit import FORMS
+def _check_emitted(form: str | None, job: JobFile | None, force: bool) -> None:
+    from memfit.fitting.emit import check_form
 
-    if emit is not None and emit not in FORMS:
-        _check_written_back(emit, job, force)
+    if form is not None:
+        check_form(form, job, force)
+
+
+def _check_together(much: Mapping[str, int], emit: str | None, ladder: bool, try_compile: bool, json: bool) -> None:
+    if much and (ladder or emit is not None):
+        other = "--ladder" if ladder else "--emit"
+        raise UsageError(f"--{next(iter(much))} has no effect with {other}", hint=f"without {other} the time is told")
     if emit is not None and (json or ladder):
         raise UsageError(f"--emit and {'--json' if json else '--ladder'} both say what is printed", hint="give one")
-
-
-def _check_written_back(emit: str, job: JobFile | None, force: bool) -> None:
-    """The name of the file's own format, or a file to write."""
-    from memfit.fitting.emit import FORMS
-
-    own = [each.name for each in job.formats] if job else []
-    if emit in own:
-        return
-    if job is None or not Path(emit).suffix:
-        files = f", or a file such as fitted{job.files[0].suffix}" if job else ""
-        raise UsageError(f"--emit {emit!r} is not one of {', '.join([*FORMS, *own])}{files}")
-    check_free(Path(emit), "--emit", force, inputs=job.files)
+    if ladder and try_compile:
+        raise UsageError("--try-compile has no effect with --ladder", hint="--compile climbs with compiled steps")
 
 
 def _share(text: str) -> float:
@@ -217,16 +179,10 @@ def _share(text: str) -> float:
         raise UsageError(f"--margin {text!r} is not a share between 0 and 1", hint="such as 0.1") from error
 
 
-def _rows(text: str | None) -> int | None:
-    if text is None:
-        return None
-    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= 1 << 24:
-        raise UsageError(f"--global-batch {text!r} is not a whole number of rows", hint="such as 256")
-    return int(text)
-
-
 add_job_files(
-    fit, _fit_file, {**EXTRA, "gpu": (Annotated[str | None, GPU_FLAG], None), **OF_TRAINING, "force": FORCE},
-    summary=SUMMARY, needed="memfit fit lora --model qwen2.5-7b --gpu 24GB, or memfit fit --from train.yaml --gpu 24GB",
+    fit, _fit_file, OF_FILES, summary=SUMMARY,
+    needed="memfit fit lora --model qwen2.5-7b --gpu 24GB, or memfit fit --from train.yaml --gpu 24GB",
 )  # fmt: skip
-add_kinds(fit, _fit, EXTRA, of_training=OF_TRAINING, what=WHAT, examples=EXAMPLES)
+for kind, said in WHAT.items():
+    changes = {} if kind in ("generate", "prune") else TRY_COMPILE
+    add_kinds(fit, _fit, {**EXTRA, **changes}, of_training=OF_TRAINING, what={kind: said}, examples=EXAMPLES)

@@ -22,8 +22,18 @@ from memfit.cli.typed import Command
 from memfit.errors import UsageError
 from memfit.gpus import find_gpu
 from memfit.jobs.setting_help import HELP, settings_of
-from memfit.jobs.spellings import ALIASES, plain_value, setting_types, split_names, without_none
-from memfit.jobs.workload import AS_IN_QLORA, KINDS, QLORA, Workload, flag
+from memfit.jobs.settings import (
+    ALIASES,
+    AS_IN_QLORA,
+    KINDS,
+    QLORA,
+    flag,
+    plain_value,
+    setting_types,
+    split_names,
+    without_none,
+)
+from memfit.jobs.workload import Workload
 
 METAVARS = {int: "N", float: "X", str: "TEXT"}
 MOST_CHOICES = 12
@@ -209,7 +219,7 @@ def _option(name: str, usual: Mapping[str, Any] = MappingProxyType({})) -> tuple
     given: Any = bool if kind is bool else list[str] if get_origin(kind) is tuple else str
     if default is dataclasses.MISSING:
         return Annotated[given, info], inspect.Parameter.empty
-    if default is None:
+    if default in (None, ()):
         return Annotated[given | None, info], None
     return Annotated[given, info], default if kind is bool else str(default)
 
@@ -227,68 +237,40 @@ def _value(name: str, given: Any) -> Any:
     return plain_value(name, given)
 
 
-FROM: dict[str, tuple[Any, Any]] = {
-    "from_": (
-        Annotated[
-            list[str] | None,
-            typer.Option(
-                "--from",
-                metavar="FILE",
-                show_default=False,
-                help="A job file of LLaMA-Factory, Axolotl, torchtune or the HF Trainer; beside it, again, one of "
-                "accelerate. Flags of the kinds below replace what it says.",
-            ),
-        ],
-        None,
+Option = tuple[Any, Any]
+"""An annotation that holds the flag, and a default."""
+
+
+def option(
+    kind: Any, flags: str, metavar: str | None, said: str, default: Any = None, *, shown: bool = False
+) -> Option:
+    info = typer.Option(*flags.split(), metavar=metavar, help=said, show_default=shown)
+    return Annotated[kind, info], default
+
+
+FROM: dict[str, Option] = {
+    "from_": option(
+        list[str] | None, "--from", "FILE", "A job file of LLaMA-Factory, Axolotl, torchtune or the HF Trainer; beside "
+        "it, again, one of accelerate. Flags of the kinds below replace what it says.",
     ),
-    "from_format": (
-        Annotated[
-            str | None,
-            typer.Option(
-                "--from-format",
-                metavar="NAME",
-                show_default=False,
-                help="llamafactory, axolotl, torchtune, huggingface, accelerate, deepspeed. Default: told by its keys.",
-            ),
-        ],
-        None,
+    "from_format": option(
+        str | None, "--from-format", "NAME",
+        "llamafactory, axolotl, torchtune, huggingface, accelerate, deepspeed. Default: told by its keys.",
     ),
-    "without": (
-        Annotated[
-            list[str] | None,
-            typer.Option(
-                "--without",
-                metavar="KEYS",
-                show_default=False,
-                help="Keys of the file that are taken as if they were not there.",
-            ),
-        ],
-        None,
+    "without": option(
+        list[str] | None, "--without", "KEYS", "Keys of the file that are taken as if they were not there.",
     ),
-    "kind": (
-        Annotated[
-            str | None,
-            typer.Option(
-                "--kind",
-                metavar="train|lora",
-                show_default=False,
-                help="Where the file does not say it. Default: lora where a flag is one of adapters.",
-            ),
-        ],
-        None,
+    "kind": option(
+        str | None, "--kind", "train|lora",
+        "Where the file does not say it. Default: lora where a flag is one of adapters.",
     ),
-}
+}  # fmt: skip
 """What `plan`, `fit` and `check` have for job files of other tools."""
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout instead of the report.")]
-
-STEPS_FLAG = typer.Option("--steps", metavar="N", show_default=False, help="Optimizer steps: how long they take.")
-TOKENS_FLAG = typer.Option(
-    "--tokens", metavar="N", show_default=False, help="Tokens to train on in all: how long that takes, as 300000000."
-)
-HOW_MUCH: dict[str, tuple[Any, Any]] = {
-    "steps": (Annotated[str | None, STEPS_FLAG], None),
-    "tokens": (Annotated[str | None, TOKENS_FLAG], None),
+HOW_MUCH: dict[str, Option] = {
+    "steps": option(str | None, "--steps", "N", "Optimizer steps: how long they take."),
+    "tokens": option(str | None, "--tokens", "N", "Tokens to train on in all: how long that takes, as 300000000."),
 }
 """How long a training is."""
 
@@ -298,9 +280,12 @@ def how_much(steps: str | None, tokens: str | None) -> dict[str, int]:
     given = {name: text for name, text in (("steps", steps), ("tokens", tokens)) if text is not None}
     if len(given) > 1:
         raise UsageError("--steps and --tokens both say how long it trains", hint="give one of them")
-    for name, text in given.items():
-        number = text.replace(",", "").replace("_", "")
-        if not number.isascii() or not number.isdigit() or not 1 <= int(number) <= 10**18:
-            raise UsageError(f"--{name} {text!r} is not a whole number above 0", hint=f"such as --{name} 5000")
-        given[name] = number
-    return {name: int(number) for name, number in given.items()}
+    plain = {name: text.replace(",", "").replace("_", "") for name, text in given.items()}
+    return {name: whole(f"--{name}", each, 10**18, "5000", typed=given[name]) for name, each in plain.items()}
+
+
+def whole(said: str, text: str, most: int, usual: str, *, typed: str | None = None) -> int:
+    """A number that the flag `said` was given."""
+    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= most:
+        raise UsageError(f"{said} {typed or text!r} is not a whole number above 0", hint=f"such as {said} {usual}")
+    return int(text)

@@ -103,7 +103,10 @@ def complain_of_usage(error: typer.TyperException) -> None:
         return
     first, *rest = text.splitlines()
     message = " ".join([first[:1].lower() + first[1:], *(line.strip() for line in rest)]).rstrip(".")
-    complain(message, f"`{context.command_path} --help` lists the options" if context else None)
+    hint = f"`{context.command_path} --help` lists the options" if context else None
+    if message.endswith("does not take a value"):
+        hint = f"write {getattr(error, 'option_name', 'it')} alone: it is on where it stands"
+    complain(message, hint)
 
 
 def note(text: str) -> None:

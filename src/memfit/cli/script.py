@@ -6,17 +6,17 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 from memfit.cli import output
-from memfit.cli.options import Json
+from memfit.cli.options import Json, whole
 from memfit.errors import UsageError
 from memfit.files import check_free, writing
 
 FAILS, NO_ANSWER = 1, 2
-ANSWERS = {"true": True, "false": False, "yes": True, "no": False}
+ANSWERS: dict[str, bool | Literal["even"]] = {"true": True, "false": False, "yes": True, "no": False, "even": "even"}
 
 
 def script(
@@ -38,7 +38,11 @@ def script(
     ] = "600",
     answer: Annotated[
         list[str] | None,
-        typer.Option("--answer", metavar="FILE:LINE=VALUE", help="Where the script decides by a value nobody knows."),
+        typer.Option(
+            "--answer",
+            metavar="FILE:LINE=VALUE",
+            help="Where the script decides by a value nobody knows: true, a number; even, where it chooses experts.",
+        ),
     ] = None,
     tries: Annotated[
         list[str] | None,
@@ -58,14 +62,15 @@ def script(
 ) -> int:
     """Predict a program of your own: it runs unmodified, without a GPU, until its optimizer has made a few steps."""
     from memfit.gpus import find_gpu
+    from memfit.scripts.command import read_command
     from memfit.scripts.watched import watch
 
     if gpu is not None:
         find_gpu(gpu)
     settings: dict[str, Any] = {
         "gpu": gpu,
-        "steps": _number("--steps", steps),
-        "seconds": _number("--seconds", seconds),
+        "steps": whole("--steps", steps, 10**6, "3"),
+        "seconds": whole("--seconds", seconds, 10**6, "3"),
         "answers": dict(_answer(text) for text in answer or []),
         "alloc_conf": alloc_conf,
         "synthetic_data": synthetic_data,
@@ -76,12 +81,16 @@ def script(
         if changes:
             raise UsageError("--save-trace keeps one trace, and --try makes several", hint="leave one of them out")
 
+    is_own = output.is_of_this_process()
+
     def plan() -> int:
+        if is_own:
+            os.environ.update(read_command(command).environment)  # torch reads some of them when it is imported
         return _try(command, changes, settings, json) if changes else _plan(command, settings, json, save_trace)
 
     if not json and sys.stderr.isatty():  # a bar would be drawn over by what the script itself prints
         output.note(f"planning {shlex.join(command)}: it runs here without a GPU, for {steps} steps or some more")
-    if not output.is_of_this_process() or not hasattr(os, "fork"):
+    if not is_own or not hasattr(os, "fork"):
         return plan()
     code, text = watch(plan)
     output.say_all(text)
@@ -116,13 +125,7 @@ def _change(text: str) -> tuple[str, list[str]]:
     return key.strip(), [value for value in values.split(",") if value]
 
 
-def _number(flag: str, text: str) -> int:
-    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= 10**6:
-        raise UsageError(f"{flag} {text!r} is not a whole number above 0", hint=f"such as {flag} 3")
-    return int(text)
-
-
-def _answer(text: str) -> tuple[str, bool | float]:
+def _answer(text: str) -> tuple[str, bool | float | Literal["even"]]:
     place, equals, said = text.rpartition("=")
     if equals and said.lower() in ANSWERS:
         return place, ANSWERS[said.lower()]

@@ -1,4 +1,4 @@
-"""`memfit serve`: the page for planning, runs and snapshots, on this machine."""
+"""`memfit serve` and `memfit mcp`: memfit as a page on this machine, and as tools for coding agents."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+import memfit
 from memfit.cli import output
 from memfit.errors import UsageError
 
@@ -53,3 +54,16 @@ def serve(
         output.note("Ctrl-C ends it")
 
     run(ServeSettings(dir=folder, host=host, port=port), tell)
+
+
+def mcp() -> int:
+    """Serve plan, fit, explain, check and report as tools for coding agents, over stdio (Model Context Protocol).
+
+    No tool runs code or writes files. It ends when its input does.
+    """
+    if find_spec("mcp") is None:
+        raise UsageError("`memfit mcp` needs mcp", hint="pip install 'memfit[agent]'")
+    from memfit.agents.server import make_server
+
+    make_server(memfit.__version__).run("stdio")
+    return 0

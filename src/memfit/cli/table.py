@@ -10,7 +10,7 @@ import typer
 
 from memfit.cli import output
 from memfit.errors import UsageError
-from memfit.jobs.spellings import split_names
+from memfit.jobs.settings import split_names
 
 if TYPE_CHECKING:
     pass

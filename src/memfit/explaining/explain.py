@@ -30,6 +30,7 @@ from memfit.explaining.tensor import Readings, RunClues, readings
 from memfit.explaining.withheld import Evidence, Withheld, withheld
 from memfit.fitting.forecast import few_micro_steps_note
 from memfit.gpus import Gpu
+from memfit.jobs.settings import as_json
 from memfit.jobs.workload import Workload
 from memfit.render.shown import Renderer, Shown
 from memfit.units import MiB
@@ -47,6 +48,7 @@ BESIDE = {
 """What runs beside a job's own steps, and settings of the job do not change."""
 NOTHING = "There is no out-of-memory message here."
 NOTHING_SO_FAR = "There is no out-of-memory message in what was read."
+COPIES = "It was asked for by a product with packed weights, which makes a 16-bit copy of one of them."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +141,8 @@ def _explained(
         if case.oom is None
         else cause_of(case.oom, account, case.clues, case.recorded, card_bytes=card.capacity_bytes if card else None)
     )
+    if "packed weights" in case.place.hints and cause.kind != "none":
+        cause = replace(cause, sentence=f"{cause.sentence} {COPIES}")
     read = _readings(case, job)
     job = with_length_of(job, read, given)
     plan, fixes = _predicted(job, card, case.place, notes) if predict and cause.kind != "none" else (None, [])
@@ -329,7 +333,7 @@ def document_of(told: Explanation) -> dict[str, Any]:
         "holders": list(told.holders),
         "growth": told.growth,
         "job": _job(told.job, told.gpu, told.plan),
-        "fixes": [{**asdict(fix), "changes": _plain(fix.changes), "how": dict(fix.how)} for fix in told.fixes],
+        "fixes": [{**asdict(fix), "changes": as_json(fix.changes), "how": dict(fix.how)} for fix in told.fixes],
         "withheld": [asdict(each) for each in told.withheld],
         "notes": list(told.notes),
         "next": next_steps(told),
@@ -396,13 +400,9 @@ def _tensor(read: Readings) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _plain(settings: Mapping[str, object]) -> dict[str, object]:
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}
-
-
 def _job(job: Job, gpu: Gpu | None, plan: Plan | None) -> dict[str, Any]:
     return {
-        "settings": _plain(job.settings),
+        "settings": as_json(job.settings),
         "read_from_text": dict(job.read), "missing": list(job.missing),
         "gpu": None if gpu is None else {"name": gpu.name, "capacity_bytes": gpu.capacity_bytes},
         "predicted": None if plan is None else {

@@ -283,8 +283,10 @@ WORTH = 16 * MiB
 
 
 def predicted_fixes(workload: Workload, gpu: Gpu | None) -> tuple[Plan, list[Fix]]:
-    """The job as it is, and every lever on it, the best saving first."""
+    """The job as it is, and every lever on it: those that are enough first, the cheapest of them before the others;
+    then by what they save."""
     from memfit.fitting.fit import options
+    from memfit.fitting.levers import COSTS
     from memfit.planning.predict import predict
 
     found = options(workload, gpu=gpu)
@@ -294,7 +296,14 @@ def predicted_fixes(workload: Workload, gpu: Gpu | None) -> tuple[Plan, list[Fix
         groups.setdefault(option.lever.group, []).append(option)
     fails = before.verdict == "fails"
     chosen = [_mildest(group) if fails else group[0] for group in groups.values()]
-    chosen.sort(key=lambda option: -option.saved_bytes)
+    enough = {id(option) for option in chosen if fails and option.after.verdict in ("safe", "tight")}
+    chosen.sort(
+        key=lambda option: (
+            id(option) not in enough,
+            COSTS.index(option.lever.cost) if id(option) in enough else 0,
+            -option.saved_bytes,
+        )
+    )  # fmt: skip
     return before, [_fix(option) for option in chosen if option.saved_bytes >= WORTH]
 
 

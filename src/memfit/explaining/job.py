@@ -21,7 +21,8 @@ from memfit.explaining.message import Oom
 from memfit.explaining.place import FailurePlace, compiled, of_another_engine
 from memfit.explaining.tensor import Readings
 from memfit.gpus import Gpu, find_gpu, list_gpus
-from memfit.jobs.workload import AS_IN_QLORA, QLORA, Workload, flag, kinds_that_read
+from memfit.jobs.settings import AS_IN_QLORA, QLORA, flag, kinds_that_read
+from memfit.jobs.workload import Workload
 from memfit.units import MiB
 
 _ROWS = ("batch_size", "seq_len")
@@ -120,7 +121,7 @@ def job_of(
         settings.setdefault("attention", "eager")
     if compiled(place) and kind in ("forward", "train", "lora"):
         settings.setdefault("compile", True)
-    made = _workload(settings, given)
+    made = Workload.from_mapping(settings, asked=given)
     own = clues.by_memfit or any("/memfit/" in frame.path.replace("\\", "/") for frame in place.frames)
     return Job(workload=made, models=models, settings=settings, read=read, beyond=beyond, by_memfit=own)
 
@@ -180,11 +181,6 @@ def _check(given: Mapping[str, Any]) -> None:
     if not kinds:
         raise UsageError(f"no kind of job has all of {', '.join(map(flag, given))}", hint="--kind says what it was")
     Workload.from_mapping({"model": "-", **given, "kind": kinds[-1]})
-
-
-def _workload(settings: dict[str, Any], given: Mapping[str, Any]) -> Workload:
-    """A batch size in the log of a pruning run is not a mistake, a flag for it is."""
-    return Workload.from_mapping(settings, asked=given)
 
 
 def _by_trainer(place: FailurePlace) -> bool:
@@ -249,7 +245,7 @@ def workload_of_config(name: str, log: str = "", *, world_size: int = 1) -> Work
     return dataclasses.replace(
         made,
         grad_accum=sizes.gradient_accumulation_steps,
-        alloc_conf=config.memory.alloc_conf,  # not what is exported on this machine
+        alloc_conf=config.workload.alloc_conf,  # not what is exported on this machine
     )
 
 

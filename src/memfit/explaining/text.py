@@ -94,7 +94,6 @@ class Excerpt:
     """Where lines are left out: the place in `text`, and how many before it in all."""
     requests: int = 0
     """How many messages the whole text has, by the words that each of them has."""
-    read_chars: int = 0
 
     def lines_before(self, at: int) -> int:
         """Of the whole text, before this place of the excerpt."""
@@ -102,14 +101,14 @@ class Excerpt:
         return left_out + self.text.count("\n", 0, at)
 
 
-def excerpt_of(source: TextIO, *, most: int | None = None) -> Excerpt:
-    """Reads all of it, or the first `most` characters, and never has more than a part in memory."""
+def excerpt_of(source: TextIO) -> Excerpt:
+    """Reads all of it, and never has more than a part in memory."""
     kept: dict[int, _Chunk] = {}
     last: dict[int, _Chunk] = {}
     recent: deque[_Chunk] = deque(maxlen=END)
-    number = lines = requests = read = 0
+    number = lines = requests = 0
     overlap, after_word = "", False
-    while text := source.read(CHUNK if most is None else min(CHUNK, most - read)):
+    while text := source.read(CHUNK):
         chunk = _Chunk(number, lines, text)
         seen = overlap + text
         has_word = any(word in seen for word in ANCHORS)
@@ -120,12 +119,12 @@ def excerpt_of(source: TextIO, *, most: int | None = None) -> Excerpt:
             last.pop(next(iter(last)))
         recent.append(chunk)
         requests += seen.count(REQUEST) - overlap.count(REQUEST)
-        number, lines, read = number + 1, lines + text.count("\n"), read + len(text)
+        number, lines = number + 1, lines + text.count("\n")
         overlap, after_word = text[-LONGEST_WORD:], has_word
-    return _joined([*kept.values(), *last.values(), *recent], requests=requests, read=read)
+    return _joined([*kept.values(), *last.values(), *recent], requests=requests)
 
 
-def _joined(chunks: Iterable[_Chunk], *, requests: int, read: int) -> Excerpt:
+def _joined(chunks: Iterable[_Chunk], *, requests: int) -> Excerpt:
     parts: list[str] = []
     gaps: list[tuple[int, int]] = []
     at, newlines, following = 0, 0, 0
@@ -136,7 +135,7 @@ def _joined(chunks: Iterable[_Chunk], *, requests: int, read: int) -> Excerpt:
             gaps.append((at, chunk.lines_before - newlines))
         parts.append(chunk.text)
         at, newlines, following = at + len(chunk.text), newlines + chunk.text.count("\n"), number + 1
-    return Excerpt("".join(parts), tuple(gaps), requests, read)
+    return Excerpt("".join(parts), tuple(gaps), requests)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 DOOR = {
     "blocks": "AFTER BEFORE Extension Ints LAST NotRepeating UNITS extend extension with_sizes",
-    "reused": "COMPILED RANGE REUSED SAID frees_in_order joined peak_of say",
+    "reused": "COMPILED COPIES FLUSH REUSED SAID joined let_the_last_go_first say sort_frees",
     "steps": "last_step with_steps",
     "streams": (
         "Ask CALLER FilledStream NotSeparable Outline RuleAnswer RuleCall SizedStream Stream TracedStream answered "

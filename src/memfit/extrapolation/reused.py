@@ -15,13 +15,15 @@ import numpy as np
 import numpy.typing as npt
 
 from memfit.events import Action, Trace
+from memfit.replay.timeline import allocated_changes
 
 REUSED = "a buffer used again"
+FLUSH = "autotuning: a buffer as large as the L2 cache"
 SAID = "compiler"
-"""Among the facts of a trace: what is to be known about the compiler's plan, in words."""
-RANGE = "padded products"
-"""Among the facts of a trace: bytes at the peak without and with them, where the card decides. The trace is of the
-larger."""
+"""Among the facts of a trace: what is to be known about the plans of a compiler or of cuDNN, in words."""
+COPIES = "padded copies"
+"""Among the facts of a trace: bytes that padding takes, of the product that takes most and of all that are timed."""
+Ranges = Sequence[Sequence[int]]
 COMPILED = "compiled"
 """Among the facts of a trace: the events between which compiled code ran."""
 
@@ -32,19 +34,10 @@ def say(trace: Trace, what: str) -> None:
         said.append(what)
 
 
-def frees_in_order(trace: Trace, ranges: Sequence[Sequence[int]]) -> None:
-    """Which of several buffers of one size goes first is the compiler's choice, by names, and differs from block to
-    block: here it is the one that was made last. What is let go at one time goes by size. What is allocated stays the
-    same at every event; where the free places are, and so what is reserved, may change. `ranges`: the events between
-    which compiled code ran."""
-    inside = np.zeros(len(trace), dtype=bool)
-    for start, end in ranges:
-        inside[start:end] = True
-    _sort_runs(trace, inside)
-    _let_the_last_go_first(trace, inside)
-
-
-def _sort_runs(trace: Trace, inside: npt.NDArray[np.bool_]) -> None:
+def sort_frees(trace: Trace, ranges: Ranges) -> None:
+    """What is let go at one time goes by size: that is the same to an allocator. `ranges`: the events between which
+    compiled code ran."""
+    inside = _inside(trace, ranges)
     op = trace.name_id(REUSED)
     actions, subjects = trace.actions, trace.subjects
     start = 0
@@ -59,8 +52,11 @@ def _sort_runs(trace: Trace, inside: npt.NDArray[np.bool_]) -> None:
         start = at + 1
 
 
-def _let_the_last_go_first(trace: Trace, inside: npt.NDArray[np.bool_]) -> None:
-    """Among those that compiled code makes and lets go itself."""
+def let_the_last_go_first(trace: Trace, ranges: Ranges) -> None:
+    """Which of several buffers of one size goes first is the compiler's choice, by names, and differs from block to
+    block: here it is the one that was made last, among those that compiled code makes and lets go itself. What is
+    allocated stays the same at every event; where the free places are, and so what is reserved, may change."""
+    inside = _inside(trace, ranges)
     born = {b for (action, b), here in zip(trace.events(), inside, strict=True) if here and action == Action.ALLOC}
     gone = {b for (action, b), here in zip(trace.events(), inside, strict=True) if here and action == Action.FREE}
     exchangeable = born & gone
@@ -75,30 +71,50 @@ def _let_the_last_go_first(trace: Trace, inside: npt.NDArray[np.bool_]) -> None:
             trace.subjects[at] = same.pop()
 
 
+def _inside(trace: Trace, ranges: Ranges) -> npt.NDArray[np.bool_]:
+    inside = np.zeros(len(trace), dtype=bool)
+    for start, end in ranges:
+        inside[start:end] = True
+    return inside
+
+
 def joined(trace: Trace) -> Trace:
-    """Every buffer one block, however often it is used, with the name of whom it was made for."""
+    """Every buffer one block, however often it is used, named for who has it at the peak, or had it last."""
     if REUSED not in trace.names:
         return trace
-    op, first = trace.names.index(REUSED), list(range(len(trace.requested)))
+    op, peak, born = trace.names.index(REUSED), _peak_event(trace), dict[int, int]()
+    first = list(range(len(trace.requested)))
+    user = list(first)
     actions, subjects = array("B"), array("q")
-    for action, subject in trace.events():
+    for at, (action, subject) in enumerate(trace.events()):
         if action == Action.ALLOC and trace.op_of[subject] == op and actions and actions[-1] == Action.FREE:
             before = subjects[-1]
             if trace.requested[before] == trace.requested[subject]:
                 first[subject] = before
+                if at <= peak or born[before] > peak:
+                    user[before] = subject
                 actions.pop()
                 subjects.pop()
                 continue
+        if action == Action.ALLOC:
+            born[subject] = at
         actions.append(action)
         subjects.append(first[subject] if action <= Action.FREE_COMPLETED else subject)
-    return _renumbered(trace, actions, subjects, first)
+    return _renumbered(trace, actions, subjects, first, user)
 
 
-def _renumbered(trace: Trace, actions: array[int], subjects: array[int], first: list[int]) -> Trace:
+def _peak_event(trace: Trace) -> int:
+    """The first event at which most is allocated."""
+    sizes = -(-np.frombuffer(trace.requested, np.int64) // 512) * 512
+    return int(allocated_changes(trace, sizes).cumsum().argmax())
+
+
+def _renumbered(trace: Trace, actions: array[int], subjects: array[int], first: list[int], user: list[int]) -> Trace:
     kept = np.array([block for block, root in enumerate(first) if root == block], dtype=np.int64)
     number = {int(block): i for i, block in enumerate(kept)}
     made = trace.emptied()
-    made.take_blocks(trace, kept)
+    made.take_blocks(trace, np.array(user, dtype=np.int64)[kept])
+    made.op_of = array("i", np.frombuffer(trace.op_of, dtype=np.int32)[kept].tobytes())
     made.requested = array("q", np.frombuffer(trace.requested, dtype=np.int64)[kept].tobytes())
     made.actions = actions
     made.subjects = array(
@@ -121,15 +137,3 @@ def _facts(facts: dict[str, Any], number: Any) -> dict[str, Any]:
             for block, members in facts["lists"].items()
         }
     return made
-
-
-def peak_of(trace: Trace) -> int:
-    """The sum of what is requested, at its highest."""
-    now = most = 0
-    for action, subject in trace.events():
-        if action == Action.ALLOC:
-            now += trace.requested[subject]
-            most = max(most, now)
-        elif action in (Action.FREE, Action.FREE_REQUESTED):
-            now -= trace.requested[subject]
-    return most

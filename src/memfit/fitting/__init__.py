@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 DOOR = {
-    "durations": "Duration estimate estimate_training why_none",
+    "durations": "Duration estimate estimate_training why_none with_duration",
     "estimate_memory": "estimate_memory",
-    "emit": "FORMS config_document emit headline pruning_command",
+    "emit": "check_form config_document emit_as_file headline pruning_command",
     "fit": "Fitted Option fit options",
     "forecast": "few_micro_steps_note",
     "ladder": "Ladder ladder",
-    "levers": "Lever levers_for",
+    "levers": "COSTS Lever levers_for",
     "table": "GPUS MODELS Table WORKLOADS make_table",
 }
 """What other rooms may use, by file."""

@@ -23,6 +23,7 @@ from memfit.render.pieces import time_words
 
 if TYPE_CHECKING:
     from memfit.jobs.training.job import TrainJob
+    from memfit.planning.predict import Plan
 
 MEASURED_ON = "H200"
 
@@ -127,6 +128,16 @@ def estimate(work: Workload, gpu: Gpu, *, steps: int | None = None, tokens: int 
     )
 
 
+def with_duration(plan: Plan, work: Workload, **asked: int) -> tuple[Plan, str | None]:
+    """The plan of a training that fits with its time, or else why there is none."""
+    if plan.gpu is None or plan.verdict == "fails" or not work.trains:
+        return plan, None
+    time = estimate(work, plan.gpu, **asked)
+    if time is None:
+        return plan, why_none(plan.gpu)
+    return dataclasses.replace(plan, duration=time.to_json()), None
+
+
 def estimate_training(job: TrainJob, gpu: Gpu) -> Duration | None:
     """Of the steps that are left, with all of their micro-steps and rows as long as they are on average: a micro-batch
     is as long as its longest row."""
@@ -157,7 +168,7 @@ def _mean_longest(job: TrainJob) -> float:
 def _basis(work: Workload, card: str, measured: bool) -> str:
     where = "on this card" if measured else f"on an {MEASURED_ON}; on the {card} nothing was measured"
     alone = "" if work.world_size == 1 else ", traffic between GPUs"
-    eager = ", of the step without torch.compile, which takes longer" if work.is_compiled else ""
+    eager = " (those of the step without torch.compile: compiled it is faster)" if work.is_compiled else ""
     return (
         f"counted operations{eager} at the peak speed of the {card} and kernels that the host launches, times what"
         f" steps were measured to take beyond that {where}; reading data and saving{alone} left out"

@@ -18,16 +18,19 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from memfit.environment import CUDA_VARIABLE
 from memfit.errors import MemfitError, UsageError
+from memfit.files import check_free, writing, written_whole
 from memfit.gpus import Gpu, find_gpu
 from memfit.jobs.adapter_names import NO_TARGETS
+from memfit.jobs.settings import flag
 from memfit.jobs.training.config import keys_of
 from memfit.jobs.training.shapes import is_basics
-from memfit.jobs.workload import Workload, flag
+from memfit.jobs.workload import Workload
 from memfit.models.presets import find_preset, is_gsa
 from memfit.units import gib, in_mib
 
 if TYPE_CHECKING:
     from memfit.fitting.fit import Fitted
+    from memfit.jobfiles.file import JobFile
 
 Form = Literal["yaml", "args", "python"]
 FORMS: tuple[str, ...] = get_args(Form)
@@ -39,7 +42,7 @@ def environment(work: Workload) -> dict[str, str]:
 
 
 def refuse_what_has_no_switch(work: Workload, form: str) -> None:
-    lacking = [f"{what} on the host" for what in work.offload or ()]
+    lacking = [f"{what} on the host" for what in work.offload]
     if work.selective_checkpointing:
         lacking.append("selective checkpointing")
     if work.compile_blocks:
@@ -161,6 +164,10 @@ def _model(work: Workload) -> Iterator[str]:
     on_gpu = "model" if work.is_quantised else 'model.to("cuda")'
     if work.trains:
         yield "    return model"
+    elif work.compile and work.kind == "generate":
+        yield f"    model = {on_gpu}.eval()"
+        yield "    model.compile()  # torch.compile(model).generate would run the model as it is"
+        yield "    return model"
     elif work.is_compiled:
         yield f"    return {'torch.compile' if work.compile else 'compile_regions'}({on_gpu}.eval())"
     else:
@@ -251,6 +258,29 @@ def _prune(work: Workload) -> Iterator[str]:
     yield "    ],"
     yield "    check=True,"
     yield ")"
+
+
+def check_form(form: str, job: JobFile | None, force: bool) -> None:
+    """One of the forms, the name of the job file's own format, or a file to write."""
+    own = [each.name for each in job.formats] if job else []
+    if form in (*FORMS, *own):
+        return
+    if job is None or not Path(form).suffix:
+        files = f", or a file such as fitted{job.files[0].suffix}" if job else ""
+        raise UsageError(f"--emit {form!r} is not one of {', '.join([*FORMS, *own])}{files}")
+    check_free(Path(form), "--emit", force, inputs=job.files)
+
+
+def emit_as_file(fitted: Fitted, form: str, job: JobFile | None) -> str | Path:
+    """The text in this form; or the job file with only the needed keys changed, as text, or where it was written."""
+    if job is None or form in FORMS:
+        return emit(fitted, form)
+    text, place = job.write(fitted.fitted), Path(form)
+    if form in [each.name for each in job.formats]:
+        return text
+    with writing(place, "--emit"), written_whole(place) as beside:
+        beside.write_text(text, encoding="utf-8")
+    return place
 
 
 def emit(fitted: Fitted, form: str) -> str:
@@ -393,8 +423,4 @@ def _in_place_of_own_code(work: Workload) -> dict[str, Any]:
 def _own_flags(work: Workload) -> Iterator[tuple[str, str]]:
     for name, value in work.settings().items():
         if name != "kind" and value not in (None, False, "", []):
-            yield flag(name), _text(value)
-
-
-def _text(value: Any) -> str:
-    return "" if value is True else ",".join(value) if isinstance(value, list) else str(value)
+            yield flag(name), "" if value is True else ",".join(value) if isinstance(value, list) else str(value)

@@ -60,7 +60,7 @@ def smaller_models(work: Workload, room: int) -> Iterator[str]:
 
 def _has_all_weights_on_the_card(work: Workload) -> bool:
     sharded = work.trains and work.world_size > 1 and work.parallel == "fsdp2"
-    return work.kind != "prune" and not sharded and "weights" not in (work.offload or ())
+    return work.kind != "prune" and not sharded and "weights" not in work.offload
 
 
 __all__ = ["Fitted", "Option", "check_margin", "fit", "options"]

@@ -218,7 +218,7 @@ class Forecasts:
         return Forecast(
             workload=work,
             whole=True,
-            peak=peak_of(replays.ample, context),
+            peak=peak_of(replays, context),
             fit=fit,
             context=context,
             at_peak=report.at_peak,

@@ -17,8 +17,10 @@ from importlib.util import find_spec
 from typing import Any, Literal
 
 from memfit.errors import UnknownName, UsageError
+from memfit.jobs.settings import flag, kinds_that_read
+from memfit.jobs.together import check_compiled, check_quantised
 from memfit.jobs.training.batch import BatchSizes, divisors
-from memfit.jobs.workload import Workload, flag, kinds_that_read
+from memfit.jobs.workload import Workload
 from memfit.models.presets import GATHER, is_gsa
 
 Cost = Literal["free", "time", "precision", "experiment"]
@@ -232,7 +234,7 @@ def _compiled(work: Workload) -> Iterator[Lever]:
     if work.is_compiled or work.kind not in kinds_that_read(["compile"]):
         return
     try:
-        dataclasses.replace(work, compile=True).check_compiled()
+        check_compiled(dataclasses.replace(work, compile=True))
     except UsageError:  # what is on already does not go with it
         return
     yield Lever(
@@ -324,7 +326,7 @@ def _sharding(work: Workload) -> Iterator[Lever]:
 
 
 def _offloading(work: Workload) -> Iterator[Lever]:
-    on_host = work.offload or ()
+    on_host = work.offload
     if "activations" not in on_host:
         hook = "torch.autograd.graph.save_on_cpu(pin_memory=True) around the forward pass"
         yield _offload(
@@ -427,7 +429,7 @@ def _quantised(work: Workload) -> Iterator[Lever]:
     if work.kind not in kinds_that_read(["quant"]) or work.is_quantised:
         return
     try:
-        dataclasses.replace(work, quant="nf4").check_quantised()
+        check_quantised(dataclasses.replace(work, quant="nf4"))
     except UsageError:  # what is on already does not go with it
         return
     missing = None if find_spec("bitsandbytes") else "bitsandbytes"
@@ -444,7 +446,7 @@ def _quantised(work: Workload) -> Iterator[Lever]:
             says=f"linear layers of the base model in {name[0]} bits, by bitsandbytes",
             price="weights are made whole again in each pass", risk="answers of the base model change a little",
             lowers=("weights",), missing=missing,
-            how={"memfit": f"{flags} (plans only)", "trainer": load, "accelerate": load},
+            how={"memfit": f"{flags}", "trainer": load, "accelerate": load},
         )  # fmt: skip
 
 
@@ -525,7 +527,7 @@ def levers_for(workload: Workload, *, keep: Sequence[str] = (), try_compile: boo
         if workload.kind not in (kinds := kinds_that_read([name])):
             raise UsageError(f"--keep {name} has no effect: it is a setting of {' and '.join(kinds)}")
     if try_compile and workload.kind in ("generate", "prune"):
-        raise UsageError("--try-compile has no effect: torch.compile is planned for forward, train and lora")
+        raise UsageError(f"--try-compile has no effect on {workload.kind}: it is a change of forward, train and lora")
     left_out = kept if try_compile else {*kept, "compile"}
     return [lever for lever in catalogue(workload) if not left_out & set(lever.settings)]
 
@@ -535,10 +537,10 @@ def apply(workload: Workload, levers: Iterable[Lever]) -> Workload:
     for lever in levers:
         changes.update(lever.settings)
         if "offload" in lever.settings:  # what already lies on the host stays there
-            so_far = changes.get("_offload", workload.offload or ())
+            so_far = changes.get("_offload", workload.offload)
             changes["offload"] = changes["_offload"] = (*so_far, *_texts(lever.settings["offload"]))
     changes.pop("_offload", None)
-    return dataclasses.replace(workload, **changes).without_unused()
+    return workload.changed(**changes).without_unused()
 
 
 def checked_setting(name: str) -> str:

@@ -14,6 +14,7 @@ from memfit.fitting.search import Set, Solution, can_lower
 from memfit.fitting.step_cost import StepTime
 from memfit.fitting.whole_model import WholeModel
 from memfit.gpus import Gpu
+from memfit.jobs.settings import as_json
 from memfit.jobs.workload import Workload
 from memfit.render.shown import Renderer, Shown
 from memfit.units import gib
@@ -104,7 +105,7 @@ class Change:
     def to_json(self) -> dict[str, Any]:
         lever = self.lever
         return {
-            "name": lever.name, "cost": lever.cost, "settings": _plain(lever.settings), "says": lever.says,
+            "name": lever.name, "cost": lever.cost, "settings": as_json(lever.settings), "says": lever.says,
             "price": lever.price, "risk": lever.risk, "how": dict(lever.how),
             "before_bytes": self.before.device_bytes, "after_bytes": self.after.device_bytes,
             "saved_bytes": self.before.device_bytes - self.after.device_bytes,
@@ -134,7 +135,7 @@ class Alternative:
         return {
             "instead_of": self.instead_of,
             "changes": [{"name": lever.name, "cost": lever.cost} for lever in self.levers],
-            "settings": _plain(_settings(self.levers)),
+            "settings": as_json(_settings(self.levers)),
             "verdict": self.forecast.verdict,
             "device_bytes": self.forecast.device_bytes,
         }
@@ -256,7 +257,3 @@ def _settings(levers: Set) -> dict[str, object]:
             before = made.get(name, ())
             made[name] = (*before, *value) if isinstance(value, tuple) and isinstance(before, tuple) else value
     return made
-
-
-def _plain(settings: Any) -> dict[str, Any]:
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}

@@ -25,7 +25,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -243,19 +243,20 @@ class MarkCount:
     ops: Ops
 
 
+def _counting(counters: list[OpCosts], tracer: Tracer) -> OpCosts:
+    from memfit.tracing.costs import OpCosts
+
+    counters.append(OpCosts(tracer))
+    return counters[-1]
+
+
 def count_marks(work: Workload, layers: int | None, *, tokens: int | None = None) -> list[MarkCount]:
     from memfit.jobs.build import prepare_without_memory
     from memfit.planning.on_trace import trace_job
-    from memfit.tracing.costs import OpCosts
 
     counters: list[OpCosts] = []
-
-    def counting(tracer: Tracer) -> OpCosts:
-        counters.append(OpCosts(tracer))
-        return counters[-1]
-
     job = prepare_without_memory(work, layers=layers)
-    made = trace_job(job, steps=STEPS, tokens=tokens, beside=counting)
+    made = trace_job(job, steps=STEPS, tokens=tokens, beside=partial(_counting, counters))
     return by_mark(made, counters[-1])
 
 
@@ -375,16 +376,12 @@ def _count_pruning(work: Workload, layers: int | None, few: int) -> tuple[dict[s
     from memfit.planning.few import blocks_of
     from memfit.planning.pruning import traced_with
     from memfit.platform import H200
-    from memfit.tracing.costs import OpCosts
 
     counters: list[OpCosts] = []
-
-    def counting(tracer: Tracer) -> OpCosts:
-        counters.append(OpCosts(tracer))
-        return counters[-1]
-
     blocks, _ = blocks_of(work.source, work.attention) if layers else (None, 0)
-    made, windows, block_bytes = traced_with(work, H200, blocks, layers=layers, few=few, beside=counting)
+    made, windows, block_bytes = traced_with(
+        work, H200, blocks, layers=layers, few=few, beside=partial(_counting, counters)
+    )
     moved = {OpCost(0, False, block_bytes, block_bytes): 1}
 
     def with_weights(mark: MarkCount) -> MarkCount:

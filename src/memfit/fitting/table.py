@@ -22,7 +22,8 @@ from memfit.fitting.claims import CheckedClaim, CheckedSaving, beside_weights, c
 from memfit.fitting.whole_model import STREAMED, WHOLE, PlanMemo
 from memfit.gpus import Gpu, find_gpu
 from memfit.guides.claims import DECISIONS, EXAMPLES, GB, QUICK_REFERENCE, SAVINGS, QuickReference
-from memfit.jobs.workload import QLORA, Workload
+from memfit.jobs.settings import QLORA
+from memfit.jobs.workload import Workload
 from memfit.models.registry import resolve
 from memfit.render.shown import NOT_MODELLED, Renderer, Shown
 

@@ -28,6 +28,7 @@ FLAGS_OF_ATTENTION = {
 """Older names of attn_implementation, the first that is on."""
 FUSED = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
 FOR_MANY_SAMPLES = ("flash_attention_2", "flash_attention_3")
+BATCH_KEYS = ("micro_batch_size", "gradient_accumulation_steps", "batch_size")
 PLANNED = {"sdpa": "sdpa", "eager": "eager", "flash_attention_2": "sdpa", "flash_attention_3": "sdpa"}
 
 KEYS = {
@@ -82,6 +83,9 @@ FUSED_WORDS = "fused LoRA kernels keep other tensors than peft's layers"
 REFUSED = {
     **{name: each for name, each in TRAINER_REFUSED.items() if name != "use_liger_kernel"},
     "deepspeed": Refused(ENGINE, (None, "", False), instead=("parallel",)),
+    "torch_compile": Refused("Axolotl compiles with settings of its own: give --compile", instead=("compile",)),
+    "torch_compile_backend": Refused("only torch.compile by inductor is modelled", (None, "inductor")),
+    "torch_compile_mode": Refused("only torch.compile's default mode is modelled", (None, "default")),
     "rl": Refused("it trains with more than one pass or model; supervised training is planned", (None, "")),
     "reward_model": Refused("reward models are not planned"),
     "process_reward_model": Refused("reward models are not planned"),
@@ -232,6 +236,10 @@ def _checkpointing(values: KeyValues) -> dict[str, Any]:
 
 def _rows(values: KeyValues, attention: str | None) -> dict[str, Any]:
     """Those of the file, as long as they may be; packed ones of a batch are one row."""
+    if sum(map(values.has, BATCH_KEYS)) < 2:
+        said = next(filter(values.has, BATCH_KEYS), BATCH_KEYS[0])
+        why = f"Axolotl starts only where two of {', '.join(BATCH_KEYS)} are said"
+        values.refuse(said, Refused(why, instead=("batch_size", "grad_accum")))
     rows, length, whole = values["micro_batch_size"], values["sequence_len"], values["batch_size"]
     steps = values["gradient_accumulation_steps"] or (max(whole // rows, 1) if whole and rows else 1)
     multiple = values["pad_to_multiple_of"]
@@ -247,6 +255,8 @@ def _rows(values: KeyValues, attention: str | None) -> dict[str, Any]:
             "without a flash attention, samples of a row are kept apart by masks that are not modelled",
         )
     if values["sample_packing"] and not real:
+        if rows > 1:
+            values.notes.append(f"samples are packed: {rows} rows of {length:,} tokens are one of {rows * length:,}")
         return {"batch_size": 1, "seq_len": rows * length, "grad_accum": steps, "padding": False}
     return {
         "batch_size": rows, "seq_len": length, "grad_accum": steps,

@@ -24,9 +24,11 @@ from memfit.jobfiles.keys import JobFormat, KeyValues
 from memfit.jobfiles.launchers import ACCELERATE, DEEPSPEED
 from memfit.jobfiles.llamafactory import LLAMAFACTORY
 from memfit.jobfiles.torchtune import TORCHTUNE
+from memfit.jobs.settings import flag, kinds_that_read
 from memfit.jobs.training.config_file import parse_yaml
-from memfit.jobs.workload import Workload, flag, kinds_that_read
+from memfit.jobs.workload import Workload
 from memfit.models.config_check import without_doubles
+from memfit.models.registry import names_code
 
 FORMATS = {each.name: each for each in (LLAMAFACTORY, AXOLOTL, TORCHTUNE, HUGGINGFACE, ACCELERATE, DEEPSPEED)}
 TOLD_BY: dict[str, tuple[str, ...]] = {
@@ -101,12 +103,9 @@ class JobFile:
         """Settings that no key of the file could be changed for: a fit leaves them as they are."""
         work, written = self.workload, {"alloc_conf", *(name for each in self.formats for name in each.written)}
         if len(self.files) > 1 or (work.batch_size == 1 and self.formats[0] is AXOLOTL):
-            written -= {"seq_len", "batch_size", "grad_accum"} if self._is_packed() else set()
+            written -= {"seq_len", "batch_size", "grad_accum"} if self.used.get("sample_packing") else set()
         names = [each.name for each in dataclasses.fields(Workload) if each.name not in ("kind", "model")]
         return tuple(name for name in names if name not in written and work.kind in kinds_that_read([name]))
-
-    def _is_packed(self) -> bool:
-        return bool(self.used.get("sample_packing"))
 
     def write(self, fitted: Workload) -> str:
         """The file with the keys changed that make this job of it. What was given by flags is written too."""
@@ -188,12 +187,23 @@ def _read(path: Path, text: str, form: JobFormat, given: Mapping[str, Any], with
     settings = form.settle(values)
     _tell_stage(values, path)
     values.check()
+    _refuse_code(settings, given, values.where)
     return JobFile(
         files=(path,), formats=(form,), texts=(text,), settings={**settings, **given}, asked=dict(given),
         used=values.used, defaults={k: v for k, v in values.defaults.items() if v is not None},
         idle=tuple(values.idle), unknown=tuple(values.unknown), left_out=tuple(values.left_out),
         notes=tuple(values.notes),
     )  # fmt: skip
+
+
+def _refuse_code(settings: Mapping[str, Any], given: Mapping[str, Any], where: str) -> None:
+    """A file may come from anywhere; what it names is opened as data, and never imported."""
+    model = settings.get("model")
+    if "model" not in given and isinstance(model, str) and names_code(model):
+        raise UsageError(
+            f"{where}: the model {model!r} names Python code, which no job file may run",
+            hint=f"--model {model} beside the file, if that code is yours",
+        )
 
 
 def _together(parts: list[JobFile], given: Mapping[str, Any]) -> JobFile:

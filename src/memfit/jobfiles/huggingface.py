@@ -25,6 +25,9 @@ TRAINER_KEYS = {
     "per_device_eval_batch_size": FileKey(8, "whole"),
     "fsdp": FileKey(None),
     "fsdp_config": FileKey(None),
+    "torch_compile": FileKey(False, "yes"),
+    "torch_compile_backend": FileKey(None, "text"),
+    "torch_compile_mode": FileKey(None, "text"),
 }
 """What decides memory, wherever the Trainer trains."""
 
@@ -39,7 +42,7 @@ TRAINER_IDLE = (
     "remove_unused_columns label_names train_sampling_strategy group_by_length length_column_name "
     "ddp_find_unused_parameters ddp_broadcast_buffers ddp_backend ddp_timeout debug skip_memory_metrics do_train "
     "do_eval do_predict resume_from_checkpoint local_rank sortish_sampler predict_with_generate generation_* "
-    "past_index no_cuda use_mps_device jit_mode_eval torch_compile_backend liger_kernel_config "
+    "past_index no_cuda use_mps_device jit_mode_eval liger_kernel_config "
     "split_batches dispatch_batches per_gpu_* mp_parameters transformers_version _n_gpu distributed_state "
     "deepspeed_plugin fp16_opt_level fp16_backend use_ipex tpu_* ray_scope torchdynamo use_legacy_prediction_loop "
     "fsdp_min_num_params fsdp_transformer_layer_cls_to_wrap xpu_backend"
@@ -48,8 +51,6 @@ TRAINER_IDLE = (
 ENGINE = "DeepSpeed's engine keeps weights, gradients and states in buffers of its own"
 TRAINER_REFUSED = {
     "deepspeed": Refused(ENGINE, instead=("parallel",)),
-    "torch_compile": Refused("give --compile", instead=("compile",)),
-    "torch_compile_mode": Refused("only torch.compile's default mode is modelled", (None, "default")),
     "use_liger_kernel": Refused("Liger's kernels take other memory than the model's own"),
     "neftune_noise_alpha": Refused("the noise that NEFTune adds to embeddings is not modelled", (0, None)),
     "auto_find_batch_size": Refused("it halves the batch until it fits: `memfit fit` says which does"),
@@ -77,9 +78,20 @@ def trainer_settings(values: KeyValues) -> dict[str, Any]:
         "grad_checkpointing": values["gradient_checkpointing"],
         **optimizer_setting(values, "optim"),
         **fsdp_settings(values),
+        **_compiled(values),
     }
     note_evaluation(values, made["batch_size"])
     return made
+
+
+def _compiled(values: KeyValues) -> dict[str, Any]:
+    """A backend or a mode that is named switches it on."""
+    backend, mode = values["torch_compile_backend"], values["torch_compile_mode"]
+    if backend not in (None, "inductor"):
+        values.refuse("torch_compile_backend", f"torch.compile by {backend} is not modelled, by inductor it is")
+    if mode not in (None, "default"):
+        values.refuse("torch_compile_mode", "only torch.compile's default mode is modelled")
+    return {"compile": True} if values["torch_compile"] or backend or mode else {}
 
 
 def optimizer_setting(values: KeyValues, key: str) -> dict[str, Any]:

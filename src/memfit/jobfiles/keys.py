@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import Any, Literal
 
 from memfit.errors import InputError, UsageError
-from memfit.jobs.workload import flag
+from memfit.jobs.settings import flag
 
 Kind = Literal["whole", "number", "yes", "text", "names", "any"]
 MOST_WHOLE = 1 << 40
@@ -61,11 +62,13 @@ class JobFormat:
     """Whether keys stand in sections: `optimizer: {fused: true}` is then the key optimizer.fused."""
 
     def is_idle(self, key: str) -> bool:
-        return key in self._idle or any(fnmatchcase(key, each) for each in self._idle if "*" in each)
+        names, patterns = self._idle
+        return key in names or any(fnmatchcase(key, each) for each in patterns)
 
-    @property
-    def _idle(self) -> list[str]:
-        return self.idle.split()
+    @cached_property
+    def _idle(self) -> tuple[set[str], list[str]]:
+        names = self.idle.split()
+        return {each for each in names if "*" not in each}, [each for each in names if "*" in each]
 
 
 @dataclass
@@ -98,7 +101,7 @@ class KeyValues:
             elif key in self.format.keys:
                 continue
             elif (refused := self.format.refused.get(key)) is not None:
-                if value is None or any(_same(value, each) for each in refused.harmless):
+                if value is None or value in refused.harmless:
                     self.idle.append(key)
                 else:
                     self.refuse(key, refused)
@@ -149,7 +152,11 @@ class KeyValues:
     def _typed(self, key: str, value: Any, kind: Kind) -> Any:
         made = _READ[kind](value)
         if made is None:
-            raise InputError(f"{self.where}: {key} {_short(value)} is not {_WORDS[kind]}")
+            if kind == "yes" and isinstance(value, str):
+                wrong = f"is text; {_WORDS[kind]} is wanted"
+            else:
+                wrong = f"is not {_WORDS[kind]}"
+            raise InputError(f"{self.where}: {key} {_short(value)} {wrong}")
         return made
 
 
@@ -159,11 +166,6 @@ def _flat(document: Mapping[Any, Any], inside: str = "") -> Iterable[tuple[str, 
             yield from _flat(value, f"{inside}{key}.")
         else:
             yield f"{inside}{key}", value
-
-
-def _same(value: object, other: object) -> bool:
-    """0 and False are alike here, 1 and True too, but not "0"."""
-    return value == other and isinstance(value, str) == isinstance(other, str)
 
 
 def _short(value: object) -> str:
@@ -210,4 +212,4 @@ def _names(value: object) -> tuple[str, ...] | None:
 _READ: dict[Kind, Callable[[Any], Any]] = {
     "whole": _whole, "number": _number, "yes": _yes, "text": _text, "names": _names, "any": lambda value: value,
 }  # fmt: skip
-_WORDS = {"whole": "a whole number", "number": "a number", "yes": "yes or no", "text": "a text", "names": "names"}
+_WORDS = {"whole": "a whole number", "number": "a number", "yes": "true or false", "text": "a text", "names": "names"}

@@ -97,6 +97,7 @@ def _settle(values: KeyValues) -> dict[str, Any]:
     if values["model_name_or_path"]:
         made["model"] = values["model_name_or_path"]
     made["grad_checkpointing"] = made["grad_checkpointing"] or not values["disable_gradient_checkpointing"]
+    values.defaults.pop("gradient_checkpointing", None)  # LLaMA-Factory goes by the other key
     reentrant = made["grad_checkpointing"] and values["use_reentrant_gc"] and made.get("parallel") is None
     note_reentrant(values, reentrant, made["kind"])
     attention = values["flash_attn"]

@@ -18,8 +18,10 @@ from torch import nn
 
 from memfit.errors import InputError, UsageError
 from memfit.jobs.adapters import FLAGS, KEYS, SettingNames, add_adapters, generates, virtual_tokens
+from memfit.jobs.conversions import note_conversions
 from memfit.jobs.quantised import adapt_as_peft_does, quantise
 from memfit.jobs.stored import as_stored, check_files
+from memfit.jobs.together import check_compiled, check_inputs, check_quantised
 from memfit.jobs.training.config import FACTORY, ModelConfig
 from memfit.jobs.training.foreign_weights import load_weights
 from memfit.jobs.training.job import TrainJob
@@ -39,6 +41,7 @@ from memfit.models.registry import (
 )
 from memfit.models.stored_weights import refuse_stored
 
+BY_THREADS = "threads bring experts while others are stacked, in no certain order: reserved may be some percent more"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -57,7 +60,7 @@ def switch_levers_on(model: Any, work: Workload, named: SettingNames) -> None:
             raise UsageError(f"{setting} needs a transformers model", hint="checkpoint inside your own factory")
         if lora:
             model.enable_input_require_grads()  # the Trainer does not know that the embedding is frozen
-    offload = work.offload or ()
+    offload = work.offload
     # peft's preparation switches it on, as torch has it; and 8-bit layers hold on to their inputs under the other kind.
     reentrant = (work.is_kbit_prepared and work.loop == "plain") or (work.eight_bit and work.loop == "memfit")
     use_block_levers(
@@ -112,7 +115,7 @@ def _prepared(workload: Workload, layers: int | None) -> Prepared:
     from memfit.jobs.run import choose_loop  # which needs what is here
 
     if workload.trains:
-        check_offload(workload, optimizer=str(workload.optimizer), setting="--offload")
+        check_offload(workload, setting="--offload")
     source = workload.source
     if not workload.is_quantised:
         refuse_stored(source.kind, source.target, workload.model)
@@ -140,16 +143,25 @@ def _prepared(workload: Workload, layers: int | None) -> Prepared:
         notes = (f"transformers has no fused attention for {source.name}: eager, as it takes by itself", *notes)
     if workload.use_cache and not generates(model):
         notes = (*notes, "--use-cache has no effect: this model has no key-value cache")
-    workload.check_compiled()
+    check_compiled(workload)
     if workload.is_quantised:
-        workload.check_quantised()
+        check_quantised(workload)
+        if head is not None and head.reads == "pictures and text":
+            raise UsageError(
+                f"{workload.model} reads {head.reads}: quantised weights of such a model are not planned yet",
+                hint="memfit plan script plans a program that loads it so",
+            )
         stored = workload.stored
+        folder = Path(source.target).parent if source.kind in ("folder", "hub") else None
         if stored is None:
             known = quantise(model, workload)
         else:
             workload, known = as_stored(model, workload, stored)
-            if source.kind in ("folder", "hub"):
-                check_files(model, Path(source.target).parent)
+            if folder is not None:
+                check_files(model, folder)
+        if stored is None or (stored.method in ("bitsandbytes", "torchao", "fp8") and workload.quant != "dequantize"):
+            stacks = note_conversions(model, folder)
+            known = (*known, BY_THREADS) if stacks and stored is not None else known
         notes = (*known, *notes)
     if workload.kind == "lora":
         task = None if head is None else head.task
@@ -171,7 +183,7 @@ def _prepared(workload: Workload, layers: int | None) -> Prepared:
 def _with_what_it_reads(workload: Workload, head: Head | None, model: nn.Module) -> tuple[Workload, tuple[str, ...]]:
     """The job with lengths and pictures that its model has a use for, and what is to be known of them."""
     reads = "text" if head is None else head.reads
-    workload.check_inputs()
+    check_inputs(workload)
     if reads == "text":
         return workload, ()
     if workload.kind == "generate" or (workload.trains and workload.loop != "plain" and reads == "pictures and text"):

@@ -65,7 +65,9 @@ def check_text(key: str, value: object, *, none: bool = False, empty: bool = Fal
 
 def check_yes_or_no(key: str, value: object, *, none: bool = False) -> None:
     if not isinstance(value, bool) and not (none and value is None):
-        raise UsageError(f"{key} is true or false, not {value!r}")
+        raise UsageError(
+            f"{key} is true or false, not {value!r}", hint="write true or false without quotes, or leave it out"
+        )
 
 
 def check_names(key: str, value: object, *, hint: str | None = None) -> None:

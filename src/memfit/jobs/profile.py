@@ -9,9 +9,10 @@ from __future__ import annotations
 import dataclasses
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from memfit.errors import RanOut, UnknownName, UsageError
@@ -51,6 +52,7 @@ class ProfileSettings:
     def steps(self) -> int:
         return self.warmup_steps + self.measure_steps
 
+    @cached_property
     def workload(self) -> Workload:
         return Workload(
             kind="train" if self.profile_type == "training" else "forward", model=model_of(self.model),
@@ -138,7 +140,7 @@ def check_gpu(device: str) -> None:
         )
 
 
-def profile_on_gpu(settings: ProfileSettings, device: str, on_step: Callable[[int], None] = lambda _: None) -> Profiled:
+def profile_on_gpu(settings: ProfileSettings, device: str) -> Profiled:
     """Peaks are those of the measured steps; the warm-up has made the optimizer's state and filled the pools."""
     import torch
 
@@ -148,8 +150,8 @@ def profile_on_gpu(settings: ProfileSettings, device: str, on_step: Callable[[in
 
     where = torch.device(device)
     settings, notes = _with_what_the_card_can(settings)
-    job = prepare(settings.workload())
-    phases = _MeasuredPhases(settings, where, on_step)
+    job = prepare(settings.workload)
+    phases = _MeasuredPhases(settings, where)
     try:
         run_job(job, where, phases, steps=settings.steps)
         torch.cuda.synchronize(where)
@@ -177,8 +179,8 @@ def _with_what_the_card_can(settings: ProfileSettings) -> tuple[ProfileSettings,
 class _MeasuredPhases:
     """Starts the history when the warm-up is over, and notes when each phase began."""
 
-    def __init__(self, settings: ProfileSettings, device: torch.device, on_step: Callable[[int], None]) -> None:
-        self.first, self.device, self.on_step = settings.warmup_steps + 1, device, on_step
+    def __init__(self, settings: ProfileSettings, device: torch.device) -> None:
+        self.first, self.device = settings.warmup_steps + 1, device
         self.began: list[tuple[int, str, int]] = []
         self.recording = False
         self.peaks: dict[str, int] = {}
@@ -201,7 +203,6 @@ class _MeasuredPhases:
         if self.recording:
             self.peaks[name] = max(self.peaks.get(name, 0), torch.cuda.max_memory_allocated(self.device))
             self.reserved = max(self.reserved, torch.cuda.max_memory_reserved(self.device))
-        self.on_step(step)
 
     def write_marks(self, snapshot: dict[str, Any], device: int) -> None:
         from memfit.snapshots.read import FORMAT

@@ -8,36 +8,22 @@ autograd/_functions.py, backends/cuda/ops.py), transformers 5 where it loads a c
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 from memfit.errors import UsageError
-from memfit.jobs.four_bit_kernels import reads_packed
+from memfit.jobs.conversions import ARRIVES, COMES_AS
 from memfit.jobs.workload import Workload
 
 BLOCK, BLOCK_OF_SCALES = 64, 256
-HALVES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-COMPUTE = {name: dtype for dtype, name in HALVES.items()}
-ARRIVES = "arrives"
-"""An attribute of a weight that is made from something else while it is loaded: what comes to the device, given the
-weight and the device; and how, given that."""
-_card: tuple[tuple[int, int], int] = ((9, 0), 132)
-
-
-@contextmanager
-def kernels_of(arch: tuple[int, int], sms: int) -> Iterator[None]:
-    """The card whose kernels are chosen inside."""
-    global _card
-    before, _card = _card, (arch, sms)
-    try:
-        yield
-    finally:
-        _card = before
+UNPACKED = "unpacked"
+"""An attribute of a weight that is packed in the files: what comes to the device, given the weight and the device; and
+how the weight is made of that."""
+COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 # -- layers ------------------------------------------------------------------------------------------------------------
@@ -128,19 +114,10 @@ class FourBitLinear(QuantisedLinear):
         return made.to(given)
 
     def product(self, x: Tensor) -> Tensor:
-        """`gemm_4bit`: a kernel that reads packed weights, or `_dequant_linear_fallback`."""
-        arch, sms = _card
-        rows = x.numel() // x.shape[-1]
-        if reads_packed(
-            arch, sms, half=HALVES[x.dtype], rows=rows, out=self.out_features, inner=self.in_features
-        ):  # fmt: skip
-            x = x.contiguous()
-            return torch.empty((*x.shape[:-1], self.out_features), dtype=x.dtype, device=x.device)
-        if self.scales_packed:
-            scales = torch.empty_like(self.absmax, dtype=torch.float32)
-            shifted = scales + self.offset  # noqa: F841  both live until the product is done
-        unpacked = torch.empty((self.out_features, self.in_features), dtype=x.dtype, device=x.device)
-        return linear(x, unpacked, self.bias)
+        """An op of the traced device."""
+        scales = (self.absmax, self.offset) if self.scales_packed else (None, None)
+        made: Tensor = torch.ops.memfit.four_bit_product(x, self.weight, *scales, self.bias, self.out_features)
+        return made
 
     def unpacked(self) -> Tensor:
         """`dequantize_4bit`, in the type that the checkpoint had."""
@@ -258,10 +235,7 @@ def quantise(
     if not experts:
         return ()
     share = sum(p.numel() for _, p in experts) / sum(p.numel() for p in model.parameters())
-    return (
-        f"the fused experts stay as they are: transformers 5 quantises none of them ({share:.0%} of the weights)",
-        "not modelled: experts that lie apart in the files are stacked while they are loaded, which takes more then",
-    )
+    return (f"the fused experts stay as they are: transformers 5 quantises none of them ({share:.0%} of the weights)",)
 
 
 def _layer(module: Any, work: Workload, turned: bool, group: int) -> QuantisedLinear:
@@ -324,28 +298,16 @@ def load(model: nn.Module, device: torch.device | str, whole_bytes: int | None, 
     if torch.device(device).type != "meta":
         raise UsageError(f"quantised weights ({work.quant}) are planned, not run", hint="memfit plan")
     layers = {id(layer.weight): layer for layer in _layers(model)}
-    base = sorted(_base_weights(model), key=lambda each: _natural(each[0]))
+    named = [(getattr(weight, COMES_AS, name), weight) for name, weight in _base_weights(model)]
+    base = sorted(named, key=lambda each: _natural(each[0]))
     with phases("load"):
         at_once = loaded_bytes(model) if whole_bytes is None else whole_bytes
         torch.empty(at_once // 2, dtype=torch.float16, device=device)
         shared: list[Tensor] = []
-        brought: list[tuple[Any, ...]] = []
-        for _, weight in base:
-            if (layer := layers.get(id(weight))) is not None and work.stored is not None:
-                layer.place(device)
-            elif layer is not None:
-                loaded = weight.data.to(device)
-                layer.pack(loaded, shared)
-                del loaded
-            elif ARRIVES in vars(weight):
-                bring, make = vars(weight)[ARRIVES]
-                brought.append((weight, make, *bring(weight, device)))
-            else:
-                weight.data = weight.data.to(device)
-        while brought:  # threads are faster than what is made of each
-            weight, make, *parts = brought.pop(0)
-            weight.data = make(weight, *parts)
-            del parts
+        if work.stored is None:
+            _load_in_turn(base, layers, shared, device)
+        else:
+            _load_by_threads(base, layers, device)
         vars(model)["table_of_scales"] = shared
         _move_buffers(model, device)
         if work.stored is not None and work.stored.method == "mxfp4":
@@ -359,8 +321,57 @@ def load(model: nn.Module, device: torch.device | str, whole_bytes: int | None, 
         with phases("prepare"):
             _prepare(model)
     if work.kind == "lora":
+        adapters = [each for each in model.parameters() if each.requires_grad]
         with phases("adapt"):
-            _load_adapters([each for each in model.parameters() if each.requires_grad], device, work)
+            _load_adapters(adapters, device, work)
+        with phases("adapt"):  # a phase of its own for whoever follows them
+            for parameter in adapters if work.adapter_dtype == "fp32" else ():
+                parameter.data = parameter.data.to(torch.float32)
+
+
+def _load_in_turn(
+    base: list[tuple[str, Any]], layers: dict[int, QuantisedLinear], shared: list[Tensor], device: torch.device | str
+) -> None:
+    """Weight after weight, each quantised or stacked before the next one comes."""
+    for _, weight in base:
+        if (layer := layers.get(id(weight))) is not None:
+            loaded = weight.data.to(device)
+            layer.pack(loaded, shared)
+            del loaded
+        elif (stacked := getattr(weight, ARRIVES, None)) is not None:
+            weight.data = stacked.made([partial(stacked.part, weight, source, device) for source in stacked.sources])
+        else:
+            weight.data = weight.data.to(device)
+
+
+def _load_by_threads(
+    base: list[tuple[str, Any]], layers: dict[int, QuantisedLinear], device: torch.device | str
+) -> None:
+    """Of a checkpoint that is quantised already: threads bring all tensors in the order of their names. What is stacked
+    is so, in turn, as soon as all of it is there; what is unpacked, which takes longer, when all weights are."""
+    coming: list[tuple[str, Any, Any]] = []
+    for name, weight in base:
+        stacked = getattr(weight, ARRIVES, None)
+        coming += [(name, weight, None)] if stacked is None else [(each[0], weight, each) for each in stacked.sources]
+    waiting = [weight for _, weight in base if hasattr(weight, ARRIVES)]
+    there: dict[int, list[Any]] = {id(weight): [] for _, weight in base}
+    for _, weight, source in sorted(coming, key=lambda each: _natural(each[0])):
+        if (layer := layers.get(id(weight))) is not None:
+            layer.place(device)
+        elif source is not None:
+            there[id(weight)].append(getattr(weight, ARRIVES).part(weight, source, device))
+        elif (unpacked := getattr(weight, UNPACKED, None)) is not None:
+            there[id(weight)].extend(unpacked[0](weight, device))
+        else:
+            weight.data = weight.data.to(device)
+        while waiting and len(there[id(waiting[0])]) == len(getattr(waiting[0], ARRIVES).sources):
+            first = waiting.pop(0)
+            first.data = getattr(first, ARRIVES).made(there[id(first)])
+    for _, weight in base:
+        if hasattr(weight, UNPACKED):
+            given, there[id(weight)] = tuple(there[id(weight)]), []
+            weight.data = getattr(weight, UNPACKED)[1](weight, *given)
+            del given
 
 
 def _prepare(model: nn.Module) -> None:
@@ -371,8 +382,7 @@ def _prepare(model: nn.Module) -> None:
 
 
 def _load_adapters(adapters: list[nn.Parameter], device: torch.device | str, work: Workload) -> None:
-    """Around a 4-bit layer they come in the type that it computes in, around what shows a 16-bit type in that; then
-    each becomes fp32, if at all."""
+    """Around a 4-bit layer they come in the type that it computes in, around what shows a 16-bit type in that."""
     first = None
     if work.quant in ("nf4", "fp4"):
         first = COMPUTE[work.compute_precision]
@@ -380,9 +390,6 @@ def _load_adapters(adapters: list[nn.Parameter], device: torch.device | str, wor
         first = COMPUTE[work.weight_precision]
     for parameter in adapters:
         parameter.data = parameter.data.to(device, first or parameter.dtype)
-    for parameter in adapters:
-        if work.adapter_dtype == "fp32":
-            parameter.data = parameter.data.to(torch.float32)
 
 
 def _move_buffers(model: nn.Module, device: torch.device | str) -> None:
@@ -399,16 +406,12 @@ def _layers(model: nn.Module) -> Iterator[QuantisedLinear]:
 def _base_weights(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """All but adapters, by the names that the checkpoint has."""
     named: list[tuple[str, Any]] = [
-        (name, p) for name, p in model.named_parameters() if not p.requires_grad or not _is_adapted(model)
+        (name, p) for name, p in model.named_parameters() if not p.requires_grad or not hasattr(model, "peft_config")
     ]
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):  # has buffers if its tensors are those of a packed format
             named += [(f"{name}.{own}", buffer) for own, buffer in module._buffers.items() if buffer is not None]
     return [(name.removeprefix("base_model.model.").replace(".base_layer.", "."), p) for name, p in named]
-
-
-def _is_adapted(model: nn.Module) -> bool:
-    return hasattr(model, "peft_config")
 
 
 def _natural(name: str) -> tuple[tuple[int, Any], ...]:

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from memfit.errors import UsageError
 from memfit.jobs.build import DTYPES, Loop, Prepared, takes_labels
 from memfit.jobs.quantised import load
 from memfit.jobs.training.optimizers import choose_optimizer
@@ -152,11 +153,18 @@ def put_on(job: Prepared, device: torch.device | str, phases: Phases) -> nn.Modu
 
 
 def _compiled(model: nn.Module, work: Workload) -> nn.Module:
-    """As people write it: `torch.compile(model)`, or `block.compile()` for each block."""
+    """As people write it: `torch.compile(model)`, or `block.compile()` for each block; to generate `model.compile()`,
+    as `torch.compile(model).generate` runs the model as it is."""
     if work.compile_blocks:
-        found = block_list(model)
-        for block in () if found is None else found[1]:
+        if (found := block_list(model)) is None:
+            raise UsageError(
+                "--compile-blocks: a model with a list of two blocks or more is needed", hint="--compile, of all of it"
+            )
+        for block in found[1]:
             block.compile()
+    if work.compile and work.kind == "generate":
+        model.compile()
+        return model
     return torch.compile(model) if work.compile else model  # type: ignore[return-value]
 
 
@@ -164,7 +172,7 @@ def choose_loop(work: Workload) -> Loop:
     if not work.trains:
         return run_generate if work.kind == "generate" else run_forward
     if work.loop == "plain":
-        on_host = "optimizer" in (work.offload or ())
+        on_host = "optimizer" in work.offload
         return partial(run_training, choose_optimizer(str(work.optimizer), on_host=on_host))
     from memfit.jobs.training.loops import run_memfit, run_trainer
 

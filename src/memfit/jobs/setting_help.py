@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal, get_args, get_origin
 
-from memfit.jobs.spellings import setting_types
+from memfit.jobs.settings import setting_types
 from memfit.jobs.workload import Workload
 
 HELP = {

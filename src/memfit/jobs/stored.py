@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from memfit.errors import InputError, MemfitError, UsageError
-from memfit.jobs.quantised import ARRIVES, FourBitLinear, quantise
+from memfit.jobs.quantised import UNPACKED, FourBitLinear, quantise
 from memfit.jobs.torchao import Float8Rows, Int4Tiles, Int8Rows
 from memfit.jobs.workload import Workload
 from memfit.models.checkpoint import MissingWeights, WeightStore, first_line
@@ -82,6 +82,10 @@ def as_stored(model: nn.Module, work: Workload, stored: StoredWeights) -> tuple[
 def _as_stored(model: nn.Module, work: Workload, stored: StoredWeights) -> tuple[Workload, tuple[str, ...]]:
     if work.quant == "dequantize":
         return work, tuple(_make_plain(model, work, stored))
+    if stored.said.get("dequantize") and stored.method in TO_DEQUANTISE:
+        raise UsageError(
+            f"{work.model}: its 'quantization_config' says dequantize", hint="--quant dequantize plans that"
+        )
     same = {"bitsandbytes": stored.kind, "torchao": f"torchao-{stored.kind}"}.get(stored.method, "none")
     if work.quant not in ("none", same):
         raise already_quantised(work, stored)
@@ -128,7 +132,8 @@ def check_files(model: nn.Module, folder: Path) -> None:
     for name, module in model.named_modules():
         for own, shape in _expected(module):
             found = store.stored.get(f"{name}.{own}")
-            if found is not None and found.shape != shape:
+            other_bytes = isinstance(module, FourBitLinear)  # which may be kept as any type
+            if found is not None and (found.nbytes != shape[0] if other_bytes else found.shape != shape):
                 raise InputError(
                     f"{folder}: {name}.{own} has the shape {list(found.shape)}, and by its config.json {list(shape)}",
                     hint="the weights are quantised in another way than 'quantization_config' says",
@@ -198,20 +203,63 @@ def _fp8(model: Any, stored: StoredWeights) -> Iterator[str]:
     quantizer.pre_quantized = True
     quantizer._process_model_before_weight_loading(model)
     model.requires_grad_(False)
-    kernels = finegrained_fp8.FineGrainedFP8(
-        matmul=_fp8_product, batched_matmul=_of_experts, grouped_matmul=_of_experts
+    kernels = Fp8Products()
+    used = finegrained_fp8.FineGrainedFP8(
+        matmul=kernels.of_layer, batched_matmul=kernels.of_batch, grouped_matmul=kernels.of_group
     )
-    patches = {"_FINEGRAINED_FP8": kernels, "is_deepgemm_loadable": lambda: False}
+    patches = {"_FINEGRAINED_FP8": used, "is_deepgemm_loadable": lambda: False}
     _run_with(model, finegrained_fp8, patches)
     yield "fp8 products on cards of 8.9 and later; transformers makes weights bf16 on others (--quant dequantize)"
+    yield "Triton tunes each fp8 product when it first meets its sizes, which takes 256 MiB; later runs do so again"
 
 
-def _fp8_product(x: Tensor, weight: Tensor, *_: Any, **__: Any) -> Tensor:
-    return torch.empty((*x.shape[:-1], weight.shape[0]), dtype=x.dtype, device=x.device)
+def _tile(rows: int) -> int:
+    return min(max(1 << max(rows - 1, 0).bit_length(), 16), 128)
 
 
-def _of_experts(x: Tensor, weight: Tensor, *_: Any, **__: Any) -> Tensor:
-    return torch.empty((x.shape[0], weight.shape[1]), dtype=x.dtype, device=x.device)
+class Fp8Products:
+    """Triton's kernels of the package `kernels` (finegrained-fp8, version 4): the result, then, the first time, what
+    Triton clears the card's cache with before each timing (nvidia/driver.py, `get_empty_cache_for_benchmark`)."""
+
+    CLEARED = 256 << 20
+
+    def __init__(self) -> None:
+        self.tuned: set[tuple[str, int, int, int]] = set()
+
+    def of_layer(self, x: Tensor, weight: Tensor, _: Any, block: Any = None, *__: Any, **___: Any) -> Tensor:
+        rows = x.numel() // x.shape[-1]
+        if block is None or tuple(block) == tuple(weight.shape):
+            small = torch.empty_like(x, dtype=torch.float8_e4m3fn)  # noqa: F841  until the product is done
+            scales = torch.empty(rows, dtype=torch.float32, device=x.device)  # noqa: F841
+        made = torch.empty((*x.shape[:-1], weight.shape[0]), dtype=x.dtype, device=x.device)
+        self._tune("layer", weight, rows)
+        return made
+
+    def of_group(self, x: Tensor, weight: Tensor, *_: Any, tokens_per_expert: Tensor, **__: Any) -> Tensor:
+        """Rows of each expert lie together; how many tiles each has is counted on the card."""
+        rows = self._rows(x, weight)
+        made, tile = torch.empty((x.shape[0], weight.shape[1]), dtype=x.dtype, device=x.device), _tile(rows)
+        tiles = (tokens_per_expert + tile - 1) // tile
+        ends = torch.cumsum(tiles, dim=0).to(torch.int32)
+        del tiles
+        self._tune("group", weight, rows)
+        del ends
+        return made
+
+    def of_batch(self, x: Tensor, weight: Tensor, *_: Any, **__: Any) -> Tensor:
+        made = torch.empty((x.shape[0], weight.shape[1]), dtype=x.dtype, device=x.device)
+        self._tune("batch", weight, self._rows(x, weight))
+        return made
+
+    @staticmethod
+    def _rows(x: Tensor, weight: Tensor) -> int:
+        return -(-x.shape[0] // weight.shape[0])
+
+    def _tune(self, kernel: str, weight: Tensor, rows: int) -> None:
+        key = (kernel, weight.shape[-2], weight.shape[-1], _tile(rows))
+        if key not in self.tuned:
+            self.tuned.add(key)
+            torch.empty(self.CLEARED, dtype=torch.uint8, device=weight.device)
 
 
 def _mxfp4(model: Any, stored: StoredWeights) -> Iterator[str]:
@@ -296,7 +344,7 @@ def _make_plain(model: Any, work: Workload, stored: StoredWeights) -> Iterator[s
         return
     for weight in _experts_of_gpt_oss(model) if stored.method == "mxfp4" else _named_weights(model, stored):
         bring, make = _DEQUANTISE[stored.method]
-        vars(weight)[ARRIVES] = (functools.partial(bring, stored), make)
+        vars(weight)[UNPACKED] = (functools.partial(bring, stored), make)
     yield "weights are taken to have all arrived, by threads of transformers, before the first becomes 16-bit"
 
 

@@ -21,8 +21,8 @@ DOOR = {
         "is_gsa presets variants"
     ),
     "registry": (
-        "ModelSource build_from_config build_model head_named is_encoder language_model load_config parameter_count "
-        "refuse_code resolve source_notes"
+        "ModelSource build_from_config build_model head_named is_encoder language_model load_config names_code "
+        "parameter_count refuse_code resolve source_notes"
     ),
     "stored_weights": "StoredWeights facts_of refuse_stored stored_weights",
 }

@@ -276,10 +276,10 @@ def _dtype(value: object, key: str, where: str) -> str:
     return name
 
 
-def one_line(error: BaseException, limit: int = 200) -> str:
+def one_line(error: BaseException) -> str:
     """An exception's text for an error message: one line, not too long, never empty."""
     text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= limit else text[: limit - 3] + "..."
+    return text if len(text) <= 200 else text[:197] + "..."
 
 
 def show(value: object) -> str:

@@ -141,6 +141,12 @@ def refuse_code() -> None:
     _CODE_IS_REFUSED.append(True)
 
 
+def names_code(name: str) -> bool:
+    """Whether a model of this name is made by Python that is imported for it."""
+    text = name.strip()
+    return bool(_FACTORY.fullmatch(text)) and _on_disk(text) is None and _shipped(text) is None
+
+
 def _factory(text: str) -> ModelSource | None:
     if not _FACTORY.fullmatch(text):
         return None

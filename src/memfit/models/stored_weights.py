@@ -7,6 +7,7 @@ in 16 bits. No torch: types go by the names that torch has for them.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -22,6 +23,12 @@ HALVES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 PACKED_FORMATS = ("pack-quantized", "float-quantized", "int-quantized", "naive-quantized")
 TORCHAO = {"Int8WeightOnlyConfig": "int8", "Float8WeightOnlyConfig": "float8", "Int4WeightOnlyConfig": "int4"}
 GROUPS_OF_INT4 = (32, 64, 128, 256)
+GROUPS = {"gptq": (-1, 16, 32, 64, 128, 256, 512, 1024), "awq": (-1, 16, 32, 64, 128)}
+"""Of gptqmodel's kernels; -1 is a whole row."""
+BLOCKS = tuple(1 << power for power in range(4, 11))
+"""Sides of a block of fp8 weights: Triton's tiles are powers of two."""
+BYTES = ("uint8", "int8", "float16", "bfloat16", "float32", "float64")
+"""As which bitsandbytes keeps packed bytes."""
 LEFT_OUT = ("llm_int8_skip_modules", "dynamic", "modules_to_not_convert", "ignored_layers", "ignore")
 """Keys whose entries are matched as patterns against the names of modules."""
 NAME_LENGTH = 64
@@ -194,8 +201,8 @@ def _loads_in(said: Mapping[str, Any]) -> str:
     return " and ".join(bits)
 
 
-def _yes(said: Mapping[str, Any], key: str, where: str) -> bool:
-    value = said.get(key, False)
+def _yes(said: Mapping[str, Any], key: str, where: str, usual: bool = False) -> bool:
+    value = said.get(key, usual)
     if not isinstance(value, bool):
         raise InputError(f"{where}: '{key}' is {show(value)}, neither true nor false")
     return value
@@ -223,13 +230,20 @@ def _whole(said: Mapping[str, Any], key: str, where: str, usual: int | None = No
 
 def _bitsandbytes(said: Mapping[str, Any], where: str) -> StoredWeights:
     kept = _names(said, "llm_int8_skip_modules", where)
-    for key in ("load_in_4bit", "load_in_8bit", "_load_in_4bit", "_load_in_8bit"):
+    offload, double_weights = "llm_int8_enable_fp32_cpu_offload", "llm_int8_has_fp16_weight"
+    for key in ("load_in_4bit", "load_in_8bit", "_load_in_4bit", "_load_in_8bit", offload, double_weights):
         _yes(said, key, where)
+    if not isinstance(threshold := said.get("llm_int8_threshold", 6.0), float) or not 0 < threshold < math.inf:
+        raise InputError(f"{where}: 'llm_int8_threshold' is {show(threshold)}, not a number with a point above 0.0")
+    storage = said.get("bnb_4bit_quant_storage")
+    storage = "uint8" if storage is None else str(storage).removeprefix("torch.")
+    if storage not in BYTES:
+        raise InputError(f"{where}: 'bnb_4bit_quant_storage' is {show(storage)}, none of {', '.join(BYTES)}")
     if (bits := _loads_in(said)) not in ("4bit", "8bit"):
         what = "both load_in_4bit and load_in_8bit" if bits else "neither load_in_4bit nor load_in_8bit"
         raise InputError(f"{where}: 'quantization_config' has {what}; transformers loads no such checkpoint")
     if bits == "8bit":
-        if said.get("llm_int8_has_fp16_weight"):
+        if said.get(double_weights):
             raise _refused(where, "bitsandbytes", "fp16 weights beside the 8-bit ones")
         return StoredWeights(method="bitsandbytes", kind="int8", bits=8, kept=kept, said=said)
     kind, compute = said.get("bnb_4bit_quant_type", "fp4"), str(said.get("bnb_4bit_compute_dtype", "float32"))
@@ -243,34 +257,59 @@ def _bitsandbytes(said: Mapping[str, Any], where: str) -> StoredWeights:
 
 
 def _gptq(said: Mapping[str, Any], where: str) -> StoredWeights:
-    bits, group = _whole(said, "bits", where), max(0, _whole(said, "group_size", where, 128))
+    bits, group = _whole(said, "bits", where), _group(said, "gptq", where)
     if bits not in (2, 3, 4, 8):
         raise _refused(where, "gptq", f"{bits} bits")
-    rules = said.get("dynamic") or {}
+    formats = [said[key] for key in ("checkpoint_format", "format") if said.get(key) is not None]
+    if (form := formats[0] if formats else "gptq") not in ("gptq", "gptq_v2"):
+        raise _refused(where, "gptq", f"the format {show(form)}")
+    _yes(said, "desc_act", where)
+    if said.get("modules_in_block_to_quantize") is not None:
+        raise _refused(where, "gptq", "some layers of a block alone ('modules_in_block_to_quantize')")
+    damp = said.get("damp_percent", 0.1)
+    if isinstance(damp, bool) or not isinstance(damp, (int, float)) or not 0 < damp < 1:
+        raise InputError(f"{where}: 'damp_percent' is {show(damp)}, not between 0 and 1")
+    rules = {} if said.get("dynamic") is None else said["dynamic"]
     if not isinstance(rules, dict) or any(not str(rule).startswith("-:") for rule in rules):
         raise _refused(where, "gptq", "bits that differ from layer to layer ('dynamic')")
     return StoredWeights(
-        method="gptq", kind="gptq", bits=bits, group=group, symmetric=bool(said.get("sym", True)),
-        kept=tuple(f"re:{rule[2:]}" for rule in rules), head_too=bool(said.get("lm_head")), said=said,
+        method="gptq", kind="gptq", bits=bits, group=group, symmetric=_yes(said, "sym", where, usual=True),
+        kept=tuple(f"re:{rule[2:]}" for rule in rules), head_too=_yes(said, "lm_head", where), said=said,
     )  # fmt: skip
 
 
+def _group(said: Mapping[str, Any], method: str, where: str) -> int:
+    """0 is a whole row."""
+    group = _whole(said, "group_size", where, 128)
+    if group not in GROUPS[method]:
+        raise InputError(
+            f"{where}: 'group_size' is {group}, and gptqmodel has no kernel of {method} for it",
+            hint=f"it has {', '.join(map(str, GROUPS[method]))}",
+        )
+    return max(0, group)
+
+
 def _awq(said: Mapping[str, Any], where: str) -> StoredWeights:
-    bits, group = _whole(said, "bits", where, 4), max(0, _whole(said, "group_size", where, 128))
+    bits, group = _whole(said, "bits", where, 4), _group(said, "awq", where)
     version = str(said.get("version", said.get("format", "gemm"))).lower()
+    if not isinstance(backend := said.get("backend", "auto"), (str, type(None))):
+        raise InputError(f"{where}: 'backend' is {show(backend)}, not a name")
     if bits != 4 or version != "gemm":
         raise _refused(where, "awq", f"{bits} bits packed as {show(version)}")
     return StoredWeights(
-        method="awq", kind=version, bits=bits, group=group, symmetric=not said.get("zero_point", True),
+        method="awq", kind=version, bits=bits, group=group, symmetric=not _yes(said, "zero_point", where, usual=True),
         kept=_names(said, "modules_to_not_convert", where), said=said,
     )  # fmt: skip
 
 
 def _fp8(said: Mapping[str, Any], where: str) -> StoredWeights:
     block = said.get("weight_block_size", [128, 128])
-    sizes = isinstance(block, (list, tuple)) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block)
+    sizes = isinstance(block, (list, tuple)) and len(block) == 2 and all(type(n) is int and n in BLOCKS for n in block)
     if block is not None and not sizes:
-        raise InputError(f"{where}: 'weight_block_size' is {show(block)}, not two sizes")
+        raise InputError(
+            f"{where}: 'weight_block_size' is {show(block)}, not two powers of two from {BLOCKS[0]} to {BLOCKS[-1]}"
+        )
+    _yes(said, "dequantize", where)
     if said.get("modules_to_convert"):
         raise _refused(where, "fp8", "embeddings in 8 bits ('modules_to_convert')")
     if str(scheme := said.get("activation_scheme", "dynamic")).lower() not in ("dynamic", "static"):
@@ -282,6 +321,7 @@ def _fp8(said: Mapping[str, Any], where: str) -> StoredWeights:
 
 def _mxfp4(said: Mapping[str, Any], where: str) -> StoredWeights:
     kept = _names(said, "modules_to_not_convert", where)
+    _yes(said, "dequantize", where)
     return StoredWeights(method="mxfp4", kind="mxfp4", bits=4, group=32, kept=kept, said=said)
 
 
@@ -291,6 +331,13 @@ def _compressed(said: Mapping[str, Any], where: str) -> StoredWeights:
         raise InputError(f"{where}: 'config_groups' is {show(schemes)}, not an object that says what is quantised")
     if form not in PACKED_FORMATS:
         raise _refused(where, "compressed-tensors", f"the format {show(form)}")
+    if said.get("kv_cache_scheme") is not None:
+        raise _refused(where, "compressed-tensors", "a quantised cache ('kv_cache_scheme')")
+    sparse = {} if said.get("sparsity_config") is None else said["sparsity_config"]
+    if not isinstance(sparse, dict) or sparse.get("format", "dense") != "dense":
+        raise _refused(where, "compressed-tensors", "sparse weights ('sparsity_config')")
+    if (status := said.get("quantization_status", "compressed")) not in ("compressed", "frozen"):
+        raise InputError(f"{where}: 'quantization_status' is {show(status)}, neither 'compressed' nor 'frozen'")
     (scheme, *more) = schemes.values()
     weights = scheme.get("weights") if isinstance(scheme, dict) else None
     if more or not isinstance(weights, dict) or scheme.get("targets") != ["Linear"]:
@@ -298,9 +345,14 @@ def _compressed(said: Mapping[str, Any], where: str) -> StoredWeights:
     if weights.get("strategy") not in ("group", "channel", "tensor"):
         raise _refused(where, "compressed-tensors", f"scales by {show(weights.get('strategy'))}")
     group = _whole(weights, "group_size", where) if weights["strategy"] == "group" else 0
+    bits, numbers = _whole(weights, "num_bits", where), weights.get("type", "int")
+    if weights["strategy"] == "group" and group < 1:
+        raise InputError(f"{where}: 'group_size' of 'config_groups' is {group}, not a number of weights")
+    if bits not in ((4, 8) if form == "pack-quantized" else (8,)) or numbers not in ("int", "float"):
+        raise _refused(where, "compressed-tensors", f"{bits} bits of the type {show(numbers)} as {form}")
     return StoredWeights(
-        method="compressed-tensors", kind=form, bits=_whole(weights, "num_bits", where), group=group,
-        symmetric=bool(weights.get("symmetric", True)), kept=_names(said, "ignore", where), said=said,
+        method="compressed-tensors", kind=form, bits=bits, group=group,
+        symmetric=_yes(weights, "symmetric", where, usual=True), kept=_names(said, "ignore", where), said=said,
     )  # fmt: skip
 
 
@@ -313,12 +365,17 @@ def _torchao(said: Mapping[str, Any], where: str) -> StoredWeights:
         raise InputError(f"{where}: '_data' of 'quant_type' is {show(details)}, not an object")
     if not isinstance(name, str) or name not in TORCHAO:
         raise _refused(where, "torchao", f"{show(name)} ('quant_type')")
-    if said.get("include_input_output_embeddings"):
+    if (extra := said.get("quant_type_kwargs")) not in (None, {}) or isinstance(extra, (bool, int)):
+        raise _refused(where, "torchao", f"{show(extra)} ('quant_type_kwargs')")
+    if _yes(said, "include_input_output_embeddings", where):
         raise _refused(where, "torchao", "a quantised embedding")
     packing = details.get("int4_packing_format", "plain")
     packing = packing.get("_data") if isinstance(packing, dict) else packing
-    group = _whole(details, "group_size", where, 128) if name == "Int4WeightOnlyConfig" else 0
-    if group and (str(packing).lower() != "tile_packed_to_4d" or group not in GROUPS_OF_INT4):
+    of_int4 = name == "Int4WeightOnlyConfig"
+    if not of_int4 and details.get("group_size") is not None:
+        raise _refused(where, "torchao", f"{TORCHAO[name]} weights in groups of {show(details['group_size'])}")
+    group = _whole(details, "group_size", where, 128) if of_int4 else 0
+    if of_int4 and (str(packing).lower() != "tile_packed_to_4d" or group not in GROUPS_OF_INT4):
         raise _refused(where, "torchao", f"int4 weights packed as {show(packing)} in groups of {group}")
     return StoredWeights(
         method="torchao", kind=TORCHAO[name], bits=4 if group else 8, group=group,
@@ -331,7 +388,7 @@ def facts_of(stored: StoredWeights) -> Iterator[str]:
     kernels = {
         "gptq": "what gptqmodel's kernels take beside their results, and its repacking after loading",
         "awq": "what gptqmodel's kernels take beside their results, and its repacking after loading",
-        "fp8": "what DeepGEMM's or Triton's fp8 kernels (package 'kernels') take beside their results",
+        "fp8": "what DeepGEMM takes beside its results, where it is there; planned are Triton's fp8 kernels",
         "mxfp4": "what the Triton kernels of gpt-oss (package 'kernels') take for routing and for their layout",
         "compressed-tensors": "the steps by which compressed-tensors unpacks a weight",
     }

@@ -8,7 +8,6 @@ idle, or not at all, that is the smallest card that takes it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from memfit.planning.predict import Plan
 from memfit.units import gib
@@ -18,23 +17,8 @@ OF_ADAPTERS = "lora_"
 ACTIVATIONS, LOSS = ("activations", "temporaries"), ("loss",)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Budget:
-    base_bytes: int
-    adapter_bytes: int
-    activation_bytes: int
-    loss_bytes: int
-    gradient_bytes: int
-    optimizer_bytes: int
-    overhead_bytes: int
-    """Workspaces of the libraries, what the allocator holds beyond the peak, and CUDA's context."""
-
-    @property
-    def total_bytes(self) -> int:
-        return sum(value for name, value in vars(self).items() if name.endswith("_bytes"))
-
-
-def budget_of(plan: Plan) -> Budget:
+def budget_of(plan: Plan) -> dict[str, int]:
+    """The overhead is workspaces of the libraries, what the allocator holds beyond the peak, and CUDA's context."""
     parts = plan.report.breakdown
     adapters = _adapter_bytes(plan)
     named = {
@@ -42,7 +26,8 @@ def budget_of(plan: Plan) -> Budget:
         "activation_bytes": sum(parts[name] for name in ACTIVATIONS), "loss_bytes": sum(parts[name] for name in LOSS),
         "gradient_bytes": parts["gradients"], "optimizer_bytes": parts["optimizer"],
     }  # fmt: skip
-    return Budget(**named, overhead_bytes=plan.needed_bytes - sum(named.values()))
+    needed = plan.needed_bytes
+    return {**named, "overhead_bytes": needed - sum(named.values()), "total_bytes": needed}
 
 
 def _adapter_bytes(plan: Plan) -> int:
@@ -58,7 +43,7 @@ def table(columns: dict[str, Plan]) -> Iterator[str]:
     """As lines of text, a column for each plan."""
     budgets = [budget_of(plan) for plan in columns.values()]
     last = list(columns.values())[-1]
-    rows = [(label, [getattr(each, f"{name}_bytes") for each in budgets]) for name, label in _labels(last)]
+    rows = [(label, [each[f"{name}_bytes"] for each in budgets]) for name, label in _labels(last)]
     width = max(len(label) for label, _ in rows)
     wide = [max(len(title), 11) for title in columns]
     yield "  " + " " * width + "".join(f"  {title:>{each}}" for title, each in zip(columns, wide, strict=True))

@@ -4,11 +4,12 @@ A trace is found again by everything it depends on:
 
     settings    of the workload, all but the card and `alloc_conf`: those two matter only to the replay
     model       a preset, or the content of a config, wherever that lies; a factory's is never kept
-    platform    the class of the card: architecture, multiprocessors, threads on each, torch and cuDNN. The number of
-                multiprocessors differs between cards of one architecture, and sizes the buffers of reductions: cards
-                share traces only where it is the same (H100 SXM and H200; a size such as 24GiB and the H200)
+    platform    the class of the card: architecture, multiprocessors, threads on each, torch and cuDNN; of compiled
+                jobs the L2 cache too. The number of multiprocessors differs between cards of one architecture, and
+                sizes the buffers of reductions: cards share traces only where it is the same (H100 SXM and H200; a
+                size such as 24GiB and the H200)
     software    python, torch, transformers and the like by version, memfit itself by the content of its source files
-                and presets
+                and presets; the cuDNN that is asked for plans of convolutions, if there is one
 
 Entries lie in `$MEMFIT_CACHE`, or else in `memfit/traces` below `$XDG_CACHE_HOME` or `~/.cache`; `MEMFIT_CACHE=off`
 does without. The folder is a convenience and never a reason to fail: what cannot be written is not kept, and what is
@@ -39,12 +40,15 @@ from pathlib import Path
 from shutil import rmtree
 from typing import Any, TypeVar
 
+from memfit.environment import COMPILER_FOLDER, COMPILER_READS
 from memfit.events import Trace
 from memfit.files import written_whole
 from memfit.jobs.workload import Workload
 from memfit.models.config_check import MAX_FILE_BYTES
 from memfit.models.registry import ModelSource
 from memfit.platform import Platform
+from memfit.tracing.compiled.settings import compiler_is_set_otherwise
+from memfit.tracing.kernels.cudnn import identity as cudnn_identity
 from memfit.units import MiB
 from memfit.versions import versions
 
@@ -91,9 +95,17 @@ def key_of(work: Workload, platform: Platform) -> Key | None:
         return None
     settings = {name: value for name, value in work.settings().items() if name not in ("model", "gpu", "alloc_conf")}
     document = {
-        "format": FORMAT, "settings": settings, "model": model, "platform": dataclasses.asdict(platform),
-        "versions": versions(), "memfit": own_code,
+        "format": FORMAT, "settings": settings, "model": model, "platform": platform.facts(compiled=work.is_compiled),
+        "versions": versions(), "memfit": own_code, "cudnn": cudnn_identity(),
     }  # fmt: skip
+    if work.compile or work.compile_blocks:
+        if compiler_is_set_otherwise():
+            return None
+        document["compiler"] = {
+            name: os.environ[name]
+            for name in sorted(os.environ)
+            if name.startswith(COMPILER_READS) and name != COMPILER_FOLDER  # torch sets that itself
+        }
     return Key(json.dumps(document, sort_keys=True))
 
 

@@ -13,7 +13,8 @@ from typing import Any
 
 from memfit.errors import UsageError
 from memfit.gpus import Gpu, estimate_context_start, find_gpu, is_size
-from memfit.jobs.workload import Workload, flag
+from memfit.jobs.settings import flag
+from memfit.jobs.workload import Workload
 from memfit.units import MiB, gib
 
 NOTICEABLE = 256 * MiB

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from memfit.analysis.own_lines import is_own
 from memfit.errors import MemfitError, TraceError
 
 _MEMFIT = Path(__file__).parents[1]
@@ -17,6 +18,10 @@ _NO_GPU = re.compile(
     re.IGNORECASE,
 )
 """Words of torch about a machine without a GPU, or a tensor without memory."""
+_NO_NETWORK = re.compile(
+    r"Name or service not known|Temporary failure in name resolution|NameResolutionError|Max retries exceeded"
+    r"|Network is unreachable|No address associated|doesn't exist on the Hugging Face Hub either"
+)
 _STATIONS = "cuda_names outside memo own_code pretended_card processes stored tracer values"
 _IN_BETWEEN = {_MEMFIT / "tracing" / f"{name}.py" for name in _STATIONS.split()}
 """Where the job's calls pass on their way to torch: what torch's own C++ raises seems to come from here."""
@@ -46,7 +51,7 @@ def failures_of_the_job() -> Iterator[None]:
                 hint=f"imported at {place.filename}:{place.lineno}: pip install it where memfit runs, without GPU, or"
                 " put its folder into PYTHONPATH",
             ) from error
-        text = _text(error)
+        text = _text(error).partition(", known options are ")[0]  # torch lists hundreds
         said = text.strip().splitlines()[0] if text.strip() else ""
         place = _nearest_to_the_person(frames)
         line = f"{place.filename}:{place.lineno}, in {place.name}"
@@ -59,6 +64,13 @@ def failures_of_the_job() -> Iterator[None]:
             raise TraceError(
                 f"the code needs a package that is not here: {said[:300]}",
                 hint=f"asked for at {line}: install it where memfit runs; no GPU is needed for it",
+            ) from error
+        if _NO_NETWORK.search(text):
+            own = [f"{each.filename}:{each.lineno}" for each in frames if is_own(each.filename)]
+            raise TraceError(
+                f"the code wants something from the network that cannot be reached from here: {said[:300]}",
+                hint=f"asked for at {own[-1] if own else line}: put it where the program looks first, or run memfit"
+                " where it can be reached; plan script --synthetic-data makes up data sets and tokenizers of the Hub",
             ) from error
         raise TraceError(
             f"the job itself fails: {type(error).__name__}: {said[:300]}", hint=f"raised at {line}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from memfit.analysis.verdict import RANGE
 from memfit.errors import InputError, UsageError
 from memfit.events import Action, Trace
 from memfit.extrapolation.blocks import BEFORE, UNITS, NotRepeating
-from memfit.extrapolation.reused import COMPILED, RANGE, SAID, frees_in_order, peak_of
+from memfit.extrapolation.reused import COMPILED, SAID, let_the_last_go_first, sort_frees
 from memfit.jobs.adapter_names import BEYOND_BLOCKS
 from memfit.jobs.build import Prepared, prepare_without_memory
 from memfit.jobs.quantised import loaded_bytes
@@ -30,13 +31,12 @@ from memfit.models.config_check import HEAD_NAMES
 from memfit.models.own import block_list
 from memfit.models.registry import ModelSource, build_model, load_config, parameter_count
 from memfit.planning.few_steps import trace_labelled
+from memfit.planning.padded import negligible_in_words, padding_is_negligible, range_in_words, range_of
 from memfit.planning.traced import HOST, MANAGED, Recipe, TracedShare, scaled, settings_found
 from memfit.platform import Platform
-from memfit.tracing.compiled.hooks import PADS, products_padded
-from memfit.units import format_bytes
+from memfit.tracing.compiled.padding import PADS, products_padded
 
 MAX_PERIOD = 8
-LARGER = "the plan is of the larger"
 IN_ORDER = (
     "blocks of compiled code are alike but for which of two like buffers is let go first: what is reserved may be some"
     " percent more or less"
@@ -54,6 +54,8 @@ class Blocks:
     """Parameters of one period of blocks."""
     edge: int = 0
     """Periods that belong to the first and to the last unit beside their own: compiled code differs next to an end."""
+    as_they_are: bool = False
+    """Like buffers of compiled code are not taken for each other."""
 
     @property
     def units(self) -> int:
@@ -68,6 +70,9 @@ class Blocks:
     @property
     def worthwhile(self) -> bool:
         return self.units > UNITS
+
+    def in_pairs(self) -> Blocks:
+        return dataclasses.replace(self, period=2 * self.period, unit_parameters=2 * self.unit_parameters)
 
 
 def find_blocks(model: nn.Module) -> Blocks | None:
@@ -116,17 +121,20 @@ def trace_few_blocks(work: Workload, platform: Platform) -> tuple[Recipe, Trace]
     recipe, whole = _trace_few_blocks(work, platform)
     if PADS not in whole.facts.get(SAID, ()):
         return recipe, whole
+    if padding_is_negligible(whole):
+        return dataclasses.replace(recipe, notes=(negligible_in_words(whole), *recipe.notes)), whole
     with products_padded():
-        padded, whole_padded = _trace_few_blocks(work, platform)
-    low, high = peak_of(whole), peak_of(whole_padded)
-    note = f"at the peak {format_bytes(low)} without padded products and {format_bytes(high)} with them: {LARGER}"
-    if high > low:
-        recipe, whole = padded, whole_padded
-    whole.facts[RANGE] = recipe.trace.facts[RANGE] = [low, high]
-    return dataclasses.replace(recipe, notes=(note, *recipe.notes)), whole
+        padded, whole_padded = _trace_few_blocks(work, platform, alike=recipe.blocks is not None)
+    ends = range_of(whole, whole_padded)
+    if ends["planned"] == "padded":
+        notes = tuple(dict.fromkeys((*recipe.notes, *padded.notes)))
+        recipe, whole = dataclasses.replace(padded, notes=notes), whole_padded
+    whole.facts[RANGE] = recipe.trace.facts[RANGE] = ends
+    return dataclasses.replace(recipe, notes=(range_in_words(ends), *recipe.notes)), whole
 
 
-def _trace_few_blocks(work: Workload, platform: Platform) -> tuple[Recipe, Trace]:
+def _trace_few_blocks(work: Workload, platform: Platform, *, alike: bool = True) -> tuple[Recipe, Trace]:
+    """`alike`: unless blocks of this very job were found to differ."""
     source = work.source
     if work.kind == "prune":
         from memfit.planning.pruning import trace_pruning
@@ -139,27 +147,35 @@ def _trace_few_blocks(work: Workload, platform: Platform) -> tuple[Recipe, Trace
         notes = (f"all blocks were traced one by one: --adapter {work.adapter} has parts that belong to none of them",)
     elif (head := work.other_head) is not None and head.reads != "text":
         notes = (f"all blocks were traced one by one: a model that reads {head.reads} has more than one kind of them",)
-    elif source.kind != "factory":  # a factory's model is as large as its own code makes it
+    elif alike and source.kind != "factory":  # a factory's model is as large as its own code makes it
         blocks, parameters = blocks_of(source, work.attention, work.head)
-        if blocks is not None and work.is_compiled:
-            blocks = _of_compiled(blocks, work)
-        if blocks is not None and blocks.worthwhile:
+        for tried in _tried(blocks, work):
             try:
-                return _of_few(work, platform, blocks, parameters)
+                return _of_few(work, platform, tried, parameters)
             except NotRepeating as why:
-                notes = (f"all {blocks.count} blocks were traced one by one: {why}",)
+                notes = (f"all {tried.count} blocks were traced one by one: {why}",)
+        if _is_woven(work):
+            notes = ("all blocks were traced one by one: compiled for inference, one makes and keeps what others use",)
         elif blocks is None and getattr(load_config(source), "num_hidden_layers", 0) > UNITS:
             notes = ("all blocks were traced one by one: they are not alike",)
     recipe = _of_all(work, platform, notes)
     return recipe, recipe.whole()
 
 
-def _of_compiled(blocks: Blocks, work: Workload) -> Blocks:
-    """With LoRA, code lets go what was made two blocks away: two of them are a unit."""
-    times = 2 if work.kind == "lora" and work.compile else 1
-    return dataclasses.replace(
-        blocks, edge=1, period=times * blocks.period, unit_parameters=times * blocks.unit_parameters
-    )
+def _tried(blocks: Blocks | None, work: Workload) -> Iterator[Blocks]:
+    """With LoRA, compiled code may let go what was made two blocks away: then two of them are a unit."""
+    if blocks is None or _is_woven(work):
+        return
+    tried = dataclasses.replace(blocks, edge=int(work.is_compiled))
+    twice = work.kind == "lora" and work.compile
+    for each in (dataclasses.replace(tried, as_they_are=True), tried.in_pairs()) if twice else (tried,):
+        if each.worthwhile:
+            yield each
+
+
+def _is_woven(work: Workload) -> bool:
+    """Compiled as one and without gradients, four blocks share kernels, and buffers are handed on over as many."""
+    return work.is_compiled and work.compile and not work.trains
 
 
 def _of_few(work: Workload, platform: Platform, blocks: Blocks, parameters: int) -> tuple[Recipe, Trace]:
@@ -177,10 +193,13 @@ def _of_few(work: Workload, platform: Platform, blocks: Blocks, parameters: int)
     trainable = _trainable(job, inside) if work.trains else 0
     more, of_all = blocks.count / blocks.traced, trainable / max(1, sum(p.numel() for p in job.trainable))
     trace.facts = scaled(trace.facts, weights=more, activations=more, optimizer=of_all)
-    _note_managed(trace, _trainable(job, inside, partial(managed_bytes, job.workload.optimizer)) if work.trains else 0)
+    if work.is_paged:
+        _note_managed(trace, _trainable(job, inside, partial(managed_bytes, job.workload.optimizer)))
     compiled = trace.facts.pop(COMPILED, [])
     if work.is_compiled and not _says_whose(trace, inside, compiled):
         raise NotRepeating("compiled code does not say which of them it runs for")
+    if compiled:
+        sort_frees(trace, compiled)
     recipe = Recipe(
         trace=trace,
         blocks=inside.path,
@@ -196,9 +215,9 @@ def _of_few(work: Workload, platform: Platform, blocks: Blocks, parameters: int)
     try:
         return recipe, recipe.whole()
     except NotRepeating:
-        if not compiled:
+        if not compiled or blocks.as_they_are:
             raise
-    frees_in_order(trace, compiled)
+    let_the_last_go_first(trace, compiled)
     return dataclasses.replace(recipe, notes=(IN_ORDER, *recipe.notes)), recipe.whole()
 
 
@@ -216,9 +235,8 @@ def _of_all(work: Workload, platform: Platform, notes: tuple[str, ...]) -> Recip
     job = prepare_without_memory(work)
     trace, how = trace_labelled(job, platform)
     trace.facts.pop(COMPILED, None)
-    _note_managed(
-        trace, sum(managed_bytes(job.workload.optimizer, p.numel()) for p in job.trainable) if work.trains else 0
-    )
+    if work.is_paged:
+        _note_managed(trace, sum(managed_bytes(job.workload.optimizer, p.numel()) for p in job.trainable))
     return Recipe(
         trace=trace,
         parameters=job.parameters,

@@ -23,6 +23,9 @@ from memfit.planning.traced import Provenance, TracedShare
 from memfit.platform import H200, Platform
 from memfit.tracing.rule_answers import answers_on
 
+COMPILED_TOKENS = 128
+"""Of as many, a compiled model makes one after the other sooner than its last ones are compiled by themselves."""
+
 
 def trace_labelled(job: Prepared, platform: Platform, layers: int | None = None) -> tuple[Trace, Provenance]:
     if job.workload.kind == "generate":
@@ -46,9 +49,12 @@ def _all_steps(job: Prepared, platform: Platform, layers: int | None) -> tuple[T
 def trace_steps(job: Prepared, platform: Platform = H200) -> tuple[Trace, TracedShare | None]:
     """As `trace_job`, but the last step of a training is told by the one before it; with the share of the steps that
     was traced. Raises NotRepeating where it is not; the job has then run, and must be prepared anew."""
-    if not job.workload.trains or job.workload.is_replicated:  # DDP makes its buckets anew in the second step
+    work = job.workload
+    if not work.trains or work.is_replicated:  # DDP makes its buckets anew in the second step
         return trace_job(job, platform), None
-    traced, steps = trace_job(job, platform, steps=STEPS - 1), steps_of(job.workload.loop)
+    if work.is_compiled:  # what was compiled runs once more sooner than a step is proved to repeat
+        return trace_job(job, platform), None
+    traced, steps = trace_job(job, platform, steps=STEPS - 1), steps_of(work.loop)
     missing = last_step(traced, steps)
     return (missing.apply(traced), TracedShare(steps - 1, steps)) if missing else (traced, None)
 
@@ -56,7 +62,7 @@ def trace_steps(job: Prepared, platform: Platform = H200) -> tuple[Trace, Traced
 def trace_generation(job: Prepared, platform: Platform) -> tuple[Trace, TracedShare | None]:
     """With the share of the new tokens that was traced."""
     new = job.workload.new_tokens
-    if new > 3 * PAIR * UNITS:
+    if new > (COMPILED_TOKENS if job.workload.is_compiled else 3 * PAIR * UNITS):
         traced = traced_tokens(new)
         with suppress(NotRepeating, NotSeparable):
             return _from_few(job, platform, new, traced), TracedShare(traced, new)

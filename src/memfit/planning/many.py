@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
 from memfit.errors import InputError, MemfitError, UsageError
 from memfit.gpus import Gpu, find_gpu
-from memfit.jobs.spellings import plain_name, plain_value
+from memfit.jobs.settings import plain_name, plain_value
 from memfit.jobs.workload import Workload
 from memfit.models.config_check import without_doubles
 

@@ -21,7 +21,6 @@ from memfit.extrapolation.streams import RuleCall
 from memfit.gpus import find_gpu
 from memfit.jobs.build import Prepared
 from memfit.jobs.host import HostMemory
-from memfit.jobs.quantised import kernels_of
 from memfit.jobs.run import run_job
 from memfit.jobs.training.offload.host import host_memory_by
 from memfit.jobs.workload import Workload
@@ -34,7 +33,7 @@ from memfit.tracing.answers import Answer, Answers, Site, Value
 from memfit.tracing.distributed import ddp_traced, fully_shard_traced
 from memfit.tracing.own_code import OwnCodeNames, OwnCodeTracer
 from memfit.tracing.pretended_card import card_pretended
-from memfit.tracing.tracer import Tracer, run_traced, trace
+from memfit.tracing.tracer import ONE_AT_A_TIME, Tracer, run_traced, trace
 
 TRAINER_KNOWN: dict[Site, tuple[Value, str]] = {
     Site("transformers/trainer.py", "_run_epoch"): (False, "the loss is a finite number"),
@@ -156,6 +155,24 @@ def cache_labelled(tracer: Any) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def cache_labelled_by_calls(tracer: Any) -> Iterator[None]:
+    """The same where the model is compiled: what its layers of the cache hold after each call of it."""
+    from transformers import GenerationMixin
+
+    follow = GenerationMixin._update_model_kwargs_for_generation
+
+    def followed(self: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        layers = getattr(getattr(outputs, "past_key_values", None), "layers", ())
+        for held in (each for layer in layers for each in vars(layer).values() if isinstance(each, torch.Tensor)):
+            if (block := tracer.block_of(held)) is not None:
+                tracer.trace.set_category(block, "kv_cache")
+        return follow(self, outputs, *args, **kwargs)
+
+    with mock.patch.object(GenerationMixin, "_update_model_kwargs_for_generation", followed):
+        yield
+
+
 def beam_search(count: int, on_token: Callable[[], None]) -> Callable[[torch.Tensor], Value]:
     """It asks for the padding token, a number, and whether some beam goes on, yes or no."""
     ended = true_at(count, on_token)
@@ -196,7 +213,8 @@ def phases_by_what_runs(tracer: Any) -> Iterator[None]:
             step += 1
 
     def around_backward(begins: bool) -> None:
-        mark("backward" if begins else "data", step)
+        if not tracer.in_backward:  # reentrant checkpoints have passes of their own inside
+            mark("backward" if begins else "data", step)
 
     def entering(module: Any, _: Any) -> None:
         if tracer.modules.depth <= 1 and tracer.trace.marks[-1].phase not in ("forward", "backward"):
@@ -311,8 +329,7 @@ def trace_job(
         nonlocal ends, here, calls
         here, calls = tracer.trace, tracer.rule_calls.made
         phases = MarkedPhases(tracer, job)
-        chosen = kernels_of(platform.arch, platform.sm_count)
-        with beside(tracer), _in_parallel(tracer, job.workload), _levers_counted(tracer, job.workload), chosen:
+        with beside(tracer), _in_parallel(tracer, job.workload), _levers_counted(tracer, job.workload):
             run_job(job, "cuda" if by_values else tracer.device, phases, steps=steps)
         ends = phases.ends
 
@@ -325,7 +342,7 @@ def trace_job(
     if work.trains and work.loop != "plain":
         table |= TRAINER_ANSWERS
         around = trainer_on_cuda()
-    with around, kinds_in_order(job.model), failures_of_the_job():
+    with ONE_AT_A_TIME, around, kinds_in_order(job.model), failures_of_the_job():
         made = (_trace_by_values if by_values else trace)(run, platform=platform, answers=Answers(table))
     made.truncate(ends)  # what dies with the job's own variables dies after it
     if done:
@@ -385,7 +402,7 @@ class MarkedPhases:
 
     def __init__(self, tracer: Tracer, job: Prepared) -> None:
         self.tracer = tracer
-        self.model, self.use_cache = job.model, job.workload.use_cache
+        self.model, self.use_cache, self.compiled = job.model, job.workload.use_cache, job.workload.is_compiled
         if isinstance(tracer, OwnCodeTracer):
             tracer.put_on_host([*job.model.parameters(), *job.model.buffers()], "cpu")
         self.weights = "" if job.workload.is_quantised else "weights"  # of what loading makes some is soon gone
@@ -412,5 +429,5 @@ class MarkedPhases:
         if name == "trainer":
             return phases_by_what_runs(self.tracer)
         if name == "generate" or (name == "forward" and self.use_cache):
-            return cache_labelled(self.tracer)
+            return (cache_labelled_by_calls if self.compiled else cache_labelled)(self.tracer)
         return nullcontext()

@@ -22,24 +22,26 @@ import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 from unittest import mock
 
 from memfit.analysis.advice import advise
 from memfit.analysis.own_lines import is_own
+from memfit.analysis.verdict import RANGE
 from memfit.errors import TraceError, UsageError
 from memfit.events import Action, Trace
-from memfit.extrapolation.reused import COMPILED, RANGE, SAID
+from memfit.extrapolation.reused import COMPILED, SAID
 from memfit.gpus import Gpu, find_gpu
 from memfit.planning.failures import failures_of_the_job
 from memfit.planning.on_trace import phases_by_what_runs
-from memfit.planning.predict import Plan, assess, context_on, not_modelled
+from memfit.planning.predict import Plan, assess, context_on, judged_anew, not_modelled
 from memfit.planning.traced import Provenance
 from memfit.replay.alloc_config import AllocatorConfig
-from memfit.units import format_bytes
 
 if TYPE_CHECKING:
     from memfit.tracing.own_code import OwnCodeTracer
+
+LineAnswer = bool | int | float | Literal["even"]
 
 
 def trace_own_code(
@@ -48,10 +50,10 @@ def trace_own_code(
     gpu: str | Gpu | None = None,
     alloc_conf: str = "",
     name: str | None = None,
-    answers: Mapping[tuple[str, str], bool | int | float] | None = None,
+    answers: Mapping[tuple[str, str], LineAnswer] | None = None,
 ) -> Plan:
     """Trace `fn` and report as `memfit plan` does. `answers` gives the values of tensors that the code asks for, by
-    the end of the file's path and the function that asks."""
+    the end of the file's path and the function that asks; "even" where it chooses, as a router chooses experts."""
     _check_function(fn)
 
     def plan() -> Plan:
@@ -72,15 +74,17 @@ def larger_of_both(plan: Callable[[], Plan]) -> Plan:
     first = plan()
     if not any(note.startswith("some products have a side") for note in first.notes):
         return first
-    from memfit.tracing.compiled.hooks import products_padded
+    from memfit.planning.padded import negligible_in_words, padding_is_negligible, range_in_words, range_of
+    from memfit.tracing.compiled.padding import products_padded
 
+    if padding_is_negligible(first.trace):
+        return dataclasses.replace(first, notes=(negligible_in_words(first.trace), *first.notes))
     with products_padded():
         padded = plan()
-    low, high = first.peak.allocated_bytes, padded.peak.allocated_bytes
-    note = f"at the peak {format_bytes(low)} without padded products and {format_bytes(high)} with them:"
-    larger = max(first, padded, key=lambda made: made.peak.device_bytes)
-    larger.trace.facts[RANGE] = [low, high]
-    return dataclasses.replace(larger, notes=(f"{note} the plan is of the larger", *larger.notes))
+    ends = range_of(first.trace, padded.trace)
+    larger = padded if ends["planned"] == "padded" else first
+    larger.trace.facts[RANGE] = ends
+    return dataclasses.replace(judged_anew(larger), notes=(range_in_words(ends), *larger.notes))
 
 
 def trace_code(
@@ -90,7 +94,7 @@ def trace_code(
     alloc_conf: str,
     name: str,
     workload: dict[str, Any],
-    answers: Mapping[tuple[str, str], bool | int | float] | None = None,
+    answers: Mapping[tuple[str, str], LineAnswer] | None = None,
     more_notes: Callable[[], tuple[str, ...]] = tuple,
     drops_gradients: bool = False,
 ) -> Plan:
@@ -103,7 +107,7 @@ def trace_code(
     from memfit.tracing.answers import NO_OVERFLOW, Answers, Site
     from memfit.tracing.own_code import OwnCodeTracer
     from memfit.tracing.python_stacks import keeping_stacks
-    from memfit.tracing.repeated.skipping import Unlike
+    from memfit.tracing.repeated.passes import Unlike
     from memfit.tracing.tracer import check_not_nested
 
     started = time.perf_counter()
@@ -168,9 +172,9 @@ def _run_traced(
     from memfit.tracing.packages.bitsandbytes import bitsandbytes_traced
     from memfit.tracing.pretended_card import card_pretended
     from memfit.tracing.processes import processes_pretended
-    from memfit.tracing.repeated.skipping import repeated_calls_skipped
+    from memfit.tracing.repeated.passes import repeated_calls_skipped
     from memfit.tracing.stored import SavedThings, files_read_as_shapes
-    from memfit.tracing.tracer import run_traced
+    from memfit.tracing.tracer import ONE_AT_A_TIME, run_traced
     from memfit.tracing.unknown import mathematics_of_unknown_numbers
 
     names, saved = OwnCodeNames(tracer), SavedThings(tracer)
@@ -191,7 +195,7 @@ def _run_traced(
         ):
             code(tracer)
 
-    with put_back(tracer.owns), _saved_is_missed(tracer), failures_of_the_job():
+    with ONE_AT_A_TIME, put_back(tracer.owns), _saved_is_missed(tracer), failures_of_the_job():
         made = run_traced(run, tracer, names)
     made.facts.pop(COMPILED, None)
     if Action.ALLOC not in made.actions:
@@ -237,10 +241,10 @@ def _check_function(fn: object) -> None:
         pass
 
 
-def _checked(answers: Mapping[tuple[str, str], bool | int | float] | None) -> Mapping[tuple[str, str], Any]:
+def _checked(answers: Mapping[tuple[str, str], LineAnswer] | None) -> Mapping[tuple[str, str], Any]:
     places = {} if answers is None else answers
     fine = isinstance(places, Mapping) and all(
-        isinstance(place, tuple) and len(place) == 2 and isinstance(value, (bool, int, float))
+        isinstance(place, tuple) and len(place) == 2 and (value == "even" or isinstance(value, (bool, int, float)))
         for place, value in places.items()
     )
     if not fine:
@@ -304,19 +308,22 @@ def _parameters_named(tracer: Any, counts: dict[str, int]) -> Iterator[None]:
             name_weights(each)
 
     def name_weights(module: Any) -> None:
+        path = tracer.modules.name_of(module)
         for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
-            block = tracer.block_of(tensor)
-            if block is None or block in seen:
-                continue
-            seen.add(block)
-            tracer.trace.set_category(block, "weights")
-            path = tracer.modules.name_of(module)
-            tracer.name(tensor, f"{path}.{name}" if path else name)
-            if hasattr(tensor, "requires_grad_") and name in module._parameters:
-                counts["all"] += tensor.numel()
-                counts["trainable"] += tensor.numel() * tensor.requires_grad
+            name_weight(tensor, f"{path}.{name}" if path else name)
 
-    handle = register_module_forward_pre_hook(note)
+    def name_weight(tensor: Any, path: str) -> None:
+        block = tracer.block_of(tensor)
+        if block is None or block in seen:
+            return
+        seen.add(block)
+        tracer.trace.set_category(block, "weights")
+        tracer.name(tensor, path)
+        if isinstance(tensor, torch.nn.Parameter):
+            counts["all"] += tensor.numel()
+            counts["trainable"] += tensor.numel() * tensor.requires_grad
+
+    handle, tracer.on_weight = register_module_forward_pre_hook(note), name_weight
     try:
         yield
     finally:

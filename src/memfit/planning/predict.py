@@ -16,15 +16,16 @@ from typing import Any
 from memfit.analysis.advice import Advice
 from memfit.analysis.own_lines import lines_alive
 from memfit.analysis.summary import Summary, summarise_plan
-from memfit.analysis.verdict import Fit, Verdict, fit_card, limit_note, smallest_card
+from memfit.analysis.verdict import RANGE, Fit, Verdict, fit_card, limit_note, needed_with_room, smallest_card
 from memfit.errors import UsageError
 from memfit.events import Trace
-from memfit.extrapolation.reused import RANGE, SAID
+from memfit.extrapolation.reused import FLUSH, SAID
 from memfit.files import no_collector
-from memfit.gpus import Context, Gpu, find_gpu
+from memfit.gpus import Context, Gpu, find_gpu, l2_note
 from memfit.guides.formulas import pruning_formulas
+from memfit.jobs.together import check_inputs, without_effect
 from memfit.jobs.workload import Workload
-from memfit.planning.traced import HOST, MANAGED, UNMODELLED, Provenance, Traced, trace_workload
+from memfit.planning.traced import HOST, MANAGED, UNMODELLED, Provenance, Traced, trace_workload, tracing_more
 from memfit.platform import platform_of
 from memfit.render.shown import NO_BF16, NOT_MODELLED, Renderer, Shown
 from memfit.replay.alloc_config import AllocatorConfig
@@ -46,7 +47,8 @@ HOST_WORDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Peak:
-    """allocated = live blocks; reserved = held from the driver; device = reserved + context, what must fit."""
+    """allocated = live blocks; reserved = held from the driver; device = what must fit: reserved + context, and what
+    the card may yet decide to take."""
 
     allocated_bytes: int
     reserved_bytes: int
@@ -149,9 +151,8 @@ class Plan(Shown):
         }  # fmt: skip
 
     def _range(self) -> dict[str, Any]:
-        """What is allocated at the peak, where the card decides on padded products: the plan is of the most."""
-        found = self.trace.facts.get(RANGE)
-        return {} if found is None else {"range": {"unpadded_bytes": found[0], "padded_bytes": found[1]}}
+        """Of the peak, where the card decides on padded products."""
+        return {"range": self.trace.facts[RANGE]} if RANGE in self.trace.facts else {}
 
     def _on_host(self) -> dict[str, Any]:
         """Bytes of the host's memory by lever, where a training has any there."""
@@ -173,13 +174,15 @@ def predict(
     id: object = None,
     trace_cache: bool = True,
     stacks: bool = False,
+    few: bool = False,
     **settings: Any,
 ) -> Plan:
     """Predict a job's memory without a GPU.
 
     Settings are those of `memfit plan`, with underscores: `kind` and `model` at least, `gpu` for a verdict. Those given
     beside a workload replace its own. `trace_cache=False` neither reads nor keeps a trace (`planning/cache.py`).
-    `stacks=True` keeps the lines of code in `plan.trace`, which is then traced anew."""
+    `stacks=True` keeps the lines of code in `plan.trace`, which is then traced anew. `few=True` traces this batch size
+    and length alone, where one of many would have others traced to be told by."""
     started = time.perf_counter()
     work = Workload.asked(workload, settings)
     card = None if gpu is None else find_gpu(gpu)
@@ -187,8 +190,8 @@ def predict(
         AllocatorConfig.parse(work.alloc_conf)  # what is wrong with it is told before torch is loaded
     refuse_unfit_card(work, card)
     if not work.padding:  # which is common, and would have to ask transformers
-        work.check_inputs()
-    traced = trace_workload(_within(work, card), platform_of(card), cached=trace_cache, stacks=stacks)
+        check_inputs(work)
+    traced = trace_workload(_within(work, card), platform_of(card), cached=trace_cache, few=few, stacks=stacks)
     asked, work = work, traced.workload
     if work.max_gpu_memory != asked.max_gpu_memory:
         work = work.with_found(max_gpu_memory=asked.max_gpu_memory)
@@ -207,6 +210,12 @@ def predict(
         id=id,
         stored=None if work.stored is None else work.stored.to_json(),
     )
+
+
+def tracing_more_for(work: Workload, gpu: str | None) -> Iterator[None]:
+    """After a plan of `few`, while nobody waits: each step is a trace by which like plans will be told."""
+    card = None if gpu is None else find_gpu(gpu)
+    return tracing_more(_within(work, card), platform_of(card))
 
 
 LEAST_ARCH = {"fp8": (8, 9), "mxfp4": (7, 5), "torchao-int4": (8, 0), "int8": (7, 5)}
@@ -257,9 +266,9 @@ def _host_notes(work: Workload, facts: Mapping[str, Any]) -> Iterator[str]:
             f"{format_bytes(managed)} of paged states lie in managed memory, which moves between host and GPU as there"
             " is room: neither allocated nor reserved"
         )
-    elif work.trains and str(work.optimizer).startswith("paged"):
+    elif work.is_paged:
         yield "no trained weight has 100,000 entries: the paged optimizer has all states on the GPU, no managed memory"
-    if "activations" in (work.offload or ()) and work.trains and not host.get("activations"):
+    if "activations" in work.offload and work.trains and not host.get("activations"):
         yield "--offload activations moves nothing: none that is kept has 1 MiB or more"
         return
     if not host:
@@ -307,6 +316,7 @@ def assess(
     replays = Replays(trace, config)
     with no_collector():  # thousands of blocks that refer to each other, all of which go at once
         timeline = replays.ample
+        peak = peak_of(replays, context)
         smallest = smallest_card(replays, context.high_bytes)
         fit = None if gpu is None else fit_card(replays, gpu.capacity_bytes, context.high_bytes)
     if fit and fit.retries and fit.verdict != "fails":
@@ -314,13 +324,15 @@ def assess(
         notes = (f"fits only because torch gives cached memory back {times}: each is a pause", *notes)
     if fit and gpu and fit.capacity_bytes < gpu.capacity_bytes:
         notes = (limit_note(fit.capacity_bytes), *notes)
+    if FLUSH in trace.names:
+        notes = (*notes, l2_note(gpu))
     if strange := ", ".join(outside_tested(versions())):
         notes = (f"traced with versions that memfit was not tested with: {strange}", *notes)
     return Plan(
         gpu=gpu,
         context=context,
         how=how,
-        peak=peak_of(timeline, context),
+        peak=peak,
         report=summarise_plan(timeline),
         fit=fit,
         smallest_gpu_bytes=smallest,
@@ -332,12 +344,21 @@ def assess(
     )
 
 
-def peak_of(timeline: Replay, context: Context) -> Peak:
+def judged_anew(plan: Plan) -> Plan:
+    """With what has become known of its trace since."""
+    replays = Replays(plan.trace, AllocatorConfig.parse(plan.workload["alloc_conf"]))
+    beside = plan.context.high_bytes
+    fit = None if plan.gpu is None else fit_card(replays, plan.gpu.capacity_bytes, beside)
+    smallest = smallest_card(replays, beside)
+    return dataclasses.replace(plan, peak=peak_of(replays, plan.context), fit=fit, smallest_gpu_bytes=smallest)
+
+
+def peak_of(replays: Replays, context: Context) -> Peak:
     return Peak(
-        allocated_bytes=timeline.peak_allocated,
-        reserved_bytes=timeline.peak_reserved,
+        allocated_bytes=replays.ample.peak_allocated,
+        reserved_bytes=replays.ample.peak_reserved,
         context_bytes=context.high_bytes,
-        device_bytes=timeline.peak_reserved + context.high_bytes,
+        device_bytes=needed_with_room(replays, context.high_bytes),
     )
 
 
@@ -386,7 +407,11 @@ def _of_quantised(work: Workload) -> Iterator[str]:
 
 
 def _assumptions(work: Workload, gpu: Gpu | None, how: Provenance) -> tuple[str, ...]:
-    notes = [*work.without_effect(), "predicted, not measured: torch 2.11, CUDA 13.0, no other process on the card"]
+    kernels = "kernels of " if work.is_compiled else ""
+    notes = [
+        *without_effect(work),
+        f"predicted, not measured: {kernels}torch 2.11, CUDA 13.0, no other process on the card",
+    ]
     notes.append(how.in_words())
     if work.precision == "fp16":
         notes.append("fp16 has two bytes, as bf16 has")

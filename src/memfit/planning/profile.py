@@ -20,7 +20,7 @@ from memfit.snapshots.write import placed_snapshot
 def predict_profile(settings: ProfileSettings, gpu: str | Gpu | None = None) -> Profiled:
     card = find_gpu(gpu) if isinstance(gpu, str) else gpu
     config = AllocatorConfig.parse("")
-    traced = trace_workload(settings.workload(), platform_of(card), stacks=True)
+    traced = trace_workload(settings.workload, platform_of(card), stacks=True)
     on_card, why = (None, ()) if card is None else _on_card(traced, config, card)
     try:
         trace = with_steps(traced.trace, settings.steps)

@@ -7,7 +7,7 @@ for another card of its class, or with other settings of the allocator, without 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -206,6 +206,12 @@ def trace_workload(
     return _told(work, told) if told is not None else _traced_now(work, platform, key, family)
 
 
+def tracing_more(work: Workload, platform: Platform) -> Iterator[None]:
+    """For who has answered about `few` and has time now: each step is a trace by which others of the job are told."""
+    family = _family(work, platform)
+    return iter(()) if family is None else family.tracing_more(work)
+
+
 @dataclass
 class FirstPlan:
     """The first of this process, in place of a family: one plan is no sweep. What was traced of it is handed on when
@@ -221,6 +227,9 @@ class FirstPlan:
         return None
 
     told_after_more = told
+
+    def tracing_more(self, _: Workload) -> Iterator[None]:
+        return iter(())
 
     def learn(self, _: Workload, recipe: Recipe, heard: list[TraceRecord]) -> None:
         self.lesson = recipe, heard

@@ -44,8 +44,7 @@ def workload_of(job: TrainJob) -> Workload:
     """Of the longest rows, at the job's own micro-batch. Raises UsageError for what cannot be planned."""
     model = job.config.model
     name = model.name if job.source is None else str(job.source.folder)
-    made = workload_of_config(job.config, job.batch, name, int(job.data.lengths.max()), packed=job.data.packed)
-    return made.with_found(source=model.source) if made.model == model.name else made
+    return workload_of_config(job.config, job.batch, name, int(job.data.lengths.max()), packed=job.data.packed)
 
 
 def workload_of_config(
@@ -55,15 +54,14 @@ def workload_of_config(
     rows = batch.micro_batch_size
     if packed is None:
         packed = config.data.format != "instruction" if config.data.packing is None else config.data.packing
-    return dataclasses.replace(
-        config.workload,
+    return config.workload.changed(
         model=_model(config.model, model_name),
         batch_size=rows,
         seq_len=longest,
         padding=not packed and rows > 1,
         grad_accum=min(MICRO_STEPS, batch.gradient_accumulation_steps),
         world_size=batch.world_size,
-        alloc_conf=os.environ.get(CUDA_VARIABLE) or config.memory.alloc_conf,
+        alloc_conf=os.environ.get(CUDA_VARIABLE) or config.workload.alloc_conf,
     ).without_unused()
 
 
@@ -175,18 +173,13 @@ class TrainPlan:
         return made
 
     def to_json(self) -> dict[str, Any]:
-        def budget(plan: Plan | None) -> dict[str, int] | None:
-            if plan is None:
-                return None
-            made = budget_of(plan)
-            return {**dataclasses.asdict(made), "total_bytes": made.total_bytes}
-
+        before, after = (None if each is None else budget_of(each) for each in (self.before, self.plan))
         return {
             "schema": SCHEMA,
             "gpu": None if self.gpu is None else {"name": self.gpu.name, "capacity_bytes": self.gpu.capacity_bytes},
             "verdict": self.verdict, "margin": self.job.config.memory.margin, "batch": self.job.batch.to_json(),
             "peak_bytes": self.peak_bytes, "reserved_bytes": self.reserved_bytes, "levers": list(self.levers),
-            "budget": {"before": budget(self.before), "after": budget(self.plan)},
+            "budget": {"before": before, "after": after},
             "phases": {
                 name: {"allocated_bytes": allocated, "reserved_bytes": reserved}
                 for name, (allocated, reserved) in self.phases.items()

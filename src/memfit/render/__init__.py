@@ -9,8 +9,7 @@ DOOR = {
     "plan": "as_text say_verdict say_why show_plan",
     "recorded": "Difference FileReport diff export report",
     "shown": "NOT_MODELLED NO_BF16 Renderer Shown stands_in_front",
-    "small": "show_check show_gate show_gpus show_models show_profile show_watch watch_view",
+    "small": "show_check show_gate show_gpus show_models show_profile show_trials show_watch watch_view",
     "table": "as_csv as_markdown show_table",
-    "trials": "show_trials",
 }
 """What other rooms may use, by file."""

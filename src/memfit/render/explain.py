@@ -164,12 +164,8 @@ def _readings(document: Document, width: int) -> Table:
         if each["models"] and not of_one:
             more = f" and {len(each['models']) - MODELS} more" if len(each["models"]) > MODELS else ""
             lines.append(Text(f"in {', '.join(map(clean, each['models'][:MODELS]))}{more}", "dim"))
-        table.add_row(format_bytes(each["bytes"]), Group(*lines) if width < 100 else _in_a_line(lines))
+        table.add_row(format_bytes(each["bytes"]), Group(*lines) if width < 100 else Text("  ").join(lines))
     return table
-
-
-def _in_a_line(lines: Sequence[Text]) -> Text:
-    return Text("  ").join(lines)
 
 
 # -- advice --------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import Any
 
 from memfit.render.fit import say_fit
 from memfit.render.pieces import category_word, clean, job_file_warnings, percent
-from memfit.render.plan import say_verdict, say_why
+from memfit.render.plan import say_verdict, say_why, undecided_bytes
 from memfit.units import gib
 
 Document = Mapping[str, Any]
@@ -55,6 +55,7 @@ def _plan(plan: Document) -> Iterator[str]:
         ("held by the allocator beyond that", peak["reserved_bytes"] - peak["allocated_bytes"], CACHED),
     ]
     parts.append(("CUDA itself", peak["context_bytes"], CONTEXT))
+    parts.append(("products that the card may pad", undecided_bytes(peak), OTHER))
     yield from _picture(parts, card["capacity_bytes"] if card else peak["device_bytes"])
     yield _phases(plan["phases"])
 

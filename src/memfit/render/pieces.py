@@ -127,14 +127,17 @@ def job_file_section(document: Mapping[str, Any]) -> Iterator[RenderableType]:
     job = document.get("from")
     if not job:
         return
-    used = ", ".join(f"{clean(key)} {_value_word(value)}" for key, value in job["used"].items())
-    usual = ", ".join(f"{clean(key)} {_value_word(value)}" for key, value in job["defaults"].items())
+    used, usual = (", ".join(_key_words(job[each])) for each in ("used", "defaults"))
     lines = [f"read: {used}", f"by default: {usual}", *job["notes"]]
     lines += [f"of no influence on memory: {', '.join(job['without_influence'])}"] * bool(job["without_influence"])
     named = " and ".join(
         f"{clean(file)} ({clean(form)})" for file, form in zip(job["files"], job["formats"], strict=True)
     )
     yield section(f"from {named}", bullets(note for note in lines if not note.startswith("not modelled:")))
+
+
+def _key_words(values: Mapping[str, Any]) -> Iterator[str]:
+    return (f"{clean(key)} {_value_word(value)}" for key, value in values.items() if value not in ("", [], {}))
 
 
 def _value_word(value: object) -> str:

@@ -29,6 +29,7 @@ from memfit.render.pieces import (
     job_file_section,
     job_file_warnings,
     percent,
+    phase_words,
     print_parts,
     section,
     short_op,
@@ -45,6 +46,7 @@ Plan = Mapping[str, Any]
 
 VERDICT_STYLES = {"safe": "bold green", "tight": "bold yellow", "fails": "bold red"}
 LARGEST = 10
+PADDING = "beyond that, if the card pads some products and not others: at most"
 
 
 def show_plan(plan: Plan, console: Console) -> None:
@@ -100,13 +102,22 @@ def verdict_line(document: Mapping[str, Any], capacity: int) -> Text:
 def say_why(plan: Plan) -> Text:
     peak, at = plan["peak"], plan["at_peak"]
     name, most = max(plan["breakdown"].items(), key=lambda item: item[1])
-    where = clean(at["phase"]) or "the traced code"
-    step = f" of step {at['step']}" if at["step"] else ""
+    where = phase_words(at["phase"] or "the traced code", at["step"])
     return Text(
-        f"most is held in {where}{step}: {gib(peak['allocated_bytes'])} of "
+        f"most is held in {where}: {gib(peak['allocated_bytes'])} of "
         f"tensors ({percent(most, peak['allocated_bytes'])} {category_word(name)}); torch reserves up to "
-        f"{gib(peak['reserved_bytes'])}, CUDA itself takes {_context_words(plan)}"
+        f"{gib(peak['reserved_bytes'])}, CUDA itself takes {_context_words(plan)}{_undecided_words(peak)}"
     )
+
+
+def undecided_bytes(peak: Mapping[str, int]) -> int:
+    """Of the device, what the card may yet decide to take."""
+    return peak["device_bytes"] - peak["reserved_bytes"] - peak["context_bytes"]
+
+
+def _undecided_words(peak: Mapping[str, int]) -> str:
+    more = undecided_bytes(peak)
+    return f", products that the card may pad up to {gib(more)}" if more else ""
 
 
 def _context_words(plan: Plan) -> str:
@@ -127,13 +138,16 @@ def _memory(plan: Plan, glyphs: Glyphs, width: int) -> RenderableType:
     allocated, reserved, context, device = (
         peak[f"{name}_bytes"] for name in ("allocated", "reserved", "context", "device")
     )
-    spare = max(card["capacity_bytes"] - device, 0) if card else 0
+    spare, undecided = max(card["capacity_bytes"] - device, 0) if card else 0, undecided_bytes(peak)
+    device_meaning = (
+        "all of these: what the verdict is of" if undecided else "reserved and context: what nvidia-smi shows"
+    )
     smallest = plan["smallest_gpu_bytes"]
     gives_back = "; there torch gives back what is idle" if smallest < device else ""
     parts = zip(
         (glyphs.used, glyphs.idle, glyphs.context, glyphs.free),
         ("blue", "cyan", "magenta", "bright_black"),
-        _shares([allocated, reserved - allocated, context, spare], max(width - 2, 10)),
+        _shares([allocated, reserved - allocated + undecided, context, spare], max(width - 2, 10)),
         strict=True,
     )
     bar = Text.assemble(*((glyph * cells, style) for glyph, style, cells in parts), no_wrap=True)
@@ -141,7 +155,8 @@ def _memory(plan: Plan, glyphs: Glyphs, width: int) -> RenderableType:
         (glyphs.used, "allocated", allocated, "tensors that are alive, at their peak"),
         (glyphs.idle, "reserved", reserved, "what torch's allocator holds for them, at its peak"),
         (glyphs.context, "context", context, _context_meaning(plan)),
-        ("", "device", device, "reserved and context: what nvidia-smi shows"),
+        *([("", "padding", undecided, PADDING)] if undecided else []),
+        ("", "device", device, device_meaning),
         ("", "at least", smallest, _least_meaning(plan) + gives_back),
     ]  # fmt: skip
     if card:
@@ -276,7 +291,8 @@ def _levers(plan: Plan) -> Iterator[str]:
         in_few_bits = work.get("kind") == "lora" and work.get("quant", "none") != "none"
         kind = "lora` or `memfit fit qlora" if in_few_bits else clean(work.get("kind", ""))
         same = f"{files}` with this card" if files else f"{kind}` with these flags"
-        yield f"`memfit fit {same}: the smallest change that makes it fit"
+        does = "leaves more room" if plan.get("verdict") == "tight" else "makes it fit"
+        yield f"`memfit fit {same}: the smallest change that {does}"
 
 
 WIDTH = 100

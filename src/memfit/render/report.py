@@ -77,7 +77,7 @@ def _run_parts(report: Report, glyphs: Glyphs, width: int) -> Iterator[Renderabl
     if total:
         yield section(f"alive at the peak: {gib(total)}", _alive(report, glyphs, width))
     for key, title in (("by_code_line", "by line of code"), ("by_module", "by module"), ("by_op", "by op")):
-        if _says_something(report[key]):
+        if any(share["name"] for share in report[key]):
             yield section(f"at the peak, {title}", _shares(report[key], total, width))
     if report["largest"]:
         yield section("largest allocations at the peak", _largest(report["largest"], width))
@@ -146,10 +146,6 @@ def _alive(report: Report, glyphs: Glyphs, width: int) -> RenderableType:
         said = f"{small(before['allocated_bytes'])} in {before['count']:,} blocks was there before the recording began"
         parts.append(Text(said, "dim"))
     return Group(*parts)
-
-
-def _says_something(shares: Sequence[Mapping[str, Any]]) -> bool:
-    return any(share["name"] for share in shares)
 
 
 def _shares(shares: Sequence[Mapping[str, Any]], total: int, width: int) -> Table:

@@ -10,12 +10,12 @@ if TYPE_CHECKING:
 
 Renderer: TypeAlias = "Callable[[Mapping[str, Any], Console], None]"
 """Writes a document for a person."""
-NOT_MODELLED, NO_BF16 = "not modelled:", "no bf16 on"
+NOT_MODELLED, NO_BF16, STORED = "not modelled:", "no bf16 on", "the checkpoint is quantised"
 
 
 def stands_in_front(note: str) -> bool:
     """What a reader must see beside the verdict."""
-    return note.startswith((NOT_MODELLED, NO_BF16))
+    return note.startswith((NOT_MODELLED, NO_BF16, STORED))
 
 
 class Shown:

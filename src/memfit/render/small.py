@@ -1,4 +1,4 @@
-"""Short documents for a person: a pre-flight, the lists of models and cards, a profile, a machine's memory."""
+"""Short documents for a person: a pre-flight, models and cards, a profile, a machine's memory, a script's trials."""
 
 from __future__ import annotations
 
@@ -10,8 +10,18 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from memfit.render.pieces import clean, count, job_file_section, job_file_warnings, percent, print_parts, section, tail
-from memfit.render.plan import verdict_line
+from memfit.render.pieces import (
+    clean,
+    count,
+    grid,
+    job_file_section,
+    job_file_warnings,
+    percent,
+    print_parts,
+    section,
+    tail,
+)
+from memfit.render.plan import VERDICT_STYLES, verdict_line
 from memfit.units import gib
 
 STYLES = {"ok": "green", "warning": "yellow", "failed": "bold red", "skipped": "dim"}
@@ -71,13 +81,15 @@ def _summary(document: Mapping[str, Any]) -> Text:
 
 
 def show_models(document: Mapping[str, Any], console: Console) -> None:
-    table = _table("name", "type", ("parameters", "right"), "quantised", "hub ids")
-    for model in document["models"]:
-        kinds = Text(", ".join(dict.fromkeys(clean(each["storage"]) for each in model["quantised"])), "dim")
-        known = [*model["hub_ids"], *(each["hub_id"] for each in model["quantised"])]
-        ids = Text(", ".join(clean(name) for name in known), "dim")
-        table.add_row(clean(model["name"]), clean(model["type"]), count(model["parameters"]), kinds, ids)
-    console.print(table)
+    """Ids stand under their model, a line each: whole in any terminal, to be copied."""
+    models = document["models"]
+    width = max((len(clean(model["name"])) for model in models), default=0)
+    for model in models:
+        what = f"  {count(model['parameters'])}, {clean(model['type'])}"
+        console.print(Text.assemble((clean(model["name"]).ljust(width), "bold"), what), soft_wrap=True)
+        stored = [(each["hub_id"], f"  {each['storage']}") for each in model["quantised"]]
+        for name, storage in [*((name, "") for name in model["hub_ids"]), *stored]:
+            console.print(Text(f"    {clean(name)}{clean(storage)}", "dim"), soft_wrap=True)
 
 
 def show_gpus(document: Mapping[str, Any], console: Console) -> None:
@@ -207,7 +219,9 @@ def show_gate(document: Mapping[str, Any], console: Console) -> None:
 def _gate_parts(document: Mapping[str, Any]) -> Iterator[RenderableType]:
     word = "passed" if document["passed"] else "failed"
     failed = [each for each in document["jobs"] if each["status"] not in ("ok", "new")]
-    jobs = f"{len(failed)} of {len(document['jobs'])} jobs" if failed else f"all {len(document['jobs'])} jobs"
+    count = len(document["jobs"])
+    jobs = f"{len(failed)} of {count} jobs" if failed else f"all {count} jobs"
+    jobs = jobs if count > 1 else "its one job"
     yield Text.assemble(
         (word, "bold green" if document["passed"] else "bold red"), f": {jobs} of {clean(document['file'])}"
     )
@@ -222,7 +236,8 @@ def _gate_parts(document: Mapping[str, Any]) -> Iterator[RenderableType]:
     if document["updated"]:
         yield Text(f"{clean(document['baseline'])} has the new figures")
     elif failed:
-        yield Text.assemble(("next: ", "bold"), "`memfit plan` and `memfit diff` tell why; --update accepts what grew")
+        accepts = "; --update accepts what grew" if any(each["status"] == "grew" for each in failed) else ""
+        yield Text.assemble(("next: ", "bold"), f"`memfit plan` and `memfit fit` tell more of a job{accepts}")
 
 
 def _gate_row(job: Mapping[str, Any]) -> tuple[str, str, str, str, str, Text]:
@@ -234,3 +249,37 @@ def _gate_row(job: Mapping[str, Any]) -> tuple[str, str, str, str, str, Text]:
     sizes = (gib(size) if size is not None else "" for size in (takes, limit, before))
     first, second, third = sizes
     return clean(job["name"]), first, second, third, share, Text(said, GATE_STYLES[job["status"]])
+
+
+def show_trials(document: Mapping[str, Any], console: Console) -> None:
+    runs = document["runs"]
+    keys = list(runs[0]["changed"])
+    right: list[JustifyMethod] = ["right"]
+    table = grid(*right * (len(keys) + 3), "left", "right")
+    table.add_row(*(Text(clean(word), "bold") for word in (*keys, "allocated", "reserved", "device", "", "to spare")))
+    for run in runs:
+        values = [clean(run["changed"][key]) for key in keys]
+        if run["plan"] is None:
+            table.add_row(*values, "", "", "", Text("no answer", "bold red"), "")
+            continue
+        plan, peak = run["plan"], run["plan"]["peak"]
+        verdict = plan["verdict"] or ""
+        spare = "" if plan["headroom_bytes"] is None else gib(plan["headroom_bytes"])
+        figures = (gib(peak[f"{name}_bytes"]) for name in ("allocated", "reserved", "device"))
+        table.add_row(*values, *figures, Text(verdict, VERDICT_STYLES.get(verdict, "")), spare)
+    print_parts(_trial_parts(document, table), console)
+
+
+def _trial_parts(document: Mapping[str, Any], table: RenderableType) -> Iterator[RenderableType]:
+    card = next((run["plan"]["gpu"] for run in document["runs"] if run["plan"]), None)
+    on = f" on {clean(card['name'])}" if card else ""
+    yield section(f"{clean(' '.join(document['command']))}{on}, predicted", table)
+    for run in document["runs"]:
+        said = ", ".join(f"{clean(key)}={clean(value)}" for key, value in run["changed"].items())
+        if run["error"]:
+            yield Text(f"{said}: {clean(run['error'])}", "red")
+    for note in document["notes"]:
+        yield Text(f"  {clean(note)}")
+    notes = dict.fromkeys(note for run in document["runs"] if run["plan"] for note in run["plan"]["notes"][:1])
+    for note in notes:
+        yield Text(f"  {clean(note)}", "dim")

@@ -224,7 +224,7 @@ def _table(part: Part) -> Table:
             group = row[0]
             table.add_row(Text(group, "bold"))
         name = Text(f"  {row[first]}" if part.grouped else row[first])
-        table.add_row(name, *(_cell(cell) for cell in row[first + 1 :]))
+        table.add_row(name, *(Text(cell, STYLES.get(cell.rpartition(" ")[2], "")) for cell in row[first + 1 :]))
     return table
 
 
@@ -236,11 +236,6 @@ def _lines(part: Part) -> RenderableType:
         figures = ", ".join(f"{header} {cell}" for header, cell in told if cell not in (NOTHING, SAME))
         made += [Text(said), Padding(Text(f"{answer} ({figures})", "dim"), (0, 0, 0, 2))]
     return Group(*made)
-
-
-def _cell(text: str) -> Text:
-    """A verdict is its last word, if it has one."""
-    return Text(text, STYLES.get(text.rpartition(" ")[2], ""))
 
 
 COLUMNS = (

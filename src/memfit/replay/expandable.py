@@ -53,14 +53,9 @@ class ExpandableMemory:
         """Unmap every whole handle inside a free block; a reservation that holds nothing any more goes too."""
         for block in [block for block in shelf.blocks if block.segment.expandable]:
             self._unmap(block)
-            self._drop_if_empty(block.segment)
+            self.drop_if_empty(block.segment)
 
-    def forget_empty(self) -> None:
-        """Reservations for which memory was refused stay in torch; who knows no address for them can let them go."""
-        for segment in [segment for segment in self.segments.values() if segment.expandable]:
-            self._drop_if_empty(segment)
-
-    def _drop_if_empty(self, segment: Segment) -> None:
+    def drop_if_empty(self, segment: Segment) -> None:
         if segment.head.state == UNMAPPED and segment.head.next is None:
             segment.shelf.unmapped.remove(segment.head)
             del self.segments[segment.address]

@@ -180,8 +180,8 @@ class Replays:
         return made
 
     def smallest_capacity(self, *, within: int = 0) -> int:
-        """The least capacity, in steps of 2 MiB, with which the trace runs to its end (perhaps with retries); or one
-        that is at most `within` bytes more.
+        """The least capacity with which the trace runs to its end (perhaps with retries), or one that is at most
+        `within` bytes more: a sum of segments, so in steps of 2 MiB.
 
         A bisection with few replays, for each one settles a whole range. More capacity can in theory turn a fit into a
         failure, so the answer is also tried with a margin of 1/64, and raised if that fails.
@@ -197,13 +197,10 @@ class Replays:
                 else:
                     low = outcome.smallest_refusal or 0
                 probe = (low + high) // 2
-            answer = -(-high // ROUND_LARGE) * ROUND_LARGE
-            margin = answer + max(answer // 64 // ROUND_LARGE, 1) * ROUND_LARGE
-            doubtful = [self.outcome(each) for each in {answer, margin} if high < each < ample]
-            refusals = [outcome.smallest_refusal or 0 for outcome in doubtful if not outcome.fits]
-            if not refusals:
-                return answer
-            low, high = max(refusals), ample
+            margin = high + max(high // 64 // ROUND_LARGE, 1) * ROUND_LARGE
+            if margin >= ample or (outcome := self.outcome(margin)).fits:
+                return high
+            low, high = outcome.smallest_refusal or 0, ample
 
     # -- how it is done ----------------------------------------------------------------------------------------
 

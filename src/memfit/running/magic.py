@@ -11,10 +11,13 @@ pretended GPU in a copy of the notebook's names: nothing that it makes is left b
 from __future__ import annotations
 
 import ast
+import linecache
 import shlex
 import sys
+from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import CodeType
 from typing import Any
 
 from memfit.errors import MemfitError, UsageError
@@ -24,6 +27,7 @@ from memfit.planning.predict import Plan
 from memfit.recording.recorder import record
 from memfit.render.recorded import FileReport, report
 
+CELL = "<cell>"
 FLAGS = "%%memfit [--gpu NAME|SIZE] [--predict], or %memfit [the same] -- one line of code"
 
 
@@ -46,19 +50,49 @@ def look_at(shell: Any, line: str, cell: str | None) -> Plan | FileReport:
         find_gpu(gpu)
     import torch
 
+    made = _compiled(shell, code)
     if predicts or gpu is not None or not torch.cuda.is_available():
-        return _predict(shell, code, gpu)
+
+        def cell_alone() -> None:
+            exec(made, dict(shell.user_ns))
+
+        cell_alone.__qualname__ = "of the cell"
+        return trace_own_code(cell_alone, gpu=gpu, name="cell")
+    return _measured(shell, made)
+
+
+def _measured(shell: Any, made: CodeType) -> FileReport:
+    """Where the cell fails, as for want of memory, its report stands above its error."""
     with TemporaryDirectory() as folder:
         path = Path(folder) / "cell.pickle"
-        with record(path):
-            shell.run_cell(code).raise_error()
+        try:
+            with record(path):
+                exec(made, shell.user_ns)
+        except Exception:
+            if path.is_file():
+                import_module("IPython.display").display(report(path))
+            raise
         return report(path)
+
+
+def _compiled(shell: Any, code: str) -> CodeType:
+    """Its lines are kept where tracebacks look for them."""
+    source = shell.transform_cell(code)
+    linecache.cache[CELL] = len(source), None, source.splitlines(keepends=True), CELL
+    try:
+        return compile(ast.parse(source, CELL), CELL, "exec")
+    except (SyntaxError, ValueError) as error:
+        raise UsageError(f"the cell is not Python that can be read: {error}") from error
 
 
 def _read(line: str, cell: str | None) -> tuple[str | None, bool, str]:
     """(the card, whether to predict in any case, the code)."""
     flags, code = (line, cell) if cell is not None else _parted(line)
-    words, gpu, predicts = shlex.split(flags), None, False
+    try:
+        words = shlex.split(flags)
+    except ValueError as error:
+        raise UsageError(f"%memfit {flags}: {error}", hint=FLAGS) from error
+    gpu, predicts = None, False
     while words:
         word = words.pop(0)
         if word == "--predict":
@@ -76,14 +110,5 @@ def _parted(line: str) -> tuple[str, str]:
     """Flags stand before two dashes; a line without flags is all code."""
     if not line.lstrip().startswith("--"):
         return "", line
-    flags, _, code = f"{line} ".partition(" -- ")
-    return flags, code
-
-
-def _predict(shell: Any, code: str, gpu: str | None) -> Plan:
-    made = compile(ast.parse(shell.transform_cell(code), "<cell>"), "<cell>", "exec")
-
-    def cell() -> None:
-        exec(made, dict(shell.user_ns))
-
-    return trace_own_code(cell, gpu=gpu, name="cell")
+    flags, _, code = f" {line} ".partition(" -- ")
+    return flags, code.strip()

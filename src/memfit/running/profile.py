@@ -46,7 +46,7 @@ class Profile(Shown):
             "capacity_bytes": None if card is None else card.capacity_bytes,
             "headroom_bytes": None if card is None else card.headroom_bytes,
             "smallest_gpu_bytes": None if card is None else card.smallest_gpu_bytes,
-            "workload": self.settings.workload().settings(),
+            "workload": self.settings.workload.settings(),
             "peak": {"allocated_bytes": found.peak_allocated_bytes, "reserved_bytes": found.peak_reserved_bytes},
             "phases": [{"name": name, "allocated_bytes": size} for name, size in found.phases.items()],
             "snapshot": str(self.path), "notes": list(found.notes),

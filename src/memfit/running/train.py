@@ -237,7 +237,7 @@ def _only_the_first_complains() -> Iterator[None]:
 
 def _apply_allocator_settings(config: TrainConfig) -> str | None:
     """They count only if they stand in the environment before CUDA starts. What the user exported wins."""
-    wanted = config.memory.alloc_conf
+    wanted = config.workload.alloc_conf
     there = os.environ.get(CUDA_VARIABLE)
     if not wanted:
         return None

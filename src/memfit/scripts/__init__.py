@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 DOOR = {
+    "command": "read_command",
     "plan": "trace_script",
     "trials": "Trials try_script",
     "watched": "watch",

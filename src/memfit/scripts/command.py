@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
+from memfit.environment import exported
 from memfit.errors import InputError, UsageError
 from memfit.scripts.launchers import launcher_of, read_launch
 
@@ -37,6 +38,11 @@ class Program:
     @property
     def name(self) -> str:
         return self.target if self.is_module else Path(self.target).name
+
+    @property
+    def alloc_conf(self) -> str:
+        """Settings of torch's allocator that it is started with."""
+        return next(iter(exported({**os.environ, **dict(self.environment)}).values()), "")
 
     @property
     def words(self) -> list[str]:

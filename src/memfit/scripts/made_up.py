@@ -1,7 +1,8 @@
-"""`--synthetic-data`: tokenizers and data sets that are not on this machine, made up in the form they would have.
+"""`--synthetic-data`: tokenizers, data sets and metrics that are not here, made up in the form they would have.
 
 A made-up tokenizer has the model's vocabulary and makes one id of four characters; a made-up data set has the columns
-of the public one, where its name tells them, and long rows: what bounds them is the program's own truncation.
+of the public one, where its name tells them, and long rows: what bounds them is the program's own truncation. A
+metric takes all that it is given and has scores that nobody knows.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ TEMPLATE = (
     "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
 )
+SCORES = ("accuracy", "f1", "precision", "recall", "matthews_correlation", "pearson", "spearmanr", "bleu", "score")
 WITH_MASK = re.compile("bert|electra|mpnet|deberta|ernie|xlnet|camembert|roformer")
 
 
@@ -71,6 +73,11 @@ def data_made_up(tracer: Any, *, wanted: bool) -> Iterator[None]:
                 for name in ("load_dataset", "load_from_disk"):
                     made = _loaded_or_made(getattr(data, name), data, tracer)
                     stack.enter_context(mock.patch.object(data, name, made))
+
+            metrics: Any = sys.modules.get("evaluate")
+            if hasattr(metrics, "load") and wanted and "metrics" not in done:
+                done.add("metrics")
+                stack.enter_context(mock.patch.object(metrics, "load", _loaded_or_unknown(metrics.load, tracer)))
 
         patch()
         tracer.after_import.append(patch)
@@ -189,3 +196,36 @@ def _filled(value: Any, column: str) -> Any:
     if value in ("", "{few}"):
         return "word " * (WORDS if column in LONG and value == "" else FEW_WORDS)
     return value
+
+
+# -- metrics -----------------------------------------------------------------------------------------------------------
+
+
+def _loaded_or_unknown(load: Callable[..., Any], tracer: Any) -> Callable[..., Any]:
+    def load_metric(path: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return load(path, *args, **kwargs)
+        except Exception as error:
+            if not _is_missing(error):
+                raise
+        tracer.assume(f"{path}: a metric that is not here; its scores are not known")
+        return UnknownMetric(tracer)
+
+    return load_metric
+
+
+class UnknownMetric:
+    """Takes what it is given as one of `evaluate` does, and has numbers for it that nobody knows."""
+
+    def __init__(self, tracer: Any) -> None:
+        self._tracer = tracer
+
+    def add(self, *_: Any, **given: Any) -> None:
+        pass
+
+    add_batch = add
+
+    def compute(self, *_: Any, **given: Any) -> dict[str, Any]:
+        import torch
+
+        return dict.fromkeys(SCORES, self._tracer.answers.unknown(torch.zeros(())))

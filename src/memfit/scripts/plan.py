@@ -8,14 +8,16 @@ It runs in this process, with its own arguments, in the working folder, until it
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from memfit.analysis.advice import WORTH, gradients_zeroed, zeroed_in_place
+from memfit.environment import COMPILER_READS, refuse_what_torch_dies_of
 from memfit.errors import UsageError
 from memfit.gpus import Gpu
-from memfit.planning.own_code import larger_of_both, trace_code
+from memfit.planning.own_code import LineAnswer, larger_of_both, trace_code
 from memfit.planning.predict import Plan
 from memfit.scripts.command import Program, read_command
 
@@ -29,12 +31,13 @@ def trace_script(
     gpu: str | Gpu | None = None,
     steps: int = STEPS,
     alloc_conf: str = "",
-    answers: Mapping[str, bool | int | float] | None = None,
+    answers: Mapping[str, LineAnswer] | None = None,
     seconds: float = SECONDS,
     synthetic_data: bool = False,
 ) -> Plan:
     """`command` as it would be typed, or as a list of words. `answers` says what the program finds where it decides by
-    a value that nobody knows, by file and line: {"train.py:123": True}. A program that zeroes its gradients in place is
+    a value that nobody knows, by file and line: {"train.py:123": True}; "even" where it chooses, as a router chooses
+    experts. A program that zeroes its gradients in place is
     run a second time, to tell what that costs. `synthetic_data` makes up tokenizers and data sets that are not here."""
     once = partial(trace_once, command, gpu=gpu, steps=steps, alloc_conf=alloc_conf, answers=answers, seconds=seconds,
                    synthetic_data=synthetic_data)  # fmt: skip
@@ -53,7 +56,7 @@ def trace_once(
     gpu: str | Gpu | None,
     steps: int,
     alloc_conf: str,
-    answers: Mapping[str, bool | int | float] | None,
+    answers: Mapping[str, LineAnswer] | None,
     seconds: float,
     synthetic_data: bool = False,
     drops_gradients: bool = False,
@@ -66,6 +69,8 @@ def trace_once(
     if steps < 1:
         raise UsageError(f"--steps {steps} is not above 0", hint="such as --steps 3")
     program = command if isinstance(command, Program) else read_command(command)
+    _check_variables(dict(program.environment))
+    alloc_conf = alloc_conf or program.alloc_conf
     lines = [_place(place, value) for place, value in (answers or {}).items()]
     seen: list[Steps] = []
     asked: list[Any] = []
@@ -96,6 +101,17 @@ def trace_once(
     )
 
 
+def _check_variables(given: Mapping[str, str]) -> None:
+    """What torch's compiler reads when it is imported would hold for the whole process, or come too late."""
+    refuse_what_torch_dies_of(given)
+    for name, value in given.items():
+        if name.startswith(COMPILER_READS) and os.environ.get(name) != value:
+            raise UsageError(
+                f"{name}={value} before the command: torch reads it when it is imported, and this process has its own",
+                hint=f"export {name}={value} before Python starts, or memfit plan script -- {name}={value} ...",
+            )
+
+
 def _not_asked(places: list[str]) -> Iterator[str]:
     if places:
         yield f"--answer {', '.join(places)} had no effect: no such line asked for a value that is not known"
@@ -111,8 +127,8 @@ def _stopped(steps: Any) -> str:
     return f"stopped after {done} {counted}: {later}{grows}"
 
 
-def _place(place: str, value: bool | int | float) -> tuple[str, int, bool | int | float]:
+def _place(place: str, value: LineAnswer) -> tuple[str, int, LineAnswer]:
     file, _, line = place.rpartition(":")
-    if not file or not line.isdigit() or not isinstance(value, (bool, int, float)):
+    if not file or not line.isdigit() or not (value == "even" or isinstance(value, (bool, int, float))):
         raise UsageError(f"the answer {place!r}: {value!r} has another form", hint="train.py:123=true")
     return file, int(line), value

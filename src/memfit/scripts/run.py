@@ -14,7 +14,9 @@ from typing import Any
 from unittest import mock
 
 from memfit.analysis.own_lines import is_own
-from memfit.errors import InputError
+from memfit.environment import COMPILER_READS, exported
+from memfit.errors import InputError, TraceError
+from memfit.extrapolation.reused import COMPILED
 from memfit.scripts.children import processes_at_home
 from memfit.scripts.command import Program, find_module
 from memfit.scripts.stopping import EnoughSeen, Steps, ended_in_time
@@ -24,6 +26,8 @@ OFFLINE = {
     "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "NEPTUNE_MODE": "debug",
 }  # fmt: skip
 """Nothing is fetched or sent."""
+OF_NO_ACCOUNT = ("_CACHE", "_CACHES", "_CACHE_DIR", "_THREADS", "_DEBUG")
+"""How variables of the compiler end on which no plan depends."""
 AT_EXIT = "what the program leaves for its end (atexit) is not run"
 
 
@@ -35,6 +39,7 @@ def run_program(program: Program, steps: Steps, *, seconds: float, tracer: Any) 
     try:
         with (
             _as_started_by_hand(program),
+            _variables_set_late_are_told(tracer),
             _speaks_on_stderr(),
             _leaves_nothing_for_the_end(tracer.assume),
             _workers_at_home(),
@@ -103,6 +108,34 @@ def _as_started_by_hand(program: Program) -> Iterator[None]:
             for name in set(sys.modules) - before:
                 if str(getattr(sys.modules[name], "__file__", None) or "").startswith(folder + os.sep):
                     del sys.modules[name]
+
+
+@contextmanager
+def _variables_set_late_are_told(tracer: Any) -> Iterator[None]:
+    """torch was imported before the script began, and may have read them already."""
+    before, of_compiler = exported(os.environ), _read_by_the_compiler()
+    try:
+        yield
+    finally:
+        for name, text in exported(os.environ).items():
+            if before.get(name) != text:
+                tracer.assume(
+                    f"the script itself sets {name}={text}: the plan has what --alloc-conf says, or stood before it"
+                )
+        for name, text in _read_by_the_compiler().items():
+            if of_compiler.get(name) != text and tracer.trace.facts.get(COMPILED):
+                tracer.answers.refused = tracer.answers.refused or TraceError(
+                    f"the script itself sets {name}={text}, which torch's compiler reads before the script begins here",
+                    hint=f"say it before the command: memfit plan script -- {name}={text} python ...",
+                )
+
+
+def _read_by_the_compiler() -> dict[str, str]:
+    return {
+        name: text
+        for name, text in os.environ.items()
+        if name.startswith(COMPILER_READS) and not name.endswith(OF_NO_ACCOUNT)
+    }
 
 
 @contextmanager
@@ -209,7 +242,7 @@ def _steps_by_hand(steps: Steps) -> Iterator[None]:
         make(self, *args, **kwargs)
 
     def backward_and_count(*args: Any, **kwargs: Any) -> None:
-        if not optimizers:
+        if not optimizers and torch._C._current_autograd_node() is None:
             steps.begin_by_hand()
         backward(*args, **kwargs)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from memfit.errors import MemfitError, UsageError
 from memfit.gpus import Gpu
+from memfit.planning.own_code import LineAnswer
 from memfit.planning.predict import Plan
 from memfit.render.shown import Renderer, Shown
 from memfit.scripts.command import Program, read_command
@@ -43,7 +44,7 @@ class Trials(Shown):
     runs: tuple[Trial, ...]
 
     def renderer(self) -> Renderer:
-        from memfit.render.trials import show_trials
+        from memfit.render.small import show_trials
 
         return show_trials
 
@@ -71,7 +72,7 @@ def try_script(
     gpu: str | Gpu | None = None,
     steps: int = STEPS,
     alloc_conf: str = "",
-    answers: Mapping[str, bool | int | float] | None = None,
+    answers: Mapping[str, LineAnswer] | None = None,
     seconds: float = SECONDS,
     synthetic_data: bool = False,
 ) -> Trials:

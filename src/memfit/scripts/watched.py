@@ -33,8 +33,9 @@ LEAVES_WITHIN = 2.0
 LOOKS = 0.02
 """Seconds between two looks at it."""
 PR_SET_PDEATHSIG = 1
+PREFIX = "memfit-script-"
 NO_PLAN = "it did so before it had made enough steps for a plan"
-ANSWER, DEADLINE = "answer", "deadline"
+ANSWER, DEADLINE, NO_ROOM = "answer", "deadline", "no-room"
 _folder: Path | None = None
 """In the process that is watched."""
 
@@ -42,7 +43,7 @@ _folder: Path | None = None
 def tell_deadline(seconds: float | None) -> None:
     """By when the program should have ended, to who watches, if anybody does."""
     if _folder is not None:
-        with written_whole(_folder / DEADLINE) as beside:
+        with suppress(OSError), written_whole(_folder / DEADLINE) as beside:  # without room there is no answer either
             beside.write_bytes(pickle.dumps((seconds, time.monotonic())))
 
 
@@ -54,7 +55,7 @@ def folder_for_files() -> str | None:
 def watch(work: Callable[[], int]) -> tuple[int, str]:
     """What `work` returns in a process of its own, and what it has written to `sys.stdout`."""
     sys.stdout.flush()
-    folder, child = Path(tempfile.mkdtemp(prefix="memfit-")), 0
+    folder, child = _made_folder(), 0
     try:
         child = os.fork()
         if child == 0:
@@ -67,6 +68,41 @@ def watch(work: Callable[[], int]) -> tuple[int, str]:
         if child:
             _end(child)
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _made_folder() -> Path:
+    """With an answer in it for where none can be written: to rename a file takes no room."""
+    error = (f"no room in the folder for temporary files, {os.environ.get('TMPDIR', '/tmp')}",
+             "name another that has some megabytes left: TMPDIR=/another/folder memfit ...")  # fmt: skip
+    folder = None
+    try:
+        sweep(Path(tempfile.gettempdir()))
+        folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-"))
+        (folder / NO_ROOM).write_bytes(pickle.dumps((1, "", error)))
+    except OSError as failed:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise MemfitError(error[0], hint=error[1]) from failed
+    return folder
+
+
+def sweep(place: Path) -> None:
+    """Folders of those who were killed and could not clean up: the name of each says who made it."""
+    for folder in place.glob(f"{PREFIX}*"):
+        maker = folder.name.removeprefix(PREFIX).partition("-")[0]
+        with suppress(OSError, ValueError):
+            if folder.stat().st_uid == os.getuid() and not _is_alive(int(maker)):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def _wait(child: int, folder: Path) -> int | None:
@@ -176,6 +212,9 @@ def _be_watched(work: Callable[[], int], folder: Path) -> NoReturn:
         error = (told.message, told.hint)
     except Exception:
         error = traceback.format_exc()
-    with written_whole(folder / ANSWER) as beside:
-        beside.write_bytes(pickle.dumps((code, kept.text(), error)))
+    try:
+        with written_whole(folder / ANSWER) as beside:
+            beside.write_bytes(pickle.dumps((code, kept.text(), error)))
+    except OSError:
+        (folder / NO_ROOM).replace(folder / ANSWER)
     raise SystemExit(code)

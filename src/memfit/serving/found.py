@@ -9,7 +9,7 @@ from pathlib import Path
 
 from memfit.analysis.files import ENDINGS, may_be_recording
 from memfit.analysis.run_folder import RUN_FILES
-from memfit.serving.security import OutsidePath, inside
+from memfit.serving.security import OutsidePath, can_be_sent, inside
 
 MAX_DEPTH = 6
 MAX_ENTRIES = 20_000
@@ -41,6 +41,9 @@ def look_below(folder: Path, depth: int = MAX_DEPTH) -> ServedFiles:
         if seen > MAX_ENTRIES:
             found.more = True
             break
+        if not can_be_sent(entry.path):
+            found.more = True
+            continue
         path = Path(entry.path)
         is_run = entry.name in RUN_FILES
         if not is_run and not entry.name.endswith(ENDINGS):

@@ -11,7 +11,7 @@ from typing import Any
 from memfit.errors import UsageError
 from memfit.models.presets import presets, variants
 from memfit.models.registry import resolve
-from memfit.serving.security import inside
+from memfit.serving.security import can_be_sent, inside
 
 FOLDER = "./"
 """How the name of a folder begins."""
@@ -88,4 +88,4 @@ def _folders(folder: Path) -> Iterator[dict[str, Any]]:
             yield {"name": name, "parameters": None, "from": "folder", "also": [], "quantised": []}
         elif depth < DEEPEST:
             below = (entry for entry in entries if entry.is_dir(follow_symlinks=False) and entry.name[:1] not in "._")
-            todo.extend((Path(entry.path), depth + 1) for entry in below)
+            todo.extend((Path(entry.path), depth + 1) for entry in below if can_be_sent(entry.name))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections import OrderedDict
-from collections.abc import Mapping
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Mapping
 from importlib import import_module
 from typing import Any
 
@@ -20,7 +20,7 @@ from memfit.gpus import find_gpu
 from memfit.jobs.training.config_file import as_yaml, config_from
 from memfit.jobs.workload import Workload
 from memfit.planning.card_here import unusual_flags
-from memfit.planning.predict import Plan, predict
+from memfit.planning.predict import Plan, predict, tracing_more_for
 from memfit.render.plan import say_verdict, say_why
 
 Job = Mapping[str, Any]
@@ -28,6 +28,19 @@ MARGIN = 0.1
 MOST_PLANS = 6
 _plans: OrderedDict[str, Plan] = OrderedDict()
 """Of the last questions: their pictures are asked for next."""
+_neighbours: deque[Iterator[None]] = deque(maxlen=1)
+"""Of the last plan: batch sizes and lengths by which those that a slider will pass are told without a trace."""
+
+
+def use_idle_time() -> bool:
+    """One trace at most, so that a question waits for no more than that; whether there may be another."""
+    if not _neighbours:
+        return False
+    try:
+        next(_neighbours[0])
+    except Exception:  # the last one, or what is wrong with a trace that nobody has asked for
+        _neighbours.clear()
+    return bool(_neighbours)
 
 
 def warm() -> None:
@@ -55,7 +68,8 @@ def _predicted(job: Job, gpu: str | None) -> Plan:
     key = json.dumps([job, gpu], sort_keys=True)
     if key not in _plans:
         work = Workload.from_mapping(job)
-        _plans[key] = predict(work, gpu=gpu)
+        _plans[key] = predict(work, gpu=gpu, few=True)
+        _neighbours.append(tracing_more_for(work, gpu))
         while len(_plans) > MOST_PLANS:
             _plans.popitem(last=False)
     _plans.move_to_end(key)

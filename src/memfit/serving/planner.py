@@ -12,8 +12,8 @@ from starlette.responses import Response
 from memfit.errors import UnknownName, UsageError
 from memfit.gpus import list_gpus, list_labels
 from memfit.jobs.setting_help import HELP, settings_of
-from memfit.jobs.spellings import setting_types
-from memfit.jobs.workload import AS_IN_QLORA, KINDS, QLORA, Workload, flag
+from memfit.jobs.settings import AS_IN_QLORA, KINDS, QLORA, flag, setting_types
+from memfit.jobs.workload import Workload
 from memfit.serving.known_models import find_model, list_models
 from memfit.serving.workers import Workers
 
@@ -21,6 +21,8 @@ router = APIRouter()
 
 READ_FILES = ("adapter_config", "dataset")
 """Settings that may name a file: the page has none of them."""
+SLOW = ("compile", "compile_blocks")
+"""Settings with which a plan takes so long that others must not wait behind it."""
 LONGEST_TEXT, MOST_NAMES = 200, 64
 Asked = Annotated[dict[str, Any], Body()]
 
@@ -68,6 +70,8 @@ async def answered(request: Request, do: str, asked: dict[str, Any], lane: str =
     about = {"job": job, "gpu": short_text("gpu", asked.get("gpu")), "stamp": stamp}
     client = short_text("client", asked.get("client"))
     workers: Workers = request.app.state.workers
+    if any(job.get(name) for name in SLOW):
+        lane = "search"
     answer = await workers.ask(do, about, lane=lane, client=f"{do} {client}" if client else "")
     return Response(answer.body, answer.status, media_type="application/json")
 

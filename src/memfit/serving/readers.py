@@ -21,7 +21,7 @@ from typing import Any
 
 from starlette.exceptions import HTTPException
 
-from memfit.serving.workers import Answer, said
+from memfit.serving.workers import Answer, end, said
 
 MOST_OPEN = 3
 LONGEST_READING, LONGEST_ANSWER = 900.0, 60.0
@@ -142,10 +142,8 @@ class OpenedFile:
         return Answer(int(status), await process.stdout.readexactly(int(length)))
 
     async def _end(self) -> None:
-        if self._process is not None and self._process.returncode is None:
-            with suppress(ProcessLookupError):
-                self._process.kill()
-            await self._process.wait()
+        if self._process is not None:
+            await end(self._process)
 
 
 def _resident_bytes(process: Process | None) -> int | None:

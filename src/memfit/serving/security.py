@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+import os
 import secrets
 import socket
 from functools import cache
@@ -48,12 +49,28 @@ def new_token() -> str:
     return secrets.token_urlsafe(24)
 
 
+LONGEST_NAME, LONGEST_PATH = 255, 3_000
+"""Bytes. No file system has longer names, and looking for one is an error of its own."""
+
+
+def can_be_sent(name: str) -> bool:
+    """Names on disk are bytes, and not all of them are text."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def inside(folder: Path, name: str) -> Path:
     """The one way from a name that a request gives to a path: below the folder, links followed, or refused."""
     if "\0" in name or name.startswith(("/", "\\", "~")) or Path(name).is_absolute():
         raise OutsidePath(name)
     root = folder.resolve()
     try:
+        said = os.fsencode(name)
+        if len(said) > LONGEST_PATH or max(map(len, said.split(b"/"))) > LONGEST_NAME:
+            raise OutsidePath(name)
         found = (root / name).resolve()
     except (OSError, RuntimeError, ValueError) as error:
         raise OutsidePath(name) from error

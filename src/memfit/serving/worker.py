@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
+import time
 from importlib import import_module
 from typing import Any
 
@@ -21,11 +23,15 @@ DOES = {
 """By file of this room and function: from the settings that were asked about to a document."""
 WARM = "--warm"
 IDLE_SECONDS = 2.0
+LOOK_SECONDS = 1.0
+PAUSE_SECONDS = 0.3
+"""Somebody who moves a slider asks again sooner."""
 MOST_BYTES = 3 * GiB
 """A process that has grown so large ends after its answer; the next question starts another."""
 
 
 def main() -> None:
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a model's own code prints is no answer
     sys.stdout = sys.stderr
@@ -39,13 +45,27 @@ def main() -> None:
             return
 
 
+def _end_with(server: int) -> None:
+    """A server that was killed closes no question: nobody would read the answer."""
+    while os.getppid() == server:
+        time.sleep(LOOK_SECONDS)
+    os._exit(1)
+
+
 def _next_line() -> bytes:
     """While nobody asks, what takes seconds to import is imported: not before a question that can do without it."""
+    if WARM in sys.argv and "peft" not in sys.modules and _is_idle(IDLE_SECONDS):
+        import_module("memfit.serving.planned").warm()
+    planned = sys.modules.get("memfit.serving.planned")
+    while planned is not None and _is_idle(PAUSE_SECONDS) and planned.use_idle_time():
+        pass
+    return sys.stdin.buffer.readline()
+
+
+def _is_idle(seconds: float) -> bool:
     import select
 
-    if WARM in sys.argv and "peft" not in sys.modules and not select.select([0], [], [], IDLE_SECONDS)[0]:
-        import_module("memfit.serving.planned").warm()
-    return sys.stdin.buffer.readline()
+    return not select.select([0], [], [], seconds)[0]
 
 
 def answer(do: str, about: dict[str, Any]) -> tuple[int, Any]:

@@ -217,7 +217,19 @@ class WorkerQueue:
             return None
         if not at_once:
             with suppress(asyncio.TimeoutError):
-                return await asyncio.wait_for(process.wait(), 1)
+                await asyncio.wait_for(process.wait(), 1)
+        return await end(process)
+
+
+async def end(process: Process) -> int:
+    """Its exit code, once it has ended and its pipes are closed: one that outlives the event loop never is."""
+    assert process.stdin is not None and process.stdout is not None
+    if process.returncode is None:
         with suppress(ProcessLookupError):
             process.kill()
-        return await process.wait()
+    process.stdin.close()
+    with suppress(OSError, asyncio.TimeoutError):
+        await asyncio.wait_for(process.stdin.wait_closed(), 1)
+    with suppress(RuntimeError, asyncio.TimeoutError):  # someone else reads it, and will see its end
+        await asyncio.wait_for(process.stdout.read(), 1)
+    return await process.wait()

@@ -224,7 +224,7 @@ class History:
                 self.trace.empty_cache()
             else:
                 self.trace.mark(phase, step)
-            self._stamp()
+            self.times.append(self.times[-1] if self.times else 0)
         self._play(rows, where)
 
     def _read_at_once(self, columns: _Columns, where: str) -> bool:
@@ -350,9 +350,6 @@ class History:
     def _born_before(self, address: int, size: int, stream: int, stack: int) -> int:
         self._before.append((size, stream, address, stack))
         return -len(self._before)
-
-    def _stamp(self) -> None:
-        self.times.append(self.times[-1] if self.times else 0)
 
     def final_state(self, stream: int, active: Iterable[tuple[int, int, bool, int]]) -> None:
         """The blocks of one segment that are in use at the end; those never seen were there from the start."""

@@ -12,11 +12,11 @@ DOOR = {
     "own_code": "OwnCodeNames OwnCodeTracer",
     "pretended_card": "card_pretended",
     "processes": "processes_pretended",
-    "python_stacks": "keeping_stacks",
-    "repeated.skipping": "Unlike repeated_calls_skipped",
+    "python_stacks": "BACKWARD_OF keeping_stacks",
+    "repeated.passes": "Unlike repeated_calls_skipped",
     "rule_answers": "answers_on",
     "stored": "SavedThings files_read_as_shapes without_memory",
     "unknown": "mathematics_of_unknown_numbers",
-    "tracer": "Tracer check_not_nested run_traced trace",
+    "tracer": "ONE_AT_A_TIME Tracer check_not_nested run_traced trace",
 }
 """What other rooms may use, by file."""

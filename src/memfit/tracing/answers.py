@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, NoReturn
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -28,7 +28,10 @@ if TYPE_CHECKING:
     from memfit.tracing.values import Values
 
 Value = bool | int | float
-Answer = Value | Callable[[torch.Tensor], Value]
+Even = Literal["even"]
+EVEN: Even = "even"
+"""What is chosen there (topk, argmax), as a router chooses experts, is spread evenly over what there is."""
+Answer = Value | Even | Callable[[torch.Tensor], Value]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +49,14 @@ _TORCH = os.path.dirname(torch.__file__).replace("\\", "/") + "/"
 
 VALID = "what distributions and losses check their arguments for, they find"
 NO_OUTLIERS = "8-bit products: no activation is beyond the threshold from which its column is multiplied in 16 bits"
+DRAWN_ROWS = "new rows of an embedding are drawn around the mean of the old ones, as transformers does where it can"
 NO_OVERFLOW: dict[Site, tuple[Value, str]] = {
     Site("torch/amp/grad_scaler.py", "_maybe_opt_step"): (0.0, "no gradient overflowed"),
     Site("torch/distributions/distribution.py", "__init__"): (True, VALID),
     Site("torch/distributions/distribution.py", "_validate_sample"): (True, VALID),
     Site("torch/nn/functional.py", "gaussian_nll_loss"): (False, VALID),
     Site("bitsandbytes/backends/cuda/ops.py", "_"): (False, NO_OUTLIERS),
+    Site("transformers/modeling_utils.py", "_init_added_embeddings_weights_with_mean"): (True, DRAWN_ROWS),
 }
 KNOWN: dict[Site, tuple[Value, str]] = {
     Site("transformers/masking_utils.py", "_ignore_causal_mask_sdpa"): (True, "no padding: the mask is all ones"),
@@ -69,11 +74,18 @@ HARMLESS: tuple[tuple[re.Pattern[str], bool, str], ...] = (
     (re.compile(r"isfinite"), True, FINITE_NOTE),
     (re.compile(r"isnan|isinf|\bnan\b|\binf\b"), False, FINITE_NOTE),
     (re.compile(r"best|lowest|highest"), True, "each result that is compared with the best so far is a new best"),
+    (re.compile(r"(correct|right|hits?)\w*\s*\+="), True, "answers whose right ones are counted are right"),
 )
 """By what stands in the line that asks: decisions that change what is logged or kept, answered as most runs do, and
 where memory may depend on it, by the larger answer."""
 _DECIDES = re.compile(r"\b(if|while|assert|and|or|not|min|max)\b|[<>]|[=!]=")
 UNKNOWN = "numbers that nobody knows, such as a loss, show as ?; numpy takes them for NaN, also where it compares"
+IN_ARRAYS = (
+    "not modelled: what the program decides by numbers of the GPU that numpy is given, such as predictions: they are"
+    " NaN there, also where it compares them"
+)
+"""It stands beside the verdict: how much a program keeps may follow from them, and no line can be asked."""
+MOST_FILLED = 1 << 24
 AS_FLOAT = "float() of a number that nobody knows, such as a loss, is NaN"
 DRAWN = "whole numbers drawn at random on the GPU were drawn on the host: sizes that follow from them may differ"
 
@@ -86,7 +98,7 @@ class Answers:
     ) -> None:
         self._more = more or {}
         self._known = known
-        self._lines: dict[tuple[str, int], Value] = {}
+        self._lines: dict[tuple[str, int], Value | Even] = {}
         self._lines_asked: set[tuple[str, int]] = set()
         self.values: Values | None = None
         self.questions = 0
@@ -95,7 +107,11 @@ class Answers:
         """How often for such as do not follow from tensors whose origin is noted."""
         self.asked_about: set[int] = set()
         """The origins of the others."""
-        self.given: dict[str, Value] = {}
+        self.refused: TraceError | None = None
+        """The first that memfit refused, whether or not the code lets it pass: a GPU would not have stopped there."""
+        self._chosen_in: str | None = None
+        """The line that last chose by values that nobody knows."""
+        self.given: dict[str, Value | Even] = {}
         self.meanings: dict[str, None] = {}
         """What the answers given from the table mean."""
 
@@ -153,16 +169,55 @@ class Answers:
         self.meanings[AS_FLOAT] = None
         return math.nan
 
+    def fill(self, tensor: torch.Tensor) -> Value:
+        """What stands in an array or a list for each value of a tensor that nobody knows: what a person says in that
+        line, or NaN. There is none among whole numbers, and other ones could be taken for sizes."""
+        said = self._known_answer(tensor)[1]
+        if said is not None:
+            return said
+        if not tensor.is_floating_point() or tensor.numel() > MOST_FILLED:
+            raise self.refusal(tensor)
+        self.meanings[IN_ARRAYS] = None
+        return math.nan
+
     def refusal(self, tensor: torch.Tensor) -> TraceError:
         """For code that takes all of a tensor to the host, where no single value would be an answer."""
         asker = next((frame for frame in _callers() if not _is_torch(frame)), None)
+        where = "train.py:123" if asker is None else _short_place(asker)
         return TraceError(
             f"{_at(asker)}the code asks {_kind(tensor)} for all its values",
-            hint="memfit runs the code without data, so there are none, and what follows from them cannot be planned:"
-            " take them outside the traced code",
+            hint="memfit runs the code without data, so there are none: leave the line out of the traced code, or,"
+            f" where they are only logged or counted, --answer {where}=0 of plan script takes each of them for 0",
         )
 
-    def answer_line(self, file: str, line: int, value: Value) -> None:
+    def chooses_evenly(self) -> bool:
+        """Whether a person says so of the line that chooses now, by values that nobody knows."""
+        for frame in _callers():
+            if _is_torch(frame):
+                continue
+            self._chosen_in = _short_place(frame)
+            if self._even_place(frame):
+                self.given[_place(frame)] = EVEN
+                self.meanings[f"what {self._chosen_in} chooses is spread evenly, as answered: a real choice is not"] = (
+                    None
+                )
+                return True
+            break
+        return False
+
+    def _even_place(self, frame: FrameType) -> bool:
+        site = _site(frame)
+        for (file, number), said in self._lines.items():
+            if said == EVEN and _is_line(frame, file, number):
+                self._lines_asked.add((file, number))
+                return True
+        return any(said == EVEN and _same(known, site) for known, said in self._more.items())
+
+    def refuse(self, error: TraceError) -> NoReturn:
+        self.refused = self.refused or error
+        raise error
+
+    def answer_line(self, file: str, line: int, value: Value | Even) -> None:
         """What a person says is so in one line of their code."""
         self._lines[file, line] = value
 
@@ -175,12 +230,12 @@ class Answers:
         if said is not None:
             return said
         if asker is None or self.values is None:
-            raise TraceError(_at(asker) + question, hint=_hint(asker))
+            self.refuse(TraceError(_at(asker) + question, hint=_hint(asker, self._chosen_in)))
         for words, value, meaning in HARMLESS:
             if words.search(_line(asker)):
                 self.meanings[meaning] = None
                 return self._say(asker, value)
-        raise TraceError(_at(asker) + question, hint=_hint(asker))
+        return self.refuse(TraceError(_at(asker) + question, hint=_hint(asker, self._chosen_in)))
 
     def _known_answer(self, tensor: torch.Tensor) -> tuple[FrameType | None, Value | None]:
         """Asked by the innermost code outside torch, or by torch itself on the way there; nobody further out counts."""
@@ -190,11 +245,12 @@ class Answers:
         for frame in _callers():
             asker, site = frame, _site(frame)
             for (file, number), said in self._lines.items():
-                if frame.f_lineno == number and f"/{site.file}".endswith(f"/{file}"):
+                if said != EVEN and _is_line(frame, file, number):
                     self._lines_asked.add((file, number))
+                    self.meanings[f"{file}:{number} was answered with {str(said).lower()}"] = None
                     return asker, self._say(frame, said)
             for known, answer in self._more.items():
-                if _same(known, site) and known.line in _line(frame):
+                if answer != EVEN and _same(known, site) and known.line in _line(frame):
                     return asker, self._say(frame, answer(tensor) if callable(answer) else answer)
             for known, (value, meaning) in self._known.items():
                 if _same(known, site):
@@ -209,15 +265,22 @@ class Answers:
         return value
 
 
-def _hint(asker: FrameType | None) -> str:
+def _short_place(frame: FrameType) -> str:
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+def _hint(asker: FrameType | None, chosen_in: str | None = None) -> str:
     file, line, function = "train.py", 123, "the_function_that_asks"
     if asker is not None:
         file, line, function = os.path.basename(asker.f_code.co_filename), asker.f_lineno, asker.f_code.co_name
-    return (
+    said = (
         "memfit runs the code without data, so there is no value, and a guess could be wrong: leave the line out of the"
         f' traced code, or give the value: --answer {file}:{line}=true of plan script, answers={{("{file}",'
         f' "{function}"): True}} of memfit.trace'
     )
+    if chosen_in is None:
+        return said
+    return f"{said}; if it follows from what {chosen_in} chooses, such as experts: --answer {chosen_in}=even"
 
 
 def asking_line() -> str:
@@ -231,6 +294,10 @@ def _callers() -> Iterator[FrameType]:
         if not _OURS.search(_site(frame).file):
             yield frame
         frame = frame.f_back
+
+
+def _is_line(frame: FrameType, file: str, number: int) -> bool:
+    return frame.f_lineno == number and f"/{_site(frame).file}".endswith(f"/{file}")
 
 
 def _is_torch(frame: FrameType) -> bool:

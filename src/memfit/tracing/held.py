@@ -11,7 +11,7 @@ import dis
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from inspect import CO_OPTIMIZED
 from types import FrameType
 from typing import Any
@@ -35,7 +35,7 @@ def noting_what_is_held(tracer: Any, is_own: Callable[[str], bool], *, drops_gra
 
     def look_first(begins: bool) -> None:
         nonlocal looks
-        if begins and looks < MOST_LOOKS:
+        if begins and looks < MOST_LOOKS and not tracer.in_backward:
             looks += 1
             found = _held(tracer, is_own)
             if found:
@@ -153,12 +153,11 @@ def _saved_tensors(node: Any) -> Iterator[torch.Tensor]:
     for name in dir(node):
         if not name.startswith("_raw_saved_"):
             continue
-        raw = getattr(node, name)
-        for each in raw if isinstance(raw, (list, tuple)) else [raw]:
-            try:
-                yield from (tensor for tensor, _ in _tensors(each.data))
-            except RuntimeError:  # freed, or changed in place since
-                continue
+        with suppress(RuntimeError):  # freed, as by the pass in which a reentrant checkpoint runs one of its own
+            raw = getattr(node, name)
+            for each in raw if isinstance(raw, (list, tuple)) else [raw]:
+                with suppress(RuntimeError):  # freed, or changed in place since
+                    yield from (tensor for tensor, _ in _tensors(each.data))
 
 
 def _read_again(frame: FrameType, name: str) -> int:

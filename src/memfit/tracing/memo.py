@@ -1,8 +1,8 @@
 """What an op gives back, remembered by the shapes of what it was given.
 
 Without memory an op is its shapes: the same ones in, the same ones out. torch works most of them out in Python, for a
-tenth of a millisecond and more, and a trace asks the same again in each block and in each step. So the answer is kept
-for as long as a trace lasts, for ops that make new tensors or write into those they are given. Views are left to
+tenth of a millisecond and more, and a trace asks the same again in each block and in each step, and the next trace
+too. So the answer is kept, for ops that make new tensors or write into those they are given. Views are left to
 torch, and so is all that is not plain: tensors of other devices or layouts, arguments that are no numbers.
 """
 
@@ -10,14 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
+from functools import cache
 from typing import Any
 
 import torch
 from torch.nn import Parameter
 
+from memfit.platform import Platform
+
 Tensor = torch.Tensor
 Key = tuple[Any, ...]
 PLAIN = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format))
+MOST = 50_000
+"""Answers that are kept, some 50 MiB: beyond that, all are forgotten."""
 
 
 class Gives(Enum):
@@ -66,6 +71,11 @@ class Made:
         )
 
 
+@cache
+def remembered_on(device: torch.device, platform: Platform) -> Remembered:
+    return Remembered(device)
+
+
 class Remembered:
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -79,6 +89,7 @@ class Remembered:
         if kind is not Gives.NEW:
             if key not in self._written:
                 op(*(args if kind is Gives.FIRST else _without_repetition(args)), **kwargs)
+                _make_room(self._written)
                 self._written.add(key)
             return args[0] if kind is Gives.FIRST else None
         known = self._known.get(key)
@@ -86,13 +97,19 @@ class Remembered:
             return known.again(self._device)
         out = op(*args, **kwargs)
         if key not in self._known:
+            _make_room(self._known)
             self._known[key] = _how_to_make(out, args, kwargs)
         return out
 
 
+def _make_room(kept: dict[Key, Made | None] | set[Key]) -> None:
+    if len(kept) >= MOST:
+        kept.clear()
+
+
 def _key(op: Any, args: Any, kwargs: Any, with_values: bool) -> Key | None:
     """None where something is not plain. What is written into keeps its shape, whatever the numbers."""
-    parts: list[Any] = [op, torch.get_default_dtype()]
+    parts: list[Any] = [id(op), torch.get_default_dtype()]  # to hash an op goes through Python; those of aten stay
     if not _describe(args, parts, with_values):
         return None
     if kwargs:

@@ -75,7 +75,7 @@ UNMODELLED = frozenset(_WITHOUT_RULES.split())
 class OwnCodeTracer(Tracer):
     def __init__(self, device: torch.device, platform: Platform, answers: Answers) -> None:
         super().__init__(device, platform, answers)
-        self.values = answers.values = Values(device)
+        self.values = answers.values = Values(device, answers.chooses_evenly)
         self.assumed: dict[str, None] = {}
         """What was taken for granted, to be told with the plan."""
         self.after_import: list[Callable[[], None]] = []
@@ -343,7 +343,10 @@ class OwnCodeNames(CudaNames):
             return tracer.answers.unknown(tensor) if is_hidden(tensor) else NotImplemented
 
         def listed(tensor: Tensor) -> Any:
-            if not tensor.is_floating_point() or tensor.numel() > MOST_LISTED:
+            if not tensor.is_floating_point():
+                each = tracer.answers.fill(tensor)
+                return _as_lists(tensor.shape, lambda: each)
+            if tensor.numel() > MOST_LISTED:
                 raise tracer.answers.refusal(tensor)
             return _as_lists(tensor.shape, lambda: tracer.answers.unknown(tensor))
 
@@ -437,9 +440,13 @@ class OwnCodeNames(CudaNames):
     def _numpy(self, tensor: Tensor, **_: Any) -> Any:
         if self.tracer.place(tensor) == "cuda":
             _cannot_be_numpy(tensor)
-        if tensor.device.type == self.tracer.device.type:
-            raise self.tracer.answers.refusal(tensor)
-        return NotImplemented
+        if tensor.device.type != self.tracer.device.type:
+            return NotImplemented
+        if tensor.requires_grad:
+            raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
+        each = self.tracer.answers.fill(tensor)
+        with torch._C.DisableTorchFunction(), _disable_current_modes():
+            return torch.full(tensor.shape, each, dtype=tensor.dtype, device="cpu").numpy()
 
     def _type(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         on_gpu = self.tracer.place(tensor) == "cuda"

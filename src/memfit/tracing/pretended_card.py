@@ -10,6 +10,7 @@ import importlib
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -26,7 +27,7 @@ from memfit.errors import TraceError
 from memfit.gpus import Gpu
 from memfit.replay.alloc_config import AllocatorConfig
 from memfit.replay.replay import Replay, replay
-from memfit.tracing.answers import asking_line
+from memfit.tracing.answers import Answers, asking_line
 from memfit.tracing.cuda_names import CUDA_TENSOR_TYPES, TracedEvent
 from memfit.tracing.own_code import (
     CUDA,
@@ -37,6 +38,7 @@ from memfit.tracing.own_code import (
     saved_tensors_met_by_name,
     streams_recorded,
 )
+from memfit.tracing.unknown import UnknownAboveZero, UnknownNumber
 
 RANDOM_STATE_BYTES = 16
 CUDA_VERSION = "13.0"
@@ -62,8 +64,8 @@ NOT_COVERED = (
     "set_per_process_memory_fraction",
 )
 REMEMBER = {"transformers.utils.import_utils": ("cuda", "gpu", "bf16"), "torch.utils._triton": ("triton",)}
-WITHOUT_CARD = ("bitsandbytes",)
-"""Packages that load a library of kernels where they find a GPU: here they are imported as on a machine without one."""
+WITHOUT_CARD = ("bitsandbytes", "torch._inductor.cudagraph_trees")
+"""What loads kernels, or torch's own parts for CUDA, where it finds a GPU: here as on a machine without one."""
 TASK_SECONDS = 2.0
 """How long a task of a thread pool is waited for before the code goes on: tasks in their order give one answer."""
 
@@ -159,7 +161,8 @@ class Card:
     def measured(self, *_: Any) -> Any:
         """Milliseconds, degrees, watts: told to people, and nobody knows them."""
         with torch._C.DisableTorchFunction(), _disable_current_modes():
-            return self.tracer.answers.unknown(torch.zeros(()))
+            found = self.tracer.answers.unknown(torch.zeros(()))
+        return UnknownAboveZero(found._decide) if isinstance(found, UnknownNumber) else found
 
     def properties(self, *_: Any) -> DeviceProperties:
         gpu = self.gpu
@@ -176,11 +179,13 @@ def _random_state(*_: Any) -> torch.Tensor:
     return torch.zeros(RANDOM_STATE_BYTES, dtype=torch.uint8)
 
 
-def _not_covered(name: str, real: Any) -> Any:
+def _not_covered(name: str, real: Any, answers: Answers) -> Any:
     def refuse(*_: Any, **__: Any) -> Any:
-        raise TraceError(
-            f"{asking_line()}the code uses torch.cuda.{name}, which memfit does not cover",
-            hint="leave it out of the traced code, if the job's memory does not depend on it",
+        answers.refuse(
+            TraceError(
+                f"{asking_line()}the code uses torch.cuda.{name}, which memfit does not cover",
+                hint="leave it out of the traced code, if the job's memory does not depend on it",
+            )
         )
 
     return type(name, (real,), {"__new__": refuse}) if isinstance(real, type) else refuse
@@ -198,7 +203,8 @@ def _of_cuda(card: Card) -> dict[str, Any]:
         "is_initialized": lambda: True, "init": lambda: None,
         "get_device_name": lambda *_: card.properties().name, "get_device_capability": lambda *_: arch,
         "get_device_properties": card.properties, "_get_device_properties": card.properties,
-        "get_arch_list": lambda: [f"sm_{arch[0]}{arch[1]}"], "is_bf16_supported": lambda *_, **__: arch >= (8, 0),
+        "get_arch_list": lambda: [f"sm_{arch[0]}{arch[1]}"],
+        "is_bf16_supported": lambda including_emulation=True: including_emulation or arch >= (8, 0),
         "mem_get_info": card.free_and_total, "memory_allocated": card.allocated, "memory_reserved": card.reserved,
         "max_memory_allocated": card.max_allocated, "max_memory_reserved": card.max_reserved,
         "memory_cached": card.reserved, "max_memory_cached": card.max_reserved, "memory_stats": card.stats,
@@ -214,7 +220,11 @@ def _of_cuda(card: Card) -> dict[str, Any]:
         "is_current_stream_capturing": lambda: False, "can_device_access_peer": lambda *_: False,
     }  # fmt: skip
     missing = {name: getattr(torch.cuda, name) for name in NOT_COVERED if hasattr(torch.cuda, name)}
-    return names | CUDA_TENSOR_TYPES | {name: _not_covered(name, real) for name, real in missing.items()}
+    return (
+        names
+        | CUDA_TENSOR_TYPES
+        | {name: _not_covered(name, real, card.tracer.answers) for name, real in missing.items()}
+    )
 
 
 def _of_accelerator(card: Card) -> dict[str, Any]:
@@ -330,10 +340,18 @@ def _default_device_kept() -> Iterator[None]:
 def _threads_traced(names: OwnCodeNames, active: list[bool]) -> Iterator[None]:
     """torch's modes belong to a thread. A task of a pool is waited for, so that two traces of one job are the same."""
     run, submit = threading.Thread.run, ThreadPoolExecutor.submit
+    start, here = threading.Thread.start, threading.current_thread()
     running: set[threading.Thread] = set()
+    started: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+    """By the traced code: others in this process go their own ways."""
+
+    def note_and_start(thread: threading.Thread) -> None:
+        if threading.current_thread() in {here, *running}:
+            started.add(thread)
+        start(thread)
 
     def run_traced(thread: threading.Thread) -> None:
-        if not active:
+        if not active or thread not in started:
             return run(thread)
         running.add(thread)
         try:
@@ -352,6 +370,7 @@ def _threads_traced(names: OwnCodeNames, active: list[bool]) -> Iterator[None]:
 
     with (
         mock.patch.object(ThreadPoolExecutor, "submit", submit_in_order),
+        mock.patch.object(threading.Thread, "start", note_and_start),
         mock.patch.object(threading.Thread, "run", run_traced),
     ):
         yield

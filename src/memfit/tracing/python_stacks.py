@@ -59,6 +59,7 @@ class PythonStacks:
         """By their ids, which stay theirs for as long as they are here."""
         self._known: dict[tuple[int, ...], int] = {}
         self._backward_of: dict[int, int] = {}
+        self._with_lines: dict[tuple[int, tuple[FrameRow, ...]], int] = {}
         self._forward: dict[int, int] = {}
         """Stacks of the forward pass, by the numbers of the nodes that autograd made there."""
 
@@ -68,12 +69,20 @@ class PythonStacks:
         if number or not in_engine:
             self._forward.setdefault(torch._C._autograd._get_sequence_nr() - 1, number)
 
-    def note(self) -> None:
-        """Where the block that is about to be made is asked for."""
+    def note(self, lines: tuple[FrameRow, ...] = ()) -> None:
+        """Where the block that is about to be made is asked for; `lines` were compiled to what asks."""
         column = self.trace.stack_of
         column.extend([0] * (len(self.trace.requested) - len(column)))  # what nobody asked for: a library's workspace
         number, in_engine = self._python()
+        if lines:
+            number = self._compiled_from(number, lines)
         column.append(self._of_forward() if in_engine and not number else number)
+
+    def _compiled_from(self, stack: int, lines: tuple[FrameRow, ...]) -> int:
+        if (stack, lines) not in self._with_lines:
+            frames = [self.trace.frames[i] for i in self.trace.stacks[stack]]
+            self._with_lines[stack, lines] = self.trace.stack_id([*lines, *frames])
+        return self._with_lines[stack, lines]
 
     def _of_forward(self) -> int:
         """Of the op whose gradient is made now."""

@@ -99,7 +99,7 @@ class RuleAnswers(Tracer):
 class _HeldWorkspaces(Workspaces):
     """All are there already: what makes them is left in a trace as it was made."""
 
-    def _hold(self, tracer: Tracer, kind: str, thread: str, size: int) -> None:
+    def _hold(self, tracer: Tracer, kind: str, thread: str, size: int, stream: int | None = None) -> None:
         return
 
 

@@ -8,6 +8,8 @@ comes from tables of rules: attention, hidden buffers, workspaces.
 from __future__ import annotations
 
 import gc
+import os
+import threading
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +28,7 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves
 
 from memfit.errors import TraceError
-from memfit.events import Trace
+from memfit.events import FrameRow, Trace
 from memfit.extrapolation.reused import REUSED
 from memfit.platform import H200, Platform
 from memfit.tracing import distributed
@@ -37,6 +39,7 @@ from memfit.tracing.kernels import (
     attention,
     composites,
     convolutions,
+    four_bit,
     indexing,
     losses,
     normalisation,
@@ -46,7 +49,7 @@ from memfit.tracing.kernels import (
 )
 from memfit.tracing.kernels.composites import EngineSums
 from memfit.tracing.kernels.products import PRODUCTS, Workspaces
-from memfit.tracing.memo import Gives, Remembered, what_is_given
+from memfit.tracing.memo import Gives, remembered_on, what_is_given
 from memfit.tracing.python_stacks import stacks_of
 from memfit.tracing.rule_calls import RuleCalls
 
@@ -54,12 +57,15 @@ if TYPE_CHECKING:
     from memfit.tracing.cuda_names import CudaNames
 
 aten = torch.ops.aten
+ONE_AT_A_TIME = threading.RLock()
+"""Held by the thread that traces: what torch is told for a trace, the whole process is told."""
+os.register_at_fork(after_in_child=ONE_AT_A_TIME._at_fork_reinit)  # type: ignore[attr-defined]
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 ACCUMULATE_GRAD = "torch::autograd::AccumulateGrad"
 REPLACED: dict[Any, Callable[..., Any]] = {
     **attention.RULES, **composites.IN_INFERENCE_MODE, **products.RULES, **rules.REPLACED,
     **indexing.REPLACED, **convolutions.REPLACED, **recurrent.REPLACED,
-    **losses.REPLACED, **normalisation.REPLACED,
+    **losses.REPLACED, **normalisation.REPLACED, **four_bit.RULES,
 }  # fmt: skip
 
 
@@ -80,14 +86,20 @@ class Tracer(TorchDispatchMode):
         """What DDP sends to other processes and reads back."""
         self.unmodelled: dict[str, None] = {}
         """Ops that were met whose kernels may take more than is traced."""
+        self.tuned: set[tuple[str, bool]] = set()
+        """Convolutions whose plans cuDNN has tried, and whether in backward."""
         self.default_category = ""
         self.maker: str | None = None
         """The module whose result compiled code makes now; None outside of it."""
+        self.lines: tuple[FrameRow, ...] = ()
+        """The lines of the code that was compiled for whose sake it is made."""
         self.on_backward: Callable[[bool], None] = lambda begins: None
         self.on_call: Callable[[], None] = lambda: None
         """Before a model is called."""
+        self.on_weight: Callable[[torch.Tensor, str], None] = lambda weight, path: None
+        """Before compiled code first has it from a module."""
         self._engine_sums = EngineSums(device)
-        self._remembered = Remembered(device) if device.type == "meta" else None
+        self._remembered = remembered_on(device, platform) if device.type == "meta" else None
         self._blocks: dict[int, tuple[weakref.ref[torch.UntypedStorage], int | None]] = {}
         """Every storage that is known, with its block; host memory has none."""
 
@@ -225,7 +237,7 @@ class Tracer(TorchDispatchMode):
             block = self.block_of(source)
             module = self.trace.module(block) if block is not None else module
         if self._stacks is not None:
-            self._stacks.note()
+            self._stacks.note(self.lines)
         return self.trace.alloc(nbytes, stream=self.streams.current.stream_id, op=op, module=module, category=category)
 
     def surroundings(self) -> tuple[str, str, bool]:
@@ -397,23 +409,15 @@ def _known_op(func: Any) -> KnownOp:
         name=str(func),
         gives=what_is_given(func),
         replaced=REPLACED.get(func),
-        hidden=_hidden(func),
+        hidden=rules.HIDDEN.get(func) or distributed.HIDDEN.get(str(func)),
         multiplies=func in PRODUCTS,
         adds=func is aten.add.Tensor,
         indexes=func in indexing.BY_INDEX,
         asks_value=func is aten._local_scalar_dense.default,
         detaches=func is aten.detach.default,
-        is_composite=_is_composite(func),
+        is_composite=torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"),
         resizes=func in (aten.resize_.default, aten.resize_as_.default),
     )
-
-
-def _is_composite(func: Any) -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
-
-
-def _hidden(func: Any) -> Callable[..., Any] | None:
-    return rules.HIDDEN.get(func) or distributed.HIDDEN.get(str(func))
 
 
 @cache
@@ -583,6 +587,7 @@ def run_traced(fn: Callable[[Any], object], tracer: Tracer, names: CudaNames) ->
     from memfit.tracing.cuda_names import cuda_names
 
     with ExitStack() as stack:
+        stack.enter_context(ONE_AT_A_TIME)
         stack.enter_context(collector_off())
         stack.enter_context(composites.composites_of_cuda(tracer.platform, tracer.device))
         stack.enter_context(tracer.modules.watching())
@@ -592,4 +597,6 @@ def run_traced(fn: Callable[[Any], object], tracer: Tracer, names: CudaNames) ->
         result = fn(tracer)
         tracer.forget()
     del result
+    if tracer.answers.refused is not None:
+        raise tracer.answers.refused
     return tracer.trace

@@ -53,10 +53,9 @@ class UnknownNumber(float):
     def __int__(self) -> int:
         return int(self._decide())
 
-    __trunc__ = __ceil__ = __floor__ = __index__ = __int__
-
-    def __round__(self, ndigits: Any = None) -> Any:
-        return self._same() if ndigits is not None else int(self)
+    __index__ = __int__
+    # Asked about once it is an index or a count.
+    __trunc__ = __ceil__ = __floor__ = __round__ = _same  # type: ignore[assignment]
 
     def __hash__(self) -> int:
         return id(self)
@@ -72,6 +71,37 @@ class UnknownNumber(float):
 
     def __reduce__(self) -> Any:
         return float, (math.nan,)
+
+
+class UnknownAboveZero(UnknownNumber):
+    """A time, a temperature: nobody knows it, but that it is above zero, as are its sums and shares."""
+
+    def _made_with(self, other: Any = 1) -> UnknownNumber:
+        above = isinstance(other, UnknownAboveZero) or (not isinstance(other, UnknownNumber) and other > 0)
+        return (UnknownAboveZero if above else UnknownNumber)(self._decide)
+
+    def _sum(self, other: Any) -> UnknownNumber:
+        return self._made_with(1 if not isinstance(other, UnknownNumber) and other == 0 else other)
+
+    __add__ = __radd__ = _sum
+    __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __abs__ = __pos__ = _made_with
+
+    def _is_above(self, other: Any) -> bool:
+        return isinstance(other, (int, float)) and not isinstance(other, UnknownNumber) and other <= 0
+
+    def _is_more(self, other: Any) -> bool:
+        return self._is_above(other) or self._decide()
+
+    def _is_no_more(self, other: Any) -> bool:
+        return not self._is_above(other) and self._decide()
+
+    __gt__ = __ge__ = __ne__ = _is_more  # type: ignore[assignment]
+    __lt__ = __le__ = __eq__ = _is_no_more  # type: ignore[assignment]
+
+    def __bool__(self) -> bool:
+        return True
+
+    __hash__ = UnknownNumber.__hash__
 
 
 def is_unknown(value: object) -> bool:
@@ -90,7 +120,7 @@ def mathematics_of_unknown_numbers(assume: Callable[[str], None]) -> Iterator[No
             if name in _FINITE:
                 assume(FINITE_NOTE)
                 return _FINITE[name]
-            return int(unknown) if name in ("ceil", "floor", "trunc") else unknown + 0
+            return unknown + 0
 
         return compute
 

@@ -2,7 +2,9 @@
 
 Token ids, masks, positions and labels decide shapes and branches: a mask with a zero in it forces other attention
 kernels. So tensors of whole numbers and truth values, and small ones of any type, keep their values beside them in host
-memory, and an op whose inputs are all known is also computed there. Everything else, a loss for one, has no value.
+memory, and an op whose inputs are all known is also computed there. So do larger fractions that are mere copies, of a
+mask, or of what the host has, pictures or a table of angles, for a program may look at one of them; weights do not.
+Everything else, a loss for one, has no value.
 
 A value belongs to a storage, as memory does: views share it, and an op in place changes it for all of them.
 """
@@ -10,7 +12,7 @@ A value belongs to a storage, as memory does: views share it, and an op in place
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ Storage = torch.UntypedStorage
 MOST_NUMBERS = 1 << 24
 """Elements of whole numbers that are followed; a batch of ids and its mask of pairs have fewer."""
 MOST_FLOATS = 1 << 12
+MOST_COPIED = 1 << 22
 
 MADE_EMPTY = frozenset(
     {
@@ -49,11 +52,15 @@ OVERWRITES = frozenset(
     }
 )
 """Whatever their first argument held before, it is known afterwards."""
+CHOICES = frozenset({aten.topk.default, aten.argmax.default, aten.max.dim})
+"""The last that each of them makes is which it was."""
 
 
 class Values:
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, chooses_evenly: Callable[[], bool] = lambda: False) -> None:
         self._device = device
+        self.chooses_evenly = chooses_evenly
+        """Whether it is said of the line that now runs."""
         self.drawn = False
         """Whether whole numbers were drawn at random on the GPU: the host's draw stands in for them."""
         self._known: dict[int, tuple[weakref.ref[Storage], Storage]] = {}
@@ -84,8 +91,8 @@ class Values:
     def hide(self, tensor: Tensor) -> None:
         self._hidden.add(tensor.untyped_storage())
 
-    def put(self, tensor: Tensor, value: Tensor) -> None:
-        if not _is_followed(tensor):
+    def put(self, tensor: Tensor, value: Tensor, most_floats: int = MOST_FLOATS) -> None:
+        if not _is_followed(tensor, most_floats):
             return
         storage = tensor.untyped_storage()
         key = storage._cdata
@@ -123,27 +130,32 @@ class Values:
         """After an op has run: what it made or changed is known, if what it was given is."""
         written = [value for value in _written(op, args, kwargs) if value.device.type == self._device.type]
         new = [t for t in _tensors(out) if t.device.type == self._device.type and not _is_among(t, written)]
-        if not written and not any(map(_is_followed, new)):
+        most_floats = MOST_COPIED if _copies_known(op, args) else MOST_FLOATS
+        if not written and not any(_is_followed(each, most_floats) for each in new):
             return
-        if op in MADE_EMPTY or (not _has_tensors(args) and _draws_fractions(op, new)):
+        if op in MADE_EMPTY or (next(_tensors(args), None) is None and _draws_fractions(op, new)):
             return
         if op in OVERWRITES and written and self.read(written[0]) is None and _is_whole(written[0]):
-            self.put(written[0], torch.zeros((), dtype=written[0].dtype))
-        if not written and any(_shares(made, args) for made in new):
+            self.put(written[0], torch.zeros((), dtype=written[0].dtype), most_floats)
+        if not written and any(_is_among(made, list(_tensors(args))) for made in new):
             return  # views of what is known, or of what is not
-        self.drawn = self.drawn or torch.Tag.nondeterministic_seeded in op.tags
         self._follow_origins(op, args, kwargs, (*written, *new))
         made = self.compute(op, args, kwargs)
         if made is NotImplemented and op is aten.multinomial.default:
             with _as_on_host():  # drawn from what nobody knows: any of them will do
                 made = torch.randint(args[0].shape[-1], tuple(out.shape))
+        if made is NotImplemented and op in CHOICES and self.chooses_evenly():
+            *_, indices = _tensors(out)
+            self.put(indices, _spread(op, args, kwargs, indices))
+            return
         if made is NotImplemented:
             for tensor in written:
                 self._known.pop(tensor.untyped_storage()._cdata, None)
             return
+        self.drawn = self.drawn or torch.Tag.nondeterministic_seeded in op.tags
         for tensor, value in zip(_tensors(out), _tensors(made), strict=False):
             if tensor.device.type == self._device.type and not _is_among(tensor, written):
-                self.put(tensor, value)
+                self.put(tensor, value, most_floats)
 
     def _follow_origins(self, op: Any, args: Any, kwargs: Any, made: Sequence[Tensor]) -> None:
         if self._origins is None:
@@ -156,6 +168,21 @@ class Values:
             else:
                 of_all = frozenset[int]().union(*(each for each in found if each is not None))
                 self._origins[tensor.untyped_storage()._cdata] = of_all
+
+
+def _spread(op: Any, args: Any, kwargs: Any, indices: Tensor) -> Tensor:
+    """Each row goes on where the one before it ended, so that all are chosen equally often."""
+    by_name = {argument.name: value for argument, value in zip(op._schema.arguments, args, strict=False)} | kwargs
+    several = op is aten.topk.default
+    dim = by_name.get("dim", -1 if several else None)
+    with _as_on_host():
+        options = args[0].numel() if dim is None else args[0].shape[dim]
+        spread: Tensor = torch.arange(indices.numel()) % options
+        shape = list(indices.shape)
+        if several and shape:
+            shape.append(shape.pop(dim))
+            return spread.view(shape).movedim(-1, dim)
+        return spread.view(shape)
 
 
 class _as_on_host:
@@ -185,14 +212,20 @@ def _tensors(values: Any) -> Iterator[Tensor]:
             yield leaf
 
 
-def _has_tensors(args: Any) -> bool:
-    return next(_tensors(args), None) is not None
-
-
-def _is_followed(tensor: Tensor) -> bool:
+def _is_followed(tensor: Tensor, most_floats: int = MOST_FLOATS) -> bool:
     counted = tensor.untyped_storage().nbytes() // tensor.element_size()
     fractions = tensor.is_floating_point() or tensor.is_complex()
-    return 0 < counted <= (MOST_FLOATS if fractions else MOST_NUMBERS)
+    return 0 < counted <= (most_floats if fractions else MOST_NUMBERS)
+
+
+def _copies_known(op: Any, args: Any) -> bool:
+    place = {aten._to_copy.default: 0, aten.copy_.default: 1}.get(op)
+    if place is None:
+        return False
+    source = args[place]
+    if not source.is_floating_point():
+        return True
+    return source.device.type == "cpu" and not isinstance(source, torch.nn.Parameter)
 
 
 def _written(op: Any, args: Any, kwargs: Any) -> list[Tensor]:
@@ -207,10 +240,6 @@ def _written(op: Any, args: Any, kwargs: Any) -> list[Tensor]:
 def _is_among(tensor: Tensor, others: Sequence[Tensor]) -> bool:
     storage = tensor.untyped_storage()._cdata
     return any(other.untyped_storage()._cdata == storage for other in others)
-
-
-def _shares(made: Tensor, args: Any) -> bool:
-    return _is_among(made, list(_tensors(args)))
 
 
 def _is_whole(tensor: Tensor) -> bool:

@@ -223,5 +223,6 @@ def test_nothing_is_held_after_a_run(tmp_path: Path) -> None:
 def large_tensors() -> set[int]:
     import gc
 
-    found = [each for each in gc.get_objects() if type(each) in (Tensor, torch.nn.Parameter)]
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # left in the compiler by others
+    found = [e for e in gc.get_objects() if type(e) in (Tensor, torch.nn.Parameter) and not wrapped(e)]
     return {id(t) for t in found if not t.is_meta and t.untyped_storage().nbytes() >= SIZE * 16 * 32 * 4}

@@ -10,8 +10,8 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 from local_hub import LocalHub, put_into_cache, serving
@@ -36,14 +36,60 @@ ESTIMATION_GUIDE = [
     f"--model {MODEL} --sparsity_ratio 0.5 --dataset wikitext2",
     f"--model {MODEL} --seqlen 512 --nsamples 32 --dataset c4",
 ]
+BARE = ("datasets", "pyarrow", "pyarrow.parquet")
+REFUSED = {
+    f"--model {MODEL} --dataset no-such-file.txt": "no data set or file called 'no-such-file.txt'",
+    f"--model {MODEL} --dataset c4 --seqlen 64 --eval --eval-dataset c4": "en/c4-validation.00000-of-00008",
+    "--model meta-llama/Llama-9B --dataset builtin": "'meta-llama/Llama-9B' is not in the Hugging Face cache",
+    "--model org/huge --dataset builtin": "needs 8.00 TiB; its disk has",
+}
+"""The size is what the Hub says; the disk is this one, which has no room for it."""
+GROUPS: dict[str, tuple[tuple[str, ...], list[str]]] = {
+    "refused without Parquet": (BARE, DEBUGGING_GUIDE[:1]),
+    "without Parquet": (
+        BARE,
+        [f"{WANDA} --dataset builtin --nsamples 2 --no-eval", f"{WANDA} --dataset c4 --nsamples 2 --seqlen 32"],
+    ),
+    "refused": (("datasets",), [f"{line} --save out/x" for line in REFUSED]),
+    "guides": (("datasets",), [*DEBUGGING_GUIDE, *ESTIMATION_GUIDE]),
+}
+"""What is as where it is not installed, and commands of `memfit prune`; each group in an empty folder with an empty
+cache, all in one process, for its imports take longer than all of them."""
 IN_ORDER = """
-import json, sys
-for name in json.loads(sys.argv[1]):
-    sys.modules[name] = None  # as where it is not installed
+import json, os, shutil, sys, urllib.request
+from pathlib import Path
 from memfit.cli.main import main
-for line in json.loads(sys.argv[2]):
-    print("EXIT", main(["prune", *line.split()]), flush=True)
+for group, (without, lines) in json.loads(sys.argv[1]).items():
+    sys.modules |= {name: None for name in without}
+    shutil.rmtree(os.environ["HF_HOME"], ignore_errors=True)
+    urllib.request.urlopen(f"{os.environ['HF_ENDPOINT']}/groups/all/resolve/main/{group.replace(' ', '-')}")
+    folder = Path(sys.argv[2], group)
+    folder.mkdir()
+    os.chdir(folder)
+    for stream in (sys.stdout, sys.stderr):
+        print("GROUP", file=stream, flush=True)
+    for line in lines:
+        print("EXIT", main(["prune", *line.split()]), flush=True)
+    for name in without:
+        del sys.modules[name]
 """
+
+
+@dataclass(frozen=True)
+class Ended:
+    folder: Path
+    stdout: str
+    stderr: str
+    asked: list[str]
+    """Of the Hub."""
+
+    @property
+    def codes(self) -> list[str]:
+        return [line.removeprefix("EXIT ") for line in self.stdout.splitlines() if line.startswith("EXIT ")]
+
+    @property
+    def weights(self) -> list[str]:
+        return [name for name in self.asked if "safetensors" in name]
 
 
 def parquet_of(rows: list[str]) -> bytes:
@@ -69,83 +115,61 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalHub]:
             rows = [f"{line}. \n" for line in english(words).split(".")]
             served.put("datasets", "Salesforce/wikitext", WIKITEXT_FILES[use], parquet_of(rows))  # type: ignore[index]
         served.put("datasets", "allenai/c4", "en/c4-train.00000-of-01024.json.gz", json_gz_of([english(60), "short"]))
+        for path in folder.iterdir():
+            served.put("models", "org/huge", path.name, path.read_bytes())
+        with (where / "files" / "models" / "org" / "huge" / "model-00002-of-00002.safetensors").open("wb") as file:
+            file.truncate(1 << 43)  # a file with a hole of 8 TiB
+        for group in GROUPS:
+            served.put("models", "groups/all", group.replace(" ", "-"), b"begins")
         yield served
 
 
-def run(hub: LocalHub, where: Path, *lines: str, without: tuple[str, ...] = ("datasets",), **environment: str) -> Any:
-    """One after the other in one process, in an empty folder with an empty cache."""
-    hub.asked.clear()
+@pytest.fixture(scope="module")
+def ended(hub: LocalHub, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
+    where = tmp_path_factory.mktemp("ended")
     known = {name: value for name, value in os.environ.items() if name != "MEMFIT_DATA"}
-    return subprocess.run(
-        [sys.executable, "-c", IN_ORDER, json.dumps(without), json.dumps(lines)], cwd=where, capture_output=True,
-        text=True, timeout=300, check=False,
-        env={**known, "HF_ENDPOINT": hub.endpoint, "HF_HOME": str(where / "hf"), "OMP_NUM_THREADS": "1", **environment},
+    done = subprocess.run(
+        [sys.executable, "-c", IN_ORDER, json.dumps(GROUPS), str(where)], capture_output=True, text=True, timeout=300,
+        check=True, env={**known, "HF_ENDPOINT": hub.endpoint, "HF_HOME": str(where / "hf"), "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
+    said = [stream.split("GROUP\n")[1:] for stream in (done.stdout, done.stderr)]
+    begun = [hub.asked.index(f"groups/all/{group.replace(' ', '-')}") for group in GROUPS]
+    asked = [hub.asked[start:end] for start, end in zip(begun, [*begun[1:], None], strict=True)]
+    return {name: Ended(where / name, *each) for name, *each in zip(GROUPS, *said, asked, strict=True)}
 
 
-def codes(ended: Any) -> list[str]:
-    return [line.removeprefix("EXIT ") for line in ended.stdout.splitlines() if line.startswith("EXIT ")]
-
-
-def test_the_guides_commands_run_in_order_as_they_are_written(hub: LocalHub, tmp_path: Path) -> None:
-    ended = run(hub, tmp_path, *DEBUGGING_GUIDE, *ESTIMATION_GUIDE)
-    assert codes(ended) == ["0"] * 9, ended.stderr
-    assert ended.stderr.count("holds the result of this very run: it is replaced when this one is whole") == 3
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["llama_3.2_1b", "test"]
-    saved = tmp_path / "out" / "llama_3.2_1b" / "unstructured"
+def test_the_guides_commands_run_in_order_as_they_are_written(ended: dict[str, Ended]) -> None:
+    guides = ended["guides"]
+    assert guides.codes == ["0"] * 9, guides.stderr
+    assert guides.stderr.count("holds the result of this very run: it is replaced when this one is whole") == 3
+    assert sorted(path.name for path in (guides.folder / "out").iterdir()) == ["llama_3.2_1b", "test"]
+    saved = guides.folder / "out" / "llama_3.2_1b" / "unstructured"
     assert [path.name for path in saved.iterdir()] == ["wanda"]
     assert (saved / "wanda" / "memory_log.csv").is_file(), "of the third command, which asked for it"
-    assert "wikitext perplexity" in ended.stdout
-    assert "loading calibration data" in ended.stdout
-    fetched = [name for name in hub.asked if name.endswith("safetensors")]
-    assert fetched == [f"{MODEL}/model.safetensors"], "once; the other runs have it from the cache"
+    assert "wikitext perplexity" in guides.stdout
+    assert "loading calibration data" in guides.stdout
+    assert guides.weights == [f"{MODEL}/model.safetensors"], "once; the other runs have it from the cache"
 
 
 def test_without_the_reader_of_parquet_nothing_of_the_weights_is_fetched_and_the_ways_out_are_named(
-    hub: LocalHub, tmp_path: Path
+    ended: dict[str, Ended],
 ) -> None:
-    bare = ("datasets", "pyarrow", "pyarrow.parquet")
-    ended = run(
-        hub, tmp_path, DEBUGGING_GUIDE[0], f"{WANDA} --dataset builtin --nsamples 2 --no-eval",
-        f"{WANDA} --dataset c4 --nsamples 2 --seqlen 32", without=bare,
-    )  # fmt: skip
-    assert codes(ended) == ["2", "0", "0"], ended.stderr
-    assert "no text for --dataset wikitext2: MEMFIT_DATA is not set, and on the Hub it is Parquet" in ended.stderr
-    assert "pip install 'memfit[data]' brings it; --dataset builtin needs nothing" in ended.stderr
-    assert not (tmp_path / "out").exists(), "not even an empty folder is left"
-    alone = run(hub, tmp_path, DEBUGGING_GUIDE[0], without=bare, HF_HOME=str(tmp_path / "fresh"))
-    assert (codes(alone), [name for name in hub.asked if "safetensors" in name]) == (["2"], [])
-    assert f"{MODEL}/config.json" in hub.asked
+    refused = ended["refused without Parquet"]
+    assert refused.codes == ["2"], refused.stderr
+    assert "no text for --dataset wikitext2: MEMFIT_DATA is not set, and on the Hub it is Parquet" in refused.stderr
+    assert "pip install 'memfit[data]' brings it; --dataset builtin needs nothing" in refused.stderr
+    assert not (refused.folder / "out").exists(), "not even an empty folder is left"
+    assert f"{MODEL}/config.json" in refused.asked and refused.weights == []
+    assert ended["without Parquet"].codes == ["0", "0"], ended["without Parquet"].stderr
 
 
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        (f"--model {MODEL} --dataset no-such-file.txt", "no data set or file called 'no-such-file.txt'"),
-        (f"--model {MODEL} --dataset c4 --seqlen 64 --eval --eval-dataset c4", "en/c4-validation.00000-of-00008"),
-        ("--model meta-llama/Llama-9B --dataset builtin", "'meta-llama/Llama-9B' is not in the Hugging Face cache"),
-    ],
-)
-def test_what_is_missing_is_found_before_a_byte_of_the_weights_is_fetched(
-    hub: LocalHub, tmp_path: Path, line: str, said: str
+def test_what_is_missing_or_has_no_room_is_found_before_a_byte_of_the_weights_is_fetched(
+    ended: dict[str, Ended],
 ) -> None:
-    ended = run(hub, tmp_path, f"{line} --save out/x")
-    assert (codes(ended), said in ended.stderr) == (["2"], True), ended.stderr
-    assert not [name for name in hub.asked if "safetensors" in name]
-
-
-def test_a_disk_without_room_for_the_weights_is_found_before_they_are_fetched(
-    hub: LocalHub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """The size is what the Hub says; the disk is this one, which has no room for it."""
-    huge = hub.root / "models" / "org" / "huge"
-    for path in (hub.root / "models" / MODEL).iterdir():
-        hub.put("models", "org/huge", path.name, path.read_bytes())
-    with (huge / "model-00002-of-00002.safetensors").open("wb") as file:
-        file.truncate(1 << 43)  # a file with a hole of 8 TiB
-    ended = run(hub, tmp_path, "--model org/huge --dataset builtin --save out/x")
-    assert (codes(ended), "needs 8.00 TiB; its disk has" in ended.stderr) == (["2"], True), ended.stderr
-    assert not [name for name in hub.asked if "safetensors" in name]
+    refused = ended["refused"]
+    assert refused.codes == ["2"] * 4, refused.stderr
+    assert [said for said in REFUSED.values() if said not in refused.stderr] == []
+    assert refused.weights == []
 
 
 # -- the cache ---------------------------------------------------------------------------------------------------------

@@ -156,7 +156,7 @@ wanted, steps = digest(), int(said.rsplit("STEPS ", 1)[1])
 if again:
     code, said = prune()
     steps = int(said.rsplit("STEPS ", 1)[1])
-points = [*range(0, steps, int(os.environ["EVERY"])), *range(steps - 16, steps)]
+points = [*range(0, steps, int(os.environ["EVERY"])), *range(steps - int(os.environ["LAST"]), steps)]
 for point in points:
     clear()
     if again:
@@ -173,12 +173,14 @@ for point in points:
     assert [path.name for path in where.iterdir()] == ["out"], (point, left, os.listdir(where))
 print("POINTS", len(points), "of", steps)
 """
-EVERY = [("once", 29), ("again", 140), ("once", 11), ("again", 60)]
+EVERY = [("once", 29, 6), ("again", 140, 14), ("once", 11, 16), ("again", 60, 16)]
 """At every so many of the steps, and at each of the last ones, at which the result is put in its place."""
 
 
-@pytest.mark.parametrize(("first", "every"), quick([("once", 29), ("again", 140)], EVERY))
-def test_a_run_killed_before_any_step_to_the_disk_is_never_a_dead_end(tmp_path: Path, first: str, every: int) -> None:
+@pytest.mark.parametrize(("first", "every", "last"), quick(EVERY[:2], EVERY))
+def test_a_run_killed_before_any_step_to_the_disk_is_never_a_dead_end(
+    tmp_path: Path, first: str, every: int, last: int
+) -> None:
     """Before the journal, within its lines, between the renames; also of a run that replaces an earlier result."""
     (tmp_path / "text.txt").write_text(english(20))
     asked = [
@@ -186,7 +188,7 @@ def test_a_run_killed_before_any_step_to_the_disk_is_never_a_dead_end(tmp_path: 
         "--nsamples", "2", "--seqlen", "32", "--no-eval", "--device", "cpu",
     ]  # fmt: skip
     (tmp_path / "runs").mkdir()
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "EVERY": str(every)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "EVERY": str(every), "LAST": str(last)}
     command = [warm_python(), "-c", ANYWHERE, str(tmp_path / "runs"), first, *asked]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

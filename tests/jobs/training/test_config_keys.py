@@ -67,11 +67,11 @@ def made(**document: Any) -> TrainConfig:
 def test_the_lora_guide_s_own_keys_are_read() -> None:
     config = config_from(LORA_GUIDE)
     assert (config.model.name, config.data.max_seq_len) == ("Qwen/Qwen2.5-7B-Instruct", 1536)
-    assert (config.method.kind, config.method.rank, config.method.alpha) == ("lora", 128, 256)
-    assert config.method.target_modules == ("q_proj", "v_proj")
+    assert (config.workload.kind, config.workload.rank, config.method.alpha) == ("lora", 128, 256)
+    assert config.workload.target_modules == ("q_proj", "v_proj")
     assert (config.batch.micro_batch_size, config.batch.gradient_accumulation_steps) == (1, 16)
-    assert (config.schedule.epochs, config.optimizer.name, config.precision) == (15, "adamw", "amp-bf16")
-    assert config.memory.gradient_checkpointing == "full"
+    assert (config.schedule.epochs, config.workload.optimizer, config.workload.precision) == (15, "adamw", "amp-bf16")
+    assert config.workload.checkpointing == "full"
     assert (config.saving.save_steps, config.saving.save_total_limit, config.seed) == (200, 5, 42)
     assert "load_best_model_at_end is of no effect" in " ".join(config.notes())
 
@@ -101,8 +101,8 @@ def test_a_key_may_stand_alone_or_in_its_section_or_dotted() -> None:
 
 def test_a_name_alone_is_enough_where_a_section_has_one_main_setting() -> None:
     config = made(method="lora", data="builtin", memory="auto", optimizer="adamw", loss="chunked", parallel="fsdp2")
-    assert (config.method.kind, config.data.source, config.memory.auto) == ("lora", "builtin", True)
-    assert (config.optimizer.name, config.loss.kind, config.parallel.kind) == ("adamw", "chunked", "fsdp2")
+    assert (config.workload.kind, config.data.source, config.memory.auto) == ("lora", "builtin", True)
+    assert (config.workload.optimizer, config.workload.loss, config.workload.parallel) == ("adamw", "chunked", "fsdp2")
 
 
 @pytest.mark.parametrize(("document", "said", "hint"), [
@@ -143,8 +143,8 @@ FLAT_LORA: dict[str, Any] = {"r": 128, "lora_alpha": 256, "lora_dropout": 0.05, 
 
 @pytest.mark.parametrize("key", FLAT_LORA)
 def test_a_setting_of_adapters_alone_makes_adapters(key: str) -> None:
-    assert made(**{key: FLAT_LORA[key]}).method.kind == "lora"
-    assert config_from({"model": "gpt2"}, over={key: FLAT_LORA[key]}).method.kind == "lora"
+    assert made(**{key: FLAT_LORA[key]}).workload.kind == "lora"
+    assert config_from({"model": "gpt2"}, over={key: FLAT_LORA[key]}).workload.kind == "lora"
 
 
 def test_the_lora_guide_s_keys_make_adapters_without_a_section_too() -> None:
@@ -157,9 +157,9 @@ def test_the_lora_guide_s_keys_make_adapters_without_a_section_too() -> None:
 
 def test_where_all_weights_are_asked_for_the_adapters_settings_are_named_as_unused() -> None:
     config = made(method="full", r=128)
-    assert config.method.kind == "full"
+    assert config.workload.kind == "train"
     assert "method.rank is of no effect with method: full" in config.notes()
-    assert not made(r=None).notes()[1:] and made(r=None).method.kind == "full"
+    assert not made(r=None).notes()[1:] and made(r=None).workload.kind == "train"
 
 
 def test_an_unknown_setting_of_gsa_is_refused_with_a_suggestion() -> None:
@@ -189,7 +189,7 @@ def test_what_is_set_on_the_command_line_replaces_what_the_file_says_under_any_n
     ({"fp16": False, "precision": "amp-bf16"}, "amp-bf16"), ({"mixed_precision": "no", "dtype": "bf16"}, "bf16"),
 ])  # fmt: skip
 def test_precision_under_hugging_face_s_names(document: dict[str, Any], precision: str) -> None:
-    assert made(**document).precision == precision
+    assert made(**document).workload.precision == precision
 
 
 def test_autocast_that_16_bit_weights_do_not_get_is_said() -> None:
@@ -200,7 +200,7 @@ def test_autocast_that_16_bit_weights_do_not_get_is_said() -> None:
 def test_a_remark_on_what_was_replaced_is_not_made() -> None:
     document = {"model": "gpt2", "fp16": True, "torch_dtype": "float16", "r": 8}
     config = config_from(document, over={"precision": "bf16"})
-    assert (config.precision, config.remarks) == ("bf16", ())
+    assert (config.workload.precision, config.remarks) == ("bf16", ())
 
 
 def test_autocast_over_a_frozen_base_model_in_fp32_is_said() -> None:
@@ -298,7 +298,7 @@ def test_constants_of_a_config_py_are_keys_and_sections() -> None:
         "MODEL_NAME": "gpt2", "MAX_SEQ_LENGTH": 512, "LORA_CONFIG": {"r": 128, "lora_alpha": 256},
         "TRAINING_CONFIG": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 16},
     })  # fmt: skip
-    assert (made.model.name, made.data.max_seq_len, made.method.rank, made.method.alpha) == ("gpt2", 512, 128, 256)
+    assert (made.model.name, made.data.max_seq_len, made.workload.rank, made.method.alpha) == ("gpt2", 512, 128, 256)
     assert (made.batch.micro_batch_size, made.batch.gradient_accumulation_steps) == (2, 16)
 
 

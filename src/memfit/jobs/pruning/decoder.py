@@ -108,7 +108,7 @@ def _persistent(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def find_stored(model: nn.Module, stored: Mapping[str, StoredTensor]) -> dict[str, list[tuple[StoredTensor, int]]]:
     """Each tensor of the model with the stored ones that fill it, in order. What the model has no use for (a saved
     mask, a rotary table) is in none."""
-    wanted = dict(_persistent_with_tied(model))
+    wanted = model.state_dict(keep_vars=True)
     prefix = getattr(model, "base_model_prefix", "")
     found: dict[str, list[tuple[StoredTensor, int]]] = {}
     for name, tensor in stored.items():
@@ -119,10 +119,6 @@ def find_stored(model: nn.Module, stored: Mapping[str, StoredTensor]) -> dict[st
     for name in found:
         found[name].sort(key=lambda part: part[1])
     return found
-
-
-def _persistent_with_tied(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.state_dict(keep_vars=True).items()
 
 
 def _place(name: str, tensor: StoredTensor, wanted: Mapping[str, Tensor], prefix: str) -> tuple[str, int] | None:

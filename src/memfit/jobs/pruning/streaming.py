@@ -33,17 +33,29 @@ class Load:
     origin: Origin = "source"
 
 
-class Uploads:
-    """Bytes to the device, in order."""
-
+class _Transfers:
     def __init__(self, device: torch.device, host: HostMemory, chunk: int | None = None) -> None:
-        """The CPU's memory is read into directly, unless a size of chunks is given."""
+        """The CPU's memory is used directly, unless a size of chunks is given."""
         self._lane = Lane(device)
         self._chunk = chunk or CHUNK
         wanted = 2 if chunk or device.type != "cpu" else 0
         self._buffers = [host.empty((self._chunk,), torch.uint8) for _ in range(wanted)]
         self._copied: list[Event] = [None, None]
         self._host = host
+
+    def after(self, event: Event) -> None:
+        """What is transferred from now on waits for this."""
+        if event is not None:
+            self._lane.stream.wait_event(event)  # type: ignore[union-attr]
+
+    def release(self) -> None:
+        for buffer in self._buffers:
+            self._host.release(buffer)
+        self._buffers = []
+
+
+class Uploads(_Transfers):
+    """Bytes to the device, in order."""
 
     def send(self, target: Tensor, read: Callable[[memoryview, int], None]) -> None:
         """Fill `target` (bytes) with what `read` puts into the memory it is given, from a start on."""
@@ -59,34 +71,13 @@ class Uploads:
             read(as_bytes(room), start)
             self._copied[number % 2] = self._lane.copy(part, room)
 
-    def after(self, event: Event) -> None:
-        """What is sent from now on waits for this."""
-        if event is not None:
-            self._lane.stream.wait_event(event)  # type: ignore[union-attr]
-
     def arrived(self) -> Event:
         """When all that was sent is there."""
         return None if self._lane.stream is None else self._lane.stream.record_event()
 
-    def release(self) -> None:
-        for buffer in self._buffers:
-            self._host.release(buffer)
-        self._buffers = []
 
-
-class Downloads:
+class Downloads(_Transfers):
     """Bytes from the device, in order."""
-
-    def __init__(self, device: torch.device, host: HostMemory, chunk: int | None = None) -> None:
-        self._lane = Lane(device)
-        self._chunk = chunk or CHUNK
-        wanted = 2 if chunk or device.type != "cpu" else 0
-        self._buffers = [host.empty((self._chunk,), torch.uint8) for _ in range(wanted)]
-        self._host = host
-
-    def after(self, event: Event) -> None:
-        if event is not None:
-            self._lane.stream.wait_event(event)  # type: ignore[union-attr]
 
     def fetch(self, source: Tensor) -> Iterator[tuple[int, memoryview]]:
         """Each part is good until the next is asked for; it comes while the one before is used."""
@@ -103,11 +94,6 @@ class Downloads:
                 coming = self._begin(source, number + 1)
             finished(arrived)
             yield start, as_bytes(part)
-
-    def release(self) -> None:
-        for buffer in self._buffers:
-            self._host.release(buffer)
-        self._buffers = []
 
     def _begin(self, source: Tensor, number: int) -> tuple[Tensor, Event]:
         part = source[number * self._chunk : (number + 1) * self._chunk]

@@ -29,7 +29,7 @@ from memfit.jobs.pruning import kernels
 from memfit.jobs.pruning.engine import Engine
 from memfit.jobs.pruning.kernels import attention_kernels
 from memfit.jobs.pruning.methods import ByNorms, Method, method_of, outlier_percentage, owl, owl_groups
-from memfit.jobs.pruning.observation import Matrix, SharedInput, Statistic
+from memfit.jobs.pruning.observation import SharedInput, Statistic
 from memfit.jobs.pruning.output import OutputFolder
 from memfit.jobs.pruning.placement import HiddenStates, Placement
 from memfit.jobs.pruning.result import BlockReport, MatrixReport, PruningOutcome
@@ -408,7 +408,7 @@ def _zeros(weight: Tensor) -> Tensor:
 
 def _few_tokens(path: str, groups: Iterable[SharedInput]) -> tuple[str, ...]:
     """Experts whose statistics say little."""
-    seen = {_expert(group.matrices[0]): group.seen for group in groups if group.seen is not None}
+    seen = {group.matrices[0].name.rpartition(".")[0]: group.seen for group in groups if group.seen is not None}
     if not seen:
         return ()
     even = sum(seen.values()) / len(seen)
@@ -424,7 +424,3 @@ def _few_tokens(path: str, groups: Iterable[SharedInput]) -> tuple[str, ...]:
             named = ", ".join(few[:NAMED]) + (f" and {len(few) - NAMED} more" if len(few) > NAMED else "")
             notes.append(f"{path}: experts {named} {what}")
     return tuple(notes)
-
-
-def _expert(matrix: Matrix) -> str:
-    return matrix.name.rpartition(".")[0]

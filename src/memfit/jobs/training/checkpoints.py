@@ -87,20 +87,20 @@ def steps_done(folder: Path) -> int:
 
 def identity_of(job: TrainJob) -> dict[str, Any]:
     """What must be the same for a checkpoint to be continued, and what must be for the run to be the same."""
-    config = job.config
-    method: dict[str, Any] = {"kind": config.method.kind}
-    if config.method.kind == "lora":
-        targets = config.method.target_modules
+    config, work = job.config, job.config.workload
+    method: dict[str, Any] = {"kind": config.value("method.kind")}
+    if work.kind == "lora":
+        targets = work.target_modules
         method |= {
-            "rank": config.method.rank, "alpha": config.method.scaling_alpha,
+            "rank": work.rank, "alpha": config.alpha,
             "target_modules": None if targets is None else sorted(targets),
         }  # fmt: skip
-    if (work := config.workload).is_quantised:
+    if work.is_quantised:
         method |= {"quant": work.quant, "kbit_prepare": work.is_kbit_prepared}
         method |= {} if work.quant == "int8" else {"double": work.double_quant, "compute": work.compute_precision}
     return {
         "schema": SCHEMA, "model": config.model.name, "shape": job.shape, "method": method,
-        "optimizer": config.optimizer.name, "precision": config.precision, "autocast": config.autocast,
+        "optimizer": work.optimizer, "precision": work.precision, "autocast": work.autocast,
         "data": job.data.fingerprint, "global_batch_size": job.batch.global_batch_size, "seed": config.seed,
         "shuffle": config.data.shuffle, "max_seq_len": config.data.max_seq_len,
     }  # fmt: skip
@@ -136,12 +136,12 @@ def check_checkpoint(folder: Path, job: TrainJob) -> tuple[str, ...]:
 
 def _check_foreign(folder: Path, job: TrainJob) -> None:
     adapter = _read(folder / "adapter_config.json")
-    if (adapter is not None) != (job.config.method.kind == "lora"):
+    if (adapter is not None) != (job.config.workload.kind == "lora"):
         holds = "LoRA adapters" if adapter is not None else "a whole model"
-        raise InputError(f"'{folder}' holds {holds}, and this config says method {job.config.method.kind}")
-    if adapter is not None and adapter.get("r") != job.config.method.rank:
+        raise InputError(f"'{folder}' holds {holds}, and this config says method {job.config.value('method.kind')}")
+    if adapter is not None and adapter.get("r") != job.config.workload.rank:
         raise InputError(
-            f"'{folder}' has adapters of rank {adapter.get('r')}, and this config says {job.config.method.rank}"
+            f"'{folder}' has adapters of rank {adapter.get('r')}, and this config says {job.config.workload.rank}"
         )
     if (folder / "config.json").is_file() and job.shape is not None:
         saved = read_shape(folder / "config.json")
@@ -370,9 +370,9 @@ RANDOM = "rng_state*.pth"
 
 def check_whole(folder: Path, config: TrainConfig, *, world_size: int) -> None:
     """A sharded one has files of its own, which are left to accelerate."""
-    if config.parallel.kind == "fsdp2" and world_size > 1:
+    if config.workload.parallel == "fsdp2" and world_size > 1:
         return
-    lora = config.method.kind == "lora"
+    lora = config.workload.kind == "lora"
     if wrong := list(incomplete(folder, lora=lora)):
         whole = [each for each in find_checkpoints(folder.parent) if not any(incomplete(each, lora=lora))]
         instead = f"--resume_from {whole[-1]}, which is whole" if whole else "copy it again, or start without it"

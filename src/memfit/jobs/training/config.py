@@ -1,8 +1,8 @@
 """A training job's settings, every one checked, in one place per subject.
 
 `config_file.load_config` makes one from a YAML file or from the name of a shipped config; `config_names` has the other
-names that a setting goes by. What decides memory is a `Workload`'s, with the same types and defaults: `KEYS` says which
-key is which setting. No torch here: `memfit train --help` must not need it.
+names that a setting goes by. What decides memory is a `Workload`, and `OF_WORKLOAD` says which key of a file is which
+of its settings; the sections hold the rest. No torch here: `memfit train --help` must not need it.
 """
 
 from __future__ import annotations
@@ -15,25 +15,10 @@ from functools import cache, cached_property
 from typing import Any, Literal, TypeVar, get_type_hints
 
 from memfit.errors import UnknownName, UsageError
-from memfit.jobs.adapter_names import USUAL_RANK
-from memfit.jobs.checks import check_by_type, check_names, check_one_of, check_whole
-from memfit.jobs.workload import (
-    BY_BITSANDBYTES,
-    MAX_RANK,
-    MAX_SEQ_LEN,
-    AdapterDtype,
-    AutocastType,
-    Checkpointing,
-    Loss,
-    Offload,
-    Optimizer,
-    Parallel,
-    Precision,
-    Quant,
-    QuantCompute,
-    Workload,
-    check_setting,
-)
+from memfit.jobs.checks import check_by_type, check_one_of, check_whole
+from memfit.jobs.settings import BY_BITSANDBYTES, MAX_SEQ_LEN, Checkpointing, check_setting
+from memfit.jobs.together import unused
+from memfit.jobs.workload import Workload
 from memfit.models.presets import GSA_SETTINGS, is_gsa
 from memfit.models.registry import ModelSource, resolve
 
@@ -88,7 +73,7 @@ class ModelConfig(Section):
     """Random weights instead of the published ones. None: only for a model that has none."""
     tokenizer: str | None = None
     """Folder, hub id, GGUF file, or `bytes` (one token a byte, needs no file). None: the model's own."""
-    attention: Attention = Workload.attention
+    attention: Attention = "sdpa"
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Changes to the architecture, in the model's own words: `n_layers`, `d_ffn`, `k_max`, `num_hidden_layers`."""
     cache_dir: str | None = None
@@ -128,35 +113,8 @@ class ModelConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class MethodConfig(Section):
-    kind: Method = "full"
-    rank: int = within(USUAL_RANK, most=MAX_RANK)
     alpha: float | None = within(None, above=0)
     """None: twice the rank."""
-    dropout: float = within(Workload.lora_dropout, least=0, below=1)
-    target_modules: tuple[str, ...] | None = None
-    """None: all linear layers of a block."""
-    adapter_dtype: AdapterDtype = Workload.adapter_dtype
-    """fp32, as peft makes adapters whatever the base model has; `same` as the base otherwise."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_names("method.target_modules", self.target_modules, hint="all-linear is the default")
-
-    @property
-    def scaling_alpha(self) -> float:
-        return 2.0 * self.rank if self.alpha is None else self.alpha
-
-
-@dataclass(frozen=True, kw_only=True)
-class QuantConfig(Section):
-    kind: Quant = Workload.quant
-    """The base model's linear layers in 4 or 8 bits, by bitsandbytes: `load_in_4bit`, `load_in_8bit`. For LoRA."""
-    double: bool = Workload.double_quant
-    """Scales of 4-bit weights are quantised too: `bnb_4bit_use_double_quant`."""
-    compute: QuantCompute | None = Workload.quant_compute
-    """The type in which 4-bit layers compute, `bnb_4bit_compute_dtype`. None: that of the other weights."""
-    prepare: bool | None = Workload.kbit_prepare
-    """peft's `prepare_model_for_kbit_training`: every weight that is not quantised becomes fp32. None: yes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,26 +193,13 @@ class MemoryConfig(Section):
     """Share of the GPU that stays free."""
     gpu: str | None = None
     """Plan for this card, such as 24GB. None: the one that is there."""
-    gradient_checkpointing: Checkpointing = "none"
-    offload: tuple[Offload, ...] = ()
-    """What lies on the host: optimizer, activations, weights (frozen base layers of LoRA)."""
-    alloc_conf: str = within(Workload.alloc_conf, empty=True)
-    """PYTORCH_CUDA_ALLOC_CONF, set before CUDA starts."""
     probe: bool = True
     """Run the longest batch first, two optimizer steps, and then begin anew."""
     oom_recovery: bool = True
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not isinstance(self.offload, tuple):
-            raise UsageError(f"memory.offload {self.offload!r} is not a list", hint="such as [optimizer, activations]")
-        for each in self.offload:
-            check_one_of("memory.offload", each, Offload)
-
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig(Section):
-    name: Optimizer = "adamw-fused"
     weight_decay: float = within(0.0, least=0)
     """Not on biases and norms."""
     beta1: float = within(0.9, least=0, below=1)
@@ -263,18 +208,7 @@ class OptimizerConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LossConfig(Section):
-    kind: Loss = Workload.loss
-    """chunked: the same loss and gradients, the logits never whole."""
-    chunk: int = within(Workload.loss_chunk, most=MAX_SEQ_LEN)
-    """Tokens at a time."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class ParallelConfig(Section):
-    kind: Parallel = Workload.parallel
-    """Of no effect in a single process."""
-    gradient_as_bucket_view: bool = True
     find_unused_parameters: bool | None = None
     """None: where the model is known to leave parameters without a gradient, as GSA does."""
 
@@ -303,6 +237,8 @@ class SavingConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
+    workload: Workload
+    """What of the job decides its memory, but for the sizes of batches."""
     model: ModelConfig
     name: str = "train"
     """Of the config: its file's name without the ending."""
@@ -310,14 +246,8 @@ class TrainConfig:
     data: DataConfig = field(default_factory=DataConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    precision: Precision = Workload.precision
-    """Of the weights; amp is autocast over fp32 weights, with a gradient scaler for fp16."""
-    autocast: AutocastType | None = Workload.autocast
-    """The type of the autocast region, whatever the weights are. None: what the precision says."""
-    quant: QuantConfig = field(default_factory=QuantConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    loss: LossConfig = field(default_factory=LossConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     saving: SavingConfig = field(default_factory=SavingConfig)
@@ -328,39 +258,16 @@ class TrainConfig:
     """What was found while the file was read: keys without effect."""
 
     def __post_init__(self) -> None:
-        check_setting("precision", self.precision, "precision")
-        check_setting("autocast", self.autocast, "autocast")
         check_whole("seed", self.seed, least=0, most=(1 << 32) - 1)
         if self.device not in ("auto", "cpu", "cuda"):
             raise UsageError(
                 f"device {self.device!r} is not one of auto, cpu, cuda", hint="torchrun gives each process its GPU"
             )
-        if self.precision == "fp16" and self.method.kind == "full":
-            raise UsageError(
-                "precision fp16: weights that are themselves fp16 cannot be trained; small updates are lost",
-                hint="amp-fp16 keeps them in fp32 and scales the gradients; bf16 needs no scaling",
-            )
-        if self.precision.startswith("amp-") and self.autocast not in (None, self.precision.removeprefix("amp-")):
-            raise UsageError(f"precision {self.precision} and autocast {self.autocast} contradict each other")
-        if self.quant.kind not in ("none", *BY_BITSANDBYTES):
-            raise UsageError(
-                f"quant {self.quant.kind} is planned, not trained", hint=f"quant: {', '.join(BY_BITSANDBYTES)}"
-            )
-        if self.quant.kind != "none" and self.method.kind == "full":
-            raise UsageError(
-                f"quant {self.quant.kind}: weights of few bits cannot be trained themselves",
-                hint="method: lora trains adapters beside them",
-            )
-        if "weights" in self.memory.offload and self.method.kind == "full":
-            raise UsageError(
-                "memory.offload weights: only frozen layers can lie on the host, and method full trains them all",
-                hint="method: lora freezes them; for full training, offload optimizer or activations",
-            )
 
-    @cached_property
-    def workload(self) -> Workload:
-        """What of the job decides its memory, but for the sizes of batches."""
-        return Workload(loop="memfit", **settings_of(self))
+    @property
+    def alpha(self) -> float:
+        """By which LoRA's products are scaled."""
+        return 2.0 * (self.workload.rank or 0) if self.method.alpha is None else self.method.alpha
 
     @property
     def output_dir(self) -> str:
@@ -369,81 +276,156 @@ class TrainConfig:
     def notes(self) -> tuple[str, ...]:
         """What a reader should know that is no error."""
         said = list(self.remarks)
-        if self.precision == "bf16" and self.method.kind == "full":
+        work = self.workload
+        if work.precision == "bf16" and work.kind == "train":
             said.append("precision bf16: small updates round away in bf16 weights; amp-bf16 keeps them in fp32")
-        if self.precision.startswith("amp-") and self.method.kind == "lora":
-            half = self.precision.removeprefix("amp-")
+        if work.precision.startswith("amp-") and work.kind == "lora":
+            half = work.autocast_type
             base, way = "the frozen base model is in fp32 too", f"{half} halves it"
-            if self.workload.is_quantised:
+            if work.is_quantised:
                 base, way = (
                     "what is not quantised is in fp32, prepared or not",
                     f"precision {half}, autocast {half} halves it",
                 )
-            said.append(f"precision {self.precision}: {base}; {way}")
+            said.append(f"precision {work.precision}: {base}; {way}")
         return (*said, *self._without_effect())
 
     def _without_effect(self) -> Iterator[str]:
         """Settings that this very job does not use."""
-        schedule, optimizer = self.schedule, self.optimizer.name
-        if self.quant.kind == "none" and not self.workload.is_quantised:
-            yield from no_effect("quant", self.quant, ("double", "compute", "prepare"), "without quantised weights")
-        elif self.workload.eight_bit:
-            yield from no_effect("quant", self.quant, ("double", "compute"), "with int8: they are of 4-bit weights")
-        if self.loss.kind == "full":
-            yield from no_effect("loss", self.loss, ("chunk",), "without loss: chunked")
-        if self.method.kind == "full":
-            names = tuple(each.name for each in dataclasses.fields(self.method))
-            yield from no_effect("method", self.method, names, "with method: full")
+        work, schedule = self.workload, self.schedule
+        if work.quant == "none" and not work.is_quantised:
+            yield from self.no_effect("quant", ("double", "compute", "prepare"), "without quantised weights")
+        elif work.eight_bit:
+            yield from self.no_effect("quant", ("double", "compute"), "with int8: they are of 4-bit weights")
+        if work.loss == "full":
+            yield from self.no_effect("loss", ("chunk",), "without loss: chunked")
+        if work.kind == "train":
+            yield from self.no_effect("method", DOCUMENT["method"][1:], "with method: full")
         if schedule.lr_scheduler == "constant":
             why = "with lr_scheduler constant; constant_with_warmup has one"
-            yield from no_effect("schedule", schedule, ("warmup_steps", "warmup_ratio"), why)
+            yield from self.no_effect("schedule", ("warmup_steps", "warmup_ratio"), why)
         elif schedule.warmup_steps:
-            yield from no_effect("schedule", schedule, ("warmup_ratio",), "beside warmup_steps")
-        if optimizer in ("sgd", "adafactor"):
-            yield from no_effect("optimizer", self.optimizer, ("beta1", "beta2", "eps"), f"with {optimizer}")
+            yield from self.no_effect("schedule", ("warmup_ratio",), "beside warmup_steps")
+        if work.optimizer in ("sgd", "adafactor"):
+            yield from self.no_effect("optimizer", ("beta1", "beta2", "eps"), f"with {work.optimizer}")
         if self.device == "cpu":
-            yield from no_effect("memory", self.memory, ("alloc_conf",), "on the CPU")
+            yield from self.no_effect("memory", ("alloc_conf",), "on the CPU")
+
+    def no_effect(self, section: str, names: Iterable[str], why: str) -> Iterator[str]:
+        """A sentence on those of them that are not as they would be without being said."""
+        own = dataclasses.fields(getattr(self, section)) if hasattr(self, section) else ()
+        usual = {f"{section}.{each.name}": each.default for each in own}
+        usual |= {key: value for key, value in self._usual_settings.items() if key not in usual}
+        said = [key for name in names if self.value(key := f"{section}.{name}") != usual[key]]
+        if said:
+            yield f"{', '.join(said)} {'is' if len(said) == 1 else 'are'} of no effect {why}"
+
+    @cached_property
+    def _usual_settings(self) -> dict[str, Any]:
+        usual = self.workload.usual()
+        return {key: usual[name] for key, name in OF_WORKLOAD.items() if name in usual}
+
+    def without_offload(self, model: ModelConfig) -> TrainConfig:
+        """The same job with another model, and with nothing offloaded."""
+        work = self.workload.changed(model=model.name, offload=())
+        return dataclasses.replace(
+            self, model=model, workload=work, memory=dataclasses.replace(self.memory, auto=False)
+        )
+
+    def value(self, key: str) -> Any:
+        """As it stands in a file."""
+        section, _, name = key.rpartition(".")
+        if key not in OF_WORKLOAD:
+            return getattr(getattr(self, section) if section else self, name)
+        value = getattr(self.workload, OF_WORKLOAD[key])
+        return "full" if value == "train" else list(value) if isinstance(value, tuple) else value
 
     def to_json(self) -> dict[str, Any]:
-        """Every setting as resolved; `config_keys.config_from` reads it back."""
-        made = dataclasses.asdict(self)
-        del made["remarks"]
-        made["model"]["settings"] = dict(self.model.settings)
-        made["memory"]["offload"] = list(self.memory.offload)
-        if self.method.target_modules is not None:
-            made["method"]["target_modules"] = list(self.method.target_modules)
-        return made
+        """Every setting as resolved; `config_file.config_from` reads it back."""
+        made: dict[str, Any] = {}
+        for section, names in DOCUMENT.items():
+            made[section] = {name: self.value(f"{section}.{name}") for name in names} if names else self.value(section)
+        return made | {"model": made["model"] | {"settings": dict(self.model.settings)}}
 
 
-KEYS = {
-    "model.name": "model", "model.attention": "attention", "method.kind": "kind", "method.rank": "rank",
-    "method.dropout": "lora_dropout", "method.adapter_dtype": "adapter_dtype",
-    "method.target_modules": "target_modules", "schedule.max_grad_norm": "clip_grad", "precision": "precision",
-    "autocast": "autocast", "quant.kind": "quant", "quant.double": "double_quant", "quant.compute": "quant_compute",
-    "quant.prepare": "kbit_prepare",
+OF_WORKLOAD = {
+    "method.kind": "kind", "method.rank": "rank", "method.dropout": "lora_dropout",
+    "method.adapter_dtype": "adapter_dtype", "method.target_modules": "target_modules",
+    "precision": "precision", "autocast": "autocast", "quant.kind": "quant", "quant.double": "double_quant",
+    "quant.compute": "quant_compute", "quant.prepare": "kbit_prepare",
     "memory.gradient_checkpointing": "checkpointing", "memory.offload": "offload", "memory.alloc_conf": "alloc_conf",
     "optimizer.name": "optimizer", "loss.kind": "loss", "loss.chunk": "loss_chunk", "parallel.kind": "parallel",
     "parallel.gradient_as_bucket_view": "gradient_as_bucket_view",
 }  # fmt: skip
-"""Which key of a config is which setting of a `Workload`. How long rows are, and how many are in a batch, is found out
-by `job` and `batch`."""
+"""Which key of a config is which setting of its `Workload`. How long rows are, and how many are in a batch, is found
+out by `job` and `batch`."""
+OTHER_WORDS = {"method.kind": Method, "memory.gradient_checkpointing": Checkpointing}
+"""Keys whose values are not those of the setting."""
+KEYS = {"model.name": "model", "model.attention": "attention", "schedule.max_grad_norm": "clip_grad"} | OF_WORKLOAD
+"""With those that say more than the setting, and stand in sections."""
 CLIP_NORM = 1.0
 
 
-def settings_of(config: TrainConfig) -> dict[str, Any]:
-    """Those of a `Workload`."""
-    made: dict[str, Any] = {}
-    for key, setting in KEYS.items():
-        section, _, name = key.rpartition(".")
-        made[setting] = getattr(getattr(config, section) if section else config, name)
-    checkpointing = made.pop("checkpointing")
-    return made | {
-        "kind": "lora" if made["kind"] == "lora" else "train",
-        "attention": "eager" if made["attention"] == "eager" else "sdpa",  # which has flash kernels of its own
-        "clip_grad": made["clip_grad"] > 0,
-        "grad_checkpointing": checkpointing == "full",
-        "selective_checkpointing": checkpointing == "selective",
+def _fields(section: type[Section]) -> tuple[str, ...]:
+    return tuple(each.name for each in dataclasses.fields(section))  # type: ignore[arg-type]
+
+
+DOCUMENT: dict[str, tuple[str, ...]] = {
+    "model": _fields(ModelConfig), "name": (),
+    "method": ("kind", "rank", "alpha", "dropout", "target_modules", "adapter_dtype"),
+    "data": _fields(DataConfig), "batch": _fields(BatchConfig), "schedule": _fields(ScheduleConfig), "precision": (),
+    "autocast": (), "quant": ("kind", "double", "compute", "prepare"),
+    "memory": ("auto", "margin", "gpu", "gradient_checkpointing", "offload", "alloc_conf", "probe", "oom_recovery"),
+    "optimizer": ("name", *_fields(OptimizerConfig)), "loss": ("kind", "chunk"),
+    "parallel": ("kind", "gradient_as_bucket_view", "find_unused_parameters"), "logging": _fields(LoggingConfig),
+    "saving": _fields(SavingConfig), "seed": (), "device": (),
+}  # fmt: skip
+"""A config as a file has it: its sections with what they hold, and the keys that stand in none."""
+
+
+def workload_of(model: ModelConfig, schedule: ScheduleConfig, given: Mapping[str, Any]) -> Workload:
+    """Of what a config says about it, by its keys."""
+    for key, value in given.items():
+        said = SAID.get(key, key)
+        if key in OTHER_WORDS:
+            check_one_of(said, value, OTHER_WORDS[key])
+        else:
+            check_setting(OF_WORKLOAD[key], value, said)
+    made: dict[str, Any] = {
+        **{OF_WORKLOAD[key]: value for key, value in given.items() if key not in OTHER_WORDS},
+        "kind": "lora" if given.get("method.kind") == "lora" else "train",
+        "attention": "eager" if model.attention == "eager" else "sdpa",  # which has flash kernels of its own
+        "clip_grad": schedule.max_grad_norm > 0,
+        "grad_checkpointing": given.get("memory.gradient_checkpointing") == "full",
+        "selective_checkpointing": given.get("memory.gradient_checkpointing") == "selective",
     }
+    _check_together(made)
+    return Workload(model=model.name, loop="memfit", **made)
+
+
+def _check_together(made: Mapping[str, Any]) -> None:
+    """What a plan can have and `memfit train` not, or what it says in other words."""
+    full, precision, autocast = made["kind"] == "train", made.get("precision", ""), made.get("autocast")
+    if precision == "fp16" and full:
+        raise UsageError(
+            "precision fp16: weights that are themselves fp16 cannot be trained; small updates are lost",
+            hint="amp-fp16 keeps them in fp32 and scales the gradients; bf16 needs no scaling",
+        )
+    if precision.startswith("amp-") and autocast not in (None, precision.removeprefix("amp-")):
+        raise UsageError(f"precision {precision} and autocast {autocast} contradict each other")
+    quant = made.get("quant", "none")
+    if quant not in ("none", *BY_BITSANDBYTES):
+        raise UsageError(f"quant {quant} is planned, not trained", hint=f"quant: {', '.join(BY_BITSANDBYTES)}")
+    if quant != "none" and full:
+        raise UsageError(
+            f"quant {quant}: weights of few bits cannot be trained themselves",
+            hint="method: lora trains adapters beside them",
+        )
+    if "weights" in made.get("offload", ()) and full:
+        raise UsageError(
+            "memory.offload weights: only frozen layers can lie on the host, and method full trains them all",
+            hint="method: lora freezes them; for full training, offload optimizer or activations",
+        )
 
 
 def keys_of(work: Workload) -> dict[str, Any]:
@@ -451,11 +433,11 @@ def keys_of(work: Workload) -> dict[str, Any]:
     if work.kind == "lora" and (work.adapter != "lora" or work.adapter_config):
         raise UsageError("`memfit train` has plain LoRA only", hint="--loop plain or --loop trainer")
     made: dict[str, Any] = {}
-    unused = {name for name, _ in work.unused()} - {"loss_chunk"}
+    without_use = {name for name, _ in unused(work)} - {"loss_chunk"}
     for key, setting in KEYS.items():
         section, _, name = key.rpartition(".")
         value = getattr(work, setting)
-        if setting in unused or value is None:
+        if setting in without_use or value is None:
             continue
         if setting == "kind":
             value = "lora" if value == "lora" else "full"
@@ -463,11 +445,3 @@ def keys_of(work: Workload) -> dict[str, Any]:
             value = CLIP_NORM if value else 0.0
         (made.setdefault(section, {}) if section else made)[name] = list(value) if isinstance(value, tuple) else value
     return made
-
-
-def no_effect(section: str, settings: Any, names: Iterable[str], why: str) -> Iterator[str]:
-    """A sentence on those of them that are not as they would be without being said."""
-    usual = {each.name: each.default for each in dataclasses.fields(settings)}
-    said = [f"{section}.{name}" for name in names if getattr(settings, name) != usual[name]]
-    if said:
-        yield f"{', '.join(said)} {'is' if len(said) == 1 else 'are'} of no effect {why}"

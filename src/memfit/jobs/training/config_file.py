@@ -8,7 +8,6 @@ What is given twice must agree.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from memfit.errors import InputError, UnknownName, UsageError
-from memfit.jobs.training.config import ModelConfig, TrainConfig
+from memfit.jobs.training.config import DOCUMENT, OF_WORKLOAD, ModelConfig, TrainConfig, workload_of
 from memfit.jobs.training.config_names import (
     ALIASES,
     AUTOCAST,
@@ -42,7 +41,7 @@ from memfit.jobs.training.config_names import (
     converted,
     type_of,
 )
-from memfit.jobs.workload import Workload
+from memfit.jobs.workload import NO_MODEL, Workload
 from memfit.models.stored_weights import StoredWeights
 
 if TYPE_CHECKING:
@@ -60,21 +59,11 @@ Found = Iterator[tuple[str | Unknown, Any, str]]
 """(memfit's key, value, key as written)."""
 
 
-_KINDS: dict[str, Any] = get_type_hints(TrainConfig)
-
-
-def _fields() -> dict[str, list[str]]:
-    """Sections and what they hold, read off the dataclasses; the keys without a section stand under ''."""
-    made: dict[str, list[str]] = {"": []}
-    for name, hint in _KINDS.items():
-        if dataclasses.is_dataclass(hint):
-            made[name] = [inner.name for inner in dataclasses.fields(hint)]
-        elif name != "remarks":
-            made[""].append(name)
-    return made
-
-
-FIELDS = _fields()
+FIELDS = {
+    "": tuple(key for key, names in DOCUMENT.items() if not names),
+    **{key: names for key, names in DOCUMENT.items() if names},
+}
+"""Sections and what they hold; the keys without a section stand under ''."""
 SECTIONS = tuple(section for section in FIELDS if section)
 _LEAVES = [leaf for section in SECTIONS for leaf in FIELDS[section]]
 _NEEDS_ITS_SECTION = (
@@ -109,12 +98,17 @@ class Given:
 
 
 def config_from(
-    document: Mapping[str, Any], *, name: str = "train", over: Mapping[str, Any] | None = None
+    document: Mapping[str, Any],
+    *,
+    name: str = "train",
+    over: Mapping[str, Any] | None = None,
+    found: Workload | None = None,
 ) -> TrainConfig:
-    """A file's content as a config; what is in `over` replaces what the file says."""
+    """A file's content as a config; what is in `over` replaces what the file says. `found` is a job with its model."""
     remarks: list[str] = []
     given, replaced = canonical(document, remarks), canonical(over or {}, remarks)
-    stored = _stored({**given, **replaced})
+    found = found or _found({**given, **replaced})
+    stored = found.stored
     quant = _quant({**given, **replaced}, stored, remarks)
     quantised = quant is not None or stored is not None
     replaced = _with_precision(replaced, remarks, quantised=quantised)
@@ -131,7 +125,7 @@ def config_from(
     _make_adapters(given)
     if "model.name" not in given and any(each.key.split(".")[-2:-1] == ["gsa"] for each in given.values()):
         given["model.name"] = Given("gsa", "gsa")
-    return _build(given, tuple(remarks))
+    return _build(given, tuple(remarks), found)
 
 
 def canonical(document: Mapping[str, Any], remarks: list[str] | None = None) -> dict[str, Given]:
@@ -336,9 +330,10 @@ def _asked_quant(given: Mapping[str, Given], stored: StoredWeights | None, remar
     return Given(meant, asked[0].key)
 
 
-def _stored(given: Mapping[str, Given]) -> StoredWeights | None:
+def _found(given: Mapping[str, Given]) -> Workload:
+    """The model, looked for once."""
     name = given.get("model.name", Given(None, "")).value
-    return Workload(kind="lora", model=name).stored if isinstance(name, str) and name else None
+    return Workload(kind="lora", model=name if isinstance(name, str) and name else NO_MODEL)
 
 
 def _with_precision(given: dict[str, Given], remarks: list[str], *, quantised: bool) -> dict[str, Given]:
@@ -374,22 +369,28 @@ def _with_precision(given: dict[str, Given], remarks: list[str], *, quantised: b
 # -- the dataclasses ---------------------------------------------------------------------------------------------------
 
 
-def _build(given: Mapping[str, Given], remarks: tuple[str, ...]) -> TrainConfig:
-    parts: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
-    whole: dict[str, Any] = {}
+def _build(given: Mapping[str, Given], remarks: tuple[str, ...], found: Workload) -> TrainConfig:
+    kinds = get_type_hints(TrainConfig)
+    parts: dict[str, dict[str, Any]] = {section: {} for section in ("", *SECTIONS)}
     settings: dict[str, Any] = {}
+    of_workload: dict[str, Any] = {}
     for path, each in given.items():
+        section, _, leaf = path.rpartition(".")
         if path.startswith(f"{SETTINGS}."):
             settings[path.removeprefix(f"{SETTINGS}.")] = each.value
-            continue
-        if each.value is None and NoneType not in get_args(type_of(path)):
+        elif each.value is None and (path in OF_WORKLOAD or NoneType not in get_args(type_of(path))):
             continue  # `key:` with nothing after it is the default
-        section, _, leaf = path.rpartition(".")
-        (parts[section] if section else whole)[leaf] = each.value
-    made: dict[str, Any] = {
-        section: _KINDS[section](**values) for section, values in parts.items() if section != "model"
-    }
-    return TrainConfig(model=ModelConfig(**parts["model"], settings=settings), remarks=remarks, **made, **whole)
+        elif path in OF_WORKLOAD:
+            of_workload[path] = each.value
+        else:
+            parts[section][leaf] = each.value
+    whole, model = parts.pop(""), parts.pop("model")
+    made: dict[str, Any] = {name: kinds[name](**values) for name, values in parts.items() if name in kinds}
+    made["model"] = ModelConfig(**model, settings=settings)
+    if "source" in vars(found):
+        vars(made["model"])["source"] = found.source
+    work = workload_of(made["model"], made["schedule"], of_workload).with_model_of(found)
+    return TrainConfig(workload=work, remarks=remarks, **made, **whole)
 
 
 MAX_BYTES = 1 << 20
@@ -445,9 +446,11 @@ def find_config(said: str) -> tuple[str, str, str]:
     try:
         if path.is_dir():
             raise InputError(f"--config '{said}' is a folder, not a YAML file")
-        if path.stat().st_size > MAX_BYTES:
-            raise InputError(f"'{said}' has {path.stat().st_size:,} bytes; a config has at most {MAX_BYTES:,}")
-        return path.stem, path.read_text(encoding="utf-8"), f"'{said}'"
+        with path.open("rb") as stream:
+            read = stream.read(MAX_BYTES + 1)  # what is no plain file may have no end
+        if len(read) > MAX_BYTES:
+            raise InputError(f"'{said}' is too long: a config has at most {MAX_BYTES:,} bytes")
+        return path.stem, read.decode(), f"'{said}'"
     except UnicodeDecodeError as error:
         raise InputError(f"'{said}' is not UTF-8 text") from error
     except OSError as error:

@@ -7,7 +7,8 @@ from functools import cache
 from typing import Any, get_args, get_type_hints
 
 from memfit.errors import UsageError
-from memfit.jobs.training.config import TrainConfig
+from memfit.jobs.training.config import OF_WORKLOAD, OTHER_WORDS, TrainConfig
+from memfit.jobs.workload import Workload
 from memfit.models.presets import GSA_SETTINGS
 
 SETTINGS = "model.settings"
@@ -141,6 +142,8 @@ def converted(path: str, value: Any, key: str) -> Made:
 
 @cache
 def type_of(path: str) -> Any:
+    if path in OF_WORKLOAD:
+        return OTHER_WORDS.get(path) or get_type_hints(Workload)[OF_WORKLOAD[path]]
     section, _, leaf = path.rpartition(".")
     owner: Any = get_type_hints(TrainConfig)[section] if section else TrainConfig
     return get_type_hints(owner)[leaf]

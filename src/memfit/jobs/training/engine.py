@@ -124,13 +124,12 @@ class MemfitTrainer(Trainer):  # type: ignore[misc,unused-ignore]
         from accelerate.utils import DistributedDataParallelKwargs
 
         built: dict[str, Any] = super()._build_accelerator_args(**kwargs)
-        parallel = self.job.config.parallel
         # Buffers are the same everywhere from the start. Sent around in a forward pass that one process does not
         # finish, they would leave the others waiting.
         built["kwargs_handlers"] = [
             DistributedDataParallelKwargs(
                 find_unused_parameters=find_unused_parameters(self.job) and not self.job.config.memory.oom_recovery,
-                gradient_as_bucket_view=parallel.gradient_as_bucket_view, broadcast_buffers=False,
+                gradient_as_bucket_view=self.job.config.workload.gradient_as_bucket_view, broadcast_buffers=False,
             )
         ]  # fmt: skip
         return built
@@ -324,7 +323,7 @@ class MemfitTrainer(Trainer):  # type: ignore[misc,unused-ignore]
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         assert output_dir is not None
-        if self.job.config.method.kind == "lora":
+        if self.job.config.workload.kind == "lora":
             model = self.accelerator.unwrap_model(self.model)
             # Else peft asks the Hub whether the embedding has been changed.
             model.save_pretrained(output_dir, state_dict=state_dict, save_embedding_layers=False)
@@ -333,7 +332,7 @@ class MemfitTrainer(Trainer):  # type: ignore[misc,unused-ignore]
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         adapters = Path(resume_from_checkpoint) / "adapter_model.safetensors"
-        if self.job.config.method.kind != "lora" or self._sharded or not adapters.is_file():
+        if self.job.config.workload.kind != "lora" or self._sharded or not adapters.is_file():
             super()._load_from_checkpoint(resume_from_checkpoint, model)
             return
         from peft import set_peft_model_state_dict

@@ -22,7 +22,7 @@ from memfit.jobs.training.checkpoints import (
     step_of,
     steps_done,
 )
-from memfit.jobs.training.config import DataConfig, ModelConfig, TrainConfig, no_effect
+from memfit.jobs.training.config import DataConfig, ModelConfig, TrainConfig
 from memfit.jobs.training.data import Collator, TrainingData, read_training_data, rows_of_full_length, total_steps
 from memfit.jobs.training.examples import (
     check_there,
@@ -98,7 +98,7 @@ class TrainJob:
 
     def in_lines(self) -> list[str]:
         config = self.config
-        how = config.method.kind if config.method.kind == "full" else f"LoRA of rank {config.method.rank}"
+        how = "full" if config.workload.kind == "train" else f"LoRA of rank {config.workload.rank}"
         if (work := config.workload).is_quantised:
             bits = f"{work.quant} weights" if work.stored is None else f"weights stored as {work.stored.in_words()}"
             how += f" on {bits}"
@@ -106,7 +106,7 @@ class TrainJob:
         if self.start_from is not None:
             begun = f"with the weights in {self.start_from.folder}"
         return [
-            f"model: {config.model.name}, {begun}, {how}, {config.precision}",
+            f"model: {config.model.name}, {begun}, {how}, {config.workload.precision}",
             *(self.data.summary.in_lines() if self.data_read else self._of_unread_data()),
             f"batch: {self.batch.in_words()}",
             self._length(),
@@ -236,11 +236,7 @@ def note_on_weights(job: TrainJob, found: ForeignWeights) -> str:
 
     model = job.config.model
     name = model.name if job.source is None else str(job.source.folder)
-    plain = dataclasses.replace(
-        job.config,
-        model=dataclasses.replace(model, name=name, from_scratch=True),
-        memory=dataclasses.replace(job.config.memory, auto=False, offload=()),
-    )
+    plain = job.config.without_offload(dataclasses.replace(model, name=name, from_scratch=True))
     with torch.random.fork_rng(devices=()), torch.device("meta"):
         built = build_for_training(dataclasses.replace(job, config=plain, source=None, start_from=None))
     return check_weights(found, built)
@@ -253,19 +249,19 @@ def notes_on_data(config: TrainConfig, batch: BatchSizes, data: TrainingData) ->
         notes.append(f"{few}: each step sees some of them more than once")
     if is_gsa(config.model.name) and not data.packed:
         notes.append("GSA takes padding for text when it counts keys: packing: true leaves none")
-    return [*notes, *_without_effect(config.data, data)]
+    return [*notes, *_without_effect(config, data)]
 
 
-def _without_effect(config: DataConfig, data: TrainingData) -> Iterator[str]:
+def _without_effect(config: TrainConfig, data: TrainingData) -> Iterator[str]:
     """Settings that these data do not use."""
     if data.packed:
-        yield from no_effect("data", config, ("too_long",), "where samples are packed")
-    if not is_on_hub(source_of(config)):
-        yield from no_effect("data", config, ("split", "subset"), "with files: they are of data sets on the Hub")
+        yield from config.no_effect("data", ("too_long",), "where samples are packed")
+    if not is_on_hub(source_of(config.data)):
+        yield from config.no_effect("data", ("split", "subset"), "with files: they are of data sets on the Hub")
     if data.summary.format == "text":
-        yield from no_effect("data", config, ("template", "mask_prompt"), "with running text, which has no prompts")
+        yield from config.no_effect("data", ("template", "mask_prompt"), "with running text, which has no prompts")
     else:
-        yield from no_effect("data", config, ("text_column",), "with prompts and answers")
+        yield from config.no_effect("data", ("text_column",), "with prompts and answers")
 
 
 class EarlierRun(InputError):
@@ -293,7 +289,7 @@ def check_output(folder: Path, *, resume_from: Path | None) -> None:
             f"output_dir '{folder}' holds checkpoints of an earlier run, up to {there[-1].name}",
             hint=f"--resume_from {there[-1]} continues it (or `latest`); or another --output_dir",
         )
-    if there and resume_from is not None and not _is_same_folder(resume_from.parent, folder):
+    if there and resume_from is not None and resume_from.parent.resolve() != folder.resolve():
         raise InputError(
             f"output_dir '{folder}' holds checkpoints of another run than '{resume_from}'", hint="another --output_dir"
         )
@@ -302,10 +298,6 @@ def check_output(folder: Path, *, resume_from: Path | None) -> None:
             f"output_dir '{folder}' holds later checkpoints than {resume_from.name}, up to {later[-1].name}",
             hint=f"--resume_from {later[-1]} goes on from there; to go back, another --output_dir, or move them away",
         )
-
-
-def _is_same_folder(one: Path, other: Path) -> bool:
-    return one.resolve() == other.resolve()
 
 
 def _later(checkpoints: list[Path], done: int) -> list[Path]:

@@ -6,20 +6,18 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 from memfit.errors import UsageError
-from memfit.jobs.training.config import FACTORY, TORCH_ADAMW, TrainConfig, no_effect
+from memfit.jobs.training.config import FACTORY, TORCH_ADAMW, TrainConfig
 from memfit.jobs.training.shapes import is_basics
 from memfit.jobs.workload import Workload
 from memfit.models.presets import is_gsa
 from memfit.versions import release_of, versions
 
 
-def check_offload(work: Workload, *, optimizer: str, setting: str) -> None:
+def check_offload(work: Workload, *, setting: str) -> None:
     """`setting` is how the user said what lies on the host."""
-    offload = work.offload or ()
-    if "optimizer" in offload and optimizer not in TORCH_ADAMW:
-        raise UsageError(
-            f"{setting} optimizer is AdamW on the host, and the optimizer is {optimizer}", hint=", ".join(TORCH_ADAMW)
-        )
+    offload, names = work.offload, ", ".join(TORCH_ADAMW)
+    if "optimizer" in offload and work.optimizer not in TORCH_ADAMW:
+        raise UsageError(f"{setting} optimizer is AdamW on the host, and the optimizer is {work.optimizer}", hint=names)
     if not work.is_sharded:
         return
     for name in ("optimizer", "weights"):
@@ -43,7 +41,7 @@ OLDEST_BITSANDBYTES = (0, 46)
 def check_levers(config: TrainConfig, *, world_size: int) -> tuple[str, ...]:
     """What no machine could run. Notes on what is of no effect here."""
     work = config.workload.with_found(world_size=world_size)
-    check_offload(work, optimizer=config.optimizer.name, setting="memory.offload")
+    check_offload(work, setting="memory.offload")
     _check_model(config)
     _check_quant(config, world_size)
     if config.device == "cpu":
@@ -75,7 +73,7 @@ def missing_gpu(config: TrainConfig, *, world_size: int) -> Iterator[UsageError]
 
 def missing_packages(config: TrainConfig) -> Iterator[UsageError]:
     yield from _lacks_bitsandbytes(config)
-    name = config.optimizer.name
+    name = str(config.workload.optimizer)
     if name.endswith("torchao") and find_spec("torchao") is None:
         yield UsageError(f"optimizer {name} needs torchao", hint="pip install torchao, or adamw-fused")
     if config.logging.wandb and find_spec("wandb") is None:
@@ -87,7 +85,7 @@ def missing_packages(config: TrainConfig) -> Iterator[UsageError]:
 
 
 def _lacks_bitsandbytes(config: TrainConfig) -> Iterator[UsageError]:
-    work, name = config.workload, config.optimizer.name
+    work, name = config.workload, config.workload.optimizer
     what, instead = (work.few_bits, "weights of 16 bits") if work.is_quantised else (f"optimizer {name}", "adamw-fused")
     if not work.is_quantised and name not in NEEDS_BITSANDBYTES:
         return
@@ -110,21 +108,19 @@ def _check_model(config: TrainConfig) -> None:
         raise UsageError(f"model.attention {config.model.attention}: the attention of {name} is its own")
     if not is_basics(name):
         return
-    if config.memory.gradient_checkpointing != "none":
+    if config.workload.checkpointing != "none":
         raise UsageError(f"memory.gradient_checkpointing: {name} has none", hint="it needs a transformers model")
-    if config.loss.kind == "chunked":
+    if config.workload.loss == "chunked":
         raise UsageError(f"loss chunked: {name} is no transformers model", hint="loss: full works")
-    if config.method.kind == "lora":
+    if config.workload.kind == "lora":
         raise UsageError(f"method lora: the linear layers of {name} are its own, and peft knows none of them")
 
 
 def _check_quant(config: TrainConfig, world_size: int) -> None:
     """What goes together with quantised weights."""
     work = config.workload
-    if work.stored is not None and (not work.runs_in_memfit_train or config.method.kind == "full"):
-        why = (
-            "all of its weights cannot be trained" if config.method.kind == "full" else "memfit train does not take it"
-        )
+    if work.stored is not None and (not work.runs_in_memfit_train or work.kind == "train"):
+        why = "all of its weights cannot be trained" if work.kind == "train" else "memfit train does not take it"
         raise UsageError(
             f"{work.few_bits} is quantised already, and {why}",
             hint="LoRA on what bitsandbytes has quantised, without `quant`; or the model in 16 bits",
@@ -133,8 +129,8 @@ def _check_quant(config: TrainConfig, world_size: int) -> None:
         return
     clash = {
         "several processes": world_size > 1,
-        "memory.offload weights": "weights" in config.memory.offload,
-        "memory.gradient_checkpointing selective": config.memory.gradient_checkpointing == "selective",
+        "memory.offload weights": "weights" in work.offload,
+        "memory.gradient_checkpointing selective": work.checkpointing == "selective",
         "model.from_scratch: only weights of a checkpoint are quantised": config.model.starts_from_scratch,
     }
     for setting in (name for name, here in clash.items() if here):
@@ -155,11 +151,12 @@ def _only_on_gpus(config: TrainConfig, world_size: int) -> Iterator[UsageError]:
             f"{config.workload.few_bits} needs a GPU",
             hint="--dry-run, prepare_job(..., to_run=False) in Python, plans it without",
         )
-    if config.precision == "amp-fp16":
+    if config.workload.precision == "amp-fp16":
         yield UsageError("precision amp-fp16 needs a GPU", hint="amp-bf16 and fp32 work on the CPU")
-    if config.optimizer.name in NEEDS_BITSANDBYTES or config.optimizer.name.endswith("torchao"):
-        yield UsageError(f"optimizer {config.optimizer.name} needs a GPU")
-    if config.parallel.kind == "fsdp2" and world_size > 1:
+    optimizer = str(config.workload.optimizer)
+    if optimizer in NEEDS_BITSANDBYTES or optimizer.endswith("torchao"):
+        yield UsageError(f"optimizer {optimizer} needs a GPU")
+    if config.workload.parallel == "fsdp2" and world_size > 1:
         yield UsageError("parallel fsdp2 needs GPUs: accelerate shards nothing on CPUs", hint="parallel: ddp")
 
 
@@ -172,10 +169,10 @@ def _has_gpu() -> bool:
 def _check_parallel(config: TrainConfig, world_size: int) -> tuple[str, ...]:
     of_ddp = ("gradient_as_bucket_view", "find_unused_parameters")
     if world_size == 1:
-        return tuple(no_effect("parallel", config.parallel, ("kind", *of_ddp), "in a single process"))
-    if config.parallel.kind != "fsdp2":
+        return tuple(config.no_effect("parallel", ("kind", *of_ddp), "in a single process"))
+    if config.workload.parallel != "fsdp2":
         return ()
-    unused = tuple(no_effect("parallel", config.parallel, of_ddp, "with fsdp2: they are of DDP"))
+    unused = tuple(config.no_effect("parallel", of_ddp, "with fsdp2: they are of DDP"))
     if config.memory.oom_recovery:
         # Each layer's weights are gathered by all processes together: where one of them stops, all the others wait.
         return (*unused, "with fsdp2 a process that runs out of memory ends the run; its checkpoints stay")

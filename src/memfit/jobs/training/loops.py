@@ -94,7 +94,7 @@ def _own_optimizer(
         tables = [m.weight for m in job.model.modules() if isinstance(m, nn.Embedding)]  # which it keeps in fp32
         whole = {"whole": {id(table) for table in tables}} if optimizer in KINDS else {}
         return kind, {"lr": args.learning_rate, **whole, **settings}
-    if "optimizer" not in (work.offload or ()):
+    if "optimizer" not in work.offload:
         return None
     settings = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
     return adamw(on_host=True), settings | ADAMW[str(work.optimizer)]
@@ -142,7 +142,7 @@ def training_config(work: Workload, *, steps: int) -> TrainConfig:
     keys["batch"] = {"micro_batch_size": work.batch_size, "gradient_accumulation_steps": work.grad_accum}
     keys["schedule"]["max_steps"] = steps
     keys["logging"] = {"logging_steps": 1, "tensorboard": False}
-    return config_from({**keys, "saving": {"save_steps": None}})
+    return config_from({**keys, "saving": {"save_steps": None}}, found=work)
 
 
 def _random_rows(work: Workload, vocab_size: int) -> TrainingData:

@@ -112,13 +112,14 @@ def adamw(on_host: bool) -> type[torch.optim.Optimizer]:
 
 def configured_optimizer(config: TrainConfig, model: nn.Module, decayed: set[str]) -> torch.optim.Optimizer:
     """As the config asks for it; weights that are not among the `decayed`, such as biases, are not decayed."""
-    said, trained = config.optimizer, [(name, each) for name, each in model.named_parameters() if each.requires_grad]
+    said, work = config.optimizer, config.workload
+    trained = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
     groups = [
         {"params": [each for name, each in trained if name in decayed], "weight_decay": said.weight_decay},
         {"params": [each for name, each in trained if name not in decayed], "weight_decay": 0.0},
     ]
-    on_host, betas = "optimizer" in config.memory.offload, (said.beta1, said.beta2)
-    make = choose_optimizer(said.name, on_host=on_host, setting="optimizer", betas=betas, eps=said.eps)
+    on_host, betas = "optimizer" in work.offload, (said.beta1, said.beta2)
+    make = choose_optimizer(str(work.optimizer), on_host=on_host, setting="optimizer", betas=betas, eps=said.eps)
     return make([group for group in groups if group["params"]], lr=config.schedule.learning_rate)
 
 

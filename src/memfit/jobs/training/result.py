@@ -346,22 +346,22 @@ def ran_out(place: Place, cause: str, config: TrainConfig, *, trained_bytes: int
     """A single row at a time is too much, or what does not depend on rows is. Checkpoints are as they were.
     `trained_bytes`: of the parameters that are trained."""
     where = f"{WHERE[place]} of the probe, before the run began" if probing and place == "optimizer" else WHERE[place]
-    if place == "optimizer" and config.optimizer.name in TORCH_ADAMW and trained_bytes:
+    if place == "optimizer" and config.workload.optimizer in TORCH_ADAMW and trained_bytes:
         where += f" (it keeps {gib(MOMENTS * trained_bytes)} beside the weights)"
     return RanOut(f"memory ran out {where}: {cause}", hint="; ".join(_helps(place, config)))
 
 
 def _helps(place: Place, config: TrainConfig) -> list[str]:
-    offloaded = config.memory.offload
+    offloaded = config.workload.offload
     found = []
     if place == "optimizer":
-        if config.optimizer.name == "adamw":
+        if config.workload.optimizer == "adamw":
             found.append("optimizer: adamw-fused makes no copy of all gradients")
         if "optimizer" not in offloaded:
             found.append("memory.offload: [optimizer] keeps its state on the host")
-    if place == "loading" and config.method.kind == "lora" and "weights" not in offloaded:
+    if place == "loading" and config.workload.kind == "lora" and "weights" not in offloaded:
         found.append("memory.offload: [weights] keeps frozen layers on the host")
-    if config.method.kind == "full":
+    if config.workload.kind == "train":
         found.append("method: lora trains few parameters")
         found.append("parallel: fsdp2 shares them among GPUs")
     found.append("a smaller micro_batch_size would not help; checkpoints are as they were")

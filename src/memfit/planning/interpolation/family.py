@@ -147,20 +147,28 @@ class Family:
 
     def told_after_more(self, work: Workload) -> Interpolation | None:
         """Corners around the point are traced, if they pay."""
-        point, told = point_of(work), None
+        for _ in self.tracing_more(work):
+            pass
+        return self.told(work)
+
+    def tracing_more(self, work: Workload) -> Iterator[None]:
+        """A step for each corner that is traced around the point, until it can be told or no corner pays."""
+        point = point_of(work)
         for _ in range(MOST_LINES):
             if self.given_up or len(self._traced) < TRACED_AS_ASKED:
-                return None
+                return
             corners = self.corners.around(point)
             missing = [corner for corner in corners if corner not in self._traced]
             if missing and not self._pay(corners, len(missing)):
-                return None
+                return
             for corner in missing:
                 self._trace(corner)
-            told = self.told(work)
-            if told is not None or not self.corners.draw_line(point, self._done_at, self._likely(), self._trace):
-                break
-        return told
+                yield
+            if self.told(work) is not None:
+                return
+            if not self.corners.draw_line(point, self._done_at, self._likely(), self._trace):
+                return
+            yield
 
     def learn(self, work: Workload, recipe: Recipe, heard: list[TraceRecord]) -> None:
         """From a trace that was made of one of the points."""
@@ -302,16 +310,16 @@ _wholes: OrderedDict[Hashable, Whole] = OrderedDict()
 
 
 def family_of(work: Workload, platform: Platform) -> Family | None:
-    """None where a model's own code could do anything, for pruning, whose micro-batches follow the length, and for
-    quantised weights, whose kernels do, and for what torch.compile plans anew for every shape."""
+    """None where a model's own code could do anything, for pruning, whose micro-batches follow the length, and for what
+    torch.compile plans anew for every shape."""
     model = identity(work.source) or _own_factory(work.source)
-    if model is None or work.kind == "prune" or work.is_quantised or work.is_compiled:
+    if model is None or work.kind == "prune" or work.is_compiled:
         return None
     if _reads_more_than_text(work):
         return None
     apart = ("model", "alloc_conf", "batch_size", "seq_len")
     settings = {name: value for name, value in work.settings().items() if name not in apart}
-    key = json.dumps([settings, model, dataclasses.asdict(platform)], sort_keys=True)
+    key = json.dumps([settings, model, platform.facts(compiled=False)], sort_keys=True)
     found = _families.get(key)
     if found is None:
         found = _families[key] = Family(work, platform)

@@ -31,7 +31,7 @@ export async function show(container, texts, shell) {
       status.textContent = `planning ${model} …`;
       try {
         const made = await shell.post("/api/table", { models: [model], workloads: [workload], gpus, seq_len: length }, { signal });
-        rows[i].replaceWith(...made.rows.map((row) => line(row, gpus, workload, shell, model)));
+        rows[i].replaceWith(...made.rows.map((row) => line(row, gpus, workload, shell)));
         settings.textContent = said(made.rows[0]);
       } catch (error) {
         if (error.name === "AbortError") return;
@@ -49,12 +49,12 @@ export async function show(container, texts, shell) {
   return () => turn?.abort();
 }
 
-function line(row, gpus, workload, shell, model) {
+function line(row, gpus, workload, shell) {
   const job = Object.fromEntries(Object.entries(row.settings).filter(([name, value]) => ["seq_len", "rank", "grad_checkpointing", "optimizer", "new_tokens"].includes(name) && value !== null && value !== false));
   const cells = gpus.map((gpu) => {
     const cell = row.cells[gpu];
     const words = `${row.model} on ${gpu}: ${cell.verdict}${cell.device_bytes ? `, ${size(cell.device_bytes)}` : ""}`;
-    const href = shell.link("planner", { ...job, kind: workload, model, gpu });
+    const href = shell.link("planner", { ...job, kind: workload, model: row.model, gpu });
     return make("td", { class: `cell ${cell.verdict}` }, row.way === "whole" ? make("span", { title: words, text: `${SIGNS[cell.verdict]} ${cell.verdict}` }) : make("a", { href, title: words, "aria-label": words, text: `${SIGNS[cell.verdict]} ${cell.verdict}` }));
   });
   return make("tr", {}, make("th", { scope: "row", text: `${row.model}${row.way ? ` (${row.way})` : ""}` }), make("td", { class: "num", text: size(row.total_bytes) }), cells);

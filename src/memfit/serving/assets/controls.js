@@ -112,17 +112,19 @@ export class Slider {
     this.element = make("div", { class: "control slider" }, make("label", { for: id, text: label }), this.range, this.number);
     this.range.addEventListener("input", () => {
       const value = this.stops[Number(this.range.value)];
-      this.number.value = value;
+      this.current = this.number.value = value;
       this.range.setAttribute("aria-valuetext", String(value));
       change(value);
     });
     this.number.addEventListener("change", () => {
       const value = Math.round(Number(this.number.value));
       if (value >= 1) change(value);
+      else this.number.value = this.current; // what is shown is what was planned
     });
   }
 
   set value(value) {
+    this.current = value;
     const nearest = this.stops.reduce((best, stop, i) => (Math.abs(stop - value) < Math.abs(this.stops[best] - value) ? i : best), 0);
     if (document.activeElement !== this.range) this.range.value = nearest;
     if (document.activeElement !== this.number) this.number.value = value;
@@ -163,4 +165,14 @@ export function segments(label, names, value, change) {
     input.addEventListener("change", () => change(name));
     return [input, make("label", { for: `${group}-${name}`, text })];
   }).flat()));
+}
+
+// What is drawn anew keeps the focus: a switch that was pressed can be pressed again.
+export function keepingFocus(holder, draw) {
+  const had = holder.contains(document.activeElement) ? document.activeElement.dataset : null;
+  draw();
+  if (had && (had.name || had.setting)) {
+    const again = [...holder.querySelectorAll("input, select")].find((each) => each.dataset.name === had.name && each.dataset.setting === had.setting);
+    again?.focus();
+  }
 }

@@ -7,6 +7,7 @@ import { percent, size } from "./words.js";
 
 const MOST_TEXT = 6 * 2 ** 20;
 const COLORS = { allocated: "--s0", "private pools": "--s3", cached: "--s5", "outside torch": "--s1", "other processes": "--s4", "not told apart": "--s6", free: "--c-free", rest: "--s9" };
+const ENOUGH = { safe: "fits", tight: "fits, tightly", fails: "not enough" };
 const SIZES = [["batch_size", "batch"], ["seq_len", "length"], ["rank", "rank"]];
 
 export async function show(container, texts, shell) {
@@ -44,7 +45,7 @@ export async function show(container, texts, shell) {
       area,
       make("details", {}, make("summary", { text: "what is known of the job: every fix is then predicted on it" }),
         make("div", { class: "known" }, model.element, cards.element,
-          segments("job", [["", "as told"], ...options.kinds.filter((each) => each !== "qlora").map((each) => [each, each])], "", (value) => { kind = value; }), make("div", { class: "settings" }, numbers))),
+          segments("job", [["", "as told"], ...options.kinds.map((each) => [each, each])], "", (value) => { kind = value; }), make("div", { class: "settings" }, numbers))),
       make("div", { class: "tools" }, button, status, make("label", { class: "right" }, "or a log file", file))),
     answer);
   if (texts.text) area.value = texts.text;
@@ -59,7 +60,7 @@ function explanation(told, shell) {
     told.traps.map((trap) => make("p", { class: "more", text: trap.text })))];
   parts.push(account(told.account), tensor(told.tensor), fixes(told, shell), withheld(told));
   if (told.notes.length) parts.push(card(null, "How to read it", null, make("ul", { class: "notes" }, told.notes.map((note) => make("li", { text: note })))));
-  if (told.next.length) parts.push(make("section", { class: "card next" }, make("h2", { text: "What next" }), told.next.map((each) => make("p", { text: each }))));
+  if (told.next.length) parts.push(make("section", { class: "card next" }, make("h2", { text: "What next" }), told.next.map((each) => make("p", { text: each.replace(/once the job is known: add .*/, "once the job above is filled in") }))));
   return parts.filter(Boolean);
 }
 
@@ -77,7 +78,7 @@ function account({ rows, capacity_bytes: capacity }) {
 function tensor({ readings, why_none: none, request_bytes: asked }) {
   if (!readings.length) return none && asked.length ? card("tensor", "The tensor that failed", null, make("p", { class: "muted", text: none })) : null;
   return card("tensor", "The tensor that failed", "which tensors have just that size", dataTable([["", ""], ["bytes", "num"], ["", "wide"]],
-    readings.slice(0, 4).map((each) => [`${each.tensor}${each.likeliest ? " (likeliest)" : ""}`, size(each.bytes), make("span", { class: "muted", text: each.product })])));
+    readings.slice(0, 4).map((each) => [`${each.tensor}${each.likeliest ? " (likeliest)" : ""}`, size(each.bytes), make("span", { class: "muted", text: each.product + (each.models.length && !each.known ? ` in ${each.models.slice(0, 3).join(", ")}${each.models.length > 3 ? " and others" : ""}` : "") })])));
 }
 
 function fixes(told, shell) {
@@ -85,13 +86,19 @@ function fixes(told, shell) {
   const { job } = told;
   const planned = job.settings.kind && job.settings.model;
   const state = (changes) => Object.fromEntries(Object.entries({ ...job.settings, ...changes, gpu: job.gpu ? job.gpu.name : "" }).filter(([, value]) => value !== null && value !== false && value !== "" && !(Array.isArray(value) && !value.length)));
-  return card("fixes", "What helps", told.fixes.some((each) => each.basis === "predicted") ? "savings are predicted on this very job" : "in words: with the job, every saving is predicted", dataTable(
-    [["", ""], ["", "wide"], ["saves", "num"], ["then", ""], ["", ""]], told.fixes.slice(0, 10).map((each) => [
+  const predicted = told.fixes.some((each) => each.basis === "predicted");
+  return card("fixes", "What helps", predicted ? "savings are predicted on this very job" : "in words: with the job, every saving is predicted", dataTable(
+    [["", ""], ["", "wide"], [predicted ? "saves" : "", "num"], [predicted ? "then" : "", ""], ["", ""]], told.fixes.slice(0, 10).map((each) => [
       make("span", {}, each.name, " ", each.cost ? make("span", { class: `cost ${each.cost}`, text: each.cost }) : null),
-      make("span", {}, each.says, each.price ? make("span", { class: "muted", text: ` (${each.price})` }) : null),
-      each.saved_bytes === null ? "" : size(each.saved_bytes), each.verdict || "",
-      planned && Object.keys(each.changes).length ? make("a", { href: shell.link("planner", state(each.changes)), text: "plan it" }) : "",
+      make("div", {}, each.says, each.price && each.price !== "none" ? make("span", { class: "muted", text: ` (${each.price})` }) : null, how(each.how)),
+      each.saved_bytes === null ? "" : size(each.saved_bytes), ENOUGH[each.verdict] || each.verdict || "",
+      planned && Object.keys(each.changes).length ? make("a", { class: "whole", href: shell.link("planner", state(each.changes)), text: "plan it" }) : "",
     ])));
+}
+
+function how(ways) {
+  const named = Object.entries(ways);
+  return named.length ? make("details", {}, make("summary", { text: "how" }), named.map(([who, what]) => make("p", {}, make("span", { class: "muted", text: `${who} ` }), make("code", { text: what })))) : null;
 }
 
 function withheld(told) {

@@ -1,7 +1,7 @@
 // The settings of a job as a form. What there is to set comes from the server, which has it from memfit's own settings; the
 // state holds only what is not as it would be by itself.
 
-import { Picker, Slider, choice, field, segments, toggle } from "./controls.js";
+import { Picker, Slider, choice, field, keepingFocus, segments, toggle } from "./controls.js";
 import { make } from "./dom.js";
 import { size } from "./words.js";
 
@@ -52,11 +52,11 @@ export class JobForm {
   read(texts) {
     const state = {};
     for (const [name, text] of Object.entries(texts)) {
-      const setting = this.options.settings[name];
+      const setting = Object.hasOwn(this.options.settings, name) ? this.options.settings[name] : null;
       if (["kind", "model", "gpu"].includes(name)) state[name] = text;
       else if (setting) state[name] = parsed(setting.type, text);
     }
-    if (!this.options.of_kind[state.kind]) state.kind = "lora";
+    if (!this.options.kinds.includes(state.kind)) state.kind = "lora";
     return this.tidy(state);
   }
 
@@ -182,14 +182,4 @@ function parsed(type, text) {
 
 function same(a, b) {
   return JSON.stringify(a) === JSON.stringify(b);
-}
-
-// What is drawn anew keeps the focus: a switch that was pressed can be pressed again.
-function keepingFocus(holder, draw) {
-  const had = holder.contains(document.activeElement) ? document.activeElement.dataset : null;
-  draw();
-  if (had && (had.name || had.setting)) {
-    const again = [...holder.querySelectorAll("input, select")].find((each) => each.dataset.name === had.name && each.dataset.setting === had.setting);
-    again?.focus();
-  }
 }

@@ -12,7 +12,8 @@ const WAYS = {
 export function barParts(plan) {
   const alive = Object.entries(plan.breakdown).filter(([, bytes]) => bytes > 0).map(([name, bytes]) => [name.replace("_", " "), bytes, `--c-${cssKey(name)}`]);
   const held = plan.peak.reserved_bytes - plan.peak.allocated_bytes;
-  return [...alive, ["held, idle", held, "--c-idle"], ["CUDA context", plan.peak.context_bytes, "--c-context"]].filter(([, bytes]) => bytes > 0);
+  const padding = plan.peak.device_bytes - plan.peak.reserved_bytes - plan.peak.context_bytes; // the card decides on it
+  return [...alive, ["held, idle", held, "--c-idle"], ["CUDA context", plan.peak.context_bytes, "--c-context"], ["padding, at most", padding, "--c-idle"]].filter(([, bytes]) => bytes > 0);
 }
 
 export function verdictCard(answer, pinned, tools) {

@@ -1,5 +1,6 @@
 // Folders of recorded runs, those that are still going too: what each took, beside its plan and beside the others.
 
+import { keepingFocus } from "./controls.js";
 import { curves } from "./curves.js";
 import { card, dataTable, make, swatch } from "./dom.js";
 import { checkpoints } from "./sections.js";
@@ -65,14 +66,14 @@ class Runs {
 
   drawList(runs, more) {
     const said = runs.length ? `${plural(runs.length, "run")}${more ? ", the newest" : ""}; tick several to see them side by side` : "No run in the folder that is served: memory_log.csv, result.json or train.log make one.";
-    this.list.replaceChildren(make("section", { class: "card", id: "runs" }, make("h2", { text: "Runs" }), make("p", { class: "sub", text: said }), runs.length ? dataTable(
+    keepingFocus(this.list, () => this.list.replaceChildren(make("section", { class: "card", id: "runs" }, make("h2", { text: "Runs" }), make("p", { class: "sub", text: said }), runs.length ? dataTable(
       [["", ""], ["run", "where"], ["", ""], ["at", ""], ["GPU peak", "num"], ["planned", "num"], ["host", "num"], ["loss", "num"], ["written", "num"]],
-      runs.map((run) => this.row(run)), { rowClass: (i) => (this.chosen.includes(runs[i].path) ? "chosen-row" : "") }) : null));
+      runs.map((run) => this.row(run)), { rowClass: (i) => (this.chosen.includes(runs[i].path) ? "chosen-row" : "") }) : null)));
   }
 
   row(run) {
     const on = this.chosen.includes(run.path);
-    const tick = make("input", { type: "checkbox", checked: on, "aria-label": `Show ${run.name}`, on: { change: () => this.choose(on ? this.chosen.filter((each) => each !== run.path) : [...this.chosen, run.path]) } });
+    const tick = make("input", { type: "checkbox", checked: on, "data-name": run.path, "aria-label": `Show ${run.name}`, on: { change: () => this.choose(on ? this.chosen.filter((each) => each !== run.path) : [...this.chosen, run.path]) } });
     const peak = (name) => run.peaks.find((each) => each.name === name) || {};
     const link = make("a", { href: this.shell.link("runs", { runs: JSON.stringify([run.path]) }), text: run.name });
     return [tick, link, stateBadge(run.state), make("span", { class: "num", text: where(run) }), size(peak("GPU allocated").measured_bytes), size(peak("GPU allocated").predicted_bytes), size(peak("host").measured_bytes), run.loss === null ? "" : run.loss.toFixed(4), ago(run.written)];

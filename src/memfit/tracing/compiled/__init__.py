@@ -2,5 +2,10 @@
 
 from __future__ import annotations
 
-DOOR = {"hooks": "PADS compiling products_padded"}
+DOOR = {
+    "hooks": "compiling",
+    "padding": "OPERAND PADS products_padded",
+    "progress": "graphs_told",
+    "settings": "compiler_is_set_otherwise",
+}
 """What other rooms may use, by file."""

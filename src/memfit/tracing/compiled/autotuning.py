@@ -19,12 +19,11 @@ from unittest import mock
 import torch
 
 from memfit.events import Action, Trace
-from memfit.extrapolation.reused import say
-from memfit.tracing.compiled.pretended_gpu import l2_bytes
+from memfit.extrapolation.reused import FLUSH, say
+from memfit.tracing.compiled.pretended_gpu import flush_bytes
 from memfit.tracing.compiled.registers import NO_TRITON, REDUCTION, configurations_compiled, is_triton_here
 
 DECORATED = re.compile(r"^@triton_heuristics\.(\w+\(.*?)^@triton\.jit\s+def \w+\((.*?)\):", re.MULTILINE | re.DOTALL)
-FLUSH = "autotuning: a buffer as large as the L2 cache"
 TIMED = (
     "generated kernels are timed at their first launch, as in a first run: what earlier runs left in torch's cache on"
     " disk spares that, and some of what is reserved"
@@ -107,10 +106,11 @@ class GeneratedKernels:
         ]
         for _ in range(configurations):
             kept = self._within_peak(copies) if how.within_peak else copies
-            self._copied(kept)
-            with tracer.temporaries() as hold:
-                hold(l2_bytes(tracer.platform), FLUSH)
+            with tracer.making("workspaces"):
                 self._copied(kept)
+                with tracer.temporaries() as hold:
+                    hold(flush_bytes(tracer.platform), FLUSH)
+                    self._copied(kept)
 
     def _compiled(self, source: str) -> int | None:
         if REDUCTION not in source:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
@@ -17,9 +18,11 @@ from unittest import mock
 
 import torch
 
+from memfit.events import FrameRow
 from memfit.extrapolation.reused import COMPILED
 from memfit.tracing.compiled.autotuning import GeneratedKernels
 from memfit.tracing.compiled.torch_names import compiler
+from memfit.tracing.python_stacks import BACKWARD_OF
 
 REUSED = re.compile(r"^( +)(buf\d+) = (?:reinterpret_tensor\()?(\w+).*; del \3  # reuse$", re.MULTILINE)
 """A line that uses a buffer again that nobody needs any more."""
@@ -27,6 +30,19 @@ MADE = re.compile(r"^( +)(buf\d+) = (?!buf\d+|reinterpret_tensor)", re.MULTILINE
 """A line that makes a buffer, or asks a library's kernel for one."""
 OF_TRITON = ("import triton", "from torch._inductor.runtime.triton_heuristics")
 FILE = "<inductor>"
+LINE = re.compile(r'File "(.+)", line (\d+), in (.+)')
+"""As torch keeps the place in the code for which it has made a node of a graph."""
+BETWEEN = ("data", "zero")
+"""Phases that end where a model is called."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """For whose sake a buffer of compiled code is made."""
+
+    module: str = ""
+    lines: tuple[FrameRow, ...] = ()
+    """Of the code that was compiled, the innermost first."""
 
 
 class GeneratedCode:
@@ -35,9 +51,9 @@ class GeneratedCode:
     __file__ = FILE
 
     def __init__(
-        self, text: str, constants: Mapping[str, Any], kernels: GeneratedKernels, whose: Mapping[str, str]
+        self, text: str, constants: Mapping[str, Any], kernels: GeneratedKernels, whose: Mapping[str, Origin]
     ) -> None:
-        """`whose`: the module whose result a buffer holds, by its name in the text."""
+        """`whose`: where a buffer comes from, by its name in the text."""
         tracer = kernels.tracer
         self._tracer, self._caller = tracer, ""
         scope: dict[str, Any] = {"__name__": "inductor_generated", "__file__": FILE}
@@ -45,7 +61,8 @@ class GeneratedCode:
             exec(compile(_prepared(text), FILE, "exec"), scope)
 
         def at(buffer: str) -> None:
-            tracer.maker = called_by(self._caller, whose.get(buffer, ""))
+            origin = whose.get(buffer, Origin())
+            tracer.maker, tracer.lines = called_by(self._caller, origin.module), origin.lines
 
         def reuse(buffer: str, old: torch.Tensor) -> None:
             at(buffer)
@@ -60,8 +77,10 @@ class GeneratedCode:
 
     def call(self, args: Any) -> Any:
         trace = self._tracer.trace
+        if not self._tracer.in_backward and trace.marks and trace.marks[-1].phase in BETWEEN:
+            self._tracer.on_call()  # a compiled function calls none of its modules
         began = len(trace)
-        before = self._tracer.maker
+        before = self._tracer.maker, self._tracer.lines
         self._caller = self._tracer.surroundings()[0]
         self._tracer.maker = self._caller
         try:
@@ -73,7 +92,7 @@ class GeneratedCode:
             ):
                 return self._call(args)
         finally:
-            self._tracer.maker = before
+            self._tracer.maker, self._tracer.lines = before
             trace.facts.setdefault(COMPILED, []).append([began, len(trace)])
 
     def _empty(self, size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
@@ -141,15 +160,24 @@ def called_by(caller: str, module: str) -> str:
     return ".".join([*parts, *found[len(parts) :]]) if caller and same else module or caller
 
 
-def whose_buffers(graph: Any, name_of: Callable[[str], str]) -> dict[str, str]:
-    """Of the buffers of a lowered graph: the module that made each, or whose gradient it is a part of. `name_of` knows
-    the modules by their `id`, as text."""
-    found: dict[str, str] = {}
+def whose_buffers(graph: Any, name_of: Callable[[str], str]) -> dict[str, Origin]:
+    """Of the buffers of a lowered graph: what made each, or whose gradient it is a part of. `name_of` knows the modules
+    by their `id`, as text."""
+    found: dict[str, Origin] = {}
     for buffer in graph.buffers:
-        node = getattr(buffer, "origin_node", None) or next(iter(buffer.get_origins()), None)
-        path = _module_of(node, name_of) if node is not None else ""
-        found[buffer.get_name()] = path
+        origins = getattr(buffer, "origins", ())
+        node = getattr(buffer, "origin_node", None) or next(iter(origins), None)
+        if node is not None:
+            found[buffer.get_name()] = Origin(_module_of(node, name_of), _lines_of(node, backward=graph.is_backward))
     return found
+
+
+def _lines_of(node: Any, *, backward: bool) -> tuple[FrameRow, ...]:
+    found = [(file, int(line), name) for file, line, name in LINE.findall(node.meta.get("stack_trace") or "")]
+    if found and backward:
+        file, line, name = found[-1]
+        found[-1] = file, line, f"{BACKWARD_OF}{name}"
+    return tuple(reversed(found))
 
 
 def _module_of(node: Any, name_of: Callable[[str], str]) -> str:

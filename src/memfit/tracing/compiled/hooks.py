@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
+import re
 import sys
+import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from contextvars import ContextVar
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -22,10 +23,26 @@ from memfit.extrapolation.reused import say
 from memfit.tracing.autocast import LAYER
 from memfit.tracing.compiled.autotuning import GeneratedKernels
 from memfit.tracing.compiled.generated import GeneratedCode, whose_buffers
-from memfit.tracing.compiled.pretended_gpu import CUDA, PRETENDED, forget_the_card, gpu_pretended, guard_of_no_device
-from memfit.tracing.compiled.stages import FakeDevice, nothing_computed, without_function_modes
+from memfit.tracing.compiled.padding import TimedProducts
+from memfit.tracing.compiled.pretended_gpu import (
+    CUDA,
+    PRETENDED,
+    forget_the_card,
+    gpu_pretended,
+    guard_of_no_device,
+    nothing_logged_about_the_card,
+)
+from memfit.tracing.compiled.progress import tell_graph
+from memfit.tracing.compiled.settings import settings_put_back
+from memfit.tracing.compiled.stages import (
+    FakeDevice,
+    gradients_by_shape,
+    nothing_computed,
+    numbers_from_host,
+    without_function_modes,
+)
 from memfit.tracing.compiled.torch_names import EAGERLY, compiler
-from memfit.tracing.kernels.composites import composites_of_compiler
+from memfit.tracing.kernels.composites import composites_of_compiler, run_frames_as_before
 
 MEMFIT = Path(__file__).parents[2]
 OF_JOBS = tuple(str(MEMFIT / room) for room in ("jobs", "models"))
@@ -36,93 +53,93 @@ AUTOCAST = ("is_autocast_enabled", "get_autocast_dtype", "get_autocast_gpu_dtype
             "set_autocast_dtype", "clear_autocast_cache")  # fmt: skip
 NOT_GUARDED = frozenset((*AUTOCAST, *PRETENDED, "__call__"))
 """Names whose values memfit changes between the compiler's look at the code and the code's run."""
-PADS = (
-    "some products have a side that is no multiple of 8 (4 in fp32): torch times them on the card, padded and not"
-    " (pad_mm), and takes the faster; TORCHINDUCTOR_SHAPE_PADDING=0 settles it"
-)
-_padded: ContextVar[bool] = ContextVar("padded", default=False)
-
-
-@contextmanager
-def products_padded() -> Iterator[None]:
-    """As if padding were the faster wherever torch asks."""
-    token = _padded.set(True)
-    try:
-        yield
-    finally:
-        _padded.reset(token)
-
-
 REFUSED = {
-    "triton.cudagraphs": 'mode="reduce-overhead", whose CUDA graphs keep pools of memory of their own',
-    "max_autotune": 'mode="max-autotune", which times kernels on the card and takes the fastest',
+    "triton.cudagraphs": "{}, whose CUDA graphs keep pools of memory of their own",
+    "max_autotune": "{}, which times kernels on the card and takes the fastest",
     "max_autotune_gemm": "max_autotune_gemm, which times kernels on the card and takes the fastest",
+    "benchmark_fusion": "benchmark_fusion, which times kernels on the card and fuses those that gain",
+    "coordinate_descent_tuning": "coordinate_descent_tuning, which times kernels on the card step by step",
+    "triton.multi_kernel": "triton.multi_kernel, which times kernels on the card and takes the fastest",
+    "triton.native_matmul": "triton.native_matmul, whose products are kernels that are timed on the card",
+    "freezing": "freezing, which computes with the weights while it compiles",
     "cpp_wrapper": "cpp_wrapper",
     "memory_planning": "memory_planning",
 }
-
-UNCOVERED = {
-    "flex_attention": "FlexAttention in it",
-    "triton_kernel_wrapper": "a Triton kernel of the program's own in it, which torch looks into on the card",
-}
-"""By the names that nodes of a graph have."""
+NOTHING_COMPILED = "torch.compile was asked for, and compiled nothing: the plan is that of eager mode"
+IN_SOURCE = re.compile(r"\._(?:modules|parameters|buffers)\['([^']+)'\]")
+"""A part of a module, as Dynamo says where a tensor comes from: L['net']._modules['0']._parameters['weight']."""
 
 
 @contextmanager
 def compiling(names: Any) -> Iterator[None]:
     """torch.compile in the traced code is torch's own; code that compiles nothing is not touched."""
-    hooks = Hooks(names)
+    hooks, refuse = Hooks(names), names.tracer.answers.refuse
     inductor, others = torch._TorchCompileInductorWrapper, torch._TorchCompileWrapper
-    make, compile_graph = inductor.__init__, inductor.__call__
+    make, compile_graph, make_other = inductor.__init__, inductor.__call__, others.__init__
 
     def made(self: Any, *args: Any, **kwargs: Any) -> None:
         hooks.put_on()
         make(self, *args, **kwargs)
+        self.memfit_mode = args[0] if args else kwargs.get("mode")
 
     def compiled(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _refuse_uncovered(self.config)
-        return compile_graph(self, *args, **kwargs)
+        if (why := _uncovered(self.config, getattr(self, "memfit_mode", None))) is not None:
+            refuse(why)
+        for weight, path in _weights(args[0]):
+            names.tracer.on_weight(weight, path)
+        tell_graph(hooks.graphs + 1)
+        with warnings.catch_warnings():  # where it is stopped, torch would print what it was at
+            warnings.filterwarnings("ignore", message="Error detected in ")
+            made = compile_graph(self, *args, **kwargs)
+        hooks.graphs += 1
+        return made
 
     def made_other(self: Any, backend: Any, *args: Any, **kwargs: Any) -> None:
-        raise TraceError(f"memfit does not cover torch.compile with backend={backend!r}", hint=EAGERLY)
+        if isinstance(backend, str):
+            make_other(self, backend, *args, **kwargs)  # which knows the names that there are
+        refuse(TraceError(f"memfit does not cover torch.compile with backend={backend!r}", hint=EAGERLY))
 
     with ExitStack() as stack:
+        stack.enter_context(settings_put_back())
         stack.callback(hooks.take_off)
         stack.enter_context(mock.patch.object(inductor, "__init__", made))
         stack.enter_context(mock.patch.object(inductor, "__call__", compiled))
         stack.enter_context(mock.patch.object(others, "__init__", made_other))
         if loaded := sys.modules.get("torch._dynamo.convert_frame"):  # compiled before the trace, maybe
             stack.enter_context(hooks.at_the_first_frame(loaded.CatchErrorsWrapper))
+        if loaded := sys.modules.get("torch._dynamo.compiled_autograd"):
+            stack.enter_context(mock.patch.object(loaded, "_enable", lambda *_, **__: refuse(compiled_autograd())))
         yield
 
 
-def _refuse_uncovered(config: dict[str, Any]) -> None:
+def _uncovered(config: dict[str, Any], mode: str | None) -> TraceError | None:
     for setting, what in REFUSED.items():
         if config.get(setting, getattr_path(compiler().inductor_config, setting)):
-            raise TraceError(f"memfit does not cover torch.compile with {what}", hint=EAGERLY)
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        raise TraceError("memfit does not cover torch.compile in a job of several processes yet", hint=EAGERLY)
+            asked = f'mode="{mode}"' if mode and setting in config else setting
+            return TraceError(f"memfit does not cover torch.compile with {what.format(asked)}", hint=EAGERLY)
+    if compiler().dynamo_config.compiled_autograd or compiler().compiled_autograd.compiled_autograd_enabled:
+        return compiled_autograd()
+    return None
+
+
+def _weights(graph: Any) -> Iterator[tuple[torch.Tensor, str]]:
+    """Weights and buffers of modules that a graph is given, with their paths: it calls none of the modules."""
+    for node in graph.graph.find_nodes(op="placeholder"):
+        if (given := node.meta.get("grapharg")) is None or not isinstance(given.example, torch.Tensor):
+            continue
+        said = given.source.name if isinstance(given.source.name, str) else given.source.name()
+        if parts := IN_SOURCE.findall(said):
+            yield given.example, ".".join(parts)
+
+
+def compiled_autograd() -> TraceError:
+    return TraceError("memfit does not cover torch.compile with compiled_autograd", hint=EAGERLY)
 
 
 def getattr_path(owner: Any, path: str) -> Any:
     for part in path.split("."):
         owner = getattr(owner, part, None)
     return owner
-
-
-def _run_frames_as_before() -> None:
-    """An error inside Dynamo leaves its evaluator in the interpreter, where calls hold their arguments longer: tensors
-    of later traces would die later."""
-    frames, python = sys.modules.get("torch._C._dynamo.eval_frame"), ctypes.pythonapi
-    if frames is None:
-        return
-    if (callback := frames.set_eval_frame(None)) is not None:  # the caller is compiled itself
-        frames.set_eval_frame(callback)
-        return
-    with suppress(AttributeError):
-        here, evaluate = python.PyInterpreterState_Get, python._PyInterpreterState_SetEvalFrameFunc
-        here.restype, evaluate.argtypes, evaluate.restype = ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_void_p], None
-        evaluate(here(), ctypes.cast(python._PyEval_EvalFrameDefault, ctypes.c_void_p))
 
 
 class Hooks:
@@ -134,6 +151,7 @@ class Hooks:
         self._kernels = GeneratedKernels(self.tracer)
         self._stack = ExitStack()
         self._is_on = False
+        self.graphs = 0
         self._wait_no_more: Callable[[], None] = lambda: None
         self._codes: set[Any] = set()
         """Functions that were compiled in this trace: what was made for them is dropped at its end."""
@@ -150,33 +168,41 @@ class Hooks:
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             torchs = compiler()
             forget_the_card()
-        say(self.tracer.trace, f"torch.compile: buffers as the compiler of torch {torch.__version__} plans them")
         stack, fx = self._stack, torchs.compile_fx
         stack.callback(forget_the_card)
         stack.callback(self._forget_codes)
         stack.enter_context(guard_of_no_device())
+        stack.enter_context(nothing_logged_about_the_card())
         stack.enter_context(self.names.autocast.told_to_torch())
         stack.enter_context(torchs.inductor_config.patch({
             "compile_threads": 1, "fx_graph_cache": False, "fx_graph_remote_cache": False}))  # fmt: skip
         stack.enter_context(torchs.functorch_config.patch({"enable_autograd_cache": False}))
         stack.enter_context(torchs.dynamo_config.patch({"automatic_dynamic_local_pgo": False}))
         stack.callback(self._give_calls_back)
+        stack.enter_context(TimedProducts(self.tracer).asked())
+        stack.enter_context(self._ops_of_ops_under_autocast())
         for owner, name, value in (
             (torch.nn.Module, "compile", self._blocks()),
             (torchs.known_shapes, "_CODE_STATE", None),
             (torchs.known_shapes, "_INIT_CODE_STATE", None),
             (torchs.function_modes.SymbolicTorchFunctionState, "__init__", self._function_modes()),
+            (torchs.regions.AutocastModeVariable, "__init__", self._regions()),
             (torchs.convert_frame.CatchErrorsWrapper, "__call__", self._frames()),
             (fx, "compile_fx", self._whole_graphs()),
+            (fx, "InductorError", self._skipped()),
             (fx, "partition_fn", self._partition()),
             (fx, "compile_fx_forward", self._forward()),
             (fx, "compile_fx_backward", self._backward()),
             (torchs.graph.GraphLowering, "_compile_to_module_lines", self._generated()),
-            (torchs.pad_mm, "get_cached_should_pad", self._should_pad),
             (torchs.optimizers, "_is_static_for_cudagraphs", lambda _: True),
             (torchs.optimizers.OptimizerVariable, "call_method", self._optimizers()),
             (torchs.optimizers.OptimizerVariable, "_set_capturable", self._steps_on_the_card()),
             (torchs.module_hooks, "_has_any_global_hook", lambda: False),
+            (torchs.flex_attention, "create_fw_bw_graph", self._scores()),
+            (torchs.select_algorithm, "PyCodeCache", _Unloaded),
+            (fx, "_warn_tf32_disabled", lambda: None),  # about speed
+            (fx, "warnings", SimpleNamespace(warn=lambda *_: None)),  # that a card has no bf16
+            (torch.fx.GraphModule, "print_readable", lambda *_, **__: ""),  # for logs alone, and takes its time
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
         if self.tracer.platform.torch < (2, 12) and hasattr(BackwardCFunction, "apply_boxed"):
@@ -202,7 +228,9 @@ class Hooks:
     def take_off(self) -> None:
         self._stack.close()
         if self._is_on:
-            _run_frames_as_before()
+            run_frames_as_before()
+            compiled = f"torch.compile: buffers as the compiler of torch {torch.__version__} plans them"
+            say(self.tracer.trace, compiled if self.graphs else NOTHING_COMPILED)
 
     def _forget_codes(self) -> None:
         for code in self._codes:
@@ -216,6 +244,16 @@ class Hooks:
 
         def made(state: Any, modes: Sequence[Any], *args: Any, **kwargs: Any) -> None:
             make(state, [mode for mode in modes if mode is not self.names], *args, **kwargs)
+
+        return made
+
+    def _regions(self) -> Callable[..., None]:
+        """A region of the traced device, as accelerate makes it for the Trainer, is read as one of the card."""
+        make = compiler().regions.AutocastModeVariable.__init__
+
+        def made(region: Any, target_values: Sequence[Any], *args: Any, **kwargs: Any) -> None:
+            device, *rest = target_values
+            make(region, [CUDA.type if device == self.tracer.device.type else device, *rest], *args, **kwargs)
 
         return made
 
@@ -272,6 +310,34 @@ class Hooks:
 
         return set_here
 
+    @contextmanager
+    def _ops_of_ops_under_autocast(self) -> Iterator[None]:
+        """Memfit's layer is to them what CUDA's is."""
+        layer, flex = getattr(torch._C.DispatchKey, LAYER), compiler().flex_attention.flex_attention
+        with ExitStack() as stack:
+            for op in torch._ops._higher_order_ops.values():
+                if op is not flex:
+                    rest = op.non_fallthrough_keys.remove(layer)
+                    stack.enter_context(mock.patch.object(op, "non_fallthrough_keys", rest))
+            stack.enter_context(mock.patch.dict(flex.py_kernels, {layer: self._cast_scores}))
+            yield
+
+    def _cast_scores(self, query: Any, key: Any, value: Any, *rest: Any) -> Any:
+        """FlexAttention under autocast, as torch has it for CUDA."""
+        cast = (tensor.to(self.names.autocast.dtype) for tensor in (query, key, value))
+        layers = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, LAYER))
+        with torch._C._ExcludeDispatchKeyGuard(layers.add(torch._C.DispatchKey.AutocastCUDA)):
+            return compiler().flex_attention.flex_attention(*cast, *rest)
+
+    def _scores(self) -> Callable[..., Any]:
+        """FlexAttention asks autograd for the backward of its scores: Dynamo does not need it."""
+        make = compiler().flex_attention.create_fw_bw_graph
+
+        def made(score: Any, *args: Any) -> Any:
+            return (score, None) if self._device.now == CUDA else make(score, *args)
+
+        return made
+
     def _frames(self) -> Callable[..., Any]:
         torchs = compiler()
         convert, action = torchs.convert_frame.CatchErrorsWrapper.__call__, torchs.dynamo_types.FrameAction
@@ -281,6 +347,10 @@ class Hooks:
             return torchs.convert_frame.ConvertFrameReturn(frame_exec_strategy=strategy)
 
         def converted(wrapper: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
+            if torch.distributed.is_available() and torch.distributed.is_initialized():
+                # Before Dynamo looks: it would break the graph at what memfit has put in place of DDP's reducer.
+                refused = "memfit does not cover torch.compile in a job of several processes"
+                self.tracer.answers.refuse(TraceError(refused, hint=EAGERLY))
             self._codes.add(frame.f_code)
             file = frame.f_code.co_filename
             if file.startswith(str(MEMFIT)) and not file.startswith(OF_JOBS):
@@ -291,7 +361,6 @@ class Hooks:
                 with self._dynamo():
                     return convert(wrapper, frame, *args, **kwargs)
             except Exception as error:
-                _refuse_nodes(str(error))
                 raise _refusal_in(error) or _compiler_fails(error) from error
             finally:
                 wrapper.hooks.guard_filter_fn = filtered
@@ -309,6 +378,8 @@ class Hooks:
             gpu_pretended(self.tracer.platform),
             self._at(CUDA, layer=on, autocast=torch._C),
             composites_of_compiler(self.tracer.platform, "AutogradCUDA", ("scaled_dot_product_attention",)),
+            mock.patch.object(compiler().fake_tensor.FakeTensorMode, "avoid_device_init", True),  # by `torch.tensor`
+            gradients_by_shape(),
             mock.patch.multiple(hooks, **none),
             mock.patch.object(torch.nn.Module, "__call__", torch.nn.Module._wrapped_call_impl),
             mock.patch.object(torch.autograd, "_engine_run_backward", torch.autograd.graph._engine_run_backward),
@@ -339,7 +410,7 @@ class Hooks:
         def compile_whole(graph: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             if self._device.now != CUDA:
                 return whole(graph, inputs, *args, **kwargs)
-            _refuse_nodes(" ".join(str(node.target) for node in graph.graph.nodes))
+            numbers_from_host(graph)
             with self._autograd():
                 return whole(graph, self._device.carry(graph, inputs, propagate=False), *args, **kwargs)
 
@@ -399,6 +470,19 @@ class Hooks:
 
         return backward
 
+    def _skipped(self) -> Callable[..., Exception]:
+        """Of bf16 on a card without it, Inductor has Dynamo leave the frame as it is, but only where it looks into its
+        cache on disk first, as a run does."""
+        make, skip = compiler().compile_fx.InductorError, compiler().dynamo_exceptions.SkipFrame
+
+        def made(error: Exception, *args: Any) -> Exception:
+            if isinstance(error, skip):
+                say(self.tracer.trace, f"torch leaves some of what it was to compile as it is on this card: {error}")
+            wrapped: Exception = error if isinstance(error, skip) else make(error, *args)
+            return wrapped
+
+        return made
+
     def _generated(self) -> Callable[..., Any]:
         def generated(graph: Any, code: Any) -> GeneratedCode:
             constants = {**graph.constants, **graph.torchbind_constants}
@@ -411,13 +495,6 @@ class Hooks:
         known = {str(id(module)): name for module, name in self.tracer.modules.known()}
         return lambda ident: known.get(ident, "")
 
-    def _should_pad(self, key: str) -> bool | None:
-        """Inductor would time a product with and without padding, where nobody has done so before."""
-        if key.startswith("base mm time"):
-            return None
-        say(self.tracer.trace, PADS)
-        return _padded.get()
-
 
 def _guards_kept(filtered: Callable[..., Any] | None) -> Callable[[Sequence[Any]], list[bool]]:
     def kept(guards: Sequence[Any]) -> list[bool]:
@@ -428,7 +505,10 @@ def _guards_kept(filtered: Callable[..., Any] | None) -> Callable[[Sequence[Any]
 
 
 def _is_memfit_s(name: str) -> bool:
-    return name.rpartition(".")[2] in NOT_GUARDED or "_global_forward" in name
+    last = name.rpartition(".")[2]
+    if last in PRETENDED and "torch" not in name:
+        return False  # a `device` of somebody's own
+    return last in NOT_GUARDED or "_global_forward" in name
 
 
 def _refusal_in(error: BaseException | None) -> TraceError | None:
@@ -445,13 +525,26 @@ def _compiler_fails(error: Exception) -> TraceError:
     while (deeper := said.__cause__ or said.__context__) is not None:
         said = deeper
     line = next((line for line in str(said).splitlines() if line.strip()), "")
-    return TraceError(f"torch's compiler fails on this code: {type(said).__name__}: {line[:300]}", hint=EAGERLY)
+    if isinstance(said, ModuleNotFoundError) and said.name == "triton":
+        return TraceError(
+            "torch's compiler asks triton here, by a setting of its own, and triton is not installed",
+            hint="pip install triton, or plan it without that setting",
+        )
+    what = f"{type(said).__name__}: {line[:300]}"
+    stack, torchs = getattr(error, "real_stack", None) or (), str(Path(torch.__file__).parent)
+    place = next((f"{at.filename}:{at.lineno}" for at in reversed(stack) if not at.filename.startswith(torchs)), "")
+    of_the_card = any(word in line.lower() for word in ("cuda", "meta", "fake"))
+    if type(error).__name__ == "TorchRuntimeError" and place and not of_the_card:  # it fails without compiling too
+        return TraceError(f"the job itself fails: {what}", hint=f"raised at {place}")
+    return TraceError(f"torch's compiler fails on this code{place and f' at {place}'}: {what}", hint=EAGERLY)
 
 
-def _refuse_nodes(names: str) -> None:
-    for name, what in UNCOVERED.items():
-        if name in names:
-            raise TraceError(f"memfit does not cover torch.compile with {what}", hint=EAGERLY)
+class _Unloaded:
+    """Templates, as of FlexAttention, are written to a file and loaded, to be timed."""
+
+    @staticmethod
+    def load(*_: Any, **__: Any) -> Any:
+        return SimpleNamespace(__file__="", key="")
 
 
 def _holding_tangents() -> Callable[..., Any]:

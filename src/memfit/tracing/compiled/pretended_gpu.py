@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import logging
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,8 +21,7 @@ from memfit.tracing.compiled.torch_names import DEVICE_KINDS, GUARDS, KIND_CUDA,
 
 CUDA = torch.device("cuda", 0)
 CUDA_VERSION = "13.0"
-L2_MIB = {(8, 0): 40, (8, 6): 6, (8, 9): 72, (9, 0): 60, (10, 0): 126, (12, 0): 96}
-"""The largest of an architecture; the H200's was measured."""
+TRITONS_FLUSH_BYTES = 256 << 20
 OPT_IN_SHARED_BYTES = 232_448
 SHARED_BYTES = 49_152
 REGISTERS = 65_536
@@ -44,8 +46,12 @@ class PretendedGenerator(torch.Generator):
         return self
 
 
-def l2_bytes(platform: Platform) -> int:
-    return L2_MIB.get(platform.arch, 50) << 20
+def flush_bytes(platform: Platform) -> int:
+    """Of the buffer that is written before each run of what is timed: as large as the L2 cache, if torch times it
+    (`InductorBenchmarker`); that of triton has always 256 MiB."""
+    config: Any = import_module("torch._inductor.config")
+    by_torch = config.use_experimental_benchmarker or getattr(config, "use_torch_profiler_benchmarker", False)
+    return platform.l2_bytes if by_torch else TRITONS_FLUSH_BYTES
 
 
 def properties_of(platform: Platform) -> Any:
@@ -60,7 +66,7 @@ def properties_of(platform: Platform) -> Any:
         warp_size=32,
         max_threads_per_block=1024,
         regs_per_multiprocessor=REGISTERS,
-        L2_cache_size=l2_bytes(platform),
+        L2_cache_size=platform.l2_bytes,
         shared_memory_per_block=SHARED_BYTES,
         shared_memory_per_block_optin=OPT_IN_SHARED_BYTES,
         shared_memory_per_multiprocessor=OPT_IN_SHARED_BYTES + 1024,
@@ -78,7 +84,8 @@ def _of_cuda(platform: Platform) -> dict[str, Any]:
     return {
         "is_available": lambda: True, "current_device": lambda: 0, "device_count": lambda: 1,
         "get_device_properties": lambda *_, **__: found, "get_device_capability": lambda *_, **__: platform.arch,
-        "get_device_name": lambda *_: found.name, "is_bf16_supported": lambda *_, **__: platform.arch >= (8, 0),
+        "get_device_name": lambda *_: found.name,
+        "is_bf16_supported": lambda including_emulation=True: including_emulation or platform.arch >= (8, 0),
         "_lazy_init": lambda: None, "is_initialized": lambda: False, "synchronize": lambda *_: None,
         "current_stream": lambda *_: None, "set_device": lambda *_: None, "device": lambda *_: nullcontext(),
         "_exchange_device": lambda *_: 0, "_maybe_exchange_device": lambda *_: 0,
@@ -132,11 +139,19 @@ def gpu_pretended(platform: Platform) -> Iterator[None]:
         (torchs.triton_asked, {"triton_hash_with_backend": lambda *_, **__: "", "triton_backend": lambda *_: None}),
         *((module, {name: lambda *_, **__: True for name in names if hasattr(module, name)}) for module in asking),
     ]  # fmt: skip
+    if loaded := sys.modules.get("triton.runtime"):
+        replaced.append((loaded.driver, {"_active": _driver_of(platform)}))
     with ExitStack() as stack:
         for owner, values in replaced:
             for name, value in values.items():
                 stack.enter_context(mock.patch.object(owner, name, value, create=True))
         yield
+
+
+def _driver_of(platform: Platform) -> Any:
+    """triton's, which torch asks how to look into a Triton kernel of the program's own."""
+    target = import_module("triton.backends.compiler").GPUTarget("cuda", 10 * platform.arch[0] + platform.arch[1], 32)
+    return SimpleNamespace(get_current_target=lambda: target, get_current_device=lambda: 0)
 
 
 def forget_the_card() -> None:
@@ -147,6 +162,21 @@ def forget_the_card() -> None:
             if callable(clear := getattr(value, "cache_clear", None)):
                 clear()
     getattr(torchs.device_interface, "caching_worker_device_properties", {}).clear()
+
+
+@contextmanager
+def nothing_logged_about_the_card() -> Iterator[None]:
+    """Of a small one torch says that it will not time products, which nobody has asked for."""
+    log = compiler().inductor_utils.log
+
+    def is_of_the_job(record: logging.LogRecord) -> bool:
+        return not record.msg.startswith("Not enough SMs")
+
+    log.addFilter(is_of_the_job)
+    try:
+        yield
+    finally:
+        log.removeFilter(is_of_the_job)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ device, where memfit's rules already choose the kernels that CUDA would.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -74,20 +74,22 @@ class FakeDevice:
     def carry(self, graph: GraphModule, inputs: Sequence[Any], *, propagate: bool = True) -> list[Any]:
         """The same graph with every value of it on the device of this stage, and its inputs there."""
         mode = torch._guards.detect_fake_mode(inputs)
+
+        def carried(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.device in (CPU, self.now):
+                return tensor
+            with mode:  # type: ignore[union-attr]
+                made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.now)
+            if isinstance(tensor, torch.nn.Parameter):
+                made = torch.nn.Parameter(made, tensor.requires_grad)
+            return made.requires_grad_(tensor.requires_grad)
+
         with torch.no_grad():
             for module in graph.modules():
                 for node in module.graph.nodes if isinstance(module, GraphModule) else ():
                     node.args, node.kwargs = map_aggregate(node.args, self.of), map_aggregate(node.kwargs, self.of)
-
-            def carried(tensor: torch.Tensor) -> torch.Tensor:
-                if tensor.device in (CPU, self.now):
-                    return tensor
-                with mode:  # type: ignore[union-attr]
-                    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.now)
-                if isinstance(tensor, torch.nn.Parameter):
-                    made = torch.nn.Parameter(made, tensor.requires_grad)
-                return made.requires_grad_(tensor.requires_grad)
-
+                    if module is not graph and "val" in node.meta:  # what an op is given to call, as FlexAttention is
+                        node.meta["val"] = tree_map_only(torch.Tensor, carried, node.meta["val"])
             here: list[Any] = tree_map_only(torch.Tensor, carried, list(inputs))
             if propagate:
                 compiler().fake_prop.FakeTensorProp(graph, mode=mode).propagate_dont_convert_inputs(*here)
@@ -109,8 +111,8 @@ class FoldedOnHost(TorchDispatchMode):
 def nothing_computed() -> Iterator[None]:
     """What Inductor would compute on the card while it plans: patterns, and constants of one value."""
     torchs = compiler()
-    tensor, fold = torch.tensor, torchs.joint_graph.UniformValueConstantFolder.run
-    prepare = torchs.misc_patterns._misc_patterns_init
+    folder = torchs.joint_graph.UniformValueConstantFolder
+    tensor, prepare = torch.tensor, torchs.misc_patterns._misc_patterns_init
 
     def tensor_without_values(data: Any, *, device: Any = None, **kwargs: Any) -> torch.Tensor:
         made = tensor(data, **kwargs)
@@ -118,16 +120,48 @@ def nothing_computed() -> Iterator[None]:
             return made
         return torch.empty(made.shape, dtype=made.dtype, device=device)
 
-    def fold_on_host(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with FoldedOnHost():
-            return fold(self, *args, **kwargs)
+    def on_host(fold: Callable[..., Any]) -> Callable[..., Any]:
+        def folded(*args: Any, **kwargs: Any) -> Any:
+            with FoldedOnHost():
+                return fold(*args, **kwargs)
+
+        return folded
 
     with (
         mock.patch.object(torch, "tensor", tensor_without_values),
-        mock.patch.object(torchs.joint_graph.UniformValueConstantFolder, "run", fold_on_host),
+        mock.patch.object(folder, "__init__", on_host(folder.__init__)),  # products with 0
+        mock.patch.object(folder, "run", on_host(folder.run)),
         mock.patch.object(torchs.misc_patterns, "_misc_patterns_init", lambda *_: prepare(CPU)),
     ):
         yield
+
+
+@contextmanager
+def gradients_by_shape() -> Iterator[None]:
+    """torch.func.grad in the code: Dynamo asks autograd what it gives, whose engine wants a card."""
+    utils = compiler().dynamo_utils
+    run, ask = utils.run_node, compiler().gradients._autograd_grad
+
+    def run_node(tracer: Any, node: Any, args: Any, kwargs: Any, module: Any) -> Any:
+        if node.target is not ask:
+            return run(tracer, node, args, kwargs, module)
+        return tuple(torch.zeros_like(given) for given in (args[1] if len(args) > 1 else kwargs["inputs"]))
+
+    with mock.patch.object(utils, "run_node", run_node):
+        yield
+
+
+def numbers_from_host(graph: GraphModule) -> None:
+    """`torch.tensor([...], device="cuda")` in the code: made on the host and moved, which needs no card."""
+    for node in graph.graph.find_nodes(op="call_function", target=torch.tensor):
+        device = node.kwargs.get("device", CPU)
+        if torch.device(device).type in TRACED:
+            node.update_kwarg("device", CPU)
+            with graph.graph.inserting_after(node):
+                moved = graph.graph.call_method("to", (node, device))
+            node.replace_all_uses_with(moved, delete_user_cb=lambda user, moved=moved: user is not moved)
+            moved.meta.update(node.meta)
+    graph.recompile()
 
 
 @contextmanager

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 DOOR = {
-    "": "attention composites convolutions indexing losses normalisation products recurrent rules",
-    "composites": "EngineSums composites_of_compiler",
+    "": "attention composites convolutions four_bit indexing losses normalisation products recurrent rules",
+    "composites": "EngineSums composites_of_compiler run_frames_as_before",
+    "cudnn": "identity",
     "products": "PRODUCTS Workspaces",
     "rules": "HIDDEN",
 }

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memfit.platform import Platform
-from memfit.tracing.kernels.layouts import added, is_dense
+from memfit.tracing.kernels.layouts import added, aligned, is_dense, power_of_two_below
 
 if TYPE_CHECKING:
     from memfit.tracing.tracer import Tracer
@@ -226,7 +226,7 @@ def _cudnn_workspace(q: Tensor, k: Tensor, platform: Platform) -> int:
     if s > 1:
         return 256
     rows = 4 * b * h * _cudnn_splits(k.shape[2], b * k.shape[1], platform)
-    return _aligned(rows * d) + 2 * _aligned(rows) + 128 if rows > 4 * b * h else 0
+    return aligned(rows * d, 128) + 2 * aligned(rows, 128) + 128 if rows > 4 * b * h else 0
 
 
 def _cudnn_splits(keys: int, groups: int, platform: Platform) -> int:
@@ -234,15 +234,7 @@ def _cudnn_splits(keys: int, groups: int, platform: Platform) -> int:
     each multiprocessor; not where one part each would keep more than half of them busy, nor for 512 keys or fewer."""
     if keys <= 512 or 2 * groups > platform.sm_count:
         return 1
-    return min(64, _power_of_two_below((keys - 1) // 127), _power_of_two_below((2 * platform.sm_count - 1) // groups))
-
-
-def _aligned(n: int) -> int:
-    return -(-n // 128) * 128
-
-
-def _power_of_two_below(n: int) -> int:
-    return 1 << (max(n, 1).bit_length() - 1)
+    return min(64, power_of_two_below((keys - 1) // 127), power_of_two_below((2 * platform.sm_count - 1) // groups))
 
 
 def cudnn_backward(tracer: Tracer, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Any:
@@ -330,19 +322,22 @@ def efficient_forward(
 def efficient_backward(
     tracer: Tracer, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *rest: Any, **__: Any
 ) -> Any:
-    """attention_backward.cu: gradients, the row sums of grad x out, then tiles of dq with a 16-byte lock each."""
+    """attention_backward.cu: a copy of the gradient unless it lies as [B, S, H, D], gradients, the row sums of grad x
+    out, then tiles of dq with a 16-byte lock each."""
     b, h, s, d = q.shape
     wants = rest[5]
     half = q.dtype in HALF
-    grads = [
-        torch.empty(t.shape[0], t.shape[2], t.shape[1], t.shape[3], dtype=t.dtype, device=t.device).transpose(1, 2)
-        for t in (q, k, v)
-    ]
-    grad_bias = None
-    if bias is not None and wants[3]:
-        whole = torch.empty(*bias.shape[:-1], -(-bias.shape[-1] // 16) * 16, dtype=bias.dtype, device=bias.device)
-        grad_bias = whole[..., : bias.shape[-1]]
+    copied = 0 if grad.transpose(1, 2).is_contiguous() else grad.numel() * grad.element_size()
     with tracer.temporaries() as hold:
+        hold(copied, "mem-efficient backward gradient, as the kernel reads it")
+        grads = [
+            torch.empty(t.shape[0], t.shape[2], t.shape[1], t.shape[3], dtype=t.dtype, device=t.device).transpose(1, 2)
+            for t in (q, k, v)
+        ]
+        grad_bias = None
+        if bias is not None and wants[3]:
+            whole = torch.empty(*bias.shape[:-1], -(-bias.shape[-1] // 16) * 16, dtype=bias.dtype, device=bias.device)
+            grad_bias = whole[..., : bias.shape[-1]]
         if not half:  # else the kernel itself computes them
             with tracer.temporaries() as inner:
                 inner(4 * grad.numel(), "mem-efficient backward grad x out")

@@ -15,10 +15,11 @@ condition is asked here: is it the engine that adds, and is it the only holder?
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import warnings
 from collections.abc import Callable, Container, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache, partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -257,6 +258,7 @@ class EngineSums:
     """Knows what the reference counts of a tensor look like, in this torch, when only the engine holds it."""
 
     def __init__(self, device: torch.device) -> None:
+        run_frames_as_before()
         self._alone = _holders_when_alone(device)
 
     def in_place(self, args: Any, kwargs: Any) -> bool:
@@ -298,7 +300,23 @@ class _Watch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def run_frames_as_before() -> None:
+    """An error inside Dynamo leaves its evaluator in the interpreter, where calls hold their arguments longer: tensors
+    of later traces would die later."""
+    frames, python = sys.modules.get("torch._C._dynamo.eval_frame"), ctypes.pythonapi
+    if frames is None:
+        return
+    if (callback := frames.set_eval_frame(None)) is not None:  # the caller is compiled itself
+        frames.set_eval_frame(callback)
+        return
+    with suppress(AttributeError):
+        here, evaluate = python.PyInterpreterState_Get, python._PyInterpreterState_SetEvalFrameFunc
+        here.restype, evaluate.argtypes, evaluate.restype = ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_void_p], None
+        evaluate(here(), ctypes.cast(python._PyEval_EvalFrameDefault, ctypes.c_void_p))
+
+
 def _holders_when_alone(device: torch.device) -> Holders:
+    """Anew for every trace: where the caller is compiled itself, calls hold their arguments twice."""
     x = torch.empty(2, device=device, requires_grad=True)
     watch = _Watch()
     with watch:

@@ -2,11 +2,14 @@
 
 A depthwise convolution runs in torch's own kernel (native/cuda/DepthwiseConv2d.cu) unless it lies channels-last; all
 others run in cuDNN (native/Convolution.cpp, native/cudnn/Conv_v8.cpp, 2.11), by the first of the plans that its
-heuristics name. Which one that is, only cuDNN knows. What a plan needs has a mechanism, read off 9,300 plans on an
-H200: its kernels read channels last, so tensors that lie otherwise are copied so, with channels rounded up to 16 bytes;
-and a weight's gradient is summed in parts, one for each thread block that would else be idle. Kernels that read tensors
-as they lie exist for kernels of one pixel and for few channels. In fp32 cuDNN may also transform whole images for the
-gradient of a weight (Winograd, Fourier), once so and once not for the same shapes: that is not modelled, and told.
+heuristics name: it is asked for them where it is installed (`cudnn.py`). With `cudnn.benchmark` all of them are tried
+when a convolution is met first, in a workspace as large as the largest needs, and the cache is emptied.
+
+Where nobody can be asked there are rules. What a plan needs has a mechanism, read off 9,300 plans on an H200: its
+kernels read channels last, so tensors that lie otherwise are copied so, with channels rounded up to 16 bytes; and a
+weight's gradient is summed in parts, one for each thread block that would else be idle. Kernels that read tensors as
+they lie exist for kernels of one pixel and for few channels. In fp32 cuDNN may also transform whole images for the
+gradient of a weight (Winograd, Fourier): no rule says when, which is told.
 """
 
 from __future__ import annotations
@@ -14,12 +17,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from memfit.extrapolation.reused import say
 from memfit.platform import Platform
+from memfit.tracing.kernels import cudnn
+from memfit.tracing.kernels.layouts import contiguous_copy
 
 if TYPE_CHECKING:
     from memfit.tracing.tracer import Tracer
@@ -29,7 +35,17 @@ Tensor = torch.Tensor
 
 FEW_CHANNELS = 4
 TILE = 64 * 64
+ALIGNED = 32
+"""Bytes; torch looks no further."""
 TRIED = "convolution (cudnn.benchmark tries all of them at each new shape, with workspaces of up to gigabytes)"
+TIMED = (
+    "cudnn.benchmark: the fastest plan is only known on the card, and taken to be the one that cuDNN names first; where"
+    " the largest workspace does not fit, torch tries fewer plans"
+)
+
+
+Kind = Literal["forward", "input", "weight"]
+"""What is computed: the result, or the gradient of one of both that it is made of."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +58,13 @@ class Convolution:
     narrow: Tensor
     groups: int
     channels_last: bool
-    strided: bool
+    stride: Sequence[int]
+    padding: Sequence[int]
+    dilation: Sequence[int]
+
+    @property
+    def strided(self) -> bool:
+        return max(self.stride) > 1
 
     @property
     def pixel(self) -> bool:
@@ -55,6 +77,45 @@ class Convolution:
     @property
     def may_be_transformed(self) -> bool:
         return not (self.is_half or self.channels_last or self.strided or self.pixel) and self.wide.dim() > 3
+
+    def question(self, kind: Kind) -> dict[str, Any]:
+        """For cuDNN. One with a single side has another of one pixel."""
+        tensors, flags = (self.wide, self.weight, self.narrow), torch.backends.cudnn
+        lone = self.wide.dim() == 3
+        shapes = [[*t.shape[:2], *[1] * lone, *t.shape[2:]] for t in tensors]
+        sides = [[fill] * lone + [int(n) for n in given] for fill, given in
+                 ((1, self.stride), (0, self.padding), (1, self.dilation))]  # fmt: skip
+        return {
+            "kind": kind, **dict(zip(("image", "weight", "result"), shapes, strict=True)),
+            **dict(zip(("stride", "padding", "dilation"), sides, strict=True)),
+            "dtype": str(self.wide.dtype).removeprefix("torch."), "channels_last": self.channels_last,
+            "alignments": [_alignment(t) for t in tensors],
+            "deterministic": flags.deterministic or torch.are_deterministic_algorithms_enabled(),
+            "tf32": flags.allow_tf32, "every": flags.benchmark,
+        }  # fmt: skip
+
+    def bytes_of(self, plan: cudnn.PlanBytes, kind: Kind, platform: Platform) -> int:
+        """A product of cuBLAS sums the gradient of a weight in parts of its own."""
+        sums = plan.multiplies and kind == "weight" and self.pixel and self.channels_last
+        return plan + (self._parts(platform) if sums else 0)
+
+    @property
+    def compiles_gradient(self) -> bool:
+        """cuDNN compiles a depthwise kernel on the spot, which it cannot without a driver, so it does not name it."""
+        depthwise = self.groups == self.wide.shape[1] == self.narrow.shape[1]
+        size = max(self.weight.shape[2:])
+        first = size > 3 or self.wide.dtype == torch.bfloat16
+        return depthwise and first and self.is_half and self.channels_last and min(self.wide.shape[2:]) > size > 1
+
+    def compiled_gradient_bytes(self) -> int:
+        """Sums in fp32, eight for each image, of channels rounded up to 32."""
+        channels = -(-self.groups // 32) * 32
+        return 8 * self.wide.shape[0] * channels * math.prod(self.weight.shape[2:]) * 4
+
+    def bytes_by_rule(self, kind: Kind, platform: Platform) -> int:
+        if kind == "weight":
+            return self.weight_gradient_bytes(platform)
+        return self.forward_bytes() if kind == "forward" else self.input_gradient_bytes()
 
     def forward_bytes(self) -> int:
         channels = self.wide.shape[1]
@@ -134,10 +195,6 @@ def _format(last: bool, dim: int) -> torch.memory_format:
     return (torch.channels_last_3d if dim == 5 else torch.channels_last) if last else torch.contiguous_format
 
 
-def _copy_bytes(tensor: Tensor, kind: torch.memory_format) -> int:
-    return 0 if tensor.is_contiguous(memory_format=kind) else tensor.numel() * tensor.element_size()
-
-
 def _convolve(
     tracer: Tracer, x: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequence[int], padding: Sequence[int],
     dilation: Sequence[int], transposed: bool, output_padding: Sequence[int], groups: int,
@@ -147,26 +204,44 @@ def _convolve(
     last = _lies_channels_last(x, weight)
     own_kernel = _is_depthwise(x, weight, transposed, groups) and not last
     kind = _format(last, x.dim())
-    if torch.backends.cudnn.benchmark and not own_kernel:
-        tracer.unmodelled[TRIED] = None
     with tracer.temporaries() as hold:
-        hold(_copy_bytes(x, kind), "convolution input, as the kernel reads it")
-        hold(0 if own_kernel else _copy_bytes(weight, kind), "convolution weight, as the kernel reads it")
+        hold(contiguous_copy(x, kind), "convolution input, as the kernel reads it")
+        hold(0 if own_kernel else contiguous_copy(weight, kind), "convolution weight, as the kernel reads it")
         with _disable_current_modes():
             result = aten.convolution(x, weight, bias, stride, padding, dilation, transposed, output_padding, groups)
             result = torch.empty_like(result, memory_format=kind)
         tracer.track(result, "aten.convolution.default", x)
         if not own_kernel:
-            of = _as_cudnn(x, weight, result, transposed, groups, last, stride)
-            hold(of.input_gradient_bytes() if transposed else of.forward_bytes(), "convolution workspace of cuDNN")
+            wide, narrow = (result, x) if transposed else (x, result)
+            of = Convolution(wide, weight, narrow, groups, last, stride, padding, dilation)
+            _run_plan(tracer, of, "input" if transposed else "forward")
     return result
 
 
-def _as_cudnn(
-    x: Tensor, weight: Tensor, result: Tensor, transposed: bool, groups: int, last: bool, stride: Sequence[int]
-) -> Convolution:
-    wide, narrow = (result, x) if transposed else (x, result)
-    return Convolution(wide, weight, narrow, groups, last, max(stride) > 1)
+def _run_plan(tracer: Tracer, of: Convolution, kind: Kind) -> None:
+    question = of.question(kind)
+    plans = [of.bytes_of(plan, kind, tracer.platform) for plan in cudnn.plans(question, tracer.platform)]
+    if plans:
+        if kind == "weight" and of.compiles_gradient:
+            plans.insert(0, of.compiled_gradient_bytes())
+        say(tracer.trace, cudnn.said(tracer.platform))
+        met = (str(question), tracer.in_backward)  # torch's thread for backward remembers by itself
+        if torch.backends.cudnn.benchmark and met not in tracer.tuned:
+            tracer.tuned.add(met)
+            tracer.temporary(max(plans), "workspace for all plans that cuDNN tries")
+            tracer.trace.empty_cache()
+            say(tracer.trace, TIMED)
+    elif torch.backends.cudnn.benchmark or (kind == "weight" and of.may_be_transformed):
+        tracer.unmodelled[TRIED if torch.backends.cudnn.benchmark else "convolution_backward"] = None
+        say(tracer.trace, cudnn.said(tracer.platform))
+    with tracer.temporaries() as hold:
+        hold(plans[0] if plans else of.bytes_by_rule(kind, tracer.platform), "convolution workspace of cuDNN")
+
+
+def _alignment(tensor: Tensor) -> int:
+    """Blocks are aligned; a view may begin anywhere in one."""
+    begins = int(tensor.storage_offset()) * tensor.element_size()
+    return min(begins & -begins or ALIGNED, ALIGNED)
 
 
 def _convolve_backward(
@@ -182,24 +257,19 @@ def _convolve_backward(
     kind = _format(last, x.dim())
     made: dict[int, Tensor] = {}
     with tracer.temporaries() as hold:
-        hold(_copy_bytes(x, kind), "convolution input, as the kernel reads it")
-        hold(_copy_bytes(grad, kind), "convolution gradient, as the kernel reads it")
+        hold(contiguous_copy(x, kind), "convolution input, as the kernel reads it")
+        hold(contiguous_copy(grad, kind), "convolution gradient, as the kernel reads it")
         if own_kernel:
             order = (0, 1) if grad.dtype == torch.float16 else (1, 0)
             made = {at: torch.empty_like((x, weight)[at], memory_format=kind) for at in order if wanted[at]}
         else:
-            of = _as_cudnn(x, weight, grad, transposed, groups, last, stride)
-            if wanted[1] and of.may_be_transformed:
-                tracer.unmodelled["convolution_backward"] = None
-            sizes = (
-                of.forward_bytes() if transposed else of.input_gradient_bytes(),
-                of.weight_gradient_bytes(tracer.platform),
-            )
+            wide, narrow = (grad, x) if transposed else (x, grad)
+            of = Convolution(wide, weight, narrow, groups, last, stride, padding, dilation)
+            kinds: tuple[Kind, Kind] = ("forward" if transposed else "input", "weight")
             for at, tensor in enumerate((x, weight)):
                 if wanted[at]:
                     made[at] = torch.empty_like(tensor, memory_format=kind)
-                    with tracer.temporaries() as inner:
-                        inner(sizes[at], "convolution workspace of cuDNN")
+                    _run_plan(tracer, of, kinds[at])
         grad_bias = grad.sum([0, *range(2, grad.dim())]) if wanted[2] else None
     return made.get(0), made.get(1), grad_bias
 

@@ -24,9 +24,17 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-def contiguous_copy(tensor: torch.Tensor) -> int:
+def contiguous_copy(tensor: torch.Tensor, kind: torch.memory_format = torch.contiguous_format) -> int:
     """Bytes of what `contiguous()` makes: nothing where it lies so already."""
-    return 0 if tensor.is_contiguous() else tensor.numel() * tensor.element_size()
+    return 0 if tensor.is_contiguous(memory_format=kind) else tensor.numel() * tensor.element_size()
+
+
+def aligned(n: int, to: int) -> int:
+    return -(-n // to) * to
+
+
+def power_of_two_below(n: int) -> int:
+    return 1 << (max(n, 1).bit_length() - 1)
 
 
 def added(total: torch.Tensor, more: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memfit.tracing.kernels.layouts import contiguous_copy
+from memfit.tracing.kernels.layouts import contiguous_copy, power_of_two_below
 
 if TYPE_CHECKING:
     from memfit.tracing.tracer import Tracer
@@ -54,7 +54,7 @@ def _batch_norm(
     cudnn = _uses_cudnn(x, weight, mean, training)
     with tracer.temporaries() as hold:
         if cudnn:
-            hold(_copy(x, _format(x)), "norm input, as the kernel reads it")
+            hold(contiguous_copy(x, _format(x)), "norm input, as the kernel reads it")
         out = torch.empty_like(x, memory_format=_format(x) if cudnn else torch.preserve_format)
         kept = channels if training or not cudnn else 0
         stats = [x.new_empty(kept, dtype=torch.float32) for _ in range(2)]
@@ -88,17 +88,13 @@ def _batch_norm_backward(
         return dx, dw, db
     with tracer.temporaries() as hold:
         if cudnn:
-            hold(_copy(x, _format(x)), "norm input, as the kernel reads it")
-            hold(_copy(grad, _format(x)), "norm gradient, as the kernel reads it")
+            hold(contiguous_copy(x, _format(x)), "norm input, as the kernel reads it")
+            hold(contiguous_copy(grad, _format(x)), "norm gradient, as the kernel reads it")
         dx = torch.empty_like(x) if wanted[0] else None
         dw, db = of_weights()
         if cudnn and training and _last(x):
             hold(_cudnn_workspace(x, forward=False), "norm workspace of cuDNN")
     return dx, dw, db
-
-
-def _copy(tensor: Tensor, kind: torch.memory_format) -> int:
-    return 0 if tensor.is_contiguous(memory_format=kind) else tensor.numel() * tensor.element_size()
 
 
 def _cudnn_workspace(x: Tensor, forward: bool) -> int:
@@ -112,19 +108,15 @@ def _cudnn_workspace(x: Tensor, forward: bool) -> int:
 def _staged(tracer: Tracer, x: Tensor, values: int) -> None:
     """Normalization.cuh, `flexible_launch_configs`: blocks that share a channel, if there are enough of them."""
     channels, rows = x.shape[1], x.numel() // max(x.shape[1], 1)
-    width = min(_power(channels), TILE_WIDTH)
-    height = min(_power(-(-rows // PER_THREAD)), THREADS // width)
+    width = min(power_of_two_below(channels), TILE_WIDTH)
+    height = min(power_of_two_below(-(-rows // PER_THREAD)), THREADS // width)
     if width * height < THREADS:
-        width = min(_power(channels), THREADS // height)
+        width = min(power_of_two_below(channels), THREADS // height)
     blocks = min(-(-rows // (height * PER_THREAD)), MOST_BLOCKS)
     if blocks >= FEWEST_BLOCKS:
         with tracer.temporaries() as hold:
             hold(values * 4 * channels * blocks, "batch norm staging")
             hold(4 * -(-channels // width), "batch norm semaphores")
-
-
-def _power(n: int) -> int:
-    return 1 << (max(n, 1).bit_length() - 1)
 
 
 def _group_norm(

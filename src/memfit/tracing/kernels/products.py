@@ -1,7 +1,7 @@
-"""Buffers that cuBLAS keeps: taken from the caching allocator at the first product of a thread, never given back.
+"""Buffers that cuBLAS keeps: taken at the first product of a thread on a stream, never given back.
 
 A handle belongs to a thread, and autograd runs backward in a thread of its own, so training holds two. A trace runs
-everything in one thread: which one a product belongs to is told by whether autograd is running it.
+backward in the thread that asks for it: which one a product belongs to is told by whether autograd is running it.
 Source: ATen/cuda/CublasHandlePool.cpp, 2.11; measured on an H200 (`tests/data/h200-ops.json`, `ws_*`).
 
 Grouped matrix products, as mixtures of experts use them: each group of rows with a matrix of its own.
@@ -20,12 +20,13 @@ whether that went well. The sizes of workspaces were read off an H200 for every 
 from __future__ import annotations
 
 import math
+import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from memfit.platform import Platform
-from memfit.tracing.kernels.layouts import is_dense
+from memfit.tracing.kernels.layouts import aligned, is_dense
 from memfit.units import KiB, MiB
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ PRODUCTS = {
     aten.addmm_.default, aten.baddbmm_.default, aten.addmv_.default, aten.addbmm_.default,
     aten.mm.dtype, aten.addmm.dtype, aten.bmm.dtype, aten.baddbmm.dtype, aten._scaled_mm.default, aten._scaled_mm.out,
 }  # fmt: skip
+DEFAULT_STREAM = 0
 SCALED = (aten._scaled_mm.default, aten._scaled_mm.out)
 """Of 8-bit floats: cuBLASLt's, measured with torchao's float8 training on an H200."""
 
@@ -62,7 +64,9 @@ class Workspaces:
     def __init__(self, platform: Platform) -> None:
         self._cublas = cublas_bytes(platform)
         self._cublaslt = cublaslt_bytes(platform)
-        self._held: set[tuple[str, str]] = set()
+        self._held: set[tuple[str, str, int]] = set()
+        self._main = threading.current_thread()
+        self._handles: list[threading.Thread] = []
 
     def after_product(self, tracer: Tracer, op: object, args: tuple[object, ...]) -> None:
         with tracer.temporaries() as hold:
@@ -77,19 +81,35 @@ class Workspaces:
 
     def hold_dropout_state(self, tracer: Tracer, size: int) -> None:
         """cuDNN's random numbers, made once for all recurrent layers; the seed is drawn before (cudnn/RNN.cpp)."""
-        if ("cudnn dropout", "main") not in self._held:
+        if ("cudnn dropout", "main", DEFAULT_STREAM) not in self._held:
             tracer.temporary(8, "seed of cuDNN's dropout")
-        self._hold(tracer, "cudnn dropout", "main", size)
+        self._hold(tracer, "cudnn dropout", "main", size, stream=DEFAULT_STREAM)
 
-    @staticmethod
-    def _thread(tracer: Tracer) -> str:
-        return "autograd" if tracer.in_backward else "main"
+    def _thread(self, tracer: Tracer) -> str:
+        if tracer.in_backward:
+            return "autograd"
+        thread = threading.current_thread()
+        return "main" if thread is self._main else f"{self._handle(thread) + 1}."
 
-    def _hold(self, tracer: Tracer, kind: str, thread: str, size: int) -> None:
-        if size and (kind, thread) not in self._held:
-            self._held.add((kind, thread))
+    def _handle(self, thread: threading.Thread) -> int:
+        """Its own, or that of a thread that has ended: CublasHandlePool.cpp, which gives them on."""
+        if thread in self._handles:
+            return self._handles.index(thread)
+        free = next((n for n, each in enumerate(self._handles) if not each.is_alive()), None)
+        if free is None:
+            self._handles.append(thread)
+            return len(self._handles) - 1
+        self._handles[free] = thread
+        return free
+
+    def _hold(self, tracer: Tracer, kind: str, thread: str, size: int, stream: int | None = None) -> None:
+        """One for each handle and stream."""
+        stream = tracer.streams.current.stream_id if stream is None else stream
+        if size and (kind, thread, stream) not in self._held:
+            self._held.add((kind, thread, stream))
             tracer.rule_calls.as_traced()  # a rule that makes a product will not find it missing again
-            tracer.trace.alloc(size, category="workspaces", op=f"{kind} workspace ({thread} thread)")
+            where = f"{thread} thread" if stream == DEFAULT_STREAM else f"{thread} thread, stream {stream}"
+            tracer.trace.alloc(size, stream=stream, category="workspaces", op=f"{kind} workspace ({where})")
 
 
 def _copied_operands(args: tuple[object, ...]) -> list[int]:
@@ -188,14 +208,10 @@ def _factorise(tracer: Tracer, out: Any, x: Tensor, *, upper: bool = False, chec
     elif upper:
         workspace = 128 + TILE * x.element_size()
     else:
-        workspace = 128 + _rounded(4 * (-(-n // TILE)) ** 2)
+        workspace = 128 + aligned(4 * (-(-n // TILE)) ** 2, 32)
     tracer.temporary(workspace, "Cholesky workspace")
     if check_errors:
         _ask_for_errors(tracer, None, out[1])
-
-
-def _rounded(n: int) -> int:
-    return -(-n // 32) * 32
 
 
 def _ask_for_errors(tracer: Tracer, out: Any, info: Tensor, *_: Any, **__: Any) -> None:

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memfit.tracing.autocast import Autocast
-from memfit.tracing.kernels.layouts import contiguous_copy
+from memfit.tracing.kernels.layouts import aligned, contiguous_copy
 from memfit.units import MiB
 
 if TYPE_CHECKING:
@@ -34,8 +35,7 @@ LSTM = 2
 STATE_BYTES_PER_THREAD = 24
 
 
-def _aligned(n: int) -> int:
-    return -(-n // 32) * 32
+_aligned = partial(aligned, to=32)
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memfit.platform import Platform
-from memfit.tracing.kernels.layouts import contiguous_copy
+from memfit.tracing.kernels.layouts import aligned, contiguous_copy, power_of_two_below
 
 if TYPE_CHECKING:
     from memfit.tracing.tracer import Tracer
@@ -262,8 +262,8 @@ def _buffers(
 
 
 def _block(width_limit: int, height_limit: int, threads: int) -> tuple[int, int]:
-    widest = _power_of_two_below(width_limit) if width_limit < threads else threads
-    highest = _power_of_two_below(height_limit) if height_limit < threads else threads
+    widest = power_of_two_below(width_limit) if width_limit < threads else threads
+    highest = power_of_two_below(height_limit) if height_limit < threads else threads
     height = min(highest, threads // min(widest, WARP))
     return min(widest, threads // height), height
 
@@ -281,10 +281,6 @@ def _count(dims: Dims) -> int:
     for length, _ in dims:
         total *= length
     return total
-
-
-def _power_of_two_below(n: int) -> int:
-    return 1 << (max(n, 1).bit_length() - 1)
 
 
 def _ceil(a: int, b: int) -> int:
@@ -311,13 +307,9 @@ REDUCE_BLOCKS_PER_SM = 8 * 5
 SELECT_TILE = 384 * 11
 
 
-def _aligned(n: int) -> int:
-    return -(-n // ALIGN) * ALIGN
-
-
 def _laid_out(*parts: int) -> int:
     """Each part aligned, and room to align the first (`alias_temporaries`)."""
-    return sum(_aligned(part) for part in parts) + ALIGN - 1
+    return sum(aligned(part, ALIGN) for part in parts) + ALIGN - 1
 
 
 def radix_sort_bytes(count: int, key: int, value: int, bits: int | None = None) -> int:
@@ -349,7 +341,7 @@ def segmented_sort_bytes(count: int, key: int, value: int) -> int:
 def scan_bytes(count: int, item: int = 8) -> int:
     """Look-back states, one a tile and 32 before them."""
     state, items = SCAN_TILES.get(item, SCAN_TILES[8])
-    return _aligned(state * (32 + max(1, -(-count // items)))) + 511
+    return aligned(state * (32 + max(1, -(-count // items))), ALIGN) + 511
 
 
 def reduce_bytes(count: int, item: int, sm_count: int) -> int:
@@ -360,4 +352,4 @@ def reduce_bytes(count: int, item: int, sm_count: int) -> int:
 
 def select_bytes(count: int) -> int:
     """Look-back states, one a tile and 32 before them (dispatch_select_if.cuh)."""
-    return _aligned(8 * (32 + -(-count // SELECT_TILE))) + 511
+    return aligned(8 * (32 + -(-count // SELECT_TILE)), ALIGN) + 511

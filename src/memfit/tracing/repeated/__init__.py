@@ -2,5 +2,5 @@
 
 from __future__ import annotations
 
-DOOR = {"skipping": "Unlike repeated_calls_skipped"}
+DOOR = {"passes": "Unlike repeated_calls_skipped"}
 """What other rooms may use, by file."""

@@ -10,16 +10,24 @@ call's arguments and those have the values that they had. Hooks of libraries are
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from memfit.events import Action
-from memfit.tracing.repeated.calls import events_of_call, kept_by_autocast, put_into_autocast, still_alive
+from memfit.tracing.repeated.calls import (
+    RepeatedCalls,
+    events_of_call,
+    kept_by_autocast,
+    put_into_autocast,
+    still_alive,
+)
 from memfit.tracing.repeated.made_again import MadeAgain, Maker, held_elsewhere
 from memfit.tracing.repeated.state import code_of, key_of_call
 
@@ -310,3 +318,26 @@ class _Told(torch.autograd.Function):
         with torch._C.DisableTorchFunction():
             ctx.passes.pass_backward(ctx.noted, ctx.held, gradients)
         return None, None, None, None
+
+
+@contextmanager
+def repeated_calls_skipped(names: Any, is_own: Callable[[str], bool]) -> Iterator[None]:
+    """Modules that are called by no other one are told instead of run. `is_own`: whether a file is the
+    person's own: what its hooks may do nobody knows."""
+    calls, passes, tracer = RepeatedCalls(names), RepeatedPasses(names, is_own), names.tracer
+    call, around = torch.nn.Module.__call__, tracer.on_backward
+
+    def call_or_repeat(module: Any, *args: Any, **kwargs: Any) -> Any:
+        if tracer.modules.depth or tracer.in_backward or (module.training and not torch.is_grad_enabled()):
+            return call(module, *args, **kwargs)
+        repeated = passes if torch.is_grad_enabled() else calls
+        return repeated.run(module, lambda: call(module, *args, **kwargs), args, kwargs)
+
+    def around_backward(begins: bool) -> None:
+        passes.around_backward(begins)
+        around(begins)
+
+    tracer.on_backward = around_backward
+    with mock.patch.object(torch.nn.Module, "__call__", call_or_repeat):
+        yield
+    tracer.on_backward = around

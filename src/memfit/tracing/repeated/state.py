@@ -32,7 +32,7 @@ def key_of_call(names: Any, module: torch.nn.Module, args: Any, kwargs: Any, is_
         return None
     cast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"), len(autocast._cache)
     phase = [mark.phase for mark in tracer.trace.marks[-1:]]  # the first call of a phase begins it
-    return weakref.ref(module), state, str(form), tuple(signs), cast, _settings(), *phase
+    return weakref.ref(module), state, str(form), tuple(signs), cast, _settings(), len(tracer.tuned), *phase
 
 
 def code_of(hook: Any) -> Any:
@@ -46,6 +46,7 @@ def _settings() -> tuple[Any, ...]:
     return (
         *(enabled() for enabled in kernels), torch.is_inference_mode_enabled(), torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.enabled,
+        torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic, torch.backends.cudnn.allow_tf32,
     )  # fmt: skip
 
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from memfit.errors import UsageError
+from memfit.jobs.settings import Checkpointing
 from memfit.jobs.training.offload.activations import ActivationsOnHost
 from memfit.jobs.training.offload.weights import FrozenWeightsOnHost
-from memfit.jobs.workload import Checkpointing
 
 
 def checkpoint_blocks(

@@ -1,4 +1,4 @@
-"""The view of cards against models: `memfit table`, a few rows at a time, so that they show as they are planned."""
+"""The views Explain and cards against models: `memfit explain`, and `memfit table` a few rows at a time."""
 
 from __future__ import annotations
 
@@ -10,12 +10,24 @@ from starlette.responses import Response
 from memfit.errors import UsageError
 from memfit.fitting.table import GPUS, MODELS, WORKLOADS
 from memfit.serving.known_models import find_model
-from memfit.serving.planner import Asked, short_text
+from memfit.serving.planner import Asked, read_job, short_text
 
 router = APIRouter()
 
 MOST = 24
 """Names of one sort."""
+
+
+@router.post("/api/explain")
+async def explain(asked: Asked, request: Request) -> Response:
+    """`{"text": ..., "job": {...}, "gpu": ...}`: the job as far as it is known."""
+    text = asked.get("text")
+    if not isinstance(text, str) or not text.strip():
+        raise UsageError("there is no text", hint="paste the message, or the end of the log")
+    job, _ = read_job(asked.get("job", {}), request, whole=False)
+    about = {"text": text, "job": job, "gpu": short_text("gpu", asked.get("gpu"))}
+    answer = await request.app.state.workers.ask("explain", about, lane="search", keep=False)
+    return Response(answer.body, answer.status, media_type="application/json")
 
 
 @router.get("/api/table")

@@ -1,14 +1,77 @@
-"""Which kernel bitsandbytes takes for a product with 4-bit weights: one that reads them packed, or 16-bit copies.
+"""Products with 4-bit weights, and which kernel bitsandbytes takes: one that reads them packed, or 16-bit copies.
 
 bitsandbytes 0.50 (backends/cuda/ops.py, `_gemm_4bit_use_custom_cuda`): the thresholds are its own, timed on each
-architecture. The copy of the weight, and of its scales, is memory; the packed kernel takes none.
+architecture. The copy of the weight, and of its scales, is memory; the packed kernel takes none. It is an op of torch's
+here, with a rule as other kernels have, so that what it takes is known for other batch sizes and lengths too.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.library import Library
+from torch.utils.flop_counter import register_flop_formula
+
+if TYPE_CHECKING:
+    from memfit.tracing.tracer import Tracer
+
 MOST_ROWS = 1536
 BLOCK = 64
 SMALL_WEIGHT = 4 * 1024 * 1024
+HALVES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+_library = Library("memfit", "FRAGMENT")
+_library.define(
+    "four_bit_product(Tensor self, Tensor packed, Tensor? scales, Tensor? offset, Tensor? bias, int out) -> Tensor"
+)  # `scales` and `offset` where those are quantised too
+aten: Any = torch.ops.aten
+PRODUCT: Any = torch.ops.memfit.four_bit_product.default
+
+
+def _without_trace(x: Tensor, packed: Tensor, scales: Any, offset: Any, bias: Any, out: int) -> Tensor:
+    return x.new_empty((*x.shape[:-1], out))
+
+
+_library.impl("four_bit_product", _without_trace, "Meta")
+
+
+def _product(
+    tracer: Tracer,
+    x: Tensor,
+    packed: Tensor,
+    scales: Tensor | None,
+    offset: Tensor | None,
+    bias: Tensor | None,
+    out: int,
+) -> Tensor:
+    """`gemm_4bit`: a kernel that reads packed weights, or `_dequant_linear_fallback`."""
+    platform, inner = tracer.platform, x.shape[-1]
+    rows = x.numel() // inner
+    if reads_packed(platform.arch, platform.sm_count, half=HALVES[x.dtype], rows=rows, out=out, inner=inner):
+        x = x.contiguous()
+        return torch.empty((*x.shape[:-1], out), dtype=x.dtype, device=x.device)
+    if scales is not None and offset is not None:
+        whole = torch.empty_like(scales, dtype=torch.float32)
+        shifted = whole + offset  # noqa: F841  both live until the product is done
+    unpacked = torch.empty((out, inner), dtype=x.dtype, device=x.device)
+    return _linear(x, unpacked.t(), bias).view(*x.shape[:-1], out)
+
+
+def _linear(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+    """native/Linear.cpp: the bias is added by the product itself where the rows lie one after the other."""
+    flat = x.reshape(-1, x.shape[-1])
+    made: Tensor = aten.mm(flat, matrix) if bias is None or not x.is_contiguous() else aten.addmm(bias, flat, matrix)
+    return made.add_(bias) if bias is not None and not x.is_contiguous() else made
+
+
+RULES: dict[Any, Any] = {PRODUCT: _product}
+
+
+@register_flop_formula(torch.ops.memfit.four_bit_product)
+def _flops(x: Any, packed: Any, scales: Any, offset: Any, bias: Any, out: int, **_: Any) -> int:
+    return 2 * int(torch.Size(x).numel()) * out
 
 
 def reads_packed(arch: tuple[int, int], sms: int, *, half: str, rows: int, out: int, inner: int) -> bool:

@@ -1,0 +1,262 @@
+"""The settings of a job: what each may be, what it is where nothing is said, who reads it, how it is spelled."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import cache
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from memfit.errors import UnknownName, UsageError
+from memfit.jobs.adapter_names import Adapter
+from memfit.jobs.checks import check_by_type, check_names, check_one_of
+from memfit.jobs.pruning.settings import Method, PruneSettings
+
+Kind = Literal["forward", "train", "lora", "generate", "prune"]
+Precision = Literal["fp32", "bf16", "fp16", "amp-bf16", "amp-fp16"]
+"""amp: fp32 weights under autocast, and for fp16 a gradient scaler."""
+Attention = Literal["sdpa", "eager"]
+Quant = Literal["none", "nf4", "fp4", "int8", "torchao-int8", "torchao-int4", "torchao-float8", "dequantize"]
+BY_BITSANDBYTES = ("nf4", "fp4", "int8")
+QuantCompute = Literal["bf16", "fp16", "fp32"]
+AutocastType = Literal["none", "bf16", "fp16"]
+Optimizer = Literal[
+    "adamw", "adamw-fused", "adamw-single", "sgd", "adafactor", "adamw-8bit", "paged-adamw-8bit", "paged-adamw",
+    "lion-8bit", "adamw-8bit-torchao", "adamw-4bit-torchao",
+]  # fmt: skip
+Loop = Literal["plain", "trainer", "memfit"]
+"""A bare loop, the Hugging Face Trainer, or `memfit train`."""
+Loss = Literal["full", "chunked"]
+Outputs = Literal["kept", "dropped"]
+HeadName = Literal[
+    "causal-lm", "masked-lm", "seq2seq-lm", "sequence-classification", "token-classification", "question-answering",
+    "image-classification",
+]  # fmt: skip
+Checkpointing = Literal["none", "full", "selective"]
+Offload = Literal["optimizer", "activations", "weights"]
+Parallel = Literal["ddp", "fsdp2"]
+Cache = Literal["dynamic", "static"]
+Decoding = Literal["greedy", "sample", "beam"]
+AdapterDtype = Literal["fp32", "same"]
+
+KINDS: tuple[str, ...] = get_args(Kind)
+QLORA = "qlora"
+AS_IN_QLORA: dict[str, Any] = {
+    "quant": "nf4", "double_quant": True, "quant_compute": "bf16", "kbit_prepare": True, "grad_checkpointing": True,
+    "optimizer": "paged-adamw",
+}  # fmt: skip
+"""LoRA as the QLoRA paper (arXiv 2305.14314) does it; its optimizer is paged, with states of 32 bits."""
+MAX_SEQ_LEN, MAX_TOKENS = 1 << 24, 1 << 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Those of `memfit plan`, by their names in Python and in JSON."""
+
+    kind: Kind
+    model: str
+    batch_size: int = 1
+    seq_len: int = 2048
+    precision: Precision = "bf16"
+    autocast: AutocastType | None = None
+    """The type of the autocast region. None is what the precision says: amp-bf16 is fp32 weights in one of bf16."""
+    quant: Quant = "none"
+    """Linear layers of the base model in 4 or 8 bits, by bitsandbytes or torchao, as `from_pretrained` loads them. Of a
+    checkpoint that is quantised already, none is as it is stored, and dequantize makes it 16-bit while it is loaded."""
+    double_quant: bool = False
+    """Scales of 4-bit weights are quantised too."""
+    quant_compute: QuantCompute | None = None
+    """The type in which 4-bit layers compute. None is that of the other weights."""
+    kbit_prepare: bool | None = None
+    """Of a quantised LoRA: peft's `prepare_model_for_kbit_training`, which makes every 16-bit weight fp32. None is
+    yes, as peft's documentation has it, unless weights become 16-bit."""
+    attention: Attention = "sdpa"
+    padding: bool = False
+    """Whether rows of a batch differ in length: a mask then forces other attention kernels."""
+    head: HeadName | None = None
+    """What the model ends in; None is what its config.json names."""
+    target_len: int | None = None
+    """Tokens of the text that an encoder-decoder writes; None is 128 of one."""
+    images: int | None = None
+    """Pictures in a row of text; None is one of a model that reads both."""
+    image_size: str | None = None
+    """WIDTHxHEIGHT; None is what the model's processor makes of any picture."""
+    loop: Loop = "plain"
+    loss: Loss = "full"
+    """chunked: the same loss and gradients, the logits never whole."""
+    loss_chunk: int = 256
+    """Tokens at a time."""
+    outputs: Outputs | None = None
+    """kept: the loop's variable holds what the model gave, logits too, until the next forward pass has ended. None is
+    what the loop does by itself: a plain one keeps them, as everybody writes it, the others drop them."""
+    optimizer: Optimizer | None = None
+    """None is what the loop takes by itself: torch's foreach AdamW, or the Trainer's fused one."""
+    grad_checkpointing: bool = False
+    use_cache: bool = False
+    """Whether config.use_cache is left on: a forward pass then keeps its keys and values beside the logits."""
+    selective_checkpointing: bool = False
+    """Of a block, keep what is dear to compute (matrix products, attention) and compute the rest again."""
+    compile: bool = False
+    """torch.compile of the whole model."""
+    compile_blocks: bool = False
+    """torch.compile of each block by itself: regional compilation."""
+    offload: tuple[Offload, ...] = ()
+    """What lies on the host; weights are the frozen ones of LoRA."""
+    grad_accum: int = 1
+    clip_grad: bool | None = None
+    """None is what the loop does by itself: the Trainer clips."""
+    world_size: int = 1
+    """Processes that train together, one a GPU; the plan is of one of them, and batch_size is its own."""
+    parallel: Parallel = "ddp"
+    gradient_as_bucket_view: bool | None = None
+    """Of DDP: gradients lie in its buckets. None is what the loop does by itself: only `memfit train` does it."""
+    adapter: Adapter = "lora"
+    """Of peft."""
+    adapter_config: str | None = None
+    """What else its config says, as JSON; given as an object, as KEY=VALUE,... or as a file."""
+    rank: int | None = None
+    """None is 16 of LoRA, and of the others what peft has for them."""
+    target_modules: tuple[str, ...] | None = None
+    """None means all linear layers of a block."""
+    lora_dropout: float = 0.0
+    adapter_dtype: AdapterDtype = "fp32"
+    """fp32, as peft does whatever the base model has; same as the base model otherwise."""
+    new_tokens: int = 128
+    decoding: Decoding = "greedy"
+    num_beams: int = 4
+    cache: Cache = "dynamic"
+    method: Method = PruneSettings.method
+    sparsity: float | None = None
+    """None is a half, or what the type says."""
+    sparsity_type: str = "unstructured"
+    nsamples: int = PruneSettings.nsamples
+    dataset: str = PruneSettings.dataset
+    """Which text it is does not change the memory."""
+    max_gpu_memory: str | None = None
+    """What pruning may use of the device; None is the whole card."""
+    alloc_conf: str = ""
+
+
+LIMITS: dict[str, dict[str, Any]] = {
+    "batch_size": {"most": 1 << 20}, "seq_len": {"most": MAX_SEQ_LEN}, "target_len": {"most": MAX_SEQ_LEN},
+    "images": {"most": 1 << 10}, "loss_chunk": {"most": MAX_SEQ_LEN}, "grad_accum": {"most": 1 << 16},
+    "world_size": {"most": 1 << 16}, "rank": {"most": 1 << 16}, "lora_dropout": {"least": 0, "below": 1},
+    "new_tokens": {"most": MAX_SEQ_LEN}, "num_beams": {"most": 1 << 10}, "alloc_conf": {"empty": True},
+}  # fmt: skip
+CHECKED_ELSEWHERE = (
+    "model", "image_size", "adapter_config", "sparsity", "sparsity_type", "nsamples", "dataset", "max_gpu_memory",
+)  # fmt: skip
+"""With what they are for."""
+_OF_TRAINING = (
+    "optimizer", "grad_checkpointing", "selective_checkpointing", "offload", "grad_accum", "clip_grad", "loop", "loss",
+    "loss_chunk", "outputs", "world_size", "parallel", "gradient_as_bucket_view",
+)  # fmt: skip
+READ_BY: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(_OF_TRAINING, ("train", "lora")),
+    **dict.fromkeys(
+        ("adapter", "adapter_config", "rank", "target_modules", "lora_dropout", "adapter_dtype"), ("lora",)
+    ),
+    **dict.fromkeys(("new_tokens", "decoding", "num_beams", "cache"), ("generate",)),
+    **dict.fromkeys(("use_cache", "head", "target_len", "images", "image_size"), ("forward", "train", "lora")),
+    "compile": ("forward", "train", "lora", "generate"),
+    "compile_blocks": ("forward", "train", "lora"),
+    **dict.fromkeys(("quant", "double_quant", "quant_compute"), ("forward", "lora", "generate")),
+    "kbit_prepare": ("lora",),
+    "autocast": ("forward", "train", "lora", "generate"),
+    **dict.fromkeys(("batch_size", "padding"), ("forward", "train", "lora", "generate")),
+    **dict.fromkeys(("method", "sparsity", "sparsity_type", "nsamples", "dataset", "max_gpu_memory"), ("prune",)),
+}
+"""Other settings are read by all kinds."""
+
+
+def check_setting(name: str, value: object, said: str) -> None:
+    """A single one, `said` by a flag or by a config's key."""
+    if name == "target_modules":
+        check_names(said, value, hint="all-linear is the default")
+    elif name == "offload":
+        if not isinstance(value, tuple):
+            raise UsageError(f"{said} {value!r} is not a list", hint="such as [optimizer, activations]")
+        for each in value:
+            check_one_of(said, each, Offload)
+    elif name not in CHECKED_ELSEWHERE:
+        check_by_type(said, value, _types()[name], **LIMITS.get(name, {}))
+
+
+@cache
+def _types() -> dict[str, Any]:
+    return get_type_hints(Settings)
+
+
+def kinds_that_read(names: Collection[str]) -> list[str]:
+    """Kinds of jobs that have all these settings."""
+    return [kind for kind in KINDS if all(kind in READ_BY.get(name, KINDS) for name in names)]
+
+
+ALIASES = {"seq_len": ("seqlen", "context_length"), "method": ("prune_method",), "sparsity": ("sparsity_ratio",)}
+"""Other names that people know a setting by, on the command line and in a line of `plan batch`."""
+
+
+def plain_name(name: str) -> str:
+    """A setting by whatever spelling: `context-length` is `seq_len`."""
+    name = name.replace("-", "_")
+    return next((field for field, aliases in ALIASES.items() if name in aliases), name)
+
+
+def plain_value(name: str, value: Any) -> Any:
+    """Names out of a list may have underscores; names of modules may be one text with commas."""
+    kind = setting_types().get(name)
+    if isinstance(value, str) and get_origin(kind) is Literal:
+        return value.replace("_", "-")
+    return split_names([value]) if isinstance(value, str) and get_origin(kind) is tuple else value
+
+
+def split_names(values: list[str]) -> list[str]:
+    """`a,b` and a repeated flag are the same list."""
+    return [name.strip() for value in values for name in value.split(",") if name.strip()]
+
+
+@cache
+def setting_types() -> dict[str, Any]:
+    """What each setting is when it is given: `None` stands only for its absence."""
+    return {name: without_none(annotation) for name, annotation in _types().items()}
+
+
+def without_none(annotation: Any) -> Any:
+    if get_origin(annotation) in (Union, UnionType):
+        (inner,) = (arg for arg in get_args(annotation) if arg is not type(None))
+        return inner
+    return annotation
+
+
+def check_known(values: Mapping[str, Any]) -> None:
+    known = [f.name for f in dataclasses.fields(Settings)]
+    for name in values:
+        if name not in known:
+            if str(name).startswith(("load_in_", "bnb_4bit_")):
+                raise UsageError(f"'{name}' is no setting of a plan", hint="quant, double_quant, quant_compute say it")
+            raise UnknownName("setting", str(name), known, more=f"settings: {', '.join(known)}")
+
+
+def as_json(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Which has lists alone."""
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+
+def as_fields(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What JSON has no words for."""
+    made = dict(values)
+    for name in ("target_modules", "offload"):
+        if isinstance(made.get(name), list):
+            made[name] = tuple(made[name])
+    clip = made.get("clip_grad")
+    if isinstance(clip, (int, float)) and not isinstance(clip, bool):
+        if clip != clip:
+            raise UsageError("--clip-grad nan is neither yes or no nor a norm to clip at")
+        made["clip_grad"] = clip > 0  # a norm to clip at: what it is does not change the memory
+    return made
+
+
+def flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
