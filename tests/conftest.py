@@ -12,12 +12,15 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
 from hypothesis import settings
 from support import quick
 from support.warm_python import FOLDER, freeze_all, warm_python
+
+from memfit.environment import exported
 
 os.environ["MEMFIT_CACHE"] = "off"  # here and not in a fixture: what runs at collection, and subprocesses, see it too
 os.environ.setdefault("MEMFIT_CUDNN_OF_TESTS", os.environ.get("MEMFIT_CUDNN", ""))
@@ -67,8 +70,16 @@ def shared_traces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def warm_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+def warm_checks(nothing_exported_for_the_next_test: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The processes in which `memfit check` imports bitsandbytes and loads a model have torch imported before."""
     for name in ("memfit.checking.packages", "memfit.checking.loading"):
         if (module := sys.modules.get(name)) is not None:
             monkeypatch.setattr(module, "sys", SimpleNamespace(executable=warm_python()))
+
+
+@pytest.fixture
+def nothing_exported_for_the_next_test() -> Iterator[None]:
+    """A plan reads the allocator's settings in the environment, so one that a test leaves there changes later tests."""
+    before = exported(os.environ)
+    yield
+    assert exported(os.environ) == before

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -66,14 +65,12 @@ def test_the_address_has_a_token_that_nobody_guesses() -> None:
     assert address(ServeSettings(host="::1", token="t")) == "http://[::1]:8642/?token=t"
 
 
-def left_behind() -> set[Path]:
-    return set(Path(tempfile.gettempdir()).glob("memfit-serve-*"))
-
-
 def test_ctrl_c_ends_it_and_its_processes_and_leaves_nothing(tmp_path: Path) -> None:
-    before = left_behind()
-    environment = {**os.environ, "SSH_CONNECTION": "10.0.0.2 50000 10.0.0.1 22"}
-    command = [sys.executable, "-m", "memfit", "serve", "--port", "0", "--dir", str(tmp_path)]
+    served, temporary = tmp_path / "served", tmp_path / "temporary"
+    served.mkdir()
+    temporary.mkdir()
+    environment = {**os.environ, "TMPDIR": str(temporary), "SSH_CONNECTION": "10.0.0.2 50000 10.0.0.1 22"}
+    command = [sys.executable, "-m", "memfit", "serve", "--port", "0", "--dir", str(served)]
     running = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
     )
@@ -99,8 +96,8 @@ def test_ctrl_c_ends_it_and_its_processes_and_leaves_nothing(tmp_path: Path) -> 
         running.kill()
     assert running.returncode == 0
     assert (out, err) == ("", "Ctrl-C ends it\n")
-    assert list(tmp_path.iterdir()) == []
-    assert left_behind() <= before
+    assert list(served.iterdir()) == []
+    assert list(temporary.glob("memfit-serve-*")) == []
     deadline = time.monotonic() + 5
     while any(Path(f"/proc/{child}").exists() for child in children) and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -128,7 +128,12 @@ def train(
         from memfit.jobs.training.config_file import load_config
 
         settings = load_config(config if isinstance(config, Mapping) else os.fspath(config), sets=sets)
-        note = _apply_allocator_settings(settings)
+    with _allocator_settings(settings) as note:
+        return _planned_and_run(settings, note, told, dry_run=dry_run, force=force)
+
+
+def _planned_and_run(settings: TrainConfig, note: str | None, told: Listener, *, dry_run: bool, force: bool) -> Trained:
+    with _only_the_first_complains():
         _wait_without_spinning()
         with told.working(f"preparing {settings.name}"):
             from memfit.jobs.training.job import prepare_job
@@ -235,16 +240,23 @@ def _only_the_first_complains() -> Iterator[None]:
         raise
 
 
-def _apply_allocator_settings(config: TrainConfig) -> str | None:
-    """They count only if they stand in the environment before CUDA starts. What the user exported wins."""
-    wanted = config.workload.alloc_conf
-    there = os.environ.get(CUDA_VARIABLE)
-    if not wanted:
-        return None
-    if there is None:
-        os.environ[CUDA_VARIABLE] = wanted
-        return None
-    return None if there == wanted else f"{CUDA_VARIABLE}={there} is exported and wins over memory.alloc_conf {wanted}"
+@contextmanager
+def _allocator_settings(config: TrainConfig) -> Iterator[str | None]:
+    """They count only if they stand in the environment before CUDA starts. What the user exported wins. Once CUDA has
+    started with them they are this process's for good, and a later job must be told so."""
+    wanted, there = config.workload.alloc_conf, os.environ.get(CUDA_VARIABLE)
+    if not wanted or there is not None:
+        wins = f"{CUDA_VARIABLE}={there} is exported and wins over memory.alloc_conf {wanted}"
+        yield wins if wanted and there != wanted else None
+        return
+    os.environ[CUDA_VARIABLE] = wanted
+    try:
+        yield None
+    finally:
+        import torch
+
+        if not torch.cuda.is_initialized():
+            os.environ.pop(CUDA_VARIABLE, None)
 
 
 def _wait_without_spinning() -> None:

@@ -14,6 +14,7 @@ from training_folder import TINY_GSA, text_file
 
 import memfit
 from memfit.cli.main import main
+from memfit.jobs.training.job import prepare_job
 
 
 @pytest.fixture
@@ -173,9 +174,16 @@ def test_allocator_settings_are_in_place_before_cuda_starts(
     assert main(["train", "--config", config, "--dry-run", wanted]) == 0
     assert "max_split_size_mb:128 is exported and wins" in capsys.readouterr().out
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF")
+    seen: list[str | None] = []
+
+    def note_what_is_exported(*given: object, **named: object) -> object:
+        seen.append(os.environ.get("PYTORCH_CUDA_ALLOC_CONF"))
+        return prepare_job(*given, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("memfit.jobs.training.job.prepare_job", note_what_is_exported)
     assert main(["train", "--config", config, "--dry-run", wanted]) == 0
-    assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
-    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF")
+    assert seen == ["expandable_segments:True"]
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in os.environ  # no CUDA was started with it: the next job is free to choose
 
 
 @pytest.mark.parametrize(("arguments", "said"), [
