@@ -260,7 +260,7 @@ FUSED_NOTE = (
 
 @contextmanager
 def _generation_goes_on(tracer: Any) -> Iterator[None]:
-    """Which token comes next is not known, so none is taken for the end."""
+    """Which token comes next is not known, so none is taken for the end, and some beam may yet become the best."""
     import sys
 
     import torch
@@ -275,13 +275,32 @@ def _generation_goes_on(tracer: Any) -> Iterator[None]:
 
         return goes_on
 
+    def until_the_longest(unfinished: Callable[..., Any]) -> Any:
+        def goes_on(may_improve: Any, finished: Any, at_the_end: Any, *more: Any) -> Any:
+            found = unfinished(may_improve, finished, at_the_end, *more)
+            ended = tracer.values.read(at_the_end)
+            if tracer.values.read(found) is None and ended is not None:
+                tracer.assume("beam search: beams are compared up to the longest length that the code allows")
+                tracer.values.put(found, torch.tensor(not bool(ended.all()), device="cpu"))
+            return found
+
+        return staticmethod(goes_on)
+
+    places = {
+        ("stopping_criteria", "EosTokenCriteria", "__call__"): never_ending,
+        ("utils", "GenerationMixin", "_beam_search_has_unfinished_sequences"): until_the_longest,
+    }
     with ExitStack() as stack:
 
         def patch() -> None:
-            kind = getattr(sys.modules.get("transformers.generation.stopping_criteria"), "EosTokenCriteria", None)
-            if kind is not None and patch in tracer.after_import:
+            for place, changed in tuple(places.items()):
+                module, kind, name = place
+                there = getattr(sys.modules.get(f"transformers.generation.{module}"), kind, None)
+                if (function := getattr(there, name, None)) is not None:
+                    del places[place]
+                    stack.enter_context(mock.patch.object(there, name, changed(function)))
+            if not places and patch in tracer.after_import:
                 tracer.after_import.remove(patch)
-                stack.enter_context(mock.patch.object(kind, "__call__", never_ending(kind.__call__)))
 
         tracer.after_import.append(patch)
         patch()

@@ -255,7 +255,7 @@ def _allocator_settings(config: TrainConfig) -> Iterator[str | None]:
     finally:
         import torch
 
-        if not torch.cuda.is_initialized():
+        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             os.environ.pop(CUDA_VARIABLE, None)
 
 

@@ -50,12 +50,14 @@ _TORCH = os.path.dirname(torch.__file__).replace("\\", "/") + "/"
 VALID = "what distributions and losses check their arguments for, they find"
 NO_OUTLIERS = "8-bit products: no activation is beyond the threshold from which its column is multiplied in 16 bits"
 DRAWN_ROWS = "new rows of an embedding are drawn around the mean of the old ones, as transformers does where it can"
+ABOVE_EPS = "Adafactor: the mean square of every weight is above the least that it divides by"
 NO_OVERFLOW: dict[Site, tuple[Value, str]] = {
     Site("torch/amp/grad_scaler.py", "_maybe_opt_step"): (0.0, "no gradient overflowed"),
     Site("torch/distributions/distribution.py", "__init__"): (True, VALID),
     Site("torch/distributions/distribution.py", "_validate_sample"): (True, VALID),
     Site("torch/nn/functional.py", "gaussian_nll_loss"): (False, VALID),
     Site("bitsandbytes/backends/cuda/ops.py", "_"): (False, NO_OUTLIERS),
+    Site("transformers/optimization.py", "_get_lr"): (True, ABOVE_EPS),
     Site("transformers/modeling_utils.py", "_init_added_embeddings_weights_with_mean"): (True, DRAWN_ROWS),
 }
 KNOWN: dict[Site, tuple[Value, str]] = {
@@ -286,6 +288,11 @@ def _hint(asker: FrameType | None, chosen_in: str | None = None) -> str:
 def asking_line() -> str:
     """The person's line, to begin a sentence with."""
     return _at(next((frame for frame in _callers() if not _is_torch(frame)), None))
+
+
+def asked_by(file: str) -> bool:
+    """Whether the code that asks stands in that file."""
+    return _site(next(_callers())).file.endswith(f"/{file}")
 
 
 def _callers() -> Iterator[FrameType]:

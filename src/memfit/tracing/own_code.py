@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from memfit.errors import TraceError
 from memfit.platform import Platform
-from memfit.tracing.answers import Answers, asking_line
+from memfit.tracing.answers import Answers, asked_by, asking_line
 from memfit.tracing.cuda_names import CUDA_TENSOR_TYPES, FROM_HOST, CudaNames, CudaTensorType
 from memfit.tracing.kernels import indexing
 from memfit.tracing.kernels.products import PRODUCTS
@@ -161,7 +161,7 @@ class OwnCodeTracer(Tracer):
         out = super()._run(op, func, args, kwargs)
         if func is aten._to_copy.default:
             self._note_widened(args[0], out)
-        if not (op.is_composite and self.meets_composites):  # else what it is made of has been followed
+        if not (op.is_composite and self.meets_composites and self._is_traced(args)):  # else its parts were followed
             self.values.follow(func, args, kwargs, out)
         return out
 
@@ -215,6 +215,9 @@ class OwnCodeTracer(Tracer):
                 self.values.hide(args[0])
                 with _disable_current_modes():
                     return args[0].fill_(math.nan)
+            if value is None and asked_by("torch/autograd/graph.py"):  # save_on_cpu: nobody but backward reads it
+                self.values.hide(args[0])
+                return args[0]
             if value is None:
                 raise TraceError(
                     f"{asking_line()}the code copies a {_kind(args[1])} from the GPU into a tensor of the host, and"
@@ -413,7 +416,8 @@ class OwnCodeNames(CudaNames):
 
     def _keep_values(self, made: Tensor, given: Any) -> None:
         with _disable_current_modes(), suppress(LookupError):  # one of them is not known
-            value = given if isinstance(given, Tensor) else torch.tensor(self._numbers(given), dtype=made.dtype)
+            numbers = None if isinstance(given, Tensor) else self._numbers(given)
+            value = given if numbers is None else torch.tensor(numbers, dtype=made.dtype, device="cpu")
             if (known := self.tracer.values.read(value)) is not None:
                 self.tracer.values.put(made, known)
 

@@ -219,7 +219,7 @@ def _is_followed(tensor: Tensor, most_floats: int = MOST_FLOATS) -> bool:
 
 
 def _copies_known(op: Any, args: Any) -> bool:
-    place = {aten._to_copy.default: 0, aten.copy_.default: 1}.get(op)
+    place = {aten._to_copy.default: 0, aten.copy_.default: 1}.get(op, 0 if op.overloadpacket is aten.to else None)
     if place is None:
         return False
     source = args[place]

@@ -66,7 +66,10 @@ class Workspaces:
         self._cublaslt = cublaslt_bytes(platform)
         self._held: set[tuple[str, str, int]] = set()
         self._main = threading.current_thread()
-        self._handles: list[threading.Thread] = []
+        self._handles: list[threading.Thread | None] = []
+        """Who has each; None: autograd's own thread, which lives on."""
+        self._names: list[str] = []
+        """Who had each first."""
 
     def after_product(self, tracer: Tracer, op: object, args: tuple[object, ...]) -> None:
         with tracer.temporaries() as hold:
@@ -86,21 +89,21 @@ class Workspaces:
         self._hold(tracer, "cudnn dropout", "main", size, stream=DEFAULT_STREAM)
 
     def _thread(self, tracer: Tracer) -> str:
-        if tracer.in_backward:
-            return "autograd"
-        thread = threading.current_thread()
-        return "main" if thread is self._main else f"{self._handle(thread) + 1}."
+        return self._names[self._handle(None if tracer.in_backward else threading.current_thread())]
 
-    def _handle(self, thread: threading.Thread) -> int:
-        """Its own, or that of a thread that has ended: CublasHandlePool.cpp, which gives them on."""
+    def _handle(self, thread: threading.Thread | None) -> int:
+        """Its own, or that of a thread that has ended: CublasHandlePool.cpp, which gives them on to whoever asks next,
+        the main thread and autograd's too."""
         if thread in self._handles:
             return self._handles.index(thread)
-        free = next((n for n, each in enumerate(self._handles) if not each.is_alive()), None)
-        if free is None:
-            self._handles.append(thread)
-            return len(self._handles) - 1
-        self._handles[free] = thread
-        return free
+        free = next((n for n, each in enumerate(self._handles) if each is not None and not each.is_alive()), None)
+        if free is not None:
+            self._handles[free] = thread
+            return free
+        other = f"{sum(name not in ('main', 'autograd') for name in self._names) + 1}."
+        self._names.append("autograd" if thread is None else "main" if thread is self._main else other)
+        self._handles.append(thread)
+        return len(self._handles) - 1
 
     def _hold(self, tracer: Tracer, kind: str, thread: str, size: int, stream: int | None = None) -> None:
         """One for each handle and stream."""
