@@ -338,7 +338,8 @@ def test_a_thread_that_has_ended_gives_its_cublas_workspace_on_to_whoever_asks_n
             thread.join()
         optimizer = torch.optim.AdamW(model.parameters())
         for _ in range(3):
-            model(torch.randn(512, 4096, device="cuda")).pow(2).mean().backward()
+            loss = model(torch.randn(512, 4096, device="cuda")).pow(2).mean()
+            loss.backward()
             optimizer.step()
             optimizer.zero_grad()
 
@@ -380,9 +381,9 @@ def test_adafactor_with_relative_steps_asks_for_nothing_that_is_not_known() -> N
     from transformers.optimization import Adafactor
 
     def step() -> None:
-        model = nn.Linear(64, 64).cuda()
+        model = nn.Linear(2048, 2048, device="cuda")
         optimizer = Adafactor(model.parameters(), scale_parameter=True, relative_step=True, warmup_init=True, lr=None)
-        model(torch.randn(4, 64, device="cuda")).sum().backward()
+        model(torch.randn(4, 2048, device="cuda")).sum().backward()
         optimizer.step()
 
     assert any(note.startswith("Adafactor") for note in memfit.trace(step).notes)

@@ -74,8 +74,8 @@ class Values:
             return None if self._hidden and tensor.untyped_storage() in self._hidden else tensor
         found = self._known.get(tensor.untyped_storage()._cdata)
         if found is None:
-            return torch.empty(tensor.shape, dtype=tensor.dtype) if tensor.numel() == 0 else None
-        made = torch.empty(0, dtype=tensor.dtype)
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") if tensor.numel() == 0 else None
+        made = torch.empty(0, dtype=tensor.dtype, device="cpu")
         return made.set_(found[1], tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def begin_origins(self, named: dict[int, Tensor] | None) -> None:
@@ -103,7 +103,7 @@ class Values:
                 self._origins.pop(key, None)
 
         with _as_on_host():
-            beside = torch.zeros(storage.nbytes(), dtype=torch.uint8).untyped_storage()
+            beside = torch.zeros(storage.nbytes(), dtype=torch.uint8, device="cpu").untyped_storage()
         self._known[key] = (weakref.ref(storage, died), beside)
         with _as_on_host():
             written = self.read(tensor)
