@@ -382,3 +382,35 @@ def test_a_word_for_yes_in_a_file_is_told_to_be_text(tmp_path: Path) -> None:
 def test_checkpointing_that_is_on_is_not_told_to_be_off_by_default(tmp_path: Path) -> None:
     job = read_job(written(tmp_path, LLAMAFACTORY))
     assert job.workload.grad_checkpointing and "gradient_checkpointing" not in job.defaults
+
+
+TRAINER = {"model_name_or_path": "gpt2", "output_dir": "out", "per_device_train_batch_size": 2, "max_length": 512}
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"use_cache": True}, {"pad_to_multiple_of": 64}, {"model_init_kwargs": {"dtype": "bfloat16"}},
+        {"per_gpu_train_batch_size": 16}, {"split_batches": True}, {"accelerator_config": {"split_batches": True}},
+    ],
+    ids=lambda keys: next(iter(keys)),
+)  # fmt: skip
+def test_what_moves_the_memory_of_the_trainer_is_refused_where_it_is_not_planned(
+    keys: dict[str, Any], tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError) as refused:
+        read_job(written(tmp_path, {**TRAINER, **keys}, "job.json"))
+    assert next(iter(keys)) in refused.value.message
+
+
+def test_a_file_of_trl_has_its_defaults_and_says_so(tmp_path: Path) -> None:
+    plain = read_job(written(tmp_path, TRAINER, "job.json")).settings
+    assert not plain.get("grad_checkpointing") and plain.get("precision") != "amp-bf16"
+    job = read_job(written(tmp_path, {**TRAINER, "dataset_text_field": "text"}, "job.json"))
+    assert job.settings["grad_checkpointing"] is True
+    assert job.defaults["bf16"] is True and job.workload.precision == "amp-bf16"
+    assert any(note.startswith("dataset_text_field is a key of TRL's SFTConfig") for note in job.notes)
+    said = read_job(
+        written(tmp_path, {**TRAINER, "packing": False, "bf16": False, "gradient_checkpointing": False}, "job.json")
+    )
+    assert not said.settings["grad_checkpointing"] and said.workload.precision == "fp32"

@@ -809,3 +809,33 @@ def test_an_embedding_gets_rows_for_new_words_wherever_it_lies(device: str) -> N
 
     plan = memfit.trace(step)
     assert any("new rows of an embedding" in note for note in plan.notes) == (device == "cuda")
+
+
+def attends(length: int) -> None:
+    q = torch.randn(2, 4, length, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    F.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()
+
+
+@pytest.mark.parametrize(("warn_only", "parts"), [(False, 14), (True, 1)])
+def test_attention_whose_sums_are_in_order_keeps_one_for_each_part_of_the_keys(warn_only: bool, parts: int) -> None:
+    def in_order() -> None:
+        torch.use_deterministic_algorithms(True, warn_only=warn_only)
+        attends(256)
+
+    more = (
+        memfit.trace(in_order, gpu="A100 40GB").peak.allocated_bytes
+        - memfit.trace(lambda: attends(256), gpu="A100 40GB").peak.allocated_bytes
+    )
+    assert -(-108 // (2 * 4)) == 14
+    assert more == (parts - 1) * 4 * 2 * 4 * 256 * 64
+
+
+def test_deterministic_ops_that_no_rule_tells_are_named() -> None:
+    def adds() -> None:
+        torch.use_deterministic_algorithms(True)
+        x = torch.zeros(1024, 64, device="cuda")
+        x.index_add_(0, torch.arange(512, device="cuda"), torch.ones(512, 64, device="cuda"))
+
+    assert any(
+        note.startswith("not modelled:") and "index_add_ (deterministic)" in note for note in memfit.trace(adds).notes
+    )

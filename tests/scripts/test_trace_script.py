@@ -157,10 +157,77 @@ def test_the_allocator_of_a_script_is_set_by_its_variable_and_by_what_is_asked_f
     assert settings(path, alloc_conf="max_split_size_mb:128") == "max_split_size_mb:128"
 
 
-def test_a_script_that_sets_the_allocator_itself_is_told_of_it(write) -> None:  # type: ignore[no-untyped-def]
-    plan = memfit.trace_script(write(f"os.environ['{ALLOCATOR}'] = 'expandable_segments:True'\n" + LOOP))
-    assert any(note.startswith(f"the script itself sets {ALLOCATOR}=expandable") for note in plan.notes)
+def test_a_script_that_sets_the_allocator_itself_is_planned_with_that(write, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    by_variable = f"import os\nos.environ['{ALLOCATOR}'] = 'expandable_segments:True'\n"
+    by_call = "import torch\ntorch.cuda.memory._set_allocator_settings('expandable_segments:True')\n"
+    given = memfit.trace_script(write(LOOP), alloc_conf="expandable_segments:True").to_json()["peak"]
+    assert given != memfit.trace_script(write(LOOP)).to_json()["peak"]
+    for said in (by_variable, by_call):
+        (tmp_path / "train.py").write_text(said + HEAD + LOOP)
+        plan = memfit.trace_script("train.py")
+        assert plan.to_json()["peak"] == given and plan.workload["alloc_conf"] == "expandable_segments:True"
+        assert any(note.startswith("the allocator's settings are those that") for note in plan.notes)
     assert ALLOCATOR not in os.environ
+
+
+def test_what_a_user_says_of_the_allocator_stands_above_what_the_script_sets(write, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    (tmp_path / "train.py").write_text(
+        f"import os\nos.environ['{ALLOCATOR}'] = 'expandable_segments:True'\n{HEAD}{LOOP}"
+    )
+    plan = memfit.trace_script("train.py", alloc_conf="max_split_size_mb:128")
+    assert plan.workload["alloc_conf"] == "max_split_size_mb:128"
+    assert any(note.startswith(f"the script itself sets {ALLOCATOR}=expandable") for note in plan.notes)
+
+
+def test_settings_of_the_allocator_that_come_after_the_first_tensor_are_named(write) -> None:  # type: ignore[no-untyped-def]
+    plan = memfit.trace_script(write(f"os.environ['{ALLOCATOR}'] = 'expandable_segments:True'\n" + LOOP))
+    assert plan.workload["alloc_conf"] == ""
+    assert any(note.startswith("not modelled: the script itself") and "after memory was taken" in note
+               for note in plan.notes)  # fmt: skip
+
+
+def test_settings_that_torch_would_not_read_are_refused_by_the_name_of_who_set_them(write, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    (tmp_path / "train.py").write_text(f"import os\nos.environ['{ALLOCATOR}'] = 'no_such_option:1'\n" + HEAD + LOOP)
+    with pytest.raises(TraceError, match=r"the script itself.*no_such_option"):
+        memfit.trace_script("train.py")
+
+
+def test_workspaces_of_cublas_are_as_large_as_the_script_says(write, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    usual = memfit.trace_script(write(LOOP), gpu="A100 40GB")
+    (tmp_path / "train.py").write_text("import os\nos.environ['CUBLAS_WORKSPACE_CONFIG'] = ':4096:8'\n" + HEAD + LOOP)
+    larger = memfit.trace_script("train.py", gpu="A100 40GB")
+    assert peak(larger) - peak(usual) == 2 * ((4096 * 8) - (4096 * 2 + 16 * 8)) * 1024
+
+
+@pytest.mark.parametrize("variable", ["PYTORCH_NO_CUDA_MEMORY_CACHING=1", "CUDA_MODULE_LOADING=EAGER"])
+def test_a_variable_that_is_not_modelled_is_named_in_the_first_lines(write, variable: str) -> None:  # type: ignore[no-untyped-def]
+    plan = memfit.trace_script(f"{variable} python {write(LOOP)}")
+    assert any(note.startswith(f"not modelled: {variable}, ") for note in plan.notes)
+
+
+RAGGED = """
+optimizer = torch.optim.AdamW(model.parameters())
+for length in LENGTHS:
+    step(torch.ones(4, length, dtype=torch.int64, device=device)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(("lengths", "alike"), [("[64] * 9", True), ("[64, 512, 64, 2048]", False)])
+def test_steps_that_are_not_alike_are_told_as_what_later_ones_may_exceed(write, lengths: str, alike: bool) -> None:  # type: ignore[no-untyped-def]
+    plan = memfit.trace_script(write(RAGGED.replace("LENGTHS", lengths)))
+    assert alike is not any(note.startswith("not modelled: batches larger than the 3 that") for note in plan.notes)
+
+
+@pytest.mark.parametrize(("gpu", "told"), [("T4", False), ("1GB", True)])
+def test_a_script_that_catches_running_out_of_memory_is_told_of_it_where_it_would(write, gpu: str, told: bool) -> None:  # type: ignore[no-untyped-def]
+    grown = LOOP.replace("step(ids", "step(ids.repeat(64, 16)").replace(
+        "for epoch", "catches = torch.OutOfMemoryError\nfor epoch"
+    )
+    plan = memfit.trace_script(write(grown), gpu=gpu)
+    assert told == (plan.verdict == "fails")
+    assert told is any("OutOfMemoryError stands in it" in note for note in plan.notes)
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch's compiler, when it is imported

@@ -34,21 +34,22 @@ TRAINER_KEYS = {
 TRAINER_IDLE = (
     "output_dir overwrite_output_dir num_train_epochs max_steps learning_rate lr_scheduler_type lr_scheduler_kwargs "
     "warmup_steps warmup_ratio optim_args weight_decay adam_beta1 adam_beta2 adam_epsilon tf32 logging_* log_* "
-    "average_tokens_across_devices bf16_full_eval fp16_full_eval bf16_backend half_precision_backend use_cache "
+    "average_tokens_across_devices bf16_full_eval fp16_full_eval bf16_backend half_precision_backend "
     "include_num_input_tokens_seen include_tokens_per_second disable_tqdm report_to run_name project trackio_* eval_* "
     "prediction_loss_only include_for_metrics include_inputs_for_metrics batch_eval_metrics save_* "
     "enable_jit_checkpoint push_to_hub* hub_* load_best_model_at_end metric_for_best_model greater_is_better "
-    "ignore_data_skip restore_callback_states_from_checkpoint seed data_seed accelerator_config dataloader_* "
+    "ignore_data_skip restore_callback_states_from_checkpoint seed data_seed dataloader_* "
     "remove_unused_columns label_names train_sampling_strategy group_by_length length_column_name "
     "ddp_find_unused_parameters ddp_broadcast_buffers ddp_backend ddp_timeout debug skip_memory_metrics do_train "
     "do_eval do_predict resume_from_checkpoint local_rank sortish_sampler predict_with_generate generation_* "
     "past_index no_cuda use_mps_device jit_mode_eval liger_kernel_config "
-    "split_batches dispatch_batches per_gpu_* mp_parameters transformers_version _n_gpu distributed_state "
+    "dispatch_batches per_gpu_eval_batch_size mp_parameters transformers_version _n_gpu distributed_state "
     "deepspeed_plugin fp16_opt_level fp16_backend use_ipex tpu_* ray_scope torchdynamo use_legacy_prediction_loop "
     "fsdp_min_num_params fsdp_transformer_layer_cls_to_wrap xpu_backend"
 )
 
 ENGINE = "DeepSpeed's engine keeps weights, gradients and states in buffers of its own"
+SHARED = "each process gets a share of the batch: give --batch-size, the rows of one process"
 TRAINER_REFUSED = {
     "deepspeed": Refused(ENGINE, instead=("parallel",)),
     "use_liger_kernel": Refused("Liger's kernels take other memory than the model's own"),
@@ -58,6 +59,8 @@ TRAINER_REFUSED = {
     "torch_empty_cache_steps": Refused("emptying the cache between steps is not modelled", (None,)),
     "optim_target_modules": Refused("optimizers of chosen modules are not modelled", (None, [])),
     "full_determinism": Refused("deterministic kernels take other memory"),
+    "split_batches": Refused(SHARED, (False, None), instead=("batch_size",)),
+    "per_gpu_train_batch_size": Refused("its name is per_device_train_batch_size", (None,), instead=("batch_size",)),
     "parallelism_config": Refused("tensor, context and expert parallelism are not modelled", (None,)),
     "ddp_bucket_cap_mb": Refused("DDP's buckets are planned at their usual 25 MB", (None, 25)),
     "ddp_static_graph": Refused("DDP is planned without a static graph"),
@@ -195,8 +198,36 @@ def kind_meant(values: KeyValues) -> str:
     return "lora" if any(name in values.given for name in OF_LORA) else "train"
 
 
+OF_TRL = ("packing", "eval_packing", "assistant_only_loss", "completion_only_loss", "dataset_text_field",
+          "dataset_num_proc", "dataset_kwargs", "loss_type", "padding_free")  # fmt: skip
+"""Keys that SFTConfig has and TrainingArguments has not."""
+
+
+def _as_trl_by_default(values: KeyValues, made: dict[str, Any]) -> str | None:
+    """trl/trainer/sft_config.py: checkpointing, and bf16 where fp16 is not asked for."""
+    autocast = autocast_of(values)
+    found = [key for key in OF_TRL if values.has(key)]
+    if not found:
+        return autocast
+    if not values.has("gradient_checkpointing"):
+        made["grad_checkpointing"] = values.defaults["gradient_checkpointing"] = True
+    if not values.has("bf16") and autocast is None:
+        autocast, values.defaults["bf16"] = "bf16", True
+    values.notes.append(f"{found[0]} is a key of TRL's SFTConfig: what the file does not say is as TRL has it")
+    if not values.has("loss_type"):
+        values.notes.append(
+            f"{NOT_MODELLED} the loss in pieces, which newer versions of TRL compute where no loss_type is given:"
+            " planned whole (loss_type: nll), which takes more"
+        )
+    return autocast
+
+
 def _settle(values: KeyValues) -> dict[str, Any]:
     made = trainer_settings(values)
+    autocast = _as_trl_by_default(values, made)
+    shares = values["accelerator_config"]
+    if isinstance(shares, dict) and _on(shares.get("split_batches")):
+        values.refuse("accelerator_config", Refused(SHARED, instead=("batch_size",)))
     kwargs = values["gradient_checkpointing_kwargs"]
     reentrant = isinstance(kwargs, dict) and bool(kwargs.get("use_reentrant"))
     note_reentrant(values, reentrant and made["grad_checkpointing"], kind_meant(values))
@@ -204,7 +235,7 @@ def _settle(values: KeyValues) -> dict[str, Any]:
     if values["packing"]:
         values.refuse("packing", "rows packed by TRL have masks of their own")
     return {
-        **made, "kind": kind_meant(values), **weights_unsaid(values, autocast_of(values)),
+        **made, "kind": kind_meant(values), **weights_unsaid(values, autocast),
         **({"seq_len": length} if length else {}),
         **({"model": values["model_name_or_path"]} if values["model_name_or_path"] else {}),
     }  # fmt: skip
@@ -227,13 +258,19 @@ HUGGINGFACE = JobFormat(
     title="TrainingArguments",
     keys={
         **TRAINER_KEYS, "max_length": FileKey(None, "whole"), "max_seq_length": FileKey(None, "whole"),
-        "packing": FileKey(False, "yes"),
+        "packing": FileKey(False, "yes"), "accelerator_config": FileKey(None),
         "model_name_or_path": FileKey(None, "text"),
     },
     idle=f"{TRAINER_IDLE} dataset_* eos_token pad_token chat_template_path assistant_only_loss completion_only_loss "
-    "shuffle_dataset pad_to_multiple_of model_init_kwargs",
+    "shuffle_dataset",
     refused={
-        **TRAINER_REFUSED, "padding_free": Refused("rows without padding have attention kernels of their own"),
+        **TRAINER_REFUSED,
+        "use_cache": Refused("keys and values that the Trainer keeps are not modelled", (False, None)),
+        "pad_to_multiple_of": Refused("rows are padded to a multiple: give --seq-len, their length then", (None, 1),
+                                      instead=("seq_len",)),
+        "model_init_kwargs": Refused("give the type of the weights as --precision, and --attention eager where it says"
+                                     " so", (None, {}), instead=("precision",)),
+        "padding_free": Refused("rows without padding have attention kernels of their own"),
         "loss_type": Refused("losses of TRL other than nll are not modelled", ("nll", None)),
     },
     settle=_settle,

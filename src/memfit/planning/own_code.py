@@ -127,6 +127,8 @@ def trace_code(
             break
         except Unlike:
             continue
+    if tracer.alloc_conf is not None:
+        config, workload = AllocatorConfig.parse(tracer.alloc_conf), {**workload, "alloc_conf": tracer.alloc_conf}
     how = Provenance()
     notes = (
         *not_modelled(tracer.unmodelled),

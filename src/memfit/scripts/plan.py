@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from memfit.analysis.advice import WORTH, gradients_zeroed, zeroed_in_place
@@ -20,8 +22,11 @@ from memfit.gpus import Gpu
 from memfit.planning.own_code import LineAnswer, larger_of_both, trace_code
 from memfit.planning.predict import Plan
 from memfit.scripts.command import Program, read_command
+from memfit.units import format_bytes
 
 STEPS = 3
+UNLIKE = 0.01
+"""Steps that hold so much more than another were given a larger batch."""
 SECONDS = 600.0
 
 
@@ -70,7 +75,7 @@ def trace_once(
         raise UsageError(f"--steps {steps} is not above 0", hint="such as --steps 3")
     program = command if isinstance(command, Program) else read_command(command)
     _check_variables(dict(program.environment))
-    alloc_conf = alloc_conf or program.alloc_conf
+    said, alloc_conf = alloc_conf, alloc_conf or program.alloc_conf
     lines = [_place(place, value) for place, value in (answers or {}).items()]
     seen: list[Steps] = []
     asked: list[Any] = []
@@ -81,9 +86,9 @@ def trace_once(
             tracer.answers.answer_line(file, number, value)
         seen.append(Steps(steps, tracer))
         with hub_pretended(tracer, made_up=synthetic_data), data_made_up(tracer, wanted=synthetic_data):
-            run_program(program, seen[-1], seconds=seconds, tracer=tracer)
+            run_program(program, seen[-1], seconds=seconds, tracer=tracer, alloc_conf=said)
 
-    return trace_code(
+    made = trace_code(
         run,
         gpu=gpu,
         alloc_conf=alloc_conf,
@@ -99,6 +104,41 @@ def trace_once(
             "synthetic_data": synthetic_data,
         },
     )
+    return dataclasses.replace(made, notes=(*_unlike_steps(made, seen[-1]), *_caught(made, program), *made.notes))
+
+
+def _unlike_steps(plan: Plan, steps: Any) -> Iterator[str]:
+    """The first one has no optimizer's states yet, so it is not compared."""
+    held: dict[int, int] = {}
+    for phase in plan.report.phases:
+        if phase.step is not None and 2 <= phase.step <= steps.done:
+            held[phase.step] = max(held.get(phase.step, 0), phase.allocated_bytes)
+    if not held or steps.rises or max(held.values()) <= min(held.values()) * (1 + UNLIKE):
+        return
+    least, most = min(held, key=held.__getitem__), max(held, key=held.__getitem__)
+    yield (
+        f"not modelled: batches larger than the {steps.done} that were seen. The steps are not alike: step {least} held"
+        f" {format_bytes(held[least])} and step {most} {format_bytes(held[most])}, so a later one may take more:"
+        f" --steps {max(10, 3 * steps.done)} looks further, and data with the longest rows first tells at once"
+    )
+
+
+CATCHES = re.compile(r"""OutOfMemoryError|find_executable_batch_size|auto_find_batch_size=True|["']out of memory["']""")
+
+
+def _caught(plan: Plan, program: Program) -> Iterator[str]:
+    """By the text of its first file: in a plan nothing ever runs out."""
+    if plan.verdict != "fails" or program.is_module:
+        return
+    try:
+        text = Path(program.target).read_text(encoding="utf-8", errors="replace")
+    except (OSError, ValueError):
+        return
+    if found := CATCHES.search(text):
+        yield (
+            f"not modelled: what the program does when memory runs out ({found[0]} stands in it): in the plan it never"
+            " does, on the card it may go on with less"
+        )
 
 
 def _check_variables(given: Mapping[str, str]) -> None:

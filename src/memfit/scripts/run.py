@@ -14,7 +14,7 @@ from typing import Any
 from unittest import mock
 
 from memfit.analysis.own_lines import is_own
-from memfit.environment import COMPILER_READS, exported
+from memfit.environment import COMPILER_READS, VARIABLES, exported
 from memfit.errors import InputError, TraceError
 from memfit.extrapolation.reused import COMPILED
 from memfit.scripts.children import processes_at_home
@@ -28,11 +28,17 @@ OFFLINE = {
 """Nothing is fetched or sent."""
 OF_NO_ACCOUNT = ("_CACHE", "_CACHES", "_CACHE_DIR", "_THREADS", "_DEBUG")
 """How variables of the compiler end on which no plan depends."""
+UNSEEN_VARIABLES = {
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": "an allocator that keeps nothing: reserved is planned with torch's own",
+    "CUDA_MODULE_LOADING": "kernels that are all loaded at the start: CUDA's own part is planned with lazy loading",
+    "TORCH_CUBLASLT_UNIFIED_WORKSPACE": "a workspace that cuBLAS and cuBLASLt share or do not: planned as torch has it",
+}
 AT_EXIT = "what the program leaves for its end (atexit) is not run"
 
 
-def run_program(program: Program, steps: Steps, *, seconds: float, tracer: Any) -> None:
-    """To its end, or to enough steps; an error if neither comes within the time limit."""
+def run_program(program: Program, steps: Steps, *, seconds: float, tracer: Any, alloc_conf: str = "") -> None:
+    """To its end, or to enough steps; an error if neither comes within the time limit. `alloc_conf`: what the user says
+    of the allocator, whatever the program does."""
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     hook = register_optimizer_step_post_hook(steps.count)
@@ -40,6 +46,7 @@ def run_program(program: Program, steps: Steps, *, seconds: float, tracer: Any) 
         with (
             _as_started_by_hand(program),
             _variables_set_late_are_told(tracer),
+            _allocator_as_the_program_sets_it(tracer, alloc_conf),
             _speaks_on_stderr(),
             _leaves_nothing_for_the_end(tracer.assume),
             _workers_at_home(),
@@ -113,21 +120,39 @@ def _as_started_by_hand(program: Program) -> Iterator[None]:
 @contextmanager
 def _variables_set_late_are_told(tracer: Any) -> Iterator[None]:
     """torch was imported before the script began, and may have read them already."""
-    before, of_compiler = exported(os.environ), _read_by_the_compiler()
+    of_compiler = _read_by_the_compiler()
     try:
         yield
     finally:
-        for name, text in exported(os.environ).items():
-            if before.get(name) != text:
-                tracer.assume(
-                    f"the script itself sets {name}={text}: the plan has what --alloc-conf says, or stood before it"
-                )
+        for name, why in UNSEEN_VARIABLES.items():
+            if value := os.environ.get(name):
+                tracer.assume(f"not modelled: {name}={value}, {why}")
         for name, text in _read_by_the_compiler().items():
             if of_compiler.get(name) != text and tracer.trace.facts.get(COMPILED):
                 tracer.answers.refused = tracer.answers.refused or TraceError(
                     f"the script itself sets {name}={text}, which torch's compiler reads before the script begins here",
                     hint=f"say it before the command: memfit plan script -- {name}={text} python ...",
                 )
+
+
+@contextmanager
+def _allocator_as_the_program_sets_it(tracer: Any, alloc_conf: str) -> Iterator[None]:
+    """`os.environ[...] = ...` calls `os.putenv`."""
+    real = os.putenv
+
+    def putenv(name: Any, value: Any) -> None:
+        real(name, value)
+        if (variable := os.fsdecode(name)) not in VARIABLES:
+            return
+        text = os.fsdecode(value)
+        said = next(iter(exported({**os.environ, variable: text}).values()), "")
+        if alloc_conf:
+            tracer.assume(f"the script itself sets {variable}={text}: the plan has what --alloc-conf says")
+        else:
+            tracer.settle_allocator(said, f"the script itself ({variable})")
+
+    with mock.patch.object(os, "putenv", putenv):
+        yield
 
 
 def _read_by_the_compiler() -> dict[str, str]:

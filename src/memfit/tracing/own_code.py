@@ -8,6 +8,7 @@ tensor has a place, an op on several of them is checked as CUDA checks it, and w
 from __future__ import annotations
 
 import math
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -22,12 +23,14 @@ from torch.utils import _device as default_device
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from memfit.errors import TraceError
+from memfit.errors import MemfitError, TraceError
+from memfit.events import Action
 from memfit.platform import Platform
+from memfit.replay.alloc_config import AllocatorConfig
 from memfit.tracing.answers import Answers, asked_by, asking_line
 from memfit.tracing.cuda_names import CUDA_TENSOR_TYPES, FROM_HOST, CudaNames, CudaTensorType
 from memfit.tracing.kernels import indexing
-from memfit.tracing.kernels.products import PRODUCTS
+from memfit.tracing.kernels.products import PRODUCTS, Workspaces
 from memfit.tracing.tracer import KnownOp, Tracer
 from memfit.tracing.unknown import is_unknown
 from memfit.tracing.values import Values
@@ -72,9 +75,16 @@ UNMODELLED = frozenset(_WITHOUT_RULES.split())
 """Ops whose kernels take memory beside their results that no rule here tells: a plan with one of them says so."""
 
 
+ORDERED = frozenset(
+    ["index_put", "_index_put_impl", "index_add", "index_copy", "scatter", "scatter_add", "scatter_reduce", "put"]
+)
+"""Ops that sort or copy first where torch.use_deterministic_algorithms is on: no rule here tells what that takes."""
+
+
 class OwnCodeTracer(Tracer):
     def __init__(self, device: torch.device, platform: Platform, answers: Answers) -> None:
         super().__init__(device, platform, answers)
+        self.workspaces = Workspaces(platform, os.environ)
         self.values = answers.values = Values(device, answers.chooses_evenly)
         self.assumed: dict[str, None] = {}
         """What was taken for granted, to be told with the plan."""
@@ -84,6 +94,8 @@ class OwnCodeTracer(Tracer):
         """Of packages that bring their own: by namespace and op, what they do on CUDA."""
         self.stopped: type[BaseException] | None = None
         """Why the code is to end here: from then on nothing is written down, whatever it catches."""
+        self.alloc_conf: str | None = None
+        """What the code itself told the allocator before it first took memory; None: nothing."""
         self.gpu_is_named = False
         """Whether the call that runs names "cuda" as its device."""
         self._in_kernel = False
@@ -92,6 +104,19 @@ class OwnCodeTracer(Tracer):
 
     def assume(self, what: str) -> None:
         self.assumed[what] = None
+
+    def settle_allocator(self, said: str, where: str) -> None:
+        """torch reads its settings when it first takes memory; what is told later is not replayed."""
+        if Action.ALLOC in self.trace.actions:
+            self.assume(f"not modelled: {where} sets {said!r} after memory was taken: planned as it stood before")
+            return
+        try:
+            AllocatorConfig.parse(said)
+        except MemfitError as error:
+            self.answers.refused = self.answers.refused or TraceError(f"{where}: {error.message}", hint=error.hint)
+        else:
+            self.alloc_conf = said
+            self.assume(f"the allocator's settings are those that {where} sets: {said}")
 
     # -- where a tensor lies -----------------------------------------------------------------------------------------
 
@@ -146,6 +171,8 @@ class OwnCodeTracer(Tracer):
         made_here = not tensors and kwargs.get("device") == self.device
         if _is_unmodelled(func) and ("cuda" in places or made_here):
             self.unmodelled[_plain_name(func)] = None
+        if _is_ordered(func) and "cuda" in places and torch.are_deterministic_algorithms_enabled():
+            self.unmodelled[f"{_plain_name(func)} (deterministic)"] = None
         if "cuda" in places and (kernels := self.kernels_of.get(func.namespace)) is not None:
             return self._run_kernel(kernels.get(func.name(), partial(func._op_dk, BY_DEFAULT)), args, kwargs)
         if "cuda" in places:
@@ -280,6 +307,11 @@ def _plain_name(func: Any) -> str:
 @cache
 def _is_unmodelled(func: Any) -> bool:
     return _plain_name(func) in UNMODELLED
+
+
+@cache
+def _is_ordered(func: Any) -> bool:
+    return _plain_name(func).rstrip("_") in ORDERED
 
 
 def _needs_data(func: Any) -> bool:

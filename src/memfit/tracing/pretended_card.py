@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 from unittest import mock
 
@@ -111,9 +111,14 @@ class Card:
     """Answers about memory at the moment of asking."""
 
     def __init__(self, tracer: OwnCodeTracer, gpu: Gpu, config: AllocatorConfig) -> None:
-        self.tracer, self.gpu, self.config = tracer, gpu, config
+        self.tracer, self.gpu, self._config = tracer, gpu, config
         self._peak_from = 0
         self._seen: tuple[int, Replay] | None = None
+
+    @property
+    def config(self) -> AllocatorConfig:
+        said = self.tracer.alloc_conf
+        return self._config if said is None else AllocatorConfig.parse(said)
 
     @property
     def timeline(self) -> Replay:
@@ -283,11 +288,14 @@ def card_pretended(names: OwnCodeNames, gpu: Gpu, config: AllocatorConfig) -> It
     card = Card(tracer, gpu, config)
     active = [True]
     left_out = _snapshots_left_out(tracer)
+    settled = partial(tracer.settle_allocator, where="a call of the script")
     replaced: list[tuple[Any, dict[str, Any]]] = [
         (torch.cuda, _of_cuda(card)),
         (torch.accelerator, _of_accelerator(card)),
-        (torch.cuda.memory, {"_record_memory_history": left_out, "_dump_snapshot": left_out, **{
-            name: value for name, value in _of_cuda(card).items() if hasattr(torch.cuda.memory, name)}}),
+        (torch.cuda.memory, {
+            "_record_memory_history": left_out, "_dump_snapshot": left_out, "_set_allocator_settings": settled,
+            **{name: value for name, value in _of_cuda(card).items() if hasattr(torch.cuda.memory, name)}}),
+        (torch._C, {"_accelerator_setAllocatorSettings": settled}),
         (torch.version, {"cuda": CUDA_VERSION}),
         (torch.backends.cuda, {"is_built": lambda: True}),
         (torch.backends.cudnn, {"is_acceptable": lambda tensor: tensor.dtype in CUDNN_DTYPES}),

@@ -288,20 +288,27 @@ def _rounded_head(d: int) -> int:
 def flash_backward(
     tracer: Tracer, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *_: Any, **__: Any
 ) -> Any:
-    """`mha_bwd`: dq accumulates in fp32 over rows rounded to 128; with grouped heads dk and dv exist once more."""
+    """`mha_bwd`: dq accumulates in fp32 over rows rounded to 128, once, or for each part of the keys where the order of
+    the sums is fixed; with grouped heads dk and dv exist once more."""
     b, h, s, d = q.shape
     rows = -(-s // 128) * 128
+    parts = -(-tracer.platform.sm_count // (b * h)) if _order_is_fixed() else 1
     with tracer.temporaries() as hold:
         for t in (grad, out):
             if not t.transpose(1, 2).is_contiguous():
                 hold(t.numel() * t.element_size(), "flash attention backward contiguous copy")
         grads = tuple(_like(t, *t.shape) for t in (q, k, v))
         hold(4 * b * h * rows, "flash attention backward row sums")
-        hold(4 * b * rows * h * _rounded_head(d), "flash attention backward dq accumulator")
+        hold(4 * parts * b * rows * h * _rounded_head(d), "flash attention backward dq accumulator")
         if h != k.shape[1]:
             hold(q.element_size() * b * h * k.shape[2] * d, "flash attention backward dk per query head")
             hold(q.element_size() * b * h * k.shape[2] * d, "flash attention backward dv per query head")
     return grads
+
+
+def _order_is_fixed() -> bool:
+    """With warn_only the kernels stay as they are (attention_backward.cu)."""
+    return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
 def efficient_forward(

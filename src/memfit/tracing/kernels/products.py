@@ -20,7 +20,10 @@ whether that went well. The sizes of workspaces were read off an H200 for every 
 from __future__ import annotations
 
 import math
+import re
 import threading
+from collections.abc import Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,29 +50,47 @@ SCALED = (aten._scaled_mm.default, aten._scaled_mm.out)
 """Of 8-bit floats: cuBLASLt's, measured with torchao's float8 training on an H200."""
 
 
-def cublas_bytes(platform: Platform) -> int:
-    """Hopper: 32 MiB. Blackwell: the same from pytorch#175344 (2.12). Others: `:4096:2:16:8`."""
+WORKSPACE, WORKSPACE_LT = "CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE"
+
+
+def cublas_bytes(platform: Platform, said: str = "") -> int:
+    """Hopper: 32 MiB. Blackwell: the same from pytorch#175344 (2.12). Others: `:4096:2:16:8`. `said`: what the variable
+    CUBLAS_WORKSPACE_CONFIG says, in KiB and pieces (CublasHandlePool.cpp)."""
+    if pieces := re.findall(r":([0-9]+):([0-9]+)", said):
+        return sum(int(size) * int(count) for size, count in pieces) * KiB
     major = platform.arch[0]
     if major == 9 or (major in (10, 12) and platform.torch >= (2, 12)):
         return 32 * MiB
     return (4096 * 2 + 16 * 8) * KiB
 
 
-def cublaslt_bytes(platform: Platform) -> int:
-    """A separate buffer for products with a fused bias, 2.9 to 2.11 (pytorch#156495); later they share cuBLAS's."""
-    return 1 * MiB if (2, 9) <= platform.torch < (2, 12) else 0
+def cublaslt_bytes(platform: Platform, said: str = "") -> int:
+    """A separate buffer for products with a fused bias, 2.9 to 2.11 (pytorch#156495); later they share cuBLAS's.
+    `said`: what the variable CUBLASLT_WORKSPACE_SIZE says, in KiB."""
+    if not (2, 9) <= platform.torch < (2, 12):
+        return 0
+    return int(said) * KiB if said.isdigit() else 1 * MiB
 
 
 class Workspaces:
-    def __init__(self, platform: Platform) -> None:
-        self._cublas = cublas_bytes(platform)
-        self._cublaslt = cublaslt_bytes(platform)
+    def __init__(self, platform: Platform, variables: Mapping[str, str] | None = None) -> None:
+        """`variables`: of the process that is traced, read when the first product asks, as torch does."""
+        self._platform = platform
+        self._variables = {} if variables is None else variables
         self._held: set[tuple[str, str, int]] = set()
         self._main = threading.current_thread()
         self._handles: list[threading.Thread | None] = []
         """Who has each; None: autograd's own thread, which lives on."""
         self._names: list[str] = []
         """Who had each first."""
+
+    @cached_property
+    def _cublas(self) -> int:
+        return cublas_bytes(self._platform, self._variables.get(WORKSPACE, ""))
+
+    @cached_property
+    def _cublaslt(self) -> int:
+        return cublaslt_bytes(self._platform, self._variables.get(WORKSPACE_LT, ""))
 
     def after_product(self, tracer: Tracer, op: object, args: tuple[object, ...]) -> None:
         with tracer.temporaries() as hold:
