@@ -149,7 +149,7 @@ def _prune(work: Any, spec: Mapping[str, Any], peaks: Peaks) -> None:
     from memfit.jobs.build import DTYPES
     from memfit.jobs.pruning.decoder import Decoder
     from memfit.jobs.pruning.engine import Engine
-    from memfit.jobs.pruning.settings import PruneSettings, Sparsity
+    from memfit.jobs.pruning.settings import PruneSettings
     from memfit.models.registry import build_model, load_config, resolve
 
     whole = spec["id"].endswith("-whole")
@@ -159,16 +159,12 @@ def _prune(work: Any, spec: Mapping[str, Any], peaks: Peaks) -> None:
     if whole:
         _prune_whole(model, work, peaks)
         return
-    settings = PruneSettings(
-        model=work.model, method=work.method, sparsity=Sparsity.parse(work.sparsity_type, work.sparsity),
-        nsamples=work.nsamples, seqlen=work.seq_len, dataset=work.dataset,
-    )  # fmt: skip
     windows = torch.randint(0, 30_000, (work.nsamples, work.seq_len))
     count = load_config(source).num_hidden_layers
     with Engine(
         Decoder(model, RandomWeights(model)), device="cuda", budget=work.gpu_budget_bytes, phases=peaks, whole=count
     ) as engine:
-        engine.prune(settings, windows, sink=_Nowhere())
+        engine.prune(PruneSettings(workload=work), windows, sink=_Nowhere())
 
 
 def _prune_whole(model: Any, work: Any, peaks: Peaks) -> None:

@@ -180,8 +180,8 @@ def allocated(kind: str, context: int, dtype: str | None = None) -> int:
 
 
 def profiled(kind: str, context: int, dtype: str | None = None) -> Plan:
-    given: dict[str, Any] = {"profile_type": kind, "context_length": context, "dtype": dtype}
-    return predict(ProfileSettings(model="2.7B", **given).workload())
+    asked = ProfileSettings.asked("2.7B", profile_type=kind, context_length=context, dtype=dtype)
+    return predict(asked.workload)
 
 
 # -- training ----------------------------------------------------------------------------------------------------------

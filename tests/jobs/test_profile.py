@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import pickle
 import re
@@ -56,12 +55,12 @@ def test_the_guides_three_commands_run_in_order_and_each_leaves_its_own_file(
 
 
 def test_every_setting_that_differs_stands_in_the_default_name() -> None:
-    plain = ProfileSettings(model="2.7B", profile_type="training")
+    plain = ProfileSettings.asked("2.7B", profile_type="training")
     assert plain.file_name == "2.7B_ctx512_training_snapshot.pickle"
     changes: list[dict[str, Any]] = [
         {}, {"dtype": "bf16"}, {"dtype": "fp16"}, {"batch_size": 8}, {"warmup_steps": 1}, {"measure_steps": 1},
     ]  # fmt: skip
-    names = {dataclasses.replace(plain, **change).file_name for change in changes}
+    names = {ProfileSettings.asked("2.7B", profile_type="training", **change).file_name for change in changes}
     assert len(names) == len(changes)
     assert plain.file_name_on("RTX 4090") == "2.7B_ctx512_training_RTX-4090_snapshot.pickle"
 
@@ -147,7 +146,7 @@ def test_wrong_input_is_said_in_one_line(argv: list[str], said: str, capsys: pyt
 
 def test_sizes_are_known_by_any_spelling_and_named_as_in_the_guide() -> None:
     assert course_size("2.7b") == "2.7B"
-    assert ProfileSettings(model="2.7B").file_name == "2.7B_ctx512_forward_snapshot.pickle"
+    assert ProfileSettings.asked("2.7B").file_name == "2.7B_ctx512_forward_snapshot.pickle"
 
 
 def test_the_courses_parameter_counts() -> None:

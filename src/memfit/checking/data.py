@@ -21,7 +21,7 @@ def check_calibration(situation: Situation) -> Iterator[Finding]:
     from memfit.jobs.texts import check_packages, find_texts, is_on_this_machine
 
     workload = situation.asked.workload
-    if workload is None or not workload.pruning.needs_data:
+    if workload is None or not workload.looks_at_inputs:
         raise CannotTell("nothing is calibrated")
     name = workload.dataset
     try:

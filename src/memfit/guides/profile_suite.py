@@ -10,12 +10,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from memfit.analysis.stacks import code_line
 from memfit.errors import RanOut
@@ -156,7 +154,7 @@ class Suite:
 
     def part_d(self) -> str:
         size = SIZES[self.base.model]
-        batch, context = self.base.batch_size, LONGEST
+        batch, context = self.base.workload.batch_size, LONGEST
         nbytes = batch * context * size.d_model * 4
         text = (
             f"One residual-stream activation has batch x context x d_model elements of 4 bytes:\n"
@@ -182,11 +180,9 @@ class Suite:
     def _profile(self, kind: str, context: int, dtype: str | None = None) -> Profiled | str:
         key = kind, context, dtype
         if key not in self._runs:
-            changed: dict[str, Any] = {"profile_type": kind, "context_length": context, "dtype": dtype}
-            settings = dataclasses.replace(self.base, **changed)
             assert self.profiler is not None
             try:
-                self._runs[key] = self.profiler(settings)
+                self._runs[key] = self.profiler(self.base.of_step(kind, dtype, seq_len=context))
             except RanOut as error:
                 self._runs[key] = f"does not fit: {error.message}"
         return self._runs[key]
@@ -206,7 +202,7 @@ class Suite:
         return lines
 
     def _why_it_grows(self) -> str:
-        size, batch = SIZES[self.base.model], self.base.batch_size
+        size, batch = SIZES[self.base.model], self.base.workload.batch_size
         scores = batch * size.num_heads * LONGEST**2 * 4
         return (
             f"Weights take {gib(self._parameters() * 4)} whatever the context. A training step has at least four times "
@@ -221,13 +217,13 @@ class Suite:
     def _heading(self) -> str:
         base = self.base
         steps = f"{base.warmup_steps} steps to warm up, {base.measure_steps} recorded"
-        return f"# Memory profile of {base.model}: batch {base.batch_size}, {steps}, {self.where}"
+        return f"# Memory profile of {base.model}: batch {base.workload.batch_size}, {steps}, {self.where}"
 
     def _title(self, what: str) -> str:
         runs = [run for run in self._runs.values() if isinstance(run, Profiled)]
         origin = f"{runs[0].origin} ({runs[0].gpu})" if runs else "computed from the model's shape"
         base = self.base
-        return f"{what}: {origin}; {base.model}, batch {base.batch_size}. MB are 2^20 bytes.\n"
+        return f"{what}: {origin}; {base.model}, batch {base.workload.batch_size}. MB are 2^20 bytes.\n"
 
     def _save(self, found: Profiled, name: str) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -248,7 +244,7 @@ class Suite:
 
 def _named_sizes(base: ProfileSettings, context: int) -> dict[str, float]:
     """Tensors of the model by name, in MB of 2^20 bytes, fp32."""
-    size, batch = SIZES[base.model], base.batch_size
+    size, batch = SIZES[base.model], base.workload.batch_size
     elements = {
         "attention scores [batch, heads, context, context]": batch * size.num_heads * context**2,
         "feed-forward activation [batch, context, d_ff]": batch * context * size.d_ff,

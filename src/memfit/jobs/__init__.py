@@ -6,15 +6,15 @@ DOOR = {
     "adapter_names": "BEYOND_BLOCKS NO_TARGETS",
     "adapters": "config_arguments",
     "build": "DTYPES Prepared build_base_model build_for_training prepare_without_memory takes_labels",
-    "checks": "check_by_type check_one_of check_whole",
+    "checks": "check_by_type check_one_of check_seed",
     "host": "Event HostMemory Lane as_bytes finished is_out_of_memory numbers on_the_host",
     "listener": "Listener",
-    "profile": "OnCard ProfileSettings Profiled check_gpu course_size profile_on_gpu",
+    "profile": "BATCH_SIZE CONTEXT_LENGTH OnCard ProfileSettings Profiled check_gpu course_size profile_on_gpu",
     "quantised": "loaded_bytes",
     "run": "Phases put_on run_job token_ids wanted",
     "setting_help": "HELP settings_of",
     "settings": (
-        "ALIASES AS_IN_QLORA BY_BITSANDBYTES Checkpointing KINDS MAX_SEQ_LEN QLORA as_json check_setting flag "
+        "ALIASES AS_IN_QLORA BY_BITSANDBYTES Checkpointing KINDS MAX_SEQ_LEN QLORA Sparsity as_json check_setting flag "
         "kinds_that_read plain_name plain_value setting_types split_names without_none"
     ),
     "small_states": "KINDS OF_TORCHAO SmallStates by_shapes managed_bytes",

@@ -36,6 +36,10 @@ def check_whole(key: str, value: object, *, least: int = 1, most: int = MOST, no
         raise UsageError(f"{key} {value!r} is not a whole number between {least} and {most:,}")
 
 
+def check_seed(key: str, value: object) -> None:
+    check_whole(key, value, least=0, most=(1 << 32) - 1)
+
+
 def check_number(
     key: str,
     value: object,

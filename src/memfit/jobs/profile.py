@@ -12,7 +12,6 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from memfit.errors import RanOut, UnknownName, UsageError
@@ -29,36 +28,47 @@ MODEL_SIZES = {
     "2.7B": "memfit.models.basics:two_point_seven_b",
 }  # fmt: skip
 MAX_STEPS = 10_000
+CONTEXT_LENGTH, BATCH_SIZE = 512, 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileSettings:
+    workload: Workload
+    """A forward pass or a training step, of fp32 weights, under autocast or not."""
     model: str
-    """One of the course's sizes, or anything that `memfit plan --model` takes."""
-    profile_type: ProfileType = "forward"
-    context_length: int = 512
-    batch_size: int = 4
+    """As it was called: one of the course's sizes, or anything that `memfit plan --model` takes."""
     warmup_steps: int = 5
     measure_steps: int = 10
-    dtype: Literal["bf16", "fp16"] | None = None
-    """Of the autocast region; None: no mixed precision. Weights are fp32."""
 
     def __post_init__(self) -> None:
-        check_one_of("--profile-type", self.profile_type, ProfileType)
         check_whole("--warmup-steps", self.warmup_steps, least=0, most=MAX_STEPS)
         check_whole("--measure-steps", self.measure_steps, most=MAX_STEPS)
+
+    @classmethod
+    def asked(
+        cls, model: str, *, context_length: int = CONTEXT_LENGTH, batch_size: int = BATCH_SIZE,
+        profile_type: str = "forward", dtype: str | None = None, **steps: int,
+    ) -> ProfileSettings:  # fmt: skip
+        """`dtype` is that of the autocast region; None: no mixed precision."""
+        work = Workload(
+            kind="forward", model=model_of(model), batch_size=batch_size, seq_len=context_length, outputs="dropped",
+        )  # fmt: skip
+        return cls(workload=work, model=model, **steps).of_step(profile_type, dtype)
+
+    def of_step(self, profile_type: str, dtype: str | None = None, **changes: Any) -> ProfileSettings:
+        """The same model with another kind of step."""
+        check_one_of("--profile-type", profile_type, ProfileType)
+        kind, precision = "train" if profile_type == "training" else "forward", f"amp-{dtype}" if dtype else "fp32"
+        work = self.workload.changed(kind=kind, precision=precision, **changes)
+        return dataclasses.replace(self, workload=work)
+
+    @property
+    def profile_type(self) -> ProfileType:
+        return "training" if self.workload.trains else "forward"
 
     @property
     def steps(self) -> int:
         return self.warmup_steps + self.measure_steps
-
-    @cached_property
-    def workload(self) -> Workload:
-        return Workload(
-            kind="train" if self.profile_type == "training" else "forward", model=model_of(self.model),
-            batch_size=self.batch_size, seq_len=self.context_length, outputs="dropped",
-            precision=f"amp-{self.dtype}" if self.dtype else "fp32",  # type: ignore[arg-type]
-        )  # fmt: skip
 
     @property
     def file_name(self) -> str:
@@ -66,13 +76,11 @@ class ProfileSettings:
 
     def file_name_on(self, card: str | None) -> str:
         """Model, length and kind as in `guides/profile_suite.py`; what is set otherwise than there is added."""
-        named = [self.model, f"ctx{self.context_length}", self.profile_type]
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.name not in ("model", "context_length", "profile_type") and value != field.default:
-                named.append(value if field.name == "dtype" else f"{field.name.split('_')[0]}{value}")
-        named += [] if card is None else [card]
-        return "_".join(_in_a_name(part) for part in (*named, "snapshot")) + ".pickle"
+        work, usual = self.workload, (BATCH_SIZE, ProfileSettings.warmup_steps, ProfileSettings.measure_steps)
+        numbers = {"batch": work.batch_size, "warmup": self.warmup_steps, "measure": self.measure_steps}
+        said = [f"{name}{has}" for (name, has), plain in zip(numbers.items(), usual, strict=True) if has != plain]
+        named = (self.model, f"ctx{work.seq_len}", self.profile_type, *said, work.autocast_type, card, "snapshot")
+        return "_".join(_in_a_name(part) for part in named if part is not None) + ".pickle"
 
 
 def _in_a_name(text: str) -> str:
@@ -157,7 +165,7 @@ def profile_on_gpu(settings: ProfileSettings, device: str) -> Profiled:
         torch.cuda.synchronize(where)
         snapshot = torch.cuda.memory._snapshot(where)
     except torch.OutOfMemoryError as error:
-        raise RanOut(f"{settings.profile_type} at context {settings.context_length} ran out of memory") from error
+        raise RanOut(f"{settings.profile_type} at context {settings.workload.seq_len} ran out of memory") from error
     finally:
         stop_history()
     phases.write_marks(snapshot, where.index or 0)
@@ -171,9 +179,9 @@ def profile_on_gpu(settings: ProfileSettings, device: str) -> Profiled:
 def _with_what_the_card_can(settings: ProfileSettings) -> tuple[ProfileSettings, tuple[str, ...]]:
     import torch
 
-    if settings.dtype != "bf16" or torch.cuda.is_bf16_supported(including_emulation=False):
+    if not settings.workload.has_bf16 or torch.cuda.is_bf16_supported(including_emulation=False):
         return settings, ()
-    return dataclasses.replace(settings, dtype="fp16"), ("this card has no bf16: fp16 was used instead",)
+    return settings.of_step(settings.profile_type, "fp16"), ("this card has no bf16: fp16 was used instead",)
 
 
 class _MeasuredPhases:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -12,7 +14,6 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from memfit.errors import UnknownName, UsageError
 from memfit.jobs.adapter_names import Adapter
 from memfit.jobs.checks import check_by_type, check_names, check_one_of
-from memfit.jobs.pruning.settings import Method, PruneSettings
 
 Kind = Literal["forward", "train", "lora", "generate", "prune"]
 Precision = Literal["fp32", "bf16", "fp16", "amp-bf16", "amp-fp16"]
@@ -40,6 +41,7 @@ Parallel = Literal["ddp", "fsdp2"]
 Cache = Literal["dynamic", "static"]
 Decoding = Literal["greedy", "sample", "beam"]
 AdapterDtype = Literal["fp32", "same"]
+PruneMethod = Literal["magnitude", "wanda", "sparsegpt", "ria"]
 
 KINDS: tuple[str, ...] = get_args(Kind)
 QLORA = "qlora"
@@ -48,7 +50,10 @@ AS_IN_QLORA: dict[str, Any] = {
     "optimizer": "paged-adamw",
 }  # fmt: skip
 """LoRA as the QLoRA paper (arXiv 2305.14314) does it; its optimizer is paged, with states of 32 bits."""
-MAX_SEQ_LEN, MAX_TOKENS = 1 << 24, 1 << 32
+MAX_SEQ_LEN, MAX_TOKENS, MAX_WINDOW, MAX_GROUP = 1 << 24, 1 << 32, 1 << 20, 1 << 10
+UNSTRUCTURED = "unstructured"
+HALF = 0.5
+_N_OF_M = re.compile(r"(\d{1,4}):(\d{1,4})")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,13 +132,13 @@ class Settings:
     decoding: Decoding = "greedy"
     num_beams: int = 4
     cache: Cache = "dynamic"
-    method: Method = PruneSettings.method
+    method: PruneMethod = "wanda"
     sparsity: float | None = None
     """None is a half, or what the type says."""
-    sparsity_type: str = "unstructured"
-    nsamples: int = PruneSettings.nsamples
-    dataset: str = PruneSettings.dataset
-    """Which text it is does not change the memory."""
+    sparsity_type: str = UNSTRUCTURED
+    nsamples: int = 128
+    dataset: str = "wikitext2"
+    """wikitext2, c4, builtin, or the path of a file or folder: which text it is does not change the memory."""
     max_gpu_memory: str | None = None
     """What pruning may use of the device; None is the whole card."""
     alloc_conf: str = ""
@@ -143,11 +148,10 @@ LIMITS: dict[str, dict[str, Any]] = {
     "batch_size": {"most": 1 << 20}, "seq_len": {"most": MAX_SEQ_LEN}, "target_len": {"most": MAX_SEQ_LEN},
     "images": {"most": 1 << 10}, "loss_chunk": {"most": MAX_SEQ_LEN}, "grad_accum": {"most": 1 << 16},
     "world_size": {"most": 1 << 16}, "rank": {"most": 1 << 16}, "lora_dropout": {"least": 0, "below": 1},
-    "new_tokens": {"most": MAX_SEQ_LEN}, "num_beams": {"most": 1 << 10}, "alloc_conf": {"empty": True},
+    "new_tokens": {"most": MAX_SEQ_LEN}, "num_beams": {"most": 1 << 10}, "nsamples": {"most": 1 << 16},
+    "alloc_conf": {"empty": True},
 }  # fmt: skip
-CHECKED_ELSEWHERE = (
-    "model", "image_size", "adapter_config", "sparsity", "sparsity_type", "nsamples", "dataset", "max_gpu_memory",
-)  # fmt: skip
+CHECKED_ELSEWHERE = ("model", "image_size", "adapter_config", "sparsity", "sparsity_type", "max_gpu_memory")
 """With what they are for."""
 _OF_TRAINING = (
     "optimizer", "grad_checkpointing", "selective_checkpointing", "offload", "grad_accum", "clip_grad", "loop", "loss",
@@ -256,6 +260,69 @@ def as_fields(values: Mapping[str, Any]) -> dict[str, Any]:
             raise UsageError("--clip-grad nan is neither yes or no nor a norm to clip at")
         made["clip_grad"] = clip > 0  # a norm to clip at: what it is does not change the memory
     return made
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sparsity:
+    """How much is removed. With a group it is `removed` of each `group` consecutive columns of a row, else `ratio` of
+    each row (or of the matrix, as the method has it)."""
+
+    ratio: float = HALF
+    removed: int | None = None
+    group: int | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.ratio, bool) or not isinstance(self.ratio, (int, float)) or not 0 <= self.ratio <= 1:
+            raise UsageError(
+                f"--sparsity-ratio {self.ratio!r} is not a share between 0 and 1",
+                hint="0.5 removes half of the weights",
+            )
+        if (self.removed is None) != (self.group is None):
+            raise UsageError("a group of columns needs both numbers: how many are removed, and of how many")
+        if self.removed is not None and self.group is not None:
+            self._check_group(self.removed, self.group)
+
+    def _check_group(self, removed: int, group: int) -> None:
+        assert 0 <= removed <= group
+        if not math.isclose(self.ratio, removed / group, rel_tol=0, abs_tol=1e-6):
+            raise UsageError(
+                f"--sparsity-ratio {self.ratio:g} is not {removed}:{group}, which removes {removed / group:g}",
+                hint="leave --sparsity-ratio out, or use --sparsity-type unstructured",
+            )
+
+    @classmethod
+    def parse(cls, kind: str = UNSTRUCTURED, ratio: float | None = None) -> Sparsity:
+        """`unstructured`, or `N:M`: N weights REMOVED of each M (as in the public wanda; hardware people count those
+        that are kept, which is the same for 2:4 and 4:8). Without a ratio it is a half, or N/M."""
+        text = str(kind).strip().lower()
+        if ratio is not None and ratio == 1:
+            raise UsageError("--sparsity-ratio 1 removes every weight")
+        if text == UNSTRUCTURED:
+            return cls(ratio=HALF if ratio is None else ratio)
+        match = _N_OF_M.fullmatch(text)
+        if match is None:
+            raise UsageError(
+                f"--sparsity-type {kind!r} is neither unstructured nor N:M", hint="2:4 removes 2 of each 4 weights"
+            )
+        removed, group = int(match[1]), int(match[2])
+        if not 0 < removed < group <= MAX_GROUP:
+            raise UsageError(
+                f"--sparsity-type {kind} cannot be: N of each M weights are removed, 0 < N < M <= {MAX_GROUP}"
+            )
+        return cls(ratio=removed / group if ratio is None else ratio, removed=removed, group=group)
+
+    @property
+    def kind(self) -> str:
+        return UNSTRUCTURED if self.group is None else f"{self.removed}:{self.group}"
+
+    def with_ratio(self, ratio: float) -> Sparsity:
+        """Another share for one block, where not all get the same."""
+        return dataclasses.replace(self, ratio=ratio)
+
+    def with_removed(self, removed: int) -> Sparsity:
+        """Another count for one block; none and all are possible here."""
+        assert self.group is not None
+        return dataclasses.replace(self, removed=removed, ratio=removed / self.group)
 
 
 def flag(name: str) -> str:

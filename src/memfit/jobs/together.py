@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from memfit.errors import UsageError
 from memfit.jobs.adapter_names import LORAS, NO_RANK, NO_TARGETS, PROMPTS
-from memfit.jobs.pruning.settings import Sparsity
-from memfit.jobs.settings import READ_BY, flag
+from memfit.jobs.settings import READ_BY, Sparsity, flag
 
 if TYPE_CHECKING:
     from memfit.jobs.workload import Workload
@@ -198,7 +197,7 @@ def without_effect(work: Workload) -> Iterator[str]:
 
 def _without_effect_on_pruning(work: Workload, usual: Mapping[str, Any]) -> Iterator[str]:
     """What a run obeys, while its memory stays the same."""
-    if not work.pruning.needs_data:
+    if not work.looks_at_inputs:
         for name in ("nsamples", "seq_len", "dataset"):
             if getattr(work, name) != usual[name]:
                 yield f"{work.said(name)} has no effect: pruning by magnitude reads no text"

@@ -16,17 +16,18 @@ from typing import Any, get_args
 
 from memfit.errors import InputError, UsageError
 from memfit.jobs.adapter_names import LORAS, USUAL_RANK, Adapter, adapter_config_of
-from memfit.jobs.checks import check_one_of
-from memfit.jobs.pruning.settings import PruneSettings, Sparsity
+from memfit.jobs.checks import check_one_of, check_whole
 from memfit.jobs.settings import (
     AS_IN_QLORA,
     BY_BITSANDBYTES,
     MAX_TOKENS,
+    MAX_WINDOW,
     QLORA,
     READ_BY,
     Checkpointing,
     Offload,
     Settings,
+    Sparsity,
     as_fields,
     as_json,
     check_known,
@@ -56,7 +57,7 @@ class Workload(Settings):
 
     def __post_init__(self) -> None:
         self._resolve()
-        if not isinstance(self.model, str) or not self.model:
+        if not isinstance(self.model, str) or not self.model.strip():
             raise UsageError("model must be a name, a hub id, a folder, a config.json or module:factory")
         for each in dataclasses.fields(self):
             check_setting(each.name, getattr(self, each.name), flag(each.name))
@@ -111,10 +112,12 @@ class Workload(Settings):
     def _check_pruning(self) -> None:
         asked = Sparsity.parse(self.sparsity_type, self.sparsity)
         object.__setattr__(self, "sparsity", asked.ratio)
+        object.__setattr__(self, "sparsity_type", asked.kind)
+        check_whole("--seqlen", self.seq_len, most=MAX_WINDOW)
         if self.max_gpu_memory is not None:
             object.__setattr__(self, "max_gpu_memory", str(self.max_gpu_memory))
-            parse_bytes(self.max_gpu_memory, flag=flag("max_gpu_memory"))
-        _ = self.pruning
+        if self.gpu_budget_bytes == 0:
+            raise UsageError(f"--max-gpu-memory {self.max_gpu_memory} is not a size", hint="sizes look like 16GiB")
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any], *, asked: Collection[str] | None = None) -> Workload:
@@ -196,14 +199,6 @@ class Workload(Settings):
         applied = {"quant_compute": self.compute_precision, "kbit_prepare": self.is_kbit_prepared}
         return {name: applied.get(name, value) for name, value in self.settings().items()}
 
-    @property
-    def pruning(self) -> PruneSettings:
-        """As `memfit prune` would be told it."""
-        return PruneSettings(
-            model=self.model, method=self.method, sparsity=Sparsity.parse(self.sparsity_type, self.sparsity),
-            nsamples=self.nsamples, seqlen=self.seq_len, dataset=self.dataset,
-        )  # fmt: skip
-
     @cached_property
     def source(self) -> ModelSource:
         """Where the model comes from, looked for once. Raises what is wrong with its name."""
@@ -276,6 +271,11 @@ class Workload(Settings):
     @property
     def is_compiled(self) -> bool:
         return (self.compile or self.compile_blocks) and self.kind in READ_BY["compile"]
+
+    @property
+    def looks_at_inputs(self) -> bool:
+        """Of pruning: whether weights are chosen by what goes through them, too."""
+        return self.method != "magnitude"
 
     @property
     def gpu_budget_bytes(self) -> int | None:

@@ -25,6 +25,7 @@ from memfit.jobs.pruning.decoder import Decoder, check_decoder
 from memfit.jobs.pruning.engine import Engine
 from memfit.jobs.pruning.placement import MicroBatch
 from memfit.jobs.pruning.result import PruningOutcome
+from memfit.jobs.pruning.settings import PruneSettings
 from memfit.jobs.pruning.streaming import Parts
 from memfit.jobs.workload import Workload
 from memfit.models.registry import build_model, load_config, source_notes
@@ -196,7 +197,7 @@ def _run(
                 some=watch.some,
             ) as engine,
         ):
-            done.append((engine.prune(work.pruning, ids, sink=_Nowhere()), host, watch))
+            done.append((engine.prune(PruneSettings(workload=work), ids, sink=_Nowhere()), host, watch))
 
     with failures_of_the_job():
         made = trace(job, platform=platform, answers=Answers(ANSWERS))

@@ -10,7 +10,15 @@ from typing import Any
 
 from memfit.errors import InputError, UsageError
 from memfit.files import check_free, files_of_model, writing
-from memfit.jobs.profile import Profiled, ProfileSettings, check_gpu, course_size, profile_on_gpu
+from memfit.jobs.profile import (
+    BATCH_SIZE,
+    CONTEXT_LENGTH,
+    Profiled,
+    ProfileSettings,
+    check_gpu,
+    course_size,
+    profile_on_gpu,
+)
 from memfit.render.shown import Renderer, Shown
 from memfit.units import gib
 
@@ -57,10 +65,10 @@ def profile(
     model: str | None = None,
     *,
     model_size: str | None = None,
-    context_length: int = 512,
-    batch_size: int = 4,
-    warmup_steps: int = 5,
-    measure_steps: int = 10,
+    context_length: int = CONTEXT_LENGTH,
+    batch_size: int = BATCH_SIZE,
+    warmup_steps: int = ProfileSettings.warmup_steps,
+    measure_steps: int = ProfileSettings.measure_steps,
     profile_type: str = "forward",
     use_mixed_precision: bool = False,
     dtype: str | None = None,
@@ -83,14 +91,14 @@ def profile(
         raise UsageError(
             f"--dtype {dtype} is of the autocast region, and there is none", hint="add --use-mixed-precision"
         )
-    settings = ProfileSettings(
-        model=course_size(model_size) if model_size else str(model),
-        profile_type=profile_type,  # type: ignore[arg-type]
+    settings = ProfileSettings.asked(
+        course_size(model_size) if model_size else str(model),
         context_length=context_length,
         batch_size=batch_size,
+        profile_type=profile_type,
+        dtype=(dtype or "bf16") if use_mixed_precision else None,
         warmup_steps=warmup_steps,
         measure_steps=measure_steps,
-        dtype=(dtype or "bf16") if use_mixed_precision else None,  # type: ignore[arg-type]
     )
     path = _place(None if output is None else Path(output), settings, gpu, force)
     found = profiler_on(device, gpu)(settings)
@@ -114,8 +122,8 @@ def profiler_on(device: str, gpu: str | None) -> Callable[[ProfileSettings], Pro
 def prepare_suite(
     *,
     model_size: str = "2.7B",
-    batch_size: int = 4,
-    warmup_steps: int = 5,
+    batch_size: int = BATCH_SIZE,
+    warmup_steps: int = ProfileSettings.warmup_steps,
     measure_steps: int = 1,
     part: list[str] | None = None,
     device: str = "cuda",
@@ -132,8 +140,8 @@ def prepare_suite(
     folder = Path(output_dir)
     if folder.exists() and not folder.is_dir():
         raise InputError(f"--output-dir {output_dir!r} is a file")
-    base = ProfileSettings(
-        model=course_size(model_size), batch_size=batch_size, warmup_steps=warmup_steps, measure_steps=measure_steps
+    base = ProfileSettings.asked(
+        course_size(model_size), batch_size=batch_size, warmup_steps=warmup_steps, measure_steps=measure_steps
     )
     profiler = None if wanted == ["d"] else profiler_on(device, gpu)  # (d) is arithmetic
     where = f"predicted for {gpu or 'H200'}" if device == PREDICT else f"measured on {device}"

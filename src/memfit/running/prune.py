@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from memfit.errors import MemfitError, UsageError
 from memfit.jobs.listener import Listener
-from memfit.jobs.pruning.settings import PruneSettings, Sparsity
-from memfit.units import parse_bytes
+from memfit.jobs.pruning.settings import PruneSettings
+from memfit.jobs.workload import Workload
 
 if TYPE_CHECKING:
     from memfit.jobs.pruning.result import Planned, Prediction, PruneResult
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 def prune(
     model: str,
     *,
-    prune_method: str = "wanda",
+    prune_method: str = Workload.method,
     sparsity_ratio: float | None = None,
-    sparsity_type: str = "unstructured",
+    sparsity_type: str = Workload.sparsity_type,
     use_variant: bool = False,
-    allocation: str = "uniform",
+    allocation: str = PruneSettings.allocation,
     reconstruct: bool = False,
-    dtype: str = "auto",
-    dataset: str = "wikitext2",
-    nsamples: int = 128,
-    seqlen: int = 2048,
-    seed: int = 0,
+    dtype: str = PruneSettings.dtype,
+    dataset: str = Workload.dataset,
+    nsamples: int = Workload.nsamples,
+    seqlen: int = Workload.seq_len,
+    seed: int = PruneSettings.seed,
     evaluate: bool | None = None,
     eval_dataset: str | None = None,
     eval_windows: int | None = None,
@@ -39,7 +39,7 @@ def prune(
     resume: bool = False,
     force: bool = False,
     log_memory: bool = False,
-    device: str = "auto",
+    device: str = PruneSettings.device,
     max_gpu_memory: str | int | None = None,
     cache_dir: str | None = None,
     listener: Listener | None = None,
@@ -48,25 +48,13 @@ def prune(
 
     Settings are the flags of `memfit prune`. Without `save` nothing is written. `evaluate`: perplexity before and
     after; by default if there is text for it. Raises a `MemfitError` with what helps where memory does not suffice."""
-    settings = PruneSettings(
-        model=str(model),
-        method=prune_method.lower(),  # type: ignore[arg-type]
-        sparsity=Sparsity.parse(sparsity_type, sparsity_ratio),
-        use_variant=use_variant,
-        allocation=allocation.lower(),  # type: ignore[arg-type]
-        reconstruct=reconstruct,
-        dtype=dtype.lower(),  # type: ignore[arg-type]
-        dataset=str(dataset),
-        nsamples=nsamples,
-        seqlen=seqlen,
-        seed=seed,
-        eval=evaluate is not False,
-        save=_path(save_model or save),
-        resume=resume,
-        log_memory=log_memory,
-        device=device,
-        max_gpu_memory=None if max_gpu_memory is None else parse_bytes(str(max_gpu_memory), flag="--max-gpu-memory"),
-    )
+    settings = PruneSettings.asked(
+        model=str(model), method=prune_method.lower(), sparsity=sparsity_ratio, sparsity_type=sparsity_type,
+        use_variant=use_variant, allocation=allocation.lower(), reconstruct=reconstruct, dtype=dtype.lower(),
+        dataset=str(dataset), nsamples=nsamples, seqlen=seqlen, seed=seed, eval=evaluate is not False,
+        save=_path(save_model or save), resume=resume, log_memory=log_memory, device=device,
+        max_gpu_memory=max_gpu_memory,
+    )  # fmt: skip
     if evaluate is False and (eval_dataset, eval_windows, eval_seqlen) != (None, None, None):
         raise UsageError("--no-eval leaves nothing to do for --eval-dataset, --eval-windows and --eval-seqlen")
     from memfit.jobs.pruning.result import RunOptions
@@ -82,7 +70,7 @@ def prune(
         results_also_in=_path(save) if save_model is not None and not _same_path(save, save_model) else None,
     )
     told = listener or Listener()
-    with told.working(f"loading {settings.model}"):
+    with told.working(f"loading {settings.workload.model}"):
         from memfit.jobs.pruning.run import run
     return run(settings, options, told, predict=_prediction(told.remark) if log_memory else None)
 
@@ -109,14 +97,10 @@ def _prediction(remark: Callable[[str], None]) -> Callable[[Planned], Prediction
         try:
             gpu = find_gpu(planned.gpu.removeprefix("NVIDIA ")).name
             plan = predict(
-                kind="prune",
-                model=str(planned.folder),
+                settings.workload,
                 gpu=gpu,
-                method=settings.method,
+                model=str(planned.folder),
                 precision=planned.dtype,
-                sparsity=settings.sparsity.ratio,
-                sparsity_type=settings.sparsity.kind,
-                nsamples=settings.nsamples,
                 seq_len=planned.seqlen,
                 max_gpu_memory=None if planned.budget is None else str(planned.budget),
             )

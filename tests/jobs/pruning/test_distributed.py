@@ -33,7 +33,7 @@ def prune(folder: Path, save: Path, method: str, team: Team, *, stop_at: int | N
             raise KeyboardInterrupt
 
     with Engine(decoder, device="cpu", micro_batch=2, team=team) as engine:
-        settings = PruneSettings(model="-", method=method)  # type: ignore[arg-type]
+        settings = PruneSettings.asked(model="-", method=method)  # type: ignore[arg-type]
         outcome = engine.prune(settings, tiny_windows(), output=output, pruned=tiny_windows(), on_block=on_block)
         assert outcome.sparsity == 0.5
     if output is not None:
@@ -119,7 +119,7 @@ class Alone(Team):
 def test_micro_batches_are_lowered_until_every_process_has_one(tmp_path: Path, processes: int, size: int) -> None:
     folder = tiny_folder(tmp_path, "llama")
     with Engine(Decoder.open(folder), device="cpu", micro_batch=size, team=Alone(0, processes)) as engine:
-        sweep = Sweep(engine, PruneSettings(model="-"), tiny_windows(), None, None, None, None)
+        sweep = Sweep(engine, PruneSettings.asked(model="-"), tiny_windows(), None, None, None, None)
     assert [bool(deal(5, sweep.placement.micro_batch, rank, processes)) for rank in range(processes)] == [
         True
     ] * processes
@@ -134,7 +134,7 @@ def test_more_processes_than_windows_are_refused(tmp_path: Path) -> None:
         Engine(Decoder.open(tiny_folder(tmp_path, "llama")), device="cpu", team=Alone(0, 6)) as engine,
         pytest.raises(UsageError, match="6 processes cannot share 5 windows of text") as caught,
     ):
-        engine.prune(PruneSettings(model="-"), tiny_windows())
+        engine.prune(PruneSettings.asked(model="-"), tiny_windows())
     assert caught.value.hint == "--nsamples 6, or --nproc-per-node 5"
 
 

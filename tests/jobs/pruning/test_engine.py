@@ -16,7 +16,8 @@ from memfit.jobs.pruning.decoder import Decoder
 from memfit.jobs.pruning.engine import Engine
 from memfit.jobs.pruning.output import OutputFolder
 from memfit.jobs.pruning.result import PruningOutcome
-from memfit.jobs.pruning.settings import PruneSettings, Sparsity
+from memfit.jobs.pruning.settings import PruneSettings
+from memfit.jobs.settings import Sparsity
 
 SIZE = 2
 """Windows in a micro-batch; five windows make two whole ones and a half."""
@@ -27,13 +28,13 @@ def pruned(folder: Path, save: Path, **changes: Any) -> tuple[Any, PruningOutcom
     """The model that the engine saves, as transformers loads it."""
     from transformers import AutoModelForCausalLM
 
-    settings = {"sparsity": Sparsity(ratio=0.5), **changes.pop("settings", {})}
+    settings = changes.pop("settings", {})
     riders = {name: changes.pop(name) for name in ("dense", "pruned") if name in changes}
     decoder = Decoder.open(folder)
     windows = tiny_windows()
     output = OutputFolder.create(save, decoder, {})
     with Engine(decoder, device="cpu", micro_batch=SIZE, **changes) as engine:
-        asked = PruneSettings(model=str(folder), nsamples=len(windows), seqlen=windows.shape[1], **settings)
+        asked = PruneSettings.asked(model=str(folder), nsamples=len(windows), seqlen=windows.shape[1], **settings)
         outcome = engine.prune(asked, windows, output=output, **riders)
         output.finish()
     return AutoModelForCausalLM.from_pretrained(save).eval(), outcome
@@ -62,7 +63,7 @@ def test_groups_of_columns_come_to_the_weights_of_pruning_in_memory(family: str,
     expected = tiny_model(family)
     in_memory.prune_in_memory(expected, tiny_windows(), SIZE, in_memory.wanda_groups(2, 4))
 
-    made, _ = pruned(tiny_folder(tmp_path, family), tmp_path / "out", settings={"sparsity": Sparsity.parse("2:4")})
+    made, _ = pruned(tiny_folder(tmp_path, family), tmp_path / "out", settings={"sparsity_type": "2:4"})
 
     assert same_weights(made, expected) == []
 
@@ -80,7 +81,7 @@ def test_sparsegpt_comes_to_the_weights_of_pruning_in_memory(family: str, tmp_pa
 def test_magnitude_needs_neither_data_nor_passes(tmp_path: Path) -> None:
     folder = tiny_folder(tmp_path, "llama")
     with Engine(Decoder.open(folder), device="cpu") as engine:
-        outcome = engine.prune(PruneSettings(model="-", method="magnitude"), None)
+        outcome = engine.prune(PruneSettings.asked(model="-", method="magnitude"), None)
     assert outcome.sparsity == 0.5
     assert outcome.host_peak_bytes < 1 << 20
 
@@ -92,7 +93,7 @@ def test_windows_that_ride_along_leave_the_blocks_as_they_leave_the_saved_model(
     output = OutputFolder.create(tmp_path / "out", decoder, {})
     with Engine(decoder, device="cpu", micro_batch=SIZE) as engine:
         outcome = engine.prune(
-            PruneSettings(model="-", nsamples=5, seqlen=16),
+            PruneSettings.asked(model="-", nsamples=5, seqlen=16),
             tiny_windows(),
             output=output,
             dense=windows,
@@ -141,20 +142,20 @@ def test_hidden_states_on_the_host_change_nothing(tmp_path: Path) -> None:
 def test_every_method_removes_what_was_asked(method: Any, kind: str, tmp_path: Path) -> None:
     sparsity = Sparsity.parse(kind)
     with Engine(Decoder.open(tiny_folder(tmp_path, "llama")), device="cpu", micro_batch=SIZE) as engine:
-        outcome = engine.prune(PruneSettings(model="-", method=method, sparsity=sparsity), tiny_windows())
+        outcome = engine.prune(PruneSettings.asked(model="-", method=method, sparsity_type=kind), tiny_windows())
     assert outcome.sparsity == sparsity.ratio
     assert {matrix.sparsity for block in outcome.blocks for matrix in block.matrices} == {sparsity.ratio}
 
 
 def test_the_variant_of_wanda_comes_near_the_ratio(tmp_path: Path) -> None:
     with Engine(Decoder.open(tiny_folder(tmp_path, "llama")), device="cpu", micro_batch=SIZE) as engine:
-        outcome = engine.prune(PruneSettings(model="-", use_variant=True), tiny_windows())
+        outcome = engine.prune(PruneSettings.asked(model="-", use_variant=True), tiny_windows())
     assert abs(outcome.sparsity - 0.5) < 0.01
 
 
 def test_owl_gives_blocks_different_shares_and_keeps_the_mean(tmp_path: Path) -> None:
     with Engine(Decoder.open(tiny_folder(tmp_path, "llama")), device="cpu", micro_batch=SIZE) as engine:
-        outcome = engine.prune(PruneSettings(model="-", allocation="owl"), tiny_windows())
+        outcome = engine.prune(PruneSettings.asked(model="-", allocation="owl"), tiny_windows())
     assert max(outcome.ratios) - min(outcome.ratios) == pytest.approx(0.16)
     assert sum(outcome.ratios) / 3 == pytest.approx(0.5)
 
@@ -164,7 +165,7 @@ def test_reconstruction_brings_the_blocks_nearer_to_the_dense_ones(tmp_path: Pat
 
     def error(*, reconstruct: bool) -> float:
         with Engine(Decoder.open(folder), device="cpu", micro_batch=SIZE) as engine:
-            settings = PruneSettings(model="-", reconstruct=reconstruct)
+            settings = PruneSettings.asked(model="-", reconstruct=reconstruct)
             outcome = engine.prune(settings, windows, dense=windows, pruned=windows)
             assert outcome.sparsity == 0.5
             assert outcome.dense_states is not None and outcome.pruned_states is not None
@@ -183,7 +184,7 @@ def test_a_nan_in_a_weight_is_named_before_anything_is_lost(tmp_path: Path) -> N
         Engine(Decoder.open(tmp_path / "m"), device="cpu", micro_batch=SIZE) as engine,
         pytest.raises(InputError, match=r"model\.layers\.1\.mlp\.up_proj\.weight: NaN"),
     ):
-        engine.prune(PruneSettings(model="-"), tiny_windows())
+        engine.prune(PruneSettings.asked(model="-"), tiny_windows())
 
 
 def test_columns_that_do_not_divide_are_told_at_the_start(tmp_path: Path) -> None:
@@ -191,7 +192,7 @@ def test_columns_that_do_not_divide_are_told_at_the_start(tmp_path: Path) -> Non
         Engine(Decoder.open(tiny_folder(tmp_path, "llama")), device="cpu") as engine,
         pytest.raises(InputError, match="32 columns cannot be cut into groups of 5"),
     ):
-        engine.prune(PruneSettings(model="-", sparsity=Sparsity.parse("2:5")), tiny_windows())
+        engine.prune(PruneSettings.asked(model="-", sparsity_type="2:5"), tiny_windows())
 
 
 def test_wanda_without_windows_is_refused(tmp_path: Path) -> None:
@@ -199,7 +200,7 @@ def test_wanda_without_windows_is_refused(tmp_path: Path) -> None:
         Engine(Decoder.open(tiny_folder(tmp_path, "llama")), device="cpu") as engine,
         pytest.raises(UsageError, match="needs calibration windows"),
     ):
-        engine.prune(PruneSettings(model="-"), None)
+        engine.prune(PruneSettings.asked(model="-"), None)
 
 
 def test_nothing_is_held_after_a_run(tmp_path: Path) -> None:
@@ -212,7 +213,7 @@ def test_nothing_is_held_after_a_run(tmp_path: Path) -> None:
     try:
         before = large_tensors()
         with Engine(decoder, device="cpu", micro_batch=SIZE) as engine:
-            engine.prune(PruneSettings(model="-"), tiny_windows(64))
+            engine.prune(PruneSettings.asked(model="-"), tiny_windows(64))
             assert engine.host.held_bytes == 0
         assert large_tensors() - before == set()
     finally:

@@ -74,7 +74,7 @@ def test_each_expert_is_pruned_by_its_own_tokens(family: str, tmp_path: Path) ->
     decoder = Decoder.open(tiny_folder(tmp_path, family))
     output = OutputFolder.create(tmp_path / "out", decoder, {})
     with Engine(decoder, device="cpu", micro_batch=SIZE) as engine:
-        outcome = engine.prune(PruneSettings(model="-"), tiny_windows(), output=output)
+        outcome = engine.prune(PruneSettings.asked(model="-"), tiny_windows(), output=output)
         output.finish()
 
     made = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
@@ -93,7 +93,7 @@ def test_an_expert_that_saw_no_token_is_named_and_pruned_by_magnitude(method: An
             layer.mlp.gate.weight.zero_()  # a tie: the router takes the same two of the four for all
     model.save_pretrained(tmp_path / "m")
     with Engine(Decoder.open(tmp_path / "m"), device="cpu", micro_batch=SIZE) as engine:
-        outcome = engine.prune(PruneSettings(model="-", method=method), tiny_windows())
+        outcome = engine.prune(PruneSettings.asked(model="-", method=method), tiny_windows())
     assert outcome.sparsity == 0.5
     assert re.match(r"model\.layers\.0: experts mlp\.experts\.\d, mlp\.experts\.\d saw no token", outcome.notes[0])
 

@@ -48,7 +48,7 @@ def run(
     output = OutputFolder.create(save, decoder, {"method": key}, resume=resume)
     try:
         with Engine(decoder, device="cpu", micro_batch=size) as engine:
-            engine.prune(PruneSettings(model="-", **settings), tiny_windows(), output=output, on_block=on_block)
+            engine.prune(PruneSettings.asked(model="-", **settings), tiny_windows(), output=output, on_block=on_block)
         return output.finish()
     finally:
         output.close()
@@ -149,7 +149,7 @@ def test_an_old_gpt2_checkpoint_without_prefix_and_with_saved_masks_is_read(tmp_
 
 def test_without_save_nothing_is_written(source: Path, tmp_path: Path) -> None:
     with Engine(Decoder.open(source), device="cpu") as engine:
-        engine.prune(PruneSettings(model="-"), tiny_windows())
+        engine.prune(PruneSettings.asked(model="-"), tiny_windows())
     assert list(tmp_path.iterdir()) == []
 
 
@@ -199,7 +199,7 @@ def prune_without_finishing(source: Path, save: Path, size: int = 2) -> PruningO
     output = OutputFolder.create(save, decoder, {"method": "same"}, resume=True)
     try:
         with Engine(decoder, device="cpu", micro_batch=size) as engine:
-            return engine.prune(PruneSettings(model="-"), tiny_windows(), output=output)
+            return engine.prune(PruneSettings.asked(model="-"), tiny_windows(), output=output)
     finally:
         output.close()
 

@@ -262,7 +262,7 @@ def test_the_log_of_the_method_has_two_tab_separated_lines(memfit: Memfit, origi
     [
         (["--sparsity-ratio", "1.5"], "--sparsity-ratio 1.5 is not a share"),
         (["--sparsity-ratio", "-0.1"], "--sparsity-ratio -0.1 is not a share"),
-        (["--prune-method", "gblm"], "--prune-method 'gblm' is not one of magnitude, wanda, sparsegpt, ria"),
+        (["--prune-method", "gblm"], "--method 'gblm' is not one of magnitude, wanda, sparsegpt, ria"),
         (["--sparsity-type", "2:4", "--sparsity-ratio", "0.6"], "--sparsity-ratio 0.6 is not 2:4"),
         (["--sparsity-type", "1:7"], "--sparsity-type 1:7: self_attn.q_proj has 32 columns, which cannot be cut"),
         (["--nsamples", "0"], "--nsamples 0 is not"),

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from memfit.errors import UsageError
-from memfit.jobs.pruning.settings import PruneSettings, Sparsity
+from memfit.jobs.pruning.settings import PruneSettings
+from memfit.jobs.settings import Sparsity
 
 
 def test_the_defaults_are_those_of_the_guides() -> None:
-    made = PruneSettings(model="m").to_json()
+    made = PruneSettings.asked(model="m").to_json()
     asked = {"method": "wanda", "sparsity_ratio": 0.5, "sparsity_type": "unstructured", "nsamples": 128, "seqlen": 2048}
     assert {name: made[name] for name in asked} == asked
     assert (made["dataset"], made["seed"], made["save"]) == ("wikitext2", 0, None)
@@ -47,15 +48,15 @@ def test_an_impossible_ratio_is_told(ratio: Any) -> None:
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"method": "wonda"}, "--prune-method 'wonda' is not one of magnitude, wanda, sparsegpt, ria"),
+        ({"method": "wonda"}, "--method 'wonda' is not one of magnitude, wanda, sparsegpt, ria"),
         ({"nsamples": 0}, "--nsamples 0 is not a whole number"),
-        ({"seqlen": 2.5}, "--seqlen 2.5 is not a whole number"),
+        ({"seqlen": 2.5}, "--seq-len 2.5 is not a whole number"),
         ({"seed": -1}, "--seed -1"),
-        ({"model": " "}, "--model is empty"),
-        ({"dataset": ""}, "--dataset is empty"),
+        ({"model": " "}, "model must be a name"),
+        ({"dataset": ""}, "--dataset '' is not text"),
         ({"max_gpu_memory": 0}, "--max-gpu-memory 0 is not a size"),
         ({"use_variant": True, "method": "ria"}, "--use-variant belongs to --prune-method wanda"),
-        ({"use_variant": True, "sparsity": Sparsity.parse("2:4")}, "--use-variant is not defined for"),
+        ({"use_variant": True, "sparsity_type": "2:4"}, "--use-variant is not defined for"),
         ({"use_variant": True, "allocation": "owl"}, "beside --allocation uniform only"),
         ({"allocation": "owl", "method": "magnitude"}, "--allocation owl needs calibration data"),
         ({"resume": True}, "--resume continues what --save began"),
@@ -63,7 +64,7 @@ def test_an_impossible_ratio_is_told(ratio: Any) -> None:
 )
 def test_what_cannot_be_is_told_with_the_flag(wrong: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError) as raised:
-        PruneSettings(**{"model": "m", **wrong})
+        PruneSettings.asked(**{"model": "m", **wrong})
     assert words in str(raised.value)
 
 

@@ -8,7 +8,7 @@ DOOR = {
     "placement": "MicroBatch NoRoom",
     "result": "PruningOutcome Planned Prediction BlockProgress PruneResult RunOptions",
     "run": "run",
-    "settings": "Method PruneSettings Sparsity",
+    "settings": "PruneSettings",
     "streaming": "Parts",
 }
 """What other rooms may use, by file."""

@@ -186,7 +186,7 @@ class Engine:
     def _needs(self, length: int, samples: int, settings: PruneSettings | None) -> DeviceNeeds:
         decoder, item = self.decoder, self.decoder.dtype.itemsize
         statistics = 0
-        if settings is not None and settings.method == "sparsegpt":
+        if settings is not None and settings.workload.method == "sparsegpt":
             statistics = max(_bytes_of_updates(found) for found in self.matrices)
         elif settings is not None and settings.needs_data:
             statistics = max(sum(4 * samples * m.columns for m in found) for found in self.matrices)

@@ -28,9 +28,10 @@ from memfit.jobs.pruning.selection import (
     prune_variant_,
     removals,
 )
-from memfit.jobs.pruning.settings import PruneSettings, Sparsity
+from memfit.jobs.pruning.settings import PruneSettings
 from memfit.jobs.pruning.sparsegpt import Sweeps, prune_with_updates_
 from memfit.jobs.pruning.statistics import ColumnNorms, Gram
+from memfit.jobs.settings import Sparsity
 
 
 class Norms(ColumnNorms):
@@ -59,11 +60,12 @@ class Method(Protocol):
 
 
 def method_of(settings: PruneSettings) -> Method:
-    if settings.method == "magnitude":
+    method = settings.workload.method
+    if method == "magnitude":
         return ByMagnitude()
-    if settings.method == "sparsegpt":
+    if method == "sparsegpt":
         return WithUpdates()
-    return ByNorms(settings.method, settings.use_variant)
+    return ByNorms(method, settings.use_variant)
 
 
 class ByMagnitude:

@@ -609,7 +609,7 @@ def _tidy(path: Path) -> None:
 
 
 def _check_not_the_model(path: Path, settings: PruneSettings) -> None:
-    model = Path(settings.model).expanduser()
+    model = Path(settings.workload.model).expanduser()
     if model.exists() and path.exists() and model.samefile(path):
         raise InputError(f"--save '{settings.save}' is the model itself", hint="choose another folder")
 
@@ -626,6 +626,6 @@ def _asks_for_the_same(path: Path, settings: PruneSettings) -> bool:
     """Whether a result is of this very run, as far as the settings alone can tell."""
     document, asked = _document(path), settings.to_json()
     run = document.get("run")
-    if document.get("model") != settings.model or not isinstance(run, dict):
+    if document.get("model") != settings.workload.model or not isinstance(run, dict):
         return False
     return all(run[name] == asked[name] for name in run.keys() & asked.keys() - {"seqlen", "device"})

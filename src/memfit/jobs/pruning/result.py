@@ -147,7 +147,7 @@ class PruneResult:
         return f"<PruneResult: {self}>"
 
     def __str__(self) -> str:
-        parts = [f"{self.settings.method}: {100 * self.sparsity:.2f} % of the blocks' weights are zero"]
+        parts = [f"{self.settings.workload.method}: {100 * self.sparsity:.2f} % of the blocks' weights are zero"]
         if self.perplexity is not None:
             dense, pruned = (_number(value) for value in (self.perplexity.dense, self.perplexity.pruned))
             data = self.perplexity.data
@@ -158,17 +158,17 @@ class PruneResult:
         return "; ".join(parts) + (f"; saved to {self.saved}" if self.saved else "; not saved")
 
     def to_json(self) -> dict[str, Any]:
-        ppl = self.perplexity
+        ppl, work = self.perplexity, self.settings.workload
         return {
             "schema": SCHEMA,
-            "model": self.settings.model,
-            "method": self.settings.method,
+            "model": work.model,
+            "method": work.method,
             "sparsity": self.sparsity,
             "perplexity_dense": None if ppl is None else ppl.dense,
             "perplexity_pruned": None if ppl is None else ppl.pruned,
             "saved": self.saved,
             "run": self.run,
-            "settings": {**self.settings.to_json(), "seqlen": self.seqlen, "seqlen_asked": self.settings.seqlen},
+            "settings": {**self.settings.to_json(), "seqlen": self.seqlen, "seqlen_asked": work.seq_len},
             "source": self.model,
             "device": self.device,
             "data": None if self.data is None else self.data.to_json(),
@@ -208,7 +208,8 @@ def versions() -> dict[str, str | None]:
 def write_result(folder: Path, result: PruneResult) -> None:
     """Both files, each put in its place when it is whole; nothing in the folder is younger than the document."""
     ppl = None if result.perplexity is None else result.perplexity.pruned
-    _put(folder / f"log_{result.settings.method}.txt", log_lines(result.settings.method, result.sparsity, ppl))
+    method = result.settings.workload.method
+    _put(folder / f"log_{method}.txt", log_lines(method, result.sparsity, ppl))
     _put(folder / FILE, json.dumps(result.to_json(), indent=1, allow_nan=False) + "\n")
 
 

@@ -50,6 +50,7 @@ from memfit.jobs.pruning.result import (
 )
 from memfit.jobs.pruning.settings import PruneSettings
 from memfit.jobs.texts import Texts, find_texts
+from memfit.jobs.workload import Workload
 from memfit.models.checkpoint import WeightStore, bytes_to_fetch
 from memfit.models.files import Source, cache_folder, find_source, load_tokenizer, look_at_source
 from memfit.recording.memory_log import MemoryLog, predicted_and_measured
@@ -105,7 +106,7 @@ def ran_out(stage: str, settings: PruneSettings, error: BaseException, budget: i
 def fixes(stage: str, settings: PruneSettings, error: BaseException, budget: int | None = None) -> list[str]:
     """Lines for a person, the most likely help first. `budget` is what the run had reckoned with."""
     if on_the_host(error):
-        return _for_the_host(stage, settings)
+        return _for_the_host(stage, settings.workload)
     if stage.startswith("04"):
         return _for_pruning(settings, budget)
     if stage.startswith("06"):
@@ -120,32 +121,32 @@ def _less(budget: int | None) -> str:
 
 
 def _for_pruning(settings: PruneSettings, budget: int | None) -> list[str]:
-    lines = [_less(budget)]
-    if settings.seqlen > 512:
-        lines.append(f"--seqlen {settings.seqlen // 2}: halves what a window takes on its way through a block")
-    if settings.method == "sparsegpt":
+    lines, work = [_less(budget)], settings.workload
+    if work.seq_len > 512:
+        lines.append(f"--seqlen {work.seq_len // 2}: halves what a window takes on its way through a block")
+    if work.method == "sparsegpt":
         lines.append("--prune-method wanda or ria: no X^T X of each input on the device")
     if settings.reconstruct:
         lines.append("without --reconstruct: no gradients and optimizer state of a block")
-    if settings.nsamples > 32:
-        lines.append(f"--nsamples {settings.nsamples // 2}: half of the hidden states")
+    if work.nsamples > 32:
+        lines.append(f"--nsamples {work.nsamples // 2}: half of the hidden states")
     return [*lines, "--device cpu: slow, but needs no GPU memory"]
 
 
 def _for_evaluation(settings: PruneSettings, budget: int | None) -> list[str]:
-    lines = [_less(budget)]
-    if settings.seqlen > 512:
-        lines.append(f"--seqlen {settings.seqlen // 2}: shorter windows (perplexity is then of that length)")
+    lines, work = [_less(budget)], settings.workload
+    if work.seq_len > 512:
+        lines.append(f"--seqlen {work.seq_len // 2}: shorter windows (perplexity is then of that length)")
     lines.append("--no-eval: prune without perplexity")
     return [f"{line}, with --resume" if settings.save and "seqlen" not in line else line for line in lines]
 
 
-def _for_the_host(stage: str, settings: PruneSettings) -> list[str]:
-    lines = [f"--nsamples {max(1, settings.nsamples // 2)}: half of the hidden states"]
+def _for_the_host(stage: str, work: Workload) -> list[str]:
+    lines = [f"--nsamples {max(1, work.nsamples // 2)}: half of the hidden states"]
     if stage.startswith("06"):
         lines = ["--eval-windows 40: fewer hidden states at a time"]
-    if settings.seqlen > 512:
-        lines.append(f"--seqlen {settings.seqlen // 2}: halves them too")
+    if work.seq_len > 512:
+        lines.append(f"--seqlen {work.seq_len // 2}: halves them too")
     return lines
 
 
@@ -167,7 +168,7 @@ class _PruningRun:
     def __init__(
         self, settings: PruneSettings, options: RunOptions, listener: Listener, predict: Predict | None
     ) -> None:
-        self.settings, self.options, self.predict = settings, options, predict
+        self.settings, self.work, self.options, self.predict = settings, settings.workload, options, predict
         self.device = device_of(settings.device)
         self.team = Team.from_environment(self.device)
         self.listener = listener if self.team.leads else Listener()
@@ -203,7 +204,7 @@ class _PruningRun:
         began = time.perf_counter()
         log = MemoryLog(quiet=quiet, say=self.listener.say, gpu=gpu)
         try:
-            with published(f"memfit prune --model {settings.model}"), log:
+            with published(f"memfit prune --model {self.work.model}"), log:
                 return self._stages(log, began)
         except Exception as error:
             if is_out_of_memory(error):
@@ -216,7 +217,7 @@ class _PruningRun:
         with self._timed("data"):
             text = self._text()
             self._check_room()
-        say(f"loading llm model {self.settings.model}")
+        say(f"loading llm model {self.work.model}")
         with self._timed("load"), log.until("02_model_loaded"):
             source = self._source()
             decoder = Decoder.open(source.folder, dtype=self.settings.dtype)
@@ -268,12 +269,12 @@ class _PruningRun:
     # -- before any work -------------------------------------------------------------------------------------------
 
     def _source(self) -> Source:
-        return find_source(self.settings.model, cache_dir=self.options.cache_dir, say=self.listener.remark)
+        return find_source(self.work.model, cache_dir=self.options.cache_dir, say=self.listener.remark)
 
     def _check_room(self) -> None:
         """For weights that are on the Hub still: in the cache, and for the pruned ones."""
         cache, save = self.options.cache_dir, self.settings.save
-        coming = bytes_to_fetch(self.settings.model, cache_dir=None if cache is None else Path(cache).expanduser())
+        coming = bytes_to_fetch(self.work.model, cache_dir=None if cache is None else Path(cache).expanduser())
         if coming == 0:
             return
         there = cache_folder(cache)
@@ -289,7 +290,7 @@ class _PruningRun:
         return longest
 
     def _engine(self, decoder: Decoder) -> Engine:
-        budget = self.settings.max_gpu_memory
+        budget = self.work.gpu_budget_bytes
         if budget is not None and self.device.type != "cuda":
             self._note("--max-gpu-memory has no effect without a GPU")
             budget = None
@@ -311,17 +312,17 @@ class _PruningRun:
         """Windows to calibrate on and to evaluate on. Of the model, no more is read than its settings and its
         tokenizer; a GGUF file has these only once it is converted, which then comes after the text."""
         settings, say = self.settings, self.listener.say
-        folder = look_at_source(settings.model, cache_dir=self.options.cache_dir)
+        folder = look_at_source(self.work.model, cache_dir=self.options.cache_dir)
         config = None if folder is None else read_settings(folder)[1]
         tokenizer = None if folder is None else self._tokenizer(folder)
         calibrated, evaluated = self._texts()
         if folder is None:
             folder = self._source().folder
             config, tokenizer = read_settings(folder)[1], self._tokenizer(folder)
-        text = _Text(seqlen=self._length(config, "--seqlen", settings.seqlen))
+        text = _Text(seqlen=self._length(config, "--seqlen", self.work.seq_len))
         if calibrated is not None:
             say("loading calibration data")
-            text.windows = calibration_windows(calibrated, tokenizer, settings.nsamples, text.seqlen, settings.seed)
+            text.windows = calibration_windows(calibrated, tokenizer, self.work.nsamples, text.seqlen, settings.seed)
             self._look_at(text.windows, config)
             say("dataset loading complete")
         if evaluated is not None:
@@ -334,10 +335,10 @@ class _PruningRun:
     def _texts(self) -> tuple[Texts | None, Texts | None]:
         """Read, or fetched; not yet cut into windows."""
         settings = self.settings
-        calibrated = find_texts(settings.dataset, "calibration") if settings.needs_data else None
+        calibrated = find_texts(self.work.dataset, "calibration") if settings.needs_data else None
         if not settings.eval:
             return calibrated, None
-        builtin = settings.dataset.strip().lower() == "builtin"
+        builtin = self.work.dataset.strip().lower() == "builtin"
         name = self.options.eval_dataset or ("builtin" if builtin else "wikitext2")
         with self._unless_asked_for():
             return calibrated, find_texts(name, "evaluation")
@@ -388,7 +389,7 @@ class _PruningRun:
         )  # fmt: skip
         key = {name: asked[name] for name in names} | {"device": self.device.type}
         if text.windows is not None:
-            key |= {"nsamples": settings.nsamples, "seqlen": text.seqlen, "data": text.windows.fingerprint.sha256}
+            key |= {"nsamples": self.work.nsamples, "seqlen": text.seqlen, "data": text.windows.fingerprint.sha256}
         replace = self.options.force
         if replace:
             output_folder.begin_anew(settings.save)
@@ -548,7 +549,7 @@ class _PruningRun:
         if gpu is not None:
             numbers |= {"allocated_bytes": gpu.allocated_bytes, "peak_bytes": gpu.peak_bytes}
             numbers["capacity_bytes"] = gpu.total_bytes
-        publish(f"memfit prune --model {self.settings.model}", at, **numbers)
+        publish(f"memfit prune --model {self.work.model}", at, **numbers)
 
     def _note(self, text: str) -> None:
         self.notes.append(text)

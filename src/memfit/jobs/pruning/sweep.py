@@ -34,9 +34,10 @@ from memfit.jobs.pruning.output import OutputFolder
 from memfit.jobs.pruning.placement import HiddenStates, Placement
 from memfit.jobs.pruning.result import BlockReport, MatrixReport, PruningOutcome
 from memfit.jobs.pruning.selection import Wanda, check_groups
-from memfit.jobs.pruning.settings import PruneSettings, Sparsity
+from memfit.jobs.pruning.settings import PruneSettings
 from memfit.jobs.pruning.statistics import check_finite, reconstruct_
 from memfit.jobs.pruning.streaming import BlockReader, BlockWriter, Downloads, Load, Sink
+from memfit.jobs.settings import Sparsity
 from memfit.units import MiB
 
 COUNTED_AT_ONCE = 2 * MiB
@@ -61,7 +62,7 @@ class Sweep:
         self.method = method_of(settings)
         self.blocks = len(engine.decoder.blocks)
         if windows is None and settings.needs_data:
-            raise UsageError(f"--prune-method {settings.method} needs calibration windows")
+            raise UsageError(f"--prune-method {settings.workload.method} needs calibration windows")
         if settings.reconstruct and engine.team.size > 1:
             raise UsageError("--reconstruct works in one process only", hint="leave it out under torchrun")
         self.ids = windows if settings.needs_data else None

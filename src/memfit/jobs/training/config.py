@@ -15,7 +15,7 @@ from functools import cache, cached_property
 from typing import Any, Literal, TypeVar, get_type_hints
 
 from memfit.errors import UnknownName, UsageError
-from memfit.jobs.checks import check_by_type, check_one_of, check_whole
+from memfit.jobs.checks import check_by_type, check_one_of, check_seed
 from memfit.jobs.settings import BY_BITSANDBYTES, MAX_SEQ_LEN, Checkpointing, check_setting
 from memfit.jobs.together import unused
 from memfit.jobs.workload import Workload
@@ -258,7 +258,7 @@ class TrainConfig:
     """What was found while the file was read: keys without effect."""
 
     def __post_init__(self) -> None:
-        check_whole("seed", self.seed, least=0, most=(1 << 32) - 1)
+        check_seed("seed", self.seed)
         if self.device not in ("auto", "cpu", "cuda"):
             raise UsageError(
                 f"device {self.device!r} is not one of auto, cpu, cuda", hint="torchrun gives each process its GPU"
