@@ -12,12 +12,23 @@ import typer
 
 import memfit
 from memfit.cli import output
-from memfit.cli.options import HOW_MUCH, Json, Option, add_job_files, add_kinds, how_much, option, read_workload, whole
+from memfit.cli.options import (
+    HOW_MUCH,
+    Json,
+    Option,
+    add_job_files,
+    add_kinds,
+    how_much,
+    option,
+    read_workload,
+    share,
+    whole,
+)
 from memfit.cli.plan import FAILS
 from memfit.cli.typed import Group
 from memfit.errors import UsageError
 from memfit.gpus import find_gpu
-from memfit.jobs.settings import plain_name, split_names
+from memfit.jobs.settings import split_names
 from memfit.jobs.workload import Workload
 
 if TYPE_CHECKING:
@@ -93,51 +104,34 @@ def _fit_file(job: JobFile, *, gpu: str | None, **asked: Any) -> int:
     if gpu is None:
         raise UsageError("missing option '--gpu'", hint="the card, as 24GB or 'RTX 4090'")
     find_gpu(gpu)
-    return _answer(job.workload, job, gpu=gpu, **asked)
+    _ = (workload := job.workload).source
+    return _answer(workload, job, gpu=gpu, **asked)
 
 
 def _answer(
-    workload: Workload,
-    job: JobFile | None,
-    *,
-    gpu: str,
-    keep: list[str] | None,
-    margin: str,
-    emit: str | None,
-    json: bool,
-    try_compile: bool = False,
-    global_batch: str | None = None,
-    ladder: bool = False,
-    steps: str | None = None,
-    tokens: str | None = None,
-    force: bool = False,
-) -> int:
+    workload: Workload, job: JobFile | None, *, keep: list[str] | None, margin: str, emit: str | None, json: bool,
+    try_compile: bool = False, global_batch: str | None = None, ladder: bool = False, steps: str | None = None,
+    tokens: str | None = None, force: bool = False, gpu: str,
+) -> int:  # fmt: skip
+    from memfit.fitting.emit import check_form
+
     much = how_much(steps, tokens)
-    _check_emitted(emit, job, force)
+    check_form(emit, job, force)
     _check_together(much, emit, ladder, try_compile, json)
-    kept = [plain_name(name) for name in split_names(keep or [])]
-    if job is not None:
-        _ = workload.source
-        kept += [name for name in job.kept if name not in kept]
+    kept = [*split_names(keep or []), *(job.kept if job else ())]
     rows = None if global_batch is None else whole("--global-batch", global_batch, 1 << 24, "256")
-    asked: dict[str, Any] = {"gpu": gpu, "keep": kept, "margin": _share(margin), "global_batch": rows}
+    asked: dict[str, Any] = {"gpu": gpu, "keep": kept, "margin": share("--margin", margin), "global_batch": rows}
     if ladder:
-        return _ladder(workload, json=json, **asked)
+        with output.working(f"climbing with {workload.model}"):
+            made = memfit.ladder(workload, **asked)
+        output.tell(made, json=json)
+        return 0 if made.rungs else FAILS
     with output.working(f"fitting {workload.model}"):
         fitted = memfit.fit(workload, **asked | much, try_compile=try_compile)
-    if job is not None:
-        fitted = dataclasses.replace(fitted, job_file=job.to_json())
     if emit is not None:
         return _emit(fitted, emit, job)
-    output.tell(fitted, json=json)
+    output.tell(dataclasses.replace(fitted, job_file=job.to_json() if job else None), json=json)
     return 0 if fitted.fits else FAILS
-
-
-def _ladder(workload: Workload, *, json: bool, **asked: Any) -> int:
-    with output.working(f"climbing with {workload.model}"):
-        made = memfit.ladder(workload, **asked)
-    output.tell(made, json=json)
-    return 0 if made.rungs else FAILS
 
 
 def _emit(fitted: Fitted, form: str, job: JobFile | None) -> int:
@@ -148,18 +142,8 @@ def _emit(fitted: Fitted, form: str, job: JobFile | None) -> int:
         return FAILS
     made = emit_as_file(fitted, form, job)
     output.note(headline(fitted))
-    if isinstance(made, Path):
-        output.note(f"written to {made}")
-    else:
-        output.say(made.rstrip("\n"))
+    output.note(f"written to {made}") if isinstance(made, Path) else output.say(made.rstrip("\n"))
     return 0
-
-
-def _check_emitted(form: str | None, job: JobFile | None, force: bool) -> None:
-    from memfit.fitting.emit import check_form
-
-    if form is not None:
-        check_form(form, job, force)
 
 
 def _check_together(much: Mapping[str, int], emit: str | None, ladder: bool, try_compile: bool, json: bool) -> None:
@@ -170,13 +154,6 @@ def _check_together(much: Mapping[str, int], emit: str | None, ladder: bool, try
         raise UsageError(f"--emit and {'--json' if json else '--ladder'} both say what is printed", hint="give one")
     if ladder and try_compile:
         raise UsageError("--try-compile has no effect with --ladder", hint="--compile climbs with compiled steps")
-
-
-def _share(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError as error:
-        raise UsageError(f"--margin {text!r} is not a share between 0 and 1", hint="such as 0.1") from error
 
 
 add_job_files(

@@ -284,6 +284,13 @@ def how_much(steps: str | None, tokens: str | None) -> dict[str, int]:
     return {name: whole(f"--{name}", each, 10**18, "5000", typed=given[name]) for name, each in plain.items()}
 
 
+def share(said: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError as error:
+        raise UsageError(f"{said} {text!r} is not a share between 0 and 1", hint="such as 0.1") from error
+
+
 def whole(said: str, text: str, most: int, usual: str, *, typed: str | None = None) -> int:
     """A number that the flag `said` was given."""
     if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= most:

@@ -260,10 +260,10 @@ def _prune(work: Workload) -> Iterator[str]:
     yield ")"
 
 
-def check_form(form: str, job: JobFile | None, force: bool) -> None:
+def check_form(form: str | None, job: JobFile | None, force: bool) -> None:
     """One of the forms, the name of the job file's own format, or a file to write."""
     own = [each.name for each in job.formats] if job else []
-    if form in (*FORMS, *own):
+    if form is None or form in (*FORMS, *own):
         return
     if job is None or not Path(form).suffix:
         files = f", or a file such as fitted{job.files[0].suffix}" if job else ""

@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from typing import Any, Literal
 
 from memfit.errors import UnknownName, UsageError
-from memfit.jobs.settings import flag, kinds_that_read
+from memfit.jobs.settings import flag, kinds_that_read, plain_name
 from memfit.jobs.together import check_compiled, check_quantised
 from memfit.jobs.training.batch import BatchSizes, divisors
 from memfit.jobs.workload import Workload
@@ -545,7 +545,7 @@ def apply(workload: Workload, levers: Iterable[Lever]) -> Workload:
 
 def checked_setting(name: str) -> str:
     """A setting by its flag or its name in Python."""
-    plain = name.strip().removeprefix("--").replace("-", "_")
+    plain = plain_name(name.strip().removeprefix("--"))
     known = [each.name for each in dataclasses.fields(Workload)]
     if plain not in known:
         flags = [each.replace("_", "-") for each in known]
