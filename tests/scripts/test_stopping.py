@@ -96,6 +96,7 @@ def plan_of(_: str) -> dict[str, object]:
     [
         "os.system('echo mine'); subprocess.run(['echo', 'mine']); os.write(1, b'mine\\n')\n" + LOOP,
         "subprocess.Popen(['sleep', '300'])\n" + LOOP,
+        "subprocess.Popen(['sleep', '300'], start_new_session=True)\n" + LOOP,
         "threading.Thread(target=time.sleep, args=(300,)).start()\n" + LOOP,
         "sys.stdout.close(); sys.stderr.close(); os.closerange(0, 1000)\n" + LOOP,
     ],
@@ -109,6 +110,11 @@ def test_stdout_holds_one_document_whatever_a_script_prints_closes_or_leaves_run
     [
         ("ctypes.string_at(0)\n", "ended by the signal SIGSEGV"),
         ("os.kill(os.getpid(), signal.SIGKILL)\n", "ended by the signal SIGKILL"),
+        ("raise KeyboardInterrupt\n", "the script was interrupted, by itself or from outside"),
+        (
+            "os.execvp('sleep', ['sleep', '300'])\n",
+            "train.py:11, in <module>: the code puts another program in its place",
+        ),
         ("ctypes.CDLL(None)._exit(0)\n", "ended its process past memfit, with exit code 0"),
         (
             "threading.Thread(target=time.sleep, args=(300,)).start()\n",
@@ -138,6 +144,16 @@ def test_a_signal_ends_a_script_with_all_that_it_has_begun(write, number: int) -
     process.send_signal(number)
     assert process.wait(20) == 128 + number
     assert list(Path("tmp").glob("memfit-*")) == []
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux gives orphans to who asks for them")
+def test_a_process_that_left_the_group_of_a_script_ends_with_it(write) -> None:  # type: ignore[no-untyped-def]
+    write("""left = subprocess.Popen(['sh', '-c', 'sleep 301 & sleep 301'], start_new_session=True)
+open('left', 'w').write(str(left.pid))\n""" + LOOP)  # fmt: skip
+    assert plan().returncode == 0
+    session = Path("left").read_text()
+    stats = [each.read_text().rpartition(")")[2].split() for each in Path("/proc").glob("[0-9]*/stat") if each.exists()]
+    assert not [stat for stat in stats if stat[3] == session and stat[0] != "Z"]
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux ends a process with its parent")

@@ -205,6 +205,48 @@ def test_a_variable_that_is_not_modelled_is_named_in_the_first_lines(write, vari
     assert any(note.startswith(f"not modelled: {variable}, ") for note in plan.notes)
 
 
+def test_a_file_beside_the_script_may_build_the_model_when_it_is_imported(write, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    path = write(LOOP)
+    whole = peak(memfit.trace_script(path))
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts" / "__init__.py").write_text("")
+    (tmp_path / "parts" / "model.py").write_text(HEAD)
+    (tmp_path / "train.py").write_text("from parts.model import *\n" + LOOP)
+    assert peak(memfit.trace_script(path)) == whole
+
+
+ASKS_FOR_ITS_NAMES = """
+def train():
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mine = locals()
+    for ids, in loader:
+        exec("made = 3")
+        loss = step(ids.to(device))
+        loss.backward()
+        optimizer.step()
+        assert mine["optimizer"] is optimizer and eval("made") == 3
+train()
+"""
+
+
+def test_variables_that_a_function_asks_for_by_name_are_there_after_memfit_has_looked(write) -> None:  # type: ignore[no-untyped-def]
+    assert peak(memfit.trace_script(write(ASKS_FOR_ITS_NAMES))) > 0
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_fails_is_named_in_the_first_lines(write) -> None:  # type: ignore[no-untyped-def]
+    fails = "import threading\nthread = threading.Thread(target=lambda: 1 / 0)\nthread.start()\nthread.join()\n"
+    plan = memfit.trace_script(write(fails + LOOP))
+    assert "not modelled: what a thread would have done further, which failed by ZeroDivisionError" in plan.notes
+
+
+def test_an_error_that_has_no_words_is_told_by_its_name_and_line(write) -> None:  # type: ignore[no-untyped-def]
+    text = "class Mute(BaseException):\n    def __str__(self): raise ValueError\nraise Mute\n"
+    with pytest.raises(TraceError, match="the job itself fails: Mute") as failed:
+        memfit.trace_script(write(text))
+    assert "train.py:" in str(failed.value.hint)
+
+
 RAGGED = """
 optimizer = torch.optim.AdamW(model.parameters())
 for length in LENGTHS:

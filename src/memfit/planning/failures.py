@@ -13,7 +13,8 @@ from memfit.errors import MemfitError, TraceError
 
 _MEMFIT = Path(__file__).parents[1]
 _NO_GPU = re.compile(
-    r"\bmeta\b|not compiled with CUDA|compiled without|NVIDIA driver|accelerator|data pointer|TensorWrapper"
+    r"\bmeta\b|not compiled with CUDA|not linked with support for cuda|compiled without"
+    r"|NVIDIA driver|accelerator|data pointer|TensorWrapper"
     r"|incompatible tensor type|swap|CUDA error|ATen_cuda|cuda runtime|_cuda_|torch\.cuda|libcuda",
     re.IGNORECASE,
 )
@@ -40,7 +41,9 @@ def failures_of_the_job() -> Iterator[None]:
             f"the job ends itself: sys.exit({error.code!r})",
             hint=f"at {place.filename}:{place.lineno}, in {place.name}",
         ) from error
-    except Exception as error:
+    except (KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:
         frames = traceback.extract_tb(error.__traceback__)
         if _is_memfit_s(error, frames):
             raise
@@ -77,14 +80,14 @@ def failures_of_the_job() -> Iterator[None]:
         ) from error
 
 
-def _text(error: Exception) -> str:
+def _text(error: BaseException) -> str:
     try:
         return str(error)
     except Exception:
         return ""
 
 
-def _is_memfit_s(error: Exception, frames: traceback.StackSummary) -> bool:
+def _is_memfit_s(error: BaseException, frames: traceback.StackSummary) -> bool:
     files = [Path(frame.filename) for frame in frames]
     while isinstance(error, RuntimeError | IndexError | ValueError | ImportError) and files[-1] in _IN_BETWEEN:
         files.pop()

@@ -183,7 +183,7 @@ def _run_traced(
 
     def run(_: OwnCodeTracer) -> None:
         with (
-            card_pretended(names, card, config),
+            card_pretended(names, card, config, is_own),
             processes_pretended(tracer),
             phases_by_what_runs(tracer),
             noting_what_is_held(tracer, is_own, drops_gradients=drops_gradients),

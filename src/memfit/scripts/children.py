@@ -55,12 +55,22 @@ def processes_at_home(assume: Callable[[str], None]) -> Iterator[None]:
 
         return call
 
+    def never_here(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            if os.getpid() == here:
+                raise _refusal("puts another program in its place", f"plan that program: {args[0]}")
+            return real(*args)
+
+        return call
+
     with ExitStack() as stack:
         for owner in (package, module):
             stack.enter_context(mock.patch.object(owner, "spawn", spawn))
             stack.enter_context(mock.patch.object(owner, "start_processes", spawn))
         stack.enter_context(mock.patch.object(multiprocessing.process.BaseProcess, "start", start_known))
         stack.enter_context(mock.patch.object(os, "fork", only_libraries(fork, "forks")))
+        for name in ("execl", "execle", "execlp", "execlpe", "execv", "execve", "execvp", "execvpe"):
+            stack.enter_context(mock.patch.object(os, name, never_here(getattr(os, name))))
         stack.enter_context(mock.patch.object(os, "_exit", only_libraries(leave, "ends the whole process")))
         yield
 

@@ -32,7 +32,7 @@ LEAVES_WITHIN = 2.0
 """The same, once its answer is known."""
 LOOKS = 0.02
 """Seconds between two looks at it."""
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 PREFIX = "memfit-script-"
 NO_PLAN = "it did so before it had made enough steps for a plan"
 ANSWER, DEADLINE, NO_ROOM = "answer", "deadline", "no-room"
@@ -55,7 +55,8 @@ def folder_for_files() -> str | None:
 def watch(work: Callable[[], int]) -> tuple[int, str]:
     """What `work` returns in a process of its own, and what it has written to `sys.stdout`."""
     sys.stdout.flush()
-    folder, child = _made_folder(), 0
+    folder, child, others = _made_folder(), 0, _children()
+    _adopt_orphans(True)
     try:
         child = os.fork()
         if child == 0:
@@ -67,6 +68,8 @@ def watch(work: Callable[[], int]) -> tuple[int, str]:
     finally:
         if child:
             _end(child)
+            _end_orphans(others)
+            _adopt_orphans(False)
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -168,6 +171,28 @@ def _end(child: int) -> None:
             time.sleep(LOOKS)
 
 
+def _end_orphans(others: set[int]) -> None:
+    """Those that left the program's group, as with `start_new_session`, and theirs in turn."""
+    while left := _children() - others:
+        for process in left:
+            with suppress(OSError):
+                os.kill(process, signal.SIGKILL)
+                os.waitpid(process, 0)
+
+
+def _children() -> set[int]:
+    """Of this process, as Linux tells them."""
+    with suppress(OSError, ValueError):
+        return set(map(int, Path("/proc/thread-self/children").read_text().split()))
+    return set()
+
+
+def _adopt_orphans(yes: bool) -> None:
+    """Else those whose parent has ended are the system's."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(yes))
+
+
 # -- in the process that is watched ------------------------------------------------------------------------------------
 
 
@@ -210,6 +235,8 @@ def _be_watched(work: Callable[[], int], folder: Path) -> NoReturn:
         code = work()
     except MemfitError as told:
         error = (told.message, told.hint)
+    except KeyboardInterrupt:
+        error = ("the script was interrupted, by itself or from outside: KeyboardInterrupt", NO_PLAN)
     except Exception:
         error = traceback.format_exc()
     try:

@@ -25,6 +25,8 @@ from memfit.tracing.python_stacks import OURS
 HELD, ZEROED = "held", "zeroed"
 MOST_LOOKS = 32
 """Backward passes that are looked at: more of them show nothing new."""
+READS_ITS_NAMES = frozenset({"locals", "vars", "dir", "exec", "eval", "f_locals"})
+"""Functions that ask for their own variables by name keep a copy of them that looking here would change."""
 DEEPEST, MOST_ITEMS = 3, 256
 
 
@@ -55,6 +57,8 @@ def _held(tracer: Any, is_own: Callable[[str], bool]) -> list[dict[str, Any]]:
     tensors: dict[int, torch.Tensor] = {}
     references: dict[int, int] = defaultdict(int)
     for frame in _own_frames(is_own):
+        if not READS_ITS_NAMES.isdisjoint(frame.f_code.co_names):
+            continue
         variables_there = frame.f_locals
         for name, value in variables_there.items():
             for tensor, times in _tensors(value):

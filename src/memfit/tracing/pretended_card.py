@@ -16,6 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
+from importlib.machinery import PathFinder
 from typing import Any
 from unittest import mock
 
@@ -283,7 +284,9 @@ def _scatter_to_one(
 
 
 @contextmanager
-def card_pretended(names: OwnCodeNames, gpu: Gpu, config: AllocatorConfig) -> Iterator[None]:
+def card_pretended(
+    names: OwnCodeNames, gpu: Gpu, config: AllocatorConfig, is_own: Callable[[str], bool] = lambda file: False
+) -> Iterator[None]:
     tracer = names.tracer
     card = Card(tracer, gpu, config)
     active = [True]
@@ -316,7 +319,7 @@ def card_pretended(names: OwnCodeNames, gpu: Gpu, config: AllocatorConfig) -> It
         stack.enter_context(streams_recorded(tracer))
         stack.enter_context(_default_device_kept())
         stack.enter_context(_threads_traced(names, active))
-        stack.enter_context(_imports_as_before(tracer, active))
+        stack.enter_context(_imports_as_before(tracer, active, is_own))
         stack.enter_context(_caches_forgotten())
         stack.callback(active.clear)
         yield
@@ -367,6 +370,7 @@ def _threads_traced(names: OwnCodeNames, active: list[bool]) -> Iterator[None]:
                 return run(thread)
         except BaseException as error:
             if names.tracer.stopped is None or not isinstance(error, names.tracer.stopped):
+                _note_failed(names.tracer, error)
                 raise
         finally:
             running.discard(thread)
@@ -391,9 +395,18 @@ def _threads_traced(names: OwnCodeNames, active: list[bool]) -> Iterator[None]:
                 )
 
 
+def _note_failed(tracer: OwnCodeTracer, error: BaseException) -> None:
+    """Python goes on where a thread ends by an error."""
+    if isinstance(error, TraceError):
+        tracer.answers.refused = tracer.answers.refused or error
+    elif not isinstance(error, SystemExit):
+        tracer.assume(f"not modelled: what a thread would have done further, which failed by {type(error).__name__}")
+
+
 @contextmanager
-def _imports_as_before(tracer: OwnCodeTracer, active: list[bool]) -> Iterator[None]:
-    """A package that the code imports late must not be traced while it sets itself up."""
+def _imports_as_before(tracer: OwnCodeTracer, active: list[bool], is_own: Callable[[str], bool]) -> Iterator[None]:
+    """A package that the code imports late must not be traced while it sets itself up; a file beside the code is part
+    of it, and may build its model there."""
     bootstrap: Any = importlib._bootstrap
     find, importing = bootstrap._find_and_load, threading.local()
 
@@ -406,10 +419,11 @@ def _imports_as_before(tracer: OwnCodeTracer, active: list[bool]) -> Iterator[No
                 active.append(True)
         if getattr(importing, "now", False):
             return find(*args)
+        beside = find(*args) if _lies_beside(args[0], is_own) else None
         importing.now = True
         try:
             with _disable_current_modes(), torch._C.DisableTorchFunction():
-                found = find(*args)
+                found = beside or find(*args)
                 for told in tuple(tracer.after_import):
                     told()
                 return found
@@ -418,6 +432,21 @@ def _imports_as_before(tracer: OwnCodeTracer, active: list[bool]) -> Iterator[No
 
     with mock.patch.object(bootstrap, "_find_and_load", load):
         yield
+
+
+def _lies_beside(module: str, is_own: Callable[[str], bool]) -> bool:
+    """In the folder of the program, or where it was started, and in no environment there."""
+    parent = module.rpartition(".")[0]
+    inside = getattr(sys.modules.get(parent), "__path__", None) if parent else None
+    if parent and inside is None:
+        return _lies_beside(parent, is_own)
+    try:
+        spec = PathFinder.find_spec(module, inside)
+    except Exception:  # whatever is wrong with it shows when it is imported
+        return False
+    origin = os.path.realpath(spec.origin) if spec is not None and spec.origin else ""
+    beside = [os.path.realpath(folder) + os.sep for folder in (sys.path[0] if sys.path else "", os.getcwd())]
+    return is_own(origin) and origin.startswith(tuple(beside)) and not module.startswith("memfit.")
 
 
 @contextmanager
