@@ -116,6 +116,23 @@ def files_of_model(model: str) -> list[Path]:
         return []
 
 
+OPEN_ALREADY = ("/dev/stdin", "/dev/fd/", "/proc/self/fd/")
+
+
+def check_ends(path: Path) -> os.stat_result:
+    """Its status, if it can be read to an end: a file, a folder, or a pipe that the shell has opened, as of `<(...)`.
+    A pipe by name waits for a writer who may never come, and devices have no end."""
+    try:
+        there = path.stat()
+    except (OSError, ValueError) as error:
+        raise InputError(f"cannot read {str(path)!r}: {getattr(error, 'strerror', None) or error}") from error
+    mode = there.st_mode
+    if stat.S_ISREG(mode) or stat.S_ISDIR(mode) or (stat.S_ISFIFO(mode) and str(path).startswith(OPEN_ALREADY)):
+        return there
+    kind = "pipe" if stat.S_ISFIFO(mode) else "socket" if stat.S_ISSOCK(mode) else "device"
+    raise InputError(f"{str(path)!r} is a {kind}, which may have no end", hint="only files and folders are read")
+
+
 @contextmanager
 def writing(path: Path, name: str) -> Iterator[None]:
     """A file that cannot be written is told in the words of the flag that named it."""

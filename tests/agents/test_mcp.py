@@ -48,6 +48,11 @@ async def talk(folder: Path) -> dict[str, Any]:
             ("beside", "plan", {"kind": "train", "model": "gpt2", "batch_size": 8}),
             ("nothing", "report", {"path": str(folder / "none.pickle")}),
             ("both", "explain", {}),
+            ("no gpu", "fit", {"kind": "train", "model": "gpt2"}),
+            ("no object", "plan", {"kind": "train", "model": "gpt2", "settings": "rank=2"}),
+            ("no list", "plan", {"job_file": str(folder / "job.yaml"), "without": 5}),
+            ("no text", "plan", {"kind": 5}),
+            ("own stream", "explain", {"path": "/dev/fd/0"}),
         ):
             found[name] = await client.call_tool(tool, arguments)
     return found
@@ -100,6 +105,23 @@ def test_no_tool_writes_a_file(said: dict[str, Any]) -> None:
 )
 def test_what_is_wrong_is_told_in_the_words_of_the_command(said: dict[str, Any], name: str, words: str) -> None:
     assert said[name].is_error and words in text_of(said[name])
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("no gpu", "fit needs the argument 'gpu'"),
+        ("no object", "plan: settings 'rank=2' is not an object of names and values, such as {\"batch_size\": 1}"),
+        ("no list", "plan: without 5 is not a list of texts"),
+        ("no text", "plan: kind 5 is not a text"),
+    ],
+)
+def test_a_wrong_argument_is_told_in_plain_words(said: dict[str, Any], name: str, words: str) -> None:
+    assert said[name].is_error and text_of(said[name]) == words
+
+
+def test_streams_of_the_server_itself_are_not_read(said: dict[str, Any]) -> None:
+    assert said["own stream"].is_error and "'/dev/fd/0' is no file or folder" in text_of(said["own stream"])
 
 
 def test_a_setting_beside_the_settings_is_told_and_not_passed_over(said: dict[str, Any]) -> None:

@@ -61,3 +61,12 @@ def test_an_error_comes_with_what_to_do_about_it() -> None:
     with pytest.raises(ToolError, match="no model called 'gtp2'") as told:
         server.plan(kind="train", model="gtp2")
     assert "did you mean 'gpt2'" in str(told.value)
+
+
+def test_a_bug_is_told_with_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    def explain(*_: Any, **__: Any) -> Loud:
+        raise PermissionError(13, "Permission denied", "/proc/1/cwd")
+
+    monkeypatch.setattr(server, "explain_error", explain)
+    with pytest.raises(ToolError, match="PermissionError: .*'/proc/1/cwd'\\nthis is a bug in memfit"):
+        server.explain(text="CUDA out of memory")

@@ -2,15 +2,21 @@
 
 No tool runs code: a model is a preset, a hub id or a folder, never `module:factory`; there are no scripts, nothing is
 loaded. No tool writes a file; traces are kept in memfit's own cache, as by every command.
+
+Questions are answered one at a time, in a thread, so that the end of the input is heard amid one of them.
 """
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import sys
 import threading
-from collections.abc import Callable
+import traceback
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +26,7 @@ from mcp.server.mcpserver.exceptions import ToolError
 from memfit.checking.check import check as look_over
 from memfit.errors import MemfitError
 from memfit.explaining.explain import explain as explain_error
+from memfit.files import OPEN_ALREADY
 from memfit.fitting.fit import fit as make_fit
 from memfit.jobfiles.file import read_job
 from memfit.jobs.settings import plain_name, plain_value
@@ -38,6 +45,7 @@ INSTRUCTIONS = (
 MOST_TEXT = 1 << 20
 Settings = dict[str, Any]
 _one_at_a_time = threading.Lock()
+_thread = ThreadPoolExecutor(max_workers=1)
 
 
 class StrictServer(MCPServer[Any]):
@@ -50,7 +58,27 @@ class StrictServer(MCPServer[Any]):
             if each not in known:
                 put = f'; put it into settings: {{"{each}": ...}}' if "settings" in known else ""
                 raise ToolError(f"{name} has no argument {each!r} (it has {', '.join(known)}){put}")
-        return await super().call_tool(name, arguments, context)
+        try:
+            return await super().call_tool(name, arguments, context)
+        except ToolError as error:
+            if (wrong := getattr(error.__cause__, "errors", None)) is None:
+                raise
+            raise ToolError("\n".join(_in_words(name, each) for each in wrong())) from None
+
+
+WANTED = {
+    "string": "a text", "int": "a whole number", "list": "a list of texts",
+    "dict": "an object of names and values, such as {\"batch_size\": 1}",
+}  # fmt: skip
+
+
+def _in_words(tool: str, wrong: dict[str, Any]) -> str:
+    """What pydantic says of one argument."""
+    name = ".".join(str(part) for part in wrong["loc"])
+    if wrong["type"] == "missing":
+        return f"{tool} needs the argument {name!r}"
+    wanted = next((words for kind, words in WANTED.items() if wrong["type"].startswith(kind)), wrong["msg"])
+    return f"{tool}: {name} {repr(wrong['input'])[:60]} is not {wanted}"
 
 
 def make_server(version: str) -> MCPServer[Any]:
@@ -58,8 +86,21 @@ def make_server(version: str) -> MCPServer[Any]:
     refuse_code()
     server = StrictServer("memfit", instructions=INSTRUCTIONS, version=version, log_level="WARNING")
     for tool in TOOLS.values():
-        server.add_tool(tool)
+        server.add_tool(_in_thread(tool))
     return server
+
+
+def is_answering() -> bool:
+    """Also when nobody waits for the answer any more."""
+    return _one_at_a_time.locked()
+
+
+def _in_thread(tool: Callable[..., dict[str, Any]]) -> Callable[..., Awaitable[dict[str, Any]]]:
+    @wraps(tool)
+    async def ask(**arguments: Any) -> dict[str, Any]:
+        return await asyncio.wrap_future(_thread.submit(tool, **arguments))
+
+    return ask
 
 
 def plan(
@@ -90,6 +131,8 @@ def explain(
         raise ToolError("give text or path")
     if text is not None and len(text) > MOST_TEXT:
         raise ToolError(f"text has more than {MOST_TEXT:,} characters: give the path of the file")
+    if path is not None and (not path.strip() or path.startswith(OPEN_ALREADY)):
+        raise ToolError(f"path {path!r} is no file or folder")
     given = _given(kind, model, settings)
     source: Any = text.encode() if text is not None else Path(str(path))
     return _answer(lambda: explain_error(source, gpu=gpu, config=job_file, **given))
@@ -125,6 +168,9 @@ def _answer(ask: Callable[[], Shown]) -> dict[str, Any]:
             return ask().to_json()
     except MemfitError as error:
         raise ToolError("\n".join(part for part in (error.message, error.hint) if part)) from error
+    except Exception as error:
+        traceback.print_exc()
+        raise ToolError(f"{type(error).__name__}: {error}\nthis is a bug in memfit, please report it") from error
 
 
 def _job(

@@ -369,11 +369,19 @@ def _folder(folder: Path, device: int | None) -> Report:
 
 def _files(folder: Path) -> Iterator[Path]:
     try:
-        for path in folder.iterdir():
-            if path.is_file() and not path.name.startswith("."):
-                yield path
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if not entry.name.startswith(".") and _is_file(entry):
+                    yield Path(entry.path)
     except OSError as error:
         raise InputError(f"cannot read the folder {str(folder)!r}: {error.strerror}") from error
+
+
+def _is_file(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_file()
+    except OSError:  # a link to where nobody may look
+        return False
 
 
 def _recordings(files: list[Path]) -> list[Path]:

@@ -23,8 +23,11 @@ else:
     import _signal as signal  # `signal` itself makes enums of its numbers first
 
 DOES_NOT_FIT, WRONG_INPUT, BUG, INTERRUPTED, NOBODY_READS = 1, 2, 70, 130, 141
+LONGEST_CLEANING_SECONDS = 5.0
 _heard: list[int] = []
 """Signals that asked for an end."""
+_abandoned: list[str] = []
+"""What a thread still works on, and nobody waits for."""
 ENDED_BY = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
 
 
@@ -109,9 +112,27 @@ def run() -> NoReturn:
         code = 128 + _heard[0]
     if heeds:
         signal.signal(signal.SIGINT, _leave)
-    if "torch" in sys.modules:
+    if _abandoned:
+        _clean_up(code)
+    elif "torch" in sys.modules:
         sys.exit(code)
     os._exit(code)
+
+
+def abandon(what: str) -> None:
+    """The process then ends without waiting for its threads."""
+    _abandoned.append(what)
+
+
+def _clean_up(code: int) -> None:
+    """What Python does at its end but for the threads: temporary folders go."""
+    import atexit
+    import threading
+
+    last = threading.Timer(LONGEST_CLEANING_SECONDS, os._exit, (code,))
+    last.daemon = True
+    last.start()
+    atexit._run_exitfuncs()
 
 
 def _run() -> int:

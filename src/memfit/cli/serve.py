@@ -63,7 +63,12 @@ def mcp() -> int:
     """
     if find_spec("mcp") is None:
         raise UsageError("`memfit mcp` needs mcp", hint="pip install 'memfit[agent]'")
-    from memfit.agents.server import make_server
+    from memfit.agents.server import is_answering, make_server
+    from memfit.cli.main import abandon
 
-    make_server(memfit.__version__).run("stdio")
+    try:
+        make_server(memfit.__version__).run("stdio")
+    finally:
+        if is_answering():
+            abandon("a question of an agent that is gone")
     return 0

@@ -12,7 +12,9 @@ import io
 import json
 import lzma
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import stat
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -24,6 +26,7 @@ from memfit.explaining.clues import Clues, clues_in
 from memfit.explaining.message import SIZES, LocatedOom, Oom, OomMessages, Size, find_ooms
 from memfit.explaining.place import FailurePlace, frames_of_stack, place_from, place_of
 from memfit.explaining.text import CHUNK, Excerpt, excerpt_of
+from memfit.files import check_ends
 from memfit.units import GiB, format_bytes, gib
 
 Kind = Literal["text", "snapshot", "memory_log", "run_folder"]
@@ -35,6 +38,8 @@ MAX_UNPACKED = 4 * GiB
 """Of what has no length of its own: a packed file, which may unpack to a thousand times its size, or a pipe."""
 MAX_FOLDER_TEXT = 8 * GiB
 MAX_FILES, DEEPEST = 200, 6
+MAX_ENTRIES = 20_000
+"""Files and folders that are looked at below a run's folder: a whole disk is no run."""
 MAX_JSON = 4 << 20
 LONGEST_PATH = 4096
 NAMED = 4
@@ -79,9 +84,9 @@ def read_input(source: str | bytes | BinaryIO | os.PathLike[str]) -> Input:
     if not isinstance(source, (str, os.PathLike)):
         return _of_stream(source, most=MAX_UNPACKED)
     path = Path(source)
-    if not path.exists():
+    if not os.path.lexists(path):
         raise InputError(f"no file or folder {str(path)!r}", hint="`-` reads a pasted message from stdin")
-    return _folder(path) if path.is_dir() else _file(path)
+    return _folder(path) if stat.S_ISDIR(check_ends(path).st_mode) else _file(path)
 
 
 def _names_a_file(text: str) -> bool:
@@ -228,7 +233,7 @@ def _folder(folder: Path) -> Input:
     growth = result.get("growth")
     if not found.excerpt.text and report is None:
         raise InputError(
-            f"nothing to explain in {str(folder)!r}",
+            "; ".join([f"nothing to explain in {str(folder)!r}", *found.notes]),
             hint="a run's folder has a log (*.log, *.txt, packed or not), a snapshot (*.pickle) or a memory_log.csv",
         )
     return Input(
@@ -256,7 +261,12 @@ class _LogOfFolder:
 def _text_of(folder: Path, result: dict[str, Any]) -> _LogOfFolder:
     """The newest log that has an out-of-memory message, then what the result tells of one, or else the newest log. What
     lies in folders inside is looked at where nothing is found outside."""
-    logs = _logs(folder)
+    listed = _logs(folder)
+    told = _told_by(folder, listed.paths, result)
+    return replace(told, notes=(*told.notes, *listed.notes), is_read_whole=told.is_read_whole and not listed.notes)
+
+
+def _told_by(folder: Path, logs: Sequence[Path], result: dict[str, Any]) -> _LogOfFolder:
     beside = [path for path in logs if path.parent == folder]
     inside = [path for path in logs if path.parent != folder]
     unread: list[str] = []
@@ -314,25 +324,47 @@ def _within(folder: Path, path: Path) -> str:
     return str(path.relative_to(folder))
 
 
-def _logs(folder: Path) -> list[Path]:
+@dataclass(frozen=True)
+class _FoundLogs:
+    paths: tuple[Path, ...]
     """`train.log` first, then the newest; those of folders inside after those beside them."""
-    found = list(_walked(folder, DEEPEST))
-    found.sort(key=lambda path: (path.parent != folder, path.name != "train.log", -path.stat().st_mtime, str(path)))
-    return found
+    notes: tuple[str, ...]
 
 
-def _walked(folder: Path, depth: int) -> Iterator[Path]:
+def _logs(folder: Path) -> _FoundLogs:
+    found: list[tuple[Path, float]] = []
+    closed: list[str] = []
+    waiting, seen = deque([(folder, 0)]), 0
+    while waiting and seen < MAX_ENTRIES:
+        inside, depth = waiting.popleft()
+        for entry in _entries(inside, folder, closed):
+            seen += 1
+            if seen > MAX_ENTRIES:
+                break
+            try:
+                if entry.is_dir(follow_symlinks=False):
+                    waiting.extend([(Path(entry.path), depth + 1)] if depth < DEEPEST else [])
+                elif _is_log(entry.name) and entry.is_file():
+                    found.append((Path(entry.path), entry.stat().st_mtime))
+            except OSError:
+                closed.append(_within(folder, Path(entry.path)))
+    found.sort(key=lambda each: (each[0].parent != folder, each[0].name != "train.log", -each[1], str(each[0])))
+    notes = [f"may not be read: {_few(closed)}"] if closed else []
+    if seen > MAX_ENTRIES or waiting:
+        notes.append(f"only the first {MAX_ENTRIES:,} files and folders in {str(folder)!r} were looked at")
+    return _FoundLogs(tuple(path for path, _ in found), tuple(notes))
+
+
+def _entries(folder: Path, whole: Path, closed: list[str]) -> list[os.DirEntry[str]]:
+    """In their order, without hidden ones. A folder inside that may not be read goes to `closed`."""
     try:
-        entries = sorted(folder.iterdir())
+        with os.scandir(folder) as entries:
+            return sorted((each for each in entries if not each.name.startswith(".")), key=lambda each: each.name)
     except OSError as error:
-        raise InputError(f"cannot read the folder {str(folder)!r}: {error.strerror}") from error
-    for path in entries:
-        if path.name.startswith("."):
-            continue
-        if path.is_file() and _is_log(path.name):
-            yield path
-        elif depth and path.is_dir() and not path.is_symlink():
-            yield from _walked(path, depth - 1)
+        if folder == whole:
+            raise InputError(f"cannot read the folder {str(folder)!r}: {error.strerror}") from error
+        closed.append(_within(whole, folder))
+        return []
 
 
 def _is_log(name: str) -> bool:

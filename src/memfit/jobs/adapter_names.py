@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from memfit.errors import InputError, UsageError
+from memfit.files import check_ends
+from memfit.files import check_ends
 
 Adapter = Literal[
     "lora", "dora", "adalora", "adaption-prompt", "beft", "boft", "c3a", "cartridge", "deft", "delora", "fourierft",
@@ -71,10 +73,13 @@ def _of_text(text: str) -> dict[str, Any] | None:
 
 def _of_file(path: Path) -> dict[str, Any]:
     try:
+        check_ends(path)
         with path.open("rb") as stream:
             raw = stream.read(MAX_CONFIG_BYTES)
         text = raw.decode()
     except (OSError, ValueError) as error:
+        if isinstance(error, InputError):
+            raise InputError(f"--adapter-config: {error.message}", hint="such as r=8,alpha=16") from error
         raise InputError(f"--adapter-config: cannot read '{path}': {error}", hint="such as r=8,alpha=16") from error
     if path.suffix in (".yaml", ".yml"):
         import yaml

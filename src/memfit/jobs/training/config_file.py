@@ -19,6 +19,7 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from memfit.errors import InputError, UnknownName, UsageError
+from memfit.files import check_ends
 from memfit.jobs.training.config import DOCUMENT, OF_WORKLOAD, ModelConfig, TrainConfig, workload_of
 from memfit.jobs.training.config_names import (
     ALIASES,
@@ -435,19 +436,20 @@ def as_yaml(document: Mapping[str, Any]) -> str:
 def find_config(said: str) -> tuple[str, str, str]:
     """(name, text, where it was found)."""
     path = Path(os.path.expanduser(said))
-    if not path.exists() and said.removesuffix(".yaml") in shipped_configs():
+    if not os.path.exists(path) and said.removesuffix(".yaml") in shipped_configs():
         name = said.removesuffix(".yaml")
         text = (resources.files("memfit") / "configs" / f"{name}.yaml").read_text(encoding="utf-8")
         return name, text, f"shipped config {name}"
-    if not path.exists():
+    if not os.path.exists(path):
         if path.suffix in (*ENDINGS, ".json") or path.parent != Path("."):
             raise InputError(f"no config file '{said}'", hint=f"configs that come with memfit: {_shipped()}")
         raise UnknownName("config", said, shipped_configs(), more=f"a .yaml file works too; shipped: {_shipped()}")
     try:
         if path.is_dir():
             raise InputError(f"--config '{said}' is a folder, not a YAML file")
+        check_ends(path)
         with path.open("rb") as stream:
-            read = stream.read(MAX_BYTES + 1)  # what is no plain file may have no end
+            read = stream.read(MAX_BYTES + 1)
         if len(read) > MAX_BYTES:
             raise InputError(f"'{said}' is too long: a config has at most {MAX_BYTES:,} bytes")
         return path.stem, read.decode(), f"'{said}'"
