@@ -68,5 +68,5 @@ def test_a_bug_is_told_with_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
         raise PermissionError(13, "Permission denied", "/proc/1/cwd")
 
     monkeypatch.setattr(server, "explain_error", explain)
-    with pytest.raises(ToolError, match="PermissionError: .*'/proc/1/cwd'\\nthis is a bug in memfit"):
+    with pytest.raises(ToolError, match=r"PermissionError: .*'/proc/1/cwd'\nthis is a bug in memfit"):
         server.explain(text="CUDA out of memory")

@@ -108,7 +108,7 @@ def test_of_a_tree_without_end_a_part_is_looked_at_and_that_is_told(
     for number in range(20):
         (tmp_path / f"{number:02}").mkdir()
         (tmp_path / f"{number:02}" / "train.log").write_text(OOM)
-    with pytest.raises(InputError, match="only the first 10 files and folders in .* were looked at"):
+    with pytest.raises(InputError, match=r"only the first 10 files and folders in .* were looked at"):
         read_input(tmp_path)
 
     (tmp_path / "00.log").write_text(OOM)

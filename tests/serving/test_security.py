@@ -16,6 +16,7 @@ pytest.importorskip("fastapi", reason="memfit[web] is not installed")
 import httpx
 from recorded_page import served
 
+from memfit.serving.found import look_below
 from memfit.serving.security import MOST_OTHERWISE, Guard, OutsidePath, inside, is_this_machine
 
 WITH_TOKEN = {"authorization": "Bearer t"}
@@ -231,6 +232,22 @@ def test_names_on_disk_that_are_no_text_hide_nothing_else(tmp_path: Path) -> Non
     assert (runs.status_code, models.status_code) == (200, 200)
     assert runs.json()["more"] is True
     assert [each["name"] for each in models.json()["models"] if each["from"] == "folder"] == ["./run"]
+
+
+def test_a_folder_whose_name_is_no_text_and_that_holds_no_run_is_not_more(tmp_path: Path) -> None:
+    place = os.fsencode(tmp_path) + b"/raw\xff"
+    try:
+        os.mkdir(place)
+    except OSError:
+        pytest.skip("this file system has text for names")
+    for name in (b"notes.txt", b"config.json"):
+        with open(place + b"/" + name, "wb") as stream:
+            stream.write(b"{}")
+    assert look_below(tmp_path).more is False
+
+    with open(place + b"/snapshot.json", "wb") as stream:
+        stream.write(b'{"segments": []}')
+    assert look_below(tmp_path).more is True
 
 
 @pytest.mark.parametrize("name", ["x" * 5_000, "a/" * 3_000, "x" * 300])

@@ -18,7 +18,7 @@ pytest.importorskip("fastapi", reason="memfit[web] is not installed")
 import httpx
 
 from memfit.cli.main import main
-from memfit.serving.server import address, forwarding
+from memfit.serving.server import _hangup_as, address, forwarding
 from memfit.serving.settings import ServeSettings
 
 
@@ -65,7 +65,8 @@ def test_the_address_has_a_token_that_nobody_guesses() -> None:
     assert address(ServeSettings(host="::1", token="t")) == "http://[::1]:8642/?token=t"
 
 
-def test_ctrl_c_ends_it_and_its_processes_and_leaves_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP], ids=["ctrl-c", "a closed terminal"])
+def test_a_signal_ends_it_and_its_processes_and_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
     served, temporary = tmp_path / "served", tmp_path / "temporary"
     served.mkdir()
     temporary.mkdir()
@@ -89,7 +90,7 @@ def test_ctrl_c_ends_it_and_its_processes_and_leaves_nothing(tmp_path: Path) -> 
                 httpx.post, f"http://127.0.0.1:{told[2]}/api/plan", json=question, headers=headers, timeout=20
             )
             time.sleep(0.5)
-            running.send_signal(signal.SIGINT)
+            running.send_signal(number)
             assert asked.result().status_code == 503
         out, err = running.communicate(timeout=20)
     finally:
@@ -102,6 +103,37 @@ def test_ctrl_c_ends_it_and_its_processes_and_leaves_nothing(tmp_path: Path) -> 
     while any(Path(f"/proc/{child}").exists() for child in children) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(Path(f"/proc/{child}").exists() for child in children)
+
+
+@pytest.mark.parametrize(
+    ("stdout", "code", "said"),
+    [
+        ("> /dev/full", 2, "error: the output cannot be written: No space left on device\n"),
+        (">&-", 2, "error: stdout is closed: there is nowhere to write the answer\n"),
+        ("| true", 141, ""),
+    ],
+)
+def test_where_nobody_can_read_the_address_it_ends_and_leaves_nothing(
+    tmp_path: Path, stdout: str, code: int, said: str
+) -> None:
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    command = (
+        f"{sys.executable} -m memfit serve --port 0 --no-browser --dir {tmp_path} {stdout}; exit ${{PIPESTATUS[0]}}"
+    )
+    ended = subprocess.run(["bash", "-c", command], stderr=subprocess.PIPE, text=True, timeout=60, env=environment)
+    assert ended.returncode == code
+    assert ended.stderr.startswith(said) and "Traceback" not in ended.stderr
+    assert list(tmp_path.glob("memfit-serve-*")) == []
+
+
+def test_a_hangup_that_is_ignored_stays_so() -> None:
+    """As `nohup` has it."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with _hangup_as(lambda *_: None):
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def children_of(pid: int) -> list[int]:

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 DOOR = {
-    "server": "make_server",
+    "server": "is_answering make_server",
 }
 """What other rooms may use, by file."""

@@ -16,7 +16,6 @@ from typing import Any, Literal, get_args
 
 from memfit.errors import InputError, UsageError
 from memfit.files import check_ends
-from memfit.files import check_ends
 
 Adapter = Literal[
     "lora", "dora", "adalora", "adaption-prompt", "beft", "boft", "c3a", "cartridge", "deft", "delora", "fourierft",

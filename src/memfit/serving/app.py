@@ -37,6 +37,7 @@ def make_app(settings: ServeSettings) -> FastAPI:
     app.add_exception_handler(MemfitError, _refused)
     app.add_exception_handler(HTTPException, _refused)
     app.add_exception_handler(RequestValidationError, _refused)
+    app.add_exception_handler(Exception, _bug)
     app.add_middleware(Guard, token=settings.token, port=settings.port, host=settings.host)
     return app
 
@@ -62,6 +63,12 @@ async def _refused(_: Request, error: Exception) -> Response:
         return JSONResponse({"error": "this is no question that can be read", "hint": "an object in JSON"}, 422)
     assert isinstance(error, HTTPException)
     return JSONResponse({"error": str(error.detail), "hint": None}, error.status_code)
+
+
+async def _bug(_: Request, error: Exception) -> Response:
+    """The traceback goes to the terminal."""
+    document = {"error": f"{type(error).__name__}: {error}", "hint": "this is a bug in memfit, please report it"}
+    return JSONResponse(document, 500)
 
 
 # -- the page's own files ----------------------------------------------------------------------------------------------

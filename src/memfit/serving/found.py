@@ -31,7 +31,7 @@ class ServedFiles:
     runs: dict[str, float]
     """By name, when each was written to last."""
     more: bool = False
-    """Not everything was looked at."""
+    """Not everything was looked at, or something has a name that cannot be sent."""
 
 
 def look_below(folder: Path, depth: int = MAX_DEPTH) -> ServedFiles:
@@ -41,12 +41,12 @@ def look_below(folder: Path, depth: int = MAX_DEPTH) -> ServedFiles:
         if seen > MAX_ENTRIES:
             found.more = True
             break
-        if not can_be_sent(entry.path):
-            found.more = True
-            continue
         path = Path(entry.path)
         is_run = entry.name in RUN_FILES
         if not is_run and not entry.name.endswith(ENDINGS):
+            continue
+        if not can_be_sent(entry.path):
+            found.more |= path.is_file() and (is_run or may_be_recording(path))
             continue
         name = path.relative_to(root).as_posix()
         try:

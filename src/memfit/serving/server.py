@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import socket
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from types import FrameType
 
 from memfit.errors import UsageError
 from memfit.serving.settings import ServeSettings
@@ -35,11 +38,22 @@ def serve(settings: ServeSettings, on_ready: Callable[[str], None]) -> None:
             timeout_graceful_shutdown=GRACE_SECONDS,
         )
 
+        failed: list[Exception] = []
+
         class Server(uvicorn.Server):
             async def startup(self, sockets: list[socket.socket] | None = None) -> None:
                 await super().startup(sockets)
                 if self.started:
-                    on_ready(address(settings))
+                    try:
+                        on_ready(address(settings))
+                    except Exception as error:  # raised from here it would leave the workers behind
+                        failed.append(error)
+                        self.should_exit = True
+
+            @contextmanager
+            def capture_signals(self) -> Iterator[None]:
+                with _hangup_as(self.handle_exit), super().capture_signals():
+                    yield
 
             async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
                 await end_workers(app)
@@ -47,6 +61,23 @@ def serve(settings: ServeSettings, on_ready: Callable[[str], None]) -> None:
 
         with suppress(KeyboardInterrupt):  # the usual way to end it
             Server(config).run(sockets=[taken])
+        if failed:
+            raise failed[0]
+
+
+@contextmanager
+def _hangup_as(end: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """A terminal that is closed ends it as Ctrl-C does, which is all that uvicorn listens to; `nohup` ignores it."""
+    hangup = getattr(signal, "SIGHUP", None)
+    is_main = threading.current_thread() is threading.main_thread()
+    if hangup is None or not is_main or signal.getsignal(hangup) == signal.SIG_IGN:
+        yield
+        return
+    before = signal.signal(hangup, end)
+    try:
+        yield
+    finally:
+        signal.signal(hangup, before)
 
 
 def address(settings: ServeSettings) -> str:
