@@ -5,6 +5,8 @@ BIN := .venv/bin
 READY := .venv/.ready
 BROWSER := .venv/.browser
 WORKERS ?= 4
+# Where Python is told to keep no bytecode, tests would be rewritten and compiled anew in each of their many processes.
+export PYTHONDONTWRITEBYTECODE =
 # The torch of test-newest and test-oldest. Another one than this takes gigabytes of CUDA packages with it.
 MEMFIT_TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
 

@@ -38,7 +38,7 @@ from memfit.events import Trace
 from memfit.scripts.command import read_command
 from memfit.scripts.run import run_program
 from memfit.scripts.stopping import Steps
-untraced = SimpleNamespace(stopped=None, trace=Trace(), assume=lambda _: None)
+untraced = SimpleNamespace(stopped=None, trace=Trace(), assume=lambda _: None, settle_allocator=lambda *_: None)
 run_program(read_command(json.loads(sys.argv[1])), Steps(int(sys.argv[2]), untraced), seconds=240, tracer=untraced)
 peak = {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
 print(json.dumps(peak))

@@ -80,15 +80,17 @@ def test_sums_by_category_are_those_of_the_blocks(recorded: Viewed) -> None:
 def test_every_column_of_a_window_shows_its_highest_moment(run: Run, columns: int) -> None:
     asked = {"axis": "event", "from": 500.0, "to": 2500.0, "columns": columns}
     drawn = Viewed(Report({}, run)).stretch(asked)["timeline"]
-    events, allocated = column(drawn["samples"]["event"], "<i4"), column(drawn["samples"]["allocated"], "<u4")
+    events = np.array(column(drawn["samples"]["event"], "<i4"))
+    allocated = np.array(column(drawn["samples"]["allocated"], "<u4"))
 
+    every = np.arange(499, 2500)
     edges = [*np.linspace(500, 2500, columns, endpoint=False).tolist(), 2501]
     for left, right in itertools.pairwise(edges):
-        inside = [event for event in range(499, 2500) if left <= event + 1 < right]
-        if not inside:
+        inside = every[(left <= every + 1) & (every + 1 < right)]
+        if not len(inside):
             continue
-        shown = [value for event, value in zip(events, allocated, strict=True) if left <= event + 1 < right]
-        held = [value for event, value in zip(events, allocated, strict=True) if event < inside[0]][-1:]
+        shown = allocated[(left <= events + 1) & (events + 1 < right)].tolist()
+        held = allocated[events < inside[0]][-1:].tolist()
         assert max(shown + held) * drawn["unit"] >= int(run.timeline.allocated[inside].max())
     assert len(events) <= 2 * columns + len(run.labels.phases) + 3
 

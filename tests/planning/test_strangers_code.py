@@ -7,6 +7,7 @@ import math
 import re
 import sys
 import threading
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -387,6 +388,86 @@ def test_adafactor_with_relative_steps_asks_for_nothing_that_is_not_known() -> N
         optimizer.step()
 
     assert any(note.startswith("Adafactor") for note in memfit.trace(step).notes)
+
+
+def test_l_bfgs_is_planned_with_all_its_iterations_and_every_direction_that_it_remembers() -> None:
+    def plan(history: int) -> Plan:
+        def step() -> None:
+            model = nn.Linear(1024, 1024, bias=False, device="cuda")  # 4 MiB of weights, as of a direction
+            optimizer = torch.optim.LBFGS(model.parameters(), max_iter=8, history_size=history)
+
+            def closure() -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = model(torch.ones(1, 1024, device="cuda")).square().mean()
+                loss.backward()
+                return loss
+
+            for _ in range(2):
+                optimizer.step(closure)
+
+        return memfit.trace(step)
+
+    few, many = plan(2), plan(10)
+    each = 2 * 4 * 2**20 + 2 * 512  # a change, a step, and two numbers
+    assert many.peak.allocated_bytes - few.peak.allocated_bytes == 8 * each
+    assert any(note.startswith("L-BFGS takes all its iterations") for note in many.notes)
+    assert {phase.name for phase in many.report.phases if phase.step == 2} == {"step", "forward", "backward"}
+
+
+class Named(torch.autograd.Function):
+    """Tells when its gradient is made, and makes a node of the same kind then."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, name: str, told: list[str]) -> torch.Tensor:
+        ctx.name, ctx.told = name, told
+        return torch.mul(x, 2)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        ctx.told.append(ctx.name)
+        if len(ctx.name) < 12:
+            return Named.apply(gradient, f"of {ctx.name}", ctx.told), None, None
+        return gradient, None, None
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_what_a_backward_pass_makes_is_differentiated_as_a_gpu_s_own_thread_has_numbered_it(in_backward: bool) -> None:
+    """There the nodes of such a pass have low numbers, and come after those of the passes before it."""
+
+    def order(device: str, in_autograd_s_thread: bool) -> list[str]:
+        told: list[str] = []
+        start = torch.ones(3, device=device, requires_grad=True)
+        for _ in range(40):
+            start = start + 1  # numbers that the other thread has not come to
+        before = Named.apply(start, "before", told)
+        x = torch.ones(3, device=device, requires_grad=True)
+        y = Named.apply(x, "inner", told).square().sum()
+        given: list[torch.Tensor] = []
+
+        def differentiate() -> None:
+            if in_backward:
+                y.backward(create_graph=True)
+                assert x.grad is not None
+                given.append(x.grad)
+            else:
+                given.extend(torch.autograd.grad(y, x, create_graph=True))
+
+        if in_autograd_s_thread:
+            other = threading.Thread(target=differentiate)
+            other.start()
+            other.join()
+        else:
+            differentiate()
+        (before.sum() + (Named.apply(x, "after", told) * given[0]).sum()).backward()
+        return told
+
+    seen: list[list[str]] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of gradients that hold their graph
+        on_a_gpu = order("cpu", in_autograd_s_thread=True)
+        memfit.trace(lambda: seen.append(order("cuda", in_autograd_s_thread=False)))
+    assert on_a_gpu != order("cpu", in_autograd_s_thread=False)
+    assert seen == [on_a_gpu]
 
 
 @pytest.mark.parametrize(

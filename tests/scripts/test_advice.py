@@ -59,6 +59,22 @@ def test_a_variable_that_is_read_after_backward_is_said_to_be(plan) -> None:  # 
     assert f"take what line {HEAD.count(chr(10)) + 2} needs of it first" in advice.how
 
 
+def test_what_a_function_of_one_s_own_keeps_for_its_gradient_is_no_saving_of_a_del(plan) -> None:  # type: ignore[no-untyped-def]
+    own = """
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.x, ctx.held, ctx.name = x, "not memfit's", "nor this"
+        return x * 2
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.x.sign().abs()
+def train():"""
+    text = (HEAD + BACKWARD + END).replace("def train():", own)
+    keeps = plan(text.replace("entropy(logits", "entropy(Double.apply(logits)"))
+    assert not named(keeps, "`logits` keeps")
+
+
 def test_what_something_else_keeps_too_is_no_saving_of_a_del(plan) -> None:  # type: ignore[no-untyped-def]
     grows = plan(HEAD + "        kept.append(logits)\n" + BACKWARD + END)
     assert not named(grows, "`logits` keeps")

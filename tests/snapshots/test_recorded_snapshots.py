@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import pytest
 from support.addresses import rising_addresses
+from support.quick import quick
 from support.verify import check_invariants, final_layout, rewind, verify
 
 from memfit.events import Action, Trace
@@ -123,7 +124,7 @@ def test_the_step_before_the_recording_had_reserved_what_the_rewound_layout_hold
     assert sum(segment.size for segment in run.start) == 2_789_212_160  # torch's figure after the first step
 
 
-@pytest.mark.parametrize("name", ["snap-train", "snap-oom"])
+@pytest.mark.parametrize("name", quick(["snap-oom"], ["snap-train", "snap-oom"]))
 def test_allocated_and_free_bytes_make_up_the_reserved_ones_after_every_event(name: str) -> None:
     run = recording(name)
     limit = CAP if name == "snap-oom" else None

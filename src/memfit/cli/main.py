@@ -124,6 +124,19 @@ def abandon(what: str) -> None:
     _abandoned.append(what)
 
 
+def end_where_told() -> None:
+    """From here on a signal ends the process where it is heard: to unwind would mean to wait for a thread that reads
+    its input."""
+
+    def end(signum: int, _: object) -> None:
+        _clean_up(128 + signum)
+        os._exit(128 + signum)
+
+    for number in (signal.SIGINT, *ENDED_BY):
+        if signal.getsignal(number) is _interrupt:
+            signal.signal(number, end)
+
+
 def _clean_up(code: int) -> None:
     """What Python does at its end but for the threads: temporary folders go."""
     import atexit

@@ -64,8 +64,9 @@ def mcp() -> int:
     if find_spec("mcp") is None:
         raise UsageError("`memfit mcp` needs mcp", hint="pip install 'memfit[agent]'")
     from memfit.agents.server import is_answering, make_server
-    from memfit.cli.main import abandon
+    from memfit.cli.main import abandon, end_where_told
 
+    end_where_told()
     try:
         make_server(memfit.__version__).run("stdio")
     finally:

@@ -214,7 +214,7 @@ def phases_by_what_runs(tracer: Any) -> Iterator[None]:
 
     def around_backward(begins: bool) -> None:
         if not tracer.in_backward:  # reentrant checkpoints have passes of their own inside
-            mark("backward" if begins else "data", step)
+            mark("backward" if begins else "step" if depth else "data", step)
 
     def entering(module: Any, _: Any) -> None:
         if tracer.modules.depth <= 1 and tracer.trace.marks[-1].phase not in ("forward", "backward"):

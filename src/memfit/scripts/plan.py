@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +114,8 @@ def _unlike_steps(plan: Plan, steps: Any) -> Iterator[str]:
     for phase in plan.report.phases:
         if phase.step is not None and 2 <= phase.step <= steps.done:
             held[phase.step] = max(held.get(phase.step, 0), phase.allocated_bytes)
-    if not held or steps.rises or max(held.values()) <= min(held.values()) * (1 + UNLIKE):
+    falls = any(before > after * (1 + UNLIKE) for before, after in pairwise(held[step] for step in sorted(held)))
+    if steps.rises or steps.alternates or not falls:
         return
     least, most = min(held, key=held.__getitem__), max(held, key=held.__getitem__)
     yield (

@@ -58,6 +58,11 @@ class Steps:
         self.by_hand = False
         """Whether there is no optimizer, so that backward passes are counted."""
 
+    @property
+    def alternates(self) -> bool:
+        """Whether steps of several optimizers are among them."""
+        return len(self._by_optimizer) > 1
+
     def count(self, optimizer: Any, *_: Any) -> None:
         self._by_optimizer[id(optimizer)] = self._by_optimizer.get(id(optimizer), 0) + 1
         if self._by_optimizer[id(optimizer)] > self.done:

@@ -51,11 +51,18 @@ VALID = "what distributions and losses check their arguments for, they find"
 NO_OUTLIERS = "8-bit products: no activation is beyond the threshold from which its column is multiplied in 16 bits"
 DRAWN_ROWS = "new rows of an embedding are drawn around the mean of the old ones, as transformers does where it can"
 ABOVE_EPS = "Adafactor: the mean square of every weight is above the least that it divides by"
+LBFGS, NOT_DONE = "torch/optim/lbfgs.py", "L-BFGS takes all its iterations, and remembers each direction"
 NO_OVERFLOW: dict[Site, tuple[Value, str]] = {
     Site("torch/amp/grad_scaler.py", "_maybe_opt_step"): (0.0, "no gradient overflowed"),
     Site("torch/distributions/distribution.py", "__init__"): (True, VALID),
     Site("torch/distributions/distribution.py", "_validate_sample"): (True, VALID),
     Site("torch/nn/functional.py", "gaussian_nll_loss"): (False, VALID),
+    Site(LBFGS, "step", "float("): (math.nan, NOT_DONE),
+    Site(LBFGS, "step", "alpha="): (math.nan, NOT_DONE),
+    Site(LBFGS, "_add_grad"): (math.nan, NOT_DONE),
+    Site(LBFGS, "step", "ys > 1e-10"): (True, NOT_DONE),
+    Site(LBFGS, "step", "min(1.0"): (True, NOT_DONE),
+    Site(LBFGS, "step", "if "): (False, NOT_DONE),
     Site("bitsandbytes/backends/cuda/ops.py", "_"): (False, NO_OUTLIERS),
     Site("transformers/optimization.py", "_get_lr"): (True, ABOVE_EPS),
     Site("transformers/modeling_utils.py", "_init_added_embeddings_weights_with_mean"): (True, DRAWN_ROWS),
@@ -255,7 +262,7 @@ class Answers:
                 if answer != EVEN and _same(known, site) and known.line in _line(frame):
                     return asker, self._say(frame, answer(tensor) if callable(answer) else answer)
             for known, (value, meaning) in self._known.items():
-                if _same(known, site):
+                if _same(known, site) and known.line in _line(frame):
                     self.meanings[meaning] = None
                     return asker, self._say(frame, value)
             if not _is_torch(frame):

@@ -209,10 +209,14 @@ def _backward_keeps(names: CudaNames) -> Iterator[None]:
     names, and autocast, hold in checkpointed blocks that backward runs again."""
     tracer, run = names.tracer, torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
-    def run_backward(*args: Any, **kwargs: Any) -> Any:
+    def run_backward(tensors: Any, given: Any, retain: bool, create: bool, *args: Any, **kwargs: Any) -> Any:
         tracer.on_backward(True)
+        outermost = not tracer.in_backward
+        began = tracer.numbers.begin(tensors) if outermost else 0
         with names, tracer.modules.backward():
-            result = run(*args, **kwargs)
+            result = run(tensors, given, retain, create, *args, **kwargs)
+        if outermost:
+            tracer.numbers.end(began, result or (), tensors if create else ())
         tracer.on_backward(False)
         return result
 

@@ -140,9 +140,10 @@ def _saved_by_autograd(tracer: Any, tensors: list[torch.Tensor]) -> set[int]:
     seen, saved = set(waiting), set()
     while waiting:
         node = waiting.pop()
-        for storage in getattr(node, "held", {}).values():  # of calls that were told
+        for storage in getattr(node, "held_of_told_calls", {}).values():
             saved.add(tracer._blocks[storage._cdata][1])
-        for tensor in _saved_tensors(node):
+        kept = list(getattr(node, "__dict__", {}).values())  # as `ctx.x`, by a function of a person's own
+        for tensor in (*_saved_tensors(node), *(tensor for tensor, _ in _tensors(kept))):
             if (block := tracer.block_of(tensor)) is not None:
                 saved.add(block)
         for following, _ in node.next_functions:

@@ -20,6 +20,7 @@ from types import CodeType
 import torch
 
 from memfit.events import FrameRow, Trace
+from memfit.tracing.node_numbers import NodeNumbers
 
 _wanted: ContextVar[bool] = ContextVar("wanted", default=False)
 
@@ -47,14 +48,14 @@ def keeping_stacks() -> Iterator[None]:
         _wanted.reset(before)
 
 
-def stacks_of(trace: Trace) -> PythonStacks | None:
+def stacks_of(trace: Trace, numbers: NodeNumbers) -> PythonStacks | None:
     """None unless somebody wants them: reading a stack takes as long as tracing an op."""
-    return PythonStacks(trace) if _wanted.get() else None
+    return PythonStacks(trace, numbers) if _wanted.get() else None
 
 
 class PythonStacks:
-    def __init__(self, trace: Trace) -> None:
-        self.trace = trace
+    def __init__(self, trace: Trace, numbers: NodeNumbers) -> None:
+        self.trace, self._numbers = trace, numbers
         self._codes: dict[int, CodeType] = {}
         """By their ids, which stay theirs for as long as they are here."""
         self._known: dict[tuple[int, ...], int] = {}
@@ -87,7 +88,7 @@ class PythonStacks:
     def _of_forward(self) -> int:
         """Of the op whose gradient is made now."""
         node = torch._C._current_autograd_node()
-        stack = 0 if node is None else self._forward.get(node._sequence_nr(), 0)
+        stack = 0 if node is None else self._forward.get(self._numbers.as_made(node), 0)
         if not stack:
             return 0
         if stack not in self._backward_of:

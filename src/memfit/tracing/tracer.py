@@ -50,6 +50,7 @@ from memfit.tracing.kernels import (
 from memfit.tracing.kernels.composites import EngineSums
 from memfit.tracing.kernels.products import PRODUCTS, Workspaces
 from memfit.tracing.memo import Gives, remembered_on, what_is_given
+from memfit.tracing.node_numbers import NodeNumbers
 from memfit.tracing.python_stacks import stacks_of
 from memfit.tracing.rule_calls import RuleCalls
 
@@ -76,10 +77,11 @@ class Tracer(TorchDispatchMode):
         self.platform = platform
         self.answers = answers
         self.trace = Trace(facts={"device": str(device), "torch": torch.__version__, "arch": list(platform.arch)})
-        self.modules = ModuleStack()
+        self.numbers = NodeNumbers()
+        self.modules = ModuleStack(self.numbers)
         self.workspaces = Workspaces(platform)
         self.rule_calls = RuleCalls()
-        self._stacks = stacks_of(self.trace)
+        self._stacks = stacks_of(self.trace, self.numbers)
         self.streams = Streams()
         self._gpu_is_awake = False
         self.sent: Sent | None = None
@@ -250,7 +252,7 @@ class Tracer(TorchDispatchMode):
         if node is not None:
             if self.modules.depth_above_backward:
                 category = "activations"  # a checkpointed block being run again
-            elif node.name() == ACCUMULATE_GRAD:
+            elif _accumulates(node):
                 outside = True
             else:
                 module, outside = self.modules.of_node(node), False
@@ -381,7 +383,7 @@ class Tracer(TorchDispatchMode):
     def _note_gradient(self, tensor: torch.Tensor) -> None:
         node = torch._C._current_autograd_node()
         block = self.block_of(tensor)
-        if block is not None and node is not None and node.name() == ACCUMULATE_GRAD:
+        if block is not None and node is not None and _accumulates(node):
             self.trace.set_category(block, "gradients")
 
 
@@ -426,6 +428,11 @@ def _is_made_of_others(kind: type) -> bool:
     return hasattr(kind, "__tensor_flatten__") and kind is not FakeTensor
 
 
+def _accumulates(node: Any) -> bool:
+    """Asked of its type: functions of a person's own may keep something else as `ctx.name`."""
+    return bool(type(node).name(node) == ACCUMULATE_GRAD)
+
+
 def _first_tensor(values: Any) -> torch.Tensor | None:
     for value in values:
         if isinstance(value, torch.Tensor):
@@ -451,7 +458,8 @@ class ModuleStack:
     Nodes are numbered in the order of their making, so the numbers at which modules were entered and left are enough.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, numbers: NodeNumbers) -> None:
+        self._numbers = numbers
         self._names: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
         self._stack: list[str] = []
         self._bounds: list[int] = []
@@ -500,7 +508,7 @@ class ModuleStack:
             self._stack.pop()
 
     def of_node(self, node: Any) -> str:
-        at = bisect_right(self._bounds, node._sequence_nr()) - 1
+        at = bisect_right(self._bounds, self._numbers.as_made(node)) - 1
         return self._owners[at] if at >= 0 else ""
 
     def _bound(self) -> None:

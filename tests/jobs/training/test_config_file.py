@@ -109,7 +109,7 @@ def test_a_huge_file_is_refused_unread(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="a config has at most"):
         load_config(written(tmp_path, "#" * (1 << 20) + "\n"))
     if os.path.exists("/dev/zero"):
-        with pytest.raises(InputError, match="a config has at most"):
+        with pytest.raises(InputError, match="may have no end"):
             load_config("/dev/zero")
 
 

@@ -300,11 +300,11 @@ def _gradients(module: torch.nn.Module) -> tuple[bool, ...]:
 
 
 class _Told(torch.autograd.Function):
-    """One node in the place of all that a call made. `held`: what those would keep."""
+    """One node in the place of all that a call made. `held_of_told_calls`: what those would keep."""
 
     @staticmethod
     def forward(ctx: Any, begin: Tensor, make: Callable[[], Any], passes: RepeatedPasses, noted: _NotedPass) -> Any:
-        tensors, ctx.held = make()
+        tensors, ctx.held_of_told_calls = make()
         ctx.passes, ctx.noted = passes, noted
         ctx.set_materialize_grads(False)
         forms = [each for each in noted.returned if isinstance(each, MadeAgain)]
@@ -316,7 +316,7 @@ class _Told(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         with torch._C.DisableTorchFunction():
-            ctx.passes.pass_backward(ctx.noted, ctx.held, gradients)
+            ctx.passes.pass_backward(ctx.noted, ctx.held_of_told_calls, gradients)
         return None, None, None, None
 
 
