@@ -390,6 +390,21 @@ def test_adafactor_with_relative_steps_asks_for_nothing_that_is_not_known() -> N
     assert any(note.startswith("Adafactor") for note in memfit.trace(step).notes)
 
 
+def test_beams_are_compared_up_to_the_longest_length_and_come_out_as_long() -> None:
+    shapes: list[tuple[int, ...]] = []
+
+    def step(**more: Any) -> None:
+        model = language_model().cuda().eval()
+        ids = torch.ones(2, 8, dtype=torch.int64, device="cuda")
+        out = model.generate(ids, max_new_tokens=5, num_beams=3, do_sample=False, **more)
+        shapes.append(tuple(out.shape))
+
+    plan = memfit.trace(lambda: step(num_return_sequences=2))
+    memfit.trace(lambda: step(early_stopping=True))
+    assert shapes == [(4, 13), (2, 13)]
+    assert "beam search: beams are compared up to the longest length that the code allows" in plan.notes
+
+
 def test_l_bfgs_is_planned_with_all_its_iterations_and_every_direction_that_it_remembers() -> None:
     def plan(history: int) -> Plan:
         def step() -> None:

@@ -256,10 +256,25 @@ for length in LENGTHS:
 """
 
 
-@pytest.mark.parametrize(("lengths", "alike"), [("[64] * 9", True), ("[64, 512, 64, 2048]", False)])
+@pytest.mark.parametrize(
+    ("lengths", "alike"),
+    [("[64] * 9", True), ("[64, 512, 64, 2048]", False), ("[8, 64, 512, 512]", True)],  # cut to a longest one
+)
 def test_steps_that_are_not_alike_are_told_as_what_later_ones_may_exceed(write, lengths: str, alike: bool) -> None:  # type: ignore[no-untyped-def]
     plan = memfit.trace_script(write(RAGGED.replace("LENGTHS", lengths)))
     assert alike is not any(note.startswith("not modelled: batches larger than the 3 that") for note in plan.notes)
+
+
+def test_optimizers_that_take_turns_make_no_steps_that_are_not_alike(write) -> None:  # type: ignore[no-untyped-def]
+    rarely = """
+large, small = (torch.optim.AdamW(model.parameters()) for _ in range(2))
+for each in range(1, 99):
+    for optimizer, length in ((small, 64), (large, 512))[: 1 + (each % 2 == 0)]:
+        step(torch.ones(4, length, dtype=torch.int64, device=device)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+    assert not any("not alike" in note for note in memfit.trace_script(write(rarely)).notes)
 
 
 @pytest.mark.parametrize(("gpu", "told"), [("T4", False), ("1GB", True)])

@@ -288,9 +288,20 @@ def _generation_goes_on(tracer: Any) -> Iterator[None]:
 
         return staticmethod(goes_on)
 
+    def of_the_longest(flatten: Callable[..., Any]) -> Any:
+        def flattened(tensor: Any) -> Any:
+            flat = flatten(tensor)
+            each_tokens_beam = tensor.ndim == 3 and tensor.dtype == torch.int32
+            if each_tokens_beam and tracer.owns(flat) and tracer.values.read(flat) is None:
+                tracer.values.put(flat, torch.zeros(flat.shape, dtype=flat.dtype, device="cpu"))  # -1: no such token
+            return flat
+
+        return staticmethod(flattened)
+
     places = {
         ("stopping_criteria", "EosTokenCriteria", "__call__"): never_ending,
         ("utils", "GenerationMixin", "_beam_search_has_unfinished_sequences"): until_the_longest,
+        ("utils", "GenerationMixin", "_flatten_beam_dim"): of_the_longest,
     }
     with ExitStack() as stack:
 
