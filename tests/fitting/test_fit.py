@@ -210,6 +210,11 @@ def test_pruning_is_shown_beside_the_whole_model_on_the_card() -> None:
     assert answer.after.use_bytes <= 0.9 * find_gpu("2GiB").capacity_bytes
 
 
+def test_what_the_public_code_takes_is_shown_beside_its_own_method_alone() -> None:
+    answer = memfit.fit(kind="prune", model="gpt2", nsamples=2, seq_len=64, gpu="2GiB", method="magnitude")
+    assert answer.whole_model is None
+
+
 def test_generation_is_cut_into_smaller_batches() -> None:
     answer = memfit.fit(kind="generate", model=SMALL, batch_size=64, seq_len=512, new_tokens=8, gpu="1300MiB")
 

@@ -17,7 +17,7 @@ from memfit.jobs.workload import Workload
 from memfit.planning.predict import Plan, assess
 from memfit.replay.alloc_config import AllocatorConfig
 from memfit.replay.replay import replay
-from memfit.units import MiB
+from memfit.units import MiB, gib
 
 KINDS = pytest.mark.parametrize("kind", ["forward", "train", "lora", "generate"])
 
@@ -418,3 +418,15 @@ def test_a_limit_on_the_process_is_what_its_job_has_to_fit_into() -> None:
     assert (free.verdict, limited.verdict) == ("safe", "fails")
     assert limited.peak == free.peak
     assert "per_process_memory_fraction leaves" in limited.notes[0]
+    card, spare = limited.to_json()["gpu"], limited.headroom_bytes
+    assert "usable_bytes" not in free.to_json()["gpu"] and spare is not None
+    assert card["usable_bytes"] == limited.needed_bytes + spare < card["capacity_bytes"]
+    assert f"has {gib(card['usable_bytes'])}: {gib(-spare)} too little" in str(limited)
+
+
+def test_old_segments_that_torch_gives_back_early_under_a_limit_are_named() -> None:
+    job = {"kind": "forward", "model": "gpt2", "seq_len": 64, "gpu": "H200"}
+    collected, limit = "garbage_collection_threshold:0.5", "per_process_memory_fraction:0.5"
+    alone, limited = (memfit.predict(**job, alloc_conf=conf) for conf in (collected, f"{collected},{limit}"))
+    assert not any("garbage_collection" in note for note in alone.notes)  # torch does not collect without a limit
+    assert limited.notes[0].startswith("not modelled: garbage_collection_threshold")

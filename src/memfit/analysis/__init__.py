@@ -14,6 +14,6 @@ DOOR = {
     "stacks": "code_line short_path",
     "summary": "Moment Summary summarise_plan",
     "viewing": "Viewed",
-    "verdict": "RANGE Fit Verdict capacity_for fit_card judge limit_note needed_with_room smallest_card",
+    "verdict": "RANGE Fit Verdict capacity_for card_document fit_card judge limit_note needed_with_room smallest_card",
 }
 """What other rooms may use, by file."""

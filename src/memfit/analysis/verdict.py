@@ -89,5 +89,13 @@ def capacity_for(card_bytes: int, config: AllocatorConfig, context: int) -> int:
     return card_bytes if limit is None else min(card_bytes, limit + context)
 
 
+def card_document(name: str, card_bytes: int, fit: Fit | None) -> dict[str, Any]:
+    """As documents show the card: `usable_bytes` where the process may not use all of it."""
+    document: dict[str, Any] = {"name": name, "capacity_bytes": card_bytes}
+    if fit is not None and fit.capacity_bytes < card_bytes:
+        document["usable_bytes"] = fit.capacity_bytes
+    return document
+
+
 def limit_note(capacity: int) -> str:
     return f"per_process_memory_fraction leaves {gib(capacity)} of the card to the process"

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from memfit.analysis.verdict import card_document
 from memfit.errors import MemfitError
 from memfit.fitting.durations import Duration
 from memfit.fitting.forecast import Forecast, global_batch_of
@@ -203,7 +204,7 @@ class Fitted(Shown):
                 "parameters": self.before.parameters,
                 "trainable_parameters": self.before.trainable_parameters,
             },
-            "gpu": {"name": self.gpu.name, "capacity_bytes": self.gpu.capacity_bytes},
+            "gpu": card_document(self.gpu.name, self.gpu.capacity_bytes, self.after.fit),
             "margin": self.margin,
             "keep": list(self.keep),
             "global_batch": global_batch_of(self.workload),

@@ -33,8 +33,8 @@ class WholeModel:
 
 
 def plan_whole_model(work: Workload, gpu: Gpu) -> WholeModel | None:
-    """None for other jobs, and for a method that the public code does not have."""
-    if work.kind != "prune":
+    """None for other jobs and for other methods than Wanda, whose public code is the one that is planned."""
+    if work.kind != "prune" or work.method != "wanda":
         return None
     try:
         plan = _plan(work, WHOLE, gpu)

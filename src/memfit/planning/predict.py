@@ -16,7 +16,16 @@ from typing import Any
 from memfit.analysis.advice import Advice
 from memfit.analysis.own_lines import lines_alive
 from memfit.analysis.summary import Summary, summarise_plan
-from memfit.analysis.verdict import RANGE, Fit, Verdict, fit_card, limit_note, needed_with_room, smallest_card
+from memfit.analysis.verdict import (
+    RANGE,
+    Fit,
+    Verdict,
+    card_document,
+    fit_card,
+    limit_note,
+    needed_with_room,
+    smallest_card,
+)
 from memfit.errors import UsageError
 from memfit.events import Trace
 from memfit.extrapolation.reused import FLUSH, SAID
@@ -55,6 +64,12 @@ class Peak:
     context_bytes: int
     """The upper end, where it is not measured on this card."""
     device_bytes: int
+
+
+COLLECTED = (
+    f"{NOT_MODELLED} garbage_collection_threshold under per_process_memory_fraction: torch gives old idle segments back"
+    " early, so less may be reserved than told"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +145,7 @@ class Plan(Shown):
                 "name": self.model, "parameters": self.parameters, "trainable_parameters": self.trainable_parameters,
                 **({} if self.stored is None else {"stored": self.stored}),
             },
-            "gpu": None if self.gpu is None else {"name": self.gpu.name, "capacity_bytes": self.gpu.capacity_bytes},
+            "gpu": None if self.gpu is None else card_document(self.gpu.name, self.gpu.capacity_bytes, self.fit),
             "peak": asdict(self.peak),
             **self._range(),
             "context": asdict(self.context),
@@ -324,6 +339,8 @@ def assess(
         notes = (f"fits only because torch gives cached memory back {times}: each is a pause", *notes)
     if fit and gpu and fit.capacity_bytes < gpu.capacity_bytes:
         notes = (limit_note(fit.capacity_bytes), *notes)
+        if config.garbage_collection_threshold:
+            notes = (COLLECTED, *notes)
     if FLUSH in trace.names:
         notes = (*notes, l2_note(gpu))
     if strange := ", ".join(outside_tested(versions())):

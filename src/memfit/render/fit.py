@@ -27,6 +27,7 @@ from memfit.render.pieces import (
     section,
     time_basis,
     time_words,
+    usable_bytes,
 )
 from memfit.units import gib
 
@@ -74,7 +75,7 @@ def _parts(fitted: Fitted) -> Iterator[RenderableType]:
 
 
 def say_fit(fitted: Fitted) -> Text:
-    after, capacity = fitted["after"], fitted["gpu"]["capacity_bytes"]
+    after, capacity = fitted["after"], usable_bytes(fitted["gpu"])
     taken = after["use_bytes"] or after["device_bytes"]
     use = f"{gib(taken)} of {gib(capacity)} ({percent(taken, capacity)})"
     answer = fitted["answer"]
@@ -99,7 +100,7 @@ def _kinds(changes: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _before(fitted: Fitted) -> Text:
-    before, capacity = fitted["before"], fitted["gpu"]["capacity_bytes"]
+    before, capacity = fitted["before"], usable_bytes(fitted["gpu"])
     at, alive = before["at_peak"], before["breakdown"]
     most = sorted(((size, name) for name, size in alive.items() if size), reverse=True)[:3]
     what = ", ".join(f"{gib(size)} {category_word(name)}" for size, name in most)

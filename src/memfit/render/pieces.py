@@ -14,6 +14,11 @@ from rich.text import Text
 from memfit.units import duration, gib, two_figures
 
 
+def usable_bytes(gpu: Mapping[str, Any]) -> int:
+    """What the process may use of the card."""
+    return int(gpu.get("usable_bytes", gpu["capacity_bytes"]))
+
+
 def count(number: int) -> str:
     """`7.62 billion`, `135 million`, `12,345`."""
     for size, name in ((10**12, "trillion"), (10**9, "billion"), (10**6, "million")):

@@ -38,6 +38,7 @@ from memfit.render.pieces import (
     tail,
     time_basis,
     time_words,
+    usable_bytes,
 )
 from memfit.render.shown import stands_in_front
 from memfit.units import format_bytes, gib
@@ -87,7 +88,7 @@ def say_verdict(plan: Plan) -> Text:
         return Text.assemble(
             ("no verdict", "bold"), f": {gib(plan['peak']['device_bytes'])} at the peak, no card named"
         )
-    return verdict_line(plan, plan["gpu"]["capacity_bytes"])
+    return verdict_line(plan, usable_bytes(plan["gpu"]))
 
 
 def verdict_line(document: Mapping[str, Any], capacity: int) -> Text:
@@ -280,7 +281,7 @@ def _next_step(plan: Plan) -> str:
 def _levers(plan: Plan) -> Iterator[str]:
     """Where no setting can help, none is looked for."""
     work, peak, alive = plan["workload"], plan["peak"], plan["breakdown"]
-    room = plan["gpu"]["capacity_bytes"] - peak["context_bytes"]
+    room = usable_bytes(plan["gpu"]) - peak["context_bytes"]
     if work.get("kind") == "script":
         yield "less at a time: `--try batch_size=1,2,4` plans the script with other values of its arguments"
         yield "gradient checkpointing in it; `memfit fit` shows what that and other levers save in a job of this kind"

@@ -71,7 +71,7 @@ def _is_leaf(node: Any) -> bool:
 def _reached(tensors: Iterable[Any], goes_on: Callable[[Any], bool] = lambda _: True) -> list[Any]:
     """The nodes that made these tensors, and those behind them for as long as it goes on."""
     nodes = (getattr(tensor, "grad_fn", None) or getattr(tensor, "node", None) for tensor in tensors)
-    waiting: list[Any] = [node for node in nodes if node is not None]
+    waiting: list[Any] = list({node: None for node in nodes if node is not None})
     seen, reached = set(waiting), []
     while waiting:
         node = waiting.pop()
