@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -26,6 +27,7 @@ from memfit.jobs.adapter_names import BEYOND_BLOCKS
 from memfit.jobs.build import Prepared, prepare_without_memory
 from memfit.jobs.quantised import loaded_bytes
 from memfit.jobs.small_states import managed_bytes
+from memfit.jobs.stored import as_stored
 from memfit.jobs.workload import Workload
 from memfit.models.config_check import HEAD_NAMES
 from memfit.models.own import block_list
@@ -115,6 +117,19 @@ def _blocks_of(source: ModelSource, attention: Any, head: str | None, changed: i
     return find_blocks(built), parameter_count(built)
 
 
+def _are_stored_alike(work: Workload, blocks: Blocks) -> bool:
+    """A checkpoint that is quantised may leave layers in 16 bits by their names, in some blocks and not in others."""
+    stored = work.stored
+    if stored is None or not any(rule.startswith("re:") or re.search(r"\d", rule) for rule in stored.kept or ()):
+        return True
+    with torch.device("meta"):
+        head = HEAD_NAMES[work.head] if work.head else None
+        model = build_model(work.source, dtype=torch.bfloat16, attention=work.attention, head=head)
+        as_stored(model, work, stored)
+    found = find_blocks(model)
+    return found is not None and found.period == blocks.period
+
+
 def trace_few_blocks(work: Workload, platform: Platform) -> tuple[Recipe, Trace]:
     """What was traced, and the whole of the job made from it. Where the card would decide whether products are padded,
     both are traced, and the larger is told."""
@@ -149,6 +164,8 @@ def _trace_few_blocks(work: Workload, platform: Platform, *, alike: bool = True)
         notes = (f"all blocks were traced one by one: a model that reads {head.reads} has more than one kind of them",)
     elif alike and source.kind != "factory":  # a factory's model is as large as its own code makes it
         blocks, parameters = blocks_of(source, work.attention, work.head)
+        if blocks is not None and not _are_stored_alike(work, blocks):
+            blocks = None
         for tried in _tried(blocks, work):
             try:
                 return _of_few(work, platform, tried, parameters)
