@@ -11,14 +11,18 @@ import sys
 import time
 import zipfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 from plans import LLAMA, document
+from support.warm_python import warm_python
 
 from memfit.cli.main import main
+from memfit.errors import UsageError
 from memfit.events import Trace
 from memfit.fitting.step_cost import step_cost
 from memfit.gpus import find_gpu
@@ -27,6 +31,7 @@ from memfit.planning import cache
 from memfit.planning import few as few_blocks
 from memfit.planning.predict import Plan, predict
 from memfit.platform import H200, platform_of
+from memfit.tracing.compiled import settings
 from memfit.units import MiB
 
 KEY = cache.Key('{"job": 1}')
@@ -249,11 +254,94 @@ def test_other_versions_are_another_entry(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_compiled_job_with_other_variables_of_the_compiler_is_another_entry(
     variable: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(settings, "CONFIGURATIONS", ())  # as if it were still to be imported
+    monkeypatch.setattr(settings, "_before_import", {})
+    monkeypatch.setattr(settings, "_seen_before_import", False)
     before = [cache.key_of(job(compile=compiled), H200) for compiled in (True, False)]
     monkeypatch.setenv(variable, "1")
 
     assert cache.key_of(job(compile=True), H200) != before[0]
     assert cache.key_of(job(), H200) == before[1]
+
+
+def test_a_variable_that_came_after_the_compiler_had_read_them_keeps_nothing(model: str) -> None:
+    late = f"""
+import os, torch._dynamo
+from memfit.jobs.workload import Workload
+from memfit.planning import cache
+from memfit.platform import H200
+job = Workload(kind="train", model={model!r}, batch_size=1, seq_len=8, compile=True)
+before = cache.key_of(job, H200)
+os.environ["TORCH_COMPILE_DISABLE"] = "1"
+print(before is None, cache.key_of(job, H200) is None)
+"""
+    process = subprocess.run([warm_python(), "-c", late], capture_output=True, text=True, check=True)
+    assert process.stdout.split() == ["False", "True"]
+
+
+@contextmanager
+def attention_as_plain_products() -> Iterator[None]:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    with sdpa_kernel(SDPBackend.MATH):
+        yield
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    import torch
+
+    torch.use_deterministic_algorithms(True)
+    yield
+    assert torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("state", [
+    attention_as_plain_products, deterministic, lambda: __import__("torch").no_grad(),
+    lambda: __import__("torch").inference_mode(), lambda: __import__("torch").autograd.detect_anomaly(),
+])  # fmt: skip
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_what_a_process_has_set_is_no_part_of_a_job_that_was_named(model: str, state: Any) -> None:
+    job = {"kind": "train", "model": model, "batch_size": 2, "seq_len": 64}
+    usual = predict(**job, trace_cache=False)
+    with state():
+        altered = predict(**job, trace_cache=False)
+    assert document(altered) == document(usual)
+
+
+def test_what_the_shell_says_to_accelerate_is_no_part_of_a_job_that_was_named(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = {"kind": "train", "model": model, "batch_size": 2, "seq_len": 64, "loop": "trainer", "trace_cache": False}
+    usual = predict(**job)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    assert document(predict(**job)) == document(usual)
+
+
+def test_contexts_that_nothing_ends_from_within_are_named(model: str) -> None:
+    from torch._subclasses import FakeTensorMode
+    from torch.autograd.graph import save_on_cpu
+
+    for context, name in ((FakeTensorMode(), "FakeTensorMode"), (save_on_cpu(), "save_on_cpu")):
+        with context, pytest.raises(UsageError, match=f"inside .*{name}"):
+            predict(kind="train", model=model, batch_size=2, seq_len=64, trace_cache=False)
+
+
+def test_a_process_with_other_code_in_its_models_keeps_nothing(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.llama import modeling_llama
+
+    work = job(model)
+    assert cache.key_of(work, H200) is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(modeling_llama.LlamaMLP, "forward", lambda self, x: x)
+        assert cache.key_of(work, H200) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda *args: args)
+        assert cache.key_of(work, H200) is None
+    for family in ("gpt2", "t5", "mixtral", "qwen3_moe", "vit", "whisper", "mamba", "gpt_oss", "gemma3", "bert"):
+        import_module(f"transformers.models.{family}.modeling_{family}")
+    assert cache.key_of(work, H200) is not None
 
 
 def test_a_compiled_job_in_a_process_that_has_set_the_compiler_otherwise_is_not_kept() -> None:

@@ -110,8 +110,9 @@ def run() -> NoReturn:
         code = INTERRUPTED
     if _heard and code == INTERRUPTED:
         code = 128 + _heard[0]
-    if heeds:
-        signal.signal(signal.SIGINT, _leave)
+    for number in (signal.SIGINT, *ENDED_BY):
+        if signal.getsignal(number) is _interrupt:
+            signal.signal(number, _leave)
     if _abandoned:
         _clean_up(code)
     elif "torch" in sys.modules:

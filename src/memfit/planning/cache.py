@@ -29,6 +29,7 @@ import json
 import os
 import re
 import stat
+import sys
 import tempfile
 import time
 import zipfile
@@ -38,16 +39,16 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from shutil import rmtree
+from types import FunctionType
 from typing import Any, TypeVar
 
-from memfit.environment import COMPILER_FOLDER, COMPILER_READS
 from memfit.events import Trace
 from memfit.files import written_whole
 from memfit.jobs.workload import Workload
 from memfit.models.config_check import MAX_FILE_BYTES
 from memfit.models.registry import ModelSource
 from memfit.platform import Platform
-from memfit.tracing.compiled.settings import compiler_is_set_otherwise
+from memfit.tracing.compiled.settings import compiler_is_set_otherwise, variables_read
 from memfit.tracing.kernels.cudnn import identity as cudnn_identity
 from memfit.units import MiB
 from memfit.versions import versions
@@ -91,7 +92,7 @@ def key_of(work: Workload, platform: Platform) -> Key | None:
     if folder() is None:
         return None
     model, own_code = identity(work.source), _own_code()
-    if model is None or own_code is None:
+    if model is None or own_code is None or _is_patched():
         return None
     settings = {name: value for name, value in work.settings().items() if name not in ("model", "gpu", "alloc_conf")}
     document = {
@@ -99,14 +100,38 @@ def key_of(work: Workload, platform: Platform) -> Key | None:
         "versions": versions(), "memfit": own_code, "cudnn": cudnn_identity(),
     }  # fmt: skip
     if work.compile or work.compile_blocks:
-        if compiler_is_set_otherwise():
+        variables = variables_read()
+        if variables is None or compiler_is_set_otherwise():
             return None
-        document["compiler"] = {
-            name: os.environ[name]
-            for name in sorted(os.environ)
-            if name.startswith(COMPILER_READS) and name != COMPILER_FOLDER  # torch sets that itself
-        }
+        document["compiler"] = variables
     return Key(json.dumps(document, sort_keys=True))
+
+
+PACKAGES_OF_MODELS = {
+    "transformers", "torch", "torchvision", "numpy", "scipy", "PIL", "packaging", "huggingface_hub", "tokenizers",
+    "einops", "kernels", "fla", "accelerate", "peft", "mamba_ssm", "causal_conv1d",
+}  # fmt: skip
+
+
+def _is_patched() -> bool:
+    """Whether this process has put other code into the models of transformers or into torch's functions, as Liger does,
+    or hooks around all modules: what is traced then is of no use to others."""
+    modules = vars(sys.modules.get("torch.nn.modules.module", object))
+    if any(modules[name] for name in modules if name.startswith("_global_") and name.endswith("hooks")):
+        return True
+    return any(
+        _is_foreign(value) or (isinstance(value, type) and _is_foreign(vars(value).get("forward")))
+        for name, module in list(sys.modules.items())
+        if name == "torch.nn.functional" or (name.startswith("transformers.models.") and ".modeling_" in name)
+        for value in list(vars(module).values())
+    )
+
+
+def _is_foreign(value: object) -> bool:
+    if not isinstance(value, (type, FunctionType)):
+        return False
+    package = (value.__module__ or "").partition(".")[0]
+    return package not in PACKAGES_OF_MODELS and package not in sys.stdlib_module_names
 
 
 def identity(source: ModelSource) -> dict[str, Any] | None:

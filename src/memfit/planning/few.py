@@ -37,6 +37,7 @@ from memfit.planning.padded import negligible_in_words, padding_is_negligible, r
 from memfit.planning.traced import HOST, MANAGED, Recipe, TracedShare, scaled, settings_found
 from memfit.platform import Platform
 from memfit.tracing.compiled.padding import PADS, products_padded
+from memfit.tracing.outside import settings_of_a_new_process, what_is_around
 
 MAX_PERIOD = 8
 IN_ORDER = (
@@ -133,6 +134,16 @@ def _are_stored_alike(work: Workload, blocks: Blocks) -> bool:
 def trace_few_blocks(work: Workload, platform: Platform) -> tuple[Recipe, Trace]:
     """What was traced, and the whole of the job made from it. Where the card would decide whether products are padded,
     both are traced, and the larger is told."""
+    if (around := what_is_around()) is not None:
+        raise UsageError(
+            f"memfit.predict is called inside {around}, through which all code of torch runs",
+            hint="call it outside; memfit.trace plans your own code with what is around it",
+        )
+    with settings_of_a_new_process():
+        return _trace_in_a_new_process(work, platform)
+
+
+def _trace_in_a_new_process(work: Workload, platform: Platform) -> tuple[Recipe, Trace]:
     recipe, whole = _trace_few_blocks(work, platform)
     if PADS not in whole.facts.get(SAID, ()):
         return recipe, whole

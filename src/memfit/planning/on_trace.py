@@ -54,6 +54,9 @@ TRAINER_ANSWERS: dict[Site, Value] = {
 }
 
 
+TORCH_DEVICE = "ACCELERATE_TORCH_DEVICE"
+
+
 @contextmanager
 def trainer_on_cuda() -> Iterator[None]:
     """accelerate is told that there is a CUDA device: in traced code that is the traced device."""
@@ -83,7 +86,9 @@ def trainer_on_cuda() -> Iterator[None]:
     forget()
     with ExitStack() as stack:
         stack.callback(forget)
-        stack.enter_context(mock.patch.dict(os.environ, {"ACCELERATE_TORCH_DEVICE": "cuda"}))
+        stack.enter_context(mock.patch.dict(os.environ, {TORCH_DEVICE: "cuda"}))
+        for name in [name for name in os.environ if name.startswith("ACCELERATE_") and name != TORCH_DEVICE]:
+            del os.environ[name]  # the plan is of its own settings, whatever the shell says
         stack.enter_context(mock.patch.object(training_args, "is_torch_bf16_gpu_available", lambda: True))
         stack.enter_context(mock.patch.object(Accelerator, "__init__", initialise_for_cuda))
         stack.enter_context(mock.patch.object(PartialState, "_prepare_backend", backend_for_cuda))

@@ -8,7 +8,7 @@ DOOR = {
     "costs": "OpCosts",
     "distributed": "OnHost ddp_traced fully_shard_traced",
     "held": "noting_what_is_held",
-    "outside": "LEFT_OUT nothing_saved put_back",
+    "outside": "LEFT_OUT nothing_saved put_back settings_of_a_new_process what_is_around",
     "own_code": "OwnCodeNames OwnCodeTracer",
     "pretended_card": "card_pretended",
     "processes": "processes_pretended",

@@ -112,6 +112,44 @@ def _as_tensor(made: Any) -> Any:
         return made.as_subclass(torch.Tensor)
 
 
+@contextmanager
+def settings_of_a_new_process() -> Iterator[None]:
+    """memfit's own jobs run as in one, whatever this one has set."""
+    backends: Any = torch.backends.cuda
+    kernels = [
+        (getattr(backends, f"enable_{name}_sdp"), getattr(backends, f"{name}_sdp_enabled")())
+        for name in ("flash", "mem_efficient", "math", "cudnn")
+    ]
+    before, anomaly = [*_settings(), *kernels], torch.is_anomaly_enabled()
+    for enable, _ in kernels:
+        enable(True)
+    torch.use_deterministic_algorithms(False)
+    torch.autograd.set_detect_anomaly(False)
+    torch.backends.cudnn.benchmark = torch.backends.cudnn.deterministic = False
+    try:
+        with torch.inference_mode(False), torch.enable_grad():
+            yield
+    finally:
+        torch.autograd.set_detect_anomaly(anomaly)
+        for put, value in before:
+            put(value)
+
+
+def what_is_around() -> str | None:
+    """Contexts of the caller in which all of torch's code runs, and which nothing ends from within."""
+    from torch.overrides import _get_current_function_mode_stack
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    modes = [*_get_current_dispatch_mode_stack(), *_get_current_function_mode_stack()]
+    plain = ("DeviceContext", "Profiler", "_MemoryProfile")
+    for mode in modes:
+        if type(mode).__name__ not in plain:
+            return type(mode).__name__
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        return "saved_tensors_hooks (save_on_cpu is one)"
+    return None
+
+
 def _settings() -> list[tuple[Callable[[Any], Any], Any]]:
     """torch's own, which code may change for the whole process."""
     cudnn: Any = torch.backends.cudnn

@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib.machinery import PathFinder
@@ -445,7 +445,10 @@ def _lies_beside(module: str, is_own: Callable[[str], bool]) -> bool:
     except Exception:  # whatever is wrong with it shows when it is imported
         return False
     origin = os.path.realpath(spec.origin) if spec is not None and spec.origin else ""
-    beside = [os.path.realpath(folder) + os.sep for folder in (sys.path[0] if sys.path else "", os.getcwd())]
+    folders = [sys.path[0] if sys.path else ""]
+    with suppress(FileNotFoundError):  # the program may have removed its own
+        folders.append(os.getcwd())
+    beside = [os.path.realpath(folder) + os.sep for folder in folders]
     return is_own(origin) and origin.startswith(tuple(beside)) and not module.startswith("memfit.")
 
 

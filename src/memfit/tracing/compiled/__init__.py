@@ -6,6 +6,6 @@ DOOR = {
     "hooks": "compiling",
     "padding": "OPERAND PADS products_padded",
     "progress": "graphs_told",
-    "settings": "compiler_is_set_otherwise",
+    "settings": "compiler_is_set_otherwise variables_read",
 }
 """What other rooms may use, by file."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+
+from memfit.environment import COMPILER_FOLDER, COMPILER_READS
 
 CONFIGURATIONS = ("torch._dynamo.config", "torch._inductor.config", "torch._functorch.config")
 
@@ -25,6 +28,36 @@ def settings_put_back() -> Iterator[None]:
 def compiler_is_set_otherwise() -> bool:
     """Than by the variables that it read when it was imported."""
     return any(_changed(module, _at_import(module)) for _, module in _configurations())
+
+
+_before_import: dict[str, str] = {}
+_seen_before_import = False
+
+
+def variables_read() -> dict[str, str] | None:
+    """Those of the environment that it has read, or will; None where one was changed after that."""
+    global _before_import, _seen_before_import
+    now = _variables(os.environ)
+    if not _configurations():
+        _before_import, _seen_before_import = now, True
+        return now
+    return now if now == (_before_import if _seen_before_import else _at_start()) else None
+
+
+def _variables(environment: Mapping[str, str]) -> dict[str, str]:
+    said = {name: value for name, value in environment.items() if name.startswith(COMPILER_READS)}
+    said.pop(COMPILER_FOLDER, None)  # torch sets that itself
+    return said
+
+
+def _at_start() -> dict[str, str]:
+    """Of this process, where the system tells."""
+    try:
+        with open("/proc/self/environ", "rb") as stream:
+            pairs = [os.fsdecode(pair).partition("=") for pair in stream.read().split(b"\0")]
+    except OSError:
+        return _variables(os.environ)
+    return _variables({name: value for name, _, value in pairs})
 
 
 def _changed(module: Any, before: dict[str, Any]) -> list[tuple[str, Any]]:
