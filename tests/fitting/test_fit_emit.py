@@ -132,6 +132,34 @@ def test_pruning_is_written_as_a_command_of_memfit(form: str) -> None:
         emit(answer, "yaml")
 
 
+MIXTURE = {
+    "model_type": "qwen3_moe", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 64, "num_experts": 4,
+    "moe_intermediate_size": 64, "num_experts_per_tok": 2, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 32, "architectures": ["Qwen3MoeForCausalLM"],
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:.*rank_pattern keys")  # peft's own, of experts
+@pytest.mark.parametrize("asked", [None, ("all-linear",)])
+def test_adapters_are_written_on_the_layers_that_were_planned(asked: Any, tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+    from torch import device
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    (tmp_path / "config.json").write_text(json.dumps(MIXTURE))
+    job = {"kind": "lora", "model": str(tmp_path), "seq_len": 64, "rank": 4, "target_modules": asked, "gpu": "24GB"}
+    answer = memfit.fit(**job)
+    (call,) = (line for line in emit(answer, "python").splitlines() if "config = LoraConfig(" in line)
+    config = eval(call.partition("= ")[2], {"LoraConfig": LoraConfig})
+    with device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+        adapted = get_peft_model(model, config)
+    trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+    assert trained == answer.before.trainable_parameters
+    told = any("the experts have no adapters" in note for note in memfit.predict(**job).notes)
+    assert told == (asked is None)
+
+
 @pytest.mark.parametrize("kind", ["forward", "generate"])
 def test_running_a_model_is_written_as_python_that_compiles(kind: str) -> None:
     tokens = {"new_tokens": 4} if kind == "generate" else {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -127,12 +128,18 @@ def test_qlora_without_quantised_weights_is_refused(tiny: str) -> None:
         Workload.from_mapping({"kind": "qlora", "model": tiny, "quant": "none"})
 
 
-@pytest.mark.parametrize("settings", [{"precision": "bf16"}, {"precision": "fp16", "quant_compute": "bf16"}])
+@pytest.mark.parametrize("settings", [
+    {"precision": "bf16"}, {"precision": "fp16", "quant_compute": "bf16"}, {"precision": "amp-bf16"},
+    {"precision": "bf16", "autocast": "bf16"},
+])  # fmt: skip
 def test_a_card_without_bf16_is_told_beside_the_verdict(tiny: str, settings: dict[str, str]) -> None:
     plan = predict(kind="lora", model=tiny, quant="nf4", gpu="T4", **settings, **SIZES)
     assert "no bf16 on" in "\n".join(str(plan).splitlines()[:6])
-    assert ("--quant-compute fp16" in str(plan)) == ("quant_compute" in settings)
-    assert "no bf16 on" not in str(predict(kind="lora", model=tiny, quant="nf4", gpu="T4", precision="fp16", **SIZES))
+    (note,) = (note for note in plan.notes if note.startswith("no bf16 on"))
+    flags = re.findall(r"--([\w-]+) ([\w-]+)", note.partition("fp16 works")[2])
+    instead = {flag.replace("-", "_"): value for flag, value in flags}
+    told = predict(kind="lora", model=tiny, quant="nf4", gpu="T4", **{**settings, **instead}, **SIZES)
+    assert "no bf16 on" not in str(told)
 
 
 def test_a_plan_of_qlora_that_fails_points_to_fit_qlora(tiny: str) -> None:

@@ -277,6 +277,12 @@ for each in range(1, 99):
     assert not any("not alike" in note for note in memfit.trace_script(write(rarely)).notes)
 
 
+def test_a_script_may_remove_the_folder_that_it_works_in(write, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    (tmp_path / "gone").mkdir()
+    plan = memfit.trace_script(write("import os\nos.chdir('gone')\nos.rmdir('../gone')\nimport this\n" + LOOP))
+    assert plan.report.phases
+
+
 @pytest.mark.parametrize(("gpu", "told"), [("T4", False), ("1GB", True)])
 def test_a_script_that_catches_running_out_of_memory_is_told_of_it_where_it_would(write, gpu: str, told: bool) -> None:  # type: ignore[no-untyped-def]
     grown = LOOP.replace("step(ids", "step(ids.repeat(64, 16)").replace(

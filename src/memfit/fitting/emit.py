@@ -191,12 +191,19 @@ def _bits_and_bytes(work: Workload) -> str:
 def _adapters(work: Workload) -> Iterator[str]:
     from memfit.jobs.adapters import config_arguments
 
-    targets = list(work.target_modules) if work.target_modules else "all-linear"
-    kind, made = config_arguments(work, work.target_modules or ())
-    made = {**made, "target_modules": targets} if work.adapter not in NO_TARGETS else made
+    kind, made = config_arguments(work, _targets(work))
     settings = ", ".join(f"{name}={value!r}" for name, value in made.items())
     yield f'    config = {kind.__name__}({settings}, task_type="CAUSAL_LM")'
     yield f"    model = get_peft_model(model, config, autocast_adapter_dtype={work.adapter_dtype == 'fp32'})"
+
+
+def _targets(work: Workload) -> tuple[str, ...]:
+    """Those that were planned: what peft itself would take for all linear layers may be others."""
+    from memfit.jobs.build import prepare_without_memory
+
+    if work.target_modules or work.adapter in NO_TARGETS:
+        return work.target_modules or ()
+    return prepare_without_memory(work).workload.target_modules or ()
 
 
 def _training(work: Workload) -> Iterator[str]:
@@ -390,7 +397,6 @@ def _left_to_the_script(work: Workload) -> Iterator[str]:
     if not work.trains:
         return
     model = f"dtype {work.weight_precision}, attn_implementation {work.attention}, rows of {work.seq_len} tokens"
-    targets = ",".join(work.target_modules) if work.target_modules else "all-linear"
     if work.outputs == "kept" and work.loop == "plain":
         yield "predicted for a loop that keeps the model's outputs (--outputs kept): the Trainer drops them"
     if work.is_quantised:
@@ -402,7 +408,8 @@ def _left_to_the_script(work: Workload) -> Iterator[str]:
         yield "train.py itself sets trainer.accelerator.ddp_handler, with gradient_as_bucket_view=True (--emit python)"
     rank = "" if work.rank is None else f" of rank {work.rank}"
     name, casts = "LoRA" if work.adapter == "lora" else work.adapter, work.adapter_dtype == "fp32"
-    adapters = f"; {name}{rank} on {targets}, autocast_adapter_dtype={casts}"
+    targets = f" on {','.join(_targets(work))}" if work.kind == "lora" and work.adapter not in NO_TARGETS else ""
+    adapters = f"; {name}{rank}{targets}, autocast_adapter_dtype={casts}"
     yield f"train.py itself sets: {model}{adapters if work.kind == 'lora' else ''}"
 
 

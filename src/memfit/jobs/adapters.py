@@ -43,12 +43,16 @@ FLAGS = SettingNames("--target-modules", "--lora-dropout", "--grad-checkpointing
 KEYS = SettingNames("method.target_modules", "method.dropout", *["memory.gradient_checkpointing"] * 2)
 
 
+ALL_LINEAR = "all-linear"
+"""peft's own word: every linear layer but the head, and experts that lie stacked."""
+
+
 def add_adapters(
     model: nn.Module, work: Workload, named: SettingNames, *, alpha: float | None = None, task: str | None = None
 ) -> tuple[nn.Module, dict[str, Any], list[str]]:
     """The model with them, the settings that peft has found, and what is to be known of it. `task` is of a model that
     is no language model: its head is then trained too."""
-    names = linear_layers_of_blocks(model)
+    names, experts_before = linear_layers_of_blocks(model), _stacked_experts(model)
     targets = work.target_modules or (() if work.adapter in (*NO_TARGETS, *OWN_TARGETS) else tuple(names))
     if not targets and work.adapter not in (*NO_TARGETS, *OWN_TARGETS):
         raise UsageError(f"{work.model} has no linear layer that peft could adapt")
@@ -72,10 +76,15 @@ def add_adapters(
         if work.adapter in LORAS:
             raise UsageError(f"{named.targets}: {first}", hint=_linear(names)) from error
         raise UsageError(f"--adapter {work.adapter}: peft cannot adapt {work.model}: {first}"[:400]) from error
+    targets = () if is_all_linear(targets) else targets  # peft says which these are
     _refuse_unknown(modules, config, targets, names, named)
     notes = [f"peft: {text}" for text in said if not text.startswith(NOT_TRUE)]
     if of_experts := _of_experts(config, targets):
         notes.append(f"peft adapts every expert by {', '.join(of_experts)}, and no other layer of these names")
+    elif not work.target_modules and experts_before and experts_before == _stacked_experts(adapted):
+        notes.append(
+            f"the experts have no adapters: peft's own all-linear would adapt them ({named.targets} {ALL_LINEAR})"
+        )
     if work.adapter in BY_FFT:
         notes.append("not modelled: what cuFFT takes beside its results: the peak may be higher")
     if work.adapter not in LORAS:
@@ -113,7 +122,7 @@ def config_arguments(
         raise UsageError(f"--adapter {work.adapter} needs {needed}", hint=f"--adapter-config {needed}=...")
     made: dict[str, Any] = dict(FOR_ALL.get(work.adapter, {}))
     if targets and "target_modules" not in given:
-        made["target_modules"] = list(targets)
+        made["target_modules"] = ALL_LINEAR if is_all_linear(targets) else list(targets)
     if work.adapter in PROMPTS:
         made["num_virtual_tokens"] = virtual_tokens(work)
     if work.rank is not None and "r" in known:
@@ -167,7 +176,7 @@ def _found(config: Any, work: Workload, targets: Sequence[str]) -> dict[str, Any
     """Settings that were left to peft, as it has them."""
     found: dict[str, Any] = {"target_modules": tuple(targets)} if targets else {}
     kept = getattr(config, "target_modules", None)
-    if not targets and kept and not isinstance(kept, str):
+    if not targets and kept and not isinstance(kept, str) and not work.target_modules:
         found["target_modules"] = tuple(sorted(kept))
     rank = getattr(config, "init_r" if work.adapter == "adalora" else "r", None)
     return found | ({"rank": rank} if work.rank is None and isinstance(rank, int) and rank > 0 else {})
@@ -197,6 +206,19 @@ def _refuse_unknown(
             near = get_close_matches(target, sorted({name.rpartition(".")[2] for name in modules}), n=1)
             meant = f"did you mean {near[0]!r}? " if near else ""
             raise UsageError(f"{named.targets}: no module is called {target!r}", hint=f"{meant}{_linear(linear)}")
+
+
+def is_all_linear(targets: Sequence[str]) -> bool:
+    return tuple(targets) == (ALL_LINEAR,)
+
+
+def _stacked_experts(model: nn.Module) -> list[str]:
+    """Modules whose weights are those of all experts in one, which no linear layer is."""
+    return sorted(
+        type(module).__name__
+        for name, module in model.named_modules()
+        if name.endswith("experts") and any(p.dim() == 3 for p in module._parameters.values() if p is not None)
+    )
 
 
 def _linear(names: Sequence[str]) -> str:

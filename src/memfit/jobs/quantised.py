@@ -310,6 +310,7 @@ def load(model: nn.Module, device: torch.device | str, whole_bytes: int | None, 
             _load_by_threads(base, layers, device)
         vars(model)["table_of_scales"] = shared
         _move_buffers(model, device)
+        del layers, named, base  # what is unpacked below must die there
         if work.stored is not None and work.stored.method == "mxfp4":
             torch.cuda.empty_cache()  # its quantizer does, once all are there
     if work.stored is not None and work.stored.method == "compressed-tensors":

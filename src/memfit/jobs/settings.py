@@ -178,7 +178,7 @@ READ_BY: dict[str, tuple[str, ...]] = {
 def check_setting(name: str, value: object, said: str) -> None:
     """A single one, `said` by a flag or by a config's key."""
     if name == "target_modules":
-        check_names(said, value, hint="all-linear is the default")
+        check_names(said, value, hint="such as [q_proj, v_proj]")
     elif name == "offload":
         if not isinstance(value, tuple):
             raise UsageError(f"{said} {value!r} is not a list", hint="such as [optimizer, activations]")

@@ -340,10 +340,16 @@ class Workload(Settings):
     @property
     def without_bf16(self) -> str:
         """What is to be done on a card that has none."""
-        if not self.is_quantised or self.quant_compute != "bf16":
-            return "fp16 works"
-        stored = self.stored is not None
-        return "the checkpoint is stored to compute in it" if stored else "fp16 works, with --quant-compute fp16"
+        computes = self.is_quantised and self.quant_compute == "bf16"
+        if computes and self.stored is not None:
+            return "the checkpoint is stored to compute in it"
+        flags = {
+            "--precision fp16": self.precision == "bf16",
+            "--precision amp-fp16": self.precision == "amp-bf16",
+            "--autocast fp16": self.autocast == "bf16",
+            "--quant-compute fp16": computes,
+        }
+        return f"fp16 works, with {' '.join(flag for flag, wanted in flags.items() if wanted)}"
 
     def refusal_without_bf16(self, card: str) -> UsageError:
         """Of `memfit train`, where torch would emulate it inside bitsandbytes' layers."""
