@@ -13,7 +13,7 @@ DOOR = {
     "run_folder": "RUN_FILES read_run",
     "stacks": "code_line short_path",
     "summary": "Moment Summary summarise_plan",
-    "viewing": "Viewed",
+    "viewing": "RunView",
     "verdict": "RANGE Fit Verdict capacity_for fit_card judge limit_note needed_with_room smallest_card",
 }
 """What other rooms may use, by file."""

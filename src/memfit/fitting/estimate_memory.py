@@ -25,7 +25,7 @@ GB = 1e9
 
 
 class Estimate(TypedDict):
-    """Its keys and three more."""
+    """Keys of the guide's function, plus streamed, shape, guide."""
 
     model: float
     activations: float

@@ -42,14 +42,14 @@ def room_for_pruning(work: Workload, card: Gpu, margin: float) -> int:
 
 
 def within(work: Workload, card: Gpu, margin: float) -> Workload:
-    """A limit that was asked for stays."""
+    """Limit pruning to the card less the margin, unless the user set a limit."""
     if work.kind != "prune" or work.max_gpu_memory is not None:
         return work
     return with_room(work, room_for_pruning(work, card, margin))
 
 
 def with_room(work: Workload, room: int) -> Workload:
-    """Or up to a MiB more."""
+    """Set max_gpu_memory to `room`, rounded up to a MiB."""
     return dataclasses.replace(work, max_gpu_memory=in_mib(room + MiB - 1))
 
 

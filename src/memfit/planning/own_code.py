@@ -107,7 +107,7 @@ def trace_code(
     from memfit.tracing.answers import NO_OVERFLOW, Answers, Site
     from memfit.tracing.own_code import OwnCodeTracer
     from memfit.tracing.python_stacks import keeping_stacks
-    from memfit.tracing.repeated.passes import Unlike
+    from memfit.tracing.repeated.passes import CallDiffers
     from memfit.tracing.tracer import check_not_nested
 
     started = time.perf_counter()
@@ -125,7 +125,7 @@ def trace_code(
             made = _run_traced(code, tracer, card or find_gpu("H200"), config, parameters,
                                drops_gradients=drops_gradients, skips=skips)  # fmt: skip
             break
-        except Unlike:
+        except CallDiffers:
             continue
     if tracer.alloc_conf is not None:
         config, workload = AllocatorConfig.parse(tracer.alloc_conf), {**workload, "alloc_conf": tracer.alloc_conf}

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from memfit.analysis.files import report_file
-from memfit.analysis.viewing import Viewed
+from memfit.analysis.viewing import RunView
 from memfit.errors import MemfitError
 from memfit.snapshots.schema import clean
 from memfit.units import GiB, format_bytes
@@ -31,7 +31,7 @@ def main(path: str, title: str) -> None:
     os.dup2(2, 1)
     _bound()
     try:
-        viewed = Viewed(_report(path, title, answers))
+        viewed = RunView(_report(path, title, answers))
         _send(answers, 200, {})
     except (MemfitError, MemoryError) as error:
         _send(answers, 422, _refusal(error, path, title))
@@ -49,7 +49,7 @@ def _report(path: str, title: str, answers: IO[bytes]) -> Any:
     return reported
 
 
-def _answer(viewed: Viewed, do: str, asked: dict[str, Any]) -> tuple[int, Any]:
+def _answer(viewed: RunView, do: str, asked: dict[str, Any]) -> tuple[int, Any]:
     try:
         if do == "page":
             return 200, viewed.page()

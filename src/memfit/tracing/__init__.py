@@ -13,7 +13,7 @@ DOOR = {
     "pretended_card": "card_pretended",
     "processes": "processes_pretended",
     "python_stacks": "BACKWARD_OF keeping_stacks",
-    "repeated.passes": "Unlike repeated_calls_skipped",
+    "repeated.passes": "CallDiffers repeated_calls_skipped",
     "rule_answers": "answers_on",
     "stored": "SavedThings files_read_as_shapes without_memory",
     "unknown": "mathematics_of_unknown_numbers",

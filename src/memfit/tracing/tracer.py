@@ -154,7 +154,7 @@ class Tracer(TorchDispatchMode):
             self.trace.free(known[1])
 
     def passed_on(self, tensor: torch.Tensor) -> None:
-        """Compiled code uses a buffer for something else."""
+        """Called when compiled code reuses a buffer."""
         storage = tensor.untyped_storage()
         entry = self._blocks.get(storage._cdata)
         if entry is not None and entry[1] is not None:
@@ -186,7 +186,7 @@ class Tracer(TorchDispatchMode):
         return {block for _, block in self._blocks.values() if block is not None}
 
     def free_now(self, tensor: torch.Tensor) -> None:
-        """Before it dies."""
+        """Record the free now, before the storage dies."""
         _, block = self._blocks.pop(tensor.untyped_storage()._cdata)
         if block is not None:
             self.trace.free(block)
