@@ -7,7 +7,7 @@ DOOR = {
     "diff": "diff_files",
     "export": "find_format write_export",
     "files": "ENDINGS Report files_read looks_like_a_log may_be_recording report_file",
-    "own_lines": "is_own lines_alive",
+    "own_lines": "BACKWARD_OF is_own lines_alive",
     "page": "draw_plan page_data",
     "run": "open_run",
     "run_folder": "RUN_FILES read_run",

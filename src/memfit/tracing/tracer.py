@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves
 
 from memfit.errors import TraceError
-from memfit.events import FrameRow, Trace
+from memfit.events import LISTS, FrameRow, Trace
 from memfit.extrapolation.reused import REUSED
 from memfit.platform import H200, Platform
 from memfit.tracing import distributed
@@ -133,9 +133,7 @@ class Tracer(TorchDispatchMode):
         if not tensors:
             return
         self.rule_calls.as_traced()
-        self.trace.facts.setdefault("lists", {})[str(len(self.trace.requested) - 1)] = [
-            self.block_of(t) for t in tensors
-        ]
+        self.trace.facts.setdefault(LISTS, {})[str(len(self.trace.requested) - 1)] = [self.block_of(t) for t in tensors]
 
     @contextmanager
     def temporaries(self) -> Iterator[Callable[[int, str], None]]:
@@ -372,7 +370,7 @@ class Tracer(TorchDispatchMode):
             tensors = [t for t in first if isinstance(t, torch.Tensor)]
             self.counts(tensors if out.shape == (len(tensors),) else [])
         elif isinstance(first, torch.Tensor) and out.dim() == 1 and out.shape == first.shape:
-            lists, made = self.trace.facts.get("lists", {}), self.block_of(out)
+            lists, made = self.trace.facts.get(LISTS, {}), self.block_of(out)
             if made != self.block_of(first) and (members := lists.get(str(self.block_of(first)))) is not None:
                 lists[str(made)] = members
 

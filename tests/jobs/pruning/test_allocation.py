@@ -7,12 +7,8 @@ import pytest
 import reference
 import torch
 
-from memfit.jobs.pruning.methods import outlier_percentage, owl, owl_groups, uniform
+from memfit.jobs.pruning.methods import outlier_percentage, owl, owl_groups
 from memfit.jobs.pruning.selection import Magnitude, Wanda
-
-
-def test_uniform_is_the_same_everywhere() -> None:
-    assert uniform(0.6, 3) == [0.6, 0.6, 0.6]
 
 
 def test_owl_keeps_more_where_there_are_more_outliers() -> None:

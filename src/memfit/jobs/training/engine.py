@@ -22,7 +22,8 @@ from transformers import Trainer
 
 from memfit.jobs.training import checkpoints
 from memfit.jobs.training.checkpoints import RunState, steps_done, write_identity
-from memfit.jobs.training.data import IGNORED, rows_of_step
+from memfit.jobs.training.chunked_loss import IGNORED
+from memfit.jobs.training.data import rows_of_step
 from memfit.jobs.training.job import TrainJob
 from memfit.jobs.training.loops import find_unused_parameters
 from memfit.jobs.training.optimizers import begin_anew, configured_optimizer, load_state

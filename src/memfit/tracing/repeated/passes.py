@@ -20,7 +20,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from memfit.events import Action
+from memfit.events import LISTS, Action
 from memfit.tracing.repeated.calls import (
     RepeatedCalls,
     events_of_call,
@@ -38,7 +38,6 @@ SKIPPED = (
     "forward and backward passes whose gradients are added to those that are there, on the same shapes, were told from"
     " the ones before: every one was taken to do the same"
 )
-LISTS = "lists"
 
 
 class CallDiffers(BaseException):
