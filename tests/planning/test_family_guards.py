@@ -176,7 +176,8 @@ def test_a_line_that_is_out_of_reach_is_not_drawn_again_for_a_longer_row() -> No
 
 def test_another_card_is_another_family_and_pruning_has_none(model: str) -> None:
     work = Workload(kind="forward", model=model)
-    families.forget()
+    families._families.clear()
+    families._wholes.clear()
 
     assert family_of(work, H200) is family_of(dataclasses.replace(work, batch_size=9), H200)
     assert family_of(work, H200) is not family_of(work, dataclasses.replace(H200, sm_count=100))

@@ -342,11 +342,6 @@ def _own_factory(source: ModelSource) -> dict[str, str] | None:
     return {"factory": source.target} if source.kind == "factory" and source.target.startswith("memfit.") else None
 
 
-def forget() -> None:
-    _families.clear()
-    _wholes.clear()
-
-
 def _kept(key: Hashable, make: Callable[[], Whole]) -> Whole:
     found = _wholes.get(key)
     if found is None:
