@@ -21,8 +21,7 @@ from memfit.analysis.own_lines import BACKWARD_OF
 from memfit.events import FrameRow
 from memfit.extrapolation.reused import COMPILED
 from memfit.tracing.compiled.autotuning import GeneratedKernels
-from memfit.tracing.compiled.registers import is_triton_here
-from memfit.tracing.compiled.torch_names import compiler
+from memfit.tracing.compiled.torch_names import compiler, is_triton_here
 
 REUSED = re.compile(r"^( +)(buf\d+) = (?:reinterpret_tensor\()?(\w+).*; del \3  # reuse$", re.MULTILINE)
 """A line that uses a buffer again that nobody needs any more."""

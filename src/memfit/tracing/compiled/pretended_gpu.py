@@ -16,8 +16,15 @@ from unittest import mock
 import torch
 
 from memfit.platform import Platform
-from memfit.tracing.compiled.registers import is_triton_here
-from memfit.tracing.compiled.torch_names import DEVICE_KINDS, GUARDS, KIND_CUDA, KIND_META, compiler, missing
+from memfit.tracing.compiled.torch_names import (
+    DEVICE_KINDS,
+    GUARDS,
+    KIND_CUDA,
+    KIND_META,
+    compiler,
+    is_triton_here,
+    missing,
+)
 from memfit.tracing.pretended_card import CUDA_VERSION, RANDOM_STATE_BYTES
 
 CUDA = torch.device("cuda", 0)

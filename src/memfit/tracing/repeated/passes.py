@@ -22,13 +22,15 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 
 from memfit.events import LISTS, Action
 from memfit.tracing.repeated.calls import (
+    MadeAgain,
+    Maker,
     RepeatedCalls,
     events_of_call,
+    held_elsewhere,
     kept_by_autocast,
     put_into_autocast,
     still_alive,
 )
-from memfit.tracing.repeated.made_again import MadeAgain, Maker, held_elsewhere
 from memfit.tracing.repeated.state import code_of, key_of_call
 
 Tensor = torch.Tensor
