@@ -36,10 +36,10 @@ from memfit.models.own import block_list
 from memfit.models.registry import ModelSource, build_model, load_config, parameter_count
 from memfit.planning import categories
 from memfit.planning.on_trace import STEPS, steps_of, trace_job
-from memfit.planning.padded import negligible_in_words, padding_is_negligible, range_in_words, range_of
+from memfit.planning.padded import larger_of_two
 from memfit.planning.traced import HOST, MANAGED, Provenance, Recipe, TracedShare, scaled, settings_found
 from memfit.platform import H200, Platform
-from memfit.tracing.compiled.padding import PADS, products_padded
+from memfit.tracing.compiled.padding import PADS
 from memfit.tracing.rule_answers import answers_on
 
 MAX_PERIOD = 8
@@ -124,19 +124,19 @@ def _blocks_of(source: ModelSource, attention: Any, head: str | None, changed: i
 def trace_few_blocks(work: Workload, platform: Platform) -> tuple[Recipe, Trace]:
     """What was traced, and the whole of the job made from it. Where the card would decide whether products are padded,
     both are traced, and the larger is told."""
-    recipe, whole = _trace_few_blocks(work, platform)
+    first = recipe, whole = _trace_few_blocks(work, platform)
     if PADS not in whole.facts.get(SAID, ()):
-        return recipe, whole
-    if padding_is_negligible(whole):
-        return dataclasses.replace(recipe, notes=(negligible_in_words(whole), *recipe.notes)), whole
-    with products_padded():
+        return first
+
+    def again() -> tuple[Recipe, Trace]:
         padded, whole_padded = _trace_few_blocks(work, platform, alike=recipe.blocks is not None)
-    ends = range_of(whole, whole_padded)
-    if ends["planned"] == "padded":
         notes = tuple(dict.fromkeys((*recipe.notes, *padded.notes)))
-        recipe, whole = dataclasses.replace(padded, notes=notes), whole_padded
-    whole.facts[RANGE] = recipe.trace.facts[RANGE] = ends
-    return dataclasses.replace(recipe, notes=(range_in_words(ends), *recipe.notes)), whole
+        return dataclasses.replace(padded, notes=notes), whole_padded
+
+    (told, whole), ends, said = larger_of_two(first, again, lambda made: made[1])
+    if ends is not None:
+        whole.facts[RANGE] = told.trace.facts[RANGE] = ends
+    return dataclasses.replace(told, notes=(said, *told.notes)), whole
 
 
 def _trace_few_blocks(work: Workload, platform: Platform, *, alike: bool = True) -> tuple[Recipe, Trace]:
