@@ -36,19 +36,12 @@ from memfit.tracing.answers import Answers
 from memfit.tracing.cuda_names import Streams
 from memfit.tracing.distributed import Sent
 from memfit.tracing.kernels import (
-    attention,
     composites,
-    convolutions,
-    four_bit,
     indexing,
-    losses,
-    normalisation,
-    products,
-    recurrent,
-    rules,
 )
 from memfit.tracing.kernels.composites import EngineSums
 from memfit.tracing.kernels.products import PRODUCTS, Workspaces
+from memfit.tracing.kernels.tables import HIDDEN, REPLACED
 from memfit.tracing.memo import Gives, remembered_on, what_is_given
 from memfit.tracing.node_numbers import NodeNumbers
 from memfit.tracing.python_stacks import stacks_of
@@ -63,11 +56,6 @@ ONE_AT_A_TIME = threading.RLock()
 os.register_at_fork(after_in_child=ONE_AT_A_TIME._at_fork_reinit)  # type: ignore[attr-defined]
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 ACCUMULATE_GRAD = "torch::autograd::AccumulateGrad"
-REPLACED: dict[Any, Callable[..., Any]] = {
-    **attention.RULES, **composites.IN_INFERENCE_MODE, **products.RULES, **rules.REPLACED,
-    **indexing.REPLACED, **convolutions.REPLACED, **recurrent.REPLACED,
-    **losses.REPLACED, **normalisation.REPLACED, **four_bit.RULES,
-}  # fmt: skip
 
 
 class Tracer(TorchDispatchMode):
@@ -409,7 +397,7 @@ def _known_op(func: Any) -> KnownOp:
         name=str(func),
         gives=what_is_given(func),
         replaced=REPLACED.get(func),
-        hidden=rules.HIDDEN.get(func) or distributed.HIDDEN.get(str(func)),
+        hidden=HIDDEN.get(func) or distributed.HIDDEN.get(str(func)),
         multiplies=func in PRODUCTS,
         adds=func is aten.add.Tensor,
         indexes=func in indexing.BY_INDEX,
