@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from memfit.guides.documents import GSA_512M, LORA_7B, Document
+from memfit.guides.claims import GSA_512M, LORA_7B, Document
 
 BOTH_ALLOCATOR_SETTINGS = "max_split_size_mb:128,expandable_segments:True"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from accuracy.guide_claims import BOTH_ALLOCATOR_SETTINGS
-from memfit.guides.documents import DEBUGGING, GSA_512M, LORA_7B, PROFILING, REQUIREMENTS
+from memfit.guides.claims import DEBUGGING, GSA_512M, LORA_7B, PROFILING, REQUIREMENTS
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,12 +22,12 @@ from accuracy.guide_steps import STEPS
 from memfit.fitting.forecast import Forecast, Forecasts
 from memfit.fitting.ladder import guide_ladder
 from memfit.gpus import find_gpu
-from memfit.guides.documents import DEBUGGING, DOCUMENTS, GSA_512M, LORA_7B, PROFILING, REQUIREMENTS, Document
+from memfit.guides.claims import DEBUGGING, DOCUMENTS, GSA_512M, LORA_7B, PROFILING, REQUIREMENTS, Document
 from memfit.jobs.profile import ProfileSettings
 from memfit.jobs.workload import Workload
 from memfit.models.presets import SIZES
-from memfit.planning.budget import budget_of
 from memfit.planning.predict import Plan, predict
+from memfit.planning.training import budget_of
 from memfit.units import GiB, MiB
 
 HERE = Path(__file__).parent

@@ -45,6 +45,8 @@ CATEGORIES = (
 BLOCK_COLUMNS = ("streams", "addresses", "category_of", "op_of", "module_of")
 """What is known of each block beside its size."""
 STACKS = "stack_of"
+LISTS = "lists"
+"""The fact that says which blocks are lists of pointers, and to what."""
 FrameRow = tuple[str, int, str]
 
 

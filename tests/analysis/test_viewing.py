@@ -14,7 +14,7 @@ from memfit.analysis.files import Report, report_file
 from memfit.analysis.labels import ALL_CATEGORIES
 from memfit.analysis.page import Window, group_sums, sample
 from memfit.analysis.run import Run, run_of_trace
-from memfit.analysis.viewing import Filter, Viewed, only, sum_up, window_of
+from memfit.analysis.viewing import Filter, RunView, only, sum_up, window_of
 from memfit.errors import UsageError
 from memfit.replay.timeline import BEFORE
 
@@ -25,8 +25,8 @@ def run() -> Run:
 
 
 @pytest.fixture(scope="module")
-def recorded() -> Viewed:
-    return Viewed(report_file(DATA / "snap-train.pickle"))
+def recorded() -> RunView:
+    return RunView(report_file(DATA / "snap-train.pickle"))
 
 
 def column(text: str, kind: str) -> list[int]:
@@ -54,7 +54,7 @@ def test_what_was_there_and_what_came_less_what_went_is_what_is_there_after(run:
     assert sums["total"]["after_bytes"] == alive_bytes(run, last - 1)
 
 
-def test_sums_by_category_are_those_of_the_blocks(recorded: Viewed) -> None:
+def test_sums_by_category_are_those_of_the_blocks(recorded: RunView) -> None:
     sums = recorded.sums({"axis": "time", "from": 0.02, "to": 0.05})
     run = recorded.reported.run
     assert run is not None and run.times is not None
@@ -79,7 +79,7 @@ def test_sums_by_category_are_those_of_the_blocks(recorded: Viewed) -> None:
 @pytest.mark.parametrize("columns", [1, 7, 200, 4000])
 def test_every_column_of_a_window_shows_its_highest_moment(run: Run, columns: int) -> None:
     asked = {"axis": "event", "from": 500.0, "to": 2500.0, "columns": columns}
-    drawn = Viewed(Report({}, run)).stretch(asked)["timeline"]
+    drawn = RunView(Report({}, run)).stretch(asked)["timeline"]
     events = np.array(column(drawn["samples"]["event"], "<i4"))
     allocated = np.array(column(drawn["samples"]["allocated"], "<u4"))
 
@@ -105,27 +105,27 @@ def test_a_window_says_what_the_whole_says(run: Run) -> None:
     assert sums.sum(axis=0).tolist() == samples.allocated.tolist()
 
 
-def test_a_filter_lets_through_what_it_names(recorded: Viewed) -> None:
+def test_a_filter_lets_through_what_it_names(recorded: RunView) -> None:
     run = recorded.reported.run
     assert run is not None
     labels, size = run.labels, run.timeline.size
 
-    big = Filter.read({"least_bytes": 1 << 20, "most_bytes": 10 << 20}).of(run)
+    big = Filter.read({"least_bytes": 1 << 20, "most_bytes": 10 << 20}).mask(run)
     assert big.tolist() == [1 << 20 <= each <= 10 << 20 for each in size.tolist()]
-    kinds = Filter.read({"categories": ["gradients"]}).of(run)
+    kinds = Filter.read({"categories": ["gradients"]}).mask(run)
     assert kinds.sum() == (labels.category == ALL_CATEGORIES.index("gradients")).sum() > 0
-    text = Filter.read({"text": "ADAM"}).of(run)
+    text = Filter.read({"text": "ADAM"}).mask(run)
     lines = [labels.lines[labels.line[block]] for block in range(len(size))]
     ops = [labels.ops[labels.op[block]] for block in range(len(size))]
     modules = [labels.modules[labels.module[block]] for block in range(len(size))]
     named = ["adam" in " ".join(names).lower() for names in zip(lines, modules, ops, strict=True)]
     assert text.tolist() == [found and each > 0 for found, each in zip(named, size.tolist(), strict=True)]
     assert 0 < text.sum() < len(size)
-    assert not Filter.read({"text": "adam", "categories": ["weights"]}).of(run).any()
+    assert not Filter.read({"text": "adam", "categories": ["weights"]}).mask(run).any()
 
 
 def test_what_is_filtered_adds_up_at_every_event(run: Run) -> None:
-    chosen = Filter(least_bytes=1 << 20).of(run)
+    chosen = Filter(least_bytes=1 << 20).mask(run)
     some = only(run, chosen)
 
     for event in (BEFORE, 0, 7, 1234, 2999):
@@ -136,14 +136,14 @@ def test_what_is_filtered_adds_up_at_every_event(run: Run) -> None:
 
 def test_a_page_has_a_bound_and_says_how_many_blocks_are_left_out(monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
     monkeypatch.setattr("memfit.analysis.viewing.MAX_BLOCKS", 50)
-    blocks = Viewed(Report({}, run)).page()["timeline"]["blocks"]
+    blocks = RunView(Report({}, run)).page()["timeline"]["blocks"]
 
     assert (blocks["count"], blocks["left_out"]) == (50, int((run.timeline.size > 0).sum()) - 50)
 
 
 def test_blocks_that_can_be_seen_come_before_larger_ones_that_cannot(monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
     monkeypatch.setattr("memfit.analysis.viewing.MAX_BLOCKS", 20)
-    drawn = Viewed(Report({}, run)).stretch({"axis": "event", "from": 0, "to": 3000, "columns": 2})["timeline"]
+    drawn = RunView(Report({}, run)).stretch({"axis": "event", "from": 0, "to": 3000, "columns": 2})["timeline"]
     samples, chosen = column(drawn["samples"]["event"], "<i4"), column(drawn["blocks"]["number"], "<i4")
     lives = run.timeline.lives
     seen = [block for block in chosen if any(lives.birth[block] <= event < lives.death[block] for event in samples)]
@@ -161,11 +161,11 @@ def test_blocks_that_can_be_seen_come_before_larger_ones_that_cannot(monkeypatch
 )  # fmt: skip
 def test_a_question_that_makes_no_sense_is_refused_in_words(run: Run, asked: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
-        Viewed(Report({}, run)).stretch(asked)
+        RunView(Report({}, run)).stretch(asked)
 
 
 def test_questions_beyond_the_run_are_answered_with_what_there_is(run: Run) -> None:
-    viewed = Viewed(Report({}, run))
+    viewed = RunView(Report({}, run))
 
     assert viewed.stretch({"from": -5, "to": 1e300, "columns": 1e300})["timeline"]["last"] == 3000
     assert viewed.stretch({"from": 1e200, "to": 1e300})["timeline"]["samples"]["count"] == 1
@@ -174,4 +174,4 @@ def test_questions_beyond_the_run_are_answered_with_what_there_is(run: Run) -> N
 
 def test_a_memory_log_has_no_timeline_and_says_so() -> None:
     with pytest.raises(UsageError, match="no timeline"):
-        Viewed(Report({"peak": {}}, None)).sums({})
+        RunView(Report({"peak": {}}, None)).sums({})

@@ -23,12 +23,13 @@ from memfit.checking import plan as fits
 from memfit.checking.allocator import look, too_new_for
 from memfit.checking.check import _checks
 from memfit.checking.machine import runs_on
-from memfit.checking.packages import COMPILER, check_compiler, conflicts, is_met, release_of
+from memfit.checking.packages import COMPILER, check_compiler, conflicts, is_met
 from memfit.checking.situation import CheckRequest, Finding, Line, Situation, guarded
 from memfit.errors import UsageError
 from memfit.jobs.workload import Workload
 from memfit.recording.machine import GpuDriver, GpuState, NoNvml
 from memfit.units import GiB
+from memfit.versions import release_of
 
 pytestmark = pytest.mark.usefixtures("shared_traces")
 

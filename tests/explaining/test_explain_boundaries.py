@@ -14,7 +14,7 @@ from memfit.explaining.cause import cause_of
 from memfit.explaining.clues import Clues
 from memfit.explaining.dimensions import Factor, fingerprints_of, preset_dimensions
 from memfit.explaining.explain import explain
-from memfit.explaining.fixes import _of_fragmentation
+from memfit.explaining.fixes import _fixes_for_fragmentation
 from memfit.explaining.message import Oom, Size
 from memfit.explaining.place import CodeFrame, place_from
 from memfit.explaining.tensor import Reading, Readings, _able
@@ -56,7 +56,7 @@ def test_that_only_a_part_is_in_pieces_is_said_where_more_than_three_quarters_ar
     allocated: int, cached: int, said: bool
 ) -> None:
     account = Account(allocated_bytes=allocated * MiB, cached_bytes=cached * MiB)
-    fix, *_ = _of_fragmentation(SimpleNamespace(account=account, oom=Oom(form="cuda")))  # type: ignore[arg-type]
+    fix, *_ = _fixes_for_fragmentation(SimpleNamespace(account=account, oom=Oom(form="cuda")))  # type: ignore[arg-type]
     assert ("is in pieces, the rest is in use" in fix.says) is said
     if said:
         assert "but only 100.00 MiB of 401.00 MiB is in pieces" in fix.says

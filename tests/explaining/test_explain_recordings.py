@@ -21,7 +21,7 @@ from memfit.fitting.forecast import global_batch_of
 from memfit.fitting.levers import apply, levers_for
 from memfit.jobs.settings import flag
 from memfit.jobs.training.config_file import dump, load_config
-from memfit.jobs.training.recovery import Halved, cause_of
+from memfit.jobs.training.recovery import HalvedStep, cause_of
 from memfit.jobs.training.result import RunLog, TrainEvent
 from memfit.jobs.workload import Workload
 from memfit.planning.card_here import unusual_flags
@@ -141,7 +141,7 @@ def run_folder(folder: Path, *sets: str) -> Path:
     config = load_config("smollm2-lora-demo", sets=["model.name=smollm2-135m", "micro_batch_size=2", *sets])
     (folder / "config.yaml").write_text(dump(config))
     cause = cause_of(torch.OutOfMemoryError(MESSAGE))
-    halved = Halved(step=2, micro_step=1, longest_row=512, rows_before=2, rows_after=1, cause=cause)
+    halved = HalvedStep(step=2, micro_step=1, longest_row=512, rows_before=2, rows_after=1, cause=cause)
     log = RunLog(folder)
     log(TrainEvent(kind="step", step=1, total_steps=10, loss=2.3))
     log(TrainEvent(kind="out-of-memory", step=2, text=halved.in_words()))

@@ -9,7 +9,7 @@ from asked_rules import written_call
 
 from memfit.events import Action, Trace
 from memfit.extrapolation.streams import CALLER, Outline, RuleAnswer, RuleCall, answered, fingerprint, stream_of
-from memfit.planning.interpolation.shapes import Piece, TooFewPoints, Unproven, filling, surrounds
+from memfit.planning.interpolation.shapes import NotProven, Piece, TooFewPoints, filling, surrounds
 
 CORNERS = [(2, 17), (2, 256), (64, 17), (64, 256)]
 POINTS = [*CORNERS, (5, 100), (7, 33)]
@@ -111,13 +111,13 @@ def test_four_corners_and_one_more_point_are_needed() -> None:
 
 
 def test_sizes_that_stop_growing_at_a_window_are_seen() -> None:
-    with pytest.raises(Unproven, match="no polynomial"):
+    with pytest.raises(NotProven, match="no polynomial"):
         told(piece_of(windowed, POINTS), (8, 200))
 
 
 def test_a_rule_that_answers_something_else_than_was_traced_is_seen() -> None:
     piece = piece_of(job, POINTS)
-    with pytest.raises(Unproven, match="not told as it was traced"):
+    with pytest.raises(NotProven, match="not told as it was traced"):
         piece.at((8, 100), lambda form, numbers: rule(form, (numbers[0] + 1,)))
 
 
@@ -127,7 +127,7 @@ def test_a_point_that_is_added_later_is_held_against_what_was_found() -> None:
     piece.add((9, 64), stream_of(*job(9, 64)))
     assert told(piece, (8, 100))
     piece.add((11, 64), stream_of(*job(11, 64, size=1)))
-    with pytest.raises(Unproven):
+    with pytest.raises(NotProven):
         told(piece, (8, 100))
 
 

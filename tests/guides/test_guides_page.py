@@ -13,9 +13,7 @@ from accuracy.guide_steps import STEPS
 from accuracy.guides import TARGET, advice_row, anchor, claims_of, steps_of
 from memfit.fitting.forecast import Forecasts
 from memfit.gpus import find_gpu
-from memfit.guides.claims import RUNGS, SAVINGS
-from memfit.guides.documents import DEBUGGING, DOCUMENTS, REQUIREMENTS, Document
-from memfit.guides.formulas import rule_of_thumb
+from memfit.guides.claims import DEBUGGING, DOCUMENTS, REQUIREMENTS, RUNGS, SAVINGS, Document, rule_of_thumb
 
 pytestmark = pytest.mark.usefixtures("shared_traces")
 

@@ -34,7 +34,8 @@ BERT = {
 
 @pytest.fixture(autouse=True)
 def _nothing_known() -> None:
-    families.forget()
+    families._families.clear()
+    families._wholes.clear()
 
 
 @pytest.fixture

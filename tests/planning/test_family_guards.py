@@ -16,7 +16,7 @@ from memfit.jobs.workload import Workload
 from memfit.planning.interpolation import family as families
 from memfit.planning.interpolation.corners import Corners
 from memfit.planning.interpolation.family import Family, family_of
-from memfit.planning.interpolation.shapes import Fits, Unproven, surrounds
+from memfit.planning.interpolation.shapes import Fits, NotProven, surrounds
 from memfit.planning.traced import Provenance, Recipe
 from memfit.platform import H200
 
@@ -62,7 +62,7 @@ class Known:
         try:
             known = self.family._piece("all", (batch, length))
             known.piece.at((batch, length), self.family._ask)
-        except Unproven:
+        except NotProven:
             return False
         return True
 
@@ -161,7 +161,7 @@ def test_the_first_and_the_last_tokens_of_different_kinds_are_not_put_together(m
         known.family._traced[point] = {}
         for part, context in (("near", known.context), ("far", other), ("all", known.context)):
             known.family._add(part, point, traced(*point), context)  # type: ignore[arg-type]
-    with pytest.raises(Unproven, match="of different kinds"):
+    with pytest.raises(NotProven, match="of different kinds"):
         known.family._told((4, 900))
 
 
@@ -176,7 +176,8 @@ def test_a_line_that_is_out_of_reach_is_not_drawn_again_for_a_longer_row() -> No
 
 def test_another_card_is_another_family_and_pruning_has_none(model: str) -> None:
     work = Workload(kind="forward", model=model)
-    families.forget()
+    families._families.clear()
+    families._wholes.clear()
 
     assert family_of(work, H200) is family_of(dataclasses.replace(work, batch_size=9), H200)
     assert family_of(work, H200) is not family_of(work, dataclasses.replace(H200, sm_count=100))
@@ -227,5 +228,5 @@ def test_sizes_out_of_range_are_not_told(model: str) -> None:
         piece.add(point, each)
     assert piece.at((1, 100), lambda *_: None).sizes.tolist() == [660]  # type: ignore[arg-type]
     fitted = piece.fit(lambda *_: None)  # type: ignore[arg-type]
-    with pytest.raises(Unproven, match="out of range"):
+    with pytest.raises(NotProven, match="out of range"):
         fitted.at((1, 400))

@@ -129,7 +129,7 @@ def test_seventy_billion_parameters_are_pruned_on_sixteen_gibibytes() -> None:
 
 def test_the_formulas_are_those_of_the_documents() -> None:
     """Worked out by hand for 1.2e9 parameters, as the guides do."""
-    from memfit.guides.formulas import pruning_formulas
+    from memfit.guides.claims import pruning_formulas
 
     first, second = pruning_formulas({"nsamples": 128, "seq_len": 2048}, 1_200_000_000, 2048)
     assert first["gib"] == pytest.approx(2.235 + 1.0 + 1.0, abs=0.001)

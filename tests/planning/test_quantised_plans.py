@@ -16,8 +16,7 @@ from memfit.errors import UsageError
 from memfit.events import Action
 from memfit.jobs.build import prepare_without_memory
 from memfit.jobs.workload import Workload
-from memfit.planning.few import trace_few_blocks
-from memfit.planning.few_steps import trace_labelled
+from memfit.planning.few import trace_few_blocks, trace_labelled
 from memfit.planning.predict import Plan, predict
 from memfit.platform import H200
 

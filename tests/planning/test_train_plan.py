@@ -21,9 +21,8 @@ from memfit.jobs.build import build_for_training
 from memfit.jobs.training.config_file import config_from, load_config
 from memfit.jobs.training.job import TrainJob, prepare_job
 from memfit.models.presets import find_preset
-from memfit.planning.budget import budget_of
 from memfit.planning.predict import predict
-from memfit.planning.training import TrainPlan, decides, plan_training, workload_of
+from memfit.planning.training import TrainPlan, budget_of, decides, plan_training, workload_of
 from memfit.units import GiB, gib
 
 pytestmark = pytest.mark.usefixtures("shared_traces")

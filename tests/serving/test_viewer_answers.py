@@ -19,7 +19,7 @@ from support.warm_python import warm_python
 
 from memfit.serving import found, viewer
 from memfit.serving.app import make_app
-from memfit.serving.settings import ServeSettings
+from memfit.serving.server import ServeSettings
 
 DATA = Path(__file__).parents[1] / "data"
 HOSTILE = "<img src=x onerror=alert(1)>.pickle"

@@ -31,8 +31,7 @@ from memfit.gpus import find_gpu
 from memfit.jobs.build import Prepared, prepare_without_memory
 from memfit.jobs.training.loops import trainer_settings
 from memfit.jobs.workload import Workload
-from memfit.planning.few import Blocks, _tried
-from memfit.planning.few_steps import _from_few
+from memfit.planning.few import Blocks, _from_few, _tried
 from memfit.planning.on_trace import trace_job
 from memfit.planning.padded import range_in_words, range_of
 from memfit.planning.predict import assess, context_on
@@ -45,8 +44,8 @@ from memfit.tracing.compiled.generated import GeneratedCode, Origin, called_by
 from memfit.tracing.compiled.hooks import NOTHING_COMPILED
 from memfit.tracing.compiled.padding import OPERAND
 from memfit.tracing.compiled.pretended_gpu import flush_bytes
-from memfit.tracing.compiled.progress import graphs_told
-from memfit.tracing.compiled.registers import is_triton_here
+from memfit.tracing.compiled.settings import graphs_told
+from memfit.tracing.compiled.torch_names import is_triton_here
 from memfit.tracing.tracer import trace
 from memfit.units import MiB, format_bytes, gib
 

@@ -7,13 +7,13 @@ DOOR = {
     "diff": "diff_files",
     "export": "find_format write_export",
     "files": "ENDINGS Report files_read looks_like_a_log may_be_recording report_file",
-    "own_lines": "is_own lines_alive",
+    "own_lines": "BACKWARD_OF is_own lines_alive",
     "page": "draw_plan page_data",
     "run": "open_run",
     "run_folder": "RUN_FILES read_run",
     "stacks": "code_line short_path",
     "summary": "Moment Summary summarise_plan",
-    "viewing": "Viewed",
+    "viewing": "RunView",
     "verdict": "RANGE Fit Verdict capacity_for card_document fit_card judge limit_note needed_with_room smallest_card",
 }
 """What other rooms may use, by file."""

@@ -255,7 +255,7 @@ def _dying_earlier(trace: Trace, dies: dict[int, int]) -> Trace:
 
 
 def _without(trace: Trace, blocks: set[int]) -> Trace:
-    """As if these had never been asked for."""
+    """The trace without these blocks."""
     kept = np.array([block for block in range(len(trace.requested)) if block not in blocks], dtype=np.int64)
     number = dict(zip(kept.tolist(), range(len(kept)), strict=True))
     of_blocks = Action.FREE_COMPLETED

@@ -30,7 +30,7 @@ from memfit.events import Action, Trace
 from memfit.files import written_whole
 from memfit.replay.timeline import BEFORE
 from memfit.snapshots.read import Snapshot, SnapshotSegment
-from memfit.snapshots.write import as_json, placed_snapshot
+from memfit.snapshots.write import SEGMENT_ACTIONS, as_json, placed_snapshot
 
 MAX_SAMPLES = 40_000
 MAX_ALLOCATIONS = 3000
@@ -181,12 +181,6 @@ def speedscope_profile(run: Run) -> dict[str, Any]:
     }  # fmt: skip
 
 
-_DRIVER = {
-    Action.SEGMENT_ALLOC: "segment_alloc", Action.SEGMENT_FREE: "segment_free", Action.SEGMENT_MAP: "segment_map",
-    Action.SEGMENT_UNMAP: "segment_unmap",
-}  # fmt: skip
-
-
 def viewer_pickle(run: Run) -> bytes:
     return pickle.dumps(viewer_snapshot(run), protocol=4)  # the newest that every version of the viewer reads
 
@@ -234,7 +228,7 @@ class _Rewriter:
         for (action, subject), time in zip(trace.events(), times, strict=True):
             if action <= Action.FREE_COMPLETED:
                 yield from self._block_events(trace, device, action, subject, time, labelled)
-            elif action in _DRIVER or action == Action.OOM:
+            elif action in SEGMENT_ACTIONS or action == Action.OOM:
                 yield self._driver_event(trace, device, action, subject, time)
         if labelled:  # the viewer fails on categories unless one of them is this
             yield {"action": "snapshot", "addr": 0, "size": 0, "stream": 0, "time_us": 0, "category": "unknown"}
@@ -258,7 +252,7 @@ class _Rewriter:
         address, size, stream = (c[number] for c in (trace.range_addresses, trace.range_sizes, trace.range_streams))
         stack = self.stacks[self.snapshot.range_stack_of[device][number]]
         place = {"device_free": address} if action == Action.OOM else {"addr": address}
-        name = "oom" if action == Action.OOM else _DRIVER[Action(action)]
+        name = "oom" if action == Action.OOM else SEGMENT_ACTIONS[Action(action)]
         return {"action": name, **place, "size": size, "stream": stream, "time_us": time, "frames": stack}
 
     def segment(self, segment: SnapshotSegment) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """A run as a viewer asks for it: only some of its blocks, one stretch of it drawn, one stretch of it summed up.
 
-    viewed = Viewed(report_file("snapshot.pickle"))
+    viewed = RunView(report_file("snapshot.pickle"))
     viewed.page()                                                     # as `report --html` draws it, in few samples
     viewed.stretch({"axis": "time", "from": 0.1, "to": 0.2, "columns": 1200, "filter": {"text": "attention"}})
     viewed.sums({"axis": "event", "from": 100, "to": 200})
@@ -57,8 +57,8 @@ class Filter:
         ]
         return cls(tuple(names), **texts, least_bytes=int(sizes[0]), most_bytes=int(sizes[1]))
 
-    def of(self, run: Run) -> Mask:
-        """Of each block whether it is meant."""
+    def mask(self, run: Run) -> Mask:
+        """Mask of the blocks that pass the filter."""
         labels, size = run.labels, run.timeline.size
         chosen: Mask = (size >= max(self.least_bytes, 1)) & (size <= self.most_bytes)
         if self.categories:
@@ -96,7 +96,7 @@ def only(run: Run, chosen: Mask) -> Run:
     return replace(run, timeline=some)
 
 
-class Viewed:
+class RunView:
     def __init__(self, reported: Report) -> None:
         self.reported = reported
         self._only = lru_cache(maxsize=2)(self._filtered)
@@ -131,7 +131,7 @@ class Viewed:
         return self.reported.run
 
     def _filtered(self, chosen: Filter) -> Run:
-        return self._run if chosen == Filter() else only(self._run, chosen.of(self._run))
+        return self._run if chosen == Filter() else only(self._run, chosen.mask(self._run))
 
     def _matching(self, run: Run) -> dict[str, int]:
         there = run.timeline.size > 0

@@ -11,11 +11,11 @@ from difflib import get_close_matches
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from memfit.checking.packages import release_of
 from memfit.checking.situation import Finding, Line, Situation
 from memfit.environment import CUDA_VARIABLE, NEW_VARIABLE, VARIABLES, exported
 from memfit.errors import UsageError
 from memfit.replay.alloc_config import AllocatorConfig
+from memfit.versions import release_of
 
 SETTINGS = Line("settings", "allocator")
 CLOSE = 0.85

@@ -228,7 +228,8 @@ def padding_share(data: TrainingData, rows: int, *, seed: int, shuffle: bool) ->
 
 def check_labels(situation: Situation) -> Iterator[Finding]:
     """Padding is masked in a real batch, every sample has something to learn, and what is learned is not padding."""
-    from memfit.jobs.training.data import IGNORED, Collator
+    from memfit.jobs.training.chunked_loss import IGNORED
+    from memfit.jobs.training.data import Collator
     from memfit.jobs.training.examples import pad_id_of
 
     data, tokenizer = situation.data.needed(), situation.tokenizer.needed()

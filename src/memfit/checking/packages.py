@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
 
 from packaging.requirements import Requirement
-from packaging.version import InvalidVersion, Version
+from packaging.version import Version
 
 from memfit.checking.situation import CannotTell, Finding, Line, Situation
 from memfit.jobs.training.levers import NEEDS_BITSANDBYTES
@@ -71,14 +71,6 @@ def conflicts(there: Mapping[str, str]) -> Iterator[tuple[str, Requirement, str]
 def is_met(requirement: Requirement, have: str) -> bool:
     """What follows the numbers of a version does not count: `2.13.0+cpu` and `2.13.0.dev1` are 2.13.0."""
     return requirement.specifier.contains(Version(have).base_version)
-
-
-def release_of(version: str) -> tuple[int, ...]:
-    """`2.13.0+cpu` is (2, 13, 0)."""
-    try:
-        return Version(version).release
-    except InvalidVersion:
-        return ()
 
 
 def installed(name: str) -> str | None:

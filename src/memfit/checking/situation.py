@@ -101,7 +101,7 @@ def guarded(line: Line, look: Callable[[], Iterator[Finding]]) -> Iterator[Findi
 Found = TypeVar("Found")
 
 
-class Once(Generic[Found]):
+class Lazy(Generic[Found]):
     def __init__(self, make: Callable[[], Found], *, without: str) -> None:
         """`without` is what a check that needs it says where there is none."""
         self._make, self._without = make, without
@@ -157,7 +157,7 @@ class CheckRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Here:
+class LocalGpu:
     """A GPU of this machine, as a card to plan for: of those that would train, the one with the least free memory."""
 
     card: Gpu
@@ -174,16 +174,16 @@ class Situation:
         """`environment` is what was exported, if some of it is set aside meanwhile."""
         self.asked = asked
         self.environment = os.environ if environment is None else environment
-        self.gpus = Once(_gpus, without="no GPU is here")
-        self.driver = Once(_driver, without="no GPU is here")
-        self.batch = Once(self._batch, without="the batch sizes are wrong")
-        self.folder = Once(self._folder, without="the model's files are not on this machine")
-        self.tokenizer = Once(self._tokenizer, without="there is no tokenizer")
-        self.examples = Once(self._examples, without="the data cannot be read")
-        self.data = Once(self._data, without="the data cannot be read as samples")
-        self.shapes = Once(self._shapes, without="the model cannot be built")
-        self.plans = Once(self._plans, without="the job cannot be predicted")
-        self.job = Once(self._job, without="the job cannot be prepared")
+        self.gpus = Lazy(_gpus, without="no GPU is here")
+        self.driver = Lazy(_driver, without="no GPU is here")
+        self.batch = Lazy(self._batch, without="the batch sizes are wrong")
+        self.folder = Lazy(self._folder, without="the model's files are not on this machine")
+        self.tokenizer = Lazy(self._tokenizer, without="there is no tokenizer")
+        self.examples = Lazy(self._examples, without="the data cannot be read")
+        self.data = Lazy(self._data, without="the data cannot be read as samples")
+        self.shapes = Lazy(self._shapes, without="the model cannot be built")
+        self.plans = Lazy(self._plans, without="the job cannot be predicted")
+        self.job = Lazy(self._job, without="the job cannot be prepared")
 
     @property
     def config(self) -> TrainConfig:
@@ -200,7 +200,7 @@ class Situation:
         return self.gpus.get()
 
     @cached_property
-    def here(self) -> Here | None:
+    def here(self) -> LocalGpu | None:
         try:
             gpus, driver = self.gpus.get(), self.driver.get()
         except CannotTell:
@@ -208,7 +208,7 @@ class Situation:
         if not gpus:
             return None
         fullest = min(gpus[: self.asked.world_size], key=lambda gpu: gpu.free_bytes)
-        return Here(card=_card_of(fullest, driver.capabilities[fullest.index]), state=fullest)
+        return LocalGpu(card=_card_of(fullest, driver.capabilities[fullest.index]), state=fullest)
 
     @property
     def named_as(self) -> str | None:

@@ -126,13 +126,13 @@ def _unset(annotation: Any, _: Any) -> tuple[Any, None]:
     return Annotated[without_none(kind) | None, info], None
 
 
-Told = tuple[str, str | None, str]
+FlagText = tuple[str, str | None, str]
 """Flags, metavar, help."""
 YES_OR_NO = inspect.Parameter("flag", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=bool)
 
 
 def command_of(
-    function: Callable[..., object], told: Mapping[str, Mapping[str, Told]], run: Callable[..., int]
+    function: Callable[..., object], told: Mapping[str, Mapping[str, FlagText]], run: Callable[..., int]
 ) -> Callable[..., int]:  # fmt: skip
     """`run(**settings)` as a command whose options are parameters of a function of the library, by their own types and
     defaults; heading by heading it is `told` which flags, which metavar and which help they have. What the function

@@ -19,7 +19,7 @@ from memfit.errors import UsageError
 from memfit.files import check_free, files_of_model, writing
 from memfit.gpus import find_gpu
 from memfit.jobs.workload import Workload
-from memfit.tracing.compiled.progress import graphs_told
+from memfit.tracing.compiled.settings import graphs_told
 
 if TYPE_CHECKING:
     from memfit.jobfiles.file import JobFile

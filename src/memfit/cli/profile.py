@@ -8,7 +8,7 @@ import typer
 
 import memfit
 from memfit.cli import output
-from memfit.cli.options import Told, command_of
+from memfit.cli.options import FlagText, command_of
 from memfit.cli.typed import Group
 from memfit.files import writing
 from memfit.running.profile import prepare_suite
@@ -26,18 +26,18 @@ profile = typer.Typer(
     cls=Group,
 )
 
-SIZE: Told = ("--model-size", SIZES, "A CS336 size.")
-STEPS: dict[str, Told] = {
+SIZE: FlagText = ("--model-size", SIZES, "A CS336 size.")
+STEPS: dict[str, FlagText] = {
     "batch_size": ("--batch-size", "N", "Sequences in one forward pass."),
     "warmup_steps": ("--warmup-steps", "N", "Steps before the recording starts."),
     "measure_steps": ("--measure-steps", "N", "Steps that are recorded."),
 }
-WHERE: dict[str, Told] = {
+WHERE: dict[str, FlagText] = {
     "device": ("--device", None, "cuda, cuda:1, or predict: no GPU is needed then."),
     "gpu": ("--gpu", None, "With --device predict: a card, for a verdict."),
 }
-FORCE: Told = ("--force -f", None, "Overwrite what is there.")
-ONE: dict[str, Told] = {
+FORCE: FlagText = ("--force -f", None, "Overwrite what is there.")
+ONE: dict[str, FlagText] = {
     "model_size": SIZE,
     "model": ("--model", None, "Or any model that `memfit plan` takes."),
     "context_length": ("--context-length --seq-len --seqlen", "N", "Tokens in a sequence."),
@@ -50,7 +50,7 @@ ONE: dict[str, Told] = {
     "force": FORCE,
     "json": ("--json", None, "One JSON document on stdout instead of the report."),
 }
-ALL: dict[str, Told] = {
+ALL: dict[str, FlagText] = {
     "part": ("--part", "a|b|c|d|e", "Only these parts; may be repeated."),
     "model_size": SIZE,
     **STEPS,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import memfit
 from memfit.cli import output
-from memfit.cli.options import Told, command_of
+from memfit.cli.options import FlagText, command_of
 from memfit.jobs.training.batch import is_first
 from memfit.units import gib
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from memfit.jobs.pruning.result import BlockProgress
 
 TEXTS = "wikitext2|c4|builtin|PATH"
-TOLD: dict[str, dict[str, Told]] = {
+TOLD: dict[str, dict[str, FlagText]] = {
     "What is pruned, and how": {
         "model": (
             "--model", "FOLDER|ID|FILE",

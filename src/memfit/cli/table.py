@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import sys
 from contextlib import redirect_stdout
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from memfit.cli import output
 from memfit.errors import UsageError
 from memfit.jobs.settings import split_names
-
-if TYPE_CHECKING:
-    pass
 
 FORMATS = ("terminal", "markdown", "csv", "json")
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import memfit
 from memfit.cli import output
-from memfit.cli.options import Told, command_of
+from memfit.cli.options import FlagText, command_of
 from memfit.jobs.training.batch import is_first
 from memfit.units import duration, gib
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 DOES_NOT_FIT, INTERRUPTED = 1, 130
 
 
-OPTIONS: dict[str, Told] = {
+OPTIONS: dict[str, FlagText] = {
     "config": (
         "--config", "FILE|NAME",
         "YAML file, or a config that comes with memfit: smollm2-lora-demo, qwen2.5-7b-lora-24gb,"

@@ -64,12 +64,12 @@ def smaller_job(case: Evidence) -> Iterator[Fix]:
         said = "kernels are timed once, beside the step: what earlier runs left in TORCHINDUCTOR_CACHE_DIR spares it"
         yield in_words("keep torch's cache of compiled kernels", said)
     if of_another_engine(case.place):
-        yield from _of_the_engine(case)
+        yield from _fixes_for_the_engine(case)
     elif phase == "loading":
         said = "in bf16 (dtype=torch.bfloat16), to the host first (map_location='cpu'), or in parts (device_map, FSDP2)"
         yield in_words("smaller weights", said)
     elif phase == "optimizer step":
-        yield from _of_the_optimizer(case)
+        yield from _fixes_for_the_optimizer(case)
     elif phase == "saving":
         said = "copy the weights to the CPU before they are joined: cpu_offload=True, or a sharded state dict"
         yield in_words("save from the host", said)
@@ -78,10 +78,10 @@ def smaller_job(case: Evidence) -> Iterator[Fix]:
     else:
         yield from of_the_tensor(case)
         if phase != "calibration" or not _is_far_too_long(case):
-            yield from _of_the_pass(case)
+            yield from _fixes_for_the_pass(case)
 
 
-def _of_the_pass(case: Evidence) -> Iterator[Fix]:
+def _fixes_for_the_pass(case: Evidence) -> Iterator[Fix]:
     phase = case.place.phase
     if phase == "evaluation":
         said = "a batch of 1 (per_device_eval_batch_size, lm_eval --batch_size); where logits are collected, "
@@ -109,7 +109,7 @@ def _of_the_pass(case: Evidence) -> Iterator[Fix]:
         yield in_words("shorter sequences", "fewer tokens in a row: this changes the experiment")
 
 
-def _of_the_optimizer(case: Evidence) -> Iterator[Fix]:
+def _fixes_for_the_optimizer(case: Evidence) -> Iterator[Fix]:
     if any(frame.function.startswith("_multi_tensor_") for frame in case.place.frames):
         said = "no second copy of the states while they are changed"
         yield in_words("a fused optimizer", said, torch="AdamW(..., fused=True)", trainer="optim='adamw_torch_fused'")
@@ -117,7 +117,7 @@ def _of_the_optimizer(case: Evidence) -> Iterator[Fix]:
     yield in_words("smaller optimizer states", said)
 
 
-def _of_the_engine(case: Evidence) -> Iterator[Fix]:
+def _fixes_for_the_engine(case: Evidence) -> Iterator[Fix]:
     if any("/vllm/" in frame.inside for frame in case.place.frames):
         said = "a smaller max_model_len, max_num_seqs or max_num_batched_tokens; no CUDA graphs (enforce_eager=True)"
         yield in_words("a smaller engine", f"{said}; quantised weights, or more cards (tensor_parallel_size)")
@@ -149,7 +149,7 @@ def of_the_tensor(case: Evidence) -> Iterator[Fix]:
             trainer="use_liger_kernel=True",
         )
     if found and found[0].tensor == "attention scores":
-        yield _of_scores(case)
+        yield _fix_for_scores(case)
     first = next(iter(case.readings.candidates), None)
     if first is not None and first.kind == "calibration":
         yield from _cap(first, sure=first in found)
@@ -161,7 +161,7 @@ def _is_evident(reading: Reading, case: Evidence) -> bool:
     return reading.kind in hints if hints else case.readings.grounded and reading.points >= AHEAD
 
 
-def _of_scores(case: Evidence) -> Fix:
+def _fix_for_scores(case: Evidence) -> Fix:
     if by_fused_attention(case):
         said = "sdpa made the scores all the same: a mask, fp32 or a head size keeps its fused kernels out"
         how = "with torch.nn.attention.sdpa_kernel(SDPBackend.FLASH_ATTENTION): its warnings say which"
@@ -198,7 +198,7 @@ OF_THE_GPU = ("shortage", "other-processes", "limit", "refused", "impossible-req
 
 def fixes_in_words(case: Evidence, *, predicted: bool) -> list[Fix]:
     """`predicted`: levers of the job are told elsewhere, with figures."""
-    made = [*_of_the_cause(case), *_of_pieces(case)]
+    made = [*_fixes_for_the_cause(case), *_fixes_for_pieces(case)]
     if predicted:
         of_shape = case.cause.kind == "impossible-request"
         made += [fix for fix in of_the_tensor(case) if of_shape or fix.basis == "arithmetic"]
@@ -207,12 +207,12 @@ def fixes_in_words(case: Evidence, *, predicted: bool) -> list[Fix]:
     return made
 
 
-def _of_the_cause(case: Evidence) -> Iterator[Fix]:
+def _fixes_for_the_cause(case: Evidence) -> Iterator[Fix]:
     oom, kind = case.oom, case.cause.kind
     if kind == "other-processes":
         yield _others(case)
     elif kind == "fragmentation":
-        yield from _of_fragmentation(case)
+        yield from _fixes_for_fragmentation(case)
     elif kind == "limit" and oom.form == "mps":
         yield in_words("close other programs", "MPS shares the machine's memory with everything else that runs")
     elif kind in ("limit", "impossible-request") and oom.allowed is not None and _has_more(case):
@@ -254,7 +254,7 @@ def _others(case: Evidence) -> Fix:
     )
 
 
-def _of_fragmentation(case: Evidence) -> Iterator[Fix]:
+def _fixes_for_fragmentation(case: Evidence) -> Iterator[Fix]:
     cached, held = case.account.cached_bytes or 0, case.account.held_bytes or 0
     said = "pieces that lie apart can then serve one request"
     if held > 4 * cached:
@@ -266,7 +266,7 @@ def _of_fragmentation(case: Evidence) -> Iterator[Fix]:
         yield in_words("raise the memory fraction", said, basis="message")
 
 
-def _of_pieces(case: Evidence) -> Iterator[Fix]:
+def _fixes_for_pieces(case: Evidence) -> Iterator[Fix]:
     """Where more was cached than was asked for: that it lies in pieces is likely, and to try costs nothing."""
     cached, asked = case.account.cached_bytes or 0, request_intervals(case.oom)
     untold = case.cause.fragmentation is not None and case.cause.fragmentation.verdict == "cannot tell"

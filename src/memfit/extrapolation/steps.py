@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from memfit.events import BLOCK_COLUMNS, Action, Mark, Trace, between, step_begins
+from memfit.events import BLOCK_COLUMNS, LISTS, Action, Mark, Trace, between, step_begins
 from memfit.extrapolation.blocks import Extension, Ints, NotRepeating, sizes_of, with_sizes
 from memfit.extrapolation.reused import COMPILED
 
@@ -46,7 +46,6 @@ def in_birth_order(trace: Trace) -> tuple[Trace, Ints]:
 
 
 STEP_IS_DONE = "zero"
-LISTS = "lists"
 
 
 @dataclass(frozen=True, slots=True)

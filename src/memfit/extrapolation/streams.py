@@ -19,15 +19,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from memfit.events import Action, Mark, Trace
+from memfit.events import LISTS, Action, Mark, Trace
 from memfit.extrapolation.blocks import Ints, with_sizes
 
 CALLER = -1
 """In place of an argument's number: the module that called the rule."""
 FREES = (Action.FREE, Action.FREE_REQUESTED, Action.FREE_COMPLETED)
 CATEGORY, OP, MODULE = range(3)
-LISTS, TOKENS = "lists", "tokens"
-"""Facts that name blocks and events by their numbers, which change with what fills the holes."""
+TOKENS = "tokens"
+"""As LISTS a fact that names blocks and events by their numbers, which change with what fills the holes."""
 
 
 class NotSeparable(Exception):

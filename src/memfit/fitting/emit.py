@@ -357,7 +357,7 @@ def config_document(work: Workload, gpu: Gpu | None, margin: float) -> dict[str,
 
 
 def _card(gpu: Gpu) -> str:
-    """As `--gpu` reads it."""
+    """The card as text that `--gpu` accepts."""
     for name in (gpu.name, gpu.name.removesuffix(" card")):  # a label, such as 24 GB
         try:
             if find_gpu(name) == gpu:

@@ -17,7 +17,7 @@ from typing import Any, TypedDict
 from memfit.analysis.verdict import judge
 from memfit.errors import UsageError
 from memfit.gpus import find_gpu, list_labels
-from memfit.guides.formulas import RuleOfThumb, rule_of_thumb
+from memfit.guides.claims import RuleOfThumb, rule_of_thumb
 from memfit.jobs.workload import Workload
 from memfit.models.presets import Preset, presets
 
@@ -25,7 +25,7 @@ GB = 1e9
 
 
 class Estimate(TypedDict):
-    """Its keys and three more."""
+    """Keys of the guide's function, plus streamed, shape, guide."""
 
     model: float
     activations: float

@@ -43,6 +43,8 @@ from memfit.units import GiB, gib
 if TYPE_CHECKING:
     from memfit.planning.predict import Plan
 
+__all__ = ["Fitted", "Option", "check_margin", "fit", "options"]
+
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -59,11 +61,8 @@ def smaller_models(work: Workload, room: int) -> Iterator[str]:
 
 
 def _has_all_weights_on_the_card(work: Workload) -> bool:
-    sharded = work.trains and work.world_size > 1 and work.parallel == "fsdp2"
-    return work.kind != "prune" and not sharded and "weights" not in work.offload
+    return work.kind != "prune" and not work.is_sharded and "weights" not in work.offload
 
-
-__all__ = ["Fitted", "Option", "check_margin", "fit", "options"]
 
 ALTERNATIVES = 2
 ENOUGH_PREDICTIONS = 10

@@ -42,14 +42,14 @@ def room_for_pruning(work: Workload, card: Gpu, margin: float) -> int:
 
 
 def within(work: Workload, card: Gpu, margin: float) -> Workload:
-    """A limit that was asked for stays."""
+    """Limit pruning to the card less the margin, unless the user set a limit."""
     if work.kind != "prune" or work.max_gpu_memory is not None:
         return work
     return with_room(work, room_for_pruning(work, card, margin))
 
 
 def with_room(work: Workload, room: int) -> Workload:
-    """Or up to a MiB more."""
+    """Set max_gpu_memory to `room`, rounded up to a MiB."""
     return dataclasses.replace(work, max_gpu_memory=in_mib(room + MiB - 1))
 
 
@@ -242,7 +242,7 @@ class Forecasts:
 
 def without_others(work: Workload) -> Workload:
     """In place of a process of DDP, one that is alone."""
-    return _without_buckets(work, world_size=1) if _has_buckets(work) else work
+    return _without_buckets(work, world_size=1) if work.is_replicated else work
 
 
 def with_few_micro_steps(work: Workload, most: int = MICRO_STEPS) -> Workload:
@@ -250,17 +250,13 @@ def with_few_micro_steps(work: Workload, most: int = MICRO_STEPS) -> Workload:
     if not work.trains:
         return work
     few = dataclasses.replace(work, grad_accum=min(work.grad_accum, most))
-    return few if _has_buckets(work) else _without_buckets(few)
+    return few if work.is_replicated else _without_buckets(few)
 
 
 def few_micro_steps_note(work: Workload, looked_at: int = MICRO_STEPS) -> str | None:
     if not work.trains or work.grad_accum <= looked_at:
         return None
     return f"looked at with {looked_at} of {work.grad_accum} micro-steps, the others are like the last of them"
-
-
-def _has_buckets(work: Workload) -> bool:
-    return work.trains and work.world_size > 1 and work.parallel == "ddp"
 
 
 def _without_buckets(work: Workload, **changes: Any) -> Workload:

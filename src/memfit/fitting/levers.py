@@ -23,6 +23,8 @@ from memfit.jobs.training.batch import BatchSizes, divisors
 from memfit.jobs.workload import Workload
 from memfit.models.presets import GATHER, is_gsa
 
+__all__ = ["CACHED", "COMPILE", "COSTS", "Cost", "Lever", "apply", "checked_setting", "levers_for"]
+
 Cost = Literal["free", "time", "precision", "experiment"]
 COSTS: tuple[Cost, ...] = ("free", "time", "precision", "experiment")
 """In this order of preference."""
@@ -515,9 +517,6 @@ def _fewer_windows(work: Workload) -> Iterator[Lever]:
             how={"memfit": f"--nsamples {windows}", "trainer": OWN_ENGINE, "accelerate": OWN_ENGINE},
         )  # fmt: skip
         windows //= 2
-
-
-__all__ = ["CACHED", "COMPILE", "COSTS", "Cost", "Lever", "apply", "checked_setting", "levers_for"]
 
 
 def levers_for(workload: Workload, *, keep: Sequence[str] = (), try_compile: bool = False) -> list[Lever]:

@@ -55,7 +55,7 @@ class Search:
         return self.forecasts.ask(apply(self.workload, levers))
 
     def glance(self, levers: Iterable[Lever]) -> Forecast:
-        """Where a bound does not fit, that."""
+        """A cheap lower bound if that already fails, else the full forecast."""
         return self.forecasts.glance(apply(self.workload, levers))
 
     def fits(self, levers: Iterable[Lever]) -> bool:
@@ -72,7 +72,7 @@ class Search:
         return None if grown is None else self.shrunk(self._with_all_that_is_cheaper(grown, banned))
 
     def nearest(self) -> Solution:
-        """Of what does not fit, the least."""
+        """The solution closest to fitting."""
         ways = [Solution(each.levers, self.forecast(each.levers), each.refused) for each in self._ways((), set())]
         return min(ways, key=lambda each: each.forecast.device_bytes)
 

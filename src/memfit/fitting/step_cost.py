@@ -168,7 +168,7 @@ def _counted_cost(work: Workload) -> StepCost:
     blocks = _blocks(work)
     if blocks is None:
         return _costed(_counted(work, None))
-    few = _few(blocks)
+    few = blocks.traced
     return _costed(on_line(_counted(work, few), _counted(work, few + blocks.period), blocks.units - UNITS))
 
 
@@ -191,15 +191,11 @@ def _blocks(work: Workload) -> Blocks | None:
         return None
     try:
         with torch.device("meta"):
-            small = build_model(work.source, dtype=torch.bfloat16, attention=work.attention, layers=_few(blocks))
+            small = build_model(work.source, dtype=torch.bfloat16, attention=work.attention, layers=blocks.traced)
     except MemfitError:
         return None
     grown = parameter_count(small) + (blocks.units - UNITS) * blocks.unit_parameters
     return blocks if grown == parameters else None
-
-
-def _few(blocks: Blocks) -> int:
-    return blocks.count - (blocks.units - UNITS) * blocks.period
 
 
 def on_line(less: Mapping[str, Ops], more: Mapping[str, Ops], units: int) -> dict[str, Ops]:

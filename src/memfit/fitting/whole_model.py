@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from memfit.errors import MemfitError
 from memfit.gpus import Gpu
-from memfit.guides.formulas import pruning_formulas
+from memfit.guides.claims import pruning_formulas
 from memfit.jobs.workload import Workload
 from memfit.models.registry import load_config, resolve
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 DOOR = {
-    "claims": "DECISIONS EXAMPLES GB QUICK_REFERENCE RUNGS SAVINGS Claim QuickReference Saving",
-    "formulas": "RuleOfThumb pruning_formulas rule_of_thumb",
+    "claims": (
+        "DECISIONS EXAMPLES GB QUICK_REFERENCE RUNGS SAVINGS Claim QuickReference RuleOfThumb Saving pruning_formulas "
+        "rule_of_thumb"
+    ),
     "profile_suite": "PARTS Suite",
 }
 """What other rooms may use, by file."""

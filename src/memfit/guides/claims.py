@@ -1,4 +1,4 @@
-"""What the documents on pruning say of memory, and the ladder of the GSA guide: tables, examples, savings.
+"""The five documents that memfit answers, and what they say of memory: tables, examples, savings, formulas, a ladder.
 
 Those on pruning are about the public Wanda code, which has the whole model on the GPU. GB is 10^9 bytes in the
 requirements guide (2 x 6.74 billion is its 14 GB for a 7B) and 2^30 in the debugging guide, whose formula divides by
@@ -7,11 +7,52 @@ requirements guide (2 x 6.74 billion is its 14 GB for a 7B) and 2^30 in the debu
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, TypedDict
 
-from memfit.guides.documents import DEBUGGING, REQUIREMENTS
 from memfit.units import GiB
+
+# -- the five documents, by their titles -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Document:
+    title: str
+    name: str
+    """What memfit's own texts call it."""
+    about: str
+
+
+DEBUGGING = Document(
+    "Memory Debugging Guide",
+    "memory debugging guide",
+    "An out-of-memory error of the public Wanda code on Llama-3.2-1B, 64 GiB at once, and a memory log.",
+)
+REQUIREMENTS = Document(
+    "Memory Requirements Estimation for Wanda Pruning",
+    "requirements guide",
+    "What Wanda takes for Llamas of 1B to 70B, and which card is needed: tables, a formula, worked examples.",
+)
+PROFILING = Document(
+    "Memory Profiling Module",
+    "profiling guide",
+    "Snapshots of a forward pass and a training step of the CS336 models, and the questions (a) to (e) on them.",
+)
+LORA_7B = Document(
+    "Memory Optimization Guide - Baseline 7B Training",
+    "7B guide",
+    "A LoRA run of Qwen2.5-7B, rank 128, that runs out of 24 GB, and six changes that are to make it fit.",
+)
+GSA_512M = Document(
+    "Memory Optimization Guide",
+    "GSA guide",
+    "Pre-training GSA-512M on four cards of 44 GB with 256 rows a step, and a ladder of larger micro-batches.",
+)
+DOCUMENTS = (DEBUGGING, REQUIREMENTS, PROFILING, LORA_7B, GSA_512M)
+
+# -- what the documents on pruning say ---------------------------------------------------------------------------------
+
 
 GB = 10**9
 Range = tuple[float, float]
@@ -169,3 +210,53 @@ RUNGS = (
 )
 """The ladder of the GSA guide: name, micro-batch, accumulation, length, what it says; for four GPUs of 44 GB and a
 global batch of 256."""
+
+
+# -- the arithmetic of the two documents on pruning, as it stands there, and where it is off ---------------------------
+
+
+BYTES = 2
+"""They know fp16 only."""
+
+
+class RuleOfThumb(TypedDict):
+    """What `estimate_memory` of the requirements guide returns, in GB of 10^9 bytes."""
+
+    model: float
+    activations: float
+    overhead: float
+    total: float
+    recommended_gpu: float
+
+
+def rule_of_thumb(model_params_billions: float, seqlen: int = 2048) -> RuleOfThumb:
+    model = model_params_billions * 2
+    activations = model_params_billions * 2 * (seqlen / 2048)
+    total = model + activations + 1.0
+    return RuleOfThumb(model=model, activations=activations, overhead=1.0, total=total, recommended_gpu=total * 1.5)
+
+
+def pruning_formulas(workload: Mapping[str, Any], parameters: int, hidden: int) -> list[dict[str, Any]]:
+    """Both give the whole model to the GPU, as the public code does."""
+    windows, length = int(workload["nsamples"]), int(workload["seq_len"])
+    buffer = windows * length * hidden * BYTES / GiB
+    return [
+        {
+            "guide": DEBUGGING.name,
+            "formula": "params * 2 / 2^30 + nsamples * seqlen * hidden * 2 / 2^30 + 1",
+            "gib": round(parameters * BYTES / GiB + buffer + 1, 3),
+            "off": (
+                "the public code it is about keeps two such buffers, and its sort takes 49 bytes for each weight of "
+                "the largest matrix; memfit keeps one buffer, one block in use and one on its way, and sorts nothing"
+            ),
+        },
+        {
+            "guide": REQUIREMENTS.name,
+            "formula": "2 * billions + 2 * billions * seqlen / 2048 + 1",
+            "gib": round(rule_of_thumb(parameters / 1e9, length)["total"] * 1e9 / GiB, 3),
+            "off": (
+                "activations do not grow with the parameters: one block's, of a few windows, are there at a time, "
+                "whatever the depth; and the hidden states go by nsamples, which it leaves out"
+            ),
+        },
+    ]

@@ -18,6 +18,7 @@ DOOR = {
         "kinds_that_read plain_name plain_value setting_types split_names without_none"
     ),
     "small_states": "KINDS OF_TORCHAO SmallStates by_shapes managed_bytes",
+    "stored": "as_stored",
     "text_files": "KINDS builtin_documents builtin_origin is_text_file read_rows",
     "texts": "Texts check_packages fetch_file find_split find_texts is_on_this_machine",
     "together": "check_compiled check_inputs check_quantised unused without_effect",

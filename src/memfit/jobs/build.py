@@ -145,23 +145,7 @@ def _prepared(workload: Workload, layers: int | None) -> Prepared:
         notes = (*notes, "--use-cache has no effect: this model has no key-value cache")
     check_compiled(workload)
     if workload.is_quantised:
-        check_quantised(workload)
-        if head is not None and head.reads == "pictures and text":
-            raise UsageError(
-                f"{workload.model} reads {head.reads}: quantised weights of such a model are not planned yet",
-                hint="memfit plan script plans a program that loads it so",
-            )
-        stored = workload.stored
-        folder = Path(source.target).parent if source.kind in ("folder", "hub") else None
-        if stored is None:
-            known = quantise(model, workload)
-        else:
-            workload, known = as_stored(model, workload, stored)
-            if folder is not None:
-                check_files(model, folder)
-        if stored is None or (stored.method in ("bitsandbytes", "torchao", "fp8") and workload.quant != "dequantize"):
-            stacks = note_conversions(model, folder)
-            known = (*known, BY_THREADS) if stacks and stored is not None else known
+        workload, known = _quantised(model, workload, head)
         notes = (*known, *notes)
     if workload.kind == "lora":
         task = None if head is None else head.task
@@ -178,6 +162,28 @@ def _prepared(workload: Workload, layers: int | None) -> Prepared:
         workload=workload, model=model, name=source.name, vocab_size=_vocab_size(model), parameters=parameters,
         notes=notes, head=head, loop=choose_loop(workload)
     )  # fmt: skip
+
+
+def _quantised(model: nn.Module, workload: Workload, head: Head | None) -> tuple[Workload, tuple[str, ...]]:
+    """The job with what its checkpoint says of quantisation, and what is to be known of that."""
+    check_quantised(workload)
+    if head is not None and head.reads == "pictures and text":
+        raise UsageError(
+            f"{workload.model} reads {head.reads}: quantised weights of such a model are not planned yet",
+            hint="memfit plan script plans a program that loads it so",
+        )
+    source, stored = workload.source, workload.stored
+    folder = Path(source.target).parent if source.kind in ("folder", "hub") else None
+    if stored is None:
+        known = quantise(model, workload)
+    else:
+        workload, known = as_stored(model, workload, stored)
+        if folder is not None:
+            check_files(model, folder)
+    if stored is None or (stored.method in ("bitsandbytes", "torchao", "fp8") and workload.quant != "dequantize"):
+        stacks = note_conversions(model, folder)
+        known = (*known, BY_THREADS) if stacks and stored is not None else known
+    return workload, known
 
 
 def _with_what_it_reads(workload: Workload, head: Head | None, model: nn.Module) -> tuple[Workload, tuple[str, ...]]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from memfit.models.checkpoint import MissingWeights, WeightStore
 
 ARRIVES = "arrives"
-"""An attribute of a weight that is made from others while it is loaded: a `Stacked`."""
+"""An attribute of a weight that is made from others while it is loaded: a `StackedWeight`."""
 COMES_AS = "comes_as"
 """One of a weight that has another name in the files: the first of them, which says when its turn is."""
 Source = tuple[str, str, tuple[int, ...]]
@@ -49,7 +49,7 @@ def note_conversions(model: Any, folder: Path | None) -> bool:
             made_from.setdefault(name, []).append((key, pattern, shape))
     for name, sources in made_from.items():
         converter = converter_of[sources[0][1]]
-        setattr(weights[name], ARRIVES, Stacked(name, sources, converter, model.config))
+        setattr(weights[name], ARRIVES, StackedWeight(name, sources, converter, model.config))
     return bool(made_from)
 
 
@@ -69,7 +69,7 @@ def _in_files(model: Any, weights: Mapping[str, Tensor], folder: Path | None) ->
     return {name: tuple(each.shape) for name, each in revert_weight_conversion(model, empty).items()}
 
 
-class Stacked:
+class StackedWeight:
     """How a weight comes: its `sources`, one after the other, then what is made of them."""
 
     def __init__(self, name: str, sources: list[Source], converter: Any, config: Any) -> None:

@@ -244,12 +244,12 @@ def check_known(values: Mapping[str, Any]) -> None:
 
 
 def as_json(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Which has lists alone."""
+    """Replace tuples by lists, for JSON."""
     return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
 def as_fields(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What JSON has no words for."""
+    """Turn JSON values back into field types."""
     made = dict(values)
     for name in ("target_modules", "offload"):
         if isinstance(made.get(name), list):

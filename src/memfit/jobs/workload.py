@@ -80,7 +80,7 @@ class Workload(Settings):
                 object.__setattr__(self, name, value)
 
     def _by_itself(self) -> dict[str, Any]:
-        """What a loop takes where nothing is said."""
+        """Defaults that depend on the loop."""
         by_trainer = self.loop != "plain"
         return {
             "optimizer": "adamw-fused" if by_trainer else "adamw",

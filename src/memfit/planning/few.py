@@ -1,4 +1,4 @@
-"""A job told from as few blocks of its model as tell the rest; from all of them where they are not alike.
+"""A job told from as few blocks, steps and new tokens as tell the rest; from all of them where they are not alike.
 
 Which part of a model repeats is proved on the model itself, built without memory: every block has the same modules,
 with the same settings and weights, as the block one period before it. A setting that differs and is not the block's own
@@ -11,6 +11,7 @@ import dataclasses
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
@@ -23,6 +24,9 @@ from memfit.errors import InputError, UsageError
 from memfit.events import Action, Trace
 from memfit.extrapolation.blocks import BEFORE, UNITS, NotRepeating
 from memfit.extrapolation.reused import COMPILED, SAID, let_the_last_go_first, sort_frees
+from memfit.extrapolation.steps import last_step
+from memfit.extrapolation.streams import NotSeparable, TracedStream, answered, filled, stream_of
+from memfit.extrapolation.tokens import PAIR, GenerationExtension, traced_tokens
 from memfit.jobs.adapter_names import BEYOND_BLOCKS
 from memfit.jobs.build import Prepared, prepare_without_memory
 from memfit.jobs.quantised import loaded_bytes
@@ -32,12 +36,14 @@ from memfit.jobs.workload import Workload
 from memfit.models.config_check import HEAD_NAMES
 from memfit.models.own import block_list
 from memfit.models.registry import ModelSource, build_model, load_config, parameter_count
-from memfit.planning.few_steps import trace_labelled
-from memfit.planning.padded import negligible_in_words, padding_is_negligible, range_in_words, range_of
-from memfit.planning.traced import HOST, MANAGED, Recipe, TracedShare, scaled, settings_found
-from memfit.platform import Platform
-from memfit.tracing.compiled.padding import PADS, products_padded
+from memfit.planning import categories
+from memfit.planning.on_trace import STEPS, steps_of, trace_job
+from memfit.planning.padded import larger_of_two
+from memfit.planning.traced import HOST, MANAGED, Provenance, Recipe, TracedShare, scaled, settings_found
+from memfit.platform import H200, Platform
+from memfit.tracing.compiled.padding import PADS
 from memfit.tracing.outside import settings_of_a_new_process, what_is_around
+from memfit.tracing.rule_answers import answers_on
 
 MAX_PERIOD = 8
 IN_ORDER = (
@@ -144,19 +150,19 @@ def trace_few_blocks(work: Workload, platform: Platform) -> tuple[Recipe, Trace]
 
 
 def _trace_in_a_new_process(work: Workload, platform: Platform) -> tuple[Recipe, Trace]:
-    recipe, whole = _trace_few_blocks(work, platform)
+    first = recipe, whole = _trace_few_blocks(work, platform)
     if PADS not in whole.facts.get(SAID, ()):
-        return recipe, whole
-    if padding_is_negligible(whole):
-        return dataclasses.replace(recipe, notes=(negligible_in_words(whole), *recipe.notes)), whole
-    with products_padded():
+        return first
+
+    def again() -> tuple[Recipe, Trace]:
         padded, whole_padded = _trace_few_blocks(work, platform, alike=recipe.blocks is not None)
-    ends = range_of(whole, whole_padded)
-    if ends["planned"] == "padded":
         notes = tuple(dict.fromkeys((*recipe.notes, *padded.notes)))
-        recipe, whole = dataclasses.replace(padded, notes=notes), whole_padded
-    whole.facts[RANGE] = recipe.trace.facts[RANGE] = ends
-    return dataclasses.replace(recipe, notes=(range_in_words(ends), *recipe.notes)), whole
+        return dataclasses.replace(padded, notes=notes), whole_padded
+
+    (told, whole), ends, said = larger_of_two(first, again, lambda made: made[1])
+    if ends is not None:
+        whole.facts[RANGE] = told.trace.facts[RANGE] = ends
+    return dataclasses.replace(told, notes=(said, *told.notes)), whole
 
 
 def _trace_few_blocks(work: Workload, platform: Platform, *, alike: bool = True) -> tuple[Recipe, Trace]:
@@ -294,3 +300,72 @@ def _trainable(job: Prepared, blocks: Blocks, count: Callable[[int], int] = int)
     counts = {name: count(p.numel()) for name, p in job.model.named_parameters() if p.requires_grad}
     in_unit = sum(count for name, count in counts.items() if name.startswith(inner))
     return sum(counts.values()) + (blocks.units - UNITS) * in_unit
+
+
+# -- few of its steps or new tokens, which tell the rest ---------------------------------------------------------------
+# The last step of a training is told by the one before it. Of a generation a dozen tokens are traced from the prompt,
+# and as many from a prompt that ends where the generation does: what the first ones foretell for the last steps is held
+# against those (`extrapolation/tokens.py`). A cache that stops growing at its window shows there, and all tokens are
+# traced.
+
+
+COMPILED_TOKENS = 128
+"""Of as many, a compiled model makes one after the other sooner than its last ones are compiled by themselves."""
+
+
+def trace_labelled(job: Prepared, platform: Platform, layers: int | None = None) -> tuple[Trace, Provenance]:
+    if job.workload.kind == "generate":
+        trace, tokens = trace_generation(job, platform)
+        how = Provenance(tokens=tokens)
+    else:
+        trace, steps = _all_steps(job, platform, layers)
+        how = Provenance(steps=steps)
+    categories.label(trace, categories.loss_modules_of(job.model))
+    return trace, how
+
+
+def _all_steps(job: Prepared, platform: Platform, layers: int | None) -> tuple[Trace, TracedShare | None]:
+    try:
+        return trace_steps(job, platform)
+    except NotRepeating:
+        anew = prepare_without_memory(job.workload, layers=layers)
+        return trace_job(dataclasses.replace(anew, loaded_bytes=job.loaded_bytes), platform), None
+
+
+def trace_steps(job: Prepared, platform: Platform = H200) -> tuple[Trace, TracedShare | None]:
+    """As `trace_job`, but the last step of a training is told by the one before it; with the share of the steps that
+    was traced. Raises NotRepeating where it is not; the job has then run, and must be prepared anew."""
+    work = job.workload
+    if not work.trains or work.is_replicated:  # DDP makes its buckets anew in the second step
+        return trace_job(job, platform), None
+    if work.is_compiled:  # what was compiled runs once more sooner than a step is proved to repeat
+        return trace_job(job, platform), None
+    traced, steps = trace_job(job, platform, steps=STEPS - 1), steps_of(work.loop)
+    missing = last_step(traced, steps)
+    return (missing.apply(traced), TracedShare(steps - 1, steps)) if missing else (traced, None)
+
+
+def trace_generation(job: Prepared, platform: Platform) -> tuple[Trace, TracedShare | None]:
+    """With the share of the new tokens that was traced."""
+    new = job.workload.new_tokens
+    if new > (COMPILED_TOKENS if job.workload.is_compiled else 3 * PAIR * UNITS):
+        traced = traced_tokens(new)
+        with suppress(NotRepeating, NotSeparable):
+            return _from_few(job, platform, new, traced), TracedShare(traced, new)
+    return trace_job(job, platform), None
+
+
+def _from_few(job: Prepared, platform: Platform, new: int, traced: int) -> Trace:
+    near = _noted(job, platform, traced)
+    later = dataclasses.replace(job.workload, seq_len=job.workload.seq_len + new - traced, new_tokens=traced)
+    far = _noted(dataclasses.replace(job, workload=later), platform, None)
+    ask = answers_on(platform)
+    told = GenerationExtension(near.stream, far.stream, new).apply(near.sized, far.sized, ask)
+    outlines, pool = answered(told, ask)
+    return filled(told.stream, outlines, told.which).trace(pool)
+
+
+def _noted(job: Prepared, platform: Platform, tokens: int | None) -> TracedStream:
+    with categories.recording_traces() as heard:
+        trace_job(job, platform, tokens=tokens)
+    return stream_of(heard[0].trace, heard[0].calls)

@@ -72,19 +72,16 @@ def trace_own_code(
 def larger_of_both(plan: Callable[[], Plan]) -> Plan:
     """Where the card would decide whether products are padded, both are planned."""
     first = plan()
-    if not any(note.startswith("some products have a side") for note in first.notes):
-        return first
-    from memfit.planning.padded import negligible_in_words, padding_is_negligible, range_in_words, range_of
-    from memfit.tracing.compiled.padding import products_padded
+    from memfit.planning.padded import larger_of_two  # torch is there by now
+    from memfit.tracing.compiled.padding import PADS
 
-    if padding_is_negligible(first.trace):
-        return dataclasses.replace(first, notes=(negligible_in_words(first.trace), *first.notes))
-    with products_padded():
-        padded = plan()
-    ends = range_of(first.trace, padded.trace)
-    larger = padded if ends["planned"] == "padded" else first
-    larger.trace.facts[RANGE] = ends
-    return dataclasses.replace(judged_anew(larger), notes=(range_in_words(ends), *larger.notes))
+    if PADS not in first.notes:
+        return first
+    larger, ends, said = larger_of_two(first, plan, lambda made: made.trace)
+    if ends is not None:
+        larger.trace.facts[RANGE] = ends
+        larger = judged_anew(larger)
+    return dataclasses.replace(larger, notes=(said, *larger.notes))
 
 
 def trace_code(
@@ -107,7 +104,7 @@ def trace_code(
     from memfit.tracing.answers import NO_OVERFLOW, Answers, Site
     from memfit.tracing.own_code import OwnCodeTracer
     from memfit.tracing.python_stacks import keeping_stacks
-    from memfit.tracing.repeated.passes import Unlike
+    from memfit.tracing.repeated.passes import CallDiffers
     from memfit.tracing.tracer import check_not_nested
 
     started = time.perf_counter()
@@ -125,7 +122,7 @@ def trace_code(
             made = _run_traced(code, tracer, card or find_gpu("H200"), config, parameters,
                                drops_gradients=drops_gradients, skips=skips)  # fmt: skip
             break
-        except Unlike:
+        except CallDiffers:
             continue
     if tracer.alloc_conf is not None:
         config, workload = AllocatorConfig.parse(tracer.alloc_conf), {**workload, "alloc_conf": tracer.alloc_conf}

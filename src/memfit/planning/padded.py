@@ -9,7 +9,8 @@ thing is timed at a time.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -18,11 +19,27 @@ from memfit.events import Trace
 from memfit.extrapolation.reused import COPIES, FLUSH
 from memfit.replay.replay import Replay, replay
 from memfit.replay.timeline import Ints, allocated_changes
-from memfit.tracing.compiled.padding import OPERAND
+from memfit.tracing.compiled.padding import OPERAND, products_padded
 from memfit.units import format_bytes
 
 NEGLIGIBLE = 1000
 """Copies of all products together that are so many times smaller than the peak are not planned by themselves."""
+
+
+T = TypeVar("T")
+
+
+def larger_of_two(
+    first: T, again: Callable[[], T], trace_of: Callable[[T], Trace]
+) -> tuple[T, dict[str, Any] | None, str]:
+    """`first` was made with products unpadded, `again` makes it with all of them padded. The one to be told, the range
+    of both unless padding is negligible, and what is said of it."""
+    if padding_is_negligible(trace_of(first)):
+        return first, None, negligible_in_words(trace_of(first))
+    with products_padded():
+        padded = again()
+    ends = range_of(trace_of(first), trace_of(padded))
+    return padded if ends["planned"] == "padded" else first, ends, range_in_words(ends)
 
 
 def padding_is_negligible(trace: Trace) -> bool:

@@ -31,7 +31,7 @@ from memfit.events import Trace
 from memfit.extrapolation.reused import FLUSH, SAID
 from memfit.files import no_collector
 from memfit.gpus import Context, Gpu, find_gpu, l2_note
-from memfit.guides.formulas import pruning_formulas
+from memfit.guides.claims import pruning_formulas
 from memfit.jobs.together import check_inputs, without_effect
 from memfit.jobs.workload import Workload
 from memfit.planning.traced import HOST, MANAGED, UNMODELLED, Provenance, Traced, trace_workload, tracing_more

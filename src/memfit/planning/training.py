@@ -29,7 +29,6 @@ from memfit.jobs.training.result import PHASES
 from memfit.jobs.training.shapes import basics_config, gsa_config, is_basics, model_config
 from memfit.jobs.workload import Workload
 from memfit.models.presets import BASICS, is_gsa
-from memfit.planning.budget import budget_of, table
 from memfit.planning.cache import shape_folder
 from memfit.planning.card_here import card_for, fit_command
 from memfit.planning.predict import Plan, predict, refuse_unfit_card
@@ -317,3 +316,66 @@ def _what_to_try(work: Workload, job: TrainJob, plan: Plan) -> tuple[str, ...]:
         return ()
     gpu = job.config.memory.gpu or in_mib(plan.gpu.capacity_bytes)
     return (f"to try: {fit_command(work, gpu, global_batch=job.batch.global_batch_size)}",)
+
+
+# -- the budget: what is alive when most is allocated, and what the card must have beside it ---------------------------
+# What the allocator holds beyond what is alive, and what CUDA itself takes, are the last row, so that the total is what
+# the card must have. Where the job fits only because torch gives back what is idle, or not at all, that is the smallest
+# card that takes it.
+
+
+OF_ADAPTERS = "lora_"
+"""In the names of the weights that peft adds."""
+ACTIVATIONS, LOSS = ("activations", "temporaries"), ("loss",)
+
+
+def budget_of(plan: Plan) -> dict[str, int]:
+    """The overhead is workspaces of the libraries, what the allocator holds beyond the peak, and CUDA's context."""
+    parts = plan.report.breakdown
+    adapters = _adapter_bytes(plan)
+    named = {
+        "base_bytes": parts["weights"] - adapters, "adapter_bytes": adapters,
+        "activation_bytes": sum(parts[name] for name in ACTIVATIONS), "loss_bytes": sum(parts[name] for name in LOSS),
+        "gradient_bytes": parts["gradients"], "optimizer_bytes": parts["optimizer"],
+    }  # fmt: skip
+    needed = plan.needed_bytes
+    return {**named, "overhead_bytes": needed - sum(named.values()), "total_bytes": needed}
+
+
+def _adapter_bytes(plan: Plan) -> int:
+    trace, sizes = plan.trace, plan.timeline.size
+    return sum(
+        int(sizes[block])
+        for block in plan.report.alive.tolist()
+        if trace.category(block) == "weights" and OF_ADAPTERS in trace.module(block)
+    )
+
+
+def table(columns: dict[str, Plan]) -> Iterator[str]:
+    """As lines of text, a column for each plan."""
+    budgets = [budget_of(plan) for plan in columns.values()]
+    last = list(columns.values())[-1]
+    rows = [(label, [each[f"{name}_bytes"] for each in budgets]) for name, label in _labels(last)]
+    width = max(len(label) for label, _ in rows)
+    wide = [max(len(title), 11) for title in columns]
+    yield "  " + " " * width + "".join(f"  {title:>{each}}" for title, each in zip(columns, wide, strict=True))
+    for label, values in rows:
+        yield f"  {label:<{width}}" + "".join(f"  {gib(v):>{each}}" for v, each in zip(values, wide, strict=True))
+
+
+def _labels(plan: Plan) -> list[tuple[str, str]]:
+    work = plan.workload
+    of_base = work["precision"].replace("amp-bf16", "fp32").replace("amp-fp16", "fp32")
+    rows = [("base", f"Base model ({of_base if work.get('quant', 'none') == 'none' else work['quant']})")]
+    if work["kind"] == "lora":
+        dtype = "fp32" if work["adapter_dtype"] == "fp32" else work["precision"]
+        rows.append(("adapter", f"LoRA adapters (rank {work['rank']}, {dtype})"))
+    return [
+        *rows,
+        ("activation", f"Activations ({work['batch_size']} x {work['seq_len']:,} tokens)"),
+        ("loss", "Logits and loss"),
+        ("gradient", "Gradients"),
+        ("optimizer", f"Optimizer states ({work['optimizer']})"),
+        ("overhead", "Buffer/overhead (allocator, workspaces, CUDA)"),
+        ("total", "Total"),
+    ]

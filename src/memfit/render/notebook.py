@@ -13,6 +13,7 @@ from typing import Any
 from memfit.render.fit import say_fit
 from memfit.render.pieces import category_word, clean, job_file_warnings, percent
 from memfit.render.plan import say_verdict, say_why, undecided_bytes
+from memfit.render.shown import NOT_MODELLED
 from memfit.units import gib
 
 Document = Mapping[str, Any]
@@ -48,7 +49,7 @@ def _plan(plan: Document) -> Iterator[str]:
     yield _line(f"{clean(plan['workload'].get('kind', ''))} of {clean(plan['model']['name'])}{on}", "strong")
     yield _line(say_verdict(plan).plain, "b")
     yield _line(say_why(plan).plain)
-    yield from (_line(each, warns=True) for each in plan["notes"] if each.startswith("not modelled:"))
+    yield from (_line(each, warns=True) for each in plan["notes"] if each.startswith(NOT_MODELLED))
     yield from (_line(each.plain, warns=True) for each in job_file_warnings(plan))
     parts = [
         *_categories(plan["breakdown"]),

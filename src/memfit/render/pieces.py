@@ -11,6 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from memfit.render.shown import NOT_MODELLED
 from memfit.units import duration, gib, two_figures
 
 
@@ -119,7 +120,7 @@ def job_file_warnings(document: Mapping[str, Any]) -> Iterator[Text]:
     """Of a job file: what the figures below do not have, to be read before them."""
     job = document.get("from") or {}
     for note in job.get("notes", ()):
-        if note.startswith("not modelled:"):
+        if note.startswith(NOT_MODELLED):
             yield Text(clean(note), "yellow")
     if job.get("unknown"):
         yield Text(f"unknown keys, which may mean anything: {', '.join(map(clean, job['unknown']))}", "yellow")
@@ -138,7 +139,7 @@ def job_file_section(document: Mapping[str, Any]) -> Iterator[RenderableType]:
     named = " and ".join(
         f"{clean(file)} ({clean(form)})" for file, form in zip(job["files"], job["formats"], strict=True)
     )
-    yield section(f"from {named}", bullets(note for note in lines if not note.startswith("not modelled:")))
+    yield section(f"from {named}", bullets(note for note in lines if not note.startswith(NOT_MODELLED)))
 
 
 def _key_words(values: Mapping[str, Any]) -> Iterator[str]:

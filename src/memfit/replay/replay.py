@@ -10,7 +10,7 @@
     >>> Replays(trace).smallest_capacity() >> 20
     50
 
-What a recording saw of the driver and of errors is not obeyed here; `verify` compares with it.
+What a recording saw of the driver and of errors is not obeyed here; tests/support/verify.py compares with it.
 """
 
 from __future__ import annotations

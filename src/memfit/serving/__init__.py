@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 DOOR = {
-    "server": "forwarding serve",
-    "settings": "ServeSettings",
+    "server": "ServeSettings forwarding serve",
 }
 """What other rooms may use, by file."""

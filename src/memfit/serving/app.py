@@ -15,10 +15,10 @@ from starlette.responses import JSONResponse, Response
 
 from memfit.errors import MemfitError
 from memfit.render.html import MODULES, asset
-from memfit.serving import asked, planner, runs, viewer
+from memfit.serving import planner, runs, viewer
 from memfit.serving.readers import Readers
 from memfit.serving.security import Guard, OutsidePath
-from memfit.serving.settings import ServeSettings
+from memfit.serving.server import ServeSettings
 from memfit.serving.workers import Workers
 
 TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
@@ -30,7 +30,7 @@ def make_app(settings: ServeSettings) -> FastAPI:
     app.state.settings = settings
     app.state.workers = Workers()
     app.state.readers = Readers()
-    for view in (planner, runs, viewer, asked):
+    for view in (planner, runs, viewer):
         app.include_router(view.router)
     app.add_api_route("/", _page)
     app.add_api_route("/assets/{name}", _file)

@@ -21,6 +21,7 @@ from typing import Any
 
 from starlette.exceptions import HTTPException
 
+from memfit.serving.messages import receive, resident_bytes
 from memfit.serving.workers import Answer, end, said
 
 MOST_OPEN = 3
@@ -82,7 +83,7 @@ class OpenedFile:
         state = "ready" if self._reading.done() else "reading"
         return {
             "title": self.title, "state": state, **self.progress, "seconds": time.monotonic() - self._began,
-            "resident_bytes": _resident_bytes(self._process),
+            "resident_bytes": None if self._process is None else resident_bytes(self._process.pid),
         }  # fmt: skip
 
     async def ask(self, do: str, asked: Mapping[str, Any]) -> Answer:
@@ -138,18 +139,8 @@ class OpenedFile:
 
     async def _message(self, process: Process) -> Answer:
         assert process.stdout is not None
-        status, length = (await process.stdout.readuntil(b"\n")).split()
-        return Answer(int(status), await process.stdout.readexactly(int(length)))
+        return Answer(*await receive(process.stdout))
 
     async def _end(self) -> None:
         if self._process is not None:
             await end(self._process)
-
-
-def _resident_bytes(process: Process | None) -> int | None:
-    try:
-        assert process is not None
-        with open(f"/proc/{process.pid}/statm", encoding="ascii") as stream:
-            return int(stream.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (AssertionError, OSError, ValueError):
-        return None

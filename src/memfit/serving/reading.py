@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
 from memfit.analysis.files import report_file
-from memfit.analysis.viewing import Viewed
+from memfit.analysis.viewing import RunView
 from memfit.errors import MemfitError
+from memfit.serving.messages import answers_pipe, send
 from memfit.snapshots.schema import clean
 from memfit.units import GiB, format_bytes
 
@@ -27,11 +27,10 @@ MOST_BYTES = 8 * GiB
 
 
 def main(path: str, title: str) -> None:
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
+    answers = answers_pipe()
     _bound()
     try:
-        viewed = Viewed(_report(path, title, answers))
+        viewed = RunView(_report(path, title, answers))
         _send(answers, 200, {})
     except (MemfitError, MemoryError) as error:
         _send(answers, 422, _refusal(error, path, title))
@@ -49,7 +48,7 @@ def _report(path: str, title: str, answers: IO[bytes]) -> Any:
     return reported
 
 
-def _answer(viewed: Viewed, do: str, asked: dict[str, Any]) -> tuple[int, Any]:
+def _answer(viewed: RunView, do: str, asked: dict[str, Any]) -> tuple[int, Any]:
     try:
         if do == "page":
             return 200, viewed.page()
@@ -65,9 +64,7 @@ def _refusal(error: Exception, path: str = "", title: str = "") -> dict[str, Any
 
 
 def _send(answers: IO[bytes], status: int, document: Any) -> None:
-    body = gzip.compress(json.dumps(document, separators=(",", ":"), allow_nan=False).encode(), 1)
-    answers.write(b"%d %d\n" % (status, len(body)) + body)
-    answers.flush()
+    send(answers, status, gzip.compress(json.dumps(document, separators=(",", ":"), allow_nan=False).encode(), 1))
 
 
 def _bound() -> None:

@@ -9,13 +9,26 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import FrameType
 
 from memfit.errors import UsageError
-from memfit.serving.settings import ServeSettings
+from memfit.serving.security import new_token
 
+PORT = 8642
 GRACE_SECONDS = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeSettings:
+    """How the page is served: where, to whom, and which folder it may read."""
+
+    dir: Path = Path()
+    """Runs, snapshots and models are read from below this folder, and nothing else is."""
+    host: str = "127.0.0.1"
+    port: int = PORT
+    token: str = field(default_factory=new_token)
 
 
 def serve(settings: ServeSettings, on_ready: Callable[[str], None]) -> None:

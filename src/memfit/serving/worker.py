@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import Any
 
 from memfit.errors import MemfitError, TraceError
+from memfit.serving.messages import answers_pipe, resident_bytes, send
 from memfit.units import GiB
 
 DOES = {
@@ -32,16 +33,14 @@ MOST_BYTES = 3 * GiB
 
 def main() -> None:
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a model's own code prints is no answer
-    sys.stdout = sys.stderr
+    answers = answers_pipe()
+    sys.stdout = sys.stderr  # what a model's own code prints is no answer
     while line := _next_line():
         do, about = json.loads(line)
         status, document = answer(do, about)
         body = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
-        answers.write(b"%d %d\n" % (status, len(body)) + body)
-        answers.flush()
-        if _resident_bytes() > MOST_BYTES:
+        send(answers, status, body)
+        if (resident_bytes() or 0) > MOST_BYTES:
             return
 
 
@@ -79,14 +78,6 @@ def answer(do: str, about: dict[str, Any]) -> tuple[int, Any]:
 
         traceback.print_exc()
         return 500, {"error": f"{type(error).__name__}: {error}", "hint": "this is a bug in memfit, please report it"}
-
-
-def _resident_bytes() -> int:
-    try:
-        with open("/proc/self/statm", encoding="ascii") as stream:
-            return int(stream.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError):
-        return 0
 
 
 if __name__ == "__main__":

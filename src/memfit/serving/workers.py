@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from memfit.serving.messages import receive
 from memfit.serving.worker import WARM
 from memfit.units import MiB
 
@@ -190,8 +191,7 @@ class WorkerQueue:
         assert process.stdin is not None and process.stdout is not None
         process.stdin.write(line)
         await process.stdin.drain()
-        status, length = (await process.stdout.readuntil(b"\n")).split()
-        return Answer(int(status), await process.stdout.readexactly(int(length)))
+        return Answer(*await receive(process.stdout))
 
     async def _started(self) -> Process:
         if self._process is None or self._process.returncode is not None:

@@ -5,6 +5,6 @@ from __future__ import annotations
 DOOR = {
     "read": "Annotation FORMAT Remark SnapshotSegment Snapshot read_snapshot snapshot_of",
     "schema": "Frame Malformed clean scalar",
-    "write": "as_json placed_snapshot save_snapshot",
+    "write": "SEGMENT_ACTIONS as_json placed_snapshot save_snapshot",
 }
 """What other rooms may use, by file."""

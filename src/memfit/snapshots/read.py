@@ -10,7 +10,7 @@ What a snapshot is: `segments`, the allocator's blocks at the moment of the dump
 but was born before the second is a row of the trace without an ALLOC event: it is there from the start. Such rows
 come first, so that the order of rows is the order of birth; `trace.facts["live_before"]` is their number.
 
-The file is another's: see `snapshot_file` for how it is opened. Here, what came out is checked field by field, at a
+The file is another's: see snapshots/file.py for how it is opened. Here, what came out is checked field by field, at a
 fixed depth, by exact types (True is no number) and ranges; fields that are not known are left alone, for each torch
 release adds some. Text is kept as text, less what a terminal would obey; whoever writes HTML escapes it.
 """

@@ -30,7 +30,7 @@ from memfit.units import format_bytes
 MAX_JSON_BYTES = 1 << 30  # the viewer gives up well before
 FRAME_BYTES = 90  # of one frame in JSON, about; it is written anew for each event
 
-_SEGMENT_ACTIONS = {
+SEGMENT_ACTIONS = {
     Action.SEGMENT_ALLOC: "segment_alloc", Action.SEGMENT_FREE: "segment_free",
     Action.SEGMENT_MAP: "segment_map", Action.SEGMENT_UNMAP: "segment_unmap",
 }  # fmt: skip
@@ -158,7 +158,7 @@ class _SnapshotWriter:
         if action == Action.OOM:
             event: dict[str, Any] = {"action": "oom", "device_free": address}
         else:
-            event = {"action": _SEGMENT_ACTIONS[action], "addr": address}
+            event = {"action": SEGMENT_ACTIONS[action], "addr": address}
         self.events.append({**event, "size": size, "stream": stream, "time_us": i, "frames": []})
 
     def _mark(self, i: int, number: int) -> None:

@@ -21,7 +21,6 @@ from torch.utils.flop_counter import flop_registry
 from memfit.events import OpCost
 from memfit.tracing.tracer import Tracer
 
-aten = torch.ops.aten
 Tensor = torch.Tensor
 
 COSTS_NOTHING = ("empty", "new_empty", "_unsafe_view", "_local_scalar_dense", "_reshape_alias", "lift_fresh", "set_")

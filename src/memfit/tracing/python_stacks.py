@@ -19,6 +19,7 @@ from types import CodeType
 
 import torch
 
+from memfit.analysis.own_lines import BACKWARD_OF
 from memfit.events import FrameRow, Trace
 from memfit.tracing.node_numbers import NodeNumbers
 
@@ -36,7 +37,6 @@ _DISPATCH = tuple(
 _ENGINE = os.path.join(_TORCH, "autograd", "graph.py"), "_engine_run_backward"
 _TRACE = os.path.join(_HERE, "tracer.py"), "run_traced"
 _MODULE = os.path.join(_TORCH, "nn", "modules", "module.py")
-BACKWARD_OF = "backward of "
 
 
 @contextmanager

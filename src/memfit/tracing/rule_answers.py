@@ -13,9 +13,9 @@ from memfit.extrapolation.streams import CALLER, Ask, Outline, RuleAnswer
 from memfit.platform import Platform
 from memfit.tracing.answers import Answers
 from memfit.tracing.kernels.products import Workspaces
-from memfit.tracing.kernels.rules import HIDDEN
+from memfit.tracing.kernels.tables import HIDDEN, REPLACED
 from memfit.tracing.rule_calls import Fixed, Form, ListForm, TensorForm, WholeNumber
-from memfit.tracing.tracer import REPLACED, Tracer
+from memfit.tracing.tracer import Tracer
 
 _CALLER = "caller"
 _ARGUMENT = "argument "

@@ -76,7 +76,7 @@ class RuleCalls:
             yield
             return
         module, category, outside = tracer.surroundings()
-        modules, taken = tracer.modules, _Taken(tracer, module)
+        modules, taken = tracer.modules, _FormWriter(tracer, module)
         form = Form(
             op,
             hidden,
@@ -99,7 +99,7 @@ class RuleCalls:
 
 
 @dataclass(slots=True)
-class _Taken:
+class _FormWriter:
     tracer: Tracer
     caller: str
     numbers: list[int] = field(default_factory=list)

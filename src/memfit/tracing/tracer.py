@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves
 
 from memfit.errors import TraceError
-from memfit.events import FrameRow, Trace
+from memfit.events import LISTS, FrameRow, Trace
 from memfit.extrapolation.reused import REUSED
 from memfit.platform import H200, Platform
 from memfit.tracing import distributed
@@ -36,19 +36,12 @@ from memfit.tracing.answers import Answers
 from memfit.tracing.cuda_names import Streams
 from memfit.tracing.distributed import Sent
 from memfit.tracing.kernels import (
-    attention,
     composites,
-    convolutions,
-    four_bit,
     indexing,
-    losses,
-    normalisation,
-    products,
-    recurrent,
-    rules,
 )
 from memfit.tracing.kernels.composites import EngineSums
 from memfit.tracing.kernels.products import PRODUCTS, Workspaces
+from memfit.tracing.kernels.tables import HIDDEN, REPLACED
 from memfit.tracing.memo import Gives, remembered_on, what_is_given
 from memfit.tracing.node_numbers import NodeNumbers
 from memfit.tracing.python_stacks import stacks_of
@@ -63,11 +56,6 @@ ONE_AT_A_TIME = threading.RLock()
 os.register_at_fork(after_in_child=ONE_AT_A_TIME._at_fork_reinit)  # type: ignore[attr-defined]
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 ACCUMULATE_GRAD = "torch::autograd::AccumulateGrad"
-REPLACED: dict[Any, Callable[..., Any]] = {
-    **attention.RULES, **composites.IN_INFERENCE_MODE, **products.RULES, **rules.REPLACED,
-    **indexing.REPLACED, **convolutions.REPLACED, **recurrent.REPLACED,
-    **losses.REPLACED, **normalisation.REPLACED, **four_bit.RULES,
-}  # fmt: skip
 
 
 class Tracer(TorchDispatchMode):
@@ -133,9 +121,7 @@ class Tracer(TorchDispatchMode):
         if not tensors:
             return
         self.rule_calls.as_traced()
-        self.trace.facts.setdefault("lists", {})[str(len(self.trace.requested) - 1)] = [
-            self.block_of(t) for t in tensors
-        ]
+        self.trace.facts.setdefault(LISTS, {})[str(len(self.trace.requested) - 1)] = [self.block_of(t) for t in tensors]
 
     @contextmanager
     def temporaries(self) -> Iterator[Callable[[int, str], None]]:
@@ -154,7 +140,7 @@ class Tracer(TorchDispatchMode):
             self.trace.free(known[1])
 
     def passed_on(self, tensor: torch.Tensor) -> None:
-        """Compiled code uses a buffer for something else."""
+        """Called when compiled code reuses a buffer."""
         storage = tensor.untyped_storage()
         entry = self._blocks.get(storage._cdata)
         if entry is not None and entry[1] is not None:
@@ -186,7 +172,7 @@ class Tracer(TorchDispatchMode):
         return {block for _, block in self._blocks.values() if block is not None}
 
     def free_now(self, tensor: torch.Tensor) -> None:
-        """Before it dies."""
+        """Record the free now, before the storage dies."""
         _, block = self._blocks.pop(tensor.untyped_storage()._cdata)
         if block is not None:
             self.trace.free(block)
@@ -372,7 +358,7 @@ class Tracer(TorchDispatchMode):
             tensors = [t for t in first if isinstance(t, torch.Tensor)]
             self.counts(tensors if out.shape == (len(tensors),) else [])
         elif isinstance(first, torch.Tensor) and out.dim() == 1 and out.shape == first.shape:
-            lists, made = self.trace.facts.get("lists", {}), self.block_of(out)
+            lists, made = self.trace.facts.get(LISTS, {}), self.block_of(out)
             if made != self.block_of(first) and (members := lists.get(str(self.block_of(first)))) is not None:
                 lists[str(made)] = members
 
@@ -411,7 +397,7 @@ def _known_op(func: Any) -> KnownOp:
         name=str(func),
         gives=what_is_given(func),
         replaced=REPLACED.get(func),
-        hidden=rules.HIDDEN.get(func) or distributed.HIDDEN.get(str(func)),
+        hidden=HIDDEN.get(func) or distributed.HIDDEN.get(str(func)),
         multiplies=func in PRODUCTS,
         adds=func is aten.add.Tensor,
         indexes=func in indexing.BY_INDEX,

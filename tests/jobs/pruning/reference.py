@@ -134,7 +134,6 @@ def sparsegpt(
     *,
     ratio: float | None = None,
     groups: tuple[int, int] | None = None,
-    mask: Mask | None = None,
     damping: float = 0.01,
     block: int = 128,
 ) -> tuple[NDArray[np.float64], Mask]:
@@ -147,7 +146,7 @@ def sparsegpt(
             weight[:, column] = 0
     hessian += damping * np.mean(np.diag(hessian)) * np.eye(columns)
     upper = np.linalg.cholesky(np.linalg.inv(hessian)).T
-    chosen = np.zeros(weight.shape, dtype=bool) if mask is None else mask
+    chosen = np.zeros(weight.shape, dtype=bool)
     for start in range(0, columns, block):
         end = min(start + block, columns)
         if ratio is not None:

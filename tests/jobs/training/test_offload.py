@@ -100,7 +100,7 @@ def test_what_is_saved_for_backward_comes_back_once(tmp_path: Path, monkeypatch:
     came: list[int] = []
     come = activations._Carrier._come
 
-    def counted(carrier: activations._Carrier, kept: activations._Kept) -> torch.Tensor:
+    def counted(carrier: activations._Carrier, kept: activations._HostCopy) -> torch.Tensor:
         if kept.here is None:
             came.append(kept.uses)
         return come(carrier, kept)

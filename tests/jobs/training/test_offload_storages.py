@@ -54,11 +54,11 @@ def noted(carrier: type[activations._Carrier], monkeypatch: pytest.MonkeyPatch) 
     seen: list[str] = []
     fetch, come = carrier.fetch, carrier._come
 
-    def fetched(self: activations._Carrier, kept: activations._Kept) -> torch.Tensor:
+    def fetched(self: activations._Carrier, kept: activations._HostCopy) -> torch.Tensor:
         seen.append(f"asked {len(kept.piece) // 4}")
         return fetch(self, kept)
 
-    def comes(self: activations._Carrier, kept: activations._Kept) -> torch.Tensor:
+    def comes(self: activations._Carrier, kept: activations._HostCopy) -> torch.Tensor:
         if kept.here is None:
             seen.append(f"comes {len(kept.piece) // 4}")
         return come(self, kept)

@@ -17,9 +17,9 @@ from training_folder import ALPACA, alpaca_file, text_file
 
 from memfit.errors import InputError, UsageError
 from memfit.jobs import text_files as files
+from memfit.jobs.training.chunked_loss import IGNORED
 from memfit.jobs.training.config import DataConfig, ScheduleConfig
 from memfit.jobs.training.data import (
-    IGNORED,
     Collator,
     TrainingData,
     epoch_order,

@@ -42,8 +42,6 @@ from memfit.models.checkpoint import StoredTensor, WeightStore
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["BlockReport", "Engine", "PruningOutcome"]
-
 
 @contextmanager
 def no_phases(name: str, step: int = 0) -> Iterator[None]:

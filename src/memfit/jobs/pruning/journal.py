@@ -16,7 +16,7 @@ from typing import Any
 from memfit.errors import InputError
 
 FORMAT = "memfit.prune-journal/1"
-_CLOEXEC = getattr(os, "O_CLOEXEC", 0)
+CLOEXEC = getattr(os, "O_CLOEXEC", 0)
 
 
 class Journal:
@@ -29,7 +29,7 @@ class Journal:
         self._end = 0
 
     def begin(self) -> None:
-        self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | _CLOEXEC, 0o666)
+        self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | CLOEXEC, 0o666)
         self._append({"format": FORMAT, "run": self.key})
         sync_folder(self.path.parent)
 
@@ -58,7 +58,7 @@ class Journal:
                 f"--resume: '{save}' was begun with other settings: {was or 'the model has changed since'}",
                 hint="use the same command, or another --save",
             )
-        self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | _CLOEXEC)
+        self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | CLOEXEC)
         os.ftruncate(self._file, self._end)
 
     def remember(self, name: str, value: Any) -> None:
@@ -88,7 +88,7 @@ class Journal:
 def forget_blocks(path: Path) -> None:
     """Leave the first line alone: the files are about to go, and no block may be believed without them."""
     for _, end in _lines(path):
-        descriptor = os.open(path, os.O_WRONLY | _CLOEXEC)
+        descriptor = os.open(path, os.O_WRONLY | CLOEXEC)
         try:
             os.ftruncate(descriptor, end)
             os.fsync(descriptor)
@@ -119,7 +119,7 @@ def _write_all(descriptor: int, data: memoryview) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | _CLOEXEC)
+    descriptor = os.open(folder, os.O_RDONLY | CLOEXEC)
     try:
         os.fsync(descriptor)
     finally:

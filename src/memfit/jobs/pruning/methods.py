@@ -148,13 +148,9 @@ LEAST, MOST = 0.01, 0.99
 """A block is neither left whole nor emptied."""
 
 
-def uniform(ratio: float, blocks: int) -> list[float]:
-    return [ratio] * blocks
-
-
-def owl(outliers: Sequence[float], ratio: float, spread: float = SPREAD) -> list[float]:
+def owl(outliers: Sequence[float], ratio: float) -> list[float]:
     """The sparsity of each block from its percentage of outliers."""
-    kept = _spread_around_zero(outliers, 2 * spread)
+    kept = _spread_around_zero(outliers, 2 * SPREAD)
     return [min(max(ratio - more, LEAST), MOST) for more in kept]
 
 

@@ -171,7 +171,7 @@ class Statistic(Protocol):
         ...
 
 
-class Enough(Exception):
+class AllInputsSeen(Exception):
     """All inputs of the block have been seen."""
 
 
@@ -234,7 +234,7 @@ class Observer:
                 stack.enter_context(seen(block, self._see_expert(batch), self._after_experts))
             try:
                 yield
-            except Enough as enough:
+            except AllInputsSeen as enough:
                 forget_frames(enough)
         self._end_of_batch()
 
@@ -252,7 +252,7 @@ class Observer:
             group.statistic.add(self._by_window(matrix, x, batch), batch.first)
             self._order.append(group.matrices[0].name)
         if not self.whole and self.pattern is not None and matrix.name == self.pattern.last:
-            raise Enough
+            raise AllInputsSeen
 
     def _group_of(self, matrix: Matrix, x: Tensor) -> SharedInput | None:
         """None if the statistics have this tensor already."""
@@ -301,7 +301,7 @@ class Observer:
         name = next(m.name for m in self.matrices if m.module is module)
         self._order.append(name)
         if not self.whole and self.pattern is not None and name == self.pattern.last:
-            raise Enough
+            raise AllInputsSeen
 
     # -- the pattern -----------------------------------------------------------------------------------------------
 

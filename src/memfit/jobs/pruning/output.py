@@ -36,7 +36,7 @@ from memfit.errors import InputError, MemfitError, UsageError
 from memfit.files import written_whole
 from memfit.jobs.host import as_bytes
 from memfit.jobs.pruning.decoder import TORCH_DTYPES, Decoder, StoredPiece
-from memfit.jobs.pruning.journal import Journal, forget_blocks, sync_folder
+from memfit.jobs.pruning.journal import CLOEXEC, Journal, forget_blocks, sync_folder
 from memfit.jobs.pruning.observation import find_matrices
 from memfit.jobs.pruning.result import FILE, is_result
 from memfit.jobs.pruning.settings import PruneSettings
@@ -204,7 +204,7 @@ class OutputFolder:
         self.working.mkdir()
         names = [file.path.name for file in self._source.files]
         for name, header, size in zip(names, self._headers, self._sizes, strict=True):
-            descriptor = os.open(self.working / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | _CLOEXEC, 0o666)
+            descriptor = os.open(self.working / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | CLOEXEC, 0o666)
             self._files.append(descriptor)
             _reserve(descriptor, size)
             _pwrite(descriptor, memoryview(header), 0)
@@ -224,7 +224,7 @@ class OutputFolder:
             path = self.working / file.path.name
             if not path.is_file() or path.stat().st_size != size:
                 raise InputError(f"'{path}' is not as the run left it", hint="--force begins anew")
-            self._files.append(os.open(path, os.O_RDWR | _CLOEXEC))
+            self._files.append(os.open(path, os.O_RDWR | CLOEXEC))
 
     @property
     def _source(self) -> WeightStore:
@@ -431,8 +431,6 @@ def _unfinished(save: Path, said: str, *, resume: bool) -> Journal | None:
 
 
 # -- bytes -------------------------------------------------------------------------------------------------------------
-
-_CLOEXEC = getattr(os, "O_CLOEXEC", 0)
 
 
 def _to_disk(descriptor: int) -> None:

@@ -94,6 +94,10 @@ def give_back_freed_memory() -> None:
             ctypes.CDLL(None).malloc_trim(0)
 
 
+AFTER_PRUNING, AFTER_EVALUATION = "04_after_pruning", "06_after_eval"
+"""Checkpoints of the log; a stage is called by the one that it ends at."""
+
+
 def ran_out(stage: str, settings: PruneSettings, error: BaseException, budget: int | None) -> RanOut:
     """On the way to a checkpoint; the hint is what makes that stage smaller."""
     where = "host memory" if on_the_host(error) else "GPU memory"
@@ -107,9 +111,9 @@ def fixes(stage: str, settings: PruneSettings, error: BaseException, budget: int
     """Lines for a person, the most likely help first. `budget` is what the run had reckoned with."""
     if on_the_host(error):
         return _for_the_host(stage, settings.workload)
-    if stage.startswith("04"):
+    if stage == AFTER_PRUNING:
         return _for_pruning(settings, budget)
-    if stage.startswith("06"):
+    if stage == AFTER_EVALUATION:
         return _for_evaluation(settings, budget)
     return ["close other programs on this GPU (`memfit watch` shows them), or choose another with --device cuda:1"]
 
@@ -143,7 +147,7 @@ def _for_evaluation(settings: PruneSettings, budget: int | None) -> list[str]:
 
 def _for_the_host(stage: str, work: Workload) -> list[str]:
     lines = [f"--nsamples {max(1, work.nsamples // 2)}: half of the hidden states"]
-    if stage.startswith("06"):
+    if stage == AFTER_EVALUATION:
         lines = ["--eval-windows 40: fewer hidden states at a time"]
     if work.seq_len > 512:
         lines.append(f"--seqlen {work.seq_len // 2}: halves them too")
@@ -249,12 +253,12 @@ class _PruningRun:
             with log.until("03_before_pruning"):
                 self._check_weights(engine)
                 self._begin_file(log, output)
-            with self._timed("prune"), log.until("04_after_pruning"):
+            with self._timed("prune"), log.until(AFTER_PRUNING):
                 outcome = self._prune(log, engine, windows, output, evaluated)
             self._tell_sparsity(result, outcome)
             if evaluated is not None:
                 log.checkpoint("05_before_eval")
-                with self._timed("evaluate"), log.until("06_after_eval"):
+                with self._timed("evaluate"), log.until(AFTER_EVALUATION):
                     result.perplexity = self._evaluate(engine, evaluated, outcome, output)
             if output is not None:
                 self._save(log, result, output)
@@ -527,7 +531,7 @@ class _PruningRun:
         )
         result.predicted = self.predict(planned)
         if result.predicted is not None:
-            pruned = next(point for point in log.points if point.name == "04_after_pruning")
+            pruned = next(point for point in log.points if point.name == AFTER_PRUNING)
             rows = (
                 ("GPU allocated while pruning", result.predicted.gpu_allocated_bytes, pruned.stretch_peak_bytes),
                 ("host buffers", result.predicted.host_bytes, result.placement["host_buffers_peak_bytes"]),

@@ -45,17 +45,15 @@ def prune_with_updates_(
     *,
     ratio: float | None = None,
     groups: Groups | None = None,
-    masks: Sequence[Tensor] | None = None,
     names: Sequence[str] = (),
-    damping: float = DAMPING,
     block: int = BLOCK,
     sweeps: Sweeps | None = None,
 ) -> Outcome:
-    """Prune matrices [rows, columns] that share an input, in place, by one of: a ratio, groups of columns, or masks
-    made elsewhere (True is removed), which the kept weights are then fitted to. `hessian` is used up.
+    """Prune matrices [rows, columns] that share an input, in place, by a ratio or by groups of columns. The kept
+    weights make up for those that go. `hessian` is used up.
     Keep one `sweeps` for a whole model: its CUDA graphs serve all blocks of the same shape."""
     columns = len(hessian)
-    _check(weights, columns, ratio, groups, masks)
+    _check(weights, columns, ratio, groups)
     names = names or [f"matrix {number}" for number in range(len(weights))]
     check_finite({**dict(zip(names, weights, strict=True)), f"inputs of {names[0]}": hessian.diagonal()})
     bounds = _bounds(weights)
@@ -65,22 +63,18 @@ def prune_with_updates_(
     dead = hessian.diagonal() == 0
     hessian.diagonal().masked_fill_(dead, 1.0)
     stacked.masked_fill_(dead.unsqueeze(1), 0.0)
-    outcome = _factorise_(hessian, damping, names)
-    _sweep_(stacked, hessian, bounds, ratio, groups, masks, block, sweeps or Sweeps())
+    outcome = _factorise_(hessian, names)
+    _sweep_(stacked, hessian, bounds, ratio, groups, block, sweeps or Sweeps())
     for weight, (start, end) in zip(weights, pairwise(bounds), strict=True):
         weight.copy_(stacked[:, start:end].mT)
     return outcome
 
 
-def _check(
-    weights: Sequence[Tensor], columns: int, ratio: float | None, groups: Groups | None, masks: Sequence[Tensor] | None
-) -> None:
-    if sum(choice is not None for choice in (ratio, groups, masks)) != 1:
-        raise UsageError("SparseGPT takes one of a ratio, groups and masks")
+def _check(weights: Sequence[Tensor], columns: int, ratio: float | None, groups: Groups | None) -> None:
+    if (ratio is None) == (groups is None):
+        raise UsageError("SparseGPT takes a ratio or groups")
     if not weights or any(weight.shape[1:] != (columns,) for weight in weights):
         raise UsageError(f"SparseGPT takes matrices of {columns:,} columns, as many as their input has")
-    if masks is not None and [mask.shape for mask in masks] != [weight.shape for weight in weights]:
-        raise UsageError("SparseGPT takes one mask for each matrix, of its shape")
     if groups is not None:
         check_groups(columns, groups[1])
         if not 0 < groups[0] < groups[1]:
@@ -98,9 +92,9 @@ def _bounds(weights: Sequence[Tensor]) -> list[int]:
 # -- factorisation -----------------------------------------------------------------------------------------------------
 
 
-def _factorise_(hessian: Tensor, damping: float, names: Sequence[str]) -> Outcome:
+def _factorise_(hessian: Tensor, names: Sequence[str]) -> Outcome:
     """Put U in the place of H. Beside it there is never more than one matrix of its size."""
-    asked = damping
+    damping = DAMPING
     mean = hessian.diagonal().mean()
     while not _into_lower_factor(reversed_ := hessian.flip(0, 1), mean * damping):
         del reversed_
@@ -114,9 +108,9 @@ def _factorise_(hessian: Tensor, damping: float, names: Sequence[str]) -> Outcom
     torch.linalg.solve_triangular(reversed_.mT, hessian, upper=False, out=hessian)
     del reversed_
     hessian.copy_(hessian.flip(0, 1))
-    if damping == asked:
+    if damping == DAMPING:
         return Outcome(damping)
-    warning = f"{', '.join(names)}: X^T X was not positive definite with damping {asked:g}; {damping:g} was used"
+    warning = f"{', '.join(names)}: X^T X was not positive definite with damping {DAMPING:g}; {damping:g} was used"
     return Outcome(damping, (warning,))
 
 
@@ -142,7 +136,6 @@ def _sweep_(
     bounds: Sequence[int],
     ratio: float | None,
     groups: Groups | None,
-    masks: Sequence[Tensor] | None,
     block: int,
     sweeps: Sweeps,
 ) -> None:
@@ -157,10 +150,7 @@ def _sweep_(
         sweep.weights.copy_(stacked[start:end])
         sweep.factor.copy_(factor[start:end, start:end])
         sweep.diagonal.copy_(diagonal[start:end])
-        if masks is not None:
-            for mask, (first, last) in zip(masks, pairwise(bounds), strict=True):
-                sweep.removed[:, first:last].copy_(mask[:, start:end].mT)
-        elif ratio is not None:
+        if ratio is not None:
             for first, last in pairwise(bounds):
                 sweep.choose(first, last, ratio)
         sweep.run()

@@ -5,11 +5,11 @@ from __future__ import annotations
 DOOR = {
     "batch": "BatchSizes divisors is_first launched processes processes_meant resolve_batch",
     "checkpoints": "check_checkpoint check_whole processes_of steps_done",
-    "chunked_loss": "use_chunked_loss",
+    "chunked_loss": "IGNORED use_chunked_loss",
     "config": "BatchConfig DataConfig FACTORY ModelConfig TrainConfig keys_of",
     "config_file": "SECTIONS as_yaml canonical config_from dump find_config load_config parse_yaml",
     "config_names": "LOOSE OPTIMIZERS SECTION_ALIASES TRAINER_NAMES",
-    "data": "Collator IGNORED TrainingData epoch_order read_training_data rows_of_full_length",
+    "data": "Collator TrainingData epoch_order read_training_data rows_of_full_length",
     "engine": "PROBE_STEPS",
     "examples": "BYTES ByteTokenizer Examples is_on_hub pad_id_of read_examples source_of tokenise",
     "foreign_weights": "load_weights",

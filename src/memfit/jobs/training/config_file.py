@@ -91,7 +91,7 @@ ALONE = {
 
 
 @dataclass(frozen=True)
-class Given:
+class GivenValue:
     """A value, and the key as it stands in the file."""
 
     value: Any
@@ -114,28 +114,28 @@ def config_from(
     quantised = quant is not None or stored is not None
     replaced = _with_precision(replaced, remarks, quantised=quantised)
     of_file = _with_precision(given, [] if "precision" in replaced else remarks, quantised=quantised)
-    given = {"name": Given(name, "name"), **of_file, **replaced}
+    given = {"name": GivenValue(name, "name"), **of_file, **replaced}
     for path in (IN_4_BITS, IN_8_BITS, FOUR_BIT_TYPE):
         given.pop(path, None)
     if quant is not None:
         given["quant.kind"] = quant
         if stored is not None and stored.method == "bitsandbytes" and stored.bits == 4:
             given["quant.double"], given["quant.compute"] = (
-                Given(value, quant.key) for value in (stored.double, stored.compute)
+                GivenValue(value, quant.key) for value in (stored.double, stored.compute)
             )
     _make_adapters(given)
     if "model.name" not in given and any(each.key.split(".")[-2:-1] == ["gsa"] for each in given.values()):
-        given["model.name"] = Given("gsa", "gsa")
+        given["model.name"] = GivenValue("gsa", "gsa")
     return _build(given, tuple(remarks), found)
 
 
-def canonical(document: Mapping[str, Any], remarks: list[str] | None = None) -> dict[str, Given]:
+def canonical(document: Mapping[str, Any], remarks: list[str] | None = None) -> dict[str, GivenValue]:
     """Every value under memfit's own name of its key. Keys that cannot be read are one error."""
     walked = list(_walk(document))
     wrong = {key: why for path, value, key in walked if (why := _refused(path, value, key)) is not None}
     if wrong:
         raise _all_in_one(wrong)
-    found: dict[str, Given] = {}
+    found: dict[str, GivenValue] = {}
     for path, value, key in walked:
         assert isinstance(path, str)
         if path in IGNORED:
@@ -155,7 +155,7 @@ def _refused(path: str | Unknown, value: Any, key: str) -> UsageError | None:
     return _not_as_fixed(path, key) if path in FIXED and value not in FIXED[path] else None
 
 
-def _take(found: dict[str, Given], path: str, value: Any, key: str) -> None:
+def _take(found: dict[str, GivenValue], path: str, value: Any, key: str) -> None:
     for target, made in converted(path, value, key):
         known = found.get(target)
         if known is not None and known.value != made:
@@ -163,7 +163,7 @@ def _take(found: dict[str, Given], path: str, value: Any, key: str) -> None:
                 f"{known.key} is {known.value!r} and {key} is {made!r}, and both mean {target}",
                 hint="keep one of them",
             )
-        found[target] = Given(made, key)
+        found[target] = GivenValue(made, key)
 
 
 def _all_in_one(wrong: Mapping[str, UsageError]) -> UsageError:
@@ -272,18 +272,18 @@ def _not_as_fixed(path: str, key: str) -> UsageError:
     return UsageError(f"{key} can only be {'empty' if said is None else said}", hint=INSTEAD.get(path))
 
 
-def _make_adapters(given: dict[str, Given]) -> None:
+def _make_adapters(given: dict[str, GivenValue]) -> None:
     """`r: 128` is a setting of adapters: whoever gives one wants them, unless `method` says otherwise."""
-    if given.get("method.kind", Given(None, "")).value is not None:
+    if given.get("method.kind", GivenValue(None, "")).value is not None:
         return
     all_layers = "method.target_modules"  # which are None
     of_adapters = {path: each for path, each in given.items() if path.startswith("method.")}
     said = [each for path, each in of_adapters.items() if each.value is not None or path == all_layers]
     if said:
-        given["method.kind"] = Given("lora", said[0].key)
+        given["method.kind"] = GivenValue("lora", said[0].key)
 
 
-def _quant(given: Mapping[str, Given], stored: StoredWeights | None, remarks: list[str]) -> Given | None:
+def _quant(given: Mapping[str, GivenValue], stored: StoredWeights | None, remarks: list[str]) -> GivenValue | None:
     """What `quant`, `load_in_4bit` and `load_in_8bit` say together; None where the weights stay as they are. Beside a
     checkpoint that bitsandbytes has quantised it must be what is stored, which counts."""
     if stored is None or stored.method != "bitsandbytes":
@@ -310,10 +310,12 @@ def _as_stored(stored: StoredWeights) -> str:
     return f"the checkpoint is stored as {stored.as_loaded()}"
 
 
-def _asked_quant(given: Mapping[str, Given], stored: StoredWeights | None, remarks: list[str]) -> Given | None:
-    said = given.get("quant.kind", Given(None, ""))
+def _asked_quant(
+    given: Mapping[str, GivenValue], stored: StoredWeights | None, remarks: list[str]
+) -> GivenValue | None:
+    said = given.get("quant.kind", GivenValue(None, ""))
     asked = [each for path in (IN_4_BITS, IN_8_BITS) if (each := given.get(path)) is not None and each.value]
-    four, kind = given.get(IN_4_BITS, Given(None, "")), given.get(FOUR_BIT_TYPE)
+    four, kind = given.get(IN_4_BITS, GivenValue(None, "")), given.get(FOUR_BIT_TYPE)
     if len(asked) == 2:
         raise UsageError(f"{asked[0].key} and {asked[1].key} are both yes", hint="keep one of them")
     if not asked:
@@ -328,16 +330,16 @@ def _asked_quant(given: Mapping[str, Given], stored: StoredWeights | None, remar
     meant = "int8" if asked[0] is not four else kind.value if kind else said.value or usual
     if said.value not in (None, meant):
         raise UsageError(f"{said.key} {said.value} and {asked[0].key} do not agree", hint="keep one of them")
-    return Given(meant, asked[0].key)
+    return GivenValue(meant, asked[0].key)
 
 
-def _found(given: Mapping[str, Given]) -> Workload:
+def _found(given: Mapping[str, GivenValue]) -> Workload:
     """The model, looked for once."""
-    name = given.get("model.name", Given(None, "")).value
+    name = given.get("model.name", GivenValue(None, "")).value
     return Workload(kind="lora", model=name if isinstance(name, str) and name else NO_MODEL)
 
 
-def _with_precision(given: dict[str, Given], remarks: list[str], *, quantised: bool) -> dict[str, Given]:
+def _with_precision(given: dict[str, GivenValue], remarks: list[str], *, quantised: bool) -> dict[str, GivenValue]:
     """`bf16: true` is autocast over fp32 weights, as Hugging Face means it; 16-bit weights are asked for by their own
     type. With `bf16: false` and no type there are no 16 bits anywhere. Beside quantised weights it is autocast over
     others of 16 bits."""
@@ -351,7 +353,7 @@ def _with_precision(given: dict[str, Given], remarks: list[str], *, quantised: b
         half = {"autocast": autocast, "precision": weights or autocast} if autocast and autocast.value else {}
         return {**given, **half}
     if weights is None or weights.value in (None, "fp32"):
-        return {**given, "precision": Given(f"amp-{said.value}" if said.value else "fp32", said.key)}
+        return {**given, "precision": GivenValue(f"amp-{said.value}" if said.value else "fp32", said.key)}
     type_of_weights = str(weights.value)
     clash = [off for name, off in without.items() if type_of_weights == f"amp-{name}"]
     if autocast and type_of_weights not in (autocast.value, f"amp-{autocast.value}" if autocast.value else ""):
@@ -370,7 +372,7 @@ def _with_precision(given: dict[str, Given], remarks: list[str], *, quantised: b
 # -- the dataclasses ---------------------------------------------------------------------------------------------------
 
 
-def _build(given: Mapping[str, Given], remarks: tuple[str, ...], found: Workload) -> TrainConfig:
+def _build(given: Mapping[str, GivenValue], remarks: tuple[str, ...], found: Workload) -> TrainConfig:
     kinds = get_type_hints(TrainConfig)
     parts: dict[str, dict[str, Any]] = {section: {} for section in ("", *SECTIONS)}
     settings: dict[str, Any] = {}

@@ -24,10 +24,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from memfit.errors import InputError
+from memfit.jobs.training.chunked_loss import IGNORED
 from memfit.jobs.training.config import DataConfig, ScheduleConfig
 from memfit.jobs.training.examples import Examples, Tokens, read_examples, source_of, tokenise
-
-IGNORED = -100
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,12 +22,13 @@ from transformers import Trainer
 
 from memfit.jobs.training import checkpoints
 from memfit.jobs.training.checkpoints import RunState, steps_done, write_identity
-from memfit.jobs.training.data import IGNORED, rows_of_step
+from memfit.jobs.training.chunked_loss import IGNORED
+from memfit.jobs.training.data import rows_of_step
 from memfit.jobs.training.job import TrainJob
 from memfit.jobs.training.loops import find_unused_parameters
 from memfit.jobs.training.optimizers import begin_anew, configured_optimizer, load_state
-from memfit.jobs.training.parallel import Together
-from memfit.jobs.training.recovery import Halved, RandomState, Recovery, Rows
+from memfit.jobs.training.parallel import ProcessGroup
+from memfit.jobs.training.recovery import HalvedStep, RandomState, Recovery, Rows
 
 
 class StepRows(Sampler[list[int]]):
@@ -84,14 +85,14 @@ class MemfitTrainer(Trainer):  # type: ignore[misc,unused-ignore]
         model: torch.nn.Module,
         args: Any,
         *,
-        on_halved: Callable[[Halved], None],
+        on_halved: Callable[[HalvedStep], None],
         on_probed: Callable[[int], None],
         on_reached: Callable[[str, int, int], None] | None = None,
         on_note: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.job = job
         super().__init__(model=model, args=args, train_dataset=job.data, data_collator=job.collate)
-        self.together = Together(args.device)
+        self.together = ProcessGroup(args.device)
         self.first_step = 0 if job.resume_from is None else steps_done(job.resume_from)
         self.progress = RunState(micro_batch_size=job.batch.micro_batch_size)
         self.recovery = Recovery(
@@ -214,7 +215,7 @@ class MemfitTrainer(Trainer):  # type: ignore[misc,unused-ignore]
         share: Tensor = total / items * self.together.world_size
         return share
 
-    def _halved(self, halved: Halved) -> None:
+    def _halved(self, halved: HalvedStep) -> None:
         self.progress.micro_batch_size = halved.rows_after
         self.progress.halved.append(halved.to_json())
         self._on_halved(halved)

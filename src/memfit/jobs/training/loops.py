@@ -26,7 +26,7 @@ from memfit.jobs.training.data import DataSummary, Lengths, TrainingData
 from memfit.jobs.training.job import TrainJob
 from memfit.jobs.training.levers import has_tensorboard
 from memfit.jobs.training.optimizers import ADAMW, adamw, trainer_name
-from memfit.jobs.training.recovery import Halved
+from memfit.jobs.training.recovery import HalvedStep
 from memfit.jobs.workload import Workload
 from memfit.models.presets import GSA_TYPE
 
@@ -165,7 +165,7 @@ def _random_rows(work: Workload, vocab_size: int) -> TrainingData:
     return TrainingData(ids, learned, starts, packed=not work.padding, summary=summary)
 
 
-def _fail(halved: Halved) -> None:
+def _fail(halved: HalvedStep) -> None:
     raise torch.OutOfMemoryError(halved.cause)
 
 

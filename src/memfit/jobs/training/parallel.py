@@ -138,7 +138,7 @@ def _as_it_is(bucket: Any) -> torch.futures.Future[torch.Tensor]:
     return done
 
 
-class Together:
+class ProcessGroup:
     def __init__(self, device: torch.device) -> None:
         self.many = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         self.rank = dist.get_rank() if self.many else 0

@@ -19,7 +19,7 @@ from torch import Tensor
 from memfit.errors import RanOut
 from memfit.jobs.host import is_out_of_memory
 from memfit.jobs.training.batch import BatchSizes
-from memfit.jobs.training.parallel import Together
+from memfit.jobs.training.parallel import ProcessGroup
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ MAX_CAUSE = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Halved:
+class HalvedStep:
     """One time that memory ran out, and what was done."""
 
     step: int
@@ -69,7 +69,7 @@ class Halved:
 
 class Recovery:
     def __init__(
-        self, batch: BatchSizes, together: Together, *, enabled: bool, on_halved: Callable[[Halved], None]
+        self, batch: BatchSizes, together: ProcessGroup, *, enabled: bool, on_halved: Callable[[HalvedStep], None]
     ) -> None:
         self.batch, self.enabled = batch, enabled
         self._together, self._on_halved = together, on_halved
@@ -128,7 +128,7 @@ class Recovery:
             )
         self.batch = smaller
         self._on_halved(
-            Halved(
+            HalvedStep(
                 step=step,
                 micro_step=number + 1,
                 longest_row=longest,

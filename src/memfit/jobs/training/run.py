@@ -36,8 +36,8 @@ from memfit.jobs.training.batch import is_first
 from memfit.jobs.training.checkpoints import check_whole, disk_errors_told, remove_halves
 from memfit.jobs.training.job import TrainJob
 from memfit.jobs.training.loops import on_gpu, trainer_arguments
-from memfit.jobs.training.parallel import Together
-from memfit.jobs.training.recovery import Halved, cause_of
+from memfit.jobs.training.parallel import ProcessGroup
+from memfit.jobs.training.recovery import HalvedStep, cause_of
 from memfit.jobs.training.result import (
     STEPS,
     Expected,
@@ -298,7 +298,7 @@ def _run(job: TrainJob, following: Following) -> tuple[Any, float]:
         following.memory = open_memory_log(job, following.watch, gpu=on_gpu(job))
     following.mark("01_start")
     if job.batch.world_size > 1:  # cards that differ may have been planned for differently
-        job = job.with_micro_batch(Together(args.device).smallest(job.batch.micro_batch_size))
+        job = job.with_micro_batch(ProcessGroup(args.device).smallest(job.batch.micro_batch_size))
     loads_to_gpu = job.config.workload.is_quantised
     if loads_to_gpu:
         following.phases.begin()
@@ -308,7 +308,7 @@ def _run(job: TrainJob, following: Following) -> tuple[Any, float]:
     following.trained_bytes = sum(each.nbytes for each in model.parameters() if each.requires_grad)
     following.probing = job.config.memory.probe
 
-    def halved(event: Halved) -> None:
+    def halved(event: HalvedStep) -> None:
         following.say(kind="out-of-memory", step=event.step, text=event.in_words(), details=event.to_json())
 
     def probed(longest: int) -> None:

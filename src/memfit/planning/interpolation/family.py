@@ -29,7 +29,7 @@ from memfit.models.config_check import HEAD_NAMES
 from memfit.models.registry import ModelSource, head_named, load_config
 from memfit.planning.cache import identity
 from memfit.planning.interpolation.corners import BATCH, LENGTH, Corners
-from memfit.planning.interpolation.shapes import Piece, Point, TooFewPoints, Unproven, filling
+from memfit.planning.interpolation.shapes import NotProven, Piece, Point, TooFewPoints, filling
 from memfit.planning.traced import HOST, Recipe
 from memfit.platform import Platform
 
@@ -85,7 +85,7 @@ class Family:
             return None
         try:
             told = self._told(point)
-        except (Unproven, NotRepeating):
+        except (NotProven, NotRepeating):
             return None
         self._told_points.add(point)
         return told
@@ -95,7 +95,7 @@ class Family:
         if self._pieces["near"]:
             near, far = self._piece("near", point), self._piece("far", point)
             if near.context.key != far.context.key:
-                raise Unproven("its parts are of different kinds")
+                raise NotProven("its parts are of different kinds")
             with suppress(NotRepeating):
                 in_time = self._in_time(near, far)
                 return self._whole_of(
@@ -141,7 +141,7 @@ class Family:
         try:
             return _answers_on(self.platform)(form, numbers)
         except Exception as why:
-            raise Unproven("a rule cannot be asked again") from why
+            raise NotProven("a rule cannot be asked again") from why
 
     # -- learning -----------------------------------------------------------------------------------------------------
 
@@ -209,7 +209,7 @@ class Family:
             piece.fit(self._ask)
         except TooFewPoints:
             pass
-        except Unproven as why:
+        except NotProven as why:
             if self._divided or not self._config_numbers(THRESHOLDS):
                 self.given_up = str(why) if count >= POINTS_WITHOUT_FIT else None
             else:
@@ -241,7 +241,7 @@ class Family:
             self.learn(work, recipe, heard)
 
     def _pay(self, corners: list[Point], new: int) -> bool:
-        """Not for ever, if they tell nothing."""
+        """Whether tracing these corners is worth it."""
         unasked = sum(point not in self.corners.asked for point in self._traced)
         return unasked + new <= UNASKED + len(self._told_points) and self.corners.pay(corners, new, unasked)
 
@@ -340,11 +340,6 @@ def _reads_more_than_text(work: Workload) -> bool:
 def _own_factory(source: ModelSource) -> dict[str, str] | None:
     """The models that come with memfit as code."""
     return {"factory": source.target} if source.kind == "factory" and source.target.startswith("memfit.") else None
-
-
-def forget() -> None:
-    _families.clear()
-    _wholes.clear()
 
 
 def _kept(key: Hashable, make: Callable[[], Whole]) -> Whole:

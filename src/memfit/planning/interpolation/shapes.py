@@ -174,11 +174,11 @@ MOST_TWOS = (3, 8)
 LARGEST_SIZE = 1 << 60
 
 
-class Unproven(Exception):
+class NotProven(Exception):
     """Why a point cannot be told from others."""
 
 
-class TooFewPoints(Unproven):
+class TooFewPoints(NotProven):
     """More of them may help."""
 
 
@@ -206,7 +206,7 @@ class Piece:
         self.stream = stream
         self.points: dict[Point, TracedStream] = {}
         self._fitted: _Polynomials | None = None
-        self._why_not: Unproven = TooFewPoints("no points")
+        self._why_not: NotProven = TooFewPoints("no points")
         self._checked = 0
 
     def add(self, point: Point, traced: TracedStream) -> None:
@@ -216,7 +216,7 @@ class Piece:
         return surrounds(self.points, point)
 
     def at(self, point: Point, ask: Ask) -> SizedStream:
-        """Raises Unproven where that cannot be told."""
+        """Raises NotProven where that cannot be told."""
         fitted = self.fit(ask)
         if not self.surrounds(point):
             raise TooFewPoints("no traced points all around")
@@ -233,7 +233,7 @@ class Piece:
                     fitted, new = self._found(), list(self.points)
                 for point in new:
                     fitted.check(point, self.points[point], ask)
-            except Unproven as why:
+            except NotProven as why:
                 self._why_not = why
             else:
                 self._fitted = fitted
@@ -270,7 +270,7 @@ class _Polynomials:
     def _polynomial(self, values: list[int]) -> int:
         found = self._fits.find(values)
         if found is None:
-            raise Unproven("a size is no polynomial of batch size and length")
+            raise NotProven("a size is no polynomial of batch size and length")
         return self._polynomials.setdefault(found, len(self._polynomials))
 
     def _call(self, form: Hashable, numbers: list[tuple[int, ...]]) -> int:
@@ -281,7 +281,7 @@ class _Polynomials:
         values = [evaluate(coefficients, *point) for coefficients in self._polynomials]
         sizes = [values[polynomial] for polynomial in self._sizes]
         if min(sizes, default=0) < 0 or max(sizes, default=0) >= LARGEST_SIZE:
-            raise Unproven("a size out of range")
+            raise NotProven("a size out of range")
         calls = [(form, tuple([values[p] for p in polynomials])) for form, polynomials in self._calls]
         return SizedStream(self.stream, np.array(sizes, dtype=np.int64)[self._size_of], calls, self._which)
 
@@ -290,12 +290,12 @@ class _Polynomials:
         sized = self.at(point)
         outlines, pool = answered(sized, ask)
         if fingerprint(filling(sized, outlines).trace(pool)) != traced.fingerprint:
-            raise Unproven(f"batch size {point[0]}, length {point[1]} is not told as it was traced")
+            raise NotProven(f"batch size {point[0]}, length {point[1]} is not told as it was traced")
 
 
 def filling(sized: SizedStream, outlines: tuple[Outline, ...]) -> FilledStream:
-    """Raises Unproven if a kernel has other results there than at the traced points."""
+    """Raises NotProven if a kernel has other results there than at the traced points."""
     try:
         return filled(sized.stream, outlines, sized.which)
     except NotSeparable as why:
-        raise Unproven(str(why)) from why
+        raise NotProven(str(why)) from why

@@ -5,7 +5,6 @@ from __future__ import annotations
 DOOR = {
     "hooks": "compiling",
     "padding": "OPERAND PADS products_padded",
-    "progress": "graphs_told",
-    "settings": "compiler_is_set_otherwise variables_read",
+    "settings": "compiler_is_set_otherwise graphs_told variables_read",
 }
 """What other rooms may use, by file."""

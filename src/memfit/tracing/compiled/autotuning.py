@@ -8,20 +8,25 @@ spares all of it.
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from memfit.events import Action, Trace
 from memfit.extrapolation.reused import FLUSH, say
 from memfit.tracing.compiled.pretended_gpu import flush_bytes
-from memfit.tracing.compiled.registers import NO_TRITON, REDUCTION, configurations_compiled, is_triton_here
+from memfit.tracing.compiled.torch_names import is_triton_here
 
 DECORATED = re.compile(r"^@triton_heuristics\.(\w+\(.*?)^@triton\.jit\s+def \w+\((.*?)\):", re.MULTILINE | re.DOTALL)
 TIMED = (
@@ -164,3 +169,53 @@ class GeneratedKernel:
 
     def __getitem__(self, _: Any) -> Callable[..., None]:
         return self.run
+
+
+# -- reductions that take many registers -------------------------------------------------------------------------------
+# torch gives them one configuration more, with shorter rows at a time. It looks at the compiled kernel
+# (triton_heuristics.py, `_dynamic_scale_rblock`). triton compiles without a card, so where it is installed the kernel
+# is compiled here too, and torch's own rule is asked.
+
+
+REDUCTION = "@triton_heuristics.reduction("
+NO_TRITON = (
+    "reductions that take many registers are timed on the card as well: which they are only triton tells, and it is not"
+    " installed here"
+)
+DRIVER = "triton_helpers.set_driver_to_gpu()"
+REGISTERS = re.compile(r"\bREG:(\d+)")
+
+
+def configurations_compiled(source: str) -> int:
+    """How many there are once the kernel is compiled. Nothing is left in torch's or triton's cache."""
+    codecache = import_module("torch._inductor.codecache")
+    helpers = import_module("torch._inductor.runtime.triton_helpers")
+    with tempfile.TemporaryDirectory() as folder:
+        caches = {"TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": folder}
+        with (
+            _disable_current_modes(),
+            mock.patch.dict(os.environ, caches),
+            mock.patch.object(helpers, "set_driver_to_gpu", lambda *_: None),
+        ):
+            module = codecache.PyCodeCache.load(source.replace(DRIVER, ""))
+            kernel = next(value for value in vars(module).values() if hasattr(value, "compile_results"))
+            kernel.precompile(warm_cache_only=True)
+            for made in kernel.compile_results:
+                made.kernel.n_regs = _registers(made.kernel, Path(folder) / "kernel.cubin")
+            with mock.patch.object(kernel, "_make_launchers", lambda: None):
+                kernel._dynamic_scale_rblock()
+            return len(kernel.compile_results)
+
+
+def _registers(kernel: Any, file: Path) -> int:
+    code = getattr(kernel, "cubin_raw", None) or kernel.asm["cubin"]
+    file.write_bytes(code)
+    triton = Path(str(import_module("triton").__file__)).parent
+    said = subprocess.run(
+        [str(triton / "backends" / "nvidia" / "bin" / "cuobjdump"), "--dump-resource-usage", str(file)],
+        capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    found = REGISTERS.search(said)
+    if found is None:
+        raise ValueError("cuobjdump tells no registers")
+    return int(found[1])

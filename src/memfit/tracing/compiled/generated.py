@@ -11,18 +11,17 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
 
+from memfit.analysis.own_lines import BACKWARD_OF
 from memfit.events import FrameRow
 from memfit.extrapolation.reused import COMPILED
 from memfit.tracing.compiled.autotuning import GeneratedKernels
-from memfit.tracing.compiled.torch_names import compiler
-from memfit.tracing.python_stacks import BACKWARD_OF
+from memfit.tracing.compiled.torch_names import compiler, is_triton_here
 
 REUSED = re.compile(r"^( +)(buf\d+) = (?:reinterpret_tensor\()?(\w+).*; del \3  # reuse$", re.MULTILINE)
 """A line that uses a buffer again that nobody needs any more."""
@@ -104,7 +103,7 @@ class GeneratedCode:
 
 
 def _prepared(text: str) -> str:
-    if find_spec("triton") is None:
+    if not is_triton_here():
         text = "\n".join(line for line in text.splitlines() if not line.startswith(OF_TRITON))
     text = REUSED.sub(r"\1reuse_buffer('\2', \3)\n\g<0>", text)
     return MADE.sub(r"\1at_buffer('\2')\n\g<0>", text)

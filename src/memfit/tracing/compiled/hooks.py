@@ -32,8 +32,7 @@ from memfit.tracing.compiled.pretended_gpu import (
     guard_of_no_device,
     nothing_logged_about_the_card,
 )
-from memfit.tracing.compiled.progress import tell_graph
-from memfit.tracing.compiled.settings import settings_put_back
+from memfit.tracing.compiled.settings import settings_put_back, tell_graph
 from memfit.tracing.compiled.stages import (
     FakeDevice,
     gradients_by_shape,

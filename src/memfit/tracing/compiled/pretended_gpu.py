@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,15 +16,22 @@ from unittest import mock
 import torch
 
 from memfit.platform import Platform
-from memfit.tracing.compiled.torch_names import DEVICE_KINDS, GUARDS, KIND_CUDA, KIND_META, compiler, missing
+from memfit.tracing.compiled.torch_names import (
+    DEVICE_KINDS,
+    GUARDS,
+    KIND_CUDA,
+    KIND_META,
+    compiler,
+    is_triton_here,
+    missing,
+)
+from memfit.tracing.pretended_card import CUDA_VERSION, RANDOM_STATE_BYTES
 
 CUDA = torch.device("cuda", 0)
-CUDA_VERSION = "13.0"
 TRITONS_FLUSH_BYTES = 256 << 20
 OPT_IN_SHARED_BYTES = 232_448
 SHARED_BYTES = 49_152
 REGISTERS = 65_536
-RANDOM_STATE_BYTES = 16
 REMEMBERING = ("inductor_utils", "triton_asked", "scheduler", "pad_mm")
 """Modules whose functions remember what they were told about the card."""
 
@@ -114,10 +120,6 @@ _IN_C = {
 }  # fmt: skip
 
 
-def _triton_is_there() -> bool:
-    return find_spec("triton") is not None
-
-
 @contextmanager
 def gpu_pretended(platform: Platform) -> Iterator[None]:
     """Without triton nobody but Inductor's code generator is told that it is there: Dynamo would import it."""
@@ -125,7 +127,7 @@ def gpu_pretended(platform: Platform) -> Iterator[None]:
     interface = torchs.device_interface.CudaInterface
     asking = [torchs.inductor_utils, torchs.scheduler, torchs.pad_mm]
     names = ["has_triton", "is_triton_capable"]
-    if _triton_is_there():
+    if is_triton_here():
         asking.append(torchs.triton_asked)
         names.append("has_triton_package")
     replaced: list[tuple[Any, dict[str, Any]]] = [

@@ -1,11 +1,12 @@
-"""What torch's compiler is configured with in this process: whether it was changed, and how it is put back."""
+"""torch's compiler in this process: what it is configured with, how that is put back, and which graph it is at."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from memfit.environment import COMPILER_FOLDER, COMPILER_READS
@@ -76,3 +77,23 @@ def _at_import(module: Any) -> dict[str, Any]:
         name: (entry.env_value_force, entry.env_value_default, entry.default) for name, entry in module._config.items()
     }
     return {name: next((value for value in values if value is not unset), None) for name, values in given.items()}
+
+
+# -- which graph it is at, for who waits: the compiler takes seconds for each ------------------------------------------
+
+
+_told: ContextVar[Callable[[int], None]] = ContextVar("told", default=lambda number: None)
+
+
+@contextmanager
+def graphs_told(tell: Callable[[int], None]) -> Iterator[None]:
+    """`tell` is called with the number of each graph of a trace that is about to be compiled, from 1 on."""
+    before = _told.set(tell)
+    try:
+        yield
+    finally:
+        _told.reset(before)
+
+
+def tell_graph(number: int) -> None:
+    _told.get()(number)

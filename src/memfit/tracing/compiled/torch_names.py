@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import torch
@@ -80,3 +81,7 @@ def missing(name: str) -> TraceError:
         " have it",
         hint=EAGERLY,
     )
+
+
+def is_triton_here() -> bool:
+    return find_spec("triton") is not None

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 DOOR = {
-    "": "attention composites convolutions four_bit indexing losses normalisation products recurrent rules",
+    "": "composites indexing",
     "composites": "EngineSums composites_of_compiler run_frames_as_before",
     "cudnn": "identity",
     "products": "PRODUCTS Workspaces",
-    "rules": "HIDDEN",
+    "tables": "HIDDEN REPLACED",
 }
 """What other rooms may use, by file."""

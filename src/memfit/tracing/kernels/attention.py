@@ -367,7 +367,7 @@ def _efficient_workspace(rows: int, keys: int, d: int, width: int, half: bool) -
     return tiles * (4 * tile_rows * tile_columns + 16) + 4 * accumulated
 
 
-RULES: dict[Any, Callable[..., Any]] = {
+REPLACED: dict[Any, Callable[..., Any]] = {
     aten._scaled_dot_product_cudnn_attention.default: cudnn_forward,
     aten._scaled_dot_product_cudnn_attention_backward.default: cudnn_backward,
     aten._scaled_dot_product_flash_attention.default: flash_forward,

@@ -3,7 +3,7 @@
 `F.dropout` is one fused op on CUDA and three plain ones elsewhere; attention is one of four kernels; softmax of fp16
 into fp32 needs no fp32 copy of its input. These are put in place at autograd's level of the dispatcher, so that they
 hold inside checkpointed blocks run again by backward as well, where Python's own overriding modes are off. Inference
-mode skips that level: there the tracer makes the same replacements (`IN_INFERENCE_MODE`).
+mode skips that level: there the tracer makes the same replacements (`REPLACED`).
 
 Gradients that meet: the engine adds in place on a GPU, and out of place while a dispatch mode is watching.
 
@@ -151,7 +151,7 @@ def _sdpa_in_inference_mode(tracer: Tracer, *args: Any, **kwargs: Any) -> Any:
     return _sdpa(tracer.platform)(*args, **kwargs)
 
 
-IN_INFERENCE_MODE: dict[Any, Callable[..., Any]] = {
+REPLACED: dict[Any, Callable[..., Any]] = {
     aten.scaled_dot_product_attention.default: _sdpa_in_inference_mode,
     aten.softmax.int: lambda _, *args, **kwargs: _softmax(*args, **kwargs),
     aten.log_softmax.int: lambda _, *args, **kwargs: _log_softmax(*args, **kwargs),

@@ -66,7 +66,7 @@ def _linear(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
     return made.add_(bias) if bias is not None and not x.is_contiguous() else made
 
 
-RULES: dict[Any, Any] = {PRODUCT: _product}
+REPLACED: dict[Any, Any] = {PRODUCT: _product}
 
 
 @register_flop_formula(torch.ops.memfit.four_bit_product)

@@ -214,9 +214,6 @@ def _argument_bytes(groups: int) -> int:
     return 3 * POINTER * (groups + groups % 2) + 3 * STRIDE * groups + SHAPE * groups
 
 
-RULES: dict[Any, Any] = {aten._grouped_mm.default: grouped_mm}
-
-
 TILE = 32
 
 
@@ -282,7 +279,8 @@ HIDDEN: dict[Any, Any] = {
     aten.linalg_solve_triangular.default: _solve_triangular,
 }
 
-REPLACED_SOLVES: dict[Any, Any] = {
+REPLACED: dict[Any, Any] = {
+    aten._grouped_mm.default: grouped_mm,
     aten.cholesky_inverse.default: _inverse,
     aten.cholesky_solve.default: _solve,
 }

@@ -15,11 +15,8 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memfit.errors import TraceError
-from memfit.tracing.kernels import products
 from memfit.tracing.kernels.indexing import positions_held, target_of
 from memfit.tracing.kernels.layouts import contiguous_copy, is_dense
-from memfit.tracing.kernels.normalisation import HIDDEN as HIDDEN_OF_NORMS
-from memfit.tracing.kernels.rows import HIDDEN as HIDDEN_OF_ROWS
 from memfit.tracing.kernels.rows import (
     INT32_MAX,
     accumulated_bytes,
@@ -28,7 +25,6 @@ from memfit.tracing.kernels.rows import (
     scan_bytes,
     segmented_sort_bytes,
 )
-from memfit.tracing.kernels.rows import REPLACED as REPLACED_ROWS
 
 if TYPE_CHECKING:
     from memfit.tracing.tracer import Tracer
@@ -505,10 +501,7 @@ HIDDEN: dict[Any, Rule] = {
     aten._index_put_impl_.default: _sort_of_indices,
     aten.histc.default: _histogram,
     aten.pow.Scalar: _power_of_number,
-    **products.HIDDEN,
     aten.max_pool2d_with_indices_backward.default: _pool_backward,
-    **HIDDEN_OF_ROWS,
-    **HIDDEN_OF_NORMS,
 }
 
 REPLACED: dict[Any, Rule] = {
@@ -529,7 +522,6 @@ REPLACED: dict[Any, Rule] = {
     aten.logsumexp.default: _logsumexp,
     aten.log_sigmoid_forward.default: _log_sigmoid,
     aten.softplus_backward.default: _softplus_backward,
-    **products.REPLACED_SOLVES,
     aten._embedding_bag.default: _bags,
     aten._embedding_bag_forward_only.default: _bags,
     aten._embedding_bag_backward.default: _bags_backward,
@@ -537,5 +529,4 @@ REPLACED: dict[Any, Rule] = {
     aten.im2col.default: _columns,
     aten.col2im.default: _from_columns,
     aten._fused_sgd_.default: _nothing,
-    **REPLACED_ROWS,
 }

@@ -2,5 +2,5 @@
 
 from __future__ import annotations
 
-DOOR = {"passes": "Unlike repeated_calls_skipped"}
+DOOR = {"passes": "CallDiffers repeated_calls_skipped"}
 """What other rooms may use, by file."""

@@ -20,15 +20,17 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from memfit.events import Action
+from memfit.events import LISTS, Action
 from memfit.tracing.repeated.calls import (
+    MadeAgain,
+    Maker,
     RepeatedCalls,
     events_of_call,
+    held_elsewhere,
     kept_by_autocast,
     put_into_autocast,
     still_alive,
 )
-from memfit.tracing.repeated.made_again import MadeAgain, Maker, held_elsewhere
 from memfit.tracing.repeated.state import code_of, key_of_call
 
 Tensor = torch.Tensor
@@ -38,16 +40,15 @@ SKIPPED = (
     "forward and backward passes whose gradients are added to those that are there, on the same shapes, were told from"
     " the ones before: every one was taken to do the same"
 )
-LISTS = "lists"
 
 
-class Unlike(BaseException):
+class CallDiffers(BaseException):
     """The code does with what was told what no call before did: only a trace with every call run tells what follows. No
     `except Exception` of that code stops it."""
 
 
 @dataclass
-class _NotedPass:
+class PassRecord:
     forward: list[tuple[int, int]]
     blocks: list[tuple[Any, ...]]
     returned: list[Any]
@@ -74,11 +75,11 @@ class _NotedPass:
 
 
 @dataclass
-class _Begun:
+class _PendingCall:
     """A call that has run, and waits for its backward pass."""
 
     key: Any
-    noted: _NotedPass
+    noted: PassRecord
     first_block: int
     arguments: dict[int, int]
     """Blocks, and which argument lies there."""
@@ -95,9 +96,9 @@ class RepeatedPasses:
         self._names, self._tracer, self._autocast = names, names.tracer, names.autocast
         self._maker = Maker(names.tracer)
         self._is_own = is_own
-        self._seen: dict[Any, dict[Any, _NotedPass]] = {}
+        self._seen: dict[Any, dict[Any, PassRecord]] = {}
         """By the call, and the values that it decided by."""
-        self._reached: list[_Begun] = []
+        self._reached: list[_PendingCall] = []
         """Calls whose nodes the backward pass that runs has come to."""
         self._depth = 0
 
@@ -126,7 +127,7 @@ class RepeatedPasses:
             noted = self._noted_call(event, block, returned)
             explained = tracer.answers.unexplained == unexplained and len(tracer.trace.facts.get(LISTS, ())) == lists
             if noted is not None and explained:
-                self._wait(_Begun(key, noted, block, arguments, values), returned)
+                self._wait(_PendingCall(key, noted, block, arguments, values), returned)
         return returned[0]
 
     def _key(self, module: torch.nn.Module, args: Any, kwargs: Any, leaves: list[Any]) -> Any:
@@ -161,7 +162,7 @@ class RepeatedPasses:
 
     # -- noting ------------------------------------------------------------------------------------------------------
 
-    def _noted_call(self, first_event: int, first_block: int, returned: list[Any]) -> _NotedPass | None:
+    def _noted_call(self, first_event: int, first_block: int, returned: list[Any]) -> PassRecord | None:
         events = events_of_call(self._tracer.trace, first_event, first_block)
         leaves, form = tree_flatten(returned)
         if events is None or held_elsewhere(returned, leaves):
@@ -170,9 +171,9 @@ class RepeatedPasses:
         if any(each is None for each in forms):
             return None
         weights, cast = kept_by_autocast(self._autocast, self._maker, first_block)
-        return _NotedPass(events, self._maker.noted_blocks(first_block), forms, form, cast, weights)
+        return PassRecord(events, self._maker.noted_blocks(first_block), forms, form, cast, weights)
 
-    def _wait(self, begun: _Begun, returned: list[Any]) -> None:
+    def _wait(self, begun: _PendingCall, returned: list[Any]) -> None:
         """For the first node of the call's that a backward pass comes to: from there on all nodes are the call's, for
         those that were made later have run."""
         tensors = [leaf for leaf in tree_leaves(returned) if isinstance(leaf, Tensor)]
@@ -183,7 +184,7 @@ class RepeatedPasses:
             if node is not None:
                 node.register_prehook(lambda gradients, number=number: self._come_to(begun, number, gradients))
 
-    def _come_to(self, begun: _Begun, number: int, gradients: Sequence[Tensor | None]) -> None:
+    def _come_to(self, begun: _PendingCall, number: int, gradients: Sequence[Tensor | None]) -> None:
         trace = self._tracer.trace
         if begun.at >= 0:
             return
@@ -202,7 +203,7 @@ class RepeatedPasses:
             self._reached.clear()
             self._tracer.values.begin_origins(None)
 
-    def _keep(self, begun: _Begun) -> None:
+    def _keep(self, begun: _PendingCall) -> None:
         """It is known from now on, if it is whole."""
         noted, answers = begun.noted, self._tracer.answers
         asked = set(answers.asked_about)
@@ -214,7 +215,7 @@ class RepeatedPasses:
             if gradients != _gradients(module):
                 return
         noted.asked = {i: begun.values[i] for i in asked}
-        if not self._is_backward_noted(begun):
+        if not self._note_backward(begun):
             return
         seen, values = self._seen.setdefault(begun.key, {}), tuple(noted.asked.items())
         before = seen.get(values)
@@ -222,7 +223,8 @@ class RepeatedPasses:
             noted.times = before.times + 1
         seen[values] = noted
 
-    def _is_backward_noted(self, begun: _Begun) -> bool:
+    def _note_backward(self, begun: _PendingCall) -> bool:
+        """False where something else happened than what can be noted."""
         trace, noted = self._tracer.trace, begun.noted
         alive: set[int] = set()
         for at in range(begun.at, len(trace)):
@@ -253,7 +255,7 @@ class RepeatedPasses:
 
     # -- telling -----------------------------------------------------------------------------------------------------
 
-    def _repeat(self, noted: _NotedPass, leaves: list[Any]) -> Any:
+    def _repeat(self, noted: PassRecord, leaves: list[Any]) -> Any:
         def make() -> tuple[list[Tensor], dict[tuple[str, int], Any]]:
             first = self._maker.repeat(noted.forward, noted.blocks)
             alive = still_alive(noted.forward)
@@ -269,15 +271,15 @@ class RepeatedPasses:
 
         with torch._C.DisableTorchFunction():
             begin = torch.empty(0, device="cpu", requires_grad=True)
-            tensors = iter(_Told.apply(begin, make, self, noted))
+            tensors = iter(_RepeatedNode.apply(begin, make, self, noted))
         told = [next(tensors) if isinstance(each, MadeAgain) else each[0] for each in noted.returned]
         return tree_unflatten(told, noted.form)[0]
 
-    def pass_backward(self, noted: _NotedPass, held: dict[tuple[str, int], Any], gradients: Sequence[Any]) -> None:
+    def pass_backward(self, noted: PassRecord, held: dict[tuple[str, int], Any], gradients: Sequence[Any]) -> None:
         given = [i for i, each in enumerate(gradients) if each is not None]
         needed = {(whose, number) for whose in ("call", "argument") for number in noted.lets_go(whose)}
         if given != [noted.given] or not needed <= held.keys():
-            raise Unlike
+            raise CallDiffers
         trace, made = self._tracer.trace, []
         for action, whose, number in noted.backward:
             if action == Action.MARK:
@@ -299,11 +301,11 @@ def _gradients(module: torch.nn.Module) -> tuple[bool, ...]:
     return tuple(weight.requires_grad and weight.grad is not None for weight in module.parameters())
 
 
-class _Told(torch.autograd.Function):
+class _RepeatedNode(torch.autograd.Function):
     """One node in the place of all that a call made. `held_of_told_calls`: what those would keep."""
 
     @staticmethod
-    def forward(ctx: Any, begin: Tensor, make: Callable[[], Any], passes: RepeatedPasses, noted: _NotedPass) -> Any:
+    def forward(ctx: Any, begin: Tensor, make: Callable[[], Any], passes: RepeatedPasses, noted: PassRecord) -> Any:
         tensors, ctx.held_of_told_calls = make()
         ctx.passes, ctx.noted = passes, noted
         ctx.set_materialize_grads(False)

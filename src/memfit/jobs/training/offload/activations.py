@@ -60,26 +60,26 @@ class ActivationsOnHost:
         if open_ones:
             open_ones.pop().__exit__(None, None, None)
 
-    def pack(self, tensor: Tensor) -> Tensor | _Saved:
+    def pack(self, tensor: Tensor) -> Tensor | _SavedTensor:
         storage = tensor.untyped_storage()
         if type(tensor) is not Tensor or storage.nbytes() < LEAST or storage._cdata in self._weights:
             return tensor
         if self._carrier is None or self._carrier.device != tensor.device:
             self._carrier = _Carrier(tensor.device)
-        return _Saved(self._carrier.keep(storage, tensor._version), tensor)
+        return _SavedTensor(self._carrier.keep(storage, tensor._version), tensor)
 
-    def unpack(self, saved: Tensor | _Saved) -> Tensor:
+    def unpack(self, saved: Tensor | _SavedTensor) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
         return saved.as_it_was(saved.kept.carrier.fetch(saved.kept))
 
 
-class _Saved:
+class _SavedTensor:
     """One tensor that autograd saved, by its place in a storage."""
 
     __slots__ = ("dtype", "kept", "offset", "size", "stride")
 
-    def __init__(self, kept: _Kept, tensor: Tensor) -> None:
+    def __init__(self, kept: _HostCopy, tensor: Tensor) -> None:
         self.kept = kept
         self.dtype, self.size, self.stride = tensor.dtype, tensor.size(), tensor.stride()
         self.offset = tensor.storage_offset()
@@ -88,12 +88,12 @@ class _Saved:
         return raw.view(self.dtype).as_strided(self.size, self.stride, self.offset)
 
 
-class _Kept:
+class _HostCopy:
     """A storage on the host, and while it is there on the device."""
 
     __slots__ = ("__weakref__", "before", "carrier", "here", "moved", "piece", "uses", "version")
 
-    def __init__(self, carrier: _Carrier, piece: Tensor, version: int, before: Callable[[], _Kept | None]) -> None:
+    def __init__(self, carrier: _Carrier, piece: Tensor, version: int, before: Callable[[], _HostCopy | None]) -> None:
         self.carrier, self.piece, self.version, self.before = carrier, piece, version, before
         self.uses = 0
         self.here: Tensor | None = None
@@ -115,24 +115,24 @@ class _Carrier:
         self.device = device
         self.pieces = HostPieces(device, "activations")
         self._lane = Lane(device)
-        self._leaving: _Kept | None = None
-        self._last: Callable[[], _Kept | None] = lambda: None
-        self._known: dict[int, tuple[weakref.ref[Any], weakref.ref[_Kept]]] = {}
+        self._leaving: _HostCopy | None = None
+        self._last: Callable[[], _HostCopy | None] = lambda: None
+        self._known: dict[int, tuple[weakref.ref[Any], weakref.ref[_HostCopy]]] = {}
 
-    def keep(self, storage: torch.UntypedStorage, version: int) -> _Kept:
+    def keep(self, storage: torch.UntypedStorage, version: int) -> _HostCopy:
         kept = self._found(storage, version) or self._copied_out(storage, version)
         kept.uses += 1
         return kept
 
-    def _found(self, storage: torch.UntypedStorage, version: int) -> _Kept | None:
+    def _found(self, storage: torch.UntypedStorage, version: int) -> _HostCopy | None:
         """The same storage, saved before and not changed since."""
         of, kept = self._known.get(storage._cdata, (None, None))
         found = None if of is None or of() is None or kept is None else kept()
         return found if found is not None and found.version == version else None
 
-    def _copied_out(self, storage: torch.UntypedStorage, version: int) -> _Kept:
+    def _copied_out(self, storage: torch.UntypedStorage, version: int) -> _HostCopy:
         self.let_go()
-        kept = _Kept(self, self.pieces.bytes(storage.nbytes()), version, self._last)
+        kept = _HostCopy(self, self.pieces.bytes(storage.nbytes()), version, self._last)
         kept.here = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
         self.pieces.memory.copied(kept.here)
         kept.moved = self._lane.copy(kept.piece, kept.here, after=self._lane.now())
@@ -141,7 +141,7 @@ class _Carrier:
         self._known[key] = (weakref.ref(storage, partial(_forget, self._known, key)), weakref.ref(kept))
         return kept
 
-    def fetch(self, kept: _Kept) -> Tensor:
+    def fetch(self, kept: _HostCopy) -> Tensor:
         here = self._come(kept)
         kept.uses -= 1
         before = kept.before()
@@ -154,14 +154,14 @@ class _Carrier:
             self._drop(kept)
         return here
 
-    def _come(self, kept: _Kept) -> Tensor:
+    def _come(self, kept: _HostCopy) -> Tensor:
         if kept.here is None:
             kept.here = torch.empty(len(kept.piece), dtype=torch.uint8, device=self.device)
             self.pieces.memory.copied(kept.here)
             kept.moved = self._lane.copy(kept.here, kept.piece, after=self._lane.now())
         return kept.here
 
-    def wait_for(self, kept: _Kept) -> None:
+    def wait_for(self, kept: _HostCopy) -> None:
         self._lane.wait(kept.moved)
 
     def let_go(self) -> None:
@@ -169,7 +169,7 @@ class _Carrier:
         if self._leaving is not None:
             self._drop(self._leaving)
 
-    def _drop(self, kept: _Kept) -> None:
+    def _drop(self, kept: _HostCopy) -> None:
         """Its memory may be used for something else by what the main stream does next."""
         self.wait_for(kept)
         kept.here = None
