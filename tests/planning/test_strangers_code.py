@@ -405,6 +405,40 @@ def test_beams_are_compared_up_to_the_longest_length_and_come_out_as_long() -> N
     assert "beam search: beams are compared up to the longest length that the code allows" in plan.notes
 
 
+def test_an_unknown_count_is_printed_in_every_form_and_asked_about_where_it_decides() -> None:
+    said: list[str] = []
+
+    def step() -> None:
+        right = nn.Linear(4, 4).cuda()(torch.randn(8, 4, device="cuda")).argmax(1).eq(0).sum().item()
+        said.extend(("%d of 8" % right, str(right), f"{right:d}", "%.1f" % right))  # noqa: UP031
+        said.append(str(7 % right))
+
+    memfit.trace(step)
+    assert said == ["0 of 8", "?", "?", "nan", "?"]
+    for decides in (int, range, lambda right: [1, 2][right]):
+        with pytest.raises(TraceError, match=r"test_strangers_code.py:\d+"):
+            memfit.trace(lambda use=decides: use(torch.randn(4, device="cuda").sum().item()))
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation")  # torch's has no `copy`
+def test_numpy_takes_a_tensor_of_the_host_whoever_asks() -> None:
+    import numpy
+
+    def step() -> None:
+        out = nn.Linear(4, 4).cuda()(torch.randn(8, 4, device="cuda")).detach()
+        for made in (
+            numpy.asarray(out.cpu()),
+            numpy.array(out.cpu(), dtype="float64"),
+            numpy.concatenate([out.cpu()] * 2),
+        ):
+            assert numpy.isnan(made).all()
+        assert numpy.asarray(torch.arange(3).cuda().cpu()).tolist() == [0, 1, 2]
+        with pytest.raises(TypeError, match="cuda"):
+            numpy.asarray(out)
+
+    assert any("numpy is given" in note for note in memfit.trace(step).notes)
+
+
 def test_l_bfgs_is_planned_with_all_its_iterations_and_every_direction_that_it_remembers() -> None:
     def plan(history: int) -> Plan:
         def step() -> None:

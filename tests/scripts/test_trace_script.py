@@ -277,6 +277,26 @@ for each in range(1, 99):
     assert not any("not alike" in note for note in memfit.trace_script(write(rarely)).notes)
 
 
+@pytest.mark.parametrize("own", ["lambda *a, **k: None", "lambda *a, **k: said('[12:00]', *a, **k)"])
+def test_a_script_that_prints_in_its_own_way_does_not_print_memfit_s_answer(write, capfd, own: str) -> None:  # type: ignore[no-untyped-def]
+    path = write(f"import builtins\nsaid = builtins.print\nbuiltins.print = {own}\n" + LOOP)
+    assert main(["plan", "script", "--json", "--", path]) == 0
+    assert json.loads(capfd.readouterr().out)["schema"] == "memfit.plan/1"
+
+
+def test_weights_by_an_address_have_the_shapes_of_the_model_that_they_are_loaded_into(write, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    fetch = """
+from torch.hub import load_state_dict_from_url
+found = load_state_dict_from_url("http://127.0.0.1:9/weights.pth", model_dir="none")
+found = found["model"] if "model" in found else found
+found.pop("head.weight", None)
+assert model.load_state_dict(found).missing_keys == []
+"""
+    plan = memfit.trace_script(write(fetch + LOOP))
+    assert plan.peak == memfit.trace_script(write(LOOP)).peak
+    assert any("weights that are not on this machine" in note for note in plan.notes)
+
+
 def test_a_script_may_remove_the_folder_that_it_works_in(write, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     (tmp_path / "gone").mkdir()
     plan = memfit.trace_script(write("import os\nos.chdir('gone')\nos.rmdir('../gone')\nimport this\n" + LOOP))

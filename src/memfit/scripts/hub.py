@@ -17,13 +17,15 @@ from unittest import mock
 from memfit.analysis.own_lines import is_own
 from memfit.errors import TraceError
 from memfit.files import written_whole
-from memfit.models.presets import find_preset
+from memfit.models.presets import Preset, encoders, find_preset
 from memfit.scripts.watched import folder_for_files
 from memfit.tracing.stored import without_memory
 
 CONFIG = "config.json"
 _FROM_HUB = re.compile(
-    r"huggingface\.co|offline|on the Hub|Couldn't (find any data file|find a dataset|reach)", re.IGNORECASE
+    r"huggingface\.co|offline|on the Hub|Couldn't (find any data file|find a dataset|reach)"
+    r"|[^/\s]+/[^/\s]+ does not appear to have a file named",
+    re.IGNORECASE,
 )
 _OF_PROCESSORS = re.compile(r"\b(image_processing|feature_extraction|processing)_\w+\.py$")
 NO_WEIGHTS = (
@@ -56,6 +58,13 @@ def hub_pretended(tracer: Any, *, made_up: bool = False) -> Iterator[None]:
                 made = staticmethod(_weights_made_up(load, tracer))
                 stack.enter_context(mock.patch.object(kind, "_load_pretrained_model", made))
 
+            timm: Any = sys.modules.get("timm.models._builder")
+            if hasattr(timm, "load_pretrained") and "timm" not in done:
+                done.add("timm")
+                nothing = lambda *_, **__: tracer.assume(NO_WEIGHTS)  # noqa: E731
+                stack.enter_context(mock.patch.object(timm, "load_pretrained", nothing))
+
+        stack.enter_context(_weights_by_address(tracer))
         patch()
         tracer.after_import.append(patch)
         try:
@@ -64,6 +73,52 @@ def hub_pretended(tracer: Any, *, made_up: bool = False) -> Iterator[None]:
             raise _told(error, missed, made_up) from error
         finally:
             tracer.after_import.remove(patch)
+
+
+class WeightsElsewhere(dict[str, Any]):
+    """Of a file that is not here: whatever is loaded from it has the shapes of what it is loaded into."""
+
+    def __getitem__(self, _: str) -> Any:
+        return self
+
+    def __delitem__(self, _: str) -> None:
+        pass
+
+    def pop(self, *_: Any) -> Any:
+        return self
+
+    get = pop
+
+
+@contextmanager
+def _weights_by_address(tracer: Any) -> Iterator[None]:
+    """`torch.hub.load_state_dict_from_url`, by which torchvision finds its weights too."""
+    import torch
+
+    find, load, traced = torch.hub.load_state_dict_from_url, torch.nn.Module.load_state_dict, [True]
+
+    def found_or_elsewhere(*args: Any, **kwargs: Any) -> Any:  # others import it by name, and keep it
+        try:
+            return find(*args, **kwargs)
+        except OSError:
+            if not traced[0]:
+                raise
+        tracer.assume(NO_WEIGHTS)
+        return WeightsElsewhere()
+
+    def load_unless_elsewhere(module: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(state_dict, WeightsElsewhere):
+            state_dict = module.state_dict()
+        return load(module, state_dict, *args, **kwargs)
+
+    with (
+        mock.patch.object(torch.hub, "load_state_dict_from_url", found_or_elsewhere),
+        mock.patch.object(torch.nn.Module, "load_state_dict", load_unless_elsewhere),
+    ):
+        try:
+            yield
+        finally:
+            traced[0] = False
 
 
 def _shipped_configs(find: Callable[..., Any], tracer: Any, folder: Path, missed: list[str]) -> Callable[..., Any]:
@@ -82,7 +137,8 @@ def _shipped_configs(find: Callable[..., Any], tracer: Any, folder: Path, missed
             path = folder / preset.name / CONFIG
             path.parent.mkdir(exist_ok=True)
             with written_whole(path) as beside:
-                beside.write_text(json.dumps({"torch_dtype": "float32", **preset.config}))
+                said = {"torch_dtype": "float32", **_architecture(preset), **preset.config}
+                beside.write_text(json.dumps(said))
             return [str(path)]
         if missing is not None:
             missed[:] = [name, *filenames]
@@ -91,6 +147,14 @@ def _shipped_configs(find: Callable[..., Any], tracer: Any, folder: Path, missed
         return None
 
     return cached_files
+
+
+def _architecture(preset: Preset) -> dict[str, Any]:
+    """As the Hub's own file has it, of a decoder of text."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
+
+    name = CAUSAL.get(str(preset.config.get("model_type")))
+    return {} if name is None or preset in encoders() else {"architectures": [name]}
 
 
 def _told(error: OSError, missed: list[str], made_up: bool) -> Exception:
@@ -128,7 +192,8 @@ def _weights_or_none(find: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return find(*args, **kwargs)
         except OSError:
-            folder = Path(str(kwargs.get("pretrained_model_name_or_path", args[0] if args else "")))
+            within = (kwargs.get("download_kwargs") or {}).get("subfolder") or kwargs.get("subfolder") or ""
+            folder = Path(str(kwargs.get("pretrained_model_name_or_path", args[0] if args else "")), within)
             if folder.is_dir() and (not (folder / CONFIG).is_file() or any(map(_is_weights, folder.iterdir()))):
                 raise
             return None, None

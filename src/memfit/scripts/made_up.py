@@ -19,12 +19,17 @@ CHARACTERS_A_TOKEN = 4
 FEWEST_TOKENS = 100
 """Those of bytes have more; one without its files has a handful."""
 ROWS = {"train": 1000, "validation": 100, "test": 100}
+SHORT_ROWS = ROWS | {"train": 5000}
+"""Some programs put thousands of rows aside."""
 WORDS, FEW_WORDS = 1000, 100
+SHORT = 6 * FEW_WORDS
 LONG = ("text", "content", "context", "article", "document", "dialogue", "sentence", "sentence1", "premise", "review")
 _TALK = [{"role": "user", "content": "{few}"}, {"role": "assistant", "content": "{few}"}]
 COLUMNS: tuple[tuple[str, dict[str, Any]], ...] = (
     (r"mrpc|rte|stsb|wnli", {"sentence1": "", "sentence2": "", "label": 0, "idx": 0}),
     (r"mnli|snli|xnli|anli", {"premise": "", "hypothesis": "", "label": 0, "idx": 0}),
+    (r"hellaswag", {"ctx": "", "endings": [""] * 4, "label": "0"}),
+    (r"swag", {**dict.fromkeys(("sent1", "sent2", "ending0", "ending1", "ending2", "ending3"), ""), "label": 0}),
     (r"qqp", {"question1": "", "question2": "", "label": 0, "idx": 0}),
     (r"sst2|cola|glue", {"sentence": "", "label": 0, "idx": 0}),
     (r"squad", {"id": "", "title": "", "context": "", "question": "", "answers": {"text": [""], "answer_start": [0]}}),
@@ -43,6 +48,11 @@ COLUMNS: tuple[tuple[str, dict[str, Any]], ...] = (
     (r"", {"text": "", "label": 0}),
 )
 """By what stands in the data set's name; the last is taken for all others."""
+CLASSES = (
+    (r"stsb", 0), (r"mnli|snli|xnli|anli", 3), (r"hellaswag|\bswag|ag_news", 4), (r"emotion", 6), (r"conll", 9),
+    (r"wnut", 13), (r"yelp_review_full|amazon_reviews|sst5", 5), (r"", 2),
+)  # fmt: skip
+"""What the public ones tell apart; 0: they have a score."""
 TEMPLATE = (
     "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
@@ -67,6 +77,12 @@ def data_made_up(tracer: Any, *, wanted: bool) -> Iterator[None]:
                     done.add(name)
                     found = classmethod(_found_or_made(kind.__dict__["from_pretrained"].__func__, tracer, wanted))
                     stack.enter_context(mock.patch.object(kind, "from_pretrained", found))
+            processors: Any = sys.modules.get("transformers.models.auto.processing_auto")
+            if hasattr(processors, "AutoProcessor") and wanted and "AutoProcessor" not in done:
+                done.add("AutoProcessor")
+                kind = processors.AutoProcessor
+                found = classmethod(_processor_or_tokenizer(kind.__dict__["from_pretrained"].__func__))
+                stack.enter_context(mock.patch.object(kind, "from_pretrained", found))
             data: Any = sys.modules.get("datasets")
             if hasattr(data, "load_dataset") and hasattr(data, "Dataset") and wanted and "data" not in done:
                 done.add("data")
@@ -105,6 +121,23 @@ def _found_or_made(find: Callable[..., Any], tracer: Any, wanted: bool) -> Calla
             f"{name}: a made-up tokenizer of {len(made):,} tokens, one for {CHARACTERS_A_TOKEN} characters of text"
         )
         return made
+
+    return from_pretrained
+
+
+def _processor_or_tokenizer(find: Callable[..., Any]) -> Callable[..., Any]:
+    """Of a model of text its tokenizer is all that there is to process."""
+
+    def from_pretrained(cls: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
+        from transformers import AutoConfig, AutoTokenizer
+
+        try:
+            return find(cls, name, *args, **kwargs)
+        except (OSError, ValueError):
+            config = AutoConfig.from_pretrained(name)
+            if config.get_text_config() is not config:
+                raise
+        return AutoTokenizer.from_pretrained(name, *args, **kwargs)
 
     return from_pretrained
 
@@ -155,7 +188,12 @@ def _loaded_or_made(load: Callable[..., Any], data: Any, tracer: Any) -> Callabl
         named = " ".join(str(each) for each in (path, *args[:1], kwargs.get("name")) if each)
         row = columns_of(named)
         tracer.assume(f"{named}: a made-up data set with the columns {', '.join(row)}, up to {WORDS:,} words a text")
-        made = {split: data.Dataset.from_list([row] * rows) for split, rows in ROWS.items()}
+        of_words = SHORT_ROWS if max(map(len, map(str, row.values()))) < SHORT else ROWS
+        classes = next(count for words, count in CLASSES if re.search(words, named, re.IGNORECASE))
+        made = {
+            split: _with_classes(data.Dataset.from_list([row] * rows), data, classes)
+            for split, rows in of_words.items()
+        }
         split = kwargs.get("split")
         if split is None:
             return (
@@ -169,6 +207,16 @@ def _loaded_or_made(load: Callable[..., Any], data: Any, tracer: Any) -> Callabl
         return found.to_iterable_dataset() if kwargs.get("streaming") else found
 
     return load_dataset
+
+
+def _with_classes(made: Any, data: Any, count: int) -> Any:
+    """Whole numbers that stand for classes, with names."""
+    if not count:
+        return made.cast_column("label", data.Value("float32")) if "label" in made.features else made
+    kind = data.ClassLabel(names=[f"class {number}" for number in range(count)])
+    if "label" in made.features and made.features["label"].dtype == "int64":
+        made = made.cast_column("label", kind)
+    return made.cast_column("ner_tags", data.Sequence(kind)) if "ner_tags" in made.features else made
 
 
 def _split(asked: Any) -> str:

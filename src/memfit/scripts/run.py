@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import builtins
 import importlib
 import os
 import sys
@@ -100,7 +101,7 @@ def _module(name: str) -> tuple[Any, dict[str, Any]]:
 def _as_started_by_hand(program: Program) -> Iterator[None]:
     """Afterwards everything is as before."""
     folder = os.getcwd() if program.is_module else str(Path(program.target).resolve().parent)
-    before = set(sys.modules)
+    before, of_python = set(sys.modules), dict(vars(builtins))
     here = os.getcwd()
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(sys, "argv", [program.target, *program.arguments]))
@@ -112,6 +113,7 @@ def _as_started_by_hand(program: Program) -> Iterator[None]:
             yield
         finally:
             os.chdir(here)
+            vars(builtins).update(of_python)  # a program may print in its own way
             for name in set(sys.modules) - before:
                 if str(getattr(sys.modules[name], "__file__", None) or "").startswith(folder + os.sep):
                     del sys.modules[name]

@@ -399,6 +399,7 @@ class OwnCodeNames(CudaNames):
             Tensor.item: number,
             Tensor.tolist: lambda t: text(t, Tensor.tolist, listed),
             Tensor.numpy: self._numpy,
+            Tensor.__array__: self._array,
             Tensor.__float__: lambda t: tracer.answers.plain_float(t) if is_hidden(t) else NotImplemented,
             Tensor.__format__: lambda t, spec: text(
                 t,
@@ -483,6 +484,11 @@ class OwnCodeNames(CudaNames):
         each = self.tracer.answers.fill(tensor)
         with torch._C.DisableTorchFunction(), _disable_current_modes():
             return torch.full(tensor.shape, each, dtype=tensor.dtype, device="cpu").numpy()
+
+    def _array(self, tensor: Tensor, dtype: Any = None) -> Any:
+        """`np.asarray(tensor)`, and whatever else of numpy is given one."""
+        made = self._numpy(tensor)
+        return made if made is NotImplemented or dtype is None else made.astype(dtype, copy=False)
 
     def _type(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         on_gpu = self.tracer.place(tensor) == "cuda"

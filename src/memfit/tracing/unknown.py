@@ -7,10 +7,13 @@ table of answers knows, or the person answers, or stops the trace with the line.
 
 from __future__ import annotations
 
+import dis
 import math
 import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import FrameType
 from typing import Any
 from unittest import mock
 
@@ -20,6 +23,15 @@ _FINITE = {"isfinite": True, "isnan": False, "isinf": False}
 FINITE_NOTE = "losses, norms and gradients are finite wherever the code looks"
 
 Decide = Callable[[], bool]
+_REMAINDERS = (6, 19)
+"""Of BINARY_OP, `%` and `%=`."""
+
+
+def _formats_text(asker: FrameType) -> bool:
+    """Whether it is at `"%d" % number`, which asks for a whole number from C: one on the left would not ask here."""
+    code, at = asker.f_code.co_code, asker.f_lasti
+    name = dis.opname[code[at]]
+    return name == "BINARY_MODULO" or (name == "BINARY_OP" and code[at + 1] in _REMAINDERS)
 
 
 class UnknownNumber(float):
@@ -51,9 +63,11 @@ class UnknownNumber(float):
         return self._decide()
 
     def __int__(self) -> int:
+        return 0 if _formats_text(sys._getframe(1)) else int(self._decide())
+
+    def __index__(self) -> int:
         return int(self._decide())
 
-    __index__ = __int__
     # Asked about once it is an index or a count.
     __trunc__ = __ceil__ = __floor__ = __round__ = _same  # type: ignore[assignment]
 
