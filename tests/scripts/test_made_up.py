@@ -54,6 +54,16 @@ def test_a_made_up_tokenizer_has_the_model_s_vocabulary_and_plausible_lengths(tm
     assert any("Qwen/Qwen2.5-0.5B: a made-up tokenizer" in note for note in plan.notes)
 
 
+def test_what_processes_text_for_a_model_is_its_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import torch\nfrom transformers import AutoConfig, AutoProcessor\nname = 'HuggingFaceTB/SmolLM2-135M'\n"
+        "assert AutoConfig.from_pretrained(name).architectures == ['LlamaForCausalLM']\n"
+        "tokenizer = AutoProcessor.from_pretrained(name, truncation_side='left')\n"
+        "assert tokenizer(['a' * 40], return_tensors='pt')['input_ids'].cuda().shape == (1, 10)\n"
+    )
+    assert memfit.trace_script("train.py", synthetic_data=True).peak.allocated_bytes
+
+
 def test_without_the_flag_a_missing_tokenizer_is_one_clear_error(tmp_path: Path, capfd) -> None:  # type: ignore[no-untyped-def]
     (tmp_path / "train.py").write_text(TOKENIZED)
     assert main(["plan", "script", "--", "train.py"]) == 2

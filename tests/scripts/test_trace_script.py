@@ -297,6 +297,17 @@ assert model.load_state_dict(found).missing_keys == []
     assert any("weights that are not on this machine" in note for note in plan.notes)
 
 
+def test_an_error_out_of_a_library_is_told_with_the_script_s_own_line_too(write) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(TraceError, match="JSONDecodeError") as failed:
+        memfit.trace_script(write("import json\n\njson.loads('{')\n"))
+    assert "train.py:3; that is " in str(failed.value.hint) and "decoder.py:" in str(failed.value.hint)
+
+
+def test_a_package_that_is_here_without_a_part_of_it_is_not_said_to_be_missing(write) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(TraceError, match="torch._six, which the installed torch does not have"):
+        memfit.trace_script(write("from torch._six import inf\n"))
+
+
 def test_a_script_may_remove_the_folder_that_it_works_in(write, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     (tmp_path / "gone").mkdir()
     plan = memfit.trace_script(write("import os\nos.chdir('gone')\nos.rmdir('../gone')\nimport this\n" + LOOP))

@@ -6,6 +6,7 @@ import re
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 from memfit.analysis.own_lines import is_own
@@ -48,16 +49,25 @@ def failures_of_the_job() -> Iterator[None]:
         if _is_memfit_s(error, frames):
             raise
         if isinstance(error, ModuleNotFoundError) and error.name is not None:
-            place = _nearest_to_the_person(frames)
+            place, package = _nearest_to_the_person(frames), error.name.partition(".")[0]
+            if package != error.name and find_spec(package) is not None:
+                raise TraceError(
+                    f"the code imports {error.name}, which the installed {package} does not have",
+                    hint=f"imported at {place.filename}:{place.lineno}: another version of {package} may have it",
+                ) from error
             raise TraceError(
                 f"the code needs the package {error.name}, which is not here",
                 hint=f"imported at {place.filename}:{place.lineno}: pip install it where memfit runs, without GPU, or"
                 " put its folder into PYTHONPATH",
             ) from error
         text = _text(error).partition(", known options are ")[0]  # torch lists hundreds
-        said = text.strip().splitlines()[0] if text.strip() else ""
+        lines = [each.strip() for each in text.strip().splitlines()]
+        said = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
         place = _nearest_to_the_person(frames)
         line = f"{place.filename}:{place.lineno}, in {place.name}"
+        own = next((f"{each.filename}:{each.lineno}" for each in reversed(frames) if _is_theirs(each.filename)), None)
+        if own is not None and not line.startswith(own):
+            line = f"{own}; that is {line}"
         if _NO_GPU.search(text):
             raise TraceError(
                 f"memfit does not cover what the code does at {line}: {type(error).__name__}: {said[:300]}",
@@ -69,15 +79,18 @@ def failures_of_the_job() -> Iterator[None]:
                 hint=f"asked for at {line}: install it where memfit runs; no GPU is needed for it",
             ) from error
         if _NO_NETWORK.search(text):
-            own = [f"{each.filename}:{each.lineno}" for each in frames if is_own(each.filename)]
             raise TraceError(
                 f"the code wants something from the network that cannot be reached from here: {said[:300]}",
-                hint=f"asked for at {own[-1] if own else line}: put it where the program looks first, or run memfit"
+                hint=f"asked for at {own or line}: put it where the program looks first, or run memfit"
                 " where it can be reached; plan script --synthetic-data makes up data sets and tokenizers of the Hub",
             ) from error
         raise TraceError(
             f"the job itself fails: {type(error).__name__}: {said[:300]}", hint=f"raised at {line}"
         ) from error
+
+
+def _is_theirs(file: str) -> bool:
+    return is_own(file) and _MEMFIT not in Path(file).parents
 
 
 def _text(error: BaseException) -> str:

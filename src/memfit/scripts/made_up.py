@@ -113,8 +113,8 @@ def _found_or_made(find: Callable[..., Any], tracer: Any, wanted: bool) -> Calla
             if len(found) >= FEWEST_TOKENS or os.path.isdir(name):
                 return found
             raise OSError(f"the tokenizer of {name} is not in the cache of huggingface.co")
-        except OSError:
-            if not wanted:
+        except (OSError, ValueError) as error:  # the latter of a tokenizer that has found none of its files
+            if not wanted or (isinstance(error, ValueError) and os.path.isdir(name)):
                 raise
         made = make_tokenizer(str(name), kwargs)
         tracer.assume(
