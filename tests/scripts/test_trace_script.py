@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -300,11 +301,11 @@ assert model.load_state_dict(found).missing_keys == []
 def test_an_error_out_of_a_library_is_told_with_the_script_s_own_line_too(write) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(TraceError, match="JSONDecodeError") as failed:
         memfit.trace_script(write("import json\n\njson.loads('{')\n"))
-    assert "train.py:3; that is " in str(failed.value.hint) and "decoder.py:" in str(failed.value.hint)
+    assert re.search(r"train.py:\d+; that is .*decoder.py:", str(failed.value.hint))
 
 
 def test_a_package_that_is_here_without_a_part_of_it_is_not_said_to_be_missing(write) -> None:  # type: ignore[no-untyped-def]
-    with pytest.raises(TraceError, match="torch._six, which the installed torch does not have"):
+    with pytest.raises(TraceError, match=r"torch\._six, which the installed torch does not have"):
         memfit.trace_script(write("from torch._six import inf\n"))
 
 
