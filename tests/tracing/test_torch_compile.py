@@ -47,6 +47,7 @@ from memfit.tracing.compiled.padding import OPERAND
 from memfit.tracing.compiled.pretended_gpu import flush_bytes
 from memfit.tracing.compiled.progress import graphs_told
 from memfit.tracing.compiled.registers import is_triton_here
+from memfit.tracing.compiled.settings import compiler_is_set_otherwise
 from memfit.tracing.tracer import trace
 from memfit.units import MiB, format_bytes, gib
 
@@ -318,6 +319,26 @@ def test_what_the_code_sets_in_the_compiler_holds_for_its_own_trace_alone() -> N
     memfit.trace(run)
     assert found == [(2, True, False, False, 0.3)]
     assert settings() == before
+
+
+def test_a_stance_that_the_code_takes_holds_for_its_own_trace_alone() -> None:
+    def run(stance: str) -> None:
+        torch.compiler.set_stance(stance)
+        _small()
+
+    with pytest.raises(TraceError, match="stance"):
+        memfit.trace(lambda: run("no such stance"))
+    assert NOTHING_COMPILED in memfit.trace(lambda: run("force_eager")).notes
+    assert NOTHING_COMPILED not in memfit.trace(_small).notes
+
+
+def test_the_caller_s_stance_is_known_to_be_another_and_stays_as_it_is() -> None:
+    assert not compiler_is_set_otherwise()
+    with torch.compiler.set_stance("force_eager"):
+        assert compiler_is_set_otherwise()
+        for _ in range(2):
+            assert NOTHING_COMPILED in memfit.trace(_small).notes
+    assert not compiler_is_set_otherwise()
 
 
 @pytest.mark.parametrize("compiles", [True, False])

@@ -14,7 +14,7 @@ from memfit.errors import TraceError
 EAGERLY = "plan it without torch.compile: the plan is then that of eager mode, which often needs more"
 NEEDED = {
     "convert_frame": ("torch._dynamo.convert_frame", "CatchErrorsWrapper ConvertFrameReturn FrameExecStrategy"),
-    "eval_frame": ("torch._dynamo.eval_frame", "reset_code"),
+    "eval_frame": ("torch._dynamo.eval_frame", "reset_code _stance DynamoStance"),
     "function_modes": ("torch._dynamo.variables.torch_function", "SymbolicTorchFunctionState"),
     "regions": ("torch._dynamo.variables.ctx_manager", "AutocastModeVariable"),
     "optimizers": ("torch._dynamo.variables.optimizer", "_is_static_for_cudagraphs OptimizerVariable"),
