@@ -43,6 +43,7 @@ from memfit.replay.replay import replay
 from memfit.tracing.compiled.autotuning import COPY, GeneratedKernels, tuning_of
 from memfit.tracing.compiled.generated import GeneratedCode, Origin, called_by
 from memfit.tracing.compiled.hooks import NOTHING_COMPILED
+from memfit.tracing.compiled.numbers import CONSTANT, DECIDES, ONCE, OUT_OF_IT
 from memfit.tracing.compiled.padding import OPERAND
 from memfit.tracing.compiled.pretended_gpu import flush_bytes
 from memfit.tracing.compiled.progress import graphs_told
@@ -770,6 +771,61 @@ def test_numbers_in_compiled_code_break_no_graph() -> None:
         assert made(torch.randn(MiB, device="cuda")).shape == (MiB,)
 
     assert memfit.trace(run, gpu="H200").peak.allocated_bytes == (4 + 4 + 60) * MiB  # 60 to time the kernel
+
+
+def _goes_on_with(kind: type, known: Iterator[float] | None) -> None:
+    model = nn.Linear(64, 64).cuda()
+
+    @torch._dynamo.disable
+    def read(value: torch.Tensor) -> float:
+        return value.item() if known is None else next(known)  # as .item() does, it breaks the graph
+
+    @torch.compile
+    def step(x: torch.Tensor) -> torch.Tensor:
+        y = model(x)
+        print("loss", read(y.detach().sum()))
+        number = read(y.detach().abs().amax() if kind is float else (y > 0).sum())
+        return (y / number).square().mean()
+
+    for _ in range(3):
+        step(torch.randn(128, 64, device="cuda")).backward()
+
+
+@pytest.mark.parametrize("kind", [float, int])
+def test_compiled_code_that_goes_on_with_an_unknown_number_makes_what_it_makes_with_a_known_one(
+    kind: type, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def made(known: Iterator[float] | None) -> tuple[list[tuple[str, int]], tuple[str, ...]]:
+        plan = memfit.trace(lambda: _goes_on_with(kind, known), gpu="H200")
+        blocks = range(len(plan.trace.requested))
+        found = [(plan.trace.op(block), plan.trace.requested[block]) for block in blocks]
+        return [each for each in found if each[0] != FLUSH], plan.notes
+
+    unknown, notes = made(None)
+    assert capsys.readouterr().out == "loss ?\n" * 3
+    known, others = made(iter([kind(number) for number in (2.5, 3.5, 4.5, 5.5, 6.5, 7.5)]))
+    assert unknown == known and len(known) > 9
+    assert ONCE in notes and ONCE not in others
+
+
+@pytest.mark.parametrize(
+    ("use", "what"),
+    [
+        (lambda y, number: y * 2 if number > 3 else y, DECIDES),
+        (lambda y, number: y.clamp(max=number), CONSTANT),
+        (lambda y, _: y[: int((y > 0).sum().item())], DECIDES),
+    ],
+)
+def test_compiled_code_that_depends_on_an_unknown_number_is_refused_with_the_line(
+    use: Callable[[Any, Any], Any], what: str
+) -> None:
+    def step() -> None:
+        torch.compile(lambda x: use(x * 2, x.sum().item()))(torch.ones(128, 64, device="cuda"))
+
+    with pytest.raises(TraceError) as refusal:
+        memfit.trace(step)
+    assert str(refusal.value) == f"{__file__}:{use.__code__.co_firstlineno}: {what}"
+    assert refusal.value.hint == OUT_OF_IT
 
 
 def test_the_trainer_is_told_to_compile() -> None:

@@ -23,6 +23,7 @@ from memfit.extrapolation.reused import say
 from memfit.tracing.autocast import LAYER
 from memfit.tracing.compiled.autotuning import GeneratedKernels
 from memfit.tracing.compiled.generated import GeneratedCode, whose_buffers
+from memfit.tracing.compiled.numbers import any_number
 from memfit.tracing.compiled.padding import TimedProducts
 from memfit.tracing.compiled.pretended_gpu import (
     CUDA,
@@ -380,6 +381,7 @@ class Hooks:
             composites_of_compiler(self.tracer.platform, "AutogradCUDA", ("scaled_dot_product_attention",)),
             mock.patch.object(compiler().fake_tensor.FakeTensorMode, "avoid_device_init", True),  # by `torch.tensor`
             gradients_by_shape(),
+            any_number(lambda note: say(self.tracer.trace, note), self.tracer.answers.refuse),
             mock.patch.multiple(hooks, **none),
             mock.patch.object(torch.nn.Module, "__call__", torch.nn.Module._wrapped_call_impl),
             mock.patch.object(torch.autograd, "_engine_run_backward", torch.autograd.graph._engine_run_backward),
@@ -514,6 +516,7 @@ def _is_memfit_s(name: str) -> bool:
 def _refusal_in(error: BaseException | None) -> TraceError | None:
     while error is not None:
         if isinstance(error, TraceError):
+            error.args = (error.message,)  # torch writes the line and its own hints below it
             return error
         error = getattr(error, "inner_exception", None) or error.__cause__ or error.__context__
     return None

@@ -15,6 +15,8 @@ EAGERLY = "plan it without torch.compile: the plan is then that of eager mode, w
 NEEDED = {
     "convert_frame": ("torch._dynamo.convert_frame", "CatchErrorsWrapper ConvertFrameReturn FrameExecStrategy"),
     "eval_frame": ("torch._dynamo.eval_frame", "reset_code _stance DynamoStance"),
+    "builder": ("torch._dynamo.variables.builder", "VariableBuilder"),
+    "symbolic_shapes": ("torch.fx.experimental.symbolic_shapes", "ShapeEnv"),
     "function_modes": ("torch._dynamo.variables.torch_function", "SymbolicTorchFunctionState"),
     "regions": ("torch._dynamo.variables.ctx_manager", "AutocastModeVariable"),
     "optimizers": ("torch._dynamo.variables.optimizer", "_is_static_for_cudagraphs OptimizerVariable"),
