@@ -222,6 +222,31 @@ def test_what_is_not_covered_is_refused_by_name(step: Callable[[], None], what: 
     assert "eager" in str(refusal.value.hint)
 
 
+def test_what_transformers_compiles_by_itself_is_refused_as_that_with_its_own_way_out() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=1, vocab_size=64
+    )
+
+    def generate(**settings: Any) -> None:
+        model, prompt = LlamaForCausalLM(config).cuda(), torch.ones(1, 4, dtype=torch.long, device="cuda")
+        model.generate(prompt, max_new_tokens=3, cache_implementation="static", **settings)
+
+    with pytest.raises(TraceError, match=r"transformers compiles the model by itself .*reduce-overhead") as refusal:
+        memfit.trace(generate)
+    assert "disable_compile=True" in str(refusal.value.hint)
+    assert memfit.trace(lambda: generate(disable_compile=True)).peak.allocated_bytes > 0
+
+
+def test_a_module_compiled_before_the_trace_brings_no_warning_of_hooks_that_are_memfit_s(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    compiled = torch.compile(Parts())
+    memfit.trace(lambda: compiled.cuda()(torch.ones(8, 256, device="cuda")))
+    assert not [each for each in recwarn if "global hooks on modules" in str(each.message)]
+
+
 def test_an_error_of_the_compiler_is_told_with_a_way_out() -> None:
     @torch.compile(fullgraph=True)
     def breaks(x: torch.Tensor) -> torch.Tensor:

@@ -44,7 +44,7 @@ NEEDED = {
     "flex_attention": ("torch._higher_order_ops.flex_attention", "create_fw_bw_graph"),
     "triton_asked": ("torch.utils._triton", ""),
     "fake_prop": ("torch.fx.passes.fake_tensor_prop", "FakeTensorProp"),
-    "module_hooks": ("torch.nn.modules.module", "_global_forward_hooks _global_forward_pre_hooks _has_any_global_hook"),
+    "module_hooks": ("torch.nn.modules.module", "_global_forward_hooks _global_forward_pre_hooks"),
 }  # fmt: skip
 """By what they are called here: the module, and what must be in it (torch 2.11 to 2.13)."""
 GUARDS = "_ZN3c104impl26device_guard_impl_registryE"
