@@ -853,6 +853,21 @@ def test_compiled_code_that_depends_on_an_unknown_number_is_refused_with_the_lin
     assert refusal.value.hint == OUT_OF_IT
 
 
+def test_a_value_that_generated_code_asks_for_is_asked_by_the_code_that_was_compiled() -> None:
+    @torch.compile
+    def largest(x: torch.Tensor) -> torch.Tensor:
+        return x.clamp(max=x.sum().item())
+
+    def step() -> None:
+        torch._dynamo.config.capture_scalar_outputs = True
+        largest(torch.ones(128, 64, device="cuda"))
+
+    with pytest.raises(TraceError, match=r"test_torch_compile.py:\d+, in largest: the code asks a float32 tensor"):
+        memfit.trace(step)
+    plan = memfit.trace(step, answers={("test_torch_compile.py", "largest"): 3.0})
+    assert plan.trace.requested.tolist().count(128 * 64 * 4) == 2
+
+
 def test_the_trainer_is_told_to_compile() -> None:
     work = Workload.from_mapping({"kind": "train", "model": "gpt2", "loop": "trainer", "compile": True})
     assert trainer_settings(work)["torch_compile"] is True

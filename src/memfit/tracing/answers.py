@@ -45,6 +45,8 @@ class Site:
 
 
 _OURS = re.compile("/memfit/(tracing|scripts)/")
+GENERATED = "<inductor>"
+"""The file of code that torch's compiler has written, which runs in a trace: the code that calls it asks."""
 _TORCH = os.path.dirname(torch.__file__).replace("\\", "/") + "/"
 
 VALID = "what distributions and losses check their arguments for, they find"
@@ -316,7 +318,7 @@ def _is_line(frame: FrameType, file: str, number: int) -> bool:
 
 
 def _is_torch(frame: FrameType) -> bool:
-    return _site(frame).file.startswith(_TORCH)
+    return _site(frame).file.startswith((_TORCH, GENERATED))
 
 
 def _site(frame: FrameType) -> Site:

@@ -76,8 +76,6 @@ class UnknownNumber(float):
 class UnknownWhole(UnknownNumber):
     """What a tensor of whole numbers has: a count, mostly."""
 
-    __hash__ = UnknownNumber.__hash__
-
 
 class UnknownAboveZero(UnknownNumber):
     """A time, a temperature: nobody knows it, but that it is above zero, as are its sums and shares."""
