@@ -853,6 +853,20 @@ def test_compiled_code_that_depends_on_an_unknown_number_is_refused_with_the_lin
     assert refusal.value.hint == OUT_OF_IT
 
 
+def test_a_number_that_a_person_gives_for_its_line_is_decided_by() -> None:
+    def grows(x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x, x]) if x.sum().item() > 3 else x + 1
+
+    def made(number: float) -> list[int]:
+        def step() -> None:
+            torch.compile(grows)(torch.ones(128, 64, device="cuda"))
+
+        made = memfit.trace(step, answers={("test_torch_compile.py", "grows"): number}).trace
+        return [int(size) for at, size in enumerate(made.requested) if size > 1024 and made.op(at) != FLUSH]
+
+    assert (made(5.0), made(1.0)) == ([32768, 65536], [32768, 32768])
+
+
 def test_a_value_that_generated_code_asks_for_is_asked_by_the_code_that_was_compiled() -> None:
     @torch.compile
     def largest(x: torch.Tensor) -> torch.Tensor:

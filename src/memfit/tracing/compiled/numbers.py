@@ -28,7 +28,10 @@ ONCE = (
 )
 DECIDES = "compiled code decides by a number, or makes a size of it, that .item() gives and that nobody knows"
 CONSTANT = "compiled code makes a constant of a number that .item() gives and that nobody knows: each is compiled anew"
-OUT_OF_IT = "take .item(), and what the code does with its number, out of the compiled function"
+OUT_OF_IT = (
+    "take .item(), and what the code does with its number, out of the compiled function, or give a number for the line"
+    " of .item(): --answer of plan script, answers of memfit.trace"
+)
 
 
 @contextmanager
