@@ -622,6 +622,68 @@ def test_the_caller_s_model_comes_back_after_a_failure_too() -> None:
     assert model.weight.device.type == "cpu" and model.weight.isfinite().all()
 
 
+def test_the_caller_s_gradients_are_as_they_were() -> None:
+    model = nn.Sequential(nn.Linear(512, 3), nn.Linear(3, 3))
+    model.append(model[1])
+    model(torch.ones(2, 512)).sum().backward()
+    before = [(p.grad, p.grad.clone()) for p in model.parameters() if p.grad is not None]
+
+    def step() -> None:
+        for device in ("cuda", "cpu", "cuda"):
+            model.to(device)
+        model(torch.ones(2, 512, device="cuda")).sum().backward()
+        model[0].zero_grad()
+
+    memfit.trace(step)
+    assert len(before) == 4
+    for p, (grad, value) in zip(model.parameters(), before, strict=True):
+        assert p.grad is grad and torch.equal(grad, value)
+
+
+def test_gradients_that_come_with_a_model_are_on_the_gpu_until_they_are_let_go() -> None:
+    model = nn.Linear(512, 512, bias=False)
+    model(torch.ones(2, 512)).sum().backward()
+    held: list[int] = []
+
+    def step() -> None:
+        model.cuda()
+        held.append(torch.cuda.memory_allocated())
+        model.zero_grad()
+        held.append(torch.cuda.memory_allocated())
+
+    memfit.trace(step)
+    assert held == [2 * 512 * 512 * 4, 512 * 512 * 4]
+    assert model.weight.grad is not None and model.weight.grad.tolist() == [[2.0] * 512] * 512
+
+
+def test_a_weight_that_the_code_replaces_gets_a_gradient_that_fits_it() -> None:
+    moved, replaced = nn.Linear(3, 3), nn.Linear(3, 3)
+    for model in (moved, replaced):
+        model(torch.ones(2, 3)).sum().backward()
+
+    def step() -> None:
+        moved.cuda()
+        moved.weight = nn.Parameter(torch.ones(5, 5, device="cuda"))
+        replaced.float().weight = nn.Parameter(torch.ones(5, 5))
+
+    memfit.trace(step)
+    assert moved.weight.grad is not None and moved.weight.shape == (3, 3)
+    assert replaced.weight.grad is None and replaced.bias.grad is not None
+
+
+def test_a_model_that_cannot_be_put_back_leaves_the_others_to_be_put_back() -> None:
+    first, broken, last = models = [nn.Linear(3, 3) for _ in range(3)]
+
+    def step() -> None:
+        for model in models:
+            model.cuda()
+        broken._parameters = None
+
+    with pytest.raises(AttributeError):
+        memfit.trace(step)
+    assert {p.device.type for model in (first, last) for p in model.parameters()} == {"cpu"}
+
+
 def test_a_checkpoint_that_the_code_saves_leaves_the_real_one_alone(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 

@@ -42,9 +42,10 @@ from memfit.replay.replay import replay
 from memfit.tracing.compiled.autotuning import COPY, GeneratedKernels, tuning_of
 from memfit.tracing.compiled.generated import GeneratedCode, Origin, called_by
 from memfit.tracing.compiled.hooks import NOTHING_COMPILED
+from memfit.tracing.compiled.numbers import CONSTANT, DECIDES, ONCE, OUT_OF_IT
 from memfit.tracing.compiled.padding import OPERAND
 from memfit.tracing.compiled.pretended_gpu import flush_bytes
-from memfit.tracing.compiled.settings import graphs_told
+from memfit.tracing.compiled.settings import compiler_is_set_otherwise, graphs_told
 from memfit.tracing.compiled.torch_names import is_triton_here
 from memfit.tracing.tracer import trace
 from memfit.units import MiB, format_bytes, gib
@@ -219,6 +220,31 @@ def test_what_is_not_covered_is_refused_by_name(step: Callable[[], None], what: 
     assert "eager" in str(refusal.value.hint)
 
 
+def test_what_transformers_compiles_by_itself_is_refused_as_that_with_its_own_way_out() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=1, vocab_size=64
+    )
+
+    def generate(**settings: Any) -> None:
+        model, prompt = LlamaForCausalLM(config).cuda(), torch.ones(1, 4, dtype=torch.long, device="cuda")
+        model.generate(prompt, max_new_tokens=3, cache_implementation="static", **settings)
+
+    with pytest.raises(TraceError, match=r"transformers compiles the model by itself .*reduce-overhead") as refusal:
+        memfit.trace(generate)
+    assert "disable_compile=True" in str(refusal.value.hint)
+    assert memfit.trace(lambda: generate(disable_compile=True)).peak.allocated_bytes > 0
+
+
+def test_a_module_compiled_before_the_trace_brings_no_warning_of_hooks_that_are_memfit_s(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    compiled = torch.compile(Parts())
+    memfit.trace(lambda: compiled.cuda()(torch.ones(8, 256, device="cuda")))
+    assert not [each for each in recwarn if "global hooks on modules" in str(each.message)]
+
+
 def test_an_error_of_the_compiler_is_told_with_a_way_out() -> None:
     @torch.compile(fullgraph=True)
     def breaks(x: torch.Tensor) -> torch.Tensor:
@@ -317,6 +343,26 @@ def test_what_the_code_sets_in_the_compiler_holds_for_its_own_trace_alone() -> N
     memfit.trace(run)
     assert found == [(2, True, False, False, 0.3)]
     assert settings() == before
+
+
+def test_a_stance_that_the_code_takes_holds_for_its_own_trace_alone() -> None:
+    def run(stance: str) -> None:
+        torch.compiler.set_stance(stance)
+        _small()
+
+    with pytest.raises(TraceError, match="stance"):
+        memfit.trace(lambda: run("no such stance"))
+    assert NOTHING_COMPILED in memfit.trace(lambda: run("force_eager")).notes
+    assert NOTHING_COMPILED not in memfit.trace(_small).notes
+
+
+def test_the_caller_s_stance_is_known_to_be_another_and_stays_as_it_is() -> None:
+    assert not compiler_is_set_otherwise()
+    with torch.compiler.set_stance("force_eager"):
+        assert compiler_is_set_otherwise()
+        for _ in range(2):
+            assert NOTHING_COMPILED in memfit.trace(_small).notes
+    assert not compiler_is_set_otherwise()
 
 
 @pytest.mark.parametrize("compiles", [True, False])
@@ -748,6 +794,90 @@ def test_numbers_in_compiled_code_break_no_graph() -> None:
         assert made(torch.randn(MiB, device="cuda")).shape == (MiB,)
 
     assert memfit.trace(run, gpu="H200").peak.allocated_bytes == (4 + 4 + 60) * MiB  # 60 to time the kernel
+
+
+def _goes_on_with(kind: type, known: Iterator[float] | None) -> None:
+    model = nn.Linear(64, 64).cuda()
+
+    @torch._dynamo.disable
+    def read(value: torch.Tensor) -> float:
+        return value.item() if known is None else next(known)  # as .item() does, it breaks the graph
+
+    @torch.compile
+    def step(x: torch.Tensor) -> torch.Tensor:
+        y = model(x)
+        print("loss", read(y.detach().sum()))
+        number = read(y.detach().abs().amax() if kind is float else (y > 0).sum())
+        return (y / number).square().mean()
+
+    for _ in range(3):
+        step(torch.randn(128, 64, device="cuda")).backward()
+
+
+@pytest.mark.parametrize("kind", [float, int])
+def test_compiled_code_that_goes_on_with_an_unknown_number_makes_what_it_makes_with_a_known_one(
+    kind: type, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def made(known: Iterator[float] | None) -> tuple[list[tuple[str, int]], tuple[str, ...]]:
+        plan = memfit.trace(lambda: _goes_on_with(kind, known), gpu="H200")
+        blocks = range(len(plan.trace.requested))
+        found = [(plan.trace.op(block), plan.trace.requested[block]) for block in blocks]
+        return [each for each in found if each[0] != FLUSH], plan.notes
+
+    unknown, notes = made(None)
+    assert capsys.readouterr().out == "loss ?\n" * 3
+    known, others = made(iter([kind(number) for number in (2.5, 3.5, 4.5, 5.5, 6.5, 7.5)]))
+    assert unknown == known and len(known) > 9
+    assert ONCE in notes and ONCE not in others
+
+
+@pytest.mark.parametrize(
+    ("use", "what"),
+    [
+        (lambda y, number: y * 2 if number > 3 else y, DECIDES),
+        (lambda y, number: y.clamp(max=number), CONSTANT),
+        (lambda y, _: y[: int((y > 0).sum().item())], DECIDES),
+    ],
+)
+def test_compiled_code_that_depends_on_an_unknown_number_is_refused_with_the_line(
+    use: Callable[[Any, Any], Any], what: str
+) -> None:
+    def step() -> None:
+        torch.compile(lambda x: use(x * 2, x.sum().item()))(torch.ones(128, 64, device="cuda"))
+
+    with pytest.raises(TraceError) as refusal:
+        memfit.trace(step)
+    assert str(refusal.value) == f"{__file__}:{use.__code__.co_firstlineno}: {what}"
+    assert refusal.value.hint == OUT_OF_IT
+
+
+def test_a_number_that_a_person_gives_for_its_line_is_decided_by() -> None:
+    def grows(x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x, x]) if x.sum().item() > 3 else x + 1
+
+    def made(number: float) -> list[int]:
+        def step() -> None:
+            torch.compile(grows)(torch.ones(128, 64, device="cuda"))
+
+        made = memfit.trace(step, answers={("test_torch_compile.py", "grows"): number}).trace
+        return [int(size) for at, size in enumerate(made.requested) if size > 1024 and made.op(at) != FLUSH]
+
+    assert (made(5.0), made(1.0)) == ([32768, 65536], [32768, 32768])
+
+
+def test_a_value_that_generated_code_asks_for_is_asked_by_the_code_that_was_compiled() -> None:
+    @torch.compile
+    def largest(x: torch.Tensor) -> torch.Tensor:
+        return x.clamp(max=x.sum().item())
+
+    def step() -> None:
+        torch._dynamo.config.capture_scalar_outputs = True
+        largest(torch.ones(128, 64, device="cuda"))
+
+    with pytest.raises(TraceError, match=r"test_torch_compile.py:\d+, in largest: the code asks a float32 tensor"):
+        memfit.trace(step)
+    plan = memfit.trace(step, answers={("test_torch_compile.py", "largest"): 3.0})
+    assert plan.trace.requested.tolist().count(128 * 64 * 4) == 2
 
 
 def test_the_trainer_is_told_to_compile() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 DOOR = {
-    "answers": "Answer Answers asking_line NO_OVERFLOW Site Value",
+    "answers": "Answer Answers asking_line GENERATED NO_OVERFLOW Site Value",
     "autocast": "Autocast LAYER",
     "costs": "OpCosts",
     "distributed": "OnHost ddp_traced fully_shard_traced",
@@ -16,7 +16,7 @@ DOOR = {
     "repeated.passes": "CallDiffers repeated_calls_skipped",
     "rule_answers": "answers_on",
     "stored": "SavedThings files_read_as_shapes without_memory",
-    "unknown": "mathematics_of_unknown_numbers",
+    "unknown": "UnknownWhole is_unknown mathematics_of_unknown_numbers",
     "tracer": "ONE_AT_A_TIME Tracer check_not_nested run_traced trace",
 }
 """What other rooms may use, by file."""

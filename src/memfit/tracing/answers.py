@@ -22,7 +22,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memfit.errors import TraceError
-from memfit.tracing.unknown import FINITE_NOTE, UnknownNumber
+from memfit.tracing.unknown import FINITE_NOTE, UnknownNumber, UnknownWhole
 
 if TYPE_CHECKING:
     from memfit.tracing.values import Values
@@ -45,6 +45,8 @@ class Site:
 
 
 _OURS = re.compile("/memfit/(tracing|scripts)/")
+GENERATED = "<inductor>"
+"""The file of code that torch's compiler has written, which runs in a trace: the code that calls it asks."""
 _TORCH = os.path.dirname(torch.__file__).replace("\\", "/") + "/"
 
 VALID = "what distributions and losses check their arguments for, they find"
@@ -166,7 +168,8 @@ class Answers:
         self.meanings[UNKNOWN] = None
         with torch._C.DisableTorchFunction(), _disable_current_modes():
             like = torch.zeros((), dtype=tensor.dtype)  # a number that is kept must not keep memory of the GPU
-        return UnknownNumber(lambda: bool(self._answer(like, "the code decides by a number that is not known")))
+        kind = UnknownNumber if tensor.is_floating_point() else UnknownWhole
+        return kind(lambda: bool(self._answer(like, "the code decides by a number that is not known")))
 
     def plain_float(self, tensor: torch.Tensor) -> float:
         """`float(loss)` is Python's own float and no longer known as unknown: a line that decides by it asks here."""
@@ -315,7 +318,7 @@ def _is_line(frame: FrameType, file: str, number: int) -> bool:
 
 
 def _is_torch(frame: FrameType) -> bool:
-    return _site(frame).file.startswith(_TORCH)
+    return _site(frame).file.startswith((_TORCH, GENERATED))
 
 
 def _site(frame: FrameType) -> Site:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -25,7 +25,10 @@ class _Before:
     """Of one module, without what is in it."""
 
     buffers: dict[str, Any]
-    gradients: dict[str, Any]
+    gradients: dict[str, torch.Tensor]
+    """Those on the host. One that is moved is held no longer: the code may let it go."""
+    moved: dict[str, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = field(default_factory=dict)
+    """Gradients that were moved with the module, with what they held on the host."""
     weights: dict[str, Any] = field(default_factory=dict)
     """A parameter that holds what was on the host, by the name of the one that it was swapped with."""
 
@@ -39,7 +42,8 @@ def put_back(is_on_gpu: Callable[[torch.Tensor], bool]) -> Iterator[None]:
     def apply_and_remember(module: nn.Module, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if module not in seen:
             gradients = {name: p.grad for name, p in module._parameters.items() if p is not None}
-            seen[module] = _Before(dict(module._buffers), gradients)
+            on_host = {name: grad for name, grad in gradients.items() if grad is not None and not is_on_gpu(grad)}
+            seen[module] = _Before(dict(module._buffers), on_host)
         moving.append(module)
         try:
             return apply(module, lambda tensor: _as_tensor(fn(tensor)), *args, **kwargs)
@@ -50,20 +54,29 @@ def put_back(is_on_gpu: Callable[[torch.Tensor], bool]) -> Iterator[None]:
         if moving and is_on_gpu(here) and is_on_gpu(there):  # as torch does on a GPU: a graph may hold what is swapped
             here.data = there
             return
-        if _has_its_own_class(here):
-            torch._C._swap_tensor_impl(here, there)
+        name = _name_in(moving[-1]._parameters, here) if moving else None
+        if _has_its_own_class(here) or (moving and name is None and type(here) is type(there) is torch.Tensor):
+            torch._C._swap_tensor_impl(here, there)  # a gradient may be held and looked at by others: on a GPU too
         else:
             there.__dict__.update(here.__dict__)  # a GPU run changes what is inside a parameter, not its attributes
             swap(here, there)
         if moving and is_on_gpu(here) and not is_on_gpu(there):
-            name = next((name for name, p in moving[-1]._parameters.items() if p is here), None)
+            before = seen[moving[-1]]
             if name is not None:
-                seen[moving[-1]].weights.setdefault(name, there)
+                before.weights.setdefault(name, there)
+            elif (name := _name_in(before.gradients, here)) is not None:
+                del before.gradients[name]
+                before.moved[name] = weakref.ref(here), there
         elif is_on_gpu(here) and not is_on_gpu(there):
             alone.append((weakref.ref(here), there))
 
     alone: list[tuple[weakref.ref[torch.Tensor], torch.Tensor]] = []
     """Tensors that were given memory of the GPU by themselves, with what they held."""
+
+    def restore_alone(held: weakref.ref[torch.Tensor], there: torch.Tensor) -> None:
+        if (here := held()) is not None and is_on_gpu(here):
+            torch._C._swap_tensor_impl(here, there)
+
     states: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
     def remember_state(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -85,14 +98,21 @@ def put_back(is_on_gpu: Callable[[torch.Tensor], bool]) -> Iterator[None]:
         torch.set_rng_state(random)
         for put, value in settings:
             put(value)
-        for module, before in list(seen.items()):
-            _restore(module, before)
-        for held, there in reversed(alone):
-            if (here := held()) is not None and is_on_gpu(here):
-                torch._C._swap_tensor_impl(here, there)
-        for optimizer, state in list(states.items()):
-            optimizer.state.clear()
-            optimizer.state.update(state)
+        with ExitStack() as stack:  # from the last to the first, whatever fails
+            for optimizer, state in list(states.items()):
+                stack.callback(optimizer.state.update, state)
+                stack.callback(optimizer.state.clear)
+            for held, there in alone:
+                stack.callback(restore_alone, held, there)
+            modules = list(seen.items())
+            for module, before in modules:
+                stack.callback(_restore_gradients, module, before)
+            for module, before in modules:
+                stack.callback(_restore, module, before)
+
+
+def _name_in(named: Mapping[str, Any], tensor: torch.Tensor) -> str | None:
+    return next((name for name, each in named.items() if each is tensor), None)
 
 
 def _has_its_own_class(tensor: Any) -> bool:
@@ -176,11 +196,26 @@ def _restore(module: nn.Module, before: _Before) -> None:
         if (held := before.weights.get(name)) is not None:
             held.requires_grad_(parameter.requires_grad)
             torch._C._swap_tensor_impl(parameter, held)
-        if name in before.gradients and before.gradients[name] is not None:
-            parameter.grad = before.gradients[name]
     for name, buffer in before.buffers.items():
         if name in module._buffers:
             module._buffers[name] = buffer
+
+
+def _restore_gradients(module: nn.Module, before: _Before) -> None:
+    """Once all weights are back: modules may share them."""
+    gradients = dict(before.gradients)
+    for name, (moved, held) in before.moved.items():
+        if (gradient := moved()) is not None:
+            torch._C._swap_tensor_impl(gradient, held)
+        gradients[name] = held if gradient is None else gradient
+    for name, gradient in gradients.items():
+        parameter = module._parameters.get(name)
+        if parameter is not None and _kind(parameter) == _kind(gradient):
+            parameter.grad = gradient
+
+
+def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.device, tensor.dtype, tensor.shape
 
 
 LEFT_OUT = "checkpoints that the code saves are left out: nothing was written"

@@ -87,6 +87,10 @@ class UnknownNumber(float):
         return float, (math.nan,)
 
 
+class UnknownWhole(UnknownNumber):
+    """What a tensor of whole numbers has: a count, mostly."""
+
+
 class UnknownAboveZero(UnknownNumber):
     """A time, a temperature: nobody knows it, but that it is above zero, as are its sums and shares."""
 

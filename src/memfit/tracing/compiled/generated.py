@@ -20,6 +20,7 @@ import torch
 from memfit.analysis.own_lines import BACKWARD_OF
 from memfit.events import FrameRow
 from memfit.extrapolation.reused import COMPILED
+from memfit.tracing.answers import GENERATED
 from memfit.tracing.compiled.autotuning import GeneratedKernels
 from memfit.tracing.compiled.torch_names import compiler, is_triton_here
 
@@ -28,7 +29,6 @@ REUSED = re.compile(r"^( +)(buf\d+) = (?:reinterpret_tensor\()?(\w+).*; del \3  
 MADE = re.compile(r"^( +)(buf\d+) = (?!buf\d+|reinterpret_tensor)", re.MULTILINE)
 """A line that makes a buffer, or asks a library's kernel for one."""
 OF_TRITON = ("import triton", "from torch._inductor.runtime.triton_heuristics")
-FILE = "<inductor>"
 LINE = re.compile(r'File "(.+)", line (\d+), in (.+)')
 """As torch keeps the place in the code for which it has made a node of a graph."""
 BETWEEN = ("data", "zero")
@@ -47,7 +47,7 @@ class Origin:
 class GeneratedCode:
     """In place of the module that Inductor would write to a file and import."""
 
-    __file__ = FILE
+    __file__ = GENERATED
 
     def __init__(
         self, text: str, constants: Mapping[str, Any], kernels: GeneratedKernels, whose: Mapping[str, Origin]
@@ -55,9 +55,9 @@ class GeneratedCode:
         """`whose`: where a buffer comes from, by its name in the text."""
         tracer = kernels.tracer
         self._tracer, self._caller = tracer, ""
-        scope: dict[str, Any] = {"__name__": "inductor_generated", "__file__": FILE}
+        scope: dict[str, Any] = {"__name__": "inductor_generated", "__file__": GENERATED}
         with _kernels_left_out(kernels, self._empty):
-            exec(compile(_prepared(text), FILE, "exec"), scope)
+            exec(compile(_prepared(text), GENERATED, "exec"), scope)
 
         def at(buffer: str) -> None:
             origin = whose.get(buffer, Origin())

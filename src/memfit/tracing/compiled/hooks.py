@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -23,6 +23,7 @@ from memfit.extrapolation.reused import say
 from memfit.tracing.autocast import LAYER
 from memfit.tracing.compiled.autotuning import GeneratedKernels
 from memfit.tracing.compiled.generated import GeneratedCode, whose_buffers
+from memfit.tracing.compiled.numbers import any_number
 from memfit.tracing.compiled.padding import TimedProducts
 from memfit.tracing.compiled.pretended_gpu import (
     CUDA,
@@ -64,6 +65,7 @@ REFUSED = {
     "cpp_wrapper": "cpp_wrapper",
     "memory_planning": "memory_planning",
 }
+GENERATION_COMPILES = "transformers.modeling_utils", "get_compiled_call"
 NOTHING_COMPILED = "torch.compile was asked for, and compiled nothing: the plan is that of eager mode"
 IN_SOURCE = re.compile(r"\._(?:modules|parameters|buffers)\['([^']+)'\]")
 """A part of a module, as Dynamo says where a tensor comes from: L['net']._modules['0']._parameters['weight']."""
@@ -80,10 +82,11 @@ def compiling(names: Any) -> Iterator[None]:
         hooks.put_on()
         make(self, *args, **kwargs)
         self.memfit_mode = args[0] if args else kwargs.get("mode")
+        self.memfit_of_generation = _of_generation(sys._getframe(1))
 
     def compiled(self: Any, *args: Any, **kwargs: Any) -> Any:
         if (why := _uncovered(self.config, getattr(self, "memfit_mode", None))) is not None:
-            refuse(why)
+            refuse(by_generate(why) if getattr(self, "memfit_of_generation", False) else why)
         for weight, path in _weights(args[0]):
             names.tracer.on_weight(weight, path)
         tell_graph(hooks.graphs + 1)
@@ -100,6 +103,9 @@ def compiling(names: Any) -> Iterator[None]:
 
     with ExitStack() as stack:
         stack.enter_context(settings_put_back())
+        # Of a module that was compiled before the trace, torch warns before it asks the compiler.
+        hooked = mock.patch.object(torch.nn.modules.module, "_has_any_global_hook", lambda: False, create=True)
+        stack.enter_context(hooked)
         stack.callback(hooks.take_off)
         stack.enter_context(mock.patch.object(inductor, "__init__", made))
         stack.enter_context(mock.patch.object(inductor, "__call__", compiled))
@@ -119,6 +125,22 @@ def _uncovered(config: dict[str, Any], mode: str | None) -> TraceError | None:
     if compiler().dynamo_config.compiled_autograd or compiler().compiled_autograd.compiled_autograd_enabled:
         return compiled_autograd()
     return None
+
+
+def by_generate(why: TraceError) -> TraceError:
+    what = f"transformers compiles the model by itself for generate with a cache that is not dynamic: {why.message}"
+    return TraceError(what, hint="generate(..., disable_compile=True), in the run too: the cache stays as it is")
+
+
+def _of_generation(frame: FrameType | None) -> bool:
+    """Whether it is transformers that asks for the compiler: from within `torch.compile`."""
+    for _ in range(4):
+        if frame is None:
+            break
+        if frame.f_code.co_name == GENERATION_COMPILES[1] and frame.f_globals["__name__"] == GENERATION_COMPILES[0]:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _weights(graph: Any) -> Iterator[tuple[torch.Tensor, str]]:
@@ -196,7 +218,6 @@ class Hooks:
             (torchs.optimizers, "_is_static_for_cudagraphs", lambda _: True),
             (torchs.optimizers.OptimizerVariable, "call_method", self._optimizers()),
             (torchs.optimizers.OptimizerVariable, "_set_capturable", self._steps_on_the_card()),
-            (torchs.module_hooks, "_has_any_global_hook", lambda: False),
             (torchs.flex_attention, "create_fw_bw_graph", self._scores()),
             (torchs.select_algorithm, "PyCodeCache", _Unloaded),
             (fx, "_warn_tf32_disabled", lambda: None),  # about speed
@@ -379,6 +400,7 @@ class Hooks:
             composites_of_compiler(self.tracer.platform, "AutogradCUDA", ("scaled_dot_product_attention",)),
             mock.patch.object(compiler().fake_tensor.FakeTensorMode, "avoid_device_init", True),  # by `torch.tensor`
             gradients_by_shape(),
+            any_number(lambda note: say(self.tracer.trace, note), self.tracer.answers.refuse),
             mock.patch.multiple(hooks, **none),
             mock.patch.object(torch.nn.Module, "__call__", torch.nn.Module._wrapped_call_impl),
             mock.patch.object(torch.autograd, "_engine_run_backward", torch.autograd.graph._engine_run_backward),
@@ -513,6 +535,7 @@ def _is_memfit_s(name: str) -> bool:
 def _refusal_in(error: BaseException | None) -> TraceError | None:
     while error is not None:
         if isinstance(error, TraceError):
+            error.args = (error.message,)  # torch writes the line and its own hints below it
             return error
         error = getattr(error, "inner_exception", None) or error.__cause__ or error.__context__
     return None

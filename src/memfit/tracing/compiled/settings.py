@@ -12,23 +12,36 @@ from typing import Any
 from memfit.environment import COMPILER_FOLDER, COMPILER_READS
 
 CONFIGURATIONS = ("torch._dynamo.config", "torch._inductor.config", "torch._functorch.config")
+STANCE_IN = "torch._dynamo.eval_frame"
+"""Where torch keeps, for the whole process, what `torch.compiler.set_stance` was last told."""
 
 
 @contextmanager
 def settings_put_back() -> Iterator[None]:
-    """What the code sets in the compiler's own configuration would hold for every later trace."""
+    """What the code sets in the compiler's own configuration, and its stance, would hold for every later trace."""
     before = {name: module.get_config_copy() for name, module in _configurations()}
+    stance = _stance()
     try:
         yield
     finally:
         for name, module in _configurations():
             for each, was in _changed(module, before.get(name) or _at_import(module)):
                 setattr(module, each, was)
+        if (keeps_it := sys.modules.get(STANCE_IN)) is not None:
+            keeps_it._stance = stance or keeps_it.DynamoStance()  # type: ignore[attr-defined]
 
 
 def compiler_is_set_otherwise() -> bool:
     """Than by the variables that it read when it was imported."""
-    return any(_changed(module, _at_import(module)) for _, module in _configurations())
+    if any(_changed(module, _at_import(module)) for _, module in _configurations()):
+        return True
+    stance = _stance()
+    return stance is not None and stance != type(stance)()
+
+
+def _stance() -> Any:
+    """None where the compiler is not loaded: it is the usual one then."""
+    return getattr(sys.modules.get(STANCE_IN), "_stance", None)
 
 
 _before_import: dict[str, str] = {}

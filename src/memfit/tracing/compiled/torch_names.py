@@ -15,7 +15,9 @@ from memfit.errors import TraceError
 EAGERLY = "plan it without torch.compile: the plan is then that of eager mode, which often needs more"
 NEEDED = {
     "convert_frame": ("torch._dynamo.convert_frame", "CatchErrorsWrapper ConvertFrameReturn FrameExecStrategy"),
-    "eval_frame": ("torch._dynamo.eval_frame", "reset_code"),
+    "eval_frame": ("torch._dynamo.eval_frame", "reset_code _stance DynamoStance"),
+    "builder": ("torch._dynamo.variables.builder", "VariableBuilder"),
+    "symbolic_shapes": ("torch.fx.experimental.symbolic_shapes", "ShapeEnv"),
     "function_modes": ("torch._dynamo.variables.torch_function", "SymbolicTorchFunctionState"),
     "regions": ("torch._dynamo.variables.ctx_manager", "AutocastModeVariable"),
     "optimizers": ("torch._dynamo.variables.optimizer", "_is_static_for_cudagraphs OptimizerVariable"),
@@ -43,7 +45,7 @@ NEEDED = {
     "flex_attention": ("torch._higher_order_ops.flex_attention", "create_fw_bw_graph"),
     "triton_asked": ("torch.utils._triton", ""),
     "fake_prop": ("torch.fx.passes.fake_tensor_prop", "FakeTensorProp"),
-    "module_hooks": ("torch.nn.modules.module", "_global_forward_hooks _global_forward_pre_hooks _has_any_global_hook"),
+    "module_hooks": ("torch.nn.modules.module", "_global_forward_hooks _global_forward_pre_hooks"),
 }  # fmt: skip
 """By what they are called here: the module, and what must be in it (torch 2.11 to 2.13)."""
 GUARDS = "_ZN3c104impl26device_guard_impl_registryE"
