@@ -24,6 +24,7 @@ from memfit.jobs.setting_help import settings_of
 from memfit.jobs.settings import KINDS
 from memfit.jobs.workload import Workload
 from memfit.planning.predict import predict
+from memfit.serving.planned import switches
 
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium: apt-get install chromium")
 JOB = {"kind": "train", "model": "gpt2", "batch_size": 8, "seq_len": 512}
@@ -143,6 +144,29 @@ def test_every_lever_of_the_job_is_a_switch(client: httpx.Client) -> None:
     job = {**JOB, "grad_checkpointing": True, "offload": ["optimizer"]}
     switches = client.post("/api/plan", json={"job": job, "gpu": CARD}).json()["levers"]
     assert {switch["name"] for switch in switches if switch["on"]} == {"checkpointing", "optimizer on the host"}
+
+
+@pytest.mark.parametrize(
+    ("job", "on", "not_offered"),
+    [
+        ({"kind": "qlora"}, {"checkpointing"},
+         {"selective checkpointing", "optimizer on the host", "weights on the host", "4-bit weights", "8-bit weights"}),
+        ({"kind": "lora", "quant": "nf4", "double_quant": True}, {"4-bit weights"}, {"weights on the host"}),
+        ({"kind": "lora", "quant": "nf4", "kbit_prepare": False}, {"4-bit weights", "no kbit preparation"}, set()),
+        ({"kind": "lora", "offload": ["weights"]}, {"weights on the host"}, {"4-bit weights", "8-bit weights"}),
+        ({"kind": "train", "optimizer": "paged-adamw"}, set(), {"optimizer on the host"}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_switch_is_offered_where_there_is_a_job_with_it(
+    job: dict[str, Any], on: set[str], not_offered: set[str]
+) -> None:
+    offered = {each["name"]: each for each in switches({"model": "gpt2", "seq_len": 64, **job})}
+    assert {name for name, each in offered.items() if each["on"]} == on
+    assert not not_offered & {*offered}
+    for each in offered.values():
+        if each["group"] in ("allocator", "rank", "offload activations") and not each["on"]:
+            Workload.from_mapping({"model": "gpt2", "seq_len": 64, **job, **each["settings"]})
 
 
 def test_a_folder_below_the_one_that_is_served_is_a_model(client: httpx.Client) -> None:

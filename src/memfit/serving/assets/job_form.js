@@ -120,11 +120,12 @@ export class JobForm {
     }))));
   }
 
-  // Levers of one group replace each other.
+  // Levers of one group replace each other; without any of them the job is as it would be by itself.
   pull(lever, on) {
     let state = { ...this.state };
     for (const other of this.lever) if (other.on && other.group === lever.group && other !== lever && on) state = this.without(state, other);
     state = on ? this.with(state, lever.settings) : this.without(state, lever);
+    if (!on) for (const other of this.lever) if (other.group === lever.group) for (const name of Object.keys(other.settings)) if (!(name in lever.settings)) delete state[name];
     this.use(this.tidy(state));
     this.changed(this.state);
   }
