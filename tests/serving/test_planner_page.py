@@ -118,6 +118,10 @@ def test_a_plan_is_the_document_of_the_command_line(client: httpx.Client) -> Non
     assert answer["verdict"].startswith("tight: 6.93 GiB of")
     assert answer["copies"]["command"] == "memfit plan train --model gpt2 --batch-size 8 --seq-len 512 --gpu 8GB"
     assert "memory:\n  gpu: 8 GB\n" in answer["copies"]["yaml"]
+    said = "# memfit train drops the model's outputs"
+    assert said in answer["copies"]["yaml"]
+    dropped = client.post("/api/plan", json={"job": {**JOB, "outputs": "dropped"}, "gpu": CARD}).json()
+    assert said not in dropped["copies"]["yaml"]
 
 
 def test_what_is_copied_as_python_is_the_same_plan(client: httpx.Client) -> None:
@@ -257,6 +261,10 @@ def test_a_slider_changes_the_picture_and_the_address_and_a_link_brings_it_back(
     assert other.page.locator("input[type=range][data-setting=batch_size]").get_attribute("aria-valuetext") == "6"
     other.page.close()
     assert slide(planner, "batch_size", "ArrowRight") == before
+    exactly = planner.page.locator("input[aria-label='batch, exactly']")
+    exactly.fill("2.6")
+    planned(planner, lambda: exactly.press("Enter"))
+    assert exactly.input_value() == "3" and "batch_size=3" in planner.page.url
 
 
 @needs_browser
@@ -301,8 +309,13 @@ def test_what_is_wrong_is_said_and_the_old_picture_stays(planner: Looked) -> Non
     page.wait_for_selector("#verdict", timeout=SLOW)
     page.fill("input[aria-label='length, exactly']", "2048")
     page.press("input[aria-label='length, exactly']", "Enter")
-    page.wait_for_selector(".results .message.bad", timeout=SLOW)
-    assert "more than the 1024 positions that gpt2 has" in page.inner_text(".results .message.bad")
+    page.wait_for_selector(".problem .message.bad", timeout=SLOW)
+    assert "more than the 1024 positions that gpt2 has" in page.inner_text(".problem .message.bad")
+    assert page.evaluate("() => getComputedStyle(document.querySelector('.problem')).opacity") == "1"
+    assert page.query_selector(".results.stale") and page.is_disabled("#copy-command"), "of another job nothing is copied"
+    page.click("#pin")
+    assert "seq_len%3D512" in page.url.partition("pin=")[2], "pinned is what is seen"
+    page.click("#unpin")
     page.fill("input[aria-label='length, exactly']", "-5")
     page.press("input[aria-label='length, exactly']", "Enter")
     assert page.input_value("input[aria-label='length, exactly']") == "2048", (
@@ -387,6 +400,39 @@ def test_a_pasted_message_is_explained(browser: Browser, address: str) -> None:
     looked.page.click("#fixes summary >> nth=0", timeout=SLOW)
     first = looked.page.inner_text("#fixes tbody tr >> nth=0")
     assert "per_device_train_batch_size=" in first and "plan it" in first and "fits" in first
+    looked.page.click("#fixes a >> nth=0")
+    looked.page.wait_for_selector("#verdict", timeout=SLOW)
+    planner_at = looked.page.url
+    looked.page.go_back()
+    looked.page.wait_for_selector("#fixes", timeout=SLOW)
+    assert "1.16 GiB" in looked.page.input_value("#oom"), "who comes back finds what was pasted"
+    looked.page.click("nav >> text=Planner")
+    looked.page.wait_for_selector("#verdict", timeout=SLOW)
+    assert looked.page.url == planner_at, "a tab opens its view as it was left"
+    looked.page.close()
+
+
+@needs_browser
+def test_a_fix_that_is_a_no_stays_one_in_the_planner(browser: Browser, address: str) -> None:
+    fix = {
+        "name": "4-bit weights", "says": "linear layers in 4 bits", "how": {}, "basis": "predicted", "cost": "precision",
+        "price": "none", "saved_bytes": 1 << 30, "after_bytes": 1 << 30, "verdict": "safe",
+        "changes": {"quant": "nf4", "double_quant": True, "kbit_prepare": False},
+    }  # fmt: skip
+    job = {"settings": {"kind": "lora", "model": "gpt2", "seq_len": 64, "offload": [], "rank": None}, "gpu": None}
+    told = {
+        "answer": "too much", "cause": {"kind": "shortage"}, "phase": {"name": "", "detail": "", "code_line": ""},
+        "found": None, "traps": [], "account": {"rows": [], "capacity_bytes": None}, "job": job, "fixes": [fix],
+        "tensor": {"readings": [], "why_none": "", "request_bytes": []}, "withheld": [], "notes": [], "next": [],
+    }  # fmt: skip
+    looked = look(browser, address)
+    looked.page.route("**/api/explain", lambda route: route.fulfill(json=told))
+    looked.view("explain")
+    looked.page.click("#explain")
+    looked.page.click("#fixes a")
+    looked.page.wait_for_selector("#verdict", timeout=SLOW)
+    assert "kbit_prepare=false" in looked.page.url and "offload" not in looked.page.url
+    assert looked.page.is_checked(".levers input[data-name='no kbit preparation']")
     looked.page.close()
 
 
@@ -398,5 +444,16 @@ def test_a_cell_of_cards_against_models_opens_the_planner(browser: Browser, addr
     looked.page.click(".heat .cell a >> nth=0")
     looked.page.wait_for_selector("#verdict", timeout=SLOW)
     assert "kind=train" in looked.page.url and "gpu=8GB" in looked.page.url
+    looked.page.go_back()
+    length = looked.page.get_by_label("length", exact=True)
+    length.fill("2048")
+    length.press("Enter")
+    looked.page.wait_for_selector("text=more than the 1024 positions", timeout=SLOW)
+    length.fill("256")
+    length.press("Enter")
+    looked.page.wait_for_selector(".heat .cell a", timeout=SLOW)
+    looked.page.click(".heat .cell a >> nth=0")
+    looked.page.wait_for_selector("#verdict", timeout=SLOW)
+    assert "seq_len=256" in looked.page.url
     assert looked.page.inner_text("#verdict-line").startswith("safe:")
     looked.page.close()

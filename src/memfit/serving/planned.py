@@ -180,7 +180,9 @@ def _yaml(work: Workload, gpu: str | None) -> dict[str, str]:
         config_from(document, name="planned")
     except MemfitError:
         return {}
-    return {"yaml": f"# memfit train --config THIS.yaml --set data.source=my.jsonl\n{as_yaml(document)}"}
+    kept = work.loop == "plain" and work.outputs == "kept"
+    less = "# memfit train drops the model's outputs after the loss: planned here with them\n" if kept else ""
+    return {"yaml": f"# memfit train --config THIS.yaml --set data.source=my.jsonl\n{less}{as_yaml(document)}"}
 
 
 # -- what takes longer -------------------------------------------------------------------------------------------------
