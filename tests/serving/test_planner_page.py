@@ -105,6 +105,11 @@ def no_sideways(looked: Looked) -> bool:
     return bool(looked.page.evaluate("() => document.documentElement.scrollWidth <= innerWidth"))
 
 
+def nothing_cut(looked: Looked, section: str) -> bool:
+    wide = "(table) => table.scrollWidth <= table.parentElement.clientWidth"
+    return bool(looked.page.eval_on_selector(f"#{section} table", wide))
+
+
 # -- its answers -------------------------------------------------------------------------------------------------------
 
 
@@ -312,7 +317,9 @@ def test_what_is_wrong_is_said_and_the_old_picture_stays(planner: Looked) -> Non
     page.wait_for_selector(".problem .message.bad", timeout=SLOW)
     assert "more than the 1024 positions that gpt2 has" in page.inner_text(".problem .message.bad")
     assert page.evaluate("() => getComputedStyle(document.querySelector('.problem')).opacity") == "1"
-    assert page.query_selector(".results.stale") and page.is_disabled("#copy-command"), "of another job nothing is copied"
+    assert page.query_selector(".results.stale") and page.is_disabled("#copy-command"), (
+        "of another job nothing is copied"
+    )
     page.click("#pin")
     assert "seq_len%3D512" in page.url.partition("pin=")[2], "pinned is what is seen"
     page.click("#unpin")
@@ -360,6 +367,9 @@ def test_no_view_scrolls_sideways_on_a_phone(browser: Browser, address: str, vie
     phone.view(PLACE if view == "planner" else HEAT if view == "cards" else view)
     if view == "planner":
         phone.page.wait_for_selector("#timeline canvas.main", timeout=SLOW)
+        phone.page.wait_for_selector("#fit table", timeout=SLOW)
+        for table in ("fit", "phases", "largest"):
+            assert nothing_cut(phone, table), table
     if view == "cards":
         phone.page.wait_for_selector(".heat .cell a", timeout=SLOW)
     assert no_sideways(phone)
@@ -415,8 +425,8 @@ def test_a_pasted_message_is_explained(browser: Browser, address: str) -> None:
 @needs_browser
 def test_a_fix_that_is_a_no_stays_one_in_the_planner(browser: Browser, address: str) -> None:
     fix = {
-        "name": "4-bit weights", "says": "linear layers in 4 bits", "how": {}, "basis": "predicted", "cost": "precision",
-        "price": "none", "saved_bytes": 1 << 30, "after_bytes": 1 << 30, "verdict": "safe",
+        "name": "4-bit weights", "says": "linear layers in 4 bits", "how": {}, "basis": "predicted",
+        "cost": "precision", "price": "none", "saved_bytes": 1 << 30, "after_bytes": 1 << 30, "verdict": "safe",
         "changes": {"quant": "nf4", "double_quant": True, "kbit_prepare": False},
     }  # fmt: skip
     job = {"settings": {"kind": "lora", "model": "gpt2", "seq_len": 64, "offload": [], "rank": None}, "gpu": None}
@@ -425,10 +435,11 @@ def test_a_fix_that_is_a_no_stays_one_in_the_planner(browser: Browser, address: 
         "found": None, "traps": [], "account": {"rows": [], "capacity_bytes": None}, "job": job, "fixes": [fix],
         "tensor": {"readings": [], "why_none": "", "request_bytes": []}, "withheld": [], "notes": [], "next": [],
     }  # fmt: skip
-    looked = look(browser, address)
+    looked = look(browser, address, width=390)
     looked.page.route("**/api/explain", lambda route: route.fulfill(json=told))
     looked.view("explain")
     looked.page.click("#explain")
+    assert nothing_cut(looked, "fixes")
     looked.page.click("#fixes a")
     looked.page.wait_for_selector("#verdict", timeout=SLOW)
     assert "kbit_prepare=false" in looked.page.url and "offload" not in looked.page.url

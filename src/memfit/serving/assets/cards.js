@@ -35,7 +35,7 @@ export async function show(container, texts, shell) {
         settings.textContent = said(made.rows[0]);
       } catch (error) {
         if (error.name === "AbortError") return;
-        rows[i].replaceChildren(make("th", { scope: "row", text: model }), make("td", { class: "muted", colspan: gpus.length + 1, text: [error.message, error.hint].filter(Boolean).join("; ") }));
+        rows[i].replaceChildren(make("th", { scope: "row", text: model }), make("td", { class: "muted", colspan: gpus.length + 1 }, make("span", { class: "why", text: [error.message, error.hint].filter(Boolean).join("; ") })));
       }
     }
     status.textContent = "";
