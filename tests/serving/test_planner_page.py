@@ -308,6 +308,19 @@ def test_all_of_it_can_be_done_with_the_keyboard(planner: Looked) -> None:
 
 
 @needs_browser
+def test_a_switch_that_is_pulled_twice_leaves_the_job_as_it_was(planner: Looked) -> None:
+    planner.view("planner?kind=qlora&model=.%2Fmine%2Ftiny&gpu=8GB&seq_len=64")
+    planner.page.wait_for_selector("#verdict-line >> text=safe", timeout=SLOW)
+    before = planner.page.url
+    for name, said in (("fused optimizer", "optimizer=adamw-fused"), ("checkpointing", "grad_checkpointing=false")):
+        switch = planner.page.locator(f".levers input[data-name='{name}']")
+        planned(planner, switch.click)
+        assert said in planner.page.url
+        planned(planner, switch.click)
+        assert planner.page.url == before
+
+
+@needs_browser
 def test_what_is_wrong_is_said_and_the_old_picture_stays(planner: Looked) -> None:
     page = planner.page
     planner.view(PLACE)

@@ -119,19 +119,16 @@ def _is_on(lever: Lever, work: Workload) -> bool:
 def _goes(job: Job, lever: Lever, levers: list[Lever], on: list[str]) -> bool:
     """As `pull` of job_form.js does it."""
     made, usual = dict(job), AS_IN_QLORA if job.get("kind") == QLORA else {}
-    others = [each for each in levers if each.group == lever.group and each is not lever]
-    for each in [lever] if lever.name in on else [each for each in others if each.name in on]:
+    others = [each for each in levers if each.group == lever.group and each.name in on]
+    for each in [lever] if lever.name in on else others:
         for name, value in each.settings.items():
             if isinstance(value, tuple):
                 made[name] = [text for text in made.get(name) or () if text not in value]
-            elif name in usual:
+            elif name in usual and usual[name] == value:
                 made[name] = not value if isinstance(value, bool) else getattr(Workload, name)
             else:
                 made.pop(name, None)
-    if lever.name in on:
-        for name in {name for each in others for name in each.settings} - {*lever.settings}:
-            made.pop(name, None)
-    else:
+    if lever.name not in on:
         for name, value in lever.settings.items():
             made[name] = [*(made.get(name) or ()), *value] if isinstance(value, tuple) else value
     try:

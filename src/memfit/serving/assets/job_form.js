@@ -120,12 +120,11 @@ export class JobForm {
     }))));
   }
 
-  // Levers of one group replace each other; without any of them the job is as it would be by itself.
+  // Levers of one group replace each other.
   pull(lever, on) {
     let state = { ...this.state };
     for (const other of this.lever) if (other.on && other.group === lever.group && other !== lever && on) state = this.without(state, other);
     state = on ? this.with(state, lever.settings) : this.without(state, lever);
-    if (!on) for (const other of this.lever) if (other.group === lever.group) for (const name of Object.keys(other.settings)) if (!(name in lever.settings)) delete state[name];
     this.use(this.tidy(state));
     this.changed(this.state);
   }
@@ -142,7 +141,7 @@ export class JobForm {
     const changed = { ...state };
     for (const [name, value] of Object.entries(lever.settings)) {
       if (Array.isArray(value)) changed[name] = (state[name] || []).filter((each) => !value.includes(each));
-      else if (this.state.kind === "qlora" && name in this.options.qlora) changed[name] = typeof value === "boolean" ? !value : this.options.settings[name].default;
+      else if (this.state.kind === "qlora" && same(value, this.options.qlora[name])) changed[name] = typeof value === "boolean" ? !value : this.options.settings[name].default;
       else delete changed[name];
       if (Array.isArray(changed[name]) && !changed[name].length) delete changed[name];
     }
