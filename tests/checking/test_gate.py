@@ -90,7 +90,7 @@ def test_a_job_that_cannot_be_planned_fails_and_says_why(folder: Path) -> None:
 def test_the_next_step_of_an_error_is_in_the_table(folder: Path) -> None:
     (folder / "args.json").write_text(json.dumps({"per_device_train_batch_size": 1, "neftune_noise_alpha": 5}))
     shown = str(gate(written(folder, {"name": "one", "from": "args.json", "model": str(folder / "tiny")})))
-    assert "--without neftune_noise_alpha plans the job as if" in " ".join(shown.split())
+    assert "; --without neftune_noise_alpha plans the job as if" in " ".join(shown.split())
 
 
 @pytest.mark.parametrize("without", ["neftune_noise_alpha", ["neftune_noise_alpha"]])

@@ -464,6 +464,19 @@ def test_fsdp_that_is_not_planned_is_refused(keys: dict[str, Any], why: str, tmp
     assert why in str(refused.value.hint)
 
 
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"fsdp": "hybrid_shard"}, {"fsdp_config": {"version": 1, "reshard_after_forward": "FULL_SHARD"}},
+        {"fsdp": "full_shard auto_wrap", "fsdp_config": {"version": 1}},
+    ],
+)  # fmt: skip
+def test_fsdp1_is_planned_otherwise_where_a_flag_says_how(keys: dict[str, Any], tmp_path: Path) -> None:
+    path = written(tmp_path, {**FSDP_TRAINER, **keys}, "job.json")
+    job = read_job(path, parallel="fsdp2", world_size=2)
+    assert any("planned with --parallel fsdp2 in its place" in note for note in job.notes)
+
+
 def test_keys_of_an_fsdp_config_are_named_as_others_are(tmp_path: Path) -> None:
     config = {"cpu_ofload": True, "backward_prefetch": "BACKWARD_PRE", "activation_checkpointing": "True"}
     job = read_job(written(tmp_path, {**FSDP_TRAINER, "fsdp_config": config}, "job.json"), world_size=2)

@@ -47,7 +47,7 @@ class GatedJob:
     baseline_bytes: int | None
     plan: Plan | None = None
     error: str | None = None
-    """Why there is no plan, and in further lines what to do."""
+    """Why there is no plan, and what to do."""
 
     @property
     def device_bytes(self) -> int | None:
@@ -187,7 +187,7 @@ def _gated(job: dict[str, Any], folder: Path, usual_card: Any, usual: float, bef
     try:
         return GatedJob(**found, plan=_plan(job, folder, found["gpu"]))
     except MemfitError as error:
-        return GatedJob(**found, error=error.message if error.hint is None else f"{error.message}\n{error.hint}")
+        return GatedJob(**found, error="; ".join([error.message, *(error.hint or "").splitlines()]))
 
 
 def _limit(said: Any, name: str) -> int:

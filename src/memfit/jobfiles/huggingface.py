@@ -187,8 +187,8 @@ def _unplanned_fsdp(words: list[str], config: Mapping[str, Any], is_second: bool
         yield f"{other[0][:40]!r} is no option of FSDP"
     if config.get("cpu_offload", "offload" in words) or _on(config.get("offload_params")):  # there "false" is yes
         yield OFFLOADED
-    said = config.get("reshard_after_forward", strategy)
-    reshards = RESHARDING.get(str(said).lower()) if said == strategy or not is_second else truth(said)
+    said = config.get("reshard_after_forward", RESHARDING.get(strategy or ""))
+    reshards = truth(said) if is_second else RESHARDING.get(str(said).lower(), truth(said))
     if said is not None and not reshards:
         yield GATHERED if reshards is False else f"reshard_after_forward {str(said)[:40]!r} is neither true nor false"
     if str(config.get("auto_wrap_policy") or BY_BLOCK).upper() != BY_BLOCK:
