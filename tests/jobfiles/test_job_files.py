@@ -450,8 +450,8 @@ def test_fsdp_of_the_trainer_is_fsdp2_where_no_version_is_said(keys: dict[str, A
         ({"fsdp": "hybrid_shard"}, "hybrid_shard is of FSDP1"),
         ({"fsdp": "no_shard auto_wrap"}, "no_shard is of FSDP1"),
         ({"fsdp": "full"}, "'full' is no option of FSDP"),
-        ({"fsdp_config": {"auto_wrap_policy": "NO_WRAP"}}, "other parts than blocks"),
-        ({"fsdp_config": {"auto_wrap_policy": "SIZE_BASED_WRAP"}}, "other parts than blocks"),
+        ({"fsdp_config": {"auto_wrap_policy": "NO_WRAP"}}, "only blocks that are gathered"),
+        ({"fsdp_config": {"auto_wrap_policy": "SIZE_BASED_WRAP"}}, "only blocks that are gathered"),
         ({"fsdp_config": {"xla": True}}, "TPU"),
         ({"fsdp_config": "fsdp.json"}, "names a file"),
         ({"fsdp_config": {"activation_checkpointing": "maybe"}}, "activation_checkpointing is neither"),
@@ -525,8 +525,15 @@ def test_checkpointing_of_fsdp_is_that_of_a_trainer_that_says_none(tmp_path: Pat
         for order in (1, -1):
             files = [written(tmp_path, {**TRAINER, **own}, "args.json"), launch][::order]
             assert read_job(*files).workload.grad_checkpointing
+    own = written(tmp_path, {**LLAMAFACTORY, "disable_gradient_checkpointing": False}, "llamafactory.yaml")
+    assert read_job(own, launch).workload.grad_checkpointing
     with pytest.raises(UsageError, match="both switch on checkpointing"):
         read_job(written(tmp_path, {**TRAINER, "gradient_checkpointing": True}, "args.json"), launch)
+    both = {**FSDP_TRAINER, "gradient_checkpointing": True, "fsdp_config": {"fsdp_activation_checkpointing": "true"}}
+    with pytest.raises(UsageError, match="no plan for gradient_checkpointing"):
+        read_job(written(tmp_path, both, "args.json"), world_size=2)
+    alone = {**FSDP_TRAINER, "gradient_checkpointing": True}
+    assert read_job(written(tmp_path, alone, "args.json"), world_size=2).workload.grad_checkpointing
 
 
 @pytest.mark.parametrize(

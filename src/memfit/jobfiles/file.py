@@ -241,9 +241,10 @@ def _together(parts: list[JobFile], given: Mapping[str, Any]) -> JobFile:
 
 
 def _checkpointed(one: JobFile, other: JobFile) -> bool:
-    """That of FSDP and that of the Trainer are switched on apart; with both, the Trainer does not start."""
+    """That of FSDP and that of the Trainer are switched on apart; with both, the Trainer does not start. LLaMA-Factory
+    has one of its own."""
     said = [each for each in (one, other) if each.settings["grad_checkpointing"]]
-    if len(said) == 2:
+    if len(said) == 2 and not any(each.formats[0] is LLAMAFACTORY for each in said):
         raise UsageError(
             f"{one.where} and {other.where} both switch on checkpointing, with which the Trainer does not start",
             hint="leave gradient_checkpointing out, where fsdp_activation_checkpointing is on",

@@ -74,6 +74,7 @@ TRAINER_REFUSED = {
 
 def trainer_settings(values: KeyValues) -> dict[str, Any]:
     """What the Trainer itself decides: rows, optimizer, checkpointing, processes."""
+    sharded = fsdp_settings(values)
     made: dict[str, Any] = {
         "loop": "trainer",
         "batch_size": values["per_device_train_batch_size"],
@@ -81,9 +82,11 @@ def trainer_settings(values: KeyValues) -> dict[str, Any]:
         "clip_grad": values["max_grad_norm"] > 0,
         "grad_checkpointing": values["gradient_checkpointing"],
         **optimizer_setting(values, "optim"),
-        **fsdp_settings(values),
+        **sharded,
         **_compiled(values),
     }
+    if values["gradient_checkpointing"] and "grad_checkpointing" in sharded:
+        values.refuse("gradient_checkpointing", "with that of FSDP beside it the Trainer does not start")
     note_evaluation(values, made["batch_size"])
     return made
 
@@ -138,7 +141,7 @@ FSDP_READ = (
     "auto_wrap_policy", "xla",
 )  # fmt: skip
 BY_BLOCK = "TRANSFORMER_BASED_WRAP"
-OTHER_WRAP = "other parts than blocks are sharded one by one, which is not modelled"
+OTHER_WRAP = f"only blocks that are gathered one by one ({BY_BLOCK}) are modelled"
 GATHERED = "weights that stay gathered after the forward pass are not modelled"
 OFFLOADED = "FSDP's offloading of weights is not modelled"
 RESHARDING = {"full_shard": True, "shard_grad_op": False}
