@@ -6,6 +6,8 @@ import json
 import os
 import signal
 import subprocess
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -56,6 +58,20 @@ def test_it_ends_with_its_input_amid_a_question_and_leaves_nothing(tmp_path: Pat
     process.communicate(timeout=SOON)
     assert process.returncode == 0
     assert not [*tmp_path.iterdir()]
+
+
+def test_a_client_that_reads_no_more_ends_it_quietly(tmp_path: Path) -> None:
+    process = working_on_a_question(tmp_path)
+    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    end = time.monotonic() + SOON
+    while process.poll() is None and time.monotonic() < end:
+        with suppress(BrokenPipeError):  # its input is read line by line
+            os.write(process.stdin.fileno(), b'{"jsonrpc": "2.0", "id": 2, "method": "ping"}\n')
+        time.sleep(0.1)
+    process.kill()
+    assert (process.wait(), process.stderr.read()) == (141, b"")
+    process.stderr.close(), process.stdin.close()
 
 
 def test_a_signal_ends_it_amid_a_question(tmp_path: Path) -> None:

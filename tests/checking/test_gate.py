@@ -87,6 +87,26 @@ def test_a_job_that_cannot_be_planned_fails_and_says_why(folder: Path) -> None:
     assert "--rank 3 has no effect" in str(result.jobs[0].error)
 
 
+def test_the_next_step_of_an_error_is_in_the_table(folder: Path) -> None:
+    (folder / "args.json").write_text(json.dumps({"per_device_train_batch_size": 1, "neftune_noise_alpha": 5}))
+    shown = str(gate(written(folder, {"name": "one", "from": "args.json", "model": str(folder / "tiny")})))
+    assert "; --without neftune_noise_alpha plans the job as if" in " ".join(shown.split())
+
+
+@pytest.mark.parametrize("without", ["neftune_noise_alpha", ["neftune_noise_alpha"]])
+def test_keys_to_do_without_may_be_one_text_or_a_list(without: object, folder: Path) -> None:
+    (folder / "args.json").write_text(json.dumps({"per_device_train_batch_size": 1, "neftune_noise_alpha": 5}))
+    asked = {"name": "one", "from": "args.json", "model": str(folder / "tiny"), "seq_len": 32, "without": without}
+    assert gate(written(folder, asked)).jobs[0].error is None
+
+
+@pytest.mark.parametrize("without", [5, {"a": 1}, [1]])
+def test_keys_to_do_without_that_are_no_names_are_told(without: object, folder: Path) -> None:
+    (folder / "args.json").write_text(json.dumps({"per_device_train_batch_size": 1}))
+    asked = {"name": "one", "from": "args.json", "model": "gpt2", "seq_len": 32, "without": without}
+    assert "without is not a list of keys" in str(gate(written(folder, asked)).jobs[0].error)
+
+
 @pytest.mark.parametrize(
     ("document", "words"),
     [

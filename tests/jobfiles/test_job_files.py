@@ -84,8 +84,8 @@ def test_the_tools_own_defaults_stand_where_a_key_is_absent(tmp_path: Path) -> N
         ({"disable_gradient_checkpointing": True}, {"grad_checkpointing": False}),
         ({"flash_attn": "disabled"}, {"attention": "eager"}),
         ({"cutoff_len": 1001, "per_device_train_batch_size": 1}, {"seq_len": 1008, "padding": True}),
-        ({"packing": True}, {"seq_len": 2056, "padding": True}),
-        ({"packing": True, "cutoff_len": 2047}, {"seq_len": 2048, "padding": False}),
+        ({"packing": True}, {"seq_len": 2048, "padding": False}),
+        ({"packing": True, "cutoff_len": 2047}, {"seq_len": 2048, "padding": True}),
         ({"stage": "pt", "packing": True}, {"seq_len": 2047, "padding": False}),
         ({"optim": "adamw_8bit"}, {"optimizer": "adamw-8bit"}),
         ({"max_grad_norm": 0}, {"clip_grad": False}),
@@ -106,6 +106,8 @@ def test_a_key_of_llamafactory_is_this_setting(keys: dict[str, Any], settings: d
         ({"flash_attention": True, "attn_implementation": None}, {"attention": "sdpa", "padding": False}),
         ({"sdp_attention": True, "attn_implementation": None}, {"attention": "sdpa", "padding": True}),
         ({"peft_autocast_adapter_dtype": False}, {"adapter_dtype": "same"}),
+        ({"lora_target_linear": None, "lora_target_modules": "all-linear"}, {"target_modules": None}),
+        ({"model_type": "AutoModelForCausalLM"}, {"kind": "lora"}),
         ({"fp16": True}, {"precision": "fp16", "autocast": "fp16"}),
         ({"fsdp_version": 2, "fsdp_config": {"reshard_after_forward": True}}, {"parallel": "fsdp2"}),
     ],
@@ -414,3 +416,182 @@ def test_a_file_of_trl_has_its_defaults_and_says_so(tmp_path: Path) -> None:
         written(tmp_path, {**TRAINER, "packing": False, "bf16": False, "gradient_checkpointing": False}, "job.json")
     )
     assert not said.settings["grad_checkpointing"] and said.workload.precision == "fp32"
+
+
+FSDP_TRAINER = {**TRAINER, "bf16": True, "fsdp": True}
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"fsdp": True}, {"fsdp": "full_shard auto_wrap"}, {"fsdp": ["full_shard", "auto_wrap"]},
+        {"fsdp_config": {"fsdp_reshard_after_forward": "True", "fsdp_version": 2}},
+        {"fsdp": "shard_grad_op", "fsdp_config": {"reshard_after_forward": True}},
+        {"fsdp_config": {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "min_num_params": 100}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_fsdp_of_the_trainer_is_fsdp2_where_no_version_is_said(keys: dict[str, Any], tmp_path: Path) -> None:
+    job = read_job(written(tmp_path, {**FSDP_TRAINER, **keys}, "job.json"), world_size=2)
+    assert job.workload.parallel == "fsdp2" and not job.workload.grad_checkpointing and job.unknown == ()
+
+
+@pytest.mark.parametrize(
+    ("keys", "why"),
+    [
+        ({"fsdp_config": {"version": 1}}, "FSDP1 is not modelled"),
+        ({"fsdp_config": {"version": 2, "cpu_offload": True}}, "offloading of weights"),
+        ({"fsdp_config": {"cpu_offload": "false"}}, "offloading of weights"),
+        ({"fsdp": "full_shard offload"}, "offloading of weights"),
+        ({"fsdp_config": {"reshard_after_forward": "False"}}, "weights that stay gathered"),
+        ({"fsdp_config": {"reshard_after_forward": 0}}, "weights that stay gathered"),
+        ({"fsdp_config": {"reshard_after_forward": "FULL_SHARD"}}, "neither true nor false"),
+        ({"fsdp": "shard_grad_op"}, "weights that stay gathered"),
+        ({"fsdp": "hybrid_shard"}, "hybrid_shard is of FSDP1"),
+        ({"fsdp": "no_shard auto_wrap"}, "no_shard is of FSDP1"),
+        ({"fsdp": "full"}, "'full' is no option of FSDP"),
+        ({"fsdp_config": {"auto_wrap_policy": "NO_WRAP"}}, "only blocks that are gathered"),
+        ({"fsdp_config": {"auto_wrap_policy": "SIZE_BASED_WRAP"}}, "only blocks that are gathered"),
+        ({"fsdp_config": {"xla": True}}, "TPU"),
+        ({"fsdp_config": "fsdp.json"}, "names a file"),
+        ({"fsdp_config": {"activation_checkpointing": "maybe"}}, "activation_checkpointing is neither"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_fsdp_that_is_not_planned_is_refused(keys: dict[str, Any], why: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no plan for fsdp") as refused:
+        read_job(written(tmp_path, {**FSDP_TRAINER, **keys}, "job.json"), world_size=2)
+    assert why in str(refused.value.hint)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"fsdp": "hybrid_shard"}, {"fsdp_config": {"version": 1, "reshard_after_forward": "FULL_SHARD"}},
+        {"fsdp": "full_shard auto_wrap", "fsdp_config": {"version": 1}},
+    ],
+)  # fmt: skip
+def test_fsdp1_is_planned_otherwise_where_a_flag_says_how(keys: dict[str, Any], tmp_path: Path) -> None:
+    path = written(tmp_path, {**FSDP_TRAINER, **keys}, "job.json")
+    job = read_job(path, parallel="fsdp2", world_size=2)
+    assert any("planned with --parallel fsdp2 in its place" in note for note in job.notes)
+
+
+def test_keys_of_an_fsdp_config_are_named_as_others_are(tmp_path: Path) -> None:
+    config = {"cpu_ofload": True, "backward_prefetch": "BACKWARD_PRE", "activation_checkpointing": "True"}
+    job = read_job(written(tmp_path, {**FSDP_TRAINER, "fsdp_config": config}, "job.json"), world_size=2)
+    assert job.unknown == ("fsdp_config.cpu_ofload",) and "fsdp_config.backward_prefetch" in job.idle
+    assert job.workload.grad_checkpointing
+
+
+@pytest.mark.parametrize(
+    ("own", "given", "expected"),
+    [
+        ({}, {}, ("amp-bf16", None)),
+        ({"bf16": False}, {"precision": "bf16"}, ("bf16", "bf16")),
+        ({"fp16": True}, {}, ("amp-fp16", None)),
+        ({}, {"precision": "bf16", "autocast": "fp16"}, ("bf16", "fp16")),
+        ({}, {"precision": "amp-fp16"}, ("amp-fp16", None)),
+    ],
+)
+def test_mixed_precision_of_accelerate_counts_where_training_arguments_say_none(
+    own: dict[str, Any], given: dict[str, Any], expected: tuple[str, str | None], tmp_path: Path
+) -> None:
+    arguments = written(tmp_path, {**TRAINER, **own}, "args.json")
+    launch = written(tmp_path, {"distributed_type": "MULTI_GPU", "num_processes": 2, "mixed_precision": "bf16"})
+    work = read_job(arguments, launch, **given).workload
+    assert (work.precision, work.autocast) == expected
+
+
+def test_mixed_precision_of_accelerate_beside_the_other_tools(tmp_path: Path) -> None:
+    launch = written(tmp_path, {"distributed_type": "NO", "mixed_precision": "bf16"}, "launch.yaml")
+    adapters = read_job(written(tmp_path, {**LLAMAFACTORY, "bf16": False}), launch).workload
+    assert (adapters.precision, adapters.autocast) == ("bf16", "bf16")
+    own = read_job(written(tmp_path, {**AXOLOTL, "bf16": False}), launch).workload
+    assert (own.precision, own.autocast) == ("fp32", None), "Axolotl sets the variable itself"
+
+
+FSDP_LAUNCH = {
+    "distributed_type": "FSDP", "num_processes": 2, "mixed_precision": "bf16",
+    "fsdp_config": {
+        "fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_activation_checkpointing": True,
+    },
+}  # fmt: skip
+
+
+def test_checkpointing_of_fsdp_is_that_of_a_trainer_that_says_none(tmp_path: Path) -> None:
+    launch = written(tmp_path, FSDP_LAUNCH)
+    for own in ({}, {"gradient_checkpointing": False}):
+        for order in (1, -1):
+            files = [written(tmp_path, {**TRAINER, **own}, "args.json"), launch][::order]
+            assert read_job(*files).workload.grad_checkpointing
+    own = written(tmp_path, {**LLAMAFACTORY, "disable_gradient_checkpointing": False}, "llamafactory.yaml")
+    assert read_job(own, launch).workload.grad_checkpointing
+    with pytest.raises(UsageError, match="both switch on checkpointing"):
+        read_job(written(tmp_path, {**TRAINER, "gradient_checkpointing": True}, "args.json"), launch)
+    both = {**FSDP_TRAINER, "gradient_checkpointing": True, "fsdp_config": {"fsdp_activation_checkpointing": "true"}}
+    with pytest.raises(UsageError, match="no plan for gradient_checkpointing"):
+        read_job(written(tmp_path, both, "args.json"), world_size=2)
+    alone = {**FSDP_TRAINER, "gradient_checkpointing": True}
+    assert read_job(written(tmp_path, alone, "args.json"), world_size=2).workload.grad_checkpointing
+
+
+@pytest.mark.parametrize(
+    ("section", "named"),
+    [
+        ({"fsdp_auto_wrap_policy": "NO_WRAP"}, "fsdp_auto_wrap_policy"),
+        ({"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": 1}, "fsdp_auto_wrap_policy"),
+        ({"fsdp_reshard_after_forward": False}, "fsdp_reshard_after_forward"),
+        ({"fsdp_reshard_after_forward": "FULL_SHARD"}, "fsdp_reshard_after_forward"),
+        ({"fsdp_activation_checkpointing_offload": True}, "fsdp_activation_checkpointing_offload"),
+    ],
+)
+def test_fsdp_of_accelerate_that_is_not_planned_is_refused(section: dict[str, Any], named: str, tmp_path: Path) -> None:
+    launch = {**FSDP_LAUNCH, "fsdp_config": {**FSDP_LAUNCH["fsdp_config"], **section}}
+    with pytest.raises(UsageError, match=rf"no plan for fsdp_config\.{named}"):
+        read_job(written(tmp_path, launch), model="gpt2", seq_len=64)
+
+
+def test_blocks_that_accelerate_does_not_wrap_are_told(tmp_path: Path) -> None:
+    section = {"fsdp_version": 2, "fsdp_reshard_after_forward": "true"}
+    job = read_job(written(tmp_path, {**FSDP_LAUNCH, "fsdp_config": section}), model="gpt2", seq_len=64)
+    assert any(note.startswith("not modelled: weights that are gathered all at once") for note in job.notes)
+
+
+def test_what_deepspeed_keeps_on_the_host_is_said_where_fsdp_is_planned_instead(tmp_path: Path) -> None:
+    asked: dict[str, Any] = {"model": "gpt2", "seq_len": 64, "parallel": "fsdp2", "world_size": 2}
+    zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "none"}}
+    job = read_job(written(tmp_path, {"zero_optimization": zero}, "ds.json"), **asked)
+    assert any("zero_optimization.offload_optimizer.device: DeepSpeed keeps it on the host" in n for n in job.notes)
+    assert "zero_optimization.offload_optimizer.device" not in job.idle
+    assert "zero_optimization.offload_param.device" in job.idle
+    section = {"zero_stage": 2, "offload_optimizer_device": "cpu"}
+    job = read_job(written(tmp_path, {"distributed_type": "DEEPSPEED", "deepspeed_config": section}), **asked)
+    assert any("deepspeed_config.offload_optimizer_device: DeepSpeed" in note for note in job.notes)
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        ({**LLAMAFACTORY, "moe_aux_loss_coef": 0.001}, "moe_aux_loss_coef"),
+        ({**AXOLOTL, "model_type": "AutoModelForSequenceClassification"}, "model_type"),
+        ({**AXOLOTL, "lora_target_linear": False}, "adapter"),
+    ],
+)
+def test_keys_that_move_memory_are_not_called_idle(keys: dict[str, Any], named: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=f"no plan for {named}"):
+        read_job(written(tmp_path, keys))
+
+
+def test_adamw_of_torchtune_without_foreach_takes_weights_one_by_one(tmp_path: Path) -> None:
+    recipe: dict[str, Any] = {
+        "model": {"_component_": "torchtune.models.llama3_2.llama3_2_1b"}, "tokenizer": {"max_seq_len": 64},
+        "optimizer": {"_component_": "torch.optim.AdamW", "foreach": False}, "batch_size": 2, "metric_logger": {},
+    }  # fmt: skip
+    job = read_job(written(tmp_path, recipe))
+    assert job.workload.optimizer == "adamw-single" and "optimizer.foreach" not in job.idle
+    fitted = Workload.from_mapping({**job.workload.settings(), "optimizer": "adamw-fused"}, asked=())
+    assert "foreach: null" in job.write(fitted)
+    recipe["optimizer"]["_component_"] = "torch.optim.SGD"
+    with pytest.raises(UsageError, match=r"no plan for optimizer\.foreach"):
+        read_job(written(tmp_path, recipe))

@@ -24,6 +24,7 @@ from memfit.jobs.setting_help import settings_of
 from memfit.jobs.settings import KINDS
 from memfit.jobs.workload import Workload
 from memfit.planning.predict import predict
+from memfit.serving.planned import switches
 
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium: apt-get install chromium")
 JOB = {"kind": "train", "model": "gpt2", "batch_size": 8, "seq_len": 512}
@@ -104,6 +105,11 @@ def no_sideways(looked: Looked) -> bool:
     return bool(looked.page.evaluate("() => document.documentElement.scrollWidth <= innerWidth"))
 
 
+def nothing_cut(looked: Looked, section: str) -> bool:
+    wide = "(table) => table.scrollWidth <= table.parentElement.clientWidth"
+    return bool(looked.page.eval_on_selector(f"#{section} table", wide))
+
+
 # -- its answers -------------------------------------------------------------------------------------------------------
 
 
@@ -117,6 +123,10 @@ def test_a_plan_is_the_document_of_the_command_line(client: httpx.Client) -> Non
     assert answer["verdict"].startswith("tight: 6.93 GiB of")
     assert answer["copies"]["command"] == "memfit plan train --model gpt2 --batch-size 8 --seq-len 512 --gpu 8GB"
     assert "memory:\n  gpu: 8 GB\n" in answer["copies"]["yaml"]
+    said = "# memfit train drops the model's outputs"
+    assert said in answer["copies"]["yaml"]
+    dropped = client.post("/api/plan", json={"job": {**JOB, "outputs": "dropped"}, "gpu": CARD}).json()
+    assert said not in dropped["copies"]["yaml"]
 
 
 def test_what_is_copied_as_python_is_the_same_plan(client: httpx.Client) -> None:
@@ -143,6 +153,29 @@ def test_every_lever_of_the_job_is_a_switch(client: httpx.Client) -> None:
     job = {**JOB, "grad_checkpointing": True, "offload": ["optimizer"]}
     switches = client.post("/api/plan", json={"job": job, "gpu": CARD}).json()["levers"]
     assert {switch["name"] for switch in switches if switch["on"]} == {"checkpointing", "optimizer on the host"}
+
+
+@pytest.mark.parametrize(
+    ("job", "on", "not_offered"),
+    [
+        ({"kind": "qlora"}, {"checkpointing"},
+         {"selective checkpointing", "optimizer on the host", "weights on the host", "4-bit weights", "8-bit weights"}),
+        ({"kind": "lora", "quant": "nf4", "double_quant": True}, {"4-bit weights"}, {"weights on the host"}),
+        ({"kind": "lora", "quant": "nf4", "kbit_prepare": False}, {"4-bit weights", "no kbit preparation"}, set()),
+        ({"kind": "lora", "offload": ["weights"]}, {"weights on the host"}, {"4-bit weights", "8-bit weights"}),
+        ({"kind": "train", "optimizer": "paged-adamw"}, set(), {"optimizer on the host"}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_switch_is_offered_where_there_is_a_job_with_it(
+    job: dict[str, Any], on: set[str], not_offered: set[str]
+) -> None:
+    offered = {each["name"]: each for each in switches({"model": "gpt2", "seq_len": 64, **job})}
+    assert {name for name, each in offered.items() if each["on"]} == on
+    assert not not_offered & {*offered}
+    for each in offered.values():
+        if each["group"] in ("allocator", "rank", "offload activations") and not each["on"]:
+            Workload.from_mapping({"model": "gpt2", "seq_len": 64, **job, **each["settings"]})
 
 
 def test_a_folder_below_the_one_that_is_served_is_a_model(client: httpx.Client) -> None:
@@ -233,6 +266,10 @@ def test_a_slider_changes_the_picture_and_the_address_and_a_link_brings_it_back(
     assert other.page.locator("input[type=range][data-setting=batch_size]").get_attribute("aria-valuetext") == "6"
     other.page.close()
     assert slide(planner, "batch_size", "ArrowRight") == before
+    exactly = planner.page.locator("input[aria-label='batch, exactly']")
+    exactly.fill("2.6")
+    planned(planner, lambda: exactly.press("Enter"))
+    assert exactly.input_value() == "3" and "batch_size=3" in planner.page.url
 
 
 @needs_browser
@@ -271,14 +308,34 @@ def test_all_of_it_can_be_done_with_the_keyboard(planner: Looked) -> None:
 
 
 @needs_browser
+def test_a_switch_that_is_pulled_twice_leaves_the_job_as_it_was(planner: Looked) -> None:
+    planner.view("planner?kind=qlora&model=.%2Fmine%2Ftiny&gpu=8GB&seq_len=64")
+    planner.page.wait_for_selector("#verdict-line >> text=safe", timeout=SLOW)
+    before = planner.page.url
+    for name, said in (("fused optimizer", "optimizer=adamw-fused"), ("checkpointing", "grad_checkpointing=false")):
+        switch = planner.page.locator(f".levers input[data-name='{name}']")
+        planned(planner, switch.click)
+        assert said in planner.page.url
+        planned(planner, switch.click)
+        assert planner.page.url == before
+
+
+@needs_browser
 def test_what_is_wrong_is_said_and_the_old_picture_stays(planner: Looked) -> None:
     page = planner.page
     planner.view(PLACE)
     page.wait_for_selector("#verdict", timeout=SLOW)
     page.fill("input[aria-label='length, exactly']", "2048")
     page.press("input[aria-label='length, exactly']", "Enter")
-    page.wait_for_selector(".results .message.bad", timeout=SLOW)
-    assert "more than the 1024 positions that gpt2 has" in page.inner_text(".results .message.bad")
+    page.wait_for_selector(".problem .message.bad", timeout=SLOW)
+    assert "more than the 1024 positions that gpt2 has" in page.inner_text(".problem .message.bad")
+    assert page.evaluate("() => getComputedStyle(document.querySelector('.problem')).opacity") == "1"
+    assert page.query_selector(".results.stale") and page.is_disabled("#copy-command"), (
+        "of another job nothing is copied"
+    )
+    page.click("#pin")
+    assert "seq_len%3D512" in page.url.partition("pin=")[2], "pinned is what is seen"
+    page.click("#unpin")
     page.fill("input[aria-label='length, exactly']", "-5")
     page.press("input[aria-label='length, exactly']", "Enter")
     assert page.input_value("input[aria-label='length, exactly']") == "2048", (
@@ -323,6 +380,9 @@ def test_no_view_scrolls_sideways_on_a_phone(browser: Browser, address: str, vie
     phone.view(PLACE if view == "planner" else HEAT if view == "cards" else view)
     if view == "planner":
         phone.page.wait_for_selector("#timeline canvas.main", timeout=SLOW)
+        phone.page.wait_for_selector("#fit table", timeout=SLOW)
+        for table in ("fit", "phases", "largest"):
+            assert nothing_cut(phone, table), table
     if view == "cards":
         phone.page.wait_for_selector(".heat .cell a", timeout=SLOW)
     assert no_sideways(phone)
@@ -363,6 +423,40 @@ def test_a_pasted_message_is_explained(browser: Browser, address: str) -> None:
     looked.page.click("#fixes summary >> nth=0", timeout=SLOW)
     first = looked.page.inner_text("#fixes tbody tr >> nth=0")
     assert "per_device_train_batch_size=" in first and "plan it" in first and "fits" in first
+    looked.page.click("#fixes a >> nth=0")
+    looked.page.wait_for_selector("#verdict", timeout=SLOW)
+    planner_at = looked.page.url
+    looked.page.go_back()
+    looked.page.wait_for_selector("#fixes", timeout=SLOW)
+    assert "1.16 GiB" in looked.page.input_value("#oom"), "who comes back finds what was pasted"
+    looked.page.click("nav >> text=Planner")
+    looked.page.wait_for_selector("#verdict", timeout=SLOW)
+    assert looked.page.url == planner_at, "a tab opens its view as it was left"
+    looked.page.close()
+
+
+@needs_browser
+def test_a_fix_that_is_a_no_stays_one_in_the_planner(browser: Browser, address: str) -> None:
+    fix = {
+        "name": "4-bit weights", "says": "linear layers in 4 bits", "how": {}, "basis": "predicted",
+        "cost": "precision", "price": "none", "saved_bytes": 1 << 30, "after_bytes": 1 << 30, "verdict": "safe",
+        "changes": {"quant": "nf4", "double_quant": True, "kbit_prepare": False},
+    }  # fmt: skip
+    job = {"settings": {"kind": "lora", "model": "gpt2", "seq_len": 64, "offload": [], "rank": None}, "gpu": None}
+    told = {
+        "answer": "too much", "cause": {"kind": "shortage"}, "phase": {"name": "", "detail": "", "code_line": ""},
+        "found": None, "traps": [], "account": {"rows": [], "capacity_bytes": None}, "job": job, "fixes": [fix],
+        "tensor": {"readings": [], "why_none": "", "request_bytes": []}, "withheld": [], "notes": [], "next": [],
+    }  # fmt: skip
+    looked = look(browser, address, width=390)
+    looked.page.route("**/api/explain", lambda route: route.fulfill(json=told))
+    looked.view("explain")
+    looked.page.click("#explain")
+    assert nothing_cut(looked, "fixes")
+    looked.page.click("#fixes a")
+    looked.page.wait_for_selector("#verdict", timeout=SLOW)
+    assert "kbit_prepare=false" in looked.page.url and "offload" not in looked.page.url
+    assert looked.page.is_checked(".levers input[data-name='no kbit preparation']")
     looked.page.close()
 
 
@@ -374,5 +468,16 @@ def test_a_cell_of_cards_against_models_opens_the_planner(browser: Browser, addr
     looked.page.click(".heat .cell a >> nth=0")
     looked.page.wait_for_selector("#verdict", timeout=SLOW)
     assert "kind=train" in looked.page.url and "gpu=8GB" in looked.page.url
+    looked.page.go_back()
+    length = looked.page.get_by_label("length", exact=True)
+    length.fill("2048")
+    length.press("Enter")
+    looked.page.wait_for_selector("text=more than the 1024 positions", timeout=SLOW)
+    length.fill("256")
+    length.press("Enter")
+    looked.page.wait_for_selector(".heat .cell a", timeout=SLOW)
+    looked.page.click(".heat .cell a >> nth=0")
+    looked.page.wait_for_selector("#verdict", timeout=SLOW)
+    assert "seq_len=256" in looked.page.url
     assert looked.page.inner_text("#verdict-line").startswith("safe:")
     looked.page.close()

@@ -47,7 +47,7 @@ class GatedJob:
     baseline_bytes: int | None
     plan: Plan | None = None
     error: str | None = None
-    """Why there is no plan."""
+    """Why there is no plan, and what to do."""
 
     @property
     def device_bytes(self) -> int | None:
@@ -187,7 +187,7 @@ def _gated(job: dict[str, Any], folder: Path, usual_card: Any, usual: float, bef
     try:
         return GatedJob(**found, plan=_plan(job, folder, found["gpu"]))
     except MemfitError as error:
-        return GatedJob(**found, error=error.message)
+        return GatedJob(**found, error="; ".join([error.message, *(error.hint or "").splitlines()]))
 
 
 def _limit(said: Any, name: str) -> int:
@@ -207,12 +207,20 @@ def _plan(job: Mapping[str, Any], folder: Path, card: str | None) -> Plan:
         return trace_script(_words(job["script"], folder), gpu=card)
     if "from" in job:
         files = job["from"] if isinstance(job["from"], list) else [job["from"]]
-        read = read_job(*(folder / str(each) for each in files), without=list(job.get("without") or ()), **settings)
+        read = read_job(*(folder / str(each) for each in files), without=_keys(job.get("without")), **settings)
         return predict(read.workload, gpu=card)
     answer = next(predict_many([settings], gpu=card))
     if isinstance(answer, Plan):
         return answer
     raise answer.error
+
+
+def _keys(said: Any) -> list[str]:
+    """One name as text is a list of one."""
+    names = [said] if isinstance(said, str) else said or []
+    if not isinstance(names, list) or not all(isinstance(each, str) for each in names):
+        raise UsageError("without is not a list of keys", hint="without: [neftune_noise_alpha]")
+    return names
 
 
 def _words(said: Any, folder: Path) -> list[str]:

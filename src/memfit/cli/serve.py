@@ -58,7 +58,7 @@ def serve(
 def mcp() -> int:
     """Serve plan, fit, explain, check and report as tools for coding agents, over stdio (Model Context Protocol).
 
-    No tool runs code or writes files. It ends when its input does.
+    No tool runs code or writes files. It ends when its input does, or when nobody reads its answers.
     """
     if find_spec("mcp") is None:
         raise UsageError("`memfit mcp` needs mcp", hint="pip install 'memfit[agent]'")
@@ -68,7 +68,17 @@ def mcp() -> int:
     end_where_told()
     try:
         make_server(memfit.__version__).run("stdio")
+    except Exception as error:
+        if _is_of_a_broken_pipe(error):
+            raise BrokenPipeError from None
+        raise
     finally:
         if is_answering():
             abandon("a question of an agent that is gone")
     return 0
+
+
+def _is_of_a_broken_pipe(error: BaseException) -> bool:
+    """The SDK's tasks fail together, as a group of errors, of which Python 3.10 has no name."""
+    inside = getattr(error, "exceptions", ())
+    return isinstance(error, BrokenPipeError) or (bool(inside) and all(map(_is_of_a_broken_pipe, inside)))

@@ -26,6 +26,7 @@ FLAGS_OF_ATTENTION = {
     "flash_attention": "flash_attention_2", "sdp_attention": "sdpa", "eager_attention": "eager",
 }  # fmt: skip
 """Older names of attn_implementation, the first that is on."""
+OTHER_HEADS = ("Classification", "QuestionAnswering", "MaskedLM", "MultipleChoice")
 FUSED = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
 FOR_MANY_SAMPLES = ("flash_attention_2", "flash_attention_3")
 BATCH_KEYS = ("micro_batch_size", "gradient_accumulation_steps", "batch_size")
@@ -34,6 +35,7 @@ PLANNED = {"sdpa": "sdpa", "eager": "eager", "flash_attention_2": "sdpa", "flash
 KEYS = {
     "base_model": FileKey(None, "text"),
     "adapter": FileKey(None, "text"),
+    "model_type": FileKey(None, "text"),
     "load_in_8bit": FileKey(False, "yes"),
     "load_in_4bit": FileKey(False, "yes"),
     "lora_r": FileKey(None, "whole"),
@@ -66,7 +68,7 @@ KEYS = {
     "fsdp_version": FileKey(None, "whole"),
 }
 IDLE = (
-    "strict base_model_config base_model_ignore_patterns model_type tokenizer_* processor_* trust_remote_code datasets "
+    "strict base_model_config base_model_ignore_patterns tokenizer_* processor_* trust_remote_code datasets "
     "test_datasets dataset_* shuffle_* val_set_size pretraining_dataset skip_prepare_dataset push_dataset_to_hub "
     "num_dataset_shards_to_save output_dir lora_alpha lora_fan_in_fan_out lora_model_dir peft_use_rslora "
     "peft_init_lora_weights loraplus_* train_on_inputs num_epochs lr_scheduler* cosine_* lr_* learning_rate "
@@ -142,6 +144,8 @@ def _settle(values: KeyValues) -> dict[str, Any]:
     }  # fmt: skip
     if values["base_model"]:
         made["model"] = values["base_model"]
+    if (values["model_type"] or "").endswith(OTHER_HEADS):
+        values.refuse("model_type", "a model with another head than that of a language model is not planned")
     return made
 
 
@@ -186,7 +190,7 @@ def _method(values: KeyValues, half: tuple[str | None, str | None], attention: s
     rank, targets = values["lora_r"], values["lora_target_modules"]
     if rank is None:
         values.refuse("adapter", "lora_r is not said")
-    everywhere = values["lora_target_linear"]
+    everywhere = values["lora_target_linear"] or values.document.get("lora_target_modules") == "all-linear"
     if not everywhere and not targets:
         values.refuse(
             "adapter",

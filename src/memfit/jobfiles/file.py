@@ -218,11 +218,15 @@ def _together(parts: list[JobFile], given: Mapping[str, Any]) -> JobFile:
             launched = part not in own and own and name in ("kind", "precision", "autocast")
             if launched and name in own[0].settings:
                 continue
-            if name in settings and settings[name] != value and name not in given:
+            if name == "grad_checkpointing" and name in settings and name not in given:
+                value = _checkpointed(by[name], part)
+            elif name in settings and settings[name] != value and name not in given:
                 raise UsageError(
                     f"{by[name].where} and {part.where} both say {flag(name)}", hint=f"{flag(name)} decides"
                 )
             settings[name], by[name] = value, part
+    if own:
+        settings |= _autocast_by_launcher(own[0], parts, given)
     return JobFile(
         files=tuple(each for part in parts for each in part.files),
         formats=tuple(each for part in parts for each in part.formats),
@@ -234,6 +238,33 @@ def _together(parts: list[JobFile], given: Mapping[str, Any]) -> JobFile:
         left_out=tuple(key for part in parts for key in part.left_out),
         notes=tuple(dict.fromkeys(note for part in parts for note in part.notes)),
     )  # fmt: skip
+
+
+def _checkpointed(one: JobFile, other: JobFile) -> bool:
+    """That of FSDP and that of the Trainer are switched on apart; with both, the Trainer does not start. LLaMA-Factory
+    has one of its own."""
+    said = [each for each in (one, other) if each.settings["grad_checkpointing"]]
+    if len(said) == 2 and not any(each.formats[0] is LLAMAFACTORY for each in said):
+        raise UsageError(
+            f"{one.where} and {other.where} both switch on checkpointing, with which the Trainer does not start",
+            hint="leave gradient_checkpointing out, where fsdp_activation_checkpointing is on",
+        )
+    return bool(said)
+
+
+def _autocast_by_launcher(own: JobFile, parts: list[JobFile], given: Mapping[str, Any]) -> dict[str, Any]:
+    """TrainingArguments read accelerate's mixed_precision from the environment (transformers/training_args.py), and
+    their own bf16 or fp16 replaces it. Axolotl sets that variable itself."""
+    launched = [part.used.get("mixed_precision") for part in parts if part.formats[0] is ACCELERATE]
+    region = next((each for each in launched if each in ("bf16", "fp16")), None)
+    precision = str(own.settings.get("precision"))
+    if region is None or own.formats[0] not in (HUGGINGFACE, LLAMAFACTORY) or "autocast" in own.settings:
+        return {}
+    if precision.startswith("amp-"):
+        return {}
+    if "precision" not in given and precision == "fp32":
+        return {"precision": f"amp-{region}"}
+    return {"autocast": region}
 
 
 def _merged(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ and how long rows are; a file of TRL's SFTConfig says the last.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from memfit.jobfiles.keys import NOT_MODELLED, Edits, FileKey, JobFormat, KeyValues, Refused
@@ -73,6 +74,7 @@ TRAINER_REFUSED = {
 
 def trainer_settings(values: KeyValues) -> dict[str, Any]:
     """What the Trainer itself decides: rows, optimizer, checkpointing, processes."""
+    sharded = fsdp_settings(values)
     made: dict[str, Any] = {
         "loop": "trainer",
         "batch_size": values["per_device_train_batch_size"],
@@ -80,9 +82,11 @@ def trainer_settings(values: KeyValues) -> dict[str, Any]:
         "clip_grad": values["max_grad_norm"] > 0,
         "grad_checkpointing": values["gradient_checkpointing"],
         **optimizer_setting(values, "optim"),
-        **fsdp_settings(values),
+        **sharded,
         **_compiled(values),
     }
+    if values["gradient_checkpointing"] and "grad_checkpointing" in sharded:
+        values.refuse("gradient_checkpointing", "with that of FSDP beside it the Trainer does not start")
     note_evaluation(values, made["batch_size"])
     return made
 
@@ -126,34 +130,82 @@ def note_reentrant(values: KeyValues, reentrant: bool, kind: str) -> None:
         values.notes.append("checkpointing is reentrant in this job; it is planned as torch's other kind")
 
 
+FSDP_IDLE = (
+    "min_num_params", "transformer_layer_cls_to_wrap", "cpu_ram_efficient_loading", "state_dict_type",
+    "final_state_dict_type", "forward_prefetch", "backward_prefetch", "use_orig_params", "sync_module_states",
+    "limit_all_gathers", "sharding_strategy", "xla_fsdp_v2", "xla_fsdp_grad_ckpt", "xla_fsdp_settings",
+)  # fmt: skip
+"""Keys of an fsdp_config without influence on memory with FSDP2 around each block."""
+FSDP_READ = (
+    "version", "cpu_offload", "offload_params", "reshard_after_forward", "activation_checkpointing",
+    "auto_wrap_policy", "xla",
+)  # fmt: skip
+BY_BLOCK = "TRANSFORMER_BASED_WRAP"
+OTHER_WRAP = f"only blocks that are gathered one by one ({BY_BLOCK}) are modelled"
+GATHERED = "weights that stay gathered after the forward pass are not modelled"
+OFFLOADED = "FSDP's offloading of weights is not modelled"
+RESHARDING = {"full_shard": True, "shard_grad_op": False}
+STRATEGIES = (*RESHARDING, "hybrid_shard", "hybrid_shard_zero2", "no_shard")
+YES, NO = ("y", "yes", "t", "true", "on", "1"), ("n", "no", "f", "false", "off", "0")
+FSDP1 = Refused("FSDP1 is not modelled, FSDP2 is", instead=("parallel",))
+
+
 def fsdp_settings(values: KeyValues, version: int | None = None) -> dict[str, Any]:
-    """FSDP2 shards after each forward pass, and nothing lies on the host. `version`: where it stands beside; then the
-    config alone asks for it. A file of all TrainingArguments has one that says nothing."""
+    """As `_process_fsdp_args` of transformers/training_args.py reads it, which takes FSDP2 where no version is said.
+    `version`: where it stands beside; then the config alone asks for it. A file of all TrainingArguments has one that
+    says nothing."""
     wanted, config = values["fsdp"], values["fsdp_config"]
-    config = {str(key).removeprefix("fsdp_"): each for key, each in config.items()} if isinstance(config, dict) else {}
+    key = "fsdp" if wanted else "fsdp_config"
+    if wanted and isinstance(config, str):
+        values.refuse("fsdp_config", "it names a file, which is not opened: write its keys here")
+    config = (
+        {str(name).removeprefix("fsdp_"): each for name, each in config.items()} if isinstance(config, dict) else {}
+    )
     if not wanted and not (config and version):
         return {}
-    words = (
-        wanted.split()
-        if isinstance(wanted, str)
-        else [str(each) for each in wanted]
-        if isinstance(wanted, list)
-        else []
-    )
-    if str(config.get("version", version or 1)) != "2":
-        values.refuse(
-            "fsdp" if wanted else "fsdp_config", Refused("FSDP1 is not modelled, FSDP2 is", instead=("parallel",))
-        )
-    if "offload" in words or _on(config.get("offload_params")):
-        values.refuse("fsdp" if wanted else "fsdp_config", "FSDP's offloading of weights is not modelled")
-    if config.get("reshard_after_forward") in (False, "false", "SHARD_GRAD_OP") or "shard_grad_op" in words:
-        values.refuse(
-            "fsdp" if wanted else "fsdp_config", "weights that stay gathered after the forward pass are not modelled"
-        )
+    for name in config:
+        if name not in FSDP_READ:
+            (values.idle if name in FSDP_IDLE else values.unknown).append(f"fsdp_config.{name}")
+    if version is None and config.get("version") is None:
+        values.notes.append("fsdp without a version is FSDP2, as transformers 5 has it; version 4 takes FSDP1")
+    is_second = str(config.get("version") or version or 2) == "2"
+    words = wanted.split() if isinstance(wanted, str) else wanted if isinstance(wanted, list) else []
+    for why in _unplanned_fsdp(list(map(str, words)), config, is_second):
+        if key not in values.problems:
+            values.refuse(key, why)
     return {
         "parallel": "fsdp2",
-        **({"grad_checkpointing": True} if _on(config.get("activation_checkpointing")) else {}),
+        **({"grad_checkpointing": True} if truth(config.get("activation_checkpointing")) else {}),
     }
+
+
+def _unplanned_fsdp(words: list[str], config: Mapping[str, Any], is_second: bool) -> Iterator[Refused | str]:
+    """Words only say what the config does not."""
+    strategy = next((word for word in words if word in STRATEGIES), None)
+    if not is_second:
+        yield FSDP1
+    elif strategy not in (None, *RESHARDING):
+        yield Refused(f"{strategy} is of FSDP1, which is not modelled", instead=("parallel",))
+    if other := [word for word in words if word not in (*STRATEGIES, "offload", "auto_wrap")]:
+        yield f"{other[0][:40]!r} is no option of FSDP"
+    if config.get("cpu_offload", "offload" in words) or _on(config.get("offload_params")):  # there "false" is yes
+        yield OFFLOADED
+    said = config.get("reshard_after_forward", RESHARDING.get(strategy or ""))
+    reshards = truth(said) if is_second else RESHARDING.get(str(said).lower(), truth(said))
+    if said is not None and not reshards:
+        yield GATHERED if reshards is False else f"reshard_after_forward {str(said)[:40]!r} is neither true nor false"
+    if str(config.get("auto_wrap_policy") or BY_BLOCK).upper() != BY_BLOCK:
+        yield OTHER_WRAP
+    if config.get("xla"):
+        yield "FSDP on a TPU is not modelled"
+    if truth(config.get("activation_checkpointing", False)) is None:
+        yield "activation_checkpointing is neither true nor false"
+
+
+def truth(value: object) -> bool | None:
+    """As transformers and accelerate read it from any text; None is neither."""
+    text = str(value).lower()
+    return text in YES if text in (*YES, *NO) else None
 
 
 def _on(value: object) -> bool:

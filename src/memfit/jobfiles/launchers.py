@@ -8,10 +8,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from memfit.jobfiles.huggingface import ENGINE, kind_meant, weights_unsaid
-from memfit.jobfiles.keys import FileKey, JobFormat, KeyValues, Refused
+from memfit.jobfiles.huggingface import (
+    BY_BLOCK,
+    ENGINE,
+    FSDP1,
+    GATHERED,
+    OFFLOADED,
+    OTHER_WRAP,
+    kind_meant,
+    truth,
+    weights_unsaid,
+)
+from memfit.jobfiles.keys import NOT_MODELLED, FileKey, JobFormat, KeyValues, Refused
 
 ONE, DDP, FSDP = "NO", "MULTI_GPU", "FSDP"
+ON_HOST, NOWHERE = "DeepSpeed keeps it on the host", (None, "none")
 
 
 def _settle_accelerate(values: KeyValues) -> dict[str, Any]:
@@ -37,9 +48,18 @@ def _autocast(values: KeyValues) -> str | None:
 
 def _fsdp(values: KeyValues) -> dict[str, Any]:
     if values["fsdp_config.fsdp_version"] != 2:
-        values.refuse("fsdp_config.fsdp_version", Refused("FSDP1 is not modelled, FSDP2 is", instead=("parallel",)))
-    if values["fsdp_config.fsdp_reshard_after_forward"] not in (True, "FULL_SHARD"):
-        values.refuse("fsdp_config.fsdp_reshard_after_forward", "weights that stay gathered are not modelled")
+        values.refuse("fsdp_config.fsdp_version", FSDP1)
+    elif not (reshards := truth(values["fsdp_config.fsdp_reshard_after_forward"])):
+        why = GATHERED if reshards is False else "with FSDP2 it is yes or no"
+        values.refuse("fsdp_config.fsdp_reshard_after_forward", why)
+    policy = values["fsdp_config.fsdp_auto_wrap_policy"]
+    if not values.has("fsdp_config.fsdp_auto_wrap_policy"):
+        values.notes.append(
+            f"{NOT_MODELLED} weights that are gathered all at once, as accelerate does where fsdp_auto_wrap_policy is "
+            f"not said: planned as with {BY_BLOCK}, which takes less"
+        )
+    elif policy.upper() != BY_BLOCK:
+        values.refuse("fsdp_config.fsdp_auto_wrap_policy", OTHER_WRAP)
     checkpointing = {"grad_checkpointing": True} if values["fsdp_config.fsdp_activation_checkpointing"] else {}
     return {"parallel": "fsdp2", **checkpointing}
 
@@ -55,19 +75,25 @@ ACCELERATE = JobFormat(
         "fsdp_config.fsdp_version": FileKey(1, "whole"),
         "fsdp_config.fsdp_reshard_after_forward": FileKey(True),
         "fsdp_config.fsdp_activation_checkpointing": FileKey(False, "yes"),
+        "fsdp_config.fsdp_auto_wrap_policy": FileKey("NO_WRAP", "text"),
     },
     idle="compute_environment debug downcast_bf16 machine_rank main_* num_machines rdzv_* same_network tpu_* gpu_ids "
-    "enable_cpu_affinity fsdp_config.fsdp_auto_wrap_policy fsdp_config.fsdp_cpu_ram_efficient_loading "
+    "enable_cpu_affinity fsdp_config.fsdp_cpu_ram_efficient_loading "
     "fsdp_config.fsdp_state_dict_type fsdp_config.fsdp_sync_module_states "
     "fsdp_config.fsdp_transformer_layer_cls_to_wrap "
     "fsdp_config.fsdp_backward_prefetch fsdp_config.fsdp_forward_prefetch fsdp_config.fsdp_use_orig_params "
     "fsdp_config.fsdp_sharding_strategy fsdp_config.fsdp_min_num_params parallelism_config.* deepspeed_config.*",
     refused={
-        "fsdp_config.fsdp_offload_params": Refused("FSDP's offloading of weights is not modelled"),
+        "fsdp_config.fsdp_offload_params": Refused(OFFLOADED),
+        "fsdp_config.fsdp_activation_checkpointing_offload": Refused("what is kept on the host is not modelled"),
         "deepspeed_config": Refused(ENGINE, (None, {}), instead=("parallel",)),
         **{
             f"deepspeed_config.{name}": Refused(ENGINE, (None,), instead=("parallel",))
             for name in ("zero_stage", "deepspeed_config_file")
+        },
+        **{
+            f"deepspeed_config.offload_{what}_device": Refused(ON_HOST, NOWHERE, instead=("parallel", "offload"))
+            for what in ("optimizer", "param")
         },
         "dynamo_config.dynamo_backend": Refused("give --compile", (None, "no", "NO"), instead=("compile",)),
         "use_cpu": Refused("it trains on the CPU: nothing is on a GPU"),
@@ -116,6 +142,9 @@ DEEPSPEED = JobFormat(
     idle="train_batch_size zero_allow_untested_optimizer steps_per_print wall_clock_breakdown zero_optimization.* "
     "fp16.* bf16.* optimizer.* scheduler.* zero_force_ds_cpu_optimizer communication_data_type prescale_gradients "
     "zero_optimization dump_state",
-    refused={},
+    refused={
+        f"zero_optimization.offload_{what}.device": Refused(ON_HOST, NOWHERE, instead=("parallel", "offload"))
+        for what in ("optimizer", "param")
+    },
     settle=_settle_deepspeed,
 )

@@ -54,7 +54,7 @@ IDLE = (
     "freeze_multi_modal_projector freeze_language_model image_* video_* export_* vllm_* sglang_* do_sample temperature "
     "top_p top_k num_beams max_length max_new_tokens repetition_penalty length_penalty skip_special_tokens pref_* "
     "galore_* apollo_* badam_* freeze_trainable_* freeze_extra_modules oft_* module_dropout asft_alpha eaft_alpha "
-    "moe_aux_loss_coef train_from_scratch create_new_adapter enable_torch_profiler profiler_* fp8_*"
+    "train_from_scratch create_new_adapter enable_torch_profiler profiler_* fp8_*"
 )
 LOSS = "its loss is not the plain one, and keeps other tensors"
 OPTIMIZER = "its optimizer is not modelled"
@@ -86,6 +86,8 @@ REFUSED = {
     "use_kt": Refused("KTransformers keeps experts on the host"),
     "use_v1_kernels": Refused("its own kernels are not modelled"),
     "fp8": Refused("training in 8-bit floats is not modelled"),
+    "moe_aux_loss_coef": Refused("the loss of the routers of experts keeps their logits, which is not modelled",
+                                 (None, 0, 0.0)),
     "ref_model": Refused("a second model on the card is not modelled", (None, "")),
     "reward_model": Refused("a second model on the card is not modelled", (None, "")),
 }  # fmt: skip
@@ -167,9 +169,8 @@ def _rows(values: KeyValues) -> dict[str, Any]:
     if values["stage"] == "pt":
         packed = values["packing"]
         return {"seq_len": length - 1 if packed else length, "padding": packed is False and batch > 1}
-    rows = length + 1 if values["packing"] else length  # packed ones are filled to one token more
-    whole = -(-rows // 8) * 8
-    padded = whole != rows or (not values["packing"] and batch > 1)
+    whole = -(-length // 8) * 8  # packed rows too: cutoff_len is lowered by one, and they are filled to one token more
+    padded = whole != length or (not values["packing"] and batch > 1)
     if padded:
         values.notes.append(f"rows are padded, at most to {whole:,} tokens: a mask goes with them")
     return {"seq_len": whole, "padding": padded}

@@ -38,6 +38,7 @@ KEYS = {
     "gradient_accumulation_steps": FileKey(1, "whole"),
     "optimizer._component_": FileKey("torch.optim.AdamW", "text"),
     "optimizer.fused": FileKey(False, "yes"),
+    "optimizer.foreach": FileKey(None, "yes"),
     "loss._component_": FileKey("LinearCrossEntropyLoss", "text"),
     "clip_grad_norm": FileKey(None),
     "compile": FileKey(False, "yes"),
@@ -121,8 +122,14 @@ def _optimizer(values: KeyValues) -> dict[str, Any]:
     if name not in OPTIMIZERS:
         values.refuse("optimizer._component_", Refused(f"the optimizer {name} is not modelled", instead=("optimizer",)))
         return {}
-    fused = values["optimizer.fused"] and OPTIMIZERS[name] == "adamw"
-    return {"optimizer": "adamw-fused" if fused else OPTIMIZERS[name]}
+    found = OPTIMIZERS[name]
+    if found == "adamw" and values["optimizer.fused"]:
+        return {"optimizer": "adamw-fused"}
+    if name.startswith("torch.") and values["optimizer.foreach"] is False:
+        if found != "adamw":
+            values.refuse("optimizer.foreach", f"{name} weight by weight is not modelled")
+        return {"optimizer": "adamw-single"}
+    return {"optimizer": found}
 
 
 def _adapters(values: KeyValues, kind: str) -> dict[str, Any]:
@@ -140,9 +147,13 @@ def _adapters(values: KeyValues, kind: str) -> dict[str, Any]:
 
 def _written_optimizer(value: str) -> Edits:
     if value == "adamw-fused":
-        return {"optimizer._component_": "torch.optim.AdamW", "optimizer.fused": True}
+        return {"optimizer._component_": "torch.optim.AdamW", "optimizer.fused": True, "optimizer.foreach": None}
+    if value == "adamw-single":
+        return {"optimizer._component_": "torch.optim.AdamW", "optimizer.fused": None, "optimizer.foreach": False}
     theirs = next((theirs for theirs, ours in OPTIMIZERS.items() if ours == value), None)
-    return {} if theirs is None else {"optimizer._component_": theirs, "optimizer.fused": None}
+    return {} if theirs is None else {
+        "optimizer._component_": theirs, "optimizer.fused": None, "optimizer.foreach": None,
+    }  # fmt: skip
 
 
 TORCHTUNE = JobFormat(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shlex
 from collections import OrderedDict, deque
@@ -17,7 +18,9 @@ from memfit.fitting.fit import fit
 from memfit.fitting.levers import Lever, levers_for
 from memfit.fitting.table import make_table
 from memfit.gpus import find_gpu
+from memfit.jobs.settings import AS_IN_QLORA, QLORA
 from memfit.jobs.training.config_file import as_yaml, config_from
+from memfit.jobs.training.levers import check_offload
 from memfit.jobs.workload import Workload
 from memfit.planning.card_here import unusual_flags
 from memfit.planning.predict import Plan, predict, tracing_more_for
@@ -59,7 +62,7 @@ def plan_job(job: Job, gpu: str | None, stamp: object = None) -> dict[str, Any]:
         "verdict": say_verdict(document).plain,
         "why": say_why(document).plain,
         "how": made.how.in_words(),
-        "levers": [_switch(lever, work) for lever in _levers(work)],
+        "levers": switches(job),
         "copies": {"command": command_of(work, gpu), "python": python_of(job, gpu), **_yaml(work, gpu)},
     }
 
@@ -87,22 +90,61 @@ def draw_job(job: Job, gpu: str | None, stamp: object = None) -> dict[str, Any]:
 # -- switches ----------------------------------------------------------------------------------------------------------
 
 
+def switches(job: Job) -> list[dict[str, Any]]:
+    """Every lever with which there is a job still: of two that do not go together, the page offers one."""
+    work = Workload.from_mapping(job)
+    levers = _levers(work)
+    on = [lever.name for lever in levers if _is_on(lever, work)]
+    return [_switch(lever, lever.name in on) for lever in levers if _goes(job, lever, levers, on)]
+
+
 def _levers(work: Workload) -> list[Lever]:
     """Those that can be switched on, and those that are on: the latter are levers of the same job without them."""
     plain = {"kind": work.kind, "model": work.model, "batch_size": work.batch_size, "seq_len": work.seq_len,
              "loop": work.loop, "precision": work.precision, "world_size": work.world_size}  # fmt: skip
     if work.kind == "prune":
         plain = {name: value for name, value in plain.items() if name in ("kind", "model", "seq_len", "precision")}
-    found = {lever.name: lever for lever in levers_for(Workload.from_mapping(plain, asked=()))}
-    return list({**found, **{lever.name: lever for lever in levers_for(work)}}.values())
+    without = [Workload.from_mapping(plain, asked=())]
+    if work.kind == "lora" and work.is_quantised:
+        without.append(dataclasses.replace(work, kbit_prepare=True))
+    return list({lever.name: lever for each in (*without, work) for lever in levers_for(each)}.values())
 
 
-def _switch(lever: Lever, work: Workload) -> dict[str, Any]:
+def _is_on(lever: Lever, work: Workload) -> bool:
+    """Weights of 4 bits are that with other scales and another preparation too."""
+    names = ("quant",) if lever.group == "quantised" else tuple(lever.settings)
+    return all(_holds(getattr(work, name), lever.settings[name]) for name in names)
+
+
+def _goes(job: Job, lever: Lever, levers: list[Lever], on: list[str]) -> bool:
+    """As `pull` of job_form.js does it."""
+    made, usual = dict(job), AS_IN_QLORA if job.get("kind") == QLORA else {}
+    others = [each for each in levers if each.group == lever.group and each.name in on]
+    for each in [lever] if lever.name in on else others:
+        for name, value in each.settings.items():
+            if isinstance(value, tuple):
+                made[name] = [text for text in made.get(name) or () if text not in value]
+            elif name in usual and usual[name] == value:
+                made[name] = not value if isinstance(value, bool) else getattr(Workload, name)
+            else:
+                made.pop(name, None)
+    if lever.name not in on:
+        for name, value in lever.settings.items():
+            made[name] = [*(made.get(name) or ()), *value] if isinstance(value, tuple) else value
+    try:
+        then = Workload.from_mapping({name: value for name, value in made.items() if value != usual.get(name, [])})
+        if then.trains:
+            check_offload(then, setting="--offload")
+    except MemfitError:
+        return False
+    return True
+
+
+def _switch(lever: Lever, on: bool) -> dict[str, Any]:
     return {
         "name": lever.name, "group": lever.group, "cost": lever.cost, "says": lever.says, "price": lever.price,
-        "risk": lever.risk, "missing": lever.missing,
+        "risk": lever.risk, "missing": lever.missing, "on": on,
         "settings": {key: [*value] if isinstance(value, tuple) else value for key, value in lever.settings.items()},
-        "on": all(_holds(getattr(work, name), value) for name, value in lever.settings.items()),
     }  # fmt: skip
 
 
@@ -135,7 +177,9 @@ def _yaml(work: Workload, gpu: str | None) -> dict[str, str]:
         config_from(document, name="planned")
     except MemfitError:
         return {}
-    return {"yaml": f"# memfit train --config THIS.yaml --set data.source=my.jsonl\n{as_yaml(document)}"}
+    kept = work.loop == "plain" and work.outputs == "kept"
+    less = "# memfit train drops the model's outputs after the loss: planned here with them\n" if kept else ""
+    return {"yaml": f"# memfit train --config THIS.yaml --set data.source=my.jsonl\n{less}{as_yaml(document)}"}
 
 
 # -- what takes longer -------------------------------------------------------------------------------------------------

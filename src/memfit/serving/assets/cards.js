@@ -2,7 +2,7 @@
 
 import { make } from "./dom.js";
 import { SIGNS } from "./plan_view.js";
-import { segments } from "./controls.js";
+import { field, segments } from "./controls.js";
 import { size } from "./words.js";
 
 const WORDS = { prune: "prune", lora: "LoRA", qlora: "QLoRA", train: "train", forward: "forward", generate: "generate" };
@@ -12,7 +12,7 @@ export async function show(container, texts, shell) {
   const models = texts.models ? texts.models.split(",") : names.models, gpus = texts.gpus ? texts.gpus.split(",") : names.gpus;
   const workloads = names.workloads.includes("qlora") ? names.workloads : [...names.workloads, "qlora"];
   let workload = workloads.includes(texts.workload) ? texts.workload : "lora";
-  const length = Number(texts.seq_len) || names.seq_len;
+  let length = Number(texts.seq_len) || names.seq_len;
   let turn = null;
   const body = make("tbody");
   const status = make("span", { class: "muted", role: "status" });
@@ -24,7 +24,7 @@ export async function show(container, texts, shell) {
     turn?.abort();
     turn = new AbortController();
     const { signal } = turn;
-    shell.keep({ ...texts, workload });
+    shell.keep({ ...texts, workload, seq_len: length });
     const rows = models.map((model) => make("tr", {}, make("th", { scope: "row", text: model }), make("td", { class: "num muted", text: "…" }), gpus.map(() => make("td"))));
     body.replaceChildren(...rows);
     for (const [i, model] of models.entries()) {
@@ -35,14 +35,19 @@ export async function show(container, texts, shell) {
         settings.textContent = said(made.rows[0]);
       } catch (error) {
         if (error.name === "AbortError") return;
-        rows[i].replaceChildren(make("th", { scope: "row", text: model }), make("td", { class: "muted", colspan: gpus.length + 1, text: error.message }));
+        rows[i].replaceChildren(make("th", { scope: "row", text: model }), make("td", { class: "muted", colspan: gpus.length + 1 }, make("span", { class: "why", text: [error.message, error.hint].filter(Boolean).join("; ") })));
       }
     }
     status.textContent = "";
     table.dataset.done = workload;
   };
+  const again = () => {
+    delete table.dataset.done;
+    fill();
+  };
   container.append(make("section", { class: "card" }, make("h2", { text: "Which model fits which card" }), settings,
-    segments("job", workloads.map((name) => [name, WORDS[name]]), workload, (name) => { workload = name; delete table.dataset.done; fill(); }),
+    segments("job", workloads.map((name) => [name, WORDS[name]]), workload, (name) => { workload = name; again(); }),
+    make("div", { class: "settings length" }, field("length", "number", length, (text) => { length = Math.round(Number(text)) || names.seq_len; again(); }, { name: "seq_len" })),
     make("div", { class: "scroll" }, table),
     make("p", { class: "key" }, Object.entries({ safe: "fits, a tenth of the card stays free", tight: "fits, with less to spare", fails: "does not fit" }).map(([name, text]) => make("span", { class: `cell ${name}` }, `${SIGNS[name]} ${name}: ${text}`)), status)));
   fill();
@@ -50,7 +55,7 @@ export async function show(container, texts, shell) {
 }
 
 function line(row, gpus, workload, shell) {
-  const job = Object.fromEntries(Object.entries(row.settings).filter(([name, value]) => ["seq_len", "rank", "grad_checkpointing", "optimizer", "new_tokens"].includes(name) && value !== null && value !== false));
+  const job = Object.fromEntries(Object.entries(row.settings).filter(([name, value]) => ["seq_len", "rank", "grad_checkpointing", "optimizer", "new_tokens"].includes(name) && value !== null));
   const cells = gpus.map((gpu) => {
     const cell = row.cells[gpu];
     const words = `${row.model} on ${gpu}: ${cell.verdict}${cell.device_bytes ? `, ${size(cell.device_bytes)}` : ""}`;

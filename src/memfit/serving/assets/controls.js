@@ -118,8 +118,8 @@ export class Slider {
     });
     this.number.addEventListener("change", () => {
       const value = Math.round(Number(this.number.value));
+      this.number.value = value >= 1 ? value : this.current; // what is shown is what is planned
       if (value >= 1) change(value);
-      else this.number.value = this.current; // what is shown is what was planned
     });
   }
 

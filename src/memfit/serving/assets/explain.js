@@ -8,12 +8,12 @@ import { percent, size } from "./words.js";
 const MOST_TEXT = 6 * 2 ** 20;
 const COLORS = { allocated: "--s0", "private pools": "--s3", cached: "--s5", "outside torch": "--s1", "other processes": "--s4", "not told apart": "--s6", free: "--c-free", rest: "--s9" };
 const ENOUGH = { safe: "fits", tight: "fits, tightly", fails: "not enough" };
+const kept = { text: "", told: null, job: {}, kind: "", gpu: "" }; // of the last visit: who comes back finds the text and its answer
 const SIZES = [["batch_size", "batch"], ["seq_len", "length"], ["rank", "rank"]];
 
 export async function show(container, texts, shell) {
   const [options, { models }] = await Promise.all([shell.get("/api/planner"), shell.get("/api/models")]);
-  const job = {};
-  let kind = "", gpu = "";
+  const { job } = kept;
   const area = make("textarea", { id: "oom", rows: 9, placeholder: "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate …  (the message, or the end of the log)", "aria-label": "The message or the log", spellcheck: "false" });
   const file = make("input", { type: "file", id: "log-file", "aria-label": "A log from this machine" });
   file.addEventListener("change", async () => {
@@ -21,7 +21,7 @@ export async function show(container, texts, shell) {
     if (chosen) area.value = await chosen.slice(Math.max(0, chosen.size - MOST_TEXT)).text();
   });
   const model = new Picker("model", models.map((each) => ({ value: each.name, more: each.from, also: each.also })), (value) => { job.model = value || null; }, { placeholder: "as the text tells" });
-  const cards = new Picker("card", options.cards.map((each) => ({ value: each.name, more: size(each.capacity_bytes) })), (value) => { gpu = value; }, { placeholder: "as the message tells" });
+  const cards = new Picker("card", options.cards.map((each) => ({ value: each.name, more: size(each.capacity_bytes) })), (value) => { kept.gpu = value; }, { placeholder: "as the message tells" });
   const answer = make("div", { class: "view" });
   const status = make("span", { class: "muted", role: "status" });
   const ask = async () => {
@@ -29,8 +29,8 @@ export async function show(container, texts, shell) {
     status.textContent = "explaining …";
     button.disabled = true;
     try {
-      const told = await shell.post("/api/explain", { text: area.value.slice(-MOST_TEXT), job: { ...job, kind: kind || null }, gpu: gpu || null });
-      answer.replaceChildren(...explanation(told, shell));
+      kept.told = await shell.post("/api/explain", { text: area.value.slice(-MOST_TEXT), job: { ...job, kind: kept.kind || null }, gpu: kept.gpu || null });
+      answer.replaceChildren(...explanation(kept.told, shell));
     } catch (error) {
       shell.complain(error);
     }
@@ -38,17 +38,21 @@ export async function show(container, texts, shell) {
     status.textContent = "";
   };
   const button = make("button", { class: "plain primary", type: "button", id: "explain", text: "explain", on: { click: ask } });
-  const numbers = SIZES.map(([name, label]) => field(label, "number", "", (text) => { job[name] = text === "" ? null : Number(text); }, { name, help: options.settings[name].help }));
+  const numbers = SIZES.map(([name, label]) => field(label, "number", job[name] ?? "", (text) => { job[name] = text === "" ? null : Number(text); }, { name, help: options.settings[name].help }));
   container.append(
     make("section", { class: "card ask" }, make("h2", { text: "Out of memory?" }),
       make("p", { class: "sub", text: "Paste the message or the end of the log. It is read on this machine; nothing in it is run, and no file that it names is opened." }),
       area,
       make("details", {}, make("summary", { text: "what is known of the job: every fix is then predicted on it" }),
         make("div", { class: "known" }, model.element, cards.element,
-          segments("job", [["", "as told"], ...options.kinds.map((each) => [each, each])], "", (value) => { kind = value; }), make("div", { class: "settings" }, numbers))),
+          segments("job", [["", "as told"], ...options.kinds.map((each) => [each, each])], kept.kind, (value) => { kept.kind = value; }), make("div", { class: "settings" }, numbers))),
       make("div", { class: "tools" }, button, status, make("label", { class: "right" }, "or a log file", file))),
     answer);
-  if (texts.text) area.value = texts.text;
+  area.value = texts.text || kept.text;
+  model.value = job.model || "";
+  cards.value = kept.gpu;
+  if (kept.told) answer.replaceChildren(...explanation(kept.told, shell));
+  return () => { kept.text = area.value; };
 }
 
 function explanation(told, shell) {
@@ -85,7 +89,7 @@ function fixes(told, shell) {
   if (!told.fixes.length) return null;
   const { job } = told;
   const planned = job.settings.kind && job.settings.model;
-  const state = (changes) => Object.fromEntries(Object.entries({ ...job.settings, ...changes, gpu: job.gpu ? job.gpu.name : "" }).filter(([, value]) => value !== null && value !== false && value !== "" && !(Array.isArray(value) && !value.length)));
+  const state = (changes) => Object.fromEntries(Object.entries({ ...job.settings, ...changes, gpu: job.gpu ? job.gpu.name : "" }).filter(([, value]) => value !== null && value !== "" && !(Array.isArray(value) && !value.length))); // a no may be what a fix is
   const predicted = told.fixes.some((each) => each.basis === "predicted");
   return card("fixes", "What helps", predicted ? "savings are predicted on this very job" : "in words: with the job, every saving is predicted", dataTable(
     [["", ""], ["", "wide"], [predicted ? "saves" : "", "num"], [predicted ? "then" : "", ""], ["", ""]], told.fixes.slice(0, 10).map((each) => [

@@ -141,7 +141,7 @@ export class JobForm {
     const changed = { ...state };
     for (const [name, value] of Object.entries(lever.settings)) {
       if (Array.isArray(value)) changed[name] = (state[name] || []).filter((each) => !value.includes(each));
-      else if (this.state.kind === "qlora" && name in this.options.qlora) changed[name] = typeof value === "boolean" ? !value : this.options.settings[name].default;
+      else if (this.state.kind === "qlora" && same(value, this.options.qlora[name])) changed[name] = typeof value === "boolean" ? !value : this.options.settings[name].default;
       else delete changed[name];
       if (Array.isArray(changed[name]) && !changed[name].length) delete changed[name];
     }

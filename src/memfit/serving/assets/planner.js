@@ -24,14 +24,14 @@ class Planner {
     this.shell = shell;
     this.form = new JobForm(options, models, () => this.changed());
     this.status = make("p", { class: "status", role: "status", "aria-live": "polite" });
-    this.problem = make("div", { role: "alert" });
+    this.problem = make("div", { class: "problem", role: "alert" });
     this.verdict = make("div");
     this.compared = make("div");
     this.fit = make("div");
     this.drawn = make("div");
     this.details = make("div", { class: "columns" });
-    this.results = make("div", { class: "results" }, this.problem, this.verdict, this.compared, this.fit, this.drawn, this.details);
-    container.append(make("div", { class: "planner" }, make("div", { class: "side" }, this.form.element), make("div", {}, this.status, this.results)));
+    this.results = make("div", { class: "results" }, this.verdict, this.compared, this.fit, this.drawn, this.details);
+    container.append(make("div", { class: "planner" }, make("div", { class: "side" }, this.form.element), make("div", {}, this.status, this.problem, this.results)));
     this.redraw = () => this.timeline?.schedule();
     addEventListener("resize", this.redraw);
     document.addEventListener("themechange", this.redraw);
@@ -74,12 +74,12 @@ class Planner {
   async ask() {
     this.turn?.abort();
     const turn = (this.turn = new AbortController());
-    const question = this.question(this.form.state), options = { signal: turn.signal };
+    const state = this.form.state, question = this.question(state), options = { signal: turn.signal };
     this.busy("planning …");
     const patience = setTimeout(() => turn === this.turn && this.results.classList.contains("stale") && this.busy("tracing … the first trace also loads torch"), 2500);
     try {
       const answer = await this.shell.post("/api/plan", question, options);
-      this.show(answer);
+      this.show(answer, state);
       this.busy(null);
       document.documentElement.dataset.planned = String(Number(document.documentElement.dataset.planned || 0) + 1);
       this.draw(await this.shell.post("/api/plan/timeline", question, options));
@@ -121,17 +121,24 @@ class Planner {
   busy(what) {
     this.results.classList.toggle("stale", what !== null);
     this.status.textContent = what || "";
+    this.holdCopies();
+  }
+
+  // What is copied is the job that is set: of an older one nothing is.
+  holdCopies() {
+    for (const button of this.verdict.querySelectorAll("button[id^=copy-]")) button.disabled = this.results.classList.contains("stale");
   }
 
   refuse(error) {
     this.status.textContent = "";
     if (error.name === "AbortError" || error.status === 409) return;
     if (!error.status) return this.shell.complain(error);
-    this.problem.replaceChildren(make("div", { class: "message bad" }, make("div", {}, make("b", { text: error.message }), error.hint ? make("p", { text: error.hint }) : null)));
+    this.problem.replaceChildren(make("div", { class: "message bad" }, make("div", {}, make("b", { text: error.message }), error.hint ? make("p", { text: error.hint }) : null, this.answer ? make("p", { text: "What stands below is the last job that had a plan." }) : null)));
   }
 
-  show(answer) {
+  show(answer, state) {
     this.answer = answer;
+    this.shown = state; // the form may be ahead of it
     this.problem.replaceChildren();
     this.form.tell(answer.plan.workload, answer.levers);
     this.showVerdict();
@@ -141,6 +148,7 @@ class Planner {
   showVerdict() {
     const { answer, pinned } = this;
     this.verdict.replaceChildren(verdictCard(answer, pinned, this.tools()));
+    this.holdCopies();
     this.compared.replaceChildren(...(pinned ? [comparison(answer, pinned, () => this.pin(null))] : []));
   }
 
@@ -180,7 +188,7 @@ class Planner {
     const out = make("div", { class: "copied" });
     const copy = (text) => this.copy(text, out);
     return make("div", {}, make("div", { class: "tools" },
-      button("pin", "pin", () => this.pin(asTexts(this.form.state))),
+      button("pin", "pin", () => this.pin(asTexts(this.shown))),
       make("span", { class: "muted", text: "copy as" }),
       button("command", "copy-command", () => copy(copies.command)),
       copies.yaml ? button("YAML", "copy-yaml", () => copy(copies.yaml)) : null,

@@ -29,7 +29,8 @@ class Shell {
   // Without a new entry in the history: a slider would fill it.
   keep(state) {
     const { name } = this.read();
-    history.replaceState(null, "", `#${name}${asQuery(state)}`);
+    history.replaceState(null, "", this.link(name, state));
+    this.tabs.get(name).href = this.link(name, state); // a tab opens its view as it was left
   }
 
   link(name, state = {}) {
@@ -48,6 +49,7 @@ class Shell {
         tab.scrollIntoView({ block: "nearest", inline: "nearest" }); // on a phone they are wider than the bar
       } else tab.removeAttribute("aria-current");
     }
+    this.tabs.get(name).href = this.link(name, state);
     document.title = `${this.tabs.get(name).textContent} · memfit`;
     delete document.documentElement.dataset.ready;
     this.say();
