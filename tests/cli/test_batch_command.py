@@ -310,12 +310,14 @@ def test_a_file_is_looked_through_for_jobs_that_differ_in_batch_and_length(
     original = few_blocks.trace_few_blocks
     monkeypatch.setenv("MEMFIT_CACHE", "off")
     monkeypatch.setattr(few_blocks, "trace_few_blocks", lambda *args: traced.append(args) or original(*args))
-    families.forget()
+    families._families.clear()
+    families._wholes.clear()
     wanted = sweep(tiny, 24)
     ended = memfit("plan", "batch", write(tmp_path / "x.jsonl", "not JSON", *wanted, {"kind": "forward"}))
     assert len(traced) <= 9
     plans = ended.lines[1:-1]
-    families.forget()
+    families._families.clear()
+    families._wholes.clear()
     alone = [answer(json.dumps(line).encode(), 1)[0] for line in wanted[-2:]]
     for interpolated, traced in zip(plans[-2:], alone, strict=True):
         ways = [plan.pop("how")["way"] for plan in (interpolated, traced)]

@@ -109,7 +109,8 @@ def key_of(work: Workload, platform: Platform) -> Key | None:
 
 PACKAGES_OF_MODELS = {
     "transformers", "torch", "torchvision", "numpy", "scipy", "PIL", "packaging", "huggingface_hub", "tokenizers",
-    "einops", "kernels", "fla", "accelerate", "peft", "mamba_ssm", "causal_conv1d",
+    "einops", "kernels", "fla", "accelerate", "peft", "mamba_ssm", "causal_conv1d", "tqdm",
+    "safetensors",
 }  # fmt: skip
 
 
