@@ -165,7 +165,7 @@ def test_every_lever_of_the_job_is_a_switch(client: httpx.Client) -> None:
         ({"kind": "lora", "offload": ["weights"]}, {"weights on the host"}, {"4-bit weights", "8-bit weights"}),
         ({"kind": "train", "optimizer": "paged-adamw"}, set(), {"optimizer on the host"}),
     ],
-    ids=str,
+    ids=["qlora", "lora of a quantised model", "lora that is not prepared", "lora from the host", "paged optimizer"],
 )  # fmt: skip
 def test_a_switch_is_offered_where_there_is_a_job_with_it(
     job: dict[str, Any], on: set[str], not_offered: set[str]
