@@ -71,29 +71,30 @@ def test_a_signal_ends_it_and_its_processes_and_leaves_nothing(tmp_path: Path, n
     temporary.mkdir()
     environment = {**os.environ, "TMPDIR": str(temporary), "SSH_CONNECTION": "10.0.0.2 50000 10.0.0.1 22"}
     command = [sys.executable, "-m", "memfit", "serve", "--port", "0", "--dir", str(served)]
-    running = subprocess.Popen(
+    with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
-    )
-    try:
-        assert running.stdout is not None
-        told = re.fullmatch(r"memfit is at (http://127\.0\.0\.1:(\d+)/\?token=(\S+))\n", running.stdout.readline())
-        assert told is not None
-        assert running.stdout.readline() == (f"from your own machine: {forwarding(int(told[2]), environment)}\n")
-        assert httpx.get(told[1], follow_redirects=True).status_code == 200
-        children = children_of(running.pid)
-        assert children
-        question = {"job": {"kind": "train", "model": "gpt2"}, "gpu": "8GB"}
-        with ThreadPoolExecutor(1) as thread:
-            headers = {"authorization": f"Bearer {told[3]}"}
-            asked = thread.submit(
-                httpx.post, f"http://127.0.0.1:{told[2]}/api/plan", json=question, headers=headers, timeout=20
-            )
-            time.sleep(0.5)
-            running.send_signal(number)
-            assert asked.result().status_code == 503
-        out, err = running.communicate(timeout=20)
-    finally:
-        running.kill()
+    ) as running:
+        try:
+            assert running.stdout is not None
+            told = re.fullmatch(r"memfit is at (http://127\.0\.0\.1:(\d+)/\?token=(\S+))\n", running.stdout.readline())
+            assert told is not None
+            assert running.stdout.readline() == (f"from your own machine: {forwarding(int(told[2]), environment)}\n")
+            assert httpx.get(told[1], follow_redirects=True).status_code == 200
+            children = children_of(running.pid)
+            assert children
+            question = {"job": {"kind": "train", "model": "llama-3.1-405b", "loop": "trainer", "seq_len": 1999}}
+            with ThreadPoolExecutor(1) as thread:
+                headers = {"authorization": f"Bearer {told[3]}"}
+                asked = thread.submit(
+                    httpx.post, f"http://127.0.0.1:{told[2]}/api/plan", json=question, headers=headers, timeout=20
+                )
+                time.sleep(0.5)
+                assert not asked.done(), "it is to be interrupted while it traces"
+                running.send_signal(number)
+                assert asked.result().status_code == 503
+            out, err = running.communicate(timeout=20)
+        finally:
+            running.kill()
     assert running.returncode == 0
     assert (out, err) == ("", "Ctrl-C ends it\n")
     assert list(served.iterdir()) == []
