@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable
 from importlib import import_module
@@ -111,6 +112,7 @@ def app_of(names: Iterable[str] = tuple(COMMANDS)) -> typer.Typer:
 def run_command(typed: list[str]) -> int:
     """What a command returns is its exit code; what the option parser refuses is told here."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its remarks on configs are none of the user's business
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # nor is which kernels for the CPU it lacks
     try:
         app = app_of(typed[:1]) if typed and typed[0] in COMMANDS else app_of()
         if typed and typed[0] in WITH_TORCH:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,7 +96,9 @@ def _tell(
         inputs = [*files_of_model(workload.model), *(job.files if job else ())]
         check_free(save_trace, "--save-trace", force, inputs=inputs)
     what = f"tracing {workload.model}"
-    with output.working(what) as tell, graphs_told(lambda number: tell(f"{what}: compiling graph {number}")):
+    with output.working(what) as tell, ExitStack() as stack:
+        if workload.is_compiled:
+            stack.enter_context(graphs_told(lambda number: tell(f"{what}: compiling graph {number}")))
         made = memfit.predict(workload, gpu=gpu, trace_cache=not no_trace_cache, stacks=save_trace is not None)
         made = dataclasses.replace(made, job_file=job.to_json() if job else None)
         if workload.trains and made.gpu is not None:

@@ -311,9 +311,11 @@ STEPS = 3
 
 def steps_of(loop: str) -> int:
     """Of the optimizer, those of the probe included."""
+    if loop != "memfit":
+        return STEPS  # without the Trainer, which takes a second to import
     from memfit.jobs.training.engine import PROBE_STEPS
 
-    return STEPS + PROBE_STEPS if loop == "memfit" else STEPS
+    return STEPS + PROBE_STEPS
 
 
 def trace_job(
