@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from memfit.checking.check import Checked
+from memfit.cli.main import main
 from memfit.explaining.explain import explain
 
 pytestmark = pytest.mark.usefixtures("shared_traces")
@@ -139,3 +140,9 @@ def test_a_json_of_training_arguments_takes_model_and_length_by_flags(memfit: Ru
     made = memfit("plan", "--from", path, "--model", tiny, "--seq-len", 32, "--json").json
     assert made["workload"]["precision"] == "amp-bf16" and made["workload"]["optimizer"] == "adamw"
     assert memfit("plan", "--from", path, "--seq-len", 32).code == 2
+
+
+@pytest.mark.parametrize("command", ["plan", "fit", "check"])
+def test_from_behind_a_kind_of_job_is_told_where_it_stands(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "train", "--from", "job.yaml"]) == 2
+    assert f"`memfit {command} --from FILE`: the file says which kind of job it is" in capsys.readouterr().err

@@ -595,3 +595,24 @@ def test_adamw_of_torchtune_without_foreach_takes_weights_one_by_one(tmp_path: P
     recipe["optimizer"]["_component_"] = "torch.optim.SGD"
     with pytest.raises(UsageError, match=r"no plan for optimizer\.foreach"):
         read_job(written(tmp_path, recipe))
+
+
+def test_a_key_is_known_by_its_newer_name_too(tmp_path: Path) -> None:
+    """transformers 5.23 says activation_checkpointing; where a file has both, that counts."""
+    keys = {"model_name_or_path": "gpt2", "max_seq_length": 64, "per_device_train_batch_size": 2, "dataset_num_proc": 1}
+    newer = {**keys, "activation_checkpointing": False, "gradient_checkpointing": True}
+    job = read_job(written(tmp_path, newer))
+    assert not job.workload.grad_checkpointing and job.used["activation_checkpointing"] is False and not job.unknown
+    fitted = Workload.from_mapping({**job.workload.settings(), "grad_checkpointing": True}, asked=())
+    assert "activation_checkpointing: true" in job.write(fitted)
+    for more in ({"every_n_layers": 2}, {"offload": True}):
+        with pytest.raises(UsageError, match="no plan for activation_checkpointing_kwargs"):
+            read_job(
+                written(tmp_path, {**keys, "activation_checkpointing": True, "activation_checkpointing_kwargs": more})
+            )
+    read_job(
+        written(
+            tmp_path,
+            {**keys, "activation_checkpointing": True, "activation_checkpointing_kwargs": {"every_n_layers": 1}},
+        )
+    )

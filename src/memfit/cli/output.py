@@ -106,6 +106,9 @@ def complain_of_usage(error: typer.TyperException) -> None:
     hint = f"`{context.command_path} --help` lists the options" if context else None
     if message.endswith("does not take a value"):
         hint = f"write {getattr(error, 'option_name', 'it')} alone: it is on where it stands"
+    words = context.command_path.split() if context else []
+    if getattr(error, "option_name", None) == "--from" and len(words) == 3:
+        hint = f"`{words[0]} {words[1]} --from FILE`: the file says which kind of job it is"
     complain(message, hint)
 
 

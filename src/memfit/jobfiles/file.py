@@ -116,7 +116,10 @@ class JobFile:
         edits: dict[str, Any] = {}
         for name, value in changed.items():
             if name in form.written:
-                edits |= form.written[name](value)
+                edits |= {
+                    form.newer.get(key, key) if form.newer.get(key) in self.used else key: new
+                    for key, new in form.written[name](value).items()
+                }
         heading = []
         if fitted.alloc_conf and fitted.alloc_conf != before.alloc_conf:
             heading.append(f"run with PYTORCH_CUDA_ALLOC_CONF={fitted.alloc_conf} in the environment")

@@ -31,6 +31,11 @@ TRAINER_KEYS = {
     "torch_compile_mode": FileKey(None, "text"),
 }
 """What decides memory, wherever the Trainer trains."""
+TRAINER_NEWER = {
+    "gradient_checkpointing": "activation_checkpointing",
+    "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
+}
+"""As transformers 5.23 calls them."""
 
 TRAINER_IDLE = (
     "output_dir overwrite_output_dir num_train_epochs max_steps learning_rate lr_scheduler_type lr_scheduler_kwargs "
@@ -86,7 +91,15 @@ def trainer_settings(values: KeyValues) -> dict[str, Any]:
         **_compiled(values),
     }
     if values["gradient_checkpointing"] and "grad_checkpointing" in sharded:
-        values.refuse("gradient_checkpointing", "with that of FSDP beside it the Trainer does not start")
+        values.refuse(
+            values.name_of("gradient_checkpointing"), "with that of FSDP beside it the Trainer does not start"
+        )
+    kwargs = values["gradient_checkpointing_kwargs"]
+    for name, usual, what in (("every_n_layers", 1, "only some of the layers"), ("offload", False, "on the host")):
+        if isinstance(kwargs, dict) and kwargs.get(name, usual) != usual and values["gradient_checkpointing"]:
+            values.refuse(
+                values.name_of("gradient_checkpointing_kwargs"), f"{name}: checkpoints {what} are not modelled"
+            )
     note_evaluation(values, made["batch_size"])
     return made
 
@@ -332,4 +345,5 @@ HUGGINGFACE = JobFormat(
         "optimizer": written_optimizer("optim"),
         "grad_checkpointing": _written_checkpointing,
     },
+    newer=TRAINER_NEWER,
 )  # fmt: skip

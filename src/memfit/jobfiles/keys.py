@@ -60,6 +60,8 @@ class JobFormat:
     """By setting: what to write for a new value."""
     nested: bool = False
     """Whether keys stand in sections: `optimizer: {fused: true}` is then the key optimizer.fused."""
+    newer: Mapping[str, str] = field(default_factory=dict)
+    """Keys that newer versions of the tool call otherwise; where a file has both, the newer name counts."""
 
     def is_idle(self, key: str) -> bool:
         names, patterns = self._idle
@@ -95,10 +97,11 @@ class KeyValues:
         self._all = dict(
             _flat(self.document) if self.format.nested else ((str(k), v) for k, v in self.document.items())
         )
+        names = {*self.format.keys, *self.format.newer.values()}
         for key, value in self._all.items():
             if any(key == each or key.startswith(f"{each}.") for each in self.without):
                 self.left_out.append(key)
-            elif key in self.format.keys:
+            elif key in names:
                 continue
             elif (refused := self.format.refused.get(key)) is not None:
                 if value is None or value in refused.harmless:
@@ -114,12 +117,18 @@ class KeyValues:
         ]:
             raise UsageError(f"--without {missing[0]}: there is no such key in {self.where}")
 
+    def name_of(self, key: str) -> str:
+        """As this file calls it."""
+        newer = self.format.newer.get(key, key)
+        return newer if self._all.get(newer) is not None and newer not in self.left_out else key
+
     def has(self, key: str) -> bool:
+        key = self.name_of(key)
         return self._all.get(key) is not None and key not in self.left_out
 
     def __getitem__(self, key: str) -> Any:
         """As the file says, or as the tool takes it by itself."""
-        known = self.format.keys[key]
+        known, key = self.format.keys[key], self.name_of(key)
         if not self.has(key):
             self.defaults[key] = known.default
             return known.default

@@ -12,6 +12,7 @@ from typing import Any
 from memfit.jobfiles.huggingface import (
     TRAINER_IDLE,
     TRAINER_KEYS,
+    TRAINER_NEWER,
     TRAINER_REFUSED,
     autocast_of,
     note_reentrant,
@@ -190,6 +191,7 @@ LLAMAFACTORY = JobFormat(
     idle=f"{TRAINER_IDLE} use_cache accelerator_config {IDLE}",
     refused=REFUSED,
     settle=_settle,
+    newer=TRAINER_NEWER,
     written={
         "batch_size": written_rows("per_device_train_batch_size"),
         "grad_accum": written_rows("gradient_accumulation_steps"),

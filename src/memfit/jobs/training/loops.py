@@ -256,6 +256,8 @@ def _training_arguments(work: Workload, folder: str, steps: int, *, gpu: bool, *
         reads_settings = hasattr(TrainingArguments, "_apply_legacy_fsdp_to_config")  # before 5.10 it needs the words
         fields["fsdp"] = True if reads_settings else "full_shard auto_wrap"
         fields["fsdp_config"] = {**FSDP2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", **fields["fsdp_config"]}
+    if hasattr(TrainingArguments, "activation_checkpointing"):  # its name since transformers 5.23
+        fields = {name.replace("gradient_checkpointing", "activation_checkpointing"): v for name, v in fields.items()}
     return TrainingArguments(
         output_dir=folder, max_steps=steps, use_cpu=not gpu, save_strategy="no", disable_tqdm=True, **fields
     )

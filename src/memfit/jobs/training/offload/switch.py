@@ -34,7 +34,10 @@ def checkpoint_blocks(
     if selective:
         settings["context_fn"] = selective_contexts(model)
     try:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
+        if hasattr(model, "activation_checkpointing_enable"):  # its name since transformers 5.23
+            model.activation_checkpointing_enable(activation_checkpointing_kwargs=settings)
+        else:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
     except ValueError as error:
         raise UsageError(f"{setting}: {str(error).splitlines()[0]}") from error
     if on_host is not None:
