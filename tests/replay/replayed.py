@@ -14,7 +14,6 @@ from memfit.units import MiB
 CONFIGS = (
     "", "expandable_segments:True", "max_split_size_mb:24", "roundup_power2_divisions:4",
     "expandable_segments:True,max_split_size_mb:24", "max_split_size_mb:40,max_non_split_rounding_mb:64",
-    "garbage_collection_threshold:0.4",
 )  # fmt: skip
 SIZES = (512, 4096, 900_000, MiB, 3 * MiB, 10 * MiB, 20 * MiB, 33 * MiB)
 
@@ -56,7 +55,7 @@ def main() -> None:
         peak = replays.ample.peak_reserved
         print(in_words(replays.ample), replays.smallest_capacity(), replays.outcome(peak * 2 // 3))
         for share in (0.95, 0.8, 0.5):
-            print(in_words(replays.timeline(capacity=int(peak * share), limit=int(peak * 0.9))))
+            print(in_words(replays.timeline(capacity=int(peak * share))))
 
 
 if __name__ == "__main__":

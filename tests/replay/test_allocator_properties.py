@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.addresses import rising_addresses
+from support.allocators import holding
 from support.verify import check_invariants
 
 from memfit.replay.alloc_config import AllocatorConfig
 from memfit.replay.allocator import CachingAllocator, OutOfMemory
 from memfit.replay.blocks import Block
+from memfit.replay.driver import Driver
 from memfit.units import MiB
 
 EXAMPLES = settings(max_examples=120, deadline=None)
@@ -24,12 +26,10 @@ PLAIN = (
     "max_split_size_mb:40,max_non_split_rounding_mb:64,roundup_power2_divisions:2",
     "large_segment_size_mb:11",
 )
-COLLECTING = ("garbage_collection_threshold:0.3", "garbage_collection_threshold:0.6,max_split_size_mb:24")
 EXPANDABLE = (
     "expandable_segments:True",
     "expandable_segments:True,large_segment_size_mb:12,roundup_power2_divisions:4",
     "expandable_segments:True,max_split_size_mb:24",
-    "expandable_segments:True,garbage_collection_threshold:0.4",
 )
 
 # Sizes around every boundary in the rules, so that ties and near misses are common.
@@ -85,49 +85,46 @@ class Program:
             subject.free(block) if what == "free" else subject.request_free(block)
 
 
-def program(conf: str, capacity: int | None, limit: int | None) -> Program:
-    return Program(CachingAllocator(AllocatorConfig.parse(conf), capacity=capacity, limit=limit))
+def program(conf: str, capacity: int | None) -> Program:
+    return Program(CachingAllocator(AllocatorConfig.parse(conf), Driver(capacity)))
 
 
 # -- laws ------------------------------------------------------------------------------------------------------
 
 
-@given(st.sampled_from(PLAIN + COLLECTING + EXPANDABLE), bounds, bounds, calls)
+@given(st.sampled_from(PLAIN + EXPANDABLE), bounds, calls)
 @EXAMPLES
 def test_after_every_call_the_books_agree_with_the_blocks(
-    conf: str, capacity: int | None, limit: int | None, sequence: list[Call]
+    conf: str, capacity: int | None, sequence: list[Call]
 ) -> None:
-    run = program(conf, capacity, limit)
+    run = program(conf, capacity)
     for call in sequence:
         run.make(call)
         check_invariants(run.allocator)
-        reserved = run.allocator.stats.reserved
-        assert limit is None or run.allocator.config.expandable_segments or reserved <= limit
 
 
-@given(st.sampled_from(PLAIN + COLLECTING + EXPANDABLE), calls)
+@given(st.sampled_from(PLAIN + EXPANDABLE), calls)
 @EXAMPLES
 def test_freeing_everything_and_emptying_the_cache_returns_every_byte(conf: str, sequence: list[Call]) -> None:
-    run = program(conf, None, 400 * MiB)
+    run = program(conf, 400 * MiB)
     for call in sequence:
         run.make(call)
     for block in run.held:
         run.allocator.free(block)
     run.allocator.empty_cache()
     stats = run.allocator.stats
-    assert (stats.reserved, stats.allocated, stats.active, stats.requested, stats.segments) == (0, 0, 0, 0, 0)
-    assert (stats.inactive_split, stats.inactive_split_blocks, stats.oversize_allocations) == (0, 0, 0)
+    assert (stats.reserved, stats.allocated, stats.active) == (0, 0, 0)
     assert run.allocator.segment_at == {}
 
 
-@given(st.sampled_from(PLAIN + COLLECTING + EXPANDABLE), bounds, calls, st.integers(1, 1000))
+@given(st.sampled_from(PLAIN + EXPANDABLE), bounds, calls, st.integers(1, 1000))
 @EXAMPLES
 def test_where_the_first_segment_lies_changes_nothing(
-    conf: str, limit: int | None, sequence: list[Call], shift: int
+    conf: str, capacity: int | None, sequence: list[Call], shift: int
 ) -> None:
     def course(start: int) -> list[tuple[int, ...]]:
         config = AllocatorConfig.parse(conf)
-        run = Program(CachingAllocator(config, limit=limit, addresses=rising_addresses(start)))
+        run = Program(CachingAllocator(config, Driver(capacity, rising_addresses(start))))
         seen = []
         for call in sequence:
             run.make(call)
@@ -142,15 +139,13 @@ def test_where_the_first_segment_lies_changes_nothing(
 def test_a_layout_is_all_that_the_future_depends_on(
     conf: str, capacity: int | None, past: list[Call], future: list[Call]
 ) -> None:
-    one = program(conf, capacity, None)
+    one = program(conf, capacity)
     for call in past:
         one.make(call)
     start = max((segment.address + 512 * MiB for segment in one.allocator.layout()), default=2 * MiB)
     config = AllocatorConfig.parse(conf)
     one.allocator.driver.next_address = rising_addresses(start)
-    other = CachingAllocator.from_segments(
-        one.allocator.layout(), config, capacity=capacity, addresses=rising_addresses(start)
-    )
+    other = holding(one.allocator.layout(), config, Driver(capacity, rising_addresses(start)))
     at = {block.address: block for block in other.blocks()}
     two = Program(other, [at[block.address] for block in one.held])
     other.pending = {at[block.address]: None for block in one.allocator.pending}  # the order of their frees
@@ -161,12 +156,12 @@ def test_a_layout_is_all_that_the_future_depends_on(
         assert one.allocator.layout() == two.allocator.layout()
 
 
-@given(st.sampled_from(PLAIN + COLLECTING + EXPANDABLE), bounds, bounds, calls, calls)
+@given(st.sampled_from(PLAIN + EXPANDABLE), bounds, calls, calls)
 @EXAMPLES
 def test_a_twin_goes_on_as_the_one_it_was_made_of(
-    conf: str, capacity: int | None, limit: int | None, past: list[Call], future: list[Call]
+    conf: str, capacity: int | None, past: list[Call], future: list[Call]
 ) -> None:
-    one = program(conf, capacity, limit)
+    one = program(conf, capacity)
     for call in past:
         one.make(call)
     one.allocator.driver.next_address = rising_addresses(1 << 52)
@@ -303,7 +298,7 @@ def test_a_slow_allocator_written_another_way_comes_to_the_same_layout(
     conf: str, capacity: int | None, sequence: list[Call]
 ) -> None:
     config = AllocatorConfig.parse(conf)
-    run = Program(CachingAllocator(config, capacity=capacity, addresses=rising_addresses()))
+    run = Program(CachingAllocator(config, Driver(capacity, rising_addresses())))
     slow = Slow(config, capacity)
     for what, number, stream in sequence:
         held, pending = list(run.held), list(run.allocator.pending)

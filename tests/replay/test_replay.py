@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.addresses import rising_addresses
+from support.allocators import replay_from
 
 from memfit.errors import InputError
 from memfit.events import Action, Trace
@@ -27,8 +27,8 @@ def mib(column: Ints) -> list[int]:
     return made
 
 
-def smallest_capacity(trace: Trace, config: AllocatorConfig = DEFAULTS, *, start: Sequence[SegmentRecord] = ()) -> int:
-    return Replays(trace, config, start=start).smallest_capacity()
+def smallest_capacity(trace: Trace, config: AllocatorConfig = DEFAULTS) -> int:
+    return Replays(trace, config).smallest_capacity()
 
 
 # -- columns ---------------------------------------------------------------------------------------------------
@@ -83,7 +83,7 @@ def test_an_empty_trace_has_no_peak_event() -> None:
 def test_the_final_segments_are_plain_records() -> None:
     trace = Trace()
     trace.alloc(4 * MiB, stream=3)
-    timeline = replay(trace, addresses=rising_addresses(0x1000_0000))
+    timeline = replay_from((), trace, addresses=rising_addresses(0x1000_0000))
     blocks = (
         BlockRecord(0x1000_0000, 4 * MiB, "active_allocated", 4 * MiB),
         BlockRecord(0x1000_0000 + 4 * MiB, 16 * MiB, "inactive", 0),
@@ -174,7 +174,7 @@ def test_it_is_where_the_given_layout_has_it() -> None:
     block = row_without_alloc(trace, 16 * MiB - 100, address=0x1000_0000 + 4 * MiB)
     trace.free(block)
     trace.alloc(20 * MiB)
-    timeline = replay(trace, start=start)
+    timeline = replay_from(start, trace)
     assert mib(timeline.allocated) == [0, 20]
     assert (timeline.peak_reserved, timeline.size[0]) == (20 * MiB, 16 * MiB)
 
@@ -186,7 +186,7 @@ def test_a_free_that_was_pending_at_the_start_can_be_completed() -> None:
     block = row_without_alloc(trace, 20 * MiB, address=0x1000_0000)
     trace.free_completed(block)
     trace.alloc(20 * MiB)
-    assert mib(replay(trace, start=start).reserved) == [20, 20]
+    assert mib(replay_from(start, trace).reserved) == [20, 20]
 
 
 def test_memory_can_run_out_before_the_first_event() -> None:
@@ -225,14 +225,6 @@ def test_a_job_that_fits_only_by_releasing_its_cache_counts_retries() -> None:
     assert (timeline.oom, timeline.retries, timeline.peak_reserved) == (None, 1, 40 * MiB)
 
 
-def test_a_limit_is_the_memory_fraction_not_the_device() -> None:
-    trace = Trace()
-    trace.alloc(12 * MiB)
-    trace.alloc(2 * MiB)
-    assert replay(trace, limit=30 * MiB).oom is not None
-    assert replay(trace, limit=32 * MiB).oom is None
-
-
 # -- the smallest capacity -------------------------------------------------------------------------------------
 
 
@@ -255,12 +247,6 @@ def test_the_smallest_capacity_is_above_the_sum_of_sizes_where_memory_is_fragmen
 
 def test_nothing_needs_no_capacity() -> None:
     assert smallest_capacity(Trace()) == 0
-
-
-def test_what_is_held_at_the_start_is_needed() -> None:
-    blocks = (BlockRecord(0x1000_0000, 20 * MiB, "inactive", 0),)
-    start = [SegmentRecord(0x1000_0000, 20 * MiB, 0, False, False, blocks)]
-    assert smallest_capacity(Trace(), start=start) == 20 * MiB
 
 
 row = st.tuples(st.integers(0, 48 * MiB), st.integers(0, 30), st.sampled_from([0, 0, 1]))
@@ -320,7 +306,6 @@ def test_allocated_never_passes_reserved_nor_reserved_capacity(
     timeline = replay(job(rows), AllocatorConfig.parse(conf), capacity=bytes_there)
     assert all(a <= r for a, r in zip(timeline.allocated, timeline.reserved, strict=True))
     assert bytes_there is None or max(timeline.reserved, default=0) <= bytes_there
-    assert timeline.peak_allocated == timeline.stats.allocated_peak
 
 
 # -- many replays of one trace ---------------------------------------------------------------------------------

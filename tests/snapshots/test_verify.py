@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.addresses import rising_addresses
+from support.allocators import holding
 from support.verify import rewind, verify
 
 from memfit.errors import InputError
 from memfit.events import Action, Trace
 from memfit.replay.alloc_config import AllocatorConfig
-from memfit.replay.allocator import CachingAllocator, OutOfMemory
+from memfit.replay.allocator import OutOfMemory
 from memfit.replay.blocks import Block, BlockRecord, SegmentRecord
 from memfit.replay.driver import Driver
 from memfit.units import GiB, MiB
@@ -29,13 +30,12 @@ class Recorder(Driver):
         conf: str = "",
         *,
         capacity: int | None = None,
-        limit: int | None = None,
         start: Sequence[SegmentRecord] = (),
     ) -> None:
         super().__init__(capacity)
         self.trace = Trace(origin="measured")
         self.config = AllocatorConfig.parse(conf)
-        self.allocator = CachingAllocator.from_segments(start, self.config, limit=limit, driver=self)
+        self.allocator = holding(start, self.config, self)
         self.rows: dict[Block, int] = {}
         self.held: list[Block] = []
         self._calls: list[tuple[Action, int, int, int]] = []
@@ -89,7 +89,7 @@ class Recorder(Driver):
         return self.allocator.layout()
 
     def _hold(self, block: Block) -> None:
-        row = self.trace.alloc(block.requested, stream=block.stream, address=block.address)
+        row = self.trace.alloc(block.requested, stream=block.segment.shelf.stream, address=block.address)
         self.rows[block] = row
         self.held.append(block)
 
@@ -265,7 +265,7 @@ def test_a_full_device_shows_as_releases_before_a_segment_and_needs_no_known_cap
 
 
 def test_a_recorded_out_of_memory_event_must_happen() -> None:
-    run = Recorder(limit=60 * MiB)
+    run = Recorder(capacity=60 * MiB)
     run.malloc(40 * MiB)
     run.malloc(30 * MiB)
     assert verify(run.trace, limit=60 * MiB, end=run.end()) == []
@@ -411,19 +411,17 @@ def perform(run: Recorder, sequence: Calls) -> None:
 @given(
     st.sampled_from(["", "max_split_size_mb:24", "roundup_power2_divisions:4", "expandable_segments:True"]),
     st.none() | st.integers(30, 120),
-    st.booleans(),
     calls,
 )
 @settings(max_examples=120, deadline=None)
 def test_every_recording_of_the_model_agrees_with_it_and_began_with_nothing(
-    conf: str, bound: int | None, by_limit: bool, sequence: Calls
+    conf: str, bound: int | None, sequence: Calls
 ) -> None:
-    limit = None if bound is None else bound * MiB
-    run = Recorder(conf, limit=limit) if by_limit else Recorder(conf, capacity=limit)
+    run = Recorder(conf, capacity=None if bound is None else bound * MiB)
     if run.config.expandable_segments:  # after a wait a request may be served without a map: then it looks like a hit
         sequence = [each for each in sequence if each[0] != "request"]
     perform(run, sequence)
-    assert verify(run.trace, run.config, limit=limit if by_limit else None, end=run.end()) == []
+    assert verify(run.trace, run.config, end=run.end()) == []
     assert rewind(run.trace, run.end(), run.config) == ()
 
 

@@ -33,11 +33,12 @@ from functools import cached_property
 from itertools import pairwise
 
 from support.addresses import rising_addresses
+from support.allocators import MAX_ADDRESS, PlayerFrom, holding, peek
 
 from memfit.errors import InputError
 from memfit.events import Action, Trace
 from memfit.replay.alloc_config import MIN_BLOCK_SIZE, SMALL_SEGMENT_SIZE, SMALL_SIZE, AllocatorConfig
-from memfit.replay.allocator import MAX_ADDRESS, CachingAllocator, OutOfMemory
+from memfit.replay.allocator import CachingAllocator, OutOfMemory, idle_segments
 from memfit.replay.blocks import (
     ALLOCATED,
     FREE,
@@ -52,7 +53,7 @@ from memfit.replay.blocks import (
     Shelf,
 )
 from memfit.replay.driver import Driver
-from memfit.replay.replay import DEFAULTS, Player
+from memfit.replay.replay import DEFAULTS
 from memfit.snapshots.read import Snapshot
 
 RELEASES = (Action.SEGMENT_FREE, Action.SEGMENT_UNMAP)
@@ -106,8 +107,9 @@ class _Call:
 class _RecordedDriver(Driver):
     """Gives what the recording shows that the driver gave; refuses where it shows that memory had to be released."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit: int | None) -> None:
         super().__init__()
+        self.limit = limit
         self.recorded: list[_Call] = []
         self.made: list[_Call] = []
         self.ran_out = False
@@ -120,6 +122,8 @@ class _RecordedDriver(Driver):
         self.recorded, self.made, self.ran_out, self.stream = calls, [], ran_out, stream
 
     def has_room_for(self, size: int) -> bool:
+        if self.limit is not None and self.stats.reserved + size > self.limit:
+            return False
         coming = self._coming()
         return not self.ran_out if coming is None else coming.action not in RELEASES
 
@@ -154,10 +158,10 @@ class _Checker:
         if max(trace.range_addresses, default=0) > MAX_ADDRESS:
             raise InputError(f"the recording names an address beyond {MAX_ADDRESS:#x}, where no GPU has memory")
         self.trace = trace
-        self.driver = _RecordedDriver()
-        self.allocator = CachingAllocator.from_segments(start, config, limit=limit, driver=self.driver)
+        self.driver = _RecordedDriver(limit)
+        self.allocator = holding(start, config, self.driver)
         self.driver.segment_at = self.allocator.segment_at
-        self.player = Player(trace, self.allocator)
+        self.player = PlayerFrom(trace, self.allocator)
         self.player.place_what_was_there()
         self.calls: list[_Call] = []  # seen of the driver since the last call of the program
         self.completed: list[int] = []  # blocks whose frees were seen to complete since then
@@ -241,7 +245,7 @@ class _Checker:
         missed = self.ran_out or (bool(self.calls) and self.calls[-1].action not in RELEASES)
         if not (missed and self._would_hit_once_completed(requested, stream)):
             self._complete()  # else they completed after the search, when the allocator waited for all streams
-        cached = bool(requested) and self.allocator.peek(requested, stream) is not None
+        cached = bool(requested) and peek(self.allocator, requested, stream) is not None
         if self.emptied or (releases and (not missed or cached or self._released_everything())):
             self._complete()
             return self._empty_cache(event)
@@ -250,16 +254,17 @@ class _Checker:
     def _would_hit_once_completed(self, requested: int, stream: int) -> bool:
         if not self.completed or len(self.completed) < len(self.allocator.pending):
             return False  # a wait completes them all
-        trial = CachingAllocator.from_segments(self.allocator.layout(), self.allocator.config)
+        trial = holding(self.allocator.layout(), self.allocator.config)
         for block in list(trial.pending):
             trial.complete_free(block)
-        return trial.peek(requested, stream) is not None
+        return peek(trial, requested, stream) is not None
 
     def _released_everything(self) -> bool:
         """With max_split_size a request would have released oversize blocks first, in another order."""
         if self.allocator.config.max_split_size is None or self.allocator.pending:
             return False
-        idle = [block.address for block in self.allocator.idle_segments()]
+        pools = self.allocator.large_pool, self.allocator.small_pool
+        idle = [block.address for pool in pools for block in idle_segments(pool)]
         return idle == [call.address for call in self.calls if call.action == Action.SEGMENT_FREE]
 
     def _empty_cache(self, event: int) -> Mismatch | None:
@@ -520,22 +525,13 @@ def _counters_match(allocator: CachingAllocator, blocks: list[Block]) -> None:
         return sum(block.size for block in blocks if block.state in states)
 
     stats = allocator.stats
-    live = [block for block in blocks if block.state in (ALLOCATED, PENDING)]
-    free_pieces = [b for b in blocks if b.state == FREE and b.is_split and not b.segment.expandable]
     counted = {
         "allocated": total(ALLOCATED),
         "active": total(ALLOCATED, PENDING),
-        "requested": sum(block.requested for block in live),
         "reserved": total(ALLOCATED, PENDING, FREE),
-        "inactive_split": sum(block.size for block in free_pieces),
-        "inactive_split_blocks": len(free_pieces),
-        "active_blocks": len(live),
-        "allocations": sum(block.state == ALLOCATED for block in blocks),
-        "segments": sum(not segment.expandable for segment in allocator.segment_at.values()),
     }
     for name, value in counted.items():
-        current, peak = getattr(stats, name), getattr(stats, f"{name}_peak")
-        _require(current == value, f"{name} counts what is there", current, value)
-        _require(peak >= current, f"the peak of {name} is no lower than its value", peak, current)
+        _require(getattr(stats, name) == value, f"{name} counts what is there", getattr(stats, name), value)
+    _require(stats.reserved_peak >= stats.reserved, "the peak is no lower than its value", stats.reserved_peak)
     capacity = allocator.driver.capacity
     _require(capacity is None or stats.reserved <= capacity, "reserved never passes capacity", stats.reserved, capacity)

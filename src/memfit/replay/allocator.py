@@ -11,28 +11,27 @@
 A request is rounded, then served by the first of these that works:
 
     1  the smallest free block of its pool and stream that is large enough (lowest address among equals)
-    2  garbage collection of old segments, if set; then new memory from the driver
+    2  new memory from the driver
     3  the release of oversize free blocks, if max_split_size is set; then new memory
     4  a wait for all streams and the release of everything releasable; then new memory; else OutOfMemory
 
 Written from pytorch c10/cuda/CUDACachingAllocator.cpp (DeviceCachingAllocator), rules compared at 1.10, 2.1, 2.4, 2.11.
-Left out: private pools (CUDA graphs, MemPool) and the free-memory callbacks of CUDA IPC.
+Left out: private pools (CUDA graphs, MemPool), the free-memory callbacks of CUDA IPC, and garbage_collection_threshold,
+which torch heeds only under `set_per_process_memory_fraction`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from memfit.errors import InputError
 from memfit.events import Action
 from memfit.replay.alloc_config import MAX_REQUEST, MIN_BLOCK_SIZE, SMALL_SIZE, AllocatorConfig
 from memfit.replay.blocks import (
     ALLOCATED,
     FREE,
     PENDING,
-    STATE_NAMES,
     AllocatorStats,
     Block,
     Pool,
@@ -41,68 +40,44 @@ from memfit.replay.blocks import (
     Shelf,
     records,
 )
-from memfit.replay.driver import AddressSource, Driver
+from memfit.replay.driver import Driver
 from memfit.replay.expandable import ExpandableMemory, reach
 
 if TYPE_CHECKING:
     from mypy_extensions import i64
 
 NO_LIMIT: Final = 1 << 62
-MAX_ADDRESS: Final = 1 << 60
 
 
 class OutOfMemory(Exception):
     """The allocator gave up. `alloc_size` is what torch's message says it tried to allocate."""
 
-    def __init__(
-        self,
-        *,
-        requested: int,
-        rounded: int,
-        alloc_size: int,
-        allocated: int,
-        reserved: int,
-        capacity: int | None,
-        limit: int | None,
-    ) -> None:
+    def __init__(self, *, requested: int, rounded: int, alloc_size: int, allocated: int, reserved: int) -> None:
         super().__init__(f"no room for {alloc_size} bytes: {allocated} allocated, {reserved} reserved")
         self.requested = requested
         self.rounded = rounded
         self.alloc_size = alloc_size
         self.allocated = allocated
         self.reserved = reserved
-        self.capacity = capacity
-        self.limit = limit
 
 
 class CachingAllocator:
-    """One device. `capacity` is what the driver can give this process; `limit` is what
-    `set_per_process_memory_fraction` allows it (see `AllocatorConfig.limit_on`): past either, memory is refused."""
+    """One device, with what its driver can give this process."""
 
-    def __init__(
-        self,
-        config: AllocatorConfig | None = None,
-        *,
-        capacity: int | None = None,
-        limit: int | None = None,
-        addresses: AddressSource | None = None,
-        driver: Driver | None = None,
-    ) -> None:
+    def __init__(self, config: AllocatorConfig | None = None, driver: Driver | None = None) -> None:
         self.config = config = config or AllocatorConfig()
-        self.driver = driver or Driver(capacity, addresses)
+        self.driver = driver or Driver()
         self.stats: AllocatorStats = self.driver.stats
-        self.limit = limit
         self.small_pool, self.large_pool = Pool(small=True), Pool(small=False)
         self.segment_at: dict[int, Segment] = {}
         self.pending: dict[Block, None] = {}  # freed, but another stream may still use them; in order
-        self.expandable = ExpandableMemory(self.driver, self.segment_at, config.large_segment_size, capacity)
+        self.expandable = ExpandableMemory(self.driver, self.segment_at, config.large_segment_size)
 
         self._max_split: i64 = min(config.max_split_size or NO_LIMIT, NO_LIMIT)
         self._max_excess: i64 = min(config.max_non_split_rounding or config.large_segment_size, NO_LIMIT)
         self._small_size: i64 = SMALL_SIZE
         self._least_rest: i64 = MIN_BLOCK_SIZE
         self._rounds_to_512 = max(config.roundup_power2_divisions) <= 1
-        self._collects = limit is not None and config.garbage_collection_threshold > 0
         self._grows_segments: bool = config.expandable_segments
         self._first_fit_is_best = not config.expandable_segments and config.max_split_size is None
 
@@ -116,13 +91,13 @@ class CachingAllocator:
             return None
         size: i64 = (requested + 511) & ~511 if self._rounds_to_512 else self.config.rounded(requested)
         shelf = self.shelf_for(size, stream)
-        block = self._cached(shelf, size)
-        if block is None:
-            block = self._new_memory(shelf, requested, size)
+        at = self.search(shelf, size)
+        block = self._new_memory(shelf, requested, size) if at < 0 else shelf.blocks.pop(at)
         self._split(block, size, shelf)
         block.state = ALLOCATED
         block.requested = requested
-        self._count_live(block)
+        self.stats.allocated += block.size
+        self.stats.active += block.size
         return block
 
     def free(self, block: Block) -> None:
@@ -146,41 +121,19 @@ class CachingAllocator:
         for block in list(self.pending):
             self.complete_free(block)
         for pool in (self.large_pool, self.small_pool):
-            for block in self.idle_segments(pool):
+            for block in idle_segments(pool):
                 self._release(block)
             for shelf in pool.in_order():
                 self.expandable.release(shelf)
 
-    def idle_segments(self, *pools: Pool) -> list[Block]:
-        """Plain segments that are one free block, in the order in which torch would return them to the driver."""
-        return [
-            block
-            for pool in pools or (self.large_pool, self.small_pool)
-            for shelf in pool.in_order()
-            for block in shelf.blocks
-            if not (block.segment.expandable or block.is_split)
-        ]
-
     # -- serving a request -----------------------------------------------------------------------------------
-
-    def peek(self, requested: i64, stream: int = 0) -> Block | None:
-        """The free block that a request would be cut from; None if it would need new memory."""
-        size: i64 = self.config.rounded(requested)
-        shelf = self.shelf_for(size, stream)
-        at = self._search(shelf, size)
-        return None if at < 0 else shelf.blocks[at]
 
     def shelf_for(self, size: i64, stream: int) -> Shelf:
         pool = self.small_pool if size <= self._small_size else self.large_pool
         return pool.shelf(stream)
 
-    def _cached(self, shelf: Shelf, size: i64) -> Block | None:
-        if self._collects:
-            shelf.pool.searches += 1
-        at = self._search(shelf, size)
-        return None if at < 0 else shelf.blocks.pop(at)
-
-    def _search(self, shelf: Shelf, size: i64) -> i64:
+    def search(self, shelf: Shelf, size: i64) -> i64:
+        """Which of the free blocks serves a request; -1 if it needs new memory."""
         at = shelf.first_of(size)
         if at == len(shelf.blocks):
             return -1
@@ -209,25 +162,16 @@ class CachingAllocator:
     def _split(self, block: Block, size: i64, shelf: Shelf) -> None:
         """Shelve what the request does not need, unless too little is left or the block is oversize."""
         rest = block.size - size
-        was_split = block.prev is not None or block.next is not None
         if shelf.pool.small or self._grows_segments:
             splits = rest >= self._least_rest
         else:
             splits = rest > self._small_size and size < self._max_split
         if splits:
             shelf.add(block.split(size, FREE))
-        if block.segment.expandable:
-            return
-        if was_split:
-            self.stats.pieces_changed(-block.size, 0 if splits else -1)
-        elif splits:
-            self.stats.pieces_changed(rest, 1)
 
     def _new_memory(self, shelf: Shelf, requested: i64, size: i64) -> Block:
         alloc_size: i64 = self.config.segment_size(size)
         if size < MAX_REQUEST:
-            if self._collects:
-                self._collect_garbage()
             block = self._attempt(shelf, size, alloc_size)
             if block is None and self._release_oversize(shelf, size):
                 block = self._attempt(shelf, size, alloc_size)
@@ -237,83 +181,52 @@ class CachingAllocator:
                 block = self._attempt(shelf, size, alloc_size)
             if block is not None:
                 return block
-        self.stats.num_ooms += 1
         raise OutOfMemory(
             requested=requested,
             rounded=size,
             alloc_size=alloc_size,
             allocated=self.stats.allocated,
             reserved=self.stats.reserved,
-            capacity=self.driver.capacity,
-            limit=self.limit,
         )
 
     def _attempt(self, shelf: Shelf, size: i64, alloc_size: i64) -> Block | None:
-        """The limit is compared with a whole segment even where expandable segments would map less."""
-        if self.limit is not None and self.stats.reserved + alloc_size > self.limit:
-            return None
         if self._grows_segments:
             return self.expandable.take(shelf, size)
         if not self.driver.has_room_for(alloc_size):
             return None
         address = self.driver.next_address(alloc_size, shelf.pool.small)
         self.driver.gave(Action.SEGMENT_ALLOC, address, alloc_size, shelf.stream)
-        return self._add_segment(shelf, address, alloc_size).head
-
-    def _add_segment(self, shelf: Shelf, address: i64, size: i64) -> Segment:
-        segment = self.segment_at[address] = Segment(shelf, address, size)
-        self.stats.segment_came(oversize=size >= self._max_split)
-        return segment
-
-    def _count_live(self, block: Block) -> None:
-        stats = self.stats
-        stats.handed_out(block.size, block.requested)
-        if block.size >= self._max_split:
-            stats.oversize_allocations += 1
-            stats.oversize_allocations_peak = max(stats.oversize_allocations_peak, stats.oversize_allocations)
+        segment = self.segment_at[address] = Segment(shelf, address, alloc_size)
+        return segment.head
 
     # -- taking back -----------------------------------------------------------------------------------------
 
     def _let_go(self, block: Block) -> None:
         if block.state != ALLOCATED:
             raise ValueError(f"cannot free {block!r}")
-        self.stats.let_go(block.size)
-        if block.size >= self._max_split:
-            self.stats.oversize_allocations -= 1
+        self.stats.allocated -= block.size
 
     def _put_back(self, block: Block) -> None:
         """Merge with free neighbours, the one before first, and shelve the result."""
-        self.stats.became_free(block.size, block.requested)
+        self.stats.active -= block.size
         shelf = block.segment.shelf
-        swallowed: i64 = 0
-        swallowed_blocks: i64 = 0
         before = block.prev
         following = block.next
         block.state = FREE
         if before is not None and before.state == FREE:
             shelf.remove(before)
-            swallowed = before.size
-            swallowed_blocks = 1
             before.absorb_next()
             block = before
         if following is not None and following.state == FREE:
             shelf.remove(following)
-            swallowed += following.size
-            swallowed_blocks += 1
             block.absorb_next()
         shelf.add(block)
-        if not block.segment.expandable:
-            if block.prev is not None or block.next is not None:
-                self.stats.pieces_changed(block.size - swallowed, 1 - swallowed_blocks)
-            else:
-                self.stats.pieces_changed(-swallowed, -swallowed_blocks)
 
     def _release(self, block: Block) -> None:
         """cudaFree of a segment that is one free block."""
         shelf, segment = block.segment.shelf, block.segment
         shelf.remove(block)
         del self.segment_at[segment.address]
-        self.stats.segment_went(oversize=segment.size >= self._max_split)
         self.driver.took_back(Action.SEGMENT_FREE, segment.address, segment.size, shelf.stream)
 
     def _release_oversize(self, shelf: Shelf, size: i64) -> bool:
@@ -334,26 +247,6 @@ class CachingAllocator:
                 self._release(block)
         return released >= wanted
 
-    def _collect_garbage(self) -> None:
-        """Release unsplit large blocks of at least the mean age, round after round, until enough came back."""
-        assert self.limit is not None
-        target = self.stats.reserved - int(self.config.garbage_collection_threshold * float(self.limit))
-        blocks = [block for shelf in self.large_pool.in_order() for block in shelf.blocks if not block.is_split]
-        reclaimed, released_some = 0, True
-        while reclaimed < target and released_some and blocks:
-            ages: list[int] = [self.large_pool.searches - block.age_base for block in blocks]
-            mean = sum(ages) / len(ages)
-            young = []
-            for block, age in zip(blocks, ages, strict=True):
-                # Unsplit expandable blocks count in the mean although they are never released.
-                if age < mean or block.segment.expandable:
-                    young.append(block)
-                else:
-                    reclaimed += block.size
-                    self._release(block)
-            released_some = len(young) < len(blocks)
-            blocks = young
-
     # -- layouts ---------------------------------------------------------------------------------------------
 
     def blocks(self) -> Iterator[Block]:
@@ -365,35 +258,11 @@ class CachingAllocator:
         found = [record for segment in self.segment_at.values() for record in records(segment)]
         return tuple(sorted(found, key=lambda record: record.address))
 
-    @classmethod
-    def from_segments(
-        cls,
-        segments: Sequence[SegmentRecord],
-        config: AllocatorConfig | None = None,
-        *,
-        capacity: int | None = None,
-        limit: int | None = None,
-        addresses: AddressSource | None = None,
-        driver: Driver | None = None,
-    ) -> CachingAllocator:
-        """An allocator that already holds these segments and blocks, as if it had got there by itself."""
-        if max((record.address + record.size for record in segments), default=0) > MAX_ADDRESS:
-            raise InputError(f"a segment lies beyond {MAX_ADDRESS:#x}, where no GPU has memory")
-        allocator = cls(config, capacity=capacity, limit=limit, addresses=addresses, driver=driver)
-        for record in sorted(segments, key=lambda record: record.address):
-            allocator._install(record)
-        free_pieces = [
-            b.size for b in allocator.blocks() if b.state == FREE and b.is_split and not b.segment.expandable
-        ]
-        allocator.stats.pieces_changed(sum(free_pieces), len(free_pieces))
-        return allocator
-
     def twin(self, capacity: int | None) -> tuple[CachingAllocator, dict[Block, Block]]:
         """Another in the same state, with its own capacity; and which of its blocks stands for which of these."""
         driver = Driver(capacity, self.driver.next_address)
         driver.stats = replace(self.stats)
-        other = CachingAllocator(self.config, capacity=capacity, limit=self.limit, driver=driver)
-        other._first_fit_is_best = self._first_fit_is_best
+        other = CachingAllocator(self.config, driver)
         twins: dict[Block, Block] = {}
         for segment in self.segment_at.values():
             shelf = other._like(segment.shelf)
@@ -404,13 +273,11 @@ class CachingAllocator:
                 rest = twin.split(block.size, FREE) if block.size < twin.size else twin
                 twin.state = block.state
                 twin.requested = block.requested
-                twin.age_base = block.age_base
                 twins[block] = twin
                 twin = rest
         for pool in (self.small_pool, self.large_pool):
             for shelf in pool.shelves.values():
                 its = other._like(shelf)
-                its.pool.searches = pool.searches
                 its.blocks = [twins[block] for block in shelf.blocks]
                 its.unmapped = [twins[block] for block in shelf.unmapped]
         other.pending = {twins[block]: None for block in self.pending}
@@ -420,23 +287,9 @@ class CachingAllocator:
         pool = self.small_pool if shelf.pool.small else self.large_pool
         return pool.shelf(shelf.stream)
 
-    def _install(self, record: SegmentRecord) -> None:
-        shelf = (self.small_pool if record.small else self.large_pool).shelf(record.stream)
-        self.stats.driver_gave(record.size)
-        if record.expandable:
-            self._first_fit_is_best = False
-            block = self.expandable.adopt(shelf, record.address, record.size)
-        else:
-            block = self._add_segment(shelf, record.address, record.size).head
-        for piece in record.blocks:
-            rest = block.split(piece.size, FREE) if piece.size < block.size else block
-            block.requested = piece.requested
-            if piece.state == STATE_NAMES[FREE]:
-                block.state = FREE
-                shelf.add(block)
-            else:
-                block.state = ALLOCATED
-                self._count_live(block)
-                if piece.state == STATE_NAMES[PENDING]:
-                    self.request_free(block)
-            block = rest
+
+def idle_segments(pool: Pool) -> list[Block]:
+    """Plain segments that are one free block, in the order in which torch would return them to the driver."""
+    return [
+        block for shelf in pool.in_order() for block in shelf.blocks if not (block.segment.expandable or block.is_split)
+    ]

@@ -3,10 +3,9 @@
     segment   one range of addresses from the driver; its blocks tile it, each linked to its neighbours
     block     a piece of a segment: free, allocated, waiting for another stream, or (expandable) without memory
     shelf     the free blocks of one pool and one stream, in the order of torch's std::set: size, then address
-    pool      small (blocks of up to 1 MiB) or large; it also counts searches, which is how torch measures age
+    pool      small (blocks of up to 1 MiB) or large
 
-Of two blocks that merge the lower one stays, so the object at the start of a segment is the same all its life. What is
-counted of them are the figures of `torch.cuda.memory_stats()`, for all pools together.
+Of two blocks that merge the lower one stays, so the object at the start of a segment is the same all its life.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ STATE_NAMES: Final = ("inactive", "active_allocated", "active_pending_free", "un
 
 
 class Block:
-    __slots__ = ("address", "age_base", "next", "prev", "requested", "segment", "size", "state")
+    __slots__ = ("address", "next", "prev", "requested", "segment", "size", "state")
 
     def __init__(self, segment: Segment, address: i64, size: i64, state: i64) -> None:
         self.segment = segment
@@ -60,16 +59,11 @@ class Block:
         self.size: i64 = size
         self.state: i64 = state
         self.requested: i64 = 0
-        self.age_base: i64 = 0
         self.prev: Block | None = None
         self.next: Block | None = None
 
     def __repr__(self) -> str:
         return f"Block({self.size} bytes at {self.address:#x}, {STATE_NAMES[self.state]})"
-
-    @property
-    def stream(self) -> int:
-        return self.segment.shelf.stream
 
     @property
     def is_split(self) -> bool:
@@ -144,7 +138,6 @@ class Shelf:
 
     def add(self, block: Block) -> None:
         self.blocks.insert(self.place(block.size, block.address), block)
-        block.age_base = self.pool.searches
 
     def remove(self, block: Block) -> None:
         self.blocks.pop(self.place(block.size, block.address))
@@ -160,11 +153,10 @@ LOWEST_ADDRESS: Final = -(1 << 62)
 
 
 class Pool:
-    __slots__ = ("_latest", "searches", "shelves", "small")
+    __slots__ = ("_latest", "shelves", "small")
 
     def __init__(self, *, small: bool) -> None:
         self.small = small
-        self.searches: i64 = 0
         self.shelves: dict[int, Shelf] = {}
         self._latest: Shelf | None = None
 
@@ -199,93 +191,13 @@ def records(segment: Segment) -> Iterator[SegmentRecord]:
             run = []
 
 
-# `if` and not max(): seven calls of max() for each event would cost a tenth of a replay.
-
-
 @dataclass
 class AllocatorStats:
     """Bytes unless the name says otherwise; where torch has a current value and a peak, both are here."""
 
     allocated: i64 = 0  # block sizes, not requests: tails that were too small to split off are included
-    allocated_peak: i64 = 0
     active: i64 = 0  # allocated, and freed blocks that another stream may still use
-    active_peak: i64 = 0
-    requested: i64 = 0  # what the program asked for in active blocks
-    requested_peak: i64 = 0
     reserved: i64 = 0  # held from the driver
     reserved_peak: i64 = 0
-    inactive_split: i64 = 0  # free, but in a plain segment with live blocks, so it cannot be returned
-    inactive_split_peak: i64 = 0
-
-    allocations: i64 = 0
-    allocations_peak: i64 = 0
-    active_blocks: i64 = 0
-    active_blocks_peak: i64 = 0
-    inactive_split_blocks: i64 = 0
-    inactive_split_blocks_peak: i64 = 0
-    segments: i64 = 0  # of cudaMalloc; expandable segments do not count
-    segments_peak: i64 = 0
-    oversize_allocations: i64 = 0  # of at least max_split_size
-    oversize_allocations_peak: i64 = 0
-    oversize_segments: i64 = 0
-    oversize_segments_peak: i64 = 0
-
     num_alloc_retries: i64 = 0
-    num_ooms: i64 = 0
-    num_device_alloc: i64 = 0
-    num_device_free: i64 = 0
     num_sync_all_streams: i64 = 0
-
-    def handed_out(self, size: i64, requested: i64) -> None:
-        self.allocated = allocated = self.allocated + size
-        self.active = active = self.active + size
-        self.requested = live = self.requested + requested
-        self.allocations = allocations = self.allocations + 1
-        self.active_blocks = blocks = self.active_blocks + 1
-        if allocated > self.allocated_peak:
-            self.allocated_peak = allocated
-        if active > self.active_peak:
-            self.active_peak = active
-        if live > self.requested_peak:
-            self.requested_peak = live
-        if allocations > self.allocations_peak:
-            self.allocations_peak = allocations
-        if blocks > self.active_blocks_peak:
-            self.active_blocks_peak = blocks
-
-    def let_go(self, size: i64) -> None:
-        self.allocated -= size
-        self.allocations -= 1
-
-    def became_free(self, size: i64, requested: i64) -> None:
-        self.active -= size
-        self.requested -= requested
-        self.active_blocks -= 1
-
-    def pieces_changed(self, size: i64, blocks: i64) -> None:
-        """Free bytes and blocks in plain segments that are in use; the net change of one call, as torch counts it."""
-        self.inactive_split = held = self.inactive_split + size
-        self.inactive_split_blocks = pieces = self.inactive_split_blocks + blocks
-        if held > self.inactive_split_peak:
-            self.inactive_split_peak = held
-        if pieces > self.inactive_split_blocks_peak:
-            self.inactive_split_blocks_peak = pieces
-
-    def segment_came(self, *, oversize: bool) -> None:
-        self.segments += 1
-        self.segments_peak = max(self.segments_peak, self.segments)
-        self.oversize_segments += oversize
-        self.oversize_segments_peak = max(self.oversize_segments_peak, self.oversize_segments)
-
-    def segment_went(self, *, oversize: bool) -> None:
-        self.segments -= 1
-        self.oversize_segments -= oversize
-
-    def driver_gave(self, size: i64) -> None:
-        self.reserved += size
-        self.reserved_peak = max(self.reserved_peak, self.reserved)
-        self.num_device_alloc += 1
-
-    def driver_took_back(self, size: i64) -> None:
-        self.reserved -= size
-        self.num_device_free += 1

@@ -20,8 +20,9 @@ FIRST_ADDRESS = 0x7000_0000_0000
 GAP = 2 * MiB  # segments never touch, so nothing can come to depend on their being neighbours
 
 
-def falling_addresses(start: int = FIRST_ADDRESS) -> AddressSource:
+def falling_addresses() -> AddressSource:
     """Every segment below the one before, as recordings mostly show. Only the order of addresses matters."""
+    start = FIRST_ADDRESS
 
     def next_address(size: int, small: bool) -> int:
         nonlocal start
@@ -49,10 +50,12 @@ class Driver:
         return False
 
     def gave(self, action: Action, address: int, size: int, stream: int) -> None:
-        self.stats.driver_gave(size)
+        stats = self.stats
+        stats.reserved += size
+        stats.reserved_peak = max(stats.reserved_peak, stats.reserved)
 
     def took_back(self, action: Action, address: int, size: int, stream: int) -> None:
-        self.stats.driver_took_back(size)
+        self.stats.reserved -= size
 
 
 DriverCall = tuple[int, Action, int, int, int]

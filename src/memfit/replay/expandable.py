@@ -23,14 +23,12 @@ ASSUMED_DEVICE = 1 << 40  # where no capacity is known: more than any GPU has
 
 
 class ExpandableMemory:
-    def __init__(
-        self, driver: Driver, segments: dict[int, Segment], large_handle: int, device_total: int | None
-    ) -> None:
+    def __init__(self, driver: Driver, segments: dict[int, Segment], large_handle: int) -> None:
         self.driver = driver
         self.segments = segments
         self.large_handle: i64 = large_handle
         self.small_handle: i64 = SMALL_SEGMENT_SIZE
-        self.device_total: i64 = device_total or ASSUMED_DEVICE
+        self.device_total: i64 = driver.capacity or ASSUMED_DEVICE
 
     def handle_size(self, shelf: Shelf) -> i64:
         return self.small_handle if shelf.pool.small else self.large_handle
@@ -38,7 +36,7 @@ class ExpandableMemory:
     def take(self, shelf: Shelf, size: i64) -> Block | None:
         """Map what is missing for a block of `size` bytes and take it; None if the driver refuses (what was mapped
         until then stays, as free blocks)."""
-        block: Block | None = _lowest_room(shelf, size) or self._reserve(shelf)
+        block: Block | None = _lowest_room(shelf, size) or self.reserve(shelf)
         if block is not None and block.state == UNMAPPED:
             block = self._map(block, min(block.size, size))
         while block is not None and block.size < size:
@@ -60,22 +58,8 @@ class ExpandableMemory:
             segment.shelf.unmapped.remove(segment.head)
             del self.segments[segment.address]
 
-    def adopt(self, shelf: Shelf, address: i64, size: i64) -> Block:
-        """A range that already holds memory. One below all reservations becomes the start of a new one."""
-        for block in shelf.unmapped:
-            if block.address <= address and address + size <= block.address + block.size:
-                break
-        else:
-            block = self._reserve(shelf, address)
-        if block.address < address:
-            block = block.split(address - block.address, UNMAPPED)
-        else:
-            shelf.unmapped.remove(block)
-        if size < block.size:
-            shelf.add_unmapped(block.split(size, UNMAPPED))
-        return block
-
-    def _reserve(self, shelf: Shelf, address: int | None = None) -> Block:
+    def reserve(self, shelf: Shelf, address: int | None = None) -> Block:
+        """Where the driver says, unless the `address` is known."""
         handle = self.handle_size(shelf)
         size = -(-(self.device_total + self.device_total // 8) // handle) * handle
         if address is None:

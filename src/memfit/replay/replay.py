@@ -15,7 +15,7 @@ What a recording saw of the driver and of errors is not obeyed here; tests/suppo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -25,8 +25,8 @@ from memfit.errors import InputError
 from memfit.events import Action, Trace
 from memfit.replay.alloc_config import ROUND_LARGE, AllocatorConfig
 from memfit.replay.allocator import CachingAllocator, OutOfMemory
-from memfit.replay.blocks import ALLOCATED, PENDING, AllocatorStats, Block, SegmentRecord
-from memfit.replay.driver import AddressSource, Driver, NotingDriver, Ranges
+from memfit.replay.blocks import AllocatorStats, Block, SegmentRecord
+from memfit.replay.driver import Driver, NotingDriver, Ranges
 from memfit.replay.playing import Calls, Progress, play
 from memfit.replay.timeline import BEFORE, Ints, Timeline, allocated_changes
 from memfit.units import MiB
@@ -69,18 +69,10 @@ class Replay(Timeline):
 
 
 def replay(
-    trace: Trace,
-    config: AllocatorConfig = DEFAULTS,
-    *,
-    capacity: int | None = None,
-    limit: int | None = None,
-    start: Sequence[SegmentRecord] = (),
-    addresses: AddressSource | None = None,
-    places: bool = False,
+    trace: Trace, config: AllocatorConfig = DEFAULTS, *, capacity: int | None = None, places: bool = False
 ) -> Replay:
-    """Blocks of the trace without an ALLOC event were there before: where `start` has them, or else allocated first."""
-    replays = Replays(trace, config, start=start)
-    return replays.timeline(capacity=capacity, limit=limit, addresses=addresses, places=places)
+    """Blocks of the trace without an ALLOC event were there before: they are allocated first."""
+    return Replays(trace, config).timeline(capacity=capacity, places=places)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,17 +96,14 @@ class ReplayOutcome:
 class Replays:
     """All replays of one trace with the same settings. What they have in common is done once."""
 
-    def __init__(
-        self, trace: Trace, config: AllocatorConfig = DEFAULTS, *, start: Sequence[SegmentRecord] = ()
-    ) -> None:
+    def __init__(self, trace: Trace, config: AllocatorConfig = DEFAULTS) -> None:
         self.trace = trace
         self.config = config
-        self.start = start
         _check_bytes(trace)
         self._calls = _calls(trace)
         self._outcomes: list[ReplayOutcome] = []
         # Expandable segments reserve addresses in proportion to the capacity, so each capacity has its own course.
-        self._settles_ranges = not config.expandable_segments and not any(segment.expandable for segment in start)
+        self._settles_ranges = not config.expandable_segments
 
     @cached_property
     def ample(self) -> Replay:
@@ -123,17 +112,10 @@ class Replays:
         self._outcomes.append(ReplayOutcome(made.peak_reserved, None, made.retries, made.oom))
         return made
 
-    def timeline(
-        self,
-        *,
-        capacity: int | None = None,
-        limit: int | None = None,
-        addresses: AddressSource | None = None,
-        places: bool = False,
-    ) -> Replay:
+    def timeline(self, *, capacity: int | None = None, places: bool = False) -> Replay:
         """`places`: also where each block lay and what the driver did, which takes a few times as long."""
         noted = NotingDriver(capacity, event=BEFORE) if places else None
-        player = self._player(capacity, limit, addresses, driver=noted, notes_sizes=True)
+        player = self._player(noted or Driver(capacity), notes_sizes=True)
         oom = player.place_what_was_there()
         stats, progress = player.allocator.stats, player.progress
         allocated_before, reserved_before = stats.allocated, stats.reserved
@@ -204,26 +186,15 @@ class Replays:
 
     # -- how it is done ----------------------------------------------------------------------------------------
 
-    def _player(
-        self,
-        capacity: int | None,
-        limit: int | None = None,
-        addresses: AddressSource | None = None,
-        *,
-        driver: Driver | None = None,
-        notes_sizes: bool = False,
-    ) -> Player:
-        allocator = CachingAllocator.from_segments(
-            self.start, self.config, capacity=capacity, limit=limit, addresses=addresses, driver=driver
-        )
-        return Player(self.trace, allocator, calls=self._calls, notes_sizes=notes_sizes)
+    def _player(self, driver: Driver, *, notes_sizes: bool = False) -> Player:
+        return Player(self.trace, CachingAllocator(self.config, driver), calls=self._calls, notes_sizes=notes_sizes)
 
     def _played(self, capacity: int) -> ReplayOutcome:
         oom: OutOfMemoryEvent | None = None
         if self._beginning is not None and self._beginning.allocator.stats.reserved_peak <= capacity:
             player = self._beginning.twin(capacity)
         else:
-            player = self._player(capacity)
+            player = self._player(Driver(capacity))
             oom = player.place_what_was_there()
         oom = oom or player.play()
         stats = player.allocator.stats
@@ -234,7 +205,7 @@ class Replays:
     @cached_property
     def _least(self) -> int:
         """No capacity below this can do."""
-        return max(_live_peak(self.trace, self.config), sum(segment.size for segment in self.start))
+        return _live_peak(self.trace, self.config)
 
     @cached_property
     def _beginning(self) -> Player | None:
@@ -242,7 +213,7 @@ class Replays:
         if not self._settles_ranges:
             return None
         above = np.frombuffer(self.ample.reserved, dtype=np.int64) > self._least
-        player = self._player(None)
+        player = self._player(Driver())
         player.place_what_was_there()
         player.play(until=int(above.argmax()) if above.any() else len(self.trace))
         return player
@@ -259,8 +230,8 @@ class Player:
         self.calls = calls or _calls(trace)
         blocks = len(trace.requested)
         self.progress = Progress([None] * blocks, [0] * blocks if notes_sizes else None)
-        self._waits_at: dict[int, int] = {}
-        self._freed_before: set[int] = set()
+        self.waits_at: dict[int, int] = {}
+        self.freed_before: set[int] = set()
 
     @property
     def live(self) -> list[Block | None]:
@@ -271,27 +242,25 @@ class Player:
         allocator, twins = self.allocator.twin(capacity)
         other = Player(self.trace, allocator, calls=self.calls)
         other.progress = self.progress.twin(twins)
-        other._waits_at = dict(self._waits_at)
+        other.waits_at = dict(self.waits_at)
         return other
 
     def place_what_was_there(self) -> OutOfMemoryEvent | None:
-        there = {b.address: b for b in self.allocator.blocks() if b.state in (ALLOCATED, PENDING)}
-        for block, is_freed in _there_before(self.trace):
-            held = there.get(self.trace.addresses[block])
-            if held is None and is_freed:
-                self._freed_before.add(block)
+        for block, is_freed in there_before(self.trace):
+            if is_freed:
+                self.freed_before.add(block)
                 continue
-            if held is None:
-                try:
-                    held = self.allocator.malloc(self.trace.requested[block], self.trace.streams[block])
-                except OutOfMemory as error:
-                    return _oom_event(error, BEFORE, block)
-            elif held.state == PENDING:
-                self._waits_at[block] = self.allocator.stats.num_sync_all_streams
-            self.live[block] = held
-            if self.progress.sizes is not None and held is not None:
-                self.progress.sizes[block] = held.size
+            try:
+                held = self.allocator.malloc(self.trace.requested[block], self.trace.streams[block])
+            except OutOfMemory as error:
+                return _oom_event(error, BEFORE, block)
+            self.lies_there(block, held)
         return None
+
+    def lies_there(self, block: int, held: Block | None) -> None:
+        self.live[block] = held
+        if self.progress.sizes is not None and held is not None:
+            self.progress.sizes[block] = held.size
 
     def play(self, until: int | None = None) -> OutOfMemoryEvent | None:
         """All events, or those before `until`."""
@@ -322,19 +291,19 @@ class Player:
             block = self.live[subject]
             if block is not None:
                 self._free(action, subject, block)
-            elif self.trace.requested[subject] and subject not in self._freed_before:
+            elif self.trace.requested[subject] and subject not in self.freed_before:
                 raise InputError(f"the trace frees block {subject} while it is not allocated")
 
     def _free(self, action: int, subject: int, block: Block) -> None:
         waits = self.allocator.stats.num_sync_all_streams
         if action == Action.FREE_REQUESTED:
             self.allocator.request_free(block)
-            self._waits_at[subject] = waits
+            self.waits_at[subject] = waits
             return
         self.live[subject] = None
         if action == Action.FREE:
             self.allocator.free(block)
-        elif self._waits_at.pop(subject, None) == waits:  # else a wait for all streams has completed it already
+        elif self.waits_at.pop(subject, None) == waits:  # else a wait for all streams has completed it already
             self.allocator.complete_free(block)
 
 
@@ -351,7 +320,7 @@ def _calls(trace: Trace) -> Calls:
     return Calls(trace.actions.tobytes(), trace.subjects.tolist(), trace.requested.tolist(), trace.streams.tolist())
 
 
-def _there_before(trace: Trace) -> Iterator[tuple[int, bool]]:
+def there_before(trace: Trace) -> Iterator[tuple[int, bool]]:
     """Blocks without an ALLOC event, and of each whether it was freed before: only the end of that is in the trace."""
     actions, subjects = np.frombuffer(trace.actions, np.uint8), np.frombuffer(trace.subjects, np.int64)
     count = np.bincount(subjects[actions == Action.ALLOC], minlength=len(trace.requested))
