@@ -42,10 +42,9 @@ FEW = 4
 ROOM = "memfit/jobs/pruning"
 ANSWERS: dict[Site, Answer] = {
     Site(f"{ROOM}/statistics.py", "_all_true"): True,  # no weight and no input is NaN or infinite
-    Site(f"{ROOM}/selection.py", "_number"): 0,
     Site(f"{ROOM}/sparsegpt.py", "_succeeded"): 0,  # X^T X is positive definite
 }
-PASSES = ("embed", "statistics", "propagate", "evaluate", "outliers")
+PASSES = ("embed", "statistics", "propagate", "outliers")
 
 
 def trace_pruning(work: Workload, platform: Platform) -> tuple[Recipe, Trace]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import numpy as np
 import pytest
 import reference
 import torch
 
+from memfit.jobs.pruning import methods
 from memfit.jobs.pruning.methods import outlier_percentage, owl, owl_groups
 from memfit.jobs.pruning.selection import Magnitude, Wanda
 
@@ -31,9 +34,12 @@ def test_blocks_without_any_difference_get_the_same() -> None:
 
 def test_owl_for_groups_rounds_to_whole_weights_and_stays_inside_the_group() -> None:
     """2 wide: 0, 1, 2 less 1."""
-    assert owl_groups([0.0, 5.0, 10.0], 4, 8, spread=2.0) == [5, 4, 3]
-    assert owl_groups([0.0, 5.0, 10.0], 4, 8, spread=0.08) == [4, 4, 4]
-    assert owl_groups([0.0, 10.0], 1, 2, spread=4.0) == [1, 1]
+    for spread, outliers, removed, group, lost in (
+        (2.0, [0.0, 5.0, 10.0], 4, 8, [5, 4, 3]), (0.08, [0.0, 5.0, 10.0], 4, 8, [4, 4, 4]),
+        (4.0, [0.0, 10.0], 1, 2, [1, 1]),
+    ):  # fmt: skip
+        with mock.patch.object(methods, "SPREAD_OF_GROUPS", spread):
+            assert owl_groups(outliers, removed, group) == lost
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -41,7 +47,8 @@ def test_outliers_are_counted_over_all_matrices_of_a_block(dtype: torch.dtype) -
     torch.manual_seed(0)
     first, second = torch.randn(9, 20).pow(5).to(dtype), torch.randn(30, 7).t().to(dtype)
     norms = torch.rand(20) * 10
-    found = outlier_percentage([(first, Wanda(norms)), (second, Magnitude())], 2.0, scratch_bytes=500)
+    with mock.patch.multiple(methods, OUTLIER_FACTOR=2.0, SCRATCH_BYTES=500):
+        found = outlier_percentage([(first, Wanda(norms)), (second, Magnitude())])
     scores = np.concatenate(
         [
             reference.wanda_scores(reference.values(first), norms.numpy()).reshape(-1),

@@ -8,13 +8,14 @@ import json
 import os
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tiny_folder import byte_tokenizer, english
 
 from memfit.errors import InputError, UnknownName
-from memfit.jobs.pruning.calibration import calibration_windows
+from memfit.jobs.pruning.calibration import Windows, calibration_windows
 from memfit.jobs.texts import find_texts
 
 SHARED = Path(__file__).parents[3].parent / "shared" / "data"
@@ -52,10 +53,14 @@ def text_of(window: torch.Tensor) -> str:
 # -- which windows -----------------------------------------------------------------------------------------------------
 
 
+def drawn(name: str, *how: Any, **more: Any) -> Windows:
+    return calibration_windows(find_texts(name, "calibration"), *how, **more)
+
+
 def test_running_text_is_sampled_as_the_published_code_does(data: Path) -> None:
     text = english(300)
     wikitext(data, "train", text)
-    made = calibration_windows("wikitext2", byte_tokenizer(), nsamples=5, seqlen=16, seed=7)
+    made = drawn("wikitext2", byte_tokenizer(), nsamples=5, seqlen=16, seed=7)
 
     random.seed(7)
     starts = [random.randint(0, len(text) - 16 - 1) for _ in range(5)]
@@ -66,7 +71,7 @@ def test_running_text_is_sampled_as_the_published_code_does(data: Path) -> None:
 def test_documents_are_drawn_until_one_is_longer_than_the_window(data: Path) -> None:
     documents = [english(20)[i : i + 5 * (1 + i % 9)] for i in range(60)]
     c4(data, *documents)
-    made = calibration_windows("c4", byte_tokenizer(), nsamples=8, seqlen=20, seed=3)
+    made = drawn("c4", byte_tokenizer(), nsamples=8, seqlen=20, seed=3)
 
     random.seed(3)
     expected = []
@@ -82,24 +87,24 @@ def test_documents_are_drawn_until_one_is_longer_than_the_window(data: Path) -> 
 
 def test_a_document_exactly_as_long_as_the_window_is_too_short(data: Path) -> None:
     c4(data, "a" * 20, "b" * 21)
-    made = calibration_windows("c4", byte_tokenizer(), nsamples=4, seqlen=20, seed=0)
+    made = drawn("c4", byte_tokenizer(), nsamples=4, seqlen=20, seed=0)
     assert {text_of(window) for window in made.ids} == {"b" * 20}
     assert made.notes == ("the 4 windows come from only 1 documents that are longer than 20 tokens",)
 
 
 def test_the_seed_alone_decides_and_other_random_numbers_do_not_matter(data: Path) -> None:
     wikitext(data, "train", english(300))
-    first = calibration_windows("wikitext2", byte_tokenizer(), 4, 16, seed=1)
+    first = drawn("wikitext2", byte_tokenizer(), 4, 16, seed=1)
     random.random()
-    again = calibration_windows("wikitext2", byte_tokenizer(), 4, 16, seed=1)
-    other = calibration_windows("wikitext2", byte_tokenizer(), 4, 16, seed=2)
+    again = drawn("wikitext2", byte_tokenizer(), 4, 16, seed=1)
+    other = drawn("wikitext2", byte_tokenizer(), 4, 16, seed=2)
     assert first.fingerprint == again.fingerprint
     assert first.fingerprint.sha256 != other.fingerprint.sha256
 
 
 def test_the_begin_token_stands_once_before_the_whole_text(data: Path) -> None:
     wikitext(data, "train", "abcdefgh")
-    made = calibration_windows("wikitext2", byte_tokenizer(begin=True), nsamples=20, seqlen=7, seed=0)
+    made = drawn("wikitext2", byte_tokenizer(begin=True), nsamples=20, seqlen=7, seed=0)
     assert {text_of(window) for window in made.ids} == {"<s>abcdef", "abcdefg"}
 
 
@@ -115,7 +120,7 @@ def test_rows_of_wikitext_are_joined_as_the_hub_has_them(data: Path) -> None:
 
 def test_the_fingerprint_is_the_hash_of_the_token_ids(data: Path) -> None:
     wikitext(data, "train", english(50))
-    made = calibration_windows("wikitext2", byte_tokenizer(), nsamples=2, seqlen=8, seed=0)
+    made = drawn("wikitext2", byte_tokenizer(), nsamples=2, seqlen=8, seed=0)
     flat = [token for window in made.ids.tolist() for token in window]
     expected = hashlib.sha256(b"".join(token.to_bytes(8, "little") for token in flat)).hexdigest()
     assert made.fingerprint.sha256 == expected
@@ -132,7 +137,7 @@ def test_the_fingerprint_is_the_hash_of_the_token_ids(data: Path) -> None:
 
 def test_without_the_train_split_the_validation_split_is_used_and_said(data: Path) -> None:
     wikitext(data, "valid", english(50))
-    made = calibration_windows("wikitext2", byte_tokenizer(), nsamples=2, seqlen=8, seed=0)
+    made = drawn("wikitext2", byte_tokenizer(), nsamples=2, seqlen=8, seed=0)
     assert made.fingerprint.split == "valid"
     assert "calibrated on its validation split" in made.notes[0]
 
@@ -205,15 +210,15 @@ def test_a_line_separator_of_unicode_is_part_of_the_text(tmp_path: Path) -> None
 def test_a_text_too_short_for_one_window_says_how_many_tokens_it_has(data: Path) -> None:
     wikitext(data, "train", "x" * 16)
     with pytest.raises(InputError, match="has only 16 tokens; --seqlen 16 needs at least 17"):
-        calibration_windows("wikitext2", byte_tokenizer(), nsamples=1, seqlen=16, seed=0)
+        drawn("wikitext2", byte_tokenizer(), nsamples=1, seqlen=16, seed=0)
     wikitext(data, "train", "x" * 17)
-    assert len(calibration_windows("wikitext2", byte_tokenizer(), nsamples=1, seqlen=16, seed=0).ids) == 1
+    assert len(drawn("wikitext2", byte_tokenizer(), nsamples=1, seqlen=16, seed=0).ids) == 1
 
 
 def test_documents_that_are_all_too_short_are_an_error_and_not_an_endless_loop(data: Path) -> None:
     c4(data, "short", "not so short", "tiny")
     with pytest.raises(InputError, match="the longest of 3 documents has 12 tokens"):
-        calibration_windows("c4", byte_tokenizer(), nsamples=1, seqlen=2048, seed=0)
+        drawn("c4", byte_tokenizer(), nsamples=1, seqlen=2048, seed=0)
 
 
 @pytest.mark.parametrize("content", ["", "  \n \n"])

@@ -119,7 +119,7 @@ class Alone(Team):
 def test_micro_batches_are_lowered_until_every_process_has_one(tmp_path: Path, processes: int, size: int) -> None:
     folder = tiny_folder(tmp_path, "llama")
     with Engine(Decoder.open(folder), device="cpu", micro_batch=size, team=Alone(0, processes)) as engine:
-        sweep = Sweep(engine, PruneSettings.asked(model="-"), tiny_windows(), None, None, None, None)
+        sweep = Sweep(engine, PruneSettings.asked(model="-"), tiny_windows(), None, None, None)
     assert [bool(deal(5, sweep.placement.micro_batch, rank, processes)) for rank in range(processes)] == [
         True
     ] * processes

@@ -29,13 +29,12 @@ def pruned(folder: Path, save: Path, **changes: Any) -> tuple[Any, PruningOutcom
     from transformers import AutoModelForCausalLM
 
     settings = changes.pop("settings", {})
-    riders = {name: changes.pop(name) for name in ("dense", "pruned") if name in changes}
     decoder = Decoder.open(folder)
     windows = tiny_windows()
     output = OutputFolder.create(save, decoder, {})
     with Engine(decoder, device="cpu", micro_batch=SIZE, **changes) as engine:
         asked = PruneSettings.asked(model=str(folder), nsamples=len(windows), seqlen=windows.shape[1], **settings)
-        outcome = engine.prune(asked, windows, output=output, **riders)
+        outcome = engine.prune(asked, windows, output=output)
         output.finish()
     return AutoModelForCausalLM.from_pretrained(save).eval(), outcome
 
@@ -96,12 +95,13 @@ def test_windows_that_ride_along_leave_the_blocks_as_they_leave_the_saved_model(
             PruneSettings.asked(model="-", nsamples=5, seqlen=16),
             tiny_windows(),
             output=output,
-            dense=windows,
             pruned=windows,
         )
         output.finish()
-        assert outcome.dense_states is not None and outcome.pruned_states is not None
-        made = [logits_of(engine, states) for states in (outcome.dense_states, outcome.pruned_states)]
+        assert outcome.pruned_states is not None
+        dense = engine.embed(windows)
+        engine.run_blocks(dense)
+        made = [logits_of(engine, states) for states in (dense, outcome.pruned_states)]
 
     from transformers import AutoModelForCausalLM
 
@@ -166,10 +166,12 @@ def test_reconstruction_brings_the_blocks_nearer_to_the_dense_ones(tmp_path: Pat
     def error(*, reconstruct: bool) -> float:
         with Engine(Decoder.open(folder), device="cpu", micro_batch=SIZE) as engine:
             settings = PruneSettings.asked(model="-", reconstruct=reconstruct)
-            outcome = engine.prune(settings, windows, dense=windows, pruned=windows)
+            dense = engine.embed(windows)
+            engine.run_blocks(dense)
+            outcome = engine.prune(settings, windows, pruned=windows)
             assert outcome.sparsity == 0.5
-            assert outcome.dense_states is not None and outcome.pruned_states is not None
-            pairs = zip(outcome.dense_states.batches(), outcome.pruned_states.batches(), strict=True)
+            assert outcome.pruned_states is not None
+            pairs = zip(dense.batches(), outcome.pruned_states.batches(), strict=True)
             return sum(float((x - y).square().sum()) for (_, x), (_, y) in pairs)
 
     assert error(reconstruct=True) < error(reconstruct=False)

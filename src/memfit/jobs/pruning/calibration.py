@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from memfit.errors import InputError
-from memfit.jobs.texts import Texts, find_texts
+from memfit.jobs.texts import Texts
 from memfit.models.checkpoint import StoredTensor, WeightStore
 from memfit.units import GiB, MiB
 
@@ -60,8 +60,7 @@ class Windows:
     notes: tuple[str, ...] = ()
 
 
-def calibration_windows(dataset: str | Texts, tokenizer: Any, nsamples: int, seqlen: int, seed: int) -> Windows:
-    texts = find_texts(dataset, "calibration") if isinstance(dataset, str) else dataset
+def calibration_windows(texts: Texts, tokenizer: Any, nsamples: int, seqlen: int, seed: int) -> Windows:
     draw = _from_documents if texts.by_document else _from_running_text
     ids, tokens, notes = draw(texts, tokenizer, nsamples, seqlen, random.Random(seed))
     fingerprint = fingerprint_of(ids, texts, tokenizer, seed=seed, tokens=tokens)
@@ -177,11 +176,11 @@ EXPONENTS = {
 }  # fmt: skip
 
 
-def check_files(weights: WeightStore, *, up_to: int = LOOK_UP_TO) -> bool:
-    """Raises for the first tensor with such a value. False if the files are too large to be read twice."""
+def check_files(weights: WeightStore) -> None:
+    """Raises for the first tensor with such a value, unless the files are too large to be read twice."""
     tensors = [tensor for tensor in weights.stored.values() if tensor.dtype in EXPONENTS]
-    if sum(tensor.nbytes for tensor in tensors) > up_to:
-        return False
+    if sum(tensor.nbytes for tensor in tensors) > LOOK_UP_TO:
+        return
     for tensor in tensors:
         bad = _not_finite(weights, tensor)
         if bad:
@@ -190,7 +189,6 @@ def check_files(weights: WeightStore, *, up_to: int = LOOK_UP_TO) -> bool:
                 f"weight '{tensor.name}' has {bad:,} values that are NaN or infinite ({path})",
                 hint="the checkpoint is damaged, or its training had diverged; nothing was written",
             )
-    return True
 
 
 def _not_finite(weights: WeightStore, tensor: StoredTensor) -> int:

@@ -102,14 +102,13 @@ class Engine:
         output: OutputFolder | None = None,
         sink: Sink | None = None,
         on_block: Callable[[BlockReport], None] = lambda _: None,
-        dense: Tensor | None = None,
         pruned: Tensor | None = None,
     ) -> PruningOutcome:
-        """`windows` [samples, length] may be None where the method reads no data. `dense` and `pruned` are windows to
-        evaluate: they go through each block before it is pruned and after. `sink` takes the blocks instead of files."""
+        """`windows` [samples, length] may be None where the method reads no data. `pruned` are windows to evaluate:
+        they go through each block after it is pruned. `sink` takes the blocks instead of files."""
         from memfit.jobs.pruning.sweep import Sweep
 
-        return Sweep(self, settings, windows, output, sink, dense, pruned).run(on_block)
+        return Sweep(self, settings, windows, output, sink, pruned).run(on_block)
 
     @torch.no_grad()
     def run_blocks(self, states: HiddenStates, *, output: OutputFolder | None = None) -> None:

@@ -24,7 +24,7 @@ from memfit.jobs.pruning.calibration import Windows, fingerprint_of, tokenise, t
 from memfit.jobs.pruning.engine import Engine
 from memfit.jobs.pruning.output import OutputFolder
 from memfit.jobs.pruning.placement import HiddenStates
-from memfit.jobs.texts import Texts, find_texts
+from memfit.jobs.texts import Texts
 from memfit.units import MiB
 
 C4_WINDOWS = 256
@@ -35,9 +35,8 @@ SAY_EVERY = 50
 OnWindow = Callable[[int], None]
 
 
-def evaluation_windows(dataset: str | Texts, tokenizer: Any, seqlen: int, most: int | None = None) -> Windows:
+def evaluation_windows(texts: Texts, tokenizer: Any, seqlen: int, most: int | None = None) -> Windows:
     """The text's windows [n, seqlen], at most `most` of them from its beginning."""
-    texts = find_texts(dataset, "evaluation") if isinstance(dataset, str) else dataset
     tokens = torch.tensor(tokenise(tokenizer, texts.joined()), dtype=torch.int64)
     count = len(tokens) // seqlen
     if count == 0:

@@ -144,6 +144,7 @@ class WithUpdates:
 
 OUTLIER_FACTOR = 5.0
 SPREAD = 0.08
+SPREAD_OF_GROUPS = 1.0
 LEAST, MOST = 0.01, 0.99
 """A block is neither left whole nor emptied."""
 
@@ -154,10 +155,9 @@ def owl(outliers: Sequence[float], ratio: float) -> list[float]:
     return [min(max(ratio - more, LEAST), MOST) for more in kept]
 
 
-def owl_groups(outliers: Sequence[float], removed: int, group: int, spread: float = 1.0) -> list[int]:
-    """How many of each group of columns a block loses. `spread`, from the fewest to the most, is in weights of a group
-    before rounding."""
-    kept = _spread_around_zero(outliers, spread)
+def owl_groups(outliers: Sequence[float], removed: int, group: int) -> list[int]:
+    """How many of each group of columns a block loses, one more or less than others before rounding."""
+    kept = _spread_around_zero(outliers, SPREAD_OF_GROUPS)
     return [min(max(removed - round(more), 1), group - 1) for more in kept]
 
 
@@ -170,22 +170,17 @@ def _spread_around_zero(values: Sequence[float], width: float) -> list[float]:
     return [value - mean for value in spread]
 
 
-def outlier_percentage(
-    matrices: Sequence[tuple[Tensor, Scorer]],
-    factor: float = OUTLIER_FACTOR,
-    *,
-    scratch_bytes: int = SCRATCH_BYTES,
-) -> Tensor:
-    """Of all scores of a block's matrices together, the percentage above `factor` times their mean. It stays on the
-    device: ask for all blocks' values at once, after the last."""
+def outlier_percentage(matrices: Sequence[tuple[Tensor, Scorer]]) -> Tensor:
+    """Of all scores of a block's matrices together, the percentage above `OUTLIER_FACTOR` times their mean. It stays on
+    the device: ask for all blocks' values at once, after the last."""
     weights = sum(weight.numel() for weight, _ in matrices)
     total = torch.zeros((), dtype=torch.float64, device=matrices[0][0].device)
     for weight, scorer in matrices:
-        for rows in parts_of_rows(weight, scorer.bytes_per_weight + 8, scratch_bytes):
+        for rows in parts_of_rows(weight, scorer.bytes_per_weight + 8, SCRATCH_BYTES):
             total += scorer(rows).sum(dtype=torch.float64)
-    threshold = (total * (factor / weights)).float()
+    threshold = (total * (OUTLIER_FACTOR / weights)).float()
     above = torch.zeros((), dtype=torch.int64, device=total.device)
     for weight, scorer in matrices:
-        for rows in parts_of_rows(weight, scorer.bytes_per_weight + 9, scratch_bytes):
+        for rows in parts_of_rows(weight, scorer.bytes_per_weight + 9, SCRATCH_BYTES):
             above += (scorer(rows) > threshold).sum()
     return above.double() * (100 / weights)

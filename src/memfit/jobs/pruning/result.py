@@ -83,7 +83,6 @@ class PruningOutcome:
     hidden_on: Where
     host_peak_bytes: int
     notes: tuple[str, ...] = ()
-    dense_states: HiddenStates | None = None
     pruned_states: HiddenStates | None = None
 
     @property

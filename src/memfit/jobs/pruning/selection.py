@@ -60,20 +60,18 @@ class Wanda:
 
 
 class Ria:
-    """(|W_ij| / sum_i |W_ij| + |W_ij| / sum_j |W_ij|) * sqrt(s_j)^a (ICLR 2024), in fp32; a row or a column of zeros
+    """(|W_ij| / sum_i |W_ij| + |W_ij| / sum_j |W_ij|) * sqrt(s_j)^0.5 (ICLR 2024), in fp32; a row or a column of zeros
     scores zero."""
 
     bytes_per_weight = 12
 
-    def __init__(
-        self, weight: Tensor, squared_norms: Tensor, power: float = 0.5, *, scratch_bytes: int = SCRATCH_BYTES
-    ) -> None:
+    def __init__(self, weight: Tensor, squared_norms: Tensor) -> None:
         sums = torch.zeros(weight.shape[1], dtype=torch.float64, device=weight.device)
         # A GPU shares longer columns between thread blocks, in a buffer many times the size of the rows.
-        for rows in parts_of_rows(weight, 16, min(scratch_bytes, 16 * weight.shape[1] * 512)):
+        for rows in parts_of_rows(weight, 16, min(SCRATCH_BYTES, 16 * weight.shape[1] * 512)):
             sums += rows.double().abs_().sum(0)
         self._column_sums = _divisor(sums)
-        self._scale = squared_norms.double().pow(power / 2).float()
+        self._scale = squared_norms.double().pow(0.25).float()
 
     def __call__(self, rows: Tensor) -> Tensor:
         magnitudes = _as_fp32(rows).abs_()
@@ -117,16 +115,15 @@ def removals(size: int, ratio: float) -> int:
 # -- rows ------------------------------------------------------------------------------------------------------------
 
 
-def prune_rows_(weight: Tensor, scorer: Scorer, k: int, *, scratch_bytes: int = SCRATCH_BYTES) -> int:
-    """Remove the k lowest of each row (Wanda, and RIA by rows). Returns how many went."""
+def prune_rows_(weight: Tensor, scorer: Scorer, k: int) -> None:
+    """Remove the k lowest of each row (Wanda, and RIA by rows)."""
     columns = weight.shape[1]
     _check_count(k, columns)
     if 0 < k < columns:
-        for rows in parts_of_rows(weight, max(scorer.bytes_per_weight, 16), scratch_bytes):
+        for rows in parts_of_rows(weight, max(scorer.bytes_per_weight, 16), SCRATCH_BYTES):
             rows.masked_fill_(lowest_in_rows(scorer(rows), k), 0)
     elif k:
         weight.zero_()
-    return weight.shape[0] * k
 
 
 def lowest_in_rows(scores: Tensor, k: int) -> Tensor:
@@ -158,19 +155,16 @@ def _below_and_first_ties(scores: Tensor, threshold: Tensor, k: int) -> Tensor:
 # -- groups of columns -------------------------------------------------------------------------------------------------
 
 
-def prune_groups_(
-    weight: Tensor, scorer: Scorer, removed: int, group: int, *, scratch_bytes: int = SCRATCH_BYTES
-) -> int:
-    """Remove the `removed` lowest of each `group` consecutive columns of a row (N:M). Returns how many went."""
+def prune_groups_(weight: Tensor, scorer: Scorer, removed: int, group: int) -> None:
+    """Remove the `removed` lowest of each `group` consecutive columns of a row (N:M)."""
     check_groups(weight.shape[1], group)
     _check_count(removed, group)
     if 0 < removed < group:
         least = 8 if group <= LONGEST_COMPARED_GROUP else 16
-        for rows in parts_of_rows(weight, max(scorer.bytes_per_weight, least), scratch_bytes):
+        for rows in parts_of_rows(weight, max(scorer.bytes_per_weight, least), SCRATCH_BYTES):
             rows.masked_fill_(lowest_in_groups(scorer(rows), removed, group), 0)
     elif removed:
         weight.zero_()
-    return weight.numel() // group * removed
 
 
 def check_groups(columns: int, group: int) -> None:
@@ -198,8 +192,8 @@ def _lowest_by_comparing(scores: Tensor, count: int) -> Tensor:
 # -- whole matrices, by magnitude ------------------------------------------------------------------------------------
 
 
-def prune_matrix_(weight: Tensor, count: int, *, scratch_bytes: int = SCRATCH_BYTES) -> int:
-    """Remove the `count` smallest magnitudes of a matrix, ties by rows and then columns. Returns how many went.
+def prune_matrix_(weight: Tensor, count: int) -> None:
+    """Remove the `count` smallest magnitudes of a matrix, ties by rows and then columns.
 
     The order of magnitudes is the order of their bits, so counting bits finds the threshold without a sort.
     """
@@ -207,15 +201,14 @@ def prune_matrix_(weight: Tensor, count: int, *, scratch_bytes: int = SCRATCH_BY
     if count == weight.numel():
         weight.zero_()
     elif count:
-        threshold, room = _magnitude_threshold(weight, count, scratch_bytes)
-        _prune_below_(weight, threshold, room, scratch_bytes)
-    return count
+        threshold, room = _magnitude_threshold(weight, count)
+        _prune_below_(weight, threshold, room)
 
 
-def _prune_below_(weight: Tensor, threshold: Tensor, room: Tensor, scratch_bytes: int) -> None:
+def _prune_below_(weight: Tensor, threshold: Tensor, room: Tensor) -> None:
     """Remove what is below the threshold, and the first `room` of what equals it. Rows with all of their ties within
     the room get a threshold one higher; the one row in which the room ends is gone through column by column."""
-    parts = parts_of_rows(weight, _magnitude_bytes(weight), scratch_bytes)
+    parts = parts_of_rows(weight, _magnitude_bytes(weight), SCRATCH_BYTES)
     ties = torch.cat([(_magnitude_bits(rows) == threshold).sum(1, dtype=torch.int32) for rows in parts])
     up_to = ties.cumsum(0)
     last = torch.searchsorted(up_to, room, right=True).clamp_(max=len(weight) - 1)
@@ -225,7 +218,7 @@ def _prune_below_(weight: Tensor, threshold: Tensor, room: Tensor, scratch_bytes
     cut = weight.index_select(0, last).masked_fill_(tied.logical_or_(bits < threshold), 0)
     limits = (threshold + (up_to <= room)).to(bits.dtype).unsqueeze(1)
     first = 0
-    for rows in parts_of_rows(weight, _magnitude_bytes(weight), scratch_bytes):
+    for rows in parts_of_rows(weight, _magnitude_bytes(weight), SCRATCH_BYTES):
         rows.masked_fill_(_magnitude_bits(rows) < limits[first : first + len(rows)], 0)
         first += len(rows)
     weight.index_copy_(0, last, cut)
@@ -241,16 +234,16 @@ def _magnitude_bits(rows: Tensor) -> Tensor:
     return rows.view(torch.int32).bitwise_and(0x7FFFFFFF).contiguous()
 
 
-def _magnitude_threshold(weight: Tensor, count: int, scratch_bytes: int) -> tuple[Tensor, Tensor]:
+def _magnitude_threshold(weight: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The count-th smallest magnitude as bits, and how many of that magnitude go. 16-bit floats have 32,768 magnitudes:
     one histogram. fp32 takes two, of the upper bits and then of the lower ones within the bin."""
     room = torch.full((1,), count, dtype=torch.int64, device=weight.device)
-    parts = (_magnitude_bits(rows).view(-1) for rows in parts_of_rows(weight, _magnitude_bytes(weight), scratch_bytes))
+    parts = (_magnitude_bits(rows).view(-1) for rows in parts_of_rows(weight, _magnitude_bytes(weight), SCRATCH_BYTES))
     if weight.element_size() == 2:
         at, room = _bin_of(_histogram(1 << 15, ((bits, None) for bits in parts), weight.device), room)
         return at.short(), room
     upper, room = _bin_of(_histogram(1 << 16, ((bits >> 15, None) for bits in parts), weight.device), room)
-    parts = (_magnitude_bits(rows).view(-1) for rows in parts_of_rows(weight, _magnitude_bytes(weight), scratch_bytes))
+    parts = (_magnitude_bits(rows).view(-1) for rows in parts_of_rows(weight, _magnitude_bytes(weight), SCRATCH_BYTES))
     within = ((bits & 0x7FFF, (bits >> 15) == upper) for bits in parts)
     lower, room = _bin_of(_histogram(1 << 15, within, weight.device), room)
     return ((upper << 15) | lower).int(), room
@@ -278,35 +271,34 @@ LOWEST, HIGHEST = 0.0, 0.8
 LEVELS, PASSES = 5, 2
 
 
-def prune_variant_(weight: Tensor, scorer: Scorer, ratio: float, *, scratch_bytes: int = SCRATCH_BYTES) -> int:
+def prune_variant_(weight: Tensor, scorer: Scorer, ratio: float) -> None:
     """Remove from each row what makes up the share alpha of its summed scores; one alpha for the matrix, found by
-    bisection so that `ratio` of the matrix goes. Returns how many went.
+    bisection so that `ratio` of the matrix goes.
 
     The bisection can only visit the alphas of a tree, so a pass over the rows counts for all of the next few levels,
     and nothing has to be asked of the device. Sums of scores are taken in fp64.
     """
-    thresholds, count = _bisected(weight, scorer, ratio, scratch_bytes)
+    thresholds = _bisected(weight, scorer, ratio)
     first = 0
-    for rows in parts_of_rows(weight, max(scorer.bytes_per_weight, 8), scratch_bytes):
+    for rows in parts_of_rows(weight, max(scorer.bytes_per_weight, 8), SCRATCH_BYTES):
         rows.masked_fill_(scorer(rows) <= thresholds[first : first + len(rows)], 0)
         first += len(rows)
-    return _number(count)
 
 
-def _bisected(weight: Tensor, scorer: Scorer, ratio: float, scratch_bytes: int) -> tuple[Tensor, Tensor]:
-    """A threshold for each row, and how many weights go by them."""
+def _bisected(weight: Tensor, scorer: Scorer, ratio: float) -> Tensor:
+    """A threshold for each row."""
     alphas = torch.tensor(_alphas(), dtype=torch.float64, device=weight.device)
     power, offset = (torch.tensor(each, device=weight.device) for each in _subtree())
     at = torch.zeros(1, dtype=torch.int64, device=weight.device)
     for _ in range(PASSES):
         nodes = (at + 1) * power - 1 + offset
-        thresholds, counts = _thresholds_and_counts(weight, scorer, alphas.gather(0, nodes), scratch_bytes)
+        thresholds, counts = _thresholds_and_counts(weight, scorer, alphas.gather(0, nodes))
         local = torch.zeros_like(at)
         for _ in range(LEVELS):
             over = counts.gather(0, local).double() / weight.numel() - ratio
             local = torch.where(over.abs() > TOLERANCE, 2 * local + 1 + (over <= 0), local)
         at = nodes.gather(0, local)
-    return thresholds.index_select(1, local), counts.gather(0, local)
+    return thresholds.index_select(1, local)
 
 
 @cache
@@ -327,12 +319,12 @@ def _subtree() -> tuple[list[int], list[int]]:
     return [2**level for level in levels for _ in range(2**level)], [i for level in levels for i in range(2**level)]
 
 
-def _thresholds_and_counts(weight: Tensor, scorer: Scorer, alphas: Tensor, scratch_bytes: int) -> tuple[Tensor, Tensor]:
+def _thresholds_and_counts(weight: Tensor, scorer: Scorer, alphas: Tensor) -> tuple[Tensor, Tensor]:
     """For each of these alphas a threshold for each row, and how many weights of the matrix go by them."""
     counts = torch.zeros(len(alphas), dtype=torch.int64, device=weight.device)
     thresholds = torch.empty(len(weight), len(alphas), dtype=torch.float32, device=weight.device)
     sorting, counting, first = 52, 32 * len(alphas), 0
-    for rows in parts_of_rows(weight, scorer.bytes_per_weight + sorting, scratch_bytes, bytes_per_row=counting):
+    for rows in parts_of_rows(weight, scorer.bytes_per_weight + sorting, SCRATCH_BYTES, bytes_per_row=counting):
         ordered = scorer(rows).sort(dim=1).values
         here = thresholds[first : first + len(rows)].copy_(_row_thresholds(ordered, alphas))
         counts += torch.searchsorted(ordered, here, right=True).sum(0)
@@ -346,11 +338,6 @@ def _row_thresholds(ordered: Tensor, alphas: Tensor) -> Tensor:
     within = torch.searchsorted(sums, sums[:, -1:] * alphas, right=True)
     threshold = ordered.gather(1, (within - 1).clamp_(min=0))
     return threshold.masked_fill_(within == 0, -1.0)
-
-
-def _number(count: Tensor) -> int:
-    """The only question that this module asks of the device."""
-    return int(count.item())
 
 
 def _check_count(count: int, most: int) -> None:

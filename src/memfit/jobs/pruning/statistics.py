@@ -13,7 +13,6 @@ attention's backward do.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -53,9 +52,9 @@ class ColumnNorms:
         for part, sequence in zip(x.split(step), sequence_of_token.split(step), strict=True):
             self.rows.addmm_((sequence == samples).float(), part.to(torch.float32, copy=True).square_())
 
-    def mean(self, samples: int | None = None) -> Tensor:
-        """Over `samples` sequences (all by default), summed in fp64 and rounded once."""
-        return (self.rows.sum(0, dtype=torch.float64) / (samples or len(self.rows))).float()
+    def mean(self) -> Tensor:
+        """Over all sequences, summed in fp64 and rounded once."""
+        return (self.rows.sum(0, dtype=torch.float64) / len(self.rows)).float()
 
 
 @cache
@@ -141,21 +140,8 @@ def _all_true(flags: Tensor) -> bool:
 
 Batches = Callable[[], Iterable[tuple[Tensor, Tensor]]]
 """One pass over inputs and the dense block's outputs; called once an epoch, and `steps` long each time."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Tuning:
-    epochs: int = 5
-    learning_rate: float = 2e-4
-    betas: tuple[float, float] = (0.9, 0.95)
-
-
-@dataclass(frozen=True, slots=True)
-class Reconstruction:
-    """Mean squared errors over the first and over the last epoch, on the device."""
-
-    first_error: Tensor
-    last_error: Tensor
+EPOCHS = 5
+LEARNING_RATE, BETAS = 2e-4, (0.9, 0.95)
 
 
 def reconstruct_(
@@ -164,22 +150,19 @@ def reconstruct_(
     forward: Callable[[Mapping[str, Tensor], Tensor], Tensor],
     batches: Batches,
     steps: int,
-    tuning: Tuning | None = None,
-) -> Reconstruction:
+) -> None:
     """Tune `weights` in place. `masks` (True is removed) has those of the pruned ones; a weight without a mask is
     tuned whole. `forward` runs the block on inputs with the weights it is given in place of its own."""
-    tuning = tuning or Tuning()
     device, dtype = _common(weights)
     copies = {name: _copy(weight, masks.get(name)) for name, weight in weights.items()}
-    optimizer = torch.optim.Adam(copies.values(), lr=tuning.learning_rate, betas=tuning.betas, fused=True)
+    optimizer = torch.optim.Adam(copies.values(), lr=LEARNING_RATE, betas=BETAS, fused=True)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    errors, taken, total = [], 0, steps * tuning.epochs
+    taken, total = 0, steps * EPOCHS
     with torch.enable_grad():
-        for _ in range(tuning.epochs):
-            summed = torch.zeros((), dtype=torch.float32, device=device)
+        for _ in range(EPOCHS):
             for inputs, targets in batches():
                 for group in optimizer.param_groups:
-                    group["lr"] = tuning.learning_rate * (1 - taken / total)
+                    group["lr"] = LEARNING_RATE * (1 - taken / total)
                 with torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
                     outputs = forward(copies, inputs)
                 error = (outputs.float() - targets.float()).square().mean()
@@ -187,16 +170,13 @@ def reconstruct_(
                 scaler.step(optimizer)
                 scaler.update()
                 optimizer.zero_grad(set_to_none=True)
-                summed += error.detach()
                 taken += 1
-            errors.append(summed / steps)
     if taken != total:
         raise ValueError(f"{taken} batches came where {total} were announced")
     _check_tuned(copies)
     with torch.no_grad():
         for name, weight in weights.items():
             weight.copy_(copies[name])
-    return Reconstruction(errors[0], errors[-1])
 
 
 def _common(weights: Mapping[str, Tensor]) -> tuple[torch.device, torch.dtype]:

@@ -8,8 +8,8 @@
         store       copied out and written by a thread while pass 2 runs
         propagate   pass 2: the pruned block over all micro-batches, each written over its input
 
-The last block's pass 2 is for nobody and left out. Windows to evaluate go along: through the dense block before it is
-pruned, through the pruned one after. Blocks that an earlier run has finished are only run forward.
+The last block's pass 2 is for nobody and left out. Windows to evaluate go along, through each pruned block. Blocks that
+an earlier run has finished are only run forward.
 """
 
 from __future__ import annotations
@@ -54,8 +54,7 @@ class Sweep:
         windows: Tensor | None,
         output: OutputFolder | None,
         sink: Sink | None,
-        dense: Tensor | None,
-        pruned: Tensor | None,
+        evaluated: Tensor | None,
     ) -> None:
         self.engine, self.settings, self.output = engine, settings, output
         self.sink = (sink or output) if engine.team.leads else None
@@ -66,7 +65,7 @@ class Sweep:
         if settings.reconstruct and engine.team.size > 1:
             raise UsageError("--reconstruct works in one process only", hint="leave it out under torchrun")
         self.ids = windows if settings.needs_data else None
-        self.evaluated = {n: ids for n, ids in (("dense", dense), ("pruned", pruned)) if ids is not None}
+        self.evaluated = evaluated
         if settings.sparsity.group is not None:
             for matrix in (m for found in engine.matrices for m in found):
                 check_groups(matrix.columns, settings.sparsity.group)
@@ -77,22 +76,22 @@ class Sweep:
         engine, reports = self.engine, list[BlockReport]()
         sparsities = self._sparsities()
         states = None if self.ids is None else engine.embed(self.ids, self.placement)
-        riders = {name: engine.embed(ids, self.placement) for name, ids in self.evaluated.items()}
+        along = None if self.evaluated is None else engine.embed(self.evaluated, self.placement)
         done = engine.team.tell(self.output.finished_blocks if self.output is not None else 0)
         with ExitStack() as stack:
             notes = stack.enter_context(self._kernels())
-            loads = self._loads(done, states, riders)
+            loads = self._loads(done, states, along)
             reader = stack.enter_context(engine.reading(loads, self.output))
             writer = stack.enter_context(self._writing())
             for index in range(self.blocks):
                 started = time.perf_counter()
                 if index < done:
-                    report = self._replay(index, reader, states, riders)
+                    report = self._replay(index, reader, states, along)
                 else:
-                    report = self._prune(index, reader, writer, states, riders, sparsities[index])
+                    report = self._prune(index, reader, writer, states, along, sparsities[index])
                 reports.append(dataclasses.replace(report, seconds=time.perf_counter() - started))
                 on_block(reports[-1])
-        for each in (states, *riders.values()):
+        for each in (states, along):
             if each is not None:
                 each.settle()
         if states is not None:
@@ -104,15 +103,14 @@ class Sweep:
             hidden_on=self.placement.where,
             host_peak_bytes=engine.host.peak_bytes,
             notes=(*self.notes, *notes, *dict.fromkeys(note for report in reports for note in report.notes)),
-            dense_states=riders.get("dense"),
-            pruned_states=riders.get("pruned"),
+            pruned_states=along,
         )
 
     # -- what is settled beforehand --------------------------------------------------------------------------------
 
     def _settled_placement(self) -> Placement:
         """On --resume the micro-batches are those of the first run, whatever memory is free now."""
-        windows = [ids for ids in (self.ids, *self.evaluated.values()) if ids is not None]
+        windows = [ids for ids in (self.ids, self.evaluated) if ids is not None]
         if not windows:
             return Placement(micro_batch=1, where="device")
         made = self.engine.placement(windows[0], self.settings, sum(len(ids) for ids in windows[1:]))
@@ -180,14 +178,9 @@ class Sweep:
         shares = torch.stack(found)
         return [0.0] * self.blocks if shares.is_meta else shares.tolist()
 
-    def _loads(self, done: int, states: HiddenStates | None, riders: Mapping[str, HiddenStates]) -> list[Load]:
-        loads = []
-        for index in range(self.blocks):
-            if index >= done or "dense" in riders:
-                loads.append(Load(index))
-            if index < done and (states is not None or "pruned" in riders):
-                loads.append(self._finished(index))
-        return loads
+    def _loads(self, done: int, states: HiddenStates | None, along: HiddenStates | None) -> list[Load]:
+        finished = range(done if states is not None or along is not None else 0)
+        return [*(self._finished(index) for index in finished), *(Load(index) for index in range(done, self.blocks))]
 
     def _finished(self, index: int) -> Load:
         """Only the first process has the folder; the others put what it sends over the source's weights."""
@@ -201,16 +194,13 @@ class Sweep:
         reader: BlockReader,
         writer: BlockWriter | None,
         states: HiddenStates | None,
-        riders: Mapping[str, HiddenStates],
+        along: HiddenStates | None,
         sparsity: Sparsity,
     ) -> BlockReport:
         engine, phases = self.engine, self.engine.phases
         started = time.perf_counter()
         with phases("load", index):
             engine.load(reader, Load(index))
-        if "dense" in riders:
-            with phases("evaluate", index):
-                engine.propagate(index, riders["dense"])
         groups, targets, notes = self._groups(index, states)
         with phases("select", index):
             notes += self._select(index, groups, sparsity)
@@ -225,13 +215,16 @@ class Sweep:
                 ready, facts = engine.lanes[0].now(), lambda: self._report(index, counted(), notes, started).to_json()
                 written = writer.put(index, engine.flat, ready, facts)
         del groups
-        with phases("propagate", index):
-            if states is not None and index + 1 < self.blocks:
-                engine.propagate(index, states)
-            if "pruned" in riders:
-                engine.propagate(index, riders["pruned"])
+        self._propagate(index, states, along)
         engine.leave(reader, written)
         return self._report(index, counted(), notes, started)
+
+    def _propagate(self, index: int, states: HiddenStates | None, along: HiddenStates | None) -> None:
+        with self.engine.phases("propagate", index):
+            if states is not None and index + 1 < self.blocks:
+                self.engine.propagate(index, states)
+            if along is not None:
+                self.engine.propagate(index, along)
 
     def _groups(
         self, index: int, states: HiddenStates | None
@@ -332,24 +325,14 @@ class Sweep:
     # -- blocks that are finished ----------------------------------------------------------------------------------
 
     def _replay(
-        self, index: int, reader: BlockReader, states: HiddenStates | None, riders: Mapping[str, HiddenStates]
+        self, index: int, reader: BlockReader, states: HiddenStates | None, along: HiddenStates | None
     ) -> BlockReport:
         engine = self.engine
-        if "dense" in riders:
-            with engine.phases("load", index):
-                engine.load(reader, Load(index))
-            with engine.phases("evaluate", index):
-                engine.propagate(index, riders["dense"])
-            engine.leave(reader)
-        if states is not None or "pruned" in riders:
+        if states is not None or along is not None:
             with engine.phases("load", index):
                 engine.load(reader, self._finished(index))
                 engine.team.send(engine.flat, 0)
-            with engine.phases("propagate", index):
-                if states is not None and index + 1 < self.blocks:
-                    engine.propagate(index, states)
-                if "pruned" in riders:
-                    engine.propagate(index, riders["pruned"])
+            self._propagate(index, states, along)
             engine.leave(reader)
         facts = self.output.facts(index) if self.output is not None else None
         return BlockReport.from_json(engine.team.tell(facts))
@@ -357,7 +340,7 @@ class Sweep:
     @contextmanager
     def _kernels(self) -> Iterator[tuple[str, ...]]:
         decoder, device = self.engine.decoder, self.engine.device
-        windows = [ids for ids in (self.ids, *self.evaluated.values()) if ids is not None]
+        windows = [ids for ids in (self.ids, self.evaluated) if ids is not None]
         tokens = sum(ids.numel() for ids in windows) // self.engine.team.size * self.engine.whole
         length = max((ids.shape[1] for ids in windows), default=0)
         with (
