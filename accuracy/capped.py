@@ -146,10 +146,10 @@ class _Nowhere:
 
 
 def _prune(work: Any, spec: Mapping[str, Any], peaks: Peaks) -> None:
-    from memfit.jobs.build import DTYPES
     from memfit.jobs.pruning.decoder import Decoder
     from memfit.jobs.pruning.engine import Engine
     from memfit.jobs.pruning.settings import PruneSettings
+    from memfit.jobs.quantised import DTYPES
     from memfit.models.registry import build_model, load_config, resolve
 
     whole = spec["id"].endswith("-whole")

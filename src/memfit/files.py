@@ -4,11 +4,13 @@ A file that is there is whole: it is written beside its place and renamed, and a
 regular files are replaced so. A link stays, and what it points at is written; into a pipe or a device the bytes go as
 into any other program's, once all of them are there; and nothing is ever written over what is being read.
 
-Python's garbage collector, held back where it would only look at live objects, again and again.
+Where memfit keeps what it can make again. Python's garbage collector, held back where it would only look at live
+objects, again and again.
 """
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import shutil
@@ -18,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 
 from memfit.errors import InputError
@@ -114,6 +117,33 @@ def files_of_model(model: str) -> list[Path]:
         return [each for each in place.iterdir() if each.suffix not in (".npz", ".pickle", ".pkl")]
     except (OSError, ValueError):
         return []
+
+
+CACHE_VARIABLE = "MEMFIT_CACHE"
+CACHES_OFF = ("off", "0")
+
+
+def own_cache(usual: str, *, in_said: str = "") -> Path | None:
+    """Where memfit keeps what it can make again: in the folder that MEMFIT_CACHE names, or as `usual` among the caches
+    of this user. None if nowhere. It need not exist yet."""
+    said = os.environ.get(CACHE_VARIABLE, "")
+    if said:
+        return None if said.lower() in CACHES_OFF else Path(os.path.abspath(os.path.expanduser(said)), in_said)
+    caches = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(caches):  # as the XDG specification has it: a relative path is to be ignored
+        home = os.path.expanduser("~")
+        if not os.path.isdir(home):
+            return None
+        caches = os.path.join(home, ".cache")
+    return Path(caches, "memfit", usual)
+
+
+@cache
+def folder_of_this_process() -> Path:
+    """It goes with the process."""
+    made = tempfile.mkdtemp(prefix="memfit-")
+    atexit.register(shutil.rmtree, made, ignore_errors=True)
+    return Path(made)
 
 
 OPEN_ALREADY = ("/dev/stdin", "/dev/fd/", "/proc/self/fd/")

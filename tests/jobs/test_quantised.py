@@ -14,7 +14,7 @@ from torch import nn
 
 from memfit.errors import UsageError
 from memfit.jobs.build import prepare_without_memory
-from memfit.jobs.quantised import EightBitLinear, FourBitLinear, _natural, _rounded, loaded_bytes
+from memfit.jobs.quantised import EightBitLinear, FourBitLinear, _rounded, loaded_bytes
 from memfit.jobs.small_states import KINDS, SmallStates
 from memfit.jobs.workload import Workload
 from memfit.tracing.kernels.four_bit import reads_packed
@@ -105,11 +105,6 @@ def test_many_rows_and_odd_lengths_need_a_copy_of_the_weight() -> None:
     assert not reads_packed((9, 0), 132, half="bf16", rows=1537, out=64, inner=64)
     assert not reads_packed((9, 0), 132, half="bf16", rows=1, out=64, inner=96)
     assert reads_packed((9, 0), 132, half="bf16", rows=4, out=64, inner=64)
-
-
-def test_weights_are_loaded_in_the_order_of_their_names_with_numbers_as_numbers() -> None:
-    names = [f"model.layers.{block}.{part}.weight" for block in (0, 2, 10) for part in ("mlp", "self_attn")]
-    assert sorted(names, key=_natural) == names
 
 
 def test_transformers_asks_at_once_for_half_a_byte_of_each_packed_weight(tiny: str) -> None:

@@ -12,7 +12,8 @@ from local_hub import put_into_cache
 from safetensors.torch import save_file
 
 from memfit.errors import InputError
-from memfit.models.checkpoint import PIECE_BYTES, WeightStore, locate
+from memfit.models.checkpoint import PIECE_BYTES, WeightStore
+from memfit.models.files import locate
 
 
 def header(path: Path, table: dict[str, Any], data: bytes = b"") -> Path:

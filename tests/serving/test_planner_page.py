@@ -20,9 +20,8 @@ from playwright.sync_api import Browser, sync_playwright
 from recorded_page import CHROMIUM, Looked, look, served
 
 from memfit.fitting.levers import levers_for
-from memfit.jobs.setting_help import settings_of
 from memfit.jobs.settings import KINDS
-from memfit.jobs.workload import Workload
+from memfit.jobs.workload import Workload, settings_of
 from memfit.planning.predict import predict
 from memfit.serving.planned import switches
 

@@ -191,7 +191,7 @@ def test_a_library_that_hangs_or_crashes_is_asked_no_more(program: str, monkeypa
 
 
 def test_another_cudnn_is_another_entry_of_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(cache.VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path / "cache"))
     work = memfit.Workload.from_mapping({"kind": "lora", "model": "gpt2"})
     before = cache.key_of(work, H200)
     (tmp_path / cudnn.LIBRARY).write_text("another one")

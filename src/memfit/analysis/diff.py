@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from memfit.analysis.compare import Comparison, Hunk, Lifetime, compare
-from memfit.analysis.files import looks_like_a_log
+from memfit.analysis.files import beginning, looks_like_a_log
 from memfit.analysis.labels import ALL_CATEGORIES, QUIET_PHASES, UNKNOWN, Labels, Phase, any_layer
 from memfit.analysis.run import Run, is_trace_file, open_run
 from memfit.analysis.summary import PhasePeak
@@ -381,14 +381,7 @@ def _opened(path: str | Path, step: int | None, flag: str, device: int | None) -
 
 
 def _refuse_logs(path: Path) -> None:
-    try:
-        if not path.is_file():
-            return
-        with path.open("rb") as source:
-            start = source.read(4096)
-    except (OSError, ValueError):
-        return
-    if looks_like_a_log(start):
+    if looks_like_a_log(beginning(path) or b""):
         raise InputError(
             f"{str(path)!r} is a memory log: it has checkpoints, no events to compare",
             hint="compare snapshots or traces; `memfit report` shows a log",

@@ -316,14 +316,19 @@ def _is_folder(path: Path) -> bool:
 
 
 def _is_log(path: Path) -> bool:
+    start = beginning(path)
+    return start is not None and (path.suffix == ".csv" or looks_like_a_log(start))
+
+
+def beginning(path: Path) -> bytes | None:
+    """Of a file, if it is one and can be read."""
     try:
         if not path.is_file():
-            return False
+            return None
         with path.open("rb") as source:
-            start = source.read(4096)
+            return source.read(4096)
     except (OSError, ValueError):
-        return False
-    return path.suffix == ".csv" or looks_like_a_log(start)
+        return None
 
 
 # -- a folder ----------------------------------------------------------------------------------------------------
@@ -400,13 +405,7 @@ def _recordings(files: list[Path]) -> list[Path]:
 
 def may_be_recording(path: Path) -> bool:
     """Of JSON files only those that begin as a snapshot does."""
-    if not path.name.endswith(".json"):
-        return True
-    try:
-        with path.open("rb") as source:
-            return b'"segments"' in source.read(4096)
-    except OSError:
-        return False
+    return not path.name.endswith(".json") or b'"segments"' in (beginning(path) or b"")
 
 
 def _log(path: Path, files: list[Path]) -> MemoryLogFile | None:
@@ -429,15 +428,21 @@ def _file_row(path: Path, document: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _result(path: Path) -> dict[str, Any] | None:
-    """Plain values of the result's top level; what is nested is for programs that know it."""
+def read_result(path: Path, most: int) -> dict[str, Any] | None:
+    """None where it is not there, larger than `most` bytes, or no object of JSON."""
     try:
-        if not path.is_file() or path.stat().st_size > MAX_RESULT_BYTES:
+        if not path.is_file() or path.stat().st_size > most:
             return None
         values = json.loads(path.read_bytes(), parse_constant=lambda name: None)
     except (OSError, ValueError, RecursionError):
         return None
-    if type(values) is not dict:
+    return values if type(values) is dict else None
+
+
+def _result(path: Path) -> dict[str, Any] | None:
+    """Plain values of the result's top level; what is nested is for programs that know it."""
+    values = read_result(path, MAX_RESULT_BYTES)
+    if values is None:
         return None
     plain: dict[str, Any] = {}
     for key, value in list(values.items())[:100]:

@@ -6,14 +6,13 @@ is half a line. What came to its end has a result.json, which knows more.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from memfit.analysis.files import LOG, PARTS, RESULT, log_part, read_memory_log
+from memfit.analysis.files import LOG, PARTS, RESULT, log_part, read_memory_log, read_result
 from memfit.errors import InputError
 from memfit.snapshots.schema import clean
 
@@ -38,7 +37,7 @@ def read_run(folder: Path, now: float) -> dict[str, Any]:
     if not written:
         raise InputError(f"no run in {clean(str(folder))!r}", hint=f"a run's folder has one of {', '.join(RUN_FILES)}")
     logged = max((when for name, when in written.items() if name != RESULT), default=0.0)
-    result = _result(folder) if written.get(RESULT, 0.0) >= logged - LATER else {}
+    result = read_result(folder / RESULT, MAX_BYTES) or {} if written.get(RESULT, 0.0) >= logged - LATER else {}
     if set(written) == {RESULT} and not str(result.get("schema", "")).startswith("memfit."):
         raise InputError(f"the {RESULT} in {clean(str(folder))!r} is not of a run of memfit")
     lines = _lines(folder)
@@ -61,17 +60,6 @@ def _kind(result: Mapping[str, Any], written: Mapping[str, float]) -> str:
     if said.startswith("memfit.train") or TRAIN_LOG in written:
         return "train"
     return "prune" if said.startswith("memfit.prune") else "log"
-
-
-def _result(folder: Path) -> dict[str, Any]:
-    path = folder / RESULT
-    try:
-        if not path.is_file() or path.stat().st_size > MAX_BYTES:
-            return {}
-        found = json.loads(path.read_bytes(), parse_constant=lambda name: None)
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _lines(folder: Path) -> list[str]:

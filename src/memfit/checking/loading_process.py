@@ -61,7 +61,8 @@ def model_of(order: dict[str, Any]) -> Any:
     """Read from its files, or built with random weights."""
     import torch
 
-    from memfit.jobs.build import DTYPES, build_base_model
+    from memfit.jobs.build import build_base_model
+    from memfit.jobs.quantised import DTYPES
     from memfit.jobs.training.config import ModelConfig
 
     random, settings = order["random"], order["settings"]

@@ -1,7 +1,7 @@
 """The flags of `plan`, `fit` and `check`, made from the fields of `Workload`: there is no second list to keep.
 
 A field is an option of the kinds of job that read it. Its type gives the choices, its default the default, and
-`jobs/setting_help.py` the sentence of help. Values are checked by `Workload` alone, so a wrong one is told in the same
+`jobs/settings.py` the sentence of help. Values are checked by `Workload` alone, so a wrong one is told in the same
 words on the command line, in a line of `plan batch` and in Python. Below: flags that many commands have.
 """
 
@@ -21,10 +21,10 @@ from memfit.cli import output
 from memfit.cli.typed import Command
 from memfit.errors import UsageError
 from memfit.gpus import find_gpu
-from memfit.jobs.setting_help import HELP, settings_of
 from memfit.jobs.settings import (
     ALIASES,
     AS_IN_QLORA,
+    HELP,
     KINDS,
     QLORA,
     flag,
@@ -33,7 +33,7 @@ from memfit.jobs.settings import (
     split_names,
     without_none,
 )
-from memfit.jobs.workload import Workload
+from memfit.jobs.workload import Workload, settings_of
 
 METAVARS = {int: "N", float: "X", str: "TEXT"}
 MOST_CHOICES = 12

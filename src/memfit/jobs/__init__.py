@@ -5,23 +5,22 @@ from __future__ import annotations
 DOOR = {
     "adapter_names": "BEYOND_BLOCKS NO_TARGETS",
     "adapters": "config_arguments",
-    "build": "DTYPES Prepared build_base_model build_for_training prepare_without_memory takes_labels",
+    "build": "Prepared build_base_model build_for_training prepare_without_memory takes_labels",
     "checks": "check_by_type check_one_of check_seed",
     "host": "Event HostMemory Lane as_bytes finished is_out_of_memory numbers on_the_host",
     "listener": "Listener",
     "profile": "BATCH_SIZE CONTEXT_LENGTH OnCard ProfileSettings Profiled check_gpu course_size profile_on_gpu",
-    "quantised": "loaded_bytes",
+    "quantised": "DTYPES loaded_bytes",
     "run": "Phases put_on run_job token_ids wanted",
-    "setting_help": "HELP settings_of",
     "settings": (
-        "ALIASES AS_IN_QLORA BY_BITSANDBYTES Checkpointing KINDS MAX_SEQ_LEN QLORA Sparsity as_json check_setting flag "
-        "kinds_that_read plain_name plain_value setting_types split_names without_none"
+        "ALIASES AS_IN_QLORA BY_BITSANDBYTES Checkpointing HELP KINDS MAX_SEQ_LEN QLORA Sparsity as_json check_setting "
+        "flag kinds_that_read plain_name plain_value setting_types split_names without_none"
     ),
     "small_states": "KINDS OF_TORCHAO SmallStates by_shapes managed_bytes",
     "stored": "as_stored",
     "text_files": "KINDS builtin_documents builtin_origin is_text_file read_rows",
     "texts": "Texts check_packages fetch_file find_split find_texts is_on_this_machine",
     "together": "check_compiled check_inputs check_quantised unused without_effect",
-    "workload": "NO_MODEL Workload",
+    "workload": "NO_MODEL Workload settings_of",
 }
 """What other rooms may use, by file."""

@@ -15,7 +15,7 @@ from torch import nn
 
 from memfit.errors import MemfitError, UnknownName, UsageError
 from memfit.jobs.adapter_names import LORAS, NO_TARGETS, OWN_TARGETS, PROMPTS, peft_type
-from memfit.jobs.quantised import COMPUTE
+from memfit.jobs.quantised import DTYPES
 from memfit.jobs.workload import Workload
 
 NOT_TRUE = ("fan_in_fan_out", "The following rank_pattern keys", "The following alpha_pattern keys")
@@ -156,7 +156,7 @@ def _adapted(model: nn.Module, config: Any, work: Workload) -> tuple[nn.Module, 
     of_base = next(model.parameters())
     device, dtype = of_base.device, of_base.dtype if work.adapter_dtype == "same" else None
     if work.is_quantised and dtype is not None:  # that of a layer is what it computes in; 8 bits are none to train in
-        dtype = COMPUTE[work.compute_precision] if work.quant != "int8" else torch.float32
+        dtype = DTYPES[work.compute_precision] if work.quant != "int8" else torch.float32
     with (
         torch.device("cpu") if work.adapter in OF_VALUES else nullcontext(),
         warnings.catch_warnings(record=True) as said,

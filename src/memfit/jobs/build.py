@@ -19,7 +19,7 @@ from torch import nn
 from memfit.errors import InputError, UsageError
 from memfit.jobs.adapters import FLAGS, KEYS, SettingNames, add_adapters, generates, virtual_tokens
 from memfit.jobs.conversions import note_conversions
-from memfit.jobs.quantised import adapt_as_peft_does, quantise
+from memfit.jobs.quantised import DTYPES, adapt_as_peft_does, quantise
 from memfit.jobs.stored import as_stored, check_files
 from memfit.jobs.together import check_compiled, check_inputs, check_quantised
 from memfit.jobs.training.config import FACTORY, ModelConfig
@@ -42,7 +42,6 @@ from memfit.models.registry import (
 from memfit.models.stored_weights import refuse_stored
 
 BY_THREADS = "threads bring experts while others are stacked, in no certain order: reserved may be some percent more"
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def switch_levers_on(model: Any, work: Workload, named: SettingNames) -> None:

@@ -29,9 +29,7 @@ def check_one_of(key: str, value: object, literal: Any) -> None:
         raise UsageError(f"{key} {value!r} is not one of {', '.join(allowed)}")
 
 
-def check_whole(key: str, value: object, *, least: int = 1, most: int = MOST, none: bool = False) -> None:
-    if none and value is None:
-        return
+def check_whole(key: str, value: object, *, least: int = 1, most: int = MOST) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
         raise UsageError(f"{key} {value!r} is not a whole number between {least} and {most:,}")
 
@@ -47,10 +45,7 @@ def check_number(
     least: float | None = None,
     above: float | None = None,
     below: float | None = None,
-    none: bool = False,
 ) -> None:
-    if none and value is None:
-        return
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise UsageError(f"{key} {value!r} is not a number")
     limits = (
@@ -62,13 +57,13 @@ def check_number(
         raise UsageError(f"{key} {value!r} is not {wanted}")
 
 
-def check_text(key: str, value: object, *, none: bool = False, empty: bool = False) -> None:
-    if not (none and value is None) and not (isinstance(value, str) and (empty or value.strip())):
+def check_text(key: str, value: object, *, empty: bool = False) -> None:
+    if not (isinstance(value, str) and (empty or value.strip())):
         raise UsageError(f"{key} {value!r} is not text")
 
 
-def check_yes_or_no(key: str, value: object, *, none: bool = False) -> None:
-    if not isinstance(value, bool) and not (none and value is None):
+def check_yes_or_no(key: str, value: object) -> None:
+    if not isinstance(value, bool):
         raise UsageError(
             f"{key} is true or false, not {value!r}", hint="write true or false without quotes, or leave it out"
         )

@@ -23,7 +23,7 @@ BLOCK, BLOCK_OF_SCALES = 64, 256
 UNPACKED = "unpacked"
 """An attribute of a weight that is packed in the files: what comes to the device, given the weight and the device; and
 how the weight is made of that."""
-COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 # -- layers ------------------------------------------------------------------------------------------------------------
@@ -247,7 +247,7 @@ def _layer(module: Any, work: Workload, turned: bool, group: int) -> QuantisedLi
         return LAYERS[work.quant](*given, transposed=False, **more)
     if work.quant == "int8":
         return EightBitLinear(*given, transposed=turned)
-    compute = COMPUTE[work.compute_precision]
+    compute = DTYPES[work.compute_precision]
     return FourBitLinear(*given, transposed=turned, compute=compute, double=work.double_quant)
 
 
@@ -295,11 +295,13 @@ def loaded_bytes(model: nn.Module, within: tuple[str, ...] = ("",)) -> int:
 
 def load(model: nn.Module, device: torch.device | str, whole_bytes: int | None, phases: Any, work: Workload) -> None:
     """`from_pretrained`, `prepare_model_for_kbit_training`, and the adapters, each as a phase of its own."""
+    from transformers.core_model_loading import dot_natural_key
+
     if torch.device(device).type != "meta":
         raise UsageError(f"quantised weights ({work.quant}) are planned, not run", hint="memfit plan")
     layers = {id(layer.weight): layer for layer in _layers(model)}
     named = [(getattr(weight, COMES_AS, name), weight) for name, weight in _base_weights(model)]
-    base = sorted(named, key=lambda each: _natural(each[0]))
+    base = sorted(named, key=lambda each: dot_natural_key(each[0]))
     with phases("load"):
         at_once = loaded_bytes(model) if whole_bytes is None else whole_bytes
         torch.empty(at_once // 2, dtype=torch.float16, device=device)
@@ -350,13 +352,15 @@ def _load_by_threads(
 ) -> None:
     """Of a checkpoint that is quantised already: threads bring all tensors in the order of their names. What is stacked
     is so, in turn, as soon as all of it is there; what is unpacked, which takes longer, when all weights are."""
+    from transformers.core_model_loading import dot_natural_key
+
     coming: list[tuple[str, Any, Any]] = []
     for name, weight in base:
         stacked = getattr(weight, ARRIVES, None)
         coming += [(name, weight, None)] if stacked is None else [(each[0], weight, each) for each in stacked.sources]
     waiting = [weight for _, weight in base if hasattr(weight, ARRIVES)]
     there: dict[int, list[Any]] = {id(weight): [] for _, weight in base}
-    for _, weight, source in sorted(coming, key=lambda each: _natural(each[0])):
+    for _, weight, source in sorted(coming, key=lambda each: dot_natural_key(each[0])):
         if (layer := layers.get(id(weight))) is not None:
             layer.place(device)
         elif source is not None:
@@ -386,9 +390,9 @@ def _load_adapters(adapters: list[nn.Parameter], device: torch.device | str, wor
     """Around a 4-bit layer they come in the type that it computes in, around what shows a 16-bit type in that."""
     first = None
     if work.quant in ("nf4", "fp4"):
-        first = COMPUTE[work.compute_precision]
+        first = DTYPES[work.compute_precision]
     elif work.quant != "none" and work.quant != "int8":
-        first = COMPUTE[work.weight_precision]
+        first = DTYPES[work.weight_precision]
     for parameter in adapters:
         parameter.data = parameter.data.to(device, first or parameter.dtype)
 
@@ -413,8 +417,3 @@ def _base_weights(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
         if isinstance(module, nn.Linear):  # has buffers if its tensors are those of a packed format
             named += [(f"{name}.{own}", buffer) for own, buffer in module._buffers.items() if buffer is not None]
     return [(name.removeprefix("base_model.model.").replace(".base_layer.", "."), p) for name, p in named]
-
-
-def _natural(name: str) -> tuple[tuple[int, Any], ...]:
-    """transformers loads weights in the order of their names, numbers as numbers."""
-    return tuple((0, int(part)) if part.isdigit() else (1, part) for part in name.split("."))

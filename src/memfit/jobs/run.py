@@ -20,8 +20,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from memfit.errors import UsageError
-from memfit.jobs.build import DTYPES, Loop, Prepared, takes_labels
-from memfit.jobs.quantised import load
+from memfit.jobs.build import Loop, Prepared, takes_labels
+from memfit.jobs.quantised import DTYPES, load
 from memfit.jobs.training.optimizers import choose_optimizer
 from memfit.jobs.training.parallel import one_process_of, to_device, without_reduction
 from memfit.jobs.workload import Workload

@@ -24,7 +24,8 @@ from memfit.errors import InputError, MemfitError, UsageError
 from memfit.jobs.quantised import UNPACKED, FourBitLinear, quantise
 from memfit.jobs.torchao import Float8Rows, Int4Tiles, Int8Rows
 from memfit.jobs.workload import Workload
-from memfit.models.checkpoint import MissingWeights, WeightStore, first_line
+from memfit.models.checkpoint import MissingWeights, WeightStore
+from memfit.models.files import first_line
 from memfit.models.stored_weights import StoredWeights, facts_of
 
 NOT_MODELLED = "not modelled:"

@@ -36,7 +36,7 @@ from memfit.jobs.text_files import (
     lines_of,
     read_documents,
 )
-from memfit.models.checkpoint import first_line, why_no_hub
+from memfit.models.files import first_line, why_no_hub
 
 NOT_DATA = ("readme", "license", "dataset_info", "notice", ".")
 SAME_SPLIT = (("train", "training"), ("validation", "valid", "val", "dev"), ("test", "testing", "eval", "evaluation"))

@@ -12,7 +12,7 @@ import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, get_args
+from typing import Any, Literal, get_args, get_origin
 
 from memfit.errors import InputError, UsageError
 from memfit.jobs.adapter_names import LORAS, USUAL_RANK, Adapter, adapter_config_of
@@ -33,6 +33,7 @@ from memfit.jobs.settings import (
     check_known,
     check_setting,
     flag,
+    setting_types,
 )
 from memfit.jobs.together import (
     check_autocast,
@@ -357,3 +358,14 @@ class Workload(Settings):
             f"{self.few_bits} in bf16: {card} has no bf16",
             hint="precision: fp16 and quant.compute: fp16, with autocast: fp16",
         )
+
+
+def settings_of(kind: str) -> tuple[str, ...]:
+    """The settings that a kind of job reads, some of them only beside another one: beams when decoding by beam."""
+    plain = Workload(kind=kind, model="-", world_size=2)  # type: ignore[arg-type]
+    read = set(plain.settings())
+    for name in list(read - {"kind"}):
+        if get_origin(setting_types()[name]) is Literal:
+            for value in get_args(setting_types()[name]):
+                read.update(dataclasses.replace(plain, **{name: value}).settings())
+    return tuple(f.name for f in dataclasses.fields(Workload) if f.name in read and f.name != "kind")

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 DOOR = {
     "basics_settings": "BasicsSettings",
-    "checkpoint": (
-        "INDEX MissingWeights StoredTensor WEIGHTS WeightStore bytes_to_fetch first_line read_header why_no_hub"
-    ),
+    "checkpoint": "INDEX MissingWeights StoredTensor WEIGHTS WeightStore read_header",
     "config_check": "HEAD_NAMES Head MAX_FILE_BYTES MAX_LAYERS as_language_model read_config without_doubles",
     "files": (
-        "NotHere Source cache_folder find_here find_source find_tokenizer_here load_tokenizer look_at_source "
-        "tokenizer_folder"
+        "NotHere Source bytes_to_fetch cache_folder find_here find_source find_tokenizer_here first_line "
+        "load_tokenizer look_at_source tokenizer_folder why_no_hub"
     ),
     "gguf": "gguf_file",
     "gsa": "GsaConfig GsaForCausalLM",

@@ -10,17 +10,11 @@ from __future__ import annotations
 import json
 import math
 import os
-import socket
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
-from fnmatch import fnmatch
-from functools import cache
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
-from urllib.request import getproxies
 
 from memfit.errors import InputError
 
@@ -34,10 +28,7 @@ PIECE_BYTES = 8 << 20
 """A few threads share what is larger: one copies slower than a disk reads."""
 READERS = 4
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-SETTINGS = ("*.json", "*.model", "*.txt", "*.jinja")
-"""What a download brings beside the weights: settings and the tokenizer."""
 WEIGHTS = "*.safetensors"
-CONNECT_SECONDS = 5.0
 
 
 class MissingWeights(InputError):
@@ -195,28 +186,6 @@ def _no_weights(folder: Path) -> MissingWeights:
     return MissingWeights(f"'{folder}' holds no weights", hint=f"a model's folder has {SINGLE} or {INDEX}")
 
 
-# -- where a model's folder is -----------------------------------------------------------------------------------------
-
-
-def locate(model: str, *, cache_dir: Path | None = None, weights: bool = True) -> Path:
-    """The folder that a name means: itself, or a hub id's in the local cache, downloaded if need be. `cache_dir` is the
-    cache to use instead of the usual one. Without `weights`, settings and tokenizer are enough."""
-    path = Path(os.path.expanduser(model))
-    if path.is_dir():
-        return path
-    if path.suffix == ".json" and path.is_file():
-        return path.parent
-    from memfit.models.registry import resolve
-
-    hub_id = _hub_id(model)
-    if hub_id is None:
-        source = resolve(model)  # says what is wrong with the name
-        raise InputError(
-            f"'{source.name}' is a {source.kind} without weights", hint="give a folder with weights, or a hub id"
-        )
-    return _from_hub(hub_id, cache_dir, weights)
-
-
 def is_whole(folder: Path) -> bool:
     """Whether all weights are there that the folder's index names, or the one file that needs none."""
     if (folder / SINGLE).is_file():
@@ -226,94 +195,3 @@ def is_whole(folder: Path) -> bool:
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
         return False
     return bool(names) and all(Path(str(name)).name == name and (folder / name).is_file() for name in names)
-
-
-def bytes_to_fetch(model: str, *, cache_dir: Path | None = None) -> int:
-    """Of the weights that `locate` would download: none where they are on this machine."""
-    hub_id = None if Path(os.path.expanduser(model)).exists() else _hub_id(model)
-    if hub_id is None:
-        return 0
-    here = _cached(hub_id, cache_dir)
-    if (here is not None and is_whole(here)) or why_no_hub() is not None:
-        return 0
-    from huggingface_hub import HfApi
-
-    try:
-        files = HfApi().model_info(hub_id, files_metadata=True).siblings or []
-    except Exception as error:
-        raise _cannot_fetch(hub_id, first_line(error)) from error
-    wanted = [file for file in files if fnmatch(file.rfilename, WEIGHTS)]
-    return sum(file.size or 0 for file in wanted if here is None or not (here / file.rfilename).exists())
-
-
-def why_no_hub() -> str | None:
-    """Why nothing can be fetched; None if the Hub answers."""
-    from huggingface_hub import constants
-
-    if constants.HF_HUB_OFFLINE:
-        return "HF_HUB_OFFLINE is set"
-    return None if getproxies() else _why_unreachable(constants.ENDPOINT)
-
-
-@cache
-def _why_unreachable(endpoint: str) -> str | None:
-    """Asked once: left alone, huggingface_hub tries each file for half a minute."""
-    parts = urlsplit(endpoint)
-    host, port = parts.hostname or "", parts.port or (80 if parts.scheme == "http" else 443)
-    try:
-        socket.create_connection((host, port), timeout=CONNECT_SECONDS).close()
-    except OSError as error:
-        return f"{host} cannot be reached: {error.strerror or error}"
-    return None
-
-
-def first_line(error: Exception) -> str:
-    """What an exception says, for a sentence of our own."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-
-
-def _hub_id(model: str) -> str | None:
-    """A hub id as it stands, or the one that a preset is known by on the hub."""
-    from memfit.models.presets import find_preset
-
-    if model.count("/") == 1 and not model.startswith((".", "/", "~")):
-        return model
-    preset = find_preset(model)
-    return next((alias for alias in preset.aliases if alias.count("/") == 1), None) if preset else None
-
-
-def _from_hub(hub_id: str, cache_dir: Path | None, weights: bool) -> Path:
-    from huggingface_hub import snapshot_download
-
-    here = _cached(hub_id, cache_dir)
-    if here is not None and (is_whole(here) if weights else _has_settings(here)):
-        return here
-    why = why_no_hub()
-    if why is None:
-        wanted = [*SETTINGS, WEIGHTS] if weights else list(SETTINGS)
-        try:
-            return Path(snapshot_download(hub_id, cache_dir=cache_dir, allow_patterns=wanted))
-        except Exception as error:
-            raise _cannot_fetch(hub_id, first_line(error)) from error
-    raise _cannot_fetch(hub_id, why)
-
-
-def _cached(hub_id: str, cache_dir: Path | None) -> Path | None:
-    from huggingface_hub import snapshot_download
-
-    with suppress(Exception):  # not in the cache, or not a possible id
-        return Path(snapshot_download(hub_id, cache_dir=cache_dir, local_files_only=True))
-    return None
-
-
-def _has_settings(folder: Path) -> bool:
-    return (folder / "config.json").is_file() and any(
-        any(folder.glob(pattern)) for pattern in ("tokenizer*", "vocab*", "*.model")
-    )
-
-
-def _cannot_fetch(hub_id: str, why: str) -> InputError:
-    return InputError(
-        f"'{hub_id}' is not in the Hugging Face cache and cannot be fetched: {why}",
-        hint=f"`hf download {hub_id}` where there is a network (`hf auth login` first if it is gated), or a folder",
-    )

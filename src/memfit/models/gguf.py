@@ -17,7 +17,6 @@ transformers 5.17 reads Gemma's scores as a unigram model, which cuts words into
 
 from __future__ import annotations
 
-import atexit
 import hashlib
 import io
 import json
@@ -34,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from memfit.errors import InputError
+from memfit.files import folder_of_this_process, own_cache
 
 SPACE = "▁"
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
@@ -231,26 +231,7 @@ def _digest(path: Path) -> str:
 
 
 def _cache_root() -> Path:
-    said = os.environ.get("MEMFIT_CACHE", "")
-    if said.lower() in ("off", "0"):
-        return _for_this_process()
-    if said:
-        return Path(os.path.abspath(os.path.expanduser(said))) / "models"
-    caches = os.environ.get("XDG_CACHE_HOME", "")
-    if not os.path.isabs(caches):
-        caches = os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(caches, "memfit", "models")
-
-
-_temporary: Path | None = None
-
-
-def _for_this_process() -> Path:
-    global _temporary
-    if _temporary is None:
-        _temporary = Path(tempfile.mkdtemp(prefix="memfit-models-"))
-        atexit.register(shutil.rmtree, _temporary, ignore_errors=True)
-    return _temporary
+    return own_cache("models", in_said="models") or folder_of_this_process()
 
 
 def _transformers() -> str:

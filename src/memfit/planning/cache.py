@@ -22,7 +22,6 @@ A model of a shape that no preset has is found again as a folder with its config
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
 import hashlib
 import json
@@ -43,7 +42,7 @@ from types import FunctionType
 from typing import Any, TypeVar
 
 from memfit.events import Trace
-from memfit.files import written_whole
+from memfit.files import folder_of_this_process, own_cache, written_whole
 from memfit.jobs.workload import Workload
 from memfit.models.config_check import MAX_FILE_BYTES
 from memfit.models.registry import ModelSource
@@ -54,8 +53,6 @@ from memfit.units import MiB
 from memfit.versions import versions
 
 FORMAT = "memfit.cached-trace/1"
-VARIABLE = "MEMFIT_CACHE"
-OFF = ("off", "0")
 
 MAX_TOTAL_BYTES = 512 * MiB
 MAX_ENTRY_BYTES = 32 * MiB
@@ -205,17 +202,8 @@ def _package() -> Path:
 
 
 def folder() -> Path | None:
-    """Where traces are kept; None if nowhere. It need not exist yet."""
-    said = os.environ.get(VARIABLE, "")
-    if said:
-        return None if said.lower() in OFF else Path(os.path.abspath(os.path.expanduser(said)))
-    caches = os.environ.get("XDG_CACHE_HOME", "")
-    if not os.path.isabs(caches):  # as the XDG specification has it: a relative path is to be ignored
-        home = os.path.expanduser("~")
-        if not os.path.isdir(home):
-            return None
-        caches = os.path.join(home, ".cache")
-    return Path(caches, "memfit", "traces")
+    """Where traces are kept; None if nowhere."""
+    return own_cache("traces")
 
 
 def load(key: Key, read: Callable[[Trace, Mapping[str, Any]], T]) -> T | None:
@@ -244,15 +232,12 @@ def store(key: Key, trace: Trace, facts: Mapping[str, Any]) -> None:
     where = folder()
     if where is None:
         return
-    from shutil import rmtree
-    from tempfile import mkdtemp
-
     kept = dataclasses.replace(trace, facts={**trace.facts, "cached": {"key": key.text, "facts": dict(facts)}})
     with suppress(OSError):
         _make(where)
         if where.stat().st_mode & stat.S_IWOTH:
             return  # anyone could put things there
-        aside = Path(mkdtemp(prefix=WRITING, dir=where))
+        aside = Path(tempfile.mkdtemp(prefix=WRITING, dir=where))
         try:
             written = aside / "trace.npz"
             kept.save(written)
@@ -292,8 +277,6 @@ def _count(size: int, folder: Path) -> None:
 def tidy(folder: Path) -> None:
     """Delete what was not used for longest, and what a killed process left behind. Other processes may do the same at
     the same time: a file that is already gone is as good as deleted. Files of other names are left alone."""
-    import shutil
-
     entries: list[tuple[float, int, str]] = []
     for found in os.scandir(folder):
         with suppress(OSError):
@@ -301,7 +284,7 @@ def tidy(folder: Path) -> None:
             if ENTRY.fullmatch(found.name):
                 entries.append((stats.st_mtime, stats.st_size, found.path))
             elif found.name.startswith(WRITING) and time.time() - stats.st_mtime > ABANDONED_SECONDS:
-                shutil.rmtree(found.path, ignore_errors=True)
+                rmtree(found.path, ignore_errors=True)
     excess = sum(size for _, size, _ in entries) - MAX_TOTAL_BYTES
     if excess <= 0:
         return
@@ -323,7 +306,7 @@ def shape_folder(settings: Mapping[str, Any]) -> Path:
     if traces is not None:
         with suppress(OSError):
             return _written(traces.parent / "shapes" / name, text)
-    return _written(_of_this_process() / name, text)
+    return _written(folder_of_this_process() / name, text)
 
 
 def _written(folder: Path, text: str) -> Path:
@@ -333,10 +316,3 @@ def _written(folder: Path, text: str) -> Path:
         with written_whole(config) as beside:
             beside.write_text(text, encoding="utf-8")
     return folder
-
-
-@cache
-def _of_this_process() -> Path:
-    made = tempfile.mkdtemp(prefix="memfit-")
-    atexit.register(rmtree, made, ignore_errors=True)
-    return Path(made)

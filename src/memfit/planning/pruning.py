@@ -19,7 +19,6 @@ import torch
 from memfit.errors import UsageError
 from memfit.events import Action, Trace
 from memfit.extrapolation.blocks import AFTER, BEFORE, LAST, NotRepeating
-from memfit.jobs.build import DTYPES
 from memfit.jobs.host import HostMemory
 from memfit.jobs.pruning.decoder import Decoder, check_decoder
 from memfit.jobs.pruning.engine import Engine
@@ -27,6 +26,7 @@ from memfit.jobs.pruning.placement import MicroBatch
 from memfit.jobs.pruning.result import PruningOutcome
 from memfit.jobs.pruning.settings import PruneSettings
 from memfit.jobs.pruning.streaming import Parts
+from memfit.jobs.quantised import DTYPES
 from memfit.jobs.workload import Workload
 from memfit.models.registry import build_model, load_config, source_notes
 from memfit.planning.failures import failures_of_the_job

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from memfit.events import Trace
 from memfit.gpus import Gpu
-from memfit.jobs.build import DTYPES
 from memfit.jobs.pruning.decoder import Call, Decoder
+from memfit.jobs.quantised import DTYPES
 from memfit.jobs.run import Phases
 from memfit.jobs.workload import Workload
 from memfit.models.registry import build_model, parameter_count, resolve

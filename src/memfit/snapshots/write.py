@@ -41,7 +41,6 @@ def snapshot_dict(
     segments: Iterable[SnapshotSegment],
     placements: Mapping[int, tuple[int, int]],
     *,
-    device: int = 0,
     driver: Iterable[DriverCall] | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
@@ -51,19 +50,19 @@ def snapshot_dict(
     placements   block -> (address, block size); a block that has none was never placed and is left out
     driver       what a replay had the driver do; without it, what the trace itself recorded
     """
-    writer = _SnapshotWriter(trace, placements, device)
+    writer = _SnapshotWriter(trace, placements)
     writer.events_of(sorted(driver, key=lambda event: event[0]) if driver is not None else None)
     final = [writer.segment(segment) for segment in sorted(segments, key=attrgetter("address"))]
     writer.check_all_placed()
     return {
         "segments": final,
-        "device_traces": [[] for _ in range(device)] + [writer.events],
+        "device_traces": [writer.events],
         "allocator_settings": dict(settings or {}),
         "external_annotations": writer.annotations,
         "memfit": {
             "format": FORMAT,
             "origin": trace.origin,
-            "device": device,
+            "device": 0,
             "marks": writer.marks,
             "before": writer.before,
         },
@@ -94,8 +93,8 @@ def as_json(snapshot: dict[str, Any]) -> bytes:
 
 
 class _SnapshotWriter:
-    def __init__(self, trace: Trace, placements: Mapping[int, tuple[int, int]], device: int) -> None:
-        self.trace, self.placements, self.device = trace, placements, device
+    def __init__(self, trace: Trace, placements: Mapping[int, tuple[int, int]]) -> None:
+        self.trace, self.placements = trace, placements
         self.events: list[dict[str, Any]] = []
         self.marks: list[dict[str, Any]] = []
         self.annotations: list[dict[str, Any]] = []
@@ -167,7 +166,7 @@ class _SnapshotWriter:
         if self.annotations:
             self.annotations.append({**self.annotations[-1], "stage": "END", "time_us": i})
         name = f"{mark.phase} {mark.step}" if mark.step else mark.phase
-        self.annotations.append({"name": name, "stage": "START", "device": self.device, "time_us": i})
+        self.annotations.append({"name": name, "stage": "START", "device": 0, "time_us": i})
 
     def _what(self, block: int) -> dict[str, Any]:
         """What no event of the file says of a block that was there before the first one."""
@@ -205,7 +204,7 @@ class _SnapshotWriter:
         blocks += self._gap(at, end)
         used = [block for block in blocks if block["state"] != "inactive"]
         return {
-            "device": self.device, "address": segment.address, "total_size": segment.total_size,
+            "device": 0, "address": segment.address, "total_size": segment.total_size,
             "allocated_size": sum(block["size"] for block in used if block["state"] == "active_allocated"),
             "active_size": sum(block["size"] for block in used),
             "requested_size": sum(block["requested_size"] for block in used),

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from memfit.errors import InputError
-from memfit.jobs.build import DTYPES
+from memfit.jobs.quantised import DTYPES
 from memfit.models.checkpoint import StoredTensor, WeightStore
 from memfit.models.registry import ModelSource, build_model, head_named, is_encoder, load_config, resolve
 from memfit.models.stored_weights import refuse_stored

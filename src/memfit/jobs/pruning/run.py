@@ -51,8 +51,8 @@ from memfit.jobs.pruning.result import (
 from memfit.jobs.pruning.settings import PruneSettings
 from memfit.jobs.texts import Texts, find_texts
 from memfit.jobs.workload import Workload
-from memfit.models.checkpoint import WeightStore, bytes_to_fetch
-from memfit.models.files import Source, cache_folder, find_source, load_tokenizer, look_at_source
+from memfit.models.checkpoint import WeightStore
+from memfit.models.files import Source, bytes_to_fetch, cache_folder, find_source, load_tokenizer, look_at_source
 from memfit.recording.memory_log import MemoryLog, predicted_and_measured
 from memfit.recording.sampler import CudaMemory, GpuReading
 from memfit.recording.status import publish, published
@@ -278,7 +278,7 @@ class _PruningRun:
     def _check_room(self) -> None:
         """For weights that are on the Hub still: in the cache, and for the pruned ones."""
         cache, save = self.options.cache_dir, self.settings.save
-        coming = bytes_to_fetch(self.work.model, cache_dir=None if cache is None else Path(cache).expanduser())
+        coming = bytes_to_fetch(self.work.model, cache_dir=cache)
         if coming == 0:
             return
         there = cache_folder(cache)

@@ -49,15 +49,15 @@ class DataSummary:
     packed: bool
     rows: int
     """Read, without the empty ones."""
-    empty_rows: int
+    empty_rows: int = 0
     samples: int
     tokens: int
     learned_tokens: int
-    truncated_samples: int
+    truncated_samples: int = 0
     """Cut at max_seq_len, or in pieces."""
-    dropped_samples: int
+    dropped_samples: int = 0
     """Too long, or with nothing of the answer left."""
-    tokens_left_out: int
+    tokens_left_out: int = 0
     max_seq_len: int
     lengths: Lengths
 
@@ -146,26 +146,27 @@ def read_training_data(config: DataConfig, tokenizer: Any) -> TrainingData:
 
 def rows_of_full_length(config: DataConfig) -> TrainingData:
     """For a plan, where the data cannot be read here: one row, as long as rows may be."""
-    long = config.max_seq_len
+    long, source = config.max_seq_len, config.source or ""
     packed = config.format != "instruction" if config.packing is None else config.packing
+    ids = torch.zeros(long, dtype=torch.int32)
+    return made_up_rows(ids, [long], packed=packed, source=source, origin=source, format=config.format)
+
+
+def made_up_rows(
+    ids: Tensor, lengths: list[int], *, packed: bool, source: str, origin: str, format: str
+) -> TrainingData:
+    """Rows of these lengths, the longest first, of which everything is learned."""
+    longest, tokens = lengths[0], sum(lengths)
     summary = DataSummary(
-        source=config.source or "",
-        origin=config.source or "",
-        format=config.format,
-        packed=packed,
-        rows=1,
-        empty_rows=0,
-        samples=1,
-        tokens=long,
-        learned_tokens=long,
-        truncated_samples=0,
-        dropped_samples=0,
-        tokens_left_out=0,
-        max_seq_len=long,
-        lengths=Lengths(shortest=long, median=long, mean=float(long), percentile_95=long, longest=long),
-    )
-    ids, learned = torch.zeros(long, dtype=torch.int32), torch.ones(long, dtype=torch.bool)
-    return TrainingData(ids, learned, torch.tensor([0, long]), packed=packed, summary=summary)
+        packed=packed, rows=len(lengths), samples=len(lengths), tokens=tokens, learned_tokens=tokens,
+        max_seq_len=longest, source=source, origin=origin, format=format,
+        lengths=Lengths(
+            shortest=lengths[-1], median=lengths[-1], mean=tokens / len(lengths), percentile_95=longest,
+            longest=longest,
+        ),
+    )  # fmt: skip
+    starts = torch.tensor([0, *lengths]).cumsum(0)
+    return TrainingData(ids, torch.ones(tokens, dtype=torch.bool), starts, packed=packed, summary=summary)
 
 
 # -- to length ---------------------------------------------------------------------------------------------------------

@@ -69,9 +69,9 @@ def _as_they_are(rows: Rows) -> Rows:
     return rows
 
 
-def learned_tokens(rows: Rows, ignored: int = -100) -> int:
+def learned_tokens(rows: Rows) -> int:
     """The first token of a row is never predicted."""
-    return sum(int((each["labels"][1:] != ignored).sum()) for each in rows)
+    return sum(int((each["labels"][1:] != IGNORED).sum()) for each in rows)
 
 
 PROBE_STEPS = 2

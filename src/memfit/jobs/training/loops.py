@@ -22,7 +22,7 @@ from memfit.jobs.small_states import KINDS, OF_TORCHAO, by_shapes
 from memfit.jobs.training.batch import BatchSizes
 from memfit.jobs.training.config import TrainConfig, keys_of
 from memfit.jobs.training.config_file import config_from
-from memfit.jobs.training.data import DataSummary, Lengths, TrainingData
+from memfit.jobs.training.data import TrainingData, made_up_rows
 from memfit.jobs.training.job import TrainJob
 from memfit.jobs.training.levers import has_tensorboard
 from memfit.jobs.training.optimizers import ADAMW, adamw, trainer_name
@@ -149,20 +149,8 @@ def _random_rows(work: Workload, vocab_size: int) -> TrainingData:
     """Every batch has a row of full length. With padding every second row is half as long, so that the mask is there
     for a reason; a single row at a time is never padded."""
     lengths = [work.seq_len, work.seq_len // 2] if work.is_padded else [work.seq_len]
-    starts = torch.tensor([0, *lengths]).cumsum(0)
-    tokens = int(starts[-1])
-    summary = DataSummary(
-        source="random", origin="random tokens", format="text", packed=not work.padding, rows=len(lengths),
-        samples=len(lengths), empty_rows=0, tokens=tokens, learned_tokens=tokens, truncated_samples=0,
-        dropped_samples=0, tokens_left_out=0, max_seq_len=work.seq_len,
-        lengths=Lengths(
-            shortest=lengths[-1], median=lengths[-1], mean=tokens / len(lengths), percentile_95=lengths[0],
-            longest=lengths[0],
-        ),
-    )  # fmt: skip
-    ids = torch.randint(0, vocab_size, (tokens,), dtype=torch.int32)
-    learned = torch.ones(tokens, dtype=torch.bool)
-    return TrainingData(ids, learned, starts, packed=not work.padding, summary=summary)
+    ids = torch.randint(0, vocab_size, (sum(lengths),), dtype=torch.int32)
+    return made_up_rows(ids, lengths, packed=not work.padding, source="random", origin="random tokens", format="text")
 
 
 def _fail(halved: HalvedStep) -> None:
