@@ -374,8 +374,8 @@ FITTING = [
     ),
     _LEVERS(
         "what lies on the host is forgotten",
-        'changes.get("_offload", workload.offload)',
-        'changes.get("_offload", ())',
+        "on_host = workload.offload  # what",
+        "on_host = ()  # what",
     ),
     _LEVERS("checkpointing is a lever where it is on", "    if work.grad_checkpointing:\n        return\n", ""),
     _LADDER("Medium leaves 15 %", '"Medium": 0.2', '"Medium": 0.15'),
@@ -541,8 +541,8 @@ EXPLAINING = [
 ]
 
 _MACHINE = _in("checking/machine.py", "checking/test_check_bytes.py", "checking/test_check_machine.py")
-_ALLOC = _in("checking/allocator.py", "checking/test_check_bytes.py", "checking/test_check_machine.py")
-_PACKAGES = _in("checking/packages.py", "checking/test_check_bytes.py", "checking/test_check_machine.py")
+_ALLOC = _in("checking/software.py", "checking/test_check_bytes.py", "checking/test_check_machine.py")
+_PACKAGES = _in("checking/software.py", "checking/test_check_bytes.py", "checking/test_check_machine.py")
 _CHECK_MODEL = _in("checking/model.py", "checking/test_check_bytes.py")
 
 CHECKING = [
@@ -918,7 +918,7 @@ TRACING = [
 _GATE = _in("checking/gate.py", "checking/test_gate.py")
 _AGENTS = _in("agents/server.py", "agents/test_tools.py", "agents/test_mcp.py")
 _KEYS = _in("jobfiles/keys.py", "jobfiles/test_job_files.py")
-_EDIT = _in("jobfiles/edit.py", "jobfiles/test_job_files.py")
+_EDIT = _in("jobfiles/file.py", "jobfiles/test_job_files.py")
 _AXOLOTL = _in("jobfiles/axolotl.py", "jobfiles/test_job_files.py")
 _LAUNCHERS = _in("jobfiles/launchers.py", "jobfiles/test_job_files.py")
 _SECURITY = _in("serving/security.py", "serving/test_security.py")

@@ -10,7 +10,7 @@ import sys
 from support.warm_python import warm_python
 
 HEAVY = ["torch", "transformers", "peft", "accelerate", "numpy"]
-NOT_FOR_TEXT = ["pydantic", "rich.progress", "memfit.cli.prune"]
+NOT_FOR_TEXT = ["pydantic", "rich.progress", "memfit.cli.running"]
 
 SCRIPT = """
 import contextlib, io, json, sys

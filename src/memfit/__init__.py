@@ -39,8 +39,7 @@ if TYPE_CHECKING:
     from memfit.planning.many import Refusal, predict_many
     from memfit.planning.own_code import trace_own_code as trace
     from memfit.planning.predict import Plan, predict
-    from memfit.recording.callbacks import lightning_memory, trainer_memory
-    from memfit.recording.memory_log import MemoryLog, print_gpu_memory_summary
+    from memfit.recording.memory_log import MemoryLog, lightning_memory, print_gpu_memory_summary, trainer_memory
     from memfit.recording.recorder import record
     from memfit.recording.sampler import Sampler
     from memfit.render.recorded import Difference, FileReport, diff, export, report
@@ -120,8 +119,7 @@ _LATE = {
     "planning.many": "Refusal predict_many",
     "planning.own_code": "trace",
     "planning.predict": "Plan predict",
-    "recording.callbacks": "lightning_memory trainer_memory",
-    "recording.memory_log": "MemoryLog print_gpu_memory_summary",
+    "recording.memory_log": "MemoryLog lightning_memory print_gpu_memory_summary trainer_memory",
     "recording.recorder": "record",
     "recording.sampler": "Sampler",
     "render.recorded": "Difference FileReport diff export report",

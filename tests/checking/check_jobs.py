@@ -131,6 +131,7 @@ def factory_situation(
     return situation(folder, world_size=world_size, model=model, **changes)
 
 
-def only(look: Callable[[Situation], Iterator[Finding]], where: Situation) -> Finding:
-    (finding,) = look(where)
+def only(look: Callable[[Situation], Finding | Iterator[Finding]], where: Situation) -> Finding:
+    found = look(where)
+    (finding,) = [found] if isinstance(found, Finding) else found
     return finding

@@ -20,7 +20,7 @@ from memfit.checking import config as config_keys
 from memfit.checking import config as parallel
 from memfit.checking import config as precision
 from memfit.checking import config as served
-from memfit.checking import data, packages
+from memfit.checking import data, software
 from memfit.checking import data as calibration
 from memfit.checking import data as positions
 from memfit.checking import machine as disk
@@ -29,10 +29,10 @@ from memfit.checking import model as gradient_flow
 from memfit.checking import model as trained_weights
 from memfit.checking import plan as fits
 from memfit.checking import plan as peaks
-from memfit.checking.allocator import look
 from memfit.checking.check import check
 from memfit.checking.model import Flow
 from memfit.checking.situation import CheckRequest, Finding, Situation, guarded
+from memfit.checking.software import look
 from memfit.jobs.workload import Workload
 from memfit.recording.machine import GpuProcess, GpuState
 from memfit.units import GiB
@@ -317,9 +317,10 @@ def in_a_process(code: str, *, first_on_path: Path) -> dict[str, Any]:
 
 SHOW = """
 import json
-from memfit.checking.packages import {look}
-from memfit.checking.situation import CheckRequest, Situation
-print(json.dumps([each.to_json() for each in {look}(Situation(CheckRequest()))][0]))
+from memfit.checking.software import {look}
+from memfit.checking.situation import CheckRequest, Line, Situation, guarded
+(found, *_) = guarded(Line("settings", ""), lambda: {look}(Situation(CheckRequest())))
+print(json.dumps(found.to_json()))
 """
 
 
@@ -346,7 +347,7 @@ def test_a_peft_that_was_downgraded_to_0_4_0_is_found(tmp_path: Path) -> None:
 
 
 def test_the_packages_of_this_environment_fit_one_another() -> None:
-    assert only(packages.check_packages, Situation(CheckRequest())).status == "ok"
+    assert only(software.check_packages, Situation(CheckRequest())).status == "ok"
 
 
 # -- several processes -------------------------------------------------------------------------------------------------
@@ -356,7 +357,7 @@ def test_parameters_that_ddp_would_wait_for_are_found(tmp_path: Path, monkeypatc
     changes = {"find_unused_parameters": False, "oom_recovery": False}
     where = factory_situation(tmp_path, "with_an_unused_head", monkeypatch, world_size=2, **changes)
     _, followed = flow_of(where)
-    (finding,) = parallel.check_unused_parameters(where, followed)
+    finding = parallel.check_unused_parameters(where, followed)
     assert (finding.status, finding.details["tensors"]) == ("failed", ["never_called.weight"])
     assert "Expected to have finished reduction" in finding.found
 
@@ -367,7 +368,7 @@ def test_gsa_s_indexer_gets_no_gradient_and_is_passed_over(tmp_path: Path) -> No
     where = situation(tmp_path, world_size=2, model=model)
     flow, followed = flow_of(where)
     assert (flow.status, "a choice of keys has no gradient" in flow.found) == ("ok", True)
-    (finding,) = parallel.check_unused_parameters(where, followed)
+    finding = parallel.check_unused_parameters(where, followed)
     assert finding.status == "ok"
     assert all("indexer" in name for name in finding.details["tensors"])
 

@@ -13,18 +13,15 @@ from check_jobs import llama_folder, only, situation
 from packaging.requirements import Requirement
 
 import memfit
-from memfit.checking import allocator as allocator_settings
-from memfit.checking import allocator as environment
 from memfit.checking import machine as gpu_present
 from memfit.checking import machine as gpu_software
 from memfit.checking import machine as host
-from memfit.checking import packages
 from memfit.checking import plan as fits
-from memfit.checking.allocator import look, too_new_for
+from memfit.checking import software
 from memfit.checking.check import _checks
 from memfit.checking.machine import runs_on
-from memfit.checking.packages import COMPILER, check_compiler, conflicts, is_met
 from memfit.checking.situation import CheckRequest, Finding, Line, Situation, guarded
+from memfit.checking.software import COMPILER, check_compiler, conflicts, is_met, look, too_new_for
 from memfit.errors import UsageError
 from memfit.jobs.workload import Workload
 from memfit.recording.machine import GpuDriver, GpuState, NoNvml
@@ -186,14 +183,14 @@ def test_collection_without_a_limit_is_said() -> None:
 
 
 def test_the_environment_of_the_start_is_the_process_s_own() -> None:
-    assert (allocator_settings.started_with() or dict(os.environ))["PATH"] == os.environ["PATH"]
+    assert (software.started_with() or dict(os.environ))["PATH"] == os.environ["PATH"]
 
 
 def test_variables_without_effect_on_the_gpu_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.delenv("CUDA_LAUNCH_BLOCKING", raising=False)
-    finding = only(environment.check_variables, Situation(CheckRequest()))
+    finding = only(software.check_variables, Situation(CheckRequest()))
     assert finding.found == "TOKENIZERS_PARALLELISM=false: threads of the host; no effect on GPU memory"
 
 
@@ -211,7 +208,7 @@ def test_a_requirement_is_met_or_not(line: str, have: str, unmet: bool) -> None:
 
 def test_only_what_a_training_here_needs_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = [f'peft>=9; extra == "{extra}"' for extra in ("torch", "quality")] + ["peft>=9; python_version < '3.9'"]
-    monkeypatch.setattr("memfit.checking.packages.requires", lambda who: lines if who != "memfit" else [])
+    monkeypatch.setattr("memfit.checking.software.requires", lambda who: lines if who != "memfit" else [])
     assert [who for who, _, _ in conflicts({"transformers": "5", "peft": "1"})] == ["transformers"]
 
 
@@ -249,7 +246,7 @@ def test_a_limit_on_locked_memory_is_said(tmp_path: Path) -> None:
     code = (
         "import resource; resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))\n"
         "from memfit.checking.machine import check_locked_memory\n"
-        "print([each.found for each in check_locked_memory(None)][0])"
+        "print(check_locked_memory(None).found)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.startswith("64.00 KiB: pinned memory of CUDA is not bound by it")
@@ -388,16 +385,16 @@ def test_a_compiled_job_is_planned_by_the_torch_that_is_here() -> None:
 def test_what_compiled_code_needs_is_looked_for_here_too(
     triton: bool, gcc: str | None, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    known = packages.installed
-    monkeypatch.setattr(packages, "find_spec", lambda _: triton or None)
-    monkeypatch.setattr(packages, "installed", lambda name: "3.9" if name == "triton" else known(name))
-    monkeypatch.setattr(packages.shutil, "which", lambda _: gcc)
+    known = software.installed
+    monkeypatch.setattr(software, "find_spec", lambda _: triton or None)
+    monkeypatch.setattr(software, "installed", lambda name: "3.9" if name == "triton" else known(name))
+    monkeypatch.setattr(software.shutil, "which", lambda _: gcc)
     found = _compiler("H100")
     assert found.status == "ok" and said in found.found
 
 
 def test_without_triton_compiled_code_does_not_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memfit.checking.packages.find_spec", lambda _: None)
+    monkeypatch.setattr("memfit.checking.software.find_spec", lambda _: None)
     monkeypatch.setattr(Situation, "runs_here", True)
     found = _compiler("H100")
     assert (found.status, "triton" in found.found) == ("failed", True)

@@ -335,7 +335,7 @@ def test_smaller_batches_are_timed_over_all_the_rows() -> None:
     (change,) = [each for each in answer.changes if each.lever.group == "micro-batch"]
     assert change.time_before is not None
     assert change.time_after is not None
-    assert change.time_after.flops == change.time_before.flops
+    assert change.time_after.figures["flops"] == change.time_before.figures["flops"]
 
 
 def test_of_a_model_that_is_too_large_a_smaller_one_that_fits_is_named_however_much_smaller() -> None:

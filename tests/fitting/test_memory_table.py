@@ -14,9 +14,8 @@ import pytest
 
 import memfit
 from memfit.errors import UnknownName, UsageError
-from memfit.fitting.claims import check_claim, check_saving, difference
+from memfit.fitting.claims import STREAMED, WHOLE, PlanMemo, check_claim, check_saving, difference
 from memfit.fitting.table import GPUS, Table, jobs_of, make_table
-from memfit.fitting.whole_model import STREAMED, WHOLE, PlanMemo
 from memfit.gpus import find_gpu
 from memfit.guides.claims import DECISIONS, EXAMPLES, QUICK_REFERENCE, SAVINGS, Claim
 from memfit.jobs.workload import Workload

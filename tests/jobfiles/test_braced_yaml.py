@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from memfit.errors import InputError, UsageError
-from memfit.jobfiles.edit import with_values
-from memfit.jobfiles.file import read_job
+from memfit.jobfiles.file import read_job, with_values
 
 BRACED = (
     "{base_model: gpt2, adapter: lora, lora_r: 16, lora_target_linear: true, micro_batch_size: 2, batch_size: 2, "

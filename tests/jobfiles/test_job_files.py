@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from public_examples import ALL
 
 from memfit.errors import InputError, MemfitError, UsageError
-from memfit.jobfiles.edit import with_values
-from memfit.jobfiles.file import FORMATS, is_job_file, read_job
+from memfit.jobfiles.file import FORMATS, is_job_file, read_job, with_values
 from memfit.jobs.workload import Workload
 
 EXAMPLES = [(form, *each) for form, examples in ALL.items() for each in examples]

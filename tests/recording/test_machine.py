@@ -16,7 +16,7 @@ import pytest
 
 from memfit.cli.main import main
 from memfit.errors import MemfitError
-from memfit.recording import machine, status
+from memfit.recording import machine
 from memfit.recording import machine as nvml
 from memfit.recording.sampler import Sampler
 
@@ -100,11 +100,11 @@ def test_a_sampler_sees_the_driver_and_the_host_and_does_not_start_cuda(tmp_path
 
 
 def test_a_job_is_seen_while_it_runs_and_not_after_it_was_killed() -> None:
-    code = "import time; from memfit.recording.status import publish; publish('prune', '03_before_pruning', done=2, total=16, peak_bytes=7); print('up', flush=True); time.sleep(60)"  # noqa: E501
+    code = "import time; from memfit.recording.machine import publish; publish('prune', '03_before_pruning', done=2, total=16, peak_bytes=7); print('up', flush=True); time.sleep(60)"  # noqa: E501
     job = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     try:
         assert job.stdout is not None and job.stdout.readline() == "up\n"
-        (seen,) = status.running_jobs()
+        (seen,) = machine.running_jobs()
         assert (seen.command, seen.at, seen.done, seen.total, seen.peak_bytes) == (
             "prune",
             "03_before_pruning",
@@ -117,21 +117,21 @@ def test_a_job_is_seen_while_it_runs_and_not_after_it_was_killed() -> None:
         job.wait()
         if job.stdout:
             job.stdout.close()
-    assert status.running_jobs() == []
+    assert machine.running_jobs() == []
 
 
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", '{"pid": "1"}', '{"pid": true, "started": 1, "command": "x", "at": "y"}', "[" * 100_000]
 )
 def test_a_damaged_status_file_is_passed_over(text: str) -> None:
-    status.folder().mkdir()
-    (status.folder() / "1.json").write_text(text)
-    assert status.running_jobs() == []
+    machine.folder().mkdir()
+    (machine.folder() / "1.json").write_text(text)
+    assert machine.running_jobs() == []
 
 
 def test_a_status_cannot_move_the_cursor() -> None:
-    status.publish("prune\x1b[2J", "at\nb")
-    (seen,) = status.running_jobs()
+    machine.publish("prune\x1b[2J", "at\nb")
+    (seen,) = machine.running_jobs()
     assert seen.command == "prune [2J" and seen.at == "at b"
 
 

@@ -16,8 +16,7 @@ import uvicorn
 from playwright.sync_api import Browser, Page
 from support.warm_python import warm_python
 
-from memfit.serving.app import make_app
-from memfit.serving.server import ServeSettings
+from memfit.serving.app import ServeSettings, make_app
 
 DATA = Path(__file__).parents[1] / "data"
 CHROMIUM = next((found for name in ("chromium", "google-chrome") if (found := shutil.which(name))), None)

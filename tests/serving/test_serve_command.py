@@ -18,7 +18,7 @@ pytest.importorskip("fastapi", reason="memfit[web] is not installed")
 import httpx
 
 from memfit.cli.main import main
-from memfit.serving.server import ServeSettings, _hangup_as, address, forwarding
+from memfit.serving.app import ServeSettings, _hangup_as, address, forwarding
 
 
 def test_a_port_that_is_taken_is_said_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:

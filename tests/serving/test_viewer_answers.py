@@ -18,8 +18,7 @@ from starlette.testclient import TestClient
 from support.warm_python import warm_python
 
 from memfit.serving import found, viewer
-from memfit.serving.app import make_app
-from memfit.serving.server import ServeSettings
+from memfit.serving.app import ServeSettings, make_app
 
 DATA = Path(__file__).parents[1] / "data"
 HOSTILE = "<img src=x onerror=alert(1)>.pickle"

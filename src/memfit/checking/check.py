@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from memfit.checking import allocator, data, loading, machine, model, packages, plan
 from memfit.checking import config as job_settings
+from memfit.checking import data, loading, machine, model, plan, software
 from memfit.checking.model import Flow
 from memfit.checking.situation import CheckRequest, Finding, Line, Situation, Status, guarded
 from memfit.errors import UsageError
@@ -30,7 +30,7 @@ from memfit.render.shown import Renderer, Shown
 
 SCHEMA = "memfit.check/1"
 STATUSES: tuple[Status, ...] = ("ok", "warning", "failed", "skipped")
-Look = Callable[[Situation], Iterator[Finding]]
+Look = Callable[[Situation], Finding | Iterator[Finding]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +92,7 @@ def check(
     if work is not None:
         resolve(work.model)
     environment = dict(os.environ)
-    with allocator.without_malformed():
+    with software.without_malformed():
         asked, wrong = _asked(work, config, tuple(sets), gpu, world_size, load)
         situation, found = Situation(asked, environment), [] if wrong is None else [wrong]
         for name, look, line in _checks(asked):
@@ -176,14 +176,14 @@ def _checks(asked: CheckRequest) -> Iterator[tuple[str, Look, Line]]:
     yield "asking who holds them", machine.check_free_memory, machine.FREE
     yield "driver and torch", machine.check_build, machine.BUILD
     yield "what the card can do", machine.check_abilities, machine.ABILITIES
-    yield "settings of the allocator", allocator.check_allocator_settings, allocator.SETTINGS
-    yield "environment", allocator.check_variables, allocator.ENVIRONMENT
-    yield "packages", packages.check_packages, packages.SET
-    yield "bitsandbytes", packages.check_bitsandbytes, packages.LOADS
+    yield "settings of the allocator", software.check_allocator_settings, software.SETTINGS
+    yield "environment", software.check_variables, software.ENVIRONMENT
+    yield "packages", software.check_packages, software.SET
+    yield "bitsandbytes", software.check_bitsandbytes, software.LOADS
     if asked.job is not None and asked.job.is_quantised and asked.job.quantised_by != "bitsandbytes":
-        yield "packages of quantised weights", packages.check_weights, packages.WEIGHTS
+        yield "packages of quantised weights", software.check_weights, software.WEIGHTS
     if asked.workload is not None and asked.workload.is_compiled:
-        yield "torch.compile", packages.check_compiler, packages.COMPILER
+        yield "torch.compile", software.check_compiler, software.COMPILER
     if from_file:
         yield "keys of the config", job_settings.check_keys, job_settings.KEYS
     if of_job:

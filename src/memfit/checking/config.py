@@ -98,51 +98,46 @@ BATCH = Line("config", "global batch")
 SHOWN_SIZES = 8
 
 
-def check_global_batch(situation: Situation) -> Iterator[Finding]:
+def check_global_batch(situation: Situation) -> Finding:
     sizes, config = situation.batch.get(), situation.config.batch
     rungs = ", ".join(str(rows) for rows in sizes.rungs[:SHOWN_SIZES]) + (
         ", ..." if len(sizes.rungs) > SHOWN_SIZES else ""
     )
     details: dict[str, Any] = {**sizes.to_json(), "rungs": list(sizes.rungs)}
     if situation.asked.workload is not None:
-        yield BATCH.ok(f"{sizes.in_words()}; micro-batches that keep it: {rungs}", **details)
-        return
+        return BATCH.ok(f"{sizes.in_words()}; micro-batches that keep it: {rungs}", **details)
     if config.global_batch_size is None:
-        yield BATCH.ok(
+        return BATCH.ok(
             f"{sizes.in_words()}; not stated, so it changes with the number of GPUs",
             f"global_batch_size: {sizes.global_batch_size} keeps it",
             **details,
         )
-        return
     start = f"start it under torchrun --nproc_per_node={sizes.world_size}" if sizes.world_size > processes() else None
-    yield BATCH.ok(f"{sizes.in_words()}, as stated; micro-batches that keep it: {rungs}", start, **details)
+    return BATCH.ok(f"{sizes.in_words()}, as stated; micro-batches that keep it: {rungs}", start, **details)
 
 
 PRECISION = Line("config", "precision")
 
 
-def check_precision(situation: Situation) -> Iterator[Finding]:
+def check_precision(situation: Situation) -> Finding:
     job = situation.asked.job
     said = "fp32" if job is None else job.precision
     if said == "fp16" and situation.asked.trains:
-        yield PRECISION.warning(
+        return PRECISION.warning(
             "fp16 weights without a gradient scaler: numbers above 65,504 become inf, and the loss NaN",
             "precision: bf16; or amp-fp16, which keeps fp32 weights and scales the gradients",
         )
-        return
     card = situation.card
     major, minor = card.arch
     if job is not None and job.is_quantised and job.has_bf16 and card.arch < BF16_SINCE:
         refusal = job.refusal_without_bf16(card.name)
-        yield PRECISION.warning(f"{refusal.message}: `memfit train` refuses, torch alone emulates it", refusal.hint)
-        return
+        return PRECISION.warning(f"{refusal.message}: `memfit train` refuses, torch alone emulates it", refusal.hint)
     if "bf16" in said and card.arch < BF16_SINCE:
-        yield PRECISION.warning(
+        return PRECISION.warning(
             f"{said} on the {card.name} (compute capability {major}.{minor}): only by emulation, many times slower",
             "precision: amp-fp16, which this card computes itself and which scales the gradients",
         )
-        return
-    yield PRECISION.ok(f"{said}, which the {card.name} computes itself")
+    return PRECISION.ok(f"{said}, which the {card.name} computes itself")
 
 
 ATTENTION = Line("config", "attention")
@@ -153,17 +148,16 @@ MUCH = 0.1
 """Of the peak, from which on whole scores are worth a warning."""
 
 
-def check_attention(situation: Situation) -> Iterator[Finding]:
+def check_attention(situation: Situation) -> Finding:
     config, workload = situation.asked.config, situation.asked.workload
     said = config.model.attention if config else workload.attention if workload else "sdpa"
     if said == "eager":
-        yield ATTENTION.warning(
+        return ATTENTION.warning(
             "eager: the scores of every pair of tokens are whole tensors, for each head and layer", "attention: sdpa"
         )
-    elif said == FLASH:
-        yield _of_flash(situation)
-    else:
-        yield _of_sdpa(situation)
+    if said == FLASH:
+        return _of_flash(situation)
+    return _of_sdpa(situation)
 
 
 def _of_flash(situation: Situation) -> Finding:
@@ -210,7 +204,7 @@ def scores_bytes(plan: Plan) -> tuple[int, int | None]:
 REDUCED, UNUSED = Line("config", "no_sync"), Line("config", "unused parameters")
 
 
-def check_reductions(situation: Situation) -> Iterator[Finding]:
+def check_reductions(situation: Situation) -> Finding:
     """Once a step, or once in every micro-step."""
     sizes = situation.batch.needed()
     steps = sizes.gradient_accumulation_steps
@@ -218,16 +212,17 @@ def check_reductions(situation: Situation) -> Iterator[Finding]:
     loop = "memfit" if situation.asked.workload is None else situation.asked.workload.loop
     details: dict[str, Any] = {"micro_steps": steps, "gradient_bytes": size, "loop": loop}
     if loop == "plain" and steps > 1:
-        yield REDUCED.warning(
+        return REDUCED.warning(
             f"a loop of your own under DDP: {steps} all-reduces of {gib(size)} in each step, where one would do",
             f"run the first {steps - 1} micro-steps under `with model.no_sync():`",
             **details,
         )
-        return
-    yield REDUCED.ok(f"{gib(size)} of gradients are reduced once a step, not in each of {steps} micro-steps", **details)
+    return REDUCED.ok(
+        f"{gib(size)} of gradients are reduced once a step, not in each of {steps} micro-steps", **details
+    )
 
 
-def check_unused_parameters(situation: Situation, followed: list[Flow]) -> Iterator[Finding]:
+def check_unused_parameters(situation: Situation, followed: list[Flow]) -> Finding:
     """`followed` is what was seen of the gradients, if anything was."""
     config = situation.config
     if not followed:
@@ -237,19 +232,17 @@ def check_unused_parameters(situation: Situation, followed: list[Flow]) -> Itera
     if not flow.without:
         found = "every trained tensor has a gradient"
         if said:
-            yield UNUSED.warning(f"{found}, and find_unused_parameters walks the graph in each step", "leave it out")
-        else:
-            yield UNUSED.ok(found)
-        return
+            return UNUSED.warning(f"{found}, and find_unused_parameters walks the graph in each step", "leave it out")
+        return UNUSED.ok(found)
+        return None
     count = f"{len(flow.without)} trained tensors get no gradient, such as {flow.without[0]}"
     if said is False and not config.memory.oom_recovery:
-        yield UNUSED.failed(
+        return UNUSED.failed(
             f"{count}: DDP stops with 'Expected to have finished reduction in the prior iteration'",
             "parallel.find_unused_parameters: true, or freeze them",
             tensors=list(flow.without),
         )
-        return
-    yield UNUSED.ok(f"{count}; the reduction of gradients passes over them", tensors=list(flow.without))
+    return UNUSED.ok(f"{count}; the reduction of gradients passes over them", tensors=list(flow.without))
 
 
 RESUME = Line("config", "resume")

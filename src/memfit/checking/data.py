@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from memfit.checking.situation import MOST_ROWS, CannotTell, Finding, Line, Situation
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 CALIBRATION = Line("config", "calibration data")
 
 
-def check_calibration(situation: Situation) -> Iterator[Finding]:
+def check_calibration(situation: Situation) -> Finding:
     from memfit.jobs.texts import check_packages, find_texts, is_on_this_machine
 
     workload = situation.asked.workload
@@ -30,15 +30,14 @@ def check_calibration(situation: Situation) -> Iterator[Finding]:
             raise CannotTell(f"{name} is on the Hub, which a look does not ask")
         texts = find_texts(name, "calibration")
     except InputError as error:
-        yield (CALIBRATION.failed if situation.runs_here else CALIBRATION.warning)(error.message, error.hint)
-        return
-    yield CALIBRATION.ok(f"{len(texts.documents):,} documents of {texts.name} from {texts.origin}")
+        return (CALIBRATION.failed if situation.runs_here else CALIBRATION.warning)(error.message, error.hint)
+    return CALIBRATION.ok(f"{len(texts.documents):,} documents of {texts.name} from {texts.origin}")
 
 
 TOKENIZER = Line("model", "tokenizer")
 
 
-def check_tokenizer(situation: Situation) -> Iterator[Finding]:
+def check_tokenizer(situation: Situation) -> Finding:
     model = situation.config.model
     named = model.tokenizer or model.name
     try:
@@ -46,16 +45,16 @@ def check_tokenizer(situation: Situation) -> Iterator[Finding]:
     except NotHere as error:
         if model.tokenizer is None and not model.starts_from_scratch:
             raise CannotTell("it comes with the weights, which are not here") from error
-        yield TOKENIZER.warning(error.message, f"`hf download {error.hub_id} --include 'tokenizer*'`, or give a folder")
-        return
+        return TOKENIZER.warning(
+            error.message, f"`hf download {error.hub_id} --include 'tokenizer*'`, or give a folder"
+        )
     own = None if model.tokenizer is None else situation.own_tokenizer
     if own is not None and _words(own) != _words(found):
-        yield TOKENIZER.warning(
+        return TOKENIZER.warning(
             f"{named} is not the tokenizer of {model.name}: its tokens mean other words to those weights",
             "leave model.tokenizer out; or from_scratch: true trains weights for it",
         )
-        return
-    yield TOKENIZER.ok(f"of {named}, {len(_words(found)):,} tokens")
+    return TOKENIZER.ok(f"of {named}, {len(_words(found)):,} tokens")
 
 
 def _words(found: Any) -> dict[str, int]:
@@ -71,7 +70,7 @@ ROTARY = ("rope_parameters", "rope_theta", "rope_scaling")
 """Settings of positions that are computed: such a model runs past them, and was never taught what they mean."""
 
 
-def check_positions(situation: Situation) -> Iterator[Finding]:
+def check_positions(situation: Situation) -> Finding:
     from memfit.jobs.training.shapes import POSITIONS as NAMES
     from memfit.jobs.training.shapes import number_in
 
@@ -79,13 +78,12 @@ def check_positions(situation: Situation) -> Iterator[Finding]:
     most = number_in(dict(shape), NAMES)
     wanted, said, setting = _wanted(situation)
     if most is None:
-        yield POSITIONS.skipped("this model does not say how many positions it has")
-    elif wanted <= most:
-        yield POSITIONS.ok(f"{said}, of {most:,} positions that the model has", positions=most)
-    else:
-        runs_on = not situation.asked.trains and any(shape.get(name) for name in ROTARY)
-        status = POSITIONS.warning if runs_on else POSITIONS.failed
-        yield status(f"{said}, and the model has {most:,} positions", setting.format(most), positions=most)
+        return POSITIONS.skipped("this model does not say how many positions it has")
+    if wanted <= most:
+        return POSITIONS.ok(f"{said}, of {most:,} positions that the model has", positions=most)
+    runs_on = not situation.asked.trains and any(shape.get(name) for name in ROTARY)
+    status = POSITIONS.warning if runs_on else POSITIONS.failed
+    return status(f"{said}, and the model has {most:,} positions", setting.format(most), positions=most)
 
 
 def _wanted(situation: Situation) -> tuple[int, str, str]:
@@ -128,20 +126,19 @@ STRAY_SHARE = 0.01
 """Of the learned tokens, that may be padding inside the data before it is worth a word."""
 
 
-def check_readable(situation: Situation) -> Iterator[Finding]:
+def check_readable(situation: Situation) -> Finding:
     try:
         examples = situation.examples.get()
     except InputError as error:
-        yield READABLE.failed(error.message, error.hint or FILES)
-        return
+        return READABLE.failed(error.message, error.hint or FILES)
     kind = "prompts with answers" if examples.instruction else "text"
     count = len(examples.rows)
     first = f"the first {count:,} rows" if count == MOST_ROWS else f"{count:,} rows"
     empty = f", {examples.empty:,} empty ones left out" if examples.empty else ""
-    yield READABLE.ok(f"{first} of {kind} from {examples.origin}{empty}", rows=count, empty_rows=examples.empty)
+    return READABLE.ok(f"{first} of {kind} from {examples.origin}{empty}", rows=count, empty_rows=examples.empty)
 
 
-def check_lengths(situation: Situation) -> Iterator[Finding]:
+def check_lengths(situation: Situation) -> Finding:
     data, config = situation.data.get(), situation.config.data
     summary, rows = data.summary, row_lengths(situation)
     details: dict[str, Any] = {
@@ -153,16 +150,14 @@ def check_lengths(situation: Situation) -> Iterator[Finding]:
         f" {rows['percentile_95']:,}"
     )
     if data.packed:
-        yield LENGTHS.ok(f"{spread}; packed to {len(data):,} samples of {config.max_seq_len:,}", **details)
-        return
+        return LENGTHS.ok(f"{spread}; packed to {len(data):,} samples of {config.max_seq_len:,}", **details)
     found = f"{spread}; max_seq_len {config.max_seq_len:,} cuts {summary.truncated_samples:,} of {summary.rows:,} rows"
     if summary.dropped_samples:
         found += f" and drops {summary.dropped_samples:,} with nothing left to learn"
     if summary.truncated_samples + summary.dropped_samples > MUCH * summary.rows:
         keeps = f"max_seq_len: {rows['percentile_95']} keeps 95 % of them whole"
-        yield LENGTHS.warning(found, f"{keeps}; or too_long: split, or packing: true", **details)
-    else:
-        yield LENGTHS.ok(found, **details)
+        return LENGTHS.warning(found, f"{keeps}; or too_long: split, or packing: true", **details)
+    return LENGTHS.ok(found, **details)
 
 
 def row_lengths(situation: Situation) -> dict[str, int]:
@@ -178,30 +173,28 @@ def row_lengths(situation: Situation) -> dict[str, int]:
     }  # fmt: skip
 
 
-def check_vocabulary(situation: Situation) -> Iterator[Finding]:
+def check_vocabulary(situation: Situation) -> Finding:
     """A token that the model has no row for stops a run on the GPU with an assertion that names nothing."""
     from memfit.jobs.training.shapes import VOCABULARY as NAMES
     from memfit.jobs.training.shapes import number_in
 
     words, highest = number_in(dict(shape_of(situation)), NAMES), situation.data.needed().highest_id
     if words is None:
-        yield VOCABULARY.skipped("this model does not say how many tokens it knows")
-    elif highest >= words:
-        yield VOCABULARY.failed(
+        return VOCABULARY.skipped("this model does not say how many tokens it knows")
+    if highest >= words:
+        return VOCABULARY.failed(
             f"token {highest:,} is in the data, and the model knows {words:,} tokens",
             "model.tokenizer is not the one of this model",
             highest=highest,
             words=words,
         )
-    else:
-        yield VOCABULARY.ok(f"tokens up to {highest:,} in the data, of {words:,} that the model knows")
+    return VOCABULARY.ok(f"tokens up to {highest:,} in the data, of {words:,} that the model knows")
 
 
-def check_padding(situation: Situation) -> Iterator[Finding]:
+def check_padding(situation: Situation) -> Finding:
     data, config = situation.data.needed(), situation.config
     if data.packed:
-        yield PADDING.ok("none: samples are packed to full length")
-        return
+        return PADDING.ok("none: samples are packed to full length")
     rows = situation.batch.needed().micro_batch_size
     wasted = padding_share(data, rows, seed=config.seed, shuffle=config.data.shuffle)
     to_the_limit = 1 - data.summary.lengths.mean / config.data.max_seq_len
@@ -211,9 +204,8 @@ def check_padding(situation: Situation) -> Iterator[Finding]:
     )
     details: dict[str, Any] = {"padding_share": wasted, "padding_share_at_max_length": to_the_limit}
     if wasted > MUCH:
-        yield PADDING.warning(found, "packing: true, or a smaller micro_batch_size", **details)
-    else:
-        yield PADDING.ok(found, **details)
+        return PADDING.warning(found, "packing: true, or a smaller micro_batch_size", **details)
+    return PADDING.ok(found, **details)
 
 
 def padding_share(data: TrainingData, rows: int, *, seed: int, shuffle: bool) -> float:
@@ -226,7 +218,7 @@ def padding_share(data: TrainingData, rows: int, *, seed: int, shuffle: bool) ->
     return 1 - int(full.sum()) / computed
 
 
-def check_labels(situation: Situation) -> Iterator[Finding]:
+def check_labels(situation: Situation) -> Finding:
     """Padding is masked in a real batch, every sample has something to learn, and what is learned is not padding."""
     from memfit.jobs.training.chunked_loss import IGNORED
     from memfit.jobs.training.data import Collator
@@ -239,8 +231,7 @@ def check_labels(situation: Situation) -> Iterator[Finding]:
     batch = Collator(pad, mask=not data.packed)(samples)
     filled = len(samples[1]["input_ids"])
     if bool((batch["labels"][1, filled:] != IGNORED).any()):
-        yield LABELS.failed("padding is learned: its labels are not masked", "labels of padding must be -100")
-        return
+        return LABELS.failed("padding is learned: its labels are not masked", "labels of padding must be -100")
     stray = stray_padding(data, pad)
     details: dict[str, Any] = {
         "learned_tokens": summary.learned_tokens, "tokens": summary.tokens, "padding_in_the_data": stray,
@@ -248,19 +239,17 @@ def check_labels(situation: Situation) -> Iterator[Finding]:
     }  # fmt: skip
     if stray > STRAY_SHARE * summary.learned_tokens:
         token = f"{pad}" if not hasattr(tokenizer, "decode") else f"{pad} ({tokenizer.decode([pad])!r})"
-        yield LABELS.failed(
+        return LABELS.failed(
             f"{_share(stray, summary.learned_tokens):.0%} of what is learned is padding inside the data: token {token}"
             f" {stray:,} times",
             "take the padding out of the file: memfit pads by itself, and masks it",
             **details,
         )
-        return
     share = f"{summary.learned_tokens:,} of {summary.tokens:,} tokens are learned, at least one in each sample"
     if summary.format == "instruction" and not situation.config.data.mask_prompt:
-        yield LABELS.warning(f"{share}; the prompts too", "mask_prompt: true learns the answers alone", **details)
-        return
+        return LABELS.warning(f"{share}; the prompts too", "mask_prompt: true learns the answers alone", **details)
     masked = "prompts and padding are masked" if summary.format == "instruction" else "padding is masked"
-    yield LABELS.ok(f"{share}; {masked}", **details)
+    return LABELS.ok(f"{share}; {masked}", **details)
 
 
 def stray_padding(data: TrainingData, pad: int) -> int:

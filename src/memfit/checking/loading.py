@@ -6,7 +6,6 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 from memfit.checking.model import loading_bytes
@@ -21,17 +20,15 @@ PROCESS = "memfit.checking.loading_process"
 PATIENCE_SECONDS = 1800.0
 
 
-def load_and_measure(situation: Situation) -> Iterator[Finding]:
+def load_and_measure(situation: Situation) -> Finding:
     order = order_of(situation)
     wanted = _bytes_of(order)
     if short := _too_small(situation, wanted, on_gpu=order["device"] == "cuda"):
-        yield LOADED.failed(short, "a machine with more memory; `memfit plan` needs none", predicted_bytes=wanted)
-        return
+        return LOADED.failed(short, "a machine with more memory; `memfit plan` needs none", predicted_bytes=wanted)
     took = run(order)
     if "error" in took:
-        yield LOADED.failed(f"cannot be loaded: {took['error']}", "this is how the run itself would stop", **took)
-        return
-    yield of_loading(took, wanted)
+        return LOADED.failed(f"cannot be loaded: {took['error']}", "this is how the run itself would stop", **took)
+    return of_loading(took, wanted)
 
 
 def order_of(situation: Situation) -> dict[str, Any]:

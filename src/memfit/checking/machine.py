@@ -28,22 +28,20 @@ SHOWN = 4
 LONGEST_NAME = 60
 
 
-def check_gpus(situation: Situation) -> Iterator[Finding]:
+def check_gpus(situation: Situation) -> Finding:
     gpus, wanted = situation.gpus.get(), situation.asked.world_size
     shown = os.environ.get(VISIBLE)
     by = "" if shown is None else f" ({VISIBLE}={shown})"
     if not gpus:
         advice = "nvidia-smi -L lists those that the driver sees" if shown is None else f"unset {VISIBLE}"
-        yield PRESENT.failed(f"torch would see no GPU{by}", advice, gpus=0)
-        return
+        return PRESENT.failed(f"torch would see no GPU{by}", advice, gpus=0)
     names = ", ".join(f"{gpu.name} ({gib(gpu.total_bytes)})" for gpu in gpus)
     found = f"{len(gpus)}: {names}{by}"
     if len(gpus) < wanted:
-        yield PRESENT.failed(
+        return PRESENT.failed(
             f"{found}, and {wanted} processes are to train", f"torchrun --nproc_per_node={len(gpus)}", gpus=len(gpus)
         )
-        return
-    yield PRESENT.ok(found, gpus=len(gpus))
+    return PRESENT.ok(found, gpus=len(gpus))
 
 
 def check_free_memory(situation: Situation) -> Iterator[Finding]:
@@ -97,14 +95,13 @@ INSTALL = "https://pytorch.org/get-started/locally has the build for a driver"
 _ARCH = re.compile(r"(sm|compute)_(\d+)(\d)[a-z]?")
 
 
-def check_build(situation: Situation) -> Iterator[Finding]:
+def check_build(situation: Situation) -> Finding:
     situation.gpus_here()
     driver = situation.driver.get()
     try:
         said = version("torch")
     except PackageNotFoundError:
-        yield BUILD.failed("torch is not installed", INSTALL)
-        return
+        return BUILD.failed("torch is not installed", INSTALL)
     import torch
 
     cuda = torch.version.cuda
@@ -115,25 +112,23 @@ def check_build(situation: Situation) -> Iterator[Finding]:
         "torch_cuda": cuda,
     }
     if cuda is None:
-        yield BUILD.failed(f"torch {said} is built without CUDA, and a GPU is here", INSTALL, **details)
-        return
+        return BUILD.failed(f"torch {said} is built without CUDA, and a GPU is here", INSTALL, **details)
     newest = ".".join(map(str, driver.cuda))
     found = f"torch {said} for CUDA {cuda}; driver {driver.version} serves CUDA up to {newest}"
     if int(cuda.split(".")[0]) > driver.cuda[0]:
-        yield BUILD.failed(f"{found}: the driver is too old for this build", f"a newer driver; or {INSTALL}", **details)
-        return
+        return BUILD.failed(
+            f"{found}: the driver is too old for this build", f"a newer driver; or {INSTALL}", **details
+        )
     archs = torch.cuda.get_arch_list()
     for capability in dict.fromkeys(driver.capabilities):
         if archs and not runs_on(archs, capability):
             spelled = f"sm_{capability[0]}{capability[1]}"
-            yield BUILD.failed(
+            return BUILD.failed(
                 f"torch {said} has no kernels for this GPU ({spelled}); it has {', '.join(archs)}", INSTALL, **details
             )
-            return
     if not torch.cuda.is_available():
-        yield BUILD.failed(f"{found}; but torch finds no GPU", "CUDA_VISIBLE_DEVICES may hide it", **details)
-        return
-    yield BUILD.ok(found, **details)
+        return BUILD.failed(f"{found}; but torch finds no GPU", "CUDA_VISIBLE_DEVICES may hide it", **details)
+    return BUILD.ok(found, **details)
 
 
 def runs_on(archs: Sequence[str], capability: tuple[int, int]) -> bool:
@@ -148,7 +143,7 @@ def runs_on(archs: Sequence[str], capability: tuple[int, int]) -> bool:
     return False
 
 
-def check_abilities(situation: Situation) -> Iterator[Finding]:
+def check_abilities(situation: Situation) -> Finding:
     card = situation.card
     major, minor = card.arch
     words = [
@@ -162,11 +157,10 @@ def check_abilities(situation: Situation) -> Iterator[Finding]:
     }  # fmt: skip
     said, level = situation.named_as, f"compute capability {major}.{minor}: {', '.join(words)}"
     if situation.here is None and said is not None and is_size(said):
-        yield ABILITIES.ok(
+        return ABILITIES.ok(
             f"a size names no card; one of {level}", "--gpu 'RTX 3090': what that card can do", **details
         )
-    else:
-        yield ABILITIES.ok(f"{card.name}, {level}", **details)
+    return ABILITIES.ok(f"{card.name}, {level}", **details)
 
 
 MEMORY, SHARED, LOCKED = Line("machine", "host memory"), Line("machine", "/dev/shm"), Line("machine", "ulimit -l")
@@ -179,7 +173,7 @@ PREFETCHED = 2
 """Batches that each worker of a DataLoader holds ready."""
 
 
-def check_host_memory(situation: Situation) -> Iterator[Finding]:
+def check_host_memory(situation: Situation) -> Finding:
     host = host_memory()
     unused = host["total_bytes"] - host["used_bytes"]
     found = f"{gib(unused)} of {gib(host['total_bytes'])} free"
@@ -187,16 +181,14 @@ def check_host_memory(situation: Situation) -> Iterator[Finding]:
     wanted = sum(needs.values())
     details: dict[str, Any] = {**host, "needed_bytes": needs}
     if not needs:
-        yield MEMORY.ok(found, **details)
-        return
+        return MEMORY.ok(found, **details)
     said = ", ".join(f"{gib(size)} for {what}" for what, size in needs.items())
     if wanted > unused:
         offloads = situation.config.workload.offload
         advice = "offload less" if offloads else "close other programs; a machine with more memory"
         short = f"{found}, and the job takes {gib(wanted)}: {said}"
-        yield (MEMORY.failed if situation.runs_here else MEMORY.warning)(short, advice, **details)
-        return
-    yield MEMORY.ok(f"{found}; the job takes {said}", **details)
+        return (MEMORY.failed if situation.runs_here else MEMORY.warning)(short, advice, **details)
+    return MEMORY.ok(f"{found}; the job takes {said}", **details)
 
 
 def _needs(situation: Situation) -> dict[str, int]:
@@ -214,7 +206,7 @@ def _needs(situation: Situation) -> dict[str, int]:
     return needs
 
 
-def check_shared_memory(situation: Situation) -> Iterator[Finding]:
+def check_shared_memory(situation: Situation) -> Finding:
     if not SHM.is_dir():
         raise CannotTell("this system has no /dev/shm")
     total, unused = (getattr(shutil.disk_usage(SHM), name) for name in ("total", "free"))
@@ -228,15 +220,16 @@ def check_shared_memory(situation: Situation) -> Iterator[Finding]:
     details: dict[str, Any] = {"free_bytes": unused, "needed_bytes": needed}
     advice = "docker run --shm-size=8g, or --ipc=host; or num_workers: 0"
     if needed > unused:
-        yield SHARED.failed(f"{found}, and {workers} data workers keep {format_bytes(needed)} there", advice, **details)
-    elif total <= DOCKER_DEFAULT and (processes > 1 or workers):
+        return SHARED.failed(
+            f"{found}, and {workers} data workers keep {format_bytes(needed)} there", advice, **details
+        )
+    if total <= DOCKER_DEFAULT and (processes > 1 or workers):
         who = "NCCL and data workers" if processes > 1 and workers else "NCCL" if processes > 1 else "data workers"
-        yield SHARED.warning(f"{found}, as Docker gives by default; {who} share memory there", advice, **details)
-    else:
-        yield SHARED.ok(found + (f"; data workers keep {format_bytes(needed)} there" if needed else ""), **details)
+        return SHARED.warning(f"{found}, as Docker gives by default; {who} share memory there", advice, **details)
+    return SHARED.ok(found + (f"; data workers keep {format_bytes(needed)} there" if needed else ""), **details)
 
 
-def check_locked_memory(situation: Situation) -> Iterator[Finding]:
+def check_locked_memory(situation: Situation) -> Finding:
     """CUDA pins memory through its driver, which this limit does not bind; InfiniBand registers it as anybody else."""
     try:
         import resource
@@ -244,9 +237,8 @@ def check_locked_memory(situation: Situation) -> Iterator[Finding]:
         raise CannotTell("this system has no such limit") from error
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if limit == resource.RLIM_INFINITY:
-        yield LOCKED.ok("unlimited")
-        return
-    yield LOCKED.ok(
+        return LOCKED.ok("unlimited")
+    return LOCKED.ok(
         f"{format_bytes(limit)}: pinned memory of CUDA is not bound by it, NCCL over InfiniBand is",
         "over InfiniBand: ulimit -l unlimited (docker run --ulimit memlock=-1)",
         limit_bytes=limit,
@@ -286,12 +278,12 @@ def check_room_for_checkpoints(situation: Situation) -> Iterator[Finding]:
     yield CHECKPOINTS.ok(f"{found} take {format_bytes(count * each)}", **details)
 
 
-def check_weights_here(situation: Situation) -> Iterator[Finding]:
+def check_weights_here(situation: Situation) -> Finding:
     """Whether they are here and whole; if they are not here, whether there is room for them."""
     try:
         folder = situation.folder.get()
         WeightStore.open(folder).close()
-        yield WEIGHTS.ok(f"in {folder}")
+        return WEIGHTS.ok(f"in {folder}")
     except NotHere as error:
         unused = free_on_disk(cache_folder(situation.config.model.cache_dir))
         model = situation.shapes.needed()
@@ -300,11 +292,10 @@ def check_weights_here(situation: Situation) -> Iterator[Finding]:
         found = f"{error.message}: about {format_bytes(size)} to download, {format_bytes(unused)} free for them"
         if size > unused:
             status = WEIGHTS.failed if situation.runs_here else WEIGHTS.warning
-            yield status(found, "model.cache_dir (or HF_HOME) on a larger disk", **details)
-        else:
-            yield WEIGHTS.warning(found, error.hint, **details)
+            return status(found, "model.cache_dir (or HF_HOME) on a larger disk", **details)
+        return WEIGHTS.warning(found, error.hint, **details)
     except InputError as error:
-        yield WEIGHTS.failed(error.message, error.hint or "download or copy the file again")
+        return WEIGHTS.failed(error.message, error.hint or "download or copy the file again")
 
 
 def free_on_disk(folder: Path) -> int:

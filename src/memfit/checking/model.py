@@ -37,7 +37,7 @@ SAVED_WHOLE = "modules_to_save"
 """What peft calls a module that is trained beside the adapters because somebody asked for it."""
 
 
-def check_trained_weights(situation: Situation) -> Iterator[Finding]:
+def check_trained_weights(situation: Situation) -> Finding:
     model, targets = situation.shapes.get(), situation.config.workload.target_modules
     named = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
     everything = sum(each.numel() for each in model.parameters())
@@ -46,37 +46,32 @@ def check_trained_weights(situation: Situation) -> Iterator[Finding]:
     base = [(name, each) for name, each in named if ADAPTER not in name and SAVED_WHOLE not in name]
     details: dict[str, Any] = {"trained": mine, "parameters": everything, "tensors": len(named)}
     if not named:
-        yield TRAINED.failed("no weight is trained: all are frozen", "requires_grad_(True) on what should learn")
-        return
+        return TRAINED.failed("no weight is trained: all are frozen", "requires_grad_(True) on what should learn")
     if adapters and base:
         size = sum(each.numel() for _, each in base)
-        yield TRAINED.failed(
+        return TRAINED.failed(
             f"{count(size)} weights of the base model are trained beside the adapters, such as {base[0][0]}",
             "freeze the base model before the adapters are added",
             **details,
             base=size,
         )
-        return
     if idle := _targets_without_a_layer(targets, adapters):
-        yield TRAINED.failed(
+        return TRAINED.failed(
             f"method.target_modules: no layer is called {', '.join(idle)}",
             f"layers with adapters: {', '.join(sorted(_adapted(adapters)))}",
             **details,
         )
-        return
     share = f"{mine:,} of {everything:,} parameters ({mine / everything:.2%})"
     if adapters:
         kinds = ", ".join(sorted(_adapted(adapters)))
         found = f"{share} in {len(adapters) // 2} adapters of {kinds}; the base model is frozen"
-        yield TRAINED.ok(found, **details)
-        return
+        return TRAINED.ok(found, **details)
     frozen = [name for name, each in model.named_parameters() if not each.requires_grad]
     if frozen:
-        yield TRAINED.warning(
+        return TRAINED.warning(
             f"{share}; {len(frozen)} tensors are frozen, such as {frozen[0]}", "method: full means all", **details
         )
-        return
-    yield TRAINED.ok(f"{mine:,} parameters, all of them", **details)
+    return TRAINED.ok(f"{mine:,} parameters, all of them", **details)
 
 
 def _adapted(adapters: list[str]) -> set[str]:

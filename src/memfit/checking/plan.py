@@ -184,7 +184,7 @@ EVALUATED_ROWS = 100
 FP32_BYTES = 4
 
 
-def check_evaluation(situation: Situation) -> Iterator[Finding]:
+def check_evaluation(situation: Situation) -> Finding:
     words = getattr(getattr(situation.shapes.needed(), "config", None), "vocab_size", None)
     if not isinstance(words, int):
         raise CannotTell("the model does not say how many words it knows")
@@ -195,16 +195,15 @@ def check_evaluation(situation: Situation) -> Iterator[Finding]:
     gathered = f"the fp32 logits of {EVALUATED_ROWS} rows of {length:,} tokens are {gib(size)}"
     details: dict[str, Any] = {"rows": EVALUATED_ROWS, "logits_bytes": size}
     if workload is not None and workload.loop == "trainer":
-        yield EVALUATION.ok(
+        return EVALUATION.ok(
             f"the Trainer gathers logits only for compute_metrics; then {gathered}, unless eval_accumulation_steps=1"
             " moves them to the host",
             **details,
         )
-        return
-    yield EVALUATION.ok(f"nothing is evaluated during the run; {gathered}, which nobody gathers here", **details)
+    return EVALUATION.ok(f"nothing is evaluated during the run; {gathered}, which nobody gathers here", **details)
 
 
-def check_saving(situation: Situation) -> Iterator[Finding]:
+def check_saving(situation: Situation) -> Finding:
     model, config = situation.shapes.needed(), situation.config
     written = checkpoint_bytes(model, config)
     if config.workload.parallel == "fsdp2" and situation.asked.world_size > 1:
@@ -213,8 +212,7 @@ def check_saving(situation: Situation) -> Iterator[Finding]:
         found = f"fsdp2 gathers the weights for a checkpoint, {gib(whole)} on the host of the first process"
         details: dict[str, Any] = {"gathered_bytes": whole, "free_bytes": unused}
         if whole > unused:
-            yield SAVING.warning(f"{found}, which has {gib(unused)} free here", "a host with more memory", **details)
-        else:
-            yield SAVING.ok(f"{found}, which has {gib(unused)} free here", **details)
-        return
-    yield SAVING.ok(f"{gib(written)} are copied to the host and written from there: no copy on the GPU", bytes=written)
+            return SAVING.warning(f"{found}, which has {gib(unused)} free here", "a host with more memory", **details)
+        return SAVING.ok(f"{found}, which has {gib(unused)} free here", **details)
+        return None
+    return SAVING.ok(f"{gib(written)} are copied to the host and written from there: no copy on the GPU", bytes=written)

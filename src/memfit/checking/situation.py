@@ -85,10 +85,11 @@ class Line:
         return Finding(subject=self.subject, name=self.name, status=status, found=found, next=step, details=details)
 
 
-def guarded(line: Line, look: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+def guarded(line: Line, look: Callable[[], Finding | Iterator[Finding]]) -> Iterator[Finding]:
     """What `look` finds; where it stops with an error, that is the finding."""
     try:
-        yield from look()
+        found = look()
+        yield from [found] if isinstance(found, Finding) else found
     except CannotTell as why:
         yield line.skipped(str(why))
     except MemfitError as error:

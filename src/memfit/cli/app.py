@@ -47,11 +47,11 @@ COMMANDS: dict[str, str | None] = {
 
 
 ELSEWHERE = {
-    "gate": "many_jobs",
     "mcp": "serve",
-    "gpus": "lists",
-    "models": "lists",
-    **dict.fromkeys(("report", "diff", "export"), "recorded"),
+    **dict.fromkeys(("gpus", "models"), "lists"),
+    **dict.fromkeys(("gate", "table"), "many_jobs"),
+    **dict.fromkeys(("report", "diff", "export", "explain"), "recorded"),
+    **dict.fromkeys(("train", "prune", "profile"), "running"),
 }
 """Commands that have no file of their own name."""
 

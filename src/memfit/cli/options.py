@@ -12,6 +12,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from pathlib import Path
 from types import MappingProxyType, NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -127,7 +128,7 @@ def _unset(annotation: Any, _: Any) -> tuple[Any, None]:
 
 
 FlagText = tuple[str, str | None, str]
-"""Flags, metavar, help."""
+"""Flags, or nothing for a file that stands alone; metavar, help."""
 YES_OR_NO = inspect.Parameter("flag", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=bool)
 
 
@@ -165,6 +166,8 @@ def _parameter(known: inspect.Parameter, heading: str, flags: str, metavar: str 
         kind, default = list[str] | None, None
     elif str in kinds:
         kind = str | None if NoneType in kinds else str
+    if not flags:
+        return Annotated[Path, typer.Argument(metavar=metavar, help=said)], default
     shown = default not in (None, inspect.Parameter.empty)
     info = typer.Option(*flags.split(), help=said, metavar=metavar, show_default=shown, rich_help_panel=heading or None)
     return Annotated[kind, info], default
@@ -267,6 +270,7 @@ FROM: dict[str, Option] = {
 }  # fmt: skip
 """What `plan`, `fit` and `check` have for job files of other tools."""
 
+JSON: FlagText = ("--json", None, "One JSON document on stdout instead of the report.")
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout instead of the report.")]
 HOW_MUCH: dict[str, Option] = {
     "steps": option(str | None, "--steps", "N", "Optimizer steps: how long they take."),

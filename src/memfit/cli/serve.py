@@ -36,8 +36,8 @@ def serve(
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
         raise UsageError(f"`memfit serve` needs {' and '.join(missing)}", hint="pip install 'memfit[web]'")
-    from memfit.serving.server import ServeSettings, forwarding
-    from memfit.serving.server import serve as run
+    from memfit.serving.app import ServeSettings, forwarding
+    from memfit.serving.app import serve as run
 
     def tell(address: str) -> None:
         output.say(f"memfit is at {address}")

@@ -44,13 +44,19 @@ def cause_of(
     if oom.form == "disguised":
         return _disguised(oom)
     if oom.over_an_exabyte:
-        return _corrupt(clues)
+        said = "More than 2^60 bytes were asked for: a corrupt or negative size, never a real need"
+        after = "; after an NCCL timeout it is a consequence, and the rank that failed first has the cause"
+        return Cause(kind="corrupt-size", sentence=f"{said}{after if clues.after_nccl_timeout else ''}.")
     fragmentation = fragmentation_of(oom, account, recorded, expandable=clues.expandable)
     if fragmentation.verdict == "yes":
         said = f"Memory was there, but in pieces: {fragmentation.why}{_why_no_more(oom)}."
         return Cause(kind="fragmentation", sentence=said, fragmentation=fragmentation)
     if oom.requested is None:
-        return Cause(kind="no-numbers", sentence=_nothing_asked(oom, account), fragmentation=fragmentation)
+        said = f"what was asked for is not in the text{_holds(oom, account)}"
+        if account.allocated_bytes is None and account.own_bytes is None:
+            said = "neither what was asked for nor who holds the rest is in the text"
+        sentence = f"The GPU ran out of memory; {said}."
+        return Cause(kind="no-numbers", sentence=sentence, fragmentation=fragmentation)
     case = _Numbers(oom, oom.requested, account, fragmentation, card_bytes)
     return next(found for rule in RULES if (found := rule(case)) is not None)
 
@@ -60,18 +66,6 @@ def _disguised(oom: Oom) -> Cause:
         return Cause(kind="no-numbers", sentence="An out-of-memory error is named, but its message is missing.")
     said = f"{oom.says[:1].upper()}{oom.says[1:]}{SURENESS[oom.certainty]}."
     return Cause(kind="host-memory" if oom.where == "host" else "library", sentence=said, certainty=oom.certainty)
-
-
-def _nothing_asked(oom: Oom, account: Account) -> str:
-    if account.allocated_bytes is None and account.own_bytes is None:
-        return "The GPU ran out of memory; neither what was asked for nor who holds the rest is in the text."
-    return f"The GPU ran out of memory; what was asked for is not in the text{_holds(oom, account)}."
-
-
-def _corrupt(clues: Clues) -> Cause:
-    said = "More than 2^60 bytes were asked for: a corrupt or negative size, never a real need"
-    after = "; after an NCCL timeout it is a consequence, and the rank that failed first has the cause"
-    return Cause(kind="corrupt-size", sentence=f"{said}{after if clues.after_nccl_timeout else ''}.")
 
 
 def _why_no_more(oom: Oom) -> str:

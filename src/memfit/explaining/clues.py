@@ -68,7 +68,7 @@ _OPTIMIZERS = {
     "adamw_torch": "adamw", "adamw_torch_fused": "adamw-fused", "adamw_bnb_8bit": "adamw-8bit",
     "adamw_8bit": "adamw-8bit", "adafactor": "adafactor", "sgd": "sgd",
 }  # fmt: skip
-_FLAGS = {
+_SIGNS = {
     "grad_checkpointing": re.compile(
         r"gradient[_-]checkpointing[\"']?\s?(?:[=:]|\s)\s?[\"']?(?:True|true|1|full|unsloth)\b|"
         r"gradient_checkpointing_enable\(|--gradient[_-]checkpointing\b(?!\s+[Ff]alse)"
@@ -81,17 +81,18 @@ _FLAGS = {
         r"--fsdp\b|\bfsdp[\"']?\s?[:=]|\bfully_shard\b|FullyShardedDataParallel|--deepspeed\b|/deepspeed/|zero_optimization"
     ),
     "eager": re.compile(r"attn_implementation[\"']?\s?[=:]\s?[\"']?eager|--attention[= ]eager"),
+    "expandable": re.compile(
+        r"(?<!setting )(?:PYTORCH_(?:CUDA_|HIP_)?ALLOC_CONF|alloc_conf)[\"']?\s?\]?\s?[=:]\s?[\"']?[\w:.,]{0,60}?"
+        r"expandable_segments:\s?[Tt]rue(?! to avoid fragmentation)"
+    ),
+    "split_size": re.compile(
+        r"(?<!setting )PYTORCH_(?:CUDA_)?ALLOC_CONF[\"']?\s?\]?\s?[=:]\s?[\"']?[\w:.,]{0,60}?max_split_size_mb:\s?\d"
+    ),
+    "windows": re.compile(
+        r"[A-Z]:\\\\?(?:Users|Program|Windows|Python|[\w. -]{1,40}\\)|site-packages\\|/mnt/wslg|microsoft-standard-WSL"
+    ),
+    "by_memfit": re.compile(r"(?<![\w/.])memfit (?:prune|train)\b|-m memfit\b"),
 }
-_EXPANDABLE = re.compile(
-    r"(?<!setting )(?:PYTORCH_(?:CUDA_|HIP_)?ALLOC_CONF|alloc_conf)[\"']?\s?\]?\s?[=:]\s?[\"']?[\w:.,]{0,60}?"
-    r"expandable_segments:\s?[Tt]rue(?! to avoid fragmentation)"
-)
-_SPLIT_SIZE = re.compile(
-    r"(?<!setting )PYTORCH_(?:CUDA_)?ALLOC_CONF[\"']?\s?\]?\s?[=:]\s?[\"']?[\w:.,]{0,60}?max_split_size_mb:\s?\d"
-)
-_WINDOWS = re.compile(
-    r"[A-Z]:\\\\?(?:Users|Program|Windows|Python|[\w. -]{1,40}\\)|site-packages\\|/mnt/wslg|microsoft-standard-WSL"
-)
 _NCCL_TIMEOUT = re.compile(
     r"Watchdog caught collective operation timeout|NCCL (?:operation )?time(?:d )?out|"
     r"ProcessGroupNCCL.{0,60}time(?:d )?out|Timeout\(ms\)=\d+\) ran for"
@@ -101,7 +102,6 @@ _HANDLED = re.compile(
     r"[Dd]ecreas(?:ing|ed) batch[ _]size|[Rr]educ(?:ing|ed) batch size|[Ss]kipping (?:this )?batch|recovered from OOM"
 )
 
-_BY_MEMFIT = re.compile(r"(?<![\w/.])memfit (?:prune|train)\b|-m memfit\b")
 _PRUNING = {
     "method": re.compile(rf"(?<![\w.])prune[_-]method{_VALUE}(magnitude|wanda|sparsegpt|ria)\b"),
     "sparsity": re.compile(rf"(?<![\w.])sparsity[_-]ratio{_VALUE}(0?\.\d{{1,6}})(?![\d.eE])"),
@@ -190,14 +190,7 @@ def clues_in(text: str, located: LocatedOom | None, place: FailurePlace) -> Clue
         precision=_precision(_settings(near, place)),
         choices=dict(_choices(near, kind)),
         pruning=dict(_pruning(near)) if kind and kind.value == "prune" else {},
-        by_memfit=bool(_BY_MEMFIT.search(near)),
-        grad_checkpointing=bool(_FLAGS["grad_checkpointing"].search(near)),
-        eager=bool(_FLAGS["eager"].search(near)),
-        quantised=bool(_FLAGS["quantised"].search(near)),
-        sharded=bool(_FLAGS["sharded"].search(near)),
-        expandable=bool(_EXPANDABLE.search(near)),
-        split_size=bool(_SPLIT_SIZE.search(near)),
-        windows=bool(_WINDOWS.search(near)),
+        **{name: bool(pattern.search(near)) for name, pattern in _SIGNS.items()},
         after_nccl_timeout=bool(_NCCL_TIMEOUT.search(before)),
         handled=bool(_HANDLED.search(after)),
     )
@@ -232,13 +225,11 @@ def _numbers(before: str, after: str, kind: Clue | None) -> Iterator[tuple[str, 
 def _processes(text: str, numbers: Mapping[str, Clue]) -> dict[str, Clue]:
     """How many, where the Trainer tells the rows of all of them."""
     whole = _WHOLE_BATCH.search(text)
-    rows, steps = numbers.get("batch_size"), numbers.get("grad_accum")
-    if whole is None or rows is None:
+    if whole is None or "batch_size" not in numbers:
         return {}
-    each = cast("int", rows.value) * cast("int", steps.value if steps else 1)
-    if int(whole[1]) % each or int(whole[1]) // each > _MOST["world_size"]:
-        return {}
-    return {"world_size": Clue(int(whole[1]) // each, _words(whole[0]))}
+    each = cast("int", numbers["batch_size"].value) * cast("int", numbers.get("grad_accum", Clue(1, "")).value)
+    count, left = divmod(int(whole[1]), each)
+    return {} if left or count > _MOST["world_size"] else {"world_size": Clue(count, _words(whole[0]))}
 
 
 def _choices(text: str, kind: Clue | None) -> Iterator[tuple[str, Clue]]:
@@ -259,13 +250,9 @@ def _pruning(text: str) -> Iterator[tuple[str, Clue]]:
 
 
 def _kind(text: str, place: FailurePlace) -> Clue | None:
-    frames = " ".join(f"{frame.path} {frame.function} {frame.code}" for frame in place.frames)
-    whole = f"{text} {frames}"
-    for name, pattern in _KINDS:
-        found = pattern.search(whole)
-        if found:
-            return Clue(name, _words(found[0]))
-    return None
+    whole = " ".join([text, *(f"{frame.path} {frame.function} {frame.code}" for frame in place.frames)])
+    found = ((name, pattern.search(whole)) for name, pattern in _KINDS)
+    return next((Clue(name, _words(match[0])) for name, match in found if match), None)
 
 
 def _settings(text: str, place: FailurePlace) -> str:
@@ -277,12 +264,9 @@ def _settings(text: str, place: FailurePlace) -> str:
 
 
 def _precision(text: str) -> Clue | None:
-    for begins, patterns in (("", _WEIGHTS), ("amp-", _AUTOCAST)):
-        for name, pattern in patterns:
-            found = pattern.search(text)
-            if found:
-                return Clue(f"{begins}{name}", _words(found[0]))
-    return None
+    patterns = [*_WEIGHTS, *((f"amp-{name}", pattern) for name, pattern in _AUTOCAST)]
+    found = ((name, pattern.search(text)) for name, pattern in patterns)
+    return next((Clue(name, _words(match[0])) for name, match in found if match), None)
 
 
 def _words(text: str) -> str:

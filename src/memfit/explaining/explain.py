@@ -159,7 +159,7 @@ def _explained(
             batch_size=job.number("batch_size"),
             precision=_text(job.settings.get("precision")),
             grad_checkpointing=bool(job.settings.get("grad_checkpointing")) or case.clues.grad_checkpointing,
-            at_peak=_at_peak(plan),
+            at_peak=None if plan is None else max(plan.report.breakdown, key=plan.report.breakdown.__getitem__),
             growth=None if case.growth is None else str(case.growth.get("kind")),
             predicted=tuple(fix.name for fix in fixes),
         )
@@ -258,12 +258,6 @@ def _predicted(job: Job, card: Gpu | None, place: FailurePlace, notes: list[str]
     return plan, fixes
 
 
-def _at_peak(plan: Plan | None) -> str | None:
-    if plan is None:
-        return None
-    return max(plan.report.breakdown.items(), key=lambda item: item[1])[0]
-
-
 def _text(value: object) -> str | None:
     return value if isinstance(value, str) else None
 
@@ -293,12 +287,12 @@ def _of_the_job(told: Explanation) -> Iterator[str]:
         yield f"savings are predicted once the job is known: add {asked}"
     elif told.gpu is None and predicted:
         yield "add --gpu NAME|SIZE to hear which of these is enough for the card"
-    elif told.plan is not None and told.plan.verdict == "fails" and not any(map(_is_enough, predicted)):
+    elif (
+        told.plan is not None
+        and told.plan.verdict == "fails"
+        and not any(fix.verdict in ("safe", "tight") for fix in predicted)
+    ):
         yield f"no single change is enough: {_command(job, told.gpu)} finds the smallest set of them"
-
-
-def _is_enough(fix: Fix) -> bool:
-    return fix.verdict in ("safe", "tight")
 
 
 def _command(job: Job, gpu: Gpu | None) -> str:

@@ -77,7 +77,9 @@ def smaller_job(case: Evidence) -> Iterator[Fix]:
         yield in_words("on the host", "weights are copied here: do it on the CPU, or one matrix at a time")
     else:
         yield from of_the_tensor(case)
-        if phase != "calibration" or not _is_far_too_long(case):
+        first = next(iter(case.readings.candidates), None)
+        too_long = first is not None and first.kind == "calibration" and _length_of(first) > MOST_USUAL_LENGTH
+        if phase != "calibration" or not too_long:  # then another number of windows is no cure
             yield from _fixes_for_the_pass(case)
 
 
@@ -171,8 +173,12 @@ def _fix_for_scores(case: Evidence) -> Fix:
     )
 
 
+def _length_of(reading: Reading) -> int:
+    return max((factor.value for factor in reading.factors if factor.symbol == "tokens"), default=0)
+
+
 def _cap(reading: Reading, *, sure: bool) -> Iterator[Fix]:
-    length = next((factor.value for factor in reading.factors if factor.symbol == "tokens"), 0)
+    length = _length_of(reading)
     if length <= USUAL_LENGTH:
         return
     after = format_bytes(reading.nbytes // length * USUAL_LENGTH)
@@ -181,13 +187,6 @@ def _cap(reading: Reading, *, sure: bool) -> Iterator[Fix]:
     said = f"this tensor then has {after}; {why}"
     said = said if sure else f"if a model is being pruned, these are its calibration inputs: {said}"
     yield in_words(f"cap the length at {USUAL_LENGTH:,}", said, basis="arithmetic", memfit=f"--seqlen {USUAL_LENGTH}")
-
-
-def _is_far_too_long(case: Evidence) -> bool:
-    """Windows to calibrate on that are as long as the model can take them: another number of them is no cure."""
-    first = next(iter(case.readings.candidates), None)
-    lengths = [factor.value for factor in first.factors if factor.symbol == "tokens"] if first else []
-    return first is not None and first.kind == "calibration" and max(lengths, default=0) > MOST_USUAL_LENGTH
 
 
 MOST_PIDS = 6
@@ -209,13 +208,14 @@ def fixes_in_words(case: Evidence, *, predicted: bool) -> list[Fix]:
 
 def _fixes_for_the_cause(case: Evidence) -> Iterator[Fix]:
     oom, kind = case.oom, case.cause.kind
+    card_had_it = oom.requested is not None and (oom.free is None or oom.requested.low <= oom.free.high)
     if kind == "other-processes":
         yield _others(case)
     elif kind == "fragmentation":
         yield from _fixes_for_fragmentation(case)
     elif kind == "limit" and oom.form == "mps":
         yield in_words("close other programs", "MPS shares the machine's memory with everything else that runs")
-    elif kind in ("limit", "impossible-request") and oom.allowed is not None and _has_more(case):
+    elif kind in ("limit", "impossible-request") and oom.allowed is not None and card_had_it:
         said = f"torch.cuda.set_per_process_memory_fraction allows {oom.allowed.text}, and the card has more"
         yield in_words("raise the memory fraction", said, basis="message")
     elif kind == "private-pools":
@@ -236,12 +236,6 @@ def _fixes_for_the_cause(case: Evidence) -> Iterator[Fix]:
     elif kind == "host-memory":
         said = "fewer data loader workers, memory-mapped data, weights loaded straight to the GPU (device_map)"
         yield in_words("less on the host", said)
-
-
-def _has_more(case: Evidence) -> bool:
-    """Whether the card had what was asked for."""
-    free, requested = case.oom.free, case.oom.requested
-    return requested is not None and (free is None or requested.low <= free.high)
 
 
 def _others(case: Evidence) -> Fix:

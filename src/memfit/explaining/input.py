@@ -79,7 +79,7 @@ def read_input(source: str | bytes | BinaryIO | os.PathLike[str]) -> Input:
     """A path if there is such a file, else the text itself. A stream is read to its end."""
     if isinstance(source, bytes):
         return _of_stream(io.BytesIO(source), most=None)
-    if isinstance(source, str) and not _names_a_file(source) and not _means_a_file(source):
+    if isinstance(source, str) and not _names_a_file(source):
         return Input(kind="text", excerpt=excerpt_of(io.StringIO(source)))
     if not isinstance(source, (str, os.PathLike)):
         return _of_stream(source, most=MAX_UNPACKED)
@@ -90,19 +90,16 @@ def read_input(source: str | bytes | BinaryIO | os.PathLike[str]) -> Input:
 
 
 def _names_a_file(text: str) -> bool:
+    """Also where there is none: a name with a typing mistake is no message."""
     if not text or len(text) > LONGEST_PATH or "\n" in text or "\0" in text:
         return False
+    endings = (*TEXT_ENDINGS, *PACKED_ENDINGS, *RECORDINGS, ".csv", ".json")
+    if text.isprintable() and " " not in text and (text.endswith(endings) or text.startswith(("/", "./", "~/"))):
+        return True
     try:
         return Path(text).exists()
     except (OSError, ValueError):
         return False
-
-
-def _means_a_file(text: str) -> bool:
-    """A name with a typing mistake is no message."""
-    plain = text.isprintable() and " " not in text and len(text) <= LONGEST_PATH
-    endings = (*TEXT_ENDINGS, *PACKED_ENDINGS, *RECORDINGS, ".csv", ".json")
-    return plain and (text.endswith(endings) or text.startswith(("/", "./", "~/")))
 
 
 # -- a stream ------------------------------------------------------------------------------------------------------
@@ -191,7 +188,8 @@ def _file(path: Path) -> Input:
 
 def _recording_or_log(path: Path) -> Input | None:
     head = _read(path, 4096)
-    if path.name.endswith(RECORDINGS) or _may_be_snapshot(head):
+    may_be_snapshot = head.startswith((b"\x80", b"PK")) or (head.lstrip()[:1] == b"{" and b'"segments"' in head)
+    if path.name.endswith(RECORDINGS) or may_be_snapshot:
         try:
             return Input(kind="snapshot", path=str(path), report=_report(path))
         except InputError:
@@ -200,10 +198,6 @@ def _recording_or_log(path: Path) -> Input | None:
     from memfit.analysis.files import looks_like_a_log
 
     return Input(kind="memory_log", path=str(path), report=_report(path)) if looks_like_a_log(head) else None
-
-
-def _may_be_snapshot(head: bytes) -> bool:
-    return head[:1] == b"\x80" or head[:2] == b"PK" or (head.lstrip()[:1] == b"{" and b'"segments"' in head)
 
 
 def _report(path: Path) -> dict[str, Any]:
@@ -394,7 +388,8 @@ def _json(path: Path) -> dict[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
-HOLDERS = 6
+HOLDERS, HOLDER = 6, ("name", "category", "count", "allocated_bytes")
+"""Lines of code that held most, and what is told of each."""
 
 
 def oom_of_record(event: Mapping[str, Any]) -> Oom:
@@ -421,14 +416,6 @@ def record_of(event: Mapping[str, Any], settings: Mapping[str, Any]) -> Recorded
         largest_hole_bytes=event["largest_hole_bytes"],
         expandable=bool(settings.get("expandable_segments")),
     )
-
-
-def holders_of(event: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Who held memory at that moment, by line of code."""
-    return [
-        {name: share[name] for name in ("name", "category", "count", "allocated_bytes")}
-        for share in event["by_code_line"][:HOLDERS]
-    ]
 
 
 # -- a memory log --------------------------------------------------------------------------------------------------
@@ -516,7 +503,9 @@ def _from_recording(source: Input) -> Case:
         return _from_event(report, text, growth)
     if text is not None and text.oom is not None:
         return replace(text, growth=growth)
-    cause = cause_of_log(log) if log else _nothing_in_recording(report)
+    peak = (report.get("peak") or {}).get("allocated_bytes")
+    nothing = Cause(kind="none", sentence=f"No request failed in this recording; its peak was {gib(peak)}.")
+    cause = cause_of_log(log) if log else nothing
     return Case(oom=None, place=FailurePlace(), clues=text.clues if text else Clues(), cause=cause, growth=growth)
 
 
@@ -534,7 +523,7 @@ def _from_event(report: Mapping[str, Any], text: Case | None, growth: dict[str, 
         clues=clues_in(" ".join(event["stack"]), None, place),
         growth=growth,
         recorded=record_of(event, report.get("settings") or {}),
-        holders=tuple(holders_of(event)),
+        holders=tuple({name: share[name] for name in HOLDER} for share in event["by_code_line"][:HOLDERS]),
         notes=tuple(notes),
     )
     if text is None or text.oom is None:
@@ -553,8 +542,3 @@ def _growth(report: Mapping[str, Any]) -> dict[str, Any] | None:
         return {"kind": "none", "text": "memory does not grow from step to step in the recording"}
     each = format_bytes(grown["per_step_bytes"])
     return {"kind": "leak", "text": f"leak: every step of the recording leaves {each} more behind"}
-
-
-def _nothing_in_recording(report: Mapping[str, Any]) -> Cause:
-    peak = (report.get("peak") or {}).get("allocated_bytes")
-    return Cause(kind="none", sentence=f"No request failed in this recording; its peak was {gib(peak)}.")

@@ -115,14 +115,15 @@ def job_of(
         return Job(models=models, settings=settings, read=read, missing=missing, beyond=beyond)
     if clues.grad_checkpointing and kind in ("train", "lora"):
         settings.setdefault("grad_checkpointing", True)
-    if _by_trainer(place) and kind in ("train", "lora"):
+    paths = [frame.path.replace("\\", "/") for frame in place.frames]
+    if any("transformers/trainer.py" in path for path in paths) and kind in ("train", "lora"):
         settings.setdefault("loop", "trainer")
     if clues.eager:
         settings.setdefault("attention", "eager")
     if compiled(place) and kind in ("forward", "train", "lora"):
         settings.setdefault("compile", True)
     made = Workload.from_mapping(settings, asked=given)
-    own = clues.by_memfit or any("/memfit/" in frame.path.replace("\\", "/") for frame in place.frames)
+    own = clues.by_memfit or any("/memfit/" in path for path in paths)
     return Job(workload=made, models=models, settings=settings, read=read, beyond=beyond, by_memfit=own)
 
 
@@ -183,10 +184,6 @@ def _check(given: Mapping[str, Any]) -> None:
     Workload.from_mapping({"model": "-", **given, "kind": kinds[-1]})
 
 
-def _by_trainer(place: FailurePlace) -> bool:
-    return any("transformers/trainer.py" in frame.path.replace("\\", "/") for frame in place.frames)
-
-
 def _dimensions(model: str) -> tuple[Dimensions, ...]:
     found = dimensions_of_model(model)
     return (found,) if found else ()
@@ -208,21 +205,15 @@ def card_of(oom: Oom | None, account: Account | None, gpu: str | None) -> Gpu | 
     if oom is None or account is None or oom.capacity is None:
         return None
     alike = [card for card in list_gpus() if oom.capacity.may_be(card.capacity_bytes)]
-    card = alike[0] if len(alike) == 1 else _of_size(oom.capacity.middle)
-    if card is None:
+    try:
+        card = alike[0] if len(alike) == 1 else find_gpu(f"{oom.capacity.middle // MiB}MiB")
+    except MemfitError:
         return None
     room = account.reachable_bytes if account.others_bytes else None
     usable = min(oom.capacity.middle, room or oom.capacity.middle)
     if oom.allowed is not None:
         usable = min(usable, oom.allowed.middle + card.context_bytes)
     return dataclasses.replace(card, capacity_bytes=usable)
-
-
-def _of_size(nbytes: int) -> Gpu | None:
-    try:
-        return find_gpu(f"{nbytes // MiB}MiB")
-    except MemfitError:
-        return None
 
 
 _SMALLER = re.compile(r"with micro_batch_size (\d{1,6}) instead of \d{1,6}")

@@ -21,7 +21,6 @@ from memfit.explaining.text import (
     DISGUISES,
     SUREST_FIRST,
     Certainty,
-    Disguise,
     Excerpt,
     Passage,
     Where,
@@ -343,19 +342,10 @@ _CPU = re.compile(
 
 def _async(line: str) -> Iterator[tuple[int, Oom]]:
     for start in _ASYNC.finditer(line):
-        rest = line[start.end() : start.end() + 1000]
-        sizes, unknown = _sizes(rest, _ASYNC_CLAUSES)
-        yield (
-            start.start(),
-            Oom(
-                form="cuda-async",
-                device=int(start[1]) if start[1] else None,
-                requests_exactly=True,
-                message=start[0],
-                unknown=unknown,
-                **sizes,
-            ),
-        )
+        sizes, unknown = _sizes(line[start.end() : start.end() + 1000], _ASYNC_CLAUSES)
+        device = int(start[1]) if start[1] else None
+        made = Oom(form="cuda-async", device=device, requests_exactly=True, message=start[0], unknown=unknown, **sizes)
+        yield start.start(), made
 
 
 def _mps(line: str) -> Iterator[tuple[int, Oom]]:
@@ -368,20 +358,12 @@ def _mps(line: str) -> Iterator[tuple[int, Oom]]:
 
 
 def _cpu(line: str) -> Iterator[tuple[int, Oom]]:
+    unknown = dict.fromkeys((name for name in SIZES if name != "requested"), "host memory: no GPU is in it")
+    said = "host memory ran out, not the GPU's"
     for start in _CPU.finditer(line):
-        unknown = dict.fromkeys((name for name in SIZES if name != "requested"), "host memory: no GPU is in it")
-        yield (
-            start.start(),
-            Oom(
-                form="cpu",
-                requested=parse_size(start[1], "bytes"),
-                requests_exactly=True,
-                message=start[0],
-                where="host",
-                says="host memory ran out, not the GPU's",
-                unknown=unknown,
-            ),
-        )
+        asked = parse_size(start[1], "bytes")
+        made = Oom(form="cpu", requested=asked, message=start[0], where="host", says=said, unknown=unknown)
+        yield start.start(), replace(made, requests_exactly=True)
 
 
 def _sizes(text: str, clauses: dict[str, re.Pattern[str]]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -406,23 +388,12 @@ def _disguised(passage: Passage) -> list[tuple[int, Oom]]:
         text = lines if disguise.by_line else passage.flat
         places = _ends([(each.start(), each[0]) for each in disguise.pattern.finditer(text)])
         if places:
-            oom = _in_disguise(disguise, places[-1][1].strip())
+            said = {name: getattr(disguise, name) for name in ("certainty", "where", "says", "remedy", "cure")}
+            unknown = dict.fromkeys(SIZES, "this message gives no numbers")
+            oom = Oom(form="disguised", message=places[-1][1].strip(), unknown=unknown, **said)
             begins = list(accumulate((len(line) + 1 for line in passage.lines), initial=0)) if disguise.by_line else []
             return [(passage.offset_of(bisect_right(begins, at) - 1) if begins else at, oom) for at, _ in places]
     return _bare(passage)
-
-
-def _in_disguise(disguise: Disguise, message: str) -> Oom:
-    return Oom(
-        form="disguised",
-        certainty=disguise.certainty,
-        where=disguise.where,
-        says=disguise.says,
-        remedy=disguise.remedy,
-        cure=disguise.cure,
-        message=message,
-        unknown=dict.fromkeys(SIZES, "this message gives no numbers"),
-    )
 
 
 NAME_ONLY = "the name of the error without its message"
@@ -431,17 +402,6 @@ _BARE = re.compile(r"\b(?:torch\.cuda\.|torch\.)?OutOfMemoryError\b|\bCUDA OOM\b
 
 def _bare(passage: Passage) -> list[tuple[int, Oom]]:
     unknown = dict.fromkeys(SIZES, "the text has only the name of the error")
-    return [
-        (
-            each.start(),
-            Oom(
-                form="disguised",
-                says=NAME_ONLY,
-                message=each[0],
-                unknown=unknown,
-                cure="find the message",
-                remedy="the whole message, which follows this name, has the numbers",
-            ),
-        )
-        for each in _BARE.finditer(passage.flat)
-    ]
+    remedy = "the whole message, which follows this name, has the numbers"
+    oom = Oom(form="disguised", says=NAME_ONLY, unknown=unknown, cure="find the message", remedy=remedy)
+    return [(each.start(), replace(oom, message=each[0])) for each in _BARE.finditer(passage.flat)]

@@ -140,19 +140,19 @@ def _readings(intervals: tuple[Interval, ...], models: tuple[Dimensions, ...], r
     written = _as_written(intervals, run, made.values())
     if written is not None:
         made = {(written.tensor, written.factors, written.itemsize): written}
-    elif not models:
-        made = {key: reading for key, reading in made.items() if _may_be_of_any(reading, run.hints)}
+    elif not models:  # of all models some tensor has any size: only what the failing line makes counts
+        made = {
+            key: reading
+            for key, reading in made.items()
+            if (reading.kind in run.hints if run.hints else reading.kind not in IN_LINES_OF_THEIR_OWN)
+        }
     ranked = sorted(made.values(), key=lambda each: (-each.points, abs(each.nbytes - intervals[0][1]), each.tensor))
-    why = "" if ranked else _why_none(models, run)
-    known = replace(run, card_bytes=None) != RunClues()
-    return Readings(intervals, tuple(_few_of_each(ranked)), why, (sure and known) or written is not None)
-
-
-def _why_none(models: tuple[Dimensions, ...], run: RunClues) -> str:
-    if models:
-        return "no product of the model's sizes gives it"
     such = ", of those that the failing line can make" if run.hints else ""
-    return f"no tensor of a known model has its size{such}"
+    none = "no product of the model's sizes gives it" if models else f"no tensor of a known model has its size{such}"
+    known = replace(run, card_bytes=None) != RunClues()
+    return Readings(
+        intervals, tuple(_few_of_each(ranked)), "" if ranked else none, (sure and known) or written is not None
+    )
 
 
 def _as_written(intervals: Sequence[Interval], run: RunClues, found: Iterable[Reading]) -> Reading | None:
@@ -177,11 +177,6 @@ def _as_written(intervals: Sequence[Interval], run: RunClues, found: Iterable[Re
         if each.nbytes == plain.nbytes and each.itemsize == itemsize and each.factors[-1].value == shape[-1]
     ]
     return replace(named[0], known=True, points=plain.points) if len(named) == 1 else plain
-
-
-def _may_be_of_any(reading: Reading, hints: frozenset[str]) -> bool:
-    """Of all models some tensor has any size: only what the failing line makes counts; some kinds only there."""
-    return reading.kind in hints if hints else reading.kind not in IN_LINES_OF_THEIR_OWN
 
 
 @lru_cache(maxsize=64)

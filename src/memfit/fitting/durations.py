@@ -12,7 +12,7 @@ between GPUs, reading data, and saving.
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any
 
 from memfit.errors import MemfitError, UsageError
@@ -49,12 +49,8 @@ class Pace:
     kernel_seconds: Range
 
     def estimate(self, roofline: float, kernels: int) -> Range:
-        pairs = zip(_three(self.of_roofline.times(roofline)), _three(self.kernel_seconds.times(kernels)), strict=True)
+        pairs = zip(astuple(self.of_roofline.times(roofline)), astuple(self.kernel_seconds.times(kernels)), strict=True)
         return Range(*(max(pair) for pair in pairs))
-
-
-def _three(found: Range) -> tuple[float, float, float]:
-    return found.least, found.likely, found.most
 
 
 AS_MEASURED = Pace(Range(1.25, 1.6, 2.5), Range(24e-6, 30e-6, 45e-6))

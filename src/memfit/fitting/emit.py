@@ -89,13 +89,10 @@ def python_of(work: Workload, headline: str) -> str:
         raise UsageError("--emit python writes no settings for torchao or for a checkpoint that is quantised already")
     if work.is_quantised and not _hub_id(work.model):
         raise UsageError(f"--emit python: {work.model} has no weights on the hub that could be quantised")
+    said = headline.replace("\\", "/").replace('"', "'")
     write = {"train": _training, "lora": _training, "generate": _generation, "forward": _forward, "prune": _prune}
     model = [] if work.kind == "prune" else [*_imports(work), "", "", *_model(work), "", ""]
-    return "\n".join([f'"""{_safe(headline)}."""\n', *_environment(work), *model, *write[work.kind](work)]) + "\n"
-
-
-def _safe(text: str) -> str:
-    return text.replace("\\", "/").replace('"', "'")
+    return "\n".join([f'"""{said}."""\n', *_environment(work), *model, *write[work.kind](work)]) + "\n"
 
 
 def _environment(work: Workload) -> Iterator[str]:
@@ -146,7 +143,8 @@ def _model(work: Workload) -> Iterator[str]:
     if hub:
         yield "    model = AutoModelForCausalLM.from_pretrained("
         yield f"{INDENT}{hub!r}, dtype={dtype}, attn_implementation={work.attention!r},"
-        yield from _quantisation(work)
+        if work.is_quantised:
+            yield f'{INDENT}device_map={{"": 0}}, quantization_config={_bits_and_bytes(work)},'
         yield "    )"
     else:
         yield "    model = build_model("
@@ -172,11 +170,6 @@ def _model(work: Workload) -> Iterator[str]:
         yield f"    return {'torch.compile' if work.compile else 'compile_regions'}({on_gpu}.eval())"
     else:
         yield f"    return {on_gpu}.eval()"
-
-
-def _quantisation(work: Workload) -> Iterator[str]:
-    if work.is_quantised:
-        yield f'{INDENT}device_map={{"": 0}}, quantization_config={_bits_and_bytes(work)},'
 
 
 def _bits_and_bytes(work: Workload) -> str:
@@ -344,7 +337,8 @@ def config_document(work: Workload, gpu: Gpu | None, margin: float) -> dict[str,
     from memfit.fitting.forecast import global_batch_of
 
     keys = keys_of(work)
-    keys["model"] |= _tokenizer(work)
+    if is_gsa(work.model) or is_basics(work.model):
+        keys["model"]["tokenizer"] = "bytes"  # they come with none, and this one needs no file
     card = {} if gpu is None else {"gpu": _card(gpu)}
     return {
         "model": keys.pop("model"), "method": keys.pop("method"),
@@ -365,11 +359,6 @@ def _card(gpu: Gpu) -> str:
         except MemfitError:
             continue
     return in_mib(gpu.capacity_bytes)
-
-
-def _tokenizer(work: Workload) -> dict[str, str]:
-    """A model that comes with none: this one needs no file."""
-    return {"tokenizer": "bytes"} if is_gsa(work.model) or is_basics(work.model) else {}
 
 
 def args_of(fitted: Fitted) -> str:
@@ -417,14 +406,11 @@ def _trainer_flags(work: Workload) -> Iterator[tuple[str, str]]:
     """As HfArgumentParser reads the fields of TrainingArguments."""
     from memfit.jobs.training.loops import trainer_settings
 
-    settings: Mapping[str, Any] = {**trainer_settings(work), **_in_place_of_own_code(work)}
+    own = {"use_liger_kernel": True} if work.loss == "chunked" else {}
+    settings: Mapping[str, Any] = {**trainer_settings(work), **own}
     for name, value in settings.items():
         said = json.dumps(value) if isinstance(value, dict) else str(value)
         yield f"--{name}", "" if name == "fsdp" else said  # a word after it would be an option of old
-
-
-def _in_place_of_own_code(work: Workload) -> dict[str, Any]:
-    return {"use_liger_kernel": True} if work.loss == "chunked" else {}
 
 
 def _own_flags(work: Workload) -> Iterator[tuple[str, str]]:

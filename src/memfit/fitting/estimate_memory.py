@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -136,7 +136,8 @@ def between(smaller: Preset, larger: Preset, parameters: float) -> dict[str, Any
     head = nearer["hidden_size"] // nearer["num_attention_heads"]
     hidden, inner = mean("hidden_size", WIDTH), mean("intermediate_size", INNER)
     heads = hidden // head
-    keys = math.gcd(heads, nearer["num_key_value_heads"]) if _shares_keys(nearer) else heads
+    shares = nearer["num_key_value_heads"] < nearer["num_attention_heads"]
+    keys = math.gcd(heads, nearer["num_key_value_heads"]) if shares else heads
     block = 2 * hidden * hidden + 2 * hidden * keys * head + 3 * hidden * inner
     tables = nearer["vocab_size"] * hidden * (1 if nearer["tie_word_embeddings"] else 2)
     layers = max(1, round((parameters - tables) / block))
@@ -144,7 +145,3 @@ def between(smaller: Preset, larger: Preset, parameters: float) -> dict[str, Any
         **nearer, "hidden_size": hidden, "intermediate_size": inner, "num_attention_heads": heads,
         "num_key_value_heads": keys, "head_dim": head, "num_hidden_layers": layers,
     }  # fmt: skip
-
-
-def _shares_keys(config: Mapping[str, Any]) -> bool:
-    return bool(config["num_key_value_heads"] < config["num_attention_heads"])

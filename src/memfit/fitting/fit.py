@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from memfit.analysis.verdict import limit_note
 from memfit.errors import MemfitError, UsageError
+from memfit.fitting.claims import plan_whole_model
 from memfit.fitting.durations import estimate
 from memfit.fitting.forecast import (
     MOST_MICRO_STEPS,
@@ -34,7 +35,6 @@ from memfit.fitting.levers import Lever, apply, checked_setting, levers_for
 from memfit.fitting.result import Alternative, Answer, Change, Fitted, list_unused
 from memfit.fitting.search import Search, Set, Solution, dearness
 from memfit.fitting.step_cost import StepTime, step_time
-from memfit.fitting.whole_model import plan_whole_model
 from memfit.gpus import Gpu, find_gpu
 from memfit.jobs.workload import Workload
 from memfit.models.presets import find_preset, presets
@@ -54,14 +54,11 @@ def smaller_models(work: Workload, room: int) -> Iterator[str]:
     here = find_preset(work.model)
     if here is None:
         return
+    whole = work.kind != "prune" and not work.is_sharded and "weights" not in work.offload
     alike = [each for each in presets() if each.model_type == here.model_type and each.parameters < here.parameters]
     for preset in sorted(alike, key=lambda each: (-each.parameters, each.name)):
-        if not _has_all_weights_on_the_card(work) or preset.parameters * BYTES[work.weight_precision] <= room:
+        if not whole or preset.parameters * BYTES[work.weight_precision] <= room:
             yield preset.name
-
-
-def _has_all_weights_on_the_card(work: Workload) -> bool:
-    return work.kind != "prune" and not work.is_sharded and "weights" not in work.offload
 
 
 ALTERNATIVES = 2
@@ -199,6 +196,7 @@ class _Fitter:
         return self.search.shrunk(found) if found is not None and self.search.fits(found.levers) else None
 
     def _is_slower(self, one: Solution, other: Solution) -> bool:
+        """Also where it cannot be told."""
         this, that = (self._time(each.forecast.workload) for each in (one, other))
         return this is None or that is None or not this.seconds or not that.seconds or this.seconds > that.seconds
 

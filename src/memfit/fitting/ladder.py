@@ -12,10 +12,9 @@ the published ladder stands beside it, as its authors ran it.
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -56,7 +55,7 @@ def guide_ladder(asked: Workload, forecasts: Forecasts) -> tuple[GuideRung, ...]
         return ()
     rungs = []
     for name, rows, steps, length, claims in RUNGS:
-        work = dataclasses.replace(_as_published(asked), batch_size=rows, grad_accum=steps, seq_len=length)
+        work = replace(_as_published(asked), batch_size=rows, grad_accum=steps, seq_len=length)
         try:
             forecast = forecasts.ask(work)
         except MemfitError:
@@ -66,7 +65,7 @@ def guide_ladder(asked: Workload, forecasts: Forecasts) -> tuple[GuideRung, ...]
 
 
 def _as_published(asked: Workload) -> Workload:
-    return dataclasses.replace(
+    return replace(
         asked,
         model=asked.model.removesuffix(GATHER) + GATHER,
         precision="amp-bf16",
@@ -212,7 +211,7 @@ def _one_row_that_fits(
 
 def _with_micro_batch(work: Workload, rows: int) -> Workload:
     sizes = batch_sizes(work).with_micro_batch(rows)
-    return dataclasses.replace(work, batch_size=rows, grad_accum=sizes.gradient_accumulation_steps)
+    return replace(work, batch_size=rows, grad_accum=sizes.gradient_accumulation_steps)
 
 
 class _Climb:
@@ -224,7 +223,8 @@ class _Climb:
         """More rows never take less."""
         ends = {name: self._last(self.sizes, partial(self._leaves, share)) for name, share in LEAVES.items()}
         found: list[Rung] = []
-        for rows in reversed(_distinct(ends)):  # what the next higher rung takes, a lower one takes too
+        different = sorted({rows for rows in ends.values() if rows is not None})
+        for rows in reversed(different):  # what the next higher rung takes, a lower one takes too
             names = tuple(name for name, end in ends.items() if end == rows)
             found.insert(0, self._rung(rows, names, found[0].longest if found else None))
         top = ends["Maximum"]
@@ -265,16 +265,9 @@ class _Climb:
         """Of the lengths in LONGER, the last that runs."""
         longer = [length for length in (int(work.seq_len * factor) for factor in LONGER) if length > runs]
         try:
-            return self._last(longer, lambda length: self._of_length(work, length).runs) or runs
+            return self._last(longer, lambda length: self.forecasts.ask(replace(work, seq_len=length)).runs) or runs
         except MemfitError:  # more than the model has positions
             return None
-
-    def _of_length(self, work: Workload, length: int) -> Forecast:
-        return self.forecasts.ask(dataclasses.replace(work, seq_len=length))
-
-
-def _distinct(ends: dict[str, int | None]) -> list[int]:
-    return sorted({rows for rows in ends.values() if rows is not None})
 
 
 def _row(forecast: Forecast, gpu: Gpu) -> dict[str, Any]:

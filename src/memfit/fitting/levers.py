@@ -11,8 +11,9 @@ already, or that a job has no use for, are not named.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from typing import Any, Literal
 
@@ -68,57 +69,6 @@ SHORTEST, LOWEST_RANK, FEWEST_WINDOWS = 128, 8, 16
 OWN_ENGINE = "memfit prune only"
 
 
-def catalogue(work: Workload) -> Iterator[Lever]:
-    by_kind = {
-        "train": _training, "lora": _training, "forward": _inference, "generate": _inference, "prune": _pruning,
-    }  # fmt: skip
-    yield from by_kind[work.kind](work)
-
-
-def _training(work: Workload) -> Iterator[Lever]:
-    yield from _dropped_outputs(work)
-    yield from _attention(work)
-    yield from _masked_path(work)
-    yield from _fused_optimizer(work)
-    yield from (lever for lever in _chunked_loss(work) if lever.cost == "free")
-    yield from _bucket_view(work)
-    yield from _allocator(work)
-    yield from _compiled(work)
-    yield from (lever for lever in _chunked_loss(work) if lever.cost == "time")
-    yield from _micro_batches(work)
-    yield from _checkpointing(work)
-    yield from _sharding(work)
-    yield from _offloading(work)
-    yield from _adapters(work)
-    yield from _eight_bit(work)
-    yield from _precision(work)
-    yield from _quantised(work)
-    yield from _shorter(work)
-    yield from _lower_rank(work)
-
-
-def _inference(work: Workload) -> Iterator[Lever]:
-    yield from _attention(work)
-    yield from _masked_path(work)
-    yield from _cache(work)
-    yield from _allocator(work)
-    yield from _compiled(work)
-    yield from _smaller_batches(work)
-    yield from _precision(work)
-    yield from _quantised(work)
-    yield from _fewer_beams(work)
-    yield from _fewer_tokens(work)
-    yield from _shorter(work)
-
-
-def _pruning(work: Workload) -> Iterator[Lever]:
-    """Blocks already come to the card one by one, within what may be used of it."""
-    yield from _allocator(work)
-    yield from _precision(work)
-    yield from _fewer_windows(work)
-    yield from _shorter(work)
-
-
 # -- free --------------------------------------------------------------------------------------------------------------
 
 
@@ -171,12 +121,12 @@ def _fused_optimizer(work: Workload) -> Iterator[Lever]:
         )  # fmt: skip
 
 
-def _chunked_loss(work: Workload) -> Iterator[Lever]:
-    if work.loss == "full":
+def _chunked_loss(work: Workload, cost: Cost) -> Iterator[Lever]:
+    if work.loss == "full" and cost == ("time" if work.kind == "train" else "free"):
         way = "memfit.jobs.training.chunked_loss.use_chunked_loss(model)"
         twice = " and, where the head is trained, computes them twice" if work.kind == "train" else ""
         yield Lever(
-            name="chunked loss", cost="time" if twice else "free", group="chunked loss", settings={"loss": "chunked"},
+            name="chunked loss", cost=cost, group="chunked loss", settings={"loss": "chunked"},
             says=f"logits and their gradients {work.loss_chunk} tokens at a time, never whole",
             price=f"the model returns no logits while it trains{twice}", lowers=("loss",),
             how={
@@ -519,6 +469,20 @@ def _fewer_windows(work: Workload) -> Iterator[Lever]:
         windows //= 2
 
 
+TRAINING: tuple[Callable[[Workload], Iterator[Lever]], ...] = (
+    _dropped_outputs, _attention, _masked_path, _fused_optimizer, partial(_chunked_loss, cost="free"), _bucket_view,
+    _allocator, _compiled, partial(_chunked_loss, cost="time"), _micro_batches, _checkpointing, _sharding, _offloading,
+    _adapters, _eight_bit, _precision, _quantised, _shorter, _lower_rank,
+)  # fmt: skip
+INFERENCE = (
+    _attention, _masked_path, _cache, _allocator, _compiled, _smaller_batches, _precision, _quantised, _fewer_beams,
+    _fewer_tokens, _shorter,
+)  # fmt: skip
+PRUNING = (_allocator, _precision, _fewer_windows, _shorter)
+"""Blocks already come to the card one by one, within what may be used of it."""
+CATALOGUE = {"train": TRAINING, "lora": TRAINING, "forward": INFERENCE, "generate": INFERENCE, "prune": PRUNING}
+
+
 def levers_for(workload: Workload, *, keep: Sequence[str] = (), try_compile: bool = False) -> list[Lever]:
     """Those that apply and are not on, the cheapest first. `keep` names settings that must stay as they are."""
     kept = {checked_setting(name) for name in keep}
@@ -528,17 +492,17 @@ def levers_for(workload: Workload, *, keep: Sequence[str] = (), try_compile: boo
     if try_compile and workload.kind in ("generate", "prune"):
         raise UsageError(f"--try-compile has no effect on {workload.kind}: it is a change of forward, train and lora")
     left_out = kept if try_compile else {*kept, "compile"}
-    return [lever for lever in catalogue(workload) if not left_out & set(lever.settings)]
+    found = (lever for levers in CATALOGUE[workload.kind] for lever in levers(workload))
+    return [lever for lever in found if not left_out & set(lever.settings)]
 
 
 def apply(workload: Workload, levers: Iterable[Lever]) -> Workload:
     changes: dict[str, Any] = {}
+    on_host = workload.offload  # what already lies there stays
     for lever in levers:
         changes.update(lever.settings)
-        if "offload" in lever.settings:  # what already lies on the host stays there
-            so_far = changes.get("_offload", workload.offload)
-            changes["offload"] = changes["_offload"] = (*so_far, *_texts(lever.settings["offload"]))
-    changes.pop("_offload", None)
+        if "offload" in lever.settings:
+            on_host = changes["offload"] = (*on_host, *changes["offload"])
     return workload.changed(**changes).without_unused()
 
 
@@ -550,8 +514,3 @@ def checked_setting(name: str) -> str:
         flags = [each.replace("_", "-") for each in known]
         raise UnknownName("setting to keep", name, flags, more="such as seq-len, rank or precision")
     return plain
-
-
-def _texts(value: object) -> tuple[str, ...]:
-    assert isinstance(value, tuple)
-    return value

@@ -8,12 +8,12 @@ from typing import Any, Literal
 
 from memfit.analysis.verdict import card_document
 from memfit.errors import MemfitError
+from memfit.fitting.claims import WholeModel
 from memfit.fitting.durations import Duration
 from memfit.fitting.forecast import Forecast, global_batch_of
 from memfit.fitting.levers import CACHED, Lever
 from memfit.fitting.search import Set, Solution, can_lower
 from memfit.fitting.step_cost import StepTime
-from memfit.fitting.whole_model import WholeModel
 from memfit.gpus import Gpu
 from memfit.jobs.settings import as_json
 from memfit.jobs.workload import Workload
@@ -35,9 +35,6 @@ class UnusedLever:
     cost: str
     why: Why
     reason: str
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def list_unused(
@@ -112,16 +109,8 @@ class Change:
             "saved_bytes": self.before.device_bytes - self.after.device_bytes,
             "step_before": None if self.time_before is None else self.time_before.to_json(),
             "step_after": None if self.time_after is None else self.time_after.to_json(),
-            "without": self._without(),
+            "without": None if self.without is None else _of_rest(self.without),
         }  # fmt: skip
-
-    def _without(self) -> dict[str, Any] | None:
-        less = self.without
-        if less is None:
-            return None
-        if isinstance(less, MemfitError):
-            return {"verdict": None, "device_bytes": None, "refused": less.message}
-        return {"verdict": less.verdict, "device_bytes": less.device_bytes, "refused": None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,8 +126,7 @@ class Alternative:
             "instead_of": self.instead_of,
             "changes": [{"name": lever.name, "cost": lever.cost} for lever in self.levers],
             "settings": as_json(_settings(self.levers)),
-            "verdict": self.forecast.verdict,
-            "device_bytes": self.forecast.device_bytes,
+            **_verdict(self.forecast),
         }
 
 
@@ -194,6 +182,7 @@ class Fitted(Shown):
         return show_fit
 
     def to_json(self) -> dict[str, Any]:
+        smaller = self.smaller_model
         return {
             "schema": SCHEMA,
             "answer": self.answer,
@@ -212,14 +201,14 @@ class Fitted(Shown):
             "changes": [change.to_json() for change in self.changes],
             "after": self.after.to_json(),
             "fitted_workload": self.fitted.document(),
-            "without_last": self._proof(),
-            "one_step_back": self._weaker(),
+            "without_last": None if self.without_last is None else _instead(self.changes[-1].lever, self.without_last),
+            "one_step_back": None if self.one_step_back is None else _instead(*self.one_step_back),
             "alternatives": [each.to_json() for each in self.alternatives],
-            "set_aside": [each.to_json() for each in self.set_aside],
+            "set_aside": [asdict(each) for each in self.set_aside],
             "smallest_gpu_bytes": self.smallest_gpu_bytes,
             "enough_gpu_bytes": self.enough_gpu_bytes,
             "margin_left": self.margin_left,
-            "smaller_model": self._smaller_model(),
+            "smaller_model": None if smaller is None else {"name": smaller[0], **_verdict(smaller[1])},
             "whole_model": None if self.whole_model is None else self.whole_model.to_json(),
             "duration": None if self.duration is None else self.duration.to_json(),
             "notes": list(self.notes),
@@ -227,28 +216,19 @@ class Fitted(Shown):
             "seconds": round(self.seconds, 3),
         }
 
-    def _proof(self) -> dict[str, Any] | None:
-        if self.without_last is None:
-            return None
-        return {
-            "change": self.changes[-1].lever.name, "verdict": self.without_last.verdict,
-            "device_bytes": self.without_last.device_bytes, "workload": self.without_last.workload.document(),
-        }  # fmt: skip
 
-    def _weaker(self) -> dict[str, Any] | None:
-        if self.one_step_back is None:
-            return None
-        lever, forecast = self.one_step_back
-        return {
-            "change": lever.name, "verdict": forecast.verdict, "device_bytes": forecast.device_bytes,
-            "workload": forecast.workload.document(),
-        }  # fmt: skip
+def _verdict(forecast: Forecast) -> dict[str, Any]:
+    return {"verdict": forecast.verdict, "device_bytes": forecast.device_bytes}
 
-    def _smaller_model(self) -> dict[str, Any] | None:
-        if self.smaller_model is None:
-            return None
-        name, forecast = self.smaller_model
-        return {"name": name, "verdict": forecast.verdict, "device_bytes": forecast.device_bytes}
+
+def _of_rest(less: Forecast | MemfitError) -> dict[str, Any]:
+    if isinstance(less, MemfitError):
+        return {"verdict": None, "device_bytes": None, "refused": less.message}
+    return {**_verdict(less), "refused": None}
+
+
+def _instead(lever: Lever, forecast: Forecast) -> dict[str, Any]:
+    return {"change": lever.name, **_verdict(forecast), "workload": forecast.workload.document()}
 
 
 def _settings(levers: Set) -> dict[str, object]:

@@ -25,7 +25,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,9 +54,9 @@ Ops = Mapping["OpCost", int]
 with the number of blocks, and is taken away at one size and added at another."""
 
 
-@dataclass(frozen=True)
-class PhaseCost:
-    phase: str
+class OpCounts:
+    """What ops take in all."""
+
     ops: Ops
 
     @property
@@ -65,47 +65,42 @@ class PhaseCost:
 
     @property
     def bytes_moved(self) -> int:
+        """Read from and written to GPU memory."""
         return sum(times * op.moved for op, times in self.ops.items())
 
     @property
     def host_bytes(self) -> int:
+        """Between GPU and host, both ways."""
         return sum(times * op.over_link for op, times in self.ops.items())
+
+    def figures(self) -> dict[str, int]:
+        return {"flops": self.flops, "bytes_moved": self.bytes_moved, "host_bytes": self.host_bytes}
 
 
 @dataclass(frozen=True)
-class StepCost:
+class PhaseCost(OpCounts):
+    phase: str
+    ops: Ops
+
+
+@dataclass(frozen=True)
+class StepCost(OpCounts):
     """Of one optimizer step on one GPU with all its micro-steps; of one forward pass, generation or pruning."""
 
     phases: tuple[PhaseCost, ...]
 
-    @property
-    def flops(self) -> int:
-        return sum(phase.flops for phase in self.phases)
-
-    @property
-    def bytes_moved(self) -> int:
-        """Read from and written to GPU memory."""
-        return sum(phase.bytes_moved for phase in self.phases)
-
-    @property
-    def host_bytes(self) -> int:
-        """Between GPU and host, both ways."""
-        return sum(phase.host_bytes for phase in self.phases)
+    @cached_property
+    def ops(self) -> Ops:  # type: ignore[override]
+        return combine((phase.ops, 1) for phase in self.phases)
 
     @property
     def kernels(self) -> int:
         """Calls of ops, each of which the host has to launch."""
-        return sum(sum(phase.ops.values()) for phase in self.phases)
+        return sum(self.ops.values())
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "flops": self.flops, "bytes_moved": self.bytes_moved, "host_bytes": self.host_bytes,
-            "kernels": self.kernels,
-            "phases": [
-                {"name": p.phase, "flops": p.flops, "bytes_moved": p.bytes_moved, "host_bytes": p.host_bytes}
-                for p in self.phases
-            ],
-        }  # fmt: skip
+        phases = [{"name": phase.phase, **phase.figures()} for phase in self.phases]
+        return {**self.figures(), "kernels": self.kernels, "phases": phases}
 
 
 def step_cost(workload: Workload) -> StepCost:
@@ -203,10 +198,6 @@ def on_line(less: Mapping[str, Ops], more: Mapping[str, Ops], units: int) -> dic
     return {phase: combine([(less[phase], 1 - units), (more[phase], units)]) for phase in less}
 
 
-def by_mark(made: Trace, counter: OpCosts) -> list[MarkCount]:
-    return [MarkCount(mark.phase, mark.step, counter.by_mark.get(at, {})) for at, mark in enumerate(made.marks)]
-
-
 def combine(parts: Iterable[tuple[Ops, int]]) -> Ops:
     """Each so many times, together."""
     total: Counter[OpCost] = Counter()
@@ -239,6 +230,10 @@ class MarkCount:
     ops: Ops
 
 
+def _by_mark(made: Trace, counter: OpCosts) -> list[MarkCount]:
+    return [MarkCount(mark.phase, mark.step, counter.by_mark.get(at, {})) for at, mark in enumerate(made.marks)]
+
+
 def _counting(counters: list[OpCosts], tracer: Tracer) -> OpCosts:
     from memfit.tracing.costs import OpCosts
 
@@ -253,7 +248,7 @@ def count_marks(work: Workload, layers: int | None, *, tokens: int | None = None
     counters: list[OpCosts] = []
     job = prepare_without_memory(work, layers=layers)
     made = trace_job(job, steps=STEPS, tokens=tokens, beside=partial(_counting, counters))
-    return by_mark(made, counters[-1])
+    return _by_mark(made, counters[-1])
 
 
 def last_step(marks: list[MarkCount]) -> list[MarkCount]:
@@ -277,44 +272,30 @@ def sum_by_phase(marks: Iterable[MarkCount]) -> dict[str, Ops]:
     return {phase: combine(parts) for phase, parts in by_phase.items()}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class StepTime:
-    flops: int
-    bytes_moved: int
-    host_bytes: int
+    figures: Mapping[str, int]
+    """FLOPs, bytes moved and bytes between GPU and host."""
     seconds: float | None
     """At the least; None where the card's figures are unknown."""
 
     def times(self, number: int) -> StepTime:
         """Of so many passes, one after the other."""
-        return StepTime(
-            flops=number * self.flops,
-            bytes_moved=number * self.bytes_moved,
-            host_bytes=number * self.host_bytes,
-            seconds=None if self.seconds is None else number * self.seconds,
-        )
+        figures = {name: number * figure for name, figure in self.figures.items()}
+        return StepTime(figures, None if self.seconds is None else number * self.seconds)
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "flops": self.flops, "bytes_moved": self.bytes_moved, "host_bytes": self.host_bytes,
-            "seconds": None if self.seconds is None else round(self.seconds, 6),
-        }  # fmt: skip
+        return {**self.figures, "seconds": None if self.seconds is None else round(self.seconds, 6)}
 
 
 def step_time(work: Workload, gpu: Gpu) -> StepTime | None:
     """None where the job's ops cannot be counted."""
-
     cost = step_cost_of(work)
-    if cost is None:
-        return None
-    return StepTime(
-        flops=cost.flops, bytes_moved=cost.bytes_moved, host_bytes=cost.host_bytes, seconds=seconds(cost, gpu)
-    )
+    return None if cost is None else StepTime(cost.figures(), seconds(cost, gpu))
 
 
 def step_cost_of(work: Workload) -> StepCost | None:
     """None where the job's ops cannot be counted."""
-
     try:
         with warnings.catch_warnings():  # of the job's own code: a plan tells them
             warnings.simplefilter("ignore")
@@ -335,7 +316,7 @@ def generation_cost(work: Workload, layers: int | None) -> dict[str, Ops]:
         third, fourth, last = (combine([(b, 1), (a, -1)]) for a, b in ((near[0], near[1]), (near[1], near[2]), far))
         steps = work.new_tokens - FEW_TOKENS
         told = combine([(fourth, 1 + steps), (third, -steps)])
-        if _totals(told) == _totals(last):
+        if PhaseCost(PHASE, told).figures() == PhaseCost(PHASE, last).figures():
             more = steps * (steps + 1) // 2
             return {PHASE: combine([(near[2], 1), (fourth, steps + more), (third, -more)])}
     return {PHASE: _after(work, layers, None)}
@@ -343,14 +324,6 @@ def generation_cost(work: Workload, layers: int | None) -> dict[str, Ops]:
 
 def _after(work: Workload, layers: int | None, tokens: int | None) -> Ops:
     return sum_by_phase(count_marks(work, layers, tokens=tokens))[PHASE]
-
-
-def _totals(ops: Ops) -> tuple[int, int, int]:
-    return (
-        sum(times * op.flops for op, times in ops.items()),
-        sum(times * op.moved for op, times in ops.items()),
-        sum(times * op.over_link for op, times in ops.items()),
-    )
 
 
 MOVES_THE_BLOCK = ("load", "store")
@@ -385,4 +358,4 @@ def _count_pruning(work: Workload, layers: int | None, few: int) -> tuple[dict[s
             return mark
         return dataclasses.replace(mark, ops=combine([(mark.ops, 1), (moved, 1)]))
 
-    return sum_by_phase(with_weights(mark) for mark in by_mark(made, counters[-1])), windows
+    return sum_by_phase(with_weights(mark) for mark in _by_mark(made, counters[-1])), windows

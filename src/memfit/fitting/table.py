@@ -18,8 +18,17 @@ from typing import TYPE_CHECKING, Any
 
 from memfit.analysis.verdict import judge
 from memfit.errors import MemfitError, UnknownName, UsageError
-from memfit.fitting.claims import CheckedClaim, CheckedSaving, beside_weights, check_claim, check_saving, difference
-from memfit.fitting.whole_model import STREAMED, WHOLE, PlanMemo
+from memfit.fitting.claims import (
+    STREAMED,
+    WHOLE,
+    CheckedClaim,
+    CheckedSaving,
+    PlanMemo,
+    beside_weights,
+    check_claim,
+    check_saving,
+    difference,
+)
 from memfit.gpus import Gpu, find_gpu
 from memfit.guides.claims import DECISIONS, EXAMPLES, GB, QUICK_REFERENCE, SAVINGS, QuickReference
 from memfit.jobs.settings import QLORA

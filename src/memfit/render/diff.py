@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -19,8 +18,11 @@ from memfit.render.pieces import (
     category_word,
     clean,
     grid,
+    indented,
+    labelled,
+    next_step,
     phase_words,
-    print_parts,
+    printed,
     section,
     short_op,
     tail,
@@ -32,18 +34,15 @@ ROWS = 10
 PLACES = 6
 
 
-def show_diff(diff: Diff, console: Console) -> None:
-    print_parts(_parts(diff, console), console)
-
-
-def _parts(diff: Diff, console: Console) -> Iterator[RenderableType]:
+@printed
+def show_diff(diff: Diff, console: Console) -> Iterator[RenderableType]:
     width = console.width
     for message in diff["messages"]:
-        yield Text.assemble((f"note on {message['side']}: ", "bold yellow"), clean(message["text"]))
+        yield labelled(f"note on {message['side']}", message["text"], "bold yellow")
     if diff["messages"]:
         yield Text()
     yield _verdict(diff)
-    yield Padding(_sides(diff), (0, 0, 0, 2))
+    yield indented(_sides(diff))
     if diff["explained"]:
         yield section("what explains it, at the two peaks", _explained(diff["explained"], width))
     if any(row["difference"] for row in diff["by_category"]):
@@ -62,8 +61,7 @@ def _parts(diff: Diff, console: Console) -> Iterator[RenderableType]:
         yield section("allocations of both that one side frees earlier", _lifetimes(diff, width))
     yield section("how to read it", bullets(diff["notes"]))
     if diff["next"]:
-        yield Text()
-        yield Text.assemble(("next: ", "bold"), clean("; or ".join(diff["next"])))
+        yield from next_step("; or ".join(diff["next"]))
 
 
 def _verdict(diff: Diff) -> Text:
@@ -78,8 +76,7 @@ def _verdict(diff: Diff) -> Text:
 
 
 def _sides(diff: Diff) -> Table:
-    table = grid("left", "left", "right", "right", "left")
-    table.add_row("", "", Text("allocated", "dim"), Text("reserved", "dim"), "")
+    table = grid("left", "left", "right", "right", "left", heads=("", "", "allocated", "reserved", ""))
     for side in "ab":
         run = diff[side]
         at = run["at_peak"]
@@ -115,8 +112,7 @@ def _explained(reasons: Sequence[Mapping[str, Any]], width: int) -> RenderableTy
 
 
 def _named(rows: Sequence[Mapping[str, Any]], *, category: bool, width: int) -> Table:
-    table = grid("right", "right", "right", "left")
-    table.add_row(*(Text(word, "dim") for word in ("a", "b", "b less a", "")))
+    table = grid("right", "right", "right", "left", heads=("a", "b", "b less a", ""))
     for row in rows[:ROWS]:
         name = (
             category_word(row["name"]) if category else tail(clean(row["name"]) or "(no module)", max(width - 46, 24))
@@ -126,8 +122,8 @@ def _named(rows: Sequence[Mapping[str, Any]], *, category: bool, width: int) -> 
 
 
 def _phases(rows: Sequence[Mapping[str, Any]]) -> Table:
-    table = grid("left", "left", "right", "right", "right", "right")
-    table.add_row("", "", *(Text(word, "dim") for word in ("a", "b", "b less a", "reserved, b less a")))
+    heads = ("", "", "a", "b", "b less a", "reserved, b less a")
+    table = grid("left", "left", "right", "right", "right", "right", heads=heads)
     for row in rows[:24]:
         sizes = row["allocated_bytes"]
         table.add_row(
@@ -142,8 +138,8 @@ def _phases(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _counts(diff: Diff) -> Table:
-    table = grid("left", "right", "right", "right", "right")
-    table.add_row("", *(Text(word, "dim") for word in ("both", "only a", "only b", "moved")))
+    heads = ("", "both", "only a", "only b", "moved")
+    table = grid("left", "right", "right", "right", "right", heads=heads)
     for name in ("allocations", "frees"):
         counts = diff[name]
         moved = f"{counts['moved']:,}" if name == "frees" else ""

@@ -5,18 +5,29 @@ show_explanation(document, Console())      # document: memfit.explain/1, as `mem
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console, Group, RenderableType
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from memfit.render.pieces import Glyphs, bullets, category_word, clean, grid, percent, print_parts, section, small, tail
+from memfit.render.pieces import (
+    Document,
+    Glyphs,
+    bullets,
+    category_word,
+    clean,
+    grid,
+    indented,
+    labelled,
+    percent,
+    printed,
+    section,
+    small,
+    tail,
+)
 from memfit.units import format_bytes, gib
 
-Document = Mapping[str, Any]
 BAR = 60
 STYLES = {
     "allocated": "blue", "private pools": "magenta", "cached": "cyan", "outside torch": "yellow",
@@ -27,39 +38,36 @@ PASSES = ("forward", "backward")
 SIZES = ("batch_size", "seq_len", "rank", "nsamples")
 
 
-def show_explanation(document: Document, console: Console) -> None:
-    print_parts(_parts(document, console), console)
-
-
-def _parts(document: Document, console: Console) -> Iterator[RenderableType]:
+@printed
+def show_explanation(document: Document, console: Console) -> Iterator[RenderableType]:
     glyphs, width = Glyphs(console.encoding), console.width
+    account, tensor, fragmentation = document["account"], document["tensor"], document["cause"]["fragmentation"]
     known = document["cause"]["kind"] != "none"
     yield Text.assemble(("out of memory: ", "bold red") if known else ("", ""), (clean(document["answer"]), "bold"))
-    yield from (Padding(Text(line), (0, 0, 0, 2)) for line in _where(document, width))
-    if document["account"]["rows"]:
-        yield section(_heading(document["account"]), _account(document["account"], glyphs, width))
-    for trap in document["traps"]:
-        yield Padding(Text.assemble(("note: ", "yellow"), clean(trap["text"])), (0, 0, 0, 2))
-    fragmentation = document["cause"]["fragmentation"]
-    cached = any(row["name"] == "cached" for row in document["account"]["rows"])
+    yield from (indented(Text(line)) for line in _where(document, width))
+    if account["rows"]:
+        whole = account["capacity_bytes"]
+        title = "the numbers" if whole is None else f"the card's {gib(whole)}, added up"
+        yield section(title, _account(account, glyphs, width))
+    yield from (indented(labelled("note", trap["text"], "yellow")) for trap in document["traps"])
+    cached = any(row["name"] == "cached" for row in account["rows"])
     if fragmentation and fragmentation["verdict"] == "cannot tell" and cached:
         said = Text.assemble("fragmentation: ", ("cannot tell", "bold"), f"; {clean(fragmentation['why'])}")
-        yield Padding(said, (0, 0, 0, 2))
+        yield indented(said)
     if document["holders"]:
-        yield section("who held the memory then", _holders(document["holders"], document["account"], width))
-    if document["tensor"]["readings"]:
-        yield section(_asked(document["tensor"]), _readings(document, width))
-    elif document["tensor"]["why_none"] and document["tensor"]["request_bytes"]:
-        yield section("the tensor that failed", Text(clean(document["tensor"]["why_none"]), "dim"))
-    yield from _advice(document, width)
+        yield section("who held the memory then", _holders(document["holders"], account, width))
+    if tensor["readings"]:
+        yield section(_asked(tensor), _readings(document, width))
+    elif tensor["why_none"] and tensor["request_bytes"]:
+        yield section("the tensor that failed", Text(clean(tensor["why_none"]), "dim"))
+    yield from _advice(document)
     if document["growth"]:
         yield section("growth", Text(clean(document["growth"]["text"])))
     if document["notes"]:
         yield section("how to read it", bullets(document["notes"]))
     if document["next"]:
         yield Text()
-        for step in document["next"]:
-            yield Text.assemble(("next: ", "bold"), clean(step))
+        yield from (labelled("next", step) for step in document["next"])
 
 
 def _where(document: Document, width: int) -> Iterator[str]:
@@ -85,7 +93,7 @@ def _where(document: Document, width: int) -> Iterator[str]:
         yield f"{found['count']:,} messages: the first {ends[0]}, the last {ends[1]}"
 
 
-def _line(message: Mapping[str, Any]) -> str:
+def _line(message: Document) -> str:
     size = f" ({message['requested']})" if message["requested"] else ""
     return f"at line {message['line']:,}{size}"
 
@@ -93,29 +101,20 @@ def _line(message: Mapping[str, Any]) -> str:
 # -- numbers -------------------------------------------------------------------------------------------------------
 
 
-def _heading(account: Document) -> str:
-    whole = account["capacity_bytes"]
-    return "the numbers" if whole is None else f"the card's {gib(whole)}, added up"
-
-
 def _account(account: Document, glyphs: Glyphs, width: int) -> RenderableType:
-    rows = account["rows"]
-    whole = account["capacity_bytes"] or sum(max(row["bytes"], 0) for row in rows)
+    rows, whole = account["rows"], account["capacity_bytes"]
     table = grid("left", "right", "right", "left")
     for row in rows:
-        name = Text(row["name"], STYLES.get(row["name"], ""))
-        share = percent(max(row["bytes"], 0), whole) if account["capacity_bytes"] else ""
-        table.add_row(name, _figure(row["bytes"]), share, Text(row["says"], "dim"))
-    if account["capacity_bytes"] is None:
+        size = row["bytes"]
+        figure = gib(size) if abs(size) >= 1 << 27 else format_bytes(size)
+        share = percent(max(size, 0), whole) if whole else ""
+        table.add_row(Text(row["name"], STYLES.get(row["name"], "")), figure, share, Text(row["says"], "dim"))
+    if whole is None:
         return table
-    return Group(_bar(rows, whole, glyphs, min(BAR, width - 4)), table)
+    return Group(_bar(rows, whole or sum(max(row["bytes"], 0) for row in rows), glyphs, min(BAR, width - 4)), table)
 
 
-def _figure(nbytes: int) -> str:
-    return gib(nbytes) if abs(nbytes) >= 1 << 27 else format_bytes(nbytes)
-
-
-def _bar(rows: Sequence[Mapping[str, Any]], whole: int, glyphs: Glyphs, cells: int) -> Text:
+def _bar(rows: Sequence[Document], whole: int, glyphs: Glyphs, cells: int) -> Text:
     """One cell at least for whatever is there; what is free has dots."""
     bar = Text()
     for row in rows:
@@ -128,19 +127,19 @@ def _bar(rows: Sequence[Mapping[str, Any]], whole: int, glyphs: Glyphs, cells: i
     return bar
 
 
-def _holders(holders: Sequence[Mapping[str, Any]], account: Document, width: int) -> Table:
+def _holders(holders: Sequence[Document], account: Document, width: int) -> Table:
     total = next((row["bytes"] for row in account["rows"] if row["name"] == "allocated"), 0)
-    table = grid("right", "right", "right", "left", "left")
-    for each in holders[:HOLDERS]:
-        category = "" if each["category"] == "unknown" else category_word(each["category"])
-        table.add_row(
+    rows = (
+        (
             small(each["allocated_bytes"]),
             percent(each["allocated_bytes"], total),
             f"{each['count']:,} x",
-            category,
+            "" if each["category"] == "unknown" else category_word(each["category"]),
             tail(clean(each["name"]) or "(no name)", max(width - 44, 24)),
         )
-    return table
+        for each in holders[:HOLDERS]
+    )
+    return grid("right", "right", "right", "left", "left", rows=rows)
 
 
 # -- the tensor ----------------------------------------------------------------------------------------------------
@@ -171,26 +170,25 @@ def _readings(document: Document, width: int) -> Table:
 # -- advice --------------------------------------------------------------------------------------------------------
 
 
-def _advice(document: Document, width: int) -> Iterator[RenderableType]:
-    fixes = document["fixes"]
-    plain = [fix for fix in fixes if fix["basis"] != "predicted"]
-    predicted = [fix for fix in fixes if fix["basis"] == "predicted"]
+def _advice(document: Document) -> Iterator[RenderableType]:
+    job = document["job"]
+    plain = [fix for fix in document["fixes"] if fix["basis"] != "predicted"]
+    predicted = [fix for fix in document["fixes"] if fix["basis"] == "predicted"]
     if plain:
-        yield section("what helps", _plain_fixes(plain))
+        yield section("what helps", grid("left", "left", rows=map(_in_words, plain[:FIXES])))
     if predicted:
-        yield section(_predicted_heading(document["job"]), _predicted_fixes(predicted, document["job"]))
-        if document["job"]["read_from_text"]:
-            yield Padding(Text(_read(document["job"]["read_from_text"]), "dim"), (0, 0, 0, 2))
+        yield section(_predicted_heading(job), _predicted_fixes(predicted, job))
+        if clues := job["read_from_text"]:
+            said = ", ".join(f"{name.replace('_', ' ')} by `{clean(words)}`" for name, words in clues.items())
+            yield indented(Text(f"read in the text: {said}; flags win over that", "dim"))
     if document["withheld"]:
-        yield section("what does not help here", _withheld(document["withheld"], width))
+        rows = ((Text(clean(row["advice"])), Text(clean(row["why"]), "dim")) for row in document["withheld"])
+        yield section("what does not help here", grid("left", "left", rows=rows))
 
 
-def _plain_fixes(fixes: Sequence[Mapping[str, Any]]) -> Table:
-    table = grid("left", "left")
-    for fix in fixes[:FIXES]:
-        how = "; ".join(f"{place}: {text}" if place != "shell" else text for place, text in fix["how"].items())
-        table.add_row(clean(fix["name"]), Text(clean(fix["says"] + (f" ({how})" if how else ""))))
-    return table
+def _in_words(fix: Document) -> tuple[str, Text]:
+    how = "; ".join(f"{place}: {text}" if place != "shell" else text for place, text in fix["how"].items())
+    return clean(fix["name"]), Text(clean(fix["says"] + (f" ({how})" if how else "")))
 
 
 def _predicted_heading(job: Document) -> str:
@@ -204,37 +202,22 @@ def _predicted_heading(job: Document) -> str:
     return f"what helps, predicted ({', '.join(words)}{said}{untrue})"
 
 
-def _read(clues: Mapping[str, str]) -> str:
-    said = ", ".join(f"{name.replace('_', ' ')} by `{clean(words)}`" for name, words in clues.items())
-    return f"read in the text: {said}; flags win over that"
-
-
-def _predicted_fixes(fixes: Sequence[Mapping[str, Any]], job: Document) -> Table:
+def _predicted_fixes(fixes: Sequence[Document], job: Document) -> Table:
+    """Whether it then fits is said where there is a card."""
     verdicts = job["gpu"] is not None
-    table = grid("right", "right", *(("left",) if verdicts else ()), "left", "left")
-    heads = ("saves", "then", *(("",) if verdicts else ()), "costs", "")
-    table.add_row(*(Text(word, "dim") for word in heads))
     words = {
-        "safe": Text("fits", "green"),
-        "tight": Text("fits, tightly", "yellow"),
-        "fails": Text("not enough", "dim"),
-    }
+        "safe": Text("fits", "green"), "tight": Text("fits, tightly", "yellow"), "fails": Text("not enough", "dim"),
+    }  # fmt: skip
+    heads = ("saves", "then", *(("",) if verdicts else ()), "costs", "")
+    table = grid("right", "right", *(("left",) if verdicts else ()), "left", "left", heads=heads)
     for fix in fixes[:FIXES]:
-        verdict = (words.get(fix["verdict"], Text("n/a")),) if verdicts else ()
         how = fix["how"].get("memfit") or next(iter(fix["how"].values()), "")
-        said = Group(Text(clean(fix["name"])), Text(clean(how), "dim")) if how else Text(clean(fix["name"]))
+        name = Text(clean(fix["name"]))
         table.add_row(
             "n/a" if fix["saved_bytes"] is None else gib(fix["saved_bytes"]),
             gib(fix["after_bytes"]),
-            *verdict,
+            *((words.get(fix["verdict"], Text("n/a")),) if verdicts else ()),
             clean(fix["cost"] or ""),
-            said,
+            Group(name, Text(clean(how), "dim")) if how else name,
         )
-    return table
-
-
-def _withheld(rows: Sequence[Mapping[str, Any]], width: int) -> Table:
-    table = grid("left", "left")
-    for row in rows:
-        table.add_row(Text(clean(row["advice"])), Text(clean(row["why"]), "dim"))
     return table

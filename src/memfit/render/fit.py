@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console, RenderableType
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -19,11 +18,13 @@ from memfit.render.pieces import (
     category_word,
     clean,
     grid,
+    indented,
     job_file_section,
     job_file_warnings,
+    next_step,
     percent,
     phase_words,
-    print_parts,
+    printed,
     section,
     time_basis,
     time_words,
@@ -44,21 +45,19 @@ PETA, GIGA = 10**15, 10**9
 NO_MORE = ("+0 %", "-0 %")
 
 
-def show_fit(fitted: Fitted, console: Console) -> None:
-    print_parts(_parts(fitted), console)
-
-
-def _parts(fitted: Fitted) -> Iterator[RenderableType]:
+@printed
+def show_fit(fitted: Fitted, console: Console) -> Iterator[RenderableType]:
     yield say_fit(fitted)
-    yield Padding(_before(fitted), (0, 0, 0, 2))
-    for warning in job_file_warnings(fitted):
-        yield Padding(warning, (0, 0, 0, 2))
+    yield indented(_before(fitted))
+    yield from map(indented, job_file_warnings(fitted))
     if fitted["duration"]:
-        yield Padding(Text(f"time: {time_words(fitted['duration'])} (estimated)"), (0, 0, 0, 2))
+        yield indented(Text(f"time: {time_words(fitted['duration'])} (estimated)"))
     if fitted["changes"]:
         title = "change this" if fitted["answer"] == "fits" else "the nearest that was found"
         yield section(title, _changes(fitted))
-        yield section("what it costs", _costs(fitted))
+        once = "in all" if fitted["global_batch"] is None else "a step"
+        costs = ((clean(change["name"]), Text(_cost(change, once))) for change in fitted["changes"])
+        yield section("what it costs", grid("left", "left", rows=costs))
         yield section("how to switch it on", _how(fitted["changes"]))
     if fitted["answer"] == "fits":
         yield section("why not less", _proof(fitted))
@@ -70,8 +69,7 @@ def _parts(fitted: Fitted) -> Iterator[RenderableType]:
         yield section("not in the answer", _set_aside(fitted["set_aside"]))
     yield from job_file_section(fitted)
     yield section("assumed", bullets([*fitted["notes"], *time_basis(fitted), _search(fitted)]))
-    yield Text()
-    yield Text.assemble(("next: ", "bold"), clean(_next(fitted)))
+    yield from next_step(_next(fitted))
 
 
 def say_fit(fitted: Fitted) -> Text:
@@ -113,16 +111,13 @@ def _before(fitted: Fitted) -> Text:
 
 def _estimated_context(forecast: Mapping[str, Any]) -> str:
     low, high = forecast["context"]["low_bytes"], forecast["context"]["high_bytes"]
-    return (
-        ""
-        if low == high
-        else f"; what CUDA itself takes is estimated at {gib(low)} to {gib(high)}, and the upper end counts"
-    )
+    said = f"; what CUDA itself takes is estimated at {gib(low)} to {gib(high)}, and the upper end counts"
+    return "" if low == high else said
 
 
 def _changes(fitted: Fitted) -> Table:
-    table = grid("right", "left", "left", "right", "right", "left")
-    table.add_row("", Text("change", "dim"), Text("cost", "dim"), Text("before", "dim"), Text("after", "dim"), "")
+    heads = ("", "change", "cost", "before", "after", "")
+    table = grid("right", "left", "left", "right", "right", "left", heads=heads)
     for number, change in enumerate(fitted["changes"], 1):
         table.add_row(
             f"{number}.",
@@ -135,13 +130,8 @@ def _changes(fitted: Fitted) -> Table:
     return table
 
 
-def _costs(fitted: Fitted) -> Table:
-    table = grid("left", "left")
-    once = "in all" if fitted["global_batch"] is None else "a step"
-    for change in fitted["changes"]:
-        price = "; ".join(part for part in (clean(change["price"]), _step(change, once), clean(change["risk"])) if part)
-        table.add_row(clean(change["name"]), Text(price))
-    return table
+def _cost(change: Mapping[str, Any], once: str) -> str:
+    return "; ".join(part for part in (clean(change["price"]), _step(change, once), clean(change["risk"])) if part)
 
 
 def _step(change: Mapping[str, Any], once: str) -> str:
@@ -262,18 +252,16 @@ Ladder = Mapping[str, Any]
 RUNG_STYLES = {"Safe": "green", "Medium": "cyan", "Aggressive": "yellow", "Maximum": "red"}
 
 
-def show_ladder(ladder: Ladder, console: Console) -> None:
-    print_parts(_ladder_parts(ladder), console)
-
-
-def _ladder_parts(ladder: Ladder) -> Iterator[RenderableType]:
+@printed
+def show_ladder(ladder: Ladder, console: Console) -> Iterator[RenderableType]:
     yield _ladder_headline(ladder)
     if ladder["changes"]:
         names = ", ".join(f"{clean(change['name'])} ({change['cost']})" for change in ladder["changes"])
-        yield Padding(Text(f"not a single row fits without these, which all rungs have: {names}"), (0, 0, 0, 2))
+        yield indented(Text(f"not a single row fits without these, which all rungs have: {names}"))
     if ladder["rungs"]:
         yield section("the ladder", _rungs(ladder["rungs"]))
-        yield section("what else can push it over", _risks(ladder["rungs"]))
+        risks = ((_names(rung), Text("; ".join(map(clean, rung["risks"])))) for rung in ladder["rungs"])
+        yield section("what else can push it over", grid("left", "left", rows=risks))
     if ladder["above"]:
         above = ladder["above"]
         rows = f"micro-batch {above['micro_batch']} x {above['grad_accum']}"
@@ -281,8 +269,10 @@ def _ladder_parts(ladder: Ladder) -> Iterator[RenderableType]:
     if ladder["guide"]:
         title = "the guide's own ladder, as its authors ran it: their attention, checkpointing, bf16 over fp32 weights"
         yield section(title, _guide(ladder["guide"], ladder["gpu"]["capacity_bytes"]))
+    first = ladder["rungs"][0]["names"][0] if ladder["rungs"] else ""
+    bound = f"step time is a roofline of counted FLOPs and bytes, relative to {first}: a bound, good for the ratio only"
     search = f"{ladder['predictions']} predictions in {ladder['seconds']:.1f} s"
-    yield section("assumed", bullets([*ladder["notes"], _time(ladder), search]))
+    yield section("assumed", bullets([*ladder["notes"], bound, search]))
 
 
 def _ladder_headline(ladder: Ladder) -> Text:
@@ -297,9 +287,8 @@ def _ladder_headline(ladder: Ladder) -> Text:
 
 
 def _rungs(rungs: Sequence[Mapping[str, Any]]) -> Table:
-    table = grid("left", "right", "right", "right", "right", "right")
     heads = ("", "micro-batch x steps", "rows", "device", "of the card", "step time")
-    table.add_row(*(Text(head, "dim") for head in heads))
+    table = grid("left", "right", "right", "right", "right", "right", heads=heads)
     for rung in rungs:
         relative = "n/a" if rung["relative_step_time"] is None else f"{100 * rung['relative_step_time']:.0f} %"
         table.add_row(
@@ -319,17 +308,9 @@ def _names(rung: Mapping[str, Any]) -> str:
     return clean(first) if first == last else f"{clean(first)} to {clean(last)}"
 
 
-def _risks(rungs: Sequence[Mapping[str, Any]]) -> Table:
-    table = grid("left", "left")
-    for rung in rungs:
-        table.add_row(_names(rung), Text("; ".join(clean(risk) for risk in rung["risks"])))
-    return table
-
-
 def _guide(guide: Sequence[Mapping[str, Any]], capacity: int) -> Table:
-    table = grid("left", "right", "right", "right", "right", "right", "left")
     heads = ("", "micro-batch x steps", "tokens", "rows", "predicted", "of the card", "it says")
-    table.add_row(*(Text(head, "dim") for head in heads))
+    table = grid("left", "right", "right", "right", "right", "right", "left", heads=heads)
     for rung in guide:
         wrong = f"; but {'; '.join(clean(each) for each in rung['wrong'])}" if rung["wrong"] else ""
         table.add_row(
@@ -342,8 +323,3 @@ def _guide(guide: Sequence[Mapping[str, Any]], capacity: int) -> Table:
             Text(f"{clean(rung['claims'])}{wrong}"),
         )
     return table
-
-
-def _time(ladder: Ladder) -> str:
-    first = ladder["rungs"][0]["names"][0] if ladder["rungs"] else ""
-    return f"step time is a roofline of counted FLOPs and bytes, relative to {first}: a bound, good for the ratio only"

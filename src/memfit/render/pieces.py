@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 from rich.console import Console, Group, JustifyMethod, RenderableType
@@ -11,8 +12,10 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from memfit.render.shown import NOT_MODELLED
+from memfit.render.shown import NOT_MODELLED, Renderer
 from memfit.units import duration, gib, two_figures
+
+Document = Mapping[str, Any]
 
 
 def usable_bytes(gpu: Mapping[str, Any]) -> int:
@@ -90,23 +93,45 @@ class Glyphs:
         return "█" * (eighths // 8) + EIGHTHS[max(eighths % 8, 1 if part and not eighths else 0)].strip()
 
 
-def print_parts(parts: Iterable[RenderableType], console: Console) -> None:
-    """The width is set before the first part is made: parts may ask for it."""
-    console.width = min(console.width, MAX_WIDTH)
-    for part in parts:
-        console.print(part)
-
-
 def section(title: str, body: RenderableType) -> RenderableType:
-    return Group(Text(), Text(title, style="bold"), Padding(body, (0, 0, 0, 2)))
+    return Group(Text(), Text(title, style="bold"), indented(body))
 
 
-def grid(*columns: JustifyMethod) -> Table:
+def grid(*columns: JustifyMethod, heads: Sequence[str] = (), rows: Iterable[Sequence[RenderableType]] = ()) -> Table:
     """Only the last column may wrap: figures are never cut."""
     table = Table.grid(padding=(0, 2))
     for number, justify in enumerate(columns, 1):
         table.add_column(justify=justify, no_wrap=number < len(columns))
+    if heads:
+        table.add_row(*(Text(head, "dim") for head in heads))
+    for row in rows:
+        table.add_row(*row)
     return table
+
+
+def printed(parts: Callable[[Document, Console], Iterator[RenderableType]]) -> Renderer:
+    """Writes the parts of a document one after the other, within a width that they may ask the console for."""
+
+    def show(document: Document, console: Console) -> None:
+        console.width = min(console.width, MAX_WIDTH)
+        for part in parts(document, console):
+            console.print(part)
+
+    return show
+
+
+def indented(body: RenderableType) -> Padding:
+    return Padding(body, (0, 0, 0, 2))
+
+
+def labelled(label: str, text: object, style: str = "bold") -> Text:
+    """`next: ...` and its likes."""
+    return Text.assemble((f"{label}: ", style), clean(text))
+
+
+def next_step(text: str) -> Iterator[RenderableType]:
+    yield Text()
+    yield labelled("next", text)
 
 
 def bullets(notes: Iterable[str]) -> RenderableType:
@@ -133,17 +158,16 @@ def job_file_section(document: Mapping[str, Any]) -> Iterator[RenderableType]:
     job = document.get("from")
     if not job:
         return
-    used, usual = (", ".join(_key_words(job[each])) for each in ("used", "defaults"))
+    used, usual = (
+        ", ".join(f"{clean(key)} {_value_word(value)}" for key, value in job[each].items() if value not in ("", [], {}))
+        for each in ("used", "defaults")
+    )
     lines = [f"read: {used}", f"by default: {usual}", *job["notes"]]
     lines += [f"of no influence on memory: {', '.join(job['without_influence'])}"] * bool(job["without_influence"])
     named = " and ".join(
         f"{clean(file)} ({clean(form)})" for file, form in zip(job["files"], job["formats"], strict=True)
     )
     yield section(f"from {named}", bullets(note for note in lines if not note.startswith(NOT_MODELLED)))
-
-
-def _key_words(values: Mapping[str, Any]) -> Iterator[str]:
-    return (f"{clean(key)} {_value_word(value)}" for key, value in values.items() if value not in ("", [], {}))
 
 
 def _value_word(value: object) -> str:
@@ -171,21 +195,24 @@ def alive_bars(breakdown: Mapping[str, int], glyphs: Glyphs, width: int) -> Tabl
     """By category, the largest first, each with a bar and its share."""
     total = sum(breakdown.values())
     cells = max(min(width - 44, 60), 10)
-    table = grid("left", "left", "right", "right")
-    for name, size in sorted(breakdown.items(), key=lambda item: -item[1]):
-        if size:
-            bar = glyphs.bar(size, total, cells).ljust(cells)
-            style = CATEGORY_STYLES.get(name, "")
-            table.add_row(category_word(name), Text(bar, style), small(size), percent(size, total))
-    return table
+    rows = (
+        (
+            category_word(name),
+            Text(glyphs.bar(size, total, cells).ljust(cells), CATEGORY_STYLES.get(name, "")),
+            small(size),
+            percent(size, total),
+        )
+        for name, size in sorted(breakdown.items(), key=lambda item: -item[1])
+        if size
+    )
+    return grid("left", "left", "right", "right", rows=rows)
 
 
 Phase = Mapping[str, Any]
 
 
 def steps_table(phases: Sequence[Phase], peak: tuple[str, int], mark: str) -> Table:
-    table = grid("left", "left", "right", "right", "left")
-    table.add_row("", "", Text("allocated", "dim"), Text("reserved", "dim"), "")
+    table = grid("left", "left", "right", "right", "left", heads=("", "", "allocated", "reserved", ""))
     for steps, found in _steps(phases, peak[1]):
         label = _label(steps)
         for phase in found:
@@ -200,10 +227,11 @@ def steps_table(phases: Sequence[Phase], peak: tuple[str, int], mark: str) -> Ta
 
 def _steps(phases: Sequence[Phase], peak: int) -> Iterator[tuple[list[int], list[Phase]]]:
     """Steps that are alike are one; of many different ones, the first, the last and the peak's are shown."""
+    figures = itemgetter("name", "allocated_bytes", "reserved_bytes")
     merged: list[tuple[list[int], list[Phase]]] = []
     for step, found in groupby(phases, key=lambda phase: phase["step"]):
         rows = list(found)
-        if merged and [_figures(row) for row in merged[-1][1]] == [_figures(row) for row in rows]:
+        if merged and list(map(figures, merged[-1][1])) == list(map(figures, rows)):
             merged[-1][0].append(step)
         else:
             merged.append(([step], rows))
@@ -212,10 +240,6 @@ def _steps(phases: Sequence[Phase], peak: int) -> Iterator[tuple[list[int], list
         if i > before + 1:
             yield [], []
         yield merged[i]
-
-
-def _figures(phase: Phase) -> tuple[str, int, int]:
-    return phase["name"], phase["allocated_bytes"], phase["reserved_bytes"]
 
 
 def _label(steps: Sequence[int]) -> str:

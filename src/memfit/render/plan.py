@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -26,11 +25,13 @@ from memfit.render.pieces import (
     clean,
     count,
     grid,
+    indented,
     job_file_section,
     job_file_warnings,
+    next_step,
     percent,
     phase_words,
-    print_parts,
+    printed,
     section,
     short_op,
     small,
@@ -50,21 +51,15 @@ LARGEST = 10
 PADDING = "beyond that, if the card pads some products and not others: at most"
 
 
-def show_plan(plan: Plan, console: Console) -> None:
-    print_parts(_parts(plan, console), console)
-
-
-def _parts(plan: Plan, console: Console) -> Iterator[RenderableType]:
+@printed
+def show_plan(plan: Plan, console: Console) -> Iterator[RenderableType]:
     glyphs = Glyphs(console.encoding)
     yield say_verdict(plan)
-    yield Padding(say_why(plan), (0, 0, 0, 2))
-    for note in plan["notes"]:
-        if stands_in_front(note):
-            yield Padding(Text(note, style="yellow"), (0, 0, 0, 2))
-    for warning in job_file_warnings(plan):
-        yield Padding(warning, (0, 0, 0, 2))
+    yield indented(say_why(plan))
+    yield from (indented(Text(note, style="yellow")) for note in plan["notes"] if stands_in_front(note))
+    yield from map(indented, job_file_warnings(plan))
     if plan.get("duration"):
-        yield Padding(Text(f"time: {time_words(plan['duration'])} (estimated)"), (0, 0, 0, 2))
+        yield indented(Text(f"time: {time_words(plan['duration'])} (estimated)"))
     yield section("memory", _memory(plan, glyphs, console.width))
     yield section(_alive_title(plan), alive_bars(plan["breakdown"], glyphs, console.width))
     if plan["phases"]:
@@ -75,12 +70,11 @@ def _parts(plan: Plan, console: Console) -> Iterator[RenderableType]:
     if plan.get("lines"):
         yield section("at the peak, by the lines of your code", _own_lines(plan, console.width))
     if plan.get("advice"):
-        yield section("what would take less", _advice(plan["advice"]))
+        yield section("what would take less", bullets(map(_advice_words, plan["advice"])))
     yield section("the job", _job(plan))
     yield from job_file_section(plan)
     yield section("assumed", bullets([*plan["notes"], *time_basis(plan)]))
-    yield Text()
-    yield Text.assemble(("next: ", "bold"), clean(_next_step(plan)))
+    yield from next_step(_what_next(plan))
 
 
 def say_verdict(plan: Plan) -> Text:
@@ -165,10 +159,8 @@ def _memory(plan: Plan, glyphs: Glyphs, width: int) -> RenderableType:
         rows.append(
             (glyphs.free, "card", card["capacity_bytes"], "as given" if named == gib(card["capacity_bytes"]) else named)
         )
-    table = grid("left", "left", "right", "left")
-    for glyph, name, size, meaning in rows:
-        table.add_row(glyph, name, gib(size), Text(meaning, "dim"))
-    return Group(bar, table)
+    cells = ((glyph, name, gib(size), Text(meaning, "dim")) for glyph, name, size, meaning in rows)
+    return Group(bar, grid("left", "left", "right", "left", rows=cells))
 
 
 def _least_meaning(plan: Plan) -> str:
@@ -235,12 +227,8 @@ def _own_lines(plan: Plan, width: int) -> Table:
     return table
 
 
-def _advice(advice: Sequence[Mapping[str, Any]]) -> RenderableType:
-    """Each as replayed by itself; together they may save less than their sum."""
-    return bullets(_advice_words(each) for each in advice)
-
-
 def _advice_words(each: Mapping[str, Any]) -> str:
+    """As replayed by itself: together they may save less than their sum."""
     place = f"{clean(each['place'])}: " if each["place"] else ""
     saved = each["saves_allocated_bytes"]
     reserved = f", {format_bytes(each['saves_reserved_bytes'])} reserved" if each["saves_reserved_bytes"] > 0 else ""
@@ -267,7 +255,7 @@ def _setting(name: str, value: object) -> str:
     return f"{word} {clean(' '.join(map(str, value)) if isinstance(value, (list, tuple)) else value)}"
 
 
-def _next_step(plan: Plan) -> str:
+def _what_next(plan: Plan) -> str:
     """What can be done now. Savings are not guessed at: `memfit fit` computes them on this very job."""
     smallest, verdict = gib(plan["smallest_gpu_bytes"]), plan["verdict"]
     if verdict is None:

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -21,9 +20,12 @@ from memfit.render.pieces import (
     category_word,
     clean,
     grid,
+    indented,
+    labelled,
+    next_step,
     percent,
     phase_words,
-    print_parts,
+    printed,
     section,
     short_op,
     small,
@@ -37,21 +39,20 @@ ROWS = 8
 STACK_LINES = 3
 
 
-def show_report(report: Report, console: Console) -> None:
-    print_parts(_parts(report, console), console)
-
-
-def _parts(report: Report, console: Console) -> Iterator[RenderableType]:
+@printed
+def show_report(report: Report, console: Console) -> Iterator[RenderableType]:
     glyphs, width = Glyphs(console.encoding), console.width
     for message in report["messages"]:
-        yield Text.assemble(("note: ", "bold yellow"), clean(message["text"]))
+        yield labelled("note", message["text"], "bold yellow")
     if report["messages"]:
         yield Text()
     ooms = report.get("ooms") or []
     if ooms:
-        yield _oom_line(ooms[-1])
+        where = f" at {clean(ooms[-1]['code_line'])}" if ooms[-1]["code_line"] else ""
+        asked = f"a request of {format_bytes(ooms[-1]['requested_bytes'])}{where} failed"
+        yield Text.assemble(("out of memory: ", "bold red"), asked)
     yield _peak_line(report)
-    yield Padding(_why(report), (0, 0, 0, 2))
+    yield indented(_why(report))
     if ooms:
         at_peak = ooms[-1]["allocated_bytes"] == report["peak"]["allocated_bytes"]
         yield section("out of memory", _oom(ooms[-1], len(ooms), width, alive=not at_peak))
@@ -68,8 +69,7 @@ def _parts(report: Report, console: Console) -> Iterator[RenderableType]:
     if report["notes"]:
         yield section("how to read it", bullets(report["notes"]))
     if report["next"]:
-        yield Text()
-        yield Text.assemble(("next: ", "bold"), clean("; or ".join(report["next"])))
+        yield from next_step("; or ".join(report["next"]))
 
 
 def _run_parts(report: Report, glyphs: Glyphs, width: int) -> Iterator[RenderableType]:
@@ -149,17 +149,21 @@ def _alive(report: Report, glyphs: Glyphs, width: int) -> RenderableType:
 
 
 def _shares(shares: Sequence[Mapping[str, Any]], total: int, width: int) -> Table:
-    table = grid("right", "right", "right", "left", "left")
-    for share in shares[:ROWS]:
-        name = clean(short_op(share["name"])) or "(no name)"
-        table.add_row(
+    rows = (
+        (
             small(share["allocated_bytes"]),
             percent(share["allocated_bytes"], total),
             f"{share['count']:,} x",
             _category(share["category"]),
-            tail(name, max(width - 50, 24)),
+            _name(share, max(width - 50, 24)),
         )
-    return table
+        for share in shares[:ROWS]
+    )
+    return grid("right", "right", "right", "left", "left", rows=rows)
+
+
+def _name(row: Mapping[str, Any], room: int) -> str:
+    return tail(clean(short_op(row["name"])) or "(no name)", room)
 
 
 def _category(name: str) -> Text:
@@ -187,18 +191,11 @@ def _callers(stack: Sequence[str], line: str) -> list[str]:
 # -- out of memory -----------------------------------------------------------------------------------------------
 
 
-def _oom_line(oom: Mapping[str, Any]) -> Text:
-    where = f" at {clean(oom['code_line'])}" if oom["code_line"] else ""
-    return Text.assemble(
-        ("out of memory: ", "bold red"), f"a request of {format_bytes(oom['requested_bytes'])}{where} failed"
-    )
-
-
 def _oom(oom: Mapping[str, Any], count: int, width: int, *, alive: bool) -> RenderableType:
     rows = [
         ("asked for", format_bytes(oom["requested_bytes"]), f"of the driver: {format_bytes(oom['segment_bytes'])}"),
         ("allocated", gib(oom["allocated_bytes"]), "in live blocks then"),
-        ("cached", _or_na(oom["cached_bytes"]), _pieces(oom)),
+        ("cached", "n/a" if oom["cached_bytes"] is None else format_bytes(oom["cached_bytes"]), _pieces(oom)),
         ("reserved", gib(oom["reserved_bytes"]), "allocated and cached"),
         ("device free", gib(oom["device_free_bytes"]), "what the driver had left; a limit of the process may be lower"),
     ]  # fmt: skip
@@ -222,18 +219,12 @@ def _pieces(oom: Mapping[str, Any]) -> str:
     return f"held from the driver but free, in pieces of at most {format_bytes(oom['largest_hole_bytes'])}"
 
 
-def _or_na(size: int | None) -> str:
-    return "n/a" if size is None else format_bytes(size)
-
-
 # -- the rest ----------------------------------------------------------------------------------------------------
 
 
 def _idle(idle: Mapping[str, Any]) -> Table:
-    table = grid("left", "right", "right", "right", "right", "right")
-    table.add_row(
-        "", *(Text(word, "dim") for word in ("reserved", "idle", "largest hole", "could go back", "rounding"))
-    )
+    heads = ("", "reserved", "idle", "largest hole", "could go back", "rounding")
+    table = grid("left", "right", "right", "right", "right", "right", heads=heads)
     for name, label in (("reserved_peak", "when most was reserved"), ("end", "at the end")):
         at = idle.get(name)
         if at:
@@ -243,23 +234,21 @@ def _idle(idle: Mapping[str, Any]) -> Table:
 
 
 def _temporaries(rows: Sequence[Mapping[str, Any]], width: int) -> Table:
-    table = grid("right", "right", "right", "left")
-    table.add_row(*(Text(word, "dim") for word in ("at once", "largest", "times", "")))
-    for row in rows[:ROWS]:
-        name = clean(short_op(row["name"])) or "(no name)"
-        table.add_row(
+    cells = (
+        (
             format_bytes(row["at_once_bytes"]),
             format_bytes(row["largest_bytes"]),
             f"{row['count']:,}",
-            tail(name, max(width - 44, 24)),
+            _name(row, max(width - 44, 24)),
         )
-    return table
+        for row in rows[:ROWS]
+    )
+    return grid("right", "right", "right", "left", heads=("at once", "largest", "times", ""), rows=cells)
 
 
 def _growth(growth: Mapping[str, Any], width: int) -> RenderableType:
     steps = growth["steps"]
-    table = grid("left", "right", "right")
-    table.add_row("", Text("peak", "dim"), Text("left behind", "dim"))
+    table = grid("left", "right", "right", heads=("", "peak", "left behind"))
     shown = steps if len(steps) <= ROWS else [*steps[:4], None, *steps[-3:]]
     for step in shown:
         if step is None:
@@ -280,15 +269,13 @@ def _growth(growth: Mapping[str, Any], width: int) -> RenderableType:
 
 
 def _annotations(spans: Sequence[Mapping[str, Any]]) -> Table:
-    table = grid("right", "left")
-    for span in sorted(spans, key=lambda span: -span["allocated_bytes"])[:ROWS]:
-        table.add_row(gib(span["allocated_bytes"]), clean(span["name"]))
-    return table
+    largest = sorted(spans, key=lambda span: -span["allocated_bytes"])[:ROWS]
+    return grid("right", "left", rows=((gib(span["allocated_bytes"]), clean(span["name"])) for span in largest))
 
 
 def _checkpoints(points: Iterable[Mapping[str, Any]], log: Mapping[str, Any] | None = None) -> Table:
-    table = grid("left", "right", "right", "right", "right", "left")
-    table.add_row("", *(Text(word, "dim") for word in ("allocated", "reserved", "peak", "host")), "")
+    heads = ("", "allocated", "reserved", "peak", "host", "")
+    table = grid("left", "right", "right", "right", "right", "left", heads=heads)
     most = None if log is None else log["peak_bytes"]
     for point in points:
         reached = most is not None and point["peak_bytes"] == most
@@ -305,8 +292,7 @@ def _highest(parts: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def _files(files: Sequence[Mapping[str, Any]], reported: str | None) -> Table:
-    table = grid("left", "left", "right", "right", "left")
-    table.add_row("", "", Text("allocated", "dim"), Text("reserved", "dim"), "")
+    table = grid("left", "left", "right", "right", "left", heads=("", "", "allocated", "reserved", ""))
     for file in files:
         sizes = gib(file["allocated_bytes"]), gib(file["reserved_bytes"])
         chosen = "reported above" if file["name"] == reported else ""
@@ -315,8 +301,7 @@ def _files(files: Sequence[Mapping[str, Any]], reported: str | None) -> Table:
 
 
 def _devices(devices: Sequence[Mapping[str, Any]], reported: int) -> Table:
-    table = grid("left", "right", "right", "left")
-    table.add_row("", Text("allocated", "dim"), Text("reserved", "dim"), "")
+    table = grid("left", "right", "right", "left", heads=("", "allocated", "reserved", ""))
     for each in devices:
         chosen = "reported above" if each["device"] == reported else ""
         table.add_row(

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from rich.console import Console, Group, JustifyMethod, RenderableType
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from memfit.render.pieces import (
+    Document,
     clean,
     count,
     grid,
+    indented,
     job_file_section,
     job_file_warnings,
+    labelled,
     percent,
-    print_parts,
+    printed,
     section,
     tail,
 )
@@ -28,11 +29,8 @@ STYLES = {"ok": "green", "warning": "yellow", "failed": "bold red", "skipped": "
 ORDER = ("failed", "warning", "ok", "skipped")
 
 
-def show_check(document: Mapping[str, Any], console: Console) -> None:
-    print_parts(_parts(document), console)
-
-
-def _parts(document: Mapping[str, Any]) -> Iterator[RenderableType]:
+@printed
+def show_check(document: Document, console: Console) -> Iterator[RenderableType]:
     yield _heading(document)
     yield from job_file_warnings(document)
     for subject in dict.fromkeys(each["subject"] for each in document["checks"]):
@@ -42,7 +40,7 @@ def _parts(document: Mapping[str, Any]) -> Iterator[RenderableType]:
     yield _summary(document)
 
 
-def _heading(document: Mapping[str, Any]) -> RenderableType:
+def _heading(document: Document) -> RenderableType:
     asked = document["asked"]
     what = "this machine"
     if asked["config"] is not None:
@@ -53,7 +51,7 @@ def _heading(document: Mapping[str, Any]) -> RenderableType:
     return Text.assemble("check: ", (clean(what + on), "bold"))
 
 
-def _lines(checks: list[Mapping[str, Any]]) -> RenderableType:
+def _lines(checks: list[Document]) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
@@ -61,12 +59,12 @@ def _lines(checks: list[Mapping[str, Any]]) -> RenderableType:
     for each in checks:
         found: RenderableType = Text(clean(each["found"]))
         if each["next"] is not None:
-            found = Group(found, Text.assemble(("next: ", "bold"), clean(each["next"])))
+            found = Group(found, labelled("next", each["next"]))
         table.add_row(Text(each["status"], STYLES[each["status"]]), Text(clean(each["name"])), found)
     return table
 
 
-def _summary(document: Mapping[str, Any]) -> Text:
+def _summary(document: Document) -> Text:
     counts = document["counts"]
     named = {"warning": "warning" if counts["warning"] == 1 else "warnings"}
     wrong = ", ".join(dict.fromkeys(clean(each["name"]) for each in document["checks"] if each["status"] == "failed"))
@@ -80,7 +78,7 @@ def _summary(document: Mapping[str, Any]) -> Text:
     return Text.assemble((words[verdict], STYLES[verdict]), f": {said} ({document['seconds']:.1f} s)")
 
 
-def show_models(document: Mapping[str, Any], console: Console) -> None:
+def show_models(document: Document, console: Console) -> None:
     """Ids stand under their model, a line each: whole in any terminal, to be copied."""
     models = document["models"]
     width = max((len(clean(model["name"])) for model in models), default=0)
@@ -92,7 +90,7 @@ def show_models(document: Mapping[str, Any], console: Console) -> None:
             console.print(Text(f"    {clean(name)}{clean(storage)}", "dim"), soft_wrap=True)
 
 
-def show_gpus(document: Mapping[str, Any], console: Console) -> None:
+def show_gpus(document: Document, console: Console) -> None:
     table = _table("name", ("memory", "right"), ("context", "right"), "", ("compute capability", "right"))
     for card in document["gpus"]:
         low, high = card["context"]["low_bytes"], card["context"]["high_bytes"]
@@ -114,7 +112,7 @@ def _table(*columns: str | tuple[str, JustifyMethod]) -> Table:
 _LEFT: JustifyMethod = "left"
 
 
-def show_profile(document: Mapping[str, Any], console: Console) -> None:
+def show_profile(document: Document, console: Console) -> None:
     peak, origin = document["peak"], document["origin"]
     if document["verdict"] is not None:
         console.print(verdict_line(document, document["capacity_bytes"]))
@@ -125,32 +123,31 @@ def show_profile(document: Mapping[str, Any], console: Console) -> None:
         )
     )
     most = max((phase["allocated_bytes"] for phase in document["phases"]), default=0)
-    table = Table.grid(padding=(0, 2))
-    table.add_column()
-    table.add_column(justify="right")
-    for phase in document["phases"]:
-        table.add_row(clean(phase["name"]), gib(phase["allocated_bytes"]), "peak" * (phase["allocated_bytes"] == most))
-    console.print(Padding(table, (0, 0, 0, 2)))
+    rows = (
+        (clean(phase["name"]), gib(phase["allocated_bytes"]), "peak" * (phase["allocated_bytes"] == most))
+        for phase in document["phases"]
+    )
+    console.print(indented(grid("left", "right", "left", rows=rows)))
     for note in document["notes"]:
         console.print(Text(f"- {clean(note)}", "dim"))
     path = clean(document["snapshot"])
     console.print(Text(f"snapshot: {path}  (opens in pytorch.org/memory_viz)"))
-    console.print(Text.assemble(("next: ", "bold"), f"memfit report {path} --html report.html"))
+    console.print(labelled("next", f"memfit report {path} --html report.html"))
 
 
 FULL = 0.9
 PROCESSES = 5
 
 
-def show_watch(seen: Mapping[str, Any], console: Console) -> None:
+def show_watch(seen: Document, console: Console) -> None:
     console.print(watch_view(seen, console.width, console.encoding))
 
 
-def watch_view(seen: Mapping[str, Any], width: int, encoding: str) -> RenderableType:
+def watch_view(seen: Document, width: int, encoding: str) -> RenderableType:
     return Group(*_watch_parts(seen, min(width, 110), encoding.lower().startswith("utf")))
 
 
-def _watch_parts(seen: Mapping[str, Any], width: int, blocks: bool) -> Iterator[RenderableType]:
+def _watch_parts(seen: Document, width: int, blocks: bool) -> Iterator[RenderableType]:
     yield Text(clean(seen["time"])[:19].replace("T", " "), "dim")
     for gpu in seen["gpus"]:
         yield Text()
@@ -164,7 +161,7 @@ def _watch_parts(seen: Mapping[str, Any], width: int, blocks: bool) -> Iterator[
     yield from _jobs(seen["jobs"], width)
 
 
-def _gpu(gpu: Mapping[str, Any], width: int, blocks: bool) -> Iterator[RenderableType]:
+def _gpu(gpu: Document, width: int, blocks: bool) -> Iterator[RenderableType]:
     busy = "" if gpu["busy_percent"] is None else f", {gpu['busy_percent']} % busy"
     yield Text.assemble((f"GPU {gpu['index']}", "bold"), f"  {clean(gpu['name'])}{busy}")
     yield _bar_line("", gpu["used_bytes"], gpu["total_bytes"], width, blocks)
@@ -176,7 +173,7 @@ def _gpu(gpu: Mapping[str, Any], width: int, blocks: bool) -> Iterator[Renderabl
         name = "of another container, or ended" if process["name"] is None else clean(process["name"])
         table.add_row(str(process["pid"]), size, tail(name, max(width - 30, 20)))
     if gpu["processes"]:
-        yield Padding(table, (0, 0, 0, 2))
+        yield indented(table)
 
 
 def _bar_line(name: str, used: int, total: int, width: int, blocks: bool) -> Text:
@@ -189,7 +186,7 @@ def _bar_line(name: str, used: int, total: int, width: int, blocks: bool) -> Tex
     return Text.assemble(label, (on * filled, style), (off * (cells - filled), "bright_black"), figures, no_wrap=True)
 
 
-def _jobs(jobs: list[Mapping[str, Any]], width: int) -> Iterator[RenderableType]:
+def _jobs(jobs: list[Document], width: int) -> Iterator[RenderableType]:
     if not jobs:
         yield Text("no memfit job runs", "dim")
         return
@@ -200,23 +197,16 @@ def _jobs(jobs: list[Mapping[str, Any]], width: int) -> Iterator[RenderableType]
     for job in jobs:
         done = "" if not job["total"] else f"{job['done']} of {job['total']}"
         command = tail(clean(job["command"]), max(width - 60, 16))
-        sizes = _size(job["peak_bytes"]), _size(job["headroom_bytes"])
+        sizes = ("n/a" if job[name] is None else gib(job[name]) for name in ("peak_bytes", "headroom_bytes"))
         table.add_row(str(job["pid"]), command, clean(job["at"]), *sizes, done)
     yield table
-
-
-def _size(value: int | None) -> str:
-    return "n/a" if value is None else gib(value)
 
 
 GATE_STYLES = {"ok": "green", "new": "cyan", "over limit": "bold red", "grew": "bold yellow", "no plan": "bold red"}
 
 
-def show_gate(document: Mapping[str, Any], console: Console) -> None:
-    print_parts(_gate_parts(document), console)
-
-
-def _gate_parts(document: Mapping[str, Any]) -> Iterator[RenderableType]:
+@printed
+def show_gate(document: Document, console: Console) -> Iterator[RenderableType]:
     word = "passed" if document["passed"] else "failed"
     failed = [each for each in document["jobs"] if each["status"] not in ("ok", "new")]
     count = len(document["jobs"])
@@ -230,17 +220,17 @@ def _gate_parts(document: Mapping[str, Any]) -> Iterator[RenderableType]:
         table.add_column(name, justify="left" if name in ("job", "") else "right", no_wrap=name != "")
     for each in document["jobs"]:
         table.add_row(*_gate_row(each))
-    yield Padding(table, (0, 0, 0, 2))
+    yield indented(table)
     for note in document["notes"]:
         yield Text(f"note: {clean(note)}", "dim")
     if document["updated"]:
         yield Text(f"{clean(document['baseline'])} has the new figures")
     elif failed:
         accepts = "; --update accepts what grew" if any(each["status"] == "grew" for each in failed) else ""
-        yield Text.assemble(("next: ", "bold"), f"`memfit plan` and `memfit fit` tell more of a job{accepts}")
+        yield labelled("next", f"`memfit plan` and `memfit fit` tell more of a job{accepts}")
 
 
-def _gate_row(job: Mapping[str, Any]) -> tuple[str, str, str, str, str, Text]:
+def _gate_row(job: Document) -> tuple[str, str, str, str, str, Text]:
     grown, before = job["grown_bytes"], job["baseline_bytes"]
     share = "" if grown is None or not before else f"{100 * grown / before:+.1f} %"
     limit = job["limit_bytes"] if job["limit_bytes"] is not None else job["capacity_bytes"]
@@ -251,7 +241,8 @@ def _gate_row(job: Mapping[str, Any]) -> tuple[str, str, str, str, str, Text]:
     return clean(job["name"]), first, second, third, share, Text(said, GATE_STYLES[job["status"]])
 
 
-def show_trials(document: Mapping[str, Any], console: Console) -> None:
+@printed
+def show_trials(document: Document, console: Console) -> Iterator[RenderableType]:
     runs = document["runs"]
     keys = list(runs[0]["changed"])
     right: list[JustifyMethod] = ["right"]
@@ -267,10 +258,6 @@ def show_trials(document: Mapping[str, Any], console: Console) -> None:
         spare = "" if plan["headroom_bytes"] is None else gib(plan["headroom_bytes"])
         figures = (gib(peak[f"{name}_bytes"]) for name in ("allocated", "reserved", "device"))
         table.add_row(*values, *figures, Text(verdict, VERDICT_STYLES.get(verdict, "")), spare)
-    print_parts(_trial_parts(document, table), console)
-
-
-def _trial_parts(document: Mapping[str, Any], table: RenderableType) -> Iterator[RenderableType]:
     card = next((run["plan"]["gpu"] for run in document["runs"] if run["plan"]), None)
     on = f" on {clean(card['name'])}" if card else ""
     yield section(f"{clean(' '.join(document['command']))}{on}, predicted", table)

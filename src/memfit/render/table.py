@@ -56,7 +56,7 @@ def _quick_reference(document: Document) -> Part:
     headers = ("workload", "model", "params", "weights", "activations", "total", "smallest", "recommended")
     rows = [
         (
-            clean(_workload(row)), _model(row), _billions(row["parameters"]), _gib(row["weights_bytes"]),
+            clean(_workload(row)), _model(row), f"{row['parameters'] / 1e9:.2f} B", _gib(row["weights_bytes"]),
             _gib(row["activations_bytes"]), _gib(row["total_bytes"]), clean(row["smallest_gpu"] or NONE_OF_THEM),
             clean(row["recommended_gpu"] or NONE_OF_THEM),
         )
@@ -78,14 +78,15 @@ def _guide_rows(rows: Sequence[Document]) -> Part:
     headers = ("model", "weights", "activations", "total", "off by", "smallest", "recommended")
     made = [
         (
-            clean(row["model"]), _both(_gb(row["guide"]["weights_bytes"]), _gb(row["weights_bytes"])),
-            _both(_range(row["guide"]["activations_bytes"]), _gb(row["activations_bytes"])),
-            _both(_range(row["guide"]["total_bytes"]), _gb(row["total_bytes"])),
-            _signed(row["guide"]["difference_bytes"], 10**9),
-            _both(row["guide"]["smallest_gpu"], clean(row["smallest_gpu"] or NONE_OF_THEM)),
-            _both(row["guide"]["recommended_gpu"], clean(row["recommended_gpu"] or NONE_OF_THEM)),
+            clean(row["model"]), f"{_gb(guide['weights_bytes'])} / {_gb(row['weights_bytes'])}",
+            f"{_range(guide['activations_bytes'])} / {_gb(row['activations_bytes'])}",
+            f"{_range(guide['total_bytes'])} / {_gb(row['total_bytes'])}",
+            _signed(guide["difference_bytes"], 10**9),
+            f"{guide['smallest_gpu']} / {clean(row['smallest_gpu'] or NONE_OF_THEM)}",
+            f"{guide['recommended_gpu']} / {clean(row['recommended_gpu'] or NONE_OF_THEM)}",
         )
         for row in rows
+        for guide in (row["guide"],)
     ]  # fmt: skip
     return Part(
         "The guide's table in GB, and the whole model on a card as predicted: guide / predicted", headers, made, 1
@@ -163,16 +164,8 @@ def _model(row: Document) -> str:
     return clean(row["model"]) + (" *" if row["not_modelled"] else "")
 
 
-def _both(said: str, predicted: str) -> str:
-    return f"{said} / {predicted}"
-
-
 def _with_verdict(claim: Document, way: str) -> str:
     return f"{_gib(claim[f'{way}_bytes'])} {claim[f'{way}_verdict']}"
-
-
-def _billions(count: int) -> str:
-    return f"{count / 1e9:.2f} B"
 
 
 def _gib(size: int | None) -> str:

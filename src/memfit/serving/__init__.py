@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 DOOR = {
-    "server": "ServeSettings forwarding serve",
+    "app": "ServeSettings forwarding serve",
 }
 """What other rooms may use, by file."""

@@ -14,7 +14,7 @@ from memfit.fitting.table import GPUS, MODELS, WORKLOADS
 from memfit.gpus import list_gpus, list_labels
 from memfit.jobs.settings import AS_IN_QLORA, HELP, KINDS, QLORA, flag, setting_types
 from memfit.jobs.workload import Workload, settings_of
-from memfit.serving.known_models import find_model, list_models
+from memfit.serving.found import find_model, list_models
 from memfit.serving.workers import Workers
 
 router = APIRouter()

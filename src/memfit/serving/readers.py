@@ -21,7 +21,7 @@ from typing import Any
 
 from starlette.exceptions import HTTPException
 
-from memfit.serving.messages import receive, resident_bytes
+from memfit.serving.worker import receive, resident_bytes
 from memfit.serving.workers import Answer, end, said
 
 MOST_OPEN = 3

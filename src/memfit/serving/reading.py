@@ -18,7 +18,7 @@ from typing import IO, Any
 from memfit.analysis.files import report_file
 from memfit.analysis.viewing import RunView
 from memfit.errors import MemfitError
-from memfit.serving.messages import answers_pipe, send
+from memfit.serving.worker import answers_pipe, send
 from memfit.snapshots.schema import clean
 from memfit.units import GiB, format_bytes
 

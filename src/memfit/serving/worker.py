@@ -1,6 +1,6 @@
-"""A process that answers questions of the page, one after the other: a line of JSON in, a document out.
+"""Processes beside the server: how they talk with it, and the one that answers questions of the page.
 
-A question is `["plan", {...}]`; an answer is its status as in HTTP, its length, and a document of JSON.
+A question is a line of JSON, `["plan", {...}]`; an answer is its status as in HTTP, its length, and a document of JSON.
 """
 
 from __future__ import annotations
@@ -11,11 +11,14 @@ import sys
 import threading
 import time
 from importlib import import_module
-from typing import Any
+from typing import IO, TYPE_CHECKING, Any
 
 from memfit.errors import MemfitError, TraceError
-from memfit.serving.messages import answers_pipe, resident_bytes, send
 from memfit.units import GiB
+
+if TYPE_CHECKING:
+    from asyncio import StreamReader
+
 
 DOES = {
     "plan": "planned:plan_job", "timeline": "planned:draw_job", "duration": "planned:time_job",
@@ -78,6 +81,32 @@ def answer(do: str, about: dict[str, Any]) -> tuple[int, Any]:
 
         traceback.print_exc()
         return 500, {"error": f"{type(error).__name__}: {error}", "hint": "this is a bug in memfit, please report it"}
+
+
+def answers_pipe() -> IO[bytes]:
+    """Of a process, for its answers alone: what else it prints goes to stderr."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    return answers
+
+
+def send(answers: IO[bytes], status: int, body: bytes) -> None:
+    """A status as in HTTP."""
+    answers.write(b"%d %d\n" % (status, len(body)) + body)
+    answers.flush()
+
+
+async def receive(answers: StreamReader) -> tuple[int, bytes]:
+    status, length = (await answers.readuntil(b"\n")).split()
+    return int(status), await answers.readexactly(int(length))
+
+
+def resident_bytes(process: int | str = "self") -> int | None:
+    try:
+        with open(f"/proc/{process}/statm", encoding="ascii") as stream:
+            return int(stream.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError):
+        return None
 
 
 if __name__ == "__main__":

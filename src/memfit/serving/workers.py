@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from memfit.serving.messages import receive
-from memfit.serving.worker import WARM
+from memfit.serving.worker import WARM, receive
 from memfit.units import MiB
 
 LANES = ("plan", "search")

@@ -53,9 +53,9 @@ from memfit.jobs.texts import Texts, find_texts
 from memfit.jobs.workload import Workload
 from memfit.models.checkpoint import WeightStore
 from memfit.models.files import Source, bytes_to_fetch, cache_folder, find_source, load_tokenizer, look_at_source
+from memfit.recording.machine import publish, published
 from memfit.recording.memory_log import MemoryLog, predicted_and_measured
 from memfit.recording.sampler import CudaMemory, GpuReading
-from memfit.recording.status import publish, published
 from memfit.units import format_bytes
 
 

@@ -49,9 +49,9 @@ from memfit.jobs.training.result import (
     ran_out,
 )
 from memfit.recording.growth import GrowthWatch
+from memfit.recording.machine import publish, published
 from memfit.recording.memory_log import MemoryLog
 from memfit.recording.sampler import GpuReading, GpuSource, find_gpu
-from memfit.recording.status import publish, published
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
