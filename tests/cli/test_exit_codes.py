@@ -149,7 +149,9 @@ def test_neither_a_closed_stderr_nor_a_closed_stdin_changes_the_answer(how: str)
         assert bool(done.stdout) == (code == 0)
 
 
-@pytest.mark.parametrize("moment", ["json", "memfit.cli.output", "typer", "memfit.cli.many_jobs", "numpy", "torch.version"])
+@pytest.mark.parametrize(
+    "moment", ["json", "memfit.cli.output", "typer", "memfit.cli.many_jobs", "numpy", "torch.version"]
+)
 def test_control_c_while_imports_run_ends_quietly_with_130(moment: str, tiny: str) -> None:
     """The moments are told by Python itself, which names each module on stderr as its import ends."""
     asked = [str(word) for word in (*FORWARD, "--model", tiny, "--no-trace-cache")]
