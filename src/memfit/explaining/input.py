@@ -219,72 +219,58 @@ def _read(path: Path, most: int) -> bytes:
 
 def _folder(folder: Path) -> Input:
     result = _json(folder / "result.json")
-    found = _text_of(folder, result)
-    report, notes = _report_of(folder)
-    config = folder / "config-resolved.yaml"
-    if not config.exists():
-        config = folder / "config.yaml"
-    growth = result.get("growth")
+    logs, unseen = _logs(folder)
+    found = _told_by(folder, logs, result)
+    report, unreported = _report_of(folder)
     if not found.excerpt.text and report is None:
         raise InputError(
-            "; ".join([f"nothing to explain in {str(folder)!r}", *found.notes]),
+            "; ".join([f"nothing to explain in {str(folder)!r}", *found.notes, *unseen]),
             hint="a run's folder has a log (*.log, *.txt, packed or not), a snapshot (*.pickle) or a memory_log.csv",
         )
-    return Input(
+    configs = (folder / name for name in ("config-resolved.yaml", "config.yaml"))
+    config, growth = next((each for each in configs if each.exists()), None), result.get("growth")
+    return replace(
+        found,
         kind="run_folder",
         path=str(folder),
-        excerpt=found.excerpt,
-        text_from=found.name,
         report=report,
-        config=config if config.is_file() else None,
+        config=config if config and config.is_file() else None,
         growth=growth if isinstance(growth, dict) else None,
         result=result,
-        notes=(*found.notes, *notes),
-        is_read_whole=found.is_read_whole,
+        notes=(*found.notes, *unseen, *unreported),
+        is_read_whole=found.is_read_whole and not unseen,
     )
 
 
-@dataclass(frozen=True)
-class _LogOfFolder:
-    excerpt: Excerpt
-    name: str | None
-    notes: tuple[str, ...] = ()
-    is_read_whole: bool = True
-
-
-def _text_of(folder: Path, result: dict[str, Any]) -> _LogOfFolder:
+def _told_by(folder: Path, logs: Sequence[Path], result: dict[str, Any]) -> Input:
     """The newest log that has an out-of-memory message, then what the result tells of one, or else the newest log. What
     lies in folders inside is looked at where nothing is found outside."""
-    listed = _logs(folder)
-    told = _told_by(folder, listed.paths, result)
-    return replace(told, notes=(*told.notes, *listed.notes), is_read_whole=told.is_read_whole and not listed.notes)
-
-
-def _told_by(folder: Path, logs: Sequence[Path], result: dict[str, Any]) -> _LogOfFolder:
-    beside = [path for path in logs if path.parent == folder]
-    inside = [path for path in logs if path.parent != folder]
     unread: list[str] = []
-    for found in (beside, inside):
-        told = _first_with_message(folder, found, unread)
+    for inside in (False, True):
+        told = _first_with_message(folder, [path for path in logs if (path.parent != folder) == inside], unread)
         if told is not None:
             return told
     happened = result.get("out_of_memory")
     causes = [each.get("cause") for each in happened if isinstance(each, dict)] if isinstance(happened, list) else []
     said = "\n".join(cause for cause in causes if isinstance(cause, str))
     if said:
-        return _LogOfFolder(Excerpt(said), "result.json")
+        return Input(kind="text", excerpt=Excerpt(said), text_from="result.json")
     read = [path for path in logs if _within(folder, path) not in unread]
     if not read:
-        return _LogOfFolder(NO_TEXT, None, _not_read(unread), is_read_whole=not unread)
+        return Input(kind="text", notes=_not_read(unread), is_read_whole=not unread)
     newest = _file(read[0])
     names = f"read for an out-of-memory error: {_few([_within(folder, path) for path in read])}"
-    notes = (*newest.notes, names, *_not_read(unread))
-    return _LogOfFolder(newest.excerpt, _within(folder, read[0]), notes, newest.is_read_whole and not unread)
+    return replace(
+        newest,
+        text_from=_within(folder, read[0]),
+        notes=(*newest.notes, names, *_not_read(unread)),
+        is_read_whole=newest.is_read_whole and not unread,
+    )
 
 
-def _first_with_message(folder: Path, logs: Sequence[Path], unread: list[str]) -> _LogOfFolder | None:
+def _first_with_message(folder: Path, logs: Sequence[Path], unread: list[str]) -> Input | None:
     """With the names of the others that have one. Names of those that were not read go to `unread`."""
-    told: _LogOfFolder | None = None
+    told: Input | None = None
     others: list[str] = []
     size = 0
     for number, path in enumerate(logs):
@@ -298,11 +284,11 @@ def _first_with_message(folder: Path, logs: Sequence[Path], unread: list[str]) -
             unread.append(name)
         elif find_ooms(read.excerpt):
             others += [name] if told else []
-            told = told or _LogOfFolder(read.excerpt, name, read.notes)
+            told = told or replace(read, text_from=name, is_read_whole=True)
     if told is None:
         return None
     notes = [f"out-of-memory errors are in these too: {_few(others)}"] if others else []
-    return _LogOfFolder(told.excerpt, told.name, (*told.notes, *notes, *_not_read(unread)))
+    return replace(told, notes=(*told.notes, *notes, *_not_read(unread)))
 
 
 def _not_read(names: Sequence[str]) -> tuple[str, ...]:
@@ -318,14 +304,8 @@ def _within(folder: Path, path: Path) -> str:
     return str(path.relative_to(folder))
 
 
-@dataclass(frozen=True)
-class _FoundLogs:
-    paths: tuple[Path, ...]
-    """`train.log` first, then the newest; those of folders inside after those beside them."""
-    notes: tuple[str, ...]
-
-
-def _logs(folder: Path) -> _FoundLogs:
+def _logs(folder: Path) -> tuple[list[Path], list[str]]:
+    """`train.log` first, then the newest, those of folders inside after those beside them; and what was not seen."""
     found: list[tuple[Path, float]] = []
     closed: list[str] = []
     waiting, seen = deque([(folder, 0)]), 0
@@ -346,7 +326,7 @@ def _logs(folder: Path) -> _FoundLogs:
     notes = [f"may not be read: {_few(closed)}"] if closed else []
     if seen > MAX_ENTRIES or waiting:
         notes.append(f"only the first {MAX_ENTRIES:,} files and folders in {str(folder)!r} were looked at")
-    return _FoundLogs(tuple(path for path, _ in found), tuple(notes))
+    return [path for path, _ in found], notes
 
 
 def _entries(folder: Path, whole: Path, closed: list[str]) -> list[os.DirEntry[str]]:

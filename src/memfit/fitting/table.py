@@ -14,6 +14,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from memfit.analysis.verdict import judge
@@ -181,19 +182,14 @@ class Table(Shown):
 
     def _decision(self, label: str) -> dict[str, Any]:
         """The largest model that is safe on a card, for each workload and way."""
-        largest: dict[str, str | None] = {}
+        largest: dict[str, Plan | None] = {}
         for row in self.rows:
             kind = kind_of(row.workload)
             name = kind if row.way in (None, STREAMED) else f"{kind} ({row.way})"
-            largest.setdefault(name, None)
-            if row.cells[label].verdict == "safe":
-                best = largest[name]
-                if best is None or self._parameters(best) < row.plan.parameters:
-                    largest[name] = row.plan.model
-        return {"gpu": label, "largest": largest}
-
-    def _parameters(self, model: str) -> int:
-        return next(row.plan.parameters for row in self.rows if row.plan.model == model)
+            best = largest.setdefault(name, None)
+            if row.cells[label].verdict == "safe" and (best is None or best.parameters < row.plan.parameters):
+                largest[name] = row.plan
+        return {"gpu": label, "largest": {name: best and best.model for name, best in largest.items()}}
 
 
 def make_table(
@@ -221,20 +217,24 @@ def make_table(
     pruned = {resolve(work.model).name for work, _ in jobs if work.kind == "prune"} if guides else set()
     claims = [claim for claim in (*DECISIONS, *EXAMPLES) if resolve(claim.model).name in pruned]
     savings = [saving for saving in SAVINGS if resolve(saving.model).name in pruned]
-    steps = _CellsDone(on_step, len(jobs) + len(claims) + len(savings))
+    total, done = len(jobs) + len(claims) + len(savings), count()
+
+    def told(what: str) -> str:
+        on_step(what, next(done), total)
+        return what
+
     plans = PlanMemo()
     rows: list[TableRow] = []
     refused: list[tuple[str, MemfitError]] = []
     for work, way in jobs:
-        name = f"{kind_of(work)} of {work.model}"
-        steps.next(name)
+        name = told(f"{kind_of(work)} of {work.model}")
         try:
             rows.append(_row(work, way, cards, plans))
         except MemfitError as error:
             refused.append((name, error))
     if refused and not rows:
         raise refused[0][1]
-    checked = {claim: check_claim(claim, plans) for claim in claims if steps.next(claim.said)}
+    checked = {claim: check_claim(claim, plans) for claim in claims if told(claim.said)}
     return Table(
         seq_len=seq_len,
         nsamples=nsamples,
@@ -242,22 +242,10 @@ def make_table(
         rows=tuple(rows),
         decisions=tuple(checked[claim] for claim in DECISIONS if claim in checked),
         examples=tuple(checked[claim] for claim in EXAMPLES if claim in checked),
-        savings=tuple(check_saving(saving, plans) for saving in savings if steps.next(saving.said)),
+        savings=tuple(check_saving(saving, plans) for saving in savings if told(saving.said)),
         left_out=tuple(dict.fromkeys(f"{name}: {error.message}" for name, error in refused)),
         seconds=time.perf_counter() - started,
     )
-
-
-class _CellsDone:
-    """How far it is."""
-
-    def __init__(self, on_step: OnStep, total: int) -> None:
-        self.on_step, self.total, self.done = on_step, total, 0
-
-    def next(self, what: str) -> bool:
-        self.on_step(what, self.done, self.total)
-        self.done += 1
-        return True
 
 
 def _listed(names: Sequence[str] | str, what: str) -> Sequence[str]:
