@@ -25,7 +25,7 @@ from memfit.explaining.fixes import USUAL_LENGTH, Fix, fixes_in_words, predicted
 from memfit.explaining.input import Case, Input, case_of, read_input
 from memfit.explaining.job import Job, card_of, job_of, with_length_of
 from memfit.explaining.message import LocatedOom, Oom, OomMessages, Size
-from memfit.explaining.place import FailurePlace, collects, frame_text
+from memfit.explaining.place import COLLECTING, FailurePlace, frame_text
 from memfit.explaining.tensor import Readings, RunClues, readings
 from memfit.explaining.withheld import Evidence, Withheld, withheld
 from memfit.fitting.forecast import few_micro_steps_note
@@ -214,7 +214,7 @@ def _readings(case: Case, job: Job) -> Readings:
         return Readings((), (), "")
     hints = case.place.hints or (frozenset({"calibration"}) if job.kind == "prune" else frozenset())
     run = RunClues(
-        batch_size=None if collects(case.place) else job.number("batch_size"),
+        batch_size=None if case.place.at(COLLECTING) else job.number("batch_size"),
         seq_len=job.number("seq_len"),
         rank=job.number("rank"),
         nsamples=job.number("nsamples"),

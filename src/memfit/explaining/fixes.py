@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from memfit.explaining.account import request_intervals
-from memfit.explaining.place import Sign, checkpointed, of_another_engine, times_kernels
+from memfit.explaining.place import ENGINES, RECOMPUTING, TIMING, Sign
 from memfit.explaining.tensor import AHEAD, MOST_USUAL_LENGTH, Reading
 from memfit.explaining.withheld import Evidence, by_fused_attention
 from memfit.fitting.emit import pruning_command
@@ -60,10 +60,10 @@ CACHES = "cache_implementation='offloaded' or 'quantized' in generate"
 def smaller_job(case: Evidence) -> Iterator[Fix]:
     """By what was going on: a pass of the model has rows and lengths, nothing else has."""
     phase = case.place.phase
-    if times_kernels(case.place):
+    if case.place.within(TIMING):
         said = "kernels are timed once, beside the step: what earlier runs left in TORCHINDUCTOR_CACHE_DIR spares it"
         yield in_words("keep torch's cache of compiled kernels", said)
-    if of_another_engine(case.place):
+    if case.place.at(ENGINES):
         yield from _fixes_for_the_engine(case)
     elif phase == "loading":
         said = "in bf16 (dtype=torch.bfloat16), to the host first (map_location='cpu'), or in parts (device_map, FSDP2)"
@@ -134,7 +134,7 @@ def _could_checkpoint(case: Evidence) -> bool:
     likeliest = case.readings.likeliest
     if likeliest is not None and likeliest.kind == "logits":
         return False
-    return trains and not case.grad_checkpointing and not checkpointed(case.place)
+    return trains and not case.grad_checkpointing and not case.place.at(RECOMPUTING)
 
 
 def of_the_tensor(case: Evidence) -> Iterator[Fix]:

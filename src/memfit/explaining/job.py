@@ -18,7 +18,7 @@ from memfit.explaining.account import Account
 from memfit.explaining.clues import Clues
 from memfit.explaining.dimensions import Dimensions, dimensions_of_model, known_dimensions
 from memfit.explaining.message import Oom
-from memfit.explaining.place import FailurePlace, compiled, of_another_engine
+from memfit.explaining.place import COMPILED, ENGINES, FailurePlace
 from memfit.explaining.tensor import Readings
 from memfit.gpus import Gpu, find_gpu, list_gpus
 from memfit.jobs.settings import AS_IN_QLORA, QLORA, flag, kinds_that_read
@@ -120,7 +120,7 @@ def job_of(
         settings.setdefault("loop", "trainer")
     if clues.eager:
         settings.setdefault("attention", "eager")
-    if compiled(place) and kind in ("forward", "train", "lora"):
+    if place.within(COMPILED) and kind in ("forward", "train", "lora"):
         settings.setdefault("compile", True)
     made = Workload.from_mapping(settings, asked=given)
     own = clues.by_memfit or any("/memfit/" in path for path in paths)
@@ -149,11 +149,11 @@ def _precision(said: str, kind: str, models: tuple[Dimensions, ...], allocated: 
 
 
 def _beyond(clues: Clues, place: FailurePlace, given: Mapping[str, Any], settings: Mapping[str, Any]) -> str | None:
-    if of_another_engine(place):
+    if place.at(ENGINES):
         return "the engine in the traceback arranges memory its own way, and predictions are of plain torch"
     if clues.quantised and "quant" not in settings and not _is_stored_quantised(settings.get("model")):
         return WHICH_QUANT
-    if compiled(place):
+    if place.within(COMPILED):
         return "the code was compiled, which takes minutes to predict: --kind tells that it should be"
     if clues.sharded and "parallel" not in given:
         return "the text has a job that is sharded over several cards: --world-size N --parallel fsdp2 tells it"

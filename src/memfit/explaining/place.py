@@ -168,6 +168,7 @@ COLLECTING = _sign("collecting", paths="/trainer_pt_utils.py", functions="nested
 """Logits of several batches, joined for the metrics."""
 COMPILED = _sign("compiled", paths="/torchinductor_ /_inductor/ /_functorch/_aot_autograd/")
 TIMING = _sign("timing", paths="/_inductor/runtime/benchmarking.py /_inductor/runtime/triton_heuristics.py")
+"""Copies and a buffer as large as the L2 cache, beside what the step holds: once for each kernel."""
 RECOMPUTING = _sign("recomputing", paths="/torch/utils/checkpoint.py gradient_checkpointing")
 LIBRARIES = _sign(
     "libraries", paths="/torch/ /accelerate/ /lightning/ /pytorch_lightning/ /deepspeed/ /peft/tuners/ /torch_xla/"
@@ -253,6 +254,12 @@ class FailurePlace:
     hints: frozenset[str] = frozenset()
     written: tuple[tuple[int, ...], int] | None = None
     """The shape that the failing line asks for and the bytes of an element, where it spells them out."""
+
+    def at(self, sign: Sign) -> bool:
+        return any(map(sign.at, self.frames))
+
+    def within(self, sign: Sign) -> bool:
+        return any(map(sign.within, self.frames))
 
 
 def frame_text(frame: CodeFrame) -> str:
@@ -353,26 +360,3 @@ def _detail(inner: Sequence[CodeFrame], phase: str | None) -> str:
     if phase in _AROUND:
         return {"loss": "in its loss", "forward": "in its forward pass"}.get(pass_within(inner) or "", "")
     return ""
-
-
-def of_another_engine(place: FailurePlace) -> bool:
-    return any(map(ENGINES.at, place.frames))
-
-
-def compiled(place: FailurePlace) -> bool:
-    """Whether torch's compiler had written the code that failed."""
-    return any(map(COMPILED.within, place.frames))
-
-
-def times_kernels(place: FailurePlace) -> bool:
-    """Copies and a buffer as large as the L2 cache, beside what the step holds: once for each kernel."""
-    return any(map(TIMING.within, place.frames))
-
-
-def collects(place: FailurePlace) -> bool:
-    """Whether the tensor grows from batch to batch."""
-    return any(map(COLLECTING.at, place.frames))
-
-
-def checkpointed(place: FailurePlace) -> bool:
-    return any(map(RECOMPUTING.at, place.frames))

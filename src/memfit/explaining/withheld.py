@@ -12,7 +12,7 @@ from memfit.explaining.account import Account
 from memfit.explaining.cause import SIGNIFICANT, Cause
 from memfit.explaining.clues import Clues
 from memfit.explaining.message import Oom
-from memfit.explaining.place import FailurePlace, checkpointed
+from memfit.explaining.place import RECOMPUTING, FailurePlace
 from memfit.explaining.tensor import Readings
 from memfit.units import format_bytes
 
@@ -123,7 +123,7 @@ def _checkpointing(case: Evidence) -> Iterator[Withheld]:
     likeliest = case.readings.likeliest
     if case.kind in ("forward", "generate", "prune") or case.place.phase in INFERENCE:
         yield Withheld(name, "nothing is kept for a backward pass here")
-    elif case.grad_checkpointing or checkpointed(case.place):
+    elif case.grad_checkpointing or case.place.at(RECOMPUTING):
         yield Withheld(name, "it is on already")
     elif case.place.phase in ("loading", "optimizer step", "saving"):
         yield Withheld(name, f"it failed {_when(case.place.phase)}, where no activations are made")

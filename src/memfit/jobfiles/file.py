@@ -233,17 +233,11 @@ def _together(parts: list[JobFile], given: Mapping[str, Any]) -> JobFile:
             settings[name], by[name] = value, part
     if own:
         settings |= _autocast_by_launcher(own[0], parts, given)
-    return JobFile(
-        files=tuple(each for part in parts for each in part.files),
-        formats=tuple(each for part in parts for each in part.formats),
-        texts=tuple(each for part in parts for each in part.texts),
-        settings=settings, asked=dict(given), used=_merged(part.used for part in parts),
-        defaults=_merged(part.defaults for part in parts),
-        idle=tuple(key for part in parts for key in part.idle),
-        unknown=tuple(key for part in parts for key in part.unknown),
-        left_out=tuple(key for part in parts for key in part.left_out),
-        notes=tuple(dict.fromkeys(note for part in parts for note in part.notes)),
-    )  # fmt: skip
+    lists = ("files", "formats", "texts", "idle", "unknown", "left_out", "notes")
+    joined: dict[str, Any] = {name: tuple(each for part in parts for each in getattr(part, name)) for name in lists}
+    joined["notes"] = tuple(dict.fromkeys(joined["notes"]))
+    used, defaults = (_merged(getattr(part, name) for part in parts) for name in ("used", "defaults"))
+    return JobFile(**joined, settings=settings, asked=dict(given), used=used, defaults=defaults)
 
 
 def _checkpointed(one: JobFile, other: JobFile) -> bool:

@@ -15,7 +15,7 @@ from memfit.gpus import list_gpus, list_labels
 from memfit.jobs.settings import AS_IN_QLORA, HELP, KINDS, QLORA, flag, setting_types
 from memfit.jobs.workload import Workload, settings_of
 from memfit.serving.found import find_model, list_models
-from memfit.serving.workers import Workers
+from memfit.serving.workers import Answer, Workers
 
 router = APIRouter()
 
@@ -73,7 +73,7 @@ async def answered(request: Request, do: str, asked: dict[str, Any], lane: str =
     if any(job.get(name) for name in SLOW):
         lane = "search"
     answer = await workers.ask(do, about, lane=lane, client=f"{do} {client}" if client else "")
-    return Response(answer.body, answer.status, media_type="application/json")
+    return answer.response()
 
 
 def read_job(given: object, request: Request, *, whole: bool = True) -> tuple[dict[str, Any], Any]:
@@ -118,15 +118,16 @@ def _options() -> dict[str, Any]:
     return {
         "kinds": [*KINDS, QLORA],
         "settings": _settings(),
-        "of_kind": {kind: _readable(kind) for kind in (*KINDS, QLORA)},
+        "of_kind": {
+            kind: [
+                name for name in settings_of("lora" if kind == QLORA else kind) if name not in (*READ_FILES, "model")
+            ]
+            for kind in (*KINDS, QLORA)
+        },
         "qlora": AS_IN_QLORA,
         "cards": [{"name": card.name, "capacity_bytes": card.capacity_bytes} for card in list_gpus()],
         "labels": [f"{label:g}GB" for label in list_labels()],
     }
-
-
-def _readable(kind: str) -> list[str]:
-    return [name for name in settings_of("lora" if kind == QLORA else kind) if name not in (*READ_FILES, "model")]
 
 
 @cache
@@ -135,30 +136,20 @@ def _settings() -> dict[str, dict[str, Any]]:
     defaults = {field.name: field.default for field in dataclasses.fields(Workload)}
     return {
         name: {
-            "flag": flag(name),
-            "help": HELP.get(name, ""),
-            "type": _type_name(kind),
-            "choices": [*get_args(get_args(kind)[0] if get_origin(kind) is tuple else kind)]
-            if get_origin(kind) is Literal or _is_named(kind)
-            else None,
+            "flag": flag(name), "help": HELP.get(name, ""), **_type_of(kind),
             "default": None if defaults[name] is dataclasses.MISSING else defaults[name],
         }
         for name, kind in setting_types().items()
         if name != "kind"
-    }
+    }  # fmt: skip
 
 
-def _is_named(kind: Any) -> bool:
-    """A list of names out of a few."""
-    return get_origin(kind) is tuple and get_origin(get_args(kind)[0]) is Literal
-
-
-def _type_name(kind: Any) -> str:
-    if get_origin(kind) is Literal:
-        return "choice"
-    if get_origin(kind) is tuple:
-        return "names"
-    return {bool: "yes or no", int: "whole", float: "number"}.get(kind, "text")
+def _type_of(kind: Any) -> dict[str, Any]:
+    many = get_origin(kind) is tuple
+    one = get_args(kind)[0] if many else kind
+    choices = [*get_args(one)] if get_origin(one) is Literal else None
+    plain = {bool: "yes or no", int: "whole", float: "number"}.get(kind, "text")
+    return {"type": "names" if many else "choice" if choices else plain, "choices": choices}
 
 
 # -- the views Explain and cards against models: a few rows at a time --------------------------------------------------
@@ -176,8 +167,8 @@ async def explain(asked: Asked, request: Request) -> Response:
         raise UsageError("there is no text", hint="paste the message, or the end of the log")
     job, _ = read_job(asked.get("job", {}), request, whole=False)
     about = {"text": text, "job": job, "gpu": short_text("gpu", asked.get("gpu"))}
-    answer = await request.app.state.workers.ask("explain", about, lane="search", keep=False)
-    return Response(answer.body, answer.status, media_type="application/json")
+    answer: Answer = await request.app.state.workers.ask("explain", about, lane="search", keep=False)
+    return answer.response()
 
 
 @router.get("/api/table")
@@ -197,8 +188,8 @@ async def table(asked: Asked, request: Request) -> Response:
         "gpus": _names("gpus", asked),
         "seq_len": length,
     }
-    answer = await request.app.state.workers.ask("table", about, lane="search")
-    return Response(answer.body, answer.status, media_type="application/json")
+    answer: Answer = await request.app.state.workers.ask("table", about, lane="search")
+    return answer.response()
 
 
 def _names(what: str, asked: dict[str, Any]) -> list[str]:

@@ -22,7 +22,6 @@ from memfit.errors import InputError, MemfitError
 from memfit.serving.found import look_below
 from memfit.serving.readers import OpenedFile, Readers
 from memfit.serving.security import inside
-from memfit.serving.workers import Answer
 from memfit.snapshots.schema import clean
 from memfit.units import GiB, format_bytes
 
@@ -109,7 +108,7 @@ async def close(request: Request, key: str) -> dict[str, Any]:
 async def answer(request: Request, key: str, question: str) -> Response:
     if question not in QUESTIONS:
         raise HTTPException(404, "there is no such question")
-    return _response(await _find(request, key).ask(question, await _question(request)))
+    return (await _find(request, key).ask(question, await _question(request))).response()
 
 
 def _readers(request: Request) -> Readers:
@@ -134,12 +133,6 @@ async def _question(request: Request) -> dict[str, Any]:
     if type(asked) is not dict:
         raise HTTPException(400, "a question is an object of JSON")
     return asked
-
-
-def _response(said: Answer) -> Response:
-    if said.body[:2] != b"\x1f\x8b":
-        return Response(said.body, said.status, media_type="application/json")
-    return Response(said.body, said.status, {"content-encoding": "gzip"}, media_type="application/json")
 
 
 RUNS_LISTED = 100

@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from starlette.responses import Response
+
 from memfit.serving.worker import WARM, receive
 from memfit.units import MiB
 
@@ -35,6 +37,10 @@ class Answer:
 
     status: int
     body: bytes
+
+    def response(self) -> Response:
+        packed = {"content-encoding": "gzip"} if self.body[:2] == b"\x1f\x8b" else None
+        return Response(self.body, self.status, packed, media_type="application/json")
 
 
 SUPERSEDED = Answer(409, b'{"error": "a newer question came before this one was answered", "hint": null}')
