@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
@@ -160,67 +160,50 @@ _UNPACKED = "copy of a 4-bit weight, for one product"
 _WEIGHTS = frozenset({"loading", "backward", "optimizer step", "saving"})
 
 
+_LOSS = frozenset({"loss", "backward", "evaluation", "generation", "forward"})
+_GENERATING = frozenset({"generation", "evaluation", "forward"})
+_PRUNING = frozenset({"calibration", "forward"})
+_CALIBRATING = _PRUNING | {"evaluation", "data"}
+_KEPT = "weight, gradient or optimizer moment"
+_OF_MODELS: tuple[tuple[str, str, tuple[str, ...], tuple[int, ...], str, frozenset[str], int], ...] = (
+    ("logits", "fp32 logits, their log-softmax or their gradient", ("vocabulary",), (4,), "tokens", _LOSS, 1),
+    ("logits", "16-bit logits or their gradient", ("vocabulary",), (2,), "tokens", _LOSS, 0),
+    ("attention", "attention scores", ("heads",), (2, 4), "rows-length-length", _TRAINING, 0),
+    ("attention", "attention dropout mask", ("heads",), (1,), "rows-length-length", _TRAINING, -1),
+    ("mlp", "MLP activation", ("intermediate",), (2, 4), "tokens", _TRAINING, 0),
+    ("attention-output", "queries or output of attention", ("in all heads",), (2, 4), "tokens", _TRAINING, -1),
+    ("hidden", "hidden states", ("hidden",), (2, 4), "tokens", _TRAINING, -1),
+    ("calibration", "calibration inputs or outputs", ("hidden",), (2, 4), "samples-length", _CALIBRATING, 0),
+    ("weights", f"embedding or lm_head: {_KEPT}", ("vocabulary", "hidden"), (2, 4), "", _WEIGHTS, 1),
+    ("weights", f"MLP matrix: {_KEPT}", ("hidden", "intermediate"), (2, 4), "", _WEIGHTS, 1),
+    ("packed weights", f"MLP matrix: {_UNPACKED}", ("hidden", "intermediate"), (2, 4), "", _PASSES, -1),
+    ("sort", "int64 indices of a sort over an MLP matrix", ("hidden", "intermediate"), (8,), "", _PRUNING, -1),
+    ("hessian", "Hessian of the MLP's down projection", ("intermediate", "intermediate"), (4,), "", _PRUNING, -1),
+    ("weights", f"attention matrix: {_KEPT}", ("hidden", "hidden"), (2, 4), "", _WEIGHTS, 0),
+    ("packed weights", f"attention matrix: {_UNPACKED}", ("hidden", "hidden"), (2, 4), "", _PASSES, -2),
+    ("hessian", "Hessian of a hidden-sized input", ("hidden", "hidden"), (4,), "", frozenset({"calibration"}), -1),
+    ("flat", "flat buffer of all parameters", ("parameters",), (2, 4), "", _WEIGHTS, 2),
+    ("kv-cache", "key-value cache of all layers", ("(keys, values)", "layers", "kv heads", "head dim"), (2,), "tokens",
+     _GENERATING, -1),
+    ("kv-cache", "keys or values of one layer", ("kv heads", "head dim"), (2,), "tokens", _GENERATING, -2),
+)  # fmt: skip
+"""The model's numbers that a tensor is made of, by their symbols. A model that lacks one of them has no such tensor."""
+_ALSO_NEEDED = {"kv-cache": "layers", "hessian": "hidden"}
+
+
 def _of_model(of: Dimensions) -> Iterator[TensorPattern]:
-    vocabulary, hidden = _factor("vocabulary", of.vocabulary), _factor("hidden", of.hidden)
-    intermediate, heads = _factor("intermediate", of.intermediate), _factor("heads", of.heads)
-    if vocabulary:
-        loss = frozenset({"loss", "backward", "evaluation", "generation", "forward"})
-        yield TensorPattern(
-            "logits", "fp32 logits, their log-softmax or their gradient", vocabulary, (4,), "tokens", loss, 1
-        )
-        yield TensorPattern("logits", "16-bit logits or their gradient", vocabulary, (2,), "tokens", loss)
-    if heads:
-        yield TensorPattern("attention", "attention scores", heads, (2, 4), "rows-length-length", _TRAINING)
-        yield TensorPattern("attention", "attention dropout mask", heads, (1,), "rows-length-length", _TRAINING, -1)
-    if intermediate:
-        yield TensorPattern("mlp", "MLP activation", intermediate, (2, 4), "tokens", _TRAINING)
-    if of.heads and of.head_dim:
-        wide = (Factor(symbol="in all heads", value=of.heads * of.head_dim),)
-        yield TensorPattern("attention-output", "queries or output of attention", wide, (2, 4), "tokens", _TRAINING, -1)
-    if hidden:
-        yield TensorPattern("hidden", "hidden states", hidden, (2, 4), "tokens", _TRAINING, -1)
-        calibration = frozenset({"forward", "calibration", "evaluation", "data"})
-        yield TensorPattern(
-            "calibration", "calibration inputs or outputs", hidden, (2, 4), "samples-length", calibration
-        )
-    yield from _of_weights(of, vocabulary, hidden, intermediate)
-    if of.layers and of.kv_heads and of.head_dim:
-        one = (Factor(symbol="kv heads", value=of.kv_heads), Factor(symbol="head dim", value=of.head_dim))
-        every = (Factor(symbol="(keys, values)", value=2), Factor(symbol="layers", value=of.layers), *one)
-        generating = frozenset({"generation", "evaluation", "forward"})
-        yield TensorPattern("kv-cache", "key-value cache of all layers", every, (2,), "tokens", generating, -1)
-        yield TensorPattern("kv-cache", "keys or values of one layer", one, (2,), "tokens", generating, -2)
-
-
-def _of_weights(
-    of: Dimensions, vocabulary: tuple[Factor, ...], hidden: tuple[Factor, ...], intermediate: tuple[Factor, ...]
-) -> Iterator[TensorPattern]:
-    kept = "weight, gradient or optimizer moment"
-    if vocabulary and hidden:
-        yield TensorPattern("weights", f"embedding or lm_head: {kept}", (*vocabulary, *hidden), (2, 4), "", _WEIGHTS, 1)
-    if intermediate and hidden:
-        matrix = (*hidden, *intermediate)
-        yield TensorPattern("weights", f"MLP matrix: {kept}", matrix, (2, 4), "", _WEIGHTS, 1)
-        yield TensorPattern("packed weights", f"MLP matrix: {_UNPACKED}", matrix, (2, 4), "", _PASSES, -1)
-        pruning = frozenset({"calibration", "forward"})
-        yield TensorPattern("sort", "int64 indices of a sort over an MLP matrix", matrix, (8,), "", pruning, -1)
-        yield TensorPattern(
-            "hessian", "Hessian of the MLP's down projection", (*intermediate, *intermediate), (4,), "", pruning, -1
-        )
-    if hidden:
-        square = (*hidden, *hidden)
-        yield TensorPattern("weights", f"attention matrix: {kept}", square, (2, 4), "", _WEIGHTS)
-        yield TensorPattern("packed weights", f"attention matrix: {_UNPACKED}", square, (2, 4), "", _PASSES, -2)
-        yield TensorPattern(
-            "hessian", "Hessian of a hidden-sized input", square, (4,), "", frozenset({"calibration"}), -1
-        )
-    if of.parameters:
-        whole = (Factor(symbol="parameters", value=of.parameters),)
-        yield TensorPattern("flat", "flat buffer of all parameters", whole, (2, 4), "", _WEIGHTS, 2)
-
-
-def _factor(symbol: str, value: int | None) -> tuple[Factor, ...]:
-    return (Factor(symbol=symbol, value=value),) if value else ()
+    wide = of.heads * of.head_dim if of.heads and of.head_dim else None
+    values: dict[str, Any] = {
+        "in all heads": wide,
+        "(keys, values)": 2,
+        **asdict(of),
+        "kv heads": of.kv_heads,
+        "head dim": of.head_dim,
+    }
+    for kind, tensor, symbols, itemsizes, free, phases, prior in _OF_MODELS:
+        if all(values[symbol] for symbol in (*symbols, _ALSO_NEEDED.get(kind, symbols[0]))):
+            fixed = tuple(Factor(symbol=symbol, value=values[symbol]) for symbol in symbols)
+            yield TensorPattern(kind, tensor, fixed, itemsizes, free, phases, prior)
 
 
 def fingerprints_of_lora(rank: int, models: Sequence[Dimensions]) -> Iterator[TensorPattern]:
