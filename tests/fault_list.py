@@ -1082,6 +1082,11 @@ NEWER = [
         "ctx.kept = x if ctx.needs_input_grad[0] else None",
         "ctx.kept = None",
     ),
+    _QUANTISED(
+        "what transformers asks for at once is twice that",
+        "for p, size in counted) // 8",
+        "for p, size in counted) // 4",
+    ),
     _QUANTISED("adapters stay in the type of the layer", 'work.adapter_dtype == "fp32" else ():', "False else ():"),
     _STATES(
         "states of few entries are of 8 bits too", "weight.numel() >= FEWEST_IN_8_BITS and id(weight)", "id(weight)"

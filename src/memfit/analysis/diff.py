@@ -134,18 +134,14 @@ class _Side:
         self.alive = run.summary.alive
 
 
-@dataclass(frozen=True, slots=True)
-class _Names:
-    """Of each side's blocks a name."""
-
-    a: list[str]
-    b: list[str]
+Names = tuple[list[str], list[str]]
+"""Of each side's blocks a name."""
 
 
 @dataclass(frozen=True, slots=True)
 class _SharedNames:
-    category: _Names
-    module: _Names
+    category: Names
+    module: Names
     lent: int  # blocks that took a partner's category
 
 
@@ -160,7 +156,7 @@ def _shared_labels(a: _Side, b: _Side) -> _SharedNames:
                 lent += 1
             if not modules[mine][own]:
                 modules[mine][own] = modules[other][its]
-    return _SharedNames(_Names(categories[a], categories[b]), _Names(modules[a], modules[b]), lent)
+    return _SharedNames((categories[a], categories[b]), (modules[a], modules[b]), lent)
 
 
 def _modules(run: Run) -> list[str]:
@@ -209,7 +205,7 @@ def _explained(a: _Side, b: _Side, labels: _SharedNames) -> Iterator[Reason]:
 def _largest(parts: list[tuple[int, int, int]], a: _Side, b: _Side, labels: _SharedNames) -> list[dict[str, Any]]:
     sums: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
     for number, block, size in parts:
-        side, names = ((a, labels.category.a), (b, labels.category.b))[number]
+        side, names = ((a, labels.category[0]), (b, labels.category[1]))[number]
         found = sums[_where(side.run, block), names[block]]
         found[0] += size
         found[1] += 1
@@ -230,10 +226,10 @@ def _where(run: Run, block: int) -> str:
 # -- by name ---------------------------------------------------------------------------------------------------------
 
 
-def _by(sides: tuple[_Side, _Side], names: _Names) -> Iterator[dict[str, Any]]:
+def _by(sides: tuple[_Side, _Side], names: Names) -> Iterator[dict[str, Any]]:
     """What is alive at each side's own peak."""
     sums: dict[str, list[int]] = defaultdict(lambda: [0, 0])
-    for number, (side, of_block) in enumerate(zip(sides, (names.a, names.b), strict=True)):
+    for number, (side, of_block) in enumerate(zip(sides, names, strict=True)):
         sizes = side.run.timeline.size[side.alive].tolist()
         for block, size in zip(side.alive.tolist(), sizes, strict=True):
             sums[of_block[block]][number] += size

@@ -30,7 +30,14 @@ from memfit.events import Action, Trace
 from memfit.files import written_whole
 from memfit.replay.timeline import BEFORE
 from memfit.snapshots.read import Snapshot, SnapshotSegment
-from memfit.snapshots.write import SEGMENT_ACTIONS, as_json, placed_snapshot
+from memfit.snapshots.write import (
+    SEGMENT_ACTIONS,
+    as_json,
+    block_events,
+    driver_event,
+    placed_snapshot,
+    segment_entry,
+)
 
 MAX_SAMPLES = 40_000
 MAX_ALLOCATIONS = 3000
@@ -240,20 +247,12 @@ class _Rewriter:
             "addr": trace.addresses[block], "size": trace.requested[block], "stream": trace.streams[block],
             "time_us": time, "frames": self.stacks[self.snapshot.stack_of[device][block]],
         }  # fmt: skip
-        if action == Action.ALLOC:
-            category = {"category": trace.category(block) or "unknown"} if labelled else {}
-            yield {"action": "alloc", **event, **category}
-        if action in (Action.FREE, Action.FREE_REQUESTED):
-            yield {"action": "free_requested", **event}
-        if action in (Action.FREE, Action.FREE_COMPLETED):
-            yield {"action": "free_completed", **event}
+        return block_events(action, event, **({"category": trace.category(block) or "unknown"} if labelled else {}))
 
     def _driver_event(self, trace: Trace, device: int, action: int, number: int, time: int) -> dict[str, Any]:
-        address, size, stream = (c[number] for c in (trace.range_addresses, trace.range_sizes, trace.range_streams))
+        place = (c[number] for c in (trace.range_addresses, trace.range_sizes, trace.range_streams))
         stack = self.stacks[self.snapshot.range_stack_of[device][number]]
-        place = {"device_free": address} if action == Action.OOM else {"addr": address}
-        name = "oom" if action == Action.OOM else SEGMENT_ACTIONS[Action(action)]
-        return {"action": name, **place, "size": size, "stream": stream, "time_us": time, "frames": stack}
+        return driver_event(action, *place, time_us=time, frames=stack)
 
     def segment(self, segment: SnapshotSegment) -> dict[str, Any]:
         blocks = []
@@ -269,15 +268,7 @@ class _Rewriter:
                     "frames": self.stacks[stack],
                 }
             )
-        used = [block for block in segment.blocks if block.state != "inactive"]
-        return {
-            "device": segment.device, "address": segment.address, "total_size": segment.total_size,
-            "allocated_size": sum(block.size for block in used if block.state == "active_allocated"),
-            "active_size": sum(block.size for block in used),
-            "requested_size": sum(block.requested_size for block in used), "stream": segment.stream,
-            "segment_type": segment.segment_type, "segment_pool_id": segment.pool_id,
-            "is_expandable": segment.is_expandable, "frames": [], "blocks": blocks,
-        }  # fmt: skip
+        return segment_entry(segment, blocks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -143,7 +143,7 @@ class _Step:
 
     # -- the longer trace --------------------------------------------------------------------------------------------
 
-    def repeated(self, times: int, heirs: Replacements) -> Extension:
+    def repeated(self, times: int, stand_ins: Replacements) -> Extension:
         """What puts it in again, so many times."""
         out = self.trace.emptied()
         out.marks.clear()
@@ -153,10 +153,12 @@ class _Step:
         made: list[range] = []
         again = [(self.start, self.end, n) for n in range(1, times + 1)]
         for start, end, steps_before in ((0, self.end, 0), *again, (self.end, len(self.trace), times)):
-            made.append(self._put(out, start, end, steps_before, heirs))
+            made.append(self._put(out, start, end, steps_before, stand_ins))
         chosen: Ints = np.concatenate([np.arange(each.start, each.stop) for each in made])
         out.take_blocks(self.trace, chosen)
-        return Extension(frame=out, chosen=chosen, alike=np.stack((heirs.dropped, heirs.left), axis=1), counted=())
+        return Extension(
+            frame=out, chosen=chosen, alike=np.stack((stand_ins.dropped, stand_ins.left), axis=1), counted=()
+        )
 
     def _ranges(self, ranges: list[list[int]], times: int) -> list[list[int]]:
         length = self.end - self.start
@@ -169,9 +171,9 @@ class _Step:
         shifts = [(start, end, times * length if start >= self.end else 0) for start, end in ranges]
         return [[start + by, end + by] for start, end, by in shifts] + again
 
-    def _put(self, out: Trace, start: int, end: int, steps_before: int, heirs: Replacements) -> range:
+    def _put(self, out: Trace, start: int, end: int, steps_before: int, stand_ins: Replacements) -> range:
         """A stretch of the trace, so many steps later than it was. Returns the blocks that are made there."""
-        numbers = self._numbers(steps_before, heirs)
+        numbers = self._numbers(steps_before, stand_ins)
         first_mark, last_mark = self._count(Action.MARK, start), self._count(Action.MARK, end)
         actions, subjects = self.actions[start:end], self.subjects[start:end].copy()
         about_blocks = actions <= Action.FREE
@@ -184,12 +186,12 @@ class _Step:
         self._put_lists(out, made, numbers)
         return made
 
-    def _numbers(self, steps_before: int, heirs: Replacements) -> Ints:
+    def _numbers(self, steps_before: int, stand_ins: Replacements) -> Ints:
         """New numbers of blocks, as events so many steps later name them."""
         numbers = np.arange(self.blocks, dtype=np.int64)
         numbers[self.first :] += steps_before * (self.after - self.first)
         if steps_before:
-            numbers[heirs.dropped] = heirs.left + (steps_before - 1) * (self.after - self.first)
+            numbers[stand_ins.dropped] = stand_ins.left + (steps_before - 1) * (self.after - self.first)
         return numbers
 
     def _put_lists(self, out: Trace, made: range, numbers: Ints) -> None:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-from memfit.events import Action, Mark, Trace
+from memfit.events import Action, Trace
 from memfit.extrapolation.streams import RuleCall
 
 SURVIVORS = {
@@ -25,26 +25,29 @@ LOSS_PHASES = ("forward", "backward")
 def label(trace: Trace, loss_modules: Container[str] = ()) -> None:
     """Born and gone within one phase: temporary. What outlives its phase is what that phase is for. What the output
     head and the modules around it make is the loss: logits, their log-softmax, the gradients of both."""
-    birth: dict[int, tuple[int, Mark]] = {}
-    phase, mark = 0, Mark("", 0)
+    for block, phase, survives in unlabelled(trace):
+        if phase in LOSS_PHASES and trace.module(block) in loss_modules:
+            category = "loss"
+        else:
+            category = SURVIVORS.get(phase, "other") if survives else "temporaries"
+        trace.set_category(block, category)
+
+
+def unlabelled(trace: Trace) -> Iterator[tuple[int, str, bool]]:
+    """Each block that was made and says of no category: the phase in which, and whether it outlives that."""
+    born: dict[int, tuple[int, str]] = {}
     died: dict[int, int] = {}
+    number, phase = 0, ""
     for action, subject in trace.events():
         if action == Action.MARK:
-            phase, mark = phase + 1, trace.marks[subject]
+            number, phase = number + 1, trace.marks[subject].phase
         elif action == Action.ALLOC:
-            birth[subject] = (phase, mark)
+            born[subject] = number, phase
         elif action in (Action.FREE, Action.FREE_REQUESTED):
-            died[subject] = phase
-    for block, (born, mark) in birth.items():
-        if trace.category(block):
-            continue
-        if mark.phase in LOSS_PHASES and trace.module(block) in loss_modules:
-            category = "loss"
-        elif died.get(block) == born:
-            category = "temporaries"
-        else:
-            category = SURVIVORS.get(mark.phase, "other")
-        trace.set_category(block, category)
+            died[subject] = number
+    for block, (begun, phase) in born.items():
+        if not trace.category(block):
+            yield block, phase, died.get(block) != begun
 
 
 def loss_modules_of(model: object) -> frozenset[str]:

@@ -210,20 +210,30 @@ def predict(
     asked, work = work, traced.workload
     if work.max_gpu_memory != asked.max_gpu_memory:
         work = work.with_found(max_gpu_memory=asked.max_gpu_memory)
+    return plan_of(
+        traced,
+        work,
+        card,
+        workload=work.document() | {"gpu": gpu if isinstance(gpu, str) else None},
+        notes=(*_assumptions(work, card, traced.how), *_learned(traced)),
+        started=started,
+        id=id,
+        stored=None if work.stored is None else work.stored.to_json(),
+    )
+
+
+def plan_of(traced: Traced, work: Workload, card: Gpu | None, **rest: Any) -> Plan:
+    """`work`: as it was asked for, with what the tracing found."""
     return assess(
         traced.trace,
         AllocatorConfig.parse(work.alloc_conf),
         card,
         context_of(work, card),
-        workload=work.document() | {"gpu": gpu if isinstance(gpu, str) else None},
         model=traced.model,
         parameters=traced.parameters,
         trainable_parameters=traced.trainable_parameters,
         how=traced.how,
-        notes=(*_assumptions(work, card, traced.how), *_learned(traced)),
-        started=started,
-        id=id,
-        stored=None if work.stored is None else work.stored.to_json(),
+        **rest,
     )
 
 

@@ -9,7 +9,7 @@ from memfit.extrapolation.blocks import NotRepeating
 from memfit.extrapolation.steps import with_steps
 from memfit.gpus import Gpu, find_gpu
 from memfit.jobs.profile import OnCard, Profiled, ProfileSettings
-from memfit.planning.predict import assess, context_of
+from memfit.planning.predict import plan_of
 from memfit.planning.traced import Traced, trace_workload
 from memfit.platform import platform_of
 from memfit.replay.alloc_config import AllocatorConfig
@@ -21,7 +21,7 @@ def predict_profile(settings: ProfileSettings, gpu: str | Gpu | None = None) -> 
     card = find_gpu(gpu) if isinstance(gpu, str) else gpu
     config = AllocatorConfig.parse("")
     traced = trace_workload(settings.workload, platform_of(card), stacks=True)
-    on_card, why = (None, ()) if card is None else _on_card(traced, config, card)
+    on_card, why = (None, ()) if card is None else _on_card(traced, card)
     try:
         trace = with_steps(traced.trace, settings.steps)
     except NotRepeating as why:
@@ -49,22 +49,10 @@ def predict_profile(settings: ProfileSettings, gpu: str | Gpu | None = None) -> 
     )
 
 
-def _on_card(traced: Traced, config: AllocatorConfig, card: Gpu) -> tuple[OnCard, tuple[str, ...]]:
+def _on_card(traced: Traced, card: Gpu) -> tuple[OnCard, tuple[str, ...]]:
     """As `memfit plan` has it, of the same job on the same card; and what the verdict's reader should know."""
     work = traced.workload
-    plan = assess(
-        traced.trace,
-        config,
-        card,
-        context_of(work, card),
-        started=0.0,
-        how=traced.how,
-        notes=(),
-        workload=work.document(),
-        model=traced.model,
-        parameters=traced.parameters,
-        trainable_parameters=traced.trainable_parameters,
-    )
+    plan = plan_of(traced, work, card, workload=work.document(), notes=(), started=0.0)
     assert plan.fit is not None and plan.headroom_bytes is not None
     told = OnCard(
         verdict=plan.fit.verdict,

@@ -29,6 +29,7 @@ from memfit.jobs.pruning.streaming import Parts
 from memfit.jobs.quantised import DTYPES
 from memfit.jobs.workload import Workload
 from memfit.models.registry import build_model, load_config, source_notes
+from memfit.planning.categories import unlabelled
 from memfit.planning.failures import failures_of_the_job
 from memfit.planning.few import Blocks, blocks_of
 from memfit.planning.on_trace import PlannedHost
@@ -250,18 +251,8 @@ class PruningPhases:
 def label(made: Trace) -> None:
     """What survives its pass are statistics; what modules make in a pass are activations, but for the weights that a
     module outside the blocks is given when it is first called; the rest is gone at once."""
-    phase, born, died, number = "", dict[int, tuple[str, int]](), dict[int, int](), 0
-    for action, subject in made.events():
-        if action == Action.MARK:
-            phase, number = made.marks[subject].phase, number + 1
-        elif action == Action.ALLOC:
-            born[subject] = (phase, number)
-        elif action in (Action.FREE, Action.FREE_REQUESTED):
-            died[subject] = number
-    for block, (phase, number) in born.items():
-        if made.category(block):
-            continue
-        survives, module = died.get(block) != number, made.module(block)
+    for block, phase, survives in unlabelled(made):
+        module = made.module(block)
         if phase == "embed" and module and made.op(block).startswith("aten.empty."):
             category = "weights"
         elif survives:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from memfit.files import check_free, files_of_model, writing
 from memfit.jobs.profile import (
     BATCH_SIZE,
     CONTEXT_LENGTH,
+    OnCard,
     Profiled,
     ProfileSettings,
     check_gpu,
@@ -50,10 +51,7 @@ class Profile(Shown):
         found, card = self.found, self.found.on_card
         return {
             "schema": SCHEMA, "origin": found.origin, "gpu": found.gpu,
-            "verdict": None if card is None else card.verdict,
-            "capacity_bytes": None if card is None else card.capacity_bytes,
-            "headroom_bytes": None if card is None else card.headroom_bytes,
-            "smallest_gpu_bytes": None if card is None else card.smallest_gpu_bytes,
+            **{each.name: getattr(card, each.name, None) for each in fields(OnCard)},
             "workload": self.settings.workload.settings(),
             "peak": {"allocated_bytes": found.peak_allocated_bytes, "reserved_bytes": found.peak_reserved_bytes},
             "phases": [{"name": name, "allocated_bytes": size} for name, size in found.phases.items()],

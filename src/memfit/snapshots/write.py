@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import pickle
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -92,6 +92,34 @@ def as_json(snapshot: dict[str, Any]) -> bytes:
     return json.dumps(snapshot, separators=(",", ":"), allow_nan=False).encode()
 
 
+def block_events(action: int, event: dict[str, Any], **of_alloc: Any) -> Iterator[dict[str, Any]]:
+    """What torch would record of an event on a block; what only an allocation has comes last."""
+    if action == Action.ALLOC:
+        yield {"action": "alloc", **event, **of_alloc}
+    if action in (Action.FREE, Action.FREE_REQUESTED):
+        yield {"action": "free_requested", **event}
+    if action in (Action.FREE, Action.FREE_COMPLETED):
+        yield {"action": "free_completed", **event}
+
+
+def driver_event(action: int, address: int, size: int, stream: int, **more: Any) -> dict[str, Any]:
+    """`address`: of a failed request, the bytes that were free."""
+    name, place = ("oom", "device_free") if action == Action.OOM else (SEGMENT_ACTIONS[Action(action)], "addr")
+    return {"action": name, place: address, "size": size, "stream": stream, **more}
+
+
+def segment_entry(segment: SnapshotSegment, blocks: list[dict[str, Any]]) -> dict[str, Any]:
+    used = [block for block in blocks if block["state"] != "inactive"]
+    return {
+        "device": segment.device, "address": segment.address, "total_size": segment.total_size,
+        "allocated_size": sum(block["size"] for block in used if block["state"] == "active_allocated"),
+        "active_size": sum(block["size"] for block in used),
+        "requested_size": sum(block["requested_size"] for block in used),
+        "stream": segment.stream, "segment_type": segment.segment_type, "segment_pool_id": segment.pool_id,
+        "is_expandable": segment.is_expandable, "frames": [], "blocks": blocks,
+    }  # fmt: skip
+
+
 class _SnapshotWriter:
     def __init__(self, trace: Trace, placements: Mapping[int, tuple[int, int]]) -> None:
         self.trace, self.placements = trace, placements
@@ -137,28 +165,18 @@ class _SnapshotWriter:
 
     def _block(self, i: int, action: int, block: int) -> None:
         trace = self.trace
-        event: dict[str, Any] = {
-            "addr": self.placements[block][0], "size": trace.requested[block], "stream": trace.streams[block],
-            "time_us": i, "frames": self._frames(block, 0),
-        }  # fmt: skip
-        if action == Action.ALLOC:
-            self._live[block] = "active_allocated"
-            event["frames"] = self._frames(block)
-            self.events.append({"action": "alloc", **event, "category": trace.category(block) or "unknown"})
-            return
-        if action in (Action.FREE, Action.FREE_REQUESTED):
-            self._live[block] = "active_pending_free"
-            self.events.append({"action": "free_requested", **event})
         if action in (Action.FREE, Action.FREE_COMPLETED):
             self._live.pop(block, None)
-            self.events.append({"action": "free_completed", **event})
+        else:
+            self._live[block] = "active_allocated" if action == Action.ALLOC else "active_pending_free"
+        event = {
+            "addr": self.placements[block][0], "size": trace.requested[block], "stream": trace.streams[block],
+            "time_us": i, "frames": self._frames(block, None if action == Action.ALLOC else 0),
+        }  # fmt: skip
+        self.events += block_events(action, event, category=trace.category(block) or "unknown")
 
     def _driver(self, i: int, action: Action, address: int, size: int, stream: int) -> None:
-        if action == Action.OOM:
-            event: dict[str, Any] = {"action": "oom", "device_free": address}
-        else:
-            event = {"action": SEGMENT_ACTIONS[action], "addr": address}
-        self.events.append({**event, "size": size, "stream": stream, "time_us": i, "frames": []})
+        self.events.append(driver_event(action, address, size, stream, time_us=i, frames=[]))
 
     def _mark(self, i: int, number: int) -> None:
         mark = self.trace.marks[number]
@@ -202,15 +220,7 @@ class _SnapshotWriter:
             self._written.add(block)
             at = address + size
         blocks += self._gap(at, end)
-        used = [block for block in blocks if block["state"] != "inactive"]
-        return {
-            "device": 0, "address": segment.address, "total_size": segment.total_size,
-            "allocated_size": sum(block["size"] for block in used if block["state"] == "active_allocated"),
-            "active_size": sum(block["size"] for block in used),
-            "requested_size": sum(block["requested_size"] for block in used),
-            "stream": segment.stream, "segment_type": segment.segment_type, "segment_pool_id": segment.pool_id,
-            "is_expandable": segment.is_expandable, "frames": [], "blocks": blocks,
-        }  # fmt: skip
+        return segment_entry(segment, blocks)
 
     def _used(self, address: int, size: int, block: int) -> dict[str, Any]:
         return {

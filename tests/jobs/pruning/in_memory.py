@@ -92,10 +92,10 @@ def sparsegpt(ratio: float, samples: int) -> Prune:
     from memfit.jobs.pruning.statistics import Gram
 
     def prune(weights: list[Tensor], inputs: list[Tensor]) -> None:
-        gram = Gram(inputs[0].shape[-1], "cpu")
+        gram = Gram(samples, inputs[0].shape[-1], "cpu")
         for x in inputs:
             gram.add(x)
-        prune_with_updates_(weights, gram.finish(samples), ratio=ratio)
+        prune_with_updates_(weights, gram.finish(), ratio=ratio)
 
     return prune
 

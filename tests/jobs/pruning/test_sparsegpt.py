@@ -22,9 +22,9 @@ def hessian_of(columns: int, *, tokens: int = 400, dead: tuple[int, ...] = ()) -
     """Of inputs that depend on each other, as those of a model do."""
     x = torch.randn(2, tokens // 2, columns) @ (torch.eye(columns) + 0.3 * torch.randn(columns, columns))
     x[..., list(dead)] = 0
-    gram = Gram(columns, "cpu")
+    gram = Gram(2, columns, "cpu")
     gram.add(x)
-    return gram.finish(2)
+    return gram.finish()
 
 
 def expected(weight: Tensor, hessian: Tensor, **how: object) -> tuple[np.ndarray, np.ndarray]:

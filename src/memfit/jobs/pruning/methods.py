@@ -34,20 +34,6 @@ from memfit.jobs.pruning.statistics import ColumnNorms, Gram
 from memfit.jobs.settings import Sparsity
 
 
-class Norms(ColumnNorms):
-    def summary(self) -> Tensor:
-        return self.mean()
-
-
-class Products(Gram):
-    def __init__(self, samples: int, columns: int, device: torch.device) -> None:
-        super().__init__(columns, device)
-        self.samples = samples
-
-    def summary(self) -> Tensor:
-        return self.matrix.diagonal()
-
-
 class Method(Protocol):
     @property
     def needs_data(self) -> bool: ...
@@ -93,14 +79,14 @@ class ByNorms:
         self._variant = use_variant
 
     def statistic(self, samples: int, columns: int, device: torch.device) -> Statistic:
-        return Norms(samples, columns, device)
+        return ColumnNorms(samples, columns, device)
 
     def scorer(self, weight: Tensor, squared: Tensor) -> Scorer:
         return Ria(weight, squared) if self._ria else Wanda(squared)
 
     def prune(self, weights: Sequence[Tensor], group: SharedInput | None, sparsity: Sparsity) -> tuple[str, ...]:
-        assert group is not None and isinstance(group.statistic, Norms)
-        squared = group.statistic.mean() if group.seen != 0 else torch.ones_like(group.statistic.mean())
+        assert group is not None and isinstance(group.statistic, ColumnNorms)
+        squared = group.statistic.summary() if group.seen != 0 else torch.ones_like(group.statistic.summary())
         for weight in weights:
             self._prune(weight, self.scorer(weight, squared), sparsity)
         return ()
@@ -123,17 +109,17 @@ class WithUpdates:
         self._sweeps = Sweeps()
 
     def statistic(self, samples: int, columns: int, device: torch.device) -> Statistic:
-        return Products(samples, columns, device)
+        return Gram(samples, columns, device)
 
     def prune(self, weights: Sequence[Tensor], group: SharedInput | None, sparsity: Sparsity) -> tuple[str, ...]:
-        assert group is not None and isinstance(group.statistic, Products)
+        assert group is not None and isinstance(group.statistic, Gram)
         statistic = group.statistic
         if group.seen == 0 or (sparsity.group is not None and sparsity.removed in (0, sparsity.group)):
             return ByMagnitude().prune(weights, group, sparsity)
         groups = (sparsity.removed, sparsity.group) if sparsity.removed and sparsity.group else None
         outcome = prune_with_updates_(
             weights,
-            statistic.finish(statistic.samples),
+            statistic.finish(),
             ratio=sparsity.ratio if groups is None else None,
             groups=groups,
             names=[matrix.name for matrix in group.matrices],

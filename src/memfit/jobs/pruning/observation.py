@@ -180,7 +180,8 @@ class SharedInput:
     """Matrices with one input."""
 
     matrices: list[Matrix]
-    statistic: Statistic
+    statistic: Statistic | None
+    """None of a method that looks at no inputs, and once it has been used."""
     tokens: Tensor | None = None
     """How many of them an expert saw, counted on the device; None for what every token goes through."""
     seen: int | None = None
@@ -248,7 +249,7 @@ class Observer:
 
     def _see(self, matrix: Matrix, x: Tensor, batch: MicroBatch) -> None:
         group = self._group_of(matrix, x)
-        if group is not None:
+        if group is not None and group.statistic is not None:
             group.statistic.add(self._by_window(matrix, x, batch), batch.first)
             self._order.append(group.matrices[0].name)
         if not self.whole and self.pattern is not None and matrix.name == self.pattern.last:
@@ -291,8 +292,8 @@ class Observer:
     def _see_expert(self, batch: MicroBatch) -> See:
         def see(module: nn.Module, expert: int, side: str, x: Tensor, tokens: Tensor) -> None:
             group = self._of_expert[module, expert, side]
+            assert group.statistic is not None and group.tokens is not None
             group.statistic.add_tokens(x, batch.first + tokens // self.length)
-            assert group.tokens is not None
             group.tokens += x.shape[0]
 
         return see

@@ -52,8 +52,8 @@ class ColumnNorms:
         for part, sequence in zip(x.split(step), sequence_of_token.split(step), strict=True):
             self.rows.addmm_((sequence == samples).float(), part.to(torch.float32, copy=True).square_())
 
-    def mean(self) -> Tensor:
-        """Over all sequences, summed in fp64 and rounded once."""
+    def summary(self) -> Tensor:
+        """The mean over all sequences, summed in fp64 and rounded once."""
         return (self.rows.sum(0, dtype=torch.float64) / len(self.rows)).float()
 
 
@@ -70,7 +70,8 @@ class Gram:
     The result is symmetric, so what lies below the panels' diagonal blocks is mirrored once, at the end.
     """
 
-    def __init__(self, columns: int, device: torch.device | str) -> None:
+    def __init__(self, samples: int, columns: int, device: torch.device | str) -> None:
+        self.samples = samples
         self.matrix = torch.zeros(columns, columns, dtype=torch.float32, device=device)
 
     def add(self, x: Tensor, first_sample: int = 0) -> None:
@@ -104,9 +105,12 @@ class Gram:
         for start in range(0, columns, PANEL):
             yield start, min(start + PANEL, columns)
 
-    def finish(self, samples: int) -> Tensor:
+    def summary(self) -> Tensor:
+        return self.matrix.diagonal()
+
+    def finish(self) -> Tensor:
         """The whole matrix times 2/samples, as SparseGPT scales it, in place of the sum."""
-        self.matrix.mul_(2 / samples)
+        self.matrix.mul_(2 / self.samples)
         for start, end in self._panels():
             self.matrix[end:, start:end].copy_(self.matrix[start:end, end:].mT)
         return self.matrix

@@ -169,6 +169,7 @@ class Sweep:
                     scored = [
                         (matrix.weight(slots), Wanda(group.statistic.summary()))
                         for group in groups
+                        if group.statistic is not None
                         for matrix in group.matrices
                     ]
                     found.append(outlier_percentage(scored))
@@ -232,7 +233,7 @@ class Sweep:
         """The block's matrices by input, with statistics; and the dense block's outputs, where they are wanted."""
         engine, targets = self.engine, None
         if not self.method.needs_data and not self.settings.reconstruct:
-            return [SharedInput([matrix], _NOTHING) for matrix in engine.matrices[index]], None, ()
+            return [SharedInput([matrix], None) for matrix in engine.matrices[index]], None, ()
         assert states is not None
         if self.settings.reconstruct:
             with engine.phases("calibration"):
@@ -259,7 +260,7 @@ class Sweep:
                 notes += self.method.prune([matrix.weight(slots) for matrix in group.matrices], group, sparsity)
             for matrix in group.matrices:
                 engine.team.send(slots[matrix.slot] if matrix.transposed else matrix.weight(slots), owner)
-            group.statistic = _NOTHING  # its memory is the next one's
+            group.statistic = None  # its memory is the next one's
         return (*(f"{path}: {note}" for note in notes), *_few_tokens(path, groups))
 
     def _looked_at(
@@ -268,7 +269,7 @@ class Sweep:
         for name in dict.fromkeys(matrix.slot for group in groups for matrix in group.matrices):
             yield f"{path}.{name}", slots[name]
         for group in groups:
-            if group.statistic is not _NOTHING:
+            if group.statistic is not None:
                 yield f"inputs of {path}.{group.matrices[0].name}", group.statistic.summary()
 
     def _ask_tokens(self, groups: Sequence[SharedInput]) -> None:
@@ -368,20 +369,6 @@ class Sweep:
         finally:
             writer.close()
             downloads.release()
-
-
-class _Nothing:
-    """The statistic of a method that looks at no inputs."""
-
-    def add(self, x: Tensor, first_sample: int) -> None: ...
-
-    def add_tokens(self, x: Tensor, sequence_of_token: Tensor) -> None: ...
-
-    def summary(self) -> Tensor:
-        raise AssertionError("there is none")
-
-
-_NOTHING = _Nothing()
 
 
 def _zeros(weight: Tensor) -> Tensor:

@@ -192,12 +192,13 @@ def _flag(value: Any, key: str) -> bool:
     return value
 
 
-def _bf16(value: Any, key: str) -> Made:
-    yield (AUTOCAST, "bf16") if _flag(value, key) else (f"{NO_AUTOCAST}bf16", "")
+def _half(name: str) -> Callable[[Any, str], Made]:
+    """`bf16` and `fp16`."""
 
+    def asked(value: Any, key: str) -> Made:
+        yield (AUTOCAST, name) if _flag(value, key) else (f"{NO_AUTOCAST}{name}", "")
 
-def _fp16(value: Any, key: str) -> Made:
-    yield (AUTOCAST, "fp16") if _flag(value, key) else (f"{NO_AUTOCAST}fp16", "")
+    return asked
 
 
 def _mixed(value: Any, key: str) -> Made:
@@ -263,7 +264,7 @@ def _type_of_4_bits(value: Any, key: str) -> Made:
 
 
 SEVERAL: dict[str, Callable[[Any, str], Made]] = {
-    "bf16": _bf16, "fp16": _fp16, "mixed_precision": _mixed, "betas": _betas, "use_lora": _use_lora,
+    "bf16": _half("bf16"), "fp16": _half("fp16"), "mixed_precision": _mixed, "betas": _betas, "use_lora": _use_lora,
     "report_to": _report_to, "gradient_checkpointing_kwargs": _not_reentrant, "fsdp": _fsdp,
     "activation_offloading": _activations, "load_in_4bit": _bits(IN_4_BITS), "load_in_8bit": _bits(IN_8_BITS),
     "bnb_4bit_quant_type": _type_of_4_bits,
