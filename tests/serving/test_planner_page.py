@@ -451,6 +451,7 @@ def test_a_fix_that_is_a_no_stays_one_in_the_planner(browser: Browser, address: 
     looked.page.route("**/api/explain", lambda route: route.fulfill(json=told))
     looked.view("explain")
     looked.page.click("#explain")
+    looked.page.wait_for_selector("#fixes table", timeout=SLOW)
     assert nothing_cut(looked, "fixes")
     looked.page.click("#fixes a")
     looked.page.wait_for_selector("#verdict", timeout=SLOW)
