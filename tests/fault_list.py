@@ -814,8 +814,8 @@ ANALYSIS = [
     _GROWTH("the end is reckoned from nothing", "capacity - highest)", "capacity)"),
     _GROWTH(
         "host growth comes before a leak",
-        "found or _host_growth(seen, host_bytes) or",
-        "_host_growth(seen, host_bytes) or found or",
+        "        found\n        or _host_growth(seen, host_bytes)\n",
+        "        _host_growth(seen, host_bytes)\n        or found\n",
     ),
     _GROWTH(
         "a peak that others read is lost",

@@ -104,27 +104,41 @@ def _in_thread(tool: Callable[..., dict[str, Any]]) -> Callable[..., Awaitable[d
 
 
 def plan(
-    kind: str | None = None, model: str | None = None, gpu: str | None = None, settings: Settings | None = None,
-    job_file: str | None = None, without: list[str] | None = None,
-) -> dict[str, Any]:  # fmt: skip
+    kind: str | None = None,
+    model: str | None = None,
+    gpu: str | None = None,
+    settings: Settings | None = None,
+    job_file: str | None = None,
+    without: list[str] | None = None,
+) -> dict[str, Any]:
     """Predict a job's peak GPU memory: allocated, reserved, device; what is alive then; and, with `gpu` ("RTX 4090",
     "24GB"), whether it fits. The answer is a memfit.plan/1 document."""
     return _answer(lambda: predict(_job(kind, model, settings, job_file, without), gpu=gpu))
 
 
 def fit(
-    gpu: str, kind: str | None = None, model: str | None = None, settings: Settings | None = None,
-    keep: list[str] | None = None, job_file: str | None = None, without: list[str] | None = None,
-) -> dict[str, Any]:  # fmt: skip
+    gpu: str,
+    kind: str | None = None,
+    model: str | None = None,
+    settings: Settings | None = None,
+    keep: list[str] | None = None,
+    job_file: str | None = None,
+    without: list[str] | None = None,
+) -> dict[str, Any]:
     """Find the smallest set of changes with which a job fits a card, the cheapest first. `keep` names settings that
     must stay. The answer is a memfit.fit/1 document: `changes` says what to change and how."""
     return _answer(lambda: make_fit(_job(kind, model, settings, job_file, without), gpu=gpu, keep=tuple(keep or ())))
 
 
 def explain(
-    text: str | None = None, path: str | None = None, gpu: str | None = None, kind: str | None = None,
-    model: str | None = None, settings: Settings | None = None, job_file: str | None = None,
-) -> dict[str, Any]:  # fmt: skip
+    text: str | None = None,
+    path: str | None = None,
+    gpu: str | None = None,
+    kind: str | None = None,
+    model: str | None = None,
+    settings: Settings | None = None,
+    job_file: str | None = None,
+) -> dict[str, Any]:
     """Explain an out-of-memory error, from its `text`, or from the `path` of a log, a snapshot or a run's folder. With
     the job, every fix is predicted on it. The answer is a memfit.explain/1 document."""
     if (text is None) == (path is None):
@@ -139,9 +153,12 @@ def explain(
 
 
 def check(
-    gpu: str | None = None, kind: str | None = None, model: str | None = None, settings: Settings | None = None,
+    gpu: str | None = None,
+    kind: str | None = None,
+    model: str | None = None,
+    settings: Settings | None = None,
     job_file: str | None = None,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Look over this machine and, if one is given, a job before it runs: GPUs, drivers, packages, settings, plan. The
     answer is a memfit.check/1 document."""
     named = any(each is not None for each in (kind, model, settings, job_file))

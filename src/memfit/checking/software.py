@@ -148,8 +148,9 @@ def check_compiler(situation: Situation) -> Finding:
     found = _for_kernels()
     lacking = " and ".join(name for name, here in found.items() if here is None)
     if lacking and situation.runs_here:
-        return COMPILER.failed(f"{lacking} not here: torch.compile fails at its first kernel",
-                              "pip install triton; apt install gcc")  # fmt: skip
+        return COMPILER.failed(
+            f"{lacking} not here: torch.compile fails at its first kernel", "pip install triton; apt install gcc"
+        )
     here = " and ".join(f"{name} ({where})" for name, where in found.items() if where is not None)
     at_hand = f"here: {here}" if not lacking else f"here {lacking} is missing, which no plan needs"
     where = "" if situation.runs_here else "; the machine with the card needs triton and a C compiler"

@@ -109,10 +109,21 @@ def _fit_file(job: JobFile, *, gpu: str | None, **asked: Any) -> int:
 
 
 def _answer(
-    workload: Workload, job: JobFile | None, *, keep: list[str] | None, margin: str, emit: str | None, json: bool,
-    try_compile: bool = False, global_batch: str | None = None, ladder: bool = False, steps: str | None = None,
-    tokens: str | None = None, force: bool = False, gpu: str,
-) -> int:  # fmt: skip
+    workload: Workload,
+    job: JobFile | None,
+    *,
+    keep: list[str] | None,
+    margin: str,
+    emit: str | None,
+    json: bool,
+    try_compile: bool = False,
+    global_batch: str | None = None,
+    ladder: bool = False,
+    steps: str | None = None,
+    tokens: str | None = None,
+    force: bool = False,
+    gpu: str,
+) -> int:
     from memfit.fitting.emit import check_form
 
     much = how_much(steps, tokens)

@@ -42,9 +42,14 @@ NUMBERS = {int: "a whole number", float: "a number"}
 
 
 def add_kinds(
-    group: typer.Typer, ask: Callable[..., int], extra: Mapping[str, tuple[Any, Any]], *, what: Mapping[str, str],
-    examples: Mapping[str, str], of_training: Mapping[str, tuple[Any, Any]] | None = None,
-) -> None:  # fmt: skip
+    group: typer.Typer,
+    ask: Callable[..., int],
+    extra: Mapping[str, tuple[Any, Any]],
+    *,
+    what: Mapping[str, str],
+    examples: Mapping[str, str],
+    of_training: Mapping[str, tuple[Any, Any]] | None = None,
+) -> None:
     """A command for each kind of job, with its settings and some more as flags: `ask(typed, **more)`."""
     for kind in (kind for kind in (*KINDS, QLORA) if kind in what):
         more = {**extra, **((of_training or {}) if kind in ("train", "lora", QLORA) else {})}
@@ -134,7 +139,7 @@ YES_OR_NO = inspect.Parameter("flag", inspect.Parameter.KEYWORD_ONLY, default=Fa
 
 def command_of(
     function: Callable[..., object], told: Mapping[str, Mapping[str, FlagText]], run: Callable[..., int]
-) -> Callable[..., int]:  # fmt: skip
+) -> Callable[..., int]:
     """`run(**settings)` as a command whose options are parameters of a function of the library, by their own types and
     defaults; heading by heading it is `told` which flags, which metavar and which help they have. What the function
     does not know is yes or no."""
@@ -175,7 +180,7 @@ def _parameter(known: inspect.Parameter, heading: str, flags: str, metavar: str 
 
 def _command(
     names: tuple[str, ...], options: Mapping[str, tuple[Any, Any]], run: Callable[..., int]
-) -> Callable[..., int]:  # fmt: skip
+) -> Callable[..., int]:
     parameters = [inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)] + [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
         for name, (annotation, default) in options.items()

@@ -297,7 +297,7 @@ def predicted_fixes(workload: Workload, gpu: Gpu | None) -> tuple[Plan, list[Fix
             COSTS.index(option.lever.cost) if id(option) in enough else 0,
             -option.saved_bytes,
         )
-    )  # fmt: skip
+    )
     return before, [_fix(option) for option in chosen if option.saved_bytes >= WORTH]
 
 

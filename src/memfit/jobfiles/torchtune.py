@@ -151,9 +151,9 @@ def _written_optimizer(value: str) -> Edits:
     if value == "adamw-single":
         return {"optimizer._component_": "torch.optim.AdamW", "optimizer.fused": None, "optimizer.foreach": False}
     theirs = next((theirs for theirs, ours in OPTIMIZERS.items() if ours == value), None)
-    return {} if theirs is None else {
-        "optimizer._component_": theirs, "optimizer.fused": None, "optimizer.foreach": None,
-    }  # fmt: skip
+    if theirs is None:
+        return {}
+    return {"optimizer._component_": theirs, "optimizer.fused": None, "optimizer.foreach": None}
 
 
 TORCHTUNE = JobFormat(

@@ -191,9 +191,10 @@ def _shown(config: Any) -> str:
     return ", ".join(
         f"{field.name} {value}"
         for field in dataclasses.fields(config)
-        if field.name not in left_out and isinstance(value := getattr(config, field.name), (int, float, str))
+        if field.name not in left_out
+        and isinstance(value := getattr(config, field.name), (int, float, str))
         and not isinstance(value, bool)
-    )  # fmt: skip
+    )
 
 
 def _refuse_unknown(

@@ -49,9 +49,10 @@ def check_number(
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise UsageError(f"{key} {value!r} is not a number")
     limits = (
-        ("at least", least, least is None or value >= least), ("above", above, above is None or value > above),
+        ("at least", least, least is None or value >= least),
+        ("above", above, above is None or value > above),
         ("below", below, below is None or value < below),
-    )  # fmt: skip
+    )
     if not all(holds for _, _, holds in limits):
         wanted = " and ".join(f"{word} {limit:g}" for word, limit, _ in limits if limit is not None)
         raise UsageError(f"{key} {value!r} is not {wanted}")

@@ -46,9 +46,15 @@ class ProfileSettings:
 
     @classmethod
     def asked(
-        cls, model: str, *, context_length: int = CONTEXT_LENGTH, batch_size: int = BATCH_SIZE,
-        profile_type: str = "forward", dtype: str | None = None, **steps: int,
-    ) -> ProfileSettings:  # fmt: skip
+        cls,
+        model: str,
+        *,
+        context_length: int = CONTEXT_LENGTH,
+        batch_size: int = BATCH_SIZE,
+        profile_type: str = "forward",
+        dtype: str | None = None,
+        **steps: int,
+    ) -> ProfileSettings:
         """`dtype` is that of the autocast region; None: no mixed precision."""
         work = Workload(
             kind="forward", model=model_of(model), batch_size=batch_size, seq_len=context_length, outputs="dropped",

@@ -304,9 +304,16 @@ def _routing(logits: Tensor, chosen: int) -> tuple[Any, Any, Any]:
 
 
 def _grouped_product(
-    x: Tensor, weight: Tensor, bias: Tensor, routed: Any, *, gather_indx: Any = None, scatter_indx: Any = None,
-    fused_activation: Any = None, **_: Any,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    routed: Any,
+    *,
+    gather_indx: Any = None,
+    scatter_indx: Any = None,
+    fused_activation: Any = None,
+    **_: Any,
+) -> Tensor:
     """One row for each pair of token and expert; what is scattered back is summed for each token."""
     rows = x.shape[0] * routed.chosen if gather_indx is not None else x.shape[0]
     width = bias.shape[-1] // (2 if fused_activation is not None else 1)

@@ -49,8 +49,10 @@ class Source:
 
     def describe(self) -> dict[str, Any]:
         return {
-            "folder": str(self.folder), "gguf": None if self.gguf is None else str(self.gguf), "revision": self.revision
-        }  # fmt: skip
+            "folder": str(self.folder),
+            "gguf": None if self.gguf is None else str(self.gguf),
+            "revision": self.revision,
+        }
 
 
 # -- without fetching anything -----------------------------------------------------------------------------------------

@@ -99,9 +99,10 @@ class StoredWeights:
             }  # fmt: skip
         if self.method == "awq":
             return {
-                "qweight": ((inner, zeros), "int32"), "qzeros": ((groups, zeros), "int32"),
+                "qweight": ((inner, zeros), "int32"),
+                "qzeros": ((groups, zeros), "int32"),
                 "scales": ((groups, out), "float16"),
-            }  # fmt: skip
+            }
         weights = self._weights_said()
         rows = 1 if weights.get("strategy") == "tensor" else out
         scales: Tensors = {"weight_scale": ((rows, groups), half)}

@@ -131,9 +131,11 @@ def growth_of(samples: Sequence[StepReading], *, capacity_bytes: int | None, hos
     gpu = all(each.allocated_bytes is not None for each in seen)
     found = (_leak(seen, capacity_bytes) or _fragmentation(seen, capacity_bytes)) if gpu else None
     return (
-        found or _host_growth(seen, host_bytes) or (_long_batches(seen) if gpu else None)
+        found
+        or _host_growth(seen, host_bytes)
+        or (_long_batches(seen) if gpu else None)
         or MemoryGrowth(kind="none", text=f"memory does not grow over {len(samples)} steps")
-    )  # fmt: skip
+    )
 
 
 def _leak(seen: Sequence[StepReading], capacity: int | None) -> MemoryGrowth | None:

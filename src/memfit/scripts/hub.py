@@ -226,8 +226,9 @@ def _weights_made_up(load: Callable[..., Any], tracer: Any) -> Callable[..., Any
             turned = {f"{name}.weight" for name, module in model.named_modules() if _stands_for_conv1d(module)}
             state_dict = {
                 name: without_memory(tracer, each.shape[::-1] if name in turned else each.shape, each.dtype)
-                for name, each in model.state_dict().items() if name not in tied
-            }  # fmt: skip
+                for name, each in model.state_dict().items()
+                if name not in tied
+            }
         return load(model, state_dict, files, *args, **kwargs)
 
     return load_weights

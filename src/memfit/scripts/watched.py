@@ -75,8 +75,10 @@ def watch(work: Callable[[], int]) -> tuple[int, str]:
 
 def _made_folder() -> Path:
     """With an answer in it for where none can be written: to rename a file takes no room."""
-    error = (f"no room in the folder for temporary files, {os.environ.get('TMPDIR', '/tmp')}",
-             "name another that has some megabytes left: TMPDIR=/another/folder memfit ...")  # fmt: skip
+    error = (
+        f"no room in the folder for temporary files, {os.environ.get('TMPDIR', '/tmp')}",
+        "name another that has some megabytes left: TMPDIR=/another/folder memfit ...",
+    )
     folder = None
     try:
         sweep(Path(tempfile.gettempdir()))

@@ -80,9 +80,9 @@ class Values:
 
     def begin_origins(self, named: dict[int, Tensor] | None) -> None:
         """From now on it is followed from which of these tensors values come; from none, if there are none."""
-        self._origins = None if named is None else {
-            each.untyped_storage()._cdata: frozenset({i}) for i, each in named.items()
-        }  # fmt: skip
+        self._origins = (
+            None if named is None else {each.untyped_storage()._cdata: frozenset({i}) for i, each in named.items()}
+        )
 
     def origins(self, tensor: Tensor) -> frozenset[int] | None:
         """None where that is not known."""

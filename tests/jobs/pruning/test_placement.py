@@ -16,7 +16,7 @@ from memfit.jobs.pruning.placement import (
     Where,
     choose,
     deal,
-    usual_micro_batch,  # fmt: skip
+    usual_micro_batch,
 )
 
 CPU = torch.device("cpu")

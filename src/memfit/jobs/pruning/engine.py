@@ -31,7 +31,7 @@ from memfit.jobs.pruning.placement import (
     activations_per_token,
     choose,
     deal,
-    usual_micro_batch,  # fmt: skip
+    usual_micro_batch,
 )
 from memfit.jobs.pruning.result import BlockReport, PruningOutcome
 from memfit.jobs.pruning.settings import PruneSettings

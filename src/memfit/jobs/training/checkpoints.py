@@ -92,9 +92,10 @@ def identity_of(job: TrainJob) -> dict[str, Any]:
     if work.kind == "lora":
         targets = work.target_modules
         method |= {
-            "rank": work.rank, "alpha": config.alpha,
+            "rank": work.rank,
+            "alpha": config.alpha,
             "target_modules": None if targets is None else sorted(targets),
-        }  # fmt: skip
+        }
     if work.is_quantised:
         method |= {"quant": work.quant, "kbit_prepare": work.is_kbit_prepared}
         method |= {} if work.quant == "int8" else {"double": work.double_quant, "compute": work.compute_precision}

@@ -130,9 +130,10 @@ class MemfitTrainer(Trainer):  # type: ignore[misc,unused-ignore]
         built["kwargs_handlers"] = [
             DistributedDataParallelKwargs(
                 find_unused_parameters=find_unused_parameters(self.job) and not self.job.config.memory.oom_recovery,
-                gradient_as_bucket_view=self.job.config.workload.gradient_as_bucket_view, broadcast_buffers=False,
+                gradient_as_bucket_view=self.job.config.workload.gradient_as_bucket_view,
+                broadcast_buffers=False,
             )
-        ]  # fmt: skip
+        ]
         return built
 
     # -- what is trained, and from which data

@@ -195,8 +195,11 @@ class Hooks:
         stack.enter_context(guard_of_no_device())
         stack.enter_context(nothing_logged_about_the_card())
         stack.enter_context(self.names.autocast.told_to_torch())
-        stack.enter_context(torchs.inductor_config.patch({
-            "compile_threads": 1, "fx_graph_cache": False, "fx_graph_remote_cache": False}))  # fmt: skip
+        stack.enter_context(
+            torchs.inductor_config.patch(
+                {"compile_threads": 1, "fx_graph_cache": False, "fx_graph_remote_cache": False}
+            )
+        )
         stack.enter_context(torchs.functorch_config.patch({"enable_autograd_cache": False}))
         stack.enter_context(torchs.dynamo_config.patch({"automatic_dynamic_local_pgo": False}))
         stack.callback(self._give_calls_back)

@@ -54,11 +54,16 @@ class TimedProducts:
     def asked(self) -> Iterator[None]:
         pads, known = compiler().pad_mm, self._known
         with mock.patch.multiple(
-            pads, _should_pad=self._timing(pads._should_pad), get_do_bench=lambda: self._timed,
-            is_padded_faster=self._is_padded_faster, no_dispatch=nullcontext,
-            get_cached_should_pad=known.get, get_cached_base_mm_benchmark_time=known.get,
-            set_cached_should_pad=known.__setitem__, set_cached_base_mm_benchmark_time=known.__setitem__,
-        ):  # fmt: skip
+            pads,
+            _should_pad=self._timing(pads._should_pad),
+            get_do_bench=lambda: self._timed,
+            is_padded_faster=self._is_padded_faster,
+            no_dispatch=nullcontext,
+            get_cached_should_pad=known.get,
+            get_cached_base_mm_benchmark_time=known.get,
+            set_cached_should_pad=known.__setitem__,
+            set_cached_base_mm_benchmark_time=known.__setitem__,
+        ):
             yield
 
     def _timing(self, should_pad: Callable[..., bool]) -> Callable[..., bool]:

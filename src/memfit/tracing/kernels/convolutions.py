@@ -83,8 +83,10 @@ class Convolution:
         tensors, flags = (self.wide, self.weight, self.narrow), torch.backends.cudnn
         lone = self.wide.dim() == 3
         shapes = [[*t.shape[:2], *[1] * lone, *t.shape[2:]] for t in tensors]
-        sides = [[fill] * lone + [int(n) for n in given] for fill, given in
-                 ((1, self.stride), (0, self.padding), (1, self.dilation))]  # fmt: skip
+        sides = [
+            [fill] * lone + [int(n) for n in given]
+            for fill, given in ((1, self.stride), (0, self.padding), (1, self.dilation))
+        ]
         return {
             "kind": kind, **dict(zip(("image", "weight", "result"), shapes, strict=True)),
             **dict(zip(("stride", "padding", "dilation"), sides, strict=True)),
@@ -196,9 +198,17 @@ def _format(last: bool, dim: int) -> torch.memory_format:
 
 
 def _convolve(
-    tracer: Tracer, x: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequence[int], padding: Sequence[int],
-    dilation: Sequence[int], transposed: bool, output_padding: Sequence[int], groups: int,
-) -> Any:  # fmt: skip
+    tracer: Tracer,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+) -> Any:
     if x.numel() == 0 or x.dim() not in (3, 4, 5) or not x.is_floating_point():
         return NotImplemented
     last = _lies_channels_last(x, weight)
@@ -245,10 +255,19 @@ def _alignment(tensor: Tensor) -> int:
 
 
 def _convolve_backward(
-    tracer: Tracer, grad: Tensor, x: Tensor, weight: Tensor, bias_sizes: Sequence[int] | None, stride: Sequence[int],
-    padding: Sequence[int], dilation: Sequence[int], transposed: bool, output_padding: Sequence[int], groups: int,
+    tracer: Tracer,
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias_sizes: Sequence[int] | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
     wanted: Sequence[bool],
-) -> Any:  # fmt: skip
+) -> Any:
     """cuDNN computes the input's gradient first, torch's depthwise kernel the weight's; a bias's is summed last."""
     if x.numel() == 0 or x.dim() not in (3, 4, 5) or not x.is_floating_point():
         return NotImplemented

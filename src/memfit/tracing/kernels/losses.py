@@ -117,9 +117,14 @@ def one_hot(x: Tensor, classes: int = -1) -> Tensor:
 
 def _ctc_loss(overload: Any) -> Any:
     def run(
-        logs: Tensor, targets: Tensor, input_lengths: Any, target_lengths: Any, blank: int = 0, reduction: int = MEAN,
+        logs: Tensor,
+        targets: Tensor,
+        input_lengths: Any,
+        target_lengths: Any,
+        blank: int = 0,
+        reduction: int = MEAN,
         zero_infinity: bool = False,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """native/LossCTC.cpp: a mean is that of losses by the length of their targets, which move to the device."""
         loss: Tensor = overload(logs, targets, input_lengths, target_lengths, blank, zero_infinity)[0]
         if zero_infinity:
@@ -132,9 +137,14 @@ def _ctc_loss(overload: Any) -> Any:
 
 
 def _ctc(
-    tracer: Tracer, logs: Tensor, targets: Tensor, input_lengths: Any, target_lengths: Any, blank: int = 0,
+    tracer: Tracer,
+    logs: Tensor,
+    targets: Tensor,
+    input_lengths: Any,
+    target_lengths: Any,
+    blank: int = 0,
     zero_infinity: bool = False,
-) -> Any:  # fmt: skip
+) -> Any:
     """native/cuda/LossCTC.cu: the probabilities of all prefixes, interleaved with blanks, are kept."""
     steps, batch = logs.shape[:2]
     longest = _longest(tracer, targets, target_lengths)
@@ -146,9 +156,16 @@ def _ctc(
 
 
 def _ctc_backward(
-    tracer: Tracer, grad: Tensor, logs: Tensor, targets: Tensor, input_lengths: Any, target_lengths: Any,
-    loss: Tensor, alpha: Tensor, *_: Any,
-) -> Tensor:  # fmt: skip
+    tracer: Tracer,
+    grad: Tensor,
+    logs: Tensor,
+    targets: Tensor,
+    input_lengths: Any,
+    target_lengths: Any,
+    loss: Tensor,
+    alpha: Tensor,
+    *_: Any,
+) -> Tensor:
     with tracer.temporaries() as hold:
         for name in ("lengths of targets", "lengths of inputs", "offsets of targets"):
             hold(logs.shape[1] * 8, f"CTC {name}")

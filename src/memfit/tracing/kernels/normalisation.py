@@ -47,9 +47,16 @@ def _uses_cudnn(x: Tensor, weight: Tensor | None, running: Tensor | None, traini
 
 
 def _batch_norm(
-    tracer: Tracer, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, var: Tensor | None,
-    training: bool, momentum: float, eps: float,
-) -> Any:  # fmt: skip
+    tracer: Tracer,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> Any:
     channels = x.shape[1]
     cudnn = _uses_cudnn(x, weight, mean, training)
     with tracer.temporaries() as hold:
@@ -66,9 +73,18 @@ def _batch_norm(
 
 
 def _batch_norm_backward(
-    tracer: Tracer, grad: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor | None, var: Tensor | None,
-    saved_mean: Tensor | None, saved_var: Tensor | None, training: bool, eps: float, wanted: Sequence[bool],
-) -> Any:  # fmt: skip
+    tracer: Tracer,
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor | None,
+    var: Tensor | None,
+    saved_mean: Tensor | None,
+    saved_var: Tensor | None,
+    training: bool,
+    eps: float,
+    wanted: Sequence[bool],
+) -> Any:
     channels = x.shape[1]
     kind = x.dtype if weight is None else weight.dtype
     cudnn = _uses_cudnn(x, weight, mean, training)
@@ -120,9 +136,17 @@ def _staged(tracer: Tracer, x: Tensor, values: int) -> None:
 
 
 def _group_norm(
-    tracer: Tracer, out: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, n: int, c: int, positions: int,
-    groups: int, eps: float,
-) -> None:  # fmt: skip
+    tracer: Tracer,
+    out: Any,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    n: int,
+    c: int,
+    positions: int,
+    groups: int,
+    eps: float,
+) -> None:
     """group_norm_kernel.cu: weight and moments are made one factor and one addend for each channel."""
     if positions > 1 and (weight is not None or bias is not None):
         with tracer.temporaries() as hold:
@@ -131,9 +155,19 @@ def _group_norm(
 
 
 def _group_norm_backward(
-    tracer: Tracer, out: Any, grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, n: int,
-    c: int, positions: int, groups: int, wanted: Sequence[bool],
-) -> None:  # fmt: skip
+    tracer: Tracer,
+    out: Any,
+    grad: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    n: int,
+    c: int,
+    positions: int,
+    groups: int,
+    wanted: Sequence[bool],
+) -> None:
     with tracer.temporaries() as hold:
         hold(contiguous_copy(grad) if x.is_contiguous() else 0, "norm gradient, contiguous")
         for name in ("sums of products", "sums"):

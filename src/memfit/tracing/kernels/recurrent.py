@@ -234,9 +234,17 @@ COMPOSITES: dict[str, Callable[..., Any]] = {
 
 
 def _layers(
-    x: Tensor, mode: int, hidden: int, projected: int, layers: int, batch_first: bool, dropout: float, train: bool,
-    both: bool, batch_sizes: Sequence[int],
-) -> Layers:  # fmt: skip
+    x: Tensor,
+    mode: int,
+    hidden: int,
+    projected: int,
+    layers: int,
+    batch_first: bool,
+    dropout: float,
+    train: bool,
+    both: bool,
+    batch_sizes: Sequence[int],
+) -> Layers:
     positions = x.shape[0] if batch_sizes else x.shape[0] * x.shape[1]
     batch = batch_sizes[0] if batch_sizes else x.shape[0 if batch_first else 1]
     return Layers(
@@ -252,10 +260,24 @@ def _in_steps(x: Tensor, batch_first: bool, packed: bool) -> Tensor:
 
 
 def _forward(
-    tracer: Tracer, x: Tensor, weights: Sequence[Tensor], each: int, buffer: Tensor | None, hx: Tensor,
-    cx: Tensor | None, mode: int, hidden: int, projected: int, layers: int, batch_first: bool, dropout: float,
-    train: bool, both: bool, batch_sizes: Sequence[int], state: Tensor | None,
-) -> Any:  # fmt: skip
+    tracer: Tracer,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    each: int,
+    buffer: Tensor | None,
+    hx: Tensor,
+    cx: Tensor | None,
+    mode: int,
+    hidden: int,
+    projected: int,
+    layers: int,
+    batch_first: bool,
+    dropout: float,
+    train: bool,
+    both: bool,
+    batch_sizes: Sequence[int],
+    state: Tensor | None,
+) -> Any:
     of = _layers(x, mode, hidden, projected, layers, batch_first, dropout, train, both, batch_sizes)
     if of.drops:
         platform = tracer.platform
@@ -276,11 +298,30 @@ def _forward(
 
 
 def _backward(
-    tracer: Tracer, x: Tensor, weights: Sequence[Tensor], each: int, buffer: Tensor, hx: Tensor, cx: Tensor | None,
-    output: Tensor, grad: Tensor | None, grad_hy: Tensor | None, grad_cy: Tensor | None, mode: int, hidden: int,
-    projected: int, layers: int, batch_first: bool, dropout: float, train: bool, both: bool,
-    batch_sizes: Sequence[int], state: Tensor | None, reserve: Tensor, wanted: Sequence[bool],
-) -> Any:  # fmt: skip
+    tracer: Tracer,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    each: int,
+    buffer: Tensor,
+    hx: Tensor,
+    cx: Tensor | None,
+    output: Tensor,
+    grad: Tensor | None,
+    grad_hy: Tensor | None,
+    grad_cy: Tensor | None,
+    mode: int,
+    hidden: int,
+    projected: int,
+    layers: int,
+    batch_first: bool,
+    dropout: float,
+    train: bool,
+    both: bool,
+    batch_sizes: Sequence[int],
+    state: Tensor | None,
+    reserve: Tensor,
+    wanted: Sequence[bool],
+) -> Any:
     of = _layers(x, mode, hidden, projected, layers, batch_first, dropout, train, both, batch_sizes)
     workspace = of.workspace_bytes(forward=False)
     if grad is None:
@@ -306,8 +347,18 @@ def _backward(
     return dx if wanted[0] else None, dhx if wanted[1] else None, dcx if wanted[2] else None, gradients
 
 
-def _flatten(tracer: Tracer, weights: Sequence[Tensor], each: int, inputs: int, mode: int, hidden: int,
-             projected: int, layers: int, batch_first: bool, both: bool) -> Tensor:  # fmt: skip
+def _flatten(
+    tracer: Tracer,
+    weights: Sequence[Tensor],
+    each: int,
+    inputs: int,
+    mode: int,
+    hidden: int,
+    projected: int,
+    layers: int,
+    batch_first: bool,
+    both: bool,
+) -> Tensor:
     of = _layers(weights[0].new_empty(0, 1, inputs), mode, hidden, projected, layers, False, 0.0, False, both, [])
     buffer = torch.zeros(of.weights, dtype=weights[0].dtype, device=weights[0].device)
     with _disable_current_modes():
@@ -347,9 +398,14 @@ def _fused_lstm_cell(tracer: Tracer, gates: Tensor, hidden: Tensor, cx: Tensor, 
 
 
 def _fused_lstm_cell_backward(
-    tracer: Tracer, grad_hy: Tensor | None, grad_cy: Tensor | None, cx: Tensor, cy: Tensor, workspace: Tensor,
+    tracer: Tracer,
+    grad_hy: Tensor | None,
+    grad_cy: Tensor | None,
+    cx: Tensor,
+    cy: Tensor,
+    workspace: Tensor,
     biased: bool,
-) -> Any:  # fmt: skip
+) -> Any:
     gates = torch.empty_like(workspace)
     before = torch.empty_like(cx)
     return gates, before, gates.sum(0) if biased else None

@@ -188,9 +188,17 @@ def _embedding(tracer: Tracer, weight: Tensor, indices: Tensor, *_: Any) -> Any:
 
 
 def _bags(
-    tracer: Tracer, weight: Tensor, indices: Tensor, offsets: Tensor, by_frequency: bool = False, mode: int = 0,
-    sparse: bool = False, factors: Tensor | None = None, last: bool = False, padding: int = -1,
-) -> Any:  # fmt: skip
+    tracer: Tracer,
+    weight: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    by_frequency: bool = False,
+    mode: int = 0,
+    sparse: bool = False,
+    factors: Tensor | None = None,
+    last: bool = False,
+    padding: int = -1,
+) -> Any:
     """EmbeddingBag.cu, `_embedding_bag_cuda`."""
     bags = offsets.shape[0] - last
     sizes = indices.new_empty(bags)
@@ -200,9 +208,20 @@ def _bags(
 
 
 def _bags_backward(
-    tracer: Tracer, grad: Tensor, indices: Tensor, offsets: Tensor, owners: Tensor, sizes: Tensor, largest: Tensor,
-    rows: int, by_frequency: bool, mode: int, sparse: bool, factors: Tensor | None, padding: int = -1,
-) -> Any:  # fmt: skip
+    tracer: Tracer,
+    grad: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    owners: Tensor,
+    sizes: Tensor,
+    largest: Tensor,
+    rows: int,
+    by_frequency: bool,
+    mode: int,
+    sparse: bool,
+    factors: Tensor | None,
+    padding: int = -1,
+) -> Any:
     """The gradient of a table's rows is summed as that of an embedding, however few there are."""
     if sparse:
         return NotImplemented

@@ -137,8 +137,10 @@ class RepeatedPasses:
             return None
         if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
             return None
-        if any(weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None)
-               for weight in module.parameters()):  # fmt: skip
+        if any(
+            weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None)
+            for weight in module.parameters()
+        ):
             return None
         key = key_of_call(self._names, module, args, kwargs, self._is_harmless)
         return None if key is None else (key, _gradients(module))
@@ -265,8 +267,9 @@ class RepeatedPasses:
             kept = {each.block for each in (*noted.returned, *noted.cast) if isinstance(each, MadeAgain)}
             held = {("call", number): storages[number] for number in (alive - kept) | (noted.lets_go("call") & alive)}
             held |= {("argument", i): leaves[i].untyped_storage() for i in noted.lets_go("argument")}
-            made = [self._maker.tensor(each, storages[each.block]) for each in noted.returned
-                    if isinstance(each, MadeAgain)]  # fmt: skip
+            made = [
+                self._maker.tensor(each, storages[each.block]) for each in noted.returned if isinstance(each, MadeAgain)
+            ]
             return made, held
 
         with torch._C.DisableTorchFunction():

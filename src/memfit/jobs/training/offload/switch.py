@@ -23,9 +23,14 @@ from memfit.jobs.training.offload.weights import FrozenWeightsOnHost
 
 
 def checkpoint_blocks(
-    model: Any, *, setting: str, frozen: bool, selective: bool = False, on_host: ActivationsOnHost | None = None,
+    model: Any,
+    *,
+    setting: str,
+    frozen: bool,
+    selective: bool = False,
+    on_host: ActivationsOnHost | None = None,
     reentrant: bool = False,
-) -> None:  # fmt: skip
+) -> None:
     if not hasattr(model, "gradient_checkpointing_enable"):
         raise UsageError(f"{setting} needs a transformers model", hint="checkpoint inside your own factory")
     if frozen:
@@ -48,9 +53,14 @@ def checkpoint_blocks(
 
 
 def use_block_levers(
-    model: nn.Module, *, checkpointing: Checkpointing, offload: Collection[str], adapters: bool, setting: str,
+    model: nn.Module,
+    *,
+    checkpointing: Checkpointing,
+    offload: Collection[str],
+    adapters: bool,
+    setting: str,
     reentrant: bool = False,
-) -> None:  # fmt: skip
+) -> None:
     """`setting` is how the user asked for checkpointing."""
     on_host = ActivationsOnHost() if "activations" in offload else None
     if checkpointing != "none":
