@@ -4,6 +4,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 BROWSER := .venv/.browser
+CUDNN := .venv/cudnn/nvidia/cudnn/lib
+CUDNN_OF_RUNS := nvidia-cudnn-cu13==9.19.0.56
 WORKERS ?= 4
 # Where Python is told to keep no bytecode, tests would be rewritten and compiled anew in each of their many processes.
 export PYTHONDONTWRITEBYTECODE =
@@ -75,8 +77,12 @@ check: setup  ## ruff, mypy and the test suite
 bench: setup  ## time the predictions
 	$(BIN)/python -m benchmarks
 
-accuracy: setup  ## compare predictions with measured runs: writes docs/accuracy.md
-	$(BIN)/python -m accuracy.table
+accuracy: setup $(CUDNN)  ## compare predictions with measured runs: writes docs/accuracy.md
+	MEMFIT_CUDNN=$(CURDIR)/$(CUDNN) $(BIN)/python -m accuracy.table
+
+# The cuDNN of the measured runs, asked for its plans of convolutions: 370 MB, and beside .venv's packages, not among them.
+$(CUDNN): $(READY)
+	$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --target .venv/cudnn $(CUDNN_OF_RUNS)
 
 house: setup  ## write the map of the rooms, docs/house.md, from the docstrings
 	$(BIN)/python tests/support/house.py

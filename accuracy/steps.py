@@ -882,12 +882,15 @@ def compare() -> None:
               f"  reserved {seen['reserved']:14,} {off['reserved']:+9.4f} %")  # fmt: skip
 
 
-def section() -> Iterator[str]:
-    """Of docs/accuracy.md: every step planned again, beside what it took."""
+def need_cudnn() -> None:
     from memfit.tracing.kernels.cudnn import identity
 
     if identity() is None:
-        raise SystemExit("steps with convolutions are planned by cuDNN: pip install nvidia-cudnn-cu13==9.19.0.56")
+        raise SystemExit("convolutions are planned by the cuDNN of the measured runs: `make accuracy` fetches it")
+
+
+def section() -> Iterator[str]:
+    """Of docs/accuracy.md: every step planned again, beside what it took."""
     yield "| step | allocated, bytes | off | reserved off |"
     yield "|---|---:|---:|---:|"
     for name, seen in read(MEASURED).items():

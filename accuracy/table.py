@@ -291,6 +291,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()
+    steps.need_cudnn()
     found = predict_all(options.jobs)
     print("\n".join(summary(found)))
     if not options.check:
