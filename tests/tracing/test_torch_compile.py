@@ -1102,3 +1102,23 @@ def test_generated_code_says_where_it_ran_and_which_buffers_it_uses_again() -> N
     assert [tensor.data_ptr() for tensor in watched.passed] == [made.data_ptr()] and len(watched.passed) == 1
     assert watched.passed[0] is made
     assert watched.trace.facts[COMPILED] == [[0, 0]]
+
+
+def test_a_library_that_compiles_functions_as_it_is_imported_is_no_program_that_compiles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = tmp_path / "site-packages" / "decorates.py"
+    library.parent.mkdir()
+    library.write_text("import torch\n\n\n@torch.compile\ndef twice(x):\n    return (x * 2).relu() + 1\n")
+    step = "import decorates, torch\nx = torch.randn(1000, 1000, device='cuda')\n"
+    (tmp_path / "eager.py").write_text(f"{step}y = (x * 2).relu()\n")
+    (tmp_path / "compiled.py").write_text(f"{step}y = decorates.twice(x)\n")
+    (tmp_path / "by_itself.py").write_text(f"{library.read_text()}{step}y = twice(x)\n".replace("decorates, ", ""))
+    monkeypatch.syspath_prepend(library.parent)
+    eager, compiled, by_itself = (
+        memfit.trace_script(str(tmp_path / f"{name}.py")) for name in ("eager", "compiled", "by_itself")
+    )
+    assert not any("torch.compile" in note for note in eager.notes)
+    assert eager.peak.allocated_bytes == 3 * 4_000_256  # the input, twice as much, and relu's
+    assert any(note.startswith("torch.compile: buffers as the compiler") for note in compiled.notes)
+    assert compiled.peak == by_itself.peak

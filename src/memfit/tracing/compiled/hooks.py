@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import sys
 import warnings
@@ -18,6 +19,7 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.utils._python_dispatch import _disable_current_modes
 
+from memfit.analysis.own_lines import is_own
 from memfit.errors import TraceError
 from memfit.extrapolation.reused import say
 from memfit.tracing.autocast import LAYER
@@ -79,7 +81,10 @@ def compiling(names: Any) -> Iterator[None]:
     make, compile_graph, make_other = inductor.__init__, inductor.__call__, others.__init__
 
     def made(self: Any, *args: Any, **kwargs: Any) -> None:
-        hooks.put_on()
+        if _while_a_library_is_imported(sys._getframe(1)):  # bitsandbytes does, for the CPU: nobody asked for it
+            wait_for_a_frame()
+        else:
+            hooks.put_on()
         make(self, *args, **kwargs)
         self.memfit_mode = args[0] if args else kwargs.get("mode")
         self.memfit_of_generation = _of_generation(sys._getframe(1))
@@ -95,6 +100,12 @@ def compiling(names: Any) -> Iterator[None]:
             made = compile_graph(self, *args, **kwargs)
         hooks.graphs += 1
         return made
+
+    def wait_for_a_frame() -> None:
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            frames = importlib.import_module("torch._dynamo.convert_frame")
+        if not hooks.is_awake:
+            stack.enter_context(hooks.at_the_first_frame(frames.CatchErrorsWrapper))
 
     def made_other(self: Any, backend: Any, *args: Any, **kwargs: Any) -> None:
         if isinstance(backend, str):
@@ -130,6 +141,15 @@ def _uncovered(config: dict[str, Any], mode: str | None) -> TraceError | None:
 def by_generate(why: TraceError) -> TraceError:
     what = f"transformers compiles the model by itself for generate with a cache that is not dynamic: {why.message}"
     return TraceError(what, hint="generate(..., disable_compile=True), in the run too: the cache stays as it is")
+
+
+def _while_a_library_is_imported(frame: FrameType | None) -> bool:
+    """Whether `torch.compile` is called by what a library does as it is imported, not by anybody's program."""
+    while frame is not None and not is_own(file := frame.f_code.co_filename) and not file.startswith(str(MEMFIT)):
+        if frame.f_code.co_name == "<module>":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _of_generation(frame: FrameType | None) -> bool:
@@ -172,6 +192,8 @@ class Hooks:
         self._kernels = GeneratedKernels(self.tracer)
         self._stack = ExitStack()
         self._is_on = False
+        self.is_awake = False
+        """On, or to be put on by the first frame that is compiled."""
         self.graphs = 0
         self._wait_no_more: Callable[[], None] = lambda: None
         self._codes: set[Any] = set()
@@ -184,7 +206,7 @@ class Hooks:
     def put_on(self) -> None:
         if self._is_on:
             return
-        self._is_on = True
+        self._is_on = self.is_awake = True
         self._wait_no_more()
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             torchs = compiler()
@@ -243,6 +265,7 @@ class Hooks:
             wrapper.__call__ = convert
 
         self._wait_no_more, wrapper.__call__ = wait_no_more, put_on_first
+        self.is_awake = True
         try:
             yield
         finally:
