@@ -80,9 +80,9 @@ bench: setup  ## time the predictions
 accuracy: setup $(CUDNN)  ## compare predictions with measured runs: writes docs/accuracy.md
 	MEMFIT_CUDNN=$(CURDIR)/$(CUDNN) $(BIN)/python -m accuracy.table
 
-# The cuDNN of the measured runs, asked for its plans of convolutions: 370 MB, and beside .venv's packages, not among them.
+# The cuDNN of the measured runs, asked for its plans of convolutions, with cuBLAS: beside .venv's packages, not among them.
 $(CUDNN): $(READY)
-	$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --target .venv/cudnn $(CUDNN_OF_RUNS)
+	$(BIN)/python -m pip install -qq --disable-pip-version-check --target .venv/cudnn $(CUDNN_OF_RUNS)
 
 house: setup  ## write the map of the rooms, docs/house.md, from the docstrings
 	$(BIN)/python tests/support/house.py

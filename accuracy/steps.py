@@ -883,10 +883,12 @@ def compare() -> None:
 
 
 def need_cudnn() -> None:
-    from memfit.tracing.kernels.cudnn import identity
+    """That of the measured runs, by which convolutions are planned."""
+    from memfit.platform import H200
+    from memfit.tracing.kernels.cudnn import BY_RULE, said
 
-    if identity() is None:
-        raise SystemExit("convolutions are planned by the cuDNN of the measured runs: `make accuracy` fetches it")
+    if (who := said(H200)).startswith(BY_RULE):
+        raise SystemExit(f"{who}; `make accuracy` fetches both")
 
 
 def section() -> Iterator[str]:

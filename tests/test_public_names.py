@@ -20,7 +20,8 @@ SHAPES = ["--head", "--image-size", "--images", "--target-len", "--use-cache", "
 QUANTISED = ["--quant", "--double-quant", "--quant-compute"]
 TRAINING = [
     "--outputs", "--autocast",
-    "--loop", "--loss", "--loss-chunk", "--optimizer", "--grad-checkpointing", "--selective-checkpointing", "--offload",
+    "--loop", "--loss", "--loss-chunk", "--optimizer", "--weight-decay", "--momentum", "--grad-checkpointing",
+    "--selective-checkpointing", "--offload",
     "--world-size", "--parallel", "--gradient-as-bucket-view", "--no-gradient-as-bucket-view",
     "--grad-accum", "--clip-grad", "--no-clip-grad",
 ]  # fmt: skip

@@ -87,6 +87,12 @@ def test_the_tools_own_defaults_stand_where_a_key_is_absent(tmp_path: Path) -> N
         ({"packing": True, "cutoff_len": 2047}, {"seq_len": 2048, "padding": True}),
         ({"stage": "pt", "packing": True}, {"seq_len": 2047, "padding": False}),
         ({"optim": "adamw_8bit"}, {"optimizer": "adamw-8bit"}),
+        ({"optim": "sgd", "weight_decay": 0.1}, {"optimizer": "sgd", "weight_decay": 0.1, "momentum": 0.0}),
+        ({"optim": "sgd", "optim_args": "momentum=0.9, nesterov=True"}, {"weight_decay": 0.0, "momentum": 0.9}),
+        (
+            {"optim": "adamw_torch", "weight_decay": 0.1, "optim_args": "momentum=0.9"},
+            {"weight_decay": 0, "momentum": 0},
+        ),
         ({"max_grad_norm": 0}, {"clip_grad": False}),
     ],
 )
@@ -108,6 +114,10 @@ def test_a_key_of_llamafactory_is_this_setting(keys: dict[str, Any], settings: d
         ({"lora_target_linear": None, "lora_target_modules": "all-linear"}, {"target_modules": None}),
         ({"model_type": "AutoModelForCausalLM"}, {"kind": "lora"}),
         ({"fp16": True}, {"precision": "fp16", "autocast": "fp16"}),
+        (
+            {"optimizer": "sgd", "optim_args": {"momentum": 0.9}, "weight_decay": 0.1},
+            {"momentum": 0.9, "weight_decay": 0.1},
+        ),
         ({"fsdp_version": 2, "fsdp_config": {"reshard_after_forward": True}}, {"parallel": "fsdp2"}),
     ],
 )
@@ -591,7 +601,10 @@ def test_adamw_of_torchtune_without_foreach_takes_weights_one_by_one(tmp_path: P
     assert job.workload.optimizer == "adamw-single" and "optimizer.foreach" not in job.idle
     fitted = Workload.from_mapping({**job.workload.settings(), "optimizer": "adamw-fused"}, asked=())
     assert "foreach: null" in job.write(fitted)
-    recipe["optimizer"]["_component_"] = "torch.optim.SGD"
+    recipe["optimizer"] = {"_component_": "torch.optim.SGD", "momentum": 0.9, "weight_decay": 0.1}
+    work = read_job(written(tmp_path, recipe)).workload
+    assert (work.optimizer, work.momentum, work.weight_decay) == ("sgd", 0.9, 0.1)
+    recipe["optimizer"]["foreach"] = False
     with pytest.raises(UsageError, match=r"no plan for optimizer\.foreach"):
         read_job(written(tmp_path, recipe))
 

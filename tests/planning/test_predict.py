@@ -205,6 +205,34 @@ def test_the_optimizer_keeps_its_state_in_the_weights_dtype(optimizer: str, per_
     assert held(made, "optimizer", "forward") == per_parameter * parameters(2)
 
 
+def test_momentum_is_a_state_of_sgd_and_its_weight_decay_a_copy_of_the_gradients() -> None:
+    plain, heavy = plan("train", optimizer="sgd"), plan("train", optimizer="sgd", momentum=0.9)
+    assert held(heavy, "optimizer", "forward") == parameters(2)
+    decayed = plan("train", optimizer="sgd", weight_decay=0.1)
+    assert held(decayed, "optimizer", "forward") == 0
+    at_step = [
+        each for made in (plain, decayed) for each in made.report.phases if (each.name, each.step) == ("step", 3)
+    ]
+    without, copied = (each.allocated_bytes for each in at_step)
+    assert copied - without == parameters(2)
+
+
+def test_decay_of_adamw_takes_nothing_and_momentum_is_not_of_it() -> None:
+    decayed = plan("train", optimizer="adamw", weight_decay=0.1)
+    assert decayed.peak == plan("train", optimizer="adamw").peak
+    assert "--weight-decay 0.1 does not change the memory of adamw" in decayed.notes
+    with pytest.raises(UsageError, match=r"--momentum 0\.9 has no effect: it is of sgd, not of adamw"):
+        plan("train", optimizer="adamw", momentum=0.9)
+
+
+@pytest.mark.parametrize("loop", ["trainer", "memfit"])
+def test_the_loops_of_the_trainer_and_of_memfit_train_have_both(loop: str) -> None:
+    usual, both = (
+        plan("train", optimizer="sgd", loop=loop, **more) for more in ({}, {"momentum": 0.9, "weight_decay": 0.1})
+    )
+    assert both.peak.allocated_bytes - usual.peak.allocated_bytes >= parameters(2)
+
+
 def test_gradients_are_as_large_as_what_is_trained() -> None:
     assert held(usual_plan("train"), "gradients", "step") == parameters(2)
 

@@ -54,6 +54,8 @@ KEYS = {
     "batch_size": FileKey(None, "whole"),
     "eval_batch_size": FileKey(None, "whole"),
     "optimizer": FileKey("adamw_torch_fused", "text"),
+    "optim_args": FileKey(None),
+    "weight_decay": FileKey(0.0, "number"),
     "max_grad_norm": FileKey(1.0, "number"),
     "bf16": FileKey("auto"),
     "fp16": FileKey(False, "yes"),
@@ -72,7 +74,7 @@ IDLE = (
     "test_datasets dataset_* shuffle_* val_set_size pretraining_dataset skip_prepare_dataset push_dataset_to_hub "
     "num_dataset_shards_to_save output_dir lora_alpha lora_fan_in_fan_out lora_model_dir peft_use_rslora "
     "peft_init_lora_weights loraplus_* train_on_inputs num_epochs lr_scheduler* cosine_* lr_* learning_rate "
-    "embedding_lr* optim_args adam_beta3 adam_epsilon2 wandb_* mlflow_* comet_* use_wandb use_comet use_mlflow "
+    "embedding_lr* adam_beta3 adam_epsilon2 wandb_* mlflow_* comet_* use_wandb use_comet use_mlflow "
     "use_tensorboard float32 chat_template* special_tokens default_system_message eot_tokens saves_per_epoch "
     "evals_per_epoch early_stopping_patience loss_watchdog_* excess_length_strategy min_sample_len sample_packing_* "
     "eval_* is_*_derived_model hf_use_auth_token auto_resume_from_checkpoints gc_steps gc_collect_steps "

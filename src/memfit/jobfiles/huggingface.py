@@ -16,6 +16,8 @@ TRAINER_KEYS = {
     "per_device_train_batch_size": FileKey(8, "whole"),
     "gradient_accumulation_steps": FileKey(1, "whole"),
     "optim": FileKey("adamw_torch_fused", "text"),
+    "optim_args": FileKey(None),
+    "weight_decay": FileKey(0.0, "number"),
     "max_grad_norm": FileKey(1.0, "number"),
     "bf16": FileKey(False, "yes"),
     "fp16": FileKey(False, "yes"),
@@ -39,7 +41,7 @@ TRAINER_NEWER = {
 
 TRAINER_IDLE = (
     "output_dir overwrite_output_dir num_train_epochs max_steps learning_rate lr_scheduler_type lr_scheduler_kwargs "
-    "warmup_steps warmup_ratio optim_args weight_decay adam_beta1 adam_beta2 adam_epsilon tf32 logging_* log_* "
+    "warmup_steps warmup_ratio adam_beta1 adam_beta2 adam_epsilon tf32 logging_* log_* "
     "average_tokens_across_devices bf16_full_eval fp16_full_eval bf16_backend half_precision_backend "
     "include_num_input_tokens_seen include_tokens_per_second disable_tqdm report_to run_name project trackio_* eval_* "
     "prediction_loss_only include_for_metrics include_inputs_for_metrics batch_eval_metrics save_* "
@@ -119,7 +121,26 @@ def optimizer_setting(values: KeyValues, key: str) -> dict[str, Any]:
     if name not in OPTIMIZERS:
         values.refuse(key, Refused(f"the optimizer {name} is not modelled", instead=("optimizer",)))
         return {}
-    return {"optimizer": OPTIMIZERS[name]}
+    made: dict[str, Any] = {"optimizer": OPTIMIZERS[name]}
+    if made["optimizer"] == "sgd":
+        made["weight_decay"] = values["weight_decay"]
+        if momentum := _momentum(values):
+            made["momentum"] = momentum
+    return made
+
+
+def _momentum(values: KeyValues) -> float:
+    """Of `optim_args`, in either of its forms: `momentum=0.9,nesterov=True`, or a section."""
+    said = values["optim_args"]
+    if isinstance(said, str):
+        said = dict(each.split("=", 1) for each in said.replace(" ", "").split(",") if "=" in each)
+    if said is None or (isinstance(said, Mapping) and "momentum" not in said):
+        return 0.0
+    try:
+        return float(said["momentum"])
+    except (TypeError, ValueError):
+        values.refuse("optim_args", f"{values['optim_args']!r} is no momentum=NUMBER")
+        return 0.0
 
 
 def note_evaluation(values: KeyValues, rows: int) -> None:

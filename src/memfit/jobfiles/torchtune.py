@@ -39,6 +39,8 @@ KEYS = {
     "optimizer._component_": FileKey("torch.optim.AdamW", "text"),
     "optimizer.fused": FileKey(False, "yes"),
     "optimizer.foreach": FileKey(None, "yes"),
+    "optimizer.weight_decay": FileKey(0.0, "number"),
+    "optimizer.momentum": FileKey(0.0, "number"),
     "loss._component_": FileKey("LinearCrossEntropyLoss", "text"),
     "clip_grad_norm": FileKey(None),
     "compile": FileKey(False, "yes"),
@@ -129,7 +131,10 @@ def _optimizer(values: KeyValues) -> dict[str, Any]:
         if found != "adamw":
             values.refuse("optimizer.foreach", f"{name} weight by weight is not modelled")
         return {"optimizer": "adamw-single"}
-    return {"optimizer": found}
+    if found == "sgd" and values["optimizer.fused"]:
+        values.refuse("optimizer.fused", f"{name} in one kernel is not modelled")
+    of_sgd = {name: values[f"optimizer.{name}"] for name in ("weight_decay", "momentum")}
+    return {"optimizer": found, **({name: value for name, value in of_sgd.items() if value} if found == "sgd" else {})}
 
 
 def _adapters(values: KeyValues, kind: str) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from torch.nn.functional import cross_entropy
 from memfit.errors import UsageError
 from memfit.jobs.build import Loop, Prepared, takes_labels
 from memfit.jobs.quantised import DTYPES, load
-from memfit.jobs.training.optimizers import choose_optimizer
+from memfit.jobs.training.optimizers import optimizer_of
 from memfit.jobs.training.parallel import one_process_of, to_device, without_reduction
 from memfit.jobs.workload import Workload
 from memfit.models.images import picture
@@ -172,8 +172,7 @@ def choose_loop(work: Workload) -> Loop:
     if not work.trains:
         return run_generate if work.kind == "generate" else run_forward
     if work.loop == "plain":
-        on_host = "optimizer" in work.offload
-        return partial(run_training, choose_optimizer(str(work.optimizer), on_host=on_host))
+        return partial(run_training, optimizer_of(work))
     from memfit.jobs.training.loops import run_memfit, run_trainer
 
     return run_trainer if work.loop == "trainer" else run_memfit

@@ -98,6 +98,10 @@ class Settings:
     what the loop does by itself: a plain one keeps them, as everybody writes it, the others drop them."""
     optimizer: Optimizer | None = None
     """None is what the loop takes by itself: torch's foreach AdamW, or the Trainer's fused one."""
+    weight_decay: float = 0.0
+    """Only whether there is any changes memory, and only of SGD, which then adds it to a copy of the gradients."""
+    momentum: float = 0.0
+    """Of SGD: a state as large as the weights."""
     grad_checkpointing: bool = False
     use_cache: bool = False
     """Whether config.use_cache is left on: a forward pass then keeps its keys and values beside the logits."""
@@ -166,6 +170,8 @@ HELP = {
     "image_size": "WIDTHxHEIGHT of a picture. Default: what the model's processor makes of any.",
     "outputs": "Whether the loop's variable keeps the model's outputs through backward. Default: a plain loop does.",
     "optimizer": "adamw is torch's foreach. Default: what the loop takes by itself.",
+    "weight_decay": "Weight decay; of sgd it takes a copy of the gradients in each step.",
+    "momentum": "Of sgd: a state as large as the weights.",
     "grad_checkpointing": "Recompute a block's activations in the backward pass.",
     "use_cache": "Leave config.use_cache on: the forward pass also keeps keys and values, as for generation.",
     "selective_checkpointing": "Recompute only what is cheap: matrix products and attention are kept.",
@@ -200,14 +206,15 @@ LIMITS: dict[str, dict[str, Any]] = {
     "batch_size": {"most": 1 << 20}, "seq_len": {"most": MAX_SEQ_LEN}, "target_len": {"most": MAX_SEQ_LEN},
     "images": {"most": 1 << 10}, "loss_chunk": {"most": MAX_SEQ_LEN}, "grad_accum": {"most": 1 << 16},
     "world_size": {"most": 1 << 16}, "rank": {"most": 1 << 16}, "lora_dropout": {"least": 0, "below": 1},
+    "weight_decay": {"least": 0}, "momentum": {"least": 0, "below": 1},
     "new_tokens": {"most": MAX_SEQ_LEN}, "num_beams": {"most": 1 << 10}, "nsamples": {"most": 1 << 16},
     "alloc_conf": {"empty": True},
 }  # fmt: skip
 CHECKED_ELSEWHERE = ("model", "image_size", "adapter_config", "sparsity", "sparsity_type", "max_gpu_memory")
 """With what they are for."""
 _OF_TRAINING = (
-    "optimizer", "grad_checkpointing", "selective_checkpointing", "offload", "grad_accum", "clip_grad", "loop", "loss",
-    "loss_chunk", "outputs", "world_size", "parallel", "gradient_as_bucket_view",
+    "optimizer", "weight_decay", "momentum", "grad_checkpointing", "selective_checkpointing", "offload", "grad_accum",
+    "clip_grad", "loop", "loss", "loss_chunk", "outputs", "world_size", "parallel", "gradient_as_bucket_view",
 )  # fmt: skip
 READ_BY: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(_OF_TRAINING, ("train", "lora")),

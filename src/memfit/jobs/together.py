@@ -123,6 +123,8 @@ def unused(work: Workload) -> Iterator[tuple[str, str]]:
         yield "num_beams", f"{work.decoding} decoding has no beams, --decoding beam has"
     if work.trains and work.loss != "chunked":
         yield "loss_chunk", f"a {work.loss} loss has no chunks, --loss chunked has"
+    if work.trains and work.optimizer != "sgd":
+        yield "momentum", f"it is of sgd, not of {work.optimizer}"
     if work.trains and work.loop != "plain" and work.outputs == "kept":
         yield "outputs", f"{'the Trainer' if work.loop == 'trainer' else 'memfit train'} drops them before backward"
     if work.trains and work.use_cache and (work.loop != "plain" or work.checkpointing != "none"):
@@ -185,6 +187,8 @@ def without_effect(work: Workload) -> Iterator[str]:
     for name, why in unused(work):
         if getattr(work, name) != usual[name]:
             yield f"{work.said(name)} has no effect: {why}"
+    if work.trains and work.weight_decay and work.optimizer != "sgd":
+        yield f"{work.said('weight_decay')} does not change the memory of {work.optimizer}"
     if work.autocast == "none" and work.kind in READ_BY["autocast"]:
         yield "--autocast none has no effect: nothing else asks for a region"
     if work.autocast is not None and work.autocast == work.weight_precision and work.kind in READ_BY["autocast"]:

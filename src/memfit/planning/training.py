@@ -61,6 +61,7 @@ def workload_of_config(
         grad_accum=min(MICRO_STEPS, batch.gradient_accumulation_steps),
         world_size=batch.world_size,
         alloc_conf=os.environ.get(CUDA_VARIABLE) or config.workload.alloc_conf,
+        weight_decay=config.workload.weight_decay if config.workload.optimizer == "sgd" else 0.0,
     ).without_unused()
 
 

@@ -22,7 +22,8 @@ BEGIN, END = "<!-- keys -->\n", "<!-- end of keys -->\n"
 OF_SETTINGS = {
     "method.target_modules": "None: all linear layers of a block.",
     "method.adapter_dtype": "fp32, as peft makes adapters whatever the base model has; `same` as the base otherwise.",
-    "precision": "Of the weights; amp is autocast over fp32 weights, with a gradient scaler for fp16.",
+    "precision": "Of the weights; amp is autocast over fp32 weights, with a gradient scaler for fp16. fp16 itself is "
+    "for LoRA: where all weights are trained, small updates would be lost.",
     "autocast": "The type of the autocast region, whatever the weights are. None: what the precision says.",
     "quant.kind": "The base model's linear layers in 4 or 8 bits, by bitsandbytes: `load_in_4bit`, `load_in_8bit`. "
     "For LoRA.",
@@ -31,6 +32,8 @@ OF_SETTINGS = {
     "None: that of the other weights.",
     "quant.prepare": "peft's `prepare_model_for_kbit_training`: every weight that is not quantised becomes fp32. "
     "None: yes.",
+    "optimizer.weight_decay": "Not on biases and norms.",
+    "optimizer.momentum": "Of sgd.",
     "memory.offload": "What lies on the host: optimizer, activations, weights (frozen base layers of LoRA).",
     "memory.alloc_conf": "PYTORCH_CUDA_ALLOC_CONF, set before CUDA starts.",
     "loss.kind": "chunked: the same loss and gradients, the logits never whole.",

@@ -200,8 +200,6 @@ class MemoryConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig(Section):
-    weight_decay: float = within(0.0, least=0)
-    """Not on biases and norms."""
     beta1: float = within(0.9, least=0, below=1)
     beta2: float = within(0.999, least=0, below=1)
     eps: float = within(1e-8, above=0)
@@ -306,6 +304,8 @@ class TrainConfig:
             yield from self.no_effect("schedule", ("warmup_steps", "warmup_ratio"), why)
         elif schedule.warmup_steps:
             yield from self.no_effect("schedule", ("warmup_ratio",), "beside warmup_steps")
+        if work.optimizer != "sgd":
+            yield from self.no_effect("optimizer", ("momentum",), f"with {work.optimizer}")
         if work.optimizer in ("sgd", "adafactor"):
             yield from self.no_effect("optimizer", ("beta1", "beta2", "eps"), f"with {work.optimizer}")
         if self.device == "cpu":
@@ -354,7 +354,8 @@ OF_WORKLOAD = {
     "precision": "precision", "autocast": "autocast", "quant.kind": "quant", "quant.double": "double_quant",
     "quant.compute": "quant_compute", "quant.prepare": "kbit_prepare",
     "memory.gradient_checkpointing": "checkpointing", "memory.offload": "offload", "memory.alloc_conf": "alloc_conf",
-    "optimizer.name": "optimizer", "loss.kind": "loss", "loss.chunk": "loss_chunk", "parallel.kind": "parallel",
+    "optimizer.name": "optimizer", "optimizer.weight_decay": "weight_decay", "optimizer.momentum": "momentum",
+    "loss.kind": "loss", "loss.chunk": "loss_chunk", "parallel.kind": "parallel",
     "parallel.gradient_as_bucket_view": "gradient_as_bucket_view",
 }  # fmt: skip
 """Which key of a config is which setting of its `Workload`. How long rows are, and how many are in a batch, is found
@@ -376,7 +377,7 @@ DOCUMENT: dict[str, tuple[str, ...]] = {
     "data": _fields(DataConfig), "batch": _fields(BatchConfig), "schedule": _fields(ScheduleConfig), "precision": (),
     "autocast": (), "quant": ("kind", "double", "compute", "prepare"),
     "memory": ("auto", "margin", "gpu", "gradient_checkpointing", "offload", "alloc_conf", "probe", "oom_recovery"),
-    "optimizer": ("name", *_fields(OptimizerConfig)), "loss": ("kind", "chunk"),
+    "optimizer": ("name", "weight_decay", "momentum", *_fields(OptimizerConfig)), "loss": ("kind", "chunk"),
     "parallel": ("kind", "gradient_as_bucket_view", "find_unused_parameters"), "logging": _fields(LoggingConfig),
     "saving": _fields(SavingConfig), "seed": (), "device": (),
 }  # fmt: skip

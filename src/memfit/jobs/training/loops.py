@@ -185,6 +185,10 @@ def trainer_settings(work: Workload) -> dict[str, Any]:
     }
     if work.checkpoints_by_switch:
         made["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
+    if work.weight_decay:
+        made["weight_decay"] = work.weight_decay
+    if work.momentum:
+        made["optim_args"] = f"momentum={work.momentum:g}"
     if work.compile:
         made["torch_compile"] = True
     return made | ({"fsdp": True, "fsdp_config": dict(FSDP2)} if work.is_sharded else {})
@@ -217,7 +221,7 @@ def trainer_arguments(job: TrainJob, *, gpu: bool | None = None) -> Any:
         learning_rate=schedule.learning_rate,
         warmup_steps=schedule.warmup_steps or int(schedule.warmup_ratio * job.total_steps),
         max_grad_norm=schedule.max_grad_norm,
-        weight_decay=config.optimizer.weight_decay,
+        weight_decay=work.weight_decay,
         **_autocast(work),
         seed=config.seed,
         logging_strategy="no",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from memfit.errors import UsageError
 from memfit.jobs.small_states import SmallStates, by_shapes
 from memfit.jobs.training.config import TrainConfig
 from memfit.jobs.training.config_names import TRAINER_NAMES
+from memfit.jobs.workload import Workload
 
 ADAMW: dict[str, dict[str, Any]] = {
     "adamw": {"foreach": True},
@@ -28,13 +29,24 @@ OF_PACKAGES = {
 """The package, whose `optim` has it, and the class there."""
 
 
+def optimizer_of(work: Workload) -> Callable[..., torch.optim.Optimizer]:
+    """Of a plain loop, to be called with weights and `lr`. What AdamW's decay is has no part in its memory."""
+    of_sgd = {"momentum": work.momentum, "weight_decay": work.weight_decay}
+    return choose_optimizer(str(work.optimizer), on_host="optimizer" in work.offload, of_sgd=of_sgd)
+
+
 def choose_optimizer(
-    name: str, *, on_host: bool = False, setting: str = "--optimizer", **of_adam: Any
+    name: str,
+    *,
+    on_host: bool = False,
+    setting: str = "--optimizer",
+    of_sgd: Mapping[str, float] | None = None,
+    **of_adam: Any,
 ) -> Callable[..., torch.optim.Optimizer]:
     """To be called with weights, or groups of them, and `lr`. `setting` is how the user said it; `of_adam`:
     betas and eps."""
     kind: Any = torch.optim.SGD
-    settings: dict[str, Any] = {}
+    settings: dict[str, Any] = dict(of_sgd or {})
     if name == "adafactor":
         from transformers.optimization import Adafactor as kind
 
@@ -115,11 +127,12 @@ def configured_optimizer(config: TrainConfig, model: nn.Module, decayed: set[str
     said, work = config.optimizer, config.workload
     trained = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
     groups = [
-        {"params": [each for name, each in trained if name in decayed], "weight_decay": said.weight_decay},
+        {"params": [each for name, each in trained if name in decayed], "weight_decay": work.weight_decay},
         {"params": [each for name, each in trained if name not in decayed], "weight_decay": 0.0},
     ]
     on_host, betas = "optimizer" in work.offload, (said.beta1, said.beta2)
-    make = choose_optimizer(str(work.optimizer), on_host=on_host, setting="optimizer", betas=betas, eps=said.eps)
+    made: Any = {"of_sgd": {"momentum": work.momentum}, "betas": betas, "eps": said.eps}
+    make = choose_optimizer(str(work.optimizer), on_host=on_host, setting="optimizer", **made)
     return make([group for group in groups if group["params"]], lr=config.schedule.learning_rate)
 
 
