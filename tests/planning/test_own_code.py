@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from plans import Bigram, PicksByData, small_llama
 from torch import nn
 
 import memfit
 from memfit.errors import TraceError, UsageError
+from memfit.gpus import find_gpu
 from memfit.planning.predict import Plan
 
 HERE = "tests/planning/test_own_code.py"
@@ -129,6 +132,32 @@ def test_inference_only_needs_a_smaller_context_than_training() -> None:
         Bigram().cuda()(torch.zeros(2, 8, dtype=torch.int64, device="cuda")).sum().backward()
 
     assert memfit.trace(forward).peak.context_bytes < memfit.trace(backward).peak.context_bytes
+
+
+@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+def test_code_is_traced_where_gradients_are_switched_off(off: Callable[[], AbstractContextManager[None]]) -> None:
+    def forward() -> None:
+        torch.randn(1 << 20, device="cuda") * 2
+
+    with off():
+        there = memfit.trace(forward)
+    assert there.peak.allocated_bytes == 8 << 20
+
+
+@pytest.mark.parametrize(("dtype", "attends", "loads"), [
+    (torch.bfloat16, True, True), (torch.float32, True, False), (torch.bfloat16, False, False),
+])  # fmt: skip
+@pytest.mark.parametrize("gpu", ["H200", "RTX 4090"])
+def test_kernels_of_fused_attention_count_where_they_are_loaded(
+    gpu: str, dtype: torch.dtype, attends: bool, loads: bool
+) -> None:
+    def step() -> None:
+        q = torch.randn(2, 4, 128, 64, device="cuda", dtype=dtype, requires_grad=True)
+        out = F.scaled_dot_product_attention(q, q, q) if attends else torch.softmax(q @ q.mT, -1) @ q
+        out.sum().backward()
+
+    expected = find_gpu(gpu).context_after(training=True, flash=loads).high_bytes
+    assert memfit.trace(step, gpu=gpu).peak.context_bytes == expected
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------

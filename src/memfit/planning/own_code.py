@@ -141,7 +141,7 @@ def trace_code(
         made,
         config,
         card,
-        context_on(card, training=trains, flash=True),
+        context_on(card, training=trains, flash=tracer.loads_fused_attention),
         started=started,
         how=how,
         notes=notes,

@@ -76,6 +76,8 @@ class Tracer(TorchDispatchMode):
         """What DDP sends to other processes and reads back."""
         self.unmodelled: dict[str, None] = {}
         """Ops that were met whose kernels may take more than is traced."""
+        self.loads_fused_attention = False
+        """Whether kernels of flash or cuDNN attention were met: to load them takes memory of CUDA's own."""
         self.tuned: set[tuple[str, bool]] = set()
         """Convolutions whose plans cuDNN has tried, and whether in backward."""
         self.default_category = ""

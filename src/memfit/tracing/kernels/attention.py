@@ -212,6 +212,7 @@ def cudnn_forward(
     """native/cudnn/MHA.cpp: seed, offset, output, statistics, then the graph's workspace for the length of the call."""
     b, h, s, _d = q.shape
     seed, offset = (_empty(q, dtype=torch.int64) for _ in range(2))
+    tracer.loads_fused_attention = True
     out = _like(q, b, h, s, v.shape[-1])
     stats = _empty(q, b, h, s, 1) if lse else None
     if workspace := _cudnn_workspace(q, k, tracer.platform):
@@ -252,6 +253,7 @@ def cudnn_backward(tracer: Tracer, grad: Tensor, q: Tensor, k: Tensor, v: Tensor
 def flash_forward(tracer: Tracer, q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, *_: Any, **__: Any) -> Any:
     """flash_attn/flash_api.cpp `mha_fwd`; few thread blocks split the keys and meet in fp32 buffers. Dropout does not
     split, and makes its random state anew."""
+    tracer.loads_fused_attention = True
     b, h, s, d = q.shape
     out = _like(q, b, h, s, d)
     lse = _empty(q, b, h, s)

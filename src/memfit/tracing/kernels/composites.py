@@ -316,10 +316,11 @@ def run_frames_as_before() -> None:
 
 
 def _holders_when_alone(device: torch.device) -> Holders:
-    """Anew for every trace: where the caller is compiled itself, calls hold their arguments twice."""
-    x = torch.empty(2, device=device, requires_grad=True)
+    """Anew for every trace: where the caller is compiled itself, calls hold their arguments twice. It may have switched
+    gradients off."""
     watch = _Watch()
-    with watch:
+    with torch.inference_mode(False), torch.enable_grad(), watch:
+        x = torch.empty(2, device=device, requires_grad=True)
         h = x * 2
         loss = (h * 3).sum() + (h * 4).sum()
         torch.autograd.backward(loss)
