@@ -102,6 +102,27 @@ def test_a_key_of_llamafactory_is_this_setting(keys: dict[str, Any], settings: d
 
 
 @pytest.mark.parametrize(
+    ("stored", "keys", "precision", "said"),
+    [
+        ("bfloat16", {}, "bf16", ""),
+        ("float32", {}, "fp32", "weights are loaded as they are stored, fp32"),
+        ("float32", {"bf16": False}, "fp32", "weights are loaded as they are stored, fp32"),
+        ("float16", {}, "fp16", "weights are loaded as they are stored, fp16"),
+        ("float32", {"finetuning_type": "full"}, "amp-bf16", ""),
+        (None, {}, "bf16", "not modelled: the type in which the weights are stored"),
+    ],
+)
+def test_llamafactory_loads_weights_in_the_type_that_they_are_stored_in(
+    stored: str | None, keys: dict[str, Any], precision: str, said: str, tmp_path: Path
+) -> None:
+    settings = {"model_type": "llama", **({"dtype": stored} if stored else {})}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    job = read_job(written(tmp_path, {**LLAMAFACTORY, "model_name_or_path": str(tmp_path), **keys}))
+    assert job.workload.precision == precision
+    assert [note for note in job.notes if "stored" in note][:1] == [n for n in job.notes if said and n.startswith(said)]
+
+
+@pytest.mark.parametrize(
     ("keys", "settings"),
     [
         ({"sample_packing": True, "sequence_len": 1000}, {"batch_size": 1, "seq_len": 2048}),

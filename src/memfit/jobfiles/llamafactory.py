@@ -1,8 +1,8 @@
 """LLaMA-Factory's YAML: its keys, its own defaults, and what it makes of them.
 
-Facts of its sources: a model is loaded in the type of autocast, and what is trained becomes fp32; checkpointing is on
-unless it is switched off; rows are padded to a multiple of 8, packed ones are as long as cutoff_len; 4-bit weights are
-nf4 with their scales quantised too, and peft's kbit preparation is not called.
+Facts of its sources: a model is loaded in the type that it is stored in, and what is trained becomes fp32;
+checkpointing is on unless it is switched off; rows are padded to a multiple of 8, packed ones are as long as
+cutoff_len; 4-bit weights are nf4 with their scales quantised too, and peft's kbit preparation is not called.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from memfit.jobfiles.huggingface import (
     written_optimizer,
     written_rows,
 )
-from memfit.jobfiles.keys import Edits, FileKey, JobFormat, KeyValues, Refused
+from memfit.jobfiles.keys import NOT_MODELLED, Edits, FileKey, JobFormat, KeyValues, Refused
+from memfit.models.registry import stored_type
 
 KEYS = {
     **TRAINER_KEYS,
@@ -126,23 +127,39 @@ def _method(values: KeyValues) -> dict[str, Any]:
     if method != "lora" and values["quantization_bit"] is not None:
         values.refuse("quantization_bit", f"LLaMA-Factory quantises only what LoRA trains beside, not {method}")
     if method == "full":
-        if half is None:
-            return {"kind": "train", "precision": "fp32"}
-        return {
-            "kind": "train",
-            **({"precision": "bf16", **region} if values["pure_bf16"] else {"precision": f"amp-{half}"}),
-        }
+        if not values["pure_bf16"]:  # what is trained becomes fp32
+            return {"kind": "train", "precision": f"amp-{half}" if half else "fp32"}
+        return {"kind": "train", "precision": _loaded(values, "bf16"), **region}
     if method != "lora":
         values.refuse("finetuning_type", f"{method} is not planned from a job file; full and lora are")
-    if half is None:
-        values.notes.append("neither bf16 nor fp16: base weights are taken as bf16, as most checkpoints store them")
+    loaded = _loaded(values, half or "bf16")
     targets = values["lora_target"]
     made = {
-        "kind": "lora", "precision": half or "bf16", **region, "rank": values["lora_rank"],
+        "kind": "lora", "precision": loaded, **region, "rank": values["lora_rank"],
         "lora_dropout": values["lora_dropout"], "adapter": "dora" if values["use_dora"] else "lora",
         **({} if targets == ("all",) else {"target_modules": targets}),
     }  # fmt: skip
-    return {**made, **_quantised(values, half or "bf16")}
+    return {**made, **_quantised(values, half or ("bf16" if loaded == "bf16" else "fp16"))}
+
+
+def _loaded(values: KeyValues, half: str) -> str:
+    """Since 0.9.4 weights are loaded in the type that they are stored in (model/loader.py), before in that of the
+    region."""
+    if "precision" in values.given:
+        return half
+    model = values.given.get("model") or values["model_name_or_path"]
+    stored = stored_type(str(model)) if model else None
+    if stored is None:
+        values.notes.append(
+            f"{NOT_MODELLED} the type in which the weights are stored, which LLaMA-Factory loads them in: no"
+            f" config.json here says it, and {half} is taken (--precision says another)"
+        )
+    elif stored != half:
+        values.notes.append(
+            f"weights are loaded as they are stored, {stored}, as by LLaMA-Factory since 0.9.4; before that in {half}"
+            f" (--precision {half})"
+        )
+    return stored or half
 
 
 def _quantised(values: KeyValues, half: str) -> dict[str, Any]:

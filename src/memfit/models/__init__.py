@@ -20,7 +20,7 @@ DOOR = {
     ),
     "registry": (
         "ModelSource build_from_config build_model head_named is_encoder language_model load_config names_code "
-        "parameter_count refuse_code resolve source_notes"
+        "parameter_count refuse_code resolve source_notes stored_type"
     ),
     "stored_weights": "StoredWeights facts_of refuse_stored stored_weights",
 }

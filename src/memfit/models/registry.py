@@ -24,7 +24,7 @@ from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from memfit.errors import InputError, UnknownName, UsageError
+from memfit.errors import InputError, MemfitError, UnknownName, UsageError
 from memfit.models.config_check import (
     HEAD_NAMES,
     LANGUAGE_MODELS,
@@ -210,12 +210,7 @@ def load_config(source: ModelSource) -> PretrainedConfig:
     """The source's checked settings as a fresh transformers config, free to be changed."""
     if source.kind == "factory":
         raise UsageError(f"'{source.target}' is a factory and has no config", hint="build_model() calls it")
-    if source.kind == "preset":
-        preset = find_preset(source.target)
-        assert preset is not None
-        data, where = copy.deepcopy(dict(preset.config)), f"preset {preset.name}"
-    else:
-        data, where = read_config(Path(source.target)), source.target
+    data, where = _settings_of(source)
     config_class = _config_class(data, where)
     seen = check_config(data, _family(config_class, data), where)
     try:
@@ -225,6 +220,31 @@ def load_config(source: ModelSource) -> PretrainedConfig:
     if head_of(data, where) is not None:
         _set_labels(config, data, where)
     return config
+
+
+def _settings_of(source: ModelSource) -> tuple[dict[str, Any], str]:
+    """As they stand in its config.json, and where that is."""
+    if source.kind != "preset":
+        return read_config(Path(source.target)), source.target
+    preset = find_preset(source.target)
+    assert preset is not None
+    return copy.deepcopy(dict(preset.config)), f"preset {preset.name}"
+
+
+def stored_type(name: str) -> str | None:
+    """In which type a model's weights are stored, as its config.json has it: what `dtype="auto"` loads them in. None
+    where nobody says so."""
+    try:
+        source = resolve(name)
+    except MemfitError:  # which is told where the model is wanted
+        return None
+    if source.kind == "factory":
+        return None
+    data, _ = _settings_of(source)
+    inner = data.get("text_config")
+    places = (data, inner) if isinstance(inner, dict) else (data,)
+    said = next((str(each[key]) for each in places for key in ("dtype", "torch_dtype") if each.get(key)), "")
+    return {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}.get(said.removeprefix("torch."))
 
 
 def _set_labels(config: Any, data: dict[str, Any], where: str) -> None:
