@@ -115,8 +115,9 @@ def test_of_two_that_resume_at_once_one_works_and_one_is_told(
     command = [warm_python(), "-m", "memfit", *asked, "--save", str(tmp_path / "out"), "--resume"]
     both = [subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) for _ in range(2)]
     said = [process.communicate(timeout=200)[1] for process in both]
-    assert sorted(process.returncode for process in both) == [0, 2], said
-    told = said[[process.returncode for process in both].index(2)]
+    codes = [process.returncode for process in both]
+    assert 0 in codes and {*codes} <= {0, 2}, said
+    told = said[codes.index(2)] if 2 in codes else "\n".join(said)  # the second may begin when the first has ended
     assert "is being written by process" in told or "is complete already" in told
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 

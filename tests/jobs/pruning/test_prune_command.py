@@ -339,6 +339,26 @@ def test_an_existing_folder_is_refused_at_once(memfit: Memfit, original: Path, t
     assert (tmp_path / "out" / "thesis.txt").read_text() == "chapter one"
 
 
+def test_resume_of_a_finished_run_is_done_at_once_and_of_another_one_refused(
+    memfit: Memfit, original: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    asked = ("prune", "--model", original, "--dataset", "builtin", "--save", out, "--nsamples", 2, "--seqlen", 32)
+    first = memfit(*asked, "--no-eval", "--resume", "--json")
+    written = (out / "model.safetensors").stat().st_mtime_ns
+    again = memfit(*asked, "--no-eval", "--resume", "--json")
+    assert (first.code, again.code, json.loads(again.out)) == (0, 0, json.loads(first.out))
+    assert f"'{out}' is complete already: nothing is left to resume" in again.err
+    assert (out / "model.safetensors").stat().st_mtime_ns == written
+    assert "weights are zero" in memfit(*asked, "--no-eval", "--resume").out
+
+    other = memfit(*asked, "--no-eval", "--resume", "--sparsity-ratio", "0.75")
+    assert other.code == 2 and "is the complete result of another run" in other.err
+    (out / "result.json").write_text((out / "result.json").read_text().replace('"layers"', '"lairs"'))
+    damaged = memfit(*asked, "--no-eval", "--resume")
+    assert damaged.code == 2 and "is not as memfit wrote it" in damaged.err
+
+
 def test_force_replaces_the_result_of_an_earlier_run(memfit: Memfit, original: Path, tmp_path: Path) -> None:
     asked = ("prune", "--model", original, "--dataset", "builtin", "--save", tmp_path / "out", "--no-eval")
     assert memfit(*asked, "--nsamples", 2, "--seqlen", 32).code == 0

@@ -502,10 +502,11 @@ def held(save: str | None, warn: Callable[[str], None]) -> Iterator[None]:
                 folder.rmdir()
 
 
-def check(settings: PruneSettings, *, force: bool) -> None:
-    """An existing folder is found before the model is even looked for. Nothing is deleted yet but remains."""
+def check(settings: PruneSettings, *, force: bool) -> dict[str, Any] | None:
+    """An existing folder is found before the model is even looked for. Nothing is deleted yet but remains. Answers with
+    the document of a result where nothing is left to resume."""
     if settings.save is None:
-        return
+        return None
     path, said = absolute(settings.save), settings.save
     if force and settings.resume:
         raise UsageError("--force begins anew and --resume continues: give one of them")
@@ -513,14 +514,15 @@ def check(settings: PruneSettings, *, force: bool) -> None:
     with writing_to(said):
         _tidy(path)
     if not is_taken(path) or (settings.resume and journal_of(path).exists()):
-        return
+        return None
     if not is_result(path):
         why = " and is not the result of an earlier run (it has no result.json of memfit)" if force else ""
         hint = "--force deletes only such results: choose another folder, or move this one away"
         raise InputError(f"--save '{said}' already exists{why}", hint=hint if force else "choose another folder")
-    if not force and (settings.resume or not _asks_for_the_same(path, settings)):
-        what = "is complete already" if settings.resume else "already exists"
+    if not force and not _asks_for_the_same(path, settings):
+        what = "is the complete result of another run" if settings.resume else "already exists"
         raise InputError(f"--save '{said}' {what}", hint="choose another folder, or --force replaces it")
+    return _document(path) if settings.resume else None
 
 
 def holds_same_run(save: str, key: Mapping[str, Any]) -> bool:

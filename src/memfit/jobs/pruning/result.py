@@ -8,13 +8,13 @@ from __future__ import annotations
 import json
 import platform
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memfit.errors import UsageError
+from memfit.errors import InputError, UsageError
 from memfit.files import written_whole
 from memfit.jobs.pruning.settings import PruneSettings
 from memfit.recording.memory_log import LogMoment, StagePart
@@ -136,6 +136,47 @@ class PruneResult:
     saved: str | None = None
     run: dict[str, Any] | None = None
     """What makes a saved run the same as another: settings, text and model."""
+    document: dict[str, Any] | None = None
+    """Of a run that was done before, as it stands in its folder."""
+
+    @classmethod
+    def of_document(cls, document: dict[str, Any], settings: PruneSettings) -> PruneResult:
+        """A finished run, read from its result.json."""
+        try:
+            return cls._read(document, settings)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise InputError(
+                f"{settings.save}/{FILE} is not as memfit wrote it: {type(error).__name__}: {error}",
+                hint="--force, without --resume, does the run again",
+            ) from error
+
+    @classmethod
+    def _read(cls, document: dict[str, Any], settings: PruneSettings) -> PruneResult:
+        from memfit.jobs.pruning.calibration import Fingerprint
+
+        evaluation = document["evaluation"]
+        dense, pruned = document["perplexity_dense"], document["perplexity_pruned"]
+        return cls(
+            settings=settings,
+            seqlen=document["settings"]["seqlen"],
+            model=document["source"],
+            device=document["device"],
+            data=None if document["data"] is None else Fingerprint(**document["data"]),
+            blocks=[BlockReport.from_json({**each, "notes": ()}) for each in _plain_layers(document)],
+            ratios=[each["asked"] for each in document["layers"]],
+            placement=document["placement"],
+            perplexity=None
+            if evaluation is None
+            else Perplexity(data=Fingerprint(**evaluation), dense=dense, pruned=pruned),
+            zero_shot=document["zero_shot"],
+            seconds=document["seconds"],
+            peak_gpu_bytes=document["peaks"]["gpu_allocated_bytes"],
+            peak_host_bytes=document["peaks"]["host_bytes"],
+            notes=document["notes"],
+            saved=document["saved"],
+            run=document["run"],
+            document=document,
+        )
 
     @property
     def sparsity(self) -> float:
@@ -157,6 +198,8 @@ class PruneResult:
         return "; ".join(parts) + (f"; saved to {self.saved}" if self.saved else "; not saved")
 
     def to_json(self) -> dict[str, Any]:
+        if self.document is not None:
+            return self.document
         ppl, work = self.perplexity, self.settings.workload
         return {
             "schema": SCHEMA,
@@ -242,6 +285,13 @@ def _layer(block: BlockReport, asked: float) -> dict[str, Any]:
         "index": block.index, "asked": asked, "sparsity": round(block.sparsity, 6), "zeros": block.zeros,
         "weights": block.weights, "seconds": round(block.seconds, 3), "resumed": block.resumed, "matrices": matrices,
     }  # fmt: skip
+
+
+def _plain_layers(document: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """As `BlockReport` has them: shares are told from counts."""
+    for layer in document["layers"]:
+        matrices = [{name: value for name, value in each.items() if name != "sparsity"} for each in layer["matrices"]]
+        yield {**layer, "matrices": matrices}
 
 
 def _checkpoint(point: LogMoment) -> dict[str, Any]:

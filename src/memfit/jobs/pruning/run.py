@@ -186,10 +186,12 @@ class _PruningRun:
             if self.team.leads:
                 for folder in (self.settings.save, self.options.results_also_in):
                     stack.enter_context(output_folder.held(folder, self._note))
-            self._check_asked()
+            if (finished := self._check_asked()) is not None:
+                self.listener.remark(f"'{self.settings.save}' is complete already: nothing is left to resume")
+                return PruneResult.of_document(finished, self.settings)
             return self._logged()
 
-    def _check_asked(self) -> None:
+    def _check_asked(self) -> dict[str, Any] | None:
         settings, options = self.settings, self.options
         if settings.resume and self.team.size > 1:
             raise UsageError(
@@ -198,8 +200,17 @@ class _PruningRun:
         if options.zero_shot:
             evaluation.check(settings.save)
         if self.team.leads:
-            output_folder.check(settings, force=options.force)
+            finished = output_folder.check(settings, force=options.force)
+            if finished is not None:
+                lacks = options.zero_shot and finished.get("zero_shot") is None
+                if lacks or (options.must_evaluate and finished.get("evaluation") is None):
+                    raise InputError(
+                        f"--save '{settings.save}' is complete already, without the evaluation that is asked for",
+                        hint="without --resume the run is done again, with it",
+                    )
+                return finished
             output_folder.check_results(options.results_also_in, settings, force=options.force)
+        return None
 
     def _logged(self) -> PruneResult:
         settings = self.settings
