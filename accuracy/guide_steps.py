@@ -105,7 +105,7 @@ STEPS: dict[str, tuple[Instruction, ...]] = {
         Instruction(
             asks="`./run_all.sh`: ten `2.7B_ctx*_snapshot.pickle`, `peak_memory_summary.txt`, "
             "`mixed_precision_memory_summary.txt` and `activation_size_analysis.txt` in `results/memory_profiling/`",
-            memfit="memfit profile suite --device predict --output-dir results/memory_profiling",
+            memfit="memfit profile suite --device predict --output-dir results/memory_profiling --force",
         ),
         Instruction(
             asks="`./profile_part_a.sh`, `_b`, `_c`, and `analyze_activation_size` for part (d)",

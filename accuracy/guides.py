@@ -27,6 +27,7 @@ from memfit.jobs.profile import ProfileSettings
 from memfit.jobs.workload import Workload
 from memfit.models.presets import SIZES
 from memfit.planning.predict import Plan, predict
+from memfit.planning.profile import predict_profile
 from memfit.planning.training import budget_of
 from memfit.units import GiB, MiB
 
@@ -176,12 +177,13 @@ def profile_answers() -> Iterator[tuple[str, str]]:
 
 
 def allocated(kind: str, context: int, dtype: str | None = None) -> int:
-    return profiled(kind, context, dtype).peak.allocated_bytes
-
-
-def profiled(kind: str, context: int, dtype: str | None = None) -> Plan:
+    """As `memfit profile suite` has it."""
     asked = ProfileSettings.asked("2.7B", profile_type=kind, context_length=context, dtype=dtype)
-    return predict(asked.workload)
+    return predict_profile(asked).peak_allocated_bytes
+
+
+def profiled(kind: str, context: int) -> Plan:
+    return predict(ProfileSettings.asked("2.7B", profile_type=kind, context_length=context).workload)
 
 
 # -- training ----------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from memfit.explaining.explain import Explanation, explain
+from memfit.explaining.explain import WHOLE_TEXT, Explanation, explain, next_steps
 from memfit.units import GiB, MiB
 
 pytestmark = pytest.mark.usefixtures("shared_traces")
@@ -559,3 +559,10 @@ def test_fixes_that_are_enough_come_first_and_the_cheapest_of_them_before_the_ot
     assert [COSTS.index(fix.cost) for fix in enough] == sorted(COSTS.index(fix.cost) for fix in enough)
     saved = [fix.saved_bytes for fix in fixes[len(enough) :]]
     assert saved == sorted(saved, reverse=True)
+
+
+def test_a_checkpoint_of_the_memory_log_that_failed_points_to_the_log() -> None:
+    told = explain("03_before_pruning:\n  GPU Memory: 13.55 GB\n04_after_pruning:  ERROR!\n")
+    assert told.cause.kind == "none"
+    assert "memfit report memory_log.csv" in next_steps(told)[0]
+    assert next_steps(explain("loading llm model\n")) == [WHOLE_TEXT]

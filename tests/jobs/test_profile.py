@@ -190,7 +190,7 @@ def test_parts_may_be_run_one_by_one_into_the_same_folder(tmp_path: Path, capsys
     assert (tmp_path / "answers.md").read_text() == answers
     code, _, err = run(capsys, *asked, "--device", "predict", "--part", "a", "--measure-steps", "2")
     assert code == 2
-    assert "has small_ctx512_forward_snapshot.pickle already, of other settings" in err
+    assert "has small_ctx512_forward_snapshot.pickle already, of a single profile or of other settings" in err
 
 
 def test_the_size_of_an_activation_needs_no_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ with which to go on. Where the text does not tell, that is the answer.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import time
 from collections.abc import Iterator, Mapping
@@ -264,6 +265,8 @@ def _text(value: object) -> str | None:
 
 PLACEHOLDERS = {"kind": "lora|train|forward|generate|prune", "model": "NAME"}
 WHOLE_TEXT = "give the whole text from `Traceback` to its end, the log file, a snapshot or the folder of the run"
+IN_THE_LOG = "a checkpoint that failed is a line of memfit's memory log: `memfit report memory_log.csv` has it whole"
+_CHECKPOINT_FAILED = re.compile(r"^\s*\d\d_\w+:\s+ERROR!", re.MULTILINE)
 SNAPSHOT = (
     "a snapshot tells who holds the memory: torch.cuda.memory._record_memory_history() at the start, "
     "torch.cuda.memory._dump_snapshot('oom.pickle') in `except torch.OutOfMemoryError`, then memfit explain oom.pickle"
@@ -272,7 +275,8 @@ SNAPSHOT = (
 
 def next_steps(told: Explanation) -> list[str]:
     if told.cause.kind == "none":
-        return [WHOLE_TEXT] if told.source.kind == "text" else []
+        found = [IN_THE_LOG] if _CHECKPOINT_FAILED.search(told.source.text or "") else []
+        return [*found, WHOLE_TEXT] if told.source.kind == "text" else []
     if told.cause.kind in ("host-memory", "library", "corrupt-size"):
         return []
     unsettled = told.cause.fragmentation is not None and told.cause.fragmentation.verdict == "cannot tell"

@@ -173,8 +173,8 @@ EXAMPLES = (
         smaller="40GB",
     ),
     Claim(
-        said="LLaMA 30B-70B require several A100 80GB", model="30b", gpu="A100 80GB",
-        verdict="fails",
+        said="LLaMA 30B-70B require several A100 80GB", note="taken for the 30B", model="30b",
+        gpu="A100 80GB", verdict="fails",
     ),
 )  # fmt: skip
 """Its worked examples and hardware recommendations."""

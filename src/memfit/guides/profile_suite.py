@@ -73,7 +73,7 @@ class Suite:
             return "is not empty"
         taken = sorted(there & {name for part in parts for name in self._files_of(part)})
         if taken and not self._answers_there():
-            return f"has {taken[0]} already, of other settings"
+            return f"has {taken[0]} already, of a single profile or of other settings"
         return None
 
     def _files_of(self, part: str) -> list[str]:

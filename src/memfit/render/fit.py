@@ -144,7 +144,7 @@ def _step(change: Mapping[str, Any], once: str) -> str:
         said.append(f"{_more(before['flops'], after['flops'])} FLOPs ({after['flops'] / PETA:.3g} PFLOP {once})")
     if after["host_bytes"] - before["host_bytes"] > GIGA / 10:
         said.append(f"{(after['host_bytes'] - before['host_bytes']) / GIGA:,.1f} GB {once} over PCIe")
-    if before["seconds"] and after["seconds"]:
+    if before["seconds"] and after["seconds"] and _more(before["seconds"], after["seconds"]) not in NO_MORE:
         said.append(f"at the least {_more(before['seconds'], after['seconds'])} time {once}")
     return ", ".join(said)
 
