@@ -779,6 +779,29 @@ def test_a_trace_that_somebody_else_begins_meanwhile_waits_for_the_first() -> No
     assert sorted(list(plan.trace.requested) for plan in plans) == [[4000], [8000]]
 
 
+def test_products_in_8_bits_have_scales_of_32() -> None:
+    def product() -> None:
+        a, b = (torch.empty(4096, 4096, device="cuda", dtype=torch.float8_e4m3fn) for _ in range(2))
+        scale = torch.ones((), device="cuda")
+        torch._scaled_mm(a, b.t(), scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16)
+
+    assert memfit.trace(product, gpu="H200").peak.allocated_bytes >= (2 + 2) * 4096**2
+
+
+def test_sparse_tensors_are_what_memfit_does_not_cover_not_an_error_of_the_job() -> None:
+    def gradient() -> None:
+        table = nn.Embedding(1000, 64, sparse=True).cuda()
+        table(torch.randint(0, 1000, (4, 8), device="cuda")).sum().backward()
+
+    def own() -> None:
+        torch.sparse_coo_tensor([[0, 1], [1, 0]], [1.0, 2.0], (2, 2), device="cuda")
+
+    for code in (gradient, own):
+        with pytest.raises(TraceError, match="memfit does not cover sparse coo tensors") as told:
+            memfit.trace(code)
+        assert "sparse=False" in str(told.value.hint)
+
+
 def test_a_thread_that_goes_on_after_the_code_is_refused() -> None:
     wait = threading.Event()
 

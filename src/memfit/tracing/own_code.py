@@ -30,7 +30,7 @@ from memfit.replay.alloc_config import AllocatorConfig
 from memfit.tracing.answers import Answers, asked_by, asking_line
 from memfit.tracing.cuda_names import CUDA_TENSOR_TYPES, FROM_HOST, CudaNames, CudaTensorType
 from memfit.tracing.kernels import indexing
-from memfit.tracing.kernels.products import PRODUCTS, Workspaces
+from memfit.tracing.kernels.products import PRODUCTS, SCALED, Workspaces
 from memfit.tracing.tracer import KnownOp, Tracer
 from memfit.tracing.unknown import is_unknown
 from memfit.tracing.values import Values
@@ -177,7 +177,7 @@ class OwnCodeTracer(Tracer):
             return self._run_kernel(kernels.get(func.name(), partial(func._op_dk, BY_DEFAULT)), args, kwargs)
         if "cuda" in places:
             _check_places(func, tensors, places)
-            if func in PRODUCTS:
+            if func in PRODUCTS and func not in SCALED:  # whose factors are in 8 bits, their scales in 32
                 _check_types(tensors)
             if (read := self._read_back(func, args, kwargs)) is not NotImplemented:
                 return read

@@ -58,6 +58,9 @@ _FAKE = torch._C._TorchDispatchModeKey.FAKE
 ACCUMULATE_GRAD = "torch::autograd::AccumulateGrad"
 
 
+IN_FULL = "as an ordinary tensor it is planned: sparse=False of nn.Embedding, .to_dense() before it goes to the GPU"
+
+
 class Tracer(TorchDispatchMode):
     def __init__(self, device: torch.device, platform: Platform, answers: Answers) -> None:
         super().__init__()
@@ -152,7 +155,11 @@ class Tracer(TorchDispatchMode):
     def track(self, tensor: torch.Tensor, op: str, source: torch.Tensor | None = None) -> None:
         """Begin the life of a storage not seen before. Outside all modules it belongs to the module of its source: a
         parameter's optimizer state is that parameter's."""
-        storage = tensor.untyped_storage()
+        try:
+            storage = tensor.untyped_storage()
+        except NotImplementedError as error:
+            kind = str(tensor.layout).removeprefix("torch.").replace("_", " ")
+            raise TraceError(f"memfit does not cover {kind} tensors: {op} makes one", hint=IN_FULL) from error
         key = storage._cdata
         if key in self._blocks or tensor.device.type != self.device.type:
             return
