@@ -223,6 +223,7 @@ def _of_cuda(card: Card) -> dict[str, Any]:
         "memory_summary": card.summary, "utilization": card.measured, "temperature": card.measured,
         "power_draw": card.measured, "clock_rate": card.measured, "device": _DeviceContext, "device_of": _DeviceContext,
         "default_generators": (CardGenerator("cuda"),), "ipc_collect": lambda: None,
+        "get_per_process_memory_fraction": lambda *_: 1.0,
         "is_current_stream_capturing": lambda: False, "can_device_access_peer": lambda *_: False,
     }  # fmt: skip
     missing = {name: getattr(torch.cuda, name) for name in NOT_COVERED if hasattr(torch.cuda, name)}
