@@ -45,6 +45,12 @@ class Program:
         return next(iter(exported({**os.environ, **dict(self.environment)}).values()), "")
 
     @property
+    def search_path(self) -> list[str]:
+        """Folders of a PYTHONPATH before the command, as Python takes them: an empty one is the working folder."""
+        said = dict(self.environment).get("PYTHONPATH", "")
+        return list(dict.fromkeys(os.path.abspath(each) for each in said.split(os.pathsep))) if said else []
+
+    @property
     def words(self) -> list[str]:
         return [*(["-m"] if self.is_module else []), self.target, *self.arguments]
 

@@ -101,11 +101,12 @@ def _module(name: str) -> tuple[Any, dict[str, Any]]:
 def _as_started_by_hand(program: Program) -> Iterator[None]:
     """Afterwards everything is as before."""
     folder = os.getcwd() if program.is_module else str(Path(program.target).resolve().parent)
+    folders = [folder, *program.search_path]
     before, of_python = set(sys.modules), dict(vars(builtins))
     here = os.getcwd()
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(sys, "argv", [program.target, *program.arguments]))
-        stack.enter_context(mock.patch.object(sys, "path", [folder, *sys.path]))
+        stack.enter_context(mock.patch.object(sys, "path", [*folders, *sys.path]))
         stack.enter_context(mock.patch.dict(os.environ, {**OFFLINE, **dict(program.environment)}))
         _hub_is_offline(stack)
         stack.enter_context(_accelerate_begins_anew())
@@ -115,7 +116,9 @@ def _as_started_by_hand(program: Program) -> Iterator[None]:
             os.chdir(here)
             vars(builtins).update(of_python)  # a program may print in its own way
             for name in set(sys.modules) - before:
-                if str(getattr(sys.modules[name], "__file__", None) or "").startswith(folder + os.sep):
+                file = str(getattr(sys.modules[name], "__file__", None) or "")
+                # Libraries stay, in a .venv of that folder too: torch cannot be imported twice.
+                if is_own(file) and file.startswith(tuple(os.path.join(each, "") for each in folders)):
                     del sys.modules[name]
 
 
