@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import builtins
 import importlib
+import io
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from memfit.extrapolation.reused import COMPILED
 from memfit.scripts.children import processes_at_home
 from memfit.scripts.command import Program, find_module
 from memfit.scripts.stopping import EnoughSeen, Steps, ended_in_time
+from memfit.scripts.watched import tell_line
 
 OFFLINE = {
     "WANDB_MODE": "disabled", "WANDB_SILENT": "true", "MLFLOW_TRACKING_URI": "", "COMET_MODE": "disabled",
@@ -168,10 +170,27 @@ def _read_by_the_compiler() -> dict[str, str]:
     }
 
 
+class Given(io.TextIOWrapper):
+    """To a program as its outputs: remembers whether the last line has an end."""
+
+    mode = "w"
+    is_amid_line = False
+
+    def __init__(self, stream: io.BufferedWriter) -> None:
+        super().__init__(stream, errors="backslashreplace", line_buffering=True)
+
+    def write(self, text: str) -> int:
+        written = super().write(text)
+        if text and self.is_amid_line is text.endswith("\n"):
+            self.is_amid_line = not self.is_amid_line
+            tell_line(is_open=self.is_amid_line)
+        return written
+
+
 @contextmanager
 def _speaks_on_stderr() -> Iterator[None]:
     """What the program prints is no result of memfit's: it goes where notes go, also what its child processes print.
-    It may close what it is given."""
+    It may close what it is given, and put anything in its place. What follows begins a line of its own."""
     with suppress(OSError, ValueError, AttributeError):
         sys.stdout.flush()
     held: dict[int, int] = {}
@@ -179,19 +198,26 @@ def _speaks_on_stderr() -> Iterator[None]:
         with suppress(OSError):
             held[number] = os.dup(number)
     streams = sys.stdout, sys.stderr
+    given: Given | None = None
     if 2 in held:
         os.dup2(2, 1)
-        sys.stdout = sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
+        sys.stdout = sys.stderr = given = Given(os.fdopen(2, "wb", closefd=False))
     try:
         yield
     finally:
-        with suppress(OSError, ValueError):
-            sys.stdout.flush()
+        for stream in (sys.stdout, sys.stderr, given):
+            with suppress(Exception):
+                stream.flush()  # type: ignore[union-attr]
         sys.stdout, sys.stderr = streams
         for number, copy in held.items():
             with suppress(OSError):
                 os.dup2(copy, number)
                 os.close(copy)
+        if given is not None and given.is_amid_line:
+            given.is_amid_line = False
+            with suppress(OSError):
+                os.write(2, b"\n")
+            tell_line(is_open=False)
 
 
 @contextmanager
