@@ -100,6 +100,7 @@ def plan_of(_: str) -> dict[str, object]:
         "subprocess.Popen(['sleep', '300'], start_new_session=True)\n" + LOOP,
         "threading.Thread(target=time.sleep, args=(300,)).start()\n" + LOOP,
         "sys.stdout.close(); sys.stderr.close(); os.closerange(0, 1000)\n" + LOOP,
+        "import json; json.dumps = lambda *_, **__: 'pwned'; sys.exit = None\n" + LOOP,
     ],
 )
 def test_stdout_holds_one_document_whatever_a_script_prints_closes_or_leaves_running(write, text: str) -> None:  # type: ignore[no-untyped-def]
