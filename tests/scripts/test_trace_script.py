@@ -264,11 +264,23 @@ def test_a_thread_that_fails_is_named_in_the_first_lines(write) -> None:  # type
     assert "not modelled: what a thread would have done further, which failed by ZeroDivisionError" in plan.notes
 
 
-def test_an_error_that_has_no_words_is_told_by_its_name_and_line(write) -> None:  # type: ignore[no-untyped-def]
-    text = "class Mute(BaseException):\n    def __str__(self): raise ValueError\nraise Mute\n"
-    with pytest.raises(TraceError, match="the job itself fails: Mute") as failed:
+ODD = "class Odd(BaseException):\n    def __str__(self): raise {}\n    __repr__ = __str__\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (ODD.format("ValueError") + "raise Odd", "the job itself fails: Odd"),
+        (ODD.format("GeneratorExit") + "raise Odd", "the job itself fails: Odd"),
+        ("class Odd(BaseException): pass\nraise Odd('words')", "the job itself fails: Odd: words"),
+        ("raise GeneratorExit", "the job itself fails: GeneratorExit"),
+        (ODD.format("GeneratorExit") + "sys.exit(Odd())", "the job ends itself: sys.exit()"),
+    ],
+)
+def test_an_error_of_any_kind_is_told_by_its_name_and_line(write, text: str, said: str) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(TraceError) as failed:
         memfit.trace_script(write(text))
-    assert "train.py:" in str(failed.value.hint)
+    assert failed.value.message == said and "train.py:" in str(failed.value.hint)
 
 
 RAGGED = """
