@@ -135,6 +135,13 @@ def test_a_process_that_ends_or_never_ends_past_memfit_is_told(write, text: str,
     assert list(Path("tmp").glob("memfit-*")) == []
 
 
+def test_objects_that_take_long_to_go_do_not_hold_up_the_plan(write) -> None:  # type: ignore[no-untyped-def]
+    write("class Slow:\n    def __del__(self): time.sleep(100)\nkept = Slow()\n"
+          "def train():\n    slow = Slow()\n    " + LOOP.replace("\n", "\n    ") + "\ntrain()\n")  # fmt: skip
+    run = plan("--seconds", "50", timeout=60)
+    assert (run.returncode, run.stderr) == (0, "")
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_a_script_with_all_that_it_has_begun(write, number: int) -> None:  # type: ignore[no-untyped-def]
     write("open('begun', 'w').close()\nwhile True:\n    try: time.sleep(1)\n    except BaseException: pass\n")

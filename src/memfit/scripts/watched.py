@@ -75,6 +75,10 @@ def tell_line(*, is_open: bool) -> None:
         _told.line_is_open = is_open
 
 
+def is_watched() -> bool:
+    return _told is not None
+
+
 def folder_for_files() -> str | None:
     """Where to put what is to be gone when the program is: it may be killed."""
     return None if _folder is None else str(_folder)
@@ -275,6 +279,7 @@ def _be_watched(work: Callable[[], int], folder: Path, told: Told) -> NoReturn:
         error = ("the script was interrupted, by itself or from outside: KeyboardInterrupt", NO_PLAN)
     except BaseException:
         error = traceback.format_exc()
+    signal.setitimer(signal.ITIMER_REAL, 0)  # who watches ends it now
     try:
         with written_whole(folder / ANSWER) as beside:
             beside.write_bytes(pickle.dumps((code, kept.text(), error)))
