@@ -210,7 +210,7 @@ WRITERS = {
     "planning/cache.py": "a link of the entry's name is replaced, not followed",
     "fitting/estimate_memory.py": "into a temporary folder",
     "serving/viewer.py": "what is dropped onto the page, into a temporary file",
-    "scripts/watched.py": "an answer for where there is no room, into a temporary folder of its own",
+    "scripts/watched.py": "whether there is room, into a temporary folder of its own",
     "tracing/compiled/autotuning.py": "a kernel that another program is asked about, into a temporary folder",
 }
 """Who writes without the door, and why it may."""

@@ -26,3 +26,10 @@ def test_what_is_neither_is_said_to_be_neither(tmp_path: Path) -> None:
     (path := tmp_path / "job.yaml").write_text("{base_model: [")
     with pytest.raises(InputError, match=r"is not JSON that can be read.*nor YAML"):
         read_job(path)
+
+
+@pytest.mark.parametrize("name", ["job.json", "job.yaml"])
+def test_a_file_that_is_nested_too_deeply_is_told_in_plain_words(tmp_path: Path, name: str) -> None:
+    (path := tmp_path / name).write_text('{"a":' * 100_000)
+    with pytest.raises(InputError, match=f"{name}' is nested too deeply for a job file$"):
+        read_job(path)

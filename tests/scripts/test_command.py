@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from memfit.errors import MemfitError
 from memfit.scripts.command import Program, read_command
+
+Put = Callable[[str, str], str]
 
 
 @pytest.fixture(autouse=True)
@@ -75,3 +79,53 @@ def test_what_is_no_command_is_told_in_words(typed: object, said: str) -> None:
 def test_a_file_s_name_may_hold_an_equals_sign(tmp_path: Path) -> None:
     (tmp_path / "we=ird.py").write_text("")
     assert read_command("we=ird.py 3") == Program("we=ird.py", False, ("3",))
+
+
+def test_folders_of_pythonpath_are_told_as_python_takes_them(tmp_path: Path) -> None:
+    assert read_command("PYTHONPATH=src::/opt/x:src python train.py").search_path == [
+        str(tmp_path / "src"), str(tmp_path), "/opt/x",
+    ]  # fmt: skip
+    assert read_command("PYTHONPATH= python train.py").search_path == read_command("train.py").search_path == []
+
+
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Put:
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+
+    def put(name: str, text: str) -> str:
+        path = tmp_path / "bin" / name
+        path.write_text(text)
+        path.chmod(0o755)
+        return str(path)
+
+    return put
+
+
+@pytest.mark.parametrize(
+    "begins",
+    ["#!/opt/venv/bin/python3.12", "#!/usr/bin/env python3", '#!/bin/sh\n\'\'\'exec\' "/a b/python" "$0" "$@"'],
+)
+def test_a_console_script_is_found_on_the_path_as_a_shell_finds_it(command: Put, begins: str) -> None:
+    path = command("my-train", f"{begins}\nimport sys\n")
+    assert read_command("my-train --lr 1") == Program(path, False, ("--lr", "1"))
+    with pytest.raises(MemfitError, match="there is no script 'my-train'"):
+        read_command("python my-train")
+
+
+def test_a_console_script_is_looked_for_in_the_path_that_stands_before_it(command: Put, tmp_path: Path) -> None:
+    path, given = command("my-train", "#!/usr/bin/python\n"), ("PATH", str(tmp_path / "bin"))
+    os.environ["PATH"] = "/nowhere"
+    assert read_command(f"PATH={given[1]} my-train") == Program(path, False, (), (given,))
+
+
+def test_what_is_here_goes_before_what_is_on_the_path(command: Put) -> None:
+    command("train.py", "#!/usr/bin/python\n")
+    command("tool", "#!/bin/sh\n")
+    assert (read_command("train.py").target, read_command("tool").target) == ("train.py", "tool/__main__.py")
+
+
+def test_a_command_on_the_path_that_is_not_python_is_told_as_such(command: Put) -> None:
+    path = command("my-train", "#!/bin/sh\nexec train\n")
+    with pytest.raises(MemfitError, match=f"'my-train' is no file here, and {path} is no Python program"):
+        read_command("my-train")

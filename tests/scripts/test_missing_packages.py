@@ -27,3 +27,31 @@ def test_what_cannot_be_reached_is_told_as_missing_with_the_line_that_wants_it(
     with pytest.raises(TraceError, match="wants something from the network that cannot be reached from here") as raised:
         memfit.trace_script("train.py")
     assert "train.py:2" in str(raised.value.hint)
+
+
+def test_the_package_that_is_missing_is_named_where_a_library_raises_another_error_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("library.py").write_text("""
+try:
+    import nobodys.parts
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError("Could not import module 'AutoModel'. Are its requirements defined correctly?") from error
+""")
+    Path("train.py").write_text(
+        "try:\n    import library\nexcept ImportError as e:\n    raise RuntimeError('no') from e"
+    )
+    with pytest.raises(TraceError, match="needs the package nobodys, which is not here") as raised:
+        memfit.trace_script("train.py")
+    assert f"imported at {tmp_path}/library.py:3: pip install it" in str(raised.value.hint)
+
+
+def test_an_error_that_says_what_to_install_is_told_rather_than_its_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = "'nobodys needs: pip install Nobodys-Parts'"
+    Path("train.py").write_text(f"try: import nobodys\nexcept ImportError as e: raise ImportError({said}) from e")
+    with pytest.raises(TraceError, match=r"needs a package that is not here: .*pip install Nobodys-Parts"):
+        memfit.trace_script("train.py")

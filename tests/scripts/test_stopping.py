@@ -27,6 +27,7 @@ def step():
     optimizer.step()
     optimizer.zero_grad()
 """
+END_PAST_MEMFIT = "ctypes.CDLL(None)._exit(0)\n"
 LOOP = "for _ in range(20):\n    step()\n"
 
 
@@ -99,6 +100,7 @@ def plan_of(_: str) -> dict[str, object]:
         "subprocess.Popen(['sleep', '300'], start_new_session=True)\n" + LOOP,
         "threading.Thread(target=time.sleep, args=(300,)).start()\n" + LOOP,
         "sys.stdout.close(); sys.stderr.close(); os.closerange(0, 1000)\n" + LOOP,
+        "import json; json.dumps = lambda *_, **__: 'pwned'; sys.exit = None\n" + LOOP,
     ],
 )
 def test_stdout_holds_one_document_whatever_a_script_prints_closes_or_leaves_running(write, text: str) -> None:  # type: ignore[no-untyped-def]
@@ -131,6 +133,13 @@ def test_a_process_that_ends_or_never_ends_past_memfit_is_told(write, text: str,
     run = plan("--seconds", "1")
     assert (run.returncode, run.stdout) == (2, "") and said in run.stderr
     assert list(Path("tmp").glob("memfit-*")) == []
+
+
+def test_objects_that_take_long_to_go_do_not_hold_up_the_plan(write) -> None:  # type: ignore[no-untyped-def]
+    write("class Slow:\n    def __del__(self): time.sleep(100)\nkept = Slow()\n"
+          "def train():\n    slow = Slow()\n    " + LOOP.replace("\n", "\n    ") + "\ntrain()\n")  # fmt: skip
+    run = plan("--seconds", "50", timeout=60)
+    assert (run.returncode, run.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -183,19 +192,53 @@ def test_folders_of_those_who_were_killed_are_swept_by_the_next(tmp_path: Path) 
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names[1:])
 
 
-def test_an_answer_that_has_no_room_in_the_temporary_folder_is_told_in_one_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "text",
+    [
+        "class Tee:\n    def write(self, text): pass\nsys.stdout = sys.stderr = Tee()\n",
+        "sys.stdout = sys.stderr = None\n",
+    ],
+)
+def test_a_script_may_put_anything_in_the_place_of_its_outputs(write, capfd, text: str) -> None:  # type: ignore[no-untyped-def]
+    memfit.trace_script(write("print('before', end='')\n" + text + LOOP))
+    print("after", file=sys.stderr)
+    assert capfd.readouterr().err == "before\nafter\n"
+
+
+def test_what_follows_a_line_that_the_script_has_not_ended_begins_a_new_one(write, capfd) -> None:  # type: ignore[no-untyped-def]
+    memfit.trace_script(write("print('whole')\n" + LOOP))
+    assert capfd.readouterr().err == "whole\n"
+    write("sys.stdout.write('your name: '); sys.stdout.flush(); " + END_PAST_MEMFIT)
+    assert "your name: \nerror: the script ended its process past memfit" in plan().stderr
+
+
+def test_an_answer_that_cannot_be_written_is_told_with_the_reason_in_one_line(tmp_path: Path) -> None:
     code = """
-import resource
+import resource, shutil, sys
 from memfit.errors import MemfitError
-from memfit.scripts.watched import watch
-resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+from memfit.scripts import watched
+def work():
+    exec(sys.argv[1])
+    print("x" * 10_000)
+    return 0
 try:
-    watch(lambda: print("x" * 10_000) or 0)
+    watched.watch(work)
 except MemfitError as error:
     print(error.message, error.hint, sep="|")
 """
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment)
-    assert ended.stderr == ""
-    assert ended.stdout.startswith(f"no room in the folder for temporary files, {tmp_path}|name another")
-    assert not list(tmp_path.iterdir())
+
+    def said(happens: str) -> str:
+        command = [sys.executable, "-c", code, happens]
+        environment = {**os.environ, "TMPDIR": str(tmp_path)}
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+        assert ended.stderr == ""
+        assert not list(tmp_path.iterdir())
+        return ended.stdout
+
+    folder, limit = f"cannot write into the folder for temporary files, {tmp_path}", "|a limit that the script"
+    assert said("resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))").startswith(f"{folder}: File too large{limit}")
+    assert said("resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))").startswith(
+        f"{folder}: Too many open files{limit}"
+    )
+    gone = said("shutil.rmtree(watched.folder_for_files())")
+    assert gone.startswith("memfit's folder of temporary files, ") and "was removed while the script ran|by the" in gone

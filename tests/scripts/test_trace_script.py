@@ -133,6 +133,29 @@ def test_afterwards_everything_is_as_it_was(write, tmp_path: Path) -> None:  # t
     assert "helper_of_mine" not in sys.modules
 
 
+@pytest.mark.parametrize("command", ["python train.py", "python -m train"])
+@pytest.mark.parametrize("folder", ["lib", "{here}/lib"])
+def test_pythonpath_before_a_command_is_where_it_imports_from(
+    write, tmp_path: Path, monkeypatch, command, folder
+) -> None:  # type: ignore[no-untyped-def]
+    for name in ("lib", "installed"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "part_of_mine.py").write_text(f"where = {name!r}\n")
+    monkeypatch.syspath_prepend(str(tmp_path / "installed"))
+    before = sys.path[:]
+    write("import part_of_mine\nassert part_of_mine.where == 'lib'\n"
+          "assert [os.path.basename(p) for p in sys.path[1:3]] == ['lib', 'installed']\n" + LOOP)  # fmt: skip
+    memfit.trace_script(f"PYTHONPATH={folder.format(here=tmp_path)} {command}")
+    assert sys.path == before and "part_of_mine" not in sys.modules
+
+
+def test_what_lies_beside_a_script_goes_before_pythonpath(write, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "part_of_mine.py").write_text("raise AssertionError\n")
+    (tmp_path / "part_of_mine.py").write_text("")
+    memfit.trace_script(f"PYTHONPATH=lib python {write('import part_of_mine' + LOOP)}")
+
+
 def test_variables_before_a_command_are_there_before_torch_is_imported(write) -> None:  # type: ignore[no-untyped-def]
     given = {"TORCH_COMPILE_DISABLE": "1", "TORCHINDUCTOR_SHAPE_PADDING": "0", ALLOCATOR: "expandable_segments:True"}
     write("import torch._inductor.config\nassert not torch._inductor.config.shape_padding\n"
@@ -241,11 +264,23 @@ def test_a_thread_that_fails_is_named_in_the_first_lines(write) -> None:  # type
     assert "not modelled: what a thread would have done further, which failed by ZeroDivisionError" in plan.notes
 
 
-def test_an_error_that_has_no_words_is_told_by_its_name_and_line(write) -> None:  # type: ignore[no-untyped-def]
-    text = "class Mute(BaseException):\n    def __str__(self): raise ValueError\nraise Mute\n"
-    with pytest.raises(TraceError, match="the job itself fails: Mute") as failed:
+ODD = "class Odd(BaseException):\n    def __str__(self): raise {}\n    __repr__ = __str__\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (ODD.format("ValueError") + "raise Odd", "the job itself fails: Odd"),
+        (ODD.format("GeneratorExit") + "raise Odd", "the job itself fails: Odd"),
+        ("class Odd(BaseException): pass\nraise Odd('words')", "the job itself fails: Odd: words"),
+        ("raise GeneratorExit", "the job itself fails: GeneratorExit"),
+        (ODD.format("GeneratorExit") + "sys.exit(Odd())", "the job ends itself: sys.exit()"),
+    ],
+)
+def test_an_error_of_any_kind_is_told_by_its_name_and_line(write, text: str, said: str) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(TraceError) as failed:
         memfit.trace_script(write(text))
-    assert "train.py:" in str(failed.value.hint)
+    assert failed.value.message == said and "train.py:" in str(failed.value.hint)
 
 
 RAGGED = """

@@ -116,7 +116,7 @@ def run() -> NoReturn:
     if _abandoned:
         _clean_up(code)
     elif "torch" in sys.modules:
-        sys.exit(code)
+        raise SystemExit(code)  # a program that was run here may have put anything in the place of sys.exit
     os._exit(code)
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import io
-import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout, suppress
+from json import dumps  # itself: a script that is planned may put another in its place
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ def each_quietly(answers: Iterator[Item]) -> Iterator[Item]:
 
 
 def print_json(document: Mapping[str, Any], *, indent: int | None = 1) -> None:
-    print(json.dumps(document, indent=indent, allow_nan=False), flush=True)
+    print(dumps(document, indent=indent, allow_nan=False), flush=True)
 
 
 def show(render: Renderer, document: Mapping[str, Any]) -> None:

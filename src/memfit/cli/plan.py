@@ -98,8 +98,10 @@ def script(
     is_own = output.is_of_this_process()
 
     def plan() -> int:
-        if is_own:
-            os.environ.update(read_command(command).environment)  # torch reads some of them when it is imported
+        if is_own:  # before torch and transformers are imported, which read some of them or may lie on that path
+            program = read_command(command)
+            os.environ.update(program.environment)
+            sys.path[1:1] = program.search_path
         return (
             _try_script(command, changes, settings, json)
             if changes

@@ -310,7 +310,9 @@ def _parsed(path: Path, text: str) -> Mapping[str, Any]:
         document = json.loads(text, object_pairs_hook=without_doubles)
     except InputError:
         raise
-    except (ValueError, RecursionError) as error:
+    except RecursionError as error:
+        raise InputError(f"'{path}' is nested too deeply for a job file") from error
+    except ValueError as error:
         why = f"'{path}' is not JSON that can be read: {str(error)[:100]}"
         if path.suffix.lower() == ".json":
             raise InputError(why) from error

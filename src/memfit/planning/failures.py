@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,6 +13,8 @@ from memfit.analysis.own_lines import is_own
 from memfit.errors import MemfitError, TraceError
 
 _MEMFIT = Path(__file__).parents[1]
+MOST_CAUSES = 20
+"""They may go round in a ring."""
 _NO_GPU = re.compile(
     r"\bmeta\b|not compiled with CUDA|not linked with support for cuda|compiled without"
     r"|NVIDIA driver|accelerator|data pointer|TensorWrapper"
@@ -36,18 +38,21 @@ def failures_of_the_job() -> Iterator[None]:
         yield
     except MemfitError:
         raise
-    except SystemExit as error:
-        place = _nearest_to_the_person(traceback.extract_tb(error.__traceback__))
+    except SystemExit as end:
+        place = _nearest_to_the_person(traceback.extract_tb(end.__traceback__))
         raise TraceError(
-            f"the job ends itself: sys.exit({error.code!r})",
+            f"the job ends itself: sys.exit({_text(end.code, repr)})",
             hint=f"at {place.filename}:{place.lineno}, in {place.name}",
-        ) from error
-    except (KeyboardInterrupt, GeneratorExit):
+        ) from end
+    except KeyboardInterrupt:
         raise
-    except BaseException as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        if _is_memfit_s(error, frames):
+    except BaseException as raised:
+        frames = traceback.extract_tb(raised.__traceback__)
+        if _is_memfit_s(raised, frames):
             raise
+        error = _first_cause(raised)
+        if error is not raised:
+            frames.extend(traceback.extract_tb(error.__traceback__))
         if isinstance(error, ModuleNotFoundError) and error.name is not None:
             place, package = _nearest_to_the_person(frames), error.name.partition(".")[0]
             if package != error.name and find_spec(package) is not None:
@@ -63,6 +68,7 @@ def failures_of_the_job() -> Iterator[None]:
         text = _text(error).partition(", known options are ")[0]  # torch lists hundreds
         lines = [each.strip() for each in text.strip().splitlines()]
         said = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
+        what = f"{type(error).__name__}: {said[:300]}" if said else type(error).__name__
         place = _nearest_to_the_person(frames)
         line = f"{place.filename}:{place.lineno}, in {place.name}"
         own = next((f"{each.filename}:{each.lineno}" for each in reversed(frames) if _is_theirs(each.filename)), None)
@@ -70,7 +76,7 @@ def failures_of_the_job() -> Iterator[None]:
             line = f"{own}; that is {line}"
         if _NO_GPU.search(text):
             raise TraceError(
-                f"memfit does not cover what the code does at {line}: {type(error).__name__}: {said[:300]}",
+                f"memfit does not cover what the code does at {line}: {what}",
                 hint="a GPU may well run it: this comes from the device without memory that memfit runs the code on",
             ) from error
         if isinstance(error, ImportError) and "pip install" in text:
@@ -84,19 +90,26 @@ def failures_of_the_job() -> Iterator[None]:
                 hint=f"asked for at {own or line}: put it where the program looks first, or run memfit"
                 " where it can be reached; plan script --synthetic-data makes up data sets and tokenizers of the Hub",
             ) from error
-        raise TraceError(
-            f"the job itself fails: {type(error).__name__}: {said[:300]}", hint=f"raised at {line}"
-        ) from error
+        raise TraceError(f"the job itself fails: {what}", hint=f"raised at {line}") from error
 
 
 def _is_theirs(file: str) -> bool:
     return is_own(file) and _MEMFIT not in Path(file).parents
 
 
-def _text(error: BaseException) -> str:
+def _first_cause(error: BaseException) -> BaseException:
+    """Of an import that failed by another one, as in libraries that import late. Where it says what to install, that
+    says more."""
+    for _ in range(MOST_CAUSES):
+        if isinstance(error.__cause__, ImportError) and "pip install" not in _text(error):
+            error = error.__cause__
+    return error
+
+
+def _text(said: object, form: Callable[[object], str] = str) -> str:
     try:
-        return str(error)
-    except Exception:
+        return form(said)
+    except BaseException:
         return ""
 
 

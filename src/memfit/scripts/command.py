@@ -6,6 +6,7 @@ import importlib.util
 import os
 import re
 import shlex
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.machinery import ModuleSpec
@@ -18,6 +19,8 @@ from memfit.scripts.launchers import launcher_of, read_launch
 PYTHON = re.compile(r"python(\d+(\.\d+)?)?(\.exe)?")
 SWITCHES = ("-u", "-B", "-O", "-OO", "-s", "-S", "-E", "-I", "-b", "-q", "-v")
 WITH_VALUE = ("-X", "-W")
+OF_PYTHON = re.compile(rb"#![^\n]*python|#!/bin/sh\n'''exec' [^\n]*python")
+"""How a console script begins; the second form is pip's, where the path of its Python is long or has a space."""
 SHELLS = ("env", "bash", "sh", "zsh")
 HINT = "memfit plan script --gpu 24GB -- train.py --batch_size 8"
 
@@ -45,6 +48,12 @@ class Program:
         return next(iter(exported({**os.environ, **dict(self.environment)}).values()), "")
 
     @property
+    def search_path(self) -> list[str]:
+        """Folders of a PYTHONPATH before the command, as Python takes them: an empty one is the working folder."""
+        said = dict(self.environment).get("PYTHONPATH", "")
+        return list(dict.fromkeys(os.path.abspath(each) for each in said.split(os.pathsep))) if said else []
+
+    @property
     def words(self) -> list[str]:
         return [*(["-m"] if self.is_module else []), self.target, *self.arguments]
 
@@ -55,7 +64,8 @@ def read_command(command: str | Sequence[str]) -> Program:
     words = words[len(environment) :]
     if not words:
         raise UsageError("which script?", hint=HINT)
-    if PYTHON.fullmatch(Path(words[0]).name):
+    names_python = PYTHON.fullmatch(Path(words[0]).name) is not None
+    if names_python:
         words = _without_switches(words[1:])
     if not words:
         raise UsageError("python alone runs no script", hint=HINT)
@@ -65,7 +75,7 @@ def read_command(command: str | Sequence[str]) -> Program:
         launch = read_launch(*found)
         program = _program(launch.words, (*launch.environment, *environment))
         return replace(program, processes=launch.processes, notes=launch.notes)
-    return _program(words, environment)
+    return _program(words if names_python else _found_on_path(words, environment), environment)
 
 
 def _words(command: object) -> list[str]:
@@ -124,6 +134,26 @@ def _file(words: Sequence[str], environment: tuple[tuple[str, str], ...]) -> Pro
             hint="a folder, not a file" if path.is_dir() else f"looked in '{os.getcwd()}'; a module is given with -m",
         )
     return Program(str(path), False, tuple(words[1:]), environment)
+
+
+def _found_on_path(words: list[str], environment: tuple[tuple[str, str], ...]) -> list[str]:
+    """As a shell finds a command that is a bare name. What is here under that name goes first."""
+    name = words[0]
+    path = Path(name)
+    is_here = path.is_file() or (path / "__main__.py").is_file()
+    if is_here or name in SHELLS or name.startswith("-") or path.name != name:
+        return words
+    found = shutil.which(name, path=dict(environment).get("PATH"))
+    if found is None:
+        return words
+    try:
+        with open(found, "rb") as file:
+            begins = file.read(512)
+    except OSError as error:
+        raise InputError(f"cannot read '{found}', which '{name}' is: {error.strerror}") from error
+    if not OF_PYTHON.match(begins):
+        raise InputError(f"'{name}' is no file here, and {found} is no Python program", hint=HINT)
+    return [found, *words[1:]]
 
 
 def find_module(name: str) -> ModuleSpec:

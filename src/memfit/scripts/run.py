@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import builtins
 import importlib
+import io
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from memfit.extrapolation.reused import COMPILED
 from memfit.scripts.children import processes_at_home
 from memfit.scripts.command import Program, find_module
 from memfit.scripts.stopping import EnoughSeen, Steps, ended_in_time
+from memfit.scripts.watched import tell_line
 
 OFFLINE = {
     "WANDB_MODE": "disabled", "WANDB_SILENT": "true", "MLFLOW_TRACKING_URI": "", "COMET_MODE": "disabled",
@@ -101,11 +103,12 @@ def _module(name: str) -> tuple[Any, dict[str, Any]]:
 def _as_started_by_hand(program: Program) -> Iterator[None]:
     """Afterwards everything is as before."""
     folder = os.getcwd() if program.is_module else str(Path(program.target).resolve().parent)
+    folders = [folder, *program.search_path]
     before, of_python = set(sys.modules), dict(vars(builtins))
     here = os.getcwd()
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(sys, "argv", [program.target, *program.arguments]))
-        stack.enter_context(mock.patch.object(sys, "path", [folder, *sys.path]))
+        stack.enter_context(mock.patch.object(sys, "path", [*folders, *sys.path]))
         stack.enter_context(mock.patch.dict(os.environ, {**OFFLINE, **dict(program.environment)}))
         _hub_is_offline(stack)
         stack.enter_context(_accelerate_begins_anew())
@@ -115,7 +118,9 @@ def _as_started_by_hand(program: Program) -> Iterator[None]:
             os.chdir(here)
             vars(builtins).update(of_python)  # a program may print in its own way
             for name in set(sys.modules) - before:
-                if str(getattr(sys.modules[name], "__file__", None) or "").startswith(folder + os.sep):
+                file = str(getattr(sys.modules[name], "__file__", None) or "")
+                # Libraries stay, in a .venv of that folder too: torch cannot be imported twice.
+                if is_own(file) and file.startswith(tuple(os.path.join(each, "") for each in folders)):
                     del sys.modules[name]
 
 
@@ -165,10 +170,27 @@ def _read_by_the_compiler() -> dict[str, str]:
     }
 
 
+class Given(io.TextIOWrapper):
+    """To a program as its outputs: remembers whether the last line has an end."""
+
+    mode = "w"
+    is_amid_line = False
+
+    def __init__(self, stream: io.BufferedWriter) -> None:
+        super().__init__(stream, errors="backslashreplace", line_buffering=True)
+
+    def write(self, text: str) -> int:
+        written = super().write(text)
+        if text and self.is_amid_line is text.endswith("\n"):
+            self.is_amid_line = not self.is_amid_line
+            tell_line(is_open=self.is_amid_line)
+        return written
+
+
 @contextmanager
 def _speaks_on_stderr() -> Iterator[None]:
     """What the program prints is no result of memfit's: it goes where notes go, also what its child processes print.
-    It may close what it is given."""
+    It may close what it is given, and put anything in its place. What follows begins a line of its own."""
     with suppress(OSError, ValueError, AttributeError):
         sys.stdout.flush()
     held: dict[int, int] = {}
@@ -176,19 +198,26 @@ def _speaks_on_stderr() -> Iterator[None]:
         with suppress(OSError):
             held[number] = os.dup(number)
     streams = sys.stdout, sys.stderr
+    given: Given | None = None
     if 2 in held:
         os.dup2(2, 1)
-        sys.stdout = sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
+        sys.stdout = sys.stderr = given = Given(os.fdopen(2, "wb", closefd=False))
     try:
         yield
     finally:
-        with suppress(OSError, ValueError):
-            sys.stdout.flush()
+        for stream in (sys.stdout, sys.stderr, given):
+            with suppress(Exception):
+                stream.flush()  # type: ignore[union-attr]
         sys.stdout, sys.stderr = streams
         for number, copy in held.items():
             with suppress(OSError):
                 os.dup2(copy, number)
                 os.close(copy)
+        if given is not None and given.is_amid_line:
+            given.is_amid_line = False
+            with suppress(OSError):
+                os.write(2, b"\n")
+            tell_line(is_open=False)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from unittest import mock
 from memfit.analysis.own_lines import is_own
 from memfit.errors import TraceError
 from memfit.replay.replay import replay
-from memfit.scripts.watched import tell_deadline
+from memfit.scripts.watched import is_watched, tell_deadline
 from memfit.units import format_bytes
 
 MOST_STEPS = 10
@@ -28,6 +29,8 @@ RINGS_AGAIN = (-6.0, -3.0)
 """Powers of ten of a second, drawn: some ring comes between the end of one `try` and the beginning of the next."""
 UNHEARD = 0.01
 """A ring that comes just before the program begins to wait for a lock is only heard with the next one."""
+RINGS_FOR_FINALISERS = 0.1
+"""After the first such: there may be many."""
 IN_LIBRARIES = 100
 """Of so many rings one may end a library's code, in which a program waits for a thread, for one."""
 ALARM = "the program's own alarm clock (SIGALRM) never rings"
@@ -132,6 +135,25 @@ def ended_in_time(seconds: float, tracer: Any) -> Iterator[None]:
         _set_timer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
         tell_deadline(None)
+        if is_watched():
+            _end_finalisers()
+
+
+def _end_finalisers() -> None:
+    """Lines of the program that run when it has ended are those of objects that go. Nothing of this process is for
+    anybody else, so the clock rings on in it."""
+
+    def ring(_: int, frame: FrameType | None) -> None:
+        if _may_end(frame, amid_libraries=True):
+            raise TimeIsUp
+
+    def say_of_others(ignored: sys.UnraisableHookArgs) -> None:
+        if ignored.exc_type is not TimeIsUp:
+            say(ignored)
+
+    say, sys.unraisablehook = sys.unraisablehook, say_of_others
+    signal.signal(signal.SIGALRM, ring)
+    _set_timer(signal.ITIMER_REAL, LEAVES_WITHIN, RINGS_FOR_FINALISERS)
 
 
 def _ring_in(seconds: float) -> None:

@@ -1,15 +1,17 @@
 """A program in a process of its own, which another one watches: ends it in time, cleans up after it, speaks for it.
 
 A program may catch what should end it, close its outputs, crash, kill its process or leave others behind. The two
-processes talk by files in a folder of theirs: such a program may close every descriptor.
+processes talk by memory that both have and a file in a folder of theirs: such a program may close every descriptor.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import faulthandler
 import io
 import math
+import mmap
 import os
 import pickle
 import shutil
@@ -35,16 +37,46 @@ LOOKS = 0.02
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 PREFIX = "memfit-script-"
 NO_PLAN = "it did so before it had made enough steps for a plan"
-ANSWER, DEADLINE, NO_ROOM = "answer", "deadline", "no-room"
+ANSWER = "answer"
+
+
+class Told(ctypes.Structure):
+    """To who watches, in memory: it has room where a folder has none."""
+
+    _fields_ = (
+        ("seconds", ctypes.c_double),
+        ("until", ctypes.c_double),
+        ("why_no_answer", ctypes.c_int),
+        ("line_is_open", ctypes.c_bool),
+    )
+    seconds: float
+    until: float
+    """By when the program should have ended. 0: it has, or has not begun."""
+    why_no_answer: int
+    """Number of the error with which it could not be written. 0: there was none."""
+    line_is_open: bool
+    """Whether what the program has printed ends amid a line."""
+
+
 _folder: Path | None = None
+_told: Told | None = None
 """In the process that is watched."""
 
 
 def tell_deadline(seconds: float | None) -> None:
     """By when the program should have ended, to who watches, if anybody does."""
-    if _folder is not None:
-        with suppress(OSError), written_whole(_folder / DEADLINE) as beside:  # without room there is no answer either
-            beside.write_bytes(pickle.dumps((seconds, time.monotonic())))
+    if _told is not None:
+        _told.seconds = seconds or 0.0
+        _told.until = 0.0 if seconds is None else time.monotonic() + seconds
+
+
+def tell_line(*, is_open: bool) -> None:
+    if _told is not None:
+        _told.line_is_open = is_open
+
+
+def is_watched() -> bool:
+    return _told is not None
 
 
 def folder_for_files() -> str | None:
@@ -56,39 +88,47 @@ def watch(work: Callable[[], int]) -> tuple[int, str]:
     """What `work` returns in a process of its own, and what it has written to `sys.stdout`."""
     sys.stdout.flush()
     folder, child, others = _made_folder(), 0, _children()
+    told = Told.from_buffer(mmap.mmap(-1, ctypes.sizeof(Told)))
     _adopt_orphans(True)
     try:
         child = os.fork()
         if child == 0:
-            _be_watched(work, folder)
+            _be_watched(work, folder, told)
         with suppress(OSError):  # it does so itself: whoever comes first
             os.setpgid(child, child)
-        status = _wait(child, folder)
-        return _answer(folder, status)
+        status = _wait(child, folder, told)
+        return _answer(folder, told, status)
     finally:
         if child:
             _end(child)
             _end_orphans(others)
             _adopt_orphans(False)
             shutil.rmtree(folder, ignore_errors=True)
+            if told.line_is_open:
+                with suppress(OSError):
+                    os.write(2, b"\n")
 
 
 def _made_folder() -> Path:
-    """With an answer in it for where none can be written: to rename a file takes no room."""
-    error = (
-        f"no room in the folder for temporary files, {os.environ.get('TMPDIR', '/tmp')}",
-        "name another that has some megabytes left: TMPDIR=/another/folder memfit ...",
-    )
+    """One that cannot be written into is told before the program runs."""
     folder = None
     try:
         sweep(Path(tempfile.gettempdir()))
         folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-"))
-        (folder / NO_ROOM).write_bytes(pickle.dumps((1, "", error)))
+        (folder / "room").write_bytes(b"for something")
     except OSError as failed:
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
-        raise MemfitError(error[0], hint=error[1]) from failed
+        raise _cannot_be_written(failed.errno or errno.EIO) from failed
     return folder
+
+
+def _cannot_be_written(number: int) -> MemfitError:
+    hint = "name another that has some megabytes left: TMPDIR=/another/folder memfit ..."
+    if number in (errno.EFBIG, errno.EMFILE):
+        hint = "a limit that the script (resource.setrlimit) or the shell (ulimit) has set holds for memfit too"
+    place = os.environ.get("TMPDIR", "/tmp")
+    return MemfitError(f"cannot write into the folder for temporary files, {place}: {os.strerror(number)}", hint=hint)
 
 
 def sweep(place: Path) -> None:
@@ -110,7 +150,7 @@ def _is_alive(process: int) -> bool:
     return True
 
 
-def _wait(child: int, folder: Path) -> int | None:
+def _wait(child: int, folder: Path, told: Told) -> int | None:
     """How it has ended, as the system tells it; nothing where its answer is there and it does not end."""
     answered = math.inf
     while True:
@@ -120,24 +160,29 @@ def _wait(child: int, folder: Path) -> int | None:
         if ended:
             return status
         now = time.monotonic()
-        if math.isinf(answered) and (folder / ANSWER).exists():
+        if math.isinf(answered) and (told.why_no_answer or (folder / ANSWER).exists()):
             answered = now
         if now > answered + LEAVES_WITHIN:
             return None
-        seconds, begun = _read(folder / DEADLINE) or (None, 0.0)
-        if math.isinf(answered) and seconds is not None and now > begun + seconds + PATIENCE:
+        if math.isinf(answered) and told.until and now > told.until + PATIENCE:
             raise TraceError(
-                f"the script made no step of an optimizer that ended the trace within {seconds:.0f} s, and went on when"
-                " it was told to end",
+                f"the script made no step of an optimizer that ended the trace within {told.seconds:.0f} s, and went on"
+                " when it was told to end",
                 hint="--seconds gives it more; where it catches everything, `except Exception:` lets it end",
             )
         time.sleep(LOOKS)
 
 
-def _answer(folder: Path, status: int | None) -> tuple[int, str]:
-    found = _read(folder / ANSWER)
-    if found is not None:
-        code, text, error = found
+def _answer(folder: Path, told: Told, status: int | None) -> tuple[int, str]:
+    if told.why_no_answer and not folder.exists():
+        raise MemfitError(
+            f"memfit's folder of temporary files, {folder}, was removed while the script ran",
+            hint="by the script, or by somebody else: the answer was to be written there",
+        )
+    if told.why_no_answer:
+        raise _cannot_be_written(told.why_no_answer)
+    with suppress(FileNotFoundError):
+        code, text, error = pickle.loads((folder / ANSWER).read_bytes())
         if isinstance(error, str):
             raise RuntimeError(f"in the process of the script:\n{error}")
         if error is not None:
@@ -149,13 +194,6 @@ def _answer(folder: Path, status: int | None) -> tuple[int, str]:
     name = signal.Signals(-code).name
     why = "killed from outside, where memory runs out for one, or by itself" if code == -signal.SIGKILL else "a crash"
     raise TraceError(f"the process of the script ended by the signal {name}: {why}", hint=NO_PLAN)
-
-
-def _read(path: Path) -> Any:
-    try:
-        return pickle.loads(path.read_bytes())
-    except FileNotFoundError:
-        return None
 
 
 def _end(child: int) -> None:
@@ -219,9 +257,9 @@ def _end_with_who_watches() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _be_watched(work: Callable[[], int], folder: Path) -> NoReturn:
-    global _folder
-    _folder = folder
+def _be_watched(work: Callable[[], int], folder: Path, told: Told) -> NoReturn:
+    global _folder, _told
+    _folder, _told = folder, told
     with suppress(OSError):
         os.setpgid(0, 0)
     _end_with_who_watches()
@@ -235,15 +273,16 @@ def _be_watched(work: Callable[[], int], folder: Path) -> NoReturn:
     error: tuple[str, str | None] | str | None = None
     try:
         code = work()
-    except MemfitError as told:
-        error = (told.message, told.hint)
+    except MemfitError as failure:
+        error = (failure.message, failure.hint)
     except KeyboardInterrupt:
         error = ("the script was interrupted, by itself or from outside: KeyboardInterrupt", NO_PLAN)
-    except Exception:
+    except BaseException:
         error = traceback.format_exc()
+    signal.setitimer(signal.ITIMER_REAL, 0)  # who watches ends it now
     try:
         with written_whole(folder / ANSWER) as beside:
             beside.write_bytes(pickle.dumps((code, kept.text(), error)))
-    except OSError:
-        (folder / NO_ROOM).replace(folder / ANSWER)
+    except OSError as failed:
+        told.why_no_answer = failed.errno or errno.EIO
     raise SystemExit(code)
