@@ -129,3 +129,10 @@ def test_a_command_on_the_path_that_is_not_python_is_told_as_such(command: Put) 
     path = command("my-train", "#!/bin/sh\nexec train\n")
     with pytest.raises(MemfitError, match=f"'my-train' is no file here, and {path} is no Python program"):
         read_command("my-train")
+
+
+@pytest.mark.parametrize("words", [["-m", "memfit", "train"], ["memfit", "train"], ["python", "-m", "memfit", "train"]])
+def test_a_command_of_memfit_is_planned_by_itself(words: list[str]) -> None:
+    with pytest.raises(UsageError, match="memfit train is planned without plan script") as told:
+        read_command([*words, "--config", "c.yaml"])
+    assert told.value.hint == "memfit train --config FILE --dry-run"

@@ -117,7 +117,19 @@ def _without_switches(words: Sequence[str]) -> list[str]:
 def _module(words: Sequence[str], environment: tuple[tuple[str, str], ...]) -> Program:
     if not words:
         raise UsageError("-m: which module?", hint="memfit plan script -- -m package.train --lr 1e-4")
+    if words[0] == "memfit":
+        raise _of_memfit(words[1:])
     return Program(words[0], True, tuple(words[1:]), environment)
+
+
+def _of_memfit(words: Sequence[str]) -> UsageError:
+    """Its own commands are planned by themselves: a plan within a plan says nothing more."""
+    ways = {"train": "memfit train --config FILE --dry-run", "prune": "memfit plan prune --model NAME"}
+    command = next(iter(words), "")
+    return UsageError(
+        f"memfit {command} is planned without plan script".replace("  ", " "),
+        hint=ways.get(command, "memfit plan forward|train|lora|generate|prune"),
+    )
 
 
 def _file(words: Sequence[str], environment: tuple[tuple[str, str], ...]) -> Program:
@@ -144,6 +156,8 @@ def _found_on_path(words: list[str], environment: tuple[tuple[str, str], ...]) -
     if is_here or name in SHELLS or name.startswith("-") or path.name != name:
         return words
     found = shutil.which(name, path=dict(environment).get("PATH"))
+    if name == "memfit":
+        raise _of_memfit(words[1:])
     if found is None:
         return words
     try:
