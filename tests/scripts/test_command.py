@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from memfit.errors import MemfitError
+from memfit.errors import MemfitError, UsageError
 from memfit.scripts.command import Program, read_command
 
 Put = Callable[[str, str], str]
