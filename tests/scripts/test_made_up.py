@@ -151,7 +151,7 @@ SEEN_AND_HEARD = """
 import torch
 from datasets import Audio, load_dataset
 books = load_dataset("opus_books", "en-it", split="train")
-assert set(books[0]["translation"]) == {"en", "it"} and "validation_matched" in load_dataset("glue", "mnli")
+assert set(books[0]["translation"]) == {"en", "it"} and "test_matched" in load_dataset("glue", "mnli")
 food = load_dataset("ethz/food101")["train"]
 assert food[0]["image"].convert("RGB").size == (500, 375) and food.features["label"].num_classes == 101
 rows = load_dataset("mozilla-foundation/common_voice_11_0", "hi", split="train+validation")

@@ -125,7 +125,8 @@ def data_sets_of(name: str, row: Mapping[str, Any], data: Any) -> dict[str, Any]
     short = not pictures and max(len(str(each)) for each in row.values()) < SHORT
     rows = FEW_ROWS if sounds else SHORT_ROWS if short else ROWS
     if re.search("mnli", name, re.IGNORECASE):
-        rows = rows | dict.fromkeys(("validation_matched", "validation_mismatched"), rows["validation"])
+        matched = [f"{split}_{kind}" for split in ("validation", "test") for kind in ("matched", "mismatched")]
+        rows = rows | dict.fromkeys(matched, rows["test"])
     classes = next(count for words, count in CLASSES if re.search(words, name, re.IGNORECASE))
     made = {}
     for split, count in rows.items():
