@@ -45,7 +45,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "jobfiles": {"yaml"},
     "render": {"rich"},
     "planning": {*TORCH, "numpy"},
-    "scripts": {*TORCH, "tokenizers"},
+    "scripts": {*TORCH, "tokenizers", "numpy", "PIL"},
     "fitting": TORCH,
     "explaining": TORCH,
     "checking": {*TORCH, "packaging"},

@@ -929,6 +929,21 @@ def test_a_mask_of_fractions_selects_as_the_one_that_it_was_made_of() -> None:
     assert seen == [8_000]
 
 
+def test_a_mask_that_is_put_together_from_known_ones_is_known_however_long_it_is() -> None:
+    """As peft does it for prefixes: ones of the host before the mask of a batch."""
+    seen: list[bool] = []
+
+    def step() -> None:
+        of_batch = torch.ones(8, 600, dtype=torch.int64).cuda()
+        mask = torch.cat((torch.ones(8, 20).to(of_batch.device), of_batch), dim=1)
+        seen.append(bool(mask.to(torch.float16).clone().bool().all()))
+        mask[0, 0] = 0
+        seen.append(bool(torch.stack((mask, mask)).bool().all()))
+
+    memfit.trace(step)
+    assert seen == [True, False]
+
+
 def test_weights_are_not_kept_on_the_host_for_their_values() -> None:
     seen: list[Any] = []
     memfit.trace(lambda: seen.append(torch.nn.Linear(100, 100).cuda().weight[0, 0].item()))

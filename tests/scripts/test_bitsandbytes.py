@@ -67,6 +67,7 @@ def test_a_checkpoint_that_is_quantised_while_it_loads_takes_what_was_measured()
     plan, run = planned(LOADED), measured("r14")
     assert plan.peak.allocated_bytes == run["peak_allocated"]
     assert plan.peak.reserved_bytes == run["peak_reserved"]
+    assert plan.parameters == 124_439_808  # gpt2's, not the bytes that they are packed into
 
 
 @pytest.mark.parametrize(

@@ -166,6 +166,24 @@ def test_a_folder_with_a_config_alone_has_weights_of_the_shapes_that_it_says(run
     assert told["weights"] and any(note.startswith("weights that are not on this machine") for note in plan.notes)
 
 
+@pytest.mark.parametrize("within", ["", "vae"])
+def test_so_has_one_of_diffusers(run: object, tmp_path: Path, within: str) -> None:
+    pytest.importorskip("diffusers", reason="diffusers is not installed")
+    (tmp_path / "whole" / within).mkdir(parents=True)
+    (tmp_path / "whole" / within / "config.json").write_text(json.dumps({"_class_name": "AutoencoderKL"}))
+    told, plan = run(
+        "from diffusers import AutoencoderKL\n"
+        f"vae = AutoencoderKL.from_pretrained('whole', subfolder={within!r}, torch_dtype=torch.float16)\n"
+        "where = str(next(vae.parameters()).device)\n"
+        "sizes = {p.dtype: p.numel() for p in vae.cuda().parameters()}\n"
+        "with torch.no_grad():\n"
+        "    latent = vae.encode(torch.zeros(1, 3, 64, 64, device='cuda', dtype=torch.float16)).latent_dist.mode()\n"
+        "note(where=where, dtypes=[str(each) for each in sizes], shape=list(latent.shape))"
+    )  # type: ignore[operator]
+    assert told == {"where": "cpu", "dtypes": ["torch.float16"], "shape": [1, 4, 64, 64]}
+    assert any(note.startswith("weights that are not on this machine") for note in plan.notes)
+
+
 def test_what_is_missing_is_named_with_its_id_and_no_flag_that_would_not_help(run: object) -> None:
     with pytest.raises(
         MemfitError, match=r"train\.py:\d+: the code loads config\.json of nobody/nothing from the Hub"

@@ -9,8 +9,9 @@ import pytest
 
 import memfit
 from memfit.cli.main import main
-from memfit.errors import MemfitError
-from memfit.scripts.made_up import columns_of
+from memfit.errors import MemfitError, TraceError
+from memfit.scripts.made_up import columns_are_made_up
+from memfit.scripts.made_up_rows import columns_of, sound
 
 TOKENIZED = """
 import json, pathlib
@@ -80,6 +81,63 @@ def test_a_data_set_s_columns_are_told_by_its_name() -> None:
     assert len(columns_of("xsum")["document"]) > len(columns_of("xsum")["summary"]) > 0
 
 
+@pytest.mark.parametrize(
+    ("name", "languages"),
+    [
+        ("opus_books en-it", ["en", "it"]),
+        ("Helsinki-NLP/opus-100 af-en", ["af", "en"]),
+        ("iwslt2017 iwslt2017-de-en", ["de", "en"]),
+        ("my/own fi-sv", ["fi", "sv"]),
+        ("wmt16", ["en", "de", "fr", "ro"]),
+    ],
+)
+def test_languages_are_those_of_the_config_s_name(name: str, languages: list[str]) -> None:
+    assert list(columns_of(name)["translation"]) == languages
+
+
+@pytest.mark.parametrize(
+    ("names", "columns"),
+    [
+        (
+            "ethz/food101 ylecun/mnist imagenet-1k timm/oxford-iiit-pet zalando/fashion_mnist my/images",
+            ["image", "label"],
+        ),
+        ("AI-Lab-Makerere/beans", ["image_file_path", "image", "labels"]),
+        ("uoft-cs/cifar10", ["img", "label"]),
+        ("superb-ks", ["file", "audio", "label"]),
+        ("my/invoices tweets_hate_speech_detection", ["text", "label"]),
+    ],
+)
+def test_pictures_have_labels(names: str, columns: list[str]) -> None:
+    assert [list(columns_of(name)) for name in names.split()] == [columns] * len(names.split())
+
+
+@pytest.mark.parametrize(
+    "name", ["mozilla-foundation/common_voice_11_0 hi", "librispeech_asr clean", "superb asr", "my/speech"]
+)
+def test_speech_has_sound_and_what_is_said_in_short(name: str) -> None:
+    row = columns_of(name)
+    assert {"audio", "sentence", "text"} <= set(row) and len(row["sentence"].split()) == 40
+    heard = sound(8000)
+    assert heard["sampling_rate"] == 8000 and heard["array"].shape == (15 * 8000,)
+
+
+@pytest.mark.parametrize(
+    ("cause", "told"),
+    [
+        (KeyError("sentence"), True),
+        (ValueError("Column to remove ['id'] not in the dataset"), True),
+        (ValueError("batch_size should be positive"), False),
+        (RuntimeError("no such column"), False),
+    ],
+)
+def test_a_column_that_a_made_up_data_set_lacks_is_told_beside_the_error(cause: Exception, told: bool) -> None:
+    with pytest.raises(TraceError, match="the job itself fails") as error, columns_are_made_up({"my/own": ("text",)}):
+        raise TraceError("the job itself fails: ...", hint="raised at train.py:3") from cause
+    assert error.value.hint.startswith("raised at train.py:3")
+    assert ("made up by --synthetic-data: my/own has text; the real one may have" in error.value.hint) is told
+
+
 def test_data_sets_are_made_up_where_that_is_asked_for(tmp_path: Path) -> None:
     pytest.importorskip("datasets", reason="datasets is not installed: `make test-all` does")
     (tmp_path / "train.py").write_text(DATA)
@@ -87,6 +145,31 @@ def test_data_sets_are_made_up_where_that_is_asked_for(tmp_path: Path) -> None:
     assert any("imdb: a made-up data set with the columns text, label" in note for note in plan.notes)
     with pytest.raises(MemfitError, match=r"train.py:4: the code loads something from the Hub"):
         memfit.trace_script("train.py")
+
+
+SEEN_AND_HEARD = """
+import torch
+from datasets import Audio, load_dataset
+books = load_dataset("opus_books", "en-it", split="train")
+assert set(books[0]["translation"]) == {"en", "it"} and "test_matched" in load_dataset("glue", "mnli")
+food = load_dataset("ethz/food101")["train"]
+assert food[0]["image"].convert("RGB").size == (500, 375) and food.features["label"].num_classes == 101
+rows = load_dataset("mozilla-foundation/common_voice_11_0", "hi", split="train+validation")
+rows = rows.remove_columns(["path", "gender"]).cast_column("audio", Audio(sampling_rate=8000))
+rows = rows.map(lambda row: {"audio": row["audio"], "size": len(row["audio"]["array"])})
+assert rows[0]["size"] == 120_000 and rows[0]["audio"]["sampling_rate"] == 8000
+torch.zeros(1, device="cuda")
+food[0]["caption"]
+"""
+
+
+def test_pictures_and_sound_are_made_up_and_a_column_that_lacks_is_no_fault_of_the_job(tmp_path: Path) -> None:
+    pytest.importorskip("datasets", reason="datasets is not installed: `make test-all` does")
+    pytest.importorskip("PIL")
+    (tmp_path / "train.py").write_text(SEEN_AND_HEARD)
+    with pytest.raises(MemfitError, match="KeyError: 'caption'") as error:
+        memfit.trace_script("train.py", synthetic_data=True)
+    assert "opus_books en-it has id, translation; glue mnli has " in error.value.hint
 
 
 METRIC = """

@@ -229,11 +229,17 @@ def test_a_variable_that_is_not_modelled_is_named_in_the_first_lines(write, vari
     assert any(note.startswith(f"not modelled: {variable}, ") for note in plan.notes)
 
 
-def test_a_file_beside_the_script_may_build_the_model_when_it_is_imported(write, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize("of_a_package", [True, False])
+def test_a_file_beside_the_script_may_build_the_model_when_it_is_imported(
+    write,  # type: ignore[no-untyped-def]
+    tmp_path: Path,
+    of_a_package: bool,
+) -> None:
     path = write(LOOP)
     whole = peak(memfit.trace_script(path))
     (tmp_path / "parts").mkdir()
-    (tmp_path / "parts" / "__init__.py").write_text("")
+    if of_a_package:
+        (tmp_path / "parts" / "__init__.py").write_text("")
     (tmp_path / "parts" / "model.py").write_text(HEAD)
     (tmp_path / "train.py").write_text("from parts.model import *\n" + LOOP)
     assert peak(memfit.trace_script(path)) == whole

@@ -135,6 +135,34 @@ def test_without_cudnn_rules_tell_and_the_plan_says_how_to_get_it() -> None:
     assert any("pip install nvidia-cudnn-cu13" in note for note in notes)
 
 
+@pytest.mark.parametrize("kind", [nn.Conv2d, nn.ConvTranspose2d])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_workspace_by_rule_is_told_without_a_backward_pass_and_beside_the_verdict_where_it_is_the_peak(
+    kind: type[nn.Module], dtype: torch.dtype
+) -> None:
+    def forward() -> None:
+        with torch.no_grad():
+            layer = kind(64, 64, 3, padding=1).to("cuda", dtype)
+            layer(torch.ones(4, 64, 256, 256, device="cuda", dtype=dtype))
+
+    notes = memfit.trace(forward).notes
+    copies = "64.07 MiB" if dtype == torch.float16 else "128.14 MiB"  # of image, result and weight, channels last
+    assert any(note.startswith("not modelled: the kernel that cuDNN takes") and copies in note for note in notes)
+    assert any("told by rule: after `pip install nvidia-cudnn-cu13`" in note for note in notes)
+
+
+def test_a_workspace_by_rule_that_is_not_at_the_peak_is_assumed_only() -> None:
+    def step() -> None:
+        layer, x = nn.Conv2d(64, 64, 3).cuda().half(), torch.ones(4, 64, 16, 16, device="cuda", dtype=torch.half)
+        with torch.no_grad():
+            layer(x)
+        torch.ones(1 << 24, device="cuda")
+
+    notes = memfit.trace(step).notes
+    assert not any(note.startswith("not modelled:") for note in notes)
+    assert any("told by rule" in note for note in notes)
+
+
 def test_what_cudnn_says_is_taken_and_nothing_is_unmodelled(told: list[dict[str, Any]]) -> None:
     made = convolve()
     assert made.trace.requested.tolist().count(2 * MiB) == 4  # forward and the weight's gradient, twice

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 DOOR = {
     "blocks": "AFTER BEFORE Extension Ints LAST NotRepeating UNITS extend extension with_sizes",
-    "reused": "COMPILED COPIES FLUSH REUSED SAID joined let_the_last_go_first say sort_frees",
+    "reused": "COMPILED COPIES FLUSH REUSED SAID WORKSPACE_BY_RULE joined let_the_last_go_first say sort_frees",
     "steps": "last_step with_steps",
     "streams": (
         "Ask CALLER FilledStream NotSeparable Outline RuleAnswer RuleCall SizedStream Stream TracedStream answered "

@@ -19,6 +19,7 @@ from memfit.replay.timeline import allocated_changes
 
 REUSED = "a buffer used again"
 FLUSH = "autotuning: a buffer as large as the L2 cache"
+WORKSPACE_BY_RULE = "convolution workspace of cuDNN, by rule"
 SAID = "compiler"
 """Among the facts of a trace: what is to be known about the plans of a compiler or of cuDNN, in words."""
 COPIES = "padded copies"

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -349,11 +350,18 @@ def _parameters_named(tracer: Any, counts: dict[str, int]) -> Iterator[None]:
         tracer.trace.set_category(block, "weights")
         tracer.name(tensor, path)
         if isinstance(tensor, torch.nn.Parameter):
-            counts["all"] += tensor.numel()
-            counts["trainable"] += tensor.numel() * tensor.requires_grad
+            stands_for = _numbers_of(tensor)
+            counts["all"] += stands_for
+            counts["trainable"] += stands_for * tensor.requires_grad
 
     handle, tracer.on_weight = register_module_forward_pre_hook(note), name_weight
     try:
         yield
     finally:
         handle.remove()
+
+
+def _numbers_of(weight: Any) -> int:
+    """Weights of 4 bits lie packed, and bitsandbytes keeps the shape of what they stand for beside them."""
+    shape = getattr(getattr(weight, "quant_state", None), "shape", None)
+    return math.prod(shape or weight.shape)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from memfit.analysis.advice import Advice
+from memfit.analysis.advice import WORTH, Advice
 from memfit.analysis.own_lines import lines_alive
 from memfit.analysis.summary import Summary, summarise_plan
 from memfit.analysis.verdict import (
@@ -28,7 +28,7 @@ from memfit.analysis.verdict import (
 )
 from memfit.errors import UsageError
 from memfit.events import Trace
-from memfit.extrapolation.reused import FLUSH, SAID
+from memfit.extrapolation.reused import FLUSH, SAID, WORKSPACE_BY_RULE
 from memfit.files import no_collector
 from memfit.gpus import Context, Gpu, find_gpu, l2_note
 from memfit.guides.claims import pruning_formulas
@@ -39,6 +39,7 @@ from memfit.platform import platform_of
 from memfit.render.shown import NO_BF16, NOT_MODELLED, Renderer, Shown
 from memfit.replay.alloc_config import AllocatorConfig
 from memfit.replay.replay import Replay, Replays
+from memfit.replay.timeline import Timeline
 from memfit.units import format_bytes, gib
 from memfit.versions import outside_tested, versions
 
@@ -351,6 +352,7 @@ def assess(
         notes = (limit_note(fit.capacity_bytes), *notes)
         if config.garbage_collection_threshold:
             notes = (COLLECTED, *notes)
+    notes = (*_told_by_rule(timeline), *notes)
     if FLUSH in trace.names:
         notes = (*notes, l2_note(gpu))
     if strange := ", ".join(outside_tested(versions())):
@@ -369,6 +371,20 @@ def assess(
         timeline=timeline,
         **rest,
     )
+
+
+def _told_by_rule(timeline: Timeline) -> Iterator[str]:
+    trace = timeline.trace
+    if WORKSPACE_BY_RULE not in trace.names:
+        return
+    op = trace.name_id(WORKSPACE_BY_RULE)
+    there = timeline.lives.alive_at(timeline.peak_event).tolist()
+    held = sum(trace.requested[block] for block in there if trace.op_of[block] == op)
+    if held > timeline.peak_allocated * WORTH:
+        yield (
+            f"{NOT_MODELLED} the kernel that cuDNN takes for a convolution at the peak: {format_bytes(held)} of it are"
+            " its workspace as a rule tells it, and on the card it may be nothing or several times that"
+        )
 
 
 def judged_anew(plan: Plan) -> Plan:

@@ -58,6 +58,14 @@ def hub_pretended(tracer: Any, *, made_up: bool = False) -> Iterator[None]:
                 made = staticmethod(_weights_made_up(load, tracer))
                 stack.enter_context(mock.patch.object(kind, "_load_pretrained_model", made))
 
+            parts: Any = sys.modules.get("diffusers.models.modeling_utils")
+            if hasattr(getattr(parts, "ModelMixin", None), "_load_pretrained_model") and "diffusers" not in done:
+                done.add("diffusers")
+                stack.enter_context(mock.patch.object(parts, "_get_model_file", _file_or_none(parts._get_model_file)))
+                load = parts.ModelMixin.__dict__["_load_pretrained_model"].__func__
+                of_model = classmethod(_of_the_model(load, tracer))
+                stack.enter_context(mock.patch.object(parts.ModelMixin, "_load_pretrained_model", of_model))
+
             timm: Any = sys.modules.get("timm.models._builder")
             if hasattr(timm, "load_pretrained") and "timm" not in done:
                 done.add("timm")
@@ -194,11 +202,42 @@ def _weights_or_none(find: Callable[..., Any]) -> Callable[..., Any]:
         except OSError:
             within = (kwargs.get("download_kwargs") or {}).get("subfolder") or kwargs.get("subfolder") or ""
             folder = Path(str(kwargs.get("pretrained_model_name_or_path", args[0] if args else "")), within)
-            if folder.is_dir() and (not (folder / CONFIG).is_file() or any(map(_is_weights, folder.iterdir()))):
+            if folder.is_dir() and not _has_config_alone(folder):
                 raise
             return None, None
 
     return resolve
+
+
+def _has_config_alone(folder: Path) -> bool:
+    return (folder / CONFIG).is_file() and not any(map(_is_weights, folder.iterdir()))
+
+
+def _file_or_none(find: Callable[..., Any]) -> Callable[..., Any]:
+    """Of diffusers, which takes what is in a file in place of the file."""
+
+    def get_model_file(path: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return find(path, *args, **kwargs)
+        except OSError:
+            if not _has_config_alone(Path(str(path), kwargs.get("subfolder") or "")):
+                raise
+        return WeightsElsewhere()
+
+    return get_model_file
+
+
+def _of_the_model(load: Callable[..., Any], tracer: Any) -> Callable[..., Any]:
+    def load_weights(cls: Any, model: Any, weights: Any, file: Any, name: Any, keys: Any, **kwargs: Any) -> Any:
+        if isinstance(weights, WeightsElsewhere):
+            if getattr(kwargs.get("hf_quantizer"), "pre_quantized", False):
+                raise _quantised_already(str(name))
+            tracer.assume(NO_WEIGHTS)
+            weights = {each: without_memory(tracer, w.shape, w.dtype) for each, w in model.state_dict().items()}
+            keys = list(weights)
+        return load(cls, model, weights, file, name, keys, **kwargs)
+
+    return load_weights
 
 
 def _is_weights(file: Path) -> bool:

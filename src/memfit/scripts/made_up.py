@@ -1,8 +1,7 @@
 """`--synthetic-data`: tokenizers, data sets and metrics that are not here, made up in the form they would have.
 
-A made-up tokenizer has the model's vocabulary and makes one id of four characters; a made-up data set has the columns
-of the public one, where its name tells them, and long rows: what bounds them is the program's own truncation. A
-metric takes all that it is given and has scores that nobody knows.
+A made-up tokenizer has the model's vocabulary and makes one id of four characters; a made-up data set has the rows that
+`made_up_rows` tells by its name. A metric takes all that it is given and has scores that nobody knows.
 """
 
 from __future__ import annotations
@@ -15,44 +14,12 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
+from memfit.errors import TraceError
+from memfit.scripts.made_up_rows import ROWS, SOUND_FILE, columns_of, columns_told, data_sets_of, sound
+
 CHARACTERS_A_TOKEN = 4
 FEWEST_TOKENS = 100
 """Those of bytes have more; one without its files has a handful."""
-ROWS = {"train": 1000, "validation": 100, "test": 100}
-SHORT_ROWS = ROWS | {"train": 5000}
-"""Some programs put thousands of rows aside."""
-WORDS, FEW_WORDS = 1000, 100
-SHORT = 6 * FEW_WORDS
-LONG = ("text", "content", "context", "article", "document", "dialogue", "sentence", "sentence1", "premise", "review")
-_TALK = [{"role": "user", "content": "{few}"}, {"role": "assistant", "content": "{few}"}]
-COLUMNS: tuple[tuple[str, dict[str, Any]], ...] = (
-    (r"mrpc|rte|stsb|wnli", {"sentence1": "", "sentence2": "", "label": 0, "idx": 0}),
-    (r"mnli|snli|xnli|anli", {"premise": "", "hypothesis": "", "label": 0, "idx": 0}),
-    (r"hellaswag", {"ctx": "", "endings": [""] * 4, "label": "0"}),
-    (r"swag", {**dict.fromkeys(("sent1", "sent2", "ending0", "ending1", "ending2", "ending3"), ""), "label": 0}),
-    (r"qqp", {"question1": "", "question2": "", "label": 0, "idx": 0}),
-    (r"sst2|cola|glue", {"sentence": "", "label": 0, "idx": 0}),
-    (r"squad", {"id": "", "title": "", "context": "", "question": "", "answers": {"text": [""], "answer_start": [0]}}),
-    (r"ultrafeedback.*binarized|dpo|preference|hh-rlhf", {"prompt": "", "chosen": "", "rejected": ""}),
-    (r"gsm8k", {"question": "", "answer": ""}),
-    (r"alpaca|dolly", {"instruction": "", "input": "", "output": "", "text": ""}),
-    (r"ultrachat|capybara|no_robots|smoltalk|chat", {"messages": _TALK}),
-    (r"tldr", {"prompt": "", "completion": ""}),
-    (r"cnn_dailymail", {"article": "", "highlights": "", "id": ""}),
-    (r"xsum", {"document": "", "summary": "", "id": ""}),
-    (r"samsum", {"id": "", "dialogue": "", "summary": ""}),
-    (r"wmt|opus|translation", {"translation": {"en": "", "de": "", "fr": "", "ro": ""}}),
-    (r"conll|wnut|\bner\b", {"id": "", "tokens": [""] * 8, "ner_tags": [0] * 8}),
-    (r"wikitext|bookcorpus|\bc4\b|openwebtext|pile|fineweb|tinystories|wikipedia|slimpajama", {"text": ""}),
-    (r"imdb|yelp|ag_news|amazon|emotion|rotten", {"text": "", "label": 0}),
-    (r"", {"text": "", "label": 0}),
-)
-"""By what stands in the data set's name; the last is taken for all others."""
-CLASSES = (
-    (r"stsb", 0), (r"mnli|snli|xnli|anli", 3), (r"hellaswag|\bswag|ag_news", 4), (r"emotion", 6), (r"conll", 9),
-    (r"wnut", 13), (r"yelp_review_full|amazon_reviews|sst5", 5), (r"", 2),
-)  # fmt: skip
-"""What the public ones tell apart; 0: they have a score."""
 TEMPLATE = (
     "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
@@ -61,8 +28,13 @@ SCORES = ("accuracy", "f1", "precision", "recall", "matthews_correlation", "pear
 WITH_MASK = re.compile("bert|electra|mpnet|deberta|ernie|xlnet|camembert|roformer")
 
 
+_OF_COLUMNS = re.compile(r"column|feature|field|key|split|label", re.IGNORECASE)
+MadeUp = dict[str, tuple[str, ...]]
+"""Columns of the data sets that were made up, by the names that the program asked for."""
+
+
 @contextmanager
-def data_made_up(tracer: Any, *, wanted: bool) -> Iterator[None]:
+def data_made_up(tracer: Any, made_up: MadeUp, *, wanted: bool) -> Iterator[None]:
     """Unless it is `wanted`, what is not here is an error, also where transformers makes an empty tokenizer of it."""
     done: set[str] = set()
     with ExitStack() as stack:
@@ -87,8 +59,10 @@ def data_made_up(tracer: Any, *, wanted: bool) -> Iterator[None]:
             if hasattr(data, "load_dataset") and hasattr(data, "Dataset") and wanted and "data" not in done:
                 done.add("data")
                 for name in ("load_dataset", "load_from_disk"):
-                    made = _loaded_or_made(getattr(data, name), data, tracer)
+                    made = _loaded_or_made(getattr(data, name), data, tracer, made_up)
                     stack.enter_context(mock.patch.object(data, name, made))
+                for name, changed in (("decode_example", _heard), ("encode_example", _recorded)):
+                    stack.enter_context(mock.patch.object(data.Audio, name, changed(getattr(data.Audio, name))))
 
             metrics: Any = sys.modules.get("evaluate")
             if hasattr(metrics, "load") and wanted and "metrics" not in done:
@@ -178,22 +152,19 @@ def make_tokenizer(name: str, asked: dict[str, Any]) -> Any:
 # -- data sets ---------------------------------------------------------------------------------------------------------
 
 
-def _loaded_or_made(load: Callable[..., Any], data: Any, tracer: Any) -> Callable[..., Any]:
+def _loaded_or_made(load: Callable[..., Any], data: Any, tracer: Any, made_up: MadeUp) -> Callable[..., Any]:
     def load_dataset(path: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return load(path, *args, **kwargs)
         except Exception as error:
             if not _is_missing(error):
                 raise
-        named = " ".join(str(each) for each in (path, *args[:1], kwargs.get("name")) if each)
+        languages = "-".join(kwargs[each] for each in ("lang1", "lang2") if each in kwargs)
+        named = " ".join(str(each) for each in (path, *args[:1], kwargs.get("name"), languages) if each)
         row = columns_of(named)
-        tracer.assume(f"{named}: a made-up data set with the columns {', '.join(row)}, up to {WORDS:,} words a text")
-        of_words = SHORT_ROWS if max(map(len, map(str, row.values()))) < SHORT else ROWS
-        classes = next(count for words, count in CLASSES if re.search(words, named, re.IGNORECASE))
-        made = {
-            split: _with_classes(data.Dataset.from_list([row] * rows), data, classes)
-            for split, rows in of_words.items()
-        }
+        made_up[named] = tuple(row)
+        tracer.assume(f"{named}: a made-up data set with the columns {columns_told(row)}")
+        made = data_sets_of(named, row, data)
         split = kwargs.get("split")
         if split is None:
             return (
@@ -209,14 +180,39 @@ def _loaded_or_made(load: Callable[..., Any], data: Any, tracer: Any) -> Callabl
     return load_dataset
 
 
-def _with_classes(made: Any, data: Any, count: int) -> Any:
-    """Whole numbers that stand for classes, with names."""
-    if not count:
-        return made.cast_column("label", data.Value("float32")) if "label" in made.features else made
-    kind = data.ClassLabel(names=[f"class {number}" for number in range(count)])
-    if "label" in made.features and made.features["label"].dtype == "int64":
-        made = made.cast_column("label", kind)
-    return made.cast_column("ner_tags", data.Sequence(kind)) if "ner_tags" in made.features else made
+@contextmanager
+def columns_are_made_up(made_up: MadeUp) -> Iterator[None]:
+    """Where a job fails for a column that it does not find, that need not be its own fault."""
+    try:
+        yield
+    except TraceError as error:
+        cause = error.__cause__
+        of_column = isinstance(cause, KeyError) or (isinstance(cause, ValueError) and _OF_COLUMNS.search(str(cause)))
+        if not made_up or not of_column:
+            raise
+        told = "; ".join(f"{name} has {', '.join(columns)}" for name, columns in made_up.items())
+        hint = f"{error.hint}\ndata made up by --synthetic-data: {told}; the real one may have other columns or splits"
+        raise TraceError(error.message, hint=hint) from cause
+
+
+def _heard(decode: Callable[..., Any]) -> Callable[..., Any]:
+    """Sound that nobody has recorded needs no decoder."""
+
+    def decode_example(feature: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(value, dict) and value.get("path") == SOUND_FILE:
+            return value if "array" in value else sound(feature.sampling_rate)
+        return decode(feature, value, *args, **kwargs)
+
+    return decode_example
+
+
+def _recorded(encode: Callable[..., Any]) -> Callable[..., Any]:
+    def encode_example(feature: Any, value: Any) -> Any:
+        if isinstance(value, dict) and value.get("path") == SOUND_FILE:
+            return {"bytes": None, "path": SOUND_FILE}
+        return encode(feature, value)
+
+    return encode_example
 
 
 def _split(asked: Any) -> str:
@@ -228,22 +224,6 @@ def _is_missing(error: Exception) -> bool:
     return isinstance(error, (ConnectionError, FileNotFoundError)) or any(
         word in f"{type(error).__name__} {error}" for word in ("NotFound", "offline", "Offline", "Hub")
     )
-
-
-def columns_of(name: str) -> dict[str, Any]:
-    """A row, by what the data set is called."""
-    row = next(columns for words, columns in COLUMNS if re.search(words, name, re.IGNORECASE))
-    return {column: _filled(value, column) for column, value in row.items()}
-
-
-def _filled(value: Any, column: str) -> Any:
-    if isinstance(value, dict):
-        return {key: _filled(each, key) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_filled(each, column) for each in value]
-    if value in ("", "{few}"):
-        return "word " * (WORDS if column in LONG and value == "" else FEW_WORDS)
-    return value
 
 
 # -- metrics -----------------------------------------------------------------------------------------------------------

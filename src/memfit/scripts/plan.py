@@ -68,7 +68,7 @@ def trace_once(
     drops_gradients: bool = False,
 ) -> Plan:
     from memfit.scripts.hub import hub_pretended
-    from memfit.scripts.made_up import data_made_up
+    from memfit.scripts.made_up import columns_are_made_up, data_made_up
     from memfit.scripts.run import run_program
     from memfit.scripts.stopping import Steps
 
@@ -80,31 +80,33 @@ def trace_once(
     lines = [_place(place, value) for place, value in (answers or {}).items()]
     seen: list[Steps] = []
     asked: list[Any] = []
+    made_up: dict[str, tuple[str, ...]] = {}
 
     def run(tracer: Any) -> None:
         asked.append(tracer.answers)
         for file, number, value in lines:
             tracer.answers.answer_line(file, number, value)
         seen.append(Steps(steps, tracer))
-        with hub_pretended(tracer, made_up=synthetic_data), data_made_up(tracer, wanted=synthetic_data):
+        with hub_pretended(tracer, made_up=synthetic_data), data_made_up(tracer, made_up, wanted=synthetic_data):
             run_program(program, seen[-1], seconds=seconds, tracer=tracer, alloc_conf=said)
 
-    made = trace_code(
-        run,
-        gpu=gpu,
-        alloc_conf=alloc_conf,
-        name=program.name,
-        more_notes=lambda: (*_not_asked(asked[-1].lines_not_asked()), _stopped(seen[-1]), *program.notes),
-        drops_gradients=drops_gradients,
-        workload={
-            "kind": "script",
-            "command": program.words,
-            "processes": program.processes,
-            "steps": steps,
-            "alloc_conf": alloc_conf,
-            "synthetic_data": synthetic_data,
-        },
-    )
+    with columns_are_made_up(made_up):
+        made = trace_code(
+            run,
+            gpu=gpu,
+            alloc_conf=alloc_conf,
+            name=program.name,
+            more_notes=lambda: (*_not_asked(asked[-1].lines_not_asked()), _stopped(seen[-1]), *program.notes),
+            drops_gradients=drops_gradients,
+            workload={
+                "kind": "script",
+                "command": program.words,
+                "processes": program.processes,
+                "steps": steps,
+                "alloc_conf": alloc_conf,
+                "synthetic_data": synthetic_data,
+            },
+        )
     return dataclasses.replace(made, notes=(*_unlike_steps(made, seen[-1]), *_caught(made, program), *made.notes))
 
 

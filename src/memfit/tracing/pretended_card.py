@@ -445,7 +445,8 @@ def _lies_beside(module: str, is_own: Callable[[str], bool]) -> bool:
         spec = PathFinder.find_spec(module, inside)
     except Exception:  # whatever is wrong with it shows when it is imported
         return False
-    origin = os.path.realpath(spec.origin) if spec is not None and spec.origin else ""
+    places = () if spec is None else (spec.origin, *(spec.submodule_search_locations or ()))  # a folder may be no file
+    origin = next((os.path.realpath(place) for place in places if place), "")
     folders = [sys.path[0] if sys.path else ""]
     with suppress(FileNotFoundError):  # the program may have removed its own
         folders.append(os.getcwd())

@@ -3,7 +3,8 @@
 Token ids, masks, positions and labels decide shapes and branches: a mask with a zero in it forces other attention
 kernels. So tensors of whole numbers and truth values, and small ones of any type, keep their values beside them in host
 memory, and an op whose inputs are all known is also computed there. So do larger fractions that are mere copies, of a
-mask, or of what the host has, pictures or a table of angles, for a program may look at one of them; weights do not.
+mask, or of what the host has, pictures or a table of angles, also put side by side, for a program may look at one of
+them; weights do not.
 Everything else, a loss for one, has no value.
 
 A value belongs to a storage, as memory does: views share it, and an op in place changes it for all of them.
@@ -52,6 +53,8 @@ OVERWRITES = frozenset(
     }
 )
 """Whatever their first argument held before, it is known afterwards."""
+ARRANGES = frozenset({aten.cat.default, aten.stack.default, aten.clone.default})
+"""What they make are copies of what they are given, and no more."""
 CHOICES = frozenset({aten.topk.default, aten.argmax.default, aten.max.dim})
 """The last that each of them makes is which it was."""
 
@@ -219,13 +222,13 @@ def _is_followed(tensor: Tensor, most_floats: int = MOST_FLOATS) -> bool:
 
 
 def _copies_known(op: Any, args: Any) -> bool:
+    if op in ARRANGES:
+        return True
     place = {aten._to_copy.default: 0, aten.copy_.default: 1}.get(op, 0 if op.overloadpacket is aten.to else None)
     if place is None:
         return False
     source = args[place]
-    if not source.is_floating_point():
-        return True
-    return source.device.type == "cpu" and not isinstance(source, torch.nn.Parameter)
+    return not (source.is_floating_point() and isinstance(source, torch.nn.Parameter))
 
 
 def _written(op: Any, args: Any, kwargs: Any) -> list[Tensor]:

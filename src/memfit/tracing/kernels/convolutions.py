@@ -9,7 +9,7 @@ Where nobody can be asked there are rules. What a plan needs has a mechanism, re
 kernels read channels last, so tensors that lie otherwise are copied so, with channels rounded up to 16 bytes; and a
 weight's gradient is summed in parts, one for each thread block that would else be idle. Kernels that read tensors as
 they lie exist for kernels of one pixel and for few channels. In fp32 cuDNN may also transform whole images for the
-gradient of a weight (Winograd, Fourier): no rule says when, which is told.
+gradient of a weight (Winograd, Fourier): no rule says when, which is told. That there were rules is told always.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memfit.extrapolation.reused import say
+from memfit.extrapolation.reused import WORKSPACE_BY_RULE, say
 from memfit.platform import Platform
 from memfit.tracing.kernels import cudnn
 from memfit.tracing.kernels.layouts import contiguous_copy
@@ -229,23 +229,25 @@ def _convolve(
 
 
 def _run_plan(tracer: Tracer, of: Convolution, kind: Kind) -> None:
-    question = of.question(kind)
+    question, flags = of.question(kind), torch.backends.cudnn
     plans = [of.bytes_of(plan, kind, tracer.platform) for plan in cudnn.plans(question, tracer.platform)]
-    if plans:
-        if kind == "weight" and of.compiles_gradient:
-            plans.insert(0, of.compiled_gradient_bytes())
-        say(tracer.trace, cudnn.said(tracer.platform))
-        met = (str(question), tracer.in_backward)  # torch's thread for backward remembers by itself
-        if torch.backends.cudnn.benchmark and met not in tracer.tuned:
-            tracer.tuned.add(met)
-            tracer.temporary(max(plans), "workspace for all plans that cuDNN tries")
-            tracer.trace.empty_cache()
-            say(tracer.trace, TIMED)
-    elif torch.backends.cudnn.benchmark or (kind == "weight" and of.may_be_transformed):
-        tracer.unmodelled[TRIED if torch.backends.cudnn.benchmark else "convolution_backward"] = None
-        say(tracer.trace, cudnn.said(tracer.platform))
+    say(tracer.trace, cudnn.said(tracer.platform))
+    if not plans:
+        if flags.benchmark or (kind == "weight" and of.may_be_transformed):
+            tracer.unmodelled[TRIED if flags.benchmark else "convolution_backward"] = None
+        with tracer.temporaries() as hold:
+            hold(of.bytes_by_rule(kind, tracer.platform), WORKSPACE_BY_RULE)
+        return
+    if kind == "weight" and of.compiles_gradient:
+        plans.insert(0, of.compiled_gradient_bytes())
+    met = (str(question), tracer.in_backward)  # torch's thread for backward remembers by itself
+    if flags.benchmark and met not in tracer.tuned:
+        tracer.tuned.add(met)
+        tracer.temporary(max(plans), "workspace for all plans that cuDNN tries")
+        tracer.trace.empty_cache()
+        say(tracer.trace, TIMED)
     with tracer.temporaries() as hold:
-        hold(plans[0] if plans else of.bytes_by_rule(kind, tracer.platform), "convolution workspace of cuDNN")
+        hold(plans[0], "convolution workspace of cuDNN")
 
 
 def _alignment(tensor: Tensor) -> int:
