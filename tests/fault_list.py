@@ -842,15 +842,15 @@ _PRODUCTS = _in("tracing/kernels/products.py", "tracing/test_kernel_boundaries.p
 TRACING = [
     _CONVOLUTIONS(
         "cuDNN tries its plans at every call",
-        "if torch.backends.cudnn.benchmark and met not in tracer.tuned:",
-        "if torch.backends.cudnn.benchmark:",
+        "if flags.benchmark and met not in tracer.tuned:",
+        "if flags.benchmark:",
     ),
-    _CONVOLUTIONS("the cache is kept when plans were tried", "            tracer.trace.empty_cache()\n", ""),
+    _CONVOLUTIONS("the cache is kept when plans were tried", "        tracer.trace.empty_cache()\n", ""),
     _CONVOLUTIONS("a view lies as its block does", "begins & -begins or ALIGNED", "ALIGNED"),
     _CONVOLUTIONS(
         "what cuDNN says is not taken",
-        "plans[0] if plans else of.bytes_by_rule(kind, tracer.platform)",
-        "of.bytes_by_rule(kind, tracer.platform)",
+        "hold(plans[0], ",
+        "hold(of.bytes_by_rule(kind, tracer.platform), ",
     ),
     _ATTENTION(
         "mem-efficient attention reads a gradient as it lies",

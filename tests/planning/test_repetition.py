@@ -151,7 +151,7 @@ class Hoarder(torch.optim.SGD):
 
 
 def test_steps_that_do_not_repeat_are_all_traced(small: Miniatures, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plain, "choose_optimizer", lambda *_, **__: Hoarder)
+    monkeypatch.setattr(plain, "optimizer_of", lambda _: Hoarder)
     _, full = check(small.work("gpt2"))
     kept = [b for b in range(len(full.requested)) if "zeros_like" in full.op(b) and full.category(b) == "optimizer"]
     assert len(kept) == 3

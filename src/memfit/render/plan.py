@@ -248,7 +248,7 @@ def _job(plan: Plan) -> RenderableType:
 def _setting(name: str, value: object) -> str:
     """`batch-size 4`, `grad-checkpointing`; what is off or empty goes without saying."""
     word = clean(name).replace("_", "-")
-    if value is None or value is False or value in ("", "none", []):
+    if value is None or value is False or value in ("", "none", [], 0.0):
         return ""
     if value is True:
         return word

@@ -6,7 +6,7 @@ DOOR = {
     "": "composites indexing",
     "composites": "EngineSums composites_of_compiler run_frames_as_before",
     "cudnn": "identity",
-    "products": "PRODUCTS Workspaces",
+    "products": "PRODUCTS SCALED Workspaces",
     "tables": "HIDDEN REPLACED",
 }
 """What other rooms may use, by file."""
