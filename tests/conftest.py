@@ -35,8 +35,8 @@ if FOLDER not in os.environ:  # in the first of the test processes, whose enviro
     atexit.register(shutil.rmtree, os.environ[FOLDER], ignore_errors=True)
 
 
-settings.register_profile("no deadline", deadline=None)  # a machine that is busy is not a wrong answer
-settings.load_profile("no deadline")
+settings.register_profile("anew", deadline=None)  # a machine that is busy is not a wrong answer
+settings.register_profile("the same", deadline=None, derandomize=True)
 
 DEAR = (
     "test_every_setting", "test_guides", "test_check_command", "test_fit", "test_from_the_hub", "test_planner_page",
@@ -51,7 +51,9 @@ gc.disable()  # until all tests are known: there is no garbage among them
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    """What is made up is made up anew by `make test-all`; each change is held to the same examples."""
     quick.ALL = not config.getoption("markexpr")
+    settings.load_profile("anew" if quick.ALL else "the same")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

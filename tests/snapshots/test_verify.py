@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from support.addresses import rising_addresses
 from support.allocators import holding
@@ -417,11 +417,14 @@ def perform(run: Recorder, sequence: Calls) -> None:
 def test_every_recording_of_the_model_agrees_with_it_and_began_with_nothing(
     conf: str, bound: int | None, sequence: Calls
 ) -> None:
-    run = Recorder(conf, capacity=None if bound is None else bound * MiB)
+    card = None if bound is None else bound * MiB
+    run = Recorder(conf, capacity=card)
     if run.config.expandable_segments:  # after a wait a request may be served without a map: then it looks like a hit
         sequence = [each for each in sequence if each[0] != "request"]
     perform(run, sequence)
-    assert verify(run.trace, run.config, end=run.end()) == []
+    # A request that fails leaves a reservation behind, and where it lies no recording shows.
+    assume(not (run.config.expandable_segments and Action.OOM in run.trace.actions))
+    assert verify(run.trace, run.config, card=card, end=run.end()) == []
     assert rewind(run.trace, run.end(), run.config) == ()
 
 

@@ -78,12 +78,13 @@ class Mismatch:
 
 
 def verify(
-    trace: Trace, config: AllocatorConfig = DEFAULTS, *, limit: int | None = None,
+    trace: Trace, config: AllocatorConfig = DEFAULTS, *, limit: int | None = None, card: int | None = None,
     start: Sequence[SegmentRecord] = (), end: Sequence[SegmentRecord] | None = None,
 ) -> list[Mismatch]:  # fmt: skip
     """Empty if the model agrees with the recording. It stops at the first event that differs, since what follows one
-    says nothing; differences from the final layout `end` are all listed."""
-    checker = _Checker(trace, config, limit, start)
+    says nothing; differences from the final layout `end` are all listed. `card`: its bytes, where known; an expandable
+    segment reserves addresses by them, and one whose addresses are used up is left for another."""
+    checker = _Checker(trace, config, limit, card, start)
     for event, (action, subject) in enumerate(trace.events()):
         mismatch = checker.step(event, action, subject)
         if mismatch is not None:
@@ -107,8 +108,8 @@ class _Call:
 class _RecordedDriver(Driver):
     """Gives what the recording shows that the driver gave; refuses where it shows that memory had to be released."""
 
-    def __init__(self, limit: int | None) -> None:
-        super().__init__()
+    def __init__(self, limit: int | None, card: int | None) -> None:
+        super().__init__(card)
         self.limit = limit
         self.recorded: list[_Call] = []
         self.made: list[_Call] = []
@@ -153,12 +154,12 @@ class _RecordedDriver(Driver):
 
 class _Checker:
     def __init__(
-        self, trace: Trace, config: AllocatorConfig, limit: int | None, start: Sequence[SegmentRecord]
+        self, trace: Trace, config: AllocatorConfig, limit: int | None, card: int | None, start: Sequence[SegmentRecord]
     ) -> None:
         if max(trace.range_addresses, default=0) > MAX_ADDRESS:
             raise InputError(f"the recording names an address beyond {MAX_ADDRESS:#x}, where no GPU has memory")
         self.trace = trace
-        self.driver = _RecordedDriver(limit)
+        self.driver = _RecordedDriver(limit, card)
         self.allocator = holding(start, config, self.driver)
         self.driver.segment_at = self.allocator.segment_at
         self.player = PlayerFrom(trace, self.allocator)
