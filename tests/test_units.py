@@ -68,3 +68,8 @@ def test_a_written_size_reads_back_within_what_was_printed(count: int) -> None:
 @given(st.integers(0, 10**30))
 def test_plain_bytes_are_read_exactly(count: int) -> None:
     assert parse_bytes(str(count)) == count
+
+
+def test_a_size_of_thousands_of_digits_is_none() -> None:
+    with pytest.raises(UsageError, match=r"'99999999999999999999\.\.\.' is not a size"):
+        parse_bytes("9" * 5000 + "GiB")

@@ -17,6 +17,10 @@ _DECIMAL = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
+LONGEST_SIZE = 500
+"""Characters."""
+
+
 def format_bytes(count: int) -> str:
     """Two decimals in the largest binary unit that keeps the figure at 1 or more: `3.05 GiB`, `-512 B`."""
     size = abs(count)
@@ -38,13 +42,14 @@ def in_mib(count: int) -> str:
 
 def parse_bytes(text: str, *, flag: str = "size") -> int:
     """`24GiB` is 24 x 2^30, `24GB` is 24 x 10^9, a bare number is bytes."""
-    match = _SIZE.fullmatch(text)
+    match = _SIZE.fullmatch(text) if len(text) <= LONGEST_SIZE else None
     factor = None
     if match:
         unit = match[2].upper()
         factor = 1 if not unit else _BINARY.get(unit, _DECIMAL.get(unit))
     if match is None or factor is None:
-        raise UsageError(f"{flag} {text!r} is not a size", hint="write it as 24GiB, 512MiB or a number of bytes")
+        shown = text if len(text) <= LONGEST_SIZE else f"{text[:20]}..."
+        raise UsageError(f"{flag} {shown!r} is not a size", hint="write it as 24GiB, 512MiB or a number of bytes")
     return int(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor
 
 

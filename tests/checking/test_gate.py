@@ -171,3 +171,16 @@ def test_the_command_ends_with_1_and_the_document(folder: Path, capfd: pytest.Ca
     assert main(["gate", str(path), "--json"]) == 1
     assert json.loads(capfd.readouterr().out)["passed"] is False
     assert main(["gate", str(written(folder, job(folder)))]) == 0
+
+
+def test_sizes_that_no_card_has_are_no_limit_and_no_baseline(tmp_path: Path) -> None:
+    jobs = tmp_path / "gate.yaml"
+    jobs.write_text(f"jobs:\n- {{name: a, kind: forward, model: gpt2, limit: 1{'0' * 400}}}\n")
+    with pytest.raises(UsageError, match="limit of a: no card has so much"):
+        gate(jobs)
+    jobs.write_text("jobs:\n- {name: a, kind: forward, model: gpt2}\n")
+    baseline = tmp_path / "memory.json"
+    figures = {"a": {"device_bytes": 10**400}}
+    baseline.write_text(json.dumps({"schema": "memfit.gate-baseline/1", "versions": {}, "jobs": figures}))
+    with pytest.raises(InputError, match="job 'a' has no size of more than 0 bytes that a card could have"):
+        gate(jobs, baseline=baseline)

@@ -649,3 +649,42 @@ def test_a_key_is_known_by_its_newer_name_too(tmp_path: Path) -> None:
             {**keys, "activation_checkpointing": True, "activation_checkpointing_kwargs": {"every_n_layers": 1}},
         )
     )
+
+
+def recipe_of_torchtune(**more: Any) -> dict[str, Any]:
+    return {
+        "model": {"_component_": "torchtune.models.llama3_2.llama3_2_1b"}, "tokenizer": {"max_seq_len": 64},
+        "optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-4, "betas": [0.9, 0.95]},
+        "batch_size": 2, "metric_logger": {}, **more,
+    }  # fmt: skip
+
+
+def test_arguments_of_torchtune_s_optimizer_are_idle_refused_or_named(tmp_path: Path) -> None:
+    job = read_job(written(tmp_path, recipe_of_torchtune()))
+    assert {"optimizer.lr", "optimizer.betas"} <= {*job.idle}
+    for name in ("amsgrad", "maximize"):
+        recipe = recipe_of_torchtune()
+        recipe["optimizer"][name] = True
+        with pytest.raises(UsageError, match=rf"no plan for optimizer\.{name}"):
+            read_job(written(tmp_path, recipe))
+    recipe = recipe_of_torchtune()
+    recipe["optimizer"]["optim_bits"] = 8
+    assert "optimizer.optim_bits" in read_job(written(tmp_path, recipe)).unknown
+
+
+def test_a_validation_of_torchtune_with_more_rows_is_said_not_to_be_modelled(tmp_path: Path) -> None:
+    more = {"run_val_every_n_steps": 10, "dataset_val": {"_component_": "torchtune.datasets.alpaca_dataset"}}
+    for rows, expected in ((32, 1), (2, 0), (None, 0)):
+        job = read_job(written(tmp_path, recipe_of_torchtune(batch_size_val=rows, **more)))
+        assert sum(note.startswith("not modelled: validation, with 32 rows") for note in job.notes) == expected
+
+
+def test_groups_of_fsdp_that_are_no_blocks_are_said_not_to_be_modelled(tmp_path: Path) -> None:
+    for name, expected in (("LlamaDecoderLayer", 0), ("LlamaMLP", 1)):
+        config = {
+            "fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "fsdp_transformer_layer_cls_to_wrap": name, "fsdp_reshard_after_forward": True,
+        }  # fmt: skip
+        file = written(tmp_path, {"distributed_type": "FSDP", "num_processes": 2, "fsdp_config": config})
+        notes = read_job(file, model="gpt2", seq_len=64, precision="bf16").notes
+        assert sum(f"groups of {name}" in note for note in notes) == expected

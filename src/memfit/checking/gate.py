@@ -29,6 +29,8 @@ from memfit.units import parse_bytes
 from memfit.versions import versions
 
 SCHEMA, BASELINE = "memfit.gate/1", "memfit.gate-baseline/1"
+MOST = 1 << 62
+"""Bytes."""
 MAX_BYTES, MAX_JOBS = 1 << 20, 1 << 12
 TOLERANCE = 0.01
 OF_JOB = ("name", "from", "script", "limit", "gpu", "tolerance", "without")
@@ -194,6 +196,8 @@ def _limit(said: Any, name: str) -> int:
     size = parse_bytes(str(said), flag=f"limit of {name}")
     if size == 0:
         raise UsageError(f"limit of {name}: no job takes nothing", hint="such as 20GiB")
+    if size > MOST:
+        raise UsageError(f"limit of {name}: no card has so much", hint="such as 20GiB")
     return size
 
 
@@ -271,8 +275,8 @@ def _before(baseline: str | Path | None, *, missing_is_new: bool) -> dict[str, A
         raise _no_baseline(baseline, "its jobs or versions are not there")
     for name, job in found["jobs"].items():
         size = job.get("device_bytes") if isinstance(job, dict) else None
-        if type(size) is not int or size <= 0:
-            raise _no_baseline(baseline, f"job {name[:100]!r} has no size of more than 0 bytes")
+        if type(size) is not int or not 0 < size <= MOST:
+            raise _no_baseline(baseline, f"job {name[:100]!r} has no size of more than 0 bytes that a card could have")
     return found
 
 

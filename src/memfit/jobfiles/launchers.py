@@ -22,6 +22,8 @@ from memfit.jobfiles.huggingface import (
 from memfit.jobfiles.keys import NOT_MODELLED, FileKey, JobFormat, KeyValues, Refused
 
 ONE, DDP, FSDP = "NO", "MULTI_GPU", "FSDP"
+BLOCKS = ("Layer", "Block")
+"""How classes of a model's blocks are called."""
 ON_HOST, NOWHERE = "DeepSpeed keeps it on the host", (None, "none")
 
 
@@ -60,6 +62,12 @@ def _fsdp(values: KeyValues) -> dict[str, Any]:
         )
     elif policy.upper() != BY_BLOCK:
         values.refuse("fsdp_config.fsdp_auto_wrap_policy", OTHER_WRAP)
+    parts = [name for name in values["fsdp_config.fsdp_transformer_layer_cls_to_wrap"] if not name.endswith(BLOCKS)]
+    if parts:
+        values.notes.append(
+            f"{NOT_MODELLED} groups of {', '.join(parts)} (fsdp_transformer_layer_cls_to_wrap), gathered apart from the"
+            " rest: planned with a group for each block"
+        )
     checkpointing = {"grad_checkpointing": True} if values["fsdp_config.fsdp_activation_checkpointing"] else {}
     return {"parallel": "fsdp2", **checkpointing}
 
@@ -76,11 +84,11 @@ ACCELERATE = JobFormat(
         "fsdp_config.fsdp_reshard_after_forward": FileKey(True),
         "fsdp_config.fsdp_activation_checkpointing": FileKey(False, "yes"),
         "fsdp_config.fsdp_auto_wrap_policy": FileKey("NO_WRAP", "text"),
+        "fsdp_config.fsdp_transformer_layer_cls_to_wrap": FileKey((), "names"),
     },
     idle="compute_environment debug downcast_bf16 machine_rank main_* num_machines rdzv_* same_network tpu_* gpu_ids "
     "enable_cpu_affinity fsdp_config.fsdp_cpu_ram_efficient_loading "
     "fsdp_config.fsdp_state_dict_type fsdp_config.fsdp_sync_module_states "
-    "fsdp_config.fsdp_transformer_layer_cls_to_wrap "
     "fsdp_config.fsdp_backward_prefetch fsdp_config.fsdp_forward_prefetch fsdp_config.fsdp_use_orig_params "
     "fsdp_config.fsdp_sharding_strategy fsdp_config.fsdp_min_num_params parallelism_config.* deepspeed_config.*",
     refused={

@@ -41,6 +41,8 @@ KEYS = {
     "optimizer.foreach": FileKey(None, "yes"),
     "optimizer.weight_decay": FileKey(0.0, "number"),
     "optimizer.momentum": FileKey(0.0, "number"),
+    "batch_size_val": FileKey(None, "whole"),
+    "run_val_every_n_steps": FileKey(None, "whole"),
     "loss._component_": FileKey("LinearCrossEntropyLoss", "text"),
     "clip_grad_norm": FileKey(None),
     "compile": FileKey(False, "yes"),
@@ -48,6 +50,8 @@ KEYS = {
     "enable_activation_checkpointing": FileKey(False, "yes"),
 }
 REFUSED = {
+    "optimizer.amsgrad": Refused("a third state of AdamW is not modelled"),
+    "optimizer.maximize": Refused("gradients that are turned round are copies that are not modelled"),
     "optimizer_in_bwd": Refused("steps of the optimizer inside the backward pass are not modelled"),
     "enable_activation_offloading": Refused("activations on the host are not modelled as torchtune puts them there"),
     "fsdp_cpu_offload": Refused("FSDP's offloading is not modelled"),
@@ -65,7 +69,8 @@ REFUSED = {
 }  # fmt: skip
 IDLE = (
     "output_dir tokenizer.* checkpointer.* resume_from_checkpoint save_adapter_weights_only dataset.* dataset_val.* "
-    "batch_size_val run_val_every_n_steps seed shuffle epochs max_steps_per_epoch lr_scheduler.* optimizer.* loss.* "
+    "seed shuffle epochs max_steps_per_epoch lr_scheduler.* optimizer.lr optimizer.betas optimizer.eps "
+    "optimizer.nesterov optimizer.dampening optimizer.capturable optimizer.differentiable loss.* "
     "metric_logger.* log_* profiler.* model.lora_alpha model.*_dropout collate_fn num_warmup_steps ac_option "
     "memory_efficient_fsdp_wrap use_distributed_state_dict data_parallel_shard_dim low_cpu_ram "
     "cudnn_deterministic_mode enable_async_checkpointing save_every_n_epochs checkpoint_dir model_dir name"
@@ -94,6 +99,12 @@ def _settle(values: KeyValues) -> dict[str, Any]:
     values.notes.append(
         f"{NOT_MODELLED} torchtune's own modules and its {loss}: planned as transformers' model and loss"
     )
+    evaluated = values["batch_size_val"] or made["batch_size"]
+    if values["run_val_every_n_steps"] and evaluated > made["batch_size"]:
+        values.notes.append(
+            f"{NOT_MODELLED} validation, with {evaluated} rows at a time (batch_size_val) where training has"
+            f" {made['batch_size']}: memfit plan forward --batch-size {evaluated} tells what its passes take"
+        )
     return made if kind == "full" else {**made, **_adapters(values, kind)}
 
 

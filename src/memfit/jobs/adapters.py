@@ -169,7 +169,8 @@ def _adapted(model: nn.Module, config: Any, work: Workload) -> tuple[nn.Module, 
         for parameter in adapted.parameters():  # peft does this itself, but not for a model on meta
             if parameter.requires_grad:
                 parameter.data = parameter.data.to(dtype)
-    return adapted, [str(each.message).splitlines()[0] for each in said]
+    about_the_job = (each for each in said if not issubclass(each.category, (FutureWarning, DeprecationWarning)))
+    return adapted, [str(each.message).splitlines()[0] for each in about_the_job]
 
 
 def _found(config: Any, work: Workload, targets: Sequence[str]) -> dict[str, Any]:

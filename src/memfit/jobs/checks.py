@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -23,6 +22,10 @@ def check_by_type(key: str, value: object, hint: Any, **limits: Any) -> None:
         check(key, value, **limits)
 
 
+LARGEST = 1e300
+"""Beyond it a whole number is no fraction of this machine."""
+
+
 def check_one_of(key: str, value: object, literal: Any) -> None:
     allowed = get_args(literal)
     if value not in allowed:
@@ -31,7 +34,16 @@ def check_one_of(key: str, value: object, literal: Any) -> None:
 
 def check_whole(key: str, value: object, *, least: int = 1, most: int = MOST) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-        raise UsageError(f"{key} {value!r} is not a whole number between {least} and {most:,}")
+        raise UsageError(f"{key} {shortened(value)} is not a whole number between {least} and {most:,}")
+
+
+def is_huge(value: object) -> bool:
+    return isinstance(value, int) and abs(value) > LARGEST
+
+
+def shortened(value: object) -> str:
+    """A number of hundreds of digits by the first of them."""
+    return f"{str(value)[:20]}..." if is_huge(value) else repr(value)
 
 
 def check_seed(key: str, value: object) -> None:
@@ -46,8 +58,8 @@ def check_number(
     above: float | None = None,
     below: float | None = None,
 ) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise UsageError(f"{key} {value!r} is not a number")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= LARGEST:
+        raise UsageError(f"{key} {shortened(value)} is not a number" + (" of this size" if is_huge(value) else ""))
     limits = (
         ("at least", least, least is None or value >= least),
         ("above", above, above is None or value > above),

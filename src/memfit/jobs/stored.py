@@ -269,6 +269,11 @@ def _mxfp4(model: Any, stored: StoredWeights) -> Iterator[str]:
 
     from transformers.integrations import mxfp4
 
+    if not hasattr(mxfp4, "mlp_forward"):
+        raise UsageError(
+            "memfit plans weights stored in MXFP4 with transformers 5.6 to 5.22; later ones write those layers anew",
+            hint="--quant dequantize plans them in bf16; or pip install 'transformers<5.23'",
+        )
     found = False
     for name, module in list(model.named_modules()):
         if type(module).__name__ == "GptOssExperts":

@@ -245,6 +245,8 @@ def test_max_steps_of_minus_one_means_by_epochs() -> None:
     ({"max_seq_len": True}, "is not a whole number"),
     ({"learning_rate": -1}, "schedule.learning_rate -1 is not above 0"),
     ({"learning_rate": float("nan")}, "is not a number"),
+    ({"learning_rate": 10**400}, r"10000000000000000000\.\.\. is not a number of this size"),
+    ({"optimizer": {"name": "sgd", "momentum": 10**400}}, "is not a number of this size"),
     ({"precision": "bf15"}, "precision 'bf15' is not one of"),
     ({"precision": "fp16"}, "weights that are themselves fp16 cannot be trained"),
     ({"offload": ["weights"]}, "only frozen layers can lie on the host"),
