@@ -83,6 +83,8 @@ def test_a_signal_ends_it_and_its_processes_and_leaves_nothing(tmp_path: Path, n
             children = children_of(running.pid)
             assert children
             for child in children:  # so it is at its work for as long as this takes
+                while b"memfit.serving.worker" not in Path(f"/proc/{child}/cmdline").read_bytes():
+                    time.sleep(0.05)  # until it is a program of its own, who starts it waits
                 os.kill(child, signal.SIGSTOP)
             question = {"job": {"kind": "train", "model": "gpt2"}}
             with ThreadPoolExecutor(1) as thread:

@@ -210,3 +210,15 @@ def test_a_folder_of_another_program_is_never_replaced(tmp_path: Path) -> None:
     run(tmp_path)
     assert (tmp_path / "out" / "step_2.other-program" / "model.pt").read_text() == "months of work"
     assert json.loads((tmp_path / "out" / "step_2" / "trainer_state.json").read_text())["global_step"] == 2
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "Error while serializing: I/O error: No space left on device (os error 28)",
+        'Error while serializing: IoError(Os { code: 28, kind: StorageFull, message: "No space left on device" })',
+    ],
+)
+def test_a_full_disk_is_understood_in_the_words_of_every_safetensors(said: str, tmp_path: Path) -> None:
+    error = type("SafetensorError", (Exception,), {})(said)
+    assert why_not_written(error, tmp_path) == "No space left on device"

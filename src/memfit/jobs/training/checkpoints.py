@@ -184,7 +184,8 @@ def _read(path: Path) -> dict[str, Any] | None:
 PROGRESS = "memfit_progress.json"
 WRITING, DELETING, OTHERS = ".writing", ".deleting", ".other-program"
 OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
-_OF_SAFETENSORS = re.compile(r"\(os error (\d+)\)")
+_OF_SAFETENSORS = re.compile(r"(?:\(os error |Os \{ code: )(\d+)")
+"""As its newer and its older versions say it."""
 _OF_TORCH = ("inline_container", "PytorchStreamWriter", "iostream error", "Parent directory")
 TRIED_BYTES = 1 << 20
 
