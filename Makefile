@@ -54,8 +54,9 @@ test-all: setup $(BROWSER)  ## the test suite, with what predicts every measured
 test-newest:  ## the test suite with the newest versions on the index, in .venv-newest
 	$(call tested_with,.venv-newest,--upgrade --upgrade-strategy eager)
 
+# A newer pyarrow wants a newer numpy than the oldest.
 test-oldest:  ## the test suite with the oldest versions that pyproject.toml allows, in .venv-oldest
-	$(call tested_with,.venv-oldest,-c constraints-oldest.txt pyarrow==17.0.0)  # newer ones want a newer numpy
+	$(call tested_with,.venv-oldest,-c constraints-oldest.txt pyarrow==17.0.0)
 
 # $(1) the environment, $(2) what else pip is told
 define tested_with
