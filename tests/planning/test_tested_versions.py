@@ -55,9 +55,9 @@ def test_this_environment_is_within_what_was_tested() -> None:
 @pytest.mark.parametrize(
     ("package", "version", "said"),
     [
-        ("transformers", "5.24.0", "transformers 5.24.0 (tested: 5.6 to 5.23)"),
-        ("transformers", "6.0.0.dev0", "transformers 6.0.0.dev0 (tested: 5.6 to 5.23)"),
-        ("transformers", "5.23.9", None),
+        ("transformers", "5.24.0", "transformers 5.24.0 (tested: 5.6 to 5.17)"),
+        ("transformers", "6.0.0.dev0", "transformers 6.0.0.dev0 (tested: 5.6 to 5.17)"),
+        ("transformers", "5.17.9", None),
         ("torch", "2.10.1+cu128", "torch 2.10.1+cu128 (tested: 2.11 to 2.13)"),
         ("torch", "2.13.0+cpu", None),
         ("peft", None, None),
