@@ -1095,6 +1095,25 @@ from torch._C._dynamo.guards import _empty_strided_cuda as empty_strided_cuda
 """
 
 
+def test_what_a_program_calls_device_itself_is_compiled_anew_when_it_changes() -> None:
+    class Grown(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.device = "small"
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + 1 if self.device == "small" else torch.cat([x, x]) + 1
+
+    def run() -> None:
+        model, x = Grown(), torch.zeros(1024, device="cuda")
+        called = torch.compile(model)
+        assert called(x).numel() == 1024
+        model.device = "large"
+        assert called(x).numel() == 2048
+
+    memfit.trace(run, gpu="H200")
+
+
 def test_generated_code_says_where_it_ran_and_which_buffers_it_uses_again() -> None:
     watched = Watched()
     (made,) = GeneratedCode(REUSING, {}, GeneratedKernels(watched), {"buf1": Origin("up")}).call([])
