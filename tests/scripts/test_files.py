@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -49,9 +50,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
 
-    def run(text: str) -> tuple[dict[str, object], memfit.Plan]:
+    def run(text: str, *, synthetic_data: bool = False) -> tuple[dict[str, object], memfit.Plan]:
         (tmp_path / "train.py").write_text(HEAD + text)
-        plan = memfit.trace_script("train.py")
+        plan = memfit.trace_script("train.py", synthetic_data=synthetic_data)
         return json.loads((tmp_path / "told.json").read_text()), plan
 
     return run
@@ -209,8 +210,13 @@ def test_a_checkpoint_that_is_quantised_already_is_refused_without_its_weights(
     assert f"memfit plan lora --model {name}" in error.value.hint
 
 
-def test_a_processor_that_is_not_here_is_told_without_a_flag_that_would_not_help(run: object) -> None:
+def test_a_processor_of_a_model_that_nobody_knows_is_told_without_a_flag_that_would_not_help(
+    run: Callable[..., object],
+) -> None:
     code = "from transformers import AutoFeatureExtractor\nAutoFeatureExtractor.from_pretrained('nobody/sound')\n"
     with pytest.raises(MemfitError, match="nobody/sound") as error:
-        run(code)  # type: ignore[operator]
-    assert "a processor of pictures or sound is not made up" in error.value.hint
+        run(code)
+    assert "--synthetic-data makes up tokenizers, processors of pictures and sound, and data" in error.value.hint
+    with pytest.raises(MemfitError, match="nobody/sound") as error:
+        run(code, synthetic_data=True)
+    assert "is made up where the model's config is here" in error.value.hint

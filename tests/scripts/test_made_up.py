@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,7 +15,8 @@ import memfit
 from memfit.cli.main import main
 from memfit.errors import MemfitError, TraceError
 from memfit.scripts.made_up import columns_are_made_up
-from memfit.scripts.made_up_rows import columns_of, sound
+from memfit.scripts.made_up_processors import settings_made_up
+from memfit.scripts.made_up_rows import columns_of, columns_told, sound
 
 TOKENIZED = """
 import json, pathlib
@@ -65,6 +70,49 @@ def test_what_processes_text_for_a_model_is_its_tokenizer(tmp_path: Path) -> Non
     assert memfit.trace_script("train.py", synthetic_data=True).peak.allocated_bytes
 
 
+def test_what_prepares_sound_is_made_up_for_a_model_that_hears(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import numpy, torch\nfrom transformers import AutoFeatureExtractor, AutoProcessor\n"
+        "processor = AutoProcessor.from_pretrained('openai/whisper-large-v3')\n"
+        "heard = processor(numpy.zeros(16000), sampling_rate=16000, return_tensors='pt').input_features\n"
+        "assert heard.shape == (1, 128, 3000) and len(processor.tokenizer) == 51866\n"
+        "assert AutoFeatureExtractor.from_pretrained('facebook/wav2vec2-base').sampling_rate == 16000\n"
+        "heard.cuda()\n"
+    )
+    notes = memfit.trace_script("train.py", synthetic_data=True).notes
+    assert "openai/whisper-large-v3: a made-up WhisperFeatureExtractor" in notes
+    with pytest.raises(MemfitError, match=r"train.py:3: the code loads something from the Hub"):
+        memfit.trace_script("train.py")
+
+
+def test_what_prepares_pictures_makes_them_as_large_as_the_model_sees(tmp_path: Path) -> None:
+    pytest.importorskip("PIL")
+    (tmp_path / "train.py").write_text(
+        "from PIL import Image\nfrom transformers import CLIPImageProcessor, ViTImageProcessor\n"
+        "picture, name = Image.new('RGB', (500, 375)), 'openai/clip-vit-large-patch14'\n"
+        "seen = ViTImageProcessor.from_pretrained('google/vit-base-patch16-224-in21k')(picture, return_tensors='pt')\n"
+        "both = CLIPImageProcessor.from_pretrained(name)(picture, return_tensors='pt')\n"
+        "assert seen['pixel_values'].shape == both['pixel_values'].shape == (1, 3, 224, 224)\n"
+        "seen['pixel_values'].cuda()\n"
+    )
+    notes = memfit.trace_script("train.py", synthetic_data=True).notes
+    assert "google/vit-base-patch16-224-in21k: a made-up ViTImageProcessor, pictures of 224x224" in notes
+
+
+@pytest.mark.parametrize(
+    ("config", "settings"),
+    [
+        ({"model_type": "vit", "image_size": 384}, {"size": {"height": 384, "width": 384}}),
+        ({"model_type": "llava", "vision_config": {"image_size": 336}}, {"size": {"shortest_edge": 336}}),
+        ({"model_type": "detr", "image_size": 64}, {"size": {"shortest_edge": 800, "longest_edge": 1333}}),
+        ({"model_type": "llama"}, None),
+    ],
+)
+def test_the_size_of_pictures_is_the_config_s_or_the_default(config: dict[str, Any], settings: Any) -> None:
+    found = settings_made_up(config)
+    assert (found and {"size": found["size"]}) == settings
+
+
 def test_without_the_flag_a_missing_tokenizer_is_one_clear_error(tmp_path: Path, capfd) -> None:  # type: ignore[no-untyped-def]
     (tmp_path / "train.py").write_text(TOKENIZED)
     assert main(["plan", "script", "--", "train.py"]) == 2
@@ -78,6 +126,8 @@ def test_a_data_set_s_columns_are_told_by_its_name() -> None:
     assert list(columns_of("glue mrpc")) == ["sentence1", "sentence2", "label", "idx"]
     assert list(columns_of("HuggingFaceH4/ultrachat_200k")) == ["messages"]
     assert list(columns_of("my/own")) == ["text", "label"]
+    assert list(columns_of("allenai/c4 en")) == list(columns_of("ptb_text_only")) == ["text"]
+    assert columns_told(columns_of("allenai/c4 en")) == "text, up to 4,000 words a text"
     assert len(columns_of("xsum")["document"]) > len(columns_of("xsum")["summary"]) > 0
 
 
@@ -170,6 +220,91 @@ def test_pictures_and_sound_are_made_up_and_a_column_that_lacks_is_no_fault_of_t
     with pytest.raises(MemfitError, match="KeyError: 'caption'") as error:
         memfit.trace_script("train.py", synthetic_data=True)
     assert "opus_books en-it has id, translation; glue mnli has " in error.value.hint
+
+
+LIBRARY = "from datasets import load_dataset\ndef rows(): return load_dataset('glue', 'mrpc', split='train')\n"
+"""Installed beside datasets, and imported before it."""
+
+
+def test_a_library_that_imports_datasets_itself_is_given_made_up_ones_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("datasets", reason="datasets is not installed: `make test-all` does")
+    (tmp_path / "site-packages").mkdir()
+    (tmp_path / "site-packages" / "reads_rows.py").write_text(LIBRARY)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site-packages"), prepend=os.pathsep)
+    (tmp_path / "train.py").write_text(
+        "import reads_rows, torch\nassert 'sentence1' in reads_rows.rows()[0]\ntorch.zeros(1, device='cuda')\n"
+    )
+    command = [sys.executable, "-m", "memfit", "plan", "script", "--synthetic-data", "--", "train.py"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "glue mrpc: a made-up data set" in said
+
+
+TORCHVISION = """
+import os
+class VisionDataset:
+    def __init__(self, root, transform=None):
+        self.root, self.transform = root, transform
+class CIFAR10(VisionDataset):
+    def __init__(self, root, train=True, transform=None, download=False):
+        super().__init__(root, transform)
+        self.train = train
+        if download:
+            self.download()
+        if not os.path.isdir(root):
+            raise RuntimeError("Dataset not found or corrupted")
+        self.data = "read"
+    def download(self):
+        os.makedirs(self.root)
+class MNIST(CIFAR10): pass
+class SVHN(CIFAR10): pass
+class DatasetFolder(VisionDataset):
+    def __init__(self, root, transform=None):
+        super().__init__(root, transform)
+        self.classes = os.listdir(root)
+        if not self.classes:
+            raise FileNotFoundError("Couldn't find any class folder")
+class ImageFolder(DatasetFolder):
+    def __init__(self, root, transform=None):
+        super().__init__(root, transform)
+        self.imgs = self.samples
+"""
+"""Of which no build without CUDA is to be had here: what its classes do where they find no files."""
+TORCHVISION_READ = """
+import os
+import torch
+from torchvision import datasets
+os.mkdir("here")
+small, large = datasets.CIFAR10("no", download=True), datasets.ImageFolder("imagenet/train")
+assert small.data.shape == (50_000, 32, 32, 3) and len(set(small.targets)) == 10
+assert datasets.CIFAR10("here").data == "read" and datasets.MNIST("none", train=False).data.shape == (10_000, 28, 28)
+assert len(large.classes) == 1000 and large.loader(large.imgs[0][0]).size == (500, 375)
+torch.zeros(1, device="cuda")
+datasets.ImageFolder("here")
+"""
+
+
+def test_data_sets_of_torchvision_are_made_up_and_never_downloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("PIL")
+    installed = tmp_path / "site-packages" / "torchvision"
+    installed.mkdir(parents=True)
+    (installed / "__init__.py").write_text("")
+    (installed / "datasets.py").write_text(TORCHVISION)
+    monkeypatch.syspath_prepend(installed.parent)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+        monkeypatch.delitem(sys.modules, name)
+    (tmp_path / "train.py").write_text(TORCHVISION_READ)
+    with pytest.raises(MemfitError, match="Couldn't find any class folder"):
+        memfit.trace_script("train.py", synthetic_data=True)
+    assert not (tmp_path / "no").exists()
+    (tmp_path / "here").rmdir()
+    (tmp_path / "train.py").write_text(TORCHVISION_READ.removesuffix('datasets.ImageFolder("here")\n'))
+    notes = memfit.trace_script("train.py", synthetic_data=True).notes
+    assert "CIFAR10 in no: made-up pictures, 32x32, 10 classes" in notes
+    assert "ImageFolder in imagenet/train: made-up pictures, 500x375, 1,000 classes" in notes
 
 
 METRIC = """

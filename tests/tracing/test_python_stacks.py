@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -224,3 +225,15 @@ def test_a_persons_own_code_is_traced_with_its_lines() -> None:
     assert lines_of(made, "aten.exp.default") == {(HERE, line_of("torch.exp"), "forward")}
     block = next(b for b in range(len(made.requested)) if made.op(b) == "aten.exp.default")
     assert made.stack(block)[-1][2] == "own_step"
+
+
+def test_what_a_thread_makes_has_the_line_that_waits_for_it() -> None:
+    def own_step() -> None:
+        with ThreadPoolExecutor(2) as pool:
+            made = pool.submit(torch.ones, 1000, device="cuda").result()
+        kept = torch.zeros_like(made)
+        del kept
+
+    made = trace_own_code(own_step).trace
+    block = next(b for b in range(len(made.requested)) if made.op(b) == "aten.ones.default")
+    assert (HERE, inspect.getsourcelines(own_step)[1] + 2, "own_step") in made.stack(block)

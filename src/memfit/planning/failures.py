@@ -22,6 +22,7 @@ _NO_GPU = re.compile(
     re.IGNORECASE,
 )
 """Words of torch about a machine without a GPU, or a tensor without memory."""
+_NEEDS_PACKAGE = re.compile("pip install|was not found in your environment")
 _NO_NETWORK = re.compile(
     r"Name or service not known|Temporary failure in name resolution|NameResolutionError|Max retries exceeded"
     r"|Network is unreachable|No address associated|doesn't exist on the Hugging Face Hub either"
@@ -79,7 +80,7 @@ def failures_of_the_job() -> Iterator[None]:
                 f"memfit does not cover what the code does at {line}: {what}",
                 hint="a GPU may well run it: this comes from the device without memory that memfit runs the code on",
             ) from error
-        if isinstance(error, ImportError) and "pip install" in text:
+        if isinstance(error, ImportError) and _NEEDS_PACKAGE.search(text):
             raise TraceError(
                 f"the code needs a package that is not here: {said[:300]}",
                 hint=f"asked for at {line}: install it where memfit runs; no GPU is needed for it",

@@ -18,6 +18,8 @@ from memfit.analysis.own_lines import is_own
 from memfit.errors import TraceError
 from memfit.files import written_whole
 from memfit.models.presets import Preset, encoders, find_preset
+from memfit.scripts.made_up_processors import FILE as PROCESSOR
+from memfit.scripts.made_up_processors import settings_made_up, told
 from memfit.scripts.watched import folder_for_files
 from memfit.tracing.stored import without_memory
 
@@ -46,6 +48,8 @@ def hub_pretended(tracer: Any, *, made_up: bool = False) -> Iterator[None]:
             if hasattr(hub, "cached_files") and "files" not in done:
                 done.add("files")
                 found = _shipped_configs(hub.cached_files, tracer, folder, missed)
+                if made_up:
+                    found = _processors_made_up(found, tracer, folder)
                 stack.enter_context(mock.patch.object(hub, "cached_files", found))
             models: Any = sys.modules.get("transformers.modeling_utils")
             if hasattr(models, "PreTrainedModel") and "models" not in done:
@@ -142,12 +146,8 @@ def _shipped_configs(find: Callable[..., Any], tracer: Any, folder: Path, missed
             raise _quantised_already(name)
         if preset is not None:
             tracer.assume(f"{name}: its config as memfit ships it ({preset.name})")
-            path = folder / preset.name / CONFIG
-            path.parent.mkdir(exist_ok=True)
-            with written_whole(path) as beside:
-                said = {"torch_dtype": "float32", **_architecture(preset), **preset.config}
-                beside.write_text(json.dumps(said))
-            return [str(path)]
+            said = {"torch_dtype": "float32", **_architecture(preset), **preset.config}
+            return [_written(folder / preset.name / CONFIG, said)]
         if missing is not None:
             missed[:] = [name, *filenames]
             missing.missed = missed  # type: ignore[attr-defined]
@@ -155,6 +155,41 @@ def _shipped_configs(find: Callable[..., Any], tracer: Any, folder: Path, missed
         return None
 
     return cached_files
+
+
+def _processors_made_up(find: Callable[..., Any], tracer: Any, folder: Path) -> Callable[..., Any]:
+    """Of a model whose config is here, where the file itself is not."""
+
+    def cached_files(path_or_repo_id: Any, filenames: list[str], **kwargs: Any) -> Any:
+        missing = None
+        try:
+            if (found := find(path_or_repo_id, filenames, **kwargs)) is not None or filenames != [PROCESSOR]:
+                return found
+        except OSError as error:
+            if filenames != [PROCESSOR]:
+                raise
+            missing = error
+        try:
+            configs = find(path_or_repo_id, [CONFIG]) or ()
+        except OSError:
+            configs = ()
+        settings = settings_made_up(json.loads(Path(configs[0]).read_text(encoding="utf-8"))) if configs else None
+        if settings is not None:
+            name = str(path_or_repo_id)
+            tracer.assume(f"{name}: {told(settings)}")
+            return [_written(folder / name.replace(os.sep, "--") / PROCESSOR, settings)]
+        if missing is not None:
+            raise missing
+        return None
+
+    return cached_files
+
+
+def _written(path: Path, settings: dict[str, Any]) -> str:
+    path.parent.mkdir(exist_ok=True)
+    with written_whole(path) as beside:
+        beside.write_text(json.dumps(settings))
+    return str(path)
 
 
 def _architecture(preset: Preset) -> dict[str, Any]:
@@ -177,10 +212,10 @@ def _told(error: OSError, missed: list[str], made_up: bool) -> Exception:
     hint = f"`hf download {name or 'NAME'}` first, or name a folder"
     if what == CONFIG:
         hint += f" with its {CONFIG}; `memfit models` lists models whose configs come with memfit"
-    elif any(_OF_PROCESSORS.search(frame.filename) for frame in frames):
-        hint += "; a processor of pictures or sound is not made up, whatever --synthetic-data says"
     elif not made_up:
-        hint += "; --synthetic-data makes up tokenizers and data"
+        hint += "; --synthetic-data makes up tokenizers, processors of pictures and sound, and data"
+    elif any(_OF_PROCESSORS.search(frame.filename) for frame in frames):
+        hint += "; a processor of pictures or sound is made up where the model's config is here"
     return TraceError(
         f"{where}the code loads {what}{f' of {name}' * bool(name)} from the Hub that is not on this machine, and memfit"
         f" fetches nothing: {(own[-1].line or '').strip() if own else said.splitlines()[0]}",

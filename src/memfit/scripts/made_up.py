@@ -15,6 +15,7 @@ from typing import Any
 from unittest import mock
 
 from memfit.errors import TraceError
+from memfit.scripts.made_up_pictures import patches_of_pictures
 from memfit.scripts.made_up_rows import ROWS, SOUND_FILE, columns_of, columns_told, data_sets_of, sound
 
 CHARACTERS_A_TOKEN = 4
@@ -68,6 +69,11 @@ def data_made_up(tracer: Any, made_up: MadeUp, *, wanted: bool) -> Iterator[None
             if hasattr(metrics, "load") and wanted and "metrics" not in done:
                 done.add("metrics")
                 stack.enter_context(mock.patch.object(metrics, "load", _loaded_or_unknown(metrics.load, tracer)))
+
+            if wanted and "pictures" not in done and (pictures := patches_of_pictures(tracer)):
+                done.add("pictures")
+                for each in pictures:
+                    stack.enter_context(each)
 
         patch()
         tracer.after_import.append(patch)

@@ -22,7 +22,8 @@ PICTURES = {
     PICTURE: ("RGB", (500, 375)), "{digit}": ("L", (28, 28)), "{small}": ("RGB", (32, 32)), "{mask}": ("L", (500, 375)),
 }  # fmt: skip
 """By mode and size."""
-WORDS, FEW_WORDS = 1000, 100
+WORDS, FEW_WORDS, WORDS_OF_PAGES = 1000, 100, 4000
+"""Pages of the web: programs look among them for one as long as what the model reads."""
 SHORT = 6 * FEW_WORDS
 LONG = ("text", "content", "context", "article", "document", "dialogue", "sentence", "sentence1", "premise", "review")
 _TALK = [{"role": "user", "content": "{few}"}, {"role": "assistant", "content": "{few}"}]
@@ -64,7 +65,8 @@ COLUMNS: tuple[tuple[str, dict[str, Any]], ...] = (
     (r"samsum", {"id": "", "dialogue": "", "summary": ""}),
     (r"wmt|opus|translation|iwslt|kde4|news_commentary", {"id": "", "translation": _LANGUAGES}),
     (r"conll|wnut|\bner\b", {"id": "", "tokens": [""] * 8, "ner_tags": [0] * 8}),
-    (r"wikitext|bookcorpus|\bc4\b|openwebtext|pile|fineweb|tinystories|wikipedia|slimpajama", {"text": ""}),
+    (r"\bc4\b|openwebtext|pile|fineweb|slimpajama|redpajama|refinedweb|wikipedia|\bbook|pg.?19", {"text": "{page}"}),
+    (r"wikitext|tinystories|\bptb", {"text": ""}),
     (r"imdb|yelp|ag_news|amazon|emotion|rotten", {"text": "", "label": 0}),
     (r"(?<!hate)(?<!hate.)speech|(?<!in)voice|audio|sound", {**_SPOKEN, "label": 0}),
     (r"images?\b|pictures?\b|photos?\b", {"image": PICTURE, "label": 0}),
@@ -98,8 +100,8 @@ def _filled(value: Any, column: str) -> Any:
         return {key: _filled(each, key) for key, each in value.items()}
     if isinstance(value, list):
         return [_filled(each, column) for each in value]
-    if value == SAID:
-        return "word " * WORDS_SAID
+    if value in (SAID, "{page}"):
+        return "word " * (WORDS_SAID if value == SAID else WORDS_OF_PAGES)
     if value in ("", "{few}"):
         return "word " * (WORDS if column in LONG and value == "" else FEW_WORDS)
     return value
@@ -113,7 +115,8 @@ def columns_told(row: Mapping[str, Any]) -> str:
     pictures = ["x".join(map(str, PICTURES[each][1])) for each in found if isinstance(each, str) and each in PICTURES]
     if pictures:
         return f"{', '.join(row)}: pictures of {pictures[0]}"
-    return f"{', '.join(row)}, up to {WORDS:,} words a text"
+    words = max((each.count("word ") for each in found if isinstance(each, str)), default=0)
+    return f"{', '.join(row)}, up to {max(words, WORDS):,} words a text"
 
 
 def data_sets_of(name: str, row: Mapping[str, Any], data: Any) -> dict[str, Any]:

@@ -67,6 +67,8 @@ NOT_COVERED = (
 REMEMBER = {"transformers.utils.import_utils": ("cuda", "gpu", "bf16"), "torch.utils._triton": ("triton",)}
 WITHOUT_CARD = ("bitsandbytes", "torch._inductor.cudagraph_trees")
 """What loads kernels, or torch's own parts for CUDA, where it finds a GPU: here as on a machine without one."""
+PATCHED_AT_ONCE = ("datasets", "evaluate")
+"""Whose functions others import by their names, while they are imported themselves."""
 TASK_SECONDS = 2.0
 """How long a task of a thread pool is waited for before the code goes on: tasks in their order give one answer."""
 
@@ -419,20 +421,32 @@ def _imports_as_before(tracer: OwnCodeTracer, active: list[bool], is_own: Callab
             finally:
                 active.append(True)
         if getattr(importing, "now", False):
-            return find(*args)
+            found = find(*args)
+            if args[0] in PATCHED_AT_ONCE and _is_whole(args[0]):
+                _tell(tracer)
+            return found
         beside = find(*args) if _lies_beside(args[0], is_own) else None
         importing.now = True
         try:
             with _disable_current_modes(), torch._C.DisableTorchFunction():
                 found = beside or find(*args)
-                for told in tuple(tracer.after_import):
-                    told()
+                _tell(tracer)
                 return found
         finally:
             importing.now = False
 
     with mock.patch.object(bootstrap, "_find_and_load", load):
         yield
+
+
+def _tell(tracer: OwnCodeTracer) -> None:
+    for told in tuple(tracer.after_import):
+        told()
+
+
+def _is_whole(module: str) -> bool:
+    spec = getattr(sys.modules.get(module), "__spec__", None)
+    return spec is not None and not getattr(spec, "_initializing", False)
 
 
 def _lies_beside(module: str, is_own: Callable[[str], bool]) -> bool:

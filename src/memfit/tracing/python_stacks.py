@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from types import CodeType
+from types import CodeType, FrameType
 
 import torch
 
@@ -103,21 +104,25 @@ class PythonStacks:
     def _python(self) -> tuple[int, bool]:
         """The stack of this thread up to where the traced code, or the backward pass, begins; and which of them."""
         places: list[int] = []
-        frame = sys._getframe(2)
-        in_engine = False
-        while frame is not None:
-            code = frame.f_code
-            if code.co_name in (_ENGINE[1], _TRACE[1]) and (code.co_filename, code.co_name) in (_ENGINE, _TRACE):
-                in_engine = code.co_name == _ENGINE[1]
-                break
-            places += (id(code), frame.f_lasti)
-            self._codes.setdefault(id(code), code)
-            frame = frame.f_back  # type: ignore[assignment]
+        in_engine = self._walk(sys._getframe(2), places)
+        if in_engine is None and (waiting := _waiting_for_threads()) is not None:
+            in_engine = self._walk(waiting, places)
         key = tuple(places)
         found = self._known.get(key)
         if found is None:
             found = self._known[key] = self.trace.stack_id(self._frames(places))
-        return found, in_engine
+        return found, bool(in_engine)
+
+    def _walk(self, frame: FrameType | None, places: list[int]) -> bool | None:
+        """Whether it ended in the backward pass; None where neither that nor the traced code is below the frame."""
+        while frame is not None:
+            code = frame.f_code
+            if code.co_name in (_ENGINE[1], _TRACE[1]) and (code.co_filename, code.co_name) in (_ENGINE, _TRACE):
+                return code.co_name == _ENGINE[1]
+            places += (id(code), frame.f_lasti)
+            self._codes.setdefault(id(code), code)
+            frame = frame.f_back
+        return None
 
     def _frames(self, places: list[int]) -> list[FrameRow]:
         named: list[FrameRow] = []
@@ -130,6 +135,15 @@ class PythonStacks:
             named.append((code.co_filename, _line(code, at), code.co_name))
             inner = code
         return named
+
+
+def _waiting_for_threads() -> FrameType | None:
+    """Where the main thread waits while another one works for it, as it does for the weights that threads load."""
+    main = threading.main_thread().ident
+    if main is None or main == threading.get_ident():
+        return None
+    frame = sys._current_frames().get(main)
+    return frame if frame is not None and frame.f_code.co_filename == threading.__file__ else None
 
 
 def _is_hook(code: CodeType) -> bool:
