@@ -63,7 +63,10 @@ def script(
         typer.Option("--try", metavar="KEY=V,V", help="Plan it with each of these values of one of its arguments."),
     ] = None,
     synthetic_data: Annotated[
-        bool, typer.Option("--synthetic-data", help="Make up tokenizers and data sets that are not on this machine.")
+        bool,
+        typer.Option(
+            "--synthetic-data", help="Make up tokenizers, processors and data sets that are not on this machine."
+        ),
     ] = False,
     alloc_conf: Annotated[
         str, typer.Option("--alloc-conf", help="As PYTORCH_CUDA_ALLOC_CONF: expandable_segments:True, ...")
