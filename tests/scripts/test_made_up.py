@@ -85,6 +85,19 @@ def test_what_prepares_sound_is_made_up_for_a_model_that_hears(tmp_path: Path) -
         memfit.trace_script("train.py")
 
 
+def test_whisper_knows_its_languages(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import torch\nfrom transformers import AutoTokenizer, WhisperForConditionalGeneration\n"
+        "model = WhisperForConditionalGeneration.from_pretrained('openai/whisper-tiny').cuda()\n"
+        "said = model.generation_config\n"
+        "assert said.is_multilingual and said.no_timestamps_token_id == 50363 and len(said.lang_to_id) == 99\n"
+        "assert said.lang_to_id['<|hi|>'] == 50276 and said.task_to_id == {'translate': 50358, 'transcribe': 50359}\n"
+        "tokenizer = AutoTokenizer.from_pretrained('openai/whisper-tiny')\n"
+        "tokenizer.set_prefix_tokens(language='hindi', task='transcribe')\n"
+    )
+    assert memfit.trace_script("train.py", synthetic_data=True).peak.allocated_bytes
+
+
 def test_what_prepares_pictures_makes_them_as_large_as_the_model_sees(tmp_path: Path) -> None:
     pytest.importorskip("PIL")
     (tmp_path / "train.py").write_text(

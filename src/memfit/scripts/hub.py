@@ -23,7 +23,9 @@ from memfit.scripts.made_up_processors import settings_made_up, told
 from memfit.scripts.watched import folder_for_files
 from memfit.tracing.stored import without_memory
 
-CONFIG = "config.json"
+CONFIG, GENERATION = "config.json", "generation_config.json"
+MULTILINGUAL = 51_865
+"""So many tokens has a Whisper that knows more than English."""
 _FROM_HUB = re.compile(
     r"huggingface\.co|offline|on the Hub|Couldn't (find any data file|find a dataset|reach)"
     r"|[^/\s]+/[^/\s]+ does not appear to have a file named",
@@ -141,7 +143,11 @@ def _shipped_configs(find: Callable[..., Any], tracer: Any, folder: Path, missed
                 return found
         except OSError as error:
             missing = error
-        preset = find_preset(name) if filenames == [CONFIG] and not os.path.isdir(name) else None
+        preset = None if os.path.isdir(name) else find_preset(name)
+        if preset is not None and filenames == [GENERATION] and preset.model_type == "whisper":
+            return [_written(folder / preset.name / GENERATION, _tokens_of_whisper(preset))]
+        if filenames != [CONFIG]:
+            preset = None
         if preset is not None and preset.storage is not None:
             raise _quantised_already(name)
         if preset is not None:
@@ -155,6 +161,22 @@ def _shipped_configs(find: Callable[..., Any], tracer: Any, folder: Path, missed
         return None
 
     return cached_files
+
+
+def _tokens_of_whisper(preset: Preset) -> dict[str, Any]:
+    """Which ids stand for languages and tasks, as OpenAI numbers them; the file has them beside the config."""
+    from transformers.models.whisper.tokenization_whisper import LANGUAGES
+
+    said = {name: value for name, value in preset.config.items() if name.endswith("_token_id")} | {"max_length": 448}
+    if preset.config["vocab_size"] < MULTILINGUAL:
+        return {**said, "is_multilingual": False}
+    count = preset.config["vocab_size"] - 51_766
+    first, after = 50_259, 50_259 + count
+    return {
+        **said, "is_multilingual": True, "no_timestamps_token_id": after + 5,
+        "lang_to_id": {f"<|{code}|>": first + number for number, code in enumerate(list(LANGUAGES)[:count])},
+        "task_to_id": {"translate": after, "transcribe": after + 1},
+    }  # fmt: skip
 
 
 def _processors_made_up(find: Callable[..., Any], tracer: Any, folder: Path) -> Callable[..., Any]:

@@ -152,6 +152,8 @@ def make_tokenizer(name: str, asked: dict[str, Any]) -> Any:
         **{**tokens, **kept},
     )  # fmt: skip
     tokenizer.chat_template = TEMPLATE
+    if config.model_type == "whisper":
+        tokenizer.set_prefix_tokens = lambda *_, **__: None  # four tokens before what is said
     return tokenizer
 
 
