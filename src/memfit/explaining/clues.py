@@ -15,6 +15,7 @@ from memfit.explaining.dimensions import Dimensions, dimensions_in_text
 from memfit.explaining.message import LocatedOom
 from memfit.explaining.place import FailurePlace
 from memfit.explaining.text import Excerpt, passages
+from memfit.jobs.settings import PRUNE_METHODS
 from memfit.models.presets import Preset, find_preset, presets
 
 BEGINNING, NEAR = 64 << 10, 256 << 10
@@ -103,7 +104,7 @@ _HANDLED = re.compile(
 )
 
 _PRUNING = {
-    "method": re.compile(rf"(?<![\w.])prune[_-]method{_VALUE}(magnitude|wanda|sparsegpt|ria)\b"),
+    "method": re.compile(rf"(?<![\w.])prune[_-]method{_VALUE}({'|'.join(PRUNE_METHODS)})\b"),
     "sparsity": re.compile(rf"(?<![\w.])sparsity[_-]ratio{_VALUE}(0?\.\d{{1,6}})(?![\d.eE])"),
     "sparsity_type": re.compile(rf"(?<![\w.])sparsity[_-]type{_VALUE}(unstructured|\d{{1,2}}:\d{{1,2}})(?![\w:])"),
 }

@@ -44,6 +44,7 @@ AdapterDtype = Literal["fp32", "same"]
 PruneMethod = Literal["magnitude", "wanda", "sparsegpt", "ria"]
 
 KINDS: tuple[str, ...] = get_args(Kind)
+PRUNE_METHODS: tuple[str, ...] = get_args(PruneMethod)
 QLORA = "qlora"
 AS_IN_QLORA: dict[str, Any] = {
     "quant": "nf4", "double_quant": True, "quant_compute": "bf16", "kbit_prepare": True, "grad_checkpointing": True,

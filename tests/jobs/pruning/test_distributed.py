@@ -19,6 +19,7 @@ from memfit.jobs.pruning.output import OutputFolder, journal_of, partial_of
 from memfit.jobs.pruning.placement import Team, deal
 from memfit.jobs.pruning.settings import PruneSettings
 from memfit.jobs.pruning.sweep import Sweep
+from memfit.jobs.settings import PRUNE_METHODS
 from memfit.models.checkpoint import WeightStore
 
 CASES = {"wanda": "llama", "sparsegpt": "gpt2", "ria": "mixtral"}
@@ -79,6 +80,10 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
     return {name: t for file in WeightStore.open(folder).files for name, t in load_file(file.path).items()}
+
+
+def test_every_method_that_looks_at_inputs_is_among_the_cases() -> None:
+    assert set(CASES) == set(PRUNE_METHODS) - {"magnitude"}
 
 
 @pytest.mark.parametrize("method", ["wanda", "ria"])

@@ -17,7 +17,7 @@ from memfit.jobs.pruning.engine import Engine
 from memfit.jobs.pruning.output import OutputFolder
 from memfit.jobs.pruning.result import PruningOutcome
 from memfit.jobs.pruning.settings import PruneSettings
-from memfit.jobs.settings import Sparsity
+from memfit.jobs.settings import PRUNE_METHODS, Sparsity
 
 SIZE = 2
 """Windows in a micro-batch; five windows make two whole ones and a half."""
@@ -137,7 +137,7 @@ def test_hidden_states_on_the_host_change_nothing(tmp_path: Path) -> None:
     assert offloaded.host_peak_bytes - outcome.host_peak_bytes == 5 * 16 * 32 * 4
 
 
-@pytest.mark.parametrize("method", ["wanda", "ria", "sparsegpt", "magnitude"])
+@pytest.mark.parametrize("method", PRUNE_METHODS)
 @pytest.mark.parametrize("kind", ["unstructured", "2:4", "3:8"])
 def test_every_method_removes_what_was_asked(method: Any, kind: str, tmp_path: Path) -> None:
     sparsity = Sparsity.parse(kind)

@@ -322,7 +322,8 @@ class Engine:
                 del out
         if observer.pattern is not None:
             self._patterns[kind] = observer.pattern
-        self.team.gather(group.statistic for group in observer.groups)
+        statistics = [group.statistic for group in observer.groups if group.statistic is not None]
+        self.team.add_up(part for statistic in statistics for part in statistic.sums)
         self.team.add_up(group.tokens for group in observer.groups if group.tokens is not None)
         return observer
 

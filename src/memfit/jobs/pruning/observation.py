@@ -16,7 +16,7 @@ run one by one instead, each on the tokens that the router sent to it, in the or
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -162,6 +162,11 @@ def sizes(counts: Tensor, total: int) -> list[int]:
 
 
 class Statistic(Protocol):
+    @property
+    def sums(self) -> Sequence[Tensor]:
+        """What it holds: processes that saw other windows add these up."""
+        ...
+
     def add(self, x: Tensor, first_sample: int) -> None: ...
 
     def add_tokens(self, x: Tensor, sequence_of_token: Tensor) -> None: ...

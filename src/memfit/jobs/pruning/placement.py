@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 from memfit.errors import InputError
 from memfit.jobs.host import Event, HostMemory, Lane, finished
-from memfit.jobs.pruning.statistics import ColumnNorms, Gram
 from memfit.units import MiB, format_bytes
 
 Where = Literal["device", "host"]
@@ -268,17 +267,13 @@ class Team:
         return number % self.size
 
     def add_up(self, tensors: Iterable[Tensor]) -> None:
+        """Everyone's part of each, in place."""
         if self.size == 1:
             return
         import torch.distributed as dist
 
         for tensor in tensors:
             dist.all_reduce(tensor)
-
-    def gather(self, statistics: Iterable[Any]) -> None:
-        """Everyone's part of each statistic."""
-        known = [each for each in statistics if isinstance(each, (ColumnNorms, Gram))]
-        self.add_up(each.rows if isinstance(each, ColumnNorms) else each.matrix for each in known)
 
     def send(self, tensor: Tensor, owner: int) -> None:
         """The owner's values to all. As bytes: not every library sends every type."""

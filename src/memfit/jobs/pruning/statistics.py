@@ -12,7 +12,7 @@ attention's backward do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 
 import torch
@@ -36,6 +36,10 @@ class ColumnNorms:
 
     def __init__(self, samples: int, columns: int, device: torch.device | str) -> None:
         self.rows = torch.zeros(samples, columns, dtype=torch.float32, device=device)
+
+    @property
+    def sums(self) -> Sequence[Tensor]:
+        return (self.rows,)
 
     def add(self, x: Tensor, first_sample: int) -> None:
         """x is [sequences, tokens, columns]. Stretches of a sequence first: over all of its tokens at once a GPU shares
@@ -73,6 +77,10 @@ class Gram:
     def __init__(self, samples: int, columns: int, device: torch.device | str) -> None:
         self.samples = samples
         self.matrix = torch.zeros(columns, columns, dtype=torch.float32, device=device)
+
+    @property
+    def sums(self) -> Sequence[Tensor]:
+        return (self.matrix,)
 
     def add(self, x: Tensor, first_sample: int = 0) -> None:
         """x is [..., columns]; of which sequences does not matter."""
