@@ -29,7 +29,7 @@ from memfit.explaining.explain import explain as explain_error
 from memfit.files import OPEN_ALREADY
 from memfit.fitting.fit import fit as make_fit
 from memfit.jobfiles.file import read_job
-from memfit.jobs.settings import plain_name, plain_value
+from memfit.jobs.settings import KINDS, QLORA, plain_name, plain_value
 from memfit.jobs.workload import Workload
 from memfit.models.registry import refuse_code
 from memfit.planning.predict import predict
@@ -38,7 +38,7 @@ from memfit.render.shown import Shown
 
 INSTRUCTIONS = (
     "memfit predicts the GPU memory of transformer jobs to the byte, without a GPU. Sizes in answers are bytes. "
-    "A job is `kind` (train, lora, qlora, forward, generate, prune), `model` (a preset such as llama-3.1-8b, a hub id, "
+    f"A job is `kind` ({', '.join((*KINDS, QLORA))}), `model` (a preset such as llama-3.1-8b, a hub id, "
     "a folder) and `settings` (batch_size, seq_len, precision, rank, optimizer, grad_checkpointing, quant, ...), or "
     "`job_file`, a file of LLaMA-Factory, Axolotl, torchtune or the HF Trainer; settings beside it replace its own."
 )

@@ -3,9 +3,8 @@
 import { make } from "./dom.js";
 import { SIGNS } from "./plan_view.js";
 import { field, segments } from "./controls.js";
+import { KIND_WORDS } from "./job_form.js";
 import { size } from "./words.js";
-
-const WORDS = { prune: "prune", lora: "LoRA", qlora: "QLoRA", train: "train", forward: "forward", generate: "generate" };
 
 export async function show(container, texts, shell) {
   const names = await shell.get("/api/table");
@@ -46,7 +45,7 @@ export async function show(container, texts, shell) {
     fill();
   };
   container.append(make("section", { class: "card" }, make("h2", { text: "Which model fits which card" }), settings,
-    segments("job", workloads.map((name) => [name, WORDS[name]]), workload, (name) => { workload = name; again(); }),
+    segments("job", workloads.map((name) => [name, KIND_WORDS[name] || name]), workload, (name) => { workload = name; again(); }),
     make("div", { class: "settings length" }, field("length", "number", length, (text) => { length = Math.round(Number(text)) || names.seq_len; again(); }, { name: "seq_len" })),
     make("div", { class: "scroll" }, table),
     make("p", { class: "key" }, Object.entries({ safe: "fits, a tenth of the card stays free", tight: "fits, with less to spare", fails: "does not fit" }).map(([name, text]) => make("span", { class: `cell ${name}` }, `${SIGNS[name]} ${name}: ${text}`)), status)));

@@ -5,7 +5,7 @@ import { Picker, Slider, choice, field, keepingFocus, segments, toggle } from ".
 import { make } from "./dom.js";
 import { size } from "./words.js";
 
-const KIND_WORDS = { forward: "forward", generate: "generate", train: "train", lora: "LoRA", qlora: "QLoRA", prune: "prune" };
+export const KIND_WORDS = { lora: "LoRA", qlora: "QLoRA" };  // others are called as they are
 const BATCHES = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256];
 const LENGTHS = [128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384, 24576, 32768, 49152, 65536, 98304, 131072];
 const RANKS = [1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 512];
