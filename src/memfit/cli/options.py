@@ -28,6 +28,7 @@ from memfit.jobs.settings import (
     HELP,
     KINDS,
     QLORA,
+    TRAININGS,
     flag,
     plain_value,
     setting_types,
@@ -52,7 +53,7 @@ def add_kinds(
 ) -> None:
     """A command for each kind of job, with its settings and some more as flags: `ask(typed, **more)`."""
     for kind in (kind for kind in (*KINDS, QLORA) if kind in what):
-        more = {**extra, **((of_training or {}) if kind in ("train", "lora", QLORA) else {})}
+        more = {**extra, **((of_training or {}) if kind in (*TRAININGS, QLORA) else {})}
         register = group.command(name=kind, cls=Command, help=what[kind], epilog=output.example(examples[kind]))
         register(with_options_of(kind, partial(_ask, ask, kind, tuple(more)), more))
 

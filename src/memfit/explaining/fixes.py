@@ -17,6 +17,7 @@ from memfit.explaining.tensor import AHEAD, MOST_USUAL_LENGTH, Reading
 from memfit.explaining.withheld import Evidence, by_fused_attention
 from memfit.fitting.emit import pruning_command
 from memfit.gpus import Gpu
+from memfit.jobs.settings import WITHOUT_BACKWARD
 from memfit.jobs.workload import Workload
 from memfit.units import MiB, format_bytes
 
@@ -130,7 +131,7 @@ def _fixes_for_the_engine(case: Evidence) -> Iterator[Fix]:
 
 
 def _could_checkpoint(case: Evidence) -> bool:
-    trains = case.place.phase in ("forward", "backward") and case.kind not in ("forward", "generate", "prune")
+    trains = case.place.phase in ("forward", "backward") and case.kind not in WITHOUT_BACKWARD
     likeliest = case.readings.likeliest
     if likeliest is not None and likeliest.kind == "logits":
         return False

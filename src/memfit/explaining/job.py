@@ -21,7 +21,7 @@ from memfit.explaining.message import Oom
 from memfit.explaining.place import COMPILED, ENGINES, FailurePlace
 from memfit.explaining.tensor import Readings
 from memfit.gpus import Gpu, find_gpu, list_gpus
-from memfit.jobs.settings import AS_IN_QLORA, QLORA, flag, kinds_that_read
+from memfit.jobs.settings import AS_IN_QLORA, QLORA, TRAININGS, flag, kinds_that_read
 from memfit.jobs.workload import Workload
 from memfit.units import MiB
 
@@ -113,14 +113,14 @@ def job_of(
         return Job(models=models, settings=settings, read=read, beyond=beyond)
     if missing:
         return Job(models=models, settings=settings, read=read, missing=missing, beyond=beyond)
-    if clues.grad_checkpointing and kind in ("train", "lora"):
+    if clues.grad_checkpointing and kind in TRAININGS:
         settings.setdefault("grad_checkpointing", True)
     paths = [frame.path.replace("\\", "/") for frame in place.frames]
-    if any("transformers/trainer.py" in path for path in paths) and kind in ("train", "lora"):
+    if any("transformers/trainer.py" in path for path in paths) and kind in TRAININGS:
         settings.setdefault("loop", "trainer")
     if clues.eager:
         settings.setdefault("attention", "eager")
-    if place.within(COMPILED) and kind in ("forward", "train", "lora"):
+    if place.within(COMPILED) and kind in ("forward", *TRAININGS):
         settings.setdefault("compile", True)
     made = Workload.from_mapping(settings, asked=given)
     own = clues.by_memfit or any("/memfit/" in path for path in paths)
@@ -145,7 +145,7 @@ def _precision(said: str, kind: str, models: tuple[Dimensions, ...], allocated: 
     """bf16=True is autocast over weights in fp32, if there was room for them; else they were loaded in 16 bits."""
     least = min((each.parameters or 0 for each in models), default=0) * 4
     no_room = allocated is not None and 0 < allocated < least
-    return said.removeprefix("amp-") if no_room or kind not in ("train", "lora") else said
+    return said.removeprefix("amp-") if no_room or kind not in TRAININGS else said
 
 
 def _beyond(clues: Clues, place: FailurePlace, given: Mapping[str, Any], settings: Mapping[str, Any]) -> str | None:

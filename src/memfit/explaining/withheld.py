@@ -14,6 +14,7 @@ from memfit.explaining.clues import Clues
 from memfit.explaining.message import Oom
 from memfit.explaining.place import RECOMPUTING, FailurePlace
 from memfit.explaining.tensor import Readings
+from memfit.jobs.settings import WITHOUT_BACKWARD
 from memfit.units import format_bytes
 
 LEVERS = {
@@ -121,7 +122,7 @@ def _smaller_batch(case: Evidence) -> Iterator[Withheld]:
 def _checkpointing(case: Evidence) -> Iterator[Withheld]:
     name = "gradient checkpointing"
     likeliest = case.readings.likeliest
-    if case.kind in ("forward", "generate", "prune") or case.place.phase in INFERENCE:
+    if case.kind in WITHOUT_BACKWARD or case.place.phase in INFERENCE:
         yield Withheld(name, "nothing is kept for a backward pass here")
     elif case.grad_checkpointing or case.place.at(RECOMPUTING):
         yield Withheld(name, "it is on already")
@@ -137,7 +138,7 @@ def _when(phase: str | None) -> str:
 
 def _small_optimizer(case: Evidence) -> Iterator[Withheld]:
     name = "an 8-bit or paged optimizer"
-    if case.kind in ("forward", "generate", "prune") or case.place.phase in INFERENCE:
+    if case.kind in WITHOUT_BACKWARD or case.place.phase in INFERENCE:
         yield Withheld(name, "there is no optimizer here")
     elif case.kind == "lora":
         yield Withheld(name, "with LoRA only the adapters have optimizer states, and those are small")

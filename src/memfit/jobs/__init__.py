@@ -13,8 +13,9 @@ DOOR = {
     "quantised": "DTYPES loaded_bytes",
     "run": "Phases put_on run_job token_ids wanted",
     "settings": (
-        "ALIASES AS_IN_QLORA BY_BITSANDBYTES Checkpointing HELP KINDS MAX_SEQ_LEN PRUNE_METHODS QLORA Sparsity as_json "
-        "check_setting flag kinds_that_read plain_name plain_value setting_types split_names without_none"
+        "ALIASES AS_IN_QLORA BY_BITSANDBYTES Checkpointing HELP KINDS MAX_SEQ_LEN PRUNE_METHODS QLORA Sparsity "
+        "TRAININGS WITHOUT_BACKWARD as_json check_setting flag kinds_that_read plain_name plain_value setting_types "
+        "split_names without_none"
     ),
     "small_states": "KINDS OF_TORCHAO SmallStates by_shapes managed_bytes",
     "stored": "as_stored",

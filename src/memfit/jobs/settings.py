@@ -44,6 +44,8 @@ AdapterDtype = Literal["fp32", "same"]
 PruneMethod = Literal["magnitude", "wanda", "sparsegpt", "ria"]
 
 KINDS: tuple[str, ...] = get_args(Kind)
+TRAININGS = ("train", "lora")
+WITHOUT_BACKWARD = tuple(kind for kind in KINDS if kind not in TRAININGS)
 PRUNE_METHODS: tuple[str, ...] = get_args(PruneMethod)
 QLORA = "qlora"
 AS_IN_QLORA: dict[str, Any] = {
@@ -218,7 +220,7 @@ _OF_TRAINING = (
     "clip_grad", "loop", "loss", "loss_chunk", "outputs", "world_size", "parallel", "gradient_as_bucket_view",
 )  # fmt: skip
 READ_BY: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(_OF_TRAINING, ("train", "lora")),
+    **dict.fromkeys(_OF_TRAINING, TRAININGS),
     **dict.fromkeys(
         ("adapter", "adapter_config", "rank", "target_modules", "lora_dropout", "adapter_dtype"), ("lora",)
     ),

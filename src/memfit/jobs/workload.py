@@ -24,6 +24,7 @@ from memfit.jobs.settings import (
     MAX_WINDOW,
     QLORA,
     READ_BY,
+    TRAININGS,
     Checkpointing,
     Offload,
     Settings,
@@ -225,7 +226,7 @@ class Workload(Settings):
 
     @property
     def trains(self) -> bool:
-        return self.kind in ("train", "lora")
+        return self.kind in TRAININGS
 
     @property
     def is_sharded(self) -> bool:
