@@ -2,10 +2,6 @@
 
 With accumulation the second micro-step finds the gradients of the first, and those after it are like the second. So a
 search looks at two of them; what it finds is then predicted with all (`whole=True`), or with the first 32.
-
-What pruning may use of a card.
-
-The rows of one optimizer step over all GPUs, which no advice changes.
 """
 
 from __future__ import annotations
@@ -303,4 +299,5 @@ def batch_sizes(work: Workload) -> BatchSizes:
 
 
 def global_batch_of(work: Workload) -> int | None:
+    """The rows of one optimizer step over all GPUs, which no advice changes."""
     return batch_sizes(work).global_batch_size if work.trains else None

@@ -1,6 +1,6 @@
-"""What each block of a traced job is, told by when it was born, when it died and which module made it.
+"""What each block of a traced job is, by when it was born, when it died and who made it; traces as made, for families.
 
-The traces of a job as they were made, with what they asked of rules: what families learn from.
+Families learn from the traces of a job as they were made, with what these asked of rules: `recording_traces`.
 """
 
 from __future__ import annotations

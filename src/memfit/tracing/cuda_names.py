@@ -1,12 +1,10 @@
-"""In traced code, "cuda" means the traced device.
+"""In traced code, "cuda" means the traced device, and streams are that device's.
 
 `torch.zeros(3, device="cuda")`, `x.to("cuda")` and `model.cuda()` work unchanged; a model built on meta before the
 trace is a model in host memory, and moving it to "cuda" allocates it there, module by module, as it would on a GPU.
 
-Streams of the traced device: what is born while one is current lies in that stream's pool, as on a GPU.
-
-Nothing runs here, so there is nothing to wait for: events are always done. A stream is numbered in the order of its
-making; 0 is the default one.
+What is born while a stream is current lies in that stream's pool, as on a GPU. Nothing runs here, so there is nothing
+to wait for: events are always done. A stream is numbered in the order of its making; 0 is the default one.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""What `fully_shard` (FSDP2) must believe to run on the traced device, and what its own kernels allocate.
+"""What FSDP2 (`fully_shard`) and DDP must find to run on the traced device, and what the kernels of FSDP2 allocate.
 
 FSDP2 takes a model without memory, shards it there, and is given memory shard by shard: here both devices are the same
 one, so it is told which tensors have memory. All else is FSDP2's own code, on its own streams.
 
-What DistributedDataParallel must find to run on the traced device: the values it sends and reads back.
-
-Its reducer is C++ that goes through the dispatcher, so its buckets are seen as all else is. But it sends numbers to the
-other processes by way of the device and compares what comes back: how many weights there are, their shapes, the order
-of buckets. They come from the host and nobody changes them on the way, so they are kept beside.
+DistributedDataParallel must find the values that it sends and reads back. Its reducer is C++ that goes through the
+dispatcher, so its buckets are seen as all else is. But it sends numbers to the other processes by way of the device and
+compares what comes back: how many weights there are, their shapes, the order of buckets. They come from the host and
+nobody changes them on the way, so they are kept beside.
 """
 
 from __future__ import annotations

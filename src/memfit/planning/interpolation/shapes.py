@@ -1,4 +1,4 @@
-"""Batch sizes and lengths at which a job does the same, and what can be said about those in between.
+"""Batch sizes and lengths at which a job does the same, what can be said of those in between, and exact polynomials.
 
 A piece is a set of traced points with one stream (`extrapolation/streams.py`). Its sizes, and the numbers that
 its rules look at, are polynomials of batch size and length that go through every one of its points; filled with
@@ -13,7 +13,8 @@ two. So a piece `surrounds` a point if it has such points. What escapes this: wh
 another in between (families see to it for the numbers of a model's config), and divisibility by other numbers than
 powers of two.
 
-Whole numbers as exact polynomials of batch size and length, found from a few points and held against others.
+`Fits` finds whole numbers as exact polynomials of batch size and length, from a few points, and holds them against
+others.
 
 >>> points = [(2, 16), (3, 40), (5, 64), (7, 24), (4, 31)]
 >>> fits = Fits(points)

@@ -1,4 +1,4 @@
-"""Ops that torch writes in terms of others, in another way on CUDA than elsewhere.
+"""Ops that torch writes in terms of others, in another way on CUDA than elsewhere; gradients summed in place.
 
 `F.dropout` is one fused op on CUDA and three plain ones elsewhere; attention is one of four kernels; softmax of fp16
 into fp32 needs no fp32 copy of its input. These are put in place at autograd's level of the dispatcher, so that they

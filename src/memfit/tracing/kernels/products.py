@@ -1,20 +1,19 @@
-"""Buffers that cuBLAS keeps: taken at the first product of a thread on a stream, never given back.
+"""Matrix products: buffers that cuBLAS keeps, grouped products, Cholesky factorisations and what is solved with them.
 
-A handle belongs to a thread, and autograd runs backward in a thread of its own, so training holds two. A trace runs
-backward in the thread that asks for it: which one a product belongs to is told by whether autograd is running it.
-Source: ATen/cuda/CublasHandlePool.cpp, 2.11; measured on an H200 (`tests/data/h200-ops.json`, `ws_*`).
+cuBLAS takes its buffers at the first product of a thread on a stream, and never gives them back. A handle belongs to a
+thread, and autograd runs backward in a thread of its own, so training holds two. A trace runs backward in the thread
+that asks for it: which one a product belongs to is told by whether autograd is running it. Source:
+ATen/cuda/CublasHandlePool.cpp, 2.11; measured on an H200 (`tests/data/h200-ops.json`, `ws_*`).
 
-Grouped matrix products, as mixtures of experts use them: each group of rows with a matrix of its own.
+Grouped products, as mixtures of experts use them, have a matrix for each group of rows. In bf16, on Hopper and on the
+first Blackwell, one CUTLASS kernel does all groups; every other dtype and card goes through a loop of ordinary
+products, one for each group (native/cuda/GroupedBlas.cpp, `_grouped_mm_cuda`). Which rows belong to which group depends
+on data, but neither way allocates by it.
 
-In bf16, on Hopper and on the first Blackwell, one CUTLASS kernel does all groups; every other dtype and card goes
-through a loop of ordinary products, one for each group (native/cuda/GroupedBlas.cpp, `_grouped_mm_cuda`). Which rows
-belong to which group depends on data, but neither way allocates by it.
-
-Cholesky factorisations and what is solved with them, as cuSOLVER and torch run them.
-
-A matrix is copied by columns and factorised in place, in a workspace whose size only cuSOLVER knows; then the host asks
-whether that went well. The sizes of workspaces were read off an H200 for every n from 1 to 28,672 that models have
-(`tests/data/h200-ops.json`): they follow the formulas below without exception.
+A Cholesky factorisation is run by cuSOLVER: a matrix is copied by columns and factorised in place, in a workspace whose
+size only cuSOLVER knows; then the host asks whether that went well. The sizes of workspaces were read off an H200 for
+every n from 1 to 28,672 that models have (`tests/data/h200-ops.json`): they follow the formulas below without
+exception.
 """
 
 from __future__ import annotations

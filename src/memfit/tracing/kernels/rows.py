@@ -1,21 +1,20 @@
-"""Layer norm, RMS norm and softmax: kernels that read rows one after the other, and copy what does not lie so.
+"""Kernels that read rows (norms, softmax), buffers of reductions, and temporary storage of cub's sorts and scans.
 
-Heads that are cut out of one fused projection, as Persimmon's, or turned around, as in many attentions, do not.
+Layer norm, RMS norm and softmax read rows one after the other, and copy what does not lie so. Heads that are cut out of
+one fused projection, as Persimmon's, or turned around, as in many attentions, do not.
 
-The buffer of a reduction that is split over thread blocks.
-
-`sum`, `mean`, `norm`, `all`... run in one kernel whose launch is chosen from the shape. When one output needs more
-values than the threads of one block should read, several blocks share it and meet in a buffer of global memory. It
-is transient, and can be large: the gradient of a bias of 6,400 over 2,048 tokens takes 100 MiB for a moment.
+A reduction that is split over thread blocks has a buffer. `sum`, `mean`, `norm`, `all`... run in one kernel whose
+launch is chosen from the shape. When one output needs more values than the threads of one block should read, several
+blocks share it and meet in a buffer of global memory. It is transient, and can be large: the gradient of a bias of
+6,400 over 2,048 tokens takes 100 MiB for a moment.
 
 The choice below follows `setReduceConfig` and `global_memory_size` of ATen/native/cuda/Reduce.cuh (2.11), and
 reproduces every reduction measured on an H200 (`tests/data/h200-ops.json`).
 
-Temporary storage of cub's device-wide sorts and scans, in the parts that cub itself lays out.
-
-Read from CCCL's cub/device/dispatch (dispatch_radix_sort.cuh, `InvokeOnesweep`; tuning/tuning_radix_sort.cuh,
-`Policy900`) with the 64-bit offsets that torch asks for (ATen/cuda/cub.cuh). Every size agrees with what was measured
-on an H200 (`tests/data/h200-ops.json`); tiles of other architectures hold fewer items, which is a few KiB.
+cub's device-wide sorts and scans have temporary storage, in the parts that cub itself lays out. Read from CCCL's
+cub/device/dispatch (dispatch_radix_sort.cuh, `InvokeOnesweep`; tuning/tuning_radix_sort.cuh, `Policy900`) with the
+64-bit offsets that torch asks for (ATen/cuda/cub.cuh). Every size agrees with what was measured on an H200
+(`tests/data/h200-ops.json`); tiles of other architectures hold fewer items, which is a few KiB.
 """
 
 from __future__ import annotations

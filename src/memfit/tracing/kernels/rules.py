@@ -1,4 +1,4 @@
-"""What CUDA kernels allocate beyond their results.
+"""Rules of reductions, sorts, embeddings, pooling, dropout, scatter, and of all that has no file of its own here.
 
 Two tables: ops whose hidden buffers come after their results (`HIDDEN`), and ops whose results and buffers
 interleave and which are therefore written out (`REPLACED`). Each rule names its source in ATen/native/cuda (2.11);
