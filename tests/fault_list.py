@@ -491,7 +491,7 @@ EXPLAINING = [
         "_impossible, _beyond_the_limit, _limited, _mps, _free_unknown, _refused, _others,",
         "_others, _impossible, _beyond_the_limit, _limited, _mps, _free_unknown, _refused,",
     ),
-    _CAUSE("a limit is short of nothing", "short=max(held + case.requested.middle - allowed.middle, 0),", "short=0,"),
+    _CAUSE("a limit is short of nothing", "max(held + case.requested.middle - allowed.middle, 0)", "0"),
     _FIXES('"only x is in pieces" is the wrong way round', "if held > 4 * cached:", "if held < 4 * cached:"),
     _FIXES(
         "expandable segments are worth a try for less than was asked for",

@@ -6,7 +6,7 @@ DOOR = {
     "advice": "Advice WORTH advise gradients_zeroed zeroed_in_place",
     "diff": "diff_files",
     "export": "find_format write_export",
-    "files": "ENDINGS Report files_read looks_like_a_log may_be_recording report_file",
+    "files": "ENDINGS Report files_read looks_like_a_log may_be_recording read_result report_file",
     "own_lines": "BACKWARD_OF is_own lines_alive",
     "page": "draw_plan page_data",
     "run": "open_run",

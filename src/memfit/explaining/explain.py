@@ -22,13 +22,21 @@ from memfit.errors import MemfitError, UsageError
 from memfit.explaining.account import Account, Trap, account_of, exact_interval, request_intervals, traps_of
 from memfit.explaining.cause import Cause, cause_of
 from memfit.explaining.clues import Clues
-from memfit.explaining.fixes import USUAL_LENGTH, Fix, fixes_in_words, predicted_fixes, pruning_fixes
+from memfit.explaining.fixes import (
+    USUAL_LENGTH,
+    Evidence,
+    Fix,
+    Withheld,
+    fixes_in_words,
+    predicted_fixes,
+    pruning_fixes,
+    withheld,
+)
 from memfit.explaining.input import Case, Input, case_of, read_input
 from memfit.explaining.job import Job, card_of, job_of, with_length_of
 from memfit.explaining.message import LocatedOom, Oom, OomMessages, Size
 from memfit.explaining.place import COLLECTING, FailurePlace, frame_text
 from memfit.explaining.tensor import Readings, RunClues, readings
-from memfit.explaining.withheld import Evidence, Withheld, withheld
 from memfit.fitting.forecast import few_micro_steps_note
 from memfit.gpus import Gpu
 from memfit.jobs.settings import as_json
@@ -41,11 +49,7 @@ if TYPE_CHECKING:
 
 
 WHOLE_MODEL_UNTOLD = "what the program itself takes is predicted for Wanda only, and this method is another one"
-BESIDE = {
-    "train": ("evaluation", "generation", "saving"),
-    "lora": ("evaluation", "generation", "saving"),
-    "prune": ("evaluation", "generation", "saving"),
-}
+BESIDE = dict.fromkeys(("train", "lora", "prune"), ("evaluation", "generation", "saving"))
 """What runs beside a job's own steps, and settings of the job do not change."""
 NOTHING = "There is no out-of-memory message here."
 NOTHING_SO_FAR = "There is no out-of-memory message in what was read."
@@ -114,23 +118,8 @@ def explain(
     if not (isinstance(text_or_path, (str, bytes, os.PathLike)) or hasattr(text_or_path, "read")):
         raise UsageError(f"there is nothing to explain in {text_or_path!r}", hint="a message, a path or an open file")
     source = read_input(text_or_path)
+    case = case_of(source)
     given = {name: value for name, value in settings.items() if value is not None}
-    return _explained(source, case_of(source), given, gpu=gpu, config=config, predict=predict, started=started)
-
-
-# -- putting it together ---------------------------------------------------------------------------------------------
-
-
-def _explained(
-    source: Input,
-    case: Case,
-    given: Mapping[str, Any],
-    *,
-    gpu: str | None,
-    config: str | None,
-    predict: bool,
-    started: float,
-) -> Explanation:
     notes = [*source.notes, *case.notes]
     account = account_of(case.oom) if case.oom else Account()
     configured = _configured(source, config, given, notes)
@@ -138,7 +127,7 @@ def _explained(
     notes += [job.beyond] if job.beyond else []
     card = card_of(case.oom, account, gpu)
     cause = case.cause or (
-        Cause(kind="none", sentence=NOTHING if source.is_read_whole else NOTHING_SO_FAR)
+        Cause("none", NOTHING if source.is_read_whole else NOTHING_SO_FAR)
         if case.oom is None
         else cause_of(case.oom, account, case.clues, case.recorded, card_bytes=card.capacity_bytes if card else None)
     )
@@ -147,25 +136,7 @@ def _explained(
     read = _readings(case, job)
     job = with_length_of(job, read, given)
     plan, fixes = _predicted(job, card, case.place, notes) if predict and cause.kind != "none" else (None, [])
-    told: list[Withheld] = []
-    if case.oom is not None:
-        situation = Evidence(
-            oom=case.oom,
-            account=account,
-            cause=cause,
-            clues=case.clues,
-            place=case.place,
-            readings=read,
-            kind=job.kind,
-            batch_size=job.number("batch_size"),
-            precision=_text(job.settings.get("precision")),
-            grad_checkpointing=bool(job.settings.get("grad_checkpointing")) or case.clues.grad_checkpointing,
-            at_peak=None if plan is None else max(plan.report.breakdown, key=plan.report.breakdown.__getitem__),
-            growth=None if case.growth is None else str(case.growth.get("kind")),
-            predicted=tuple(fix.name for fix in fixes),
-        )
-        fixes = [*fixes_in_words(situation, predicted=bool(fixes)), *fixes]
-        told = withheld(situation)
+    fixes, useless = _advice(case, account, cause, read, job, plan, fixes)
     return Explanation(
         source=source,
         cause=cause,
@@ -179,13 +150,37 @@ def _explained(
         gpu=card,
         plan=plan,
         fixes=tuple(fixes),
-        withheld=tuple(told),
+        withheld=tuple(useless),
         holders=case.holders,
         growth=case.growth,
         traps=tuple(traps_of(case.oom, account, case.clues)) if case.oom else (),
         notes=tuple(notes),
         seconds=time.perf_counter() - started,
     )
+
+
+# -- putting it together ---------------------------------------------------------------------------------------------
+
+
+def _advice(
+    case: Case, account: Account, cause: Cause, read: Readings, job: Job, plan: Plan | None, predicted: list[Fix]
+) -> tuple[list[Fix], list[Withheld]]:
+    """What helps, the predicted after what is said in words, and what does not."""
+    if case.oom is None:
+        return predicted, []
+    evidence = Evidence(
+        oom=case.oom,
+        account=account,
+        cause=cause,
+        clues=case.clues,
+        place=case.place,
+        readings=read,
+        job=job,
+        at_peak=None if plan is None else max(plan.report.breakdown, key=plan.report.breakdown.__getitem__),
+        growth=None if case.growth is None else str(case.growth.get("kind")),
+        predicted=tuple(fix.name for fix in predicted),
+    )
+    return [*fixes_in_words(evidence), *predicted], withheld(evidence)
 
 
 def _configured(source: Input, config: str | None, given: Mapping[str, Any], notes: list[str]) -> Workload | None:
@@ -219,7 +214,7 @@ def _readings(case: Case, job: Job) -> Readings:
         seq_len=job.number("seq_len"),
         rank=job.number("rank"),
         nsamples=job.number("nsamples"),
-        precision=_text(job.settings.get("precision")),
+        precision=job.precision,
         phase=case.place.phase,
         hints=hints,
         written=case.place.written,
@@ -259,10 +254,6 @@ def _predicted(job: Job, card: Gpu | None, place: FailurePlace, notes: list[str]
     return plan, fixes
 
 
-def _text(value: object) -> str | None:
-    return value if isinstance(value, str) else None
-
-
 PLACEHOLDERS = {"kind": "lora|train|forward|generate|prune", "model": "NAME"}
 WHOLE_TEXT = "give the whole text from `Traceback` to its end, the log file, a snapshot or the folder of the run"
 IN_THE_LOG = "a checkpoint that failed is a line of memfit's memory log: `memfit report memory_log.csv` has it whole"
@@ -284,18 +275,14 @@ def next_steps(told: Explanation) -> list[str]:
 
 
 def _of_the_job(told: Explanation) -> Iterator[str]:
-    job = told.job
+    job, plan = told.job, told.plan
     predicted = [fix for fix in told.fixes if fix.basis == "predicted"]
     if job.workload is None and job.missing:
         asked = " ".join(f"--{name.replace('_', '-')} {PLACEHOLDERS.get(name, 'N')}" for name in job.missing)
         yield f"savings are predicted once the job is known: add {asked}"
     elif told.gpu is None and predicted:
         yield "add --gpu NAME|SIZE to hear which of these is enough for the card"
-    elif (
-        told.plan is not None
-        and told.plan.verdict == "fails"
-        and not any(fix.verdict in ("safe", "tight") for fix in predicted)
-    ):
+    elif plan and plan.verdict == "fails" and not any(fix.verdict in ("safe", "tight") for fix in predicted):
         yield f"no single change is enough: {_command(job, told.gpu)} finds the smallest set of them"
 
 

@@ -1,8 +1,9 @@
-"""What to do about an out-of-memory error: levers predicted on the job that failed, or advice in words.
+"""What to do about an out-of-memory error, predicted on the job that failed or in words; and what will not help.
 
 Words go by the cause, and where the job is not known by the engine, the phase and the tensor. No saving is quoted that
 was not predicted; what follows from the message alone (a process that holds so much, a tensor that is smaller at
-another length) is a fact or arithmetic on its numbers, and called that.
+another length) is a fact or arithmetic on its numbers, and called that. Of the advice that people get for this error,
+what cannot help is told with the reason, decided by this message's numbers, this job and this moment.
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
-from memfit.explaining.account import request_intervals
-from memfit.explaining.place import ENGINES, RECOMPUTING, TIMING, Sign
-from memfit.explaining.tensor import AHEAD, MOST_USUAL_LENGTH, Reading
-from memfit.explaining.withheld import Evidence, by_fused_attention
+from memfit.explaining.account import Account, request_intervals
+from memfit.explaining.cause import SIGNIFICANT, Cause
+from memfit.explaining.clues import Clues
+from memfit.explaining.job import Job
+from memfit.explaining.message import Oom
+from memfit.explaining.place import ENGINES, RECOMPUTING, TIMING, FailurePlace, Sign
+from memfit.explaining.tensor import AHEAD, MOST_USUAL_LENGTH, Reading, Readings
 from memfit.fitting.emit import pruning_command
 from memfit.gpus import Gpu
 from memfit.jobs.settings import WITHOUT_BACKWARD
@@ -28,6 +32,37 @@ if TYPE_CHECKING:
 
 Basis = Literal["predicted", "message", "arithmetic", "words"]
 """On this very job; a fact in the message; arithmetic on its numbers; or general, without a figure."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """All by which advice is chosen."""
+
+    oom: Oom
+    account: Account
+    cause: Cause
+    clues: Clues
+    place: FailurePlace
+    readings: Readings
+    job: Job
+    at_peak: str | None = None
+    """The category that most of the predicted peak is, where the job is known."""
+    growth: str | None = None
+    """Which kind of growth a run's record shows; `none` where it shows none."""
+    predicted: tuple[str, ...] = ()
+    """Levers that are predicted to save something on this job."""
+
+    @property
+    def kind(self) -> str | None:
+        return self.job.kind
+
+    @property
+    def batch_size(self) -> int | None:
+        return self.job.number("batch_size")
+
+    @property
+    def grad_checkpointing(self) -> bool:
+        return bool(self.job.settings.get("grad_checkpointing")) or self.clues.grad_checkpointing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +113,7 @@ def smaller_job(case: Evidence) -> Iterator[Fix]:
         yield in_words("on the host", "weights are copied here: do it on the CPU, or one matrix at a time")
     else:
         yield from of_the_tensor(case)
-        first = next(iter(case.readings.candidates), None)
+        first = case.readings.first
         too_long = first is not None and first.kind == "calibration" and _length_of(first) > MOST_USUAL_LENGTH
         if phase != "calibration" or not too_long:  # then another number of windows is no cure
             yield from _fixes_for_the_pass(case)
@@ -93,19 +128,16 @@ def _fixes_for_the_pass(case: Evidence) -> Iterator[Fix]:
     if "kv-cache" in case.place.hints:
         yield in_words("a smaller cache", "it has one entry for each token of each row", transformers=CACHES)
     if _could_checkpoint(case):
-        yield in_words(
-            "gradient checkpointing", "keeps a block's input only and computes the rest again, which takes time"
-        )
+        said = "keeps a block's input only and computes the rest again, which takes time"
+        yield in_words("gradient checkpointing", said)
     if phase == "calibration" or case.kind == "prune":
-        yield in_words(
-            "fewer samples", "fewer windows of text are kept: this changes the experiment", memfit="--nsamples"
-        )
+        said = "fewer windows of text are kept: this changes the experiment"
+        yield in_words("fewer samples", said, memfit="--nsamples")
     elif case.batch_size != 1 and (phase == "generation" or case.kind in ("forward", "generate")):
         yield in_words("a smaller batch", "fewer rows at a time")
     elif case.batch_size != 1 and phase != "evaluation":
-        yield in_words(
-            "fewer rows at a time", "half the micro-batch and twice the accumulation: the global batch stays"
-        )
+        said = "half the micro-batch and twice the accumulation: the global batch stays"
+        yield in_words("fewer rows at a time", said)
     if "convolution" in case.place.hints:
         yield in_words("smaller inputs", "fewer pixels or samples: this changes the experiment")
     else:
@@ -145,15 +177,11 @@ def of_the_tensor(case: Evidence) -> Iterator[Fix]:
     if "logits" in kinds and case.place.phase == "generation":
         yield in_words("logits of the last token only", "logits_to_keep=1: the prompt's are not needed")
     elif "logits" in kinds and not any(WHOLE_ANYWAY.at(frame) for frame in case.place.frames):
-        yield in_words(
-            "the loss in chunks",
-            "the same loss and gradients, the logits never whole",
-            memfit="loss: chunked",
-            trainer="use_liger_kernel=True",
-        )
+        said = "the same loss and gradients, the logits never whole"
+        yield in_words("the loss in chunks", said, memfit="loss: chunked", trainer="use_liger_kernel=True")
     if found and found[0].tensor == "attention scores":
         yield _fix_for_scores(case)
-    first = next(iter(case.readings.candidates), None)
+    first = case.readings.first
     if first is not None and first.kind == "calibration":
         yield from _cap(first, sure=first in found)
 
@@ -169,9 +197,8 @@ def _fix_for_scores(case: Evidence) -> Fix:
         said = "sdpa made the scores all the same: a mask, fp32 or a head size keeps its fused kernels out"
         how = "with torch.nn.attention.sdpa_kernel(SDPBackend.FLASH_ATTENTION): its warnings say which"
         return in_words("fused attention", said, torch=how)
-    return in_words(
-        "fused attention", "no scores of length x length are made", transformers='attn_implementation="sdpa"'
-    )
+    said, how = "no scores of length x length are made", 'attn_implementation="sdpa"'
+    return in_words("fused attention", said, transformers=how)
 
 
 def _length_of(reading: Reading) -> int:
@@ -196,13 +223,13 @@ OF_THE_GPU = ("shortage", "other-processes", "limit", "refused", "impossible-req
 """Causes for which a smaller job is a cure."""
 
 
-def fixes_in_words(case: Evidence, *, predicted: bool) -> list[Fix]:
-    """`predicted`: levers of the job are told elsewhere, with figures."""
+def fixes_in_words(case: Evidence) -> list[Fix]:
+    """Levers of the job that are predicted are told elsewhere, with figures."""
     made = [*_fixes_for_the_cause(case), *_fixes_for_pieces(case)]
-    if predicted:
+    if case.predicted:
         of_shape = case.cause.kind == "impossible-request"
         made += [fix for fix in of_the_tensor(case) if of_shape or fix.basis == "arithmetic"]
-    if not predicted and case.cause.kind in OF_THE_GPU:
+    elif case.cause.kind in OF_THE_GPU:
         made += smaller_job(case)
     return made
 
@@ -220,18 +247,14 @@ def _fixes_for_the_cause(case: Evidence) -> Iterator[Fix]:
         said = f"torch.cuda.set_per_process_memory_fraction allows {oom.allowed.text}, and the card has more"
         yield in_words("raise the memory fraction", said, basis="message")
     elif kind == "private-pools":
-        yield in_words(
-            "fewer CUDA graphs", "capture fewer shapes, or let graphs share a pool: torch.cuda.graph(g, pool=...)"
-        )
+        said = "capture fewer shapes, or let graphs share a pool: torch.cuda.graph(g, pool=...)"
+        yield in_words("fewer CUDA graphs", said)
     elif kind == "refused":
-        said = (
-            "torch.cuda.get_per_process_memory_fraction(); on Windows the size of the page file; on the host `free -g`"
-        )
-        yield in_words("look for a limit", said)
+        said = "torch.cuda.get_per_process_memory_fraction(); on Windows the size of the page file; on the host"
+        yield in_words("look for a limit", f"{said} `free -g`")
     elif kind == "corrupt-size":
-        yield in_words(
-            "look at the shape", "print the sizes that go into the failing line: one is negative or was never set"
-        )
+        said = "print the sizes that go into the failing line: one is negative or was never set"
+        yield in_words("look at the shape", said)
     elif oom.remedy:
         yield in_words(oom.cure, oom.remedy)
     elif kind == "host-memory":
@@ -243,10 +266,8 @@ def _others(case: Evidence) -> Fix:
     pids = case.account.other_pids
     named = ", ".join(map(str, pids[:MOST_PIDS])) + (" ..." if len(pids) > MOST_PIDS else "")
     who, end = (f"process {named} holds", "it") if len(pids) == 1 else (f"processes {named} hold", "them")
-    said = f"{who} {format_bytes(case.account.others_bytes)}: end {end}"
-    return in_words(
-        "free the card of the others", f"{said}, or choose another GPU by CUDA_VISIBLE_DEVICES", basis="message"
-    )
+    said = f"{who} {format_bytes(case.account.others_bytes)}: end {end}, or choose another GPU by CUDA_VISIBLE_DEVICES"
+    return in_words("free the card of the others", said, basis="message")
 
 
 def _fixes_for_fragmentation(case: Evidence) -> Iterator[Fix]:
@@ -331,37 +352,187 @@ def pruning_fixes(workload: Workload, gpu: Gpu | None) -> tuple[Plan | None, lis
 
     capped = replace(workload, seq_len=min(workload.seq_len, USUAL_LENGTH))
     length = capped.seq_len if capped != workload else None
-    before, fixes = None, []
-    if workload.method == "wanda":
-        before = predict_whole_model_pruning(workload, gpu)
-        if length is not None:
-            name, how = (
-                f"cap the length at {USUAL_LENGTH:,}",
-                {"wanda": f"--seqlen {USUAL_LENGTH}, in the same program"},
-            )
-            says = "the same program, with windows of a usual length"
-            fixes.append(_pruned(name, says, before, predict_whole_model_pruning(capped, gpu), length, how))
+    before = predict_whole_model_pruning(workload, gpu) if workload.method == "wanda" else None
+
+    def pruned(name: str, says: str, after: Plan, **how: str) -> Fix:
+        """At another length than the program's it is another experiment."""
+        return Fix(
+            name=name,
+            says=says,
+            basis="predicted",
+            cost="experiment" if length else "free",
+            saved_bytes=None if before is None else before.peak.device_bytes - after.peak.device_bytes,
+            after_bytes=_held(after),
+            verdict=after.verdict,
+            changes={"seq_len": length} if length else {},
+            how=how,
+        )
+
+    fixes = []
+    if before is not None and length is not None:
+        after, how = predict_whole_model_pruning(capped, gpu), f"--seqlen {USUAL_LENGTH}, in the same program"
+        says = "the same program, with windows of a usual length"
+        fixes.append(pruned(f"cap the length at {USUAL_LENGTH:,}", says, after, wanda=how))
     says = "one block of the model and its windows on the GPU at a time"
-    after, how = predict(capped, gpu=gpu), {"memfit": pruning_command(capped)}
-    return before, [*fixes, _pruned("prune it block by block", says, before, after, length, how)]
-
-
-def _pruned(name: str, says: str, before: Plan | None, after: Plan, length: int | None, how: dict[str, str]) -> Fix:
-    """`length`: another one than the program's, which makes it another experiment."""
-    saved = None if before is None else before.peak.device_bytes - after.peak.device_bytes
-    return Fix(
-        name=name,
-        says=says,
-        basis="predicted",
-        cost="experiment" if length else "free",
-        saved_bytes=saved,
-        after_bytes=_held(after),
-        verdict=after.verdict,
-        changes={"seq_len": length} if length else {},
-        how=how,
-    )
+    after = predict(capped, gpu=gpu)
+    fixes.append(pruned("prune it block by block", says, after, memfit=pruning_command(capped)))
+    return before, fixes
 
 
 def _held(plan: Plan) -> int:
     """Where it fits, with what it then really holds: cached memory is given back before anything fails."""
     return plan.fit.device_bytes if plan.fit and plan.fit.verdict != "fails" else plan.peak.device_bytes
+
+
+# -- what does not help ------------------------------------------------------------------------------------------------
+
+LEVERS = {
+    "expandable_segments:True": "expandable segments", "a smaller batch": "micro-batch",
+    "bf16 autocast": "bf16 autocast",
+    "gradient checkpointing": "checkpointing", "gradient checkpointing alone": "checkpointing",
+    "an 8-bit or paged optimizer": "8-bit AdamW", "flash attention": "fused attention",
+}  # fmt: skip
+"""What the same advice is called as a lever: where a prediction says that it saves something, that is believed."""
+INFERENCE = ("evaluation", "generation", "calibration")
+FUSED = ("sdpa_attention", "flash_attn", "flash_attention", "scaled_dot_product_attention", "xformers")
+
+
+@dataclass(frozen=True, slots=True)
+class Withheld:
+    advice: str
+    why: str
+
+
+def withheld(case: Evidence) -> list[Withheld]:
+    if case.cause.kind == "host-memory":
+        sure = case.cause.certainty == "certain"
+        why = "the GPU's memory is not what ran out" if sure else "a GPU that is full raises an error and kills nothing"
+        return [Withheld("anything about the GPU", why)]
+    if case.cause.kind == "none" or case.oom.form == "mps":
+        return []
+    made = (
+        _empty_cache, _expandable, _split_size, _smaller_batch, _checkpointing, _small_optimizer, _autocast,
+        _other_processes, _leak, _flash,
+    )  # fmt: skip
+    rows = [found for each in made for found in each(case)]
+    return [row for row in rows if not any(name.startswith(LEVERS.get(row.advice, "?")) for name in case.predicted)]
+
+
+def _empty_cache(case: Evidence) -> Iterator[Withheld]:
+    if case.cause.kind == "library":
+        return  # there it gives memory to the library
+    backend = case.oom.form if case.oom.form in ("xpu", "npu", "musa", "mlu") else "cuda"
+    why = "torch has already given back all that it could before it raised this error"
+    yield Withheld(f"torch.{backend}.empty_cache()", why)
+
+
+def _expandable(case: Evidence) -> Iterator[Withheld]:
+    name, fragmentation = "expandable_segments:True", case.cause.fragmentation
+    if case.clues.expandable:
+        yield Withheld(name, "it is on already; the message suggests it regardless")
+    elif case.clues.windows:
+        yield Withheld(name, "it does not exist on Windows and WSL")
+    elif case.cause.kind in ("impossible-request", "corrupt-size"):
+        yield Withheld(name, "no arrangement of memory makes room for a request of that size")
+    elif fragmentation is not None and fragmentation.verdict == "no":
+        yield Withheld(name, f"fragmentation is not the cause: {fragmentation.why}")
+    elif case.clues.split_size:
+        why = "not beside max_split_size_mb, which keeps its free memory from being used again: drop that"
+        yield Withheld(name, why)
+
+
+def _split_size(case: Evidence) -> Iterator[Withheld]:
+    fragmentation = case.cause.fragmentation
+    if fragmentation is None or fragmentation.verdict == "yes":
+        return
+    shown = fragmentation.verdict == "no"
+    why = "it is for large blocks in pieces" if shown else "that memory is in pieces is not shown"
+    yield Withheld("max_split_size_mb", f"{why}, and it can raise what is reserved")
+
+
+WITHOUT_A_BATCH = {
+    "loading": "while loading: no batch was there yet", "saving": "while saving, which has no batch",
+    "optimizer step": "in the optimizer step, which is as large as the weights",
+}  # fmt: skip
+
+
+def _smaller_batch(case: Evidence) -> Iterator[Withheld]:
+    if case.place.phase in WITHOUT_A_BATCH:
+        yield Withheld("a smaller batch", f"it failed {WITHOUT_A_BATCH[case.place.phase]}")
+    elif case.place.phase is None and "weights" in case.place.hints:
+        yield Withheld("a smaller batch", "it failed where weights are copied: no batch is in that")
+    elif case.batch_size == 1 and case.kind != "prune":
+        yield Withheld("a smaller batch", "it is 1 already; what can shrink is the sequence")
+
+
+def _checkpointing(case: Evidence) -> Iterator[Withheld]:
+    name = "gradient checkpointing"
+    likeliest = case.readings.likeliest
+    if case.kind in WITHOUT_BACKWARD or case.place.phase in INFERENCE:
+        yield Withheld(name, "nothing is kept for a backward pass here")
+    elif case.grad_checkpointing or case.place.at(RECOMPUTING):
+        yield Withheld(name, "it is on already")
+    elif case.place.phase in ("loading", "optimizer step", "saving"):
+        yield Withheld(name, f"it failed {_when(case.place.phase)}, where no activations are made")
+    elif likeliest is not None and likeliest.kind == "logits" and case.at_peak in (None, "loss"):
+        yield Withheld(f"{name} alone", "the tensor that failed is made of logits, which it does not touch")
+
+
+def _when(phase: str | None) -> str:
+    return f"while {phase}" if phase in ("loading", "saving") else f"in the {phase}"
+
+
+def _small_optimizer(case: Evidence) -> Iterator[Withheld]:
+    name = "an 8-bit or paged optimizer"
+    if case.kind in WITHOUT_BACKWARD or case.place.phase in INFERENCE:
+        yield Withheld(name, "there is no optimizer here")
+    elif case.kind == "lora":
+        yield Withheld(name, "with LoRA only the adapters have optimizer states, and those are small")
+    elif case.at_peak in ("activations", "loss", "temporaries"):
+        yield Withheld(name, f"the peak is {case.at_peak}, not optimizer states")
+
+
+def _autocast(case: Evidence) -> Iterator[Withheld]:
+    in_inference = case.kind in ("forward", "generate") or case.place.phase in INFERENCE
+    if in_inference and case.job.precision in ("fp32", "amp-bf16"):
+        why = "in inference with fp32 weights it adds a 16-bit copy of them; load them as bf16"
+        yield Withheld("bf16 autocast", why)
+
+
+def _other_processes(case: Evidence) -> Iterator[Withheld]:
+    name = "ending other processes"
+    others = case.account.others_bytes
+    if case.oom.form not in ("cuda", "hip") or not case.oom.processes or case.cause.kind == "limit":
+        if case.cause.kind == "limit":
+            yield Withheld(name, "the limit is this process's own")
+        return
+    if not case.account.other_pids:
+        alone = case.account.own_by_size is not None
+        yield Withheld(name, "the one that is listed most likely is this one" if alone else "the message lists none")
+    elif 0 < others < SIGNIFICANT:
+        yield Withheld(name, f"they hold {format_bytes(others)} in all, a display or a bare context")
+
+
+def _leak(case: Evidence) -> Iterator[Withheld]:
+    if case.growth == "none":
+        yield Withheld("looking for a memory leak", "the run's own record shows no growth between steps")
+    elif case.growth == "long-batches":
+        yield Withheld("looking for a memory leak", "the peak follows the length of the batch; nothing else grows")
+
+
+def _flash(case: Evidence) -> Iterator[Withheld]:
+    first, likeliest, name = case.readings.first, case.readings.likeliest, "flash attention"
+    if first is not None and first.kind == "attention":
+        return
+    if by_fused_attention(case) and not case.clues.eager:
+        yield Withheld(name, "attention is fused already, as the traceback shows")
+    elif case.job.precision == "fp32":
+        yield Withheld(name, "it takes 16-bit inputs only, and this job is fp32")
+    elif likeliest is not None and case.place.phase in ("loading", "optimizer step", "loss"):
+        yield Withheld(name, f"it failed {_when(case.place.phase)}, not in attention")
+
+
+def by_fused_attention(case: Evidence) -> bool:
+    """Whether the failing line is in an attention that can be fused."""
+    frames = " ".join(f"{frame.path} {frame.function} {frame.code}" for frame in case.place.frames)
+    return any(word in frames for word in FUSED)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import bz2
 import gzip
 import io
-import json
 import lzma
 import os
 import stat
@@ -218,7 +217,9 @@ def _read(path: Path, most: int) -> bytes:
 
 
 def _folder(folder: Path) -> Input:
-    result = _json(folder / "result.json")
+    from memfit.analysis.files import read_result
+
+    result = read_result(folder / "result.json", MAX_JSON) or {}
     logs, unseen = _logs(folder)
     found = _told_by(folder, logs, result)
     report, unreported = _report_of(folder)
@@ -358,16 +359,6 @@ def _report_of(folder: Path) -> tuple[dict[str, Any] | None, tuple[str, ...]]:
         return None, () if error.message.startswith("nothing to report") else (error.message,)
 
 
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        if not path.is_file() or path.stat().st_size > MAX_JSON:
-            return {}
-        values = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return values if isinstance(values, dict) else {}
-
-
 HOLDERS, HOLDER = 6, ("name", "category", "count", "allocated_bytes")
 """Lines of code that held most, and what is told of each."""
 
@@ -410,12 +401,9 @@ def cause_of_log(log: Mapping[str, Any]) -> Cause:
     )
     if failed is None:
         said = f"No out-of-memory error is in this log: no checkpoint failed; {stood.replace(' until then', '')}."
-        return Cause(kind="none", sentence=said)
-    return Cause(
-        kind="no-numbers",
-        certainty="possible",
-        sentence=f"The run broke before it reached {failed['name']}; the log does not say why, and {stood}.",
-    )
+        return Cause("none", said)
+    said = f"The run broke before it reached {failed['name']}; the log does not say why, and {stood}."
+    return Cause("no-numbers", said, certainty="possible")
 
 
 def growth_of_log(checkpoints: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
@@ -484,7 +472,7 @@ def _from_recording(source: Input) -> Case:
     if text is not None and text.oom is not None:
         return replace(text, growth=growth)
     peak = (report.get("peak") or {}).get("allocated_bytes")
-    nothing = Cause(kind="none", sentence=f"No request failed in this recording; its peak was {gib(peak)}.")
+    nothing = Cause("none", f"No request failed in this recording; its peak was {gib(peak)}.")
     cause = cause_of_log(log) if log else nothing
     return Case(oom=None, place=FailurePlace(), clues=text.clues if text else Clues(), cause=cause, growth=growth)
 

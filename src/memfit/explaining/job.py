@@ -59,6 +59,11 @@ class Job:
         return value if isinstance(value, str) else None
 
     @property
+    def precision(self) -> str | None:
+        value = self.settings.get("precision")
+        return value if isinstance(value, str) else None
+
+    @property
     def of_another_pruner(self) -> bool:
         """A program that has the whole model on the GPU: memfit's own has one block at a time."""
         return self.kind == "prune" and not self.by_memfit

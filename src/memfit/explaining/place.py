@@ -55,111 +55,63 @@ def _sign(meaning: str, *, paths: str = "", functions: str = "", code: str = "")
 
 
 PHASES = (
-    _sign(
-        "saving",
-        functions="save_pretrained save_checkpoint _save_checkpoint _save save_model save_state _save_optimizer*",
-        code="torch.save( | .save_pretrained(",
-    ),
-    _sign(
-        "loading",
-        paths="/core_model_loading.py /model_loader/ /safetensors/torch.py",
-        functions="from_pretrained _load_pretrained_model _load_state_dict_into* load_state_dict load_checkpoint* "
-        "dispatch_model set_module_tensor_to_device caching_allocator_warmup load_model get_llm flatten_tensors "
-        "_load_optimizer*",
-        code="from_pretrained( | torch.load( | model.to( | model.cuda(",
-    ),
-    _sign(
-        "evaluation",
-        paths="/lm_eval/",
-        functions="evaluate evaluation_loop prediction_step predict eval_ppl* perplexity validation_step",
-        code=".evaluate(",
-    ),
-    _sign(
-        "generation",
-        paths="/generation/utils.py /vllm/ /sglang/ /comfy/ /diffusers/pipelines/",
-        functions="generate _sample _beam_search _greedy_search _prefill",
-        code=".generate(",
-    ),
-    _sign(
-        "calibration",
-        paths="/lib/prune.py /gptq /sparsegpt /jobs/pruning/",
-        functions="prepare_calibration_input prune_* fasterprune add_batch calibrate*",
-    ),
-    _sign(
-        "optimizer step",
-        paths="/torch/optim/ /bitsandbytes/optim/ /apex/optimizers/ /deepspeed/runtime/zero/stage /utils/clip_grad.py",
-        functions="_init_group _multi_tensor_adam* _fused_adam* _single_tensor_adam*",
-        code="optimizer.step( | optim.step(",
-    ),
-    _sign(
-        "backward",
-        paths="/torch/autograd/__init__.py /torch/autograd/graph.py /torch/autograd/function.py",
-        functions="_engine_run_backward backward unpack_hook recompute_fn",
-        code=".backward(",
-    ),
-    _sign(
-        "loss",
-        paths="/loss_utils.py /torch/nn/modules/loss.py /transformers/loss/ cross_entropy",
-        functions="cross_entropy nll_loss ForCausalLMLoss fixed_cross_entropy compute_logits log_softmax kl_div",
-        code="cross_entropy( | loss_function( | lm_head( | logits.float() | loss_fct( | log_softmax(",
-    ),
+    _sign("saving",
+          functions="save_pretrained save_checkpoint _save_checkpoint _save save_model save_state _save_optimizer*",
+          code="torch.save( | .save_pretrained("),
+    _sign("loading", paths="/core_model_loading.py /model_loader/ /safetensors/torch.py",
+          functions="from_pretrained _load_pretrained_model _load_state_dict_into* load_state_dict load_checkpoint* "
+          "dispatch_model set_module_tensor_to_device caching_allocator_warmup load_model get_llm flatten_tensors "
+          "_load_optimizer*", code="from_pretrained( | torch.load( | model.to( | model.cuda("),
+    _sign("evaluation", paths="/lm_eval/",
+          functions="evaluate evaluation_loop prediction_step predict eval_ppl* perplexity validation_step",
+          code=".evaluate("),
+    _sign("generation", paths="/generation/utils.py /vllm/ /sglang/ /comfy/ /diffusers/pipelines/",
+          functions="generate _sample _beam_search _greedy_search _prefill", code=".generate("),
+    _sign("calibration", paths="/lib/prune.py /gptq /sparsegpt /jobs/pruning/",
+          functions="prepare_calibration_input prune_* fasterprune add_batch calibrate*"),
+    _sign("optimizer step",
+          paths="/torch/optim/ /bitsandbytes/optim/ /apex/optimizers/ /deepspeed/runtime/zero/stage "
+          "/utils/clip_grad.py", functions="_init_group _multi_tensor_adam* _fused_adam* _single_tensor_adam*",
+          code="optimizer.step( | optim.step("),
+    _sign("backward", paths="/torch/autograd/__init__.py /torch/autograd/graph.py /torch/autograd/function.py",
+          functions="_engine_run_backward backward unpack_hook recompute_fn", code=".backward("),
+    _sign("loss", paths="/loss_utils.py /torch/nn/modules/loss.py /transformers/loss/ cross_entropy",
+          functions="cross_entropy nll_loss ForCausalLMLoss fixed_cross_entropy compute_logits log_softmax kl_div",
+          code="cross_entropy( | loss_function( | lm_head( | logits.float() | loss_fct( | log_softmax("),
     _sign("data", paths="/torch/utils/data/ /datasets/", functions="pin_memory collate* default_collate"),
-    _sign(
-        "forward",
-        paths="/transformers/models/",
-        functions="forward _call_impl _wrapped_call_impl training_step compute_loss *attention_forward _conv_forward "
-        "dequantize_4bit",
-    ),
-)
+    _sign("forward", paths="/transformers/models/",
+          functions="forward _call_impl _wrapped_call_impl training_step compute_loss *attention_forward "
+          "_conv_forward dequantize_4bit"),
+)  # fmt: skip
 """In this order: what a stack has anywhere of the first ones decides, for a forward pass is in all of them."""
 
 HINTS = (
-    _sign(
-        "logits",
-        paths="/loss_utils.py /nn/modules/loss.py /transformers/loss/ cross_entropy",
-        functions="*cross_entropy ForCausalLMLoss nll_loss log_softmax compute_logits convert_to_fp32",
-        code="lm_head( | logits | cross_entropy | log_softmax",
-    ),
-    _sign(
-        "attention",
-        functions="eager_attention_forward _attn attention_forward",
-        code="attn_weights | attention_scores | softmax(attn | matmul(quer | q @ k | scaled_dot_product_attention(",
-    ),
-    _sign(
-        "attention-output",
-        paths="/sdpa_attention.py /flash_attention /flash_attn",
-        functions="sdpa_attention_forward scaled_dot_product_attention repeat_kv apply_rotary_pos_emb rotate_half",
-        code="scaled_dot_product_attention | apply_rotary | rotate_half",
-    ),
+    _sign("logits", paths="/loss_utils.py /nn/modules/loss.py /transformers/loss/ cross_entropy",
+          functions="*cross_entropy ForCausalLMLoss nll_loss log_softmax compute_logits convert_to_fp32",
+          code="lm_head( | logits | cross_entropy | log_softmax"),
+    _sign("attention", functions="eager_attention_forward _attn attention_forward",
+          code="attn_weights | attention_scores | softmax(attn | matmul(quer | q @ k | scaled_dot_product_attention("),
+    _sign("attention-output", paths="/sdpa_attention.py /flash_attention /flash_attn",
+          functions="sdpa_attention_forward scaled_dot_product_attention repeat_kv apply_rotary_pos_emb rotate_half",
+          code="scaled_dot_product_attention | apply_rotary | rotate_half"),
     _sign("convolution", paths="/nn/modules/conv.py", code="conv1d( | conv2d( | conv3d("),
     _sign("attention-mask", paths="/masking_utils.py /modeling_attn_mask_utils.py", code="causal_mask"),
-    _sign(
-        "mlp",
-        paths="/activations.py",
-        code="gate_proj( | up_proj( | down_proj( | self.act_fn | self.c_fc | mlp( | gelu( | silu(",
-    ),
+    _sign("mlp", paths="/activations.py",
+          code="gate_proj( | up_proj( | down_proj( | self.act_fn | self.c_fc | mlp( | gelu( | silu("),
     _sign("calibration", functions="prepare_calibration_input", code="inps = torch.zeros | zeros_like(inps"),
     _sign("hessian", functions="fasterprune add_batch", code="hessian | cholesky | self.H "),
     _sign("sort", code="torch.sort( | .sort( | topk("),
-    _sign(
-        "kv-cache",
-        paths="/cache_utils.py",
-        functions="_update_cache early_initialization lazy_initialization *kv_cache*",
-        code="kv_cache | past_key_values.update | past_key_value.update | key_cache | StaticCache",
-    ),
-    _sign(
-        "weights",
-        paths="/torch/optim/ /core_model_loading.py /bitsandbytes/optim/ /distributed/fsdp/ /nn/utils/prune.py",
-        functions="from_pretrained _init_group convert load_state_dict __deepcopy__ get_delta_weight",
-        code="zeros_like(p | exp_avg",
-    ),
-    _sign(
-        "packed weights",
-        paths="/bitsandbytes/autograd/ /bitsandbytes/backends/cuda/",
-        functions="dequantize_4bit _dequant_linear_fallback gemm_4bit matmul_4bit",
-        code="dequantize_4bit( | gemm_4bit(",
-    ),
-)
+    _sign("kv-cache", paths="/cache_utils.py",
+          functions="_update_cache early_initialization lazy_initialization *kv_cache*",
+          code="kv_cache | past_key_values.update | past_key_value.update | key_cache | StaticCache"),
+    _sign("weights",
+          paths="/torch/optim/ /core_model_loading.py /bitsandbytes/optim/ /distributed/fsdp/ /nn/utils/prune.py",
+          functions="from_pretrained _init_group convert load_state_dict __deepcopy__ get_delta_weight",
+          code="zeros_like(p | exp_avg"),
+    _sign("packed weights", paths="/bitsandbytes/autograd/ /bitsandbytes/backends/cuda/",
+          functions="dequantize_4bit _dequant_linear_fallback gemm_4bit matmul_4bit",
+          code="dequantize_4bit( | gemm_4bit("),
+)  # fmt: skip
 """What the failing line works on."""
 
 ENGINES = _sign("engines", paths="/vllm/ /sglang/ /comfy/ /diffusers/")

@@ -9,6 +9,7 @@ going on, and one is called the likeliest only where it is well ahead.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -83,10 +84,7 @@ class Reading:
 
     @property
     def nbytes(self) -> int:
-        size = self.itemsize
-        for factor in self.factors:
-            size *= factor.value
-        return size
+        return math.prod((factor.value for factor in self.factors), start=self.itemsize)
 
     @property
     def product(self) -> str:
@@ -102,6 +100,10 @@ class Readings:
     why_none: str = ""
     grounded: bool = False
     """Whether the model is known, and something of the run or of the moment."""
+
+    @property
+    def first(self) -> Reading | None:
+        return next(iter(self.candidates), None)
 
     @property
     def likeliest(self) -> Reading | None:
@@ -122,31 +124,28 @@ def _readings(intervals: tuple[Interval, ...], models: tuple[Dimensions, ...], r
     if not intervals:
         return Readings((), (), "the size that was asked for is not known")
     if len(intervals) > 1 or intervals[0][0] <= 1:
-        said = "between 1 and 10 MiB, or 18 and 20 MiB" if len(intervals) > 1 else "1 MiB or less"
-        return Readings(
-            intervals, (), f"requests that size share a segment: this one was {said}, which any small tensor is"
-        )
+        size = "between 1 and 10 MiB, or 18 and 20 MiB" if len(intervals) > 1 else "1 MiB or less"
+        said = f"requests that size share a segment: this one was {size}, which any small tensor is"
+        return Readings(intervals, (), said)
     sure = len(models) == 1
-    made: dict[tuple[str, tuple[Factor, ...], int], Reading] = {}
+    made: dict[tuple[object, ...], Reading] = {}
     for low, high in intervals:
         adapters = [(each, models) for each in fingerprints_of_lora(run.rank, models)] if run.rank else []
         for fingerprint, having in (*fingerprints_of(models or _holdable(run.card_bytes)), *adapters):
             for reading in _matches(fingerprint, having, low, high, run, sure):
                 key = reading.tensor, reading.factors, reading.itemsize
                 made[key] = max(made.get(key, reading), reading, key=lambda each: each.points)
-        if not models:
-            for reading in _cubes(low, high):
-                made[reading.tensor, reading.factors, reading.itemsize] = reading
-    written = _as_written(intervals, run, made.values())
+    found = list(made.values())
+    if not models:
+        found += [reading for interval in intervals for reading in _cubes(*interval)]
+    written = _as_written(intervals, run, found)
     if written is not None:
-        made = {(written.tensor, written.factors, written.itemsize): written}
+        found = [written]
     elif not models:  # of all models some tensor has any size: only what the failing line makes counts
-        made = {
-            key: reading
-            for key, reading in made.items()
-            if (reading.kind in run.hints if run.hints else reading.kind not in IN_LINES_OF_THEIR_OWN)
-        }
-    ranked = sorted(made.values(), key=lambda each: (-each.points, abs(each.nbytes - intervals[0][1]), each.tensor))
+        found = [
+            each for each in found if (each.kind in run.hints if run.hints else each.kind not in IN_LINES_OF_THEIR_OWN)
+        ]
+    ranked = sorted(found, key=lambda each: (-each.points, abs(each.nbytes - intervals[0][1]), each.tensor))
     such = ", of those that the failing line can make" if run.hints else ""
     none = "no product of the model's sizes gives it" if models else f"no tensor of a known model has its size{such}"
     known = replace(run, card_bytes=None) != RunClues()
@@ -201,9 +200,7 @@ def _matches(
     """`having`: the models that have such a tensor; none: it does not depend on the model."""
     positions = {model.positions for model in having if model.positions}
     for itemsize in print_.itemsizes:
-        each = itemsize
-        for factor in print_.fixed:
-            each *= factor.value
+        each = math.prod((factor.value for factor in print_.fixed), start=itemsize)
         for free, weight in _free(print_, -(-low // each), high // each, run, positions, sure):
             able = having if sure else _able(having, print_, free)
             points = weight + print_.prior + _by_moment(print_, run) - (not sure)
