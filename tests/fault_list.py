@@ -348,15 +348,15 @@ FITTING = [
     ),
     _LEVERS(
         "the Trainer accumulates another number of times",
-        '"trainer": f"per_device_train_batch_size={rows}, gradient_accumulation_steps={steps}"',
-        '"trainer": f"per_device_train_batch_size={rows}, gradient_accumulation_steps={rows}"',
+        'f"per_device_train_batch_size={rows}, gradient_accumulation_steps={steps}"',
+        'f"per_device_train_batch_size={rows}, gradient_accumulation_steps={rows}"',
     ),
     _LEVERS(
         "checkpointing's switch of the Trainer is wrong",
         'gradient_checkpointing_kwargs={"use_reentrant": False}',
         'gradient_checkpoint_kwargs={"use_reentrant": False}',
     ),
-    _LEVERS("the precision's flag of the Trainer is wrong", '"trainer": "bf16=True"', '"trainer": "bfloat16=True"'),
+    _LEVERS("the precision's flag of the Trainer is wrong", '"bf16=True"', '"bfloat16=True"'),
     _LEVERS(
         "the sharding's flag of the Trainer is wrong", 'fsdp_config={"version": 2,', 'fsdp_configuration={"version": 2,'
     ),
@@ -594,8 +594,8 @@ CHECKING = [
     ),
     _CHECK_MODEL(
         "a checkpoint of LoRA has the whole model",
-        'trained(model) if work.kind == "lora" else list(model.parameters())',
-        "list(model.parameters())",
+        'bytes_of(trained(model)) if work.kind == "lora" else loading_bytes(model)',
+        "loading_bytes(model)",
     ),
     _CHECK_MODEL("a checkpoint has no optimizer state", " + state_bytes(model, str(work.optimizer))", ""),
     _CHECK_MODEL(
@@ -744,7 +744,7 @@ SNAPSHOTS = [
 ]
 
 _DIFF = _in("analysis/diff.py", "analysis/test_diff_boundaries.py", "analysis/test_diff.py")
-_RENDER_DIFF = _in("render/diff.py", "analysis/test_diff_boundaries.py", "analysis/test_diff.py")
+_RENDER_DIFF = _in("render/report.py", "analysis/test_diff_boundaries.py", "analysis/test_diff.py")
 _GROWTH = _in("recording/growth.py", "recording/test_growth_boundaries.py", "recording/test_growth.py")
 
 ANALYSIS = [

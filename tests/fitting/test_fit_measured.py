@@ -17,7 +17,7 @@ from support.quick import quick
 from memfit.fitting.forecast import Forecasts
 from memfit.gpus import find_gpu
 from memfit.jobs.workload import Workload
-from memfit.planning.whole_model_pruning import predict_whole_model_pruning
+from memfit.planning.pruning import predict_whole_model_pruning
 
 pytestmark = pytest.mark.usefixtures("shared_traces")
 

@@ -7,6 +7,7 @@ import io
 import json
 import re
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -14,13 +15,13 @@ import pytest
 
 import memfit
 from memfit.errors import UnknownName, UsageError
-from memfit.fitting.claims import STREAMED, WHOLE, PlanMemo, check_claim, check_saving, difference
+from memfit.fitting.claims import STREAMED, WHOLE, check_claim, check_saving, difference, plan_way
 from memfit.fitting.table import GPUS, Table, jobs_of, make_table
 from memfit.gpus import find_gpu
 from memfit.guides.claims import DECISIONS, EXAMPLES, QUICK_REFERENCE, SAVINGS, Claim
 from memfit.jobs.workload import Workload
 from memfit.planning.predict import predict
-from memfit.planning.whole_model_pruning import predict_whole_model_pruning
+from memfit.planning.pruning import predict_whole_model_pruning
 from memfit.render.plan import as_text
 from memfit.render.table import as_csv, as_markdown, show_table
 
@@ -126,7 +127,7 @@ def claim(said: str) -> Claim:
     ],
 )
 def test_a_claim_is_answered_in_words(said: str, answer: str) -> None:
-    checked = check_claim(claim(said), PlanMemo())
+    checked = check_claim(claim(said), cache(plan_way))
 
     assert checked.answer == answer
     assert (checked.streamed_gpu, checked.streamed.verdict) == ("8GB", "safe")
@@ -151,7 +152,7 @@ def test_a_claim_is_right_or_wrong_by_what_is_predicted(
     if by_default != found:
         about = replace(about, gpu="4.9GiB", nsamples=64)
 
-    checked = check_claim(about, PlanMemo())
+    checked = check_claim(about, cache(plan_way))
 
     assert (checked.whole.verdict, checked.whole_by_default.verdict) == (found, by_default)
     assert checked.answer == answer
@@ -159,7 +160,7 @@ def test_a_claim_is_right_or_wrong_by_what_is_predicted(
 
 def test_half_the_length_saves_less_than_the_half_that_the_guide_says() -> None:
     """Two buffers of hidden states are halved; what sorting the scores of the largest matrix takes is not."""
-    half, quarter, *_ = (check_saving(replace(saving, model="1b"), PlanMemo()).to_json() for saving in SAVINGS[:2])
+    half, quarter, *_ = (check_saving(replace(saving, model="1b"), cache(plan_way)).to_json() for saving in SAVINGS[:2])
 
     assert 0.3 < half["share"] < half["guide_share"]
     assert half["share"] < quarter["share"] < quarter["guide_share"]
@@ -305,7 +306,7 @@ def test_the_page_says_of_the_guides_what_is_predicted_now() -> None:
         card = find_gpu(gpu) if gpu else None
         return predict_whole_model_pruning(Workload(kind="prune", model=model), card).peak.device_bytes
 
-    shares = [check_saving(saving, PlanMemo()).to_json()["share"] for saving in SAVINGS[:3]]
+    shares = [check_saving(saving, cache(plan_way)).to_json()["share"] for saving in SAVINGS[:3]]
 
     assert f"72-75 GB | {total('30b', None) / 1e9:.1f} GB" in page
     assert f"it is safe; {total('7b', '24GB') / 1e9:.1f} GB, not 22.2" in page

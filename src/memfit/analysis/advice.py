@@ -64,13 +64,8 @@ def zeroed_in_place(trace: Trace) -> str | None:
 
 
 def gradients_zeroed(place: str, allocated: int, reserved: int) -> Advice:
-    return Advice(
-        "gradients are set to zero in place, so they stay through every forward pass",
-        "zero_grad(set_to_none=True), torch's default",
-        place,
-        allocated,
-        reserved,
-    )
+    what = "gradients are set to zero in place, so they stay through every forward pass"
+    return Advice(what, "zero_grad(set_to_none=True), torch's default", place, allocated, reserved)
 
 
 @dataclass(frozen=True)
@@ -101,7 +96,8 @@ def _held(look: _Look) -> Iterator[Advice]:
     for names, times in by_names.items():
         others, dies = _sizes_held_elsewhere(look, times), {}
         for event, variable in times:
-            ends = _end_of_backward(look.labels, event)
+            phases = (each.end for each in look.labels.phases if each.name == "backward" and each.end > event)
+            ends = next(phases, event)
             for block in variable["blocks"]:
                 if look.trace.requested[block] not in others:
                     dies[block] = ends if block in variable["saved"] else event
@@ -140,10 +136,6 @@ def _sizes_held_elsewhere(look: _Look, times: Sequence[tuple[int, dict[str, Any]
         for block in variable["blocks"]
         if death[block] > next_event
     }
-
-
-def _end_of_backward(labels: Labels, event: int) -> int:
-    return next((phase.end for phase in labels.phases if phase.name == "backward" and phase.end > event), event)
 
 
 def _growing(look: _Look) -> Iterator[Advice]:

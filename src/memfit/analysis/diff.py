@@ -50,9 +50,7 @@ def diff_runs(a: Run, b: Run) -> dict[str, Any]:
     sides = _Side(a, pairs[0]), _Side(b, pairs[1])
     labels = _shared_labels(*sides)
     document: dict[str, Any] = {
-        "schema": SCHEMA,
-        "a": _summary(a),
-        "b": _summary(b),
+        "schema": SCHEMA, "a": _summary(a), "b": _summary(b),
         "messages": [
             {"side": name, "kind": message.kind, "text": str(message)}
             for name, run in (("a", a), ("b", b))
@@ -64,16 +62,13 @@ def diff_runs(a: Run, b: Run) -> dict[str, Any]:
             for name in ("allocated", "reserved")
         },
         "explained": [asdict(reason) for reason in _explained(*sides, labels)],
-        "by_category": list(_by(sides, labels.category)),
-        "by_phase": list(_by_phase(a, b)),
-        "by_module": list(_by(sides, labels.module)),
-        "allocations": asdict(found.allocs),
-        "frees": asdict(found.frees),
-        "places": [_place(hunk) for hunk in found.hunks[:LISTED]],
+        "by_category": list(_by(sides, labels.category)), "by_phase": list(_by_phase(a, b)),
+        "by_module": list(_by(sides, labels.module)), "allocations": asdict(found.allocs),
+        "frees": asdict(found.frees), "places": [_place(hunk) for hunk in found.hunks[:LISTED]],
         "lifetimes": [_lifetime(lifetime) for lifetime in found.lifetimes[:LISTED]],
         "totals": [{**asdict(total), "bytes": total.nbytes} for total in found.totals[:LISTED]],
         "left_out": _left_out(found),
-    }
+    }  # fmt: skip
     document["notes"] = list(_notes(a, b, labels))
     document["next"] = list(_next(a, b))
     return document
@@ -193,10 +188,8 @@ def _explained(a: _Side, b: _Side, labels: _SharedNames) -> Iterator[Reason]:
             elif number == 1 and (grown := size - int(other.run.timeline.size[partner])):
                 parts["block_size"].append((1, block, grown))
     found = [
-        Reason(
-            key, REASONS[key], sum(part[2] for part in parts[key]), len(parts[key]), _largest(parts[key], a, b, labels)
-        )
-        for key in REASONS
+        Reason(key, text, sum(size for *_, size in parts[key]), len(parts[key]), _largest(parts[key], a, b, labels))
+        for key, text in REASONS.items()
         if parts[key]
     ]
     yield from sorted(found, key=lambda reason: -abs(reason.difference_bytes))
@@ -292,10 +285,8 @@ def _next(a: Run, b: Run) -> Iterator[str]:
     few = 0 if len(steps[0]) < len(steps[1]) else 1
     many = steps[1 - few]
     flags = {"ab"[few]: steps[few][0], "ab"[1 - few]: many[1] if len(many) > 1 else many[0]}
-    yield (
-        f"{'ab'[few]} has {len(steps[few])} of {len(many)} steps: compare one with one, such as "
-        f"--step-a {flags['a']} --step-b {flags['b']}"
-    )
+    such = f"--step-a {flags['a']} --step-b {flags['b']}"
+    yield f"{'ab'[few]} has {len(steps[few])} of {len(many)} steps: compare one with one, such as {such}"
 
 
 def one_step(run: Run, step: int, *, flag: str = "--step") -> Run:
@@ -303,11 +294,8 @@ def one_step(run: Run, step: int, *, flag: str = "--step") -> Run:
     phases = [phase for phase in run.labels.phases if phase.step == step]
     if not phases:
         known = sorted({phase.step for phase in run.labels.phases if phase.step})
-        hint = (
-            f"it has the steps {known[0]} to {known[-1]}"
-            if known
-            else "no steps are marked in it, and none can be told"
-        )
+        none = "no steps are marked in it, and none can be told"
+        hint = f"it has the steps {known[0]} to {known[-1]}" if known else none
         raise UsageError(f"{flag} {step}: there is no such step in it", hint=hint)
     return cut(run, phases[0].begin, phases[-1].end, first_step=step)
 
@@ -361,24 +349,17 @@ def _cut_labels(labels: Labels, kept: Ints, begin: int, end: int, first_step: in
 def diff_files(
     a: str | Path, b: str | Path, *, step_a: int | None = None, step_b: int | None = None, device: int | None = None
 ) -> dict[str, Any]:
-    runs = [
-        _opened(path, step, flag, device) for path, step, flag in ((a, step_a, "--step-a"), (b, step_b, "--step-b"))
-    ]
-    document = diff_runs(*runs)
+    document = diff_runs(_opened(a, step_a, "--step-a", device), _opened(b, step_b, "--step-b", device))
     for side, path in (("a", a), ("b", b)):
         document[side] = {"path": clean(str(path)), **document[side]}
     return document
 
 
 def _opened(path: str | Path, step: int | None, flag: str, device: int | None) -> Run:
-    _refuse_logs(Path(path))
-    run = open_run(path, device=None if is_trace_file(path) else device)
-    return run if step is None else one_step(run, step, flag=flag)
-
-
-def _refuse_logs(path: Path) -> None:
-    if looks_like_a_log(beginning(path) or b""):
+    if looks_like_a_log(beginning(Path(path)) or b""):
         raise InputError(
             f"{str(path)!r} is a memory log: it has checkpoints, no events to compare",
             hint="compare snapshots or traces; `memfit report` shows a log",
         )
+    run = open_run(path, device=None if is_trace_file(path) else device)
+    return run if step is None else one_step(run, step, flag=flag)

@@ -131,34 +131,20 @@ def csv_text(run: Run) -> str:
         birth, death = int(lives.birth[block]), int(lives.death[block])
         born, freed = birth if birth != BEFORE else None, death if 0 <= death < len(trace) else None
         phase = None if born is None else run.labels.phase_at(born)
-        writer.writerow(
-            (
-                block,
-                int(run.timeline.size[block]),
-                trace.requested[block],
-                ALL_CATEGORIES[labels.category[block]],
-                _text(trace.module(block)),
-                _text(trace.op(block)),
-                _text(labels.lines[labels.line[block]]),
-                trace.streams[block],
-                _known(born),
-                _known(freed),
-                _seconds(run, born),
-                _seconds(run, freed),
-                _text(phase.name) if phase else "",
-                phase.step if phase else "",
-            )
-        )
+        names = (_text(each) for each in (trace.module(block), trace.op(block), labels.lines[labels.line[block]]))
+        category = ALL_CATEGORIES[labels.category[block]]
+        row = (
+            block, int(run.timeline.size[block]), trace.requested[block], category, *names, trace.streams[block], born,
+            freed, _seconds(run, born), _seconds(run, freed),
+            _text(phase.name) if phase else None, phase.step if phase else None,
+        )  # fmt: skip
+        writer.writerow(row)
     return out.getvalue()
 
 
 def _text(name: str) -> str:
     """Names come from the file that is exported, and a spreadsheet would run one that begins as a formula does."""
     return f"'{name}" if name.startswith(FORMULA) else name
-
-
-def _known(event: int | None) -> int | str:
-    return "" if event is None else event
 
 
 def _seconds(run: Run, event: int | None) -> str:
@@ -192,10 +178,6 @@ def viewer_pickle(run: Run) -> bytes:
     return pickle.dumps(viewer_snapshot(run), protocol=4)  # the newest that every version of the viewer reads
 
 
-def viewer_json(run: Run) -> bytes:
-    return as_json(viewer_snapshot(run))
-
-
 def viewer_snapshot(run: Run) -> dict[str, Any]:
     """A recording is written anew from what was read of it: plain types, shared stacks, nothing that it may have held
     besides. A prediction is placed by the model of the allocator first."""
@@ -223,11 +205,8 @@ class _Rewriter:
         self.snapshot = snapshot
         frames = [{"filename": f.filename, "line": f.line, "name": f.name} for f in snapshot.frame_table]
         self.stacks = [[frames[i] for i in stack] for stack in snapshot.stacks]
-        self.at_end = [self._living(device) for device in range(len(snapshot.traces))]
-
-    def _living(self, device: int) -> dict[int, int]:
-        """At the end, which block lies at an address: the last one that was put there."""
-        return {address: block for block, address in enumerate(self.snapshot.traces[device].addresses)}
+        self.at_end = [{at: block for block, at in enumerate(trace.addresses)} for trace in snapshot.traces]
+        """Which block lies at an address: the last one that was put there."""
 
     def events(self, device: int) -> Iterator[dict[str, Any]]:
         trace, times = self.snapshot.traces[device], self.snapshot.times[device]
@@ -259,15 +238,8 @@ class _Rewriter:
         for block in segment.blocks:
             number = self.at_end[segment.device].get(block.address) if block.state != "inactive" else None
             stack = 0 if number is None else self.snapshot.stack_of[segment.device][number]
-            blocks.append(
-                {
-                    "address": block.address,
-                    "size": block.size,
-                    "requested_size": block.requested_size,
-                    "state": block.state,
-                    "frames": self.stacks[stack],
-                }
-            )
+            facts = {name: getattr(block, name) for name in ("address", "size", "requested_size", "state")}
+            blocks.append({**facts, "frames": self.stacks[stack]})
         return segment_entry(segment, blocks)
 
 
@@ -278,24 +250,16 @@ class Format:
     opens_in: str
 
 
-def _perfetto(run: Run) -> bytes:
-    return json.dumps(perfetto_trace(run), separators=(",", ":"), allow_nan=False).encode()
-
-
-def _speedscope(run: Run) -> bytes:
-    return json.dumps(speedscope_profile(run), separators=(",", ":"), allow_nan=False).encode()
-
-
-def _csv(run: Run) -> bytes:
-    return csv_text(run).encode("utf-8", "replace")
+def _as_json(document: dict[str, Any]) -> bytes:
+    return json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
 
 
 FORMATS = {
     "memory-viz": Format(".memory-viz.pickle", viewer_pickle, "pytorch.org/memory_viz"),
-    "json": Format(".memory-viz.json", viewer_json, "pytorch.org/memory_viz"),
-    "perfetto": Format(".perfetto.json", _perfetto, "ui.perfetto.dev"),
-    "speedscope": Format(".speedscope.json", _speedscope, "speedscope.app"),
-    "csv": Format(".csv", _csv, "any spreadsheet"),
+    "json": Format(".memory-viz.json", lambda run: as_json(viewer_snapshot(run)), "pytorch.org/memory_viz"),
+    "perfetto": Format(".perfetto.json", lambda run: _as_json(perfetto_trace(run)), "ui.perfetto.dev"),
+    "speedscope": Format(".speedscope.json", lambda run: _as_json(speedscope_profile(run)), "speedscope.app"),
+    "csv": Format(".csv", lambda run: csv_text(run).encode("utf-8", "replace"), "any spreadsheet"),
 }
 
 

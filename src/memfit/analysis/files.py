@@ -132,12 +132,11 @@ def _checkpoint(cells: dict[str, str]) -> LogRow | None:
         sizes = {key: _bytes(cells.get(column, "")) for column, key in SIZE_COLUMNS.items()}
     except ValueError:
         return None
-    failed = name.endswith(FAILED)
     return LogRow(
         name=clean(name.removesuffix(FAILED).strip()),
         stage=clean(cells.get("Stage", "").strip()),
         at=_when(cells.get("Timestamp", "")),
-        failed=failed,
+        failed=name.endswith(FAILED),
         **sizes,
     )
 
@@ -170,8 +169,7 @@ def _warnings(points: tuple[LogRow, ...], unread: int, text: str) -> list[Remark
         found.append(Remark("truncated", f"{whole} passed over"))
     elif text and not text.endswith("\n"):
         found.append(Remark("truncated", "it ends without a line break: the last row may be cut off"))
-    if any(point.failed for point in points):
-        name = next(point.name for point in points if point.failed)
+    if (name := next((point.name for point in points if point.failed), None)) is not None:
         found.append(Remark("failed", f"the run broke before it reached {name}; that row is the moment of the error"))
     return found
 
@@ -185,7 +183,12 @@ def report_log(log: MemoryLogFile, parts: MemoryLogFile | None = None) -> dict[s
     peak = log.peak
     reserved = [point.reserved_bytes for point in log.checkpoints if point.reserved_bytes is not None]
     document = {
-        "schema": SCHEMA, "origin": "measured", "messages": list(_messages(log, parts)), "device": None,
+        "schema": SCHEMA, "origin": "measured",
+        "messages": [
+            {"kind": warning.kind, "text": str(warning)}
+            for warning in (*log.warnings, *(parts.warnings if parts else ()))
+        ],
+        "device": None,
         "peak": {
             "allocated_bytes": found["peak_bytes"], "reserved_bytes": max(reserved, default=None),
             "requested_bytes": None,
@@ -232,11 +235,6 @@ def _row(point: LogRow, first: Any) -> dict[str, Any]:
         "allocated_bytes": point.allocated_bytes, "reserved_bytes": point.reserved_bytes,
         "peak_bytes": point.peak_bytes, "cpu_used_bytes": point.cpu_used_bytes,
     }  # fmt: skip
-
-
-def _messages(log: MemoryLogFile, parts: MemoryLogFile | None) -> Iterator[dict[str, str]]:
-    for warning in (*log.warnings, *(parts.warnings if parts else ())):
-        yield {"kind": warning.kind, "text": str(warning)}
 
 
 def _next(found: dict[str, Any]) -> Iterator[str]:
@@ -357,12 +355,10 @@ def _folder(folder: Path, device: int | None) -> Report:
         )
     if best is not None:
         document, run = best[1].document, best[1].run
-        messages = document["messages"]
     else:
         assert log is not None
         document, run = _named(report_log(log, parts), folder, "run_folder"), None
-        messages = document["messages"]
-    messages += [{"kind": "passed_over", "text": text} for text in passed_over[:5]]
+    document["messages"] += [{"kind": "passed_over", "text": text} for text in passed_over[:5]]
     document["source"] = {
         "path": clean(str(folder)), "kind": "run_folder", "files": rows,
         "reported": clean(best[0].name) if best is not None else LOG,

@@ -63,9 +63,9 @@ def sample(
         more = np.zeros(0, dtype=np.int64) if also is None else also[(also >= first) & (also < last)]
         kept = np.unique(np.concatenate((_highest(timeline.allocated, edges, last), edges[1:] - 1, more, [last - 1])))
     event = np.concatenate(([first - 1], kept)).astype(np.int64)
-    reserved = (
-        None if timeline.reserved is None else _beginning(timeline.reserved_at(first - 1), timeline.reserved[kept])
-    )
+    reserved = None
+    if timeline.reserved is not None:
+        reserved = _beginning(timeline.reserved_at(first - 1), timeline.reserved[kept])
     return Samples(event, _beginning(timeline.allocated_at(first - 1), timeline.allocated[kept]), reserved, stride)
 
 
@@ -113,8 +113,8 @@ def top_groups(
     chosen = [i for i in np.argsort(-weight, kind="stable")[:count].tolist() if weight[i] > 0]
     table = np.full(len(names), len(chosen), dtype=np.int64)
     table[chosen] = np.arange(len(chosen))
-    rest = bool((weight > 0).sum() > len(chosen))
-    return table[number], [names[i] for i in chosen] + (["the rest"] if rest else [])
+    rest = ["the rest"] * bool((weight > 0).sum() > len(chosen))
+    return table[number], [*(names[i] for i in chosen), *rest]
 
 
 def _changes(timeline: Timeline) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
@@ -202,11 +202,8 @@ def _path(run: Run, block: int) -> tuple[str, ...]:
         frames = [frame for frame in run.frames(block) if is_python(frame) and frame.name not in HOPS][:MAX_DEPTH]
         return tuple(line_text(frame) for frame in reversed(frames)) or (labels.lines[labels.line[block]],)
     category = ALL_CATEGORIES[labels.category[block]].replace("_", " ")
-    return (category, *_module_parts(labels.modules[labels.module[block]]), labels.ops[labels.op[block]] or "(no op)")
-
-
-def _module_parts(module: str) -> Sequence[str]:
-    return [part for part in module.split(".") if part][:MAX_DEPTH]
+    modules = [part for part in labels.modules[labels.module[block]].split(".") if part]
+    return (category, *modules[:MAX_DEPTH], labels.ops[labels.op[block]] or "(no op)")
 
 
 MAX_BLOCKS = 120_000
@@ -426,13 +423,9 @@ def _flame(root: Node, words: Words) -> dict[str, list[int]]:
     todo = [(root, -1)]
     for node, parent in todo:
         number = len(columns["word"])
-        for name, value in (
-            ("word", words.number(node.name)),
-            ("parent", parent),
-            ("bytes", node.nbytes),
-            ("count", node.count),
-        ):
-            columns[name].append(value)
+        row = words.number(node.name), parent, node.nbytes, node.count
+        for column, value in zip(columns.values(), row, strict=True):
+            column.append(value)
         todo.extend((child, number) for child in sorted(node.children.values(), key=_place))
     return columns
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from memfit.analysis import alive
-from memfit.analysis.alive import Idle, growth, idle_at, temporaries
+from memfit.analysis.alive import growth, idle_at, temporaries
 from memfit.analysis.labels import ALL_CATEGORIES
 from memfit.analysis.run import Run, stack_lines
 from memfit.analysis.stacks import code_line
@@ -59,40 +59,31 @@ LARGEST = 20
 MAX_PHASES = 3000
 MAX_OOMS = 5
 MAX_SEGMENT_GROUPS = 50
+EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
 
 def report_run(run: Run) -> dict[str, Any]:
     timeline, labels, blocks = run.timeline, run.labels, run.summary.alive
     idle = {"reserved_peak": timeline.reserved_peak_event, "end": len(run.trace) - 1}
     document = {
-        "schema": SCHEMA,
-        "origin": run.origin,
-        "messages": [{"kind": message.kind, "text": str(message)} for message in run.messages],
-        "device": run.device,
-        "events": _counts(run),
-        "seconds": run.seconds(len(run.trace)),
+        "schema": SCHEMA, "origin": run.origin,
+        "messages": [{"kind": message.kind, "text": str(message)} for message in run.messages], "device": run.device,
+        "events": _counts(run), "seconds": run.seconds(len(run.trace)),
         "peak": {
             "allocated_bytes": timeline.peak_allocated,
             "reserved_bytes": timeline.peak_reserved,
             "requested_bytes": int(np.frombuffer(run.trace.requested, dtype=np.int64)[blocks].sum()),
         },
-        "at_peak": _moment(run, timeline.peak_event),
-        "breakdown": run.summary.breakdown,
-        "category_source": labels.source,
-        "there_before": alive.there_before(timeline, blocks),
+        "at_peak": _moment(run, timeline.peak_event), "breakdown": run.summary.breakdown,
+        "category_source": labels.source, "there_before": alive.there_before(timeline, blocks),
         **_groups(run, blocks),
         "largest": [_allocation(run, alike) for alike in alive.largest_kinds(timeline, labels, blocks, LARGEST)],
-        "phases": _phase_rows(run),
-        "phase_source": labels.phase_source,
+        "phases": _phase_rows(run), "phase_source": labels.phase_source,
         "annotations": [asdict(span) for span in spans(run)],
-        "idle": {name: _idle(idle_at(timeline, at)) if at is not None else None for name, at in idle.items()},
-        "segments": _segments(run),
-        "temporaries": _temporaries(run),
-        "growth": asdict(growth(timeline, labels)),
-        "ooms": list(_ooms(run)),
-        "settings": {} if run.snapshot is None else run.snapshot.settings,
-        "notes": list(_notes(run)),
-    }
+        "idle": {name: _idle(run, at) for name, at in idle.items()}, "segments": _segments(run),
+        "temporaries": _temporaries(run), "growth": asdict(growth(timeline, labels)), "ooms": list(_ooms(run)),
+        "settings": {} if run.snapshot is None else run.snapshot.settings, "notes": list(_notes(run)),
+    }  # fmt: skip
     document["next"] = list(_next(document))
     return document
 
@@ -149,7 +140,8 @@ def _phase_rows(run: Run) -> list[dict[str, Any]]:
     return [{**asdict(phase), "begin_seconds": run.seconds(phase.begin_event)} for phase in phases]
 
 
-def _idle(idle: Idle | None) -> dict[str, Any] | None:
+def _idle(run: Run, event: int | None) -> dict[str, Any] | None:
+    idle = None if event is None else idle_at(run.timeline, event)
     return None if idle is None else asdict(idle)
 
 
@@ -175,8 +167,7 @@ def _segments(run: Run) -> list[dict[str, Any]]:
 
 def _temporaries(run: Run) -> list[dict[str, Any]]:
     labels = run.labels
-    by_line = labels.stacks
-    names, number = (labels.lines, labels.line) if by_line else (labels.ops, labels.op)
+    names, number = (labels.lines, labels.line) if labels.stacks else (labels.ops, labels.op)
     return [asdict(each) for each in temporaries(run.timeline, labels, names, number)]
 
 
@@ -237,21 +228,15 @@ def _next(document: dict[str, Any]) -> Iterator[str]:
     if oom is not None and oom["cached_bytes"] is not None:
         asked, cached = oom["requested_bytes"], oom["cached_bytes"]
         if cached >= asked and (oom["largest_hole_bytes"] or 0) < asked:
-            yield (
-                f"{format_bytes(cached)} were cached, but in pieces of at most "
-                f"{format_bytes(oom['largest_hole_bytes'])}: try "
-                "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
-            )
+            pieces = format_bytes(oom["largest_hole_bytes"])
+            yield f"{format_bytes(cached)} were cached, but in pieces of at most {pieces}: try {EXPANDABLE}"
     grown = document["growth"]
     if grown["grows"] and grown["survivors"]:
         first = grown["survivors"][0]["name"] or "code without a name"
         yield f"every step leaves {format_bytes(grown['per_step_bytes'])} more behind: look at {first}"
     idle = document["idle"]["reserved_peak"]
     if idle and not oom and idle["idle_bytes"] > idle["reserved_bytes"] // 4:
-        yield (
-            f"{format_bytes(idle['idle_bytes'])} of the reserved memory were idle at its peak: "
-            "try PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
-        )
+        yield f"{format_bytes(idle['idle_bytes'])} of the reserved memory were idle at its peak: try {EXPANDABLE}"
     kinds = {message["kind"] for message in document["messages"]}
     if "overflowed" in kinds or "empty" in kinds:
         yield "record again: torch.cuda.memory._record_memory_history(max_entries=1000000) before the model is made"

@@ -161,16 +161,10 @@ def pick(runs: list[Run], device: int | None) -> Run:
 def _with_a_device(snapshot: Snapshot) -> Snapshot:
     from array import array
 
-    empty = array("q"), array("i"), array("i")
     if snapshot.traces:
         return snapshot
-    return replace(
-        snapshot,
-        traces=(Trace(origin="measured"),),
-        times=(empty[0],),
-        stack_of=(empty[1],),
-        range_stack_of=(empty[2],),
-    )
+    traces, times, stacks = (Trace(origin="measured"),), (array("q"),), (array("i"),)
+    return replace(snapshot, traces=traces, times=times, stack_of=stacks, range_stack_of=(array("i"),))
 
 
 def _config(snapshot: Snapshot) -> tuple[AllocatorConfig, tuple[Remark, ...]]:
@@ -184,26 +178,18 @@ def _config(snapshot: Snapshot) -> tuple[AllocatorConfig, tuple[Remark, ...]]:
 def _run_of_device(snapshot: Snapshot, device: int, config: AllocatorConfig, doubt: tuple[Remark, ...]) -> Run:
     timeline = observe(snapshot, device, config)
     labels = labels_of_snapshot(timeline, snapshot, device)
-    messages = (*_own(snapshot, device), *doubt, *_remarks(timeline, labels))
+    own = (each for each in snapshot.warnings if not each.startswith("GPU ") or each.startswith(f"GPU {device}:"))
+    messages = (*own, *doubt, *_remarks(timeline, labels))  # what is said of other GPUs is not said here
     origin = timeline.trace.origin
     times = _seconds(np.frombuffer(snapshot.times[device], dtype=np.int64)) if origin == "measured" else None
     return Run(timeline, labels, origin, messages, config, device, snapshot, times)
 
 
-def _own(snapshot: Snapshot, device: int) -> Iterator[Remark]:
-    """What is said of other GPUs is not said here."""
-    for warning in snapshot.warnings:
-        if not warning.startswith("GPU ") or warning.startswith(f"GPU {device}:"):
-            yield warning
-
-
 def _remarks(timeline: Timeline, labels: Labels) -> Iterator[Remark]:
     if timeline.doubts:
-        yield Remark(
-            "doubts",
-            f"{timeline.doubts:,} events contradict the final state: sizes of blocks may be too small there"
-            + ("" if timeline.reserved is not None else ", and what was reserved is n/a"),
-        )
+        known = "" if timeline.reserved is not None else ", and what was reserved is n/a"
+        said = "events contradict the final state: sizes of blocks may be too small there"
+        yield Remark("doubts", f"{timeline.doubts:,} {said}{known}")
     if len(timeline.trace) and timeline.reserved is None and not timeline.doubts:
         yield Remark("segments", "the segments in it do not hold its blocks: what was reserved is n/a")
     if len(timeline.trace) and not labels.stacks and timeline.trace.origin == "measured":

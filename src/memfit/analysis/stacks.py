@@ -133,13 +133,9 @@ def works(
     rooted = np.array([any(frame.name == "<module>" for frame in each) for each in frames], dtype=bool)
     python = np.array([any(map(is_python, each)) for each in frames], dtype=bool)
     ends_in_module = 2 * int(count[rooted].sum()) > int(count[python].sum())
-    return np.array(
-        [
-            work_of(each, other_thread=ends_in_module and not rooted[i] and bool(python[i]))
-            for i, each in enumerate(frames)
-        ],
-        dtype=np.int64,
-    )
+    elsewhere = (python & ~rooted & ends_in_module).tolist()
+    found = [work_of(each, other_thread=other) for each, other in zip(frames, elsewhere, strict=True)]
+    return np.array(found, dtype=np.int64)
 
 
 NOISE = 3  # that few allocations of one kind between many of another are a part of those

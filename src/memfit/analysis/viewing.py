@@ -51,11 +51,11 @@ class Filter:
         if not isinstance(names, Sequence) or isinstance(names, str) or set(names) - {*ALL_CATEGORIES}:
             raise UsageError("the categories of a filter are some of these", hint=", ".join(ALL_CATEGORIES))
         texts = {name: str(given.get(name) or "")[:MAX_TEXT].lower() for name in ("module", "text")}
-        sizes = [
-            min(max(_number(given, name, default), 0), MOST)
+        least, most = (
+            int(min(max(_number(given, name, default), 0), MOST))
             for name, default in (("least_bytes", 0), ("most_bytes", MOST))
-        ]
-        return cls(tuple(names), **texts, least_bytes=int(sizes[0]), most_bytes=int(sizes[1]))
+        )
+        return cls(tuple(names), **texts, least_bytes=least, most_bytes=most)
 
     def mask(self, run: Run) -> Mask:
         """Mask of the blocks that pass the filter."""
@@ -84,16 +84,8 @@ def only(run: Run, chosen: Mask) -> Run:
     size = np.where(chosen, timeline.size, 0)
     before = int(size[(timeline.lives.birth == BEFORE) & (timeline.lives.death != BEFORE)].sum())
     allocated = before + np.cumsum(allocated_changes(run.trace, size))
-    some = replace(
-        timeline,
-        size=size,
-        allocated=allocated,
-        allocated_before=before,
-        reserved=None,
-        reserved_before=0,
-        known_lives=timeline.lives,
-    )
-    return replace(run, timeline=some)
+    unreserved = replace(timeline, reserved=None, reserved_before=0, known_lives=timeline.lives)
+    return replace(run, timeline=replace(unreserved, size=size, allocated=allocated, allocated_before=before))
 
 
 class RunView:

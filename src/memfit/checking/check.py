@@ -26,7 +26,7 @@ from memfit.jobs.training.batch import launched, processes, processes_meant
 from memfit.jobs.training.config_file import find_config, parse_yaml
 from memfit.jobs.workload import Workload
 from memfit.models.registry import resolve
-from memfit.render.shown import Renderer, Shown
+from memfit.render.shown import Shown
 
 SCHEMA = "memfit.check/1"
 STATUSES: tuple[Status, ...] = ("ok", "warning", "failed", "skipped")
@@ -55,11 +55,6 @@ class Checked(Shown):
     def __repr__(self) -> str:
         counts = self.to_json()["counts"]
         return f"<Checked: {self.verdict}: {', '.join(f'{count} {status}' for status, count in counts.items())}>"
-
-    def renderer(self) -> Renderer:
-        from memfit.render.small import show_check
-
-        return show_check
 
     def to_json(self) -> dict[str, Any]:
         counts = {status: sum(each.status == status for each in self.findings) for status in STATUSES}
@@ -101,22 +96,16 @@ def check(
             found.extend(guarded(line, partial(look, situation)))
     return Checked(
         asked={
-            "config": config,
-            "workload": None if work is None else work.document(),
-            "gpu": gpu,
-            "world_size": asked.world_size,
-            "load": load,
+            "config": config, "workload": None if work is None else work.document(), "gpu": gpu,
+            "world_size": asked.world_size, "load": load,
         },
-        findings=tuple(sorted(found, key=_place)),
+        findings=tuple(sorted(found, key=lambda finding: SUBJECTS.index(finding.subject))),
         seconds=time.perf_counter() - began,
-    )
+    )  # fmt: skip
 
 
 SUBJECTS = ("machine", "settings", "config", "model", "plan")
-
-
-def _place(finding: Finding) -> int:
-    return SUBJECTS.index(finding.subject)
+"""In this order."""
 
 
 def _asked(

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memfit.checking.machine import BF16_SINCE, FLASH_SINCE
-from memfit.checking.model import Flow, trained
+from memfit.checking.model import Flow, bytes_of, trained
 from memfit.checking.situation import CannotTell, Finding, Line, Situation, output_folder
 from memfit.jobs.training.batch import processes
 from memfit.jobs.training.checkpoints import check_checkpoint, check_whole, processes_of, steps_done
@@ -100,18 +100,14 @@ SHOWN_SIZES = 8
 
 def check_global_batch(situation: Situation) -> Finding:
     sizes, config = situation.batch.get(), situation.config.batch
-    rungs = ", ".join(str(rows) for rows in sizes.rungs[:SHOWN_SIZES]) + (
-        ", ..." if len(sizes.rungs) > SHOWN_SIZES else ""
-    )
+    more = ["..."] if len(sizes.rungs) > SHOWN_SIZES else []
+    rungs = ", ".join([*map(str, sizes.rungs[:SHOWN_SIZES]), *more])
     details: dict[str, Any] = {**sizes.to_json(), "rungs": list(sizes.rungs)}
     if situation.asked.workload is not None:
         return BATCH.ok(f"{sizes.in_words()}; micro-batches that keep it: {rungs}", **details)
     if config.global_batch_size is None:
-        return BATCH.ok(
-            f"{sizes.in_words()}; not stated, so it changes with the number of GPUs",
-            f"global_batch_size: {sizes.global_batch_size} keeps it",
-            **details,
-        )
+        found = f"{sizes.in_words()}; not stated, so it changes with the number of GPUs"
+        return BATCH.ok(found, f"global_batch_size: {sizes.global_batch_size} keeps it", **details)
     start = f"start it under torchrun --nproc_per_node={sizes.world_size}" if sizes.world_size > processes() else None
     return BATCH.ok(f"{sizes.in_words()}, as stated; micro-batches that keep it: {rungs}", start, **details)
 
@@ -152,12 +148,9 @@ def check_attention(situation: Situation) -> Finding:
     config, workload = situation.asked.config, situation.asked.workload
     said = config.model.attention if config else workload.attention if workload else "sdpa"
     if said == "eager":
-        return ATTENTION.warning(
-            "eager: the scores of every pair of tokens are whole tensors, for each head and layer", "attention: sdpa"
-        )
-    if said == FLASH:
-        return _of_flash(situation)
-    return _of_sdpa(situation)
+        found = "eager: the scores of every pair of tokens are whole tensors, for each head and layer"
+        return ATTENTION.warning(found, "attention: sdpa")
+    return _of_flash(situation) if said == FLASH else _of_sdpa(situation)
 
 
 def _of_flash(situation: Situation) -> Finding:
@@ -208,7 +201,7 @@ def check_reductions(situation: Situation) -> Finding:
     """Once a step, or once in every micro-step."""
     sizes = situation.batch.needed()
     steps = sizes.gradient_accumulation_steps
-    size = sum(each.numel() * each.element_size() for each in trained(situation.shapes.needed()))
+    size = bytes_of(trained(situation.shapes.needed()))
     loop = "memfit" if situation.asked.workload is None else situation.asked.workload.loop
     details: dict[str, Any] = {"micro_steps": steps, "gradient_bytes": size, "loop": loop}
     if loop == "plain" and steps > 1:
@@ -217,9 +210,8 @@ def check_reductions(situation: Situation) -> Finding:
             f"run the first {steps - 1} micro-steps under `with model.no_sync():`",
             **details,
         )
-    return REDUCED.ok(
-        f"{gib(size)} of gradients are reduced once a step, not in each of {steps} micro-steps", **details
-    )
+    found = f"{gib(size)} of gradients are reduced once a step, not in each of {steps} micro-steps"
+    return REDUCED.ok(found, **details)
 
 
 def check_unused_parameters(situation: Situation, followed: list[Flow]) -> Finding:
@@ -234,14 +226,11 @@ def check_unused_parameters(situation: Situation, followed: list[Flow]) -> Findi
         if said:
             return UNUSED.warning(f"{found}, and find_unused_parameters walks the graph in each step", "leave it out")
         return UNUSED.ok(found)
-        return None
     count = f"{len(flow.without)} trained tensors get no gradient, such as {flow.without[0]}"
     if said is False and not config.memory.oom_recovery:
-        return UNUSED.failed(
-            f"{count}: DDP stops with 'Expected to have finished reduction in the prior iteration'",
-            "parallel.find_unused_parameters: true, or freeze them",
-            tensors=list(flow.without),
-        )
+        stops = f"{count}: DDP stops with 'Expected to have finished reduction in the prior iteration'"
+        advice = "parallel.find_unused_parameters: true, or freeze them"
+        return UNUSED.failed(stops, advice, tensors=list(flow.without))
     return UNUSED.ok(f"{count}; the reduction of gradients passes over them", tensors=list(flow.without))
 
 
@@ -270,11 +259,8 @@ def _belongs(folder: Path, situation: Situation) -> Iterator[Finding]:
     notes, done = check_checkpoint(folder, job), steps_done(folder)
     details: dict[str, Any] = {"folder": str(folder), "steps_done": done, "total_steps": job.total_steps}
     if done >= job.total_steps:
-        yield RESUME.failed(
-            f"'{folder}' has {done:,} steps, and this config ends at step {job.total_steps:,}",
-            "a larger max_steps or epochs goes on from there",
-            **details,
-        )
+        over = f"'{folder}' has {done:,} steps, and this config ends at step {job.total_steps:,}"
+        yield RESUME.failed(over, "a larger max_steps or epochs goes on from there", **details)
         return
     for note in notes:
         yield RESUME.warning(note, "resume with the config of that run", **details)

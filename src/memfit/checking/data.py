@@ -45,9 +45,8 @@ def check_tokenizer(situation: Situation) -> Finding:
     except NotHere as error:
         if model.tokenizer is None and not model.starts_from_scratch:
             raise CannotTell("it comes with the weights, which are not here") from error
-        return TOKENIZER.warning(
-            error.message, f"`hf download {error.hub_id} --include 'tokenizer*'`, or give a folder"
-        )
+        advice = f"`hf download {error.hub_id} --include 'tokenizer*'`, or give a folder"
+        return TOKENIZER.warning(error.message, advice)
     own = None if model.tokenizer is None else situation.own_tokenizer
     if own is not None and _words(own) != _words(found):
         return TOKENIZER.warning(
@@ -182,12 +181,8 @@ def check_vocabulary(situation: Situation) -> Finding:
     if words is None:
         return VOCABULARY.skipped("this model does not say how many tokens it knows")
     if highest >= words:
-        return VOCABULARY.failed(
-            f"token {highest:,} is in the data, and the model knows {words:,} tokens",
-            "model.tokenizer is not the one of this model",
-            highest=highest,
-            words=words,
-        )
+        found = f"token {highest:,} is in the data, and the model knows {words:,} tokens"
+        return VOCABULARY.failed(found, "model.tokenizer is not the one of this model", highest=highest, words=words)
     return VOCABULARY.ok(f"tokens up to {highest:,} in the data, of {words:,} that the model knows")
 
 

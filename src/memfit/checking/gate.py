@@ -23,7 +23,7 @@ from memfit.jobs.settings import plain_name, plain_value
 from memfit.jobs.training.config_file import parse_yaml
 from memfit.planning.many import predict_many
 from memfit.planning.predict import Plan, predict
-from memfit.render.shown import Renderer, Shown
+from memfit.render.shown import Shown
 from memfit.scripts.plan import trace_script
 from memfit.units import parse_bytes
 from memfit.versions import versions
@@ -71,11 +71,8 @@ class GatedJob:
         return "grew" if self.device_bytes > self.baseline_bytes * (1 + self.tolerance) else "ok"
 
     def to_json(self) -> dict[str, Any]:
-        grown = (
-            None
-            if self.device_bytes is None or self.baseline_bytes is None
-            else self.device_bytes - self.baseline_bytes
-        )
+        now, before = self.device_bytes, self.baseline_bytes
+        grown = None if now is None or before is None else now - before
         capacity = None if self.plan is None or self.plan.gpu is None else self.plan.gpu.capacity_bytes
         return {
             "name": self.name, "status": self.status, "device_bytes": self.device_bytes,
@@ -105,11 +102,6 @@ class GateResult(Shown):
     def __repr__(self) -> str:
         failed = sum(job.status not in PASSED for job in self.jobs)
         return f"<GateResult: {'passed' if self.passed else 'failed'}: {failed} of {len(self.jobs)} jobs>"
-
-    def renderer(self) -> Renderer:
-        from memfit.render.small import show_gate
-
-        return show_gate
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -1,22 +1,32 @@
-"""`--load`: the model really loaded, in a process of its own, and what that took beside what was predicted."""
+"""`--load`: the model really loaded, in a process of its own, and what that took beside what was predicted.
+
+The process runs this very file. Its order comes on stdin, and it says in one line of JSON what the loading took:
+
+    {"model": FOLDER, "random": false, "precision": "bf16", "attention": "sdpa", "settings": {}, "device": "cuda"}
+"""
 
 from __future__ import annotations
 
+import gc
 import json
+import os
 import signal
 import subprocess
 import sys
+import time
+from contextlib import redirect_stdout
 from typing import Any
 
 from memfit.checking.model import loading_bytes
 from memfit.checking.situation import CannotTell, Finding, Line, Situation
+from memfit.errors import MemfitError
 from memfit.jobs.training.config import FACTORY
 from memfit.models.files import NotHere, find_here
-from memfit.recording.machine import host_memory
+from memfit.recording.machine import NoNvml, host_memory, read_gpus
 from memfit.units import gib
 
 LOADED = Line("model", "loaded")
-PROCESS = "memfit.checking.loading_process"
+PROCESS = "memfit.checking.loading"
 PATIENCE_SECONDS = 1800.0
 
 
@@ -80,13 +90,9 @@ def of_loading(took: dict[str, Any], predicted: int) -> Finding:
 def run(order: dict[str, Any]) -> dict[str, Any]:
     """What the process says of the loading, or `error`."""
     try:
+        command = [sys.executable, "-m", PROCESS]
         done = subprocess.run(
-            [sys.executable, "-m", PROCESS],
-            input=json.dumps(order),
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE_SECONDS,
-            check=False,
+            command, input=json.dumps(order), capture_output=True, text=True, timeout=PATIENCE_SECONDS
         )
     except subprocess.TimeoutExpired:
         return {"error": f"not done within {PATIENCE_SECONDS:g} seconds"}
@@ -106,8 +112,6 @@ def _bytes_of(order: dict[str, Any]) -> int:
     """By the shapes alone."""
     import torch
 
-    from memfit.checking.loading_process import model_of
-
     with torch.device("meta"):
         return loading_bytes(model_of({**order, "random": True}))
 
@@ -121,3 +125,97 @@ def _too_small(situation: Situation, wanted: int, *, on_gpu: bool) -> str | None
     if on_gpu and situation.here is not None and wanted > situation.here.state.free_bytes:
         return f"weights of {gib(wanted)}, and {gib(situation.here.state.free_bytes)} of the GPU are free"
     return None
+
+
+# -- the process -------------------------------------------------------------------------------------------------------
+
+PAGE = 4096
+
+
+def load(order: dict[str, Any]) -> dict[str, Any]:
+    import torch
+
+    from memfit.recording.sampler import ProcessMemory
+
+    host = ProcessMemory()
+    before = host.read().used_bytes
+    device = torch.device(order["device"])
+    began = time.perf_counter()
+    model = model_of(order).to(device)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    else:
+        _touch(model)
+    seconds = time.perf_counter() - began
+    reading = host.read()
+    took: dict[str, Any] = {
+        "device": "GPU" if device.type == "cuda" else "CPU", "seconds": seconds,
+        "weights_bytes": loading_bytes(model),
+        "host_bytes": reading.used_bytes - before, "host_peak_bytes": reading.high_water_bytes or reading.used_bytes,
+        **(_of_gpu() if device.type == "cuda" else {}),
+    }  # fmt: skip
+    del model
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        took["left_bytes"] = torch.cuda.memory_allocated()
+    return took
+
+
+def _touch(model: Any) -> None:
+    """Weights of a file are only mapped until somebody reads them: one byte of each page does."""
+    import torch
+
+    for each in model.parameters():
+        each.detach().view(-1).view(torch.uint8)[::PAGE].sum()
+
+
+def model_of(order: dict[str, Any]) -> Any:
+    """Read from its files, or built with random weights."""
+    import torch
+
+    from memfit.jobs.build import build_base_model
+    from memfit.jobs.quantised import DTYPES
+    from memfit.jobs.training.config import ModelConfig
+
+    random, settings = order["random"], order["settings"]
+    attention: Any = "sdpa" if random else order["attention"]
+    model = ModelConfig(name=order["model"], from_scratch=True, attention=attention, settings=settings)
+    folder = None if random else order["model"]
+    return build_base_model(model, folder, DTYPES.get(order["precision"], torch.float32))
+
+
+def _of_gpu() -> dict[str, Any]:
+    """This process's: others may be on the card."""
+    import torch
+
+    return {
+        "allocated_bytes": torch.cuda.memory_allocated(),
+        "reserved_bytes": torch.cuda.memory_reserved(),
+        "device_bytes": _held_by_this_process(),
+    }
+
+
+def _held_by_this_process() -> int | None:
+    """As the driver sees it, with the context; None where a container hides that."""
+    try:
+        processes = [process for gpu in read_gpus() for process in gpu.processes]
+    except NoNvml:
+        return None
+    return next((process.used_bytes for process in processes if process.pid == os.getpid()), None)
+
+
+def main() -> int:
+    order = json.loads(sys.stdin.read())
+    with redirect_stdout(sys.stderr):
+        try:
+            took = load(order)
+        except (MemfitError, RuntimeError, ValueError, OSError, ImportError) as error:
+            took = {"error": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:300]}
+    sys.stdout.write(json.dumps(took) + "\n")
+    sys.stdout.flush()
+    os._exit(0)  # nothing is left to take down
+
+
+if __name__ == "__main__":
+    main()

@@ -62,11 +62,8 @@ def of_gpu(gpu: GpuState, *, alone: bool = False) -> Finding:
     if known < NOTICEABLE and not unknown and gpu.used_bytes <= KEPT_BY_DRIVER:
         return FREE.ok(f"{found}, nobody holds any", **details)
     if not gpu.processes:
-        return FREE.warning(
-            f"{found}; the driver does not say who holds the rest, as it does inside a container",
-            "nvidia-smi on the host names the processes",
-            **details,
-        )
+        found += "; the driver does not say who holds the rest, as it does inside a container"
+        return FREE.warning(found, "nvidia-smi on the host names the processes", **details)
     holders = "; ".join(_holder(process) for process in gpu.processes[:SHOWN])
     more = f"; and {len(gpu.processes) - SHOWN} more" if len(gpu.processes) > SHOWN else ""
     pids = " ".join(str(process.pid) for process in gpu.processes[:SHOWN] if process.name is not None)
@@ -106,26 +103,21 @@ def check_build(situation: Situation) -> Finding:
 
     cuda = torch.version.cuda
     details: dict[str, Any] = {
-        "driver": driver.version,
-        "driver_cuda": list(driver.cuda),
-        "torch": said,
-        "torch_cuda": cuda,
-    }
+        "driver": driver.version, "driver_cuda": list(driver.cuda), "torch": said, "torch_cuda": cuda,
+    }  # fmt: skip
     if cuda is None:
         return BUILD.failed(f"torch {said} is built without CUDA, and a GPU is here", INSTALL, **details)
     newest = ".".join(map(str, driver.cuda))
     found = f"torch {said} for CUDA {cuda}; driver {driver.version} serves CUDA up to {newest}"
     if int(cuda.split(".")[0]) > driver.cuda[0]:
-        return BUILD.failed(
-            f"{found}: the driver is too old for this build", f"a newer driver; or {INSTALL}", **details
-        )
+        found += ": the driver is too old for this build"
+        return BUILD.failed(found, f"a newer driver; or {INSTALL}", **details)
     archs = torch.cuda.get_arch_list()
     for capability in dict.fromkeys(driver.capabilities):
         if archs and not runs_on(archs, capability):
             spelled = f"sm_{capability[0]}{capability[1]}"
-            return BUILD.failed(
-                f"torch {said} has no kernels for this GPU ({spelled}); it has {', '.join(archs)}", INSTALL, **details
-            )
+            found = f"torch {said} has no kernels for this GPU ({spelled}); it has {', '.join(archs)}"
+            return BUILD.failed(found, INSTALL, **details)
     if not torch.cuda.is_available():
         return BUILD.failed(f"{found}; but torch finds no GPU", "CUDA_VISIBLE_DEVICES may hide it", **details)
     return BUILD.ok(found, **details)
@@ -133,14 +125,8 @@ def check_build(situation: Situation) -> Finding:
 
 def runs_on(archs: Sequence[str], capability: tuple[int, int]) -> bool:
     """Machine code runs within its major version from its minor on; PTX (`compute_90`) on anything newer."""
-    for each in archs:
-        match = _ARCH.fullmatch(each)
-        if match is None:
-            continue
-        kind, built = match[1], (int(match[2]), int(match[3]))
-        if built <= capability and (kind == "compute" or built[0] == capability[0]):
-            return True
-    return False
+    known = ((match[1], (int(match[2]), int(match[3]))) for match in map(_ARCH.fullmatch, archs) if match)
+    return any(built <= capability and (kind == "compute" or built[0] == capability[0]) for kind, built in known)
 
 
 def check_abilities(situation: Situation) -> Finding:
@@ -157,9 +143,8 @@ def check_abilities(situation: Situation) -> Finding:
     }  # fmt: skip
     said, level = situation.named_as, f"compute capability {major}.{minor}: {', '.join(words)}"
     if situation.here is None and said is not None and is_size(said):
-        return ABILITIES.ok(
-            f"a size names no card; one of {level}", "--gpu 'RTX 3090': what that card can do", **details
-        )
+        found = f"a size names no card; one of {level}"
+        return ABILITIES.ok(found, "--gpu 'RTX 3090': what that card can do", **details)
     return ABILITIES.ok(f"{card.name}, {level}", **details)
 
 
@@ -220,9 +205,8 @@ def check_shared_memory(situation: Situation) -> Finding:
     details: dict[str, Any] = {"free_bytes": unused, "needed_bytes": needed}
     advice = "docker run --shm-size=8g, or --ipc=host; or num_workers: 0"
     if needed > unused:
-        return SHARED.failed(
-            f"{found}, and {workers} data workers keep {format_bytes(needed)} there", advice, **details
-        )
+        found += f", and {workers} data workers keep {format_bytes(needed)} there"
+        return SHARED.failed(found, advice, **details)
     if total <= DOCKER_DEFAULT and (processes > 1 or workers):
         who = "NCCL and data workers" if processes > 1 and workers else "NCCL" if processes > 1 else "data workers"
         return SHARED.warning(f"{found}, as Docker gives by default; {who} share memory there", advice, **details)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,18 +49,12 @@ def check_trained_weights(situation: Situation) -> Finding:
         return TRAINED.failed("no weight is trained: all are frozen", "requires_grad_(True) on what should learn")
     if adapters and base:
         size = sum(each.numel() for _, each in base)
-        return TRAINED.failed(
-            f"{count(size)} weights of the base model are trained beside the adapters, such as {base[0][0]}",
-            "freeze the base model before the adapters are added",
-            **details,
-            base=size,
-        )
+        found = f"{count(size)} weights of the base model are trained beside the adapters, such as {base[0][0]}"
+        return TRAINED.failed(found, "freeze the base model before the adapters are added", **details, base=size)
     if idle := _targets_without_a_layer(targets, adapters):
-        return TRAINED.failed(
-            f"method.target_modules: no layer is called {', '.join(idle)}",
-            f"layers with adapters: {', '.join(sorted(_adapted(adapters)))}",
-            **details,
-        )
+        found = f"method.target_modules: no layer is called {', '.join(idle)}"
+        advice = f"layers with adapters: {', '.join(sorted(_adapted(adapters)))}"
+        return TRAINED.failed(found, advice, **details)
     share = f"{mine:,} of {everything:,} parameters ({mine / everything:.2%})"
     if adapters:
         kinds = ", ".join(sorted(_adapted(adapters)))
@@ -68,9 +62,8 @@ def check_trained_weights(situation: Situation) -> Finding:
         return TRAINED.ok(found, **details)
     frozen = [name for name, each in model.named_parameters() if not each.requires_grad]
     if frozen:
-        return TRAINED.warning(
-            f"{share}; {len(frozen)} tensors are frozen, such as {frozen[0]}", "method: full means all", **details
-        )
+        found = f"{share}; {len(frozen)} tensors are frozen, such as {frozen[0]}"
+        return TRAINED.warning(found, "method: full means all", **details)
     return TRAINED.ok(f"{mine:,} parameters, all of them", **details)
 
 
@@ -85,9 +78,13 @@ def _targets_without_a_layer(targets: tuple[str, ...] | None, adapters: list[str
     return [each for each in targets or () if not any(f".{name}".endswith(f".{each}") for name in adapted)]
 
 
+def bytes_of(weights: Iterable[Tensor]) -> int:
+    return sum(each.numel() * each.element_size() for each in weights)
+
+
 def loading_bytes(model: nn.Module) -> int:
     """All weights, adapters too, as they lie in memory."""
-    return sum(each.numel() * each.element_size() for each in model.parameters())
+    return bytes_of(model.parameters())
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:
@@ -115,8 +112,8 @@ def _state_of(weight: Tensor, optimizer: str) -> int:
 def checkpoint_bytes(model: nn.Module, config: TrainConfig) -> int:
     """The weights that are trained (LoRA saves its adapters alone), and the optimizer's state."""
     work = config.workload
-    weights = trained(model) if work.kind == "lora" else list(model.parameters())
-    return sum(each.numel() * each.element_size() for each in weights) + state_bytes(model, str(work.optimizer))
+    weights = bytes_of(trained(model)) if work.kind == "lora" else loading_bytes(model)
+    return weights + state_bytes(model, str(work.optimizer))
 
 
 TOKENS = 16
@@ -190,8 +187,7 @@ def few_blocks(config: TrainConfig, model_name: str, *, most_bytes: int) -> tupl
 
 def bytes_to_train(model: nn.Module) -> int:
     """Weights, and gradients of those that are trained."""
-    sizes = [(each.numel() * each.element_size(), each.requires_grad) for each in model.parameters()]
-    return sum(size * (2 if trained else 1) for size, trained in sizes)
+    return loading_bytes(model) + bytes_of(trained(model))
 
 
 GRADIENTS, LOSS = Line("model", "gradient flow"), Line("model", "loss")
@@ -304,30 +300,21 @@ def check_gradients(situation: Situation, followed: list[Flow]) -> Iterator[Find
         yield GRADIENTS.failed(f"{_some(flow.not_finite)} not finite in {what}", "bf16 or fp32", **details)
         return
     adapters = [name for name in flow.without if ADAPTER in name]
-    if adapters or len(flow.without) == flow.tensors:
-        yield GRADIENTS.failed(
-            f"no gradient reaches {len(flow.without)} of {flow.tensors} trained tensors in {what}:"
-            f" {_some(flow.without)}",
-            INPUT_GRADS if len(flow.without) == flow.tensors else UNREACHED,
-            **details,
-        )
-        return
-    if flow.without and is_gsa(situation.model_name) and all(GSA_INDEXER in name for name in flow.without):
-        yield GRADIENTS.ok(
-            f"{flow.tensors - len(flow.without)} trained tensors get finite gradients other than zero in {what}; the"
-            f" {len(flow.without)} of GSA's indexer get none, for a choice of keys has no gradient",
-            **details,
-        )
-        return
-    if flow.without:
-        yield GRADIENTS.warning(
-            f"no gradient reaches {len(flow.without)} of {flow.tensors} trained tensors, which stay as they are:"
-            f" {_some(flow.without)}",
-            "freeze them, or find out why nothing depends on them",
-            **details,
-        )
-        return
-    yield GRADIENTS.ok(f"all {flow.tensors} trained tensors get finite gradients other than zero in {what}", **details)
+    none = len(flow.without) == flow.tensors
+    missed = f"no gradient reaches {len(flow.without)} of {flow.tensors} trained tensors"
+    if adapters or none:
+        found = f"{missed} in {what}: {_some(flow.without)}"
+        yield GRADIENTS.failed(found, INPUT_GRADS if none else UNREACHED, **details)
+    elif flow.without and is_gsa(situation.model_name) and all(GSA_INDEXER in name for name in flow.without):
+        some = f"{flow.tensors - len(flow.without)} trained tensors get finite gradients other than zero in {what}"
+        indexer = f"the {len(flow.without)} of GSA's indexer get none, for a choice of keys has no gradient"
+        yield GRADIENTS.ok(f"{some}; {indexer}", **details)
+    elif flow.without:
+        found = f"{missed}, which stay as they are: {_some(flow.without)}"
+        yield GRADIENTS.warning(found, "freeze them, or find out why nothing depends on them", **details)
+    else:
+        all_of_them = f"all {flow.tensors} trained tensors get finite gradients other than zero in {what}"
+        yield GRADIENTS.ok(all_of_them, **details)
 
 
 def _what(situation: Situation, flow: Flow) -> str:
@@ -340,9 +327,8 @@ def _what(situation: Situation, flow: Flow) -> str:
 def _of_loss(flow: Flow) -> Finding:
     loss = flow.loss
     if not math.isfinite(loss):
-        return LOSS.failed(
-            f"the loss is {loss} in the second step with random weights", "bf16 or fp32: fp16 ends at 65,504", loss=None
-        )
+        found = f"the loss is {loss} in the second step with random weights"
+        return LOSS.failed(found, "bf16 or fp32: fp16 ends at 65,504", loss=None)
     return LOSS.ok(f"finite ({loss:.2f} with random weights)", loss=loss)
 
 

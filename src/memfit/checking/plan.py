@@ -166,11 +166,8 @@ def of_plan(plan: Plan, where: str | None, search: str | None) -> Finding:
     room = f"{'what per_process_memory_fraction allows of ' if limited else ''}{where}, {gib(plan.fit.capacity_bytes)}"
     if plan.verdict == "fails":
         short = gib(-plan.headroom_bytes)
-        return FITS.failed(
-            f"{found}: {short} more than {room}; stops at {plan.fit.failed_at}",
-            f"the smallest change that fits: {search}",
-            **details,
-        )
+        found += f": {short} more than {room}; stops at {plan.fit.failed_at}"
+        return FITS.failed(found, f"the smallest change that fits: {search}", **details)
     if plan.fit.retries:
         found += f", of which torch gives back what is idle: it runs with {gib(plan.needed_bytes)}"
     left = f"{found}: {plan.verdict} on {room}, {gib(plan.headroom_bytes)} left"
@@ -195,11 +192,8 @@ def check_evaluation(situation: Situation) -> Finding:
     gathered = f"the fp32 logits of {EVALUATED_ROWS} rows of {length:,} tokens are {gib(size)}"
     details: dict[str, Any] = {"rows": EVALUATED_ROWS, "logits_bytes": size}
     if workload is not None and workload.loop == "trainer":
-        return EVALUATION.ok(
-            f"the Trainer gathers logits only for compute_metrics; then {gathered}, unless eval_accumulation_steps=1"
-            " moves them to the host",
-            **details,
-        )
+        then = f"the Trainer gathers logits only for compute_metrics; then {gathered}, unless"
+        return EVALUATION.ok(f"{then} eval_accumulation_steps=1 moves them to the host", **details)
     return EVALUATION.ok(f"nothing is evaluated during the run; {gathered}, which nobody gathers here", **details)
 
 
@@ -209,10 +203,10 @@ def check_saving(situation: Situation) -> Finding:
     if config.workload.parallel == "fsdp2" and situation.asked.world_size > 1:
         whole, host = loading_bytes(model), host_memory()
         unused = host["total_bytes"] - host["used_bytes"]
-        found = f"fsdp2 gathers the weights for a checkpoint, {gib(whole)} on the host of the first process"
+        found = f"fsdp2 gathers the weights for a checkpoint, {gib(whole)} on the host of the first process, which has"
+        found += f" {gib(unused)} free here"
         details: dict[str, Any] = {"gathered_bytes": whole, "free_bytes": unused}
         if whole > unused:
-            return SAVING.warning(f"{found}, which has {gib(unused)} free here", "a host with more memory", **details)
-        return SAVING.ok(f"{found}, which has {gib(unused)} free here", **details)
-        return None
+            return SAVING.warning(found, "a host with more memory", **details)
+        return SAVING.ok(found, **details)
     return SAVING.ok(f"{gib(written)} are copied to the host and written from there: no copy on the GPU", bytes=written)

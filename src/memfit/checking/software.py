@@ -42,20 +42,14 @@ def check_packages(situation: Situation) -> Iterator[Finding]:
         yield SET.failed(f"{', '.join(missing)} not installed", f"pip install {' '.join(missing)}", packages=there)
     unmet = list(conflicts(there))
     for who, wants, has in unmet:
-        yield SET.failed(
-            f"{wants.name} {has} is not what {who} needs ({wants.name} {wants.specifier}): "
-            "options may be missing or renamed",
-            f"pip install '{wants.name}{wants.specifier}'",
-            packages=there,
-        )
+        found = f"{wants.name} {has} is not what {who} needs ({wants.name} {wants.specifier})"
+        advice = f"pip install '{wants.name}{wants.specifier}'"
+        yield SET.failed(f"{found}: options may be missing or renamed", advice, packages=there)
     if missing or unmet:
         return
     if strange := ", ".join(outside_tested(there)):
-        yield SET.warning(
-            f"memfit was not tested with {strange}: plans of such versions may be off",
-            "pip install -U memfit, or a version within the range",
-            packages=there,
-        )
+        found = f"memfit was not tested with {strange}: plans of such versions may be off"
+        yield SET.warning(found, "pip install -U memfit, or a version within the range", packages=there)
     else:
         yield SET.ok(f"{listed}: each as the others need it", packages=there)
 
@@ -131,9 +125,8 @@ def check_weights(situation: Situation) -> Finding:
     missing = [name for name in needed if installed(name) is None]
     if missing:
         way = "; or --quant dequantize" if method in ("fp8", "mxfp4") else ""
-        return WEIGHTS.failed(
-            f"{work.few_bits} needs {' and '.join(missing)}, not installed", f"pip install {' '.join(missing)}{way}"
-        )
+        found = f"{work.few_bits} needs {' and '.join(missing)}, not installed"
+        return WEIGHTS.failed(found, f"pip install {' '.join(missing)}{way}")
     return WEIGHTS.ok(f"{work.few_bits}: {', '.join(f'{name} {installed(name)}' for name in needed) or method}")
 
 
@@ -141,16 +134,13 @@ def check_compiler(situation: Situation) -> Finding:
     """Of a job that is compiled: what Inductor needs on the machine that runs it, and whether memfit knows this one."""
     torch = installed("torch") or ""
     if strange := ", ".join(outside_tested({"torch": torch})):
-        return COMPILER.warning(
-            f"the plan is of the compiler of {strange}, which memfit was not tested with",
-            f"torch {' to '.join(TESTED['torch'])}",
-        )
+        said = f"the plan is of the compiler of {strange}, which memfit was not tested with"
+        return COMPILER.warning(said, f"torch {' to '.join(TESTED['torch'])}")
     found = _for_kernels()
     lacking = " and ".join(name for name, here in found.items() if here is None)
     if lacking and situation.runs_here:
-        return COMPILER.failed(
-            f"{lacking} not here: torch.compile fails at its first kernel", "pip install triton; apt install gcc"
-        )
+        said = f"{lacking} not here: torch.compile fails at its first kernel"
+        return COMPILER.failed(said, "pip install triton; apt install gcc")
     here = " and ".join(f"{name} ({where})" for name, where in found.items() if where is not None)
     at_hand = f"here: {here}" if not lacking else f"here {lacking} is missing, which no plan needs"
     where = "" if situation.runs_here else "; the machine with the card needs triton and a C compiler"
@@ -181,12 +171,8 @@ SINCE: dict[str, tuple[int, ...]] = {
 
 
 def check_allocator_settings(situation: Situation) -> Iterator[Finding]:
-    try:
-        torch_version: str | None = version("torch")
-    except PackageNotFoundError:
-        torch_version = None
     wanted = situation.asked.job.alloc_conf if situation.asked.job else ""
-    found = list(look(situation.environment, torch_version, wanted=wanted, at_start=started_with()))
+    found = list(look(situation.environment, installed("torch"), wanted=wanted, at_start=started_with()))
     yield from found or [SETTINGS.ok("torch's own settings: no variable is set")]
 
 
@@ -200,22 +186,17 @@ def look(
     """`wanted` is what the config asks for; `at_start` the environment in which this process began."""
     there = exported(environment)
     if environment.get(NO_CACHING, "0") not in ("", "0"):
-        yield SETTINGS.failed(
-            f"{NO_CACHING} is set: every tensor is asked of the driver, and the allocator does nothing",
-            f"unset {NO_CACHING}",
-        )
+        found = f"{NO_CACHING} is set: every tensor is asked of the driver, and the allocator does nothing"
+        yield SETTINGS.failed(found, f"unset {NO_CACHING}")
     yield from _misspelt(environment)
     yield from _names(there, torch_version)
     name = next(iter(there), None)
     if name is not None and wanted and there[name] != wanted:
-        yield SETTINGS.warning(
-            f"{name}={there[name]} is exported and wins over memory.alloc_conf {wanted}", f"unset {name}"
-        )
+        found = f"{name}={there[name]} is exported and wins over memory.alloc_conf {wanted}"
+        yield SETTINGS.warning(found, f"unset {name}")
     if name is not None and "torch" in sys.modules and at_start is not None and at_start.get(name) != there[name]:
-        yield SETTINGS.warning(
-            f"{name} was set after this process had started, when torch may have read it already",
-            "export it before Python starts, or set it above `import torch`",
-        )
+        found = f"{name} was set after this process had started, when torch may have read it already"
+        yield SETTINGS.warning(found, "export it before Python starts, or set it above `import torch`")
     text = there[name] if name is not None else wanted
     if text:
         yield of_text(text, torch_version, where=name or "memory.alloc_conf")
@@ -252,15 +233,11 @@ def _misspelt(environment: Mapping[str, str]) -> Iterator[Finding]:
 def _names(there: Mapping[str, str], torch_version: str | None) -> Iterator[Finding]:
     if len(there) > 1:
         used, *others = there
-        yield SETTINGS.warning(
-            f"{used} and {' and '.join(others)} are set; torch reads {used} alone: {there[used]}",
-            f"unset {' '.join(others)}",
-        )
+        found = f"{used} and {' and '.join(others)} are set; torch reads {used} alone: {there[used]}"
+        yield SETTINGS.warning(found, f"unset {' '.join(others)}")
     if list(there) == [NEW_VARIABLE] and torch_version is not None and release_of(torch_version) < NEW_NAME_SINCE:
-        yield SETTINGS.failed(
-            f"torch {torch_version} does not read {NEW_VARIABLE} for CUDA; it does from 2.10 on",
-            f"export {CUDA_VARIABLE}={there[NEW_VARIABLE]}",
-        )
+        found = f"torch {torch_version} does not read {NEW_VARIABLE} for CUDA; it does from 2.10 on"
+        yield SETTINGS.failed(found, f"export {CUDA_VARIABLE}={there[NEW_VARIABLE]}")
 
 
 def of_text(text: str, torch_version: str | None, *, where: str) -> Finding:
@@ -322,6 +299,5 @@ def check_variables(situation: Situation) -> Iterator[Finding]:
     if found:
         yield ENVIRONMENT.ok(f"{', '.join(found)}: threads of the host; no effect on GPU memory")
     if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):
-        yield ENVIRONMENT.warning(
-            "CUDA_LAUNCH_BLOCKING is set: every kernel waits for the one before", "unset CUDA_LAUNCH_BLOCKING"
-        )
+        slow = "CUDA_LAUNCH_BLOCKING is set: every kernel waits for the one before"
+        yield ENVIRONMENT.warning(slow, "unset CUDA_LAUNCH_BLOCKING")

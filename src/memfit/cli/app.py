@@ -63,10 +63,6 @@ class _InOrder(Group):
         return [name for name in COMMANDS if name in self.commands]
 
 
-def _underscores_too(token: str) -> str:
-    return token.replace("_", "-")
-
-
 def _say_version(wanted: bool) -> None:
     if wanted:
         output.say(f"memfit {memfit.__version__}")
@@ -89,7 +85,7 @@ def app_of(names: Iterable[str] = tuple(COMMANDS)) -> typer.Typer:
         help="GPU memory of transformer jobs, known before they run.",
         epilog=output.example("memfit plan train --model gpt2 --batch-size 8 --seq-len 1024 --gpu 'RTX 4090'"),
         context_settings={
-            "token_normalize_func": _underscores_too,
+            "token_normalize_func": lambda token: token.replace("_", "-"),
             "help_option_names": ["-h", "--help"],
             "max_content_width": 100,
         },

@@ -32,10 +32,10 @@ WHAT = {
 EXTRA: dict[str, Option] = {
     "gpu": option(str | None, "--gpu", "NAME|SIZE", "The card to check against. Default: the one that is here."),
     "load": option(
-        bool, "--load", None, "Really load the model, in a process of its own, and say what it took.", False
+        bool, "--load", None, "Really load the model, in a process of its own, and say what it took.", False,
     ),
     "json": (Json, False),
-}
+}  # fmt: skip
 OF_CONFIG: dict[str, Option] = {
     "config": option(
         str | None, "--config", "FILE|NAME",
@@ -79,10 +79,6 @@ def _check(
     return _show(None, None, config=config, sets=tuple(sets or ()), world_size=count, **asked)
 
 
-def _run(typed: Mapping[str, Any], **asked: Any) -> int:
-    return _show(read_workload(typed), None, **asked)
-
-
 def _show(workload: Workload | None, job: JobFile | None, *, json: bool, **asked: Any) -> int:
     with output.working() as tell:
         checked = memfit.check(workload=workload, on_progress=tell, **asked)
@@ -94,4 +90,4 @@ def _show(workload: Workload | None, job: JobFile | None, *, json: bool, **asked
 
 EXAMPLES = {kind: f"memfit check {kind} --model qwen2.5-7b --gpu 24GB" for kind in (*KINDS, QLORA)}
 add_job_files(check, _check, {**OF_CONFIG, **EXTRA}, summary=SUMMARY, needed="")
-add_kinds(check, _run, EXTRA, what=WHAT, examples=EXAMPLES)
+add_kinds(check, lambda typed, **asked: _show(read_workload(typed), None, **asked), EXTRA, what=WHAT, examples=EXAMPLES)

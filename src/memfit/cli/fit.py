@@ -12,18 +12,7 @@ import typer
 
 import memfit
 from memfit.cli import output
-from memfit.cli.options import (
-    HOW_MUCH,
-    Json,
-    Option,
-    add_job_files,
-    add_kinds,
-    how_much,
-    option,
-    read_workload,
-    share,
-    whole,
-)
+from memfit.cli.options import HOW_MUCH, Json, Option, add_job_files, add_kinds, how_much, option, read_workload, whole
 from memfit.cli.plan import FAILS
 from memfit.cli.typed import Group
 from memfit.errors import UsageError
@@ -131,7 +120,7 @@ def _answer(
     _check_together(much, emit, ladder, try_compile, json)
     kept = [*split_names(keep or []), *(job.kept if job else ())]
     rows = None if global_batch is None else whole("--global-batch", global_batch, 1 << 24, "256")
-    asked: dict[str, Any] = {"gpu": gpu, "keep": kept, "margin": share("--margin", margin), "global_batch": rows}
+    asked: dict[str, Any] = {"gpu": gpu, "keep": kept, "margin": _share(margin), "global_batch": rows}
     if ladder:
         with output.working(f"climbing with {workload.model}"):
             made = memfit.ladder(workload, **asked)
@@ -143,6 +132,13 @@ def _answer(
         return _emit(fitted, emit, job)
     output.tell(dataclasses.replace(fitted, job_file=job.to_json() if job else None), json=json)
     return 0 if fitted.fits else FAILS
+
+
+def _share(margin: str) -> float:
+    try:
+        return float(margin)
+    except ValueError as error:
+        raise UsageError(f"--margin {margin!r} is not a share between 0 and 1", hint="such as 0.1") from error
 
 
 def _emit(fitted: Fitted, form: str, job: JobFile | None) -> int:

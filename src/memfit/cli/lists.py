@@ -24,22 +24,16 @@ def gpus(
         "schema": GPUS_SCHEMA,
         "gpus": [
             {
-                "name": card.name,
-                "capacity_bytes": card.capacity_bytes,
-                "context_bytes": card.context_bytes,
+                "name": card.name, "capacity_bytes": card.capacity_bytes, "context_bytes": card.context_bytes,
                 "context": asdict(card.context_after(training=True, flash=True)),
-                "compute_capability": ".".join(map(str, card.arch)),
-                "sm_count": card.sm_count,
-                "bandwidth_bytes_per_second": card.bandwidth,
-                "flops_16bit": card.flops_16bit,
-                "flops_fp32": card.flops_fp32,
-                "link_bytes_per_second": card.link_bandwidth,
-                "notes": list(card.notes),
-                "source": card.source,
+                "compute_capability": ".".join(map(str, card.arch)), "sm_count": card.sm_count,
+                "bandwidth_bytes_per_second": card.bandwidth, "flops_16bit": card.flops_16bit,
+                "flops_fp32": card.flops_fp32, "link_bytes_per_second": card.link_bandwidth,
+                "notes": list(card.notes), "source": card.source,
             }
             for card in (*list_gpus(), *list_slices())
         ],
-    }
+    }  # fmt: skip
     if json:
         output.print_json(document)
     else:
@@ -62,21 +56,18 @@ def models(
         "schema": MODELS_SCHEMA,
         "models": [
             {
-                "name": preset.name,
-                "type": preset.model_type,
-                "parameters": preset.parameters,
+                "name": preset.name, "type": preset.model_type, "parameters": preset.parameters,
                 "hub_ids": [alias for alias in preset.aliases if "/" in alias],
                 "aliases": [alias for alias in preset.aliases if "/" not in alias],
                 "quantised": [
                     {"hub_id": name, "storage": each.storage, "quantization_config": each.config["quantization_config"]}
                     for name, each in variants().get(preset.name, {}).items()
                 ],
-                "source": preset.source,
-                "note": preset.note,
+                "source": preset.source, "note": preset.note,
             }
             for preset in (*presets(), *encoders())
         ],
-    }
+    }  # fmt: skip
     if json:
         output.print_json(document)
     else:

@@ -111,13 +111,10 @@ def add_job_files(
 
     made = with_any_option(run, {**FROM, **extra})
     for parameter in inspect.signature(made).parameters.values():
-        if (info := _info(parameter)) is not None and info.rich_help_panel == "The job":
-            info.hidden = True
+        for info in get_args(parameter.annotation):
+            if getattr(info, "rich_help_panel", None) == "The job":
+                info.hidden = True
     group.callback(invoke_without_command=True, no_args_is_help=bool(needed), cls=group.info.cls, help=summary)(made)
-
-
-def _info(parameter: inspect.Parameter) -> Any:
-    return next((each for each in get_args(parameter.annotation) if hasattr(each, "rich_help_panel")), None)
 
 
 def _refuse_without_file(needed: str, of_files: Mapping[str, object]) -> None:
@@ -200,10 +197,10 @@ def _command(
 
 
 def _refuse_before(context: typer.Context) -> None:
-    typed = [each for each in context.command.params if each.name and _was_typed(context, each.name)]
-    if typed:
-        flags = f"{typed[0].opts[0]} stands before {context.invoked_subcommand}"
-        raise UsageError(flags, hint="write flags after the kind")
+    for each in context.command.params:
+        if each.name and _was_typed(context, each.name):
+            flags = f"{each.opts[0]} stands before {context.invoked_subcommand}"
+            raise UsageError(flags, hint="write flags after the kind")
 
 
 def _was_typed(context: typer.Context, name: str) -> bool:
@@ -213,10 +210,8 @@ def _was_typed(context: typer.Context, name: str) -> bool:
 
 def _option(name: str, usual: Mapping[str, Any] = MappingProxyType({})) -> tuple[Any, Any]:
     """A field as typer wants it: an annotation that holds the flag, and a default, its own or the `usual` one."""
-    kind, default = (
-        setting_types()[name],
-        ({f.name: f.default for f in dataclasses.fields(Workload)} | dict(usual))[name],
-    )
+    kind = setting_types()[name]
+    default = ({f.name: f.default for f in dataclasses.fields(Workload)} | dict(usual))[name]
     names = [flag(each) for each in (name, *ALIASES.get(name, ()))]
     if kind is bool and default is not False:  # off has to be sayable too
         names = [f"{each}/--no-{each.removeprefix('--')}" for each in names]
@@ -292,13 +287,6 @@ def how_much(steps: str | None, tokens: str | None) -> dict[str, int]:
         raise UsageError("--steps and --tokens both say how long it trains", hint="give one of them")
     plain = {name: text.replace(",", "").replace("_", "") for name, text in given.items()}
     return {name: whole(f"--{name}", each, 10**18, "5000", typed=given[name]) for name, each in plain.items()}
-
-
-def share(said: str, text: str) -> float:
-    try:
-        return float(text)
-    except ValueError as error:
-        raise UsageError(f"{said} {text!r} is not a share between 0 and 1", hint="such as 0.1") from error
 
 
 def whole(said: str, text: str, most: int, usual: str, *, typed: str | None = None) -> int:

@@ -43,12 +43,9 @@ class Stdout(io.TextIOWrapper):
         stream = sys.stdout
         assert isinstance(stream, io.TextIOWrapper)
         return cls(
-            stream.buffer,
-            encoding=stream.encoding,
-            errors=stream.errors,
-            line_buffering=stream.line_buffering,
+            stream.buffer, encoding=stream.encoding, errors=stream.errors, line_buffering=stream.line_buffering,
             write_through=stream.write_through,
-        )
+        )  # fmt: skip
 
     def write(self, text: str) -> int:
         with self._noting():
@@ -81,16 +78,16 @@ def print_anything() -> None:
 
 def complain(message: str, hint: str | None = None) -> None:
     """`error: ...` and what to do about it, by plain print: rich would wrap it and take `[..]` for markup."""
-    _to_stderr(f"error: {_printable(message)}")
+    note_lines(f"error: {_printable(message)}")
     for line in (hint or "").splitlines():
-        _to_stderr(f"  {_printable(line)}")
+        note_lines(f"  {_printable(line)}")
 
 
 def complain_of_a_bug() -> None:
     """The traceback of what is being handled, for us."""
     import traceback
 
-    _to_stderr(traceback.format_exc().rstrip())
+    note_lines(traceback.format_exc().rstrip())
     complain("this is a bug in memfit, not in what you asked for", "please report it with the text above")
 
 
@@ -99,7 +96,7 @@ def complain_of_usage(error: typer.TyperException) -> None:
     text = error.format_message().strip()
     context = getattr(error, "ctx", None)
     if type(error).__name__ == "NoArgsIsHelpError":  # the message is the help itself
-        _to_stderr(text)
+        note_lines(text)
         return
     first, *rest = text.splitlines()
     message = " ".join([first[:1].lower() + first[1:], *(line.strip() for line in rest)]).rstrip(".")
@@ -114,20 +111,18 @@ def complain_of_usage(error: typer.TyperException) -> None:
 
 def note(text: str) -> None:
     """Something beside the result: where a file was written."""
-    _to_stderr(_printable(text))
-
-
-def note_lines(text: str) -> None:
-    """What would be on stdout if a document were not: lines as they are."""
-    _to_stderr(text)
+    note_lines(_printable(text))
 
 
 def tell(answer: Shown, *, json: bool) -> None:
     """An answer of the library on stdout: its document, or as a person reads it."""
+    from memfit.render.shown import renderer_of
+
+    document = answer.to_json()
     if json:
-        print_json(answer.to_json())
+        print_json(document)
     else:
-        show(answer.renderer(), answer.to_json())
+        show(renderer_of(document), document)
 
 
 def each_quietly(answers: Iterator[Item]) -> Iterator[Item]:
@@ -178,15 +173,11 @@ def bar(*columns: str, shown: bool = True, **options: Any) -> Iterator[Callable[
         return
     from rich import progress
 
-    drawn = progress.Progress(
-        *(
-            getattr(progress, COLUMNS[each])() if each in COLUMNS else progress.TextColumn(each, markup=False)
-            for each in columns
-        ),
-        console=errors_console(),
-        transient=True,
-        **options,
+    parts = (
+        getattr(progress, COLUMNS[each])() if each in COLUMNS else progress.TextColumn(each, markup=False)
+        for each in columns
     )
+    drawn = progress.Progress(*parts, console=errors_console(), transient=True, **options)
     task: progress.TaskID | None = None
 
     def tell(**told: Any) -> None:
@@ -212,8 +203,9 @@ def working(what: str = "") -> Iterator[Callable[[str], None]]:
         yield lambda now: tell(description=now)
 
 
-def _to_stderr(text: str) -> None:
-    """No command fails because nobody can be told."""
+def note_lines(text: str) -> None:
+    """Lines as they are, such as what would be on stdout if a document were not. No command fails because nobody can
+    be told."""
     with suppress(OSError):
         print(text, file=sys.stderr, flush=True)
 

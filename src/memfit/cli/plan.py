@@ -78,7 +78,6 @@ def script(
     force: Annotated[bool, typer.Option("--force", "-f", help="Overwrite that file if it is there.")] = False,
 ) -> int:
     """Predict a program of your own: it runs unmodified, without a GPU, until its optimizer has made a few steps."""
-    from memfit.gpus import find_gpu
     from memfit.scripts.command import read_command
     from memfit.scripts.watched import watch
 
@@ -105,11 +104,9 @@ def script(
             program = read_command(command)
             os.environ.update(program.environment)
             sys.path[1:1] = program.search_path
-        return (
-            _try_script(command, changes, settings, json)
-            if changes
-            else _plan_script(command, settings, json, save_trace)
-        )
+        if changes:
+            return _try_script(command, changes, settings, json)
+        return _plan_script(command, settings, json, save_trace)
 
     if not json and sys.stderr.isatty():  # a bar would be drawn over by what the script itself prints
         output.note(f"planning {shlex.join(command)}: it runs here without a GPU, for {steps} steps or some more")
@@ -123,7 +120,10 @@ def script(
 def _plan_script(command: list[str], settings: dict[str, Any], json: bool, save_trace: Path | None) -> int:
     from memfit.scripts.plan import trace_script
 
-    made = trace_script(command, **settings)
+    return _told(trace_script(command, **settings), json, save_trace)
+
+
+def _told(made: Plan, json: bool, save_trace: Path | None) -> int:
     if save_trace is not None:
         with writing(save_trace, "--save-trace"):
             made.trace.save(save_trace)
@@ -233,11 +233,7 @@ def _tell(
         made = dataclasses.replace(made, job_file=job.to_json() if job else None)
         if workload.trains and made.gpu is not None:
             made = _with_duration(made, workload, asked)
-    if save_trace is not None:
-        with writing(save_trace, "--save-trace"):
-            made.trace.save(save_trace)
-    output.tell(made, json=json)
-    return FAILS if made.verdict == "fails" else 0
+    return _told(made, json, save_trace)
 
 
 def _with_duration(made: Plan, workload: Workload, asked: dict[str, int]) -> Plan:

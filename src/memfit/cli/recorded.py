@@ -90,34 +90,23 @@ export = command_of(memfit.export, {"": EXPORT}, _export)
 NOTHING_FOUND = 1
 PANEL = "The job"
 
+
+def _flag(name: str, metavar: str, said: str, panel: str | None = PANEL) -> Any:
+    info = typer.Option(name, metavar=metavar, show_default=False, rich_help_panel=panel, help=said)
+    return Annotated[str | None, info]
+
+
+CONFIG = "The job as a config of `memfit train`, or as another tool's job file, instead of flags."
 FILE_ARGUMENT = typer.Argument(
     metavar="FILE|-",
     show_default=False,
     help="A log, a snapshot, a memory log or the folder of a run; `-` or nothing is a text on stdin.",
 )
-KIND_FLAG = typer.Option(
-    "--kind",
-    metavar="|".join((*KINDS, QLORA)),
-    show_default=False,
-    rich_help_panel=PANEL,
-    help="What kind of job it was.",
-)
-CONFIG_FLAG = typer.Option(
-    "--config",
-    metavar="FILE|NAME",
-    show_default=False,
-    rich_help_panel=PANEL,
-    help="The job as a config of `memfit train`, or as another tool's job file, instead of flags.",
-)
-GPU_FLAG = typer.Option(
-    "--gpu", metavar="NAME|SIZE", show_default=False, help="The card to predict for. Default: the one in the message."
-)
-
 EXTRA: dict[str, tuple[Any, Any]] = {
     "file": (Annotated[str | None, FILE_ARGUMENT], None),
-    "kind": (Annotated[str | None, KIND_FLAG], None),
-    "config": (Annotated[str | None, CONFIG_FLAG], None),
-    "gpu": (Annotated[str | None, GPU_FLAG], None),
+    "kind": (_flag("--kind", "|".join((*KINDS, QLORA)), "What kind of job it was."), None),
+    "config": (_flag("--config", "FILE|NAME", CONFIG), None),
+    "gpu": (_flag("--gpu", "NAME|SIZE", "The card to predict for. Default: the one in the message.", None), None),
     "json": (Json, False),
 }
 
@@ -127,7 +116,7 @@ def _explain(
 ) -> int:
     if kind not in (None, *KINDS, QLORA):
         raise UsageError(f"--kind {kind!r} is not one of {', '.join((*KINDS, QLORA))}")
-    source = _stdin() if file in (None, "-") else _path(str(file))
+    source = _stdin() if file is None or file == "-" else Path(file)
     settings: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in read_settings(given).items()
     }
@@ -137,17 +126,10 @@ def _explain(
     return 0 if told.known else NOTHING_FOUND
 
 
-def _path(file: str) -> Any:
-    from pathlib import Path
-
-    return Path(file)
-
-
 def _stdin() -> Any:
     if sys.stdin.isatty():
-        raise UsageError(
-            "no FILE, and nothing is piped in", hint="memfit explain train.log, or memfit explain < oom.txt"
-        )
+        hint = "memfit explain train.log, or memfit explain < oom.txt"
+        raise UsageError("no FILE, and nothing is piped in", hint=hint)
     return sys.stdin.buffer
 
 

@@ -68,9 +68,8 @@ def _train(*, json: bool, sets: list[str] | None, dry_run: bool, **settings: Any
             output.note(f"{stop.message}: {stop.hint}")
         return INTERRUPTED
     if trained.result is None and not (trained.fits or dry_run):
-        output.complain(
-            "the plan says that this does not fit", "--force trains all the same; memory: auto looks for what fits"
-        )
+        hint = "--force trains all the same; memory: auto looks for what fits"
+        output.complain("the plan says that this does not fit", hint)
     if json and is_first():
         output.print_json(trained.to_json())
     elif is_first():

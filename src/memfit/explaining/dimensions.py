@@ -193,13 +193,8 @@ _ALSO_NEEDED = {"kv-cache": "layers", "hessian": "hidden"}
 
 def _of_model(of: Dimensions) -> Iterator[TensorPattern]:
     wide = of.heads * of.head_dim if of.heads and of.head_dim else None
-    values: dict[str, Any] = {
-        "in all heads": wide,
-        "(keys, values)": 2,
-        **asdict(of),
-        "kv heads": of.kv_heads,
-        "head dim": of.head_dim,
-    }
+    values: dict[str, Any] = {**asdict(of), "in all heads": wide, "(keys, values)": 2}
+    values |= {"kv heads": of.kv_heads, "head dim": of.head_dim}
     for kind, tensor, symbols, itemsizes, free, phases, prior in _OF_MODELS:
         if all(values[symbol] for symbol in (*symbols, _ALSO_NEEDED.get(kind, symbols[0]))):
             fixed = tuple(Factor(symbol=symbol, value=values[symbol]) for symbol in symbols)

@@ -41,7 +41,7 @@ from memfit.fitting.forecast import few_micro_steps_note
 from memfit.gpus import Gpu
 from memfit.jobs.settings import as_json
 from memfit.jobs.workload import Workload
-from memfit.render.shown import Renderer, Shown
+from memfit.render.shown import Shown
 from memfit.units import MiB
 
 if TYPE_CHECKING:
@@ -91,11 +91,6 @@ class Explanation(Shown):
 
     def __repr__(self) -> str:
         return f"<Explanation: {self.answer}>"
-
-    def renderer(self) -> Renderer:
-        from memfit.render.explain import show_explanation
-
-        return show_explanation
 
     def to_json(self) -> dict[str, Any]:
         """The contract that other tools read (memfit.explain/1)."""

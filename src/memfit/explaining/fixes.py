@@ -312,14 +312,9 @@ def predicted_fixes(workload: Workload, gpu: Gpu | None) -> tuple[Plan, list[Fix
         groups.setdefault(option.lever.group, []).append(option)
     fails = before.verdict == "fails"
     chosen = [_mildest(group) if fails else group[0] for group in groups.values()]
-    enough = {id(option) for option in chosen if fails and option.after.verdict in ("safe", "tight")}
-    chosen.sort(
-        key=lambda option: (
-            id(option) not in enough,
-            COSTS.index(option.lever.cost) if id(option) in enough else 0,
-            -option.saved_bytes,
-        )
-    )
+    suffices = ("safe", "tight") if fails else ()
+    enough = {id(each): COSTS.index(each.lever.cost) for each in chosen if each.after.verdict in suffices}
+    chosen.sort(key=lambda option: (id(option) not in enough, enough.get(id(option), 0), -option.saved_bytes))
     return before, [_fix(option) for option in chosen if option.saved_bytes >= WORTH]
 
 
@@ -348,7 +343,7 @@ def pruning_fixes(workload: Workload, gpu: Gpu | None) -> tuple[Plan | None, lis
     """Of a program that has the whole model and all windows on the GPU, as the public Wanda code does: the same at a
     usual length, and memfit's own way. The plan is that program's; None for a method that is not traced."""
     from memfit.planning.predict import predict
-    from memfit.planning.whole_model_pruning import predict_whole_model_pruning
+    from memfit.planning.pruning import predict_whole_model_pruning
 
     capped = replace(workload, seq_len=min(workload.seq_len, USUAL_LENGTH))
     length = capped.seq_len if capped != workload else None

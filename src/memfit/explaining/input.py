@@ -370,23 +370,17 @@ def oom_of_record(event: Mapping[str, Any]) -> Oom:
         "allocated": event["allocated_bytes"], "reserved": event["reserved_bytes"],
         "unallocated": event["cached_bytes"],
     }  # fmt: skip
-    sizes: dict[str, Any] = {name: None if value is None else _exact(value) for name, value in known.items()}
+    sizes: dict[str, Any] = {
+        name: None if value is None else Size(format_bytes(value), value, value) for name, value in known.items()
+    }
     unknown = {name: "a snapshot does not record it" for name in SIZES if sizes.get(name) is None}
     said = f"a request of {format_bytes(event['requested_bytes'])} failed"
     return Oom(form="snapshot", requests_exactly=True, message=said, unknown=unknown, **sizes)
 
 
-def _exact(nbytes: int) -> Size:
-    return Size(format_bytes(nbytes), nbytes, nbytes)
-
-
 def record_of(event: Mapping[str, Any], settings: Mapping[str, Any]) -> RecordedRequest:
-    return RecordedRequest(
-        requested_bytes=event["requested_bytes"],
-        cached_bytes=event["cached_bytes"],
-        largest_hole_bytes=event["largest_hole_bytes"],
-        expandable=bool(settings.get("expandable_segments")),
-    )
+    sizes = {name: event[name] for name in ("requested_bytes", "cached_bytes", "largest_hole_bytes")}
+    return RecordedRequest(**sizes, expandable=bool(settings.get("expandable_segments")))
 
 
 # -- a memory log --------------------------------------------------------------------------------------------------

@@ -293,11 +293,11 @@ class _Renumbering:
         numbers[self.members[FIRST]] += self.base_first
         numbers[self.members[LAST]] += self.base_last
         for unit in (BEFORE, AFTER):
-            numbers[self.members[unit]] += self._inner(unit if low else self.units - UNITS + unit, 0)
+            numbers[self.members[unit]] += self._inner(unit if low else self.units - UNITS + unit)
         return numbers
 
-    def _inner(self, unit: int, rank: int) -> int:
-        return self.base_inner + (unit - 1) * self.each + rank
+    def _inner(self, unit: int) -> int:
+        return self.base_inner + (unit - 1) * self.each
 
     def _middle(self, first: tuple[int, int], second: tuple[int, int], *, upwards: bool) -> Ints:
         """What an inner unit's events name, as an offset to which `unit * each` is added."""
@@ -324,7 +324,7 @@ class _Renumbering:
         rank_x, rank_y = self.rank[x], self.rank[y]
         if (~is_inner_x & ~is_inner_y).any() or (is_inner_x & is_inner_y & (rank_x != rank_y)).any():
             raise NotRepeating("tensors of inner units come in different orders")
-        offsets: Ints = self._inner(0, 0) + distance * self.each + np.where(is_inner_x, rank_x, rank_y)
+        offsets: Ints = self._inner(0) + distance * self.each + np.where(is_inner_x, rank_x, rank_y)
         return offsets
 
     def _pairs(self) -> Ints:

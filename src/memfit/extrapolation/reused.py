@@ -118,13 +118,8 @@ def _renumbered(trace: Trace, actions: array[int], subjects: array[int], first: 
     made.op_of = array("i", np.frombuffer(trace.op_of, dtype=np.int32)[kept].tobytes())
     made.requested = array("q", np.frombuffer(trace.requested, dtype=np.int64)[kept].tobytes())
     made.actions = actions
-    made.subjects = array(
-        "q",
-        [
-            number[subject] if action <= Action.FREE_COMPLETED else subject
-            for action, subject in zip(actions, subjects, strict=True)
-        ],
-    )
+    pairs = zip(actions, subjects, strict=True)
+    made.subjects = array("q", [number[of] if action <= Action.FREE_COMPLETED else of for action, of in pairs])
     made.facts = _facts(trace.facts, lambda block: number[first[block]])
     return made
 

@@ -46,15 +46,9 @@ class GenerationExtension:
         self.stream, self._blocks, markers = self._told_stream(near)
         assert self._extension.growth is not None
         times, later, earlier = self._extension.growth
-        self._of_hole = list(
-            zip(
-                self._hole_of[self._extension.chosen[markers]].tolist(),
-                times[markers].tolist(),
-                self._hole_of[later[markers]].tolist(),
-                self._hole_of[earlier[markers]].tolist(),
-                strict=True,
-            )
-        )
+        columns = (self._extension.chosen, later, earlier)
+        first, after, before = (self._hole_of[blocks[markers]].tolist() for blocks in columns)
+        self._of_hole = list(zip(first, times[markers].tolist(), after, before, strict=True))
         self._compare_with(far, skipped)
 
     def _told_stream(self, near: Stream) -> tuple[Stream, Ints, Ints]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 
 STREAMED, WHOLE = "streamed", "whole"
+Plans = Callable[[Workload, "str | None", "Gpu | None"], "Plan"]
+"""`plan_way`, by which each plan is made once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,29 +42,17 @@ def plan_whole_model(work: Workload, gpu: Gpu) -> WholeModel | None:
     if work.kind != "prune" or work.method != "wanda":
         return None
     try:
-        plan = _plan(work, WHOLE, gpu)
+        plan = plan_way(work, WHOLE, gpu)
     except MemfitError:
         return None
     hidden = getattr(load_config(resolve(work.model)), "hidden_size", 0)
     return WholeModel(plan=plan, formulas=tuple(pruning_formulas(work.settings(), plan.parameters, hidden)))
 
 
-class PlanMemo:
-    """Each plan is made once. Jobs other than pruning have one way, None."""
-
-    def __init__(self) -> None:
-        self._made: dict[tuple[Workload, str | None, Gpu | None], Plan] = {}
-
-    def plan(self, work: Workload, way: str | None, card: Gpu | None) -> Plan:
-        key = (work, way, card)
-        if key not in self._made:
-            self._made[key] = _plan(work, way, card)
-        return self._made[key]
-
-
-def _plan(work: Workload, way: str | None, card: Gpu | None) -> Plan:
+def plan_way(work: Workload, way: str | None, card: Gpu | None) -> Plan:
+    """Jobs other than pruning have one way, None."""
     if way == WHOLE:
-        from memfit.planning.whole_model_pruning import predict_whole_model_pruning
+        from memfit.planning.pruning import predict_whole_model_pruning
 
         return predict_whole_model_pruning(work, card)
     from memfit.planning.predict import predict
@@ -147,27 +138,27 @@ class CheckedSaving:
         }  # fmt: skip
 
 
-def check_claim(claim: Claim, plans: PlanMemo) -> CheckedClaim:
+def check_claim(claim: Claim, plans: Plans) -> CheckedClaim:
     card = find_gpu(claim.gpu)
     default = Workload(kind="prune", model=claim.model)
     asked = dataclasses.replace(default, seq_len=claim.seq_len, nsamples=claim.nsamples)
-    small = plans.plan(default, STREAMED, find_gpu(SMALL))
+    small = plans(default, STREAMED, find_gpu(SMALL))
     enough = small.verdict == "safe"
     return CheckedClaim(
         claim=claim,
         card=card,
-        whole=plans.plan(asked, WHOLE, card),
-        whole_by_default=plans.plan(default, WHOLE, card),
-        streamed=small if enough else plans.plan(default, STREAMED, card),
+        whole=plans(asked, WHOLE, card),
+        whole_by_default=plans(default, WHOLE, card),
+        streamed=small if enough else plans(default, STREAMED, card),
         streamed_gpu=SMALL if enough else claim.gpu,
-        on_smaller=plans.plan(asked, WHOLE, find_gpu(claim.smaller)) if claim.smaller else None,
+        on_smaller=plans(asked, WHOLE, find_gpu(claim.smaller)) if claim.smaller else None,
     )
 
 
-def check_saving(saving: Saving, plans: PlanMemo) -> CheckedSaving:
+def check_saving(saving: Saving, plans: Plans) -> CheckedSaving:
     default = Workload(kind="prune", model=saving.model)
     asked = dataclasses.replace(default, seq_len=saving.seq_len, nsamples=saving.nsamples)
-    return CheckedSaving(saving=saving, before=plans.plan(default, WHOLE, None), after=plans.plan(asked, WHOLE, None))
+    return CheckedSaving(saving=saving, before=plans(default, WHOLE, None), after=plans(asked, WHOLE, None))
 
 
 def beside_weights(plan: Plan) -> int:

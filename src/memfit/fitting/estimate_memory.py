@@ -56,7 +56,7 @@ def estimate_memory(model_params_billions: float, seqlen: int = 2048, nsamples: 
     """
     billions = _checked(model_params_billions)
     from memfit.planning.predict import predict
-    from memfit.planning.whole_model_pruning import predict_whole_model_pruning
+    from memfit.planning.pruning import predict_whole_model_pruning
 
     with llama_of_size(billions * 1e9) as (model, shape):
         work = Workload(kind="prune", model=model, precision="fp16", seq_len=seqlen, nsamples=nsamples)

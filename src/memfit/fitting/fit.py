@@ -296,9 +296,8 @@ class _Fitter:
         return math.ceil(enough / GiB * 100) * GiB // 100
 
     def _margin_left(self, nearest: Forecast) -> float | None:
-        if nearest.use_bytes is None:
-            return None
-        return math.floor(100 * (1 - nearest.use_bytes / nearest.capacity_bytes)) / 100
+        used = nearest.use_bytes
+        return None if used is None else math.floor(100 * (1 - used / nearest.capacity_bytes)) / 100
 
     def _smaller_model(self, chosen: Set) -> tuple[str, Forecast] | None:
         """The largest of the same kind that fits with the changes that leave the experiment alone."""

@@ -9,16 +9,17 @@ from __future__ import annotations
 import dataclasses
 import time
 import warnings
-from collections import OrderedDict
 from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from memfit.analysis.summary import Moment, summarise_plan
 from memfit.analysis.verdict import Fit, Verdict, capacity_for, fit_card, smallest_card
 from memfit.errors import MemfitError, UsageError
 from memfit.files import no_collector
+from memfit.fitting.levers import batch_sizes
 from memfit.gpus import Context, Gpu
-from memfit.jobs.training.batch import BatchSizes, resolve_batch
+from memfit.jobs.training.batch import resolve_batch
 from memfit.jobs.training.config import BatchConfig
 from memfit.jobs.workload import Workload
 from memfit.planning.predict import Peak, context_of, peak_of
@@ -116,16 +117,11 @@ class Forecast:
 
     def to_json(self) -> dict[str, object]:
         return {
-            "verdict": self.verdict,
-            "use_bytes": self.use_bytes,
-            "device_bytes": self.peak.device_bytes,
-            "allocated_bytes": self.peak.allocated_bytes,
-            "reserved_bytes": self.peak.reserved_bytes,
-            "context_bytes": self.peak.context_bytes,
-            "context": dataclasses.asdict(self.context),
-            "at_peak": {"phase": self.at_peak.phase, "step": self.at_peak.step},
-            "breakdown": dict(self.breakdown),
-        }
+            "verdict": self.verdict, "use_bytes": self.use_bytes, "device_bytes": self.peak.device_bytes,
+            "allocated_bytes": self.peak.allocated_bytes, "reserved_bytes": self.peak.reserved_bytes,
+            "context_bytes": self.peak.context_bytes, "context": dataclasses.asdict(self.context),
+            "at_peak": {"phase": self.at_peak.phase, "step": self.at_peak.step}, "breakdown": dict(self.breakdown),
+        }  # fmt: skip
 
 
 class Forecasts:
@@ -137,7 +133,7 @@ class Forecasts:
         """Predictions, not counting what was asked again."""
         self.seconds = 0.0
         self._known: dict[Workload, Forecast | MemfitError] = {}
-        self._traces: OrderedDict[Workload, Traced] = OrderedDict()
+        self._trace = lru_cache(maxsize=TRACES_KEPT)(partial(_trace, gpu))
 
     def ask(self, work: Workload, *, whole: bool = False) -> Forecast:
         """Raises what `predict` would: a setting that cannot be planned, or not together with another."""
@@ -165,11 +161,8 @@ class Forecasts:
     def bound(self, work: Workload, most: float) -> Forecast | None:
         """A process of DDP has all that one alone has, which is traced sooner, and its buckets besides. What one alone
         takes, where it is for certain more than `most` bytes of the card."""
-        alone = without_others(work)
-        if alone is work:
-            return None
-        less = self.ask(alone)
-        if less.peak.allocated_bytes - ROUNDING + less.peak.context_bytes <= most:
+        less = self.ask(without_others(work)) if work.is_replicated else None
+        if less is None or less.peak.allocated_bytes - ROUNDING + less.peak.context_bytes <= most:
             return None
         return dataclasses.replace(less, workload=work, is_bound=True)
 
@@ -224,16 +217,14 @@ class Forecasts:
         )
 
     def _traced(self, work: Workload) -> Traced:
-        from memfit.planning.traced import trace_workload
-        from memfit.platform import platform_of
+        return self._trace(dataclasses.replace(work, alloc_conf=""))
 
-        plain = dataclasses.replace(work, alloc_conf="")
-        if plain not in self._traces:
-            self._traces[plain] = trace_workload(plain, platform_of(self.gpu), few=True)
-            while len(self._traces) > TRACES_KEPT:
-                self._traces.popitem(last=False)
-        self._traces.move_to_end(plain)
-        return self._traces[plain]
+
+def _trace(gpu: Gpu, work: Workload) -> Traced:
+    from memfit.planning.traced import trace_workload
+    from memfit.platform import platform_of
+
+    return trace_workload(work, platform_of(gpu), few=True)
 
 
 def without_others(work: Workload) -> Workload:
@@ -261,10 +252,10 @@ def _without_buckets(work: Workload, **changes: Any) -> Workload:
 
 
 FLAGS = {
-    "micro_batch_size": "--batch-size",
-    "gradient_accumulation_steps": "--grad-accum",
+    "micro_batch_size": "--batch-size", "gradient_accumulation_steps": "--grad-accum",
     "global_batch_size": "--global-batch",
-}
+}  # fmt: skip
+"""Of a config's keys, the flags that were typed."""
 
 
 def with_global_batch(work: Workload, rows: int | None) -> Workload:
@@ -286,16 +277,9 @@ def with_global_batch(work: Workload, rows: int | None) -> Workload:
 
 
 def _in_flags(text: str) -> str:
-    """A config's keys as the flags that were typed."""
     for key, name in FLAGS.items():
         text = text.replace(key, name)
     return text
-
-
-def batch_sizes(work: Workload) -> BatchSizes:
-    return BatchSizes(
-        micro_batch_size=work.batch_size, gradient_accumulation_steps=work.grad_accum, world_size=work.world_size
-    )
 
 
 def global_batch_of(work: Workload) -> int | None:

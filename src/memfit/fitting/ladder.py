@@ -13,6 +13,7 @@ the published ladder stands beside it, as its authors ran it.
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,14 +22,14 @@ from typing import Any
 from memfit.analysis.verdict import judge
 from memfit.errors import MemfitError, UsageError
 from memfit.fitting.fit import check_margin, fit
-from memfit.fitting.forecast import Forecast, Forecasts, batch_sizes, global_batch_of, with_global_batch
-from memfit.fitting.levers import Lever
+from memfit.fitting.forecast import Forecast, Forecasts, global_batch_of, with_global_batch
+from memfit.fitting.levers import Lever, batch_sizes
 from memfit.fitting.step_cost import step_time
 from memfit.gpus import Gpu, find_gpu
 from memfit.guides.claims import RUNGS
 from memfit.jobs.workload import Workload
 from memfit.models.presets import GATHER, is_gsa
-from memfit.render.shown import Renderer, Shown
+from memfit.render.shown import Shown
 from memfit.units import gib
 
 
@@ -65,17 +66,9 @@ def guide_ladder(asked: Workload, forecasts: Forecasts) -> tuple[GuideRung, ...]
 
 
 def _as_published(asked: Workload) -> Workload:
-    return replace(
-        asked,
-        model=asked.model.removesuffix(GATHER) + GATHER,
-        precision="amp-bf16",
-        grad_checkpointing=True,
-        selective_checkpointing=False,
-        loss="full",
-        offload=(),
-        optimizer="adamw",
-        alloc_conf="",
-    )
+    model = asked.model.removesuffix(GATHER) + GATHER
+    alone = replace(asked, model=model, precision="amp-bf16", optimizer="adamw", loss="full", offload=(), alloc_conf="")
+    return replace(alone, grad_checkpointing=True, selective_checkpointing=False)
 
 
 def _wrong(asked: Workload, work: Workload) -> tuple[str, ...]:
@@ -137,26 +130,18 @@ class Ladder(Shown):
         rows = ", ".join(str(rung.workload.batch_size) for rung in self.rungs)
         return f"<Ladder: {self.workload.kind} of {self.workload.model} on {self.gpu.name}: micro-batch {rows}>"
 
-    def renderer(self) -> Renderer:
-        from memfit.render.fit import show_ladder
-
-        return show_ladder
-
     def to_json(self) -> dict[str, Any]:
         first = self.rungs[0].seconds if self.rungs else None
         return {
-            "schema": SCHEMA,
-            "workload": self.workload.document(),
+            "schema": SCHEMA, "workload": self.workload.document(),
             "gpu": {"name": self.gpu.name, "capacity_bytes": self.gpu.capacity_bytes},
             "global_batch": global_batch_of(self.workload),
             "changes": [{"name": lever.name, "cost": lever.cost, "says": lever.says} for lever in self.changes],
             "rungs": [self._rung(rung, first) for rung in self.rungs],
             "above": None if self.above is None else _row(self.above, self.gpu),
-            "guide": [each.to_json() for each in self.guide],
-            "notes": ["predicted, not measured", *self.gpu.notes],
-            "predictions": self.predictions,
-            "seconds": round(self.seconds, 3),
-        }
+            "guide": [each.to_json() for each in self.guide], "notes": ["predicted, not measured", *self.gpu.notes],
+            "predictions": self.predictions, "seconds": round(self.seconds, 3),
+        }  # fmt: skip
 
     def _rung(self, rung: Rung, first: float | None) -> dict[str, Any]:
         relative = round(rung.seconds / first, 3) if rung.seconds and first else None
@@ -232,15 +217,9 @@ class _Climb:
         return tuple(found), self._ask(higher[0]) if higher else None
 
     def _last(self, numbers: Sequence[int], holds: Callable[[int], bool]) -> int | None:
-        """By bisection: it holds up to some number, and not beyond."""
-        low, high = 0, len(numbers)
-        while low < high:
-            middle = (low + high) // 2
-            if holds(numbers[middle]):
-                low = middle + 1
-            else:
-                high = middle
-        return numbers[low - 1] if low else None
+        """It holds up to some number, and not beyond."""
+        count = bisect_left(numbers, True, key=lambda number: not holds(number))
+        return numbers[count - 1] if count else None
 
     def _ask(self, rows: int) -> Forecast:
         return self.forecasts.ask(_with_micro_batch(self.work, rows))

@@ -24,8 +24,6 @@ from memfit.jobs.training.batch import BatchSizes, divisors
 from memfit.jobs.workload import Workload
 from memfit.models.presets import GATHER, is_gsa
 
-__all__ = ["CACHED", "COMPILE", "COSTS", "Cost", "Lever", "apply", "checked_setting", "levers_for"]
-
 Cost = Literal["free", "time", "precision", "experiment"]
 COSTS: tuple[Cost, ...] = ("free", "time", "precision", "experiment")
 """In this order of preference."""
@@ -69,6 +67,11 @@ SHORTEST, LOWEST_RANK, FEWEST_WINDOWS = 128, 8, 16
 OWN_ENGINE = "memfit prune only"
 
 
+def _ways(memfit: str, trainer: str, accelerate: str | None = None) -> dict[str, str]:
+    """How to switch a lever on; under accelerate as in the Trainer unless that is said."""
+    return {"memfit": memfit, "trainer": trainer, "accelerate": accelerate or trainer}
+
+
 # -- free --------------------------------------------------------------------------------------------------------------
 
 
@@ -79,9 +82,7 @@ def _dropped_outputs(work: Workload) -> Iterator[Lever]:
             name="outputs dropped", cost="free", group="outputs", settings={"outputs": "dropped"},
             says="`del outputs` after the loss: logits do not stay through backward and into the next forward pass",
             price="none", risk="same results", lowers=("loss", "kv_cache", "activations", CACHED),
-            how={
-                "memfit": "--outputs dropped (memfit train drops them)", "trainer": "it drops them", "accelerate": way,
-            },
+            how=_ways("--outputs dropped (memfit train drops them)", "it drops them", way),
         )  # fmt: skip
 
 
@@ -92,7 +93,7 @@ def _attention(work: Workload) -> Iterator[Lever]:
             name="fused attention", cost="free", group="attention", settings={"attention": "sdpa"},
             says="the scores of all pairs of tokens are never whole", price="none: it is faster",
             lowers=("activations", "temporaries"),
-            how={"memfit": "--attention sdpa (model.attention: sdpa)", "trainer": way, "accelerate": way},
+            how=_ways("--attention sdpa (model.attention: sdpa)", way),
         )  # fmt: skip
 
 
@@ -104,7 +105,7 @@ def _masked_path(work: Workload) -> Iterator[Lever]:
             name="masked attention", cost="free", group="gsa path", settings={"model": name},
             says="the chosen keys and values are masked in place, not copied out for every query",
             price="none: it is faster", lowers=("activations", "temporaries", "other"),
-            how={"memfit": f"--model {name} (gsa.path: masked)", "trainer": way, "accelerate": way},
+            how=_ways(f"--model {name} (gsa.path: masked)", way),
         )  # fmt: skip
 
 
@@ -114,10 +115,8 @@ def _fused_optimizer(work: Workload) -> Iterator[Lever]:
             name="fused optimizer", cost="free", group="fused optimizer", settings={"optimizer": "adamw-fused"},
             says="AdamW in one kernel, without a list of temporaries as large as one of its moments",
             price="none: it is faster", lowers=("temporaries",), only_in="step",
-            how={
-                "memfit": "--optimizer adamw-fused (optimizer: adamw-fused)", "trainer": 'optim="adamw_torch_fused"',
-                "accelerate": "torch.optim.AdamW(..., fused=True)",
-            },
+            how=_ways("--optimizer adamw-fused (optimizer: adamw-fused)", 'optim="adamw_torch_fused"',
+                      "torch.optim.AdamW(..., fused=True)"),
         )  # fmt: skip
 
 
@@ -129,10 +128,7 @@ def _chunked_loss(work: Workload, cost: Cost) -> Iterator[Lever]:
             name="chunked loss", cost=cost, group="chunked loss", settings={"loss": "chunked"},
             says=f"logits and their gradients {work.loss_chunk} tokens at a time, never whole",
             price=f"the model returns no logits while it trains{twice}", lowers=("loss",),
-            how={
-                "memfit": "--loss chunked (loss: chunked)", "trainer": f"{way}, or use_liger_kernel=True",
-                "accelerate": way,
-            },
+            how=_ways("--loss chunked (loss: chunked)", f"{way}, or use_liger_kernel=True", way),
         )  # fmt: skip
 
 
@@ -143,11 +139,11 @@ def _bucket_view(work: Workload) -> Iterator[Lever]:
             name="gradients in DDP's buckets", cost="free", group="bucket view",
             settings={"gradient_as_bucket_view": True}, says="gradients lie in the buckets instead of beside them",
             price="gradients must not be detached in place", lowers=("gradients", "other"),
-            how={
-                "memfit": "--gradient-as-bucket-view (parallel.gradient_as_bucket_view: true)",
-                "trainer": f"trainer.accelerator.ddp_handler = accelerate.utils.{handler}",
-                "accelerate": f"Accelerator(kwargs_handlers=[{handler}])",
-            },
+            how=_ways(
+                "--gradient-as-bucket-view (parallel.gradient_as_bucket_view: true)",
+                f"trainer.accelerator.ddp_handler = accelerate.utils.{handler}",
+                f"Accelerator(kwargs_handlers=[{handler}])",
+            ),
         )  # fmt: skip
 
 
@@ -158,7 +154,7 @@ def _cache(work: Workload) -> Iterator[Lever]:
             name="static cache", cost="free", group="cache", settings={"cache": "static"},
             says="room for all keys and values at once, instead of a longer copy for each token",
             price="all of it is there from the first token on", lowers=("kv_cache", "temporaries", CACHED),
-            how={"memfit": "--cache static", "trainer": way, "accelerate": way},
+            how=_ways("--cache static", way),
         )  # fmt: skip
 
 
@@ -173,9 +169,7 @@ def _allocator(work: Workload) -> Iterator[Lever]:
         name="expandable segments", cost="free", group="allocator", settings={"alloc_conf": conf},
         says="the allocator's memory grows and shrinks at its ends, so less of it lies idle",
         price="none that is known", risk="same results", lowers=(CACHED,),
-        how={
-            "memfit": way if work.kind == "prune" else f"--alloc-conf {conf}{key}", "trainer": way, "accelerate": way,
-        },
+        how=_ways(way if work.kind == "prune" else f"--alloc-conf {conf}{key}", way),
     )  # fmt: skip
 
 
@@ -194,17 +188,13 @@ def _compiled(work: Workload) -> Iterator[Lever]:
         says="chains of small ops become one kernel, and what lies between them is never stored",
         price="start-up: minutes of compiling, and again for other shapes; steps are faster",
         lowers=("temporaries", "other", *MADE_BY_TOKENS),
-        how={
-            "memfit": "--compile (plans only)", "trainer": "torch_compile=True",
-            "accelerate": 'Accelerator(dynamo_backend="inductor"), or torch.compile(model)',
-        },
+        how=_ways("--compile (plans only)", "torch_compile=True",
+                  'Accelerator(dynamo_backend="inductor"), or torch.compile(model)'),
     )  # fmt: skip
 
 
 def _micro_batches(work: Workload) -> Iterator[Lever]:
-    sizes = BatchSizes(
-        micro_batch_size=work.batch_size, gradient_accumulation_steps=work.grad_accum, world_size=work.world_size
-    )
+    sizes = batch_sizes(work)
     for rows in reversed([rung for rung in sizes.rungs if rung < work.batch_size]):
         steps = sizes.with_micro_batch(rows).gradient_accumulation_steps
         yield Lever(
@@ -212,12 +202,18 @@ def _micro_batches(work: Workload) -> Iterator[Lever]:
             settings={"batch_size": rows, "grad_accum": steps},
             says=f"{rows} at a time, {steps} times: the same {sizes.global_batch_size} rows a step",
             price="smaller kernels, and the weights are read more often", lowers=MADE_BY_TOKENS,
-            how={
-                "memfit": f"--batch-size {rows} --grad-accum {steps} (micro_batch_size, gradient_accumulation_steps)",
-                "trainer": f"per_device_train_batch_size={rows}, gradient_accumulation_steps={steps}",
-                "accelerate": f"DataLoader(batch_size={rows}), Accelerator(gradient_accumulation_steps={steps})",
-            },
+            how=_ways(
+                f"--batch-size {rows} --grad-accum {steps} (micro_batch_size, gradient_accumulation_steps)",
+                f"per_device_train_batch_size={rows}, gradient_accumulation_steps={steps}",
+                f"DataLoader(batch_size={rows}), Accelerator(gradient_accumulation_steps={steps})",
+            ),
         )  # fmt: skip
+
+
+def batch_sizes(work: Workload) -> BatchSizes:
+    return BatchSizes(
+        micro_batch_size=work.batch_size, gradient_accumulation_steps=work.grad_accum, world_size=work.world_size
+    )
 
 
 def _smaller_batches(work: Workload) -> Iterator[Lever]:
@@ -228,7 +224,7 @@ def _smaller_batches(work: Workload) -> Iterator[Lever]:
             name=f"batch {rows}", cost="time", group="micro-batch", settings={"batch_size": rows},
             says=f"{rows} at a time, {passes} times: the same {work.batch_size} rows in all",
             price="smaller kernels, and the weights are read more often", lowers=("temporaries", *MADE_BY_TOKENS),
-            how={"memfit": f"--batch-size {rows}, {passes} times", "trainer": way, "accelerate": way},
+            how=_ways(f"--batch-size {rows}, {passes} times", way),
         )  # fmt: skip
 
 
@@ -244,21 +240,17 @@ def _checkpointing(work: Workload) -> Iterator[Lever]:
             settings={"selective_checkpointing": True},
             says="of each block, what is cheap to compute is computed again in the backward pass",
             price="norms and activation functions run twice", lowers=("activations",),
-            how={
-                "memfit": "--selective-checkpointing (memory.gradient_checkpointing: selective)",
-                "trainer": f"no switch of its own: {contexts}", "accelerate": f"no switch of its own: {contexts}",
-            },
+            how=_ways("--selective-checkpointing (memory.gradient_checkpointing: selective)",
+                      f"no switch of its own: {contexts}"),
         )  # fmt: skip
     yield Lever(
         name="checkpointing", cost="time", group="checkpointing",
         settings={"grad_checkpointing": True, "selective_checkpointing": False},
         says="each block's activations are computed again in the backward pass",
         price="one more forward pass of the blocks", lowers=("activations",),
-        how={
-            "memfit": "--grad-checkpointing (memory.gradient_checkpointing: full)",
-            "trainer": f"gradient_checkpointing=True, {switch}{grads}",
-            "accelerate": f"model.gradient_checkpointing_enable({switch}){grads}",
-        },
+        how=_ways("--grad-checkpointing (memory.gradient_checkpointing: full)",
+                  f"gradient_checkpointing=True, {switch}{grads}",
+                  f"model.gradient_checkpointing_enable({switch}){grads}"),
     )  # fmt: skip
 
 
@@ -269,11 +261,11 @@ def _sharding(work: Workload) -> Iterator[Lever]:
             says=f"weights, gradients and optimizer state are shared out over {work.world_size} GPUs",
             price="blocks are gathered before use: more traffic between the GPUs",
             lowers=("weights", "gradients", "optimizer", "other"),
-            how={
-                "memfit": "--parallel fsdp2 (parallel: fsdp2)",
-                "trainer": 'fsdp=True, fsdp_config={"version": 2, "reshard_after_forward": True}',
-                "accelerate": "Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))",
-            },
+            how=_ways(
+                "--parallel fsdp2 (parallel: fsdp2)",
+                'fsdp=True, fsdp_config={"version": 2, "reshard_after_forward": True}',
+                "Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))",
+            ),
         )  # fmt: skip
 
 
@@ -312,21 +304,15 @@ def _offload(what: str, says: str, price: str, lowers: tuple[str, ...], how: Map
 
 
 def _adapters(work: Workload) -> Iterator[Lever]:
-    if (
-        work.kind == "lora"
-        and work.adapter_dtype == "fp32"
-        and work.weight_precision != "fp32"
-        and work.quant != "int8"
-    ):
+    in_fp32 = work.kind == "lora" and work.adapter_dtype == "fp32"
+    if in_fp32 and work.weight_precision != "fp32" and work.quant != "int8":
         way = "get_peft_model(model, config, autocast_adapter_dtype=False)"
         yield Lever(
             name=f"{work.weight_precision} adapters", cost="precision", group="adapters",
             settings={"adapter_dtype": "same"}, says="adapters, their gradients and their moments in 16 bits",
             price="nothing in time", risk="small updates round away",
             lowers=("weights", "gradients", "optimizer", "activations", "temporaries"),
-            how={
-                "memfit": "--adapter-dtype same (method.adapter_dtype: same)", "trainer": way, "accelerate": way,
-            },
+            how=_ways("--adapter-dtype same (method.adapter_dtype: same)", way),
         )  # fmt: skip
 
 
@@ -336,10 +322,8 @@ def _eight_bit(work: Workload) -> Iterator[Lever]:
             name="8-bit AdamW", cost="precision", group="fused optimizer", settings={"optimizer": "adamw-8bit"},
             says="both moments in blocks of 8 bits", price="a package more", risk="moments are rounded to 8 bits",
             lowers=("optimizer",), missing=None if find_spec("bitsandbytes") else "bitsandbytes",
-            how={
-                "memfit": "--optimizer adamw-8bit (optimizer: adamw-8bit)", "trainer": 'optim="adamw_bnb_8bit"',
-                "accelerate": "bitsandbytes.optim.AdamW8bit(...)",
-            },
+            how=_ways("--optimizer adamw-8bit (optimizer: adamw-8bit)", 'optim="adamw_bnb_8bit"',
+                      "bitsandbytes.optim.AdamW8bit(...)"),
         )  # fmt: skip
 
 
@@ -349,10 +333,9 @@ def _precision(work: Workload) -> Iterator[Lever]:
             name="bf16 autocast", cost="precision", group="precision", settings={"precision": "amp-bf16"},
             says="matrix products and what they save in bf16, weights and moments in fp32", price="none: it is faster",
             risk="usual practice", lowers=MADE_BY_TOKENS,
-            how={
-                "memfit": "--precision amp-bf16 (precision: amp-bf16)", "trainer": "bf16=True",
-                "accelerate": 'Accelerator(mixed_precision="bf16")',
-            },
+            how=_ways(
+                "--precision amp-bf16 (precision: amp-bf16)", "bf16=True", 'Accelerator(mixed_precision="bf16")',
+            ),
         )  # fmt: skip
     if work.weight_precision == "fp32":
         way = "from_pretrained(..., dtype=torch.bfloat16)"
@@ -362,9 +345,7 @@ def _precision(work: Workload) -> Iterator[Lever]:
             says="everything in bf16", price="none: it is faster",
             risk="small updates round away" if work.kind == "train" else "usual practice",
             lowers=("weights", "gradients", "optimizer", "calibration", "other", *MADE_BY_TOKENS),
-            how={
-                "memfit": f"{own}{' (precision: bf16)' if work.trains else ''}", "trainer": way, "accelerate": way,
-            },
+            how=_ways(f"{own}{' (precision: bf16)' if work.trains else ''}", way),
         )  # fmt: skip
 
 
@@ -376,7 +357,7 @@ def _quantised(work: Workload) -> Iterator[Lever]:
             name="no kbit preparation", cost="precision", group="kbit preparation", settings={"kbit_prepare": False},
             says=f"embedding, head, norms and what they make stay in {work.weight_precision}",
             price="none: it is faster", risk="norms and the head round more", lowers=("weights", *MADE_BY_TOKENS),
-            how={"memfit": "--no-kbit-prepare", "trainer": way, "accelerate": way},
+            how=_ways("--no-kbit-prepare", way),
         )  # fmt: skip
     if work.kind not in kinds_that_read(["quant"]) or work.is_quantised:
         return
@@ -398,7 +379,7 @@ def _quantised(work: Workload) -> Iterator[Lever]:
             says=f"linear layers of the base model in {name[0]} bits, by bitsandbytes",
             price="weights are made whole again in each pass", risk="answers of the base model change a little",
             lowers=("weights",), missing=missing,
-            how={"memfit": f"{flags}", "trainer": load, "accelerate": load},
+            how=_ways(f"{flags}", load),
         )  # fmt: skip
 
 
@@ -415,7 +396,7 @@ def _shorter(work: Workload) -> Iterator[Lever]:
                 name=f"sequence {length}", cost="experiment", group="sequence", settings={"seq_len": length},
                 says=f"{length} tokens instead of {work.seq_len}", price="nothing in time",
                 risk="longer samples are cut", lowers=(*MADE_BY_TOKENS, "calibration"),
-                how={"memfit": f"--seq-len {length}{key}", "trainer": way, "accelerate": way},
+                how=_ways(f"--seq-len {length}{key}", way),
             )  # fmt: skip
 
 
@@ -428,7 +409,7 @@ def _lower_rank(work: Workload) -> Iterator[Lever]:
             says=f"adapters of rank {rank} instead of {work.rank}", price="nothing in time",
             risk="less can be learned: another experiment",
             lowers=("weights", "gradients", "optimizer", "activations", "temporaries"),
-            how={"memfit": f"--rank {rank} (method.rank)", "trainer": way, "accelerate": way},
+            how=_ways(f"--rank {rank} (method.rank)", way),
         )  # fmt: skip
         rank //= 2
 
@@ -453,7 +434,7 @@ def _generation(what: str, setting: str, number: int, before: int, risk: str) ->
     return Lever(
         name=f"{number} {what}", cost="experiment", group=what, settings={setting: number},
         says=f"{number} {what} instead of {before}", price="nothing in time", risk=risk, lowers=MADE_BY_TOKENS,
-        how={"memfit": f"{flag(setting)} {number}", "trainer": way, "accelerate": way},
+        how=_ways(f"{flag(setting)} {number}", way),
     )  # fmt: skip
 
 
@@ -464,7 +445,7 @@ def _fewer_windows(work: Workload) -> Iterator[Lever]:
             name=f"{windows} windows", cost="experiment", group="windows", settings={"nsamples": windows},
             says=f"{windows} windows of text to calibrate on instead of {work.nsamples}", price="nothing in time",
             risk="weights are chosen by less text", lowers=("calibration", "activations"),
-            how={"memfit": f"--nsamples {windows}", "trainer": OWN_ENGINE, "accelerate": OWN_ENGINE},
+            how=_ways(f"--nsamples {windows}", OWN_ENGINE),
         )  # fmt: skip
         windows //= 2
 

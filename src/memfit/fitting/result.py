@@ -17,7 +17,7 @@ from memfit.fitting.step_cost import StepTime
 from memfit.gpus import Gpu
 from memfit.jobs.settings import as_json
 from memfit.jobs.workload import Workload
-from memfit.render.shown import Renderer, Shown
+from memfit.render.shown import Shown
 from memfit.units import gib
 
 Why = Literal["would not help", "not needed", "unavailable"]
@@ -176,45 +176,30 @@ class Fitted(Shown):
         use = f"{gib(self.after.device_bytes)} of {gib(self.gpu.capacity_bytes)}"
         return f"<Fitted: {self.workload.kind} of {self.workload.model}: {self.answer}: {changes}; {use}>"
 
-    def renderer(self) -> Renderer:
-        from memfit.render.fit import show_fit
-
-        return show_fit
-
     def to_json(self) -> dict[str, Any]:
         smaller = self.smaller_model
         return {
-            "schema": SCHEMA,
-            "answer": self.answer,
-            **({} if self.job_file is None else {"from": self.job_file}),
+            "schema": SCHEMA, "answer": self.answer, **({} if self.job_file is None else {"from": self.job_file}),
             "workload": self.workload.document(),
             "model": {
                 "name": self.workload.model,
                 "parameters": self.before.parameters,
                 "trainable_parameters": self.before.trainable_parameters,
             },
-            "gpu": card_document(self.gpu.name, self.gpu.capacity_bytes, self.after.fit),
-            "margin": self.margin,
-            "keep": list(self.keep),
-            "global_batch": global_batch_of(self.workload),
-            "before": self.before.to_json(),
-            "changes": [change.to_json() for change in self.changes],
-            "after": self.after.to_json(),
+            "gpu": card_document(self.gpu.name, self.gpu.capacity_bytes, self.after.fit), "margin": self.margin,
+            "keep": list(self.keep), "global_batch": global_batch_of(self.workload), "before": self.before.to_json(),
+            "changes": [change.to_json() for change in self.changes], "after": self.after.to_json(),
             "fitted_workload": self.fitted.document(),
             "without_last": None if self.without_last is None else _instead(self.changes[-1].lever, self.without_last),
             "one_step_back": None if self.one_step_back is None else _instead(*self.one_step_back),
             "alternatives": [each.to_json() for each in self.alternatives],
-            "set_aside": [asdict(each) for each in self.set_aside],
-            "smallest_gpu_bytes": self.smallest_gpu_bytes,
-            "enough_gpu_bytes": self.enough_gpu_bytes,
-            "margin_left": self.margin_left,
+            "set_aside": [asdict(each) for each in self.set_aside], "smallest_gpu_bytes": self.smallest_gpu_bytes,
+            "enough_gpu_bytes": self.enough_gpu_bytes, "margin_left": self.margin_left,
             "smaller_model": None if smaller is None else {"name": smaller[0], **_verdict(smaller[1])},
             "whole_model": None if self.whole_model is None else self.whole_model.to_json(),
-            "duration": None if self.duration is None else self.duration.to_json(),
-            "notes": list(self.notes),
-            "predictions": self.predictions,
-            "seconds": round(self.seconds, 3),
-        }
+            "duration": None if self.duration is None else self.duration.to_json(), "notes": list(self.notes),
+            "predictions": self.predictions, "seconds": round(self.seconds, 3),
+        }  # fmt: skip
 
 
 def _verdict(forecast: Forecast) -> dict[str, Any]:

@@ -12,6 +12,7 @@ longer fits. That is predicted too, not concluded.
 from __future__ import annotations
 
 import dataclasses
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -211,14 +212,8 @@ class Search:
         group = self.groups[lever.group]
         weaker = [each for each in group[: group.index(lever)] if each.name not in self.refused]
         choices = [self._with(others, each) for each in weaker]
-        low, high = 0, len(choices)
-        while low < high:
-            middle = (low + high) // 2
-            if self.fits(choices[middle]):
-                high = middle
-            else:
-                low = middle + 1
-        return choices[low] if low < len(choices) else chosen
+        weakest = bisect_left(choices, True, key=self.fits)
+        return choices[weakest] if weakest < len(choices) else chosen
 
 
 def can_lower(lever: Lever, forecast: Forecast) -> bool:

@@ -14,6 +14,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -24,18 +25,19 @@ from memfit.fitting.claims import (
     WHOLE,
     CheckedClaim,
     CheckedSaving,
-    PlanMemo,
+    Plans,
     beside_weights,
     check_claim,
     check_saving,
     difference,
+    plan_way,
 )
 from memfit.gpus import Gpu, find_gpu
 from memfit.guides.claims import DECISIONS, EXAMPLES, GB, QUICK_REFERENCE, SAVINGS, QuickReference
 from memfit.jobs.settings import QLORA
 from memfit.jobs.workload import Workload
 from memfit.models.registry import resolve
-from memfit.render.shown import NOT_MODELLED, Renderer, Shown
+from memfit.render.shown import NOT_MODELLED, Shown
 
 if TYPE_CHECKING:
     from memfit.analysis.verdict import Verdict
@@ -131,11 +133,6 @@ class Table(Shown):
     def __repr__(self) -> str:
         return f"<Table: {len(self.rows)} jobs on {', '.join(self.cards)}>"
 
-    def renderer(self) -> Renderer:
-        from memfit.render.table import show_table
-
-        return show_table
-
     def to_markdown(self) -> str:
         from memfit.render.table import as_markdown
 
@@ -223,7 +220,7 @@ def make_table(
         on_step(what, next(done), total)
         return what
 
-    plans = PlanMemo()
+    plans: Plans = cache(plan_way)
     rows: list[TableRow] = []
     refused: list[tuple[str, MemfitError]] = []
     for work, way in jobs:
@@ -294,16 +291,13 @@ def _cards(gpus: Sequence[str]) -> dict[str, Gpu]:
     return dict(sorted(cards.items(), key=lambda item: item[1].capacity_bytes))
 
 
-def _row(work: Workload, way: str | None, cards: Mapping[str, Gpu], plans: PlanMemo) -> TableRow:
-    plan = plans.plan(work, way, None)
+def _row(work: Workload, way: str | None, cards: Mapping[str, Gpu], plans: Plans) -> TableRow:
+    plan = plans(work, way, None)
     guide = None
     if way == WHOLE and (work.seq_len, work.nsamples) == (2048, 128):
         guide = next((row for row in QUICK_REFERENCE if resolve(row.model).name == plan.model), None)
-
-    def planned(card: Gpu) -> Plan:
-        return plans.plan(work, way, card)
-
-    return TableRow(workload=work, way=way, plan=plan, guide=guide, cells=_cells(planned, plan, cards, way == STREAMED))
+    cells = _cells(lambda card: plans(work, way, card), plan, cards, way == STREAMED)
+    return TableRow(workload=work, way=way, plan=plan, guide=guide, cells=cells)
 
 
 def _cells(planned: Callable[[Gpu], Plan], plan: Plan, cards: Mapping[str, Gpu], adapts: bool) -> dict[str, Cell]:

@@ -12,9 +12,8 @@ DOOR = {
     "own_code": "LineAnswer larger_of_both trace_code trace_own_code",
     "predict": "HOST_WORDS Peak Plan context_of peak_of predict tracing_more_for",
     "profile": "predict_profile",
-    "pruning": "traced_with",
+    "pruning": "predict_whole_model_pruning traced_with",
     "traced": "HOST Recipe Traced trace_workload",
     "training": "TrainPlan decides plan_training workload_of workload_of_config",
-    "whole_model_pruning": "predict_whole_model_pruning",
 }
 """What other rooms may use, by file."""

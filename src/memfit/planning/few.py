@@ -90,16 +90,12 @@ def find_blocks(model: nn.Module) -> Blocks | None:
     if found is None:
         return None
     path, blocks = found
-    kinds = [_kind(block) for block in blocks]
+    kinds = [tuple(_facts(name, module) for name, module in block.named_modules()) for block in blocks]
     period = next((p for p in range(1, MAX_PERIOD + 1) if kinds[1 + p :] == kinds[1:-p]), None)
     if period is None:
         return None
     unit = sum(p.numel() for block in list(blocks)[period : 2 * period] for p in block.parameters())
     return Blocks(path, len(blocks), period, unit)
-
-
-def _kind(block: nn.Module) -> tuple[Any, ...]:
-    return tuple(_facts(name, module) for name, module in block.named_modules())
 
 
 def _facts(name: str, module: nn.Module) -> tuple[Any, ...]:

@@ -30,7 +30,7 @@ from memfit.planning.traced import HOST, UNMODELLED
 from memfit.platform import H200, Platform
 from memfit.replay.alloc_config import AllocatorConfig
 from memfit.tracing.answers import Answer, Answers, Site, Value
-from memfit.tracing.distributed import ddp_traced, fully_shard_traced
+from memfit.tracing.distributed import OnHost, ddp_traced, fully_shard_traced
 from memfit.tracing.own_code import OwnCodeNames, OwnCodeTracer
 from memfit.tracing.pretended_card import card_pretended
 from memfit.tracing.tracer import ONE_AT_A_TIME, Tracer, run_traced, trace
@@ -60,7 +60,6 @@ TORCH_DEVICE = "ACCELERATE_TORCH_DEVICE"
 @contextmanager
 def trainer_on_cuda() -> Iterator[None]:
     """accelerate is told that there is a CUDA device: in traced code that is the traced device."""
-    import torch
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, DistributedType, GradientState, PartialState
     from transformers import training_args
@@ -101,8 +100,6 @@ def trainer_on_cuda() -> Iterator[None]:
 def fully_shard_by_accelerate(tracer: Tracer) -> Iterator[None]:
     """accelerate takes a model in host memory."""
     from accelerate import Accelerator
-
-    from memfit.tracing.distributed import OnHost, fully_shard_traced
 
     prepare = Accelerator._prepare_fsdp2
 
@@ -200,6 +197,7 @@ def true_at(count: int, on_token: Callable[[], None]) -> Callable[[torch.Tensor]
 def phases_by_what_runs(tracer: Any) -> Iterator[None]:
     """Of code that does not say its phases: forward, but inside `backward()` and an optimizer's `step()`, which ends a
     step."""
+    from torch.nn.modules.module import register_module_forward_pre_hook
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
     mark, step, depth = tracer.trace.mark, 1, 0
@@ -221,14 +219,12 @@ def phases_by_what_runs(tracer: Any) -> Iterator[None]:
         if not tracer.in_backward:  # reentrant checkpoints have passes of their own inside
             mark("backward" if begins else "step" if depth else "data", step)
 
-    def entering(module: Any, _: Any) -> None:
+    def entering(*_: Any) -> None:
         if tracer.modules.depth <= 1 and tracer.trace.marks[-1].phase not in ("forward", "backward"):
             mark("forward", step)
 
-    from torch.nn.modules.module import register_module_forward_pre_hook
-
     mark("data", step)
-    tracer.on_backward, tracer.on_call = around_backward, lambda: entering(None, None)
+    tracer.on_backward, tracer.on_call = around_backward, entering
     with ExitStack() as stack:
         stack.callback(register_optimizer_step_pre_hook(stepping).remove)
         stack.callback(register_optimizer_step_post_hook(stepped).remove)
@@ -373,7 +369,6 @@ def _trace_by_values(run: Callable[[Any], None], *, platform: Platform, answers:
 
 
 def _in_parallel(tracer: Tracer, work: Workload) -> AbstractContextManager[None]:
-
     if work.is_sharded:
         return fully_shard_traced(tracer) if work.loop == "plain" else fully_shard_by_accelerate(tracer)
     return ddp_traced(tracer) if work.is_replicated else nullcontext()
@@ -383,12 +378,9 @@ def padding_answers(padded: bool) -> dict[Site, Answer]:
     """Is the attention mask all ones? If so, transformers drops it, and the kernels without a mask run."""
     masks = "transformers/masking_utils.py"
     asking = (
-        "_ignore_causal_mask_sdpa",
-        "_ignore_bidirectional_mask_sdpa",
-        "sdpa_mask",
-        "flash_attention_mask",
+        "_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa", "sdpa_mask", "flash_attention_mask",
         "create_recurrent_attention_mask",
-    )
+    )  # fmt: skip
     return {Site(masks, function): not padded for function in asking}
 
 

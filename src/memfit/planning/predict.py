@@ -36,7 +36,7 @@ from memfit.jobs.together import check_inputs, without_effect
 from memfit.jobs.workload import Workload
 from memfit.planning.traced import HOST, MANAGED, UNMODELLED, Provenance, Traced, trace_workload, tracing_more
 from memfit.platform import platform_of
-from memfit.render.shown import NO_BF16, NOT_MODELLED, Renderer, Shown
+from memfit.render.shown import NO_BF16, NOT_MODELLED, Shown
 from memfit.replay.alloc_config import AllocatorConfig
 from memfit.replay.replay import Replay, Replays
 from memfit.replay.timeline import Timeline
@@ -125,15 +125,10 @@ class Plan(Shown):
         on = f" on {self.gpu.name}: {self.verdict}" if self.gpu else ""
         return f"<Plan: {self.workload['kind']} of {self.model}, {gib(self.peak.device_bytes)}{on}>"
 
-    def renderer(self) -> Renderer:
-        from memfit.render.plan import show_plan
-
-        return show_plan
-
     def to_json(self) -> dict[str, Any]:
         """The contract that other tools read (memfit.plan/1)."""
         at = self.report.at_peak
-        beside = self._of_pruning() if self.workload.get("kind") == "prune" else self._on_host()
+        beside = self._beside()
         if self.advice is not None:
             lines = lines_alive(self.timeline, self.report.labels, self.report.alive)
             beside |= {"lines": [asdict(each) for each in lines], "advice": [asdict(each) for each in self.advice]}
@@ -148,7 +143,7 @@ class Plan(Shown):
             },
             "gpu": None if self.gpu is None else card_document(self.gpu.name, self.gpu.capacity_bytes, self.fit),
             "peak": asdict(self.peak),
-            **self._range(),
+            **({"range": self.trace.facts[RANGE]} if RANGE in self.trace.facts else {}),
             "context": asdict(self.context),
             "at_peak": {"phase": at.phase, "step": at.step, "module": at.module, "op": at.op},
             "breakdown": self.report.breakdown,
@@ -166,21 +161,13 @@ class Plan(Shown):
             "seconds": round(self.seconds, 3),
         }  # fmt: skip
 
-    def _range(self) -> dict[str, Any]:
-        """Of the peak, where the card decides on padded products."""
-        return {"range": self.trace.facts[RANGE]} if RANGE in self.trace.facts else {}
-
-    def _on_host(self) -> dict[str, Any]:
-        """Bytes of the host's memory by lever, where a training has any there."""
-        return {"host": self.trace.facts["host"]} if self.trace.facts.get("host") else {}
-
-    def _of_pruning(self) -> dict[str, Any]:
-        """What is in host memory, and what rules of thumb would have said of the device."""
-        return {
-            "host": self.trace.facts.get("host"),
-            "placement": self.trace.facts.get("placement"),
-            "guides": pruning_formulas(self.workload, self.parameters, self.trace.facts.get("hidden_size", 0)),
-        }
+    def _beside(self) -> dict[str, Any]:
+        """What is in host memory; of pruning also what rules of thumb would have said of the device."""
+        facts = self.trace.facts
+        if self.workload.get("kind") != "prune":
+            return {"host": facts["host"]} if facts.get("host") else {}
+        formulas = pruning_formulas(self.workload, self.parameters, facts.get("hidden_size", 0))
+        return {"host": facts.get("host"), "placement": facts.get("placement"), "guides": formulas}
 
 
 def predict(

@@ -1,40 +1,51 @@
-"""`plan prune`: the pruning engine itself, traced.
+"""`plan prune`: the pruning engine itself, traced; and beside it what the public Wanda code would take.
 
 Blocks are pruned one after the other in the same memory, and micro-batches run one after the other, so few of each tell
 all: four units of blocks (a unit is one block, or one period of a pattern) and a handful of micro-batches are traced.
 That the others repeat them is proved on the trace: the two inner units have the same events, and so have two inner
 micro-batches of every pass, with nothing that outlives them. What is done again and again from the same state takes the
 same memory again and again. Where the proof fails, all is traced.
+
+The public Wanda code holds all weights and two buffers of all hidden states; one window at a time goes through a block,
+and a matrix's scores are sorted at once. What that code keeps alive is written down here, to be traced beside memfit's
+own way, which streams blocks. Blocks come one after the other and leave nothing behind but what their last matrix left,
+so two of them tell the peak; so do two windows.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from memfit.errors import UsageError
 from memfit.events import Action, Trace
 from memfit.extrapolation.blocks import AFTER, BEFORE, LAST, NotRepeating
+from memfit.gpus import Gpu
 from memfit.jobs.host import HostMemory
-from memfit.jobs.pruning.decoder import Decoder, check_decoder
+from memfit.jobs.pruning.decoder import Call, Decoder, check_decoder
 from memfit.jobs.pruning.engine import Engine
 from memfit.jobs.pruning.placement import MicroBatch
 from memfit.jobs.pruning.result import PruningOutcome
 from memfit.jobs.pruning.settings import PruneSettings
 from memfit.jobs.pruning.streaming import Parts
 from memfit.jobs.quantised import DTYPES
+from memfit.jobs.run import Phases
 from memfit.jobs.workload import Workload
-from memfit.models.registry import build_model, load_config, source_notes
+from memfit.models.registry import build_model, load_config, parameter_count, source_notes
 from memfit.planning.categories import unlabelled
 from memfit.planning.failures import failures_of_the_job
 from memfit.planning.few import Blocks, blocks_of
 from memfit.planning.on_trace import PlannedHost
+from memfit.planning.predict import Plan, assess, context_on
 from memfit.planning.traced import Provenance, Recipe, TracedShare, settings_found
-from memfit.platform import Platform
+from memfit.platform import Platform, platform_of
+from memfit.replay.alloc_config import AllocatorConfig
 from memfit.tracing.answers import Answer, Answers, Site
 from memfit.tracing.tracer import Tracer, trace
 from memfit.units import format_bytes
@@ -181,9 +192,7 @@ def _run(
     done: list[tuple[PruningOutcome, HostMemory, _Batches]] = []
 
     def job(tracer: Tracer) -> None:
-        tracer.modules.know(model, "")
-        for index, block in enumerate(decoder.blocks):
-            tracer.modules.know(block, f"{decoder.path}.{index}")
+        _name_modules(tracer, decoder)
         host, watch = PlannedHost(tracer), _Batches(tracer.trace, few)
         with (
             beside(tracer),
@@ -230,6 +239,12 @@ def traced_with(
     work, _ = within_positions(work)
     made, _ = _run(work, platform, blocks, few, layers=layers, beside=beside)
     return made.trace, made.outcome.micro_batch, made.block_bytes
+
+
+def _name_modules(tracer: Tracer, decoder: Decoder) -> None:
+    tracer.modules.know(decoder.model, "")
+    for index, block in enumerate(decoder.blocks):
+        tracer.modules.know(block, f"{decoder.path}.{index}")
 
 
 class PruningPhases:
@@ -312,3 +327,110 @@ def _shape(made: Trace, start: int, end: int) -> list[tuple[Any, ...]]:
     if freed != len(mine):
         raise NotRepeating("they leave something behind")
     return shape
+
+
+# -- the whole model on the GPU, as the public Wanda code has it -------------------------------------------------------
+
+BLOCKS, WINDOWS = 2, 2
+WHAT = "the public Wanda code: all weights and two buffers of hidden states on the card"
+
+
+def predict_whole_model_pruning(work: Workload, gpu: Gpu | None) -> Plan:
+    """As `predict` for the same workload, but with all weights on the card."""
+    started = time.perf_counter()
+    work, shortened = within_positions(work)
+    with torch.device("meta"):
+        model = build_model(work.source, dtype=DTYPES[work.precision], attention=work.attention)
+    parameters, decoder = parameter_count(model), Decoder(model, None)
+
+    def job(tracer: Tracer) -> None:
+        _name_modules(tracer, decoder)
+        with torch.no_grad():
+            prune_whole(decoder, work, tracer.device, PruningPhases(tracer))
+
+    with failures_of_the_job():
+        made = trace(job, platform=platform_of(gpu), answers=Answers(ANSWERS))
+    label(made)
+    blocks, windows = len(decoder.blocks), work.nsamples
+    how = Provenance(
+        blocks=TracedShare(BLOCKS, blocks) if blocks > BLOCKS else None,
+        micro_batches=TracedShare(WINDOWS, windows) if windows > WINDOWS else None,
+    )
+    context = context_on(gpu, training=False, flash=work.precision != "fp32")
+    return assess(
+        made,
+        AllocatorConfig.parse(work.alloc_conf),
+        gpu,
+        context,
+        workload=work.settings() | {"gpu": None},
+        model=work.source.name,
+        parameters=parameters,
+        trainable_parameters=0,
+        how=how,
+        notes=(WHAT, how.in_words(), *shortened),
+        started=started,
+    )
+
+
+def prune_whole(decoder: Decoder, work: Workload, device: torch.device, phases: Phases) -> None:
+    """A few windows through the first blocks; what is removed is nobody's to keep."""
+    with phases("weights"):
+        for module in (decoder.model, *decoder.blocks):
+            module.to(device)
+    with phases("calibration"):
+        inputs = torch.zeros(
+            work.nsamples, work.seq_len, decoder.hidden_size, dtype=decoder.dtype, device=device
+        )  # all windows, before a block and after it
+        outputs = torch.zeros_like(inputs)
+    with phases("embed"):
+        for window in range(min(WINDOWS, work.nsamples)):
+            inputs[window] = decoder.front(torch.zeros(1, work.seq_len, dtype=torch.int64, device=device))[0]
+            calls = decoder.take_calls()
+    kept = _LoopVariables()
+    for index, block in enumerate(decoder.blocks[:BLOCKS]):
+        matrices = [module for module in block.modules() if isinstance(module, nn.Linear)]
+        with phases("statistics", index):
+            squares = {matrix: torch.zeros(matrix.in_features, device=device) for matrix in matrices}
+            hooks = [matrix.register_forward_hook(_observing(squares)) for matrix in matrices]
+            _through(decoder, index, inputs, outputs, calls)
+            for hook in hooks:
+                hook.remove()
+        with phases("select", index):
+            for matrix in matrices:
+                kept.select(matrix, squares[matrix], float(work.sparsity or 0.5))
+        with phases("propagate", index):
+            _through(decoder, index, inputs, outputs, calls)
+        inputs, outputs = outputs, inputs
+
+
+class _LoopVariables:
+    """Variables of a loop live on until the next round assigns them: one matrix is sorted while the last one's result
+    is there."""
+
+    def __init__(self) -> None:
+        self.scores: Any = None
+        self.mask: Any = None
+        self.sorted: Any = None
+        self.chosen: Any = None
+
+    def select(self, matrix: nn.Linear, squares: Tensor, share: float) -> None:
+        weight = matrix.weight.data
+        self.scores = torch.abs(weight) * torch.sqrt(squares.reshape(1, -1))
+        self.mask = torch.zeros_like(self.scores) == 1
+        self.sorted = torch.sort(self.scores, dim=-1, stable=True)
+        self.chosen = self.sorted[1][:, : int(self.scores.shape[1] * share)]
+        self.mask.scatter_(1, self.chosen, True)
+        weight[self.mask] = 0
+
+
+def _observing(squares: dict[nn.Linear, Tensor]) -> Any:
+    def observe(matrix: nn.Linear, given: tuple[Tensor, ...], _: Tensor) -> None:
+        columns = given[0].reshape(-1, given[0].shape[-1]).t().type(torch.float32)
+        squares[matrix] += torch.norm(columns, p=2, dim=1) ** 2
+
+    return observe
+
+
+def _through(decoder: Decoder, index: int, inputs: Tensor, outputs: Tensor, calls: list[Call]) -> None:
+    for window in range(min(WINDOWS, len(inputs))):
+        outputs[window] = decoder.run(index, inputs[window].unsqueeze(0), calls[index])[0]

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 DOOR = {
-    "explain": "show_explanation",
-    "fit": "show_fit show_ladder",
     "pieces": "count time_words",
-    "plan": "as_text say_verdict say_why show_plan",
+    "plan": "as_text say_verdict say_why",
     "recorded": "Difference FileReport diff export report",
-    "shown": "NOT_MODELLED NO_BF16 Renderer Shown stands_in_front",
-    "small": "show_check show_gate show_gpus show_models show_profile show_trials show_watch watch_view",
+    "shown": "NOT_MODELLED NO_BF16 Renderer Shown renderer_of stands_in_front",
+    "small": "show_gpus show_models show_trials show_watch watch_view",
     "table": "as_csv as_markdown show_table",
 }
 """What other rooms may use, by file."""

@@ -116,14 +116,11 @@ def _account(account: Document, glyphs: Glyphs, width: int) -> RenderableType:
 
 def _bar(rows: Sequence[Document], whole: int, glyphs: Glyphs, cells: int) -> Text:
     """One cell at least for whatever is there; what is free has dots."""
-    bar = Text()
+    bar, signs = Text(), {"free": glyphs.free, "cached": glyphs.idle, "outside torch": glyphs.context}
     for row in rows:
         share = round(cells * max(row["bytes"], 0) / whole) if whole else 0
         count = min(max(share, 1 if row["bytes"] > whole // 500 else 0), cells - len(bar.plain))
-        sign = {"free": glyphs.free, "cached": glyphs.idle, "outside torch": glyphs.context}.get(
-            row["name"], glyphs.used
-        )
-        bar.append(sign * max(count, 0), STYLES.get(row["name"], ""))
+        bar.append(signs.get(row["name"], glyphs.used) * max(count, 0), STYLES.get(row["name"], ""))
     return bar
 
 

@@ -56,7 +56,8 @@ def show_fit(fitted: Fitted, console: Console) -> Iterator[RenderableType]:
         title = "change this" if fitted["answer"] == "fits" else "the nearest that was found"
         yield section(title, _changes(fitted))
         once = "in all" if fitted["global_batch"] is None else "a step"
-        costs = ((clean(change["name"]), Text(_cost(change, once))) for change in fitted["changes"])
+        parts = ((clean(c["name"]), (clean(c["price"]), _step(c, once), clean(c["risk"]))) for c in fitted["changes"])
+        costs = ((name, Text("; ".join(filter(None, said)))) for name, said in parts)
         yield section("what it costs", grid("left", "left", rows=costs))
         yield section("how to switch it on", _how(fitted["changes"]))
     if fitted["answer"] == "fits":
@@ -119,19 +120,10 @@ def _changes(fitted: Fitted) -> Table:
     heads = ("", "change", "cost", "before", "after", "")
     table = grid("right", "left", "left", "right", "right", "left", heads=heads)
     for number, change in enumerate(fitted["changes"], 1):
-        table.add_row(
-            f"{number}.",
-            Text(clean(change["name"]), "bold"),
-            Text(change["cost"], COST_STYLES[change["cost"]]),
-            gib(change["before_bytes"]),
-            gib(change["after_bytes"]),
-            Text(clean(change["says"]), "dim"),
-        )
+        name, cost = Text(clean(change["name"]), "bold"), Text(change["cost"], COST_STYLES[change["cost"]])
+        sizes = gib(change["before_bytes"]), gib(change["after_bytes"])
+        table.add_row(f"{number}.", name, cost, *sizes, Text(clean(change["says"]), "dim"))
     return table
-
-
-def _cost(change: Mapping[str, Any], once: str) -> str:
-    return "; ".join(part for part in (clean(change["price"]), _step(change, once), clean(change["risk"])) if part)
 
 
 def _step(change: Mapping[str, Any], once: str) -> str:
@@ -179,9 +171,8 @@ def _size(less: Mapping[str, Any]) -> str:
 
 
 def _too_much(less: Mapping[str, Any], fitted: Fitted) -> str:
-    return (
-        "does not run" if less["verdict"] == "fails" else f"runs, but leaves less than {_share(fitted['margin'])} free"
-    )
+    less_free = f"runs, but leaves less than {_share(fitted['margin'])} free"
+    return "does not run" if less["verdict"] == "fails" else less_free
 
 
 def _whole_model(fitted: Fitted) -> str:
@@ -200,9 +191,8 @@ def _alternatives(alternatives: Sequence[Mapping[str, Any]]) -> Table:
     table = grid("right", "left")
     for each in alternatives:
         names = " + ".join(f"{clean(change['name'])} ({change['cost']})" for change in each["changes"])
-        table.add_row(
-            gib(each["device_bytes"]), Text.assemble(names, (f"   without {clean(each['instead_of'])}", "dim"))
-        )
+        instead = f"   without {clean(each['instead_of'])}"
+        table.add_row(gib(each["device_bytes"]), Text.assemble(names, (instead, "dim")))
     return table
 
 
@@ -236,12 +226,10 @@ def _next(fitted: Fitted) -> str:
     if fitted.get("from"):
         return "--emit FILE writes the same file with only these keys changed; --ladder shows more room"
     if any(change["name"] == "torch.compile" for change in fitted["changes"]):
-        return (
-            "--emit python writes a file for the HF Trainer; without --try-compile, --emit yaml one for `memfit train`"
-        )
-    return (
-        "--emit yaml writes a config for `memfit train`, --emit python one for the HF Trainer; --ladder shows more room"
-    )
+        alone = "without --try-compile, --emit yaml one for `memfit train`"
+        return f"--emit python writes a file for the HF Trainer; {alone}"
+    other = "--emit yaml writes a config for `memfit train`, --emit python one for the HF Trainer"
+    return f"{other}; --ladder shows more room"
 
 
 def _share(margin: float) -> str:
@@ -291,14 +279,9 @@ def _rungs(rungs: Sequence[Mapping[str, Any]]) -> Table:
     table = grid("left", "right", "right", "right", "right", "right", heads=heads)
     for rung in rungs:
         relative = "n/a" if rung["relative_step_time"] is None else f"{100 * rung['relative_step_time']:.0f} %"
-        table.add_row(
-            Text(_names(rung), RUNG_STYLES[rung["names"][-1]]),
-            f"{rung['micro_batch']} x {rung['grad_accum']}",
-            str(rung["global_batch"]),
-            gib(rung["device_bytes"]),
-            f"{100 * rung['use']:.0f} %",
-            relative,
-        )
+        name, rows = Text(_names(rung), RUNG_STYLES[rung["names"][-1]]), f"{rung['micro_batch']} x {rung['grad_accum']}"
+        use = f"{100 * rung['use']:.0f} %"
+        table.add_row(name, rows, str(rung["global_batch"]), gib(rung["device_bytes"]), use, relative)
     return table
 
 

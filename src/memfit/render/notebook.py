@@ -54,19 +54,17 @@ def _plan(plan: Document) -> Iterator[str]:
     parts = [
         *_categories(plan["breakdown"]),
         ("held by the allocator beyond that", peak["reserved_bytes"] - peak["allocated_bytes"], CACHED),
+        ("CUDA itself", peak["context_bytes"], CONTEXT),
+        ("products that the card may pad", undecided_bytes(peak), OTHER),
     ]
-    parts.append(("CUDA itself", peak["context_bytes"], CONTEXT))
-    parts.append(("products that the card may pad", undecided_bytes(peak), OTHER))
     yield from _picture(parts, card["capacity_bytes"] if card else peak["device_bytes"])
     yield _phases(plan["phases"])
 
 
 def _fit(fitted: Document) -> Iterator[str]:
     capacity = fitted["gpu"]["capacity_bytes"]
-    yield _line(
-        f"{clean(fitted['workload']['kind'])} of {clean(fitted['model']['name'])} on {clean(fitted['gpu']['name'])}",
-        "strong",
-    )
+    job = f"{clean(fitted['workload']['kind'])} of {clean(fitted['model']['name'])}"
+    yield _line(f"{job} on {clean(fitted['gpu']['name'])}", "strong")
     yield _line(say_fit(fitted).plain, "b")
     yield from (_line(each.plain, warns=True) for each in job_file_warnings(fitted))
     for name in ("before", "after"):
@@ -125,14 +123,8 @@ def _bar(parts: list[Part], whole: int) -> str:
 
 
 def _phases(phases: Iterable[Mapping[str, Any]]) -> str:
-    rows = [
-        (
-            f"{each['name']} {each['step']}" if each.get("step") else str(each["name"]),
-            gib(each["allocated_bytes"]),
-            gib(each["reserved_bytes"]),
-        )
-        for each in phases
-    ]
+    names = ((f"{each['name']} {each['step']}" if each.get("step") else str(each["name"]), each) for each in phases)
+    rows = [(name, gib(each["allocated_bytes"]), gib(each["reserved_bytes"])) for name, each in names]
     return _table(("phase", "allocated", "reserved"), rows, numbers=(1, 2)) if rows else ""
 
 

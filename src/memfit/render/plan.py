@@ -9,7 +9,7 @@ a word or a glyph says already.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -41,7 +41,7 @@ from memfit.render.pieces import (
     time_words,
     usable_bytes,
 )
-from memfit.render.shown import stands_in_front
+from memfit.render.shown import Renderer, stands_in_front
 from memfit.units import format_bytes, gib
 
 Plan = Mapping[str, Any]
@@ -79,9 +79,8 @@ def show_plan(plan: Plan, console: Console) -> Iterator[RenderableType]:
 
 def say_verdict(plan: Plan) -> Text:
     if plan["verdict"] is None:
-        return Text.assemble(
-            ("no verdict", "bold"), f": {gib(plan['peak']['device_bytes'])} at the peak, no card named"
-        )
+        peak = gib(plan["peak"]["device_bytes"])
+        return Text.assemble(("no verdict", "bold"), f": {peak} at the peak, no card named")
     return verdict_line(plan, usable_bytes(plan["gpu"]))
 
 
@@ -134,9 +133,7 @@ def _memory(plan: Plan, glyphs: Glyphs, width: int) -> RenderableType:
         peak[f"{name}_bytes"] for name in ("allocated", "reserved", "context", "device")
     )
     spare, undecided = max(card["capacity_bytes"] - device, 0) if card else 0, undecided_bytes(peak)
-    device_meaning = (
-        "all of these: what the verdict is of" if undecided else "reserved and context: what nvidia-smi shows"
-    )
+    sums = "all of these: what the verdict is of" if undecided else "reserved and context: what nvidia-smi shows"
     smallest = plan["smallest_gpu_bytes"]
     gives_back = "; there torch gives back what is idle" if smallest < device else ""
     parts = zip(
@@ -151,14 +148,13 @@ def _memory(plan: Plan, glyphs: Glyphs, width: int) -> RenderableType:
         (glyphs.idle, "reserved", reserved, "what torch's allocator holds for them, at its peak"),
         (glyphs.context, "context", context, _context_meaning(plan)),
         *([("", "padding", undecided, PADDING)] if undecided else []),
-        ("", "device", device, device_meaning),
+        ("", "device", device, sums),
         ("", "at least", smallest, _least_meaning(plan) + gives_back),
     ]  # fmt: skip
     if card:
         named = clean(card["name"])
-        rows.append(
-            (glyphs.free, "card", card["capacity_bytes"], "as given" if named == gib(card["capacity_bytes"]) else named)
-        )
+        size = card["capacity_bytes"]
+        rows.append((glyphs.free, "card", size, "as given" if named == gib(size) else named))
     cells = ((glyph, name, gib(size), Text(meaning, "dim")) for glyph, name, size, meaning in rows)
     return Group(bar, grid("left", "left", "right", "left", rows=cells))
 
@@ -287,13 +283,7 @@ def _levers(plan: Plan) -> Iterator[str]:
 WIDTH = 100
 
 
-def as_text(
-    show: Callable[[Mapping[str, Any], Console], None],
-    document: Mapping[str, Any],
-    *,
-    width: int = WIDTH,
-    encoding: str = "utf-8",
-) -> str:
+def as_text(show: Renderer, document: Plan, *, width: int = WIDTH, encoding: str = "utf-8") -> str:
     """What `show` writes to an output of that encoding, without the blanks that rich pads lines with."""
     out = io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors="replace")
     console = Console(file=out, width=width, color_system=None, force_terminal=False, highlight=False, markup=False)

@@ -11,26 +11,24 @@ from pathlib import Path
 from typing import Any
 
 from memfit.files import check_free, writing
-from memfit.render.shown import Renderer, Shown
+from memfit.render.shown import Shown
 from memfit.units import gib
 
 AnyPath = str | os.PathLike[str]
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class FileReport(Shown):
-    """What `memfit.report` says of a recording, a prediction or a memory log. `print` shows it."""
-
+class RecordedAnswer(Shown):
     document: dict[str, Any]
-    """memfit.report/1"""
 
     def to_json(self) -> dict[str, Any]:
         return self.document
 
-    def renderer(self) -> Renderer:
-        from memfit.render.report import show_report
 
-        return show_report
+class FileReport(RecordedAnswer):
+    """What `memfit.report` says of a recording, a prediction or a memory log (memfit.report/1). `print` shows it."""
+
+    __slots__ = ()
 
     def __repr__(self) -> str:
         source, peak = self.document["source"], self.document.get("peak")
@@ -38,20 +36,10 @@ class FileReport(Shown):
         return f"<FileReport: {source['kind'].replace('_', ' ')} {source['path']}{most}>"
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class Difference(Shown):
-    """What `memfit.diff` says of two runs, b less a. `print` shows it."""
+class Difference(RecordedAnswer):
+    """What `memfit.diff` says of two runs, b less a (memfit.diff/1). `print` shows it."""
 
-    document: dict[str, Any]
-    """memfit.diff/1"""
-
-    def to_json(self) -> dict[str, Any]:
-        return self.document
-
-    def renderer(self) -> Renderer:
-        from memfit.render.diff import show_diff
-
-        return show_diff
+    __slots__ = ()
 
     def __repr__(self) -> str:
         a, b, more = (gib(self.document["peak"]["allocated_bytes"][key]) for key in ("a", "b", "difference"))

@@ -1,6 +1,10 @@
-"""A report for a person: first what changes the numbers' meaning, then the peak, why it is so, and what next.
+"""Recorded runs for a person: a report, then two of them side by side.
 
 show_report(document, Console())      # document: memfit.report/1, as `memfit report --json` prints it
+show_diff(document, Console())        # document: memfit.diff/1
+
+A report says first what changes the numbers' meaning, then the peak, why it is so, and what next; a difference how the
+peaks differ, what explains it, then where the events part.
 """
 
 from __future__ import annotations
@@ -61,7 +65,8 @@ def show_report(report: Report, console: Console) -> Iterator[RenderableType]:
     if report.get("log"):
         yield section("checkpoints", _checkpoints(report["log"]["checkpoints"], report["log"]))
         if report["log"]["parts"]:
-            yield section("parts with the highest peaks", _checkpoints(_highest(report["log"]["parts"])))
+            highest = sorted(report["log"]["parts"], key=lambda part: -(part["peak_bytes"] or 0))
+            yield section("parts with the highest peaks", _checkpoints(highest[:ROWS]))
     if report["source"]["files"]:
         yield section("recordings in the folder", _files(report["source"]["files"], report["source"].get("reported")))
     if len(report.get("devices", ())) > 1:
@@ -149,17 +154,11 @@ def _alive(report: Report, glyphs: Glyphs, width: int) -> RenderableType:
 
 
 def _shares(shares: Sequence[Mapping[str, Any]], total: int, width: int) -> Table:
-    rows = (
-        (
-            small(share["allocated_bytes"]),
-            percent(share["allocated_bytes"], total),
-            f"{share['count']:,} x",
-            _category(share["category"]),
-            _name(share, max(width - 50, 24)),
-        )
-        for share in shares[:ROWS]
-    )
-    return grid("right", "right", "right", "left", "left", rows=rows)
+    table, room = grid("right", "right", "right", "left", "left"), max(width - 50, 24)
+    for share in shares[:ROWS]:
+        size, times = share["allocated_bytes"], f"{share['count']:,} x"
+        table.add_row(small(size), percent(size, total), times, _category(share["category"]), _name(share, room))
+    return table
 
 
 def _name(row: Mapping[str, Any], room: int) -> str:
@@ -199,9 +198,7 @@ def _oom(oom: Mapping[str, Any], count: int, width: int, *, alive: bool) -> Rend
         ("reserved", gib(oom["reserved_bytes"]), "allocated and cached"),
         ("device free", gib(oom["device_free_bytes"]), "what the driver had left; a limit of the process may be lower"),
     ]  # fmt: skip
-    table = grid("left", "right", "left")
-    for name, size, meaning in rows:
-        table.add_row(name, size, Text(meaning, "dim"))
+    table = grid("left", "right", "left", rows=((name, size, Text(meaning, "dim")) for name, size, meaning in rows))
     lines = [Text(tail(clean(line), width - 4), "dim") for line in oom["stack"][:6]]
     parts: list[RenderableType] = [table]
     if count > 1:
@@ -234,16 +231,11 @@ def _idle(idle: Mapping[str, Any]) -> Table:
 
 
 def _temporaries(rows: Sequence[Mapping[str, Any]], width: int) -> Table:
-    cells = (
-        (
-            format_bytes(row["at_once_bytes"]),
-            format_bytes(row["largest_bytes"]),
-            f"{row['count']:,}",
-            _name(row, max(width - 44, 24)),
-        )
-        for row in rows[:ROWS]
-    )
-    return grid("right", "right", "right", "left", heads=("at once", "largest", "times", ""), rows=cells)
+    table = grid("right", "right", "right", "left", heads=("at once", "largest", "times", ""))
+    for row in rows[:ROWS]:
+        sizes = format_bytes(row["at_once_bytes"]), format_bytes(row["largest_bytes"])
+        table.add_row(*sizes, f"{row['count']:,}", _name(row, max(width - 44, 24)))
+    return table
 
 
 def _growth(growth: Mapping[str, Any], width: int) -> RenderableType:
@@ -251,10 +243,8 @@ def _growth(growth: Mapping[str, Any], width: int) -> RenderableType:
     table = grid("left", "right", "right", heads=("", "peak", "left behind"))
     shown = steps if len(steps) <= ROWS else [*steps[:4], None, *steps[-3:]]
     for step in shown:
-        if step is None:
-            table.add_row("...", "", "")
-        else:
-            table.add_row(f"step {step['step']}", gib(step["peak_bytes"]), gib(step["left_bytes"]))
+        cells = (f"step {step['step']}", gib(step["peak_bytes"]), gib(step["left_bytes"])) if step else ("...", "", "")
+        table.add_row(*cells)
     if growth["grows"] is None:
         said = "too few steps to tell whether it grows"
     elif growth["grows"]:
@@ -287,10 +277,6 @@ def _checkpoints(points: Iterable[Mapping[str, Any]], log: Mapping[str, Any] | N
     return table
 
 
-def _highest(parts: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    return sorted(parts, key=lambda part: -(part["peak_bytes"] or 0))[:ROWS]
-
-
 def _files(files: Sequence[Mapping[str, Any]], reported: str | None) -> Table:
     table = grid("left", "left", "right", "right", "left", heads=("", "", "allocated", "reserved", ""))
     for file in files:
@@ -303,8 +289,164 @@ def _files(files: Sequence[Mapping[str, Any]], reported: str | None) -> Table:
 def _devices(devices: Sequence[Mapping[str, Any]], reported: int) -> Table:
     table = grid("left", "right", "right", "left", heads=("", "allocated", "reserved", ""))
     for each in devices:
+        sizes = gib(each["allocated_bytes"]), gib(each["reserved_bytes"])
         chosen = "reported above" if each["device"] == reported else ""
-        table.add_row(
-            f"GPU {each['device']}", gib(each["allocated_bytes"]), gib(each["reserved_bytes"]), Text(chosen, "dim")
-        )
+        table.add_row(f"GPU {each['device']}", *sizes, Text(chosen, "dim"))
     return table
+
+
+# -- two runs side by side -----------------------------------------------------------------------------------------
+
+Diff = Mapping[str, Any]
+DIFF_ROWS = 10
+PLACES = 6
+
+
+@printed
+def show_diff(diff: Diff, console: Console) -> Iterator[RenderableType]:
+    width = console.width
+    for message in diff["messages"]:
+        yield labelled(f"note on {message['side']}", message["text"], "bold yellow")
+    if diff["messages"]:
+        yield Text()
+    yield _verdict(diff)
+    yield indented(_sides(diff))
+    if diff["explained"]:
+        yield section("what explains it, at the two peaks", _explained(diff["explained"], width))
+    if any(row["difference"] for row in diff["by_category"]):
+        yield section("by category", _named(diff["by_category"], category=True, width=width))
+    if diff["by_phase"]:
+        yield section("by phase", _phases(diff["by_phase"]))
+    modules = [row for row in diff["by_module"] if row["difference"]]
+    if modules:
+        yield section("by module", _named(modules, category=False, width=width))
+    yield section("events", _counts(diff))
+    if diff["places"]:
+        yield section("allocations that only one side makes", _places(diff, width))
+    if diff["totals"]:
+        yield section("the same, summed up", _totals(diff["totals"], width))
+    if diff["lifetimes"]:
+        yield section("allocations of both that one side frees earlier", _lifetimes(diff, width))
+    yield section("how to read it", bullets(diff["notes"]))
+    if diff["next"]:
+        yield from next_step("; or ".join(diff["next"]))
+
+
+def _verdict(diff: Diff) -> Text:
+    allocated = diff["peak"]["allocated_bytes"]
+    if diff["same"] and not allocated["difference"]:
+        return Text.assemble(("the same", "bold green"), f": event by event, and in its peak of {gib(allocated['b'])}")
+    change = allocated["difference"]
+    if not change:
+        return Text.assemble(("same peak", "bold"), f" of {gib(allocated['b'])}, but not the same events")
+    word = "more" if change > 0 else "less"
+    return Text.assemble(("b needs ", "bold"), (f"{format_bytes(abs(change))} {word}", "bold"), " than a at the peak")
+
+
+def _sides(diff: Diff) -> Table:
+    table = grid("left", "left", "right", "right", "left", heads=("", "", "allocated", "reserved", ""))
+    for side in "ab":
+        run = diff[side]
+        at = run["at_peak"]
+        where = f"in {phase_words(at['phase'], at['step'])}" if at["phase"] else f"at event {at['event']:,}"
+        peak = run["peak"]
+        name = f"{tail(clean(run.get('path', '')), 40)} ({run['origin']})"
+        table.add_row(side, name, gib(peak["allocated_bytes"]), gib(peak["reserved_bytes"]), Text(where, "dim"))
+    figures = (diff["peak"][f"{name}_bytes"]["difference"] for name in ("allocated", "reserved"))
+    table.add_row("", Text("b less a", "dim"), *(_signed(figure) for figure in figures), "")
+    return table
+
+
+def _signed(count: int | None) -> str:
+    if count is None:
+        return "n/a"
+    return "0 B" if count == 0 else ("+" if count > 0 else "-") + format_bytes(abs(count))
+
+
+def _explained(reasons: Sequence[Mapping[str, Any]], width: int) -> RenderableType:
+    table = grid("right", "right", "left")
+    for reason in reasons:
+        table.add_row(_signed(reason["difference_bytes"]), f"{reason['count']:,} x", Text(reason["text"], "bold"))
+        for group in reason["largest"][:4]:
+            label = Text.assemble(
+                (category_word(group["category"]), CATEGORY_STYLES.get(group["category"], "dim")),
+                "  ",
+                tail(clean(short_op(group["name"])) or "(no name)", max(width - 50, 24)),
+            )
+            table.add_row(Text(_signed(group["difference_bytes"]), "dim"), Text(f"{group['count']:,} x", "dim"), label)
+    total = sum(reason["difference_bytes"] for reason in reasons)
+    table.add_row(_signed(total), "", Text("in all: the difference of the allocated peaks, to the byte", "dim"))
+    return table
+
+
+def _named(rows: Sequence[Mapping[str, Any]], *, category: bool, width: int) -> Table:
+    table = grid("right", "right", "right", "left", heads=("a", "b", "b less a", ""))
+    for row in rows[:DIFF_ROWS]:
+        module = tail(clean(row["name"]) or "(no module)", max(width - 46, 24))
+        name = category_word(row["name"]) if category else module
+        table.add_row(gib(row["a"]), gib(row["b"]), _signed(row["difference"]), name)
+    return table
+
+
+def _phases(rows: Sequence[Mapping[str, Any]]) -> Table:
+    heads = ("", "", "a", "b", "b less a", "reserved, b less a")
+    table = grid("left", "left", "right", "right", "right", "right", heads=heads)
+    for row in rows[:24]:
+        sizes = row["allocated_bytes"]
+        step = f"step {row['step']}" if row["step"] else "start"
+        less = (_signed(each["difference"]) for each in (sizes, row["reserved_bytes"]))
+        table.add_row(step, clean(row["name"]), gib(sizes["a"]), gib(sizes["b"]), *less)
+    return table
+
+
+def _counts(diff: Diff) -> Table:
+    heads = ("", "both", "only a", "only b", "moved")
+    table = grid("left", "right", "right", "right", "right", heads=heads)
+    for name in ("allocations", "frees"):
+        counts = diff[name]
+        moved = f"{counts['moved']:,}" if name == "frees" else ""
+        table.add_row(name, *(f"{counts[key]:,}" for key in ("both", "only_a", "only_b")), moved)
+    return table
+
+
+def _item(item: Mapping[str, Any], sign: str, width: int) -> Text:
+    words = "  ".join(clean(part) for part in (short_op(item["op"]), item["module"], item["category"]) if part)
+    return Text(f"{sign} {format_bytes(item['size']):>10}  {tail(words, max(width - 22, 20))}")
+
+
+def _places(diff: Diff, width: int) -> RenderableType:
+    lines: list[Text] = []
+    for place in diff["places"][:PLACES]:
+        phase = f", {clean(place['phase'])}" if place["phase"] else ""
+        lines.append(Text(f"event {place['event_a']:,} of a, {place['event_b']:,} of b{phase}", "dim"))
+        for side, sign in (("only_a", "-"), ("only_b", "+")):
+            lines += [_item(item, sign, width) for item in place[side][:5]]
+            if len(place[side]) > 5:
+                lines.append(Text(f"{sign} ... and more here", "dim"))
+    hidden = len(diff["places"]) - PLACES + diff["left_out"]["places"]
+    if hidden > 0:
+        lines.append(Text(f"and {hidden:,} more places", "dim"))
+    return Group(*lines)
+
+
+def _totals(totals: Sequence[Mapping[str, Any]], width: int) -> Table:
+    table = grid("left", "right", "right", "left")
+    for total in totals[:DIFF_ROWS]:
+        times = f"{total['count']:,} x {format_bytes(total['size'])}"
+        name = tail(clean(short_op(total["op"])), max(width - 50, 20))
+        table.add_row(f"only {total['side']}", format_bytes(total["bytes"]), times, name)
+    return table
+
+
+def _lifetimes(diff: Diff, width: int) -> RenderableType:
+    lines: list[Text] = []
+    for lifetime in diff["lifetimes"][:PLACES]:
+        other = "b" if lifetime["earlier"] == "a" else "a"
+        what = "1 block" if lifetime["count"] == 1 else f"{lifetime['count']:,} blocks"
+        said = f"{format_bytes(lifetime['bytes'])} in {what}, {lifetime['apart']:,} allocations earlier"
+        lines.append(Text(f"{said} in {lifetime['earlier']} than in {other}", "dim"))
+        lines += [_item(item, "=", width) for item in lifetime["items"][:2]]
+    hidden = len(diff["lifetimes"]) - PLACES + diff["left_out"]["lifetimes"]
+    if hidden > 0:
+        lines.append(Text(f"and {hidden:,} more", "dim"))
+    return Group(*lines)

@@ -116,12 +116,8 @@ def show_profile(document: Document, console: Console) -> None:
     peak, origin = document["peak"], document["origin"]
     if document["verdict"] is not None:
         console.print(verdict_line(document, document["capacity_bytes"]))
-    console.print(
-        Text.assemble(
-            (f"{gib(peak['allocated_bytes'])} allocated at the peak", "bold"),
-            f", {gib(peak['reserved_bytes'])} reserved ({origin}, {clean(document['gpu'])})",
-        )
-    )
+    reserved = f", {gib(peak['reserved_bytes'])} reserved ({origin}, {clean(document['gpu'])})"
+    console.print(Text.assemble((f"{gib(peak['allocated_bytes'])} allocated at the peak", "bold"), reserved))
     most = max((phase["allocated_bytes"] for phase in document["phases"]), default=0)
     rows = (
         (clean(phase["name"]), gib(phase["allocated_bytes"]), "peak" * (phase["allocated_bytes"] == most))
@@ -212,9 +208,8 @@ def show_gate(document: Document, console: Console) -> Iterator[RenderableType]:
     count = len(document["jobs"])
     jobs = f"{len(failed)} of {count} jobs" if failed else f"all {count} jobs"
     jobs = jobs if count > 1 else "its one job"
-    yield Text.assemble(
-        (word, "bold green" if document["passed"] else "bold red"), f": {jobs} of {clean(document['file'])}"
-    )
+    style = "bold green" if document["passed"] else "bold red"
+    yield Text.assemble((word, style), f": {jobs} of {clean(document['file'])}")
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=True, header_style="dim")
     for name in ("job", "takes", "limit", "baseline", "grown", ""):
         table.add_column(name, justify="left" if name in ("job", "") else "right", no_wrap=name != "")
@@ -230,15 +225,14 @@ def show_gate(document: Document, console: Console) -> Iterator[RenderableType]:
         yield labelled("next", f"`memfit plan` and `memfit fit` tell more of a job{accepts}")
 
 
-def _gate_row(job: Document) -> tuple[str, str, str, str, str, Text]:
+def _gate_row(job: Document) -> tuple[str | Text, ...]:
     grown, before = job["grown_bytes"], job["baseline_bytes"]
     share = "" if grown is None or not before else f"{100 * grown / before:+.1f} %"
     limit = job["limit_bytes"] if job["limit_bytes"] is not None else job["capacity_bytes"]
     said = job["status"] if job["error"] is None else f"{job['status']}: {clean(job['error'])}"
     takes = job["needed_bytes"] if job["status"] == "over limit" else job["device_bytes"]
     sizes = (gib(size) if size is not None else "" for size in (takes, limit, before))
-    first, second, third = sizes
-    return clean(job["name"]), first, second, third, share, Text(said, GATE_STYLES[job["status"]])
+    return clean(job["name"]), *sizes, share, Text(said, GATE_STYLES[job["status"]])
 
 
 @printed

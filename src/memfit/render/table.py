@@ -56,7 +56,9 @@ def _quick_reference(document: Document) -> Part:
     headers = ("workload", "model", "params", "weights", "activations", "total", "smallest", "recommended")
     rows = [
         (
-            clean(_workload(row)), _model(row), f"{row['parameters'] / 1e9:.2f} B", _gib(row["weights_bytes"]),
+            clean(", ".join(filter(None, (row["workload"], row["way"])))),
+            clean(row["model"]) + (" *" if row["not_modelled"] else ""),  # a mark that a note explains
+            f"{row['parameters'] / 1e9:.2f} B", _gib(row["weights_bytes"]),
             _gib(row["activations_bytes"]), _gib(row["total_bytes"]), clean(row["smallest_gpu"] or NONE_OF_THEM),
             clean(row["recommended_gpu"] or NONE_OF_THEM),
         )
@@ -88,9 +90,8 @@ def _guide_rows(rows: Sequence[Document]) -> Part:
         for row in rows
         for guide in (row["guide"],)
     ]  # fmt: skip
-    return Part(
-        "The guide's table in GB, and the whole model on a card as predicted: guide / predicted", headers, made, 1
-    )
+    title = "The guide's table in GB, and the whole model on a card as predicted: guide / predicted"
+    return Part(title, headers, made, 1)
 
 
 def _claims(title: str, claims: Sequence[Document]) -> Part:
@@ -153,15 +154,6 @@ _SHOWN = (
 def _setting(name: str, value: object) -> str:
     word = name.replace("_", "-")
     return word if value is True else f"{word} {value}"
-
-
-def _workload(row: Document) -> str:
-    return str(row["workload"]) if row["way"] is None else f"{row['workload']}, {row['way']}"
-
-
-def _model(row: Document) -> str:
-    """With a mark that a note explains."""
-    return clean(row["model"]) + (" *" if row["not_modelled"] else "")
 
 
 def _with_verdict(claim: Document, way: str) -> str:

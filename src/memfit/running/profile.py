@@ -20,7 +20,7 @@ from memfit.jobs.profile import (
     course_size,
     profile_on_gpu,
 )
-from memfit.render.shown import Renderer, Shown
+from memfit.render.shown import Shown
 from memfit.units import gib
 
 SCHEMA = "memfit.profile/1"
@@ -40,11 +40,6 @@ class Profile(Shown):
     def __repr__(self) -> str:
         peak, origin = gib(self.found.peak_allocated_bytes), self.found.origin
         return f"<Profile: {self.settings.profile_type} of {self.settings.model}, {peak} {origin}, {self.path}>"
-
-    def renderer(self) -> Renderer:
-        from memfit.render.small import show_profile
-
-        return show_profile
 
     def to_json(self) -> dict[str, Any]:
         """memfit.profile/1"""

@@ -54,13 +54,9 @@ def serve(settings: ServeSettings, on_ready: Callable[[str], None]) -> None:
         settings = replace(settings, port=taken.getsockname()[1])
         app = make_app(settings)
         config = uvicorn.Config(
-            app,
-            log_level="warning",
-            access_log=False,
-            server_header=False,
-            lifespan="on",
+            app, log_level="warning", access_log=False, server_header=False, lifespan="on",
             timeout_graceful_shutdown=GRACE_SECONDS,
-        )
+        )  # fmt: skip
 
         failed: list[Exception] = []
 
@@ -154,9 +150,8 @@ def make_app(settings: ServeSettings) -> FastAPI:
         app.include_router(router)
     app.add_api_route("/", _page)
     app.add_api_route("/assets/{name}", _file)
-    app.add_exception_handler(MemfitError, _refused)
-    app.add_exception_handler(HTTPException, _refused)
-    app.add_exception_handler(RequestValidationError, _refused)
+    for refusal in (MemfitError, HTTPException, RequestValidationError):
+        app.add_exception_handler(refusal, _refused)
     app.add_exception_handler(Exception, _bug)
     app.add_middleware(Guard, token=settings.token, port=settings.port, host=settings.host)
     return app
@@ -195,14 +190,10 @@ async def _bug(_: Request, error: Exception) -> Response:
 
 
 async def _page(request: Request) -> Response:
-    return _asset("index.html", request)
+    return await _file("index.html", request)
 
 
 async def _file(name: str, request: Request) -> Response:
-    return _asset(name, request)
-
-
-def _asset(name: str, request: Request) -> Response:
     try:
         content, tag = _content(name)
     except FileNotFoundError as error:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
@@ -29,8 +30,6 @@ from memfit.render.plan import say_verdict, say_why
 Job = Mapping[str, Any]
 MARGIN = 0.1
 MOST_PLANS = 6
-_plans: OrderedDict[str, Plan] = OrderedDict()
-"""Of the last questions: their pictures are asked for next."""
 _neighbours: deque[Iterator[None]] = deque(maxlen=1)
 """Of the last plan: batch sizes and lengths by which those that a slider will pass are told without a trace."""
 
@@ -68,15 +67,17 @@ def plan_job(job: Job, gpu: str | None, stamp: object = None) -> dict[str, Any]:
 
 
 def _predicted(job: Job, gpu: str | None) -> Plan:
-    key = json.dumps([job, gpu], sort_keys=True)
-    if key not in _plans:
-        work = Workload.from_mapping(job)
-        _plans[key] = predict(work, gpu=gpu, few=True)
-        _neighbours.append(tracing_more_for(work, gpu))
-        while len(_plans) > MOST_PLANS:
-            _plans.popitem(last=False)
-    _plans.move_to_end(key)
-    return _plans[key]
+    return _planned(json.dumps([job, gpu], sort_keys=True))
+
+
+@lru_cache(maxsize=MOST_PLANS)
+def _planned(key: str) -> Plan:
+    """Kept of the last questions: their pictures are asked for next."""
+    job, gpu = json.loads(key)
+    work = Workload.from_mapping(job)
+    made = predict(work, gpu=gpu, few=True)
+    _neighbours.append(tracing_more_for(work, gpu))
+    return made
 
 
 MOST_SAMPLES, MOST_BLOCKS = 1_500, 2_000

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Awaitable, Callable
 from functools import cache
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -27,51 +28,35 @@ LONGEST_TEXT, MOST_NAMES = 200, 64
 Asked = Annotated[dict[str, Any], Body()]
 
 
-@router.get("/api/planner")
-async def planner_options() -> dict[str, Any]:
-    return _options()
-
-
 @router.get("/api/models")
 def models(request: Request) -> dict[str, Any]:
     return {"models": list_models(request.app.state.settings.dir)}
 
 
-@router.post("/api/plan")
-async def plan(asked: Asked, request: Request) -> Response:
-    return await answered(request, "plan", asked)
+ABOUT_A_CARD = ("duration", "fit")
+"""They take longer, too."""
 
 
-@router.post("/api/plan/timeline")
-async def timeline(asked: Asked, request: Request) -> Response:
-    return await answered(request, "timeline", asked)
+def _question(do: str) -> Callable[[dict[str, Any], Request], Awaitable[Response]]:
+    async def ask(asked: Asked, request: Request) -> Response:
+        if do in ABOUT_A_CARD and not isinstance(asked.get("gpu"), str):
+            raise UsageError("no card is named", hint="choose a card")
+        return await answered(request, do, asked)
+
+    return ask
 
 
-@router.post("/api/plan/duration")
-async def duration(asked: Asked, request: Request) -> Response:
-    _check_card(asked)
-    return await answered(request, "duration", asked, lane="search")
+for path, do in {"plan": "plan", "plan/timeline": "timeline", "plan/duration": "duration", "fit": "fit"}.items():
+    router.add_api_route(f"/api/{path}", _question(do), methods=["POST"])
 
 
-@router.post("/api/fit")
-async def fit(asked: Asked, request: Request) -> Response:
-    _check_card(asked)
-    return await answered(request, "fit", asked, lane="search")
-
-
-def _check_card(asked: dict[str, Any]) -> None:
-    if not isinstance(asked.get("gpu"), str):
-        raise UsageError("no card is named", hint="choose a card")
-
-
-async def answered(request: Request, do: str, asked: dict[str, Any], lane: str = "plan") -> Response:
+async def answered(request: Request, do: str, asked: dict[str, Any]) -> Response:
     """`{"job": {"kind": ..., "model": ...}, "gpu": ..., "client": ...}`, checked as far as it can be without torch."""
     job, stamp = read_job(asked.get("job"), request)
     about = {"job": job, "gpu": short_text("gpu", asked.get("gpu")), "stamp": stamp}
     client = short_text("client", asked.get("client"))
     workers: Workers = request.app.state.workers
-    if any(job.get(name) for name in SLOW):
-        lane = "search"
+    lane = "search" if do in ABOUT_A_CARD or any(job.get(name) for name in SLOW) else "plan"
     answer = await workers.ask(do, about, lane=lane, client=f"{do} {client}" if client else "")
     return answer.response()
 
@@ -113,16 +98,14 @@ def _check_plain(name: str, value: object) -> None:
 # -- what there is to choose from --------------------------------------------------------------------------------------
 
 
-@cache
-def _options() -> dict[str, Any]:
+@router.get("/api/planner")
+def planner_options() -> dict[str, Any]:
+    read = {kind: settings_of("lora" if kind == QLORA else kind) for kind in (*KINDS, QLORA)}
     return {
         "kinds": [*KINDS, QLORA],
         "settings": _settings(),
         "of_kind": {
-            kind: [
-                name for name in settings_of("lora" if kind == QLORA else kind) if name not in (*READ_FILES, "model")
-            ]
-            for kind in (*KINDS, QLORA)
+            kind: [name for name in names if name not in (*READ_FILES, "model")] for kind, names in read.items()
         },
         "qlora": AS_IN_QLORA,
         "cards": [{"name": card.name, "capacity_bytes": card.capacity_bytes} for card in list_gpus()],

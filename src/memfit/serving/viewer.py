@@ -38,13 +38,10 @@ router = APIRouter(prefix="/api/viewer")
 def list_files(request: Request) -> dict[str, Any]:
     found = look_below(request.app.state.settings.dir)
     listed = found.recordings[:MOST_LISTED]
-    return {
-        "files": [
-            {"name": clean(each.name), "path": each.name, "bytes": each.size, "changed": each.changed}
-            for each in listed
-        ],
-        "more": found.more or len(listed) < len(found.recordings),
-    }
+    files = [
+        {"name": clean(each.name), "path": each.name, "bytes": each.size, "changed": each.changed} for each in listed
+    ]
+    return {"files": files, "more": found.more or len(listed) < len(found.recordings)}
 
 
 @router.post("/open")

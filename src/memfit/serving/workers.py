@@ -55,7 +55,6 @@ def said(status: int, message: str, hint: str | None = None) -> Answer:
 @dataclass(eq=False)
 class Question:
     key: str
-    line: bytes
     answer: asyncio.Future[Answer]
     asking: set[str] = field(default_factory=set)
     """Clients; what nobody waits for any more is not begun."""
@@ -66,8 +65,6 @@ class Workers:
         self.lanes = {name: WorkerQueue(warm=name == "plan") for name in LANES}
         self._kept: OrderedDict[str, Answer] = OrderedDict()
         self._kept_bytes = 0
-        self.made = 0
-        """Answers that a process had to be asked for."""
 
     def start(self) -> None:
         for lane in self.lanes.values():
@@ -84,13 +81,15 @@ class Workers:
         if key in self._kept:
             self._kept.move_to_end(key)
             return self._kept[key]
-        answer = await self.lanes[lane].ask(key, client, self._count)
+        answer = await self.lanes[lane].ask(key, client)
         if keep and answer.status == 200:
             self._keep(key, answer)
         return answer
 
-    def _count(self) -> None:
-        self.made += 1
+    @property
+    def made(self) -> int:
+        """Answers that a process had to be asked for."""
+        return sum(lane.made for lane in self.lanes.values())
 
     def _keep(self, key: str, answer: Answer) -> None:
         if key in self._kept:
@@ -106,7 +105,7 @@ class WorkerQueue:
     """One process and the questions that wait for it."""
 
     def __init__(self, *, warm: bool) -> None:
-        self._warm = warm
+        self._warm, self.made = warm, 0
         self.waiting: deque[Question] = deque()
         self.open: dict[str, Question] = {}
         self._newest: dict[str, Question] = {}
@@ -131,17 +130,17 @@ class WorkerQueue:
         if self._folder is not None:
             self._folder.cleanup()
 
-    async def ask(self, key: str, client: str, count: Any) -> Answer:
+    async def ask(self, key: str, client: str) -> Answer:
         question = self.open.get(key)
         if question is None:
             if self._task is None:
                 return ENDING
             if len(self.waiting) >= MOST_WAITING:
                 return TOO_MANY
-            question = Question(key, key.encode() + b"\n", asyncio.get_running_loop().create_future())
+            question = Question(key, asyncio.get_running_loop().create_future())
             self.open[key] = question
             self.waiting.append(question)
-            count()
+            self.made += 1
             self._wake.set()
         if client:
             self._supersede(client, question)
@@ -182,7 +181,7 @@ class WorkerQueue:
     async def _answered(self, question: Question) -> Answer:
         for _ in range(2):
             try:
-                return await asyncio.wait_for(self._exchange(question.line), LONGEST_SECONDS)
+                return await asyncio.wait_for(self._exchange(question.key), LONGEST_SECONDS)
             except asyncio.TimeoutError:  # another one in Python 3.10
                 await self._discard(at_once=True)
                 return said(504, f"there was no answer within {LONGEST_SECONDS:.0f} seconds", "ask for less at once")
@@ -191,10 +190,10 @@ class WorkerQueue:
                     break
         return said(500, "the process that works on this has ended", "it may have run out of host memory")
 
-    async def _exchange(self, line: bytes) -> Answer:
+    async def _exchange(self, key: str) -> Answer:
         process = await self._started()
         assert process.stdin is not None and process.stdout is not None
-        process.stdin.write(line)
+        process.stdin.write(key.encode() + b"\n")
         await process.stdin.drain()
         return Answer(*await receive(process.stdout))
 

@@ -311,11 +311,8 @@ def _known_before(part: dict[str, Any]) -> dict[int, tuple[str, str, str]]:
 
 def _warnings(histories: Sequence[History], settings: dict[str, Any], has_settings: bool) -> Iterator[Remark]:
     if not any(len(history.trace) for history in histories):
-        yield Remark(
-            "empty",
-            "no history in it: only what was live at the end is known; "
-            "record with torch.cuda.memory._record_memory_history(max_entries=100000)",
-        )
+        how = "record with torch.cuda.memory._record_memory_history(max_entries=100000)"
+        yield Remark("empty", f"no history in it: only what was live at the end is known; {how}")
     for history in histories:
         if len(history.trace):
             yield from _history_warnings(history, settings)
@@ -326,17 +323,12 @@ def _warnings(histories: Sequence[History], settings: dict[str, Any], has_settin
 def _history_warnings(history: History, settings: dict[str, Any]) -> Iterator[Remark]:
     gpu, before = f"GPU {history.device}", history.live_before
     if _overflowed(history, settings):
-        yield Remark(
-            "overflowed",
-            f"{gpu}: the history is full at {history.recorded:,} events, so older ones were dropped; "
-            f"{before:,} blocks have no beginning in it (record with a larger max_entries)",
-        )
+        full = f"{gpu}: the history is full at {history.recorded:,} events, so older ones were dropped"
+        less = f"{before:,} blocks have no beginning in it (record with a larger max_entries)"
+        yield Remark("overflowed", f"{full}; {less}")
     elif before:
-        yield Remark(
-            "late",
-            f"{gpu}: recording began after memory was in use: {before:,} blocks "
-            "have no beginning in the history and count as live from its start",
-        )
+        live = f"{before:,} blocks have no beginning in the history and count as live from its start"
+        yield Remark("late", f"{gpu}: recording began after memory was in use: {live}")
     if history.unknown:
         names = ", ".join(sorted(history.unknown))
         counted = f"{history.unknown_count:,} events"
@@ -345,11 +337,8 @@ def _history_warnings(history: History, settings: dict[str, Any]) -> Iterator[Re
         lost = f"{history.lost_frees:,} frees"
         yield Remark("gaps", f"{gpu}: {lost} are missing from the history (their memory was handed out again)")
     if history.vanished:
-        yield Remark(
-            "truncated",
-            f"{gpu}: the history ends before the snapshot was taken: {history.vanished:,} blocks are live in the "
-            "history but free in the final state",
-        )
+        gone = f"{history.vanished:,} blocks are live in the history but free in the final state"
+        yield Remark("truncated", f"{gpu}: the history ends before the snapshot was taken: {gone}")
 
 
 def _overflowed(history: History, settings: dict[str, Any]) -> bool:

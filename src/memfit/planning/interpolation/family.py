@@ -24,7 +24,6 @@ from memfit.events import Trace
 from memfit.extrapolation.blocks import Extension, Ints, NotRepeating, extension, with_sizes
 from memfit.extrapolation.steps import last_step
 from memfit.extrapolation.streams import (
-    Ask,
     FilledStream,
     NotSeparable,
     RuleAnswer,
@@ -107,9 +106,8 @@ class Family:
                 raise NotProven("its parts are of different kinds")
             with suppress(NotRepeating):
                 in_time = self._in_time(near, far)
-                return self._whole_of(
-                    near, in_time.apply(self._at(near, point), self._at(far, point), self._ask), in_time
-                )
+                told = in_time.apply(self._at(near, point), self._at(far, point), self._ask)
+                return self._whole_of(near, told, in_time)
         known = self._piece("all", point)
         return self._whole_of(known, self._at(known, point), known.piece)
 
@@ -118,17 +116,15 @@ class Family:
 
     def _in_time(self, near: _KnownPiece, far: _KnownPiece) -> GenerationExtension:
         if (near, far) not in self._generations:
-            self._generations[near, far] = GenerationExtension(
-                near.piece.stream, far.piece.stream, self.work.new_tokens
-            )
+            streams = near.piece.stream, far.piece.stream
+            self._generations[near, far] = GenerationExtension(*streams, self.work.new_tokens)
         return self._generations[near, far]
 
     def _whole_of(self, known: _KnownPiece, sized: SizedStream, told_by: object) -> Interpolation:
         context = known.context
         outlines, pool = answered(sized, self._ask)
-        whole = _kept(
-            (told_by, outlines), lambda: Whole(filling(sized, outlines), context.recipe, context.loss_modules)
-        )
+        key = told_by, outlines
+        whole = _kept(key, lambda: Whole(filling(sized, outlines), context.recipe, context.loss_modules))
         return Interpolation(context.recipe, whole.trace(pool), len(known.piece.points))
 
     def _piece(self, part: Part, point: Point) -> _KnownPiece:
@@ -146,7 +142,9 @@ class Family:
 
     def _ask(self, form: Hashable, numbers: tuple[int, ...]) -> RuleAnswer:
         try:
-            return _answers_on(self.platform)(form, numbers)
+            from memfit.tracing.rule_answers import answers_on
+
+            return answers_on(self.platform)(form, numbers)
         except Exception as why:
             raise NotProven("a rule cannot be asked again") from why
 
@@ -405,9 +403,3 @@ def _kept(key: Hashable, make: Callable[[], Whole]) -> Whole:
             _wholes.popitem(last=False)
     _wholes.move_to_end(key)
     return found
-
-
-def _answers_on(platform: Platform) -> Ask:
-    from memfit.tracing.rule_answers import answers_on
-
-    return answers_on(platform)
