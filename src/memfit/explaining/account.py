@@ -101,10 +101,8 @@ class Account:
         if self.cached_bytes is not None:
             yield AccountRow("cached", self.cached_bytes, "held by torch, in pieces between live tensors")
         if self.outside_bytes is not None:
-            said = "of this process: CUDA context, libraries, NCCL"
-            yield AccountRow(
-                "outside torch", self.outside_bytes, said if self.beside_bytes is None else "of this process"
-            )
+            what = ": CUDA context, libraries, NCCL" if self.beside_bytes is None else ""
+            yield AccountRow("outside torch", self.outside_bytes, f"of this process{what}")
         if self.others_bytes:
             yield AccountRow("other processes", self.others_bytes, "on the same GPU")
         if self.not_told_apart_bytes is not None:
@@ -302,10 +300,8 @@ def _of_processes(oom: Oom, account: Account) -> Iterator[tuple[str, str]]:
         who = "this process" if unknown[0].pid is None else f"process {unknown[0].pid}"
         yield "process-size-unknown", f"what {who} holds is n/a: the driver does not tell it (WSL and some others)"
     if not oom.processes and oom.form in ("cuda", "hip") and oom.capacity and oom.unallocated:
-        yield (
-            "no-processes",
-            "no process is listed (Windows, a virtual GPU, or no NVML): who else is there is not known",
-        )
+        said = "no process is listed (Windows, a virtual GPU, or no NVML): who else is there is not known"
+        yield "no-processes", said
     yield from _bare_contexts(account)
 
 

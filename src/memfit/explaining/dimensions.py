@@ -134,9 +134,8 @@ class Factor:
 
     @property
     def said(self) -> str:
-        return (
-            f"{self.value:,} {self.symbol[:-1] if self.value == 1 and self.symbol == 'rows' else self.symbol}".strip()
-        )
+        symbol = "row" if self.value == 1 and self.symbol == "rows" else self.symbol
+        return f"{self.value:,} {symbol}".strip()
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,9 +205,7 @@ def fingerprints_of_lora(rank: int, models: Sequence[Dimensions]) -> Iterator[Te
     yield TensorPattern("lora", "what a LoRA A matrix makes", low, (2, 4), "tokens", _TRAINING, -1)
     for wide in {size for model in models for size in (model.intermediate, model.hidden) if size}:
         matrix = (*low, Factor(symbol="wide", value=wide))
-        yield TensorPattern(
-            "weights", "LoRA matrix: weight, gradient or optimizer moment", matrix, (2, 4), "", _WEIGHTS
-        )
+        yield TensorPattern("weights", f"LoRA matrix: {_KEPT}", matrix, (2, 4), "", _WEIGHTS)
 
 
 OF_NO_MODEL = (

@@ -238,9 +238,8 @@ def _predicted(job: Job, card: Gpu | None, place: FailurePlace, notes: list[str]
         notes.append(f"the job cannot be predicted: {error.message}")
         return None, []
     if job.of_another_pruner:
-        notes.append(
-            f"as it is: {plan.notes[0]}" if plan is not None else f"{WHOLE_MODEL_UNTOLD}: {job.workload.method}"
-        )
+        untold = f"{WHOLE_MODEL_UNTOLD}: {job.workload.method}"
+        notes.append(untold if plan is None else f"as it is: {plan.notes[0]}")
     if plan is not None and plan.verdict in ("safe", "tight"):
         notes.append(
             "as given, the job is predicted to fit: its settings are not those of the run that failed, or something "

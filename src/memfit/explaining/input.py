@@ -390,9 +390,8 @@ def cause_of_log(log: Mapping[str, Any]) -> Cause:
     """A log has no message: that the run broke it knows, and how high memory stood."""
     failed = next((point for point in log["checkpoints"] if point["failed"]), None)
     peak = log["peak_bytes"]
-    stood = (
-        "no GPU figures are in it" if peak is None else f"the peak until then was {gib(peak)}, {log['peak_between']}"
-    )
+    reached = f"the peak until then was {gib(peak)}, {log['peak_between']}"
+    stood = "no GPU figures are in it" if peak is None else reached
     if failed is None:
         said = f"No out-of-memory error is in this log: no checkpoint failed; {stood.replace(' until then', '')}."
         return Cause("none", said)
@@ -442,9 +441,8 @@ def _from_text(source: Input) -> Case:
         return Case(oom=None, place=FailurePlace(), clues=clues_in(source.text, None, FailurePlace()))
     chosen = _chosen(source.text, found)
     place = place_of(chosen)
-    return Case(
-        oom=chosen.oom, place=place, clues=clues_in(source.text, chosen, place), found=found, growth=source.growth
-    )
+    clues = clues_in(source.text, chosen, place)
+    return Case(oom=chosen.oom, place=place, clues=clues, found=found, growth=source.growth)
 
 
 def _chosen(text: str, found: OomMessages) -> LocatedOom:

@@ -44,10 +44,8 @@ class Sign:
 
     def within(self, frame: CodeFrame) -> bool:
         """Whether the frame itself is one, and not only a line that calls one."""
-        path = frame.inside
-        return any(part in path for part in self.paths) or any(
-            fnmatchcase(frame.function, name) for name in self.functions
-        )
+        named = any(fnmatchcase(frame.function, name) for name in self.functions)
+        return named or any(part in frame.inside for part in self.paths)
 
 
 def _sign(meaning: str, *, paths: str = "", functions: str = "", code: str = "") -> Sign:

@@ -70,12 +70,9 @@ def pruning_flags(work: Workload) -> dict[str, str]:
 def pruning_command(work: Workload) -> str:
     """`memfit prune` with the length and with what is not at its default."""
     usual = pruning_flags(Workload(kind="prune", model=work.model))
-    said = {
-        name: value
-        for name, value in pruning_flags(work).items()
-        if name in ("--model", "--seqlen") or value != usual.get(name)
-    }
-    return shlex.join(["memfit", "prune", *(word for pair in said.items() for word in pair)])
+    always = ("--model", "--seqlen")
+    said = (each for each in pruning_flags(work).items() if each[0] in always or each[1] != usual.get(each[0]))
+    return shlex.join(["memfit", "prune", *(word for pair in said for word in pair)])
 
 
 DTYPES = {"fp32": "torch.float32", "bf16": "torch.bfloat16", "fp16": "torch.float16"}
@@ -376,9 +373,8 @@ def _command(fitted: Fitted, launcher: str, flags: Iterable[tuple[str, str]]) ->
     before = "".join(f"{name}={shlex.quote(value)} " for name, value in environment(fitted.fitted).items())
     words = (f"    {name} {shlex.quote(value)}" if value else f"    {name}" for name, value in flags)
     lines = [f"{before}{launcher}", *words]
-    return "".join(f"# {said}\n" for said in (headline(fitted), *_left_to_the_script(fitted.fitted))) + (
-        " \\\n".join(lines) + "\n"
-    )
+    said = "".join(f"# {said}\n" for said in (headline(fitted), *_left_to_the_script(fitted.fitted)))
+    return said + " \\\n".join(lines) + "\n"
 
 
 def _left_to_the_script(work: Workload) -> Iterator[str]:

@@ -317,13 +317,10 @@ class _Fitter:
         if after.capacity_bytes < self.card.capacity_bytes:
             notes.append(limit_note(after.capacity_bytes))
         fitted = after.workload
-        few = few_micro_steps_note(fitted, self.forecasts.micro_steps)
-        if few:
+        if few := few_micro_steps_note(fitted, self.forecasts.micro_steps):
             last = f"; the answer with {min(fitted.grad_accum, MOST_MICRO_STEPS)}" if after.fits else ""
             notes.append(f"{few}{last}")
         if after.asks_for_bytes is not None:
-            notes.append(
-                f"pruning begins only with room for a block and a window as estimated from above, "
-                f"{gib(after.wanted_bytes)} with CUDA's own; then it takes less"
-            )
+            room = "pruning begins only with room for a block and a window as estimated from above"
+            notes.append(f"{room}, {gib(after.wanted_bytes)} with CUDA's own; then it takes less")
         return tuple(notes)

@@ -79,8 +79,8 @@ def _nothing_there(lever: Lever, forecast: Forecast) -> str:
         return f"the peak is in {where}, not in {PHASES.get(lever.only_in, lever.only_in)}"
     if lever.lowers == (CACHED,):
         return f"only {gib(forecast.cached_bytes)} of what is reserved lies idle"
-    words = [name.replace("_", " ") for name in lever.lowers]
-    named = " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+    *words, last = (name.replace("_", " ") for name in lever.lowers)
+    named = f"{', '.join(words)} or {last}" if words else last
     return f"at the peak, in {where}, there is nothing that it lowers ({named})"
 
 

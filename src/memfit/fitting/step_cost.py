@@ -335,9 +335,8 @@ def pruning_cost(work: Workload, layers: int | None) -> dict[str, Ops]:
     counted, windows = _count_pruning(work, layers, FEW_MICRO_BATCHES)
     if -(-work.nsamples // windows) <= FEW_MICRO_BATCHES + 1:  # all were counted
         return counted
-    return on_line(
-        counted, _count_pruning(work, layers, FEW_MICRO_BATCHES + 1)[0], work.nsamples // windows - FEW_MICRO_BATCHES
-    )
+    more, _ = _count_pruning(work, layers, FEW_MICRO_BATCHES + 1)
+    return on_line(counted, more, work.nsamples // windows - FEW_MICRO_BATCHES)
 
 
 def _count_pruning(work: Workload, layers: int | None, few: int) -> tuple[dict[str, Ops], int]:
@@ -348,9 +347,8 @@ def _count_pruning(work: Workload, layers: int | None, few: int) -> tuple[dict[s
 
     counters: list[OpCosts] = []
     blocks, _ = blocks_of(work.source, work.attention) if layers else (None, 0)
-    made, windows, block_bytes = traced_with(
-        work, H200, blocks, layers=layers, few=few, beside=partial(_counting, counters)
-    )
+    beside = partial(_counting, counters)
+    made, windows, block_bytes = traced_with(work, H200, blocks, layers=layers, few=few, beside=beside)
     moved = {OpCost(0, False, block_bytes, block_bytes): 1}
 
     def with_weights(mark: MarkCount) -> MarkCount:

@@ -79,21 +79,10 @@ def _known(found: Any) -> Gpu:
     except UsageError:  # a card that is not in the catalogue, or that comes in several sizes
         start, how = estimate_context_start(arch, sm_count, threads)
         note = f"what CUDA itself takes on the {found.name} is estimated, and the upper end counts: {how}"
-        like = dataclasses.replace(
-            find_gpu(f"{found.total_memory}B"),
-            context_start_bytes=start,
-            context_basis="estimated",
-            context_source=how,
-            notes=(note,),
-        )
-    return dataclasses.replace(
-        like,
-        name=str(found.name),
-        capacity_bytes=int(found.total_memory),
-        arch=arch,
-        sm_count=sm_count,
-        max_threads_per_sm=threads,
-    )
+        like = dataclasses.replace(find_gpu(f"{found.total_memory}B"), context_start_bytes=start, notes=(note,))
+        like = dataclasses.replace(like, context_basis="estimated", context_source=how)
+    named = dataclasses.replace(like, name=str(found.name), capacity_bytes=int(found.total_memory))
+    return dataclasses.replace(named, arch=arch, sm_count=sm_count, max_threads_per_sm=threads)
 
 
 def _within_share(card: Gpu, total: int, index: int) -> Gpu:

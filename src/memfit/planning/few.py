@@ -279,9 +279,8 @@ def _of_all(work: Workload, platform: Platform, notes: tuple[str, ...]) -> Recip
 
 def _inside_wrapper(job: Prepared, blocks: Blocks) -> Blocks:
     """peft puts the model inside another, so its blocks have a longer path."""
-    path = next(
-        name for name, _ in job.model.named_modules() if name == blocks.path or name.endswith(f".{blocks.path}")
-    )
+    names = (name for name, _ in job.model.named_modules())
+    path = next(name for name in names if f".{name}".endswith(f".{blocks.path}"))
     return dataclasses.replace(blocks, path=path)
 
 

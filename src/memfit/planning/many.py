@@ -159,9 +159,8 @@ def _values(job: Job) -> dict[str, Any]:
 
 def _parse(line: bytes) -> dict[str, Any]:
     try:
-        values = json.loads(
-            line.decode("utf-8-sig"), parse_constant=_refuse, parse_float=_finite, object_pairs_hook=without_doubles
-        )
+        text = line.decode("utf-8-sig")
+        values = json.loads(text, parse_constant=_refuse, parse_float=_finite, object_pairs_hook=without_doubles)
     except InputError:
         raise
     except json.JSONDecodeError as error:

@@ -113,9 +113,8 @@ def trace_code(
     config = AllocatorConfig.parse(alloc_conf)
     check_not_nested()
     for skips in (True, False):
-        table = Answers(
-            {Site(*place): value for place, value in (answers or {}).items()}, known=NO_OVERFLOW | TRAINER_KNOWN
-        )
+        given = {Site(*place): value for place, value in (answers or {}).items()}
+        table = Answers(given, known=NO_OVERFLOW | TRAINER_KNOWN)
         with keeping_stacks():
             tracer = OwnCodeTracer(torch.device("meta"), platform_of(card), table)
         parameters: dict[str, int] = {"all": 0, "trainable": 0}

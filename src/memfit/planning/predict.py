@@ -49,10 +49,8 @@ OUTPUTS = {
     "dropped": "the model's outputs are dropped once there is a loss",
 }
 HOST_WORDS = {
-    "weights": "frozen weights",
-    "optimizer": "weights and gradients for the optimizer",
-    "activations": "activations",
-}
+    "weights": "frozen weights", "optimizer": "weights and gradients for the optimizer", "activations": "activations",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -401,9 +399,8 @@ def _of_processes(work: Workload) -> Iterator[str]:
         yield f"{reduced}DDP makes its buckets anew before the second step"
         return
     policy = "; fp32 shards, bf16 weights gathered, gradients reduced in fp32" if work.autocast_type == "bf16" else ""
-    how = (
-        "as accelerate shards a model" if work.loop != "plain" else "each block and then the whole are sharded" + policy
-    )
+    own = f"each block and then the whole are sharded{policy}"
+    how = own if work.loop == "plain" else "as accelerate shards a model"
     yield f"FSDP2: {how}; gathered weights go after each forward, gradients are reduced in every micro-step"
 
 
@@ -438,11 +435,8 @@ def _of_quantised(work: Workload) -> Iterator[str]:
 
 def _assumptions(work: Workload, gpu: Gpu | None, how: Provenance) -> tuple[str, ...]:
     kernels = "kernels of " if work.is_compiled else ""
-    notes = [
-        *without_effect(work),
-        f"predicted, not measured: {kernels}torch 2.11, CUDA 13.0, no other process on the card",
-    ]
-    notes.append(how.in_words())
+    measured = f"predicted, not measured: {kernels}torch 2.11, CUDA 13.0, no other process on the card"
+    notes = [*without_effect(work), measured, how.in_words()]
     if work.precision == "fp16":
         notes.append("fp16 has two bytes, as bf16 has")
     if gpu is None:
@@ -450,9 +444,8 @@ def _assumptions(work: Workload, gpu: Gpu | None, how: Provenance) -> tuple[str,
     else:
         notes.extend(gpu.notes)
         if gpu.arch < (8, 0) and work.has_bf16:
-            notes.insert(
-                0, f"{NO_BF16} {gpu.name}: torch emulates it, slowly, and some libraries refuse; {work.without_bf16}"
-            )
+            emulated = "torch emulates it, slowly, and some libraries refuse"
+            notes.insert(0, f"{NO_BF16} {gpu.name}: {emulated}; {work.without_bf16}")
     if work.trains:
         rows = "rows of unequal length" if work.padding else "no padding"
         probe = "the probe and " if work.loop == "memfit" else ""

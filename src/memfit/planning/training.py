@@ -195,7 +195,10 @@ class TrainPlan:
     def in_lines(self) -> list[str]:
         if self.plan is None:
             return list(self.said)
-        return [*self._heading(), *table(self._columns()), *self._on_host(), *self.said, self._judgement()]
+        columns = {"predicted": self.plan} if self.before is None else {"before": self.before, "after": self.plan}
+        on_host = (each for each in self.plan.notes if each.startswith("host memory") or "managed memory" in each)
+        told = (f"plan: {note}" for note in on_host)
+        return [*self._heading(), *table(columns), *told, *self.said, self._judgement()]
 
     def _heading(self) -> Iterator[str]:
         if self.gpu is not None:
@@ -207,17 +210,6 @@ class TrainPlan:
         if self.before is not None:
             *first, last = self.levers
             yield f"before: the same job without {', '.join(first)}{' and ' if first else ''}{last}"
-
-    def _on_host(self) -> Iterator[str]:
-        for note in self.plan.notes if self.plan else ():
-            if note.startswith("host memory") or "managed memory" in note:
-                yield f"plan: {note}"
-
-    def _columns(self) -> dict[str, Plan]:
-        assert self.plan is not None
-        if self.before is None:
-            return {"predicted": self.plan}
-        return {"before": self.before, "after": self.plan}
 
     def _judgement(self) -> str:
         assert self.plan is not None
