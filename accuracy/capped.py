@@ -169,7 +169,7 @@ def _prune(work: Any, spec: Mapping[str, Any], peaks: Peaks) -> None:
 
 def _prune_whole(model: Any, work: Any, peaks: Peaks) -> None:
     from memfit.jobs.pruning.decoder import Decoder
-    from memfit.planning.whole_model_pruning import prune_whole
+    from memfit.planning.pruning import prune_whole
 
     with torch.no_grad(), _made_on_the_gpu():
         prune_whole(Decoder(model, None), work, torch.device("cuda"), peaks)

@@ -34,10 +34,9 @@ from memfit.analysis.diff import diff_files
 from memfit.analysis.export import FORMATS
 from memfit.analysis.files import Report, report_file
 from memfit.errors import MemfitError
-from memfit.render.diff import show_diff
 from memfit.render.html import page
 from memfit.render.plan import as_text
-from memfit.render.report import show_report
+from memfit.render.report import show_diff, show_report
 from memfit.replay.alloc_config import AllocatorConfig
 from memfit.snapshots.write import placed_snapshot
 

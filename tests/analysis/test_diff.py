@@ -15,8 +15,8 @@ from memfit.analysis.diff import REASONS, diff_files, diff_runs
 from memfit.analysis.run import run_of_trace, runs_of_snapshot
 from memfit.errors import InputError, UsageError
 from memfit.events import Trace
-from memfit.render.diff import show_diff
 from memfit.render.plan import as_text
+from memfit.render.report import show_diff
 from memfit.snapshots.read import snapshot_of
 
 

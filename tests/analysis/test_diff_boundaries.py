@@ -10,8 +10,8 @@ from test_diff import a_step, diff, reasons
 from memfit.analysis.diff import diff_runs
 from memfit.analysis.run import run_of_trace, runs_of_snapshot
 from memfit.events import Trace
-from memfit.render.diff import show_diff
 from memfit.render.plan import as_text
+from memfit.render.report import show_diff
 from memfit.snapshots.read import snapshot_of
 
 
