@@ -313,7 +313,7 @@ def test_a_rule_that_cannot_be_asked_again_leaves_every_point_to_its_own_trace(
     def fail(*_: Any) -> None:
         raise RuntimeError("no such op")
 
-    monkeypatch.setattr(families, "_answers_on", lambda platform: fail)
+    monkeypatch.setattr("memfit.tracing.rule_answers.answers_on", lambda platform: fail)
     work = models.work(kind="forward")
     for point in sweep(5):
         trace_workload(at(work, point), H200)
