@@ -32,13 +32,7 @@ from memfit.jobs.training.shapes import is_basics, model_config
 from memfit.jobs.workload import Workload
 from memfit.models.config_check import HEAD_NAMES, Head, as_language_model
 from memfit.models.images import picture
-from memfit.models.registry import (
-    build_from_config,
-    build_model,
-    language_model,
-    parameter_count,
-    source_notes,
-)
+from memfit.models.registry import build_from_config, build_model, language_model, parameter_count, source_notes
 from memfit.models.stored_weights import refuse_stored
 
 BY_THREADS = "threads bring experts while others are stacked, in no certain order: reserved may be some percent more"

@@ -585,8 +585,7 @@ def _locked(path: Path, said: str, warn: Callable[[str], None]) -> int:
             holder = os.pread(descriptor, 300, 0).decode(errors="replace") or "another process"
             os.close(descriptor)
             raise InputError(
-                f"--save '{said}' is being written by {holder}",
-                hint="wait until it ends, or choose another folder",
+                f"--save '{said}' is being written by {holder}", hint="wait until it ends, or choose another folder"
             ) from error
         except OSError as error:  # not every network file system can
             warn(f"'{path.parent}' knows no locks ({error.strerror}): see to it that no other run writes to '{said}'")

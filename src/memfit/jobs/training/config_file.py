@@ -160,8 +160,7 @@ def _take(found: dict[str, GivenValue], path: str, value: Any, key: str) -> None
         known = found.get(target)
         if known is not None and known.value != made:
             raise UsageError(
-                f"{known.key} is {known.value!r} and {key} is {made!r}, and both mean {target}",
-                hint="keep one of them",
+                f"{known.key} is {known.value!r} and {key} is {made!r}, and both mean {target}", hint="keep one of them"
             )
         found[target] = GivenValue(made, key)
 

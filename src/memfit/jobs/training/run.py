@@ -38,16 +38,7 @@ from memfit.jobs.training.job import TrainJob
 from memfit.jobs.training.loops import on_gpu, trainer_arguments
 from memfit.jobs.training.parallel import ProcessGroup
 from memfit.jobs.training.recovery import HalvedStep, cause_of
-from memfit.jobs.training.result import (
-    STEPS,
-    Expected,
-    PhasePeaks,
-    Place,
-    TrainEvent,
-    TrainResult,
-    beside,
-    ran_out,
-)
+from memfit.jobs.training.result import STEPS, Expected, PhasePeaks, Place, TrainEvent, TrainResult, beside, ran_out
 from memfit.recording.growth import GrowthWatch
 from memfit.recording.machine import publish, published
 from memfit.recording.memory_log import MemoryLog
