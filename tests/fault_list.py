@@ -975,8 +975,8 @@ NEWER = [
     _KEYS("what is off is refused", "value is None or value in refused.harmless", "value is None"),
     _KEYS(
         "a section is not left out with its name",
-        'if any(key == each or key.startswith(f"{each}.") for each in self.without):',
-        "if any(key == each for each in self.without):",
+        '[k for k in self._all if k == each or k.startswith(f"{each}.")]',
+        "[k for k in self._all if k == each]",
     ),
     _KEYS("a half is a whole number", "number == int(number) and abs", "abs"),
     _EDIT(

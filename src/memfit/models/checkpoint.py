@@ -152,8 +152,7 @@ def _tensor(path: Path, name: str, entry: Any, base: int, size: int, number: int
 def _files_of(folder: Path) -> Iterator[Path]:
     if not folder.is_dir():
         raise InputError(f"no folder '{folder}'")
-    index = folder / INDEX
-    if index.is_file():
+    if (index := folder / INDEX).is_file():
         yield from _indexed(folder, index)
     elif (folder / SINGLE).is_file():
         yield folder / SINGLE

@@ -30,19 +30,10 @@ MAX_EXPERTS = 1 << 15
 GENERIC = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
 # Sizes for which some class has a default of its own: in the families that memfit knows, a file must state them too.
 OWN_DEFAULT = (
-    "ffn_dim",
-    "num_key_value_heads",
-    "head_dim",
-    "moe_intermediate_size",
-    "kv_lora_rank",
-    "v_head_dim",
-    "qk_nope_head_dim",
-    "qk_rope_head_dim",
-    "num_experts",
-    "num_local_experts",
-    "n_routed_experts",
+    "ffn_dim", "num_key_value_heads", "head_dim", "moe_intermediate_size", "kv_lora_rank", "v_head_dim",
+    "qk_nope_head_dim", "qk_rope_head_dim", "num_experts", "num_local_experts", "n_routed_experts",
     "num_experts_per_tok",
-)
+)  # fmt: skip
 POSITIVE = {*GENERIC, *OWN_DEFAULT, "n_embd", "n_layer", "n_head", "n_inner", "n_positions", "max_position_embeddings"}
 POSITIVE |= {"word_embed_proj_dim", "q_lora_rank", "sliding_window"}
 DTYPES = ("float64", "float32", "float16", "bfloat16")
@@ -134,18 +125,12 @@ def check_config(data: Mapping[str, Any], family: ConfigFamily, where: str) -> d
         for scalar in _scalars(key, value, where):
             _check_number(key, scalar, where)
     _check_stated(seen, family, where)
-    for key, value in (*seen.items(), *_grouped(seen)):
+    one_level_down = [pair for value in seen.values() if isinstance(value, dict) for pair in value.items()]
+    for key, value in (*seen.items(), *one_level_down):  # as the experts in DBRX's `ffn_config`
         _check_value(key, value, family, where)
     _check_heads(seen, family, where)
     _check_weights(seen, family, where)
     return seen | {key: _dtype(seen[key], key, where) for key in ("dtype", "torch_dtype") if seen.get(key) is not None}
-
-
-def _grouped(data: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Settings one level down, such as the experts in DBRX's `ffn_config`."""
-    for value in data.values():
-        if isinstance(value, dict):
-            yield from value.items()
 
 
 def _scalars(key: str, value: object, where: str) -> Iterator[object]:
@@ -209,17 +194,14 @@ def _check_value(key: str, value: Any, family: ConfigFamily, where: str) -> None
         raise InputError(f"{where}: '{key}' is {value:,}; memfit builds {MAX_LAYERS:,} layers at most")
     if isinstance(value, int) and key.endswith("experts") and value > MAX_EXPERTS:
         raise InputError(f"{where}: '{key}' is {value:,}; memfit builds {MAX_EXPERTS:,} experts at most")
-    if ("dropout" in key or "pdrop" in key) and (isinstance(value, bool) or not _is_share(value)):
+    is_share = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1
+    if ("dropout" in key or "pdrop" in key) and not is_share:
         raise InputError(f"{where}: '{key}' is {show(value)}, not a number from 0 to 1")
 
 
 def _is_size(key: str, family: ConfigFamily) -> bool:
     """By its generic name, or by the family's own name for that."""
     return key in POSITIVE or any(own == key for name, own in family.renamed.items() if name in POSITIVE)
-
-
-def _is_share(value: object) -> bool:
-    return isinstance(value, int | float) and 0 <= value <= 1
 
 
 def _check_heads(data: Mapping[str, Any], family: ConfigFamily, where: str) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import combinations
 from statistics import correlation, median
 from typing import Any, Literal
 
@@ -185,9 +186,8 @@ def _host_growth(seen: Sequence[StepReading], host_bytes: int) -> MemoryGrowth |
 def _long_batches(seen: Sequence[StepReading]) -> MemoryGrowth | None:
     peaks = [each.peak_bytes or 0 for each in seen]
     lengths = [each.longest or each.tokens for each in seen]
-    if max(peaks) - min(peaks) < VARIES * median(peaks) or len(set(lengths)) < 2:
-        return None
-    if correlation(lengths, peaks) < FOLLOWS:
+    varies = max(peaks) - min(peaks) >= VARIES * median(peaks) and len(set(lengths)) > 1
+    if not varies or correlation(lengths, peaks) < FOLLOWS:
         return None
     top = max(range(len(seen)), key=lambda place: peaks[place])
     return MemoryGrowth(
@@ -200,12 +200,8 @@ def _long_batches(seen: Sequence[StepReading]) -> MemoryGrowth | None:
 def rising(seen: Sequence[StepReading], values: Sequence[int], *, least: int) -> float | None:
     """Bytes a step, where they rise steadily and by more than `least` over all; None otherwise."""
     steps = [each.step for each in seen]
-    slopes = [
-        (values[later] - values[earlier]) / (steps[later] - steps[earlier])
-        for earlier in range(len(steps))
-        for later in range(earlier + 1, len(steps))
-        if steps[later] > steps[earlier]
-    ]
+    pairs = combinations(zip(steps, values, strict=True), 2)
+    slopes = [(after - before) / (later - earlier) for (earlier, before), (later, after) in pairs if later > earlier]
     if not slopes:
         return None
     slope = median(slopes)

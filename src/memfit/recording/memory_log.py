@@ -25,8 +25,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import groupby
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal
 
 from memfit.errors import InputError, MemfitError
@@ -99,54 +99,47 @@ def where_it_broke(points: Sequence[LogMoment]) -> str:
 
 
 def csv_row(point: LogMoment) -> str:
-    gpu, host = point.gpu, point.host
-    cells = ("", "", "") if gpu is None else (_gb3(gpu.allocated_bytes), _gb3(gpu.reserved_bytes), _gb3(gpu.peak_bytes))
+    host, cells = point.host, _gpu_cells(point.gpu, None if point.gpu is None else point.gpu.peak_bytes)
     name = f"{point.name} {FAILED}" if point.failed else point.name
     return ",".join([_stamp(point.at), _quoted(name), *cells, _gb3(host.used_bytes), f"{host.percent:.2f}"])
 
 
 def parts_row(part: StagePart) -> str:
-    gpu, cells = part.gpu, ("", "", "")
-    if gpu is not None:
-        cells = (_gb3(gpu.allocated_bytes), _gb3(gpu.reserved_bytes), _gb3(gpu.stretch_peak_bytes))
     named = (_stamp(part.at), _quoted(part.stage), _quoted(part.name))
+    cells = _gpu_cells(part.gpu, None if part.gpu is None else part.gpu.stretch_peak_bytes)
     return ",".join([*named, *cells, _gb3(part.host.used_bytes), f"{part.seconds:.3f}"])
+
+
+def _gpu_cells(gpu: GpuReading | None, peak_bytes: int | None) -> tuple[str, str, str]:
+    return ("", "", "") if gpu is None else (_gb3(gpu.allocated_bytes), _gb3(gpu.reserved_bytes), _gb3(peak_bytes))
 
 
 def parts_table(parts: Sequence[StagePart]) -> str:
     """Peaks of the parts. Parts in a row whose figures read the same are one line."""
     lines = [RULE, "PEAK OF EACH PART", RULE, f"{'Part':<30} {'GPU Alloc':<12} {'GPU Peak':<12} CPU Used", THIN]
-    alike: list[tuple[str, list[StagePart]]] = []
-    for part in parts:
+
+    def figures(part: StagePart) -> str:
         peak = None if part.gpu is None else part.gpu.stretch_peak_bytes
-        row = _row(_allocated(part.gpu), peak, part.host.used_bytes)
-        if alike and alike[-1][0] == row:
-            alike[-1][1].append(part)
-        else:
-            alike.append((row, [part]))
-    for row, same in alike:
-        name = same[0].name if len(same) == 1 else f"{same[0].name} ... {same[-1].name}"
-        lines.append(f"{name:<30} {row}")
+        return _row(_allocated(part.gpu), peak, part.host.used_bytes)
+
+    for row, alike in groupby(parts, figures):
+        first, *others = (part.name for part in alike)
+        lines.append(f"{f'{first} ... {others[-1]}' if others else first:<30} {row}")
     return "\n".join([*lines, RULE])
 
 
 def predicted_and_measured(rows: Iterable[tuple[str, int | None, int | None]]) -> str:
     lines = [RULE, "PREDICTED AND MEASURED", RULE, f"{'Peak':<30} {'Predicted':<12} {'Measured':<12} Difference", THIN]
     for name, predicted, measured in rows:
-        off = UNKNOWN
-        if predicted is not None and measured:
-            off = f"{100 * (predicted - measured) / measured:+.1f}%"
+        both = predicted is not None and measured
+        off = f"{100 * (predicted - measured) / measured:+.1f}%" if both else UNKNOWN
         lines.append(f"{name:<30} {_right(predicted, 12)} {_right(measured, 13)} {off:>13}")
     return "\n".join([*lines, RULE])
 
 
 def _gpu_lines(gpu: GpuReading | None) -> list[str]:
-    names = ("Allocated:", "Reserved:", "Peak:", "Free:", "Total:")
-    if gpu is None:
-        values: tuple[int | None, ...] = (None,) * len(names)
-    else:
-        values = (gpu.allocated_bytes, gpu.reserved_bytes, gpu.peak_bytes, gpu.free_bytes, gpu.total_bytes)
-    return [f"{name:<11}{_gb(value)}" for name, value in zip(names, values, strict=True)]
+    names = ("allocated", "reserved", "peak", "free", "total")
+    return [f"{f'{name.title()}:':<11}{_gb(getattr(gpu, f'{name}_bytes', None))}" for name in names]
 
 
 def _summary_row(point: LogMoment) -> str:
@@ -317,9 +310,7 @@ class MemoryLog:
     def __enter__(self) -> MemoryLog:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
         if isinstance(error, MemfitError):
             return
         if isinstance(error, Exception) and not self.broke:
