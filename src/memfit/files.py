@@ -51,6 +51,15 @@ def written_whole(path: str | Path) -> Iterator[Path]:
         beside.unlink(missing_ok=True)
 
 
+def to_disk(path: Path) -> None:
+    """What a file holds, or the names in a folder, before anything else is done."""
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 UNTOUCHED_SECONDS = 600.0
 """A process of another machine, which shares the folder, may still write what is younger."""
 

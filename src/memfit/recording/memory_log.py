@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -131,8 +131,9 @@ def parts_table(parts: Sequence[StagePart]) -> str:
 def predicted_and_measured(rows: Iterable[tuple[str, int | None, int | None]]) -> str:
     lines = [RULE, "PREDICTED AND MEASURED", RULE, f"{'Peak':<30} {'Predicted':<12} {'Measured':<12} Difference", THIN]
     for name, predicted, measured in rows:
-        both = predicted is not None and measured
-        off = f"{100 * (predicted - measured) / measured:+.1f}%" if both else UNKNOWN
+        off = UNKNOWN
+        if predicted is not None and measured:
+            off = f"{100 * (predicted - measured) / measured:+.1f}%"
         lines.append(f"{name:<30} {_right(predicted, 12)} {_right(measured, 13)} {off:>13}")
     return "\n".join([*lines, RULE])
 
@@ -389,57 +390,21 @@ FIRST_STEPS = 3
 """The first step makes the optimizer's state, the second is the first that is typical."""
 
 
-class _Moments:
-    """What both kinds of callback share: which moments of a run are worth a checkpoint."""
-
-    def __init__(self, path: str | Path | None = None, *, every: int = 100, log: MemoryLog | None = None) -> None:
-        if every < 1:
-            raise ValueError(f"every {every} steps is never")
-        self.every = every
-        self.log = log or MemoryLog(path, quiet=True)
-
-    def began(self) -> None:
-        self.log.checkpoint("train_begin")
-
-    def stepped(self, step: int) -> None:
-        if step <= FIRST_STEPS or step % self.every == 0:
-            self.log.checkpoint(f"step_{step}")
-
-    def evaluated(self, step: int) -> None:
-        self.log.checkpoint(f"step_{step}_after_eval")
-
-    def saved(self, step: int) -> None:
-        self.log.checkpoint(f"step_{step}_after_save")
-
-    def ended(self) -> None:
-        self.log.checkpoint("train_end")
+BEGIN, STEP, EVALUATED, SAVED, END = (
+    "train_begin", "step_{}", "step_{}_after_eval", "step_{}_after_save", "train_end",
+)  # fmt: skip
+"""The moments of a training that are worth a checkpoint."""
 
 
 def trainer_memory(path: str | Path | None = None, *, every: int = 100, log: MemoryLog | None = None) -> Any:
     """A callback for `transformers.Trainer`."""
     from transformers import TrainerCallback
 
-    moments = _Moments(path, every=every, log=log)
-
-    class TrainerMemory(TrainerCallback):  # type: ignore[misc,unused-ignore]
-        log = moments.log
-
-        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            moments.began()
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            moments.stepped(state.global_step)
-
-        def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            moments.evaluated(state.global_step)
-
-        def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            moments.saved(state.global_step)
-
-        def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            moments.ended()
-
-    return TrainerMemory()
+    hooks = {
+        "on_train_begin": BEGIN, "on_step_end": STEP, "on_evaluate": EVALUATED, "on_save": SAVED, "on_train_end": END,
+    }  # fmt: skip
+    step_of = lambda args, state, control: state.global_step  # noqa: E731
+    return _callback("TrainerMemory", TrainerCallback, hooks, step_of, every, log or MemoryLog(path, quiet=True))
 
 
 def lightning_memory(path: str | Path | None = None, *, every: int = 100, log: MemoryLog | None = None) -> Any:
@@ -449,24 +414,27 @@ def lightning_memory(path: str | Path | None = None, *, every: int = 100, log: M
     except ImportError:
         from pytorch_lightning.callbacks import Callback  # type: ignore[import-not-found,unused-ignore]
 
-    moments = _Moments(path, every=every, log=log)
+    hooks = {
+        "on_train_start": BEGIN, "on_train_batch_end": STEP, "on_validation_end": EVALUATED,
+        "on_save_checkpoint": SAVED, "on_train_end": END,
+    }  # fmt: skip
+    step_of = lambda trainer, *_: trainer.global_step  # noqa: E731
+    return _callback("LightningMemory", Callback, hooks, step_of, every, log or MemoryLog(path, quiet=True))
 
-    class LightningMemory(Callback):  # type: ignore[misc,valid-type,unused-ignore]
-        log = moments.log
 
-        def on_train_start(self, trainer: Any, module: Any) -> None:
-            moments.began()
+def _callback(
+    name: str, base: Any, hooks: Mapping[str, str], step_of: Callable[..., int], every: int, log: MemoryLog
+) -> Any:
+    """With a checkpoint at each hook, by the moment that it is; of the steps, at the first ones and `every` so many."""
+    if every < 1:
+        raise ValueError(f"every {every} steps is never")
 
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            moments.stepped(trainer.global_step)
+    def at(moment: str) -> Callable[..., None]:
+        def reached(_: Any, *given: Any, **__: Any) -> None:
+            step = step_of(*given)
+            if moment != STEP or step <= FIRST_STEPS or step % every == 0:
+                log.checkpoint(moment.format(step))
 
-        def on_validation_end(self, trainer: Any, module: Any) -> None:
-            moments.evaluated(trainer.global_step)
+        return reached
 
-        def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: Any) -> None:
-            moments.saved(trainer.global_step)
-
-        def on_train_end(self, trainer: Any, module: Any) -> None:
-            moments.ended()
-
-    return LightningMemory()
+    return type(name, (base,), {"log": log, **{hook: at(moment) for hook, moment in hooks.items()}})()

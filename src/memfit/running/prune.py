@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from os.path import abspath, expanduser
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from memfit.errors import MemfitError, UsageError
 from memfit.jobs.listener import Listener
@@ -96,14 +96,9 @@ def _prediction(remark: Callable[[str], None]) -> Callable[[Planned], Prediction
             return None  # not planned yet
         try:
             gpu = find_gpu(planned.gpu.removeprefix("NVIDIA ")).name
-            plan = predict(
-                settings.workload,
-                gpu=gpu,
-                model=str(planned.folder),
-                precision=planned.dtype,
-                seq_len=planned.seqlen,
-                max_gpu_memory=None if planned.budget is None else str(planned.budget),
-            )
+            budget = None if planned.budget is None else str(planned.budget)
+            found: dict[str, Any] = {"model": str(planned.folder), "precision": planned.dtype}
+            plan = predict(settings.workload, gpu=gpu, seq_len=planned.seqlen, max_gpu_memory=budget, **found)
         except MemfitError as error:
             remark(f"note: no prediction beside the measurement: {error.message}")
             return None

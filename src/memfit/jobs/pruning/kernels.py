@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from importlib.util import find_spec
 from types import MethodType
@@ -145,8 +145,7 @@ def _pays(config: Any, device: torch.device, tokens: int) -> bool:
     if device.type == "cpu" or not heads:
         return False
     both = heads + (getattr(config, "num_key_value_heads", None) or heads)
-    width = both * (getattr(config, "head_dim", None) or config.hidden_size // heads)
-    return bool(2 * tokens * width * 2 * STEPS_OF_ROTARY > PAYS_FROM_BYTES)
+    return 2 * tokens * both * _head_width(config) * 2 * STEPS_OF_ROTARY > PAYS_FROM_BYTES
 
 
 def _work(blocks: list[nn.Module], config: Any, device: torch.device) -> bool:
@@ -156,7 +155,7 @@ def _work(blocks: list[nn.Module], config: Any, device: torch.device) -> bool:
     if find_spec("triton") is None:
         return False
     dtype = next(p.dtype for p in blocks[0].parameters())
-    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    head = _head_width(config)
     try:
         with torch.no_grad():
             q = torch.linspace(-1, 1, 24 * head, device=device, dtype=dtype).view(1, 3, 8, head).transpose(1, 2)
@@ -237,18 +236,14 @@ PAYS_FROM_FLOPS = 7e14
 WITHOUT_PLANNING = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
-@contextmanager
-def attention_kernels(config: Any, device: torch.device, tokens: int, length: int) -> Iterator[None]:
+def attention_kernels(config: Any, device: torch.device, tokens: int, length: int) -> AbstractContextManager[None]:
     """`tokens` in windows of `length`, counted once for each block that they go through."""
-    if device.type == "cpu" or causal_flops(config, tokens, length) > PAYS_FROM_FLOPS:
-        yield
-        return
-    with sdpa_kernel(WITHOUT_PLANNING):
-        yield
-
-
-def causal_flops(config: Any, tokens: int, length: int) -> float:
-    """Of both passes: two products of a query with half of the keys of its window."""
     heads = getattr(config, "num_attention_heads", 0)
-    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads) if heads else 0
-    return 2 * 2 * float(tokens) * length * width
+    width = heads * _head_width(config) if heads else 0
+    # Of both passes: two products of a query with half of the keys of its window.
+    flops = 2 * 2 * float(tokens) * length * width
+    return nullcontext() if device.type == "cpu" or flops > PAYS_FROM_FLOPS else sdpa_kernel(WITHOUT_PLANNING)
+
+
+def _head_width(config: Any) -> int:
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)

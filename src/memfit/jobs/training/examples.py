@@ -59,13 +59,8 @@ def read_examples(config: DataConfig) -> Examples:
     kept = tuple(each for each in made if each.text.strip())
     if not kept:
         raise InputError(f"data.source {config.source!r}: none of its {len(rows):,} rows holds any text ({origin})")
-    return Examples(
-        origin=origin,
-        instruction=len(columns) == 2,
-        rows=kept,
-        raw_prompt=columns[0] == "prompt",
-        empty=len(made) - len(kept),
-    )
+    are_prompts, raw = len(columns) == 2, columns[0] == "prompt"
+    return Examples(origin=origin, instruction=are_prompts, rows=kept, raw_prompt=raw, empty=len(made) - len(kept))
 
 
 # -- where the rows come from ------------------------------------------------------------------------------------------
