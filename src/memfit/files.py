@@ -172,6 +172,22 @@ def check_ends(path: Path) -> os.stat_result:
     raise InputError(f"{str(path)!r} is a {kind}, which may have no end", hint="only files and folders are read")
 
 
+def text_in(path: Path, most: int, what: str) -> str:
+    """Of a small file that somebody wrote; no more is read than `what` it is may have."""
+    check_ends(path)
+    try:
+        with path.open("rb") as stream:
+            raw = stream.read(most + 1)
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(f"'{path}' is not UTF-8 text") from error
+    except OSError as error:
+        raise InputError(f"cannot read '{path}': {error.strerror}") from error
+    if len(raw) > most:
+        raise InputError(f"'{path}' is too long: {what} has at most {most:,} bytes")
+    return text
+
+
 @contextmanager
 def writing(path: Path, name: str) -> Iterator[None]:
     """A file that cannot be written is told in the words of the flag that named it."""

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memfit.errors import InputError, UnknownName, UsageError
+from memfit.files import text_in
 from memfit.jobfiles.axolotl import AXOLOTL
 from memfit.jobfiles.huggingface import HUGGINGFACE
 from memfit.jobfiles.keys import JobFormat, KeyValues
@@ -278,18 +280,9 @@ def _tell_stage(values: KeyValues, path: Path) -> None:
 
 
 def _text_of(path: Path) -> str:
-    try:
-        if not path.is_file():
-            raise InputError(f"no job file '{path}'" if not path.exists() else f"'{path}' is not a file")
-        if path.stat().st_size > MAX_BYTES:
-            raise InputError(f"'{path}' has {path.stat().st_size:,} bytes; a job file has at most {MAX_BYTES:,}")
-        return path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise InputError(f"'{path}' is not UTF-8 text") from error
-    except (OSError, ValueError) as error:
-        if isinstance(error, InputError):
-            raise
-        raise InputError(f"cannot read '{path}': {getattr(error, 'strerror', None) or error}") from error
+    if not os.path.isfile(path):  # which says so of an impossible name too
+        raise InputError(f"'{path}' is not a file" if os.path.exists(path) else f"no job file '{path}'")
+    return text_in(path, MAX_BYTES, "a job file")
 
 
 def _is_json(path: Path, text: str) -> bool:

@@ -341,14 +341,13 @@ class Sparsity:
             )
         if (self.removed is None) != (self.group is None):
             raise UsageError("a group of columns needs both numbers: how many are removed, and of how many")
-        if self.removed is not None and self.group is not None:
-            self._check_group(self.removed, self.group)
-
-    def _check_group(self, removed: int, group: int) -> None:
-        assert 0 <= removed <= group
-        if not math.isclose(self.ratio, removed / group, rel_tol=0, abs_tol=1e-6):
+        if self.removed is None or self.group is None:
+            return
+        share = self.removed / self.group
+        assert 0 <= share <= 1
+        if not math.isclose(self.ratio, share, rel_tol=0, abs_tol=1e-6):
             raise UsageError(
-                f"--sparsity-ratio {self.ratio:g} is not {removed}:{group}, which removes {removed / group:g}",
+                f"--sparsity-ratio {self.ratio:g} is not {self.kind}, which removes {share:g}",
                 hint="leave --sparsity-ratio out, or use --sparsity-type unstructured",
             )
 
@@ -376,10 +375,6 @@ class Sparsity:
     @property
     def kind(self) -> str:
         return UNSTRUCTURED if self.group is None else f"{self.removed}:{self.group}"
-
-    def with_ratio(self, ratio: float) -> Sparsity:
-        """Another share for one block, where not all get the same."""
-        return dataclasses.replace(self, ratio=ratio)
 
     def with_removed(self, removed: int) -> Sparsity:
         """Another count for one block; none and all are possible here."""

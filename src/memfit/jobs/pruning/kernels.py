@@ -27,6 +27,7 @@ from functools import cache
 from importlib.util import find_spec
 from types import MethodType
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -124,20 +125,18 @@ def compiled(blocks: list[nn.Module], config: Any, device: torch.device, tokens:
     if not _work(blocks, config, device):
         yield (WRITTEN_OUT,)
         return
-    home = _module_of_rotary(blocks)
-    before = getattr(home, ROTARY, None)
+    # The Python module whose rotary embedding the blocks' attention calls, if it is the usual one.
+    home = sys.modules.get(type(blocks[0]).__module__)
+    is_usual = (found := getattr(home, ROTARY, None)) is not None and _is_usual_rotary(found)
     gated: list[Any] = [m for block in blocks for m in block.modules() if _has_silu(m)]
     for module in gated:
         module.fused_silu = True
-    if before is not None:
-        setattr(home, ROTARY, rotate_)
     try:
-        yield ()
+        with mock.patch.object(home, ROTARY, rotate_) if is_usual else nullcontext():
+            yield ()
     finally:
         for module in gated:
             del module.fused_silu
-        if before is not None:
-            setattr(home, ROTARY, before)
 
 
 def _pays(config: Any, device: torch.device, tokens: int) -> bool:
@@ -173,13 +172,6 @@ def _same_but_for_rounding(one: Tensor, other: Tensor) -> bool:
     size of the largest."""
     allowed = 4 * torch.finfo(other.dtype).eps * float(other.abs().max())
     return bool((one.float() - other.float()).abs().max() <= allowed)
-
-
-def _module_of_rotary(blocks: list[nn.Module]) -> Any:
-    """The Python module whose rotary embedding the blocks' attention calls, if it is the usual one."""
-    home = sys.modules.get(type(blocks[0]).__module__)
-    found = getattr(home, ROTARY, None)
-    return home if found is not None and _is_usual_rotary(found) else None
 
 
 @cache

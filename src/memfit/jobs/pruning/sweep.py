@@ -157,7 +157,7 @@ class Sweep:
             self.output.remember("outliers", outliers)
         if asked.group is not None and asked.removed is not None:
             return [asked.with_removed(removed) for removed in owl_groups(outliers, asked.removed, asked.group)]
-        return [asked.with_ratio(ratio) for ratio in owl(outliers, asked.ratio)]
+        return [dataclasses.replace(asked, ratio=ratio) for ratio in owl(outliers, asked.ratio)]
 
     def _outliers(self) -> list[float]:
         """The dense model's percentage of outliers, block by block: one forward through it."""

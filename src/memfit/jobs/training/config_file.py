@@ -19,7 +19,7 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from memfit.errors import InputError, UnknownName, UsageError
-from memfit.files import check_ends
+from memfit.files import text_in
 from memfit.jobs.training.config import DOCUMENT, OF_WORKLOAD, ModelConfig, TrainConfig, workload_of
 from memfit.jobs.training.config_names import (
     ALIASES,
@@ -428,19 +428,9 @@ def find_config(said: str) -> tuple[str, str, str]:
         if path.suffix in (*ENDINGS, ".json") or path.parent != Path("."):
             raise InputError(f"no config file '{said}'", hint=f"configs that come with memfit: {_shipped()}")
         raise UnknownName("config", said, shipped_configs(), more=f"a .yaml file works too; shipped: {_shipped()}")
-    try:
-        if path.is_dir():
-            raise InputError(f"--config '{said}' is a folder, not a YAML file")
-        check_ends(path)
-        with path.open("rb") as stream:
-            read = stream.read(MAX_BYTES + 1)
-        if len(read) > MAX_BYTES:
-            raise InputError(f"'{said}' is too long: a config has at most {MAX_BYTES:,} bytes")
-        return path.stem, read.decode(), f"'{said}'"
-    except UnicodeDecodeError as error:
-        raise InputError(f"'{said}' is not UTF-8 text") from error
-    except OSError as error:
-        raise InputError(f"cannot read '{said}': {error.strerror}") from error
+    if path.is_dir():
+        raise InputError(f"--config '{said}' is a folder, not a YAML file")
+    return path.stem, text_in(path, MAX_BYTES, "a config"), f"'{said}'"
 
 
 def _shipped() -> str:

@@ -71,7 +71,8 @@ class ActivationsOnHost:
     def unpack(self, saved: Tensor | _SavedTensor) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
-        return saved.as_it_was(saved.kept.carrier.fetch(saved.kept))
+        raw = saved.kept.carrier.fetch(saved.kept)
+        return raw.view(saved.dtype).as_strided(saved.size, saved.stride, saved.offset)
 
 
 class _SavedTensor:
@@ -83,9 +84,6 @@ class _SavedTensor:
         self.kept = kept
         self.dtype, self.size, self.stride = tensor.dtype, tensor.size(), tensor.stride()
         self.offset = tensor.storage_offset()
-
-    def as_it_was(self, raw: Tensor) -> Tensor:
-        return raw.view(self.dtype).as_strided(self.size, self.stride, self.offset)
 
 
 class _HostCopy:
