@@ -803,8 +803,8 @@ ANALYSIS = [
     _GROWTH("the warm-up counts", "seen = _spread(samples[WARM_UP:])", "seen = _spread(samples)"),
     _GROWTH(
         "fragmentation is against this step's peak",
-        "highest = max(highest, each.peak_bytes or 0)",
-        "highest = each.peak_bytes or 0",
+        "accumulate((each.peak_bytes or 0 for each in seen), max)",
+        "[each.peak_bytes or 0 for each in seen]",
     ),
     _GROWTH(
         "a cache that has filled up is growth",
@@ -812,7 +812,7 @@ ANALYSIS = [
         "return slope if steady else None",
     ),
     _GROWTH("a verdict needs one sample more", "if len(seen) < FEWEST:", "if len(seen) <= FEWEST:"),
-    _GROWTH("the end is reckoned from nothing", "capacity - highest)", "capacity)"),
+    _GROWTH("the end is reckoned from nothing", "capacity - highest,", "capacity,"),
     _GROWTH(
         "host growth comes before a leak",
         "        found\n        or _host_growth(seen, host_bytes)\n",
