@@ -67,7 +67,7 @@ def prune(
         zero_shot=eval_zero_shot,
         cache_dir=_path(cache_dir),
         force=force,
-        results_also_in=_path(save) if save_model is not None and not _same_path(save, save_model) else None,
+        results_also_in=None if save_model is None or _absolute(save) == _absolute(save_model) else _path(save),
     )
     told = listener or Listener()
     with told.working(f"loading {settings.workload.model}"):
@@ -79,8 +79,8 @@ def _path(place: object) -> str | None:
     return None if place is None else str(place)
 
 
-def _same_path(one: str | None, other: str) -> bool:
-    return one is not None and abspath(expanduser(one)) == abspath(expanduser(other))
+def _absolute(place: str | None) -> str | None:
+    return None if place is None else abspath(expanduser(place))
 
 
 def _prediction(remark: Callable[[str], None]) -> Callable[[Planned], Prediction | None]:

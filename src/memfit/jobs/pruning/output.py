@@ -193,8 +193,6 @@ class OutputFolder:
             os.close(self._files.pop())
         self.journal.close()
 
-    abandon = close
-
     # -- files -----------------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
@@ -283,8 +281,8 @@ class OutputFolder:
             _pwrite(descriptor, part, target.start + start)
 
     def _sync(self, files: Iterable[int]) -> None:
-        for file in files:
-            _to_disk(self._files[file])
+        for file in files:  # the data and what is needed to find it; not every system can leave out the rest
+            getattr(os, "fdatasync", os.fsync)(self._files[file])
 
 
 @dataclass
@@ -432,11 +430,6 @@ def _unfinished(save: Path, said: str, *, resume: bool) -> Journal | None:
 # -- bytes -------------------------------------------------------------------------------------------------------------
 
 
-def _to_disk(descriptor: int) -> None:
-    """The data and what is needed to find it; not every system can leave out the rest."""
-    getattr(os, "fdatasync", os.fsync)(descriptor)
-
-
 def _checksum(data: memoryview, total: int) -> int:
     """The sum of all 8-byte words, at the speed of memory: enough to tell a page that never reached the disk. By numpy,
     in this thread: torch would start others here, beside those that compute."""
@@ -537,12 +530,6 @@ def holds_same_run(save: str, key: Mapping[str, Any]) -> bool:
         each.is_file() and each.stat().st_mtime_ns <= written and any(fnmatch(each.name, name) for name in ours)
         for each in path.iterdir()
     )
-
-
-def begin_anew(save: str) -> None:
-    """For --force: what an unfinished run has left goes; a finished result stays until the new one is whole."""
-    with writing_to(save):
-        discard(absolute(save))
 
 
 def leave(output: OutputFolder) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import platform
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,10 +61,11 @@ class BlockReport:
 
     @classmethod
     def from_json(cls, facts: Mapping[str, Any]) -> BlockReport:
-        """As the journal of an earlier run has it."""
+        """As the journal of an earlier run has it, or a result, which has shares beside counts."""
+        matrices = facts["matrices"]
         return cls(
             index=int(facts["index"]),
-            matrices=tuple(MatrixReport(**each) for each in facts["matrices"]),
+            matrices=tuple(MatrixReport(**{k: v for k, v in each.items() if k != "sparsity"}) for each in matrices),
             seconds=float(facts["seconds"]),
             notes=tuple(facts["notes"]),
             resumed=True,
@@ -159,7 +160,7 @@ class PruneResult:
             model=document["source"],
             device=document["device"],
             data=None if document["data"] is None else Fingerprint(**document["data"]),
-            blocks=[BlockReport.from_json({**each, "notes": ()}) for each in _plain_layers(document)],
+            blocks=[BlockReport.from_json({**each, "notes": ()}) for each in document["layers"]],
             ratios=[each["asked"] for each in document["layers"]],
             placement=document["placement"],
             perplexity=evaluation and Perplexity(data=Fingerprint(**evaluation), dense=dense, pruned=pruned),
@@ -275,13 +276,6 @@ def _layer(block: BlockReport, asked: float) -> dict[str, Any]:
         "index": block.index, "asked": asked, "sparsity": round(block.sparsity, 6), "zeros": block.zeros,
         "weights": block.weights, "seconds": round(block.seconds, 3), "resumed": block.resumed, "matrices": matrices,
     }  # fmt: skip
-
-
-def _plain_layers(document: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """As `BlockReport` has them: shares are told from counts."""
-    for layer in document["layers"]:
-        matrices = [{name: value for name, value in each.items() if name != "sparsity"} for each in layer["matrices"]]
-        yield {**layer, "matrices": matrices}
 
 
 def _checkpoint(point: LogMoment) -> dict[str, Any]:

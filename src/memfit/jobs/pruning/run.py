@@ -402,8 +402,9 @@ class _PruningRun:
         if text.windows is not None:
             key |= {"nsamples": self.work.nsamples, "seqlen": text.seqlen, "data": text.windows.fingerprint.sha256}
         replace = self.options.force
-        if replace:
-            output_folder.begin_anew(settings.save)
+        if replace:  # what an unfinished run has left goes; a finished result stays until the new one is whole
+            with writing_to(settings.save):
+                output_folder.discard(absolute(settings.save))
         elif output_folder.holds_same_run(settings.save, {**key, "source": identity_of(engine.decoder)}):
             self._note(f"'{settings.save}' holds the result of this very run: it is replaced when this one is whole")
             replace = True

@@ -91,12 +91,8 @@ def identity_of(job: TrainJob) -> dict[str, Any]:
     config, work = job.config, job.config.workload
     method: dict[str, Any] = {"kind": config.value("method.kind")}
     if work.kind == "lora":
-        targets = work.target_modules
-        method |= {
-            "rank": work.rank,
-            "alpha": config.alpha,
-            "target_modules": None if targets is None else sorted(targets),
-        }
+        targets = None if work.target_modules is None else sorted(work.target_modules)
+        method |= {"rank": work.rank, "alpha": config.alpha, "target_modules": targets}
     if work.is_quantised:
         method |= {"quant": work.quant, "kbit_prepare": work.is_kbit_prepared}
         method |= {} if work.quant == "int8" else {"double": work.double_quant, "compute": work.compute_precision}

@@ -237,8 +237,9 @@ def _instead_of(key: str, inside: str) -> str:
     section = SECTION_ALIASES.get(own, own)
     mine = ((leaf, f"{section}.{leaf}") for leaf in FIELDS.get(section, ()))
     known = dict(reversed([*chain(mine, _every_name())]))
-    near = get_close_matches(key.lower(), known, n=2, cutoff=0.6)
-    meant = {_with_section(each, known[each]): None for each in near}
+    near = {each: known[each] for each in get_close_matches(key.lower(), known, n=2, cutoff=0.6)}
+    ends = {name: path.rpartition(".")[2] == name for name, path in near.items()}
+    meant = dict.fromkeys(f"'{path}'" if ends[name] else f"'{name}' (which is {path})" for name, path in near.items())
     return f"did you mean {' or '.join(meant)}?" if meant else f"sections: {', '.join(SECTIONS)}"
 
 
@@ -248,10 +249,6 @@ def _every_name() -> Iterator[tuple[str, str]]:
     yield from ((name, f"model.{name}") for name in MODEL_SETTINGS)
     yield from (*ALIASES.items(), *SECTION_ALIASES.items())
     yield from ((name, name) for name in (*LOOSE, *FIELDS[""], *SEVERAL, *SECTIONS))
-
-
-def _with_section(name: str, path: str) -> str:
-    return f"'{path}'" if path.rpartition(".")[2] == name else f"'{name}' (which is {path})"
 
 
 def _make_adapters(given: dict[str, GivenValue]) -> None:

@@ -74,11 +74,11 @@ ATTENTION = frozenset(getattr(aten, name).default for name in ATTENTION_NAMES if
 def selective_contexts(model: Any) -> Callable[[], Any]:
     """What `torch.utils.checkpoint.checkpoint` takes as `context_fn`."""
     rank = max((int(each.r) for each in getattr(model, "peft_config", {}).values()), default=0)
-    return partial(create_selective_checkpoint_contexts, partial(_policy, rank))
 
+    def policy(_: Any, op: Any, *args: Any, **__: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if is_kept(op, args, rank) else CheckpointPolicy.PREFER_RECOMPUTE
 
-def _policy(rank: int, _: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if is_kept(op, args, rank) else CheckpointPolicy.PREFER_RECOMPUTE
+    return partial(create_selective_checkpoint_contexts, policy)
 
 
 def is_kept(op: Any, args: tuple[Any, ...], rank: int = 0) -> bool:
