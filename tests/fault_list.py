@@ -54,7 +54,7 @@ PRUNING = [
     _JOURNAL("a resumed run may have other settings", "        if other:\n", "        if False:\n"),
     _JOURNAL(
         "blocks are not forgotten before their files go",
-        "            stream.truncate(end)\n",
+        "            os.ftruncate(stream.fileno(), end)\n",
         "            pass\n",
     ),
     _OUTPUT(

@@ -7,7 +7,7 @@ DOOR = {
     "adapters": "config_arguments",
     "build": "Prepared build_base_model build_for_training prepare_without_memory takes_labels",
     "checks": "check_by_type check_one_of check_seed",
-    "host": "Event HostMemory Lane as_bytes finished is_out_of_memory numbers on_the_host",
+    "host": "Event HostMemory Lane as_bytes cause_of finished is_out_of_memory numbers on_the_host",
     "listener": "Listener",
     "loading": "loaded_bytes",
     "profile": "BATCH_SIZE CONTEXT_LENGTH OnCard ProfileSettings Profiled check_gpu course_size profile_on_gpu",

@@ -93,7 +93,7 @@ def forget_blocks(path: Path) -> None:
     """Leave the first line alone: the files are about to go, and no block may be believed without them."""
     for _, end in islice(_lines(path), 1):
         with path.open("r+b") as stream:
-            stream.truncate(end)
+            os.ftruncate(stream.fileno(), end)
             os.fsync(stream.fileno())
 
 
