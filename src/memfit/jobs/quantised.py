@@ -322,7 +322,7 @@ def _scales_of_groups(grouped: Tensor) -> tuple[Tensor, Tensor]:
     return scales, least + scales * 8.0
 
 
-OF_TORCHAO: dict[str, type[QuantisedLinear]] = {
+TORCHAO_LAYERS: dict[str, type[QuantisedLinear]] = {
     "torchao-int8": Int8Rows, "torchao-float8": Float8Rows, "torchao-int4": Int4Tiles,
 }  # fmt: skip
 
@@ -369,7 +369,7 @@ def _layer(module: Any, work: Workload, turned: bool, group: int) -> QuantisedLi
     given = (module.weight, module.bias)
     if work.quant.startswith("torchao-"):
         more: dict[str, Any] = {"group": group} if work.quant == "torchao-int4" else {}
-        return OF_TORCHAO[work.quant](*given, transposed=False, **more)
+        return TORCHAO_LAYERS[work.quant](*given, transposed=False, **more)
     if work.quant == "int8":
         return EightBitLinear(*given, transposed=turned)
     compute = DTYPES[work.compute_precision]

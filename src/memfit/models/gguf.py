@@ -169,8 +169,8 @@ def _folder_for(path: Path, cache_dir: Path | None) -> tuple[Path, str]:
     from importlib.metadata import version
 
     digest = _digest(path)
-    root = own_cache("models", in_said="models") or folder_of_this_process()
-    root = root if cache_dir is None else cache_dir / "memfit-gguf"
+    root = None if cache_dir is None else cache_dir / "memfit-gguf"
+    root = root or own_cache("models", in_said="models") or folder_of_this_process()
     name = re.sub(r"[^A-Za-z0-9._-]", "_", path.stem)[:60]
     return root / f"{name}-{digest[:16]}-{FORMAT}-{version('transformers')}", digest
 

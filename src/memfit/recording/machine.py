@@ -181,9 +181,14 @@ def _state(library: Any, index: int) -> GpuState:
     uuid, name = library.nvmlDeviceGetUUID(handle), library.nvmlDeviceGetName(handle)
     load = _asked(library, lambda: library.nvmlDeviceGetUtilizationRates(handle).gpu)
     return GpuState(
-        index=index, uuid=_text(uuid), name=_text(name), total_bytes=int(memory.total), used_bytes=int(memory.used),
-        busy_percent=load, processes=tuple(_processes(library, handle)),
-    )  # fmt: skip
+        index=index,
+        uuid=_text(uuid),
+        name=_text(name),
+        total_bytes=int(memory.total),
+        used_bytes=int(memory.used),
+        busy_percent=load,
+        processes=tuple(_processes(library, handle)),
+    )
 
 
 def _processes(library: Any, handle: Any) -> Iterator[GpuProcess]:

@@ -130,10 +130,8 @@ class Engine:
         batches = deal(len(ids), placement.micro_batch, self.team.rank, self.team.size)
         decoder, calls = self.decoder, dict[int, Sequence[Call]]()
         with self.phases("calibration"):
-            states = HiddenStates(
-                batches, (ids.shape[1], decoder.hidden_size), decoder.dtype, placement.where, self.host, self.lanes,
-                self._some(batches),
-            )  # fmt: skip
+            shape, some = (ids.shape[1], decoder.hidden_size), self._some(batches)
+            states = HiddenStates(batches, shape, decoder.dtype, placement.where, self.host, self.lanes, some)
         with self.phases("embed"), decoder.outer_weights(self._load_outer):
             for number, batch in enumerate(self._some(batches)):
                 hidden = decoder.front(ids[batch.first : batch.first + batch.count].to(self.device))

@@ -520,9 +520,13 @@ class _PruningRun:
             return
         dtype = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}[str(decoder.dtype).removeprefix("torch.")]
         planned = Planned(
-            settings=self.settings, seqlen=result.seqlen, folder=source.folder, dtype=dtype, budget=self.budget,
+            settings=self.settings,
+            seqlen=result.seqlen,
+            folder=source.folder,
+            dtype=dtype,
+            budget=self.budget,
             gpu=str(result.device["name"]),
-        )  # fmt: skip
+        )
         result.predicted = self.predict(planned)
         if result.predicted is not None:
             pruned = next(point for point in log.points if point.name == AFTER_PRUNING)
