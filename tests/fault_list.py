@@ -44,7 +44,7 @@ _SWEEP = _in("jobs/pruning/sweep.py", "jobs/pruning/test_durability.py", "jobs/p
 
 PRUNING = [
     _JOURNAL("a journal's line is not synced", "        os.fsync(self._file)\n", ""),
-    _JOURNAL("the first line of a journal is not synced to its folder", "        sync_folder(self.path.parent)\n", ""),
+    _JOURNAL("the first line of a journal is not synced to its folder", "        to_disk(self.path.parent)\n", ""),
     _JOURNAL("half a line of the journal stays", "        os.ftruncate(self._file, self._end)\n", ""),
     _JOURNAL(
         "a block out of order is believed", 'elif line.get("block") == len(made.blocks):', 'elif "block" in line:'
@@ -54,7 +54,7 @@ PRUNING = [
     _JOURNAL("a resumed run may have other settings", "        if other:\n", "        if False:\n"),
     _JOURNAL(
         "blocks are not forgotten before their files go",
-        "            os.ftruncate(descriptor, end)\n",
+        "            os.ftruncate(stream.fileno(), end)\n",
         "            pass\n",
     ),
     _OUTPUT(
@@ -65,19 +65,19 @@ PRUNING = [
     _OUTPUT("a block's bytes are not synced", "            self._sync(files)\n", ""),
     _OUTPUT(
         "the journal goes before the folder is renamed",
-        "            self.working.rename(self.save)\n            sync_folder(self.save.parent)\n",
+        "            self.working.rename(self.save)\n            to_disk(self.save.parent)\n",
         "            self.journal.delete()\n            self.working.rename(self.save)\n"
-        "            sync_folder(self.save.parent)\n",
+        "            to_disk(self.save.parent)\n",
     ),
     _OUTPUT(
         "the folder is renamed before its files are on disk",
         "            self._sync(range(len(self._files)))\n            self.close()\n",
         "            self.close()\n",
     ),
-    _OUTPUT("the rename is not synced", "            sync_folder(self.save.parent)\n", ""),
+    _OUTPUT("the rename is not synced", "            to_disk(self.save.parent)\n", ""),
     _OUTPUT(
         "the folder's names are not synced before the rename",
-        "            self.close()\n            sync_folder(self.working)\n",
+        "            self.close()\n            to_disk(self.working)\n",
         "            self.close()\n",
     ),
     _OUTPUT(
@@ -702,10 +702,11 @@ TRAINING = [
     _CHECKPOINTS("another optimizer is continued", 'for key in ("method", "optimizer"):', 'for key in ("method",):'),
     _CHECKPOINTS(
         "a checkpoint is renamed before it is on the disk",
-        '    for path in (*beside.rglob("*"), beside):\n        _to_disk(path)\n',
+        '    for path in (*beside.rglob("*"), beside):\n'
+        "        if path.is_file() or path.is_dir():\n            to_disk(path)\n",
         "",
     ),
-    _CHECKPOINTS("a checkpoint's rename is not synced", "    _to_disk(place.parent)\n", ""),
+    _CHECKPOINTS("a checkpoint's rename is not synced", "    to_disk(place.parent)\n", ""),
     _CHECKPOINTS(
         "to make room the last checkpoint goes too",
         "[: -max(1, count - 1)]",
@@ -802,8 +803,8 @@ ANALYSIS = [
     _GROWTH("the warm-up counts", "seen = _spread(samples[WARM_UP:])", "seen = _spread(samples)"),
     _GROWTH(
         "fragmentation is against this step's peak",
-        "highest = max(highest, each.peak_bytes or 0)",
-        "highest = each.peak_bytes or 0",
+        "accumulate((each.peak_bytes or 0 for each in seen), max)",
+        "[each.peak_bytes or 0 for each in seen]",
     ),
     _GROWTH(
         "a cache that has filled up is growth",
@@ -811,7 +812,7 @@ ANALYSIS = [
         "return slope if steady else None",
     ),
     _GROWTH("a verdict needs one sample more", "if len(seen) < FEWEST:", "if len(seen) <= FEWEST:"),
-    _GROWTH("the end is reckoned from nothing", "capacity - highest)", "capacity)"),
+    _GROWTH("the end is reckoned from nothing", "capacity - highest,", "capacity,"),
     _GROWTH(
         "host growth comes before a leak",
         "        found\n        or _host_growth(seen, host_bytes)\n",
@@ -934,6 +935,7 @@ _COMPILERS_SETTINGS = _in("tracing/compiled/settings.py", "tracing/test_torch_co
 _STAGES = _in("tracing/compiled/stages.py", "tracing/test_torch_compile.py")
 _REFUSED = _in("tracing/tracer.py", "tracing/test_torch_compile.py")
 _QUANTISED = _in("jobs/quantised.py", "jobs/test_quantised.py", "planning/test_quantised_plans.py")
+_LOADING = _in("jobs/loading.py", "jobs/test_quantised.py", "planning/test_quantised_plans.py")
 _STATES = _in("jobs/small_states.py", "jobs/test_quantised.py")
 
 NEWER = [
@@ -975,8 +977,8 @@ NEWER = [
     _KEYS("what is off is refused", "value is None or value in refused.harmless", "value is None"),
     _KEYS(
         "a section is not left out with its name",
-        'if any(key == each or key.startswith(f"{each}.") for each in self.without):',
-        "if any(key == each for each in self.without):",
+        '[k for k in self._all if k == each or k.startswith(f"{each}.")]',
+        "[k for k in self._all if k == each]",
     ),
     _KEYS("a half is a whole number", "number == int(number) and abs", "abs"),
     _EDIT(
@@ -1082,12 +1084,12 @@ NEWER = [
         "ctx.kept = x if ctx.needs_input_grad[0] else None",
         "ctx.kept = None",
     ),
-    _QUANTISED(
+    _LOADING(
         "what transformers asks for at once is twice that",
         "for p, size in counted) // 8",
         "for p, size in counted) // 4",
     ),
-    _QUANTISED("adapters stay in the type of the layer", 'work.adapter_dtype == "fp32" else ():', "False else ():"),
+    _LOADING("adapters stay in the type of the layer", 'work.adapter_dtype == "fp32" else ():', "False else ():"),
     _STATES(
         "states of few entries are of 8 bits too", "weight.numel() >= FEWEST_IN_8_BITS and id(weight)", "id(weight)"
     ),

@@ -51,6 +51,15 @@ def written_whole(path: str | Path) -> Iterator[Path]:
         beside.unlink(missing_ok=True)
 
 
+def to_disk(path: Path) -> None:
+    """What a file holds, or the names in a folder, before anything else is done."""
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 UNTOUCHED_SECONDS = 600.0
 """A process of another machine, which shares the folder, may still write what is younger."""
 
@@ -161,6 +170,22 @@ def check_ends(path: Path) -> os.stat_result:
         return there
     kind = "pipe" if stat.S_ISFIFO(mode) else "socket" if stat.S_ISSOCK(mode) else "device"
     raise InputError(f"{str(path)!r} is a {kind}, which may have no end", hint="only files and folders are read")
+
+
+def text_in(path: Path, most: int, what: str) -> str:
+    """Of a small file that somebody wrote; no more is read than `what` it is may have."""
+    check_ends(path)
+    try:
+        with path.open("rb") as stream:
+            raw = stream.read(most + 1)
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(f"'{path}' is not UTF-8 text") from error
+    except OSError as error:
+        raise InputError(f"cannot read '{path}': {error.strerror}") from error
+    if len(raw) > most:
+        raise InputError(f"'{path}' is too long: {what} has at most {most:,} bytes")
+    return text
 
 
 @contextmanager

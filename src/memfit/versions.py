@@ -43,7 +43,7 @@ def versions() -> dict[str, str | None]:
     found: dict[str, str | None] = {"python": f"{sys.version_info.major}.{sys.version_info.minor}"}
     by_folder = _versions_by_folder()
     for name in PACKAGES:
-        found[name] = by_folder.get(name) or (None if name in SELDOM_THERE else _recorded_version(name))
+        found[name] = by_folder.get(name) or (None if name in SELDOM_THERE else recorded_version(name))
     return found
 
 
@@ -61,7 +61,8 @@ def _versions_by_folder() -> dict[str, str]:
     return found
 
 
-def _recorded_version(name: str) -> str | None:
+def recorded_version(name: str) -> str | None:
+    """As pip has it; None of what is not installed."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:

@@ -14,7 +14,8 @@ from torch import nn
 
 from memfit.errors import UsageError
 from memfit.jobs.build import prepare_without_memory
-from memfit.jobs.quantised import EightBitLinear, FourBitLinear, _rounded, loaded_bytes
+from memfit.jobs.loading import loaded_bytes
+from memfit.jobs.quantised import EightBitLinear, FourBitLinear, _rounded
 from memfit.jobs.small_states import KINDS, SmallStates
 from memfit.jobs.workload import Workload
 from memfit.tracing.kernels.four_bit import reads_packed

@@ -2,7 +2,5 @@
 
 from __future__ import annotations
 
-DOOR = {
-    "file": "JobFile is_job_file read_job",
-}
+DOOR = {"file": "JobFile is_job_file read_job"}
 """What other rooms may use, by file."""

@@ -17,9 +17,8 @@ from memfit.jobfiles.huggingface import (
     note_reentrant,
     optimizer_setting,
     written_optimizer,
-    written_rows,
 )
-from memfit.jobfiles.keys import NOT_MODELLED, Edits, FileKey, JobFormat, KeyValues, Refused
+from memfit.jobfiles.keys import NOT_MODELLED, Edits, JobFormat, KeyValues, Refused, file_keys
 
 FLAGS_OF_ATTENTION = {
     "xformers_attention": "xformers", "sage_attention": "sage", "flex_attention": "flex_attention",
@@ -32,43 +31,28 @@ FOR_MANY_SAMPLES = ("flash_attention_2", "flash_attention_3")
 BATCH_KEYS = ("micro_batch_size", "gradient_accumulation_steps", "batch_size")
 PLANNED = {"sdpa": "sdpa", "eager": "eager", "flash_attention_2": "sdpa", "flash_attention_3": "sdpa"}
 
-KEYS = {
-    "base_model": FileKey(None, "text"),
-    "adapter": FileKey(None, "text"),
-    "model_type": FileKey(None, "text"),
-    "load_in_8bit": FileKey(False, "yes"),
-    "load_in_4bit": FileKey(False, "yes"),
-    "lora_r": FileKey(None, "whole"),
-    "lora_dropout": FileKey(0.0, "number"),
-    "lora_target_modules": FileKey((), "names"),
-    "lora_target_linear": FileKey(False, "yes"),
-    "peft_use_dora": FileKey(False, "yes"),
-    "peft_autocast_adapter_dtype": FileKey(True, "yes"),
-    "sequence_len": FileKey(512, "whole"),
-    "sample_packing": FileKey(False, "yes"),
-    "multipack_real_batches": FileKey(None, "yes"),
-    "pad_to_sequence_len": FileKey(None, "yes"),
-    "pad_to_multiple_of": FileKey(64, "whole"),
-    "micro_batch_size": FileKey(1, "whole"),
-    "gradient_accumulation_steps": FileKey(None, "whole"),
-    "batch_size": FileKey(None, "whole"),
-    "eval_batch_size": FileKey(None, "whole"),
-    "optimizer": FileKey("adamw_torch_fused", "text"),
-    "optim_args": FileKey(None),
-    "weight_decay": FileKey(0.0, "number"),
-    "max_grad_norm": FileKey(1.0, "number"),
-    "bf16": FileKey("auto"),
-    "fp16": FileKey(False, "yes"),
-    "bfloat16": FileKey(False, "yes"),
-    "float16": FileKey(False, "yes"),
-    "gradient_checkpointing": FileKey(False),
-    "gradient_checkpointing_kwargs": FileKey(None),
-    "attn_implementation": FileKey(None, "text"),
-    **{name: FileKey(False, "yes") for name in (*FLAGS_OF_ATTENTION, *FUSED)},
-    "fsdp": FileKey(None),
-    "fsdp_config": FileKey(None),
-    "fsdp_version": FileKey(None, "whole"),
-}
+KEYS = file_keys({
+    "text": {
+        "base_model": None, "adapter": None, "model_type": None, "optimizer": "adamw_torch_fused",
+        "attn_implementation": None,
+    },
+    "yes": {
+        "load_in_8bit": False, "load_in_4bit": False, "lora_target_linear": False, "peft_use_dora": False,
+        "peft_autocast_adapter_dtype": True, "sample_packing": False, "multipack_real_batches": None,
+        "pad_to_sequence_len": None, "fp16": False, "bfloat16": False, "float16": False,
+        **dict.fromkeys((*FLAGS_OF_ATTENTION, *FUSED), False),
+    },
+    "whole": {
+        "lora_r": None, "sequence_len": 512, "pad_to_multiple_of": 64, "micro_batch_size": 1,
+        "gradient_accumulation_steps": None, "batch_size": None, "eval_batch_size": None, "fsdp_version": None,
+    },
+    "number": {"lora_dropout": 0.0, "weight_decay": 0.0, "max_grad_norm": 1.0},
+    "names": {"lora_target_modules": ()},
+    "any": {
+        "optim_args": None, "bf16": "auto", "gradient_checkpointing": False, "gradient_checkpointing_kwargs": None,
+        "fsdp": None, "fsdp_config": None,
+    },
+})  # fmt: skip
 IDLE = (
     "strict base_model_config base_model_ignore_patterns tokenizer_* processor_* trust_remote_code datasets "
     "test_datasets dataset_* shuffle_* val_set_size pretraining_dataset skip_prepare_dataset push_dataset_to_hub "
@@ -91,8 +75,7 @@ REFUSED = {
     "torch_compile_backend": Refused("only torch.compile by inductor is modelled", (None, "inductor")),
     "torch_compile_mode": Refused("only torch.compile's default mode is modelled", (None, "default")),
     "rl": Refused("it trains with more than one pass or model; supervised training is planned", (None, "")),
-    "reward_model": Refused("reward models are not planned"),
-    "process_reward_model": Refused("reward models are not planned"),
+    **dict.fromkeys(("reward_model", "process_reward_model"), Refused("reward models are not planned")),
     "plugins": Refused("plugins replace kernels and losses of the model", (None, [], "")),
     "unfrozen_parameters": Refused("training chosen weights only is not modelled", (None, [])),
     "lora_modules_to_save": Refused("modules that are trained whole beside the adapters are not modelled", (None, [])),
@@ -109,8 +92,7 @@ REFUSED = {
     "batch_flattening": Refused("rows without padding have attention kernels of their own"),
     "flash_attn_cross_entropy": Refused("its fused loss is not modelled"),
     "flash_attn_rms_norm": Refused("its fused norm is not modelled"),
-    "flash_attn_fuse_mlp": Refused("its fused layers are not modelled"),
-    "flash_attn_fuse_qkv": Refused("its fused layers are not modelled"),
+    **dict.fromkeys(("flash_attn_fuse_mlp", "flash_attn_fuse_qkv"), Refused("its fused layers are not modelled")),
     "chunked_cross_entropy": Refused("its chunked loss is not memfit's"),
     "cut_cross_entropy": Refused("its fused loss is not modelled"),
     "tiled_mlp": Refused("MLPs in tiles are not modelled"),
@@ -180,11 +162,8 @@ def _method(values: KeyValues, half: tuple[str | None, str | None], attention: s
     adapter = values["adapter"]
     if adapter is None:
         if loaded is not None and attention not in FOR_MANY_SAMPLES:
-            values.refuse(
-                "attn_implementation",
-                f"without a flash attention (flash_attention: true) Axolotl trains norms and embeddings in fp32 beside"
-                f" {loaded} weights",
-            )
+            why = "without a flash attention (flash_attention: true) Axolotl trains norms and embeddings in fp32 beside"
+            values.refuse("attn_implementation", f"{why} {loaded} weights")
         return {"kind": "train", **types}
     if adapter not in ("lora", "qlora"):
         values.refuse("adapter", f"the adapter {adapter} is not planned from a job file")
@@ -194,10 +173,8 @@ def _method(values: KeyValues, half: tuple[str | None, str | None], attention: s
         values.refuse("adapter", "lora_r is not said")
     everywhere = values["lora_target_linear"] or values.document.get("lora_target_modules") == "all-linear"
     if not everywhere and not targets:
-        values.refuse(
-            "adapter",
-            Refused("neither lora_target_linear nor lora_target_modules says where", instead=("target_modules",)),
-        )
+        why = "neither lora_target_linear nor lora_target_modules says where"
+        values.refuse("adapter", Refused(why, instead=("target_modules",)))
     return {
         "kind": "lora", **types, "rank": rank, "lora_dropout": values["lora_dropout"],
         "adapter": "dora" if values["peft_use_dora"] else "lora",
@@ -231,9 +208,8 @@ def _quantised(values: KeyValues, loaded: str | None) -> dict[str, Any]:
 def _checkpointing(values: KeyValues) -> dict[str, Any]:
     wanted, kwargs = values["gradient_checkpointing"], values["gradient_checkpointing_kwargs"]
     if wanted not in (True, False, None):
-        values.refuse(
-            "gradient_checkpointing", f"{wanted}: activations on the host are not modelled as Axolotl puts them there"
-        )
+        why = "activations on the host are not modelled as Axolotl puts them there"
+        values.refuse("gradient_checkpointing", f"{wanted}: {why}")
         return {}
     reentrant = kwargs.get("use_reentrant", True) if isinstance(kwargs, dict) else True
     note_reentrant(values, bool(wanted and reentrant), "lora" if values["adapter"] else "train")
@@ -256,10 +232,8 @@ def _rows(values: KeyValues, attention: str | None) -> dict[str, Any]:
         values.notes.append(f"{NOT_MODELLED} evaluation, with {evaluated} rows at a time where training has {rows}")
     real = values["multipack_real_batches"]
     if values["sample_packing"] and attention not in FOR_MANY_SAMPLES:
-        values.refuse(
-            "sample_packing",
-            "without a flash attention, samples of a row are kept apart by masks that are not modelled",
-        )
+        why = "without a flash attention, samples of a row are kept apart by masks that are not modelled"
+        values.refuse("sample_packing", why)
     if values["sample_packing"] and not real:
         if rows > 1:
             values.notes.append(f"samples are packed: {rows} rows of {length:,} tokens are one of {rows * length:,}")
@@ -284,14 +258,13 @@ AXOLOTL = JobFormat(
     refused=REFUSED,
     settle=_settle,
     written={
-        "batch_size": written_rows("micro_batch_size"),
-        "grad_accum": written_rows("gradient_accumulation_steps"),
-        "seq_len": written_rows("sequence_len"),
-        "rank": written_rows("lora_r"),
+        "batch_size": "micro_batch_size",
+        "grad_accum": "gradient_accumulation_steps",
+        "seq_len": "sequence_len",
+        "rank": "lora_r",
         "optimizer": written_optimizer("optimizer"),
-        "grad_checkpointing": written_rows("gradient_checkpointing"),
+        "grad_checkpointing": "gradient_checkpointing",
         "quant": _written_quant,
-        "double_quant": lambda value: {},
-        "kbit_prepare": lambda value: {},
+        **dict.fromkeys(("double_quant", "kbit_prepare"), lambda value: {}),
     },
 )  # fmt: skip

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping
+import os
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memfit.errors import InputError, UnknownName, UsageError
+from memfit.files import text_in
 from memfit.jobfiles.axolotl import AXOLOTL
 from memfit.jobfiles.huggingface import HUGGINGFACE
 from memfit.jobfiles.keys import JobFormat, KeyValues
@@ -104,7 +106,7 @@ class JobFile:
     @property
     def kept(self) -> tuple[str, ...]:
         """Settings that no key of the file could be changed for: a fit leaves them as they are."""
-        work, written = self.workload, {"alloc_conf", *(name for each in self.formats for name in each.written)}
+        work, written = self.workload, {"alloc_conf", *self._writable}
         if len(self.files) > 1 or (work.batch_size == 1 and self.formats[0] is AXOLOTL):
             written -= {"seq_len", "batch_size", "grad_accum"} if self.used.get("sample_packing") else set()
         names = [each.name for each in dataclasses.fields(Workload) if each.name not in ("kind", "model")]
@@ -121,15 +123,14 @@ class JobFile:
             if name in form.written:
                 edits |= {
                     form.newer.get(key, key) if form.newer.get(key) in self.used else key: new
-                    for key, new in form.written[name](value).items()
+                    for key, new in form.edits(name, value).items()
                 }
-        heading = []
-        if fitted.alloc_conf and fitted.alloc_conf != before.alloc_conf:
-            heading.append(f"run with PYTORCH_CUDA_ALLOC_CONF={fitted.alloc_conf} in the environment")
         is_json = _is_json(self.files[0], text)
         made = with_values(text, edits, is_json=is_json, nested=form.nested)
         self._check(made, fitted, set(changed))
-        return made if is_json else with_heading(made, heading)
+        if fitted.alloc_conf in ("", before.alloc_conf) or is_json:
+            return made
+        return f"# run with PYTORCH_CUDA_ALLOC_CONF={fitted.alloc_conf} in the environment\n{made}"
 
     def _check(self, text: str, fitted: Workload, changed: set[str]) -> None:
         """It is read again: a file that says another job than the answer is not written."""
@@ -236,8 +237,9 @@ def _together(parts: list[JobFile], given: Mapping[str, Any]) -> JobFile:
     lists = ("files", "formats", "texts", "idle", "unknown", "left_out", "notes")
     joined: dict[str, Any] = {name: tuple(each for part in parts for each in getattr(part, name)) for name in lists}
     joined["notes"] = tuple(dict.fromkeys(joined["notes"]))
-    used, defaults = (_merged(getattr(part, name) for part in parts) for name in ("used", "defaults"))
-    return JobFile(**joined, settings=settings, asked=dict(given), used=used, defaults=defaults)
+    for name in ("used", "defaults"):
+        joined[name] = {key: value for part in parts for key, value in getattr(part, name).items()}
+    return JobFile(**joined, settings=settings, asked=dict(given))
 
 
 def _checkpointed(one: JobFile, other: JobFile) -> bool:
@@ -258,17 +260,10 @@ def _autocast_by_launcher(own: JobFile, parts: list[JobFile], given: Mapping[str
     launched = [part.used.get("mixed_precision") for part in parts if part.formats[0] is ACCELERATE]
     region = next((each for each in launched if each in ("bf16", "fp16")), None)
     precision = str(own.settings.get("precision"))
-    if region is None or own.formats[0] not in (HUGGINGFACE, LLAMAFACTORY) or "autocast" in own.settings:
+    of_trainer = own.formats[0] in (HUGGINGFACE, LLAMAFACTORY)
+    if region is None or not of_trainer or "autocast" in own.settings or precision.startswith("amp-"):
         return {}
-    if precision.startswith("amp-"):
-        return {}
-    if "precision" not in given and precision == "fp32":
-        return {"precision": f"amp-{region}"}
-    return {"autocast": region}
-
-
-def _merged(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    return {key: value for part in parts for key, value in part.items()}
+    return {"precision": f"amp-{region}"} if "precision" not in given and precision == "fp32" else {"autocast": region}
 
 
 def _tell_stage(values: KeyValues, path: Path) -> None:
@@ -285,18 +280,9 @@ def _tell_stage(values: KeyValues, path: Path) -> None:
 
 
 def _text_of(path: Path) -> str:
-    try:
-        if not path.is_file():
-            raise InputError(f"no job file '{path}'" if not path.exists() else f"'{path}' is not a file")
-        if path.stat().st_size > MAX_BYTES:
-            raise InputError(f"'{path}' has {path.stat().st_size:,} bytes; a job file has at most {MAX_BYTES:,}")
-        return path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise InputError(f"'{path}' is not UTF-8 text") from error
-    except (OSError, ValueError) as error:
-        if isinstance(error, InputError):
-            raise
-        raise InputError(f"cannot read '{path}': {getattr(error, 'strerror', None) or error}") from error
+    if not os.path.isfile(path):  # which says so of an impossible name too
+        raise InputError(f"'{path}' is not a file" if os.path.exists(path) else f"no job file '{path}'")
+    return text_in(path, MAX_BYTES, "a job file")
 
 
 def _is_json(path: Path, text: str) -> bool:
@@ -343,11 +329,6 @@ def with_values(text: str, values: Mapping[str, Any], *, is_json: bool, nested: 
     return text
 
 
-def with_heading(text: str, lines: list[str]) -> str:
-    """Remarks at the top."""
-    return "".join(f"# {line}\n" for line in lines) + text
-
-
 def _in_json(text: str, values: Mapping[str, Any]) -> str:
     """There are no comments in it."""
     try:
@@ -376,16 +357,11 @@ def _with_value(text: str, path: list[str], value: Any) -> str:
 
 def _find(root: yaml.Node, path: list[str]) -> tuple[Node, Node]:
     """(the section, the value in it); None where there is none."""
-    here: Node = root
-    for depth, name in enumerate(path):
-        pairs = here.value if hasattr(here, "value") and isinstance(here.value, list) else []
-        found = next((value for key, value in pairs if getattr(key, "value", None) == name), None)
-        if depth == len(path) - 1:
-            return here, found
-        if found is None:
-            return None, None
-        here = found
-    return here, None
+    section, found = None, root
+    for name in path:
+        pairs = found.value if isinstance(getattr(found, "value", None), list) else []
+        section, found = found, next((value for key, value in pairs if getattr(key, "value", None) == name), None)
+    return section, found
 
 
 def _replaced(text: str, node: Node, value: Any) -> str:
@@ -402,13 +378,9 @@ def _added(text: str, section: Node, key: str, value: Any) -> str:
     if getattr(section, "flow_style", False):
         place = section.start_mark.index + 1
         return f"{text[:place]}{key}: {_yaml(value)}, {text[place:]}"
-    last = section.value[-1][1]
-    place = last.end_mark.index
-    body, indent = text[:place].rstrip(), " " * section.start_mark.column
-    rest = text[len(body) :]
-    line_end = rest.find("\n")
-    tail, after = (rest, "") if line_end < 0 else (rest[:line_end], rest[line_end:])
-    return f"{body}{tail}\n{indent}{key}: {_yaml(value)}{after or chr(10)}"
+    body = text[: section.value[-1][1].end_mark.index].rstrip()
+    tail, _, after = text[len(body) :].partition("\n")
+    return f"{body}{tail}\n{' ' * section.start_mark.column}{key}: {_yaml(value)}\n{after}"
 
 
 def _yaml(value: Any) -> str:

@@ -9,29 +9,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from memfit.jobfiles.keys import NOT_MODELLED, Edits, FileKey, JobFormat, KeyValues, Refused
+from memfit.jobfiles.keys import NOT_MODELLED, JobFormat, KeyValues, Refused, file_keys
+from memfit.jobs.settings import kinds_that_read
 from memfit.jobs.training.config_names import OPTIMIZERS, TRAINER_NAMES
 
-TRAINER_KEYS = {
-    "per_device_train_batch_size": FileKey(8, "whole"),
-    "gradient_accumulation_steps": FileKey(1, "whole"),
-    "optim": FileKey("adamw_torch_fused", "text"),
-    "optim_args": FileKey(None),
-    "weight_decay": FileKey(0.0, "number"),
-    "max_grad_norm": FileKey(1.0, "number"),
-    "bf16": FileKey(False, "yes"),
-    "fp16": FileKey(False, "yes"),
-    "gradient_checkpointing": FileKey(False, "yes"),
-    "gradient_checkpointing_kwargs": FileKey(None),
-    "eval_strategy": FileKey("no"),
-    "evaluation_strategy": FileKey("no"),
-    "per_device_eval_batch_size": FileKey(8, "whole"),
-    "fsdp": FileKey(None),
-    "fsdp_config": FileKey(None),
-    "torch_compile": FileKey(False, "yes"),
-    "torch_compile_backend": FileKey(None, "text"),
-    "torch_compile_mode": FileKey(None, "text"),
-}
+TRAINER_KEYS = file_keys({
+    "whole": {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "per_device_eval_batch_size": 8},
+    "text": {"optim": "adamw_torch_fused", "torch_compile_backend": None, "torch_compile_mode": None},
+    "number": {"weight_decay": 0.0, "max_grad_norm": 1.0},
+    "yes": {"bf16": False, "fp16": False, "gradient_checkpointing": False, "torch_compile": False},
+    "any": {
+        "optim_args": None, "gradient_checkpointing_kwargs": None, "eval_strategy": "no", "evaluation_strategy": "no",
+        "fsdp": None, "fsdp_config": None,
+    },
+})  # fmt: skip
 """What decides memory, wherever the Trainer trains."""
 TRAINER_NEWER = {
     "gradient_checkpointing": "activation_checkpointing",
@@ -267,21 +258,9 @@ def weights_unsaid(values: KeyValues, autocast: str | None) -> dict[str, Any]:
     return {"precision": f"amp-{autocast}" if autocast else "fp32"}
 
 
-OF_LORA = (
-    "rank",
-    "target_modules",
-    "lora_dropout",
-    "adapter",
-    "adapter_config",
-    "adapter_dtype",
-    "quant",
-    "kbit_prepare",
-)
-
-
 def kind_meant(values: KeyValues) -> str:
-    """A setting of adapters means them."""
-    return "lora" if any(name in values.given for name in OF_LORA) else "train"
+    """A setting of adapters means them, and so do quantised weights."""
+    return "lora" if any(name == "quant" or kinds_that_read([name]) == ["lora"] for name in values.given) else "train"
 
 
 OF_TRL = ("packing", "eval_packing", "assistant_only_loss", "completion_only_loss", "dataset_text_field",
@@ -327,26 +306,17 @@ def _settle(values: KeyValues) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def written_rows(key: str) -> Any:
-    return lambda value: {key: value}
-
-
 def written_optimizer(key: str) -> Any:
     return lambda value: {key: TRAINER_NAMES[value]} if value in TRAINER_NAMES else {}
-
-
-def _written_checkpointing(value: bool) -> Edits:
-    return {"gradient_checkpointing": value, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
 
 
 HUGGINGFACE = JobFormat(
     name="huggingface",
     title="TrainingArguments",
-    keys={
-        **TRAINER_KEYS, "max_length": FileKey(None, "whole"), "max_seq_length": FileKey(None, "whole"),
-        "packing": FileKey(False, "yes"), "accelerator_config": FileKey(None),
-        "model_name_or_path": FileKey(None, "text"),
-    },
+    keys=TRAINER_KEYS | file_keys({
+        "whole": {"max_length": None, "max_seq_length": None}, "yes": {"packing": False},
+        "any": {"accelerator_config": None}, "text": {"model_name_or_path": None},
+    }),
     idle=f"{TRAINER_IDLE} dataset_* eos_token pad_token chat_template_path assistant_only_loss completion_only_loss "
     "shuffle_dataset",
     refused={
@@ -361,10 +331,12 @@ HUGGINGFACE = JobFormat(
     },
     settle=_settle,
     written={
-        "batch_size": written_rows("per_device_train_batch_size"),
-        "grad_accum": written_rows("gradient_accumulation_steps"),
+        "batch_size": "per_device_train_batch_size",
+        "grad_accum": "gradient_accumulation_steps",
         "optimizer": written_optimizer("optim"),
-        "grad_checkpointing": _written_checkpointing,
+        "grad_checkpointing": lambda value: {
+            "gradient_checkpointing": value, "gradient_checkpointing_kwargs": {"use_reentrant": False}
+        },
     },
     newer=TRAINER_NEWER,
 )  # fmt: skip

@@ -42,6 +42,11 @@ class Refused:
     """Flags that say what to plan in its place."""
 
 
+def file_keys(by_kind: Mapping[Kind, Mapping[str, Any]]) -> dict[str, FileKey]:
+    """By kind, each with what the tool takes where it is absent or empty."""
+    return {name: FileKey(default, kind) for kind, named in by_kind.items() for name, default in named.items()}
+
+
 Edits = Mapping[str, Any]
 """FileKey, and the value that it is to have."""
 
@@ -56,12 +61,16 @@ class JobFormat:
     """Names, or patterns with a star, of keys without influence on memory."""
     refused: Mapping[str, Refused]
     settle: Callable[[KeyValues], dict[str, Any]]
-    written: Mapping[str, Callable[[Any], Edits]] = field(default_factory=dict)
-    """By setting: what to write for a new value."""
+    written: Mapping[str, str | Callable[[Any], Edits]] = field(default_factory=dict)
+    """By setting: the key to write a new value to, or what to write for it."""
     nested: bool = False
     """Whether keys stand in sections: `optimizer: {fused: true}` is then the key optimizer.fused."""
     newer: Mapping[str, str] = field(default_factory=dict)
     """Keys that newer versions of the tool call otherwise; where a file has both, the newer name counts."""
+
+    def edits(self, setting: str, value: Any) -> Edits:
+        how = self.written[setting]
+        return {how: value} if isinstance(how, str) else how(value)
 
     def is_idle(self, key: str) -> bool:
         names, patterns = self._idle
@@ -94,12 +103,14 @@ class KeyValues:
     problems: dict[str, Refused] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._all = dict(
-            _flat(self.document) if self.format.nested else ((str(k), v) for k, v in self.document.items())
-        )
+        plain = {str(key): value for key, value in self.document.items()}
+        self._all = dict(_flat(plain)) if self.format.nested else plain
         names = {*self.format.keys, *self.format.newer.values()}
+        found = {each: [k for k in self._all if k == each or k.startswith(f"{each}.")] for each in self.without}
+        for missing in (each for each, keys in found.items() if not keys):
+            raise UsageError(f"--without {missing}: there is no such key in {self.where}")
         for key, value in self._all.items():
-            if any(key == each or key.startswith(f"{each}.") for each in self.without):
+            if any(key in keys for keys in found.values()):
                 self.left_out.append(key)
             elif key in names:
                 continue
@@ -112,10 +123,6 @@ class KeyValues:
                 self.idle.append(key)
             else:
                 self.unknown.append(key)
-        if missing := [
-            each for each in self.without if not any(k == each or k.startswith(f"{each}.") for k in self._all)
-        ]:
-            raise UsageError(f"--without {missing[0]}: there is no such key in {self.where}")
 
     def name_of(self, key: str) -> str:
         """As this file calls it."""
@@ -161,10 +168,8 @@ class KeyValues:
     def _typed(self, key: str, value: Any, kind: Kind) -> Any:
         made = _READ[kind](value)
         if made is None:
-            if kind == "yes" and isinstance(value, str):
-                wrong = f"is text; {_WORDS[kind]} is wanted"
-            else:
-                wrong = f"is not {_WORDS[kind]}"
+            as_text = kind == "yes" and isinstance(value, str)
+            wrong = f"is text; {_WORDS[kind]} is wanted" if as_text else f"is not {_WORDS[kind]}"
             raise InputError(f"{self.where}: {key} {_short(value)} {wrong}")
         return made
 

@@ -19,7 +19,7 @@ from memfit.jobfiles.huggingface import (
     truth,
     weights_unsaid,
 )
-from memfit.jobfiles.keys import NOT_MODELLED, FileKey, JobFormat, KeyValues, Refused
+from memfit.jobfiles.keys import NOT_MODELLED, FileKey, JobFormat, KeyValues, Refused, file_keys
 
 ONE, DDP, FSDP = "NO", "MULTI_GPU", "FSDP"
 BLOCKS = ("Layer", "Block")
@@ -76,16 +76,15 @@ ACCELERATE = JobFormat(
     name="accelerate",
     title="accelerate",
     nested=True,
-    keys={
-        "distributed_type": FileKey(ONE, "text"),
-        "num_processes": FileKey(1, "whole"),
-        "mixed_precision": FileKey("no"),
-        "fsdp_config.fsdp_version": FileKey(1, "whole"),
-        "fsdp_config.fsdp_reshard_after_forward": FileKey(True),
-        "fsdp_config.fsdp_activation_checkpointing": FileKey(False, "yes"),
-        "fsdp_config.fsdp_auto_wrap_policy": FileKey("NO_WRAP", "text"),
-        "fsdp_config.fsdp_transformer_layer_cls_to_wrap": FileKey((), "names"),
-    },
+    keys=file_keys(
+        {
+            "text": {"distributed_type": ONE, "fsdp_config.fsdp_auto_wrap_policy": "NO_WRAP"},
+            "whole": {"num_processes": 1, "fsdp_config.fsdp_version": 1},
+            "any": {"mixed_precision": "no", "fsdp_config.fsdp_reshard_after_forward": True},
+            "yes": {"fsdp_config.fsdp_activation_checkpointing": False},
+            "names": {"fsdp_config.fsdp_transformer_layer_cls_to_wrap": ()},
+        }
+    ),
     idle="compute_environment debug downcast_bf16 machine_rank main_* num_machines rdzv_* same_network tpu_* gpu_ids "
     "enable_cpu_affinity fsdp_config.fsdp_cpu_ram_efficient_loading "
     "fsdp_config.fsdp_state_dict_type fsdp_config.fsdp_sync_module_states "
@@ -135,18 +134,16 @@ def _settle_deepspeed(values: KeyValues) -> dict[str, Any]:
     return made
 
 
+AUTO = (
+    "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping", "bf16.enabled",
+    "fp16.enabled",
+)  # fmt: skip
+"""Left open where the file does not say them."""
 DEEPSPEED = JobFormat(
     name="deepspeed",
     title="DeepSpeed",
     nested=True,
-    keys={
-        "zero_optimization.stage": FileKey(0, "whole"),
-        "train_micro_batch_size_per_gpu": FileKey("auto"),
-        "gradient_accumulation_steps": FileKey("auto"),
-        "gradient_clipping": FileKey("auto"),
-        "bf16.enabled": FileKey("auto"),
-        "fp16.enabled": FileKey("auto"),
-    },
+    keys={"zero_optimization.stage": FileKey(0, "whole"), **dict.fromkeys(AUTO, FileKey("auto"))},
     idle="train_batch_size zero_allow_untested_optimizer steps_per_print wall_clock_breakdown zero_optimization.* "
     "fp16.* bf16.* optimizer.* scheduler.* zero_force_ds_cpu_optimizer communication_data_type prescale_gradients "
     "zero_optimization dump_state",

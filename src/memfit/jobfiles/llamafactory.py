@@ -18,33 +18,23 @@ from memfit.jobfiles.huggingface import (
     note_reentrant,
     trainer_settings,
     written_optimizer,
-    written_rows,
 )
-from memfit.jobfiles.keys import NOT_MODELLED, Edits, FileKey, JobFormat, KeyValues, Refused
+from memfit.jobfiles.keys import NOT_MODELLED, Edits, JobFormat, KeyValues, Refused, file_keys
 from memfit.models.registry import stored_type
 
-KEYS = {
-    **TRAINER_KEYS,
-    "model_name_or_path": FileKey(None, "text"),
-    "do_train": FileKey(False, "yes"),
-    "stage": FileKey("sft", "text"),
-    "finetuning_type": FileKey("lora", "text"),
-    "lora_rank": FileKey(8, "whole"),
-    "lora_dropout": FileKey(0.0, "number"),
-    "lora_target": FileKey(("all",), "names"),
-    "use_dora": FileKey(False, "yes"),
-    "pure_bf16": FileKey(False, "yes"),
-    "cutoff_len": FileKey(2048, "whole"),
-    "packing": FileKey(None, "yes"),
-    "flash_attn": FileKey("auto", "text"),
-    "disable_gradient_checkpointing": FileKey(False, "yes"),
-    "use_reentrant_gc": FileKey(True, "yes"),
-    "quantization_bit": FileKey(None, "whole"),
-    "quantization_method": FileKey("bnb", "text"),
-    "quantization_type": FileKey("nf4", "text"),
-    "double_quantization": FileKey(True, "yes"),
-    "ray_num_workers": FileKey(1, "whole"),
-}
+KEYS = TRAINER_KEYS | file_keys({
+    "text": {
+        "model_name_or_path": None, "stage": "sft", "finetuning_type": "lora", "flash_attn": "auto",
+        "quantization_method": "bnb", "quantization_type": "nf4",
+    },
+    "yes": {
+        "do_train": False, "use_dora": False, "pure_bf16": False, "packing": None,
+        "disable_gradient_checkpointing": False, "use_reentrant_gc": True, "double_quantization": True,
+    },
+    "whole": {"lora_rank": 8, "cutoff_len": 2048, "quantization_bit": None, "ray_num_workers": 1},
+    "number": {"lora_dropout": 0.0},
+    "names": {"lora_target": ("all",)},
+})  # fmt: skip
 IDLE = (
     "trust_remote_code template dataset eval_dataset dataset_dir media_dir max_samples val_size overwrite_cache "
     "preprocessing_* streaming buffer_size mix_strategy interleave_probs train_on_prompt mask_history tool_format "
@@ -71,18 +61,17 @@ REFUSED = {
     "upcast_layernorm": Refused("norms in fp32 beside 16-bit weights are not modelled"),
     "upcast_lmhead_output": Refused("logits that become fp32 by a hook are not modelled"),
     "resize_vocab": Refused("a larger vocabulary is not the model's own shape"),
-    "add_tokens": Refused("more tokens are not the model's own shape", (None, "")),
-    "add_special_tokens": Refused("more tokens are not the model's own shape", (None, "")),
-    "new_special_tokens_config": Refused("more tokens are not the model's own shape", (None, "")),
+    **dict.fromkeys(
+        ("add_tokens", "add_special_tokens", "new_special_tokens_config"),
+        Refused("more tokens are not the model's own shape", (None, "")),
+    ),
     "rope_scaling": Refused("a longer context by scaling is not modelled", (None, "")),
     "additional_target": Refused("modules that are trained whole beside the adapters are not modelled", (None, "")),
     "adapter_name_or_path": Refused("adapters of before are not looked at", (None, "")),
     "use_llama_pro": Refused("blocks that are added are not modelled"),
-    "use_galore": Refused(OPTIMIZER), "use_apollo": Refused(OPTIMIZER), "use_badam": Refused(OPTIMIZER),
-    "use_adam_mini": Refused(OPTIMIZER), "use_muon": Refused(OPTIMIZER),
-    "use_dft_loss": Refused(LOSS), "use_asft_loss": Refused(LOSS), "use_eaft_loss": Refused(LOSS),
-    "use_mca": Refused("Megatron's engine is not modelled"),
-    "use_megatron_bridge": Refused("Megatron's engine is not modelled"),
+    **dict.fromkeys(("use_galore", "use_apollo", "use_badam", "use_adam_mini", "use_muon"), Refused(OPTIMIZER)),
+    **dict.fromkeys(("use_dft_loss", "use_asft_loss", "use_eaft_loss"), Refused(LOSS)),
+    **dict.fromkeys(("use_mca", "use_megatron_bridge"), Refused("Megatron's engine is not modelled")),
     "use_hyper_parallel": Refused("its engine is not modelled"),
     "hyper_parallel_args": Refused("its engine is not modelled", (None, "")),
     "use_kt": Refused("KTransformers keeps experts on the host"),
@@ -90,8 +79,7 @@ REFUSED = {
     "fp8": Refused("training in 8-bit floats is not modelled"),
     "moe_aux_loss_coef": Refused("the loss of the routers of experts keeps their logits, which is not modelled",
                                  (None, 0, 0.0)),
-    "ref_model": Refused("a second model on the card is not modelled", (None, "")),
-    "reward_model": Refused("a second model on the card is not modelled", (None, "")),
+    **dict.fromkeys(("ref_model", "reward_model"), Refused("a second model on the card is not modelled", (None, ""))),
 }  # fmt: skip
 ATTENTIONS = {"auto": "sdpa", "sdpa": "sdpa", "disabled": "eager", "fa2": "sdpa"}
 
@@ -195,10 +183,7 @@ def _rows(values: KeyValues) -> dict[str, Any]:
 
 
 def _written_quant(value: str) -> Edits:
-    return {
-        "quantization_bit": 8 if value == "int8" else 4,
-        **({} if value == "int8" else {"quantization_type": value}),
-    }
+    return {"quantization_bit": 8} if value == "int8" else {"quantization_bit": 4, "quantization_type": value}
 
 
 LLAMAFACTORY = JobFormat(
@@ -210,15 +195,15 @@ LLAMAFACTORY = JobFormat(
     settle=_settle,
     newer=TRAINER_NEWER,
     written={
-        "batch_size": written_rows("per_device_train_batch_size"),
-        "grad_accum": written_rows("gradient_accumulation_steps"),
-        "seq_len": written_rows("cutoff_len"),
-        "rank": written_rows("lora_rank"),
+        "batch_size": "per_device_train_batch_size",
+        "grad_accum": "gradient_accumulation_steps",
+        "seq_len": "cutoff_len",
+        "rank": "lora_rank",
         "optimizer": written_optimizer("optim"),
         "grad_checkpointing": lambda value: {"disable_gradient_checkpointing": not value},
-        "attention": lambda value: {"flash_attn": value},
+        "attention": "flash_attn",
         "quant": _written_quant,
-        "double_quant": lambda value: {"double_quantization": value},
+        "double_quant": "double_quantization",
         "kbit_prepare": lambda value: {},
     },
 )  # fmt: skip

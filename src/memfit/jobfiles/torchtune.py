@@ -9,8 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from memfit.jobfiles.huggingface import written_rows
-from memfit.jobfiles.keys import NOT_MODELLED, Edits, FileKey, JobFormat, KeyValues, Refused
+from memfit.jobfiles.keys import NOT_MODELLED, Edits, JobFormat, KeyValues, Refused, file_keys
 from memfit.models.presets import find_preset
 
 OPTIMIZERS = {
@@ -25,30 +24,23 @@ PRECISIONS = ("bf16", "fp32")
 LOSSES = ("LinearCrossEntropyLoss", "CEWithChunkedOutputLoss", "CrossEntropyLoss")
 SIZES = {"phi4_14b": "phi-4", "phi3_mini": "phi-3-mini-4k"}
 
-KEYS = {
-    "model._component_": FileKey(None, "text"),
-    "model.lora_attn_modules": FileKey((), "names"),
-    "model.apply_lora_to_mlp": FileKey(False, "yes"),
-    "model.lora_rank": FileKey(8, "whole"),
-    "model.lora_dropout": FileKey(0.0, "number"),
-    "model.use_dora": FileKey(False, "yes"),
-    "tokenizer.max_seq_len": FileKey(None, "whole"),
-    "dataset.packed": FileKey(False, "yes"),
-    "batch_size": FileKey(1, "whole"),
-    "gradient_accumulation_steps": FileKey(1, "whole"),
-    "optimizer._component_": FileKey("torch.optim.AdamW", "text"),
-    "optimizer.fused": FileKey(False, "yes"),
-    "optimizer.foreach": FileKey(None, "yes"),
-    "optimizer.weight_decay": FileKey(0.0, "number"),
-    "optimizer.momentum": FileKey(0.0, "number"),
-    "batch_size_val": FileKey(None, "whole"),
-    "run_val_every_n_steps": FileKey(None, "whole"),
-    "loss._component_": FileKey("LinearCrossEntropyLoss", "text"),
-    "clip_grad_norm": FileKey(None),
-    "compile": FileKey(False, "yes"),
-    "dtype": FileKey("bf16", "text"),
-    "enable_activation_checkpointing": FileKey(False, "yes"),
-}
+KEYS = file_keys({
+    "text": {
+        "model._component_": None, "optimizer._component_": "torch.optim.AdamW",
+        "loss._component_": "LinearCrossEntropyLoss", "dtype": "bf16",
+    },
+    "names": {"model.lora_attn_modules": ()},
+    "yes": {
+        "model.apply_lora_to_mlp": False, "model.use_dora": False, "dataset.packed": False, "optimizer.fused": False,
+        "optimizer.foreach": None, "compile": False, "enable_activation_checkpointing": False,
+    },
+    "whole": {
+        "model.lora_rank": 8, "tokenizer.max_seq_len": None, "batch_size": 1, "gradient_accumulation_steps": 1,
+        "batch_size_val": None, "run_val_every_n_steps": None,
+    },
+    "number": {"model.lora_dropout": 0.0, "optimizer.weight_decay": 0.0, "optimizer.momentum": 0.0},
+    "any": {"clip_grad_norm": None},
+})  # fmt: skip
 REFUSED = {
     "optimizer.amsgrad": Refused("a third state of AdamW is not modelled"),
     "optimizer.maximize": Refused("gradients that are turned round are copies that are not modelled"),
@@ -63,8 +55,10 @@ REFUSED = {
     "custom_sharded_layers": Refused("layers that are sharded apart are not modelled", (None, [])),
     "quantizer._component_": Refused("quantisation-aware training is not modelled", (None,)),
     "ac_mode": Refused("selective checkpointing of torchtune is not modelled", (None, "full")),
-    "teacher_model._component_": Refused("a second model on the card is not modelled", (None,)),
-    "kd_loss._component_": Refused("a second model on the card is not modelled", (None,)),
+    **dict.fromkeys(
+        ("teacher_model._component_", "kd_loss._component_"),
+        Refused("a second model on the card is not modelled", (None,)),
+    ),
     "device": Refused("it does not train on a GPU of CUDA", ("cuda",)),
 }  # fmt: skip
 IDLE = (
@@ -117,10 +111,8 @@ def _component(values: KeyValues) -> tuple[str, str | None]:
     name = re.sub(r"_(instruct|base)$", "", name)
     found = find_preset(SIZES.get(name, name)) or find_preset(re.sub(r"(\d)_(\d)", r"\1.\2", name.replace("_", "-", 1)))
     if found is None and "model" not in values.given:
-        values.refuse(
-            "model._component_",
-            Refused(f"memfit does not know a model {said or 'that is not named'}", instead=("model",)),
-        )
+        why = f"memfit does not know a model {said or 'that is not named'}"
+        values.refuse("model._component_", Refused(why, instead=("model",)))
     return kind, None if found is None else found.name
 
 
@@ -162,14 +154,13 @@ def _adapters(values: KeyValues, kind: str) -> dict[str, Any]:
 
 
 def _written_optimizer(value: str) -> Edits:
-    if value == "adamw-fused":
-        return {"optimizer._component_": "torch.optim.AdamW", "optimizer.fused": True, "optimizer.foreach": None}
-    if value == "adamw-single":
-        return {"optimizer._component_": "torch.optim.AdamW", "optimizer.fused": None, "optimizer.foreach": False}
-    theirs = next((theirs for theirs, ours in OPTIMIZERS.items() if ours == value), None)
+    of_torch = {"adamw-fused": (True, None), "adamw-single": (None, False)}
+    fused, foreach = of_torch.get(value, (None, None))
+    name = "adamw" if value in of_torch else value
+    theirs = next((theirs for theirs, ours in OPTIMIZERS.items() if ours == name), None)
     if theirs is None:
         return {}
-    return {"optimizer._component_": theirs, "optimizer.fused": None, "optimizer.foreach": None}
+    return {"optimizer._component_": theirs, "optimizer.fused": fused, "optimizer.foreach": foreach}
 
 
 TORCHTUNE = JobFormat(
@@ -181,11 +172,11 @@ TORCHTUNE = JobFormat(
     refused=REFUSED,
     settle=_settle,
     written={
-        "batch_size": written_rows("batch_size"),
-        "grad_accum": written_rows("gradient_accumulation_steps"),
-        "seq_len": written_rows("tokenizer.max_seq_len"),
-        "rank": written_rows("model.lora_rank"),
+        "batch_size": "batch_size",
+        "grad_accum": "gradient_accumulation_steps",
+        "seq_len": "tokenizer.max_seq_len",
+        "rank": "model.lora_rank",
         "optimizer": _written_optimizer,
-        "grad_checkpointing": written_rows("enable_activation_checkpointing"),
+        "grad_checkpointing": "enable_activation_checkpointing",
     },
 )

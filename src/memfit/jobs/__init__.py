@@ -7,10 +7,11 @@ DOOR = {
     "adapters": "config_arguments",
     "build": "Prepared build_base_model build_for_training prepare_without_memory takes_labels",
     "checks": "check_by_type check_one_of check_seed",
-    "host": "Event HostMemory Lane as_bytes finished is_out_of_memory numbers on_the_host",
+    "host": "Event HostMemory Lane as_bytes cause_of finished is_out_of_memory numbers on_the_host",
     "listener": "Listener",
+    "loading": "loaded_bytes",
     "profile": "BATCH_SIZE CONTEXT_LENGTH OnCard ProfileSettings Profiled check_gpu course_size profile_on_gpu",
-    "quantised": "DTYPES loaded_bytes",
+    "quantised": "DTYPES",
     "run": "Phases put_on run_job token_ids wanted",
     "settings": (
         "ALIASES AS_IN_QLORA BY_BITSANDBYTES Checkpointing HELP KINDS MAX_SEQ_LEN PRUNE_METHODS QLORA Sparsity "

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from memfit.errors import InputError, UsageError
-from memfit.files import check_ends
+from memfit.files import text_in
 
 Adapter = Literal[
     "lora", "dora", "adalora", "adaption-prompt", "beft", "boft", "c3a", "cartridge", "deft", "delora", "fourierft",
@@ -72,14 +72,9 @@ def _of_text(text: str) -> dict[str, Any] | None:
 
 def _of_file(path: Path) -> dict[str, Any]:
     try:
-        check_ends(path)
-        with path.open("rb") as stream:
-            raw = stream.read(MAX_CONFIG_BYTES)
-        text = raw.decode()
-    except (OSError, ValueError) as error:
-        if isinstance(error, InputError):
-            raise InputError(f"--adapter-config: {error.message}", hint="such as r=8,alpha=16") from error
-        raise InputError(f"--adapter-config: cannot read '{path}': {error}", hint="such as r=8,alpha=16") from error
+        text = text_in(path, MAX_CONFIG_BYTES, "an adapter's config")
+    except InputError as error:
+        raise InputError(f"--adapter-config: {error.message}", hint="such as r=8,alpha=16") from error
     if path.suffix in (".yaml", ".yml"):
         import yaml
 

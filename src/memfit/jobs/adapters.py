@@ -17,6 +17,7 @@ from memfit.errors import MemfitError, UnknownName, UsageError
 from memfit.jobs.adapter_names import LORAS, NO_TARGETS, OWN_TARGETS, PROMPTS, peft_type
 from memfit.jobs.quantised import DTYPES
 from memfit.jobs.workload import Workload
+from memfit.models.files import first_line
 
 NOT_TRUE = ("fan_in_fan_out", "The following rank_pattern keys", "The following alpha_pattern keys")
 """peft sets the first right for GPT-2's Conv1D itself; patterns do match experts, which it looks for among modules."""
@@ -72,10 +73,9 @@ def add_adapters(
             ) from error
         if isinstance(error, MemfitError) or (not isinstance(error, ValueError) and work.adapter in LORAS):
             raise
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         if work.adapter in LORAS:
-            raise UsageError(f"{named.targets}: {first}", hint=_linear(names)) from error
-        raise UsageError(f"--adapter {work.adapter}: peft cannot adapt {work.model}: {first}"[:400]) from error
+            raise UsageError(f"{named.targets}: {first_line(error)}", hint=_linear(names)) from error
+        raise UsageError(f"--adapter {work.adapter}: peft cannot adapt {work.model}: {first_line(error)}") from error
     targets = () if is_all_linear(targets) else targets  # peft says which these are
     _refuse_unknown(modules, config, targets, names, named)
     notes = [f"peft: {text}" for text in said if not text.startswith(NOT_TRUE)]

@@ -18,7 +18,7 @@ from torch import nn
 
 from memfit.errors import InputError, UsageError
 from memfit.jobs.adapters import FLAGS, KEYS, SettingNames, add_adapters, generates, virtual_tokens
-from memfit.jobs.conversions import note_conversions
+from memfit.jobs.loading import note_conversions
 from memfit.jobs.quantised import DTYPES, adapt_as_peft_does, quantise
 from memfit.jobs.stored import as_stored, check_files
 from memfit.jobs.together import check_compiled, check_inputs, check_quantised
@@ -31,14 +31,9 @@ from memfit.jobs.training.parallel import is_made_without_memory
 from memfit.jobs.training.shapes import is_basics, model_config
 from memfit.jobs.workload import Workload
 from memfit.models.config_check import HEAD_NAMES, Head, as_language_model
+from memfit.models.files import first_line
 from memfit.models.images import picture
-from memfit.models.registry import (
-    build_from_config,
-    build_model,
-    language_model,
-    parameter_count,
-    source_notes,
-)
+from memfit.models.registry import build_from_config, build_model, language_model, parameter_count, source_notes
 from memfit.models.stored_weights import refuse_stored
 
 BY_THREADS = "threads bring experts while others are stacked, in no certain order: reserved may be some percent more"
@@ -137,7 +132,8 @@ def _prepared(workload: Workload, layers: int | None) -> Prepared:
     notes = (*source_notes(source), *given)
     if workload.head:
         notes = (f"--head {workload.head}: a {type(model).__name__}", *notes)
-    if source.kind != "factory" and workload.attention == "sdpa" and _is_eager(model):
+    is_eager = getattr(getattr(model, "config", None), "_attn_implementation", None) == "eager"
+    if source.kind != "factory" and workload.attention == "sdpa" and is_eager:
         workload = workload.with_found(attention="eager")
         notes = (f"transformers has no fused attention for {source.name}: eager, as it takes by itself", *notes)
     if workload.use_cache and not generates(model):
@@ -152,7 +148,11 @@ def _prepared(workload: Workload, layers: int | None) -> Prepared:
         workload, notes = workload.with_found(**found), (*notes, *more)
         adapt_as_peft_does(model)
     if workload.trains:
-        _check_loop(model, workload, head)
+        if workload.loop == "trainer" and head is None and not takes_labels(model):
+            raise UsageError(
+                f"--loop trainer: {workload.model} computes no loss of its own, which the Trainer expects of it",
+                hint="--loop plain works",
+            )
         notes = (*notes, *_keep_all_blocks(model))
         switch_levers_on(model, workload, FLAGS)
     else:
@@ -232,14 +232,6 @@ def _check_head(head: Head | None, model: nn.Module, workload: Workload) -> None
         )
 
 
-def _check_loop(model: nn.Module, workload: Workload, head: Head | None) -> None:
-    if workload.loop == "trainer" and head is None and not takes_labels(model):
-        raise UsageError(
-            f"--loop trainer: {workload.model} computes no loss of its own, which the Trainer expects of it",
-            hint="--loop plain works",
-        )
-
-
 def _keep_all_blocks(model: nn.Module) -> Iterator[str]:
     """Blocks that a model leaves out of a step at random would make every plan another one. None are left out when most
     memory is taken."""
@@ -249,10 +241,6 @@ def _keep_all_blocks(model: nn.Module) -> Iterator[str]:
             module.layerdrop = 0.0
             where = f" of {name}" if name else ""
             yield f"layerdrop {share}{where} leaves blocks out at random: planned with all of them, the most it takes"
-
-
-def _is_eager(model: nn.Module) -> bool:
-    return getattr(getattr(model, "config", None), "_attn_implementation", None) == "eager"
 
 
 def _vocab_size(model: nn.Module) -> int:
@@ -341,10 +329,9 @@ def _on_the_way_to_gpu(work: Workload) -> dict[str, Any]:
 
     said: dict[str, Any] = {"load_in_8bit": True}
     if work.quant != "int8":
-        compute = DTYPES[work.compute_precision]
         said = {
             "load_in_4bit": True, "bnb_4bit_quant_type": work.quant, "bnb_4bit_use_double_quant": work.double_quant,
-            "bnb_4bit_compute_dtype": compute,
+            "bnb_4bit_compute_dtype": DTYPES[work.compute_precision],
         }  # fmt: skip
     return {"quantization_config": BitsAndBytesConfig(**said), **place}
 
@@ -374,8 +361,7 @@ def build_base_model(model: ModelConfig, folder: Path | str | None, dtype: torch
     except InputError:  # in memfit's own words
         raise
     except (ValueError, ImportError, OSError) as error:
-        first = (str(error).strip().splitlines() or [""])[0]
-        raise InputError(f"transformers cannot build {model.name}: {first}"[:400]) from error
+        raise InputError(f"transformers cannot build {model.name}: {first_line(error)}") from error
     if is_basics(model.name):
         made.config = None  # the Trainer would write into it, and it is no config of transformers
     built: nn.Module = made

@@ -51,12 +51,7 @@ def check_seed(key: str, value: object) -> None:
 
 
 def check_number(
-    key: str,
-    value: object,
-    *,
-    least: float | None = None,
-    above: float | None = None,
-    below: float | None = None,
+    key: str, value: object, *, least: float | None = None, above: float | None = None, below: float | None = None
 ) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= LARGEST:
         raise UsageError(f"{key} {shortened(value)} is not a number" + (" of this size" if is_huge(value) else ""))

@@ -95,6 +95,14 @@ def finished(event: Event) -> None:
         event.synchronize()
 
 
+MAX_CAUSE = 1000
+
+
+def cause_of(error: BaseException) -> str:
+    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return first.partition(" If reserved but unallocated")[0][:MAX_CAUSE]  # torch's own advice, which seldom fits
+
+
 DISGUISED = (
     "out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "DefaultCPUAllocator: can't allocate",
     "DefaultCPUAllocator: not enough memory", "would exceed allowed memory",

@@ -7,6 +7,7 @@ The steps are the jobs' own (`run.py`), so that what is profiled here and what i
 from __future__ import annotations
 
 import dataclasses
+import re
 import time
 from bisect import bisect_left
 from collections.abc import Iterator
@@ -86,11 +87,7 @@ class ProfileSettings:
         numbers = {"batch": work.batch_size, "warmup": self.warmup_steps, "measure": self.measure_steps}
         said = [f"{name}{has}" for (name, has), plain in zip(numbers.items(), usual, strict=True) if has != plain]
         named = (self.model, f"ctx{work.seq_len}", self.profile_type, *said, work.autocast_type, card, "snapshot")
-        return "_".join(_in_a_name(part) for part in named if part is not None) + ".pickle"
-
-
-def _in_a_name(text: str) -> str:
-    return "".join(c if c.isalnum() or c in "._-" else "-" for c in text)
+        return "_".join(re.sub(r"[^\w.-]", "-", part) for part in named if part is not None) + ".pickle"
 
 
 def model_of(size: str) -> str:

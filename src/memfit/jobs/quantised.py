@@ -1,22 +1,21 @@
-"""Weights of 4 and 8 bits as a plan sees them: bitsandbytes' layers, its loading and peft's preparation, shapes only.
+"""Weights of 4 and 8 bits as a plan sees them: the layers of bitsandbytes and of torchao, shapes only.
 
 What is allocated, in which order and for how long is what bitsandbytes 0.50 does on CUDA (nn/modules.py,
-autograd/_functions.py, backends/cuda/ops.py), transformers 5 where it loads a checkpoint (core_model_loading.py,
-`caching_allocator_warmup`), and peft where it prepares and adapts such a model. The numbers themselves are nobody's.
+autograd/_functions.py, backends/cuda/ops.py), and torchao 0.18 (quantization/quantize_/workflows, quant_primitives.py)
+in the way transformers 5 loads its weight-only layers: the steps are torchao's own ops in their order, so that what
+lives beside what is the same. None of its code runs, and the numbers themselves are nobody's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from memfit.errors import UsageError
-from memfit.jobs.conversions import ARRIVES, COMES_AS
 from memfit.jobs.workload import Workload
 
 BLOCK, BLOCK_OF_SCALES = 64, 256
@@ -26,7 +25,7 @@ how the weight is made of that."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-# -- layers ------------------------------------------------------------------------------------------------------------
+# -- bitsandbytes' layers ----------------------------------------------------------------------------------------------
 
 
 class QuantisedLinear(nn.Linear):
@@ -200,6 +199,134 @@ class Int8Product(torch.autograd.Function):
         return torch.matmul(grad.to(ctx.dtype), weight).view(ctx.shape), None
 
 
+# -- torchao's: int8 and float8 by rows, int4 in groups ----------------------------------------------------------------
+
+WIDTH_OF_TILES, ROWS_OF_TILES = 1024, 8
+
+
+class Int8Rows(QuantisedLinear):
+    """`Int8Tensor`: a scale for each row."""
+
+    scales: Tensor
+    offsets: Tensor
+
+    def pack(self, loaded: Tensor, shared: list[Tensor]) -> None:
+        scales, offsets = _scales_of_rows(loaded)
+        rounded = torch.clamp(torch.round(loaded * (1.0 / scales)) + offsets, -128, 127)
+        self.keep(rounded.to(torch.int8), scales=scales, offsets=offsets)
+
+    def place(self, device: torch.device | str) -> None:
+        packed = torch.empty((self.out_features, self.in_features), dtype=torch.int8, device=device)
+        scales = torch.empty((self.out_features, 1), dtype=torch.float32, device=device)
+        self.keep(packed, scales=scales, offsets=torch.empty((self.out_features, 1), dtype=torch.int8, device=device))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = torch.mm(x.reshape(-1, x.shape[-1]), self.weight.t().to(x.dtype))
+        y = (made * self.scales.to(made.dtype).flatten()).reshape(*x.shape[:-1], self.out_features)
+        if self.bias is not None:
+            y += self.bias
+        return y.to(x.dtype)
+
+
+def _scales_of_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """`choose_qparams_affine`, symmetric."""
+    least, most = weight.amin(1, keepdim=True), weight.amax(1, keepdim=True)
+    below = torch.min(least, torch.zeros_like(least))
+    above = torch.max(most, torch.zeros_like(most))
+    above = torch.max(-below, above)
+    halves = above / 127.5
+    zeros = torch.full_like(halves, 0)
+    halves = torch.clamp(halves, min=1e-7)
+    return halves.to(torch.float32), zeros.to(torch.int8)
+
+
+class Float8Rows(QuantisedLinear):
+    """`Float8Tensor`: a scale for each row, products in the type that the weight had."""
+
+    scales: Tensor
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.dtype = self.weight.dtype
+
+    def pack(self, loaded: Tensor, shared: list[Tensor]) -> None:
+        scales = (loaded.abs().amax(1, keepdim=True) / 448.0).to(torch.float32)
+        whole = loaded.to(torch.float32)
+        scaled = whole / scales
+        clamped = scaled.clamp(min=-448.0, max=448.0)
+        self.keep(clamped.to(torch.float8_e4m3fn), scales=scales)
+
+    def place(self, device: torch.device | str) -> None:
+        packed = torch.empty((self.out_features, self.in_features), dtype=torch.float8_e4m3fn, device=device)
+        self.keep(packed, scales=torch.empty((self.out_features, 1), dtype=torch.float32, device=device))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = torch.matmul(x, self._unpacked())
+        return out if self.bias is None else out + self.bias
+
+    def _unpacked(self) -> Tensor:
+        whole = self.weight.t().to(torch.float32)
+        scaled = whole * self.scales.t()
+        return scaled.to(self.dtype)
+
+
+class Int4Tiles(QuantisedLinear):
+    """`Int4TilePackedTo4dTensor`: bf16 only, rows padded to whole tiles; the kernel is torch's own."""
+
+    bits = 4
+    scales_and_zeros: Tensor
+
+    def __init__(self, *args: Any, group: int, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.group = group
+        self.width = -(-self.in_features // WIDTH_OF_TILES) * WIDTH_OF_TILES
+        self.rows = -(-self.out_features // ROWS_OF_TILES) * ROWS_OF_TILES
+
+    def pack(self, loaded: Tensor, shared: list[Tensor]) -> None:
+        whole = pad(loaded, (0, self.width - self.in_features, 0, self.rows - self.out_features))
+        grouped = whole.view(self.rows, self.width // self.group, self.group)
+        scales, zeros = _scales_of_groups(grouped)
+        codes = self._rounded(grouped, scales.unsqueeze(2), zeros.unsqueeze(2))
+        packed = self._tiles(codes)
+        both = torch.cat([scales.unsqueeze(-1), zeros.unsqueeze(-1)], 2)
+        self.keep(packed, scales_and_zeros=both.transpose(-3, -2).contiguous())
+
+    def _rounded(self, grouped: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
+        least = zeros - scales * 8.0
+        codes = torch.clamp(torch.round((grouped - least) / scales), 0, 15)
+        return codes.view(self.rows, self.width).to(torch.int32)
+
+    def _tiles(self, codes: Tensor) -> Tensor:
+        pairs = (codes[:, ::2] << 4 | codes[:, 1::2]).to(torch.uint8).contiguous()
+        return torch.empty((self.rows // 8, self.width // 128, 32, 4), dtype=torch.int32, device=pairs.device)
+
+    def place(self, device: torch.device | str) -> None:
+        packed = torch.empty((self.rows // 8, self.width // 128, 32, 4), dtype=torch.int32, device=device)
+        shape = (self.width // self.group, self.rows, 2)
+        self.keep(packed, scales_and_zeros=torch.empty(shape, dtype=torch.bfloat16, device=device))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1]).to(torch.bfloat16)
+        rows = pad(rows, (0, self.width - rows.shape[-1]))
+        y = torch.empty((rows.shape[0], self.rows), dtype=torch.bfloat16, device=x.device)[:, : self.out_features]
+        y = y.reshape(*x.shape[:-1], self.out_features)
+        if self.bias is not None:
+            y += self.bias.to(y.dtype)
+        return y.to(x.dtype)
+
+
+def _scales_of_groups(grouped: Tensor) -> tuple[Tensor, Tensor]:
+    """`_choose_qparams_affine_tinygemm`."""
+    least, most = grouped.amin(2), grouped.amax(2)
+    scales = torch.clamp((most - least) / 15.0, min=1e-7)
+    return scales, least + scales * 8.0
+
+
+TORCHAO_LAYERS: dict[str, type[QuantisedLinear]] = {
+    "torchao-int8": Int8Rows, "torchao-float8": Float8Rows, "torchao-int4": Int4Tiles,
+}  # fmt: skip
+
+
 # -- the model ---------------------------------------------------------------------------------------------------------
 
 
@@ -241,10 +368,8 @@ def quantise(
 def _layer(module: Any, work: Workload, turned: bool, group: int) -> QuantisedLinear:
     given = (module.weight, module.bias)
     if work.quant.startswith("torchao-"):
-        from memfit.jobs.torchao import LAYERS  # which needs what is here
-
         more: dict[str, Any] = {"group": group} if work.quant == "torchao-int4" else {}
-        return LAYERS[work.quant](*given, transposed=False, **more)
+        return TORCHAO_LAYERS[work.quant](*given, transposed=False, **more)
     if work.quant == "int8":
         return EightBitLinear(*given, transposed=turned)
     compute = DTYPES[work.compute_precision]
@@ -279,141 +404,3 @@ def _adapted_forward(self: Any, x: Tensor) -> Tensor:
             output = output.to(expected)
         result = result + output
     return result
-
-
-# -- loading -----------------------------------------------------------------------------------------------------------
-
-
-def loaded_bytes(model: nn.Module, within: tuple[str, ...] = ("",)) -> int:
-    """What transformers asks for at once before it loads: all weights, quantised ones without their scales."""
-    bits = {id(each.weight): each.bits for each in _layers(model)}
-    counted = [
-        (p, bits.get(id(p), 8 * p.element_size())) for name, p in _base_weights(model) if name.startswith(within)
-    ]
-    return sum(p.numel() * size for p, size in counted) // 8
-
-
-def load(model: nn.Module, device: torch.device | str, whole_bytes: int | None, phases: Any, work: Workload) -> None:
-    """`from_pretrained`, `prepare_model_for_kbit_training`, and the adapters, each as a phase of its own."""
-    from transformers.core_model_loading import dot_natural_key
-
-    if torch.device(device).type != "meta":
-        raise UsageError(f"quantised weights ({work.quant}) are planned, not run", hint="memfit plan")
-    layers = {id(layer.weight): layer for layer in _layers(model)}
-    named = [(getattr(weight, COMES_AS, name), weight) for name, weight in _base_weights(model)]
-    base = sorted(named, key=lambda each: dot_natural_key(each[0]))
-    with phases("load"):
-        at_once = loaded_bytes(model) if whole_bytes is None else whole_bytes
-        torch.empty(at_once // 2, dtype=torch.float16, device=device)
-        shared: list[Tensor] = []
-        if work.stored is None:
-            _load_in_turn(base, layers, shared, device)
-        else:
-            _load_by_threads(base, layers, device)
-        vars(model)["table_of_scales"] = shared
-        _move_buffers(model, device)
-        del layers, named, base  # what is unpacked below must die there
-        if work.stored is not None and work.stored.method == "mxfp4":
-            torch.cuda.empty_cache()  # its quantizer does, once all are there
-    if work.stored is not None and work.stored.method == "compressed-tensors":
-        from memfit.jobs.stored import decompress  # which needs what is here
-
-        with phases("decompress"):  # before anything else is there, be it at the end of loading or in the first pass
-            decompress(model)
-    if work.is_kbit_prepared and work.casts_when_prepared:
-        with phases("prepare"):
-            _prepare(model)
-    if work.kind == "lora":
-        adapters = [each for each in model.parameters() if each.requires_grad]
-        with phases("adapt"):
-            _load_adapters(adapters, device, work)
-        with phases("adapt"):  # a phase of its own for whoever follows them
-            for parameter in adapters if work.adapter_dtype == "fp32" else ():
-                parameter.data = parameter.data.to(torch.float32)
-
-
-def _load_in_turn(
-    base: list[tuple[str, Any]], layers: dict[int, QuantisedLinear], shared: list[Tensor], device: torch.device | str
-) -> None:
-    """Weight after weight, each quantised or stacked before the next one comes."""
-    for _, weight in base:
-        if (layer := layers.get(id(weight))) is not None:
-            loaded = weight.data.to(device)
-            layer.pack(loaded, shared)
-            del loaded
-        elif (stacked := getattr(weight, ARRIVES, None)) is not None:
-            weight.data = stacked.made([partial(stacked.part, weight, source, device) for source in stacked.sources])
-        else:
-            weight.data = weight.data.to(device)
-
-
-def _load_by_threads(
-    base: list[tuple[str, Any]], layers: dict[int, QuantisedLinear], device: torch.device | str
-) -> None:
-    """Of a checkpoint that is quantised already: threads bring all tensors in the order of their names. What is stacked
-    is so, in turn, as soon as all of it is there; what is unpacked, which takes longer, when all weights are."""
-    from transformers.core_model_loading import dot_natural_key
-
-    coming: list[tuple[str, Any, Any]] = []
-    for name, weight in base:
-        stacked = getattr(weight, ARRIVES, None)
-        coming += [(name, weight, None)] if stacked is None else [(each[0], weight, each) for each in stacked.sources]
-    waiting = [weight for _, weight in base if hasattr(weight, ARRIVES)]
-    there: dict[int, list[Any]] = {id(weight): [] for _, weight in base}
-    for _, weight, source in sorted(coming, key=lambda each: dot_natural_key(each[0])):
-        if (layer := layers.get(id(weight))) is not None:
-            layer.place(device)
-        elif source is not None:
-            there[id(weight)].append(getattr(weight, ARRIVES).part(weight, source, device))
-        elif (unpacked := getattr(weight, UNPACKED, None)) is not None:
-            there[id(weight)].extend(unpacked[0](weight, device))
-        else:
-            weight.data = weight.data.to(device)
-        while waiting and len(there[id(waiting[0])]) == len(getattr(waiting[0], ARRIVES).sources):
-            first = waiting.pop(0)
-            first.data = getattr(first, ARRIVES).made(there[id(first)])
-    for _, weight in base:
-        if hasattr(weight, UNPACKED):
-            given, there[id(weight)] = tuple(there[id(weight)]), []
-            weight.data = getattr(weight, UNPACKED)[1](weight, *given)
-            del given
-
-
-def _prepare(model: nn.Module) -> None:
-    for parameter in model.parameters():
-        if parameter.dtype in (torch.float16, torch.bfloat16) and not parameter.requires_grad:
-            parameter.data = parameter.data.to(torch.float32)
-    torch.cuda.empty_cache()
-
-
-def _load_adapters(adapters: list[nn.Parameter], device: torch.device | str, work: Workload) -> None:
-    """Around a 4-bit layer they come in the type that it computes in, around what shows a 16-bit type in that."""
-    first = None
-    if work.quant in ("nf4", "fp4"):
-        first = DTYPES[work.compute_precision]
-    elif work.quant != "none" and work.quant != "int8":
-        first = DTYPES[work.weight_precision]
-    for parameter in adapters:
-        parameter.data = parameter.data.to(device, first or parameter.dtype)
-
-
-def _move_buffers(model: nn.Module, device: torch.device | str) -> None:
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = buffer.to(device)
-
-
-def _layers(model: nn.Module) -> Iterator[QuantisedLinear]:
-    return (each for each in model.modules() if isinstance(each, QuantisedLinear))
-
-
-def _base_weights(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """All but adapters, by the names that the checkpoint has."""
-    named: list[tuple[str, Any]] = [
-        (name, p) for name, p in model.named_parameters() if not p.requires_grad or not hasattr(model, "peft_config")
-    ]
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear):  # has buffers if its tensors are those of a packed format
-            named += [(f"{name}.{own}", buffer) for own, buffer in module._buffers.items() if buffer is not None]
-    return [(name.removeprefix("base_model.model.").replace(".base_layer.", "."), p) for name, p in named]

@@ -21,7 +21,8 @@ from torch.nn.functional import cross_entropy
 
 from memfit.errors import UsageError
 from memfit.jobs.build import Loop, Prepared, takes_labels
-from memfit.jobs.quantised import DTYPES, load
+from memfit.jobs.loading import load
+from memfit.jobs.quantised import DTYPES
 from memfit.jobs.training.optimizers import optimizer_of
 from memfit.jobs.training.parallel import one_process_of, to_device, without_reduction
 from memfit.jobs.workload import Workload
@@ -94,13 +95,8 @@ def _pictures(job: Prepared, ids: torch.Tensor) -> dict[str, torch.Tensor]:
     if one.grid is None:
         return made
     grid = torch.tensor([one.grid] * count, device="cpu").to(ids.device)
-    return made | {"image_grid_thw": grid, "mm_token_type_ids": _kinds_of_tokens(job, ids)}
-
-
-def _kinds_of_tokens(job: Prepared, ids: torch.Tensor) -> torch.Tensor:
-    """Of pictures or of text, as Qwen's processor says it."""
-    row = (_row(job) == image_token(job.config)).long()
-    return torch.cat([row] * ids.shape[0]).to(ids.device)
+    of_pictures = (_row(job) == image_token(job.config)).long()  # or of text, as Qwen's processor says it
+    return made | {"image_grid_thw": grid, "mm_token_type_ids": torch.cat([of_pictures] * ids.shape[0]).to(ids.device)}
 
 
 def wanted(job: Prepared, ids: torch.Tensor) -> dict[str, torch.Tensor]:

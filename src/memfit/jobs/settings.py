@@ -61,7 +61,7 @@ _N_OF_M = re.compile(r"(\d{1,4}):(\d{1,4})")
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Those of `memfit plan`, by their names in Python and in JSON."""
+    """Those of `memfit plan`, by their names in Python and in JSON; `HELP` says of each what it is."""
 
     kind: Kind
     model: str
@@ -74,28 +74,20 @@ class Settings:
     """Linear layers of the base model in 4 or 8 bits, by bitsandbytes or torchao, as `from_pretrained` loads them. Of a
     checkpoint that is quantised already, none is as it is stored, and dequantize makes it 16-bit while it is loaded."""
     double_quant: bool = False
-    """Scales of 4-bit weights are quantised too."""
     quant_compute: QuantCompute | None = None
-    """The type in which 4-bit layers compute. None is that of the other weights."""
     kbit_prepare: bool | None = None
     """Of a quantised LoRA: peft's `prepare_model_for_kbit_training`, which makes every 16-bit weight fp32. None is
     yes, as peft's documentation has it, unless weights become 16-bit."""
     attention: Attention = "sdpa"
     padding: bool = False
-    """Whether rows of a batch differ in length: a mask then forces other attention kernels."""
     head: HeadName | None = None
-    """What the model ends in; None is what its config.json names."""
     target_len: int | None = None
-    """Tokens of the text that an encoder-decoder writes; None is 128 of one."""
     images: int | None = None
-    """Pictures in a row of text; None is one of a model that reads both."""
     image_size: str | None = None
-    """WIDTHxHEIGHT; None is what the model's processor makes of any picture."""
     loop: Loop = "plain"
     loss: Loss = "full"
     """chunked: the same loss and gradients, the logits never whole."""
     loss_chunk: int = 256
-    """Tokens at a time."""
     outputs: Outputs | None = None
     """kept: the loop's variable holds what the model gave, logits too, until the next forward pass has ended. None is
     what the loop does by itself: a plain one keeps them, as everybody writes it, the others drop them."""
@@ -104,16 +96,11 @@ class Settings:
     weight_decay: float = 0.0
     """Only whether there is any changes memory, and only of SGD, which then adds it to a copy of the gradients."""
     momentum: float = 0.0
-    """Of SGD: a state as large as the weights."""
     grad_checkpointing: bool = False
     use_cache: bool = False
-    """Whether config.use_cache is left on: a forward pass then keeps its keys and values beside the logits."""
     selective_checkpointing: bool = False
-    """Of a block, keep what is dear to compute (matrix products, attention) and compute the rest again."""
     compile: bool = False
-    """torch.compile of the whole model."""
     compile_blocks: bool = False
-    """torch.compile of each block by itself: regional compilation."""
     offload: tuple[Offload, ...] = ()
     """What lies on the host; weights are the frozen ones of LoRA."""
     grad_accum: int = 1
@@ -125,13 +112,10 @@ class Settings:
     gradient_as_bucket_view: bool | None = None
     """Of DDP: gradients lie in its buckets. None is what the loop does by itself: only `memfit train` does it."""
     adapter: Adapter = "lora"
-    """Of peft."""
     adapter_config: str | None = None
     """What else its config says, as JSON; given as an object, as KEY=VALUE,... or as a file."""
     rank: int | None = None
-    """None is 16 of LoRA, and of the others what peft has for them."""
     target_modules: tuple[str, ...] | None = None
-    """None means all linear layers of a block."""
     lora_dropout: float = 0.0
     adapter_dtype: AdapterDtype = "fp32"
     """fp32, as peft does whatever the base model has; same as the base model otherwise."""
@@ -141,13 +125,11 @@ class Settings:
     cache: Cache = "dynamic"
     method: PruneMethod = "wanda"
     sparsity: float | None = None
-    """None is a half, or what the type says."""
     sparsity_type: str = UNSTRUCTURED
     nsamples: int = 128
     dataset: str = "wikitext2"
     """wikitext2, c4, builtin, or the path of a file or folder: which text it is does not change the memory."""
     max_gpu_memory: str | None = None
-    """What pruning may use of the device; None is the whole card."""
     alloc_conf: str = ""
 
 
@@ -341,14 +323,13 @@ class Sparsity:
             )
         if (self.removed is None) != (self.group is None):
             raise UsageError("a group of columns needs both numbers: how many are removed, and of how many")
-        if self.removed is not None and self.group is not None:
-            self._check_group(self.removed, self.group)
-
-    def _check_group(self, removed: int, group: int) -> None:
-        assert 0 <= removed <= group
-        if not math.isclose(self.ratio, removed / group, rel_tol=0, abs_tol=1e-6):
+        if self.removed is None or self.group is None:
+            return
+        share = self.removed / self.group
+        assert 0 <= share <= 1
+        if not math.isclose(self.ratio, share, rel_tol=0, abs_tol=1e-6):
             raise UsageError(
-                f"--sparsity-ratio {self.ratio:g} is not {removed}:{group}, which removes {removed / group:g}",
+                f"--sparsity-ratio {self.ratio:g} is not {self.kind}, which removes {share:g}",
                 hint="leave --sparsity-ratio out, or use --sparsity-type unstructured",
             )
 
@@ -376,10 +357,6 @@ class Sparsity:
     @property
     def kind(self) -> str:
         return UNSTRUCTURED if self.group is None else f"{self.removed}:{self.group}"
-
-    def with_ratio(self, ratio: float) -> Sparsity:
-        """Another share for one block, where not all get the same."""
-        return dataclasses.replace(self, ratio=ratio)
 
     def with_removed(self, removed: int) -> Sparsity:
         """Another count for one block; none and all are possible here."""

@@ -2,7 +2,7 @@
 
 fp8 and MXFP4 run transformers' own layers, with kernels that only make their results; GPTQ, AWQ and compressed-tensors
 have layers of the same tensors here, for their packages need a GPU. What bitsandbytes and torchao have stored becomes
-the layers of `quantised.py` and `torchao.py`. With `--quant dequantize` weights become 16-bit while they are loaded, by
+the layers of `quantised.py`. With `--quant dequantize` weights become 16-bit while they are loaded, by
 transformers' own functions where it has them.
 """
 
@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from memfit.errors import InputError, MemfitError, UsageError
-from memfit.jobs.quantised import UNPACKED, FourBitLinear, quantise
-from memfit.jobs.torchao import Float8Rows, Int4Tiles, Int8Rows
+from memfit.jobs.quantised import UNPACKED, Float8Rows, FourBitLinear, Int4Tiles, Int8Rows, quantise
 from memfit.jobs.workload import Workload
 from memfit.models.checkpoint import MissingWeights, WeightStore
 from memfit.models.files import first_line
@@ -288,14 +287,12 @@ def _mxfp4(model: Any, stored: StoredWeights) -> Iterator[str]:
     if not found:
         raise UsageError(f"mxfp4 is planned of gpt-oss, not of a {type(model).__name__}")
     model.requires_grad_(False)
+    as_given = lambda *given: given  # noqa: E731
     hub = SimpleNamespace(
-        matmul_ogs=SimpleNamespace(
-            FnSpecs=SimpleNamespace, FusedActivation=lambda *given: given, matmul_ogs=_grouped_product
-        ),
+        matmul_ogs=SimpleNamespace(FnSpecs=as_given, FusedActivation=as_given, matmul_ogs=_grouped_product),
         swiglu=SimpleNamespace(swiglu_fn=None),
         routing=SimpleNamespace(routing=_routing),
     )
-    hub.matmul_ogs.FnSpecs = lambda *given: given
     _run_with(model, mxfp4, {"triton_kernels_hub": hub})
     yield "MXFP4 products need the package 'kernels' and triton 3.4; else transformers makes bf16 (--quant dequantize)"
 
@@ -355,21 +352,19 @@ def _make_plain(model: Any, work: Workload, stored: StoredWeights) -> Iterator[s
     if stored.method == "compressed-tensors":
         _pack(model, stored)
         return
-    for weight in _experts_of_gpt_oss(model) if stored.method == "mxfp4" else _named_weights(model, stored):
+    for weight in _packed_weights(model, stored):
         bring, make = _DEQUANTISE[stored.method]
         vars(weight)[UNPACKED] = (functools.partial(bring, stored), make)
     yield "weights are taken to have all arrived, by threads of transformers, before the first becomes 16-bit"
 
 
-def _named_weights(model: Any, stored: StoredWeights) -> Iterator[Tensor]:
+def _packed_weights(model: Any, stored: StoredWeights) -> Iterator[Tensor]:
+    stacked = [(name, p) for name, p in model.named_parameters() if p.dim() == 3]
+    if stored.method == "mxfp4":  # of gpt-oss, its experts alone
+        yield from (p for name, p in stacked if name.endswith(("gate_up_proj", "down_proj")))
+        return
     yield from (module.weight for _, module in _linears(model, stored))
-    yield from (p for name, p in model.named_parameters() if p.dim() == 3 and ".experts." in name)
-
-
-def _experts_of_gpt_oss(model: nn.Module) -> Iterator[Tensor]:
-    for name, parameter in model.named_parameters():
-        if parameter.dim() == 3 and name.endswith(("gate_up_proj", "down_proj")):
-            yield parameter
+    yield from (p for name, p in stacked if ".experts." in name)
 
 
 def _bring_fp8(stored: StoredWeights, weight: Tensor, device: torch.device | str) -> tuple[Tensor, Tensor]:

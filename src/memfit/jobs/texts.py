@@ -54,8 +54,7 @@ def fetch_file(repo: str, name: str) -> Path:
     """A file of a data set, from the cache or the Hub."""
     from huggingface_hub import hf_hub_download
 
-    found = find_cached(repo, name)
-    if found is not None:
+    if (found := find_cached(repo, name)) is not None:
         return found
     _check_reach(f"'{name}' of {repo}")
     try:
@@ -67,22 +66,19 @@ def fetch_file(repo: str, name: str) -> Path:
 def find_split(repo: str, subset: str | None, split: str) -> list[str]:
     """The names of the files that make up a split of a data set."""
     files = sorted(_list_files(repo))
-    configs = _configs(repo, files)
-    if configs:
+    if configs := _configs(repo, files):
         named = list(_files_of_split(_chosen(configs, repo, subset), files, split))
     else:
         named = _by_name(_in_folder(files, repo, subset), split)
     if not named:
         raise InputError(f"{repo} has no split '{split}' that is known by the names of its files: {_some(files)}")
-    unread = [name for name in named if not is_text_file(Path(name))]
-    if unread:
-        raise InputError(f"memfit reads no files such as '{unread[0]}', of which {repo} consists")
+    for name in (name for name in named if not is_text_file(Path(name))):
+        raise InputError(f"memfit reads no files such as '{name}', of which {repo} consists")
     return named
 
 
 def _check_reach(what: str) -> None:
-    why = why_no_hub()
-    if why is not None:
+    if (why := why_no_hub()) is not None:
         raise InputError(f"{what} is not in the Hugging Face cache, and {why}")
 
 
@@ -243,8 +239,7 @@ def check_packages(name: str) -> None:
 
 
 def _wikitext2(use: Use) -> Texts:
-    local = _local_wikitext(use)
-    if local is not None:
+    if (local := _local_wikitext(use)) is not None:
         return local
     split = "test" if use == "evaluation" else "train"
     rows = _from_hub("wikitext2", WIKITEXT_REPOS, WIKITEXT_FILES[use])
@@ -260,7 +255,8 @@ def _local_wikitext(use: Use) -> Texts | None:
     root = _data_folder()
     if root is None:
         return None
-    return next((found for folder in _near(root) if (found := _wikitext_folder(folder, use)) is not None), None)
+    near = sorted(each for each in root.iterdir() if each.is_dir() and each.name.startswith("wikitext"))
+    return next((found for each in (root, *near) if (found := _wikitext_folder(each, use)) is not None), None)
 
 
 def _wikitext_folder(folder: Path, use: Use) -> Texts | None:
@@ -343,11 +339,6 @@ def _data_folder() -> Path | None:
     if not folder.is_dir():
         raise InputError(f"{VARIABLE} is {said!r}, which is not a folder")
     return folder
-
-
-def _near(root: Path) -> list[Path]:
-    """The folder itself, then those in it that are called after the set."""
-    return [root, *sorted(each for each in root.iterdir() if each.is_dir() and each.name.startswith("wikitext"))]
 
 
 # -- the Hub -----------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ is what its students are asked to find in the memory timeline.
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 from torch import nn
@@ -134,25 +135,5 @@ class BasicsTransformer(nn.Module):
         return self.lm_head
 
 
-def build(size: str) -> BasicsTransformer:
-    return BasicsTransformer(SIZES[size])
-
-
-def small() -> BasicsTransformer:
-    return build("small")
-
-
-def medium() -> BasicsTransformer:
-    return build("medium")
-
-
-def large() -> BasicsTransformer:
-    return build("large")
-
-
-def xl() -> BasicsTransformer:
-    return build("xl")
-
-
-def two_point_seven_b() -> BasicsTransformer:
-    return build("2.7B")
+small, medium, large, xl, two_point_seven_b = (partial(BasicsTransformer, size) for size in SIZES.values())
+"""Factories, for `memfit.models.basics:small`."""

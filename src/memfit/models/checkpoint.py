@@ -152,8 +152,7 @@ def _tensor(path: Path, name: str, entry: Any, base: int, size: int, number: int
 def _files_of(folder: Path) -> Iterator[Path]:
     if not folder.is_dir():
         raise InputError(f"no folder '{folder}'")
-    index = folder / INDEX
-    if index.is_file():
+    if (index := folder / INDEX).is_file():
         yield from _indexed(folder, index)
     elif (folder / SINGLE).is_file():
         yield folder / SINGLE
@@ -166,13 +165,12 @@ def _indexed(folder: Path, index: Path) -> Iterator[Path]:
         names = sorted({str(name) for name in json.loads(index.read_bytes())["weight_map"].values()})
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise InputError(f"cannot read {index}: it holds no map of weights") from error
-    if outside := [name for name in names if Path(name).name != name]:
-        raise InputError(f"{index} names a file in another folder: {outside[0]!r}")
+    for outside in (name for name in names if Path(name).name != name):
+        raise InputError(f"{index} names a file in another folder: {outside!r}")
     for name in names:
-        path = folder / name
-        if not path.is_file():
+        if not (folder / name).is_file():
             raise MissingWeights(f"{folder} lacks the file {name} that its index names", hint="download it again")
-        yield path
+        yield folder / name
 
 
 def _no_weights(folder: Path) -> MissingWeights:
@@ -188,10 +186,7 @@ def _no_weights(folder: Path) -> MissingWeights:
 
 def is_whole(folder: Path) -> bool:
     """Whether all weights are there that the folder's index names, or the one file that needs none."""
-    if (folder / SINGLE).is_file():
-        return True
     try:
-        names = set(json.loads((folder / INDEX).read_bytes())["weight_map"].values())
-    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        return (folder / SINGLE).is_file() or bool(list(_indexed(folder, folder / INDEX)))
+    except InputError:
         return False
-    return bool(names) and all(Path(str(name)).name == name and (folder / name).is_file() for name in names)

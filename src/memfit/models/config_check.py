@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,19 +31,10 @@ MAX_EXPERTS = 1 << 15
 GENERIC = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
 # Sizes for which some class has a default of its own: in the families that memfit knows, a file must state them too.
 OWN_DEFAULT = (
-    "ffn_dim",
-    "num_key_value_heads",
-    "head_dim",
-    "moe_intermediate_size",
-    "kv_lora_rank",
-    "v_head_dim",
-    "qk_nope_head_dim",
-    "qk_rope_head_dim",
-    "num_experts",
-    "num_local_experts",
-    "n_routed_experts",
+    "ffn_dim", "num_key_value_heads", "head_dim", "moe_intermediate_size", "kv_lora_rank", "v_head_dim",
+    "qk_nope_head_dim", "qk_rope_head_dim", "num_experts", "num_local_experts", "n_routed_experts",
     "num_experts_per_tok",
-)
+)  # fmt: skip
 POSITIVE = {*GENERIC, *OWN_DEFAULT, "n_embd", "n_layer", "n_head", "n_inner", "n_positions", "max_position_embeddings"}
 POSITIVE |= {"word_embed_proj_dim", "q_lora_rank", "sliding_window"}
 DTYPES = ("float64", "float32", "float16", "bfloat16")
@@ -71,21 +63,15 @@ class ConfigFamily:
 def read_config(path: Path) -> dict[str, Any]:
     """The JSON object in a file, or an InputError; never more than `MAX_FILE_BYTES` are read."""
     where = str(path)
+    if not os.path.isfile(path):  # which says so of an impossible name too
+        raise InputError(f"no file '{where}'", hint="give a folder with config.json, a *.json, or a preset's name")
     try:
-        if not path.is_file():
-            raise InputError(f"no file '{where}'", hint="give a folder with config.json, a *.json, or a preset's name")
         with path.open("rb") as stream:
             raw = stream.read(MAX_FILE_BYTES + 1)
-    except (OSError, ValueError) as error:
-        if isinstance(error, InputError):
-            raise
+    except OSError as error:
         raise InputError(f"cannot read '{where}': {one_line(error)}") from error
     if len(raw) > MAX_FILE_BYTES:
         raise InputError(f"'{where}' is larger than {format_bytes(MAX_FILE_BYTES)}, too large for a config.json")
-    return _parse(raw, where)
-
-
-def _parse(raw: bytes, where: str) -> dict[str, Any]:
     try:
         data = json.loads(raw.decode("utf-8-sig"), parse_constant=_constant, object_pairs_hook=without_doubles)
     except InputError as error:
@@ -132,20 +118,17 @@ def check_config(data: Mapping[str, Any], family: ConfigFamily, where: str) -> d
     _check_names(seen, family, where)
     for key, value in seen.items():
         for scalar in _scalars(key, value, where):
-            _check_number(key, scalar, where)
+            if isinstance(scalar, float) and not math.isfinite(scalar) and key != "time_step_limit":
+                raise InputError(f"{where}: '{key}' is not a finite number")
+            if isinstance(scalar, int) and abs(scalar) > MAX_WEIGHT_ELEMENTS:
+                raise InputError(f"{where}: '{key}' is {show(scalar)}, which no model has")
     _check_stated(seen, family, where)
-    for key, value in (*seen.items(), *_grouped(seen)):
+    one_level_down = [pair for value in seen.values() if isinstance(value, dict) for pair in value.items()]
+    for key, value in (*seen.items(), *one_level_down):  # as the experts in DBRX's `ffn_config`
         _check_value(key, value, family, where)
     _check_heads(seen, family, where)
     _check_weights(seen, family, where)
     return seen | {key: _dtype(seen[key], key, where) for key in ("dtype", "torch_dtype") if seen.get(key) is not None}
-
-
-def _grouped(data: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Settings one level down, such as the experts in DBRX's `ffn_config`."""
-    for value in data.values():
-        if isinstance(value, dict):
-            yield from value.items()
 
 
 def _scalars(key: str, value: object, where: str) -> Iterator[object]:
@@ -155,19 +138,10 @@ def _scalars(key: str, value: object, where: str) -> Iterator[object]:
         item, depth = todo.pop()
         if depth > MAX_DEPTH:
             raise InputError(f"{where}: '{key}' is nested deeper than {MAX_DEPTH} levels")
-        if isinstance(item, dict):
-            todo.extend((inner, depth + 1) for inner in item.values())
-        elif isinstance(item, list):
-            todo.extend((inner, depth + 1) for inner in item)
+        if isinstance(item, (dict, list)):
+            todo.extend((inner, depth + 1) for inner in (item.values() if isinstance(item, dict) else item))
         else:
             yield item
-
-
-def _check_number(key: str, value: object, where: str) -> None:
-    if isinstance(value, float) and not math.isfinite(value) and key != "time_step_limit":
-        raise InputError(f"{where}: '{key}' is not a finite number")
-    if isinstance(value, int) and abs(value) > MAX_WEIGHT_ELEMENTS:
-        raise InputError(f"{where}: '{key}' is {show(value)}, which no model has")
 
 
 def _check_names(data: Mapping[str, Any], family: ConfigFamily, where: str) -> None:
@@ -200,7 +174,8 @@ def _get(data: Mapping[str, Any], family: ConfigFamily, name: str) -> tuple[str,
 def _check_value(key: str, value: Any, family: ConfigFamily, where: str) -> None:
     if value is None:
         return
-    if _is_size(key, family) and (family.known or not isinstance(value, list)):  # Gemma 3n has a size per layer
+    names = {key, *(name for name, own in family.renamed.items() if own == key)}
+    if names & POSITIVE and (family.known or not isinstance(value, list)):  # Gemma 3n has a size per layer
         if isinstance(value, bool) or not isinstance(value, int):
             raise InputError(f"{where}: '{key}' is {show(value)}, not a whole number")
         if value < 1 and (family.known or key != "sliding_window"):  # some write 0 for no window
@@ -209,17 +184,9 @@ def _check_value(key: str, value: Any, family: ConfigFamily, where: str) -> None
         raise InputError(f"{where}: '{key}' is {value:,}; memfit builds {MAX_LAYERS:,} layers at most")
     if isinstance(value, int) and key.endswith("experts") and value > MAX_EXPERTS:
         raise InputError(f"{where}: '{key}' is {value:,}; memfit builds {MAX_EXPERTS:,} experts at most")
-    if ("dropout" in key or "pdrop" in key) and (isinstance(value, bool) or not _is_share(value)):
+    is_share = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1
+    if ("dropout" in key or "pdrop" in key) and not is_share:
         raise InputError(f"{where}: '{key}' is {show(value)}, not a number from 0 to 1")
-
-
-def _is_size(key: str, family: ConfigFamily) -> bool:
-    """By its generic name, or by the family's own name for that."""
-    return key in POSITIVE or any(own == key for name, own in family.renamed.items() if name in POSITIVE)
-
-
-def _is_share(value: object) -> bool:
-    return isinstance(value, int | float) and 0 <= value <= 1
 
 
 def _check_heads(data: Mapping[str, Any], family: ConfigFamily, where: str) -> None:

@@ -48,11 +48,8 @@ class Source:
         return self.folder.name if self.folder.parent.name == "snapshots" else None
 
     def describe(self) -> dict[str, Any]:
-        return {
-            "folder": str(self.folder),
-            "gguf": None if self.gguf is None else str(self.gguf),
-            "revision": self.revision,
-        }
+        gguf = None if self.gguf is None else str(self.gguf)
+        return {"folder": str(self.folder), "gguf": gguf, "revision": self.revision}
 
 
 # -- without fetching anything -----------------------------------------------------------------------------------------
@@ -70,11 +67,7 @@ def find_here(model: str, *, cache_dir: str | None = None) -> Path:
         return path
     if (gguf := gguf_file(model)) is not None:
         return as_folder(gguf, cache_dir=_place(cache_dir))
-    hub_id = _known_hub_id(model)
-    found = _cached(hub_id, _place(cache_dir))
-    if found is None or not is_whole(found):
-        raise NotHere(model, hub_id, "the weights")
-    return found
+    return _known_in_cache(model, cache_dir, is_whole, "the weights")
 
 
 def find_tokenizer_here(model: str, *, cache_dir: str | None = None) -> Path:
@@ -83,10 +76,17 @@ def find_tokenizer_here(model: str, *, cache_dir: str | None = None) -> Path:
         return path
     if gguf_file(model) is not None:
         return find_here(model, cache_dir=cache_dir)
-    hub_id = _known_hub_id(model)
+    has_files = lambda folder: any((folder / name).is_file() for name in TOKENIZERS[:3])  # noqa: E731
+    return _known_in_cache(model, cache_dir, has_files, "the tokenizer's files")
+
+
+def _known_in_cache(model: str, cache_dir: str | None, has_all: Callable[[Path], bool], what: str) -> Path:
+    hub_id = _hub_id(model)
+    if hub_id is None:
+        raise InputError(f"'{model}' is no folder with weights, and no model on the Hub is known by that name")
     found = _cached(hub_id, _place(cache_dir))
-    if found is None or not any((found / name).is_file() for name in TOKENIZERS[:3]):
-        raise NotHere(model, hub_id, "the tokenizer's files")
+    if found is None or not has_all(found):
+        raise NotHere(model, hub_id, what)
     return found
 
 
@@ -115,13 +115,6 @@ def _hub_id(model: str) -> str | None:
         return model
     preset = find_preset(model)
     return next((alias for alias in preset.aliases if alias.count("/") == 1), None) if preset else None
-
-
-def _known_hub_id(model: str) -> str:
-    known = _hub_id(model)
-    if known is None:
-        raise InputError(f"'{model}' is no folder with weights, and no model on the Hub is known by that name")
-    return known
 
 
 def _cached(hub_id: str, place: Path | None) -> Path | None:
@@ -263,6 +256,5 @@ def load_tokenizer(folder: Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
     except Exception as error:  # a damaged file, a missing package: each kind raises its own
-        said = str(error).strip().splitlines()
-        why = f"the tokenizer in '{folder}' cannot be loaded: {type(error).__name__}: {said[0] if said else ''}"
+        why = f"the tokenizer in '{folder}' cannot be loaded: {type(error).__name__}: {first_line(error)}"
         raise InputError(why[:400]) from error

@@ -25,12 +25,12 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr
-from importlib import import_module
+from collections.abc import Callable
+from contextlib import redirect_stderr
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from memfit.errors import InputError
 from memfit.files import folder_of_this_process, own_cache
@@ -56,17 +56,13 @@ def tokenizer_of(path: Path, reader: Any) -> Any:
         made.chat_template = said.get("tokenizer.chat_template")
     else:
         made = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
-    _name_special_tokens(made, said)
+    for kind, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown")):
+        number = said.get(f"{key}_token_id")
+        if isinstance(number, int) and 0 <= number < len(made):
+            setattr(made, f"{kind}_token", made.convert_ids_to_tokens(number))
     if said.get("add_bos_token", said.get("model") == "llama") and made.bos_token is not None:
         _begin_with_bos(made)
     return made
-
-
-def _name_special_tokens(tokenizer: Any, said: dict[str, Any]) -> None:
-    for kind, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown")):
-        number = said.get(f"{key}_token_id")
-        if isinstance(number, int) and 0 <= number < len(tokenizer):
-            setattr(tokenizer, f"{kind}_token", tokenizer.convert_ids_to_tokens(number))
 
 
 def _begin_with_bos(tokenizer: Any) -> None:
@@ -108,15 +104,9 @@ def _sentencepiece(
 def _merges(pieces: list[str], ranks: list[float], joinable: list[int]) -> list[tuple[str, str]]:
     """Every way to make a piece of two, in the order of the pieces' ranks."""
     known = {pieces[i] for i in joinable}
-    found: list[tuple[float, int, str, str]] = []
-    for i in joinable:
-        piece = pieces[i]
-        for cut in range(1, len(piece)):
-            left, right = piece[:cut], piece[cut:]
-            if left in known and right in known:
-                found.append((ranks[i], i, left, right))
-    found.sort(key=lambda merge: merge[:2])
-    return [(left, right) for _, _, left, right in found]
+    by_rank = (pieces[i] for i in sorted(joinable, key=lambda i: (ranks[i], i)))
+    cuts = ((piece[:cut], piece[cut:]) for piece in by_rank for cut in range(1, len(piece)))
+    return [(left, right) for left, right in cuts if left in known and right in known]
 
 
 FORMAT = 1
@@ -176,10 +166,13 @@ def as_folder(path: Path, *, cache_dir: Path | None = None, say: Callable[[str],
 
 
 def _folder_for(path: Path, cache_dir: Path | None) -> tuple[Path, str]:
+    from importlib.metadata import version
+
     digest = _digest(path)
-    root = cache_dir / "memfit-gguf" if cache_dir is not None else _cache_root()
+    root = None if cache_dir is None else cache_dir / "memfit-gguf"
+    root = root or own_cache("models", in_said="models") or folder_of_this_process()
     name = re.sub(r"[^A-Za-z0-9._-]", "_", path.stem)[:60]
-    return root / f"{name}-{digest[:16]}-{FORMAT}-{_transformers()}", digest
+    return root / f"{name}-{digest[:16]}-{FORMAT}-{version('transformers')}", digest
 
 
 def _check_package(path: Path) -> None:
@@ -230,16 +223,6 @@ def _digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _cache_root() -> Path:
-    return own_cache("models", in_said="models") or folder_of_this_process()
-
-
-def _transformers() -> str:
-    from importlib.metadata import version
-
-    return version("transformers")
-
-
 # -- the conversion ----------------------------------------------------------------------------------------------------
 
 
@@ -249,13 +232,15 @@ def _convert(path: Path, folder: Path) -> None:
 
     reader = _read(path)
     where, name = str(path.parent), path.name
-    with _quietly(), _only(reader):
+    # transformers opens the file four times, and reading the vocabulary is most of the work: let it have this one. Some
+    # progress bars are turned off by nothing but a lost stderr.
+    with redirect_stderr(io.StringIO()), mock.patch("gguf.GGUFReader", lambda *_, **__: reader):
         try:
             tokenizer = tokenizer_of(path, reader)
             loaded = AutoModelForCausalLM.from_pretrained(where, gguf_file=name, dtype=torch.float32)
         except Exception as error:  # whatever its reader trips over in a damaged or unknown file
-            said = str(error).strip().splitlines()
-            why = f"transformers cannot read {path}: {type(error).__name__}: {said[0] if said else ''}"
+            said = (str(error).strip().splitlines() or [""])[0]
+            why = f"transformers cannot read {path}: {type(error).__name__}: {said}"
             raise InputError(why[:300], hint="is its architecture one that transformers reads from GGUF?") from error
         # What was read from GGUF counts as quantised and cannot be saved; a plain model with the same weights can.
         with torch.device("meta"):
@@ -264,15 +249,11 @@ def _convert(path: Path, folder: Path) -> None:
         plain.tie_weights()
         if getattr(loaded, "generation_config", None) is not None:
             plain.generation_config = loaded.generation_config
-        _mend_config(plain.config)
+        plain.config._name_or_path = ""
+        if getattr(plain.config, "quantization_config", None):
+            del plain.config.quantization_config
         plain.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-
-
-def _mend_config(config: Any) -> None:
-    for name in ("quantization_config", "_name_or_path"):
-        if getattr(config, name, None):
-            delattr(config, name) if name == "quantization_config" else setattr(config, name, "")
 
 
 def _read(path: Path) -> Any:
@@ -283,22 +264,3 @@ def _read(path: Path) -> Any:
     except Exception as error:  # a damaged file: numpy and the reader each raise their own
         why = f"'{path}' cannot be read as GGUF: {type(error).__name__}"
         raise InputError(why, hint="it was probably cut off while being downloaded or copied") from error
-
-
-@contextmanager
-def _only(reader: Any) -> Iterator[None]:
-    """transformers opens the file four times, and reading the vocabulary is most of the work: let it have this one."""
-    package: Any = import_module("gguf")
-    kept = package.GGUFReader
-    package.GGUFReader = lambda *_, **__: reader
-    try:
-        yield
-    finally:
-        package.GGUFReader = kept
-
-
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """Without progress bars, some of which nothing but this turns off."""
-    with redirect_stderr(io.StringIO()):
-        yield

@@ -54,14 +54,10 @@ def picture(config: Any, size: str | None) -> Picture:
             f"--image-size {size}: a '{config.model_type}' model is given {width}x{height}, whatever the picture's size"
         )
     patches = (width // vision.patch_size) * (height // vision.patch_size)
-    return Picture(patches + _of_class(config, vision), (1, vision.num_channels, height, width))
-
-
-def _of_class(config: Any, vision: Any) -> int:
-    """CLIP has a patch more than there are in the picture, and LLaVA leaves the first one out by default."""
-    clip = getattr(vision, "model_type", "").startswith("clip")
-    left_out = getattr(config, "vision_feature_select_strategy", "default") == "default"
-    return int(clip) - int(left_out)
+    # CLIP has a patch more than there are in the picture, and LLaVA leaves the first one out by default.
+    patches += getattr(vision, "model_type", "").startswith("clip")
+    patches -= getattr(config, "vision_feature_select_strategy", "default") == "default"
+    return Picture(patches, (1, vision.num_channels, height, width))
 
 
 def _in_patches(vision: Any, width: int, height: int) -> Picture:
@@ -80,8 +76,8 @@ def _resized(width: int, height: int, factor: int) -> tuple[int, int]:
     wide, high = (round(side / factor) * factor for side in (width, height))
     if wide * high > MOST_PIXELS:
         scale = math.sqrt(width * height / MOST_PIXELS)
-        return tuple(max(factor, math.floor(side / scale / factor) * factor) for side in (width, height))  # type: ignore[return-value]
-    if wide * high < LEAST_PIXELS:
+        wide, high = (max(factor, math.floor(side / scale / factor) * factor) for side in (width, height))
+    elif wide * high < LEAST_PIXELS:
         scale = math.sqrt(LEAST_PIXELS / (width * height))
-        return tuple(math.ceil(side * scale / factor) * factor for side in (width, height))  # type: ignore[return-value]
+        wide, high = (math.ceil(side * scale / factor) * factor for side in (width, height))
     return wide, high

@@ -1,13 +1,12 @@
 """The models that come with memfit as code, made known to transformers: GSA, and that of the CS336 course.
 
-GSA is a model of transformers' own kind in all respects. The course's Transformer is a plain module: transformers keeps
-its settings, and `build_plain` makes it.
+GSA is a model of transformers' own kind in all respects. The course's Transformer is a plain module, of which
+transformers keeps the settings.
 """
 
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 from torch import nn
 
@@ -29,14 +28,6 @@ def make_known() -> None:
     AutoModelForCausalLM.register(GsaConfig, GsaForCausalLM)
     AutoConfig.register(BASICS, BasicsSettings)
     AutoModelForCausalLM.register(BasicsSettings, BasicsTransformer)
-
-
-def build_plain(config: Any) -> nn.Module | None:
-    """None for what transformers builds itself."""
-    from memfit.models.basics import BasicsTransformer
-    from memfit.models.basics_settings import BasicsSettings
-
-    return BasicsTransformer(config.sizes()) if isinstance(config, BasicsSettings) else None
 
 
 def block_list(model: nn.Module) -> tuple[str, nn.ModuleList] | None:

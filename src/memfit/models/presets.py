@@ -130,41 +130,27 @@ def encoders() -> tuple[Preset, ...]:
     """Published models that are no decoders of text: those that read texts, translate them, see or listen. Scripts load
     them by their hub ids; `plan` takes those whose kind it has."""
     document = json.loads(files(__package__).joinpath("encoders.json").read_text(encoding="utf-8"))
+    source = document["source"]
     return tuple(
-        Preset(**{**entry, "aliases": tuple(entry["aliases"])}, source=document["source"])
-        for entry in document["presets"]
+        Preset(**{**entry, "aliases": tuple(entry["aliases"])}, source=source) for entry in document["presets"]
     )
 
 
 def _basics() -> Iterator[Preset]:
     for name, size in {**SIZES, **LATER_SIZES}.items():
-        year = 2026 if name in LATER_SIZES else 2025
-        yield Preset(
-            f"{BASICS}-{name.lower()}",
-            (),
-            size.parameters,
-            {"model_type": BASICS, **asdict(size)},
-            f"hand-out of Stanford's CS336, assignment 2, {year}",
-        )
+        source = f"hand-out of Stanford's CS336, assignment 2, {2026 if name in LATER_SIZES else 2025}"
+        config = {"model_type": BASICS, **asdict(size)}
+        yield Preset(f"{BASICS}-{name.lower()}", (), size.parameters, config, source)
 
 
 def _gsa() -> Iterator[Preset]:
+    source = "github alfredcs/Gated-Sparse-Attention@b23ccad, and arXiv 2601.15305"
     for name, size in sorted(GSA_SIZES.items(), key=lambda each: parameters_of(each[1])):
-        yield Preset(
-            name,
-            (),
-            parameters_of(size),
-            {"model_type": GSA_TYPE, **size},
-            "github alfredcs/Gated-Sparse-Attention@b23ccad, and arXiv 2601.15305",
-            _paths(name),
-        )
-
-
-def _paths(name: str) -> str:
-    base = name.removesuffix(GATHER)
-    if base != name:
-        return f"as published: keys and values are copied out for every query; {base} computes the same without"
-    return f"the keys that a query chose are a mask over fused attention; {name}{GATHER} is the published way"
+        note = f"the keys that a query chose are a mask over fused attention; {name}{GATHER} is the published way"
+        if name.endswith(GATHER):
+            base = name.removesuffix(GATHER)
+            note = f"as published: keys and values are copied out for every query; {base} computes the same without"
+        yield Preset(name, (), parameters_of(size), {"model_type": GSA_TYPE, **size}, source, note)
 
 
 def name_key(name: str) -> str:

@@ -17,7 +17,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import MISSING, dataclass, fields
 from difflib import get_close_matches
 from functools import reduce
@@ -104,18 +104,14 @@ def _on_disk(text: str) -> ModelSource | None:
         name = path.parent.resolve().name if path.name == "config.json" else path.stem
         return ModelSource("config", name, f"file '{text}'", str(path))
     if is_folder and find_preset(text) is None:
-        raise _no_config(path, text)
+        hint = "a model's folder holds config.json; `model.config.save_pretrained(folder)` writes it"
+        if (path / "adapter_config.json").is_file():
+            hint = "it holds a LoRA adapter: give the base model it was trained on"
+        raise InputError(f"folder '{text}' has no config.json", hint=hint)
     if text.startswith(("./", "../", "/", "~")) or (exists and not is_folder):
         what = f"'{text}' is not a config.json" if exists else f"no file or folder '{text}'"
         raise InputError(what, hint="give a folder with config.json, a *.json file, or a preset's name")
     return None
-
-
-def _no_config(folder: Path, text: str) -> InputError:
-    hint = "a model's folder holds config.json; `model.config.save_pretrained(folder)` writes it"
-    if (folder / "adapter_config.json").is_file():
-        hint = "it holds a LoRA adapter: give the base model it was trained on"
-    return InputError(f"folder '{text}' has no config.json", hint=hint)
 
 
 def _shipped(text: str) -> ModelSource | None:
@@ -172,11 +168,8 @@ def _unknown(text: str) -> UnknownName:
         return UnknownName("model", text, known, more=_HELP)
     more = f"nor is it in the Hugging Face cache: `hf download {text} config.json` puts it there; or give a config.json"
     error = UnknownName("model", text, known, more=more)
-    return error if error.nearest else UnknownName("model", text, [*known, *_hub_ids()], more=more)
-
-
-def _hub_ids() -> list[str]:
-    return [alias.lower() for preset in presets() for alias in preset.aliases if "/" in alias]
+    hub_ids = [alias.lower() for preset in presets() for alias in preset.aliases if "/" in alias]
+    return error if error.nearest else UnknownName("model", text, [*known, *hub_ids], more=more)
 
 
 def source_notes(source: ModelSource) -> tuple[str, ...]:
@@ -186,8 +179,7 @@ def source_notes(source: ModelSource) -> tuple[str, ...]:
     preset = find_preset(source.target) if source.kind == "preset" else None
     if preset is not None:
         return (preset.note,) if preset.note else ()
-    data = read_config(Path(source.target))
-    return tuple(_left_out(data, source.target))
+    return tuple(_left_out(read_config(Path(source.target)), source.target))
 
 
 def _left_out(data: dict[str, Any], where: str) -> Iterator[str]:
@@ -273,7 +265,10 @@ def _config_class(data: dict[str, Any], where: str) -> Any:
         guess = f"did you mean {' or '.join(repr(n) for n in near)}?" if near else None
         raise InputError(f"{where}: transformers knows no model_type {show(model_type)}", hint=guess)
     config_class = CONFIG_MAPPING[model_type]
-    if (parts := _parts_of(config_class)) and model_type not in PICTURE_FAMILIES:
+    inner = getattr(config_class, "sub_configs", None) or {}
+    # What has no type of its own is no model but a group of settings, as MPT has for its attention.
+    parts = [name for name, part in inner.items() if getattr(part, "model_type", None) != ""]
+    if parts and model_type not in PICTURE_FAMILIES:
         why = f"{where}: a '{model_type}' model has several parts ({', '.join(parts)}); of those memfit plans only"
         raise InputError(
             f"{why} {', '.join(PICTURE_FAMILIES)}", hint="save its text_config as a config.json of its own"
@@ -286,12 +281,6 @@ def _config_class(data: dict[str, Any], where: str) -> Any:
         why = f"{where}: a '{model_type}' model is no language model and classifies no pictures"
         raise InputError(f"{why}; memfit plans only those")
     return config_class
-
-
-def _parts_of(config_class: Any) -> list[str]:
-    """Models inside the model; what has no type of its own is a group of settings, as MPT has for its attention."""
-    inner = getattr(config_class, "sub_configs", None) or {}
-    return [name for name, part in inner.items() if getattr(part, "model_type", None) != ""]
 
 
 def _family(config_class: Any, data: dict[str, Any]) -> ConfigFamily:
@@ -335,14 +324,19 @@ def build_model(
     auto = chosen.auto if chosen else language_model(config)
     if head is not None:
         _refuse_other_family(head, config, source)
-    attention = _attention_had(config, attention, source, auto)
+    if attention != "sdpa" and _attention_is_its_own(config):
+        raise UsageError(f"--attention {attention}: the attention of {source.name} is its own")
+    if not supports_sdpa(config, auto):  # transformers, too, takes eager by itself where a family has no other
+        attention = "eager"
     try:
         built = build_from_config(config, auto, dtype=dtype, attention=attention, init_weights=init_weights)
     except Exception as error:
         where = source.target if source.kind != "preset" else f"preset {source.name}"
         why = f"{where}: transformers cannot build this model: {type(error).__name__}: {one_line(error)}"
         raise InputError(why) from error
-    _check_built(built, source)
+    for name, parameter in built.named_parameters():
+        if not 0 < parameter.numel() <= MAX_WEIGHT_ELEMENTS:
+            raise InputError(f"{source.target}: weight '{name}' would have {parameter.numel():,} elements")
     named = (config.architectures or [""])[0]
     own = head is None and said is not None and not named.endswith(LANGUAGE_MODELS)
     if own and named and type(built).__name__ != named:
@@ -367,18 +361,19 @@ def build_from_config(
 ) -> nn.Module:
     """By the class of transformers that is called `auto`, but for memfit's plain modules. Raises what they raise."""
     import transformers
+    from transformers.initialization import no_init_weights
 
-    from memfit.models.own import build_plain
+    from memfit.models.basics import BasicsTransformer
+    from memfit.models.basics_settings import BasicsSettings
 
-    with nullcontext() if init_weights else _uninitialised():
-        made = build_plain(config)
-        if made is not None:
-            return made.to(dtype)
-        model = getattr(transformers, auto).from_config(config, dtype=dtype, attn_implementation=attention)
+    # transformers' own switch against filling new weights also skips tying them.
+    with nullcontext() if init_weights else no_init_weights():
+        if isinstance(config, BasicsSettings):
+            return BasicsTransformer(config.sizes()).to(dtype)
+        model: Any = getattr(transformers, auto).from_config(config, dtype=dtype, attn_implementation=attention)
     if not init_weights and hasattr(model, "tie_weights"):
         model.tie_weights()
-    built: nn.Module = model
-    return built
+    return model  # type: ignore[no-any-return]
 
 
 def head_named(source: ModelSource) -> Head | None:
@@ -404,23 +399,10 @@ def language_model(config: PretrainedConfig) -> str:
     return "AutoModelForMaskedLM" if is_encoder(config) else "AutoModelForCausalLM"
 
 
-def _attention_had(config: PretrainedConfig, attention: Attention, source: ModelSource, auto: str) -> Attention:
-    """transformers, too, takes eager attention by itself where a family has no other."""
-    if attention != "sdpa" and _attention_is_its_own(config):
-        raise UsageError(f"--attention {attention}: the attention of {source.name} is its own")
-    return attention if supports_sdpa(config, auto) else "eager"
-
-
 def _attention_is_its_own(config: PretrainedConfig) -> bool:
     from memfit.models.own import OWN_TYPES
 
     return config.model_type in OWN_TYPES
-
-
-def _check_built(model: nn.Module, source: ModelSource) -> None:
-    for name, parameter in model.named_parameters():
-        if not 0 < parameter.numel() <= MAX_WEIGHT_ELEMENTS:
-            raise InputError(f"{source.target}: weight '{name}' would have {parameter.numel():,} elements")
 
 
 def is_encoder(config: PretrainedConfig) -> bool:
@@ -457,14 +439,6 @@ def _keep_layers(config: PretrainedConfig, layers: int) -> None:
             setattr(config, name, kinds[:layers])
         elif getattr(config, name) != kinds[:layers]:  # made from the number of layers, and not by leaving out the last
             raise UsageError(f"the kinds of a {config.model_type}'s layers depend on how many there are")
-
-
-def _uninitialised() -> AbstractContextManager[None]:
-    """transformers' own switch against filling new weights. It also skips tying them, which the caller must then do."""
-    from transformers.initialization import no_init_weights
-
-    manager: AbstractContextManager[None] = no_init_weights()
-    return manager
 
 
 def _call_factory(target: str, dtype: torch.dtype) -> nn.Module:

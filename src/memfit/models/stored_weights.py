@@ -92,34 +92,21 @@ class StoredWeights:
         """Of a layer, its bias aside. `half` is the type of what is not quantised."""
         groups = -(-inner // self.group) if self.group else 1
         words, zeros = -(-inner * self.bits // 32), -(-out * self.bits // 32)
+        packed: Tensors = {"qzeros": ((groups, zeros), "int32"), "scales": ((groups, out), "float16")}
         if self.method == "gptq":
-            return {
-                "g_idx": ((inner,), "int32"), "qweight": ((words, out), "int32"),
-                "qzeros": ((groups, zeros), "int32"), "scales": ((groups, out), "float16"),
-            }  # fmt: skip
+            return {"g_idx": ((inner,), "int32"), "qweight": ((words, out), "int32"), **packed}
         if self.method == "awq":
-            return {
-                "qweight": ((inner, zeros), "int32"),
-                "qzeros": ((groups, zeros), "int32"),
-                "scales": ((groups, out), "float16"),
-            }
-        weights = self._weights_said()
+            return {"qweight": ((inner, zeros), "int32"), **packed}
+        (scheme, *_) = self.said["config_groups"].values()
+        weights, inputs = scheme["weights"], scheme.get("input_activations")
         rows = 1 if weights.get("strategy") == "tensor" else out
         scales: Tensors = {"weight_scale": ((rows, groups), half)}
         if self.kind != "pack-quantized":
             made = {"weight": ((out, inner), "float8_e4m3fn" if weights.get("type") == "float" else "int8"), **scales}
-            return made | ({"input_scale": ((1,), half)} if self._has_input_scale() else {})
+            static = isinstance(inputs, dict) and not inputs.get("dynamic", False)
+            return made | ({"input_scale": ((1,), half)} if static else {})
         offset: Tensors = {} if self.symmetric else {"weight_zero_point": ((zeros, groups), "int32")}
         return {"weight_packed": ((out, words), "int32"), **scales, "weight_shape": ((2,), "int64"), **offset}
-
-    def _weights_said(self) -> Mapping[str, Any]:
-        (first, *_) = self.said["config_groups"].values()
-        return dict(first["weights"])
-
-    def _has_input_scale(self) -> bool:
-        (first, *_) = self.said["config_groups"].values()
-        inputs = first.get("input_activations")
-        return isinstance(inputs, dict) and not inputs.get("dynamic", False)
 
 
 def stored_weights(kind: str, target: str) -> StoredWeights | None:
@@ -214,8 +201,7 @@ def _refused(where: str, method: str, what: str) -> InputError:
 
 
 def _names(said: Mapping[str, Any], key: str, where: str) -> tuple[str, ...] | None:
-    names = said.get(key)
-    if names is None:
+    if (names := said.get(key)) is None:
         return None
     if not isinstance(names, (list, tuple)) or not all(isinstance(each, str) for each in names):
         raise InputError(f"{where}: '{key}' is {show(names)}, not a list of names")
@@ -386,9 +372,9 @@ def _torchao(said: Mapping[str, Any], where: str) -> StoredWeights:
 
 def facts_of(stored: StoredWeights) -> Iterator[str]:
     """What a plan of such a checkpoint leaves out, beside what it counts."""
+    by_gptqmodel = "what gptqmodel's kernels take beside their results, and its repacking after loading"
     kernels = {
-        "gptq": "what gptqmodel's kernels take beside their results, and its repacking after loading",
-        "awq": "what gptqmodel's kernels take beside their results, and its repacking after loading",
+        **dict.fromkeys(("gptq", "awq"), by_gptqmodel),
         "fp8": "what DeepGEMM takes beside its results, where it is there; planned are Triton's fp8 kernels",
         "mxfp4": "what the Triton kernels of gpt-oss (package 'kernels') take for routing and for their layout",
         "compressed-tensors": "the steps by which compressed-tensors unpacks a weight",

@@ -29,7 +29,7 @@ from memfit.extrapolation.streams import NotSeparable, TracedStream, answered, f
 from memfit.extrapolation.tokens import PAIR, GenerationExtension, traced_tokens
 from memfit.jobs.adapter_names import BEYOND_BLOCKS
 from memfit.jobs.build import Prepared, prepare_without_memory
-from memfit.jobs.quantised import loaded_bytes
+from memfit.jobs.loading import loaded_bytes
 from memfit.jobs.small_states import managed_bytes
 from memfit.jobs.stored import as_stored
 from memfit.jobs.workload import Workload

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate, combinations
 from statistics import correlation, median
 from typing import Any, Literal
 
@@ -139,55 +140,54 @@ def growth_of(samples: Sequence[StepReading], *, capacity_bytes: int | None, hos
 
 
 def _leak(seen: Sequence[StepReading], capacity: int | None) -> MemoryGrowth | None:
-    slope = rising(seen, [each.allocated_bytes or 0 for each in seen], least=LEAST_FLOOR)
-    if slope is None:
-        return None
     highest = max(each.peak_bytes or 0 for each in seen)
-    end = _ends(seen[-1].step, slope, None if capacity is None else capacity - highest)
-    return MemoryGrowth(
-        kind="leak", bytes_per_step=slope, runs_out_at_step=end,
-        text=f"leak: what stays allocated after a step rises by {_size(slope)} a step{_until(end)}; something keeps "
-        "tensors, such as a list of losses that still have their graphs (use .item() or .detach())",
+    return _growing(
+        "leak", seen, [each.allocated_bytes or 0 for each in seen], LEAST_FLOOR,
+        None if capacity is None else capacity - highest,
+        "leak: what stays allocated after a step rises by {size} a step{until}; something keeps tensors, such as a "
+        "list of losses that still have their graphs (use .item() or .detach())",
     )  # fmt: skip
 
 
 def _fragmentation(seen: Sequence[StepReading], capacity: int | None) -> MemoryGrowth | None:
     """What is reserved beyond the highest peak so far: long batches alone do not raise that."""
-    highest, gaps = 0, []
-    for each in seen:
-        highest = max(highest, each.peak_bytes or 0)
-        gaps.append((each.reserved_bytes or 0) - highest)
-    slope = rising(seen, gaps, least=LEAST_RESERVED)
-    if slope is None:
-        return None
-    end = _ends(seen[-1].step, slope, None if capacity is None else capacity - (seen[-1].reserved_bytes or 0))
+    highest = accumulate((each.peak_bytes or 0 for each in seen), max)
     retries = seen[-1].retries - seen[0].retries
     also = f", and the allocator gave its cache back {retries} times" if retries else ""
-    return MemoryGrowth(
-        kind="fragmentation", bytes_per_step=slope, runs_out_at_step=end,
-        text=f"fragmentation: reserved memory rises by {_size(slope)} a step while what is used does not{also}"
-        f"{_until(end)}; memory.alloc_conf: expandable_segments:True helps, or fewer different lengths",
+    return _growing(
+        "fragmentation", seen, [(each.reserved_bytes or 0) - top for each, top in zip(seen, highest, strict=True)],
+        LEAST_RESERVED, None if capacity is None else capacity - (seen[-1].reserved_bytes or 0),
+        f"fragmentation: reserved memory rises by {{size}} a step while what is used does not{also}{{until}}; "
+        "memory.alloc_conf: expandable_segments:True helps, or fewer different lengths",
     )  # fmt: skip
 
 
 def _host_growth(seen: Sequence[StepReading], host_bytes: int) -> MemoryGrowth | None:
-    slope = rising(seen, [each.host_bytes for each in seen], least=LEAST_HOST)
+    return _growing(
+        "host-growth", seen, [each.host_bytes for each in seen], LEAST_HOST, host_bytes - seen[-1].host_bytes,
+        "host growth: this process's memory rises by {size} a step{until}; look at the data loader's workers and at "
+        "lists of Python objects that grow",
+    )  # fmt: skip
+
+
+def _growing(
+    kind: Kind, seen: Sequence[StepReading], values: Sequence[int], least: int, room: int | None, text: str
+) -> MemoryGrowth | None:
+    """Where these values rise, until there is no more `room`."""
+    slope = rising(seen, values, least=least)
     if slope is None:
         return None
-    end = _ends(seen[-1].step, slope, host_bytes - seen[-1].host_bytes)
-    return MemoryGrowth(
-        kind="host-growth", bytes_per_step=slope, runs_out_at_step=end,
-        text=f"host growth: this process's memory rises by {_size(slope)} a step{_until(end)}; look at the data "
-        "loader's workers and at lists of Python objects that grow",
-    )  # fmt: skip
+    end = None if room is None else seen[-1].step + int(max(0, room) / slope)
+    until = "" if end is None else f" and runs out at about step {end:,}"
+    told = text.format(size=format_bytes(round(slope)), until=until)
+    return MemoryGrowth(kind=kind, bytes_per_step=slope, runs_out_at_step=end, text=told)
 
 
 def _long_batches(seen: Sequence[StepReading]) -> MemoryGrowth | None:
     peaks = [each.peak_bytes or 0 for each in seen]
     lengths = [each.longest or each.tokens for each in seen]
-    if max(peaks) - min(peaks) < VARIES * median(peaks) or len(set(lengths)) < 2:
-        return None
-    if correlation(lengths, peaks) < FOLLOWS:
+    varies = max(peaks) - min(peaks) >= VARIES * median(peaks) and len(set(lengths)) > 1
+    if not varies or correlation(lengths, peaks) < FOLLOWS:
         return None
     top = max(range(len(seen)), key=lambda place: peaks[place])
     return MemoryGrowth(
@@ -200,12 +200,8 @@ def _long_batches(seen: Sequence[StepReading]) -> MemoryGrowth | None:
 def rising(seen: Sequence[StepReading], values: Sequence[int], *, least: int) -> float | None:
     """Bytes a step, where they rise steadily and by more than `least` over all; None otherwise."""
     steps = [each.step for each in seen]
-    slopes = [
-        (values[later] - values[earlier]) / (steps[later] - steps[earlier])
-        for earlier in range(len(steps))
-        for later in range(earlier + 1, len(steps))
-        if steps[later] > steps[earlier]
-    ]
+    pairs = combinations(zip(steps, values, strict=True), 2)
+    slopes = [(after - before) / (later - earlier) for (earlier, before), (later, after) in pairs if later > earlier]
     if not slopes:
         return None
     slope = median(slopes)
@@ -226,18 +222,6 @@ def _spread(samples: Sequence[StepReading]) -> list[StepReading]:
     if len(samples) <= MOST:
         return list(samples)
     return [samples[place * (len(samples) - 1) // (MOST - 1)] for place in range(MOST)]
-
-
-def _ends(step: int, slope: float, room: int | None) -> int | None:
-    return None if room is None else step + int(max(0, room) / slope)
-
-
-def _until(end: int | None) -> str:
-    return "" if end is None else f" and runs out at about step {end:,}"
-
-
-def _size(slope: float) -> str:
-    return format_bytes(round(slope))
 
 
 def trainer_growth(on_growth: Callable[[MemoryGrowth], None] | None = None, *, every: int = 50) -> Any:

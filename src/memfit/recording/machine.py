@@ -74,12 +74,8 @@ def published(command: str) -> Iterator[None]:
 
 
 def running_jobs() -> list[JobStatus]:
-    found = []
-    for path in sorted(folder().glob("*.json")):
-        status = _read(path)
-        if status is not None and _started(status.pid) == status.started:
-            found.append(status)
-    return found
+    found = (_read(path) for path in sorted(folder().glob("*.json")))
+    return [each for each in found if each is not None and _started(each.pid) == each.started]
 
 
 def _read(path: Path) -> JobStatus | None:
@@ -182,11 +178,12 @@ def gpu_of_torch_device(library: Any, index: int) -> Any:
 def _state(library: Any, index: int) -> GpuState:
     handle = library.nvmlDeviceGetHandleByIndex(index)
     memory = library.nvmlDeviceGetMemoryInfo(handle)
+    uuid, name = library.nvmlDeviceGetUUID(handle), library.nvmlDeviceGetName(handle)
     load = _asked(library, lambda: library.nvmlDeviceGetUtilizationRates(handle).gpu)
     return GpuState(
         index=index,
-        uuid=_text(library.nvmlDeviceGetUUID(handle)),
-        name=_text(library.nvmlDeviceGetName(handle)),
+        uuid=_text(uuid),
+        name=_text(name),
         total_bytes=int(memory.total),
         used_bytes=int(memory.used),
         busy_percent=load,
@@ -230,12 +227,10 @@ CSV_COLUMNS = ("time", "gpu", "used_bytes", "total_bytes", "busy_percent", "host
 
 
 def look() -> dict[str, Any]:
-    gpus: tuple[GpuState, ...] = ()
-    why = None
     try:
-        gpus = read_gpus()
+        gpus, why = read_gpus(), None
     except NoNvml as error:
-        why = str(error)
+        gpus, why = (), str(error)
     return {
         "schema": SCHEMA,
         "time": datetime.now().astimezone().isoformat(timespec="milliseconds"),
@@ -325,7 +320,7 @@ def read_driver() -> GpuDriver:
         handles = [library.nvmlDeviceGetHandleByIndex(index) for index in range(library.nvmlDeviceGetCount())]
         capabilities = [library.nvmlDeviceGetCudaComputeCapability(handle) for handle in handles]
     return GpuDriver(
-        version=version.decode() if isinstance(version, bytes) else str(version),
+        version=_text(version),
         cuda=(cuda // 1000, cuda % 1000 // 10),
         capabilities=tuple((int(major), int(minor)) for major, minor in capabilities),
     )

@@ -21,12 +21,12 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import groupby
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal
 
 from memfit.errors import InputError, MemfitError
@@ -99,34 +99,32 @@ def where_it_broke(points: Sequence[LogMoment]) -> str:
 
 
 def csv_row(point: LogMoment) -> str:
-    gpu, host = point.gpu, point.host
-    cells = ("", "", "") if gpu is None else (_gb3(gpu.allocated_bytes), _gb3(gpu.reserved_bytes), _gb3(gpu.peak_bytes))
+    host, cells = point.host, _gpu_cells(point.gpu, None if point.gpu is None else point.gpu.peak_bytes)
     name = f"{point.name} {FAILED}" if point.failed else point.name
     return ",".join([_stamp(point.at), _quoted(name), *cells, _gb3(host.used_bytes), f"{host.percent:.2f}"])
 
 
 def parts_row(part: StagePart) -> str:
-    gpu, cells = part.gpu, ("", "", "")
-    if gpu is not None:
-        cells = (_gb3(gpu.allocated_bytes), _gb3(gpu.reserved_bytes), _gb3(gpu.stretch_peak_bytes))
     named = (_stamp(part.at), _quoted(part.stage), _quoted(part.name))
+    cells = _gpu_cells(part.gpu, None if part.gpu is None else part.gpu.stretch_peak_bytes)
     return ",".join([*named, *cells, _gb3(part.host.used_bytes), f"{part.seconds:.3f}"])
+
+
+def _gpu_cells(gpu: GpuReading | None, peak_bytes: int | None) -> tuple[str, str, str]:
+    return ("", "", "") if gpu is None else (_gb3(gpu.allocated_bytes), _gb3(gpu.reserved_bytes), _gb3(peak_bytes))
 
 
 def parts_table(parts: Sequence[StagePart]) -> str:
     """Peaks of the parts. Parts in a row whose figures read the same are one line."""
     lines = [RULE, "PEAK OF EACH PART", RULE, f"{'Part':<30} {'GPU Alloc':<12} {'GPU Peak':<12} CPU Used", THIN]
-    alike: list[tuple[str, list[StagePart]]] = []
-    for part in parts:
+
+    def figures(part: StagePart) -> str:
         peak = None if part.gpu is None else part.gpu.stretch_peak_bytes
-        row = _row(_allocated(part.gpu), peak, part.host.used_bytes)
-        if alike and alike[-1][0] == row:
-            alike[-1][1].append(part)
-        else:
-            alike.append((row, [part]))
-    for row, same in alike:
-        name = same[0].name if len(same) == 1 else f"{same[0].name} ... {same[-1].name}"
-        lines.append(f"{name:<30} {row}")
+        return _row(_allocated(part.gpu), peak, part.host.used_bytes)
+
+    for row, alike in groupby(parts, figures):
+        first, *others = (part.name for part in alike)
+        lines.append(f"{f'{first} ... {others[-1]}' if others else first:<30} {row}")
     return "\n".join([*lines, RULE])
 
 
@@ -141,12 +139,8 @@ def predicted_and_measured(rows: Iterable[tuple[str, int | None, int | None]]) -
 
 
 def _gpu_lines(gpu: GpuReading | None) -> list[str]:
-    names = ("Allocated:", "Reserved:", "Peak:", "Free:", "Total:")
-    if gpu is None:
-        values: tuple[int | None, ...] = (None,) * len(names)
-    else:
-        values = (gpu.allocated_bytes, gpu.reserved_bytes, gpu.peak_bytes, gpu.free_bytes, gpu.total_bytes)
-    return [f"{name:<11}{_gb(value)}" for name, value in zip(names, values, strict=True)]
+    names = ("allocated", "reserved", "peak", "free", "total")
+    return [f"{f'{name.title()}:':<11}{_gb(getattr(gpu, f'{name}_bytes', None))}" for name in names]
 
 
 def _summary_row(point: LogMoment) -> str:
@@ -317,9 +311,7 @@ class MemoryLog:
     def __enter__(self) -> MemoryLog:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
         if isinstance(error, MemfitError):
             return
         if isinstance(error, Exception) and not self.broke:
@@ -398,57 +390,21 @@ FIRST_STEPS = 3
 """The first step makes the optimizer's state, the second is the first that is typical."""
 
 
-class _Moments:
-    """What both kinds of callback share: which moments of a run are worth a checkpoint."""
-
-    def __init__(self, path: str | Path | None = None, *, every: int = 100, log: MemoryLog | None = None) -> None:
-        if every < 1:
-            raise ValueError(f"every {every} steps is never")
-        self.every = every
-        self.log = log or MemoryLog(path, quiet=True)
-
-    def began(self) -> None:
-        self.log.checkpoint("train_begin")
-
-    def stepped(self, step: int) -> None:
-        if step <= FIRST_STEPS or step % self.every == 0:
-            self.log.checkpoint(f"step_{step}")
-
-    def evaluated(self, step: int) -> None:
-        self.log.checkpoint(f"step_{step}_after_eval")
-
-    def saved(self, step: int) -> None:
-        self.log.checkpoint(f"step_{step}_after_save")
-
-    def ended(self) -> None:
-        self.log.checkpoint("train_end")
+BEGIN, STEP, EVALUATED, SAVED, END = (
+    "train_begin", "step_{}", "step_{}_after_eval", "step_{}_after_save", "train_end",
+)  # fmt: skip
+"""The moments of a training that are worth a checkpoint."""
 
 
 def trainer_memory(path: str | Path | None = None, *, every: int = 100, log: MemoryLog | None = None) -> Any:
     """A callback for `transformers.Trainer`."""
     from transformers import TrainerCallback
 
-    moments = _Moments(path, every=every, log=log)
-
-    class TrainerMemory(TrainerCallback):  # type: ignore[misc,unused-ignore]
-        log = moments.log
-
-        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            moments.began()
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            moments.stepped(state.global_step)
-
-        def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            moments.evaluated(state.global_step)
-
-        def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            moments.saved(state.global_step)
-
-        def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            moments.ended()
-
-    return TrainerMemory()
+    hooks = {
+        "on_train_begin": BEGIN, "on_step_end": STEP, "on_evaluate": EVALUATED, "on_save": SAVED, "on_train_end": END,
+    }  # fmt: skip
+    step_of = lambda args, state, control: state.global_step  # noqa: E731
+    return _callback("TrainerMemory", TrainerCallback, hooks, step_of, every, log or MemoryLog(path, quiet=True))
 
 
 def lightning_memory(path: str | Path | None = None, *, every: int = 100, log: MemoryLog | None = None) -> Any:
@@ -458,24 +414,27 @@ def lightning_memory(path: str | Path | None = None, *, every: int = 100, log: M
     except ImportError:
         from pytorch_lightning.callbacks import Callback  # type: ignore[import-not-found,unused-ignore]
 
-    moments = _Moments(path, every=every, log=log)
+    hooks = {
+        "on_train_start": BEGIN, "on_train_batch_end": STEP, "on_validation_end": EVALUATED,
+        "on_save_checkpoint": SAVED, "on_train_end": END,
+    }  # fmt: skip
+    step_of = lambda trainer, *_: trainer.global_step  # noqa: E731
+    return _callback("LightningMemory", Callback, hooks, step_of, every, log or MemoryLog(path, quiet=True))
 
-    class LightningMemory(Callback):  # type: ignore[misc,valid-type,unused-ignore]
-        log = moments.log
 
-        def on_train_start(self, trainer: Any, module: Any) -> None:
-            moments.began()
+def _callback(
+    name: str, base: Any, hooks: Mapping[str, str], step_of: Callable[..., int], every: int, log: MemoryLog
+) -> Any:
+    """With a checkpoint at each hook, by the moment that it is; of the steps, at the first ones and `every` so many."""
+    if every < 1:
+        raise ValueError(f"every {every} steps is never")
 
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            moments.stepped(trainer.global_step)
+    def at(moment: str) -> Callable[..., None]:
+        def reached(_: Any, *given: Any, **__: Any) -> None:
+            step = step_of(*given)
+            if moment != STEP or step <= FIRST_STEPS or step % every == 0:
+                log.checkpoint(moment.format(step))
 
-        def on_validation_end(self, trainer: Any, module: Any) -> None:
-            moments.evaluated(trainer.global_step)
+        return reached
 
-        def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: Any) -> None:
-            moments.saved(trainer.global_step)
-
-        def on_train_end(self, trainer: Any, module: Any) -> None:
-            moments.ended()
-
-    return LightningMemory()
+    return type(name, (base,), {"log": log, **{hook: at(moment) for hook, moment in hooks.items()}})()

@@ -20,14 +20,14 @@ then. Nothing is guessed: an allocation that no note fits stays unknown.
 
 from __future__ import annotations
 
+import copy
 import functools
 import pickle
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
 from memfit.errors import MemfitError
@@ -66,14 +66,7 @@ class record:
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
         def recorded(*args: P.args, **kwargs: P.kwargs) -> R:
-            with type(self)(
-                self.path,
-                device=self.device,
-                max_entries=self.max_entries,
-                model=self.model,
-                optimizer=self.optimizer,
-                force=self.force,
-            ):
+            with copy.copy(self):  # each call is a recording of its own
                 return function(*args, **kwargs)
 
         return recorded
@@ -95,15 +88,13 @@ class record:
             self._labels.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         import torch
 
         record._active = None
         try:
             if self._labels is not None:
-                self._labels.__exit__(kind, error, where)
+                self._labels.__exit__()
             if self.snapshot is None:
                 torch.cuda.synchronize(self.device)
                 self.take()
@@ -226,9 +217,7 @@ class CategoryNotes:
         self._note_what_stays()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._open.close()
         self._note_what_stays()
 
@@ -256,21 +245,16 @@ class CategoryNotes:
         self._note(parameter.grad, GRADIENTS)
 
     def _note_state(self) -> None:
-        for tensor in _tensors(self.optimizer.state.values() if self.optimizer is not None else ()):
-            self._note(tensor, OPTIMIZER)
+        for state in self.optimizer.state.values() if self.optimizer is not None else ():
+            for value in state.values() if isinstance(state, dict) else ():
+                if hasattr(value, "untyped_storage"):
+                    self._note(value, OPTIMIZER)
 
     def _note(self, tensor: Any, category: str) -> None:
         if tensor is not None and tensor.is_cuda:
             address = tensor.untyped_storage().data_ptr()
             if address:
                 self.notes.append((time.time_ns() // 1000, address, category))
-
-
-def _tensors(states: Any) -> Iterator[Any]:
-    for state in states:
-        for value in state.values() if isinstance(state, dict) else ():
-            if hasattr(value, "untyped_storage"):
-                yield value
 
 
 def _lives(events: list[dict[str, Any]]) -> dict[int, list[tuple[int, int]]]:

@@ -2,9 +2,5 @@
 
 from __future__ import annotations
 
-DOOR = {
-    "profile": "Profile prepare_suite profile",
-    "prune": "prune",
-    "train": "Trained TrainingRanOut train",
-}
+DOOR = {"profile": "Profile prepare_suite profile", "prune": "prune", "train": "Trained TrainingRanOut train"}
 """What other rooms may use, by file."""

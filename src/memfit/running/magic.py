@@ -51,14 +51,14 @@ def look_at(shell: Any, line: str, cell: str | None) -> Plan | FileReport:
     import torch
 
     made = _compiled(shell, code)
-    if predicts or gpu is not None or not torch.cuda.is_available():
+    if not predicts and gpu is None and torch.cuda.is_available():
+        return _measured(shell, made)
 
-        def cell_alone() -> None:
-            exec(made, dict(shell.user_ns))
+    def cell_alone() -> None:
+        exec(made, dict(shell.user_ns))
 
-        cell_alone.__qualname__ = "of the cell"
-        return trace_own_code(cell_alone, gpu=gpu, name="cell")
-    return _measured(shell, made)
+    cell_alone.__qualname__ = "of the cell"
+    return trace_own_code(cell_alone, gpu=gpu, name="cell")
 
 
 def _measured(shell: Any, made: CodeType) -> FileReport:

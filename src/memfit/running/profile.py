@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -137,9 +138,8 @@ def prepare_suite(
         course_size(model_size), batch_size=batch_size, warmup_steps=warmup_steps, measure_steps=measure_steps
     )
     profiler = None if wanted == ["d"] else profiler_on(device, gpu)  # (d) is arithmetic
-    where = f"predicted for {gpu or 'H200'}" if device == PREDICT else f"measured on {device}"
-    if profiler is None and device != PREDICT:
-        where = "computed, nothing measured"
+    measured = "computed, nothing measured" if profiler is None else f"measured on {device}"
+    where = f"predicted for {gpu or 'H200'}" if device == PREDICT else measured
     whole = Suite(base, profiler, folder, where=where)
     if not force and (why := whole.not_free(wanted)):
         raise InputError(f"--output-dir {output_dir!r} {why}", hint="--force overwrites files there")
@@ -159,8 +159,5 @@ def _place(asked: Path | None, settings: ProfileSettings, gpu: str | None, force
 
 def _free_beside(path: Path) -> Path:
     """Nobody named it, so it need not be in anybody's way."""
-    free, number = path, 1
-    while free.exists():
-        number += 1
-        free = path.with_stem(f"{path.stem}-{number}")
-    return free
+    others = (path.with_stem(f"{path.stem}-{number}") for number in count(2))
+    return next(free for free in chain([path], others) if not free.exists())

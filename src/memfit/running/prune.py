@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from os.path import abspath, expanduser
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from memfit.errors import MemfitError, UsageError
 from memfit.jobs.listener import Listener
@@ -67,7 +67,7 @@ def prune(
         zero_shot=eval_zero_shot,
         cache_dir=_path(cache_dir),
         force=force,
-        results_also_in=_path(save) if save_model is not None and not _same_path(save, save_model) else None,
+        results_also_in=None if save_model is None or _absolute(save) == _absolute(save_model) else _path(save),
     )
     told = listener or Listener()
     with told.working(f"loading {settings.workload.model}"):
@@ -79,8 +79,8 @@ def _path(place: object) -> str | None:
     return None if place is None else str(place)
 
 
-def _same_path(one: str | None, other: str) -> bool:
-    return one is not None and abspath(expanduser(one)) == abspath(expanduser(other))
+def _absolute(place: str | None) -> str | None:
+    return None if place is None else abspath(expanduser(place))
 
 
 def _prediction(remark: Callable[[str], None]) -> Callable[[Planned], Prediction | None]:
@@ -96,14 +96,9 @@ def _prediction(remark: Callable[[str], None]) -> Callable[[Planned], Prediction
             return None  # not planned yet
         try:
             gpu = find_gpu(planned.gpu.removeprefix("NVIDIA ")).name
-            plan = predict(
-                settings.workload,
-                gpu=gpu,
-                model=str(planned.folder),
-                precision=planned.dtype,
-                seq_len=planned.seqlen,
-                max_gpu_memory=None if planned.budget is None else str(planned.budget),
-            )
+            budget = None if planned.budget is None else str(planned.budget)
+            found: dict[str, Any] = {"model": str(planned.folder), "precision": planned.dtype}
+            plan = predict(settings.workload, gpu=gpu, seq_len=planned.seqlen, max_gpu_memory=budget, **found)
         except MemfitError as error:
             remark(f"note: no prediction beside the measurement: {error.message}")
             return None

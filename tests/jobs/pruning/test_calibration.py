@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import random
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +125,7 @@ def test_the_fingerprint_is_the_hash_of_the_token_ids(data: Path) -> None:
     flat = [token for window in made.ids.tolist() for token in window]
     expected = hashlib.sha256(b"".join(token.to_bytes(8, "little") for token in flat)).hexdigest()
     assert made.fingerprint.sha256 == expected
-    described = made.fingerprint.to_json()
+    described = asdict(made.fingerprint)
     assert (described["dataset"], described["split"], described["windows"], described["seqlen"]) == (
         "wikitext2", "train", 2, 8,
     )  # fmt: skip

@@ -57,7 +57,7 @@ def test_what_fits_in_no_way_is_told() -> None:
 @pytest.mark.parametrize("where", ["device", "host"])
 def test_a_buffer_is_read_and_written_over_in_turn(where: Where) -> None:
     batches = deal(5, 2)
-    states = HiddenStates(batches, 3, 4, torch.float32, CPU, where, HostMemory(CPU), (Lane(CPU), Lane(CPU)))
+    states = HiddenStates(batches, (3, 4), torch.float32, where, HostMemory(CPU), (Lane(CPU), Lane(CPU)))
     for batch in batches:
         states.put(batch, torch.full((batch.count, 3, 4), float(batch.first)))
     for _ in range(2):
@@ -69,7 +69,7 @@ def test_a_buffer_is_read_and_written_over_in_turn(where: Where) -> None:
 
 def test_host_memory_is_counted_until_it_is_let_go() -> None:
     host = HostMemory(CPU)
-    states = HiddenStates(deal(5, 2), 3, 4, torch.float32, CPU, "host", host, (Lane(CPU), Lane(CPU)))
+    states = HiddenStates(deal(5, 2), (3, 4), torch.float32, "host", host, (Lane(CPU), Lane(CPU)))
     assert host.held_bytes == 5 * 3 * 4 * 4
     states.release()
     assert (host.held_bytes, host.peak_bytes) == (0, 5 * 3 * 4 * 4)

@@ -14,8 +14,9 @@ before it is kept.
 from __future__ import annotations
 
 import hashlib
+import platform
 import random
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from memfit.errors import InputError
 from memfit.jobs.texts import Texts
 from memfit.models.checkpoint import StoredTensor, WeightStore
 from memfit.units import GiB, MiB
+from memfit.versions import recorded_version
 
 ENOUGH_TRIES = 1000
 """So many documents in a row too short, and all of them are measured before more are drawn."""
@@ -47,9 +49,6 @@ class Fingerprint:
     tokenizer: str
     python: str | None = None
     """Where the text comes with Python."""
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,13 +74,6 @@ def tokenise(tokenizer: Any, text: str) -> list[int]:
 def fingerprint_of(
     ids: torch.Tensor, texts: Texts, tokenizer: Any, *, seed: int | None, tokens: int | None
 ) -> Fingerprint:
-    import platform
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        tokenizers = version("tokenizers")
-    except PackageNotFoundError:
-        tokenizers = None
     digest = hashlib.sha256(ids.to(torch.int64).contiguous().numpy().astype("<i8").tobytes()).hexdigest()
     return Fingerprint(
         dataset=texts.name,
@@ -92,7 +84,7 @@ def fingerprint_of(
         seed=seed,
         text_tokens=tokens,
         sha256=digest,
-        tokenizers=tokenizers,
+        tokenizers=recorded_version("tokenizers"),
         tokenizer=type(tokenizer).__name__,
         python=platform.python_version() if texts.name == "builtin" else None,
     )

@@ -16,7 +16,7 @@ import math
 import re
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -194,12 +194,6 @@ def read_settings(folder: str | Path) -> tuple[ModelSource, Any]:
     return source, config
 
 
-def max_positions(config: Any) -> int | None:
-    """The longest sequence that a model takes, where it says."""
-    longest = getattr(config, "max_position_embeddings", None)
-    return longest if isinstance(longest, int) else None
-
-
 class _Reached(Exception):
     """The last block was reached: what comes after it is not wanted."""
 
@@ -288,11 +282,9 @@ class Decoder:
             self._stand_ins[0].hidden = None
         return logits
 
-    @contextmanager
-    def outer_weights(self, load: Callable[[nn.Parameter, Sequence[StoredTensor]], Tensor]) -> Iterator[None]:
+    def outer_weights(self, load: LoadOuter) -> AbstractContextManager[None]:
         """While this is open, a module outside the blocks gets its weights when it is first called."""
-        with self._outer.loading(load):
-            yield
+        return self._outer.loading(load)
 
     def run(self, index: int, hidden: Tensor, call: Call) -> Tensor:
         out = self.blocks[index](hidden, *call.args, **call.kwargs)
@@ -332,11 +324,15 @@ class Decoder:
                     )
             for slot in layout.slots:
                 if filled[slot.name] != slot.nbytes:
-                    raise InputError(
-                        f"the weights lack '{self.path}.{i}.{slot.name}'",
-                        hint="the folder's config.json and its weights must be of the same model",
-                    )
-        self._outer.check_complete()
+                    raise _lacking(f"{self.path}.{i}.{slot.name}")
+        for name in self._outer.missing:
+            raise _lacking(name)
+
+
+def _lacking(name: str) -> InputError:
+    return InputError(
+        f"the weights lack '{name}'", hint="the folder's config.json and its weights must be of the same model"
+    )
 
 
 class _StandIn(nn.Module):
@@ -411,13 +407,16 @@ def _make_buffers(model: nn.Module) -> None:
                 raise InputError(f"transformers does not say how to make the table '{path}.{name}' of this model")
 
 
+LoadOuter = Callable[[nn.Parameter, Sequence[StoredTensor]], Tensor]
+
+
 class _Outer:
     """The weights outside the blocks: embedding, final norm, head."""
 
     def __init__(self, model: nn.Module, blocks: str, where: dict[str, list[tuple[StoredTensor, int]]]) -> None:
         self._owners: list[tuple[nn.Module, dict[str, nn.Parameter]]] = []
         self._stored: dict[int, list[StoredTensor]] = {}
-        self._missing: list[str] = []
+        self.missing: list[str] = []
         tied: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             tied.setdefault(id(parameter), []).append(name)
@@ -430,18 +429,11 @@ class _Outer:
             for name, parameter in own.items():
                 parts = next((where[each] for each in tied[id(parameter)] if each in where), None)
                 if parts is None:
-                    self._missing.append(f"{path}.{name}")
+                    self.missing.append(f"{path}.{name}")
                 self._stored[id(parameter)] = [stored for stored, _ in parts or ()]
 
-    def check_complete(self) -> None:
-        if self._missing:
-            raise InputError(
-                f"the weights lack '{self._missing[0]}'",
-                hint="the folder's config.json and its weights must be of the same model",
-            )
-
     @contextmanager
-    def loading(self, load: Callable[[nn.Parameter, Sequence[StoredTensor]], Tensor]) -> Iterator[None]:
+    def loading(self, load: LoadOuter) -> Iterator[None]:
         loaded: dict[int, nn.Parameter] = {}  # by the parameter on meta: a tied head is the embedding
 
         def fetch(module: nn.Module, own: dict[str, nn.Parameter]) -> None:

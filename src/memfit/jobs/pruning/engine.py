@@ -7,10 +7,9 @@ to plan, on a device without memory. `sweep` has what happens to each block when
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -39,9 +38,6 @@ from memfit.jobs.pruning.streaming import BlockReader, Load, Sink, Uploads, brin
 from memfit.jobs.run import Phases
 from memfit.models.checkpoint import StoredTensor, WeightStore
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
 
 @contextmanager
 def no_phases(name: str, step: int = 0) -> Iterator[None]:
@@ -67,7 +63,9 @@ class Engine:
         what it would decide. A plan looks at `some` micro-batches of all, and at some blocks of a `whole` number."""
         self.decoder = decoder
         self.device = torch.device(device)
-        self.budget = budget if budget is not None else _free_bytes(self.device)
+        if budget is None and self.device.type == "cuda":
+            budget = int(torch.cuda.mem_get_info(self.device)[0])
+        self.budget = budget
         self.phases = phases
         self.team = team or Team()
         self.host = host or HostMemory(self.device)
@@ -132,17 +130,8 @@ class Engine:
         batches = deal(len(ids), placement.micro_batch, self.team.rank, self.team.size)
         decoder, calls = self.decoder, dict[int, Sequence[Call]]()
         with self.phases("calibration"):
-            states = HiddenStates(
-                batches,
-                ids.shape[1],
-                decoder.hidden_size,
-                decoder.dtype,
-                self.device,
-                placement.where,
-                self.host,
-                self.lanes,
-                self._some(batches),
-            )
+            shape, some = (ids.shape[1], decoder.hidden_size), self._some(batches)
+            states = HiddenStates(batches, shape, decoder.dtype, placement.where, self.host, self.lanes, some)
         with self.phases("embed"), decoder.outer_weights(self._load_outer):
             for number, batch in enumerate(self._some(batches)):
                 hidden = decoder.front(ids[batch.first : batch.first + batch.count].to(self.device))
@@ -326,10 +315,6 @@ class Engine:
         self.team.add_up(part for statistic in statistics for part in statistic.sums)
         self.team.add_up(group.tokens for group in observer.groups if group.tokens is not None)
         return observer
-
-
-def _free_bytes(device: torch.device) -> int | None:
-    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else None
 
 
 def _bytes_of_updates(matrices: Sequence[Matrix]) -> int:

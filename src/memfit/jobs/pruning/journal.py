@@ -10,10 +10,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from memfit.errors import InputError
+from memfit.files import to_disk
 
 FORMAT = "memfit.prune-journal/1"
 CLOEXEC = getattr(os, "O_CLOEXEC", 0)
@@ -31,7 +33,7 @@ class Journal:
     def begin(self) -> None:
         self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | CLOEXEC, 0o666)
         self._append({"format": FORMAT, "run": self.key})
-        sync_folder(self.path.parent)
+        to_disk(self.path.parent)
 
     @classmethod
     def read(cls, path: Path) -> Journal | None:
@@ -81,20 +83,18 @@ class Journal:
 
     def _append(self, line: Mapping[str, Any]) -> None:
         assert self._file is not None
-        _write_all(self._file, memoryview((json.dumps(line) + "\n").encode()))
+        data = (json.dumps(line) + "\n").encode()
+        while data:
+            data = data[os.write(self._file, data) :]
         os.fsync(self._file)
 
 
 def forget_blocks(path: Path) -> None:
     """Leave the first line alone: the files are about to go, and no block may be believed without them."""
-    for _, end in _lines(path):
-        descriptor = os.open(path, os.O_WRONLY | CLOEXEC)
-        try:
-            os.ftruncate(descriptor, end)
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        return
+    for _, end in islice(_lines(path), 1):
+        with path.open("r+b") as stream:
+            os.ftruncate(stream.fileno(), end)
+            os.fsync(stream.fileno())
 
 
 def _lines(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
@@ -110,17 +110,3 @@ def _lines(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
             if not isinstance(line, dict):
                 return
             yield line, end
-
-
-def _write_all(descriptor: int, data: memoryview) -> None:
-    done = 0
-    while done < len(data):
-        done += os.write(descriptor, data[done:])
-
-
-def sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -22,11 +22,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from importlib.util import find_spec
 from types import MethodType
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -124,20 +125,18 @@ def compiled(blocks: list[nn.Module], config: Any, device: torch.device, tokens:
     if not _work(blocks, config, device):
         yield (WRITTEN_OUT,)
         return
-    home = _module_of_rotary(blocks)
-    before = getattr(home, ROTARY, None)
+    # The Python module whose rotary embedding the blocks' attention calls, if it is the usual one.
+    home = sys.modules.get(type(blocks[0]).__module__)
+    is_usual = (found := getattr(home, ROTARY, None)) is not None and _is_usual_rotary(found)
     gated: list[Any] = [m for block in blocks for m in block.modules() if _has_silu(m)]
     for module in gated:
         module.fused_silu = True
-    if before is not None:
-        setattr(home, ROTARY, rotate_)
     try:
-        yield ()
+        with mock.patch.object(home, ROTARY, rotate_) if is_usual else nullcontext():
+            yield ()
     finally:
         for module in gated:
             del module.fused_silu
-        if before is not None:
-            setattr(home, ROTARY, before)
 
 
 def _pays(config: Any, device: torch.device, tokens: int) -> bool:
@@ -145,8 +144,7 @@ def _pays(config: Any, device: torch.device, tokens: int) -> bool:
     if device.type == "cpu" or not heads:
         return False
     both = heads + (getattr(config, "num_key_value_heads", None) or heads)
-    width = both * (getattr(config, "head_dim", None) or config.hidden_size // heads)
-    return bool(2 * tokens * width * 2 * STEPS_OF_ROTARY > PAYS_FROM_BYTES)
+    return 2 * tokens * both * _head_width(config) * 2 * STEPS_OF_ROTARY > PAYS_FROM_BYTES
 
 
 def _work(blocks: list[nn.Module], config: Any, device: torch.device) -> bool:
@@ -156,7 +154,7 @@ def _work(blocks: list[nn.Module], config: Any, device: torch.device) -> bool:
     if find_spec("triton") is None:
         return False
     dtype = next(p.dtype for p in blocks[0].parameters())
-    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    head = _head_width(config)
     try:
         with torch.no_grad():
             q = torch.linspace(-1, 1, 24 * head, device=device, dtype=dtype).view(1, 3, 8, head).transpose(1, 2)
@@ -174,13 +172,6 @@ def _same_but_for_rounding(one: Tensor, other: Tensor) -> bool:
     size of the largest."""
     allowed = 4 * torch.finfo(other.dtype).eps * float(other.abs().max())
     return bool((one.float() - other.float()).abs().max() <= allowed)
-
-
-def _module_of_rotary(blocks: list[nn.Module]) -> Any:
-    """The Python module whose rotary embedding the blocks' attention calls, if it is the usual one."""
-    home = sys.modules.get(type(blocks[0]).__module__)
-    found = getattr(home, ROTARY, None)
-    return home if found is not None and _is_usual_rotary(found) else None
 
 
 @cache
@@ -237,18 +228,14 @@ PAYS_FROM_FLOPS = 7e14
 WITHOUT_PLANNING = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
-@contextmanager
-def attention_kernels(config: Any, device: torch.device, tokens: int, length: int) -> Iterator[None]:
+def attention_kernels(config: Any, device: torch.device, tokens: int, length: int) -> AbstractContextManager[None]:
     """`tokens` in windows of `length`, counted once for each block that they go through."""
-    if device.type == "cpu" or causal_flops(config, tokens, length) > PAYS_FROM_FLOPS:
-        yield
-        return
-    with sdpa_kernel(WITHOUT_PLANNING):
-        yield
-
-
-def causal_flops(config: Any, tokens: int, length: int) -> float:
-    """Of both passes: two products of a query with half of the keys of its window."""
     heads = getattr(config, "num_attention_heads", 0)
-    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads) if heads else 0
-    return 2 * 2 * float(tokens) * length * width
+    width = heads * _head_width(config) if heads else 0
+    # Of both passes: two products of a query with half of the keys of its window.
+    flops = 2 * 2 * float(tokens) * length * width
+    return nullcontext() if device.type == "cpu" or flops > PAYS_FROM_FLOPS else sdpa_kernel(WITHOUT_PLANNING)
+
+
+def _head_width(config: Any) -> int:
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)

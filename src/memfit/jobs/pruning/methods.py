@@ -81,23 +81,18 @@ class ByNorms:
     def statistic(self, samples: int, columns: int, device: torch.device) -> Statistic:
         return ColumnNorms(samples, columns, device)
 
-    def scorer(self, weight: Tensor, squared: Tensor) -> Scorer:
-        return Ria(weight, squared) if self._ria else Wanda(squared)
-
     def prune(self, weights: Sequence[Tensor], group: SharedInput | None, sparsity: Sparsity) -> tuple[str, ...]:
         assert group is not None and isinstance(group.statistic, ColumnNorms)
         squared = group.statistic.summary() if group.seen != 0 else torch.ones_like(group.statistic.summary())
         for weight in weights:
-            self._prune(weight, self.scorer(weight, squared), sparsity)
+            scorer = Ria(weight, squared) if self._ria else Wanda(squared)
+            if sparsity.group is not None and sparsity.removed is not None:
+                prune_groups_(weight, scorer, sparsity.removed, sparsity.group)
+            elif self._variant:
+                prune_variant_(weight, scorer, sparsity.ratio)
+            else:
+                prune_rows_(weight, scorer, removals(weight.shape[1], sparsity.ratio))
         return ()
-
-    def _prune(self, weight: Tensor, scorer: Scorer, sparsity: Sparsity) -> None:
-        if sparsity.group is not None and sparsity.removed is not None:
-            prune_groups_(weight, scorer, sparsity.removed, sparsity.group)
-        elif self._variant:
-            prune_variant_(weight, scorer, sparsity.ratio)
-        else:
-            prune_rows_(weight, scorer, removals(weight.shape[1], sparsity.ratio))
 
 
 class WithUpdates:

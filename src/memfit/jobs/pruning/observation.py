@@ -19,6 +19,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -92,20 +93,11 @@ def _of_experts(name: str, module: nn.Module) -> Iterator[Matrix]:
     experts, double, columns = gated.shape
     rows, narrow = module.down_proj.shape[1:]  # type: ignore[index]
     for expert in range(experts):
-        for number, which in enumerate(("gate_proj", "up_proj")):
-            yield Matrix(
-                f"{name}.{expert}.{which}",
-                module,
-                f"{name}.gate_up_proj",
-                double // 2,
-                columns,
-                expert=expert,
-                first_row=number * double // 2,
-                side="in",
-            )
-        yield Matrix(
-            f"{name}.{expert}.down_proj", module, f"{name}.down_proj", rows, narrow, expert=expert, side="down"
-        )
+        both, path = f"{name}.gate_up_proj", f"{name}.{expert}"
+        for first, which in ((0, "gate_proj"), (double // 2, "up_proj")):
+            shape = (double // 2, columns)
+            yield Matrix(f"{path}.{which}", module, both, *shape, expert=expert, first_row=first, side="in")
+        yield Matrix(f"{path}.down_proj", module, f"{name}.down_proj", rows, narrow, expert=expert, side="down")
 
 
 See = Callable[[nn.Module, int, str, Tensor, Tensor], None]
@@ -225,8 +217,10 @@ class Observer:
         for matrix in self.matrices:
             if matrix.expert is not None:
                 self._join_expert(matrix)
-        if self.pattern is not None:
-            self._lead_by_pattern(self.pattern)
+        by_name = {matrix.name: matrix for matrix in self.matrices}
+        for names in self.pattern.groups if self.pattern is not None else ():
+            members = [by_name[name] for name in names]
+            self.groups.append(SharedInput(members, self.make(members[0].columns)))
 
     @contextmanager
     def watching(self, block: nn.Module, batch: MicroBatch) -> Iterator[None]:
@@ -234,10 +228,10 @@ class Observer:
         with ExitStack() as stack:
             for matrix in self.matrices if self.pattern is None else [group.matrices[0] for group in self.groups]:
                 if matrix.expert is None:
-                    hook = self._hook(matrix, batch)
+                    hook = partial(self._see, matrix, batch)
                     stack.callback(matrix.module.register_forward_pre_hook(hook).remove)
             if self._of_expert:
-                stack.enter_context(seen(block, self._see_expert(batch), self._after_experts))
+                stack.enter_context(seen(block, partial(self._see_expert, batch), self._after_experts))
             try:
                 yield
             except AllInputsSeen as enough:
@@ -246,13 +240,8 @@ class Observer:
 
     # -- linear layers ---------------------------------------------------------------------------------------------
 
-    def _hook(self, matrix: Matrix, batch: MicroBatch) -> Callable[[nn.Module, Any], None]:
-        def seen(_: nn.Module, args: Any) -> None:
-            self._see(matrix, args[0], batch)
-
-        return seen
-
-    def _see(self, matrix: Matrix, x: Tensor, batch: MicroBatch) -> None:
+    def _see(self, matrix: Matrix, batch: MicroBatch, _: nn.Module, args: Any) -> None:
+        x: Tensor = args[0]
         group = self._group_of(matrix, x)
         if group is not None and group.statistic is not None:
             group.statistic.add(self._by_window(matrix, x, batch), batch.first)
@@ -294,14 +283,13 @@ class Observer:
         self._of_expert[key] = group
         self.groups.append(group)
 
-    def _see_expert(self, batch: MicroBatch) -> See:
-        def see(module: nn.Module, expert: int, side: str, x: Tensor, tokens: Tensor) -> None:
-            group = self._of_expert[module, expert, side]
-            assert group.statistic is not None and group.tokens is not None
-            group.statistic.add_tokens(x, batch.first + tokens // self.length)
-            group.tokens += x.shape[0]
-
-        return see
+    def _see_expert(
+        self, batch: MicroBatch, module: nn.Module, expert: int, side: str, x: Tensor, tokens: Tensor
+    ) -> None:
+        group = self._of_expert[module, expert, side]
+        assert group.statistic is not None and group.tokens is not None
+        group.statistic.add_tokens(x, batch.first + tokens // self.length)
+        group.tokens += x.shape[0]
 
     def _after_experts(self, module: nn.Module) -> None:
         name = next(m.name for m in self.matrices if m.module is module)
@@ -317,12 +305,6 @@ class Observer:
             linear = tuple(tuple(m.name for m in g.matrices) for g in self.groups if g.matrices[0].expert is None)
             self.pattern = Pattern(linear, self._order[-1])
         self._order.clear()
-
-    def _lead_by_pattern(self, pattern: Pattern) -> None:
-        by_name = {matrix.name: matrix for matrix in self.matrices}
-        for names in pattern.groups:
-            members = [by_name[name] for name in names]
-            self.groups.append(SharedInput(members, self.make(members[0].columns)))
 
     @property
     def unseen(self) -> list[Matrix]:

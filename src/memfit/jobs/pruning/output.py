@@ -33,12 +33,12 @@ from typing import Any
 import torch
 
 from memfit.errors import InputError, MemfitError, UsageError
-from memfit.files import written_whole
+from memfit.files import to_disk, written_whole
 from memfit.jobs.host import as_bytes
 from memfit.jobs.pruning.decoder import TORCH_DTYPES, Decoder, StoredPiece
-from memfit.jobs.pruning.journal import CLOEXEC, Journal, forget_blocks, sync_folder
+from memfit.jobs.pruning.journal import CLOEXEC, Journal, forget_blocks
 from memfit.jobs.pruning.observation import find_matrices
-from memfit.jobs.pruning.result import FILE, is_result
+from memfit.jobs.pruning.result import FILE, document_in, is_result
 from memfit.jobs.pruning.settings import PruneSettings
 from memfit.jobs.pruning.streaming import Parts
 from memfit.models.checkpoint import INDEX, WEIGHTS, StoredTensor, WeightStore
@@ -125,8 +125,7 @@ class OutputFolder:
 
     def facts(self, block: int) -> Mapping[str, Any]:
         """What was told about a finished block."""
-        facts: Mapping[str, Any] = self.journal.blocks[block]["facts"]
-        return facts
+        return self.journal.blocks[block]["facts"]  # type: ignore[no-any-return]
 
     def recall(self, name: str) -> Any:
         return self.journal.settings.get(name)
@@ -175,13 +174,13 @@ class OutputFolder:
             self.settle()
             self._sync(range(len(self._files)))
             self.close()
-            sync_folder(self.working)
+            to_disk(self.working)
             if is_taken(self.save):
                 self.save.rename(replaced_of(self.save))
             elif self.save.is_dir():
                 self.save.rmdir()
             self.working.rename(self.save)
-            sync_folder(self.save.parent)
+            to_disk(self.save.parent)
             shutil.rmtree(replaced_of(self.save), ignore_errors=True)
             self.journal.delete()
         return self.save
@@ -193,8 +192,6 @@ class OutputFolder:
         while self._files:
             os.close(self._files.pop())
         self.journal.close()
-
-    abandon = close
 
     # -- files -----------------------------------------------------------------------------------------------------
 
@@ -216,8 +213,8 @@ class OutputFolder:
             (self.working / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
         self._copy_along()
         self._sync(range(len(names)))
-        sync_folder(self.working)
-        sync_folder(self.working.parent)
+        to_disk(self.working)
+        to_disk(self.working.parent)
 
     def _continue(self) -> None:
         for file, size in zip(self._source.files, self._sizes, strict=True):
@@ -284,8 +281,8 @@ class OutputFolder:
             _pwrite(descriptor, part, target.start + start)
 
     def _sync(self, files: Iterable[int]) -> None:
-        for file in files:
-            _to_disk(self._files[file])
+        for file in files:  # the data and what is needed to find it; not every system can leave out the rest
+            getattr(os, "fdatasync", os.fsync)(self._files[file])
 
 
 @dataclass
@@ -433,11 +430,6 @@ def _unfinished(save: Path, said: str, *, resume: bool) -> Journal | None:
 # -- bytes -------------------------------------------------------------------------------------------------------------
 
 
-def _to_disk(descriptor: int) -> None:
-    """The data and what is needed to find it; not every system can leave out the rest."""
-    getattr(os, "fdatasync", os.fsync)(descriptor)
-
-
 def _checksum(data: memoryview, total: int) -> int:
     """The sum of all 8-byte words, at the speed of memory: enough to tell a page that never reached the disk. By numpy,
     in this thread: torch would start others here, beside those that compute."""
@@ -510,7 +502,9 @@ def check(settings: PruneSettings, *, force: bool) -> dict[str, Any] | None:
     path, said = absolute(settings.save), settings.save
     if force and settings.resume:
         raise UsageError("--force begins anew and --resume continues: give one of them")
-    _check_not_the_model(path, settings)
+    model = Path(settings.workload.model).expanduser()
+    if model.exists() and path.exists() and model.samefile(path):
+        raise InputError(f"--save '{said}' is the model itself", hint="choose another folder")
     with writing_to(said):
         _tidy(path)
     if not is_taken(path) or (settings.resume and journal_of(path).exists()):
@@ -522,13 +516,13 @@ def check(settings: PruneSettings, *, force: bool) -> dict[str, Any] | None:
     if not force and not _asks_for_the_same(path, settings):
         what = "is the complete result of another run" if settings.resume else "already exists"
         raise InputError(f"--save '{said}' {what}", hint="choose another folder, or --force replaces it")
-    return _document(path) if settings.resume else None
+    return document_in(path) if settings.resume else None
 
 
 def holds_same_run(save: str, key: Mapping[str, Any]) -> bool:
     """Whether the folder is the untouched result of the same settings, model and text: doing it again loses nothing."""
     path = absolute(save)
-    if not is_taken(path) or _document(path).get("run") != {**key}:
+    if not is_taken(path) or document_in(path).get("run") != {**key}:
         return False
     written = (path / FILE).stat().st_mtime_ns
     ours = (*ALONG, WEIGHTS, INDEX, *RESULTS)
@@ -536,12 +530,6 @@ def holds_same_run(save: str, key: Mapping[str, Any]) -> bool:
         each.is_file() and each.stat().st_mtime_ns <= written and any(fnmatch(each.name, name) for name in ours)
         for each in path.iterdir()
     )
-
-
-def begin_anew(save: str) -> None:
-    """For --force: what an unfinished run has left goes; a finished result stays until the new one is whole."""
-    with writing_to(save):
-        discard(absolute(save))
 
 
 def leave(output: OutputFolder) -> None:
@@ -558,10 +546,8 @@ def check_results(folder: str | None, settings: PruneSettings, *, force: bool) -
     if folder is None:
         return
     path = Path(folder).expanduser()
-    try:
+    with writing_to(folder):
         path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"--save '{folder}' cannot be written: {error.strerror}") from error
     if (path / FILE).exists() and not (force or settings.resume or _asks_for_the_same(path, settings)):
         raise InputError(
             f"--save '{folder}' has results already", hint="choose another folder, or --force replaces them"
@@ -585,8 +571,7 @@ def _locked(path: Path, said: str, warn: Callable[[str], None]) -> int:
             holder = os.pread(descriptor, 300, 0).decode(errors="replace") or "another process"
             os.close(descriptor)
             raise InputError(
-                f"--save '{said}' is being written by {holder}",
-                hint="wait until it ends, or choose another folder",
+                f"--save '{said}' is being written by {holder}", hint="wait until it ends, or choose another folder"
             ) from error
         except OSError as error:  # not every network file system can
             warn(f"'{path.parent}' knows no locks ({error.strerror}): see to it that no other run writes to '{said}'")
@@ -608,23 +593,9 @@ def _tidy(path: Path) -> None:
         journal_of(path).unlink()
 
 
-def _check_not_the_model(path: Path, settings: PruneSettings) -> None:
-    model = Path(settings.workload.model).expanduser()
-    if model.exists() and path.exists() and model.samefile(path):
-        raise InputError(f"--save '{settings.save}' is the model itself", hint="choose another folder")
-
-
-def _document(path: Path) -> dict[str, Any]:
-    try:
-        document = json.loads((path / FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return document if isinstance(document, dict) else {}
-
-
 def _asks_for_the_same(path: Path, settings: PruneSettings) -> bool:
     """Whether a result is of this very run, as far as the settings alone can tell."""
-    document, asked = _document(path), settings.to_json()
+    document, asked = document_in(path), settings.to_json()
     run = document.get("run")
     if document.get("model") != settings.workload.model or not isinstance(run, dict):
         return False

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from memfit.errors import InputError
@@ -59,16 +60,14 @@ class HiddenStates:
     def __init__(
         self,
         batches: list[MicroBatch],
-        length: int,
-        width: int,
+        shape: Sequence[int],
         dtype: torch.dtype,
-        device: torch.device,
         where: Where,
         host: HostMemory,
         lanes: tuple[Lane, Lane],
         some: list[MicroBatch] | None = None,
     ) -> None:
-        """Room for all of the micro-batches; `some` of them are gone through, in a plan."""
+        """Room for all of the micro-batches, of windows of this shape; `some` of them are gone through, in a plan."""
         self.where = where
         self.calls = {}
         self._all = batches
@@ -78,11 +77,11 @@ class HiddenStates:
         windows = sum(batch.count for batch in batches)
         most = max((batch.count for batch in batches), default=0)
         if where == "device":
-            self._memory = torch.empty(windows, length, width, dtype=dtype, device=device)
+            self._memory = torch.empty(windows, *shape, dtype=dtype, device=self._in.device)
             self._slots: list[Tensor] = []
         else:
-            self._memory = host.empty((windows, length, width), dtype)
-            self._slots = [torch.empty(most, length, width, dtype=dtype, device=device) for _ in range(2)]
+            self._memory = host.empty((windows, *shape), dtype)
+            self._slots = [torch.empty(most, *shape, dtype=dtype, device=self._in.device) for _ in range(2)]
         self._written: list[Event] = [None, None]
         """When the last use of a slot ended, its carrying to the host included."""
 
@@ -98,12 +97,9 @@ class HiddenStates:
 
     def another(self) -> HiddenStates:
         """An empty buffer of the same shape in the same place."""
-        _, length, width = self._memory.shape
-        device = self._in.device
-        lanes = (self._in, self._out)
-        return HiddenStates(
-            self._all, length, width, self._memory.dtype, device, self.where, self._host, lanes, self._batches
-        )
+        _, *shape = self.shape
+        dtype, lanes = self._memory.dtype, (self._in, self._out)
+        return HiddenStates(self._all, shape, dtype, self.where, self._host, lanes, self._batches)
 
     def batches(self) -> Iterator[tuple[MicroBatch, Tensor]]:
         """Each micro-batch on the device, the next one on its way while this one is used."""
@@ -194,15 +190,8 @@ class DeviceNeeds:
 
     def total(self, windows: int, placement: Placement) -> int:
         resident = windows if placement.where == "device" else 2 * placement.micro_batch
-        moving = placement.micro_batch * self.activations_per_window
-        return (
-            resident * self.hidden_per_window
-            + moving
-            + placement.blocks * self.block
-            + self.fixed
-            + WORKSPACES
-            + SELECTION
-        )
+        moving = resident * self.hidden_per_window + placement.micro_batch * self.activations_per_window
+        return moving + placement.blocks * self.block + self.fixed + WORKSPACES + SELECTION
 
 
 def usual_micro_batch(windows: int, length: int) -> int:
@@ -228,12 +217,9 @@ def choose(needs: DeviceNeeds, windows: int, size: int, budget: int | None, *, s
 
 def activations_per_token(block: nn.Module, hidden: int, item: int, experts_per_token: int = 1) -> int:
     """A block's largest working set for one token, from above: around the attention, or around the MLP."""
-    widths = [
-        parameter.shape[-2] if parameter.dim() == 3 else max(parameter.shape)
-        for parameter in block.parameters()
-        if parameter.dim() >= 2
-    ]
-    times = experts_per_token if any(parameter.dim() == 3 for parameter in block.parameters()) else 1
+    matrices = [parameter for parameter in block.parameters() if parameter.dim() >= 2]
+    widths = [matrix.shape[-2] if matrix.dim() == 3 else max(matrix.shape) for matrix in matrices]
+    times = experts_per_token if any(matrix.dim() == 3 for matrix in matrices) else 1
     return item * (6 * hidden + 4 * max(widths, default=hidden) * times)
 
 
@@ -250,8 +236,6 @@ class Team:
         size = int(os.environ.get("WORLD_SIZE", "1"))
         if size < 2:
             return cls()
-        import torch.distributed as dist
-
         if device.type == "cuda":
             torch.cuda.set_device(device)
         if not dist.is_initialized():
@@ -268,33 +252,21 @@ class Team:
 
     def add_up(self, tensors: Iterable[Tensor]) -> None:
         """Everyone's part of each, in place."""
-        if self.size == 1:
-            return
-        import torch.distributed as dist
-
-        for tensor in tensors:
+        for tensor in tensors if self.size > 1 else ():
             dist.all_reduce(tensor)
 
     def send(self, tensor: Tensor, owner: int) -> None:
         """The owner's values to all. As bytes: not every library sends every type."""
-        if self.size == 1:
-            return
-        import torch.distributed as dist
-
-        dist.broadcast(tensor.view(-1).view(torch.uint8), owner)
+        if self.size > 1:
+            dist.broadcast(tensor.view(-1).view(torch.uint8), owner)
 
     def tell(self, value: Any) -> Any:
         """What the first process says."""
-        if self.size == 1:
-            return value
-        import torch.distributed as dist
-
         said = [value]
-        dist.broadcast_object_list(said, 0)
+        if self.size > 1:
+            dist.broadcast_object_list(said, 0)
         return said[0]
 
     def leave(self) -> None:
         if self.size > 1:
-            import torch.distributed as dist
-
             dist.destroy_process_group()

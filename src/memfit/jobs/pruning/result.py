@@ -8,9 +8,8 @@ from __future__ import annotations
 import json
 import platform
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,7 @@ from memfit.errors import InputError, UsageError
 from memfit.files import written_whole
 from memfit.jobs.pruning.settings import PruneSettings
 from memfit.recording.memory_log import LogMoment, StagePart
+from memfit.versions import recorded_version
 
 if TYPE_CHECKING:
     from memfit.jobs.pruning.calibration import Fingerprint
@@ -59,15 +59,13 @@ class BlockReport:
     def sparsity(self) -> float:
         return self.zeros / self.weights
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
     @classmethod
     def from_json(cls, facts: Mapping[str, Any]) -> BlockReport:
-        """As the journal of an earlier run has it."""
+        """As the journal of an earlier run has it, or a result, which has shares beside counts."""
+        matrices = facts["matrices"]
         return cls(
             index=int(facts["index"]),
-            matrices=tuple(MatrixReport(**each) for each in facts["matrices"]),
+            matrices=tuple(MatrixReport(**{k: v for k, v in each.items() if k != "sparsity"}) for each in matrices),
             seconds=float(facts["seconds"]),
             notes=tuple(facts["notes"]),
             resumed=True,
@@ -162,12 +160,10 @@ class PruneResult:
             model=document["source"],
             device=document["device"],
             data=None if document["data"] is None else Fingerprint(**document["data"]),
-            blocks=[BlockReport.from_json({**each, "notes": ()}) for each in _plain_layers(document)],
+            blocks=[BlockReport.from_json({**each, "notes": ()}) for each in document["layers"]],
             ratios=[each["asked"] for each in document["layers"]],
             placement=document["placement"],
-            perplexity=None
-            if evaluation is None
-            else Perplexity(data=Fingerprint(**evaluation), dense=dense, pruned=pruned),
+            perplexity=evaluation and Perplexity(data=Fingerprint(**evaluation), dense=dense, pruned=pruned),
             zero_shot=document["zero_shot"],
             seconds=document["seconds"],
             peak_gpu_bytes=document["peaks"]["gpu_allocated_bytes"],
@@ -213,8 +209,8 @@ class PruneResult:
             "settings": {**self.settings.to_json(), "seqlen": self.seqlen, "seqlen_asked": work.seq_len},
             "source": self.model,
             "device": self.device,
-            "data": None if self.data is None else self.data.to_json(),
-            "evaluation": None if ppl is None else ppl.data.to_json(),
+            "data": None if self.data is None else asdict(self.data),
+            "evaluation": None if ppl is None else asdict(ppl.data),
             "zero_shot": self.zero_shot,
             "placement": self.placement,
             "versions": versions(),
@@ -236,36 +232,33 @@ class PruneResult:
 
 
 def versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = None
     torch = sys.modules.get("torch")
-    found["cuda"] = None if torch is None else torch.version.cuda
-    return found
+    installed = {name: recorded_version(name) for name in PACKAGES}
+    cuda = None if torch is None else torch.version.cuda
+    return {"python": platform.python_version(), **installed, "cuda": cuda}
 
 
 def write_result(folder: Path, result: PruneResult) -> None:
     """Both files, each put in its place when it is whole; nothing in the folder is younger than the document."""
     ppl = None if result.perplexity is None else result.perplexity.pruned
     method = result.settings.workload.method
-    _put(folder / f"log_{method}.txt", log_lines(method, result.sparsity, ppl))
+    row = f"{method}\t{result.sparsity:.4f}\t{_number(ppl)}"
+    _put(folder / f"log_{method}.txt", f"method\tactual_sparsity\tppl_test\n{row}\n")
     _put(folder / FILE, json.dumps(result.to_json(), indent=1, allow_nan=False) + "\n")
-
-
-def log_lines(method: str, sparsity: float, ppl: float | None) -> str:
-    measured = "n/a" if ppl is None else f"{ppl:.4f}"
-    return f"method\tactual_sparsity\tppl_test\n{method}\t{sparsity:.4f}\t{measured}\n"
 
 
 def is_result(folder: Path) -> bool:
     """Whether a folder is what an earlier run of memfit has written."""
+    return bool(document_in(folder).get("schema") == SCHEMA)
+
+
+def document_in(folder: Path) -> dict[str, Any]:
+    """Empty where there is none that can be read."""
     try:
-        return bool(json.loads((folder / FILE).read_text(encoding="utf-8"))["schema"] == SCHEMA)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return False
+        document = json.loads((folder / FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return document if isinstance(document, dict) else {}
 
 
 def _number(value: float | None) -> str:
@@ -278,20 +271,11 @@ def _put(path: Path, text: str) -> None:
 
 
 def _layer(block: BlockReport, asked: float) -> dict[str, Any]:
-    matrices: list[Mapping[str, Any]] = [
-        {**asdict(matrix), "sparsity": round(matrix.sparsity, 6)} for matrix in block.matrices
-    ]
+    matrices = [{**asdict(matrix), "sparsity": round(matrix.sparsity, 6)} for matrix in block.matrices]
     return {
         "index": block.index, "asked": asked, "sparsity": round(block.sparsity, 6), "zeros": block.zeros,
         "weights": block.weights, "seconds": round(block.seconds, 3), "resumed": block.resumed, "matrices": matrices,
     }  # fmt: skip
-
-
-def _plain_layers(document: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """As `BlockReport` has them: shares are told from counts."""
-    for layer in document["layers"]:
-        matrices = [{name: value for name, value in each.items() if name != "sparsity"} for each in layer["matrices"]]
-        yield {**layer, "matrices": matrices}
 
 
 def _checkpoint(point: LogMoment) -> dict[str, Any]:

@@ -20,20 +20,21 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from memfit.errors import InputError, RanOut, UsageError
-from memfit.jobs.host import is_out_of_memory, on_the_host
+from memfit.jobs.host import cause_of, is_out_of_memory, on_the_host
 from memfit.jobs.listener import Listener
 from memfit.jobs.pruning import evaluation
 from memfit.jobs.pruning import output as output_folder
 from memfit.jobs.pruning.calibration import Windows, calibration_windows, check_files
-from memfit.jobs.pruning.decoder import Decoder, max_positions, read_settings
+from memfit.jobs.pruning.decoder import Decoder, read_settings
 from memfit.jobs.pruning.engine import Engine
-from memfit.jobs.pruning.evaluation import evaluation_windows, perplexity_of_model, perplexity_of_states
+from memfit.jobs.pruning.evaluation import OnWindow, evaluation_windows, perplexity_of_model, perplexity_of_states
 from memfit.jobs.pruning.output import OutputFolder, absolute, check_room, identity_of, is_same_disk, writing_to
 from memfit.jobs.pruning.placement import Team
 from memfit.jobs.pruning.result import (
@@ -101,10 +102,8 @@ AFTER_PRUNING, AFTER_EVALUATION = "04_after_pruning", "06_after_eval"
 def ran_out(stage: str, settings: PruneSettings, error: BaseException, budget: int | None) -> RanOut:
     """On the way to a checkpoint; the hint is what makes that stage smaller."""
     where = "host memory" if on_the_host(error) else "GPU memory"
-    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    first = first.partition(" If reserved but unallocated")[0]  # torch's own advice, which seldom fits
     helps = "\n".join(fixes(stage, settings, error, budget))
-    return RanOut(f"{where} ran out before {stage}: {first}", hint=helps)
+    return RanOut(f"{where} ran out before {stage}: {cause_of(error)}", hint=helps)
 
 
 def fixes(stage: str, settings: PruneSettings, error: BaseException, budget: int | None = None) -> list[str]:
@@ -262,8 +261,10 @@ class _PruningRun:
         output = self._output(engine, text)
         try:
             with log.until("03_before_pruning"):
-                self._check_weights(engine)
-                self._begin_file(log, output)
+                if isinstance(engine.decoder.weights, WeightStore) and self.team.leads:
+                    check_files(engine.decoder.weights)
+                if output is not None and self.settings.log_memory:
+                    log.write_to(output.working / LOG_FILE, append=self.settings.resume)
             with self._timed("prune"), log.until(AFTER_PRUNING):
                 outcome = self._prune(log, engine, windows, output, evaluated)
             self._tell_sparsity(result, outcome)
@@ -298,8 +299,8 @@ class _PruningRun:
             check_room(absolute(save), coming * (1 + is_same_disk(there, absolute(save))), said=f"--save '{save}'")
 
     def _length(self, config: Any, flag: str, asked: int) -> int:
-        longest = max_positions(config)
-        if longest is None or asked <= longest:
+        longest = getattr(config, "max_position_embeddings", None)
+        if not isinstance(longest, int) or asked <= longest:
             return asked
         self._note(f"{flag} {asked} is more than the model's {longest} positions: {longest} is taken")
         return longest
@@ -316,7 +317,7 @@ class _PruningRun:
 
     def _check_groups(self, engine: Engine) -> None:
         sparsity = self.settings.sparsity
-        for matrix in (matrix for found in engine.matrices for matrix in found):
+        for matrix in chain.from_iterable(engine.matrices):
             if sparsity.group is not None and matrix.columns % sparsity.group:
                 raise InputError(
                     f"--sparsity-type {sparsity.kind}: {matrix.name} has {matrix.columns:,} columns, "
@@ -389,11 +390,6 @@ class _PruningRun:
                 hint="the tokenizer in the model's folder is another model's",
             )
 
-    def _check_weights(self, engine: Engine) -> None:
-        weights = engine.decoder.weights
-        if isinstance(weights, WeightStore) and self.team.leads:
-            check_files(weights)
-
     def _output(self, engine: Engine, text: _Text) -> OutputFolder | None:
         settings = self.settings
         if settings.save is None or not self.team.leads:
@@ -406,16 +402,13 @@ class _PruningRun:
         if text.windows is not None:
             key |= {"nsamples": self.work.nsamples, "seqlen": text.seqlen, "data": text.windows.fingerprint.sha256}
         replace = self.options.force
-        if replace:
-            output_folder.begin_anew(settings.save)
+        if replace:  # what an unfinished run has left goes; a finished result stays until the new one is whole
+            with writing_to(settings.save):
+                output_folder.discard(absolute(settings.save))
         elif output_folder.holds_same_run(settings.save, {**key, "source": identity_of(engine.decoder)}):
             self._note(f"'{settings.save}' holds the result of this very run: it is replaced when this one is whole")
             replace = True
         return OutputFolder.create(settings.save, engine.decoder, key, resume=settings.resume, replace=replace)
-
-    def _begin_file(self, log: MemoryLog, output: OutputFolder | None) -> None:
-        if output is not None and self.settings.log_memory:
-            log.write_to(output.working / LOG_FILE, append=self.settings.resume)
 
     # -- the work --------------------------------------------------------------------------------------------------
 
@@ -430,6 +423,11 @@ class _PruningRun:
         total = len(engine.decoder.blocks)
         done = 0
 
+        def tell(host_bytes: int, peak: int | None = None) -> None:
+            self.listener.progress(
+                BlockProgress(what="block", done=done, total=total, gpu_peak_bytes=peak, host_bytes=host_bytes)
+            )
+
         def on_block(report: BlockReport) -> None:
             nonlocal done
             done += 1
@@ -438,23 +436,15 @@ class _PruningRun:
             if self.device.type == "cpu":
                 give_back_freed_memory()
             part = log.part(f"block {report.index}")
-            peak = None if part.gpu is None else part.gpu.stretch_peak_bytes
             self._publish(f"block {report.index}", part.gpu, done, total)
-            self.listener.progress(
-                BlockProgress(
-                    what="block", done=done, total=total, gpu_peak_bytes=peak, host_bytes=part.host.used_bytes
-                )
-            )
+            tell(part.host.used_bytes, None if part.gpu is None else part.gpu.stretch_peak_bytes)
 
         # What is not saved is gone when its block goes, and other processes do not see the folder: then the windows
         # for perplexity go along with the pruning.
         along = evaluated.ids if evaluated is not None and (output is None or self.team.size > 1) else None
-        self.listener.progress(
-            BlockProgress(what="block", done=0, total=total, gpu_peak_bytes=None, host_bytes=log.peak_host_bytes)
-        )
-        return engine.prune(
-            self.settings, None if windows is None else windows.ids, output=output, on_block=on_block, pruned=along
-        )
+        tell(log.peak_host_bytes)
+        ids = None if windows is None else windows.ids
+        return engine.prune(self.settings, ids, output=output, on_block=on_block, pruned=along)
 
     def _tell_sparsity(self, result: PruneResult, outcome: PruningOutcome) -> None:
         say = self.listener.say
@@ -475,14 +465,14 @@ class _PruningRun:
         self, engine: Engine, evaluated: Windows, outcome: PruningOutcome, output: OutputFolder | None
     ) -> Perplexity:
         say, ids, data = self.listener.say, evaluated.ids, evaluated.fingerprint
-        name = {"wikitext2": "wikitext"}.get(data.dataset, data.dataset)
         say(f"evaluating on {data.dataset}")
         say(f"nsamples {len(ids)}")
+        on_window: OnWindow = lambda number: say(f"sample {number}")  # noqa: E731
         if outcome.pruned_states is not None:
-            pruned = perplexity_of_states(engine, outcome.pruned_states, ids, self._on_window)
+            pruned = perplexity_of_states(engine, outcome.pruned_states, ids, on_window)
         else:
-            pruned = perplexity_of_model(engine, ids, self._on_window, output)
-        say(f"{name} perplexity {pruned}")
+            pruned = perplexity_of_model(engine, ids, on_window, output)
+        say(f"{'wikitext' if data.dataset == 'wikitext2' else data.dataset} perplexity {pruned}")
         dense = None
         if self.options.eval_dense:
             dense = perplexity_of_model(engine, ids)
@@ -495,9 +485,6 @@ class _PruningRun:
             return perplexity
         self._note(f"the {which} model's perplexity is not a number: values overflow; --dtype bf16 or fp32 holds more")
         return None
-
-    def _on_window(self, number: int) -> None:
-        self.listener.say(f"sample {number}")
 
     def _save(self, log: MemoryLog, result: PruneResult, output: OutputFolder) -> None:
         log.checkpoint("07_before_save_model")

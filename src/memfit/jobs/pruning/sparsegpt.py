@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -56,7 +56,7 @@ def prune_with_updates_(
     _check(weights, columns, ratio, groups)
     names = names or [f"matrix {number}" for number in range(len(weights))]
     check_finite({**dict(zip(names, weights, strict=True)), f"inputs of {names[0]}": hessian.diagonal()})
-    bounds = _bounds(weights)
+    bounds = [0, *accumulate(len(weight) for weight in weights)]  # of each matrix in the stack
     stacked = torch.empty(columns, bounds[-1], dtype=torch.float32, device=hessian.device)
     for weight, (start, end) in zip(weights, pairwise(bounds), strict=True):
         stacked[:, start:end].copy_(weight.mT)
@@ -79,14 +79,6 @@ def _check(weights: Sequence[Tensor], columns: int, ratio: float | None, groups:
         check_groups(columns, groups[1])
         if not 0 < groups[0] < groups[1]:
             raise UsageError(f"cannot remove {groups[0]} of {groups[1]} columns")
-
-
-def _bounds(weights: Sequence[Tensor]) -> list[int]:
-    """Where each matrix begins in the stack, and where the last one ends."""
-    bounds = [0]
-    for weight in weights:
-        bounds.append(bounds[-1] + weight.shape[0])
-    return bounds
 
 
 # -- factorisation -----------------------------------------------------------------------------------------------------

@@ -88,21 +88,18 @@ class Gram:
         if len(tokens) == 0:
             return
         if tokens.dtype == torch.float32 or tokens.device.type == "cpu":
-            self._add_in_fp32(tokens)
+            for part in tokens.split(max(1, UPCAST_BYTES // (4 * tokens.shape[1]))):
+                for panel, left, right in self._products(part.float()):
+                    panel.addmm_(left, right)
             return
         for panel, left, right in self._products(tokens):
-            if panel.device.type == "meta":  # without data dtypes need not agree, and torch 2.11 lacks the form below
+            if panel.is_meta:  # without data dtypes need not agree, and torch 2.11 lacks the form below
                 torch.addmm(panel, left, right, out=panel)
             else:
                 torch.addmm(panel, left, right, out_dtype=torch.float32, out=panel)
 
     def add_tokens(self, x: Tensor, sequence_of_token: Tensor) -> None:
         self.add(x)
-
-    def _add_in_fp32(self, tokens: Tensor) -> None:
-        for part in tokens.split(max(1, UPCAST_BYTES // (4 * tokens.shape[1]))):
-            for panel, left, right in self._products(part.float()):
-                panel.addmm_(left, right)
 
     def _products(self, tokens: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         for start, end in self._panels():
@@ -165,7 +162,8 @@ def reconstruct_(
 ) -> None:
     """Tune `weights` in place. `masks` (True is removed) has those of the pruned ones; a weight without a mask is
     tuned whole. `forward` runs the block on inputs with the weights it is given in place of its own."""
-    device, dtype = _common(weights)
+    first = next(iter(weights.values()))
+    device, dtype = first.device, first.dtype
     copies = {name: _copy(weight, masks.get(name)) for name, weight in weights.items()}
     optimizer = torch.optim.Adam(copies.values(), lr=LEARNING_RATE, betas=BETAS, fused=True)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
@@ -185,35 +183,23 @@ def reconstruct_(
                 taken += 1
     if taken != total:
         raise ValueError(f"{taken} batches came where {total} were announced")
-    _check_tuned(copies)
+    try:
+        check_finite(copies)
+    except InputError as error:
+        raise InputError(f"block reconstruction ran away: {error.message}", hint="leave --reconstruct out") from error
     with torch.no_grad():
         for name, weight in weights.items():
             weight.copy_(copies[name])
 
 
-def _common(weights: Mapping[str, Tensor]) -> tuple[torch.device, torch.dtype]:
-    first = next(iter(weights.values()))
-    return first.device, first.dtype
-
-
 def _copy(weight: Tensor, mask: Tensor | None) -> Tensor:
     copy = weight.detach().to(torch.float32, copy=True)
-    if mask is not None:
-        copy.masked_fill_(mask, 0.0)
-    copy.requires_grad_()
-    if mask is not None:
-        removed = mask
+    if mask is None:
+        return copy.requires_grad_()
 
-        def clear(tuned: Tensor) -> None:
-            assert tuned.grad is not None
-            tuned.grad.masked_fill_(removed, 0.0)
+    def clear(tuned: Tensor) -> None:
+        assert tuned.grad is not None
+        tuned.grad.masked_fill_(mask, 0.0)
 
-        copy.register_post_accumulate_grad_hook(clear)
+    copy.masked_fill_(mask, 0.0).requires_grad_().register_post_accumulate_grad_hook(clear)
     return copy
-
-
-def _check_tuned(copies: Mapping[str, Tensor]) -> None:
-    try:
-        check_finite(copies)
-    except InputError as error:
-        raise InputError(f"block reconstruction ran away: {error.message}", hint="leave --reconstruct out") from error

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -67,35 +68,37 @@ class Sweep:
         self.ids = windows if settings.needs_data else None
         self.evaluated = evaluated
         if settings.sparsity.group is not None:
-            for matrix in (m for found in engine.matrices for m in found):
+            for matrix in chain.from_iterable(engine.matrices):
                 check_groups(matrix.columns, settings.sparsity.group)
         self.notes: tuple[str, ...] = ()
+        self.states: HiddenStates | None = None
+        self.along: HiddenStates | None = None
+        """Those of the windows to evaluate."""
         self.placement = self._settled_placement()
 
     def run(self, on_block: Callable[[BlockReport], None]) -> PruningOutcome:
         engine, reports = self.engine, list[BlockReport]()
         sparsities = self._sparsities()
-        states = None if self.ids is None else engine.embed(self.ids, self.placement)
-        along = None if self.evaluated is None else engine.embed(self.evaluated, self.placement)
+        self.states = None if self.ids is None else engine.embed(self.ids, self.placement)
+        self.along = None if self.evaluated is None else engine.embed(self.evaluated, self.placement)
         done = engine.team.tell(self.output.finished_blocks if self.output is not None else 0)
         with ExitStack() as stack:
             notes = stack.enter_context(self._kernels())
-            loads = self._loads(done, states, along)
+            loads = [*map(self._finished, range(done if self._carried else 0)), *map(Load, range(done, self.blocks))]
             reader = stack.enter_context(engine.reading(loads, self.output))
             writer = stack.enter_context(self._writing())
             for index in range(self.blocks):
                 started = time.perf_counter()
                 if index < done:
-                    report = self._replay(index, reader, states, along)
+                    report = self._replay(index, reader)
                 else:
-                    report = self._prune(index, reader, writer, states, along, sparsities[index])
+                    report = self._prune(index, reader, writer, sparsities[index])
                 reports.append(dataclasses.replace(report, seconds=time.perf_counter() - started))
                 on_block(reports[-1])
-        for each in (states, along):
-            if each is not None:
-                each.settle()
-        if states is not None:
-            states.release()
+        for each in self._carried:
+            each.settle()
+        if self.states is not None:
+            self.states.release()
         return PruningOutcome(
             blocks=tuple(reports),
             ratios=tuple(s.ratio for s in sparsities),
@@ -103,8 +106,12 @@ class Sweep:
             hidden_on=self.placement.where,
             host_peak_bytes=engine.host.peak_bytes,
             notes=(*self.notes, *notes, *dict.fromkeys(note for report in reports for note in report.notes)),
-            pruned_states=along,
+            pruned_states=self.along,
         )
+
+    @property
+    def _carried(self) -> list[HiddenStates]:
+        return [each for each in (self.states, self.along) if each is not None]
 
     # -- what is settled beforehand --------------------------------------------------------------------------------
 
@@ -150,7 +157,7 @@ class Sweep:
             self.output.remember("outliers", outliers)
         if asked.group is not None and asked.removed is not None:
             return [asked.with_removed(removed) for removed in owl_groups(outliers, asked.removed, asked.group)]
-        return [asked.with_ratio(ratio) for ratio in owl(outliers, asked.ratio)]
+        return [dataclasses.replace(asked, ratio=ratio) for ratio in owl(outliers, asked.ratio)]
 
     def _outliers(self) -> list[float]:
         """The dense model's percentage of outliers, block by block: one forward through it."""
@@ -179,61 +186,47 @@ class Sweep:
         shares = torch.stack(found)
         return [0.0] * self.blocks if shares.is_meta else shares.tolist()
 
-    def _loads(self, done: int, states: HiddenStates | None, along: HiddenStates | None) -> list[Load]:
-        finished = range(done if states is not None or along is not None else 0)
-        return [*(self._finished(index) for index in finished), *(Load(index) for index in range(done, self.blocks))]
-
     def _finished(self, index: int) -> Load:
         """Only the first process has the folder; the others put what it sends over the source's weights."""
         return Load(index, "output" if self.engine.team.leads else "source")
 
     # -- one block -------------------------------------------------------------------------------------------------
 
-    def _prune(
-        self,
-        index: int,
-        reader: BlockReader,
-        writer: BlockWriter | None,
-        states: HiddenStates | None,
-        along: HiddenStates | None,
-        sparsity: Sparsity,
-    ) -> BlockReport:
+    def _prune(self, index: int, reader: BlockReader, writer: BlockWriter | None, sparsity: Sparsity) -> BlockReport:
         engine, phases = self.engine, self.engine.phases
         started = time.perf_counter()
         with phases("load", index):
             engine.load(reader, Load(index))
-        groups, targets, notes = self._groups(index, states)
+        groups, targets, notes = self._groups(index)
         with phases("select", index):
             notes += self._select(index, groups, sparsity)
-        if targets is not None and states is not None:
+        if targets is not None and self.states is not None:
             with phases("reconstruct", index):
-                self._reconstruct(index, states, targets)
+                self._reconstruct(index, self.states, targets)
             targets.release()
         with phases("store", index):
             counted = self._count(index, groups)
             written = None
             if writer is not None:
-                ready, facts = engine.lanes[0].now(), lambda: self._report(index, counted(), notes, started).to_json()
-                written = writer.put(index, engine.flat, ready, facts)
+                facts = lambda: dataclasses.asdict(self._report(index, counted(), notes, started))  # noqa: E731
+                written = writer.put(index, engine.flat, engine.lanes[0].now(), facts)
         del groups
-        self._propagate(index, states, along)
+        self._propagate(index)
         engine.leave(reader, written)
         return self._report(index, counted(), notes, started)
 
-    def _propagate(self, index: int, states: HiddenStates | None, along: HiddenStates | None) -> None:
+    def _propagate(self, index: int) -> None:
         with self.engine.phases("propagate", index):
-            if states is not None and index + 1 < self.blocks:
-                self.engine.propagate(index, states)
-            if along is not None:
-                self.engine.propagate(index, along)
+            for states in self._carried:
+                if states is self.along or index + 1 < self.blocks:
+                    self.engine.propagate(index, states)
 
-    def _groups(
-        self, index: int, states: HiddenStates | None
-    ) -> tuple[list[SharedInput], HiddenStates | None, tuple[str, ...]]:
+    def _groups(self, index: int) -> tuple[list[SharedInput], HiddenStates | None, tuple[str, ...]]:
         """The block's matrices by input, with statistics; and the dense block's outputs, where they are wanted."""
         engine, targets = self.engine, None
         if not self.method.needs_data and not self.settings.reconstruct:
             return [SharedInput([matrix], None) for matrix in engine.matrices[index]], None, ()
+        states = self.states
         assert states is not None
         if self.settings.reconstruct:
             with engine.phases("calibration"):
@@ -325,15 +318,13 @@ class Sweep:
 
     # -- blocks that are finished ----------------------------------------------------------------------------------
 
-    def _replay(
-        self, index: int, reader: BlockReader, states: HiddenStates | None, along: HiddenStates | None
-    ) -> BlockReport:
+    def _replay(self, index: int, reader: BlockReader) -> BlockReport:
         engine = self.engine
-        if states is not None or along is not None:
+        if self._carried:
             with engine.phases("load", index):
                 engine.load(reader, self._finished(index))
                 engine.team.send(engine.flat, 0)
-            self._propagate(index, states, along)
+            self._propagate(index)
             engine.leave(reader)
         facts = self.output.facts(index) if self.output is not None else None
         return BlockReport.from_json(engine.team.tell(facts))

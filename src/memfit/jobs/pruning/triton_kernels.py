@@ -52,20 +52,8 @@ def _rotate(
 def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     batch, heads, length, size = x.shape
     table = cos.stride(0) if cos.shape[0] > 1 else 0
-    _rotate[(batch * length,)](
-        x,
-        cos,
-        sin,
-        length,
-        heads,
-        x.stride(0),
-        x.stride(1),
-        x.stride(2),
-        table,
-        HALF=size // 2,
-        HEADS=HEADS,
-        num_warps=4,
-    )
+    strides = x.stride()[:3]
+    _rotate[(batch * length,)](x, cos, sin, length, heads, *strides, table, HALF=size // 2, HEADS=HEADS, num_warps=4)
     return x
 
 

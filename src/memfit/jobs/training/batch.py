@@ -59,7 +59,7 @@ class BatchSizes:
 
     def in_words(self) -> str:
         rows = f"{self.micro_batch_size} row{'' if self.micro_batch_size == 1 else 's'}"
-        processes = f"{self.world_size} process{'' if self.world_size == 1 else 'es'}"
+        processes = _in_processes(self.world_size)
         return f"{rows} x {self.gradient_accumulation_steps} accumulation x {processes} = {self.global_batch_size}"
 
 
@@ -108,12 +108,16 @@ def _agreed(micro: int, steps: int, world_size: int, whole: int) -> BatchSizes:
         share = whole // world_size
         meant = whole // (micro * steps)
         started = f"{meant} processes make it up: start it under torchrun --nproc_per_node={meant}; or "
+        made = f"micro_batch_size {micro} x gradient_accumulation_steps {steps} x {_in_processes(world_size)}"
         raise UsageError(
-            f"micro_batch_size {micro} x gradient_accumulation_steps {steps} x {world_size}"
-            f" process{'' if world_size == 1 else 'es'} is {sizes.global_batch_size}, not global_batch_size {whole}",
+            f"{made} is {sizes.global_batch_size}, not global_batch_size {whole}",
             hint=("" if meant < 2 or whole % (micro * steps) else started) + _ladder(divisors(share), share),
         )
     return sizes
+
+
+def _in_processes(count: int) -> str:
+    return "1 process" if count == 1 else f"{count} processes"
 
 
 def _share(sizes: BatchSizes) -> str:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memfit.errors import InputError, MemfitError
+from memfit.files import to_disk
 from memfit.jobs.training.config import TrainConfig
 from memfit.jobs.training.shapes import read_shape
 from memfit.models.checkpoint import WeightStore, read_header
@@ -90,12 +91,8 @@ def identity_of(job: TrainJob) -> dict[str, Any]:
     config, work = job.config, job.config.workload
     method: dict[str, Any] = {"kind": config.value("method.kind")}
     if work.kind == "lora":
-        targets = work.target_modules
-        method |= {
-            "rank": work.rank,
-            "alpha": config.alpha,
-            "target_modules": None if targets is None else sorted(targets),
-        }
+        targets = None if work.target_modules is None else sorted(work.target_modules)
+        method |= {"rank": work.rank, "alpha": config.alpha, "target_modules": targets}
     if work.is_quantised:
         method |= {"quant": work.quant, "kbit_prepare": work.is_kbit_prepared}
         method |= {} if work.quant == "int8" else {"double": work.double_quant, "compute": work.compute_precision}
@@ -205,18 +202,16 @@ class RunState:
     @classmethod
     def read(cls, folder: Path) -> RunState | None:
         """None in a checkpoint that the Trainer alone has written."""
-        path = folder / PROGRESS
-        if not path.is_file():
+        if (found := _read(folder / PROGRESS)) is None:
             return None
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
             return cls(
                 micro_batch_size=int(found["micro_batch_size"]),
                 halved=list(found["halved"]),
                 losses={int(step): float(loss) for step, loss in found["losses"].items()},
             )
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise InputError(f"'{path}' is damaged", hint="resume from an earlier checkpoint") from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise InputError(f"'{folder / PROGRESS}' is damaged", hint="resume from an earlier checkpoint") from error
 
 
 def begin(output_dir: Path, step: int) -> Path:
@@ -230,11 +225,12 @@ def begin(output_dir: Path, step: int) -> Path:
 def finish(beside: Path) -> Path:
     """All on the disk first, then its name."""
     for path in (*beside.rglob("*"), beside):
-        _to_disk(path)
+        if path.is_file() or path.is_dir():
+            to_disk(path)
     place = beside.with_name(beside.name.removesuffix(WRITING))
     old = _make_way(place)
     beside.rename(place)
-    _to_disk(place.parent)
+    to_disk(place.parent)
     if old is not None:
         shutil.rmtree(old, ignore_errors=True)
     return place
@@ -246,13 +242,9 @@ def _make_way(place: Path) -> Path | None:
         return None
     if has_state(place):
         return _set_aside(place)
-    place.rename(next(each for each in _other_names(place) if not each.exists()))
+    others = (place.with_name(f"{place.name}{OTHERS}{number}") for number in ("", *range(-2, -1000, -1)))
+    place.rename(next(each for each in others if not each.exists()))
     return None
-
-
-def _other_names(place: Path) -> Iterator[Path]:
-    yield place.with_name(f"{place.name}{OTHERS}")
-    yield from (place.with_name(f"{place.name}{OTHERS}-{number}") for number in range(2, 1000))
 
 
 def keep_last(output_dir: Path, count: int, *, newest: int) -> None:
@@ -289,16 +281,6 @@ def _set_aside(folder: Path) -> Path:
     shutil.rmtree(going, ignore_errors=True)
     folder.rename(going)
     return going
-
-
-def _to_disk(path: Path) -> None:
-    if not path.is_file() and not path.is_dir():
-        return
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 # -- a disk that takes no more -----------------------------------------------------------------------------------------

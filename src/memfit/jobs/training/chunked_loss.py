@@ -110,16 +110,10 @@ def _loss_function(head: Any, chunk: int, cap: float | None) -> Callable[..., Te
             scores = logits.reshape(-1, vocab_size).float()
             whole = nn.functional.cross_entropy(scores, wanted, ignore_index=ignore_index, reduction=kind)
             return whole if num_items_in_batch is None else whole / num_items_in_batch
-        hidden = logits.reshape(-1, logits.shape[-1])
+        hidden, bias = logits.reshape(-1, logits.shape[-1]), getattr(head, "bias", None)
+        items, ignored = num_items_in_batch, ignore_index
         return chunked_cross_entropy(
-            hidden,
-            head.weight,
-            wanted,
-            bias=getattr(head, "bias", None),
-            chunk=chunk,
-            cap=cap,
-            ignored=ignore_index,
-            items=num_items_in_batch,
+            hidden, head.weight, wanted, bias=bias, chunk=chunk, cap=cap, ignored=ignored, items=items
         )
 
     return loss

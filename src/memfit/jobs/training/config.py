@@ -281,10 +281,8 @@ class TrainConfig:
             half = work.autocast_type
             base, way = "the frozen base model is in fp32 too", f"{half} halves it"
             if work.is_quantised:
-                base, way = (
-                    "what is not quantised is in fp32, prepared or not",
-                    f"precision {half}, autocast {half} halves it",
-                )
+                base = "what is not quantised is in fp32, prepared or not"
+                way = f"precision {half}, autocast {half} halves it"
             said.append(f"precision {work.precision}: {base}; {way}")
         return (*said, *self._without_effect())
 
@@ -314,16 +312,12 @@ class TrainConfig:
     def no_effect(self, section: str, names: Iterable[str], why: str) -> Iterator[str]:
         """A sentence on those of them that are not as they would be without being said."""
         own = dataclasses.fields(getattr(self, section)) if hasattr(self, section) else ()
-        usual = {f"{section}.{each.name}": each.default for each in own}
-        usual |= {key: value for key, value in self._usual_settings.items() if key not in usual}
+        of_job = self.workload.usual()
+        usual = {key: of_job[name] for key, name in OF_WORKLOAD.items() if name in of_job}
+        usual |= {f"{section}.{each.name}": each.default for each in own}
         said = [key for name in names if self.value(key := f"{section}.{name}") != usual[key]]
         if said:
             yield f"{', '.join(said)} {'is' if len(said) == 1 else 'are'} of no effect {why}"
-
-    @cached_property
-    def _usual_settings(self) -> dict[str, Any]:
-        usual = self.workload.usual()
-        return {key: usual[name] for key, name in OF_WORKLOAD.items() if name in usual}
 
     def without_offload(self, model: ModelConfig) -> TrainConfig:
         """The same job with another model, and with nothing offloaded."""

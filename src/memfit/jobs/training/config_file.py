@@ -19,7 +19,7 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from memfit.errors import InputError, UnknownName, UsageError
-from memfit.files import check_ends
+from memfit.files import text_in
 from memfit.jobs.training.config import DOCUMENT, OF_WORKLOAD, ModelConfig, TrainConfig, workload_of
 from memfit.jobs.training.config_names import (
     ALIASES,
@@ -68,19 +68,9 @@ FIELDS = {
 SECTIONS = tuple(section for section in FIELDS if section)
 _LEAVES = [leaf for section in SECTIONS for leaf in FIELDS[section]]
 _NEEDS_ITS_SECTION = (
-    *SECTIONS,
-    *FIELDS[""],
-    "auto",
-    "settings",
-    "format",
-    "subset",
-    "split",
-    "source",
-    "gpu",
-    "double",
-    "compute",
+    *SECTIONS, *FIELDS[""], "auto", "settings", "format", "subset", "split", "source", "gpu", "double", "compute",
     "prepare",
-)
+)  # fmt: skip
 ALONE = {
     leaf: f"{section}.{leaf}"
     for section in SECTIONS
@@ -152,7 +142,11 @@ def _refused(path: str | Unknown, value: Any, key: str) -> UsageError | None:
         if last in LOOSE or SECTION_ALIASES.get(last, last) in SECTIONS:
             return UsageError(f"{key} is {value!r}, not a section of keys and values", hint=f"{key}.KEY is one of its")
         return UsageError(f"unknown key '{key}'", hint=path.hint)
-    return _not_as_fixed(path, key) if path in FIXED and value not in FIXED[path] else None
+    if path not in FIXED or value in FIXED[path]:
+        return None
+    fixed = FIXED[path][0]
+    said = str(fixed).lower() if isinstance(fixed, bool) else "empty" if fixed is None else fixed
+    return UsageError(f"{key} can only be {said}", hint=INSTEAD.get(path))
 
 
 def _take(found: dict[str, GivenValue], path: str, value: Any, key: str) -> None:
@@ -160,8 +154,7 @@ def _take(found: dict[str, GivenValue], path: str, value: Any, key: str) -> None
         known = found.get(target)
         if known is not None and known.value != made:
             raise UsageError(
-                f"{known.key} is {known.value!r} and {key} is {made!r}, and both mean {target}",
-                hint="keep one of them",
+                f"{known.key} is {known.value!r} and {key} is {made!r}, and both mean {target}", hint="keep one of them"
             )
         found[target] = GivenValue(made, key)
 
@@ -233,11 +226,7 @@ def _in_section(section: str, key: str, said: str) -> str | Unknown:
 def _alone(key: str, inside: str) -> str | Unknown:
     if key in FIELDS[""] or key in SEVERAL or key in IGNORED or key in FIXED:
         return key
-    if key in ALIASES:
-        return ALIASES[key]
-    if key in ALONE:
-        return ALONE[key]
-    return Unknown(_instead_of(key, inside))
+    return ALIASES.get(key) or ALONE.get(key) or Unknown(_instead_of(key, inside))
 
 
 def _instead_of(key: str, inside: str) -> str:
@@ -248,8 +237,9 @@ def _instead_of(key: str, inside: str) -> str:
     section = SECTION_ALIASES.get(own, own)
     mine = ((leaf, f"{section}.{leaf}") for leaf in FIELDS.get(section, ()))
     known = dict(reversed([*chain(mine, _every_name())]))
-    near = get_close_matches(key.lower(), known, n=2, cutoff=0.6)
-    meant = {_with_section(each, known[each]): None for each in near}
+    near = {each: known[each] for each in get_close_matches(key.lower(), known, n=2, cutoff=0.6)}
+    ends = {name: path.rpartition(".")[2] == name for name, path in near.items()}
+    meant = dict.fromkeys(f"'{path}'" if ends[name] else f"'{name}' (which is {path})" for name, path in near.items())
     return f"did you mean {' or '.join(meant)}?" if meant else f"sections: {', '.join(SECTIONS)}"
 
 
@@ -257,19 +247,8 @@ def _every_name() -> Iterator[tuple[str, str]]:
     """(name, memfit's own key)."""
     yield from ((leaf, f"{section}.{leaf}") for section in SECTIONS for leaf in FIELDS[section])
     yield from ((name, f"model.{name}") for name in MODEL_SETTINGS)
-    yield from ALIASES.items()
-    yield from SECTION_ALIASES.items()
-    yield from ((name, name) for name in LOOSE)
-    yield from ((name, name) for name in (*FIELDS[""], *SEVERAL, *SECTIONS))
-
-
-def _with_section(name: str, path: str) -> str:
-    return f"'{path}'" if path.rpartition(".")[2] == name else f"'{name}' (which is {path})"
-
-
-def _not_as_fixed(path: str, key: str) -> UsageError:
-    said = str(FIXED[path][0]).lower() if isinstance(FIXED[path][0], bool) else FIXED[path][0]
-    return UsageError(f"{key} can only be {'empty' if said is None else said}", hint=INSTEAD.get(path))
+    yield from (*ALIASES.items(), *SECTION_ALIASES.items())
+    yield from ((name, name) for name in (*LOOSE, *FIELDS[""], *SEVERAL, *SECTIONS))
 
 
 def _make_adapters(given: dict[str, GivenValue]) -> None:
@@ -446,19 +425,9 @@ def find_config(said: str) -> tuple[str, str, str]:
         if path.suffix in (*ENDINGS, ".json") or path.parent != Path("."):
             raise InputError(f"no config file '{said}'", hint=f"configs that come with memfit: {_shipped()}")
         raise UnknownName("config", said, shipped_configs(), more=f"a .yaml file works too; shipped: {_shipped()}")
-    try:
-        if path.is_dir():
-            raise InputError(f"--config '{said}' is a folder, not a YAML file")
-        check_ends(path)
-        with path.open("rb") as stream:
-            read = stream.read(MAX_BYTES + 1)
-        if len(read) > MAX_BYTES:
-            raise InputError(f"'{said}' is too long: a config has at most {MAX_BYTES:,} bytes")
-        return path.stem, read.decode(), f"'{said}'"
-    except UnicodeDecodeError as error:
-        raise InputError(f"'{said}' is not UTF-8 text") from error
-    except OSError as error:
-        raise InputError(f"cannot read '{said}': {error.strerror}") from error
+    if path.is_dir():
+        raise InputError(f"--config '{said}' is a folder, not a YAML file")
+    return path.stem, text_in(path, MAX_BYTES, "a config"), f"'{said}'"
 
 
 def _shipped() -> str:
@@ -468,18 +437,14 @@ def _shipped() -> str:
 def _assignments(sets: Iterable[str]) -> dict[str, Any]:
     made: dict[str, Any] = {}
     for said in sets:
-        key, value = _assignment(said)
+        key, equals, text = (part.strip() for part in said.partition("="))
+        if not equals or not key:
+            raise UsageError(f"--set {said!r} is not KEY=VALUE", hint="such as --set max_seq_len=512")
+        value = _parse(text, f"--set {said!r}")
         if key in made and made[key] != value:
             raise UsageError(f"--set gives {key} twice: {made[key]!r} and {value!r}", hint="keep one of them")
         made[key] = value
     return made
-
-
-def _assignment(said: str) -> tuple[str, Any]:
-    key, equals, value = said.partition("=")
-    if not equals or not key.strip():
-        raise UsageError(f"--set {said!r} is not KEY=VALUE", hint="such as --set max_seq_len=512")
-    return key.strip(), _parse(value, f"--set {said!r}")
 
 
 def parse_yaml(text: str, where: str) -> Mapping[str, Any]:
@@ -536,10 +501,9 @@ def _loader() -> type[yaml.SafeLoader]:
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
             seen: set[str] = set()
             for key, _ in node.value:
-                if key.value in seen if isinstance(key.value, str) else True:
-                    problem = (
-                        f"the key {key.value!r} stands twice" if isinstance(key.value, str) else "a key is no text"
-                    )
+                is_text = isinstance(key.value, str)
+                if not is_text or key.value in seen:
+                    problem = f"the key {key.value!r} stands twice" if is_text else "a key is no text"
                     raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
                 seen.add(key.value)
             made: dict[Any, Any] = super().construct_mapping(node, deep=deep)

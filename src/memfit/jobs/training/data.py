@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 from memfit.errors import InputError
@@ -297,17 +298,10 @@ class Collator:
         self.pad_id, self.mask = pad_id, mask
 
     def __call__(self, samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-        longest = max(len(each["input_ids"]) for each in samples)
-        shape = (len(samples), longest)
-        batch = {"input_ids": torch.full(shape, self.pad_id), "labels": torch.full(shape, IGNORED)}
+        ids, labels = ([each[name] for each in samples] for name in ("input_ids", "labels"))
+        batch = {"input_ids": pad_sequence(ids, True, self.pad_id), "labels": pad_sequence(labels, True, IGNORED)}
         if self.mask:
-            batch["attention_mask"] = torch.zeros(shape, dtype=torch.long)
-        for row, each in enumerate(samples):
-            length = len(each["input_ids"])
-            batch["input_ids"][row, :length] = each["input_ids"]
-            batch["labels"][row, :length] = each["labels"]
-            if self.mask:
-                batch["attention_mask"][row, :length] = 1
+            batch["attention_mask"] = pad_sequence([torch.ones_like(each) for each in ids], True, 0)
         return batch
 
 

@@ -11,6 +11,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -41,15 +42,10 @@ class StepRows(Sampler[list[int]]):
         return self.job.total_steps
 
     def __iter__(self) -> Iterator[list[int]]:
-        job, share = self.job, self.job.batch.rows_per_process
+        job, share, whole = self.job, self.job.batch.rows_per_process, self.job.batch.global_batch_size
+        seed, shuffle = job.config.seed, job.config.data.shuffle
         for step in range(self.first_step, job.total_steps):
-            rows = rows_of_step(
-                step,
-                samples=len(job.data),
-                global_batch_size=job.batch.global_batch_size,
-                seed=job.config.seed,
-                shuffle=job.config.data.shuffle,
-            )
+            rows = rows_of_step(step, samples=len(job.data), global_batch_size=whole, seed=seed, shuffle=shuffle)
             yield rows[self.rank * share : (self.rank + 1) * share].tolist()
 
 
@@ -218,7 +214,7 @@ class MemfitTrainer(Trainer):  # type: ignore[misc,unused-ignore]
 
     def _halved(self, halved: HalvedStep) -> None:
         self.progress.micro_batch_size = halved.rows_after
-        self.progress.halved.append(halved.to_json())
+        self.progress.halved.append(asdict(halved))
         self._on_halved(halved)
 
     def drain_losses(self) -> dict[int, float]:
@@ -274,7 +270,8 @@ class MemfitTrainer(Trainer):  # type: ignore[misc,unused-ignore]
     # -- checkpoints
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        step, output_dir, most = int(self.state.global_step), self.job.output_dir, self._most_checkpoints
+        step, output_dir, saving = int(self.state.global_step), self.job.output_dir, self.job.config.saving
+        most = saving.save_total_limit
         self.drain_losses()
         failed = self._write_checkpoint(step)
         if failed is not None:
@@ -288,10 +285,6 @@ class MemfitTrainer(Trainer):  # type: ignore[misc,unused-ignore]
         if self.together.rank == 0:
             checkpoints.keep_last(output_dir, most, newest=step)
         self.together.wait()
-
-    @property
-    def _most_checkpoints(self) -> int:
-        return self.job.config.saving.save_total_limit
 
     def _write_checkpoint(self, step: int) -> str | None:
         """Why it could not be written, in any of the processes: each asks the others after every part, so that nobody

@@ -59,13 +59,8 @@ def read_examples(config: DataConfig) -> Examples:
     kept = tuple(each for each in made if each.text.strip())
     if not kept:
         raise InputError(f"data.source {config.source!r}: none of its {len(rows):,} rows holds any text ({origin})")
-    return Examples(
-        origin=origin,
-        instruction=len(columns) == 2,
-        rows=kept,
-        raw_prompt=columns[0] == "prompt",
-        empty=len(made) - len(kept),
-    )
+    are_prompts, raw = len(columns) == 2, columns[0] == "prompt"
+    return Examples(origin=origin, instruction=are_prompts, rows=kept, raw_prompt=raw, empty=len(made) - len(kept))
 
 
 # -- where the rows come from ------------------------------------------------------------------------------------------
@@ -137,11 +132,10 @@ def _looks_like_a_file(path: Path, said: str) -> bool:
 
 def _near(path: Path) -> str:
     try:
-        there = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
+        there = [each.name for each in path.parent.iterdir()]
     except OSError:
         there = []
-    near = get_close_matches(path.name, there, n=2)
-    if near:
+    if near := get_close_matches(path.name, there, n=2):
         return f"in that folder there is {' and '.join(repr(each) for each in near)}"
     return f"looked for in {path.parent.resolve()}"
 
@@ -173,18 +167,13 @@ def _columns(config: DataConfig, rows: list[Any], origin: str) -> tuple[str, ...
     if not isinstance(first, Mapping):
         raise InputError(f"{origin}, row 1: neither text nor columns")
     pair = next((pair for pair in PAIRS if all(name in first for name in pair)), None)
-    if (
-        config.format != "text"
-        and pair is not None
-        and (config.format == "instruction" or config.text_column not in first)
-    ):
+    asks_for_pairs = config.format == "instruction" or (config.format == "auto" and config.text_column not in first)
+    if pair is not None and asks_for_pairs:
         return pair
     if config.format != "instruction" and config.text_column in first:
         return (config.text_column,)
-    if config.format == "instruction":
-        wanted = "no 'instruction' and 'output', nor 'prompt' and 'completion'"
-    else:
-        wanted = f"no column {config.text_column!r}"
+    of_pairs = "no 'instruction' and 'output', nor 'prompt' and 'completion'"
+    wanted = of_pairs if config.format == "instruction" else f"no column {config.text_column!r}"
     raise InputError(f"{origin}: {wanted}; it has {_named(first)}", hint=_column_hint(config, first))
 
 

@@ -13,13 +13,15 @@ import pickle
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor, nn
 
 from memfit.errors import InputError
 from memfit.jobs.training.checkpoints import IDENTITY, STATE
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
+from memfit.models.checkpoint import read_header
 
 PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 NOT_WEIGHTS = ("optim", "sched", "scaler", "rng", "random", "training_args", "train_state", "training_state")
@@ -44,15 +46,12 @@ class ForeignWeights:
 def find_weights(folder: Path) -> ForeignWeights | None:
     for inside in INSIDE:
         place = folder / inside
-        files = [each for each in sorted(place.iterdir()) if _may_hold_weights(each)] if place.is_dir() else []
+        files = [each for each in sorted(place.iterdir()) if each.is_file()] if place.is_dir() else []
+        files = [each for each in files if not each.name.lower().startswith(NOT_WEIGHTS)]
         for kinds in ((".safetensors",), PICKLED):
             if found := tuple(each for each in files if each.suffix in kinds):
                 return ForeignWeights(folder, found)
     return None
-
-
-def _may_hold_weights(path: Path) -> bool:
-    return path.is_file() and not path.name.lower().startswith(NOT_WEIGHTS)
 
 
 def not_a_checkpoint(said: str, folder: Path) -> InputError:
@@ -79,8 +78,6 @@ def check_weights(found: ForeignWeights, model: nn.Module) -> str:
 
 def load_weights(found: ForeignWeights, model: nn.Module) -> None:
     """In place, in the model's own types."""
-    import torch
-
     stored = _matched(found, model, device="cpu")
     with torch.no_grad():
         for name, tensor in _weights_of(model).items():
@@ -174,20 +171,13 @@ def _read(found: ForeignWeights, device: str) -> Iterator[tuple[str, dict[str, T
 
 
 def _safetensors(path: Path, device: str) -> Iterator[tuple[str, Tensor]]:
-    import torch
-    from safetensors.torch import load_file
-
-    from memfit.models.checkpoint import read_header
-
     if device == "meta":
         yield from ((each.name, torch.empty(each.shape, device="meta")) for each in read_header(path).tensors)
     else:
-        yield from load_file(path).items()
+        yield from safetensors.torch.load_file(path).items()
 
 
 def _unpickled(path: Path, device: str) -> Any:
-    import torch
-
     try:
         return torch.load(path, map_location=device, weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, OSError, KeyError, AttributeError) as error:
@@ -200,11 +190,9 @@ def _unpickled(path: Path, device: str) -> Any:
 
 def _tensors_in(held: Any) -> dict[str, Tensor]:
     """A state dict, or one under a usual name in a dictionary of other things."""
-    import torch
-
     if not isinstance(held, Mapping):
         return {}
-    tensors = {str(name): each for name, each in held.items() if isinstance(each, torch.Tensor)}
+    tensors = {str(name): each for name, each in held.items() if isinstance(each, Tensor)}
     if len(tensors) > len(held) / 2:
         return tensors
     return next((found for name in HELD_UNDER if (found := _tensors_in(held.get(name)))), {})

@@ -22,7 +22,7 @@ from memfit.jobs.training.checkpoints import (
     step_of,
     steps_done,
 )
-from memfit.jobs.training.config import DataConfig, ModelConfig, TrainConfig
+from memfit.jobs.training.config import ModelConfig, TrainConfig
 from memfit.jobs.training.data import Collator, TrainingData, read_training_data, rows_of_full_length, total_steps
 from memfit.jobs.training.examples import (
     check_there,
@@ -33,7 +33,7 @@ from memfit.jobs.training.examples import (
     tokenizer_of_shape,
 )
 from memfit.jobs.training.foreign_weights import ForeignWeights, check_weights, find_weights, not_a_checkpoint
-from memfit.jobs.training.levers import check_levers, unmet_needs
+from memfit.jobs.training.levers import check_levers, missing_gpu, missing_packages
 from memfit.jobs.training.result import is_written_to
 from memfit.jobs.training.shapes import POSITIONS, VOCABULARY, is_basics, number_in, shape_of
 from memfit.models.files import Source, find_here, find_source, load_tokenizer
@@ -105,23 +105,18 @@ class TrainJob:
         begun = "from scratch" if config.model.starts_from_scratch else "pre-trained"
         if self.start_from is not None:
             begun = f"with the weights in {self.start_from.folder}"
+        rows = f"rows of max_seq_len {config.data.max_seq_len:,}"
+        unread = f"data: {config.data.source or 'none named'}, not read: planned for {rows}, the longest"
+        steps = f"{self.total_steps:,}" if self.knows_its_steps else "not known until the data are read"
+        if self.data_read:
+            steps += f", {self.epochs:,.2f} epochs"
         return [
             f"model: {config.model.name}, {begun}, {how}, {config.workload.precision}",
-            *(self.data.summary.in_lines() if self.data_read else self._of_unread_data()),
+            *(self.data.summary.in_lines() if self.data_read else [unread]),
             f"batch: {self.batch.in_words()}",
-            self._length(),
+            f"steps: {steps}",
             f"output: {self.output_dir}" + ("" if self.resume_from is None else f", continued from {self.resume_from}"),
         ]
-
-    def _of_unread_data(self) -> list[str]:
-        data = self.config.data
-        source = data.source or "none named"
-        return [f"data: {source}, not read: planned for rows of max_seq_len {data.max_seq_len:,}, the longest"]
-
-    def _length(self) -> str:
-        if self.data_read:
-            return f"steps: {self.total_steps:,}, {self.epochs:,.2f} epochs"
-        return f"steps: {self.total_steps:,}" if self.knows_its_steps else "steps: not known until the data are read"
 
 
 def prepare_job(
@@ -140,14 +135,17 @@ def prepare_job(
     if beginning is not None:
         needs.met(lambda: check_output(output_dir, resume_from=resume_from))
     of_levers = check_levers(config, world_size=batch.world_size)
-    needs.report(unmet_needs(config, world_size=batch.world_size))
+    needs.report([*missing_packages(config), *missing_gpu(config, world_size=batch.world_size)])
     source = _source(config.model, needs, say)
     tokenizer = needs.met(lambda: _tokenizer(config.model, source, say), unless=_named_wrong(config.model))
     shape = shape_of(config.model, source)
     _check_positions(config, shape)
     if has_source and tokenizer is None:
         check_there(config.data)
-    data = _data(config.data, tokenizer, needs) if has_source and tokenizer is not None else None
+    data = None
+    if has_source and tokenizer is not None:
+        on_disk = not is_on_hub(source_of(config.data))
+        data = needs.met(lambda: read_training_data(config.data, tokenizer), unless=on_disk)
     if data is not None:
         _check_vocabulary(config, data, shape)
     notes = [*config.notes(), *of_levers, *(() if data is None else notes_on_data(config, batch, data))]
@@ -339,10 +337,6 @@ def _named_wrong(model: ModelConfig) -> bool:
     if model.tokenizer is None:
         return is_gsa(model.name) or is_basics(model.name)
     return model.tokenizer.count("/") != 1 or model.tokenizer.startswith((".", "/", "~"))
-
-
-def _data(config: DataConfig, tokenizer: Any, needs: MachineNeeds) -> TrainingData | None:
-    return needs.met(lambda: read_training_data(config, tokenizer), unless=not is_on_hub(source_of(config)))
 
 
 def _check_positions(config: TrainConfig, shape: dict[str, Any] | None) -> None:

@@ -50,21 +50,17 @@ def check_levers(config: TrainConfig, *, world_size: int) -> tuple[str, ...]:
     return _check_parallel(config, world_size)
 
 
-def unmet_needs(config: TrainConfig, *, world_size: int) -> Iterator[UsageError]:
-    """What the job lacks on this machine: packages, or a GPU."""
-    yield from missing_packages(config)
-    yield from missing_gpu(config, world_size=world_size)
-
-
 def missing_gpu(config: TrainConfig, *, world_size: int) -> Iterator[UsageError]:
     if config.device == "cpu":
         return
+    import torch
+
+    work = config.workload
     if _has_gpu():
-        yield from _card_lacks(config)
+        if work.is_quantised and work.has_bf16 and not torch.cuda.is_bf16_supported(including_emulation=False):
+            yield work.refusal_without_bf16(torch.cuda.get_device_name())
         return
     if config.device == "cuda":
-        import torch
-
         yield UsageError(
             f"device cuda: torch {torch.__version__} finds no GPU here", hint="device: cpu trains without one"
         )
@@ -135,14 +131,6 @@ def _check_quant(config: TrainConfig, world_size: int) -> None:
     }
     for setting in (name for name, here in clash.items() if here):
         raise UsageError(f"{work.few_bits} does not go with {setting}", hint="weights of 16 bits, or without it")
-
-
-def _card_lacks(config: TrainConfig) -> Iterator[UsageError]:
-    import torch
-
-    work = config.workload
-    if work.is_quantised and work.has_bf16 and not torch.cuda.is_bf16_supported(including_emulation=False):
-        yield work.refusal_without_bf16(torch.cuda.get_device_name())
 
 
 def _only_on_gpus(config: TrainConfig, world_size: int) -> Iterator[UsageError]:

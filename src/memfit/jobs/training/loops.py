@@ -22,7 +22,7 @@ from memfit.jobs.small_states import KINDS, OF_TORCHAO, by_shapes
 from memfit.jobs.training.batch import BatchSizes
 from memfit.jobs.training.config import TrainConfig, keys_of
 from memfit.jobs.training.config_file import config_from
-from memfit.jobs.training.data import TrainingData, made_up_rows
+from memfit.jobs.training.data import made_up_rows
 from memfit.jobs.training.job import TrainJob
 from memfit.jobs.training.levers import has_tensorboard
 from memfit.jobs.training.optimizers import ADAMW, adamw, trainer_name
@@ -128,9 +128,14 @@ def training_job(work: Workload, vocab_size: int, *, steps: int, folder: Path) -
     batch = BatchSizes(
         micro_batch_size=work.batch_size, gradient_accumulation_steps=work.grad_accum, world_size=work.world_size
     )
+    # Every batch has a row of full length. With padding every second row is half as long, so that the mask is there
+    # for a reason; a single row at a time is never padded.
+    lengths = [work.seq_len, work.seq_len // 2] if work.is_padded else [work.seq_len]
+    ids = torch.randint(0, vocab_size, (sum(lengths),), dtype=torch.int32)
+    data = made_up_rows(ids, lengths, packed=not work.padding, source="random", origin="random tokens", format="text")
     return TrainJob(
-        config=training_config(work, steps=steps), batch=batch, data=_random_rows(work, vocab_size), tokenizer=None,
-        pad_id=0, source=None, shape=None, output_dir=folder, resume_from=None,
+        config=training_config(work, steps=steps), batch=batch, data=data, tokenizer=None, pad_id=0, source=None,
+        shape=None, output_dir=folder, resume_from=None,
     )  # fmt: skip
 
 
@@ -143,14 +148,6 @@ def training_config(work: Workload, *, steps: int) -> TrainConfig:
     keys["schedule"]["max_steps"] = steps
     keys["logging"] = {"logging_steps": 1, "tensorboard": False}
     return config_from({**keys, "saving": {"save_steps": None}}, found=work)
-
-
-def _random_rows(work: Workload, vocab_size: int) -> TrainingData:
-    """Every batch has a row of full length. With padding every second row is half as long, so that the mask is there
-    for a reason; a single row at a time is never padded."""
-    lengths = [work.seq_len, work.seq_len // 2] if work.is_padded else [work.seq_len]
-    ids = torch.randint(0, vocab_size, (sum(lengths),), dtype=torch.int32)
-    return made_up_rows(ids, lengths, packed=not work.padding, source="random", origin="random tokens", format="text")
 
 
 def _fail(halved: HalvedStep) -> None:
@@ -255,21 +252,14 @@ def _training_arguments(work: Workload, folder: str, steps: int, *, gpu: bool, *
     )
 
 
-def _is_gsa(job: TrainJob) -> bool:
-    """By name, or by what a folder holds."""
-    return job.shape is not None and job.shape.get("model_type") == GSA_TYPE
-
-
 def find_unused_parameters(job: TrainJob) -> bool:
     said = job.config.parallel.find_unused_parameters
-    return _is_gsa(job) if said is None else said  # no gradient reaches GSA's indexer
+    is_gsa = job.shape is not None and job.shape.get("model_type") == GSA_TYPE
+    return is_gsa if said is None else said  # no gradient reaches GSA's indexer
 
 
 def _report_to(job: TrainJob) -> list[str]:
     logging = job.config.logging
-    wanted = []
-    if logging.tensorboard or (logging.tensorboard is None and has_tensorboard()):
-        wanted.append("tensorboard")
-    if logging.wandb:
-        wanted.append("wandb")
-    return wanted or ["none"]
+    tensorboard = has_tensorboard() if logging.tensorboard is None else logging.tensorboard
+    wanted = {"tensorboard": tensorboard, "wandb": logging.wandb}
+    return [name for name, here in wanted.items() if here] or ["none"]

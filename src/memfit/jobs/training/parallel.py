@@ -45,18 +45,11 @@ def to_device(model: nn.Module, device: torch.device | str, work: Workload) -> n
         return model
     from torch.nn.parallel import DistributedDataParallel
 
-    return DistributedDataParallel(
-        model,
-        gradient_as_bucket_view=bool(work.gradient_as_bucket_view),
-        find_unused_parameters=_has_unused_weights(model),
-    )
-
-
-def _has_unused_weights(model: nn.Module) -> bool:
-    """No gradient reaches GSA's indexer, and DDP would wait for it."""
     from memfit.models.gsa import GsaForCausalLM
 
-    return any(isinstance(module, GsaForCausalLM) for module in model.modules())
+    # No gradient reaches GSA's indexer, and DDP would wait for it.
+    unused, view = any(isinstance(m, GsaForCausalLM) for m in model.modules()), bool(work.gradient_as_bucket_view)
+    return DistributedDataParallel(model, gradient_as_bucket_view=view, find_unused_parameters=unused)
 
 
 def shard_blocks(model: nn.Module, work: Workload) -> None:
@@ -88,8 +81,6 @@ def one_process_of(world_size: int) -> Iterator[None]:
     if world_size == 1:
         yield
         return
-    import torch.distributed as dist
-
     if not dist.is_available():
         raise UsageError(f"--world-size {world_size}: this torch was built without torch.distributed")
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -101,18 +92,16 @@ def one_process_of(world_size: int) -> Iterator[None]:
         )
     as_before = sys.excepthook  # torch puts one of its own in front of it, and never takes it away
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    count = str(world_size)
+    as_by_torchrun = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
     try:
-        with mock.patch.dict(os.environ, _as_torchrun_says(world_size)), _buckets_come_back(), catch_warnings():
+        with mock.patch.dict(os.environ, as_by_torchrun), _buckets_come_back(), catch_warnings():
             filterwarnings("ignore", message=ACCELERATES_OWN, category=FutureWarning)
             filterwarnings("ignore", message=".*returned a view tensor.*", category=UserWarning)
             yield
     finally:
         dist.destroy_process_group()
         sys.excepthook = as_before
-
-
-def _as_torchrun_says(world_size: int) -> dict[str, str]:
-    return {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
 
 
 @contextmanager

@@ -10,14 +10,14 @@ from __future__ import annotations
 import gc
 import random
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from memfit.errors import RanOut
-from memfit.jobs.host import is_out_of_memory
+from memfit.jobs.host import cause_of, is_out_of_memory
 from memfit.jobs.training.batch import BatchSizes
 from memfit.jobs.training.parallel import ProcessGroup
 
@@ -41,7 +41,8 @@ class RandomState:
 
 
 Rows = list[dict[str, Tensor]]
-MAX_CAUSE = 1000
+MicroStep = Callable[[Rows, int, bool], Tensor]
+"""Given its rows, its number and whether it is the last, its loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,9 +56,6 @@ class HalvedStep:
     rows_before: int
     rows_after: int
     cause: str
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
     def in_words(self) -> str:
         where = f"step {self.step}" if self.step else "the probe"
@@ -74,10 +72,8 @@ class Recovery:
         self.batch, self.enabled = batch, enabled
         self._together, self._on_halved = together, on_halved
 
-    def run_step(
-        self, step: int, rows: Rows, micro_step: Callable[[Rows, int, bool], Tensor], start_again: Callable[[], None]
-    ) -> Tensor:
-        """The sum of the micro-steps' losses. `micro_step` gets its rows, its number and whether it is the last."""
+    def run_step(self, step: int, rows: Rows, micro_step: MicroStep, start_again: Callable[[], None]) -> Tensor:
+        """The sum of the micro-steps' losses."""
         begun = RandomState.capture()
         while True:
             loss, failed = self._try(rows, micro_step)
@@ -90,11 +86,12 @@ class Recovery:
             begun.restore()
             self._halve(step, number, cause, rows)
 
-    def _try(self, rows: Rows, micro_step: Callable[[Rows, int, bool], Tensor]) -> tuple[Tensor | None, Any]:
+    def _try(self, rows: Rows, micro_step: MicroStep) -> tuple[Tensor | None, Any]:
         size, total = self.batch.micro_batch_size, None
         count = -(-len(rows) // size)
         for number in range(count):
-            loss, cause = self._attempt(micro_step, rows[number * size : (number + 1) * size], number, count)
+            part = rows[number * size : (number + 1) * size]
+            loss, cause = self._attempt(micro_step, part, number, last=number == count - 1)
             # Asked after every micro-step, so that nobody waits for a process that has given up.
             if not self._together.all_well(cause is None):
                 return None, (number, cause)
@@ -103,11 +100,11 @@ class Recovery:
         return total, None
 
     def _attempt(
-        self, micro_step: Callable[[Rows, int, bool], Tensor], rows: Rows, number: int, count: int
+        self, micro_step: MicroStep, rows: Rows, number: int, *, last: bool
     ) -> tuple[Tensor | None, str | None]:
         """The error itself must not leave this function: its traceback holds every tensor of the failed pass."""
         try:
-            return micro_step(rows, number, number == count - 1), None
+            return micro_step(rows, number, last), None
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error) and not isinstance(error, torch.OutOfMemoryError):
                 raise
@@ -127,21 +124,9 @@ class Recovery:
                 " checkpoints are as they were",
             )
         self.batch = smaller
-        self._on_halved(
-            HalvedStep(
-                step=step,
-                micro_step=number + 1,
-                longest_row=longest,
-                rows_before=before.micro_batch_size,
-                rows_after=smaller.micro_batch_size,
-                cause=cause,
-            )
-        )
-
-
-def cause_of(error: BaseException) -> str:
-    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return first.partition(" If reserved but unallocated")[0][:MAX_CAUSE]  # torch's own advice, which seldom fits
+        rows_before, rows_after = before.micro_batch_size, smaller.micro_batch_size
+        place = {"step": step, "micro_step": number + 1, "longest_row": longest}
+        self._on_halved(HalvedStep(**place, rows_before=rows_before, rows_after=rows_after, cause=cause))
 
 
 def _free() -> None:

@@ -132,24 +132,19 @@ class TrainResult:
         if self.gpu_peak_bytes is None:
             return [f"memory: host {gib(self.host_peak_bytes)} at most; no GPU"]
         lines = []
-        for name, said, measured in (
-            ("peak", self.predicted.get("peak_bytes"), self.gpu_peak_bytes),
-            ("reserved", self.predicted.get("reserved_bytes"), self.gpu_reserved_bytes),
-        ):
-            if measured is None:
-                continue
+        for name, measured in (("peak", self.gpu_peak_bytes), ("reserved", self.gpu_reserved_bytes)):
+            said = self.predicted.get(f"{name}_bytes")
             beside = f", predicted {gib(said)} ({(said - measured) / measured:+.1%})" if said and measured else ""
-            lines.append(f"GPU {name}: measured {gib(measured)}{beside}")
+            lines += [] if measured is None else [f"GPU {name}: measured {gib(measured)}{beside}"]
         return [*lines, *self._by_phase(), f"host: {gib(self.host_peak_bytes)} at most"]
 
     def _by_phase(self) -> list[str]:
         rows = [each for each in self.phases if each["measured_allocated_bytes"] is not None]
         if not rows:
             return []
-        names = ("predicted_allocated", "measured_allocated", "predicted_reserved", "measured_reserved")
         lines = ["by phase    allocated: predicted    measured   reserved: predicted    measured"]
         for each in rows:
-            sizes = [gib(each[f"{name}_bytes"]) for name in names]
+            sizes = [gib(each[f"{name}_bytes"]) for name in SIZES]
             lines.append("  {:<10} {:>20} {:>11} {:>21} {:>11}".format(each["phase"], *sizes))
         if self.out_of_memory:
             lines.append("  the plan was for the micro-batch that ran out of memory")
@@ -165,6 +160,8 @@ PHASES = ("load", "prepare", "adapt", "forward", "backward", "step")
 STEPS = 2
 """The first makes the optimizer's state, the second runs with it."""
 BETWEEN = ""
+SIZES = ("predicted_allocated", "measured_allocated", "predicted_reserved", "measured_reserved")
+"""Of a phase."""
 
 
 class PhasePeaks:
@@ -218,19 +215,10 @@ class PhasePeaks:
 def beside(predicted: dict[str, tuple[int, int]], measured: dict[str, tuple[int, int]]) -> list[dict[str, Any]]:
     """A row for each phase that either knows; what is not known is None."""
     rows = []
-    for phase in PHASES:
-        if phase not in predicted and phase not in measured:
-            continue
+    for phase in (each for each in PHASES if each in predicted or each in measured):
         said, seen = (each.get(phase, (None, None)) for each in (predicted, measured))
-        rows.append(
-            {
-                "phase": phase,
-                "predicted_allocated_bytes": said[0],
-                "measured_allocated_bytes": seen[0],
-                "predicted_reserved_bytes": said[1],
-                "measured_reserved_bytes": seen[1],
-            }
-        )
+        sizes = (said[0], seen[0], said[1], seen[1])
+        rows.append({"phase": phase, **{f"{name}_bytes": size for name, size in zip(SIZES, sizes, strict=True)}})
     return rows
 
 

@@ -31,36 +31,20 @@ import torch
 
 from memfit.errors import InputError, RanOut, Stopped
 from memfit.jobs.build import build_for_training
-from memfit.jobs.host import is_out_of_memory
+from memfit.jobs.host import cause_of, is_out_of_memory
 from memfit.jobs.training.batch import is_first
 from memfit.jobs.training.checkpoints import check_whole, disk_errors_told, remove_halves
 from memfit.jobs.training.job import TrainJob
 from memfit.jobs.training.loops import on_gpu, trainer_arguments
 from memfit.jobs.training.parallel import ProcessGroup
-from memfit.jobs.training.recovery import HalvedStep, cause_of
-from memfit.jobs.training.result import (
-    STEPS,
-    Expected,
-    PhasePeaks,
-    Place,
-    TrainEvent,
-    TrainResult,
-    beside,
-    ran_out,
-)
+from memfit.jobs.training.recovery import HalvedStep
+from memfit.jobs.training.result import STEPS, Expected, PhasePeaks, Place, TrainEvent, TrainResult, beside, ran_out
 from memfit.recording.growth import GrowthWatch
 from memfit.recording.machine import publish, published
 from memfit.recording.memory_log import MemoryLog
 from memfit.recording.sampler import GpuReading, GpuSource, find_gpu
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-
-def stopped(step: int, job: TrainJob) -> Stopped:
-    folder = job.output_dir / f"step_{step}"
-    return Stopped(
-        f"stopped after step {step:,} of {job.total_steps:,}, which is saved", hint=f"--resume_from {folder} goes on"
-    )
 
 
 class StopRequest:
@@ -142,15 +126,9 @@ class Following:
         self.watch.sample(step, tokens=trainer.tokens_of_step, longest=trainer.longest_of_step)
         last = self.watch.samples[-1]
         if self.first:
-            publish(
-                self.command,
-                f"step {step}",
-                done=step,
-                total=self.job.total_steps,
-                allocated_bytes=last.allocated_bytes,
-                peak_bytes=self.watch.peak_bytes,
-                capacity_bytes=self.watch.capacity_bytes,
-            )
+            sizes = {"allocated_bytes": last.allocated_bytes, "peak_bytes": self.watch.peak_bytes}
+            sizes["capacity_bytes"] = self.watch.capacity_bytes
+            publish(self.command, f"step {step}", done=step, total=self.job.total_steps, **sizes)
 
     def logged(self, trainer: Any, step: int, learning_rate: float) -> None:
         losses = list(trainer.drain_losses().values())
@@ -271,12 +249,9 @@ def train(job: TrainJob, *, on_event: Callable[[TrainEvent], None], plan: Expect
             if not is_out_of_memory(error):
                 raise
             following.mark("out_of_memory", failed=True)
+            trained, probing = following.trained_bytes, following.probing
             raise ran_out(
-                following.place,
-                cause_of(error),
-                job.config,
-                trained_bytes=following.trained_bytes,
-                probing=following.probing,
+                following.place, cause_of(error), job.config, trained_bytes=trained, probing=probing
             ) from None
         finally:
             following.phases.end()
@@ -309,7 +284,8 @@ def _run(job: TrainJob, following: Following) -> tuple[Any, float]:
     following.probing = job.config.memory.probe
 
     def halved(event: HalvedStep) -> None:
-        following.say(kind="out-of-memory", step=event.step, text=event.in_words(), details=event.to_json())
+        details = dataclasses.asdict(event)
+        following.say(kind="out-of-memory", step=event.step, text=event.in_words(), details=details)
 
     def probed(longest: int) -> None:
         following.watch.sample(0, tokens=longest, longest=longest)
@@ -322,15 +298,12 @@ def _run(job: TrainJob, following: Following) -> tuple[Any, float]:
 
     if not loads_to_gpu:
         following.phases.begin()
-    trainer = MemfitTrainer(
-        job,
-        model,
-        args,
-        on_halved=halved,
-        on_probed=probed,
-        on_reached=following.reached,
-        on_note=lambda text: following.say(kind="note", text=text),
-    )
+
+    def noted(text: str) -> None:
+        following.say(kind="note", text=text)
+
+    told: dict[str, Any] = {"on_halved": halved, "on_probed": probed, "on_reached": following.reached}
+    trainer = MemfitTrainer(job, model, args, on_note=noted, **told)
     following.phases.reached("end")
     following.mark("03_model_loaded")
     trainer.remove_callback(PrinterCallback)
@@ -342,14 +315,17 @@ def _run(job: TrainJob, following: Following) -> tuple[Any, float]:
     trainer.drain_losses()
     if (done := int(trainer.state.global_step)) < job.total_steps:
         _end_together(trainer)
-        raise stopped(done, job)
+        raise Stopped(
+            f"stopped after step {done:,} of {job.total_steps:,}, which is saved",
+            hint=f"--resume_from {job.output_dir / f'step_{done}'} goes on",
+        )
     following.mark("end")
     return trainer, time.perf_counter() - following.began
 
 
 def _result(job: TrainJob, trainer: Any, following: Following, seconds: float, plan: Expected | None) -> TrainResult:
-    model, watch = trainer.model, following.watch
-    sizes = trainer.recovery.batch
+    model, watch, sizes = trainer.model, following.watch, trainer.recovery.batch
+    said = {} if plan is None else {"peak_bytes": plan.peak_bytes, "reserved_bytes": plan.reserved_bytes}
     return TrainResult(
         steps=int(trainer.state.global_step),
         first_step=trainer.first_step,
@@ -368,14 +344,9 @@ def _result(job: TrainJob, trainer: Any, following: Following, seconds: float, p
         checkpoint=job.output_dir / f"step_{trainer.state.global_step}",
         out_of_memory=tuple(trainer.progress.halved),
         growth=watch.verdict().to_json(),
-        predicted=_predicted(plan),
+        predicted={name: value for name, value in said.items() if value is not None},
         phases=tuple(beside({} if plan is None else plan.phases, following.phases.peaks)),
     )
-
-
-def _predicted(plan: Expected | None) -> dict[str, int]:
-    said = {} if plan is None else {"peak_bytes": plan.peak_bytes, "reserved_bytes": plan.reserved_bytes}
-    return {name: value for name, value in said.items() if value is not None}
 
 
 def _end_together(trainer: Any) -> None:

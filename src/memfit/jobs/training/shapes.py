@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from memfit.errors import InputError, UnknownName, UsageError
+from memfit.errors import UnknownName, UsageError
 from memfit.jobs.training.config import FACTORY, ModelConfig
+from memfit.models.config_check import read_config
 from memfit.models.files import Source
 from memfit.models.presets import BASICS, GSA_SIZES, LATER_SIZES, SIZES, BasicsConfig, is_gsa
 
@@ -115,15 +116,7 @@ def shape_of(model: ModelConfig, source: Source | None) -> dict[str, Any] | None
 
 
 def read_shape(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"cannot read '{path}': {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"'{path}' is not JSON") from error
-    if not isinstance(found, dict):
-        raise InputError(f"'{path}' is not a model's config")
-    return architecture(found)
+    return architecture(read_config(path))
 
 
 def architecture(settings: Mapping[str, Any]) -> dict[str, Any]:

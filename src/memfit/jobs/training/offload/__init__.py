@@ -2,9 +2,5 @@
 
 from __future__ import annotations
 
-DOOR = {
-    "host": "host_memory_by",
-    "optimizer": "AdamWOnHost",
-    "switch": "use_block_levers",
-}
+DOOR = {"host": "host_memory_by", "optimizer": "AdamWOnHost", "switch": "use_block_levers"}
 """What other rooms may use, by file."""

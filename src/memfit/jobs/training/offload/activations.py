@@ -71,7 +71,8 @@ class ActivationsOnHost:
     def unpack(self, saved: Tensor | _SavedTensor) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
-        return saved.as_it_was(saved.kept.carrier.fetch(saved.kept))
+        raw = saved.kept.carrier.fetch(saved.kept)
+        return raw.view(saved.dtype).as_strided(saved.size, saved.stride, saved.offset)
 
 
 class _SavedTensor:
@@ -83,9 +84,6 @@ class _SavedTensor:
         self.kept = kept
         self.dtype, self.size, self.stride = tensor.dtype, tensor.size(), tensor.stride()
         self.offset = tensor.storage_offset()
-
-    def as_it_was(self, raw: Tensor) -> Tensor:
-        return raw.view(self.dtype).as_strided(self.size, self.stride, self.offset)
 
 
 class _HostCopy:
@@ -131,14 +129,16 @@ class _Carrier:
         return found if found is not None and found.version == version else None
 
     def _copied_out(self, storage: torch.UntypedStorage, version: int) -> _HostCopy:
-        self.let_go()
+        if self._leaving is not None:
+            self._drop(self._leaving)  # by now it has left
         kept = _HostCopy(self, self.pieces.bytes(storage.nbytes()), version, self._last)
         kept.here = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
         self.pieces.memory.copied(kept.here)
         kept.moved = self._lane.copy(kept.piece, kept.here, after=self._lane.now())
         self._leaving, self._last = kept, weakref.ref(kept)
         key = storage._cdata
-        self._known[key] = (weakref.ref(storage, partial(_forget, self._known, key)), weakref.ref(kept))
+        known = self._known
+        known[key] = (weakref.ref(storage, lambda _: known.pop(key, None)), weakref.ref(kept))
         return kept
 
     def fetch(self, kept: _HostCopy) -> Tensor:
@@ -164,18 +164,9 @@ class _Carrier:
     def wait_for(self, kept: _HostCopy) -> None:
         self._lane.wait(kept.moved)
 
-    def let_go(self) -> None:
-        """What is leaving has left."""
-        if self._leaving is not None:
-            self._drop(self._leaving)
-
     def _drop(self, kept: _HostCopy) -> None:
         """Its memory may be used for something else by what the main stream does next."""
         self.wait_for(kept)
         kept.here = None
         if kept is self._leaving:
             self._leaving = None
-
-
-def _forget(known: dict[int, Any], key: int, _: object) -> None:
-    known.pop(key, None)

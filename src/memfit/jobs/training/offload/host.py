@@ -19,11 +19,7 @@ ALIGNED = 512
 MakeHost = Callable[[torch.device, str], HostMemory]
 
 
-def _of_this_machine(device: torch.device, lever: str) -> HostMemory:
-    return HostMemory(device)
-
-
-_makers: list[MakeHost] = [_of_this_machine]
+_makers: list[MakeHost] = [lambda device, lever: HostMemory(device)]
 
 
 @contextmanager

@@ -23,15 +23,12 @@ class AdamWOnHost(torch.optim.Optimizer):
         self._inner: torch.optim.AdamW | None = None
         self._copies: dict[Tensor, _Copy] = {}
         super().__init__(params, {})
-        self._lane, self._pieces = self._host_of(self.param_groups[0]["params"][0].device)
+        device = self.param_groups[0]["params"][0].device
+        self._lane, self._pieces = Lane(device), HostPieces(device, "optimizer")
         groups = [{**group, "params": [self._copy_of(each) for each in group["params"]]} for group in self.param_groups]
         with self._pieces.memory.computing():
             self._inner = torch.optim.AdamW(groups, **settings)
         self._take_settings()
-
-    @staticmethod
-    def _host_of(device: torch.device) -> tuple[Lane, HostPieces]:
-        return Lane(device), HostPieces(device, "optimizer")
 
     def _copy_of(self, parameter: Tensor) -> Tensor:
         self._copies[parameter] = copy = _Copy(parameter, self._pieces)

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from memfit.errors import UsageError
@@ -22,38 +22,8 @@ from memfit.jobs.training.offload.activations import ActivationsOnHost
 from memfit.jobs.training.offload.weights import FrozenWeightsOnHost
 
 
-def checkpoint_blocks(
-    model: Any,
-    *,
-    setting: str,
-    frozen: bool,
-    selective: bool = False,
-    on_host: ActivationsOnHost | None = None,
-    reentrant: bool = False,
-) -> None:
-    if not hasattr(model, "gradient_checkpointing_enable"):
-        raise UsageError(f"{setting} needs a transformers model", hint="checkpoint inside your own factory")
-    if frozen:
-        model.enable_input_require_grads()  # the embedding is frozen: without this no block would have gradients
-    settings: dict[str, Any] = {"use_reentrant": reentrant}
-    if selective:
-        settings["context_fn"] = selective_contexts(model)
-    try:
-        if hasattr(model, "activation_checkpointing_enable"):  # its name since transformers 5.23
-            model.activation_checkpointing_enable(activation_checkpointing_kwargs=settings)
-        else:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
-    except ValueError as error:
-        raise UsageError(f"{setting}: {str(error).splitlines()[0]}") from error
-    if on_host is not None:
-        for module in model.modules():
-            function = vars(module).get("_gradient_checkpointing_func")
-            if function is not None:
-                module._gradient_checkpointing_func = on_host.around(function)
-
-
 def use_block_levers(
-    model: nn.Module,
+    model: Any,
     *,
     checkpointing: Checkpointing,
     offload: Collection[str],
@@ -64,10 +34,24 @@ def use_block_levers(
     """`setting` is how the user asked for checkpointing."""
     on_host = ActivationsOnHost() if "activations" in offload else None
     if checkpointing != "none":
-        selective = checkpointing == "selective"
-        checkpoint_blocks(
-            model, setting=setting, frozen=adapters, selective=selective, on_host=on_host, reentrant=reentrant
-        )
+        if not hasattr(model, "gradient_checkpointing_enable"):
+            raise UsageError(f"{setting} needs a transformers model", hint="checkpoint inside your own factory")
+        if adapters:
+            model.enable_input_require_grads()  # the embedding is frozen: without this no block would have gradients
+        settings: dict[str, Any] = {"use_reentrant": reentrant}
+        if checkpointing == "selective":
+            settings["context_fn"] = selective_contexts(model)
+        try:
+            if hasattr(model, "activation_checkpointing_enable"):  # its name since transformers 5.23
+                model.activation_checkpointing_enable(activation_checkpointing_kwargs=settings)
+            else:
+                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
+        except ValueError as error:
+            raise UsageError(f"{setting}: {str(error).splitlines()[0]}") from error
+        for module in model.modules():
+            function = vars(module).get("_gradient_checkpointing_func")
+            if on_host is not None and function is not None:
+                module._gradient_checkpointing_func = on_host.around(function)
     elif on_host is not None:
         on_host.watch_blocks(model)
     if "weights" in offload:
@@ -87,14 +71,14 @@ ATTENTION_NAMES = (
 ATTENTION = frozenset(getattr(aten, name).default for name in ATTENTION_NAMES if hasattr(aten, name))
 
 
-def selective_contexts(model: nn.Module) -> Callable[[], Any]:
+def selective_contexts(model: Any) -> Callable[[], Any]:
     """What `torch.utils.checkpoint.checkpoint` takes as `context_fn`."""
     rank = max((int(each.r) for each in getattr(model, "peft_config", {}).values()), default=0)
-    return partial(create_selective_checkpoint_contexts, partial(_policy, rank))
 
+    def policy(_: Any, op: Any, *args: Any, **__: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if is_kept(op, args, rank) else CheckpointPolicy.PREFER_RECOMPUTE
 
-def _policy(rank: int, _: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if is_kept(op, args, rank) else CheckpointPolicy.PREFER_RECOMPUTE
+    return partial(create_selective_checkpoint_contexts, policy)
 
 
 def is_kept(op: Any, args: tuple[Any, ...], rank: int = 0) -> bool:
