@@ -118,7 +118,8 @@ def test_of_two_that_resume_at_once_one_works_and_one_is_told(
     codes = [process.returncode for process in both]
     assert 0 in codes and {*codes} <= {0, 2}, said
     told = said[codes.index(2)] if 2 in codes else "\n".join(said)  # the second may begin when the first has ended
-    assert "is being written by process" in told or "is complete already" in told
+    # Its owner may have the folder and not have written its number there yet: "by another process".
+    assert "is being written by" in told or "is complete already" in told
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
