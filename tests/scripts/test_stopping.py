@@ -237,7 +237,7 @@ except MemfitError as error:
     def said(happens: str) -> str:
         command = [sys.executable, "-c", code, happens]
         environment = {**os.environ, "TMPDIR": str(tmp_path)}
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
         assert ended.stderr == ""
         assert not list(tmp_path.iterdir())
         return ended.stdout
