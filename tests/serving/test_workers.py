@@ -46,7 +46,7 @@ def with_workers(test: Callable[[Slow], Coroutine[Any, Any, None]]) -> None:
         workers = Slow()
         workers.start()
         try:
-            await asyncio.wait_for(test(workers), 120)
+            await asyncio.wait_for(test(workers), 60)
         finally:
             await workers.stop()
 
