@@ -56,6 +56,12 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("anew" if quick.ALL else "the same")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are cores: while a test waits for a process or for a clock, another one works."""
+    return (os.cpu_count() or 1) + 1
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.stem not in DEAR)
 
@@ -65,6 +71,12 @@ def pytest_collection_finish() -> None:
     of many tests, for the Trainer collects garbage at the end of each run."""
     freeze_all()
     gc.enable()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def what_earlier_files_left_is_not_looked_through_again() -> None:
+    """What they imported and keep grows to millions of objects: a collection then took a second, a training several."""
+    freeze_all()
 
 
 @pytest.fixture

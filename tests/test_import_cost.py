@@ -57,20 +57,20 @@ ANSWERS = {
 
 def test_nothing_heavy_is_imported_before_a_prediction_starts() -> None:
     command = [sys.executable, "-c", SCRIPT, json.dumps([HEAVY, list(ANSWERS)]), warm_python()]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
     assert json.loads(done.stdout) == {line: [code, []] for line, code in ANSWERS.items()}
 
 
 def test_a_plan_imports_neither_what_converts_text_nor_other_commands() -> None:
     lines = [line for line in ANSWERS if line.startswith("plan") and "gtp2" not in line]
     command = [sys.executable, "-c", SCRIPT, json.dumps([NOT_FOR_TEXT, lines]), warm_python()]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
     assert json.loads(done.stdout) == {line: [ANSWERS[line], []] for line in lines}
 
 
 def test_help_answers_within_two_seconds_of_work() -> None:
     """About half a second; torch alone would take more than the limit. A busy machine takes longer for the same."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run([sys.executable, "-m", "memfit", "--help"], capture_output=True, check=True, timeout=60)
+    subprocess.run([sys.executable, "-m", "memfit", "--help"], capture_output=True, check=True, timeout=300)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert (after.ru_utime + after.ru_stime) - (before.ru_utime + before.ru_stime) < 2

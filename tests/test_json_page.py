@@ -17,7 +17,8 @@ pytestmark = pytest.mark.usefixtures("shared_traces")
 
 PAGE = (Path(__file__).parents[1] / "docs" / "json.md").read_text(encoding="utf-8")
 FORWARD: dict[str, Any] = {"kind": "forward", "model": "smollm2-135m", "seq_len": 64}
-LORA: dict[str, Any] = {"kind": "lora", "model": "smollm2-135m", "rank": 8, "seq_len": 64}
+BLOCKS = str(Path(__file__).parent / "fitting" / "gpt2_of_two_blocks")
+LORA: dict[str, Any] = {"kind": "lora", "model": BLOCKS, "rank": 8, "seq_len": 64}
 OOM = Path(__file__).parents[1] / "examples" / "oom.txt"
 
 

@@ -18,7 +18,8 @@ from memfit.cli.main import main
 pytestmark = pytest.mark.usefixtures("shared_traces")
 
 JOB: dict[str, Any] = {"kind": "forward", "model": "smollm2-135m", "seq_len": 256}
-LORA: dict[str, Any] = {"kind": "lora", "model": "smollm2-135m", "rank": 8, "seq_len": 256}
+BLOCKS = str(Path(__file__).parent / "fitting" / "gpt2_of_two_blocks")
+LORA: dict[str, Any] = {"kind": "lora", "model": BLOCKS, "rank": 8, "seq_len": 256}
 OOM = Path(__file__).parents[1] / "examples" / "oom.txt"
 DATA = Path(__file__).parent / "data"
 SNAPSHOTS = str(DATA / "snap-train.pickle"), str(DATA / "snap-oom.pickle")
@@ -106,9 +107,11 @@ def test_a_file_for_another_tool_is_the_commands(
 def test_a_profile_is_the_commands(command: Command, tmp_path: Path) -> None:
     one, two = tmp_path / "one.json", tmp_path / "two.json"
 
-    profile = memfit.profile(JOB["model"], context_length=64, device="predict", gpu="RTX 4090", output=one)
+    asked: dict[str, Any] = {"context_length": 64, "device": "predict", "gpu": "RTX 4090", "measure_steps": 1}
+    profile = memfit.profile(JOB["model"], **asked, output=one)
 
-    words = ("--model", JOB["model"], "--context-length", 64, "--device", "predict", "--gpu", "RTX 4090", "-f")
+    words = ["--model", JOB["model"], "-f"]
+    words += [word for name, value in asked.items() for word in (f"--{name.replace('_', '-')}", value)]
     assert profile.found.fits and re.fullmatch(
         "<Profile: forward of smollm2-135m, .* GiB predicted, .*>", repr(profile)
     )

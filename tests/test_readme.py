@@ -123,7 +123,7 @@ def test_the_makefile_says_what_each_target_does() -> None:
 
 def test_a_step_of_ones_own_is_reported() -> None:
     done = subprocess.run(
-        [warm_python(), "examples/own_step.py"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=120
+        [warm_python(), "examples/own_step.py"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=300
     )
     assert done.stdout.startswith("safe: ")
 

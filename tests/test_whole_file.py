@@ -103,7 +103,7 @@ def test_what_is_written_to_a_pipe_comes_out_of_it_and_it_stays_a_pipe(tmp_path:
     check_free(pipe, "--output", force)
     write(pipe, "x" * 200_000)
 
-    reader.join(timeout=20)
+    reader.join(timeout=120)
     assert got == [b"x" * 200_000]
     assert stat.S_ISFIFO(pipe.stat().st_mode)
     assert list(tmp_path.iterdir()) == [pipe]

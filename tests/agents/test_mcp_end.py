@@ -36,7 +36,7 @@ LINES = (
     {"jsonrpc": "2.0", "id": 1, "method": "tools/call",
      "params": {"name": "plan", "arguments": {"kind": "train", "model": "gpt2"}}},
 )  # fmt: skip
-SOON = 30.0
+SOON = 120.0
 
 
 def working_on_a_question(folder: Path) -> subprocess.Popen[bytes]:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.comparison import first_of, format_comparison
+from support.quick import examples
 
 from memfit.analysis.align import EditBudget, align
 from memfit.analysis.compare import Counts, Hunk, Lifetime, compare
@@ -315,7 +316,7 @@ def longest(a: list[int], b: list[int]) -> int:
 SHORT = st.lists(st.integers(0, 3), max_size=11)  # shorter than AGREE: the exact diff all the way
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(SHORT, SHORT)
 def test_what_is_aligned_is_equal_in_order_and_for_short_sequences_the_most_there_is(
     a: list[int], b: list[int]
@@ -330,7 +331,7 @@ def test_what_is_aligned_is_equal_in_order_and_for_short_sequences_the_most_ther
     assert sum(n for _, _, n in runs) == longest(a, b)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.integers(0, 1 << 30), st.integers(1, 400), st.integers(1, 6), st.floats(0, 1))
 def test_sequences_with_any_rate_of_differences_are_aligned_soundly(
     seed: int, length: int, alphabet: int, rate: float

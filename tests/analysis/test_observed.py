@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from made import CONFIGS, DATA, MiB, as_measured, random_trace, training
+from support.quick import examples
 
 from memfit.analysis.alive import idle_at
 from memfit.analysis.export import viewer_snapshot
@@ -74,7 +75,7 @@ def test_what_a_real_recording_ends_with_is_the_snapshots_final_state(name: str)
 
 
 @pytest.mark.parametrize("alloc_conf", CONFIGS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(seed=st.integers(0, 1 << 30))
 def test_a_whole_recording_gives_the_models_own_figures(alloc_conf: str, seed: int) -> None:
     trace = random_trace(seed)
@@ -92,7 +93,7 @@ def test_a_whole_recording_gives_the_models_own_figures(alloc_conf: str, seed: i
 
 
 @pytest.mark.parametrize("alloc_conf", CONFIGS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(seed=st.integers(0, 1 << 30), begin=st.integers(1, 399))
 def test_a_recording_that_began_late_closes_too(alloc_conf: str, seed: int, begin: int) -> None:
     timeline = timeline_of(as_measured(random_trace(seed), alloc_conf, begin=begin))
@@ -103,7 +104,7 @@ def test_a_recording_that_began_late_closes_too(alloc_conf: str, seed: int, begi
 
 
 @pytest.mark.parametrize("alloc_conf", CONFIGS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(seed=st.integers(0, 1 << 30), dropped=st.integers(1, 500))
 def test_a_ring_buffer_that_dropped_its_oldest_entries_anywhere_closes_too(
     alloc_conf: str, seed: int, dropped: int
@@ -121,7 +122,7 @@ def test_a_ring_buffer_that_dropped_its_oldest_entries_anywhere_closes_too(
     assert all(closes(timeline, event) for event in range(-1, len(timeline.trace), 7))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(seed=st.integers(0, 1 << 30))
 def test_a_replay_that_notes_places_gives_what_any_other_gives(seed: int) -> None:
     trace = random_trace(seed)

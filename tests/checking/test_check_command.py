@@ -190,7 +190,7 @@ sys.exit(main(sys.argv[1:]))
 @pytest.mark.parametrize("line", [[], ["lora", "--model", "gpt2", "--gpu", "24GB"]])
 def test_what_needs_no_torch_is_checked_without_it(line: list[str]) -> None:
     done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, "check", *line, "--json"],
-                          capture_output=True, text=True, timeout=120, check=False)  # fmt: skip
+                          capture_output=True, text=True, timeout=300, check=False)  # fmt: skip
     found = json.loads(done.stdout)
     assert done.stderr == ""
     by_name = {each["name"]: each for each in found["checks"]}
@@ -202,7 +202,7 @@ def test_what_needs_no_torch_is_checked_without_it(line: list[str]) -> None:
 def test_a_config_is_read_without_torch(tmp_path: Path) -> None:
     path = config_file(tmp_path)
     done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, "check", "--config", path, "--json"],
-                          capture_output=True, text=True, timeout=120, check=False)  # fmt: skip
+                          capture_output=True, text=True, timeout=300, check=False)  # fmt: skip
     by_name = {each["name"]: each["status"] for each in json.loads(done.stdout)["checks"]}
     assert (by_name["keys"], by_name["global batch"], by_name["lengths"]) == ("ok", "ok", "skipped")
 

@@ -310,7 +310,7 @@ def test_options_of_evaluation_that_do_nothing_here_are_said(tmp_path: Path, key
 
 def in_a_process(code: str, *, first_on_path: Path) -> dict[str, Any]:
     done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(first_on_path)},
-                          capture_output=True, text=True, check=True, timeout=120)  # fmt: skip
+                          capture_output=True, text=True, check=True, timeout=300)  # fmt: skip
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 

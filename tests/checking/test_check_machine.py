@@ -141,7 +141,7 @@ sys.exit(main(["check", "train", "--model", "gpt2", "--seq-len", "64", "--gpu", 
 
 def test_nothing_imports_torch_before_they_are_set_aside() -> None:
     there = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments=True"}
-    done = subprocess.run([sys.executable, "-c", SETTINGS_AT_IMPORT], env=there, capture_output=True, timeout=120,
+    done = subprocess.run([sys.executable, "-c", SETTINGS_AT_IMPORT], env=there, capture_output=True, timeout=300,
                           check=False)  # fmt: skip
     assert done.returncode == 0, done.stderr[-500:]
 
@@ -248,7 +248,7 @@ def test_a_limit_on_locked_memory_is_said(tmp_path: Path) -> None:
         "from memfit.checking.machine import check_locked_memory\n"
         "print(check_locked_memory(None).found)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
     assert done.stdout.startswith("64.00 KiB: pinned memory of CUDA is not bound by it")
 
 

@@ -549,10 +549,10 @@ def test_fixes_that_are_enough_come_first_and_the_cheapest_of_them_before_the_ot
     from memfit.jobs.workload import Workload
 
     (tmp_path / "config.json").write_text(json.dumps({
-        "model_type": "llama", "vocab_size": 32000, "hidden_size": 256, "intermediate_size": 512,
+        "model_type": "llama", "vocab_size": 128_000, "hidden_size": 256, "intermediate_size": 512,
         "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 4096,
     }))  # fmt: skip
-    work = Workload(kind="lora", model=str(tmp_path), batch_size=64, seq_len=2048, rank=8)
+    work = Workload(kind="lora", model=str(tmp_path), batch_size=16, seq_len=2048, rank=8)
     _, fixes = predicted_fixes(work, find_gpu("RTX 4090"))
     enough = [fix for fix in fixes if fix.verdict in ("safe", "tight")]
     assert len({fix.cost for fix in enough}) > 1 and fixes[: len(enough)] == enough

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.quick import examples
 
 from memfit.analysis.compare import compare
 from memfit.events import Action, Trace
@@ -430,7 +431,7 @@ STEPS = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(STEPS, st.integers(5, 9))
 def test_any_step_whose_units_are_alike_extends_to_the_stream_of_more_units(step: Step, units: int) -> None:
     short, full = extend(step.trace(4), "layers", period=1, units=units), step.trace(units)

@@ -15,12 +15,13 @@ from memfit.fitting.durations import AS_MEASURED, ELSEWHERE, Duration, Range, es
 from memfit.gpus import find_gpu
 from memfit.jobs.workload import Workload
 
+BLOCKS = str(Path(__file__).with_name("gpt2_of_two_blocks"))
 LEVERS = Path(__file__).parents[2] / "docs" / "levers.md"
 TIMED = re.compile(r"\| (?:train|lora) .* \| ([\d.]+) \| ([\d.]+) \| ([\d,]+) \| \d+ \| [\d.]+ \| [\d.]+ \|")
 
 
 def tiny(**changes: object) -> Workload:
-    return Workload.from_mapping({"kind": "train", "model": "smollm2-135m", "batch_size": 2, "seq_len": 64, **changes})
+    return Workload.from_mapping({"kind": "train", "model": BLOCKS, "batch_size": 2, "seq_len": 64, **changes})
 
 
 def measured() -> list[tuple[float, float, int]]:
@@ -101,7 +102,7 @@ def test_an_operation_that_was_counted_before_is_not_counted_again(
 
 # -- in the commands ---------------------------------------------------------------------------------------------------
 
-PLAN = ["plan", "train", "--model", "smollm2-135m", "--seq-len", "64", "--json"]
+PLAN = ["plan", "train", "--model", BLOCKS, "--seq-len", "64", "--json"]
 
 
 def test_a_plan_on_a_named_card_tells_the_time(capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,7 +134,7 @@ def test_how_much_is_trained_must_mean_something(
 
 
 def test_a_fitted_job_tells_the_time_with_its_changes(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["fit", "train", "--model", "smollm2-135m", "--seq-len", "64", "--gpu", "RTX 4090", "--tokens", "640"]
+    words = ["fit", "train", "--model", BLOCKS, "--seq-len", "64", "--gpu", "RTX 4090", "--tokens", "640"]
     assert main([*words, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["duration"]["steps"] == 10
     assert main([*words, "--ladder"]) == 2
@@ -147,7 +148,7 @@ def test_a_training_is_timed_by_the_rows_and_steps_that_it_has(tmp_path: Path) -
     rows = [{"text": "x" * length} for length in (9, 29, 9, 29)]
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     config = config_from({
-        "model": {"name": "smollm2-135m", "from_scratch": True, "tokenizer": "bytes"}, "precision": "bf16",
+        "model": {"name": BLOCKS, "from_scratch": True, "tokenizer": "bytes"}, "precision": "bf16",
         "data": {"source": str(tmp_path / "rows.jsonl"), "packing": False, "shuffle": False}, "max_seq_len": 64,
         "micro_batch_size": 1, "gradient_accumulation_steps": 2, "max_steps": 7, "output_dir": str(tmp_path / "out"),
     })  # fmt: skip

@@ -290,15 +290,16 @@ def made_up(forecasts: Forecasts, work: Workload) -> Forecast:
 
 
 @pytest.mark.parametrize(
-    ("predicted", "seq_len"), [(made_up, 64), pytest.param(Forecasts._predicted, 1024, marks=pytest.mark.slow)]
+    ("predicted", "model", "seq_len"),
+    [(made_up, SMALL, 64), pytest.param(Forecasts._predicted, "gpt2", 1024, marks=pytest.mark.slow)],
 )
 def test_a_change_that_another_does_not_go_without_is_told_as_such(
-    monkeypatch: pytest.MonkeyPatch, predicted: Any, seq_len: int
+    monkeypatch: pytest.MonkeyPatch, predicted: Any, model: str, seq_len: int
 ) -> None:
     monkeypatch.setattr(Forecasts, "_predicted", predicted)
     keep = ("batch_size", "seq_len", "rank", "alloc_conf", "adapter_dtype", "optimizer")
     answer = memfit.fit(
-        kind="lora", model="gpt2", batch_size=12, seq_len=seq_len, world_size=2, parallel="fsdp2", loss="chunked",
+        kind="lora", model=model, batch_size=12, seq_len=seq_len, world_size=2, parallel="fsdp2", loss="chunked",
         gpu="2250MiB", margin=0.0, keep=keep,
     )  # fmt: skip
 

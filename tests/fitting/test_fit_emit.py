@@ -214,7 +214,7 @@ def test_the_flags_of_a_pruning_job_are_those_of_memfit_prune() -> None:
     from memfit.fitting.emit import pruning_flags
 
     told = subprocess.run(
-        [sys.executable, "-m", "memfit", "prune", "--help"], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-m", "memfit", "prune", "--help"], capture_output=True, text=True, check=True, timeout=300
     ).stdout
 
     assert all(flag in told for flag in pruning_flags(pruned().fitted))

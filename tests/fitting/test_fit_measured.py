@@ -55,6 +55,8 @@ DEAR = (
     "lora3b12-less",
     "qwen24-less",
     "generate8-less",
+    "prune13b16-fits",
+    "prune13b8-fits",
 )
 """Seconds each; of every one a sibling of the same job is predicted each time."""
 

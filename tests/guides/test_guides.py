@@ -113,10 +113,6 @@ def test_the_debugging_guides_commands_run_in_their_order(shell: Shell, tmp_path
     ]  # fmt: skip
     assert rows[-1]["Checkpoint"] == "09_end"
 
-    whole = PRUNE + "--seqlen 2048 --nsamples 128 --dataset wikitext2 --save out/test/ --log_memory"
-    shell(whole)
-    assert (tmp_path / "out/test/memory_log.csv").exists()
-
 
 # -- estimating memory for pruning -------------------------------------------------------------------------------------
 

@@ -39,7 +39,7 @@ def test_a_value_of_a_wrong_type_is_refused_by_file_and_key(said: dict[str, Any]
 
 @pytest.mark.parametrize("pattern", [
     "(.*)*" * 10 + "x$", "(a+)+$", "(?:a|a)*x", "(?:.|[a-z])" * 40 + "x$", ".*.*.*.*.*.*x", "(x+x+)+y", "a?" * 40 + "x",
-    "(?:(?:ab?)+){2,}", "[a-z]*" * 9, "(a)" * 100_000, "(" * 3000 + "a" + ")" * 3000,
+    "(?:(?:ab?)+){2,}", "[a-z]*" * 9, "(a)" * 5000, "(" * 3000 + "a" + ")" * 3000,
 ])  # fmt: skip
 @pytest.mark.parametrize("key", ["dynamic", "ignore", "llm_int8_skip_modules"])
 def test_a_pattern_that_may_take_for_ever_is_refused_by_its_key(key: str, pattern: str) -> None:

@@ -172,8 +172,10 @@ def test_fsdp2_allocates_on_streams_of_its_own() -> None:
 # -- the Trainer and memfit's own loop ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("loop", ["trainer", "memfit"])
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
+LOOPS = [("trainer", "ddp"), ("memfit", "fsdp2"), ("memfit", "ddp"), ("trainer", "fsdp2")]
+
+
+@pytest.mark.parametrize(("loop", "parallel"), quick(LOOPS[:2], LOOPS))
 def test_every_loop_is_planned_in_parallel(loop: str, parallel: str) -> None:
     made = plan(loop=loop, parallel=parallel, world_size=4, grad_accum=2, precision="amp-bf16")
     state = made.report.breakdown["optimizer"]

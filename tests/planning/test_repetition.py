@@ -216,7 +216,7 @@ RECURRENT: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["forward", "train"])
+@pytest.mark.parametrize("kind", quick(["train"], ["forward", "train"]))
 @pytest.mark.parametrize("family", RECURRENT)
 def test_a_config_that_derives_the_kinds_of_its_blocks_is_shortened(tmp_path: Path, family: str, kind: Any) -> None:
     pytest.importorskip(f"transformers.models.{family}")

@@ -763,7 +763,7 @@ def test_a_trace_that_somebody_else_begins_meanwhile_waits_for_the_first() -> No
     def first() -> None:
         kept = torch.zeros(1000, device="cuda")
         runs.set()
-        other_waits.wait(20)
+        other_waits.wait(120)
         del kept
 
     threads = [
@@ -771,11 +771,11 @@ def test_a_trace_that_somebody_else_begins_meanwhile_waits_for_the_first() -> No
         threading.Thread(target=lambda: plans.append(memfit.trace(lambda: torch.zeros(2000, device="cuda")))),
     ]
     threads[0].start()
-    runs.wait(20)
+    runs.wait(120)
     threads[1].start()
     other_waits.set()
     for thread in threads:
-        thread.join(60)
+        thread.join(240)
     assert sorted(list(plan.trace.requested) for plan in plans) == [[4000], [8000]]
 
 

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.addresses import rising_addresses
 from support.allocators import holding
+from support.quick import examples
 from support.verify import check_invariants
 
 from memfit.replay.alloc_config import AllocatorConfig
@@ -17,7 +18,7 @@ from memfit.replay.blocks import Block
 from memfit.replay.driver import Driver
 from memfit.units import MiB
 
-EXAMPLES = settings(max_examples=120, deadline=None)
+EXAMPLES = settings(max_examples=examples(120), deadline=None)
 
 PLAIN = (
     "",
@@ -293,7 +294,7 @@ def in_words(segments: list[tuple[bool, int, list[Piece]]]) -> list[tuple[bool, 
 
 
 @given(st.sampled_from(PLAIN), bounds, calls)
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=examples(250), deadline=None)
 def test_a_slow_allocator_written_another_way_comes_to_the_same_layout(
     conf: str, capacity: int | None, sequence: list[Call]
 ) -> None:

@@ -27,6 +27,13 @@ def step():
     optimizer.step()
     optimizer.zero_grad()
 """
+IMPATIENT = """
+from memfit.cli.main import run
+from memfit.scripts import watched
+watched.PATIENCE = watched.LEAVES_WITHIN = 0.5
+run()
+"""
+"""memfit, which waits less for what does not end."""
 END_PAST_MEMFIT = "ctypes.CDLL(None)._exit(0)\n"
 LOOP = "for _ in range(20):\n    step()\n"
 
@@ -44,7 +51,7 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
 
 def plan(*flags: str, timeout: float = 200) -> subprocess.CompletedProcess[str]:
     """Its outputs end with it: a process that it leaves behind would hold them."""
-    command = [warm_python(), "-m", "memfit", "plan", "script", "--json", *flags, "--", "train.py"]
+    command = [warm_python(), "-c", IMPATIENT, "plan", "script", "--json", *flags, "--", "train.py"]
     environment = {**os.environ, "TMPDIR": str(Path.cwd() / "tmp")}
     Path("tmp").mkdir(exist_ok=True)
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment)
@@ -53,7 +60,7 @@ def plan(*flags: str, timeout: float = 200) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("loop", ["for _ in range(20)", "while True"])
 def test_a_script_that_catches_everything_is_planned_by_the_steps_looked_at(write, loop: str) -> None:  # type: ignore[no-untyped-def]
     plain = memfit.trace_script(write(LOOP))
-    caught = memfit.trace_script(write(f"{loop}:\n    try: step()\n    except BaseException: continue\n"), seconds=20)
+    caught = memfit.trace_script(write(f"{loop}:\n    try: step()\n    except BaseException: continue\n"), seconds=120)
     assert caught.peak.allocated_bytes == plain.peak.allocated_bytes
     assert any(note.startswith("stopped after 3 optimizer steps") for note in caught.notes)
 
@@ -74,7 +81,7 @@ def test_the_clock_ends_a_script_whatever_it_catches_or_does_with_alarms(write, 
 
 def test_a_training_in_a_thread_ends_the_script_without_a_traceback(write, capfd) -> None:  # type: ignore[no-untyped-def]
     text = "def train():\n    while True: step()\nthreading.Thread(target=train).start()\nthreading.Event().wait()\n"
-    made = memfit.trace_script(write(text), seconds=20)
+    made = memfit.trace_script(write(text), seconds=120)
     assert any(note.startswith("stopped after 3 optimizer steps") for note in made.notes)
     assert "Traceback" not in capfd.readouterr().err
 
@@ -130,7 +137,7 @@ def test_stdout_holds_one_document_whatever_a_script_prints_closes_or_leaves_run
 )
 def test_a_process_that_ends_or_never_ends_past_memfit_is_told(write, text: str, said: str) -> None:  # type: ignore[no-untyped-def]
     write("model(torch.randn(1, 512, device='cuda'))\n" + text)
-    run = plan("--seconds", "1")
+    run = plan("--seconds", "1" if "within 1 s" in said else "60")
     assert (run.returncode, run.stdout) == (2, "") and said in run.stderr
     assert list(Path("tmp").glob("memfit-*")) == []
 
@@ -138,7 +145,7 @@ def test_a_process_that_ends_or_never_ends_past_memfit_is_told(write, text: str,
 def test_objects_that_take_long_to_go_do_not_hold_up_the_plan(write) -> None:  # type: ignore[no-untyped-def]
     write("class Slow:\n    def __del__(self): time.sleep(100)\nkept = Slow()\n"
           "def train():\n    slow = Slow()\n    " + LOOP.replace("\n", "\n    ") + "\ntrain()\n")  # fmt: skip
-    run = plan("--seconds", "50", timeout=60)
+    run = plan("--seconds", "90", timeout=95)
     assert (run.returncode, run.stderr) == (0, "")
 
 
@@ -151,7 +158,7 @@ def test_a_signal_ends_a_script_with_all_that_it_has_begun(write, number: int) -
     while not Path("begun").exists():
         time.sleep(0.1)
     process.send_signal(number)
-    assert process.wait(20) == 128 + number
+    assert process.wait(120) == 128 + number
     assert list(Path("tmp").glob("memfit-*")) == []
 
 
@@ -172,9 +179,9 @@ def test_a_script_ends_where_who_watches_it_is_killed(write) -> None:  # type: i
     while not Path("begun").exists() or not Path("begun").read_text():
         time.sleep(0.1)
     os.kill(process.pid, signal.SIGKILL)
-    process.wait(20)
+    process.wait()
     running = Path("/proc") / Path("begun").read_text() / "stat"
-    for _ in range(200):
+    for _ in range(2000):
         if not running.exists() or running.read_text().rpartition(")")[2].split()[0] == "Z":
             return
         time.sleep(0.05)
@@ -230,7 +237,7 @@ except MemfitError as error:
     def said(happens: str) -> str:
         command = [sys.executable, "-c", code, happens]
         environment = {**os.environ, "TMPDIR": str(tmp_path)}
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
         assert ended.stderr == ""
         assert not list(tmp_path.iterdir())
         return ended.stdout

@@ -162,7 +162,7 @@ def test_variables_before_a_command_are_there_before_torch_is_imported(write) ->
           "torch.compile(torch.sin)(torch.ones(1024, device='cuda'))\n")  # fmt: skip
     words = [sys.executable, "-m", "memfit", "plan", "script", "--json", "--"]
     words += [*(f"{name}={value}" for name, value in given.items()), "python", "train.py"]
-    made = subprocess.run(words, capture_output=True, text=True, timeout=200)
+    made = subprocess.run(words, capture_output=True, text=True, timeout=300)
     assert made.returncode == 0, made.stderr
     plan = json.loads(made.stdout)
     assert any(note.startswith("torch.compile was asked for, and compiled nothing") for note in plan["notes"])

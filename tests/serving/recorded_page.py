@@ -53,7 +53,7 @@ class Looked:
 
     def until(self, holds: str) -> None:
         """Asked again and again from here: the page's policy lets nobody else run a text as a script."""
-        end = time.monotonic() + 60
+        end = time.monotonic() + 180
         while not self.page.evaluate(f"() => {holds}"):
             assert time.monotonic() < end, f"never: {holds}"
             time.sleep(0.03)
@@ -72,7 +72,7 @@ class Looked:
 
 def look(browser: Browser, address: str, *, theme: Any = "light", width: int = 1300) -> Looked:
     page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=theme)
-    page.set_default_timeout(90_000)  # a machine that is busy is not a wrong answer
+    page.set_default_timeout(180_000)  # a machine that is busy is not a wrong answer
     looked = Looked(page, address)
     page.on("console", lambda said: looked.complaints.append(said.text) if said.type == "error" else None)
     page.on("pageerror", lambda error: looked.complaints.append(str(error)))

@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -86,23 +85,22 @@ def test_a_signal_ends_it_and_its_processes_and_leaves_nothing(tmp_path: Path, n
                 while b"memfit.serving.worker" not in Path(f"/proc/{child}/cmdline").read_bytes():
                     time.sleep(0.05)  # until it is a program of its own, who starts it waits
                 os.kill(child, signal.SIGSTOP)
-            question = {"job": {"kind": "train", "model": "gpt2"}}
-            with ThreadPoolExecutor(1) as thread:
-                headers = {"authorization": f"Bearer {told[3]}"}
-                asked = thread.submit(
-                    httpx.post, f"http://127.0.0.1:{told[2]}/api/plan", json=question, headers=headers, timeout=20
-                )
-                time.sleep(0.2)
+            question = b'{"job": {"kind": "train", "model": "gpt2"}}'
+            head = f"POST /api/plan HTTP/1.1\r\nHost: 127.0.0.1:{told[2]}\r\nAuthorization: Bearer {told[3]}\r\n"
+            head += f"Content-Type: application/json\r\nContent-Length: {len(question)}\r\n\r\n"
+            with socket.create_connection(("127.0.0.1", int(told[2])), timeout=300) as asked:
+                asked.sendall(head.encode() + question)
+                assert httpx.get(told[1], follow_redirects=True).status_code == 200  # so the one before has arrived
                 running.send_signal(number)
-                assert asked.result().status_code == 503
-            out, err = running.communicate(timeout=20)
+                assert asked.makefile("rb").readline().split()[1] == b"503"
+            out, err = running.communicate(timeout=300)
         finally:
             running.kill()
     assert running.returncode == 0
     assert (out, err) == ("", "Ctrl-C ends it\n")
     assert list(served.iterdir()) == []
     assert list(temporary.glob("memfit-serve-*")) == []
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while any(Path(f"/proc/{child}").exists() for child in children) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(Path(f"/proc/{child}").exists() for child in children)
@@ -123,7 +121,7 @@ def test_where_nobody_can_read_the_address_it_ends_and_leaves_nothing(
     command = (
         f"{sys.executable} -m memfit serve --port 0 --no-browser --dir {tmp_path} {stdout}; exit ${{PIPESTATUS[0]}}"
     )
-    ended = subprocess.run(["bash", "-c", command], stderr=subprocess.PIPE, text=True, timeout=60, env=environment)
+    ended = subprocess.run(["bash", "-c", command], stderr=subprocess.PIPE, text=True, timeout=300, env=environment)
     assert ended.returncode == code
     assert ended.stderr.startswith(said) and "Traceback" not in ended.stderr
     assert list(tmp_path.glob("memfit-serve-*")) == []
@@ -141,7 +139,7 @@ def test_a_hangup_that_is_ignored_stays_so() -> None:
 
 def children_of(pid: int) -> list[int]:
     """The process that traces is started with the server."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True, check=False)
         if listed.stdout.split():

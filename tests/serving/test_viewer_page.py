@@ -13,6 +13,7 @@ pytest.importorskip("fastapi", reason="memfit[web] is not installed")
 pytest.importorskip("playwright", reason="playwright is not installed: no browser to open pages with")
 from playwright.sync_api import Browser, sync_playwright
 from recorded_page import CHROMIUM, DATA, Looked, look, served
+from support.quick import quick
 
 from memfit.analysis.files import report_file
 from memfit.events import Trace
@@ -184,7 +185,7 @@ def test_filters_change_what_is_drawn_and_stay_in_the_address(looked: Looked) ->
     assert set(looked.page.locator("#allocations td .cat").all_inner_texts()) == {"gradients"}
 
 
-@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("theme", quick(["dark"], ["light", "dark"]))
 def test_it_is_readable_on_a_phone(browser: Browser, address: str, theme: str) -> None:
     looked = look(browser, address, theme=theme, width=390)
     open_file(looked, "snap-train.pickle")

@@ -46,7 +46,7 @@ def with_workers(test: Callable[[Slow], Coroutine[Any, Any, None]]) -> None:
         workers = Slow()
         workers.start()
         try:
-            await asyncio.wait_for(test(workers), 10)
+            await asyncio.wait_for(test(workers), 60)
         finally:
             await workers.stop()
 
@@ -173,7 +173,7 @@ def test_a_process_ends_when_its_server_was_killed_though_it_could_still_be_aske
         os.kill(worker, 0)
         server.kill()
         server.wait()
-        for _ in range(100):
+        for _ in range(1000):
             if not is_alive(worker):
                 return
             time.sleep(0.1)

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.quick import examples
 
 from memfit.errors import InputError
 from memfit.snapshots import schema as snapshot_schema
@@ -25,7 +26,7 @@ from memfit.snapshots.read import Snapshot, read_snapshot
 
 DATA = Path(__file__).parents[1] / "data"
 HEAD, STOP = b"\x80\x04", b"."
-FUZZ = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FUZZ = settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from support.addresses import rising_addresses
 from support.allocators import holding
+from support.quick import examples
 from support.verify import rewind, verify
 
 from memfit.errors import InputError
@@ -413,7 +414,7 @@ def perform(run: Recorder, sequence: Calls) -> None:
     st.none() | st.integers(30, 120),
     calls,
 )
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 def test_every_recording_of_the_model_agrees_with_it_and_began_with_nothing(
     conf: str, bound: int | None, sequence: Calls
 ) -> None:
@@ -429,7 +430,7 @@ def test_every_recording_of_the_model_agrees_with_it_and_began_with_nothing(
 
 
 @given(st.none() | st.integers(60, 200), calls, calls)
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 def test_a_recording_that_began_late_is_rewound_to_where_it_began(
     capacity: int | None, before: Calls, after: Calls
 ) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.quick import quick
 from torch import nn
 
 import memfit
@@ -134,7 +135,7 @@ def llama(frozen: bool) -> nn.Module:
     return model  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("frozen", quick([True], [False, True]))
 def test_a_checkpointed_model_of_transformers_is_told_with_its_mask(
     frozen: bool, told: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -759,10 +759,11 @@ def one_block(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def generation(folder: Path) -> Trace:
-    """Five tokens after a prompt of 24, two rows."""
+def generation(one_block: Path) -> Trace:
+    """Two tokens after a prompt of 24, two rows."""
     sizes = {"batch_size": 2, "seq_len": 24, "new_tokens": 2}
-    return trace_job(prepare_without_memory(Workload(kind="generate", model=str(folder), compile=True, **sizes)), H200)
+    work = Workload(kind="generate", model=str(one_block), compile=True, **sizes)
+    return trace_job(prepare_without_memory(work), H200)
 
 
 def test_a_compiled_generation_runs_generated_code_once_for_each_token(generation: Trace) -> None:
@@ -771,7 +772,7 @@ def test_a_compiled_generation_runs_generated_code_once_for_each_token(generatio
 
 def test_the_cache_of_a_compiled_generation_is_named_and_grows_by_a_token(generation: Trace) -> None:
     made = [b for b in range(len(generation.requested)) if generation.category(b) == "kv_cache"]
-    assert [generation.requested[b] for b in made] == [2 * 2 * 16 * 2 * n for n in range(24, 26) for _ in range(4)]
+    assert [generation.requested[b] for b in made] == [2 * 2 * 16 * 2 * n for n in range(24, 26) for _ in range(2)]
 
 
 @pytest.mark.slow
@@ -926,13 +927,13 @@ def test_a_buffer_used_again_is_one_block() -> None:
 
 
 def test_a_compiled_plan_is_found_again_in_the_cache(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    one_block: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path))
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
 
     def planned() -> memfit.Plan:
-        return memfit.predict(kind="forward", model=str(folder), batch_size=2, seq_len=64, compile=True, gpu="H200")
+        return memfit.predict(kind="forward", model=str(one_block), batch_size=2, seq_len=64, compile=True, gpu="H200")
 
     made = planned()
     monkeypatch.setattr("memfit.planning.few.trace_few_blocks", None)

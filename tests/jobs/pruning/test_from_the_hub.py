@@ -146,6 +146,7 @@ def test_the_guides_commands_run_in_order_as_they_are_written(ended: dict[str, E
     saved = guides.folder / "out" / "llama_3.2_1b" / "unstructured"
     assert [path.name for path in saved.iterdir()] == ["wanda"]
     assert (saved / "wanda" / "memory_log.csv").is_file(), "of the third command, which asked for it"
+    assert (guides.folder / "out" / "test" / "memory_log.csv").is_file(), "of the fourth, into a folder of its own"
     assert "wikitext perplexity" in guides.stdout
     assert "loading calibration data" in guides.stdout
     assert guides.weights == [f"{MODEL}/model.safetensors"], "once; the other runs have it from the cache"

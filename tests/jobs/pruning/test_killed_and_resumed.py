@@ -88,7 +88,7 @@ def test_a_killed_run_is_resumed_to_the_same_bytes(
     out = tmp_path / "out"
     command = [warm_python(), "-c", KILLED, moment, *asked(model, out)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # as here: the order of sums is part of the bytes
-    killed = subprocess.run(command, capture_output=True, timeout=120, env=environment, check=False)
+    killed = subprocess.run(command, capture_output=True, timeout=300, env=environment, check=False)
     assert killed.returncode == -9, killed.stderr.decode()
     assert not out.exists()
     log = (tmp_path / "out.partial" / "memory_log.csv").read_text().splitlines()
@@ -247,7 +247,7 @@ def test_a_disk_that_fills_up_is_said_and_the_run_goes_on_once_there_is_room(
     filler = small_disk / "filler"
     full = subprocess.run(
         [warm_python(), "-c", FILLS, moment, *asked(model, small_disk / "out")], capture_output=True, text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "FILLER": str(filler)}, timeout=200, check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "FILLER": str(filler)}, timeout=300, check=False,
     )  # fmt: skip
     assert full.returncode == 2, full.stderr
     assert f"error: --save '{small_disk / 'out'}' cannot be written: No space left on device" in full.stderr

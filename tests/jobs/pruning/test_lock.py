@@ -42,7 +42,7 @@ class Stopped:
 
     def kill(self) -> None:
         os.kill(self.pid, signal.SIGKILL)
-        self.run.wait(timeout=60)
+        self.run.wait(timeout=300)
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,7 @@ def test_a_second_run_is_told_who_has_the_folder_and_touches_nothing(
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
     if how == ["--force"]:  # and it is unharmed
         os.kill(stopped.pid, signal.SIGCONT)
-        assert stopped.run.wait(timeout=120) == 0
+        assert stopped.run.wait(timeout=300) == 0
         assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
@@ -114,11 +114,12 @@ def test_of_two_that_resume_at_once_one_works_and_one_is_told(
     stopped.kill()
     command = [warm_python(), "-m", "memfit", *asked, "--save", str(tmp_path / "out"), "--resume"]
     both = [subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) for _ in range(2)]
-    said = [process.communicate(timeout=200)[1] for process in both]
+    said = [process.communicate(timeout=300)[1] for process in both]
     codes = [process.returncode for process in both]
     assert 0 in codes and {*codes} <= {0, 2}, said
     told = said[codes.index(2)] if 2 in codes else "\n".join(said)  # the second may begin when the first has ended
-    assert "is being written by process" in told or "is complete already" in told
+    # Its owner may have the folder and not have written its number there yet: "by another process".
+    assert "is being written by" in told or "is complete already" in told
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 

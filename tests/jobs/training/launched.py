@@ -26,7 +26,7 @@ def launch(folder: Path, name: str, *, processes: int = 2, resume: bool = False,
     command += [SCRIPT, "train", "--config", str(config), *(["--resume_from", "latest"] if resume else [])]
     return subprocess.run(
         command, env={**os.environ, "PYTHON_EXEC": warm_python(), **(env or {})}, capture_output=True, text=True,
-        timeout=150, check=False,
+        timeout=300, check=False,
     )  # fmt: skip
 
 

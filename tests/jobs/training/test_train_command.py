@@ -204,7 +204,7 @@ def test_wrong_usage_ends_with_2_and_one_error(
 def test_a_world_size_that_does_not_divide_is_found_under_torchrun_s_variables(config: str) -> None:
     done = subprocess.run(
         [warm_python(), "-m", "memfit", "train", "--config", config, "--set", "global_batch_size=8"],
-        env={**os.environ, "WORLD_SIZE": "3", "RANK": "0"}, capture_output=True, text=True, timeout=120, check=False,
+        env={**os.environ, "WORLD_SIZE": "3", "RANK": "0"}, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 2
     assert done.stderr.startswith("error: global_batch_size 8 cannot be shared equally by 3 processes")
