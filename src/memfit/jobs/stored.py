@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -265,27 +265,10 @@ class Fp8Products:
 
 def _mxfp4(model: Any, stored: StoredWeights) -> Iterator[str]:
     """transformers' own layers; the kernels come from the Hub."""
-    from types import MethodType
-
     from transformers.integrations import mxfp4
 
-    if not hasattr(mxfp4, "mlp_forward"):
-        raise UsageError(
-            "memfit plans weights stored in MXFP4 with transformers 5.6 to 5.22; later ones write those layers anew",
-            hint="--quant dequantize plans them in bf16; or pip install 'transformers<5.23'",
-        )
-    found = False
-    for name, module in list(model.named_modules()):
-        if type(module).__name__ == "GptOssExperts":
-            model.set_submodule(name, made := mxfp4.Mxfp4GptOssExperts(model.config))
-            for weight in ("gate_up_proj", "down_proj"):  # scales: loading puts them beside
-                made.register_buffer(
-                    f"{weight}_scales", torch.empty(getattr(made, weight).shape[:-1], dtype=torch.uint8)
-                )
-            found = True
-        elif type(module).__name__ == "GptOssMLP":
-            module.forward = MethodType(mxfp4.mlp_forward, module)
-    if not found:
+    replaced = [_with_mxfp4(model, name, module, mxfp4) for name, module in list(model.named_modules())]
+    if not any(replaced):
         raise UsageError(f"mxfp4 is planned of gpt-oss, not of a {type(model).__name__}")
     model.requires_grad_(False)
     hub = SimpleNamespace(
@@ -298,6 +281,22 @@ def _mxfp4(model: Any, stored: StoredWeights) -> Iterator[str]:
     hub.matmul_ogs.FnSpecs = lambda *given: given
     _run_with(model, mxfp4, {"triton_kernels_hub": hub})
     yield "MXFP4 products need the package 'kernels' and triton 3.4; else transformers makes bf16 (--quant dequantize)"
+
+
+def _with_mxfp4(model: Any, name: str, module: Any, mxfp4: Any) -> bool:
+    """The layer around the experts is one of its own since transformers 5.23; before, it got another `forward`."""
+    if type(module).__name__ != "GptOssMLP":
+        return False
+    experts = mxfp4.Mxfp4GptOssExperts(model.config)
+    for weight in ("gate_up_proj", "down_proj"):  # scales: loading puts them beside, one for 32 entries
+        out = getattr(experts, weight).flatten(2)
+        scales = torch.empty((*out.shape[:2], out.shape[2] * 2 // 32), dtype=torch.uint8)
+        experts.register_buffer(f"{weight}_scales", scales)
+    if hasattr(mxfp4, "Mxfp4GptOssMLP"):
+        model.set_submodule(name, mxfp4.Mxfp4GptOssMLP(module.router, experts))
+    else:
+        module.experts, module.forward = experts, MethodType(mxfp4.mlp_forward, module)
+    return True
 
 
 def _routing(logits: Tensor, chosen: int) -> tuple[Any, Any, Any]:
