@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from importlib import import_module
 from pathlib import Path
 from types import MethodType, SimpleNamespace
 from typing import Any
@@ -92,7 +93,9 @@ def _as_stored(model: nn.Module, work: Workload, stored: StoredWeights) -> tuple
         raise already_quantised(work, stored)
     if work.kind == "lora" and (stored.method not in TO_TRAIN or stored.kind == "int4"):
         way = "--quant dequantize plans 16-bit weights under adapters" if stored.method in TO_DEQUANTISE else None
-        raise UsageError(f"{work.model}: {stored.in_words()} has no backward pass", hint=way)
+        trains = stored.method == "fp8" and _transformers_has("finegrained_fp8", "FP8LinearFunction")  # since 5.23
+        what = "a backward pass that memfit does not plan" if trains else "no backward pass"
+        raise UsageError(f"{work.model}: {stored.in_words()} has {what}", hint=way)
     if stored.method == "bitsandbytes":
         work = work.with_found(**stored.by_bitsandbytes)
         return work, (_said(stored), *quantise(model, work, stored.kept))
@@ -101,6 +104,13 @@ def _as_stored(model: nn.Module, work: Workload, stored: StoredWeights) -> tuple
         return work, (_said(stored), *quantise(model, work, stored.kept, stored.group))
     notes = {"fp8": _fp8, "mxfp4": _mxfp4}.get(stored.method, _packed)(model, stored)
     return work, (*left_out(work, stored), _said(stored), *notes)
+
+
+def _transformers_has(integration: str, name: str) -> bool:
+    try:
+        return hasattr(import_module(f"transformers.integrations.{integration}"), name)
+    except ImportError:
+        return False
 
 
 def already_quantised(work: Workload, stored: StoredWeights) -> UsageError:
@@ -353,6 +363,8 @@ def _make_plain(model: Any, work: Workload, stored: StoredWeights) -> Iterator[s
     )
     if stored.method == "compressed-tensors":
         _pack(model, stored)
+        if _transformers_has("compressed_tensors", "CompressedTensorsDequantize"):  # since 5.23
+            yield f"{NOT_MODELLED} that each weight is unpacked as it arrives: loading may take less"
         return
     for weight in _experts_of_gpt_oss(model) if stored.method == "mxfp4" else _named_weights(model, stored):
         bring, make = _DEQUANTISE[stored.method]
