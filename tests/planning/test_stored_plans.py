@@ -28,7 +28,7 @@ QUICK = ("s01", "s04", "s09", "s11", "s14", "f01", "f02")
 STACKED = ("e06", "f02")
 """Threads bring experts while others are stacked, never twice in the same order."""
 ROTARY_TABLES_ARE_A_PRODUCT = "@ position_ids" in inspect.getsource(LlamaRotaryEmbedding.forward)
-"""Of cuBLAS, until transformers 5.22. In f01 no other one comes before the peak, and with it cuBLAS takes its workspace."""
+"""Of cuBLAS, in transformers 5.17 and before: the only one of f01 before its peak, and with it a workspace is taken."""
 WORKSPACE = 32 << 20
 SIZES: dict[str, Any] = {"batch_size": 2, "seq_len": 64}
 
