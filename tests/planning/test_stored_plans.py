@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 from plans import LLAMA
 from support.quick import quick
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from support.rotary import ROTARY_TABLES_ARE_A_PRODUCT
 
 from memfit.errors import UsageError
 from memfit.jobs.workload import Workload
@@ -27,9 +26,8 @@ RUNS: dict[str, dict[str, Any]] = {
 QUICK = ("s01", "s04", "s09", "s11", "s14", "f01", "f02")
 STACKED = ("e06", "f02")
 """Threads bring experts while others are stacked, never twice in the same order."""
-ROTARY_TABLES_ARE_A_PRODUCT = "@ position_ids" in inspect.getsource(LlamaRotaryEmbedding.forward)
-"""Of cuBLAS, in transformers 5.17 and before: the only one of f01 before its peak, and with it a workspace is taken."""
 WORKSPACE = 32 << 20
+"""Of cuBLAS, taken with its first product. Before the peak of f01 that is rotary tables', or there is none."""
 SIZES: dict[str, Any] = {"batch_size": 2, "seq_len": 64}
 
 
