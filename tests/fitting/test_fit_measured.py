@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from support.quick import quick
+from support.rotary import ROTARY_TABLES_ARE_A_PRODUCT
 
 from memfit.fitting.forecast import Forecasts
 from memfit.gpus import find_gpu
@@ -67,6 +68,8 @@ def test_a_set_runs_under_the_cap_exactly_if_it_is_predicted_to(name: str) -> No
     runs, allocated, reserved = predicted(run)
 
     assert runs == (not run["oom"])
+    if not ROTARY_TABLES_ARE_A_PRODUCT:  # as they were when this was measured: cuBLAS takes its workspace later without
+        return
     if not run["oom"]:
         assert allocated == run["peak_allocated"]
     if not run["oom"] and not run["retries"]:  # else memory was given back to the driver, as it was short

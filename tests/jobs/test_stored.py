@@ -120,7 +120,7 @@ def test_the_experts_of_gpt_oss_have_half_a_byte_and_a_scale_for_32() -> None:
 
 @pytest.mark.parametrize(("said", "how"), [(FP8, "dequantize"), (W4A16, "dequantize"), (FP8, "plain")])
 def test_what_has_no_backward_pass_is_not_adapted(stored: Stored, said: dict[str, Any], how: str) -> None:
-    with pytest.raises(UsageError, match="no backward pass") as caught:
+    with pytest.raises(UsageError, match=r"has (no backward pass|a backward pass that memfit does not plan)") as caught:
         prepared(stored(said), kind="lora")
     assert "--quant dequantize" in str(caught.value.hint)
     assert prepared(stored(said), kind="lora", quant="dequantize").trainable

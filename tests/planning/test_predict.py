@@ -445,7 +445,7 @@ def test_a_limit_on_the_process_is_what_its_job_has_to_fit_into() -> None:
 
     assert (free.verdict, limited.verdict) == ("safe", "fails")
     assert limited.peak == free.peak
-    assert "per_process_memory_fraction leaves" in limited.notes[0]
+    assert any("per_process_memory_fraction leaves" in note for note in limited.notes)
     card, spare = limited.to_json()["gpu"], limited.headroom_bytes
     assert "usable_bytes" not in free.to_json()["gpu"] and spare is not None
     assert card["usable_bytes"] == limited.needed_bytes + spare < card["capacity_bytes"]
@@ -457,4 +457,4 @@ def test_old_segments_that_torch_gives_back_early_under_a_limit_are_named() -> N
     collected, limit = "garbage_collection_threshold:0.5", "per_process_memory_fraction:0.5"
     alone, limited = (memfit.predict(**job, alloc_conf=conf) for conf in (collected, f"{collected},{limit}"))
     assert not any("garbage_collection" in note for note in alone.notes)  # torch does not collect without a limit
-    assert limited.notes[0].startswith("not modelled: garbage_collection_threshold")
+    assert any(note.startswith("not modelled: garbage_collection_threshold") for note in limited.notes)

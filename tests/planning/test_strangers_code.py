@@ -837,7 +837,7 @@ def test_a_tensor_that_is_resized_takes_the_memory_that_it_grows_to() -> None:
 
 def test_a_kernel_without_a_rule_is_named_beside_the_verdict() -> None:
     made = memfit.trace(lambda: torch.linalg.svd(torch.randn(64, 64, device="cuda")), gpu="RTX 4090")
-    assert made.notes[0].startswith("not modelled:") and "svd" in made.notes[0]
+    assert any(note.startswith("not modelled:") and "svd" in note for note in made.notes)
     assert "not modelled:" in "".join(str(made).splitlines()[:5])
 
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -91,7 +92,9 @@ def _as_stored(model: nn.Module, work: Workload, stored: StoredWeights) -> tuple
         raise already_quantised(work, stored)
     if work.kind == "lora" and (stored.method not in TO_TRAIN or stored.kind == "int4"):
         way = "--quant dequantize plans 16-bit weights under adapters" if stored.method in TO_DEQUANTISE else None
-        raise UsageError(f"{work.model}: {stored.in_words()} has no backward pass", hint=way)
+        trains = stored.method == "fp8" and _transformers_has("finegrained_fp8", "FP8LinearFunction")  # since 5.23
+        what = "a backward pass that memfit does not plan" if trains else "no backward pass"
+        raise UsageError(f"{work.model}: {stored.in_words()} has {what}", hint=way)
     if stored.method == "bitsandbytes":
         work = work.with_found(**stored.by_bitsandbytes)
         return work, (_said(stored), *quantise(model, work, stored.kept))
@@ -100,6 +103,13 @@ def _as_stored(model: nn.Module, work: Workload, stored: StoredWeights) -> tuple
         return work, (_said(stored), *quantise(model, work, stored.kept, stored.group))
     notes = {"fp8": _fp8, "mxfp4": _mxfp4}.get(stored.method, _packed)(model, stored)
     return work, (*left_out(work, stored), _said(stored), *notes)
+
+
+def _transformers_has(integration: str, name: str) -> bool:
+    try:
+        return hasattr(import_module(f"transformers.integrations.{integration}"), name)
+    except ImportError:
+        return False
 
 
 def already_quantised(work: Workload, stored: StoredWeights) -> UsageError:
@@ -264,27 +274,10 @@ class Fp8Products:
 
 def _mxfp4(model: Any, stored: StoredWeights) -> Iterator[str]:
     """transformers' own layers; the kernels come from the Hub."""
-    from types import MethodType
-
     from transformers.integrations import mxfp4
 
-    if not hasattr(mxfp4, "mlp_forward"):
-        raise UsageError(
-            "memfit plans weights stored in MXFP4 with transformers 5.6 to 5.22; later ones write those layers anew",
-            hint="--quant dequantize plans them in bf16; or pip install 'transformers<5.23'",
-        )
-    found = False
-    for name, module in list(model.named_modules()):
-        if type(module).__name__ == "GptOssExperts":
-            model.set_submodule(name, made := mxfp4.Mxfp4GptOssExperts(model.config))
-            for weight in ("gate_up_proj", "down_proj"):  # scales: loading puts them beside
-                made.register_buffer(
-                    f"{weight}_scales", torch.empty(getattr(made, weight).shape[:-1], dtype=torch.uint8)
-                )
-            found = True
-        elif type(module).__name__ == "GptOssMLP":
-            module.forward = MethodType(mxfp4.mlp_forward, module)
-    if not found:
+    replaced = [_with_mxfp4(model, name, module, mxfp4) for name, module in list(model.named_modules())]
+    if not any(replaced):
         raise UsageError(f"mxfp4 is planned of gpt-oss, not of a {type(model).__name__}")
     model.requires_grad_(False)
     as_given = lambda *given: given  # noqa: E731
@@ -295,6 +288,22 @@ def _mxfp4(model: Any, stored: StoredWeights) -> Iterator[str]:
     )
     _run_with(model, mxfp4, {"triton_kernels_hub": hub})
     yield "MXFP4 products need the package 'kernels' and triton 3.4; else transformers makes bf16 (--quant dequantize)"
+
+
+def _with_mxfp4(model: Any, name: str, module: Any, mxfp4: Any) -> bool:
+    """The layer around the experts is one of its own since transformers 5.23; before, it got another `forward`."""
+    if type(module).__name__ != "GptOssMLP":
+        return False
+    experts = mxfp4.Mxfp4GptOssExperts(model.config)
+    for weight in ("gate_up_proj", "down_proj"):  # scales: loading puts them beside, one for 32 entries
+        out = getattr(experts, weight).flatten(2)
+        scales = torch.empty((*out.shape[:2], out.shape[2] * 2 // 32), dtype=torch.uint8)
+        experts.register_buffer(f"{weight}_scales", scales)
+    if hasattr(mxfp4, "Mxfp4GptOssMLP"):
+        model.set_submodule(name, mxfp4.Mxfp4GptOssMLP(module.router, experts))
+    else:
+        module.experts, module.forward = experts, MethodType(mxfp4.mlp_forward, module)
+    return True
 
 
 def _routing(logits: Tensor, chosen: int) -> tuple[Any, Any, Any]:
@@ -351,6 +360,8 @@ def _make_plain(model: Any, work: Workload, stored: StoredWeights) -> Iterator[s
     )
     if stored.method == "compressed-tensors":
         _pack(model, stored)
+        if _transformers_has("compressed_tensors", "CompressedTensorsDequantize"):  # since 5.23
+            yield f"{NOT_MODELLED} that each weight is unpacked as it arrives: loading may take less"
         return
     for weight in _packed_weights(model, stored):
         bring, make = _DEQUANTISE[stored.method]

@@ -223,7 +223,9 @@ def _architecture(preset: Preset) -> dict[str, Any]:
 
 
 def _told(error: OSError, missed: list[str], made_up: bool) -> Exception:
-    """A folder's own faults are told by the one who finds them."""
+    """A folder's own faults are told by the one who finds them, and what memfit has found in memfit's words."""
+    if (found := _found_by_memfit(error)) is not None:
+        return TraceError(found.message, hint=found.hint)
     said = str(error)
     if not _FROM_HUB.search(said):
         return error
@@ -243,6 +245,13 @@ def _told(error: OSError, missed: list[str], made_up: bool) -> Exception:
         f" fetches nothing: {(own[-1].line or '').strip() if own else said.splitlines()[0]}",
         hint=hint,
     )
+
+
+def _found_by_memfit(error: BaseException | None) -> TraceError | None:
+    """transformers 5.23 makes an OSError of whatever ends the reading of a config."""
+    while error is not None and not isinstance(error, TraceError):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 def _is_about_files(error: BaseException | None, missed: list[str]) -> bool:
