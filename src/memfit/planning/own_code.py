@@ -170,6 +170,8 @@ def _run_traced(
     from memfit.tracing.outside import nothing_saved, put_back
     from memfit.tracing.own_code import OwnCodeNames
     from memfit.tracing.packages.bitsandbytes import bitsandbytes_traced
+    from memfit.tracing.packages.matching import matching_of_unknown_costs
+    from memfit.tracing.packages.torchscript import torchscript_traced
     from memfit.tracing.pretended_card import card_pretended
     from memfit.tracing.processes import processes_pretended
     from memfit.tracing.repeated.passes import repeated_calls_skipped
@@ -192,6 +194,8 @@ def _run_traced(
             mathematics_of_unknown_numbers(tracer.assume),
             repeated_calls_skipped(names, is_own) if skips else nullcontext(),
             bitsandbytes_traced(tracer),
+            matching_of_unknown_costs(tracer),
+            torchscript_traced(tracer, is_own),
         ):
             code(tracer)
 
