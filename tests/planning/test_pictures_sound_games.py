@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.utils import weight_norm
 
 import memfit
+from memfit.analysis.own_lines import is_own
 from memfit.errors import TraceError
 from memfit.tracing.answers import PASSED
 from memfit.tracing.packages import matching, torchscript
@@ -233,3 +234,69 @@ def test_scripted_code_is_planned_op_by_op_and_that_is_said_beside_the_verdict(t
     plan = plan_of(SCRIPTED, tmp_path)
     assert plan.peak.allocated_bytes >= 4 * 4 * 1024 * 1024
     assert torchscript.OP_BY_OP in plan.notes
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+SAVED = """
+import os, shutil
+import torch
+from pathlib import Path
+model = torch.nn.Linear(4, 4).cuda()
+torch.save(model.state_dict(), "last.tmp")
+os.replace("last.tmp", "last.pt")
+shutil.copyfile("last.pt", "best.pt")
+os.mkdir("kept")
+shutil.copy("best.pt", "kept")
+for name in ("last.pt", "best.pt", "kept/best.pt"):
+    model.load_state_dict(torch.load(name))
+os.remove("best.pt")
+Path("other.txt").write_text("a file")
+os.rename("other.txt", "another.txt")
+assert shutil.copy(src="another.txt", dst="third.txt") and Path("third.txt").read_text() == "a file"
+os.unlink("another.txt")
+print(sorted(os.listdir()))
+"""
+
+
+def test_a_checkpoint_that_was_saved_may_be_renamed_copied_and_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    plan_of(SAVED, tmp_path)
+    assert "['kept', 'third.txt', 'train.py']" in capfd.readouterr().err
+
+
+# -- libraries ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_of_packages_on_the_path_is_no_code_of_one_s_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ("installed/package-1.0.dist-info", "installed/package", "mine"):
+        (tmp_path / folder).mkdir(parents=True)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), str(tmp_path / "installed"), str(tmp_path / "mine"), *sys.path])
+    assert not is_own(str(tmp_path / "installed" / "package" / "core.py"))
+    assert is_own(str(tmp_path / "mine" / "core.py")) and is_own(str(tmp_path / "train.py"))
+
+
+# -- batch norm of several processes -----------------------------------------------------------------------------------
+
+SYNCHRONISED = """
+import torch, torch.distributed as dist
+dist.init_process_group("nccl")
+model = torch.nn.Sequential(torch.nn.Conv2d(3, 64, 1), torch.nn.BatchNorm2d(64))
+model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model).cuda()
+model(torch.randn(8, 3, 64, 64, device="cuda")).sum().backward()
+assert model[1].weight.grad.shape == (64,)
+"""
+
+
+def test_a_batch_norm_of_several_processes_keeps_its_input_and_the_numbers_of_its_channels(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SYNCHRONISED)
+    plan = memfit.trace_script(f"torchrun --nproc_per_node=4 {tmp_path / 'train.py'}", gpu="H200")
+    kept, passing = plan.report.breakdown["activations"], plan.report.breakdown["temporaries"]
+    whole = 8 * 64 * 64 * 64 * 4  # what the convolution makes; what is kept of channels is at most a few KiB
+    assert whole <= kept < whole + 4096
+    # The gradient that comes in, laid out whole as the kernel reads it, and that which goes on.
+    assert 2 * whole <= passing < 2 * whole + 4096

@@ -102,7 +102,7 @@ def trace_code(
 
     from memfit.planning.on_trace import TRAINER_KNOWN
     from memfit.platform import platform_of
-    from memfit.tracing.answers import NO_OVERFLOW, Answers, Site
+    from memfit.tracing.answers import ALL_HAVE_ROWS, NO_OVERFLOW, Answer, Answers, Site
     from memfit.tracing.own_code import OwnCodeTracer
     from memfit.tracing.python_stacks import keeping_stacks
     from memfit.tracing.repeated.passes import CallDiffers
@@ -113,9 +113,8 @@ def trace_code(
     config = AllocatorConfig.parse(alloc_conf)
     check_not_nested()
     for skips in (True, False):
-        table = Answers(
-            {Site(*place): value for place, value in (answers or {}).items()}, known=NO_OVERFLOW | TRAINER_KNOWN
-        )
+        said: dict[Site, Answer] = {Site(*place): value for place, value in (answers or {}).items()}
+        table = Answers(said | ALL_HAVE_ROWS, known=NO_OVERFLOW | TRAINER_KNOWN)
         with keeping_stacks():
             tracer = OwnCodeTracer(torch.device("meta"), platform_of(card), table)
         parameters: dict[str, int] = {"all": 0, "trainable": 0}

@@ -80,6 +80,11 @@ KNOWN: dict[Site, tuple[Value, str]] = {
     **NO_OVERFLOW,
 }
 
+ALL_HAVE_ROWS: dict[Site, Answer] = {
+    Site("torch/nn/modules/_functions.py", "forward", "[mask]"): lambda mask: mask.numel()
+}
+"""SyncBatchNorm leaves out processes whose batch is empty: none is."""
+
 
 HARMLESS: tuple[tuple[re.Pattern[str], bool, str], ...] = (
     (re.compile(r"isfinite"), True, FINITE_NOTE),
