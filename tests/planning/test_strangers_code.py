@@ -191,7 +191,7 @@ def test_a_value_is_unknown_once_something_unknown_was_written_into_it() -> None
         mask = torch.ones(8, device="cuda")
         mask.mul_(torch.randn(8, device="cuda"))
         if mask.sum() > 0:
-            raise AssertionError("not reached")
+            mask.add_(1)
 
     with pytest.raises(TraceError, match="asks a bool tensor for its value"):
         memfit.trace(step)
@@ -221,7 +221,7 @@ def test_a_number_that_nobody_knows_can_be_printed_and_reckoned_with() -> None:
 
 def decide_by_it() -> None:
     if unknown_loss().item() > 3:
-        raise AssertionError("not reached")
+        unknown_loss()
 
 
 def decide_by_its_float() -> None:

@@ -218,3 +218,34 @@ def test_an_evaluator_that_an_error_left_in_the_interpreter_changes_no_plan() ->
     finally:
         put(here(), usual)
     assert again.trace.requested == plan.trace.requested and again.trace.subjects == plan.trace.subjects
+
+
+def test_gradients_that_are_dropped_between_a_forward_pass_and_its_backward_pass_are_made_anew_in_every_step(
+    told: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run() -> None:
+        model = plain().cuda().train()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(PASSES):
+            labels = ids()
+            loss = nn.functional.cross_entropy(model(labels).view(-1, 1000), labels.view(-1))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    check_alike(run, monkeypatch)
+    assert told == [0]
+
+
+def test_a_pass_that_was_told_is_run_after_all_where_its_gradients_are_dropped_before_its_backward_pass(
+    told: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def drops_some(model: nn.Module, number: int) -> None:
+        labels = ids()
+        loss = nn.functional.cross_entropy(model(labels).view(-1, 1000), labels.view(-1))
+        if number == PASSES - 1:
+            model.zero_grad()
+        loss.backward()
+
+    check_alike(accumulating(plain, drops_some), monkeypatch)
+    assert told[0] > 0

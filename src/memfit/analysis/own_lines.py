@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import linecache
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -42,7 +43,15 @@ def is_own(file: str) -> bool:
     >>> is_own("/home/me/train.py"), is_own("/usr/lib/python3.12/runpy.py"), is_own("<frozen runpy>"), is_own("<cell>")
     (True, False, False, True)
     """
-    return not _LIBRARY.search(file)
+    return not _LIBRARY.search(file) and not any(
+        file.startswith(folder) and _holds_packages(folder) for folder in sys.path[1:] if folder
+    )
+
+
+@lru_cache
+def _holds_packages(folder: str) -> bool:
+    """As `pip install --target` fills one, for PYTHONPATH."""
+    return any(Path(folder).glob("*.dist-info"))
 
 
 def lines_alive(timeline: Timeline, labels: Labels, blocks: Ints) -> tuple[OwnLine, ...]:

@@ -102,7 +102,7 @@ def trace_code(
 
     from memfit.planning.on_trace import TRAINER_KNOWN
     from memfit.platform import platform_of
-    from memfit.tracing.answers import NO_OVERFLOW, Answers, Site
+    from memfit.tracing.answers import ALL_HAVE_ROWS, NO_OVERFLOW, Answer, Answers, Site
     from memfit.tracing.own_code import OwnCodeTracer
     from memfit.tracing.python_stacks import keeping_stacks
     from memfit.tracing.repeated.passes import CallDiffers
@@ -113,8 +113,8 @@ def trace_code(
     config = AllocatorConfig.parse(alloc_conf)
     check_not_nested()
     for skips in (True, False):
-        given = {Site(*place): value for place, value in (answers or {}).items()}
-        table = Answers(given, known=NO_OVERFLOW | TRAINER_KNOWN)
+        given: dict[Site, Answer] = {Site(*place): value for place, value in (answers or {}).items()}
+        table = Answers(given | ALL_HAVE_ROWS, known=NO_OVERFLOW | TRAINER_KNOWN)
         with keeping_stacks():
             tracer = OwnCodeTracer(torch.device("meta"), platform_of(card), table)
         parameters: dict[str, int] = {"all": 0, "trainable": 0}
@@ -169,6 +169,8 @@ def _run_traced(
     from memfit.tracing.outside import nothing_saved, put_back
     from memfit.tracing.own_code import OwnCodeNames
     from memfit.tracing.packages.bitsandbytes import bitsandbytes_traced
+    from memfit.tracing.packages.matching import matching_of_unknown_costs
+    from memfit.tracing.packages.torchscript import torchscript_traced
     from memfit.tracing.pretended_card import card_pretended
     from memfit.tracing.processes import processes_pretended
     from memfit.tracing.repeated.passes import repeated_calls_skipped
@@ -191,6 +193,8 @@ def _run_traced(
             mathematics_of_unknown_numbers(tracer.assume),
             repeated_calls_skipped(names, is_own) if skips else nullcontext(),
             bitsandbytes_traced(tracer),
+            matching_of_unknown_costs(tracer),
+            torchscript_traced(tracer, is_own),
         ):
             code(tracer)
 

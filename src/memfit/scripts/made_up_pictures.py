@@ -73,6 +73,17 @@ def _of_svhn(made: Any) -> str:
     return "32x32, 10 classes"
 
 
+def _of_stl10(made: Any) -> str:
+    import numpy as np
+
+    parts = {"train": 5_000, "test": 8_000, "unlabeled": 100_000}
+    counts = [parts[part] for part in made.split.split("+")]
+    made.data = np.zeros((sum(counts), 3, 96, 96), np.uint8)
+    unlabeled = 0 if made.split == "unlabeled" else counts[0]
+    made.labels = np.where(np.arange(sum(counts)) < unlabeled, np.arange(sum(counts)) % 10, -1)
+    return "96x96, 10 classes"
+
+
 def _of_a_folder(made: Any) -> str:
     from PIL import Image
 
@@ -91,4 +102,6 @@ def _named(made: Any, classes: int) -> str:
     return f"{classes:,} classes"
 
 
-FILLED = {"CIFAR10": _of_cifar, "MNIST": _of_mnist, "SVHN": _of_svhn, "DatasetFolder": _of_a_folder}
+FILLED = {
+    "CIFAR10": _of_cifar, "MNIST": _of_mnist, "SVHN": _of_svhn, "STL10": _of_stl10, "DatasetFolder": _of_a_folder,
+}  # fmt: skip

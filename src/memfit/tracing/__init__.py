@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 DOOR = {
-    "answers": "Answer Answers asking_line GENERATED NO_OVERFLOW Site Value",
+    "answers": "ALL_HAVE_ROWS Answer Answers asking_line GENERATED NO_OVERFLOW Site Value",
     "autocast": "Autocast LAYER",
     "costs": "OpCosts",
     "distributed": "OnHost ddp_traced fully_shard_traced",

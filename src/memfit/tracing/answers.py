@@ -22,7 +22,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memfit.errors import TraceError
-from memfit.tracing.unknown import FINITE_NOTE, UnknownNumber, UnknownWhole
+from memfit.tracing.unknown import FINITE_NOTE, UnknownNumber, UnknownWhole, answer_without_error
 
 if TYPE_CHECKING:
     from memfit.tracing.values import Values
@@ -80,6 +80,11 @@ KNOWN: dict[Site, tuple[Value, str]] = {
     **NO_OVERFLOW,
 }
 
+ALL_HAVE_ROWS: dict[Site, Answer] = {
+    Site("torch/nn/modules/_functions.py", "forward", "[mask]"): lambda mask: mask.numel()
+}
+"""SyncBatchNorm leaves out processes whose batch is empty: none is."""
+
 
 HARMLESS: tuple[tuple[re.Pattern[str], bool, str], ...] = (
     (re.compile(r"isfinite"), True, FINITE_NOTE),
@@ -89,6 +94,7 @@ HARMLESS: tuple[tuple[re.Pattern[str], bool, str], ...] = (
 )
 """By what stands in the line that asks: decisions that change what is logged or kept, answered as most runs do, and
 where memory may depend on it, by the larger answer."""
+PASSED = "what the program only checks (`assert`, an `if` that raises an error) is as it should be"
 _DECIDES = re.compile(r"\b(if|while|assert|and|or|not|min|max)\b|[<>]|[=!]=")
 UNKNOWN = "numbers that nobody knows, such as a loss, show as ?; numpy takes them for NaN, also where it compares"
 IN_ARRAYS = (
@@ -247,6 +253,9 @@ class Answers:
             if words.search(_line(asker)):
                 self.meanings[meaning] = None
                 return self._say(asker, value)
+        if (passing := answer_without_error(asker)) is not None:
+            self.meanings[PASSED] = None
+            return self._say(asker, passing)
         return self.refuse(TraceError(_at(asker) + question, hint=_hint(asker, self._chosen_in)))
 
     def _known_answer(self, tensor: torch.Tensor) -> tuple[FrameType | None, Value | None]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from unittest import mock
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from memfit.tracing.autocast import Autocast
 
@@ -105,7 +105,7 @@ def streams_of_cuda(tracer: Tracer) -> Iterator[None]:
     streams = tracer.streams
     names: dict[str, Any] = {
         "Stream": streams.kind, "stream": streams.within, "set_stream": streams.set_current, "Event": TracedEvent,
-        "current_stream": lambda *_: streams.current, "default_stream": lambda *_: streams.default,
+        "current_stream": lambda device=None: streams.current, "default_stream": lambda device=None: streams.default,
         "current_device": lambda: 0, "is_initialized": lambda: True,
     }  # fmt: skip
     with ExitStack() as stack:
@@ -302,3 +302,31 @@ def _tensor_type(name: str) -> CudaTensorType:
 
 _KINDS = ("Float", "Double", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool")
 CUDA_TENSOR_TYPES = {f"{kind}Tensor": _tensor_type(f"{kind}Tensor") for kind in _KINDS}
+
+
+@contextmanager
+def default_tensor_type_kept(names: CudaNames) -> Iterator[None]:
+    """`torch.set_default_tensor_type("torch.cuda.FloatTensor")`: what is made without a device lies on the GPU, also
+    by `torch.Tensor(...)`, which no mode sees."""
+    set_type, make = torch.set_default_tensor_type, Tensor.__new__
+
+    def set_default(kind: Any) -> None:
+        if type(kind) is str and kind.startswith("torch.cuda."):
+            kind = CUDA_TENSOR_TYPES.get(kind.removeprefix("torch.cuda."), kind)
+        on_gpu = isinstance(kind, CudaTensorType)
+        set_type(getattr(torch, kind.__name__) if on_gpu else kind)
+        torch.set_default_device("cuda" if on_gpu else None)
+        Tensor.__new__ = make_on_gpu if on_gpu else make  # type: ignore[assignment]
+
+    def make_on_gpu(kind: type[Tensor], *given: Any, **named: Any) -> Any:
+        made = make(kind, *given, **named)
+        elsewhere = kind is not Tensor or "device" in named or (given and isinstance(given[0], Tensor))
+        if elsewhere or names not in _get_current_function_mode_stack():
+            return made
+        return made.to("cuda")
+
+    with mock.patch.object(torch, "set_default_tensor_type", set_default):
+        try:
+            yield
+        finally:
+            Tensor.__new__ = make  # type: ignore[method-assign]

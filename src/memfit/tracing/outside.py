@@ -59,7 +59,10 @@ def put_back(is_on_gpu: Callable[[torch.Tensor], bool]) -> Iterator[None]:
             torch._C._swap_tensor_impl(here, there)  # a gradient may be held and looked at by others: on a GPU too
         else:
             there.__dict__.update(here.__dict__)  # a GPU run changes what is inside a parameter, not its attributes
-            swap(here, there)
+            try:
+                swap(here, there)
+            except RuntimeError:  # a graph holds it, as weight norm's from when the layer was made; on a GPU it may
+                torch._C._swap_tensor_impl(here, there)
         if moving and is_on_gpu(here) and not is_on_gpu(there):
             before = seen[moving[-1]]
             if name is not None:

@@ -17,6 +17,8 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib.machinery import PathFinder
+from inspect import signature
+from types import FunctionType
 from typing import Any
 from unittest import mock
 
@@ -29,7 +31,7 @@ from memfit.gpus import Gpu
 from memfit.replay.alloc_config import AllocatorConfig
 from memfit.replay.replay import Replay, replay
 from memfit.tracing.answers import Answers, asking_line
-from memfit.tracing.cuda_names import CUDA_TENSOR_TYPES, TracedEvent
+from memfit.tracing.cuda_names import CUDA_TENSOR_TYPES, TracedEvent, default_tensor_type_kept
 from memfit.tracing.own_code import (
     CUDA,
     OwnCodeNames,
@@ -67,7 +69,7 @@ NOT_COVERED = (
 REMEMBER = {"transformers.utils.import_utils": ("cuda", "gpu", "bf16"), "torch.utils._triton": ("triton",)}
 WITHOUT_CARD = ("bitsandbytes", "torch._inductor.cudagraph_trees")
 """What loads kernels, or torch's own parts for CUDA, where it finds a GPU: here as on a machine without one."""
-PATCHED_AT_ONCE = ("datasets", "evaluate")
+PATCHED_AT_ONCE = ("datasets", "evaluate", "scipy.optimize")
 """Whose functions others import by their names, while they are imported themselves."""
 TASK_SECONDS = 2.0
 """How long a task of a thread pool is waited for before the code goes on: tasks in their order give one answer."""
@@ -230,10 +232,19 @@ def _of_cuda(card: Card) -> dict[str, Any]:
     }  # fmt: skip
     missing = {name: getattr(torch.cuda, name) for name in NOT_COVERED if hasattr(torch.cuda, name)}
     return (
-        names
+        {name: _by_device(getattr(torch.cuda, name, None), value) for name, value in names.items()}
         | CUDA_TENSOR_TYPES
         | {name: _not_covered(name, real, card.tracer.answers) for name, real in missing.items()}
     )
+
+
+def _by_device(real: Any, pretended: Any) -> Any:
+    """There is one card: it is the one that is meant, as the first argument or by name."""
+    if not isinstance(real, FunctionType) or not {"device", "__"} & signature(real).parameters.keys():
+        return pretended
+    if {"device", "__"} & signature(pretended).parameters.keys():
+        return pretended
+    return lambda *args, device=None, **kwargs: pretended(*args, **kwargs)
 
 
 def _of_accelerator(card: Card) -> dict[str, Any]:
@@ -321,6 +332,7 @@ def card_pretended(
         stack.enter_context(saved_tensors_met_by_name(names))
         stack.enter_context(streams_recorded(tracer))
         stack.enter_context(_default_device_kept())
+        stack.enter_context(default_tensor_type_kept(names))
         stack.enter_context(_threads_traced(names, active))
         stack.enter_context(_imports_as_before(tracer, active, is_own))
         stack.enter_context(_caches_forgotten())

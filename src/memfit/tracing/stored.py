@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -139,6 +140,18 @@ class SavedThings:
             name = start[len(MARK) :].decode() if start.startswith(MARK) else None
         return name if name in self._kept else None
 
+    def move(self, file: Any, to: Any, *, stays: bool) -> bool:
+        """Renamed, copied or, to None, removed. False where it is no file of these."""
+        name, there = _name(file), _name(to)
+        if name not in self._kept or os.path.lexists(name):
+            return False
+        kept = self._kept[name]
+        if not stays:
+            del self._kept[name]
+        if there is not None:
+            self._kept[os.path.join(there, os.path.basename(name)) if os.path.isdir(there) else there] = kept
+        return True
+
     def take(self, name: str, where: Callable[[str], Any]) -> Any:
         """`where` says to which device what lay on "cuda" or "cpu" goes."""
         written, tensors, storages = self._kept[name]
@@ -193,6 +206,29 @@ def _name(file: Any) -> str | None:
     return os.path.abspath(file.name) if isinstance(getattr(file, "name", None), str) else None
 
 
+RENAMED = ((os, "replace"), (os, "rename"), (os, "remove"), (os, "unlink"), (shutil, "move"))
+COPIED = ((os, "link"), (shutil, "copy"), (shutil, "copy2"), (shutil, "copyfile"))
+
+
+@contextmanager
+def _moved(saved: SavedThings) -> Iterator[None]:
+    """What was saved here lies in no file: a program may put it where the best or the last one is."""
+
+    def with_saved(real: Any, stays: bool) -> Any:
+        def move(*given: Any, **named: Any) -> Any:
+            file = given[0] if given else named.get("src", named.get("path"))
+            to = given[1] if len(given) > 1 else named.get("dst")
+            return to if saved.move(file, to, stays=stays) else real(*given, **named)
+
+        return move
+
+    with ExitStack() as stack:
+        for group, stays in ((RENAMED, False), (COPIED, True)):
+            for module, name in group:
+                stack.enter_context(mock.patch.object(module, name, with_saved(getattr(module, name), stays)))
+        yield
+
+
 @contextmanager
 def files_read_as_shapes(tracer: OwnCodeTracer, saved: SavedThings) -> Iterator[None]:
     """`torch.load` and safetensors, in whatever package they were imported."""
@@ -206,6 +242,7 @@ def files_read_as_shapes(tracer: OwnCodeTracer, saved: SavedThings) -> Iterator[
         return _load_without_memory(tracer, load, file, map_location, args, kwargs)
 
     with ExitStack() as stack:
+        stack.enter_context(_moved(saved))
         for owner in (torch, torch.serialization):
             stack.enter_context(mock.patch.object(owner, "load", load_shapes))
         seen: set[str] = set()

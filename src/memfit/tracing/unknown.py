@@ -13,7 +13,9 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from types import FrameType
+from functools import cache
+from numbers import Number
+from types import CodeType, FrameType
 from typing import Any
 from unittest import mock
 
@@ -34,6 +36,58 @@ def _formats_text(asker: FrameType) -> bool:
     return name == "BINARY_MODULO" or (name == "BINARY_OP" and code[at + 1] in _REMAINDERS)
 
 
+_JUMPS = {"POP_JUMP_IF_TRUE": True, "POP_JUMP_IF_FALSE": False}
+_ASKS = ("COMPARE_OP", "CALL", "TO_BOOL", "UNARY_NOT", "CALL_METHOD", "CALL_FUNCTION")
+_BETWEEN = ("TO_BOOL", "CACHE", "EXTENDED_ARG", "NOT_TAKEN", "NOP")
+
+
+def answer_without_error(asker: FrameType) -> bool | None:
+    """Where a line only checks (`assert x.all()`, `if bad: raise ValueError`), what lets the program go on."""
+    code = asker.f_code
+    instructions = _instructions(code)
+    at = {each.offset: number for number, each in enumerate(instructions)}.get(asker.f_lasti)
+    if at is None or _is_tried(code, asker.f_lasti):
+        return None
+    answer = True
+    while (name := instructions[at].opname.replace("_FORWARD", "").replace("_BACKWARD", "")) not in _JUMPS:
+        if name not in (_ASKS if instructions[at].offset == asker.f_lasti else (*_BETWEEN, "UNARY_NOT")):
+            return None
+        answer ^= name == "UNARY_NOT"
+        at += 1
+    jumps_if = _JUMPS[name] is answer
+    target = next(number for number, each in enumerate(instructions) if each.offset == instructions[at].argval)
+    fails = _only_raises(instructions, target), _only_raises(instructions, at + 1)
+    return None if fails[0] == fails[1] else jumps_if is not fails[0]
+
+
+@cache
+def _instructions(code: CodeType) -> list[dis.Instruction]:
+    return list(dis.get_instructions(code))
+
+
+def _only_raises(instructions: list[dis.Instruction], at: int) -> bool:
+    for each in instructions[at:]:
+        if each.opname == "RAISE_VARARGS":
+            return True
+        if "JUMP" in each.opname or each.opname.startswith(("RETURN", "STORE", "YIELD", "FOR_ITER")):
+            return False
+    return False
+
+
+def _is_tried(code: CodeType, offset: int) -> bool:
+    """Whether the same function may catch what is raised there."""
+    instructions = _instructions(code)
+    if not hasattr(code, "co_exceptiontable"):  # Python 3.10
+        return any(each.opname == "SETUP_FINALLY" for each in instructions)
+    names = {each.offset: number for number, each in enumerate(instructions)}
+    for entry in dis._parse_exception_table(code):  # type: ignore[attr-defined]
+        if entry.start <= offset < entry.end:
+            handler = [each.opname for each in instructions[names[entry.target] :][:2]]
+            if handler[0] == "PUSH_EXC_INFO" and handler[1] != "WITH_EXCEPT_START":
+                return True
+    return False
+
+
 class UnknownNumber(float):
     """NaN to whatever reads it as a plain float, numpy for one."""
 
@@ -44,18 +98,21 @@ class UnknownNumber(float):
         made._decide = decide
         return made
 
-    def _same(self, *_: Any) -> UnknownNumber:
+    def _same(self) -> UnknownNumber:
         return UnknownNumber(self._decide)
 
-    def _pair(self, *_: Any) -> tuple[UnknownNumber, UnknownNumber]:
-        return self._same(), self._same()
+    def _with(self, other: Any, *_: Any) -> UnknownNumber:
+        return UnknownNumber(self._decide) if isinstance(other, Number) else NotImplemented
 
-    def _compare(self, _: Any) -> bool:
-        return self._decide()
+    def _pair(self, other: Any) -> tuple[UnknownNumber, UnknownNumber]:
+        return (self._same(), self._same()) if isinstance(other, Number) else NotImplemented
 
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _same
-    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = _same
-    __pow__ = __rpow__ = __neg__ = __pos__ = __abs__ = _same
+    def _compare(self, other: Any) -> bool:
+        return NotImplemented if _is_array(other) else self._decide()
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __pow__ = __rpow__ = _with
+    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = _with
+    __neg__ = __pos__ = __abs__ = _same
     __divmod__ = __rdivmod__ = _pair
     __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = _compare
 
@@ -69,7 +126,10 @@ class UnknownNumber(float):
         return int(self._decide())
 
     # Asked about once it is an index or a count.
-    __trunc__ = __ceil__ = __floor__ = __round__ = _same  # type: ignore[assignment]
+    __trunc__ = __ceil__ = __floor__ = _same  # type: ignore[assignment]
+
+    def __round__(self, digits: Any = None) -> Any:
+        return self._same()
 
     def __hash__(self) -> int:
         return id(self)
@@ -94,11 +154,15 @@ class UnknownWhole(UnknownNumber):
 class UnknownAboveZero(UnknownNumber):
     """A time, a temperature: nobody knows it, but that it is above zero, as are its sums and shares."""
 
-    def _made_with(self, other: Any = 1) -> UnknownNumber:
+    def _made_with(self, other: Any = 1) -> Any:
+        if _is_array(other):
+            return NotImplemented
         above = isinstance(other, UnknownAboveZero) or (not isinstance(other, UnknownNumber) and other > 0)
         return (UnknownAboveZero if above else UnknownNumber)(self._decide)
 
-    def _sum(self, other: Any) -> UnknownNumber:
+    def _sum(self, other: Any) -> Any:
+        if _is_array(other):
+            return NotImplemented
         return self._made_with(1 if not isinstance(other, UnknownNumber) and other == 0 else other)
 
     __add__ = __radd__ = _sum
@@ -108,18 +172,23 @@ class UnknownAboveZero(UnknownNumber):
         return isinstance(other, (int, float)) and not isinstance(other, UnknownNumber) and other <= 0
 
     def _is_more(self, other: Any) -> bool:
-        return self._is_above(other) or self._decide()
+        return NotImplemented if _is_array(other) else self._is_above(other) or self._decide()
 
     def _is_no_more(self, other: Any) -> bool:
-        return not self._is_above(other) and self._decide()
+        return NotImplemented if _is_array(other) else not self._is_above(other) and self._decide()
 
-    __gt__ = __ge__ = __ne__ = _is_more  # type: ignore[assignment]
-    __lt__ = __le__ = __eq__ = _is_no_more  # type: ignore[assignment]
+    __gt__ = __ge__ = __ne__ = _is_more
+    __lt__ = __le__ = __eq__ = _is_no_more
 
     def __bool__(self) -> bool:
         return True
 
     __hash__ = UnknownNumber.__hash__
+
+
+def _is_array(value: Any) -> bool:
+    """A tensor or an array of numpy, which answers for each of its numbers."""
+    return hasattr(value, "__array__") and not isinstance(value, Number)
 
 
 def is_unknown(value: object) -> bool:

@@ -53,7 +53,17 @@ OVERWRITES = frozenset(
     }
 )
 """Whatever their first argument held before, it is known afterwards."""
-ARRANGES = frozenset({aten.cat.default, aten.stack.default, aten.clone.default})
+ARRANGES = frozenset(
+    {
+        aten.cat.default,
+        aten.stack.default,
+        aten.clone.default,
+        aten.index.Tensor,
+        aten.index_select.default,
+        aten.masked_select.default,
+        aten.gather.default,
+    }
+)
 """What they make are copies of what they are given, and no more."""
 CHOICES = frozenset({aten.topk.default, aten.argmax.default, aten.max.dim})
 """The last that each of them makes is which it was."""

@@ -73,7 +73,8 @@ def _to_lie_alike(indices: Indices) -> list[int]:
     numbers = [i for i in indices if i is not None and not _is_mask(i)]
     if len(numbers) < 2 or any(map(_is_mask, indices)):
         return []
-    spread: Sequence[Tensor] = torch.broadcast_tensors(*numbers)  # type: ignore[no-untyped-call,unused-ignore]
+    shape = torch.broadcast_shapes(*(i.shape for i in numbers))  # they may lie apart: those of the host move later
+    spread = [i.expand(shape) for i in numbers]
     if len({i.stride() for i in spread}) == 1:
         return []
     return [i.numel() * i.element_size() for i in spread if not i.is_contiguous()]
@@ -94,6 +95,18 @@ def _index_by_numbers(tracer: Tracer, x: Tensor, indices: Indices) -> Any:
 
 def _is_mask(index: Tensor | None) -> bool:
     return index is not None and index.dtype in (torch.bool, torch.uint8)
+
+
+def _equal(tracer: Tracer, x: Tensor, y: Tensor) -> bool:
+    """native/cuda/Equal.cpp: `at::eq(self, src).all().item()`."""
+    if x.shape != y.shape:
+        return False
+    return bool(tracer.answers.value(aten.all.default(aten.eq.Tensor(x, y))))
+
+
+def _all_close(tracer: Tracer, x: Tensor, y: Tensor, *tolerances: Any, **named: Any) -> bool:
+    """native/TensorCompare.cpp: `at::isclose(...).all().item()`."""
+    return bool(tracer.answers.value(aten.all.default(torch.isclose(x, y, *tolerances, **named))))
 
 
 @dataclass(frozen=True)
@@ -155,6 +168,8 @@ DATA_DEPENDENT: dict[Any, Any] = {
     aten.nonzero.default: _nonzero,
     aten.masked_select.default: _masked_select,
     aten.index.Tensor: _index,
+    aten.equal.default: _equal,
+    aten.allclose.default: _all_close,
 }
 """Tried where torch cannot tell a shape."""
 

@@ -135,6 +135,52 @@ def _staged(tracer: Tracer, x: Tensor, values: int) -> None:
             hold(4 * -(-channels // width), "batch norm semaphores")
 
 
+def _of_channels(x: Tensor, count: int) -> list[Tensor]:
+    """In the type that sums are made in."""
+    kind = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return [x.new_empty(x.shape[1], dtype=kind) for _ in range(count)]
+
+
+def _statistics(tracer: Tracer, x: Tensor, eps: float) -> tuple[Tensor, ...]:
+    """Of one process: SyncBatchNorm (torch/nn/modules/_functions.py) does in pieces what batch norm does whole."""
+    made = _of_channels(x, 2)
+    if _in_rows(x):
+        _staged(tracer, x, 4)
+    return tuple(made)
+
+
+def _statistics_of_all(tracer: Tracer, x: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    return tuple(_of_channels(x, 2))
+
+
+def _normalised(tracer: Tracer, x: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _sums_backward(
+    tracer: Tracer,
+    grad: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    invstd: Tensor,
+    weight: Tensor | None,
+    input_wanted: bool,
+    weight_wanted: bool,
+    bias_wanted: bool,
+) -> tuple[Tensor | None, ...]:
+    sums: Sequence[Tensor | None] = _of_channels(x, 2) if input_wanted else (None, None)
+    asked = [wanted and weight is not None for wanted in (weight_wanted, bias_wanted)]
+    kind = x.dtype if weight is None else weight.dtype
+    of_weights = [x.new_empty(x.shape[1], dtype=kind) if each else None for each in asked]
+    if _in_rows(x):
+        _staged(tracer, x, 2)
+    return *sums, *of_weights
+
+
+def _input_backward(tracer: Tracer, grad: Tensor, x: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(x)
+
+
 def _group_norm(
     tracer: Tracer,
     out: Any,
@@ -185,4 +231,9 @@ HIDDEN: dict[Any, Any] = {
 REPLACED: dict[Any, Any] = {
     aten.native_batch_norm.default: _batch_norm,
     aten.native_batch_norm_backward.default: _batch_norm_backward,
+    aten.batch_norm_stats.default: _statistics,
+    aten.batch_norm_gather_stats_with_counts.default: _statistics_of_all,
+    aten.batch_norm_elemt.default: _normalised,
+    aten.batch_norm_backward_reduce.default: _sums_backward,
+    aten.batch_norm_backward_elemt.default: _input_backward,
 }

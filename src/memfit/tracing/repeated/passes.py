@@ -111,7 +111,7 @@ class RepeatedPasses:
             for before in self._seen.get(key, {}).values():
                 if before.times >= ALIKE and before.asked == self._values(leaves, before.asked):
                     tracer.assume(SKIPPED)
-                    return self._repeat(before, leaves)
+                    return self._repeat(key, before, leaves)
             if key is not None:
                 values = self._values(leaves, range(len(leaves)))
                 tracer.values.begin_origins({i: leaves[i] for i in values})
@@ -188,7 +188,7 @@ class RepeatedPasses:
 
     def _come_to(self, begun: _PendingCall, number: int, gradients: Sequence[Tensor | None]) -> None:
         trace = self._tracer.trace
-        if begun.at >= 0:
+        if begun.at >= 0 or not _has_its_gradients(begun.key):
             return
         begun.noted.given, begun.at, begun.blocks_then = number, len(trace), len(trace.requested)
         begun.unexplained = self._tracer.answers.unexplained
@@ -209,13 +209,10 @@ class RepeatedPasses:
         """It is known from now on, if it is whole."""
         noted, answers = begun.noted, self._tracer.answers
         asked = set(answers.asked_about)
-        call, gradients = begun.key
-        module = call[0]()
-        if module is None or answers.unexplained != begun.unexplained or not asked <= set(begun.values):
+        if answers.unexplained != begun.unexplained or not asked <= set(begun.values):
             return
-        with torch._C.DisableTorchFunction():
-            if gradients != _gradients(module):
-                return
+        if not _has_its_gradients(begun.key):
+            return
         noted.asked = {i: begun.values[i] for i in asked}
         if not self._note_backward(begun):
             return
@@ -257,7 +254,7 @@ class RepeatedPasses:
 
     # -- telling -----------------------------------------------------------------------------------------------------
 
-    def _repeat(self, noted: PassRecord, leaves: list[Any]) -> Any:
+    def _repeat(self, key: Any, noted: PassRecord, leaves: list[Any]) -> Any:
         def make() -> tuple[list[Tensor], dict[tuple[str, int], Any]]:
             first = self._maker.repeat(noted.forward, noted.blocks)
             alive = still_alive(noted.forward)
@@ -274,14 +271,16 @@ class RepeatedPasses:
 
         with torch._C.DisableTorchFunction():
             begin = torch.empty(0, device="cpu", requires_grad=True)
-            tensors = iter(_RepeatedNode.apply(begin, make, self, noted))
+            tensors = iter(_RepeatedNode.apply(begin, make, self, key, noted))
         told = [next(tensors) if isinstance(each, MadeAgain) else each[0] for each in noted.returned]
         return tree_unflatten(told, noted.form)[0]
 
-    def pass_backward(self, noted: PassRecord, held: dict[tuple[str, int], Any], gradients: Sequence[Any]) -> None:
+    def pass_backward(
+        self, key: Any, noted: PassRecord, held: dict[tuple[str, int], Any], gradients: Sequence[Any]
+    ) -> None:
         given = [i for i, each in enumerate(gradients) if each is not None]
         needed = {(whose, number) for whose in ("call", "argument") for number in noted.lets_go(whose)}
-        if given != [noted.given] or not needed <= held.keys():
+        if given != [noted.given] or not needed <= held.keys() or not _has_its_gradients(key):
             raise CallDiffers
         trace, made = self._tracer.trace, []
         for action, whose, number in noted.backward:
@@ -299,6 +298,14 @@ class RepeatedPasses:
             held["pass", number] = self._maker.storage(made[number], noted.made[number][0])
 
 
+def _has_its_gradients(key: Any) -> bool:
+    """Those that were there when the call began: code may drop them before the backward pass."""
+    call, gradients = key
+    module = call[0]()
+    with torch._C.DisableTorchFunction():
+        return module is not None and gradients == _gradients(module)
+
+
 def _gradients(module: torch.nn.Module) -> tuple[bool, ...]:
     """Which weights have theirs."""
     return tuple(weight.requires_grad and weight.grad is not None for weight in module.parameters())
@@ -308,9 +315,11 @@ class _RepeatedNode(torch.autograd.Function):
     """One node in the place of all that a call made. `held_of_told_calls`: what those would keep."""
 
     @staticmethod
-    def forward(ctx: Any, begin: Tensor, make: Callable[[], Any], passes: RepeatedPasses, noted: PassRecord) -> Any:
+    def forward(
+        ctx: Any, begin: Tensor, make: Callable[[], Any], passes: RepeatedPasses, key: Any, noted: PassRecord
+    ) -> Any:
         tensors, ctx.held_of_told_calls = make()
-        ctx.passes, ctx.noted = passes, noted
+        ctx.passes, ctx.key, ctx.noted = passes, key, noted
         ctx.set_materialize_grads(False)
         forms = [each for each in noted.returned if isinstance(each, MadeAgain)]
         ctx.mark_non_differentiable(
@@ -321,8 +330,8 @@ class _RepeatedNode(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         with torch._C.DisableTorchFunction():
-            ctx.passes.pass_backward(ctx.noted, ctx.held_of_told_calls, gradients)
-        return None, None, None, None
+            ctx.passes.pass_backward(ctx.key, ctx.noted, ctx.held_of_told_calls, gradients)
+        return None, None, None, None, None
 
 
 @contextmanager
