@@ -254,6 +254,28 @@ def test_a_library_that_imports_datasets_itself_is_given_made_up_ones_too(
     assert "glue mrpc: a made-up data set" in said
 
 
+ENCODED = """
+import tiktoken, torch
+for name, size in (("gpt2", 50257), ("p50k_base", 50281), ("cl100k_base", 100277), ("o200k_base", 200019)):
+    assert tiktoken.get_encoding(name).n_vocab == size, name
+encoding = tiktoken.encoding_for_model("gpt-4o")
+assert len(encoding.encode_ordinary("a" * 401)) == 101 and len(encoding.decode(encoding.encode("a" * 40))) > 10
+ended = encoding.encode("a" * 8 + "<|endoftext|>", allowed_special={"<|endoftext|>"})
+assert len(ended) == 3 and ended[-1] == encoding.eot_token
+torch.tensor(encoding.encode_to_numpy("a" * 400), dtype=torch.long, device="cuda")
+"""
+
+
+def test_an_encoding_of_tiktoken_is_made_up_in_its_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("tiktoken", reason="tiktoken is not installed: `make test-all` does")
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "none"))
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
+    (tmp_path / "train.py").write_text(ENCODED)
+    plan = memfit.trace_script("train.py", synthetic_data=True)
+    assert plan.peak.allocated_bytes == 1024
+    assert any(note.startswith("gpt2: a made-up encoding of 50,257 tokens") for note in plan.notes)
+
+
 TORCHVISION = """
 import os
 class VisionDataset:

@@ -15,10 +15,10 @@ from typing import Any
 from unittest import mock
 
 from memfit.errors import TraceError
+from memfit.scripts.made_up_encodings import CHARACTERS_A_TOKEN, patches_of_encodings
 from memfit.scripts.made_up_pictures import patches_of_pictures
 from memfit.scripts.made_up_rows import ROWS, SOUND_FILE, columns_of, columns_told, data_sets_of, sound
 
-CHARACTERS_A_TOKEN = 4
 FEWEST_TOKENS = 100
 """Those of bytes have more; one without its files has a handful."""
 TEMPLATE = (
@@ -70,10 +70,11 @@ def data_made_up(tracer: Any, made_up: MadeUp, *, wanted: bool) -> Iterator[None
                 done.add("metrics")
                 stack.enter_context(mock.patch.object(metrics, "load", _loaded_or_unknown(metrics.load, tracer)))
 
-            if wanted and "pictures" not in done and (pictures := patches_of_pictures(tracer)):
-                done.add("pictures")
-                for each in pictures:
-                    stack.enter_context(each)
+            for name, patches_of in (("pictures", patches_of_pictures), ("encodings", patches_of_encodings)):
+                if wanted and name not in done and (patches := patches_of(tracer)):
+                    done.add(name)
+                    for each in patches:
+                        stack.enter_context(each)
 
         patch()
         tracer.after_import.append(patch)
