@@ -42,18 +42,16 @@ def _found_or_made(find: Callable[[str], Any], tracer: Any) -> Callable[[str], A
 
 def make_encoding(name: str) -> Any:
     """By tiktoken's own description of it, but for what stands in files."""
-    import tiktoken
-
-    describe = tiktoken.registry.ENCODING_CONSTRUCTORS[name]  # type: ignore[index]
-    without_files = mock.patch.multiple(sys.modules[describe.__module__], **dict.fromkeys(READERS, lambda *_, **__: {}))
-    with without_files:
+    package: Any = sys.modules["tiktoken"]
+    describe = package.registry.ENCODING_CONSTRUCTORS[name]
+    with mock.patch.dict(vars(sys.modules[describe.__module__]), dict.fromkeys(READERS, lambda *_, **__: {})):
         said = describe()
     special = said["special_tokens"]
     end = said.get("explicit_n_vocab") or min(special.values())
     words = {bytes([number]): number for number in range(BYTES)}
     words |= {b"<%d>" % number: number for number in range(BYTES, end) if number not in special.values()}
-    made = tiktoken.Encoding(**{**said, "mergeable_ranks": words})
-    made._core_bpe = FourCharacters(made._core_bpe)  # type: ignore[assignment]
+    made = package.Encoding(**{**said, "mergeable_ranks": words})
+    made._core_bpe = FourCharacters(made._core_bpe)
     return made
 
 

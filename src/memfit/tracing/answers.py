@@ -98,6 +98,7 @@ IN_ARRAYS = (
 """It stands beside the verdict: how much a program keeps may follow from them, and no line can be asked."""
 MOST_FILLED = 1 << 24
 AS_FLOAT = "float() of a number that nobody knows, such as a loss, is NaN"
+ALL_TRUE = "masks that say where numbers are written are true everywhere, which takes most"
 DRAWN = "whole numbers drawn at random on the GPU were drawn on the host: sizes that follow from them may differ"
 
 
@@ -137,6 +138,13 @@ class Answers:
         if (known := self._read(tensor)) is not None:
             return int(known.count_nonzero())
         return int(self._answer(tensor, f"the code selects by {_kind(tensor)}, and how much depends on its values"))
+
+    def most(self, mask: torch.Tensor) -> int:
+        """How many elements of a mask are true at the most, for code that goes on alike however many they are."""
+        if self.values is None or self._read(mask) is not None or self._known_answer(mask)[1] is not None:
+            return self.count(mask)
+        self.meanings[ALL_TRUE] = None
+        return mask.numel()
 
     def _read(self, tensor: torch.Tensor) -> torch.Tensor | None:
         self.questions += 1
