@@ -93,6 +93,24 @@ def test_a_name_on_the_hub_is_read_as_the_config_that_memfit_knows(run) -> None:
     assert any(note.startswith("weights that are not on this machine") for note in plan.notes)
 
 
+def test_weights_that_do_not_fit_stay_on_a_host_that_has_room_whatever_this_one_has(tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    import psutil
+
+    memory = psutil.virtual_memory()
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory._replace(available=1 << 20))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(
+        "import torch\nfrom transformers import AutoModelForCausalLM\n"
+        "model = AutoModelForCausalLM.from_pretrained('Qwen/Qwen2.5-7B', device_map='auto')\n"
+        "assert {'cpu', 0} == set(model.hf_device_map.values())\n"
+        "with torch.no_grad(): model(torch.ones(1, 8, dtype=torch.long, device='cuda'))\n"
+    )
+    plan = memfit.trace_script("train.py", gpu="8 GB")
+    (told,) = (note for note in plan.notes if note.startswith("not modelled: the host's memory"))
+    kept = float(told.split("the ")[2].split(" GiB")[0])
+    assert kept + plan.report.breakdown["weights"] / 2**30 == pytest.approx(2 * 7_615_616_512 / 2**30, abs=0.02)
+
+
 def test_known_weights_are_copied_into_a_model_of_one_s_own(run) -> None:  # type: ignore[no-untyped-def]
     told, plan = run(GPT2)
     assert told["shape"] == [50257, 768]
