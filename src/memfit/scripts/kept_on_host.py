@@ -40,7 +40,7 @@ def host_has_room(tracer: Any) -> Iterator[None]:
             tracer.after_import.remove(patch)
             if kept[0]:
                 tracer.assume(
-                    f"not modelled: the host's memory, taken to be enough for the {format_bytes(kept[0])} of weights that"
+                    f"not modelled: the host's memory, taken to be enough for {format_bytes(kept[0])} of weights that"
                     " a device_map keeps there: they are copied to the card each time that they are used"
                 )
 

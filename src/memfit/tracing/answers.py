@@ -86,6 +86,7 @@ HARMLESS: tuple[tuple[re.Pattern[str], bool, str], ...] = (
     (re.compile(r"isnan|isinf|\bnan\b|\binf\b"), False, FINITE_NOTE),
     (re.compile(r"best|lowest|highest"), True, "each result that is compared with the best so far is a new best"),
     (re.compile(r"(correct|right|hits?)\w*\s*\+="), True, "answers whose right ones are counted are right"),
+    (re.compile(r"\bchr\("), False, "characters of numbers that nobody knows are the first that the line can make"),
 )
 """By what stands in the line that asks: decisions that change what is logged or kept, answered as most runs do, and
 where memory may depend on it, by the larger answer."""
