@@ -10,6 +10,7 @@ import pytest
 
 import memfit
 from memfit.errors import MemfitError
+from memfit.tracing.outside import LEFT_OUT
 
 SMALL = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
          "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
@@ -115,6 +116,18 @@ def test_known_weights_are_copied_into_a_model_of_one_s_own(run) -> None:  # typ
     told, plan = run(GPT2)
     assert told["shape"] == [50257, 768]
     assert any("keep the values they were made with" in note for note in plan.notes)
+
+
+def test_a_program_may_write_its_own_files_beside_a_model_that_it_saves(tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(
+        "import pathlib\nfrom transformers import AutoConfig, GPT2LMHeadModel\n"
+        "config = AutoConfig.from_pretrained('gpt2')\nconfig.n_layer = 1\n"
+        "GPT2LMHeadModel(config).cuda().save_pretrained('out/step_1', max_shard_size='100GB')\n"
+        "pathlib.Path('out/step_1/state.json').write_text('{}')\n"
+    )
+    plan = memfit.trace_script("train.py")
+    assert LEFT_OUT in plan.notes and [each.name for each in Path("out/step_1").iterdir()] == ["state.json"]
 
 
 def test_what_a_script_saves_it_loads_again(run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

@@ -39,6 +39,7 @@ whole = load_dataset("imdb")
 rows = load_dataset("glue", "mrpc", split="train[:10%]")
 stream = load_dataset("wikitext", "wikitext-2-raw-v1", split="train", streaming=True)
 assert set(whole) == {"train", "validation", "test"} and set(whole["train"].column_names) == {"text", "label"}
+assert sum(1 for _ in zip(range(3000), stream)) == 3000
 assert {"sentence1", "sentence2", "label"} <= set(rows.column_names) and len(next(iter(stream))["text"]) > 4000
 torch.zeros(1, device="cuda")
 """

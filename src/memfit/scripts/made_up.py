@@ -19,6 +19,7 @@ from memfit.scripts.made_up_encodings import CHARACTERS_A_TOKEN, patches_of_enco
 from memfit.scripts.made_up_pictures import patches_of_pictures
 from memfit.scripts.made_up_rows import ROWS, SOUND_FILE, columns_of, columns_told, data_sets_of, sound
 
+TIMES_STREAMED = 100
 FEWEST_TOKENS = 100
 """Those of bytes have more; one without its files has a handful."""
 TEMPLATE = (
@@ -174,19 +175,22 @@ def _loaded_or_made(load: Callable[..., Any], data: Any, tracer: Any, made_up: M
         made_up[named] = tuple(row)
         tracer.assume(f"{named}: a made-up data set with the columns {columns_told(row)}")
         made = data_sets_of(named, row, data)
+        if kwargs.get("streaming"):
+            made = {name: _streamed(each, name) for name, each in made.items()}
         split = kwargs.get("split")
         if split is None:
-            return (
-                data.IterableDatasetDict({name: each.to_iterable_dataset() for name, each in made.items()})
-                if (kwargs.get("streaming"))
-                else data.DatasetDict(made)
-            )
+            return (data.IterableDatasetDict if kwargs.get("streaming") else data.DatasetDict)(made)
         if isinstance(split, (list, tuple)):
             return [made[_split(each)] for each in split]
-        found = made[_split(split)]
-        return found.to_iterable_dataset() if kwargs.get("streaming") else found
+        return made[_split(split)]
 
     return load_dataset
+
+
+def _streamed(made: Any, split: str) -> Any:
+    """What is streamed is long: a program may take thousands of rows for a step."""
+    rows = made.to_iterable_dataset()
+    return rows.repeat(TIMES_STREAMED) if split == "train" else rows
 
 
 @contextmanager
