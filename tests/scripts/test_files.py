@@ -118,6 +118,23 @@ def test_known_weights_are_copied_into_a_model_of_one_s_own(run) -> None:  # typ
     assert any("keep the values they were made with" in note for note in plan.notes)
 
 
+HEAVY = """
+import resource, torch
+from transformers import AutoConfig, AutoModelForCausalLM
+model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained("Qwen/Qwen2.5-7B"), dtype=torch.float32)
+assert model.lm_head.weight.device.type == "cpu" and model.lm_head.weight.requires_grad
+assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 6 << 20
+model.to("cuda", torch.bfloat16)
+"""
+
+
+def test_a_model_that_a_program_makes_on_the_host_takes_no_memory_there(tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(HEAVY)
+    plan = memfit.trace_script("train.py")
+    assert plan.peak.allocated_bytes == pytest.approx(2 * 7_615_616_512, rel=4e-3)
+
+
 def test_a_program_may_write_its_own_files_beside_a_model_that_it_saves(tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(

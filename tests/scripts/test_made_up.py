@@ -139,8 +139,10 @@ def test_without_the_flag_a_missing_tokenizer_is_one_clear_error(tmp_path: Path,
 def test_a_data_set_s_columns_are_told_by_its_name() -> None:
     assert list(columns_of("glue mrpc")) == ["sentence1", "sentence2", "label", "idx"]
     assert list(columns_of("HuggingFaceH4/ultrachat_200k")) == ["messages"]
+    assert list(columns_of("Anthropic/hh-rlhf")) == ["chosen", "rejected"]
+    assert list(columns_of("ptb_text_only")) == ["sentence"]
     assert list(columns_of("my/own")) == ["text", "label"]
-    assert list(columns_of("allenai/c4 en")) == list(columns_of("ptb_text_only")) == ["text"]
+    assert list(columns_of("allenai/c4 en")) == list(columns_of("wikitext")) == ["text"]
     assert columns_told(columns_of("allenai/c4 en")) == "text, up to 4,000 words a text"
     assert len(columns_of("xsum")["document"]) > len(columns_of("xsum")["summary"]) > 0
 
@@ -200,6 +202,20 @@ def test_a_column_that_a_made_up_data_set_lacks_is_told_beside_the_error(cause: 
         raise TraceError("the job itself fails: ...", hint="raised at train.py:3") from cause
     assert error.value.hint.startswith("raised at train.py:3")
     assert ("made up by --synthetic-data: my/own has text; the real one may have" in error.value.hint) is told
+
+
+@pytest.mark.parametrize(
+    ("name", "learned"),
+    [
+        ("tatsu-lab/alpaca", lambda row: row["output"]),
+        ("HuggingFaceH4/ultrachat_200k", lambda row: row["messages"][-1]["content"]),
+        ("trl-lib/ultrafeedback_binarized", lambda row: row["rejected"]),
+        ("Anthropic/hh-rlhf", lambda row: row["chosen"].rpartition("\n\nAssistant: ")[2]),
+        ("ptb_text_only", lambda row: row["sentence"]),
+    ],
+)
+def test_what_is_learned_of_a_made_up_row_is_long_so_that_the_program_s_own_truncation_bounds_it(name, learned) -> None:  # type: ignore[no-untyped-def]
+    assert learned(columns_of(name)).split() == ["word"] * 1000
 
 
 def test_data_sets_are_made_up_where_that_is_asked_for(tmp_path: Path) -> None:

@@ -195,16 +195,19 @@ def _streamed(made: Any, split: str) -> Any:
 
 @contextmanager
 def columns_are_made_up(made_up: MadeUp) -> Iterator[None]:
-    """Where a job fails for a column that it does not find, that need not be its own fault."""
+    """Where a job fails for a column that it does not find, or for few rows, that need not be its own fault."""
     try:
         yield
     except TraceError as error:
         cause = error.__cause__
-        of_column = isinstance(cause, KeyError) or (isinstance(cause, ValueError) and _OF_COLUMNS.search(str(cause)))
+        of_column = isinstance(cause, (KeyError, ZeroDivisionError)) or (
+            isinstance(cause, ValueError) and _OF_COLUMNS.search(str(cause))
+        )
         if not made_up or not of_column:
             raise
         told = "; ".join(f"{name} has {', '.join(columns)}" for name, columns in made_up.items())
-        hint = f"{error.hint}\ndata made up by --synthetic-data: {told}; the real one may have other columns or splits"
+        made = f"data made up by --synthetic-data: {told}; the real one may have other columns or splits, and more rows"
+        hint = f"{error.hint}\n{made}"
         raise TraceError(error.message, hint=hint) from cause
 
 
