@@ -264,6 +264,18 @@ def test_right_answers_are_counted_and_that_is_said() -> None:
     assert "answers whose right ones are counted are right" in memfit.trace(step).notes and seen == [3]
 
 
+def test_tokens_that_are_printed_as_characters_are_any_characters() -> None:
+    seen: list[str] = []
+
+    def step() -> None:
+        tokens = torch.randn(3, 256, device="cuda").argmax(-1)
+        seen.append("".join(str(chr(max(32, token))) for token in tokens))
+        seen.append("".join(chr(token) for token in tokens) + chr(tokens[0].item()))
+
+    plan = memfit.trace(step)
+    assert seen == ["   ", "\0" * 4] and any(note.startswith("characters of numbers") for note in plan.notes)
+
+
 def test_the_best_so_far_is_answered_and_said() -> None:
     seen: list[bool] = []
 
@@ -698,7 +710,7 @@ def test_a_checkpoint_that_the_code_saves_leaves_the_real_one_alone(tmp_path: Pa
         language_model().cuda().save_pretrained(tmp_path / "folder")
 
     made = memfit.trace(step)
-    assert [path.read_bytes() for path in paths] == [b"real", b"real"] and not (tmp_path / "folder").exists()
+    assert [path.read_bytes() for path in paths] == [b"real", b"real"] and not any((tmp_path / "folder").iterdir())
     assert any("nothing was written" in note for note in made.notes)
 
 

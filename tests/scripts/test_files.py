@@ -10,6 +10,7 @@ import pytest
 
 import memfit
 from memfit.errors import MemfitError
+from memfit.tracing.outside import LEFT_OUT
 
 SMALL = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
          "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
@@ -93,10 +94,57 @@ def test_a_name_on_the_hub_is_read_as_the_config_that_memfit_knows(run) -> None:
     assert any(note.startswith("weights that are not on this machine") for note in plan.notes)
 
 
+def test_weights_that_do_not_fit_stay_on_a_host_that_has_room_whatever_this_one_has(tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    import psutil
+
+    memory = psutil.virtual_memory()
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory._replace(available=1 << 20))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(
+        "import torch\nfrom transformers import AutoModelForCausalLM\n"
+        "model = AutoModelForCausalLM.from_pretrained('Qwen/Qwen2.5-7B', device_map='auto')\n"
+        "assert {'cpu', 0} == set(model.hf_device_map.values())\n"
+        "with torch.no_grad(): model(torch.ones(1, 8, dtype=torch.long, device='cuda'))\n"
+    )
+    plan = memfit.trace_script("train.py", gpu="8 GB")
+    (told,) = (note for note in plan.notes if note.startswith("not modelled: the host's memory"))
+    kept = float(told.split("enough for ")[1].split(" GiB")[0])
+    assert kept + plan.report.breakdown["weights"] / 2**30 == pytest.approx(2 * 7_615_616_512 / 2**30, abs=0.02)
+
+
 def test_known_weights_are_copied_into_a_model_of_one_s_own(run) -> None:  # type: ignore[no-untyped-def]
     told, plan = run(GPT2)
     assert told["shape"] == [50257, 768]
     assert any("keep the values they were made with" in note for note in plan.notes)
+
+
+HEAVY = """
+import resource, torch
+from transformers import AutoConfig, AutoModelForCausalLM
+model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained("Qwen/Qwen2.5-7B"), dtype=torch.float32)
+assert model.lm_head.weight.device.type == "cpu" and model.lm_head.weight.requires_grad
+assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 6 << 20
+model.to("cuda", torch.bfloat16)
+"""
+
+
+def test_a_model_that_a_program_makes_on_the_host_takes_no_memory_there(tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(HEAVY)
+    plan = memfit.trace_script("train.py")
+    assert plan.peak.allocated_bytes == pytest.approx(2 * 7_615_616_512, rel=4e-3)
+
+
+def test_a_program_may_write_its_own_files_beside_a_model_that_it_saves(tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(
+        "import pathlib\nfrom transformers import AutoConfig, GPT2LMHeadModel\n"
+        "config = AutoConfig.from_pretrained('gpt2')\nconfig.n_layer = 1\n"
+        "GPT2LMHeadModel(config).cuda().save_pretrained('out/step_1', max_shard_size='100GB')\n"
+        "pathlib.Path('out/step_1/state.json').write_text('{}')\n"
+    )
+    plan = memfit.trace_script("train.py")
+    assert LEFT_OUT in plan.notes and [each.name for each in Path("out/step_1").iterdir()] == ["state.json"]
 
 
 def test_what_a_script_saves_it_loads_again(run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

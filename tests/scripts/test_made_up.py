@@ -39,6 +39,7 @@ whole = load_dataset("imdb")
 rows = load_dataset("glue", "mrpc", split="train[:10%]")
 stream = load_dataset("wikitext", "wikitext-2-raw-v1", split="train", streaming=True)
 assert set(whole) == {"train", "validation", "test"} and set(whole["train"].column_names) == {"text", "label"}
+assert sum(1 for _ in zip(range(3000), stream)) == 3000
 assert {"sentence1", "sentence2", "label"} <= set(rows.column_names) and len(next(iter(stream))["text"]) > 4000
 torch.zeros(1, device="cuda")
 """
@@ -138,8 +139,10 @@ def test_without_the_flag_a_missing_tokenizer_is_one_clear_error(tmp_path: Path,
 def test_a_data_set_s_columns_are_told_by_its_name() -> None:
     assert list(columns_of("glue mrpc")) == ["sentence1", "sentence2", "label", "idx"]
     assert list(columns_of("HuggingFaceH4/ultrachat_200k")) == ["messages"]
+    assert list(columns_of("Anthropic/hh-rlhf")) == ["chosen", "rejected"]
+    assert list(columns_of("ptb_text_only")) == ["sentence"]
     assert list(columns_of("my/own")) == ["text", "label"]
-    assert list(columns_of("allenai/c4 en")) == list(columns_of("ptb_text_only")) == ["text"]
+    assert list(columns_of("allenai/c4 en")) == list(columns_of("wikitext")) == ["text"]
     assert columns_told(columns_of("allenai/c4 en")) == "text, up to 4,000 words a text"
     assert len(columns_of("xsum")["document"]) > len(columns_of("xsum")["summary"]) > 0
 
@@ -201,6 +204,20 @@ def test_a_column_that_a_made_up_data_set_lacks_is_told_beside_the_error(cause: 
     assert ("made up by --synthetic-data: my/own has text; the real one may have" in error.value.hint) is told
 
 
+@pytest.mark.parametrize(
+    ("name", "learned"),
+    [
+        ("tatsu-lab/alpaca", lambda row: row["output"]),
+        ("HuggingFaceH4/ultrachat_200k", lambda row: row["messages"][-1]["content"]),
+        ("trl-lib/ultrafeedback_binarized", lambda row: row["rejected"]),
+        ("Anthropic/hh-rlhf", lambda row: row["chosen"].rpartition("\n\nAssistant: ")[2]),
+        ("ptb_text_only", lambda row: row["sentence"]),
+    ],
+)
+def test_what_is_learned_of_a_made_up_row_is_long_so_that_the_program_s_own_truncation_bounds_it(name, learned) -> None:  # type: ignore[no-untyped-def]
+    assert learned(columns_of(name)).split() == ["word"] * 1000
+
+
 def test_data_sets_are_made_up_where_that_is_asked_for(tmp_path: Path) -> None:
     pytest.importorskip("datasets", reason="datasets is not installed: `make test-all` does")
     (tmp_path / "train.py").write_text(DATA)
@@ -252,6 +269,28 @@ def test_a_library_that_imports_datasets_itself_is_given_made_up_ones_too(
     command = [sys.executable, "-m", "memfit", "plan", "script", "--synthetic-data", "--", "train.py"]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert "glue mrpc: a made-up data set" in said
+
+
+ENCODED = """
+import tiktoken, torch
+for name, size in (("gpt2", 50257), ("p50k_base", 50281), ("cl100k_base", 100277), ("o200k_base", 200019)):
+    assert tiktoken.get_encoding(name).n_vocab == size, name
+encoding = tiktoken.encoding_for_model("gpt-4o")
+assert len(encoding.encode_ordinary("a" * 401)) == 101 and len(encoding.decode(encoding.encode("a" * 40))) > 10
+ended = encoding.encode("a" * 8 + "<|endoftext|>", allowed_special={"<|endoftext|>"})
+assert len(ended) == 3 and ended[-1] == encoding.eot_token
+torch.tensor(encoding.encode_to_numpy("a" * 400), dtype=torch.long, device="cuda")
+"""
+
+
+def test_an_encoding_of_tiktoken_is_made_up_in_its_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("tiktoken", reason="tiktoken is not installed: `make test-all` does")
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "none"))
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
+    (tmp_path / "train.py").write_text(ENCODED)
+    plan = memfit.trace_script("train.py", synthetic_data=True)
+    assert plan.peak.allocated_bytes == 1024
+    assert any(note.startswith("gpt2: a made-up encoding of 50,257 tokens") for note in plan.notes)
 
 
 TORCHVISION = """

@@ -9,8 +9,9 @@ import pytest
 import torch
 from reading import cases, story
 
+import memfit
 from memfit.errors import TraceError
-from memfit.tracing.answers import Answers, Site
+from memfit.tracing.answers import ALL_TRUE, Answers, Site
 from memfit.tracing.tracer import Tracer, trace
 
 CUDA = "cuda"
@@ -101,6 +102,22 @@ def test_values_tell_how_many_elements_a_mask_has() -> None:
         lambda: torch.empty(8, 16, device=CUDA, dtype=torch.bool), lambda: torch.empty(5, device=CUDA)
     ).split()
     assert f"+{5 * 2 * 8}" in words
+
+
+def written_where(mask: Callable[[Tensor], Tensor]) -> memfit.Plan:
+    def job() -> None:
+        x = torch.randn(16, 64, device=CUDA)
+        x[mask(x), mask(x)] = 1
+
+    return memfit.trace(job)
+
+
+def test_a_mask_that_nobody_knows_may_say_where_numbers_are_written_and_is_true_everywhere() -> None:
+    known = written_where(lambda _: torch.ones(16, dtype=torch.bool).cuda())
+    unknown = written_where(lambda x: x.sum(1) == 0)
+    positions = 16 * 8
+    assert unknown.trace.requested.count(positions) == known.trace.requested.count(positions) == 2
+    assert ALL_TRUE in unknown.notes and ALL_TRUE not in known.notes
 
 
 def test_positions_that_lie_differently_are_copied_for_the_kernel() -> None:

@@ -89,7 +89,8 @@ def failures_of_the_job() -> Iterator[None]:
             raise TraceError(
                 f"the code wants something from the network that cannot be reached from here: {said[:300]}",
                 hint=f"asked for at {own or line}: put it where the program looks first, or run memfit"
-                " where it can be reached; plan script --synthetic-data makes up data sets and tokenizers of the Hub",
+                " where it can be reached; plan script --synthetic-data makes up data sets and tokenizers of the Hub,"
+                " and encodings of tiktoken",
             ) from error
         raise TraceError(f"the job itself fails: {what}", hint=f"raised at {line}") from error
 

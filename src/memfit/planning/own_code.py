@@ -174,7 +174,7 @@ def _run_traced(
     from memfit.tracing.pretended_card import card_pretended
     from memfit.tracing.processes import processes_pretended
     from memfit.tracing.repeated.passes import repeated_calls_skipped
-    from memfit.tracing.stored import SavedThings, files_read_as_shapes
+    from memfit.tracing.stored import SavedThings, files_read_as_shapes, large_weights_without_memory
     from memfit.tracing.tracer import ONE_AT_A_TIME, run_traced
     from memfit.tracing.unknown import mathematics_of_unknown_numbers
 
@@ -189,6 +189,7 @@ def _run_traced(
             _parameters_named(tracer, parameters),
             nothing_saved(tracer.assume, tracer.after_import, saved.keep),
             files_read_as_shapes(tracer, saved),
+            large_weights_without_memory(tracer),
             _generation_goes_on(tracer),
             mathematics_of_unknown_numbers(tracer.assume),
             repeated_calls_skipped(names, is_own) if skips else nullcontext(),

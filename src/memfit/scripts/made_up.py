@@ -15,10 +15,11 @@ from typing import Any
 from unittest import mock
 
 from memfit.errors import TraceError
+from memfit.scripts.made_up_encodings import CHARACTERS_A_TOKEN, patches_of_encodings
 from memfit.scripts.made_up_pictures import patches_of_pictures
 from memfit.scripts.made_up_rows import ROWS, SOUND_FILE, columns_of, columns_told, data_sets_of, sound
 
-CHARACTERS_A_TOKEN = 4
+TIMES_STREAMED = 100
 FEWEST_TOKENS = 100
 """Those of bytes have more; one without its files has a handful."""
 TEMPLATE = (
@@ -70,10 +71,11 @@ def data_made_up(tracer: Any, made_up: MadeUp, *, wanted: bool) -> Iterator[None
                 done.add("metrics")
                 stack.enter_context(mock.patch.object(metrics, "load", _loaded_or_unknown(metrics.load, tracer)))
 
-            if wanted and "pictures" not in done and (pictures := patches_of_pictures(tracer)):
-                done.add("pictures")
-                for each in pictures:
-                    stack.enter_context(each)
+            for name, patches_of in (("pictures", patches_of_pictures), ("encodings", patches_of_encodings)):
+                if wanted and name not in done and (patches := patches_of(tracer)):
+                    done.add(name)
+                    for each in patches:
+                        stack.enter_context(each)
 
         patch()
         tracer.after_import.append(patch)
@@ -173,33 +175,39 @@ def _loaded_or_made(load: Callable[..., Any], data: Any, tracer: Any, made_up: M
         made_up[named] = tuple(row)
         tracer.assume(f"{named}: a made-up data set with the columns {columns_told(row)}")
         made = data_sets_of(named, row, data)
+        if kwargs.get("streaming"):
+            made = {name: _streamed(each, name) for name, each in made.items()}
         split = kwargs.get("split")
         if split is None:
-            return (
-                data.IterableDatasetDict({name: each.to_iterable_dataset() for name, each in made.items()})
-                if (kwargs.get("streaming"))
-                else data.DatasetDict(made)
-            )
+            return (data.IterableDatasetDict if kwargs.get("streaming") else data.DatasetDict)(made)
         if isinstance(split, (list, tuple)):
             return [made[_split(each)] for each in split]
-        found = made[_split(split)]
-        return found.to_iterable_dataset() if kwargs.get("streaming") else found
+        return made[_split(split)]
 
     return load_dataset
 
 
+def _streamed(made: Any, split: str) -> Any:
+    """What is streamed is long: a program may take thousands of rows for a step."""
+    rows = made.to_iterable_dataset()
+    return rows.repeat(TIMES_STREAMED) if split == "train" else rows
+
+
 @contextmanager
 def columns_are_made_up(made_up: MadeUp) -> Iterator[None]:
-    """Where a job fails for a column that it does not find, that need not be its own fault."""
+    """Where a job fails for a column that it does not find, or for few rows, that need not be its own fault."""
     try:
         yield
     except TraceError as error:
         cause = error.__cause__
-        of_column = isinstance(cause, KeyError) or (isinstance(cause, ValueError) and _OF_COLUMNS.search(str(cause)))
+        of_column = isinstance(cause, (KeyError, ZeroDivisionError)) or (
+            isinstance(cause, ValueError) and _OF_COLUMNS.search(str(cause))
+        )
         if not made_up or not of_column:
             raise
         told = "; ".join(f"{name} has {', '.join(columns)}" for name, columns in made_up.items())
-        hint = f"{error.hint}\ndata made up by --synthetic-data: {told}; the real one may have other columns or splits"
+        made = f"data made up by --synthetic-data: {told}; the real one may have other columns or splits, and more rows"
+        hint = f"{error.hint}\n{made}"
         raise TraceError(error.message, hint=hint) from cause
 
 

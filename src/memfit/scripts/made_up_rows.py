@@ -16,7 +16,7 @@ SHORT_ROWS = ROWS | {"train": 5000}
 FEW_ROWS = {"train": 200, "validation": 50, "test": 50}
 """Of sound: a program may write all of them down as numbers."""
 SECONDS, SAMPLING_RATE, SOUND_FILE = 15, 16_000, "made-up.wav"
-SOUND, SAID, WORDS_SAID = "{sound}", "{said}", 40
+SOUND, SAID, FEW, MANY, PAGE, WORDS_SAID = "{sound}", "{said}", "{few}", "{many}", "{page}", 40
 PICTURE = "{picture}"
 PICTURES = {
     PICTURE: ("RGB", (500, 375)), "{digit}": ("L", (28, 28)), "{small}": ("RGB", (32, 32)), "{mask}": ("L", (500, 375)),
@@ -24,9 +24,14 @@ PICTURES = {
 """By mode and size."""
 WORDS, FEW_WORDS, WORDS_OF_PAGES = 1000, 100, 4000
 """Pages of the web: programs look among them for one as long as what the model reads."""
+HOLES = {SAID: WORDS_SAID, FEW: FEW_WORDS, MANY: WORDS, PAGE: WORDS_OF_PAGES}
 SHORT = 6 * FEW_WORDS
-LONG = ("text", "content", "context", "article", "document", "dialogue", "sentence", "sentence1", "premise", "review")
-_TALK = [{"role": "user", "content": "{few}"}, {"role": "assistant", "content": "{few}"}]
+LONG = (
+    "text", "content", "context", "article", "document", "dialogue", "sentence", "sentence1", "premise", "review",
+    "output", "completion", "chosen", "rejected",
+)  # fmt: skip
+_TALK = [{"role": "user", "content": FEW}, {"role": "assistant", "content": ""}]
+_TALKED = f"\n\nHuman: {FEW}\n\nAssistant: {MANY}"
 _LANGUAGES = dict.fromkeys(("en", "de", "fr", "ro"), "")
 _SPOKEN = {"audio": SOUND, "text": SAID, "sentence": SAID}
 _ABOUT_A_VOICE = ("client_id", "path", "age", "gender", "accent", "locale", "segment", "variant")
@@ -45,7 +50,7 @@ COLUMNS: tuple[tuple[str, dict[str, Any]], ...] = (
     (r"\bbeans\b", {"image_file_path": "", "image": PICTURE, "labels": 0}),
     (r"cats_vs_dogs", {"image": PICTURE, "labels": 0}),
     (r"scene_parse|ade20k", {"image": PICTURE, "annotation": "{mask}", "scene_category": 0}),
-    (r"blip-captions|naruto|pokemon|image.*caption|flickr", {"image": PICTURE, "text": "{few}"}),
+    (r"blip-captions|naruto|pokemon|image.*caption|flickr", {"image": PICTURE, "text": FEW}),
     (r"imagenet|food.?101|iiit|\bpets\b|oxford.?pets|flowers|stanford.?cars|eurosat|caltech",
      {"image": PICTURE, "label": 0}),
     (r"mrpc|rte|stsb|wnli", {"sentence1": "", "sentence2": "", "label": 0, "idx": 0}),
@@ -55,7 +60,8 @@ COLUMNS: tuple[tuple[str, dict[str, Any]], ...] = (
     (r"qqp", {"question1": "", "question2": "", "label": 0, "idx": 0}),
     (r"sst2|cola|glue", {"sentence": "", "label": 0, "idx": 0}),
     (r"squad", {"id": "", "title": "", "context": "", "question": "", "answers": {"text": [""], "answer_start": [0]}}),
-    (r"ultrafeedback.*binarized|dpo|preference|hh-rlhf", {"prompt": "", "chosen": "", "rejected": ""}),
+    (r"hh-rlhf", {"chosen": _TALKED, "rejected": _TALKED}),
+    (r"ultrafeedback.*binarized|dpo|preference", {"prompt": "", "chosen": "", "rejected": ""}),
     (r"gsm8k", {"question": "", "answer": ""}),
     (r"alpaca|dolly", {"instruction": "", "input": "", "output": "", "text": ""}),
     (r"ultrachat|capybara|no_robots|smoltalk|chat", {"messages": _TALK}),
@@ -65,8 +71,9 @@ COLUMNS: tuple[tuple[str, dict[str, Any]], ...] = (
     (r"samsum", {"id": "", "dialogue": "", "summary": ""}),
     (r"wmt|opus|translation|iwslt|kde4|news_commentary", {"id": "", "translation": _LANGUAGES}),
     (r"conll|wnut|\bner\b", {"id": "", "tokens": [""] * 8, "ner_tags": [0] * 8}),
-    (r"\bc4\b|openwebtext|pile|fineweb|slimpajama|redpajama|refinedweb|wikipedia|\bbook|pg.?19", {"text": "{page}"}),
-    (r"wikitext|tinystories|\bptb", {"text": ""}),
+    (r"\bc4\b|openwebtext|pile|fineweb|slimpajama|redpajama|refinedweb|wikipedia|\bbook|pg.?19", {"text": PAGE}),
+    (r"wikitext|tinystories", {"text": ""}),
+    (r"\bptb", {"sentence": ""}),
     (r"imdb|yelp|ag_news|amazon|emotion|rotten", {"text": "", "label": 0}),
     (r"(?<!hate)(?<!hate.)speech|(?<!in)voice|audio|sound", {**_SPOKEN, "label": 0}),
     (r"images?\b|pictures?\b|photos?\b", {"image": PICTURE, "label": 0}),
@@ -100,10 +107,10 @@ def _filled(value: Any, column: str) -> Any:
         return {key: _filled(each, key) for key, each in value.items()}
     if isinstance(value, list):
         return [_filled(each, column) for each in value]
-    if value in (SAID, "{page}"):
-        return "word " * (WORDS_SAID if value == SAID else WORDS_OF_PAGES)
-    if value in ("", "{few}"):
-        return "word " * (WORDS if column in LONG and value == "" else FEW_WORDS)
+    if isinstance(value, str):
+        value = value or (MANY if column in LONG else FEW)
+        for hole, words in HOLES.items():
+            value = value.replace(hole, "word " * words)
     return value
 
 

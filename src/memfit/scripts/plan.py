@@ -68,6 +68,7 @@ def trace_once(
     drops_gradients: bool = False,
 ) -> Plan:
     from memfit.scripts.hub import hub_pretended
+    from memfit.scripts.kept_on_host import host_has_room
     from memfit.scripts.made_up import columns_are_made_up, data_made_up
     from memfit.scripts.run import run_program
     from memfit.scripts.stopping import Steps
@@ -87,7 +88,11 @@ def trace_once(
         for file, number, value in lines:
             tracer.answers.answer_line(file, number, value)
         seen.append(Steps(steps, tracer))
-        with hub_pretended(tracer, made_up=synthetic_data), data_made_up(tracer, made_up, wanted=synthetic_data):
+        with (
+            hub_pretended(tracer, made_up=synthetic_data),
+            data_made_up(tracer, made_up, wanted=synthetic_data),
+            host_has_room(tracer),
+        ):
             run_program(program, seen[-1], seconds=seconds, tracer=tracer, alloc_conf=said)
 
     with columns_are_made_up(made_up):

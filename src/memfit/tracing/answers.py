@@ -91,6 +91,7 @@ HARMLESS: tuple[tuple[re.Pattern[str], bool, str], ...] = (
     (re.compile(r"isnan|isinf|\bnan\b|\binf\b"), False, FINITE_NOTE),
     (re.compile(r"best|lowest|highest"), True, "each result that is compared with the best so far is a new best"),
     (re.compile(r"(correct|right|hits?)\w*\s*\+="), True, "answers whose right ones are counted are right"),
+    (re.compile(r"\bchr\("), False, "characters of numbers that nobody knows are the first that the line can make"),
 )
 """By what stands in the line that asks: decisions that change what is logged or kept, answered as most runs do, and
 where memory may depend on it, by the larger answer."""
@@ -104,6 +105,7 @@ IN_ARRAYS = (
 """It stands beside the verdict: how much a program keeps may follow from them, and no line can be asked."""
 MOST_FILLED = 1 << 24
 AS_FLOAT = "float() of a number that nobody knows, such as a loss, is NaN"
+ALL_TRUE = "masks that say where numbers are written are true everywhere, which takes most"
 DRAWN = "whole numbers drawn at random on the GPU were drawn on the host: sizes that follow from them may differ"
 
 
@@ -143,6 +145,13 @@ class Answers:
         if (known := self._read(tensor)) is not None:
             return int(known.count_nonzero())
         return int(self._answer(tensor, f"the code selects by {_kind(tensor)}, and how much depends on its values"))
+
+    def most(self, mask: torch.Tensor) -> int:
+        """How many elements of a mask are true at the most, for code that goes on alike however many they are."""
+        if self.values is None or self._read(mask) is not None or self._known_answer(mask)[1] is not None:
+            return self.count(mask)
+        self.meanings[ALL_TRUE] = None
+        return mask.numel()
 
     def _read(self, tensor: torch.Tensor) -> torch.Tensor | None:
         self.questions += 1

@@ -69,7 +69,7 @@ NOT_COVERED = (
 REMEMBER = {"transformers.utils.import_utils": ("cuda", "gpu", "bf16"), "torch.utils._triton": ("triton",)}
 WITHOUT_CARD = ("bitsandbytes", "torch._inductor.cudagraph_trees")
 """What loads kernels, or torch's own parts for CUDA, where it finds a GPU: here as on a machine without one."""
-PATCHED_AT_ONCE = ("datasets", "evaluate", "scipy.optimize")
+PATCHED_AT_ONCE = ("datasets", "evaluate", "scipy.optimize", "tiktoken")
 """Whose functions others import by their names, while they are imported themselves."""
 TASK_SECONDS = 2.0
 """How long a task of a thread pool is waited for before the code goes on: tasks in their order give one answer."""

@@ -2,6 +2,7 @@
 
 Weights that a program loads become tensors of the host without memory: their shapes come from the headers, and they
 take GPU memory when they are moved there. What it saves is kept here, in the same form, and is what it then loads.
+Large weights that it makes on the host itself have no memory there either.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ DTYPES = {
     "U32": torch.uint32, "U64": torch.uint64,
 }  # fmt: skip
 """As safetensors writes them."""
+LARGE_WEIGHT = 1 << 22
+"""Of so many numbers: a model of 7 billion would take more memory than many a machine has that plans it."""
 MARK = b"memfit: saved in a trace, "
 
 
@@ -90,6 +93,23 @@ def without_memory(tracer: OwnCodeTracer, shape: Any, dtype: torch.dtype) -> Ten
         made = torch.empty(tuple(shape), dtype=dtype, device=tracer.device)
     tracer.put_on_host(made, "cpu")
     return made
+
+
+@contextmanager
+def large_weights_without_memory(tracer: OwnCodeTracer) -> Iterator[None]:
+    """Those that the code makes on the host: before it fills them, the system has given no memory for them."""
+    make = nn.Parameter.__new__
+
+    def make_parameter(kind: Any, data: Any = None, requires_grad: bool = True) -> Any:
+        if kind is nn.Parameter and isinstance(data, Tensor) and data.numel() >= LARGE_WEIGHT:
+            with torch._C.DisableTorchFunction():
+                lies_on_host = type(data) in (Tensor, nn.Parameter) and data.device.type == "cpu"
+                plain = lies_on_host and data.layout == torch.strided and data.is_contiguous()
+            data = without_memory(tracer, data.shape, data.dtype) if plain else data
+        return make(kind, data, requires_grad)
+
+    with mock.patch.object(nn.Parameter, "__new__", staticmethod(make_parameter)):
+        yield
 
 
 @dataclass
