@@ -14,7 +14,7 @@ import pytest
 import memfit
 from memfit.cli.main import main
 from memfit.errors import MemfitError, TraceError
-from memfit.scripts.made_up import columns_are_made_up
+from memfit.scripts.made_up_columns import columns_are_made_up
 from memfit.scripts.made_up_processors import settings_made_up
 from memfit.scripts.made_up_rows import columns_of, columns_told, sound
 

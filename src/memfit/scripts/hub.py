@@ -231,7 +231,7 @@ def _told(error: OSError, missed: list[str], made_up: bool) -> Exception:
     own = [frame for frame in frames if is_own(frame.filename) and not frame.filename.startswith(here)]
     where = f"{own[-1].filename}:{own[-1].lineno}: " if own else ""
     name, what = (missed[0], ", ".join(missed[1:])) if _is_about_files(error, missed) else ("", "something")
-    hint = f"`hf download {name or 'NAME'}` first, or name a folder"
+    hint = f"`hf download {name or 'NAME'}{f' {CONFIG}' * (what == CONFIG)}` first, or name a folder"
     if what == CONFIG:
         hint += f" with its {CONFIG}; `memfit models` lists models whose configs come with memfit"
     elif not made_up:

@@ -9,14 +9,23 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
-from memfit.errors import TraceError
+from memfit.scripts.made_up_columns import MadeUp, columns_asked_for
+from memfit.scripts.made_up_files import patches_of_hub, patches_of_nltk
 from memfit.scripts.made_up_pictures import patches_of_pictures
-from memfit.scripts.made_up_rows import ROWS, SOUND_FILE, columns_of, columns_told, data_sets_of, sound
+from memfit.scripts.made_up_rows import (
+    ROWS,
+    SHORT_SOUND_FILE,
+    SOUND_FILE,
+    columns_of,
+    columns_told,
+    data_sets_of,
+    sound,
+)
 
 CHARACTERS_A_TOKEN = 4
 FEWEST_TOKENS = 100
@@ -29,14 +38,10 @@ SCORES = ("accuracy", "f1", "precision", "recall", "matthews_correlation", "pear
 WITH_MASK = re.compile("bert|electra|mpnet|deberta|ernie|xlnet|camembert|roformer")
 
 
-_OF_COLUMNS = re.compile(r"column|feature|field|key|split|label", re.IGNORECASE)
-MadeUp = dict[str, tuple[str, ...]]
-"""Columns of the data sets that were made up, by the names that the program asked for."""
-
-
 @contextmanager
-def data_made_up(tracer: Any, made_up: MadeUp, *, wanted: bool) -> Iterator[None]:
-    """Unless it is `wanted`, what is not here is an error, also where transformers makes an empty tokenizer of it."""
+def data_made_up(tracer: Any, made_up: MadeUp, *, wanted: bool, more: Sequence[str] = ()) -> Iterator[None]:
+    """Unless it is `wanted`, what is not here is an error, also where transformers makes an empty tokenizer of it.
+    `more`: columns for which the program has asked."""
     done: set[str] = set()
     with ExitStack() as stack:
 
@@ -60,8 +65,11 @@ def data_made_up(tracer: Any, made_up: MadeUp, *, wanted: bool) -> Iterator[None
             if hasattr(data, "load_dataset") and hasattr(data, "Dataset") and wanted and "data" not in done:
                 done.add("data")
                 for name in ("load_dataset", "load_from_disk"):
-                    made = _loaded_or_made(getattr(data, name), data, tracer, made_up)
+                    made = _loaded_or_made(getattr(data, name), data, tracer, made_up, more)
                     stack.enter_context(mock.patch.object(data, name, made))
+                for name in ("map", "filter"):
+                    alone = _in_this_process(getattr(data.Dataset, name))
+                    stack.enter_context(mock.patch.object(data.Dataset, name, alone))
                 for name, changed in (("decode_example", _heard), ("encode_example", _recorded)):
                     stack.enter_context(mock.patch.object(data.Audio, name, changed(getattr(data.Audio, name))))
 
@@ -70,10 +78,11 @@ def data_made_up(tracer: Any, made_up: MadeUp, *, wanted: bool) -> Iterator[None
                 done.add("metrics")
                 stack.enter_context(mock.patch.object(metrics, "load", _loaded_or_unknown(metrics.load, tracer)))
 
-            if wanted and "pictures" not in done and (pictures := patches_of_pictures(tracer)):
-                done.add("pictures")
-                for each in pictures:
-                    stack.enter_context(each)
+            for patches in (patches_of_pictures, patches_of_hub, patches_of_nltk):
+                if wanted and patches.__name__ not in done and (replaced := patches(tracer)):
+                    done.add(patches.__name__)
+                    for each in replaced:
+                        stack.enter_context(each)
 
         patch()
         tracer.after_import.append(patch)
@@ -160,7 +169,9 @@ def make_tokenizer(name: str, asked: dict[str, Any]) -> Any:
 # -- data sets ---------------------------------------------------------------------------------------------------------
 
 
-def _loaded_or_made(load: Callable[..., Any], data: Any, tracer: Any, made_up: MadeUp) -> Callable[..., Any]:
+def _loaded_or_made(
+    load: Callable[..., Any], data: Any, tracer: Any, made_up: MadeUp, more: Sequence[str]
+) -> Callable[..., Any]:
     def load_dataset(path: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return load(path, *args, **kwargs)
@@ -170,6 +181,7 @@ def _loaded_or_made(load: Callable[..., Any], data: Any, tracer: Any, made_up: M
         languages = "-".join(kwargs[each] for each in ("lang1", "lang2") if each in kwargs)
         named = " ".join(str(each) for each in (path, *args[:1], kwargs.get("name"), languages) if each)
         row = columns_of(named)
+        row |= columns_asked_for(more, row)
         made_up[named] = tuple(row)
         tracer.assume(f"{named}: a made-up data set with the columns {columns_told(row)}")
         made = data_sets_of(named, row, data)
@@ -188,27 +200,21 @@ def _loaded_or_made(load: Callable[..., Any], data: Any, tracer: Any, made_up: M
     return load_dataset
 
 
-@contextmanager
-def columns_are_made_up(made_up: MadeUp) -> Iterator[None]:
-    """Where a job fails for a column that it does not find, that need not be its own fault."""
-    try:
-        yield
-    except TraceError as error:
-        cause = error.__cause__
-        of_column = isinstance(cause, KeyError) or (isinstance(cause, ValueError) and _OF_COLUMNS.search(str(cause)))
-        if not made_up or not of_column:
-            raise
-        told = "; ".join(f"{name} has {', '.join(columns)}" for name, columns in made_up.items())
-        hint = f"{error.hint}\ndata made up by --synthetic-data: {told}; the real one may have other columns or splits"
-        raise TraceError(error.message, hint=hint) from cause
+def _in_this_process(change: Callable[..., Any]) -> Callable[..., Any]:
+    """There are few rows, and processes that start amid a trace may wait for its locks."""
+
+    def changed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return change(self, *args, **{name: value for name, value in kwargs.items() if name != "num_proc"})
+
+    return changed
 
 
 def _heard(decode: Callable[..., Any]) -> Callable[..., Any]:
     """Sound that nobody has recorded needs no decoder."""
 
     def decode_example(feature: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(value, dict) and value.get("path") == SOUND_FILE:
-            return value if "array" in value else sound(feature.sampling_rate)
+        if isinstance(value, dict) and value.get("path") in (SOUND_FILE, SHORT_SOUND_FILE):
+            return value if "array" in value else sound(feature.sampling_rate, value["path"])
         return decode(feature, value, *args, **kwargs)
 
     return decode_example
@@ -216,8 +222,8 @@ def _heard(decode: Callable[..., Any]) -> Callable[..., Any]:
 
 def _recorded(encode: Callable[..., Any]) -> Callable[..., Any]:
     def encode_example(feature: Any, value: Any) -> Any:
-        if isinstance(value, dict) and value.get("path") == SOUND_FILE:
-            return {"bytes": None, "path": SOUND_FILE}
+        if isinstance(value, dict) and value.get("path") in (SOUND_FILE, SHORT_SOUND_FILE):
+            return {"bytes": None, "path": value["path"]}
         return encode(feature, value)
 
     return encode_example

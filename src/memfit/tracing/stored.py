@@ -65,9 +65,7 @@ class Headers:
 class StoredSlice:
     """One of its tensors, to be indexed."""
 
-    def __init__(
-        self, file: Any, name: str, tracer: OwnCodeTracer, device: Any, read: Callable[[], Tensor]
-    ) -> None:
+    def __init__(self, file: Any, name: str, tracer: OwnCodeTracer, device: Any, read: Callable[[], Tensor]) -> None:
         self._header, self._name, self._file = file.get_slice(name), name, file
         self._tracer, self._device, self._read = tracer, device, read
 
