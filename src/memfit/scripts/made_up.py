@@ -102,8 +102,8 @@ def _found_or_made(find: Callable[..., Any], tracer: Any, wanted: bool) -> Calla
             if len(found) >= FEWEST_TOKENS or os.path.isdir(name):
                 return found
             raise OSError(f"the tokenizer of {name} is not in the cache of huggingface.co")
-        except (OSError, ValueError) as error:  # the latter of a tokenizer that has found none of its files
-            if not wanted or (isinstance(error, ValueError) and os.path.isdir(name)):
+        except (OSError, ValueError, TypeError) as error:  # others than the first where it has found none of its files
+            if not wanted or (not isinstance(error, OSError) and os.path.isdir(name)):
                 raise
         made = make_tokenizer(str(name), kwargs)
         tracer.assume(
@@ -152,7 +152,8 @@ def make_tokenizer(name: str, asked: dict[str, Any]) -> Any:
     unknown = words[next(free)]
     made = Tokenizer(models.WordLevel({word: number for number, word in words.items()}, unk_token=unknown))
     made.pre_tokenizer = pre_tokenizers.Split(Regex(f"[\\s\\S]{{1,{CHARACTERS_A_TOKEN}}}"), "isolated")
-    longest = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or int(1e30)
+    told = (getattr(config, each, None) for each in ("max_position_embeddings", "n_positions"))
+    longest = next((each for each in told if isinstance(each, int) and each > 0), int(1e30))
     kept = {key: value for key, value in asked.items() if key in ("padding_side", "truncation_side", "pad_token")}
     tokens = {f"{kind}_token": words[number] for kind, number in special.items()}
     fast: Any = PreTrainedTokenizerFast

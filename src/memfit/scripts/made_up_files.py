@@ -45,26 +45,26 @@ def _found_or_named(find: Callable[..., Any], tracer: Any) -> Callable[..., Any]
 
 
 def patches_of_nltk(tracer: Any) -> list[Any]:
-    """None before it is imported."""
+    """None before it is imported, and none where it has its data."""
     nltk: Any = sys.modules.get("nltk")
-    if not hasattr(nltk, "sent_tokenize") or not hasattr(nltk, "download"):
+    if not hasattr(nltk, "sent_tokenize") or not hasattr(nltk, "download") or _has_sentences(nltk):
         return []
-    made: list[Any] = [mock.patch.object(nltk, "download", lambda *_, **__: True)]
-    for owner, name, instead in (
-        (nltk.data, "find", lambda path, *_, **__: path),
-        (nltk, "sent_tokenize", lambda text, *_, **__: re.split(r"(?<=[.!?])\s+", text)),
-        (nltk, "word_tokenize", lambda text, *_, **__: text.split()),
-    ):
-        made.append(mock.patch.object(owner, name, _found_or(getattr(owner, name), instead, tracer)))
-    return made
+
+    def found(path: Any, *_: Any, **__: Any) -> Any:
+        tracer.assume("nltk's own data is not here: sentences end at a full stop, words at a space")
+        return path
+
+    return [
+        mock.patch.object(nltk.data, "find", found),
+        mock.patch.object(nltk, "download", lambda *_, **__: True),
+        mock.patch.object(nltk, "sent_tokenize", lambda text, *_, **__: re.split(r"(?<=[.!?])\s+", text)),
+        mock.patch.object(nltk, "word_tokenize", lambda text, *_, **__: text.split()),
+    ]
 
 
-def _found_or(find: Callable[..., Any], instead: Callable[..., Any], tracer: Any) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return find(*args, **kwargs)
-        except LookupError:
-            tracer.assume("nltk's own data is not here: sentences end at a full stop, words at a space")
-            return instead(*args, **kwargs)
-
-    return call
+def _has_sentences(nltk: Any) -> bool:
+    try:
+        nltk.data.find("tokenizers/punkt_tab")
+    except LookupError:
+        return False
+    return True
