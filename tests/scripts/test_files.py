@@ -214,6 +214,15 @@ def test_two_weights_of_a_checkpoint_are_one_only_where_the_files_say_that_they_
     assert not any("are equal" in note for note in plan.notes)
 
 
+def test_where_a_weight_that_has_no_values_is_not_zero_is_refused_and_no_fault_of_the_job(run: object) -> None:
+    with pytest.raises(MemfitError, match=r"train\.py:\d+.*the code asks a float32 tensor for all its values"):
+        run(
+            "from transformers import AutoModel\n"
+            "model = AutoModel.from_pretrained('openai-community/gpt2')\n"
+            "print(model.wte.weight.nonzero())"
+        )  # type: ignore[operator]
+
+
 def test_weights_that_are_not_here_are_tied_unless_their_config_says_otherwise(run: object, tmp_path: Path) -> None:
     (tmp_path / "t5").mkdir()
     (tmp_path / "t5" / "config.json").write_text(

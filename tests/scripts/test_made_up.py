@@ -124,6 +124,12 @@ def test_whisper_knows_its_languages(tmp_path: Path) -> None:
     assert memfit.trace_script("train.py", synthetic_data=True).peak.allocated_bytes
 
 
+@pytest.mark.parametrize(("norm", "has_mask"), [("layer", True), ("group", None)])
+def test_sound_has_a_mask_where_the_model_was_trained_with_one(norm: str, has_mask: bool | None) -> None:
+    made = settings_made_up({"model_type": "wav2vec2", "feat_extract_norm": norm})
+    assert made is not None and made.get("return_attention_mask") is has_mask
+
+
 def test_what_prepares_pictures_makes_them_as_large_as_the_model_sees(tmp_path: Path) -> None:
     pytest.importorskip("PIL")
     (tmp_path / "train.py").write_text(

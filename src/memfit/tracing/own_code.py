@@ -239,7 +239,10 @@ class OwnCodeTracer(Tracer):
             return args[0]
         with _disable_current_modes():
             taken, named = tree_map_only(Tensor, _without_memory, (args, kwargs))
-            made = self.put_on_host(func(*taken, **named), place)
+            try:
+                made = self.put_on_host(func(*taken, **named), place)
+            except NotImplementedError as error:  # a size that follows from values
+                raise self.answers.refusal(args[0]) from error
         if func is aten._to_copy.default:
             self.pass_on_file(args[0], made)
         return made
