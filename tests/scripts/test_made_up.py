@@ -173,6 +173,10 @@ def test_a_data_set_s_columns_are_told_by_its_name() -> None:
     assert list(columns_of("my/own")) == ["text", "label"]
     assert list(columns_of("allenai/c4 en")) == list(columns_of("ptb_text_only")) == ["text"]
     assert columns_told(columns_of("allenai/c4 en")) == "text, up to 4,000 words a text"
+    answers = columns_of("trl-lib/ultrafeedback_binarized")["chosen"], columns_of("my/chat")["messages"][1]["content"]
+    assert [answer.count("word") for answer in answers] == [1000, 1000]
+    assert columns_told(columns_of("my/chat")) == "messages, up to 1,000 words a text"
+    assert columns_told(columns_of("gsm8k")) == "question, answer, up to 100 words a text"
     assert len(columns_of("xsum")["document"]) > len(columns_of("xsum")["summary"]) > 0
 
 
@@ -213,7 +217,7 @@ def test_pictures_have_labels(names: str, columns: list[str]) -> None:
 def test_speech_has_sound_and_what_is_said_in_short(name: str) -> None:
     row = columns_of(name)
     assert {"audio", "sentence", "text"} <= set(row) and len(row["sentence"].split()) == 40
-    heard = sound(8000)
+    heard = sound(8000, "made-up-15s.wav")
     assert heard["sampling_rate"] == 8000 and heard["array"].shape == (15 * 8000,)
 
 
@@ -273,6 +277,8 @@ from datasets import load_dataset
 rows = load_dataset("my/own", split="train")
 made = rows.map(lambda row: {"both": row["query"] + row["response"]}, num_proc=4)
 assert len(made[0]["query"]) == 5000 and len(made[5]["query"]) == 250 and made[0]["caption"].count("word") == 100
+assert len(rows.select(range(10_000))) == 10_000
+assert len(load_dataset("superb", "ks")["train"][0]["audio"]["array"]) == 16_000
 torch.zeros(1, device="cuda")
 """
 
@@ -323,7 +329,7 @@ def test_every_sixth_row_is_short_so_that_batches_have_masks() -> None:
     class Rows:
         @staticmethod
         def from_list(rows: list[Any]) -> Any:
-            return SimpleNamespace(rows=rows, features={}, cast_column=None)
+            return SimpleNamespace(rows=rows, features={}, info=SimpleNamespace())
 
     made = data_sets_of("my/own", columns_of("my/own"), SimpleNamespace(Dataset=Rows, ClassLabel=lambda names: None))
     words = [row["text"].count("word") for row in made["train"].rows[:12]]

@@ -18,12 +18,12 @@ from memfit.scripts.made_up_columns import MadeUp, columns_asked_for
 from memfit.scripts.made_up_files import patches_of_hub, patches_of_nltk
 from memfit.scripts.made_up_pictures import patches_of_pictures
 from memfit.scripts.made_up_rows import (
+    MADE_UP,
     ROWS,
-    SHORT_SOUND_FILE,
-    SOUND_FILE,
     columns_of,
     columns_told,
     data_sets_of,
+    seconds_of,
     sound,
 )
 
@@ -70,6 +70,8 @@ def data_made_up(tracer: Any, made_up: MadeUp, *, wanted: bool, more: Sequence[s
                 for name in ("map", "filter"):
                     alone = _in_this_process(getattr(data.Dataset, name))
                     stack.enter_context(mock.patch.object(data.Dataset, name, alone))
+                chosen = _again_from_the_first(data.Dataset.select)
+                stack.enter_context(mock.patch.object(data.Dataset, "select", chosen))
                 for name, changed in (("decode_example", _heard), ("encode_example", _recorded)):
                     stack.enter_context(mock.patch.object(data.Audio, name, changed(getattr(data.Audio, name))))
 
@@ -210,11 +212,25 @@ def _in_this_process(change: Callable[..., Any]) -> Callable[..., Any]:
     return changed
 
 
+def _again_from_the_first(select: Callable[..., Any]) -> Callable[..., Any]:
+    """A made-up data set has as many rows as a program wants to choose."""
+
+    def chosen(self: Any, indices: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return select(self, indices, *args, **kwargs)
+        except IndexError:
+            if self.info.description != MADE_UP or not len(self):
+                raise
+        return select(self, [index % len(self) for index in indices], *args, **kwargs)
+
+    return chosen
+
+
 def _heard(decode: Callable[..., Any]) -> Callable[..., Any]:
     """Sound that nobody has recorded needs no decoder."""
 
     def decode_example(feature: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(value, dict) and value.get("path") in (SOUND_FILE, SHORT_SOUND_FILE):
+        if isinstance(value, dict) and seconds_of(str(value.get("path"))):
             return value if "array" in value else sound(feature.sampling_rate, value["path"])
         return decode(feature, value, *args, **kwargs)
 
@@ -223,7 +239,7 @@ def _heard(decode: Callable[..., Any]) -> Callable[..., Any]:
 
 def _recorded(encode: Callable[..., Any]) -> Callable[..., Any]:
     def encode_example(feature: Any, value: Any) -> Any:
-        if isinstance(value, dict) and value.get("path") in (SOUND_FILE, SHORT_SOUND_FILE):
+        if isinstance(value, dict) and seconds_of(str(value.get("path"))):
             return {"bytes": None, "path": value["path"]}
         return encode(feature, value)
 

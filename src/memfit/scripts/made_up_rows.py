@@ -16,11 +16,15 @@ SHORT_ROWS = ROWS | {"train": 5000}
 """Some programs put thousands of rows aside."""
 FEW_ROWS = {"train": 200, "validation": 50, "test": 50}
 """Of sound: a program may write all of them down as numbers."""
-SECONDS, SAMPLING_RATE = 15, 16_000
-SOUND_FILE, SHORT_SOUND_FILE = "made-up.wav", "made-up-short.wav"
+SAMPLING_RATE = 16_000
 SHORT_EVERY, SHORT_PART = 6, 20
 """Every sixth row has a twentieth of the words. Seldom enough that three batches of one row are hardly all short."""
-SOUND, SAID, WORDS_SAID = "{sound}", "{said}", 40
+SOUND, A_WORD, SAID, WORDS_SAID = "{sound}", "{word}", "{said}", 40
+SECONDS, SHORT_SECONDS = {SOUND: 15, A_WORD: 1}, 3
+SOUND_FILE = re.compile(r"made-up-(\d+)s\.wav")
+"""Its name tells how long it is."""
+MADE_UP = "made up by memfit"
+"""How a made-up data set describes itself."""
 PICTURE = "{picture}"
 PICTURES = {
     PICTURE: ("RGB", (500, 375)), "{digit}": ("L", (28, 28)), "{small}": ("RGB", (32, 32)), "{mask}": ("L", (500, 375)),
@@ -32,8 +36,11 @@ PICTURE_FILE = "{file}"
 WORDS, FEW_WORDS, WORDS_OF_PAGES = 1000, 100, 4000
 """Pages of the web: programs look among them for one as long as what the model reads."""
 SHORT = 6 * FEW_WORDS
-LONG = ("text", "content", "context", "article", "document", "dialogue", "sentence", "sentence1", "premise", "review")
-TALK = [{"role": "user", "content": "{few}"}, {"role": "assistant", "content": "{few}"}]
+LONG = (
+    "text", "content", "context", "article", "document", "dialogue", "sentence", "sentence1", "premise", "review",
+    "chosen", "rejected", "completion", "response", "output",
+)  # fmt: skip
+TALK = [{"role": "user", "content": "{few}"}, {"role": "assistant", "content": ""}]
 THINGS = {
     "id": [*range(8)], "area": [5000.0] * 8, "bbox": [[40.0 * number, 30.0, 100.0, 50.0] for number in range(8)],
     "category": [0] * 8,
@@ -47,7 +54,8 @@ COLUMNS: tuple[tuple[str, dict[str, Any]], ...] = (
                  "num_samples": 0, "gender": 0, "lang_id": 0, "language": "", "lang_group_id": 0}),
     (r"minds.?14", {"path": "", "audio": SOUND, "transcription": SAID, "english_transcription": SAID, "intent_class": 0,
                     "lang_id": 0}),
-    (r"superb.*\b(ks|ic|er|si)\b|speech_commands", {"file": "", "audio": SOUND, "label": 0}),
+    (r"superb.*\bks\b|speech_commands", {"file": "", "audio": A_WORD, "label": 0}),
+    (r"superb.*\b(ic|er|si)\b", {"file": "", "audio": SOUND, "label": 0}),
     (r"voxpopuli", {"audio_id": "", "language": "", "audio": SOUND, "raw_text": SAID, "normalized_text": SAID}),
     (r"common_voice", {**_SPOKEN, **dict.fromkeys(_ABOUT_A_VOICE, ""), "up_votes": 0, "down_votes": 0}),
     (r"librispeech|superb|\basr\b", {"file": "", **_SPOKEN, "speaker_id": 0, "chapter_id": 0, "id": ""}),
@@ -137,21 +145,27 @@ def _filled(value: Any, column: str) -> Any:
 def columns_told(row: Mapping[str, Any]) -> str:
     """With what bounds them."""
     found = list(row.values())
-    if SOUND in found:
-        return f"{', '.join(row)}: {SECONDS} seconds of sound, {WORDS_SAID} words"
+    seconds = [SECONDS[each] for each in found if isinstance(each, str) and each in SECONDS]
+    if seconds:
+        return f"{', '.join(row)}: {seconds[0]} second{'s' * (seconds[0] > 1)} of sound, {WORDS_SAID} words"
     pictures = ["x".join(map(str, PICTURES[each][1])) for each in found if isinstance(each, str) and each in PICTURES]
     if pictures:
         return f"{', '.join(row)}: pictures of {pictures[0]}"
-    words = max((each.count("word ") for each in found if isinstance(each, str)), default=0)
-    return f"{', '.join(row)}, up to {max(words, WORDS):,} words a text"
+    return f"{', '.join(row)}, up to {_most_words(found):,} words a text"
+
+
+def _most_words(value: Any) -> int:
+    if isinstance(value, (list, dict)):
+        return max(map(_most_words, value.values() if isinstance(value, dict) else value), default=0)
+    return value.count("word ") if isinstance(value, str) else 0
 
 
 def data_sets_of(name: str, row: Mapping[str, Any], data: Any) -> dict[str, Any]:
     """By split; `data` is the package datasets."""
     pictures = {column: each for column, each in row.items() if isinstance(each, str) and each in PICTURES}
-    sounds = [column for column, each in row.items() if each == SOUND]
+    sounds = {column: SECONDS[each] for column, each in row.items() if isinstance(each, str) and each in SECONDS}
     stored = {**row, **{column: {"bytes": picture(kind)} for column, kind in pictures.items()},
-              **{column: {"path": SOUND_FILE} for column in sounds}}  # fmt: skip
+              **{column: {"path": f"made-up-{seconds}s.wav"} for column, seconds in sounds.items()}}  # fmt: skip
     is_short = not pictures and max(len(str(each)) for each in row.values()) < SHORT
     rows = FEW_ROWS if sounds else SHORT_ROWS if is_short else ROWS
     if re.search("mnli", name, re.IGNORECASE):
@@ -166,6 +180,7 @@ def data_sets_of(name: str, row: Mapping[str, Any], data: Any) -> dict[str, Any]
             each = each.cast_column(column, data.Image())
         for column in sounds:
             each = each.cast_column(column, data.Audio(sampling_rate=SAMPLING_RATE))
+        each.info.description = MADE_UP
         made[split] = each
     return made
 
@@ -175,8 +190,8 @@ def _shortened(value: Any) -> Any:
         return {key: _shortened(each) for key, each in value.items()}
     if isinstance(value, list):
         return [_shortened(each) for each in value]
-    if value == SOUND_FILE:
-        return SHORT_SOUND_FILE
+    if isinstance(value, str) and SOUND_FILE.fullmatch(value):
+        return f"made-up-{min(seconds_of(value), SHORT_SECONDS)}s.wav"
     has_words = isinstance(value, str) and "word " in value
     return "word " * max(value.count("word ") // SHORT_PART, 1) if has_words else value
 
@@ -205,10 +220,15 @@ def picture(kind: str) -> bytes:
     return stored.getvalue()
 
 
-def sound(sampling_rate: int | None, path: str = SOUND_FILE) -> dict[str, Any]:
+def seconds_of(file: str) -> int:
+    """0: no sound that was made up."""
+    found = SOUND_FILE.fullmatch(file)
+    return int(found[1]) if found else 0
+
+
+def sound(sampling_rate: int | None, path: str) -> dict[str, Any]:
     """As `datasets` gave it before it had a decoder of its own."""
     import numpy as np
 
     rate = sampling_rate or SAMPLING_RATE
-    seconds = SECONDS / 5 if path == SHORT_SOUND_FILE else SECONDS
-    return {"path": path, "array": np.zeros(int(seconds * rate), dtype=np.float32), "sampling_rate": rate}
+    return {"path": path, "array": np.zeros(seconds_of(path) * rate, dtype=np.float32), "sampling_rate": rate}
