@@ -67,6 +67,7 @@ for x, y in loader:
     took = start.elapsed_time(end)
     print(f"right {right.item():.2f}, {took:.1f} ms, {8000 / took:.0f} a second, {torch.cuda.utilization()} % busy")
     pathlib.Path("told.txt").write_text(torch.cuda.memory_summary(abbreviated=True))
+    torch.cuda.random.set_rng_state(torch.cuda.random.get_rng_state())
     assert torch.accelerator.max_memory_allocated() == torch.cuda.memory_stats()["allocated_bytes.all.peak"]
     scaler.step(optimizer)
     scaler.update()

@@ -59,6 +59,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
     return run
 
 
+OF_T5 = {"vocab_size": 500, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 1, "num_heads": 4}
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import torch
@@ -231,6 +234,57 @@ def test_so_has_one_of_diffusers(run: object, tmp_path: Path, within: str) -> No
     )  # type: ignore[operator]
     assert told == {"where": "cpu", "dtypes": ["torch.float16"], "shape": [1, 4, 64, 64]}
     assert any(note.startswith("weights that are not on this machine") for note in plan.notes)
+
+
+@pytest.mark.parametrize("where", ["", "device_map='cuda'"])
+@pytest.mark.parametrize("differs", [True, False])
+def test_two_weights_of_a_checkpoint_are_one_only_where_the_files_say_that_they_are_equal(
+    run: object, tmp_path: Path, where: str, differs: bool
+) -> None:
+    import torch
+    from safetensors.torch import save_file
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(**OF_T5)
+    with torch.device("cpu"):
+        weights = T5ForConditionalGeneration(config).state_dict()
+    kept = {name: each.clone() for name, each in weights.items() if "embed_tokens" not in name}
+    kept["lm_head.weight"] += differs
+    (tmp_path / "t5").mkdir()
+    save_file(kept, tmp_path / "t5" / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "t5" / "config.json").write_text(json.dumps({"model_type": "t5", **OF_T5}))
+    told, plan = run(
+        "from transformers import T5ForConditionalGeneration\n"
+        f"model = T5ForConditionalGeneration.from_pretrained('./t5', {where}).cuda()\n"
+        "note(weights=sum(p.numel() for p in model.parameters()))"
+    )  # type: ignore[operator]
+    assert told["weights"] == sum(each.numel() for each in kept.values()) - (0 if differs else 500 * 64)
+    assert not any("are equal" in note for note in plan.notes)
+
+
+def test_where_a_weight_that_has_no_values_is_not_zero_is_refused_and_no_fault_of_the_job(run: object) -> None:
+    with pytest.raises(MemfitError, match=r"train\.py:\d+.*the code asks a float32 tensor for all its values"):
+        run(
+            "from transformers import AutoModel\n"
+            "model = AutoModel.from_pretrained('openai-community/gpt2')\n"
+            "print(model.wte.weight.nonzero())"
+        )  # type: ignore[operator]
+
+
+def test_weights_that_are_not_here_are_tied_unless_their_config_says_otherwise(run: object, tmp_path: Path) -> None:
+    (tmp_path / "t5").mkdir()
+    (tmp_path / "t5" / "config.json").write_text(
+        json.dumps({"model_type": "t5", **OF_T5, "tie_word_embeddings": False})
+    )
+    (tmp_path / "tied").mkdir()
+    (tmp_path / "tied" / "config.json").write_text(json.dumps({"model_type": "t5", **OF_T5}))
+    told, _ = run(
+        "from transformers import AutoModelForSeq2SeqLM\n"
+        "def weights(name):\n"
+        "    return sum(p.numel() for p in AutoModelForSeq2SeqLM.from_pretrained(name).cuda().parameters())\n"
+        "note(apart=weights('./t5'), tied=weights('./tied'))"
+    )  # type: ignore[operator]
+    assert told["apart"] - told["tied"] == 500 * 64
 
 
 def test_what_is_missing_is_named_with_its_id_and_no_flag_that_would_not_help(run: object) -> None:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,10 +15,22 @@ import pytest
 import memfit
 from memfit.cli.main import main
 from memfit.errors import MemfitError, TraceError
-from memfit.scripts.made_up import columns_are_made_up
+from memfit.scripts.made_up_columns import columns_are_made_up, columns_asked_for, with_columns_asked_for
 from memfit.scripts.made_up_processors import settings_made_up
-from memfit.scripts.made_up_rows import columns_of, columns_told, sound
+from memfit.scripts.made_up_rows import columns_of, columns_told, data_sets_of, sound
 
+NLTK = """
+class data:
+    @staticmethod
+    def find(path):
+        raise LookupError(path)
+def sent_tokenize(text, language="english"):
+    data.find("tokenizers/punkt_tab")
+word_tokenize = sent_tokenize
+def download(name):
+    raise OSError("there is no network")
+"""
+"""What it does where its files are not here."""
 TOKENIZED = """
 import json, pathlib
 import torch
@@ -61,6 +74,19 @@ def test_a_made_up_tokenizer_has_the_model_s_vocabulary_and_plausible_lengths(tm
     assert any("Qwen/Qwen2.5-0.5B: a made-up tokenizer" in note for note in plan.notes)
 
 
+@pytest.mark.parametrize("name", ["xlnet-base-cased", "Helsinki-NLP/opus-mt-en-ro"])
+def test_a_tokenizer_is_made_up_whatever_its_class_says_of_files_that_are_not_there(tmp_path: Path, name: str) -> None:
+    pytest.importorskip("sentencepiece", reason="sentencepiece is not installed: `make test-all` does")
+    (tmp_path / "train.py").write_text(
+        "import torch\nfrom transformers import AutoTokenizer\n"
+        f"tokenizer = AutoTokenizer.from_pretrained({name!r})\n"
+        "assert len(tokenizer('a' * 4000, truncation=True, max_length=64)['input_ids']) == 64\n"
+        "torch.zeros(min(tokenizer.model_max_length, 9), device='cuda')\n"
+    )
+    plan = memfit.trace_script("train.py", synthetic_data=True)
+    assert any(note.startswith(f"{name}: a made-up tokenizer") for note in plan.notes)
+
+
 def test_what_processes_text_for_a_model_is_its_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
         "import torch\nfrom transformers import AutoConfig, AutoProcessor\nname = 'HuggingFaceTB/SmolLM2-135M'\n"
@@ -97,6 +123,12 @@ def test_whisper_knows_its_languages(tmp_path: Path) -> None:
         "tokenizer.set_prefix_tokens(language='hindi', task='transcribe')\n"
     )
     assert memfit.trace_script("train.py", synthetic_data=True).peak.allocated_bytes
+
+
+@pytest.mark.parametrize(("norm", "has_mask"), [("layer", True), ("group", None)])
+def test_sound_has_a_mask_where_the_model_was_trained_with_one(norm: str, has_mask: bool | None) -> None:
+    made = settings_made_up({"model_type": "wav2vec2", "feat_extract_norm": norm})
+    assert made is not None and made.get("return_attention_mask") is has_mask
 
 
 def test_what_prepares_pictures_makes_them_as_large_as_the_model_sees(tmp_path: Path) -> None:
@@ -144,6 +176,10 @@ def test_a_data_set_s_columns_are_told_by_its_name() -> None:
     assert list(columns_of("my/own")) == ["text", "label"]
     assert list(columns_of("allenai/c4 en")) == list(columns_of("wikitext")) == ["text"]
     assert columns_told(columns_of("allenai/c4 en")) == "text, up to 4,000 words a text"
+    answers = columns_of("trl-lib/ultrafeedback_binarized")["chosen"], columns_of("my/chat")["messages"][1]["content"]
+    assert [answer.count("word") for answer in answers] == [1000, 1000]
+    assert columns_told(columns_of("my/chat")) == "messages, up to 1,000 words a text"
+    assert columns_told(columns_of("gsm8k")) == "question, answer, up to 100 words a text"
     assert len(columns_of("xsum")["document"]) > len(columns_of("xsum")["summary"]) > 0
 
 
@@ -184,7 +220,7 @@ def test_pictures_have_labels(names: str, columns: list[str]) -> None:
 def test_speech_has_sound_and_what_is_said_in_short(name: str) -> None:
     row = columns_of(name)
     assert {"audio", "sentence", "text"} <= set(row) and len(row["sentence"].split()) == 40
-    heard = sound(8000)
+    heard = sound(8000, "made-up-15s.wav")
     assert heard["sampling_rate"] == 8000 and heard["array"].shape == (15 * 8000,)
 
 
@@ -239,7 +275,7 @@ rows = rows.remove_columns(["path", "gender"]).cast_column("audio", Audio(sampli
 rows = rows.map(lambda row: {"audio": row["audio"], "size": len(row["audio"]["array"])})
 assert rows[0]["size"] == 120_000 and rows[0]["audio"]["sampling_rate"] == 8000
 torch.zeros(1, device="cuda")
-food[0]["caption"]
+food[0]["a caption"]
 """
 
 
@@ -247,9 +283,104 @@ def test_pictures_and_sound_are_made_up_and_a_column_that_lacks_is_no_fault_of_t
     pytest.importorskip("datasets", reason="datasets is not installed: `make test-all` does")
     pytest.importorskip("PIL")
     (tmp_path / "train.py").write_text(SEEN_AND_HEARD)
-    with pytest.raises(MemfitError, match="KeyError: 'caption'") as error:
+    with pytest.raises(MemfitError, match="KeyError: 'a caption'") as error:
         memfit.trace_script("train.py", synthetic_data=True)
     assert "opus_books en-it has id, translation; glue mnli has " in error.value.hint
+
+
+ASKED_FOR = """
+import torch
+from datasets import load_dataset
+rows = load_dataset("my/own", split="train")
+made = rows.map(lambda row: {"both": row["query"] + row["response"]}, num_proc=4)
+assert len(made[0]["query"]) == 5000 and len(made[5]["query"]) == 250 and made[0]["caption"].count("word") == 100
+assert len(rows.select(range(10_000))) == 10_000
+assert len(load_dataset("superb", "ks")["train"][0]["audio"]["array"]) == 16_000
+torch.zeros(1, device="cuda")
+"""
+
+
+def test_a_column_that_the_program_asks_for_is_made_up_in_another_run(tmp_path: Path) -> None:
+    pytest.importorskip("datasets", reason="datasets is not installed: `make test-all` does")
+    (tmp_path / "train.py").write_text(ASKED_FOR)
+    plan = memfit.trace_script("train.py", synthetic_data=True)
+    told = "my/own: a made-up data set with the columns text, label, query, response, caption"
+    assert any(note.startswith(told) for note in plan.notes)
+
+
+def test_a_column_is_asked_for_by_its_key_or_as_the_command_names_it() -> None:
+    more: list[tuple[str, ...]] = []
+
+    def once(more_columns: tuple[str, ...]) -> int:
+        more.append(more_columns)
+        missing = [KeyError("query"), ValueError("--image_column value 'picture_path' needs to be one of: text, label")]
+        if len(more_columns) < len(missing):
+            with columns_are_made_up({"my/own": ("text",)}, ["--image_column=picture_path"]):
+                raise TraceError("the job itself fails", hint="raised at train.py:3") from missing[len(more_columns)]
+        return 1
+
+    assert with_columns_asked_for(once) == 1
+    assert more == [(), ("query",), ("query", "picture_path")]
+
+
+def test_a_program_that_still_lacks_the_column_is_told_of_it() -> None:
+    def once(more_columns: tuple[str, ...]) -> None:
+        with columns_are_made_up({"my/own": ("text",)}):
+            raise TraceError("the job itself fails", hint="raised at train.py:3") from KeyError("rank")
+
+    with pytest.raises(TraceError, match="the job itself fails"):
+        with_columns_asked_for(once)
+
+
+def test_what_an_asked_for_column_holds_its_name_tells() -> None:
+    pytest.importorskip("PIL")
+    names = ["image_path", "photo", "audio", "messages", "category_id", "summary", "response", "text"]
+    made = columns_asked_for(names, {"text": "kept"})
+    assert Path(made.pop("image_path")).read_bytes()[1:4] == b"PNG"
+    assert (made["photo"], made["audio"], made["category_id"]) == ("{picture}", "{sound}", 0)
+    assert [each["role"] for each in made["messages"]] == ["user", "assistant"]
+    assert made["summary"].count("word") == 100 and made["response"].count("word") == 1000 and "text" not in made
+
+
+def test_every_sixth_row_is_short_so_that_batches_have_masks() -> None:
+    class Rows:
+        @staticmethod
+        def from_list(rows: list[Any]) -> Any:
+            return SimpleNamespace(rows=rows, features={}, info=SimpleNamespace())
+
+    made = data_sets_of("my/own", columns_of("my/own"), SimpleNamespace(Dataset=Rows, ClassLabel=lambda names: None))
+    words = [row["text"].count("word") for row in made["train"].rows[:12]]
+    assert words == [1000] * 5 + [50] + [1000] * 5 + [50]
+
+
+NAMES_AND_SENTENCES = """
+import json
+import nltk
+import pathlib
+import torch
+from huggingface_hub import hf_hub_download
+try:
+    nltk.data.find("tokenizers/punkt")
+except LookupError:
+    nltk.download("punkt")
+assert nltk.sent_tokenize("One. Two.") == ["One.", "Two."]
+file = hf_hub_download("huggingface/label-files", "ade20k-id2label.json", repo_type="dataset")
+names = json.loads(pathlib.Path(file).read_text())
+assert len(names) == 150 and names["3"] == "class 3"
+torch.zeros(1, device="cuda")
+"""
+
+
+def test_names_of_classes_and_the_data_of_nltk_are_made_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "site-packages").mkdir()
+    (tmp_path / "site-packages" / "nltk.py").write_text(NLTK)
+    monkeypatch.syspath_prepend(tmp_path / "site-packages")
+    monkeypatch.delitem(sys.modules, "nltk", raising=False)
+    (tmp_path / "train.py").write_text(NAMES_AND_SENTENCES)
+    plan = memfit.trace_script("train.py", synthetic_data=True)
+    sys.modules.pop("nltk")
+    assert any("a made-up ade20k-id2label.json, 150 classes" in note for note in plan.notes)
+    assert any("nltk's own data is not here" in note for note in plan.notes)
 
 
 LIBRARY = "from datasets import load_dataset\ndef rows(): return load_dataset('glue', 'mrpc', split='train')\n"

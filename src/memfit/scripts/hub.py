@@ -233,7 +233,7 @@ def _told(error: OSError, missed: list[str], made_up: bool) -> Exception:
     own = [frame for frame in frames if is_own(frame.filename) and not frame.filename.startswith(here)]
     where = f"{own[-1].filename}:{own[-1].lineno}: " if own else ""
     name, what = (missed[0], ", ".join(missed[1:])) if _is_about_files(error, missed) else ("", "something")
-    hint = f"`hf download {name or 'NAME'}` first, or name a folder"
+    hint = f"`hf download {name or 'NAME'}{f' {CONFIG}' * (what == CONFIG)}` first, or name a folder"
     if what == CONFIG:
         hint += f" with its {CONFIG}; `memfit models` lists models whose configs come with memfit"
     elif not made_up:
@@ -327,7 +327,7 @@ def _weights_made_up(load: Callable[..., Any], tracer: Any) -> Callable[..., Any
             if getattr(getattr(how, "hf_quantizer", None), "pre_quantized", False):
                 raise _quantised_already(str(model.config.name_or_path or "the model"))
             tracer.assume(NO_WEIGHTS)
-            tied = getattr(model, "all_tied_weights_keys", None) or {}
+            tied = _tied(model)
             turned = {f"{name}.weight" for name, module in model.named_modules() if _stands_for_conv1d(module)}
             state_dict = {
                 name: without_memory(tracer, each.shape[::-1] if name in turned else each.shape, each.dtype)
@@ -337,6 +337,30 @@ def _weights_made_up(load: Callable[..., Any], tracer: Any) -> Callable[..., Any
         return load(model, state_dict, files, *args, **kwargs)
 
     return load_weights
+
+
+def _tied(model: Any) -> dict[str, str]:
+    """By name, what a checkpoint does not have a second time. That of a T5 has both matrices of words where its config
+    says so, and transformers, which ties those of the whole family first, lets them be two as soon as it sees that."""
+    tied = getattr(model, "all_tied_weights_keys", None)
+    said = _config_of(model)
+    if tied and said.get("tie_word_embeddings") is False:
+        head = model.get_output_embeddings()
+        apart = [f"{name}.weight" for name, module in model.named_modules() if module is head and module is not None]
+        for name in apart:
+            tied.pop(name, None)
+    return tied or {}
+
+
+def _config_of(model: Any) -> dict[str, Any]:
+    """As it is written: what transformers makes of it need not say the same."""
+    find: Any = sys.modules["transformers.utils.hub"]
+    try:
+        files = find.cached_files(str(model.config.name_or_path), [CONFIG])
+        said = json.loads(Path(files[0]).read_text(encoding="utf-8")) if files else {}
+    except (OSError, ValueError):
+        return {}
+    return dict(said)
 
 
 def _quantised_already(name: str) -> TraceError:

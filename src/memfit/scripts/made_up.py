@@ -9,15 +9,24 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
-from memfit.errors import TraceError
+from memfit.scripts.made_up_columns import MadeUp, columns_asked_for
 from memfit.scripts.made_up_encodings import CHARACTERS_A_TOKEN, patches_of_encodings
+from memfit.scripts.made_up_files import patches_of_hub, patches_of_nltk
 from memfit.scripts.made_up_pictures import patches_of_pictures
-from memfit.scripts.made_up_rows import ROWS, SOUND_FILE, columns_of, columns_told, data_sets_of, sound
+from memfit.scripts.made_up_rows import (
+    MADE_UP,
+    ROWS,
+    columns_of,
+    columns_told,
+    data_sets_of,
+    seconds_of,
+    sound,
+)
 
 TIMES_STREAMED = 100
 FEWEST_TOKENS = 100
@@ -30,14 +39,10 @@ SCORES = ("accuracy", "f1", "precision", "recall", "matthews_correlation", "pear
 WITH_MASK = re.compile("bert|electra|mpnet|deberta|ernie|xlnet|camembert|roformer")
 
 
-_OF_COLUMNS = re.compile(r"column|feature|field|key|split|label", re.IGNORECASE)
-MadeUp = dict[str, tuple[str, ...]]
-"""Columns of the data sets that were made up, by the names that the program asked for."""
-
-
 @contextmanager
-def data_made_up(tracer: Any, made_up: MadeUp, *, wanted: bool) -> Iterator[None]:
-    """Unless it is `wanted`, what is not here is an error, also where transformers makes an empty tokenizer of it."""
+def data_made_up(tracer: Any, made_up: MadeUp, *, wanted: bool, more: Sequence[str] = ()) -> Iterator[None]:
+    """Unless it is `wanted`, what is not here is an error, also where transformers makes an empty tokenizer of it.
+    `more`: columns for which the program has asked."""
     done: set[str] = set()
     with ExitStack() as stack:
 
@@ -61,8 +66,13 @@ def data_made_up(tracer: Any, made_up: MadeUp, *, wanted: bool) -> Iterator[None
             if hasattr(data, "load_dataset") and hasattr(data, "Dataset") and wanted and "data" not in done:
                 done.add("data")
                 for name in ("load_dataset", "load_from_disk"):
-                    made = _loaded_or_made(getattr(data, name), data, tracer, made_up)
+                    made = _loaded_or_made(getattr(data, name), data, tracer, made_up, more)
                     stack.enter_context(mock.patch.object(data, name, made))
+                for name in ("map", "filter"):
+                    alone = _in_this_process(getattr(data.Dataset, name))
+                    stack.enter_context(mock.patch.object(data.Dataset, name, alone))
+                chosen = _again_from_the_first(data.Dataset.select)
+                stack.enter_context(mock.patch.object(data.Dataset, "select", chosen))
                 for name, changed in (("decode_example", _heard), ("encode_example", _recorded)):
                     stack.enter_context(mock.patch.object(data.Audio, name, changed(getattr(data.Audio, name))))
 
@@ -71,10 +81,10 @@ def data_made_up(tracer: Any, made_up: MadeUp, *, wanted: bool) -> Iterator[None
                 done.add("metrics")
                 stack.enter_context(mock.patch.object(metrics, "load", _loaded_or_unknown(metrics.load, tracer)))
 
-            for name, patches_of in (("pictures", patches_of_pictures), ("encodings", patches_of_encodings)):
-                if wanted and name not in done and (patches := patches_of(tracer)):
-                    done.add(name)
-                    for each in patches:
+            for patches in (patches_of_pictures, patches_of_encodings, patches_of_hub, patches_of_nltk):
+                if wanted and patches.__name__ not in done and (replaced := patches(tracer)):
+                    done.add(patches.__name__)
+                    for each in replaced:
                         stack.enter_context(each)
 
         patch()
@@ -95,8 +105,8 @@ def _found_or_made(find: Callable[..., Any], tracer: Any, wanted: bool) -> Calla
             if len(found) >= FEWEST_TOKENS or os.path.isdir(name):
                 return found
             raise OSError(f"the tokenizer of {name} is not in the cache of huggingface.co")
-        except (OSError, ValueError) as error:  # the latter of a tokenizer that has found none of its files
-            if not wanted or (isinstance(error, ValueError) and os.path.isdir(name)):
+        except (OSError, ValueError, TypeError) as error:  # others than the first where it has found none of its files
+            if not wanted or (not isinstance(error, OSError) and os.path.isdir(name)):
                 raise
         made = make_tokenizer(str(name), kwargs)
         tracer.assume(
@@ -145,7 +155,8 @@ def make_tokenizer(name: str, asked: dict[str, Any]) -> Any:
     unknown = words[next(free)]
     made = Tokenizer(models.WordLevel({word: number for number, word in words.items()}, unk_token=unknown))
     made.pre_tokenizer = pre_tokenizers.Split(Regex(f"[\\s\\S]{{1,{CHARACTERS_A_TOKEN}}}"), "isolated")
-    longest = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or int(1e30)
+    told = (getattr(config, each, None) for each in ("max_position_embeddings", "n_positions"))
+    longest = next((each for each in told if isinstance(each, int) and each > 0), int(1e30))
     kept = {key: value for key, value in asked.items() if key in ("padding_side", "truncation_side", "pad_token")}
     tokens = {f"{kind}_token": words[number] for kind, number in special.items()}
     fast: Any = PreTrainedTokenizerFast
@@ -162,7 +173,9 @@ def make_tokenizer(name: str, asked: dict[str, Any]) -> Any:
 # -- data sets ---------------------------------------------------------------------------------------------------------
 
 
-def _loaded_or_made(load: Callable[..., Any], data: Any, tracer: Any, made_up: MadeUp) -> Callable[..., Any]:
+def _loaded_or_made(
+    load: Callable[..., Any], data: Any, tracer: Any, made_up: MadeUp, more: Sequence[str]
+) -> Callable[..., Any]:
     def load_dataset(path: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return load(path, *args, **kwargs)
@@ -172,6 +185,7 @@ def _loaded_or_made(load: Callable[..., Any], data: Any, tracer: Any, made_up: M
         languages = "-".join(kwargs[each] for each in ("lang1", "lang2") if each in kwargs)
         named = " ".join(str(each) for each in (path, *args[:1], kwargs.get("name"), languages) if each)
         row = columns_of(named)
+        row |= columns_asked_for(more, row)
         made_up[named] = tuple(row)
         tracer.assume(f"{named}: a made-up data set with the columns {columns_told(row)}")
         made = data_sets_of(named, row, data)
@@ -193,30 +207,35 @@ def _streamed(made: Any, split: str) -> Any:
     return rows.repeat(TIMES_STREAMED) if split == "train" else rows
 
 
-@contextmanager
-def columns_are_made_up(made_up: MadeUp) -> Iterator[None]:
-    """Where a job fails for a column that it does not find, or for few rows, that need not be its own fault."""
-    try:
-        yield
-    except TraceError as error:
-        cause = error.__cause__
-        of_column = isinstance(cause, (KeyError, ZeroDivisionError)) or (
-            isinstance(cause, ValueError) and _OF_COLUMNS.search(str(cause))
-        )
-        if not made_up or not of_column:
-            raise
-        told = "; ".join(f"{name} has {', '.join(columns)}" for name, columns in made_up.items())
-        made = f"data made up by --synthetic-data: {told}; the real one may have other columns or splits, and more rows"
-        hint = f"{error.hint}\n{made}"
-        raise TraceError(error.message, hint=hint) from cause
+def _in_this_process(change: Callable[..., Any]) -> Callable[..., Any]:
+    """There are few rows, and processes that start amid a trace may wait for its locks."""
+
+    def changed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return change(self, *args, **{name: value for name, value in kwargs.items() if name != "num_proc"})
+
+    return changed
+
+
+def _again_from_the_first(select: Callable[..., Any]) -> Callable[..., Any]:
+    """A made-up data set has as many rows as a program wants to choose."""
+
+    def chosen(self: Any, indices: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return select(self, indices, *args, **kwargs)
+        except IndexError:
+            if self.info.description != MADE_UP or not len(self):
+                raise
+        return select(self, [index % len(self) for index in indices], *args, **kwargs)
+
+    return chosen
 
 
 def _heard(decode: Callable[..., Any]) -> Callable[..., Any]:
     """Sound that nobody has recorded needs no decoder."""
 
     def decode_example(feature: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(value, dict) and value.get("path") == SOUND_FILE:
-            return value if "array" in value else sound(feature.sampling_rate)
+        if isinstance(value, dict) and seconds_of(str(value.get("path"))):
+            return value if "array" in value else sound(feature.sampling_rate, value["path"])
         return decode(feature, value, *args, **kwargs)
 
     return decode_example
@@ -224,8 +243,8 @@ def _heard(decode: Callable[..., Any]) -> Callable[..., Any]:
 
 def _recorded(encode: Callable[..., Any]) -> Callable[..., Any]:
     def encode_example(feature: Any, value: Any) -> Any:
-        if isinstance(value, dict) and value.get("path") == SOUND_FILE:
-            return {"bytes": None, "path": SOUND_FILE}
+        if isinstance(value, dict) and seconds_of(str(value.get("path"))):
+            return {"bytes": None, "path": value["path"]}
         return encode(feature, value)
 
     return encode_example

@@ -60,6 +60,8 @@ def _of_sound(config: Mapping[str, Any]) -> dict[str, Any] | None:
     settings = {each: config[each] for each in _SAME if each in config}
     if "num_mel_bins" in settings:
         settings["feature_size"] = settings["num_mel_bins"]
+    if config.get("feat_extract_norm") == "layer":  # wav2vec 2.0 and its like: those are trained with a mask
+        settings["return_attention_mask"] = True
     return {"feature_extractor_type": name, **settings}
 
 

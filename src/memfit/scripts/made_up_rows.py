@@ -1,6 +1,7 @@
 """Rows of made-up data sets: the columns of the public ones, where their names tell them.
 
-Texts are long: what bounds them is the program's own truncation. A picture has one colour, sound is silence.
+Texts are long: what bounds them is the program's own truncation. Every sixth is short, so that batches are padded
+and have a mask, as those of real texts. A picture has one colour, sound is silence.
 """
 
 from __future__ import annotations
@@ -15,23 +16,38 @@ SHORT_ROWS = ROWS | {"train": 5000}
 """Some programs put thousands of rows aside."""
 FEW_ROWS = {"train": 200, "validation": 50, "test": 50}
 """Of sound: a program may write all of them down as numbers."""
-SECONDS, SAMPLING_RATE, SOUND_FILE = 15, 16_000, "made-up.wav"
-SOUND, SAID, FEW, MANY, PAGE, WORDS_SAID = "{sound}", "{said}", "{few}", "{many}", "{page}", 40
+SAMPLING_RATE = 16_000
+SHORT_EVERY, SHORT_PART = 6, 20
+"""Every sixth row has a twentieth of the words. Seldom enough that three batches of one row are hardly all short."""
+SOUND, A_WORD, SAID, FEW, MANY, PAGE, WORDS_SAID = "{sound}", "{word}", "{said}", "{few}", "{many}", "{page}", 40
+SECONDS, SHORT_SECONDS = {SOUND: 15, A_WORD: 1}, 3
+SOUND_FILE = re.compile(r"made-up-(\d+)s\.wav")
+"""Its name tells how long it is."""
+MADE_UP = "made up by memfit"
+"""How a made-up data set describes itself."""
 PICTURE = "{picture}"
 PICTURES = {
     PICTURE: ("RGB", (500, 375)), "{digit}": ("L", (28, 28)), "{small}": ("RGB", (32, 32)), "{mask}": ("L", (500, 375)),
+    "{instances}": ("RGB", (500, 375)),
 }  # fmt: skip
 """By mode and size."""
+PICTURE_FILE = "{file}"
+"""Its path."""
 WORDS, FEW_WORDS, WORDS_OF_PAGES = 1000, 100, 4000
 """Pages of the web: programs look among them for one as long as what the model reads."""
 HOLES = {SAID: WORDS_SAID, FEW: FEW_WORDS, MANY: WORDS, PAGE: WORDS_OF_PAGES}
 SHORT = 6 * FEW_WORDS
 LONG = (
     "text", "content", "context", "article", "document", "dialogue", "sentence", "sentence1", "premise", "review",
-    "output", "completion", "chosen", "rejected",
+    "chosen", "rejected", "completion", "response", "output",
 )  # fmt: skip
-_TALK = [{"role": "user", "content": FEW}, {"role": "assistant", "content": ""}]
+TALK = [{"role": "user", "content": FEW}, {"role": "assistant", "content": ""}]
 _TALKED = f"\n\nHuman: {FEW}\n\nAssistant: {MANY}"
+THINGS = {
+    "id": [*range(8)], "area": [5000.0] * 8, "bbox": [[40.0 * number, 30.0, 100.0, 50.0] for number in range(8)],
+    "category": [0] * 8,
+}  # fmt: skip
+"""On a picture: eight, as boxes."""
 _LANGUAGES = dict.fromkeys(("en", "de", "fr", "ro"), "")
 _SPOKEN = {"audio": SOUND, "text": SAID, "sentence": SAID}
 _ABOUT_A_VOICE = ("client_id", "path", "age", "gender", "accent", "locale", "segment", "variant")
@@ -40,7 +56,8 @@ COLUMNS: tuple[tuple[str, dict[str, Any]], ...] = (
                  "num_samples": 0, "gender": 0, "lang_id": 0, "language": "", "lang_group_id": 0}),
     (r"minds.?14", {"path": "", "audio": SOUND, "transcription": SAID, "english_transcription": SAID, "intent_class": 0,
                     "lang_id": 0}),
-    (r"superb.*\b(ks|ic|er|si)\b|speech_commands", {"file": "", "audio": SOUND, "label": 0}),
+    (r"superb.*\bks\b|speech_commands", {"file": "", "audio": A_WORD, "label": 0}),
+    (r"superb.*\b(ic|er|si)\b", {"file": "", "audio": SOUND, "label": 0}),
     (r"voxpopuli", {"audio_id": "", "language": "", "audio": SOUND, "raw_text": SAID, "normalized_text": SAID}),
     (r"common_voice", {**_SPOKEN, **dict.fromkeys(_ABOUT_A_VOICE, ""), "up_votes": 0, "down_votes": 0}),
     (r"librispeech|superb|\basr\b", {"file": "", **_SPOKEN, "speaker_id": 0, "chapter_id": 0, "id": ""}),
@@ -49,22 +66,36 @@ COLUMNS: tuple[tuple[str, dict[str, Any]], ...] = (
     (r"cifar", {"img": "{small}", "label": 0}),
     (r"\bbeans\b", {"image_file_path": "", "image": PICTURE, "labels": 0}),
     (r"cats_vs_dogs", {"image": PICTURE, "labels": 0}),
+    (r"cppe|object.?detection|fashionpedia|\bcoco\b.*20\d\d$",
+     {"image_id": 0, "image": PICTURE, "width": 500, "height": 375, "objects": THINGS}),
+    (r"ade20k.?mini|instance.?seg", {"image": PICTURE, "annotation": "{instances}",
+                                     "semantic_class_to_id": {"background": 0, "class 1": 1, "class 2": 2}}),
+    (r"sidewalk", {"pixel_values": PICTURE, "label": "{mask}"}),
     (r"scene_parse|ade20k", {"image": PICTURE, "annotation": "{mask}", "scene_category": 0}),
     (r"blip-captions|naruto|pokemon|image.*caption|flickr", {"image": PICTURE, "text": FEW}),
     (r"imagenet|food.?101|iiit|\bpets\b|oxford.?pets|flowers|stanford.?cars|eurosat|caltech",
      {"image": PICTURE, "label": 0}),
+    (r"all-nli.*triplet", dict.fromkeys(("anchor", "positive", "negative"), "")),
+    (r"all-nli.*pair-score", {"sentence1": "", "sentence2": "", "score": 0.5}),
+    (r"all-nli.*pair$", {"anchor": "", "positive": ""}),
+    (r"sentence-transformers/stsb", {"sentence1": "", "sentence2": "", "score": 0.5}),
+    (r"quora-duplicates|quora.*pair-class", {"sentence1": "", "sentence2": "", "label": 0}),
+    (r"gooaq", {"question": "", "answer": ""}),
+    (r"natural-questions", {"query": "", "answer": ""}),
     (r"mrpc|rte|stsb|wnli", {"sentence1": "", "sentence2": "", "label": 0, "idx": 0}),
-    (r"mnli|snli|xnli|anli", {"premise": "", "hypothesis": "", "label": 0, "idx": 0}),
+    (r"mnli|snli|xnli|anli|all-nli", {"premise": "", "hypothesis": "", "label": 0, "idx": 0}),
     (r"hellaswag", {"ctx": "", "endings": [""] * 4, "label": "0"}),
     (r"swag", {**dict.fromkeys(("sent1", "sent2", "ending0", "ending1", "ending2", "ending3"), ""), "label": 0}),
     (r"qqp", {"question1": "", "question2": "", "label": 0, "idx": 0}),
     (r"sst2|cola|glue", {"sentence": "", "label": 0, "idx": 0}),
     (r"squad", {"id": "", "title": "", "context": "", "question": "", "answers": {"text": [""], "answer_start": [0]}}),
+    (r"kto|unpaired|feedback.*helpfulness", {"prompt": "", "completion": "", "label": True}),
+    (r"prm800k|math.?shepherd", {"prompt": "", "completions": [""] * 8, "labels": [True] * 8}),
     (r"hh-rlhf", {"chosen": _TALKED, "rejected": _TALKED}),
     (r"ultrafeedback.*binarized|dpo|preference", {"prompt": "", "chosen": "", "rejected": ""}),
     (r"gsm8k", {"question": "", "answer": ""}),
     (r"alpaca|dolly", {"instruction": "", "input": "", "output": "", "text": ""}),
-    (r"ultrachat|capybara|no_robots|smoltalk|chat", {"messages": _TALK}),
+    (r"ultrachat|capybara|no_robots|smoltalk|chat", {"messages": TALK}),
     (r"tldr", {"prompt": "", "completion": ""}),
     (r"cnn_dailymail", {"article": "", "highlights": "", "id": ""}),
     (r"xsum", {"document": "", "summary": "", "id": ""}),
@@ -86,7 +117,8 @@ CLASSES = (
     (r"tiny.?imagenet", 200), (r"imagenette", 10), (r"imagenet", 1000), (r"food.?101", 101), (r"cifar.?100", 100),
     (r"mnist|svhn|usps|cifar|eurosat", 10), (r"beans", 3), (r"iiit|\bpets", 37), (r"flowers", 102), (r"cars", 196),
     (r"minds.?14", 14), (r"superb|speech_commands", 36), (r"fleurs", 102),
-    (r"stsb", 0), (r"mnli|snli|xnli|anli", 3), (r"hellaswag|\bswag|ag_news", 4), (r"emotion", 6), (r"conll", 9),
+    (r"stsb", 0), (r"mnli|snli|xnli|anli|all-nli", 3), (r"cppe", 5), (r"sidewalk", 35), (r"scene_parse|ade20k", 150),
+    (r"hellaswag|\bswag|ag_news", 4), (r"emotion", 6), (r"conll", 9),
     (r"wnut", 13), (r"yelp_review_full|amazon_reviews|sst5", 5), (r"", 2),
 )  # fmt: skip
 """What the public ones tell apart; 0: they have a score."""
@@ -117,36 +149,55 @@ def _filled(value: Any, column: str) -> Any:
 def columns_told(row: Mapping[str, Any]) -> str:
     """With what bounds them."""
     found = list(row.values())
-    if SOUND in found:
-        return f"{', '.join(row)}: {SECONDS} seconds of sound, {WORDS_SAID} words"
+    seconds = [SECONDS[each] for each in found if isinstance(each, str) and each in SECONDS]
+    if seconds:
+        return f"{', '.join(row)}: {seconds[0]} second{'s' * (seconds[0] > 1)} of sound, {WORDS_SAID} words"
     pictures = ["x".join(map(str, PICTURES[each][1])) for each in found if isinstance(each, str) and each in PICTURES]
     if pictures:
         return f"{', '.join(row)}: pictures of {pictures[0]}"
-    words = max((each.count("word ") for each in found if isinstance(each, str)), default=0)
-    return f"{', '.join(row)}, up to {max(words, WORDS):,} words a text"
+    return f"{', '.join(row)}, up to {_most_words(found):,} words a text"
+
+
+def _most_words(value: Any) -> int:
+    if isinstance(value, (list, dict)):
+        return max(map(_most_words, value.values() if isinstance(value, dict) else value), default=0)
+    return value.count("word ") if isinstance(value, str) else 0
 
 
 def data_sets_of(name: str, row: Mapping[str, Any], data: Any) -> dict[str, Any]:
     """By split; `data` is the package datasets."""
-    pictures = {column: PICTURES[each] for column, each in row.items() if isinstance(each, str) and each in PICTURES}
-    sounds = [column for column, each in row.items() if each == SOUND]
-    stored = {**row, **{column: {"bytes": _picture(*kind)} for column, kind in pictures.items()},
-              **{column: {"path": SOUND_FILE} for column in sounds}}  # fmt: skip
-    short = not pictures and max(len(str(each)) for each in row.values()) < SHORT
-    rows = FEW_ROWS if sounds else SHORT_ROWS if short else ROWS
+    pictures = {column: each for column, each in row.items() if isinstance(each, str) and each in PICTURES}
+    sounds = {column: SECONDS[each] for column, each in row.items() if isinstance(each, str) and each in SECONDS}
+    stored = {**row, **{column: {"bytes": picture(kind)} for column, kind in pictures.items()},
+              **{column: {"path": f"made-up-{seconds}s.wav"} for column, seconds in sounds.items()}}  # fmt: skip
+    is_short = not pictures and max(len(str(each)) for each in row.values()) < SHORT
+    rows = FEW_ROWS if sounds else SHORT_ROWS if is_short else ROWS
     if re.search("mnli", name, re.IGNORECASE):
         matched = [f"{split}_{kind}" for split in ("validation", "test") for kind in ("matched", "mismatched")]
         rows = rows | dict.fromkeys(matched, rows["test"])
     classes = next(count for words, count in CLASSES if re.search(words, name, re.IGNORECASE))
     made = {}
     for split, count in rows.items():
-        each = _with_classes(data.Dataset.from_list([stored] * count), data, classes)
+        either = (*[stored] * (SHORT_EVERY - 1), _shortened(stored))
+        each = _with_classes(data.Dataset.from_list([either[at % SHORT_EVERY] for at in range(count)]), data, classes)
         for column in pictures:
             each = each.cast_column(column, data.Image())
         for column in sounds:
             each = each.cast_column(column, data.Audio(sampling_rate=SAMPLING_RATE))
+        each.info.description = MADE_UP
         made[split] = each
     return made
+
+
+def _shortened(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _shortened(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_shortened(each) for each in value]
+    if isinstance(value, str) and SOUND_FILE.fullmatch(value):
+        return f"made-up-{min(seconds_of(value), SHORT_SECONDS)}s.wav"
+    has_words = isinstance(value, str) and "word " in value
+    return "word " * max(value.count("word ") // SHORT_PART, 1) if has_words else value
 
 
 def _with_classes(made: Any, data: Any, count: int) -> Any:
@@ -155,22 +206,33 @@ def _with_classes(made: Any, data: Any, count: int) -> Any:
         return made.cast_column("label", data.Value("float32")) if "label" in made.features else made
     kind = data.ClassLabel(names=[f"class {number}" for number in range(count)])
     for column in OF_CLASSES:
-        if column in made.features and made.features[column].dtype == "int64":
+        if column in made.features and getattr(made.features[column], "dtype", None) == "int64":
             made = made.cast_column(column, kind)
+    if "objects" in made.features:
+        made = made.cast_column("objects", {**made.features["objects"], "category": data.Sequence(kind)})
     return made.cast_column("ner_tags", data.Sequence(kind)) if "ner_tags" in made.features else made
 
 
-def _picture(mode: str, size: tuple[int, int]) -> bytes:
+def picture(kind: str) -> bytes:
     from PIL import Image
 
-    stored = io.BytesIO()
-    Image.new(mode, size).save(stored, "PNG")
+    mode, size = PICTURES[kind]
+    stored, made = io.BytesIO(), Image.new(mode, size)
+    for number in range(1, 9 if kind == "{instances}" else 1):  # class and number of a thing are its colours
+        made.paste((1 + number % 2, number, 0), (55 * number, 40, 55 * number + 50, 340))
+    made.save(stored, "PNG")
     return stored.getvalue()
 
 
-def sound(sampling_rate: int | None) -> dict[str, Any]:
+def seconds_of(file: str) -> int:
+    """0: no sound that was made up."""
+    found = SOUND_FILE.fullmatch(file)
+    return int(found[1]) if found else 0
+
+
+def sound(sampling_rate: int | None, path: str) -> dict[str, Any]:
     """As `datasets` gave it before it had a decoder of its own."""
     import numpy as np
 
     rate = sampling_rate or SAMPLING_RATE
-    return {"path": SOUND_FILE, "array": np.zeros(SECONDS * rate, dtype=np.float32), "sampling_rate": rate}
+    return {"path": path, "array": np.zeros(seconds_of(path) * rate, dtype=np.float32), "sampling_rate": rate}

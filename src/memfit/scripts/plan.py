@@ -56,7 +56,14 @@ def trace_script(
     return dataclasses.replace(plan, advice=(*(plan.advice or ()), gradients_zeroed(place, *saved)))
 
 
-def trace_once(
+def trace_once(command: str | Sequence[str] | Program, **asked: Any) -> Plan:
+    """As asked, and with the columns that the program asks made-up data for."""
+    from memfit.scripts.made_up_columns import with_columns_asked_for
+
+    return with_columns_asked_for(partial(_trace_with, command, **asked))
+
+
+def _trace_with(
     command: str | Sequence[str] | Program,
     *,
     gpu: str | Gpu | None,
@@ -66,10 +73,12 @@ def trace_once(
     seconds: float,
     synthetic_data: bool = False,
     drops_gradients: bool = False,
+    more_columns: tuple[str, ...] = (),
 ) -> Plan:
     from memfit.scripts.hub import hub_pretended
     from memfit.scripts.kept_on_host import host_has_room
-    from memfit.scripts.made_up import columns_are_made_up, data_made_up
+    from memfit.scripts.made_up import data_made_up
+    from memfit.scripts.made_up_columns import columns_are_made_up
     from memfit.scripts.run import run_program
     from memfit.scripts.stopping import Steps
 
@@ -88,14 +97,11 @@ def trace_once(
         for file, number, value in lines:
             tracer.answers.answer_line(file, number, value)
         seen.append(Steps(steps, tracer))
-        with (
-            hub_pretended(tracer, made_up=synthetic_data),
-            data_made_up(tracer, made_up, wanted=synthetic_data),
-            host_has_room(tracer),
-        ):
+        data = data_made_up(tracer, made_up, wanted=synthetic_data, more=more_columns)
+        with hub_pretended(tracer, made_up=synthetic_data), data, host_has_room(tracer):
             run_program(program, seen[-1], seconds=seconds, tracer=tracer, alloc_conf=said)
 
-    with columns_are_made_up(made_up):
+    with columns_are_made_up(made_up, program.arguments):
         made = trace_code(
             run,
             gpu=gpu,

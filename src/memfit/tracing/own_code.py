@@ -101,6 +101,9 @@ class OwnCodeTracer(Tracer):
         self._in_kernel = False
         self._lock = threading.RLock()
         self._on_host: weakref.WeakKeyDictionary[torch.UntypedStorage, Place] = weakref.WeakKeyDictionary()
+        self._in_files: weakref.WeakKeyDictionary[torch.UntypedStorage, Callable[[], Tensor]] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def assume(self, what: str) -> None:
         self.assumed[what] = None
@@ -147,6 +150,16 @@ class OwnCodeTracer(Tracer):
                 self._on_host[tensor.untyped_storage()] = place
         return made
 
+    def put_in_file(self, made: Tensor, read: Callable[[], Tensor]) -> None:
+        """`made` stands for a tensor that `read` would read, should its values be asked for."""
+        self._in_files[made.untyped_storage()] = read
+
+    def pass_on_file(self, source: Tensor, copy: Tensor) -> None:
+        storage = source.untyped_storage()
+        read = self._in_files.get(storage)
+        if read is not None and source.nbytes == storage.nbytes():
+            self.put_in_file(copy, read)
+
     # -- the mode ----------------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -179,6 +192,8 @@ class OwnCodeTracer(Tracer):
             _check_places(func, tensors, places)
             if func in PRODUCTS and func not in SCALED:  # whose factors are in 8 bits, their scales in 32
                 _check_types(tensors)
+            if func is aten.equal.default:
+                return self._compare(args[0], args[1])
             if (read := self._read_back(func, args, kwargs)) is not NotImplemented:
                 return read
             if _needs_data(func) and (found := self.values.compute(func, args, kwargs)) is not NotImplemented:
@@ -188,6 +203,7 @@ class OwnCodeTracer(Tracer):
         out = super()._run(op, func, args, kwargs)
         if func is aten._to_copy.default:
             self._note_widened(args[0], out)
+            self.pass_on_file(args[0], out)
         if not (op.is_composite and self.meets_composites and self._is_traced(args)):  # else its parts were followed
             self.values.follow(func, args, kwargs, out)
         return out
@@ -217,14 +233,44 @@ class OwnCodeTracer(Tracer):
         if func is aten._to_copy.default and kwargs.get("device") == DEVICES["cpu"]:
             kwargs = {**kwargs, "device": self.device}
         if func is aten.equal.default:
-            self.assume("weights of one shape that the code compares while it has no values for them are equal")
-            return args[0].shape == args[1].shape
+            return self._are_equal(args[0], args[1])
         if func._schema.is_mutable and isinstance(args[0], Tensor) and args[0].device.type == "cpu":
             self.assume(KEPT_AS_MADE)
             return args[0]
         with _disable_current_modes():
-            args, kwargs = tree_map_only(Tensor, _without_memory, (args, kwargs))
-            return self.put_on_host(func(*args, **kwargs), place)
+            taken, named = tree_map_only(Tensor, _without_memory, (args, kwargs))
+            try:
+                made = self.put_on_host(func(*taken, **named), place)
+            except NotImplementedError as error:  # a size that follows from values
+                raise self.answers.refusal(args[0]) from error
+        if func is aten._to_copy.default:
+            self.pass_on_file(args[0], made)
+        return made
+
+    def _are_equal(self, one: Tensor, other: Tensor) -> bool:
+        if one.shape != other.shape:
+            return False
+        if (known := self._are_equal_in_files(one, other)) is not None:
+            return known
+        self.assume("weights of one shape that the code compares while it has no values for them are equal")
+        return True
+
+    def _compare(self, one: Tensor, other: Tensor) -> Any:
+        """As torch does on CUDA: elements first, then the host asks for one answer."""
+        if one.shape != other.shape:
+            return False
+        with self:
+            answer = torch.eq(one, other).all()
+        known = self._are_equal_in_files(one, other)
+        return self.answers.value(answer) if known is None else known
+
+    def _are_equal_in_files(self, *weights: Tensor) -> bool | None:
+        """transformers ties two that a checkpoint has both only where they are equal. None: not known."""
+        read = [self._in_files.get(each.untyped_storage()) for each in weights]
+        if read[0] is None or read[1] is None or any(w.nbytes != w.untyped_storage().nbytes() for w in weights):
+            return None
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            return torch.equal(read[0](), read[1]())
 
     def _read_back(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Copies to the host: with the values, where they are known."""
@@ -533,6 +579,7 @@ class OwnCodeNames(CudaNames):
         with _disable_current_modes():
             made = torch.empty_like(host, dtype=dtype or host.dtype, requires_grad=host.requires_grad)
         self.tracer.track(made, "aten._to_copy.default")
+        self.tracer.pass_on_file(host, made)
         return made
 
     def _made_device(self, *args: Any, **kwargs: Any) -> torch.device:

@@ -306,12 +306,14 @@ def card_pretended(
     active = [True]
     left_out = _snapshots_left_out(tracer)
     settled = partial(tracer.settle_allocator, where="a call of the script")
+    names_of_cuda = _of_cuda(card)
     replaced: list[tuple[Any, dict[str, Any]]] = [
-        (torch.cuda, _of_cuda(card)),
+        (torch.cuda, names_of_cuda),
+        (torch.cuda.random, names_of_cuda),
         (torch.accelerator, _of_accelerator(card)),
         (torch.cuda.memory, {
             "_record_memory_history": left_out, "_dump_snapshot": left_out, "_set_allocator_settings": settled,
-            **{name: value for name, value in _of_cuda(card).items() if hasattr(torch.cuda.memory, name)}}),
+            **names_of_cuda}),
         (torch._C, {"_accelerator_setAllocatorSettings": settled}),
         (torch.version, {"cuda": CUDA_VERSION}),
         (torch.backends.cuda, {"is_built": lambda: True}),

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -42,8 +43,8 @@ MARK = b"memfit: saved in a trace, "
 class Headers:
     """An open safetensors file of which only the header is read."""
 
-    def __init__(self, file: Any, tracer: OwnCodeTracer, device: Any) -> None:
-        self._file, self._tracer, self._device = file, tracer, device
+    def __init__(self, file: Any, tracer: OwnCodeTracer, device: Any, again: Callable[[], Any]) -> None:
+        self._file, self._tracer, self._device, self._again = file, tracer, device, again
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)
@@ -62,15 +63,15 @@ class Headers:
         return {name: self.get_tensor(name) for name in self._file.keys()}  # noqa: SIM118
 
     def get_slice(self, name: str) -> StoredSlice:
-        return StoredSlice(self._file, name, self._tracer, self._device)
+        return StoredSlice(self._file, name, self._tracer, self._device, lambda: self._again().get_tensor(name))
 
 
 class StoredSlice:
     """One of its tensors, to be indexed."""
 
-    def __init__(self, file: Any, name: str, tracer: OwnCodeTracer, device: Any) -> None:
+    def __init__(self, file: Any, name: str, tracer: OwnCodeTracer, device: Any, read: Callable[[], Tensor]) -> None:
         self._header, self._name, self._file = file.get_slice(name), name, file
-        self._tracer, self._device = tracer, device
+        self._tracer, self._device, self._read = tracer, device, read
 
     def get_shape(self) -> list[int]:
         found: list[int] = self._header.get_shape()
@@ -85,6 +86,8 @@ class StoredSlice:
         if made is None or made.nbytes <= SMALL_BYTES:
             with _disable_current_modes(), torch._C.DisableTorchFunction():
                 made = self._file.get_tensor(self._name)
+        else:
+            self._tracer.put_in_file(made, self._read)
         return made[index] if self._device is None else made[index].to(self._device)
 
 
@@ -294,7 +297,8 @@ def _opening_headers(real: Any, tracer: OwnCodeTracer, active: list[bool]) -> Ca
         if not active or framework not in ("pt", "torch", "pytorch"):
             return real(file, framework, device, **kwargs)
         on_host = torch.device(device if type(device) is not int else f"cuda:{device}").type == "cpu"
-        return Headers(real(file, framework, "cpu", **kwargs), tracer, None if on_host else device)
+        open_it = partial(real, file, framework, "cpu", **kwargs)
+        return Headers(open_it(), tracer, None if on_host else device, open_it)
 
     return safe_open
 
