@@ -76,8 +76,8 @@ def _picture_on_disk() -> str:
 
 @contextmanager
 def columns_are_made_up(made_up: MadeUp, words: Sequence[str] = ()) -> Iterator[None]:
-    """Where a job fails for a column that it does not find, or for few rows, that need not be its own fault. `words`: of
-    its command."""
+    """Where a job fails for a column that it does not find, or for few rows, that need not be its own fault.
+    `words`: of its command."""
     try:
         yield
     except TraceError as error:
