@@ -218,7 +218,7 @@ def test_a_custom_op_with_shapes_is_traced() -> None:
 def stops_early() -> None:
     loss = torch.randn(1, device="cuda").sum()
     if loss.sum() > 3:
-        raise AssertionError("not reached")
+        return
     torch.zeros(100, device="cuda")
 
 

@@ -18,6 +18,7 @@ from memfit.analysis.own_lines import is_own
 from memfit.errors import TraceError
 from memfit.tracing.answers import PASSED
 from memfit.tracing.packages import matching, torchscript
+from memfit.tracing.unknown import FINITE_NOTE
 
 
 def on_gpu(*shape: int) -> torch.Tensor:
@@ -44,6 +45,19 @@ def test_an_array_times_a_number_that_nobody_knows_is_an_array_of_nan() -> None:
         assert not (unknown < np.ones(3)).any()
 
     memfit.trace(step)
+
+
+def test_functions_of_numpy_tell_of_an_unknown_number_what_those_of_math_do() -> None:
+    def step() -> None:
+        norm = on_gpu(10).norm().item()
+        for made in (np.sqrt(norm**2), np.exp(norm), norm * np.float32(2), np.float64(2) * norm, np.maximum(norm, 1.0)):
+            assert f"{made:.3f}" == "?"
+        assert np.isfinite(norm) and not np.isnan(np.sqrt(norm)) and not np.isinf(norm)
+        assert np.isnan(np.add(norm, np.ones(2))).all() and np.isnan(np.mean([norm, norm]))
+
+    assert FINITE_NOTE in memfit.trace(step).notes
+    with pytest.raises(TraceError, match="the code decides by a number that is not known"):
+        memfit.trace(lambda: on_gpu(3) if np.sqrt(on_gpu(1).item()) > np.float64(3) else None)
 
 
 CHECKS = """

@@ -22,6 +22,7 @@ from unittest import mock
 SHOWN = "?"
 _WIDTH = re.compile(r"(?:.?[<>=^])?[-+ ]?z?#?0?(\d*)")
 _FINITE = {"isfinite": True, "isnan": False, "isinf": False}
+_COMPARES = ("equal", "not_equal", "less", "less_equal", "greater", "greater_equal", "logical_not")
 FINITE_NOTE = "losses, norms and gradients are finite wherever the code looks"
 
 Decide = Callable[[], bool]
@@ -92,6 +93,8 @@ class UnknownNumber(float):
     """NaN to whatever reads it as a plain float, numpy for one."""
 
     _decide: Decide
+    _assume: Callable[[str], None] = staticmethod(lambda what: None)
+    """Of the trace that runs."""
 
     def __new__(cls, decide: Decide) -> UnknownNumber:
         made = super().__new__(cls, math.nan)
@@ -115,6 +118,16 @@ class UnknownNumber(float):
     __neg__ = __pos__ = __abs__ = _same
     __divmod__ = __rdivmod__ = _pair
     __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = _compare
+
+    def __array_ufunc__(self, function: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        """`np.sqrt(loss)` of a number is as unknown as the loss; among numbers of an array it is NaN."""
+        if method != "__call__" or kwargs or function.nout > 1 or any(map(_is_array, inputs)):
+            plain = (math.nan if isinstance(each, UnknownNumber) else each for each in inputs)
+            return getattr(function, method)(*plain, **kwargs)
+        if (name := function.__name__) in _FINITE:
+            self._assume(FINITE_NOTE)
+            return _FINITE[name]
+        return self._decide() if name in _COMPARES else UnknownNumber(self._decide)
 
     def __bool__(self) -> bool:
         return self._decide()
@@ -212,6 +225,7 @@ def mathematics_of_unknown_numbers(assume: Callable[[str], None]) -> Iterator[No
         return compute
 
     with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(UnknownNumber, "_assume", staticmethod(assume)))
         for name, real in list(vars(math).items()):
             if callable(real) and not name.startswith("_"):
                 stack.enter_context(mock.patch.object(math, name, either(name, real)))
