@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import memfit
 from memfit.errors import TraceError
 from memfit.planning.predict import Plan
+from memfit.tracing.unknown import FINITE_NOTE
 
 
 def language_model(**settings: Any) -> Any:
@@ -274,6 +275,55 @@ def test_tokens_that_are_printed_as_characters_are_any_characters() -> None:
 
     plan = memfit.trace(step)
     assert seen == ["   ", "\0" * 4] and any(note.startswith("characters of numbers") for note in plan.notes)
+
+
+def test_a_search_for_nans_finds_none_by_whatever_name() -> None:
+    def step() -> None:
+        loss = torch.randn(4, device="cuda").sum()
+        nans, nan_weights = torch.isnan(loss), torch.isnan(loss)
+        assert not (nans.any() or nan_weights.any())
+
+    assert FINITE_NOTE in memfit.trace(step).notes
+
+
+def test_a_large_mask_made_of_ones_is_known() -> None:
+    def step() -> None:
+        rows = torch.randn(2, 512, 64, device="cuda")
+        later = torch.triu(rows.new_ones(512, 1024), diagonal=513).byte()[:, :, None]
+        infinite = torch.full((512, 512), float("-inf"), device="cuda").triu(1)
+        assert later.any().item() and not later[:, :513].any().item()
+        assert infinite[0, 0] == 0 and infinite[0, 1] < 0 and rows.new_zeros(3).sum() == 0
+
+    memfit.trace(step)
+
+
+class Swapping(torch.optim.SGD):
+    """Puts each weight elsewhere, as optimizers do that work on a projection of it."""
+
+    def step(self, *_: Any) -> None:  # type: ignore[override]
+        super().step()
+        for weight in self.param_groups[0]["params"]:
+            weight.data = weight.data.clone().detach()
+
+
+def test_weights_that_an_optimizer_swaps_amid_the_backward_pass_are_weights_and_counted_once() -> None:
+    def steps() -> None:
+        model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(3))).cuda()
+        each = {weight: Swapping([weight], lr=0.1, momentum=0.9) for weight in model.parameters()}
+
+        def step_at_once(weight: Any) -> None:
+            each[weight].step()
+            each[weight].zero_grad()
+
+        for weight in each:
+            weight.register_post_accumulate_grad_hook(step_at_once)
+        for _ in range(3):
+            model(torch.randn(8, 512, device="cuda")).sum().backward()
+
+    plan = memfit.trace(steps)
+    assert plan.parameters == plan.trainable_parameters == 3 * 512 * 512
+    assert plan.report.breakdown["weights"] + plan.report.breakdown["optimizer"] >= 6 * 512 * 512 * 4
+    assert plan.report.breakdown.get("gradients", 0) < 2 * 512 * 512 * 4
 
 
 def test_the_best_so_far_is_answered_and_said() -> None:

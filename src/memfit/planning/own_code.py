@@ -327,8 +327,11 @@ def _parameters_named(tracer: Any, counts: dict[str, int]) -> Iterator[None]:
     """Weights are known when their module first runs."""
     import torch
     from torch.nn.modules.module import register_module_forward_pre_hook
+    from torch.utils.weak import WeakIdKeyDictionary
 
     seen: set[int] = set()
+    counted: Any = WeakIdKeyDictionary()
+    """An optimizer may give a weight other memory with each step."""
 
     def note(module: Any, _: Any) -> None:
         if (
@@ -353,7 +356,8 @@ def _parameters_named(tracer: Any, counts: dict[str, int]) -> Iterator[None]:
         seen.add(block)
         tracer.trace.set_category(block, "weights")
         tracer.name(tensor, path)
-        if isinstance(tensor, torch.nn.Parameter):
+        if isinstance(tensor, torch.nn.Parameter) and tensor not in counted:
+            counted[tensor] = True
             stands_for = _numbers_of(tensor)
             counts["all"] += stands_for
             counts["trainable"] += stands_for * tensor.requires_grad

@@ -88,7 +88,7 @@ ALL_HAVE_ROWS: dict[Site, Answer] = {
 
 HARMLESS: tuple[tuple[re.Pattern[str], bool, str], ...] = (
     (re.compile(r"isfinite"), True, FINITE_NOTE),
-    (re.compile(r"isnan|isinf|\bnan\b|\binf\b"), False, FINITE_NOTE),
+    (re.compile(r"isnan|isinf|\bnans?(?![a-z])|\binf\b"), False, FINITE_NOTE),
     (re.compile(r"best|lowest|highest"), True, "each result that is compared with the best so far is a new best"),
     (re.compile(r"(correct|right|hits?)\w*\s*\+="), True, "answers whose right ones are counted are right"),
     (re.compile(r"\bchr\("), False, "characters of numbers that nobody knows are the first that the line can make"),

@@ -376,10 +376,12 @@ class Tracer(TorchDispatchMode):
         return first is not None and first.device.type == self.device.type
 
     def _note_gradient(self, tensor: torch.Tensor) -> None:
+        """An optimizer may step amid a backward pass, and looks at weights there."""
         node = torch._C._current_autograd_node()
         block = self.block_of(tensor)
-        if block is not None and node is not None and _accumulates(node):
-            self.trace.set_category(block, "gradients")
+        steps = bool(self.trace.marks) and self.trace.marks[-1].phase == "step"
+        if block is not None and node is not None and _accumulates(node) and not steps:
+            self.trace.set_category(block, self.trace.category(block) or "gradients")
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ Token ids, masks, positions and labels decide shapes and branches: a mask with a
 kernels. So tensors of whole numbers and truth values, and small ones of any type, keep their values beside them in host
 memory, and an op whose inputs are all known is also computed there. So do larger fractions that are mere copies, of a
 mask, or of what the host has, pictures or a table of angles, also put side by side, for a program may look at one of
-them; weights do not.
+them, and masks made of ones; weights do not.
 Everything else, a loss for one, has no value.
 
 A value belongs to a storage, as memory does: views share it, and an op in place changes it for all of them.
@@ -54,17 +54,18 @@ OVERWRITES = frozenset(
 )
 """Whatever their first argument held before, it is known afterwards."""
 ARRANGES = frozenset(
-    {
-        aten.cat.default,
-        aten.stack.default,
-        aten.clone.default,
-        aten.index.Tensor,
-        aten.index_select.default,
-        aten.masked_select.default,
-        aten.gather.default,
-    }
+    {aten.cat.default, aten.stack.default, aten.clone.default, aten.triu.default, aten.tril.default}
+    | {aten.index.Tensor, aten.index_select.default, aten.masked_select.default, aten.gather.default}
+    | {aten.ones.default, aten.new_ones.default, aten.ones_like.default}
+    | {aten.full.default, aten.new_full.default, aten.full_like.default}
 )
-"""What they make are copies of what they are given, and no more."""
+"""What they make are copies of what they are given, and no more. Masks are made of ones, not of zeros: these are where
+sums and an optimizer's states begin."""
+BY_SHAPE = frozenset(
+    {aten.new_ones.default, aten.ones_like.default, aten.new_full.default, aten.full_like.default}
+    | {aten.new_zeros.default, aten.zeros_like.default}
+)
+"""Of what they are given they take shape and type, and no value."""
 CHOICES = frozenset({aten.topk.default, aten.argmax.default, aten.max.dim})
 """The last that each of them makes is which it was."""
 
@@ -125,8 +126,11 @@ class Values:
 
     def compute(self, op: Any, args: Any, kwargs: Any) -> Any:
         """On the host; NotImplemented where an input is unknown, or too much would have to be computed."""
+        if op in BY_SHAPE:
+            with _as_on_host():
+                args = (torch.empty((), dtype=args[0].dtype, device="cpu").expand(args[0].shape), *args[1:])
         tensors = list(_tensors((args, kwargs)))
-        if any(tensor.numel() > MOST_NUMBERS for tensor in tensors):
+        if op not in BY_SHAPE and any(tensor.numel() > MOST_NUMBERS for tensor in tensors):
             return NotImplemented
         found = {id(tensor): self.read(tensor) for tensor in tensors}
         if any(value is None for value in found.values()):
