@@ -219,6 +219,19 @@ def test_a_number_that_nobody_knows_can_be_printed_and_reckoned_with() -> None:
     assert "losses, norms and gradients are finite wherever the code looks" in plan.notes
 
 
+def scaled_by_root(x: torch.Tensor) -> torch.Tensor:
+    return x * math.sqrt(2.0)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script")
+def test_what_torchscript_compiles_may_use_mathematics() -> None:
+    def step() -> None:
+        made = torch.jit.script(scaled_by_root)(torch.ones(256, device="cuda"))
+        assert made.shape == (256,) and str(math.sqrt(unknown_loss().item())) == "?"
+
+    assert memfit.trace(step).peak.allocated_bytes >= 1024
+
+
 def decide_by_it() -> None:
     if unknown_loss().item() > 3:
         raise AssertionError("not reached")
