@@ -40,7 +40,8 @@ LONG = (
     "text", "content", "context", "article", "document", "dialogue", "sentence", "sentence1", "premise", "review",
     "chosen", "rejected", "completion", "response", "output",
 )  # fmt: skip
-TALK = [{"role": "user", "content": "{few}"}, {"role": "assistant", "content": ""}]
+TALK = [{"role": "user", "content": "{few}"}, {"role": "assistant", "content": "{half}"}] * 3
+"""Longer than what programs cut it to, and no answer alone."""
 THINGS = {
     "id": [*range(8)], "area": [5000.0] * 8, "bbox": [[40.0 * number, 30.0, 100.0, 50.0] for number in range(8)],
     "category": [0] * 8,
@@ -81,7 +82,8 @@ COLUMNS: tuple[tuple[str, dict[str, Any]], ...] = (
     (r"gooaq", {"question": "", "answer": ""}),
     (r"natural-questions", {"query": "", "answer": ""}),
     (r"mrpc|rte|stsb|wnli", {"sentence1": "", "sentence2": "", "label": 0, "idx": 0}),
-    (r"mnli|snli|xnli|anli|all-nli", {"premise": "", "hypothesis": "", "label": 0, "idx": 0}),
+    (r"all-nli", {"premise": "", "hypothesis": "", "label": 0}),
+    (r"mnli|snli|xnli|anli", {"premise": "", "hypothesis": "", "label": 0, "idx": 0}),
     (r"hellaswag", {"ctx": "", "endings": [""] * 4, "label": "0"}),
     (r"swag", {**dict.fromkeys(("sent1", "sent2", "ending0", "ending1", "ending2", "ending3"), ""), "label": 0}),
     (r"qqp", {"question1": "", "question2": "", "label": 0, "idx": 0}),
@@ -137,6 +139,8 @@ def _filled(value: Any, column: str) -> Any:
         return [_filled(each, column) for each in value]
     if value in (SAID, "{page}"):
         return "word " * (WORDS_SAID if value == SAID else WORDS_OF_PAGES)
+    if value == "{half}":
+        return "word " * (WORDS // 2)
     if value in ("", "{few}"):
         return "word " * (WORDS if column in LONG and value == "" else FEW_WORDS)
     return value
