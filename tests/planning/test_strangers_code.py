@@ -220,6 +220,28 @@ def test_a_number_that_nobody_knows_can_be_printed_and_reckoned_with() -> None:
     assert "losses, norms and gradients are finite wherever the code looks" in plan.notes
 
 
+def test_what_inference_mode_has_left_on_the_host_may_be_asked_to_go_there() -> None:
+    def step() -> None:
+        with torch.inference_mode():
+            found = torch.stack([unknown_loss().cpu()])
+        assert found.cpu().numpy().shape == (1,)
+
+    memfit.trace(step)
+
+
+def scaled_by_root(x: torch.Tensor) -> torch.Tensor:
+    return x * math.sqrt(2.0)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script")
+def test_what_torchscript_compiles_may_use_mathematics() -> None:
+    def step() -> None:
+        made = torch.jit.script(scaled_by_root)(torch.ones(256, device="cuda"))
+        assert made.shape == (256,) and str(math.sqrt(unknown_loss().item())) == "?"
+
+    assert memfit.trace(step).peak.allocated_bytes >= 1024
+
+
 def decide_by_it() -> None:
     if unknown_loss().item() > 3:
         unknown_loss()

@@ -73,6 +73,8 @@ def data_made_up(tracer: Any, made_up: MadeUp, *, wanted: bool, more: Sequence[s
                     stack.enter_context(mock.patch.object(data.Dataset, name, alone))
                 chosen = _again_from_the_first(data.Dataset.select)
                 stack.enter_context(mock.patch.object(data.Dataset, "select", chosen))
+                parted = _with_rows_to_spare(data.Dataset.train_test_split)
+                stack.enter_context(mock.patch.object(data.Dataset, "train_test_split", parted))
                 for name, changed in (("decode_example", _heard), ("encode_example", _recorded)):
                     stack.enter_context(mock.patch.object(data.Audio, name, changed(getattr(data.Audio, name))))
 
@@ -228,6 +230,15 @@ def _again_from_the_first(select: Callable[..., Any]) -> Callable[..., Any]:
         return select(self, [index % len(self) for index in indices], *args, **kwargs)
 
     return chosen
+
+
+def _with_rows_to_spare(part: Callable[..., Any]) -> Callable[..., Any]:
+    def parted(self: Any, test_size: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if self.info.description == MADE_UP and isinstance(test_size, int) and test_size >= len(self):
+            self = self.select(range(test_size + len(self)))
+        return part(self, test_size, *args, **kwargs)
+
+    return parted
 
 
 def _heard(decode: Callable[..., Any]) -> Callable[..., Any]:

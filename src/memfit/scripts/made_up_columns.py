@@ -29,7 +29,7 @@ BY_NAME: tuple[tuple[str, Any], ...] = (
     (r"image|img|picture|photo|pixel", PICTURE),
     (r"mask|annotation|segmentation", "{mask}"),
     (r"audio|speech|wav", SOUND),
-    (r"messages|conversation|chat|^turns$", [{**each, "content": "word " * WORDS} for each in TALK]),
+    (r"messages|conversation|chat|^turns$", [{**each, "content": "word " * (WORDS // 2)} for each in TALK]),
     (r"label|class|idx|(^|_)id$|stars|rating|score", 0),
     (r"title|summary|highlight|headline|caption|name|keyword|question", _FEW),
     (r"", "word " * WORDS),

@@ -19,7 +19,8 @@ FEW_ROWS = {"train": 200, "validation": 50, "test": 50}
 SAMPLING_RATE = 16_000
 SHORT_EVERY, SHORT_PART = 6, 20
 """Every sixth row has a twentieth of the words. Seldom enough that three batches of one row are hardly all short."""
-SOUND, A_WORD, SAID, FEW, MANY, PAGE, WORDS_SAID = "{sound}", "{word}", "{said}", "{few}", "{many}", "{page}", 40
+SOUND, A_WORD, SAID, WORDS_SAID = "{sound}", "{word}", "{said}", 40
+FEW, HALF, MANY, PAGE = "{few}", "{half}", "{many}", "{page}"
 SECONDS, SHORT_SECONDS = {SOUND: 15, A_WORD: 1}, 3
 SOUND_FILE = re.compile(r"made-up-(\d+)s\.wav")
 """Its name tells how long it is."""
@@ -35,13 +36,14 @@ PICTURE_FILE = "{file}"
 """Its path."""
 WORDS, FEW_WORDS, WORDS_OF_PAGES = 1000, 100, 4000
 """Pages of the web: programs look among them for one as long as what the model reads."""
-HOLES = {SAID: WORDS_SAID, FEW: FEW_WORDS, MANY: WORDS, PAGE: WORDS_OF_PAGES}
+HOLES = {SAID: WORDS_SAID, FEW: FEW_WORDS, HALF: WORDS // 2, MANY: WORDS, PAGE: WORDS_OF_PAGES}
 SHORT = 6 * FEW_WORDS
 LONG = (
     "text", "content", "context", "article", "document", "dialogue", "sentence", "sentence1", "premise", "review",
     "chosen", "rejected", "completion", "response", "output",
 )  # fmt: skip
-TALK = [{"role": "user", "content": FEW}, {"role": "assistant", "content": ""}]
+TALK = [{"role": "user", "content": FEW}, {"role": "assistant", "content": HALF}] * 3
+"""Longer than what programs cut it to, and no answer alone."""
 _TALKED = f"\n\nHuman: {FEW}\n\nAssistant: {MANY}"
 THINGS = {
     "id": [*range(8)], "area": [5000.0] * 8, "bbox": [[40.0 * number, 30.0, 100.0, 50.0] for number in range(8)],
@@ -83,7 +85,8 @@ COLUMNS: tuple[tuple[str, dict[str, Any]], ...] = (
     (r"gooaq", {"question": "", "answer": ""}),
     (r"natural-questions", {"query": "", "answer": ""}),
     (r"mrpc|rte|stsb|wnli", {"sentence1": "", "sentence2": "", "label": 0, "idx": 0}),
-    (r"mnli|snli|xnli|anli|all-nli", {"premise": "", "hypothesis": "", "label": 0, "idx": 0}),
+    (r"all-nli", {"premise": "", "hypothesis": "", "label": 0}),
+    (r"mnli|snli|xnli|anli", {"premise": "", "hypothesis": "", "label": 0, "idx": 0}),
     (r"hellaswag", {"ctx": "", "endings": [""] * 4, "label": "0"}),
     (r"swag", {**dict.fromkeys(("sent1", "sent2", "ending0", "ending1", "ending2", "ending3"), ""), "label": 0}),
     (r"qqp", {"question1": "", "question2": "", "label": 0, "idx": 0}),

@@ -230,8 +230,8 @@ class OwnCodeTracer(Tracer):
         """What came from the GPU without its values has none here either."""
         if func is aten._local_scalar_dense.default:
             return self.answers.value(args[0])
-        if func is aten._to_copy.default and kwargs.get("device") == DEVICES["cpu"]:
-            kwargs = {**kwargs, "device": self.device}
+        if func.overloadpacket in (aten._to_copy, aten.to) and kwargs.get("device") == DEVICES["cpu"]:
+            kwargs = {**kwargs, "device": self.device}  # the latter of what inference mode has made
         if func is aten.equal.default:
             return self._are_equal(args[0], args[1])
         if func._schema.is_mutable and isinstance(args[0], Tensor) and args[0].device.type == "cpu":

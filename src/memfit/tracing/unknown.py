@@ -12,7 +12,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import cache
 from numbers import Number
 from types import CodeType, FrameType
@@ -224,9 +224,22 @@ def mathematics_of_unknown_numbers(assume: Callable[[str], None]) -> Iterator[No
 
         return compute
 
-    with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(UnknownNumber, "_assume", staticmethod(assume)))
-        for name, real in list(vars(math).items()):
-            if callable(real) and not name.startswith("_"):
-                stack.enter_context(mock.patch.object(math, name, either(name, real)))
+    import torch
+
+    found: dict[str, Any] = {
+        name: real for name, real in vars(math).items() if callable(real) and not name.startswith("_")
+    }
+    compile_script = torch.jit.script
+
+    def script(*args: Any, **kwargs: Any) -> Any:
+        """It knows Python's own functions, and compiles others."""
+        with mock.patch.multiple(math, **found):
+            return compile_script(*args, **kwargs)
+
+    instead: dict[str, Any] = {name: either(name, real) for name, real in found.items()}
+    with (
+        mock.patch.object(UnknownNumber, "_assume", staticmethod(assume)),
+        mock.patch.multiple(math, **instead),
+        mock.patch.object(torch.jit, "script", script),
+    ):
         yield
