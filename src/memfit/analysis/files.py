@@ -186,7 +186,7 @@ def report_log(log: MemoryLogFile, parts: MemoryLogFile | None = None) -> dict[s
         "schema": SCHEMA, "origin": "measured",
         "messages": [
             {"kind": warning.kind, "text": str(warning)}
-            for warning in (*log.warnings, *(parts.warnings if parts else ()))
+            for warning in dict.fromkeys((*log.warnings, *(parts.warnings if parts else ())))
         ],
         "device": None,
         "peak": {

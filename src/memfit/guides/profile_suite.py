@@ -51,12 +51,11 @@ class Suite:
         """Write the files of these parts; the answers come back as text, and lie in answers.md."""
         wanted = [part for part in PARTS if part in set(parts)]
         answers = {part: getattr(self, f"part_{part}")() for part in wanted}
-        whole = dict(sorted((self._answers_there() | answers).items()))
-        self._write(ANSWERS, self._text(whole))
-        return self._text(answers)
-
-    def _text(self, answers: Mapping[str, str]) -> str:
-        return "\n\n".join([self._heading(), "MB are 2^20 bytes.", *answers.values()]) + "\n"
+        heading = self._heading(wanted)
+        whole = dict(sorted((self._answers_there(heading) | answers).items()))
+        text, told = ("\n\n".join([heading, "MB are 2^20 bytes.", *each.values()]) + "\n" for each in (whole, answers))
+        self._write(ANSWERS, text)
+        return told
 
     @property
     def all_fit(self) -> bool:
@@ -72,7 +71,7 @@ class Suite:
         if [name for name in there if not _OWN_FILES.fullmatch(name)]:
             return "is not empty"
         taken = sorted(there & {name for part in parts for name in self._files_of(part)})
-        if taken and not self._answers_there():
+        if taken and not self._answers_there(self._heading(parts)):
             return f"has {taken[0]} already, of a single profile or of other settings"
         return None
 
@@ -88,16 +87,19 @@ class Suite:
     def _snapshot_name(self, kind: str, context: int, dtype: str | None = None) -> str:
         return f"{self.base.model}_ctx{context}_{kind}_{f'{dtype}_' if dtype else ''}snapshot.pickle"
 
-    def _answers_there(self) -> dict[str, str]:
+    def _answers_there(self, heading: str) -> dict[str, str]:
         """Answers of an earlier run with these settings, by part."""
-        try:
-            text = (self.folder / ANSWERS).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError):
-            return {}
-        if not text.startswith(f"{self._heading()}\n"):
+        text = self._text_there()
+        if not text.startswith(f"{heading}\n"):
             return {}
         pieces = re.split(r"^(?=## \(([a-e])\))", text, flags=re.MULTILINE)
         return {part: answer.rstrip() for part, answer in zip(pieces[1::2], pieces[2::2], strict=True)}
+
+    def _text_there(self) -> str:
+        try:
+            return (self.folder / ANSWERS).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError):
+            return ""
 
     # -- the parts -----------------------------------------------------------------------------------------------
 
@@ -214,10 +216,13 @@ class Suite:
     def _parameters(self) -> int:
         return SIZES[self.base.model].parameters
 
-    def _heading(self) -> str:
-        base = self.base
-        steps = f"{base.warmup_steps} steps to warm up, {base.measure_steps} recorded"
-        return f"# Memory profile of {base.model}: batch {base.workload.batch_size}, {steps}, {self.where}"
+    def _heading(self, parts: Iterable[str]) -> str:
+        """Part (d) is told from the shape alone: it goes with answers for the same shape, whatever these ran on."""
+        base, there = self.base, self._text_there().partition("\n")[0]
+        shape = f"# Memory profile of {base.model}: batch {base.workload.batch_size}, "
+        if {*parts} == {"d"} and there.startswith(shape):
+            return there
+        return f"{shape}{base.warmup_steps} steps to warm up, {base.measure_steps} recorded, {self.where}"
 
     def _title(self, what: str) -> str:
         runs = [run for run in self._runs.values() if isinstance(run, Profiled)]

@@ -469,7 +469,8 @@ def writing_to(save: object) -> Iterator[None]:
         ) from error
 
 
-RESULTS = (FILE, "log_*.txt", "memory_log*.csv")
+LOGS = "memory_log*.csv"
+RESULTS = (FILE, "log_*.txt", LOGS)
 
 
 @contextmanager
@@ -516,7 +517,12 @@ def check(settings: PruneSettings, *, force: bool) -> dict[str, Any] | None:
     if not force and not _asks_for_the_same(path, settings):
         what = "is the complete result of another run" if settings.resume else "already exists"
         raise InputError(f"--save '{said}' {what}", hint="choose another folder, or --force replaces it")
-    return document_in(path) if settings.resume else None
+    if settings.resume:
+        return document_in(path)
+    if not (force or settings.log_memory) and any(path.glob(LOGS)):
+        hint = "--log-memory writes one again; or choose another folder, or --force replaces it"
+        raise InputError(f"--save '{said}' holds a memory log, which this run would not write", hint=hint)
+    return None
 
 
 def holds_same_run(save: str, key: Mapping[str, Any]) -> bool:
