@@ -69,6 +69,8 @@ def test_on_a_machine_without_a_gpu_figures_are_not_known_rather_than_0(log: Pat
     assert document["peak"]["allocated_bytes"] is None
     assert kinds(log) == ["no_gpu"]
     assert as_text(show_report, document).splitlines()[0].startswith("note: no GPU figures in it")
+    both = report_log(read_memory_log(log), read_memory_log(log))
+    assert [message["kind"] for message in both["messages"]] == ["no_gpu"]
 
 
 def test_a_run_that_broke_says_where(log: Path) -> None:

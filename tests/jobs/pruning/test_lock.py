@@ -146,6 +146,8 @@ def test_the_same_run_again_replaces_its_result_and_another_one_does_not(
     assert main([*asked, "--save", str(out), "--log-memory"]) == 0
     assert "holds the result of this very run" in capfd.readouterr().err
     assert (out / "memory_log.csv").is_file() and (out / "result.json").read_bytes() != first
+    assert main([*asked, "--save", str(out)]) == 2
+    assert "holds a memory log, which this run would not write" in capfd.readouterr().err
     for other in (["--seed", "1"], ["--sparsity-ratio", "0.4"], ["--prune-method", "ria"]):
         assert main([*asked, "--save", str(out), *other]) == 2
         assert "already exists" in capfd.readouterr().err
