@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 from unittest import mock
+from weakref import WeakKeyDictionary
 
 from memfit.analysis.advice import advise
 from memfit.analysis.own_lines import is_own
@@ -327,11 +328,10 @@ def _parameters_named(tracer: Any, counts: dict[str, int]) -> Iterator[None]:
     """Weights are known when their module first runs."""
     import torch
     from torch.nn.modules.module import register_module_forward_pre_hook
-    from torch.utils.weak import WeakIdKeyDictionary
 
     seen: set[int] = set()
-    counted: Any = WeakIdKeyDictionary()
-    """An optimizer may give a weight other memory with each step."""
+    counted: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
+    """By module: an optimizer may give a weight other memory with each step."""
 
     def note(module: Any, _: Any) -> None:
         if (
@@ -345,22 +345,23 @@ def _parameters_named(tracer: Any, counts: dict[str, int]) -> Iterator[None]:
             name_weights(each)
 
     def name_weights(module: Any) -> None:
-        path = tracer.modules.name_of(module)
+        path, names = tracer.modules.name_of(module), counted.setdefault(module, set())
         for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
-            name_weight(tensor, f"{path}.{name}" if path else name)
+            if name_weight(tensor, f"{path}.{name}" if path else name, is_new=name not in names):
+                names.add(name)
 
-    def name_weight(tensor: Any, path: str) -> None:
+    def name_weight(tensor: Any, path: str, *, is_new: bool = True) -> bool:
         block = tracer.block_of(tensor)
         if block is None or block in seen:
-            return
+            return False
         seen.add(block)
         tracer.trace.set_category(block, "weights")
         tracer.name(tensor, path)
-        if isinstance(tensor, torch.nn.Parameter) and tensor not in counted:
-            counted[tensor] = True
+        if is_new and isinstance(tensor, torch.nn.Parameter):
             stands_for = _numbers_of(tensor)
             counts["all"] += stands_for
             counts["trainable"] += stands_for * tensor.requires_grad
+        return True
 
     handle, tracer.on_weight = register_module_forward_pre_hook(note), name_weight
     try:
