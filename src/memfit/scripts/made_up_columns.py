@@ -22,6 +22,7 @@ MOST = 6
 """So many columns are added, each in a run of its own."""
 _OF_COLUMNS = re.compile(r"column|feature|field|key|split|label", re.IGNORECASE)
 _QUOTED = re.compile(r"""['"`]([a-z_][a-z0-9_]*)['"`]""")
+_NO_COLUMN = re.compile(r"""\bcolumn ['"`]([a-z_][a-z0-9_]*)['"`]""", re.IGNORECASE)
 _NAME = re.compile(r"[a-z_][a-z0-9_]*")
 _FEW = "word " * FEW_WORDS
 BY_NAME: tuple[tuple[str, Any], ...] = (
@@ -30,7 +31,7 @@ BY_NAME: tuple[tuple[str, Any], ...] = (
     (r"mask|annotation|segmentation", "{mask}"),
     (r"audio|speech|wav", SOUND),
     (r"messages|conversation|chat|^turns$", [{**each, "content": "word " * (WORDS // 2)} for each in TALK]),
-    (r"label|class|idx|(^|_)id$|stars|rating|score", 0),
+    (r"label|class|idx|ids?$|stars|rating|score", 0),
     (r"title|summary|highlight|headline|caption|name|keyword|question", _FEW),
     (r"", "word " * WORDS),
 )
@@ -95,11 +96,11 @@ def columns_are_made_up(made_up: MadeUp, words: Sequence[str] = ()) -> Iterator[
 
 
 def _column_of(cause: BaseException | None, made_up: MadeUp, words: Sequence[str]) -> str | None:
-    """The key that is not found; of a text, the quoted word that the command has too."""
+    """The key that is not found; of a text, the quoted word that the command has too, or that it calls a column."""
     known = {column for columns in made_up.values() for column in columns}
     if isinstance(cause, KeyError):
         asked = [str(each) for each in cause.args[:1] if isinstance(each, str) and _NAME.fullmatch(each)]
     else:
         typed = {part for word in words for part in (word, word.rpartition("=")[2])}
-        asked = [each for each in _QUOTED.findall(str(cause)) if each in typed]
+        asked = [each for each in _QUOTED.findall(str(cause)) if each in typed] + _NO_COLUMN.findall(str(cause))
     return next((each for each in asked if each not in known), None)
