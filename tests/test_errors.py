@@ -38,3 +38,14 @@ def test_an_unknown_name_far_from_all_others_suggests_nothing() -> None:
 
 def test_more_follows_the_guess() -> None:
     assert UnknownName("colour", "redd", ["red"], more="see the chart").hint == "did you mean 'red'? see the chart"
+
+
+@pytest.mark.parametrize("text", ["x" * 100_000, "x " * 50_000, "x\n" * 50_000])
+def test_a_name_or_a_value_without_end_is_cut_in_the_middle_wherever_it_stands(text: str) -> None:
+    for error in (InputError(f"cannot read {text!r} here", hint=text), UnknownName("model", text, ["gpt2"])):
+        assert len(error.message) < 3100 and len(error.hint or "") < 3100 and "..." in error.message
+
+
+def test_a_long_path_is_told_whole() -> None:
+    path = "/".join(["folder"] * 40)
+    assert path in InputError(f"cannot read '{path}' where the job is").message

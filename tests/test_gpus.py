@@ -300,6 +300,14 @@ def test_bytes_are_taken_at_their_word() -> None:
         find_gpu("24B")
 
 
+@pytest.mark.parametrize("text", ["0GiB", "0.0000001GiB", "0B", "0.0MiB", f"0.{'0' * 400}1GiB"])
+def test_what_is_smaller_than_any_card_is_said_to_be_without_a_suggestion_that_is_smaller_still(text: str) -> None:
+    with pytest.raises(UsageError, match="is smaller than any card") as caught:
+        find_gpu(text)
+
+    assert "did you mean" not in str(caught.value) and len(str(caught.value)) < 100
+
+
 @pytest.mark.parametrize("text", ["2x80GB", "8xH100", "2 x A100"])
 def test_several_cards_are_a_world_size(text: str) -> None:
     with pytest.raises(UsageError) as caught:

@@ -381,7 +381,9 @@ def _of_size(text: str, number: float, unit: str, flag: str) -> Gpu:
 def _exact(text: str, size: int, flag: str) -> Gpu:
     if size < _SMALLEST_BYTES:
         digits = re.sub(r"[^\d.]", "", text)
-        raise UsageError(f"{flag} {text} is {size:,} bytes; did you mean {digits}GiB?")
+        if parse_bytes(f"{digits}GiB", flag=flag) >= _SMALLEST_BYTES:
+            raise UsageError(f"{flag} {text} is {size:,} bytes; did you mean {digits}GiB?")
+        raise UsageError(f"{flag} {text[:40]!r} is smaller than any card", hint="sizes look like 24GB or 23.5GiB")
     if size > _LARGEST_BYTES:
         raise UsageError(f"{flag} {text[:40]!r} is larger than any card", hint="sizes look like 24GB or 23.5GiB")
     card = _by_key()[_key(REFERENCE)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import tempfile
@@ -201,3 +202,27 @@ def test_an_answer_that_no_line_asks_for_is_said_to_have_no_effect(write) -> Non
     script = write("import torch\nx = torch.ones(4, device='cuda')\n")
     plan = memfit.trace_script(script, gpu="24GB", answers={"train.py:99": True})
     assert any("--answer train.py:99 had no effect" in note for note in plan.notes)
+    assert str(plan).index("--answer train.py:99 had no effect") < str(plan).index("at the peak")
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "said"),
+    [("train.py:0", True, "lines are counted from 1"), ("train.py:2", math.nan, "nan is no value to decide by")],
+)
+def test_line_0_and_nan_are_no_answers(write, place: str, value: object, said: str) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(MemfitError, match=said):
+        memfit.trace_script(write("import torch\n"), answers={place: value})  # type: ignore[dict-item]
+
+
+def test_a_program_that_empties_sys_modules_is_told_so_and_the_next_one_is_planned(write) -> None:  # type: ignore[no-untyped-def]
+    trained = "import sys, torch\nm = torch.nn.Linear(8, 8).cuda()\n{}\nm(torch.ones(4, 8).cuda()).sum().backward()\n"
+    with pytest.raises(MemfitError, match=r"takes modules that are in use out of sys\.modules: sys, torch"):
+        memfit.trace_script(write(trained.format("sys.modules.clear()")))
+    assert memfit.trace_script(write(trained.format(""))).peak.allocated_bytes > 0
+
+
+def test_a_program_that_ends_with_a_text_without_end_is_told_in_a_few_lines(write) -> None:  # type: ignore[no-untyped-def]
+    for ends in ("raise ValueError('x ' * 100_000)", "import sys\nsys.exit('x' * 100_000)"):
+        with pytest.raises(MemfitError) as caught:
+            memfit.trace_script(write(ends))
+        assert len(str(caught.value)) < 400

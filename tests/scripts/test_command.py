@@ -46,6 +46,10 @@ def test_words_are_taken_as_they_are() -> None:
     ("typed", "said"),
     [
         ("", "which script"),
+        ("''", "which script"),
+        ("FOO=1 ''", "which script"),
+        ("torchrun ''", "which script"),
+        ("python -m ''", "which module"),
         ("python", "runs no script"),
         ("python -c 'print(1)'", "-c is no script"),
         ("python -m", "which module"),

@@ -170,6 +170,20 @@ def test_a_body_that_is_no_question_is_an_error_in_words(client: httpx.Client, b
     assert answer.json()["error"]
 
 
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ('{"job": {"kind": "train", "model": "gpt2", "batch_size": 1, "batch_size": 64}}', "stands in it twice"),
+        ('{"job": {"kind": "train", "model": "gpt2"}, "job": {}}', "stands in it twice"),
+        ('{"job": {"kind": "train", "model": "gpt2", "batch_size": null}}', "--batch-size None is not a whole number"),
+        ('{"job": {"kind": "train", "model": "gpt2", "weight_decay": NaN}}', "NaN is not a number"),
+    ],
+)
+def test_what_plan_batch_refuses_is_refused_here(client: httpx.Client, body: str, said: str) -> None:
+    answer = client.post("/api/plan", content=body, headers={"content-type": "application/json"}, timeout=120)
+    assert (answer.status_code, said in answer.json()["error"]) == (422, True), answer.text
+
+
 @pytest.mark.parametrize("job", [
     {"kind": "train", "model": "gpt2", "adapter_config": "/etc/passwd"},
     {"kind": "prune", "model": "gpt2", "dataset": "/etc/passwd"},

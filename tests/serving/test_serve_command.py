@@ -146,3 +146,25 @@ def children_of(pid: int) -> list[int]:
             return [int(each) for each in listed.stdout.split()]
         time.sleep(0.05)
     return []
+
+
+@pytest.mark.parametrize("pause", [0.0, 0.5], ids=["in one piece", "after the answer"])
+def test_a_body_that_is_no_http_is_answered_without_a_traceback(tmp_path: Path, pause: float) -> None:
+    command = [sys.executable, "-m", "memfit", "serve", "--port", "0", "--dir", str(tmp_path), "--no-browser"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+        try:
+            assert running.stdout is not None and running.stderr is not None
+            told = re.search(r":(\d+)/\?token=(\S+)", running.stdout.readline())
+            assert told is not None
+            asks = "POST /api/plan HTTP/1.1\r\nHost: 127.0.0.1\r\n{}Transfer-Encoding: chunked\r\n\r\n"
+            for more in ("", f"Authorization: Bearer {told[2]}\r\nContent-Type: application/json\r\n"):
+                with socket.create_connection(("127.0.0.1", int(told[1])), timeout=60) as asking:
+                    asking.sendall(asks.format(more).encode() + (b"" if pause else b"ZZ\r\n"))
+                    if pause:
+                        time.sleep(pause)
+                        asking.sendall(b"ZZ\r\n")
+                    assert asking.recv(4096).startswith((b"HTTP/1.1 400 ", b"HTTP/1.1 401 "))
+        finally:
+            running.send_signal(signal.SIGINT)
+        _, errors = running.communicate(timeout=60)
+    assert "Traceback" not in errors and "Exception" not in errors and "rror:" not in errors, errors

@@ -7,7 +7,7 @@ DOOR = {
     "card_here": "NOTICEABLE fit_command unusual_flags with_kernels_of",
     "categories": "TraceRecord Part label recording_traces parts_of",
     "few": "Blocks blocks_of trace_few_blocks",
-    "many": "Refusal predict_many read_lines",
+    "many": "Refusal predict_many read_lines read_object",
     "on_trace": "steps_of trace_job",
     "own_code": "LineAnswer larger_of_both trace_code trace_own_code",
     "predict": "HOST_WORDS Peak Plan context_of peak_of predict tracing_more_for",

@@ -42,7 +42,7 @@ def failures_of_the_job() -> Iterator[None]:
     except SystemExit as end:
         place = _nearest_to_the_person(traceback.extract_tb(end.__traceback__))
         raise TraceError(
-            f"the job ends itself: sys.exit({_text(end.code, repr)})",
+            f"the job ends itself: sys.exit({_text(end.code, repr)[:300]})",
             hint=f"at {place.filename}:{place.lineno}, in {place.name}",
         ) from end
     except KeyboardInterrupt:

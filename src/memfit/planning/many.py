@@ -154,21 +154,22 @@ def _values(job: Job) -> dict[str, Any]:
         raise InputError(f"the line is longer than {MAX_LINE_BYTES:,} bytes")
     if not isinstance(job, bytes):
         raise UsageError(f"a job is a memfit.Workload or a dict of its settings, not a {type(job).__name__}")
-    return _parse(job)
+    return read_object(job)
 
 
-def _parse(line: bytes) -> dict[str, Any]:
+def read_object(line: bytes, what: str = "a line of JSON") -> dict[str, Any]:
+    """As strangers write it: of a key that stands in it twice no value is taken, and NaN is no number."""
     try:
         text = line.decode("utf-8-sig")
         values = json.loads(text, parse_constant=_refuse, parse_float=_finite, object_pairs_hook=without_doubles)
     except InputError:
         raise
     except json.JSONDecodeError as error:
-        raise InputError(f"not a line of JSON: {error.msg} at column {error.pos + 1}") from error
+        raise InputError(f"not {what}: {error.msg} at column {error.pos + 1}") from error
     except RecursionError as error:
-        raise InputError("not a line of JSON that can be read: too many brackets inside each other") from error
+        raise InputError(f"not {what} that can be read: too many brackets inside each other") from error
     except ValueError as error:
-        raise InputError(f"not a line of JSON that can be read: {str(error).partition(';')[0]}") from error
+        raise InputError(f"not {what} that can be read: {str(error).partition(';')[0]}") from error
     if not isinstance(values, dict):
         raise InputError(f"{json.dumps(values)[:40]} is no object", hint='{"kind": "train", "model": "gpt2"} is one')
     return values

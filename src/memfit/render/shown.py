@@ -20,11 +20,12 @@ RENDERERS = {
 }  # fmt: skip
 """Of each document the file of this room that renders it, and the function: imported only where somebody reads it."""
 NOT_MODELLED, NO_BF16, STORED = "not modelled:", "no bf16 on", "the checkpoint is quantised"
+UNUSED_ANSWER = "--answer "
 
 
 def stands_in_front(note: str) -> bool:
     """What a reader must see beside the verdict."""
-    return note.startswith((NOT_MODELLED, NO_BF16, STORED))
+    return note.startswith((NOT_MODELLED, NO_BF16, STORED, UNUSED_ANSWER))
 
 
 def renderer_of(document: Mapping[str, Any]) -> Renderer:

@@ -92,6 +92,8 @@ def _words(command: object) -> list[str]:
 def _program(words: list[str], environment: tuple[tuple[str, str], ...]) -> Program:
     if words[0] == "-m":
         return _module(words[1:], environment)
+    if not words[0]:
+        raise UsageError("which script?", hint=HINT)
     if words[0].startswith("-"):
         raise UsageError(
             f"{words[0]} is no flag of plan script", hint=f"what belongs to the script follows its name: {HINT}"
@@ -115,7 +117,7 @@ def _without_switches(words: Sequence[str]) -> list[str]:
 
 
 def _module(words: Sequence[str], environment: tuple[tuple[str, str], ...]) -> Program:
-    if not words:
+    if not words or not words[0]:
         raise UsageError("-m: which module?", hint="memfit plan script -- -m package.train --lr 1e-4")
     if words[0] == "memfit":
         raise _of_memfit(words[1:])

@@ -186,4 +186,8 @@ def _place(place: str, value: LineAnswer) -> tuple[str, int, LineAnswer]:
     file, _, line = place.rpartition(":")
     if not file or not line.isdigit() or not (value == "even" or isinstance(value, (bool, int, float))):
         raise UsageError(f"the answer {place!r}: {value!r} has another form", hint="train.py:123=true")
+    if not int(line):
+        raise UsageError(f"the answer {place!r}: lines are counted from 1", hint="train.py:123=true")
+    if value != value:
+        raise UsageError(f"the answer {place!r}: nan is no value to decide by", hint="train.py:123=true, or a number")
     return file, int(line), value

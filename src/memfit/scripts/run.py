@@ -67,14 +67,24 @@ def run_program(program: Program, steps: Steps, *, seconds: float, tracer: Any, 
         hook.remove()
 
 
+LOADED_ONCE = ("sys", "torch", "memfit")
+
+
 def _run_as_main(code: Any, names: dict[str, Any]) -> None:
-    main, before = ModuleType("__main__"), sys.modules["__main__"]
+    main, before = ModuleType("__main__"), dict(sys.modules)
     main.__dict__.update(names)
     sys.modules["__main__"] = main
     try:
         exec(code, main.__dict__)
     finally:
-        sys.modules["__main__"] = before
+        gone = [name for name in LOADED_ONCE if sys.modules.get(name) is not before[name]]
+        sys.modules.update(before if gone else {"__main__": before["__main__"]})
+        if gone:  # whatever came of it
+            raise TraceError(
+                f"the job itself takes modules that are in use out of sys.modules: {', '.join(gone)}",
+                hint="Python would load them a second time, which torch does not survive: leave that line out, or take"
+                " out only modules of the program's own",
+            )
 
 
 def _file(path: str) -> tuple[Any, dict[str, Any]]:

@@ -20,6 +20,7 @@ from types import FrameType
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
 from memfit.errors import MemfitError, UsageError
@@ -48,6 +49,8 @@ def serve(settings: ServeSettings, on_ready: Callable[[str], None]) -> None:
     """Until somebody interrupts it. `on_ready` is told the address, once it answers there."""
     import uvicorn
 
+    from memfit.serving.connection import Connection
+
     if not settings.dir.is_dir():
         raise UsageError(f"--dir {str(settings.dir)!r} is no folder", hint="a folder of runs, snapshots or models")
     with _taken(settings.host, settings.port) as taken:
@@ -55,7 +58,7 @@ def serve(settings: ServeSettings, on_ready: Callable[[str], None]) -> None:
         app = make_app(settings)
         config = uvicorn.Config(
             app, log_level="warning", access_log=False, server_header=False, lifespan="on",
-            timeout_graceful_shutdown=GRACE_SECONDS,
+            timeout_graceful_shutdown=GRACE_SECONDS, http=Connection,
         )  # fmt: skip
 
         failed: list[Exception] = []
@@ -152,6 +155,7 @@ def make_app(settings: ServeSettings) -> FastAPI:
     app.add_api_route("/assets/{name}", _file)
     for refusal in (MemfitError, HTTPException, RequestValidationError):
         app.add_exception_handler(refusal, _refused)
+    app.add_exception_handler(ClientDisconnect, _gone)
     app.add_exception_handler(Exception, _bug)
     app.add_middleware(Guard, token=settings.token, port=settings.port, host=settings.host)
     return app
@@ -178,6 +182,11 @@ async def _refused(_: Request, error: Exception) -> Response:
         return JSONResponse({"error": "this is no question that can be read", "hint": "an object in JSON"}, 422)
     assert isinstance(error, HTTPException)
     return JSONResponse({"error": str(error.detail), "hint": None}, error.status_code)
+
+
+async def _gone(_: Request, error: Exception) -> Response:
+    """Nobody reads it: who asked has left before the question was whole."""
+    return Response(status_code=400)
 
 
 async def _bug(_: Request, error: Exception) -> Response:

@@ -7,14 +7,16 @@ from collections.abc import Awaitable, Callable
 from functools import cache
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from fastapi import APIRouter, Body, Request
+from fastapi import APIRouter, Depends, Request
+from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from memfit.errors import UnknownName, UsageError
+from memfit.errors import InputError, UnknownName, UsageError
 from memfit.fitting.table import GPUS, MODELS, WORKLOADS
 from memfit.gpus import list_gpus, list_labels
 from memfit.jobs.settings import AS_IN_QLORA, HELP, KINDS, QLORA, flag, setting_types
 from memfit.jobs.workload import Workload, settings_of
+from memfit.planning.many import read_object
 from memfit.serving.found import find_model, list_models
 from memfit.serving.workers import Answer, Workers
 
@@ -25,7 +27,27 @@ READ_FILES = ("adapter_config", "dataset")
 SLOW = ("compile", "compile_blocks")
 """Settings with which a plan takes so long that others must not wait behind it."""
 LONGEST_TEXT, MOST_NAMES = 200, 64
-Asked = Annotated[dict[str, Any], Body()]
+
+
+async def _read_question(request: Request) -> dict[str, Any]:
+    """By the reader of `plan batch`: what is refused there is refused here."""
+    kind, body = request.headers.get("content-type", "").partition(";")[0], await request.body()
+    if kind.strip().lower() != "application/json":
+        raise InputError("this is no question that can be read", hint="an object in JSON, as application/json")
+    if not _is_text(body):
+        raise HTTPException(400, "this is no question that can be read: it is not in UTF-8")
+    return read_object(body, "JSON")
+
+
+def _is_text(body: bytes) -> bool:
+    try:
+        body.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+Asked = Annotated[dict[str, Any], Depends(_read_question)]
 
 
 @router.get("/api/models")
@@ -65,8 +87,9 @@ def read_job(given: object, request: Request, *, whole: bool = True) -> tuple[di
     """The settings of a job, none of which names a file or code; and how its model's folder looks now."""
     if not isinstance(given, dict):
         raise UsageError("a question needs a job", hint='{"job": {"kind": "train", "model": "gpt2"}}')
-    job = {str(name): value for name, value in given.items() if value is not None}
     known = [name for name in _settings() if name not in READ_FILES]
+    may_be_open = [name for name in known if _settings()[name]["default"] is None] if whole else [*given]
+    job = {str(name): value for name, value in given.items() if value is not None or name not in may_be_open}
     for name, value in job.items():
         if name not in ("kind", *known):
             raise UnknownName("setting", name[:LONGEST_TEXT], known)
@@ -89,7 +112,7 @@ def short_text(name: str, value: object) -> str | None:
 
 def _check_plain(name: str, value: object) -> None:
     """What a setting must be is for `Workload` to say; here, that it is no more than a number, a text or names."""
-    values = value if isinstance(value, list) else [value]
+    values = value if isinstance(value, list) else [] if value is None else [value]
     plain = len(values) <= MOST_NAMES and all(isinstance(each, (bool, int, float, str)) for each in values)
     if not plain or any(isinstance(each, str) and len(each) > LONGEST_TEXT for each in values):
         raise UsageError(f"{flag(name)} is neither a number nor a short text")

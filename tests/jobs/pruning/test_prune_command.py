@@ -375,6 +375,38 @@ def test_an_empty_folder_may_be_saved_to(memfit: Memfit, original: Path, tmp_pat
     assert memfit(*asked).code == 0
 
 
+@pytest.mark.parametrize("there", [True, False], ids=["to an empty folder", "to a folder that is not there yet"])
+def test_a_symbolic_link_is_followed_and_stays(memfit: Memfit, original: Path, tmp_path: Path, there: bool) -> None:
+    if there:
+        (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to("disk")
+    asked = ("prune", "--model", original, "--prune-method", "magnitude", "--no-eval", "--save", tmp_path / "link")
+    assert memfit(*asked, "--device", "cpu").code == 0
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "disk" / "model.safetensors").is_file()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "link"]
+
+
+@pytest.mark.parametrize(
+    ("save", "said"),
+    [
+        ("/", "--save '/' is the root of all folders"),
+        ("", "--save is empty"),
+        ("afile/x", "afile' is a file"),
+        ("loop", "loop' is a symbolic link that leads nowhere"),
+        ("loop/x", "loop' is a symbolic link that leads nowhere"),
+    ],
+)
+def test_a_place_where_nothing_can_be_saved_is_refused_before_any_work(
+    memfit: Memfit, tmp_path: Path, save: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "afile").touch()
+    (tmp_path / "loop").symlink_to("loop")
+    ended = memfit("prune", "--model", "no-model-is-looked-for", *LITTLE, "--save", save)
+    assert (ended.code, said in ended.err, "such as --save pruned" in ended.err) == (2, True, True), ended.err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["afile", "loop"]
+
+
 def test_a_place_that_cannot_be_written_is_told(memfit: Memfit, original: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     ended = memfit("prune", "--model", original, "--save", tmp_path / "file" / "out", *LITTLE)

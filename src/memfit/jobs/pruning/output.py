@@ -44,6 +44,7 @@ from memfit.jobs.pruning.streaming import Parts
 from memfit.models.checkpoint import INDEX, WEIGHTS, StoredTensor, WeightStore
 from memfit.units import format_bytes
 
+CHOOSE = "name a folder that is empty or not there yet, such as --save pruned"
 ALONG = (
     "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*",
     "merges.txt", "*.model", "*.tiktoken", "chat_template*", "LICENSE*", "NOTICE*",
@@ -360,7 +361,27 @@ def identity_of(decoder: Decoder) -> str:
 
 
 def absolute(save: str | Path) -> Path:
-    return Path(os.path.abspath(os.path.expanduser(save)))
+    """Of a symbolic link, where it leads: what is renamed and replaced is there, and the link stays."""
+    path = Path(os.path.abspath(os.path.expanduser(save)))
+    return Path(os.path.realpath(path)) if os.path.islink(path) else path
+
+
+def place_of(save: str) -> Path:
+    """`absolute`, of what can be written as far as names tell."""
+    if not save:
+        raise UsageError("--save is empty", hint=CHOOSE)
+    path = absolute(save)
+    if not path.name:
+        raise UsageError(f"--save '{save}' is the root of all folders", hint=CHOOSE)
+    for place in (path, *path.parents):
+        why = None
+        if os.path.islink(place) and not place.exists():
+            why = "a symbolic link that leads nowhere"
+        elif place != path and place.exists() and not place.is_dir():
+            why = "a file"
+        if why is not None:
+            raise InputError(f"--save '{save}' cannot be written: '{place}' is {why}", hint=CHOOSE)
+    return path
 
 
 def partial_of(save: Path) -> Path:
@@ -479,7 +500,7 @@ def held(save: str | None, warn: Callable[[str], None]) -> Iterator[None]:
     if save is None:
         yield
         return
-    path = absolute(save)
+    path = place_of(save)
     with writing_to(save):
         made = [folder for folder in path.parents if not folder.exists()]
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -500,7 +521,7 @@ def check(settings: PruneSettings, *, force: bool) -> dict[str, Any] | None:
     the document of a result where nothing is left to resume."""
     if settings.save is None:
         return None
-    path, said = absolute(settings.save), settings.save
+    path, said = place_of(settings.save), settings.save
     if force and settings.resume:
         raise UsageError("--force begins anew and --resume continues: give one of them")
     model = Path(settings.workload.model).expanduser()
