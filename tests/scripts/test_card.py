@@ -214,6 +214,11 @@ def test_line_0_and_nan_are_no_answers(write, place: str, value: object, said: s
         memfit.trace_script(write("import torch\n"), answers={place: value})  # type: ignore[dict-item]
 
 
+def test_nan_is_no_answer_of_a_function_either() -> None:
+    with pytest.raises(MemfitError, match="has another form"):
+        memfit.trace(lambda: None, answers={("train.py", "step"): math.nan})
+
+
 def test_a_program_that_empties_sys_modules_is_told_so_and_the_next_one_is_planned(write) -> None:  # type: ignore[no-untyped-def]
     trained = "import sys, torch\nm = torch.nn.Linear(8, 8).cuda()\n{}\nm(torch.ones(4, 8).cuda()).sum().backward()\n"
     with pytest.raises(MemfitError, match=r"takes modules that are in use out of sys\.modules: sys, torch"):

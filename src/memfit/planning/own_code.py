@@ -249,7 +249,9 @@ def _check_function(fn: object) -> None:
 def _checked(answers: Mapping[tuple[str, str], LineAnswer] | None) -> Mapping[tuple[str, str], Any]:
     places = {} if answers is None else answers
     fine = isinstance(places, Mapping) and all(
-        isinstance(place, tuple) and len(place) == 2 and (value == "even" or isinstance(value, (bool, int, float)))
+        isinstance(place, tuple)
+        and len(place) == 2
+        and (value == "even" or (isinstance(value, (bool, int, float)) and not math.isnan(value)))
         for place, value in places.items()
     )
     if not fine:
