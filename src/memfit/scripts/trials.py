@@ -15,7 +15,7 @@ from memfit.errors import MemfitError, UsageError
 from memfit.gpus import Gpu
 from memfit.planning.own_code import LineAnswer
 from memfit.planning.predict import Plan
-from memfit.render.shown import Renderer, Shown
+from memfit.render.shown import Shown
 from memfit.scripts.command import Program, read_command
 from memfit.scripts.plan import SECONDS, STEPS, trace_once
 
@@ -42,11 +42,6 @@ class Trials(Shown):
 
     program: Program
     runs: tuple[Trial, ...]
-
-    def renderer(self) -> Renderer:
-        from memfit.render.small import show_trials
-
-        return show_trials
 
     def to_json(self) -> dict[str, Any]:
         return {
