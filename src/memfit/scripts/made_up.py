@@ -20,8 +20,8 @@ from memfit.scripts.made_up_pictures import patches_of_pictures
 from memfit.scripts.made_up_rows import ROWS, SOUND_FILE, columns_of, columns_told, data_sets_of, sound
 
 TIMES_STREAMED = 100
-FEWEST_TOKENS = 100
-"""Those of bytes have more; one without its files has a handful."""
+FEWEST_TOKENS = 250
+"""Those of bytes have more; one without its files has a handful, T5's a hundred."""
 TEMPLATE = (
     "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
@@ -30,9 +30,9 @@ SCORES = ("accuracy", "f1", "precision", "recall", "matthews_correlation", "pear
 WITH_MASK = re.compile("bert|electra|mpnet|deberta|ernie|xlnet|camembert|roformer")
 
 
-_OF_COLUMNS = re.compile(r"column|feature|field|key|split|label", re.IGNORECASE)
+_OF_COLUMNS = re.compile(r"column|feature|field|key|split|label|vocab|tokenizer", re.IGNORECASE)
 MadeUp = dict[str, tuple[str, ...]]
-"""Columns of the data sets that were made up, by the names that the program asked for."""
+"""Columns of the data sets that were made up, and the size of tokenizers, by the names that the program asked for."""
 
 
 @contextmanager
@@ -49,7 +49,9 @@ def data_made_up(tracer: Any, made_up: MadeUp, *, wanted: bool) -> Iterator[None
                 kind = getattr(sys.modules.get(module), name, None)
                 if kind is not None and name not in done:
                     done.add(name)
-                    found = classmethod(_found_or_made(kind.__dict__["from_pretrained"].__func__, tracer, wanted))
+                    found = classmethod(
+                        _found_or_made(kind.__dict__["from_pretrained"].__func__, tracer, made_up, wanted)
+                    )
                     stack.enter_context(mock.patch.object(kind, "from_pretrained", found))
             processors: Any = sys.modules.get("transformers.models.auto.processing_auto")
             if hasattr(processors, "AutoProcessor") and wanted and "AutoProcessor" not in done:
@@ -88,7 +90,7 @@ def data_made_up(tracer: Any, made_up: MadeUp, *, wanted: bool) -> Iterator[None
 # -- tokenizers --------------------------------------------------------------------------------------------------------
 
 
-def _found_or_made(find: Callable[..., Any], tracer: Any, wanted: bool) -> Callable[..., Any]:
+def _found_or_made(find: Callable[..., Any], tracer: Any, made_up: MadeUp, wanted: bool) -> Callable[..., Any]:
     def from_pretrained(cls: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             found = find(cls, name, *args, **kwargs)
@@ -99,6 +101,7 @@ def _found_or_made(find: Callable[..., Any], tracer: Any, wanted: bool) -> Calla
             if not wanted or (isinstance(error, ValueError) and os.path.isdir(name)):
                 raise
         made = make_tokenizer(str(name), kwargs)
+        made_up[str(name)] = (f"a tokenizer of {len(made):,} tokens",)
         tracer.assume(
             f"{name}: a made-up tokenizer of {len(made):,} tokens, one for {CHARACTERS_A_TOKEN} characters of text"
         )
@@ -206,8 +209,8 @@ def columns_are_made_up(made_up: MadeUp) -> Iterator[None]:
         if not made_up or not of_column:
             raise
         told = "; ".join(f"{name} has {', '.join(columns)}" for name, columns in made_up.items())
-        made = f"data made up by --synthetic-data: {told}; the real one may have other columns or splits, and more rows"
-        hint = f"{error.hint}\n{made}"
+        other = "the real one may have other columns, splits or tokens, and more rows"
+        hint = f"{error.hint}\ndata made up by --synthetic-data: {told}; {other}"
         raise TraceError(error.message, hint=hint) from cause
 
 

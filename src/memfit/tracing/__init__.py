@@ -15,7 +15,7 @@ DOOR = {
     "python_stacks": "keeping_stacks",
     "repeated.passes": "CallDiffers repeated_calls_skipped",
     "rule_answers": "answers_on",
-    "stored": "SavedThings files_read_as_shapes without_memory",
+    "stored": "SavedThings files_read_as_shapes large_weights_without_memory without_memory",
     "unknown": "UnknownWhole is_unknown mathematics_of_unknown_numbers",
     "tracer": "ONE_AT_A_TIME Tracer check_not_nested run_traced trace",
 }
