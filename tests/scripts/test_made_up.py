@@ -42,6 +42,7 @@ pathlib.Path("told.json").write_text(json.dumps({
     "shape": list(batch["input_ids"].shape), "mask": batch["attention_mask"].sum(1).tolist(), "size": len(tokenizer),
     "highest": int(batch["input_ids"].max()), "eos": tokenizer.eos_token_id, "talk": talk,
     "pad": tokenizer.pad_token_id, "other": len(GPT2Tokenizer.from_pretrained("gpt2")),
+    "t5": len(AutoTokenizer.from_pretrained("t5-base", model_max_length=512)),
 }))
 batch.to("cuda")
 """
@@ -70,6 +71,7 @@ def test_a_made_up_tokenizer_has_the_model_s_vocabulary_and_plausible_lengths(tm
     told = json.loads((tmp_path / "told.json").read_text())
     assert told["shape"] == [2, 64] and told["mask"] == [64, 10] and told["talk"] == "user: hello there\n"
     assert told["size"] == 151936 and told["highest"] < told["size"] and told["other"] == 50257
+    assert told["t5"] == 32128
     assert told["eos"] is not None and told["pad"] is not None
     assert any("Qwen/Qwen2.5-0.5B: a made-up tokenizer" in note for note in plan.notes)
 
@@ -252,6 +254,16 @@ def test_a_column_that_a_made_up_data_set_lacks_is_told_beside_the_error(cause: 
 )
 def test_what_is_learned_of_a_made_up_row_is_long_so_that_the_program_s_own_truncation_bounds_it(name, learned) -> None:  # type: ignore[no-untyped-def]
     assert learned(columns_of(name)).split() == ["word"] * 1000
+
+
+def test_a_program_that_wants_another_vocabulary_hears_that_this_one_is_made_up(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "from transformers import AutoTokenizer\ntokenizer = AutoTokenizer.from_pretrained('t5-base')\n"
+        "if len(tokenizer) != 32_100: raise ValueError('the vocabularies differ')\n"
+    )
+    with pytest.raises(TraceError) as error:
+        memfit.trace_script("train.py", synthetic_data=True)
+    assert "made up by --synthetic-data: t5-base has a tokenizer of 32,128 tokens; the real" in str(error.value.hint)
 
 
 def test_data_sets_are_made_up_where_that_is_asked_for(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.amp import autocast_mode
 from torch.utils.checkpoint import checkpoint
 
+import memfit
 from memfit.events import Action, Trace
 from memfit.platform import Platform
 from memfit.tracing.tracer import Tracer, trace
@@ -285,6 +286,23 @@ def test_the_cast_of_a_weight_is_made_once_a_region_and_dropped_at_its_end(grad:
         (64, "first use", "first exit"), (64, "first reuse", "first reuse"),
         (64, "second use", "second exit"), (64, "second reuse", "second reuse"),
     ]  # fmt: skip
+
+
+def test_a_cast_that_was_made_without_gradients_serves_a_pass_with_them() -> None:
+    """As torch does it since 2.11; before, the weight got no gradient."""
+
+    def passes(device: str) -> list[bool]:
+        layer, x = nn.Linear(8, 8, bias=False).to(device), torch.ones(4, 8, device=device)
+        with torch.autocast(device, dtype=torch.bfloat16):
+            with torch.no_grad():
+                first = layer(x)
+            second = layer(x)
+        second.sum().backward()
+        return [first.requires_grad, second.requires_grad, layer.weight.grad is not None]
+
+    planned: list[bool] = []
+    memfit.trace(lambda: planned.extend(passes("cuda")))
+    assert planned == passes("cpu") == [False, True, True]
 
 
 def test_inference_mode_keeps_no_casts() -> None:

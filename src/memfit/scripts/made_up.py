@@ -29,8 +29,8 @@ from memfit.scripts.made_up_rows import (
 )
 
 TIMES_STREAMED = 100
-FEWEST_TOKENS = 100
-"""Those of bytes have more; one without its files has a handful."""
+FEWEST_TOKENS = 250
+"""Those of bytes have more; one without its files has a handful, T5's a hundred."""
 TEMPLATE = (
     "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
@@ -54,7 +54,9 @@ def data_made_up(tracer: Any, made_up: MadeUp, *, wanted: bool, more: Sequence[s
                 kind = getattr(sys.modules.get(module), name, None)
                 if kind is not None and name not in done:
                     done.add(name)
-                    found = classmethod(_found_or_made(kind.__dict__["from_pretrained"].__func__, tracer, wanted))
+                    found = classmethod(
+                        _found_or_made(kind.__dict__["from_pretrained"].__func__, tracer, made_up, wanted)
+                    )
                     stack.enter_context(mock.patch.object(kind, "from_pretrained", found))
             processors: Any = sys.modules.get("transformers.models.auto.processing_auto")
             if hasattr(processors, "AutoProcessor") and wanted and "AutoProcessor" not in done:
@@ -100,7 +102,7 @@ def data_made_up(tracer: Any, made_up: MadeUp, *, wanted: bool, more: Sequence[s
 # -- tokenizers --------------------------------------------------------------------------------------------------------
 
 
-def _found_or_made(find: Callable[..., Any], tracer: Any, wanted: bool) -> Callable[..., Any]:
+def _found_or_made(find: Callable[..., Any], tracer: Any, made_up: MadeUp, wanted: bool) -> Callable[..., Any]:
     def from_pretrained(cls: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             found = find(cls, name, *args, **kwargs)
@@ -111,6 +113,7 @@ def _found_or_made(find: Callable[..., Any], tracer: Any, wanted: bool) -> Calla
             if not wanted or (not isinstance(error, OSError) and os.path.isdir(name)):
                 raise
         made = make_tokenizer(str(name), kwargs)
+        made_up[str(name)] = (f"a tokenizer of {len(made):,} tokens",)
         tracer.assume(
             f"{name}: a made-up tokenizer of {len(made):,} tokens, one for {CHARACTERS_A_TOKEN} characters of text"
         )

@@ -17,10 +17,10 @@ from memfit.scripts.made_up_rows import FEW_WORDS, PICTURE, PICTURE_FILE, SOUND,
 from memfit.scripts.watched import folder_for_files
 
 MadeUp = dict[str, tuple[str, ...]]
-"""Columns of the data sets that were made up, by the names that the program asked for."""
+"""Columns of the data sets that were made up, and the size of tokenizers, by the names that the program asked for."""
 MOST = 6
 """So many columns are added, each in a run of its own."""
-_OF_COLUMNS = re.compile(r"column|feature|field|key|split|label", re.IGNORECASE)
+_OF_COLUMNS = re.compile(r"column|feature|field|key|split|label|vocab|tokenizer", re.IGNORECASE)
 _QUOTED = re.compile(r"""['"`]([a-z_][a-z0-9_]*)['"`]""")
 _NO_COLUMN = re.compile(r"""\bcolumn ['"`]([a-z_][a-z0-9_]*)['"`]""", re.IGNORECASE)
 _NAME = re.compile(r"[a-z_][a-z0-9_]*")
@@ -89,8 +89,8 @@ def columns_are_made_up(made_up: MadeUp, words: Sequence[str] = ()) -> Iterator[
         if not made_up or not of_column:
             raise
         told = "; ".join(f"{name} has {', '.join(columns)}" for name, columns in made_up.items())
-        made = f"data made up by --synthetic-data: {told}; the real one may have other columns or splits, and more rows"
-        hint = f"{error.hint}\n{made}"
+        other = "the real one may have other columns, splits or tokens, and more rows"
+        hint = f"{error.hint}\ndata made up by --synthetic-data: {told}; {other}"
         column = _column_of(cause, made_up, words)
         raise TraceError(error.message, hint=hint) if column is None else ColumnLacks(error, hint, column) from cause
 

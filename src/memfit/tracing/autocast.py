@@ -151,7 +151,8 @@ class Autocast:
             return tensor.to(target)
         found = self._cache.get(id(tensor))
         if found is None:
-            found = self._cache[id(tensor)] = (tensor, tensor.to(target))
+            with torch.enable_grad():  # it serves passes with and without gradients
+                found = self._cache[id(tensor)] = (tensor, tensor.to(target))
         return found[1]
 
     @contextmanager

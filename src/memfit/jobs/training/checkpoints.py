@@ -172,13 +172,13 @@ def _read(path: Path) -> dict[str, Any] | None:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"cannot read '{path}': {error}") from error
+        raise InputError(f"'{path}' is damaged: {error}", hint=EARLIER) from error
     if not isinstance(found, dict):
-        raise InputError(f"'{path}' is damaged")
+        raise InputError(f"'{path}' is damaged", hint=EARLIER)
     return found
 
 
-PROGRESS = "memfit_progress.json"
+PROGRESS, EARLIER = "memfit_progress.json", "resume from an earlier checkpoint"
 WRITING, DELETING, OTHERS = ".writing", ".deleting", ".other-program"
 OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 _OF_SAFETENSORS = re.compile(r"(?:\(os error |Os \{ code: )(\d+)")
@@ -211,7 +211,7 @@ class RunState:
                 losses={int(step): float(loss) for step, loss in found["losses"].items()},
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise InputError(f"'{folder / PROGRESS}' is damaged", hint="resume from an earlier checkpoint") from error
+            raise InputError(f"'{folder / PROGRESS}' is damaged", hint=EARLIER) from error
 
 
 def begin(output_dir: Path, step: int) -> Path:
