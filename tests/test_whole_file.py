@@ -210,6 +210,8 @@ WRITERS = {
     "planning/cache.py": "a link of the entry's name is replaced, not followed",
     "fitting/estimate_memory.py": "into a temporary folder",
     "serving/viewer.py": "what is dropped onto the page, into a temporary file",
+    "scripts/made_up_columns.py": "a made-up picture, into a temporary folder",
+    "scripts/made_up_files.py": "made-up names of classes, into a temporary folder",
     "scripts/watched.py": "whether there is room, into a temporary folder of its own",
     "tracing/compiled/autotuning.py": "a kernel that another program is asked about, into a temporary folder",
 }

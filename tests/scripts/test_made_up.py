@@ -246,7 +246,7 @@ def test_a_column_that_a_made_up_data_set_lacks_is_told_beside_the_error(cause: 
     ("name", "learned"),
     [
         ("tatsu-lab/alpaca", lambda row: row["output"]),
-        ("HuggingFaceH4/ultrachat_200k", lambda row: row["messages"][-1]["content"]),
+        ("HuggingFaceH4/ultrachat_200k", lambda row: "".join(each["content"] for each in row["messages"][3::2])),
         ("trl-lib/ultrafeedback_binarized", lambda row: row["rejected"]),
         ("Anthropic/hh-rlhf", lambda row: row["chosen"].rpartition("\n\nAssistant: ")[2]),
         ("ptb_text_only", lambda row: row["sentence"]),

@@ -6,15 +6,13 @@ What a column holds, its own name tells.
 from __future__ import annotations
 
 import re
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, TypeVar
 
 from memfit.errors import TraceError
 from memfit.scripts.made_up_rows import FEW_WORDS, PICTURE, PICTURE_FILE, SOUND, TALK, WORDS, picture
-from memfit.scripts.watched import folder_for_files
+from memfit.scripts.watched import path_for_a_file
 
 MadeUp = dict[str, tuple[str, ...]]
 """Columns of the data sets that were made up, and the size of tokenizers, by the names that the program asked for."""
@@ -70,7 +68,7 @@ def columns_asked_for(names: Sequence[str], row: Mapping[str, Any]) -> dict[str,
 
 
 def _picture_on_disk() -> str:
-    path = Path(tempfile.mkdtemp(prefix="memfit-", dir=folder_for_files())) / "made-up.png"
+    path = path_for_a_file("made-up.png")
     path.write_bytes(picture(PICTURE))
     return str(path)
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import re
 import sys
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from memfit.scripts.made_up_rows import CLASSES
-from memfit.scripts.watched import folder_for_files
+from memfit.scripts.watched import path_for_a_file
 
 _NAMES_OF_CLASSES = re.compile(r"(id2label|label2id)\w*\.json$")
 
@@ -37,7 +35,7 @@ def _found_or_named(find: Callable[..., Any], tracer: Any) -> Callable[..., Any]
         tracer.assume(f"{repo_id}: a made-up {filename}, {count} classes")
         names = {f"class {number}": number for number in range(count)}
         said = names if asked[1] == "label2id" else {str(number): name for name, number in names.items()}
-        path = Path(tempfile.mkdtemp(prefix="memfit-", dir=folder_for_files())) / "names.json"
+        path = path_for_a_file("names.json")
         path.write_text(json.dumps(said))
         return str(path)
 

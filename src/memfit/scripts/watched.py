@@ -6,6 +6,7 @@ processes talk by memory that both have and a file in a folder of theirs: such a
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import errno
 import faulthandler
@@ -82,6 +83,14 @@ def is_watched() -> bool:
 def folder_for_files() -> str | None:
     """Where to put what is to be gone when the program is: it may be killed."""
     return None if _folder is None else str(_folder)
+
+
+def path_for_a_file(name: str) -> Path:
+    """In a folder of its own, which is gone when the program is."""
+    folder = tempfile.mkdtemp(prefix="memfit-", dir=folder_for_files())
+    if _folder is None:
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder) / name
 
 
 def watch(work: Callable[[], int]) -> tuple[int, str]:
