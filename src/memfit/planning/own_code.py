@@ -135,7 +135,7 @@ def trace_code(
         f"predicted, not measured: traced with torch {torch.__version__}, kernels of 2.11",
         how.in_words(),
         *(card.notes if card else ()),
-        *{**table.meanings, **tracer.assumed},
+        *{**table.told, **tracer.assumed},
     )
     trains = any(mark.phase == "backward" for mark in made.marks)
     plan = assess(

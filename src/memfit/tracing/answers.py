@@ -96,6 +96,7 @@ HARMLESS: tuple[tuple[re.Pattern[str], bool, str], ...] = (
 """By what stands in the line that asks: decisions that change what is logged or kept, answered as most runs do, and
 where memory may depend on it, by the larger answer."""
 PASSED = "what the program only checks (`assert`, an `if` that raises an error) is as it should be"
+MOST_LINES = 4
 _DECIDES = re.compile(r"\b(if|while|assert|and|or|not|min|max)\b|[<>]|[=!]=")
 UNKNOWN = "numbers that nobody knows, such as a loss, show as ?; numpy takes them for NaN, also where it compares"
 IN_ARRAYS = (
@@ -133,6 +134,18 @@ class Answers:
         self.given: dict[str, Value | Even] = {}
         self.meanings: dict[str, None] = {}
         """What the answers given from the table mean."""
+        self.checked: dict[str, None] = {}
+        """Lines that only check."""
+
+    @property
+    def told(self) -> dict[str, None]:
+        if not self.checked:
+            return self.meanings
+        lines = [
+            f"{os.path.basename(file)}:{line}" for file, _, line in (each.rpartition(":") for each in self.checked)
+        ]
+        more = f" and {len(lines) - MOST_LINES} more" if len(lines) > MOST_LINES else ""
+        return self.meanings | {f"{PASSED}: {', '.join(lines[:MOST_LINES])}{more}": None}
 
     def value(self, tensor: torch.Tensor) -> Value:
         if (known := self._read(tensor)) is not None:
@@ -263,7 +276,7 @@ class Answers:
                 self.meanings[meaning] = None
                 return self._say(asker, value)
         if (passing := answer_without_error(asker)) is not None:
-            self.meanings[PASSED] = None
+            self.checked[_place(asker)] = None
             return self._say(asker, passing)
         return self.refuse(TraceError(_at(asker) + question, hint=_hint(asker, self._chosen_in)))
 
