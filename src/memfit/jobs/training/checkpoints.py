@@ -172,7 +172,7 @@ def _read(path: Path) -> dict[str, Any] | None:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"'{path}' is damaged: {error}", hint=EARLIER) from error
+        raise InputError(f"cannot read '{path}', which is damaged: {error}", hint=EARLIER) from error
     if not isinstance(found, dict):
         raise InputError(f"'{path}' is damaged", hint=EARLIER)
     return found
