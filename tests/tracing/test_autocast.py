@@ -289,7 +289,7 @@ def test_the_cast_of_a_weight_is_made_once_a_region_and_dropped_at_its_end(grad:
 
 
 def test_a_cast_that_was_made_without_gradients_serves_a_pass_with_them() -> None:
-    """As torch does it since 2.11; before, the weight got no gradient."""
+    """As torch 2.13 does it; older ones left the weight without a gradient."""
 
     def passes(device: str) -> list[bool]:
         layer, x = nn.Linear(8, 8, bias=False).to(device), torch.ones(4, 8, device=device)
