@@ -91,12 +91,8 @@ def data_made_up(tracer: Any, made_up: MadeUp, *, wanted: bool, more: Sequence[s
                     for each in replaced:
                         stack.enter_context(each)
 
-        patch()
-        tracer.after_import.append(patch)
-        try:
+        with tracer.after_each_import(patch):
             yield
-        finally:
-            tracer.after_import.remove(patch)
 
 
 # -- tokenizers --------------------------------------------------------------------------------------------------------

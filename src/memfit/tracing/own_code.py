@@ -105,6 +105,16 @@ class OwnCodeTracer(Tracer):
             weakref.WeakKeyDictionary()
         )
 
+    @contextmanager
+    def after_each_import(self, do: Callable[[], None]) -> Iterator[None]:
+        """Now, and whenever the code has imported something."""
+        do()
+        self.after_import.append(do)
+        try:
+            yield
+        finally:
+            self.after_import.remove(do)
+
     def assume(self, what: str) -> None:
         self.assumed[what] = None
 

@@ -36,9 +36,5 @@ def matching_of_unknown_costs(tracer: OwnCodeTracer) -> Iterator[None]:
 
             stack.enter_context(mock.patch.object(optimize, "linear_sum_assignment", match_any))
 
-        settle()
-        tracer.after_import.append(settle)
-        try:
+        with tracer.after_each_import(settle):
             yield
-        finally:
-            tracer.after_import.remove(settle)

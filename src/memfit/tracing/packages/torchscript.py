@@ -64,9 +64,5 @@ def torchscript_traced(tracer: OwnCodeTracer, is_own: Callable[[str], bool]) -> 
                     settled.add(name)
                     stack.enter_context(mock.patch.object(writer, "add_graph", run_once))
 
-        settle()
-        tracer.after_import.append(settle)
-        try:
+        with tracer.after_each_import(settle):
             yield
-        finally:
-            tracer.after_import.remove(settle)
