@@ -36,65 +36,15 @@ class _Before:
 
 @contextmanager
 def put_back(is_on_gpu: Callable[[torch.Tensor], bool]) -> Iterator[None]:
-    seen: weakref.WeakKeyDictionary[nn.Module, _Before] = weakref.WeakKeyDictionary()
-    moving: list[nn.Module] = []
-    apply, swap = nn.Module._apply, torch.utils.swap_tensors
-
-    def apply_and_remember(module: nn.Module, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if module not in seen:
-            gradients = {name: p.grad for name, p in module._parameters.items() if p is not None}
-            on_host = {name: grad for name, grad in gradients.items() if grad is not None and not is_on_gpu(grad)}
-            seen[module] = _Before(dict(module._buffers), on_host)
-        moving.append(module)
-        try:
-            return apply(module, lambda tensor: _as_tensor(fn(tensor)), *args, **kwargs)
-        finally:
-            moving.pop()
-
-    def swap_and_remember(here: torch.Tensor, there: torch.Tensor) -> None:
-        if moving and is_on_gpu(here) and is_on_gpu(there):  # as torch does on a GPU: a graph may hold what is swapped
-            here.data = there
-            return
-        name = _name_in(moving[-1]._parameters, here) if moving else None
-        if _has_its_own_class(here) or (moving and name is None and type(here) is type(there) is torch.Tensor):
-            torch._C._swap_tensor_impl(here, there)  # a gradient may be held and looked at by others: on a GPU too
-        else:
-            there.__dict__.update(here.__dict__)  # a GPU run changes what is inside a parameter, not its attributes
-            try:
-                swap(here, there)
-            except RuntimeError:  # a graph holds it, as weight norm's from when the layer was made; on a GPU it may
-                torch._C._swap_tensor_impl(here, there)
-        if moving and is_on_gpu(here) and not is_on_gpu(there):
-            before = seen[moving[-1]]
-            if name is not None:
-                before.weights.setdefault(name, there)
-            elif (name := _name_in(before.gradients, here)) is not None:
-                del before.gradients[name]
-                before.moved[name] = weakref.ref(here), there
-        elif is_on_gpu(here) and not is_on_gpu(there):
-            alone.append((weakref.ref(here), there))
-
-    alone: list[tuple[weakref.ref[torch.Tensor], torch.Tensor]] = []
-    """Tensors that were given memory of the GPU by themselves, with what they held."""
-
-    def restore_alone(held: weakref.ref[torch.Tensor], there: torch.Tensor) -> None:
-        if (here := held()) is not None and is_on_gpu(here):
-            torch._C._swap_tensor_impl(here, there)
-
-    states: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[Any, Any]] = weakref.WeakKeyDictionary()
-
-    def remember_state(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if optimizer not in states:
-            states[optimizer] = {key: dict(value) for key, value in optimizer.state.items()}
-
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+    remembered = _MovedTensors(is_on_gpu)
     random, settings = torch.get_rng_state(), _settings()
-    hook = register_optimizer_step_pre_hook(remember_state)
+    hook = register_optimizer_step_pre_hook(remembered.note_state)
     try:
         with (
-            mock.patch.object(nn.Module, "_apply", apply_and_remember),
-            mock.patch.object(torch.utils, "swap_tensors", swap_and_remember),
+            mock.patch.object(nn.Module, "_apply", remembered.apply_of_modules()),
+            mock.patch.object(torch.utils, "swap_tensors", remembered.swap),
         ):
             yield
     finally:
@@ -102,17 +52,93 @@ def put_back(is_on_gpu: Callable[[torch.Tensor], bool]) -> Iterator[None]:
         torch.set_rng_state(random)
         for put, value in settings:
             put(value)
+        remembered.restore()
+
+
+class _MovedTensors:
+    """What the traced code has moved to the GPU, with what it was before."""
+
+    def __init__(self, is_on_gpu: Callable[[torch.Tensor], bool]) -> None:
+        self.is_on_gpu = is_on_gpu
+        self.modules: weakref.WeakKeyDictionary[nn.Module, _Before] = weakref.WeakKeyDictionary()
+        self.moving: list[nn.Module] = []
+        """The modules that are being moved now, the outermost first."""
+        self.alone: list[tuple[weakref.ref[torch.Tensor], torch.Tensor]] = []
+        """Tensors that were given memory of the GPU by themselves, with what they held."""
+        self.states: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[Any, Any]] = weakref.WeakKeyDictionary()
+        self.swap_of_torch = torch.utils.swap_tensors
+
+    def apply_of_modules(self) -> Callable[..., Any]:
+        """In place of `nn.Module._apply`, by which modules are moved."""
+        apply = nn.Module._apply
+
+        def apply_and_remember(module: nn.Module, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if module not in self.modules:
+                gradients = {name: p.grad for name, p in module._parameters.items() if p is not None}
+                on_host = {
+                    name: grad for name, grad in gradients.items() if grad is not None and not self.is_on_gpu(grad)
+                }
+                self.modules[module] = _Before(dict(module._buffers), on_host)
+            self.moving.append(module)
+            try:
+                return apply(module, lambda tensor: _as_tensor(fn(tensor)), *args, **kwargs)
+            finally:
+                self.moving.pop()
+
+        return apply_and_remember
+
+    def swap(self, here: torch.Tensor, there: torch.Tensor) -> None:
+        """In place of `torch.utils.swap_tensors`."""
+        module = self.moving[-1] if self.moving else None
+        if module is not None and self.is_on_gpu(here) and self.is_on_gpu(there):
+            here.data = there  # as torch does on a GPU: a graph may hold what is swapped
+            return
+        name = _name_in(module._parameters, here) if module is not None else None
+        if _has_its_own_class(here) or (
+            module is not None and name is None and type(here) is type(there) is torch.Tensor
+        ):
+            torch._C._swap_tensor_impl(here, there)  # a gradient may be held and looked at by others: on a GPU too
+        else:
+            there.__dict__.update(here.__dict__)  # a GPU run changes what is inside a parameter, not its attributes
+            try:
+                self.swap_of_torch(here, there)
+            except RuntimeError:  # a graph holds it, as weight norm's from when the layer was made; on a GPU it may
+                torch._C._swap_tensor_impl(here, there)
+        if self.is_on_gpu(here) and not self.is_on_gpu(there):
+            self._note_moved(module, name, here, there)
+
+    def _note_moved(self, module: nn.Module | None, name: str | None, here: torch.Tensor, there: torch.Tensor) -> None:
+        """`here` was on the host, with what `there` holds now."""
+        if module is None:
+            self.alone.append((weakref.ref(here), there))
+            return
+        before = self.modules[module]
+        if name is not None:
+            before.weights.setdefault(name, there)
+        elif (name := _name_in(before.gradients, here)) is not None:
+            del before.gradients[name]
+            before.moved[name] = weakref.ref(here), there
+
+    def note_state(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if optimizer not in self.states:
+            self.states[optimizer] = {key: dict(value) for key, value in optimizer.state.items()}
+
+    def restore(self) -> None:
         with ExitStack() as stack:  # from the last to the first, whatever fails
-            for optimizer, state in list(states.items()):
+            for optimizer, state in list(self.states.items()):
                 stack.callback(optimizer.state.update, state)
                 stack.callback(optimizer.state.clear)
-            for held, there in alone:
-                stack.callback(restore_alone, held, there)
-            modules = list(seen.items())
+            for held, there in self.alone:
+                stack.callback(self._restore_alone, held, there)
+            modules = list(self.modules.items())
             for module, before in modules:
                 stack.callback(_restore_gradients, module, before)
             for module, before in modules:
                 stack.callback(_restore, module, before)
+
+    def _restore_alone(self, held: weakref.ref[torch.Tensor], there: torch.Tensor) -> None:
+        if (here := held()) is not None and self.is_on_gpu(here):
+            torch._C._swap_tensor_impl(here, there)
 
 
 def _name_in(named: Mapping[str, Any], tensor: torch.Tensor) -> str | None:
