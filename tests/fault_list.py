@@ -207,14 +207,14 @@ REPLAY = [
     ),
 ]
 
-_FAMILY = _in("planning/interpolation/family.py", "planning/test_family_guards.py")
+_FAMILY = _in("planning/interpolation.py", "planning/test_family_guards.py")
 _SHAPES = _in(
-    "planning/interpolation/shapes.py",
+    "extrapolation/shapes.py",
     "planning/test_family_guards.py",
     "extrapolation/test_pieces.py",
     "extrapolation/test_polynomials.py",
 )
-_CORNERS = _in("planning/interpolation/corners.py", "planning/test_family_guards.py", "planning/test_corners.py")
+_CORNERS = _in("planning/interpolation.py", "planning/test_family_guards.py", "planning/test_corners.py")
 _FEW = _in("planning/few.py", "planning/test_host_facts.py")
 
 PLANNING = [
@@ -238,7 +238,7 @@ PLANNING = [
         "found |= {number - self.work.new_tokens for number in found}",
         "pass",
     ),
-    _in("planning/interpolation/family.py", "planning/test_host_facts.py")(
+    _in("planning/interpolation.py", "planning/test_host_facts.py")(
         "what lies on the host is forgotten in a family",
         "Trace(facts={HOST: recipe.trace.facts[HOST]} if HOST in recipe.trace.facts else {})",
         "Trace()",

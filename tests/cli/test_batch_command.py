@@ -304,7 +304,7 @@ def test_a_file_is_looked_through_for_jobs_that_differ_in_batch_and_length(
     memfit: Memfit, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from memfit.planning import few as few_blocks
-    from memfit.planning.interpolation import family as families
+    from memfit.planning import interpolation as families
 
     traced = []
     original = few_blocks.trace_few_blocks

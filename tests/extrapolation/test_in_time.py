@@ -10,8 +10,8 @@ from asked_rules import written_call
 
 from memfit.events import Action, Trace
 from memfit.extrapolation.blocks import NotRepeating
+from memfit.extrapolation.steps import GenerationExtension, traced_tokens
 from memfit.extrapolation.streams import CALLER, Outline, RuleAnswer, RuleCall, answered, filled, fingerprint, stream_of
-from memfit.extrapolation.tokens import GenerationExtension, traced_tokens
 
 PROMPT, NEW = 10, 60
 NOTHING = RuleAnswer(Outline((), (), (), ()), ())

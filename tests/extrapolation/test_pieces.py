@@ -8,8 +8,8 @@ import pytest
 from asked_rules import written_call
 
 from memfit.events import Action, Trace
+from memfit.extrapolation.shapes import NotProven, Piece, TooFewPoints, filling, surrounds
 from memfit.extrapolation.streams import CALLER, Outline, RuleAnswer, RuleCall, answered, fingerprint, stream_of
-from memfit.planning.interpolation.shapes import NotProven, Piece, TooFewPoints, filling, surrounds
 
 CORNERS = [(2, 17), (2, 256), (64, 17), (64, 256)]
 POINTS = [*CORNERS, (5, 100), (7, 33)]

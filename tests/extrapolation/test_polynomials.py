@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memfit.planning.interpolation.shapes import TERMS, ZERO, Fits, evaluate
+from memfit.extrapolation.shapes import TERMS, ZERO, Fits, evaluate
 
 POINTS = [(2, 17), (2, 1024), (64, 17), (64, 1024), (5, 300), (31, 777), (12, 640)]
 PLAIN = 6

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from memfit.planning.interpolation.corners import Corners
-from memfit.planning.interpolation.shapes import surrounds
+from memfit.extrapolation.shapes import surrounds
+from memfit.planning.interpolation import Corners
 
 Point = tuple[int, int]
 

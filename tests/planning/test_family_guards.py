@@ -11,12 +11,11 @@ import pytest
 from miniatures import shrunk
 
 from memfit.events import Trace
+from memfit.extrapolation.shapes import Fits, NotProven, surrounds
 from memfit.extrapolation.streams import NotSeparable, stream_of
 from memfit.jobs.workload import Workload
-from memfit.planning.interpolation import family as families
-from memfit.planning.interpolation.corners import Corners
-from memfit.planning.interpolation.family import Family, family_of
-from memfit.planning.interpolation.shapes import Fits, NotProven, surrounds
+from memfit.planning import interpolation as families
+from memfit.planning.interpolation import Corners, Family, family_of
 from memfit.planning.traced import Provenance, Recipe
 from memfit.platform import H200
 
@@ -218,7 +217,7 @@ def test_three_corners_do_not_surround_a_point(missing: int) -> None:
 
 def test_sizes_out_of_range_are_not_told(model: str) -> None:
     """A line that falls with the length would be below nothing further on."""
-    from memfit.planning.interpolation.shapes import Piece
+    from memfit.extrapolation.shapes import Piece
 
     points = [(1, 17), (1, 33), (1, 47), (1, 256)]
     made = {point: traced(*point, size=1000 - 4 * point[1] + 60) for point in points[:3]}

@@ -12,9 +12,9 @@ from memfit.extrapolation.blocks import NotRepeating
 from memfit.jobs.training.offload import activations
 from memfit.jobs.workload import Workload
 from memfit.planning import few
+from memfit.planning import interpolation as families
 from memfit.planning import traced as traced_plans
 from memfit.planning.few import blocks_of
-from memfit.planning.interpolation import family as families
 from memfit.planning.traced import HOST, Provenance, Recipe, trace_workload
 from memfit.platform import H200
 

@@ -6,7 +6,7 @@ import dataclasses
 
 from memfit.events import Trace
 from memfit.jobs.workload import Workload
-from memfit.planning.interpolation.family import Family
+from memfit.planning.interpolation import Family
 from memfit.planning.traced import trace_workload
 from memfit.platform import H200
 

@@ -24,8 +24,7 @@ from memfit.checking.gate import GatedJob
 from memfit.errors import TraceError, UsageError
 from memfit.events import Action, FrameRow, Trace
 from memfit.extrapolation.reused import COMPILED, COPIES, FLUSH, REUSED, joined, let_the_last_go_first, sort_frees
-from memfit.extrapolation.steps import last_step
-from memfit.extrapolation.tokens import traced_tokens
+from memfit.extrapolation.steps import last_step, traced_tokens
 from memfit.fitting.emit import python_of
 from memfit.gpus import find_gpu
 from memfit.jobs.build import Prepared, prepare_without_memory

@@ -5,11 +5,11 @@ from __future__ import annotations
 DOOR = {
     "blocks": "AFTER BEFORE Extension Ints LAST NotRepeating UNITS extend extension with_sizes",
     "reused": "COMPILED COPIES FLUSH REUSED SAID WORKSPACE_BY_RULE joined let_the_last_go_first say sort_frees",
-    "steps": "last_step with_steps",
+    "shapes": "NotProven Piece Point TooFewPoints filling",
+    "steps": "GenerationExtension PAIR last_step traced_tokens with_steps",
     "streams": (
-        "Ask CALLER FilledStream NotSeparable Outline RuleAnswer RuleCall SizedStream Stream TracedStream answered "
-        "filled fingerprint stream_of"
+        "Ask CALLER FilledStream NotSeparable Outline RuleAnswer RuleCall SizedStream TracedStream answered filled "
+        "stream_of"
     ),
-    "tokens": "GenerationExtension PAIR traced_tokens",
 }
 """What other rooms may use, by file."""

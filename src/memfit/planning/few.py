@@ -24,9 +24,8 @@ from memfit.errors import InputError, UsageError
 from memfit.events import Action, Trace
 from memfit.extrapolation.blocks import BEFORE, UNITS, NotRepeating
 from memfit.extrapolation.reused import COMPILED, SAID, let_the_last_go_first, sort_frees
-from memfit.extrapolation.steps import last_step
+from memfit.extrapolation.steps import PAIR, GenerationExtension, last_step, traced_tokens
 from memfit.extrapolation.streams import NotSeparable, TracedStream, answered, filled, stream_of
-from memfit.extrapolation.tokens import PAIR, GenerationExtension, traced_tokens
 from memfit.jobs.adapter_names import BEYOND_BLOCKS
 from memfit.jobs.build import Prepared, prepare_without_memory
 from memfit.jobs.loading import loaded_bytes
@@ -300,7 +299,7 @@ def _trainable(job: Prepared, blocks: Blocks, count: Callable[[int], int] = int)
 # -- few of its steps or new tokens, which tell the rest ---------------------------------------------------------------
 # The last step of a training is told by the one before it. Of a generation a dozen tokens are traced from the prompt,
 # and as many from a prompt that ends where the generation does: what the first ones foretell for the last steps is held
-# against those (`extrapolation/tokens.py`). A cache that stops growing at its window shows there, and all tokens are
+# against those (`extrapolation/steps.py`). A cache that stops growing at its window shows there, and all tokens are
 # traced.
 
 

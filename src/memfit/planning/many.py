@@ -101,7 +101,7 @@ def _look_ahead(jobs: Any, gpu: str | Gpu | None) -> None:
     pipe can be read only once; what is wrong with a job is said when its turn comes."""
     if not (Path(jobs).is_file() if isinstance(jobs, (str, os.PathLike)) else isinstance(jobs, Sequence)):
         return
-    from memfit.planning.interpolation.family import family_of, point_of
+    from memfit.planning.interpolation import family_of, point_of
     from memfit.platform import platform_of
 
     with suppress(MemfitError, OSError), _numbered(jobs) as numbered:

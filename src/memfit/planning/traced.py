@@ -21,7 +21,7 @@ from memfit.platform import Platform
 
 if TYPE_CHECKING:
     from memfit.planning.categories import TraceRecord
-    from memfit.planning.interpolation.family import Family, Interpolation
+    from memfit.planning.interpolation import Family, Interpolation
 
 UNLIKE = "traced by itself, not told from other batch sizes and lengths"
 
@@ -235,7 +235,7 @@ class FirstPlan:
         self.lesson = recipe, heard
 
     def hand_on(self) -> None:
-        from memfit.planning.interpolation.family import family_of, point_of
+        from memfit.planning.interpolation import family_of, point_of
 
         lesson, self.lesson, self.handed_on = self.lesson, None, True
         try:
@@ -252,12 +252,12 @@ _first: FirstPlan | None = None
 
 
 def _family(work: Workload, platform: Platform) -> Family | FirstPlan | None:
-    """The only way into the room of interpolation, but for sweeps that say what is to come (`planning/many.py`)."""
+    """The only way to interpolation, but for sweeps that say what is to come (`planning/many.py`)."""
     global _first
     if _first is None:
         _first = FirstPlan(work, platform)
         return _first
-    from memfit.planning.interpolation.family import family_of
+    from memfit.planning.interpolation import family_of
 
     if not _first.handed_on:
         _first.hand_on()
