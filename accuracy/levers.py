@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from memfit.errors import MemfitError
+from memfit.fitting.durations import StepCost, seconds, step_cost
 from memfit.fitting.forecast import Forecast, Forecasts
 from memfit.fitting.levers import Lever, apply, levers_for
-from memfit.fitting.step_cost import StepCost, seconds, step_cost
 from memfit.gpus import Gpu, find_gpu
 from memfit.jobs.workload import Workload
 from memfit.units import GiB

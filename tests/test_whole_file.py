@@ -208,7 +208,7 @@ WRITERS = {
     "jobs/pruning/output.py": "into a folder of its own, which is renamed when whole; an old one may come back",
     "models/gguf.py": "into a folder of its own, which is renamed when whole",
     "planning/cache.py": "a link of the entry's name is replaced, not followed",
-    "fitting/estimate_memory.py": "into a temporary folder",
+    "fitting/claims.py": "into a temporary folder",
     "serving/viewer.py": "what is dropped onto the page, into a temporary file",
     "scripts/made_up_columns.py": "a made-up picture, into a temporary folder",
     "scripts/made_up_files.py": "made-up names of classes, into a temporary folder",

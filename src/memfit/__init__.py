@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from memfit.checking.check import Checked, check
     from memfit.checking.gate import GateResult, gate
     from memfit.explaining.explain import Explanation, explain
-    from memfit.fitting.estimate_memory import estimate_memory
+    from memfit.fitting.claims import estimate_memory
     from memfit.fitting.fit import Fitted, fit
     from memfit.fitting.ladder import Ladder, ladder
     from memfit.fitting.table import Table
@@ -108,7 +108,7 @@ _LATE = {
     "checking.check": "Checked check",
     "checking.gate": "GateResult gate",
     "explaining.explain": "Explanation explain",
-    "fitting.estimate_memory": "estimate_memory",
+    "fitting.claims": "estimate_memory",
     "fitting.fit": "Fitted fit",
     "fitting.ladder": "Ladder ladder",
     "fitting.table": "Table table",

@@ -8,7 +8,7 @@ import pytest
 
 import memfit
 from memfit.errors import UsageError
-from memfit.fitting.estimate_memory import llama_of_size
+from memfit.fitting.claims import llama_of_size
 from memfit.guides.claims import rule_of_thumb
 from memfit.models.registry import load_config, resolve
 

@@ -11,10 +11,10 @@ import pytest
 from forecasts import forecast
 
 from memfit.errors import UnknownName, UsageError
+from memfit.fitting.durations import step_cost
 from memfit.fitting.forecast import Forecast, global_batch_of, with_global_batch
 from memfit.fitting.levers import COMPILE, COSTS, Lever, apply, levers_for
 from memfit.fitting.search import can_lower
-from memfit.fitting.step_cost import step_cost
 from memfit.jobs.workload import Workload
 
 JOBS = [

@@ -13,7 +13,7 @@ from support.rotary import ROTARY_TABLES_ARE_A_PRODUCT
 
 from memfit.events import OpCost
 from memfit.fitting import step_cost as pruning_cost
-from memfit.fitting.step_cost import (
+from memfit.fitting.durations import (
     PHASE,
     Ops,
     PhaseCost,

@@ -24,7 +24,7 @@ from support.warm_python import warm_python
 from memfit.cli.main import main
 from memfit.errors import UsageError
 from memfit.events import Trace
-from memfit.fitting.step_cost import step_cost
+from memfit.fitting.durations import step_cost
 from memfit.gpus import find_gpu
 from memfit.jobs.workload import Workload
 from memfit.planning import cache
@@ -155,7 +155,7 @@ def test_a_preset_is_found_again_in_the_process_that_traced_it(tracings: list[Wo
 
 WITHOUT_TORCH = """
 import contextlib, io, json, sys
-from memfit.fitting.step_cost import step_cost
+from memfit.fitting.durations import step_cost
 from memfit.cli.main import main
 
 out = []

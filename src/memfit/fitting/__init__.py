@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 DOOR = {
+    "claims": "estimate_memory",
     "durations": "Duration estimate estimate_training why_none with_duration",
-    "estimate_memory": "estimate_memory",
     "emit": "check_form config_document emit_as_file headline pruning_command",
     "fit": "Fitted Option fit options",
     "forecast": "few_micro_steps_note",

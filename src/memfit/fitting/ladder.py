@@ -21,10 +21,10 @@ from typing import Any
 
 from memfit.analysis.verdict import judge
 from memfit.errors import MemfitError, UsageError
+from memfit.fitting.durations import step_time
 from memfit.fitting.fit import check_margin, fit
 from memfit.fitting.forecast import Forecast, Forecasts, global_batch_of, with_global_batch
 from memfit.fitting.levers import Lever, batch_sizes
-from memfit.fitting.step_cost import step_time
 from memfit.gpus import Gpu, find_gpu
 from memfit.guides.claims import RUNGS
 from memfit.jobs.workload import Workload
